@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf
 from numbers import Real
 from types import MappingProxyType
@@ -40,7 +40,7 @@ from attnops.needs import (
     one_of as one_of,
     without as without,
 )
-from attnops.problem import Problem, Refusal, Target
+from attnops.problem import Problem, Refusal, Target, altered
 
 CONTRACT = 2
 """Version of a Kernel's promises and of its arguments. Raised when an existing kernel would have to change."""
@@ -147,7 +147,7 @@ class Kernel:
         if brief and absences:
             return absences
         unmet = self.unmet(problem, brief)
-        if problem.capturing and self.capture is Capture.NEVER:
+        if problem.step.capturing and self.capture is Capture.NEVER:
             unmet += (Refusal("capture", self.capture.value, f"{Capture.WHOLE.value}: a CUDA graph is being captured"),)
         if not unmet and self.workspace_bytes is not None:
             unmet = self._asked("workspace_bytes", (self._enough,), problem)
@@ -185,12 +185,12 @@ class Kernel:
         if type(size) is not int or size < 0:
             return Failed(f"{self.name}.workspace_bytes", size, "an int >= 0")
         want = f">= {size} bytes, zeroed once: attnops.explain(...).workspace_bytes"
-        return Refusal("workspace", f"{problem.workspace} bytes", want) if problem.workspace < size else None
+        return Refusal("workspace", f"{problem.step.workspace} bytes", want) if problem.step.workspace < size else None
 
     def _priced(self, problem: Problem) -> Refusal | None:
         # A time that a plan was made for is compared with that of a call without, so both are asked for.
-        planned = self.plan.device is not None and problem.plan == "none"
-        times = [self.cost_us(p) for p in ((problem, replace(problem, plan="device")) if planned else (problem,))]
+        planned = self.plan.device is not None and problem.step.plan == "none"
+        times = [self.cost_us(p) for p in ((problem, altered(problem, plan="device")) if planned else (problem,))]
         for us in (*times, self.steady_us(problem)):
             if not isinstance(us, Real) or isinstance(us, bool) or not 0 <= float(us) < inf:
                 return Failed(f"{self.name}.cost_us", us, "a finite number >= 0")

@@ -11,7 +11,7 @@ import functools
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
 from importlib.machinery import PathFinder
 from math import inf
@@ -24,7 +24,7 @@ from torch._vendor.packaging.version import InvalidVersion, Version as Version
 
 from attnops.adapt import readable
 from attnops.errors import MissingExtra, RegistrationError
-from attnops.problem import FEATURES, Problem, Refusal, Target
+from attnops.problem import FEATURES, LEAVES, Problem, Refusal, Target, leaf
 
 if TYPE_CHECKING:
     from attnops.kernel import Kernel
@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 Need = Callable[[Problem], Refusal | None]
 """A demand on a Problem: None when it is met, the Refusal when it is not. Pure; it never imports and never touches a device."""
 
-_TYPES: dict[str, str] = {f.name: str(f.type) for f in fields(Problem)} | {
-    name: found.fget.__annotations__["return"] for name, found in vars(Problem).items() if isinstance(found, property)
-}
+_TYPES: dict[str, str] = {n: str(f.type) for n, f in LEAVES.items()} | {"group_size": "int", "windowed": "bool"}
 _VALUES: dict[str, type] = {"int": int, "bool": bool, "str": str, "torch.dtype": torch.dtype}
 
 
@@ -53,7 +51,7 @@ def one_of(name: str, *values: object) -> Need:
     if wrong := [v for v in values if not isinstance(v, wanted)]:
         raise RegistrationError(f"need: got {wrong[0]!r} for the field {name!r}, want a value of type {_TYPES[name]}")
     want = " | ".join(str(v).removeprefix("torch.") for v in values)
-    return lambda p: None if getattr(p, name) in values else Refusal(name, getattr(p, name), want)
+    return lambda p: None if leaf(p, name) in values else Refusal(name, leaf(p, name), want)
 
 
 def dtypes(*values: torch.dtype) -> Need:
@@ -71,25 +69,25 @@ def dtypes(*values: torch.dtype) -> Need:
 def at_most(name: str, limit: int) -> Need:
     """The int field is at most `limit`."""
     _known(name, "int")
-    return lambda p: None if getattr(p, name) <= limit else Refusal(name, getattr(p, name), f"<= {limit}")
+    return lambda p: None if leaf(p, name) <= limit else Refusal(name, leaf(p, name), f"<= {limit}")
 
 
 def multiple_of(name: str, unit: int) -> Need:
     """The int field is a multiple of `unit`."""
     _known(name, "int")
-    return lambda p: None if getattr(p, name) % unit == 0 else Refusal(name, getattr(p, name), f"a multiple of {unit}")
+    return lambda p: None if leaf(p, name) % unit == 0 else Refusal(name, leaf(p, name), f"a multiple of {unit}")
 
 
 def extent_at_most(name: str, limit: int) -> Need:
     """The size is known to be at most `limit`."""
     _known(name, "Extent")
-    return demand(name, f"<= {limit}", lambda p: getattr(p, name).hi is not None and getattr(p, name).hi <= limit)
+    return demand(name, f"<= {limit}", lambda p: leaf(p, name).hi is not None and leaf(p, name).hi <= limit)
 
 
 def extent_at_least(name: str, limit: int) -> Need:
     """The size is known to be at least `limit`."""
     _known(name, "Extent")
-    return lambda p: None if getattr(p, name).lo >= limit else Refusal(name, getattr(p, name), f">= {limit}")
+    return lambda p: None if leaf(p, name).lo >= limit else Refusal(name, leaf(p, name), f">= {limit}")
 
 
 def arch(*families: int) -> Need:
@@ -119,7 +117,7 @@ def without(*names: str) -> tuple[Need, ...]:
 
     def no(name: str) -> Need:
         want = "none" if _TYPES.get(name) == "str" else "no"
-        return demand(name, want, lambda p: getattr(p, name) in (False, "none", None))
+        return demand(name, want, lambda p: leaf(p, name) in (False, "none", None))
 
     return tuple(no(n) for n in names)
 
@@ -136,7 +134,7 @@ def demand(field: str, want: str, fits: Callable[[Problem], bool], on: str = "")
     def need(p: Problem) -> Refusal | None:
         if (on and p.target.device != on) or fits(p):
             return None
-        got = tuple(getattr(p, name) for name in names)
+        got = tuple(leaf(p, name) for name in names)
         return Refusal(field, got[0] if len(names) == 1 else got, want.format(p=p))
 
     return need
@@ -158,14 +156,14 @@ def features(p: Problem) -> Iterator[tuple[Refusal, tuple[str, ...]]]:
     if p.op not in ASKED:
         return
     # Attention over pages is causal by default.
-    if p.causal is (p.op not in ("paged_attention", "mla_attention")) and p.queries.hi != 1 and "write" not in p.op:
-        yield Refusal("causal", p.causal, str(not p.causal)), ("causal",)
-    if p.window[0] >= 0:
+    if p.rules.causal is (p.op not in ("paged_attention", "mla_attention")) and p.sizes.queries.hi != 1 and "write" not in p.op:
+        yield Refusal("causal", p.rules.causal, str(not p.rules.causal)), ("causal",)
+    if p.rules.window[0] >= 0:
         yield Refusal("windowed", True, "no"), ("window_left",)
-    if p.window[1] >= 0 and not p.causal:
+    if p.rules.window[1] >= 0 and not p.rules.causal:
         yield Refusal("windowed", True, "no"), ("window_right",)
     for field, arguments in FEATURES.items():
-        if (got := getattr(p, field)) not in (False, 0, "none"):
+        if (got := leaf(p, field)) not in (False, 0, "none"):
             yield Refusal(field, got, {bool: "no", int: "0", str: "none"}[type(got)]), arguments
 
 

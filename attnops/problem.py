@@ -6,7 +6,7 @@ import functools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass, replace
 from threading import local
 from typing import Any
 
@@ -144,7 +144,73 @@ def _target_of(kind: str, index: int | None) -> Target:
     return Target("cuda", major * 10 + minor, gpu=torch.cuda.get_device_name(index))
 
 
-NO_EXTENT = Extent(0, 0, 0)
+@dataclass(frozen=True)
+class Visibility:
+    """The keys a query sees, and terms of its softmax. `window` is (left, right) in keys, -1 unbounded; `attention_chunk` in keys, 0 off;
+    `mask` "none", "bool" or "additive". `temperature`: every query token has a factor for its logits.
+    """
+
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    softcap: bool = False
+    attention_chunk: int = 0
+    temperature: bool = False
+    sinks: bool = False
+    sinks_dtype: torch.dtype | None = None
+    mask: str = "none"
+    kv_range: bool = False
+
+    @property
+    def windowed(self) -> bool:
+        """A finite window on the left, or on the right of a call that is not causal."""
+        return self.window[0] >= 0 or (self.window[1] >= 0 and not self.causal)
+
+
+@dataclass(frozen=True)
+class PageFacts:
+    """`kv_scales`: keys and values have scales, or a latent's query has one. `per_head_scales`: those of keys and values differ by head.
+    `pages_packed`: pages follow one another without gaps. `pages_alike`: key and value pages have equal strides, multiples of the head dim.
+    """
+
+    kv_scales: bool = False
+    per_head_scales: bool = False
+    pages_packed: bool = True
+    pages_alike: bool = True
+
+
+@dataclass(frozen=True)
+class Results:
+    """The results asked for beside the output. `grad`: the call is a backward. `lse_grad`: the lse has a gradient."""
+
+    lse: bool = False
+    grad: bool = False
+    mask_grad: bool = False
+    lse_grad: bool = False
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """`plan` "none", "device" (an int32 tensor beside the query) or "host" (an int64 tensor on the CPU); `workspace` the least bytes of
+    scratch. `padded`: there may be tokens of no request (only packed and paged calls say no). `holes`: there may be ids of no page, which
+    every layer looks for itself. `sizes_equal`: dense only, as many keys as queries. `capturing`: an eager call, into a CUDA graph.
+    """
+
+    plan: str = "none"
+    padded: bool = True
+    holes: bool = False
+    workspace: int = 0
+    sizes_equal: bool = False
+    capturing: bool = False
+
+
+@dataclass(frozen=True)
+class Extents:
+    """`tokens`: query tokens of the whole call. `batch`: requests. `queries`, `context`: query tokens and keys of a request, at most."""
+
+    tokens: Extent = Extent(0, 0, 0)
+    batch: Extent = Extent(0, 0, 0)
+    queries: Extent = Extent(0, 0, 0)
+    context: Extent = Extent(0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -152,16 +218,8 @@ class Problem:
     """One call without its data. Hashable; two equal Problems get the same kernel. Fields that do not apply to an op keep their defaults.
 
     `dtype` of the query (or of what is computed), `kv_dtype` of key, value and pages; uint8: latents in the packed format.
-    Latents: the first `v_head_dim` of the `head_dim` numbers are the value, the other `rope_dim` the rotated key; `kv_scales` also
-    says that the query has a scale; `pages_packed` that pages follow one another without gaps.
-    `window` is (left, right) in keys, -1 unbounded; `attention_chunk` in keys, 0 off; `mask` "none", "bool" or "additive"; `plan` "none",
-    "device" (an int32 tensor beside the query) or "host" (an int64 tensor on the CPU); `workspace` the least bytes of scratch.
-    `temperature`: every query token has a factor for its logits. `per_head_scales`: scales of keys and values differ by head.
-    `pages_alike`: key and value pages have the same strides, all multiples of the head dim. `padded`: there may be tokens
-    of no request (only packed and paged calls say no). `holes`: there may be ids of no page, which every layer looks for itself.
-    `capturing`: an eager call is captured into a CUDA graph by hand. `asks`: arguments beyond these fields that are not neutral.
-    `tokens`: query tokens of the whole call. `batch`: requests. `queries`: query tokens of one request, at most.
-    `context`: keys of one request, at most. `sizes_equal`: dense only, as many keys as queries.
+    Latents: the first `v_head_dim` of the `head_dim` numbers are the value, the other `rope_dim` the rotated key.
+    `asks`: arguments that are not neutral and have no field. Names are unique: needs and refusals say `window` for `rules.window`.
     """
 
     op: str
@@ -174,51 +232,48 @@ class Problem:
     v_head_dim: int = 0
     rope_dim: int = 0
     page_size: int = 0
-    causal: bool = False
-    window: tuple[int, int] = (-1, -1)
-    softcap: bool = False
-    attention_chunk: int = 0
-    temperature: bool = False
-    sinks: bool = False
-    sinks_dtype: torch.dtype | None = None
-    mask: str = "none"
-    kv_range: bool = False
-    kv_scales: bool = False
-    per_head_scales: bool = False
-    lse: bool = False
-    grad: bool = False
-    mask_grad: bool = False
-    lse_grad: bool = False
-    plan: str = "none"
-    padded: bool = True
-    holes: bool = False
     last_dim_contiguous: bool = True
-    pages_packed: bool = True
-    pages_alike: bool = True
-    workspace: int = 0
-    sizes_equal: bool = False
-    capturing: bool = False
+    rules: Visibility = Visibility()
+    pages: PageFacts = PageFacts()
+    results: Results = Results()
+    step: StepFacts = StepFacts()
     asks: frozenset[str] = frozenset()
-    tokens: Extent = NO_EXTENT
-    batch: Extent = NO_EXTENT
-    queries: Extent = NO_EXTENT
-    context: Extent = NO_EXTENT
+    sizes: Extents = Extents()
+
+    @classmethod
+    def of(cls, op: str, target: Target, **leaves: Any) -> Problem:
+        """The Problem with these fields, its own or those of its records, by name."""
+        return altered(cls(op, target), **leaves)
 
     @property
     def group_size(self) -> int:
         """Query heads a key head serves."""
         return self.q_heads // self.kv_heads if self.kv_heads else 0
 
-    @property
-    def windowed(self) -> bool:
-        """A finite window on the left, or on the right of a call that is not causal."""
-        return self.window[0] >= 0 or (self.window[1] >= 0 and not self.causal)
-
     def summary(self) -> str:
         """One line for tables: the fields that differ from their defaults."""
         skip = {"op", "target", "last_dim_contiguous", "pages_packed", "pages_alike", "sinks_dtype"}
-        shown = (f for f in fields(self) if f.name not in skip and getattr(self, f.name) != f.default)
-        return " ".join(f"{f.name}={_short(getattr(self, f.name))}" for f in shown)
+        shown = ((n, leaf(self, n)) for n in LEAVES if n not in skip)
+        return " ".join(f"{n}={_short(value)}" for n, value in shown if value != LEAVES[n].default)
+
+
+_RECORDS = {x.name: f.name for f in fields(Problem) if is_dataclass(f.default) for x in fields(f.default)} | {"windowed": "rules"}
+LEAVES = {x.name: x for f in fields(Problem) for x in (fields(f.default) if is_dataclass(f.default) else (f,))}
+"""Fields of a Problem and of its records, by name."""
+
+
+def leaf(problem: Problem, name: str) -> Any:
+    """The field or property of `problem`, or of one of its records, with this name."""
+    return getattr(getattr(problem, _RECORDS[name]) if name in _RECORDS else problem, name)
+
+
+def altered(problem: Problem, **leaves: Any) -> Problem:
+    """As `dataclasses.replace`, by the names of LEAVES."""
+    parts: dict[str, dict[str, Any]] = {}
+    for n, value in leaves.items():
+        parts.setdefault(_RECORDS.get(n, ""), {})[n] = value
+    own = parts.pop("", {}) | {record: replace(getattr(problem, record), **given) for record, given in parts.items()}
+    return replace(problem, **own)
 
 
 FEATURES = {
@@ -245,7 +300,7 @@ def problem_of(call: Call) -> Problem:
     strides = [given[a.name].stride(-1) for a in spec.args if a.unit_stride and given[a.name] is not None]
     found["last_dim_contiguous"] = all(isinstance(n, int) and n == 1 for n in strides)
     more = spec.facts(call, sizes) if callable(spec.facts) else spec.facts or {}
-    return Problem(**{**found, **_features(given), "asks": asked(call) - _TOLD, **more})
+    return Problem.of(**{**found, **_features(given), "asks": asked(call) - _TOLD, **more})
 
 
 def _features(given: dict[str, Any]) -> dict[str, Any]:
@@ -256,10 +311,9 @@ def _features(given: dict[str, Any]) -> dict[str, Any]:
 
     sinks, mask, plan, gradient = given.get("sinks"), given.get("mask"), given.get("plan"), "grad_output" in given
     return {
-        "causal": bool(given.get("causal", False)),
+        **{n: given[n] for n in ("causal", "attention_chunk", "mask_grad", "padded", "holes") if n in given},
         "window": (given.get("window_left", -1), given.get("window_right", -1)),
         "softcap": given.get("softcap", 0.0) > 0,
-        "attention_chunk": given.get("attention_chunk", 0),
         "temperature": given.get("temperature") is not None,
         "sinks": sinks is not None and sinks is not False,
         "sinks_dtype": sinks.dtype if isinstance(sinks, torch.Tensor) else None,
@@ -269,11 +323,8 @@ def _features(given: dict[str, Any]) -> dict[str, Any]:
         "per_head_scales": any(s.shape[0] != 1 for s in tensors("k_scale", "v_scale")),
         "lse": given.get("return_lse", given.get("lse") is not None and "output" in given and not gradient),
         "grad": gradient,
-        "mask_grad": given.get("mask_grad", False),
         "lse_grad": given.get("grad_lse") is not None,
         "plan": "none" if plan is None else "host" if plan.dtype == torch.int64 else "device",
-        "padded": given.get("padded", True),
-        "holes": given.get("holes", False),
         "workspace": bytes_of(given.get("workspace")),
     }
 

@@ -10,13 +10,13 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from attnops.env import default_policy_key
 from attnops.errors import InvalidInput, NoKernel, UnknownKernel, fail
 from attnops.kernel import Failed, Kernel, generation, kernel_names, kernels_of
 from attnops.measured import ESTIMATED, MEASURED, Cost, Table, costs, in_force, never_run
-from attnops.problem import Extent, Problem, Refusal
+from attnops.problem import Extent, Extents, Problem, Refusal, altered
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,7 @@ class Policy:
 
     def forced(self, op: str) -> str | None:
         """The kernel this policy forces on `op`, if any."""
-        for entry in self.kernel:
-            scope, _, name = entry.rpartition(":")
-            if scope == op or (not scope and name in kernels_of(op)):
-                return name
-        return None
+        return next((entry.rpartition(":")[2] for entry in self.kernel if _speaks_of(entry, op)), None)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -173,11 +169,8 @@ def choose(problem: Problem, policy: Policy | str = "") -> Kernel:
 
 def workspace_bytes(problem: Problem, policy: Policy | str = "") -> int:
     """Bytes of scratch asked for by the kernel that would be chosen if the call brought enough. 0: it asks for none."""
-    kernel = select(replace(problem, workspace=_ENOUGH), policy).kernel
+    kernel = select(altered(problem, workspace=1 << 62), policy).kernel
     return 0 if kernel is None or kernel.workspace_bytes is None else kernel.workspace_bytes(problem)
-
-
-_ENOUGH = 1 << 62
 
 
 class _NotKept(Exception):
@@ -234,8 +227,8 @@ DECODES = 64
 
 def _step(problem: Problem, step: tuple[int, int]) -> Problem:
     batch, queries = step
-    tokens, requests, longest, context = (Extent(0, None, hint) for hint in (batch * queries, batch, queries, 4096))
-    return replace(problem, padded=True, holes=False, sizes_equal=False, tokens=tokens, batch=requests, queries=longest, context=context)
+    sizes = Extents(*(Extent(0, None, hint) for hint in (batch * queries, batch, queries, 4096)))
+    return altered(problem, padded=True, holes=False, sizes_equal=False, sizes=sizes)
 
 
 def _invariant_costs(seen: Problem, kernels: list[Kernel]) -> dict[str, Cost]:

@@ -18,6 +18,7 @@ import attnops
 from attnops.bench.rows import Row, Way, time_if_right, with_ratios
 from attnops.inputs import equip_as_used
 from attnops.ops import OPS
+from attnops.problem import altered
 from attnops.select import choose
 from attnops.testing import Call, Features, Source, builders
 from attnops.testing.latent import DEEPSEEK
@@ -60,7 +61,7 @@ def exact(call: Call, trained: bool) -> tuple[Tensor, ...]:
 
 def kernel_of(call: Call, policy: str, trained: bool) -> str:
     """The kernel of each op of a step."""
-    steps = (replace(call.problem, lse=True), replace(call.problem, op=f"{call.op}_backward", grad=True))
+    steps = (altered(call.problem, lse=True), altered(call.problem, op=f"{call.op}_backward", grad=True))
     return ", ".join(choose(p, policy).name for p in (steps if trained else (call.problem,)))
 
 

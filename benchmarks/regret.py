@@ -31,7 +31,7 @@ from attnops.inputs import Call, Pool, build, problem_of
 from attnops.kernel import Kernel
 from attnops.measured import MEASURED, Cost, Shape, Sizes, Table, in_force
 from attnops.measured.table import from_json
-from attnops.problem import Problem, Target
+from attnops.problem import Problem, Target, altered
 from attnops.select import select_by
 from attnops.testing import check_kernel
 from attnops.tune import Stopwatch, clock_for
@@ -129,13 +129,13 @@ def held_out(count: int, seed: int = 1) -> list[Held]:
 
 def coarse(problem: Problem) -> Problem:
     """Hints at the top of their power-of-two bucket."""
-    sizes = {n: getattr(problem, n) for n in ("tokens", "batch", "queries", "context")}
-    return replace(problem, **{n: replace(x, hint=x.hi) for n, x in sizes.items() if x.hi})
+    sizes = {n: getattr(problem.sizes, n) for n in ("tokens", "batch", "queries", "context")}
+    return altered(problem, **{n: replace(x, hint=x.hi) for n, x in sizes.items() if x.hi})
 
 
 def choices(problem: Problem, table: Table | None) -> tuple[Mapping[str, Cost], dict[str, str]]:
     """(the cost of each kernel by the table, the chosen kernel by way), of a call with a host plan and workspace enough."""
-    full = replace(problem, plan="host", workspace=ENOUGH)
+    full = altered(problem, plan="host", workspace=ENOUGH)
     found = {way: select_by(*given) for way, given in zip(WAYS, ((table, full), (None, full), (table, coarse(full))), strict=True)}
     return found["automatic"].costs, {way: decision.kernel.name for way, decision in found.items() if decision.kernel is not None}
 

@@ -11,7 +11,7 @@ from attnops.kernel import Invariant, Kernel, all_kernels, extent_at_most, kerne
 from attnops.kernels.torch import aten_flash
 from attnops.measured import Table, in_force
 from attnops.ops import OPS
-from attnops.problem import Extent, Problem, Target
+from attnops.problem import Extent, Problem, Target, altered
 from attnops.select import Policy, select, select_by, without_sizes
 from attnops.testing import CASES, Features, Source, builders, check_kernel
 from attnops.testing.latent import DEEPSEEK
@@ -25,13 +25,13 @@ TARGETS = [H200, Target("cuda", 90, ("triton",)), Target("cuda", 80, INSTALLED),
 
 # One choice -----------------------------------------------------------------------------------------------------------
 
-LLAMA = Problem("", H200, BF16, BF16, 32, 8, 128, 128, causal=True)
+LLAMA = altered(Problem("", H200, BF16, BF16, 32, 8, 128, 128), causal=True)
 LATENT = replace(LLAMA, q_heads=128, kv_heads=1, head_dim=576, v_head_dim=512, rope_dim=64)
 CALLS = {
     "attention": LLAMA,
     "varlen_attention": LLAMA,
     "paged_attention": replace(LLAMA, page_size=16),
-    "paged_attention_windowed": replace(LLAMA, page_size=64, window=(1023, -1), sinks=True, sinks_dtype=BF16),
+    "paged_attention_windowed": altered(LLAMA, page_size=64, window=(1023, -1), sinks=True, sinks_dtype=BF16),
     "mla_attention": replace(LATENT, page_size=64),
     "merge_state": LLAMA,
     "merge_states": LLAMA,
@@ -40,7 +40,7 @@ CALLS = {
 
 def sized(p: Problem, batch: int, queries: int, context: int) -> Problem:
     tokens, requests, longest, keys = map(Extent.of, (batch * queries, batch, queries, context))
-    return replace(p, tokens=tokens, batch=requests, queries=longest, context=keys, padded=bool(batch % 2), sizes_equal=queries == context)
+    return altered(p, tokens=tokens, batch=requests, queries=longest, context=keys, padded=bool(batch % 2), sizes_equal=queries == context)
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)
@@ -74,7 +74,7 @@ def test_a_kernel_of_few_queries_refuses_a_decode_step_too():
 
 def test_a_kernel_that_is_missing_is_not_chosen():
     problem = sized(replace(LLAMA, op="varlen_attention"), 1, 9, 9)
-    found = [select(replace(problem, target=t, softcap=c), DETERMINISTIC) for t in (H200, TARGETS[1]) for c in (False, True)]
+    found = [select(altered(problem, target=t, softcap=c), DETERMINISTIC) for t in (H200, TARGETS[1]) for c in (False, True)]
     assert [d.kernel and d.kernel.name for d in found] == ["fa3", "fa3", "aten_flash", None]
     assert "policy.deterministic" in str(found[3].refused["sdpa"])
 
@@ -85,19 +85,19 @@ def test_a_kernel_that_is_missing_is_not_chosen():
 def test_gradients_have_a_kernel_on_every_gpu(op, change, target):
     if "kv_range" in change and op.startswith("varlen"):
         pytest.skip("packed calls have no ranges")
-    problem = sized(replace(LLAMA, op=op, target=target, grad=True, **change), 2, 4096, 4096)
+    problem = sized(altered(LLAMA, op=op, target=target, grad=True, **change), 2, 4096, 4096)
     assert select(problem, DETERMINISTIC).kernel is kernels_of(op)["triton"]
 
 
 def test_sparse_latents_have_a_kernel_where_no_token_is_split():
-    problem = sized(replace(LATENT, op="sparse_mla_attention", page_size=64, causal=False), 8, 1, 2048)
+    problem = sized(altered(LATENT, op="sparse_mla_attention", page_size=64, causal=False), 8, 1, 2048)
     assert select(problem, DETERMINISTIC).kernel is kernels_of(problem.op)["flashmla"]
     packed = select(replace(problem, kv_dtype=torch.uint8), DETERMINISTIC)
     assert packed.kernel is None and "bfloat16 (policy.deterministic)" in str(packed)
 
 
 def test_ranges_without_fa3_are_refused_by_name():
-    problem = sized(replace(LLAMA, op="attention", kv_range=True), 2, 9, 90)
+    problem = sized(altered(LLAMA, op="attention", kv_range=True), 2, 9, 90)
     assert select(problem, DETERMINISTIC).kernel is kernels_of("attention")["fa3"]
     found = select(replace(problem, target=TARGETS[1]), DETERMINISTIC)
     assert found.kernel is None

@@ -1,14 +1,12 @@
 """Which tiles flex is given: a pure function of head dims, dtype, mask and architecture."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from attnops.kernel import kernels_of
 from attnops.kernels.torch import flex
 from attnops.kernels.torch.flex import Tile, shared_limit
-from attnops.problem import Target
+from attnops.problem import Target, altered
 from attnops.testing import Features, Source, builders
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -38,7 +36,7 @@ COMPILED = {
 
 def problem(d: int, dv: int, dtype: torch.dtype, arch: int, mask: str = "none"):
     call = builders.dense(Source(), 1, 1, 1, Features(dtype=dtype, head_dim=d, v_head_dim=dv, q_heads=1, kv_heads=1))
-    return replace(call.problem, target=Target("cuda", arch), mask=mask)
+    return altered(call.problem, target=Target("cuda", arch), mask=mask)
 
 
 @pytest.mark.parametrize("compiled", COMPILED, ids=str)

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 from attnops.call import check
 from attnops.kernel import kernels_of
 from attnops.lowering.explain import packages_of_kernels
-from attnops.problem import Target, pretend
+from attnops.problem import Target, altered, leaf, pretend
 from attnops.testing import CASES, Source
 from tests.gpu import run
 from tests.gpu.flashinfer_modules import is_built, suite
@@ -48,7 +47,7 @@ def test_the_grid_has_what_it_is_there_for():
             if "32768" not in case.label:
                 problem = case.build(DeviceSource(0, "cpu")).problem
                 for name, found in sizes.items():
-                    found.add(getattr(problem, name))
+                    found.add(leaf(problem, name))
     assert sizes["page_size"] >= {1, 16, 64, 128, 256} and sizes["group_size"] >= {1, 2, 3, 4, 8, 16}
     assert sizes["head_dim"] >= {64, 96, 128, 192, 256, 576} and sizes["dtype"] >= {torch.float16, torch.bfloat16}
 
@@ -104,7 +103,7 @@ def test_the_modules_are_those_of_the_grid():
     for case in CASES["paged_attention"]:
         with pretend(H200):
             call = case.call()
-        problem = replace(call.problem, plan="host", workspace=1 << 62)
+        problem = altered(call.problem, plan="host", workspace=1 << 62)
         if not kernel.refusals(problem) and all(t.numel() for t in call.tensors().values()):
             assert is_built(problem, call.arguments["max_seqlen_q"])
 

@@ -29,7 +29,7 @@ from attnops.measured import (
 )
 from attnops.measured.cost import path_for, save
 from attnops.measured.table import HANDICAP, SCALED, UNMEASURED, from_json, version_of
-from attnops.problem import Extent, Problem, Target, pretend
+from attnops.problem import Extent, Problem, Target, altered, pretend
 from attnops.select import select, select_by
 from tests.helpers import ROOT
 
@@ -44,13 +44,13 @@ def decode(batch=8, context=4096, **more):
     sizes = {"tokens": batch, "batch": batch, "queries": 1, "context": context}
     given = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "v_head_dim": 128, "page_size": 16, "causal": True}
     given |= {"dtype": BF16, "kv_dtype": BF16}
-    return Problem("paged_attention", **{"target": SM90, **given, **{n: Extent.of(x) for n, x in sizes.items()}, **more})
+    return Problem.of("paged_attention", **{"target": SM90, **given, **{n: Extent.of(x) for n, x in sizes.items()}, **more})
 
 
 def square(batch=1, length=16, target=None, **more):
     sizes = {"tokens": batch * length, "batch": batch, "queries": length, "context": length}
     given = {"q_heads": 4, "kv_heads": 2, "head_dim": 16, "v_head_dim": 16, "causal": True, "sizes_equal": True}
-    return Problem("attention", **{"target": target or Target(), **given, **{n: Extent.of(x) for n, x in sizes.items()}, **more})
+    return Problem.of("attention", **{"target": target or Target(), **given, **{n: Extent.of(x) for n, x in sizes.items()}, **more})
 
 
 def table(*grids, gpu="Some GPU", target="sm90", versions=None):
@@ -176,7 +176,7 @@ def test_missing_points_follow_their_smaller_neighbours():
     ids=str,
 )
 def test_a_shape_speaks_for_its_neighbours(change, speaks):
-    found = STEP.distance(replace(decode(), **change))
+    found = STEP.distance(altered(decode(), **change))
     assert (found < float("inf")) == speaks
     same = ({}, {"dtype": torch.float16, "kv_dtype": torch.float16}, {"softcap": True, "lse": True, "plan": "host"})
     assert (found == 0) == (change in same)
@@ -185,8 +185,8 @@ def test_a_shape_speaks_for_its_neighbours(change, speaks):
 def test_dense_calls_with_and_without_a_mask_to_write_out():
     shape = replace(SQUARE, decode=False)
     assert shape.distance(square()) == 0
-    assert shape.distance(replace(square(), sizes_equal=False)) == float("inf")
-    assert replace(shape, causal=False).distance(replace(square(), causal=False, sizes_equal=False)) == 0
+    assert shape.distance(altered(square(), sizes_equal=False)) == float("inf")
+    assert replace(shape, causal=False).distance(altered(square(), causal=False, sizes_equal=False)) == 0
 
 
 def test_the_nearest_shape_is_asked():

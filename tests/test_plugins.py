@@ -169,7 +169,7 @@ def test_what_failed_is_asked_again_and_what_answered_is_not(lab):
 
 def test_a_plan_is_priced_with_the_call(lab):
     def cost_us(p):
-        return 1.0 if p.plan == "none" else math.nan
+        return 1.0 if p.step.plan == "none" else math.nan
 
     theirs(cost_us=cost_us, plan=Plan(device=raises(ValueError())))
     assert [r.field for r in select(PLAIN).refused["theirs"]] == ["theirs.cost_us"]

@@ -13,7 +13,7 @@ from attnops.kernel import kernels_of
 from attnops.measured import Roofline, Shape, scaled, sizes_of
 from attnops.measured.cost import BY_ARCH, RATES, rates_of
 from attnops.measured.table import from_json
-from attnops.problem import Extent, Problem, Target
+from attnops.problem import Extent, Problem, Target, altered
 from tests.helpers import ROOT
 
 ALIKE = 1.05
@@ -37,7 +37,7 @@ def timed(table, target):
             us = {name: t for name, times in grid.us.items() if (t := times[i]) is not None}
             if len(us) > 1:
                 bare = problem_of(grid.shape, *lengths(grid.shape, at), target)
-                yield grid, at, replace(bare, plan="host", workspace=1 << 62), us
+                yield grid, at, altered(bare, plan="host", workspace=1 << 62), us
 
 
 def rankings(table, target, without=()):
@@ -126,7 +126,7 @@ def test_a_roofline():
     assert replace(pace, bandwidth=1.0)(problem) < pace(problem) < replace(pace, keys=2000)(problem)
     slower = replace(problem, target=Target("cuda", 90, gpu="NVIDIA H100 80GB HBM3"))
     assert pace(problem) < pace(slower)
-    assert pace(replace(problem, attention_chunk=512)) == pace(replace(problem, window=(511, -1))) < pace(problem)
+    assert pace(altered(problem, attention_chunk=512)) == pace(altered(problem, window=(511, -1))) < pace(problem)
     assert pace(replace(problem, kv_dtype=torch.float8_e4m3fn)) < pace(problem) < pace(replace(problem, dtype=torch.float32))
 
 
@@ -139,6 +139,6 @@ def test_every_estimate_is_a_time_whatever_is_asked():
             for size in (0, 1, 1 << 20):
                 sizes = {n: Extent.of(size) for n in ("tokens", "batch", "queries", "context")}
                 for dtype in (torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.int8):
-                    problem = Problem(op, target, dtype, torch.uint8, 4, 2, 64, 64, causal=True, attention_chunk=size, **sizes)
+                    problem = altered(Problem(op, target, dtype, torch.uint8, 4, 2, 64, 64), causal=True, attention_chunk=size, **sizes)
                     for kernel in kernels_of(op).values():
                         assert 0 <= kernel.cost_us(problem) < float("inf"), (kernel.name, problem)

@@ -43,17 +43,17 @@ from attnops.kernel import (
 from attnops.lowering.explain import packages_of_kernels
 from attnops.measured import Grid, Shape, Table
 from attnops.ops import OPS, op as op_module
-from attnops.problem import Extent, Problem, Refusal, Target, pretend, pretended
+from attnops.problem import LEAVES, Extent, Problem, Refusal, Target, altered, leaf, pretend, pretended
 from attnops.select import Policy, active_policy, choose, key_for, parse_policy, select, select_by, use
 from attnops.testing import CASES
 from tests.helpers import ROOT, fresh_process, ready_process
 
 F64 = torch.float64
-DECODE = Problem(
-    "paged_attention", Target("cuda", 90), torch.bfloat16, torch.bfloat16, q_heads=32, kv_heads=8, head_dim=128, v_head_dim=128,
-    page_size=16, causal=True, tokens=Extent.of(8), batch=Extent.of(8), queries=Extent.of(1), context=Extent.of(4096),
+DECODE = altered(
+    Problem("paged_attention", Target("cuda", 90), torch.bfloat16, torch.bfloat16, 32, 8, 128, 128, page_size=16), causal=True,
+    tokens=Extent.of(8), batch=Extent.of(8), queries=Extent.of(1), context=Extent.of(4096),
 )  # fmt: skip
-SINKS = Problem("attention", Target(), q_heads=4, kv_heads=2, head_dim=8, v_head_dim=8, sinks=True, softcap=True)
+SINKS = Problem.of("attention", Target(), q_heads=4, kv_heads=2, head_dim=8, v_head_dim=8, sinks=True, softcap=True)
 
 _unique = itertools.count(-1, -1)
 
@@ -94,8 +94,8 @@ from attnops.problem import Extent, Problem, Target
 from attnops.select import select
 for text in ("cpu", "sm80", "sm90", "sm100", "sm120"):
     for op in ("attention", "paged_attention", "write_kv"):
-        problem = Problem(op, Target.parse(text, assume=()), torch.bfloat16, torch.bfloat16, q_heads=32, kv_heads=8, head_dim=128,
-                          v_head_dim=128, page_size=16, causal=True, context=Extent.of(4096))
+        heads = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "v_head_dim": 128, "dtype": torch.bfloat16, "kv_dtype": torch.bfloat16}
+        problem = Problem.of(op, Target.parse(text, assume=()), **heads, page_size=16, causal=True, context=Extent.of(4096))
         decision = select(problem)
         names = [decision.kernel.name, *decision.passed_over, *decision.refused]
         assert sorted(names) == sorted(kernels_of(op)), (text, op, names)
@@ -110,7 +110,7 @@ assert not foreign, foreign
 
 def test_a_problem_is_answered_once():
     assert select(DECODE) is select(DECODE)
-    assert select(DECODE) is select(Problem(**{f: getattr(DECODE, f) for f in DECODE.__dataclass_fields__}))
+    assert select(DECODE) is select(Problem.of(**{n: leaf(DECODE, n) for n in LEAVES}))
     assert select(DECODE, Policy(prefer=("reference",))) is select(DECODE, "prefer=reference")
     assert select(DECODE) is not select(DECODE, "prefer=reference")
 
@@ -126,7 +126,7 @@ def test_selection_has_no_side_effects(lab):
     lab.kernels["attention"]["curious"] = Kernel(
         "curious", "attention", nothing, needs=(lambda p: asked.append(p),), cost_us=lambda p: 70.0
     )
-    before = Problem(**{f: getattr(PLAIN, f) for f in PLAIN.__dataclass_fields__})
+    before = Problem.of(**{n: leaf(PLAIN, n) for n in LEAVES})
     decision = select(PLAIN)
     select(PLAIN)
     assert asked == [PLAIN]
@@ -257,7 +257,7 @@ def test_every_reference_is_lowered_in_place_or_judges(op, arch):
         wide = {n: torch.bfloat16 for n in ("dtype", "kv_dtype") if getattr(problem, n) in (torch.float32, torch.float64)}
         for size in (1, 4096):
             sizes = {n: Extent.of(size) for n in ("tokens", "batch", "queries", "context")}
-            found = select_by(None, replace(problem, **wide, **sizes))
+            found = select_by(None, altered(problem, **wide, **sizes))
             if found.kernel is not None and found.kernel.judge:
                 assert not found.passed_over and found.by_judge, (str(case), str(found))
 
@@ -677,8 +677,8 @@ def test_pretending_nests_and_restores():
     ids=lambda v: v if isinstance(v, str) else "",
 )  # fmt: skip
 def test_needs(need, met, broken, refusal):
-    assert need(Problem("attention", **{"target": Target()} | met)) is None
-    assert str(need(Problem("attention", **{"target": Target()} | broken))) == refusal
+    assert need(Problem.of("attention", **{"target": Target()} | met)) is None
+    assert str(need(Problem.of("attention", **{"target": Target()} | broken))) == refusal
 
 
 def test_packages_are_looked_for_without_import():

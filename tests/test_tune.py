@@ -30,7 +30,7 @@ PLAN = Sweep(SHAPE, (1.0, 2.0), (4.0, 8.0, 16.0), (1.0,))
 
 
 def needs_plan(p):
-    return None if p.plan == "host" else Refusal("plan", p.plan, "host")
+    return None if p.step.plan == "host" else Refusal("plan", p.step.plan, "host")
 
 
 def work(*args, causal=False, **kwargs):

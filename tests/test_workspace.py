@@ -94,7 +94,7 @@ def test_an_unknown_size_counts_as_the_least_it_may_be(monkeypatch):
     from attnops.ops.op import watch
     from tests.ops.test_fakes import FIXED, UNBACKED, symbolic
 
-    end = watch(lambda op, problem, policy: seen.append(problem.workspace))
+    end = watch(lambda op, problem, policy: seen.append(problem.step.workspace))
     try:
         call = DECODE.call().with_(workspace=zeros(SIZE))
         for dynamic in (torch.fx.experimental.symbolic_shapes.DimDynamic.DYNAMIC, UNBACKED):

@@ -17,7 +17,7 @@ from attnops.bench.rows import Row
 from attnops.inputs import lengths, problem_of
 from attnops.lowering.explain import packages_of_kernels
 from attnops.measured import in_force
-from attnops.problem import Extent, Problem, Target
+from attnops.problem import Extent, Problem, Target, altered
 from attnops.select import Decision, select_by
 from attnops.tune.shapes import DENSE, FULL, MLA, PACKED, PAGED
 
@@ -69,11 +69,11 @@ def _dense(target: Target) -> Named:
         if trained or like is PACKED or "mask" in RULES[rule]:
             shape = replace(like, causal=False, **dict(zip(("q_heads", "kv_heads", "head_dim", "v_head_dim"), HEADS[heads], strict=True)))
             timed = problem_of(shape, [length] * batch, [length] * batch, target)
-            problem = replace(timed, dtype=dtype, kv_dtype=dtype, padded=True, **RULES[rule])
+            problem = altered(timed, dtype=dtype, kv_dtype=dtype, padded=True, **RULES[rule])
             name = f"{batch}x{length}, {heads}, {rule}" + ", float32" * (dtype != BF16) + ", trained" * trained
-            yield name, replace(problem, lse=bool(trained))
+            yield name, altered(problem, lse=bool(trained))
             if trained:
-                yield name, replace(problem, op=f"{shape.op}_backward", grad=True)
+                yield name, altered(problem, op=f"{shape.op}_backward", grad=True)
 
 
 def _paged(target: Target) -> Named:
@@ -82,15 +82,15 @@ def _paged(target: Target) -> Named:
     found: Any = product(("no", "bool", "additive"), ((8, 1), (8, 4), (1, 512)), shapes)
     for mask, (batch, queries), (remark, shape, more) in found:
         timed = problem_of(shape, [queries] * batch, [4096] * batch, target)
-        problem = replace(timed, mask="none" if mask == "no" else mask, padded=True, holes=True, **more)
+        problem = altered(timed, mask="none" if mask == "no" else mask, padded=True, holes=True, **more)
         yield f"{batch}x{queries} of 4096, {mask} mask{remark}", problem
 
 
 def _sparse(target: Target) -> Named:
     """2048 latents a token, bfloat16 or packed in 656 bytes."""
-    like = replace(problem_of(replace(MLA, causal=False), [1], [2048], target), op="sparse_mla_attention", padded=True, holes=True)
-    like = replace(like, batch=Extent(0, 0, 0), queries=Extent(0, 0, 0))
+    like = altered(problem_of(replace(MLA, causal=False), [1], [2048], target), op="sparse_mla_attention", padded=True, holes=True)
+    like = altered(like, batch=Extent(0, 0, 0), queries=Extent(0, 0, 0))
     for heads, stored, tokens, sinks in product((16, 64, 128), (BF16, torch.uint8), (1, 64, 4096), (False, True)):
         name = f"{tokens} tokens, {heads} heads, {'packed' if stored == torch.uint8 else 'bfloat16'} latents" + ", sinks" * sinks
         more: Any = {"sinks": True, "sinks_dtype": torch.float32, "asks": frozenset({"topk_length"})} if sinks else {}
-        yield name, replace(like, q_heads=heads, kv_dtype=stored, tokens=Extent.of(tokens), **more)
+        yield name, altered(like, q_heads=heads, kv_dtype=stored, tokens=Extent.of(tokens), **more)

@@ -18,7 +18,7 @@ from attnops.cache.step import common_pages, prefix_chunks, shared_prefix
 from attnops.call import need
 from attnops.kernel import kernels_of
 from attnops.ops.plan import LatentSpec
-from attnops.problem import Target, bytes_of
+from attnops.problem import Target, altered, bytes_of
 from attnops.select import key_for, select
 
 # Query heads of DeepSeek-V3.
@@ -136,5 +136,5 @@ class LatentCache(Pages):
         if self._spec is None or not reads or not tokens:
             return None
         problem = self._spec.problem(target, tokens, requests, self.page_table.shape[1], queries)
-        kernel = select(replace(problem, plan="device", workspace=bytes_of(self.workspace)), key_for(problem.op, None)).kernel
+        kernel = select(altered(problem, plan="device", workspace=bytes_of(self.workspace)), key_for(problem.op, None)).kernel
         return None if kernel is None or kernel.plan.device is None else partial(device_plan, kernel, self._spec)

@@ -14,7 +14,7 @@ from attnops.errors import PageSizeConflict, UnknownKernel, fail
 from attnops.kernel import kernels_of
 from attnops.ops.mla import STORED
 from attnops.ops.plan import LatentSpec, PagedSpec
-from attnops.problem import Problem, Refusal, Target
+from attnops.problem import Problem, Refusal, Target, altered
 from attnops.select import active_policy, select
 
 # The sizes that are tried. Of several equally good ones the nearest to the usual size is chosen.
@@ -130,11 +130,11 @@ def _decode_steps(
     batch, new = min(count("max_requests", max_requests, 1), STEP), count("max_new_tokens", max_new_tokens, 1, "tokens")
     context = count("max_tokens_per_request", max_tokens_per_request, 1, "tokens")
     step = replace(layers, page_size=1).problem(Target.of(device), batch * new, batch, context, new)
-    step = replace(step, workspace=count("workspace_bytes", scratch, 0))
+    step = altered(step, workspace=count("workspace_bytes", scratch, 0))
     if isinstance(layers, PagedSpec):
-        return [replace(step, plan="none", padded=False, pages_alike=given["head_dim"] == given["v_head_dim"])]
+        return [altered(step, plan="none", padded=False, pages_alike=given["head_dim"] == given["v_head_dim"])]
     queries = (torch.bfloat16, layers.dtype) if layers.kv_dtype is None and stored in STORED else (layers.dtype,)
-    return [replace(step, dtype=q, plan=p) for q in queries if q.is_floating_point for p in ("none", "device", "host")]
+    return [altered(step, dtype=q, plan=p) for q in queries if q.is_floating_point for p in ("none", "device", "host")]
 
 
 def _nearest(refusals: Iterable[tuple[Refusal, ...]]) -> tuple[Refusal, ...]:

@@ -11,7 +11,7 @@ from attnops.cache.batch import PagedBatch
 from attnops.cache.paged import fix_address, ordinary
 from attnops.kernel import Kernel, kernels_of
 from attnops.ops.plan import LatentSpec, PagedSpec, plan_paged_attention, plan_sizes
-from attnops.problem import Target, bytes_of
+from attnops.problem import Target, altered, bytes_of
 from attnops.select import choose, key_for, select
 
 
@@ -81,7 +81,7 @@ class Planner:
         """The best kernel for the layers. No call has plans of both kinds, so that the kernels of either kind are compared."""
         requests, pages = batch.page_table.shape
         problem = spec.problem(Target.of(batch.page_table.device), batch.slots.shape[0], requests, pages, batch.max_seqlen_q)
-        elsewhere = replace(problem, plan="device", workspace=bytes_of(batch.workspace))
+        elsewhere = altered(problem, plan="device", workspace=bytes_of(batch.workspace))
         key = key_for(problem.op, self.kernel)
         hosts = _planned_by_host()
         found = select(problem, key)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from attnops.kernel import Kernel, all_kernels
-from attnops.problem import Extent, Problem, Refusal, Target
+from attnops.problem import Extent, Problem, Refusal, Target, altered
 
 TARGETS = ("cpu", "sm80", "sm90", "sm100")
 DENSE, PACKED, PAGED = "attention", "varlen_attention", "paged_attention"
@@ -93,7 +92,7 @@ _NUMBERS: tuple[Change, ...] = ({"dtype": I32, "kv_dtype": I32, "page_size": 64,
 
 def problems(op: str, target: Target) -> tuple[Problem, ...]:
     """Typical Problems of `op` on `target`, the most usual first. An op not known here gets the Problem of a table of integers."""
-    return tuple(Problem(op=op, target=target, **base) for base in _BASES.get(op, _NUMBERS))
+    return tuple(Problem.of(op=op, target=target, **base) for base in _BASES.get(op, _NUMBERS))
 
 
 def columns(op: str) -> tuple[Feature, ...]:
@@ -118,7 +117,7 @@ def support(kernel: Kernel) -> Support:
         return tuple(t for t, p in zip(TARGETS, asked, strict=True) if not kernel.refusals(p))
 
     base = next(filter(taken, bases), bases[0])
-    return Support(kernel, taken(base), {f.name: taken(replace(p, **f.change) for p in base) for f in columns(kernel.op)})
+    return Support(kernel, taken(base), {f.name: taken(altered(p, **f.change) for p in base) for f in columns(kernel.op)})
 
 
 def why_not(kernel: Kernel, target: Target) -> tuple[Refusal, ...]:
@@ -126,7 +125,7 @@ def why_not(kernel: Kernel, target: Target) -> tuple[Refusal, ...]:
     if absent := kernel.absences(target):
         return absent
     asked = problems(kernel.op, target)
-    answers = [kernel.refusals(p) for p in (*asked, *(replace(p, **f.change) for p in asked for f in columns(kernel.op)))]
+    answers = [kernel.refusals(p) for p in (*asked, *(altered(p, **f.change) for p in asked for f in columns(kernel.op)))]
     if not all(answers):
         return ()
     shared = set.intersection(*({r.field for r in reasons} for reasons in answers))

@@ -13,7 +13,7 @@ from attnops.call import Spec, changed
 from attnops.kernel import Kernel, kernels_of
 from attnops.layout import Arg, evaluate
 from attnops.ops import OPS
-from attnops.problem import Problem
+from attnops.problem import LEAVES, Problem, altered, leaf
 
 Make = Callable[[Arg, list[int]], Tensor | None]
 
@@ -128,7 +128,7 @@ def with_device_plan(kernel: Kernel, call: Call) -> Call:
     """
     if kernel.plan.device is None or call.arguments.get("plan") is not None:
         return call
-    if kernel.refusals(replace(call.problem, plan="device")):
+    if kernel.refusals(altered(call.problem, plan="device")):
         return call
     with torch.no_grad():
         return call.with_(plan=kernel.plan.device(**call.arguments), holes=False)
@@ -145,7 +145,7 @@ def planned(kernel: Kernel, call: Call, policy: str = "", buffers: tuple[Tensor,
     buffers: plan and workspace to write into; None allocates the smallest ones.
     """
     maker = None if call.arguments.get("plan") is not None else kernels_of(f"plan_{call.op}").get(kernel.name)
-    if maker is None or maker.plan.sizes is None or kernel.refusals(replace(call.problem, plan="host")):
+    if maker is None or maker.plan.sizes is None or kernel.refusals(altered(call.problem, plan="host")):
         return call
     made = plan_call(call, maker, buffers)
     with torch.no_grad():
@@ -158,9 +158,9 @@ def plan_call(call: Call, maker: Kernel, buffers: tuple[Tensor, Tensor] | None =
     p = call.problem
     pool = call.arguments["k_pages" if "k_pages" in call.arguments else "latent_pages"]
     known: dict[str, Any] = {
-        **vars(p), "window_left": p.window[0], "window_right": p.window[1], "num_tokens": call.args[0].shape[0],
-        "max_seqlen_q": call.arguments["max_seqlen_q"], "dtype": str(p.dtype)[6:], "kv_dtype": str(p.kv_dtype)[6:],
-        "num_pages": pool.shape[0],
+        **{n: leaf(p, n) for n in LEAVES}, "window_left": p.rules.window[0], "window_right": p.rules.window[1],
+        "num_tokens": call.args[0].shape[0], "max_seqlen_q": call.arguments["max_seqlen_q"],
+        "dtype": str(p.dtype)[6:], "kv_dtype": str(p.kv_dtype)[6:], "num_pages": pool.shape[0],
     }  # fmt: skip
     op = f"plan_{call.op}"
     statics = {n: known[n] for n in OPS[op].spec.names if n in known and n not in ("plan", "workspace")}

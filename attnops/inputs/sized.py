@@ -13,7 +13,7 @@ from attnops.inputs.call import QUANTISED, Call, filled
 from attnops.layout import REQUIRED, Arg
 from attnops.measured import Shape, Sizes
 from attnops.ops import OPS
-from attnops.problem import Extent, Problem, Target
+from attnops.problem import Extent, Extents, Problem, StepFacts, Target, Visibility
 
 SHORTEST = 0.6
 """The shortest request of a batch that reads a cache, as a share of the longest."""
@@ -136,9 +136,9 @@ def problem_of(shape: Shape, q_lens: Sequence[int], k_lens: Sequence[int], targe
     s, queries, most = shape, max(q_lens), max(k_lens)
     keys = -(-most // s.page_size) * s.page_size if s.page_size else most
     dense = s.op == "attention"
+    sizes = queries * len(q_lens) if dense else sum(q_lens), len(q_lens), queries, keys
     return Problem(
         s.op, target, getattr(torch, s.dtype), getattr(torch, s.kv_dtype), s.q_heads, s.kv_heads, s.head_dim, s.v_head_dim, s.rope_dim,
-        s.page_size, s.causal, (s.window, -1), sinks=s.sinks, kv_range=s.kv_range, sizes_equal=dense and queries == keys,
-        tokens=Extent.of(queries * len(q_lens) if dense else sum(q_lens)), batch=Extent.of(len(q_lens)),
-        queries=Extent.of(queries), context=Extent.of(keys), padded="padded" not in OPS[s.op].spec.names,
+        s.page_size, rules=Visibility(s.causal, (s.window, -1), sinks=s.sinks, kv_range=s.kv_range), sizes=Extents(*map(Extent.of, sizes)),
+        step=StepFacts(padded="padded" not in OPS[s.op].spec.names, sizes_equal=dense and queries == keys),
     )  # fmt: skip

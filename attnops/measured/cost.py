@@ -79,15 +79,15 @@ class Shape:
 
         The weights below count octaves. `square` matters where it says whether a mask must be written out.
         """
-        own = self.op, self.rope_dim, self.kv_range, self.window >= 0, self.decode, self.page_size > 0
-        if own != (p.op, p.rope_dim, p.kv_range, p.windowed, decodes(p), p.page_size > 0) or p.mask != "none" or p.attention_chunk:
+        own, rules = (self.op, self.rope_dim, self.kv_range, self.window >= 0, self.decode, self.page_size > 0), p.rules
+        if own != (p.op, p.rope_dim, rules.kv_range, rules.windowed, decodes(p), p.page_size > 0) or rules.mask != "none":
             return inf
-        if p.dtype is None or p.kv_dtype is None or not p.q_heads or not p.kv_heads:
+        if rules.attention_chunk or p.dtype is None or p.kv_dtype is None or not p.q_heads or not p.kv_heads:
             return inf
         dims = ((self.head_dim, p.head_dim), (self.v_head_dim, p.v_head_dim))
         if (
             (_width(self.dtype), _width(self.kv_dtype)) != (p.dtype.itemsize, p.kv_dtype.itemsize)
-            or (not self.decode and self.causal and not self.kv_range and self.square != p.sizes_equal)
+            or (not self.decode and self.causal and not self.kv_range and self.square != p.step.sizes_equal)
             or any(not b or max(a / b, b / a) > NEAR_HEAD_DIM for a, b in dims)
         ):
             return inf
@@ -95,9 +95,9 @@ class Shape:
             0.75 * sum(_octaves(a, b) for a, b in dims)
             + _octaves(self.group_size, p.group_size) * (1.0 if self.decode else 0.5)
             + 0.25 * (_octaves(self.kv_heads, p.kv_heads) + _octaves(self.page_size, p.page_size))
-            + 0.1 * _octaves(self.window + 1, p.window[0] + 1)
-            + 0.5 * (not self.decode and self.causal != p.causal)
-            + 0.25 * (self.sinks != p.sinks)
+            + 0.1 * _octaves(self.window + 1, rules.window[0] + 1)
+            + 0.5 * (not self.decode and self.causal != rules.causal)
+            + 0.25 * (self.sinks != rules.sinks)
         )
 
     @property
@@ -147,12 +147,12 @@ def _causal_pairs(queries: float, keys: float, most: float) -> float:
 
 def decodes(p: Problem) -> bool:
     """One new token a request, as far as the hint says."""
-    return p.queries.hint <= 1
+    return p.sizes.queries.hint <= 1
 
 
 def sizes_of(p: Problem) -> Sizes:
     """From the hints: requests, their mean number of new tokens, and keys per new token of the longest, which the others resemble."""
-    batch, tokens, most, context = (float(max(x.hint, 1)) for x in (p.batch, p.tokens, p.queries, p.context))
+    batch, tokens, most, context = (float(max(x.hint, 1)) for x in (p.sizes.batch, p.sizes.tokens, p.sizes.queries, p.sizes.context))
     return Sizes(batch, 1.0 if decodes(p) else max(min(tokens / batch, most), 1.0), context / most)
 
 
@@ -220,14 +220,14 @@ class Roofline:
     keys: float = inf
 
     def __call__(self, p: Problem) -> float:
-        behind = min((n for n in (p.window[0], p.attention_chunk - 1) if n >= 0), default=-1)
+        behind = min((n for n in (p.rules.window[0], p.rules.attention_chunk - 1) if n >= 0), default=-1)
         dtype, kv_dtype = (str(d).removeprefix("torch.") for d in (p.dtype, p.kv_dtype))
         dims = p.q_heads, p.kv_heads, p.head_dim, p.v_head_dim, p.rope_dim, p.page_size
-        work, rates = Shape(p.op, dtype, kv_dtype, *dims, p.causal, behind).work(sizes_of(p)), rates_of(p.target)
+        work, rates = Shape(p.op, dtype, kv_dtype, *dims, p.rules.causal, behind).work(sizes_of(p)), rates_of(p.target)
         moved = work.bytes / (self.bandwidth * rates.bandwidth * 1e6)
         # Half as many numbers a second that are twice as wide.
         done = work.flops * p.dtype.itemsize / 2 / (self.products * rates.matmul * 1e6)
-        keys = min(max(p.context.hint, 1), behind + max(p.queries.hint, 1) if behind >= 0 else inf)
+        keys = min(max(p.sizes.context.hint, 1), behind + max(p.sizes.queries.hint, 1) if behind >= 0 else inf)
         return self.launch_us + hypot(moved, done, self.key_us * min(keys, self.keys))
 
 
@@ -243,14 +243,14 @@ def copy_us(p: Problem, numbers: float) -> float:
 
 def judge_us(p: Problem) -> float:
     """Of plain torch that writes the logits out in float32 and reads them several times: always the last choice."""
-    logits = max(p.q_heads, 1) * max(p.tokens.hint, 1) * max(p.context.hint, 1)
+    logits = max(p.q_heads, 1) * max(p.sizes.tokens.hint, 1) * max(p.sizes.context.hint, 1)
     return 1000.0 + logits * 32 / 1e6
 
 
 def scatter_us(p: Problem) -> float:
     """Of new tokens written into pages in place. Inductor's kernel on an H200: 7 us for 64 tokens of 8 heads, 26 us for 4096."""
     numbers = p.head_dim if p.rope_dim else p.kv_heads * (p.head_dim + p.v_head_dim)
-    return 7.0 + max(p.tokens.hint, 1) * numbers / 4e5
+    return 7.0 + max(p.sizes.tokens.hint, 1) * numbers / 4e5
 
 
 # The table in force -----------------------------------------------------------------------------------------------------

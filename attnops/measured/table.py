@@ -22,7 +22,7 @@ import torch
 from attnops.errors import BadTable
 from attnops.kernel import Kernel
 from attnops.measured.cost import RATES, Rates, Shape, Sizes, Work
-from attnops.problem import Problem, Target
+from attnops.problem import Problem, Target, altered
 from attnops.version import VERSION
 
 FORMAT = 1
@@ -216,8 +216,8 @@ def costs(problem: Problem, kernels: Sequence[Kernel], table: Table | None) -> d
     timed = {}
     for k in kernels:
         if table.speaks_for(k, problem.target) and (us := found[0].at(k.name, found[1])) is not None:
-            unplanned = k.plan.device is not None and problem.plan == "none"
-            timed[k.name] = Cost(us + (out[k.name].us - k.cost_us(replace(problem, plan="device")) if unplanned else 0.0), how)
+            unplanned = k.plan.device is not None and problem.step.plan == "none"
+            timed[k.name] = Cost(us + (out[k.name].us - k.cost_us(altered(problem, plan="device")) if unplanned else 0.0), how)
     floor = table.floor_us(*found) if timed else 0.0
     others = {name: Cost(HANDICAP * max(cost.us, floor), UNMEASURED) if timed else cost for name, cost in out.items()}
     return others | timed

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from attnops.call import Call, Spec, check, check_kinds, values
 from attnops.errors import InvalidInput, NoGradient, fail
 from attnops.kernel import _REGISTRY, Capture
-from attnops.problem import _OVERRIDE, Problem, alike, problem_of
+from attnops.problem import _OVERRIDE, Problem, alike, altered, problem_of
 from attnops.select import _ACTIVE, choose, key_for as _key_for
 
 Run = Callable[[Any], Any]
@@ -272,7 +272,7 @@ def checked(op: Eager, call: Call) -> Run:
 
     def run(call: Call) -> Any:
         # Only calls of such a kernel ask, so that all others cost nothing more.
-        answers = choose(replace(problem, capturing=True), policy) if capturing(values(call)[0]) else kernel
+        answers = choose(altered(problem, capturing=True), policy) if capturing(values(call)[0]) else kernel
         return answers.run(call)
 
     return run

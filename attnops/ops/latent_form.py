@@ -11,14 +11,13 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
-from typing import Any
 
 import torch
 
 from attnops.errors import UnknownKernel, fail
 from attnops.kernel import generation, kernels_of, own_kernel
 from attnops.measured import Table, in_force
-from attnops.problem import Extent, Problem, Target
+from attnops.problem import Extent, Extents, Problem, Target
 from attnops.select import Decision, parse_policy, select_by
 
 ABSORBED, EXPANDED = "absorbed", "expanded"
@@ -195,10 +194,10 @@ def _crossover(call: LatentCall, registered: int, table: Table | None) -> int:
 
 def _absorbed(call: LatentCall, queries: int, table: Table | None, brief: bool = False) -> tuple[float, Decision]:
     d, tokens, heads, width = call.dims, REQUESTS * queries, call.heads, call.dtype.itemsize
-    decision = select_by(table, Problem(
+    decision = select_by(table, Problem.of(
         op="mla_attention", target=call.target, dtype=call.query_dtype or call.dtype, kv_dtype=call.kv_dtype, q_heads=heads,
         kv_heads=1, head_dim=d.latent + d.rope, v_head_dim=d.latent, rope_dim=d.rope, page_size=call.page_size, causal=True,
-        kv_scales=call.kv_dtype != call.dtype, **_sizes(queries, queries if call.before is False else queries + PREFIX),
+        kv_scales=call.kv_dtype != call.dtype, sizes=_sizes(queries, queries if call.before is False else queries + PREFIX),
     ), call.policies[0], brief)  # fmt: skip
     weights, rows = heads * d.latent * (d.nope + d.v), tokens * heads * (d.nope + d.v + 2 * d.latent)
     return _us(decision) + _product_us(call, 2.0 * tokens * weights, width * (weights + rows), launches=2), decision
@@ -217,9 +216,9 @@ def _expanded(call: LatentCall, queries: int, table: Table | None, brief: bool =
 
 def _attend(call: LatentCall, queries: int, keys: int, causal: bool, table: Table | None, brief: bool) -> tuple[float, Decision]:
     d = call.dims
-    problem = Problem(
+    problem = Problem.of(
         op="varlen_attention", target=call.target, dtype=call.dtype, kv_dtype=call.dtype, q_heads=call.heads, kv_heads=call.heads,
-        head_dim=d.nope + d.rope, v_head_dim=d.v, causal=causal, lse=bool(call.before), padded=False, **_sizes(queries, keys),
+        head_dim=d.nope + d.rope, v_head_dim=d.v, causal=causal, lse=bool(call.before), padded=False, sizes=_sizes(queries, keys),
     )  # fmt: skip
     decision = select_by(table, problem, call.policies[1], brief)
     # Tables hold packed calls of as many keys as queries only; their times do not extend to calls of other shapes.
@@ -241,9 +240,8 @@ def _product_us(call: LatentCall, flops: float, moved: float, launches: int = 1)
     return launches * LAUNCH_US + max(flops / flops_us, moved / bytes_us)
 
 
-def _sizes(queries: int, keys: int) -> dict[str, Any]:
-    sizes = {"tokens": REQUESTS * queries, "batch": REQUESTS, "queries": queries, "context": keys}
-    return {name: Extent.of(size) for name, size in sizes.items()}
+def _sizes(queries: int, keys: int) -> Extents:
+    return Extents(*map(Extent.of, (REQUESTS * queries, REQUESTS, queries, keys)))
 
 
 def _us(decision: Decision) -> float:

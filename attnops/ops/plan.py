@@ -17,7 +17,7 @@ from attnops.errors import InvalidInput, fail
 from attnops.kernel import deterministic, kernels_of
 from attnops.ops import rules
 from attnops.ops.op import OPS, Op, define
-from attnops.problem import Extent, Problem, Target
+from attnops.problem import Extent, Extents, Problem, Target
 from attnops.reference import data
 from attnops.reference.data import UNKNOWN
 from attnops.select import active_policy, choose, key_for
@@ -123,11 +123,11 @@ class Spec:
     def problem(self, target: Target, num_tokens: int, requests: int, max_pages: int, max_seqlen_q: int) -> Problem:
         """The Problem of a layer's call with a plan made on the host."""
         kv_dtype = self.kv_dtype or self.dtype
-        tokens, batch, queries, context = map(Extent.of, (num_tokens, requests, max_seqlen_q, max_pages * self.page_size))
-        return Problem(
+        sizes = Extents(*map(Extent.of, (num_tokens, requests, max_seqlen_q, max_pages * self.page_size)))
+        return Problem.of(
             op=self.attention, target=target, dtype=self.dtype, kv_dtype=kv_dtype, q_heads=self.q_heads, head_dim=self.head_dim,
             page_size=self.page_size, causal=self.causal, kv_scales=kv_dtype in QUANTISED, lse=self.lse, plan="host",
-            tokens=tokens, batch=batch, queries=queries, context=context, **self.facts,
+            sizes=sizes, **self.facts,
         )  # fmt: skip
 
 

@@ -120,7 +120,7 @@ class Stopwatch:
                 if not reasons:
                     out.append((kernel, call if kernel.plan.device is None else self.equip(kernel, call), None))
                 elif reasons <= {"plan", "workspace"} and not kernel.refusals((given := self.equip(kernel, call)).problem):
-                    start, own = time.perf_counter(), call.problem.plan == "none" and given.problem.plan == "host"
+                    start, own = time.perf_counter(), call.problem.step.plan == "none" and given.problem.step.plan == "host"
                     if own:  # once more, in the buffers that there are now
                         planned(kernel, call, buffers=(given.arguments["plan"], given.arguments["workspace"]))
                     out.append((kernel, given, (time.perf_counter() - start) * 1e6 if own else None))

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from attnops.kernel import kernels_of
 from attnops.kernels.flashinfer.build import parse, timed
 from attnops.kernels.flashinfer.modules import FA2, FA3, NAMES, Module, Shape, path_of
-from attnops.problem import Problem, Target, pretend
+from attnops.problem import Problem, Target, altered, pretend
 from attnops.testing import CASES
 
 OWN = (
@@ -34,8 +33,8 @@ def module_of(problem: Problem, queries: int) -> Module:
     """The module of a paged or packed call, or of its plan."""
     p, paged = problem, problem.op.endswith("paged_attention")
     shape = Shape(
-        1, 1, int(paged), p.q_heads, p.kv_heads, p.head_dim, p.v_head_dim, p.page_size or 1, p.dtype, paged and queries <= 1, p.causal,
-        p.window[0], p.softcap, p.sinks, False,
+        1, 1, int(paged), p.q_heads, p.kv_heads, p.head_dim, p.v_head_dim, p.page_size or 1, p.dtype, paged and queries <= 1,
+        p.rules.causal, p.rules.window[0], p.rules.softcap, p.rules.sinks, False,
     )  # fmt: skip
     return Module.of(shape, path_of(shape, p.target.arch, queries))
 
@@ -49,7 +48,7 @@ def suite(target: Target) -> frozenset[Module]:
             kernel = kernels_of(op)["flashinfer"]
             for case in CASES[op]:
                 call = case.call()
-                problem = replace(call.problem, plan="host", workspace=1 << 62)
+                problem = altered(call.problem, plan="host", workspace=1 << 62)
                 if not kernel.unmet(problem) and all(t.numel() for t in call.tensors().values()):
                     found.add(module_of(problem, call.arguments.get("max_seqlen_q", 0)))
     return frozenset(found)

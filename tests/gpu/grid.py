@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 
 from attnops.kernel import Kernel
-from attnops.problem import Problem
+from attnops.problem import LEAVES, Problem, altered, leaf
 from attnops.testing import Case, Source
 from tests.pairwise import cover
 
@@ -35,7 +35,7 @@ def shares(kernel: Kernel) -> int:
 
 def values(problem: Problem) -> dict[str, object]:
     """What tells two Problems apart for a compiler."""
-    return {f.name: getattr(problem, f.name) for f in fields(problem) if f.name not in ("op", "target", "workspace")}
+    return {n: leaf(problem, n) for n in LEAVES if n not in ("op", "target", "workspace")}
 
 
 def share_of(
@@ -52,8 +52,8 @@ def share_of(
     for seed, case in enumerate(cases):
         call = case.build(source(seed))
         # With the workspace, and for a kernel that reads one the plan, that check_kernel will bring.
-        problem = replace(call.problem, workspace=1 << 62)
-        if (refused := kernel.refusals(problem)) and kernel.refusals(replace(problem, plan="host")):
+        problem = altered(call.problem, workspace=1 << 62)
+        if (refused := kernel.refusals(problem)) and kernel.refusals(altered(problem, plan="host")):
             out.refused.append(f"{case}: {'; '.join(map(str, refused))}")
         elif all(t.numel() for t in call.tensors().values()) and not built(problem, call.arguments.get("max_seqlen_q", 0)):
             out.left_out.setdefault(UNBUILT, []).append(case.label)

@@ -22,6 +22,7 @@ from attnops.call import changed
 from attnops.kernel import kernels_of
 from attnops.kernels.flashinfer import modules as fi
 from attnops.ops import PagedSpec
+from attnops.problem import altered
 from attnops.testing import Features, Source, builders, check_kernel, planned
 from tests.standins import flashinfer_modules as standin
 
@@ -37,7 +38,7 @@ hopper = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_devi
 
 @pytest.fixture(autouse=True)
 def usable():
-    if refused := PAGED.refusals(replace(paged(D64).problem, plan="host")):
+    if refused := PAGED.refusals(altered(paged(D64).problem, plan="host")):
         pytest.skip("; ".join(map(str, refused)))
 
 

@@ -80,9 +80,9 @@ def test_the_problem_of_a_capture_is_that_of_eager(mode):
     _select.cache_clear()
     SEEN.clear()
     pair.step.capture(**pair.example("abcdefgh", 4))
-    assert {p.queries for p in SEEN if p.queries.hi > 1} == {Extent.of(4)}
-    wide = max((p for p in SEEN if p.queries.hi == 4), key=lambda p: p.batch.hint)
-    assert (wide.batch.hint, wide.tokens.hint) == (8, 32)
+    assert {p.sizes.queries for p in SEEN if p.sizes.queries.hi > 1} == {Extent.of(4)}
+    wide = max((p for p in SEEN if p.sizes.queries.hi == 4), key=lambda p: p.sizes.batch.hint)
+    assert (wide.sizes.batch.hint, wide.sizes.tokens.hint) == (8, 32)
     rows = {str(r.bucket): r.breaks for r in pair.step.report().rows}
     assert list(rows) == ["verify 4 x8", "decode x8", "verify 4 x2", "decode x2"]
     assert all({b.kernel for b in breaks} == {FEW} for breaks in rows.values())

@@ -166,7 +166,7 @@ def test_explain():
         decode = attnops.explain(model, tokens()[:, :1], past_key_values=cache, target="sm90", quiet=True)
         assert {site.decision.problem.op for site in prefill.sites} >= {"attention", "write_kv"}
         ops = {site.decision.problem.op: site for site in decode.sites}
-        assert ops["paged_attention"].count == 2 and ops["paged_attention"].decision.problem.window == (7, -1)
+        assert ops["paged_attention"].count == 2 and ops["paged_attention"].decision.problem.rules.window == (7, -1)
         assert ops["write_kv"].count == 2 and ops["slot_mapping"].count == 1, "metadata are made once a step"
         assert int(cache.get_seq_length()) == 0, "nothing has run"
 

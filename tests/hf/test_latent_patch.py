@@ -254,7 +254,7 @@ def test_a_kernel_that_reads_a_plan_gets_one():
             sites = attnops.explain(model, tokens(2, tokens_now), past_key_values=cache, target="sm90", quiet=True).sites
             calls = {site.decision.problem.op: site for site in sites}
             assert sum(site.count for site in sites if site.decision.problem.op == "decode_rows") == planned
-            assert calls["mla_attention"].decision.problem.plan == ("device" if planned else "none")
+            assert calls["mla_attention"].decision.problem.step.plan == ("device" if planned else "none")
             assert calls["mla_attention"].count == 3
 
 

@@ -144,5 +144,5 @@ def test_no_kernel_is_lowered_in_place_on_a_gpu_where_it_is_timed_as_a_call():
     kernels = [k for k in all_kernels() if k.inline and k.inline.when]
     assert {(k.op, k.name) for k in kernels} == {("attention", "sdpa"), ("paged_attention", "sdpa")}
     for kernel in kernels:
-        here = Problem(op=kernel.op, target=Target("cpu"), padded=False)
+        here = Problem.of(op=kernel.op, target=Target("cpu"), padded=False)
         assert not kernel.inline.when(replace(here, target=Target.parse("sm90")))

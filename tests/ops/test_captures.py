@@ -9,7 +9,7 @@ import torch
 import attnops
 from attnops.errors import NoKernel, NotCapturable
 from attnops.kernel import _REGISTRY, Capture, Kernel, kernels_of, register
-from attnops.problem import Target, pretend
+from attnops.problem import Target, altered, pretend
 from attnops.select import select
 from attnops.testing import CASES
 
@@ -121,5 +121,5 @@ def test_every_such_kernel_refuses_by_the_problem(op, name):
     with pretend(Target("cuda", 90)):
         problem = next(c for c in CASES[op] if c.label == "plain").call().problem
     for within in (False, True):
-        refused = select(replace(problem, capturing=within), f"kernel={op}:{name}").refused.get(name, ())
+        refused = select(altered(problem, capturing=within), f"kernel={op}:{name}").refused.get(name, ())
         assert ("capture" in [r.field for r in refused]) == within

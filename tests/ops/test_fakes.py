@@ -230,7 +230,7 @@ def test_building_a_problem_installs_no_guard(op):
     finally:
         end()
     assert [p.op for p in seen] == [op, op]
-    backed, unbacked = (next(e for e in (p.tokens, p.batch, p.context) if e != Extent(0, 0, 0)) for p in seen)
+    backed, unbacked = (next(e for e in (p.sizes.tokens, p.sizes.batch, p.sizes.context) if e != Extent(0, 0, 0)) for p in seen)
     assert backed.lo >= 0 and backed.hi is None
     assert unbacked.lo <= 1 and unbacked.hi is None
 

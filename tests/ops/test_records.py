@@ -14,7 +14,7 @@ from attnops.errors import InvalidInput, RegistrationError
 from attnops.kernel import Kernel, Registry, all_kernels, kernels_of, register
 from attnops.ops import OPS
 from attnops.ops.op import check_binding
-from attnops.problem import Problem, Target, problem_of
+from attnops.problem import Problem, Target, altered, problem_of
 from attnops.select import choose, select
 from tests.helpers import ROOT
 
@@ -129,8 +129,8 @@ def test_every_kernel_refuses_what_it_does_not_list(kernel):
 )
 def test_a_feature_is_refused_until_it_is_listed(given):
     nothing, _, everything = kernels()
-    assert nothing.unmet(replace(PLAIN, **given))
-    assert everything.unmet(replace(PLAIN, **given)) == ()
+    assert nothing.unmet(altered(PLAIN, **given))
+    assert everything.unmet(altered(PLAIN, **given)) == ()
 
 
 def test_a_dtype_is_refused_until_it_is_listed():
@@ -162,8 +162,8 @@ def test_a_kernel_of_contract_1_is_adapted_with_a_warning(registry):
 
     with pytest.warns(FutureWarning, match=r"kernel old: run takes .* \(contract 1\).* write run\(call\): docs/add-a-kernel.md"):
         kernel = register(Kernel("old", "attention", run, cost_us=lambda p: 0.0))
-    assert choose(replace(PLAIN, causal=True)) is kernel
-    assert [r.field for r in select(replace(PLAIN, softcap=True)).refused["old"]] == ["softcap"]
+    assert choose(altered(PLAIN, causal=True)) is kernel
+    assert [r.field for r in select(altered(PLAIN, softcap=True)).refused["old"]] == ["softcap"]
 
 
 def test_a_kernel_that_does_not_say_what_it_takes_is_refused_by_name(registry):
@@ -183,7 +183,7 @@ def test_a_kernel_of_contract_1_is_handed_its_arguments():
     kernel = Kernel("one", "attention", run)
     assert (kernel.contract, kernel.run.of_arguments) == (1, run)
     assert "causal" in kernel.takes
-    assert kernel.unmet(replace(PLAIN, softcap=True))
+    assert kernel.unmet(altered(PLAIN, softcap=True))
     q = torch.zeros(1, 2, 4, 8)
     call = OPS["attention"].call(q, q, q, scale=0.5, causal=True, softcap=0.0)
     query, _, rest, scale, causal = kernel.run(call)

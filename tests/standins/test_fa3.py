@@ -12,7 +12,7 @@ from attnops.call import changed
 from attnops.kernel import kernels_of
 from attnops.kernels.sgl import fa3 as kernel, wheel
 from attnops.ops import OPS
-from attnops.problem import Extent, Problem, Target, pretend
+from attnops.problem import Extent, Problem, Target, altered, pretend
 from attnops.select import Policy, active_policy, select
 from attnops.testing import CASES, Features, Source, builders, check_kernel
 from tests.lowering.models import PagedModel, compiled_code, decode, kernel_calls, prefill
@@ -136,11 +136,11 @@ def test_tiles_do_not_follow_from_mates_under_a_deterministic_policy(standin):
         dense = builders.dense(Source(5), 2, 1, 9, half_features(), **more)
         fa3("attention").run(changed(dense.record, policy="deterministic"))
         assert standin[-1]["page_table"] is not None
-    problem = replace(paged.problem, head_dim=256, v_head_dim=256, window=(30, -1))
+    problem = altered(paged.problem, head_dim=256, v_head_dim=256, window=(30, -1))
     assert [r.field for r in fa3("paged_attention").varies(problem)] == ["window"]
     assert not fa3("paged_attention").varies(replace(problem, head_dim=128, v_head_dim=128))
     for op in ("varlen_attention", "paged_attention"):
-        assert [r.field for r in fa3(op).varies(replace(problem, op=op, head_dim=64, v_head_dim=64, window=(-1, -1)))] == ["head_dim"]
+        assert [r.field for r in fa3(op).varies(altered(problem, op=op, head_dim=64, v_head_dim=64, window=(-1, -1)))] == ["head_dim"]
 
 
 def half_features(**more):
@@ -244,8 +244,8 @@ def test_a_compiled_model_calls_it(standin, step):
         torch.testing.assert_close(after, before, rtol=2e-2, atol=2e-2)
 
 
-LLAMA = Problem(
-    "paged_attention", SM90, BF16, BF16, 32, 8, 128, 128, page_size=16, causal=True,
+LLAMA = Problem.of(
+    "paged_attention", SM90, dtype=BF16, kv_dtype=BF16, q_heads=32, kv_heads=8, head_dim=128, v_head_dim=128, page_size=16, causal=True,
     tokens=Extent.of(8), batch=Extent.of(8), queries=Extent.of(1), context=Extent.of(4096),
 )  # fmt: skip
 
@@ -260,7 +260,7 @@ def test_explain_names_it():
 
     assert dense(4096, 4096).chosen() == ("attention.fa3",)
     many = Extent.of(2048)
-    for problem in (LLAMA, replace(LLAMA, tokens=many, queries=many, batch=Extent.of(1))):
+    for problem in (LLAMA, altered(LLAMA, tokens=many, queries=many, batch=Extent.of(1))):
         assert select(problem).kernel.name == "fa3"
         absent = replace(problem, target=Target("cuda", 90, assume=()))
         assert "sgl_kernel missing" in str(select(absent).refused["fa3"][0])
@@ -291,7 +291,7 @@ def test_explain_names_it():
     ],
 )
 def test_refusals(change, field):
-    assert field in [r.field for r in fa3("paged_attention").refusals(replace(LLAMA, **change))]
+    assert field in [r.field for r in fa3("paged_attention").refusals(altered(LLAMA, **change))]
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_refusals(change, field):
     ],
 )  # fmt: skip
 def test_taken(change):
-    assert not fa3("paged_attention").refusals(replace(LLAMA, **change))
+    assert not fa3("paged_attention").refusals(altered(LLAMA, **change))
 
 
 def test_a_package_without_the_library_is_named(monkeypatch):

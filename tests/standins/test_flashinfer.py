@@ -19,7 +19,7 @@ from attnops.kernels.flashinfer import modules as fi
 from attnops.kernels.flashinfer.build import build, parse
 from attnops.kernels.shared.plan import FIRST, HEADER, MAGIC
 from attnops.ops import PagedSpec, plan_paged_attention, plan_sizes
-from attnops.problem import Problem, Target, pretend
+from attnops.problem import Problem, Target, altered, pretend
 from attnops.select import Policy, select
 from attnops.testing import CASES, Features, Source, builders, check_kernel, planned
 from attnops.testing.builders import Pages
@@ -372,7 +372,7 @@ REFUSED = {
 def test_refusals(point):
     call, arch, want = REFUSED[point]
     with pretend(Target("cuda", arch, assume=("flashinfer",))):
-        problem = call.problem if point == "no_plan" else replace(call.problem, plan="host")
+        problem = call.problem if point == "no_plan" else altered(call.problem, plan="host")
         assert list(map(str, KERNEL.refusals(problem))) == want
 
 

@@ -14,7 +14,7 @@ from attnops.kernel import Capture, kernels_of
 from attnops.kernels.flashinfer import mla as fm
 from attnops.kernels.shared.plan import FIRST, HEADER, host_lengths
 from attnops.ops import OPS, LatentSpec, mla_attention, plan_mla_attention, plan_sizes
-from attnops.problem import Target, pretend
+from attnops.problem import Target, altered, pretend
 from attnops.select import Policy, select
 from attnops.testing import CASES, Source, builders, check_kernel, planned
 from attnops.testing.builders import Pages
@@ -73,7 +73,7 @@ def test_float8_scales_cost_a_launch_a_tensor(calls, monkeypatch):
 
 
 def test_what_the_grid_leaves_out(calls):
-    refused = {c.label.removeprefix("deepseek-") for c in DEEP if FA3.refusals(replace(c.call().problem, plan="host"))}
+    refused = {c.label.removeprefix("deepseek-") for c in DEEP if FA3.refusals(altered(c.call().problem, plan="host"))}
     assert refused == {"float8_both", "float8_both_heads_128", "window", "softcap", "sinks", "sinks_heads_128"}
 
 
@@ -233,7 +233,7 @@ def test_a_plan_of_other_tensors_is_refused(kernel):
 
 
 def planned_problem(given):
-    return replace(given.problem, plan="host")
+    return altered(given.problem, plan="host")
 
 
 REFUSED = {
@@ -252,7 +252,7 @@ REFUSED = {
                     ["target=sm100 (wants sm90)",
                      "kv_dtype=float8_e4m3fn (wants the query's dtype (float8_e4m3fn for bfloat16 on sm90))"]),
     "float8_lse": (planned_problem(call(f=replace(DEEPSEEK, kv_dtype=E4M3, lse=True))), 90, ["lse=True (wants no (over float8 latents))"]),
-    "scales": (replace(planned_problem(call()), kv_scales=True), 90, ["kv_scales=True (wants no (but of float8 latents))"]),
+    "scales": (altered(planned_problem(call()), kv_scales=True), 90, ["kv_scales=True (wants no (but of float8 latents))"]),
     **{
         f"heads_{h}": (planned_problem(call(f=replace(DEEPSEEK, q_heads=h))), 90,
                        [f"q_heads={h} (wants a divisor of 64, or 128 (causal, more than one query a request))"])

@@ -13,7 +13,7 @@ from attnops.kernel import kernels_of
 from attnops.kernels.flashinfer import modules as _flashinfer_pkg, rope as _rows
 from attnops.kernels.shared.tokens import side_by_side
 from attnops.ops import mla_attention, rope_quantize_latent, write_latent
-from attnops.problem import Extent, Target, pretend
+from attnops.problem import Extent, Target, altered, pretend
 from attnops.reference.rows import rotate
 from attnops.select import select
 from attnops.testing import CASES, Source, check_kernel
@@ -132,7 +132,7 @@ def test_the_function_fails_where_the_kernel_refuses(calls):
 
 
 def test_who_is_chosen():
-    problem = replace(call().problem, tokens=Extent.of(64))
+    problem = altered(call().problem, tokens=Extent.of(64))
     for arch, packages, want in ((100, ("flashinfer",), "flashinfer_rope"), (90, (), "pointwise"), (80, ("flashinfer",), "reference")):
         assert select(replace(problem, target=Target("cuda", arch, assume=packages))).kernel.name == want
     assert select(replace(problem, target=Target("cpu"))).kernel.name == "pointwise"

@@ -17,7 +17,7 @@ from attnops.kernel import kernels_of
 from attnops.kernels.flashinfer import modules, trtllm
 from attnops.kernels.shared import memory as _workspace
 from attnops.ops import OPS
-from attnops.problem import Extent, Target, pretend
+from attnops.problem import Extent, Target, altered, pretend
 from attnops.select import choose, select, workspace_bytes
 from attnops.testing import Features, Mismatch, Source, builders, check_kernel, equip
 from attnops.testing.builders import Pages
@@ -240,7 +240,7 @@ def test_choice_with_and_without_a_workspace():
 def test_unknown_sizes_count_as_their_hints():
     known = EXTEND["extend"]()
     with pretend(TARGETS["trtllm"]):
-        unknown = replace(known.problem, batch=Extent(0, None, 4), queries=Extent(0, None, 32))
+        unknown = altered(known.problem, batch=Extent(0, None, 4), queries=Extent(0, None, 32))
         assert trtllm.workspace_bytes(unknown) == trtllm.workspace_bytes(known.problem)
 
 
@@ -342,9 +342,9 @@ REFUSED = {
 @pytest.mark.parametrize(("name", "change", "want"), [(n, *row) for n, rows in REFUSED.items() for row in rows])
 def test_refusals(name, change, want):
     with pretend(TARGETS[name]):
-        problem = replace(paged(LLAMA).problem, workspace=1 << 40)
+        problem = altered(paged(LLAMA).problem, workspace=1 << 40)
     assert not PAGED[name].refusals(problem)
-    assert any(str(r).startswith(want) for r in PAGED[name].refusals(replace(problem, **change)))
+    assert any(str(r).startswith(want) for r in PAGED[name].refusals(altered(problem, **change)))
 
 
 def test_packed_dims_are_refused():
@@ -359,7 +359,7 @@ def test_pages_of_odd_strides_are_seen():
     apart = call.map(lambda n, t: torch.nn.functional.pad(t, (0, 8))[..., :64] if n in ("k_pages", "v_pages") else t)
     mixed = call.with_(v_pages=call.arguments["v_pages"].transpose(1, 2).contiguous().transpose(1, 2))
     for odd, alike in ((call, True), (interleaved(BASE), True), (apart, False), (mixed, False)):
-        assert odd.problem.pages_alike is alike
+        assert odd.problem.pages.pages_alike is alike
 
 
 def test_the_stand_ins_refuse_what_the_wrappers_shield_from():

@@ -13,7 +13,7 @@ from attnops.errors import InvalidInput
 from attnops.kernel import kernels_of
 from attnops.kernels.sgl import wheel
 from attnops.ops import OPS
-from attnops.problem import Extent, Problem, Target, pretend
+from attnops.problem import Extent, Problem, Target, altered, pretend
 from attnops.select import select
 from attnops.testing import CASES, Source, builders, check_kernel
 from attnops.testing.data_cases import HALF, SLASH as SMALL
@@ -214,8 +214,8 @@ def test_compiled(standin):
         torch.testing.assert_close(a, b)
 
 
-PROBLEM = Problem(
-    "vertical_slash_attention", SM90, BF16, BF16, 32, 8, 128, 128, causal=True,
+PROBLEM = Problem.of(
+    "vertical_slash_attention", SM90, dtype=BF16, kv_dtype=BF16, q_heads=32, kv_heads=8, head_dim=128, v_head_dim=128, causal=True,
     tokens=Extent.of(8192), batch=Extent.of(1), queries=Extent.of(8192), context=Extent.of(8192),
 )  # fmt: skip
 
@@ -234,13 +234,13 @@ PROBLEM = Problem(
     ],
 )
 def test_refusals(change, field):
-    assert field in [r.field for r in sgl("vertical_slash_attention").refusals(replace(PROBLEM, **change))]
+    assert field in [r.field for r in sgl("vertical_slash_attention").refusals(altered(PROBLEM, **change))]
 
 
 def test_the_wheel_is_chosen_where_it_is():
     assert select(PROBLEM).kernel.name == "sgl_sparse"
     assert select(replace(PROBLEM, target=Target("cuda", 90, ()))).kernel.name == "reference"
-    index = Problem("vertical_slash_indexes", SM90, I32, I32, q_heads=32, causal=True, queries=Extent.of(8192), batch=Extent.of(1))
+    index = altered(Problem("vertical_slash_indexes", SM90, I32, I32, 32), causal=True, queries=Extent.of(8192), batch=Extent.of(1))
     assert select(index).kernel.name == "sgl_sparse"
 
 

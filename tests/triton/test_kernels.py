@@ -9,7 +9,7 @@ import attnops
 from attnops.errors import InvalidInput
 from attnops.kernel import kernels_of
 from attnops.ops import OPS
-from attnops.problem import Extent, Problem, Target, pretend
+from attnops.problem import Extent, Problem, Target, altered, pretend
 from attnops.select import Policy, select
 from attnops.testing import CASES, Features, Source, builders
 from attnops.testing.latent import DEEPSEEK
@@ -141,15 +141,15 @@ print(p.TABLE is not None, 'triton' in sys.modules)"""
 
 # Selection ------------------------------------------------------------------------------------------------------------
 
-LLAMA = Problem(
-    "paged_attention", SM90, BF16, BF16, 32, 8, 128, 128, page_size=16, causal=True,
+LLAMA = Problem.of(
+    "paged_attention", SM90, dtype=BF16, kv_dtype=BF16, q_heads=32, kv_heads=8, head_dim=128, v_head_dim=128, page_size=16, causal=True,
     tokens=Extent.of(8), batch=Extent.of(8), queries=Extent.of(1), context=Extent.of(4096),
 )  # fmt: skip
 
 
 def test_it_runs_where_no_vendor_does():
     many = Extent.of(2048)
-    for problem in (LLAMA, replace(LLAMA, tokens=many, queries=many, batch=Extent.of(1)), replace(LLAMA, kv_dtype=E4M3, kv_scales=True)):
+    for problem in (LLAMA, altered(LLAMA, tokens=many, queries=many, batch=Extent.of(1)), altered(LLAMA, kv_dtype=E4M3, kv_scales=True)):
         assert select(problem).kernel.name == "triton", "whose rivals here are sdpa and the reference"
         assert "triton missing" in str(select(replace(problem, target=Target("cuda", 90, assume=()))).refused["triton"][0])
     assert select(replace(LLAMA, target=Target("cpu", 0, assume=("triton",)))).kernel.name != "triton"
@@ -168,7 +168,7 @@ def test_it_runs_where_no_vendor_does():
     ],
 )
 def test_refusals(change, field):
-    assert field in [r.field for r in triton("paged_attention").refusals(replace(LLAMA, **change))]
+    assert field in [r.field for r in triton("paged_attention").refusals(altered(LLAMA, **change))]
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_refusals(change, field):
     ],
 )  # fmt: skip
 def test_taken(change):
-    assert not triton("paged_attention").refusals(replace(LLAMA, **change))
+    assert not triton("paged_attention").refusals(altered(LLAMA, **change))
 
 
 # What is compiled -----------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from attnops.cache.step import Tokens
 from attnops.kernel import Kernel
 from attnops.ops import slot_mapping
 from attnops.ops.plan import LatentSpec, PagedSpec
-from attnops.problem import Target
+from attnops.problem import Target, altered
 from attnops.select import key_for, select, workspace_bytes
 
 # Padding of a row without tokens: more than any position.
@@ -113,9 +113,9 @@ class ModelPages(Pages):
         spec, rows, key = replace(layer, page_size=self.page_size), self.sizes.rows, key_for(layer.attention, self.sizes.kernel)
         decode = spec.problem(Target.of(self.sizes.device), rows, rows, self.tables[table].shape[1], 1)
         if isinstance(spec, PagedSpec):
-            return workspace_bytes(replace(decode, plan="none", padded=False, pages_alike=spec.head_dim == spec.v_head_dim), key)
-        scratch = workspace_bytes(replace(decode, plan="device"), key)
-        kernel = select(replace(decode, plan="device", workspace=scratch), key).kernel
+            return workspace_bytes(altered(decode, plan="none", padded=False, pages_alike=spec.head_dim == spec.v_head_dim), key)
+        scratch = workspace_bytes(altered(decode, plan="device"), key)
+        kernel = select(altered(decode, plan="device", workspace=scratch), key).kernel
         self._plan_of = None if kernel is None else (kernel, spec)
         return scratch
 

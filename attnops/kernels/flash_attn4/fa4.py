@@ -153,17 +153,17 @@ DENSE = Roofline(14.0, 1.0, 0.74, 0.011)  # by direct calls on an H200, which sp
 
 
 def _cost_us(p: Problem) -> float:
-    copies = p.op == "varlen_attention" and p.padded
-    return DENSE(p) + copies * copy_us(p, p.batch.hint * p.context.hint * p.kv_heads * p.v_head_dim)
+    copies = p.op == "varlen_attention" and p.step.padded
+    return DENSE(p) + copies * copy_us(p, p.sizes.batch.hint * p.sizes.context.hint * p.kv_heads * p.v_head_dim)
 
 
 def tile(p: Problem) -> int:
     """Keys a tile of SM90's and SM100's forward kernels (`_tile_size_fwd_sm90`, FwdConfig)."""
-    d, narrow = p.head_dim, p.windowed
+    d, narrow = p.head_dim, p.rules.windowed
     if p.target.arch != 90 or d <= 64 or 96 < d <= 128:
         return 128
     if d <= 96:
-        return 128 if p.causal or narrow else 144
+        return 128 if p.rules.causal or narrow else 144
     if d <= 192:
         return 96 if narrow else 128 if p.v_head_dim <= 128 else 112
     return 64 if narrow else 80
@@ -187,7 +187,7 @@ NEEDS: tuple[Need, ...] = (
     arch(90, 100, 103, 110),
     # float8_e4m3fn, all through and with scales, on SM100 alone.
     demand("dtype", "float16 | bfloat16 (float8_e4m3fn on sm100)", lambda p: p.dtype != FLOAT8 or p.target.arch in (100, 103)),
-    demand("kv_scales", "no", lambda p: p.dtype not in HALF or not p.kv_scales),
+    demand("kv_scales", "no", lambda p: p.dtype not in HALF or not p.pages.kv_scales),
     head_dims,
     one_of("last_dim_contiguous", True),
 )

@@ -207,12 +207,12 @@ DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))  # that FlashInfer compile
 NEEDS: tuple[Need, ...] = (
     arch(80, 86, 87, 89, 90, 100, 103, 120, 121),
     demand("head_dim, v_head_dim", "64 | 128 | 256, or 192 with 128", lambda p: (p.head_dim, p.v_head_dim) in DIMS),
-    demand("window", "no right bound (but causal)", lambda p: p.causal or p.window[1] < 0),
-    demand("softcap", "no (sinks)", lambda p: not (p.sinks and p.softcap)),  # the sink variant has no softcap
+    demand("window", "no right bound (but causal)", lambda p: p.rules.causal or p.rules.window[1] < 0),
+    demand("softcap", "no (sinks)", lambda p: not (p.rules.sinks and p.rules.softcap)),  # the sink variant has no softcap
     one_of("last_dim_contiguous", True),
 )
 # One set of strides serves keys and values, but in FA2, the only one to take unlike head dims.
-ALIKE = demand("pages_alike", "key and value pages of equal strides", lambda p: p.pages_alike or p.head_dim != p.v_head_dim)
+ALIKE = demand("pages_alike", "key and value pages of equal strides", lambda p: p.pages.pages_alike or p.head_dim != p.v_head_dim)
 TAKES = frozenset({"sinks", "causal", "window_left", "window_right", "softcap"})
 # A compiled graph is split around these. Planning waits for the device. The paged kernels themselves can be captured, and are when a
 # graph is captured by hand; but Inductor's recorder makes copies of a partition's inputs, and those of a CPU tensor, the plan, it

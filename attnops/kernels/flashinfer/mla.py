@@ -154,15 +154,15 @@ NEEDS: tuple[Need, ...] = (
     demand(
         "q_heads",
         f"a divisor of {TILE}, or {2 * TILE} (causal, more than one query a request)",
-        lambda p: not p.causal or p.queries.hi in (0, 1) or TILE % p.q_heads == 0 or p.q_heads == 2 * TILE,
+        lambda p: not p.rules.causal or p.sizes.queries.hi in (0, 1) or TILE % p.q_heads == 0 or p.q_heads == 2 * TILE,
     ),
     demand(
         "kv_dtype",
         "the query's dtype (float8_e4m3fn for bfloat16 on sm90)",
         lambda p: p.kv_dtype == p.dtype or (p.dtype == torch.bfloat16 and p.target.arch == 90),
     ),
-    demand("kv_scales", "no (but of float8 latents)", lambda p: not p.kv_scales or p.kv_dtype != p.dtype),
-    demand("lse", "no (over float8 latents)", lambda p: not p.lse or p.kv_dtype == p.dtype),
+    demand("kv_scales", "no (but of float8 latents)", lambda p: not p.pages.kv_scales or p.kv_dtype != p.dtype),
+    demand("lse", "no (over float8 latents)", lambda p: not p.results.lse or p.kv_dtype == p.dtype),
 )
 TAKES = frozenset({"kv_scale", "causal", "lse", "holes"})
 FA2_US = phases(Roofline(18.4, 0.61, 0.41, 0.0032, 8300), Roofline(8.0, 0.44, 0.35, 0.085, 240))

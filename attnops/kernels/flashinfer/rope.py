@@ -57,7 +57,7 @@ def _blocks(p: Problem) -> Refusal | None:
 
 def _cost_us(p: Problem) -> float:
     """One launch, and the bytes; not measured."""
-    return 5.0 + max(p.tokens.hint, 1) * (p.q_heads + 1) * p.head_dim * (p.dtype.itemsize + 1) / 3.1e6
+    return 5.0 + max(p.sizes.tokens.hint, 1) * (p.q_heads + 1) * p.head_dim * (p.dtype.itemsize + 1) / 3.1e6
 
 
 NEEDS = (

@@ -221,14 +221,14 @@ def workspace_bytes(p: Problem) -> int:
     def most(size: Extent) -> int:
         return max(size.hint if size.hi is None else size.hi, 1)
 
-    batch, queries = (most(p.tokens), 1) if p.rope_dim else (most(p.batch), most(p.queries))
-    return memory.total(split_bytes(p.v_head_dim) + (stats_bytes(batch, p.q_heads, queries) if p.lse else 0))
+    batch, queries = (most(p.sizes.tokens), 1) if p.rope_dim else (most(p.sizes.batch), most(p.sizes.queries))
+    return memory.total(split_bytes(p.v_head_dim) + (stats_bytes(batch, p.q_heads, queries) if p.results.lse else 0))
 
 
 CACHED = (*HALVES, torch.float8_e4m3fn)
 PAGED: tuple[Need, ...] = (
     *without("per_head_scales"),  # scales are numbers, one for all heads
-    demand("kv_scales", "no (but with a float8 cache)", lambda p: not p.kv_scales or p.kv_dtype != p.dtype),
+    demand("kv_scales", "no (but with a float8 cache)", lambda p: not p.pages.kv_scales or p.kv_dtype != p.dtype),
     demand("v_head_dim", "{p.head_dim}, the key's", lambda p: p.v_head_dim == p.head_dim),
     memory.not_of_a_plan,
     one_of("head_dim", 64, 128, 256),
@@ -236,8 +236,8 @@ PAGED: tuple[Need, ...] = (
     one_of("last_dim_contiguous", True),
     one_of("pages_alike", True),
 )
-GENERATED: tuple[Need, ...] = (arch(100, 103), demand("lse", "no (with sinks)", lambda p: not (p.lse and p.sinks)))
-_window = demand("window", "none (but with causal)", lambda p: p.causal or not p.windowed)
+GENERATED: tuple[Need, ...] = (arch(100, 103), demand("lse", "no (with sinks)", lambda p: not (p.results.lse and p.rules.sinks)))
+_window = demand("window", "none (but with causal)", lambda p: p.rules.causal or not p.rules.windowed)
 RULED: tuple[Need, ...] = (*GENERATED, _window, at_most("group_size", 64))
 FLOAT8 = (
     demand(
@@ -248,7 +248,7 @@ FLOAT8 = (
     demand(
         "queries",
         f"<= {FEW} and causal, or <= 1 (float8 cache)",
-        lambda p: p.kv_dtype == p.dtype or (p.queries.hi is not None and few(p.queries.hi, p.causal)),
+        lambda p: p.kv_dtype == p.dtype or (p.sizes.queries.hi is not None and few(p.sizes.queries.hi, p.rules.causal)),
     ),
 )
 RULES = frozenset({"causal", "window_left", "window_right"})

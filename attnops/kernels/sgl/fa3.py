@@ -208,19 +208,19 @@ LATENTS = phases(Roofline(18.3, 1.1, 0.86, 0.0057, 1800), Roofline(14.6, 0.41, 0
 def _cost_us(p: Problem) -> float:
     """With a copy of the values without those of no request."""
     dense = p.op == "attention"
-    copies = p.kv_range and p.queries.hint * p.group_size > FEW if dense else p.padded
-    return (DENSE if dense else PACKED)(p) + copies * copy_us(p, p.batch.hint * p.context.hint * p.kv_heads * p.v_head_dim)
+    copies = p.rules.kv_range and p.sizes.queries.hint * p.group_size > FEW if dense else p.step.padded
+    return (DENSE if dense else PACKED)(p) + copies * copy_us(p, p.sizes.batch.hint * p.sizes.context.hint * p.kv_heads * p.v_head_dim)
 
 
 def _unsplit_us(p: Problem) -> float:
     """Under a deterministic policy one block reads all keys of a request and head, at 47 GB/s."""
-    context = max(p.context.hint, 1) if p.window[0] < 0 else min(max(p.context.hint, 1), p.window[0] + 1)
+    context = max(p.sizes.context.hint, 1) if p.rules.window[0] < 0 else min(max(p.sizes.context.hint, 1), p.rules.window[0] + 1)
     return max(PAGED(p), 8.0 + context * (p.head_dim + p.v_head_dim) * p.kv_dtype.itemsize / 4.7e4)
 
 
 def _unsplit_latents_us(p: Problem) -> float:
     """Under a deterministic policy one block works through all keys of a request and 64 rows, full or not."""
-    return max(LATENTS(p), 10.0 + 2.0 * TILE * max(p.context.hint, 1) * (p.head_dim + p.v_head_dim) / (5e8 / 132))
+    return max(LATENTS(p), 10.0 + 2.0 * TILE * max(p.sizes.context.hint, 1) * (p.head_dim + p.v_head_dim) / (5e8 / 132))
 
 
 _fa3 = functools.partial(Kernel, "fa3", packages=(PACKAGE,), probe=missing)

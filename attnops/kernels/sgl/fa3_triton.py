@@ -36,7 +36,7 @@ def mla_attention(call: mla.MlaAttention) -> None:
 
 def _cost_us(p: Problem) -> float:
     """As the kernel that serves the longest request, and a launch of the other. Alone each is the plainer choice."""
-    return fa3.LATENTS(p) + 10.0 if p.queries.hint > DECODE_QUERIES else triton.LATENTS(p) + 0.5
+    return fa3.LATENTS(p) + 10.0 if p.sizes.queries.hint > DECODE_QUERIES else triton.LATENTS(p) + 0.5
 
 
 register(

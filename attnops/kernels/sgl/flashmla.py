@@ -135,9 +135,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 # The room of a float8 schedule. A size without a known bound is checked when the kernel is called.
-few_tokens = demand(
-    "tokens", f"<= {MOST_FLOAT8_TOKENS}", lambda p: p.dtype != FLOAT8 or p.tokens.hi is None or p.tokens.hi <= MOST_FLOAT8_TOKENS
-)
+few_tokens = demand("tokens", f"<= {MOST_FLOAT8_TOKENS}", lambda p: p.dtype != FLOAT8 or (p.sizes.tokens.hi or 0) <= MOST_FLOAT8_TOKENS)
 
 
 def _unread(p: Problem) -> Refusal | None:
@@ -159,7 +157,7 @@ def rows_us(p: Problem) -> float:
 
     A host's planner plans for the kernel that is chosen, so that a call of this kernel with a host's plan has its own.
     """
-    return 20.0 + 0.16 * max(p.tokens.hint, 1) if p.plan == "none" else 0.0
+    return 20.0 + 0.16 * max(p.sizes.tokens.hint, 1) if p.step.plan == "none" else 0.0
 
 
 def _cost_us(p: Problem) -> float:

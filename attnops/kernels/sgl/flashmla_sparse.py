@@ -122,12 +122,12 @@ def _cost_us(p: Problem) -> float:
 
     bfloat16 latents: a wave of as many tokens as there are SMs costs the same whether it is full or not.
     """
-    blocks = max(p.tokens.hint, 1) * (1 if p.q_heads <= HEADS[0] else 2)
+    blocks = max(p.sizes.tokens.hint, 1) * (1 if p.q_heads <= HEADS[0] else 2)
     quantised = p.kv_dtype == torch.uint8
     filled = blocks if quantised else -(-blocks // 132) * 132
     products = 2 * HEADS[0] * (p.head_dim + p.v_head_dim) / (4.1e8 if quantised else 6e8)
-    return (15.0 if quantised else 10.0) + max(p.context.hint, 1) * max(
-        filled * products, p.tokens.hint * (656 if quantised else 1152) / 3.5e6
+    return (15.0 if quantised else 10.0) + max(p.sizes.context.hint, 1) * max(
+        filled * products, p.sizes.tokens.hint * (656 if quantised else 1152) / 3.5e6
     )
 
 

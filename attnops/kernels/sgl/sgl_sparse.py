@@ -79,12 +79,12 @@ def vertical_slash_attention(call: vertical_slash.VerticalSlashAttention) -> Non
 
 def _index_us(p: Problem) -> float:
     """One thread a row of 64 queries walks its slashes and verticals, whose number only the caller knows. Not measured."""
-    return 20.0 + max(p.queries.hint, 1) * max(p.batch.hint, 1) * p.q_heads / 1e5
+    return 20.0 + max(p.sizes.queries.hint, 1) * max(p.sizes.batch.hint, 1) * p.q_heads / 1e5
 
 
 def _attention_us(p: Problem) -> float:
     """FlashAttention-2's pace over a tenth of the keys; only the index holds their number. Not measured."""
-    flops = 2.0 * max(p.tokens.hint, 1) * max(p.context.hint, 1) * p.q_heads * (p.head_dim + p.v_head_dim)
+    flops = 2.0 * max(p.sizes.tokens.hint, 1) * max(p.sizes.context.hint, 1) * p.q_heads * (p.head_dim + p.v_head_dim)
     return 15.0 + 0.1 * flops / 3e8
 
 

@@ -15,7 +15,7 @@ COUNTERS = 8 << 20
 first call and, because every kernel counts back, after each. Fixed, so that kernels that take turns agree; two million counters of 32
 bits, as FlashInfer sets aside for XQA."""
 
-not_of_a_plan = demand("plan", "none (a host plan fills the workspace)", lambda p: p.plan != "host")
+not_of_a_plan = demand("plan", "none (a host plan fills the workspace)", lambda p: p.step.plan != "host")
 """A need: the workspace of a call that was planned on the host holds the plan's tables, where counters would have to be zero."""
 
 

@@ -119,7 +119,7 @@ def _shown(name: str, value: int) -> str:
 
 def host_plan(maker: str) -> Need:
     """The need of a kernel that runs on a plan of the host: Problem.plan == "host"."""
-    return demand("plan", f"host: {maker}", lambda p: p.plan == "host")
+    return demand("plan", f"host: {maker}", lambda p: p.step.plan == "host")
 
 
 def padded(size: int, dtype: torch.dtype) -> int:

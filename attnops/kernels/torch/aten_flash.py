@@ -221,13 +221,13 @@ def _cost_us(p: Problem) -> float:
     """With a pass that clears padding rows."""
     if p.target.device != "cuda":
         return ON_CPU(p)
-    return (BACKWARD if p.grad else FORWARD)(p) + 5.0 * (p.padded and p.op.startswith("varlen"))
+    return (BACKWARD if p.results.grad else FORWARD)(p) + 5.0 * (p.step.padded and p.op.startswith("varlen"))
 
 
 def _lined_up(p: Problem) -> bool:
     """Is no window counted before the first key?"""
-    fewer = p.queries.hi is not None and p.queries.hi <= p.context.lo
-    return p.op.startswith("varlen") or p.window == (-1, -1) or p.causal or p.sizes_equal or fewer
+    fewer = p.sizes.queries.hi is not None and p.sizes.queries.hi <= p.sizes.context.lo
+    return p.op.startswith("varlen") or p.rules.window == (-1, -1) or p.rules.causal or p.step.sizes_equal or fewer
 
 
 HALF_AND_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
@@ -237,22 +237,23 @@ LIMITS = (
     demand("target", ">= sm80", lambda p: p.target.arch >= 80, on="cuda"),
     demand("dtype", "float16 | bfloat16 (CUDA)", lambda p: p.dtype in (torch.float16, torch.bfloat16), on="cuda"),
     demand("head_dim", "a multiple of 8, <= 256 (CUDA)", lambda p: p.head_dim % 8 == 0 and p.head_dim <= 256, on="cuda"),
-    demand("mask", "none (CUDA)", lambda p: p.mask == "none", on="cuda"),
+    demand("mask", "none (CUDA)", lambda p: p.rules.mask == "none", on="cuda"),
     demand("window", "no window with more queries than keys (CUDA)", _lined_up, on="cuda"),
 )
 # On a CPU a row that sees no key comes back with lse 0, not -inf; without a mask and with as many keys as queries there is none.
 ALL_SEE = (
-    demand("mask", "none (a query might see no key)", lambda p: p.mask == "none", on="cpu"),
-    demand("window", "no right bound (a query might see no key)", lambda p: p.causal or p.window[1] < 0, on="cpu"),
+    demand("mask", "none (a query might see no key)", lambda p: p.rules.mask == "none", on="cpu"),
+    demand("window", "no right bound (a query might see no key)", lambda p: p.rules.causal or p.rules.window[1] < 0, on="cpu"),
     demand(
         "sizes_equal",
         "as many keys as queries (a query might see no key)",
-        lambda p: p.sizes_equal or p.queries.hi == 1 or not (p.causal or p.windowed),
+        lambda p: p.step.sizes_equal or p.sizes.queries.hi == 1 or not (p.rules.causal or p.rules.windowed),
         on="cpu",
     ),
 )
 # Under a deterministic policy tiles do not follow from the longest request.
-STEADY = Invariant((device("cuda"), demand("window", "none, or causal (policy.deterministic)", lambda p: p.causal or not p.windowed)))
+_causal = demand("window", "none, or causal (policy.deterministic)", lambda p: p.rules.causal or not p.rules.windowed)
+STEADY = Invariant((device("cuda"), _causal))
 for _run, _takes, _dtypes, _needs in (
     (attention, {"mask", "return_lse"}, (*HALF_AND_SINGLE, torch.float64), ALL_SEE),
     # The saved lse is float32, too coarse for a float64 gradient.

@@ -281,7 +281,7 @@ def _fitting(p: Problem) -> Refusal | None:
     if p.target.device != "cuda":
         return None
     sizes = (p.head_dim, p.v_head_dim, p.dtype.itemsize, p.target.arch)
-    masked = p.mask != "none"
+    masked = p.rules.mask != "none"
     needed, limit = shared_bytes(tile(*sizes, masked, 1), *sizes, masked), shared_limit(p.target.arch)
     want = f"a tile within {limit} bytes of shared memory (takes {needed})"
     return Refusal("head_dim, v_head_dim", (p.head_dim, p.v_head_dim), want) if needed > limit else None
@@ -295,7 +295,7 @@ NEEDS: tuple[Need, ...] = (
 )
 # Under a deterministic policy: uncompiled it multiplies the whole batch, and blocks of keys are counted from the first key of all, not
 # from a request's.
-STEADY = Invariant((device("cuda"), demand("kv_range", "no (policy.deterministic)", lambda p: not p.kv_range)))
+STEADY = Invariant((device("cuda"), demand("kv_range", "no (policy.deterministic)", lambda p: not p.rules.kv_range)))
 for _run, _takes, _steady in ((attention, TAKES | {"mask", "kv_start", "kv_end"}, STEADY), (varlen_attention, TAKES, None)):
     register(
         Kernel(

@@ -62,8 +62,8 @@ PLANS: tuple[Row, ...] = (
 
 def _fused_us(p: Problem) -> float:
     # A pointwise kernel that is lowered in place costs the compiler's one launch and its bytes.
-    parts = max(p.batch.hint, 1) if p.op == "merge_states" else 2
-    return 4.0 + (parts + 1) * max(p.tokens.hint, 1) * p.q_heads * p.v_head_dim * p.dtype.itemsize / 3.1e6
+    parts = max(p.sizes.batch.hint, 1) if p.op == "merge_states" else 2
+    return 4.0 + (parts + 1) * max(p.sizes.tokens.hint, 1) * p.q_heads * p.v_head_dim * p.dtype.itemsize / 3.1e6
 
 
 for _table, _inline in ((CALLED, None), (INLINE, Inline()), (PLANS, None)):

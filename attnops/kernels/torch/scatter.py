@@ -23,7 +23,7 @@ FLOAT8 = (demand("target", "cpu | sm89 or later", lambda p: p.target.arch >= 89,
 
 def _pointwise_us(p: Problem) -> float:
     """Two launches, and the bytes; not measured."""
-    return 8.0 + max(p.tokens.hint, 1) * (p.q_heads + 1) * p.head_dim * (p.dtype.itemsize + 1) / 3.1e6
+    return 8.0 + max(p.sizes.tokens.hint, 1) * (p.q_heads + 1) * p.head_dim * (p.dtype.itemsize + 1) / 3.1e6
 
 
 PAGES = (*FLOATS, torch.int8)

@@ -162,18 +162,19 @@ def _cost_us(p: Problem) -> float:
     """Packed and paged calls are padded into a dense one; a mask that has to be written costs a pass over the logits."""
     if p.op != "attention":
         return PADDED(p)
-    unequal = p.causal and not p.sizes_equal and p.queries.hi != 1
-    return (MASKED if p.mask != "none" or p.windowed or p.attention_chunk or p.kv_range or unequal else PLAIN)(p)
+    rules, unequal = p.rules, p.rules.causal and not p.step.sizes_equal and p.sizes.queries.hi != 1
+    return (MASKED if rules.mask != "none" or rules.windowed or rules.attention_chunk or rules.kv_range or unequal else PLAIN)(p)
 
 
 RULES = frozenset({"mask", "causal", "window_left", "window_right", "attention_chunk"})
+ONE_EACH = Inline(lambda p: p.target.device == "cpu" and p.sizes.queries.hi == 1 and not p.step.padded)
 for _run, _takes, _inline, _how in (
     (attention, RULES | {"kv_start", "kv_end"}, Inline(lambda p: p.target.device == "cpu"), ""),
     (varlen_attention, RULES, None, ", requests padded"),
     (
         paged_attention,
         RULES | {"holes"},
-        Inline(lambda p: p.target.device == "cpu" and p.queries.hi == 1 and not p.padded),
+        ONE_EACH,
         ", pages gathered",
     ),
 ):

@@ -52,8 +52,8 @@ def own(
 
 
 def _merge_us(p: Problem) -> float:
-    parts = max(p.batch.hint, 1) if p.op == "merge_states" else 2
-    return 5.0 + (parts + 1.0) * max(p.tokens.hint, 1) * p.q_heads * p.v_head_dim * p.dtype.itemsize / 3.4e6
+    parts = max(p.sizes.batch.hint, 1) if p.op == "merge_states" else 2
+    return 5.0 + (parts + 1.0) * max(p.sizes.tokens.hint, 1) * p.q_heads * p.v_head_dim * p.dtype.itemsize / 3.4e6
 
 
 # FlashAttention-2's backward makes five products where this makes seven.

@@ -17,7 +17,7 @@ def _cost_us(p: Problem) -> float:
     if p.op == "named_pages":
         return 5.0
     numbers = p.head_dim if p.rope_dim else max(p.kv_heads, p.q_heads, 1) * (p.head_dim + p.v_head_dim)
-    return 3.0 + max(p.tokens.hint, 1) * numbers * (p.dtype.itemsize + p.kv_dtype.itemsize) / 3.4e6
+    return 3.0 + max(p.sizes.tokens.hint, 1) * numbers * (p.dtype.itemsize + p.kv_dtype.itemsize) / 3.4e6
 
 
 LATENTS = (*FLOATS, torch.float8_e4m3fn, torch.int8)
