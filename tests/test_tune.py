@@ -225,7 +225,7 @@ def test_a_kernel_that_compiles_at_every_call_is_left_out(lab, monkeypatch):
     other = replace(PLAN, shape=replace(SHAPE, causal=False))
     stopwatch = Stopwatch(Fake(lambda name, tokens: 10.0), first_calls_s=12.0)
     table, _ = measure([PLAN, other], stopwatch, CPU)
-    assert stopwatch.spent_s == {"slow": 15.0}
+    assert stopwatch.slow_s("slow") == 15.0 and not stopwatch.slow_s("a")
     for grid in table.grids:  # half of its sizes were timed in the first: what the others would take, nobody knows
         assert "slow" not in grid.us and grid.skipped["slow"] == "its first calls took over 12 s"
 
@@ -247,17 +247,21 @@ def test_a_kernel_that_compiled_once_goes_on(lab, monkeypatch):
 
 def test_what_is_built_ahead_goes_on():
     stopwatch = Stopwatch(lambda *_: 1.0, first_calls_s=10.0)
+
+    def first_call(kind, first_s):
+        stopwatch.first_s.setdefault("k", {}).setdefault(kind, []).append(first_s)
+
     for kind, first_s in ((1, 0.1), (2, 0.1), (3, 12.0), (3, 0.1)):
-        stopwatch._account("k", kind, first_s)
+        first_call(kind, first_s)
     assert not any(stopwatch._given_up("k", kind) for kind in (1, 2, 3, 4)), "two kinds of three began at once"
-    stopwatch._account("k", 4, 5.0)
+    first_call(4, 5.0)
     assert stopwatch._given_up("k", 5) and not stopwatch._given_up("k", 4)
-    stopwatch._account("k", 4, 5.0)
+    first_call(4, 5.0)
     assert stopwatch._given_up("k", 4) and not stopwatch._given_up("k", 3)
     for kind in (6, 7, 8, 9):
-        stopwatch._account("k", kind, 0.1)
+        first_call(kind, 0.1)
     assert not stopwatch._given_up("k", 5)
-    stopwatch._account("k", 9, 10.0)
+    first_call(9, 10.0)
     assert stopwatch._given_up("k", 5), "three times what it may take"
 
 
@@ -308,7 +312,7 @@ def test_a_foreign_call_amid_torch_is_timed_compiled(monkeypatch):
         assert counters["stats"]["unique_graphs"] == compiled + 1
         again = build(shape, [1, 1, 1], [17, 9, 5], Pool("cpu"))
         assert stopwatch.time(kernel, again, "kind").us and counters["stats"]["unique_graphs"] == compiled + 1, "sizes are symbolic"
-        assert not stopwatch.spent_s, "its compilation is not held against it"
+        assert not stopwatch.first_s, "its compilation is not held against it"
         call = build(shape, [1, 1], [7, 5], Pool("cpu"))
         torch.testing.assert_close(run.runner(kernel, call)(), want.arguments["output"])
     finally:

@@ -1,8 +1,4 @@
-"""`attnops bench`: suites that measure attnops beside its alternatives, in one run.
-
-A result whose error exceeds its budget gets no time. Times are medians of interleaved calls, with their spread; bandwidth and matmul
-ceilings come from the same run. The rows of all suites have the same fields (`attnops.bench.rows.Row`), so that any two files compare.
-"""
+"""`attnops bench`: suites that measure attnops beside its alternatives, in one run. Rows of all suites have the fields of `rows.Row`."""
 
 from __future__ import annotations
 
@@ -38,12 +34,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Setup:
-    """The options of a run.
-
-    quick: fewer and smaller cases. model, layers, points, ways: a bundled model's name, its layers, sizes of steps and implementations to
-    measure; empty takes the suite's. backend: of torch.compile; any other than Inductor is for tests.
-    ceilings: bandwidth and matmul rate of the device, see `attnops.tune.clock.ceilings`.
-    """
+    """The options of a run. backend: of torch.compile; any other than Inductor is for tests. ceilings: of `attnops.tune.clock.ceilings`."""
 
     device: torch.device
     quick: bool = False

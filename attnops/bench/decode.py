@@ -36,9 +36,6 @@ from attnops.tune.clock import Timed, synchronize
 # by fewer than 32 tokens.
 NEW, NEW_ON_GPU = 4, 16
 
-# Options of torch.compile for `hf_tuned`: reduce-overhead's CUDA graphs, and the option of `Decode(inner="tuned")`.
-TUNED = {"triton.cudagraphs": True, "coordinate_descent_tuning": True}
-
 ONE, EIGHT = Point(1, 1024), Point(8, 1024)
 PLACES: models.Places = {
     "toy": {"llama": (Point(2, 12),)},
@@ -52,20 +49,26 @@ PLACES: models.Places = {
 
 PROMPTS = {"llama-3-8b-shape": (Point(1, 512), Point(1, 4096))}
 PREFILL_PLACES: models.Places = {
-    "toy": {"llama": (Point(2, 12),)},
-    "small": {name: (Point(1, 128), Point(4, 256)) for name in ("llama", "llama-small")},
-    "quick": PROMPTS,
-    "full": PROMPTS,
-}
+    "toy": PLACES["toy"], "small": {name: (Point(1, 128), Point(4, 256)) for name in PLACES["small"]}, "quick": PROMPTS, "full": PROMPTS,
+}  # fmt: skip
 
-WAYS = ("hf_eager", "hf_compiled", "attnops_eager", "attnops_hf", "attnops_paged")
-TUNED_WAYS = ("attnops_tuned", "hf_tuned")
-ON_GPU = ("attnops_piecewise", "attnops_breakable", *TUNED_WAYS)
+How = tuple[str, Row | None, Decode | None]  # of a way: the patch, options of torch.compile (None is eager), the graphs
+GRAPHS: Row = {"mode": "reduce-overhead"}
+TUNED: Row = {"options": {"triton.cudagraphs": True, "coordinate_descent_tuning": True}}  # the second one is that of Decode(inner="tuned")
+WAYS: dict[str, How] = {
+    "hf_eager": ("", None, None), "hf_compiled": ("", GRAPHS, None), "attnops_eager": ("hf", None, None),
+    "attnops_hf": ("hf", GRAPHS, None), "attnops_paged": ("paged", GRAPHS, None),
+}  # fmt: skip
+ON_GPU: dict[str, How] = {
+    "attnops_piecewise": ("paged", None, Decode("piecewise")), "attnops_tuned": ("paged", None, Decode("piecewise", inner="tuned")),
+    "attnops_breakable": ("paged", None, Decode("breakable")), "hf_tuned": ("", TUNED, None),
+}  # fmt: skip
+TUNED_WAYS = ("attnops_tuned", "hf_tuned")  # tuning takes a minute each
 
 
 def cases(setup: Setup) -> dict[str, Case]:
     """Every model at its points. Raises InvalidInput for a way that this device does not have."""
-    known = WAYS + ON_GPU if setup.on_gpu else WAYS
+    known = WAYS | ON_GPU if setup.on_gpu else WAYS
     if unknown := [way for way in setup.ways if way not in known]:
         raise InvalidInput("ways", ", ".join(map(repr, unknown)), f"some of {', '.join(known)}")
     return models.over(setup, PLACES, measure)
@@ -97,10 +100,7 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
 
 
 def bytes_of(model: Any, point: Point) -> int:
-    """The bytes a step must read: weights without the embedding, and cached keys and values of `point.context` tokens a request.
-
-    Layers with a window read no more than the window. 0 for a mixture of experts, of which a token reads some experts.
-    """
+    """The bytes a step must read: weights without the embedding, cached keys and values. 0 if it reads some experts of many."""
     config = model.config
     if models.experts(config):
         return 0
@@ -115,27 +115,15 @@ def bytes_of(model: Any, point: Point) -> int:
 
 def ways_of(setup: Setup, model: Any, prompt: Tensor, new: Tensor) -> dict[str, Callable[[], Way]]:
     """The makers of the chosen implementations of the step, over a full cache."""
-    make = partial(_way, setup, model, prompt, new)
-    mode = {"mode": "reduce-overhead"} if setup.on_gpu else {}
-    makers: dict[str, Callable[[], Way]] = {
-        "hf_eager": partial(make, ""), "hf_compiled": partial(make, "", mode), "attnops_eager": partial(make, "hf"),
-        "attnops_hf": partial(make, "hf", mode), "attnops_paged": partial(make, "paged", mode),
-    }  # fmt: skip
-    if setup.on_gpu:
-        graphs = {"piecewise": Decode("piecewise"), "tuned": Decode("piecewise", inner="tuned"), "breakable": Decode("breakable")}
-        makers |= {f"attnops_{name}": partial(make, "paged", graphs=how) for name, how in graphs.items()}
-        makers["hf_tuned"] = partial(make, "", {"options": TUNED})
-    left = set(TUNED_WAYS)  # tuning takes a minute each
-    if setup.size == "full":  # as long to compile as `hf_compiled`, and slower than the graphs
-        left |= {"attnops_hf", "attnops_paged"}
-    chosen = {"hf_eager", *setup.ways} if setup.ways else makers.keys() - left
-    return {name: make for name, make in makers.items() if name in chosen}
+    # In a full run these are as long to compile as `hf_compiled`, and slower than the graphs.
+    left = {*TUNED_WAYS, *(("attnops_hf", "attnops_paged") if setup.size == "full" else ())}
+    known = WAYS | ON_GPU if setup.on_gpu else WAYS
+    chosen = {"hf_eager", *setup.ways} if setup.ways else known.keys() - left
+    return {name: partial(_way, setup, model, prompt, new, *how) for name, how in known.items() if name in chosen}
 
 
-def _way(
-    setup: Setup, model: Any, prompt: Tensor, new: Tensor, patch: str, compiled: Row | None = None, graphs: Decode | None = None
-) -> Way:  # fmt: skip
-    """Steps for the tokens of `new`, one after the other, after `prompt`: eager, `compiled` with these options, or in `graphs`."""
+def _way(setup: Setup, model: Any, prompt: Tensor, new: Tensor, patch: str, compiled: Row | None, graphs: Decode | None) -> Way:
+    """Steps for the tokens of `new`, one after the other, after `prompt`."""
     from torch._inductor.utils import fresh_cache
     from transformers import DynamicCache, StaticCache
 
@@ -149,11 +137,10 @@ def _way(
     one(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
     rewind = models.rewinder(cache)
 
-    def step(at: int) -> Tensor:
-        token = new[:, at : at + 1]
+    def step(at: int) -> Any:
         torch.compiler.cudagraph_mark_step_begin()
-        out: Tensor = handle.step(token, cache) if graphs else forward(token, past_key_values=cache, use_cache=True).logits
-        return out
+        token = new[:, at : at + 1]
+        return handle.step(token, cache) if graphs else forward(token, past_key_values=cache, use_cache=True).logits
 
     def all_of_them() -> None:
         for at in range(new.shape[1]):
@@ -171,8 +158,8 @@ def _way(
                 more.setdefault("first_s", round(time.perf_counter() - began, 2))
         if graphs:
             seen = handle.graphs.report()
-            pieces, unique = (found.get("decode", 0) for found in (seen.parts, seen.compiled))
-            more.update({"pieces": pieces, "unique_pieces": unique, "mode": seen.modes["decode"]})
+            pieces, unique = seen.parts.get("decode", 0), seen.compiled.get("decode", 0)
+            more.update(pieces=pieces, unique_pieces=unique, mode=seen.modes["decode"])
         return torch.cat(found, 1)
 
     return Way(Timed(all_of_them, before=rewind, per=new.shape[1]), logits, more=more)
@@ -191,7 +178,7 @@ def prefill(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
         # The graph makes the cache itself, so prompts of one length share a graph.
         return forward(prompt, use_cache=True, logits_to_keep=1).logits
 
-    def figures(us: float, way: Way) -> Row:
+    def figures(us: float, _: Way) -> Row:
         return {"tokens_s": round(point.batch * point.context / us * 1e6, 1), "layers": model.config.num_hidden_layers}
 
     ways = {way: Way(Timed(partial(first_token, forward))) for way, forward in forwards.items()}

@@ -108,10 +108,7 @@ or "same"; "wrong" or "right" if the result became so, "gone", "new"; "failed" o
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
-    """Every figure of either report, in the order of `after`. Reports as `read` returns them.
-
-    Raises InvalidInput: the reports are of two suites, or share no case and way.
-    """
+    """Every figure of either report, in the order of `after`. Raises InvalidInput: they are of two suites, or share no case and way."""
     suites = [str(report.get("suite")) for report in (before, after)]
     if suites[0] != suites[1]:
         raise InvalidInput("files", f"suites {' and '.join(suites)}", "two of one suite")
@@ -122,17 +119,12 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
     out = [_change((name, ""), "failed", {}, {}) for name in failed]
     for key, row in new.items():
         base = old.get(key, {})
+        found = {name: _compared(name, base, row) for name in ("median_us", *COUNTS) if name in base and name in row}
         if not base or base.get("layers") != row.get("layers"):
-            out.append(_change(key, "unlike" if base else "new", base, row))
-            continue
-        if "wrong" in row or "wrong" in base:
-            out.append(_change(key, "right" if "wrong" not in row else "unknown" if "wrong" in base else "wrong", base, row))
-        elif "median_us" in base and "median_us" in row:
-            spreads = [r.get("spread_us") for r in (base, row)]
-            change = _compared(base["median_us"], row["median_us"], "slower", "faster", sum(s or 0.0 for s in spreads))
-            out.append(_change(key, "unknown" if None in spreads else change, base, row))
-        counts = [n for n in COUNTS if n in base and n in row]
-        out += [_change(key, _compared(base[n], row[n], "more", "fewer"), base, row, n) for n in counts]
+            found = {"median_us": "unlike" if base else "new"}
+        elif "wrong" in row or "wrong" in base:
+            found["median_us"] = "right" if "wrong" not in row else "unknown" if "wrong" in base else "wrong"
+        out += [_change(key, change, base, row, figure) for figure, change in found.items()]
     return out + [_change(key, "gone", row, {}) for key, row in old.items() if key not in new]
 
 
@@ -143,8 +135,13 @@ def _change(key: tuple[str, str], change: str, old: Mapping[str, Any], new: Mapp
     return found | {"ratio": ratio, "worse": change in ("slower", "more", "wrong", "failed")}
 
 
-def _compared(before: float, after: float, more: str, less: str, slack: float = 0.0) -> str:
-    return "same" if abs(after - before) <= slack else more if after > before else less
+def _compared(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    timed, change = name == "median_us", after[name] - before[name]
+    spreads: list[Any] = [row.get("spread_us") for row in (before, after)] if timed else [0]
+    if None in spreads:
+        return "unknown"
+    more, less = ("slower", "faster") if timed else ("more", "fewer")
+    return "same" if abs(change) <= sum(spreads) else more if change > 0 else less
 
 
 def make_folder(field: str, path: Path) -> None:

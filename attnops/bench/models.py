@@ -175,11 +175,8 @@ def experts(config: Any) -> bool:
 
 
 def distance(model: Any, eager: Tensor) -> Callable[[Tensor, Tensor], float]:
-    """The error of logits: relative to exact ones in the first rows, and half the error relative to `eager` in the other rows.
-
-    `eager` has an error of its own, as large as the one allowed. Of a model with experts the median row counts: where two experts tie,
-    rounding chooses between them.
-    """
+    """The error of logits: relative to exact ones in the first rows; in others half of that to `eager`, which is off, too."""
+    # Of a model with experts the median row counts: where two experts tie, rounding chooses between them.
     off = partial(relative_error, quantile=0.5 if experts(model.config) else 1.0)
 
     def larger(got: Tensor, want: Tensor) -> float:
@@ -210,10 +207,7 @@ def budget(model: Any, base: float) -> float:
 
 
 def widened(model: Any) -> Any:
-    """The model in float64 if it is float32, else in float32. Weights are wide while their module runs; an embedding's rows are widened.
-
-    A machine may not have the memory for a wide copy of a large model.
-    """
+    """The model in float64 if it is float32, else in float32. To save memory, weights are wide only while their module runs."""
     wide, one = torch.float64 if model.dtype == torch.float32 else torch.float32, twin(model)
 
     def wider(module: nn.Module, given: Any, narrow: dict[str, nn.Parameter]) -> None:
@@ -246,11 +240,7 @@ def exactly(model: Any, prompt: Tensor, new: Tensor | None = None) -> Tensor:
 
 
 def rewinder(cache: Any) -> Run:
-    """A function that restores a cache to its present state, mostly without copies.
-
-    Pages are cropped. Dynamic layers of transformers replace their tensors, so the old ones are kept. Static layers write in place past
-    the restored position; ring buffers of windows are copied.
-    """
+    """A function that restores a cache to its present state. Static layers write past it; ring buffers of windows are copied."""
     if isinstance(cache, attnops.hf.PagedModelCache):
         return partial(cache.crop, int(cache.get_seq_length()))
     kept: list[tuple[Any, str, Any, Tensor | None]] = []

@@ -1,8 +1,4 @@
-"""Suite `overhead`: the cost of attnops on the host.
-
-Import time, an eager call over a plain Python function, and one more op in a compiled graph, in a process of its own, because the suite
-registers a kernel that does nothing.
-"""
+"""Suite `overhead`: host time of imports, of an eager call and of an op in a compiled graph, of a kernel that does nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +34,7 @@ def cases(setup: Setup) -> dict[str, Case]:
 
 
 def in_a_process(setup: Setup) -> list[Row]:
-    """The rows, measured in a process of its own. Raises its error."""
+    """The rows, measured in a process of its own, because the suite registers a kernel."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         return pool.submit(measure, setup, *((5, 40, (8, 24)) if setup.quick else (15, 400, (32, 96)))).result()
 

@@ -24,11 +24,8 @@ from attnops.tune.shapes import DENSE, FULL, MLA, PACKED, PAGED
 BF16 = torch.bfloat16
 H200 = Target("cuda", 90, packages_of_kernels(), "NVIDIA H200")
 HEADS = {
-    "32/8 d128": (32, 8, 128, 128),
-    "12/12 d64": (12, 12, 64, 64),
-    "16/8 d256": (16, 8, 256, 256),
-    "16/16 d192/128": (16, 16, 192, 128),
-}
+    "32/8 d128": (32, 8, 128, 128), "12/12 d64": (12, 12, 64, 64), "16/8 d256": (16, 8, 256, 256), "16/16 d192/128": (16, 16, 192, 128),
+}  # fmt: skip
 RULES: Mapping[str, Mapping[str, Any]] = {
     "causal": {"causal": True}, "not causal": {}, "window": {"causal": True, "window": (1023, 0)},
     "soft cap": {"causal": True, "softcap": True}, "sinks": {"causal": True, "sinks": True, "sinks_dtype": BF16},

@@ -33,10 +33,7 @@ def further(row: Row) -> Row:
 
 @dataclass(frozen=True)
 class Way:
-    """An implementation to compare and time.
-
-    result: computes the tensor to compare; None takes that of `timed.call`. budget: overrides the case's. more: figures for the row.
-    """
+    """An implementation to time. result: computes the tensor to compare, if not `timed.call`. budget: overrides the case's."""
 
     timed: Timed
     result: Callable[[], Any] | None = None
@@ -48,8 +45,7 @@ class Way:
         return (self.result or self.timed.call)()
 
 
-Make = Callable[[], Way | None]
-"""Makes a way; None if it does not answer the call. Its error becomes the row's."""
+Make = Callable[[], Way | None]  # None if it does not answer the call
 
 
 def largest_error(got: Tensor, want: Tensor) -> float:
@@ -77,10 +73,7 @@ def time_if_right(
     distance: Callable[[Any, Any], float] = largest_error,
     more: Callable[[float, Way], Row] = lambda us, way: {},
 ) -> list[Row]:
-    """The rows of one case: every way is run, compared with `want`, and timed, in turn with the others, if it is within its budget.
-
-    budget: upper bound of `distance`, unless a way has its own. more: further figures, given a way's microseconds and the way.
-    """
+    """The rows of one case: every way is run and timed, in turn with the others, if its `distance` from `want` is at most its budget."""
     rows: dict[str, Row] = {name: {"case": case, "way": name} for name in ways}
     made: dict[str, Way] = {}
     right: dict[str, Way] = {}

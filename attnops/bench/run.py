@@ -86,10 +86,9 @@ def run(
     suites: Sequence[Suite], setup: Setup, *, budget_s: float = 400.0, out: Path | None = None, commit: str = "", gpus: int = 1,
     tell: Callable[[str], None] = lambda case: None,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """The reports of some suites by name, each also a file in the folder `out`, rewritten after each of its cases.
+    """The reports of some suites by name, each also a file in the folder `out`, rewritten after each of its cases. Options of the command.
 
-    Arguments as the command's options; tell receives the name of each case that starts. The first GPU measures the ceilings.
-    Raises InvalidInput: fewer GPUs, an unknown way or model, or a folder that cannot be made.
+    tell: receives the name of each case that starts. Raises InvalidInput: fewer GPUs, an unknown way or model, an `out` that is no folder.
     """
     there = torch.cuda.device_count() if setup.on_gpu else 1
     if not 1 <= gpus <= there:
@@ -128,10 +127,7 @@ def run(
 
 
 def in_order(suites: Sequence[Suite], cases: Mapping[str, Sequence[str]], budget_s: float) -> Order:
-    """The cases to start next, until the budget is spent.
-
-    A suite gets its share of the rest of the budget; afterwards its other cases use the time that the other suites left.
-    """
+    """The cases to start next, until the budget is spent: those in their suite's share of the rest, then those that were left."""
     end, left = time.monotonic() + budget_s, {suite.name: list(cases[suite.name]) for suite in suites}
     for again in (False, True):
         for i, suite in enumerate(suites):

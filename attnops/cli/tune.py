@@ -27,11 +27,9 @@ def run(
     console: Console, *, ops: tuple[str, ...] = (), kernels: tuple[str, ...] = (), grid: str = "", budget_s: float = 150.0,
     first_calls_s: float = 20.0, output: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure this machine's GPU, or its CPU without one, and write the table after every shape. Progress and a summary on `console`.
+    """Measure this machine's GPU, or its CPU without one, and write the table after every shape. Options of the command; () is all.
 
-    Arguments as the command's options; () is all. Returns plain data: path, gpu, digest, points, timings, seconds, late, broken, grids.
     Raises InvalidInput: an unknown name, a budget of 0 or less, an output that is no file, or no call that two kernels can answer.
-    OSError: the table cannot be written.
     """
     if unknown := set(kernels) - set(kernel_names()):
         raise InvalidInput("kernels", ", ".join(sorted(unknown)), " | ".join(kernel_names()))

@@ -101,10 +101,7 @@ def host_clock(kernel: Kernel, call: Call, run: Run) -> float:
 
 
 class GraphClock:
-    """Times replays of a CUDA graph of one call, with a cold L2 cache; a call that cannot be captured is launched.
-
-    Every time includes `launch_us`, the start of a graph.
-    """
+    """Times replays of a CUDA graph of one call, `launch_us` included, with a cold L2 cache; or launches, if it cannot be captured."""
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
         self.device = torch.device(device)

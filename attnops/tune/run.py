@@ -23,34 +23,21 @@ from attnops.measured import Grid, Sizes, Table, cpu_name
 from attnops.measured.table import version_of
 from attnops.ops import OPS
 from attnops.problem import Target
-from attnops.tune.clock import Clock, Run, synchronize
+from attnops.tune.clock import Clock, Run, seconds
 from attnops.tune.shapes import LARGEST_BYTES, Sweep, sweeps_of
 from attnops.version import VERSION
 
 K = TypeVar("K", bound=Hashable)
-SLOW_FIRST_CALL_S = 0.5
-"""A first call that takes longer has compiled."""
-
-COMPILED = ("triton",)
-"""Kernels with many small variants that the compiler caches on disk."""
-
+SLOW_FIRST_CALL_S = 0.5  # a first call that takes longer has compiled
+COMPILED = ("triton",)  # kernels with many small variants that the compiler caches on disk
 SMALL_BYTES, SMALL_FLOPS = 4e8, 4e11
-
-TOO_SLOW = 8.0
-"""A kernel this many times slower than the best at a smaller size is not timed at a larger one."""
-
-LEAST_S, HARD = 5.0, 1.2
-"""Seconds that every shape gets, and the limit in budgets of all timing and compilation together."""
-
-ENOUGH = 0.5
-"""The share of a shape's points that must be timed: fewer, the smallest ones, say too little about large calls."""
+TOO_SLOW = 8.0  # a kernel this many times slower than the best at a smaller size is not timed at a larger one
+LEAST_S, HARD = 5.0, 1.2  # seconds that every shape gets, and the limit in budgets of all timing and compilation together
+ENOUGH = 0.5  # the share of a shape's points that must be timed: fewer, the smallest ones, say too little about large calls
 
 
 def runner(kernel: Kernel, call: Call) -> Run:
-    """A function that runs `kernel` on `call`. A kernel lowered in place around a foreign call runs compiled, as in users' graphs.
-
-    The compiled graph allocates and returns its output, which the foreign call then writes without a copy.
-    """
+    """A function that runs `kernel` on `call`: compiled, as in users' graphs, if the kernel is lowered in place around a foreign call."""
     if kernel.core is None:
         return functools.partial(kernel.run, call.record)
     kwargs = call.kwargs
@@ -66,7 +53,7 @@ def _compiled(op: str, queries: str) -> Callable[..., Any]:
     def run(args: tuple[Any, ...], kwargs: dict[str, Any], policy: str) -> Any:
         # With dynamic shapes, Dynamo specialises on a string, but not on an int from outside.
         given = {**kwargs, **({"max_seqlen_q": int(queries)} if queries else {})}
-        if "output" in given:
+        if "output" in given:  # the graph allocates it, and the foreign call writes it without a copy
             given["output"] = torch.empty_like(given["output"])
         result = packet(*args, **given, policy=policy)
         return given.get("output", result)
@@ -85,31 +72,26 @@ class Timing(NamedTuple):
 
 @dataclass
 class Stopwatch:
-    """Times kernels, and limits the time of first calls, which may compile.
+    """Times kernels, and limits the time of first calls.
 
     A kernel compiles once for each `kind` of call, which the caller names. After slow first calls of `first_calls_s` in all, a kernel
     stops at kinds whose last two first calls were slow. It starts on another kind only if at least half of its kinds started fast (as
     prebuilt kernels do), and never after three times that long: flex_attention would compile for hours.
 
-    names: kernels to time; () is all. equip: adds plans and workspaces to a call. spent_s: seconds of slow first calls by kernel.
-    starting_s: seconds of all first calls. unplanned: errors of plans by kernel.
+    names: kernels to time; () is all. equip: adds plans and workspaces to a call. starting_s: seconds of all first calls. first_s: those
+    of each kernel and kind that may give up. unplanned: errors of plans by kernel.
     """
 
     clock: Clock
     first_calls_s: float = 20.0
     names: tuple[str, ...] = ()
     equip: Callable[[Kernel, Call], Call] = equip_as_used
-    spent_s: dict[str, float] = field(default_factory=dict)
     starting_s: float = 0.0
+    first_s: dict[str, dict[Hashable, list[float]]] = field(default_factory=dict)
     unplanned: dict[str, str] = field(default_factory=dict)
-    _kinds: dict[str, dict[Hashable, tuple[bool, int]]] = field(default_factory=dict)
-    """By kernel and kind: was its first call slow, and how many of its last ones in a row."""
 
     def candidates(self, call: Call) -> list[tuple[Kernel, Call, float | None]]:
-        """The kernels that can answer `call`, each with the call as layers make it, and the host microseconds of a host plan.
-
-        Device plans are made here, untimed, because layers share one a step. Raises torch.OutOfMemoryError.
-        """
+        """The kernels that can answer `call`, each with the call as layers make it, and the microseconds of a plan made on the host."""
         out: list[tuple[Kernel, Call, float | None]] = []
         for kernel in kernels_of(call.op).values():
             # The cost of plain torch lowered in place depends on the fusions of Inductor.
@@ -139,14 +121,9 @@ class Stopwatch:
         try:
             # Equal sizes stay separate symbols, so that one compilation of a shape serves most of its sizes.
             with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=256), symbolic.patch(use_duck_shape=False):
-                start = time.perf_counter()
-                run()
-                if any(t.is_cuda for t in call.tensors().values()):
-                    synchronize()
-                first_s = time.perf_counter() - start
-                self.starting_s += first_s
+                self.starting_s += (first_s := seconds(run))
                 if kernel.core is None:
-                    self._account(kernel.name, kind, first_s)
+                    self.first_s.setdefault(kernel.name, {}).setdefault(kind, []).append(first_s)
                 return Timing(self.clock(kernel, call, run))
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
@@ -154,25 +131,20 @@ class Stopwatch:
         except Exception as error:  # a foreign kernel may raise any error: the other kernels are timed
             return Timing(None, one_line(error), broken=True)
 
-    def _given_up(self, name: str, kind: Hashable) -> bool:
-        spent, kinds = self.spent_s.get(name, 0.0), self._kinds.get(name, {})
-        if spent <= self.first_calls_s or kind in kinds:
-            return spent > self.first_calls_s and kinds[kind][1] >= 2
-        return 2 * sum(started_slow for started_slow, _ in kinds.values()) >= len(kinds) or spent > 3 * self.first_calls_s
+    def slow_s(self, name: str) -> float:
+        """Seconds of the kernel's slow first calls."""
+        return sum(s for taken in self.first_s.get(name, {}).values() for s in taken if s > SLOW_FIRST_CALL_S)
 
-    def _account(self, name: str, kind: Hashable, first_s: float) -> None:
-        slow, kinds = first_s > SLOW_FIRST_CALL_S, self._kinds.setdefault(name, {})
-        started_slow, in_a_row = kinds.get(kind, (slow, 0))
-        kinds[kind] = started_slow, in_a_row + 1 if slow else 0
-        if slow:
-            self.spent_s[name] = self.spent_s.get(name, 0.0) + first_s
+    def _given_up(self, name: str, kind: Hashable) -> bool:
+        if (spent := self.slow_s(name)) <= self.first_calls_s:
+            return False
+        if last := (kinds := self.first_s[name]).get(kind, [])[-2:]:
+            return len(last) == 2 and min(last) > SLOW_FIRST_CALL_S
+        return 2 * sum(taken[0] > SLOW_FIRST_CALL_S for taken in kinds.values()) >= len(kinds) or spent > 3 * self.first_calls_s
 
 
 def side_by_side(jobs: Mapping[K, tuple[Callable[..., Any], tuple[Any, ...]]], workers: int, limit_s: float | None = None) -> dict[K, Any]:
-    """The result of each job, or its exception; TimeoutError for jobs that still run after `limit_s` seconds, whose process is killed.
-
-    jobs: by name, a function of a module's top level and its arguments.
-    """
+    """The result of each job, a module's function and its arguments, or its exception; TimeoutError for those killed after `limit_s`."""
     pool = ProcessPoolExecutor(workers, get_context("spawn"))
     futures = {pool.submit(function, *arguments): name for name, (function, arguments) in jobs.items()}
     _, late = wait(futures, timeout=limit_s)
@@ -184,10 +156,7 @@ def side_by_side(jobs: Mapping[K, tuple[Callable[..., Any], tuple[Any, ...]]], w
 
 
 def compile_ahead(grid: str, device: torch.device, ops: Sequence[str], kernels: Sequence[str], workers: int, limit_s: float) -> int:
-    """Compile `kernels` for every sweep of `grid`. Returns the number of calls made: 0 if none of `kernels` is installed.
-
-    Variants that fail or come too late compile when they are timed.
-    """
+    """Compile the `kernels` that are installed for every sweep of `grid`. Returns the number of calls made; others compile later."""
     names = tuple(dict.fromkeys(k.name for k in all_kernels() if k.name in kernels and not k.absences(Target.of(device))))
     sweeps = sweeps_of(grid, ops) if names else ()
     jobs = {at: (compile_for, (sweeps[at::workers], names, device)) for at in range(min(workers, len(sweeps)))}
@@ -235,11 +204,8 @@ def measure(
 
     Each shape gets its share of the rest of `budget_s` by its number of points, at least LEAST_S, first calls not counted; with them all
     shapes together take at most HARD budgets. A late point has no time, and a table scales the time of its smaller neighbour. A shape
-    is left out if fewer than ENOUGH of its points were timed, or if one kernel alone answers it.
-
-    Args:
-        progress: called with a line before every point.
-        keep: called with the table so far after every shape.
+    is left out if fewer than ENOUGH of its points were timed, or if one kernel alone answers it. progress: called with a line before every
+    point. keep: called with the table so far after every shape.
     """
     start, report, pool, grids = time.monotonic(), Report(), Pool(device), list[Grid]()
     began, total, done = _timed_s(stopwatch), sum(p.allowed for p in sweeps), 0
@@ -279,10 +245,7 @@ def _timed_s(stopwatch: Stopwatch) -> float:
 def _measure(
     sweep: Sweep, stopwatch: Stopwatch, pool: Pool, limits: tuple[float, float], report: Report, step: Callable[[int], None]
 ) -> tuple[Grid, int]:
-    """The grid of a sweep, and the number of its points for which the time was too short.
-
-    limits: seconds of this shape without first calls, and the end of the whole measurement.
-    """
+    """The grid of a sweep, and the number of its late points. limits: seconds without first calls, and the end of the whole measurement."""
     times: dict[str, list[float | None]] = {}
     plans_us: dict[str, list[float]] = {}
     skipped: dict[str, str] = {}
