@@ -15,17 +15,12 @@ from typing import Any
 
 import torch
 
-from attnops.bench.files import environment as made_with, write as write_file
+from attnops.bench.files import environment, write as write_file
 from attnops.bench.rows import WRONG, Make, Row, Way, largest_error, time_if_right
 from attnops.tune.clock import kernels_us, one_line as why
 
 ROOT = Path(__file__).resolve().parent.parent
 Job = tuple[str, str, Callable[[], Any]]  # section of the report, name of the case, and the function that measures it
-
-
-def environment(device: str) -> dict[str, Any]:
-    """Commit, date, device and versions. `$COMMIT` names the commit if there is no git."""
-    return made_with(device, os.environ.get("COMMIT", ""))
 
 
 def word_of(gpu: str) -> str:
@@ -41,8 +36,8 @@ def folder_of(device: str) -> Path:
 
 
 def write(report: Mapping[str, Any], name: str, device: str) -> Path:
-    """Write one results file."""
-    return write_file(report, folder_of(device) / name)
+    """Write one results file, with commit, date, device and versions. `$COMMIT` names the commit if there is no git."""
+    return write_file(environment(device, os.environ.get("COMMIT", "")) | report, folder_of(device) / name)
 
 
 def timed(
@@ -60,10 +55,10 @@ def us_of(rows: Mapping[str, Row]) -> dict[str, dict[str, float]]:
     return {name: {n: row[n] for n in ("median_us", "spread_us") if n in row} for name, row in rows.items()}
 
 
-def arguments(doc: str | None, devices: tuple[str, ...] = ("cpu", "cuda"), budget_s: float = 0.0) -> argparse.ArgumentParser:
+def arguments(doc: str | None, budget_s: float = 0.0) -> argparse.ArgumentParser:
     """A parser with `--device` and, given a default, `--budget-s`."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=devices, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     if budget_s:
         parser.add_argument("--budget-s", type=float, default=budget_s)
     return parser
@@ -78,7 +73,7 @@ def measure_all(
     A job returns figures, or a list of rows. An error fails its case alone, and so does `failed` in its figures or a wrong row.
     finish: completes the report.
     """
-    start, report = time.monotonic(), {**environment(device), **report, "failed": {}}
+    start, report = time.monotonic(), {**report, "failed": {}}
     with torch.no_grad():
         for section, name, job in jobs:
             if time.monotonic() - start > budget_s:
@@ -86,14 +81,12 @@ def measure_all(
                 continue
             try:
                 found = job()
-                if isinstance(found, list):
-                    report.setdefault(section, []).extend(found)
-                    failed = "; ".join(f"{row['way']}: {row['wrong']}" for row in found if row.get("wrong", "").startswith(WRONG))
+                if isinstance(found, dict):
+                    failed, report.setdefault(section, {})[name] = found.pop("failed", ""), found
                 else:
-                    failed = found.pop("failed", "")
-                    report.setdefault(section, {})[name] = found
-                if failed:
-                    report["failed"][name] = failed
+                    failed = "; ".join(f"{row['way']}: {row['wrong']}" for row in found if row.get("wrong", "").startswith(WRONG))
+                    report.setdefault(section, []).extend(found)
+                report["failed"] |= {name: failed} if failed else {}
                 print(section, name, json.dumps(found), flush=True)
             except Exception as error:  # the other cases go on
                 traceback.print_exc()

@@ -94,7 +94,7 @@ def logits(model: Any, text: Tensor, prompt: int) -> Tensor:
 
 
 def main() -> int:
-    parser = arguments(__doc__, ("cpu", "cuda"), budget_s=200.0)
+    parser = arguments(__doc__, budget_s=200.0)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--turns", type=int, default=9)
     given = parser.parse_args()

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import arguments, environment, why, write, write_file
+from common import arguments, why, write, write_file
 
 from attnops.inputs import Call, Pool, build, problem_of
 from attnops.kernel import Kernel
@@ -257,7 +257,7 @@ def main() -> None:
     failed = {name: reason for name, errors in checked for reason in errors if reason}
     head = {"asked": given.count, "gpus": parts, "seed": given.seed, "seconds": round(time.monotonic() - start, 1), "failed": failed}
     head |= {"checked": {name: sum(len(errors) for n, errors in checked if n == name) for name, _ in checked}}
-    report = {**environment(given.device), **head, **report_of(rows, table)}
+    report = head | report_of(rows, table)
     print(f"{len(rows)} calls in {head['seconds']} s -> {write(report, 'regret.json', given.device)}", *failed.items(), sep="\n")
 
 

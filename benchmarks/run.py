@@ -31,23 +31,18 @@ DEFAULT = "bench"
 def command(suite: str, device: str, tuned: bool) -> list[str]:
     """The command of a suite. tuned: the same run made a table."""
     out, attnops = folder_of(device), [sys.executable, "-m", "attnops"]
-    table = str(out / "table.json")
-    measured = [*attnops, "bench", "--device", device, "--out", str(out)] + (
-        ["--commit", commit] if (commit := os.environ.get("COMMIT")) else []
-    )
+    table, commit = str(out / "table.json"), os.environ.get("COMMIT", "")
+    measured = [*attnops, "bench", "--device", device, "--out", str(out), *(["--commit", commit] if commit else [])]
     gpus = ["--gpus", str(max(1, torch.cuda.device_count()))] if device == "cuda" else []
     script = ["compare.py", suite] if suite in COMPARED else [f"{suite}.py"]
-    more = ["--table", table] if suite == "regret" and tuned else ["--tiny"] if suite == "eager" and device == "cpu" else []
-    commands = {
-        "bench": measured + gpus,
-        "overhead": [*measured, "overhead"],
-        "tune": [*attnops, "tune", "--budget-s", "190", "--output", table],
-    }
-    return commands.get(suite) or [sys.executable, str(ROOT / "benchmarks" / script[0]), *script[1:], *more, "--device", device]
+    script += ["--table", table] if suite == "regret" and tuned else ["--tiny"] if suite == "eager" and device == "cpu" else []
+    tune = [*attnops, "tune", "--budget-s", "190", "--output", table]
+    commands = {"bench": measured + gpus, "overhead": [*measured, "overhead"], "tune": tune}
+    return commands.get(suite) or [sys.executable, str(ROOT / "benchmarks" / script[0]), *script[1:], "--device", device]
 
 
 def main() -> int:
-    parser = arguments(__doc__, ("cpu", "cuda"))
+    parser = arguments(__doc__)
     parser.add_argument("--suite", default=DEFAULT, help=f"some of {', '.join(LIMITS_S)}, with commas")
     given = parser.parse_args()
     suites = given.suite.split(",")
