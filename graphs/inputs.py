@@ -177,30 +177,30 @@ class Inputs:
         batch: PagedBatch | None = None if self._name is None else values[self._name]
         if batch is not None and self._null(bucket) and (batch.padded or tokens != requests):
             fail(InvalidInput, "batch", "tokens of no request", "one token a request and padded=False, which padding='null' requires")
-        by_dtype: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-
-        def copy(own: Tensor, given: Tensor) -> None:
-            ours, theirs = by_dtype.setdefault((own.dtype, given.dtype), ([], []))
-            ours.append(own)
-            theirs.append(given)
-
-        rows = [(n, r, rows_of(n, values)) for n, r in self._rows.items()]
-        for name, r, given in rows + [(n, r, getattr(batch, n)) for n, r in self._tables.items()]:
-            filled, count = r.length(tokens, requests), r.length(bucket.tokens, bucket.requests)
+        pairs: list[tuple[Tensor, Tensor]] = []
+        rows = [(n, r, values[n]) for n, r in self._rows.items()] + [(n, r, getattr(batch, n)) for n, r in self._tables.items()]
+        # Every step runs this loop before its replay, so it makes no call of its own.
+        for name, (buffer, by_token, pad, more), given in rows:
+            filled, count = (tokens + more, bucket.tokens + more) if by_token else (requests + more, bucket.requests + more)
             if given.shape[0] != filled:
                 fail(InvalidInput, f"{name}.shape[0]", given.shape[0], f"{filled}, as in the batch")
-            own = r.tensor[:filled]
+            own = buffer[:filled]
             if given.shape[1:] != own.shape[1:]:  # a narrower page table
                 own[:, given.shape[1] :].zero_()
                 own = own[:, : given.shape[1]]
-            copy(own, given)
-            if filled < count and r.pad is not None:
-                r.tensor[filled:count].fill_(r.pad)
+            pairs.append((own, given))
+            if filled < count and pad is not None:
+                buffer[filled:count].fill_(pad)
         if batch is not None and requests < bucket.requests:
             ends = self._pad_requests(bucket, tokens, requests)
             if batch.padded:
                 # Only the device knows the number of tokens that belong to requests.
-                copy(ends, batch.cu_seqlens_q[-1:].expand_as(ends))
+                pairs.append((ends, batch.cu_seqlens_q[-1:].expand_as(ends)))
+        by_dtype: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+        for own, given in pairs:
+            ours, theirs = by_dtype.setdefault((own.dtype, given.dtype), ([], []))
+            ours.append(own)
+            theirs.append(given)
         for ours, theirs in by_dtype.values():
             _copy(ours, theirs)
 
