@@ -182,19 +182,22 @@ def varlen_attention(call: VarlenAttention) -> tuple[Tensor, Tensor]:
     key, value = (pad(dequantise(x, scale, like), keys, longest) for x, scale in ((call.key, call.k_scale), (call.value, call.v_scale)))
     mask = padded_mask(call.mask, call.cu_seqlens_q, call.max_seqlen_q, longest)
     out, lse = over_requests(call, wide_query(call.query, call.q_scale), key, value, lengths_of(keys), mask, Rules.of(call))
-    return compact(out.to(like)), compact(lse.float()) if call.return_lse else no_lse(call.query)
+    return compact(out.to(like)), no_lse(call.query) if lse is None else compact(lse.float())
 
 
 def over_requests(
     call: VarlenAttention | PagedAttention | MlaAttention | VerticalSlashAttention, query: Tensor, key: Tensor, value: Tensor,
     ends: Tensor, mask: Tensor | None, rules: Rules, temperature: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(output `[T, Hq, Dv]`, lse `[T, Hq]`) of a packed query over keys and values `[B, K, Hkv, ...]` that end at `ends`; inputs wide."""
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """(output `[T, Hq, Dv]`, lse `[T, Hq]` if the call asks for it) of a packed query over keys and values `[B, K, Hkv, ...]` that end at
+    `ends`; inputs wide."""
     starts, width = call.cu_seqlens_q, call.max_seqlen_q
     see = visible(width, key.shape[1], ends - lengths_of(starts), None, ends, rules)
     temperature = None if temperature is None else pad(temperature, starts, width)
     out, lse = attend(pad(query, starts, width), key, value, see, mask, getattr(call, "sinks", None), rules, temperature)
-    return unpad(out, starts, query.shape[0]), unpad(lse.transpose(1, 2), starts, query.shape[0], float("-inf"))
+    asked = getattr(call, "return_lse", False) or getattr(call, "lse", None) is not None
+    rows = unpad(lse.transpose(1, 2), starts, query.shape[0], float("-inf")) if asked else None
+    return unpad(out, starts, query.shape[0]), rows
 
 
 def varlen_attention_backward(call: VarlenAttentionBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -198,10 +198,10 @@ def gather_pages(pages: Tensor, page_table: Tensor) -> Tensor:
     return picked.reshape(page_table.shape[0], page_table.shape[1] * pages.shape[1], *pages.shape[2:])
 
 
-def write_results(call: Any, output: Tensor, lse: Tensor) -> None:
+def write_results(call: Any, output: Tensor, lse: Tensor | None) -> None:
     """Write `[T, Hq, Dv]` and `[T, Hq]` where the call wants them."""
     call.output.copy_(output)
-    if call.lse is not None:
+    if call.lse is not None and lse is not None:
         call.lse.copy_(lse)
 
 
