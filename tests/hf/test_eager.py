@@ -179,3 +179,27 @@ def test_a_known_call_follows_the_policy_and_the_layer(looked):
         call(layer, query, key, value, block_table=query)
     with pytest.raises(attnops.errors.InvalidInput):
         call(layer, query, key[:, :1].expand(1, 3, 5, 8), value)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("queries", [1, 5])
+def test_a_known_call_knows_the_shapes_of_key_and_value(queries):
+    """SDPA itself broadcasts a key of another batch, and takes values of other heads or more tokens."""
+    layer = torch.nn.Linear(1, 1)
+    layer.is_causal = False
+    call = attention_function(None, proven=True)
+    query, key = torch.randn(2, 8, queries, 16), torch.randn(2, 2, 40, 16)
+    want = call(layer, query, key, key)[0]
+    assert torch.equal(call(layer, query, key, key)[0], want)
+    others = [
+        (key[:1], key[:1]),
+        (key, key[:, :1]),
+        (key, torch.cat([key, key], 1)),
+        (key, torch.cat([key, key], 2)),
+        (key[None], key[None]),
+    ]
+    for other_key, value in [*others, (key[..., :8], key), (torch.randn(2, 2, 40, 16, 16), key)]:
+        with pytest.raises(attnops.errors.InvalidInput):
+            call(layer, query, other_key, value)
+    wide = torch.cat([key, -key], -1)
+    assert torch.allclose(call(layer, query, key, wide)[0], torch.cat([want, -want], -1), atol=1e-5)

@@ -115,8 +115,10 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
             or is_grad_enabled() or overheard() or autocasting() or _recorded(module, False)
         ):  # fmt: skip
             flags = getattr(module, "is_causal", True), is_causal, scaling, sliding_window, softcap, active_policy(), circumstances()
-            same = (type(module), flags, query.shape, query.dtype, query.device, key.shape[1])
-            if (kept := known.get(same)) is not None and key.shape[2] in kept[0]:
+            sizes = key.shape
+            same = (type(module), flags, query.shape, query.dtype, query.device, sizes[:2], sizes[3:])
+            # SDPA would broadcast a key or a value of another batch, and heads of its own for the value.
+            if (kept := known.get(same)) is not None and sizes[2] in kept[0] and value.shape[:3] == sizes[:3]:
                 return kept[1](query, key, value), None
         if others and (compiling or not others.keys() <= HARMLESS):
             check_others(others)
