@@ -9,15 +9,18 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch.utils import _pytree as pytree
 
+import attnops
 from attnops.cache import PagedBatch, PagedCache
 from attnops.errors import (
     CacheError,
     InvalidInput,
+    NoKernel,
     OutOfPages,
     RequestTooLong,
     TooManyRequests,
     UnknownRequest,
 )
+from attnops.kernel import kernels_of
 from attnops.ops import copy_kv
 
 
@@ -328,6 +331,20 @@ def test_float8_pages_are_copied_in_one_launch(monkeypatch):
     assert page != 1
     assert all(pool[page, :2].flatten().tolist() == [2.0, 3.0] for pool in (*cache.k_pages, *cache.v_pages))
     assert len(calls) == 1 and len({t.untyped_storage()._cdata for t in (*cache.k_pages, *cache.v_pages)}) == 4
+
+
+@pytest.mark.parametrize(
+    "write", [lambda cache, fork: cache.extend(fork, 1), lambda cache, fork: cache.batch([fork])], ids=["extend", "batch"]
+)
+def test_a_failing_copy_leaves_the_cache_as_it_was(write):
+    cache = make()
+    fork = cache.fork(cache.alloc(5))
+    before = snapshot(cache)
+    with attnops.use(deny=tuple(f"copy_kv:{kernel}" for kernel in kernels_of("copy_kv"))), pytest.raises(NoKernel):
+        write(cache, fork)
+    assert same(snapshot(cache), before)
+    write(cache, fork)
+    assert cache.length(fork) == 6
 
 
 def test_a_failing_metadata_op_leaves_the_cache_as_it_was(monkeypatch):

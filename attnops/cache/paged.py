@@ -204,17 +204,19 @@ class Pages:
         """Let the tensors follow `change`, which the ledger has yet to commit. Copies go to free pages, so an undo leaves them."""
         edits = self._ledger.edits(change, undo)
         flat = self._upload([number for part in edits for entry in part for number in entry])
-        pieces = flat.split([len(part) * len(part[0]) if part else 0 for part in edits])
-        row, length = pieces[-1].view(-1, 2).unbind(1)
-        self.seq_lens[row] = length.int()
-        for number, table in enumerate(self.tables):
-            row, column, page = pieces[number].view(-1, 3).unbind(1)
-            table[row, column] = page.int()
-            if (pairs := pieces[len(self.tables) + number]).numel():
+        pieces, tables = flat.split([len(part) * len(part[0]) if part else 0 for part in edits]), len(self.tables)
+        # First, because a copy may raise, as where a policy leaves it no kernel: the tables are then as they were.
+        for number, pairs in enumerate(pieces[tables : 2 * tables]):
+            if pairs.numel():
                 slots = pairs.view(-1, 2, 1) * self.page_size + torch.arange(self.page_size, device=pairs.device)
                 source, target = (each.flatten() for each in slots.unbind(1))
                 for keys, *values in (pages for owner, pages in self._allocations if owner == number):
                     copy_kv(keys, values[0] if values else None, source, target)
+        for table, cells in zip(self.tables, pieces, strict=False):
+            row, column, page = cells.view(-1, 3).unbind(1)
+            table[row, column] = page.int()
+        row, length = pieces[-1].view(-1, 2).unbind(1)
+        self.seq_lens[row] = length.int()
 
     def _upload(self, numbers: list[int] | list[list[int]]) -> Tensor:
         """int64, on the cache's device, without waiting for it."""
