@@ -23,8 +23,7 @@ from attnops.tune.clock import host_us, seconds, spread, synchronize
 
 SCRIPT = ((2, 9, 4), (1, 9, 4), (3, 12, 5), (2, 30, 6), (1, 17, 8))  # rows, prompt tokens and new tokens of the calls of a scripted run
 
-PATCHES = {"hf_compiled": "", "attnops_hf": "hf", "attnops_paged": "paged"}
-WAYS = tuple(PATCHES)
+WAYS = ("hf_compiled", "attnops_hf", "attnops_paged")
 # The alternatives on a GPU: Inductor's CUDA graphs over transformers' static cache and over pages, and those of `decode=`.
 ON_GPU = ("hf_compiled", "attnops_paged", "attnops_piecewise")
 LAYERS = 8  # default on a GPU; the suite `decode` has the first calls of whole models
@@ -62,7 +61,7 @@ def recompiles(setup: Setup, kept: models.Kept, name: str, way: str) -> list[Row
     """The graphs of a scripted run, untimed."""
     from transformers import CompileConfig
 
-    model, _ = models.patched(kept(name), PATCHES[way])
+    model, _ = models.patched(kept(name), decode.WAYS[way][0])
     options = {"do_sample": False, "pad_token_id": 0} | ({} if way == "attnops_paged" else {"cache_implementation": "static"})
     config = CompileConfig(fullgraph=False, backend="eager", mode=None)  # type: ignore[arg-type]
     setattr(config, "_compile_all_devices", True)  # noqa: B010, its declared type is None

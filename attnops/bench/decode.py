@@ -3,9 +3,7 @@
 `hf_eager`: transformers with SDPA over its dynamic cache. `hf_compiled`: over its static cache, compiled as `generate()` does it.
 `attnops_eager`, `attnops_hf`, `attnops_paged`: the same model, patched; over transformers' static cache and over pages, compiled.
 `attnops_piecewise`, `attnops_breakable`: over pages, in CUDA graphs (`attnops.patch(..., decode=)`). `hf_tuned`, `attnops_tuned`:
-`hf_compiled` and `attnops_piecewise` with Inductor's coordinate descent. Ways that compile for minutes run only if `--ways` names them:
-the tuned ones, and in a full run on a GPU `attnops_hf` and `attnops_paged`.
-All ways get the same random tokens.
+`hf_compiled` and `attnops_piecewise` with Inductor's coordinate descent. Ways that compile for minutes run only if `--ways` names them.
 
 `first_s`: the first steps, compilation and capture included, with an empty compile cache. `of_bandwidth`: the bytes a step must read over
 its time, as a share of the bandwidth measured in the same run. `us_...`: GPU time by kind of kernel, see `attnops.bench.profile`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import replace
 from functools import lru_cache
@@ -93,14 +93,7 @@ def run(
     there = torch.cuda.device_count() if setup.on_gpu else 1
     if not 1 <= gpus <= there:
         raise InvalidInput("gpus", gpus, f"1 to {there}, those that torch finds")
-    done: dict[str, dict[str, Outcome]] = {}  # empty outcomes of cases that have not run
-    for suite in suites:
-        try:
-            done[suite.name] = {case: {} for case in suite.cases(setup)}
-        except InvalidInput:
-            raise
-        except Exception as error:  # the other suites go on
-            done[suite.name] = {suite.name: {"failed": one_line(error)}}
+    done: dict[str, dict[str, Outcome]] = {suite.name: {case: {} for case in suite.cases(setup)} for suite in suites}
     if out is not None:
         make_folder("out", out)
     tell("ceilings")
@@ -121,12 +114,11 @@ def run(
 
     for suite in suites:
         save(suite)
-    order = in_order(suites, {name: [case for case, found in some.items() if not found] for name, some in done.items()}, budget_s)
-    missing = SPENT if measure(order, setup, gpus, put, tell) else LOST
+    missing = SPENT if measure(in_order(suites, done, budget_s), setup, gpus, put, tell) else LOST
     return {suite.name: save(suite, missing) for suite in suites}
 
 
-def in_order(suites: Sequence[Suite], cases: Mapping[str, Sequence[str]], budget_s: float) -> Order:
+def in_order(suites: Sequence[Suite], cases: Mapping[str, Iterable[str]], budget_s: float) -> Order:
     """The cases to start next, until the budget is spent: those in their suite's share of the rest, then those that were left."""
     end, left = time.monotonic() + budget_s, {suite.name: list(cases[suite.name]) for suite in suites}
     for again in (False, True):

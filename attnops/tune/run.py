@@ -23,7 +23,7 @@ from attnops.measured import Grid, Sizes, Table, cpu_name
 from attnops.measured.table import version_of
 from attnops.ops import OPS
 from attnops.problem import Target
-from attnops.tune.clock import Clock, Run, seconds
+from attnops.tune.clock import Clock, Run, host_clock, seconds
 from attnops.tune.shapes import LARGEST_BYTES, Sweep, sweeps_of
 from attnops.version import VERSION
 
@@ -82,7 +82,7 @@ class Stopwatch:
     of each kernel and kind that may give up. unplanned: errors of plans by kernel.
     """
 
-    clock: Clock
+    clock: Clock = host_clock
     first_calls_s: float = 20.0
     names: tuple[str, ...] = ()
     equip: Callable[[Kernel, Call], Call] = equip_as_used
@@ -176,7 +176,7 @@ def compile_for(sweeps: Sequence[Sweep], names: tuple[str, ...], device: torch.d
     """Call each of the kernels at the `kinds` of every sweep, ignoring their errors. Returns the number of calls made."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    pool, stopwatch, made = Pool(device), Stopwatch(lambda *_: 0.0, names=names), 0
+    pool, stopwatch, made = Pool(device), Stopwatch(names=names), 0
     for shape, at in ((sweep.shape, at) for sweep in sweeps for at in kinds(sweep)):
         for kernel, given, _ in stopwatch.candidates(build(shape, *lengths(shape, at), pool)):
             with contextlib.suppress(Exception), torch.no_grad():
