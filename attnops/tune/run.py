@@ -7,12 +7,12 @@ import functools
 import importlib
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from math import inf
 from multiprocessing import get_context
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,7 +27,6 @@ from attnops.tune.clock import Clock, Run, host_clock, seconds
 from attnops.tune.shapes import LARGEST_BYTES, Sweep, sweeps_of
 from attnops.version import VERSION
 
-K = TypeVar("K", bound=Hashable)
 SLOW_FIRST_CALL_S = 0.5  # a first call that takes longer has compiled
 COMPILED = ("triton",)  # kernels with many small variants that the compiler caches on disk
 SMALL_BYTES, SMALL_FLOPS = 4e8, 4e11
@@ -143,24 +142,17 @@ class Stopwatch:
         return 2 * sum(taken[0] > SLOW_FIRST_CALL_S for taken in kinds.values()) >= len(kinds) or spent > 3 * self.first_calls_s
 
 
-def side_by_side(jobs: Mapping[K, tuple[Callable[..., Any], tuple[Any, ...]]], workers: int, limit_s: float | None = None) -> dict[K, Any]:
-    """The result of each job, a module's function and its arguments, or its exception; TimeoutError for those killed after `limit_s`."""
-    pool = ProcessPoolExecutor(workers, get_context("spawn"))
-    futures = {pool.submit(function, *arguments): name for name, (function, arguments) in jobs.items()}
-    _, late = wait(futures, timeout=limit_s)
+def compile_ahead(grid: str, device: torch.device, ops: Sequence[str], kernels: Sequence[str], workers: int, limit_s: float) -> int:
+    """Compile the `kernels` that are installed for every sweep of `grid`. Returns the number of calls made; others compile later."""
+    names = tuple(dict.fromkeys(k.name for k in all_kernels() if k.name in kernels and not k.absences(Target.of(device))))
+    sweeps, pool = sweeps_of(grid, ops) if names else (), ProcessPoolExecutor(workers, get_context("spawn"))
+    jobs = [pool.submit(compile_for, sweeps[at::workers], names, device) for at in range(min(workers, len(sweeps)))]
+    done, late = wait(jobs, timeout=limit_s)
     running = list((getattr(pool, "_processes", None) or {}).values()) if late else []
     pool.shutdown(wait=not late, cancel_futures=True)
     for process in running:  # a compiler that still runs would disturb the clock
         process.kill()
-    return {name: TimeoutError(f"not done after {limit_s} s") if f in late else f.exception() or f.result() for f, name in futures.items()}
-
-
-def compile_ahead(grid: str, device: torch.device, ops: Sequence[str], kernels: Sequence[str], workers: int, limit_s: float) -> int:
-    """Compile the `kernels` that are installed for every sweep of `grid`. Returns the number of calls made; others compile later."""
-    names = tuple(dict.fromkeys(k.name for k in all_kernels() if k.name in kernels and not k.absences(Target.of(device))))
-    sweeps = sweeps_of(grid, ops) if names else ()
-    jobs = {at: (compile_for, (sweeps[at::workers], names, device)) for at in range(min(workers, len(sweeps)))}
-    return sum(made for made in side_by_side(jobs, workers, limit_s).values() if isinstance(made, int))
+    return sum(job.result() for job in done if job.exception() is None)
 
 
 def kinds(sweep: Sweep) -> Iterator[Sizes]:
