@@ -118,7 +118,7 @@ def _shown(name: str, value: int) -> str:
 
 
 def host_plan(maker: str) -> Need:
-    """The need of a kernel that runs on a plan of the host: Problem.plan == "host"."""
+    """The need of a kernel that runs on a plan of the host: Problem.step.plan == "host"."""
     return demand("plan", f"host: {maker}", lambda p: p.step.plan == "host")
 
 
