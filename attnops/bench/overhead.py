@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -59,8 +58,8 @@ def _plain(*args: Any, **kwargs: Any) -> None: ...
 
 def imports(repeats: int) -> list[Row]:
     """Times of `import torch` and then `import attnops` in fresh processes. The first one only compiles the modules to bytecode."""
-    command, written = [sys.executable, "-c", TIMED_IMPORTS], {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
-    runs = [subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=written).stdout for _ in range(repeats + 1)]
+    command = [sys.executable, "-c", TIMED_IMPORTS]
+    runs = [subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout for _ in range(repeats + 1)]
     times = zip(*([1e6 * float(s) for s in run.split()] for run in runs[1:]), strict=True)
     return [{"case": "import", "way": name, **spread(us)} for name, us in zip(("torch", "attnops"), times, strict=True)]
 

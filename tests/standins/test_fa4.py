@@ -15,7 +15,7 @@ from attnops.kernels.flash_attn4 import fa4 as kernel
 from attnops.kernels.flash_attn4.fa4 import tile as tile_of
 from attnops.needs import _installed
 from attnops.ops import OPS
-from attnops.problem import Target, pretend
+from attnops.problem import Target, altered, pretend
 from attnops.select import select
 from attnops.testing import CASES, Features, Mismatch, Source, builders, check_kernel
 from tests.lowering.models import PagedModel, compiled_code, decode, kernel_calls, prefill
@@ -88,7 +88,7 @@ def test_a_page_that_is_a_tile_is_refused_for_a_reason(standin):
     ],
 )  # fmt: skip
 def test_tiles(change, tile):
-    assert tile_of(replace(LLAMA, **change)) == tile
+    assert tile_of(altered(LLAMA, **change)) == tile
 
 
 @pytest.mark.parametrize("op", ATTENTION)
@@ -214,7 +214,7 @@ F8 = {"dtype": E4M3, "kv_dtype": E4M3, "kv_scales": True}
     ],
 )
 def test_refusals(change, field):
-    assert field in [r.field for r in fa4("paged_attention").refusals(replace(LLAMA, **change))]
+    assert field in [r.field for r in fa4("paged_attention").refusals(altered(LLAMA, **change))]
 
 
 SM100_TOO = ({"head_dim": 192, "v_head_dim": 128}, {"head_dim": 256, "v_head_dim": 256}, F8)
@@ -222,7 +222,7 @@ SM100_TOO = ({"head_dim": 192, "v_head_dim": 128}, {"head_dim": 256, "v_head_dim
 
 @pytest.mark.parametrize("change", [{"page_size": 1}, {"q_heads": 24}, {"v_head_dim": 64}, *({"target": SM100, **c} for c in SM100_TOO)])
 def test_taken(change):
-    assert not fa4("paged_attention").refusals(replace(LLAMA, **change))
+    assert not fa4("paged_attention").refusals(altered(LLAMA, **change))
 
 
 def test_it_is_chosen_where_fa3_is_not_there_and_not_before_it():

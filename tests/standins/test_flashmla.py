@@ -13,7 +13,7 @@ from attnops.kernels.sgl import flashmla, wheel
 from attnops.kernels.shared import tokens
 from attnops.measured import Grid, Table, costs
 from attnops.ops import OPS, decode_rows, mla_attention
-from attnops.problem import Target, pretend, problem_of
+from attnops.problem import Target, altered, pretend, problem_of
 from attnops.select import select, use
 from attnops.testing import CASES, Source, builders, check_kernel, with_device_plan
 from attnops.testing.latent import DEEPSEEK
@@ -316,7 +316,7 @@ def test_measured_times_are_those_with_a_plan():
     shape = replace(shapes.MLA, q_heads=16, decode=True)
     times = {"flashmla": (30.0,), "reference": (90.0,)}
     table = Table("x", "sm90", {f"mla_attention.{n}": "" for n in times}, (Grid(shape, (3.0,), (1.0,), (192.0,), times),))
-    us = {kind: costs(replace(bare, plan=kind), [KERNELS[n] for n in times], table) for kind in ("none", "host", "device")}
+    us = {kind: costs(altered(bare, plan=kind), [KERNELS[n] for n in times], table) for kind in ("none", "host", "device")}
     assert us["host"] == us["device"] and us["none"]["reference"] == us["host"]["reference"]
     more = us["none"]["flashmla"].us - us["host"]["flashmla"].us
     assert more == pytest.approx(flashmla.rows_us(bare)) and more > 10
