@@ -153,16 +153,11 @@ def _picker(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
     return (lambda call: (call[places[0]],)) if places else (lambda call: ())
 
 
-def circumstances() -> tuple[Any, ...]:
-    """Choices depend on these, besides a call: the kernels that are registered, and the machine that `pretend` names."""
-    return _REGISTRY.generation, _OVERRIDE.target
-
-
 class Eager:
     """The eager side of an Op: its cache, and the way of a call past the dispatcher.
 
-    patterns: by the types of the arguments, which are compared before the scalars: 1, 1.0 and True are equal. seen: by pattern, scalars
-    and `circumstances`, up to SHAPES of (guards of the tensors, what runs, the size that may grow).
+    patterns: by the types of the arguments, which are compared before the scalars: 1, 1.0 and True are equal. seen: by pattern, scalars,
+    registered kernels and `pretend`'s target, up to SHAPES of (guards of the tensors, what runs, the size that may grow).
     """
 
     autograd: Callable[[Run, Any], Any] | None

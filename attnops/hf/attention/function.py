@@ -16,14 +16,15 @@ from attnops.hf.attention import descriptor
 from attnops.hf.matching.match import HANDLED, HARMLESS, cached_routed, routed
 from attnops.hf.paged import attention as pages
 from attnops.hf.paged.cache import PagedKeyCache
-from attnops.kernel import own_kernel
+from attnops.kernel import _REGISTRY, own_kernel
 from attnops.kernels.torch import sdpa
 from attnops.ops.dense import ATTENTION as attend, Attention
-from attnops.ops.eager import KINDS, autocasting, circumstances, growth, overheard
+from attnops.ops.eager import KINDS, autocasting, growth, overheard
 from attnops.ops.varlen import varlen_attention
+from attnops.problem import _OVERRIDE
 from attnops.reference.attention import scores
 from attnops.reference.rows import Rules, dense_visible, dequantise, wide
-from attnops.select import active_policy, key_for
+from attnops.select import _ACTIVE, key_for
 
 # An argument with one of these words in its name changes the result, even if it is no tensor.
 _TELLING = ("window", "softcap", "chunk", "mask", "bias", "sink", "alibi", "indices", "block", "scale", "causal", "page", "cache")
@@ -114,9 +115,11 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
             or type(scaling) not in _NUMBERS or type(query) is not Tensor or not others.keys() <= HARMLESS
             or is_grad_enabled() or overheard() or autocasting() or _recorded(module, False)
         ):  # fmt: skip
-            flags = getattr(module, "is_causal", True), is_causal, scaling, sliding_window, softcap, active_policy(), circumstances()
             sizes = key.shape
-            same = (type(module), flags, query.shape, query.dtype, query.device, sizes[:2], sizes[3:])
+            same = (
+                type(module), getattr(module, "is_causal", True), is_causal, scaling, sliding_window, softcap, _ACTIVE.key,
+                _REGISTRY.generation, _OVERRIDE.target, query.shape, query.dtype, query.device, sizes[:2], sizes[3:],
+            )  # fmt: skip
             # SDPA would broadcast a key or a value of another batch, and heads of its own for the value.
             if (kept := known.get(same)) is not None and sizes[2] in kept[0] and value.shape[:3] == sizes[:3]:
                 return kept[1](query, key, value), None
