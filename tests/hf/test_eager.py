@@ -198,7 +198,8 @@ def test_a_known_call_knows_the_shapes_of_key_and_value(queries):
         (key, torch.cat([key, key], 2)),
         (key[None], key[None]),
     ]
-    for other_key, value in [*others, (key[..., :8], key), (torch.randn(2, 2, 40, 16, 16), key)]:
+    foreign = [(key.double(), key), (key, key.double()), (key.to("meta"), key), (key, key.to("meta"))]
+    for other_key, value in [*others, *foreign, (key[..., :8], key), (torch.randn(2, 2, 40, 16, 16), key)]:
         with pytest.raises(attnops.errors.InvalidInput):
             call(layer, query, other_key, value)
     wide = torch.cat([key, -key], -1)

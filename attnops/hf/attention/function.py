@@ -60,8 +60,9 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
     known: dict[tuple[Any, ...], tuple[range, Callable[[Tensor, Tensor, Tensor], Tensor]]] = {}
 
     # The body runs once a layer and token, so it makes few calls: in eager decoding the host is slower than the GPU. Plain calls that
-    # SDPA serves are `known` by their numbers and, for as many keys as no kernel tells apart, go to it with the tensors as they are. Guards
-    # of the tensors would take a layer 20 us: between two layers they fall out of the processor's caches, and a shape does not.
+    # SDPA serves are `known` by their sizes and dtypes and, for as many keys as no kernel tells apart, reach it with the tensors as they
+    # are. Layers read sizes anyway; guards of tensors are code of their own, which the work between two layers drops from the processor's
+    # caches. The policy, the registry and the target are read as attributes: a function that hands one out costs more than the read.
     def attention(
         module: Any,
         query: Tensor,
@@ -118,7 +119,8 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
             sizes = key.shape
             same = (
                 type(module), getattr(module, "is_causal", True), is_causal, scaling, sliding_window, softcap, _ACTIVE.key,
-                _REGISTRY.generation, _OVERRIDE.target, query.shape, query.dtype, query.device, sizes[:2], sizes[3:],
+                _REGISTRY.generation, _OVERRIDE.target, query.shape, sizes[:2], sizes[3:], query.dtype, key.dtype,
+                value.dtype, query.device, key.device, value.device,
             )  # fmt: skip
             # SDPA would broadcast a key or a value of another batch, and heads of its own for the value.
             if (kept := known.get(same)) is not None and sizes[2] in kept[0] and value.shape[:3] == sizes[:3]:
