@@ -60,7 +60,7 @@ def differentiable(run: Any, call: Any) -> tuple[Tensor, Tensor]:
 RESULTS = (Result("output", "B, S, Hq, Dv", rules.result_dtype), Result("lse", "B, S, Hq", when="return_lse"))
 
 
-@record("attention", *RESULTS, rules=rules.attention, facts=_facts, stored="key", problem=SIZES, grows="K")
+@record("attention", *RESULTS, least=rules.HEADS, rules=rules.attention, facts=_facts, stored="key", problem=SIZES, grows="K")
 class Attention(rules.Visible):
     """Attention over a rectangular batch."""
 
@@ -84,7 +84,7 @@ ATTENTION = define(Op(Attention, reference.attention, differentiable, about="den
 GRADIENTS = rules.gradients("query", "key", "value", "mask", "sinks")
 
 
-@record("attention_backward", *GRADIENTS, rules=rules.attention, facts=_facts, stored="key", problem=SIZES)
+@record("attention_backward", *GRADIENTS, least=rules.HEADS, rules=rules.attention, facts=_facts, stored="key", problem=SIZES)
 class AttentionBackward(rules.Visible):
     """The gradient of dense attention."""
 

@@ -21,14 +21,8 @@ STORED = (torch.float8_e4m3fn, torch.int8)
 
 WRITE_SIZES = {"head_dim": "Dc + Dr", "v_head_dim": "Dc", "kv_heads": "1"}
 SIZES = {**WRITE_SIZES, "q_heads": "H"}
-PAGE = {"page": ">= 1 token a page"}
-LEAST = {**PAGE, "H": ">= 1 head"}
-
-
-def check_sizes(sizes: Sizes) -> None:
-    """Latents and rotated keys are not empty."""
-    for dim in ("Dc", "Dr"):
-        need(sizes[dim] >= 1, dim, sizes[dim], ">= 1")
+WRITE_LEAST = {"page": ">= 1 token a page", "Dc": ">= 1", "Dr": ">= 1"}
+LEAST = {**WRITE_LEAST, "H": ">= 1 head"}
 
 
 def check_stored(latent_pages: Tensor, kv_scale: Tensor | None, dtype: torch.dtype) -> None:
@@ -42,7 +36,6 @@ def check_stored(latent_pages: Tensor, kv_scale: Tensor | None, dtype: torch.dty
 
 
 def _write_rules(call: Any, sizes: Sizes) -> None:
-    check_sizes(sizes)
     latent, pages, scale = call.latent, call.latent_pages, call.kv_scale
     if latent.dtype not in STORED:
         check_stored(pages, scale, latent.dtype)
@@ -54,7 +47,7 @@ def _write_rules(call: Any, sizes: Sizes) -> None:
         fail(InvalidInput, "kv_scale", "a tensor", f"None, because the latents are {own} already")
 
 
-@record("write_latent", least=PAGE, rules=_write_rules, stored="latent_pages", problem=WRITE_SIZES)
+@record("write_latent", least=WRITE_LEAST, rules=_write_rules, stored="latent_pages", problem=WRITE_SIZES)
 class WriteLatent(Call):
     """The write of new latents and rotated keys into pages."""
 
@@ -93,7 +86,6 @@ def query_rules(call: Any) -> None:
 
 
 def _rules(call: Any, sizes: Sizes) -> None:
-    check_sizes(sizes)
     query_rules(call)
     check_stored(call.latent_pages, call.kv_scale, call.q_nope.dtype)
 

@@ -17,6 +17,7 @@ from attnops.reference import attention, data
 from attnops.reference.rows import Rules
 
 LEAST = {"page": ">= 1 token a page"}
+PAGED_LEAST = {**LEAST, **rules.HEADS}
 
 
 def _rules(call: Any, sizes: Sizes) -> None:
@@ -29,7 +30,7 @@ def _facts(call: Any, sizes: Sizes) -> dict[str, Any]:
     return {"pages_alike": strides == call.v_pages.stride() and all(s % sizes["D"] == 0 for s in strides[:3])}
 
 
-@record("paged_attention", least=LEAST, rules=_rules, facts=_facts, stored="k_pages", problem={"context": "max_pages * page"})
+@record("paged_attention", least=PAGED_LEAST, rules=_rules, facts=_facts, stored="k_pages", problem={"context": "max_pages * page"})
 class PagedAttention(rules.Visible, rules.Queries):
     """Attention of new tokens over pages that already hold their keys and values."""
 

@@ -14,6 +14,9 @@ from attnops.errors import InvalidInput, fail
 UNBOUNDED = (-1, -1)
 """The default window."""
 
+HEADS = {"Hkv": ">= 1 head", "D": ">= 1", "Dv": ">= 1"}
+"""The least sizes of attention."""
+
 PLAN = (torch.int32, torch.int64)
 SCALE = "1 | Hkv"
 
@@ -54,8 +57,6 @@ def gradients(*of: str) -> tuple[Result, ...]:
 
 def attention(call: Any, sizes: Sizes) -> None:
     """Heads divide, and the query's and the key's dtypes come with the scales they need, which a gradient has not."""
-    for letter, want in (("Hkv", ">= 1 head"), ("D", ">= 1"), ("Dv", ">= 1")):
-        need(sizes[letter] >= 1, place(call.spec, letter), sizes[letter], want)
     heads, kv_heads = sizes["Hq"], sizes["Hkv"]
     need(heads % kv_heads == 0, place(call.spec, "Hq"), heads, f"a multiple of the key's {kv_heads} heads")
     q_scale(call.query, getattr(call, "q_scale", None))

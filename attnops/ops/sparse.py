@@ -13,11 +13,10 @@ from attnops.ops import rules
 from attnops.ops.eager import key_for
 from attnops.ops.mla import (
     LEAST,
-    PAGE,
     SIZES,
     STORED,
+    WRITE_LEAST,
     WRITE_SIZES,
-    check_sizes,
     check_stored,
     facts,
     fresh_output,
@@ -39,7 +38,6 @@ def _check_packed(latent_pages: Tensor, field: str, sizes: Sizes) -> None:
 
 
 def _rules(call: Any, sizes: Sizes) -> None:
-    check_sizes(sizes)
     query_rules(call)
     pages = call.latent_pages
     if pages.dtype == torch.uint8:
@@ -129,11 +127,10 @@ def sparse_mla_attention(
 
 
 def _write_rules(call: Any, sizes: Sizes) -> None:
-    check_sizes(sizes)
     _check_packed(call.latent_pages, "latent.shape[1]", sizes)
 
 
-@record("write_latent_packed", least=PAGE, rules=_write_rules, stored="latent_pages", problem=WRITE_SIZES)
+@record("write_latent_packed", least=WRITE_LEAST, rules=_write_rules, stored="latent_pages", problem=WRITE_SIZES)
 class WriteLatentPacked(Call):
     """The quantising write of new latents and rotated keys into packed pages."""
 

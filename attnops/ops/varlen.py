@@ -13,7 +13,7 @@ from attnops.ops.eager import key_for
 from attnops.ops.op import Op, define
 from attnops.reference import attention as reference
 
-SIZES, LEAST = {"batch": "starts - 1"}, {"starts": ">= 1"}
+SIZES, LEAST = {"batch": "starts - 1"}, {"starts": ">= 1", **rules.HEADS}
 
 
 RESULTS = (Result("output", "T, Hq, Dv", rules.result_dtype), Result("lse", "T, Hq", when="return_lse"))

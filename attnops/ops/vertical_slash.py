@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.call import FLOAT32, FLOATS, INT32, KW_ONLY, Result, Sizes, arg, need, record
+from attnops.call import FLOAT32, FLOATS, INT32, KW_ONLY, Result, Sizes, arg, record
 from attnops.errors import InvalidInput, fail
 from attnops.ops import eager, rules
 from attnops.ops.eager import key_for
@@ -58,7 +58,7 @@ def vertical_slash_indexes(
     """The index that `vertical_slash_attention` reads, from the columns and diagonals that each head is to see.
 
     Query i of a request is at key position k_len - q_len + i. Row r is of the queries [64 r, 64 r + 64); let e be the position
-    that follows its last. A slash s < e stands for the 64 keys before max(e - s, 64). Taken in order, a slash whose keys begin past the
+    that follows its last. A slash s < e selects the 64 keys before max(e - s, 64). Taken in order, a slash whose keys begin past the
     end of the last block opens a block of its own, one that only reaches past it adds the 64 keys that follow, and any other adds
     nothing. Columns are the verticals in no block, up to where the last run of joined blocks begins. MInference,
     https://arxiv.org/abs/2407.02490, appendix C.4.2.
@@ -86,12 +86,7 @@ def vertical_slash_indexes(
     return out
 
 
-def _rules(call: Any, sizes: Sizes) -> None:
-    need(sizes["Hkv"] >= 1, "Hkv", sizes["Hkv"], ">= 1 head")
-    need(sizes["Hq"] % sizes["Hkv"] == 0, "Hq", sizes["Hq"], f"a multiple of the key's {sizes['Hkv']} heads")
-
-
-@record("vertical_slash_attention", rules=_rules, facts={"causal": True}, stored="key")
+@record("vertical_slash_attention", least={"Hkv": ">= 1 head"}, rules=rules.attention, facts={"causal": True}, stored="key")
 class VerticalSlashAttention(rules.Lengths):
     """Packed causal attention over an index of blocks and columns."""
 
