@@ -18,11 +18,10 @@ from functools import cached_property
 from inspect import get_annotations
 from math import isfinite
 from types import CodeType
-from typing import Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
-from typing_extensions import dataclass_transform
 
 from attnops.errors import InvalidInput, RegistrationError, fail
 from attnops.layout import (
@@ -44,6 +43,15 @@ from attnops.layout import (
     evaluate as evaluate,
     layout_of,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+else:
+
+    def dataclass_transform(**_: Any) -> Any:
+        """typing's own, which Python has from 3.11 on."""
+        return lambda cls: cls
+
 
 _KINDS = {"Tensor": "Tensor", "Tensor | None": "Tensor?", "int": "int", "float": "float", "bool": "bool", "str": "str"}
 _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (int,), "str": (str,)}

@@ -20,14 +20,20 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._vendor.packaging.version import InvalidVersion, Version as Version
 
 from attnops.adapt import readable
 from attnops.errors import MissingExtra, RegistrationError
 from attnops.problem import FEATURES, LEAVES, Problem, Refusal, Target, leaf
 
 if TYPE_CHECKING:
+    from packaging.version import InvalidVersion, Version as Version
+
     from attnops.kernel import Kernel
+else:
+    try:
+        from torch._vendor.packaging.version import InvalidVersion, Version
+    except ImportError:  # torch's copy is not public; a torch without one needs the package itself
+        from packaging.version import InvalidVersion, Version
 
 Need = Callable[[Problem], Refusal | None]
 """A demand on a Problem: None when it is met, the Refusal when it is not. Pure; it never imports and never touches a device."""

@@ -405,6 +405,13 @@ def test_packaging_is_not_imported():
     assert "packaging" not in {name.partition(".")[0] for name in fresh_process(code).split()}
 
 
+def test_versions_compare_where_torch_has_no_copy_of_packaging():
+    block = "import sys, torch; sys.modules['torch._vendor.packaging.version'] = None; "
+    compared = "within('0.4.0rc1', '0.3', '0.4'), within('0.3', '0.3', '')"
+    code = f"{block}from attnops.needs import Version, within; print(Version.__module__, {compared})"
+    assert fresh_process(code).split() == ["packaging.version", "False", "True"]
+
+
 def test_a_failure_is_a_refusal_like_any_other():
     assert str(Failed("theirs.needs", "OSError: x", "no error")) == "theirs.needs=OSError: x (wants no error)"
     assert Extent.of(1).hi == 1 and Capture.WHOLE.value == "whole"
