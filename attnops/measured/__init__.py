@@ -2,17 +2,17 @@
 
 from attnops.measured.cost import (
     RATES as RATES,
+    LogitsPass as LogitsPass,
     Roofline as Roofline,
     Shape as Shape,
     Sizes as Sizes,
+    TokenWrites as TokenWrites,
     copy_us as copy_us,
     cpu_name as cpu_name,
     forget as forget,
     in_force as in_force,
-    judge_us as judge_us,
     never_run as never_run,
     phases as phases,
-    scatter_us as scatter_us,
     sizes_of as sizes_of,
 )
 from attnops.measured.table import (

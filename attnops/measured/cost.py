@@ -241,16 +241,28 @@ def copy_us(p: Problem, numbers: float) -> float:
     return 2.0 * p.dtype.itemsize * numbers / (rates_of(p.target).bandwidth * 1e6)
 
 
-def judge_us(p: Problem) -> float:
-    """Of plain torch that writes the logits out in float32 and reads them several times: always the last choice."""
-    logits = max(p.q_heads, 1) * max(p.sizes.tokens.hint, 1) * max(p.sizes.context.hint, 1)
-    return 1000.0 + logits * 32 / 1e6
+@dataclass(frozen=True)
+class LogitsPass:
+    """A launch, and the logits written out and read again."""
+
+    launch_us: float
+    us_a_logit: float
+
+    def __call__(self, p: Problem) -> float:
+        logits = max(p.q_heads, 1) * max(p.sizes.tokens.hint, 1) * max(p.sizes.context.hint, 1)
+        return self.launch_us + logits * self.us_a_logit
 
 
-def scatter_us(p: Problem) -> float:
-    """Of new tokens written into pages in place. Inductor's kernel on an H200: 7 us for 64 tokens of 8 heads, 26 us for 4096."""
-    numbers = p.head_dim if p.rope_dim else p.kv_heads * (p.head_dim + p.v_head_dim)
-    return 7.0 + max(p.sizes.tokens.hint, 1) * numbers / 4e5
+@dataclass(frozen=True)
+class TokenWrites:
+    """A launch, and the keys and values, or the latents, of the new tokens."""
+
+    launch_us: float
+    numbers_a_us: float
+
+    def __call__(self, p: Problem) -> float:
+        numbers = p.head_dim if p.rope_dim else p.kv_heads * (p.head_dim + p.v_head_dim)
+        return self.launch_us + max(p.sizes.tokens.hint, 1) * numbers / self.numbers_a_us
 
 
 # The table in force -----------------------------------------------------------------------------------------------------
