@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from attnops.call import Call, Spec, changed, same
-from attnops.errors import InvalidInput, RegistrationError, fail
-from attnops.reference.rows import Rules, how
+from attnops.errors import RegistrationError
+from attnops.reference.rows import Rules, how, refuse_plan_of_holes
 
 PAGE = "docs/add-a-kernel.md, Kernels of contract 1"
 PLACES = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -94,10 +94,3 @@ def _slots(call: Any) -> Any:
 
 KNOW_HOLES: dict[str, Callable[[Any], Any]] = {"paged_attention": _pages, "mla_attention": _pages, "sparse_mla_attention": _slots}
 """The ops whose tables or lists may have holes, and the call without them."""
-
-
-def refuse_plan_of_holes(call: Any) -> None:
-    """Raise InvalidInput for a plan on the device, which is of the table as it was, with a table that may have holes."""
-    if call.holes and call.plan is not None and call.plan.dtype == torch.int32:
-        want = "False, because a device plan is given: make it of the table that named_pages gives, and give both"
-        fail(InvalidInput, "holes", call.holes, want)

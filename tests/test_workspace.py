@@ -9,7 +9,7 @@ from attnops import kernel as registry_module
 from attnops.cache import PagedCache
 from attnops.errors import InvalidInput, NoKernel
 from attnops.kernel import Kernel, Registry, one_of
-from attnops.kernels.shared import memory as _workspace
+from attnops.kernels.shared import memory
 from attnops.ops import OPS
 from attnops.select import choose, parse_policy, select, workspace_bytes
 from attnops.testing import CASES, check_kernel, equip, refusals
@@ -120,7 +120,7 @@ def test_a_cache_owns_one_and_its_batches_carry_it():
 
 
 def test_parts():
-    workspace = zeros(_workspace.total(64))
-    counters, scratch = _workspace.split(workspace, 64)
-    assert counters.numel() == _workspace.COUNTERS and scratch.numel() == 64
-    assert counters.data_ptr() == workspace.data_ptr() and scratch.data_ptr() == workspace.data_ptr() + _workspace.COUNTERS
+    workspace = zeros(memory.total(64))
+    counters, scratch = memory.split(workspace, 64)
+    assert counters.numel() == memory.COUNTERS and scratch.numel() == 64
+    assert counters.data_ptr() == workspace.data_ptr() and scratch.data_ptr() == workspace.data_ptr() + memory.COUNTERS

@@ -104,8 +104,8 @@ def paged_attention(
         holes: False promises that every entry within a request's length is a page of the pool, and that entries past it are pages or
             negative, as PagedCache and `named_pages` make them. Otherwise compiled code checks once a step for all layers with the same
             rules, and an eager call each time.
-        plan: the result of a kernel's plan op for this batch: int32 on the query's device, with `holes=False` only, or int64 on the CPU.
-            Kernels that need none ignore it. Calls that share a device plan must not run at the same time: a kernel may count in it.
+        plan: the result of `plan_paged_attention` for this batch, int64 on the CPU. Kernels that need none ignore it. A device plan, int32
+            on the query's device and with `holes=False` only, is read by third-party kernels alone.
         output: `[T, Hq, Dv]` to write into, the query's dtype (bfloat16 for a float8 query); allocated when None.
         lse: float32 `[T, Hq]` to write into, or None.
         workspace: uint8 `[bytes]`, scratch for kernels that ask for it (`attnops.explain(...).workspace_bytes`), zeroed once by the caller,

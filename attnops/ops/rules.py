@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.adapt import refuse_plan_of_holes
 from attnops.call import FLOATS, KW_ONLY, QUANTISED, Call, Result, Sizes, arg, group, name, need, place
 from attnops.errors import InvalidInput, fail
+from attnops.reference.rows import refuse_plan_of_holes
 
 UNBOUNDED = (-1, -1)
 """The default window."""

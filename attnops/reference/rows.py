@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 
-from attnops.errors import InvalidInput
+from attnops.errors import InvalidInput, fail
 
 if TYPE_CHECKING:
     from attnops.ops.metadata import NamedPages
@@ -208,10 +208,18 @@ def write_results(call: Any, output: Tensor, lse: Tensor | None) -> None:
 PagesT = TypeVar("PagesT", "PagedAttention", "MlaAttention")
 
 
+def refuse_plan_of_holes(call: Any) -> None:
+    """Raise InvalidInput for a plan on the device, which is of the table as it was, with a table that may have holes."""
+    if call.holes and call.plan is not None and call.plan.dtype == torch.int32:
+        want = "False, because a device plan is given: make it of the table that named_pages gives, and give both"
+        fail(InvalidInput, "holes", call.holes, want)
+
+
 def without_holes(call: PagesT, pages: Tensor) -> PagesT:
     """The call with the table and the lengths that `named_pages` gives, unless it promises that there are no holes."""
     if not call.holes:
         return call
+    refuse_plan_of_holes(call)
     table, lengths = named(call, pages.shape[0], pages.shape[1], **how(Rules.of(call), call.mask))
     return cast(PagesT, cast(Any, call)._replace(page_table=table, seq_lens=lengths, holes=False))
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from attnops.kernel import kernels_of
-from attnops.kernels.shared import memory as _workspace
+from attnops.kernels.shared import memory
 from attnops.testing import Call, Features, Source, allowance, builders, check_kernel, equip, oracle, refusals
 from attnops.testing.builders import Pages
 
@@ -92,8 +92,8 @@ def test_counters_are_zero_again(built: None, point: str) -> None:
     for _ in range(3):
         XQA.run(call.record)
     workspace = call.arguments["workspace"]
-    assert workspace[_workspace.COUNTERS :].any(), "no request was split, so that nothing was counted"
-    assert not workspace[: _workspace.COUNTERS].any()
+    assert workspace[memory.COUNTERS :].any(), "no request was split, so that nothing was counted"
+    assert not workspace[: memory.COUNTERS].any()
 
 
 def captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
@@ -141,7 +141,7 @@ def test_time_of_the_call_and_of_the_glue(built: None, found: dict[str, Any]) ->
     page, f = BUILT["bf16_page16_d128_group4"]
     call = equip(XQA, decode(page, f, (4096,) * 8))
     t = call.arguments
-    counters, scratch = _workspace.split(t["workspace"], 0)
+    counters, scratch = memory.split(t["workspace"], 0)
     module = get_xqa_module(f.dtype, f.dtype, page, f.head_dim, 4, False, f.dtype, 1)
     q, out, lens = t["query"][:, None], t["output"][:, None], t["seq_lens"].view(torch.uint32)[:, None]
 
@@ -174,7 +174,7 @@ def test_flashinfers_own_choice_for_float8(built: None, stale: float, found: dic
     page, f = BUILT["bf16_fp8_page64_d128_group4"]
     call = equip(XQA, decode(page, f, (70, 300, 2047)))
     t = call.arguments
-    counters, scratch = _workspace.split(t["workspace"], 0)
+    counters, scratch = memory.split(t["workspace"], 0)
     pages = {n: t[n].view(torch.uint8).masked_fill(call.free[n], 0x7F if stale != stale else 0).view(E4M3) for n in ("k_pages", "v_pages")}
     scale = t["k_scale"] / t["v_scale"] * (t["scale"] * f.head_dim**0.5)
     xqa(

@@ -10,7 +10,7 @@ import torch
 
 from attnops.errors import InvalidInput
 from attnops.kernel import kernels_of
-from attnops.kernels.flashinfer import modules as _flashinfer_pkg, rope as _rows
+from attnops.kernels.flashinfer import modules, rope
 from attnops.kernels.shared.tokens import side_by_side
 from attnops.ops import mla_attention, rope_quantize_latent, write_latent
 from attnops.problem import Extent, Target, altered, pretend
@@ -32,7 +32,7 @@ PARTS = ("q_nope", "q_pe", "latent", "k_pe", "cos_sin", "positions")
 
 @pytest.fixture
 def calls(monkeypatch):
-    monkeypatch.setattr(_flashinfer_pkg, "module", lambda name: standin if name == "rope" else pytest.fail(name))
+    monkeypatch.setattr(modules, "module", lambda name: standin if name == "rope" else pytest.fail(name))
     standin.CALLS.clear()
     with pretend(SM100):
         yield standin.CALLS
@@ -82,7 +82,7 @@ def test_opcheck(calls):
         assert blind <= {"test_schema"} and {r for n, r in results.items() if n not in blind} == {"SUCCESS"}
 
 
-def test_misaligned_rows_are_refused_before_the_launch(calls):
+def test_misalignedrope_are_refused_before_the_launch(calls):
     given = call()
     shifted = torch.zeros(3 * 576 + 1, dtype=BF16)[1:].view(3, 576)
     with pytest.raises(InvalidInput, match=r"^latent: got strides .*, want rows that start at multiples of 16 bytes"):
@@ -91,7 +91,7 @@ def test_misaligned_rows_are_refused_before_the_launch(calls):
 
 
 def test_more_than_32_bits_of_offsets_are_refused(calls, monkeypatch):
-    monkeypatch.setattr(_rows, "OFFSETS", 4096)
+    monkeypatch.setattr(rope, "OFFSETS", 4096)
     with pytest.raises(InvalidInput, match=r"^q_nope: got 24576 numbers, want < 4096"):
         KERNEL.run(call().record)
 

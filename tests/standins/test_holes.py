@@ -179,7 +179,8 @@ def test_a_device_plan_of_a_table_with_holes_is_refused(op):
     build = builders.paged if op == "paged" else builders.mla
     call = build(Source(0), (1, 1), (9, 30), 64, HALF if op == "paged" else DEEPSEEK).with_(plan=torch.zeros(4, dtype=torch.int32))
     overloads = getattr(torch.ops.attnops, f"{op}_attention")
-    for run in (overloads.default, overloads.fa3):
+    kernels = ("default", "fa3", "reference", *["sdpa"] * (op == "paged"))
+    for run in (getattr(overloads, name) for name in kernels):
         with torch.no_grad(), pytest.raises(InvalidInput, match=r"^holes: got True, want False, because a device plan"):
             run(*call.args, **call.kwargs)
 

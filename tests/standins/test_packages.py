@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attnops.kernel import kernels_of
-from attnops.kernels.flashinfer import modules as _flashinfer_pkg
+from attnops.kernels.flashinfer import modules
 from attnops.kernels.sgl import wheel
 from attnops.problem import Target
 
@@ -13,11 +13,11 @@ def test_what_is_absent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     nowhere = Target("cuda", 90, assume=())
     kernel = kernels_of("mla_attention")["flashmla"]
     assert [str(r) for r in kernel.absences(nowhere)] == [f"package=sgl_kernel missing (wants {wheel.hint(torch.__version__, '0.4.3')})"]
-    package = _flashinfer_pkg.PACKAGE
+    package = modules.PACKAGE
     assert package.has("0.7.2.post1") and not package.has("0.6.13") and package.versions() == ">= 0.7.2"
-    monkeypatch.setattr(_flashinfer_pkg, "find_spec", lambda name: None)
-    assert str(_flashinfer_pkg.missing(Target("cuda", 90))) == "package=tvm_ffi missing (wants pip install apache-tvm-ffi)"
-    assert _flashinfer_pkg.missing(Target("cuda", 90, assume=("flashinfer",))) is None
+    monkeypatch.setattr(modules, "find_spec", lambda name: None)
+    assert str(modules.missing(Target("cuda", 90))) == "package=tvm_ffi missing (wants pip install apache-tvm-ffi)"
+    assert modules.missing(Target("cuda", 90, assume=("flashinfer",))) is None
 
 
 def test_each_gpu_has_its_build():

@@ -14,7 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 import attnops
 from attnops.cache import LatentCache
 from attnops.errors import NoKernel, PageSizeConflict
-from attnops.kernels.flashinfer import modules as _flashinfer_pkg, trtllm
+from attnops.kernels.flashinfer import modules, trtllm
 from attnops.kernels.sgl import cutlass_mla, wheel
 from attnops.nn import LatentAttention, PagedBatch, RotaryEmbedding
 from attnops.ops import mla_attention
@@ -98,7 +98,7 @@ def machine(way: Way) -> Iterator[Counter[str]]:
     flashinfer_rope.CALLS.clear()
     with (
         pretend(way.target),
-        patch.object(_flashinfer_pkg, "module", {"rope": flashinfer_rope}.get),
+        patch.object(modules, "module", {"rope": flashinfer_rope}.get),
         flashinfer_trtllm_mla.installed() as seen,
     ):
         yield calls

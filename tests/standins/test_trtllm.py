@@ -15,7 +15,7 @@ from attnops.cache import PagedCache
 from attnops.errors import InvalidInput, NoKernel
 from attnops.kernel import kernels_of
 from attnops.kernels.flashinfer import modules, trtllm
-from attnops.kernels.shared import memory as _workspace
+from attnops.kernels.shared import memory
 from attnops.ops import OPS
 from attnops.problem import Extent, Target, altered, pretend
 from attnops.select import choose, select, workspace_bytes
@@ -178,8 +178,8 @@ def test_kernels_take_turns_with_one_workspace(name, make):
         ready = call.with_(workspace=workspace)
         for _ in range(2):
             kernel.run(ready.record)
-            assert workspace[_workspace.COUNTERS :].any(), "the stand-in soils what may be soiled"
-            assert not workspace[: _workspace.COUNTERS].any()
+            assert workspace[memory.COUNTERS :].any(), "the stand-in soils what may be soiled"
+            assert not workspace[: memory.COUNTERS].any()
         workspace[0] = 1
         with pytest.raises(AssertionError, match="counters that are not zero"):
             kernel.run(ready.record)
@@ -203,7 +203,7 @@ def test_a_workspace_that_does_not_serve_is_named(name):
     kernel, call = PAGED[name], DECODE["page_16"]()
     with pretend(TARGETS[name]):
         size = kernel.workspace_bytes(call.problem)
-        short = _workspace.total(trtllm.scratch_bytes(4, 64) if name == "xqa" else trtllm.split_bytes(64))
+        short = memory.total(trtllm.scratch_bytes(4, 64) if name == "xqa" else trtllm.split_bytes(64))
         assert short == size
         with pytest.raises(InvalidInput, match=rf"^workspace: got None, want >= {size} bytes"):
             kernel.run(call.record)
@@ -280,7 +280,7 @@ def test_a_cache_brings_it_to_a_layer():
 
     with pretend(TARGETS["xqa"]), torch.no_grad():
         asked = attnops.explain(step(0), target=TARGETS["xqa"], quiet=True)
-        assert asked.workspace_bytes == _workspace.total(trtllm.scratch_bytes(4, 64))
+        assert asked.workspace_bytes == memory.total(trtllm.scratch_bytes(4, 64))
         with pytest.raises(NoKernel, match="workspace=0 bytes"):
             step(0)()
         call = step(asked.workspace_bytes)

@@ -10,7 +10,7 @@ import torch
 from attnops.errors import InvalidInput
 from attnops.kernel import kernels_of
 from attnops.kernels.flashinfer import trtllm
-from attnops.kernels.shared import memory as _workspace
+from attnops.kernels.shared import memory
 from attnops.ops import decode_rows, mla_attention
 from attnops.problem import Target, pretend
 from attnops.select import workspace_bytes
@@ -64,7 +64,7 @@ def test_what_the_function_is_given(calls):
     assert given.arguments["page_table"].shape == (3, 5) and seen["block_tables"].shape == (5, 8) and seen["max_seq_len"] == 256
     assert (seen["bmm1_scale"], seen["bmm2_scale"]) == (192**-0.5, 1.0) and seen["sinks"] is None
     assert (seen["return_lse"], seen["return_lse_base"]) == (True, "basee") and seen["lse"] is given.arguments["lse"]
-    assert seen["workspace_buffer"].data_ptr() == given.arguments["workspace"].data_ptr() + _workspace.COUNTERS
+    assert seen["workspace_buffer"].data_ptr() == given.arguments["workspace"].data_ptr() + memory.COUNTERS
 
 
 def test_scales_are_one_tensor_each_and_the_base_is_always_said(calls):
@@ -106,14 +106,14 @@ def test_a_plan_says_the_same(calls):
 def test_the_callers_workspace(calls):
     given = call(f=replace(DEEPSEEK, lse=True))
     size = workspace_bytes(given.problem, "kernel=trtllm_mla")
-    assert size == trtllm.workspace_bytes(given.problem) > _workspace.COUNTERS
+    assert size == trtllm.workspace_bytes(given.problem) > memory.COUNTERS
     workspace = torch.zeros(size, dtype=torch.uint8)
     for _ in range(2):
         assert check_kernel(KERNEL, given.with_(workspace=workspace)).worst <= 0.125
-    assert not workspace[: _workspace.COUNTERS].any()
+    assert not workspace[: memory.COUNTERS].any()
     KERNEL.run(given.with_(workspace=workspace).record)
-    assert workspace.any() and not workspace[: _workspace.COUNTERS].any()
-    for short, got in ((None, "None"), (workspace[: _workspace.COUNTERS], r"\d+ bytes")):
+    assert workspace.any() and not workspace[: memory.COUNTERS].any()
+    for short, got in ((None, "None"), (workspace[: memory.COUNTERS], r"\d+ bytes")):
         with pytest.raises(InvalidInput, match=rf"^workspace: got {got}, want >= \d+ bytes, aligned to 16, zero before the first call"):
             KERNEL.run(given.with_(workspace=short).record)
         asked = given.with_(workspace=short).problem

@@ -1,7 +1,8 @@
 """The FlashInfer package: its own requirements, and the numbers and JIT modules of its attention.
 
-Importing it makes a folder for compiled modules and asks every GPU for its capability, which initialises CUDA. So it is imported at the
-first call of a kernel, when a CUDA tensor is at hand. It compiles each module at its first use, with nvcc: once, before any capture.
+Importing the package makes a folder for compiled modules and asks every GPU for its capability, which initialises CUDA. So attnops
+imports it at the first call of a kernel, when a CUDA tensor is at hand. FlashInfer compiles each module at its first use, with nvcc: once,
+before any capture.
 
 FlashInfer's wrapper classes hold buffers and the last plan; the modules under them are stateless, so those are used. Plans are made in
 its CUDA-graph mode: for the same sizes every plan has the same ints, hence the same launch, and only the workspace's contents change.

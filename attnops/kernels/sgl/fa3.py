@@ -31,7 +31,7 @@ from attnops.reference.rows import compact, no_lse, result_dtype
 if TYPE_CHECKING:
     from attnops.ops import dense, mla, paged, varlen
 
-# get_scheduler_metadata is there since 0.4.1; no wheel before 0.4.2 fits the torch that attnops asks for.
+# No wheel before 0.4.2 fits the torch that attnops asks for.
 PACKAGE = wheel.package("0.4.2")
 LIBRARY = "flash_ops.abi3.so"
 missing = functools.partial(wheel.lacks, pattern=LIBRARY)

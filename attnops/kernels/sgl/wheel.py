@@ -68,6 +68,7 @@ def lacks(target: Target, pattern: str) -> Refusal | None:
 
 
 def op(name: str, pattern: str) -> Any:
+    """`torch.ops.sgl_kernel.<name>`, from the library that fits `pattern`. Raises OSError when it does not load."""
     load(name, pattern)
     return getattr(torch.ops.sgl_kernel, name)
 

@@ -87,7 +87,8 @@ def _requests(call: Any) -> Iterator[tuple[Rows, Any]]:
         name = _rows_of(call.spec.args[0].dims)  # a row of a dense batch, or a token that has a list of its own
         for i in range(sizes_of(call)[name]):
             rows = {name: slice(i, i + 1)}
-            yield rows, (_in_range if call.spec.op == "attention" else changed)(_part(call, rows))
+            part = _part(call, rows)
+            yield rows, _in_range(part) if call.spec.op == "attention" else part
         return
     starts, ends = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist() if hasattr(call, "cu_seqlens_k") else None
     for b, (begin, end) in enumerate(itertools.pairwise(starts)):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from attnops.adapt import KNOW_HOLES
 from attnops.kernel import Inline, Kernel, register
 from attnops.measured import Roofline
 from attnops.problem import Problem, surely
@@ -132,7 +133,9 @@ def varlen_attention(call: varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
 
 
 def paged_attention(call: paged.PagedAttention) -> None:
-    call = without_holes(call, call.k_pages)
+    if call.holes:
+        # On a GPU the op chooses a kernel of one launch.
+        call = without_holes(call, call.k_pages) if call.query.is_cpu else KNOW_HOLES["paged_attention"](call)
     query, table, mask, cu_seqlens, queries = call.query, call.page_table, call.mask, call.cu_seqlens_q, call.max_seqlen_q
     ends, rules = call.seq_lens.long(), Rules.of(call)
     keys = table.shape[1] * call.k_pages.shape[1]
@@ -171,12 +174,7 @@ ONE_EACH = Inline(lambda p: p.target.device == "cpu" and p.sizes.queries.hi == 1
 for _run, _takes, _inline, _how in (
     (attention, RULES | {"kv_start", "kv_end"}, Inline(lambda p: p.target.device == "cpu"), ""),
     (varlen_attention, RULES, None, ", requests padded"),
-    (
-        paged_attention,
-        RULES | {"holes"},
-        ONE_EACH,
-        ", pages gathered",
-    ),
+    (paged_attention, RULES | {"holes"}, ONE_EACH, ", pages gathered"),
 ):
     register(
         Kernel(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from attnops.kernel import Invariant, Kernel, Need, Package, arch_from, at_most, demand, one_of, register
+from attnops.kernels.torch.aten_flash import BACKWARD
 from attnops.measured import Roofline, phases
 from attnops.problem import Problem
 
@@ -56,8 +57,6 @@ def _merge_us(p: Problem) -> float:
     return 5.0 + (parts + 1.0) * max(p.sizes.tokens.hint, 1) * p.q_heads * p.v_head_dim * p.dtype.itemsize / 3.4e6
 
 
-# FlashAttention-2's backward makes five products where this makes seven.
-BACKWARD = Roofline(25.0, 0.3, 0.15)
 PAGED = phases(Roofline(8.2, 1.1, 0.45, 0.013, 590), Roofline(7.8, 0.71, 0.46, 0.034, 510))
 LATENTS = phases(Roofline(11.0, 1.1, 0.29, 0.032, 320), Roofline(8.7, 0.4, 0.38, 0.064, 250))
 
@@ -78,6 +77,7 @@ few_queries = launched("attention", "few_queries")
 own("paged_attention", attention, PAGED, "attnops' own, decode and extend", PAGED_TAKES, kv_dtypes=STORED, needs=HEADS)
 own("mla_attention", attention, LATENTS, "attnops' own, decode and extend over latents", LATENT_TAKES, kv_dtypes=STORED, needs=LATENT_NEEDS)
 for _op, _takes in (("attention_backward", RULES | {"kv_start", "kv_end"}), ("varlen_attention_backward", RULES)):
+    # FlashAttention-2's backward makes five products where this makes seven.
     own(_op, launched("gradient", _op), lambda p: 10.0 + 1.4 * BACKWARD(p), "attnops' own gradient", _takes, needs=HEADS)
 for _op in ("merge_state", "merge_states"):
     own(_op, launched("attention", _op), _merge_us, "attnops' own")

@@ -137,13 +137,8 @@ def kv_indices(call: metadata.KVIndices) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def decode_rows(call: metadata.DecodeRows) -> Tensor:
-    table, lengths, starts, tokens, (batch, width) = (
-        call.page_table,
-        call.seq_lens,
-        call.cu_seqlens_q,
-        call.num_tokens,
-        call.page_table.shape,
-    )
+    table, lengths, starts, tokens = call.page_table, call.seq_lens, call.cu_seqlens_q, call.num_tokens
+    batch, width = table.shape
     out = (lengths.new_empty if batch else lengths.new_zeros)(tokens * (1 + width))
     if tokens and batch:
         constants = {"CAUSAL": call.causal, "BLOCK_B": REQUESTS, "BLOCK": _columns(width)}
