@@ -179,18 +179,22 @@ class Inputs:
             fail(InvalidInput, "batch", "tokens of no request", "one token a request and padded=False, which padding='null' requires")
         pairs: list[tuple[Tensor, Tensor]] = []
         rows = [(n, r, values[n]) for n, r in self._rows.items()] + [(n, r, getattr(batch, n)) for n, r in self._tables.items()]
-        # Every step runs this loop before its replay, so it makes no call of its own.
+        # Every step runs this loop before its replay, so that it calls no Python function.
         for name, (buffer, by_token, pad, more), given in rows:
             filled, count = (tokens + more, bucket.tokens + more) if by_token else (requests + more, bucket.requests + more)
             if given.shape[0] != filled:
                 fail(InvalidInput, f"{name}.shape[0]", given.shape[0], f"{filled}, as in the batch")
             own = buffer[:filled]
-            if given.shape[1:] != own.shape[1:]:  # a narrower page table
+            # `check` has compared all but the width of a page table.
+            if name == "page_table" and given.shape[1] != self.width:
                 own[:, given.shape[1] :].zero_()
                 own = own[:, : given.shape[1]]
             pairs.append((own, given))
             if filled < count and pad is not None:
-                buffer[filled:count].fill_(pad)
+                if pad:
+                    buffer[filled:count].fill_(pad)
+                else:
+                    buffer[filled:count].zero_()
         if batch is not None and requests < bucket.requests:
             ends = self._pad_requests(bucket, tokens, requests)
             if batch.padded:
