@@ -120,6 +120,10 @@ PARTS = {
     "heads": ({"kv_b": torch.nn.Linear(DC, 2 * (NOPE + V), bias=False)}, r"^w_uk.shape\[0\]: got 2, want 4"),
     "latent": ({"dims": LatentDims(NOPE, DR, DC + 1, V)}, r"^w_uk.shape\[2\]: got 32, want 33"),
     "pages": ({"latent_pages": [0]}, r"^latent_pages: got list"),
+    "no rope": ({"rope": None}, r"^rope: got None, want a RotaryEmbedding"),
+    "rope of another width": ({"rope": RotaryEmbedding(DR * 2)}, r"^rope.head_dim: got"),
+    "one scale": ({"scales": (0.1,)}, r"^scales: got \(0.1,\), want \(q_scale, kv_scale\)"),
+    "no number": ({"scales": (0.1, float("nan"))}, r"^scales: got"),
 }
 
 
@@ -130,8 +134,9 @@ def test_bad_parts(name):
     new = NewTokens(torch.randn(1, H, NOPE), torch.randn(1, H, DR), torch.randn(1, DC), torch.randn(1, DR))
     parts = {"dims": LatentDims(NOPE, DR, DC, V), "new": new, "kv_b": layer().kv_b_proj, "rope": RotaryEmbedding(DR)}
     parts |= {"positions": torch.zeros(1).int(), "latent_pages": cache.latent_pages[0], "batch": cache.batch([cache.alloc()], 1)}
+    parts |= {"scale": 0.2, "scales": (0.1, 0.1)}
     with pytest.raises(InvalidInput, match=text), torch.no_grad():
-        attend_float8(**parts | change, scale=0.2, scales=(0.1, 0.1))
+        attend_float8(**parts | change)
 
 
 def test_without_rope_there_is_nothing_to_fuse():

@@ -20,7 +20,7 @@ from attnops.errors import InvalidInput, fail
 from attnops.kernel import deterministic
 from attnops.nn import arguments as check
 from attnops.nn.absorb import absorbed_weights
-from attnops.nn.rotary import RotaryEmbedding
+from attnops.nn.rotary import RotaryEmbedding, rope_of
 from attnops.ops import merge_state, mla_attention, rope_quantize_latent, varlen_attention, write_latent
 from attnops.ops.latent_form import LatentCall, LatentDims as LatentDims, crossover, kernel_for, tell
 from attnops.ops.mla import check_stored
@@ -194,6 +194,8 @@ def attend_float8(
     """
     q_nope, q_pe, latent, k_pe = new
     _checked(dims, q_nope, q_pe)
+    need(rope_of(rope, "dims.rope", dims.rope) is not None, "rope", None, "a RotaryEmbedding, to fuse with")
+    check_scales("scales", scales, "(q_scale, kv_scale), finite host floats > 0")
     stored = check.tensor("latent_pages", latent_pages, "[P, page, Dc + Dr]", 3).dtype
     need(stored == torch.float8_e4m3fn, "latent_pages.dtype", stored, "float8_e4m3fn")
     absorbing, _, _ = _told(dims, q_nope, latent_pages, batch, kernel, before=None, query_dtype=latent_pages.dtype)
@@ -210,6 +212,13 @@ def attend_float8(
         kv_scale=scale_tensor(scales[1], latent), workspace=batch.workspace, holes=batch.holes, kernel=absorbing,
     )  # fmt: skip
     return by_head(_attend_pages(attend, query, batch, q_nope.dtype, True), w_uv.transpose(1, 2))
+
+
+def check_scales(field: str, scales: Any, want: str) -> None:
+    """Raise InvalidInput unless these are two host floats > 0: a tensor would become a number in the op, which waits for the device."""
+    pair = isinstance(scales, tuple) and len(scales) == 2
+    right = pair and all(isinstance(x, (int, float)) and not isinstance(x, bool) and 0 < x < float("inf") for x in scales)
+    need(right, field, repr(scales), want)
 
 
 def _told(

@@ -11,7 +11,7 @@ from attnops.cache.batch import PagedBatch
 from attnops.call import need
 from attnops.errors import InvalidInput, fail
 from attnops.nn import arguments as check
-from attnops.nn.latent import LatentDims, NewTokens, attend_float8, attend_latents, scale_tensor, unfold
+from attnops.nn.latent import LatentDims, NewTokens, attend_float8, attend_latents, check_scales, scale_tensor, unfold
 from attnops.nn.rotary import RotaryEmbedding, rope_of
 from attnops.ops import attention, varlen_attention
 from attnops.ops.latent_form import kernel_for
@@ -162,10 +162,7 @@ class LatentAttention(nn.Module):
 
     def _rope_of_float8(self, latent_pages: Tensor, kv_scale: Tensor | None, scales: tuple[float, float]) -> RotaryEmbedding:
         check.absent("with float8_scales", kv_scale=kv_scale)
-        # A tensor would become a number where the op is called, which waits for the device.
-        pair = isinstance(scales, tuple) and len(scales) == 2
-        if not pair or not all(isinstance(x, (int, float)) and not isinstance(x, bool) and 0 < x < float("inf") for x in scales):
-            fail(InvalidInput, "float8_scales", repr(scales), "(q_scale, kv_scale), finite host floats > 0, or None")
+        check_scales("float8_scales", scales, "(q_scale, kv_scale), finite host floats > 0, or None")
         stored = latent_pages.dtype
         need(stored == torch.float8_e4m3fn, "latent_pages.dtype", stored, "float8_e4m3fn, because float8_scales is given")
         if self.rope is None:
