@@ -124,9 +124,10 @@ def _decode_steps(
 ) -> list[Problem]:
     """The decode step that kernels are compared on, in each way that a kernel may be called. Raises InvalidInput."""
     stored, given = layers.kv_dtype or layers.dtype, {**vars(layers), **layers.facts}
-    check_dtype(stored, (*FLOATS, *STORED) if isinstance(layers, LatentSpec) else FLOATS)
-    for field in ("q_heads", "kv_heads", "head_dim", "v_head_dim"):
-        count(field, given[field], 1)
+    known = (*FLOATS, *STORED) if isinstance(layers, LatentSpec) else FLOATS
+    check_dtype(stored, known, "dtype" if layers.kv_dtype is None else "kv_dtype")
+    for field in ("q_heads", "kv_heads", "head_dim", "v_head_dim", "rope_dim"):
+        count(field, given.get(field, 1), 1)
     batch, new = min(count("max_requests", max_requests, 1), STEP), count("max_new_tokens", max_new_tokens, 1, "tokens")
     context = count("max_tokens_per_request", max_tokens_per_request, 1, "tokens")
     step = replace(layers, page_size=1).problem(Target.of(device), batch * new, batch, context, new)

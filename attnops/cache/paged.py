@@ -332,9 +332,9 @@ def _apart(whole: Tensor) -> tuple[Tensor, ...]:
     )
 
 
-def check_dtype(dtype: object, known: Sequence[torch.dtype]) -> None:
+def check_dtype(dtype: object, known: Sequence[torch.dtype], field: str = "dtype") -> None:
     """Raise InvalidInput for a dtype of pages that is not `known`."""
-    need(dtype in known, "dtype", dtype, " | ".join(map(name, known)))
+    need(dtype in known, field, dtype, " | ".join(map(name, known)))
 
 
 def count(field: str, value: object, least: int, unit: str = "") -> int:
