@@ -1,6 +1,7 @@
 """Eager steps of patched models, most of which find what serves them known: by layers and tokens alike, and never for another call."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from transformers import DynamicCache
 import attnops
 from attnops.hf import tiny
 from attnops.hf.attention.function import attention_function
+from attnops.kernel import _drop, kernels_of, one_of, register
 from attnops.kernels.torch import sdpa
 from attnops.ops import eager
 from attnops.ops.dense import ATTENTION
@@ -118,15 +120,14 @@ def test_sdpa_takes_the_tensors_of_plain_calls_as_they_are(monkeypatch):
     want = model(ids).logits[:, -1:]
     with attnops.use(kernel="attention:sdpa"), attnops.patch(model):
         for padded, profiled in ((None, False), (left_padded()[:, :9], False), (None, True)):
-            for again in (False, True):
+            for _ in range(2):
                 cache = DynamicCache(config=model.config)
                 model(ids[:, :8], past_key_values=cache, attention_mask=None if padded is None else padded[:, :8])
                 turned.clear()
                 with torch.profiler.profile() if profiled else nullcontext() as profile:
                     got = model(ids[:, 8:], past_key_values=cache, attention_mask=padded).logits
                 plain = padded is None and not profiled
-                # The first layer's call of a kind is looked at; the others, and every one of the second time, find it known.
-                assert len(turned) == (0 if again else 1) * plain + layers * (not plain)
+                assert len(turned) == layers * (not plain)
                 if padded is None:
                     assert relative(got, want) < LIMIT
                 assert not profiled or "attnops::attention" in {event.name for event in profile.events()}
@@ -204,3 +205,31 @@ def test_a_known_call_knows_the_shapes_of_key_and_value(queries):
             call(layer, query, other_key, value)
     wide = torch.cat([key, -key], -1)
     assert torch.allclose(call(layer, query, key, wide)[0], torch.cat([want, -want], -1), atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("field", ["last_dim_contiguous", "v_head_dim"])
+def test_a_known_call_is_one_that_selection_would_treat_alike(field):
+    """Strides and the value's head dim are facts that a kernel may ask for: an odd call does not decide for a plain one."""
+    layer, ran = torch.nn.Linear(1, 1), []
+
+    def run(call):
+        ran.append(call)
+        return sdpa.attention(call)
+
+    odd_stride = field == "last_dim_contiguous"
+    plain = [torch.randn(1, heads, tokens, 8) for heads, tokens in ((4, 1), (2, 6), (2, 6))]
+    odd = [plain[0], plain[1].mT.contiguous().mT, plain[2]] if odd_stride else [*plain[:2], torch.randn(1, 2, 6, 16)]
+    known = kernels_of("attention")["sdpa"]
+    kernel = replace(
+        known, name=f"picky_{field}", run=run, needs=(one_of(field, True if odd_stride else 8),), cost_us=lambda p: 0.0, inline=None
+    )
+    register(kernel)
+    try:
+        call = attention_function(None, proven=True)
+        call(layer, *odd)
+        assert not ran
+        call(layer, *plain)
+        assert len(ran) == 1
+    finally:
+        _drop([kernel])

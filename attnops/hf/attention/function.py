@@ -60,9 +60,9 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
     known: dict[tuple[Any, ...], tuple[range, Callable[[Tensor, Tensor, Tensor], Tensor]]] = {}
 
     # The body runs once a layer and token, so it makes few calls: in eager decoding the host is slower than the GPU. Plain calls that
-    # SDPA serves are `known` by their sizes and dtypes and, for as many keys as no kernel tells apart, reach it with the tensors as they
-    # are. Layers read sizes anyway; guards of tensors are code of their own, which the work between two layers drops from the processor's
-    # caches. The policy, the registry and the target are read as attributes: a function that hands one out costs more than the read.
+    # SDPA serves are `known` by what checks and selection see of them and, for as many keys as no kernel tells apart, reach it with the
+    # tensors as they are. Layers read sizes anyway; guards of tensors are code of their own, which the work between two layers drops from
+    # the processor's caches. Policy, registry and target are attributes here: a function that hands one out costs more than the read.
     def attention(
         module: Any,
         query: Tensor,
@@ -119,8 +119,8 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
             sizes = key.shape
             same = (
                 type(module), getattr(module, "is_causal", True), is_causal, scaling, sliding_window, softcap, _ACTIVE.key,
-                _REGISTRY.generation, _OVERRIDE.target, query.shape, sizes[:2], sizes[3:], query.dtype, key.dtype,
-                value.dtype, query.device, key.device, value.device,
+                _REGISTRY.generation, _OVERRIDE.target, query.shape, sizes[:2], sizes[3:], value.shape[3:], query.stride()[3:],
+                key.stride()[3:], value.stride()[3:], query.dtype, key.dtype, value.dtype, query.device, key.device, value.device,
             )  # fmt: skip
             # SDPA would broadcast a key or a value of another batch, and heads of its own for the value.
             if (kept := known.get(same)) is not None and sizes[2] in kept[0] and value.shape[:3] == sizes[:3]:
@@ -190,6 +190,7 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
                     known.clear()
                 grown = growth(given, (-1, 2, 2), (sliding_window or 0,))  # a window that begins to bind is another call
                 known[same] = (range(keys, keys + 1) if grown is None else grown[0]), straight
+                return straight(*given), None
             return run(call)[0], None
         if packed is None:
             output, weights = in_torch(call, dropout if drops else 0.0)

@@ -74,18 +74,41 @@ class State:
         self.step = self.start = self.real = None
         self.unfinished = 0
 
+    def clear(self) -> None:
+        """Forget every token."""
+        self.pages.clear()
+        self.end_step()
+        self.filled = False
+
+    def left(self, tokens_to_remove: Any) -> Tensor:
+        """int64 `[]`, positions that are left without the last `-tokens_to_remove`, or a positive number's first ones.
+
+        Raises InvalidInput when a sliding window needs tokens whose pages have been used again.
+        """
+        seen: Tensor = self.pages.seen
+        asked = torch.as_tensor(tokens_to_remove, dtype=seen.dtype, device=seen.device).reshape(())
+        left = torch.where(asked > 0, torch.minimum(seen, asked), (seen + asked).clamp(min=0))
+        self.pages.check_length(left)
+        return left
+
+    def keep(self, length: Tensor) -> None:
+        """Forget all but the first `length` `[]` positions."""
+        if self.unfinished:
+            self.unfinished = max(0, self.unfinished - int(self.pages.seen - length))
+        self.pages.seen.copy_(length)
+
 
 class PagedLayer(CacheLayerMixin):
-    """One layer's view of the cache. All layers share one length."""
+    """One layer's view of the cache. All layers share one length, which the first one crops."""
 
     is_compileable = True
     is_croppable = True
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, first: bool) -> None:
         super().__init__()
-        self.state, self.is_initialized = state, True
+        self.state, self.first, self.is_initialized = state, first, True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """The new keys and values, `[1, B, ...]` of `[B, ...]`. They are not stored yet."""
@@ -106,6 +129,15 @@ class PagedLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         """Positions there is room for."""
         return int(self.state.pages.sizes.length)
+
+    def reset(self) -> None:
+        """Forget every token."""
+        self.state.clear()
+
+    def crop(self, tokens_to_remove: Any) -> None:
+        """As `PagedModelCache.crop`, for the layers with pages."""
+        if self.first:
+            self.state.keep(self.state.left(tokens_to_remove))
 
     def offload(self, *_: Any) -> None:
         """No effect: pages exist, and stay on their device."""
@@ -141,13 +173,12 @@ class PagedModelCache(Cache):
         self.numbers = {layer: number for number, layer in enumerate(paged_layers)}
         self.first_layer, self.last_layer = paged_layers[0], paged_layers[-1]
         self._others, rest = others, others()
-        super().__init__(layers=[rest[i] if i in rest else PagedLayer(self.state) for i in sorted((*paged_layers, *rest))])
+        layers = sorted((*paged_layers, *rest))
+        super().__init__(layers=[rest[i] if i in rest else PagedLayer(self.state, i == self.first_layer) for i in layers])
 
     def reset(self) -> None:
         """Forget every token. The states of linear attention, whose shape is that of a batch, are made anew."""
-        self.state.pages.clear()
-        self.state.end_step()
-        self.state.filled = False
+        self.state.clear()
         for layer, states in self._others().items():
             self.layers[layer] = states
 
@@ -157,17 +188,11 @@ class PagedModelCache(Cache):
         Raises InvalidInput when a sliding window needs tokens that are gone. States of linear attention that cannot go back raise
         transformers' own RuntimeError.
         """
-        pages, unfinished = self.state.pages, self.state.unfinished
-        seen: Tensor = pages.seen
-        asked = torch.as_tensor(tokens_to_remove, dtype=seen.dtype, device=seen.device).reshape(())
-        left = torch.where(asked > 0, torch.minimum(seen, asked), (seen + asked).clamp(min=0))
-        pages.check_length(left)
+        left = self.state.left(tokens_to_remove)
         others: list[Any] = [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
         for layer in others:
             layer.crop(tokens_to_remove)
-        if unfinished:
-            self.state.unfinished = max(0, unfinished - int(seen - left))
-        seen.copy_(left)
+        self.state.keep(left)
 
     @property
     def max_batch(self) -> int:

@@ -236,6 +236,9 @@ class PagedMode:
                         from transformers.modeling_outputs import CausalLMOutputWithPast
 
                         return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+                    # The graphs are in use. Weights have not changed by that, so the next step need not look at them.
+                    decoder.plain_steps += 1
+                    return method.original(**kwargs)
                 decoder.plain_steps += decoder.could_serve(kwargs)
         if self._decoder is not None:
             self._decoder.look = True
