@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from attnops.errors import InvalidInput, fail, one_line
-from attnops.measured.cost import read_text
+from attnops.measured.store import read_text
 from attnops.needs import require
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {

@@ -26,7 +26,7 @@ from attnops.cli.features import TARGETS, Support, columns, ops_of_kernels, supp
 from attnops.errors import AttnopsError
 from attnops.kernel import all_kernels, kernels_of
 from attnops.layout import REQUIRED, Arg
-from attnops.measured.cost import HARDWARE
+from attnops.measured.store import HARDWARE
 from attnops.ops import OPS, Op
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -10,7 +10,7 @@ import torch
 
 from .. import problem
 from ..kernel import CONTRACT, all_kernels
-from ..measured.cost import digests
+from ..measured.store import digests
 from ..problem import pretended
 from ..version import VERSION
 

@@ -14,8 +14,8 @@ from attnops.bench.files import read
 from attnops.cli.explain import explain_model
 from attnops.cli.tune import run as tune
 from attnops.errors import AttnopsError, BadTable, InvalidInput
-from attnops.measured import cost as measured_cost, forget, in_force
-from attnops.measured.cost import cpu_name, path_for
+from attnops.measured import forget, in_force, store
+from attnops.measured.store import cpu_name, path_for
 from attnops.measured.table import from_json
 from attnops.problem import Problem, Target
 from attnops.select import select
@@ -95,7 +95,7 @@ def odd_file(path: Path, kind: str) -> None:
         path.symlink_to("/dev/zero")
     elif kind == "huge":
         path.touch()
-        os.truncate(path, measured_cost.LARGEST_BYTES * 10)
+        os.truncate(path, store.LARGEST_BYTES * 10)
     elif kind == "loop":
         path.symlink_to(path)
     elif kind == "brackets":
@@ -160,7 +160,7 @@ def test_a_name_that_is_no_model_is_one_line(name):
 
 def test_a_config_larger_than_any_is_not_read(tmp_path):
     (tmp_path / "config.json").touch()
-    os.truncate(tmp_path / "config.json", measured_cost.LARGEST_BYTES + 1)
+    os.truncate(tmp_path / "config.json", store.LARGEST_BYTES + 1)
     with pytest.raises(InvalidInput, match="bytes, want <="):
         models.config_of(str(tmp_path))
 
@@ -188,7 +188,7 @@ def test_a_table_takes_the_place_of_a_file_only(tmp_path, kind):
     with pytest.raises(InvalidInput, match="want a regular file"):
         tune(None, output=path)
     with pytest.raises(InvalidInput, match="want a regular file"):
-        measured_cost.save(from_json(json.dumps(TABLE)), path)
+        store.save(from_json(json.dumps(TABLE)), path)
     assert path.lstat().st_ino == before.st_ino and list(tmp_path.iterdir()) == [path]
 
 

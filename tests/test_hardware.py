@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import attnops
-from attnops.measured import cost as measured_cost, never_run
+from attnops.measured import never_run, store
 from attnops.problem import Target
 from attnops.testing import Features, Source, builders
 
@@ -18,10 +18,10 @@ def file(monkeypatch, tmp_path):
     """The file, with two of the kernels in it, one of which ran."""
     path = tmp_path / "hardware.json"
     path.write_text('{"paged_attention.fa3": ["sm90"], "paged_attention.fa4": []}')
-    monkeypatch.setattr(measured_cost, "HARDWARE", path)
-    measured_cost.ran_on.cache_clear()
+    monkeypatch.setattr(store, "HARDWARE", path)
+    store.ran_on.cache_clear()
     yield
-    measured_cost.ran_on.cache_clear()
+    store.ran_on.cache_clear()
 
 
 def test_what_is_said_of_a_kernel(file):

@@ -20,14 +20,14 @@ from attnops.measured import (
     Shape,
     Sizes,
     Table,
-    cost as measured_cost,
     costs,
     cpu_name,
     forget,
     in_force,
     sizes_of,
+    store,
 )
-from attnops.measured.cost import path_for, save
+from attnops.measured.store import path_for, save
 from attnops.measured.table import HANDICAP, SCALED, UNMEASURED, from_json, version_of
 from attnops.problem import Extent, Problem, Target, altered, pretend
 from attnops.select import select, select_by
@@ -73,7 +73,7 @@ def kernel(name, cost=1.0, **more):
 def cache(tmp_path, monkeypatch):
     """A cache folder of our own and no shipped tables."""
     monkeypatch.setenv("ATTNOPS_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(measured_cost, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr(store, "SHIPPED", tmp_path / "shipped")
     (tmp_path / "shipped").mkdir()
     forget()
     yield tmp_path
@@ -358,7 +358,7 @@ def test_writing_is_all_or_nothing(cache, monkeypatch):
 
     for broken in ("replace", "fsync"):
         with monkeypatch.context() as m:
-            m.setattr(measured_cost.os, broken, full_disk)
+            m.setattr(store.os, broken, full_disk)
             with pytest.raises(OSError, match="no space"):
                 save(cpu_table(sdpa=2.0, reference=1.0), path)
         assert path.read_text() == before and [p.name for p in path.parent.iterdir()] == [path.name]

@@ -15,8 +15,8 @@ from attnops.call import check
 from attnops.errors import InvalidInput
 from attnops.inputs import Pool, build, lengths
 from attnops.kernel import Capture, Core, Inline, Kernel, Registry, kernels_of, without
-from attnops.measured import Shape, Sizes, Table, cost as measured_cost, cpu_name, forget, in_force
-from attnops.measured.cost import path_for
+from attnops.measured import Shape, Sizes, Table, cpu_name, forget, in_force, store
+from attnops.measured.store import path_for
 from attnops.measured.table import from_json
 from attnops.problem import Refusal, Target
 from attnops.testing import check_kernel
@@ -346,7 +346,7 @@ def test_a_run_that_is_cut_off_leaves_a_table_of_what_it_had(lab, tmp_path):
     seen = []
 
     def keep(table):
-        measured_cost.save(table, tmp_path / "table.json")
+        store.save(table, tmp_path / "table.json")
         seen.append(from_json((tmp_path / "table.json").read_text()))
         assert seen[-1] == table
         if len(seen) == 2:
@@ -542,7 +542,7 @@ def test_a_real_table_of_this_cpu():
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("ATTNOPS_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(measured_cost, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr(store, "SHIPPED", tmp_path / "shipped")
     forget()
     yield tmp_path
     monkeypatch.undo()

@@ -16,7 +16,7 @@ import torch
 from attnops.bench.rows import WRONG
 from attnops.errors import InvalidInput
 from attnops.kernel import all_kernels
-from attnops.measured.cost import read_text
+from attnops.measured.store import read_text
 from attnops.version import VERSION
 
 # Figures that do not vary between runs. More is worse.

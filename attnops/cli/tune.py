@@ -17,7 +17,7 @@ from attnops.cli.tables import new_table
 from attnops.errors import InvalidInput
 from attnops.kernel import kernel_names
 from attnops.measured import Grid, Shape, Table
-from attnops.measured.cost import check_place, path_for, save
+from attnops.measured.store import check_place, path_for, save
 from attnops.tune.clock import ceilings, clock_for
 from attnops.tune.run import COMPILED, Report, Stopwatch, compile_ahead, gpu_name, measure
 from attnops.tune.shapes import sweeps_of

@@ -8,13 +8,10 @@ from attnops.measured.cost import (
     Sizes as Sizes,
     TokenWrites as TokenWrites,
     copy_us as copy_us,
-    cpu_name as cpu_name,
-    forget as forget,
-    in_force as in_force,
-    never_run as never_run,
     phases as phases,
     sizes_of as sizes_of,
 )
+from attnops.measured.store import cpu_name as cpu_name, forget as forget, in_force as in_force, never_run as never_run
 from attnops.measured.table import (
     ESTIMATED as ESTIMATED,
     MEASURED as MEASURED,

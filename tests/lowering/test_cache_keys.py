@@ -4,7 +4,7 @@ import json
 
 from attnops.kernel import kernels_of
 from attnops.measured import Grid, Shape, Table, cpu_name
-from attnops.measured.cost import path_for
+from attnops.measured.store import path_for
 from attnops.measured.table import version_of
 from tests.helpers import ready_process
 from tests.lowering.models import HKV, HQ, D
