@@ -127,6 +127,19 @@ def test_a_size_that_a_kernel_does_not_take():
         negotiate(kernels=("flash",))
 
 
+@pytest.mark.parametrize(
+    ("layers", "text"),
+    [
+        (LatentSpec(8, 0, BF16, head_dim=512, v_head_dim=512), "^rope_dim: got 0, want an int >= 1"),
+        (LatentSpec(8, 0, BF16, head_dim=500, v_head_dim=512), "^rope_dim: got -12, want an int >= 1"),
+        (PagedSpec(8, 8, 64, 0, BF16, kv_dtype=E4M3), "^kv_dtype: got torch.float8_e4m3fn, want"),
+    ],
+)
+def test_layers_that_have_no_pages(layers, text):
+    with pytest.raises(InvalidInput, match=text):
+        negotiate_page_size(layers, **SIZES)
+
+
 def test_the_cache_says_what_it_chose():
     with pretend(Target("cuda", 90, assume=SGL)):
         cache = LatentCache(1, 1000, q_heads=16, dtype=BF16, **SIZES)

@@ -12,7 +12,7 @@ import torch
 import attnops
 from attnops.errors import InvalidInput, PatchError
 from attnops.hf import Decode, tiny
-from attnops.hf.paged import mode as paged
+from attnops.hf.paged import decode, mode as paged
 from attnops.hf.paged.pages import EMPTY
 from tests.graphs.standin import StandIn
 from tests.hf.helpers import LIMIT, relative
@@ -249,6 +249,27 @@ def test_while_others_are_at_the_graphs():
         del kept
         assert torch.equal(generated(model, 2, 9, 4), want)
         assert handle.plain_steps == 6
+
+
+def test_busy_graphs_are_no_reason_to_look_at_weights(monkeypatch):
+    """Steps of another conversation, which go without graphs, change no weight."""
+    model, looks, real = tiny.model("llama"), [], decode.guarded_state
+    monkeypatch.setattr(decode, "guarded_state", lambda *given: looks.append(1) or real(*given))
+    ids = torch.full((2, 9), 5)
+    with torch.no_grad(), attnops.patch(model, cache="paged", decode=how()) as handle:
+        ours = handle.new_cache(2, 40)
+        model(ids, past_key_values=ours)
+        handle.step(ids[:, :1], ours)
+
+        def step(input_ids, scores):
+            handle.step(ids[:, :1], ours)
+            return scores
+
+        looks.clear()
+        model.generate(
+            ids, max_new_tokens=8, min_new_tokens=8, do_sample=False, logits_processor=[step], past_key_values=handle.new_cache(2, 40)
+        )
+        assert handle.plain_steps == 7 and len(looks) <= 2, "after the prompt"
 
 
 def test_larger_pages_do_not_lie_beside_the_old_ones():

@@ -295,6 +295,19 @@ def test_what_crop_is_told():
                 assert lengths[0] == lengths[1], asked
 
 
+def test_layers_crop_and_reset_the_length_that_they_share():
+    with attnops.patch(model := tiny.model("llama"), cache="paged") as handle:
+        cache = handle.new_cache(3, 20)
+        by_hand(model, cache, tokens(), left_padded(), STEPS[:1])
+        before = int(cache.get_seq_length())
+        for layer in cache.layers:
+            layer.crop(-2)
+        assert int(cache.get_seq_length()) == before - 2
+        for layer in cache.layers:
+            layer.reset()
+        assert int(cache.get_seq_length()) == 0 and not cache.state.filled
+
+
 def test_all_layers_are_cropped_or_none():
     """Whichever comes first: states of linear attention cannot go back unless they were asked to beforehand."""
     model = tiny.model("qwen3_next", num_hidden_layers=2, layer_types=["full_attention", "linear_attention"])
