@@ -240,7 +240,7 @@ class TooManyRequests(CacheError):
 
 
 class GraphError(AttnopsError, RuntimeError):
-    """Base of the errors of `attnops.graphs`. The step was not replayed, and the cache is as before."""
+    """Base of the errors of `attnops.graphs`. All but ReplayMismatch are raised before a replay, and leave the cache as it was."""
 
 
 class BatchTooLarge(GraphError, ValueError):
@@ -253,7 +253,7 @@ class BatchTooLarge(GraphError, ValueError):
 
 
 class StaleGraph(GraphError):
-    """A graph is called with other tensors, weights or policies than it was captured with: a replay would read stale memory."""
+    """A graph is called with other arguments, addresses, policy or autocast than it was captured with."""
 
     def __init__(self, field: str, got: object, want: object) -> None:
         super().__init__(f"{field}: got {shown(got)}, want {shown(want)}, as captured; call free() to capture anew")
@@ -261,7 +261,7 @@ class StaleGraph(GraphError):
 
 
 class NotCapturable(GraphError):
-    """A call that can be neither captured nor left out of the graph."""
+    """A call, or a model, that can be neither captured nor left out of the graphs."""
 
     def __init__(self, what: str, why: str) -> None:
         super().__init__(f"{what}: cannot be captured, {why}")

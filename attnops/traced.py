@@ -109,4 +109,5 @@ def _written(node: fx.Node) -> Iterator[Any]:
 
 
 def storages(value: Any) -> Iterator[Any]:
+    """The storages of the tensors in `value`, by their addresses in torch."""
     return (t.untyped_storage()._cdata for t in pytree.tree_leaves(value) if isinstance(t, Tensor))

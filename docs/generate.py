@@ -132,7 +132,8 @@ def _argument(a: Arg) -> list[str]:
         return [f"`{a.name}`", a.kind + ("" if a.least is None else f" >= {a.least:g}"), "-", default]
     dtypes = f"as `{a.dtypes}`" if isinstance(a.dtypes, str) else "by the call"
     dtypes = ", ".join(map(dtype_name, a.dtypes)) if isinstance(a.dtypes, tuple) else dtypes
-    return [f"`{a.name}`", f"`[{a.dims.replace('|', 'or')}]`", dtypes, default]
+    absent = " or None" if "None" in a.kind and a.default is REQUIRED else ""
+    return [f"`{a.name}`", f"`[{a.dims.replace('|', 'or')}]`{absent}", dtypes, default]
 
 
 def errors_full() -> str:

@@ -49,7 +49,7 @@ class Graphed(Setup):
 
     Capture stops at every call that a graph may not contain, and resumes after it. Every bucket chooses its own kernels. Python runs at
     capture only, so control flow may not depend on data; mark functions where it does with `outside`. The arguments are those of
-    `Piecewise`, up to `inner`.
+    `Piecewise`, but for `inner`, `one_differs` and `passes`.
 
     The results of a call are views of memory that the next call writes: use or copy them before. Calls from two threads are unsafe.
     """
