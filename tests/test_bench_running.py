@@ -2,6 +2,9 @@
 
 import json
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 
 import pytest
@@ -37,12 +40,22 @@ def test_what_a_case_raises_is_said_and_the_others_stand(tmp_path):
     def here():
         raise LeftOut("not here")
 
+    broken = suites.Suite("broken", "of a test", lambda setup: 1 // 0, suites.SPEED)
     some = made("some", ("a", rows_of("a")), ("b", lambda: 1 // 0), ("c", here), ("d", rows_of("d")))
-    reports = suites.run((some,), TOY, out=tmp_path)
+    reports = suites.run((broken, some), TOY, out=tmp_path)
     found = reports["some"]
+    assert reports["broken"]["failed"] == {"broken": "ZeroDivisionError: integer division or modulo by zero"}
     assert [row["case"] for row in found["rows"]] == ["a", "d"] and found["left_out"] == {"c": "not here"}
     assert found["failed"] == {"b": "ZeroDivisionError: integer division or modulo by zero"}
     assert read(tmp_path / "some.json")["rows"] == found["rows"]
+
+
+def test_an_option_that_a_suite_refuses_ends_the_run():
+    def refuses(setup):
+        raise InvalidInput("ways", "x", "y")
+
+    with pytest.raises(InvalidInput, match="ways: got x"):
+        suites.run((suites.Suite("some", "of a test", refuses, suites.SPEED), made("other")), TOY)
 
 
 def test_time_that_is_left_goes_to_what_was_left(monkeypatch):
@@ -74,13 +87,51 @@ def test_processes_share_the_cases():
 
 
 def dying(setup):
-    return {**{name: partial(list, [{"case": name, "way": "way"}]) for name in "acd"}, "b": partial(os._exit, 3)}
+    """The other process still has its first case when this one dies."""
+
+    def slow():
+        time.sleep(2.0)
+        return rows_of("a")()
+
+    return {"a": slow, "b": partial(os._exit, 3), **{name: rows_of(name) for name in "cd"}}
 
 
-def test_a_process_that_ends_fails_its_case_and_ends_the_run():
+def test_a_process_that_ends_fails_its_case_and_the_other_goes_on():
     whole, found = in_workers(suites.Suite("some", "of a test", dying, suites.SPEED), "abcd")
     assert not whole and found["b"]["failed"].startswith("BrokenProcessPool") and "rows" not in found["b"]
-    assert found["a"]["rows"] or found["a"]["failed"], "the process of the other GPU ends with it, or was done"
+    assert all(found[case].get("rows") and not found[case].get("failed") for case in "acd"), "the process of the other GPU does the others"
+
+
+def all_dying(setup):
+    return {**dict.fromkeys("ab", partial(os._exit, 3)), "c": rows_of("c")}
+
+
+def test_cases_that_no_process_is_left_for_say_so(tmp_path, monkeypatch):
+    some, inner = suites.Suite("some", "of a test", all_dying, suites.SPEED), suites.measure
+    monkeypatch.setattr(suites, "measure", lambda order, setup, gpus, *rest: inner(order, setup, 2, *rest))
+    found = suites.run((some,), TOY, out=tmp_path)["some"]
+    assert set(found["failed"]) == {"a", "b"} and found["left_out"] == {"c": LOST} and not found["rows"]
+    assert read(tmp_path / "some.json")["failed"] == found["failed"]
+
+
+def test_a_process_that_died_after_its_case_fails_the_next_alone(monkeypatch):
+    """As one that Linux killed for its memory while it waited."""
+
+    class Workers(ThreadPoolExecutor):
+        broken = True
+
+        def __init__(self, count, context, initializer, given):
+            super().__init__(count)
+            self.broken, Workers.broken = Workers.broken, False
+
+        def submit(self, *given):
+            if self.broken:
+                raise BrokenProcessPool("terminated abruptly")
+            return super().submit(*given)
+
+    monkeypatch.setattr(suites, "ProcessPoolExecutor", Workers)
+    whole, found = in_workers(made("some", *((name, rows_of(name)) for name in "abc")), "abc")
+    assert not whole and [case for case in "abc" if found[case].get("failed")] == ["a"] and found["b"]["rows"] and found["c"]["rows"]
 
 
 def test_nothing_comes_after_a_device_that_is_lost(tmp_path, monkeypatch):
@@ -92,6 +143,18 @@ def test_nothing_comes_after_a_device_that_is_lost(tmp_path, monkeypatch):
     reports = suites.run((some,), TOY, out=tmp_path)
     assert reports["some"]["failed"] == {"a": "ZeroDivisionError: integer division or modulo by zero"}
     assert reports["some"]["left_out"] == {"b": LOST} and bad(reports)
+
+
+def test_a_case_that_lost_its_device_failed_though_it_was_left_out(monkeypatch):
+    def here():
+        raise LeftOut("not here")
+
+    def reset():
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch._dynamo, "reset", reset)
+    found = suites.outcome_of(made("some", ("a", here)), "a", TOY)
+    assert found["failed"].startswith("RuntimeError: an illegal") and found["lost"] and "left_out" not in found
 
 
 def test_an_ended_run_says_so(tmp_path, monkeypatch):

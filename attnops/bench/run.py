@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import lru_cache
-from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +17,8 @@ import torch
 from attnops.bench import Setup, compile, decode, device_of, kernels, overhead
 from attnops.bench.files import environment, make_folder, write
 from attnops.bench.rows import Case, LeftOut
-from attnops.errors import InvalidInput
-from attnops.tune.clock import ceilings, one_line, synchronize
+from attnops.errors import InvalidInput, one_line
+from attnops.tune.clock import ceilings, synchronize
 
 
 class Picture(NamedTuple):
@@ -93,7 +93,15 @@ def run(
     there = torch.cuda.device_count() if setup.on_gpu else 1
     if not 1 <= gpus <= there:
         raise InvalidInput("gpus", gpus, f"1 to {there}, those that torch finds")
-    done: dict[str, dict[str, Outcome]] = {suite.name: {case: {} for case in suite.cases(setup)} for suite in suites}
+    done: dict[str, dict[str, Outcome]] = {}
+    for suite in suites:
+        try:
+            done[suite.name] = {case: {} for case in suite.cases(setup)}
+        except InvalidInput:
+            raise
+        except Exception as error:  # the other suites go on
+            done[suite.name] = {suite.name: {"failed": one_line(error)}}
+    cases = {name: [case for case, outcome in some.items() if not outcome] for name, some in done.items()}
     if out is not None:
         make_folder("out", out)
     tell("ceilings")
@@ -114,7 +122,7 @@ def run(
 
     for suite in suites:
         save(suite)
-    missing = SPENT if measure(in_order(suites, done, budget_s), setup, gpus, put, tell) else LOST
+    missing = SPENT if measure(in_order(suites, cases, budget_s), setup, gpus, put, tell) else LOST
     return {suite.name: save(suite, missing) for suite in suites}
 
 
@@ -130,7 +138,10 @@ def in_order(suites: Sequence[Suite], cases: Mapping[str, Iterable[str]], budget
 
 
 def measure(order: Order, setup: Setup, gpus: int, put: Callable[[Suite, str, Outcome], None], tell: Callable[[str], None]) -> bool:
-    """Measure in this process, or in a worker process for each of several GPUs. Returns False, early, if a process or a device was lost."""
+    """Measure in this process, or in a worker process for each of several GPUs. One that is lost, or whose device is, gets no further case.
+
+    Returns False if one was lost.
+    """
     if gpus == 1:
         for suite, case in order:
             tell(f"{suite.name}: {case}")
@@ -139,34 +150,46 @@ def measure(order: Order, setup: Setup, gpus: int, put: Callable[[Suite, str, Ou
                 return False
         cases_of.cache_clear()
         return True
-    numbers = (context := get_context("spawn")).SimpleQueue()
-    for at in range(gpus):
-        numbers.put(at)
-    pool = ProcessPoolExecutor(gpus, context, _start_worker, (numbers, setup.on_gpu))
-    running: dict[Future[Outcome], tuple[Suite, str]] = {}
-    lost = False
+    context = get_context("spawn")
+    workers = [ProcessPoolExecutor(1, context, _start_worker, (at, setup.on_gpu)) for at in range(gpus)]
+    idle, lost = list(workers), False
+    running: dict[Future[Outcome], tuple[ProcessPoolExecutor, Suite, str]] = {}
     try:
         while True:
-            for suite, case in islice(order, 0 if lost else gpus - len(running)):
+            for worker, (suite, case) in zip(tuple(idle), order, strict=False):
+                idle.remove(worker)
                 tell(f"{suite.name}: {case}")
-                running[pool.submit(outcome_of, suite, case, setup)] = suite, case
+                running[_submitted(worker, suite, case, setup)] = worker, suite, case
             if not running:
                 return not lost
             for future in wait(running, return_when=FIRST_COMPLETED).done:
+                worker, suite, case = running.pop(future)
                 error = future.exception()
                 outcome = future.result() if error is None else {"failed": one_line(error), "lost": True}
-                put(*running.pop(future), outcome)
+                put(suite, case, outcome)
+                idle += [] if outcome.get("lost") else [worker]
                 lost |= "lost" in outcome
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        for worker in workers:
+            worker.shutdown(wait=False, cancel_futures=True)
 
 
-def _start_worker(numbers: Any, on_gpu: bool) -> None:
+def _submitted(worker: ProcessPoolExecutor, suite: Suite, case: str, setup: Setup) -> Future[Outcome]:
+    """The outcome of a case, or the error of a process that died after its last one."""
+    try:
+        return worker.submit(outcome_of, suite, case, setup)
+    except BrokenProcessPool as error:
+        broken = Future[Outcome]()
+        broken.set_exception(error)
+        return broken
+
+
+def _start_worker(gpu: int, on_gpu: bool) -> None:
     from attnops.configs import quiet_transformers
 
     quiet_transformers().__enter__()  # until the process ends
     if on_gpu:
-        torch.cuda.set_device(numbers.get())
+        torch.cuda.set_device(gpu)
 
 
 @lru_cache(maxsize=1)
@@ -189,6 +212,7 @@ def outcome_of(suite: Suite, case: str, setup: Setup) -> Outcome:
         synchronize()
         torch.cuda.empty_cache()
     except Exception as error:  # after an illegal access every CUDA call raises
+        outcome.pop("left_out", None)
         outcome = {"failed": one_line(error), **outcome, "lost": True}
     return outcome | {"case_seconds": round(time.monotonic() - start, 1)}
 
