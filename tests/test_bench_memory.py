@@ -1,6 +1,7 @@
 """Benchmarks ask for memory before they take it: fewer layers, said on the row, or a refusal with the number needed."""
 
 import copy
+import os
 
 import pytest
 import torch
@@ -26,6 +27,26 @@ def test_a_model_that_does_not_fit_is_refused_with_the_number(monkeypatch, there
     with pytest.raises(InvalidInput, match=r"memory: got .* GiB free, want .* GiB free, for .* layers of llama-3-8b") as caught:
         models.build(Setup(CPU, quick=True, layers=layers), "llama-3-8b-shape")
     assert str(caught.value).count("\n") == 0
+
+
+@pytest.mark.parametrize(
+    ("files", "want"),
+    [
+        ({"proc/meminfo": "MemTotal:       99 kB\nMemFree:  1 kB\nMemAvailable:    64 kB\n"}, 64 << 10),
+        ({"proc/meminfo": "MemAvailable:    64 kB\n", "sys/fs/cgroup/memory.max": "4096\n"}, 4096),
+        ({"proc/meminfo": "MemAvailable:    64 kB\n", "sys/fs/cgroup/memory.max": "max\n"}, 64 << 10),
+        ({"proc/meminfo": "MemAvailable:    64 kB\n", "sys/fs/cgroup/memory.max": "999999\n"}, 64 << 10),
+        ({"proc/meminfo": "MemAvailable:    64 kB\n", "sys/fs/cgroup/memory/memory.limit_in_bytes": "8192\n"}, 8192),
+        ({"sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n"}, None),
+        ({}, None),
+    ],
+)
+def test_what_is_free_on_a_cpu_is_what_a_process_may_take(tmp_path, files, want):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert models.free(CPU, tmp_path) == (machine if want is None else want) and 0 < models.free(CPU) <= machine
 
 
 def test_what_is_needed_counts_caches_and_shared_weights_once():

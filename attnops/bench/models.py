@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,11 +69,27 @@ def kv_width(config: Any) -> int:
     return int(2 * heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads))
 
 
-def free(device: torch.device) -> int:
-    """Free bytes of a GPU, or all of the machine. Out of memory, Linux kills a process without a message."""
+LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")  # of a container, in cgroups of version 2 and 1
+
+
+def free(device: torch.device, root: Path = Path("/")) -> int:
+    """Free bytes of a GPU. On a CPU those that Linux calls available, else all of the machine, and at most the container's limit.
+
+    Out of memory, Linux kills a process without a message. root: of the files that say so.
+    """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    found = re.search(r"^MemAvailable: +(\d+) kB$", _text(root / "proc/meminfo"), re.M)
+    there = 1024 * int(found[1]) if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = (_text(root / name).strip() for name in LIMITS)
+    return min([there, *(int(limit) for limit in limits if limit.isdecimal())])
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def needed(setup: Setup, made: Any, point: Point | None) -> int:
