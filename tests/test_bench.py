@@ -19,7 +19,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from attnops import kernel as registry
-from attnops.bench import Point, Setup, compile, decode, kernels, plots, run as suites, vendors
+from attnops.bench import Point, Setup, compile, decode, kernels, overhead, plots, run as suites, vendors
 from attnops.bench.files import bad, compare, environment, read, text_of
 from attnops.bench.rows import Way, largest_error, relative_error, time_if_right, with_ratios
 from attnops.cli import bench as command
@@ -163,6 +163,12 @@ def test_overhead_is_in_order(reports_of):
     assert not any("fa3" in case for case, _ in rows), "it runs on CUDA alone"
     assert all("op_us" in rows["compiled graph", way] for way in ("8_ops", "24_ops")) and rows["import", "attnops"]["median_us"] > 0
     assert "bench_noop" not in kernels_of("paged_attention"), "it is registered in another process"
+
+
+def test_an_overhead_that_hangs_is_ended(monkeypatch):
+    monkeypatch.setattr(overhead, "LIMIT_S", 0.01)
+    with pytest.raises(TimeoutError, match=r"not done after 0\.01 s"):
+        overhead.in_a_process(TOY)
 
 
 def test_vendors_are_called_where_they_answer():

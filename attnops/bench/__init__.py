@@ -1,4 +1,4 @@
-"""`attnops bench`: suites that measure attnops beside its alternatives, in one run. Rows of all suites have the fields of `rows.Row`."""
+"""`attnops bench`: suites that measure attnops beside its alternatives, in one run. Rows of all suites are dicts, see `rows.Row`."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ The last row counts the calls of a grid that the GPU (without one, an H200) leav
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -107,16 +107,14 @@ def cases(setup: Setup) -> dict[str, rows.Case]:
     return found | {"calls left to the reference": lambda: [reference_calls.row(target)]}
 
 
-def measure(
-    setup: Setup, pool: Pool, case: Case, names: Sequence[str] = (), others: Mapping[str, Callable[[Call], Run | None]] | None = None
-) -> list[Row]:
-    """One case. names: of kernels; () is all that are fast. others: calls to measure beside ours; None takes torch's and the vendors'."""
+def measure(setup: Setup, pool: Pool, case: Case) -> list[Row]:
+    """One case: our kernels that are fast, the automatic choice, torch's calls and the vendors'."""
     call, toy = case.call(pool), setup.size == "toy"
     want, allowed, part = exact(call)
     ways: dict[str, Way | rows.Make] = {}
     slow = SLOW if setup.on_gpu else (*SLOW[1:], *COMPILED) if toy else ()
     fast = tuple(n for n in kernels_of(call.op) if n not in slow)
-    for kernel, mine, _ in Stopwatch(names=tuple(names) or fast).candidates(call):
+    for kernel, mine, _ in Stopwatch(names=fast).candidates(call):
         ways[kernel.name] = way(runner(kernel, mine), part, allowed * kernel.tolerance.factor, mine.arguments.get("output"))
     if (chosen := select(call.problem).kernel) is not None:
         op = partial(OPS[call.op].packet.default, *call.args, **call.kwargs)
@@ -128,9 +126,9 @@ def measure(
         run = make(call)
         return None if run is None else way(run, part, 2 * allowed, call.arguments.get("output"))
 
-    if others is None:
-        others = {n: partial(make, setup) for n, make in vendors.PEERS.items() if n == "torch.sdpa" or not toy}
-        others |= vendors.vendors_of(call) if setup.on_gpu else {}
+    others: dict[str, Callable[[Call], Run | None]]
+    others = {n: partial(make, setup) for n, make in vendors.PEERS.items() if n == "torch.sdpa" or not toy}
+    others |= vendors.vendors_of(call) if setup.on_gpu else {}
     ways |= {name: partial(other, make) for name, make in others.items()}
 
     def shares(us: float, way: Way) -> Row:

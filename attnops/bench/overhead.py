@@ -21,9 +21,11 @@ from attnops.measured import Shape
 from attnops.problem import Target
 from attnops.select import active_policy, use
 from attnops.tune.clock import Run, Times, host_us, spread
+from attnops.tune.run import done_within
 
 ROOT = Path(__file__).resolve().parents[2]
 NOOP = "bench_noop"
+LIMIT_S = 240.0  # a compilation may hang
 TIMED_IMPORTS = "from time import *; a = time(); import torch; b = time(); import attnops; print(b - a, time() - b)"
 
 
@@ -33,9 +35,12 @@ def cases(setup: Setup) -> dict[str, Case]:
 
 
 def in_a_process(setup: Setup) -> list[Row]:
-    """The rows, measured in a process of its own, because the suite registers a kernel."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        return pool.submit(measure, setup, *((5, 40, (8, 24)) if setup.quick else (15, 400, (32, 96)))).result()
+    """The rows, measured in a process of its own, because the suite registers a kernel. Raises its error, or TimeoutError."""
+    pool = ProcessPoolExecutor(1, get_context("spawn"))
+    job = pool.submit(measure, setup, *((5, 40, (8, 24)) if setup.quick else (15, 400, (32, 96))))
+    if not done_within(LIMIT_S, pool, [job]):
+        raise TimeoutError(f"not done after {LIMIT_S:g} s")
+    return job.result()
 
 
 @torch.no_grad()
@@ -57,7 +62,10 @@ def _plain(*args: Any, **kwargs: Any) -> None: ...
 
 
 def imports(repeats: int) -> list[Row]:
-    """Times of `import torch` and then `import attnops` in fresh processes. The first one only compiles the modules to bytecode."""
+    """Times of `import torch` and then `import attnops` in fresh processes.
+
+    The first run is not counted: it writes bytecode where it may.
+    """
     command = [sys.executable, "-c", TIMED_IMPORTS]
     runs = [subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout for _ in range(repeats + 1)]
     times = zip(*([1e6 * float(s) for s in run.split()] for run in runs[1:]), strict=True)

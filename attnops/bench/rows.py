@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.tune.clock import Timed, one_line
+from attnops.errors import one_line
+from attnops.tune.clock import Timed
 
 Row = dict[str, Any]
 """`case` and `way`; `median_us` and `spread_us`, or in `wrong` why there is no time; `error` and `budget` of a compared result, in the same
