@@ -127,7 +127,7 @@ def torchs(
 
 
 def varlen(padded: bool, **given: Any) -> Tensor:
-    """The public function of packed prompts, which is told of no padding."""
+    """The public function of packed prompts, called with padded=False."""
     return attnops.varlen_attention(**given)
 
 

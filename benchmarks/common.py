@@ -17,7 +17,8 @@ import torch
 
 from attnops.bench.files import environment, write as write_file
 from attnops.bench.rows import WRONG, Make, Row, Way, largest_error, time_if_right
-from attnops.tune.clock import kernels_us, one_line as why
+from attnops.errors import one_line
+from attnops.tune.clock import kernels_us
 
 ROOT = Path(__file__).resolve().parent.parent
 Job = tuple[str, str, Callable[[], Any]]  # section of the report, name of the case, and the function that measures it
@@ -64,13 +65,22 @@ def arguments(doc: str | None, budget_s: float = 0.0) -> argparse.ArgumentParser
     return parser
 
 
+def failure(found: dict[str, Any] | list[Row]) -> str:
+    """Why a job fails its case, or "": `failed`, taken out of its figures, or the ways whose result is wrong, in `left_out` or rows."""
+    if isinstance(found, dict):
+        said, wrong = found.pop("failed", ""), found.get("left_out", {})
+    else:
+        said, wrong = "", {row["way"]: row["wrong"] for row in found if "wrong" in row}
+    return said or "; ".join(f"{way}: {text}" for way, text in wrong.items() if text.startswith(WRONG))
+
+
 def measure_all(
     jobs: Iterable[Job], report: dict[str, Any], file: str, device: str, budget_s: float,
     finish: Callable[[dict[str, Any]], dict[str, Any]] = lambda report: report,
 ) -> int:  # fmt: skip
     """Measure until the budget is spent, and write the report after every case. Returns the exit code: 1 if a case failed.
 
-    A job returns figures, or a list of rows. An error fails its case alone, and so does `failed` in its figures or a wrong row.
+    A job returns figures, or a list of rows. An error fails its case alone, and so does what `failure` finds in them.
     finish: completes the report.
     """
     start, report = time.monotonic(), {**report, "failed": {}}
@@ -81,16 +91,15 @@ def measure_all(
                 continue
             try:
                 found = job()
+                report["failed"] |= {name: why} if (why := failure(found)) else {}
                 if isinstance(found, dict):
-                    failed, report.setdefault(section, {})[name] = found.pop("failed", ""), found
+                    report.setdefault(section, {})[name] = found
                 else:
-                    failed = "; ".join(f"{row['way']}: {row['wrong']}" for row in found if row.get("wrong", "").startswith(WRONG))
                     report.setdefault(section, []).extend(found)
-                report["failed"] |= {name: failed} if failed else {}
                 print(section, name, json.dumps(found), flush=True)
             except Exception as error:  # the other cases go on
                 traceback.print_exc()
-                report["failed"][name] = why(error)
+                report["failed"][name] = one_line(error)
             report["seconds"] = round(time.monotonic() - start, 1)
             write(report, file, device)
         report = finish(report)

@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import arguments, why, write, write_file
+from common import arguments, write, write_file
 
+from attnops.errors import one_line
 from attnops.inputs import Call, Pool, build, problem_of
 from attnops.kernel import Kernel
 from attnops.measured import MEASURED, Cost, Shape, Sizes, Table, in_force
@@ -170,7 +171,7 @@ def trusted(kernel: Kernel, call: Call, held: Held, checked: dict[str, list[str]
             check_kernel(kernel, call.map(lambda _, t: t.clone()))  # the pool's tensors share a buffer, which would be copied whole
             seen.append("")
         except Exception as error:  # a kernel that cannot run is no candidate
-            seen.append(why(error))
+            seen.append(one_line(error))
     return not any(seen)
 
 
