@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from attnops.errors import InvalidInput, fail, one_line
+from attnops.errors import BadTable, InvalidInput, fail, one_line
 from attnops.measured.store import read_text
 from attnops.needs import require
 
@@ -85,6 +85,8 @@ def config_of(model: str) -> Any:
         fail(InvalidInput, "model", repr(model), f"a config.json, a folder with one, or one of {', '.join(names())}")
     try:
         given = json.loads(read_text(path))
+    except BadTable as error:
+        raise InvalidInput("model", f"{path}: {error.got}", error.want) from None
     except (ValueError, OSError, RecursionError) as error:
         raise InvalidInput("model", f"{path} ({error})", "a JSON file") from None
     return _from_dict(given, str(path))

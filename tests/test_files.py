@@ -160,9 +160,11 @@ def test_a_name_that_is_no_model_is_one_line(name):
 
 def test_a_config_larger_than_any_is_not_read(tmp_path):
     (tmp_path / "config.json").touch()
-    os.truncate(tmp_path / "config.json", store.LARGEST_BYTES + 1)
-    with pytest.raises(InvalidInput, match="bytes, want <="):
+    most = store.LARGEST_BYTES
+    os.truncate(tmp_path / "config.json", most + 1)
+    with pytest.raises(InvalidInput) as caught:
         models.config_of(str(tmp_path))
+    assert str(caught.value) == f"model: got {tmp_path / 'config.json'}: more than {most} bytes, want <= {most}"
 
 
 # tune, and what cannot be written -------------------------------------------------------------------------------------

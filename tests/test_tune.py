@@ -226,7 +226,7 @@ def test_a_kernel_that_compiles_at_every_call_is_left_out(lab, monkeypatch):
     stopwatch = Stopwatch(Fake(lambda name, tokens: 10.0), first_calls_s=12.0)
     table, _ = measure([PLAN, other], stopwatch, CPU)
     assert stopwatch.slow_s("slow") == 15.0 and not stopwatch.slow_s("a")
-    for grid in table.grids:  # half of its sizes were timed in the first: what the others would take, nobody knows
+    for grid in table.grids:  # half of its sizes were timed in the first: what the others would take is unknown
         assert "slow" not in grid.us and grid.skipped["slow"] == "its first calls took over 12 s"
 
 
@@ -420,7 +420,7 @@ def test_kernels_are_called_ahead_at_every_kind_of_size(lab):
 def test_compiling_ahead_ends():
     """Processes of its own, here with nothing to compile."""
     assert run.compile_ahead("tiny", CPU, ("attention",), ("reference",), workers=1, limit_s=100) > 0
-    assert run.compile_ahead("tiny", CPU, (), ("nobody",), workers=1, limit_s=100) == 0
+    assert run.compile_ahead("tiny", CPU, (), ("unknown",), workers=1, limit_s=100) == 0
 
 
 def test_names_narrow_the_field(lab):

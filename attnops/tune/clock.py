@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from attnops.errors import one_line as one_line
 from attnops.inputs import Call
 from attnops.kernel import Capture, Kernel
 

@@ -8,11 +8,11 @@ import importlib
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from math import inf
 from multiprocessing import get_context
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -27,6 +27,7 @@ from attnops.tune.clock import Clock, Run, host_clock, seconds
 from attnops.tune.shapes import LARGEST_BYTES, Sweep, sweeps_of
 from attnops.version import VERSION
 
+T = TypeVar("T")
 SLOW_FIRST_CALL_S = 0.5  # a first call that takes longer has compiled
 COMPILED = ("triton",)  # kernels with many small variants that the compiler caches on disk
 SMALL_BYTES, SMALL_FLOPS = 4e8, 4e11
@@ -101,7 +102,8 @@ class Stopwatch:
                 if not reasons:
                     out.append((kernel, call if kernel.plan.device is None else self.equip(kernel, call), None))
                 elif reasons <= {"plan", "workspace"} and not kernel.refusals((given := self.equip(kernel, call)).problem):
-                    start, own = time.perf_counter(), call.problem.step.plan == "none" and given.problem.step.plan == "host"
+                    own = call.problem.step.plan == "none" and given.problem.step.plan == "host"
+                    start = time.perf_counter()
                     if own:  # once more, in the buffers that there are now
                         planned(kernel, call, buffers=(given.arguments["plan"], given.arguments["workspace"]))
                     out.append((kernel, given, (time.perf_counter() - start) * 1e6 if own else None))
@@ -147,12 +149,17 @@ def compile_ahead(grid: str, device: torch.device, ops: Sequence[str], kernels: 
     names = tuple(dict.fromkeys(k.name for k in all_kernels() if k.name in kernels and not k.absences(Target.of(device))))
     sweeps, pool = sweeps_of(grid, ops) if names else (), ProcessPoolExecutor(workers, get_context("spawn"))
     jobs = [pool.submit(compile_for, sweeps[at::workers], names, device) for at in range(min(workers, len(sweeps)))]
+    return sum(job.result() for job in done_within(limit_s, pool, jobs) if job.exception() is None)
+
+
+def done_within(limit_s: float, pool: ProcessPoolExecutor, jobs: Sequence[Future[T]]) -> set[Future[T]]:
+    """Those of a pool's `jobs` that ended within `limit_s` seconds. The pool is shut down; processes that still run are killed."""
     done, late = wait(jobs, timeout=limit_s)
     running = list((getattr(pool, "_processes", None) or {}).values()) if late else []
     pool.shutdown(wait=not late, cancel_futures=True)
     for process in running:  # a compiler that still runs would disturb the clock
         process.kill()
-    return sum(job.result() for job in done if job.exception() is None)
+    return done
 
 
 def kinds(sweep: Sweep) -> Iterator[Sizes]:
