@@ -126,7 +126,7 @@ def direct(data: dict[str, Any]) -> str:
     rows = []
     for case, found in data.get("cases", {}).items():
         for name, figures in sorted(found["gpu"].items()):
-            if name.startswith("eager."):
+            if name.startswith("eager."):  # rows of files from before the eager cache
                 continue
             against = found.get("against", {}).get(name)
             more = "-" if against is None else f"{against['more_device_kernels']:+d}"
@@ -135,10 +135,6 @@ def direct(data: dict[str, Any]) -> str:
             rate = f"{figures['rate']:.4g} {found['unit']}"
             rows.append([case, f"`{name}`", f"{figures['median_us']:.1f}", rate, ratio, f"{count} ({more})"])
     text = table(["case", "call", "us", "rate", "time, as a share", "device kernels (more)"], rows)
-    eager = [(n, f) for e in data.get("eager", {}).values() for n, f in e["host"].items()]
-    host = [[f"`{n}`", f"{f['median_us']:.2f} ± {f['spread_us']:.2f}"] for n, f in eager]
-    if host:
-        text += f"\n\nUntil an eager call of a tiny batch returns:\n\n{table(['call', 'host us'], sorted(host))}"
     left_out = sorted({f"`{n}`: {why}" for c in data.get("cases", {}).values() for n, why in c.get("left_out", {}).items()})
     return text + ("\n\nLeft out: " + "; ".join(left_out) + "." if left_out else "")
 
@@ -164,20 +160,6 @@ def data_kernels(data: dict[str, Any]) -> str:
         rows.append([case, *("-" if f is None else f"{f['median_us']:.1f}" for f in shown), share, counts])
     head = ["us", "triton", "compiled", "eager", "copy", "triton, of copy", "device kernels of the first three"]
     return f"{table(head, rows)}\n\nThe start of a graph, {data['launch_us']:.1f} us, is in every figure."
-
-
-def triton(data: dict[str, Any]) -> str:
-    """Our Triton kernels beside the vendors'."""
-    rows = []
-    for case, f in data["cases"].items():
-        goal = "-" if "goal" not in f else f"{f['speed']:.2f} of {f['goal']:.2f}: {'met' if f['met'] else 'missed'}"
-        best = f"{f['speed_of_best']:.2f} of `{f['best']}`" if "speed_of_best" in f else "-"
-        rows.append([case, best, goal, f"{f['tb_s']:.2f}" if "tb_s" in f else "-", f"{f['tflop_s']:.0f}" if "tflop_s" in f else "-"])
-    text = table(["case", "speed, of the fastest vendor's", "speed, of what is aimed at", "TB/s", "TFLOP/s"], rows)
-    if uses := data.get("first_uses"):
-        slow = max(uses, key=lambda n: uses[n])
-        text += f"\n\nFirst use of a kernel, compilation included: {uses[slow]:.1f} s at most (`{slow}`), of {len(uses)} calls."
-    return text + (f" {data['cut']}" if "cut" in data else "")
 
 
 def sanitizer(data: dict[str, Any]) -> str:
@@ -222,7 +204,6 @@ def cell(f: dict[str, Any] | None) -> str:
 PARTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "kernels": ("Proven", proven),
     "direct": ("Against the vendors' own calls", direct),
-    "triton": ("Our Triton kernels against the vendors'", triton),
     "mla": ("Attention over latents, a whole layer", mla),
     "data": ("What moves data", data_kernels),
     "sanitizer": ("Our Triton kernels under compute-sanitizer", sanitizer),
