@@ -1,15 +1,10 @@
 """Our ops beside other ways to compute the same; writes <suite>.json.
 
-    python benchmarks/compare.py direct [--device cuda] [--budget-s 150] [--only decode]
+    python benchmarks/compare.py data [--device cuda] [--budget-s 150] [--only write_kv]
 
 Every result is compared with an exact one before it is timed. GPU time: replays of CUDA graphs in turn, the L2 cache cleared before each,
 the start of a graph (`launch_us`) included, alike for all. On a CPU the cases are tiny: they test the script.
 
-direct: ops against the vendors' calls on the same tensors, and torch's SDPA. `ratio` is the op over the fastest direct call that runs the
-same device code (`OWN`), whose metadata of the batch alone is made outside, as an engine makes it once a step. `device_kernels`: those that
-torch.profiler sees for one call. `op.<kernel>` is the call as layers make it: a device plan is made outside, and the query is in one piece;
-of `op.<kernel>_unplanned` the vendor's call makes its metadata, too. `op.<kernel>_bare` has neither, and no ratio: no vendor has such.
-An op that may not be captured is launched, and its ratio is that to the vendor's call launched beside it.
 data: kernels that move data. `eager`: the reference's torch ops; `compiled`: the same by Inductor, in place where the kernel says so;
 `copy`: `copy_` of half the bytes that the case reads and writes, hence as many in all; `of_copy`: the bandwidth over that one's.
 deterministic: ops under each policy; `of_default` is the default's time over the row's. Rows of `training` are forward and backward.
@@ -19,9 +14,8 @@ mla: one attention layer of DeepSeek-V3, see mla.py.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,112 +25,17 @@ import torch
 from common import Job, arguments, measure_all, timed, us_of
 from torch import Tensor
 
-from attnops.bench import Setup, kernels, vendors
 from attnops.bench.profile import launched
 from attnops.bench.rows import Way
-from attnops.inputs import Pool
-from attnops.kernel import Capture, Kernel, kernels_of
-from attnops.measured import Shape
-from attnops.measured.cost import Work
+from attnops.kernel import Kernel, kernels_of
 from attnops.ops import OPS
-from attnops.testing import Call, Source, allowance, builders, equip, latent, oracle, with_device_plan
+from attnops.testing import Call, Source, builders, latent
 from attnops.testing.check import clone
-from attnops.tune import Stopwatch
-from attnops.tune.clock import GraphClock, Run, Timed, spread
-from attnops.tune.run import runner
-from attnops.tune.shapes import DENSE, MLA, PAGED
+from attnops.tune.clock import GraphClock, Run, Timed
 
 BF16, E4M3, INT8 = torch.bfloat16, torch.float8_e4m3fn, torch.int8
 
-# Ops beside the vendors' calls ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Case(kernels.Case):
-    """A call, and makers of the vendors'. rate: unit of its figure, "TB/s" of the bytes it must move or "TFLOP/s"."""
-
-    vendors: Mapping[str, vendors.Make] = field(default_factory=dict)
-    rate: str = "TB/s"
-
-    def call(self, pool: Pool) -> Call:
-        """Its tensors. Float8 latents are rounded from 16 bits; a merge is of `batch` tokens' outputs, whose sides are clean."""
-        s = self.shape
-        if s.op == "merge_state":
-            return builders.merge(Source(0, str(pool.device)), (self.batch, s.q_heads, s.v_head_dim), BF16, stale=False)
-        if s.dtype != "float8_e4m3fn":
-            return super().call(pool)
-        call = replace(self, shape=replace(s, dtype="bfloat16", kv_dtype="bfloat16")).call(pool)
-        scale = torch.full((1,), 0.5, device=pool.device)
-        return call.with_(**{n: call.arguments[n].to(E4M3) for n in ("q_nope", "q_pe", "latent_pages")}, q_scale=scale, kv_scale=scale)
-
-    @property
-    def work(self) -> Work:
-        """As that of the suite `kernels`, and a merge's."""
-        s = self.shape
-        return Work(6.0 * self.batch * s.q_heads * s.v_head_dim, 0.0) if s.op == "merge_state" else super().work
-
-
-def sdpa(call: Call) -> Run:
-    """torch's SDPA of a prompt, or over a contiguous cache of as many bytes."""
-    run = vendors.sdpa(Setup(torch.device("cuda")), call)
-    assert run is not None
-    return run
-
-
-def flashmla(call: Call, float8: bool = False, planned: bool = False) -> Run:
-    """FlashMLA's dense decode as `sgl_kernel.flash_mla` calls its ops. planned: float8 with metadata made beforehand."""
-    import sgl_kernel.flash_mla  # noqa: F401, loads the ops
-
-    (a, query, pages), ops = vendors.latents(call), torch.ops.sgl_kernel
-    given = (query, pages, 512, a["seq_lens"], a["page_table"], a["scale"], False)
-    if not float8:
-        return partial(ops.dense_decode_fwd.default, *given, None, None)
-    metadata = partial(ops.get_mla_decoding_metadata_dense_fp8, a["seq_lens"], query.shape[2], 1)
-    made = metadata() if planned else None
-    return lambda: ops.fwd_kvcache_mla_fp8(*given, *(made or metadata()), a["q_scale"], a["kv_scale"])
-
-
-def merge(call: Call, vendor: str) -> Run:
-    """A vendor's merge. FlashInfer's logs are of base 2."""
-    sides = [call.arguments[n] for n in ("output_a", "lse_a", "output_b", "lse_b")]
-    if vendor == "flashinfer":
-        from flashinfer import merge_state
-
-        return partial(merge_state, *(x / math.log(2) if i % 2 else x for i, x in enumerate(sides)))
-    import sgl_kernel  # noqa: F401, loads the ops
-
-    results = torch.empty_like(sides[0]), torch.empty_like(sides[1])
-
-    def run() -> tuple[Tensor, Tensor]:
-        torch.ops.sgl_kernel.merge_state_v2(*sides, *results)
-        return results
-
-    return run
-
-
-CORES = partial(vendors.flashinfer_paged, kind="Decode", use_tensor_cores=False)
-DECODE = {**vendors.DECODE, "flashinfer_cuda_cores": CORES, "sdpa_contiguous": sdpa}
-EXTEND = {**vendors.EXTEND, "flashinfer_fa3": partial(vendors.flashinfer_paged, kind="Prefill", backend="fa3")}
-MERGE = {f"{vendor}_merge": partial(merge, vendor=vendor) for vendor in ("sgl", "flashinfer")}
-FLOAT8 = {"flashmla_fp8": partial(flashmla, float8=True, planned=True), "flashmla_fp8_with_metadata": partial(flashmla, float8=True)}
-LATENT = {**vendors.LATENT, "flashmla_with_metadata": flashmla}
-STEP, H128 = replace(PAGED, decode=True), replace(MLA, decode=True)
-H16, H128_FP8 = replace(H128, q_heads=16), replace(H128, dtype="float8_e4m3fn", kv_dtype="float8_e4m3fn")
-DIRECT = {
-    **{f"decode {b}x{k}": Case("", STEP, b, 1, k, vendors=DECODE) for b, k in ((1, 8192), (8, 4096), (64, 4096))},
-    **{f"causal prefill {n}": Case("", DENSE, 1, n, n, "", (), vendors.DENSE | {"sdpa": sdpa}, "TFLOP/s") for n in (2048, 8192, 16384)},
-    **{f"merge of {n} tokens": Case("", Shape("merge_state"), n, 1, 0, vendors=MERGE) for n in (64, 4096)},
-    **{f"paged prefill {n}": Case("", PAGED, 1, n, n, vendors=EXTEND, rate="TFLOP/s") for n in (2048, 8192)},
-    "latent decode 64x8192, 16 heads": Case("", H16, 64, 1, 8192, vendors=LATENT),
-    "latent decode 64x8192, 128 heads": Case("", H128, 64, 1, 8192, vendors=LATENT, rate="TFLOP/s"),
-    "float8 latent decode 64x8192, 128 heads": Case("", H128_FP8, 64, 1, 8192, vendors=FLOAT8, rate="TFLOP/s"),
-}  # fmt: skip
-# By kernel, the vendor's calls that run the same device code on the same metadata; of `triton`, the calls that it replaces.
-OWN = {
-    "fa3": ("fa3",), "flashinfer": ("flashinfer_tensor_cores", "flashinfer_fa2", "flashinfer_fa3"),
-    "flashinfer_mla_fa2": ("flashinfer_fa2",), "flashinfer_mla_fa3": ("flashinfer_fa3",), "flashmla": ("flashmla",),
-    "flashmla_unplanned": ("flashmla_with_metadata",), "flashmla_fp8_unplanned": ("flashmla_fp8_with_metadata",), "triton": tuple(MERGE),
-}  # fmt: skip
+# Kernels that move data -----------------------------------------------------------------------------------------------
 
 
 def compiled_op(kernel: Kernel) -> Callable[[Any, Any], Any]:
@@ -145,79 +44,10 @@ def compiled_op(kernel: Kernel) -> Callable[[Any, Any], Any]:
     return torch.compile(lambda args, kwargs: packet(*args, **kwargs, policy=policy), fullgraph=True, dynamic=False)
 
 
-def layers_op(kernel: Kernel, call: Call, planned: bool) -> Run:
-    """The op as `runner` calls it, with the kernel's device plan or without, and the query's parts side by side."""
-    if call.op == "mla_attention":
-        a, (_, query, _) = call.arguments, vendors.latents(call)
-        q_nope, q_pe = query[:, 0].split([a[n].shape[2] for n in ("q_nope", "q_pe")], -1)
-        call = call.with_(q_nope=q_nope, q_pe=q_pe)
-    return runner(kernel, with_device_plan(kernel, call) if planned else call)
-
-
-def makers_of(case: Case, call: Call) -> dict[str, Callable[[], Run]]:
-    """Every call to be timed, by `direct.*` and `op.*`."""
-    makers: dict[str, Callable[[], Run]] = {f"direct.{name}": partial(make, call) for name, make in case.vendors.items()}
-    for kernel, mine, _ in Stopwatch(lambda *_: 0.0, equip=equip).candidates(call):
-        if not kernel.packages:
-            continue
-        name = f"op.{kernel.name}"
-        makers[name] = lambda kernel=kernel, mine=mine: partial(compiled_op(kernel), mine.args, mine.kwargs)
-        if kernel.plan.device is not None:
-            makers |= {f"{name}_bare": makers[name], name: partial(layers_op, kernel, mine, True)}
-            makers[f"{name}_unplanned"] = partial(layers_op, kernel, mine, False)
-    return makers
-
-
 def device_kernels(run: Run) -> list[str]:
     """The kernels that one call launches on the device, in order; none on a CPU."""
     run()
     return [k.name[:100] for k in sorted(launched(Timed(run)), key=lambda k: k.start)] if torch.cuda.is_available() else []
-
-
-def beside_vendors(case: Case, pool: Pool) -> dict[str, Any]:
-    """Our op, and the vendors' calls; each may have twice a kernel's budget."""
-    call, runs = case.call(pool), dict[str, Run]()
-    if call.op == "merge_state":
-        want, part = oracle(call)["output"], lambda out: out
-        allowed = float(torch.as_tensor(allowance(call, oracle(call))["output"]).max())
-    else:
-        want, allowed, part = kernels.exact(call)
-
-    def way(name: str, make: Callable[[], Run]) -> Way:
-        runs[name] = make()
-        return kernels.way(runs[name], part, 2 * allowed, call.arguments.get("output"))
-
-    ways = {name: partial(way, name, make) for name, make in makers_of(case, call).items()}
-    rows, left_out = timed(pool.device.type, ways, want, allowed)
-    amount, times = (case.work.bytes if case.rate == "TB/s" else case.work.flops) / 1e6, us_of(rows)
-    for figures in times.values():
-        figures["rate"] = round(amount / figures["median_us"], 3)
-    counts = {name: device_kernels(runs[name]) for name in times}
-    against: dict[str, Any] = {}
-    for name in (n for n in times if n.startswith("op.")):
-        kernel = name.removeprefix("op.")
-        if own := [n for n in (f"direct.{own}" for own in OWN.get(kernel, (kernel,))) if n in times]:
-            us = {n: times[n]["median_us"] for n in (name, *own)}
-            registered, more = kernels_of(call.op).get(kernel), {}
-            if registered is not None and registered.capture is Capture.NEVER:
-                found = GraphClock(pool.device).in_turn({n: runs[n] for n in us}, launched=True)
-                more["launched_us"] = us = {n: spread(samples)["median_us"] for n, samples in found.items()}
-            best = min(own, key=lambda n: us[n])
-            extra = len(counts[name]) - len(counts[best])
-            against[name] = {"direct": best, "ratio": round(us[name] / us[best], 4), "more_device_kernels": extra, **more}
-    return {"left_out": left_out, "unit": case.rate, "gpu": times, "device_kernels": counts, "against": against}
-
-
-def direct(device: str) -> Iterator[Job]:
-    """The cases, at toy size on a CPU."""
-    pool = Pool(device)
-    if device == "cuda":
-        pool.reserve(BF16, 1 << 30)
-    for name, case in DIRECT.items():
-        yield "cases", name, partial(beside_vendors, case.sized("full" if device == "cuda" else "toy"), pool)
-
-
-# Kernels that move data -----------------------------------------------------------------------------------------------
 
 
 def slots(source: Source, tokens: int, page: int) -> list[int]:
@@ -324,7 +154,7 @@ def moves(device: str) -> Iterator[Job]:
 
 
 SUITES: dict[str, Callable[[str], Iterator[Job]]] = {
-    "direct": direct, "data": moves, "deterministic": beside.deterministic, "gradients": beside.training, "mla": mla.jobs,
+    "data": moves, "deterministic": beside.deterministic, "gradients": beside.training, "mla": mla.jobs,
 }  # fmt: skip
 
 

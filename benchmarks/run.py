@@ -1,9 +1,9 @@
 """Runs suites of measurements, each in a process of its own: one that fails or hangs leaves the others' files.
 
-    python benchmarks/run.py [--suite bench,direct,regret,data] [--device cpu|cuda]
+    python benchmarks/run.py [--suite bench,regret,data] [--device cpu|cuda]
 
 bench: `attnops bench`, its cases shared by all GPUs. overhead: its suite of that name.
-direct, data, gradients, deterministic, mla: our ops beside other ways to compute the same, see compare.py.
+data, gradients, deterministic, mla: our ops beside other ways to compute the same, see compare.py.
 eager: generate() of a model beside the same model patched. regret: the automatic choice against the best.
 tune: `attnops tune`, written as table.json beside the results; a regret suite in the same run goes by it.
 """
@@ -21,9 +21,9 @@ from common import ROOT, arguments, folder_of
 # Imports included. The default suite keeps the promise of eight minutes.
 LIMITS_S = {
     "bench": 475, "overhead": 100, "tune": 300, "regret": 180, "eager": 240,
-    "direct": 175, "gradients": 100, "deterministic": 100, "data": 150, "mla": 240,
+    "gradients": 100, "deterministic": 100, "data": 150, "mla": 240,
 }  # fmt: skip
-COMPARED = ("direct", "gradients", "deterministic", "data", "mla")
+COMPARED = ("gradients", "deterministic", "data", "mla")
 
 DEFAULT = "bench"
 

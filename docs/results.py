@@ -275,7 +275,7 @@ def _direct(way: str) -> bool:
 
 
 def _ours(way: str) -> bool:
-    return "." not in way and way != "automatic"
+    return "." not in way and way not in ("automatic", "deterministic")
 
 
 def _automatic_over(rows: list[dict[str, Any]], which: Callable[[str], bool]) -> list[float]:

@@ -5,7 +5,6 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from attnops import kernel as registry
 from attnops.call import check
 from attnops.inputs import Pool, build, lengths, problem_of
-from attnops.kernel import Capture, Kernel, Package, kernels_of
+from attnops.kernel import Kernel, kernels_of
 from attnops.measured import MEASURED, Grid, Table, costs
 from attnops.measured.table import from_json
 from attnops.problem import Target
@@ -198,21 +197,21 @@ def test_one_suite_that_fails_leaves_the_others(suites, monkeypatch, capsys):
 
     def fake(command, timeout, **_):
         asked.append([p.rpartition("/")[2] for p in command[1:]])
-        if "direct" in command:
+        if "data" in command:
             raise subprocess.TimeoutExpired(command, timeout)
         return subprocess.CompletedProcess(command, 3 if "bench" in command else 0)
 
     monkeypatch.setattr(run.subprocess, "run", fake)
-    monkeypatch.setattr(sys, "argv", ["run.py", "--device", "cpu", "--suite", "overhead,direct,tune,regret"])
+    monkeypatch.setattr(sys, "argv", ["run.py", "--device", "cpu", "--suite", "overhead,data,tune,regret"])
     monkeypatch.setenv("OUT", "/somewhere")
     monkeypatch.setenv("COMMIT", "c0ffee")
     assert run.main() == 1
-    overhead, direct, tune, regret = asked
+    overhead, data, tune, regret = asked
     assert overhead[:3] == ["-m", "attnops", "bench"] and overhead[-3:] == ["--commit", "c0ffee", "overhead"]
-    assert direct[:2] == ["compare.py", "direct"] and tune[:3] == ["-m", "attnops", "tune"] and regret[0] == "regret.py"
+    assert data[:2] == ["compare.py", "data"] and tune[:3] == ["-m", "attnops", "tune"] and regret[0] == "regret.py"
     assert tune[-2:] == ["--output", "table.json"] and regret[1:3] == ["--table", "table.json"], "a fresh table is what the choice goes by"
     printed = capsys.readouterr().out
-    assert "overhead: FAILED (3)" in printed and "direct: FAILED (over" in printed and "regret: done" in printed
+    assert "overhead: FAILED (3)" in printed and "data: FAILED (over" in printed and "regret: done" in printed
     monkeypatch.setattr(sys, "argv", ["run.py", "--suite", "speed"])
     with pytest.raises(SystemExit):
         run.main()
@@ -234,21 +233,6 @@ def compare(monkeypatch, tmp_path, suite, *more):
     monkeypatch.setenv("OUT", str(tmp_path))
     code = import_module("compare").main([suite, "--device", "cpu", *more])
     return code, json.loads((tmp_path / f"{suite}.json").read_text())
-
-
-def test_the_calls_beside_the_vendors(suites):
-    cases = import_module("compare").DIRECT
-    assert cases["decode 64x4096"].work.bytes == pytest.approx(64 * (4096 * 8 + 32) * 256 * 2)
-    assert cases["causal prefill 2048"].work.flops == pytest.approx(2048 * 2049 / 2 * 32 * 256 * 2)
-    assert all(case.rate in ("TB/s", "TFLOP/s") and case.vendors for case in cases.values())
-    merge, float8 = cases["merge of 64 tokens"], cases["float8 latent decode 64x8192, 128 heads"]
-    assert merge.work.bytes == pytest.approx(3 * 64 * 32 * 128 * 2)
-    calls = [replace(c, batch=2, keys=64).call(Pool("cpu")) for c in (merge, float8)]
-    assert [c.op for c in calls] == ["merge_state", "mla_attention"]
-    for call in calls:
-        check(call.record)
-    a = calls[1].arguments
-    assert {a[n].dtype for n in ("q_nope", "q_pe", "latent_pages")} == {torch.float8_e4m3fn} and a["output"].dtype == torch.bfloat16
 
 
 def test_data_is_measured(suites, monkeypatch, tmp_path):
@@ -285,43 +269,6 @@ def test_data_that_differs_is_not_timed(suites, monkeypatch, tmp_path):
     [found] = report["cases"].values()
     assert code == 1 and report["failed"]["write_kv 64 float8"].startswith("triton: wrong: off by")
     assert found["left_out"]["triton"].startswith("wrong: off by") and "triton" not in found["gpu"] and "eager" in found["gpu"]
-
-
-def test_direct_measures_ours_beside_the_vendors(suites, monkeypatch, tmp_path):
-    """On a CPU: the vendors' packages are missing, and sdpa stands for a vendor's kernel of ours."""
-    suite = import_module("compare")
-    kernels = registry._REGISTRY.kernels["paged_attention"]
-    sdpa = replace(kernels["sdpa"], packages=(Package("hypothesis", ("hypothesis",)),))
-    monkeypatch.setitem(kernels, "sdpa", sdpa)
-    monkeypatch.setattr(suite, "device_kernels", lambda run: ["k"] * (2 if isinstance(run, partial) else 1))
-    monkeypatch.setitem(suite.OWN, "sdpa", ("sdpa_contiguous",))
-    names = {"direct.sdpa_contiguous", "op.sdpa"}
-
-    def measured():
-        code, report = compare(monkeypatch, tmp_path, "direct", "--only", "decode 8x4096")
-        assert code == 0
-        return report["cases"]["decode 8x4096"]
-
-    found = measured()
-    us = {n: figures["median_us"] for n, figures in found["gpu"].items()}
-    assert set(us) == names and set(found["left_out"]) == {"direct.fa3", "direct.flashinfer_cuda_cores", "direct.flashinfer_tensor_cores"}
-    assert found["left_out"]["direct.fa3"].startswith("ModuleNotFoundError")
-    ratio = round(us["op.sdpa"] / us["direct.sdpa_contiguous"], 4)
-    assert found["against"] == {"op.sdpa": {"direct": "direct.sdpa_contiguous", "ratio": ratio, "more_device_kernels": 1}}
-    work = suite.DIRECT["decode 8x4096"].sized("toy").work
-    assert found["gpu"]["op.sdpa"]["rate"] == round(work.bytes / us["op.sdpa"] / 1e6, 3)
-
-    class Clock:
-        def __init__(self, device):
-            assert device == torch.device("cpu")
-
-        def in_turn(self, runs, launched):
-            return {name: [10.0] * 3 if name.startswith("op.") else [5.0] * 3 for name in runs}
-
-    monkeypatch.setattr(suite, "GraphClock", Clock)
-    monkeypatch.setitem(kernels, "sdpa", replace(sdpa, capture=Capture.NEVER))
-    launched = measured()["against"]["op.sdpa"]
-    assert launched["ratio"] == 2.0 and launched["launched_us"] == {"op.sdpa": 10.0, "direct.sdpa_contiguous": 5.0}
 
 
 @pytest.mark.parametrize(

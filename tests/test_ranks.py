@@ -7,7 +7,6 @@ from statistics import median
 import pytest
 import torch
 
-from attnops.bench.reference_calls import H200
 from attnops.inputs import lengths, problem_of
 from attnops.kernel import kernels_of
 from attnops.measured import Roofline, Shape, scaled, sizes_of
@@ -15,6 +14,7 @@ from attnops.measured.cost import BY_ARCH, RATES, rates_of
 from attnops.measured.table import from_json
 from attnops.problem import Extent, Problem, Target, altered
 from tests.helpers import ROOT
+from tests.test_judge import H200
 
 ALIKE = 1.05
 """Times closer than this are in no order."""

@@ -1,9 +1,9 @@
 """Suite `kernels`: every kernel that can answer a call, the automatic choice, and torch's and the vendors' own calls.
 
-`automatic` is the plain op; `kernel` in its row names the chosen kernel. `torch.*` are SDPA, compiled flex_attention and varlen_attn;
-`direct.*` the vendors' own calls of their kernels (`attnops.bench.vendors`).
+`automatic` is the plain op, `deterministic` the op under that policy; `kernel` in their rows names the chosen kernel. `torch.*` are SDPA,
+compiled flex_attention and varlen_attn; `direct.*` the vendors' own calls of their kernels (`attnops.bench.vendors`). `of_direct` of a
+kernel: the time of the vendor's fastest call of the same device code over its own. `of_automatic`: that of `automatic` over the row's.
 `of_bandwidth` and `of_flops` are shares of the ceilings measured in the same run, for the bytes a call must move and its operations.
-The last row counts the calls of a grid that the GPU (without one, an H200) leaves to the reference, see `attnops.bench.reference_calls`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.bench import Setup, reference_calls, rows, vendors
-from attnops.bench.rows import Row, Way, time_if_right
+from attnops.bench import Setup, rows, vendors
+from attnops.bench.rows import Row, Way, time_if_right, with_ratios
 from attnops.inputs import Call, Pool, allowance, build
 from attnops.kernel import kernels_of
 from attnops.measured import Shape, Sizes
 from attnops.measured.cost import Work
 from attnops.ops import OPS
-from attnops.problem import Target
 from attnops.select import select
 from attnops.tune.clock import Run, Timed, kernels_us
 from attnops.tune.run import COMPILED, Stopwatch, runner
@@ -56,8 +55,15 @@ class Case:
         return f"{self.kind} {self.batch}x{sizes}" + (f", {remark}" if remark else "")
 
     def call(self, pool: Pool) -> Call:
-        """The call itself."""
-        return build(self.shape, [self.queries] * self.batch, [self.keys] * self.batch, pool).with_(**dict(self.more))
+        """The call itself. Float8 queries and latents are rounded from 16 bits."""
+        s, float8 = self.shape, torch.float8_e4m3fn
+        narrow = s.dtype == "float8_e4m3fn"
+        shape = replace(s, dtype="bfloat16", kv_dtype="bfloat16") if narrow else s
+        call = build(shape, [self.queries] * self.batch, [self.keys] * self.batch, pool).with_(**dict(self.more))
+        if not narrow:
+            return call
+        scale = torch.full((1,), 0.5, device=pool.device)
+        return call.map(lambda n, t: t.to(float8) if n in ("q_nope", "q_pe", "latent_pages") else t).with_(q_scale=scale, kv_scale=scale)
 
     @property
     def work(self) -> Work:
@@ -94,17 +100,16 @@ CASES = (
     Case("packed prefill", PACKED, 4, 2048, 2048),
     Case("latent decode", replace(MLA, q_heads=16, decode=True), 64, 1, 4096),
     Case("prefill", DENSE, 1, 16384, 16384),
+    Case("paged prefill", PAGED, 1, 8192, 8192),
+    Case("float8 latent decode", replace(MLA, decode=True, dtype="float8_e4m3fn", kv_dtype="float8_e4m3fn"), 64, 1, 8192),
 )
 COUNT = {"toy": 4, "small": 4, "quick": 6, "full": len(CASES)}
 
 
 def cases(setup: Setup) -> dict[str, rows.Case]:
-    """The calls, and the count of those left to the reference."""
-    pool = Pool(setup.device)
-    chosen = [case.sized(setup.size) for case in CASES[: COUNT[setup.size]]]
-    found: dict[str, rows.Case] = {case.name: partial(measure, setup, pool, case) for case in chosen}
-    target = Target.of(setup.device) if setup.on_gpu else reference_calls.H200
-    return found | {"calls left to the reference": lambda: [reference_calls.row(target)]}
+    """The calls."""
+    pool, chosen = Pool(setup.device), [case.sized(setup.size) for case in CASES[: COUNT[setup.size]]]
+    return {case.name: partial(measure, setup, pool, case) for case in chosen}
 
 
 def measure(setup: Setup, pool: Pool, case: Case) -> list[Row]:
@@ -116,10 +121,11 @@ def measure(setup: Setup, pool: Pool, case: Case) -> list[Row]:
     fast = tuple(n for n in kernels_of(call.op) if n not in slow)
     for kernel, mine, _ in Stopwatch(names=fast).candidates(call):
         ways[kernel.name] = way(runner(kernel, mine), part, allowed * kernel.tolerance.factor, mine.arguments.get("output"))
-    if (chosen := select(call.problem).kernel) is not None:
-        op = partial(OPS[call.op].packet.default, *call.args, **call.kwargs)
-        automatic = way(op, part, allowed * chosen.tolerance.factor, call.arguments.get("output"))
-        ways["automatic"] = replace(automatic, more={"kernel": chosen.name})
+    for name, policy in (("automatic", ""), ("deterministic", "deterministic")):
+        if (chosen := select(call.problem, policy).kernel) is not None:
+            op = partial(OPS[call.op].packet.default, *call.args, **call.kwargs, policy=policy)
+            plain = way(op, part, allowed * chosen.tolerance.factor, call.arguments.get("output"))
+            ways[name] = replace(plain, more={"kernel": chosen.name})
 
     def other(make: Callable[[Call], Run | None]) -> Way | None:
         # Other calls may round weights to the dtype; the budget has a factor of two for block-wise rescaling.
@@ -136,7 +142,8 @@ def measure(setup: Setup, pool: Pool, case: Case) -> list[Row]:
         moved, done = (amount / us / 1e6 / ceiling for amount, ceiling in zip(case.work, ceilings, strict=True))
         return {"of_bandwidth": round(moved, 4), "of_flops": round(done, 4), "of_ceiling": round(max(moved, done), 4)}
 
-    return time_if_right(case.name, ways, want, allowed, partial(kernels_us, setup.device), more=shares)
+    found = time_if_right(case.name, ways, want, allowed, partial(kernels_us, setup.device), more=shares)
+    return with_ratios(vendors.with_own(found), "automatic")
 
 
 def way(run: Run, part: Callable[[Tensor], Tensor], allowed: float, output: Tensor | None = None) -> Way:

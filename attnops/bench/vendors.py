@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import attnops.ops
 from attnops.bench import Setup
+from attnops.bench.rows import Row
 from attnops.inputs import Call
 from attnops.tune.clock import Run
 
@@ -67,6 +68,15 @@ def flashmla(call: Call) -> Run:
     return lambda: flash_mla_with_kvcache(*given, softmax_scale=a["scale"], causal=False)
 
 
+def flashmla_fp8(call: Call) -> Run:
+    import sgl_kernel.flash_mla  # noqa: F401, loads the ops
+
+    (a, query, pages), ops = latents(call), torch.ops.sgl_kernel
+    metadata = ops.get_mla_decoding_metadata_dense_fp8(a["seq_lens"], query.shape[2], 1)
+    given = (query, pages, 512, a["seq_lens"], a["page_table"], a["scale"], False, *metadata, a["q_scale"], a["kv_scale"])
+    return partial(ops.fwd_kvcache_mla_fp8, *given)
+
+
 def _wrapped(make: Callable[[Tensor], Any], call: Call, pages: Tensor) -> tuple[Any, Tensor, Tensor, Tensor]:
     """(FlashInfer's wrapper with a workspace; the ends, ids and last lengths of the requests' pages)."""
     a = call.arguments
@@ -104,9 +114,16 @@ def flashinfer_mla(call: Call, backend: str) -> Run:
 
 DENSE: dict[str, Make] = {"fa3": fa3_dense}
 DECODE: dict[str, Make] = {"fa3": fa3_paged, "flashinfer_tensor_cores": partial(flashinfer_paged, kind="Decode", use_tensor_cores=True)}
-EXTEND: dict[str, Make] = {"fa3": fa3_paged, "flashinfer_fa2": partial(flashinfer_paged, kind="Prefill", backend="fa2")}
+EXTEND: dict[str, Make] = {
+    "fa3": fa3_paged, **{f"flashinfer_{name}": partial(flashinfer_paged, kind="Prefill", backend=name) for name in ("fa2", "fa3")},
+}  # fmt: skip
 LATENT: dict[str, Make] = {"flashmla": flashmla, **{f"flashinfer_{name}": partial(flashinfer_mla, backend=name) for name in ("fa2", "fa3")}}
-OTHER = {"window_left", "window_right", "softcap", "sinks", "k_scale", "v_scale", "kv_scale"}  # arguments that these calls do not support
+OWN = {
+    "flashinfer": ("flashinfer_tensor_cores", "flashinfer_fa2", "flashinfer_fa3"),
+    "flashinfer_mla_fa2": ("flashinfer_fa2",), "flashinfer_mla_fa3": ("flashinfer_fa3",),
+}  # fmt: skip
+"""By kernel, the vendor's calls that run the same device code; of other kernels, the call of the kernel's name."""
+OTHER = {"window_left", "window_right", "softcap", "sinks", "k_scale", "v_scale"}  # arguments that these calls do not support
 
 
 def vendors_of(call: Call) -> dict[str, Make]:
@@ -117,9 +134,20 @@ def vendors_of(call: Call) -> dict[str, Make]:
             found = DENSE
         case "paged_attention" if a["k_pages"].dtype == a["query"].dtype:
             found = DECODE if a["max_seqlen_q"] == 1 else EXTEND
+        case "mla_attention" if "q_scale" in a:
+            found = {"flashmla_fp8": flashmla_fp8}
         case "mla_attention" if a["latent_pages"].dtype == a["q_nope"].dtype:
             found = LATENT
     return {f"direct.{name}": make for name, make in found.items()}
+
+
+def with_own(rows: list[Row]) -> list[Row]:
+    """The rows; those of kernels have `of_direct`: the time of the vendor's fastest call of the same device code over their own."""
+    us = {row["way"]: row["median_us"] for row in rows if "median_us" in row}
+    for row in rows:
+        own = [us[name] for n in OWN.get(row["way"], (row["way"],)) if (name := f"direct.{n}") in us]
+        row |= {"of_direct": round(min(own) / row["median_us"], 4)} if own and "median_us" in row else {}
+    return rows
 
 
 def _heads_first(call: Call) -> list[Tensor] | None:
