@@ -215,7 +215,7 @@ def results_full(root: Path = ROOT) -> str:
     """Every committed figure."""
     parts = []
     for _, files in machines(root):
-        shown = {stem: files[stem] for part in PARTS for stem in files if stem.partition("-")[0] == part}
+        shown = {s: files[s] for part in PARTS for s in files if s.partition("-")[0] == part and not isinstance(files[s].get("rows"), list)}
         if not shown:
             continue
         parts.append(f"## {next(iter(shown.values())).get('device', 'unknown device')}")
