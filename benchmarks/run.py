@@ -1,10 +1,11 @@
 """Runs suites of measurements, each in a process of its own: one that fails or hangs leaves the others' files.
 
-    python benchmarks/run.py [--suite bench,regret,mla] [--device cpu|cuda]
+    python benchmarks/run.py [--suite bench,regret,data] [--device cpu|cuda]
 
-bench: `attnops bench`, its cases shared by all GPUs. overhead: its suite of that name.
-mla: our layer over latents beside others, see mla.py. regret: the automatic choice against the best.
-tune: `attnops tune`, written as table.json beside the results; a regret suite in the same run goes by it.
+bench: `attnops bench`, its cases shared by all GPUs. overhead, regret: its suites of that name.
+data, gradients, deterministic, mla: our ops beside other ways to compute the same, see compare.py.
+eager: generate() of a model beside the same model patched.
+tune: `attnops tune`, written to `tables` beside the results; a regret suite in the same run goes by it.
 """
 
 from __future__ import annotations
@@ -18,22 +19,25 @@ import torch
 from common import ROOT, arguments, folder_of
 
 # Imports included. The default suite keeps the promise of eight minutes.
-LIMITS_S = {"bench": 475, "overhead": 100, "tune": 300, "regret": 180, "mla": 240}
-COMPARED = ("mla",)
+LIMITS_S = {
+    "bench": 475, "overhead": 100, "tune": 300, "regret": 240, "eager": 240,
+    "gradients": 100, "deterministic": 100, "data": 150, "mla": 240,
+}  # fmt: skip
+COMPARED = ("gradients", "deterministic", "data", "mla")
 
 DEFAULT = "bench"
 
 
-def command(suite: str, device: str, tuned: bool) -> list[str]:
-    """The command of a suite. tuned: the same run made a table."""
+def command(suite: str, device: str) -> list[str]:
+    """The command of a suite."""
     out, attnops = folder_of(device), [sys.executable, "-m", "attnops"]
-    table, commit = str(out / "table.json"), os.environ.get("COMMIT", "")
+    commit = os.environ.get("COMMIT", "")
     measured = [*attnops, "bench", "--device", device, "--out", str(out), *(["--commit", commit] if commit else [])]
     gpus = ["--gpus", str(max(1, torch.cuda.device_count()))] if device == "cuda" else []
     script = ["compare.py", suite] if suite in COMPARED else [f"{suite}.py"]
-    script += ["--table", table] if suite == "regret" and tuned else []
-    tune = [*attnops, "tune", "--budget-s", "190", "--output", table]
-    commands = {"bench": measured + gpus, "overhead": [*measured, "overhead"], "tune": tune}
+    script += ["--tiny"] if suite == "eager" and device == "cpu" else []
+    commands = {"bench": measured + gpus, "overhead": [*measured, "overhead"], "tune": [*attnops, "tune", "--budget-s", "190"]}
+    commands["regret"] = [*measured, *gpus, "--budget-s", "200", "regret"]
     return commands.get(suite) or [sys.executable, str(ROOT / "benchmarks" / script[0]), *script[1:], "--device", device]
 
 
@@ -45,9 +49,10 @@ def main() -> int:
     if unknown := set(suites) - LIMITS_S.keys():
         parser.error(f"suite: got {', '.join(sorted(unknown))}, want {', '.join(LIMITS_S)}")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))}
+    env |= {"ATTNOPS_CACHE_DIR": str(folder_of(given.device))} if "tune" in suites else {}
     failed = []
     for suite in suites:
-        start, made = time.monotonic(), command(suite, given.device, "tune" in suites)
+        start, made = time.monotonic(), command(suite, given.device)
         try:
             code: int | str = subprocess.run(made, cwd=ROOT, timeout=LIMITS_S[suite], env=env).returncode
         except subprocess.TimeoutExpired:

@@ -1,7 +1,6 @@
 """The suites of measurements as far as they go without a GPU: what they draw, count and write, and the pages made of it."""
 
 import json
-import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from attnops.inputs import Pool, build, lengths, problem_of
-from attnops.kernel import Kernel, kernels_of
-from attnops.measured import MEASURED, Grid, Table, costs
-from attnops.measured.table import from_json
+from attnops import kernel as registry
+from attnops.bench import regret
+from attnops.call import check
+from attnops.kernel import kernels_of
 from attnops.problem import Target
-from attnops.tune import Stopwatch
-from attnops.tune.shapes import DENSE, FULL
+from attnops.testing import Source
 from tests.helpers import ROOT
 
 SM90 = Target("cuda", 90, assume=())
@@ -33,158 +31,6 @@ def suites(monkeypatch):
         sys.modules.pop(name, None)
 
 
-@pytest.fixture
-def regret(suites) -> Any:
-    return import_module("regret")
-
-
-# Regret ---------------------------------------------------------------------------------------------------------------
-
-
-def test_what_is_held_out(regret):
-    held = regret.held_out(240)
-    assert held == regret.held_out(240) != regret.held_out(240, seed=2), "a seed gives the same calls"
-    assert {f: sum(h.family == f for h in held) for f in regret.FAMILIES} == dict.fromkeys(regret.FAMILIES, 48)
-    on_grid = {(p.shape, *at) for p in FULL for at in Grid(p.shape, p.batch, p.queries, p.ratio, {}).points()}
-    for h in held:
-        batch, queries, keys = len(h.q_lens), max(h.q_lens), max(h.k_lens)
-        assert (h.shape, batch, queries, keys / queries) not in on_grid
-        assert len(h.k_lens) == batch and all(1 <= q <= k or h.shape.kv_range for q, k in zip(h.q_lens, h.k_lens, strict=True))
-        if h.shape.op == "attention":
-            assert len(set(h.q_lens)) == 1
-    assert {h.shape.decode for h in held if h.family == "dense"} == {True, False}
-    ragged = sum(len(set(h.k_lens)) > 1 for h in held if len(h.k_lens) > 1)
-    assert ragged > 60
-
-
-def test_the_problem_of_a_held_call_is_that_of_the_call(regret):
-    pool, seen = Pool("cpu"), set()
-    for held in regret.held_out(1500, seed=3):
-        if held.work()[0] > 2e6:
-            continue
-        call = build(held.shape, held.q_lens, held.k_lens, pool)
-        assert problem_of(held.shape, held.q_lens, held.k_lens, Target()) == call.problem, held
-        seen.add(held.family)
-    assert len(seen) >= 3
-
-
-def row(us, chosen, family="mla"):
-    ways = dict.fromkeys(("automatic", "by_estimates", "by_powers_of_two"), chosen)
-    return {"family": family, "batch": 2, "queries": [1, 1], "keys": [7, 9], "us": us, "chosen": ways}
-
-
-def test_regret_is_counted(regret):
-    rows = [
-        row({"a": 10.0, "b": 12.0}, "a"), row({"a": 10.0, "b": 12.0}, "b"), row({"a": 10.0, "b": 8.0}, "b", "packed"),
-        row({"a": 10.0, "b": 12.0}, "gone", "packed"),
-    ]  # fmt: skip
-    found = regret.report_of(rows, None)
-    assert found["all"]["calls"] == 4
-    assert found["all"]["automatic"] == {
-        "mean_percent": 6.67, "worst_percent": 20.0, "best_chosen": 2, "over_10_percent": 1, "unanswered": 1,
-    }  # fmt: skip
-    assert found["families"]["packed"]["automatic"]["unanswered"] == 1
-    assert regret.summary([])["all"]["automatic"]["mean_percent"] is None
-    assert [r["regret_percent"] for r in found["calls"]] == [None, 20.0, 0.0, 0.0] and json.dumps(found)
-
-
-def test_the_shipped_table_chooses_as_the_committed_figures_say(regret):
-    """What was timed on an H200, chosen for once more: a change that chooses worse shows here, without a GPU."""
-    data = json.loads((ROOT / "benchmarks" / "results" / "h200" / "regret.json").read_text())
-    table = from_json((ROOT / "attnops" / "tables" / "h200.json").read_text())
-    rows = regret.chosen_again(data, table)
-    found = json.loads(json.dumps(regret.summary(rows)))
-    for now, then in ((found["all"], data["all"]), *((found["families"][f], data["families"][f]) for f in data["families"])):
-        assert now == {n: then[n] for n in ("calls", *regret.WAYS)}, "regret.py --again writes them anew"
-    assert data["table"]["digest"] == table.digest[:12] and len(rows) == len(data["calls"])
-    assert found["all"]["automatic"]["mean_percent"] < 2.0 < found["all"]["by_estimates"]["mean_percent"]
-    other = regret.summary(regret.chosen_again(data, replace(table, grids=table.grids[:5])))
-    assert other["all"]["automatic"]["mean_percent"] > found["all"]["automatic"]["mean_percent"], "fewer shapes were measured"
-
-
-def test_a_kernel_that_is_wrong_is_no_candidate(regret):
-    shape = replace(DENSE, dtype="float32", kv_dtype="float32", q_heads=4, kv_heads=2, head_dim=16, v_head_dim=16)
-    held = regret.Held("dense", shape, (6, 6), (6, 6))
-    call = build(shape, held.q_lens, held.k_lens, Pool("cpu"))
-    sdpa = kernels_of("attention")["sdpa"]
-
-    def off(call):
-        output, lse = sdpa.run(call)
-        return output * 1.5, lse
-
-    checked: dict[str, list[str]] = {}
-    assert regret.trusted(sdpa, call, held, checked)
-    assert not regret.trusted(replace(sdpa, name="off", run=off, contract=2), call, held, checked)
-    assert not regret.trusted(replace(sdpa, name="off", run=off, contract=2), call, held, checked)
-    assert checked["dense: attention.sdpa"] == [""]
-    [error] = checked["dense: attention.off"]
-    assert "off by" in error, "once is enough"
-
-
-def test_a_row_of_real_kernels(regret):
-    shape = replace(DENSE, dtype="float32", kv_dtype="float32", q_heads=4, kv_heads=2, head_dim=16, v_head_dim=16)
-    held = regret.Held("dense", shape, (6, 6), (6, 6))
-    stopwatch = Stopwatch(lambda kernel, call, run: {"sdpa": 10.0, "reference": 30.0}.get(kernel.name, 500.0))
-    found = regret.time_one(held, Pool("cpu"), stopwatch, {}, None)
-    assert found["us"]["sdpa"] == 10.0 and found["us"]["reference"] == 30.0
-    assert found["chosen"]["automatic"] == found["chosen"]["by_estimates"] == "sdpa" and regret.regret(found) == 0
-    assert found["shape"]["op"] == "attention" and found["shape"]["q_heads"] == 4 and "rope_dim" not in found["shape"]
-
-
-# Kernels made up to cross each other: what they take depends on every request, as selection cannot know it.
-def moved(s, q_lens, k_lens):
-    width = s.head_dim + s.v_head_dim
-    stored = s.head_dim if s.rope_dim else s.kv_heads * width
-    pairs = sum(q * (k - (q - 1) / 2 if s.causal else k) for q, k in zip(q_lens, k_lens, strict=True))
-    return 2.0 * (sum(q_lens) * s.q_heads * width + sum(k_lens) * stored), 2.0 * pairs * s.q_heads * width
-
-
-def splitting(s, q_lens, k_lens):
-    size, flops = moved(s, q_lens, k_lens)
-    blocks = sum(s.kv_heads * math.ceil(q * s.q_heads / s.kv_heads / 128) for q in q_lens)
-    return 8 + 7 * (blocks < 106) + max(size / 4.1e6, flops / 6e8) * (1.1 if blocks < 106 else 1.0)
-
-
-def steady(s, q_lens, k_lens):
-    size, flops = moved(s, q_lens, k_lens)
-    return 12 + size / 3.9e6 + flops / 5e8
-
-
-def quick(s, q_lens, k_lens):
-    size, flops = moved(s, q_lens, k_lens)
-    return 5 + size / 2.5e6 + flops / 4e8
-
-
-MADE_UP = {"splitting": splitting, "steady": steady, "quick": quick}
-
-
-def made_up_table():
-    grids = []
-    for plan in FULL:
-        empty = Grid(plan.shape, plan.batch, plan.queries, plan.ratio, {})
-        at = [lengths(plan.shape, p) if plan.allows(p) else None for p in empty.points()]
-        us = {n: tuple(float(f"{f(plan.shape, *a):.3g}") if a else None for a in at) for n, f in MADE_UP.items()}
-        grids.append(replace(empty, us=us))
-    return Table("Made up", "sm90", {f"{p.shape.op}.{n}": "" for p in FULL for n in MADE_UP}, tuple(grids))
-
-
-def test_a_table_chooses_well_between_its_points(regret):
-    """The grid and the hints are fine enough: mean and worst regret on calls that the table does not contain."""
-    table, exact, coarse = made_up_table(), [], []
-    assert len(table.to_json()) < 100_000
-    for held in regret.held_out(300, seed=5):
-        kernels = [Kernel(n, held.shape.op, print) for n in MADE_UP]
-        us = {n: f(held.shape, held.q_lens, held.k_lens) for n, f in MADE_UP.items()}
-        for change, regrets in ((lambda p: p, exact), (regret.coarse, coarse)):
-            found = costs(change(problem_of(held.shape, held.q_lens, held.k_lens, SM90)), kernels, table)
-            assert all(c.how == MEASURED for c in found.values()), held
-            regrets.append(us[min(found, key=lambda n: found[n].us)] / min(us.values()) - 1)
-    # The worst are calls of some 10 us between two points where one of the kernels stops splitting.
-    assert sum(exact) / len(exact) <= 0.01 and max(exact) <= 0.5
-    assert sum(r > 0.1 for r in exact) <= 0.03 * len(exact)
-    assert sum(coarse) > 1.5 * sum(exact)
-
-
 # Running --------------------------------------------------------------------------------------------------------------
 
 
@@ -192,23 +38,24 @@ def test_one_suite_that_fails_leaves_the_others(suites, monkeypatch, capsys):
     run = import_module("run")
     asked = []
 
-    def fake(command, timeout, **_):
+    def fake(command, timeout, env, **_):
+        assert env["ATTNOPS_CACHE_DIR"] == "/somewhere", "the choice goes by the table that the same run made"
         asked.append([p.rpartition("/")[2] for p in command[1:]])
-        if "mla" in command:
+        if "data" in command:
             raise subprocess.TimeoutExpired(command, timeout)
-        return subprocess.CompletedProcess(command, 3 if "bench" in command else 0)
+        return subprocess.CompletedProcess(command, 3 if "overhead" in command else 0)
 
     monkeypatch.setattr(run.subprocess, "run", fake)
-    monkeypatch.setattr(sys, "argv", ["run.py", "--device", "cpu", "--suite", "overhead,mla,tune,regret"])
+    monkeypatch.setattr(sys, "argv", ["run.py", "--device", "cpu", "--suite", "overhead,data,tune,regret"])
     monkeypatch.setenv("OUT", "/somewhere")
     monkeypatch.setenv("COMMIT", "c0ffee")
     assert run.main() == 1
-    overhead, mla, tune, regret = asked
+    overhead, data, tune, measured = asked
     assert overhead[:3] == ["-m", "attnops", "bench"] and overhead[-3:] == ["--commit", "c0ffee", "overhead"]
-    assert mla[:2] == ["compare.py", "mla"] and tune[:3] == ["-m", "attnops", "tune"] and regret[0] == "regret.py"
-    assert tune[-2:] == ["--output", "table.json"] and regret[1:3] == ["--table", "table.json"], "a fresh table is what the choice goes by"
+    assert data[:2] == ["compare.py", "data"] and tune[:3] == ["-m", "attnops", "tune"]
+    assert measured[:3] == overhead[:3] and measured[-1] == "regret"
     printed = capsys.readouterr().out
-    assert "overhead: FAILED (3)" in printed and "mla: FAILED (over" in printed and "regret: done" in printed
+    assert "overhead: FAILED (3)" in printed and "data: FAILED (over" in printed and "regret: done" in printed
     monkeypatch.setattr(sys, "argv", ["run.py", "--suite", "speed"])
     with pytest.raises(SystemExit):
         run.main()
@@ -232,6 +79,42 @@ def compare(monkeypatch, tmp_path, suite, *more):
     return code, json.loads((tmp_path / f"{suite}.json").read_text())
 
 
+def test_data_is_measured(suites, monkeypatch, tmp_path):
+    """On a CPU: every case is a call in order, counted right, and the reference's ops are timed and compared."""
+    suite = import_module("compare")
+    calls = {n: make(Source(1)) for n, make in suite.DATA.items() if "2048" not in n and "256" not in n}
+    for call in calls.values():
+        check(call.record)
+    row = 8 * 128 * 2
+    want = {
+        "write_kv 4096": 4 * 4096 * row, "write_kv 4096 float8": 3 * 4096 * row, "write_latent 4096": 2 * 4096 * 576 * 2,
+        "write_latent_packed 64": 64 * (576 * 2 + 656), "copy_kv 8 slots, 32 layers": 4 * 8 * 32 * row,
+        "kv_indices 64": 0,
+    }  # fmt: skip
+    assert {n: suite.moved_bytes(calls[n]) for n in want} == want
+    for name, bare in (("write_kv 64", {"eager", "compiled", "copy"}), ("kv_indices 64", {"eager", "compiled"})):
+        code, report = compare(monkeypatch, tmp_path, "data", "--only", name)
+        found = report["cases"][name]
+        assert code == 0 and "target" in found["left_out"]["triton"]
+        assert set(found["gpu"]) == bare and all(us["median_us"] > 0 for us in found["gpu"].values())
+        us = {way: figures["median_us"] for way, figures in found["gpu"].items()}
+        assert "copy" not in bare or found["gpu"]["eager"]["of_copy"] == round(us["copy"] / us["eager"], 3)
+
+
+def test_data_that_differs_is_not_timed(suites, monkeypatch, tmp_path):
+    right = kernels_of("write_kv")["reference"]
+
+    def off(call):
+        right.run(call)
+        call.k_pages.zero_()
+
+    monkeypatch.setitem(registry._REGISTRY.kernels["write_kv"], "triton", replace(right, name="triton", run=off, contract=2))
+    code, report = compare(monkeypatch, tmp_path, "data", "--only", "write_kv 64 float8")
+    [found] = report["cases"].values()
+    assert code == 1 and report["failed"]["write_kv 64 float8"].startswith("triton: wrong: off by")
+    assert found["left_out"]["triton"].startswith("wrong: off by") and "triton" not in found["gpu"] and "eager" in found["gpu"]
+
+
 @pytest.mark.parametrize(
     ("gpu", "word"),
     [
@@ -245,6 +128,11 @@ def test_folders_are_named_by_the_model(suites, gpu, word):
 
 # Pages ----------------------------------------------------------------------------------------------------------------
 
+CALLS = [
+    {"case": "mla 1x1 of 9", "way": "automatic", "us": {"a": 10.0, "b": 12.0}, "chosen": dict.fromkeys(regret.WAYS, "b")},
+    {"case": "packed 1x9 of 9", "way": "automatic", "us": {"a": 10.0, "b": 11.0}, "chosen": dict.fromkeys(regret.WAYS, "a")},
+]
+REGRET = {"rows": [*CALLS, *regret.summary("mla", CALLS[:1]), *regret.summary("packed", CALLS[1:])]}
 STAMP = {"device": "Some GPU", "torch": "2.11.0", "date": "2026-01-01", "commit": "0123456789abcdef", "packages": ["far==1.0"]}
 
 
@@ -266,7 +154,7 @@ def test_no_results_are_no_error(results, tmp_path):
     assert results.results_full(tmp_path) == results.NONE
 
 
-def test_results_become_tables(results, regret, tmp_path):
+def test_results_become_tables(results, tmp_path):
     numerics = {"cases": 19, "refused": 3, "wrong": 0, "worst_share_of_budget": 0.1727}
     idle = {"cases": 0, "refused": 9, "wrong": 0, "worst_share_of_budget": 0.0}
     proven = {"numerics": {"attention.fa3": numerics, "attention.far": idle}, "opcheck": {"attention.fa3": 2}, "replay": {}}
@@ -275,7 +163,7 @@ def test_results_become_tables(results, regret, tmp_path):
     proven["target"] = "sm90"
     proven |= {"tests": {"passed": 7, "failed": 0}, "not_run": ["test_it.py::test_z"], "skipped_tests": {"no library": ["a", "b", "c"]}}
     write(tmp_path, "h200", "kernels", proven)
-    write(tmp_path, "h200", "regret", regret.summary([row({"a": 10.0, "b": 12.0}, "b"), row({"a": 10.0}, "a", "packed")]))
+    write(tmp_path, "h200", "regret", REGRET)
     case = {
         "unit": "TB/s",
         "gpu": {n: {"median_us": us, "rate": 3.3} for n, us in {"op.fa3": 10.1, "direct.fa3": 10.0}.items()},
@@ -314,11 +202,10 @@ def test_results_become_tables(results, regret, tmp_path):
     assert "| Some GPU | - | - | - | - | 11.6 us |" in short and "| zz | a file of another form |" in short
 
 
-def test_the_larger_grid_of_regret_is_shown(results, regret, tmp_path):
+def test_the_larger_grid_of_regret_is_shown(results, tmp_path):
     write(tmp_path, "h200", "kernel_times", {"rows": [{"case": "a", "way": way, "median_us": 5.0} for way in ("fa3", "automatic")]})
     assert "| 0.0% / 0% of 1 calls |" in results.results_short(tmp_path)
-    rows = [row({"a": 10.0, "b": 12.0}, "b"), row({"a": 10.0}, "a", "packed")]
-    write(tmp_path, "h200", "regret", regret.summary(rows))
+    write(tmp_path, "h200", "regret", REGRET)
     assert "| 10.0% / 20% of 2 calls |" in results.results_short(tmp_path)
 
 
@@ -403,3 +290,45 @@ def test_floors_are_below_what_was_reached(suites):
     slow = mla.with_floors(data | {"ceilings": data["ceilings"] | {"copy_tb_s": 100.0}}, "cpu")
     name = "16 heads, 64x32768"
     assert slow["layer"][name]["kernel_floor_us"] < 0.5 * found["layer"][name]["kernel_floor_us"]
+
+
+# Policies and gradients -----------------------------------------------------------------------------------------------
+
+
+def test_a_patched_model_that_is_wrong_is_not_timed(suites, monkeypatch, tmp_path):
+    eager = import_module("eager")
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(eager, "BATCHES", (1,))
+    monkeypatch.setattr(sys, "argv", ["eager.py", "--device", "cpu", "--tiny", "--turns", "1"])
+    assert eager.main() == 0
+    [found] = json.loads((tmp_path / "eager.json").read_text())["cases"].values()
+    assert found["off"] < eager.LIMIT and found["step_ms"]["ratio"] > 0 and found["tokens_per_s"]["patched"] > 0
+    monkeypatch.setattr(eager, "LIMIT", -1.0)
+    assert eager.main() == 1
+    report = json.loads((tmp_path / "eager.json").read_text())
+    assert set(report["cases"]["1x32"]) == {"off"} and report["failed"]["1x32"].startswith("logits are off by")
+
+
+def test_deterministic_policies_beside_the_default(suites, monkeypatch, tmp_path):
+    suite = import_module("beside")
+    code, report = compare(monkeypatch, tmp_path, "deterministic")
+    cases = {(row["case"], row["way"]) for row in report["rows"]}
+    assert code == 0 and cases == {(name.format(20), way) for name in suite.CALLS for way in suite.POLICIES}
+    for row in report["rows"]:
+        assert row["median_us"] > 0 and 0 < row["error"] < suite.MOST_ERROR and row["kernel"]
+
+
+def test_a_policy_that_is_wrong_is_not_timed(suites, monkeypatch, tmp_path):
+    monkeypatch.setattr(import_module("beside"), "exact", lambda *_: [torch.ones(())])
+    code, report = compare(monkeypatch, tmp_path, "deterministic", "--only", "prompt 20, dense")
+    assert code == 1 and len(report["rows"]) == 2
+    assert all("wrong" in row and "median_us" not in row for row in report["rows"])
+
+
+def test_gradients_beside_torchs(suites, monkeypatch, tmp_path):
+    suite = import_module("beside")
+    code, report = compare(monkeypatch, tmp_path, "gradients")
+    assert code == 0 and len(report["rows"]) == 4 * len(suite.SHAPES)
+    for row in report["rows"]:
+        assert row["median_us"] > 0 and row["host_us"] > 0 and 0 < row["error"] < suite.MOST_ERROR
+        assert ("kernel" in row) == (row["way"] in ("attention", "varlen_attention"))

@@ -24,7 +24,7 @@ def _points(report: Mapping[str, Any], picture: Picture) -> dict[str, dict[str, 
     """The value of each case by way, both in order of appearance."""
     found: dict[str, dict[str, float]] = {}
     for row in report["rows"]:
-        if (value := row.get(picture.figure)) and "wrong" not in row:
+        if (value := row.get(picture.figure)) is not None and "wrong" not in row:
             found.setdefault(row["way"], {})[row["case"]] = value * picture.scale
     return found
 
