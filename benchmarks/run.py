@@ -1,10 +1,9 @@
 """Runs suites of measurements, each in a process of its own: one that fails or hangs leaves the others' files.
 
-    python benchmarks/run.py [--suite bench,regret,data] [--device cpu|cuda]
+    python benchmarks/run.py [--suite bench,regret,mla] [--device cpu|cuda]
 
 bench: `attnops bench`, its cases shared by all GPUs. overhead, regret: its suites of that name.
-data, gradients, deterministic, mla: our ops beside other ways to compute the same, see compare.py.
-eager: generate() of a model beside the same model patched.
+mla: our layer over latents beside others, see mla.py.
 tune: `attnops tune`, written to `tables` beside the results; a regret suite in the same run goes by it.
 """
 
@@ -19,11 +18,8 @@ import torch
 from common import ROOT, arguments, folder_of
 
 # Imports included. The default suite keeps the promise of eight minutes.
-LIMITS_S = {
-    "bench": 475, "overhead": 100, "tune": 300, "regret": 240, "eager": 240,
-    "gradients": 100, "deterministic": 100, "data": 150, "mla": 240,
-}  # fmt: skip
-COMPARED = ("gradients", "deterministic", "data", "mla")
+LIMITS_S = {"bench": 475, "overhead": 100, "tune": 300, "regret": 240, "mla": 240}
+COMPARED = ("mla",)
 
 DEFAULT = "bench"
 
@@ -35,7 +31,6 @@ def command(suite: str, device: str) -> list[str]:
     measured = [*attnops, "bench", "--device", device, "--out", str(out), *(["--commit", commit] if commit else [])]
     gpus = ["--gpus", str(max(1, torch.cuda.device_count()))] if device == "cuda" else []
     script = ["compare.py", suite] if suite in COMPARED else [f"{suite}.py"]
-    script += ["--tiny"] if suite == "eager" and device == "cpu" else []
     commands = {"bench": measured + gpus, "overhead": [*measured, "overhead"], "tune": [*attnops, "tune", "--budget-s", "190"]}
     commands["regret"] = [*measured, *gpus, "--budget-s", "200", "regret"]
     return commands.get(suite) or [sys.executable, str(ROOT / "benchmarks" / script[0]), *script[1:], "--device", device]

@@ -143,24 +143,11 @@ def direct(data: dict[str, Any]) -> str:
 
 def regret(data: dict[str, Any]) -> str:
     """How much slower the automatic choice is than the best."""
-    found = families(data)
-    ways = {way: what for way, what in WAYS.items() if any(way in f for f in found.values())}
     rows = []
-    for name, f in found.items():
-        rows.append([name, str(f["calls"]), *(cell(f.get(way)) for way in ways), f"{f['automatic']['best_chosen']} of {f['calls']}"])
-    text = table(["calls", "how many", *(f"{what}, mean / worst" for what in ways.values()), "the best was chosen"], rows)
+    for name, f in {**data["families"], "all": data["all"]}.items():
+        rows.append([name, str(f["calls"]), *(cell(f.get(way)) for way, _ in WAYS), f"{f['automatic']['best_chosen']} of {f['calls']}"])
+    text = table(["calls", "how many", *(f"{what}, mean / worst" for _, what in WAYS), "the best was chosen"], rows)
     return text + ("\n\nTimed at that commit; chosen later, by the table that ships." if data.get("again") else "")
-
-
-def families(data: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The regret of each family and of all calls, of a file of the suite or of the script that was before it."""
-    if "rows" not in data:
-        return {**data["families"], "all": data["all"]}
-    found: dict[str, dict[str, Any]] = {}
-    for row in (*data["rows"], *summary("all", [row for row in data["rows"] if "us" in row])):
-        if "unanswered" in row:
-            found.setdefault(row["case"], {"calls": row["calls"]})[row["way"]] = row
-    return found
 
 
 def data_kernels(data: dict[str, Any]) -> str:
@@ -208,7 +195,7 @@ def mla(data: dict[str, Any]) -> str:
     return f"{text}\n\n{floor}"
 
 
-WAYS = {"automatic": "measured times", "by_estimates": "estimates alone", "by_powers_of_two": "sizes known to a power of two"}
+WAYS = (("automatic", "measured times"), ("by_estimates", "estimates alone"), ("by_powers_of_two", "sizes known to a power of two"))
 
 
 def cell(f: dict[str, Any] | None) -> str:
@@ -229,7 +216,7 @@ def results_full(root: Path = ROOT) -> str:
     """Every committed figure."""
     parts = []
     for _, files in machines(root):
-        shown = {stem: files[stem] for part in PARTS for stem in files if stem.partition("-")[0] == part}
+        shown = {s: files[s] for part in PARTS for s in files if s.partition("-")[0] == part and not isinstance(files[s].get("rows"), list)}
         if not shown:
             continue
         parts.append(f"## {next(iter(shown.values())).get('device', 'unknown device')}")
@@ -278,8 +265,11 @@ def _row(files: dict[str, Any]) -> list[str]:
     eager = [r["median_us"] for r in files.get("overhead", {}).get("rows", []) if r["way"] == "function" and r["case"].startswith("eager")]
     cost = f"{eager[0]:.1f} us" if eager else "-"
     # The larger grid says more: the suite `regret` has many calls that the suite `kernels` does not time.
-    if (data := files.get("regret")) and (grid := families(data)["all"])["calls"] > len(kernels):
-        over = f"{cell(grid['automatic'])} of {grid['calls']} calls"
+    choices = files.get("regret", {})
+    timed = [row for row in choices.get("rows", ()) if "us" in row]
+    every = next(summary("all", timed)) if timed else choices.get("all", {}).get("automatic")
+    if every and (count := len(timed) or choices["all"]["calls"]) > len(kernels):
+        over = f"{cell(every)} of {count} calls"
     found = [f"{good} of {len(ran)}" if ran else "-", cases, times, over, cost]
     return [] if set(found) == {"-"} else [str(shown[0].get("device", "?")), *found]
 

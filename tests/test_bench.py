@@ -19,7 +19,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from attnops import kernel as registry
-from attnops.bench import Point, Setup, compile, decode, kernels, overhead, plots, run as suites, vendors
+from attnops.bench import Point, Setup, compile, data, decode, gradients, kernels, overhead, plots, run as suites, vendors
 from attnops.bench.files import bad, compare, environment, read, text_of
 from attnops.bench.rows import Way, largest_error, relative_error, time_if_right, with_ratios
 from attnops.call import check
@@ -124,6 +124,7 @@ def test_whole_models_are_beside_their_peers(reports_of):
     [step] = ways(reports_of[0]["decode"]).values()
     assert set(step) == set(decode.WAYS), "what may be asked for is what there is"
     [prompt] = ways(reports_of[0]["prefill"]).values()
+    assert {row["way"] for row in reports_of[0]["generate"]["rows"]} == {"hf_eager", "attnops_eager"}
     assert set(prompt) == {"hf_eager", "hf_compiled", "attnops_eager", "attnops_compiled"}
     for row in (*step.values(), *prompt.values()):
         assert row["budget"] < 1e-4, "that of float32"
@@ -140,6 +141,39 @@ def test_kernels_are_beside_torch(reports_of):
         assert {rows["automatic"]["kernel"], rows["deterministic"]["kernel"]} <= set(rows) and "of_automatic" in rows["deterministic"]
         for row in rows.values():
             assert row["of_ceiling"] == max(row["of_bandwidth"], row["of_flops"]) > 0
+
+
+def test_data_is_counted_and_compared_bit_for_bit(reports_of, monkeypatch):
+    calls = {name: make(Pool("cpu")) for name, make in data.CASES.items() if not name.endswith(("2048", "256"))}
+    for call, _ in calls.values():
+        check(call.record)
+    row = 8 * 128 * 2
+    want = {
+        "write_kv 4096": 4 * 4096 * row, "write_kv float8 4096": 3 * 4096 * row, "write_latent 4096": 2 * 4096 * 576 * 2,
+        "write_latent_packed 64": 64 * (576 * 2 + 656), "copy_kv of 32 layers 8": 4 * 8 * 32 * row, "kv_indices 64": 0,
+    }  # fmt: skip
+    assert {name: calls[name][1] for name in want} == want
+    rows = ways(reports_of[0]["data"])
+    assert set(rows["write_kv 64"]) == {"reference", "compiled", "copy"} and set(rows["kv_indices 64"]) == {"reference", "compiled"}
+    right = kernels_of("write_kv")["reference"]
+
+    def off(call):
+        right.run(call)
+        call.k_pages.zero_()
+
+    monkeypatch.setitem(registry._REGISTRY.kernels["write_kv"], "triton", replace(right, name="triton", run=off, contract=2))
+    found = {row["way"]: row for row in data.measure(TOY, Pool("cpu"), "write_kv float8 64")}
+    assert found["triton"]["wrong"].startswith("wrong: off by") and "median_us" not in found["triton"] and found["reference"]["median_us"]
+
+
+def test_gradients_are_beside_torchs(reports_of, monkeypatch):
+    [rows] = ways(reports_of[0]["gradients"]).values()
+    ours = {"attention", "deterministic", "varlen_attention"}
+    assert set(rows) == {"flash2", "torch"} | ours and all(row["host_us"] > 0 and row["error"] > 0 for row in rows.values())
+    assert {way for way, row in rows.items() if "kernel" in row} == ours
+    monkeypatch.setattr(gradients, "relative", lambda got, want: 1.0)
+    for case in gradients.cases(TOY).values():
+        assert all("wrong" in row and "median_us" not in row for row in case())
 
 
 def test_every_kind_of_call_is_compared_with_the_exact_result():
@@ -350,8 +384,8 @@ def test_only_what_is_beyond_both_spreads_is_worse(tmp_path):
     }  # fmt: skip
     assert {case for case, c in changes.items() if c["worse"]} == {"b", "e", "f"} and changes["b"]["ratio"] == 1.11
     files = [tmp_path / "a.json", tmp_path / "b.json"]
-    for path, data in zip(files, (before, after), strict=True):
-        path.write_text(text_of(data))
+    for path, report_of in zip(files, (before, after), strict=True):
+        path.write_text(text_of(report_of))
     result = attnops("--compare", *files, "--json")
     assert result.exit_code == 1 and json.loads(result.stdout)["regressions"] == 3
     assert json.loads(result.stdout)["changes"][1]["ratio"] == 1.11

@@ -3,22 +3,14 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 
-from attnops import kernel as registry
 from attnops.bench import regret
-from attnops.call import check
-from attnops.kernel import kernels_of
-from attnops.problem import Target
-from attnops.testing import Source
 from tests.helpers import ROOT
-
-SM90 = Target("cuda", 90, assume=())
 
 
 @pytest.fixture
@@ -41,21 +33,21 @@ def test_one_suite_that_fails_leaves_the_others(suites, monkeypatch, capsys):
     def fake(command, timeout, env, **_):
         assert env["ATTNOPS_CACHE_DIR"] == "/somewhere", "the choice goes by the table that the same run made"
         asked.append([p.rpartition("/")[2] for p in command[1:]])
-        if "data" in command:
+        if "mla" in command:
             raise subprocess.TimeoutExpired(command, timeout)
         return subprocess.CompletedProcess(command, 3 if "overhead" in command else 0)
 
     monkeypatch.setattr(run.subprocess, "run", fake)
-    monkeypatch.setattr(sys, "argv", ["run.py", "--device", "cpu", "--suite", "overhead,data,tune,regret"])
+    monkeypatch.setattr(sys, "argv", ["run.py", "--device", "cpu", "--suite", "overhead,mla,tune,regret"])
     monkeypatch.setenv("OUT", "/somewhere")
     monkeypatch.setenv("COMMIT", "c0ffee")
     assert run.main() == 1
-    overhead, data, tune, measured = asked
+    overhead, mla, tune, measured = asked
     assert overhead[:3] == ["-m", "attnops", "bench"] and overhead[-3:] == ["--commit", "c0ffee", "overhead"]
-    assert data[:2] == ["compare.py", "data"] and tune[:3] == ["-m", "attnops", "tune"]
+    assert mla[:2] == ["compare.py", "mla"] and tune[:3] == ["-m", "attnops", "tune"]
     assert measured[:3] == overhead[:3] and measured[-1] == "regret"
     printed = capsys.readouterr().out
-    assert "overhead: FAILED (3)" in printed and "data: FAILED (over" in printed and "regret: done" in printed
+    assert "overhead: FAILED (3)" in printed and "mla: FAILED (over" in printed and "regret: done" in printed
     monkeypatch.setattr(sys, "argv", ["run.py", "--suite", "speed"])
     with pytest.raises(SystemExit):
         run.main()
@@ -79,42 +71,6 @@ def compare(monkeypatch, tmp_path, suite, *more):
     return code, json.loads((tmp_path / f"{suite}.json").read_text())
 
 
-def test_data_is_measured(suites, monkeypatch, tmp_path):
-    """On a CPU: every case is a call in order, counted right, and the reference's ops are timed and compared."""
-    suite = import_module("compare")
-    calls = {n: make(Source(1)) for n, make in suite.DATA.items() if "2048" not in n and "256" not in n}
-    for call in calls.values():
-        check(call.record)
-    row = 8 * 128 * 2
-    want = {
-        "write_kv 4096": 4 * 4096 * row, "write_kv 4096 float8": 3 * 4096 * row, "write_latent 4096": 2 * 4096 * 576 * 2,
-        "write_latent_packed 64": 64 * (576 * 2 + 656), "copy_kv 8 slots, 32 layers": 4 * 8 * 32 * row,
-        "kv_indices 64": 0,
-    }  # fmt: skip
-    assert {n: suite.moved_bytes(calls[n]) for n in want} == want
-    for name, bare in (("write_kv 64", {"eager", "compiled", "copy"}), ("kv_indices 64", {"eager", "compiled"})):
-        code, report = compare(monkeypatch, tmp_path, "data", "--only", name)
-        found = report["cases"][name]
-        assert code == 0 and "target" in found["left_out"]["triton"]
-        assert set(found["gpu"]) == bare and all(us["median_us"] > 0 for us in found["gpu"].values())
-        us = {way: figures["median_us"] for way, figures in found["gpu"].items()}
-        assert "copy" not in bare or found["gpu"]["eager"]["of_copy"] == round(us["copy"] / us["eager"], 3)
-
-
-def test_data_that_differs_is_not_timed(suites, monkeypatch, tmp_path):
-    right = kernels_of("write_kv")["reference"]
-
-    def off(call):
-        right.run(call)
-        call.k_pages.zero_()
-
-    monkeypatch.setitem(registry._REGISTRY.kernels["write_kv"], "triton", replace(right, name="triton", run=off, contract=2))
-    code, report = compare(monkeypatch, tmp_path, "data", "--only", "write_kv 64 float8")
-    [found] = report["cases"].values()
-    assert code == 1 and report["failed"]["write_kv 64 float8"].startswith("triton: wrong: off by")
-    assert found["left_out"]["triton"].startswith("wrong: off by") and "triton" not in found["gpu"] and "eager" in found["gpu"]
-
-
 @pytest.mark.parametrize(
     ("gpu", "word"),
     [
@@ -132,7 +88,6 @@ CALLS = [
     {"case": "mla 1x1 of 9", "way": "automatic", "us": {"a": 10.0, "b": 12.0}, "chosen": dict.fromkeys(regret.WAYS, "b")},
     {"case": "packed 1x9 of 9", "way": "automatic", "us": {"a": 10.0, "b": 11.0}, "chosen": dict.fromkeys(regret.WAYS, "a")},
 ]
-REGRET = {"rows": [*CALLS, *regret.summary("mla", CALLS[:1]), *regret.summary("packed", CALLS[1:])]}
 STAMP = {"device": "Some GPU", "torch": "2.11.0", "date": "2026-01-01", "commit": "0123456789abcdef", "packages": ["far==1.0"]}
 
 
@@ -163,7 +118,8 @@ def test_results_become_tables(results, tmp_path):
     proven["target"] = "sm90"
     proven |= {"tests": {"passed": 7, "failed": 0}, "not_run": ["test_it.py::test_z"], "skipped_tests": {"no library": ["a", "b", "c"]}}
     write(tmp_path, "h200", "kernels", proven)
-    write(tmp_path, "h200", "regret", REGRET)
+    figures = {"mean_percent": 20.0, "worst_percent": 20.0, "best_chosen": 0}
+    write(tmp_path, "h200", "regret", {"families": {"mla": {"calls": 1, "automatic": figures}}, "all": {"calls": 1, "automatic": figures}})
     case = {
         "unit": "TB/s",
         "gpu": {n: {"median_us": us, "rate": 3.3} for n, us in {"op.fa3": 10.1, "direct.fa3": 10.0}.items()},
@@ -205,7 +161,7 @@ def test_results_become_tables(results, tmp_path):
 def test_the_larger_grid_of_regret_is_shown(results, tmp_path):
     write(tmp_path, "h200", "kernel_times", {"rows": [{"case": "a", "way": way, "median_us": 5.0} for way in ("fa3", "automatic")]})
     assert "| 0.0% / 0% of 1 calls |" in results.results_short(tmp_path)
-    write(tmp_path, "h200", "regret", REGRET)
+    write(tmp_path, "h200", "regret", {"rows": CALLS})
     assert "| 10.0% / 20% of 2 calls |" in results.results_short(tmp_path)
 
 
@@ -290,45 +246,3 @@ def test_floors_are_below_what_was_reached(suites):
     slow = mla.with_floors(data | {"ceilings": data["ceilings"] | {"copy_tb_s": 100.0}}, "cpu")
     name = "16 heads, 64x32768"
     assert slow["layer"][name]["kernel_floor_us"] < 0.5 * found["layer"][name]["kernel_floor_us"]
-
-
-# Policies and gradients -----------------------------------------------------------------------------------------------
-
-
-def test_a_patched_model_that_is_wrong_is_not_timed(suites, monkeypatch, tmp_path):
-    eager = import_module("eager")
-    monkeypatch.setenv("OUT", str(tmp_path))
-    monkeypatch.setattr(eager, "BATCHES", (1,))
-    monkeypatch.setattr(sys, "argv", ["eager.py", "--device", "cpu", "--tiny", "--turns", "1"])
-    assert eager.main() == 0
-    [found] = json.loads((tmp_path / "eager.json").read_text())["cases"].values()
-    assert found["off"] < eager.LIMIT and found["step_ms"]["ratio"] > 0 and found["tokens_per_s"]["patched"] > 0
-    monkeypatch.setattr(eager, "LIMIT", -1.0)
-    assert eager.main() == 1
-    report = json.loads((tmp_path / "eager.json").read_text())
-    assert set(report["cases"]["1x32"]) == {"off"} and report["failed"]["1x32"].startswith("logits are off by")
-
-
-def test_deterministic_policies_beside_the_default(suites, monkeypatch, tmp_path):
-    suite = import_module("beside")
-    code, report = compare(monkeypatch, tmp_path, "deterministic")
-    cases = {(row["case"], row["way"]) for row in report["rows"]}
-    assert code == 0 and cases == {(name.format(20), way) for name in suite.CALLS for way in suite.POLICIES}
-    for row in report["rows"]:
-        assert row["median_us"] > 0 and 0 < row["error"] < suite.MOST_ERROR and row["kernel"]
-
-
-def test_a_policy_that_is_wrong_is_not_timed(suites, monkeypatch, tmp_path):
-    monkeypatch.setattr(import_module("beside"), "exact", lambda *_: [torch.ones(())])
-    code, report = compare(monkeypatch, tmp_path, "deterministic", "--only", "prompt 20, dense")
-    assert code == 1 and len(report["rows"]) == 2
-    assert all("wrong" in row and "median_us" not in row for row in report["rows"])
-
-
-def test_gradients_beside_torchs(suites, monkeypatch, tmp_path):
-    suite = import_module("beside")
-    code, report = compare(monkeypatch, tmp_path, "gradients")
-    assert code == 0 and len(report["rows"]) == 4 * len(suite.SHAPES)
-    for row in report["rows"]:
-        assert row["median_us"] > 0 and row["host_us"] > 0 and 0 < row["error"] < suite.MOST_ERROR
-        assert ("kernel" in row) == (row["way"] in ("attention", "varlen_attention"))

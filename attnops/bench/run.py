@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnops.bench import Setup, compile, decode, device_of, kernels, overhead, regret
+from attnops.bench import Setup, compile, data, decode, device_of, gradients, kernels, overhead, regret
 from attnops.bench.files import environment, make_folder, write
 from attnops.bench.rows import Case, LeftOut
 from attnops.errors import InvalidInput, one_line
@@ -53,6 +53,9 @@ SPEED = Picture("of_hf_compiled", "times the speed of transformers' compiled mod
 FIRST = SPEED._replace(title="Time to the first token")
 COLD = Picture("median_us", "s", "First call of a decode step", 1e-6, log=True, more=False)
 CAPTURE = COLD._replace(title="Capture of all buckets")
+MOVED = Picture("of_copy", "times the speed of a copy of as many bytes", "Moving data")
+TRAINED = Picture("of_flash2", "times the speed of FlashAttention-2 in torch", "Training steps")
+WHOLE = SPEED._replace(figure="of_hf_eager", unit="times the speed of transformers' eager model", title="generate()")
 HOST = Picture("median_us", "us", "Host time", log=True, more=False)
 REGRET = Picture("mean_percent", "% over the best kernel, mean", "The automatic choice", more=False)
 SUITES = (
@@ -61,6 +64,9 @@ SUITES = (
     Suite("prefill", "the time to the first token of whole Hugging Face models", decode.prefill_cases, FIRST, 2.0),
     Suite("compile", "cold and warm compilation, and the number of graphs", compile.cases, COLD, 2.0),
     Suite("graphs", "capture of all default buckets, and a step's host time", compile.graph_cases, CAPTURE),
+    Suite("data", "kernels that move keys, values and latents", data.cases, MOVED, 0.5, ()),
+    Suite("gradients", "training steps of attention", gradients.cases, TRAINED, 0.5, ()),
+    Suite("generate", "whole calls of generate()", decode.generate_cases, WHOLE),
     Suite("overhead", "the host time of a call through attnops", overhead.cases, HOST, needs=()),
     Suite("regret", "the automatic choice against the best kernel, on calls that no table has", regret.cases, REGRET, needs=()),
 )

@@ -1,4 +1,7 @@
-"""Checks that stand-ins share. A stand-in registers ops at its import, which must not happen beside the wheels: this file has none."""
+"""Checks that stand-ins share. A stand-in registers ops at its import, which must not happen beside the wheels: this file has none.
+
+The error texts of `laid_out` are attnops' own, whatever the wheel would say of that argument. Checks written by hand quote the wheel.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +16,10 @@ KINDS = {torch.int32: "torch::kInt32", torch.float32: "torch::kFloat32", torch.b
 LAST, ALL = "have contiguous last dimension", "be contiguous"
 
 
-def check(ok: bool, message: str) -> None:
-    """TORCH_CHECK."""
+def check(ok: bool, message: str, error: type[Exception] = RuntimeError) -> None:
+    """TORCH_CHECK, TVM_FFI_ICHECK, FLASHINFER_CHECK; with another error, what a package's Python raises."""
     if not ok:
-        raise RuntimeError(message)
+        raise error(message)
 
 
 def laid_out(*, sizes: dict[str, int] | None = None, **given: tuple[Tensor | None, str, torch.dtype | tuple[torch.dtype, ...], str]) -> Any:
@@ -33,8 +36,8 @@ def laid_out(*, sizes: dict[str, int] | None = None, **given: tuple[Tensor | Non
         check(not strides or (x.is_contiguous() if strides == ALL else x.stride(-1) == 1), f"{field} must {strides}")
         check(x.dim() == len(layout_of(dims)), f"{field} must have {len(layout_of(dims))} dimensions")
         for size, got in zip(layout_of(dims), x.shape, strict=True):
-            want = evaluate(size.text, found) if size.options else found.setdefault(size.text, got)
-            check(got == want, f"{field} must have shape ({dims})")
+            want = evaluate(size.text.removeprefix(">="), found) if size.options else found.setdefault(size.text, got)
+            check(got >= want if size.least else got == want, f"{field} must have shape ({dims})")
     return SimpleNamespace(**found)
 
 

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.standins.checks import ALL, LAST, laid_out
 from tests.standins.sgl_kernel_fa3 import _request
 
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+HALVES, FLOAT8, I32 = (torch.float16, torch.bfloat16), (torch.float8_e4m3fn, torch.float8_e5m2), torch.int32
 Called = list[dict[str, Any]]
 
 
@@ -86,28 +87,22 @@ def _flash_attn_fwd(
 ) -> tuple[Any, ...]:
     assert q is not None and k is not None and out is not None and _arch is not None, "the stand-in wants these"
     assert not any(t.requires_grad for t in (q, k, v) if t is not None), "the real one would compile, and keep, what a gradient needs"
-    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    (heads, d), (kv_heads, dv) = q.shape[-2:], v.shape[-2:]
-    if page_table is not None:
-        assert cu_seqlens_k is None, "page_table is not supported with cu_seqlens_k"
-        assert page_table.dtype == torch.int32, "page_table must be int32"
-        assert page_table.stride(-1) == 1 and page_table.shape[0] == batch
-        assert k.shape == (*v.shape[:3], d)
-        keys = v.shape[0] * v.shape[1]
-    else:
-        keys = v.shape[-3]
-        assert k.shape == (*((batch,) if cu_seqlens_k is None else ()), keys, kv_heads, d)
-    for t, want in ((cu_seqlens_q, batch + 1), (cu_seqlens_k, batch + 1), (seqused_k, batch)):
-        if t is not None:
-            assert t.shape == (want,) and t.dtype == torch.int32 and t.stride(0) == 1, "must be int32, contiguous"
-    assert v.dtype in (torch.float16, torch.bfloat16, *FLOAT8), "inputs must be float16, bfloat16, fp8 e4m3fn, or fp8 e5m2"
-    assert q.dtype == k.dtype == v.dtype, "q, k, v, and qv must have the same dtype"
-    if learnable_sink is not None:
-        assert learnable_sink.shape == (heads,)
-        floats = (torch.float16, torch.bfloat16, torch.float32)
-        assert learnable_sink.dtype in floats, "learnable_sink must be float16, bfloat16, or float32"
-    assert heads % kv_heads == 0, "num_head must be divisible by num_head_kv"
+    assert page_table is None or cu_seqlens_k is None, "page_table is not supported with cu_seqlens_k"
     unit, float8 = 16 // v.element_size(), v.dtype in FLOAT8
+    by_token, by_head = ("total_q", "heads, total_q") if cu_seqlens_q is not None else ("batch, seqlen_q", "batch, heads, seqlen_q")
+    tokens = "pages, page_size" if page_table is not None else "total_k" if cu_seqlens_k is not None else "batch, seqlen_k"
+    s = laid_out(
+        sizes={"batch": q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1},
+        v=(v, f"{tokens}, kv_heads, dv", (*HALVES, *FLOAT8), ""), k=(k, f"{tokens}, kv_heads, d", v.dtype, ""),
+        q=(q, f"{by_token}, heads, d", v.dtype, ""), page_table=(page_table, "batch, max_pages", I32, LAST),
+        cu_seqlens_q=(cu_seqlens_q, "batch + 1", I32, LAST), cu_seqlens_k=(cu_seqlens_k, "batch + 1", I32, LAST),
+        seqused_k=(seqused_k, "batch", I32, LAST), learnable_sink=(learnable_sink, "heads", (*HALVES, torch.float32), ""),
+        out=(out, f"{by_token}, heads, dv", torch.bfloat16 if float8 else v.dtype, ""), lse=(lse, by_head, torch.float32, ALL),
+        q_descale=(q_descale, "batch, kv_heads", torch.float32, ""), k_descale=(k_descale, "batch, kv_heads", torch.float32, ""),
+        v_descale=(v_descale, "batch, kv_heads", torch.float32, ""),
+    )  # fmt: skip
+    batch, heads, d, dv = s.batch, s.heads, s.d, s.dv
+    assert heads % s.kv_heads == 0, "num_head must be divisible by num_head_kv"
     if _arch // 10 == 9:
         assert 8 <= d <= 256 and 8 <= dv <= 256 and d % unit == 0 and dv % unit == 0, "is not supported on SM90"
         assert num_splits <= 1, "SplitKV not supported on SM 9.0"
@@ -115,15 +110,11 @@ def _flash_attn_fwd(
         fits = (d <= 128 and dv <= 128) or (d, dv) in ((192, 128), (256, 256))
         assert fits and d % unit == 0 and dv % unit == 0, "is not supported on SM100/SM110"
     assert not float8 or _arch // 10 == 10, "FP8 is only supported on SM100 (compute capability 10.x) for FA4 CuTe."
-    assert out.shape == (*q.shape[:-1], dv) and out.dtype == (torch.bfloat16 if float8 else q.dtype)
     assert 0 not in out.stride() and (out.is_contiguous() or all(s * out.element_size() % 16 == 0 for s in out.stride()[:-1]))
-    shape = (batch, heads, q.shape[1]) if cu_seqlens_q is None else (heads, q.shape[0])
-    assert lse is None or (lse.shape == shape and lse.dtype == torch.float32 and lse.is_contiguous())
-    for t in (q_descale, k_descale, v_descale):
-        assert t is None or (float8 and t.shape == (batch, kv_heads) and t.dtype == torch.float32), "only supported for FP8 inputs"
+    assert float8 or q_descale is k_descale is v_descale is None, "only supported for FP8 inputs"
     assert window_size_left is None or window_size_left >= 0, "a negative window is read as a number of keys"
     assert window_size_right is None or window_size_right >= 0
-    if keys == 0 or q.numel() == 0:
+    if not v.numel() or not q.numel():
         out.zero_()
         if lse is not None:
             lse.copy_(torch.full_like(lse, float("-inf")) if learnable_sink is None else learnable_sink[:, None].expand_as(lse))
@@ -145,7 +136,7 @@ def _flash_attn_fwd(
             key, value = k[pages].flatten(0, 1)[loaded], v[pages].flatten(0, 1)[loaded]
         else:
             first = int(cu_seqlens_k[b]) if cu_seqlens_k is not None else 0
-            end = int(cu_seqlens_k[b + 1]) - first if cu_seqlens_k is not None else keys
+            end = int(cu_seqlens_k[b + 1]) - first if cu_seqlens_k is not None else v.shape[1]
             rows = slice(first, first + -(-end // tile) * tile)
             key, value = (k[rows], v[rows]) if cu_seqlens_k is not None else (k[b], v[b])
         to = torch.empty((heads, q[at].shape[0]))

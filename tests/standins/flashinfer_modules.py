@@ -17,11 +17,12 @@ import torch
 
 from attnops.problem import Target
 from tests.helpers import importable
+from tests.standins.checks import ALL, LAST, check, laid_out
 
 SMS = 8
 BLOCKS_PER_SM = 16
 TILE = 128
-HALVES = (torch.float16, torch.bfloat16)
+HALVES, I32 = (torch.float16, torch.bfloat16), torch.int32
 
 PREFILL_PLAN = (
     "float_workspace_buffer", "int_workspace_buffer", "page_locked_int_workspace_buffer", "qo_indptr", "kv_indptr", "kv_len_arr",
@@ -44,12 +45,6 @@ CALLS: list[str] = []
 """The functions called, in order: `decode.plan`, `fa2.paged_run` and so on."""
 BUILT: list[tuple[Any, ...]] = []
 """The modules built, in order."""
-
-
-def check(ok: Any, message: str) -> None:
-    """TVM_FFI_ICHECK and FLASHINFER_CHECK."""
-    if not bool(ok):
-        raise RuntimeError(message)
 
 
 class Allocator:
@@ -91,8 +86,10 @@ def launched(enable_pdl: bool, q: torch.Tensor) -> None:
     check(enable_pdl == (Target.of(q.device).arch >= 90), "programmatic dependent launch, from SM90 on")
 
 
-def host_ints(*tensors: torch.Tensor) -> None:
-    check(all(t.dtype == torch.int32 and t.device.type == "cpu" and t.is_contiguous() for t in tensors), "int32 of the host")
+def host_ints(batch: int, **given: tuple[torch.Tensor, str]) -> None:
+    """Check int32 tensors of the host by name, each with its layout."""
+    check(all(x.device.type == "cpu" for x, _ in given.values()), "the planner reads tensors of the host")
+    laid_out(sizes={"batch": batch}, **{name: (x, dims, I32, ALL) for name, (x, dims) in given.items()})
 
 
 # Decode on CUDA cores -------------------------------------------------------------------------------------------------
@@ -103,8 +100,7 @@ def decode_plan(
     page_size, enable_cuda_graph, window_left, logits_soft_cap, head_dim_qk, head_dim_vo, empty_q_data, empty_kv_data,
 ):  # fmt: skip
     CALLS.append("decode.plan")
-    host_ints(indptr)
-    check(indptr.numel() == batch_size + 1, "indptr holds one more than the batch")
+    host_ints(batch_size, indptr=(indptr, "batch + 1"))
     check(head_dim_qk == head_dim_vo, "CUDA cores template only supports equal head dim for QK and VO")
     check(num_qo_heads // num_kv_heads in (1, 2, 3, 4, 6, 8, 16), f"Unsupported group_size: {num_qo_heads // num_kv_heads}")
     pages = indptr.diff().tolist()
@@ -175,9 +171,8 @@ def fa2_plan(
     fixed_split_size, disable_split_kv, num_colocated_ctas=0, uniform_q_len=0,
 ):  # fmt: skip
     CALLS.append("fa2.plan")
-    host_ints(qo_indptr, kv_indptr, kv_len_arr)
+    host_ints(batch_size, qo_indptr=(qo_indptr, "batch + 1"), kv_indptr=(kv_indptr, "batch + 1"), kv_len_arr=(kv_len_arr, "batch"))
     check(enable_cuda_graph and fixed_split_size == -1 and num_colocated_ctas == 0, "this stand-in plans for CUDA graphs")
-    check(qo_indptr.numel() == kv_indptr.numel() == batch_size + 1 == kv_len_arr.numel() + 1, "one more start than the batch")
     group, cap = num_qo_heads // num_kv_heads, 2 * SMS // num_kv_heads
     packed, pages = [n * group for n in qo_indptr.diff().tolist()], kv_indptr.diff().tolist()
     check(min(packed) >= 0 and min(pages) >= 0, "indptr should be non-negative")
@@ -234,7 +229,7 @@ def fa3_plan(
     batch_size, num_qo_heads, num_kv_heads, page_size, enable_cuda_graph, head_dim_qk, head_dim_vo, causal, window_left,
 ):  # fmt: skip
     CALLS.append("fa3.plan")
-    host_ints(qo_indptr, kv_indptr, kv_len_arr)
+    host_ints(batch_size, qo_indptr=(qo_indptr, "batch + 1"), kv_indptr=(kv_indptr, "batch + 1"), kv_len_arr=(kv_len_arr, "batch"))
     check(enable_cuda_graph, "this stand-in plans for CUDA graphs")
     tile = 192 if head_dim_vo == 64 else 128
     per_head = -(-total_num_rows // tile) + batch_size - 1
@@ -290,7 +285,6 @@ def sink_paged_run(
 ):  # fmt: skip
     CALLS.append(f"{module.backend}.sink_paged_run")
     launched(enable_pdl, q)
-    check(sink.dtype == torch.float32 and sink.is_contiguous(), "the sink is float32")
     tables = covered(module, int_workspace_buffer, plan_info_vec, q, qo_indptr, paged_kv_indptr, paged_kv_last_page_len, paged_k_cache)
     body(
         module, q, paged_k_cache, paged_v_cache, tables[0], paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, o, maybe_lse,
@@ -317,7 +311,6 @@ def sink_ragged_run(
 ):  # fmt: skip
     CALLS.append(f"{module.backend}.sink_ragged_run")
     launched(enable_pdl, q)
-    check(sink.dtype == torch.float32 and sink.is_contiguous(), "the sink is float32")
     packed(module, int_workspace_buffer, plan_info_vec, q, k, v, qo_indptr, kv_indptr, o, maybe_lse, mask_mode_code == 1, window_left,
            0.0, sm_scale, sink)  # fmt: skip
 
@@ -360,15 +353,16 @@ def covered(module, ints, info, q, qo_indptr, kv_indptr, last, pages) -> tuple[t
 
 def body(module, q, k, v, starts, kv_indptr, kv_indices, last, o, lse, causal, window_left, softcap, scale, sink) -> None:
     """Attention of every request over its own keys alone; lse of base 2. Rows past the last request are left as they are."""
-    check(q.dtype in HALVES and k.dtype == v.dtype == module.kv_dtype and q.dtype == module.dtype == o.dtype, "dtypes of the module")
-    check((q.shape[2], v.shape[3]) == (module.head_dim_qk, module.head_dim_vo), "head dims of the module")
+    laid_out(
+        sizes={"dim": module.head_dim_qk, "dv": module.head_dim_vo}, q=(q, "tokens, heads, dim", module.dtype, LAST),
+        k=(k, "pages, page, kv_heads, dim", module.kv_dtype, LAST), v=(v, "pages, page, kv_heads, dv", module.kv_dtype, LAST),
+        o=(o, "tokens, heads, dv", module.dtype, ALL), lse=(lse, "tokens, heads", torch.float32, ALL),
+        qo_indptr=(starts, "starts", I32, ALL), kv_indptr=(kv_indptr, "firsts", I32, ALL), kv_indices=(kv_indices, "slots", I32, ALL),
+        last_page_len=(last, "requests", I32, ALL), sink=(sink, "heads", torch.float32, ALL),
+    )  # fmt: skip
     check((window_left >= 0) == module.windowed or sink is not None, "window of the module")
     check((softcap > 0) == module.softcap, "softcap of the module")
     check(not (q.requires_grad or k.requires_grad or v.requires_grad), "Can't export tensors that require gradient, use tensor.detach()")
-    check(q.stride(2) == k.stride(3) == v.stride(3) == 1, "the last dimension must be contiguous")
-    check(o.is_contiguous() and (lse is None or lse.is_contiguous()), "the output is written as if contiguous")
-    check(lse is None or lse.shape == q.shape[:2], "lse.size(0) == q.size(0)")
-    check(all(t.dtype == torch.int32 and t.is_contiguous() for t in (starts, kv_indptr, kv_indices, last)), "must be a int32 tensor")
     group, page = q.shape[1] // k.shape[2], k.shape[1]
     for b in range(starts.numel() - 1):
         rows = slice(int(starts[b]), int(starts[b + 1]))

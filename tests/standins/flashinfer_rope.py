@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.standins.checks import check
+from tests.standins.checks import ALL, LAST, check, laid_out
 
 CALLS: list[dict[str, Any]] = []
 """What each call was given, in order."""
@@ -48,8 +48,6 @@ def mla_rope_quantize_fp8(
     enable_pdl: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     CALLS.append(dict(locals()))
-    if cos_sin_cache.dtype != torch.float32:
-        raise ValueError("cos_sin_cache should be float32")
     given = [x for x in (q_rope_out, k_rope_out, q_nope_out, k_nope_out) if x is not None]
     stored = quantize_dtype or (given[0].dtype if given else torch.float8_e4m3fn)
     outs = [
@@ -57,20 +55,14 @@ def mla_rope_quantize_fp8(
         for out, x in ((q_rope_out, q_rope), (k_rope_out, k_rope), (q_nope_out, q_nope), (k_nope_out, k_nope))
     ]
     ins = [q_rope, k_rope, q_nope, k_nope]
-    for x in (*ins, *outs):
-        check(x.stride(-1) == 1, "must be contiguous at last dimension")
-    for x in (cos_sin_cache, pos_ids):
-        check(x.is_contiguous(), "must be contiguous")
-    rope, nope = q_rope.shape[-1], q_nope.shape[-1]
-    check([x.shape[-1] for x in (*ins, *outs)] == [rope, rope, nope, nope] * 2, "Check failed: k_rope_in.size(-1) == rope_dim")
-    check({x.dtype for x in ins} == {q_rope.dtype} and q_rope.dtype in HALVES, "Input dtype must be float16 or bfloat16")
-    check({x.dtype for x in outs} == {outs[0].dtype} and outs[0].dtype in FLOAT8, "Output dtype must be float8_e4m3fn or float8_e5m2")
-    check([x.dim() for x in (*ins, *outs)] == [3, 2, 3, 2] * 2, "CHECK_DIM")
-    check(all(x.shape[0] == q_rope.shape[0] for x in (*ins, *outs)), "Check failed: q_nope_in.size(0) == nnz")
-    check(all(x.shape[1] == q_rope.shape[1] for x in (q_nope, outs[0], outs[2])), "Check failed: q_nope_in.size(1) == num_qo_heads")
-    check(pos_ids.dtype in (torch.int32, torch.int64), "failed to dispatch data type")
-    tokens, heads = q_rope.shape[:2]
-    check(tokens > 0 and (heads + 1) * (1 + -(-nope // rope)) <= 65535, "kernel launch failed: invalid configuration argument")
+    q_r, k_r, q_n, k_n = "nnz, heads, rope", "nnz, rope", "nnz, heads, nope", "nnz, nope"
+    s = laid_out(
+        q_rope=(q_rope, q_r, HALVES, LAST), k_rope=(k_rope, k_r, q_rope.dtype, LAST), q_nope=(q_nope, q_n, q_rope.dtype, LAST),
+        k_nope=(k_nope, k_n, q_rope.dtype, LAST), q_rope_out=(outs[0], q_r, FLOAT8, LAST), k_rope_out=(outs[1], k_r, outs[0].dtype, LAST),
+        q_nope_out=(outs[2], q_n, outs[0].dtype, LAST), k_nope_out=(outs[3], k_n, outs[0].dtype, LAST),
+        cos_sin_cache=(cos_sin_cache, "positions, rope", torch.float32, ALL), pos_ids=(pos_ids, "nnz", (torch.int32, torch.int64), ALL),
+    )  # fmt: skip
+    check(s.nnz > 0 and (s.heads + 1) * (1 + -(-s.nope // s.rope)) <= 65535, "kernel launch failed: invalid configuration argument")
     for x in (*ins, *outs, cos_sin_cache):
         rows_aligned(x)
     check(bool(((pos_ids >= 0) & (pos_ids < cos_sin_cache.shape[0])).all()), "CUDA error: an illegal memory access was encountered")

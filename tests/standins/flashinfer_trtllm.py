@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers import importable
-from tests.standins.checks import architecture
+from tests.standins.checks import ALL, LAST, architecture, check, laid_out
 
 SIGNATURES = {
     "decode.trtllm_batch_decode_with_kv_cache": (
@@ -59,7 +59,7 @@ XQA_SIGNATURE = (
 
 SM_COUNT = 132
 HALVES = (torch.float16, torch.bfloat16)
-E4M3 = torch.float8_e4m3fn
+E4M3, F32, I32 = torch.float8_e4m3fn, torch.float32, torch.int32
 LOG2E = 1 / log(2.0)
 Called = list[tuple[str, dict[str, Any]]]
 
@@ -87,11 +87,6 @@ def _function(name: str, parameters: str, body: Callable[..., Any], calls: Calle
     scope: dict[str, Any] = {"run": run}
     exec(f"def {name}({parameters}):\n    return run(locals())", scope)
     return scope[name]
-
-
-def _check(ok: bool, text: str, error: type[Exception] = RuntimeError) -> None:
-    if not ok:
-        raise error(text)
 
 
 def _trust(ok: bool, what: str) -> None:
@@ -135,32 +130,31 @@ def _number(x: float | Tensor) -> float:
 
 def _get_xqa_module(calls: Called, **m: Any) -> SimpleNamespace:
     text = "Invalid dtype: {} for XQA, only float16 and bfloat16 input are supported"
-    _check(m["input_dtype"] in HALVES, text.format(m["input_dtype"]), ValueError)
+    check(m["input_dtype"] in HALVES, text.format(m["input_dtype"]), ValueError)
     page, dim, group = m["page_size"], m["head_dim"], m["head_group_ratio"]
-    _check(page in (16, 32, 64, 128), f"Invalid page_size: {page}, only 16, 32, 64, 128 are supported", ValueError)
-    _check(dim % 16 == 0 and 16 <= dim <= 512, f"Invalid head_dim: {dim}, must be divisible by 16 and in range [16, 512]", ValueError)
-    _check(architecture() // 10 in (9, 10, 12), "XQA is only supported on SM90, SM100, SM120/SM121 GPUs")
+    check(page in (16, 32, 64, 128), f"Invalid page_size: {page}, only 16, 32, 64, 128 are supported", ValueError)
+    check(dim % 16 == 0 and 16 <= dim <= 512, f"Invalid head_dim: {dim}, must be divisible by 16 and in range [16, 512]", ValueError)
+    check(architecture() // 10 in (9, 10, 12), "XQA is only supported on SM90, SM100, SM120/SM121 GPUs")
     padded = next(n for n in (64, 128, 256, 512) if dim <= n)
-    _check(2 * padded * -(-group // 16) * 16 <= 16 << 10, "static assertion failed: persistentQ")
+    check(2 * padded * -(-group // 16) * 16 <= 16 << 10, "static assertion failed: persistentQ")
     _trust(m["kv_cache_dtype"] in (m["input_dtype"], E4M3), "a cache of another dtype")
     _trust(m["output_dtype"] == m["input_dtype"] and m["q_seq_len"] == 1 and not m["use_ragged_q"], "this stand-in decodes one token")
 
     def xqa(**a: Any) -> None:
         q, out, k, v, table, lens = (a[n] for n in ("q", "output", "k_cache", "v_cache", "page_table", "seq_lens"))
         assert not a["run_sm90_fp8_mha"] and a["q_seq_len"] == 1 and a["rcp_out_scale"] == 1.0, "this stand-in has the general kernel only"
-        batch, kv_heads = a["batch_size"], a["num_kv_heads"]
-        shape = (batch, 1, kv_heads * group, dim)
-        _trust(tuple(q.shape) == tuple(out.shape) == shape and q.is_contiguous() and out.is_contiguous(), "q and output lie one way only")
-        _trust(q.dtype == out.dtype == m["input_dtype"] and k.dtype == v.dtype == m["kv_cache_dtype"], "a module for other dtypes")
-        _trust(k.shape == v.shape and k.stride() == v.stride() and k.stride(3) == 1, "the strides of K serve for V")
-        _trust(tuple(k.shape[1:]) == (page, kv_heads, dim) and all(s % dim == 0 for s in k.stride()[:3]), "strides count in heads")
-        _trust(table.dtype == torch.int32 and table.is_contiguous() and table.shape[0] == batch, "page_table")
+        batch, kv_heads, sinks = a["batch_size"], a["num_kv_heads"], a["sinks"]
+        row, pages = "batch, 1, kv_heads * group, dim", "pages, page, kv_heads, dim"
+        laid_out(
+            sizes={"batch": batch, "page": page, "kv_heads": kv_heads, "group": group, "dim": dim}, q=(q, row, m["input_dtype"], ALL),
+            output=(out, row, m["input_dtype"], ALL), k_cache=(k, pages, m["kv_cache_dtype"], LAST),
+            v_cache=(v, pages, m["kv_cache_dtype"], LAST), page_table=(table, "batch, columns", I32, ALL),
+            seq_lens=(lens, "batch, 1", torch.uint32, ALL), sinks=(sinks, "kv_heads, group", F32, ALL),
+        )  # fmt: skip
+        _trust(k.stride() == v.stride(), "the strides of K serve for V")
+        _trust(all(s % dim == 0 for s in k.stride()[:3]), "strides count in heads")
         _trust(a["max_seq_len"] == table.shape[1] * page, "max_seq_len")
-        _trust(lens.dtype == torch.uint32 and tuple(lens.shape) == (batch, 1) and lens.is_contiguous(), "seq_lens")
         _trust((a["sliding_win_size"] > 0) == m["use_sliding_window"], "a module for another window")
-        sinks = a["sinks"]
-        if sinks is not None:
-            _trust(sinks.dtype == torch.float32 and tuple(sinks.shape) == (kv_heads, group) and sinks.is_contiguous(), "sinks")
         parts = min(max(1, a["sm_count"] // (batch * kv_heads)), ceil(a["max_seq_len"] / 256))
         if parts > 1:
             rows = -(-group // 16) * 16
@@ -180,6 +174,11 @@ def _get_xqa_module(calls: Called, **m: Any) -> SimpleNamespace:
     return SimpleNamespace(xqa=_function("xqa", XQA_SIGNATURE, xqa, calls))
 
 
+def counter_bytes(rows: int) -> int:
+    """The counters of so many rows, a row a request and head: 4 bytes each, for the GPU's SMs at least."""
+    return 4 * -(-max(rows, SM_COUNT) // 8) * 8
+
+
 def _soil(counters: Tensor, scratch: Tensor, counted: int, used: int) -> None:
     _trust(counters.numel() >= counted and scratch.numel() >= used, f"{counters.numel()} and {scratch.numel()} bytes for {counted}, {used}")
     _trust(not counters.any(), "counters that are not zero")
@@ -191,33 +190,27 @@ def _soil(counters: Tensor, scratch: Tensor, counted: int, used: int) -> None:
 
 def _paged(a: dict[str, Any], phase: str, batch: int, longest: int, causal: bool, scale: float) -> None:
     query, (k, v), out, lse, sinks = a["query"], a["kv_cache"], a["out"], a["lse"], a["sinks"]
+    table, lens, cu, counters = a["block_tables"], a["seq_lens"], a["cum_seq_lens_q"], a["multi_ctas_kv_counter_buffer"]
     assert a["kv_layout"] == "NHD" and out is not None and not a["return_lse"] and a["uses_shared_paged_kv_idx"]
-    tokens, heads, dim = query.shape
-    page, kv_heads = k.shape[1], k.shape[2]
-    _check(out.shape == query.shape, f"Invalid shape of out: expected {query.shape}, got {out.shape}", ValueError)
-    _check(out.dtype == query.dtype, f"Invalid dtype of out: expected {query.dtype}, got {out.dtype}", ValueError)
-    _check(a["block_tables"].dim() == 2, "block_tables must be 2D [batch_size, max_num_pages_per_seq]", ValueError)
-    counters, needed = a["multi_ctas_kv_counter_buffer"], 4 * -(-max(batch * heads, SM_COUNT) // 8) * 8
-    _check(counters.is_contiguous(), "multi_ctas_kv_counter_buffer must be contiguous", ValueError)
-    _check(counters.numel() >= needed, f"multi_ctas_kv_counter_buffer is too small: got {counters.numel()} bytes", ValueError)
-    if lse is not None:
-        _check(tuple(lse.shape) == (tokens, heads) and lse.dtype == torch.float32, "Invalid shape or dtype of lse", ValueError)
-    _check(k.shape == v.shape and k.shape[3] == dim, "head_dim_k and head_dim_q must be the same")
-    _check(heads % kv_heads == 0, "num_qo_heads must be a multiple of num_kv_heads")
-    _check(sinks is None or sinks.dtype == torch.float32, "attention_sinks must be a float tensor")
-    _check(page & (page - 1) == 0, "NumTokensPerPage must be power of 2")
-    found = architecture() in (100, 103) and page >= 16 and dim in (64, 128, 256) and query.dtype in HALVES
-    mixed = (phase, query.dtype, k.dtype) == ("decode", torch.bfloat16, E4M3)
-    _check(found and (k.dtype == query.dtype or mixed), f"Missing TRTLLM-GEN kernel ({phase})")
-    table, lens, cu = a["block_tables"], a["seq_lens"], a["cum_seq_lens_q"]
-    _trust(k.stride() == v.stride() and k.stride(3) == query.stride(2) == 1 and out.is_contiguous(), "strides")
-    for x, size in ((table, (batch, table.shape[1])), (lens, (batch,)), (cu, (batch + 1,))):
-        _trust(x.dtype == torch.int32 and x.is_contiguous() and tuple(x.shape) == size, f"int32 {size}")
+    mixed = (E4M3,) if (phase, query.dtype) == ("decode", torch.bfloat16) else ()
+    s = laid_out(
+        sizes={"batch": batch, "needed": (needed := counter_bytes(batch * query.shape[1]))},
+        query=(query, "tokens, heads, dim", HALVES, LAST),
+        k=(k, "pages, page, kv_heads, dim", (query.dtype, *mixed), LAST), v=(v, "pages, page, kv_heads, dim", k.dtype, LAST),
+        out=(out, "tokens, heads, dim", query.dtype, ALL), lse=(lse, "tokens, heads", F32, ""), sinks=(sinks, "heads", F32, ""),
+        block_tables=(table, "batch, columns", I32, ALL), seq_lens=(lens, "batch", I32, ALL), cum_seq_lens_q=(cu, "batch + 1", I32, ALL),
+        cum_seq_lens_kv=(a.get("cum_seq_lens_kv"), "batch + 1", I32, ALL), counters=(counters, ">= needed", torch.uint8, ALL),
+    )  # fmt: skip
+    heads, dim, page = s.heads, s.dim, s.page
+    check(heads % s.kv_heads == 0, "num_qo_heads must be a multiple of num_kv_heads")
+    check(page & (page - 1) == 0, "NumTokensPerPage must be power of 2")
+    check(architecture() in (100, 103) and page >= 16 and dim in (64, 128, 256), f"Missing TRTLLM-GEN kernel ({phase})")
+    _trust(k.stride() == v.stride(), "strides")
     _trust(bool((lens > 0).all()) and bool((table >= 0).all()), "requests without keys, pages that are none")
     stats = 0
     if lse is not None:
         stats = 8 * heads * batch * (-(-longest // 256) * 256) + (1 << 20)
-        _check(a["workspace_buffer"].numel() >= stats, "Buffer overflow when allocating memory for trtllm_gen_softmax_workspace")
+        check(a["workspace_buffer"].numel() >= stats, "Buffer overflow when allocating memory for trtllm_gen_softmax_workspace")
     blocks = SM_COUNT * 256 * (2 * dim + 8) if phase == "decode" else 0
     _soil(counters, a["workspace_buffer"], needed if phase == "decode" else 0, stats + blocks)
     v_scale = _number(a["bmm2_scale"])
@@ -235,8 +228,8 @@ def _decode(**a: Any) -> Tensor:
     assert a["q_len_per_req"] is None and a["mask"] is None and a["backend"] == "trtllm-gen"
     _trust(a["max_seq_len"] == a["block_tables"].shape[1] * a["kv_cache"][0].shape[1], "max_seq_len")
     if (given := a["bmm1_scale_log2"]) is not None:
-        _check(given.dtype == torch.float32, "bmm1_scale_log2 tensor must have dtype torch.float32", TypeError)
-        _check(given.numel() == 1, "bmm1_scale_log2 must be a single-element tensor", ValueError)
+        check(given.dtype == torch.float32, "bmm1_scale_log2 tensor must have dtype torch.float32", TypeError)
+        check(given.numel() == 1, "bmm1_scale_log2 must be a single-element tensor", ValueError)
     scale = _number(a["bmm1_scale"]) if given is None else float(given) / LOG2E
     _paged(a, "decode", a["cum_seq_lens_q"].shape[0] - 1, a["max_q_len"], True, scale)
     return a["out"]
@@ -244,31 +237,31 @@ def _decode(**a: Any) -> Tensor:
 
 def _context(**a: Any) -> Tensor:
     text = "Sliding-window non-causal attention is not supported for trtllm-gen paged KV cache. "
-    _check(a["causal"] or a["window_left"] < 0, text, NotImplementedError)
+    check(a["causal"] or a["window_left"] < 0, text, NotImplementedError)
     _trust(a["cum_seq_lens_kv"].tolist() == [0, *a["seq_lens"].cumsum(0).tolist()], "cum_seq_lens_kv")
-    _trust(a["cum_seq_lens_kv"].dtype == torch.int32, "cum_seq_lens_kv")
     _paged(a, "context", a["batch_size"], a["max_q_len"], a["causal"], _number(a["bmm1_scale"]))
     return a["out"]
 
 
 def _ragged(**a: Any) -> Any:
     query, key, value, out, lse = (a[n] for n in ("query", "key", "value", "out", "lse"))
+    cu_q, cu_k, lens, batch = a["cum_seq_lens_q"], a["cum_seq_lens_kv"], a["seq_lens"], a["batch_size"]
+    laid_out(
+        sizes={"batch": batch}, query=(query, "tokens, heads, dim", HALVES, ALL), key=(key, "keys, kv_heads, dim", query.dtype, LAST),
+        value=(value, "keys, kv_heads, dv", query.dtype, LAST), out=(out, "tokens, heads, dv", query.dtype, ALL),
+        seq_lens=(lens, "batch", I32, ALL), cum_seq_lens_q=(cu_q, "batch + 1", I32, ALL), cum_seq_lens_kv=(cu_k, "batch + 1", I32, ALL),
+    )  # fmt: skip
     dims = (query.shape[2], key.shape[2], value.shape[2])
     supported = "Supported: (192, 192, 128) for DeepSeek-R1, (128, 128, 128), or (256, 256, 256) for GLM-5."
-    _check(dims in ((192, 192, 128), (128, 128, 128), (256, 256, 256)), f"Unsupported head dimensions. {supported}", AssertionError)
-    _check(tuple(out.shape) == (*query.shape[:2], dims[2]), "out must have shape", ValueError)
-    _check(query.shape[1] % key.shape[1] == 0, "num_qo_heads must be a multiple of num_kv_heads")
-    _check(architecture() in (100, 103) and query.dtype == key.dtype == value.dtype and query.dtype in HALVES, "Missing TRTLLM-GEN kernel")
-    cu_q, cu_k, lens, batch = a["cum_seq_lens_q"], a["cum_seq_lens_kv"], a["seq_lens"], a["batch_size"]
-    _trust(query.is_contiguous() and out.is_contiguous() and key.stride(2) == value.stride(2) == 1, "strides")
-    for x, size in ((lens, batch), (cu_q, batch + 1), (cu_k, batch + 1)):
-        _trust(x.dtype == torch.int32 and x.is_contiguous() and tuple(x.shape) == (size,), f"int32 [{size}]")
+    check(dims in ((192, 192, 128), (128, 128, 128), (256, 256, 256)), f"Unsupported head dimensions. {supported}", AssertionError)
+    check(query.shape[1] % key.shape[1] == 0, "num_qo_heads must be a multiple of num_kv_heads")
+    check(architecture() in (100, 103), "Missing TRTLLM-GEN kernel")
     _trust(bool((lens > 0).all()), "a request without keys")
     _trust(not value.isnan().any(), "what follows a request's values is multiplied by 0")
     _trust(a["is_causal"] or a["window_left"] < 0, "a window without causality")
     assert a["return_lse"] == (lse is not None) and a["attention_sinks"] is None and a["skip_all_rows_active_check"]
     stats = 8 * query.shape[1] * batch * (-(-a["max_q_len"] // 256) * 256) + (1 << 20) if a["return_lse"] else 0
-    _check(a["workspace_buffer"].numel() >= stats, "Buffer overflow when allocating memory for trtllm_gen_softmax_workspace")
+    check(a["workspace_buffer"].numel() >= stats, "Buffer overflow when allocating memory for trtllm_gen_softmax_workspace")
     _trust(not a["workspace_buffer"].any(), "a workspace that is not zero")
     out.fill_(float("nan"))
     for b, length in enumerate(lens.tolist()):

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from tests.helpers import importable
-from tests.standins.checks import architecture
-from tests.standins.flashinfer_trtllm import E4M3, SM_COUNT, Called, _check, _function, _keys, _number, _soil, _trust
+from tests.standins.checks import ALL, architecture, check, laid_out
+from tests.standins.flashinfer_trtllm import E4M3, F32, I32, SM_COUNT, Called, _function, _keys, _number, _soil, _trust, counter_bytes
 
 NAME = "trtllm_batch_decode_with_kv_cache_mla"
 SIGNATURE = (
@@ -33,32 +33,25 @@ SIGNATURE = (
 def _decode(**a: Any) -> Any:
     query, pages, out, lse, table, lens = (a[n] for n in ("query", "kv_cache", "out", "lse", "block_tables", "seq_lens"))
     base, sinks = a["return_lse_base"], a["sinks"]
-    _check(base in ("basee", "base2", None), f"return_lse_base must be 'basee', 'base2', or None; got {base!r}", ValueError)
+    check(base in ("basee", "base2", None), f"return_lse_base must be 'basee', 'base2', or None; got {base!r}", ValueError)
     for name in ("bmm1_scale", "bmm2_scale"):
         if isinstance(a[name], Tensor):
-            _check(a[name].dtype == torch.float32, f"{name} tensor must have dtype torch.float32", TypeError)
+            check(a[name].dtype == F32, f"{name} tensor must have dtype torch.float32", TypeError)
     assert a["backend"] == "trtllm-gen" and a["sparse_mla_top_k"] == 0 and a["cum_seq_lens_q"] is None and a["max_q_len"] is None
-    _check(query.dim() == 4, f"Expected query.ndim == 3 or 4, got {query.dim()}", ValueError)
-    batch, longest, heads, dim = query.shape
-    page, latent, rope = pages.shape[-2], a["kv_lora_rank"], a["qk_rope_head_dim"]
+    counters, needed = a["multi_ctas_kv_counter_buffer"], counter_bytes(query.shape[0] * query.shape[2])
+    s = laid_out(
+        sizes={"needed": needed}, query=(query, "batch, 1, heads, 576", (torch.bfloat16, E4M3), ALL),
+        kv_cache=(pages, "pages, page, 576", query.dtype, ALL), out=(out, "batch, 1, heads, 512", torch.bfloat16, ALL),
+        lse=(lse if a["return_lse"] else None, "batch, heads", F32, ""), block_tables=(table, "batch, columns", I32, ALL),
+        seq_lens=(lens, "batch", I32, ALL), sinks=(sinks, "heads", F32, ""), counters=(counters, ">= needed", torch.uint8, ""),
+    )  # fmt: skip
+    batch, heads, page, latent, rope = s.batch, s.heads, s.page, a["kv_lora_rank"], a["qk_rope_head_dim"]
     text = f"trtllm-gen MLA decode does not support 64 < num_heads_q < 128; got num_heads_q={heads}. "
-    _check(not 64 < heads < 128, text, ValueError)
-    _check(page in (32, 64), f"trtllm-gen requires block_size in (32, 64), got {page}", ValueError)
-    _check((latent, rope) == (512, 64), f"Unsupported MLA dimensions, got kv_lora_rank={latent} and qk_rope_head_dim={rope}", ValueError)
-    _check(dim == pages.shape[-1] == 576, "Expected head dim 576 for query and kv_cache", ValueError)
-    _check(table.shape[0] == batch, f"Expected batch size {batch} for query and block_table", ValueError)
-    _check(tuple(out.shape) == (batch, longest, heads, 512) and out.dtype == torch.bfloat16, "Invalid shape or dtype of out", ValueError)
-    if a["return_lse"]:
-        shapes = ((batch * longest, heads), (batch, longest, heads))
-        _check(tuple(lse.shape) in shapes and lse.dtype == torch.float32, f"lse must have shape {shapes}", ValueError)
-    counters, needed = a["multi_ctas_kv_counter_buffer"], 4 * -(-max(batch * heads, SM_COUNT) // 8) * 8
-    _check(counters.numel() >= needed, f"multi_ctas_kv_counter_buffer is too small: got {counters.numel()} bytes", ValueError)
-    same = query.dtype == pages.dtype and query.dtype in (torch.bfloat16, E4M3)
-    _check(architecture() in (100, 103) and same, "Missing TRTLLM-GEN kernel (decode)")
-    _check(sinks is None or sinks.dtype == torch.float32, "attention_sinks must be a float tensor")
+    check(not 64 < heads < 128, text, ValueError)
+    check(page in (32, 64), f"trtllm-gen requires block_size in (32, 64), got {page}", ValueError)
+    check((latent, rope) == (512, 64), f"Unsupported MLA dimensions, got kv_lora_rank={latent} and qk_rope_head_dim={rope}", ValueError)
+    check(architecture() in (100, 103), "Missing TRTLLM-GEN kernel (decode)")
     _trust(heads <= 64 or heads == 128, "heads it has no kernel for")
-    _trust(query.is_contiguous() and pages.is_contiguous() and out.is_contiguous() and longest == 1, "strides")
-    _trust(lens.dtype == table.dtype == torch.int32 and lens.is_contiguous() and table.is_contiguous(), "int32")
     _trust(table.shape[1] % (128 // page) == 0 and a["max_seq_len"] == table.shape[1] * page, "a table of whole tiles")
     _trust(bool((lens > 0).all()) and bool((table >= 0).all()), "requests without keys, pages that are none")
     _trust(not (a["return_lse"] and sinks is not None), "whether lse holds the sinks")
