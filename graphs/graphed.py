@@ -22,7 +22,6 @@ from .device import CudaGraphs, Device, Recorded
 from .eager_capture import CaptureMode
 from .guard import compare, described, restore, uncached_casts, unchanged
 from .inputs import Inputs, Setup, Values
-from .pieces import Program
 from .report import Report, Row
 
 Progress = Callable[[int, int, str], None]
@@ -67,7 +66,6 @@ class Graphed(Setup):
         self._entries: dict[Bucket, Entry] = {}
         self._prepared: set[str] = set()
         self._inputs: Inputs | None = None
-        self.programs: dict[str, Program] = {}
         self._eager_calls = self._compared = 0
         self._compile_seconds = 0.0
 
@@ -123,14 +121,12 @@ class Graphed(Setup):
 
     def report(self) -> Report:
         """The captured buckets with their graphs, time and memory."""
-        compiled = {trace: program.compiled for trace, program in self.programs.items()}
-        parts = {trace: len(program.pieces) for trace, program in self.programs.items()}
         rows = tuple(
             Row(e.bucket, len(e.recorded.graphs), tuple(e.recorded.breaks), tuple(e.recorded.bytes_of), e.seconds, e.replays)
             for e in self._entries.values()
         )
         held, dropped = self._inputs.bytes if self._inputs else 0, tuple(sorted(self.buckets.dropped, reverse=True))
-        return Report(rows, compiled, parts, self._compile_seconds, held, self._eager_calls, dropped, self.budget_bytes, self._compared)
+        return Report(rows, {}, {}, self._compile_seconds, held, self._eager_calls, dropped, self.budget_bytes, self._compared)
 
     def free(self) -> None:
         """Free all graphs and buffers, which invalidates earlier results. Compiled code is kept, and the next call captures again."""

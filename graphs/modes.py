@@ -20,7 +20,8 @@ from .device import Recorded
 from .graphed import Graphed
 from .guard import shape_env
 from .inputs import Values
-from .pieces import INNER, Inner, compile_parts, start_workers
+from .pieces import INNER, Inner, Program, compile_parts, start_workers
+from .report import Report
 from .split import split
 
 
@@ -71,10 +72,16 @@ class Piecewise(Graphed):
         if isinstance(self.inner, str) and self.inner not in INNER:
             fail(InvalidInput, "inner", repr(self.inner), f"a function, or one of {', '.join(INNER)}")
         self._inner = INNER[self.inner] if isinstance(self.inner, str) else self.inner
+        self.programs: dict[str, Program] = {}
         self.traces: dict[str, int] = {}
         self._compiled: dict[str, Callable[..., Any]] = {}
         self._into: Recorded | None = None
         self._specialising = {b.trace for b in self.buckets.all()} if self.one_differs else set()
+
+    def report(self) -> Report:
+        """The captured buckets with their graphs, time, memory and pieces."""
+        pieces = {trace: len(program.pieces) for trace, program in self.programs.items()}
+        return replace(super().report(), compiled={trace: program.compiled for trace, program in self.programs.items()}, parts=pieces)
 
     def _prepare(self, bucket: Bucket, values: Values) -> None:
         """Trace and compile. Raises NotCapturable for a model with graph breaks, and NoKernel."""
