@@ -51,5 +51,5 @@ gpu-tune: ## the table of measured times of a CUDA device, and how well it choos
 .venv/.ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt setuptools wheel
-	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[hf,cli,bench,triton,dev]"
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[hf,cli,triton,dev]"
 	touch $@

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from plots import PICTURES, Picture, digest, svg
 from results import ROOT, machines, stamp, table
 
-from attnops.bench.plots import digest, svg
 from attnops.bench.rows import further as rest
-from attnops.bench.run import SUITES, Picture
+from attnops.bench.run import SUITES
 
 NONE = "No results are committed yet: `attnops bench --out benchmarks/results/<machine>` writes them."
 PLOTS = Path("docs") / "plots"
@@ -27,10 +27,10 @@ def measured(root: Path) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
 def pictures(root: Path) -> Iterator[tuple[Path, dict[str, Any], Picture]]:
     """(file, report, picture) of every picture that the results ask for."""
     for machine, reports in measured(root):
-        for suite in SUITES:
-            report = reports.get(suite.name)
-            if report is not None and any(row.get(suite.picture.figure) for row in report["rows"]):
-                yield root / PLOTS / f"{machine}-{suite.name}.svg", report, suite.picture
+        for name, picture in PICTURES.items():
+            report = reports.get(name)
+            if report is not None and any(row.get(picture.figure) for row in report["rows"]):
+                yield root / PLOTS / f"{machine}-{name}.svg", report, picture
 
 
 def stale_plots(root: Path, check: bool) -> Iterator[str]:
@@ -50,7 +50,7 @@ def stale_plots(root: Path, check: bool) -> Iterator[str]:
 
 def performance_full(root: Path = ROOT) -> str:
     """Every row of every machine."""
-    drawn = {path.name for path, _, _ in pictures(root)}
+    drawn = {path.name: picture for path, _, picture in pictures(root)}
     parts = []
     for machine, reports in measured(root):
         parts.append(f"## {next(iter(reports.values())).get('device', machine)}")
@@ -60,7 +60,7 @@ def performance_full(root: Path = ROOT) -> str:
             report, picture = reports[suite.name], f"{machine}-{suite.name}.svg"
             ceilings = ", ".join(f"{value:g} {name}" for name, value in words(report).items())
             text = f"### {suite.name}: {suite.about}\n\n{stamp(report)}." + (f" Ceilings of that run: {ceilings}." if ceilings else "")
-            text += f"\n\n![{suite.picture.title}, {suite.picture.unit}](plots/{picture})" if picture in drawn else ""
+            text += f"\n\n![{drawn[picture].title}, {drawn[picture].unit}](plots/{picture})" if picture in drawn else ""
             parts.append(f"{text}\n\n{rows(report)}")
             if out := {**report.get("left_out", {}), **report.get("failed", {})}:
                 parts.append("Left out: " + "; ".join(f"{name} ({why})" for name, why in out.items()) + ".")

@@ -19,7 +19,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from attnops import kernel as registry
-from attnops.bench import Point, Setup, compile, data, decode, gradients, kernels, overhead, plots, run as suites, vendors
+from attnops.bench import Point, Setup, compile, data, decode, gradients, kernels, overhead, run as suites, vendors
 from attnops.bench.files import bad, compare, environment, read, text_of
 from attnops.bench.rows import Way, largest_error, relative_error, time_if_right, with_ratios
 from attnops.call import check
@@ -34,16 +34,15 @@ from tests.helpers import ROOT
 
 CPU = torch.device("cpu")
 TOY = Setup(CPU, quick=True, backend="eager", ceilings={"bandwidth_tb_s": 1.0, "matmul_tflop_s": 1.0})
-needs_matplotlib = pytest.mark.skipif(not find_spec("matplotlib"), reason="the extra `bench` brings matplotlib")
+needs_matplotlib = pytest.mark.skipif(not find_spec("matplotlib"), reason="the extra `dev` brings matplotlib")
 CEILINGS = {"bandwidth_tb_s", "matmul_tflop_s"}
 
 
 @pytest.fixture(scope="session")
 def reports_of(tmp_path_factory) -> Any:
-    """(reports of all suites, what was printed, the folder of files and pictures). Dynamo hands graphs to itself: nothing is timed well."""
+    """(reports of all suites, what was printed, the folder of files). Dynamo hands graphs to itself: nothing is timed well."""
     folder, console = tmp_path_factory.mktemp("bench"), Console(width=150, record=True, file=io.StringIO())
-    drawn = folder if find_spec("matplotlib") else None
-    reports = command.run(console, (), Setup(CPU, quick=True, backend="eager"), out=folder, plots=drawn, commit="c0ffee")
+    reports = command.run(console, (), Setup(CPU, quick=True, backend="eager"), out=folder, commit="c0ffee")
     return reports, console.export_text(), folder
 
 
@@ -425,7 +424,6 @@ def test_what_cannot_be_compared(tmp_path):
         (["kernels", "--ways", "hf_eager"], "suites: got kernels, want decode, for --ways"),
         (["overhead", "--points", "8x1k"], "suites: got overhead, want one that measures models"),
         (["overhead", "--device", "cpu", "--out", __file__], "want a folder"),
-        pytest.param(["overhead", "--device", "cpu", "--plots", __file__], "want a folder", marks=needs_matplotlib),
         (["decode", "--device", "cpu", "--gpus", 2], "gpus: got 2, want 1 to 1"),
         (["--compare", "a.json"], "compare: got 1 files"),
         (["--compare", "a.json", "b.json"], "file: got a.json"),
@@ -462,21 +460,21 @@ def test_points_and_models():
 
 
 @needs_matplotlib
-def test_pictures_are_small_and_the_same_again(reports_of):
-    reports, _, folder = reports_of
-    for suite in (s for s in suites.SUITES if reports[s.name]["rows"]):
-        drawn = (folder / f"{suite.stem}.svg").read_text()
-        assert drawn == plots.svg(reports[suite.name], suite.picture) and len(drawn) < 40_000
+def test_pictures_are_small_and_the_same_again(reports_of, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    plots = import_module("plots")
+    assert plots.PICTURES.keys() <= {suite.name for suite in suites.SUITES}
+    for name, picture in ((n, picture) for n, picture in plots.PICTURES.items() if reports_of[0][n]["rows"]):
+        report = reports_of[0][name]
+        drawn = plots.svg(report, picture)
+        assert drawn == plots.svg(report, picture) and len(drawn) < 40_000
         root = ElementTree.fromstring(drawn)
         assert root.tag == "{http://www.w3.org/2000/svg}svg"
         words = {"".join(node.itertext()).strip() for node in root.iter("{http://www.w3.org/2000/svg}text")}
-        shown = {row["way"] for row in reports[suite.name]["rows"] if suite.picture.figure in row}
+        shown = {row["way"] for row in report["rows"] if picture.figure in row}
         assert shown <= words, "text is text"
-        assert "date" not in drawn.lower() and plots.digest(reports[suite.name], suite.picture) in drawn
-
-
-def test_a_picture_of_nothing():
-    assert plots.svg({"rows": [{"case": "a", "way": "b", "wrong": "wrong", "of_hf_eager": 2.0}]}, suites.SPEED) == ""
+        assert "date" not in drawn.lower() and plots.digest(report, picture) in drawn
+    assert plots.svg({"rows": [{"case": "a", "way": "b", "wrong": "wrong", "of_hf_eager": 2.0}]}, plots.SPEED) == ""
 
 
 @needs_matplotlib

@@ -22,7 +22,7 @@ from tests.test_bench import TOY
 
 def made(name, *cases, share=1.0):
     """A suite of cases that are functions without arguments."""
-    return suites.Suite(name, "of a test", lambda setup: dict(cases), suites.SPEED, share=share)
+    return suites.Suite(name, "of a test", lambda setup: dict(cases), share=share)
 
 
 def rows_of(name):
@@ -40,7 +40,7 @@ def test_what_a_case_raises_is_said_and_the_others_stand(tmp_path):
     def here():
         raise LeftOut("not here")
 
-    broken = suites.Suite("broken", "of a test", lambda setup: 1 // 0, suites.SPEED)
+    broken = suites.Suite("broken", "of a test", lambda setup: 1 // 0)
     some = made("some", ("a", rows_of("a")), ("b", lambda: 1 // 0), ("c", here), ("d", rows_of("d")))
     reports = suites.run((broken, some), TOY, out=tmp_path)
     found = reports["some"]
@@ -55,7 +55,7 @@ def test_an_option_that_a_suite_refuses_ends_the_run():
         raise InvalidInput("ways", "x", "y")
 
     with pytest.raises(InvalidInput, match="ways: got x"):
-        suites.run((suites.Suite("some", "of a test", refuses, suites.SPEED), made("other")), TOY)
+        suites.run((suites.Suite("some", "of a test", refuses), made("other")), TOY)
 
 
 def test_time_that_is_left_goes_to_what_was_left(monkeypatch):
@@ -97,7 +97,7 @@ def dying(setup):
 
 
 def test_a_process_that_ends_fails_its_case_and_the_other_goes_on():
-    whole, found = in_workers(suites.Suite("some", "of a test", dying, suites.SPEED), "abcd")
+    whole, found = in_workers(suites.Suite("some", "of a test", dying), "abcd")
     assert not whole and found["b"]["failed"].startswith("BrokenProcessPool") and "rows" not in found["b"]
     assert all(found[case].get("rows") and not found[case].get("failed") for case in "acd"), "the process of the other GPU does the others"
 
@@ -107,7 +107,7 @@ def all_dying(setup):
 
 
 def test_cases_that_no_process_is_left_for_say_so(tmp_path, monkeypatch):
-    some, inner = suites.Suite("some", "of a test", all_dying, suites.SPEED), suites.measure
+    some, inner = suites.Suite("some", "of a test", all_dying), suites.measure
     monkeypatch.setattr(suites, "measure", lambda order, setup, gpus, *rest: inner(order, setup, 2, *rest))
     found = suites.run((some,), TOY, out=tmp_path)["some"]
     assert set(found["failed"]) == {"a", "b"} and found["left_out"] == {"c": LOST} and not found["rows"]

@@ -142,11 +142,3 @@ def _compared(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) ->
         return "unknown"
     more, less = ("slower", "faster") if timed else ("more", "fewer")
     return "same" if abs(change) <= sum(spreads) else more if change > 0 else less
-
-
-def make_folder(field: str, path: Path) -> None:
-    """Raises InvalidInput if `path` is no folder and cannot become one."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidInput(field, f"{path} ({type(error).__name__})", "a folder, or where one may be made") from None

@@ -15,21 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 from attnops.bench import Setup, compile, data, decode, device_of, gradients, kernels, overhead, regret
-from attnops.bench.files import environment, make_folder, write
+from attnops.bench.files import environment, write
 from attnops.bench.rows import Case, LeftOut
 from attnops.errors import InvalidInput, one_line
 from attnops.tune.clock import ceilings, synchronize
-
-
-class Picture(NamedTuple):
-    """The plot of a suite: figure `figure` of its rows times `scale`, in `unit`. log: its axis. more: higher is better."""
-
-    figure: str
-    unit: str
-    title: str
-    scale: float = 1.0
-    log: bool = False
-    more: bool = True
 
 
 class Suite(NamedTuple):
@@ -38,7 +27,6 @@ class Suite(NamedTuple):
     name: str
     about: str
     cases: Callable[[Setup], Mapping[str, Case]]
-    picture: Picture
     share: float = 1.0
     needs: tuple[str, ...] = ("transformers",)
 
@@ -48,27 +36,17 @@ class Suite(NamedTuple):
         return "kernel_times" if self.name == "kernels" else self.name  # kernels.json holds numerics
 
 
-SHARE = Picture("of_ceiling", "share of the measured ceiling", "Kernels")
-SPEED = Picture("of_hf_compiled", "times the speed of transformers' compiled model", "Decode")
-FIRST = SPEED._replace(title="Time to the first token")
-COLD = Picture("median_us", "s", "First call of a decode step", 1e-6, log=True, more=False)
-CAPTURE = COLD._replace(title="Capture of all buckets")
-MOVED = Picture("of_copy", "times the speed of a copy of as many bytes", "Moving data")
-TRAINED = Picture("of_flash2", "times the speed of FlashAttention-2 in torch", "Training steps")
-WHOLE = SPEED._replace(figure="of_hf_eager", unit="times the speed of transformers' eager model", title="generate()")
-HOST = Picture("median_us", "us", "Host time", log=True, more=False)
-REGRET = Picture("mean_percent", "% over the best kernel, mean", "The automatic choice", more=False)
 SUITES = (
-    Suite("kernels", "every kernel, the one chosen, and torch's own, by kinds of calls", kernels.cases, SHARE, 2.0, ()),
-    Suite("decode", "one new token a request, of whole Hugging Face models", decode.cases, SPEED, 8.0),
-    Suite("prefill", "the time to the first token of whole Hugging Face models", decode.prefill_cases, FIRST, 2.0),
-    Suite("compile", "cold and warm compilation, and the number of graphs", compile.cases, COLD, 2.0),
-    Suite("graphs", "capture of all default buckets, and a step's host time", compile.graph_cases, CAPTURE),
-    Suite("data", "kernels that move keys, values and latents", data.cases, MOVED, 0.5, ()),
-    Suite("gradients", "training steps of attention", gradients.cases, TRAINED, 0.5, ()),
-    Suite("generate", "whole calls of generate()", decode.generate_cases, WHOLE),
-    Suite("overhead", "the host time of a call through attnops", overhead.cases, HOST, needs=()),
-    Suite("regret", "the automatic choice against the best kernel, on calls that no table has", regret.cases, REGRET, needs=()),
+    Suite("kernels", "every kernel, the one chosen, and torch's own, by kinds of calls", kernels.cases, 2.0, ()),
+    Suite("decode", "one new token a request, of whole Hugging Face models", decode.cases, 8.0),
+    Suite("prefill", "the time to the first token of whole Hugging Face models", decode.prefill_cases, 2.0),
+    Suite("compile", "cold and warm compilation, and the number of graphs", compile.cases, 2.0),
+    Suite("graphs", "capture of all default buckets, and a step's host time", compile.graph_cases),
+    Suite("data", "kernels that move keys, values and latents", data.cases, 0.5, ()),
+    Suite("gradients", "training steps of attention", gradients.cases, 0.5, ()),
+    Suite("generate", "whole calls of generate()", decode.generate_cases),
+    Suite("overhead", "the host time of a call through attnops", overhead.cases, needs=()),
+    Suite("regret", "the automatic choice against the best kernel, on calls that no table has", regret.cases, needs=()),
 )
 
 
@@ -111,7 +89,10 @@ def run(
             done[suite.name] = {suite.name: {"failed": one_line(error)}}
     cases = {name: [case for case, outcome in some.items() if not outcome] for name, some in done.items()}
     if out is not None:
-        make_folder("out", out)
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidInput("out", f"{out} ({type(error).__name__})", "a folder, or where one may be made") from None
     tell("ceilings")
     setup = replace(setup, ceilings=ceilings(setup.device, setup.dtype, setup.quick))
     if setup.on_gpu:

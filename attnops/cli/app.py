@@ -132,7 +132,6 @@ def bench(
     ways: Annotated[str, typer.Option(help="Only these implementations of the suite decode, such as hf_compiled,attnops_piecewise.")] = "",
     budget_s: Annotated[float, typer.Option(help="Seconds in all; cases that would start later are left out.")] = 400.0,
     out: Annotated[Path | None, typer.Option(help="Folder for a results file of each suite.")] = None,
-    plots: Annotated[Path | None, typer.Option(help="Folder for a plot of each suite; needs matplotlib.")] = None,
     commit: Annotated[str, typer.Option(help="Commit to write into the files; default git's.")] = "",
     gpus: Annotated[int, typer.Option(help="Number of GPUs that share the cases, one process each.")] = 1,
     compare: Annotated[bool, typer.Option("--compare", help="Compare two results files instead of measuring.")] = False,
@@ -152,7 +151,7 @@ def bench(
     def measured(console: Console) -> dict[str, Any]:
         places = tuple(Point.parse(p) for p in points.split(",")) if points else ()
         setup = Setup(device_of(device), quick, model, layers, places, _names([ways]))
-        return command.run(console, tuple(suites or ()), setup, budget_s=budget_s, out=out, plots=plots, commit=commit, gpus=gpus)
+        return command.run(console, tuple(suites or ()), setup, budget_s=budget_s, out=out, commit=commit, gpus=gpus)
 
     report = _reported(as_json, compared if compare else measured)
     if report["regressions"] if compare else bad(report):

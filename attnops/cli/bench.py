@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from attnops.bench import Setup
-from attnops.bench.files import compare, make_folder, read
+from attnops.bench.files import compare, read
 from attnops.bench.rows import further
 from attnops.bench.run import named, run as run_suites
 from attnops.cli.tables import new_table
@@ -19,8 +19,8 @@ from attnops.needs import require
 
 
 def run(
-    console: Console, suites: tuple[str, ...], setup: Setup, *, budget_s: float = 400.0, out: Path | None = None, plots: Path | None = None,
-    commit: str = "", gpus: int = 1,
+    console: Console, suites: tuple[str, ...], setup: Setup, *, budget_s: float = 400.0, out: Path | None = None, commit: str = "",
+    gpus: int = 1,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
     """Measure, with progress and tables on `console`. Options of the command; () is all suites. Returns the reports by suite.
 
@@ -33,9 +33,6 @@ def run(
     chosen = named(suites)
     for suite in chosen:
         require(suite.needs, "hf")
-    if plots is not None:
-        require(("matplotlib",), "bench")
-        make_folder("plots", plots)
     names = [suite.name for suite in chosen]
     if (setup.model or setup.layers or setup.points) and not any(suite.needs for suite in chosen):
         raise InvalidInput("suites", ", ".join(names), "one that measures models, for --model, --layers and --points")
@@ -46,16 +43,8 @@ def run(
         reports = run_suites(chosen, setup, **options, tell=lambda case: status.update(escape(case)))
     for report in reports.values():
         show(report, console)
-    written = [] if out is None else [out / f"{suite.stem}.json" for suite in chosen]
-    if plots is not None:
-        from attnops.bench.plots import svg
-
-        for suite in chosen:
-            if text := svg(reports[suite.name], suite.picture):
-                written.append(plots / f"{suite.stem}.svg")
-                written[-1].write_text(text)
-    if written:
-        console.print(f"written: {', '.join(map(str, written))}", soft_wrap=True)
+    if out is not None:
+        console.print(f"written: {', '.join(str(out / f'{suite.stem}.json') for suite in chosen)}", soft_wrap=True)
     return reports
 
 

@@ -6,10 +6,34 @@ import hashlib
 import io
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from attnops.bench.run import Picture
 
+class Picture(NamedTuple):
+    """The plot of a suite: figure `figure` of its rows times `scale`, in `unit`. log: its axis. more: higher is better."""
+
+    figure: str
+    unit: str
+    title: str
+    scale: float = 1.0
+    log: bool = False
+    more: bool = True
+
+
+SPEED = Picture("of_hf_compiled", "times the speed of transformers' compiled model", "Decode")
+COLD = Picture("median_us", "s", "First call of a decode step", 1e-6, log=True, more=False)
+PICTURES = {
+    "kernels": Picture("of_ceiling", "share of the measured ceiling", "Kernels"),
+    "decode": SPEED,
+    "prefill": SPEED._replace(title="Time to the first token"),
+    "compile": COLD,
+    "graphs": COLD._replace(title="Capture of all buckets"),
+    "data": Picture("of_copy", "times the speed of a copy of as many bytes", "Moving data"),
+    "gradients": Picture("of_flash2", "times the speed of FlashAttention-2 in torch", "Training steps"),
+    "generate": SPEED._replace(figure="of_hf_eager", unit="times the speed of transformers' eager model", title="generate()"),
+    "overhead": Picture("median_us", "us", "Host time", log=True, more=False),
+    "regret": Picture("mean_percent", "% over the best kernel, mean", "The automatic choice", more=False),
+}
 STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "attnops", "font.size": 8, "font.sans-serif": ["DejaVu Sans"]}
 MARKS = "osD^v<>P*Xphd"
 
