@@ -1,9 +1,8 @@
 """Runs suites of measurements, each in a process of its own: one that fails or hangs leaves the others' files.
 
-    python benchmarks/run.py [--suite bench,regret,mla] [--device cpu|cuda]
+    python benchmarks/run.py [--suite bench,regret,latent] [--device cpu|cuda]
 
-bench: `attnops bench`, its cases shared by all GPUs. overhead, regret: its suites of that name.
-mla: our layer over latents beside others, see mla.py.
+bench: `attnops bench`, its cases shared by all GPUs. overhead, regret, latent: its suites of that name.
 tune: `attnops tune`, written to `tables` beside the results; a regret suite in the same run goes by it.
 """
 
@@ -18,8 +17,7 @@ import torch
 from common import ROOT, arguments, folder_of
 
 # Imports included. The default suite keeps the promise of eight minutes.
-LIMITS_S = {"bench": 475, "overhead": 100, "tune": 300, "regret": 240, "mla": 240}
-COMPARED = ("mla",)
+LIMITS_S = {"bench": 475, "overhead": 100, "tune": 300, "regret": 240, "latent": 300}
 
 DEFAULT = "bench"
 
@@ -30,10 +28,9 @@ def command(suite: str, device: str) -> list[str]:
     commit = os.environ.get("COMMIT", "")
     measured = [*attnops, "bench", "--device", device, "--out", str(out), *(["--commit", commit] if commit else [])]
     gpus = ["--gpus", str(max(1, torch.cuda.device_count()))] if device == "cuda" else []
-    script = ["compare.py", suite] if suite in COMPARED else [f"{suite}.py"]
-    commands = {"bench": measured + gpus, "overhead": [*measured, "overhead"], "tune": [*attnops, "tune", "--budget-s", "190"]}
-    commands["regret"] = [*measured, *gpus, "--budget-s", "200", "regret"]
-    return commands.get(suite) or [sys.executable, str(ROOT / "benchmarks" / script[0]), *script[1:], "--device", device]
+    if suite == "tune":
+        return [*attnops, "tune", "--budget-s", "190"]
+    return [*measured, *gpus] if suite == "bench" else [*measured, *gpus, "--budget-s", str(LIMITS_S[suite] - 60), suite]
 
 
 def main() -> int:

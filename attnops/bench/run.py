@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnops.bench import Setup, compile, data, decode, device_of, gradients, kernels, overhead, regret
+from attnops.bench import Setup, compile, data, decode, device_of, gradients, kernels, latent, overhead, regret
 from attnops.bench.files import environment, write
 from attnops.bench.rows import Case, LeftOut
 from attnops.errors import InvalidInput, one_line
@@ -42,6 +42,7 @@ SUITES = (
     Suite("prefill", "the time to the first token of whole Hugging Face models", decode.prefill_cases, 2.0),
     Suite("compile", "cold and warm compilation, and the number of graphs", compile.cases, 2.0),
     Suite("graphs", "capture of all default buckets, and a step's host time", compile.graph_cases),
+    Suite("latent", "an attention layer of DeepSeek-V3 over latents", latent.cases),
     Suite("data", "kernels that move keys, values and latents", data.cases, 0.5, ()),
     Suite("gradients", "training steps of attention", gradients.cases, 0.5, ()),
     Suite("generate", "whole calls of generate()", decode.generate_cases),

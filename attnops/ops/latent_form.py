@@ -48,7 +48,7 @@ REACHED = (0.65, 0.87)
 """The part of the peaks that a large product and a large copy reach: 650 TFLOP/s and 4.2 TB/s on an H200."""
 
 UNFOLDING = 1.75
-"""Unfolding a prefix takes this many times longer than at these rates: `forms` of benchmarks/mla.py on an H200."""
+"""Unfolding a prefix takes this many times longer than at these rates: `forms` of benchmarks/results/h200/mla.json, an H200."""
 
 LAUNCH_US = 3.0
 """The cost of a launch in a busy stream."""
