@@ -14,6 +14,6 @@ from attnops.hf.interface import NAME as NAME, register as register
 from attnops.hf.paged.cache import PagedKeyCache as PagedKeyCache, PagedLatentCache as PagedLatentCache, PagedModelCache as PagedModelCache
 from attnops.hf.paged.decode import Decode as Decode
 from attnops.hf.patching import Patched as Patched, patch as patch
-from attnops.hf.report import Report as Report, Verification as Verification
+from attnops.hf.report import Report as Report, Took as Took, Verification as Verification
 
 register()

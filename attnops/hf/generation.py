@@ -39,6 +39,8 @@ class Generation:
     checked: the padding `[rows]` of the cache of pages which the prompt's mask was found to fit (see attnops.hf.attention.mask).
     prompt: columns of the prompt's mask, None without one.
     lent: the caches made for it (attnops.hf.paged.mode).
+    why: why its cache is transformers' own, "" where it is not.
+    graphs: the mode of graphs that its last step ran in, "" without.
     last: (the mask that the last step left behind,), or () before the first.
     prepared: the mask of the next step's forward.
     """
@@ -49,6 +51,8 @@ class Generation:
     checked: Tensor | None = None
     prompt: int | None = None
     lent: list[Any] = field(default_factory=list)
+    why: str = ""
+    graphs: str = ""
     last: tuple[Any, ...] = ()
     prepared: Any = None
 

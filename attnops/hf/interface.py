@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -18,8 +18,8 @@ from attnops.kernel import kernels_of
 NAME = "attnops"
 """`attn_implementation="attnops"`: any kernel, `mask="auto"`."""
 
-Kept = Literal["hf", "paged"]
-CACHES: tuple[Kept, ...] = ("hf", "paged")
+Kept = Literal["auto", "hf", "paged"]
+CACHES: tuple[Kept, ...] = get_args(Kept)
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Options:
 
     kernel: str | None = None
     mask: Mode = "auto"
-    cache: Kept = "hf"
+    cache: Kept = "auto"
     proven: bool = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -57,7 +57,8 @@ def implementation(options: Options) -> str:
     for field, value, known in (("mask", options.mask, MODES), ("cache", options.cache, CACHES)):
         need(value in known, field, repr(value), " | ".join(map(repr, known)))
     if options.kernel is not None:
-        check_kernel(options.kernel, ("attention",) if options.cache == "hf" else ("paged_attention", "mla_attention"))
+        pages = () if options.cache == "hf" else ("paged_attention", "mla_attention")
+        check_kernel(options.kernel, pages if options.cache == "paged" else ("attention", *pages))
     # A kernel's own name could hold "flash", by which transformers takes an implementation for FlashAttention.
     name = NAME if options == Options() else f"{NAME}_{zlib.crc32(repr(options).encode()):08x}"
     # A second registration would be another function object, and compiled code is guarded by the first.

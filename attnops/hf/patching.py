@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +12,11 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from attnops.call import need
-from attnops.errors import InvalidInput, PatchError, fail
+from attnops.errors import PatchError, UnknownKernel, fail, one_line
 from attnops.graphs import Graphed, Report as GraphReport
 from attnops.graphs.graphed import Progress
 from attnops.hf.attention.mask import Mode
-from attnops.hf.generation import growing, watch
+from attnops.hf.generation import Generation, growing, watch
 from attnops.hf.interface import Kept, Options, implementation
 from attnops.hf.matching.match import Match, match, routed
 from attnops.hf.matching.proof import prove
@@ -24,11 +25,11 @@ from attnops.hf.paged import models as paged_models
 from attnops.hf.paged.cache import PagedModelCache
 from attnops.hf.paged.decode import Decode, Decoder
 from attnops.hf.paged.mode import PagedMode, give_back
-from attnops.hf.report import PATCHED, Report, Row, Verification, compare, evaluating, output_of, switch
+from attnops.hf.report import PATCHED, Report, Row, Took, Verification, compare, evaluating, output_of, switch
 
+_SETTLING = threading.Lock()
 _HANDLE = "_attnops"
 _OPTIONS = "_attnops_options"
-T = TypeVar("T")
 
 
 class Patched:
@@ -37,27 +38,62 @@ class Patched:
     It holds data only, so a deep copy of a patched model is patched and has a handle of its own.
     """
 
-    def __init__(self, model: nn.Module, owner: nn.Module, asked: Options, decode: Decode, found: Match) -> None:
-        options, proof = _served(owner, found, asked)
+    def __init__(self, model: nn.Module, owner: Any, asked: Options, decode: Decode, found: Match) -> None:
+        self._options, self._proof = _served(owner, found, asked)
         self.model, self.asked, self.decode = model, asked, decode
-        self.implementation, self._owner = implementation(options), owner
-        self._paged = PagedMode(owner, found, options.kernel, self.implementation, decode) if options.cache == "paged" else None
-        self._report = _report(model, self.implementation, options, found, self._paged, proof)
-        if self._paged is not None:
-            self._paged.apply()
+        self.implementation, self._owner, self._found = implementation(self._options), owner, found
+        self._paged: PagedMode | None = None
+        self._settled: tuple[bool, str] | None = None
+        self._took: Took | None = None
+        self._why = "the first generate() chooses"
+        if _forced(asked, decode):
+            self._settle()
         self._switched = [(config, config._attn_implementation_internal) for config in found.configs]
         switch(found.configs, self.implementation)
         # Each module may be pickled without the rest of the model, and options register themselves where they are loaded.
         switched = {id(config) for config in found.configs}
         self._marked = [module for module in owner.modules() if id(getattr(module, "config", None)) in switched]
         for module in self._marked:
-            module.__dict__[_OPTIONS] = options
+            module.__dict__[_OPTIONS] = self._options
         owner.__dict__[_HANDLE] = self
         self._watching: list[Method | RemovableHandle] = []
         # The masks of generate() only grow, so that most of its steps need no check.
-        if hasattr(owner, "generate") and (options.mask in ("auto", "compact") or self._paged is not None):
+        if hasattr(owner, "generate"):
             self._watching = [Method(owner, "generate", _generate), *watch(owner)]
         self.active = True
+
+    def _settle(self) -> None:
+        """Take the pages and graphs that the options and the device of the weights allow. Raises PatchError if pages are asked for."""
+        how, forced = self.decode, _forced(self.asked, self.decode)
+        device = self._owner.device.type
+        fast = how.graphs is not None or device == "cuda"
+        mode = how.mode if fast or how.mode != "auto" else "hf"
+        pages = forced or (self.asked.cache == "auto" and mode == "auto")
+        with _SETTLING:
+            if (pages, mode) == self._settled:
+                return
+            if self._paged is not None:
+                self._paged.undo()
+            self._paged, self._settled, self._why = None, (pages, mode), ""
+            if pages:
+                try:
+                    self._page(replace(how, mode=mode))
+                except (PatchError, UnknownKernel, torch.OutOfMemoryError) as error:
+                    if forced and mode != "auto":
+                        raise
+                    self._why = one_line(error)
+                    if forced:
+                        self._page(replace(how, mode="hf"))
+            elif self.asked.cache == "auto" and how.mode == "auto":
+                self._why = f"the model is on {device}: pages and graphs are for a GPU"
+
+    def _page(self, how: Decode) -> None:
+        chosen = not _forced(self.asked, self.decode)
+        if chosen and (why := _not_ours(self._owner, self._options)):
+            fail(PatchError, why)
+        paged = PagedMode(self._owner, self._found, self._options.kernel, self.implementation, how, chosen)
+        paged.apply()
+        self._paged = paged
 
     def unpatch(self) -> None:
         """Give the model back as it was. A config that was switched to something else since then is left at that. Idempotent."""
@@ -82,11 +118,21 @@ class Patched:
         self.unpatch()
 
     def __repr__(self) -> str:
-        return f"<Patched {self._report._title()}{'' if self.active else '; unpatched'}>"
+        return f"<Patched {self.report()._title()}{'' if self.active else '; unpatched'}>"
 
     def report(self) -> Report:
-        """Every attention module with its status. `print` it, give it to rich, or take `.to_dict()`."""
-        return self._report
+        """Every attention module with its status, and how `generate()` runs. `print` it, give it to rich, or take `.to_dict()`."""
+        return _report(self.model, self.implementation, self._options, self._found, self._paged, self._proof, self._why)
+
+    @property
+    def took(self) -> Took | None:
+        """How the last `generate()` ran, and why it was not faster. None before the first."""
+        return self._took
+
+    def release(self) -> None:
+        """Free the pages that `generate()` and dropped caches have left for later calls, with the graphs over them."""
+        if self._paged is not None:
+            self._paged.release()
 
     def new_cache(self, max_batch: int, max_length: int, *, page_size: int | None = None) -> PagedModelCache:
         """A cache of pages to pass as `past_key_values=`, for a model patched with `cache="paged"`.
@@ -102,12 +148,14 @@ class Patched:
         Raises PatchError: the model is patched otherwise, or not any more; InvalidInput: a number is no size; PageSizeConflict: the forced
         kernel does not take such pages.
         """
-        if self._paged is None or not self.active:
-            fail(PatchError, f'new_cache: got a model {"without pages" if self.active else "not patched any more"}, want cache="paged"')
+        self._settle_active("new_cache")
+        if self._paged is None:
+            why = self._why or "cache='hf'"
+            fail(PatchError, f'new_cache: got a model without pages ({why}); want cache="paged"')
         return self._paged.new_cache(max_batch, max_length, page_size)
 
     def step(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None = None) -> Tensor:
-        """One token more for each row of a cache, from graphs, for a model patched with `decode="piecewise"` or `"breakable"`.
+        """One token more for each row of a cache, from graphs: for a model on a GPU, or patched with graphs for another device.
 
         It is the step of `generate()`: call the model on the prompt, and this on every token after it.
 
@@ -116,15 +164,14 @@ class Patched:
             position_ids: int64 `[B, 1]`; None: tokens so far, without padding.
 
         Returns:
-            Logits `[B, 1, V]`, in memory that the next step writes.
+            Logits `[B, 1, V]`.
 
         Raises:
             PatchError: the model is patched otherwise, or not any more.
-            InvalidInput: another shape or dtype, an empty cache, or one whose last step failed; graphs in use by another cache that lives,
-                or another thread; offloaded weights.
+            InvalidInput: another shape or dtype, an empty cache, or one whose last step failed; offloaded weights.
             StaleGraph: policy or autocast are others than after the prompt. One token too many is an assertion on the device.
         """
-        return _here(self._decoder("step").step(input_ids, cache, position_ids))
+        return self._decoder("step").step(input_ids, cache, position_ids)
 
     def capture(self, cache: PagedModelCache, progress: Progress | None = None) -> GraphReport:
         """Compile and capture decode steps of every number of rows up to the cache's now, so that none of it happens at a first request.
@@ -135,12 +182,19 @@ class Patched:
 
         Raises PatchError, InvalidInput: as `step`; OverBudget, NotCapturable: as `attnops.graphs.piecewise`.
         """
-        return _here(self._decoder("capture").capture(cache, progress))
+        return self._decoder("capture").capture(cache, progress)
 
     def _decoder(self, method: str) -> Decoder:
-        if self._paged is None or not self.active or self.decode.mode == "hf":
-            fail(PatchError, f"{method}: want a model patched with cache='paged' and decode='piecewise' or 'breakable'")
+        self._settle_active(method)
+        if self._paged is None or self._paged.decode.mode == "hf":
+            why = f"got none ({self._why}); " if self._why else ""
+            fail(PatchError, f"{method}: {why}want a model patched with graphs: on a GPU, or with decode='piecewise' or 'breakable'")
         return self._paged.decoder()
+
+    def _settle_active(self, method: str) -> None:
+        if not self.active:
+            fail(PatchError, f"{method}: got a model that is not patched any more; want patch(model)")
+        self._settle()
 
     @property
     def graphs(self) -> Graphed | None:
@@ -151,6 +205,12 @@ class Patched:
     def plain_steps(self) -> int:
         """Steps of one token of `generate()` that ran without graphs, because these were in use or the step asked for more than logits."""
         return 0 if self._paged is None or self._paged._decoder is None else self._paged._decoder.plain_steps
+
+    def _taken(self, generation: Generation) -> Took:
+        paged = self._paged
+        failed = {} if paged is None or paged._decoder is None else paged._decoder.failed
+        why = generation.why or self._why or "; ".join(failed.values())
+        return Took("hf" if paged is None or generation.why else "paged", generation.graphs or "hf", why)
 
     def verify(
         self, input_ids: Tensor | None = None, *, tolerance: float | None = None, strict: bool = True, **inputs: Any
@@ -182,14 +242,10 @@ class Patched:
         return figures
 
 
-def _here(result: T | None) -> T:
-    if result is None:
-        fail(InvalidInput, "past_key_values", "a second cache", "the one that graphs serve, until it is dropped; or another thread")
-    return result
-
-
 def _generate(method: Method, *args: Any, **kwargs: Any) -> Any:
     """`generate()` of a patched model: the model's own, with the promise that masks only grow (see attnops.hf.generation)."""
+    handle: Patched = method.owner.__dict__[_HANDLE]
+    handle._settle()
     with growing(method.owner) as generation:
         result = None
         try:
@@ -199,11 +255,27 @@ def _generate(method: Method, *args: Any, **kwargs: Any) -> Any:
             for cache in generation.lent:
                 if getattr(result, "past_key_values", None) is not cache:
                     give_back(cache)
+            handle._took = handle._taken(generation)
+
+
+def _forced(asked: Options, how: Decode) -> bool:
+    """Do the options ask for pages?"""
+    return asked.cache == "paged" or how.mode not in ("auto", "hf")
+
+
+def _not_ours(owner: Any, options: Options) -> str:
+    """Why pages and graphs do not serve the steps of a model, as far as the model as a whole shows it; "" if they may."""
+    if options.mask == "additive":
+        return "the model needs additive masks, and pages take none"
+    if "forward" in vars(owner) or getattr(owner, "_compiled_call_impl", None) is not None:
+        return "the model's forward was replaced or compiled, and its steps are left to it"
+    others = sorted({type(p).__name__ for p in owner.parameters()} - {"Parameter"})
+    return f"weights are {', '.join(others)}, whose products are not captured" if "DTensor" in others else ""
 
 
 def patch(
-    model: Any, *, kernel: str | None = None, mask: Mode = "auto", cache: Kept = "hf",
-    decode: Literal["hf", "piecewise", "breakable"] | Decode = "hf",
+    model: Any, *, kernel: str | None = None, mask: Mode = "auto", cache: Kept = "auto",
+    decode: Literal["auto", "hf", "piecewise", "breakable"] | Decode = "auto",
 ) -> Patched:  # fmt: skip
     """Route the attention of a transformers model through `attnops.attention`. In place, and reversible.
 
@@ -211,7 +283,7 @@ def patch(
         model = torch.compile(model)
 
     A module is patched when its code asks transformers' attention interface for the function to call. The model's state_dict, hooks and
-    saved config stay as they are, and so do its weights, which decode="piecewise" gives other addresses until `unpatch()`
+    saved config stay as they are, and so do its weights, which piecewise graphs give other addresses until `unpatch()`
     (docs/linears.md). Modules that hold the same config object switch together, those of other models included (the report says so). In
     training mode a layer whose attention dropout is above 0 is computed in plain torch.
 
@@ -223,13 +295,15 @@ def patch(
             "additive": floats, as eager attention is given them; the default for a model that transformers does not route through its
             sdpa, unless a small twin of it gives eager's numbers with other masks. "compact": lengths on every device; the host may wait
             for the device at each step to check the mask.
-        cache: "hf": transformers' caches. "paged": `generate()` keeps its cache in pages that attnops owns, and so does a call with a
-            cache made by the handle; other caches work as before. The pages hold keys and values (of a sliding window no more than the
-            window), or the latents of Multi-head Latent Attention (DeepSeek-V2, V3 and their kin, with transformers from 5.15), to which
-            decode attends without unfolding. They are allocated for the whole length, as a static cache, and kept from one `generate()`
-            to the next. Masks may have padding on the left only.
-        decode: with cache="paged", how the steps of `generate()` after the prompt run: "piecewise" or "breakable" CUDA graphs
-            (docs/graphs.md), captured when a bucket of rows is first met; or "hf", as transformers does it. A `Decode` has more to set.
+        cache: "auto": `generate()` on a GPU keeps its cache in pages where that makes it faster, and transformers' cache elsewhere:
+            `Patched.took` says which it was, and why. "hf": transformers' caches. "paged": `generate()` keeps its cache in pages that
+            attnops owns, and so does a call with a cache made by the handle; other caches work as before. The pages hold keys and values
+            (of a sliding window no more than the window), or the latents of Multi-head Latent Attention (DeepSeek-V2, V3 and their kin,
+            with transformers from 5.15), to which decode attends without unfolding. They are allocated for the whole length, as a static
+            cache, and a few sets are kept for later calls until `Patched.release()`. Masks may have padding on the left only.
+        decode: how the steps of `generate()` after the prompt run: "piecewise" or "breakable" CUDA graphs (docs/graphs.md) over pages,
+            captured when a bucket of rows is first met; "hf", as transformers does it; "auto": on a GPU breakable graphs, which need no
+            compiler, and piecewise ones after some hundred steps. A `Decode` has more to set.
 
     Returns:
         The handle. A second call on the same model returns the same handle.
@@ -244,9 +318,9 @@ def patch(
     asked = Options(kernel, mask, cache)
     implementation(asked)
     how = decode if isinstance(decode, Decode) else Decode(decode)
-    paged = cache == "paged"
+    paged = _forced(asked, how)
     need(not paged or mask != "additive", "mask", repr(mask), "another with cache='paged': pages take no additive masks")
-    need(paged or how.mode == "hf", "decode", repr(how.mode), "'hf' with cache='hf': caches of transformers' own move")
+    need(not paged or cache != "hf", "decode", repr(how.mode), "'hf' or 'auto' with cache='hf': caches of transformers' own move")
     owner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if owner is None:
         fail(PatchError, f"patch: {type(model).__name__} holds no transformers.PreTrainedModel")
@@ -278,7 +352,9 @@ def _served(owner: nn.Module, found: Match, asked: Options) -> tuple[Options, st
     return replace(asked, mask=mode, proven=mode != "additive" and not trusted), how
 
 
-def _report(model: nn.Module, name: str, options: Options, found: Match, paged: PagedMode | None, proof: str) -> Report:
+def _report(
+    model: nn.Module, name: str, options: Options, found: Match, paged: PagedMode | None, proof: str, why: str
+) -> Report:  # fmt: skip
     rows = []
     for site in found.sites:
         phases = paged_models.phases(site.module, None if paged is None else paged.windows.get(site.module))
@@ -291,10 +367,13 @@ def _report(model: nn.Module, name: str, options: Options, found: Match, paged: 
         f"masks are always written out: {found.explicit}": found.explicit and not additive,
         f"transformers does not route it through sdpa; {proof}": proof,
         f"{found.shared} modules outside this model hold the same config object and switch with it": found.shared,
+        f"generate() keeps transformers' cache: {why}": paged is None and why,
         "generate() keeps its cache in pages, but in beam search, as an assistant, and where another cache is asked for": paged,
         "generate() of inputs with token_type_ids uses transformers' own cache: tokens of an image see each other both ways":
             paged is not None and paged.blocks,
         f"its steps after the prompt run in CUDA graphs ({graphs})": graphs,
+        f"they do not run in CUDA graphs: {why}": paged is not None and not graphs and why,
+        "" if paged is None else paged.memory(): paged,
     }  # fmt: skip
     notes = tuple(note for note, holds in known.items() if holds)
     return Report(type(model).__name__, name, options.kernel, options.mask, tuple(rows), notes, options.cache)

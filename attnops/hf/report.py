@@ -29,6 +29,23 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Took:
+    """How a `generate()` of a patched model ran.
+
+    cache: "paged", or "hf" for transformers' own or the caller's.
+    decode: "piecewise" or "breakable", the graphs of its last step; "hf" without graphs.
+    why: the reason why it had no pages or no graphs, "" where it had both or the options ask for neither.
+    """
+
+    cache: str
+    decode: str
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"cache={self.cache}, decode={self.decode}" + (f": {self.why}" if self.why else "")
+
+
+@dataclass(frozen=True)
 class Report:
     """Every attention module of a model with its status, the options in force, and notes for the user."""
 

@@ -101,21 +101,21 @@ def test_decode_in_graphs_equals_eager(family: str, mode: Any, found: dict[str, 
     """Decode steps of generate() from graphs, captured when a number of rows is first met; pages hold NaN where nothing is stored."""
     import attnops
     from attnops.hf import tiny
-    from attnops.hf.paged import mode as paged
+    from attnops.hf.paged import pool
 
     torch._dynamo.reset()
     model = tiny.model(family).cuda().eval()
     want = [model.generate(ids, **more) for ids, more in (asked(*call) for call in CALLS)]
-    real: Any = paged.ModelPages  # type: ignore[attr-defined]
+    real: Any = pool.ModelPages  # type: ignore[attr-defined]
 
     def made(sizes: Any, page_size: int | None = None) -> Any:
         pages: Any = real(sizes, page_size)
-        for pool in pages.pools:
-            pool.fill_(float("nan"))
+        for each in pages.pools:
+            each.fill_(float("nan"))
         return pages
 
     with pytest.MonkeyPatch.context() as patched, attnops.patch(model, cache="paged", decode=mode) as handle:
-        patched.setattr(paged, "ModelPages", made)
+        patched.setattr(pool, "ModelPages", made)
         for call, tokens in zip(CALLS, want, strict=True):
             ids, more = asked(*call)
             assert torch.equal(model.generate(ids, **more), tokens), call

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 import attnops
 from attnops.errors import InvalidInput, NoGradient
 from attnops.hf import PagedKeyCache, tiny
-from attnops.hf.paged import attention as paged_attention, mode as paged
+from attnops.hf.paged import attention as paged_attention, pool
 from attnops.hf.paged.pages import DRAFTS
 from tests.hf.helpers import (
     KEYED,
@@ -38,15 +38,16 @@ TURNS = ((0, 14), (14, 15), (15, 16), (16, 18), (18, 70), (70, 71), (71, 90), (9
 def small_pages(monkeypatch):
     """generate() makes pages of 4 tokens, so that windows of 8 are shorter than the text."""
     made = []
-    real = paged.ModelPages
+    real = pool.ModelPages
 
     def small(sizes, page_size=None):
         made.append(real(sizes, 4 if page_size is None else page_size))
+        made[-1].forced = page_size
         for pages in made[-1].pools:
             pages.fill_(float("nan"))
         return made[-1]
 
-    monkeypatch.setattr(paged, "ModelPages", small)
+    monkeypatch.setattr(pool, "ModelPages", small)
     return made
 
 

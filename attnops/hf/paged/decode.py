@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from attnops.cache.paged import ordinary
 from attnops.call import name, need
-from attnops.errors import InvalidInput, fail
+from attnops.errors import InvalidInput, fail, one_line
 from attnops.graphs import Buckets, Graphed, Report, breakable, piecewise
 from attnops.graphs.buckets import decode_sizes
 from attnops.graphs.device import Device
@@ -28,10 +28,12 @@ from attnops.graphs.graphed import Progress
 from attnops.graphs.guard import casting
 from attnops.graphs.pieces import INNER, Inner
 from attnops.hf.paged.cache import PagedModelCache, State
-from attnops.hf.paged.pages import EMPTY
+from attnops.hf.paged.pages import EMPTY, ModelPages
 from attnops.lowering import fuse_linears
 from attnops.nn.absorb import HELD, INTERNAL, PLAIN
 from attnops.select import active_policy
+
+Mode = Literal["auto", "hf", "piecewise", "breakable"]
 
 _STOP = "attnops: rows that the step before did not have, or a cache that is full"
 # Arguments of generate() at a step of one token. Masks are known, and the last four have one meaning for one token.
@@ -40,13 +42,18 @@ _KNOWN = ("input_ids", "position_ids", "past_key_values", "attention_mask", "use
 
 @dataclass(frozen=True)
 class Decode:
-    """How decode steps of `generate()` run. The other fields are arguments of `attnops.graphs.piecewise`, where they are described.
+    """How decode steps of `generate()` run. Fields without a description are arguments of `attnops.graphs.piecewise`.
 
-    mode: "piecewise" or "breakable", see docs/graphs.md. "hf": as transformers does it, which compiles on a GPU.
+    mode: "piecewise" or "breakable", see docs/graphs.md. "hf": as transformers does it, which compiles on a GPU. "auto": without a GPU
+        as "hf"; else "breakable" for the first `compile_after` steps of the model, which need no compiler, and then "piecewise". Where
+        graphs cannot be made, steps run without them, and `Patched.took` has the reason.
+    compile_after: see mode "auto". A number of steps and not a time, so that two runs give the same tokens.
     pack: of piecewise steps, pack the weights of linears that share an input, so that they are one matrix product (docs/linears.md).
+    budget_bytes: the most memory of the graphs over one set of pages.
     """
 
-    mode: Literal["hf", "piecewise", "breakable"] = "hf"
+    mode: Mode = "auto"
+    compile_after: int = 256
     inner: str | Inner = "inductor"
     pack: bool = True
     budget_bytes: int | None = None
@@ -55,48 +62,77 @@ class Decode:
     graphs: Device | None = None
 
     def __post_init__(self) -> None:
-        need(self.mode in ("hf", "piecewise", "breakable"), "decode", repr(self.mode), "'hf' | 'piecewise' | 'breakable', or a Decode")
+        need(self.mode in get_args(Mode), "decode", repr(self.mode), f"{' | '.join(map(repr, get_args(Mode)))}, or a Decode")
         known = not isinstance(self.inner, str) or self.inner in INNER
         need(known, "decode.inner", repr(self.inner), f"a function, or one of {', '.join(INNER)}")
+        need(self.compile_after >= 0, "decode.compile_after", self.compile_after, "a number of steps >= 0")
 
 
-class _Over(NamedTuple):
-    """Graphs, the cache of ours over the pages that they were captured for, and ones int64 `[rows]`, which mark rows of a batch."""
+@dataclass(eq=False)
+class _Over:
+    """Graphs over one set of pages.
 
-    graphed: Graphed
+    cache: a cache of ours over the pages. live: ones int64 `[rows]`, which mark rows of a batch.
+    mode: of `graphed`.
+    """
+
     cache: PagedModelCache
     live: Tensor
+    mode: str
+    graphed: Graphed
+
+    def captured(self, rows: int) -> bool:
+        """Is there a graph for so many rows?"""
+        wanted: Any = self.graphed.buckets.find("decode", rows, rows)
+        return wanted in [row.bucket for row in self.graphed.report().rows]
 
 
 class Decoder:
-    """The graphs of one model, over one set of pages at a time.
+    """The graphs of one model, over each set of pages that a cache uses or that waits in the pool.
 
-    While the last served cache lives, caches on other pages run without graphs: a capture costs more than steps without graphs.
+    Threads take turns: a step waits for that of another thread.
 
     forward: the model's own, which `decode=` replaced.
     make: returns a cache over given pages, which keep their tokens.
-    plain_steps: steps of `generate()` that ran without graphs, for that reason or because they asked for more than logits.
+    plain_steps: steps of `generate()` that ran without graphs, because they asked for more than logits or graphs could not be made.
+    failed: with mode "auto", why graphs cannot be made, by their mode.
     look: the model ran without graphs, as it does on every prompt, and weights may have been replaced since: the next step looks at them.
     """
 
     def __init__(self, model: Any, how: Decode, forward: Callable[..., Any], make: Callable[[Any], PagedModelCache]) -> None:
         self.how, self.plain_steps, self.look = how, 0, True
+        self.failed: dict[str, str] = {}
         self._model, self._forward, self._make = model, forward, make
-        self._over: _Over | None = None
-        self._user: Callable[[], State | None] = lambda: None
+        self._over: dict[ModelPages, _Over] = {}
+        self._latest: _Over | None = None
         self._given: tuple[Any, ...] = ()
-        # Graphs have one set of buffers. While one thread uses them, others run without graphs.
-        self._lock = threading.Lock()
+        self._looked: weakref.WeakSet[State] = weakref.WeakSet()  # caches that stepped since the weights were looked at
+        self._taken = 0
+        # One buffer set a set of pages, and one tracer.
+        self._lock = threading.RLock()
 
     @property
     def graphed(self) -> Graphed | None:
-        """The captured graphs, for reports."""
-        return None if self._over is None else self._over.graphed
+        """The graphs of the last step, for reports."""
+        return None if self._latest is None else self._latest.graphed
 
-    def step(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None = None) -> Tensor | None:
-        """Logits `[B, 1, V]` of one token more for each row, in memory that the next step writes. None: the graphs are in use.
+    @property
+    def last_mode(self) -> str:
+        """The mode of the last step."""
+        return "hf" if self._latest is None else self._latest.mode
 
-        See `Patched.step`. cache: of this model, with a first step behind it, of as many rows.
+    @property
+    def mode(self) -> str:
+        """The mode of the next step; "hf" where graphs cannot be made."""
+        if self.how.mode != "auto":
+            return self.how.mode
+        compiled = self._taken >= self.how.compile_after and "piecewise" not in self.failed
+        return "piecewise" if compiled else "hf" if "breakable" in self.failed else "breakable"
+
+    def step(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None = None) -> Tensor:
+        """Logits `[B, 1, V]` of one token more for each row. See `Patched.step`.
+
+        cache: of this model, with a first step behind it, of as many rows.
         """
         state, most = _state_of(cache), cache.max_batch
         if not _is_one_token(input_ids) or not 1 <= input_ids.shape[0] <= most or input_ids.dtype != torch.int64:
@@ -106,36 +142,47 @@ class Decoder:
         whole = state.filled and not state.unfinished
         need(whole, "past_key_values", "empty or half written", "a cache with a prompt in it, whose last step was whole")
         with self._graphs_of(state) as found:
-            if found is None:
-                return None
             live = found.live[: input_ids.shape[0]]
             if position_ids is None:
                 with torch.no_grad(), ordinary():
                     position_ids = (state.pages.seen - state.pages.pad[: live.shape[0]])[:, None]
             logits: Tensor = found.graphed(input_ids=input_ids, position_ids=position_ids, live=live, cache=found.cache)
-            return logits
+            self._taken += 1
+            # Another thread's step may write the memory of the graphs as soon as it has its turn.
+            return logits.clone()
 
-    def capture(self, cache: PagedModelCache, progress: Progress | None = None) -> Report | None:
-        """Capture every bucket up to the cache's rows now. Its tokens stay. None: the graphs are in use. Raises as `Graphed`."""
+    def try_step(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None) -> Tensor | None:
+        """As `step`. With mode "auto", None where graphs cannot be made: `failed` then has the reason, and the cache is as before."""
+        if self.how.mode != "auto":
+            return self.step(input_ids, cache, position_ids)
+        while (mode := self.mode) != "hf":
+            try:
+                return self.step(input_ids, cache, position_ids)
+            except Exception as error:
+                over, rows = self._over.get(cache.state.pages), input_ids.shape[0]
+                if over is not None and over.captured(rows):
+                    raise  # of a replay, not of a capture
+                self.failed[mode] = one_line(error)
+                self.forget(cache.state.pages)
+        return None
+
+    def capture(self, cache: PagedModelCache, progress: Progress | None = None) -> Report:
+        """Capture every bucket up to the cache's rows now, of compiled steps with mode "auto". Its tokens stay. Raises as `Graphed`."""
+        self._taken = max(self._taken, self.how.compile_after)
         with self._graphs_of(_state_of(cache)) as found:
-            if found is None:
-                return None
             one = found.live[:1]
             return found.graphed.capture(input_ids=one[:, None], position_ids=one[:, None], live=one, cache=found.cache, progress=progress)
 
     @contextmanager
-    def _graphs_of(self, state: State) -> Iterator[_Over | None]:
-        """The graphs over these pages, for the block alone; None: they are in use."""
-        if not self._lock.acquire(blocking=False):
-            yield None
-            return
-        try:
-            yield self._of(state)
-        finally:
-            # A capture that failed half way leaves no step behind.
-            if self._over is not None:
-                self._over.cache.state.end_step()
-            self._lock.release()
+    def _graphs_of(self, state: State) -> Iterator[_Over]:
+        """The graphs over these pages, for the block alone."""
+        with self._lock:
+            found = self._latest = self._of(state)
+            try:
+                yield found
+            finally:
+                # A capture that failed half way leaves no step behind.
+                found.cache.state.end_step()
 
     @staticmethod
     def could_serve(given: dict[str, Any]) -> bool:
@@ -151,37 +198,42 @@ class Decoder:
         asks_more = any(value is not None and value is not False for name, value in given.items() if name not in _KNOWN)
         return ids.dtype == torch.int64 and _are_positions(given.get("position_ids"), ids) and not asks_more
 
-    def free(self, used: bool = True) -> None:
-        """Give the graphs' memory back. The next step captures anew. used: even where a living cache is on the captured pages."""
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes that all graphs and their buffers hold."""
+        found = [over.graphed.report() for over in tuple(self._over.values())]
+        return sum(report.graph_bytes + report.input_bytes for report in found)
+
+    def forget(self, pages: ModelPages) -> None:
+        """Free the graphs over these pages. The next step over them captures anew."""
         with self._lock:
-            if used or not self._used():
-                self._forget()
+            if (over := self._over.pop(pages, None)) is not None:
+                over.graphed.free()
+                self._latest = None if self._latest is over else self._latest
 
-    def _used(self) -> bool:
-        """Is the last served cache alive, on the pages that were captured?"""
-        user = self._user()
-        return self._over is not None and user is not None and user.pages is self._over.cache.state.pages
+    def free(self) -> None:
+        """Free all graphs."""
+        for pages in tuple(self._over):
+            self.forget(pages)
 
-    def _forget(self) -> None:
-        if self._over is not None:
-            self._over.graphed.free()
-        self._over = None
-
-    def _of(self, state: State) -> _Over | None:
-        """The graphs over these pages, made now if they were not before; None: they are over those of another cache that lives."""
-        over, user = self._over, self._user()
-        if over is not None and over.cache.state.pages is not state.pages and self._used():
-            return None
-        if self.look or user is not state:
+    def _of(self, state: State) -> _Over:
+        """The graphs over these pages, made now if they were not before."""
+        if self.look or state not in self._looked:
             given = guarded_state(self._model)
             if given != self._given:
-                self._forget()
+                self.free()
+            if self.look:
+                self._looked.clear()
+            self._looked.add(state)
             self._given, self.look = given, False
-        if self._over is None or self._over.cache.state.pages is not state.pages:
-            self._forget()
+        over, mode = self._over.get(state.pages), self.mode
+        if over is not None and over.mode != mode:
+            self.forget(state.pages)
+            over = None
+        if over is None:
             cache, how = self._make(state.pages), self.how
             capture: Callable[..., Graphed] = breakable
-            if how.mode == "piecewise":
+            if mode == "piecewise":
                 # Positions of one row are broadcast over, those of several are not.
                 capture = partial(piecewise, inner=how.inner, one_differs=True, passes=(fuse_linears,) if how.pack else ())
             graphed = capture(
@@ -190,10 +242,9 @@ class Decoder:
                 budget_bytes=how.budget_bytes, over_budget=how.over_budget, check_every=how.check_every, graphs=how.graphs,
             )  # fmt: skip
             with ordinary():
-                self._over = _Over(graphed, cache, torch.ones(cache.max_batch, dtype=torch.int64, device=state.pages.seen.device))
-        if user is not state:
-            self._user = weakref.ref(state)
-        return self._over
+                live = torch.ones(cache.max_batch, dtype=torch.int64, device=state.pages.seen.device)
+            over = self._over[state.pages] = _Over(cache, live, mode, graphed)
+        return over
 
 
 def _state_of(cache: Any) -> State:

@@ -12,7 +12,6 @@ import inspect
 import sys
 import threading
 import warnings
-import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from attnops.call import name, need
-from attnops.errors import InvalidInput, PatchError, fail
+from attnops.errors import InvalidInput, PatchError, fail, one_line
 from attnops.hf import supported
 from attnops.hf.generation import current_generation, running_generation
 from attnops.hf.interface import check_kernel
@@ -33,14 +32,12 @@ from attnops.hf.paged.cache import PagedKeyCache, PagedLatentCache, PagedModelCa
 from attnops.hf.paged.decode import Decode, Decoder
 from attnops.hf.paged.models import refuse_unless
 from attnops.hf.paged.pages import ALL, DRAFTS, ModelPages, Sizes
+from attnops.hf.paged.pool import MOST_IDLE, Pool
 from attnops.nn.absorb import HELD
 from attnops.nn.packed import Packed, pack_linears
 from attnops.ops.plan import LatentSpec, PagedSpec
 
 _PREPARE = "_prepare_cache_for_generation"
-
-# Pages that fit two calls of generate() may be so many times those of the larger call.
-MOST_FOR_BOTH = 2
 
 # Not an attribute of a model, whose copies and pickles would hold it.
 _MAKING = threading.Lock()
@@ -52,12 +49,15 @@ class PagedMode:
     windows: the modules with pages, by layer, and for each the tokens that a query sees; 0: all.
     """
 
-    def __init__(self, owner: Any, found: Match, kernel: str | None, implementation: str, decode: Decode) -> None:
-        """Inspect the modules, without changes. Raises PatchError, naming them, when the model cannot be served."""
+    def __init__(self, owner: Any, found: Match, kernel: str | None, implementation: str, decode: Decode, chosen: bool = False) -> None:
+        """Inspect the modules, without changes. Raises PatchError, naming them, when the model cannot be served.
+
+        chosen: pages were not asked for, and serve only calls that they make faster.
+        """
         old = supported.older_than(supported.PAGED)
         refuse_unless(not old, f'got transformers {old}, want >={supported.PAGED}, or cache="hf"')
         self._owner, self._config = owner, owner.config.get_text_config(decoder=True)
-        self.kernel, self.implementation, self.decode = kernel, implementation, decode
+        self.kernel, self.implementation, self.decode, self.chosen = kernel, implementation, decode, chosen
         sites = [site for site in found.sites if site.reason is None]
         self.latents = any(paged_models.is_latent(site.module) for site in sites)
         if not self.latents:
@@ -91,7 +91,7 @@ class PagedMode:
         self._forward: Method | None = None
         self.packed: Packed | None = None
         self._changes: list[Method | RemovableHandle] = []
-        self._free: list[ModelPages] = []
+        self._pool: Pool | None = None
         self._kept: tuple[PagedSpec, ...] | None = None
 
     def _check(self, sites: list[Site], found: Match) -> None:
@@ -119,12 +119,12 @@ class PagedMode:
             refuse_unless(not holds, why)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_free": [], "_decoder": None}
+        return {**self.__dict__, "_pool": None, "_decoder": None}
 
     def apply(self) -> None:
         """Set the hooks and the methods. Weights first, for whose copies there may be no memory."""
         owner, changes = self._owner, self._changes
-        if self.decode.mode == "piecewise" and self.decode.pack:
+        if self.decode.mode in ("auto", "piecewise") and self.decode.pack:
             self.packed = pack_linears(owner)
         if self.blocks:
             changes.append(owner.register_forward_pre_hook(paged_models.refuse_blocks, with_kwargs=True))
@@ -147,6 +147,29 @@ class PagedMode:
                 self._decoder = Decoder(self._owner, self.decode, self._forward.original, functools.partial(self._over, filled=True))
             return self._decoder
 
+    @property
+    def pool(self) -> Pool:
+        """The pages that caches have left."""
+        with _MAKING:
+            if self._pool is None:
+                self._pool = Pool(self._drop)
+            return self._pool
+
+    def _drop(self, pages: ModelPages) -> None:
+        if self._decoder is not None:
+            self._decoder.forget(pages)
+
+    def memory(self) -> str:
+        """The bytes of pages and graphs that later calls find, for the report."""
+        idle = 0 if self._pool is None else self._pool.idle_bytes
+        graphs = 0 if self._decoder is None else self._decoder.graph_bytes
+        held = f"{idle / 2**20:.1f} MiB of pages are kept for later calls, {graphs / 2**20:.1f} MiB of graphs"
+        return f"{held}: at most {MOST_IDLE} sets of pages, until release()"
+
+    def release(self) -> None:
+        """Free idle pages and the graphs over them."""
+        self.pool.clear()
+
     def undo(self) -> None:
         """Take them away again."""
         for change in self._changes:
@@ -158,40 +181,28 @@ class PagedMode:
                 part.__dict__.pop(HELD, None)
         if self._decoder is not None:
             self._decoder.free()
+        self._decoder = self._pool = None  # pages that are still lent come back to a pool that is gone
         if self.packed is not None:
             # Groups that were contiguous before are not ours.
             replace(self.packed, groups=tuple(group for group in self.packed.groups if group.moved)).unpack()
             self.packed = None
-        self._free = []  # another list: pages that are still lent must not come back to this one
 
     def new_cache(self, rows: int, length: int, page_size: int | None = None) -> PagedModelCache:
-        """A cache on pages of its own. Raises InvalidInput, PageSizeConflict."""
-        return self._over(ModelPages(self._sizes(rows, length), page_size))
+        """A cache of exactly these sizes. Raises InvalidInput, PageSizeConflict, torch.OutOfMemoryError."""
+        return self._lent(self._sizes(rows, length), page_size, exact=True)
 
     def lend(self, rows: int, length: int, drafts: int = 0, back: int = 0) -> PagedModelCache:
-        """A cache on pages kept from earlier calls, if they are large enough and no cache uses them.
+        """A cache of these sizes at least. `give_back` takes its pages back, else they come back when the cache is dropped, as one is
+        that `generate()` returned to its caller.
 
-        They come back by `give_back`, or else when the cache is dropped, as one is that `generate()` returned to its caller.
         drafts: positions past `length` for which there shall be room. back: positions of a step that may be taken back.
         """
-        wanted = self._sizes(rows, length + drafts, back)
-        try:
-            pages = self._free.pop()  # in one step, because two threads may ask
-        except IndexError:
-            pages = None
-        had = None if pages is None or pages.sizes[2:] != wanted[2:] else pages.sizes
-        both = wanted if had is None else wanted._replace(rows=max(rows, had.rows), length=max(wanted.length, had.length))
-        if pages is None or both != had:
-            # Large enough for either call from now on, unless it is far more: many short rows, and a few long ones.
-            if had is not None and both.rows * both.length <= MOST_FOR_BOTH * max(rows * wanted.length, had.rows * had.length):
-                wanted = both
-            pages = None  # before the larger ones are made
-            if self._decoder is not None:
-                self._decoder.free(used=False)
-            pages = ModelPages(wanted)
-        cache = self._over(pages)
-        cache.state.give_back = dropped = weakref.finalize(cache.state, _keep, self._free, pages)
-        dropped.atexit = False
+        return self._lent(self._sizes(rows, length + drafts, back))
+
+    def _lent(self, sizes: Sizes, page_size: int | None = None, exact: bool = False) -> PagedModelCache:
+        pool = self.pool
+        cache = self._over(pool.take(sizes, page_size, exact=exact))
+        pool.lend(cache.state)
         return cache
 
     def _over(self, pages: ModelPages, filled: bool = False) -> PagedModelCache:
@@ -231,14 +242,12 @@ class PagedMode:
             mask, prompt = kwargs.get("attention_mask"), generation.prompt
             if prompt is None or (isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] > prompt):
                 if decoder.serves(kwargs) and generation.checked is cache.state.pages.pad:
-                    logits: Any = decoder.step(kwargs["input_ids"], cache, kwargs.get("position_ids"))
+                    logits: Any = decoder.try_step(kwargs["input_ids"], cache, kwargs.get("position_ids"))
                     if logits is not None:
                         from transformers.modeling_outputs import CausalLMOutputWithPast
 
+                        generation.graphs = decoder.last_mode
                         return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
-                    # The graphs are in use. Weights have not changed by that, so the next step need not look at them.
-                    decoder.plain_steps += 1
-                    return method.original(**kwargs)
                 decoder.plain_steps += decoder.could_serve(kwargs)
         if self._decoder is not None:
             self._decoder.look = True
@@ -248,9 +257,10 @@ class PagedMode:
         self, method: Method, generation_config: Any, model_kwargs: Any, generation_mode: Any, batch_size: int, max_cache_length: int
     ) -> Any:
         """`_prepare_cache_for_generation` of the model: a paged cache, where transformers would have made one of its own choice."""
-        owner, given = self._owner, model_kwargs.get("past_key_values")
-        if (generation := running_generation()) is not None and (prompt := model_kwargs.get("attention_mask")) is not None:
-            generation.prompt = prompt.shape[1]
+        given = model_kwargs.get("past_key_values")
+        generation, mask = running_generation(), model_kwargs.get("attention_mask")
+        if generation is not None and mask is not None:
+            generation.prompt = mask.shape[1]
         beams = generation_config.num_beams or 1
         rows = batch_size * max(beams, generation_config.num_return_sequences or 1)
         # The attention implementation of a layer that was switched after the patch does not know pages.
@@ -262,35 +272,51 @@ class PagedMode:
             for field, got, most in (("rows", rows, given.max_batch), ("length", max_cache_length, given.max_length)):
                 need(got <= most, f"past_key_values, {field}", got, f"at most {most}, the size of this cache")
             need(beams <= 1, "num_beams", beams, "1 with a paged cache: rows keep their pages")
-        named = generation_config.cache_implementation
-        if named is not None and named == getattr(getattr(owner, "generation_config", None), "cache_implementation", None):
-            # Some checkpoints have it, unnoticed by a user who asks for pages.
-            warning = f"attnops: the model's generation config asks for the cache {named!r}, so generate() uses that and not pages"
-            warnings.warn(f"{warning}; set model.generation_config.cache_implementation = None for pages", stacklevel=4)
-        configs = generation_config, owner.config
-        reasons = {
-            "output_attentions=True wants keys at hand": any(getattr(c, "output_attentions", None) for c in configs),
-            "tokens of an image see each other both ways": self.blocks and paged_models.has_blocks(model_kwargs),
-        }
-        for why in (why for why, holds in reasons.items() if holds and given is None):
-            warnings.warn(f"attnops: {why}, so generate() uses transformers' own cache", stacklevel=4)
-        other = generation_config.use_cache is False or named is not None or any(reasons.values())
-        chosen = other or given is not None or elsewhere is not None
-        # An assistant is called again and again with one cache, for a few tokens more each time.
-        if not chosen and not getattr(generation_config, "is_assistant", False):
-            if beams == 1:
-                model_kwargs["past_key_values"] = cache = self.lend(rows, max_cache_length, *_drafts(generation_config, generation_mode))
+        reasons = self._reasons(generation_config, generation_mode, model_kwargs, elsewhere)
+        if not reasons:
+            try:
+                cache = self.lend(rows, max_cache_length, *_drafts(generation_config, generation_mode))
+            except torch.OutOfMemoryError as error:
+                reasons = {f"there is no memory for pages ({one_line(error)})": True}
+            else:
+                model_kwargs["past_key_values"] = cache
                 if generation is not None:
                     generation.lent.append(cache)
                 return None
-            warnings.warn("attnops: beam search reorders its cache, so generate() uses transformers' own and not pages", stacklevel=4)
+        if generation is not None and not isinstance(given, PagedModelCache):
+            generation.why = "; ".join(reasons)
+        for why in (why for why, surprising in reasons.items() if surprising and given is None and not self.chosen):
+            warnings.warn(f"attnops: {why}, so generate() uses transformers' own cache and not pages", stacklevel=4)
         return method.original(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
 
-
-def _keep(free: list[ModelPages], pages: ModelPages) -> None:
-    # One set is enough for one conversation at a time; further ones were for threads.
-    if not free:
-        free.append(pages)
+    def _reasons(self, generation_config: Any, generation_mode: Any, model_kwargs: Any, elsewhere: str | None) -> dict[str, bool]:
+        """Why this `generate()` gets no pages of ours, and whether a caller who asked for pages is warned of it."""
+        owner, named = self._owner, generation_config.cache_implementation
+        configs, mask = (generation_config, owner.config), model_kwargs.get("attention_mask")
+        own = named is not None and named == getattr(getattr(owner, "generation_config", None), "cache_implementation", None)
+        unset = "; set model.generation_config.cache_implementation = None for pages" if own else ""
+        found = {
+            "the caller passed a cache": (model_kwargs.get("past_key_values") is not None, False),
+            "use_cache is False": (generation_config.use_cache is False, False),
+            # Some checkpoints have it, unnoticed by a user who asks for pages.
+            f"the generation config asks for the cache {named!r}{unset}": (named is not None, own),
+            f"a layer was switched to the attention {elsewhere!r}": (elsewhere is not None, False),
+            # An assistant is called again and again with one cache, for a few tokens more each time.
+            "the model is an assistant": (getattr(generation_config, "is_assistant", False), False),
+            "beam search reorders its cache": ((generation_config.num_beams or 1) > 1, True),
+            "output_attentions=True wants keys at hand": (any(getattr(c, "output_attentions", None) for c in configs), True),
+            "tokens of an image see each other both ways": (self.blocks and paged_models.has_blocks(model_kwargs), True),
+        }
+        if self.chosen:
+            failed = "" if self._decoder is None else self._decoder.failed.get("breakable", "")
+            found |= {
+                f"graphs cannot be made: {failed}": (bool(failed), False),
+                "output_hidden_states=True": (any(getattr(c, "output_hidden_states", None) for c in configs), False),
+                "the model is in training mode": (owner.training, False),
+                "assisted generation has steps of several tokens": (_assisted(generation_mode), False),
+                "the attention_mask has zeros between or behind ones, which pages do not hold": (not _left_padded(mask), False),
+            }
+        return {why: surprising for why, (holds, surprising) in found.items() if holds}
 
 
 def give_back(cache: PagedModelCache) -> None:
@@ -303,10 +329,19 @@ def give_back(cache: PagedModelCache) -> None:
 
 def _drafts(generation_config: Any, generation_mode: Any) -> tuple[int, int]:
     """(positions that drafts may reach past the last token that will be kept, the most positions of a step that may be taken back)."""
-    if getattr(generation_mode, "value", generation_mode) != "assisted_generation":
+    if not _assisted(generation_mode):
         return 0, 0
     looked_up, asked = (getattr(generation_config, name, None) or 0 for name in ("prompt_lookup_num_tokens", "num_assistant_tokens"))
     past = max(DRAFTS, 1 + max(looked_up, asked))
     # The number of tokens that an assistant drafts is in its own config, and may grow from step to step.
     bounded = looked_up and getattr(generation_config, "assistant_early_exit", None) is None
     return past, past if bounded else ALL
+
+
+def _assisted(generation_mode: Any) -> bool:
+    return bool(getattr(generation_mode, "value", generation_mode) == "assisted_generation")
+
+
+def _left_padded(mask: Tensor | None) -> bool:
+    """Does each row of a 2-D mask `[B, S]` end in its ones? The host waits for the device."""
+    return mask is None or (mask.dim() == 2 and bool((mask[:, 1:].bool() >= mask[:, :-1].bool()).all()))

@@ -68,7 +68,7 @@ class Sizes(NamedTuple):
 class ModelPages(Pages):
     """Pages for `sizes.rows` requests of `sizes.length` tokens, and the counters of the batch. All tensors keep their addresses.
 
-    choice: the negotiated page size.
+    choice: the negotiated page size. forced: the one that the caller asked for, or None.
     seen: int64 `[]`, positions so far, padding included.
     pad: int64 `[rows]`, the positions of each row that are padding; EMPTY for a row that the last step did not have.
     high: int64 `[]`, the most positions there have been since the cache was empty, where there are windows.
@@ -77,6 +77,7 @@ class ModelPages(Pages):
 
     def __init__(self, sizes: Sizes, page_size: int | None = None) -> None:
         self.sizes, rows, length, kernel = sizes, sizes.rows, sizes.length, sizes.kernel
+        self.forced = page_size
         # One page size for all layers, by the kind of layer that most of them are.
         kinds = Counter(replace(layer, window=(-1, -1)) if isinstance(layer, PagedSpec) else layer for layer in sizes.layers)
         self.choice = negotiate_page_size(
@@ -118,6 +119,11 @@ class ModelPages(Pages):
         kernel = select(altered(decode, plan="device", workspace=scratch), key).kernel
         self._plan_of = None if kernel is None else (kernel, spec)
         return scratch
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pages and the workspace."""
+        return sum(pool.nbytes for pool in self.pools) + (0 if self.workspace is None else self.workspace.nbytes)
 
     def clear(self) -> None:
         """Forget every token."""

@@ -1,0 +1,100 @@
+"""`Pool`: sets of pages that caches have left, kept with their graphs for the next caches."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from attnops.hf.paged.cache import State
+from attnops.hf.paged.pages import ModelPages, Sizes
+
+MOST_IDLE = 2
+"""Sets of pages that are kept for later caches."""
+
+# Pages that fit two calls of generate() may be so many times those of the larger call.
+MOST_FOR_BOTH = 2
+
+
+class Pool:
+    """The idle sets of pages of one model, at most `MOST_IDLE` after each call of `take`.
+
+    drop: frees what was captured over a set of pages. It is called within `take` and `clear` alone: a cache may be collected at any time,
+    in the middle of a capture too.
+    """
+
+    def __init__(self, drop: Callable[[ModelPages], None]) -> None:
+        self._drop, self._lock = drop, threading.Lock()
+        # Appended to without the lock: a finalizer may run in a thread that holds it.
+        self._idle: deque[ModelPages] = deque()
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of the idle pages, graphs over them not counted."""
+        return sum(pages.nbytes for pages in tuple(self._idle))
+
+    def take(self, wanted: Sizes, page_size: int | None = None, *, exact: bool = False) -> ModelPages:
+        """Idle pages that fit, else new ones, for which idle pages are freed when memory is short.
+
+        wanted: their sizes. page_size: as a caller forces it. exact: the rows and the length are those of a cache that says so.
+        Raises PageSizeConflict, torch.OutOfMemoryError.
+        """
+        with self._lock:
+            if (found := self._fitting(wanted, page_size, exact)) is not None:
+                self._idle.remove(found)
+            sizes = wanted if exact or found is not None else self._merged(_rounded(wanted), page_size)
+            self._shrink(MOST_IDLE)
+            if found is not None:
+                return found
+            try:
+                return ModelPages(sizes, page_size)
+            except torch.OutOfMemoryError:
+                self._shrink(0)
+            return ModelPages(wanted, page_size)
+
+    def _alike(self, wanted: Sizes, page_size: int | None) -> list[ModelPages]:
+        return [p for p in tuple(self._idle) if (p.sizes[2:], p.forced) == (wanted[2:], page_size)]
+
+    def _fitting(self, wanted: Sizes, page_size: int | None, exact: bool) -> ModelPages | None:
+        """The smallest idle pages that fit."""
+        rows, length = wanted[:2]
+        alike = self._alike(wanted, page_size)
+        fitting = [p for p in alike if (p.sizes == wanted if exact else p.sizes.rows >= rows and p.sizes.length >= length)]
+        return min(fitting, key=lambda p: _area(p.sizes), default=None)
+
+    def _merged(self, sizes: Sizes, page_size: int | None) -> Sizes:
+        """Sizes for these and for those of idle pages, which are freed, unless that is far more: many short rows, and a few long ones."""
+        for pages in self._alike(sizes, page_size):
+            both = sizes._replace(rows=max(sizes.rows, pages.sizes.rows), length=max(sizes.length, pages.sizes.length))
+            if _area(both) <= MOST_FOR_BOTH * max(_area(sizes), _area(pages.sizes)):
+                sizes = both
+                self._idle.remove(pages)
+                self._drop(pages)
+        return sizes
+
+    def lend(self, state: State) -> None:
+        """Let the pages of a cache come back when the cache is gone, or when `state.give_back` is called."""
+        state.give_back = finalizer = weakref.finalize(state, self._idle.append, state.pages)
+        finalizer.atexit = False
+
+    def clear(self) -> None:
+        """Free all idle pages."""
+        with self._lock:
+            self._shrink(0)
+
+    def _shrink(self, most: int) -> None:
+        while len(self._idle) > most:
+            self._drop(self._idle.popleft())
+
+
+def _area(sizes: Sizes) -> int:
+    return sizes.rows * sizes.length
+
+
+def _rounded(sizes: Sizes) -> Sizes:
+    """With the length rounded up by at most an eighth, so that a conversation whose text grows seldom needs other pages."""
+    step = 1 << max((sizes.length - 1).bit_length() - 4, 0)
+    return sizes._replace(length=-(-sizes.length // step) * step)

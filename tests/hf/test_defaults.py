@@ -1,0 +1,209 @@
+"""`patch(model)` without options: pages and graphs where the device and the call allow, transformers' own way with a reason elsewhere."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import attnops
+from attnops.errors import PatchError
+from attnops.hf import Decode, Took, tiny
+from attnops.hf.paged import decode, mode as paged
+from tests.graphs.standin import StandIn
+from tests.hf.test_decode_graphs import asked, generated, replays
+
+FAMILIES = (
+    "llama", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "gpt_oss", "deepseek_v3", "qwen3_moe", "olmo2", "glm4", "starcoder2",
+)  # fmt: skip
+CALL = (2, 9, 6)
+
+
+def auto(**more):
+    """As on a GPU, with the stand-in for its graphs."""
+    return Decode(**{"inner": "eager", "graphs": StandIn(), "compile_after": 8, **more})
+
+
+def test_on_a_cpu_nothing_but_attention_changes():
+    model = tiny.model("llama")
+    want = generated(model, *CALL)
+    with attnops.patch(model) as handle:
+        assert handle.took is None and "the first generate() chooses" in str(handle.report())
+        assert torch.equal(generated(model, *CALL), want)
+        assert handle.took == Took("hf", "hf", "the model is on cpu: pages and graphs are for a GPU")
+        assert "the model is on cpu" in str(handle.report()) and "forward" not in vars(model)
+        for use in (lambda: handle.new_cache(1, 8), lambda: handle.step(torch.zeros(1, 1, dtype=torch.int64), None)):
+            with pytest.raises(PatchError, match="the model is on cpu"):
+                use()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tokens(name):
+    """Batches of 1 to 4 rows with padding on the left, in breakable and then in compiled steps, whose number is fixed."""
+    model = tiny.model(name)
+    calls = ((1, 9, 4), (2, 14, 6), (4, 9, 5), (3, 20, 4))
+    want = [generated(model, *call) for call in calls]
+    with attnops.patch(model, decode=auto()) as handle:
+        assert "forward" not in vars(model), "pages are taken by the first generate()"
+        modes = []
+        for call, tokens in zip(calls, want, strict=True):
+            assert torch.equal(generated(model, *call), tokens), call
+            modes.append(handle.took)
+        assert modes == [*[Took("paged", "breakable")] * 2, *[Took("paged", "piecewise")] * 2]
+        assert handle.plain_steps == 0 and "CUDA graphs" in str(handle.report())
+    assert "forward" not in vars(model) and torch.equal(generated(model, *CALL), generated(tiny.model(name), *CALL))
+
+
+def spoilt(**more):
+    ids, given = asked(*CALL)
+    return ids, {**given, **more}
+
+
+def holes():
+    ids, given = asked(*CALL)
+    given["attention_mask"][1, 4] = 0
+    return ids, given
+
+
+def in_training(model):
+    model.train()
+    return asked(*CALL)
+
+
+REASONS = {
+    "the caller passed a cache": lambda model: spoilt(past_key_values=DynamicCache(config=model.config)),
+    "use_cache is False": lambda model: spoilt(use_cache=False),
+    "the generation config asks for the cache 'static'": lambda model: spoilt(cache_implementation="static"),
+    "beam search": lambda model: spoilt(num_beams=2),
+    "output_hidden_states=True": lambda model: spoilt(output_hidden_states=True, return_dict_in_generate=True),
+    "the model is in training mode": in_training,
+    "steps of several tokens": lambda model: (asked(1, 9, 6)[0], {"max_new_tokens": 6, "do_sample": False, "prompt_lookup_num_tokens": 3}),
+    "the attention_mask has zeros": lambda model: holes(),
+}
+
+
+@pytest.mark.parametrize("why", REASONS)
+def test_calls_that_run_as_stock_say_why(why, recwarn):
+    model = tiny.model("llama")
+    ids, given = REASONS[why](model)
+    want = model.generate(ids, **given)
+    if "past_key_values" in given:
+        ids, given = REASONS[why](model)
+    recwarn.clear()
+    with attnops.patch(model, decode=auto()) as handle:
+        got = model.generate(ids, **given)
+        assert torch.equal(*(x if isinstance(x, torch.Tensor) else x.sequences for x in (got, want)))
+        assert handle.took.cache == handle.took.decode == "hf" and why in handle.took.why
+        assert not [w for w in recwarn if "attnops" in str(w.message)], "it was not asked for"
+        model.eval()
+        generated(model, *CALL)
+        assert handle.took == Took("paged", "breakable")
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "why"),
+    [
+        ("t5", lambda model: None, "encoder-decoder"),
+        ("qwen3_next", lambda model: None, "have states that move"),
+        ("llama", lambda model: setattr(model, "forward", model.forward), "forward was replaced or compiled"),
+        ("llama", lambda model: model.compile(backend="eager"), "forward was replaced or compiled"),
+    ],
+)
+def test_models_that_run_as_stock_say_why(name, spoil, why):
+    model = tiny.model(name)
+    spoil(model)
+    ids = torch.full((1, 6), 5)
+    with attnops.patch(model, decode=auto()) as handle:
+        model.generate(ids, max_new_tokens=3, do_sample=False)
+        assert (handle.took.cache, handle.took.decode) == ("hf", "hf") and why in handle.took.why and why in str(handle.report())
+
+
+def test_graphs_that_cannot_be_made(monkeypatch):
+    """Compiled ones leave breakable ones; without any, the call ends without graphs, and the next one is stock."""
+    model, broken = tiny.model("llama"), {"piecewise"}
+    want = generated(model, *CALL)
+    for mode in ("piecewise", "breakable"):
+        real = getattr(decode, mode)
+
+        def failing(*given, mode=mode, real=real, **more):
+            if mode in broken:
+                raise RuntimeError(f"no {mode} here")
+            return real(*given, **more)
+
+        monkeypatch.setattr(decode, mode, failing)
+    with attnops.patch(model, decode=auto(compile_after=4)) as handle:
+        assert torch.equal(generated(model, *CALL), want)
+        assert handle.took == Took("paged", "breakable", "RuntimeError: no piecewise here") and handle.plain_steps == 0
+    broken.add("breakable")
+    with attnops.patch(model, decode=auto()) as handle:
+        assert torch.equal(generated(model, *CALL), want)
+        assert handle.took == Took("paged", "hf", "RuntimeError: no breakable here") and handle.plain_steps == CALL[2] - 1
+        assert torch.equal(generated(model, *CALL), want)
+        assert handle.took == Took("hf", "hf", "graphs cannot be made: RuntimeError: no breakable here")
+    with attnops.patch(model, cache="paged", decode=auto(mode="breakable")), pytest.raises(RuntimeError, match="no breakable"):
+        generated(model, *CALL)
+
+
+def test_memory_that_is_short(monkeypatch):
+    model = tiny.model("llama")
+    want = generated(model, *CALL)
+    monkeypatch.setattr(paged, "pack_linears", lambda model: (_ for _ in ()).throw(torch.OutOfMemoryError("a test's")))
+    with attnops.patch(model, decode=auto()) as handle:
+        assert torch.equal(generated(model, *CALL), want)
+        assert handle.took.cache == "hf" and "a test's" in handle.took.why
+
+
+def test_two_runs_have_the_same_modes():
+    """The switch comes at a number of steps, also within a call."""
+    model, found = tiny.model("llama"), []
+    for _ in range(2):
+        with attnops.patch(model, decode=auto()) as handle:
+            tokens = generated(model, 2, 9, 12)
+            found.append((tokens.tolist(), handle.took, replays(handle)))
+    assert found[0] == found[1] and found[0][2] == 11 - 8, "of the compiled graphs"
+
+
+def test_a_model_that_moves(monkeypatch):
+    """To a GPU after the patch, and back."""
+    model = tiny.model("llama")
+    want = generated(model, *CALL)
+    device = [torch.device("cpu")]
+    monkeypatch.setattr(type(model), "device", property(lambda _: device[0]))
+    with attnops.patch(model) as handle:
+        handle.decode = Decode(inner="eager")
+        assert torch.equal(generated(model, *CALL), want) and handle.took.cache == "hf"
+        device[0] = torch.device("cuda")
+        handle._settle()
+        assert handle._paged is not None and "forward" in vars(model)
+        device[0] = torch.device("cpu")
+        assert torch.equal(generated(model, *CALL), want) and handle.took.cache == "hf"
+        assert "forward" not in vars(model)
+
+
+def test_copies_choose_by_themselves():
+    model = tiny.model("llama")
+    want = generated(model, *CALL)
+    with attnops.patch(model, decode=auto()) as handle:
+        generated(model, *CALL)
+        twin = copy.deepcopy(model)
+        assert torch.equal(generated(twin, *CALL), want)
+        assert vars(twin)["_attnops"].took == Took("paged", "breakable") and handle.took == Took("paged", "breakable")
+    with attnops.patch(model):
+        again = pickle.loads(pickle.dumps(model))
+    assert torch.equal(generated(again, *CALL), want)
+
+
+def test_options_narrow_and_force():
+    model = tiny.model("llama")
+    for given, took in (
+        ({"cache": "hf"}, Took("hf", "hf")),
+        ({"decode": "hf"}, Took("hf", "hf")),
+        ({"cache": "paged"}, Took("paged", "hf")),
+        ({"cache": "paged", "decode": auto()}, Took("paged", "breakable")),
+        ({"decode": auto(mode="breakable")}, Took("paged", "breakable")),
+        ({"cache": "hf", "decode": auto()}, Took("hf", "hf")),
+    ):
+        with attnops.patch(model, **given) as handle:
+            generated(model, 2, 9, 3)
+            assert handle.took == took, given
