@@ -2,7 +2,7 @@
 
 python examples/hf_generate.py                            a small gpt-oss with random weights: windows, sinks and experts
 python examples/hf_generate.py --compile                  the same, decode compiled as generate() does it for static caches
-python examples/hf_generate.py --decode piecewise         on a GPU: pages with decode steps in CUDA graphs (docs/graphs.md)
+python examples/hf_generate.py --decode piecewise         on a GPU: compiled CUDA graphs from the first step on (docs/graphs.md)
 python examples/hf_generate.py --model path/to/a/model    any causal language model of transformers
 """
 
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2, help="conversations at a time")
     parser.add_argument("--new", type=int, default=24, help="tokens of an answer")
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--decode", choices=("hf", "piecewise", "breakable"), default="hf")
+    parser.add_argument("--decode", choices=("auto", "hf", "piecewise", "breakable"), default="auto")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
 

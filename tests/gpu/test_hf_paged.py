@@ -28,7 +28,7 @@ def test_generate_over_pages_equals_eager(family: str, found: dict[str, Any]) ->
     torch._dynamo.reset()
     model = tiny.model(family).cuda().eval()
     want = [model.generate(ids, **more) for ids, more in (asked(*call) for call in CALLS)]
-    with attnops.patch(model, cache="paged") as handle:
+    with attnops.patch(model, cache="paged", decode="hf") as handle:
         for call, tokens in zip(CALLS, want, strict=True):
             ids, more = asked(*call)
             assert torch.equal(model.generate(ids, **more), tokens), call
@@ -68,7 +68,7 @@ def test_a_llama_shape_over_pages(batch: int, found: dict[str, Any]) -> None:
     exact = run(model, transformers.DynamicCache(config=config))
     model.bfloat16()
     eager = run(model, transformers.DynamicCache(config=config))
-    with attnops.patch(model, cache="paged") as handle:
+    with attnops.patch(model, cache="paged", decode="hf") as handle:
         step, box = torch.compile(model, fullgraph=True), []
         _, code = compiled_code(lambda: box.append(run(step, handle.new_cache(batch, 1024 + new))))
     errors = {"eager": relative(eager, exact), "ours": relative(box[0], exact)}
@@ -123,6 +123,32 @@ def test_decode_in_graphs_equals_eager(family: str, mode: Any, found: dict[str, 
         report = handle.graphs.report()
         assert set(report.modes.values()) == {"whole"}
         found.setdefault("hf_decode_in_graphs", {})[f"{family}_{mode}"] = {"compiled": report.compiled, "parts": report.parts}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_options_generate_takes_graphs(family: str, found: dict[str, Any]) -> None:
+    """Eager's tokens in breakable steps, in the call that switches to compiled ones, after it, and on two caches in turn."""
+    import attnops
+    from attnops.hf import Decode, tiny
+
+    torch._dynamo.reset()
+    model = tiny.model(family).cuda().eval()
+    want = [model.generate(ids, **more) for ids, more in (asked(*call) for call in CALLS)]
+    with attnops.patch(model, decode=Decode(compile_after=16)) as handle:
+        took = []
+        for call, tokens in zip(CALLS, want, strict=True):
+            ids, more = asked(*call)
+            assert torch.equal(model.generate(ids, **more), tokens), call
+            took.append(str(handle.took))
+        assert took[0] == "cache=paged, decode=breakable" and took[-1] == "cache=paged, decode=piecewise", took
+        assert handle.plain_steps == 0
+        rows, length, new = CALLS[-1]
+        caches = [handle.new_cache(rows, length + new) for _ in range(2)]
+        for cache in (*caches, *caches):
+            cache.reset()
+            ids, more = asked(rows, length, new)
+            assert torch.equal(model.generate(ids, past_key_values=cache, **more), want[-1])
+    found.setdefault("hf_without_options", {})[family] = took
 
 
 @pytest.mark.parametrize("mode", ["piecewise", "breakable"])

@@ -88,6 +88,21 @@ def test_a_changed_model_is_captured_anew(mode, change):
         assert handle.graphs is kept
 
 
+def test_graphs_of_adapters_that_are_switched_are_kept():
+    model = tiny.model("llama")
+    model.lm_head = Adapted(model.lm_head)
+    with attnops.patch(model, cache="paged", decode=how()) as handle:
+        found = []
+        for names in ([], ["other"], [], ["other"], ["third"], []):
+            model.lm_head.merged = names
+            found.append((logits(model, *CALL), handle.graphs))
+        (plain, first), (other, second), *again, _, last = found
+        assert relative(plain, other) > 10 * LIMIT
+        for (got, graphs), want, kept in zip(again, (plain, other), (first, second), strict=True):
+            assert torch.equal(got, want) and graphs is kept
+        assert last[1] is not first and relative(last[0], plain) < LIMIT, "of two states at most"
+
+
 def test_a_prompt_by_hand_is_when_one_looks():
     model = tiny.model("llama")
     ids, _ = asked(2, 6, 1)

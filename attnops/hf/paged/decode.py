@@ -36,6 +36,8 @@ from attnops.select import active_policy
 Mode = Literal["auto", "hf", "piecewise", "breakable"]
 
 _STOP = "attnops: rows that the step before did not have, or a cache that is full"
+# States of a model, such as adapters in use, whose graphs are kept.
+MOST_STATES = 2
 # Arguments of generate() at a step of one token. Masks are known, and the last four have one meaning for one token.
 _KNOWN = ("input_ids", "position_ids", "past_key_values", "attention_mask", "use_cache", "return_dict", "logits_to_keep", "cache_position")
 
@@ -103,9 +105,10 @@ class Decoder:
         self.how, self.plain_steps, self.look = how, 0, True
         self.failed: dict[str, str] = {}
         self._model, self._forward, self._make = model, forward, make
+        # Graphs by the state of the model that they were captured in: adapters and policies are switched to and fro.
+        self._states: dict[tuple[Any, ...], dict[ModelPages, _Over]] = {}
         self._over: dict[ModelPages, _Over] = {}
         self._latest: _Over | None = None
-        self._given: tuple[Any, ...] = ()
         self._looked: weakref.WeakSet[State] = weakref.WeakSet()  # caches that stepped since the weights were looked at
         self._taken = 0
         # One buffer set a set of pages, and one tracer.
@@ -201,31 +204,35 @@ class Decoder:
     @property
     def graph_bytes(self) -> int:
         """Bytes that all graphs and their buffers hold."""
-        found = [over.graphed.report() for over in tuple(self._over.values())]
+        found = [over.graphed.report() for overs in tuple(self._states.values()) for over in tuple(overs.values())]
         return sum(report.graph_bytes + report.input_bytes for report in found)
 
     def forget(self, pages: ModelPages) -> None:
         """Free the graphs over these pages. The next step over them captures anew."""
         with self._lock:
-            if (over := self._over.pop(pages, None)) is not None:
-                over.graphed.free()
-                self._latest = None if self._latest is over else self._latest
+            for overs in self._states.values():
+                if (over := overs.pop(pages, None)) is not None:
+                    over.graphed.free()
+                    self._latest = None if self._latest is over else self._latest
 
     def free(self) -> None:
         """Free all graphs."""
-        for pages in tuple(self._over):
+        for pages in {pages for overs in self._states.values() for pages in overs}:
             self.forget(pages)
 
     def _of(self, state: State) -> _Over:
         """The graphs over these pages, made now if they were not before."""
         if self.look or state not in self._looked:
             given = guarded_state(self._model)
-            if given != self._given:
-                self.free()
+            self._over = self._states[given] = self._states.pop(given, {})
+            while len(self._states) > MOST_STATES:
+                oldest = next(iter(self._states))
+                for unused in self._states.pop(oldest).values():
+                    unused.graphed.free()
             if self.look:
                 self._looked.clear()
             self._looked.add(state)
-            self._given, self.look = given, False
+            self.look = False
         over, mode = self._over.get(state.pages), self.mode
         if over is not None and over.mode != mode:
             self.forget(state.pages)
@@ -303,6 +310,13 @@ def guarded_state(model: nn.Module) -> tuple[Any, ...]:
                 want = "weights that stay on the device; decode='hf' for a model that is offloaded"
                 fail(InvalidInput, "decode", f"graphs over {type(module).__name__}.{field}, which is on meta", want)
             if t is not None:
-                # Tensor subclasses keep their numbers in tensors of their own, and have no address.
-                found.append((t.data_ptr(), t.dtype, t.shape, t.stride()) if type(t) in PLAIN else id(t))
+                found.append(_address(t))
     return tuple(found)
+
+
+def _address(t: Tensor) -> Any:
+    """The place and layout of a tensor's numbers; those of a tensor subclass are in tensors of its own."""
+    if type(t) in PLAIN:
+        return t.data_ptr(), t.dtype, t.shape, t.stride()
+    flatten = getattr(t, "__tensor_flatten__", None)
+    return id(t), *(_address(getattr(t, inner)) for inner in (flatten()[0] if flatten is not None else ()))
