@@ -181,18 +181,15 @@ def test_every_kind_of_call_is_compared_with_the_exact_result():
             assert "wrong" not in row and 0 < row["error"] < row["budget"], row
 
 
-def test_compilation_is_counted(reports_of):
+def test_compilation_is_timed(reports_of):
     found = ways(reports_of[0]["compile"])
-    assert set(found["llama, cold"]) == set(found["llama, warm"]) == set(found["llama, generate"]) == set(compile.WAYS)
-    for row in found["llama, generate"].values():
-        assert row["calls"] == 2 and row["graphs"] - row["recompiles"] >= 1 and "median_us" not in row
+    assert set(found["llama, cold"]) == set(found["llama, warm"]) == set(compile.WAYS)
 
 
 def test_overhead_is_in_order(reports_of):
     rows = {(row["case"], row["way"]): row for row in reports_of[0]["overhead"]["rows"]}
     eager = {way: row["median_us"] for (case, way), row in rows.items() if case == "eager call of a kernel that does nothing"}
     assert eager["plain"] < eager["function"] and set(eager) == {"plain", "function", "op", "overload"}
-    assert not any("fa3" in case for case, _ in rows), "it runs on CUDA alone"
     assert all("op_us" in rows["compiled graph", way] for way in ("8_ops", "24_ops")) and rows["import", "attnops"]["median_us"] > 0
     assert "bench_noop" not in kernels_of("paged_attention"), "it is registered in another process"
 
@@ -371,11 +368,11 @@ def test_only_what_is_beyond_both_spreads_is_worse(tmp_path):
 
     before = report(
         entry("a", "x", 100.0, 5.0), entry("b", "x", 100.0, 5.0), entry("c", "x", 100.0, 5.0), entry("d", "x", 100.0),
-        entry("e", "x", 10.0, 0.1), entry("f", "x", recompiles=1), entry("g", "x", 3.0, 1.0), entry("h", "x", wrong="wrong: off"),
+        entry("e", "x", 10.0, 0.1), entry("f", "x", pieces=1), entry("g", "x", 3.0, 1.0), entry("h", "x", wrong="wrong: off"),
     )  # fmt: skip
     after = report(
         entry("a", "x", 109.0, 5.0), entry("b", "x", 111.0, 5.0), entry("c", "x", 89.0, 5.0), entry("d", "x", 500.0, 1.0),
-        entry("e", "x", wrong="wrong: off"), entry("f", "x", recompiles=2), entry("h", "x", 1.0, 0.1), entry("i", "x", 1.0, 0.1),
+        entry("e", "x", wrong="wrong: off"), entry("f", "x", pieces=2), entry("h", "x", 1.0, 0.1), entry("i", "x", 1.0, 0.1),
     )  # fmt: skip
     changes = {c["case"]: c for c in compare(before, after)}
     assert {case: c["change"] for case, c in changes.items()} == {

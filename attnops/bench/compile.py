@@ -1,9 +1,8 @@
-"""Suites `compile`: the time and the number of compilations of a decode step, and `graphs`: the time and the memory of its capture.
+"""Suites `compile`: the time of a decode step's compilation, and `graphs`: the time and the memory of its capture.
 
 `..., cold` and `..., warm`: the first call, compilation included, with an empty compile cache, and after `torch._dynamo.reset()` with the
-cache on disk. `generate ...`: the graphs that a scripted run of `generate()` with several batch sizes and lengths compiles, and how many of
-them after the first call. `..., buckets`: capture in all default buckets, without compilation, and the memory of all graphs. `..., host`:
-the host time of a step. A CPU has no graphs.
+cache on disk. `..., buckets`: capture in all default buckets, without compilation, and the memory of all graphs. `..., host`: the host time
+of a step. A CPU has no graphs.
 """
 
 from __future__ import annotations
@@ -14,14 +13,11 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch._dynamo.utils import counters
 
 import attnops.hf
 from attnops.bench import Setup, decode, models
 from attnops.bench.rows import Case, LeftOut, Row
 from attnops.tune.clock import host_us, seconds, spread, synchronize
-
-SCRIPT = ((2, 9, 4), (1, 9, 4), (3, 12, 5), (2, 30, 6), (1, 17, 8))  # rows, prompt tokens and new tokens of the calls of a scripted run
 
 WAYS = ("hf_compiled", "attnops_hf", "attnops_paged")
 # The alternatives on a GPU: Inductor's CUDA graphs over transformers' static cache and over pages, and those of `decode=`.
@@ -32,12 +28,10 @@ ROWS, LENGTH = 256, 128  # rows of the largest of 35 default buckets, and positi
 
 
 def cases(setup: Setup) -> dict[str, Case]:
-    """Counts and times."""
+    """First calls."""
     name = models.asked(setup)
     kept = models.keeper(replace(setup, layers=setup.layers or LAYERS) if setup.on_gpu else setup)
-    counted = {f"{name}, generate, {way}": partial(recompiles, setup, kept, name, way) for way in WAYS}
-    timed = {f"{name}, compiled, {way}": partial(times, setup, kept, name, way) for way in (ON_GPU if setup.on_gpu else WAYS)}
-    return {**counted, **timed}
+    return {f"{name}, compiled, {way}": partial(times, setup, kept, name, way) for way in (ON_GPU if setup.on_gpu else WAYS)}
 
 
 def times(setup: Setup, kept: models.Kept, name: str, way: str) -> list[Row]:
@@ -55,26 +49,6 @@ def times(setup: Setup, kept: models.Kept, name: str, way: str) -> list[Row]:
             us.append(1e6 * seconds(step))
     found, layers = {"cold": spread(us[:1]), "warm": spread(us[1:])}, model.config.num_hidden_layers
     return [{"case": f"{name}, {start}", "way": way, **row, "layers": layers} for start, row in found.items()]
-
-
-def recompiles(setup: Setup, kept: models.Kept, name: str, way: str) -> list[Row]:
-    """The graphs of a scripted run, untimed."""
-    from transformers import CompileConfig
-
-    model, _ = models.patched(kept(name), decode.WAYS[way][0])
-    options = {"do_sample": False, "pad_token_id": 0} | ({} if way == "attnops_paged" else {"cache_implementation": "static"})
-    config = CompileConfig(fullgraph=False, backend="eager", mode=None)  # type: ignore[arg-type]
-    setattr(config, "_compile_all_devices", True)  # noqa: B010, its declared type is None
-    torch._dynamo.reset()
-    graphs = [counters["stats"]["unique_graphs"]]
-    script = SCRIPT[:2] if setup.size == "toy" else SCRIPT
-    for batch, length, new in script:
-        prompt = models.tokens(setup, model, batch, length)
-        sizes = {"max_new_tokens": new, "min_new_tokens": new, "attention_mask": torch.ones_like(prompt)}
-        model.generate(prompt, compile_config=config, **sizes, **options)
-        graphs.append(counters["stats"]["unique_graphs"])
-    figures = {"graphs": graphs[-1] - graphs[0], "recompiles": graphs[-1] - graphs[1], "calls": len(script)}
-    return [{"case": f"{name}, generate", "way": way, **figures}]
 
 
 def graph_cases(setup: Setup, device: Any = None) -> dict[str, Case]:

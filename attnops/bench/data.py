@@ -85,6 +85,9 @@ def measure(setup: Setup, pool: Pool, case: str) -> list[Row]:
     def way(run: Callable[[Call], Any]) -> Way:
         return Way(Timed(partial(run, own)), partial(results, call, run))
 
+    def by(kernel: Kernel, call: Call) -> Any:
+        return kernel.run(call.record)
+
     def compiled() -> Way:
         inline = next((k for k in known.values() if k.inline and not k.refusals(call.problem)), None)
 
@@ -103,16 +106,7 @@ def measure(setup: Setup, pool: Pool, case: str) -> list[Row]:
     if moved:
         source, target = torch.zeros(2, moved // 2, dtype=torch.uint8, device=setup.device)
         ways["copy"] = Way(Timed(lambda: target.copy_(source)), lambda: want)
-
-    def share(us: float, way: Way) -> Row:
-        return {"of_bandwidth": round(moved / us / 1e6 / setup.ceilings["bandwidth_tb_s"], 4)} if moved else {}
-
-    return with_ratios(time_if_right(case, ways, want, 0.0, partial(kernels_us, setup.device), differing, share), "copy")
-
-
-def by(kernel: Kernel, call: Call) -> Any:
-    """The kernel's answer to a call."""
-    return kernel.run(call.record)
+    return with_ratios(time_if_right(case, ways, want, 0.0, partial(kernels_us, setup.device), differing), "copy")
 
 
 def results(call: Call, run: Callable[[Call], Any]) -> list[Tensor]:

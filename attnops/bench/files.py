@@ -20,7 +20,7 @@ from attnops.measured.store import read_text
 from attnops.version import VERSION
 
 # Figures that do not vary between runs. More is worse.
-COUNTS = ("graphs", "pieces", "recompiles", "unique_pieces")
+COUNTS = ("pieces", "unique_pieces")
 
 
 def environment(device: torch.device | str, commit: str = "") -> dict[str, Any]:

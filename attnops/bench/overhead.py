@@ -16,9 +16,8 @@ import attnops.ops
 from attnops.bench import Setup
 from attnops.bench.rows import Case, Row
 from attnops.inputs import Call, Pool, build
-from attnops.kernel import Kernel, kernels_of, register
+from attnops.kernel import Kernel, register
 from attnops.measured import Shape
-from attnops.problem import Target
 from attnops.select import active_policy, use
 from attnops.tune.clock import Run, Times, host_us, spread
 from attnops.tune.run import done_within
@@ -50,7 +49,7 @@ def measure(setup: Setup, repeats: int, inner: int, ops: tuple[int, int]) -> lis
     torch.manual_seed(0)
     dtype = str(setup.dtype).removeprefix("torch.")
     call = build(Shape("paged_attention", dtype, dtype, 8, 8, 64, 64, page_size=16), [1] * 4, [50] * 4, Pool(setup.device))
-    found = [*imports(1 if setup.size == "toy" else 3), *fa3(setup, call)]
+    found = imports(1 if setup.size == "toy" else 3)
     with use(kernel=f"paged_attention:{NOOP}"):
         return found + eager(call, repeats, inner) + compiled(setup, call, repeats, max(1, inner // 8), ops)
 
@@ -91,26 +90,6 @@ def eager(call: Call, repeats: int, inner: int) -> list[Row]:
     }
     times = host_us(calls, repeats, inner)
     return _rows("eager call of a kernel that does nothing", times, "function_over_plain_us", ("function", "plain"), ("function",))
-
-
-def fa3(setup: Setup, call: Call) -> list[Row]:
-    """Host time of an eager decode by fa3 over the wheel's op, called with the same arguments."""
-    kernel = kernels_of("paged_attention")["fa3"]
-    if not setup.on_gpu or kernel.absences(Target.of(setup.device)):
-        return []
-    from attnops.kernels.sgl import fa3
-
-    a, none = call.arguments, None
-    query, keys, values, table, lengths, cu = (a[n] for n in ("query", "k_pages", "v_pages", "page_table", "seq_lens", "cu_seqlens_q"))
-    fwd, tail = fa3.raw_op()
-    raw = (
-        query, keys, values, none, none, none, a["output"], cu, none, none, none, lengths, 1, none, table, none, none, none, none, none,
-        none, none, none, a["scale"], True, -1, -1, 0, 0.0, False, none, 0, none, 0, none, *tail,
-    )  # fmt: skip
-    ours = partial(attnops.ops.paged_attention, *call.args, max_seqlen_q=1, output=a["output"], holes=False, kernel="fa3")
-    # Few calls at a time: a full launch queue would block the host.
-    times = host_us({"raw": lambda: fwd(*raw), "promised": partial(ours, padded=False), "padded": ours}, repeats=25, inner=20, wait=False)
-    return _rows("eager call of fa3", times, "promised_over_raw_us", ("promised", "raw"), ("promised",))
 
 
 def compiled(setup: Setup, call: Call, repeats: int, inner: int, ops: tuple[int, int]) -> list[Row]:

@@ -40,7 +40,7 @@ SUITES = (
     Suite("kernels", "every kernel, the one chosen, and torch's own, by kinds of calls", kernels.cases, 2.0, ()),
     Suite("decode", "one new token a request, of whole Hugging Face models", decode.cases, 8.0),
     Suite("prefill", "the time to the first token of whole Hugging Face models", decode.prefill_cases, 2.0),
-    Suite("compile", "cold and warm compilation, and the number of graphs", compile.cases, 2.0),
+    Suite("compile", "cold and warm compilation", compile.cases, 2.0),
     Suite("graphs", "capture of all default buckets, and a step's host time", compile.graph_cases),
     Suite("latent", "an attention layer of DeepSeek-V3 over latents", latent.cases),
     Suite("data", "kernels that move keys, values and latents", data.cases, 0.5, ()),
