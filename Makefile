@@ -3,6 +3,9 @@ PYTHON ?= python3
 WORKERS ?= 2
 JOBS ?= 1
 BIN := .venv/bin
+OUT ?= benchmarks/results/local
+BENCH = $(PYTHON) -m attnops bench --device cuda --out "$(OUT)" --commit "$(COMMIT)" \
+	--gpus "$$($(PYTHON) -c 'import torch; print(max(1, torch.cuda.device_count()))')"
 
 # One thread a process: two workers share two cores, and sums in a fixed order give the same digits on every run.
 demo test census: export OMP_NUM_THREADS ?= 1
@@ -40,11 +43,12 @@ gpu-test: ## tests on a CUDA device, with the system's python3; PART_S=450 for a
 gpu-sanitize: ## our own kernels on a CUDA device under compute-sanitizer
 	$(PYTHON) tests/gpu/sanitize.py
 
-gpu-bench: ## what `attnops bench` measures, on a CUDA device, with the system's python3
-	$(PYTHON) benchmarks/run.py --device cuda
+gpu-bench: ## `attnops bench $(SUITES)` on all CUDA devices within eight minutes, with the system's python3; files go to $OUT
+	timeout 475 $(BENCH) $(SUITES)
 
-gpu-tune: ## the table of measured times of a CUDA device, and how well it chooses
-	$(PYTHON) benchmarks/run.py --device cuda --suite tune,regret
+gpu-tune: ## the table of measured times of a CUDA device, and how well it chooses; files go to $OUT
+	ATTNOPS_CACHE_DIR="$(OUT)" timeout 300 $(PYTHON) -m attnops tune --budget-s 190
+	ATTNOPS_CACHE_DIR="$(OUT)" timeout 240 $(BENCH) --budget-s 180 regret
 
 # torch comes from the constraint alone: an open range would take whatever the index holds that day. The build backend is
 # installed the same way, because pip applies no constraints inside an isolated build.

@@ -1,6 +1,8 @@
-"""The suites of measurements as far as they go without a GPU: what they draw, count and write, and the pages made of it."""
+"""Results: where `make gpu-bench` writes them, and the page made of committed ones."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from importlib import import_module
@@ -10,71 +12,6 @@ import pytest
 
 from attnops.bench import regret
 from tests.helpers import ROOT
-
-
-@pytest.fixture
-def suites(monkeypatch):
-    """The folders of scripts on the path, as when one of them is run."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    monkeypatch.syspath_prepend(ROOT / "docs")
-    yield
-    for name in ("results", "performance", *(path.stem for path in (ROOT / "benchmarks").glob("*.py"))):
-        sys.modules.pop(name, None)
-
-
-# Running --------------------------------------------------------------------------------------------------------------
-
-
-def test_one_suite_that_fails_leaves_the_others(suites, monkeypatch, capsys):
-    run = import_module("run")
-    asked = []
-
-    def fake(command, timeout, env, **_):
-        assert env["ATTNOPS_CACHE_DIR"] == "/somewhere", "the choice goes by the table that the same run made"
-        asked.append([p.rpartition("/")[2] for p in command[1:]])
-        if "latent" in command:
-            raise subprocess.TimeoutExpired(command, timeout)
-        return subprocess.CompletedProcess(command, 3 if "overhead" in command else 0)
-
-    monkeypatch.setattr(run.subprocess, "run", fake)
-    monkeypatch.setattr(sys, "argv", ["run.py", "--device", "cpu", "--suite", "overhead,latent,tune,regret"])
-    monkeypatch.setenv("OUT", "/somewhere")
-    monkeypatch.setenv("COMMIT", "c0ffee")
-    assert run.main() == 1
-    overhead, latent, tune, measured = asked
-    assert overhead[:3] == ["-m", "attnops", "bench"] and "c0ffee" in overhead
-    assert tune[:3] == ["-m", "attnops", "tune"]
-    assert [made[-1] for made in (overhead, latent, measured)] == ["overhead", "latent", "regret"]
-    printed = capsys.readouterr().out
-    assert "overhead: FAILED (3)" in printed and "latent: FAILED (over" in printed and "regret: done" in printed
-    monkeypatch.setattr(sys, "argv", ["run.py", "--suite", "speed"])
-    with pytest.raises(SystemExit):
-        run.main()
-
-
-@pytest.mark.parametrize("script", sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py")))
-def test_every_script_can_be_imported(suites, script):
-    """A script that needs a GPU is not run here: what it imports has to be there all the same."""
-    assert import_module(script)
-
-
-def test_all_limits_are_within_the_promise(suites):
-    run = import_module("run")
-    assert sum(run.LIMITS_S[s] for s in run.DEFAULT.split(",")) <= 480, "eight minutes"
-
-
-@pytest.mark.parametrize(
-    ("gpu", "word"),
-    [
-        ("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA GH200 480GB", "gh200"),
-        ("NVIDIA L40S", "l40s"), ("NVIDIA GeForce RTX 4090", "4090"), ("NVIDIA B200", "b200"),
-    ],
-)  # fmt: skip
-def test_folders_are_named_by_the_model(suites, gpu, word):
-    assert import_module("common").word_of(gpu) == word
-
-
-# Pages ----------------------------------------------------------------------------------------------------------------
 
 CALLS = [
     {"case": "mla 1x1 of 9", "way": "automatic", "us": {"a": 10.0, "b": 12.0}, "chosen": dict.fromkeys(regret.WAYS, "b")},
@@ -90,8 +27,21 @@ def write(root, machine, name, data):
 
 
 @pytest.fixture
-def results(suites) -> Any:
-    return import_module("results")
+def results(monkeypatch) -> Any:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    yield import_module("results")
+    sys.modules.pop("results")
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
+def test_make_measures_within_eight_minutes_where_it_is_told():
+    given = {"OUT": "/some where", "COMMIT": "c0ffee", "SUITES": "data decode"}
+    command = ["make", "-n", "gpu-bench", "gpu-tune"]
+    made = subprocess.run(command, cwd=ROOT, env={**os.environ, **given}, capture_output=True, text=True, check=True).stdout
+    bench, tune, regret = made.splitlines()
+    assert bench.startswith("timeout 475 ") and bench.endswith(" data decode") and regret.endswith(" regret")
+    assert all('-m attnops bench --device cuda --out "/some where" --commit "c0ffee" --gpus' in line for line in (bench, regret))
+    assert all(line.startswith('ATTNOPS_CACHE_DIR="/some where" ') for line in (tune, regret)), "the choice goes by that table"
 
 
 def test_no_results_are_no_error(results, tmp_path):
