@@ -78,21 +78,26 @@ def test_a_llama_shape_over_pages(batch: int, found: dict[str, Any]) -> None:
     assert errors["ours"] <= 1.5 * errors["eager"] + 2**-8
 
 
-def test_continuous_batching(found: dict[str, Any]) -> None:
-    """`paged|attnops` has the tokens of `paged|sdpa`."""
-    from attnops.hf import tiny
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_continuous_batching(family: str, found: dict[str, Any]) -> None:
+    """`paged|attnops` has the tokens of `paged|sdpa`: eager, in graphs over lists of places, and in graphs over block tables."""
+    from attnops.hf import batching_config, tiny
 
-    model = tiny.model("llama").cuda().eval()
-    prompts = [torch.randint(2, 100, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 31, 9)]
-    options = transformers.GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    how = transformers.ContinuousBatchingConfig(block_size=32, num_blocks=16, max_batch_tokens=64, use_cuda_graph=False)
-    tokens = {}
-    for name in ("paged|sdpa", "paged|attnops"):
+    model = tiny.model(family).cuda().eval()
+    prompts = [torch.randint(2, 100, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 31, 9, 70, 3)]
+    options = transformers.GenerationConfig(max_new_tokens=24, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    sizes: dict[str, Any] = {"block_size": 32, "num_blocks": 16, "max_batch_tokens": 64}
+    eager = transformers.ContinuousBatchingConfig(**sizes, use_cuda_graph=False)
+    graphs = {"use_cuda_graph": True, "use_async_batching": True, "kv_padding_interval_size": 128}
+    ways = [("paged|sdpa", eager), ("paged|attnops", eager), ("paged|attnops", transformers.ContinuousBatchingConfig(**sizes, **graphs)),
+            ("paged|attnops", batching_config(model, **sizes, kv_padding_interval_size=128))]  # fmt: skip
+    tokens = []
+    for name, how in ways:
         model.set_attn_implementation(name)
         done = model.generate_batch(inputs=prompts, generation_config=options, continuous_batching_config=how, progress_bar=False)
-        tokens[name] = [done[request].generated_tokens for request in sorted(done)]
-    assert tokens["paged|attnops"] == tokens["paged|sdpa"]
-    found["hf_continuous_batching"] = True
+        tokens.append([done[request].generated_tokens for request in sorted(done)])
+    assert len(tokens[0][0]) == 24 and all(each == tokens[0] for each in tokens[1:])
+    found.setdefault("hf_continuous_batching", {})[family] = len(tokens)
 
 
 @pytest.mark.parametrize("mode", ["piecewise", "breakable"])

@@ -1,14 +1,19 @@
 """`paged|attnops`: the tokens of transformers' own paged attention, in its continuous batching."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from transformers import GenerationConfig
 
 import attnops
 from attnops.errors import InvalidInput
-from attnops.hf import tiny
-from attnops.hf.attention import continuous
+from attnops.hf import batching_config, tiny
+from attnops.hf.attention import blocks, continuous
+from attnops.hf.attention.blocks import Asked
 from attnops.hf.attention.continuous import continuous_function
+from tests.graphs.standin import StandIn
 from tests.hf.helpers import tokens
 
 transformers = pytest.importorskip("transformers")
@@ -17,47 +22,231 @@ if not hasattr(transformers, "ContinuousBatchingConfig"):
 
 pytest.importorskip("psutil", reason="without the package psutil transformers finds no memory for its pages on a CPU")
 
-# A prompt that is longer than a step takes is cut in chunks; one is longer than the windows.
-PROMPTS = [tokens(1, n, seed=n)[0].tolist() for n in (5, 31, 9)]
+from transformers.generation.continuous_batching import PagedAttentionCache, cache as cache_module  # noqa: E402
+from transformers.generation.continuous_batching.cache_manager import FullAttentionCacheAllocator  # noqa: E402
+
+# Steps take 24 tokens, so longer prompts are cut in chunks. Most prompts are longer than the windows. The cache has room for 192 tokens, so
+# requests wait for others to end. The last prompt begins as another one.
+PROMPTS = [tokens(1, n, seed=n)[0].tolist() for n in (5, 31, 9, 40, 17, 3, 26)]
+PROMPTS.append([*PROMPTS[1][:24], 7, 8, 9])
+NEW = 14
+SIZES = {"num_blocks": 24, "max_batch_tokens": 24, "use_cuda_graph": False, "use_async_batching": False}
+# sdpa would drop the sinks.
+STOCK = {"gpt_oss": "paged|eager"}
+# Of a full window, transformers before 5.17 reads the oldest key in place of the newest: such windows are left to its own `update`.
+RINGS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 17)
 
 
-def batched(model, new=8):
+def settings(**more):
+    return transformers.ContinuousBatchingConfig(**{"block_size": 8, **SIZES, **more})
+
+
+def batched(model, how, new=NEW):
     asked = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    how = transformers.ContinuousBatchingConfig(
-        block_size=8, num_blocks=48, max_batch_tokens=24, use_cuda_graph=False, use_async_batching=False
-    )
     found = model.generate_batch(inputs=PROMPTS, generation_config=asked, continuous_batching_config=how, progress_bar=False)
-    return [found[request].generated_tokens for request in sorted(found)]
+    return [found[request].generated_tokens for request in sorted(found, key=lambda name: int(name.rsplit("_", 1)[1]))]
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
-def test_tokens(name, monkeypatch):
-    model, calls = tiny.model(name), []
-    real = continuous.varlen_attention
-
-    def spy(*args, **kwargs):
-        calls.append(kwargs)
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(continuous, "varlen_attention", spy)
-    # sdpa would drop the sinks.
-    model.set_attn_implementation("paged|eager" if name == "gpt_oss" else "paged|sdpa")
-    want = batched(model)
-    assert not calls and all(len(row) == 8 for row in want)
+def stock(name, how):
+    model = tiny.model(name)
+    model.set_attn_implementation(STOCK.get(name, "paged|sdpa"))
+    want = batched(model, how)
+    assert all(len(row) == NEW for row in want)
     model.set_attn_implementation("paged|attnops")
-    assert batched(model) == want
-    assert {call["window"][0] for call in calls} == {"llama": {-1}, "mistral": {7}}.get(name, {-1, 7})
-    assert any(call["max_seqlen_q"] == 1 for call in calls) and any(call["max_seqlen_q"] > 8 for call in calls)
+    return model, want
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What attention calls, by name: the arguments by keyword. Slots where nothing was written hold NaN."""
+    found = {"paged_attention": [], "varlen_attention": [], "update": [], "tables": []}
+
+    def spied(name, real):
+        def spy(*args, **kwargs):
+            found[name].append(kwargs)
+            return real(*args, **kwargs)
+
+        return spy
+
+    for name in ("paged_attention", "varlen_attention"):
+        monkeypatch.setattr(continuous, name, spied(name, getattr(continuous, name)))
+    monkeypatch.setattr(PagedAttentionCache, "update", spied("update", PagedAttentionCache.update))
+    real, made = PagedAttentionCache.__init__, blocks._made
+
+    def poisoned(cache, *args, **kwargs):
+        real(cache, *args, **kwargs)
+        for pages in (*cache.key_cache, *cache.value_cache):
+            pages[: cache.num_blocks * cache.block_size].fill_(float("nan"))
+
+    def spy_made(cache, asked, group):
+        found["tables"].append(asked.tables)
+        return made(cache, asked, group)
+
+    monkeypatch.setattr(PagedAttentionCache, "__init__", poisoned)
+    monkeypatch.setattr(blocks, "_made", spy_made)
+    return found
+
+
+@pytest.mark.parametrize("block_size", [8, 5])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gpt_oss"])
+def test_tokens(name, block_size, calls):
+    model, want = stock(name, settings(block_size=block_size))
+    layers = model.config.num_hidden_layers
+    for given in calls.values():
+        given.clear()
+    assert batched(model, settings(block_size=block_size)) == want
+    paged, packed = calls["paged_attention"], calls["varlen_attention"]
+    if name in ("mistral", "gpt_oss") and not RINGS:
+        assert calls["update"] and not any(call["window"][0] > 0 for call in paged)
+        return
+    # Only the first step of all sees no key but its own.
+    gathered = {"llama": 0, "qwen3": 0}.get(name, len(packed) - layers)
+    assert len(calls["update"]) == gathered and len(packed) == gathered + layers
+    assert any(call["max_seqlen_q"] == 1 for call in paged)
+    assert all(call["max_seqlen_q"] > 1 for call in packed)
+    assert {call["window"][0] for call in packed} == {"mistral": {7}, "gpt_oss": {-1, 7}}.get(name, {-1})
+    # A ring of pages holds its window and no more.
+    assert {call["window"][0] for call in paged} == {-1}
+    if name != "mistral":
+        assert any(call["max_seqlen_q"] > 8 for call in paged)
+    # One table a step and kind of layer.
+    kinds = {"gpt_oss": 2}.get(name, 1)
+    assert len(calls["tables"]) == kinds * (len(paged) + len(packed)) // layers
+
+
+def test_requests_wait_and_share(monkeypatch):
+    """The premises of `test_tokens`."""
+    assert sum(map(len, PROMPTS)) + NEW * len(PROMPTS) > 192
+    shared, real = [], PagedAttentionCache.search_prefix_match
+    monkeypatch.setattr(PagedAttentionCache, "search_prefix_match", lambda *args: shared.append(real(*args)) or shared[-1])
+    batched(tiny.model("llama"), settings(), new=1)
+    assert max(shared) >= 16
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_block_tables(name, calls):
+    """With `batching_config`, most steps of a model without windows hand over block tables and no places."""
+    model, want = stock(name, settings())
+    for given in calls.values():
+        given.clear()
+    assert batched(model, batching_config(model, block_size=8, **SIZES)) == want
+    by_table = sum(tables is not None for tables in calls["tables"])
+    assert by_table > len(calls["tables"]) // 2 if name == "llama" else by_table == 0
+    calls["tables"].clear()
+    assert batched(model, batching_config(model, block_size=8, max_blocks_per_request=0, **SIZES)) == want
+    assert all(tables is None for tables in calls["tables"])
+
+
+@pytest.mark.parametrize(("name", "tables"), [("llama", False), ("llama", True), ("gemma3", False)])
+def test_captured(name, tables, calls, monkeypatch):
+    """Steps that transformers captures and replays, padded to few sizes."""
+    runner = pytest.importorskip("transformers.generation.continuous_batching.model_runner")
+    from transformers.generation.continuous_batching import initialization
+
+    device = StandIn()
+
+    def capture(self, forward, stream, *args):
+        forward(*args)
+        # A capture on a GPU runs nothing.
+        before = [(t, t.clone()) for t in (*self.cache.key_cache, *self.cache.value_cache, args[-1])]
+        device.begin()
+        forward(*args)
+        self.inputs_and_outputs.set_graph(device.end())
+        for t, kept in before:
+            t.copy_(kept)
+
+    model, want = stock(name, settings())
+    monkeypatch.setattr(runner.ModelRunner, "_capture_graph", capture)
+    monkeypatch.setattr(runner, "get_cuda_pools", lambda: (None, None))
+    monkeypatch.setattr(initialization, "decide_use_cuda_graphs", lambda cb_config, **_: setattr(cb_config, "use_cuda_graph", (True, True)))
+    more = {"block_size": 8, **SIZES, "q_padding_interval_size": 8, "kv_padding_interval_size": 64}
+    how = batching_config(model, **more) if tables else settings(**more)
+    for given in calls.values():
+        given.clear()
+    assert batched(model, how) == want
+    assert device.calls.count("replay") > device.calls.count("begin") > 3
+    assert bool(calls["update"]) == (name == "gemma3")
+    assert any(given is not None for given in calls["tables"]) == tables
+
+
+def test_a_capture_for_longer_requests_is_refused(monkeypatch):
+    cu: Any = SimpleNamespace(is_cuda=True)
+    asked = Asked([], [torch.arange(8)], cu, cu, 1, 1, 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    blocks._check_capture(asked)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    blocks._check_capture(asked._replace(longest_q=8))
+    blocks._check_capture(asked._replace(tables=torch.zeros(1, 2, 1)))
+    with pytest.raises(InvalidInput, match="use_cuda_graph"):
+        blocks._check_capture(asked)
+
+
+class Mirrored(FullAttentionCacheAllocator):
+    """After its first token each block is filled from its end on."""
+
+    def _mirror(self, places):
+        return [place - place % self.block_size + -place % self.block_size for place in places]
+
+    def get_read_indices(self, *args):
+        return self._mirror(super().get_read_indices(*args))
+
+    def get_write_indices(self, *args):
+        return self._mirror(super().get_write_indices(*args))
+
+
+@pytest.mark.parametrize("other", ["layout", "field", "kind", "dtype"])
+def test_where_blocks_are_no_pages_the_keys_are_gathered(other, calls, monkeypatch):
+    model, want = stock("llama", settings())
+    if other == "layout":
+        monkeypatch.setattr(cache_module, "FullAttentionCacheAllocator", Mirrored)
+    elif other == "field":
+        monkeypatch.setattr(blocks.copy, "copy", lambda allocator: SimpleNamespace())
+    elif other == "kind":
+        monkeypatch.setattr(blocks, "_CACHE", None)
+    else:
+        real = blocks.blocks_of
+        monkeypatch.setattr(continuous, "blocks_of", lambda cache, layer, key, *rest: real(cache, layer, key.double(), *rest))
+    for given in calls.values():
+        given.clear()
+    assert batched(model, settings()) == want
+    assert len(calls["update"]) == len(calls["varlen_attention"]) > 20 and not calls["paged_attention"]
+
+
+@pytest.mark.parametrize(("window", "size"), [(8, 4), (8, 5), (7, 4), (4, 8), (9, 4), (8, 8)])
+def test_the_pages_of_a_ring(window, size):
+    """Against the allocator's own blocks, for requests that have filled their ring and for others."""
+    many, generator = -(-window // size), torch.Generator().manual_seed(window * size)
+    pasts = [1, 2, 3, window - 2, window - 1, window, window + 1, 2 * window + 3, *torch.randint(1, 99, (8,), generator=generator).tolist()]
+    order = torch.randperm(64, generator=generator).tolist()
+    owned = [order[i * many : (i + 1) * many] for i in range(len(pasts))]
+    read, write, starts, expected = [], [], [0], []
+    for past, pages in zip(pasts, owned, strict=True):
+        slots = [pages[p % window // size] * size + p % window % size for p in range(past + 1)]
+        seen = slots[max(0, past - window + 1) :]
+        read += [*seen[:-1], 64 * size + 1]
+        write.append(seen[-1])
+        starts.append(len(read))
+        expected.append(sorted(seen))
+    # Two requests and tokens of padding.
+    cu, cu_q = (torch.tensor([*cu, cu[-1], cu[-1]], dtype=torch.int32) for cu in (starts, range(len(starts))))
+    asked = Asked([torch.tensor(read)], [torch.tensor([*write, 65 * size, 65 * size])], cu_q, cu, 1, window, window)
+    expected += [[], []]
+    made = blocks._made(SimpleNamespace(block_size=size, num_blocks=64), asked, 0)
+    assert made is not None and made.slots.tolist() == [*write, -1, -1]
+    assert made.page_table.dtype == made.seq_lens.dtype == torch.int32
+    for pages, length, seen in zip(made.page_table.tolist(), made.seq_lens.tolist(), expected, strict=True):
+        assert sorted(pages[i // size] * size + i % size for i in range(length)) == seen
+    assert blocks._made(SimpleNamespace(block_size=size, num_blocks=64), asked._replace(longest_q=2), 0) is None
 
 
 def test_a_patched_model():
     """Its own kernel goes on, and generate() is over pages again afterwards."""
     model = tiny.model("llama")
     model.set_attn_implementation("paged|sdpa")
-    want = batched(model, new=4)
+    want = batched(model, settings(), new=4)
     model.set_attn_implementation("eager")
     with attnops.patch(model, cache="paged", kernel="reference") as handle:
-        assert batched(model, new=4) == want
+        assert batched(model, settings(), new=4) == want
         assert model.config._attn_implementation == handle.implementation
 
 
@@ -68,8 +257,12 @@ def test_what_is_no_step_of_continuous_batching():
     with pytest.raises(InvalidInput, match="generate_batch"):
         call(module, query, key, key)
     given = {"cache": object(), "cu_seq_lens_q": torch.tensor([0, 3]), "cu_seq_lens_k": torch.tensor([0, 3])}
+    with pytest.raises(InvalidInput, match="sliding_windows"):
+        call(module, query, key, key, **given)
+    with pytest.raises(InvalidInput, match="attention_mask"):
+        call(module, query, key, key, attention_mask=torch.zeros(1, 1, 3, 3), **given)
     with pytest.raises(InvalidInput, match="block_table"):
-        call(module, query, key, key, block_table=torch.zeros(1, 1), **given)
+        call(module, query, key, key, block_table=torch.zeros(1, 1, 1), **given | {"cache": SimpleNamespace(sliding_windows={0: 1})})
     with pytest.raises(InvalidInput, match="position_bias"):
         call(module, query, key, key, position_bias=torch.zeros(1), **given)
     with pytest.raises(InvalidInput, match="causal"):

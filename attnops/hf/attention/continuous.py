@@ -1,7 +1,8 @@
 """`paged|attnops`: attention for transformers' continuous batching (`generate_batch`), which keeps its own cache of pages.
 
-That cache packs the requests of a step into one row. Its `update` writes the new keys and values, and returns those that each request
-sees, gathered one request after the other, as `attnops.varlen_attention` takes them.
+That cache packs the requests of a step into one row. Its blocks are pages: new keys are written into them, and attention reads them where
+they are (see `attnops.hf.attention.blocks`). Where a step cannot do without copies, the cache's `update` writes the new keys and returns
+those that each request sees, gathered one request after the other, as `attnops.varlen_attention` takes them.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import torch
 from torch import Tensor
 
 from attnops.errors import InvalidInput, fail
+from attnops.hf.attention.blocks import Asked, blocks_of, pages_of
 from attnops.hf.attention.function import check_others
 from attnops.hf.matching.match import routed, usage_of
 from attnops.kernel import own_kernel
+from attnops.ops import paged_attention, write_kv
 from attnops.ops.varlen import varlen_attention
 
 # transformers' prefix of an implementation for continuous batching.
@@ -34,7 +37,7 @@ def _keeps_what_it_is_given(cls: Any) -> bool:
 
 def continuous_function(kernel: str | None, proven: bool = False) -> Continuous:
     """A function for `AttentionInterface.register`, under a name with `PREFIX`. Arguments: as of `attention_function`."""
-    forced = own_kernel("varlen_attention", kernel)
+    packed, paged = own_kernel("varlen_attention", kernel), own_kernel("paged_attention", kernel)
 
     def attention(
         module: Any,
@@ -64,6 +67,7 @@ def continuous_function(kernel: str | None, proven: bool = False) -> Continuous:
         Args:
             query, key, value: `[1, Hq, T, D]`, `[1, Hkv, T, D]`, `[1, Hkv, T, Dv]`, the new tokens of all requests.
             cache: transformers' PagedAttentionCache. read_index, write_index: arguments of its `update`.
+            block_table: int32 `[groups, B, M]`, in place of both in a step of one token a request; negative past a request's end.
             cu_seq_lens_q, cu_seq_lens_k: int32 `[B + 1]`; those of the keys by layer type where there are several.
             max_seqlen_q, max_seqlen_k: tokens of the longest request, as above.
 
@@ -76,31 +80,52 @@ def continuous_function(kernel: str | None, proven: bool = False) -> Continuous:
         if cache is None or cu_seq_lens_q is None or cu_seq_lens_k is None:
             want = 'the arguments of generate_batch(). Use "attnops" for an ordinary forward'
             fail(InvalidInput, "cache, cu_seq_lens_q, cu_seq_lens_k", None, want)
-        for name, given in (("attention_mask", attention_mask), ("block_table", block_table)):
-            if given is not None:
-                fail(InvalidInput, name, list(given.shape), "None: continuous batching passes lengths")
+        if attention_mask is not None:
+            fail(InvalidInput, "attention_mask", list(attention_mask.shape), "None: continuous batching passes lengths")
         if is_causal is False or (dropout > 0.0 and module.training):
             fail(InvalidInput, "is_causal, dropout", (is_causal, dropout), "causal, and no dropout, in continuous batching")
         if not ((proven or routed(type(module))) and _keeps_what_it_is_given(type(module))):
             want = "a model whose masks and cached keys transformers' own kernels know; generate() for this one"
             fail(InvalidInput, "attn_implementation", f"{PREFIX}attnops for {type(module).__name__}", want)
         check_others({name: given for name, given in others.items() if name not in _OF_THE_STEP})
-        keys, values = cache.update(
-            key_states=key, value_states=value, layer_idx=module.layer_idx, read_index=read_index, write_index=write_index
-        )
-        kept = cache.sliding_windows[module.layer_idx]  # 1 for a layer without a window
-        kind = "sliding_attention" if kept > 1 else "full_attention"
-        window = sliding_window or (kept if kept > 1 else 0)
-        cu_k: Any = cu_seq_lens_k[kind] if isinstance(cu_seq_lens_k, dict) else cu_seq_lens_k
-        most: Any = max_seqlen_k[kind] if isinstance(max_seqlen_k, dict) else max_seqlen_k
+        if not hasattr(cache, "sliding_windows"):
+            fail(InvalidInput, "cache", type(cache).__name__, "transformers' PagedAttentionCache with `sliding_windows`, as up to 5.17")
+        layer = module.layer_idx
+        kept = cache.sliding_windows[layer]  # 1 for a layer without a window
+        ring = kept if kept > 1 else 0
+        kind = "sliding_attention" if ring else "full_attention"
+        window = sliding_window or ring
+        starts_k: Any = cu_seq_lens_k[kind] if isinstance(cu_seq_lens_k, dict) else cu_seq_lens_k
+        longest_k: Any = max_seqlen_k[kind] if isinstance(max_seqlen_k, dict) else max_seqlen_k
         if isinstance(scaling, Tensor):
             query, scaling = query * scaling, 1.0
         sinks = s_aux if sinks is None else sinks
+        tokens, starts_q, longest_q = query[0].transpose(0, 1), cu_seq_lens_q.to(torch.int32), int(max_seqlen_q)
+        rules: dict[str, Any] = {
+            "max_seqlen_q": longest_q, "scale": scaling, "causal": True, "window": (window - 1 if window else -1, -1),
+            "softcap": float(softcap or 0.0), "sinks": None if sinks is None else sinks.reshape(-1),
+        }  # fmt: skip
+        asked = Asked(read_index, write_index, cu_seq_lens_q, starts_k, longest_q, int(longest_k), ring, block_table)
+        blocks = None if ring and window != ring else blocks_of(cache, layer, key, value, asked)
+        if blocks is None and block_table is not None:
+            want = "None for this cache, whose blocks attnops does not know: max_blocks_per_request=0 in the ContinuousBatchingConfig"
+            fail(InvalidInput, "block_table", list(block_table.shape), want)
+        if blocks is None:
+            keys, values = cache.update(key_states=key, value_states=value, layer_idx=layer, read_index=read_index, write_index=write_index)
+        else:
+            keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
+            k_pages, v_pages = pages_of(cache, layer)
+            write_kv(keys, values, k_pages, v_pages, blocks.slots)
+            if blocks.page_table is not None and blocks.seq_lens is not None:
+                if ring:
+                    rules["window"] = (-1, -1)
+                output = paged_attention(
+                    tokens, k_pages, v_pages, blocks.page_table, blocks.seq_lens, starts_q, holes=False, kernel=paged, **rules
+                )
+                return output[None], None
         output = varlen_attention(
-            query[0].transpose(0, 1), keys, values, cu_seq_lens_q.to(torch.int32), cu_k.to(torch.int32), max_seqlen_q=int(max_seqlen_q),
-            max_seqlen_k=int(most), scale=scaling, causal=True, window=(window - 1 if window else -1, -1), softcap=float(softcap or 0.0),
-            sinks=None if sinks is None else sinks.reshape(-1), kernel=forced,
-        )  # fmt: skip
+            tokens, keys, values, starts_q, starts_k.to(torch.int32), max_seqlen_k=int(longest_k), kernel=packed, **rules
+        )
         return output[None], None
 
     return attention

@@ -1,0 +1,41 @@
+"""The settings of transformers' continuous batching for `paged|attnops`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+from attnops.errors import InvalidInput, fail
+
+
+def batching_config(model: Any, **options: Any) -> Any:
+    """A ContinuousBatchingConfig for `generate_batch` with `paged|attnops`: block tables, and on CUDA graphs and two steps under way.
+
+    transformers itself turns these off for all attention but FlashAttention's. Without block tables it lists the places of all keys on the
+    host in every step. A model with sliding windows has no block tables.
+
+    Args:
+        model: the model to generate with.
+        options: arguments of ContinuousBatchingConfig, before these settings; `max_blocks_per_request=0` turns block tables off.
+
+    Raises:
+        InvalidInput: this transformers has no continuous batching.
+    """
+    base = getattr(transformers, "ContinuousBatchingConfig", None)
+    if base is None:
+        fail(InvalidInput, "transformers.__version__", transformers.__version__, "a version with ContinuousBatchingConfig")
+    cuda, config = torch.cuda.is_available(), model.config
+    given = {"use_cuda_graph": cuda, "use_async_batching": cuda, **options}
+    kinds = getattr(config, "layer_types", None) or ("full_attention" if getattr(config, "sliding_window", None) is None else "",)
+    if given.get("max_blocks_per_request") == 0 or {*kinds} != {"full_attention"}:
+        return base(**given)
+
+    class BatchingConfig(base):  # type: ignore[misc, valid-type]
+        def __setattr__(self, name: str, value: Any) -> None:
+            # transformers writes 0 where the attention is not FlashAttention.
+            if name != "max_blocks_per_request" or value != 0:
+                super().__setattr__(name, value)
+
+    return BatchingConfig(**given)
