@@ -29,8 +29,8 @@ def warn_of_contract_1(name: str, run: Callable[..., Any]) -> None:
 
 
 def adapted(run: Callable[..., Any]) -> Callable[[Call], Any]:
-    """`run` of contract 1 as a function of a call: it is handed the keyword arguments that it names, and those last positional ones that
-    it has a place for or that are not at their defaults."""
+    """`run` of contract 1 as a function of a call. It gets the keyword arguments that it names. The last positional ones are left out where
+    `run` has no place for them and they are at their defaults."""
     known = kinds_of(run)
     endless = inspect.Parameter.VAR_POSITIONAL in known.values()
     places = [name for name, kind in known.items() if kind in PLACES]
@@ -69,7 +69,7 @@ def readable(run: object) -> bool:
 
 
 def filled(op: str, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`run` of a table or of lists without holes, and of others: it reads no page that they do not name."""
+    """`run` for tables or lists with holes, too: a call that may have holes is cleared of them before `run` reads it."""
     clean = KNOW_HOLES[op]
 
     @functools.wraps(run)

@@ -55,7 +55,7 @@ else:
 
 _KINDS = {"Tensor": "Tensor", "Tensor | None": "Tensor?", "int": "int", "float": "float", "bool": "bool", "str": "str"}
 _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (int,), "str": (str,)}
-"""What the dispatcher takes, and converts."""
+"""By kind of argument, the Python types that the dispatcher takes or converts."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -71,7 +71,7 @@ def portable(value: object) -> object:
 
 
 def find(error: BaseException | None) -> AttnopsError | None:
-    """The AttnopsError that `error` is, or that it wraps, as the errors of torch.compile do; None where there is none."""
+    """`error` itself or the AttnopsError that it wraps, as errors of torch.compile do; None where there is neither."""
     # The compiler raises some of its errors `from None`: their cause is then their context.
     waiting, seen = [error], set[int]()
     while waiting:
@@ -95,7 +95,7 @@ def fail(kind: type[AttnopsError], *args: Any) -> NoReturn:
     raise Unsupported(str(error)) from error
 
 
-# What `torch.compiler.assume_constant_result` does, whose import takes as long as torch's.
+# As `torch.compiler.assume_constant_result` does, but its import takes as long as torch's.
 fail._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -128,7 +128,7 @@ class MissingExtra(AttnopsError, ImportError):
 
 
 class UnknownKernel(AttnopsError, ValueError):
-    """A kernel was asked for by a name that no registered kernel bears."""
+    """No registered kernel has the name that was given."""
 
     def __init__(self, name: str, op: str, known: tuple[str, ...]) -> None:
         super().__init__(f"kernel: got {shown(name, repr)}, want one of {', '.join(known) or 'none registered'} (op {op})")
@@ -154,7 +154,7 @@ class NotCompiled(AttnopsError, RuntimeError):
 
 
 class NoGradient(AttnopsError, RuntimeError):
-    """A gradient was asked of an op that has none, or a forward-mode derivative, which no op has (`forward`)."""
+    """An input requires grad where the op has no gradient, or has a forward-mode tangent, which no op supports (`forward`)."""
 
     def __init__(self, op: str, fields: tuple[str, ...], forward: bool = False) -> None:
         got, want = "requires_grad=True", "no gradient (this op has none)"
@@ -181,7 +181,9 @@ class ContractMismatch(RegistrationError):
 class PageSizeConflict(AttnopsError, ValueError):
     """No page size suits all the kernels that a cache is to serve, or the one given does not.
 
-    page_size: the one given, or None. takes: the sizes, of those tried, that each kernel takes. refused: what each says of the others.
+    page_size: the one given, or None.
+    takes: by kernel, the sizes that it takes of those tried.
+    refused: by kernel, its reasons against the other sizes.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ CONTRACT = 2
 """Version of a Kernel's promises and of its arguments. Raised when an existing kernel would have to change."""
 
 FAILURES = (Exception, SystemExit)
-"""What the code of a kernel may raise without harm to others: all but the user's wish to stop."""
+"""Errors of a kernel's own code that become refusals: all but KeyboardInterrupt."""
 
 
 @dataclass(frozen=True)
@@ -332,7 +332,7 @@ def generation() -> int:
 
 
 def renew() -> None:
-    """What selection depends on has changed: a table of measured times came or went."""
+    """Have all calls select anew, because a table of measured times was added or removed."""
     _REGISTRY.generation += 1
 
 
@@ -351,5 +351,5 @@ def own_kernel(op: str, name: str | None) -> str | None:
 
 
 def deterministic(policy: str) -> bool:
-    """Does the policy of this key, which kernels are given, ask for results that do not depend on batch mates?"""
+    """Does the policy of this key demand results that do not depend on batch mates? Kernels get the key as `call.policy`."""
     return "deterministic" in policy and "deterministic" in policy.split(";")

@@ -1,4 +1,4 @@
-"""What a kernel may look at before it says yes: `Problem`, and the reasons it gives when it says no."""
+"""`Problem`: the facts of a call by which a kernel takes or refuses it, and `Refusal`: its reason against the call."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Extent:
-    """What is known of a size that may be symbolic: `lo <= size`, `size <= hi` (None: unbounded), `hint` a typical value, for costs.
+    """Bounds of a size that may be symbolic: `lo <= size`, `size <= hi` (None: unbounded), and `hint`, a typical value, for costs.
 
     Concrete sizes are rounded out to powers of two, and the hint up to one of eight steps an octave, so that a growing context
     does not make a new Problem at every step.

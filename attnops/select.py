@@ -21,7 +21,7 @@ from attnops.problem import Extent, Extents, Problem, Refusal, altered
 
 @dataclass(frozen=True)
 class Policy:
-    """What the user asks of selection.
+    """The user's constraints on selection.
 
     Every entry is a name, `"fa3"`, which speaks of every op that has a kernel of that name and leaves the others alone, or a name
     with its op, `"paged_attention:fa3"`.
@@ -114,9 +114,9 @@ class Decision:
 
     @property
     def rank(self) -> tuple[int, bool, float]:
-        """What the choice was made by, the less the better: of two decisions of one op and policy, which kernel is to be chosen.
+        """The sort key of the choice, the least first. It also compares two decisions of one op and policy.
 
-        The kernel's place among those preferred, the plain body on a GPU last, then its cost. Without a kernel: worse than any.
+        The kernel's place among those preferred, the plain body on a GPU last, then its cost. A decision without a kernel comes last.
         """
         if self.kernel is None:
             return sys.maxsize, True, float("inf")
@@ -168,7 +168,7 @@ def choose(problem: Problem, policy: Policy | str = "") -> Kernel:
 
 
 def workspace_bytes(problem: Problem, policy: Policy | str = "") -> int:
-    """Bytes of scratch asked for by the kernel that would be chosen if the call brought enough. 0: it asks for none."""
+    """Bytes of scratch that a call needs for the kernel that would be chosen if it brought enough. 0: the kernel uses no scratch."""
     kernel = select(altered(problem, workspace=1 << 62), policy).kernel
     return 0 if kernel is None or kernel.workspace_bytes is None else kernel.workspace_bytes(problem)
 
@@ -211,9 +211,9 @@ def _select(problem: Problem, policy: Policy, registered: int, table: Table | No
 
 
 def without_sizes(problem: Problem) -> Problem:
-    """What a deterministic policy lets a choice see of `problem`: no size, and no promise of a single call.
+    """`problem` as a deterministic policy sees it: without sizes and without promises of a single call.
 
-    Every size may be any, so that a kernel of few queries refuses even a decode step, which may share its batch with a prompt.
+    Sizes are unbounded, so a kernel of few queries refuses even a decode step, which may share its batch with a prompt.
     """
     return _step(problem, DECODE if problem.page_size else PROMPT)
 
@@ -250,9 +250,9 @@ def _guessed(problem: Problem, kernels: list[Kernel], needed: Mapping[str, Cost]
 def _policy_refusals(kernel: Kernel, problem: Problem, policy: Policy, forced: str | None) -> Iterator[Refusal]:
     if forced is not None and kernel.name != forced:
         yield Refusal("policy.kernel", forced, kernel.name)
-    # `reference` is what makes every problem answerable on ops with no second kernel, so allow= narrows only ops it speaks of.
     if policy.deterministic:
         yield from kernel.varies(problem)
+    # allow= leaves an op alone that it does not name: the op may have no kernel but `reference`.
     if any(_speaks_of(n, kernel.op) for n in policy.allow) and not _named(kernel, policy.allow):
         yield Refusal("policy.allow", ",".join(policy.allow), f"to hold {kernel.name}")
     if _named(kernel, policy.deny):
@@ -322,7 +322,7 @@ def policy_key(kernel: tuple[str, ...], allow: tuple[str, ...], deny: tuple[str,
 
 
 def key_for(op: str, kernel: str | None) -> str:
-    """The policy key of one call: the policy in force, with `kernel=` of the call put before what the region forces."""
+    """The policy key of one call: the policy in force, in which `kernel`, if given, replaces the forced kernels."""
     if kernel is None:
         return _ACTIVE.key
     rest = ";".join(p for p in _ACTIVE.key.split(";") if p and not p.startswith("kernel=")) if _ACTIVE.key else ""

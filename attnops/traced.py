@@ -49,7 +49,7 @@ def may_write(node: fx.Node) -> bool:
 
 
 def equal_calls(graph: fx.Graph, value_of: Callable[[Any], Any]) -> dict[fx.Node, fx.Node]:
-    """Calls of attnops' ops that repeat an earlier call, mapped to that call: metadata that every layer asks for.
+    """Calls of attnops' ops that repeat an earlier call, mapped to that call: metadata that every layer computes.
 
     Applies to ops that write nothing, on tensors that no node writes, and to results that the graph does not return, because two results
     of a model are two tensors. value_of: the fake value of a node.

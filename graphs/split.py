@@ -93,7 +93,7 @@ def split(gm: fx.GraphModule, eager: Collection[str] = ()) -> Split:
         if any(depends_on_data(value_of(n)) for n in (node, *read)):
             fail(NotCapturable, str(node), "the model returns it, and its size or value depends on data; return tensors of fixed sizes")
     cuts = {node: cut for node in gm.graph.nodes if (cut := _cut(node, eager)) is not None}
-    # A compiler of one layer's piece cannot see that other layers ask for the same metadata.
+    # A compiler of one layer's piece cannot see that other layers compute the same metadata.
     for node, earlier in reversed(equal_calls(gm.graph, value_of).items()):
         node.replace_all_uses_with(earlier)
         cuts.pop(node, None)

@@ -76,7 +76,7 @@ def test_costs_grow_with_the_work():
 def test_only_the_absorbed_form_is_possible_where_nothing_is_said():
     decision = latent_form(call(before=None), 3000)
     assert (decision.form, decision.absorb_up_to, set(decision.costs)) == (ABSORBED, MOST, {ABSORBED})
-    assert str(decision) == "form of 3000 new tokens a request -> absorbed (the batch does not say what was before them)"
+    assert str(decision) == "form of 3000 new tokens a request -> absorbed (the batch does not describe their cached tokens)"
 
 
 def test_what_is_asked_for_wins():

@@ -55,7 +55,7 @@ class Room:
     limited_by: str
 
     def columns(self, window: int) -> int:
-        """Pages that hold all that the new tokens of a step see of a window, wherever in a page it begins; at most `max_pages`."""
+        """Pages for a window and the new tokens of a step, wherever in a page the window begins; at most `max_pages`."""
         ring = -(-(window - 1 + self.max_new_tokens + self.page_size - 1) // self.page_size)
         return min(ring, self.max_pages) if window else self.max_pages
 

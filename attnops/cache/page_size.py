@@ -67,10 +67,10 @@ def negotiate_page_size(
         max_requests, max_tokens_per_request: of the cache.
         page_size: tokens; it is the result, if all of `kernels` take it. None: any.
         kernels: all of them must take the size. Their needs of the machine do not count, because pages may be meant for another one. None:
-            of the sizes 1, 16, 32, 64, 128 and 256 the one at which a decode step is fastest on `device` (or on the target that `pretend`
-            has put in its place) with the kernels installed and under the policy in force, by the costs that `select` goes by; of those
-            alike, the one that most kernels take; then the nearest to 64. Kernels of `paged_attention` count without a plan of the host,
-            kernels of `mla_attention` with whichever plan they run with.
+            the result is one of 1, 16, 32, 64, 128 and 256: the size at which a decode step is fastest on `device`, or on `pretend`'s
+            target, by the costs of `select`, with the kernels installed and under the policy in force. Ties go to the size that most
+            kernels take, then to the size nearest to 64. Kernels of `paged_attention` count without a host plan, kernels of
+            `mla_attention` with whichever plan they run with.
         device: of the pages.
         workspace_bytes: scratch that batches carry.
         max_new_tokens: the most new tokens of a request in a decode step.

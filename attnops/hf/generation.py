@@ -67,13 +67,13 @@ _THREAD = threading.local()
 
 
 def running_generation() -> Generation | None:
-    """That of the innermost `generate()` of a patched model which this thread is in."""
+    """The generation of the innermost `generate()` of a patched model that runs in this thread."""
     running: Generation | None = getattr(_THREAD, "running", None)
     return running
 
 
 def current_generation() -> Generation | None:
-    """The same, while one of its own steps is under way."""
+    """The running generation while a step of its owner is under way."""
     running = running_generation()
     return running if running is not None and running.inside else None
 

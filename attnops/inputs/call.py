@@ -85,9 +85,9 @@ class Call:
 
 
 def filled(op: str, sizes: Mapping[str, Any], given: Mapping[str, Any], make: Make, narrow: Sequence[str] = ()) -> dict[str, Any]:
-    """The arguments of a call of `op`: those given, and the tensors that `make` makes of the others, of the shapes of their layouts.
+    """The arguments of a call of `op`: those given, and for each other tensor argument the tensor that `make` returns for its shape.
 
-    sizes: by the layouts' letters. A tensor of an unknown size is left out, and one for which `make` returns None.
+    sizes: by the layouts' letters. A tensor is left out if one of its sizes is unknown or `make` returns None.
     narrow: the sizes that a dim of several sizes ("1 | B") does not take.
     """
     arguments: dict[str, Any] = {}

@@ -157,7 +157,7 @@ class Eager:
     """The eager side of an Op: its cache, and the way of a call past the dispatcher.
 
     patterns: by the types of the arguments, which are compared before the scalars: 1, 1.0 and True are equal. seen: by pattern, scalars,
-    registered kernels and `pretend`'s target, up to SHAPES of (guards of the tensors, what runs, the size that may grow).
+    registered kernels and `pretend`'s target, up to SHAPES of (guards of the tensors, the function that runs, the size that may grow).
     """
 
     autograd: Callable[[Run, Any], Any] | None

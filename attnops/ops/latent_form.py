@@ -111,7 +111,7 @@ class FormDecision:
     def __str__(self) -> str:
         call = self.call
         if call.before is None:
-            return f"form of {self.queries} new tokens a request -> {self.form} (the batch does not say what was before them)"
+            return f"form of {self.queries} new tokens a request -> {self.form} (the batch does not describe their cached tokens)"
         why = "asked for" if call.absorb_up_to is not None else "policy.deterministic" if self.absorb_up_to == ALWAYS else "by cost"
         had = f"{PREFIX} tokens before" if call.before else "no tokens before"
         costs = ((ABSORBED, self.absorbed_us, self.absorbed), (EXPANDED, self.expanded_us, self.expanded))

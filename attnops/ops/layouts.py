@@ -36,7 +36,7 @@ def refuse_others(library: torch.library.Library, packet: Any) -> None:
 
 
 def described(value: Tensor) -> str:
-    """What a tensor is instead."""
+    """A tensor that is not plain, in words: nested, quantised, or of another layout."""
     if value.is_nested:
         return "a nested tensor"
     kind = f"quantised as {value.dtype}" if value.is_quantized else f"of layout {value.layout}"

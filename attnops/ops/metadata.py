@@ -94,7 +94,7 @@ KV_INDICES = define(Op(KVIndices, data.kv_indices, about="page table to indptr a
 def kv_indices(page_table: Tensor, seq_lens: Tensor, *, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """(indptr `[B + 1]`, indices `[B * max_pages]`, last_page_len `[B]`), int32: the page table in compressed rows.
 
-    Request b's pages are `indices[indptr[b]:indptr[b + 1]]`; what follows `indptr[B]` is 0. last_page_len is in tokens, 0 for an
+    Request b's pages are `indices[indptr[b]:indptr[b + 1]]`; entries from `indptr[B]` on are 0. last_page_len is in tokens, 0 for an
     empty request. No host synchronisation: the length of `indices` is an upper bound. Raises InvalidInput.
     """
     out: tuple[Tensor, Tensor, Tensor] = KV_INDICES(KVIndices(page_table, seq_lens, page_size=page_size, policy=active_policy()))

@@ -35,8 +35,8 @@ class Op(Eager):
     """A contract: the arguments and the result, not the way there.
 
     call: the record of its arguments. reference: the op in plain torch, a function of a call.
-    autograd: takes (what runs a call, the call) where a gradient is asked for; without it such a call raises NoGradient.
-    once: a gradient of it is refused when it is worked out, not when it is asked for: torch.func.grad asks for one of every gradient.
+    autograd: takes (a function that runs a call, the call) where an input requires grad; without it such a call raises NoGradient.
+    once: inputs may require grad, and the backward raises NoGradient: torch.func.grad has the inputs of every gradient require grad.
     """
 
     call: type[Call]

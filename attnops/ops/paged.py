@@ -174,7 +174,7 @@ def write_kv(
         key, value: `[T, Hkv, D]`, `[T, Hkv, Dv]`, float.
         k_pages, v_pages: `[P, page, Hkv, D]`, `[P, page, Hkv, Dv]`, written. The key's dtype, or float8/int8 with both scales.
         slots: int32 or int64 `[T]`, `page_id * page_size + offset`; a negative slot skips the token. Distinct among written tokens.
-        k_scale, v_scale: float32 `[1]` or `[Hkv]`; what is stored is the key divided by k_scale, saturated.
+        k_scale, v_scale: float32 `[1]` or `[Hkv]`; the op divides key and value by them, saturates and rounds.
 
     Raises:
         InvalidInput: a shape, dtype or device breaks this contract. NoGradient: an input requires grad in grad mode.
@@ -183,7 +183,7 @@ def write_kv(
 
 
 PAGES = (*STORED, torch.uint8)
-"""What pages may hold; uint8 is that of packed latents."""
+"""The dtypes of pages; those of packed latents are uint8."""
 
 
 def _copy_rules(call: Any, sizes: Sizes) -> None:

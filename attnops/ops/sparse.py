@@ -148,7 +148,7 @@ def write_latent_packed(latent: Tensor, k_pe: Tensor, latent_pages: Tensor, slot
     """Write new latents and their rotated keys into their slots in packed form, in place. No gradient.
 
     A latent is stored as float8_e4m3fn in groups of 128 numbers. A group's scale is the least power of two, 2^-13 or more, that
-    brings its largest magnitude to 448 or less; what is stored is the number divided by it, rounded. A group that holds a NaN or
+    brings its largest magnitude to 448 or less; a number is divided by it, rounded and stored. A group that holds a NaN or
     an infinity reads back as NaN, all of it. The rotated key is rounded to bfloat16. The format, FlashMLA's for DeepSeek-V3.2:
     Dc bytes of numbers, the scales as float32, the key.
 

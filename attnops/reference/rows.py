@@ -121,7 +121,7 @@ def result_dtype(query: Tensor, q_scale: Tensor | None) -> torch.dtype:
     """The query's dtype; bfloat16 for a quantised one."""
     if q_scale is None:
         return query.dtype
-    # Only who asks for the exact result passes a wider scale than the op takes.
+    # The op takes float32; a float64 scale comes from a caller that computes the exact result.
     return torch.float64 if q_scale.dtype == torch.float64 else torch.bfloat16
 
 
@@ -147,7 +147,7 @@ def rows_of(cu_seqlens: Tensor, tokens: int) -> Tensor:
     at = torch.arange(tokens, device=cu_seqlens.device)
     if cu_seqlens.shape[0] == 1:
         return at * 0  # Triton does not compile a search in an empty tensor
-    # Ends of one less than themselves are a tensor of its own: Inductor of torch 2.11 looks a view's offset over.
+    # `- 1` makes a new tensor of the ends, because Inductor of torch 2.11 ignores the offset of a view.
     return torch.searchsorted(cu_seqlens[1:].long() - 1, at)
 
 
@@ -246,7 +246,7 @@ def named(
         harm = hole & (first + page_size > lens - new - window_left) if window_left >= 0 else hole
         table, lengths = torch.where(kept, page_table, own), seq_lens
     lengths = torch.where(harm.any(1), 0, lengths)
-    # A length past the table is not for this function to judge.
+    # A length past the table stays as it is.
     beyond = seq_lens > page_table.shape[1] * page_size
     return table.to(torch.int32).contiguous(), torch.where(beyond, seq_lens, lengths).to(torch.int32)
 

@@ -43,7 +43,7 @@ def test_masks_that_change_and_rows_that_come_back():
         with pytest.raises(InvalidInput, match="another padding"):
             model(ids[:, 14:15], attention_mask=torch.ones_like(mask[:, :15]), past_key_values=cache)
         by_hand(model, cache, ids[:2], mask[:2], STEPS[1:3])
-        with pytest.raises(InvalidInput, match="rows that the last step had not"):
+        with pytest.raises(InvalidInput, match="rows that the step before left out"):
             by_hand(model, cache, ids, mask, STEPS[3:4])
 
 

@@ -81,7 +81,7 @@ def test_batches_that_shrink_and_grow():
         by_hand(model, cache, ids, mask, STEPS[:1])
         ours = by_hand(model, cache, ids[:2], mask[:2], STEPS[1:3])
         assert relative(ours, want[-len(ours) :]) < LIMIT
-        with pytest.raises(InvalidInput, match="rows that the last step had not"):
+        with pytest.raises(InvalidInput, match="rows that the step before left out"):
             by_hand(model, cache, ids, mask, STEPS[3:4])
 
 

@@ -297,7 +297,7 @@ def test_the_plan_on_the_grid(case):
 
 def test_another_batchs_plan_is_refused():
     call = batch().with_(holes=False, plan=torch.zeros(7, dtype=torch.int32))
-    said = r"^plan: got int32 \(7,\), want \[15\] or \[1171\]: what decode_rows returned for this batch, .* a schedule for 16 heads"
+    said = r"^plan: got int32 \(7,\), want \[15\] or \[1171\]: the result of decode_rows for this batch, .* for 16 heads"
     with pytest.raises(InvalidInput, match=said):
         KERNELS["flashmla"].run(call.record)
 

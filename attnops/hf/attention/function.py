@@ -59,10 +59,10 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
     kernels = tuple(own_kernel(op, kernel) for op in ("attention", "paged_attention", "mla_attention"))
     known: dict[tuple[Any, ...], tuple[range, Callable[[Tensor, Tensor, Tensor], Tensor]]] = {}
 
-    # The body runs once a layer and token, so it makes few calls: in eager decoding the host is slower than the GPU. Plain calls that
-    # SDPA serves are `known` by what checks and selection see of them and, for as many keys as no kernel tells apart, reach it with the
-    # tensors as they are. Layers read sizes anyway; guards of tensors are code of their own, which the work between two layers drops from
-    # the processor's caches. Policy, registry and target are attributes here: a function that hands one out costs more than the read.
+    # The body runs once a layer and token, so it makes few calls: in eager decoding the host is slower than the GPU. `known` maps the facts
+    # of a plain call that checks and selection see to a function that hands SDPA the tensors as they are, and to the numbers of keys that
+    # no kernel tells apart. The key holds sizes, which layers read anyway: the work between two layers would drop the code of tensor guards
+    # from the processor's caches. Policy, registry and target are read as attributes, which costs less than a call that returns them.
     def attention(
         module: Any,
         query: Tensor,
@@ -181,7 +181,7 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
             policy=key_for("attention", kernels[0]),
         )  # fmt: skip
         if packed is None and not (drops or weights_too):
-            # Keys past the last query have been cut off, or not.
+            # Only a call whose keys were not cut off above is remembered.
             run = attend.find(call) if same is not None and key.shape[1] == keys else None
             if run is None or same is None:
                 return attend(call)[0], None

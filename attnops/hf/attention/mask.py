@@ -267,7 +267,7 @@ def _left_padding(request: Request, known: Tensor) -> Tensor:
     want = 'zeros on the left and ones up to the newest token: pages hold no other pattern. Use cache="hf" for such masks'
     need(bool(run_all), "attention_mask", "holes, padding on the right, or too few columns", want)
     want = "the padding of the first step, in every step: pages hold the tokens that were not padding then"
-    need(bool(same_all), "attention_mask", "another padding than before, or rows that the last step had not", want)
+    need(bool(same_all), "attention_mask", "another padding than before, or rows that the step before left out", want)
     if generation is not None:
         generation.checked = own
     return start

@@ -134,7 +134,7 @@ class ModelPages(Pages):
 
     def advance(self, start: Tensor, count: int) -> None:
         """Count `count` new positions of rows with padding `start` `[B]` as seen."""
-        # A row that this step does not have lacks its tokens: it may come back only as one whose padding reaches so far.
+        # A row that is not in this step lacks the step's tokens: it may come back only with padding in their place.
         self.pad.fill_(EMPTY)
         # Not into a slice, of which Inductor of torch 2.13 asks whether it is as long as the whole.
         self.pad.index_copy_(0, torch.arange(start.shape[0], device=start.device), start)

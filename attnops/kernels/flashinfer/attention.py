@@ -215,8 +215,8 @@ NEEDS: tuple[Need, ...] = (
 ALIKE = demand("pages_alike", "key and value pages of equal strides", lambda p: p.pages.pages_alike or p.head_dim != p.v_head_dim)
 TAKES = frozenset({"sinks", "causal", "window_left", "window_right", "softcap"})
 # A compiled graph is split around these. Planning waits for the device. The paged kernels themselves can be captured, and are when a
-# graph is captured by hand; but Inductor's recorder makes copies of a partition's inputs, and those of a CPU tensor, the plan, it
-# frees while it keeps writing to them (torch/_inductor/cudagraph_trees.py, reconstructed_inputs, seen in 2.11 and 2.13).
+# graph is captured by hand; but Inductor's recorder copies a partition's inputs, frees its copy of the plan, a CPU tensor, and keeps
+# writing to it (torch/_inductor/cudagraph_trees.py, reconstructed_inputs, seen in 2.11 and 2.13).
 # FA2 adds up the weights that its matrix units are given.
 _flashinfer = functools.partial(
     Kernel, "flashinfer", dtypes=fi.HALVES, packages=(fi.PACKAGE,), capture=Capture.NEVER, tolerance=Tolerance(rounded_sums=True),

@@ -1,15 +1,15 @@
 """`flashinfer_mla_fa2`, `flashinfer_mla_fa3`: FlashInfer's attention over latents (https://arxiv.org/abs/2501.01005), planned by the host.
 
-Two names, so that the choice between the kernel of SM80 and later and the one with SM90's warp groups, and between them and FlashMLA, is
-selection's and can be measured, forced and read in the generated code like any other. They are called as `flashinfer` calls the
-rest: the JIT module itself, on a plan made once a step.
+The kernel of SM80 and later and the one with SM90's warp groups have a name each: selection chooses between them and FlashMLA, and the
+choice can be measured, forced and read in the generated code. They are called as `flashinfer` calls the rest: the JIT module itself, on
+a plan made once a step.
 
 The planner cuts queries times heads into tiles and the keys into parts, and keeps of the page table only where each row of it starts.
 So the kernel reads page ids from the table itself: it may change under a plan. In pages, both kernels
 zero the values past a request's end and replace their logits; a row without keys gives 0 and lse -inf.
 
-Latents in float8_e4m3fn become bfloat16 as they are read, on SM90 only. The kernel takes their scale as a number of the host's; a scale on
-the device meets the query before, which is rounded once more for it, too coarsely for an lse, and the output after.
+Latents in float8_e4m3fn become bfloat16 as they are read, on SM90 only. The kernel takes their scale as a host number. A scale on the
+device multiplies the query before the kernel and the output after it; the query is then rounded once more, too coarsely for an lse.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ FEW = 8
 """Queries a request up to which the decode kernel, which splits the keys, takes a causal call."""
 DIMS = ((192, 128), (128, 128), (256, 256))
 NOPE, TILE = 128, 128
-"""Keys a row of the page table must hold a multiple of: the package checks it for all its MLA kernels but these; padded all the same."""
+"""A row of the page table holds a multiple of this many keys. The package checks it for its other MLA kernels; rows are padded here."""
 
 
 def xqa(call: paged.PagedAttention) -> None:

@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 LIBRARY = "sm100/common_ops.*"
 TILE, HEADS = 128, 128
 
-# The persistent scheduler hangs when told to split, and left to choose (-1) the kernel gave wrong results and broke under CUDA
-# graphs: NVIDIA/cutlass#2274, sgl-project/sglang#6101 and #7184.
+# The persistent scheduler hangs with more splits than one. With -1, where the kernel chooses, results were wrong and CUDA graphs broke:
+# NVIDIA/cutlass#2274, sgl-project/sglang#6101 and #7184.
 KV_SPLITS = 1
 
 
 def mla_attention(call: mla.MlaAttention) -> None:
     """plan: from `decode_rows`, or None to make it here.
 
-    workspace: where it has `workspace_size` bytes behind the counters that kernels share, those are used; otherwise they are made here,
-    for only the device can tell how many. A workspace that came with a host's plan is that plan's.
+    workspace: the scratch, where it has `workspace_size` bytes behind the counters that kernels share. Otherwise scratch is allocated here,
+    because only the device knows its size. A workspace that came with a host plan belongs to that plan.
     """
     if blank(call):
         return

@@ -50,7 +50,7 @@ def attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
     else:
         steady, few = deterministic(call.policy), queries * (heads // key.shape[2]) <= FEW
         if steady and few and ends is None and not call.attention_chunk:
-            # The other way has other tiles, and whether a call says where keys end is its most padded row's doing.
+            # With `kv_end` few queries read pages, in other tiles. The most padded row decides if a call has it, so every call reads pages.
             ends = torch.full((batch,), key.shape[1], dtype=torch.int32, device=query.device)
         if ends is not None:
             starts = starts if starts is None else torch.minimum(starts, ends)
@@ -76,7 +76,7 @@ def varlen_attention(call: varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
     if some:
         value = zeroed(value, past(cu_k, value.shape[0])) if call.padded else value
         steady = deterministic(call.policy)
-        # A window that reaches past all keys is none to the kernel, see longest_query.
+        # The kernel drops a window that reaches past all keys, see longest_query.
         longest = max(call.max_seqlen_k, call.window_left + 2) if steady else call.max_seqlen_k
         max_q = longest_query(steady, call.max_seqlen_q, call.window_right)
         requests = (cu_q.contiguous(), max_q, cu_k.contiguous(), longest, None, None, None)
@@ -193,8 +193,8 @@ def left_padding(page_size: int, rows: int, steady: bool, like: Tensor, unit: in
 def longest_query(steady: bool, max_seqlen_q: int, right: int = -1) -> int:
     """The `max_seqlen_q` for the kernel. steady: under a deterministic policy.
 
-    A tile's keys follow from whether it is 1, and from whether a window's right side reaches past it (hopper/flash_api.cpp). Under a
-    deterministic policy neither is ever so.
+    The kernel picks its tile by whether this is 1, and by whether a window's right side reaches past it (hopper/flash_api.cpp). Under a
+    deterministic policy this is larger than 1 and than the right side.
     """
     return max(max_seqlen_q, 2, right + 2) if steady else max_seqlen_q
 

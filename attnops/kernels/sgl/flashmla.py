@@ -139,7 +139,7 @@ few_tokens = demand("tokens", f"<= {MOST_FLOAT8_TOKENS}", lambda p: p.dtype != F
 
 
 def _unread(p: Problem) -> Refusal | None:
-    """With zeros for a schedule flashmla would compute nothing, so that the reference is refused where flashmla may run."""
+    """flashmla computes no output from a schedule of zeros, so the reference, which writes zeros, is refused where flashmla may run."""
     if few_tokens(p) is not None:
         return None  # flashmla_fp8 has the same need and cannot run
     if not p.q_heads or p.target.device != "cuda" or p.target.arch != 90 or PACKAGE.missing(p.target) or missing(p.target):

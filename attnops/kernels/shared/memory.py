@@ -16,7 +16,7 @@ first call and, because every kernel counts back, after each. Fixed, so that ker
 bits, as FlashInfer sets aside for XQA."""
 
 not_of_a_plan = demand("plan", "none (a host plan fills the workspace)", lambda p: p.step.plan != "host")
-"""A need: the workspace of a call that was planned on the host holds the plan's tables, where counters would have to be zero."""
+"""A need: no host plan, whose tables fill the workspace where the counters have to be zero."""
 
 
 def aligned(**given: Tensor) -> None:

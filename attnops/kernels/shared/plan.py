@@ -88,7 +88,7 @@ def read_header(call: Any, maker: str, shape: Any, path: int, paths: Mapping[int
     Raises:
         InvalidInput: there is no plan, it has another format, or it was made for another call; the message names the field.
     """
-    plan, want = call.plan, f"what {maker} made for this batch"
+    plan, want = call.plan, f"the plan that {maker} made for this batch"
     if plan is None:
         raise InvalidInput("plan", "none", want)
     numbers = plan[:HEADER].tolist()

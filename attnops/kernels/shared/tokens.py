@@ -34,7 +34,7 @@ def batch_by_token(call: Any, schedules: tuple[bool, ...] = (False, True)) -> tu
     start = next((length for length in lengths if plan.dim() == 1 and plan.shape[0] == rows + length), None)
     if start is None:
         want = " or ".join(f"[{rows + length}]" for length in lengths)
-        what = f"what decode_rows returned for this batch, without or with a schedule for {q_heads} heads"
+        what = f"the result of decode_rows for this batch, without a schedule or with one for {q_heads} heads"
         raise InvalidInput("plan", f"int32 {tuple(plan.shape)}", f"{want}: {what}")
     return plan[start + tokens :].view(tokens, width), plan[start : start + tokens], plan[:start] if start else None
 

@@ -150,15 +150,15 @@ def _packed(
 ) -> Lengths:
     left, right = call.window_left, call.window_right
     if deterministic(call.policy):
-        max_k = max(max_k, left + 2)  # a window that reaches past all keys is none to the kernel, which has other tiles then
+        max_k = max(max_k, left + 2)  # the kernel drops a window that reaches past all keys, and then has other tiles
     if right >= 0 and not call.causal:
-        # aten takes a window as wide as the longest request for none, but a query before the first key does not see through it.
+        # aten drops a window as wide as the longest request, although it still hides keys from a query before the first key.
         right = -1 if right >= max_q + max_k else right
         max_k = max(max_k, right + 1)
     if left >= 0 and right < 0 and not call.causal:
         # aten takes an open right side for a window of the longest request's keys, which ends early for a query before the first key.
         max_k += max_q
-    # With one query a request aten counts the requests instead of the tokens, and some may have none.
+    # With one query a request aten counts requests instead of tokens, and some requests may have no token.
     return cu_q.contiguous(), cu_k.contiguous(), max(max_q, 2), max_k, right
 
 

@@ -107,7 +107,7 @@ def _edges(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _dense_blocks(queries: int, keys: int, start: Tensor, end: Tensor, rules: Rules) -> BlockMask | None:
-    """The key blocks that some query of a query block sees; none of the others is touched."""
+    """The key blocks that some query of a query block sees; flex reads no others."""
     if queries == 0 or keys == 0:
         return None
     first, last = _edges(queries, start.device)
@@ -190,9 +190,9 @@ def _call(device: str) -> Callable[..., Any]:
 def _dispatch_keys() -> Iterator[None]:
     """The dispatch keys that flex is compiled under and guarded by, whichever way the call came.
 
-    A dispatch mode switches functorch off while it calls an op, and flex is made of torch.vmap: AOTAutograd itself calls every custom
-    op of a new graph under such a mode (runtime_wrappers.py, the check for aliasing). And the dispatcher has left autograd behind when
-    it calls an op, where the direct way around it has not: Dynamo guards on that, and would compile every shape once for either.
+    flex is made of torch.vmap, and a dispatch mode switches functorch off while it calls an op, as AOTAutograd does with every custom op
+    of a new graph (runtime_wrappers.py, the check for aliasing): functorch is on here. The dispatcher leaves autograd before it calls an
+    op, and a direct call does not. Dynamo guards on that and would compile every shape twice: autograd is left here, too.
     """
     off = torch._C._dispatch_tls_local_exclude_set()
     for key in (torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode, torch._C.DispatchKey.FuncTorchDynamicLayerBackMode):
