@@ -221,6 +221,7 @@ def without_holes(call: PagesT, pages: Tensor) -> PagesT:
         return call
     refuse_plan_of_holes(call)
     table, lengths = named(call, pages.shape[0], pages.shape[1], **how(Rules.of(call), call.mask))
+    # Not `attnops.call.changed`: every eager call would enter one more file.
     return cast(PagesT, cast(Any, call)._replace(page_table=table, seq_lens=lengths, holes=False))
 
 
