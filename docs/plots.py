@@ -30,7 +30,7 @@ PICTURES = {
     "graphs": COLD._replace(title="Capture of all buckets"),
     "data": Picture("of_copy", "times the speed of a copy of as many bytes", "Moving data"),
     "gradients": Picture("of_flash2", "times the speed of FlashAttention-2 in torch", "Training steps"),
-    "generate": SPEED._replace(figure="of_hf_eager", unit="times the speed of transformers' eager model", title="generate()"),
+    "generate": SPEED._replace(figure="of_hf", unit="times the speed of transformers", title="generate()"),
     "latent": Picture("of_hf_eager", "times the speed of transformers' eager layer", "A layer over latents"),
     "overhead": Picture("median_us", "us", "Host time", log=True, more=False),
     "regret": Picture("mean_percent", "% over the best kernel, mean", "The automatic choice", more=False),

@@ -1,5 +1,4 @@
-"""Suites of whole models. `decode`: a step of one new token a request over a full cache. `prefill`: the time to the first token.
-`generate`: a token of whole calls of `generate()`, the prompt included.
+"""Suites `decode`: a step of one new token a request over a full cache, and `prefill`: the time to the first token, of whole models.
 
 `hf_eager`: transformers with SDPA over its dynamic cache. `hf_compiled`: over its static cache, compiled as `generate()` does it.
 `attnops_eager`, `attnops_hf`, `attnops_paged`: the same model, patched; over transformers' static cache and over pages, compiled.
@@ -18,7 +17,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,11 +28,11 @@ from attnops.bench.profile import launched, shares
 from attnops.bench.rows import Case, Row, Way
 from attnops.errors import InvalidInput
 from attnops.hf import Decode
-from attnops.tune.clock import Timed, steps_us, synchronize
+from attnops.tune.clock import Timed, synchronize
 
 # Tokens of a run. On a GPU only the first launch waits for the host, so more tokens reduce its share. A cache with windows can be rewound
 # by fewer than 32 tokens.
-NEW, NEW_ON_GPU, WHOLE_ON_GPU = 4, 16, 48
+NEW, NEW_ON_GPU = 4, 16
 
 ONE, EIGHT = Point(1, 1024), Point(8, 1024)
 PLACES: models.Places = {
@@ -51,7 +49,6 @@ PROMPTS = {"llama-3-8b-shape": (Point(1, 512), Point(1, 4096))}
 PREFILL_PLACES: models.Places = {
     "toy": PLACES["toy"], "small": {name: (Point(1, 128), Point(4, 256)) for name in PLACES["small"]}, "quick": PROMPTS, "full": PROMPTS,
 }  # fmt: skip
-GENERATE_PLACES: models.Places = {**PLACES, "full": PLACES["quick"]}
 
 How = tuple[str, Row | None, Decode | None]  # of a way: the patch, options of torch.compile (None is eager), the graphs
 GRAPHS: Row = {"mode": "reduce-overhead"}
@@ -64,7 +61,6 @@ ON_GPU: dict[str, How] = {
     "attnops_piecewise": ("paged", None, Decode("piecewise")), "attnops_tuned": ("paged", None, Decode("piecewise", inner="tuned")),
     "attnops_breakable": ("paged", None, Decode("breakable")), "hf_tuned": ("", TUNED, None),
 }  # fmt: skip
-IN_GENERATE = ("attnops_eager", "attnops_piecewise")
 TUNED_WAYS = ("attnops_tuned", "hf_tuned")  # tuning takes a minute each
 
 
@@ -81,32 +77,24 @@ def prefill_cases(setup: Setup) -> dict[str, Case]:
     return models.over(setup, PREFILL_PLACES, prefill)
 
 
-def generate_cases(setup: Setup) -> dict[str, Case]:
-    """Every model at its prompts."""
-    return models.over(replace(setup, ways=IN_GENERATE), GENERATE_PLACES, partial(measure, whole=True))
-
-
-def measure(setup: Setup, kept: models.Kept, name: str, point: Point, whole: bool = False) -> list[Row]:
-    """One model at one point. whole: of calls of `generate()`."""
-    model, count = kept(name), NEW if not setup.on_gpu else WHOLE_ON_GPU if whole else NEW_ON_GPU
+def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Row]:
+    """One model at one point."""
+    model, count = kept(name), NEW_ON_GPU if setup.on_gpu else NEW
     prompt, new = (models.tokens(setup, model, point.batch, n, seed) for seed, n in enumerate((point.context, count)))
     read, bandwidth = bytes_of(model, point), setup.ceilings.get("bandwidth_tb_s")
 
     def figures(us: float, way: Way) -> Row:
         found: Row = {"tokens_s": round(point.batch / us * 1e6, 1), "layers": model.config.num_hidden_layers}
-        if whole:
-            return found
         found |= {"of_bandwidth": round(read / us * 1e-6 / bandwidth, 4)} if read and bandwidth else {}
         if setup.on_gpu and way is not eager:
             ran, steps = launched(way.timed), way.timed.per
             found |= {f"us_{kind}": round(spent / steps, 1) for kind, spent in shares(ran).items()} | {"kernels": round(len(ran) / steps)}
         return found
 
-    makers = ways_of(setup, model, prompt, new, whole)
+    makers = ways_of(setup, model, prompt, new)
     with torch.no_grad():
         eager = makers.pop("hf_eager")()
-    clock = partial(steps_us, rounds=9, cap_s=30.0) if whole else steps_us
-    return models.compared(f"{name} {point}", model, {"hf_eager": eager, **makers}, prompt, new, figures, clock)
+    return models.compared(f"{name} {point}", model, {"hf_eager": eager, **makers}, prompt, new, figures)
 
 
 def bytes_of(model: Any, point: Point) -> int:
@@ -123,18 +111,16 @@ def bytes_of(model: Any, point: Point) -> int:
     return int(weights + point.batch * seen * models.kv_width(config) * embedding.element_size())
 
 
-def ways_of(setup: Setup, model: Any, prompt: Tensor, new: Tensor, whole: bool = False) -> dict[str, Callable[[], Way]]:
-    """The makers of the chosen implementations of the step, over a full cache. whole: of `generate()`."""
+def ways_of(setup: Setup, model: Any, prompt: Tensor, new: Tensor) -> dict[str, Callable[[], Way]]:
+    """The makers of the chosen implementations of the step, over a full cache."""
     # In a full run these are as long to compile as `hf_compiled`, and slower than the graphs.
     left = {*TUNED_WAYS, *(("attnops_hf", "attnops_paged") if setup.size == "full" else ())}
     known = WAYS | ON_GPU if setup.on_gpu else WAYS
     chosen = {"hf_eager", *setup.ways} if setup.ways else known.keys() - left
-    return {name: partial(_way, setup, model, prompt, new, *how, whole) for name, how in known.items() if name in chosen}
+    return {name: partial(_way, setup, model, prompt, new, *how) for name, how in known.items() if name in chosen}
 
 
-def _way(
-    setup: Setup, model: Any, prompt: Tensor, new: Tensor, patch: str, compiled: Row | None, graphs: Decode | None, whole: bool
-) -> Way:  # fmt: skip
+def _way(setup: Setup, model: Any, prompt: Tensor, new: Tensor, patch: str, compiled: Row | None, graphs: Decode | None) -> Way:
     """Steps for the tokens of `new`, one after the other, after `prompt`."""
     from torch._inductor.utils import fresh_cache
     from transformers import DynamicCache, StaticCache
@@ -158,10 +144,6 @@ def _way(
         for at in range(new.shape[1]):
             step(at)
 
-    def generate() -> Any:
-        sizes = {"max_new_tokens": new.shape[1], "min_new_tokens": new.shape[1], "do_sample": False, "pad_token_id": 0}
-        return one.generate(prompt, attention_mask=torch.ones_like(prompt), **sizes)
-
     def logits() -> Tensor:
         # The first runs compile and capture; the comparison sees the code that is timed.
         with fresh_cache() if setup.on_gpu else nullcontext():
@@ -178,8 +160,7 @@ def _way(
             more.update(pieces=pieces, unique_pieces=unique, mode=seen.modes["decode"])
         return torch.cat(found, 1)
 
-    timed = Timed(generate if whole else all_of_them, before=None if whole else rewind, per=new.shape[1])
-    return Way(timed, logits, more=more)
+    return Way(Timed(all_of_them, before=rewind, per=new.shape[1]), logits, more=more)
 
 
 def prefill(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Row]:

@@ -20,7 +20,7 @@ from attnops.bench import Point, Setup
 from attnops.bench.rows import Case, Row, Way, relative_error, time_if_right, with_ratios
 from attnops.configs import SHAPES, config_of
 from attnops.errors import InvalidInput
-from attnops.tune.clock import Run, Timed, Times, steps_us
+from attnops.tune.clock import Run, steps_us
 
 ALIASES = {"llama-8b-shape": "llama-3-8b-shape"}
 # The model of suites that measure one, by size of the run.
@@ -178,13 +178,12 @@ def tokens(setup: Setup, model: Any, batch: int, length: int, seed: int = 0) -> 
 
 @torch.no_grad()
 def compared(
-    case: str, model: Any, ways: Mapping[str, Any], prompt: Tensor, new: Tensor | None, more: Callable[[float, Way], Row],
-    clock: Callable[[Mapping[str, Timed]], Times] = steps_us,
-) -> list[Row]:  # fmt: skip
+    case: str, model: Any, ways: Mapping[str, Any], prompt: Tensor, new: Tensor | None, more: Callable[[float, Way], Row]
+) -> list[Row]:
     """The rows of ways to compute a model's logits, `hf_eager` among them, which gives the budget. more: as in `time_if_right`."""
     off = distance(model, eager := ways["hf_eager"].computed())
     want = exactly(model, prompt[:EXACT], None if new is None else new[:EXACT])
-    rows = time_if_right(case, ways, want, budget(model, off(eager, want)), clock, off, more)
+    rows = time_if_right(case, ways, want, budget(model, off(eager, want)), steps_us, off, more)
     return with_ratios(rows, "hf_eager", "hf_compiled")
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +23,7 @@ from attnops.select import active_policy, use
 from attnops.tune.clock import Run, Times, host_us, spread
 from attnops.tune.run import done_within
 
+T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
 NOOP = "bench_noop"
 LIMIT_S = 240.0  # a compilation may hang
@@ -29,14 +31,15 @@ TIMED_IMPORTS = "from time import *; a = time(); import torch; b = time(); impor
 
 
 def cases(setup: Setup) -> dict[str, Case]:
-    """One case."""
-    return {"overhead": partial(in_a_process, setup)}
+    """One case, in a process of its own, because the suite registers a kernel."""
+    sizes = (5, 40, (8, 24)) if setup.quick else (15, 400, (32, 96))
+    return {"overhead": partial(in_a_process, measure, setup, *sizes)}
 
 
-def in_a_process(setup: Setup) -> list[Row]:
-    """The rows, measured in a process of its own, because the suite registers a kernel. Raises its error, or TimeoutError."""
+def in_a_process(function: Callable[..., T], *given: Any) -> T:
+    """The function's result in a fresh process. Raises its error, or TimeoutError."""
     pool = ProcessPoolExecutor(1, get_context("spawn"))
-    job = pool.submit(measure, setup, *((5, 40, (8, 24)) if setup.quick else (15, 400, (32, 96))))
+    job = pool.submit(function, *given)
     if not done_within(LIMIT_S, pool, [job]):
         raise TimeoutError(f"not done after {LIMIT_S:g} s")
     return job.result()

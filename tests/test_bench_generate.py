@@ -1,0 +1,114 @@
+"""The suite `generate` at toy size: which results are timed."""
+
+import os
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the suite measures transformers models")
+
+import attnops.hf
+from attnops import kernel as registry
+from attnops.bench import Point, Setup, generate, models
+from attnops.call import changed
+from attnops.hf import Decode
+from attnops.kernel import kernels_of
+from tests.graphs.standin import StandIn
+from tests.test_bench import TOY
+
+HERE = Point(2, 12)
+
+
+def rows():
+    return {row["way"]: row for row in generate.measure(TOY, models.keeper(TOY), "llama", HERE)}
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def dtype(request, monkeypatch):
+    monkeypatch.setattr(Setup, "dtype", request.param)
+    return request.param
+
+
+def test_the_ways_take_turns(dtype):
+    found = rows()
+    assert list(found) == list(generate.WAYS), found
+    for way, row in found.items():
+        assert row["error"] <= row["budget"] < (1e-4 if dtype == torch.float32 else 0.05) and row["new_tokens"] == 6
+        assert row["tokens_s"] == pytest.approx(2e6 / row["median_us"], rel=1e-3) and ("of_hf" in row) == (way != "hf")
+
+
+def test_steps_that_graphs_did_not_serve_are_counted(monkeypatch):
+    decode = Decode("breakable", inner="eager", graphs=StandIn())
+    monkeypatch.setattr(generate, "ways_of", lambda setup: {"hf": None, "attnops_breakable": {"cache": "paged", "decode": decode}})
+    row = rows()["attnops_breakable"]
+    assert (row["plain_steps"], row["cache"], row["decode"]) == (0, "paged", "breakable") and row["median_us"] > 0
+    assert set(generate.ON_GPU) == {"attnops_piecewise", "attnops_breakable"}
+
+
+def another_head(call, right):
+    output, *rest = right(call)
+    output = output.clone()
+    output[:, :, 1] = output[:, :, 0]
+    return output, *rest
+
+
+def dropped(call, right):
+    """The newest key is not seen."""
+    if call.query.shape[1] > 1:
+        return right(call)
+    return right(changed(call, key=call.key[:, :-1], value=call.value[:, :-1]))
+
+
+@pytest.mark.parametrize("wrong", [another_head, dropped])
+def test_a_wrong_way_has_no_time(dtype, wrong, monkeypatch):
+    sdpa, patch = kernels_of("attention")["sdpa"], attnops.hf.patch
+    off = replace(sdpa, run=lambda call: wrong(call, sdpa.run), contract=2)
+    monkeypatch.setitem(registry._REGISTRY.kernels["attention"], "sdpa", off)
+    monkeypatch.setattr(attnops.hf, "patch", lambda model, **more: patch(model, kernel="sdpa", **more))
+    found = rows()
+    assert all("median_us" in found[way] for way in ("hf", "hf_static"))
+    for way in ("attnops", "attnops_hf"):
+        assert found[way]["wrong"].startswith("wrong: off by") and found[way]["error"] > 2 * found[way]["budget"], found
+
+
+def test_tokens_of_the_timed_call_are_judged(dtype, monkeypatch):
+    """Though the call that gives logits is right."""
+    right = generate.prepared
+
+    def wrong(setup, model, way, point):
+        call, handle = right(setup, model, way, point)
+
+        def shifted(**more):
+            found = call(**more)
+            return found if more or way == "hf" else torch.cat([found[:, :12], found[:, 12:].roll(1, 1)], 1)
+
+        return shifted, handle
+
+    monkeypatch.setattr(generate, "prepared", wrong)
+    found = rows()
+    assert [way for way, row in found.items() if "median_us" in row] == ["hf"], found
+
+
+def test_first_calls_are_those_of_processes(monkeypatch):
+    """Two for each way, with the same folder for what is compiled, which was empty."""
+    seen = []
+
+    def alone(setup, function, *given):
+        assert pickle.loads(pickle.dumps((function, given))) == (function, given) and function is generate.first_s
+        folder = Path(os.environ["TRITON_CACHE_DIR"])
+        seen.append((given[-1], folder, list(folder.glob("*"))))
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "compiled").touch()
+        return float(len(seen))
+
+    monkeypatch.setattr(generate, "alone", alone)
+    cases = [case for name, case in generate.cases(TOY).items() if "first call" in name]
+    found = [row for case in cases for row in case()]
+    assert [row["way"] for row in found] == list(generate.WAYS)
+    assert [(row["first_s"], row["warm_s"]) for row in found] == [(n, n + 1) for n in range(1, 2 * len(generate.WAYS), 2)]
+    for cold, warm in zip(seen[::2], seen[1::2], strict=True):
+        assert cold[:2] == warm[:2] and not cold[2] and warm[2]
+    assert len({folder for _, folder, _ in seen}) == len(generate.WAYS)
