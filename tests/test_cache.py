@@ -129,11 +129,19 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.model) < 4)
     @rule(count=st.integers(0, 9))
     def alloc(self, count):
-        with self.maybe(OutOfPages, TooManyRequests, RequestTooLong):
+        fits = self.fits(count)
+        with self.maybe(OutOfPages, TooManyRequests, RequestTooLong) as raised:
             request = self.cache.alloc(count)
             assert request not in self.model and request not in self.gone
             self.model[request] = self.tokens(count)
             write(self.cache, slots_of(self.cache, request), self.model[request])
+        assert fits is not bool(raised)
+
+    def fits(self, *given):
+        before = snapshot(self.cache)
+        found = self.cache.fits(*given)
+        assert same(before, snapshot(self.cache))
+        return found
 
     @precondition(lambda self: self.model)
     @rule(data=st.data(), count=st.integers(0, 6))
@@ -149,7 +157,8 @@ class Machine(RuleBasedStateMachine):
     def batch(self, data):
         chosen = data.draw(st.lists(st.sampled_from(sorted(self.model)), min_size=1, unique=True))
         counts = [data.draw(st.integers(0, 4)) for _ in chosen]
-        with self.maybe(OutOfPages, RequestTooLong):
+        fits = self.fits(counts, chosen)
+        with self.maybe(OutOfPages, RequestTooLong) as raised:
             step = self.cache.batch(chosen, counts)
             tokens = [self.tokens(n) for n in counts]
             slots = [step.of(table).slots for table in self.cache.table_of]
@@ -157,6 +166,7 @@ class Machine(RuleBasedStateMachine):
             for request, new in zip(chosen, tokens, strict=True):
                 self.model[request] += new
             self.describes(step, chosen, counts)
+        assert fits is not bool(raised)
 
     def describes(self, step, chosen, counts):
         rows = [self.cache.row(r) for r in chosen]
@@ -203,12 +213,14 @@ class Machine(RuleBasedStateMachine):
         self.gone.append(request)
 
     @precondition(lambda self: self.gone)
-    @rule(data=st.data(), call=st.sampled_from(["free", "fork", "length", "row", "slots", "batch", "extend", "truncate"]))
+    @rule(data=st.data(), call=st.sampled_from(["free", "fork", "length", "row", "slots", "batch", "extend", "truncate", "fits"]))
     def use_after_free(self, data, call):
         request = data.draw(st.sampled_from(self.gone))
-        more = {"extend": (1,), "truncate": (0,)}.get(call, ())
+        given = {
+            "extend": (request, 1), "truncate": (request, 0), "batch": ([*self.model, request],), "fits": (1, [request]),
+        }.get(call, (request,))  # fmt: skip
         with unchanged(self.cache, UnknownRequest):
-            getattr(self.cache, call)([*self.model, request] if call == "batch" else request, *more)
+            getattr(self.cache, call)(*given)
 
     @precondition(lambda self: len(self.gone) > 5)
     @rule()
@@ -378,6 +390,38 @@ def test_made_and_used_in_any_mode():
     assert not any(t.requires_grad for t in tensors(cache))
 
 
+@pytest.mark.parametrize(
+    ("counts", "running", "fits"),
+    [
+        (8, (), True),
+        (9, (), False),
+        ((4, 4), (), True),
+        ((4, 5), (), False),
+        (9, (0,), True),
+        (12, (0,), False),
+        ((3, 8), (0,), True),
+        ((4, 8), (0,), False),
+        ((1, 1, 1), (0,), True),
+        ((0, 0, 0), (), False),
+        ((0, 0), (), True),
+        ((), (), True),
+    ],
+    ids=str,
+)
+def test_what_fits(counts, running, fits):
+    """Beside a request of 5 tokens, in 2 of 4 pages and 1 of 3 rows; a request has at most 4 pages."""
+    cache = make(num_pages=5, max_requests=3)
+    request = cache.alloc(5)
+    before = snapshot(cache)
+    assert cache.fits(counts, [request] * len(running)) is fits
+    assert same(before, snapshot(cache))
+
+
+def test_a_window_fits_whatever_its_length():
+    cache = make(num_pages=8, page_size=2, max_pages_per_request=64, windows=(4, 4), max_new_tokens=2)
+    assert cache.fits(100) and cache.fits([100, 100]) and not cache.fits(129)
+
+
 def test_shapes():
     cache = PagedCache(3, 5, 2, 4, 8, 6, max_requests=7, max_pages_per_request=9, dtype=torch.bfloat16, device=torch.device("cpu"))
     assert [tuple(t.shape) for t in cache.k_pages] == [(5, 2, 4, 8)] * 3
@@ -458,6 +502,12 @@ def test_bad_builds(field, value, want):
         (lambda c, a: c.batch([a], True), InvalidInput, {"field": "new_tokens[0]", "got": True}),
         (lambda c, a: c.batch([a, 10**9], 1), UnknownRequest, {"request": 10**9}),
         (lambda c, a: c.batch([a], [15]), RequestTooLong, {"got": 17, "limit": 16}),
+        (lambda c, a: c.fits(-1), InvalidInput, {"field": "new_tokens[0]", "got": -1}),
+        (lambda c, a: c.fits([1, 2.5]), InvalidInput, {"field": "new_tokens[1]", "got": "2.5"}),
+        (lambda c, a: c.fits(1, a), InvalidInput, {"field": "requests"}),
+        (lambda c, a: c.fits([1, 1], [a, a]), InvalidInput, {"field": "requests"}),
+        (lambda c, a: c.fits([], [a]), InvalidInput, {"field": "new_tokens", "got": "0 counts"}),
+        (lambda c, a: c.fits([1, 1], [a, 10**9]), UnknownRequest, {"request": 10**9}),
     ],
 )
 def test_bad_calls(call, error, found):

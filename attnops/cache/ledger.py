@@ -135,6 +135,16 @@ class Ledger:
         """(request, tokens to add) for distinct requests, all or none. Raises UnknownRequest, RequestTooLong, OutOfPages."""
         return self._grow([(request, self.get(request), tokens) for request, tokens in more])
 
+    def fits(self, more: Sequence[tuple[int, int]], new: Sequence[int]) -> bool:
+        """Is there room for (request, tokens to add) of distinct requests beside new requests of so many tokens? Raises UnknownRequest."""
+        live = [(request, self.get(request), tokens) for request, tokens in more]
+        fresh = [(0, Request(0, 0, 0, tuple([] for _ in self.pools)), tokens) for tokens in new]
+        try:
+            self._grow(live + fresh)
+        except (RequestTooLong, OutOfPages):
+            return False
+        return len(new) <= len(self.free_rows)
+
     def fork(self, request: int) -> Change:
         """A new request on the same pages. Raises UnknownRequest, TooManyRequests."""
         parent = self.get(request)

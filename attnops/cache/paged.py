@@ -116,6 +116,28 @@ class Pages:
         with ordinary():
             return self._upload(self._ledger.slots(request, first, end, self.table_of[layer]))
 
+    def fits(self, new_tokens: int | Sequence[int], requests: Sequence[int] = ()) -> bool:
+        """Is there room now for so many new tokens, brought in one step or in many? Nothing is allocated.
+
+        To admit a request that no running one can starve, nor it them: the tokens that each of those may still bring, and its own.
+
+        Args:
+            new_tokens: tokens of each of `requests`, then of requests still to be allocated; an int: of the only one.
+            requests: ids, each once.
+
+        Returns:
+            False where pages, rows of the tables or their columns do not suffice.
+
+        Raises:
+            InvalidInput: a count that is none, fewer counts than requests, or a request twice. UnknownRequest.
+        """
+        given = new_tokens if isinstance(new_tokens, Sequence) else (new_tokens,)
+        counts = [count(f"new_tokens[{i}]", n, 0, "tokens") for i, n in enumerate(given)]
+        need(isinstance(requests, Sequence), "requests", repr(requests), "a sequence of request ids")
+        need(len(counts) >= len(requests), "new_tokens", f"{len(counts)} counts", f"at least {len(requests)}, one a request")
+        need(len(set(requests)) == len(requests), "requests", tuple(requests), "each once")
+        return self._ledger.fits(list(zip(requests, counts, strict=False)), counts[len(requests) :])
+
     def alloc(self, num_tokens: int = 0) -> int:
         """A new request with room for `num_tokens` tokens, which count as its length. Returns its id, which no other request ever has.
 
