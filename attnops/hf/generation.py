@@ -41,6 +41,7 @@ class Generation:
     lent: the caches made for it (attnops.hf.paged.mode).
     why: why its cache is transformers' own, "" where it is not.
     graphs: the mode of graphs that its last step ran in, "" without.
+    loop: why the loop around its steps is transformers' own, "" where it is not (attnops.hf.loop).
     last: (the mask that the last step left behind,), or () before the first.
     prepared: the mask of the next step's forward.
     """
@@ -53,6 +54,7 @@ class Generation:
     lent: list[Any] = field(default_factory=list)
     why: str = ""
     graphs: str = ""
+    loop: str = ""
     last: tuple[Any, ...] = ()
     prepared: Any = None
 

@@ -210,7 +210,7 @@ class Patched:
         paged = self._paged
         failed = {} if paged is None or paged._decoder is None else paged._decoder.failed
         why = generation.why or self._why or "; ".join(failed.values())
-        return Took("hf" if paged is None or generation.why else "paged", generation.graphs or "hf", why)
+        return Took("hf" if paged is None or generation.why else "paged", generation.graphs or "hf", why, "" if why else generation.loop)
 
     def verify(
         self, input_ids: Tensor | None = None, *, tolerance: float | None = None, strict: bool = True, **inputs: Any
@@ -247,7 +247,9 @@ def _generate(method: Method, *args: Any, **kwargs: Any) -> Any:
     handle: Patched = method.owner.__dict__[_HANDLE]
     handle._settle()
     with growing(method.owner) as generation:
-        result = None
+        result, paged = None, handle._paged
+        if paged is not None and paged.decode.mode != "hf":
+            kwargs = paged.loop.kwargs(method.owner, args, kwargs)
         try:
             result = method.original(*args, **kwargs)
             return result

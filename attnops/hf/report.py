@@ -35,14 +35,17 @@ class Took:
     cache: "paged", or "hf" for transformers' own or the caller's.
     decode: "piecewise" or "breakable", the graphs of its last step; "hf" without graphs.
     why: the reason why it had no pages or no graphs, "" where it had both or the options ask for neither.
+    loop: the reason why transformers' loop chose the tokens of graphs' steps, "" where a graph did.
     """
 
     cache: str
     decode: str
     why: str = ""
+    loop: str = ""
 
     def __str__(self) -> str:
-        return f"cache={self.cache}, decode={self.decode}" + (f": {self.why}" if self.why else "")
+        loop = f"; transformers' own loop: {self.loop}" if self.loop else ""
+        return f"cache={self.cache}, decode={self.decode}" + (f": {self.why}" if self.why else "") + loop
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -49,7 +50,9 @@ def test_tokens(name):
         modes = []
         for call, tokens in zip(calls, want, strict=True):
             assert torch.equal(generated(model, *call), tokens), call
-            modes.append(handle.took)
+            modes.append(replace(handle.took, loop=""))
+            # Phi3 prepares its inputs by code of its own.
+            assert (handle.took.loop == "") is (name != "phi3"), handle.took
         assert modes == [*[Took("paged", "breakable")] * 2, *[Took("paged", "piecewise")] * 2]
         assert handle.plain_steps == 0 and "CUDA graphs" in str(handle.report())
     assert "forward" not in vars(model) and torch.equal(generated(model, *CALL), generated(tiny.model(name), *CALL))

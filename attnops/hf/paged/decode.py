@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
@@ -115,6 +115,11 @@ class Decoder:
         self._lock = threading.RLock()
 
     @property
+    def turn(self) -> AbstractContextManager[Any]:
+        """A thread's turn to capture and replay."""
+        return self._lock
+
+    @property
     def graphed(self) -> Graphed | None:
         """The graphs of the last step, for reports."""
         return None if self._latest is None else self._latest.graphed
@@ -198,8 +203,12 @@ class Decoder:
         if not self.could_serve(given) or given["past_key_values"].state.unfinished:
             return False
         ids = given["input_ids"]
-        asks_more = any(value is not None and value is not False for name, value in given.items() if name not in _KNOWN)
-        return ids.dtype == torch.int64 and _are_positions(given.get("position_ids"), ids) and not asks_more
+        return ids.dtype == torch.int64 and _are_positions(given.get("position_ids"), ids) and not self.asks_more(given)
+
+    @staticmethod
+    def asks_more(given: dict[str, Any]) -> bool:
+        """Do these arguments of the model ask for more than logits?"""
+        return any(value is not None and value is not False for name, value in given.items() if name not in _KNOWN)
 
     @property
     def graph_bytes(self) -> int:

@@ -24,6 +24,7 @@ from attnops.errors import InvalidInput, PatchError, fail, one_line
 from attnops.hf import supported
 from attnops.hf.generation import current_generation, running_generation
 from attnops.hf.interface import check_kernel
+from attnops.hf.loop.sample import Loop
 from attnops.hf.matching.match import Match, Site
 from attnops.hf.methods import Method
 from attnops.hf.paged import models as paged_models
@@ -89,6 +90,7 @@ class PagedMode:
             fail(PatchError, f"patch: got {got}; want decode='hf', or a model that takes position_ids")
         self._decoder: Decoder | None = None
         self._forward: Method | None = None
+        self.loop = Loop(self.decoder)
         self.packed: Packed | None = None
         self._changes: list[Method | RemovableHandle] = []
         self._pool: Pool | None = None
@@ -162,13 +164,14 @@ class PagedMode:
     def memory(self) -> str:
         """The bytes of pages and graphs that later calls find, for the report."""
         idle = 0 if self._pool is None else self._pool.idle_bytes
-        graphs = 0 if self._decoder is None else self._decoder.graph_bytes
+        graphs = 0 if self._decoder is None else self._decoder.graph_bytes + self.loop.graph_bytes
         held = f"{idle / 2**20:.1f} MiB of pages are kept for later calls, {graphs / 2**20:.1f} MiB of graphs"
         return f"{held}: at most {MOST_IDLE} sets of pages, until release()"
 
     def release(self) -> None:
         """Free idle pages and the graphs over them."""
         self.pool.clear()
+        self.loop.free()
 
     def undo(self) -> None:
         """Take them away again."""
@@ -181,6 +184,7 @@ class PagedMode:
                 part.__dict__.pop(HELD, None)
         if self._decoder is not None:
             self._decoder.free()
+        self.loop.free()
         self._decoder = self._pool = None  # pages that are still lent come back to a pool that is gone
         if self.packed is not None:
             # Groups that were contiguous before are not ours.

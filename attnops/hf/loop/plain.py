@@ -1,0 +1,163 @@
+"""Which calls of `generate()` are plain, so that their loop may be captured."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import (
+    EosTokenCriteria,
+    GenerationMixin,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from attnops.hf.methods import Method
+from attnops.hf.paged.cache import PagedModelCache
+from attnops.hf.paged.decode import Decoder
+
+# Their results depend on the logits and the tokens so far, and on no Python number that changes from step to step.
+_PROCESSORS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, RepetitionPenaltyLogitsProcessor)
+# These count tokens too, by a Python number. See attnops.hf.loop.tail.Held.
+_HELD = (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor)
+_CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
+# Methods that the loop calls, or whose work it does.
+_FOLLOWED = (
+    "generate", "_sample", "_prefill", "_optimize_model_for_decode", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation",
+)  # fmt: skip
+# Arguments of generate() that a `custom_generate` is not given.
+_ARGUMENTS = ("custom_generate", "assistant_model", "assistant_tokenizer", "tokenizer", "synced_gpus")
+COUNTS = ("num_beams", "num_beam_groups")
+"""Fields of a generation config by which transformers chooses another method than `_sample`, if they are above 1."""
+CHOICES = (
+    "constraints", "force_words_ids", "penalty_alpha", "use_mtp", "prompt_lookup_num_tokens", "assistant_early_exit", "dola_layers",
+)  # fmt: skip
+"""Such fields that do so if they are set."""
+_OUTPUTS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits", "is_assistant")
+
+
+class Asked(NamedTuple):
+    """The arguments of `_sample`.
+
+    owner: the model. input_ids: `[B, S]`. given: the arguments of the model's first call.
+    """
+
+    owner: Any
+    input_ids: Tensor
+    processors: Any
+    criteria: Any
+    config: Any
+    streamer: Any
+    given: dict[str, Any]
+
+    @property
+    def max_length(self) -> int:
+        """The tokens of a text, prompt included, at which the loop stops."""
+        return min((int(each.max_length) for each in self.criteria if type(each) is MaxLengthCriteria), default=sys.maxsize)
+
+    @property
+    def eos(self) -> list[Tensor]:
+        """The tokens that end a row, of each criterion."""
+        return [each.eos_token_id for each in self.criteria if type(each) is EosTokenCriteria]
+
+
+def not_sampled(owner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Why this call of `generate()` may not end in transformers' own `_sample`; "" where it does."""
+    if len(args) > 5:
+        return "more than five arguments without names"
+    if given := [name for name in _ARGUMENTS if kwargs.get(name) is not None]:
+        return f"{given[0]}="
+    if changed := [name for name in _FOLLOWED if not _is_stock(owner, name)]:
+        return f"{type(owner).__name__} has a {changed[0]} of its own"
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        return "several processes may have to stop together"
+    configs = kwargs.get("generation_config", args[1] if len(args) > 1 else None), getattr(owner, "generation_config", None)
+
+    def asked(name: str) -> Any:
+        found = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
+        return next((value for value in found if value is not None), None)
+
+    others = [name for name in COUNTS if (asked(name) or 1) > 1] + [name for name in CHOICES if asked(name) not in (None, False)]
+    return f"{others[0]}=" if others else ""
+
+
+def not_plain(asked: Asked, decoder: Decoder) -> str:
+    """Why the loop of this call cannot be captured; "" where it can."""
+    owner, ids, config, given = asked.owner, asked.input_ids, asked.config, asked.given
+    cache, positions, mask = given.get("past_key_values"), given.get("position_ids"), given.get("attention_mask")
+    if not isinstance(cache, PagedModelCache):
+        return f"its cache is a {type(cache).__name__}"
+    device, pad, most = cache.state.pages.seen.device, getattr(config, "_pad_token_tensor", None), asked.max_length
+    unknown = [type(each).__name__ for each in (*asked.processors, *asked.criteria) if type(each) not in (*_PROCESSORS, *_HELD, *_CRITERIA)]
+    lists = type(asked.processors) is LogitsProcessorList and type(asked.criteria) is StoppingCriteriaList
+    outputs = [name for name in _OUTPUTS if getattr(config, name, None)]
+    hooks = (*owner._forward_pre_hooks.values(), *owner._forward_hooks.values())
+    ours = isinstance(owner.__dict__.get("forward"), Method) and all(getattr(x, "__module__", "").startswith("attnops.") for x in hooks)
+    tokens = ids.dtype == torch.int64 and ids.device == device and ids.dim() == 2 and ids.numel() > 0
+    of_rows = isinstance(positions, Tensor) and positions.dtype == torch.int64 and positions.shape[:-1] == ids.shape[:1]
+    # Tokens of earlier turns may be in the mask and not in the text. transformers drops a mask without zeros, and keeps its length.
+    columns = max(ids.shape[-1], getattr(config, "_mask_length", 0), *(x.shape[-1] for x in (positions, mask) if isinstance(x, Tensor)))
+    limits = [limit for each in asked.criteria if (limit := getattr(each, "max_position_embeddings", None)) is not None]
+    reasons = {
+        f"{''.join(unknown[:1])} is code of its own": unknown or not lists,
+        f"{''.join(outputs[:1])}=True": outputs,
+        "a repetition penalty leaves the prompt out": any(_leaves_out(x, ids) for x in asked.processors),
+        "the model gets arguments that change from step to step": decoder.asks_more(given) or not config.use_cache,
+        "its tokens are not int64 on the device of the pages": not tokens,
+        "it has no positions for each row": not of_rows,
+        "a token ends rows and none pads them": asked.eos and not (isinstance(pad, Tensor) and pad.dim() == 0),
+        "its text may not fit the cache": columns + most - ids.shape[-1] > cache.max_length + 1,
+        "its text may be longer than the model's positions": any(most > limit + 1 for limit in limits),
+        "the caller's hooks or forward want each call of the model": not ours,
+        "the caller compiles the model": getattr(owner, "_compiled_call_impl", None) is not None,
+        "graphs cannot be made": decoder.mode == "hf" or (decoder.how.graphs is None and device.type != "cuda"),
+    }
+    return next((why for why, holds in reasons.items() if holds), "")
+
+
+def fields(processors: Any) -> tuple[Any, ...]:
+    """The types and fields of plain processors, of tensors the shapes: equal ones do the same to equal tensors, and numbers of `held`."""
+
+    def of(processor: Any) -> tuple[Any, ...]:
+        if type(processor) in _HELD:
+            return (processor.eos_token_id.numel(),)
+        return tuple((name, x.shape if isinstance(x, Tensor) else x) for name, x in sorted(vars(processor).items()))
+
+    return tuple((type(each), *of(each)) for each in processors)
+
+
+def held(processor: Any) -> tuple[Tensor, int] | None:
+    """Of a processor that forbids tokens until a text has some length: the tokens, and the length."""
+    if type(processor) is MinLengthLogitsProcessor:
+        return processor.eos_token_id.reshape(-1), processor.min_length
+    if type(processor) is MinNewTokensLengthLogitsProcessor:
+        return processor.eos_token_id.reshape(-1), processor.prompt_length_to_skip + processor.min_new_tokens
+    return None
+
+
+def _leaves_out(processor: Any, ids: Tensor) -> bool:
+    """Does a penalty not count each row's last token? transformers 5.23 leaves out the padding on the left."""
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    if isinstance(ignored, Tensor) and ignored.shape == ids.shape[:1]:
+        return not bool((ignored < ids.shape[-1]).all())
+    return ignored is not None
+
+
+def _is_stock(owner: Any, name: str) -> bool:
+    """Is this method transformers' own, or one of ours around it?"""
+    found = owner.__dict__.get(name)
+    while isinstance(found, Method):
+        found = found.own
+    theirs = getattr(GenerationMixin, name, None)
+    return found is None and theirs is not None and getattr(type(owner), name, None) is theirs

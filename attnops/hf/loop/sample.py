@@ -1,0 +1,188 @@
+"""`Loop`: in place of `_sample`, the loop of transformers' `generate()`, where a call is plain.
+
+A token costs two replays, of the step and of the tail. The tail writes the next step's input, and the host enqueues that step before it
+reads whether every row was finished: the device does not wait for the host. Of the one step too many the cache forgets its tokens.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from attnops.graphs.device import CudaGraphs, Device
+from attnops.hf.generation import running_generation
+from attnops.hf.loop.plain import Asked, fields, not_plain, not_sampled
+from attnops.hf.loop.tail import Choice, Tail
+from attnops.hf.paged.decode import Decoder
+
+T = TypeVar("T")
+
+# Tails that are kept, the last used ones.
+_MOST = 4
+
+# Not an attribute of a model, whose copies and pickles would hold it.
+_TAKING = threading.Lock()
+
+
+class Loop:
+    """The loop of one model. One `generate()` at a time runs in it, others in transformers'.
+
+    decoder: returns the graphs of the model's steps.
+    """
+
+    def __init__(self, decoder: Callable[[], Decoder]) -> None:
+        self._decoder, self._taken = decoder, False
+        self._tails: dict[Choice, Tail] = {}
+        self._device: Device | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_taken": False, "_tails": {}, "_device": None}
+
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes that the graphs took at their capture."""
+        return sum(tail.graph_bytes for tail in tuple(self._tails.values()))
+
+    def free(self) -> None:
+        """Free the graphs."""
+        while self._tails:
+            self._tails.popitem()[1].reset()
+
+    def kwargs(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments with which `generate()` of the model runs in this loop, where it may."""
+        if why := not_sampled(owner, args, kwargs):
+            return _noted(why, kwargs)
+        sample, streamer = self._sample, kwargs.get("streamer")
+
+        # transformers looks `_sample` up on the class, where a method of one model has no place. It hands its own no streamer.
+        def decode(
+            self: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **model_kwargs: Any
+        ) -> Any:
+            return sample(Asked(self, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs))
+
+        return {**kwargs, "custom_generate": decode}
+
+    def _sample(self, asked: Asked) -> Any:
+        decoder = self._decoder()
+        if not (why := not_plain(asked, decoder)):
+            with self._alone() as alone:
+                if alone:
+                    return self._run(asked, decoder)
+            why = "another generate() of this model is running"
+        owner, ids, processors, criteria, config, streamer, given = asked
+        return type(owner)._sample(
+            owner, ids, logits_processor=processors, stopping_criteria=criteria, generation_config=config, streamer=streamer,
+            **_noted(why, given),
+        )  # fmt: skip
+
+    @contextmanager
+    def _alone(self) -> Iterator[bool]:
+        with _TAKING:
+            alone, self._taken = not self._taken, True
+        try:
+            yield alone
+        finally:
+            if alone:
+                self._taken = False
+
+    def _run(self, asked: Asked, decoder: Decoder) -> Any:
+        owner, ids, processors, _, config, streamer, given = asked
+        cache, eos, most = given["past_key_values"], asked.eos, asked.max_length
+        outputs = owner._prefill(ids, config, given, is_first_iteration=True)
+        sizes = ids.shape[0], cache.max_length + 1, outputs.logits.shape[-1], sum(tokens.numel() for tokens in eos)
+        tail = self._tail(Choice(*sizes, bool(config.do_sample), fields(processors)), processors, ids.device, decoder)
+        heard = bool(eos) or streamer is not None
+        tail.begin(asked, heard)
+        steps, length, ahead = _Steps(owner, decoder, tail, given), ids.shape[1] + 1, False
+        try:
+            with owner._optimize_model_for_decode():
+                with decoder.turn:
+                    tail.choose(outputs.logits)
+                del outputs
+                while length < most:
+                    logits = steps.next(length)
+                    ahead = True
+                    if heard and _told(tail, streamer):
+                        break
+                    ahead = False
+                    with decoder.turn:
+                        tail.choose(logits)
+                    length += 1
+                else:
+                    if streamer is not None:
+                        _told(tail, streamer)
+        finally:
+            if ahead:
+                cache.crop(-1)
+        if streamer is not None:
+            streamer.end()
+        sequences: Any = tail.tokens[:, :length].clone()
+        return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=cache) if config.return_dict_in_generate else sequences
+
+    def _tail(self, choice: Choice, processors: Any, device: torch.device, decoder: Decoder) -> Tail:
+        tail = self._tails.pop(choice, None)
+        if tail is None:
+            while len(self._tails) >= _MOST:
+                self._tails.pop(next(iter(self._tails))).reset()
+            if self._device is None:
+                self._device = decoder.how.graphs or CudaGraphs(device)
+            tail = Tail(choice, processors, device)
+            with decoder.turn:
+                tail.capture(self._device)
+        self._tails[choice] = tail
+        return _noted(tail.reason, tail)
+
+
+class _Steps:
+    """The steps of one call after its prompt, for the token in the tail: from graphs, or as transformers' loop runs them.
+
+    given: the arguments of the model's first call.
+    """
+
+    def __init__(self, owner: Any, decoder: Decoder, tail: Tail, given: dict[str, Any]) -> None:
+        self._owner, self._decoder, self._tail, self._given, self._cache = owner, decoder, tail, given, given["past_key_values"]
+        self._running, state = running_generation(), self._cache.state
+        # As for transformers' loop: the prompt's mask was checked, and only grows.
+        checked = self._running is not None and self._running.checked is state.pages.pad
+        self._served = checked and state.filled and not state.unfinished
+        self._untold = 0  # tokens that `given` does not count
+
+    def next(self, length: int) -> Tensor:
+        """Logits `[B, 1, V]` after a text of this length."""
+        self._untold += 1
+        logits = self._decoder.try_step(self._tail.token, self._cache, self._tail.position) if self._served else None
+        if logits is None:
+            return self._plain(length)
+        if self._running is not None:
+            self._running.graphs = self._decoder.last_mode
+        return logits
+
+    def _plain(self, length: int) -> Tensor:
+        owner, seen = self._owner, CausalLMOutputWithPast(past_key_values=self._cache)
+        self._given = given = owner._update_model_kwargs_for_generation(seen, self._given, num_new_tokens=self._untold)
+        self._untold = 0
+        inputs = owner.prepare_inputs_for_generation(self._tail.tokens[:, :length], next_sequence_length=1, **given)
+        logits: Tensor = owner(**inputs, return_dict=True).logits
+        return logits
+
+
+def _told(tail: Tail, streamer: Any) -> bool:
+    """Hand the last chosen tokens on. Returns whether every row is finished."""
+    tokens, finished = tail.news()
+    if streamer is not None:
+        streamer.put(tokens)
+    return finished
+
+
+def _noted(why: str, result: T) -> T:
+    """`result`, after a note for `Patched.took`."""
+    if (running := running_generation()) is not None:
+        running.loop = why
+    return result

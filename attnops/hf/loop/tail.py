@@ -1,0 +1,183 @@
+"""`Tail`: what follows the model in a decode step, from logits to the next token, as one captured graph."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnops.cache.paged import ordinary
+from attnops.errors import NotCapturable
+from attnops.graphs.device import Device, Recorded
+from attnops.hf.loop.plain import Asked, held
+
+
+class Choice(NamedTuple):
+    """The constants of a tail. Equal ones share a graph.
+
+    rows, room, vocab: sizes of its buffers.
+    ends: tokens that end a row; 0: none does.
+    sampled: draw the token, where a greedy choice takes the likeliest.
+    processors: for each the type and its fields, sorted by name.
+    """
+
+    rows: int
+    room: int
+    vocab: int
+    ends: int
+    sampled: bool
+    processors: tuple[Any, ...]
+
+
+class Held:
+    """Forbids tokens until a text has some length, as transformers' processors do by a Python number.
+
+    ids: int64 `[E]`, the tokens. least: int64 `[]`. length: int64 `[1]`, of the text.
+    """
+
+    def __init__(self, count: int, length: Tensor) -> None:
+        self.ids, self.least, self.length = length.new_zeros(count), length.new_zeros(()), length
+
+    def __call__(self, tokens: Tensor, scores: Tensor) -> Tensor:
+        every = torch.arange(scores.shape[-1], device=scores.device)
+        forbidden = (every[:, None] == self.ids).any(-1) & (self.length < self.least)
+        return torch.where(forbidden, -math.inf, scores)
+
+
+def _copied(processor: Any, device: torch.device) -> Any:
+    """A copy of a processor whose tensors keep their addresses."""
+    ours = copy.copy(processor)
+    vars(ours).update({name: x.to(device, copy=True) for name, x in vars(processor).items() if isinstance(x, Tensor)})
+    return ours
+
+
+class Tail:
+    """The tensors of one `generate()` at a time, and the graph that chooses and appends a token for each row.
+
+    The operations are those of transformers' `_sample` in the same order, on exactly B rows, so that the same numbers are drawn.
+
+    tokens: int64 `[B, room]`, the text; its last token stands for those to come, so that a penalty on the text counts no other.
+    token, position: int64 `[B, 1]`, the input of the next step.
+    reason: why there is no graph, so that operations are launched one by one; "" where there is.
+    """
+
+    def __init__(self, choice: Choice, processors: Sequence[Callable[..., Any]], device: torch.device) -> None:
+        self.choice, rows, far = choice, choice.rows, device.type == "cuda"
+
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        with ordinary():
+            self._scores = torch.zeros(rows, choice.vocab, dtype=torch.float32, device=device)
+            self.tokens, self.token, self.position = ints(rows, choice.room), ints(rows, 1), ints(rows, 1)
+            self._length, self._unfinished, self._eos, self._pad = ints(1), ints(rows), ints(choice.ends), ints()
+            self._processors = [
+                _copied(each, device) if (found := held(each)) is None else Held(found[0].numel(), self._length) for each in processors
+            ]
+            # The tokens of a step, and whether a row is unfinished: one copy to the host.
+            self._news = ints(rows + 1)
+            self._host = torch.zeros(rows + 1, dtype=torch.int64, pin_memory=far)
+        self._arrived = torch.cuda.Event() if far else None
+        self._heard = False
+        self._recorded: Recorded | None = None
+        self.reason = ""
+
+    def capture(self, graphs: Device) -> None:
+        """Capture the graph, before `begin`. The state of random numbers is left as it was."""
+        device = self._scores.device
+        # The session's collection takes longer than the capture where a process has compiled.
+        freezes = gc.get_freeze_count() == 0
+        if freezes:
+            gc.freeze()
+        recorded = Recorded(graphs)
+        recorded.current = "the choice of a token"
+        try:
+            with torch.random.fork_rng([device] if device.type == "cuda" else []), graphs.session(), ordinary():
+                self._choose()
+                with recorded.whole():
+                    recorded.begin()
+                    self._choose()
+        except (NotCapturable, torch.OutOfMemoryError) as error:
+            self.reason = f"the choice of a token has no graph: {error}"
+            return
+        finally:
+            if freezes:
+                gc.unfreeze()
+        self._recorded = recorded
+
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes that the graph took at its capture."""
+        return 0 if self._recorded is None else sum(self._recorded.bytes_of)
+
+    def reset(self) -> None:
+        """Free the graph."""
+        if self._recorded is not None:
+            self._recorded.device.settle()
+            self._recorded.reset()
+        self._recorded = None
+
+    def begin(self, asked: Asked, heard: bool) -> None:
+        """Take a prompt. heard: will `news` be called after each choice?"""
+        input_ids, eos, pad = asked.input_ids, asked.eos, asked.config._pad_token_tensor
+        length = input_ids.shape[1]
+        self.tokens.copy_(input_ids[:, -1:].expand_as(self.tokens))
+        self.tokens[:, :length].copy_(input_ids)
+        self.position.copy_(asked.given["position_ids"][:, -1:])
+        self._length.fill_(length)
+        self._unfinished.fill_(1)
+        if eos:
+            self._eos.copy_(torch.cat([ids.reshape(-1).to(self._eos.device) for ids in eos]))
+        if pad is not None:
+            self._pad.copy_(pad)
+        for ours, theirs in zip(self._processors, asked.processors, strict=True):
+            if (found := held(theirs)) is not None:
+                ours.ids.copy_(found[0])
+                ours.least.fill_(found[1])
+            else:
+                for name in (name for name, value in vars(theirs).items() if isinstance(value, Tensor)):
+                    getattr(ours, name).copy_(getattr(theirs, name))
+        self._heard = heard
+
+    def choose(self, logits: Tensor) -> None:
+        """Append a token to each row. logits: `[B, S, V]`, of which the last position counts; their memory is read by the next replay."""
+        # Not in the graph: its memory may be that of these logits.
+        self._scores.copy_(logits[:, -1])
+        if self._recorded is None:
+            self._choose()
+        else:
+            for step in self._recorded.steps:
+                step()
+        if self._heard:
+            self._host.copy_(self._news, non_blocking=True)
+            if self._arrived is not None:
+                self._arrived.record()
+
+    def news(self) -> tuple[Tensor, bool]:
+        """(the last chosen tokens, int64 `[B]` on the CPU; is every row finished?) Waits for the choice, but not for work after it."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        found = self._host.clone()
+        return found[:-1], not found[-1]
+
+    def _choose(self) -> None:
+        choice, scores, unfinished = self.choice, self._scores, self._unfinished
+        for processor in self._processors:
+            scores = processor(self.tokens, scores)
+        if choice.sampled:
+            chosen = torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+        else:
+            chosen = torch.argmax(scores, dim=-1)
+        if choice.ends:
+            chosen = chosen * unfinished + self._pad * (1 - unfinished)
+            unfinished.mul_((chosen[:, None] != self._eos).all(-1))
+        self.tokens.index_copy_(1, self._length, chosen[:, None])
+        self.token.copy_(chosen[:, None])
+        self.position.add_(1)
+        self._length.add_(1)
+        torch.cat((chosen, unfinished.amax(0, keepdim=True)), out=self._news)

@@ -1,0 +1,384 @@
+"""The captured loop of generate(), on a stand-in for the device: transformers' tokens, caches, streams and random numbers."""
+
+import copy
+import functools
+import gc
+import inspect
+import re
+
+import pytest
+import torch
+import transformers
+from transformers import GenerationConfig
+
+import attnops
+from attnops.hf import Decode, tiny
+from attnops.hf.loop import plain, sample
+from attnops.hf.paged.decode import Decoder
+from tests.graphs.standin import StandIn
+
+SAMPLED = {"do_sample": True}
+ENDS = [*range(3, 128, 4)]
+"""So many tokens end a row that rows end at different steps."""
+
+OPTIONS = {
+    "greedy": {},
+    "sampled": SAMPLED,
+    "temperature": {**SAMPLED, "temperature": 0.6},
+    "top_k": {**SAMPLED, "top_k": 5},
+    "top_p": {**SAMPLED, "top_k": 0, "top_p": 0.7},
+    "min_p": {**SAMPLED, "min_p": 0.1, "temperature": 1.7},
+    "penalty": {"repetition_penalty": 1.5},
+    "least": {**SAMPLED, "min_new_tokens": 3, "top_p": 0.9, "eos_token_id": ENDS},
+    "all": {**SAMPLED, "temperature": 1.3, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 0.8},
+}
+
+
+def asked(rows, length=9):
+    ids = torch.randint(3, 90, (rows, length), generator=torch.Generator().manual_seed(length + rows))
+    mask = torch.ones_like(ids)
+    for row, padding in enumerate((2, 0, 3, 1)[:rows]):
+        mask[row, :padding] = 0
+    return ids.masked_fill(mask == 0, 0), mask
+
+
+class Streamer:
+    """What was put, `None` at the end. stop: the number of the put that raises."""
+
+    def __init__(self, stop=None):
+        self.got, self.stop = [], stop
+
+    def put(self, tokens):
+        if len(self.got) == self.stop:
+            raise KeyError("the streamer's own")
+        self.got.append(tokens.tolist())
+
+    def end(self):
+        self.got.append(None)
+
+
+def generated(model, rows=2, **more):
+    ids, mask = asked(rows)
+    return model.generate(ids, **{"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "top_k": 0, **more})
+
+
+def drawn(model, **more):
+    """The tokens of two calls, of which the second draws on, and the state of random numbers after them."""
+    torch.manual_seed(7)
+    found = [generated(model, **more), generated(model, **more)]
+    return [*(x.tolist() for x in found), torch.get_rng_state().tolist()]
+
+
+def patched(model, **more):
+    return attnops.patch(model, cache="paged", decode=Decode("breakable", graphs=StandIn(), **more))
+
+
+def loop_of(handle):
+    return handle._paged.loop
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny.model("llama")
+
+
+@pytest.fixture(scope="module")
+def shared(model):
+    """The tokens of the unpatched model for a call, and a handle."""
+    with patched(twin := copy.deepcopy(model)) as handle:
+        yield twin, handle
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("ends", [False, True])
+def test_tokens_and_random_numbers(name, ends, model, shared):
+    ours, handle = shared
+    lengths = set()
+    for rows in (1, 2, 3, 4) if ends else (3,):
+        call = {"rows": rows, **OPTIONS[name], **({"eos_token_id": ENDS, "pad_token_id": 1} if ends else {})}
+        want = drawn(model, **call)
+        assert drawn(ours, **call) == want
+        assert handle.took.loop == ""
+        lengths |= {len(want[0][0]), len(want[1][0])}
+    assert handle.plain_steps == 0
+    assert not ends or len(lengths) > 1, "rows end before the length does"
+
+
+def test_a_step_is_two_graphs(shared):
+    ours, handle = shared
+    generated(ours)
+    device, graphs = handle.decode.graphs, handle.graphs
+    device.calls.clear()
+    before = sum(row.replays for row in graphs.report().rows)
+    generated(ours)
+    assert sum(row.replays for row in graphs.report().rows) - before == 7
+    assert device.calls == ["replay"] * 15, "the prompt's token has a tail and no step"
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "gemma2"])
+def test_other_families(family):
+    model = tiny.model(family)
+    calls = [{"rows": 3, **OPTIONS["all"], "eos_token_id": ENDS}, {"rows": 2, "prefill_chunk_size": 4}]
+    want = [drawn(model, **call) for call in calls]
+    with patched(model) as handle:
+        for call, tokens in zip(calls, want, strict=True):
+            assert drawn(model, **call) == tokens
+            assert handle.took.loop == ""
+
+
+def test_the_prompts_own_token_ends_all(model, shared):
+    ours, _ = shared
+    first = generated(model)[:, 9].tolist()
+    for more in ({"eos_token_id": first}, {"max_new_tokens": 1}):
+        want = generated(model, **more)
+        assert want.shape == (2, 10) and torch.equal(generated(ours, **more), want)
+
+
+@pytest.mark.parametrize("more", [{}, {"eos_token_id": ENDS}, {"eos_token_id": ENDS, "rows": 1}, {"max_new_tokens": 1}])
+def test_streams(more, model, shared):
+    ours, handle = shared
+    want, got = Streamer(), Streamer()
+    generated(model, streamer=want, **more)
+    generated(ours, streamer=got, **more)
+    assert got.got == want.got and got.got[-1] is None and handle.took.loop == ""
+
+
+@pytest.mark.parametrize("whose", ["returned", "the caller's"])
+def test_caches_that_live_on(whose, model):
+    """After a row's end and after the length, a cache holds as many positions as transformers' does, and a second turn goes on."""
+
+    def turns(model, cache):
+        ids, mask = asked(2)
+        found = []
+        for more in ({"eos_token_id": ENDS, "max_new_tokens": 20}, {"max_new_tokens": 3}, {"eos_token_id": ENDS, "max_new_tokens": 20}):
+            given = {**more, "pad_token_id": 1, "do_sample": False, "return_dict_in_generate": True}
+            out = model.generate(ids, attention_mask=mask, past_key_values=cache, **given)
+            found += [out.sequences.tolist(), int(out.past_key_values.get_seq_length())]
+            assert type(out).__name__ == "GenerateDecoderOnlyOutput" and out.logits is None
+            ids, cache = out.sequences, out.past_key_values if whose == "the caller's" else None
+            mask = torch.cat([mask, torch.ones(2, ids.shape[1] - mask.shape[1], dtype=torch.int64)], 1)
+        return found
+
+    want = turns(model, transformers.DynamicCache(config=model.config) if whose == "the caller's" else None)
+    with patched(model := copy.deepcopy(model)) as handle:
+        assert turns(model, handle.new_cache(2, 80) if whose == "the caller's" else None) == want
+        assert handle.took.loop == "" and handle.plain_steps == 0
+
+
+def test_a_cache_that_is_full_when_the_rows_end(model):
+    """The step too many would have no room: such a text goes to transformers' loop."""
+    ids, mask = asked(2)
+    text = torch.cat([mask, torch.ones(2, 3, dtype=torch.int64)], 1)
+
+    def second(model, cache, **more):
+        model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=2, do_sample=False)
+        # The ten tokens that the cache has are not passed again.
+        more = {"attention_mask": text, "past_key_values": cache, "max_new_tokens": 9, "do_sample": False, **more}
+        return model.generate(torch.full((2, 2), 5), **more)
+
+    def fresh():
+        return transformers.DynamicCache(config=model.config)
+
+    end = {"eos_token_id": second(model, fresh())[:, 6].tolist(), "pad_token_id": 1}
+    want = second(model, fresh(), **end)
+    assert want.shape[1] < 2 + 9
+    with patched(twin := copy.deepcopy(model)) as handle:
+        for room, reason in ((10 + want.shape[1] - 1, "its text may not fit the cache"), (10 + 2 + 9 - 1, "")):
+            assert torch.equal(second(twin, handle.new_cache(2, room), **end), want)
+            assert handle.took.loop == reason
+
+
+def test_an_error_of_the_streamer(model):
+    """It leaves the cache where transformers' loop leaves it, and the loop free."""
+
+    def run(model, cache):
+        for stop in (0, 1, 4):
+            with pytest.raises(KeyError, match="the streamer's own"):
+                generated(model, past_key_values=cache, streamer=Streamer(stop))
+            found.append(int(cache.get_seq_length()))
+            cache.reset() if isinstance(cache, attnops.hf.PagedModelCache) else cache.crop(0)
+            if not isinstance(cache, attnops.hf.PagedModelCache):
+                cache = transformers.DynamicCache(config=model.config)
+        return found
+
+    found = []
+    want = run(model, transformers.DynamicCache(config=model.config))
+    with patched(model := copy.deepcopy(model)) as handle:
+        found = []
+        assert run(model, handle.new_cache(2, 40)) == want == [0, 9, 12]
+        tokens = generated(model)
+        assert handle.took.loop == "" and handle.plain_steps == 0
+    assert torch.equal(generated(model), tokens)
+
+
+def halves(input_ids, scores):
+    return scores / 2
+
+
+def ends(input_ids, scores, **_):
+    return torch.full((2,), input_ids.shape[1] >= 12)
+
+
+def hook(*_):
+    return None
+
+
+OTHERS = {
+    "function is code of its own": {"logits_processor": [halves]},
+    "function is code": {"stopping_criteria": [ends]},
+    "NoRepeatNGramLogitsProcessor is code": {"no_repeat_ngram_size": 2},
+    "TypicalLogitsWarper is code": {**SAMPLED, "typical_p": 0.5},
+    "leaves the prompt out": {"logits_processor": [transformers.RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=9)]},
+    "output_scores=True": {"output_scores": True, "return_dict_in_generate": True},
+    "output_logits=True": {"output_logits": True, "return_dict_in_generate": True},
+    "output_hidden_states=True": {"output_hidden_states": True, "return_dict_in_generate": True},
+    "asks for the cache 'dynamic'": {"cache_implementation": "dynamic"},
+    "beam search": {"num_beams": 2},
+    "beam search ": {"generation_config": GenerationConfig(num_beams=2)},
+    "prompt_lookup_num_tokens=": {"prompt_lookup_num_tokens": 2, "rows": 1},
+    "synced_gpus=": {"synced_gpus": False},
+    "custom_generate=": {"custom_generate": lambda self, input_ids, **_: input_ids},
+    "longer than the model's positions": {"max_new_tokens": 249},
+}
+
+
+@pytest.mark.filterwarnings("ignore:attnops. beam search")
+@pytest.mark.parametrize("why", OTHERS)
+def test_what_goes_to_transformers_loop(why, model, shared):
+    ours, handle = shared
+    call = OTHERS[why]
+    loop_of(handle).free()
+    found = []
+    for each in (model, ours):
+        torch.manual_seed(3)
+        if "positions" in why:
+            # Its length is a limit, and its end comes early.
+            call = {**call, "eos_token_id": ENDS, "pad_token_id": 1}
+        out = generated(each, **call)
+        found.append(getattr(out, "sequences", out))
+    assert torch.equal(*found)
+    assert why.strip() in handle.took.loop + handle.took.why and not loop_of(handle)._tails
+
+
+def test_what_looks_at_each_call_of_the_model(model):
+    """Hooks, another forward, and a model that prepares its own inputs."""
+    calls = []
+    with patched(model := copy.deepcopy(model)) as handle:
+        generated(model)
+        hooked = model.register_forward_hook(lambda *_: calls.append(1))
+        tokens = generated(model)
+        assert len(calls) == 8 and "hooks or forward" in handle.took.loop
+        hooked.remove()
+        real = model.forward
+        model.forward = functools.wraps(real)(lambda *args, **kwargs: calls.append(1) or real(*args, **kwargs))
+        assert torch.equal(generated(model), tokens) and len(calls) == 16
+        model.forward = real
+        assert torch.equal(generated(model), tokens) and len(calls) == 16 and handle.took.loop == ""
+    other = tiny.model("phi3")
+    want = generated(other)
+    with patched(other) as handle:
+        assert torch.equal(generated(other), want)
+        assert handle.took.loop == "Phi3ForCausalLM has a prepare_inputs_for_generation of its own"
+
+
+def test_the_fields_that_choose_a_method_are_known():
+    source = inspect.getsource(GenerationConfig.get_generation_mode)
+    fields = set(re.findall(r"self\.(\w+)", source)) - {"do_sample", "top_k"}
+    assert fields <= {*plain.COUNTS, *plain.CHOICES}
+
+
+def test_a_tail_that_cannot_be_captured(model):
+    class Refuses(StandIn):
+        def end(self):
+            if any("multinomial" in name for name, _ in self.open.log):
+                raise RuntimeError("operation not permitted")
+            return super().end()
+
+    call = {**OPTIONS["all"], "rows": 3, "eos_token_id": ENDS}
+    want = drawn(model, **call)
+    with attnops.patch(twin := copy.deepcopy(model), cache="paged", decode=Decode("breakable", graphs=Refuses())) as handle:
+        assert drawn(twin, **call) == want
+        assert "has no graph: " in handle.took.loop and "operation not permitted" in handle.took.loop
+        assert handle.plain_steps == 0
+
+
+def test_steps_without_graphs_in_the_middle(model, monkeypatch):
+    """Where graphs are not to be had, a step is transformers' own, with the mask and the positions of its place."""
+    call = {**OPTIONS["all"], "rows": 3, "eos_token_id": ENDS, "max_new_tokens": 20}
+    want = drawn(model, **call)
+    real, calls = Decoder.try_step, []
+    with patched(twin := copy.deepcopy(model)) as handle:
+        monkeypatch.setattr(Decoder, "try_step", lambda *given: calls.append(1) or (real(*given) if len(calls) % 4 == 1 else None))
+        assert drawn(twin, **call) == want
+        assert handle.took.loop == "" and handle.plain_steps > 0
+
+
+def test_a_generate_within_generate(model, shared):
+    ours, handle = shared
+    inner, reasons = [], []
+
+    class Nested(Streamer):
+        def put(self, tokens):
+            super().put(tokens)
+            if len(self.got) == 4:
+                inner.append(generated(ours, rows=1))
+                reasons.append(handle.took.loop)
+
+    assert torch.equal(generated(ours, streamer=Nested()), generated(model))
+    assert torch.equal(inner[0], generated(model, rows=1))
+    assert reasons == ["another generate() of this model is running"]
+
+
+def test_few_tails_are_kept(model):
+    with patched(model := copy.deepcopy(model)) as handle:
+        device = handle.decode.graphs
+        for temperature in (0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 0.7):
+            drawn(model, do_sample=True, temperature=temperature, max_new_tokens=2)
+        kept = list(loop_of(handle)._tails)
+        assert len(kept) == sample._MOST and [choice.processors[0][1][1] for choice in kept] == [0.8, 0.9, 1.1, 0.7]
+        assert sum(graph.alive for graph in device.graphs) == sample._MOST + 1
+        twin = copy.deepcopy(model)
+        assert not vars(twin)["_attnops"]._paged.loop._tails
+        assert torch.equal(generated(twin), generated(model))
+    assert not any(graph.alive for graph in device.graphs)
+
+
+def test_unpatched():
+    model = tiny.model("llama")
+    before = set(vars(model))
+    handle = patched(model)
+    generated(model)
+    handle.unpatch()
+    assert set(vars(model)) == before and not loop_of(handle)._tails
+    gc.collect()
+
+
+def test_the_distribution(model):
+    """Chi-square of drawn tokens against transformers' probabilities; it rejects a temperature that is 5% off."""
+    rows, calls = 1000, 30
+    ids = torch.tensor([[5, 17, 60, 33]]).expand(rows, -1)
+    given = {"do_sample": True, "temperature": 1.2, "top_k": 20, "top_p": 0.97, "repetition_penalty": 1.2, "max_new_tokens": 1}
+    with torch.no_grad():
+        logits = model(ids[:1]).logits[:, -1].float()
+
+    def p_value(temperature):
+        warp = [
+            transformers.RepetitionPenaltyLogitsProcessor(1.2), transformers.TemperatureLogitsWarper(temperature),
+            transformers.TopKLogitsWarper(20), transformers.TopPLogitsWarper(0.97),
+        ]  # fmt: skip
+        expected = torch.softmax(transformers.LogitsProcessorList(warp)(ids[:1], logits), -1)[0].double() * rows * calls
+        cells = expected > 0
+        if counts[~cells].any():
+            return 0.0
+        statistic = ((counts - expected)[cells] ** 2 / expected[cells]).sum()
+        assert expected[cells].min() > 5
+        return torch.special.gammaincc((cells.sum() - 1) / 2, statistic / 2).item()
+
+    with patched(model := copy.deepcopy(model)) as handle:
+        torch.manual_seed(11)
+        mask = torch.ones_like(ids)
+        drawn = [model.generate(ids, attention_mask=mask, **given)[:, -1] for _ in range(calls)]
+        assert handle.took.loop == ""
+    counts = torch.cat(drawn).bincount(minlength=128).double()
+    assert p_value(1.2) > 1e-3
+    assert p_value(1.2 * 1.05) < 1e-6 and p_value(1.2 / 1.05) < 1e-6
