@@ -14,7 +14,7 @@ def batching_config(model: Any, **options: Any) -> Any:
     """A ContinuousBatchingConfig for `generate_batch` with `paged|attnops`: block tables, and on CUDA graphs and two steps under way.
 
     transformers itself turns these off for all attention but FlashAttention's. Without block tables it lists the places of all keys on the
-    host in every step. A model with sliding windows has no block tables.
+    host in every step. A model with sliding windows has no block tables, nor has one whose steps are compiled.
 
     Args:
         model: the model to generate with.
@@ -29,7 +29,8 @@ def batching_config(model: Any, **options: Any) -> Any:
     cuda, config = torch.cuda.is_available(), model.config
     given = {"use_cuda_graph": cuda, "use_async_batching": cuda, **options}
     kinds = getattr(config, "layer_types", None) or ("full_attention" if getattr(config, "sliding_window", None) is None else "",)
-    if given.get("max_blocks_per_request") == 0 or {*kinds} != {"full_attention"}:
+    compiled = any(given.get(name) for name in ("default_compile_level", "varlen_compile_config", "decode_compile_config"))
+    if compiled or given.get("max_blocks_per_request") == 0 or {*kinds} != {"full_attention"}:
         return base(**given)
 
     class BatchingConfig(base):  # type: ignore[misc, valid-type]

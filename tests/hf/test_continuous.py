@@ -135,6 +135,7 @@ def test_block_tables(name, calls):
     calls["tables"].clear()
     assert batched(model, batching_config(model, block_size=8, max_blocks_per_request=0, **SIZES)) == want
     assert all(tables is None for tables in calls["tables"])
+    assert type(batching_config(model, varlen_compile_config=transformers.CompileConfig())) is transformers.ContinuousBatchingConfig
 
 
 @pytest.mark.parametrize(("name", "tables"), [("llama", False), ("llama", True), ("gemma3", False)])
