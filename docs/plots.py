@@ -32,6 +32,7 @@ PICTURES = {
     "gradients": Picture("of_flash2", "times the speed of FlashAttention-2 in torch", "Training steps"),
     "generate": SPEED._replace(figure="of_hf", unit="times the speed of transformers", title="generate()"),
     "latent": Picture("of_hf_eager", "times the speed of transformers' eager layer", "A layer over latents"),
+    "cliffs": Picture("cost_s", "s", "The cost of a change", more=False),
     "overhead": Picture("median_us", "us", "Host time", log=True, more=False),
     "regret": Picture("mean_percent", "% over the best kernel, mean", "The automatic choice", more=False),
 }

@@ -96,18 +96,18 @@ def test_first_calls_are_those_of_processes(monkeypatch):
     """Two for each way, with the same folder for what is compiled, which was empty."""
     seen = []
 
-    def alone(setup, function, *given):
-        assert pickle.loads(pickle.dumps((function, given))) == (function, given) and function is generate.first_s
+    def in_a_process(function, *given):
+        assert pickle.loads(pickle.dumps((function, given))) == (function, given) and function is generate.calls_s
         folder = Path(os.environ["TRITON_CACHE_DIR"])
         seen.append((given[-1], folder, list(folder.glob("*"))))
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "compiled").touch()
-        return float(len(seen))
+        return float(len(seen)), 0.5
 
-    monkeypatch.setattr(generate, "alone", alone)
-    cases = [case for name, case in generate.cases(TOY).items() if "first call" in name]
+    monkeypatch.setattr(generate, "in_a_process", in_a_process)
+    cases = [case for name, case in generate.cases(replace(TOY, quick=False)).items() if "first call" in name]
     found = [row for case in cases for row in case()]
-    assert [row["way"] for row in found] == list(generate.WAYS)
+    assert [row["way"] for row in found] == list(generate.WAYS) and all(row["second_s"] == 0.5 for row in found)
     assert [(row["first_s"], row["warm_s"]) for row in found] == [(n, n + 1) for n in range(1, 2 * len(generate.WAYS), 2)]
     for cold, warm in zip(seen[::2], seen[1::2], strict=True):
         assert cold[:2] == warm[:2] and not cold[2] and warm[2]

@@ -6,7 +6,7 @@ transformers does. `attnops_piecewise`, `attnops_breakable`: over pages, decodin
 
 Times are those of a token, from calls in turns. `cache`, `decode`: as `Patched.took` says. `plain_steps`: steps that graphs did not
 serve. `..., first call`: patch and first call in a fresh process, whole calls: with empty caches of Inductor and Triton, and, `warm_s`, in
-the next process, which finds these caches.
+the next process, which finds these caches; `second_s`: its second call.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ ON_GPU: dict[str, Row | None] = {f"attnops_{mode}": {"cache": "paged", "decode":
 
 def cases(setup: Setup) -> dict[str, Case]:
     """Steady calls of every model at its prompts, then the first calls."""
-    steady, ways = models.over(setup, PLACES, measure), ways_of(setup)
-    first = {name: models.over(setup, PLACES, partial(first_call, way=name)) for name in ways}
-    return steady | {f"{case}, first call, {name}": one for name, some in first.items() for case, one in some.items()}
+    first: dict[str, Any] = models.over(setup, PLACES, first_call)
+    found = {f"{case}, first call, {way}": partial(one, way) for way in ways_of(setup) for case, one in first.items()}
+    return models.over(setup, PLACES, measure) | found
 
 
 def ways_of(setup: Setup) -> dict[str, Row | None]:
@@ -50,14 +50,25 @@ def ways_of(setup: Setup) -> dict[str, Row | None]:
     return WAYS | (ON_GPU if setup.on_gpu else {})
 
 
-def prepared(setup: Setup, model: Any, way: str, point: Point) -> tuple[Callable[..., Any], Any]:
-    """(`generate()` of a twin with its arguments, the handle of its patch)."""
-    one, options, prompt = models.twin(model), ways_of(setup)[way], models.tokens(setup, model, point.batch, point.context)
-    handle = None if options is None else attnops.hf.patch(one, **options)
+def arguments(setup: Setup, model: Any, way: str, point: Point) -> Row:
+    """Of `generate()` with a random prompt."""
+    prompt = models.tokens(setup, model, point.batch, point.context)
     # No token has the end's id, so that all calls are equally long, and the stopping test is made.
     given: Row = {"max_new_tokens": NEW[setup.size], "do_sample": False, "pad_token_id": 0, "eos_token_id": model.config.vocab_size}
     given |= {"cache_implementation": "static"} if way == "hf_static" else {}
-    return partial(one.generate, prompt, attention_mask=torch.ones_like(prompt), **given), handle
+    return {"inputs": prompt, "attention_mask": torch.ones_like(prompt), **given}
+
+
+def prepared(setup: Setup, model: Any, way: str, point: Point) -> tuple[Callable[..., Any], Any]:
+    """(`generate()` of a twin with its arguments, the handle of its patch)."""
+    one, options = models.twin(model), ways_of(setup)[way]
+    handle = None if options is None else attnops.hf.patch(one, **options)
+    return partial(one.generate, **arguments(setup, one, way, point)), handle
+
+
+def warm_calls(setup: Setup) -> int:
+    """Calls after which the steps of a patched model no longer change: on a GPU they are compiled after some."""
+    return 1 + Decode.compile_after // NEW[setup.size] if setup.on_gpu else 1
 
 
 @torch.no_grad()
@@ -70,8 +81,7 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
         more: Row = {}
 
         def results() -> tuple[Tensor, Tensor, Tensor]:
-            # By default graphs are compiled after some steps, which no timed call should do.
-            for _ in range(1 + Decode.compile_after // new if setup.on_gpu else 1):
+            for _ in range(warm_calls(setup)):
                 text = call()
             if handle is not None:
                 plain = {"plain_steps": handle.plain_steps} if handle.graphs else {}
@@ -110,24 +120,30 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
     return with_ratios(time_if_right(f"{name} {point}", ways, text, allowed, clock, off, figures), "hf", "hf_static")
 
 
-def first_call(setup: Setup, kept: models.Kept, name: str, point: Point, way: str) -> list[Row]:
+def first_call(setup: Setup, kept: models.Kept, name: str, point: Point, way: str = "attnops") -> list[Row]:
     """Two processes, one after the other, with the same caches of compilers, which are empty at first."""
+    (cold_s, _), (warm_s, second_s) = in_two_processes(setup, name, point, way)
+    case = {"case": f"{name} {point}, first call", "way": way, "median_us": round(1e6 * cold_s, 2), "new_tokens": NEW[setup.size]}
+    return [{**case, "first_s": round(cold_s, 3), "warm_s": round(warm_s, 3), "second_s": round(second_s, 3)}]
+
+
+def in_two_processes(setup: Setup, *given: Any) -> list[tuple[float, float]]:
+    """`calls_s` in fresh processes; at toy size in this one, because imports would take longer than all else."""
     from torch._inductor.utils import fresh_cache
 
+    run: Callable[..., tuple[float, float]] = calls_s if setup.size == "toy" else partial(in_a_process, calls_s)
     with fresh_cache():
-        cold_s, warm_s = (alone(setup, first_s, setup, name, point, way) for _ in range(2))
-    case = {"case": f"{name} {point}, first call", "way": way, "median_us": round(1e6 * cold_s, 2)}
-    return [{**case, "first_s": round(cold_s, 3), "warm_s": round(warm_s, 3), "new_tokens": NEW[setup.size]}]
+        return [run(setup, *given) for _ in range(2)]
 
 
-def alone(setup: Setup, function: Callable[..., Any], *given: Any) -> Any:
-    """The function's result in a process of its own; at toy size, in this one, because imports would take longer than all else."""
-    return function(*given) if setup.size == "toy" else in_a_process(function, *given)
-
-
-def first_s(setup: Setup, name: str, point: Point, way: str) -> float:
-    """Seconds of the patch and the first call of a model that is there."""
+def calls_s(setup: Setup, name: str, point: Point, way: str) -> tuple[float, float]:
+    """Seconds of the patch and the first call of a model that is there, and of the second call."""
     if setup.on_gpu:
         torch.cuda.set_device(setup.device)
-    model = models.build(setup, name, point)
-    return seconds(lambda: prepared(setup, model, way, point)[0]())
+    model, calls = models.build(setup, name, point), list[Callable[..., Any]]()
+
+    def first() -> None:
+        calls.append(prepared(setup, model, way, point)[0])
+        calls[0]()
+
+    return seconds(first), seconds(calls[0])

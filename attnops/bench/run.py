@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnops.bench import Setup, compile, data, decode, device_of, generate, gradients, kernels, latent, overhead, regret
+from attnops.bench import Setup, cliffs, compile, data, decode, device_of, generate, gradients, kernels, latent, overhead, regret
 from attnops.bench.files import environment, write
 from attnops.bench.rows import Case, LeftOut
 from attnops.errors import InvalidInput, one_line
@@ -46,6 +46,7 @@ SUITES = (
     Suite("data", "kernels that move keys, values and latents", data.cases, 0.5, ()),
     Suite("gradients", "training steps of attention", gradients.cases, 0.5, ()),
     Suite("generate", "whole calls of generate(), and the first one of a process", generate.cases, 4.0),
+    Suite("cliffs", "what a change costs: another cache, batch, length, thread, adapter, policy or process", cliffs.cases),
     Suite("overhead", "the host time of a call through attnops", overhead.cases, needs=()),
     Suite("regret", "the automatic choice against the best kernel, on calls that no table has", regret.cases, needs=()),
 )

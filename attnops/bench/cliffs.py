@@ -1,0 +1,128 @@
+"""Suite `cliffs`: seconds of a call right after a change, and of the same call again.
+
+Each change meets a patched model that is warm, so that its steps are compiled and captured. `first_s`: the call after the change, the
+change included. `then_s`: the same call again. `cost_s`: the difference. `attnops`: `attnops.patch(model)`, no more. `attnops_piecewise`,
+`attnops_breakable`: with `decode=`. `attnops_paged`, on a CPU: over pages without graphs. A new process finds caches of compilers that
+another one has filled; its `first_s` has the patch in it. The suite `generate` judges the results of such calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+
+import attnops.hf
+from attnops.bench import Point, Setup, generate, models
+from attnops.bench.rows import Case, LeftOut, Row
+from attnops.select import use
+from attnops.tune.clock import Run, seconds
+
+STEPS = 4  # of a loop over a cache
+ADAPTERS = ("one", "other")
+
+
+class Warm(NamedTuple):
+    """A patched model that is warm."""
+
+    setup: Setup
+    model: Any
+    handle: Any
+    point: Point
+
+    def generate(self, batch: int = 1, context: int = 1) -> Any:
+        """A call with so many times the rows and the prompt's tokens."""
+        point = Point(batch * self.point.batch, context * self.point.context)
+        return self.model.generate(**generate.arguments(self.setup, self.model, "", point))
+
+    def filled(self) -> Any:
+        """A new cache with the prompt in it, and with room for further steps."""
+        cache = self.handle.new_cache(self.point.batch, self.point.context + 4 * STEPS)
+        self.model(models.tokens(self.setup, self.model, *self.point), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return cache
+
+    def steps(self, *caches: Any) -> None:
+        """STEPS steps over all caches in turn: the handle's where it has graphs."""
+        token = models.tokens(self.setup, self.model, self.point.batch, 1)
+        for cache in STEPS * caches:
+            if self.handle.decode.mode == "hf":
+                self.model(token, past_key_values=cache, use_cache=True)
+            else:
+                self.handle.step(token, cache)
+
+    def in_a_thread(self) -> Any:
+        """A call in a new thread, whose device is not yet this one's."""
+        more: Row = {"initializer": torch.cuda.set_device, "initargs": (self.setup.device,)} if self.setup.on_gpu else {}
+        with ThreadPoolExecutor(1, **more) as pool:
+            return pool.submit(self.generate).result()
+
+    def switched(self) -> Any:
+        """A call with the other adapter."""
+        self.model.set_adapter(ADAPTERS[1])
+        return self.generate()
+
+    def deterministic(self) -> Any:
+        """A call under that policy."""
+        with use(deterministic=True):
+            return self.generate()
+
+
+ADAPTER, PROCESS = "another adapter", "a new process"
+CHANGES: dict[str, Callable[[Warm], Run]] = {
+    "a second cache of the same size": lambda warm: lambda: warm.steps(warm.filled()),
+    "two caches in turn": lambda warm: partial(warm.steps, warm.filled(), warm.filled()),
+    "eight times the batch": lambda warm: partial(warm.generate, batch=8),
+    "a longer text than the pages hold": lambda warm: partial(warm.generate, context=4),
+    "a second thread": lambda warm: warm.in_a_thread,
+    ADAPTER: lambda warm: warm.switched,
+    "another policy": lambda warm: warm.deterministic,
+}
+
+
+def ways_of(setup: Setup) -> dict[str, Any]:
+    """The options of `patch` by way."""
+    return {"attnops": {}, **generate.ON_GPU} if setup.on_gpu else {"attnops_paged": generate.WAYS["attnops_paged"]}
+
+
+def cases(setup: Setup) -> dict[str, Case]:
+    """One a change and way, at the first prompt of each model of the suite `generate`."""
+    places = {size: {name: points[:1] for name, points in some.items()} for size, some in generate.PLACES.items()}
+    measured: dict[str, Any] = models.over(setup, places, measure)
+    asked = [(way, change) for way in ways_of(setup) for change in (*CHANGES, PROCESS)]
+    return {f"{case}, {change}, {way}": partial(one, change, way) for way, change in asked for case, one in measured.items()}
+
+
+@torch.no_grad()
+def measure(setup: Setup, kept: models.Kept, name: str, point: Point, change: str = PROCESS, way: str = "attnops") -> list[Row]:
+    """One change, of one way. Raises LeftOut without peft, which adapters are of."""
+    if change == PROCESS:
+        first_s, then_s = generate.in_two_processes(setup, name, point, way)[1]
+    else:
+        one = models.twin(kept(name))
+        if change == ADAPTER:
+            add_adapters(one)
+        with attnops.hf.patch(one, **ways_of(setup)[way]) as handle:
+            warm = Warm(setup, one, handle, point)
+            for _ in range(generate.warm_calls(setup)):
+                warm.generate()
+            warm.steps(warm.filled())
+            run = CHANGES[change](warm)
+            first_s, then_s = seconds(run), seconds(run)
+    figures = {"first_s": first_s, "then_s": then_s, "cost_s": first_s - then_s}
+    found: Row = {"case": f"{name} {point}, {change}", "way": way, "median_us": round(1e6 * first_s, 2)}
+    return [found | {figure: round(s, 3) for figure, s in figures.items()}]
+
+
+def add_adapters(model: Any) -> None:
+    """Both, the first one in use."""
+    if find_spec("peft") is None:
+        raise LeftOut("peft is not installed")
+    from peft import LoraConfig
+
+    for adapter in ADAPTERS:
+        model.add_adapter(LoraConfig(r=8, target_modules=["q_proj", "v_proj"]), adapter)
+    model.set_adapter(ADAPTERS[0])

@@ -1,0 +1,54 @@
+"""The suite `cliffs` at toy size, over a stand-in for CUDA graphs: which calls capture."""
+
+import pytest
+
+pytest.importorskip("transformers", reason="the suite measures transformers models")
+pytest.importorskip("peft", reason="a change is that of an adapter")
+
+from attnops.bench import cliffs
+from attnops.bench.rows import LeftOut
+from attnops.hf import Decode
+from attnops.tune.clock import seconds
+from tests.graphs.standin import StandIn
+from tests.test_bench import TOY
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """By change, whether the first call captured, and the second."""
+    device = StandIn()
+    decode = Decode("breakable", inner="eager", graphs=device)
+    monkeypatch.setattr(cliffs, "ways_of", lambda setup: {"attnops_breakable": {"cache": "paged", "decode": decode}})
+    taken: list[int] = []
+
+    def counted(run):
+        before = device.calls.count("begin")
+        found = seconds(run)
+        taken.append(device.calls.count("begin") - before)
+        return found
+
+    monkeypatch.setattr(cliffs, "seconds", counted)
+    found = {}
+    for change in cliffs.CHANGES:
+        [row] = cliffs.cases(TOY)[f"llama 2x12, {change}, attnops_breakable"]()
+        assert row["case"] == f"llama 2x12, {change}" and row["first_s"] - row["then_s"] == pytest.approx(row["cost_s"], abs=2e-3)
+        found[change], taken[:] = [n > 0 for n in taken], []
+    return found
+
+
+def test_changes_are_met_once(captures):
+    """The same call again captures nothing, and where the graphs serve a change, nor does the first."""
+    assert not any(again for _, again in captures.values())
+    assert not any(captures[change][0] for change in ("a second cache of the same size", "a second thread"))
+    assert captures["eight times the batch"][0] and captures[cliffs.ADAPTER][0], "the call before the change was warm, and this one is not"
+
+
+def test_adapters_need_peft(monkeypatch):
+    monkeypatch.setattr(cliffs, "find_spec", lambda name: None)
+    with pytest.raises(LeftOut, match="peft is not installed"):
+        cliffs.cases(TOY)[f"llama 2x12, {cliffs.ADAPTER}, attnops_paged"]()
+
+
+def test_cases_share_a_model():
+    keepers = {id(case.args[1]) for case in cliffs.cases(TOY).values()}
+    assert len(keepers) == 1 and len(cliffs.cases(TOY)) == len(cliffs.CHANGES) + 1
