@@ -243,7 +243,7 @@ class Pages:
     def _upload(self, numbers: list[int] | list[list[int]]) -> Tensor:
         """int64, on the cache's device, without waiting for it."""
         device = self.page_table.device
-        return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 class PagedCache(Pages):

@@ -55,7 +55,7 @@ class Planner:
         numbers, size = plan_sizes(spec, max_tokens=max_tokens, max_requests=max_requests, max_pages=max_pages, device=device)
         # As the cache's pages: born outside of inference mode, at a static address.
         with ordinary():
-            self.plan = torch.zeros(numbers, dtype=torch.int64, pin_memory=torch.device(device).type == "cuda")
+            self.plan = torch.zeros(numbers, dtype=torch.int64, device="cpu", pin_memory=torch.device(device).type == "cuda")
             self.workspace = torch.zeros(size, dtype=torch.uint8, device=device)
         if size:
             fix_address(self.plan, self.workspace, static=(0,))

@@ -39,7 +39,8 @@ class Generation:
     checked: the padding `[rows]` of the cache of pages which the prompt's mask was found to fit (see attnops.hf.attention.mask).
     prompt: columns of the prompt's mask, None without one.
     lent: the caches made for it (attnops.hf.paged.mode).
-    why: why its cache is transformers' own, "" where it is not.
+    why: why its cache is transformers' own, "" where it is not, None before the cache is chosen.
+    custom: the caller passed a loop of its own.
     graphs: the mode of graphs that its last step ran in, "" without.
     loop: why the loop around its steps is transformers' own, "" where it is not (attnops.hf.loop).
     last: (the mask that the last step left behind,), or () before the first.
@@ -52,7 +53,8 @@ class Generation:
     checked: Tensor | None = None
     prompt: int | None = None
     lent: list[Any] = field(default_factory=list)
-    why: str = ""
+    why: str | None = None
+    custom: bool = False
     graphs: str = ""
     loop: str = ""
     last: tuple[Any, ...] = ()

@@ -24,7 +24,7 @@ from attnops.hf.methods import Method
 from attnops.hf.paged import models as paged_models
 from attnops.hf.paged.cache import PagedModelCache
 from attnops.hf.paged.decode import Decode, Decoder
-from attnops.hf.paged.mode import PagedMode, give_back
+from attnops.hf.paged.mode import REPLACED, PagedMode, give_back
 from attnops.hf.report import PATCHED, Report, Row, Took, Verification, compare, evaluating, output_of, switch
 
 _SETTLING = threading.Lock()
@@ -81,7 +81,7 @@ class Patched:
                 except (PatchError, UnknownKernel, torch.OutOfMemoryError) as error:
                     if forced and mode != "auto":
                         raise
-                    self._why = one_line(error)
+                    self._why = one_line(error).removeprefix("PatchError: patch: ")
                     if forced:
                         self._page(replace(how, mode="hf"))
             elif self.asked.cache == "auto" and how.mode == "auto":
@@ -209,8 +209,12 @@ class Patched:
     def _taken(self, generation: Generation) -> Took:
         paged = self._paged
         failed = {} if paged is None or paged._decoder is None else paged._decoder.failed
-        why = generation.why or self._why or "; ".join(failed.values())
-        return Took("hf" if paged is None or generation.why else "paged", generation.graphs or "hf", why, "" if why else generation.loop)
+        if paged is None or generation.why != "":
+            no_cache = None if paged is None else "generate() made no cache for this model"
+            return Took("hf", "hf", generation.why or self._why or no_cache or "")
+        no_step = "" if generation.graphs or paged.decode.mode == "hf" else "it had no step of one token that asks for logits only"
+        why = self._why or "; ".join(failed.values()) or no_step
+        return Took("paged", generation.graphs or "hf", why, "" if why else generation.loop)
 
     def verify(
         self, input_ids: Tensor | None = None, *, tolerance: float | None = None, strict: bool = True, **inputs: Any
@@ -247,6 +251,7 @@ def _generate(method: Method, *args: Any, **kwargs: Any) -> Any:
     handle: Patched = method.owner.__dict__[_HANDLE]
     handle._settle()
     with growing(method.owner) as generation:
+        generation.custom = kwargs.get("custom_generate") is not None
         result, paged = None, handle._paged
         if paged is not None and paged.decode.mode != "hf":
             kwargs = paged.loop.kwargs(method.owner, args, kwargs)
@@ -270,7 +275,7 @@ def _not_ours(owner: Any, options: Options) -> str:
     if options.mask == "additive":
         return "the model needs additive masks, and pages take none"
     if "forward" in vars(owner) or getattr(owner, "_compiled_call_impl", None) is not None:
-        return "the model's forward was replaced or compiled, and its steps are left to it"
+        return REPLACED
     others = sorted({type(p).__name__ for p in owner.parameters()} - {"Parameter"})
     return f"weights are {', '.join(others)}, whose products are not captured" if "DTensor" in others else ""
 

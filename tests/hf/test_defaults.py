@@ -69,6 +69,28 @@ def holes():
     return ids, given
 
 
+def of_two_dtypes(model):
+    """A layer in float64, whose keys pages of float32 do not hold."""
+    layer = model.model.layers[1].self_attn.double()
+
+    def widened(_, args, given):
+        wide = {"hidden_states": given["hidden_states"].double(), "position_embeddings": [x.double() for x in given["position_embeddings"]]}
+        return args, {**given, **wide}
+
+    layer.register_forward_pre_hook(widened, with_kwargs=True)
+    layer.register_forward_hook(lambda _, args, out: (out[0].float(), *out[1:]))
+    return asked(*CALL)
+
+
+def by_own_loop(model, input_ids, generation_config, past_key_values, **_):
+    past_key_values.batch_repeat_interleave(1)
+    for _ in range(generation_config.max_new_tokens):
+        seen = past_key_values.get_seq_length()
+        logits = model(input_ids[:, seen:], past_key_values=past_key_values).logits
+        input_ids = torch.cat([input_ids, logits[:, -1:].argmax(-1)], 1)
+    return input_ids
+
+
 def in_training(model):
     model.train()
     return asked(*CALL)
@@ -83,6 +105,8 @@ REASONS = {
     "the model is in training mode": in_training,
     "steps of several tokens": lambda model: (asked(1, 9, 6)[0], {"max_new_tokens": 6, "do_sample": False, "prompt_lookup_num_tokens": 3}),
     "the attention_mask has zeros": lambda model: holes(),
+    "custom_generate": lambda model: spoilt(custom_generate=by_own_loop),
+    "want one dtype and one device": of_two_dtypes,
 }
 
 
@@ -100,8 +124,9 @@ def test_calls_that_run_as_stock_say_why(why, recwarn):
         assert handle.took.cache == handle.took.decode == "hf" and why in handle.took.why
         assert not [w for w in recwarn if "attnops" in str(w.message)], "it was not asked for"
         model.eval()
-        generated(model, *CALL)
-        assert handle.took == Took("paged", "breakable")
+        if why != "want one dtype and one device":
+            generated(model, *CALL)
+            assert handle.took == Took("paged", "breakable")
 
 
 @pytest.mark.parametrize(
@@ -120,6 +145,45 @@ def test_models_that_run_as_stock_say_why(name, spoil, why):
     with attnops.patch(model, decode=auto()) as handle:
         model.generate(ids, max_new_tokens=3, do_sample=False)
         assert (handle.took.cache, handle.took.decode) == ("hf", "hf") and why in handle.took.why and why in str(handle.report())
+
+
+def test_a_forward_that_is_replaced_after_the_first_call():
+    model, calls = tiny.model("llama"), []
+    want = generated(model, *CALL)
+    with attnops.patch(model, decode=auto(compile_after=99)) as handle:
+        generated(model, *CALL)
+        before = model.forward
+        model.forward = lambda *given, **more: calls.append(1) or before(*given, **more)
+        assert torch.equal(generated(model, *CALL), want) and len(calls) == CALL[2]
+        assert (handle.took.cache, handle.took.decode) == ("hf", "hf") and "forward was replaced" in handle.took.why
+        model.forward = before
+        assert torch.equal(generated(model, *CALL), want) and handle.took == Took("paged", "breakable")
+
+
+def test_what_no_pages_or_graphs_had_a_part_in():
+    """A generate() that another model's answers, and one without a step after the prompt."""
+    model = tiny.model("llama")
+
+    class Around(type(model)):
+        def generate(self, *given, **more):
+            return model.generate(*given, **more)
+
+    around = Around(model.config).eval()
+    want = generated(model, *CALL)
+    with attnops.patch(around, decode=auto()) as handle:
+        assert torch.equal(generated(around, *CALL), want)
+        assert handle.took == Took("hf", "hf", "generate() made no cache for this model")
+    with attnops.patch(model, decode=auto()) as handle:
+        generated(model, 2, 9, 1)
+        assert handle.took == Took("paged", "hf", "it had no step of one token that asks for logits only")
+
+
+def test_another_default_device():
+    model = tiny.model("llama")
+    with attnops.patch(model, decode=auto()) as handle, torch.device("meta"):
+        generated_on = model.generate(torch.full((2, 9), 5, device="cpu"), max_new_tokens=3, do_sample=False)
+        assert handle.took == Took("paged", "breakable")
+    assert torch.equal(generated_on, model.generate(torch.full((2, 9), 5), max_new_tokens=3, do_sample=False))
 
 
 def test_graphs_that_cannot_be_made(monkeypatch):

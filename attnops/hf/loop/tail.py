@@ -81,7 +81,7 @@ class Tail:
             ]
             # The tokens of a step, and whether a row is unfinished: one copy to the host.
             self._news = ints(rows + 1)
-            self._host = torch.zeros(rows + 1, dtype=torch.int64, pin_memory=far)
+            self._host = torch.zeros(rows + 1, dtype=torch.int64, device="cpu", pin_memory=far)
         self._arrived = torch.cuda.Event() if far else None
         self._heard = False
         self._recorded: Recorded | None = None

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from attnops.call import name, need
-from attnops.errors import InvalidInput, PatchError, fail, one_line
+from attnops.errors import AttnopsError, InvalidInput, PatchError, fail, one_line
 from attnops.hf import supported
 from attnops.hf.generation import current_generation, running_generation
 from attnops.hf.interface import check_kernel
@@ -39,6 +39,7 @@ from attnops.nn.packed import Packed, pack_linears
 from attnops.ops.plan import LatentSpec, PagedSpec
 
 _PREPARE = "_prepare_cache_for_generation"
+REPLACED = "the model's forward was replaced or compiled, and its steps are left to it"
 
 # Not an attribute of a model, whose copies and pickles would hold it.
 _MAKING = threading.Lock()
@@ -282,13 +283,18 @@ class PagedMode:
                 cache = self.lend(rows, max_cache_length, *_drafts(generation_config, generation_mode))
             except torch.OutOfMemoryError as error:
                 reasons = {f"there is no memory for pages ({one_line(error)})": True}
+            except AttnopsError as error:
+                if not self.chosen:
+                    raise
+                reasons = {f"pages cannot be made: {one_line(error)}": False}
             else:
                 model_kwargs["past_key_values"] = cache
                 if generation is not None:
                     generation.lent.append(cache)
+                    generation.why = ""
                 return None
-        if generation is not None and not isinstance(given, PagedModelCache):
-            generation.why = "; ".join(reasons)
+        if generation is not None:
+            generation.why = "" if isinstance(given, PagedModelCache) else "; ".join(reasons)
         for why in (why for why, surprising in reasons.items() if surprising and given is None and not self.chosen):
             warnings.warn(f"attnops: {why}, so generate() uses transformers' own cache and not pages", stacklevel=4)
         return method.original(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
@@ -313,7 +319,11 @@ class PagedMode:
         }
         if self.chosen:
             failed = "" if self._decoder is None else self._decoder.failed.get("breakable", "")
+            generation, forward = running_generation(), self._forward
+            replaced = forward is not None and vars(owner).get("forward") is not forward
             found |= {
+                "a loop of the caller's (custom_generate) may change its cache": (generation is not None and generation.custom, False),
+                REPLACED: (replaced or getattr(owner, "_compiled_call_impl", None) is not None, False),
                 f"graphs cannot be made: {failed}": (bool(failed), False),
                 "output_hidden_states=True": (any(getattr(c, "output_hidden_states", None) for c in configs), False),
                 "the model is in training mode": (owner.training, False),
