@@ -1,7 +1,7 @@
 """Suite `data`: kernels that move keys, values and latents, and what a copy of as many bytes takes.
 
-`compiled` is the code of a compiled graph without a kernel, which `reference` runs eagerly. `copy` is `copy_` of half the bytes that a case
-reads and writes, so it moves as many; `of_copy`: its time over the row's. Results must be equal in every bit.
+`compiled` is what Inductor makes of the torch ops that `reference` runs eagerly, where graphs inline them. `copy` is `copy_` of half the
+bytes that a case reads and writes, so it moves as many; `of_copy`: its time over the row's. Results must be equal in every bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from attnops.ops import OPS
 from attnops.reference.latent_format import packed_bytes
 from attnops.tune.clock import Timed, kernels_us
 
-BF16, E4M3, PAGE = torch.bfloat16, torch.float8_e4m3fn, 16
+BF16, PAGE = torch.bfloat16, 16
 SIZES = {"Hkv": 8, "D": 128, "Dv": 128, "Dc": 512, "Dr": 64, "bytes": packed_bytes(512, 64)}
 Built = tuple[Call, int]  # and the bytes that it reads and writes at least, without tables
 
@@ -61,7 +61,7 @@ def indices(pool: Pool) -> Built:
 
 CASES: dict[str, Callable[[Pool], Built]] = {
     **{f"write_kv {n}": partial(write, op="write_kv", tokens=n) for n in (64, 1, 512, 4096)},
-    **{f"write_kv float8 {n}": partial(write, op="write_kv", tokens=n, dtype=E4M3) for n in (64, 4096)},
+    **{f"write_kv float8 {n}": partial(write, op="write_kv", tokens=n, dtype=torch.float8_e4m3fn) for n in (64, 4096)},
     "write_kv int8 4096": partial(write, op="write_kv", tokens=4096, dtype=torch.int8),
     **{f"{op} {n}": partial(write, op=op, tokens=n, page=64) for op in ("write_latent", "write_latent_packed") for n in (64, 4096)},
     **{f"copy_kv of {m} layers {n}": partial(copy, slots=n, layers=m) for n, m in ((64, 32), (8, 32), (256, 32), (2048, 8))},
@@ -80,7 +80,7 @@ def measure(setup: Setup, pool: Pool, case: str) -> list[Row]:
     """The kernels that can answer one case."""
     pool.reset()
     call, moved = CASES[case](pool)
-    known, op, own = kernels_of(call.op), OPS[call.op], call.map(lambda _, t: t.clone())  # timed calls write their tensors again and again
+    known, own = kernels_of(call.op), call.map(lambda _, t: t.clone())  # timed calls write their tensors again and again
 
     def way(run: Callable[[Call], Any]) -> Way:
         return Way(Timed(partial(run, own)), partial(results, call, run))
@@ -88,15 +88,12 @@ def measure(setup: Setup, pool: Pool, case: str) -> list[Row]:
     def by(kernel: Kernel, call: Call) -> Any:
         return kernel.run(call.record)
 
-    def compiled() -> Way:
+    def compiled() -> Way | None:
         inline = next((k for k in known.values() if k.inline and not k.refusals(call.problem)), None)
-
-        def body(args: Any, kwargs: Any) -> Any:
-            if inline is None:
-                return op.reference(op.call(*args, **kwargs))
-            return op.packet.default(*args, **kwargs, policy=f"kernel={call.op}:{inline.name}")
-
-        made = setup.compiled(body, fullgraph=True, dynamic=False)
+        if inline is None:
+            return None
+        packet, policy = OPS[call.op].packet.default, f"kernel={call.op}:{inline.name}"
+        made = setup.compiled(lambda args, kwargs: packet(*args, **kwargs, policy=policy), fullgraph=True, dynamic=False)
         return way(lambda c: made(c.args, c.kwargs))
 
     want = results(call, partial(by, known["reference"]))

@@ -6,7 +6,7 @@
 `hf_compiled` and `attnops_piecewise` with Inductor's coordinate descent. Ways that compile for minutes run only if `--ways` names them.
 
 `first_s`: the first steps, compilation and capture included, with an empty compile cache. `of_bandwidth`: the bytes a step must read over
-its time, as a share of the bandwidth measured in the same run. `us_...`: GPU time by kind of kernel, see `attnops.bench.profile`.
+its time, as a share of the bandwidth measured in the same run. `us_...`: GPU time by kind of kernel, and the gaps between kernels.
 
 `prefill` has prompts over an empty cache, which every call makes anew, and the last token's logits. `hf_compiled` and
 `attnops_compiled` are the compiled forward of the plain and the patched model.
@@ -14,6 +14,7 @@ its time, as a share of the bandwidth measured in the same run. `us_...`: GPU ti
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -24,7 +25,6 @@ import torch
 from torch import Tensor
 
 from attnops.bench import Point, Setup, models
-from attnops.bench.profile import launched, shares
 from attnops.bench.rows import Case, Row, Way
 from attnops.errors import InvalidInput
 from attnops.hf import Decode
@@ -61,6 +61,13 @@ ON_GPU: dict[str, How] = {
     "attnops_piecewise": ("paged", None, Decode("piecewise")), "attnops_tuned": ("paged", None, Decode("piecewise", inner="tuned")),
     "attnops_breakable": ("paged", None, Decode("breakable")), "hf_tuned": ("", TUNED, None),
 }  # fmt: skip
+Ran = tuple[float, float, str]  # a kernel that ran: its start and end in microseconds, and its name
+# The first pattern that a kernel's name matches gives its kind; other kernels are glue.
+KINDS = {
+    r"^triton_(poi|red|per|for)_": "glue",  # Inductor names a fused kernel after all its parts
+    r"flash|attend|combine|attention|fmha|mla|xqa|sdpa|prepare_varlen|lean_reduction": "attention",
+    r"gemm|gemv|nvjet|splitk|cublas|cutlass|_mm_|triton_tem": "matmul",
+}
 TUNED_WAYS = ("attnops_tuned", "hf_tuned")  # tuning takes a minute each
 
 
@@ -181,3 +188,28 @@ def prefill(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
 
     ways = {way: Way(Timed(partial(first_token, forward))) for way, forward in forwards.items()}
     return models.compared(f"{name} {point}", model, ways, prompt, None, figures)
+
+
+def shares(kernels: list[Ran]) -> dict[str, float]:
+    """Microseconds by kind, and `gaps`. Overlapping time counts for the kernel that started first: the other waits for it."""
+    found, at = {"matmul": 0.0, "attention": 0.0, "glue": 0.0, "gaps": 0.0}, min(kernels, default=(0.0,))[0]
+    for start, end, name in sorted(kernels):
+        kind = next((kind for pattern, kind in KINDS.items() if re.search(pattern, name, re.IGNORECASE)), "glue")
+        found["gaps"] += max(0.0, start - at)
+        found[kind] += max(0.0, end - max(at, start))
+        at = max(at, end)
+    return found
+
+
+def launched(step: Timed) -> list[Ran]:
+    """The kernels of one call on the GPU, as torch's profiler sees them."""
+    from torch.profiler import ProfilerActivity, profile
+
+    if step.before is not None:
+        step.before()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        step.call()
+        torch.cuda.synchronize()
+    events: Any = [e for e in seen.events() or () if str(e.device_type).endswith("CUDA")]
+    return [(e.time_range.start, e.time_range.end, e.name) for e in events if not e.name.startswith(("##", "Torch-Compiled Region"))]

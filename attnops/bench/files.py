@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import subprocess
 import time
 from collections.abc import Mapping
@@ -18,9 +19,6 @@ from attnops.errors import InvalidInput
 from attnops.kernel import all_kernels
 from attnops.measured.store import read_text
 from attnops.version import VERSION
-
-# Figures that do not vary between runs. More is worse.
-COUNTS = ("pieces", "unique_pieces")
 
 
 def environment(device: torch.device | str, commit: str = "") -> dict[str, Any]:
@@ -54,15 +52,6 @@ def bad(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return rows + [f"{name}: {why}" for report in reports.values() for name, why in report.get("failed", {}).items()]
 
 
-def write(report: Mapping[str, Any], path: Path) -> Path:
-    """Write one results file, atomically, and its parent folders."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.new")
-    new.write_text(text_of(report))
-    new.replace(path)
-    return path
-
-
 def read(path: Path) -> dict[str, Any]:
     """A results file. Raises InvalidInput if it cannot be read or has no rows."""
 
@@ -78,37 +67,26 @@ def read(path: Path) -> dict[str, Any]:
     for at, row in enumerate(data["rows"]):
         if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in ("case", "way")):
             raise invalid(f", whose row {at} has no case and way")
-        if odd := [name for name in ("median_us", "spread_us", *COUNTS) if not isinstance(row.get(name, 0), (int, float))]:
+        if odd := [name for name in ("median_us", "spread_us") if not isinstance(row.get(name, 0), (int, float))]:
             raise invalid(f", whose row {at} has no number for {', '.join(odd)}")
     return data
 
 
 def text_of(report: Mapping[str, Any]) -> str:
-    """A report as JSON with one entry of a section a line, so that files are small and diffs are local."""
-
-    def dense(value: Any) -> str:
-        return json.dumps(value, sort_keys=True, separators=(",", ":"))
-
-    def section(value: Any) -> str:
-        text = dense(value)
-        if len(text) <= 120 or not isinstance(value, (dict, list)):
-            return text
-        entries = [f"{dense(key)}: {dense(one)}" for key, one in sorted(value.items())] if isinstance(value, dict) else map(dense, value)
-        return text[0] + "\n" + ",\n".join(entries) + "\n" + text[-1]
-
-    return "{\n" + ",\n".join(f"{dense(name)}: {section(value)}" for name, value in sorted(report.items())) + "\n}\n"
+    """A report as JSON with one entry of a section a line, so that diffs are local."""
+    return re.sub(r"\n {3,}|\n  (?=[]}])", "", json.dumps(report, sort_keys=True, indent=1)) + "\n"
 
 
 Change = dict[str, Any]
-"""A figure of a row in two files: `case`, `way`, `figure`, `before`, `after`, their `ratio`, `change`, and `worse` for a regression.
+"""A row in two files: `case`, `way`, the microseconds `before` and `after`, their `ratio`, `change`, and `worse` for a regression.
 
-`change` of a time: "slower" or "faster" by more than both spreads together, "same", "unknown" without a spread; of a count: "more", "fewer"
-or "same"; "wrong" or "right" if the result became so, "gone", "new"; "failed" of a case; "unlike" of other layer counts.
+`change`: "slower" or "faster" by more than both spreads together, "same", "unknown" without a spread; "wrong" or "right" if the result
+became so; "gone", "new"; "failed" of a case; "unlike" of other layer counts.
 """
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
-    """Every figure of either report, in the order of `after`. Raises InvalidInput: they are of two suites, or share no case and way."""
+    """Every row of either report, in the order of `after`. Raises InvalidInput: they are of two suites, or share no case and way."""
     suites = [str(report.get("suite")) for report in (before, after)]
     if suites[0] != suites[1]:
         raise InvalidInput("files", f"suites {' and '.join(suites)}", "two of one suite")
@@ -117,28 +95,23 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
     if not failed and not old.keys() & new.keys():
         raise InvalidInput("files", f"{len(old)} and {len(new)} rows without a case and way in common", "rows of the same cases and ways")
     out = [_change((name, ""), "failed", {}, {}) for name in failed]
-    for key, row in new.items():
-        base = old.get(key, {})
-        found = {name: _compared(name, base, row) for name in ("median_us", *COUNTS) if name in base and name in row}
-        if not base or base.get("layers") != row.get("layers"):
-            found = {"median_us": "unlike" if base else "new"}
-        elif "wrong" in row or "wrong" in base:
-            found["median_us"] = "right" if "wrong" not in row else "unknown" if "wrong" in base else "wrong"
-        out += [_change(key, change, base, row, figure) for figure, change in found.items()]
+    out += [_change(key, _compared(old.get(key, {}), row), old.get(key, {}), row) for key, row in new.items()]
     return out + [_change(key, "gone", row, {}) for key, row in old.items() if key not in new]
 
 
-def _change(key: tuple[str, str], change: str, old: Mapping[str, Any], new: Mapping[str, Any], figure: str = "median_us") -> Change:
-    before, after = old.get(figure), new.get(figure)
+def _change(key: tuple[str, str], change: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Change:
+    before, after = old.get("median_us"), new.get("median_us")
     ratio = round(after / before, 4) if before and after is not None else None
-    found = {"case": key[0], "way": key[1], "figure": figure, "before": before, "after": after, "change": change}
-    return found | {"ratio": ratio, "worse": change in ("slower", "more", "wrong", "failed")}
+    found = {"case": key[0], "way": key[1], "before": before, "after": after, "change": change}
+    return found | {"ratio": ratio, "worse": change in ("slower", "wrong", "failed")}
 
 
-def _compared(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    timed, change = name == "median_us", after[name] - before[name]
-    spreads: list[Any] = [row.get("spread_us") for row in (before, after)] if timed else [0]
-    if None in spreads:
+def _compared(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    if not before or before.get("layers") != after.get("layers"):
+        return "unlike" if before else "new"
+    if "wrong" in after or "wrong" in before:
+        return "right" if "wrong" not in after else "unknown" if "wrong" in before else "wrong"
+    if not all("spread_us" in row for row in (before, after)):
         return "unknown"
-    more, less = ("slower", "faster") if timed else ("more", "fewer")
-    return "same" if abs(change) <= sum(spreads) else more if change > 0 else less
+    more = after["median_us"] - before["median_us"]
+    return "same" if abs(more) <= before["spread_us"] + after["spread_us"] else "slower" if more > 0 else "faster"

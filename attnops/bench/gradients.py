@@ -34,14 +34,12 @@ INPUTS = ("query", "key", "value")
 def cases(setup: Setup) -> dict[str, Case]:
     """A step of every shape, of few tokens on a CPU."""
     chosen = SHAPES[-1:] if setup.size == "toy" else SHAPES
-    sizes = [(batch, tokens if setup.on_gpu else 24, *heads) for batch, tokens, *heads in chosen]
-    names = [f"{batch}x{tokens}, {q_heads}/{kv_heads} heads, d{dim}" for batch, tokens, q_heads, kv_heads, dim in sizes]
-    return {name: partial(measure, setup, name, *size) for name, size in zip(names, sizes, strict=True)}
+    return {f"{batch}x{tokens}": partial(measure, setup, batch, tokens if setup.on_gpu else 24, *heads) for batch, tokens, *heads in chosen}
 
 
-def measure(setup: Setup, case: str, batch: int, tokens: int, q_heads: int, kv_heads: int, dim: int) -> list[Row]:
+def measure(setup: Setup, batch: int, tokens: int, q_heads: int, kv_heads: int, dim: int) -> list[Row]:
     """One shape."""
-    lengths = [tokens] * batch
+    case, lengths = f"{batch}x{tokens}, {q_heads}/{kv_heads} heads, d{dim}", [tokens] * batch
     heads: dict[str, Any] = {"dtype": "bfloat16", "q_heads": q_heads, "kv_heads": kv_heads, "head_dim": dim, "v_head_dim": dim}
     call = build(replace(DENSE, **heads), lengths, lengths, Pool(setup.device))
     flat = build(replace(PACKED, **heads), lengths, lengths, Pool(setup.device))  # the same numbers: those of one seed
@@ -51,11 +49,9 @@ def measure(setup: Setup, case: str, batch: int, tokens: int, q_heads: int, kv_h
             with policy():
                 return gradients(op, given)
 
-        more: Row = {}
+        steps = (altered(trained, lse=True), altered(trained, op=f"{trained.op}_backward", grad=True)) if trained else ()
         with policy():
-            if trained is not None:
-                steps = altered(trained, lse=True), altered(trained, op=f"{trained.op}_backward", grad=True)
-                more = {"kernel": ", ".join(choose(p, active_policy()).name for p in steps)}
+            more: Row = {"kernel": ", ".join(choose(p, active_policy()).name for p in steps)} if steps else {}
         return Way(Timed(run), lambda: [g.view(batch, tokens, *g.shape[-2:]) for g in run()], more=more)
 
     def host(us: float, way: Way) -> Row:

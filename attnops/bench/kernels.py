@@ -55,15 +55,8 @@ class Case:
         return f"{self.kind} {self.batch}x{sizes}" + (f", {remark}" if remark else "")
 
     def call(self, pool: Pool) -> Call:
-        """The call itself. Float8 queries and latents are rounded from 16 bits."""
-        s, float8 = self.shape, torch.float8_e4m3fn
-        narrow = s.dtype == "float8_e4m3fn"
-        shape = replace(s, dtype="bfloat16", kv_dtype="bfloat16") if narrow else s
-        call = build(shape, [self.queries] * self.batch, [self.keys] * self.batch, pool).with_(**dict(self.more))
-        if not narrow:
-            return call
-        scale = torch.full((1,), 0.5, device=pool.device)
-        return call.map(lambda n, t: t.to(float8) if n in ("q_nope", "q_pe", "latent_pages") else t).with_(q_scale=scale, kv_scale=scale)
+        """The call itself."""
+        return build(self.shape, [self.queries] * self.batch, [self.keys] * self.batch, pool).with_(**dict(self.more))
 
     @property
     def work(self) -> Work:

@@ -22,7 +22,6 @@ from attnops.configs import SHAPES, config_of
 from attnops.errors import InvalidInput
 from attnops.tune.clock import Run, steps_us
 
-ALIASES = {"llama-8b-shape": "llama-3-8b-shape"}
 # The model of suites that measure one, by size of the run.
 ONE = {"toy": "llama", "small": "llama-small", "quick": "llama-3-8b-shape", "full": "llama-3-8b-shape"}
 
@@ -44,13 +43,12 @@ Kept = Callable[[str], Any]  # gives the model of a name
 
 
 def asked(setup: Setup) -> str:
-    """The model of a suite that measures one, under the name that results files share. Raises InvalidInput unless it is a decoder."""
+    """The model of a suite that measures one. Raises InvalidInput unless it is a decoder."""
     import transformers
 
-    name = ALIASES.get(setup.model, setup.model)
-    if name and type(found := config_of(name)) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise InvalidInput("model", f"{name!r}, a {type(found).__name__}", "a decoder")
-    return name or ONE[setup.size]
+    if setup.model and type(found := config_of(setup.model)) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise InvalidInput("model", f"{setup.model!r}, a {type(found).__name__}", "a decoder")
+    return setup.model or ONE[setup.size]
 
 
 def config(setup: Setup, name: str, layers: int = 0) -> Any:
@@ -79,17 +77,10 @@ def free(device: torch.device, root: Path = Path("/")) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    found = re.search(r"^MemAvailable: +(\d+) kB$", _text(root / "proc/meminfo"), re.M)
+    text = {name: path.read_text() for name in ("proc/meminfo", *LIMITS) if (path := root / name).is_file()}
+    found = re.search(r"^MemAvailable: +(\d+) kB$", text.pop("proc/meminfo", ""), re.M)
     there = 1024 * int(found[1]) if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = (_text(root / name).strip() for name in LIMITS)
-    return min([there, *(int(limit) for limit in limits if limit.isdecimal())])
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
+    return min([there, *(int(limit) for limit in map(str.strip, text.values()) if limit.isdecimal())])
 
 
 def needed(setup: Setup, made: Any, point: Point | None) -> int:

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 from attnops.bench import Setup, cliffs, compile, data, decode, device_of, generate, gradients, kernels, latent, overhead, regret
-from attnops.bench.files import environment, write
+from attnops.bench.files import environment, text_of
 from attnops.bench.rows import Case, LeftOut
 from attnops.errors import InvalidInput, one_line
+from attnops.measured.store import write_text
 from attnops.tune.clock import ceilings, synchronize
 
 
@@ -104,7 +105,7 @@ def run(
     def save(suite: Suite, missing: str = INTERRUPTED) -> dict[str, Any]:
         report = {**head, "suite": suite.name, **joined(done[suite.name], missing)}
         if out is not None:
-            write(report, out / f"{suite.stem}.json")
+            write_text(out / f"{suite.stem}.json", text_of(report))
         return report
 
     def put(suite: Suite, case: str, outcome: Outcome) -> None:

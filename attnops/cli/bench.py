@@ -71,13 +71,12 @@ def run_compare(console: Console, before: Path, after: Path) -> dict[str, Any]:
     for path, report in ((before, old), (after, new)):
         stamp = ", ".join(f"{name} {str(report.get(name, '?'))[:40]}" for name in ("device", "torch", "commit", "date"))
         console.print(f"{escape(str(path))}: {escape(stamp)}", soft_wrap=True)
-    table = new_table("case", "way", "figure", "before", "after", "after / before", "", numbers=("before", "after", "after / before"))
+    table = new_table("case", "way", "before", "after", "after / before", "", numbers=("before", "after", "after / before"))
     for change in changes:
         values = ["" if (x := change[name]) is None else f"{x:,g}" for name in ("before", "after", "ratio")]
-        color = "red" if change["worse"] else "green" if change["change"] in ("faster", "fewer", "right") else "dim"
-        words = (escape(change["case"]), escape(change["way"]), change["figure"])
-        table.add_row(*words, *values, f"[{color}]{change['change']}[/]")
+        color = "red" if change["worse"] else "green" if change["change"] in ("faster", "right") else "dim"
+        table.add_row(escape(change["case"]), escape(change["way"]), *values, f"[{color}]{change['change']}[/]")
     console.print(table)
     worse = sum(change["worse"] for change in changes)
-    console.print(f"{worse} of {len(changes)} figures are worse by more than the spread of both")
+    console.print(f"{worse} of {len(changes)} rows are worse by more than the spread of both")
     return {"changes": changes, "regressions": worse}

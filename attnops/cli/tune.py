@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
+from attnops.bench import device_of
 from attnops.cli.tables import new_table
 from attnops.errors import InvalidInput
 from attnops.kernel import kernel_names
@@ -38,8 +39,7 @@ def run(
             raise InvalidInput(field, seconds, "a finite number > 0 of seconds")
     if output is not None:
         check_place(output)
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    on_gpu = (device := device_of("")).type == "cuda"
     grid = grid or ("full" if on_gpu else "cpu")
     sweeps, path = sweeps_of(grid, ops), output or path_for(gpu_name(device))
     stopwatch = Stopwatch(clock_for(device), first_calls_s, kernels)

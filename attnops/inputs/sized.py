@@ -95,9 +95,10 @@ def build(shape: Shape, q_lens: Sequence[int], k_lens: Sequence[int], pool: Pool
         given["window_left"] = shape.window
     if shape.sinks:
         given["sinks"] = pool.take(shape.q_heads, dtype=dtype).clone()
-    if kv_dtype != dtype:
-        scale = torch.full((1,), 0.5, device=device)
+    scale, narrow = torch.full((1,), 0.5, device=device), dtype in QUANTISED
+    if kv_dtype != dtype or narrow:
         given |= {"kv_scale": scale} if shape.rope_dim else {"k_scale": scale, "v_scale": scale}
+        given |= {"q_scale": scale} if narrow else {}
     if "padded" in OPS[shape.op].spec.names:  # timed calls have no padding, as `PagedCache` promises of its batches
         given["padded"] = False
     sizes = {"Hq": shape.q_heads, "H": shape.q_heads, "Hkv": shape.kv_heads, "D": shape.head_dim, "Dv": shape.v_head_dim}
@@ -124,7 +125,7 @@ def build(shape: Shape, q_lens: Sequence[int], k_lens: Sequence[int], pool: Pool
         if a.default is not REQUIRED:
             return None
         if a.written:
-            return torch.empty(dims, dtype=dtype, device=device)
+            return torch.empty(dims, dtype=torch.bfloat16 if narrow else dtype, device=device)
         return pool.take(*dims, dtype=kv_dtype if stored in (a.name, a.dtypes) else dtype)
 
     arguments = filled(shape.op, sizes, given, make)

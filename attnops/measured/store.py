@@ -134,13 +134,19 @@ def check_place(path: Path) -> None:
 
 
 def save(table: Table, path: Path) -> None:
-    """Write `table` to `path`, the whole file or no change, and let selection read it. Raises OSError or InvalidInput."""
+    """Write `table` to `path` as `write_text` does, and let selection read it."""
+    write_text(path, table.to_json())
+    forget()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write the whole file or no change, and its parent folders. Raises OSError or InvalidInput."""
     check_place(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(table.to_json())
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(name, 0o644)
@@ -148,7 +154,6 @@ def save(table: Table, path: Path) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
-    forget()
 
 
 # Environment variables ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`attnops bench decode --model llama-8b-shape --quick` on a CUDA device, of one layer."""
+"""`attnops bench decode --model llama-3-8b-shape --quick` on a CUDA device, of one layer."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from attnops.bench import Point, Setup, decode
 
 
 def test_a_quick_run() -> None:
-    setup = Setup(torch.device("cuda", 0), quick=True, model="llama-8b-shape", layers=1, points=(Point(2, 128),))
+    setup = Setup(torch.device("cuda", 0), quick=True, model="llama-3-8b-shape", layers=1, points=(Point(2, 128),))
     [case] = decode.cases(setup).values()
     rows = {row["way"]: row for row in case()}
     assert rows.keys() == {*decode.WAYS, *decode.ON_GPU} - {*decode.TUNED_WAYS}
