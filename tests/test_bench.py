@@ -43,7 +43,8 @@ CEILINGS = {"bandwidth_tb_s", "matmul_tflop_s"}
 def reports_of(tmp_path_factory) -> Any:
     """(reports of all suites, what was printed, the folder of files). Dynamo hands graphs to itself: nothing is timed well."""
     folder, console = tmp_path_factory.mktemp("bench"), Console(width=150, record=True, file=io.StringIO())
-    reports = command.run(console, (), Setup(CPU, quick=True, backend="eager"), out=folder, commit="c0ffee")
+    every = tuple(suite.name for suite in suites.SUITES)
+    reports = command.run(console, every, Setup(CPU, quick=True, backend="eager"), out=folder, commit="c0ffee")
     return reports, console.export_text(), folder
 
 
@@ -75,6 +76,16 @@ def test_every_suite_measures(reports_of):
             assert row.get("median_us", 1.0) > 0 and row.get("error", 0.0) <= row.get("budget", 0.0)
         assert name in printed
     assert bad(reports) == []
+
+
+def test_suites_that_take_long_are_named():
+    assert {suite.name for suite in suites.SUITES} - {suite.name for suite in suites.named(())} == {
+        "generate",
+        "cliffs",
+        "latent",
+        "regret",
+    }
+    assert [suite.name for suite in suites.named(("regret", "kernels"))] == ["kernels", "regret"]
 
 
 def test_the_bytes_of_a_step():

@@ -65,5 +65,6 @@ def test_an_op_that_is_wrong_has_no_time(monkeypatch):
 
 def test_both_forms_and_the_one_that_is_taken():
     rows = step("4 heads, 2x20, 4 of them new")
-    assert {way: row["chosen"] for way, row in rows.items()} == {"absorbed": True, "expanded": False}
+    assert list(rows) == ["absorbed", "expanded", "automatic"]
     assert all(0 < row["error"] <= row["budget"] and row["median_us"] > 0 for row in rows.values())
+    assert rows["automatic"]["error"] == rows["absorbed"]["error"], "few tokens over a prefix"

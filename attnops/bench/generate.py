@@ -91,10 +91,9 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
 
         return Way(Timed(call, per=new), results, more=more)
 
-    def exactly(text: Tensor) -> Tensor:
+    def exactly(text: Tensor) -> Any:
         """Exact logits `[B, N, V]` of the new tokens of a text."""
-        exact: Tensor = models.widened(model)(text[:, :-1], logits_to_keep=new).logits
-        return exact
+        return models.widened(model)(text[:, :-1], logits_to_keep=new).logits
 
     hf = way("hf")
     text, _, logits = hf.computed()

@@ -2,7 +2,7 @@
 
 `layer`, `hf_compiled`: ours and transformers' over a filled cache, compiled. `hf_eager`: launched. `kernel`: the op alone. `projections`:
 the layer's matrices alone. `glue_share`: the part of `layer` that is neither. transformers' layer in float32 judges the layers, the
-reference in float64 the op. Cases of `new` tokens are absorbed and expanded steps over a cached prefix; `chosen`: by `latent_form`.
+reference in float64 the op. Cases of `new` tokens are steps over a cached prefix in both forms, and in the one that `latent_form` chooses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from attnops.configs import config_of
 from attnops.inputs import Call
 from attnops.nn import LatentAttention, RotaryEmbedding
 from attnops.ops import mla_attention, write_latent
-from attnops.ops.latent_form import FormDecision, watch_forms
+from attnops.ops.latent_form import ALWAYS
 from attnops.tune.clock import Run, Timed, kernels_us
 
 OFF = {torch.bfloat16: 0.02, torch.float32: 1e-5}
@@ -94,18 +94,17 @@ def their_step(layer: Any, hidden: Tensor, latents: Tensor) -> Run:
     """transformers' layer on one token a request; hidden `[B, E]`."""
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
 
-    cache = Filled(latents, layer.kv_lora_rank)
-    positions = torch.full((hidden.shape[0], 1), latents.shape[1] - 1, device=hidden.device)
+    cache, positions = Filled(latents, layer.kv_lora_rank), hidden.new_full((len(hidden), 1), latents.shape[1] - 1, dtype=torch.float32)
     place = DeepseekV3RotaryEmbedding(layer.config).to(hidden.device)(hidden, positions)
     return lambda: layer(hidden[:, None], position_embeddings=place, attention_mask=None, past_key_values=cache)[0][:, 0]
 
 
 def ours(layer: Any, absorb: int | str = "auto") -> LatentAttention:
     """Our layer with the weights of transformers'."""
-    config, like = layer.config, {"device": layer.o_proj.weight.device, "dtype": layer.o_proj.weight.dtype}
+    config, weight = layer.config, layer.o_proj.weight
+    dims: dict[str, Any] = {name: getattr(config, name) for name in DIMS} | {"device": weight.device, "dtype": weight.dtype}
     rope = RotaryEmbedding(config.qk_rope_head_dim, config.rope_parameters["rope_theta"], interleaved=True)
-    dims: dict[str, Any] = {name: getattr(config, name) for name in DIMS}
-    made = LatentAttention(num_heads=config.num_attention_heads, **dims, rope=rope, absorb=absorb, **like)
+    made = LatentAttention(num_heads=config.num_attention_heads, rope=rope, absorb=absorb, **dims)
     made.load_state_dict(layer.state_dict())
     return made.eval()
 
@@ -183,13 +182,11 @@ def measure(setup: Setup, step: Step) -> list[Row]:
 
 @torch.no_grad()
 def forms(setup: Setup, step: Step) -> list[Row]:
-    """Both forms of a step of several new tokens, each judged by the other."""
+    """A step of several new tokens in both forms, each judged by the other, and in the one that the layer takes."""
     hf, hidden, latents = inputs(setup, step)
-    (pages, batch), found = filled(hf.config, latents, step.new, 1 << 16), list[FormDecision]()
-    stop = watch_forms(found.append)
-    ours(hf)(hidden, batch=batch, latent_pages=pages)
-    stop()
-    absorbed = partial(ours(hf, 1 << 20), hidden, batch=replace(batch, prefix=None), latent_pages=pages)
-    expanded = partial(ours(hf, 0), hidden, batch=batch, latent_pages=pages)
-    ways = {"absorbed": near(absorbed, expanded(), OFF[setup.dtype]), "expanded": near(expanded, absorbed(), OFF[setup.dtype])}
-    return [row | {"chosen": row["way"] == found[0].form} for row in compared(setup, step.name, ways)]
+    pages, batch = filled(hf.config, latents, step.new, 1 << 16)
+    forms: dict[str, int | str] = {"absorbed": ALWAYS, "expanded": 0, "automatic": "auto"}
+    runs = {name: partial(ours(hf, absorb), hidden, batch=batch, latent_pages=pages) for name, absorb in forms.items()}
+    other = {"expanded": runs["absorbed"]()}
+    want = runs["expanded"]()
+    return compared(setup, step.name, {name: near(run, other.get(name, want), OFF[setup.dtype]) for name, run in runs.items()})

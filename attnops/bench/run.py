@@ -23,13 +23,17 @@ from attnops.tune.clock import ceilings, synchronize
 
 
 class Suite(NamedTuple):
-    """A part of the measurements: cases by name for a Setup, and the share of the time. needs: modules that the extra `hf` installs."""
+    """A part of the measurements: cases by name for a Setup, and the share of the time.
+
+    needs: modules that the extra `hf` installs. usual: is it part of a run that names no suite? Others take minutes.
+    """
 
     name: str
     about: str
     cases: Callable[[Setup], Mapping[str, Case]]
     share: float = 1.0
     needs: tuple[str, ...] = ("transformers",)
+    usual: bool = True
 
     @property
     def stem(self) -> str:
@@ -43,22 +47,22 @@ SUITES = (
     Suite("prefill", "the time to the first token of whole Hugging Face models", decode.prefill_cases, 2.0),
     Suite("compile", "cold and warm compilation", compile.cases, 2.0),
     Suite("graphs", "capture of all default buckets, and a step's host time", compile.graph_cases),
-    Suite("latent", "an attention layer of DeepSeek-V3 over latents", latent.cases),
+    Suite("latent", "an attention layer of DeepSeek-V3 over latents", latent.cases, usual=False),
     Suite("data", "kernels that move keys, values and latents", data.cases, 0.5, ()),
     Suite("gradients", "training steps of attention", gradients.cases, 0.5, ()),
-    Suite("generate", "whole calls of generate(), and the first one of a process", generate.cases, 4.0),
-    Suite("cliffs", "what a change costs: another cache, batch, length, thread, adapter, policy or process", cliffs.cases),
+    Suite("generate", "whole calls of generate(), and the first one of a process", generate.cases, 4.0, usual=False),
+    Suite("cliffs", "what a change costs: another cache, batch, length, thread, adapter, policy or process", cliffs.cases, usual=False),
     Suite("overhead", "the host time of a call through attnops", overhead.cases, needs=()),
-    Suite("regret", "the automatic choice against the best kernel, on calls that no table has", regret.cases, needs=()),
+    Suite("regret", "the automatic choice against the best kernel, on calls that no table has", regret.cases, needs=(), usual=False),
 )
 
 
 def named(names: tuple[str, ...]) -> tuple[Suite, ...]:
-    """The suites of these names in their own order; () is all. Raises InvalidInput for an unknown name."""
+    """The suites of these names in their own order; () is the usual ones. Raises InvalidInput for an unknown name."""
     known = {suite.name: suite for suite in SUITES}
     if unknown := [name for name in names if name not in known]:
         raise InvalidInput("suites", ", ".join(map(repr, unknown)), " | ".join(known))
-    return tuple(suite for suite in SUITES if suite.name in names or not names)
+    return tuple(suite for suite in SUITES if suite.name in names or (suite.usual and not names))
 
 
 SPENT = "the time was spent"

@@ -122,7 +122,8 @@ def tune(
 @app.command()
 def bench(
     suites: Annotated[
-        list[str] | None, typer.Argument(help="Suites; default all, an unknown one lists them. With --compare, two files.")
+        list[str] | None,
+        typer.Argument(help="Suites; default the usual ones, an unknown one lists all. With --compare, two files."),
     ] = None,
     model: Annotated[str, typer.Option(help="A bundled shape or tiny model instead of the suite's; an unknown one lists them.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer and smaller cases.")] = False,

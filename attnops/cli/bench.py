@@ -22,7 +22,7 @@ def run(
     console: Console, suites: tuple[str, ...], setup: Setup, *, budget_s: float = 400.0, out: Path | None = None, commit: str = "",
     gpus: int = 1,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """Measure, with progress and tables on `console`. Options of the command; () is all suites. Returns the reports by suite.
+    """Measure, with progress and tables on `console`. Options of the command; () is the usual suites. Returns the reports by suite.
 
     Raises InvalidInput: a value that is unknown, does not fit the suites or exceeds the machine. MissingExtra: a package is missing.
     """
