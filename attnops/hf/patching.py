@@ -213,8 +213,8 @@ class Patched:
             no_cache = None if paged is None else "generate() made no cache for this model"
             return Took("hf", "hf", generation.why or self._why or no_cache or "")
         no_step = "" if generation.graphs or paged.decode.mode == "hf" else "it had no step of one token that asks for logits only"
-        why = self._why or "; ".join(failed.values()) or no_step
-        return Took("paged", generation.graphs or "hf", why, "" if why else generation.loop)
+        why = self._why or "; ".join(failed.values())
+        return Took("paged", generation.graphs or "hf", why or no_step, "" if why else generation.loop)
 
     def verify(
         self, input_ids: Tensor | None = None, *, tolerance: float | None = None, strict: bool = True, **inputs: Any
@@ -252,7 +252,8 @@ def _generate(method: Method, *args: Any, **kwargs: Any) -> Any:
     handle._settle()
     with growing(method.owner) as generation:
         generation.custom = kwargs.get("custom_generate") is not None
-        result, paged = None, handle._paged
+        result: Any = None
+        paged = handle._paged
         if paged is not None and paged.decode.mode != "hf":
             kwargs = paged.loop.kwargs(method.owner, args, kwargs)
         try:
@@ -260,8 +261,11 @@ def _generate(method: Method, *args: Any, **kwargs: Any) -> Any:
             return result
         finally:
             for cache in generation.lent:
-                if getattr(result, "past_key_values", None) is not cache:
+                returned = getattr(result, "past_key_values", None) is cache
+                if not returned:
                     give_back(cache)
+                elif paged is not None and paged.chosen:
+                    result.past_key_values = paged.unpaged(cache)
             handle._took = handle._taken(generation)
 
 

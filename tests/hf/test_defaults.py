@@ -13,6 +13,7 @@ from attnops.errors import PatchError
 from attnops.hf import Decode, Took, tiny
 from attnops.hf.paged import decode, mode as paged
 from tests.graphs.standin import StandIn
+from tests.hf.helpers import LIMIT, relative
 from tests.hf.test_decode_graphs import asked, generated, replays
 
 FAMILIES = (
@@ -176,6 +177,32 @@ def test_what_no_pages_or_graphs_had_a_part_in():
     with attnops.patch(model, decode=auto()) as handle:
         generated(model, 2, 9, 1)
         assert handle.took == Took("paged", "hf", "it had no step of one token that asks for logits only")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
+def test_a_returned_cache_is_transformers_own(name):
+    """Padding on the left, texts longer than windows; a second turn, which is longer than the first one's pages."""
+    model = tiny.model(name)
+
+    def turns():
+        ids, given = asked(3, 9, 9)
+        first = model.generate(ids, return_dict_in_generate=True, **given)
+        kept = copy.deepcopy(first.past_key_values)
+        text = torch.cat([first.sequences, ids], 1)
+        given["attention_mask"] = torch.cat([given["attention_mask"], torch.ones(3, 18, dtype=torch.int64)], 1)
+        return kept, given["attention_mask"], model.generate(text, past_key_values=first.past_key_values, **given)
+
+    want, mask, tokens = turns()
+    with attnops.patch(model, decode=auto()) as handle:
+        got, _, ours = turns()
+        assert torch.equal(ours, tokens) and handle.took == Took("hf", "hf", "the caller passed a cache")
+        assert len(handle._paged.pool._idle) == 1, "its pages serve the next call"
+    assert type(got) is type(want) and got.get_seq_length() == want.get_seq_length()
+    for mine, theirs in zip(got.layers, want.layers, strict=True):
+        assert type(mine) is type(theirs) and mine.get_seq_length() == theirs.get_seq_length()
+        seen = mask[:, theirs.get_seq_length() - theirs.keys.shape[2] : theirs.get_seq_length(), None].bool()
+        for x, y in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+            assert x.shape == y.shape and relative(*(z.transpose(1, 2).flatten(2) * seen for z in (x, y))) < LIMIT
 
 
 def test_another_default_device():

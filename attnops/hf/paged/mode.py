@@ -34,6 +34,7 @@ from attnops.hf.paged.decode import Decode, Decoder
 from attnops.hf.paged.models import refuse_unless
 from attnops.hf.paged.pages import ALL, DRAFTS, ModelPages, Sizes
 from attnops.hf.paged.pool import MOST_IDLE, Pool
+from attnops.hf.paged.unpaged import unpaged
 from attnops.nn.absorb import HELD
 from attnops.nn.packed import Packed, pack_linears
 from attnops.ops.plan import LatentSpec, PagedSpec
@@ -218,6 +219,15 @@ class PagedMode:
             for layer in cache.layers:
                 layer.is_compileable = False
         return cache
+
+    def unpaged(self, cache: PagedModelCache) -> Any:
+        """What `generate()` returns to a caller who did not ask for pages: transformers' own cache, or `cache` if memory is short."""
+        try:
+            made = unpaged(cache, self._config)
+        except torch.OutOfMemoryError:
+            return cache
+        give_back(cache)
+        return made
 
     def _sizes(self, rows: int, length: int, back: int = 0) -> Sizes:
         module = next(iter(self.windows))
