@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -78,6 +79,25 @@ class CaptureMode(TorchDispatchMode):
         self._into.begin()
         return out
 
+    @contextmanager
+    def aside(self) -> Iterator[Recorded]:
+        """Within the block this mode is off: compiled code, which no mode may see, captures into what is given."""
+        self.__exit__(None, None, None)
+        try:
+            yield self._into
+        finally:
+            self.__enter__()
+        self._into.begin()
+
+    def note(self, out: Any) -> None:
+        """Note that `out` was captured."""
+        self._made.update(_address(t) for t in pytree.tree_leaves(out) if isinstance(t, Tensor))
+
+
+def capture_mode() -> CaptureMode | None:
+    """The mode that captures this step, if any."""
+    return next((m for m in reversed(_get_current_dispatch_mode_stack()) if isinstance(m, CaptureMode)), None)
+
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
@@ -124,7 +144,7 @@ def outside(function: Callable[..., R], fake: Callable[..., R] | None = None) ->
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return opaque(*args, **kwargs)
-        mode = next((m for m in reversed(_get_current_dispatch_mode_stack()) if isinstance(m, CaptureMode)), None)
+        mode = capture_mode()
         if mode is None or mode._paused:
             return function(*args, **kwargs)
         return mode.between(Break(name, "", OUTSIDE), function, args, kwargs)

@@ -155,16 +155,21 @@ class Graphed(Setup):
 
     def _plain(self, bucket: Bucket, values: Values) -> Any:
         """Run the step on these inputs without graphs, as it will be captured."""
+        return self.model(**self._planned(bucket, values))
+
+    def _planned(self, bucket: Bucket, values: Values) -> Values:
+        """The inputs with the plan that is made in the graph, if any."""
         name, make = self.batch, self.plan_maker(bucket)
-        if name is None or make is None:
-            return self.model(**values)
-        return self.model(**{**values, name: replace(values[name], plan=make(values[name]))})
+        return values if name is None or make is None else {**values, name: replace(values[name], plan=make(values[name]))}
 
     def _record(self, bucket: Bucket, values: Values, into: Recorded) -> Any:
         """Capture the step into `into`. Returns the outputs that every replay writes."""
+        return self._as_it_runs(bucket, into, lambda: self._plain(bucket, values))
+
+    def _as_it_runs(self, bucket: Bucket, into: Recorded, run: Callable[[], Any]) -> Any:
         into.begin()
         with CaptureMode(into, (self.eager or {}).get(bucket.kind, ())):
-            return self._plain(bucket, values)
+            return run()
 
     def _replay(self, entry: Entry, values: Values, tokens: int, requests: int) -> Any:
         assert self._inputs is not None

@@ -106,7 +106,7 @@ class Piecewise(Graphed):
 
         began, before = time.perf_counter(), sum(self.traces.values())
         try:
-            with _tracing():
+            with tracing():
                 out = self._compiled[bucket.trace](self._given(bucket, values))
             if sum(self.traces.values()) != before:
                 self._compile_seconds += time.perf_counter() - began
@@ -181,7 +181,14 @@ class Piecewise(Graphed):
         program = self.programs[trace] = compile_parts(split(gm, (self.eager or {}).get(bucket.kind, ())), self._inner)
         self.traces[trace] = self.traces.get(trace, 0) + 1
         ours = weakref.proxy(self)
-        return lambda *flat: program.run(flat, ours._into)
+        return lambda *flat: ours._ran(program, flat)
+
+    def _ran(self, program: Program, flat: tuple[Any, ...]) -> Any:
+        results = program.run(flat, self._into)
+        if self._into is not None:
+            # Dynamo's code after the graph is not captured.
+            self._into.end()
+        return results
 
 
 class _SizeSpecialises(AttnopsError):
@@ -189,7 +196,7 @@ class _SizeSpecialises(AttnopsError):
 
 
 @contextmanager
-def _tracing() -> Iterator[None]:
+def tracing() -> Iterator[None]:
     """Trace sizes of 1 as symbols and values of tensors as unbacked ones, without a limit of recompilations that other models count to."""
     from torch._dynamo import config as dynamo
     from torch.fx.experimental import _config

@@ -71,10 +71,7 @@ class Program:
 
     def run(self, flat: tuple[Any, ...], into: Recorded | None = None) -> Any:
         """Run without graphs, or capture neighbouring parts into one graph each and the others between them. Returns the results."""
-        results = _Run(self, into).run(*flat)
-        if into is not None:
-            into.end()
-        return results
+        return _Run(self, into).run(*flat)
 
 
 class _Run(fx.Interpreter):

@@ -52,6 +52,7 @@ class Report:
     eager_calls: batches over the largest bucket, run without graphs.
     dropped: buckets over the memory budget.
     compared: replays that were compared with eager.
+    whole: of a model whose layers are repeated, why it was traced whole and not layer by layer; "" where it was not.
     """
 
     rows: tuple[Row, ...]
@@ -63,6 +64,7 @@ class Report:
     dropped: tuple[Bucket, ...]
     budget_bytes: int | None
     compared: int
+    whole: str = ""
 
     @property
     def graph_bytes(self) -> int:
@@ -82,6 +84,8 @@ class Report:
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         out = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
         out += [f"{n} of {self.parts[kind]} pieces of {kind} steps differ and were compiled" for kind, n in self.compiled.items()]
+        if self.whole:
+            out.append(f"traced whole: {self.whole}")
         if self.compile_seconds:
             out.append(f"compiled in {self.compile_seconds:.1f} s")
         budget = f" of {self.budget_bytes / 2**20:.1f}" if self.budget_bytes is not None else ""

@@ -19,18 +19,19 @@ def compile_layers(model: nn.Module, **options: Any) -> tuple[str, ...]:
     Raises:
         InvalidInput: the model has no repeated blocks.
     """
-    names = tuple(_blocks(model))
+    names = tuple(repeated_blocks(model))
     need(bool(names), "model", type(model).__name__, "a module with an nn.ModuleList of two or more blocks of one class")
     for name in names:
         model.get_submodule(name).compile(**options)
     return names
 
 
-def _blocks(module: nn.Module, prefix: str = "") -> list[str]:
+def repeated_blocks(module: nn.Module, prefix: str = "") -> list[str]:
+    """The dotted names of the children of every outermost nn.ModuleList with two or more children of one class."""
     names: list[str] = []
     for name, child in module.named_children():
         if isinstance(child, nn.ModuleList) and len(child) > 1 and len({type(c) for c in child}) == 1:
             names += [f"{prefix}{name}.{i}" for i in range(len(child))]
         else:
-            names += _blocks(child, f"{prefix}{name}.")
+            names += repeated_blocks(child, f"{prefix}{name}.")
     return names

@@ -15,7 +15,7 @@ from attnops.errors import InvalidInput, fail
 from attnops.hf.attention import descriptor
 from attnops.hf.matching.match import HANDLED, HARMLESS, cached_routed, routed
 from attnops.hf.paged import attention as pages
-from attnops.hf.paged.cache import PagedKeyCache
+from attnops.hf.paged.cache import PagedKeyCache, View
 from attnops.kernel import _REGISTRY, own_kernel
 from attnops.kernels.torch import sdpa
 from attnops.ops.dense import ATTENTION as attend, Attention
@@ -139,7 +139,7 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
             query, scaling = query * scaling, 1.0
         cap = float(softcap or 0.0)
         weights_too = output_attentions or _recorded(module, compiling)
-        if key.dim() == 5 or isinstance(attnops_cache, PagedKeyCache):
+        if key.dim() == 5 or isinstance(attnops_cache, (PagedKeyCache, View)):
             odd = {"position_bias": position_bias, "cu_seq_lens_q": cu_seq_lens_q, "output_attentions": weights_too or None}
             asked = pages.Asked(module, query, key, value, attention_mask, attnops_cache, dropout, is_causal, scaling, cap, sinks, odd)
             if (output := pages.attend(asked, *kernels)) is not None:

@@ -17,12 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnops.cache.batch import PagedBatch
 from attnops.call import name
 from attnops.errors import InvalidInput, fail
 from attnops.hf.attention import descriptor
 from attnops.hf.attention.descriptor import Range
-from attnops.hf.paged.cache import PagedKeyCache, PagedLatentCache, PagedModelCache
+from attnops.hf.paged.cache import PagedModelCache, View
 from attnops.nn.absorb import absorbed_weights
 from attnops.nn.latent import LatentDims, attend_absorbed
 from attnops.ops import paged_attention, write_kv, write_latent
@@ -35,7 +34,7 @@ ABSORB_UP_TO = 1
 def hand_over(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A forward pre-hook of an attention module: hands its paged cache, under any argument name, on to the attention function."""
     for value in (*args, *kwargs.values()):
-        if isinstance(value, PagedModelCache):
+        if isinstance(value, (PagedModelCache, View)):
             kwargs["attnops_cache"] = value
             break
     return args, kwargs
@@ -47,7 +46,7 @@ class Asked(NamedTuple):
     query: `[B, Hq, S, D]`.
     key, value: the new ones `[1, B, Hkv, S, D]`, `[1, B, Hkv, S, Dv]`, or latents `[1, B, 1, S, Dc]` and rotated keys `[1, B, 1, S, Dr]`.
     mask: a descriptor (see `attnops.hf.attention.mask`).
-    cache: the module's cache, from `hand_over`.
+    cache: the module's cache or its view of a step, from `hand_over`.
     unknown: arguments that attention over pages does not take, by name; they must be None.
     """
 
@@ -74,19 +73,19 @@ def attend(asked: Asked, dense: str | None, paged: str | None, latent: str | Non
     """
     if asked.key.dim() != 5:
         fail(InvalidInput, "key.dim()", asked.key.dim(), "5, new keys from a cache of pages: this layer did not ask its cache for them")
-    if isinstance(asked.cache, PagedKeyCache):
+    if not isinstance(asked.cache, (PagedModelCache, View)):
+        fail(InvalidInput, "attnops_cache", type(asked.cache).__name__, "a PagedModelCache, which the hook of a patched module passes on")
+    if not asked.cache.latent:
         return _attend_keys(asked, _checked(asked), dense, paged)
-    if not isinstance(asked.cache, PagedLatentCache):
-        fail(InvalidInput, "attnops_cache", type(asked.cache).__name__, "a PagedLatentCache, which the hook of a patched module passes on")
     asked.unknown["sinks"] = asked.sinks
     found, cache, layer = _checked(asked), asked.cache, asked.module.layer_idx
-    step = cache.step_of(layer, found.start, asked.query.shape[2], asked.query.shape[1])
-    pages = cache.pages_of(layer)
+    view = cache.view(layer, found.start, asked.query.shape[2], asked.query.shape[1])
+    [pages] = view.pages
     latents, rotated = (x.flatten(0, 3).to(pages.dtype) for x in (asked.key, asked.value))
-    write_latent(latents, rotated, pages, step.batch.slots)
+    write_latent(latents, rotated, pages, view.batch.slots)
     cache.wrote(layer)
     # In expanded form where the cache has no tokens but the step's own, which need no gather.
-    return None if step.fresh and step.batch.max_seqlen_q > ABSORB_UP_TO else absorbed(asked, step.batch, found.window_left, latent)
+    return None if view.fresh and view.batch.max_seqlen_q > ABSORB_UP_TO else absorbed(asked, view, found.window_left, latent)
 
 
 def _checked(asked: Asked) -> Range:
@@ -115,14 +114,12 @@ def _checked(asked: Asked) -> Range:
 def _attend_keys(asked: Asked, found: Range, dense: str | None, paged: str | None) -> Tensor:
     cache, layer = asked.cache, asked.module.layer_idx
     batch, heads, count, _ = asked.query.shape
-    table = cache.state.pages.table_of[cache.numbers[layer]]
-    window = cache.state.pages.windows[table]
+    window = cache.window_of(layer)
     if window and not 0 <= found.window_left < window:
         got = "unbounded" if found.window_left < 0 else found.window_left + 1
         fail(InvalidInput, f"window of layer {layer}", got, f"at most {window}, the window that its pages were made for")
-    step = cache.step_of(layer, found.start, count, heads)
-    now, past = step.batch.of(table), step.past[table]
-    k_pages, v_pages = cache.pages_of(layer)
+    view = cache.view(layer, found.start, count, heads)
+    now, past, (k_pages, v_pages) = view.batch, view.past, view.pages
     # Under autocast the query has another dtype than the pages.
     like = asked.query.dtype
     query, key, value = (x.transpose(1, 2).to(k_pages.dtype) for x in (asked.query, asked.key[0], asked.value[0]))
@@ -136,7 +133,7 @@ def _attend_keys(asked: Asked, found: Range, dense: str | None, paged: str | Non
     write_kv(key.flatten(0, 1), value.flatten(0, 1), k_pages, v_pages, now.slots)
     cache.wrote(layer)
     rules: dict[str, Any] = {"scale": asked.scale, "window": (found.window_left, -1), "softcap": asked.softcap, "sinks": asked.sinks}
-    if past is not None or (step.fresh and count > 1):
+    if past is not None or (view.fresh and count > 1):
         alone: Tensor = dense_attention(query, keys, values, causal=True, kv_start=start, kv_end=end, kernel=dense, **rules)
         return alone.to(like)
     out: Tensor = paged_attention(
@@ -151,11 +148,11 @@ def dims_of(module: Any) -> LatentDims:
     return LatentDims(module.qk_nope_head_dim, module.qk_rope_head_dim, module.kv_lora_rank, module.v_head_dim)
 
 
-def absorbed(asked: Asked, now: PagedBatch, window_left: int, kernel: str | None) -> Tensor:
+def absorbed(asked: Asked, view: View, window_left: int, kernel: str | None) -> Tensor:
     """`[B, S, H, v]`: attention of the step's tokens to the pages, without unfolding them."""
     module, query, kind = asked.module, asked.query, asked.query.device.type
     batch, heads, queries, _ = query.shape
-    dims, pages = dims_of(module), asked.cache.pages_of(module.layer_idx)
+    dims, [pages] = dims_of(module), view.pages
     tokens = query.transpose(1, 2).reshape(batch * queries, heads, -1).to(pages.dtype)
     scale = query.shape[3] ** -0.5 if asked.scale is None else asked.scale
     # Autocast would compute the products in another dtype than that of the pages.
@@ -164,6 +161,6 @@ def absorbed(asked: Asked, now: PagedBatch, window_left: int, kernel: str | None
         w_uk, w_uv = (w.to(pages.dtype) for w in absorbed_weights(module.kv_b_proj, dims.nope, dims.v, asked.key[0]))
         q_nope, q_pe = tokens.split([dims.nope, dims.rope], -1)
         out = attend_absorbed(
-            dims, q_nope, q_pe, (w_uk, w_uv), pages, now, scale=scale, window_left=window_left, softcap=asked.softcap, kernel=kernel,
+            dims, q_nope, q_pe, (w_uk, w_uv), pages, view.batch, scale=scale, window_left=window_left, softcap=asked.softcap, kernel=kernel,
         )  # fmt: skip
     return out.to(query.dtype).reshape(batch, queries, heads, dims.v)

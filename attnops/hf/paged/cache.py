@@ -23,6 +23,7 @@ from attnops.cache.batch import PagedBatch
 from attnops.cache.step import Tokens
 from attnops.call import need
 from attnops.errors import InvalidInput, fail
+from attnops.graphs.regional import NotRegional
 from attnops.hf.paged.pages import EMPTY, ModelPages, Past
 
 
@@ -37,6 +38,44 @@ class Step(NamedTuple):
     batch: PagedBatch
     past: tuple[Past | None, ...]
     fresh: bool
+
+
+@dataclass(frozen=True)
+class View:
+    """One layer's part of a step: its pages and window, its page table's batch and past, and is the cache fresh, as in `Step`?
+
+    Compiled code of one layer is given it in place of the cache. It holds no layer number, so that the code serves all layers.
+    heads: query heads that the batch's plan was made for.
+    """
+
+    pages: tuple[Tensor, ...]
+    window: int
+    batch: PagedBatch
+    past: Past | None = None
+    fresh: bool = False
+    heads: int = 0
+
+    @property
+    def latent(self) -> bool:
+        """Does it hold latents?"""
+        return len(self.pages) == 1
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """As `PagedLayer.update`."""
+        return key_states[None], value_states[None]
+
+    def window_of(self, layer: Any) -> int:
+        """Its window."""
+        return self.window
+
+    def view(self, layer: Any, start: Tensor, count: int, heads: int) -> View:
+        """Itself: the step began before the layer. Raises NotRegional for other heads than those that a plan was made for."""
+        if self.batch.plan is not None and heads != self.heads:
+            raise NotRegional(f"the plan of a step is for {self.heads} query heads, a layer has {heads}")
+        return self
+
+    def wrote(self, layer: Any) -> None:
+        """No effect: the cache is told after the layer."""
 
 
 class Returned:
@@ -195,6 +234,11 @@ class PagedModelCache(Cache):
         self.state.keep(left)
 
     @property
+    def latent(self) -> bool:
+        """Does it hold latents?"""
+        return isinstance(self, PagedLatentCache)
+
+    @property
     def max_batch(self) -> int:
         """Rows of the cache."""
         return int(self.state.pages.sizes.rows)
@@ -208,6 +252,17 @@ class PagedModelCache(Cache):
         """The pages of the model's layer `layer`: `[P, page, Dc + Dr]`, or `[P, page, Hkv, D]` and `[P, page, Hkv, Dv]`."""
         pages = self.state.pages.layers[self.numbers[layer]]
         return pages if len(pages) > 1 else pages[0]
+
+    def window_of(self, layer: int) -> int:
+        """Tokens that a query of `layer` sees in its pages, its own included; 0: all."""
+        pages = self.state.pages
+        return int(pages.windows[pages.table_of[self.numbers[layer]]])
+
+    def view(self, layer: int, start: Tensor, count: int, heads: int) -> View:
+        """The part of `layer` in the step of the forward that it runs in, see `step_of`."""
+        step, pages, number = self.step_of(layer, start, count, heads), self.state.pages, self.numbers[layer]
+        table = pages.table_of[number]
+        return View(pages.layers[number], pages.windows[table], step.batch.of(table), step.past[table], step.fresh)
 
     def step_of(self, layer: int, start: Tensor, count: int, heads: int) -> Step:
         """The step of the forward that `layer` runs in. The first layer makes it, and counts the new positions as seen.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +21,15 @@ from torch import Tensor, nn
 from attnops.cache.paged import ordinary
 from attnops.call import name, need
 from attnops.errors import InvalidInput, fail, one_line
-from attnops.graphs import Buckets, Graphed, Report, breakable, piecewise
+from attnops.graphs import Buckets, Graphed, Report, breakable
 from attnops.graphs.buckets import decode_sizes
 from attnops.graphs.device import Device
 from attnops.graphs.graphed import Progress
 from attnops.graphs.guard import casting
 from attnops.graphs.pieces import INNER, Inner
+from attnops.graphs.regional import Regional, Regions
 from attnops.hf.paged.cache import PagedModelCache, State
+from attnops.hf.paged.layers import layered
 from attnops.hf.paged.pages import EMPTY, ModelPages
 from attnops.lowering import fuse_linears
 from attnops.nn.absorb import HELD, INTERNAL, PLAIN
@@ -97,6 +99,7 @@ class Decoder:
     forward: the model's own, which `decode=` replaced.
     make: returns a cache over given pages, which keep their tokens.
     plain_steps: steps of `generate()` that ran without graphs, because they asked for more than logits or graphs could not be made.
+    regions: the compiled layers, for graphs over any pages; None before the first piecewise step.
     failed: with mode "auto", why graphs cannot be made, by their mode.
     look: the model ran without graphs, as it does on every prompt, and weights may have been replaced since: the next step looks at them.
     """
@@ -104,6 +107,7 @@ class Decoder:
     def __init__(self, model: Any, how: Decode, forward: Callable[..., Any], make: Callable[[Any], PagedModelCache]) -> None:
         self.how, self.plain_steps, self.look = how, 0, True
         self.failed: dict[str, str] = {}
+        self.regions: Regions | None = None
         self._model, self._forward, self._make = model, forward, make
         # Graphs by the state of the model that they were captured in: adapters and policies are switched to and fro.
         self._states: dict[tuple[Any, ...], dict[ModelPages, _Over]] = {}
@@ -248,12 +252,15 @@ class Decoder:
             over = None
         if over is None:
             cache, how = self._make(state.pages), self.how
-            capture: Callable[..., Graphed] = breakable
+            step, capture = _step_of(self._forward), cast(Callable[..., Graphed], breakable)
             if mode == "piecewise":
+                passes = (fuse_linears,) if how.pack else ()
+                self.regions = self.regions or Regions(how.inner, passes)
+                in_layers = layered(step, self._model, self.regions, cache)
                 # Positions of one row are broadcast over, those of several are not.
-                capture = partial(piecewise, inner=how.inner, one_differs=True, passes=(fuse_linears,) if how.pack else ())
+                capture = partial(Regional, inner=how.inner, one_differs=True, passes=passes, regions=self.regions, layered=in_layers)
             graphed = capture(
-                _step_of(self._forward), Buckets(decode=decode_sizes(cache.max_batch)), batch=None, tokens=(),
+                step, Buckets(decode=decode_sizes(cache.max_batch)), batch=None, tokens=(),
                 requests=("input_ids", "position_ids", "live"), returns="requests", state=state.pages.counters,
                 budget_bytes=how.budget_bytes, over_budget=how.over_budget, check_every=how.check_every, graphs=how.graphs,
             )  # fmt: skip

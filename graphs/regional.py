@@ -1,0 +1,240 @@
+"""`Regions`: layers that are compiled once a kind. They are kept apart from captures, so that other sizes and caches need no new code."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from ..errors import AttnopsError, NotCapturable, find
+from .buckets import Bucket
+from .device import Recorded
+from .eager_capture import capture_mode
+from .graphed import Entry
+from .inputs import Values
+from .modes import Piecewise, tracing
+from .pieces import INNER, Inner, Program, compile_parts, start_workers
+from .report import Report
+from .split import split
+
+MOST_KINDS = 4
+"""Layers that Dynamo may tell apart within a step. Sliding and full attention, each before dense layers and experts, are four."""
+
+NUMBER = "layer_idx"
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+class NotRegional(AttnopsError):
+    """The layers of a model cannot share compiled code. The message says why."""
+
+
+class AnyNumber:
+    """In place of the number of a layer: it can be passed on, and fails where it would be compared or computed with."""
+
+    def __eq__(self, other: object) -> bool:
+        raise NotRegional("the layer computes with its own number")
+
+    def __bool__(self) -> bool:
+        raise NotRegional("the layer computes with its own number")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+ANY = AnyNumber()
+
+
+def twin(module: nn.Module) -> tuple[nn.Module, list[Any]]:
+    """(a module with the tensors and attributes of `module`, but for the numbers of layers and hooks; its functions, in order).
+
+    Numbers tell equal layers apart, and Dynamo may take a function for another one with the same code. To trace a twin does not change the
+    module, which other threads may use. Raises NotRegional for a submodule with a forward of its own.
+    """
+    made: dict[nn.Module, nn.Module] = {}
+    functions: list[Any] = []
+    for part in module.modules():
+        if part is not module and "forward" in vars(part):
+            raise NotRegional(f"{type(part).__name__} has a forward of its own instance")
+        copy = made[part] = object.__new__(type(part))
+        own = copy.__dict__
+        own.update(vars(part))
+        own.pop("forward", None)
+        if type(own.get(NUMBER)) is int:
+            own[NUMBER] = ANY
+        for name in _HOOKS:
+            order = {key: i for i, key in enumerate(own[name])}
+            functions += (name, *own[name].values())
+            for kind in [kind for kind in own if kind.startswith(name)]:
+                own[kind] = OrderedDict((order[key], hook) for key, hook in own[kind].items())
+        functions += (value for value in own.values() if isinstance(value, FunctionType))
+    for copy in made.values():
+        children = copy.__dict__["_modules"]
+        copy.__dict__["_modules"] = {name: child if child is None else made[child] for name, child in children.items()}
+    return made[module], functions
+
+
+class Regions:
+    """Compiled code of layers, for steps of any rows over any cache: one graph a kind of layer, and one more for steps of one row.
+
+    A layer that Dynamo cannot trace alone, or that it tells from each other one, raises NotRegional; so do all later calls.
+
+    programs: of each trace.
+    parts: pieces that ran since `begin`.
+    seconds: of tracing, choice of kernels and compilation.
+    """
+
+    def __init__(self, inner: str | Inner = "inductor", passes: Sequence[Callable[[fx.GraphModule], Any]] = ()) -> None:
+        self._inner, self._passes = INNER[inner] if isinstance(inner, str) else inner, passes
+        self.programs: list[Program] = []
+        self.refusal, self.seconds, self.parts = "", 0.0, 0
+        self._kinds = 0
+        self._into: Recorded | None = None
+        # By the identity of a layer's functions, which are kept beside.
+        self._compiled: dict[tuple[int, ...], tuple[Any, Callable[..., Any]]] = {}
+        if self._inner in (INNER["inductor"], INNER["tuned"]):
+            start_workers()
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._kinds = self.parts = 0
+
+    def __call__(self, module: nn.Module, rows: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of the module's forward, run by compiled code and captured where a capture is under way.
+
+        rows: of the step. Tensors with as many have them in their first dim.
+        """
+        for t in pytree.tree_leaves((args, kwargs)):
+            if isinstance(t, Tensor) and t.dim() and t.shape[0] == rows:
+                varying(t, 0)
+        mode, began, before = capture_mode(), time.perf_counter(), len(self.programs)
+        try:
+            if mode is None:
+                return self._traced(module, args, kwargs)
+            with mode.aside() as self._into:
+                out = self._traced(module, args, kwargs)
+            mode.note(out)
+            return out
+        finally:
+            self._into = None
+            if len(self.programs) != before:
+                self.seconds += time.perf_counter() - began
+
+    def _traced(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        from torch._dynamo.exc import TorchDynamoException
+        from torch.fx.experimental import _config
+
+        shapes: Any = _config  # torch adds `patch` when the module is loaded
+        same, functions = twin(module)
+        key = tuple(map(id, functions))
+        if key not in self._compiled:
+            # Dynamo keeps compiled code with the code of the function, here one that goes with the regions.
+            run, ours = FunctionType(_run.__code__.replace(), globals()), weakref.proxy(self)
+            self._compiled[key] = functions, torch.compile(run, backend=lambda gm, _: ours._backend(gm), fullgraph=True)
+        try:
+            # Two sizes that happen to be equal are two symbols.
+            with tracing(), shapes.patch(use_duck_shape=False):
+                return self._compiled[key][1](same, args, kwargs)
+        except TorchDynamoException as e:
+            found = find(e)
+            if found is not None and not isinstance(found, NotCapturable):
+                raise found from e
+            raise NotRegional(f"a layer cannot be traced alone: {str(found or e).strip().splitlines()[0]}") from e
+
+    def _backend(self, gm: fx.GraphModule) -> Callable[..., Any]:
+        self._kinds += 1
+        if self._kinds > MOST_KINDS:
+            raise NotRegional(f"more than {MOST_KINDS} layers of a step differ")
+        for change in self._passes:
+            change(gm)
+        program = compile_parts(split(gm), self._inner)
+        self.programs.append(program)
+        ours = weakref.proxy(self)
+        return lambda *flat: ours._ran(program, flat)
+
+    def _ran(self, program: Program, flat: tuple[Any, ...]) -> Any:
+        self.parts += len(program.pieces)
+        return program.run(flat, self._into)
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class Regional(Piecewise):
+    """`Piecewise` that compiles layers and not the whole model, where they can be compiled so. Code outside of them runs as it is.
+
+    layered: the model with its layers called through `regions`.
+    """
+
+    regions: Regions
+    layered: Callable[..., Any]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._parts = 0
+
+    def report(self) -> Report:
+        """As of all modes, with the pieces of layers, or the reason why the whole model was traced."""
+        found, regions = super().report(), self.regions
+        if regions.refusal:
+            return replace(found, whole=regions.refusal)
+        compiled = sum(program.compiled for program in regions.programs)
+        return replace(found, compiled={"decode": compiled}, parts={"decode": self._parts}) if self._parts else found
+
+    def _compile(self, bucket: Bucket, values: Values) -> None:
+        # Steps of one row have graphs of their own, beside those of all other sizes.
+        if self.regions.refusal or bucket.requests > 1:
+            super()._compile(bucket, values)
+
+    def _prepare(self, bucket: Bucket, values: Values) -> None:
+        self._plain(bucket, values)
+
+    def _captured(self, bucket: Bucket, values: Values) -> Entry | None:
+        try:
+            return super()._captured(bucket, values)
+        except (NotRegional, NotCapturable) as e:
+            if self.regions.refusal:
+                raise
+            self.regions.refusal = str(e)  # code between layers that only a trace can capture
+        return super()._captured(bucket, values)
+
+    def _plain(self, bucket: Bucket, values: Values) -> Any:
+        if not self.regions.refusal:
+            try:
+                return self._layered(bucket, values)
+            except NotRegional as e:
+                self.regions.refusal = str(e)
+        if bucket.trace not in self._compiled:
+            super()._prepare(bucket, values)
+            self._prepared.add(bucket.trace)
+        return super()._plain(bucket, values)
+
+    def _layered(self, bucket: Bucket, values: Values) -> Any:
+        regions, before = self.regions, self.regions.seconds
+        regions.begin()
+        try:
+            return self.layered(**self._planned(bucket, values))
+        finally:
+            self._parts = regions.parts
+            self._compile_seconds += regions.seconds - before
+
+    def _record(self, bucket: Bucket, values: Values, into: Recorded) -> Any:
+        if self.regions.refusal:
+            return super()._record(bucket, values, into)
+        return self._as_it_runs(bucket, into, lambda: self._layered(bucket, values))
+
+
+def varying(tensor: Tensor, *dims: int) -> Tensor:
+    """The tensor, in which the compiler takes these dims for such as vary, but for sizes of one."""
+    from torch._dynamo import maybe_mark_dynamic
+
+    maybe_mark_dynamic(tensor, [dim for dim in dims if tensor.shape[dim] > 1])
+    return tensor
+
+
+def _run(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return module.forward(*args, **kwargs)

@@ -1,0 +1,172 @@
+"""Steps whose layers are compiled once a kind: eager's tokens by few traces, and the whole model traced where layers cannot be."""
+
+import pytest
+import torch
+
+import attnops
+from attnops.graphs.pieces import inductor
+from attnops.hf import tiny
+from tests.graphs.models import boundary
+from tests.graphs.standin import StandIn
+from tests.hf.test_decode_graphs import generated, how, nan_pages, replays
+
+assert nan_pages, "a fixture"
+
+CALLS = ((2, 14, 4), (3, 14, 4), (2, 60, 4), (5, 9, 4))
+"""Pages that are made anew for more rows and for a longer text; buckets of two sizes and more."""
+
+
+def regions(handle):
+    return handle._paged.decoder().regions
+
+
+def calls(handle):
+    """The calls of attention in what was compiled, as `op.kernel`."""
+    return {str(cut) for program in regions(handle).programs for part in program.split.parts for cut in (*part.calls, *part.breaks)}
+
+
+def model_of(name, layers):
+    full = {"gemma3": ["sliding_attention"] * (layers - 1) + ["full_attention"]}
+    return tiny.model(name, num_hidden_layers=layers, **({"layer_types": full[name]} if name in full else {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "kinds"),
+    [("llama", 6, 1), ("phi3", 3, 1), ("qwen3_moe", 3, 1), ("gpt_oss", 3, 2), ("gemma3", 4, 2), ("deepseek_v3", 3, 2)],
+)
+def test_one_trace_for_each_kind_of_layer(name, layers, kinds, nan_pages):
+    """However many layers there are, and for all caches and batches: windows, latents, experts, weights that are one matrix or several."""
+    model = model_of(name, layers)
+    want = [generated(model, *call) for call in CALLS]
+    with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
+        for call, tokens in zip(CALLS, want, strict=True):
+            assert torch.equal(generated(model, *call), tokens), call
+            assert len(regions(handle).programs) == kinds, call
+        report = handle.graphs.report()
+        assert report.whole == "" and report.modes == {"decode": "whole"} and handle.plain_steps == 0
+        assert report.parts == {"decode": 2 * layers} and report.compiled["decode"] <= 2 * kinds
+
+
+def test_a_second_cache_and_a_single_row():
+    model = model_of("llama", 3)
+    want = [generated(model, rows, 14, 4) for rows in (2, 1)]
+    with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
+        for most, length, traces in ((2, 30, 1), (4, 90, 0)):
+            cache = handle.new_cache(most, length)
+            assert torch.equal(generated(model, 2, 14, 4, past_key_values=cache), want[0])
+            assert len(regions(handle).programs) == 1 and (handle.graphs.report().compile_seconds > 0) == traces
+            del cache
+        for _ in range(2):
+            assert torch.equal(generated(model, 1, 14, 4), want[1])
+            assert len(regions(handle).programs) == 2, "a size of one is a constant"
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_linears_of_a_layer_are_fused(pack):
+    """Those of all layers, by the code of one: each is guarded by where its own weights lie."""
+    model = model_of("llama", 3)
+    want = generated(model, *CALLS[0])
+    with attnops.patch(model, cache="paged", decode=how("piecewise", pack=pack)) as handle:
+        assert torch.equal(generated(model, *CALLS[0]), want)
+        [program] = regions(handle).programs
+        nodes = [node for part in program.split.parts for node in part.module.graph.nodes]
+        assert sum(node.target is torch.nn.functional.linear for node in nodes) == (4 if pack else 7)
+        if pack:
+            other = model.model.layers[2].self_attn.k_proj
+            other.weight.data = other.weight.data.clone()
+            assert torch.equal(generated(model, *CALLS[0]), want)
+            assert len(regions(handle).programs) == 2, "a layer whose weights lie apart is another kind"
+
+
+def test_layers_by_inductor():
+    model, device = model_of("llama", 3), StandIn()
+    want = generated(model, *CALLS[0])
+
+    def opaque(module, examples):
+        return device.opaque(inductor(module, examples))
+
+    with attnops.patch(model, cache="paged", decode=how("piecewise", inner=opaque, graphs=device)) as handle:
+        assert torch.equal(generated(model, *CALLS[0]), want)
+        assert regions(handle).refusal == "" and len(regions(handle).programs) == 1
+
+
+def test_graphs_are_cut_where_a_kernel_may_not_be_captured():
+    kernel, model = boundary(), model_of("llama", 3)
+    want = generated(model, *CALLS[0])
+    with attnops.patch(model, cache="paged", kernel=kernel, decode=how("piecewise")) as handle:
+        assert torch.equal(generated(model, *CALLS[0]), want)
+        [row] = handle.graphs.report().rows
+        assert len(row.breaks) == 3 and row.graphs == 4 and calls(handle) == {f"paged_attention.{kernel}"}
+
+
+def test_what_a_layer_was_compiled_for_stays_with_it():
+    """Policy, autocast and hooks, also those that differ in nothing but what their code closes over."""
+    model, twin = model_of("llama", 3), model_of("llama", 3)
+
+    def scaled(by):
+        return lambda module, given, out: by * out
+
+    def same():
+        got, want = (generated(m, *CALLS[0], output_logits=True, return_dict_in_generate=True).logits for m in (model, twin))
+        torch.testing.assert_close(torch.stack(got), torch.stack(want), rtol=1e-3, atol=1e-3)
+
+    with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
+        same()
+        with attnops.use("reference"):
+            same()
+            assert "paged_attention.reference" in calls(handle)
+        for by in (2.0, 3.0):
+            hooks = [m.model.layers[1].mlp.register_forward_hook(scaled(by)) for m in (model, twin)]
+            same()
+            for hook in hooks:
+                hook.remove()
+            same()
+        # Plain layers under two policies, and one layer with either hook.
+        assert len(regions(handle).programs) == 4 and regions(handle).refusal == ""
+
+
+def numbered(model):
+    """A layer that reads its own number, which is the same code for all."""
+    for layer in model.model.layers:
+        layer.mlp.layer_idx = layer.self_attn.layer_idx
+        layer.mlp.register_forward_hook(lambda module, given, out: out * 2 if module.layer_idx == 1 else out)
+
+
+def scaled(model):
+    """Layers that each have a number of their own in their code."""
+    for i, layer in enumerate(model.model.layers):
+        layer.mlp.by = 1.0 + i
+        layer.mlp.register_forward_hook(lambda module, given, out: out * module.by)
+
+
+def read(model):
+    """Code between layers whose shapes follow from values: a trace knows them, a capture of code that runs does not."""
+    embed = model.model.embed_tokens
+    embed.register_forward_hook(lambda module, given, out: out * given[0].new_ones(()).item())
+
+
+def own(model):
+    mlp = model.model.layers[2].mlp
+    mlp.forward = lambda x: type(mlp).forward(mlp, x)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (read, "_local_scalar_dense"),
+        (numbered, "cannot be traced alone"),
+        (scaled, "more than 2 layers of a step differ"),
+        (own, "LlamaMLP has a forward of its own instance"),
+    ],
+)
+def test_layers_that_share_no_code_are_traced_with_the_model(change, why, monkeypatch):
+    monkeypatch.setattr("attnops.graphs.regional.MOST_KINDS", 2)
+    model = model_of("llama", 3)
+    change(model)
+    want = [generated(model, *call) for call in CALLS[:2]]
+    with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
+        for call, tokens in zip(CALLS, want, strict=False):
+            assert torch.equal(generated(model, *call), tokens)
+            report = handle.graphs.report()
+            assert why in report.whole and f"traced whole: {report.whole}" in str(report)
+        assert replays(handle) == 3 and not any("forward" in vars(layer) for layer in model.model.layers)
