@@ -33,7 +33,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 class NotRegional(AttnopsError):
-    """The layers of a model cannot share compiled code. The message says why."""
+    """The layers of a model cannot share compiled code; it is then traced whole. The message says why."""
 
 
 class AnyNumber:

@@ -217,15 +217,15 @@ def test_graphs_that_cannot_be_made(monkeypatch):
     """Compiled ones leave breakable ones; without any, the call ends without graphs, and the next one is stock."""
     model, broken = tiny.model("llama"), {"piecewise"}
     want = generated(model, *CALL)
-    for mode in ("piecewise", "breakable"):
-        real = getattr(decode, mode)
+    for mode, name in (("piecewise", "Regional"), ("breakable", "breakable")):
+        real = getattr(decode, name)
 
         def failing(*given, mode=mode, real=real, **more):
             if mode in broken:
                 raise RuntimeError(f"no {mode} here")
             return real(*given, **more)
 
-        monkeypatch.setattr(decode, mode, failing)
+        monkeypatch.setattr(decode, name, failing)
     with attnops.patch(model, decode=auto(compile_after=4)) as handle:
         assert torch.equal(generated(model, *CALL), want)
         assert handle.took == Took("paged", "breakable", "RuntimeError: no piecewise here") and handle.plain_steps == 0

@@ -306,13 +306,13 @@ def _step_of(forward: Callable[..., Any]) -> Callable[..., Any]:
 def guarded_state(model: nn.Module) -> tuple[Any, ...]:
     """The state that graphs of a model's steps depend on besides their arguments: graphs captured at an equal state may be replayed.
 
-    It is the policy, autocast, and for each module its identity, its number of hooks, its strings and flags (`training`, names of merged
+    It is the policy, autocast, and for each module its identity, its hooks, its strings and flags (`training`, names of merged
     adapters) and the addresses of its tensors. It takes some microseconds a module. Raises InvalidInput for a weight on meta (offloaded).
     """
     found: list[Any] = [active_policy(), casting()]
     for module in model.modules():
         own = vars(module)
-        found += id(module), type(module), module.training, len(module._forward_hooks), len(module._forward_pre_hooks)
+        found += id(module), type(module), module.training, tuple(module._forward_hooks), tuple(module._forward_pre_hooks)
         for field, value in ((field, own[field]) for field in own.keys() - INTERNAL):
             if isinstance(value, (bool, str)):
                 found += field, value

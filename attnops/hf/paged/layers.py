@@ -76,5 +76,6 @@ def _within(mask: Any, window: int) -> bool:
 
 
 def _any_sizes(batch: PagedBatch) -> PagedBatch:
-    tensors: dict[str, Any] = {f.name: x for f in fields(batch) if isinstance(x := getattr(batch, f.name), Tensor)}
-    return replace(batch, others=(), **{name: varying(t.detach(), *range(t.dim())) for name, t in tensors.items()})
+    tensors = {f.name: x for f in fields(batch) if isinstance(x := getattr(batch, f.name), Tensor)}
+    changes: dict[str, Any] = {name: varying(t.detach(), *range(t.dim())) for name, t in tensors.items()}
+    return replace(batch, others=(), **changes)
