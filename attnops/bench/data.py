@@ -1,7 +1,7 @@
 """Suite `data`: kernels that move keys, values and latents, and what a copy of as many bytes takes.
 
-`compiled` is what Inductor makes of the torch ops that `reference` runs eagerly, where graphs inline them. `copy` is `copy_` of half the
-bytes that a case reads and writes, so it moves as many; `of_copy`: its time over the row's. Results must be equal in every bit.
+`compiled` is what Inductor makes of the torch ops that `reference` runs eagerly. `copy` is `copy_` of half the bytes that a case reads and
+writes, so it moves as many; `of_copy`: its time over the row's. Results must be equal in every bit.
 """
 
 from __future__ import annotations
@@ -88,12 +88,15 @@ def measure(setup: Setup, pool: Pool, case: str) -> list[Row]:
     def by(kernel: Kernel, call: Call) -> Any:
         return kernel.run(call.record)
 
-    def compiled() -> Way | None:
-        inline = next((k for k in known.values() if k.inline and not k.refusals(call.problem)), None)
-        if inline is None:
-            return None
-        packet, policy = OPS[call.op].packet.default, f"kernel={call.op}:{inline.name}"
-        made = setup.compiled(lambda args, kwargs: packet(*args, **kwargs, policy=policy), fullgraph=True, dynamic=False)
+    def compiled() -> Way:
+        op, inline = OPS[call.op], next((k for k in known.values() if k.inline and not k.refusals(call.problem)), None)
+
+        def body(args: Any, kwargs: Any) -> Any:
+            if inline is None:
+                return op.reference(op.call(*args, **kwargs))
+            return op.packet.default(*args, **kwargs, policy=f"kernel={call.op}:{inline.name}")
+
+        made = setup.compiled(body, fullgraph=True, dynamic=False)
         return way(lambda c: made(c.args, c.kwargs))
 
     want = results(call, partial(by, known["reference"]))

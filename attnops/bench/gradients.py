@@ -23,7 +23,7 @@ from attnops.bench.rows import Case, Row, Way, time_if_right, with_ratios
 from attnops.inputs import Pool, build
 from attnops.problem import altered
 from attnops.select import active_policy, choose, use
-from attnops.tune.clock import Timed, host_us, steps_us
+from attnops.tune.clock import Timed, steps_us
 from attnops.tune.shapes import DENSE, PACKED
 
 SHAPES = ((2, 4096, 32, 8, 128), (1, 16384, 32, 8, 128), (8, 1024, 16, 16, 64))  # requests, tokens of each, heads, key heads, head dim
@@ -55,7 +55,7 @@ def measure(setup: Setup, batch: int, tokens: int, q_heads: int, kv_heads: int, 
         return Way(Timed(run), lambda: [g.view(batch, tokens, *g.shape[-2:]) for g in run()], more=more)
 
     def host(us: float, way: Way) -> Row:
-        return {"host_us": host_us({"": way.timed.call}, 5, 1, wait=False)[""]["median_us"]}
+        return {"host_us": steps_us({"": way.timed}, 5, inner=1, wait=False)[""]["median_us"]}
 
     packed = {name: value for name, value in flat.arguments.items() if name != "padded"}
     ways = {
