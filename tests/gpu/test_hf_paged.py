@@ -156,6 +156,33 @@ def test_without_options_generate_takes_graphs(family: str, found: dict[str, Any
     found.setdefault("hf_without_options", {})[family] = took
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_loop_in_graphs_draws_as_transformers_does(rows: int, found: dict[str, Any]) -> None:
+    """The tokens of transformers' loop around the same graphs, which a processor of the caller's asks for, and its random numbers."""
+    import attnops
+    from attnops.hf import tiny
+    from tests.hf.test_loop import ENDS, OPTIONS, Streamer
+
+    model = tiny.model("llama").cuda().eval()
+    ids, more = asked(rows, 14, 40)
+    del more["min_new_tokens"]
+    lengths = []
+    with attnops.patch(model, cache="paged", decode="breakable") as handle:
+        for name, ends in ((name, ends) for name in OPTIONS for ends in (None, ENDS)):
+            call: dict[str, Any] = {**more, "pad_token_id": 1, "eos_token_id": ends, **OPTIONS[name]}
+            drawn = []
+            for processors in ([lambda ids, scores: scores], []):
+                torch.manual_seed(7)
+                streamer = Streamer()
+                texts = [model.generate(ids, **call, logits_processor=processors, streamer=each).tolist() for each in (streamer, None)]
+                drawn.append((texts, streamer.got, torch.cuda.get_rng_state().tolist()))
+                assert handle.took is not None and (handle.took.loop == "") is (not processors), handle.took
+            assert drawn[0] == drawn[1], (name, ends)
+            lengths.append(len(streamer.got))
+        assert handle.plain_steps == 0
+    found.setdefault("hf_loop_in_graphs", {})[f"{rows} rows"] = lengths
+
+
 @pytest.mark.parametrize("mode", ["piecewise", "breakable"])
 def test_steps_of_a_llama_shape_in_graphs(mode: Any, found: dict[str, Any]) -> None:
     """bfloat16, heads of Llama 3 8B: logits of graphs against those of the same patched model without, over a thousand steps."""

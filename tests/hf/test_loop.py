@@ -5,6 +5,7 @@ import functools
 import gc
 import inspect
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ SAMPLED = {"do_sample": True}
 ENDS = [*range(3, 128, 4)]
 """So many tokens end a row that rows end at different steps."""
 
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": SAMPLED,
     "temperature": {**SAMPLED, "temperature": 0.6},

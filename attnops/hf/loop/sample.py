@@ -46,9 +46,9 @@ class Loop:
         return {**self.__dict__, "_taken": False, "_tails": {}, "_device": None}
 
     @property
-    def graph_bytes(self) -> int:
-        """Bytes that the graphs took at their capture."""
-        return sum(tail.graph_bytes for tail in tuple(self._tails.values()))
+    def nbytes(self) -> int:
+        """Bytes of the graphs and their buffers."""
+        return sum(tail.nbytes for tail in tuple(self._tails.values()))
 
     def free(self) -> None:
         """Free the graphs."""
@@ -96,7 +96,9 @@ class Loop:
         owner, ids, processors, _, config, streamer, given = asked
         cache, eos, most = given["past_key_values"], asked.eos, asked.max_length
         outputs = owner._prefill(ids, config, given, is_first_iteration=True)
-        sizes = ids.shape[0], cache.max_length + 1, outputs.logits.shape[-1], sum(tokens.numel() for tokens in eos)
+        # As long as many caches, which then share a graph.
+        room = 1 << cache.max_length.bit_length()
+        sizes = ids.shape[0], room, outputs.logits.shape[-1], sum(tokens.numel() for tokens in eos)
         tail = self._tail(Choice(*sizes, bool(config.do_sample), fields(processors)), processors, ids.device, decoder)
         heard = bool(eos) or streamer is not None
         tail.begin(asked, heard)

@@ -111,9 +111,9 @@ class Tail:
         self._recorded = recorded
 
     @property
-    def graph_bytes(self) -> int:
-        """Bytes that the graph took at its capture."""
-        return 0 if self._recorded is None else sum(self._recorded.bytes_of)
+    def nbytes(self) -> int:
+        """Bytes of its buffers and of its graph."""
+        return self._scores.nbytes + self.tokens.nbytes + (0 if self._recorded is None else sum(self._recorded.bytes_of))
 
     def reset(self) -> None:
         """Free the graph."""
@@ -156,7 +156,8 @@ class Tail:
         if self._heard:
             self._host.copy_(self._news, non_blocking=True)
             if self._arrived is not None:
-                self._arrived.record()
+                # Of the tail's device, which need not be the current one.
+                self._arrived.record(torch.cuda.current_stream(self._news.device))
 
     def news(self) -> tuple[Tensor, bool]:
         """(the last chosen tokens, int64 `[B]` on the CPU; is every row finished?) Waits for the choice, but not for work after it."""

@@ -166,7 +166,7 @@ class PagedMode:
     def memory(self) -> str:
         """The bytes of pages and graphs that later calls find, for the report."""
         idle = 0 if self._pool is None else self._pool.idle_bytes
-        graphs = 0 if self._decoder is None else self._decoder.graph_bytes + self.loop.graph_bytes
+        graphs = 0 if self._decoder is None else self._decoder.graph_bytes + self.loop.nbytes
         held = f"{idle / 2**20:.1f} MiB of pages are kept for later calls, {graphs / 2**20:.1f} MiB of graphs"
         return f"{held}: at most {MOST_IDLE} sets of pages, until release()"
 
