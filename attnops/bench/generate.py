@@ -5,8 +5,8 @@
 transformers does. `attnops_piecewise`, `attnops_breakable`: over pages, decoding in CUDA graphs.
 
 Times are those of a token, from calls in turns. `cache`, `decode`: as `Patched.took` says. `plain_steps`: steps that graphs did not
-serve. `..., first call`: patch and first call in a fresh process, whole calls: with empty caches of Inductor and Triton, and, `warm_s`, in
-the next process, which finds these caches; `second_s`: its second call.
+serve. `..., first call`: whole calls in fresh processes, the patch included. `first_s`: with empty caches of Inductor and Triton; `warm_s`:
+in the next process, which finds these caches; `second_s`: its second call.
 """
 
 from __future__ import annotations
