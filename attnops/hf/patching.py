@@ -81,7 +81,7 @@ class Patched:
                 except (PatchError, UnknownKernel, torch.OutOfMemoryError) as error:
                     if forced and mode != "auto":
                         raise
-                    self._why = one_line(error).removeprefix("PatchError: patch: ")
+                    self._why = one_line(error).removeprefix("PatchError: ").removeprefix("patch: ")
                     if forced:
                         self._page(replace(how, mode="hf"))
             elif self.asked.cache == "auto" and how.mode == "auto":

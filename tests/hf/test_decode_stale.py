@@ -55,19 +55,24 @@ def merged(model):
     head.merged = ["default"]
 
 
+def scaled(model):
+    model.lm_head.scaling["default"] = 1.5
+
+
 class Adapted(nn.Linear):
     def __init__(self, own):
         super().__init__(own.in_features, own.out_features, bias=False)
         self.weight = own.weight
         self.delta = torch.randn(own.weight.shape, generator=torch.Generator().manual_seed(5))
         self.merged = []
+        self.scaling = {"default": 0.5}
 
     def forward(self, x):
         out = super().forward(x)
-        return out if self.merged else out + x @ self.delta.t() * 0.5
+        return out if self.merged else out + x @ self.delta.t() * self.scaling["default"]
 
 
-CHANGES = (assigned, replaced, written, another_head, hooked, merged)
+CHANGES = (assigned, replaced, written, another_head, hooked, merged, scaled)
 
 
 @pytest.mark.parametrize(("mode", "change"), [*(("breakable", c) for c in CHANGES), ("piecewise", replaced), ("piecewise", merged)])

@@ -161,6 +161,34 @@ def test_a_forward_that_is_replaced_after_the_first_call():
         assert torch.equal(generated(model, *CALL), want) and handle.took == Took("paged", "breakable")
 
 
+@pytest.mark.parametrize("patched_first", [True, False])
+def test_inputs_that_bring_more_positions(patched_first):
+    """As PEFT's prompts that are learnt do: embeddings before those of the prompt, at the first step."""
+    model = tiny.model("llama")
+    soft = torch.randn(2, 12, model.config.hidden_size, generator=torch.Generator().manual_seed(2))
+    own = type(model).prepare_inputs_for_generation
+
+    def prepare(*given, **more):
+        made = own(model, *given, **more)
+        length = made["past_key_values"].get_seq_length()
+        made["attention_mask"] = torch.ones(2, 21 if length == 0 else length + 1)
+        made["position_ids"] = None
+        if length == 0:
+            made["inputs_embeds"] = torch.cat([soft, model.get_input_embeddings()(made.pop("input_ids"))], 1)
+        return made
+
+    def tokens():
+        model.prepare_inputs_for_generation = prepare
+        return model.generate(torch.full((2, 9), 5), max_new_tokens=5, min_new_tokens=5, do_sample=False)
+
+    want = tokens()
+    if patched_first:
+        del model.prepare_inputs_for_generation
+    with attnops.patch(model, decode=auto()) as handle:
+        assert torch.equal(tokens(), want)
+        assert (handle.took.cache, handle.took.decode) == ("hf", "hf") and "positions of its own" in handle.took.why
+
+
 def test_what_no_pages_or_graphs_had_a_part_in():
     """A generate() that another model's answers, and one without a step after the prompt."""
     model = tiny.model("llama")

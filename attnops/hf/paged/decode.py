@@ -306,16 +306,19 @@ def _step_of(forward: Callable[..., Any]) -> Callable[..., Any]:
 def guarded_state(model: nn.Module) -> tuple[Any, ...]:
     """The state that graphs of a model's steps depend on besides their arguments: graphs captured at an equal state may be replayed.
 
-    It is the policy, autocast, and for each module its identity, its hooks, its strings and flags (`training`, names of merged
-    adapters) and the addresses of its tensors. It takes some microseconds a module. Raises InvalidInput for a weight on meta (offloaded).
+    It is the policy, autocast, and for each module its identity, its hooks, its strings, flags and fractions (`training`, names and
+    scales of adapters) and the addresses of its tensors. Whole numbers are left out: they may count calls. It takes some microseconds a
+    module. Raises InvalidInput for a weight on meta (offloaded).
     """
     found: list[Any] = [active_policy(), casting()]
     for module in model.modules():
         own = vars(module)
         found += id(module), type(module), module.training, tuple(module._forward_hooks), tuple(module._forward_pre_hooks)
         for field, value in ((field, own[field]) for field in own.keys() - INTERNAL):
-            if isinstance(value, (bool, str)):
+            if isinstance(value, (bool, str, float)):
                 found += field, value
+            elif isinstance(value, dict) and all(isinstance(x, float) for x in value.values()):
+                found += field, tuple(value.items())
             elif isinstance(value, (list, tuple)) and all(isinstance(x, str) for x in value):
                 found += field, tuple(value)
         if (absorbed := own.get(HELD)) is not None:

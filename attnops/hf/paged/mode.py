@@ -330,9 +330,15 @@ class PagedMode:
         if self.chosen:
             failed = "" if self._decoder is None else self._decoder.failed.get("breakable", "")
             generation, forward = running_generation(), self._forward
+            inputs = vars(owner).get("prepare_inputs_for_generation")
             replaced = forward is not None and vars(owner).get("forward") is not forward
             found |= {
                 "a loop of the caller's (custom_generate) may change its cache": (generation is not None and generation.custom, False),
+                # As PEFT does for prompts that are learnt.
+                "prepare_inputs_for_generation was replaced, and may bring positions of its own": (
+                    inputs is not None and (not isinstance(inputs, Method) or inputs.own is not None),
+                    False,
+                ),
                 REPLACED: (replaced or getattr(owner, "_compiled_call_impl", None) is not None, False),
                 f"graphs cannot be made: {failed}": (bool(failed), False),
                 "output_hidden_states=True": (any(getattr(c, "output_hidden_states", None) for c in configs), False),
