@@ -6,12 +6,9 @@ reads whether every row was finished: the device does not wait for the host. Of 
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -27,23 +24,20 @@ T = TypeVar("T")
 # Tails that are kept, the last used ones.
 _MOST = 4
 
-# Not an attribute of a model, whose copies and pickles would hold it.
-_TAKING = threading.Lock()
-
 
 class Loop:
-    """The loop of one model. One `generate()` at a time runs in it, others in transformers'.
+    """The loop of one model.
 
     decoder: returns the graphs of the model's steps.
     """
 
     def __init__(self, decoder: Callable[[], Decoder]) -> None:
-        self._decoder, self._taken = decoder, False
+        self._decoder = decoder
         self._tails: dict[Choice, Tail] = {}
         self._device: Device | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_taken": False, "_tails": {}, "_device": None}
+        return {**self.__dict__, "_tails": {}, "_device": None}
 
     @property
     def nbytes(self) -> int:
@@ -72,74 +66,70 @@ class Loop:
     def _sample(self, asked: Asked) -> Any:
         decoder = self._decoder()
         if not (why := not_plain(asked, decoder)):
-            with self._alone() as alone:
-                if alone:
-                    return self._run(asked, decoder)
-            why = "another generate() of this model is running"
+            return self._run(asked, decoder)
         owner, ids, processors, criteria, config, streamer, given = asked
         return type(owner)._sample(
             owner, ids, logits_processor=processors, stopping_criteria=criteria, generation_config=config, streamer=streamer,
             **_noted(why, given),
         )  # fmt: skip
 
-    @contextmanager
-    def _alone(self) -> Iterator[bool]:
-        with _TAKING:
-            alone, self._taken = not self._taken, True
-        try:
-            yield alone
-        finally:
-            if alone:
-                self._taken = False
-
     def _run(self, asked: Asked, decoder: Decoder) -> Any:
-        owner, ids, processors, _, config, streamer, given = asked
-        cache, eos, most = given["past_key_values"], asked.eos, asked.max_length
-        outputs = owner._prefill(ids, config, given, is_first_iteration=True)
+        owner, ids, processors, _, config, _, given = asked
+        # A copy of the last logits, so that a long prompt's others are freed.
+        logits = owner._prefill(ids, config, given, is_first_iteration=True).logits[:, -1:].clone()
         # As long as many caches, which then share a graph.
-        room = 1 << cache.max_length.bit_length()
-        sizes = ids.shape[0], room, outputs.logits.shape[-1], sum(tokens.numel() for tokens in eos)
-        tail = self._tail(Choice(*sizes, bool(config.do_sample), fields(processors)), processors, ids.device, decoder)
-        heard = bool(eos) or streamer is not None
-        tail.begin(asked, heard)
-        steps, length, ahead = _Steps(owner, decoder, tail, given), ids.shape[1] + 1, False
+        room = 1 << given["past_key_values"].max_length.bit_length()
+        ends = sum(tokens.numel() for tokens in asked.eos)
+        choice = Choice(ids.shape[0], room, logits.shape[-1], ends, bool(config.do_sample), fields(processors))
+        with decoder.turn:
+            tail = self._tails.pop(choice, None) or self._made(choice, asked, decoder)
         try:
             with owner._optimize_model_for_decode():
-                with decoder.turn:
-                    tail.choose(outputs.logits)
-                del outputs
-                while length < most:
-                    logits = steps.next(length)
-                    ahead = True
-                    if heard and _told(tail, streamer):
-                        break
-                    ahead = False
-                    with decoder.turn:
-                        tail.choose(logits)
-                    length += 1
-                else:
-                    if streamer is not None:
-                        _told(tail, streamer)
+                return _decoded(asked, decoder, _noted(tail.reason, tail), logits)
         finally:
-            if ahead:
-                cache.crop(-1)
-        if streamer is not None:
-            streamer.end()
-        sequences: Any = tail.tokens[:, :length].clone()
-        return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=cache) if config.return_dict_in_generate else sequences
-
-    def _tail(self, choice: Choice, processors: Any, device: torch.device, decoder: Decoder) -> Tail:
-        tail = self._tails.pop(choice, None)
-        if tail is None:
-            while len(self._tails) >= _MOST:
-                self._tails.pop(next(iter(self._tails))).reset()
-            if self._device is None:
-                self._device = decoder.how.graphs or CudaGraphs(device)
-            tail = Tail(choice, processors, device)
             with decoder.turn:
-                tail.capture(self._device)
-        self._tails[choice] = tail
-        return _noted(tail.reason, tail)
+                if (other := self._tails.pop(choice, None)) is not None:
+                    other.reset()
+                self._tails[choice] = tail
+                while len(self._tails) > _MOST:
+                    self._tails.pop(next(iter(self._tails))).reset()
+
+    def _made(self, choice: Choice, asked: Asked, decoder: Decoder) -> Tail:
+        device = asked.input_ids.device
+        self._device = self._device or decoder.how.graphs or CudaGraphs(device)
+        tail = Tail(choice, asked.processors, device)
+        tail.capture(self._device)
+        return tail
+
+
+def _decoded(asked: Asked, decoder: Decoder, tail: Tail, logits: Tensor) -> Any:
+    """What transformers' `_sample` does and returns after the prompt. logits: `[B, 1, V]`, the prompt's last."""
+    streamer, cache, most = asked.streamer, asked.given["past_key_values"], asked.max_length
+    heard = bool(asked.eos) or streamer is not None
+    tail.begin(asked, heard)
+    steps, length, ahead = _Steps(asked.owner, decoder, tail, asked.given), asked.input_ids.shape[1] + 1, False
+    try:
+        with decoder.turn:
+            tail.choose(logits)
+        while length < most:
+            logits = steps.next(length)
+            ahead = True
+            if heard and _told(tail, streamer):
+                break
+            ahead = False
+            with decoder.turn:
+                tail.choose(logits)
+            length += 1
+        else:
+            if streamer is not None:
+                _told(tail, streamer)
+    finally:
+        if ahead:
+            cache.crop(-1)
+    if streamer is not None:
+        streamer.end()
+    sequences: Any = tail.tokens[:, :length].clone()
+    return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=cache) if asked.config.return_dict_in_generate else sequences
 
 
 class _Steps:
