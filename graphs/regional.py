@@ -96,8 +96,8 @@ class Regions:
         self.refusal, self.seconds, self.parts = "", 0.0, 0
         self._kinds = 0
         self._into: Recorded | None = None
-        # By the identity of a layer's functions, which are kept beside.
-        self._compiled: dict[tuple[int, ...], tuple[Any, Callable[..., Any]]] = {}
+        # By the word and the identity of a layer's functions, which are kept beside.
+        self._compiled: dict[tuple[str | int, ...], tuple[Any, Callable[..., Any]]] = {}
         if self._inner in (INNER["inductor"], INNER["tuned"]):
             start_workers()
 
@@ -105,10 +105,11 @@ class Regions:
         """Begin a step."""
         self._kinds = self.parts = 0
 
-    def __call__(self, module: nn.Module, rows: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, module: nn.Module, rows: int, args: tuple[Any, ...], kwargs: dict[str, Any], apart: str = "") -> Any:
         """The result of the module's forward, run by compiled code and captured where a capture is under way.
 
         rows: of the step. Tensors with as many have them in their first dim.
+        apart: calls share code with those of the same word.
         """
         for t in pytree.tree_leaves((args, kwargs)):
             if isinstance(t, Tensor) and t.dim() and t.shape[0] == rows:
@@ -116,9 +117,9 @@ class Regions:
         mode, began, before = capture_mode(), time.perf_counter(), len(self.programs)
         try:
             if mode is None:
-                return self._traced(module, args, kwargs)
+                return self._traced(module, args, kwargs, apart)
             with mode.aside() as self._into:
-                out = self._traced(module, args, kwargs)
+                out = self._traced(module, args, kwargs, apart)
             mode.note(out)
             return out
         finally:
@@ -126,13 +127,13 @@ class Regions:
             if len(self.programs) != before:
                 self.seconds += time.perf_counter() - began
 
-    def _traced(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _traced(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], apart: str) -> Any:
         from torch._dynamo.exc import TorchDynamoException
         from torch.fx.experimental import _config
 
         shapes: Any = _config  # torch adds `patch` when the module is loaded
         same, functions = twin(module)
-        key = tuple(map(id, functions))
+        key: tuple[str | int, ...] = (apart, *map(id, functions))
         if key not in self._compiled:
             # Dynamo keeps compiled code with the code of the function, here one that goes with the regions.
             run, ours = FunctionType(_run.__code__.replace(), globals()), weakref.proxy(self)

@@ -1,11 +1,14 @@
 """Steps whose layers are compiled once a kind: eager's tokens by few traces, and the whole model traced where layers cannot be."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import attnops
 from attnops.graphs.pieces import inductor
 from attnops.hf import tiny
+from attnops.kernel import _REGISTRY, Capture
 from tests.graphs.models import boundary
 from tests.graphs.standin import StandIn
 from tests.hf.test_decode_graphs import generated, how, nan_pages, replays
@@ -97,6 +100,23 @@ def test_graphs_are_cut_where_a_kernel_may_not_be_captured():
         assert torch.equal(generated(model, *CALLS[0]), want)
         [row] = handle.graphs.report().rows
         assert len(row.breaks) == 3 and row.graphs == 4 and calls(handle) == {f"paged_attention.{kernel}"}
+
+
+def test_a_cache_that_another_kernel_is_faster_for(monkeypatch):
+    """Not the kernel of the first cache for all: that of a short text may be slow over a long one."""
+    model, name = model_of("llama", 2), boundary()
+    far = replace(
+        _REGISTRY.kernels["paged_attention"][name], capture=Capture.WHOLE, cost_us=lambda p: 0.0 if p.sizes.context.hint > 64 else 1e9
+    )
+    monkeypatch.setitem(_REGISTRY.kernels["paged_attention"], name, far)
+    monkeypatch.setattr(_REGISTRY, "generation", _REGISTRY.generation + 1000)
+    want = [generated(model, 2, length, 3) for length in (14, 80, 14)]
+    with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
+        for length, new, tokens in zip((14, 80, 14), (1, 2, 2), want, strict=True):
+            cache = handle.new_cache(2, length + 3, page_size=8)
+            assert torch.equal(generated(model, 2, length, 3, past_key_values=cache), tokens)
+            assert len(regions(handle).programs) == new and (f"paged_attention.{name}" in calls(handle)) == (new == 2)
+            del cache
 
 
 def test_what_a_layer_was_compiled_for_stays_with_it():

@@ -64,7 +64,8 @@ def _forward(layer: Any, number: int, regions: Regions, cache: PagedModelCache, 
     given = View(tuple(varying(t.detach(), 0) for t in view.pages), window, _any_sizes(view.batch), heads=heads)
     args = tuple(given if value is cache else value for value in args)
     kwargs = {name: given if value is cache else value for name, value in kwargs.items()}
-    out = regions(layer, state.start.shape[0], args, kwargs)
+    # The kernel is chosen at the trace, for all of its sizes. Pages for which another one is faster have a trace of their own.
+    out = regions(layer, state.start.shape[0], args, kwargs, apart=pages.kernels[cache.numbers[number]])
     cache.wrote(number)
     return out
 
@@ -77,5 +78,7 @@ def _within(mask: Any, window: int) -> bool:
 
 def _any_sizes(batch: PagedBatch) -> PagedBatch:
     tensors = {f.name: x for f in fields(batch) if isinstance(x := getattr(batch, f.name), Tensor)}
-    changes: dict[str, Any] = {name: varying(t.detach(), *range(t.dim())) for name, t in tensors.items()}
+    # Kernels look at the size of scratch.
+    dims = {name: () if name == "workspace" else range(t.dim()) for name, t in tensors.items()}
+    changes: dict[str, Any] = {name: varying(t.detach(), *dims[name]) for name, t in tensors.items()}
     return replace(batch, others=(), **changes)

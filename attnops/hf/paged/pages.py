@@ -23,7 +23,7 @@ from attnops.cache.step import Tokens
 from attnops.kernel import Kernel
 from attnops.ops import slot_mapping
 from attnops.ops.plan import LatentSpec, PagedSpec
-from attnops.problem import Target, altered
+from attnops.problem import Problem, Target, altered
 from attnops.select import key_for, select, workspace_bytes
 
 # Padding of a row without tokens: more than any position.
@@ -72,6 +72,7 @@ class ModelPages(Pages):
     seen: int64 `[]`, positions so far, padding included.
     pad: int64 `[rows]`, the positions of each row that are padding; EMPTY for a row that the last step did not have.
     high: int64 `[]`, the most positions there have been since the cache was empty, where there are windows.
+    kernels: for each layer, the one that decode steps of all rows choose, "" for none.
     counters: the tensors that a step writes besides keys, values and latents.
     """
 
@@ -101,6 +102,8 @@ class ModelPages(Pages):
         self._plan_of: tuple[Kernel, LatentSpec] | None = None
         table_of: dict[PagedSpec | LatentSpec, int] = dict(zip(sizes.layers, self.table_of, strict=True))
         self.add_workspace(max(self._scratch(layer, table) for layer, table in table_of.items()))
+        chosen = {layer: self._chosen(layer, table) for layer, table in table_of.items()}
+        self.kernels = tuple(chosen[layer] for layer in sizes.layers)
         with ordinary():
             self.seen, self.high = (torch.zeros((), dtype=torch.int64, device=sizes.device) for _ in range(2))
             self.pad = torch.full((rows,), EMPTY, dtype=torch.int64, device=sizes.device)
@@ -109,16 +112,27 @@ class ModelPages(Pages):
         for tensors, dims in ((self.tables, (0, 1)), (self.pools, (0,)), ((self.pad,), (0,))):
             fix_address(*tensors, dynamic=() if sizes.fixed else dims)
 
+    def _decode(self, layer: PagedSpec | LatentSpec, table: int) -> Problem:
+        """The attention of a decode step of this layer."""
+        spec, rows = replace(layer, page_size=self.page_size), self.sizes.rows
+        decode = spec.problem(Target.of(self.sizes.device), rows, rows, self.tables[table].shape[1], 1)
+        if isinstance(spec, LatentSpec):
+            return altered(decode, plan="device")
+        return altered(decode, plan="none", padded=False, pages_alike=spec.head_dim == spec.v_head_dim)
+
     def _scratch(self, layer: PagedSpec | LatentSpec, table: int) -> int:
         """Bytes that the kernel of a decode step of this layer asks for. Of latents, the kernel is kept: it may read a device plan."""
-        spec, rows, key = replace(layer, page_size=self.page_size), self.sizes.rows, key_for(layer.attention, self.sizes.kernel)
-        decode = spec.problem(Target.of(self.sizes.device), rows, rows, self.tables[table].shape[1], 1)
-        if isinstance(spec, PagedSpec):
-            return workspace_bytes(altered(decode, plan="none", padded=False, pages_alike=spec.head_dim == spec.v_head_dim), key)
-        scratch = workspace_bytes(altered(decode, plan="device"), key)
-        kernel = select(altered(decode, plan="device", workspace=scratch), key).kernel
-        self._plan_of = None if kernel is None else (kernel, spec)
+        decode, key = self._decode(layer, table), key_for(layer.attention, self.sizes.kernel)
+        scratch = workspace_bytes(decode, key)
+        if isinstance(layer, LatentSpec):
+            kernel = select(altered(decode, workspace=scratch), key).kernel
+            self._plan_of = None if kernel is None else (kernel, replace(layer, page_size=self.page_size))
         return scratch
+
+    def _chosen(self, layer: PagedSpec | LatentSpec, table: int) -> str:
+        decode = altered(self._decode(layer, table), workspace=0 if self.workspace is None else self.workspace.nbytes)
+        kernel = select(decode, key_for(layer.attention, self.sizes.kernel)).kernel
+        return "" if kernel is None else kernel.name
 
     @property
     def nbytes(self) -> int:
