@@ -1,7 +1,9 @@
 """`patch(model)` without options: pages and graphs where the device and the call allow, transformers' own way with a reason elsewhere."""
 
 import copy
+import gc
 import pickle
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -329,3 +331,27 @@ def test_options_narrow_and_force():
         with attnops.patch(model, **given) as handle:
             generated(model, 2, 9, 3)
             assert handle.took == took, given
+
+
+@pytest.mark.parametrize("mode", ["breakable", "piecewise"])
+@pytest.mark.parametrize("way", ["unpatched", "released", "deleted"])
+def test_memory_is_given_back(way, mode):
+    model = tiny.model("llama")
+    handle = attnops.patch(model, decode=auto(compile_after=0 if mode == "piecewise" else 99))
+    generated(model, *CALL)
+    assert handle.took == Took("paged", mode)
+    [over] = handle._paged.decoder()._over.values()
+    held = [weakref.ref(t) for t in (*over.cache.state.pages.pools, over.cache.state.pages)]
+    graphs = handle.decode.graphs.graphs
+    assert all(ref() is not None for ref in held) and any(graph.alive for graph in graphs)
+    assert "MiB of pages are kept" in str(handle.report())
+    del over
+    if way == "unpatched":
+        handle.unpatch()
+    elif way == "released":
+        handle.release()
+    else:
+        del model, handle
+    gc.collect()
+    assert not any(ref() is not None for ref in held)
+    assert way == "deleted" or not any(graph.alive for graph in graphs)
