@@ -107,8 +107,8 @@ def test_first_calls_are_those_of_processes(monkeypatch):
     monkeypatch.setattr(generate, "in_a_process", in_a_process)
     cases = [case for name, case in generate.cases(replace(TOY, quick=False)).items() if "first call" in name]
     found = [row for case in cases for row in case()]
-    assert [row["way"] for row in found] == list(generate.WAYS) and all(row["second_s"] == 0.5 for row in found)
-    assert [(row["first_s"], row["warm_s"]) for row in found] == [(n, n + 1) for n in range(1, 2 * len(generate.WAYS), 2)]
+    assert [row["way"] for row in found] == list(generate.FIRST) and all(row["second_s"] == 0.5 for row in found)
+    assert [(row["first_s"], row["warm_s"]) for row in found] == [(n, n + 1) for n in range(1, 2 * len(generate.FIRST), 2)]
     for cold, warm in zip(seen[::2], seen[1::2], strict=True):
         assert cold[:2] == warm[:2] and not cold[2] and warm[2]
-    assert len({folder for _, folder, _ in seen}) == len(generate.WAYS)
+    assert len({folder for _, folder, _ in seen}) == len(generate.FIRST)

@@ -1,9 +1,9 @@
 """Suite `cliffs`: seconds of a call right after a change, and of the same call again.
 
-Each change meets a patched model that is warm, so that its steps are compiled and captured. `first_s`: the call after the change, the
+The changes meet one patched model that is warm, so that its steps are compiled and captured. `first_s`: the call after the change, the
 change included. `then_s`: the same call again. `cost_s`: the difference. `attnops`: `attnops.patch(model)`, no more. `attnops_piecewise`,
-`attnops_breakable`: with `decode=`. `attnops_paged`, on a CPU: over pages without graphs. A new process finds caches of compilers that
-another one has filled; its `first_s` has the patch in it. The suite `generate` judges the results of such calls.
+`attnops_breakable`: with `decode=`. `attnops_paged`, on a CPU: over pages without graphs. The suite `generate` judges the results of such
+calls, and has the first call of a process.
 """
 
 from __future__ import annotations
@@ -71,16 +71,15 @@ class Warm(NamedTuple):
             return self.generate()
 
 
-ADAPTER, PROCESS = "another adapter", "a new process"
 CHANGES: dict[str, Callable[[Warm], Run]] = {
     "a second cache of the same size": lambda warm: lambda: warm.steps(warm.filled()),
     "two caches in turn": lambda warm: partial(warm.steps, warm.filled(), warm.filled()),
     "eight times the batch": lambda warm: partial(warm.generate, batch=8),
     "a longer text than the pages hold": lambda warm: partial(warm.generate, context=4),
     "a second thread": lambda warm: warm.in_a_thread,
-    ADAPTER: lambda warm: warm.switched,
     "another policy": lambda warm: warm.deterministic,
 }
+ADAPTER = "another adapter"
 
 
 def ways_of(setup: Setup) -> dict[str, Any]:
@@ -89,32 +88,38 @@ def ways_of(setup: Setup) -> dict[str, Any]:
 
 
 def cases(setup: Setup) -> dict[str, Case]:
-    """One a change and way, at the first prompt of each model of the suite `generate`."""
+    """All changes of a way, and another adapter, at the first prompt of each model of the suite `generate`."""
     places = {size: {name: points[:1] for name, points in some.items()} for size, some in generate.PLACES.items()}
     measured: dict[str, Any] = models.over(setup, places, measure)
-    asked = [(way, change) for way in ways_of(setup) for change in (*CHANGES, PROCESS)]
-    return {f"{case}, {change}, {way}": partial(one, change, way) for way, change in asked for case, one in measured.items()}
+    asked = [(way, adapters) for way in ways_of(setup) for adapters in (False, True)]
+    return {
+        f"{case}, {way}" + (f", {ADAPTER}" if adapters else ""): partial(one, way=way, adapters=adapters)
+        for way, adapters in asked for case, one in measured.items()
+    }  # fmt: skip
 
 
 @torch.no_grad()
-def measure(setup: Setup, kept: models.Kept, name: str, point: Point, change: str = PROCESS, way: str = "attnops") -> list[Row]:
-    """One change, of one way. Raises LeftOut without peft, which adapters are of."""
-    if change == PROCESS:
-        first_s, then_s = generate.in_two_processes(setup, name, point, way)[1]
-    else:
-        one = models.twin(kept(name))
-        if change == ADAPTER:
-            add_adapters(one)
-        with attnops.hf.patch(one, **ways_of(setup)[way]) as handle:
-            warm = Warm(setup, one, handle, point)
-            for _ in range(generate.warm_calls(setup)):
-                warm.generate()
-            warm.steps(warm.filled())
-            run = CHANGES[change](warm)
+def measure(
+    setup: Setup, kept: models.Kept, name: str, point: Point, way: str = "attnops", adapters: bool = False
+) -> list[Row]:  # fmt: skip
+    """The changes of one way, one after the other. adapters: of another adapter alone. Raises LeftOut without peft."""
+    one = models.twin(kept(name))
+    if adapters:
+        add_adapters(one)
+    rows = []
+    with attnops.hf.patch(one, **ways_of(setup)[way]) as handle:
+        warm = Warm(setup, one, handle, point)
+        for _ in range(generate.warm_calls(setup)):
+            warm.generate()
+        warm.steps(warm.filled())
+        for change, make in ({ADAPTER: lambda warm: warm.switched} if adapters else CHANGES).items():
+            run = make(warm)
             first_s, then_s = seconds(run), seconds(run)
-    figures = {"first_s": first_s, "then_s": then_s, "cost_s": first_s - then_s}
-    found: Row = {"case": f"{name} {point}, {change}", "way": way, "median_us": round(1e6 * first_s, 2)}
-    return [found | {figure: round(s, 3) for figure, s in figures.items()}]
+            figures = {"first_s": first_s, "then_s": then_s, "cost_s": first_s - then_s}
+            found: Row = {"case": f"{name} {point}, {change}", "way": way, "median_us": round(1e6 * first_s, 2)}
+            rows.append(found | {figure: round(s, 3) for figure, s in figures.items()})
+            warm.generate()
+    return rows
 
 
 def add_adapters(model: Any) -> None:

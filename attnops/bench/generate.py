@@ -35,13 +35,15 @@ WAYS: dict[str, Row | None] = {
     "hf": None, "hf_static": None, "attnops": {}, "attnops_hf": {"cache": "hf", "decode": "hf"},
     "attnops_paged": {"cache": "paged", "decode": "hf"},
 }  # fmt: skip
+FIRST = ("hf", "hf_static", "attnops")  # ways whose first call is measured, in two processes each
 ON_GPU: dict[str, Row | None] = {f"attnops_{mode}": {"cache": "paged", "decode": mode} for mode in ("piecewise", "breakable")}
 
 
 def cases(setup: Setup) -> dict[str, Case]:
-    """Steady calls of every model at its prompts, then the first calls."""
-    first: dict[str, Any] = models.over(setup, PLACES, first_call)
-    found = {f"{case}, first call, {way}": partial(one, way) for way in ways_of(setup) for case, one in first.items()}
+    """Steady calls of every model at its prompts, then the first calls, at its first prompt."""
+    places = {size: {name: points[:1] for name, points in some.items()} for size, some in PLACES.items()}
+    first: dict[str, Any] = models.over(setup, places, first_call)
+    found = {f"{case}, first call, {way}": partial(one, way) for way in FIRST for case, one in first.items()}
     return models.over(setup, PLACES, measure) | found
 
 

@@ -51,7 +51,7 @@ SUITES = (
     Suite("data", "kernels that move keys, values and latents", data.cases, 0.5, ()),
     Suite("gradients", "training steps of attention", gradients.cases, 0.5, ()),
     Suite("generate", "whole calls of generate(), and the first one of a process", generate.cases, 4.0, usual=False),
-    Suite("cliffs", "the cost of a change: another cache, batch, length, thread, adapter, policy or process", cliffs.cases, usual=False),
+    Suite("cliffs", "the cost of a change: another cache, batch, length, thread, adapter or policy", cliffs.cases, usual=False),
     Suite("overhead", "the host time of a call through attnops", overhead.cases, needs=()),
     Suite("regret", "the automatic choice against the best kernel, on calls that no table has", regret.cases, needs=(), usual=False),
 )
