@@ -130,7 +130,8 @@ class Patched:
         return self._took
 
     def release(self) -> None:
-        """Free the pages that `generate()` and dropped caches have left for later calls, with the graphs over them."""
+        """Free the pages that `generate()` and dropped caches have left for later calls, with the graphs over them. Graphs that could not
+        be made, as when memory was short, are tried again by the next call."""
         if self._paged is not None:
             self._paged.release()
 

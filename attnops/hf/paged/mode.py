@@ -171,8 +171,10 @@ class PagedMode:
         return f"{held}: at most {MOST_IDLE} sets of pages, until release()"
 
     def release(self) -> None:
-        """Free idle pages and the graphs over them."""
+        """Free idle pages and the graphs over them. Graphs that could not be made, as when memory was short, are tried again."""
         self.pool.clear()
+        if self._decoder is not None:
+            self._decoder.failed.clear()
         self.loop.free()
 
     def undo(self) -> None:
