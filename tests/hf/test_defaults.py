@@ -76,12 +76,13 @@ def of_two_dtypes(model):
     """A layer in float64, whose keys pages of float32 do not hold."""
     layer = model.model.layers[1].self_attn.double()
 
-    def widened(_, args, given):
-        wide = {"hidden_states": given["hidden_states"].double(), "position_embeddings": [x.double() for x in given["position_embeddings"]]}
-        return args, {**given, **wide}
+    own = layer.forward
 
-    layer.register_forward_pre_hook(widened, with_kwargs=True)
-    layer.register_forward_hook(lambda _, args, out: (out[0].float(), *out[1:]))
+    def widened(hidden_states, position_embeddings, **more):
+        out = own(hidden_states.double(), position_embeddings=[x.double() for x in position_embeddings], **more)
+        return out[0].float(), *out[1:]
+
+    layer.forward = widened
     return asked(*CALL)
 
 
@@ -160,6 +161,19 @@ def test_a_forward_that_is_replaced_after_the_first_call():
         assert torch.equal(generated(model, *CALL), want) and len(calls) == CALL[2]
         assert (handle.took.cache, handle.took.decode) == ("hf", "hf") and "forward was replaced" in handle.took.why
         model.forward = before
+        assert torch.equal(generated(model, *CALL), want) and handle.took == Took("paged", "breakable")
+
+
+def test_hooks_run_at_every_step():
+    model = tiny.model("llama")
+    want, seen = generated(model, *CALL), []
+    with attnops.patch(model, decode=auto(compile_after=99)) as handle:
+        generated(model, *CALL)
+        hook = model.model.layers[0].mlp.register_forward_hook(lambda module, given, out: seen.append(out.shape[1]))
+        assert torch.equal(generated(model, *CALL), want) and seen == [CALL[1]] + [1] * (CALL[2] - 1)
+        assert handle.took == Took("hf", "hf", "hooks of the caller on LlamaMLP run at every step")
+        hook.remove()
+        generated(model, *CALL, output_hidden_states=True, return_dict_in_generate=True)
         assert torch.equal(generated(model, *CALL), want) and handle.took == Took("paged", "breakable")
 
 

@@ -332,7 +332,7 @@ class PagedMode:
         if self.chosen:
             failed = "" if self._decoder is None else self._decoder.failed.get("breakable", "")
             generation, forward = running_generation(), self._forward
-            inputs = vars(owner).get("prepare_inputs_for_generation")
+            inputs, hooked = vars(owner).get("prepare_inputs_for_generation"), _hooked(owner)
             replaced = forward is not None and vars(owner).get("forward") is not forward
             found |= {
                 "a loop of the caller's (custom_generate) may change its cache": (generation is not None and generation.custom, False),
@@ -341,6 +341,7 @@ class PagedMode:
                     inputs is not None and (not isinstance(inputs, Method) or inputs.own is not None),
                     False,
                 ),
+                f"hooks of the caller on {hooked} run at every step": (bool(hooked), False),
                 REPLACED: (replaced or getattr(owner, "_compiled_call_impl", None) is not None, False),
                 f"graphs cannot be made: {failed}": (bool(failed), False),
                 "output_hidden_states=True": (any(getattr(c, "output_hidden_states", None) for c in configs), False),
@@ -372,6 +373,15 @@ def _drafts(generation_config: Any, generation_mode: Any) -> tuple[int, int]:
 
 def _assisted(generation_mode: Any) -> bool:
     return bool(getattr(generation_mode, "value", generation_mode) == "assisted_generation")
+
+
+def _hooked(owner: Any) -> str:
+    """The class of a module within `owner` with hooks that are neither ours nor transformers', which no replay runs; "" without."""
+    hooks = (
+        (m, hook) for m in owner.modules() if m is not owner for each in (m._forward_hooks, m._forward_pre_hooks) for hook in each.values()
+    )
+    known = ("attnops.", "transformers.")
+    return next((type(m).__name__ for m, hook in hooks if not str(getattr(hook, "__module__", "")).startswith(known)), "")
 
 
 def _left_padded(mask: Tensor | None) -> bool:
