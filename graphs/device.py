@@ -134,7 +134,7 @@ class _Captured:
 
 
 # CPython 3.12 starts with some hundred frozen objects. A program with more froze them on purpose, and keeps them frozen.
-_EXEMPT = 10_000
+EXEMPT = 10_000
 
 
 class CudaGraphs:
@@ -165,7 +165,7 @@ class CudaGraphs:
             return
         outer = torch.cuda.current_stream(self.device)
         gc.collect()
-        collects, freezes = gc.isenabled(), gc.get_freeze_count() < _EXEMPT
+        collects, freezes = gc.isenabled(), gc.get_freeze_count() < EXEMPT
         gc.disable()
         if freezes:
             # A process that has compiled holds a million objects, and a full collection takes longer than a capture.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnops.cache.paged import ordinary
 from attnops.errors import NotCapturable
-from attnops.graphs.device import Device, Recorded
+from attnops.graphs.device import EXEMPT, Device, Recorded
 from attnops.hf.loop.plain import Asked, held
 
 
@@ -91,7 +91,7 @@ class Tail:
         """Capture the graph, before `begin`. The state of random numbers is left as it was."""
         device = self._scores.device
         # The session's collection takes longer than the capture where a process has compiled.
-        freezes = gc.get_freeze_count() == 0
+        freezes = gc.get_freeze_count() < EXEMPT
         if freezes:
             gc.freeze()
         recorded = Recorded(graphs)
