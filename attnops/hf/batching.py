@@ -8,6 +8,8 @@ import torch
 import transformers
 
 from attnops.errors import InvalidInput, fail
+from attnops.hf.attention.continuous import PREFIX
+from attnops.hf.interface import NAME
 
 
 def batching_config(model: Any, **options: Any) -> Any:
@@ -26,7 +28,7 @@ def batching_config(model: Any, **options: Any) -> Any:
     base = getattr(transformers, "ContinuousBatchingConfig", None)
     if base is None:
         fail(InvalidInput, "transformers.__version__", transformers.__version__, "a version with ContinuousBatchingConfig")
-    cuda, config = torch.cuda.is_available(), model.config
+    cuda, config = torch.cuda.is_available(), model.config.get_text_config()
     given = {"use_cuda_graph": cuda, "use_async_batching": cuda, **options}
     kinds = getattr(config, "layer_types", None) or ("full_attention" if getattr(config, "sliding_window", None) is None else "",)
     compiled = any(given.get(name) for name in ("default_compile_level", "varlen_compile_config", "decode_compile_config"))
@@ -35,8 +37,10 @@ def batching_config(model: Any, **options: Any) -> Any:
 
     class BatchingConfig(base):  # type: ignore[misc, valid-type]
         def __setattr__(self, name: str, value: Any) -> None:
-            # transformers writes 0 where the attention is not FlashAttention.
-            if name != "max_blocks_per_request" or value != 0:
+            # transformers writes 0 where the attention is not FlashAttention. Others than ours, to which a model may be switched later,
+            # do not know block tables.
+            ours = str(config._attn_implementation).startswith(PREFIX + NAME)
+            if name != "max_blocks_per_request" or value != 0 or not ours:
                 super().__setattr__(name, value)
 
     return BatchingConfig(**given)

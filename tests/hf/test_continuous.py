@@ -138,6 +138,21 @@ def test_block_tables(name, calls):
     assert type(batching_config(model, varlen_compile_config=transformers.CompileConfig())) is transformers.ContinuousBatchingConfig
 
 
+def test_block_tables_are_for_our_attention_alone(calls):
+    """The attention is known when a batch begins, and not when its config is made."""
+    model, want = stock("llama", settings())
+    how = batching_config(model, block_size=8, **SIZES)
+    for name in ("paged|sdpa", "paged|attnops"):
+        model.set_attn_implementation(name)
+        assert batched(model, how) == want
+    assert any(tables is not None for tables in calls["tables"])
+
+
+def test_the_layers_of_a_text_model_inside_another_are_looked_at():
+    config = SimpleNamespace(get_text_config=lambda: tiny.config("gemma3"))
+    assert type(batching_config(SimpleNamespace(config=config))) is transformers.ContinuousBatchingConfig
+
+
 @pytest.mark.parametrize(("name", "tables"), [("llama", False), ("llama", True), ("gemma3", False)])
 def test_captured(name, tables, calls, monkeypatch):
     """Steps that transformers captures and replays, padded to few sizes."""
