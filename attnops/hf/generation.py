@@ -44,7 +44,7 @@ class Generation:
     graphs: the mode of graphs that its last step ran in, "" without.
     loop: why the loop around its steps is transformers' own, "" where it is not (attnops.hf.loop).
     last: (the mask that the last step left behind,), or () before the first.
-    prepared: the mask of the next step's forward.
+    prepared: (the mask of the next step's forward,), or () but between its preparation and its end.
     """
 
     owner: nn.Module | None = None
@@ -58,7 +58,7 @@ class Generation:
     graphs: str = ""
     loop: str = ""
     last: tuple[Any, ...] = ()
-    prepared: Any = None
+    prepared: tuple[Any, ...] = ()
 
     def note(self, new: Verdict) -> None:
         """Take the check of one more mask into account."""
@@ -101,7 +101,7 @@ def _running(owner: Any) -> Generation | None:
 def _of(owner: Any, mask: Any) -> Generation | None:
     """The generation of the owner that runs, if this is the mask of its next step. Each chunk of a prompt brings a mask of its own."""
     running = _running(owner)
-    return None if running is None or (running.last and (mask is None or mask is not running.last[0])) else running
+    return None if running is None or (running.last and mask is not running.last[0]) else running
 
 
 def _prepare(method: Method, *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +112,7 @@ def _prepare(method: Method, *args: Any, **kwargs: Any) -> Any:
         made = method.original(*args, **kwargs)
     finally:
         running.inside = False
-    running.prepared = made.get("attention_mask")
+    running.prepared = (made.get("attention_mask"),)
     return made
 
 
@@ -127,13 +127,13 @@ def _update(method: Method, *args: Any, **kwargs: Any) -> Any:
 
 def _enter(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     if (running := _running(module)) is not None:
-        mask = kwargs.get("attention_mask")
-        running.inside = mask is not None and mask is running.prepared
+        # transformers 5.23 drops a mask without zeros: None is then the mask of every step.
+        running.inside = any(mask is kwargs.get("attention_mask") for mask in running.prepared)
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
     if (running := _running(module)) is not None:
-        running.inside, running.prepared = False, None
+        running.inside, running.prepared = False, ()
 
 
 def watch(owner: Any) -> list[Method | RemovableHandle]:

@@ -265,7 +265,8 @@ class PagedMode:
 
                         generation.graphs = decoder.last_mode
                         return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
-                decoder.plain_steps += decoder.could_serve(kwargs)
+                # Not a prompt of one token without padding, of which transformers 5.23 hands no mask on.
+                decoder.plain_steps += generation.checked is not None and decoder.could_serve(kwargs)
         if self._decoder is not None:
             self._decoder.look = True
         return method.original(*args, **kwargs)
