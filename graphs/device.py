@@ -48,8 +48,11 @@ class Device(Protocol):
         """A tensor over the same memory that does not keep later captures from it."""
         ...
 
+    def warm(self, run: Callable[[], Any]) -> None:
+        """Call `run` without capture."""
+
     def measured(self, run: Callable[[], Any]) -> int:
-        """Call `run` without capture. Returns the peak of bytes that it allocated."""
+        """As `warm`. Returns the peak of bytes that it allocated."""
         ...
 
     def used(self) -> int:
@@ -142,8 +145,7 @@ class CudaGraphs:
 
     Work of other threads does not end a capture (mode "thread_local"). Python collects no garbage during a capture, because the
     destructor of a tensor or graph may make a forbidden call. Every session starts with a collection, so that garbage holds no memory;
-    a nested one looks at objects made since the outer session began, unless the program froze objects of its own. `measured` resets
-    torch's peak memory statistics and empties its cache.
+    a nested one looks at objects made since the outer session began, unless the program froze objects of its own.
     """
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
@@ -224,16 +226,19 @@ class CudaGraphs:
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return alias.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
+    def warm(self, run: Callable[[], Any]) -> None:
+        """Empties the allocator's cache afterwards, because a capture can neither use nor free cached memory."""
+        run()
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+
     def measured(self, run: Callable[[], Any]) -> int:
-        """By the allocator's statistics. Empties its cache, because a capture can neither use nor free cached memory."""
+        """By the allocator's statistics, of which it resets the peaks."""
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        run()
-        torch.cuda.synchronize(self.device)
-        peak = torch.cuda.max_memory_allocated(self.device)
-        torch.cuda.empty_cache()
-        return peak - before
+        self.warm(run)
+        return torch.cuda.max_memory_allocated(self.device) - before
 
     def used(self) -> int:
         """As the driver counts it, graph nodes and other processes included."""

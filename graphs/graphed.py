@@ -217,10 +217,10 @@ class Graphed(Setup):
             self._compile(bucket, values)
             began, compiled = time.perf_counter(), self._compile_seconds
             static, planned = self._static(bucket, values)
-            need = device.measured(lambda: self._plain(bucket, static))
+            need = self._measured(device, bucket, static)
             if self._compile_seconds != compiled:
                 # The run compiled a size that specialises. Memory of the compiler is no need of the bucket.
-                need = device.measured(lambda: self._plain(bucket, static))
+                need = self._measured(device, bucket, static)
             if not self._fits(bucket, need):
                 return None
             recorded = Recorded(device)
@@ -275,6 +275,13 @@ class Graphed(Setup):
             return static, None
         planned = self.prepare(bare := static[name])
         return static | {name: replace(bare, plan=planned.plan, workspace=planned.workspace)}, bare
+
+    def _measured(self, device: Device, bucket: Bucket, values: Values) -> int:
+        """Run the bucket without a graph. Returns the bytes that it needs; without a budget 0, and torch's statistics stay as they are."""
+        if self.budget_bytes is not None:
+            return device.measured(lambda: self._plain(bucket, values))
+        device.warm(lambda: self._plain(bucket, values))
+        return 0
 
     def _fits(self, bucket: Bucket, need: int) -> bool:
         budget = self.budget_bytes

@@ -130,6 +130,23 @@ def test_in_inference_mode():
     assert set(pack_linears(made).skipped.values()) == {"it was made in inference mode"}
 
 
+def test_groups_without_memory_stay(monkeypatch):
+    model, real, made = Attention(bias=True), torch.Tensor.new_empty, []
+
+    def short(self, *given, **more):
+        made.append(1)
+        if len(made) == 2:
+            raise torch.OutOfMemoryError("a test's")
+        return real(self, *given, **more)
+
+    before = {name: t.data_ptr() for name, t in model.named_parameters()}
+    monkeypatch.setattr(torch.Tensor, "new_empty", short)
+    packed = pack_linears(model)
+    assert not packed.groups and set(packed.skipped.values()) >= {"there is no memory to move it"}
+    assert {name: t.data_ptr() for name, t in model.named_parameters()} == before
+    assert pack_linears(model).groups
+
+
 def twice(model):
     model.q_proj.weight = model.k_proj.weight = nn.Parameter(torch.randn(16, K))
 

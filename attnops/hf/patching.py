@@ -260,6 +260,9 @@ def _generate(method: Method, *args: Any, **kwargs: Any) -> Any:
         try:
             result = method.original(*args, **kwargs)
             return result
+        except torch.OutOfMemoryError:
+            handle.release()  # for the next try
+            raise
         finally:
             for cache in generation.lent:
                 returned = getattr(result, "past_key_values", None) is cache
@@ -267,6 +270,8 @@ def _generate(method: Method, *args: Any, **kwargs: Any) -> Any:
                     give_back(cache)
                 elif paged is not None and paged.chosen:
                     result.past_key_values = paged.unpaged(cache)
+            if paged is not None:
+                paged.pool.trim()
             handle._took = handle._taken(generation)
 
 

@@ -79,8 +79,8 @@ def pack_linears(model: nn.Module) -> Packed:
     requires_grad and state_dict stay. Memory: at most one group more than before while it runs, and no more afterwards. Idempotent.
 
     Linears are skipped that something else may look at or move: subclasses, parametrised, quantised or distributed weights, those with
-    hooks or a forward of their own, tied ones, those on meta or in shared memory, and those whose bytes are no multiple of 16. Call it
-    before a CUDA graph is captured, which would go on reading the old memory.
+    hooks or a forward of their own, tied ones, those on meta or in shared memory, those whose bytes are no multiple of 16, and groups
+    for which memory is short. Call it before a CUDA graph is captured, which would go on reading the old memory.
     """
     taken, skipped = _Taken(model), dict[str, str]()
     with torch.inference_mode(False), torch.no_grad():
@@ -159,8 +159,12 @@ def _pack(members: dict[str, nn.Linear], taken: _Taken, skipped: dict[str, str])
         return None
     rows = [list(row) for row in zip(*alone.values(), strict=True)]
     moved = not all(map(_contiguous, rows))
-    for row in rows if moved else ():
-        memory = row[0].new_empty((sum(map(len, row)), *row[0].shape[1:]), requires_grad=False)
+    try:
+        places = [row[0].new_empty((sum(map(len, row)), *row[0].shape[1:]), requires_grad=False) for row in (rows if moved else ())]
+    except torch.OutOfMemoryError:
+        skipped.update(dict.fromkeys(alone, "there is no memory to move it"))
+        return None
+    for row, memory in zip(rows, places, strict=False):
         for tensor, part in zip(row, memory.split([len(t) for t in row]), strict=True):
             tensor.data = part.copy_(tensor.data)
     return PackedGroup(tuple(alone), tuple(len(t) for t in rows[0]), sum(t.nbytes for row in rows for t in row), moved)

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 import attnops
 from attnops.errors import PatchError
 from attnops.hf import Decode, Took, tiny
-from attnops.hf.paged import decode, mode as paged
+from attnops.hf.paged import decode, mode as paged, pool
 from tests.graphs.standin import StandIn
 from tests.hf.helpers import LIMIT, relative
 from tests.hf.test_decode_graphs import asked, generated, replays
@@ -294,6 +294,30 @@ def test_memory_that_is_short(monkeypatch):
     with attnops.patch(model, decode=auto()) as handle:
         assert torch.equal(generated(model, *CALL), want)
         assert handle.took.cache == "hf" and "a test's" in handle.took.why
+
+
+def test_idle_pages_are_bounded(monkeypatch):
+    """By their bytes, and after an error for which memory was short none is left."""
+    model, bound = tiny.model("llama"), [float("inf")]
+    monkeypatch.setattr(pool, "most_idle_bytes", lambda device: bound[0])
+    with attnops.patch(model, decode=auto()) as handle:
+        generated(model, *CALL)
+        held = handle._paged.pool.idle_bytes
+        assert held > 0
+        bound[0] = held - 1
+        generated(model, *CALL)
+        assert handle._paged.pool.idle_bytes == 0 and not handle._paged.decoder()._over
+        bound[0] = held
+        generated(model, *CALL)
+        assert handle._paged.pool.idle_bytes == held
+
+        def short(input_ids, scores):
+            raise torch.OutOfMemoryError("a test's")
+
+        with pytest.raises(torch.OutOfMemoryError):
+            generated(model, 20, 9, 4, logits_processor=[short])
+        assert handle._paged.pool.idle_bytes <= 0
+        assert torch.equal(generated(model, *CALL), generated(tiny.model("llama"), *CALL))
 
 
 def test_two_runs_have_the_same_modes():

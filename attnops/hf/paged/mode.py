@@ -168,7 +168,7 @@ class PagedMode:
         idle = 0 if self._pool is None else self._pool.idle_bytes
         graphs = 0 if self._decoder is None else self._decoder.graph_bytes + self.loop.nbytes
         held = f"{idle / 2**20:.1f} MiB of pages are kept for later calls, {graphs / 2**20:.1f} MiB of graphs"
-        return f"{held}: at most {MOST_IDLE} sets of pages, until release()"
+        return f"{held}: at most {MOST_IDLE} sets of pages and an eighth of the GPU, until release()"
 
     def release(self) -> None:
         """Free idle pages and the graphs over them. Graphs that could not be made, as when memory was short, are tried again."""

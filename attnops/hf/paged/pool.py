@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from math import inf
 
 import torch
 
@@ -13,17 +14,22 @@ from attnops.hf.paged.cache import State
 from attnops.hf.paged.pages import ModelPages, Sizes
 
 MOST_IDLE = 2
-"""Sets of pages that are kept for later caches."""
+"""Sets of pages that are kept for later caches, if they fit in `most_idle_bytes`."""
 
 # Pages that fit two calls of generate() may be so many times those of the larger call.
 MOST_FOR_BOTH = 2
 
 
-class Pool:
-    """The idle sets of pages of one model, at most `MOST_IDLE` after each call of `take`.
+def most_idle_bytes(device: torch.device) -> float:
+    """An eighth of a GPU's memory."""
+    return torch.cuda.get_device_properties(device).total_memory / 8 if device.type == "cuda" else inf
 
-    drop: frees what was captured over a set of pages. It is called within `take` and `clear` alone: a cache may be collected at any time,
-    in the middle of a capture too.
+
+class Pool:
+    """The idle sets of pages of one model, within the bounds after each call of `take` and `trim`.
+
+    drop: frees what was captured over a set of pages. A finalizer never calls it: a cache may be collected at any time, in the middle of a
+    capture too.
     """
 
     def __init__(self, drop: Callable[[ModelPages], None]) -> None:
@@ -80,13 +86,18 @@ class Pool:
         state.give_back = finalizer = weakref.finalize(state, self._idle.append, state.pages)
         finalizer.atexit = False
 
+    def trim(self) -> None:
+        """Free the oldest idle pages, down to the bounds."""
+        with self._lock:
+            self._shrink(MOST_IDLE)
+
     def clear(self) -> None:
         """Free all idle pages."""
         with self._lock:
             self._shrink(0)
 
     def _shrink(self, most: int) -> None:
-        while len(self._idle) > most:
+        while self._idle and (len(self._idle) > most or self.idle_bytes > most_idle_bytes(self._idle[0].sizes.device)):
             self._drop(self._idle.popleft())
 
 
