@@ -203,9 +203,11 @@ def tracing() -> Iterator[None]:
 
     shapes: Any = _config  # torch adds `patch` when the module is loaded
 
+    # The code of a trace is one object for all models of a process, and torch counts its compilations as well, freed ones included.
     traced = dynamo.patch(
-        capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True, recompile_limit=1 << 16, automatic_dynamic_shapes=False
-    )
+        capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True, automatic_dynamic_shapes=False,
+        recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16,
+    )  # fmt: skip
     with shapes.patch(backed_size_oblivious=True), traced:
         yield
 

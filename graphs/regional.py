@@ -45,7 +45,8 @@ class AnyNumber:
     def __bool__(self) -> bool:
         raise NotRegional("the layer computes with its own number")
 
-    __hash__ = None  # type: ignore[assignment]
+    def __hash__(self) -> int:
+        raise NotRegional("the layer computes with its own number")
 
 
 ANY = AnyNumber()
@@ -70,8 +71,10 @@ def twin(module: nn.Module) -> tuple[nn.Module, list[Any]]:
             own[NUMBER] = ANY
         for name in _HOOKS:
             order = {key: i for i, key in enumerate(own[name])}
-            functions += (name, *own[name].values())
-            for kind in [kind for kind in own if kind.startswith(name)]:
+            kinds = [kind for kind in own if kind.startswith(name)]
+            for key, hook in own[name].items():
+                functions += (name, hook, *(kind for kind in kinds if key in own[kind]))
+            for kind in kinds:
                 own[kind] = OrderedDict((order[key], hook) for key, hook in own[kind].items())
         functions += (value for value in own.values() if isinstance(value, FunctionType))
     for copy in made.values():
@@ -133,7 +136,7 @@ class Regions:
 
         shapes: Any = _config  # torch adds `patch` when the module is loaded
         same, functions = twin(module)
-        key: tuple[str | int, ...] = (apart, *map(id, functions))
+        key = (apart, *(x if isinstance(x, str) else id(x) for x in functions))
         if key not in self._compiled:
             # Dynamo keeps compiled code with the code of the function, here one that goes with the regions.
             run, ours = FunctionType(_run.__code__.replace(), globals()), weakref.proxy(self)

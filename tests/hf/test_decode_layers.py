@@ -50,7 +50,9 @@ def test_one_trace_for_each_kind_of_layer(name, layers, kinds, nan_pages):
         assert report.parts == {"decode": 2 * layers} and report.compiled["decode"] <= 2 * kinds
 
 
+@torch._dynamo.config.patch(accumulated_recompile_limit=1)
 def test_a_second_cache_and_a_single_row():
+    """Also where torch's own limit of compilations, which all models of a process count to, is reached."""
     model = model_of("llama", 3)
     want = [generated(model, rows, 14, 4) for rows in (2, 1)]
     with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
@@ -145,6 +147,21 @@ def test_what_a_layer_was_compiled_for_stays_with_it():
         assert len(regions(handle).programs) == 4 and regions(handle).refusal == ""
 
 
+def test_one_hook_that_layers_call_in_two_ways():
+    """Dynamo guards neither hooks nor the arguments that they asked for."""
+    model = model_of("llama", 2)
+    for layer, kwargs_too in zip(model.model.layers, (False, True), strict=True):
+        layer.mlp.register_forward_hook(times_given, with_kwargs=kwargs_too)
+    want = generated(model, *CALLS[0])
+    with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
+        assert torch.equal(generated(model, *CALLS[0]), want)
+        assert len(regions(handle).programs) == 2
+
+
+def times_given(module, *given):
+    return given[-1] * len(given)
+
+
 def numbered(model):
     """A layer that reads its own number, which is the same code for all."""
     for layer in model.model.layers:
@@ -165,6 +182,19 @@ def read(model):
     embed.register_forward_hook(lambda module, given, out: out * given[0].new_ones(()).item())
 
 
+def looked_up(model):
+    """A layer whose number is a key."""
+    scales = {0: 1.0, 1: 2.0}
+    for layer in model.model.layers:
+        layer.mlp.layer_idx = layer.self_attn.layer_idx
+        layer.mlp.register_forward_hook(lambda module, given, out: out * scales.get(module.layer_idx, 5.0))
+
+
+def compiled(model):
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+
+
 def own(model):
     mlp = model.model.layers[2].mlp
     mlp.forward = lambda x: type(mlp).forward(mlp, x)
@@ -175,6 +205,8 @@ def own(model):
     [
         (read, "_local_scalar_dense"),
         (numbered, "cannot be traced alone"),
+        (looked_up, "cannot be traced alone"),
+        (compiled, "model.layers.0 has a forward of its own instance, or is compiled"),
         (scaled, "more than 2 layers of a step differ"),
         (own, "LlamaMLP has a forward of its own instance"),
     ],

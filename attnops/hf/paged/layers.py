@@ -43,8 +43,8 @@ def _numbered(model: nn.Module, cache: PagedModelCache) -> dict[nn.Module, int]:
         if len(numbers) > 1:
             raise NotRegional(f"{name} holds several layers, {sorted(numbers)}")
         if numbers:
-            if "forward" in vars(block):
-                raise NotRegional(f"{name} has a forward of its own instance")
+            if "forward" in vars(block) or getattr(block, "_compiled_call_impl", None) is not None:
+                raise NotRegional(f"{name} has a forward of its own instance, or is compiled")
             found[block] = numbers.pop()
     if missing := sorted(cache.numbers.keys() - set(found.values())):
         raise NotRegional(f"layers {missing} are in no list of layers of one class")
