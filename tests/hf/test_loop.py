@@ -361,6 +361,13 @@ def test_few_tails_are_kept(model):
     assert not any(graph.alive for graph in device.graphs)
 
 
+def test_the_memory_of_tails_is_given_back(model):
+    with patched(model := copy.deepcopy(model)) as handle:
+        generated(model)
+        handle.release()
+        assert handle.decode.graphs.calls[-2:] == ["settle", "release"]
+
+
 def test_unpatched():
     model = tiny.model("llama")
     before = set(vars(model))

@@ -45,9 +45,11 @@ class Loop:
         return sum(tail.nbytes for tail in tuple(self._tails.values()))
 
     def free(self) -> None:
-        """Free the graphs."""
+        """Free the graphs, and the memory of their pool."""
         while self._tails:
             self._tails.popitem()[1].reset()
+        if self._device is not None:
+            self._device.release()
 
     def kwargs(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments with which `generate()` of the model runs in this loop, where it may."""
