@@ -361,6 +361,22 @@ def test_few_tails_are_kept(model):
     assert not any(graph.alive for graph in device.graphs)
 
 
+def test_the_capture_of_a_greedy_choice_leaves_random_numbers_to_other_threads(model):
+    class Another(StandIn):
+        def end(self):
+            graph = super().end()
+            torch.rand(1)
+            return graph
+
+    found = []
+    for device in (StandIn(), Another()):
+        torch.manual_seed(3)
+        with attnops.patch(twin := copy.deepcopy(model), cache="paged", decode=Decode("breakable", graphs=device)):
+            generated(twin)
+        found.append(torch.rand(3).tolist())
+    assert found[0][2:] == found[1][:1], "one draw in the capture of the step, one in that of the choice"
+
+
 def test_the_memory_of_tails_is_given_back(model):
     with patched(model := copy.deepcopy(model)) as handle:
         generated(model)

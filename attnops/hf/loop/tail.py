@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +57,17 @@ def _copied(processor: Any, device: torch.device) -> Any:
     return ours
 
 
+@contextmanager
+def _drawing_nothing(device: torch.device) -> Iterator[None]:
+    """The device's random numbers go on after the block as if it had drawn none. Other devices may draw in other threads meanwhile."""
+    generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+    state = generator.get_state()
+    try:
+        yield
+    finally:
+        generator.set_state(state)
+
+
 class Tail:
     """The tensors of one `generate()` at a time, and the graph that chooses and appends a token for each row.
 
@@ -88,7 +100,7 @@ class Tail:
         self.reason = ""
 
     def capture(self, graphs: Device) -> None:
-        """Capture the graph, before `begin`. The state of random numbers is left as it was."""
+        """Capture the graph, before `begin`. Its random numbers do not count."""
         device = self._scores.device
         # The session's collection takes longer than the capture where a process has compiled.
         freezes = gc.get_freeze_count() < EXEMPT
@@ -97,7 +109,7 @@ class Tail:
         recorded = Recorded(graphs)
         recorded.current = "the choice of a token"
         try:
-            with torch.random.fork_rng([device] if device.type == "cuda" else []), graphs.session(), ordinary():
+            with _drawing_nothing(device) if self.choice.sampled else nullcontext(), graphs.session(), ordinary():
                 self._choose()
                 with recorded.whole():
                     recorded.begin()
