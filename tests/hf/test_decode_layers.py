@@ -162,6 +162,16 @@ def times_given(module, *given):
     return given[-1] * len(given)
 
 
+def asked_for_more(model):
+    """A layer to which it matters what kind of cache it has."""
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_hook(times_two_if_layered, with_kwargs=True)
+
+
+def times_two_if_layered(module, args, kwargs, out):
+    return out[0] * (2 if hasattr(kwargs["past_key_values"], "layers") else 1), *out[1:]
+
+
 def numbered(model):
     """A layer that reads its own number, which is the same code for all."""
     for layer in model.model.layers:
@@ -206,6 +216,7 @@ def own(model):
         (read, "_local_scalar_dense"),
         (numbered, "cannot be traced alone"),
         (looked_up, "cannot be traced alone"),
+        (asked_for_more, "cannot be traced alone"),
         (compiled, "model.layers.0 has a forward of its own instance, or is compiled"),
         (scaled, "more than 2 layers of a step differ"),
         (own, "LlamaMLP has a forward of its own instance"),

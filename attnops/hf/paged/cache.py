@@ -55,6 +55,11 @@ class View:
     fresh: bool = False
     heads: int = 0
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise NotRegional(f"the layer asks its cache for {name}")
+
     @property
     def latent(self) -> bool:
         """Does it hold latents?"""
