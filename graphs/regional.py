@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import FunctionType
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from ..errors import AttnopsError, NotCapturable, find
+from ..errors import AttnopsError, NotCapturable, find, one_line
 from .buckets import Bucket
 from .device import Recorded
 from .eager_capture import capture_mode
@@ -84,20 +84,22 @@ def twin(module: nn.Module) -> tuple[nn.Module, list[Any]]:
 
 
 class Regions:
-    """Compiled code of layers, for steps of any rows over any cache: one graph a kind of layer, and one more for steps of one row.
+    """Compiled code of layers and of what surrounds them, for steps of any rows: one trace a kind of layer, and one more for one row.
 
     A layer that Dynamo cannot trace alone, or that it tells from each other one, raises NotRegional; so do all later calls.
 
     programs: of each trace.
-    parts: pieces that ran since `begin`.
+    ran: since `begin`, one for each call.
     seconds: of tracing, choice of kernels and compilation.
     """
 
     def __init__(self, inner: str | Inner = "inductor", passes: Sequence[Callable[[fx.GraphModule], Any]] = ()) -> None:
         self._inner, self._passes = INNER[inner] if isinstance(inner, str) else inner, passes
         self.programs: list[Program] = []
-        self.refusal, self.seconds, self.parts = "", 0.0, 0
-        self._kinds = 0
+        self.ran: list[Program] = []
+        self.refusal, self.seconds = "", 0.0
+        self._kinds: Counter[type] = Counter()
+        self._kind: type = type(None)
         self._into: Recorded | None = None
         # By the word and the identity of a layer's functions, which are kept beside.
         self._compiled: dict[tuple[str | int, ...], tuple[Any, Callable[..., Any]]] = {}
@@ -106,10 +108,11 @@ class Regions:
 
     def begin(self) -> None:
         """Begin a step."""
-        self._kinds = self.parts = 0
+        self.ran = []
+        self._kinds.clear()
 
-    def __call__(self, module: nn.Module, rows: int, args: tuple[Any, ...], kwargs: dict[str, Any], apart: str = "") -> Any:
-        """The result of the module's forward, run by compiled code and captured where a capture is under way.
+    def __call__(self, call: Any, rows: int, args: tuple[Any, ...], kwargs: dict[str, Any], apart: str = "") -> Any:
+        """The result of a module's forward or of a function, run by compiled code and captured where a capture is under way.
 
         rows: of the step. Tensors with as many have them in their first dim.
         apart: calls share code with those of the same word.
@@ -117,12 +120,13 @@ class Regions:
         for t in pytree.tree_leaves((args, kwargs)):
             if isinstance(t, Tensor) and t.dim() and t.shape[0] == rows:
                 varying(t, 0)
+        self._kind = type(call)
         mode, began, before = capture_mode(), time.perf_counter(), len(self.programs)
         try:
             if mode is None:
-                return self._traced(module, args, kwargs, apart)
+                return self._traced(call, args, kwargs, apart)
             with mode.aside() as self._into:
-                out = self._traced(module, args, kwargs, apart)
+                out = self._traced(call, args, kwargs, apart)
             mode.note(out)
             return out
         finally:
@@ -130,12 +134,12 @@ class Regions:
             if len(self.programs) != before:
                 self.seconds += time.perf_counter() - began
 
-    def _traced(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], apart: str) -> Any:
+    def _traced(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], apart: str) -> Any:
         from torch._dynamo.exc import TorchDynamoException
         from torch.fx.experimental import _config
 
         shapes: Any = _config  # torch adds `patch` when the module is loaded
-        same, functions = twin(module)
+        same, functions = twin(call) if isinstance(call, nn.Module) else (call, [call])
         key = (apart, *(x if isinstance(x, str) else id(x) for x in functions))
         if key not in self._compiled:
             # Dynamo keeps compiled code with the code of the function, here one that goes with the regions.
@@ -149,11 +153,12 @@ class Regions:
             found = find(e)
             if found is not None and not isinstance(found, NotCapturable):
                 raise found from e
-            raise NotRegional(f"a layer cannot be traced alone: {str(found or e).strip().splitlines()[0]}") from e
+            cause = found or getattr(e, "inner_exception", None) or e
+            raise NotRegional(f"a layer cannot be traced alone: {one_line(cause)}") from e
 
     def _backend(self, gm: fx.GraphModule) -> Callable[..., Any]:
-        self._kinds += 1
-        if self._kinds > MOST_KINDS:
+        self._kinds[self._kind] += 1
+        if self._kinds[self._kind] > MOST_KINDS:
             raise NotRegional(f"more than {MOST_KINDS} layers of a step differ")
         for change in self._passes:
             change(gm)
@@ -163,7 +168,7 @@ class Regions:
         return lambda *flat: ours._ran(program, flat)
 
     def _ran(self, program: Program, flat: tuple[Any, ...]) -> Any:
-        self.parts += len(program.pieces)
+        self.ran.append(program)
         return program.run(flat, self._into)
 
 
@@ -179,15 +184,16 @@ class Regional(Piecewise):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._parts = 0
+        self._latest: list[Program] = []
 
     def report(self) -> Report:
         """As of all modes, with the pieces of layers, or the reason why the whole model was traced."""
         found, regions = super().report(), self.regions
         if regions.refusal:
             return replace(found, whole=regions.refusal)
-        compiled = sum(program.compiled for program in regions.programs)
-        return replace(found, compiled={"decode": compiled}, parts={"decode": self._parts}) if self._parts else found
+        compiled = sum({id(program): program.compiled for program in self._latest}.values())
+        parts = sum(len(program.pieces) for program in self._latest)
+        return replace(found, compiled={"decode": compiled}, parts={"decode": parts}) if parts else found
 
     def _compile(self, bucket: Bucket, values: Values) -> None:
         # Steps of one row have graphs of their own, beside those of all other sizes.
@@ -223,7 +229,7 @@ class Regional(Piecewise):
         try:
             return self.layered(**self._planned(bucket, values))
         finally:
-            self._parts = regions.parts
+            self._latest = regions.ran
             self._compile_seconds += regions.seconds - before
 
     def _record(self, bucket: Bucket, values: Values, into: Recorded) -> Any:
@@ -240,5 +246,5 @@ def varying(tensor: Tensor, *dims: int) -> Tensor:
     return tensor
 
 
-def _run(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return module.forward(*args, **kwargs)
+def _run(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return call.forward(*args, **kwargs) if isinstance(call, nn.Module) else call(*args, **kwargs)

@@ -23,6 +23,11 @@ def regions(handle):
     return handle._paged.decoder().regions
 
 
+def traced(handle):
+    """The layers that were traced."""
+    return [program for program in regions(handle).programs if any(part.calls or part.breaks for part in program.split.parts)]
+
+
 def calls(handle):
     """The calls of attention in what was compiled, as `op.kernel`."""
     return {str(cut) for program in regions(handle).programs for part in program.split.parts for cut in (*part.calls, *part.breaks)}
@@ -42,12 +47,17 @@ def test_one_trace_for_each_kind_of_layer(name, layers, kinds, nan_pages):
     model = model_of(name, layers)
     want = [generated(model, *call) for call in CALLS]
     with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
+        counts = set()
         for call, tokens in zip(CALLS, want, strict=True):
             assert torch.equal(generated(model, *call), tokens), call
-            assert len(regions(handle).programs) == kinds, call
+            counts.add(len(regions(handle).programs))
+        # Pages that grow beyond the window have one table more, for which the beginning of a step is traced again.
+        assert len(traced(handle)) == kinds and len(counts) == 1 + (name in ("gpt_oss", "gemma3"))
         report = handle.graphs.report()
         assert report.whole == "" and report.modes == {"decode": "whole"} and handle.plain_steps == 0
-        assert report.parts == {"decode": 2 * layers} and report.compiled["decode"] <= 2 * kinds
+        beside = report.parts["decode"] - 2 * layers
+        assert beside >= 3, "the beginning of the step, the rotation and the last norm"
+        assert report.compiled["decode"] <= 2 * kinds + beside
 
 
 @torch._dynamo.config.patch(accumulated_recompile_limit=1)
@@ -59,11 +69,11 @@ def test_a_second_cache_and_a_single_row():
         for most, length, traces in ((2, 30, 1), (4, 90, 0)):
             cache = handle.new_cache(most, length)
             assert torch.equal(generated(model, 2, 14, 4, past_key_values=cache), want[0])
-            assert len(regions(handle).programs) == 1 and (handle.graphs.report().compile_seconds > 0) == traces
+            assert len(traced(handle)) == 1 and (handle.graphs.report().compile_seconds > 0) == traces
             del cache
         for _ in range(2):
             assert torch.equal(generated(model, 1, 14, 4), want[1])
-            assert len(regions(handle).programs) == 2, "a size of one is a constant"
+            assert len(traced(handle)) == 2, "a size of one is a constant"
 
 
 @pytest.mark.parametrize("pack", [True, False])
@@ -73,14 +83,14 @@ def test_linears_of_a_layer_are_fused(pack):
     want = generated(model, *CALLS[0])
     with attnops.patch(model, cache="paged", decode=how("piecewise", pack=pack)) as handle:
         assert torch.equal(generated(model, *CALLS[0]), want)
-        [program] = regions(handle).programs
+        [program] = traced(handle)
         nodes = [node for part in program.split.parts for node in part.module.graph.nodes]
         assert sum(node.target is torch.nn.functional.linear for node in nodes) == (4 if pack else 7)
         if pack:
             other = model.model.layers[2].self_attn.k_proj
             other.weight.data = other.weight.data.clone()
             assert torch.equal(generated(model, *CALLS[0]), want)
-            assert len(regions(handle).programs) == 2, "a layer whose weights lie apart is another kind"
+            assert len(traced(handle)) == 2, "a layer whose weights lie apart is another kind"
 
 
 def test_layers_by_inductor():
@@ -92,7 +102,7 @@ def test_layers_by_inductor():
 
     with attnops.patch(model, cache="paged", decode=how("piecewise", inner=opaque, graphs=device)) as handle:
         assert torch.equal(generated(model, *CALLS[0]), want)
-        assert regions(handle).refusal == "" and len(regions(handle).programs) == 1
+        assert regions(handle).refusal == "" and len(traced(handle)) == 1
 
 
 def test_graphs_are_cut_where_a_kernel_may_not_be_captured():
@@ -117,7 +127,7 @@ def test_a_cache_that_another_kernel_is_faster_for(monkeypatch):
         for length, new, tokens in zip((14, 80, 14), (1, 2, 2), want, strict=True):
             cache = handle.new_cache(2, length + 3, page_size=8)
             assert torch.equal(generated(model, 2, length, 3, past_key_values=cache), tokens)
-            assert len(regions(handle).programs) == new and (f"paged_attention.{name}" in calls(handle)) == (new == 2)
+            assert len(traced(handle)) == new and (f"paged_attention.{name}" in calls(handle)) == (new == 2)
             del cache
 
 
@@ -144,7 +154,7 @@ def test_what_a_layer_was_compiled_for_stays_with_it():
                 hook.remove()
             same()
         # Plain layers under two policies, and one layer with either hook.
-        assert len(regions(handle).programs) == 4 and regions(handle).refusal == ""
+        assert len(traced(handle)) == 4 and regions(handle).refusal == ""
 
 
 def test_one_hook_that_layers_call_in_two_ways():

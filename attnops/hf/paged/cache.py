@@ -101,6 +101,7 @@ class State:
     step: the step under way.
     filled: are there tokens? A Python bool, because the form of a step depends on it.
     unfinished: positions of a step that counts as seen, and that not all layers have written. It stays when a layer raises.
+    before: positions before the step under way, where it counts as seen before its masks are made.
     start, real: set while a step in graphs, of one token each, is traced or captured (see `decode`). int64 `[B]`, the padding, and
         bool `[B]`, is the row stored?
     """
@@ -112,10 +113,11 @@ class State:
     unfinished: int = 0
     start: Tensor | None = None
     real: Tensor | None = None
+    before: Tensor | None = None
 
     def end_step(self) -> None:
         """End the step under way: its last layer has written, or it does not count."""
-        self.step = self.start = self.real = None
+        self.step = self.start = self.real = self.before = None
         self.unfinished = 0
 
     def clear(self) -> None:
@@ -160,7 +162,7 @@ class PagedLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> Any:
         """int64 `[]`, positions so far, padding included."""
-        return self.state.pages.seen
+        return self.state.pages.seen if self.state.before is None else self.state.before
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, Any]:
         """(room in tokens, padding `[rows]`), for the mask function of attnops, which knows this cache by the tensor.
@@ -287,24 +289,29 @@ class PagedModelCache(Cache):
             self.state.step, self.state.unfinished = None, 0
 
     def _begin(self, start: Tensor, count: int, heads: int) -> Step:
-        state, rows, unfinished = self.state, start.shape[0], self.state.unfinished
+        state, unfinished = self.state, self.state.unfinished
         got = f"a cache whose last step, of {unfinished} positions, did not reach every layer"
         need(not unfinished, "past_key_values", got, f"reset(), or crop(-{unfinished}), before it is used again")
-        pages, real, fresh = state.pages, state.real, not state.filled
-        device, before = pages.seen.device, pages.seen - start
-        positions = (before[:, None] + torch.arange(count, device=device)).reshape(-1)
-        if real is not None:
-            positions = torch.where(real, positions, -1)
-        owner = torch.arange(rows, device=device)[:, None].expand(rows, count).reshape(-1)
-        cu_seqlens_q = torch.arange(rows + 1, dtype=torch.int32, device=device) * count
-        batch = pages.step(Tokens(positions, owner, cu_seqlens_q, count), before, heads)
+        pages, real, fresh, before = state.pages, state.real, not state.filled, state.pages.seen - start
+        batch = described(pages, before, real, count, heads)
         long = not fresh and count > pages.sizes.drafts
         past = tuple(pages.past(before, table) if window and long else None for table, window in enumerate(pages.windows))
         # A run on fake tensors, as of `explain`, stores no token.
-        if torch.compiler.is_compiling() or not isinstance(positions, FakeTensor):
+        if torch.compiler.is_compiling() or not isinstance(before, FakeTensor):
             pages.advance(start if real is None else torch.where(real, start, EMPTY), count)
             state.filled, state.unfinished = True, count
         return Step(batch, past, fresh)
+
+
+def described(pages: ModelPages, before: Tensor, real: Tensor | None, count: int, heads: int) -> PagedBatch:
+    """The batch of a step of `count` tokens of each row, see `ModelPages.step`. real: bool `[B]`, is the row stored? None: all are."""
+    rows, device = before.shape[0], before.device
+    positions = (before[:, None] + torch.arange(count, device=device)).reshape(-1)
+    if real is not None:
+        positions = torch.where(real, positions, -1)
+    owner = torch.arange(rows, device=device)[:, None].expand(rows, count).reshape(-1)
+    cu_seqlens_q = torch.arange(rows + 1, dtype=torch.int32, device=device) * count
+    return pages.step(Tokens(positions, owner, cu_seqlens_q, count), before, heads)
 
 
 class PagedLatentCache(PagedModelCache):

@@ -29,15 +29,14 @@ from attnops.graphs.guard import casting
 from attnops.graphs.pieces import INNER, Inner
 from attnops.graphs.regional import Regional, Regions
 from attnops.hf.paged.cache import PagedModelCache, State
-from attnops.hf.paged.layers import layered
-from attnops.hf.paged.pages import EMPTY, ModelPages
+from attnops.hf.paged.layers import layered, starts
+from attnops.hf.paged.pages import ModelPages
 from attnops.lowering import fuse_linears
 from attnops.nn.absorb import HELD, INTERNAL, PLAIN
 from attnops.select import active_policy
 
 Mode = Literal["auto", "hf", "piecewise", "breakable"]
 
-_STOP = "attnops: rows that the step before did not have, or a cache that is full"
 # States of a model, such as adapters in use, whose graphs are kept.
 MOST_STATES = 2
 # Arguments of generate() at a step of one token. Masks are known, and the last four have one meaning for one token.
@@ -256,7 +255,7 @@ class Decoder:
             if mode == "piecewise":
                 passes = (fuse_linears,) if how.pack else ()
                 self.regions = self.regions or Regions(how.inner, passes)
-                in_layers = layered(step, self._model, self.regions, cache)
+                in_layers = layered(self._forward, self._model, self.regions)
                 # Positions of one row are broadcast over, those of several are not.
                 capture = partial(Regional, inner=how.inner, one_differs=True, passes=passes, regions=self.regions, layered=in_layers)
             graphed = capture(
@@ -292,10 +291,7 @@ def _step_of(forward: Callable[..., Any]) -> Callable[..., Any]:
     def step(input_ids: Tensor, position_ids: Tensor, live: Tensor, cache: PagedModelCache) -> Any:
         """live: int64 `[B]`, 1 for a row of the batch, 0 for one that fills the bucket."""
         state, pages = cache.state, cache.state.pages
-        begun, real = pages.pad[: input_ids.shape[0]], live != 0
-        torch.ops.aten._assert_async.msg((~real | ((begun < EMPTY) & (pages.seen < pages.sizes.length))).all(), _STOP)
-        # A padding row stores no token and reads the first slot of its pages, so that no kernel meets a length of 0.
-        state.start, state.real = torch.where(real, begun, pages.seen), real
+        state.start, state.real = starts(pages, live)
         out = forward(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True, return_dict=True)
         state.start = state.real = None
         return out.logits

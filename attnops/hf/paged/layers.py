@@ -2,72 +2,139 @@
 
 from __future__ import annotations
 
-import functools
+import copy
+import threading
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from attnops.cache.batch import PagedBatch
 from attnops.graphs.regional import NUMBER, NotRegional, Regions, varying
 from attnops.hf.attention import descriptor
-from attnops.hf.paged.cache import PagedModelCache, View
+from attnops.hf.paged.cache import PagedModelCache, Step, View, described
+from attnops.hf.paged.pages import EMPTY, ModelPages
 from attnops.lowering.regional import repeated_blocks
 
+_STOP = "attnops: rows that the step before did not have, or a cache that is full"
 
-def layered(step: Callable[..., Any], model: nn.Module, regions: Regions, cache: PagedModelCache) -> Callable[..., Any]:
-    """`step`, a function of the model over `cache`, that calls the model's layers through `regions`. Raises NotRegional when called."""
 
-    def run(**values: Any) -> Any:
-        layers = _numbered(model, cache)
+def layered(forward: Callable[..., Any], model: nn.Module, regions: Regions) -> Callable[..., Any]:
+    """A decode step of the model, as `starts` and `forward` make it, that calls its layers through `regions`.
+
+    So are the modules beside the layers, such as a norm, and the tensor code that begins the step. Raises NotRegional when called.
+    """
+
+    def step(input_ids: Tensor, position_ids: Tensor, live: Tensor, cache: PagedModelCache) -> Any:
+        state, layers, beside = cache.state, *_modules(model, cache)
         try:
+            here = _Here(regions, cache, live.shape[0], threading.get_ident())
+            here.begin(live)
+            # Attributes of the instances for the time of the step. Calls of other threads run as ever.
             for layer, number in layers.items():
-                # An attribute of the instance for the time of the step. Calls with another cache run as ever.
-                vars(layer)["forward"] = functools.partial(_forward, layer, number, regions, cache)
-            return step(**values)
+                vars(layer)["forward"] = partial(here.layer, layer, number)
+            for module in beside:
+                vars(module)["forward"] = partial(here.module, module)
+            out = forward(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True, return_dict=True)
+            return out.logits
         finally:
-            for layer in layers:
-                vars(layer).pop("forward", None)
-            cache.state.end_step()
+            for module in (*layers, *beside):
+                vars(module).pop("forward", None)
+            state.end_step()
 
-    return run
+    return step
 
 
-def _numbered(model: nn.Module, cache: PagedModelCache) -> dict[nn.Module, int]:
-    """The repeated layers with pages, and the number of each. Raises NotRegional for pages of other modules, or of several in a layer."""
+def starts(pages: ModelPages, live: Tensor) -> tuple[Tensor, Tensor]:
+    """(int64 `[B]`, the padding; bool `[B]`, is the row stored?) of a step of one token.
+
+    live: int64 `[B]`, 1 for a row of the batch, 0 for one that fills the bucket.
+    """
+    pad, real = pages.pad[: live.shape[0]], live != 0
+    torch.ops.aten._assert_async.msg((~real | ((pad < EMPTY) & (pages.seen < pages.most))).all(), _STOP)
+    # A padding row stores no token and reads the first slot of its pages, so that no kernel meets a length of 0.
+    return torch.where(real, pad, pages.seen), real
+
+
+def _begin(pages: ModelPages, live: Tensor, heads: int) -> tuple[Tensor, Tensor, PagedBatch]:
+    """(the padding, positions before the step, its batch). The step counts as seen."""
+    (start, real), before = starts(pages, live), pages.seen.clone()
+    batch = described(pages, before - start, real, 1, heads)
+    pages.advance(torch.where(real, start, EMPTY), 1)
+    return start, before, batch
+
+
+@dataclass(frozen=True)
+class _Here:
+    """A step of `rows` rows under way in a thread."""
+
+    regions: Regions
+    cache: PagedModelCache
+    rows: int
+    thread: int
+
+    def begin(self, live: Tensor) -> None:
+        """Begin the step of the cache."""
+        state, pages, rows = self.cache.state, self.cache.state.pages, self.rows
+        any_size = copy.copy(pages)
+        any_size.pad = varying(pages.pad.detach(), 0)
+        any_size.tables = tuple(varying(table[:rows], 0, 1) for table in pages.tables)
+        given = any_size, live, pages.sizes.layers[0].q_heads
+        state.start, state.before, batch = self.regions(_begin, rows, given, {})
+        state.step, state.filled, state.unfinished = Step(batch, (), False), True, 1
+
+    def layer(self, layer: Any, number: int, *args: Any, **kwargs: Any) -> Any:
+        """The layer's forward."""
+        cache, pages, step = self.cache, self.cache.state.pages, self.cache.state.step
+        if threading.get_ident() != self.thread:
+            return type(layer).forward(layer, *args, **kwargs)
+        assert step is not None
+        at, heads = cache.numbers[number], pages.sizes.layers[0].q_heads
+        # Sliding layers whose pages hold the whole text, or less, share code once their windows are compared.
+        window = cache.window_of(number)
+        window = 0 if _within(kwargs.get("attention_mask"), window) else window
+        batch = _any_sizes(step.batch.of(pages.table_of[at]))
+        view = View(tuple(varying(t.detach(), 0) for t in pages.layers[at]), window, batch, heads=heads)
+        args = tuple(view if value is cache else value for value in args)
+        kwargs = {name: view if value is cache else value for name, value in kwargs.items()}
+        # The kernel is chosen at the trace, for all of its sizes. Pages for which another one is faster have a trace of their own.
+        out = self.regions(layer, self.rows, args, kwargs, apart=pages.kernels[at])
+        cache.wrote(number)
+        return out
+
+    def module(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """The forward of a module beside the layers."""
+        if threading.get_ident() != self.thread:
+            return type(module).forward(module, *args, **kwargs)
+        return self.regions(module, self.rows, args, kwargs)
+
+
+def _modules(model: nn.Module, cache: PagedModelCache) -> tuple[dict[nn.Module, int], list[nn.Module]]:
+    """(the repeated layers with pages and the number of each, modules beside them).
+
+    Raises NotRegional for pages of other modules, or of several in a layer, and for a module that is compiled or has a forward of its own.
+    """
     found: dict[nn.Module, int] = {}
+    parents: dict[nn.Module, None] = {}
     for name in repeated_blocks(model):
         block = model.get_submodule(name)
         numbers = {n for part in block.modules() if (n := getattr(part, NUMBER, None)) in cache.numbers}
         if len(numbers) > 1:
             raise NotRegional(f"{name} holds several layers, {sorted(numbers)}")
         if numbers:
-            if "forward" in vars(block) or getattr(block, "_compiled_call_impl", None) is not None:
-                raise NotRegional(f"{name} has a forward of its own instance, or is compiled")
             found[block] = numbers.pop()
+            parents[model.get_submodule(name.rpartition(".")[0].rpartition(".")[0])] = None
     if missing := sorted(cache.numbers.keys() - set(found.values())):
         raise NotRegional(f"layers {missing} are in no list of layers of one class")
-    return found
-
-
-def _forward(layer: Any, number: int, regions: Regions, cache: PagedModelCache, *args: Any, **kwargs: Any) -> Any:
-    """The layer's forward of this step."""
-    if not any(value is cache for value in (*args, *kwargs.values())):
-        return type(layer).forward(layer, *args, **kwargs)
-    state, pages = cache.state, cache.state.pages
-    assert state.start is not None
-    heads = pages.sizes.layers[0].q_heads
-    view = cache.view(number, state.start, 1, heads)
-    # Sliding layers whose pages hold the whole text, or less, share code once their windows are compared.
-    window = 0 if _within(kwargs.get("attention_mask"), view.window) else view.window
-    given = View(tuple(varying(t.detach(), 0) for t in view.pages), window, _any_sizes(view.batch), heads=heads)
-    args = tuple(given if value is cache else value for value in args)
-    kwargs = {name: given if value is cache else value for name, value in kwargs.items()}
-    # The kernel is chosen at the trace, for all of its sizes. Pages for which another one is faster have a trace of their own.
-    out = regions(layer, state.start.shape[0], args, kwargs, apart=pages.kernels[cache.numbers[number]])
-    cache.wrote(number)
-    return out
+    # torch's own are one kernel each.
+    beside = [m for parent in parents for m in parent.children() if not type(m).__module__.startswith("torch.")]
+    own = [type(m).__name__ for m in (*found, *beside) if "forward" in vars(m) or getattr(m, "_compiled_call_impl", None) is not None]
+    if own:
+        raise NotRegional(f"{own[0]} has a forward of its own instance, or is compiled")
+    return found, beside
 
 
 def _within(mask: Any, window: int) -> bool:

@@ -70,6 +70,7 @@ class ModelPages(Pages):
 
     choice: the negotiated page size. forced: the one that the caller asked for, or None.
     seen: int64 `[]`, positions so far, padding included.
+    most: int64 `[]`, positions there is room for.
     pad: int64 `[rows]`, the positions of each row that are padding; EMPTY for a row that the last step did not have.
     high: int64 `[]`, the most positions there have been since the cache was empty, where there are windows.
     kernels: for each layer, the one that decode steps of all rows choose, "" for none.
@@ -106,9 +107,10 @@ class ModelPages(Pages):
         self.kernels = tuple(chosen[layer] for layer in sizes.layers)
         with ordinary():
             self.seen, self.high = (torch.zeros((), dtype=torch.int64, device=sizes.device) for _ in range(2))
+            self.most = torch.full((), length, dtype=torch.int64, device=sizes.device)
             self.pad = torch.full((rows,), EMPTY, dtype=torch.int64, device=sizes.device)
         self.counters = self.seen, self.pad, self.high
-        fix_address(self.seen, self.high)
+        fix_address(self.seen, self.high, self.most)
         for tensors, dims in ((self.tables, (0, 1)), (self.pools, (0,)), ((self.pad,), (0,))):
             fix_address(*tensors, dynamic=() if sizes.fixed else dims)
 
