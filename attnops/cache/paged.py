@@ -208,11 +208,13 @@ class Pages:
         self._ledger.commit(change)
         return found
 
-    def describe(self, tokens: Tokens, rows: Tensor | slice, lengths: Tensor) -> PagedBatch:
-        """A step of the requests in these rows of the tables. lengths: int32 `[B]`, the new tokens included."""
+    def describe(self, tokens: Tokens, rows: Tensor | int, lengths: Tensor) -> PagedBatch:
+        """A step of the requests in these rows of the tables, or in the first so many. lengths: int32 `[B]`, the new tokens included."""
+        # A slice up to a symbolic size may be shorter to torch 2.11.
+        held = [table.narrow(0, 0, rows) if isinstance(rows, (int, torch.SymInt)) else table[rows] for table in self.tables]
         first, *others = (
-            describe(tokens, table[rows], lengths, self.page_size, window, self.max_new_tokens, self.workspace)
-            for table, window in zip(self.tables, self.windows, strict=True)
+            describe(tokens, table, lengths, self.page_size, window, self.max_new_tokens, self.workspace)
+            for table, window in zip(held, self.windows, strict=True)
         )
         return replace(first, others=tuple(others)) if others else first
 

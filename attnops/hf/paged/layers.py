@@ -53,7 +53,7 @@ def starts(pages: ModelPages, live: Tensor) -> tuple[Tensor, Tensor]:
 
     live: int64 `[B]`, 1 for a row of the batch, 0 for one that fills the bucket.
     """
-    pad, real = pages.pad[: live.shape[0]], live != 0
+    pad, real = pages.pad.narrow(0, 0, live.shape[0]), live != 0  # a slice may be shorter to torch 2.11
     torch.ops.aten._assert_async.msg((~real | ((pad < EMPTY) & (pages.seen < pages.most))).all(), _STOP)
     # A padding row stores no token and reads the first slot of its pages, so that no kernel meets a length of 0.
     return torch.where(real, pad, pages.seen), real

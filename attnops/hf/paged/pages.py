@@ -170,7 +170,7 @@ class ModelPages(Pages):
 
         before: int64 `[B]`, tokens of each row in the pages; negative while padding is still to come.
         """
-        batch = self.describe(tokens, slice(before.shape[0]), (before + tokens.longest).to(torch.int32))
+        batch = self.describe(tokens, before.shape[0], (before + tokens.longest).to(torch.int32))
         if self._plan_of is not None and tokens.longest <= _PLANNED:
             kernel, spec = self._plan_of
             batch = replace(batch, plan=device_plan(kernel, replace(spec, q_heads=heads), batch))
