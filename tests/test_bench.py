@@ -478,7 +478,7 @@ def test_points_and_models():
     assert list(decode.cases(replace(TOY, model="gpt_oss"))) == ["gpt_oss 2x12"]
     full = list(decode.cases(Setup(torch.device("cuda"))))
     assert full[0] == "llama-3-8b-shape 1x1k" and len(full) == 5 and "deepseek-v3-shape 8x1k" in full
-    short = Setup(torch.device("cuda"), model="llama-3-8b-shape")
+    short = Setup(torch.device("cuda"), model="llama-8b-shape")
     assert list(decode.cases(short))[-1] == "llama-3-8b-shape 32x2k"
     for cases in (compile.cases, compile.graph_cases):
         assert "llama-3-8b-shape" in next(iter(cases(short))), "of whatever name it was asked for by"

@@ -22,6 +22,7 @@ from attnops.configs import SHAPES, config_of
 from attnops.errors import InvalidInput
 from attnops.tune.clock import Run, steps_us
 
+ALIASES = {"llama-8b-shape": "llama-3-8b-shape"}
 # The model of suites that measure one, by size of the run.
 ONE = {"toy": "llama", "small": "llama-small", "quick": "llama-3-8b-shape", "full": "llama-3-8b-shape"}
 
@@ -43,12 +44,13 @@ Kept = Callable[[str], Any]  # gives the model of a name
 
 
 def asked(setup: Setup) -> str:
-    """The model of a suite that measures one. Raises InvalidInput unless it is a decoder."""
+    """The model of a suite that measures one, under the name that results files share. Raises InvalidInput unless it is a decoder."""
     import transformers
 
-    if setup.model and type(found := config_of(setup.model)) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise InvalidInput("model", f"{setup.model!r}, a {type(found).__name__}", "a decoder")
-    return setup.model or ONE[setup.size]
+    name = ALIASES.get(setup.model, setup.model)
+    if name and type(found := config_of(name)) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise InvalidInput("model", f"{name!r}, a {type(found).__name__}", "a decoder")
+    return name or ONE[setup.size]
 
 
 def config(setup: Setup, name: str, layers: int = 0) -> Any:
