@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,6 +24,9 @@ from .eager_capture import CaptureMode
 from .guard import compare, described, restore, uncached_casts, unchanged
 from .inputs import Inputs, Setup, Values
 from .report import Report, Row
+
+# Dynamo takes a dispatch mode of any thread for one of its own, and its settings are those of the process.
+_CAPTURING = threading.RLock()
 
 Progress = Callable[[int, int, str], None]
 """Called with (buckets captured so far, all buckets, the bucket just captured)."""
@@ -257,7 +261,7 @@ class Graphed(Setup):
     def _capturing(self, values: Values) -> Iterator[Device]:
         device, _ = self._initialised(values)
         try:
-            with device.session(), ordinary(), uncached_casts(), unchanged(self.state):
+            with _CAPTURING, device.session(), ordinary(), uncached_casts(), unchanged(self.state):
                 yield device
         except BaseException:
             # Without the buffers of a first capture that failed, later calls may differ from it.

@@ -28,6 +28,9 @@ from .split import split
 MOST_KINDS = 4
 """Layers that Dynamo may tell apart within a step. Sliding and full attention, each before dense layers and experts, are four."""
 
+MOST_CODE = 64
+"""Functions whose code is kept. A hook that is replaced before every call makes one a call."""
+
 NUMBER = "layer_idx"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -88,14 +91,13 @@ class Regions:
 
     A layer that Dynamo cannot trace alone, or that it tells from each other one, raises NotRegional; so do all later calls.
 
-    programs: of each trace.
     ran: since `begin`, one for each call.
     seconds: of tracing, choice of kernels and compilation.
     """
 
     def __init__(self, inner: str | Inner = "inductor", passes: Sequence[Callable[[fx.GraphModule], Any]] = ()) -> None:
         self._inner, self._passes = INNER[inner] if isinstance(inner, str) else inner, passes
-        self.programs: list[Program] = []
+        self._programs: list[weakref.ref[Program]] = []
         self.ran: list[Program] = []
         self.refusal, self.seconds = "", 0.0
         self._kinds: Counter[type] = Counter()
@@ -105,6 +107,11 @@ class Regions:
         self._compiled: dict[tuple[str | int, ...], tuple[Any, Callable[..., Any]]] = {}
         if self._inner in (INNER["inductor"], INNER["tuned"]):
             start_workers()
+
+    @property
+    def programs(self) -> list[Program]:
+        """The programs of the traces whose code is kept."""
+        return [program for ref in self._programs if (program := ref()) is not None]
 
     def begin(self) -> None:
         """Begin a step."""
@@ -121,7 +128,7 @@ class Regions:
             if isinstance(t, Tensor) and t.dim() and t.shape[0] == rows:
                 varying(t, 0)
         self._kind = type(call)
-        mode, began, before = capture_mode(), time.perf_counter(), len(self.programs)
+        mode, began, before = capture_mode(), time.perf_counter(), len(self._programs)
         try:
             if mode is None:
                 return self._traced(call, args, kwargs, apart)
@@ -131,7 +138,7 @@ class Regions:
             return out
         finally:
             self._into = None
-            if len(self.programs) != before:
+            if len(self._programs) != before:
                 self.seconds += time.perf_counter() - began
 
     def _traced(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], apart: str) -> Any:
@@ -145,6 +152,8 @@ class Regions:
             # Dynamo keeps compiled code with the code of the function, here one that goes with the regions.
             run, ours = FunctionType(_run.__code__.replace(), globals()), weakref.proxy(self)
             self._compiled[key] = functions, torch.compile(run, backend=lambda gm, _: ours._backend(gm), fullgraph=True)
+            if len(self._compiled) > MOST_CODE:
+                self._compiled.pop(next(iter(self._compiled)))
         try:
             # Two sizes that happen to be equal are two symbols.
             with tracing(), shapes.patch(use_duck_shape=False):
@@ -163,7 +172,7 @@ class Regions:
         for change in self._passes:
             change(gm)
         program = compile_parts(split(gm), self._inner)
-        self.programs.append(program)
+        self._programs.append(weakref.ref(program))
         ours = weakref.proxy(self)
         return lambda *flat: ours._ran(program, flat)
 

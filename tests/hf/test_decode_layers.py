@@ -1,11 +1,15 @@
 """Steps whose layers are compiled once a kind: eager's tokens by few traces, and the whole model traced where layers cannot be."""
 
+import gc
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 
 import attnops
+from attnops.graphs import regional
 from attnops.graphs.pieces import inductor
 from attnops.hf import tiny
 from attnops.kernel import _REGISTRY, Capture
@@ -242,3 +246,33 @@ def test_layers_that_share_no_code_are_traced_with_the_model(change, why, monkey
         report = handle.graphs.report()
         assert why in report.whole and f"traced whole: {report.whole}" in str(report)
         assert replays(handle) == 3 and not any("forward" in vars(layer) for layer in model.model.layers)
+
+
+def test_two_models_in_two_threads():
+    models = [tiny.model("llama"), tiny.model("llama", num_hidden_layers=3)]
+    want = [generated(model, 2, 9, 4) for model in models]
+    handles = [attnops.patch(model, cache="paged", decode=how("piecewise")) for model in models]
+    with ThreadPoolExecutor(2) as pool:
+        got = list(pool.map(lambda model: generated(model, 2, 9, 4), models))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert [regions(handle).refusal for handle in handles] == ["", ""]
+
+
+def test_code_of_hooks_that_are_gone_is_freed(monkeypatch):
+    monkeypatch.setattr(regional, "MOST_CODE", 4)
+    model, alive = tiny.model("llama"), []
+    with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
+        for factor in (1.0, 2.0, 3.0, 4.0):
+
+            def hook(module, given, out, factor=factor):
+                return out * factor
+
+            alive.append(weakref.ref(hook))
+            handles = [layer.mlp.register_forward_hook(hook) for layer in model.model.layers]
+            generated(model, 2, 9, 3)
+            for each in handles:
+                each.remove()
+            del hook
+        handle.release()
+        gc.collect()
+        assert sum(ref() is not None for ref in alive) < 3
