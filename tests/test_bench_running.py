@@ -102,18 +102,6 @@ def test_a_process_that_ends_fails_its_case_and_the_other_goes_on():
     assert all(found[case].get("rows") and not found[case].get("failed") for case in "acd"), "the process of the other GPU does the others"
 
 
-def all_dying(setup):
-    return {**dict.fromkeys("ab", partial(os._exit, 3)), "c": rows_of("c")}
-
-
-def test_cases_that_no_process_is_left_for_say_so(tmp_path, monkeypatch):
-    some, inner = suites.Suite("some", "of a test", all_dying), suites.measure
-    monkeypatch.setattr(suites, "measure", lambda order, setup, gpus, *rest: inner(order, setup, 2, *rest))
-    found = suites.run((some,), TOY, out=tmp_path)["some"]
-    assert set(found["failed"]) == {"a", "b"} and found["left_out"] == {"c": LOST} and not found["rows"]
-    assert read(tmp_path / "some.json")["failed"] == found["failed"]
-
-
 def test_a_process_that_died_after_its_case_fails_the_next_alone(monkeypatch):
     """As one that Linux killed for its memory while it waited."""
 
@@ -132,6 +120,22 @@ def test_a_process_that_died_after_its_case_fails_the_next_alone(monkeypatch):
     monkeypatch.setattr(suites, "ProcessPoolExecutor", Workers)
     whole, found = in_workers(made("some", *((name, rows_of(name)) for name in "abc")), "abc")
     assert not whole and [case for case in "abc" if found[case].get("failed")] == ["a"] and found["b"]["rows"] and found["c"]["rows"]
+
+
+def test_cases_that_no_process_is_left_for_say_so(tmp_path, monkeypatch):
+    class Broken(ThreadPoolExecutor):
+        def __init__(self, count, context, initializer, given):
+            super().__init__(count)
+
+        def submit(self, *given):
+            raise BrokenProcessPool("terminated abruptly")
+
+    monkeypatch.setattr(suites, "ProcessPoolExecutor", Broken)
+    some, inner = made("some", *((name, rows_of(name)) for name in "abc")), suites.measure
+    monkeypatch.setattr(suites, "measure", lambda order, setup, gpus, *rest: inner(order, setup, 2, *rest))
+    found = suites.run((some,), TOY, out=tmp_path)["some"]
+    assert set(found["failed"]) == {"a", "b"} and found["left_out"] == {"c": LOST} and not found["rows"]
+    assert read(tmp_path / "some.json")["failed"] == found["failed"]
 
 
 def test_nothing_comes_after_a_device_that_is_lost(tmp_path, monkeypatch):

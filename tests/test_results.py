@@ -36,8 +36,10 @@ def results(monkeypatch) -> Any:
 @pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
 def test_make_measures_within_eight_minutes_where_it_is_told():
     given = {"OUT": "/some where", "COMMIT": "c0ffee", "SUITES": "data decode"}
-    command = ["make", "-n", "gpu-bench", "gpu-tune"]
-    made = subprocess.run(command, cwd=ROOT, env={**os.environ, **given}, capture_output=True, text=True, check=True).stdout
+    command = ["make", "-n", "--no-print-directory", "gpu-bench", "gpu-tune"]
+    made = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **given, "MAKEFLAGS": ""}, capture_output=True, text=True, check=True
+    ).stdout
     bench, tune, regret = made.splitlines()
     assert bench.startswith("timeout 475 ") and bench.endswith(" data decode") and regret.endswith(" regret")
     assert all('-m attnops bench --device cuda --out "/some where" --commit "c0ffee" --gpus' in line for line in (bench, regret))

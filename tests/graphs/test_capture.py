@@ -15,11 +15,11 @@ SIX = len(BUCKETS.all())
 
 
 class Counting(StandIn):
-    """outer: sessions that lie in no other. inner: those that do. measured_runs: what ran before captures."""
+    """outer: sessions that lie in no other. inner: those that do. warm_runs: those before captures."""
 
     def __init__(self, *given):
         super().__init__(*given)
-        self.depth = self.outer = self.inner = self.measured_runs = 0
+        self.depth = self.outer = self.inner = self.warm_runs = 0
 
     @contextmanager
     def session(self):
@@ -31,9 +31,9 @@ class Counting(StandIn):
         finally:
             self.depth -= 1
 
-    def measured(self, run):
-        self.measured_runs += 1
-        return super().measured(run)
+    def warm(self, run):
+        self.warm_runs += 1
+        super().warm(run)
 
 
 def rows_of(mode, device, forward=lambda x: x * 2, sizes=(1, 2, 4, 8), **more):
@@ -51,7 +51,7 @@ def test_all_buckets_share_a_session_and_what_was_compiled(mode, monkeypatch):
     report = pair.step.capture(**(given := pair.example("ab")))
     assert len(report.rows) == SIX and sorted(prepared) == ["decode", "mixed"]
     # One for each kind, which is compiled, and one for all captures.
-    assert (device.outer, device.inner, device.measured_runs) == (3, SIX, SIX)
+    assert (device.outer, device.inner, device.warm_runs) == (3, SIX, SIX)
     if mode is piecewise:
         assert pair.step.traces == {"decode": 1, "mixed": 1}
     pair.agree("cd")
@@ -109,13 +109,14 @@ def test_what_progress_does_stays_done(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_capture_that_fails_on_its_way_keeps_what_it_has(mode):
     device = Counting()
+    real = device.warm
 
-    def need():
-        if device.measured_runs == 3:
+    def short(run):
+        real(run)
+        if device.warm_runs == 3:
             raise torch.OutOfMemoryError("no more")
-        return 0
 
-    device.need = need
+    device.warm = short
     step = rows_of(mode, device)
     with pytest.raises(torch.OutOfMemoryError, match="no more"):
         step.capture(torch.ones(2))
