@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("transformers", reason="most suites measure transformers models")
 
-from attnops.bench import kernels, run as suites
+from attnops.bench import run as suites
 from attnops.bench.files import bad, read
 from attnops.bench.rows import LeftOut
 from attnops.bench.run import LOST, SPENT
@@ -78,12 +78,6 @@ def in_workers(some, cases):
 
     whole = suites.measure(suites.in_order((some,), {some.name: list(cases)}, 60.0), TOY, 2, put, lambda case: None)
     return whole, found
-
-
-def test_processes_share_the_cases():
-    """As those of several GPUs do: each case is measured once."""
-    whole, found = in_workers(suites.named(("kernels",))[0], kernels.cases(TOY))
-    assert whole and set(found) == set(kernels.cases(TOY)) and all(one["rows"] and "failed" not in one for one in found.values())
 
 
 def dying(setup):

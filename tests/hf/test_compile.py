@@ -21,7 +21,8 @@ from tests.hf.helpers import LIMIT, Counter, left_padded, logits, relative, toke
 WHOLE = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "deepseek_v2", "deepseek_v3")
 MORE = ("mixtral", "qwen3_moe", "qwen3_next", "phi3", "gpt2", "opt", "cohere2", "qwen2_moe", "olmo2")
 FAMILIES = (*WHOLE, *MORE)
-LIKE_LLAMA = ("qwen3", "mixtral", "qwen3_moe", "phi3", "opt", "olmo2")  # their caches and masks are llama's
+# Their caches and masks are llama's, or gemma3's.
+LIKE_LLAMA = ("qwen3", "mixtral", "qwen3_moe", "phi3", "opt", "olmo2", "gpt_oss", "cohere2")
 WARM_UP, AFTER = (1, 2), (1, 2, 4)
 NEW = 20
 

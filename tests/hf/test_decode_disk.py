@@ -1,8 +1,8 @@
-"""The compiled layers of a process are on disk for the next one."""
+"""Layers compiled by Inductor give eager's logits, and those of a process are on disk for the next one."""
 
 import json
 
-from tests.helpers import fresh_process
+from tests.helpers import fresh_process, ready_process
 
 CODE = """
 import json
@@ -13,12 +13,18 @@ from attnops.graphs.pieces import inductor
 from attnops.hf import Decode, tiny
 from tests.graphs.standin import StandIn
 
-model, device = tiny.model("llama"), StandIn()
-inner = lambda module, examples: device.opaque(inductor(module, examples))
+model, device, ids = tiny.model("llama"), StandIn(), torch.arange(5 * {rows}).view({rows}, 5)
+
+def inner(module, examples):
+    layer = any(node.target is torch.nn.functional.linear for node in module.graph.nodes)
+    return device.opaque(inductor(module, examples)) if layer else module
+
+with torch.no_grad():
+    want = model(ids).logits[:, -1:]
 with torch.no_grad(), attnops.patch(model, cache="paged", decode=Decode("piecewise", inner=inner, graphs=device)) as handle:
-    cache, ids = handle.new_cache({rows}, 40), torch.full(({rows}, 5), 7)
-    model(ids, past_key_values=cache)
-    handle.step(ids[:, :1], cache)
+    cache = handle.new_cache({rows}, 40)
+    model(ids[:, :4], past_key_values=cache)
+    torch.testing.assert_close(handle.step(ids[:, 4:], cache), want, rtol=1e-4, atol=1e-4)
     report = handle.graphs.report()
 found = counters["inductor"]
 print(json.dumps([report.whole, report.compiled["decode"], found["fxgraph_cache_hit"], found["fxgraph_cache_miss"]]))
@@ -28,7 +34,7 @@ print(json.dumps([report.whole, report.compiled["decode"], found["fxgraph_cache_
 def test_a_second_process_compiles_nothing(tmp_path):
     """Nor does it for a cache of other sizes. Keys hold names of symbols and pages, which may not depend on the process."""
     found = []
-    for seed, rows in (("1", 2), ("2", 3)):
+    for process, seed, rows in ((ready_process, "1", 2), (fresh_process, "2", 3)):
         env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONHASHSEED": seed}
-        found.append(json.loads(fresh_process(CODE.format(rows=rows), env=env).splitlines()[-1]))
-    assert found == [["", 5, 0, 5], ["", 5, 5, 0]]
+        found.append(json.loads(process(CODE.format(rows=rows), env=env).splitlines()[-1]))
+    assert found == [["", 5, 0, 2], ["", 5, 2, 0]]

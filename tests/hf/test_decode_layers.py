@@ -10,11 +10,9 @@ import torch
 
 import attnops
 from attnops.graphs import regional
-from attnops.graphs.pieces import inductor
 from attnops.hf import tiny
 from attnops.kernel import _REGISTRY, Capture
 from tests.graphs.models import boundary
-from tests.graphs.standin import StandIn
 from tests.hf.test_decode_graphs import generated, how, nan_pages, replays
 
 assert nan_pages, "a fixture"
@@ -97,18 +95,6 @@ def test_linears_of_a_layer_are_fused(pack):
             assert len(traced(handle)) == 2, "a layer whose weights lie apart is another kind"
 
 
-def test_layers_by_inductor():
-    model, device = model_of("llama", 3), StandIn()
-    want = generated(model, *CALLS[0])
-
-    def opaque(module, examples):
-        return device.opaque(inductor(module, examples))
-
-    with attnops.patch(model, cache="paged", decode=how("piecewise", inner=opaque, graphs=device)) as handle:
-        assert torch.equal(generated(model, *CALLS[0]), want)
-        assert regions(handle).refusal == "" and len(traced(handle)) == 1
-
-
 def test_graphs_are_cut_where_a_kernel_may_not_be_captured():
     kernel, model = boundary(), model_of("llama", 3)
     want = generated(model, *CALLS[0])
@@ -186,13 +172,6 @@ def times_two_if_layered(module, args, kwargs, out):
     return out[0] * (2 if hasattr(kwargs["past_key_values"], "layers") else 1), *out[1:]
 
 
-def numbered(model):
-    """A layer that reads its own number, which is the same code for all."""
-    for layer in model.model.layers:
-        layer.mlp.layer_idx = layer.self_attn.layer_idx
-        layer.mlp.register_forward_hook(lambda module, given, out: out * 2 if module.layer_idx == 1 else out)
-
-
 def scaled(model):
     """Layers that each have a number of their own in their code."""
     for i, layer in enumerate(model.model.layers):
@@ -228,7 +207,6 @@ def own(model):
     ("change", "why"),
     [
         (read, "_local_scalar_dense"),
-        (numbered, "cannot be traced alone"),
         (looked_up, "cannot be traced alone"),
         (asked_for_more, "cannot be traced alone"),
         (compiled, "LlamaDecoderLayer has a forward of its own instance, or is compiled"),

@@ -46,7 +46,7 @@ def test_on_a_cpu_nothing_but_attention_changes():
 def test_tokens(name):
     """Batches of 1 to 4 rows with padding on the left, in breakable and then in compiled steps, whose number is fixed."""
     model = tiny.model(name)
-    calls = ((1, 9, 4), (2, 14, 6), (4, 9, 5), (3, 20, 4))
+    calls = ((1, 9, 4), (3, 14, 6), (4, 9, 5), *(((2, 20, 4),) if name == "llama" else ()))
     want = [generated(model, *call) for call in calls]
     with attnops.patch(model, decode=auto()) as handle:
         assert "forward" not in vars(model), "pages are taken by the first generate()"
@@ -56,7 +56,7 @@ def test_tokens(name):
             modes.append(replace(handle.took, loop=""))
             # Phi3 prepares its inputs by code of its own.
             assert (handle.took.loop == "") is (name != "phi3"), handle.took
-        assert modes == [*[Took("paged", "breakable")] * 2, *[Took("paged", "piecewise")] * 2]
+        assert modes == [*[Took("paged", "breakable")] * 2, *[Took("paged", "piecewise")] * (len(calls) - 2)]
         assert handle.plain_steps == 0 and "CUDA graphs" in str(handle.report())
     assert "forward" not in vars(model) and torch.equal(generated(model, *CALL), generated(tiny.model(name), *CALL))
 

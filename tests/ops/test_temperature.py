@@ -61,7 +61,7 @@ def test_a_scaled_query_is_the_same_without_a_cap_alone(softcap):
 def test_compiled(dynamic):
     compiled = torch.compile(public, fullgraph=True, dynamic=dynamic)
     with torch.no_grad():
-        for shape in SHAPES:
+        for shape in SHAPES if dynamic else list(SHAPES)[:1]:  # each is a compilation of its own
             call = call_of(shape, padding=0)
             got = compiled(call.arguments, torch.full_like(call.arguments["output"], float("nan")))
             torch.testing.assert_close(got, public(call.arguments, torch.empty_like(got)))
