@@ -242,7 +242,8 @@ class TooManyRequests(CacheError):
 
 
 class GraphError(AttnopsError, RuntimeError):
-    """Base of the errors of `attnops.graphs`. All but ReplayMismatch are raised before a replay, and leave the cache as it was."""
+    """Base of the errors of `attnops.graphs`. A replay raises ReplayMismatch, and NotCapturable for a call between graphs whose result
+    changes its shape. All others leave the cache as it was."""
 
 
 class BatchTooLarge(GraphError, ValueError):

@@ -29,7 +29,7 @@ def pictures(root: Path) -> Iterator[tuple[Path, dict[str, Any], Picture]]:
     for machine, reports in measured(root):
         for name, picture in PICTURES.items():
             report = reports.get(name)
-            if report is not None and any(row.get(picture.figure) for row in report["rows"]):
+            if report is not None and any(row.get(picture.figure) is not None for row in report["rows"]):
                 yield root / PLOTS / f"{machine}-{name}.svg", report, picture
 
 

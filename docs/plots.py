@@ -78,7 +78,7 @@ def svg(report: Mapping[str, Any], picture: Picture) -> str:
             axes.set_xscale("log")
             axes.minorticks_off()
         else:
-            axes.set_xlim(left=0)
+            axes.set_xlim(left=min(0.0, *(value for values in points.values() for value in values.values())))
         axes.grid(axis="both", linewidth=0.3)
         figure.legend(loc="outside lower center", ncols=min(4, len(points)), frameon=False)
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None, "Description": digest(report, picture)})

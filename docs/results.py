@@ -21,7 +21,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 def machines(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(folder name, its files by stem), the machines in order of name, GPUs first. A file that is no JSON object is left out."""
-    folders = [f for f in (root / "benchmarks" / "results").glob("*") if f.is_dir()]
+    folders = [f for f in (root / "benchmarks" / "results").glob("*") if f.is_dir() and f.name != "local"]
     for folder in sorted(folders, key=lambda f: (f.name == "cpu", f.name)):
         found = {}
         for path in sorted(folder.glob("*.json")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -135,6 +136,10 @@ class _Captured:
         self._live.discard(self)
         self._graph.reset()
 
+
+CAPTURING = threading.RLock()
+"""Sessions of all devices take turns. Dynamo takes a dispatch mode of any thread for one of its own, and its settings and those of Python's
+garbage collection are those of the process."""
 
 # CPython 3.12 starts with some hundred frozen objects. A program with more froze them on purpose, and keeps them frozen.
 EXEMPT = 10_000

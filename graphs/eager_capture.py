@@ -81,7 +81,7 @@ class CaptureMode(TorchDispatchMode):
 
     @contextmanager
     def aside(self) -> Iterator[Recorded]:
-        """Within the block this mode is off: compiled code, which no mode may see, captures into what is given."""
+        """This mode is off in the block, because compiled code must not run under one. The code captures into the yielded Recorded."""
         self.__exit__(None, None, None)
         try:
             yield self._into

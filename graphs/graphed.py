@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,14 +18,11 @@ from ..cache.paged import ordinary
 from ..call import need
 from ..errors import InvalidInput, OverBudget, StaleGraph, fail
 from .buckets import Bucket
-from .device import CudaGraphs, Device, Recorded
+from .device import CAPTURING, CudaGraphs, Device, Recorded
 from .eager_capture import CaptureMode
 from .guard import compare, described, restore, uncached_casts, unchanged
 from .inputs import Inputs, Setup, Values
 from .report import Report, Row
-
-# Dynamo takes a dispatch mode of any thread for one of its own, and its settings are those of the process.
-_CAPTURING = threading.RLock()
 
 Progress = Callable[[int, int, str], None]
 """Called with (buckets captured so far, all buckets, the bucket just captured)."""
@@ -115,7 +111,7 @@ class Graphed(Setup):
                     with self._capturing(values):
                         self._compile(bucket, values)
             # One session for all buckets, begun after the compiler, which leaves much garbage.
-            with self._initialised(values)[0].session() if missing else nullcontext():
+            with CAPTURING, self._initialised(values)[0].session() if missing else nullcontext():
                 for done, bucket in enumerate(wanted, 1):
                     if bucket not in self._entries and bucket not in self.buckets.dropped:
                         self._captured(bucket, values)
@@ -261,7 +257,7 @@ class Graphed(Setup):
     def _capturing(self, values: Values) -> Iterator[Device]:
         device, _ = self._initialised(values)
         try:
-            with _CAPTURING, device.session(), ordinary(), uncached_casts(), unchanged(self.state):
+            with CAPTURING, device.session(), ordinary(), uncached_casts(), unchanged(self.state):
                 yield device
         except BaseException:
             # Without the buffers of a first capture that failed, later calls may differ from it.

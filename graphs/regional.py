@@ -89,9 +89,10 @@ def twin(module: nn.Module) -> tuple[nn.Module, list[Any]]:
 class Regions:
     """Compiled code of layers and of what surrounds them, for steps of any rows: one trace a kind of layer, and one more for one row.
 
-    A layer that Dynamo cannot trace alone, or that it tells from each other one, raises NotRegional; so do all later calls.
+    A layer that Dynamo cannot trace alone, or that it tells from each other one, raises NotRegional.
 
-    ran: since `begin`, one for each call.
+    refusal: why the whole model is traced instead, set by Regional; "" while it is not.
+    ran: the programs that ran since `begin`, in order.
     seconds: of tracing, choice of kernels and compilation.
     """
 
@@ -100,6 +101,7 @@ class Regions:
         self._programs: list[weakref.ref[Program]] = []
         self.ran: list[Program] = []
         self.refusal, self.seconds = "", 0.0
+        self._traces = 0
         self._kinds: Counter[type] = Counter()
         self._kind: type = type(None)
         self._into: Recorded | None = None
@@ -128,7 +130,7 @@ class Regions:
             if isinstance(t, Tensor) and t.dim() and t.shape[0] == rows:
                 varying(t, 0)
         self._kind = type(call)
-        mode, began, before = capture_mode(), time.perf_counter(), len(self._programs)
+        mode, began, before = capture_mode(), time.perf_counter(), self._traces
         try:
             if mode is None:
                 return self._traced(call, args, kwargs, apart)
@@ -138,7 +140,7 @@ class Regions:
             return out
         finally:
             self._into = None
-            if len(self._programs) != before:
+            if self._traces != before:
                 self.seconds += time.perf_counter() - began
 
     def _traced(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], apart: str) -> Any:
@@ -172,7 +174,8 @@ class Regions:
         for change in self._passes:
             change(gm)
         program = compile_parts(split(gm), self._inner)
-        self._programs.append(weakref.ref(program))
+        self._programs = [ref for ref in self._programs if ref() is not None] + [weakref.ref(program)]
+        self._traces += 1
         ours = weakref.proxy(self)
         return lambda *flat: ours._ran(program, flat)
 
@@ -205,7 +208,7 @@ class Regional(Piecewise):
         return replace(found, compiled={"decode": compiled}, parts={"decode": parts}) if parts else found
 
     def _compile(self, bucket: Bucket, values: Values) -> None:
-        # Steps of one row have graphs of their own, beside those of all other sizes.
+        # A bucket of one row compiles in its own warm-up, because one row has a trace of its own.
         if self.regions.refusal or bucket.requests > 1:
             super()._compile(bucket, values)
 
@@ -248,7 +251,7 @@ class Regional(Piecewise):
 
 
 def varying(tensor: Tensor, *dims: int) -> Tensor:
-    """The tensor, in which the compiler takes these dims for such as vary, but for sizes of one."""
+    """Mark these dims of the tensor as varying for the compiler, except sizes of one. Returns the tensor."""
     from torch._dynamo import maybe_mark_dynamic
 
     maybe_mark_dynamic(tensor, [dim for dim in dims if tensor.shape[dim] > 1])

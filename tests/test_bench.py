@@ -194,6 +194,10 @@ def test_data_is_counted_and_compared_bit_for_bit(reports_of, monkeypatch):
     monkeypatch.setitem(registry._REGISTRY.kernels["write_kv"], "triton", replace(right, name="triton", run=off, contract=2))
     found = {row["way"]: row for row in data.measure(TOY, Pool("cpu"), "write_kv float8 64")}
     assert found["triton"]["wrong"].startswith("wrong: off by") and "median_us" not in found["triton"] and found["reference"]["median_us"]
+    broken = replace(right, name="triton", run=lambda call: call.no_such_argument, contract=2)
+    monkeypatch.setitem(registry._REGISTRY.kernels["write_kv"], "triton", broken)
+    rows = data.measure(TOY, Pool("cpu"), "write_kv float8 64")
+    assert "AttributeError" in bad({"data": {"rows": rows}})[0], "a kernel of ours that does not run fails the case"
 
 
 def test_gradients_are_beside_torchs(reports_of, monkeypatch):
@@ -491,7 +495,7 @@ def test_points_and_models():
 def test_pictures_are_small_and_the_same_again(reports_of, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs")
     plots = import_module("plots")
-    assert plots.PICTURES.keys() <= {suite.name for suite in suites.SUITES}
+    assert plots.PICTURES.keys() == {suite.name for suite in suites.SUITES}
     for name, picture in ((n, picture) for n, picture in plots.PICTURES.items() if reports_of[0][n]["rows"]):
         report = reports_of[0][name]
         drawn = plots.svg(report, picture)

@@ -122,5 +122,5 @@ def test_hardware_is_where_numerics_were_compared(results, tmp_path):
 
 def test_committed_results_are_shown(results):
     for _, files in results.machines(ROOT):
-        for stem in set(results.PARTS) & set(files):
+        for stem in (s for s in set(results.PARTS) & set(files) if not isinstance(files[s].get("rows"), list)):
             assert "of another form" not in results._made(results.PARTS[stem.partition("-")[0]][1], files[stem])

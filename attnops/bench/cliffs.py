@@ -109,7 +109,7 @@ def measure(
     rows = []
     with attnops.hf.patch(one, **ways_of(setup)[way]) as handle:
         warm = Warm(setup, one, handle, point)
-        for _ in range(generate.warm_calls(setup)):
+        for _ in range(1 + generate.warm_calls(setup)):
             warm.generate()
         warm.steps(warm.filled())
         for change, make in ({ADAPTER: lambda warm: warm.switched} if adapters else CHANGES).items():

@@ -106,7 +106,8 @@ def measure(setup: Setup, pool: Pool, case: str) -> list[Row]:
     if moved:
         source, target = torch.zeros(2, moved // 2, dtype=torch.uint8, device=setup.device)
         ways["copy"] = Way(Timed(lambda: target.copy_(source)), lambda: want)
-    return with_ratios(time_if_right(case, ways, want, 0.0, partial(kernels_us, setup.device), differing), "copy")
+    ours = [k.name for k in chosen]
+    return with_ratios(time_if_right(case, ways, want, 0.0, partial(kernels_us, setup.device), differing, own=ours), "copy")
 
 
 def results(call: Call, run: Callable[[Call], Any]) -> list[Tensor]:

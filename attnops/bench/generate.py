@@ -69,8 +69,8 @@ def prepared(setup: Setup, model: Any, way: str, point: Point) -> tuple[Callable
 
 
 def warm_calls(setup: Setup) -> int:
-    """Calls after which the steps of a patched model no longer change: on a GPU they are compiled after some."""
-    return 1 + Decode.compile_after // NEW[setup.size] if setup.on_gpu else 1
+    """Calls after the first one, until the steps of a patched model no longer change: on a GPU they are compiled after some."""
+    return Decode.compile_after // NEW[setup.size] if setup.on_gpu else 0
 
 
 @torch.no_grad()
@@ -83,7 +83,8 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
         more: Row = {}
 
         def results() -> tuple[Tensor, Tensor, Tensor]:
-            for _ in range(warm_calls(setup)):
+            text = call()
+            for _ in range(warm_calls(setup) if handle is not None and handle.graphs else 0):
                 text = call()
             if handle is not None:
                 plain = {"plain_steps": handle.plain_steps} if handle.graphs else {}

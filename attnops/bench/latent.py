@@ -139,7 +139,8 @@ def near(run: Run, want: Tensor, allowed: float) -> Way:
 
 def compared(setup: Setup, case: str, ways: Mapping[str, Way | Make]) -> list[Row]:
     """The rows of ways whose results are errors."""
-    return time_if_right(case, ways, None, 0.0, partial(kernels_us, setup.device), lambda error, _: float(error))
+    own = ("layer", "kernel", "projections")
+    return time_if_right(case, ways, None, 0.0, partial(kernels_us, setup.device), lambda error, _: float(error), own=own)
 
 
 @torch.no_grad()

@@ -32,7 +32,7 @@ from attnops.tune.shapes import DENSE, MLA, PACKED, PAGED
 
 LARGEST_BYTES, LARGEST_FLOPS = 4e9, 4e12
 SMALL_PAIRS, CHECKED = 1 << 25, 2  # pairs of a query and a key in a small call, and how many of them check a kernel
-SECONDS, FIRST_S = 60.0, 20.0  # of a family, and of the slow first calls of a kernel in it
+SECONDS, FIRST_S = 34.0, 20.0  # of a family, and of the slow first calls of a kernel in it
 COUNT = {"toy": 1, "small": 4, "quick": 8, "full": 48}  # calls of a family
 HEADS = ((32, 8), (32, 8), (64, 8), (40, 8), (28, 4), (32, 32), (16, 16), (48, 8), (24, 8), (12, 2), (16, 1))
 FAMILIES = {"dense": DENSE, "packed": PACKED, "paged decode": PAGED, "extend": PAGED, "mla": MLA}

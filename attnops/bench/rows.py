@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -18,7 +18,7 @@ Row = dict[str, Any]
 unit; further figures, such as `of_bandwidth` or `tokens_s`."""
 
 FIELDS = ("case", "way", "median_us", "spread_us", "error", "budget", "wrong")
-WRONG = "wrong: "  # `wrong` starts with this if a result was computed and is wrong
+WRONG = "wrong: "  # `wrong` starts with this if a result is wrong, or a way that must run does not
 
 Case = Callable[[], Iterable[Row]]
 
@@ -73,8 +73,12 @@ def time_if_right(
     clock: Callable[[Mapping[str, Timed]], Mapping[str, Mapping[str, float]]],
     distance: Callable[[Any, Any], float] = largest_error,
     more: Callable[[float, Way], Row] = lambda us, way: {},
+    own: Collection[str] = (),
 ) -> list[Row]:
-    """The rows of one case: every way is run and timed, in turn with the others, if its `distance` from `want` is at most its budget."""
+    """The rows of one case: every way is run and timed, in turn with the others, if its `distance` from `want` is at most its budget.
+
+    own: ways that must run: an error of one of these makes it wrong.
+    """
     rows: dict[str, Row] = {name: {"case": case, "way": name} for name in ways}
     made: dict[str, Way] = {}
     right: dict[str, Way] = {}
@@ -86,12 +90,12 @@ def time_if_right(
                 else:
                     made[name] = way
             except Exception as failure:  # the other ways go on
-                rows[name]["wrong"] = one_line(failure)
+                rows[name]["wrong"] = WRONG * (name in own) + one_line(failure)
         for name, way in made.items():
             try:
                 error = distance(way.computed(), want)
             except Exception as failure:
-                rows[name] |= {**way.more, "wrong": one_line(failure)}
+                rows[name] |= {**way.more, "wrong": WRONG * (name in own) + one_line(failure)}
                 continue
             allowed = budget if way.budget is None else way.budget
             rows[name] |= {**way.more, "budget": _digits(allowed)} | ({"error": _digits(error)} if error < inf else {})

@@ -2,11 +2,9 @@
 
 from attnops.measured.cost import (
     RATES as RATES,
-    LogitsPass as LogitsPass,
     Roofline as Roofline,
     Shape as Shape,
     Sizes as Sizes,
-    TokenWrites as TokenWrites,
     copy_us as copy_us,
     phases as phases,
     sizes_of as sizes_of,

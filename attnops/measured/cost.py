@@ -221,27 +221,3 @@ def phases(decode: Callable[[Problem], float], extend: Callable[[Problem], float
 def copy_us(p: Problem, numbers: float) -> float:
     """A pass that reads and writes so many numbers of the query's dtype."""
     return 2.0 * p.dtype.itemsize * numbers / (rates_of(p.target).bandwidth * 1e6)
-
-
-@dataclass(frozen=True)
-class LogitsPass:
-    """A launch, and the logits written out and read again."""
-
-    launch_us: float
-    us_a_logit: float
-
-    def __call__(self, p: Problem) -> float:
-        logits = max(p.q_heads, 1) * max(p.sizes.tokens.hint, 1) * max(p.sizes.context.hint, 1)
-        return self.launch_us + logits * self.us_a_logit
-
-
-@dataclass(frozen=True)
-class TokenWrites:
-    """A launch, and the keys and values, or the latents, of the new tokens."""
-
-    launch_us: float
-    numbers_a_us: float
-
-    def __call__(self, p: Problem) -> float:
-        numbers = p.head_dim if p.rope_dim else p.kv_heads * (p.head_dim + p.v_head_dim)
-        return self.launch_us + max(p.sizes.tokens.hint, 1) * numbers / self.numbers_a_us

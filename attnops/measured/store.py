@@ -140,7 +140,7 @@ def save(table: Table, path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write the whole file or no change, and its parent folders. Raises OSError or InvalidInput."""
+    """Write the whole file or leave it as it was. Makes its parent folders. Raises OSError or InvalidInput."""
     check_place(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

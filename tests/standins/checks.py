@@ -1,6 +1,7 @@
 """Checks that stand-ins share. A stand-in registers ops at its import, which must not happen beside the wheels: this file has none.
 
-The error texts of `laid_out` are attnops' own, whatever the wheel would say of that argument. Checks written by hand quote the wheel.
+The error texts of `laid_out` are attnops' own, whatever the wheel would say of that argument. Checks written by hand quote the wheel
+where it has a text.
 """
 
 from types import SimpleNamespace

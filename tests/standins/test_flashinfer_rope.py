@@ -82,7 +82,7 @@ def test_opcheck(calls):
         assert blind <= {"test_schema"} and {r for n, r in results.items() if n not in blind} == {"SUCCESS"}
 
 
-def test_misalignedrope_are_refused_before_the_launch(calls):
+def test_misaligned_rows_are_refused_before_the_launch(calls):
     given = call()
     shifted = torch.zeros(3 * 576 + 1, dtype=BF16)[1:].view(3, 576)
     with pytest.raises(InvalidInput, match=r"^latent: got strides .*, want rows that start at multiples of 16 bytes"):

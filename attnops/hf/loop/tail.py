@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnops.cache.paged import ordinary
 from attnops.errors import NotCapturable
-from attnops.graphs.device import EXEMPT, Device, Recorded
+from attnops.graphs.device import CAPTURING, EXEMPT, Device, Recorded
 from attnops.hf.loop.plain import Asked, held
 
 
@@ -73,7 +73,7 @@ class Tail:
 
     The operations are those of transformers' `_sample` in the same order, on exactly B rows, so that the same numbers are drawn.
 
-    tokens: int64 `[B, room]`, the text; its last token stands for those to come, so that a penalty on the text counts no other.
+    tokens: int64 `[B, room]`, the text. The columns behind it repeat a token of the text, so that a penalty on `tokens` counts no other.
     token, position: int64 `[B, 1]`, the input of the next step.
     reason: why there is no graph, so that operations are launched one by one; "" where there is.
     """
@@ -101,6 +101,10 @@ class Tail:
 
     def capture(self, graphs: Device) -> None:
         """Capture the graph, before `begin`. Its random numbers do not count."""
+        with CAPTURING:
+            self._capture(graphs)
+
+    def _capture(self, graphs: Device) -> None:
         device = self._scores.device
         # The session's collection takes longer than the capture where a process has compiled.
         freezes = gc.get_freeze_count() < EXEMPT

@@ -80,7 +80,7 @@ class View:
         return self
 
     def wrote(self, layer: Any) -> None:
-        """No effect: the cache is told after the layer."""
+        """No effect: the step notes the write in the cache when the layer returns."""
 
 
 class Returned:
@@ -207,6 +207,9 @@ class PagedModelCache(Cache):
     `crop(-n)` takes back the last n positions.
     """
 
+    latent = False
+    """Does it hold latents?"""
+
     def __init__(self, pages: ModelPages, paged_layers: Sequence[int], others: Callable[[], dict[int, Any]], filled: bool = False) -> None:
         """A cache over `pages`, for the layers of these numbers, which rise.
 
@@ -239,11 +242,6 @@ class PagedModelCache(Cache):
         for layer in others:
             layer.crop(tokens_to_remove)
         self.state.keep(left)
-
-    @property
-    def latent(self) -> bool:
-        """Does it hold latents?"""
-        return isinstance(self, PagedLatentCache)
 
     @property
     def max_batch(self) -> int:
@@ -316,6 +314,8 @@ def described(pages: ModelPages, before: Tensor, real: Tensor | None, count: int
 
 class PagedLatentCache(PagedModelCache):
     """A `PagedModelCache` of latents."""
+
+    latent = True
 
 
 class PagedKeyCache(PagedModelCache):

@@ -224,8 +224,11 @@ class Decoder:
         with self._lock:
             for overs in self._states.values():
                 if (over := overs.pop(pages, None)) is not None:
-                    over.graphed.free()
-                    self._latest = None if self._latest is over else self._latest
+                    self._drop(over)
+
+    def _drop(self, over: _Over) -> None:
+        over.graphed.free()
+        self._latest = None if self._latest is over else self._latest
 
     def free(self) -> None:
         """Free all graphs."""
@@ -240,7 +243,7 @@ class Decoder:
             while len(self._states) > MOST_STATES:
                 oldest = next(iter(self._states))
                 for unused in self._states.pop(oldest).values():
-                    unused.graphed.free()
+                    self._drop(unused)
             if self.look:
                 self._looked.clear()
             self._looked.add(state)
