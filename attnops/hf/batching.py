@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,14 +21,16 @@ def batching_config(model: Any, **options: Any) -> Any:
 
     Args:
         model: the model to generate with.
-        options: arguments of ContinuousBatchingConfig, before these settings; `max_blocks_per_request=0` turns block tables off.
+        options: arguments of ContinuousBatchingConfig, before these settings; `max_blocks_per_request=0` turns block tables off. Assigning
+            0 to that field of the result has no effect.
 
     Raises:
-        InvalidInput: this transformers has no continuous batching.
+        InvalidInput: this transformers has no continuous batching, or takes no attention but its own in it, as 5.23 does.
     """
     base = getattr(transformers, "ContinuousBatchingConfig", None)
-    if base is None:
-        fail(InvalidInput, "transformers.__version__", transformers.__version__, "a version with ContinuousBatchingConfig")
+    if base is None or find_spec("transformers.generation.continuous_batching.cache_manager") is None:
+        want = "a version whose continuous batching takes attention of others, as 5.17"
+        fail(InvalidInput, "transformers.__version__", transformers.__version__, want)
     cuda, config = torch.cuda.is_available(), model.config.get_text_config()
     given = {"use_cuda_graph": cuda, "use_async_batching": cuda, **options}
     kinds = getattr(config, "layer_types", None) or ("full_attention" if getattr(config, "sliding_window", None) is None else "",)

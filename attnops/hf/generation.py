@@ -44,7 +44,7 @@ class Generation:
     graphs: the mode of graphs that its last step ran in, "" without.
     loop: why the loop around its steps is transformers' own, "" where it is not (attnops.hf.loop).
     last: (the mask that the last step left behind,), or () before the first.
-    prepared: (the mask of the next step's forward,), or () but between its preparation and its end.
+    prepared: (the mask of the next step's forward,) from its preparation to its end, else ().
     """
 
     owner: nn.Module | None = None

@@ -35,7 +35,7 @@ class Took:
     cache: "paged", or "hf" for transformers' own or the caller's.
     decode: "piecewise" or "breakable", the graphs of its last step; "hf" without graphs.
     why: the reason why it had no pages or no graphs, "" where it had both or the options ask for neither.
-    loop: the reason why transformers' loop chose the tokens of graphs' steps, "" where a graph did.
+    loop: the reason why no graph chose the tokens of the steps in graphs, "" where one did.
     """
 
     cache: str
@@ -44,7 +44,7 @@ class Took:
     loop: str = ""
 
     def __str__(self) -> str:
-        loop = f"; transformers' own loop: {self.loop}" if self.loop else ""
+        loop = f"; tokens chosen without a graph: {self.loop}" if self.loop else ""
         return f"cache={self.cache}, decode={self.decode}" + (f": {self.why}" if self.why else "") + loop
 
 

@@ -128,6 +128,15 @@ def test_only_steps_of_generate_are_in_graphs():
     assert len(with_states.hidden_states) == given["max_new_tokens"]
 
 
+def test_a_tokenizer_is_no_reason_for_plain_steps():
+    """generate() hands it on to the model, for stopping criteria that read text."""
+    model = tiny.model("llama")
+    want = generated(model, 2, 9, 4)
+    with attnops.patch(model, cache="paged", decode=how()) as handle:
+        assert torch.equal(generated(model, 2, 9, 4, tokenizer=object()), want)
+        assert replays(handle) == 3 and handle.plain_steps == 0
+
+
 def test_a_capture_leaves_the_cache_as_it_was(nan_pages):
     """Rows of nobody are what a capture runs on: neither tokens nor lengths of the requests that are there may change."""
     model = tiny.model("llama")

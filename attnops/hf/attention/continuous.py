@@ -108,7 +108,7 @@ def continuous_function(kernel: str | None, proven: bool = False) -> Continuous:
         asked = Asked(read_index, write_index, cu_seq_lens_q, starts_k, longest_q, int(longest_k), ring, block_table)
         blocks = None if ring and window != ring else blocks_of(cache, layer, key, value, asked)
         if blocks is None and block_table is not None:
-            want = "None in a compiled step, or for a cache of another layout: max_blocks_per_request=0 in the ContinuousBatchingConfig"
+            want = "None in a compiled step, or for a cache of another layout: pass max_blocks_per_request=0 to batching_config"
             fail(InvalidInput, "block_table", list(block_table.shape), want)
         if blocks is None:
             keys, values = cache.update(key_states=key, value_states=value, layer_idx=layer, read_index=read_index, write_index=write_index)

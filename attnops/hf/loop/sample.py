@@ -79,7 +79,7 @@ class Loop:
         owner, ids, processors, _, config, _, given = asked
         # A copy of the last logits, so that a long prompt's others are freed.
         logits = owner._prefill(ids, config, given, is_first_iteration=True).logits[:, -1:].clone()
-        # As long as many caches, which then share a graph.
+        # Rounded up, so that caches of like lengths share a graph.
         room = 1 << given["past_key_values"].max_length.bit_length()
         ends = sum(tokens.numel() for tokens in asked.eos)
         choice = Choice(ids.shape[0], room, logits.shape[-1], ends, bool(config.do_sample), fields(processors))

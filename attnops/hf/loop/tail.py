@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnops.cache.paged import ordinary
-from attnops.errors import NotCapturable
+from attnops.errors import NotCapturable, one_line
 from attnops.graphs.device import CAPTURING, EXEMPT, Device, Recorded
 from attnops.hf.loop.plain import Asked, held
 
@@ -119,7 +119,7 @@ class Tail:
                     recorded.begin()
                     self._choose()
         except (NotCapturable, torch.OutOfMemoryError) as error:
-            self.reason = f"the choice of a token has no graph: {error}"
+            self.reason = one_line(error)
             return
         finally:
             if freezes:
@@ -140,7 +140,7 @@ class Tail:
 
     def begin(self, asked: Asked, heard: bool) -> None:
         """Take a prompt. heard: will `news` be called after each choice?"""
-        input_ids, eos, pad = asked.input_ids, asked.eos, asked.config._pad_token_tensor
+        input_ids, eos = asked.input_ids, asked.eos
         length = input_ids.shape[1]
         self.tokens.copy_(input_ids[:, -1:].expand_as(self.tokens))
         self.tokens[:, :length].copy_(input_ids)
@@ -149,8 +149,7 @@ class Tail:
         self._unfinished.fill_(1)
         if eos:
             self._eos.copy_(torch.cat([ids.reshape(-1).to(self._eos.device) for ids in eos]))
-        if pad is not None:
-            self._pad.copy_(pad)
+            self._pad.copy_(asked.config._pad_token_tensor)
         for ours, theirs in zip(self._processors, asked.processors, strict=True):
             if (found := held(theirs)) is not None:
                 ours.ids.copy_(found[0])
@@ -161,8 +160,8 @@ class Tail:
         self._heard = heard
 
     def choose(self, logits: Tensor) -> None:
-        """Append a token to each row. logits: `[B, S, V]`, of which the last position counts; their memory is read by the next replay."""
-        # Not in the graph: its memory may be that of these logits.
+        """Append a token to each row. logits: `[B, S, V]`, of which the last position counts."""
+        # Not in the graph: each step returns its logits at another address.
         self._scores.copy_(logits[:, -1])
         if self._recorded is None:
             self._choose()

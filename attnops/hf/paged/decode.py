@@ -39,8 +39,12 @@ Mode = Literal["auto", "hf", "piecewise", "breakable"]
 
 # States of a model, such as adapters in use, whose graphs are kept.
 MOST_STATES = 2
-# Arguments of generate() at a step of one token. Masks are known, and the last four have one meaning for one token.
-_KNOWN = ("input_ids", "position_ids", "past_key_values", "attention_mask", "use_cache", "return_dict", "logits_to_keep", "cache_position")
+# Arguments of generate() at a step of one token. Masks are known, the last four have one meaning for one token, and tokenizers are for
+# stopping criteria, though transformers hands them on to the model.
+_KNOWN = (
+    "input_ids", "position_ids", "past_key_values", "attention_mask", "tokenizer", "assistant_tokenizer",
+    "use_cache", "return_dict", "logits_to_keep", "cache_position",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
