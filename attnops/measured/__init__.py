@@ -6,8 +6,10 @@ from attnops.measured.cost import (
     Shape as Shape,
     Sizes as Sizes,
     copy_us as copy_us,
+    logits_us as logits_us,
     phases as phases,
     sizes_of as sizes_of,
+    token_writes_us as token_writes_us,
 )
 from attnops.measured.store import cpu_name as cpu_name, forget as forget, in_force as in_force, never_run as never_run
 from attnops.measured.table import (

@@ -221,3 +221,14 @@ def phases(decode: Callable[[Problem], float], extend: Callable[[Problem], float
 def copy_us(p: Problem, numbers: float) -> float:
     """A pass that reads and writes so many numbers of the query's dtype."""
     return 2.0 * p.dtype.itemsize * numbers / (rates_of(p.target).bandwidth * 1e6)
+
+
+def logits_us(launch_us: float, us_a_logit: float, p: Problem) -> float:
+    """A launch, and the logits written out and read again."""
+    return launch_us + max(p.q_heads, 1) * max(p.sizes.tokens.hint, 1) * max(p.sizes.context.hint, 1) * us_a_logit
+
+
+def token_writes_us(launch_us: float, numbers_a_us: float, p: Problem) -> float:
+    """A launch, and the keys and values, or the latents, of the new tokens."""
+    numbers = p.head_dim if p.rope_dim else p.kv_heads * (p.head_dim + p.v_head_dim)
+    return launch_us + max(p.sizes.tokens.hint, 1) * numbers / numbers_a_us

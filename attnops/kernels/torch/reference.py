@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from attnops.kernel import Capture, Inline, Invariant, Kernel, device, register
 from attnops.kernels.torch.by_request import MULTIPLY, by_request
+from attnops.measured import logits_us
 from attnops.problem import Problem
 from attnops.reference import attention, data, rope_quantize, vertical_slash
 
@@ -59,9 +61,8 @@ PLANS: tuple[Row, ...] = (
 )
 
 
-def _written_us(p: Problem) -> float:
-    # The logits are written out in float32 and read several times: always the last choice.
-    return 1000.0 + max(p.q_heads, 1) * max(p.sizes.tokens.hint, 1) * max(p.sizes.context.hint, 1) * 32e-6
+# The logits are written out in float32 and read several times: always the last choice.
+WRITTEN = partial(logits_us, 1000.0, 32e-6)
 
 
 def _fused_us(p: Problem) -> float:
@@ -76,7 +77,7 @@ for _table, _inline in ((CALLED, None), (INLINE, Inline()), (PLANS, None)):
         register(
             Kernel(
                 "reference", _op, by_request(_run) if _multiplies else _run, takes=frozenset(_takes.split()), dtypes=_dtypes,
-                kv_dtypes=_kv_dtypes, cost_us=_fused_us if _inline else _written_us,
+                kv_dtypes=_kv_dtypes, cost_us=_fused_us if _inline else WRITTEN,
                 capture=Capture.NEVER if _table is PLANS else Capture.WHOLE, invariant=Invariant((device("cpu"),) if _multiplies else ()),
                 judge=not _inline,  # a kernel that the compiler fuses in place is like any other
                 inline=_inline, about="plain torch, float32 accumulation",

@@ -7,9 +7,12 @@ result of it, in one function on the CPU.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from attnops.kernel import Inline, Invariant, Kernel, demand, register
+from attnops.measured import token_writes_us
 from attnops.problem import Problem
 from attnops.reference.attention import write_latent, write_latent_packed
 from attnops.reference.data import write_kv
@@ -25,18 +28,15 @@ def _pointwise_us(p: Problem) -> float:
     return 8.0 + max(p.sizes.tokens.hint, 1) * (p.q_heads + 1) * p.head_dim * (p.dtype.itemsize + 1) / 3.1e6
 
 
-def _scatter_us(p: Problem) -> float:
-    # Inductor's kernel on an H200: 7 us for 64 tokens of 8 heads, 26 us for 4096.
-    numbers = p.head_dim if p.rope_dim else p.kv_heads * (p.head_dim + p.v_head_dim)
-    return 7.0 + max(p.sizes.tokens.hint, 1) * numbers / 4e5
-
+# Inductor's kernel on an H200: 7 us for 64 tokens of 8 heads, 26 us for 4096.
+SCATTER = partial(token_writes_us, 7.0, 4e5)
 
 PAGES = (*FLOATS, torch.int8)
 # Float8 pages are left out: a write through a view of another dtype is lost where it is inlined.
 for _name, _run, _dtypes, _pages, _takes, _needs, _us, _about in (
-    ("scatter", write_kv, FLOATS, PAGES, {"k_scale", "v_scale"}, (), _scatter_us, "index_put"),
-    ("scatter", write_latent, PAGES, PAGES, {"kv_scale"}, (), _scatter_us, "index_put"),
-    ("scatter", write_latent_packed, FLOATS, (torch.uint8,), set[str](), FLOAT8, _scatter_us, "index_put"),
+    ("scatter", write_kv, FLOATS, PAGES, {"k_scale", "v_scale"}, (), SCATTER, "index_put"),
+    ("scatter", write_latent, PAGES, PAGES, {"kv_scale"}, (), SCATTER, "index_put"),
+    ("scatter", write_latent_packed, FLOATS, (torch.uint8,), set[str](), FLOAT8, SCATTER, "index_put"),
     ("pointwise", rope_quantize_latent, FLOATS, (torch.float8_e4m3fn,), {"interleaved"}, FLOAT8, _pointwise_us, "pointwise torch ops"),
 ):
     register(
