@@ -25,15 +25,15 @@ demo: .venv/.ready ## two small models: patch, compile, generate, compare, expla
 test: lint ## lint, types and every test that needs no GPU
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-lint: .venv/.ready ## ruff, its format, mypy, pyright
+lint: .venv/.dev ## ruff, its format, mypy, pyright
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy & mypy=$$!; $(BIN)/pyright; code=$$?; wait $$mypy && exit $$code
 
-docs: .venv/.ready ## write the generated tables of README and docs
+docs: .venv/.dev ## write the generated tables of README and docs
 	$(BIN)/python docs/generate.py
 
-census: .venv/.ready ## every model type of transformers, patched against eager; docs/models.md (half an hour of one core)
+census: .venv/.dev ## every model type of transformers, patched against eager; docs/models.md (half an hour of one core)
 	$(BIN)/python -m benchmarks.census.run --jobs $(JOBS); code=$$?; $(BIN)/python docs/generate.py && exit $$code
 
 # A GPU host brings its own torch and often has no network, so the targets below use its python3, not .venv.
@@ -55,5 +55,9 @@ gpu-tune: ## the table of measured times of a CUDA device, and how well it choos
 .venv/.ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt setuptools wheel
-	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[hf,cli,triton,dev]"
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[hf,cli,triton]"
+	touch $@
+
+.venv/.dev: .venv/.ready
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[hf,cli,triton,dev,docs]"
 	touch $@
