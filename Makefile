@@ -60,4 +60,7 @@ gpu-tune: ## the table of measured times of a CUDA device, and how well it choos
 
 .venv/.dev: .venv/.ready
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[hf,cli,triton,dev,docs]"
+# torchvision's wheels on PyPI are for CUDA. Beside a CPU's torch their library does not load, and transformers fails where it sees them:
+# only the tests of their models look into this folder.
+	$(BIN)/python -m pip install -q -c constraints.txt --no-deps --upgrade --target .venv/vision torchvision timm
 	touch $@

@@ -142,7 +142,21 @@ CAPTURING = threading.RLock()
 garbage collection are those of the process."""
 
 # CPython 3.12 starts with some hundred frozen objects. A program with more froze them on purpose, and keeps them frozen.
-EXEMPT = 10_000
+_EXEMPT = 10_000
+
+
+@contextmanager
+def frozen() -> Iterator[None]:
+    """Garbage collections in the block look at objects made in it: a process that has compiled holds a million, and to look at them takes
+    longer than a capture. Objects that the program froze on purpose stay frozen."""
+    freezes = gc.get_freeze_count() < _EXEMPT
+    if freezes:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if freezes:
+            gc.unfreeze()
 
 
 class CudaGraphs:
@@ -172,21 +186,16 @@ class CudaGraphs:
             return
         outer = torch.cuda.current_stream(self.device)
         gc.collect()
-        collects, freezes = gc.isenabled(), gc.get_freeze_count() < EXEMPT
+        collects = gc.isenabled()
         gc.disable()
-        if freezes:
-            # A process that has compiled holds a million objects, and a full collection takes longer than a capture.
-            gc.freeze()
         self._stream.wait_stream(outer)
         self._sessions += 1
         try:
-            with torch.cuda.stream(self._stream):
+            with frozen(), torch.cuda.stream(self._stream):
                 yield
         finally:
             self._sessions -= 1
             outer.wait_stream(self._stream)
-            if freezes:
-                gc.unfreeze()
             if collects:
                 gc.enable()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from attnops.cache.paged import ordinary
 from attnops.errors import NotCapturable, one_line
-from attnops.graphs.device import CAPTURING, EXEMPT, Device, Recorded
+from attnops.graphs.device import CAPTURING, Device, Recorded, frozen
 from attnops.hf.loop.plain import Asked, held
 
 
@@ -101,19 +100,12 @@ class Tail:
 
     def capture(self, graphs: Device) -> None:
         """Capture the graph, before `begin`. Its random numbers do not count."""
-        with CAPTURING:
-            self._capture(graphs)
-
-    def _capture(self, graphs: Device) -> None:
-        device = self._scores.device
-        # The session's collection takes longer than the capture where a process has compiled.
-        freezes = gc.get_freeze_count() < EXEMPT
-        if freezes:
-            gc.freeze()
+        drawn = _drawing_nothing(self._scores.device) if self.choice.sampled else nullcontext()
         recorded = Recorded(graphs)
         recorded.current = "the choice of a token"
         try:
-            with _drawing_nothing(device) if self.choice.sampled else nullcontext(), graphs.session(), ordinary():
+            # Frozen before the session, which begins with a collection.
+            with CAPTURING, frozen(), drawn, graphs.session(), ordinary():
                 self._choose()
                 with recorded.whole():
                     recorded.begin()
@@ -121,9 +113,6 @@ class Tail:
         except (NotCapturable, torch.OutOfMemoryError) as error:
             self.reason = one_line(error)
             return
-        finally:
-            if freezes:
-                gc.unfreeze()
         self._recorded = recorded
 
     @property
