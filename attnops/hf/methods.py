@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
 
 class Method:
     """A function in place of a method of one model. It holds data only, so that a deep copy of the model has one of its own.
@@ -41,3 +43,13 @@ class Method:
             del self.owner.__dict__[self.name]
             if self.own is not None:
                 self.owner.__dict__[self.name] = self.own
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Did the caller compile it in place (`module.compile()`)?"""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def is_replaced(module: nn.Module) -> bool:
+    """Does a call of it run code other than its class' forward?"""
+    return "forward" in vars(module) or is_compiled(module)

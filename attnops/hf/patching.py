@@ -20,7 +20,7 @@ from attnops.hf.generation import Generation, growing, watch
 from attnops.hf.interface import Kept, Options, implementation
 from attnops.hf.matching.match import Match, match, routed
 from attnops.hf.matching.proof import prove
-from attnops.hf.methods import Method
+from attnops.hf.methods import Method, is_replaced
 from attnops.hf.paged import models as paged_models
 from attnops.hf.paged.cache import PagedModelCache
 from attnops.hf.paged.decode import Decode, Decoder
@@ -284,7 +284,7 @@ def _not_ours(owner: Any, options: Options) -> str:
     """Why pages and graphs do not serve the steps of a model, as far as the model as a whole shows it; "" if they may."""
     if options.mask == "additive":
         return "the model needs additive masks, and pages take none"
-    if "forward" in vars(owner) or getattr(owner, "_compiled_call_impl", None) is not None:
+    if is_replaced(owner):
         return REPLACED
     others = sorted({type(p).__name__ for p in owner.parameters()} - {"Parameter"})
     return f"weights are {', '.join(others)}, whose products are not captured" if "DTensor" in others else ""

@@ -274,6 +274,46 @@ def test_what_goes_to_transformers_loop(why, model, shared):
     assert why.strip() in handle.took.loop + handle.took.why and not loop_of(handle)._tails
 
 
+def given(asked, **more):
+    return asked._replace(given={**asked.given, **more})
+
+
+def config(asked, **more):
+    vars(changed := copy.copy(asked.config)).update(more)
+    return asked._replace(config=changed)
+
+
+ALTERED = {
+    "its cache is a NoneType": lambda asked: given(asked, past_key_values=None),
+    "float is code of its own": lambda asked: asked._replace(criteria=transformers.StoppingCriteriaList([*asked.criteria, 0.5])),
+    "arguments that change from step to step": lambda asked: given(asked, output_attentions=True),
+    "that change from": lambda asked: config(asked, use_cache=False),
+    "output_logits=True": lambda asked: config(asked, output_logits=True),
+    "not int64 on the device": lambda asked: asked._replace(input_ids=asked.input_ids.int()),
+    "no positions for each row": lambda asked: given(asked, position_ids=asked.given["position_ids"][:1]),
+    "no positions": lambda asked: given(asked, position_ids=None),
+    "none pads them": lambda asked: config(asked, _pad_token_tensor=None),
+    "may not fit the cache": lambda asked: config(asked, _mask_length=asked.given["past_key_values"].max_length),
+}
+
+
+def test_the_conditions_of_a_plain_loop(model, shared, monkeypatch):
+    """Each by itself, for a call that is plain but for it."""
+    seen, (ours, _) = [], shared
+    monkeypatch.setattr(sample, "not_plain", lambda asked, decoder: seen.append((asked, decoder)) or plain.not_plain(asked, decoder))
+    out = generated(ours, eos_token_id=ENDS, pad_token_id=1, return_dict_in_generate=True)
+    [(asked, decoder)] = seen
+    assert out.past_key_values is asked.given["past_key_values"], "it keeps its pages"
+    assert plain.not_plain(asked, decoder) == ""
+    for why, altered in ALTERED.items():
+        assert why in plain.not_plain(altered(asked), decoder), why
+    compiled = copy.copy(asked.owner)
+    object.__setattr__(compiled, "_compiled_call_impl", abs)
+    assert "compiles the model" in plain.not_plain(asked._replace(owner=compiled), decoder)
+    monkeypatch.setattr(decoder, "how", Decode("hf"))
+    assert "graphs cannot be made" in plain.not_plain(asked, decoder)
+
+
 def test_what_looks_at_each_call_of_the_model(model):
     """Hooks, another forward, and a model that prepares its own inputs."""
     calls = []

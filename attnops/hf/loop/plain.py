@@ -23,7 +23,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from attnops.hf.methods import Method
+from attnops.hf.methods import Method, is_compiled
 from attnops.hf.paged.cache import PagedModelCache
 from attnops.hf.paged.decode import Decoder
 
@@ -120,7 +120,7 @@ def not_plain(asked: Asked, decoder: Decoder) -> str:
         "its text may not fit the cache": columns + most - ids.shape[-1] > cache.max_length + 1,
         "its text may be longer than the model's positions": any(most > limit + 1 for limit in limits),
         "the caller's hooks or forward want each call of the model": not ours,
-        "the caller compiles the model": getattr(owner, "_compiled_call_impl", None) is not None,
+        "the caller compiles the model": is_compiled(owner),
         "graphs cannot be made": decoder.mode == "hf" or (decoder.how.graphs is None and device.type != "cuda"),
     }
     return next((why for why, holds in reasons.items() if holds), "")

@@ -7,7 +7,7 @@ reads whether every row was finished: the device does not wait for the host. Of 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -18,8 +18,6 @@ from attnops.hf.generation import running_generation
 from attnops.hf.loop.plain import Asked, fields, not_plain, not_sampled
 from attnops.hf.loop.tail import Choice, Tail
 from attnops.hf.paged.decode import Decoder
-
-T = TypeVar("T")
 
 # Tails that are kept, the last used ones.
 _MOST = 4
@@ -54,7 +52,8 @@ class Loop:
     def kwargs(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments with which `generate()` of the model runs in this loop, where it may."""
         if why := not_sampled(owner, args, kwargs):
-            return _noted(why, kwargs)
+            _note(why)
+            return kwargs
         sample, streamer = self._sample, kwargs.get("streamer")
 
         # transformers looks `_sample` up on the class, where a method of one model has no place. It hands its own no streamer.
@@ -69,10 +68,11 @@ class Loop:
         decoder = self._decoder()
         if not (why := not_plain(asked, decoder)):
             return self._run(asked, decoder)
+        _note(why)
         owner, ids, processors, criteria, config, streamer, given = asked
         return type(owner)._sample(
             owner, ids, logits_processor=processors, stopping_criteria=criteria, generation_config=config, streamer=streamer,
-            **_noted(why, given),
+            **given,
         )  # fmt: skip
 
     def _run(self, asked: Asked, decoder: Decoder) -> Any:
@@ -86,8 +86,9 @@ class Loop:
         with decoder.turn:
             tail = self._tails.pop(choice, None) or self._made(choice, asked, decoder)
         try:
+            _note(tail.reason)
             with owner._optimize_model_for_decode():
-                return _decoded(asked, decoder, _noted(tail.reason, tail), logits)
+                return _decoded(asked, decoder, tail, logits)
         finally:
             with decoder.turn:
                 if (other := self._tails.pop(choice, None)) is not None:
@@ -145,7 +146,7 @@ class _Steps:
         self._running, state = running_generation(), self._cache.state
         # As for transformers' loop: the prompt's mask was checked, and only grows.
         checked = self._running is not None and self._running.checked is state.pages.pad
-        self._served = checked and state.filled and not state.unfinished
+        self._served = checked and state.whole
         self._untold = 0  # tokens that `given` does not count
 
     def next(self, length: int) -> Tensor:
@@ -175,8 +176,7 @@ def _told(tail: Tail, streamer: Any) -> bool:
     return finished
 
 
-def _noted(why: str, result: T) -> T:
-    """`result`, after a note for `Patched.took`."""
+def _note(why: str) -> None:
+    """For `Patched.took`."""
     if (running := running_generation()) is not None:
         running.loop = why
-    return result

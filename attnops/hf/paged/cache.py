@@ -115,6 +115,11 @@ class State:
     real: Tensor | None = None
     before: Tensor | None = None
 
+    @property
+    def whole(self) -> bool:
+        """Are there tokens, and has every layer those of the last step?"""
+        return self.filled and not self.unfinished
+
     def end_step(self) -> None:
         """End the step under way: its last layer has written, or it does not count."""
         self.step = self.start = self.real = self.before = None

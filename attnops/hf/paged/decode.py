@@ -154,8 +154,7 @@ class Decoder:
             fail(InvalidInput, "input_ids", _shown(input_ids), f"int64 [B, 1] with B of at most {most}, the rows of the cache")
         if not _are_positions(position_ids, input_ids):
             fail(InvalidInput, "position_ids", _shown(position_ids), f"int64 [{input_ids.shape[0]}, 1], or None")
-        whole = state.filled and not state.unfinished
-        need(whole, "past_key_values", "empty or half written", "a cache with a prompt in it, whose last step was whole")
+        need(state.whole, "past_key_values", "empty or half written", "a cache with a prompt in it, whose last step was whole")
         with self._graphs_of(state) as found:
             live = found.live[: input_ids.shape[0]]
             if position_ids is None:
@@ -207,7 +206,7 @@ class Decoder:
 
     def serves(self, given: dict[str, Any]) -> bool:
         """Could it serve this call, and does the call ask for logits only?"""
-        if not self.could_serve(given) or given["past_key_values"].state.unfinished:
+        if not self.could_serve(given) or not given["past_key_values"].state.whole:
             return False
         ids = given["input_ids"]
         return ids.dtype == torch.int64 and _are_positions(given.get("position_ids"), ids) and not self.asks_more(given)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from attnops.cache.batch import PagedBatch
 from attnops.graphs.regional import NUMBER, NotRegional, Regions, varying
 from attnops.hf.attention import descriptor
+from attnops.hf.methods import is_replaced
 from attnops.hf.paged.cache import PagedModelCache, Step, View, described
 from attnops.hf.paged.pages import EMPTY, ModelPages
 from attnops.lowering.regional import repeated_blocks
@@ -131,7 +132,7 @@ def _modules(model: nn.Module, cache: PagedModelCache) -> tuple[dict[nn.Module, 
         raise NotRegional(f"layers {missing} are in no list of layers of one class")
     # torch's own are one kernel each.
     beside = [m for parent in parents for m in parent.children() if not type(m).__module__.startswith("torch.")]
-    own = [type(m).__name__ for m in (*found, *beside) if "forward" in vars(m) or getattr(m, "_compiled_call_impl", None) is not None]
+    own = [type(m).__name__ for m in (*found, *beside) if is_replaced(m)]
     if own:
         raise NotRegional(f"{own[0]} has a forward of its own instance, or is compiled")
     return found, beside

@@ -26,7 +26,7 @@ from attnops.hf.generation import current_generation, running_generation
 from attnops.hf.interface import check_kernel
 from attnops.hf.loop.sample import Loop
 from attnops.hf.matching.match import Match, Site
-from attnops.hf.methods import Method
+from attnops.hf.methods import Method, is_compiled
 from attnops.hf.paged import models as paged_models
 from attnops.hf.paged.attention import dims_of, hand_over
 from attnops.hf.paged.cache import PagedKeyCache, PagedLatentCache, PagedModelCache, Returned, layers_without_pages
@@ -343,7 +343,7 @@ class PagedMode:
                     False,
                 ),
                 f"hooks of the caller on {hooked} run at every step": (bool(hooked), False),
-                REPLACED: (replaced or getattr(owner, "_compiled_call_impl", None) is not None, False),
+                REPLACED: (replaced or is_compiled(owner), False),
                 f"graphs cannot be made: {failed}": (bool(failed), False),
                 "output_hidden_states=True": (any(getattr(c, "output_hidden_states", None) for c in configs), False),
                 "the model is in training mode": (owner.training, False),
