@@ -8,9 +8,11 @@ import pytest
 
 from tests.helpers import ROOT, ready_process
 
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "concepts").glob("*.md")])
 README = (ROOT / "README.md").read_text()
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+PRINTED = re.compile(r"^```python\n(?:(?!^```).)*^```\n\n```text\n(.*?)^```$", re.M | re.S)
+"""The text right below a block of Python."""
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 MOST_KERNEL_LINES = 25
 
@@ -23,6 +25,10 @@ def part(text, name):
     """What stands between a generated part's markers, without the fence."""
     [body] = re.findall(rf"<!-- {name}:begin -->\n(.*?)<!-- {name}:end -->", text, re.S)
     return "\n".join(line for line in body.splitlines() if not line.startswith("```"))
+
+
+def place(page):
+    return str(page.relative_to(ROOT))
 
 
 def without_code(text):
@@ -75,9 +81,10 @@ def test_readme_blocks_run_and_compile_to_the_lines_shown():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p.read_text()) and p.name != "README.md"], ids=lambda p: p.name)
-def test_blocks_run(page):
-    ready_process("\n".join(blocks(page.read_text())))
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p.read_text()) and p.name != "README.md"], ids=place)
+def test_blocks_run_and_print_the_text_below_them(page):
+    printed = ready_process("\n".join(blocks(page.read_text())))
+    assert [text for text in PRINTED.findall(page.read_text()) if text not in printed] == []
 
 
 @pytest.mark.slow
@@ -88,7 +95,7 @@ def test_readme_shows_what_explain_prints():
     assert [line.rstrip() for line in printed.strip().splitlines()] == shown.strip().splitlines()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=place)
 def test_links_lead_somewhere(page):
     targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", without_code(page.read_text()))
     local = [t for t in targets if "://" not in t]
