@@ -14,6 +14,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 PRINTED = re.compile(r"^```python\n(?:(?!^```).)*^```\n\n```text\n(.*?)^```$", re.M | re.S)
 """The text right below a block of Python."""
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.py"))
 MOST_KERNEL_LINES = 25
 
 
@@ -137,3 +138,10 @@ def test_index_lists_every_page():
 def test_example_runs(example):
     printed = script(example)
     assert printed and "NOT" not in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda p: p.stem)
+def test_tutorial_runs(tutorial):
+    """Each asserts what it promises."""
+    assert script(tutorial)
