@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from importlib.util import find_spec
@@ -82,7 +83,8 @@ def config_of(model: str) -> Any:
     except OSError:  # the name is too long for a file
         found = False
     if not found:
-        fail(InvalidInput, "model", repr(model), f"a config.json, a folder with one, or one of {', '.join(names())}")
+        hub = f" (of the Hub: hf download {model} config.json)" if re.fullmatch(r"[\w.-]+/[\w.-]+", model) else ""
+        fail(InvalidInput, "model", repr(model), f"a config.json{hub}, a folder with one, or one of {', '.join(names())}")
     try:
         given = json.loads(read_text(path))
     except BadTable as error:

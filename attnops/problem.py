@@ -83,10 +83,18 @@ def alike(size: int) -> tuple[int, int]:
     return hint - (1 << max(top.bit_length() - 5, 0)) + 1, hint
 
 
+GPUS = {
+    "h100": ("NVIDIA H100 80GB HBM3", 90), "h200": ("NVIDIA H200", 90), "b200": ("NVIDIA B200", 100),
+    "rtx4090": ("NVIDIA GeForce RTX 4090", 89),
+}  # fmt: skip
+"""GPUs by the names that `Target.parse` takes: the name by the driver, as tables of measured times have it, and the architecture."""
+
+
 @dataclass(frozen=True)
 class Target:
-    """The machine a choice is made for. device: "cpu" or "cuda". arch: compute capability times ten (90 for SM90), 0 off CUDA.
+    """The machine a choice is made for. device: "cpu", "cuda", or "hip" for an AMD GPU, which torch itself calls "cuda".
 
+    arch: compute capability times ten (90 for SM90), the hexadecimal number of a gfx name (0x942), 0 on other devices.
     assume: the modules that are installed; None asks the machine at hand. gpu: the device's name as its driver says it, for measured
     times; "" where it is not known.
     """
@@ -98,20 +106,34 @@ class Target:
 
     @classmethod
     def parse(cls, text: str, assume: tuple[str, ...] | None = None) -> Target:
-        """`cpu` or `smNN`, e.g. `sm90`. Raises InvalidInput on anything else."""
+        """`cpu`, `smNN` such as `sm90`, `gfxNNN` such as `gfx942`, or a name of GPUS. Raises InvalidInput on anything else."""
         if text == "cpu":
             return cls("cpu", 0, assume)
+        if text in GPUS:
+            return cls("cuda", GPUS[text][1], assume, GPUS[text][0])
         if m := re.fullmatch(r"sm_?(\d{2,3})a?", text):
             return cls("cuda", int(m[1]), assume)
-        fail(InvalidInput, "target", repr(text), "'cpu' or 'smNN' such as 'sm80', 'sm90', 'sm100'")
+        if m := re.fullmatch(r"gfx([\da-f]{3,4})", text):
+            return cls("hip", int(m[1], 16), assume)
+        fail(InvalidInput, "target", repr(text), f"cpu, {', '.join(GPUS)}, smNN such as sm80, or gfxNNN such as gfx942")
 
     @classmethod
     def of(cls, device: torch.device) -> Target:
         """The target of a tensor's device; `explain` may have put another in its place."""
         return _OVERRIDE.target or _target_of(device.type, device.index)
 
+    @property
+    def on_gpu(self) -> bool:
+        """Is it a GPU, NVIDIA's or AMD's?"""
+        return self.device in ("cuda", "hip")
+
+    @property
+    def title(self) -> str:
+        """`NVIDIA H200 (sm90)`, or the architecture alone where the GPU's name is not known."""
+        return f"{self.gpu} ({self})" if self.gpu else str(self)
+
     def __str__(self) -> str:
-        return f"sm{self.arch}" if self.device == "cuda" else self.device
+        return {"cuda": f"sm{self.arch}", "hip": f"gfx{self.arch:x}"}.get(self.device, self.device)
 
 
 class _Override(local):
@@ -140,8 +162,12 @@ def pretended() -> Target | None:
 def _target_of(kind: str, index: int | None) -> Target:
     if kind != "cuda" or not torch.cuda.is_available():
         return Target(kind, 0)
+    gpu = torch.cuda.get_device_name(index)
+    if torch.version.hip:
+        # "gfx942:sramecc+:xnack-"
+        return replace(Target.parse(torch.cuda.get_device_properties(index).gcnArchName.partition(":")[0]), gpu=gpu)
     major, minor = torch.cuda.get_device_capability(index)
-    return Target("cuda", major * 10 + minor, gpu=torch.cuda.get_device_name(index))
+    return Target("cuda", major * 10 + minor, gpu=gpu)
 
 
 @dataclass(frozen=True)

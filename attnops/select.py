@@ -90,7 +90,7 @@ class Decision:
     @property
     def by_judge(self) -> str:
         """Why a GPU is left with the plain body, in a few words; nothing where a kernel answers."""
-        if self.kernel is None or not self.kernel.judge or self.problem.target.device != "cuda":
+        if self.kernel is None or not self.kernel.judge or not self.problem.target.on_gpu:
             return ""
         if self.policy.forced(self.problem.op) == self.kernel.name or _rank(self.kernel, self.policy.prefer) < len(self.policy.prefer):
             return "asked for"
@@ -103,7 +103,7 @@ class Decision:
         cost = self.costs.get(name, Cost(0.0, ESTIMATED))
         if cost.timed:
             return f"{cost.how} slower, {cost.us:.4g} us" if cost.how == MEASURED else f"slower, {cost}"
-        if self.problem.target.device == "cuda" and kernels_of(self.problem.op)[name].judge:
+        if self.problem.target.on_gpu and kernels_of(self.problem.op)[name].judge:
             return "on a GPU only where nothing else can"
         return f"{cost.how} slower" if cost.how == ESTIMATED else "not measured, others are"
 
@@ -241,7 +241,7 @@ def _invariant_costs(seen: Problem, kernels: list[Kernel]) -> dict[str, Cost]:
 def _guessed(problem: Problem, kernels: list[Kernel], needed: Mapping[str, Cost]) -> bool:
     """Would the judge win by a guess on a GPU? It may only beat a measured time, and only with one of its own."""
     players = [k for k in kernels if not k.judge]
-    if problem.target.device != "cuda" or not players:
+    if not problem.target.on_gpu or not players:
         return False
     best = min(players, key=lambda k: needed[k.name].us)
     return any(needed[k.name].how != MEASURED for k in kernels if k.judge or k is best)

@@ -119,7 +119,8 @@ def explain(
         model: a module or function.
         args: its inputs, real or fake tensors.
         kwargs: its inputs by name.
-        target: None for this machine, or "cpu", "sm80", "sm90", "sm100", ..., on any machine.
+        target: None for this machine, or, on any machine, "cpu", a GPU ("h100", "h200", "b200", "rtx4090") or an architecture ("sm80",
+            "sm90", "sm100", "gfx942", ...). The two GPUs of SM90 have a table of measured times each.
         assume: modules to treat as installed on a named target; default: all that kernels need. Not allowed with target=None.
         quiet: do not print.
 
@@ -163,7 +164,7 @@ def explain(
             stack.enter_context(torch.no_grad())
         given, rest = pytree.tree_map_only(torch.Tensor, lambda x: x if isinstance(x, FakeTensor) else mode.from_tensor(x), (args, kwargs))
         call(*given, **rest)
-    here = str(named) if named is not None else ("cuda" if torch.cuda.is_available() else "cpu") + " (this machine)"
+    here = named.title if named is not None else ("cuda" if torch.cuda.is_available() else "cpu") + " (this machine)"
     sites = tuple(found.values())
     explanation = Explanation(here, named.assume if named else None, sites, _times(sites), tuple(formed.values()))
     if not quiet:

@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="explain and demo build transformers 
 from rich.console import Console
 from typer.testing import CliRunner
 
-from attnops import configs as models, problem
+from attnops import attention, configs as models, explain, problem
 from attnops.cli import features
 from attnops.cli.app import app
 from attnops.configs import SHAPES
@@ -166,6 +166,54 @@ def test_llama_shape_names_every_kernel(target):
             assert re.search(rf"^{name} +{verdict}", table, re.M), (name, table)
 
 
+TARGETS = {
+    "h100": "NVIDIA H100 80GB HBM3 (sm90)",
+    "h200": "NVIDIA H200 (sm90)",
+    "b200": "NVIDIA B200 (sm100)",
+    "rtx4090": "NVIDIA GeForce RTX 4090 (sm89)",
+    "gfx942": "gfx942",
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_gpus_are_targets(tmp_path, target):
+    """Of each GPU a decode step over pages: h100 and h200 have a table of times each, the others none."""
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPES["llama-3-8b-shape"], "num_hidden_layers": 1}))
+    found = explained(tmp_path, "--target", target, "--cache", "paged", "--phase", "decode")["decode"]
+    calls = {call["op"]: call for call in found["calls"]}
+    assert found["target"] == TARGETS[target] and set(calls) == {"slot_mapping", "write_kv", "paged_attention"}
+    assert ("measured times: " + TARGETS[target].rpartition(" (")[0] in found["times"]) == (target in ("h100", "h200"))
+    step = calls["paged_attention"]
+    assert "page_size=64" in step["problem"] and not step["by_judge"]
+    if target == "gfx942":
+        assert step["kernel"] == "sdpa" and step["kernel"] in step["never_run"]
+        assert all("target" in [r["field"] for r in step["refused"][name]] for name in ("fa3", "fa4", "flashinfer", "triton"))
+    else:
+        assert step["kernel"] not in ("sdpa", "reference")
+
+
+def test_names_of_gpus_are_targets_in_python():
+    where = [Target.parse(name) for name in ("h100", "h200", "sm90")]
+    assert len({t.arch for t in where}) == 1 and [t.gpu for t in where] == ["NVIDIA H100 80GB HBM3", "NVIDIA H200", ""]
+    q = torch.empty(1, 128, 8, 128, dtype=torch.bfloat16)
+    h100, h200 = (explain(attention, q, q, q, target=name, quiet=True).sites[0].decision for name in ("h100", "h200"))
+    assert h100.kernel == h200.kernel and h100.measured != h200.measured
+
+
+def test_an_amd_gpu_is_no_cuda_device(monkeypatch):
+    """As on a machine with ROCm, whose torch calls its devices "cuda"; only torch's answers are made up."""
+    device = SimpleNamespace(name="AMD Instinct MI300X", gcnArchName="gfx942:sramecc+:xnack-")
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: device)
+    problem._target_of.cache_clear()
+    try:
+        found = Target.of(torch.device("cuda"))
+    finally:
+        problem._target_of.cache_clear()
+    assert (found.device, str(found), found.title) == ("hip", "gfx942", "AMD Instinct MI300X (gfx942)")
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape_is_answered(shape):
     for phase, found in explained(shape, "--target", "sm100", "--tokens", 300).items():
@@ -215,6 +263,9 @@ def test_a_vision_model_gives_its_text_model():
 
 BAD = {
     "unknown model": (["nope"], "model: got 'nope'"),
+    "a model on the Hub": (["meta-llama/Llama-3.1-8B"], "hf download meta-llama/Llama-3.1-8B config.json"),
+    "unknown cache": (["qwen2", "--cache", "blocks"], "cache"),
+    "pages cannot hold it": (["doge", "--cache", "paged", "--target", "h200"], 'cache="paged"'),
     "unknown target": (["llama", "--target", "gpu"], "target: got 'gpu'"),
     "no sm": (["llama", "--target", "sm"], "target: got 'sm'"),
     "unknown dtype": (["llama", "--dtype", "int8"], "dtype: got 'int8'"),

@@ -631,7 +631,8 @@ def test_a_growing_context_is_few_problems():
 
 
 @pytest.mark.parametrize(
-    ("text", "target"), [("cpu", ("cpu", 0)), ("sm90", ("cuda", 90)), ("sm_100", ("cuda", 100)), ("sm90a", ("cuda", 90))]
+    ("text", "target"),
+    [("cpu", ("cpu", 0)), ("sm90", ("cuda", 90)), ("sm_100", ("cuda", 100)), ("sm90a", ("cuda", 90)), ("gfx90a", ("hip", 0x90A))],
 )
 def test_targets_are_parsed(text, target):
     parsed = Target.parse(text)
@@ -639,9 +640,9 @@ def test_targets_are_parsed(text, target):
     assert Target.parse(str(parsed)) == parsed
 
 
-@pytest.mark.parametrize("text", ["", "gpu", "sm", "sm9", "90", "sm90x", "SM90", "cuda", "sm1000"])
+@pytest.mark.parametrize("text", ["", "gpu", "sm", "sm9", "90", "sm90x", "SM90", "cuda", "sm1000", "gfx", "gfx9z2", "H200"])
 def test_other_targets_are_refused(text):
-    with pytest.raises(InvalidInput, match=r"target: got .*'cpu' or 'smNN'"):
+    with pytest.raises(InvalidInput, match=r"target: got .*h200.*, smNN such as sm80"):
         Target.parse(text)
 
 

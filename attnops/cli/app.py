@@ -13,6 +13,7 @@ from rich.console import Console
 
 from attnops.cli import tables
 from attnops.errors import AttnopsError, InvalidInput
+from attnops.problem import GPUS
 from attnops.version import VERSION
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Attention kernels under torch.compile.")
@@ -27,6 +28,13 @@ class Phase(str, Enum):
     prefill = "prefill"
     decode = "decode"
     both = "both"
+
+
+class Cache(str, Enum):
+    """The cache of a model to explain."""
+
+    hf = "hf"
+    paged = "paged"
 
 
 def _print_version(wanted: bool) -> None:
@@ -74,7 +82,7 @@ def doctor(as_json: AsJson = False) -> None:
 @app.command()
 def explain(
     model: Annotated[str, typer.Argument(help="A config.json, a folder with one, or a bundled name (an unknown one lists them).")],
-    target: Annotated[str, typer.Option(help="cpu, sm80, sm90, sm100, ...; default this machine.")] = "",
+    target: Annotated[str, typer.Option(help=f"cpu, {', '.join(GPUS)}, sm80, sm90, ..., gfx942; default this machine.")] = "",
     assume: Annotated[
         list[str] | None, typer.Option(help="Modules installed on the target: a,b or repeated; '' is none. Default: all.")
     ] = None,
@@ -82,6 +90,7 @@ def explain(
     tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 512,
     phase: Annotated[Phase, typer.Option(help="A prompt, one token more, or both.")] = Phase.both,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    cache: Annotated[Cache, typer.Option(help='transformers\' static cache, or the pages of patch(cache="paged").')] = Cache.hf,
     as_json: AsJson = False,
 ) -> None:
     """Show the kernel of each attention call of a model on a machine, and the reasons against the others. Needs no weights and no GPU."""
@@ -93,7 +102,7 @@ def explain(
         typer.echo(f"attnops: no kernel needs {', '.join(sorted(idle))}", err=True)
 
     def explained(console: Console) -> dict[str, Any]:
-        sizes: dict[str, Any] = {"batch": batch, "tokens": tokens, "dtype": dtype}
+        sizes: dict[str, Any] = {"batch": batch, "tokens": tokens, "dtype": dtype, "cache": cache.value}
         found = explain_model(model, target=target, assume=packages, phase=phase.value, **sizes)
         for name, explanation in () if as_json else found.items():
             tables.show_explanation(explanation, console, f"{model}, {name}")

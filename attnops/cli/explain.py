@@ -9,10 +9,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from attnops import configs
 from attnops.errors import AttnopsError, InvalidInput, one_line
-from attnops.lowering.explain import Explanation, explain
-from attnops.problem import Target
+from attnops.lowering.explain import Explanation, explain, packages_of_kernels
+from attnops.problem import Target, pretend
 
-PHASES = ("prefill", "decode")
+PHASES, CACHES = ("prefill", "decode"), ("hf", "paged")
 
 
 class CannotExplain(AttnopsError, RuntimeError):
@@ -25,17 +25,21 @@ class CannotExplain(AttnopsError, RuntimeError):
 
 def explain_model(
     model: str, *, target: str = "", assume: tuple[str, ...] | None = None, batch: int = 1, tokens: int = 512, phase: str = "both",
-    dtype: str = "bfloat16",
+    dtype: str = "bfloat16", cache: str = "hf",
 ) -> dict[str, Explanation]:  # fmt: skip
     """Explain a patched model per phase, on fake tensors: a prompt of `tokens` tokens (prefill), then one more token (decode).
 
     model: as `configs.config_of` takes it. target: as `attnops.explain` takes it; "" is this machine. assume: packages taken to
     be installed, None for all. batch: sequences. phase: "prefill", "decode" or "both". dtype: of the weights, hence of the Problems.
+    cache: "hf", a static cache of transformers, or "paged", the pages of `patch(cache="paged")`.
 
-    Raises InvalidInput: an unknown model, target, phase or dtype, or a number below 1. CannotExplain: see there.
+    Raises InvalidInput: an unknown model, target, phase, dtype or cache, or a number below 1. PatchError: attnops cannot serve the model,
+    or not over pages. CannotExplain: see there.
     """
     if phase not in (*PHASES, "both"):
         raise InvalidInput("phase", repr(phase), " | ".join((*PHASES, "both")))
+    if cache not in CACHES:
+        raise InvalidInput("cache", repr(cache), " | ".join(CACHES))
     for field, value in (("batch", batch), ("tokens", tokens)):
         if value < 1:
             raise InvalidInput(field, value, ">= 1")
@@ -45,32 +49,40 @@ def explain_model(
         raise InvalidInput("assume", ",".join(assume), "a --target with it: this machine's packages are looked up")
     with configs.quiet_transformers():
         config = configs.config_of(model)
-        found = explain_config(config, dtype=configs.dtype_of(dtype), target=target, assume=assume, batch=batch, tokens=tokens)
+        options: dict[str, Any] = {"target": target, "assume": assume, "batch": batch, "tokens": tokens, "cache": cache}
+        found = explain_config(config, dtype=configs.dtype_of(dtype), **options)
     return {p: e for p, e in found.items() if phase in (p, "both")}
 
 
 def explain_config(
-    config: Any, *, dtype: torch.dtype, target: str = "", assume: tuple[str, ...] | None = None, batch: int = 1, tokens: int = 512
-) -> dict[str, Explanation]:
-    """As `explain_model`, of a transformers config: both phases, with a static cache of `tokens + 1`."""
+    config: Any, *, dtype: torch.dtype, target: str = "", assume: tuple[str, ...] | None = None, batch: int = 1, tokens: int = 512,
+    cache: str = "hf",
+) -> dict[str, Explanation]:  # fmt: skip
+    """As `explain_model`, of a transformers config: both phases, with a cache of `tokens + 1`."""
     from transformers import StaticCache
 
     from attnops.hf import patch
 
     mode = FakeTensorMode()
     here = torch.device("cuda" if not target and torch.cuda.is_available() else "cpu")
-    # On CUDA, patch passes lengths to kernels, on a CPU a mask. A torch built without CUDA has no fake CUDA tensors, so the fake weights
+    named = Target.parse(target, packages_of_kernels() if assume is None else assume) if target else None
+    # On a GPU, patch passes lengths to kernels, on a CPU a mask. A torch built without CUDA has no fake CUDA tensors, so the fake weights
     # of a named GPU are CPU tensors and patch needs the option.
-    mask: Any = "compact" if target and Target.parse(target).device == "cuda" else "auto"
+    mask: Any = "compact" if named is not None and named.on_gpu else "auto"
     found = {}
     try:
         with mode, here, torch.no_grad():
             model = configs.build_fake(config, dtype)
-            patch(model, mask=mask)
-            cache = StaticCache(config=model.config, max_cache_len=tokens + 1)
+            handle = patch(model, mask=mask, cache="paged" if cache == "paged" else "hf")
+            kept: Any
+            if cache == "paged":
+                with pretend(named):  # the page size and the workspace are those of the target's kernels
+                    kept = handle.new_cache(batch, tokens + 1)
+            else:
+                kept = StaticCache(config=model.config, max_cache_len=tokens + 1)
             for phase, length in zip(PHASES, (tokens, 1), strict=True):
-                given: dict[str, Any] = {"input_ids": torch.zeros((batch, length), dtype=torch.int64), "past_key_values": cache}
-                found[phase] = explain(model, **given, use_cache=True, target=target or None, assume=assume, quiet=True)
+                given: dict[str, Any] = {"input_ids": torch.zeros((batch, length), dtype=torch.int64), "past_key_values": kept}
+                found[phase] = explain(model, **given, use_cache=True, target=named, quiet=True)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise CannotExplain(type(config).__name__, error) from error
     except AttnopsError:

@@ -112,7 +112,7 @@ def ran_on() -> dict[str, list[str]]:
 def never_run(op: str, kernel: str, target: Target) -> str:
     """`never run on hardware`, or `never run on sm100`; "" on a CPU, where it has run, and for kernels of other packages."""
     found = ran_on().get(f"{op}.{kernel}")
-    if found is None or target.device != "cuda" or str(target) in found:
+    if found is None or not target.on_gpu or str(target) in found:
         return ""
     return f"never run on {target}" if found else "never run on hardware"
 

@@ -40,7 +40,7 @@ from attnops.problem import pretended
 Mode = Literal["auto", "dense", "explicit", "compact", "additive"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
-_FAR = ("cuda",)  # device types that run behind the host: a read of their data waits, and a mask costs more than lengths
+_FAR = ("cuda", "hip")  # device types that run behind the host: a read of their data waits, and a mask costs more than lengths
 
 _STOP = "attnops: a mask that pages cannot follow, or a cache that is full"
 

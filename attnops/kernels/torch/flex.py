@@ -289,6 +289,7 @@ def _fitting(p: Problem) -> Refusal | None:
 
 TAKES = frozenset({"sinks", "causal", "window_left", "window_right", "softcap", "attention_chunk", "return_lse"})
 NEEDS: tuple[Need, ...] = (
+    device("cpu", "cuda"),  # tiles for the shared memory of AMD GPUs are not known here
     demand("group_size", "a power of two (CUDA)", lambda p: p.group_size & (p.group_size - 1) == 0, on="cuda"),
     demand("head_dim, v_head_dim", ">= 16 (CUDA)", lambda p: min(p.head_dim, p.v_head_dim) >= 16, on="cuda"),
     _fitting,
