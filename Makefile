@@ -4,17 +4,20 @@ WORKERS ?= 2
 JOBS ?= 1
 BIN := .venv/bin
 OUT ?= benchmarks/results/local
+# The versions to install; CONSTRAINTS=other.txt for others, as the workflows do.
+CONSTRAINTS ?= constraints.txt
+PIP = $(BIN)/python -m pip install -q -c $(CONSTRAINTS)
 BENCH = $(PYTHON) -m attnops bench --device cuda --out "$(OUT)" --commit "$(COMMIT)" \
 	--gpus "$$($(PYTHON) -c 'import torch; print(max(1, torch.cuda.device_count()))')"
 
 # One thread a process: two workers share two cores, and sums in a fixed order give the same digits on every run.
-demo test census: export OMP_NUM_THREADS ?= 1
+demo pytest census: export OMP_NUM_THREADS ?= 1
 # Beside the code, so that a second run finds what the first one compiled.
-demo test census: export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
-demo test census: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
+demo pytest census: export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
+demo pytest census: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint docs census gpu-test gpu-bench gpu-tune gpu-sanitize
+.PHONY: help demo test lint pytest docs dist census gpu-test gpu-bench gpu-tune gpu-sanitize
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -22,7 +25,9 @@ help: ## print this list
 demo: .venv/.ready ## two small models: patch, compile, generate, compare, explain
 	$(BIN)/attnops demo
 
-test: lint ## lint, types and every test that needs no GPU
+test: lint pytest ## lint, types and every test that needs no GPU
+
+pytest: .venv/.dev ## every test that needs no GPU
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 lint: .venv/.dev ## ruff, its format, mypy, pyright
@@ -32,6 +37,11 @@ lint: .venv/.dev ## ruff, its format, mypy, pyright
 
 docs: .venv/.dev ## write the generated tables of README and docs
 	$(BIN)/python docs/generate.py
+
+dist: .venv/.dev ## the sdist, and the wheel made from it, in dist/, checked as the package index does
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
 
 census: .venv/.dev ## every model type of transformers, patched against eager; docs/models.md (half an hour of one core)
 	$(BIN)/python -m benchmarks.census.run --jobs $(JOBS); code=$$?; $(BIN)/python docs/generate.py && exit $$code
@@ -52,15 +62,15 @@ gpu-tune: ## the table of measured times of a CUDA device, and how well it choos
 
 # torch comes from the constraint alone: an open range would take whatever the index holds that day. The build backend is
 # installed the same way, because pip applies no constraints inside an isolated build.
-.venv/.ready: pyproject.toml constraints.txt
+.venv/.ready: pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -c constraints.txt setuptools wheel
-	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[hf,cli,triton]"
+	$(PIP) setuptools setuptools-scm wheel
+	$(PIP) --no-build-isolation -e ".[hf,cli,triton]"
 	touch $@
 
 .venv/.dev: .venv/.ready
-	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[hf,cli,triton,dev,docs]"
+	$(PIP) --no-build-isolation -e ".[hf,cli,triton,dev,docs]"
 # torchvision's wheels on PyPI are for CUDA. Beside a CPU's torch their library does not load, and transformers fails where it sees them:
 # only the tests of their models look into this folder.
-	$(BIN)/python -m pip install -q -c constraints.txt --no-deps --upgrade --target .venv/vision torchvision timm
+	$(PIP) --no-deps --upgrade --target .venv/vision torchvision timm
 	touch $@

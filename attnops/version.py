@@ -1,3 +1,8 @@
-"""The version, in one place that every rank may read."""
+"""The version of the installed distribution, in one place that every rank may read."""
 
-VERSION = "0.1.0"
+from importlib.metadata import PackageNotFoundError, version
+
+try:
+    VERSION = version("attnops")
+except PackageNotFoundError:  # sources on PYTHONPATH
+    VERSION = "0+unknown"

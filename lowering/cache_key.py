@@ -12,7 +12,6 @@ from .. import problem
 from ..kernel import CONTRACT, all_kernels
 from ..measured.store import digests
 from ..problem import pretended
-from ..version import VERSION
 
 
 def code_files() -> list[Path]:
@@ -31,7 +30,7 @@ def choice_inputs() -> tuple[str, ...]:
     times. Policies are arguments of the ops, so the graph itself differs."""
     kernels = tuple(f"{k.op}.{k.name}:{k.run.__module__}:{','.join(k.versions())}:{k.absences_key()}" for k in all_kernels())
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return ("attnops", VERSION, str(CONTRACT), code_digest(), device, repr(pretended()), *digests(), *kernels)
+    return ("attnops", str(CONTRACT), code_digest(), device, repr(pretended()), *digests(), *kernels)
 
 
 def install() -> None:

@@ -1,6 +1,7 @@
 """The extras, and the hints of doctor, name versions that go with the torch that is installed, and replace none."""
 
 import re
+from importlib import metadata
 
 import pytest
 from packaging.requirements import Requirement
@@ -57,3 +58,21 @@ def test_the_extra_takes_no_wheel_that_pins_torch():
     wanted = Requirement(line[1])
     assert not any(wanted.specifier.contains(version) for version in PINNED)
     assert wanted.specifier.contains("0.4.6") and wanted.specifier.contains("0.4.6.post1")
+
+
+def test_no_extra_pins_torch():
+    """The packages of all extras that are installed here: each takes a range of torch, or pip would replace the one that is there."""
+    text = (ROOT / "pyproject.toml").read_text()
+    section = text.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    wanted = [Requirement(line) for line in re.findall(r'"([a-z][^"]*)"', re.sub(r"^#.*$", "", section, flags=re.MULTILINE))]
+    assert {"transformers", "triton", "typer", "sphinx", "ruff"} <= {r.name for r in wanted}
+    pinned = set()
+    for extra in wanted:
+        try:
+            needs = metadata.requires(extra.name) or []
+        except metadata.PackageNotFoundError:
+            continue
+        for need in map(Requirement, needs):
+            if need.name == "torch" and (need.marker is None or need.marker.evaluate({"extra": ""})):
+                pinned |= {f"{extra.name}: {need}" for s in need.specifier if s.operator in ("==", "===", "<", "<=", "~=")}
+    assert not pinned

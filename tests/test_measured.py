@@ -28,7 +28,7 @@ from attnops.measured import (
     store,
 )
 from attnops.measured.store import path_for, save
-from attnops.measured.table import HANDICAP, SCALED, UNMEASURED, from_json, version_of
+from attnops.measured.table import HANDICAP, SCALED, TRITON_CODE, UNMEASURED, from_json, version_of
 from attnops.problem import Extent, Problem, Target, altered, pretend
 from attnops.select import select, select_by
 from tests.helpers import ROOT
@@ -518,6 +518,8 @@ def test_shipped_tables_are_good():
         assert found.target.startswith("sm") and len(found.grids) > 10
         for grid in found.grids:
             assert set(grid.us) <= set(kernels_of(grid.shape.op)), grid.shape
+        own = {text.partition(";attnops==")[2] for text in found.versions.values() if ";attnops==" in text}
+        assert own == {TRITON_CODE}, "measure the tables anew: they do not speak for the Triton kernels"
 
 
 def test_a_gpu_says_its_name(monkeypatch):

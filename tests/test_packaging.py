@@ -1,32 +1,64 @@
-"""The wheel holds the linked folders, though they lie outside the package's own."""
+"""The sdist holds the repository and the wheel the package, both under the tag's version, and the index page's links lead somewhere."""
 
+import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
+from email.parser import Parser
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from tests.helpers import ROOT, sources
+from tests.test_docs import FENCE
 
-pytest.importorskip("build", reason="the package `build` (extra dev) makes the wheel")
+for module in ["build", "setuptools_scm", "twine"]:
+    pytest.importorskip(module, reason=f"the extra dev brings {module}, which makes or checks the distributions")
+
+ENV = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")} | {"PYTHONWARNINGS": "ignore"}
+GIT = ("git", "-c", "user.name=test", "-c", "user.email=test@localhost", "-c", "commit.gpgsign=false")
+SCM = (sys.executable, "-m", "setuptools_scm")
+UNTAGGED = re.compile(r"0\.1\.dev1\+g[0-9a-f]{7,}")
+
+
+def run(*command, cwd):
+    done = subprocess.run(command, cwd=cwd, env=ENV, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    return done.stdout.strip()
+
+
+class Made(NamedTuple):
+    tree: Path
+    files: set[str]
+    versions: dict[str, str]
+    names: list[Path]
 
 
 @pytest.fixture(scope="module")
-def wheel_names(tmp_path_factory):
-    # A copy, because a build writes build/ and *.egg-info beside the sources, where other tests read.
-    tree, out = tmp_path_factory.mktemp("tree") / "attnops", tmp_path_factory.mktemp("dist")
-    tree.mkdir()
-    for folder in ["attnops", "lowering", "graphs"]:
-        shutil.copytree(ROOT / folder, tree / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for path in [ROOT / "pyproject.toml", ROOT / "LICENSE", *ROOT.glob("README.md")]:
-        shutil.copy(path, tree)
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(tree)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    [wheel] = out.glob("attnops-*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        return set(archive.namelist())
+def made(tmp_path_factory):
+    """A repository of its own with today's files, what it calls itself, and its distributions under the tag v0.2.0."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("the sources are not a git checkout, which lists the files")
+    tree, dist = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("dist")
+    listed = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT).strip("\0").split("\0")
+    files = {name for name in listed if os.path.lexists(ROOT / name)}
+    for name in files:
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tree / name, follow_symlinks=False)
+    versions = {"no git": run(*SCM, cwd=tree)}
+    run("git", "init", "-q", cwd=tree)
+    run("git", "add", "-A", cwd=tree)
+    run(*GIT, "commit", "-q", "-m", "all", cwd=tree)
+    versions["no tag"] = run(*SCM, cwd=tree)
+    run("git", "tag", "v0.2.0", cwd=tree)
+    versions["tag"] = run(*SCM, cwd=tree)
+    # The wheel is made from the sdist, where neither git nor a link is.
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(dist), cwd=tree)
+    return Made(tree, files, versions, sorted(dist.iterdir()))
 
 
 def packaged(module, filename):
@@ -35,17 +67,53 @@ def packaged(module, filename):
 
 
 @pytest.mark.slow
-def test_every_module_is_inside(wheel_names):
-    wanted = {packaged(module, path.name) for module, path in sources().items()}
-    assert wanted <= wheel_names, sorted(wanted - wheel_names)
+def test_versions_come_from_tags(made):
+    assert made.versions["tag"] == "0.2.0" and made.versions["no git"] == "0.0"
+    assert UNTAGGED.fullmatch(made.versions["no tag"]), made.versions
+    assert [path.name for path in made.names] == ["attnops-0.2.0-py3-none-any.whl", "attnops-0.2.0.tar.gz"]
 
 
 @pytest.mark.slow
-def test_the_marker_of_types_is_inside(wheel_names):
-    assert "attnops/py.typed" in wheel_names
+def test_the_wheel_holds_the_package_and_no_more(made):
+    with zipfile.ZipFile(made.names[0]) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    data = {name for name in made.files if name.startswith("attnops/") and name.endswith((".json", "py.typed"))}
+    assert {"attnops/py.typed", "attnops/tables/h200.json"} < data
+    assert names == data | {packaged(module, path.name) for module, path in sources().items()}
 
 
 @pytest.mark.slow
-def test_nothing_stands_outside_the_package(wheel_names):
-    tops = {name.partition("/")[0] for name in wheel_names}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {"attnops"}
+def test_the_sdist_holds_the_repository(made):
+    with tarfile.open(made.names[1]) as archive:
+        names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+    links = {name for name in made.files if (ROOT / name).is_symlink()}
+    assert links == {"attnops/graphs", "attnops/lowering"}
+    followed = {f"attnops/{name}" for name in made.files if name.startswith(("graphs/", "lowering/"))}
+    assert made.files - links | followed <= names, sorted(made.files - links - names)
+
+
+@pytest.mark.slow
+def test_the_index_page(made):
+    """Its links are absolute and lead into the repository; code is as in README; twine finds no fault."""
+    run(sys.executable, "-m", "twine", "check", "--strict", *map(str, made.names), cwd=made.tree)
+    with zipfile.ZipFile(made.names[0]) as archive:
+        metadata = Parser().parsestr(archive.read("attnops-0.2.0.dist-info/METADATA").decode())
+    page, home = metadata.get_payload(), dict(line.split(", ") for line in metadata.get_all("Project-URL"))["Homepage"]
+    targets = re.findall(r"""(?:\]\(|src(?:set)?="|href=")([^)"\s]+)""", FENCE.sub("", page))
+    assert len(targets) > 5 and all(target.startswith(("https://", "http://", "#")) for target in targets), targets
+    ours = [re.fullmatch(r"(?:blob|raw)/HEAD/([^#?]+).*", t.removeprefix(f"{home}/")) for t in targets if t.startswith(f"{home}/")]
+    assert not [match[1] for match in ours if match and not (ROOT / match[1]).exists()]
+    assert FENCE.findall(page) == FENCE.findall((ROOT / "README.md").read_text())
+
+
+def test_sources_that_are_not_installed_have_a_version():
+    code = "import runpy, sys; print(runpy.run_path(sys.argv[1])['VERSION'])"
+    assert run(sys.executable, "-I", "-S", "-c", code, str(ROOT / "attnops" / "version.py"), cwd=ROOT) == "0+unknown"
+
+
+def test_the_address_is_one():
+    [home] = re.findall(r'^URL = "https://github\.com/([^"]+)"', (ROOT / "setup.py").read_text(), re.MULTILINE)
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("*.cff"), *ROOT.glob("docs/*.*"), *(ROOT / ".github").rglob("*.*")]
+    texts = {page: page.read_text() for page in pages if page.suffix in (".md", ".cff", ".py", ".yml")}
+    others = {page.name: set(re.findall(r"github\.com/([\w-]+/attnops)\b", text)) - {home} for page, text in texts.items()}
+    assert not {name: found for name, found in others.items() if found}

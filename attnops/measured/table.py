@@ -23,9 +23,12 @@ from attnops.errors import BadTable
 from attnops.kernel import Kernel
 from attnops.measured.cost import RATES, Rates, Shape, Sizes, Work
 from attnops.problem import Problem, Target, altered
-from attnops.version import VERSION
 
 FORMAT = 1
+
+TRITON_CODE = "0.1.0"
+"""The release in which the code of attnops' Triton kernels last became faster or slower: tables of other code do not speak for them."""
+
 LARGEST_INT = 1 << 31
 
 HANDICAP = 4.0
@@ -224,8 +227,8 @@ def costs(problem: Problem, kernels: Sequence[Kernel], table: Table | None) -> d
 
 
 def version_of(kernel: Kernel) -> str:
-    """The versions that a measured time of `kernel` holds for: its packages', and attnops' for Triton kernels; else torch's minor one."""
-    own = f";attnops=={VERSION}" if any(p.module == "triton" for p in kernel.packages) else ""
+    """The versions that a time of `kernel` holds for: its packages', and TRITON_CODE for Triton kernels; else torch's minor one."""
+    own = f";attnops=={TRITON_CODE}" if any(p.module == "triton" for p in kernel.packages) else ""
     return ";".join(kernel.versions()) + own or f"torch=={'.'.join(torch.__version__.split('.')[:2])}"
 
 
