@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from attnops.testing import CASES, Features, Source, builders, check_kernel
 from attnops.testing.latent import DEEPSEEK
 from tests.mates import invariant
 from tests.ops.strategies import CALLS
+from tests.pairwise import pairwise
 from tests.triton.process import interpreted
 
 SM90 = Target("cuda", 90, assume=("triton",))
@@ -162,31 +164,12 @@ def test_stored_keys(kv):
         check(builders.mla(Source(5), (1, 2), (100, 33), 16, replace(DEEPSEEK, kv_dtype=kv)), "split")
 
 
-@pytest.mark.parametrize("name", MODES)
-@pytest.mark.parametrize("queries", [1, 5, 70])
-@pytest.mark.parametrize("softcap", [0.0, 30.0])
+@pytest.mark.parametrize(("softcap", "queries", "name"), pairwise(softcap=(0.0, 30.0), queries=(1, 5, 70), name=MODES))
 @interpreted
 def test_temperature_by_position(softcap, queries, name):
-    """A logit is multiplied after the cap. A query that is scaled beforehand gives the same without a cap alone."""
+    """A logit is multiplied after the cap."""
     f = replace(WIDE, dtype=torch.float32, scale=4.0, softcap=softcap, temperature=True, sinks=torch.float32)
-    call = builders.paged(Source(6), (queries, 2), (300, 40), 16, f)
-    check(call, name)
-    t, starts = call.arguments, call.arguments["cu_seqlens_q"].tolist()
-    for b, length in enumerate(t["seq_lens"].tolist()):
-        tokens = slice(*starts[b : b + 2])
-        q, factor = t["query"][tokens].double(), t["temperature"][tokens].double()[:, None, None]
-        k, v = (t[n][t["page_table"][b].long()].flatten(0, 1)[:length].double().repeat_interleave(4, 1) for n in ("k_pages", "v_pages"))
-        see = torch.arange(length)[None, None] <= torch.arange(length - q.shape[0], length)[:, None, None]
-
-        def attended(q, factor, k=k, v=v, see=see):
-            logits = torch.einsum("qhd,khd->qhk", q, k) * t["scale"]
-            logits = (softcap * torch.tanh(logits / softcap) if softcap else logits) * factor
-            logits = torch.cat([logits.where(see, -torch.inf), t["sinks"].double()[None, :, None].expand(*logits.shape[:2], 1)], -1)
-            return torch.einsum("qhk,khd->qhd", logits.softmax(-1)[..., :-1], v)
-
-        want, scaled = attended(q, factor), attended(q * factor, 1.0)
-        torch.testing.assert_close(ran(call, name)[tokens].double(), want, rtol=1e-3, atol=1e-3)
-        assert torch.allclose(scaled, want, rtol=1e-3, atol=1e-3) == (softcap == 0)
+    check(builders.paged(Source(6), (queries, 2), (300, 40), 16, f), name)
 
 
 def ran(call, name):
@@ -230,13 +213,14 @@ def test_any_layout(op):
         "merge_state": lambda: builders.merge(source, (5, 4, 8), F16, 0.2, 0.2),
         "merge_states": lambda: builders.merge(source, (5, 3, 4, 8), F16, 0.2),
     }[op]()
-    for n, t in call.tensors().items():
-        if t.numel() == 1:
-            continue
-        for dim in {0, t.dim() - 1}:
-            check(call.with_(**{n: strided(t, dim)}), "split", refused=("last_dim_contiguous",))
-        if t.dim() > 1:
-            check(call.with_(**{n: transposed(t, 1)}), "split")
+    # Several at once, and no two in the same calls only, so that a stride of one that is taken for another's is seen.
+    first, deep = [n for n, t in call.tensors().items() if t.numel() > 1], [n for n, t in call.tensors().items() if t.dim() > 1]
+    for change, names in ((partial(strided, dim=0), first), (partial(transposed, dim=1), deep)):
+        for bit in range(len(names).bit_length()):
+            some = [n for at, n in enumerate(names, 1) if at >> bit & 1]
+            assert not check(call.with_(**{n: change(call.tensors()[n]) for n in some}), "split").refused
+    for n in deep:
+        check(call.with_(**{n: strided(call.tensors()[n], call.tensors()[n].dim() - 1)}), "split", refused=("last_dim_contiguous",))
 
 
 @interpreted
