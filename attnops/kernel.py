@@ -42,12 +42,6 @@ from attnops.needs import (
 )
 from attnops.problem import Problem, Refusal, Target, altered
 
-__all__ = [
-    "Capture", "CONTRACT", "Core", "Inline", "Invariant", "Kernel", "Need", "Package", "Plan", "Tolerance", "all_kernels", "all_of", "arch",
-    "arch_from", "at_most", "broken_kernels", "demand", "device", "dtypes", "extent_at_least", "extent_at_most", "kernel_names",
-    "kernels_of", "multiple_of", "one_of", "register", "without",
-]  # fmt: skip
-
 CONTRACT = 2
 """Version of a Kernel's promises and of its arguments. Raised when an existing kernel would have to change."""
 

@@ -1,4 +1,4 @@
-"""Writes the generated parts of README.md and docs/*.md: tables of kernels, ops, errors and results, and the output of explain.
+"""Writes the generated parts of README.md and docs/*.md: tables of kernels, ops, errors and results, and what commands print.
 The pictures of docs/plots are drawn from the same results.
 
     python docs/generate.py            write what is stale
@@ -32,10 +32,11 @@ from attnops.ops import OPS, Op
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
 from census import census_full  # noqa: E402, a file of this folder
-from performance import performance_full, performance_short, stale_plots  # noqa: E402, a file of this folder
-from results import hardware, hardware_text, results_full, results_short, table  # noqa: E402
+from performance import performance_full, performance_short, picture, stale_plots  # noqa: E402, a file of this folder
+from results import devices, hardware, hardware_text, results_full, results_short, table  # noqa: E402
 
-README_EXPLAIN = ("gpt-oss-20b-shape", "--target", "sm90", "--phase", "prefill")
+README_EXPLAIN = ("llama-3-8b-shape", "--target", "h200", "--cache", "paged", "--phase", "decode")
+EXPLAIN_LINES = 8
 
 
 def where(targets: tuple[str, ...], of: tuple[str, ...]) -> str:
@@ -72,33 +73,37 @@ def kernels_full() -> str:
             machine = ["yes" if t in s.runs else "-" for t in TARGETS]
             machine.append(met(s))
             rows.append([f"`{s.kernel.name}`", *machine, *(where(s.takes[f], s.runs) for f in features), packages(s), s.kernel.about])
-        parts.append(f"## {op}\n\n{sentence(OPS[op].about)}\n\n{table(head, rows)}")
-    parts.append(f"## The other ops\n\n{table(['op', 'what', 'kernels'], plain)}")
+        parts.append(f"### {op}\n\n{sentence(OPS[op].about)}\n\n{table(head, rows)}")
+    parts.append(f"### The other ops\n\n{table(['op', 'what', 'kernels'], plain)}")
     return "\n\n".join(parts)
 
 
-def kernels_short() -> str:
-    """One row a kernel; the ops that only `reference` answers share the last row."""
-    rows, rest, ran = [], [], set()
+MACHINES = {"cpu": "CPU", "sm80": "A100 (sm80)", "sm90": "H100, H200 (sm90)", "sm100": "B200 (sm100)"}
+
+
+OWN = ("torch", "triton")
+"""Packages that come with torch: their rows are first."""
+
+
+def backends() -> str:
+    """One row of README a package and answer of its kernels of attention: did they run there, or never."""
+    answers: dict[tuple[str, str], dict[str, set[bool]]] = {}
     for op in ops_of_kernels():
-        found = supports(op)
-        if [s.kernel.name for s in found] == ["reference"]:
-            rest.append(f"`{op}`")
-            ran.add(met(found[0]))
-            continue
-        for s in found:
-            some = {f: "" if at == s.runs else f" ({', '.join(at)})" for f, at in s.takes.items() if at}
-            cells = [listed(some), listed({f: "" for f in s.takes if f not in some})]
-            rows.append([f"`{op}`", f"`{s.kernel.name}`", ", ".join(s.runs), met(s), *cells, packages(s)])
-    rows.append([", ".join(rest), "`reference`", ", ".join(TARGETS), " | ".join(sorted(ran)), "everything", "-", "none"])
-    return table(["op", "kernel", "made for", "has run on", "takes", "refuses", "packages"], rows)
-
-
-def listed(features: dict[str, str]) -> str:
-    """Names with their remarks; page sizes without remarks are joined."""
-    pages = [f.split()[1] for f, remark in features.items() if f.startswith("page ") and not remark]
-    names = [f + remark for f, remark in features.items() if remark or not f.startswith("page ")]
-    return ", ".join(names + [f"pages of {'/'.join(pages)}"] * bool(pages)) or "-"
+        for s in supports(op) if "attention" in op and not op.startswith("plan_") else ():
+            package = s.kernel.packages[0].module if s.kernel.packages else "torch"
+            for target in s.runs:
+                answers.setdefault((package, s.kernel.name), {}).setdefault(target, set()).add(target in met(s).split(", "))
+    words = {(): "-", (True,): "ran", (False,): "**never run**", (False, True): "**ran in part**"}
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for (package, name), found in answers.items():
+        rows.setdefault((package, *(words[tuple(sorted(found.get(target, ())))] for target in TARGETS)), []).append(f"`{name}`")
+    lines = [
+        [f"`{package}`", ", ".join(names), *found]
+        for (package, *found), names in sorted(rows.items(), key=lambda row: (row[0][0] not in OWN, row))
+    ]
+    return (
+        f"{table(['package', 'kernels', *(MACHINES[target] for target in TARGETS)], lines)}\n\nRan on: {', '.join(devices())}, and a CPU."
+    )
 
 
 def sentence(text: str) -> str:
@@ -116,7 +121,7 @@ def _op(op: Op) -> str:
     writes = [a.name for a in op.spec.args if a.written]
     return "\n".join(
         [
-            f"## {op.name}\n\n{sentence(op.about)}\n{about}\n\n```text\n{wrapped}\n```\n",
+            f"### {op.name}\n\n{sentence(op.about)}\n{about}\n\n```text\n{wrapped}\n```\n",
             table(["argument", "is", "dtypes", "default"], [_argument(a) for a in op.spec.args]) + "\n",
             f"- writes: {', '.join(f'`{w}`' for w in writes) or 'nothing'}",
             f"- gradient: {'yes' if op.autograd else 'none; a call that asks for one raises `NoGradient`'}",
@@ -165,24 +170,27 @@ def _fields(error: type) -> list[str]:
 
 
 def explain_output() -> str:
+    """The first answers about the call of attention, of what `attnops explain` prints."""
     from rich.console import Console
 
     from attnops.cli import tables
     from attnops.cli.explain import explain_model
 
-    model, _, target, _, phase = README_EXPLAIN
+    model, _, target, _, cache, _, phase = README_EXPLAIN
     out = io.StringIO()
-    for name, explanation in explain_model(model, target=target, phase=phase).items():
+    for name, explanation in explain_model(model, target=target, cache=cache, phase=phase).items():
         tables.show_explanation(explanation, Console(file=out, width=tables.PIPE_COLUMNS), heading=f"{model}, {name}")
-    text = "\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip()
-    return f"```text\n$ attnops explain {' '.join(README_EXPLAIN)}\n{text}\n```"
+    _, _, call = out.getvalue().partition("_attention\n")
+    answers = call[call.index("\nkernel ") :].splitlines()[1 : EXPLAIN_LINES + 2]
+    shown = [line.rstrip() for line in answers if not line.startswith("─")]
+    return "\n".join(["```text", f"$ attnops explain {' '.join(README_EXPLAIN)}", *shown, "...", "```"])
 
 
 def graph_output() -> str:
-    """Runs the README's first Python block, which compiles."""
+    """Runs the first Python block of docs/explain.md that compiles."""
     from attnops.cli.demo import kernel_lines
 
-    exec(python_blocks("README.md")[0], {})
+    exec(next(code for code in python_blocks("docs/explain.md") if "torch.compile(model)" in code), {})
     lines = [line + (f"  x{count}" if count > 1 else "") for line, count in kernel_lines(set()).items()]
     return "```text\n" + "\n".join(lines) + "\n```"
 
@@ -197,17 +205,12 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/ops.md": {"ops": ops_full},
     "docs/models.md": {"census": census_full},
     "docs/errors.md": {"errors": errors_full},
-    "docs/results.md": {"results": results_full},
-    "docs/performance.md": {"performance": performance_full},
-    "README.md": {
-        "kernels": kernels_short,
-        "explain": explain_output,
-        "graph": graph_output,
-        "performance": performance_short,
-        "results": results_short,
-    },
+    "docs/explain.md": {"graph": graph_output},
+    "docs/results.md": {"summary": results_short, "results": results_full},
+    "docs/performance.md": {"summary": performance_short, "performance": performance_full},
+    "README.md": {"picture": picture, "explain": explain_output, "backends": backends},
 }
-# Left out of --check, because it compiles; tests/test_docs.py compares it with what the README's block compiles to.
+# Left out of --check, because it compiles; tests/test_docs.py compares it with what the page's block compiles to.
 SLOW = ("graph",)
 
 

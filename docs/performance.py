@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from html import unescape
 from pathlib import Path
 from typing import Any
 
-from plots import PICTURES, Picture, digest, svg
+from pictures import COMPILED, EAGER, NAMES, OURS, PICTURES, Row, layers, ms, speed, tokens_of, whole_models
 from results import ROOT, machines, stamp, table
 
 from attnops.bench.rows import further as rest
@@ -24,50 +25,88 @@ def measured(root: Path) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
             yield name, shown
 
 
-def pictures(root: Path) -> Iterator[tuple[Path, dict[str, Any], Picture]]:
-    """(file, report, picture) of every picture that the results ask for."""
+def pictures(root: Path) -> Iterator[tuple[str, Path, str]]:
+    """(machine, file, SVG) of every picture that the results of a GPU ask for; on a CPU there is little to see."""
     for machine, reports in measured(root):
-        for name, picture in PICTURES.items():
-            report = reports.get(name)
-            if report is not None and any(row.get(picture.figure) is not None for row in report["rows"]):
-                yield root / PLOTS / f"{machine}-{name}.svg", report, picture
+        for name, draw in PICTURES.items() if machine != "cpu" else ():
+            if svg := draw(reports):
+                yield machine, PLOTS / f"{machine}-{name}.svg", svg
+
+
+def title(svg: str) -> str:
+    """The sentence that a picture proves."""
+    return unescape(svg.split("<title>")[1].split("</title>")[0])
 
 
 def stale_plots(root: Path, check: bool) -> Iterator[str]:
-    """The pictures that do not show their report, or have none; drawn or taken away unless `check`."""
-    wanted = {path: (report, picture) for path, report, picture in pictures(root)}
-    for path, (report, picture) in wanted.items():
-        if not path.exists() or digest(report, picture) not in path.read_text():
+    """The pictures that are not those of the results; drawn or taken away unless `check`."""
+    wanted = {root / path: svg for _, path, svg in pictures(root)}
+    for path, svg in wanted.items():
+        if not path.exists() or path.read_text() != svg:
             yield str(path.relative_to(root))
             if not check:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(svg(report, picture))
+                path.write_text(svg)
     for path in sorted(set((root / PLOTS).glob("*.svg")) - wanted.keys()):
         yield str(path.relative_to(root))
         if not check:
             path.unlink()
 
 
+def picture(root: Path = ROOT) -> str:
+    """README's picture with its caption: `tokens` of the first machine that has it."""
+    drawn = {machine: (path, svg) for machine, path, svg in pictures(root) if path.stem == f"{machine}-tokens"}
+    for machine, reports in measured(root):
+        if machine in drawn:
+            path, svg = drawn[machine]
+            return f"![{title(svg)}]({path})\n\n{caption(machine, reports)}"
+    return NONE
+
+
+def caption(machine: str, reports: dict[str, dict[str, Any]]) -> str:
+    """The run that README's picture shows, its file, and the alternatives that it lacks."""
+    suite, cases = tokens_of(reports)
+    device, date, commit = (str(reports[suite].get(name, "?")) for name in ("device", "date", "commit"))
+    what = {"generate": "Calls of `generate()`", "decode": "Decode steps"}[suite]
+    links = f"[figures](benchmarks/results/{machine}/{suite}.json), [method](docs/performance.md)"
+    run = f"{what} on one {device}, {date}, commit {commit[:10]}: {links}."
+    lacks = [name for name in NAMES if not any(name in ways for ways in cases.values())]
+    return run + (f" Not in that run: {', '.join(lacks)}." if lacks else "")
+
+
 def performance_full(root: Path = ROOT) -> str:
-    """Every row of every machine."""
-    drawn = {path.name: picture for path, _, picture in pictures(root)}
+    """The pictures and every row of every machine."""
+    drawn = list(pictures(root))
     parts = []
     for machine, reports in measured(root):
         parts.append(f"## {next(iter(reports.values())).get('device', machine)}")
+        parts += [f"![{title(svg)}](plots/{path.name})" for found, path, svg in drawn if found == machine]
+        before = ""
         for suite in SUITES:
             if suite.name not in reports:
                 continue
-            report, picture = reports[suite.name], f"{machine}-{suite.name}.svg"
-            ceilings = ", ".join(f"{value:g} {name}" for name, value in words(report).items())
-            text = f"### {suite.name}: {suite.about}\n\n{stamp(report)}." + (f" Ceilings of that run: {ceilings}." if ceilings else "")
-            text += f"\n\n![{drawn[picture].title}, {drawn[picture].unit}](plots/{picture})" if picture in drawn else ""
-            parts.append(f"{text}\n\n{rows(report)}")
+            report = reports[suite.name]
+            run, file = source(report), f"[{suite.stem}.json](../benchmarks/results/{machine}/{suite.stem}.json)"
+            said = f"`{command(report)}`, {file}. {'The same run' if run == before else run}."
+            parts.append(f"### {suite.name}: {suite.about}\n\n{said}\n\n{rows(report)}")
+            before = run
             if out := {**report.get("left_out", {}), **report.get("failed", {})}:
                 parts.append("Left out: " + "; ".join(f"{name} ({why})" for name, why in out.items()) + ".")
             for stem, other in further(root, machine, suite.stem):
-                ceilings = ", ".join(f"{value:g} {name}" for name, value in words(other).items())
-                parts.append(f"Another run ({stem}.json): {stamp(other)}. Ceilings of that run: {ceilings}.\n\n{rows(other)}")
+                parts.append(f"Another run ({stem}.json): {source(other)}.\n\n{rows(other)}")
     return "\n\n".join(parts) or NONE
+
+
+def source(report: dict[str, Any]) -> str:
+    """The machine, the software, the commit and the ceilings of a run."""
+    ceilings = ", ".join(f"{value:g} {name}" for name, value in words(report).items())
+    return stamp(report) + (f". Ceilings of that run: {ceilings}" if ceilings else "")
+
+
+def command(report: dict[str, Any]) -> str:
+    """The command that measures the figures of a report again."""
+    gpus = f" --gpus {report['gpus']}" if report.get("gpus", 1) > 1 else ""
+    return f"attnops bench {report['suite']}{' --quick' * (report.get('size') == 'quick')}{gpus} --out results"
 
 
 def further(root: Path, machine: str, stem: str) -> list[tuple[str, dict[str, Any]]]:
@@ -100,38 +139,25 @@ def cell(value: Any) -> str:
 
 
 def performance_short(root: Path = ROOT) -> str:
-    """Milliseconds of whole models, beside transformers': a row a machine and case."""
+    """Milliseconds of whole models, beside others': a row a machine and case."""
+    found = [
+        (machine, suite, case, ways)
+        for machine, reports in measured(root)
+        for suite in ("generate", "decode", "prefill")
+        for case, ways in whole_models(reports.get(suite, {})).items()
+    ]
+    names = [name for name in NAMES if name in (EAGER, COMPILED) or any(name in ways for *_, ways in found)]
     out = []
-    for machine, reports in measured(root):
-        for suite in ("decode", "prefill"):
-            for case, ways in by_case(reports.get(suite, {"rows": []})["rows"]).items():
-                eager, theirs, ours = ways.get("hf_eager"), fastest(ways, "hf_"), fastest(ways, "attnops_")
-                if ours is None:
-                    continue
-                ratio = f"{min(eager['median_us'], theirs['median_us']) / ours['median_us']:.2f}x" if eager and theirs else "-"
-                what = f"{suite} {case}" + (f", {ours['layers']} layers" if "layers" in ours else "")
-                out.append([machine, what, ms(eager), ms(theirs), f"{ms(ours)} (`{ours['way']}`)", ratio])
-    head = ["machine", "what", "transformers, ms", "transformers, compiled, ms", "attnops, compiled, ms", "speed, of the faster of theirs"]
+    for machine, suite, case, ways in found:
+        ours = f"{time(ways[OURS])} (`{ways[OURS]['way']}`)"
+        others = [time(ways.get(name)) for name in names]
+        out.append([machine, f"{suite} {case}{layers(ways[OURS])}", *others, ours, f"{speed(ways):.2f}x"])
+    head = ["machine", "what", *(f"{name}, ms" for name in names), "attnops, ms", "speed, of the fastest other"]
     return table(head, out) if out else NONE
 
 
-def fastest(ways: dict[str, dict[str, Any]], whose: str) -> dict[str, Any] | None:
-    """The row of the fastest way whose name begins so, without the eager one."""
-    rows = [row for way, row in ways.items() if way.startswith(whose) and way != f"{whose}eager"]
-    return min(rows, key=lambda row: row["median_us"], default=None)
-
-
-def ms(row: dict[str, Any] | None) -> str:
+def time(row: Row | None) -> str:
     """Milliseconds, with their spread."""
     if row is None:
         return "-"
-    return f"{row['median_us'] / 1000:.2f}" + (f" ± {row['spread_us'] / 1000:.2f}" if "spread_us" in row else "")
-
-
-def by_case(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Rows that have a time, by case and way."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in rows:
-        if row.get("median_us"):
-            found.setdefault(row["case"], {})[row["way"]] = row
-    return found
+    return f"{ms(row):.2f}" + (f" ± {row['spread_us'] / 1000:.2f}" if "spread_us" in row else "")

@@ -1,86 +1,141 @@
-"""The plot of a report: a line a case, a dot a way. SVG, small, and byte-identical for the same rows."""
+"""Bars and dots as SVG: text that can be searched, colours for light and dark pages, and the same bytes for the same figures."""
 
 from __future__ import annotations
 
-import hashlib
-import io
-import json
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import textwrap
+from collections.abc import Iterator, Sequence
+from html import escape
+from math import floor, log10
+from typing import NamedTuple
+
+WIDTH, LEFT, RIGHT = 760, 220, 124
+"""Pixels of a picture, of the names beside its marks, and of the words behind them."""
+# Okabe and Ito's colours, which colour-blind readers tell apart.
+BOTH = {"glue": "#e69f00", "gaps": "#cc79a7"}
+LIGHT = {"paper": "#ffffff", "ink": "#1f2328", "faint": "#59636e", "ours": "#0072b2", "theirs": "#a6aeb8", **BOTH}
+DARK = {"paper": "#0d1117", "ink": "#f0f6fc", "faint": "#9198a1", "ours": "#56b4e9", "theirs": "#6e7681", **BOTH}
+FONT = "font:12px -apple-system,'Segoe UI','Liberation Sans',Arial,sans-serif"
 
 
-class Picture(NamedTuple):
-    """The plot of a suite: figure `figure` of its rows times `scale`, in `unit`. log: its axis. more: higher is better."""
+class Bar(NamedTuple):
+    """A line of a picture. parts: (colour, value), one behind the other. text: behind them. bold: the name."""
 
-    figure: str
-    unit: str
+    name: str
+    parts: Sequence[tuple[str, float]]
+    text: str
+    bold: bool = False
+
+
+class Dots(NamedTuple):
+    """A line of a picture: `ours` is the filled dot, `others` are rings."""
+
+    name: str
+    others: Sequence[float]
+    ours: float
+    text: str
+
+
+class Words(NamedTuple):
+    """title: the sentence that the picture proves. about: the line below it. unit: of the axis. key: (colour, its meaning)."""
+
     title: str
-    scale: float = 1.0
-    log: bool = False
-    more: bool = True
+    about: str
+    unit: str
+    key: Sequence[tuple[str, str]] = ()
 
 
-SPEED = Picture("of_hf_compiled", "times the speed of transformers' compiled model", "Decode")
-COLD = Picture("median_us", "s", "First call of a decode step", 1e-6, log=True, more=False)
-PICTURES = {
-    "kernels": Picture("of_ceiling", "share of the measured ceiling", "Kernels"),
-    "decode": SPEED,
-    "prefill": SPEED._replace(title="Time to the first token"),
-    "compile": COLD,
-    "graphs": COLD._replace(title="Capture of all buckets"),
-    "data": Picture("of_copy", "times the speed of a copy of as many bytes", "Moving data"),
-    "gradients": Picture("of_flash2", "times the speed of FlashAttention-2 in torch", "Training steps"),
-    "generate": SPEED._replace(figure="of_hf", unit="times the speed of transformers", title="generate()"),
-    "latent": Picture("of_hf_eager", "times the speed of transformers' eager layer", "A layer over latents"),
-    "cliffs": Picture("cost_s", "s", "The cost of a change", more=False),
-    "overhead": Picture("median_us", "us", "Host time", log=True, more=False),
-    "regret": Picture("mean_percent", "% over the best kernel, mean", "The automatic choice", more=False),
-}
-STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "attnops", "font.size": 8, "font.sans-serif": ["DejaVu Sans"]}
-MARKS = "osD^v<>P*Xphd"
+def bars(words: Words, groups: Sequence[tuple[str, Sequence[Bar]]]) -> str:
+    """Bars under the heading of each group."""
+    scale = (WIDTH - LEFT - RIGHT) / (most := max(sum(value for _, value in bar.parts) for _, some in groups for bar in some))
+    top, marks = _head(words)
+    y = top
+    for heading, some in groups:
+        marks.append(_text(20, y + 16, heading, weight=600))
+        y += 22
+        for bar in some:
+            x = float(LEFT)
+            marks.append(_text(LEFT - 10, y + 14, bar.name, anchor="end", weight=600 if bar.bold else 400))
+            for colour, value in bar.parts:
+                marks.append(f'<rect class="{colour}" x="{x:.1f}" y="{y + 2}" width="{scale * value:.1f}" height="16"/>')
+                x += scale * value
+            marks.append(_text(x + 8, y + 14, bar.text))
+            y += 21
+        y += 6
+    return _whole(words, [*_axis({f"{value:g}": LEFT + scale * value for value in ticks(most)}, top, y, words.unit), *marks], y)
 
 
-def digest(report: Mapping[str, Any], picture: Picture) -> str:
-    """A hash of the plotted data, written into the file: stale plots are found whatever version of matplotlib drew them."""
-    shown = [report.get("device"), picture.figure, picture.title, picture.log, _points(report, picture)]
-    return hashlib.sha256(json.dumps(shown).encode()).hexdigest()[:16]
+def dots(words: Words, rows: Sequence[Dots]) -> str:
+    """A line of dots a row, over a logarithmic axis that begins at 1."""
+    most = max(1.5, *(value for row in rows for value in (row.ours, *row.others)))
+    top, marks = _head(words)
+    y = top
+
+    def place(value: float) -> float:
+        return LEFT + 8 + log10(value) / log10(most) * (WIDTH - LEFT - RIGHT - 24)
+
+    for row in rows:
+        y += 21
+        marks.append(_text(LEFT - 10, y, row.name, anchor="end"))
+        marks += [f'<circle class="ring" cx="{place(value):.1f}" cy="{y - 4}" r="4"/>' for value in row.others]
+        marks.append(f'<circle class="ours" cx="{place(row.ours):.1f}" cy="{y - 4}" r="5"/>')
+        marks.append(_text(WIDTH - RIGHT + 8, y, row.text))
+    places = {f"{value:g}": place(value) for value in (1, 1.5, 2, 3, 5, 10, 20, 50, 100) if value <= most}
+    return _whole(words, [*_axis(places, top, y + 10, words.unit), *marks], y + 10)
 
 
-def _points(report: Mapping[str, Any], picture: Picture) -> dict[str, dict[str, float]]:
-    """The value of each case by way, both in order of appearance."""
-    found: dict[str, dict[str, float]] = {}
-    for row in report["rows"]:
-        if (value := row.get(picture.figure)) is not None and "wrong" not in row:
-            found.setdefault(row["way"], {})[row["case"]] = value * picture.scale
-    return found
+def ticks(most: float) -> list[float]:
+    """Round numbers from 0 to `most`, three to eight of them."""
+    power = 10.0 ** floor(log10(most))
+    step = next(share * power for share in (0.2, 0.5, 1.0, 2.0) if most / (share * power) <= 7)
+    return [round(i * step, 9) for i in range(int(most / step) + 1)]
 
 
-def svg(report: Mapping[str, Any], picture: Picture) -> str:
-    """The plot; "" if no row has its figure."""
-    points = _points(report, picture)
-    if not points:
-        return ""
-    import matplotlib
-    from matplotlib.figure import Figure
+def _head(words: Words) -> tuple[int, list[str]]:
+    """(where the first line of marks begins, the words above them)."""
+    marks, y = [], 10
+    for line in textwrap.wrap(words.title, 88):
+        y += 20
+        marks.append(_text(20, y, line, weight=700, size=16))
+    for line in textwrap.wrap(words.about, 118):
+        y += 18
+        marks.append(_text(20, y, line, "faint"))
+    if words.key:
+        y += 18
+        spans = "   ".join(f'<tspan class="{colour}">■</tspan> {escape(name)}' for colour, name in words.key)
+        marks.append(f'<text class="faint" x="20" y="{y}" xml:space="preserve">{spans}</text>')
+    return y + 8, marks
 
-    cases = list(dict.fromkeys(case for values in points.values() for case in values))
-    with matplotlib.rc_context(STYLE):
-        figure, out = Figure(figsize=(7.0, 1.1 + 0.24 * len(cases)), layout="constrained"), io.StringIO()
-        axes = figure.add_subplot(xlabel=f"{picture.unit} ({'more' if picture.more else 'less'} is better)")
-        for i, (way, values) in enumerate(points.items()):
-            ours, color = way.startswith("attnops") or way == "automatic", f"C{i % 10}"
-            filled: Any = {"markersize": 6 if ours else 5, "markerfacecolor": color if ours else "none"}
-            axes.plot(list(values.values()), list(map(cases.index, values)), MARKS[i % len(MARKS)], label=way, color=color, **filled)
-        axes.set_yticks(range(len(cases)), cases)
-        axes.set_ylim(len(cases) - 0.5, -0.5)
-        axes.set_title(f"{picture.title}: {report.get('device', '')}", loc="left")
-        if picture.log:
-            axes.set_xscale("log")
-            axes.minorticks_off()
-        else:
-            axes.set_xlim(left=min(0.0, *(value for values in points.values() for value in values.values())))
-        axes.grid(axis="both", linewidth=0.3)
-        figure.legend(loc="outside lower center", ncols=min(4, len(points)), frameon=False)
-        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None, "Description": digest(report, picture)})
-    # Editors strip trailing spaces, which matplotlib writes.
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+def _axis(places: dict[str, float], top: int, bottom: int, unit: str) -> Iterator[str]:
+    for name, x in places.items():
+        yield f'<path class="grid" d="M{x:.1f} {top}V{bottom}"/>'
+        yield _text(x, bottom + 16, name, "faint", anchor="middle")
+    yield _text(LEFT, bottom + 34, unit, "faint")
+
+
+def _text(x: float, y: int, text: str, colour: str = "ink", anchor: str = "start", weight: int = 400, size: int = 12) -> str:
+    more = (f' text-anchor="{anchor}"' if anchor != "start" else "") + (f' font-weight="{weight}"' if weight != 400 else "")
+    more += f' font-size="{size}"' if size != 12 else ""
+    return f'<text class="{colour}" x="{x:.1f}" y="{y}"{more}>{escape(text, quote=False)}</text>'
+
+
+def _style(colours: dict[str, str]) -> str:
+    """Text has an edge of the paper's colour, so that lines of the grid do not cross it."""
+    fills = "".join(f".{kind}{{fill:{colour}}}" for kind, colour in colours.items())
+    edge = f".ink{{stroke:{colours['paper']};stroke-width:4px;paint-order:stroke}}"
+    return f"{fills}{edge}.ring{{fill:none;stroke:{colours['faint']}}}.grid{{stroke:{colours['theirs']};stroke-opacity:.4}}"
+
+
+def _whole(words: Words, marks: Sequence[str], bottom: int) -> str:
+    high, title = bottom + 46, escape(words.title, quote=False)
+    size = f'viewBox="0 0 {WIDTH} {high}" width="{WIDTH}" height="{high}"'
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" style="{FONT}">',
+            f"<title>{title}</title>",
+            f"<style>{_style(LIGHT)}@media (prefers-color-scheme:dark){{{_style(DARK)}}}</style>",
+            f'<rect class="paper" width="{WIDTH}" height="{high}" rx="6"/>',
+            *marks,
+            "</svg>\n",
+        ]
+    )

@@ -59,6 +59,13 @@ def hardware(kernels: Iterable[str], root: Path = ROOT) -> dict[str, list[str]]:
     return {name: sorted(targets) for name, targets in sorted(found.items())}
 
 
+def devices(root: Path = ROOT) -> list[str]:
+    """The GPUs that the results of `hardware` are of."""
+    return sorted(
+        {str(data["device"]) for _, files in machines(root) for stem, data in files.items() if stem.partition("-")[0] == "kernels"}
+    )
+
+
 def hardware_text(found: dict[str, list[str]]) -> str:
     """The file attnops/measured/hardware.json."""
     return "{\n" + ",\n".join(f"  {json.dumps(name)}: {json.dumps(targets)}" for name, targets in found.items()) + "\n}\n"

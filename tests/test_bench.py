@@ -6,9 +6,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -35,7 +33,6 @@ from tests.helpers import ROOT
 
 CPU = torch.device("cpu")
 TOY = Setup(CPU, quick=True, backend="eager", ceilings={"bandwidth_tb_s": 1.0, "matmul_tflop_s": 1.0})
-needs_matplotlib = pytest.mark.skipif(not find_spec("matplotlib"), reason="the extra `dev` brings matplotlib")
 CEILINGS = {"bandwidth_tb_s", "matmul_tflop_s"}
 
 
@@ -488,59 +485,40 @@ def test_points_and_models():
         assert "llama-3-8b-shape" in next(iter(cases(short))), "of whatever name it was asked for by"
 
 
-# Pictures and pages ---------------------------------------------------------------------------------------------------
-
-
-@needs_matplotlib
-def test_pictures_are_small_and_the_same_again(reports_of, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "docs")
-    plots = import_module("plots")
-    assert plots.PICTURES.keys() == {suite.name for suite in suites.SUITES}
-    for name, picture in ((n, picture) for n, picture in plots.PICTURES.items() if reports_of[0][n]["rows"]):
-        report = reports_of[0][name]
-        drawn = plots.svg(report, picture)
-        assert drawn == plots.svg(report, picture) and len(drawn) < 40_000
-        root = ElementTree.fromstring(drawn)
-        assert root.tag == "{http://www.w3.org/2000/svg}svg"
-        words = {"".join(node.itertext()).strip() for node in root.iter("{http://www.w3.org/2000/svg}text")}
-        shown = {row["way"] for row in report["rows"] if picture.figure in row}
-        assert shown <= words, "text is text"
-        assert "date" not in drawn.lower() and plots.digest(report, picture) in drawn
-    assert plots.svg({"rows": [{"case": "a", "way": "b", "wrong": "wrong", "of_hf_eager": 2.0}]}, plots.SPEED) == ""
-
-
-@needs_matplotlib
+# Pages and files ----------------------------------------------------------------------------------------------------------
 def test_pages_are_made_of_the_files(reports_of, tmp_path, monkeypatch):
     reports, _, _ = reports_of
     monkeypatch.syspath_prepend(ROOT / "docs")
     page = import_module("performance")
-    assert page.performance_full(tmp_path) == page.performance_short(tmp_path) == page.NONE and not list(page.stale_plots(tmp_path, True))
     folder = tmp_path / "benchmarks" / "results" / "toy"
     folder.mkdir(parents=True)
+    assert page.performance_full(tmp_path) == page.performance_short(tmp_path) == page.picture(tmp_path) == page.NONE
+    assert not list(page.stale_plots(tmp_path, True))
     wrong = {"case": "llama 2x12", "way": "attnops_new", "wrong": "wrong: off by 3", "budget": 1.0}
     (folder / "decode.json").write_text(text_of({**reports["decode"], "rows": [*reports["decode"]["rows"], wrong]}))
     (folder / "kernels.json").write_text('{"numerics": {}}')
     text = page.performance_full(tmp_path)
-    assert "### decode" in text and "![Decode, " in text and "(plots/toy-decode.svg)" in text and "### kernels" not in text
+    assert "### decode" in text and "(plots/toy-speeds.svg)" in text and "`attnops bench decode --out results`" in text
+    assert "### kernels" not in text and "choice" not in text
     [line] = [line for line in text.splitlines() if "`attnops_new`" in line]
     assert line.startswith("| llama 2x12 | `attnops_new` | wrong: off by 3 | - |")
     short = page.performance_short(tmp_path)
     assert "| toy | decode llama 2x12, 1 layers |" in short and "attnops_new" not in short
     made_up = {"hf_eager": 3.0, "hf_compiled": 4.0, "hf_tuned": 2.0, "attnops_eager": 1.0, "attnops_hf": 1.6}
     rows = [entry("a", way, 1000 * ms, 100.0) for way, ms in made_up.items()]
-    (tmp_path / "benchmarks" / "results" / "made_up").mkdir()
-    (tmp_path / "benchmarks" / "results" / "made_up" / "prefill.json").write_text(text_of({**reports["prefill"], "rows": rows}))
-    line = "| made_up | prefill a | 3.00 ± 0.10 | 2.00 ± 0.10 | 1.60 ± 0.10 (`attnops_hf`) | 1.25x |"
-    assert line in page.performance_short(tmp_path)
-    (tmp_path / "benchmarks" / "results" / "made_up" / "prefill.json").unlink()
-    assert list(page.stale_plots(tmp_path, True)) == ["docs/plots/toy-decode.svg"] == list(page.stale_plots(tmp_path, False))
+    (folder / "prefill.json").write_text(text_of({**reports["prefill"], "rows": rows}))
+    assert "| toy | prefill a | 3.00 ± 0.10 | 2.00 ± 0.10 | 1.60 ± 0.10 (`attnops_hf`) | 1.25x |" in page.performance_short(tmp_path)
+    assert "The same run" not in page.performance_full(tmp_path).partition("### prefill")[0], "two files of one run"
+    (folder / "prefill.json").unlink()
+    drawn = list(page.stale_plots(tmp_path, True))
+    assert "docs/plots/toy-tokens.svg" in drawn and drawn == list(page.stale_plots(tmp_path, False))
     assert not list(page.stale_plots(tmp_path, True))
     changed = json.loads((folder / "decode.json").read_text())
-    changed["rows"][0]["of_hf_compiled"] += 1.0
+    changed["rows"][0]["median_us"] += 1e6
     (folder / "decode.json").write_text(text_of(changed))
-    assert list(page.stale_plots(tmp_path, True)) == ["docs/plots/toy-decode.svg"]
+    assert "docs/plots/toy-tokens.svg" in list(page.stale_plots(tmp_path, True))
     (folder / "decode.json").unlink()
-    assert list(page.stale_plots(tmp_path, False)) == ["docs/plots/toy-decode.svg"] and not list((tmp_path / "docs" / "plots").iterdir())
+    assert list(page.stale_plots(tmp_path, False)) == sorted(drawn) and not list((tmp_path / "docs" / "plots").iterdir())
 
 
 def test_the_command_prints_json():

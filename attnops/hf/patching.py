@@ -121,7 +121,7 @@ class Patched:
         return f"<Patched {self.report()._title()}{'' if self.active else '; unpatched'}>"
 
     def report(self) -> Report:
-        """Every attention module with its status, and how `generate()` runs. `print` it, give it to rich, or take `Report.to_dict()`."""
+        """Every attention module with its status, and how `generate()` runs. `print` it, give it to rich, or take `.to_dict()`."""
         return _report(self.model, self.implementation, self._options, self._found, self._paged, self._proof, self._why)
 
     @property

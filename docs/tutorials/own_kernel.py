@@ -102,4 +102,4 @@ assert ran and worst <= 1
 #    [project.entry-points."attnops.kernels"]
 #    plain = "my_package.plain"
 #
-# ``examples/own_kernel_package`` is such a package with its test, ready to copy.
+# ``examples/own_kernel_package`` of the repository is such a package with its test, ready to copy.

@@ -71,11 +71,11 @@ torch.testing.assert_close(compiled(text), model(text))
 # Which kernel, here and on another machine
 # -----------------------------------------
 #
-# ``explain`` runs the compiled model uncompiled, on fake tensors. ``target`` is another machine, here an H200 (``sm90``) and a longer text.
+# ``explain`` runs the compiled model uncompiled, on fake tensors. ``target`` is another machine, here an H200, with a longer text.
 
 print("here:", *attnops.explain(compiled, text, quiet=True).chosen())
-hopper = attnops.explain(copy.deepcopy(model).bfloat16(), torch.zeros(1, 8192, dtype=torch.int64), target="sm90", quiet=True)
-print("sm90:", *hopper.chosen())
+hopper = attnops.explain(copy.deepcopy(model).bfloat16(), torch.zeros(1, 8192, dtype=torch.int64), target="h200", quiet=True)
+print("H200:", *hopper.chosen())
 assert hopper.chosen() == ("attention.fa3",)
 
 # %%

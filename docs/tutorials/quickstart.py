@@ -62,17 +62,17 @@ assert model.config._attn_implementation == "eager"
 # Explain for a GPU that is not here
 # ----------------------------------
 #
-# :func:`attnops.explain` names the kernel of every attention call, and the reason against every other kernel. A ``target`` is another
-# machine: ``sm90`` is an H100 or H200. The model runs on fake tensors, which have shapes and no memory, so a laptop answers for layers of
-# the size of Llama 3 8B. On a GPU ``patch`` gives kernels lengths in place of masks; ``mask="compact"`` says so on this machine.
+# :func:`attnops.explain` names the kernel of every attention call, and the reason against every other kernel. ``target`` is another
+# machine. The model runs on fake tensors, which have shapes and no memory, so a laptop answers for layers of the size of Llama 3 8B. On a
+# GPU ``patch`` gives kernels lengths in place of masks; ``mask="compact"`` says so on this machine.
 
 config = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=2)
 with FakeTensorMode(), torch.no_grad():
     large = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     attnops.patch(large, mask="compact")
-    found = attnops.explain(large, torch.zeros(1, 2048, dtype=torch.int64), target="sm90", quiet=True)
+    found = attnops.explain(large, torch.zeros(1, 2048, dtype=torch.int64), target="h200", quiet=True)
 print(found)
 assert found.chosen() == ("attention.fa3",)
 
 # %%
-# The command line has the same for models by name and for config files: ``attnops explain llama-3-8b-shape --target sm90``.
+# The command line has the same for models by name and for config files: ``attnops explain llama-3-8b-shape --target h200``.

@@ -85,7 +85,7 @@ model.checkpointed = False
 # On a GPU ``aten_flash`` comes first; ``triton`` takes what that refuses: soft caps, sinks, chunks, float32. A call with a mask has the
 # gradient of the reference, in plain torch. Paged attention has no gradient and raises ``NoGradient``.
 #
-# ``explain`` shows the backward pass beside the forward pass, here packed bfloat16 on an H200 (``sm90``):
+# ``explain`` shows the backward pass beside the forward pass, here packed bfloat16 on an H200:
 
 
 def forward_and_backward(query: Tensor) -> None:
@@ -95,7 +95,7 @@ def forward_and_backward(query: Tensor) -> None:
 
 
 query = torch.randn(27, 4, 64, dtype=torch.bfloat16, requires_grad=True)
-found = attnops.explain(forward_and_backward, query, target="sm90", quiet=True)
+found = attnops.explain(forward_and_backward, query, target="h200", quiet=True)
 print(*found.chosen(), sep="\n")
 assert [call.partition(".")[0] for call in found.chosen()] == ["varlen_attention", "varlen_attention_backward"]
 
