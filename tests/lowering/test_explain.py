@@ -107,8 +107,6 @@ def test_the_pretended_target_ends_with_the_call():
 
 
 def test_torch_logs_shows_decisions():
-    from tests.helpers import fresh_process
-
     code = (
         "import sys, torch, attnops\n"
         "sys.stderr = sys.stdout\n"
@@ -123,4 +121,3 @@ def test_torch_logs_shows_decisions():
     env = {**os.environ, "TORCH_LOGS": "attnops", "TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert "attention on cpu -> sdpa" in done.stderr + done.stdout
-    assert fresh_process("import attnops; print('quiet')").strip() == "quiet"

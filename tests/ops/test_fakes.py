@@ -80,7 +80,7 @@ def run(op, name, call):
 
 @pytest.mark.parametrize("op", list(OPS))
 @given(data=st.data())
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_fake_equals_real(op, data):
     call = relaid(data.draw, data.draw(CALLS[op]))
     check(call.record)

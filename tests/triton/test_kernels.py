@@ -13,8 +13,7 @@ from attnops.problem import Extent, Problem, Target, altered, pretend
 from attnops.select import Policy, select
 from attnops.testing import CASES, Features, Source, builders
 from attnops.testing.latent import DEEPSEEK
-from tests.helpers import fresh_process
-from tests.lowering.models import PagedModel, compiled_code, decode, kernel_calls, prefill
+from tests.lowering.models import PagedModel, compiled_code, kernel_calls, prefill
 from tests.mates import same_bits
 from tests.triton.process import interpreted, needs_triton
 from tests.triton.test_compile import OPTIONS
@@ -58,12 +57,12 @@ def test_parts_are_bounded(op):
     before = host.MOST_PARTS_BYTES
     for q_lens in ((1, 1, 0, 1, 1), (1, 20, 2, 7, 1)):
         call = {
-            "paged_attention": lambda q=q_lens: builders.paged(Source(4), q, (400, 130, 90, 300, 17), 16, f, padding=3),
-            "mla_attention": lambda q=q_lens: builders.mla(Source(4), q, (400, 130, 90, 300, 17), 16, small, padding=3),
+            "paged_attention": lambda q=q_lens: builders.paged(Source(4), q, (270, 130, 90, 140, 17), 16, f, padding=3),
+            "mla_attention": lambda q=q_lens: builders.mla(Source(4), q, (270, 130, 90, 140, 17), 16, small, padding=3),
         }[op]()
         results = []
         try:
-            for most in (1 << 30, 1 << 16, 1):
+            for most in (1 << 30, 1 << 15, 1):
                 host.MOST_PARTS_BYTES = most
                 for n in ("output", "lse"):
                     call.arguments[n].fill_(float("nan"))
@@ -116,10 +115,9 @@ def test_opcheck(op):
             assert set(checked.values()) == {"SUCCESS"}
 
 
-@pytest.mark.parametrize("step", ["prefill", "decode"])
 @interpreted
-def test_a_compiled_model_calls_it(step):
-    model, given = PagedModel(2).eval(), {"prefill": prefill, "decode": decode}[step]()
+def test_a_compiled_model_calls_it():
+    model, given = PagedModel(2).eval(), prefill()
     with torch.no_grad():
         with attnops.use("reference"):
             want, pages = model(*given), model.pages()
@@ -130,13 +128,6 @@ def test_a_compiled_model_calls_it(step):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     for after, before in zip(model.pages(), pages, strict=True):
         torch.testing.assert_close(after, before)
-
-
-def test_its_modules_do_not_import_triton_before_a_call():
-    code = """
-import sys, attnops.kernels.triton.attention, attnops.kernels.triton.launch.grids as p
-print(p.TABLE is not None, 'triton' in sys.modules)"""
-    assert fresh_process(code).split() == ["True", "False"]
 
 
 # Selection ------------------------------------------------------------------------------------------------------------
