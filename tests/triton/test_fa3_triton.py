@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import pytest
 
 from attnops.kernel import kernels_of
-from attnops.problem import Target, pretend
+from attnops.problem import Extent, Target, altered, pretend
 from attnops.select import select
 from attnops.testing import Source, builders, check_kernel
 from attnops.testing.latent import DEEPSEEK
@@ -56,6 +56,7 @@ def test_requests_have_the_bits_they_have_alone():
 @pytest.mark.parametrize("heads", [16, 128])
 def test_a_deterministic_policy_chooses_it(heads):
     with pretend(Target("cuda", 90, PACKAGES, "NVIDIA H200")):
-        for problem in (call((1,) * 8, (70,) * 8, heads).problem, call((4096,), (4096,), heads).problem):
+        decode, many = call((1,) * 8, (70,) * 8, heads).problem, Extent.of(4096)
+        for problem in (decode, altered(decode, tokens=many, batch=Extent.of(1), queries=many, context=many)):
             assert select(problem, POLICY).kernel is KERNEL
             assert select(problem).kernel is not KERNEL

@@ -111,11 +111,13 @@ BATCHES = {
 }
 
 
-# The interpreter takes a second a tile of so wide a group, and its splits and long tiles are those of the others.
-MANY = ("group_of_70", ("one", "verify"))
+# Both launches and a split for every feature; a long request alone and a fixed split for those that decide which tiles are looked at.
+# The interpreter takes a second a tile of a wide group, whose splits are those of the others.
+TILES = ("plain", "window", "window_both", "chunk_all_keys", "softcap_sinks")
+BATCHES_OF = {f: [*BATCHES] if f in TILES else ["mixed"] if f == "group_of_70" else ["mixed", "verify"] for f in LONG}
 
 
-@pytest.mark.parametrize(("features", "batch"), [(f, b) for f in LONG for b in BATCHES if f != MANY[0] or b not in MANY[1]])
+@pytest.mark.parametrize(("features", "batch"), [(f, b) for f, batches in BATCHES_OF.items() for b in batches])
 @interpreted
 def test_long(features, batch):
     """Tiles that are not masked, tiles that are, both launches of a mixed batch."""
