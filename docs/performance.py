@@ -74,13 +74,16 @@ def caption(machine: str, reports: dict[str, dict[str, Any]]) -> str:
     return run + (f" Not in that run: {', '.join(lacks)}." if lacks else "")
 
 
+def pictures_full(root: Path = ROOT) -> str:
+    """All pictures."""
+    return "\n\n".join(f"![{title(svg)}](plots/{path.name})" for _, path, svg in pictures(root)) or NONE
+
+
 def performance_full(root: Path = ROOT) -> str:
-    """The pictures and every row of every machine."""
-    drawn = list(pictures(root))
+    """Every row of every machine."""
     parts = []
     for machine, reports in measured(root):
         parts.append(f"## {next(iter(reports.values())).get('device', machine)}")
-        parts += [f"![{title(svg)}](plots/{path.name})" for found, path, svg in drawn if found == machine]
         before = ""
         for suite in SUITES:
             if suite.name not in reports:
@@ -121,15 +124,25 @@ def words(report: dict[str, Any]) -> dict[str, float]:
 
 
 def rows(report: dict[str, Any]) -> str:
-    """The rows; a wrong result has no time and says why."""
-    more = list(dict.fromkeys(name for row in report["rows"] for name in rest(row)))
-    out = []
-    for row in report["rows"]:
+    """The rows; a wrong result has no time and says why. Rows of counts, which have no time either, are a table of their own."""
+    timed = [row for row in report["rows"] if "median_us" in row or "wrong" in row]
+    counts = [row for row in report["rows"] if row not in timed]
+    more, out = names(timed), []
+    for row in timed:
         us = "-" if "median_us" not in row else f"{row['median_us']:,.1f}"
         us += f" ± {row['spread_us']:,.1f}" if "spread_us" in row else ""
         share = f"{100 * row['error'] / row['budget']:.0f}%" if row.get("budget") and "error" in row else "-"
         out.append([row["case"], f"`{row['way']}`", row.get("wrong", us), share, *(cell(row.get(name)) for name in more)])
-    return table(["case", "way", "us", "error, of the budget", *more], out)
+    tables = [table(["case", "way", "us", "error, of the budget", *more], out)] if timed else []
+    if counts:
+        found = [[row["case"], f"`{row['way']}`", *(cell(row.get(name)) for name in names(counts))] for row in counts]
+        tables.append(table(["case", "way", *names(counts)], found))
+    return "\n\n".join(tables)
+
+
+def names(some: list[dict[str, Any]]) -> list[str]:
+    """The figures that not all rows of all suites have, in order of appearance."""
+    return list(dict.fromkeys(name for row in some for name in rest(row)))
 
 
 def cell(value: Any) -> str:

@@ -39,6 +39,7 @@ def stamp(data: dict[str, Any]) -> str:
     """The device, the software and the commit of the figures."""
     device, torch, date, commit = (str(data.get(n, "?")) for n in ("device", "torch", "date", "commit"))
     device += f", {data['gpus']} side by side" if data.get("gpus", 1) > 1 else ""
+    device += f", {data['threads']} threads" if "threads" in data else ""
     return ", ".join([device, f"torch {torch}", *data.get("packages", []), date, f"commit {commit[:10]}"])
 
 

@@ -498,7 +498,9 @@ def test_pages_are_made_of_the_files(reports_of, tmp_path, monkeypatch):
     (folder / "decode.json").write_text(text_of({**reports["decode"], "rows": [*reports["decode"]["rows"], wrong]}))
     (folder / "kernels.json").write_text('{"numerics": {}}')
     text = page.performance_full(tmp_path)
-    assert "### decode" in text and "(plots/toy-speeds.svg)" in text and "`attnops bench decode --out results`" in text
+    assert (
+        "### decode" in text and "(plots/toy-speeds.svg)" in page.pictures_full(tmp_path) and "`attnops bench decode --out results`" in text
+    )
     assert "### kernels" not in text and "choice" not in text
     [line] = [line for line in text.splitlines() if "`attnops_new`" in line]
     assert line.startswith("| llama 2x12 | `attnops_new` | wrong: off by 3 | - |")
