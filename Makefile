@@ -11,13 +11,13 @@ BENCH = $(PYTHON) -m attnops bench --device cuda --out "$(OUT)" --commit "$(COMM
 	--gpus "$$($(PYTHON) -c 'import torch; print(max(1, torch.cuda.device_count()))')"
 
 # One thread a process: two workers share two cores, and sums in a fixed order give the same digits on every run.
-demo pytest census: export OMP_NUM_THREADS ?= 1
+demo pytest docs docs-check census: export OMP_NUM_THREADS ?= 1
 # Beside the code, so that a second run finds what the first one compiled.
-demo pytest census: export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
-demo pytest census: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
+demo pytest docs docs-check census: export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
+demo pytest docs docs-check census: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint pytest docs dist census gpu-test gpu-bench gpu-tune gpu-sanitize
+.PHONY: help demo test lint pytest docs docs-check dist census gpu-test gpu-bench gpu-tune gpu-sanitize
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -35,8 +35,16 @@ lint: .venv/.dev ## ruff, its format, mypy, pyright
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy & mypy=$$!; $(BIN)/pyright; code=$$?; wait $$mypy && exit $$code
 
-docs: .venv/.dev ## write the generated tables of README and docs
+SITE = $(BIN)/python -m sphinx -b html -W --keep-going -q -d build/doctrees docs build/docs
+
+docs: .venv/.dev ## write the generated tables of README and docs, run the tutorials, build the site (two minutes of one core)
 	$(BIN)/python docs/generate.py
+	$(SITE)
+	@echo "The site is at build/docs/index.html"
+
+docs-check: .venv/.dev ## build the site of the pages as they are, without running the tutorials, which `make test` runs
+	$(SITE) -D plot_gallery=0
+	@echo "The site is at build/docs/index.html"
 
 dist: .venv/.dev ## the sdist, and the wheel made from it, in dist/, checked as the package index does
 	rm -rf dist

@@ -17,7 +17,7 @@ from attnops.ops import (
 from attnops.select import Policy as Policy, use as use
 
 if TYPE_CHECKING:
-    from attnops.hf import patch as patch
+    from attnops.adapters import patch as patch
     from attnops.lowering.explain import explain as explain
     from attnops.lowering.regional import compile_layers as compile_layers
 
@@ -35,8 +35,8 @@ def _teach_inductor() -> None:
 
 _op.on_trace(_teach_inductor)
 
-_LAZY = {"patch": "attnops.hf", "explain": "attnops.lowering.explain", "compile_layers": "attnops.lowering.regional"}
-_ROOMS = ("cache", "graphs", "hf", "lowering", "nn", "testing")
+_LAZY = {"patch": "attnops.adapters", "explain": "attnops.lowering.explain", "compile_layers": "attnops.lowering.regional"}
+_ROOMS = ("adapters", "cache", "graphs", "hf", "lowering", "nn", "testing")
 _MODULES = ("errors", "ops")
 
 

@@ -15,7 +15,7 @@ import torch
 
 from attnops.adapt import KNOW_HOLES, adapted as adapted, filled, kinds_of, readable, takes_a_call, warn_of_contract_1
 from attnops.call import name as name_of
-from attnops.errors import ContractMismatch, RegistrationError
+from attnops.errors import ContractMismatch, RegistrationError, UnknownKernel, fail
 from attnops.needs import (
     Capture as Capture,
     Core as Core,
@@ -41,6 +41,12 @@ from attnops.needs import (
     without as without,
 )
 from attnops.problem import Problem, Refusal, Target, altered
+
+__all__ = [
+    "Capture", "CONTRACT", "Core", "Inline", "Invariant", "Kernel", "Need", "Package", "Plan", "Tolerance", "all_kernels", "all_of", "arch",
+    "arch_from", "at_most", "broken_kernels", "demand", "device", "dtypes", "extent_at_least", "extent_at_most", "kernel_names",
+    "kernels_of", "multiple_of", "one_of", "register", "without",
+]  # fmt: skip
 
 CONTRACT = 2
 """Version of a Kernel's promises and of its arguments. Raised when an existing kernel would have to change."""
@@ -348,6 +354,12 @@ def on_register(listener: Callable[[Kernel], None], check: Callable[[Kernel], No
 def own_kernel(op: str, name: str | None) -> str | None:
     """`name` where `op` has a kernel of that name, else None: one name is forced on those ops of several that know it."""
     return name if name in kernels_of(op) else None
+
+
+def check_kernel(kernel: str, ops: tuple[str, ...]) -> None:
+    """Raise UnknownKernel unless one of `ops` has a kernel of that name."""
+    if not any(kernel in kernels_of(op) for op in ops):
+        fail(UnknownKernel, kernel, " | ".join(ops), tuple(dict.fromkeys(name for op in ops for name in kernels_of(op))))
 
 
 def deterministic(policy: str) -> bool:

@@ -73,8 +73,8 @@ def kernels_full() -> str:
             machine = ["yes" if t in s.runs else "-" for t in TARGETS]
             machine.append(met(s))
             rows.append([f"`{s.kernel.name}`", *machine, *(where(s.takes[f], s.runs) for f in features), packages(s), s.kernel.about])
-        parts.append(f"### {op}\n\n{sentence(OPS[op].about)}\n\n{table(head, rows)}")
-    parts.append(f"### The other ops\n\n{table(['op', 'what', 'kernels'], plain)}")
+        parts.append(f"## {op}\n\n{sentence(OPS[op].about)}\n\n{table(head, rows)}")
+    parts.append(f"## The other ops\n\n{table(['op', 'what', 'kernels'], plain)}")
     return "\n\n".join(parts)
 
 
@@ -121,7 +121,7 @@ def _op(op: Op) -> str:
     writes = [a.name for a in op.spec.args if a.written]
     return "\n".join(
         [
-            f"### {op.name}\n\n{sentence(op.about)}\n{about}\n\n```text\n{wrapped}\n```\n",
+            f"## {op.name}\n\n{sentence(op.about)}\n{about}\n\n```text\n{wrapped}\n```\n",
             table(["argument", "is", "dtypes", "default"], [_argument(a) for a in op.spec.args]) + "\n",
             f"- writes: {', '.join(f'`{w}`' for w in writes) or 'nothing'}",
             f"- gradient: {'yes' if op.autograd else 'none; a call that asks for one raises `NoGradient`'}",

@@ -28,12 +28,12 @@ class Bucket:
 
     @property
     def queries(self) -> int:
-        """The most tokens of one request: `max_seqlen_q` of the captured batch."""
+        """The most tokens of one request, `max_seqlen_q` of the captured batch."""
         return self.tokens // self.requests if self.kind == "verify" else 1 if self.kind == "decode" else self.tokens
 
     @property
     def trace(self) -> str:
-        """The name of the trace that serves this bucket: its kind, with the queries for verify steps, which select kernels."""
+        """The trace that serves this bucket, by its kind and, for verify steps, the queries, which select kernels."""
         return f"verify {self.queries}" if self.kind == "verify" else self.kind
 
     def __str__(self) -> str:

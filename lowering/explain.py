@@ -68,7 +68,7 @@ class Explanation:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of workspace with which every call gets the kernel that selection prefers. 0: no call needs a workspace."""
+        """Bytes of workspace with which every call gets the kernel that selection prefers; 0 where no call needs one."""
         return max((workspace_bytes(s.decision.problem, s.decision.policy) for s in self.sites), default=0)
 
     def as_dict(self) -> dict[str, Any]:

@@ -60,8 +60,8 @@ def fuse_linears(graph: fx.Graph | fx.GraphModule) -> tuple[Fused, ...]:
         graph: as Dynamo gives it to a backend or to Inductor's `pre_grad_custom_pass`, with fake values and sources. Changed in place.
 
     Returns:
-        Every group found, in the order of the graph, fused or with the reason against it: its weights need a gradient or may be
-        written, the graph's results or views would get other strides, or no guard can be added (outside of torch.compile).
+        Every group found, in the order of the graph. A group is not fused where its weights need a gradient or may be written, where
+        the graph's results or views would get other strides, and where no guard can be added (outside of torch.compile).
     """
     graph = graph.graph if isinstance(graph, fx.GraphModule) else graph
     found: list[Fused] = []

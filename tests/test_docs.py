@@ -12,9 +12,9 @@ import pytest
 
 from tests.helpers import ROOT, ready_process
 
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "concepts").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(p for p in (ROOT / "docs").rglob("*.md") if "gallery" not in p.parts)])
 README, EXPLAIN = (ROOT / "README.md").read_text(), (ROOT / "docs" / "explain.md").read_text()
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+FENCE = re.compile(r"^```(\w*|{[\w-]+}.*)\n(.*?)^```$", re.M | re.S)
 PRINTED = re.compile(r"^```python\n(?:(?!^```).)*^```\n\n```text\n(.*?)^```$", re.M | re.S)
 """The text right below a block of Python."""
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.py"))
@@ -35,8 +35,10 @@ def place(page):
     return str(page.relative_to(ROOT))
 
 
-def without_code(text):
-    return FENCE.sub("", text)
+def links(page):
+    """The paths that a page links to, relative to it."""
+    text = FENCE.sub("", page.read_text())
+    return [t for t in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text) if "://" not in t]
 
 
 def script(path, *arguments):
@@ -108,9 +110,7 @@ def test_readme_shows_what_explain_prints():
 
 @pytest.mark.parametrize("page", PAGES, ids=place)
 def test_links_lead_somewhere(page):
-    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", without_code(page.read_text()))
-    local = [t for t in targets if "://" not in t]
-    assert not [t for t in local if not (page.parent / t).exists()]
+    assert not [t for t in links(page) if not (page.parent / t).exists()]
 
 
 def test_readme_order():
@@ -140,9 +140,14 @@ def test_architecture_maps_every_folder():
     assert not [str(p.relative_to(ROOT)) for p in folders if f"`{p.relative_to(ROOT)}/`" not in text]
 
 
-def test_index_lists_every_page():
-    index = (ROOT / "docs" / "index.md").read_text()
-    assert not [p.name for p in PAGES if p.parent.name == "docs" and p.name != "index.md" and f"({p.name})" not in index]
+def test_links_lead_from_the_index_to_every_page():
+    reached, waiting = set(), [ROOT / "docs" / "index.md"]
+    while waiting:
+        page = waiting.pop().resolve()
+        if page not in reached and page.suffix == ".md":
+            reached.add(page)
+            waiting += [page.parent / target for target in links(page)]
+    assert not [place(p) for p in PAGES if p.is_relative_to(ROOT / "docs") and p not in reached]
 
 
 EXAMPLES = loaded("examples")

@@ -33,6 +33,7 @@ RANKS = {
     "attnops.cache": 4,
     "attnops.inputs": 4,
     "attnops.testing": 4,
+    "attnops.adapters": 5,
     "attnops.hf": 5,
     "attnops.configs": 5,
     "attnops.tune": 5,

@@ -323,7 +323,7 @@ class PagedCache(Pages):
 
         Raises:
             InvalidInput: no request, the same one twice, counts that do not match, or more tokens than `max_new_tokens` allows.
-            UnknownRequest, RequestTooLong, OutOfPages.
+            UnknownRequest, RequestTooLong, OutOfPages: a request or the cache has no room for the tokens.
         """
         return self._append(requests, new_tokens, lambda batch, _: batch)
 

@@ -9,11 +9,10 @@ from typing import Any, Literal, get_args
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from attnops.call import need
-from attnops.errors import UnknownKernel, fail
 from attnops.hf.attention.continuous import PREFIX, continuous_function
 from attnops.hf.attention.function import attention_function
 from attnops.hf.attention.mask import MODES, Mode, mask_function
-from attnops.kernel import kernels_of
+from attnops.kernel import check_kernel
 
 NAME = "attnops"
 """`attn_implementation="attnops"`: any kernel, `mask="auto"`."""
@@ -35,12 +34,6 @@ class Options:
         # A model keeps the name in its configs, so a process that loads a copy of its options needs the function behind the name.
         vars(self).update(state)
         implementation(self)
-
-
-def check_kernel(kernel: str, ops: tuple[str, ...]) -> None:
-    """Raise UnknownKernel unless one of `ops` has a kernel of that name."""
-    if not any(kernel in kernels_of(op) for op in ops):
-        fail(UnknownKernel, kernel, " | ".join(ops), tuple(dict.fromkeys(name for op in ops for name in kernels_of(op))))
 
 
 def register() -> None:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from attnops.adapters.handle import MARK, Handle
+from attnops.adapters.report import PATCHED, Row, Verification, compare, output_of
 from attnops.call import need
 from attnops.errors import PatchError, UnknownKernel, fail, one_line
 from attnops.graphs import Graphed, Report as GraphReport
@@ -25,14 +27,13 @@ from attnops.hf.paged import models as paged_models
 from attnops.hf.paged.cache import PagedModelCache
 from attnops.hf.paged.decode import Decode, Decoder
 from attnops.hf.paged.mode import REPLACED, PagedMode, give_back
-from attnops.hf.report import PATCHED, Report, Row, Took, Verification, compare, evaluating, output_of, switch
+from attnops.hf.report import Report, Took, evaluating, switch
 
 _SETTLING = threading.Lock()
-_HANDLE = "_attnops"
 _OPTIONS = "_attnops_options"
 
 
-class Patched:
+class Patched(Handle):
     """A patched model, and the way back. Made by `patch`; also a context manager that unpatches at its end.
 
     It holds data only, so a deep copy of a patched model is patched and has a handle of its own.
@@ -55,7 +56,7 @@ class Patched:
         self._marked = [module for module in owner.modules() if id(getattr(module, "config", None)) in switched]
         for module in self._marked:
             module.__dict__[_OPTIONS] = self._options
-        owner.__dict__[_HANDLE] = self
+        owner.__dict__[MARK] = self
         self._watching: list[Method | RemovableHandle] = []
         # The masks of generate() only grow, so that most of its steps need no check.
         if hasattr(owner, "generate"):
@@ -104,24 +105,15 @@ class Patched:
                 switch((config,), before)
         for module in self._marked:
             module.__dict__.pop(_OPTIONS, None)
-        self._owner.__dict__.pop(_HANDLE, None)
+        self._owner.__dict__.pop(MARK, None)
         if self._paged is not None:
             self._paged.undo()
         for each in self._watching:
             each.remove()
         self.active = False
 
-    def __enter__(self) -> Patched:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.unpatch()
-
-    def __repr__(self) -> str:
-        return f"<Patched {self.report()._title()}{'' if self.active else '; unpatched'}>"
-
     def report(self) -> Report:
-        """Every attention module with its status, and how `generate()` runs. `print` it, give it to rich, or take `.to_dict()`."""
+        """Every attention module with its status, and how `generate()` runs. `print` it, give it to rich, or take `Report.to_dict()`."""
         return _report(self.model, self.implementation, self._options, self._found, self._paged, self._proof, self._why)
 
     @property
@@ -236,10 +228,10 @@ class Patched:
             inputs["input_ids"] = input_ids
         configs = [config for config, _ in self._switched]
         with evaluating(self.model, configs), torch.no_grad():
-            name, ours = output_of(self.model, inputs)
+            name, ours = output_of(self.model(**inputs))
             ours = ours.clone()
             switch(configs, "eager")
-            _, eager = output_of(self.model, inputs)
+            _, eager = output_of(self.model(**inputs))
         visible = inputs.get("decoder_attention_mask") if "decoder_input_ids" in inputs else inputs.get("attention_mask")
         figures = compare(ours, eager, visible, name, tolerance)
         if strict and not figures.passed:
@@ -249,7 +241,7 @@ class Patched:
 
 def _generate(method: Method, *args: Any, **kwargs: Any) -> Any:
     """`generate()` of a patched model: the model's own, with the promise that masks only grow (see attnops.hf.generation)."""
-    handle: Patched = method.owner.__dict__[_HANDLE]
+    handle: Patched = method.owner.__dict__[MARK]
     handle._settle()
     with growing(method.owner) as generation:
         generation.custom = kwargs.get("custom_generate") is not None
@@ -341,7 +333,7 @@ def patch(
     owner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if owner is None:
         fail(PatchError, f"patch: {type(model).__name__} holds no transformers.PreTrainedModel")
-    there: Patched | None = owner.__dict__.get(_HANDLE)
+    there: Patched | None = owner.__dict__.get(MARK)
     if there is not None:
         if (there.asked, there.decode) != (asked, how):
             got = f"patched with {there.asked} and {there.decode}, asked now for {asked} and {how}"
@@ -393,4 +385,4 @@ def _report(
         "" if paged is None else paged.memory(): paged,
     }  # fmt: skip
     notes = tuple(note for note, holds in known.items() if holds)
-    return Report(type(model).__name__, name, options.kernel, options.mask, tuple(rows), notes, options.cache)
+    return Report(type(model).__name__, options.kernel, tuple(rows), notes, name, options.mask, options.cache)

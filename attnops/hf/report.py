@@ -1,31 +1,15 @@
-"""The report of a patch, and the comparison of a patched model's numbers with eager's."""
+"""The report of a patched transformers model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from attnops.errors import PatchError, fail
-
-PATCHED = "patched"
-
-
-@dataclass(frozen=True)
-class Row:
-    """One attention module: its name in the model, its class, "patched" or "skipped: reason", and how it attends in its phases."""
-
-    path: str
-    cls: str
-    status: str
-    phases: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.status}: {self.phases}" if self.phases else self.status
+from attnops.adapters import report
 
 
 @dataclass(frozen=True)
@@ -49,116 +33,15 @@ class Took:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(report.Report):
     """Every attention module of a model with its status, the options in force, and notes for the user."""
 
-    model: str
-    implementation: str
-    kernel: str | None
-    mask: str
-    rows: tuple[Row, ...]
-    notes: tuple[str, ...] = ()
+    implementation: str = ""
+    mask: str = "auto"
     cache: str = "hf"
 
-    @property
-    def patched(self) -> tuple[Row, ...]:
-        """The rows of the modules that are switched."""
-        return tuple(row for row in self.rows if row.status == PATCHED)
-
-    @property
-    def skipped(self) -> tuple[Row, ...]:
-        """The rows of the modules that keep their own attention."""
-        return tuple(row for row in self.rows if row.status != PATCHED)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Strings, lists and dicts only: `json.dumps` takes it."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
-
-    def _title(self) -> str:
-        options = f"kernel={self.kernel or 'chosen per call'}, mask={self.mask}, cache={self.cache}"
-        return f"{self.model}: {len(self.patched)} of {len(self.rows)} attention modules patched ({options})"
-
-    def __str__(self) -> str:
-        path, cls = (max((len(getattr(row, name)) for row in self.rows), default=0) for name in ("path", "cls"))
-        lines = [f"  {row.path:<{path}}  {row.cls:<{cls}}  {row}" for row in self.rows]
-        return "\n".join([self._title(), *lines, *(f"  note: {note}" for note in self.notes)])
-
-    def __rich__(self) -> Any:
-        from rich.markup import escape
-        from rich.table import Table
-
-        table = Table("module", "class", "status", title=self._title(), caption="\n".join(map(escape, self.notes)) or None)
-        for row in self.rows:
-            table.add_row(escape(row.path), escape(row.cls), escape(str(row)), style=None if row.status == PATCHED else "yellow")
-        return table
-
-
-@dataclass(frozen=True)
-class Verification:
-    """Patched output against eager's, over positions that are not padding.
-
-    max_abs: the largest difference. max_rel: that over the largest eager value. tolerance: the limit of max_rel.
-    same_argmax: share of positions where the largest entry is the same one.
-    finite: no NaN or infinity anywhere, padding included.
-    """
-
-    output: str
-    dtype: str
-    positions: int
-    max_abs: float
-    max_rel: float
-    tolerance: float
-    same_argmax: float
-    finite: bool
-
-    @property
-    def passed(self) -> bool:
-        """Within tolerance, and finite everywhere."""
-        return self.finite and self.max_rel <= self.tolerance
-
-    def to_dict(self) -> dict[str, Any]:
-        """Numbers and strings only."""
-        return {**asdict(self), "passed": self.passed}
-
-    def __str__(self) -> str:
-        figures = f"max abs {self.max_abs:.2e}, relative {self.max_rel:.2e} (limit {self.tolerance:.0e})"
-        head = f"{'passed' if self.passed else 'FAILED'}: {self.output} ({self.dtype}, {self.positions} positions) against eager"
-        return f"{head}: {figures}, same argmax {self.same_argmax:.1%}, finite {'yes' if self.finite else 'NO'}"
-
-
-# Of the largest logit. Rounding differs at every layer, so this is tens of units in the last place, not one.
-TOLERANCES = {torch.float64: 1e-6, torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-
-
-def compare(ours: Tensor, eager: Tensor, visible: Tensor | None, name: str, tolerance: float | None) -> Verification:
-    """The figures of two outputs `[B, S, ...]`. visible: 2-D mask `[B, S]` of the positions that count."""
-    dtype = str(eager.dtype).removeprefix("torch.")
-    limit = TOLERANCES.get(eager.dtype, TOLERANCES[torch.float32]) if tolerance is None else tolerance
-    finite = bool(torch.isfinite(ours).all())
-    if visible is not None and visible.dim() == 2 and visible.shape == eager.shape[:2]:
-        seen = visible.to(eager.device).bool()
-        ours, eager = ours[seen], eager[seen]
-    ours, eager = ours.double(), eager.double()
-    off, top, same = 0.0, 0.0, 1.0
-    if eager.numel():
-        off, top = float((ours - eager).abs().max()), float(eager.abs().max())
-        same = float((ours.argmax(-1) == eager.argmax(-1)).double().mean())
-    return Verification(name, dtype, eager[..., 0].numel(), off, off / top if top else off, limit, same, finite)
-
-
-def outputs_of(result: Any) -> dict[str, Tensor]:
-    """The floating-point tensors `[B, ...]` of a model's output by name, the main one first."""
-    items = result.items() if isinstance(result, dict) else ()
-    found = {name: x for name, x in items if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1}
-    return {name: found[name] for name in (*(name for name in ("logits", "last_hidden_state") if name in found), *found)}
-
-
-def output_of(model: nn.Module, inputs: dict[str, Any]) -> tuple[str, Tensor]:
-    """The name and value of the model's main output: logits, the last hidden state, or another tensor. Raises PatchError without one."""
-    result = model(**inputs)
-    for name, value in outputs_of(result).items():
-        return name, value
-    fail(PatchError, f"verify: got {type(result).__name__}, want an output with a tensor, as logits or last_hidden_state")
+    def _options(self) -> str:
+        return f"{super()._options()}, mask={self.mask}, cache={self.cache}"
 
 
 def switch(configs: Iterable[Any], name: str) -> None:

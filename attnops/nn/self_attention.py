@@ -65,13 +65,12 @@ class SelfAttention(nn.Module):
         cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, batch: PagedBatch | None = None, k_pages: Tensor | None = None,
         v_pages: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Attend.
+        """Attend. Arguments that are not listed here are those of `Attention.forward`.
 
         Args:
             hidden: `[B, S, E]` dense, or `[T, E]` packed (with cu_seqlens int32 `[B + 1]` and max_seqlen in tokens) or paged (with
                 batch, k_pages and v_pages).
             positions: int `[S]` or `[B, S]`, or `[T]`, for RoPE. Default: from 0 in each request, or the batch's.
-            the rest: as in `Attention.forward`.
 
         Returns:
             As hidden.

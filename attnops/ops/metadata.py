@@ -154,13 +154,13 @@ def decode_rows(
         num_tokens: T, the query's tokens; those past `cu_seqlens_q[B]` see 0 keys.
         causal: token i of n of a request with L keys sees L - n + i + 1 keys, otherwise L.
         q_heads: of the query to come; 0: S = 0. Otherwise S = 8 * max(144 // ceil(q_heads / 64), 1) + T + 1, for a GPU of SM90 has at
-            most 144 multiprocessors.
+            most 144 multiprocessors. Where `flashmla` cannot run the schedule is zeros, which no kernel reads.
         float8: is the query to come float8? Its schedule is 8 words longer.
         kernel: force a kernel by name for this call.
 
     Raises:
-        InvalidInput: a shape, dtype or number breaks this contract. UnknownKernel, NoKernel: `kernel` cannot run. Where `flashmla`
-        cannot run the schedule is zeros, which no kernel reads.
+        InvalidInput: a shape, dtype or number breaks this contract.
+        UnknownKernel, NoKernel: `kernel` cannot run.
     """
     out: Tensor = DECODE_ROWS(DecodeRows(
         page_table, seq_lens, cu_seqlens_q, num_tokens=num_tokens, causal=causal, q_heads=q_heads, float8=float8,

@@ -227,7 +227,8 @@ def plan_paged_attention(
         kernel: plan for this kernel only.
 
     Returns:
-        The name of the kernel that the plan is for. None: the layers will run a kernel that needs no plan; the buffers are unchanged.
+        The name of the kernel that the plan is for, or None where the layers will run a kernel that needs no plan. The buffers are then
+        unchanged.
 
     Raises:
         InvalidInput: a shape, dtype, device, number or length breaks the contract, or a buffer is too short.

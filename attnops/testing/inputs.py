@@ -21,8 +21,8 @@ class Features:
     kv_dtype: a quantised dtype, or None for `dtype`. q_dtype: a quantised query's, with `dtype` that of the output.
     v_head_dim: None for head_dim. sinks: the sinks' dtype.
     mask: "none", "bool", "additive" in `dtype`, or "biases", additive in float32 and as large as position biases of long contexts.
-    mask_shape, dense only: which of batch, head and query the mask has ("bhq"), the others being 1.
-    temperature, paged only: a factor of every query token.
+    mask_shape: which of batch, head and query a dense mask has ("bhq"), the others being 1.
+    temperature: a factor of every query token, paged only.
     loud: logits of several hundred, where a softmax that does not subtract its maximum overflows.
     """
 

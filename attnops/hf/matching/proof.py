@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
+from attnops.adapters.report import TOLERANCES, compare, outputs_of
 from attnops.hf.attention.mask import Mode
 from attnops.hf.interface import Options, implementation
 from attnops.hf.matching.match import Match, match
-from attnops.hf.report import TOLERANCES, compare, evaluating, outputs_of, switch
+from attnops.hf.report import evaluating, switch
 from attnops.problem import pretend
 
 _TOLERANCE = {**TOLERANCES, torch.float32: 1e-4}

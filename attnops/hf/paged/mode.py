@@ -23,7 +23,6 @@ from attnops.call import name, need
 from attnops.errors import AttnopsError, InvalidInput, PatchError, fail, one_line
 from attnops.hf import supported
 from attnops.hf.generation import current_generation, running_generation
-from attnops.hf.interface import check_kernel
 from attnops.hf.loop.sample import Loop
 from attnops.hf.matching.match import Match, Site
 from attnops.hf.methods import Method, is_compiled
@@ -35,6 +34,7 @@ from attnops.hf.paged.models import refuse_unless
 from attnops.hf.paged.pages import ALL, DRAFTS, ModelPages, Sizes
 from attnops.hf.paged.pool import MOST_IDLE, Pool
 from attnops.hf.paged.unpaged import unpaged
+from attnops.kernel import check_kernel
 from attnops.nn.absorb import HELD
 from attnops.nn.packed import Packed, pack_linears
 from attnops.ops.plan import LatentSpec, PagedSpec

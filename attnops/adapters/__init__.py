@@ -1,0 +1,123 @@
+"""`patch` for every kind of model: transformers' own, those of other libraries, and a user's."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from torch import nn
+
+from attnops.adapters.handle import MARK as MARK, Handle as Handle
+from attnops.adapters.report import Report as Report, Verification as Verification
+from attnops.adapters.sdpa import calls_sdpa, is_served
+from attnops.adapters.swap import Change, Site, Swapped as Swapped
+from attnops.call import need
+from attnops.errors import PatchError, fail
+from attnops.kernel import check_kernel
+from attnops.nn.multihead import MultiheadAttention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from attnops.hf import Decode, Patched
+    from attnops.hf.attention.mask import Mode
+    from attnops.hf.interface import Kept
+
+LIBRARIES = ("diffusers", "timm", "torch", "torchtitan")
+"""Packages whose classes have an adapter: a file of this folder, by the package's name."""
+
+
+@overload
+def patch(
+    model: PreTrainedModel, *, kernel: str | None = None, mask: Mode = "auto", cache: Kept = "auto",
+    decode: Literal["auto", "hf", "piecewise", "breakable"] | Decode = "auto",
+) -> Patched: ...  # fmt: skip
+@overload
+def patch(
+    model: nn.Module, *, kernel: str | None = None, mask: Mode = "auto", cache: Kept = "auto",
+    decode: Literal["auto", "hf", "piecewise", "breakable"] | Decode = "auto",
+) -> Handle: ...  # fmt: skip
+def patch(
+    model: nn.Module, *, kernel: str | None = None, mask: Mode = "auto", cache: Kept = "auto",
+    decode: Literal["auto", "hf", "piecewise", "breakable"] | Decode = "auto",
+) -> Handle:  # fmt: skip
+    """Switch the attention of a model to attnops.
+
+        patched = attnops.patch(model)
+        print(patched.report())
+        patched.verify(...)     # the model's own inputs
+        model = torch.compile(model)
+
+    A transformers model, or a module around one, goes to `attnops.hf.patch`. In other models these modules are switched: those whose code
+    calls torch's scaled_dot_product_attention (timm, torchtitan, diffusers, your own), torch.nn.MultiheadAttention (torchvision,
+    torch.nn.TransformerEncoder), and those that leave their attention to the dispatcher of diffusers (docs/adapters.md). Parameters, hooks
+    and the state_dict stay as they are. In training mode attention with dropout above 0 is torch's own.
+
+    Args:
+        model: a torch.nn.Module.
+        kernel: force this kernel on every call; None chooses per call.
+        mask, cache, decode: of transformers models alone, see `attnops.hf.patch`.
+
+    Returns:
+        The handle: `report()`, `verify()`, `unpatch()`. A second call on the same model returns the same handle.
+
+    Raises:
+        PatchError: no module can be patched (the text has every reason), or the model is patched with other options.
+        UnknownKernel: no kernel has that name.
+        InvalidInput: an option of transformers models for another model, or a value that does not exist.
+    """
+    if not isinstance(model, nn.Module):
+        fail(PatchError, f"patch: got {type(model).__name__}, want a torch.nn.Module")
+    transformers = sys.modules.get("transformers")
+    if transformers is not None and any(isinstance(module, transformers.PreTrainedModel) for module in model.modules()):
+        own: Any = import_module("attnops.hf").patch
+        handle: Handle = own(model, kernel=kernel, mask=mask, cache=cache, decode=decode)
+        return handle
+    for field, value in (("mask", mask), ("cache", cache), ("decode", decode)):
+        need(value == "auto", field, repr(value), f"'auto': {type(model).__name__} holds no transformers.PreTrainedModel")
+    if kernel is not None:
+        check_kernel(kernel, ("attention",))
+    there: Swapped | None = vars(model).get(MARK)
+    if there is not None:
+        got = f"patched with kernel={there.kernel!r}, asked now for {kernel!r}"
+        if there.kernel != kernel:
+            fail(PatchError, f"patch: this model is {got}; call unpatch() first")
+        return there
+    sites = _sites(model, kernel)
+    if all(isinstance(site.change, str) for site in sites):
+        head = f"patch: nothing to patch in {type(model).__name__}"
+        reasons = dict.fromkeys(f"{type(site.module).__name__}: {site.change}" for site in sites)
+        fail(PatchError, "\n  ".join([head, *reasons]) if reasons else f"{head}: it has no attention module")
+    return Swapped(model, kernel, sites)
+
+
+def _sites(model: nn.Module, kernel: str | None) -> list[Site]:
+    """Every attention module."""
+    found, named = [], []
+    for path, module in model.named_modules():
+        change = _change(module, kernel)
+        if change is not None:
+            found.append(Site(path, module, change))
+        elif "Attention" in type(module).__name__ or "Attn" in type(module).__name__:
+            named.append(Site(path, module, "its code does not call torch's scaled_dot_product_attention"))
+    # A module around attention modules, or one that is a part of one, has their name and no attention of its own.
+    alone = [n for n in named if not any(_within(n.path, f.path) or _within(f.path, n.path) for f in found)]
+    return [*found, *(n for n in alone if not any(n is not other and _within(other.path, n.path) for other in alone))]
+
+
+def _within(path: str, parent: str) -> bool:
+    return not parent or path == parent or path.startswith(parent + ".")
+
+
+def _change(module: nn.Module, kernel: str | None) -> Change | str | None:
+    """The change that switches a module, the reason against it, or None for a module without attention."""
+    cls: Any = type(module)
+    if isinstance(module, MultiheadAttention) or is_served(cls):
+        return "it calls attnops already"
+    for package in dict.fromkeys(base.__module__.partition(".")[0] for base in cls.__mro__):
+        if package in LIBRARIES:
+            found: Change | str | None = import_module(f"attnops.adapters.{package}").change(module, kernel)
+            if found is not None:
+                return found
+    return Change(module, "forward") if calls_sdpa(cls) else None

@@ -1,0 +1,131 @@
+"""Sites of attention in a module that is no transformers model, and the handle that switches them and switches them back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnops.adapters.handle import MARK, Handle
+from attnops.adapters.report import PATCHED, Report, Row, Verification, compare, output_of
+from attnops.adapters.sdpa import is_served, served
+from attnops.errors import PatchError, fail, one_line
+
+_ABSENT = "<absent>"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of one object.
+
+    target: a module, or the object to which it leaves its attention. into: a subclass of the target's class that takes its place, the
+    name of the method in which torch's scaled_dot_product_attention is to be ours, or None. attributes: to set on the target; one at
+    least, because Dynamo of torch 2.11 looks again at the class of a module only once the module's dict has changed.
+    """
+
+    target: Any
+    into: type | str | None = None
+    attributes: Mapping[str, Any] = field(default_factory=lambda: {"_attnops_switched": True})
+
+    def cls(self, own: type, kernel: str | None) -> type:
+        """The class of the target in place of `own`."""
+        return served(own, self.into, kernel) if isinstance(self.into, str) else self.into or own
+
+    def made(self, cls: type, own: type) -> bool:
+        """Is `cls` the class that this change puts in place of `own`?"""
+        return cls is self.into or (is_served(cls) and cls.__bases__ == (own,))
+
+
+@dataclass(frozen=True)
+class Site:
+    """An attention module by its name, with the change that switches it, or the reason why it keeps its own attention."""
+
+    path: str
+    module: nn.Module
+    change: Change | str
+
+
+@dataclass(frozen=True)
+class _Before:
+    cls: type
+    attributes: Mapping[str, Any]
+
+
+class Swapped(Handle):
+    """A module whose attention modules call attnops. Made by `attnops.patch`; also a context manager that unpatches at its end.
+
+    Parameters, buffers, hooks and the state_dict stay as they are: attention modules become objects of a subclass of their class.
+    """
+
+    def __init__(self, model: nn.Module, kernel: str | None, sites: list[Site]) -> None:
+        self.model, self.kernel, self.active = model, kernel, False
+        self._rows = tuple(
+            Row(site.path, type(site.module).__name__, f"skipped: {site.change}" if isinstance(site.change, str) else PATCHED)
+            for site in sites
+        )
+        self._changes = [site.change for site in sites if isinstance(site.change, Change)]
+        self._switch()
+
+    def _switch(self) -> None:
+        self._before = [_Before(type(c.target), {name: vars(c.target).get(name, _ABSENT) for name in c.attributes}) for c in self._changes]
+        vars(self.model)[MARK], self.active = self, True
+        try:
+            for change, before in zip(self._changes, self._before, strict=True):
+                change.target.__class__ = change.cls(before.cls, self.kernel)
+                vars(change.target).update(change.attributes)
+        except TypeError as error:  # a class that has no subclasses
+            self.unpatch()
+            raise PatchError(f"patch: {type(change.target).__name__} takes no other class: {one_line(error)}") from error
+
+    def unpatch(self) -> None:
+        """Give the model back as it was. An object whose class or attribute has changed since then keeps that. Idempotent."""
+        if not self.active:
+            return
+        for change, before in zip(self._changes, self._before, strict=True):
+            own = vars(change.target)
+            for name, value in before.attributes.items():
+                if own.get(name) is change.attributes[name]:
+                    del own[name]
+                    if value is not _ABSENT:
+                        own[name] = value
+            if change.made(type(change.target), before.cls):
+                change.target.__class__ = before.cls
+        vars(self.model).pop(MARK, None)
+        self.active = False
+
+    def report(self) -> Report:
+        """Every attention module with its status. `print` it, give it to rich, or take `.to_dict()`."""
+        note = "in training mode, layers with attention dropout above 0 are computed by torch"
+        return Report(type(self.model).__name__, self.kernel, self._rows, (note,))
+
+    def verify(self, *inputs: Any, tolerance: float | None = None, strict: bool = True, **named: Any) -> Verification:
+        """Run the model on these inputs as patched and as it was, in eval mode, and compare.
+
+        Args:
+            inputs, named: the model's own arguments.
+            tolerance: on the largest difference over the largest value of its own attention; default by dtype (float32: 2e-5).
+            strict: raise when the figures are worse than that.
+
+        Raises PatchError when the model is not patched, when the output is missing, or (strict) when the comparison fails.
+        """
+        if not self.active:
+            fail(PatchError, "verify: the model is not patched any more")
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                name, ours = output_of(self.model(*inputs, **named))
+                self.unpatch()
+                _, own = output_of(self.model(*inputs, **named))
+        finally:
+            if not self.active:
+                self._switch()
+            for module, training in modes:
+                module.training = training
+        figures = compare(ours, own, None, name, tolerance, "its own attention")
+        if strict and not figures.passed:
+            fail(PatchError, f"verify {figures}")
+        return figures

@@ -1,0 +1,201 @@
+"""The site of these pages: `make docs` builds it with Sphinx into build/docs, without network. Warnings are errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.transforms import SphinxTransform
+
+import attnops
+
+ROOT = Path(__file__).resolve().parent.parent
+
+project = "attnops"
+author = "the attnops authors"
+project_copyright = author
+version = release = attnops.__version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.intersphinx",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_gallery.gen_gallery",
+]
+# The tutorials are scripts: sphinx-gallery runs them and writes their pages into docs/gallery.
+exclude_patterns = ["gallery/index.rst"]
+nitpicky = True
+# Types of arguments and results that users neither make nor look into.
+nitpick_ignore = {
+    ("py:class", "attnops.call.Call"),
+    ("py:class", "attnops.cache.paged.Pages"),
+    ("py:class", "attnops.call.Spec"),
+    ("py:class", "attnops.graphs.graph_breaks.Break"),
+    ("py:class", "attnops.graphs.eager_capture.R"),
+    ("py:class", "attnops.measured.cost.Work"),
+}
+# A page that is not written yet: globs of toctrees name it all the same.
+logging.getLogger("sphinx.sphinx.directives.other").addFilter(lambda record: "glob pattern" not in record.getMessage())
+default_role = "py:obj"
+
+myst_heading_anchors = 4
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented_params"
+autodoc_default_options = {"members": True}
+autodoc_preserve_defaults = True
+napoleon_numpy_docstring = False
+python_maximum_signature_line_length = 100
+toc_object_entries_show_parents = "hide"
+
+# Hand-written inventories of the names that our docstrings use, so that a build needs no network.
+intersphinx_mapping = {
+    "python": ("https://docs.python.org/3/", "inventories/python.inv"),
+    "torch": ("https://docs.pytorch.org/docs/stable/", "inventories/torch.inv"),
+    "transformers": ("https://huggingface.co/docs/transformers/main/en/", "inventories/transformers.inv"),
+}
+
+ALIASES = {
+    "torch.fx.graph.Graph": "torch.fx.Graph",
+    "torch.fx.graph_module.GraphModule": "torch.fx.GraphModule",
+    "torch.nn.modules.activation.MultiheadAttention": "torch.nn.MultiheadAttention",
+    "torch.nn.modules.module.Module": "torch.nn.Module",
+    "transformers.cache_utils.Cache": "transformers.Cache",
+}
+
+sphinx_gallery_conf = {
+    "examples_dirs": "tutorials",
+    "gallery_dirs": "gallery",
+    "filename_pattern": r"\.py$",
+    "within_subsection_order": "FileNameSortKey",
+    "download_all_examples": False,
+    "image_scrapers": (),
+    "reset_modules": (),
+    "show_signature": False,
+    "write_computation_times": False,
+    "min_reported_time": 1_000_000,
+}
+
+html_theme = "pydata_sphinx_theme"
+html_title = "attnops"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sourcelink = False
+html_theme_options: dict[str, Any] = {
+    "header_links_before_dropdown": 6,
+    "navigation_with_keys": False,
+    "navbar_align": "left",
+    "navbar_persistent": ["search-button"],
+    "show_toc_level": 2,
+    "footer_start": ["copyright"],
+    "footer_end": [],
+}
+
+
+def project_url() -> str:
+    """The address of the repository, which setup.py holds; empty where it has none."""
+    found = re.search(r'^URL = "(.+)"$', (ROOT / "setup.py").read_text(), re.M)
+    return found[1] if found else ""
+
+
+if project_url():
+    html_theme_options["icon_links"] = [{"name": "Repository", "url": project_url(), "icon": "fa-brands fa-github"}]
+
+
+def place(path: str, url: str) -> str:
+    """Where a path of the repository is found on the site: the name of a page, an address, or neither (empty).
+
+    Args:
+        path: relative to the root of the repository.
+        url: of the repository, or empty.
+    """
+    if page := re.fullmatch(r"docs/(.+)\.md", path):
+        return page[1]
+    if path == "docs/tutorials":
+        return "tutorials/README"
+    if tutorial := re.fullmatch(r"docs/tutorials/(\w+)\.py", path):
+        return f"gallery/{tutorial[1]}"
+    if path in ("CHANGELOG.md", "CONTRIBUTING.md"):
+        return path.removesuffix(".md").lower()
+    return f"{url}/{'tree' if (ROOT / path).is_dir() else 'blob'}/HEAD/{path}" if url else ""
+
+
+class Links(SphinxTransform):
+    """Links of Markdown pages work on a git host and on the site: a link to a file that is no page leads to the repository.
+
+    A name of the API in code, such as `attnops.patch`, becomes a link to its entry.
+    """
+
+    default_priority = 5
+
+    def apply(self, **kwargs: Any) -> None:
+        for node in list(self.document.findall(lambda n: isinstance(n, addnodes.pending_xref | addnodes.download_reference))):
+            if node.get("reftype") == "myst" and not (node.get("refdomain") == "doc" and node["reftarget"] in self.env.found_docs):
+                self.follow(node)
+        for literal in list(self.document.findall(nodes.literal)):
+            name = literal.astext().removesuffix("()")
+            if re.fullmatch(r"attnops(\.\w+)+", name) and not isinstance(literal.parent, nodes.reference | addnodes.pending_xref):
+                link = addnodes.pending_xref("", refdomain="py", reftype="obj", reftarget=name, refdoc=self.env.docname, refexplicit=True)
+                literal.replace_self(link)
+                link += literal
+
+    def follow(self, node: nodes.Element) -> None:
+        """Turns a link to a file or folder into one to its place. Pages of the root are included here, with links from there."""
+        target, _, anchor = node["reftarget"].partition("#")
+        if node.get("refdomain") == "doc":
+            target += ".md"
+        folder = Path(self.env.doc2path(self.env.docname)).parent
+        found = [path for path in (folder / target, Path(self.env.srcdir, target), ROOT / target) if target and path.exists()]
+        if not found:
+            return
+        to = place(os.path.relpath(found[0], ROOT), project_url())
+        if to in self.env.found_docs:
+            given = {"refdoc": self.env.docname, "reftype": "myst", "refdomain": "doc", "reftargetid": anchor or node.get("reftargetid")}
+            link: nodes.Element = addnodes.pending_xref("", refexplicit=True, reftarget=to, **given)
+        else:
+            link = nodes.reference("", "", refuri=to) if to else nodes.inline()
+        link += node.children
+        node.replace_self(link)
+
+
+def public(app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, text: nodes.Element) -> None:
+    """The name under which another project documents a class."""
+    node["reftarget"] = ALIASES.get(node.get("reftarget"), node.get("reftarget"))
+
+
+def plain(app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, text: nodes.Element) -> nodes.Element | None:
+    """Code in single backquotes that names no entry of the API is code."""
+    return text if node.get("reftype") == "obj" else None
+
+
+def fields_as_arguments(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Sentences `field: meaning` in the docstring of a dataclass become the list of its arguments."""
+    if not dataclasses.is_dataclass(obj) or not isinstance(obj, type) or "Args:" in lines:
+        return
+    known = "|".join(field.name for field in dataclasses.fields(obj))
+    section = next((n for n, line in enumerate(lines) if re.fullmatch(r"(Raises|Returns):", line)), len(lines))
+    paragraphs = [" ".join(map(str.strip, part.splitlines())) for part in "\n".join(lines[:section]).split("\n\n")]
+    pieces = [re.split(rf"(?:^|(?<=[.;?\"\])] ))((?:{known})(?:, (?:{known}))*): ", paragraph) for paragraph in paragraphs]
+    if any(len(found) > 1 for found in pieces):
+        text = [line for found in pieces if found[0] for line in (found[0], "")]
+        items = [f"    {name}: {meaning.strip()}" for found in pieces for name, meaning in zip(found[1::2], found[2::2], strict=True)]
+        lines[:section] = [*text, "Args:", *items, ""]
+
+
+def setup(app: Sphinx) -> None:
+    app.add_transform(Links)
+    app.connect("missing-reference", public, priority=400)
+    app.connect("missing-reference", plain, priority=900)
+    app.connect("autodoc-process-docstring", fields_as_arguments, priority=400)

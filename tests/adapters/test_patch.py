@@ -1,0 +1,239 @@
+"""`attnops.patch` of modules that are no transformers models: a user's own, and torch's."""
+
+import copy
+import io
+import json
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import attnops
+from attnops.errors import InvalidInput, PatchError, UnknownKernel
+from tests.adapters.helpers import Calls, Graphs, grads, same_grads
+from tests.helpers import fresh_process
+
+
+class Layer(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.qkv, self.out, self.dropout = nn.Linear(32, 96), nn.Linear(32, 32), dropout
+
+    def forward(self, x, mask=None):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, mask, self.dropout if self.training else 0.0, is_causal=mask is None)
+        return x + self.out(attended.transpose(1, 2).flatten(2))
+
+
+def attend(q, k, v):
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+class ByFunction(Layer):
+    def forward(self, x):
+        return self.out(attend(x, x, x))
+
+
+class ByHandAttention(nn.Module):
+    def forward(self, x):
+        return (x @ x.transpose(1, 2)).softmax(-1) @ x
+
+
+class AttentionBlock(nn.Module):
+    """A module around attention, by its name."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Layer()
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def model(*layers):
+    torch.manual_seed(0)
+    return nn.Sequential(*(layers or (Layer(), Layer(), Layer())))
+
+
+def attnops_ops(module, *inputs):
+    with Calls() as calls:
+        module(*inputs)
+    return calls.names.count("attnops::attention")
+
+
+X = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0))
+
+
+def test_patch_and_back():
+    ours, theirs = model(), model()
+    seen = []
+    ours[1].register_forward_hook(lambda module, args, output: seen.append(type(module).__name__))
+    state = {name: value.clone() for name, value in ours.state_dict().items()}
+    pointers = [p.data_ptr() for p in ours.parameters()]
+    handle = attnops.patch(ours)
+    assert attnops_ops(ours, X) == 3 and seen == ["Layer"]
+    torch.testing.assert_close(ours(X), theirs(X))
+    same_grads(grads(ours, ours(X).square().sum()), grads(theirs, theirs(X).square().sum()))
+    assert [p.data_ptr() for p in ours.parameters()] == pointers
+    assert ours.state_dict().keys() == state.keys() and all(torch.equal(ours.state_dict()[n], state[n]) for n in state)
+    assert all(isinstance(layer, Layer) for layer in ours) and repr(ours) == repr(theirs)
+    handle.unpatch()
+    handle.unpatch()
+    assert not handle.active and [type(layer) for layer in ours] == [Layer] * 3 and vars(ours).keys() == vars(theirs).keys()
+    assert attnops_ops(ours, X) == 0
+
+
+def test_the_handle():
+    ours = model(Layer(), ByHandAttention(), AttentionBlock(), nn.Linear(32, 32))
+    with attnops.patch(ours) as handle:
+        report = handle.report()
+        assert [(row.path, row.cls, row.status) for row in report.rows] == [
+            ("0", "Layer", "patched"), ("2.inner", "Layer", "patched"),
+            ("1", "ByHandAttention", "skipped: its code does not call torch's scaled_dot_product_attention"),
+        ]  # fmt: skip
+        assert "2 of 3 attention modules patched" in str(report) and "2 of 3" in repr(handle)
+        assert json.loads(json.dumps(report.to_dict()))["kernel"] is None
+        ours.train()
+        figures = handle.verify(X)
+        assert figures.passed and "against its own attention" in str(figures) and ours[0].training and handle.active
+        assert attnops.patch(ours) is handle
+        with pytest.raises(PatchError, match="asked now for 'reference'"):
+            attnops.patch(ours, kernel="reference")
+    assert not handle.active and "unpatched" in repr(handle)
+    with pytest.raises(PatchError, match="not patched any more"):
+        handle.verify(X)
+
+
+def test_verify_sees_a_difference(monkeypatch):
+    ours = model()
+    with attnops.patch(ours) as handle:
+        monkeypatch.setattr(attnops.adapters.sdpa, "attention", lambda q, k, v, **_: v)
+        with pytest.raises(PatchError, match="FAILED"):
+            handle.verify(X)
+        assert handle.active and not handle.verify(X, strict=False).passed
+
+
+def test_functions_that_a_module_calls():
+    ours = model(ByFunction())
+    with attnops.patch(ours):
+        assert attnops_ops(ours, X) == 1
+
+
+def test_dropout_is_torchs_and_in_training_alone():
+    ours = model(Layer(dropout=0.5))
+    with attnops.patch(ours):
+        assert attnops_ops(ours.train(), X) == 0 and attnops_ops(ours.eval(), X) == 1
+
+
+def test_a_forced_kernel():
+    ours = model()
+    with attnops.patch(ours, kernel="reference") as handle:
+        assert "kernel=reference" in str(handle.report())
+        assert handle.verify(X).passed
+    with pytest.raises(UnknownKernel, match="no_such"):
+        attnops.patch(ours, kernel="no_such")
+    with attnops.patch(ours, kernel="fa3"), pytest.raises(attnops.errors.NoKernel):
+        ours(X)
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+def test_copies_are_patched_and_have_their_own_handle(way):
+    ours = model()
+    handle = attnops.patch(ours)
+    if way == "deepcopy":
+        other = copy.deepcopy(ours)
+    elif way == "pickle":
+        other = pickle.loads(pickle.dumps(ours))
+    else:
+        file = io.BytesIO()
+        torch.save(ours, file)
+        other = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    torch.testing.assert_close(other(X), ours(X))
+    assert attnops_ops(other, X) == 3
+    handle.unpatch()
+    assert attnops_ops(ours, X) == 0 and attnops_ops(other, X) == 3
+    attnops.patch(other).unpatch()
+    assert type(other[0]) is Layer and attnops_ops(other, X) == 0
+
+
+def test_what_has_changed_since_stays():
+    class Later(Layer):
+        pass
+
+    ours = model()
+    handle = attnops.patch(ours)
+    ours[0].__class__ = Later
+    handle.unpatch()
+    assert [type(layer) for layer in ours] == [Later, Layer, Layer]
+
+
+def test_a_part_first():
+    ours = model()
+    part = attnops.patch(ours[0])
+    whole = attnops.patch(ours)
+    assert whole.report().skipped[0].status == "skipped: it calls attnops already"
+    whole.unpatch()
+    assert attnops_ops(ours, X) == 1
+    with pytest.raises(PatchError, match="it calls attnops already"):
+        attnops.patch(nn.Sequential(ours[0], attnops.nn.MultiheadAttention(8, 2)))
+    part.unpatch()
+
+
+def test_a_failed_patch_leaves_nothing():
+    class Final(Layer):
+        def __init_subclass__(cls):
+            raise TypeError("no subclasses")
+
+    ours = model(Layer(), Final())
+    with pytest.raises(PatchError, match="Final takes no other class: TypeError: no subclasses"):
+        attnops.patch(ours)
+    assert [type(layer) for layer in ours] == [Layer, Final] and "_attnops" not in vars(ours)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: nn.Linear(2, 2), "nothing to patch in Linear: it has no attention module"),
+        (ByHandAttention, "ByHandAttention: its code does not call torch's scaled_dot_product_attention"),
+        (lambda: type("Sub", (nn.MultiheadAttention,), {})(8, 2), "Sub: it is a subclass of torch.nn.MultiheadAttention"),
+        (lambda: "a model", "got str, want a torch.nn.Module"),
+    ],
+)
+def test_nothing_to_patch(make, text):
+    with pytest.raises(PatchError, match=text):
+        attnops.patch(make())
+
+
+@pytest.mark.parametrize("option", ["mask", "cache", "decode"])
+def test_options_of_transformers_models(option):
+    with pytest.raises(InvalidInput, match=f"{option}: got 'hf', want 'auto': Sequential holds no transformers.PreTrainedModel"):
+        attnops.patch(model(), **{option: "hf"})
+
+
+def test_compiled_in_one_graph_and_layers_once():
+    ours, graphs = model(), Graphs()
+    whole = torch.compile(ours, fullgraph=True, backend=graphs)
+    whole(X)
+    with attnops.patch(ours):  # after compile
+        torch.testing.assert_close(whole(X), ours(X))
+        assert graphs.count("attnops.attention") == [0, 3]
+        torch._dynamo.reset()
+        graphs.graphs.clear()
+        for layer in ours:
+            layer.compile(fullgraph=True, backend=graphs)
+        with torch.no_grad():
+            ours(X)
+        assert graphs.count("attnops.attention") == [1]
+
+
+def test_transformers_is_not_needed():
+    code = """
+import torch, attnops
+encoder = torch.nn.TransformerEncoderLayer(16, 2, 16)
+print(attnops.patch(encoder).report().patched[0].path)
+import sys
+assert "transformers" not in sys.modules
+"""
+    assert fresh_process(code, block=["transformers", "diffusers", "timm", "torchtitan"]).strip() == "self_attn"
