@@ -37,6 +37,8 @@ exclude_patterns = ["gallery/index.rst"]
 nitpicky = True
 # Types of arguments and results that users neither make nor look into.
 nitpick_ignore = {
+    ("py:class", "Kept"),
+    ("py:class", "Mode"),
     ("py:class", "attnops.call.Call"),
     ("py:class", "attnops.cache.paged.Pages"),
     ("py:class", "attnops.call.Spec"),
@@ -66,7 +68,10 @@ intersphinx_mapping = {
     "transformers": ("https://huggingface.co/docs/transformers/main/en/", "inventories/transformers.inv"),
 }
 
+# Other names under which classes appear in annotations.
 ALIASES = {
+    "PreTrainedModel": "transformers.PreTrainedModel",
+    "nn.Module": "torch.nn.Module",
     "torch.fx.graph.Graph": "torch.fx.Graph",
     "torch.fx.graph_module.GraphModule": "torch.fx.GraphModule",
     "torch.nn.modules.activation.MultiheadAttention": "torch.nn.MultiheadAttention",

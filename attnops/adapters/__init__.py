@@ -60,7 +60,7 @@ def patch(
         mask, cache, decode: of transformers models alone, see `attnops.hf.patch`.
 
     Returns:
-        The handle: `report()`, `verify()`, `unpatch()`. A second call on the same model returns the same handle.
+        The handle, with `report()`, `verify()` and `unpatch()`. A second call on the same model returns the same handle.
 
     Raises:
         PatchError: no module can be patched (the text has every reason), or the model is patched with other options.

@@ -29,7 +29,7 @@ class Handle(ABC):
 
     @abstractmethod
     def report(self) -> Report:
-        """Every attention module with its status. `print` it, give it to rich, or take `.to_dict()`."""
+        """Every attention module with its status. `print` it, give it to rich, or take `Report.to_dict()`."""
 
     def __enter__(self) -> Self:
         return self

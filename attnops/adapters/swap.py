@@ -97,7 +97,7 @@ class Swapped(Handle):
         self.active = False
 
     def report(self) -> Report:
-        """Every attention module with its status. `print` it, give it to rich, or take `.to_dict()`."""
+        """Every attention module with its status. `print` it, give it to rich, or take `Report.to_dict()`."""
         note = "in training mode, layers with attention dropout above 0 are computed by torch"
         return Report(type(self.model).__name__, self.kernel, self._rows, (note,))
 
