@@ -69,27 +69,30 @@ def patch(
     """
     if not isinstance(model, nn.Module):
         fail(PatchError, f"patch: got {type(model).__name__}, want a torch.nn.Module")
-    transformers = sys.modules.get("transformers")
+    options = {"kernel": kernel, "mask": mask, "cache": cache, "decode": decode}
+    there = vars(model).get(MARK)
+    if isinstance(there, Swapped):
+        if there.options != options:
+            fail(PatchError, f"patch: this model is patched with {there.options}, asked now for {options}; call unpatch() first")
+        return there
+    handle: Handle
+    transformers = sys.modules.get("transformers.modeling_utils")
     if transformers is not None and any(isinstance(module, transformers.PreTrainedModel) for module in model.modules()):
-        own: Any = import_module("attnops.hf").patch
-        handle: Handle = own(model, kernel=kernel, mask=mask, cache=cache, decode=decode)
+        if any("can_flatten_inputs" in vars(module) for module in model.modules()):
+            handle = import_module("attnops.adapters.sentence_transformers").patch(model, options)
+        else:
+            handle = import_module("attnops.hf").patch(model, **options)
         return handle
     for field, value in (("mask", mask), ("cache", cache), ("decode", decode)):
         need(value == "auto", field, repr(value), f"'auto': {type(model).__name__} holds no transformers.PreTrainedModel")
     if kernel is not None:
         check_kernel(kernel, ("attention",))
-    there: Swapped | None = vars(model).get(MARK)
-    if there is not None:
-        got = f"patched with kernel={there.kernel!r}, asked now for {kernel!r}"
-        if there.kernel != kernel:
-            fail(PatchError, f"patch: this model is {got}; call unpatch() first")
-        return there
     sites = _sites(model, kernel)
     if all(isinstance(site.change, str) for site in sites):
         head = f"patch: nothing to patch in {type(model).__name__}"
         reasons = dict.fromkeys(f"{type(site.module).__name__}: {site.change}" for site in sites)
         fail(PatchError, "\n  ".join([head, *reasons]) if reasons else f"{head}: it has no attention module")
-    return Swapped(model, kernel, sites)
+    return Swapped(model, options, sites)
 
 
 def _sites(model: nn.Module, kernel: str | None) -> list[Site]:

@@ -60,20 +60,20 @@ class Swapped(Handle):
     Parameters, buffers, hooks and the state_dict stay as they are: attention modules become objects of a subclass of their class.
     """
 
-    def __init__(self, model: nn.Module, kernel: str | None, sites: list[Site]) -> None:
-        self.model, self.kernel, self.active = model, kernel, False
+    def __init__(self, model: nn.Module, options: Mapping[str, Any], sites: list[Site]) -> None:
+        self.model, self.options, self.kernel, self.sites, self.active = model, options, options["kernel"], sites, False
         self._rows = tuple(
             Row(site.path, type(site.module).__name__, f"skipped: {site.change}" if isinstance(site.change, str) else PATCHED)
             for site in sites
         )
-        self._changes = [site.change for site in sites if isinstance(site.change, Change)]
+        self.changes = [site.change for site in sites if isinstance(site.change, Change)]
         self._switch()
 
     def _switch(self) -> None:
-        self._before = [_Before(type(c.target), {name: vars(c.target).get(name, _ABSENT) for name in c.attributes}) for c in self._changes]
+        self._before = [_Before(type(c.target), {name: vars(c.target).get(name, _ABSENT) for name in c.attributes}) for c in self.changes]
         vars(self.model)[MARK], self.active = self, True
         try:
-            for change, before in zip(self._changes, self._before, strict=True):
+            for change, before in zip(self.changes, self._before, strict=True):
                 change.target.__class__ = change.cls(before.cls, self.kernel)
                 vars(change.target).update(change.attributes)
         except TypeError as error:  # a class that has no subclasses
@@ -84,7 +84,7 @@ class Swapped(Handle):
         """Give the model back as it was. An object whose class or attribute has changed since then keeps that. Idempotent."""
         if not self.active:
             return
-        for change, before in zip(self._changes, self._before, strict=True):
+        for change, before in zip(self.changes, self._before, strict=True):
             own = vars(change.target)
             for name, value in before.attributes.items():
                 if own.get(name) is change.attributes[name]:
@@ -117,9 +117,9 @@ class Swapped(Handle):
         self.model.eval()
         try:
             with torch.no_grad():
-                name, ours = output_of(self.model(*inputs, **named))
+                name, ours = output_of(self._run(inputs, named))
                 self.unpatch()
-                _, own = output_of(self.model(*inputs, **named))
+                _, own = output_of(self._run(inputs, named))
         finally:
             if not self.active:
                 self._switch()
@@ -129,3 +129,6 @@ class Swapped(Handle):
         if strict and not figures.passed:
             fail(PatchError, f"verify {figures}")
         return figures
+
+    def _run(self, inputs: Any, named: Any) -> Any:
+        return self.model(*inputs, **named)

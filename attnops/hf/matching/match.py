@@ -25,7 +25,7 @@ HANDLED = frozenset((
 HARMLESS = frozenset((
     "position_ids", "cache_position", "position_embeddings", "input_ids", "token_type_ids", "encoder_hidden_states", "labels",
     "num_items_in_batch", "logits_to_keep", "use_cache", "return_dict", "output_hidden_states", "output_router_logits", "deterministic",
-    "cache_config", "cache_implementation", "guidance_scale", "max_cache_len", "prefill_chunk_size", "sequence_bias",
+    "cache_config", "cache_implementation", "guidance_scale", "max_cache_len", "prefill_chunk_size", "sequence_bias", "seq_idx",
 ))  # fmt: skip
 """Arguments that models pass to every layer and that do not change the result of attention."""
 

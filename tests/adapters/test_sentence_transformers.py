@@ -1,0 +1,149 @@
+"""sentence-transformers: embeddings of packed texts are those of padded ones with the model's own attention."""
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("sentence_transformers", reason="sentence-transformers (extra dev) is not installed")
+
+import transformers
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules.transformer import Transformer
+from sentence_transformers.sentence_transformer.modules import Pooling
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+import attnops
+from attnops.errors import PatchError
+from tests.adapters.helpers import Calls, block
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "one", "two", "words", "some", "more", "a", "b", "c", "d", "e", "f", "g"]
+TEXTS = ["one two words", "a b c d e f g", "some", "more words a b " * 6]
+SIZES = {
+    "vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "pad_token_id": 0,
+    "max_position_embeddings": 64, "bos_token_id": 2, "eos_token_id": 3,
+}  # fmt: skip
+WINDOWS = {"local_attention": 8, "global_attn_every_n_layers": 2, "cls_token_id": 2, "sep_token_id": 3}
+CONFIGS = {
+    "bert": {}, "xlm-roberta": {}, "modernbert": WINDOWS, "qwen3": {"num_key_value_heads": 2, "head_dim": 8}, "llama": {},
+}  # fmt: skip
+PACKED = {"varlen_attention"}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A folder with weights and a tokenizer for each kind of model."""
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    ends = [("[CLS]", 2), ("[SEP]", 3)]
+    tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
+    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token"), WORDS, strict=False))
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=60, **names)
+    found = {}
+    for kind, more in CONFIGS.items():
+        torch.manual_seed(0)
+        model = transformers.AutoModel.from_config(transformers.CONFIG_MAPPING[kind](**SIZES, **more))
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.2)
+        found[kind] = str(tmp_path_factory.mktemp(kind))
+        model.save_pretrained(found[kind])
+        fast.save_pretrained(found[kind])
+    return found
+
+
+def embedder(folders, kind, pooling="mean", **options):
+    return SentenceTransformer(modules=[Transformer(folders[kind], **options), Pooling(32, pooling_mode=pooling)], device="cpu")
+
+
+def embed(model):
+    return model.encode(TEXTS, convert_to_tensor=True)
+
+
+def run(model):
+    """(embeddings, the attnops ops that ran, shape of the tokens)."""
+    with Calls() as calls:
+        got = embed(model)
+    ops = {name.removeprefix("attnops::") for name in calls.names}
+    return got, ops, tuple(model.preprocess(TEXTS)["input_ids"].shape)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "lasttoken"])
+@pytest.mark.parametrize("kind", [kind for kind in CONFIGS if kind != "llama"])
+def test_packed_texts(folders, kind, pooling):
+    """Bidirectional, with positions from the padding's on, with windows, and causal."""
+    model = embedder(folders, kind, pooling)
+    want, shape = embed(model), tuple(model.preprocess(TEXTS)["input_ids"].shape)
+    state = list(model.state_dict())
+    with attnops.patch(model) as handle:
+        assert "texts are packed" in str(handle.report()) and handle.report().patched and list(model.state_dict()) == state
+        got, ops, packed = run(model)
+        assert ops == PACKED and packed[0] == 1 and packed[1] < shape[0] * shape[1]
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        assert handle.verify(TEXTS).passed and handle.active and attnops.patch(model) is handle
+    assert tuple(model.preprocess(TEXTS)["input_ids"].shape) == shape and type(model[0]) is Transformer
+    assert torch.equal(embed(model), want)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "why"),
+    [
+        ("llama", {}, "its masks for causal layers are of one type"),
+        ("bert", {"unpad_inputs": False}, "unpad_inputs is False"),
+    ],
+)
+def test_padded_texts(folders, kind, options, why):
+    model = embedder(folders, kind, **options)
+    want = embed(model)
+    with attnops.patch(model) as handle:
+        assert f"texts stay padded, {why}" in str(handle.report())
+        got, ops, shape = run(model)
+        assert ops == {"attention"} and shape[0] == len(TEXTS)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_trial_that_fails_leaves_texts_padded(folders, monkeypatch):
+    model = embedder(folders, "bert")
+    want = embed(model)
+    monkeypatch.setattr(Transformer, "_infer_flatten_position_offset", lambda self: 1)
+    with attnops.patch(model) as handle:
+        assert "texts stay padded, PatchError: verify FAILED: output 0" in str(handle.report())
+        got, ops, _ = run(model)
+        assert ops == {"attention"}
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_training_with_dropout_is_padded(folders):
+    model = embedder(folders, "bert")
+    with attnops.patch(model):
+        assert model.eval().preprocess(TEXTS)["input_ids"].shape[0] == 1
+        model.train()
+        features = model.preprocess(TEXTS)
+        assert features["input_ids"].shape[0] == len(TEXTS)
+        model(features)["sentence_embedding"].sum().backward()
+    model[0].model.config.attention_probs_dropout_prob = 0.0
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    theirs = embedder(folders, "bert").eval()
+    with attnops.patch(model):
+        features = model.train().preprocess(TEXTS)
+        assert features["input_ids"].shape[0] == 1
+        model.zero_grad()
+        model(features)["sentence_embedding"].square().sum().backward()
+    theirs(theirs.preprocess(TEXTS))["sentence_embedding"].square().sum().backward()
+    for (name, ours), other in zip(model.named_parameters(), theirs.parameters(), strict=True):
+        if other.grad is not None:
+            torch.testing.assert_close(ours.grad, other.grad, rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_other_options(folders):
+    model = embedder(folders, "bert")
+    with attnops.patch(model, kernel="sdpa"):
+        assert run(model)[1] == PACKED
+        with pytest.raises(PatchError, match="asked now for"):
+            attnops.patch(model)
+
+
+def test_the_page(folders):
+    exec(re.sub(r'SentenceTransformer\(".*?"\)', "made", block("sentence_transformers")), {"made": embedder(folders, "bert")})
