@@ -5,6 +5,7 @@ import os
 import random
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -30,10 +31,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     import torch
 
-    if not torch.cuda.is_available():
-        skip = pytest.mark.skip(reason=f"needs a CUDA device; torch {torch.__version__} finds none")
-        for item in on_gpu:
-            item.add_marker(skip)
+    if torch.cuda.is_available():
+        return
+    # One line a file says so.
+    count, first = Counter(item.path for item in on_gpu), {item.path: item for item in reversed(on_gpu)}
+    for path, item in first.items():
+        item.add_marker(pytest.mark.skip(reason=f"{count[path]} tests need a CUDA device; torch {torch.__version__} finds none"))
+    left_out = {*on_gpu} - {*first.values()}
+    items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_collection_finish() -> None:
