@@ -13,7 +13,7 @@ import pytest
 from tests.helpers import ROOT, ready_process
 
 PAGES = sorted([*ROOT.glob("*.md"), *(p for p in (ROOT / "docs").rglob("*.md") if "gallery" not in p.parts)])
-README, EXPLAIN = (ROOT / "README.md").read_text(), (ROOT / "docs" / "explain.md").read_text()
+README = (ROOT / "README.md").read_text()
 FENCE = re.compile(r"^```(\w*|{[\w-]+}.*)\n(.*?)^```$", re.M | re.S)
 PRINTED = re.compile(r"^```python\n(?:(?!^```).)*^```\n\n```text\n(.*?)^```$", re.M | re.S)
 """The text right below a block of Python."""
@@ -76,8 +76,7 @@ def test_a_stale_part_is_found(tmp_path, monkeypatch):
         generate.main(["--check"])
 
 
-# The blocks of a page are one script.
-# The last lines compare what a block compiled to.
+# The blocks of a page are one script. These lines print what its models compiled to.
 GRAPH = """
 from attnops.cli.demo import kernel_lines
 print("compiled to")
@@ -89,14 +88,11 @@ for line, count in kernel_lines(set()).items():
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p.read_text())], ids=place)
 def test_blocks_run_and_print_the_text_below_them(page):
-    printed = ready_process("\n".join(blocks(page.read_text())))
-    assert [text for text in PRINTED.findall(page.read_text()) if text not in printed] == []
-
-
-@pytest.mark.slow
-def test_a_model_compiles_to_the_lines_shown():
-    [block] = [body for body in blocks(EXPLAIN) if "torch.compile(model)" in body]
-    assert ready_process(block + GRAPH).split("compiled to\n")[1].strip() == part(EXPLAIN, "graph").strip()
+    text = page.read_text()
+    compiled = "<!-- graph:begin -->" in text
+    printed, _, lines = ready_process("\n".join([*blocks(text), GRAPH * compiled])).partition("compiled to\n")
+    assert [below for below in PRINTED.findall(text) if below not in printed] == []
+    assert not compiled or lines.strip() == part(text, "graph").strip()
 
 
 @pytest.mark.slow
