@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "examples" / "README.md"
-ORDER = ("generate", "chat", "serve", "train_packed", "lora", "embeddings", "vit", "deepseek_decode", "aoti_export")
+ORDER = ("generate", "chat", "serve", "train_packed", "lora", "embeddings", "vit", "diffusion", "deepseek_decode", "aoti_export")
 
 HEAD = """# Examples
 
