@@ -174,7 +174,7 @@ class ContractMismatch(RegistrationError):
     """A kernel was written for another version of the kernel contract."""
 
     def __init__(self, kernel: str, got: int, want: int) -> None:
-        super().__init__(f"kernel {kernel}: contract got {shown(got)}, want {want}; see CONTRIBUTING.md for what changed")
+        super().__init__(f"kernel {kernel}: contract got {shown(got)}, want {want}; see docs/add-a-kernel.md for what changed")
         self.kernel, self.got, self.want = kernel, got, want
 
 
