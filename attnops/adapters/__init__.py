@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import nn
 
-from attnops.adapters.handle import MARK as MARK, Handle as Handle
+from attnops.adapters.handle import MARK, Handle as Handle
 from attnops.adapters.report import Report as Report, Verification as Verification
 from attnops.adapters.sdpa import calls_sdpa, is_served
 from attnops.adapters.swap import Change, Site, Swapped as Swapped
@@ -68,7 +68,8 @@ def patch(
         InvalidInput: an option of transformers models for another model, or a value that does not exist.
     """
     if not isinstance(model, nn.Module):
-        fail(PatchError, f"patch: got {type(model).__name__}, want a torch.nn.Module")
+        inside = ", ".join(f".{name}" for name, value in getattr(model, "__dict__", {}).items() if isinstance(value, nn.Module))
+        fail(PatchError, f"patch: got {type(model).__name__}, want a torch.nn.Module{inside and f', as its {inside}'}")
     options = {"kernel": kernel, "mask": mask, "cache": cache, "decode": decode}
     there = vars(model).get(MARK)
     if isinstance(there, Swapped):

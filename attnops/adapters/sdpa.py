@@ -27,8 +27,8 @@ def scaled_dot_product_attention(
 ) -> Tensor:  # fmt: skip
     """torch.nn.functional.scaled_dot_product_attention through `attnops.attention`: same arguments, layout and result.
 
-    Calls that `attnops.attention` does not take are torch's own: dropout above 0, nested tensors, sizes or dtypes that differ, a mask
-    beside other than four dims, and those that torch refuses. A query that may see no key gives 0.
+    Calls that `attnops.attention` does not take are torch's own: dropout above 0, nested tensors, the device meta, sizes or dtypes that
+    differ, a mask beside other than four dims, and those that torch refuses. A query that may see no key gives 0.
 
     Args:
         query: `[B, Hq, S, D]`. key, value: `[B, Hkv, K, D]`, `[B, Hkv, K, Dv]`. Hkv is Hq, or with enable_gqa a divisor of it. Without a
@@ -44,17 +44,18 @@ def scaled_dot_product_attention(
     Raises:
         UnknownKernel, NoKernel: `kernel` cannot run. RuntimeError, ValueError: torch's own.
     """
-    mask, plain = attn_mask, dropout_p == 0.0 and not (query.is_nested or key.is_nested or (is_causal and attn_mask is not None))
-    if plain and mask is None and query.dim() not in (2, 4) and query.shape[:-2] == key.shape[:-2] == value.shape[:-2]:
+    mask = attn_mask
+    odd = dropout_p > 0.0 or query.is_nested or key.is_nested or query.is_meta or (is_causal and mask is not None)
+    if not odd and torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key, value))
+    if not odd and mask is None and query.dim() not in (2, 4) and query.shape[:-2] == key.shape[:-2] == value.shape[:-2]:
         q, k, v = (x.flatten(0, -4) if x.dim() > 4 else x[:, None] for x in (query, key, value))
         joined = scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, kernel=kernel)
         return joined.reshape(*query.shape[:-1], value.shape[-1])
-    if not plain or not _served(query, key, value, mask, enable_gqa):
+    if odd or not _served(query, key, value, mask, enable_gqa):
         return _TORCHS(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    device, queries, keys = query.device.type, query.shape[2], key.shape[2]
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    queries, keys = query.shape[2], key.shape[2]
     if is_causal and keys > queries:
         key, value = key[:, :, :queries], value[:, :, :queries]
     elif is_causal and keys < queries:

@@ -41,6 +41,11 @@ class ByHandAttention(nn.Module):
         return (x @ x.transpose(1, 2)).softmax(-1) @ x
 
 
+class Pipeline:
+    def __init__(self):
+        self.unet, self.vae, self.name = Layer(), Layer(), "pipe"
+
+
 class AttentionBlock(nn.Module):
     """A module around attention, by its name."""
 
@@ -198,7 +203,8 @@ def test_a_failed_patch_leaves_nothing():
         (lambda: nn.Linear(2, 2), "nothing to patch in Linear: it has no attention module"),
         (ByHandAttention, "ByHandAttention: its code does not call torch's scaled_dot_product_attention"),
         (lambda: type("Sub", (nn.MultiheadAttention,), {})(8, 2), "Sub: it is a subclass of torch.nn.MultiheadAttention"),
-        (lambda: "a model", "got str, want a torch.nn.Module"),
+        (lambda: "a model", "got str, want a torch.nn.Module$"),
+        (Pipeline, "got Pipeline, want a torch.nn.Module, as its .unet, .vae$"),
     ],
 )
 def test_nothing_to_patch(make, text):

@@ -62,19 +62,28 @@ def test_a_query_without_keys_gives_zero():
     assert not got[:, :, 2].any() and got[:, :, [0, 1, 3, 4]].all()
 
 
-def test_autocast():
-    tensors = qkv((2, 4))
+@pytest.mark.parametrize("mixed", [False, True])
+def test_autocast(mixed):
+    """Also of a query and a key that a norm has left in float32."""
+    query, key, value = qkv((2, 4))
+    value = value.bfloat16() if mixed else value
+    with torch.autocast("cpu", torch.bfloat16), Calls() as calls:
+        got = scaled_dot_product_attention(query, key, value)
+    assert calls.names == ["attnops::attention"]
     with torch.autocast("cpu", torch.bfloat16):
-        got, want = (f(*tensors) for f in (scaled_dot_product_attention, F.scaled_dot_product_attention))
+        want = F.scaled_dot_product_attention(query, key, value)
+        assert scaled_dot_product_attention(query.double(), key.double(), value.double()).dtype == torch.float64
     assert got.dtype == want.dtype == torch.bfloat16
     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("what", ["broadcast batch", "mask beside 5 dims", "2 dims"])
+@pytest.mark.parametrize("what", ["broadcast batch", "mask beside 5 dims", "2 dims", "meta"])
 def test_what_attnops_does_not_take_is_torchs(what):
     if what == "broadcast batch":
         query, key, value = qkv((2, 4))
         check([query, key[:1], value[:1]], ours=False)
+    elif what == "meta":
+        assert scaled_dot_product_attention(*(x.to("meta") for x in qkv((2, 4)))).shape == (2, 4, 5, 6)
     elif what == "2 dims":
         check([x[0, 0] for x in qkv((2, 4))], ours=False)
     else:
