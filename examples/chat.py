@@ -49,7 +49,7 @@ def main() -> None:
         ids = inputs["input_ids"][0].tolist()
         # A tokenizer may write an earlier answer in other tokens than the model did. The cache keeps what is the same.
         known = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, held, strict=False)))
-        cache.crop(known)
+        cache.crop(known - len(held))  # a negative number of tokens to forget, or none
         tokens = model.generate(**inputs, past_key_values=cache, max_new_tokens=options.new, do_sample=False, streamer=streamer)[0].tolist()
         held = tokens[:-1]
         messages.append({"role": "assistant", "content": tokenizer.decode(tokens[len(ids) :], skip_special_tokens=True)})

@@ -149,7 +149,7 @@ def test_links_lead_from_the_index_to_every_page():
 EXAMPLES = loaded("examples")
 GALLERY = EXAMPLES.PAGE.read_text()
 SHOWN = EXAMPLES.shown(GALLERY)
-PACKAGES = {"lora": ["peft"], "diffusion": ["diffusers"]}
+PACKAGES = {"lora": ["peft"], "diffusion": ["diffusers"], "embeddings": ["sentence_transformers"]}
 
 
 def test_the_gallery_has_every_example():
