@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -16,11 +17,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from attnops import attention, configs as models, explain, problem
-from attnops.cli import features
+from attnops.cli import doctor, features
 from attnops.cli.app import app
 from attnops.configs import SHAPES
 from attnops.hf import tiny
 from attnops.kernel import all_kernels, kernels_of
+from attnops.lowering.explain import packages_of_kernels
 from attnops.problem import LEAVES, Target
 from attnops.version import VERSION
 from tests.helpers import fresh_process, ready_process
@@ -36,9 +38,13 @@ def explained(*arguments):
     return json.loads(result.stdout)["phases"]
 
 
-def test_no_command_prints_help():
+def test_no_command_names_three_to_begin_with():
     result = attnops()
-    assert all(name in result.output for name in ("doctor", "explain", "demo"))
+    assert result.exit_code == 0
+    found = re.findall(r"^  attnops (\w+)", result.stdout, re.M)
+    assert found == ["doctor", "explain", "demo"] and "attnops --help" in result.stdout
+    assert len(result.stdout.splitlines()) < 10
+    assert all(name in attnops("--help").output for name in ("tune", "bench", *found))
 
 
 def test_the_version_is_printed():
@@ -63,10 +69,39 @@ def test_doctor_lists_every_kernel():
     assert all(k["usable"] for k in report["kernels"] if k["kernel"] == "reference")
 
 
-def test_doctor_prints():
-    result = attnops("doctor")
+def test_doctor_lists_all_if_asked():
+    result = attnops("doctor", "--all")
     assert result.exit_code == 0
     assert all(k.name in result.stdout for k in all_kernels())
+
+
+def test_doctor_says_five_lines():
+    kernels = json.loads(attnops("doctor", "--json").stdout)["kernels"]
+    result = attnops("doctor")
+    lines = result.stdout.splitlines()
+    assert result.exit_code == 0 and [line.split()[0] for line in lines] == ["attnops", "torch", "device", "kernels", "install"]
+    assert VERSION in lines[0] and torch.__version__ in lines[1]
+    counted = re.search(r"(\d+) of (\d+) run here \((.*)\)", lines[3])
+    assert [int(counted[1]), int(counted[2])] == [sum(k["usable"] for k in kernels), len(kernels)]
+    assert sum(int(n) for n in re.findall(r"\d+", counted[3])) == int(counted[1])
+    if not torch.cuda.is_available():
+        assert lines[2:3] + lines[4:] == ["device   no CUDA device", "install  no package: the other kernels need a GPU"]
+
+
+def test_doctor_names_the_package_that_adds_the_most():
+    """Each kernel that the installation adds is refused without it for its packages alone."""
+    packages = packages_of_kernels()
+    nowhere, everywhere = Target.parse("sm90", ("triton",)), Target.parse("sm90", packages)
+    refused = Counter(str(k.absences(nowhere)[0].want) for k in all_kernels() if k.absences(nowhere) and not doctor.why_not(k, everywhere))
+    found = doctor.best_install(nowhere)
+    assert found is not None and (found["command"], len(found["kernels"])) == refused.most_common(1)[0]
+    assert len(refused) >= 3 and found["command"].startswith("pip install")
+    assert doctor.best_install(Target.parse("cpu", ())) is None and doctor.best_install(everywhere) is None
+
+
+@pytest.mark.parametrize("name, backend", {"fa3": "sgl", "sdpa": "torch", "scatter": "torch", "reference": "reference"}.items())
+def test_backends(name, backend):
+    assert {doctor.backend_of(k) for k in all_kernels() if k.name == name} == {backend}
 
 
 def test_doctor_on_a_gpu(monkeypatch):
@@ -78,11 +113,12 @@ def test_doctor_on_a_gpu(monkeypatch):
     try:
         report = json.loads(attnops("doctor", "--json").stdout)
         text = attnops("doctor").stdout
+        whole = attnops("doctor", "--all").stdout
     finally:
         problem._target_of.cache_clear()
     assert report["target"] == "sm90"
     assert report["machine"]["devices"] == [{"name": "Some GPU", "arch": "sm90", "memory_bytes": 80 * 2**30}]
-    assert "Some GPU (sm90, 80 GiB)" in text
+    assert "Some GPU (sm90, 80 GiB)" in text and "Some GPU (sm90, 80 GiB)" in whole
 
 
 def test_doctor_without_optional_packages():
@@ -105,6 +141,22 @@ except SystemExit as end:
 """
     printed = fresh_process(code, block=[absent])
     assert re.search(rf"got no [\w, ]*{absent}.*pip install 'attnops\[cli\]'", printed) and "exit 2" in printed
+
+
+@pytest.mark.parametrize("absent", [["transformers"], ["transformers", "typer"]], ids="-".join)
+def test_bench_says_in_one_line_what_to_install(absent):
+    code = """
+import sys
+from attnops.cli import main
+sys.stderr, sys.argv = sys.stdout, ["attnops", "bench"]
+try:
+    main()
+except SystemExit as end:
+    print("exit", end.code)
+"""
+    line, end = fresh_process(code, block=absent).splitlines()
+    extras = "hf,cli" if "typer" in absent else "hf"
+    assert line.startswith("attnops: packages: got no ") and line.endswith(f"pip install 'attnops[{extras}]'") and end == "exit 2"
 
 
 def test_explain_without_transformers():
@@ -135,7 +187,7 @@ report = run("doctor")
 explain = ("explain", "llama", "--phase", "prefill", "--target")
 chosen = [run(*explain, *more)["phases"]["prefill"]["calls"][0] for more in (["sm90"], ["sm90", "--assume", ""], ["sm100"])]
 print(json.dumps({"far": far, "broken": report["broken"], "chosen": chosen}))
-print(CliRunner().invoke(app, ["doctor"]).stdout)
+print(CliRunner().invoke(app, ["doctor", "--all"]).stdout)
 """
 
 
@@ -329,26 +381,32 @@ def test_demo_without_compiling():
     report = json.loads(result.stdout)
     assert result.exit_code == 0 and report["equal"]
     for model in report["models"]:
-        assert {"sm90", "sm100"} <= set(model["kernels"]) and all(model["kernels"].values())
-        assert [len(row) for row in model["tokens"]] == [3, 3]
-    assert "explain" in result.stderr and "sm100" in result.stderr
+        assert set(model["kernels"]) == {"here", "h200", "b200"} and all(model["kernels"].values())
+        assert [len(row) for row in model["tokens"]] == [3, 3] and model["equal_tokens"] == [6, 6]
+        assert all(ms > 0 for ms in model["ms_a_token"].values())
+        row = rf"{model['name']} +6 of 6 +[\d.]+ +[\d.]+ +{model['kernels']['here'][0]} +{model['kernels']['h200'][0]} "
+        assert re.search(row, result.stderr)
+    # It says first what it does, then each step with its seconds, and at the end where the gain is.
+    lines = result.stderr.splitlines()
+    assert lines[0].startswith("attnops demo: two small models") and re.search(r"^  import .* \.\.\. \d+\.\d s$", result.stderr, re.M)
+    assert "The gain is on a GPU: docs/performance.md" in result.stderr
 
 
 @pytest.mark.slow
 def test_demo_compiles():
     from attnops.cli.demo import Clock, _one
 
-    report = _one("llama-small", Console(quiet=True), Clock(), 3, True)
+    report = _one("llama-small", Console(quiet=True), Clock(Console(quiet=True)), 3, True)
     assert report["equal"] and report["graph"]
-    chosen = next(iter(report["kernels"].values()))
-    assert all(any(f"attnops.{name}(" in line or f"attnops.{name}: " in line for line in report["graph"]) for name in chosen)
+    chosen = report["kernels"]["here"]
+    assert chosen and all(any(re.search(rf"attnops\.\w*attention\.{name}(\(|: )", line) for line in report["graph"]) for name in chosen)
 
 
 def test_demo_ends_with_1_when_a_token_differs(monkeypatch):
     from attnops.cli import demo
 
     honest = demo._generate
-    monkeypatch.setattr(demo, "_generate", lambda *a, **k: honest(*a, **k) + (len(a) > 3))
+    monkeypatch.setattr(demo, "_generate", lambda *a, **k: honest(*a, **k) + hasattr(a[0], "_attnops"))
     result = attnops("demo", "--no-compile", "--tokens", 2)
     assert result.exit_code == 1 and "DIFFER" in result.stdout
 

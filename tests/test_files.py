@@ -205,7 +205,7 @@ def test_a_results_file_that_is_none_is_one_line(tmp_path, kind):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-@pytest.mark.parametrize("command", [["doctor", "--json"], ["doctor"], ["--help"]], ids=" ".join)
+@pytest.mark.parametrize("command", [["doctor", "--json"], ["doctor"], ["doctor", "--all"], ["--help"], []], ids=" ".join)
 def test_a_full_disk_ends_a_command_cleanly(command):
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-m", "attnops.cli", *command], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from importlib.util import find_spec
 
 from attnops.errors import MissingExtra
 from attnops.needs import require
@@ -12,8 +13,10 @@ from attnops.needs import require
 
 def main() -> None:
     """The entry point. Exit codes: 0 done, 1 a check failed, 2 a wrong argument or a missing package."""
+    # All that the command needs at once, and not one package after the other.
+    models = find_spec("transformers") is None and sys.argv[1:2] in (["explain"], ["bench"], ["demo"])
     try:
-        require(("typer", "rich"), "cli")
+        require(("typer", "rich"), "hf,cli" if models else "cli")
     except MissingExtra as error:
         print(f"attnops: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -13,10 +13,11 @@ from rich.console import Console
 
 from attnops.cli import tables
 from attnops.errors import AttnopsError, InvalidInput
+from attnops.needs import require
 from attnops.problem import GPUS
 from attnops.version import VERSION
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Attention kernels under torch.compile.")
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help="Attention kernels under torch.compile.")
 
 T = TypeVar("T")
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
@@ -43,11 +44,23 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+BEGIN = """Attention kernels under torch.compile. Three commands to begin with:
+
+  attnops doctor                                     the kernels that run on this machine
+  attnops explain llama-3-8b-shape --target h200     the kernels of a model on a GPU, and why no others
+  attnops demo                                       two small models before and after attnops.patch(model)
+
+`attnops --help` lists all commands."""
+
+
+@app.callback(invoke_without_command=True)
 def root(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")] = False,
 ) -> None:
     """Attention kernels under torch.compile."""
+    if context.invoked_subcommand is None:
+        typer.echo(BEGIN)
 
 
 def _reported(as_json: bool, make: Callable[[Console], T]) -> T:
@@ -70,13 +83,16 @@ def _names(given: list[str] | None) -> tuple[str, ...]:
 
 
 @app.command()
-def doctor(as_json: AsJson = False) -> None:
-    """List this machine's packages and GPUs, and every kernel: usable, or the reason against it and the package to install."""
-    from attnops.cli.doctor import examine, show
+def doctor(
+    everything: Annotated[bool, typer.Option("--all", help="List every kernel, with the reason against it or what it is.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say in five lines what runs on this machine, and which package adds the most. --all: every package, GPU and kernel."""
+    from attnops.cli.doctor import examine, show, summary
 
     report = _reported(as_json, lambda console: examine())
     if not as_json:
-        show(report, tables.new_console())
+        (show if everything else summary)(report, tables.new_console())
 
 
 @app.command()
@@ -148,6 +164,8 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Measure attnops beside its alternatives on this machine. Exit code 1: a wrong result, a failed case, or a regression."""
+    # The suites import transformers.
+    _reported(False, lambda console: require(("transformers",), "hf"))
     from attnops.bench import Point, Setup, device_of
     from attnops.bench.files import bad
     from attnops.cli import bench as command
@@ -174,7 +192,7 @@ def demo(
     tokens: Annotated[int, typer.Option(help="Tokens to generate.", min=2)] = 24,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the decode step.")] = True,
 ) -> None:
-    """Two small models: patch, compile, generate, compare with eager, explain. Exit code 1 when a token differs."""
+    """Two small models before and after attnops.patch(model): tokens, speed, kernels. Exit code 1 when a token differs."""
     from attnops.cli.demo import run
 
     if not _reported(as_json, lambda console: run(console, tokens=tokens, compiled=compiled))["equal"]:

@@ -1,4 +1,4 @@
-"""`attnops demo`: two small Hugging Face models with random weights, from patch to tokens, checked against their own eager attention."""
+"""`attnops demo`: two small Hugging Face models with random weights generate, as transformers runs them and patched, and are compared."""
 
 from __future__ import annotations
 
@@ -7,38 +7,45 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 
 from attnops.cli.explain import explain_config
-from attnops.cli.tables import show_explanation
+from attnops.cli.tables import new_table
 from attnops.configs import quiet_transformers
 from attnops.needs import require
 
-MODELS = ("llama-small", "gpt-oss-small")
-# "" is this machine. The dtypes are the usual ones there.
-MACHINES = {"": torch.float32, "sm90": torch.bfloat16, "sm100": torch.bfloat16}
-BATCH, PROMPT, LAYERS = 2, 40, 2
+MODELS = ("llama-small", "mistral-small")
+GPUS = ("h200", "b200")
+GAIN = """\
+On a CPU both run torch's own kernel, so the times are about equal. The gain is on a GPU: docs/performance.md has the measured
+times, and `attnops bench generate` measures yours."""
+BATCH, PROMPT, LAYERS, ROUNDS = 2, 40, 2, 5
 LINE_WIDTH = 110
 OURS = r"torch\.ops\.attnops\.\w+\.\w+(?:\.run)?\(.*"
 TORCHS = r"torch\.ops\.aten\._scaled_dot_product\w+\.default\(.*"
 
 
 class Clock(dict[str, float]):
-    """Seconds by step, in order."""
+    """Seconds by step, in order. A line on the console says each step when it begins, and its seconds when it ends."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
 
     @contextmanager
     def on(self, step: str) -> Iterator[None]:
-        """Add the time of the block to a step."""
+        """Time the block."""
+        self._console.print(f"  {step} ...", end=" ")
         start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self[step] = self.get(step, 0.0) + time.perf_counter() - start
+        yield
+        self[step] = self.get(step, 0.0) + time.perf_counter() - start
+        self._console.print(f"{time.perf_counter() - start:.1f} s", style="dim")
 
 
 class _Arrivals(list[float]):
@@ -50,64 +57,97 @@ class _Arrivals(list[float]):
     def end(self) -> None:
         pass
 
+    @property
+    def steps_ms(self) -> list[float]:
+        """Milliseconds of each decode step; the first token comes with the prompt."""
+        return [(after - before) * 1e3 for before, after in pairwise(self[1:])]
+
 
 def run(console: Console, *, tokens: int = 24, compiled: bool = True) -> dict[str, Any]:
     """Run the demo and print it on `console`. tokens: the number that each prompt gets, at least 2.
 
-    Returns plain data: equal (all models), models (name, equal, tokens, kernels by target, graph lines), seconds by step.
-    Raises MissingExtra: transformers is not installed.
+    Returns plain data: equal (all models), models (name, equal, tokens, ms_a_token, kernels by target, graph lines), seconds
+    by step. Raises MissingExtra: transformers is not installed.
     """
     require(("transformers",), "hf")
-    start, clock = time.perf_counter(), Clock()
+    start, clock = time.perf_counter(), Clock(console)
+    console.print(
+        "[bold]attnops demo[/]: two small models with random weights generate on the CPU, first as transformers runs them, then after "
+        + "attnops.patch(model)."
+        + " Both decode steps are compiled, which takes half a minute of one core the first time." * compiled
+    )
     with quiet_transformers():
         with clock.on("import transformers and attnops.hf"):
             from attnops import hf  # noqa: F401
         reports = [_one(name, console, clock, tokens, compiled) for name in MODELS]
+    show(reports, console)
     equal, total = all(r["equal"] for r in reports), time.perf_counter() - start
-    console.print(f"[bold]{'Tokens equal eager on both models' if equal else 'TOKENS DIFFER'}[/], {total:.1f} s:")
-    for step, seconds in clock.items():
-        console.print(f"  {seconds:6.1f} s  {step}")
+    console.print(f"\n[bold]{'Tokens equal on both models' if equal else 'TOKENS DIFFER'}[/], {total:.0f} s in all.")
+    console.print(GAIN)
     return {"equal": equal, "models": reports, "seconds": dict(clock), "total_s": total}
+
+
+def show(reports: list[dict[str, Any]], console: Console) -> None:
+    """Print a row for every model."""
+    times = ("ms a token: transformers", "patched")
+    table = new_table("model", "equal tokens", *times, "kernel here", *(f"on {gpu}" for gpu in GPUS), numbers=times)
+    for report in reports:
+        same, of = report["equal_tokens"]
+        color = "green" if report["equal"] else "red"
+        ms = (f"{report['ms_a_token'][way]:.2f}" for way in ("transformers", "patched"))
+        table.add_row(report["name"], f"[{color}]{same} of {of}[/]", *ms, *map(", ".join, report["kernels"].values()))
+    console.print()
+    console.print(table)
 
 
 def _one(name: str, console: Console, clock: Clock, tokens: int, compiled: bool) -> dict[str, Any]:
     from attnops.hf import patch, tiny
 
-    console.rule(f"[bold]{name}[/]")
-    with clock.on("build the models"):
-        model = tiny.model(name, num_hidden_layers=LAYERS)
-        prompt = torch.randint(3, model.config.vocab_size, (BATCH, PROMPT), generator=torch.Generator().manual_seed(0))
-    with clock.on("generate with eager attention"):
-        want = _generate(model, prompt, tokens)
-    with clock.on("patch"):
-        patch(model)
-    before, arrivals, start = _loaded(), _Arrivals(), time.perf_counter()
-    with console.status("compiling the decode step, then generating" if compiled else "generating"):
-        got = _generate(model, prompt, tokens, arrivals, compiled)
-    # The prompt runs eagerly; the compiled step makes the second token first.
-    second = "compile the decode step, once a model" if compiled else "first decode step"
-    compiling = arrivals[2] - arrivals[1]
-    for step, seconds in ((second, compiling), ("generate with attnops, the rest", arrivals[-1] - start - compiling)):
-        clock[step] = clock.get(step, 0.0) + seconds
+    console.print(f"[bold]{name}[/]")
+    with clock.on("build it twice, patch one"):
+        models = {way: tiny.model(name, attn_implementation="sdpa", num_hidden_layers=LAYERS) for way in ("transformers", "patched")}
+        patch(models["patched"])
+        config = models["patched"].config
+        prompt = torch.randint(3, config.vocab_size, (BATCH, PROMPT), generator=torch.Generator().manual_seed(0))
+    before: set[str] = set()
+    found: dict[str, torch.Tensor] = {}
+    for way, model in models.items():
+        before = _loaded()
+        with clock.on(f"{'compile and ' * compiled}generate, {way}"):
+            found[way] = _generate(model, prompt, tokens, _Arrivals(), compiled)
     lines = kernel_lines(before)
-    equal = torch.equal(want, got) and (bool(lines) or not compiled)
-    console.print(f"{tokens} tokens for {BATCH} prompts: [{'green' if equal else 'red'}]{'equal to' if equal else 'NOT'} eager's[/]")
-    console.print(f"  {escape(str(got[0, PROMPT:].tolist()))}")
     if compiled:
-        console.print("the compiled graph calls:")
-        for line, count in lines.items():
-            console.print(f"  {escape(line)}" + (f"  x{count}" if count > 1 else ""), soft_wrap=True)
-    kernels = {}
-    with clock.on("explain"):
-        for target, dtype in MACHINES.items():
-            config = tiny.config(name, num_hidden_layers=LAYERS)
-            explanation = explain_config(config, dtype=dtype, target=target, batch=BATCH, tokens=PROMPT)["decode"]
-            show_explanation(explanation, console, f"{name}, decode")
-            kernels[explanation.target] = list(explanation.chosen())
-    return {"name": name, "equal": equal, "tokens": got[:, PROMPT:].tolist(), "kernels": kernels, "graph": lines}
+        calls = (f"{match[0]} x{n}" for line, n in lines.items() if (match := re.search(r"attnops\.\w*attention\.\w+", line)))
+        console.print(f"  its compiled code calls {', '.join(calls) or 'no kernel of attnops'}")
+    steps: dict[str, list[float]] = {way: [] for way in models}
+    with clock.on(f"generate {tokens} tokens for {BATCH} prompts {ROUNDS} times with each in turn"):
+        for _ in range(ROUNDS):
+            for way, model in models.items():
+                arrivals = _Arrivals()
+                found[way] = _generate(model, prompt, tokens, arrivals, compiled)
+                steps[way] += arrivals.steps_ms
+    equal = torch.equal(found["transformers"], found["patched"]) and (bool(lines) or not compiled)
+    same = int((found["transformers"] == found["patched"])[:, PROMPT:].sum())
+    with clock.on("explain it for other machines"):
+        kernels = {target or "here": _chosen(name, target) for target in ("", *GPUS)}
+    return {
+        "name": name, "equal": equal, "equal_tokens": [same, BATCH * tokens], "tokens": found["patched"][:, PROMPT:].tolist(),
+        "ms_a_token": {way: median(ms) for way, ms in steps.items()}, "kernels": kernels, "graph": lines,
+    }  # fmt: skip
 
 
-def _generate(model: Any, prompt: torch.Tensor, tokens: int, streamer: _Arrivals | None = None, compiled: bool = False) -> torch.Tensor:
+def _chosen(name: str, target: str) -> list[str]:
+    """The kernels of attention in a decode step on this machine ("") or on a GPU, where patched models keep their cache in pages."""
+    from attnops.hf import tiny
+
+    config = tiny.config(name, num_hidden_layers=LAYERS)
+    options: dict[str, Any] = {"cache": "paged", "target": target} if target else {}
+    found = explain_config(config, dtype=torch.bfloat16 if target else torch.float32, batch=BATCH, tokens=PROMPT, **options)
+    ops = (call.rsplit(".", 1) for call in found["decode"].chosen())
+    return list(dict.fromkeys(kernel for op, kernel in ops if op.endswith("attention")))
+
+
+def _generate(model: Any, prompt: torch.Tensor, tokens: int, streamer: _Arrivals, compiled: bool) -> torch.Tensor:
     from transformers import CompileConfig
 
     options: dict[str, Any] = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}

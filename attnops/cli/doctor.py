@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+from collections import Counter
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,7 +14,7 @@ from rich.markup import escape
 
 from attnops.cli.features import ops_of_kernels, why_not
 from attnops.cli.tables import new_table, refusal
-from attnops.kernel import broken_kernels, kernels_of
+from attnops.kernel import Kernel, all_kernels, broken_kernels, kernels_of
 from attnops.measured import in_force
 from attnops.measured.table import version_of
 from attnops.needs import Package
@@ -27,18 +29,38 @@ def examine() -> dict[str, Any]:
     """The report as plain data. Asks the driver for its devices; imports no kernel package.
 
     machine: versions and devices, None for absent packages. policy: the policy in force, "" for none. table: see `measured_times`.
-    broken: third-party modules that could not be loaded, and why.
+    broken: third-party modules that could not be loaded, and why. install: see `best_install`.
     """
     target = Target.of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     kernels = [
         {
-            "op": op, "kernel": k.name, "usable": not (reasons := why_not(k, target)), "reasons": [refusal(r) for r in reasons],
-            "packages": list(k.versions()), "about": k.about,
+            "op": op, "kernel": k.name, "backend": backend_of(k), "usable": not (reasons := why_not(k, target)),
+            "reasons": [refusal(r) for r in reasons], "packages": list(k.versions()), "about": k.about,
         }
         for op in ops_of_kernels() for k in kernels_of(op).values()
     ]  # fmt: skip
     times, broken = measured_times(target), dict(broken_kernels())
-    return {"machine": machine(), "target": str(target), "policy": active_policy(), "table": times, "kernels": kernels, "broken": broken}
+    found = {"machine": machine(), "target": str(target), "policy": active_policy(), "table": times, "kernels": kernels, "broken": broken}
+    return found | {"install": best_install(target)}
+
+
+def backend_of(kernel: Kernel) -> str:
+    """The folder of the kernel under attnops/kernels, "reference" for the plain body of an op, or the package of a third party."""
+    if kernel.name == "reference":
+        return "reference"
+    parts = str(getattr(kernel.run, "func", kernel.run).__module__).split(".")
+    return parts[2] if parts[:2] == ["attnops", "kernels"] else "torch" if parts[0] == "attnops" else parts[0]
+
+
+def best_install(target: Target) -> dict[str, Any] | None:
+    """The one installation after which the most kernels more can run: its command and their names; None if none adds any."""
+    adds: dict[str, list[str]] = {}
+    for k in all_kernels():
+        there = replace(target, assume=tuple(p.module for p in k.packages))
+        if (absent := k.absences(target)) and not why_not(k, there):
+            adds.setdefault(absent[0].want, []).append(f"{k.op}.{k.name}")
+    best = max(adds, key=lambda command: len(adds[command]), default=None)
+    return None if best is None else {"command": best, "kernels": adds[best]}
 
 
 def measured_times(target: Target) -> dict[str, Any]:
@@ -63,9 +85,11 @@ def measured_times(target: Target) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Versions, "unknown" without metadata, and every CUDA device with its name, `smNN` and memory in bytes."""
+    """Versions, "unknown" without metadata, and every CUDA device with its name, architecture and memory in bytes."""
     found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    devices = [{"name": d.name, "arch": f"sm{d.major * 10 + d.minor}", "memory_bytes": d.total_memory} for d in found]
+    devices = [
+        {"name": d.name, "arch": str(Target.of(torch.device("cuda", i))), "memory_bytes": d.total_memory} for i, d in enumerate(found)
+    ]
     return {
         "attnops": VERSION, "python": platform.python_version(), "platform": platform.platform(terse=True), "torch": torch.__version__,
         "cuda": torch.version.cuda, "devices": devices,
@@ -73,12 +97,33 @@ def machine() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def summary(report: dict[str, Any], console: Console) -> None:
+    """Print the report of `examine` in five lines."""
+    facts, kernels, install = report["machine"], report["kernels"], report["install"]
+    runs = Counter(k["backend"] for k in kernels if k["usable"])
+    counts = f"{runs.total()} of {len(kernels)} run here ({', '.join(f'{n} {name}' for name, n in runs.most_common())}); --all lists them"
+    adds = "no package: the other kernels need a GPU" if report["target"] == "cpu" else "no package adds a kernel"
+    if install is not None:
+        ops = dict.fromkeys(name.partition(".")[0] for name in install["kernels"])
+        adds = f"{install['command']} adds the most: {len(install['kernels'])} kernels, of {', '.join(ops)}"
+    versions = f"{facts['attnops']}, Python {facts['python']}, transformers {facts['transformers'] or 'absent'}"
+    lines = {"attnops": versions, "torch": f"{facts['torch']}, {'CUDA ' + facts['cuda'] if facts['cuda'] else 'built without CUDA'}"}
+    lines |= {"device": _devices(facts["devices"]).replace("\n", ", "), "kernels": counts, "install": adds}
+    for name, text in lines.items():
+        console.print(f"[bold]{name:<9}[/]{escape(text)}", soft_wrap=True)
+    if report["broken"]:
+        console.print(f"[red]{len(report['broken'])} modules of kernels could not be loaded[/]; --all says why")
+
+
+def _devices(devices: list[dict[str, Any]]) -> str:
+    return "\n".join(f"{d['name']} ({d['arch']}, {d['memory_bytes'] / 2**30:.0f} GiB)" for d in devices) or "no CUDA device"
+
+
 def show(report: dict[str, Any], console: Console) -> None:
     """Print the report of `examine` as tables."""
     facts = new_table("", "", show_header=False)
     for name, value in report["machine"].items():
-        listed = "\n".join(f"{d['name']} ({d['arch']}, {d['memory_bytes'] / 2**30:.0f} GiB)" for d in value) if name == "devices" else value
-        facts.add_row(name, str(listed or ("no CUDA device" if name == "devices" else "absent")))
+        facts.add_row(name, _devices(value) if name == "devices" else str(value or "absent"))
     facts.add_row("policy", report["policy"] or "default")
     facts.add_row("measured times", _times(report["table"]))
     console.print(facts)

@@ -1,4 +1,4 @@
-"""Small models with random weights, by name: one for each family the tests cover, and two for the demo. No downloads."""
+"""Small models with random weights, by name: one for each family the tests cover, and three larger ones. No downloads."""
 
 from __future__ import annotations
 
@@ -71,6 +71,7 @@ _DECODERS: dict[str, dict[str, Any]] = {
     "llama4": {**_H16, "model_type": "llama4_text", "num_local_experts": 2, "attention_chunk_size": 8, "num_hidden_layers": 4,
         "intermediate_size_mlp": 96},
     "llama-small": {**_SMALL, "model_type": "llama"},
+    "mistral-small": {**_SMALL, "model_type": "mistral", "sliding_window": 32},
     "gpt-oss-small": {**_SMALL, **_LOCAL, "model_type": "gpt_oss", "head_dim": 32, "sliding_window": 32},
 }  # fmt: skip
 

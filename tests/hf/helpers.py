@@ -17,7 +17,7 @@ NOT_THROUGH_THE_INTERFACE = ("gptj", "falcon", "bloom", "mpt")
 SPARSE = ("deepseek_v32",)
 PARTLY = ("kimi_linear",)  # some of its modules are attention by name and not through the interface
 ENCODERS = ("t5", "bart", "whisper", "bert", "llava")
-DEMO = ("llama-small", "gpt-oss-small")
+DEMO = ("llama-small", "mistral-small", "gpt-oss-small")
 DECODERS = tuple(n for n in tiny.NAMES if n not in (*NOT_THROUGH_THE_INTERFACE, *SPARSE, *ENCODERS, *DEMO))
 
 # One of each kind: plain, sliding (some with sinks, or a window that the mask alone knows), latent, absolute positions, linear
