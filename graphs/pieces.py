@@ -63,7 +63,7 @@ INNER: dict[str, Inner] = {"inductor": inductor, "tuned": tuned, "eager": eager}
 
 @dataclass(frozen=True)
 class Program:
-    """A split model with its compiled pieces, by the name of the part. compiled: the number of different ones."""
+    """A split model with its compiled pieces, by the name of the part. compiled: how many of them differ."""
 
     split: Split
     pieces: dict[str, Piece]

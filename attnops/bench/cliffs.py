@@ -46,7 +46,7 @@ class Warm(NamedTuple):
         return cache
 
     def steps(self, *caches: Any) -> None:
-        """STEPS steps over all caches in turn: the handle's where it has graphs."""
+        """`STEPS` steps over all caches in turn: the handle's where it has graphs."""
         token = models.tokens(self.setup, self.model, self.point.batch, 1)
         for cache in STEPS * caches:
             if self.handle.decode.mode == "hf":

@@ -168,7 +168,7 @@ def oracle(call: Call) -> tuple[Tensor, float]:
 
 
 def _some(call: Call) -> tuple[Call, Callable[[Tensor], Tensor]]:
-    """The call of the last ROWS queries of the first REQUESTS requests, all of one length as `build` makes them; and their rows."""
+    """The call of the last ROWS queries of the first `REQUESTS` requests, all of one length as `build` makes them; and their rows."""
     a, dense = call.arguments, call.op == "attention"
     requests, new = a["query"].shape[:2] if dense else (a["cu_seqlens_q"].shape[0] - 1, a["max_seqlen_q"])
     batch, queries = min(REQUESTS, requests), min(ROWS, new)

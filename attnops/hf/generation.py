@@ -2,7 +2,7 @@
 
 Other calls in the meantime (another model in a LogitsProcessor, the same model on a negative prompt, a nested `generate()`) make no such
 promise. It holds for one model and one chain of masks: `generate()` makes the arguments of each step by `prepare_inputs_for_generation`,
-whose mask is the very object that the forward gets; `_update_model_kwargs_for_generation` makes the next mask from the last. Where that
+whose mask is the object that the forward gets; `_update_model_kwargs_for_generation` makes the next mask from the last. Where that
 chain breaks, masks are checked.
 """
 

@@ -181,7 +181,7 @@ class Table:
         return None if grid is None or far == inf else (grid, grid.shape.place(problem))
 
     def speaks_for(self, kernel: Kernel, target: Target) -> bool:
-        """Was this very version of `kernel` timed? A target that assumes its packages has the table's versions."""
+        """Was this version of `kernel` timed? A target that assumes its packages has the table's versions."""
         known = self.versions.get(f"{kernel.op}.{kernel.name}")
         return known is not None and (target.assume is not None or known == version_of(kernel))
 

@@ -52,7 +52,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 def compact(x: Tensor) -> Tensor:
-    """Contiguous with the very strides of a new tensor; `contiguous()` alone leaves odd ones where a size is 0 or 1."""
+    """Contiguous with the strides of a new tensor; `contiguous()` alone leaves odd ones where a size is 0 or 1."""
     if type(x) is Tensor:
         wanted = 1
         for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):

@@ -1,6 +1,6 @@
 """`fa3_triton`: attention over latents where the number of a request's own queries decides which of two kernels serves it.
 
-Triton's kernel takes requests of at most DECODE_QUERIES queries and splits their keys; FlashAttention-3 takes the longer ones, which fill
+Triton's kernel takes requests of at most `DECODE_QUERIES` queries and splits their keys; FlashAttention-3 takes the longer ones, which fill
 the device without splits. Neither kernel lets a batch mate change a request's bits, and a request's own number of queries chooses between
 them. So a deterministic policy has the speed of both. Other policies choose a kernel by the batch, and need no mixture.
 """

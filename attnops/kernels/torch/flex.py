@@ -1,4 +1,4 @@
-"""`flex`: torch.nn.attention.flex_attention, which compiles a kernel for the very mask and score function of the call.
+"""`flex`: torch.nn.attention.flex_attention, which compiles a kernel for the mask and score function of the call.
 
 Soft cap, windows, masks, key ranges and sinks all become part of the generated kernel. On CUDA it is compiled at first use of
 each shape class; on CPU it runs uncompiled (torch's own unfused code), which is right but no faster than `reference`.

@@ -74,7 +74,7 @@ def attention(call: paged.PagedAttention | mla.MlaAttention, choice: grids.Choic
 
 
 def few_queries(call: mla.MlaAttention) -> None:
-    """Attention of the requests of at most DECODE_QUERIES queries. Other rows, those of no request included, are left alone."""
+    """Attention of the requests of at most `DECODE_QUERIES` queries. Other rows, those of no request included, are left alone."""
     attention(call, most=grids.DECODE_QUERIES)
 
 
