@@ -1,4 +1,6 @@
 # `make demo` and `make test` are all a fresh clone needs: both make the environment first.
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3
 WORKERS ?= 2
 JOBS ?= 1
@@ -6,34 +8,50 @@ BIN := .venv/bin
 OUT ?= benchmarks/results/local
 # The versions to install; CONSTRAINTS=other.txt for others, as the workflows do.
 CONSTRAINTS ?= constraints.txt
-PIP = $(BIN)/python -m pip install -q -c $(CONSTRAINTS)
+PIP = PYTHONUNBUFFERED=1 $(BIN)/python -m pip install --progress-bar off -c $(CONSTRAINTS)
+# Of what pip prints: the large files and the end, with the seconds since it began.
+SHORT = while read -r line; do case $$line in *Downloading*[MG]B*|*cached*[MG]B*|Installing\ collected*) \
+	printf '  %4d s  %.100s\n' $$SECONDS "$$line";; esac; done
+# $(call phase,NAME,COMMAND): a line when it begins, and its seconds when it ends.
+phase = @echo "== $(1)"; $(2); code=$$?; echo "== $(1): $$SECONDS s"; exit $$code
+WORDS := README.md CONTRIBUTING.md CHANGELOG.md docs examples attnops lowering graphs
+# One file or more of every room, those that fail first when the room breaks; of the quicker ones where several would.
+QUICK := tests/test_layers.py tests/test_size.py tests/test_imports.py tests/test_errors.py tests/test_select.py tests/test_plugins.py \
+	tests/ops/test_records.py tests/ops/test_moves.py tests/test_packed.py tests/test_cache.py tests/test_rotary.py tests/test_cli.py \
+	tests/hf/test_tiny.py tests/hf/test_attention.py tests/lowering/test_choose.py \
+	tests/graphs/test_buckets.py tests/graphs/test_device.py tests/triton/test_grids.py
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -p tests.progress
 BENCH = $(PYTHON) -m attnops bench --device cuda --out "$(OUT)" --commit "$(COMMIT)" \
 	--gpus "$$($(PYTHON) -c 'import torch; print(max(1, torch.cuda.device_count()))')"
 
 # One thread a process: two workers share two cores, and sums in a fixed order give the same digits on every run.
-demo pytest docs docs-check census: export OMP_NUM_THREADS ?= 1
+demo pytest test-quick docs docs-check census: export OMP_NUM_THREADS ?= 1
 # Beside the code, so that a second run finds what the first one compiled.
-demo pytest docs docs-check census: export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
-demo pytest docs docs-check census: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
+demo pytest test-quick docs docs-check census: export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
+demo pytest test-quick docs docs-check census: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint pytest docs docs-check dist census gpu-test gpu-bench gpu-tune gpu-sanitize
+.PHONY: help demo test test-quick lint pytest docs docs-check dist census gpu-test gpu-bench gpu-tune gpu-sanitize
 
 help: ## print this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
 
-demo: .venv/.ready ## two small models: patch, compile, generate, compare, explain
-	$(BIN)/attnops demo
+demo: .venv/.ready ## two small models before and after attnops.patch(model): tokens, speed, kernels
+	@echo "== demo: two small models generate, before and after attnops.patch"
+	@$(BIN)/attnops demo
 
-test: lint pytest ## lint, types and every test that needs no GPU
+test: lint pytest ## lint, types and every test that needs no GPU (a quarter of an hour of two cores)
+
+test-quick: lint ## lint, types, and tests of every room (two minutes of two cores)
+	$(call phase,quick tests,$(PYTEST) $(QUICK))
 
 pytest: .venv/.dev ## every test that needs no GPU
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	$(call phase,tests,$(PYTEST))
 
-lint: .venv/.dev ## ruff, its format, mypy, pyright
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy & mypy=$$!; $(BIN)/pyright; code=$$?; wait $$mypy && exit $$code
+lint: .venv/.dev ## ruff, its format, codespell, proselint, mypy, pyright
+	$(call phase,ruff,$(BIN)/ruff check . && $(BIN)/ruff format --check .)
+	$(call phase,words,$(BIN)/codespell $(WORDS) && $(BIN)/python docs/prose.py)
+	$(call phase,types,$(BIN)/mypy & mypy=$$!; $(BIN)/pyright; code=$$?; wait $$mypy && (exit $$code))
 
 SITE = $(BIN)/python -m sphinx -b html -W --keep-going -q -d build/doctrees docs build/docs
 
@@ -71,14 +89,16 @@ gpu-tune: ## the table of measured times of a CUDA device, and how well it choos
 # torch comes from the constraint alone: an open range would take whatever the index holds that day. The build backend is
 # installed the same way, because pip applies no constraints inside an isolated build.
 .venv/.ready: pyproject.toml $(CONSTRAINTS)
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(PIP) setuptools setuptools-scm wheel
-	$(PIP) --no-build-isolation -e ".[hf,cli,triton]"
-	touch $@
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "Installing attnops, torch and transformers into .venv, once. Files of a megabyte or more are listed as they come."
+	@$(PIP) setuptools setuptools-scm wheel | $(SHORT)
+	@$(PIP) --no-build-isolation -e ".[hf,cli,triton]" | $(SHORT)
+	@touch $@
 
 .venv/.dev: .venv/.ready
-	$(PIP) --no-build-isolation -e ".[hf,cli,triton,dev,docs]"
+	@echo "Installing the tools of tests, lint and docs into .venv, once."
+	@$(PIP) --no-build-isolation -e ".[hf,cli,triton,dev,docs]" | $(SHORT)
 # torchvision's wheels on PyPI are for CUDA. Beside a CPU's torch their library does not load, and transformers fails where it sees them:
 # only the tests of their models look into this folder.
-	$(PIP) --no-deps --upgrade --target .venv/vision torchvision timm
-	touch $@
+	@$(PIP) --no-deps --upgrade --target .venv/vision torchvision timm | $(SHORT)
+	@touch $@
