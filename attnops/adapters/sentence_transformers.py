@@ -13,8 +13,6 @@ from attnops.adapters.swap import Change, Site, Swapped
 from attnops.errors import one_line
 from attnops.hf import patch as patch_hf
 
-_KEYS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
-
 
 class Packing(Transformer):  # type: ignore[misc]
     """sentence-transformers' Transformer with packed texts, but for training with attention dropout, which no kernel has for them."""
@@ -35,18 +33,13 @@ class Embedder(Swapped):
 
     def _switch(self) -> None:
         with ExitStack() as undo:
-            self._inner = [undo.enter_context(patch_hf(site.module.model, **self.options)) for site in self.sites]
+            self.inner = [undo.enter_context(patch_hf(site.module.model, **self.options)) for site in self.sites]
             super()._switch()
             undo.pop_all()
 
-    def unpatch(self) -> None:
-        super().unpatch()
-        for handle in self._inner:
-            handle.unpatch()
-
     def report(self) -> Report:
         """Every attention module with its status, and whether texts are packed."""
-        reports, packing = [handle.report() for handle in self._inner], super().report()
+        reports, packing = [handle.report() for handle in self.inner], super().report()
         packed = (f"{row.path}: {'texts are packed' if row.status == PATCHED else row.status}" for row in packing.rows)
         notes = dict.fromkeys((*packed, *(note for each in reports for note in each.notes)))
         return Report(packing.model, self.kernel, tuple(row for each in reports for row in each.rows), tuple(notes))
@@ -65,22 +58,23 @@ def patch(model: Any, options: dict[str, Any]) -> Embedder:
         return handle
     except Exception as error:  # of any model that takes no packed texts
         handle.unpatch()
-        why = f"texts stay padded, {one_line(error)}"
-        return Embedder(model, options, [Site(path, module, why) for path, module in modules.items()])
+        return Embedder(model, options, [Site(*each, f"texts stay padded, {one_line(error)}") for each in modules.items()])
 
 
 def _change(module: Any) -> Change | str:
     task, model, named = module.transformer_task, module.model, module.model_forward_params
+    keys = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
     causal = any(getattr(part, "is_causal", False) for part in model.modules())
     reasons = {
         "it is a subclass of Transformer": type(module) is not Transformer,
+        "sentence-transformers is older than 6.0": not hasattr(module, "_should_flatten_inputs"),
         f"it is for {task}": task not in ("feature-extraction", "fill-mask") or "text" not in module.modality_config,
         "unpad_inputs is False": module.unpad_inputs is False,
         "its masks for causal layers are of one type": causal and not getattr(model.config, "layer_types", None),
     }
     why = next((f"texts stay padded, {reason}" for reason, holds in reasons.items() if holds), None)
     return why or Change(module, Packing, {
-        "can_flatten_inputs": True, "model_forward_params": None if named is None else named | _KEYS,
+        "can_flatten_inputs": True, "model_forward_params": None if named is None else named | keys,
         "data_collator": DataCollatorWithFlattening(return_seq_idx=True, return_flash_attn_kwargs=True, return_position_ids=True),
         "_flatten_position_offset": module._infer_flatten_position_offset(),
     })  # fmt: skip

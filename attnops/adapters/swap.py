@@ -66,6 +66,7 @@ class Swapped(Handle):
             Row(site.path, type(site.module).__name__, f"skipped: {site.change}" if isinstance(site.change, str) else PATCHED)
             for site in sites
         )
+        self.inner: list[Handle] = []  # of parts
         self.changes = [site.change for site in sites if isinstance(site.change, Change)]
         self._switch()
 
@@ -93,6 +94,8 @@ class Swapped(Handle):
                         own[name] = value
             if change.made(type(change.target), before.cls):
                 change.target.__class__ = before.cls
+        for handle in self.inner:
+            handle.unpatch()
         vars(self.model).pop(MARK, None)
         self.active = False
 

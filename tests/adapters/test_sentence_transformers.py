@@ -113,6 +113,12 @@ def test_a_trial_that_fails_leaves_texts_padded(folders, monkeypatch):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+def test_older_versions_stay_padded(folders, monkeypatch):
+    monkeypatch.delattr(Transformer, "_should_flatten_inputs")
+    with attnops.patch(embedder(folders, "bert")) as handle:
+        assert "texts stay padded, sentence-transformers is older than 6.0" in str(handle.report())
+
+
 def test_training_with_dropout_is_padded(folders):
     model = embedder(folders, "bert")
     with attnops.patch(model):
