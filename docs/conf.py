@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
+import inspect
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
+from sphinx.errors import PycodeError
+from sphinx.pycode import ModuleAnalyzer
 from sphinx.transforms import SphinxTransform
 from sphinx_gallery.sorting import ExplicitOrder
 
@@ -48,8 +51,6 @@ nitpick_ignore = {
     ("py:class", "attnops.graphs.eager_capture.R"),
     ("py:class", "attnops.measured.cost.Work"),
 }
-# A page that is not written yet: globs of toctrees name it all the same.
-logging.getLogger("sphinx.sphinx.directives.other").addFilter(lambda record: "glob pattern" not in record.getMessage())
 default_role = "py:obj"
 
 myst_heading_anchors = 4
@@ -58,7 +59,6 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"
 autodoc_default_options = {"members": True}
-autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 python_maximum_signature_line_length = 100
 toc_object_entries_show_parents = "hide"
@@ -102,7 +102,7 @@ html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
 html_theme_options: dict[str, Any] = {
-    "header_links_before_dropdown": 6,
+    "header_links_before_dropdown": 7,
     "navigation_with_keys": False,
     "navbar_align": "left",
     "navbar_persistent": ["search-button"],
@@ -122,6 +122,10 @@ if project_url():
     html_theme_options["icon_links"] = [{"name": "Repository", "url": project_url(), "icon": "fa-brands fa-github"}]
 
 
+# Files of the repository that a page of the site includes.
+INCLUDED = {"changelog": "CHANGELOG.md", "contributing": "CONTRIBUTING.md", "examples": "examples/README.md"}
+
+
 def place(path: str, url: str) -> str:
     """Where a path of the repository is found on the site: the name of a page, an address, or neither (empty).
 
@@ -135,8 +139,8 @@ def place(path: str, url: str) -> str:
         return "tutorials/README"
     if tutorial := re.fullmatch(r"docs/tutorials/(\w+)\.py", path):
         return f"gallery/{tutorial[1]}"
-    if path in ("CHANGELOG.md", "CONTRIBUTING.md"):
-        return path.removesuffix(".md").lower()
+    if path in INCLUDED.values():
+        return next(page for page, file in INCLUDED.items() if file == path)
     return f"{url}/{'tree' if (ROOT / path).is_dir() else 'blob'}/HEAD/{path}" if url else ""
 
 
@@ -160,15 +164,15 @@ class Links(SphinxTransform):
                 link += literal
 
     def follow(self, node: nodes.Element) -> None:
-        """Turns a link to a file or folder into one to its place. Pages of the root are included here, with links from there."""
+        """Turns a link to a file or folder into one to its place. In a page that includes a file, links lead on from that file."""
         target, _, anchor = node["reftarget"].partition("#")
-        if node.get("refdomain") == "doc":
-            target += ".md"
-        folder = Path(self.env.doc2path(self.env.docname)).parent
-        found = [path for path in (folder / target, Path(self.env.srcdir, target), ROOT / target) if target and path.exists()]
-        if not found:
+        page = self.env.docname
+        folder = (ROOT / INCLUDED[page] if page in INCLUDED else Path(self.env.doc2path(page))).parent
+        # MyST makes the name of a page of a path that ends with `.md`.
+        path = Path(self.env.srcdir, target + ".md") if node.get("refdomain") == "doc" else folder / target
+        if not target or not path.exists():
             return
-        to = place(os.path.relpath(found[0], ROOT), project_url())
+        to = place(os.path.relpath(path, ROOT), project_url())
         if to in self.env.found_docs:
             given = {"refdoc": self.env.docname, "reftype": "myst", "refdomain": "doc", "reftargetid": anchor or node.get("reftargetid")}
             link: nodes.Element = addnodes.pending_xref("", refexplicit=True, reftarget=to, **given)
@@ -202,8 +206,18 @@ def fields_as_arguments(app: Sphinx, what: str, name: str, obj: Any, options: An
         lines[:section] = [*text, "Args:", *items, ""]
 
 
+def one_signature(app: Sphinx, what: str, name: str, obj: Any, *rest: Any) -> None:
+    """A function with overloads shows the signature that has all arguments, once."""
+    if inspect.isfunction(obj):
+        analyzer = ModuleAnalyzer.for_module(obj.__module__)
+        with suppress(PycodeError):  # as autodoc does
+            analyzer.analyze()
+            analyzer.overloads.clear()
+
+
 def setup(app: Sphinx) -> None:
     app.add_transform(Links)
     app.connect("missing-reference", public, priority=400)
     app.connect("missing-reference", plain, priority=900)
+    app.connect("autodoc-process-signature", one_signature)
     app.connect("autodoc-process-docstring", fields_as_arguments, priority=400)

@@ -200,6 +200,11 @@ def python_blocks(name: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", (ROOT / name).read_text(), re.M | re.S)
 
 
+def front_picture() -> str:
+    """README's picture, with its links as they are from docs/."""
+    return picture().replace("](", "](../").replace("](../docs/", "](")
+
+
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/kernels.md": {"kernels": kernels_full},
     "docs/ops.md": {"ops": ops_full},
@@ -208,6 +213,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/explain.md": {"graph": graph_output},
     "docs/results.md": {"summary": results_short, "results": results_full},
     "docs/performance.md": {"summary": performance_short, "pictures": pictures_full, "performance": performance_full},
+    "docs/index.md": {"picture": front_picture},
     "README.md": {"picture": picture, "explain": explain_output, "backends": backends},
 }
 # Left out of --check, because it compiles; tests/test_docs.py compares it with what the page's block compiles to.

@@ -95,6 +95,7 @@ def conf():
         ("docs/tutorials/quickstart.py", "gallery/quickstart"),
         ("docs/tutorials", "tutorials/README"),
         ("CHANGELOG.md", "changelog"),
+        ("examples/README.md", "examples"),
         ("README.md", "https://host/a/blob/HEAD/README.md"),
         ("docs/generate.py", "https://host/a/blob/HEAD/docs/generate.py"),
         ("benchmarks/results", "https://host/a/tree/HEAD/benchmarks/results"),
