@@ -23,13 +23,13 @@ print(handle.report())
 assert len(handle.report().patched) == 2 and not handle.report().skipped
 
 # %%
-# A model that is about to be loaded can be told by name: ``import attnops.hf``, then
+# ``import attnops.hf`` also registers the name ``attnops`` with transformers, for
 # ``AutoModelForCausalLM.from_pretrained(..., attn_implementation="attnops")``.
 #
 # Left padding
 # ------------
 #
-# Prompts of different lengths are padded on the left, as ``generate()`` wants it. Each row gives the tokens that it gives alone.
+# ``generate()`` wants prompts of different lengths padded on the left. Each row gets the tokens that it gets alone.
 
 some = torch.Generator().manual_seed(0)
 prompts = [torch.randint(3, model.config.vocab_size, (n,), generator=some) for n in (5, 12)]
@@ -48,8 +48,8 @@ print(together.tolist())
 # What a call took
 # ----------------
 #
-# On a GPU a plain ``generate()`` takes pages that attnops owns and CUDA graphs: breakable graphs first, which need no compiler, and
-# compiled ones after some hundred steps. ``handle.took`` says how the last call ran, and why it was not faster.
+# On a GPU, a plain ``generate()`` uses pages that attnops owns and CUDA graphs: first breakable graphs, which need no compiler, and after
+# some hundred steps compiled graphs. ``handle.took`` says how the last call ran, and why it was not faster.
 
 print(handle.took)
 assert (handle.took.cache, handle.took.decode) == ("hf", "hf")
@@ -58,7 +58,7 @@ assert (handle.took.cache, handle.took.decode) == ("hf", "hf")
 # Verify
 # ------
 #
-# Patched and eager logits on the same padded input, over the positions that are not padding.
+# ``verify`` compares patched and eager logits on the same padded input, at the positions that are not padding.
 
 print(handle.verify(ids, attention_mask=mask))
 
@@ -66,9 +66,8 @@ print(handle.verify(ids, attention_mask=mask))
 # Compile
 # -------
 #
-# A patched model compiles without a graph break. :func:`attnops.compile_layers` compiles the layers and not the model: layers that are
-# alike share their code, so compile time does not grow with depth. ``aot_eager`` keeps this page short, as it only traces; leave
-# ``backend`` out for fast code.
+# :func:`attnops.compile_layers` compiles each layer of a model, without a graph break. Layers that are alike share their code, so compile
+# time does not grow with depth. The backend ``aot_eager`` only traces, which keeps this page quick; leave ``backend`` out for fast code.
 
 with torch.no_grad():
     want = model(ids, attention_mask=mask).logits
@@ -80,7 +79,7 @@ print("compiled:", *names)
 # Options
 # -------
 #
-# Options narrow or force a choice; none is needed to be fast. ``kernel=`` forces a kernel, ``mask=`` the form of masks, ``cache=`` and
+# The defaults are the fast path. Options narrow or force a choice: ``kernel=`` a kernel, ``mask=`` the form of masks, ``cache=`` and
 # ``decode=`` pages and graphs. Forced pages run on a CPU too.
 
 handle.unpatch()
@@ -91,7 +90,7 @@ with attnops.patch(model, cache="paged") as handle:
     assert handle.took.cache == "paged" and torch.equal(paged, together)
 
 # %%
-# A kernel that cannot run is an error that has the reasons, and no silent fallback:
+# A forced kernel that cannot run raises an error with the reasons. No other kernel runs in its place:
 
 try:
     with attnops.patch(model, kernel="fa3"):

@@ -19,8 +19,8 @@ from attnops.nn import RotaryEmbedding, SelfAttention
 # ---------
 #
 # :class:`~attnops.nn.SelfAttention` has the projections, the rotation and the attention of a layer. The arguments of the call say how it
-# attends: hidden states ``[B, S, E]`` alone are dense; ``[T, E]`` with a batch and the layer's pages are paged. Layers of one's own can
-# call the ops: :func:`attnops.attention`, :func:`attnops.varlen_attention` and :func:`attnops.paged_attention` take tokens first,
+# attends: hidden states ``[B, S, E]`` alone are dense; ``[T, E]`` with a batch and the layer's pages are paged. A layer of your
+# own can call the ops: :func:`attnops.attention`, :func:`attnops.varlen_attention` and :func:`attnops.paged_attention` take tokens first,
 # ``[B, S, H, D]`` or ``[T, H, D]``.
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 100, 64, 4, 2, 64, 2
@@ -84,7 +84,7 @@ assert hopper.chosen() == ("attention.fa3",)
 #
 # A :class:`~attnops.cache.PagedCache` owns the pages of all layers and knows which belong to which request. ``cache.batch`` makes room for
 # the new tokens of a step and describes it; the same batch goes to every layer. Here two prompts of different lengths go through the
-# model in one step, one behind the other, and then one token a request and step.
+# model in one step, one behind the other, and then one token per request and step.
 
 cache = PagedCache(
     LAYERS, num_pages=16, page_size=4, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, max_requests=4, max_pages_per_request=8,

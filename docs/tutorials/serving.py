@@ -40,7 +40,7 @@ model = Decoder().requires_grad_(False)
 # The cache
 # ---------
 #
-# 11 pages of 4 tokens (page 0 is never handed out), and rows for 4 requests. This is little on purpose: not all requests fit at once.
+# The cache has 11 pages of 4 tokens (page 0 is never handed out) and rows for 4 requests: too few for all requests at once, on purpose.
 
 cache = PagedCache(2, 12, 4, num_kv_heads=2, head_dim=16, max_requests=4, max_pages_per_request=8, dtype=torch.float32, device="cpu")
 
@@ -61,8 +61,8 @@ class Request:
 # Admission
 # ---------
 #
-# ``cache.fits`` answers for a whole future: the tokens that the running requests may still bring, then those of a new one. A request that
-# joins only when all of it fits never meets a full cache half way, and starves no other.
+# ``cache.fits`` counts ahead: the tokens that the running requests may still bring, and all tokens of a new request. A request that joins
+# only when all of it fits never meets a full cache half way, and never takes the pages that a running request needs.
 
 
 def join(waiting: deque[Request], running: list[Request]) -> None:
@@ -75,8 +75,11 @@ def join(waiting: deque[Request], running: list[Request]) -> None:
 # A step
 # ------
 #
-# New requests bring their prompt, running ones the token they got last, all in one call. ``cache.batch`` makes room for the tokens and
-# describes the step. The last token of each request tells the next one.
+# A new request brings its prompt, a running request the token that it got last, all in one call of the model. ``cache.batch`` makes room
+# for the tokens and describes the step. The logits of each request's last token give its next token.
+#
+# On a GPU, ``attnops.graphs.piecewise(model, Buckets.up_to(requests=4, tokens=64), tokens=("tokens",), cache=cache)`` takes the place of
+# ``model`` and runs the step from CUDA graphs; ``examples/serve.py`` of the repository does so.
 
 
 def step(running: list[Request]) -> None:
