@@ -98,7 +98,8 @@ READY = ["torch", "torch._inductor.compile_fx", "torch._inductor.codegen.cpp", "
 
 
 @cache
-def _ready() -> Any:
+def ready() -> Any:
+    """A multiprocessing context whose processes begin with these modules."""
     context = get_context("forkserver")
     context.set_forkserver_preload(READY)
     return context
@@ -123,7 +124,7 @@ def ready_process(code: str, *arguments: str, env: Mapping[str, str] | None = No
     """
     given = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     with TemporaryDirectory() as out:
-        process = _ready().Process(target=_execute, args=(code, ["-c", *arguments], given, out))
+        process = ready().Process(target=_execute, args=(code, ["-c", *arguments], given, out))
         process.start()
         process.join(timeout_s)
         if process.is_alive():

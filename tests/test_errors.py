@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import wraps
-from multiprocessing import get_context
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +21,7 @@ from attnops.errors import AttnopsError, BadTable, InvalidInput, NoKernel, NotCo
 from attnops.kernel import Kernel, _drop, kernels_of, register
 from attnops.problem import Problem, Refusal, Target
 from attnops.select import Decision, Policy, select
+from tests.helpers import ready
 
 PLAIN = Problem("attention", Target(), torch.bfloat16, torch.bfloat16, q_heads=4, kv_heads=2, head_dim=8, v_head_dim=8)
 
@@ -112,7 +112,7 @@ def raises(error: BaseException) -> None:
 
 
 def test_an_error_crosses_processes():
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, mp_context=ready()) as pool:
         waiting = [(kind, pool.submit(raises, make(kind))) for kind in KINDS]
         for kind, future in waiting:
             error = future.exception(timeout=120)

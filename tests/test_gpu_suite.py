@@ -20,7 +20,7 @@ from tests.gpu.flashinfer_modules import is_built, suite
 from tests.gpu.grid import PAIRS, share_of, values
 from tests.gpu.journal import Journal, Pass, joined, text_of
 from tests.gpu.wide import WIDE, DeviceSource
-from tests.helpers import ROOT, fresh_process
+from tests.helpers import ROOT, ready_process
 from tests.pairwise import cover, pairwise
 
 H200 = Target("cuda", 90, packages_of_kernels(), "NVIDIA H200")
@@ -279,4 +279,4 @@ for path in pathlib.Path("tests/gpu").glob("test_*.py"):
     importlib.import_module(f"tests.gpu.{path.stem}")
 print([name for name in torch._C._dispatch_get_all_op_names() if name.startswith("sgl_kernel::")])
 """
-    assert fresh_process(code).strip().endswith("[]")
+    assert ready_process(code).strip().endswith("[]")

@@ -2,9 +2,6 @@
 
 import copy
 import io
-import multiprocessing
-import subprocess
-import sys
 import textwrap
 import threading
 from concurrent.futures import ProcessPoolExecutor
@@ -15,7 +12,7 @@ import transformers
 
 import attnops
 from attnops.hf import tiny
-from tests.helpers import ROOT
+from tests.helpers import ready, ready_process
 from tests.hf.helpers import LIMIT, generated, left_padded, relative, tokens, watched
 
 
@@ -174,16 +171,15 @@ def test_a_fresh_process_loads_patched_models(tmp_path):
             from tests.hf.helpers import generated
             torch.save(generated(model), r"{tmp_path}/" + f"{{i}}.out")
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    ready_process(textwrap.dedent(code))
     for i in range(len(OPTIONS)):
         assert torch.equal(torch.load(tmp_path / f"{i}.out"), want), OPTIONS[i]
 
 
-def test_a_spawned_process_is_given_a_patched_model():
+def test_another_process_is_given_a_patched_model():
     model = tiny.model("llama")
     attnops.patch(model, mask="compact", kernel="reference")
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, mp_context=ready()) as pool:
         ours = pool.submit(generated, model).result()
     assert torch.equal(ours, generated(model))
 
