@@ -14,6 +14,8 @@ import pytest
 # Read by OpenMP and by Inductor when torch is loaded, hence before any test module.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Scalar loops: g++ takes half as long, and an empty cache folder is not filled with trials of vector instructions first.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 # What this user has measured shall not decide a test. Nothing is written there.
 os.environ["ATTNOPS_CACHE_DIR"] = os.path.join(tempfile.gettempdir(), "attnops-tests-no-tables")
 

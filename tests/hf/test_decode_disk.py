@@ -12,7 +12,6 @@ import attnops
 from attnops.graphs.pieces import inductor
 from attnops.hf import Decode, tiny
 from tests.graphs.standin import StandIn
-torch._inductor.config.cpp.vec_isa_ok = False  # the empty cache folder would first be filled with trials of vector instructions
 
 model, device, ids = tiny.model("llama"), StandIn(), torch.arange(5 * {rows}).view({rows}, 5)
 

@@ -15,7 +15,6 @@ from torch._dynamo.utils import counters
 import attnops
 from attnops.problem import Target, pretend
 from tests.lowering.models import Dense, HQ, D, compiled_code, kernel_calls
-torch._inductor.config.cpp.vec_isa_ok = False  # the empty cache folder would first be filled with trials of vector instructions
 torch.manual_seed(0)
 model, x = Dense().eval(), torch.randn(2, 8, HQ * D)
 for policy in {policies}:
