@@ -56,12 +56,12 @@ lint: .venv/.dev ## ruff, its format, codespell, proselint, mypy, pyright
 SITE = $(BIN)/python -m sphinx -b html -W --keep-going -q -d build/doctrees docs build/docs
 
 docs: .venv/.dev ## write the generated tables of README and docs, run the tutorials, build the site (two minutes of one core)
-	$(BIN)/python docs/generate.py
-	$(SITE)
+	$(call phase,generated parts,$(BIN)/python docs/generate.py)
+	$(call phase,site,$(SITE))
 	@echo "The site is at build/docs/index.html"
 
 docs-check: .venv/.dev ## build the site of the pages as they are, without running the tutorials, which `make test` runs
-	$(SITE) -D plot_gallery=0
+	$(call phase,site,$(SITE) -D plot_gallery=0)
 	@echo "The site is at build/docs/index.html"
 
 dist: .venv/.dev ## the sdist, and the wheel made from it, in dist/, checked as the package index does

@@ -101,6 +101,8 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
+# Pages without pages below them have no navigation on the left.
+html_sidebars = {page: [] for page in ("index", "start", "examples", "migration", "faq", "contributing", "release", "changelog")}
 html_theme_options: dict[str, Any] = {
     "header_links_before_dropdown": 7,
     "navigation_with_keys": False,
