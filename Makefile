@@ -14,7 +14,7 @@ SHORT = while read -r line; do case $$line in *Downloading*[MG]B*|*cached*[MG]B*
 	printf '  %4d s  %.100s\n' $$SECONDS "$$line";; esac; done
 # $(call phase,NAME,COMMAND): a line when it begins, and its seconds when it ends.
 phase = @echo "== $(1)"; $(2); code=$$?; echo "== $(1): $$SECONDS s"; exit $$code
-WORDS := README.md CONTRIBUTING.md CHANGELOG.md docs examples attnops lowering graphs
+WORDS := $(wildcard *.md) .github docs examples attnops lowering graphs
 # One file or more of every room, those that fail first when the room breaks; of the quicker ones where several would.
 QUICK := tests/test_layers.py tests/test_size.py tests/test_imports.py tests/test_errors.py tests/test_select.py tests/test_plugins.py \
 	tests/ops/test_records.py tests/ops/test_moves.py tests/test_packed.py tests/test_cache.py tests/test_rotary.py tests/test_cli.py \

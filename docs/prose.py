@@ -12,7 +12,7 @@ from proselint.registry import CheckRegistry
 from proselint.tools import LintFile
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**/*.md", "examples/*.md")
+PAGES = ("*.md", "docs/**/*.md", "examples/*.md")
 # Marks are those of code (straight quotes, x between sizes); multiples of eight are no decade, and a token a.m. is a model "am".
 OFF = {"dates_times": False, "typography": False}
 # Fenced and indented code, tables, HTML, code within a line, the addresses of links, and the ends of headings.
