@@ -8,23 +8,11 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import attnops
 from attnops.errors import InvalidInput, PatchError, UnknownKernel
-from tests.adapters.helpers import Calls, Graphs, grads, same_grads
+from tests.adapters.helpers import Calls, Graphs, Layer, grads, same_grads
 from tests.helpers import fresh_process
-
-
-class Layer(nn.Module):
-    def __init__(self, dropout=0.0):
-        super().__init__()
-        self.qkv, self.out, self.dropout = nn.Linear(32, 96), nn.Linear(32, 32), dropout
-
-    def forward(self, x, mask=None):
-        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, mask, self.dropout if self.training else 0.0, is_causal=mask is None)
-        return x + self.out(attended.transpose(1, 2).flatten(2))
 
 
 def attend(q, k, v):

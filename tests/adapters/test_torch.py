@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import attnops
-from tests.adapters.helpers import Calls, grads, same_grads
+from tests.adapters.helpers import Calls, Graphs, grads, same_grads
 
 PADDING = torch.tensor([[False] * 9, [False] * 6 + [True] * 3])
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(9)
@@ -47,6 +47,18 @@ def test_encoder(masks, mode, batch_first):
         torch.testing.assert_close(got[seen], want[seen], rtol=1e-4, atol=1e-5)
         if mode != "eval":
             same_grads(grads(ours, got[seen].square().sum()), grads(theirs, want[seen].square().sum()))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("masks", ["padding", "causal"])
+def test_compiled_encoder(masks):
+    ours = encoder().eval()
+    with torch.no_grad(), attnops.patch(ours):
+        graphs, want = Graphs(), ours(X, **MASKS[masks])
+        got = torch.compile(ours, fullgraph=True, backend=graphs)(X, **MASKS[masks])
+    assert graphs.count("attnops.") == [2]
+    seen = ~MASKS[masks].get("src_key_padding_mask", torch.zeros(2, 9, dtype=torch.bool))
+    torch.testing.assert_close(got[seen], want[seen], rtol=1e-4, atol=1e-5)
 
 
 def test_the_parameters_are_shared():
