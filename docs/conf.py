@@ -70,9 +70,9 @@ intersphinx_mapping = {
     "transformers": ("https://huggingface.co/docs/transformers/main/en/", "inventories/transformers.inv"),
 }
 
-# Other names under which classes appear in annotations.
+# Other names under which annotations and pages speak of what has an entry.
 ALIASES = {
-    "PreTrainedModel": "transformers.PreTrainedModel",
+    "F.scaled_dot_product_attention": "torch.nn.functional.scaled_dot_product_attention",
     "nn.Module": "torch.nn.Module",
     "torch.fx.graph.Graph": "torch.fx.Graph",
     "torch.fx.graph_module.GraphModule": "torch.fx.GraphModule",
@@ -149,7 +149,7 @@ def place(path: str, url: str) -> str:
 class Links(SphinxTransform):
     """Links of Markdown pages work on a git host and on the site: a link to a file that is no page leads to the repository.
 
-    A name of the API in code, such as `attnops.patch`, becomes a link to its entry.
+    A name in code, such as `attnops.patch` or `torch.compile`, becomes a link to its entry if it has one.
     """
 
     default_priority = 5
@@ -160,7 +160,8 @@ class Links(SphinxTransform):
                 self.follow(node)
         for literal in list(self.document.findall(nodes.literal)):
             name = literal.astext().removesuffix("()")
-            if re.fullmatch(r"attnops(\.\w+)+", name) and not isinstance(literal.parent, nodes.reference | addnodes.pending_xref):
+            linked = isinstance(literal.parent, nodes.reference | addnodes.pending_xref)
+            if not linked and re.fullmatch(r"(attnops|torch|transformers|F)(\.\w+)+", name):
                 link = addnodes.pending_xref("", refdomain="py", reftype="obj", reftarget=name, refdoc=self.env.docname, refexplicit=True)
                 literal.replace_self(link)
                 link += literal
