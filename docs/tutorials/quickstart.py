@@ -10,7 +10,6 @@ Five minutes: patch a Hugging Face model, generate, ask which kernel an H200 wou
 """
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import attnops
@@ -63,16 +62,16 @@ assert model.config._attn_implementation == "eager"
 # ----------------------------------
 #
 # :func:`attnops.explain` names the kernel of every attention call, and the reason against every other kernel. ``target`` is another
-# machine. The model runs on fake tensors, which have shapes and no memory, so a laptop answers for layers of the size of Llama 3 8B. On a
-# GPU ``patch`` gives kernels lengths in place of masks; ``mask="compact"`` says so on this machine.
+# machine. The model may be on torch's meta device, where tensors have shapes and no memory, so a laptop answers for all of Llama 3 8B. On
+# a GPU ``patch`` gives kernels lengths in place of masks; ``mask="compact"`` says so on this machine.
 
-config = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=2)
-with FakeTensorMode(), torch.no_grad():
+config = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=32)
+with torch.device("meta"), torch.no_grad():
     large = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     attnops.patch(large, mask="compact")
     found = attnops.explain(large, torch.zeros(1, 2048, dtype=torch.int64), target="h200", quiet=True)
 print(found)
-assert found.chosen() == ("attention.fa3",)
+assert found.chosen() == ("attention.fa3",) and found.sites[0].count == 32
 
 # %%
 # The command line has the same for models by name and for config files: ``attnops explain llama-3-8b-shape --target h200``.

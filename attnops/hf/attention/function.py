@@ -169,7 +169,7 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
         if mask is not None and mask.dim() < 4:
             mask = mask[(None,) * (4 - mask.dim())]
         device = query.device.type
-        if torch.is_autocast_enabled(device):
+        if device != "meta" and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         given = query, key, value
