@@ -108,7 +108,7 @@ class InvalidInput(AttnopsError, ValueError):
 
 
 class BadTable(InvalidInput):
-    """A file is no table of measured times that this version reads, or one of another GPU. It is ignored, and `doctor` names it."""
+    """A file is no table of measured times that this version reads, or one of another GPU. It is ignored, and `doctor --all` names it."""
 
 
 class UnsupportedVersion(AttnopsError, ImportError):
