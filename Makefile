@@ -15,11 +15,12 @@ SHORT = while read -r line; do case $$line in *Downloading*[MG]B*|*cached*[MG]B*
 # $(call phase,NAME,COMMAND): a line when it begins, and its seconds when it ends.
 phase = @echo "== $(1)"; $(2); code=$$?; echo "== $(1): $$SECONDS s"; exit $$code
 WORDS := $(wildcard *.md) .github docs examples attnops lowering graphs
-# One file or more of every room, those that fail first when the room breaks; of the quicker ones where several would.
+# One file or more of every room, those that fail first when the room breaks, without their slow tests.
 QUICK := tests/test_layers.py tests/test_size.py tests/test_imports.py tests/test_errors.py tests/test_select.py tests/test_plugins.py \
 	tests/ops/test_records.py tests/ops/test_moves.py tests/test_packed.py tests/test_cache.py tests/test_rotary.py tests/test_cli.py \
 	tests/hf/test_tiny.py tests/hf/test_attention.py tests/lowering/test_choose.py \
-	tests/graphs/test_buckets.py tests/graphs/test_device.py tests/triton/test_grids.py
+	tests/graphs/test_buckets.py tests/graphs/test_device.py tests/triton/test_grids.py tests/test_measured.py tests/test_tune.py \
+	tests/test_bench_memory.py
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -p tests.progress
 BENCH = $(PYTHON) -m attnops bench --device cuda --out "$(OUT)" --commit "$(COMMIT)" \
 	--gpus "$$($(PYTHON) -c 'import torch; print(max(1, torch.cuda.device_count()))')"
@@ -43,7 +44,7 @@ demo: .venv/.ready ## two small models before and after attnops.patch(model): to
 test: lint pytest ## lint, types and every test that needs no GPU (a quarter of an hour of two cores)
 
 test-quick: lint ## lint, types, and tests of every room (two minutes of two cores)
-	$(call phase,quick tests,$(PYTEST) $(QUICK))
+	$(call phase,quick tests,$(PYTEST) -m 'not slow' $(QUICK))
 
 pytest: .venv/.dev ## every test that needs no GPU
 	$(call phase,tests,$(PYTEST))
