@@ -201,12 +201,23 @@ def fields_as_arguments(app: Sphinx, what: str, name: str, obj: Any, options: An
         return
     known = "|".join(field.name for field in dataclasses.fields(obj))
     section = next((n for n, line in enumerate(lines) if re.fullmatch(r"(Raises|Returns):", line)), len(lines))
-    paragraphs = [" ".join(map(str.strip, part.splitlines())) for part in "\n".join(lines[:section]).split("\n\n")]
-    pieces = [re.split(rf"(?:^|(?<=[.;?\"\])] ))((?:{known})(?:, (?:{known}))*): ", paragraph) for paragraph in paragraphs]
-    if any(len(found) > 1 for found in pieces):
-        text = [line for found in pieces if found[0] for line in (found[0], "")]
-        items = [f"    {name}: {meaning.strip()}" for found in pieces for name, meaning in zip(found[1::2], found[2::2], strict=True)]
+    field = rf"(?:^|(?<=[.;?\"\])] ))((?:{known})(?:, (?:{known}))*): "
+    text: list[str] = []
+    items: list[str] = []
+    for paragraph in "\n".join(lines[:section]).split("\n\n"):
+        first, *found = re.split(field, " ".join(map(str.strip, paragraph.splitlines())))
+        text += [*(paragraph.splitlines() if not found else [first.strip()]), ""]
+        items += [f"    {name}: {meaning.strip()}" for name, meaning in zip(found[::2], found[1::2], strict=True)]
+    if items:
         lines[:section] = [*text, "Args:", *items, ""]
+
+
+def indented_code(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Indented paragraphs of a docstring, above its sections, are code, as they are in Markdown."""
+    end = next((n for n, line in enumerate(lines) if re.fullmatch(r"(Args|Returns|Raises):", line)), len(lines))
+    for n in reversed(range(2, end)):
+        if lines[n].startswith("    ") and not lines[n - 1] and not lines[n - 2].startswith("    "):
+            lines[n:n] = [".. code-block:: python", ""]
 
 
 def one_signature(app: Sphinx, what: str, name: str, obj: Any, *rest: Any) -> None:
@@ -224,3 +235,4 @@ def setup(app: Sphinx) -> None:
     app.connect("missing-reference", plain, priority=900)
     app.connect("autodoc-process-signature", one_signature)
     app.connect("autodoc-process-docstring", fields_as_arguments, priority=400)
+    app.connect("autodoc-process-docstring", indented_code, priority=400)

@@ -106,6 +106,12 @@ def test_links_lead_to_pages_or_to_the_repository(conf, path, place):
     assert conf.place(path, "") == ("" if "://" in place else place)
 
 
+def test_indented_paragraphs_are_code(conf):
+    lines = ["Patch.", "", "    patch(model)", "", "    unpatch()", "", "Args:", "    model: any."]
+    conf.indented_code(None, "function", "patch", None, {}, lines)
+    assert lines == ["Patch.", "", ".. code-block:: python", "", "    patch(model)", "", "    unpatch()", "", "Args:", "    model: any."]
+
+
 def test_fields_of_a_dataclass_become_arguments(conf):
     @dataclass
     class Sizes:
@@ -114,7 +120,7 @@ def test_fields_of_a_dataclass_become_arguments(conf):
 
     lines = ["A size. tokens: of all requests. pages: in", "use: now.", "", "Raises:", "    ValueError: never."]
     conf.fields_as_arguments(None, "class", "Sizes", Sizes, {}, lines)
-    assert lines[:-2] == ["A size. ", "", "Args:", "    tokens: of all requests.", "    pages: in use: now.", ""]
+    assert lines[:-2] == ["A size.", "", "Args:", "    tokens: of all requests.", "    pages: in use: now.", ""]
     assert lines[-2:] == ["Raises:", "    ValueError: never."]
     unchanged = ["A size of tokens."]
     conf.fields_as_arguments(None, "class", "Sizes", Sizes, {}, unchanged)
