@@ -26,7 +26,7 @@ class Progress:
         # A test has one report of its teardown, however it ended.
         self.done += report.when == "teardown"
         now, total = time.monotonic(), self.session.testscollected
-        if now - self.told >= EVERY_S and total:
+        if now - self.told >= EVERY_S and self.done:
             self.told = now
             terminal = self.config.pluginmanager.get_plugin("terminalreporter")
             assert terminal is not None
@@ -36,7 +36,7 @@ class Progress:
 
 def line(done: int, total: int, seconds: float) -> str:
     """`   3:20  1200 of 4800 tests, about 10:00 more`."""
-    left = seconds * (total - done) / max(done, 1)
+    left = seconds * (total - done) / done
     return f"{clock(seconds):>7}  {done} of {total} tests, about {clock(left)} more"
 
 

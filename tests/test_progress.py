@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.mark.parametrize(
     ("done", "total", "seconds", "text"),
-    [(1200, 4800, 200, "   3:20  1200 of 4800 tests, about 10:00 more"), (0, 10, 30, "   0:30  0 of 10 tests, about 5:00 more")],
+    [(1200, 4800, 200, "   3:20  1200 of 4800 tests, about 10:00 more"), (1, 10, 30, "   0:30  1 of 10 tests, about 4:30 more")],
 )
 def test_time_left(done, total, seconds, text):
     assert line(done, total, seconds) == text
