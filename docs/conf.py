@@ -72,6 +72,8 @@ intersphinx_mapping = {
 
 # Other names under which annotations and pages speak of what has an entry.
 ALIASES = {
+    "attnops.graphs.breakable": "attnops.graphs.Graphed",
+    "attnops.graphs.piecewise": "attnops.graphs.modes.Piecewise",
     "F.scaled_dot_product_attention": "torch.nn.functional.scaled_dot_product_attention",
     "nn.Module": "torch.nn.Module",
     "torch.fx.graph.Graph": "torch.fx.Graph",
@@ -162,7 +164,8 @@ class Links(SphinxTransform):
             name = literal.astext().removesuffix("()")
             linked = isinstance(literal.parent, nodes.reference | addnodes.pending_xref)
             if not linked and re.fullmatch(r"(attnops|torch|transformers|F)(\.\w+)+", name):
-                link = addnodes.pending_xref("", refdomain="py", reftype="obj", reftarget=name, refdoc=self.env.docname, refexplicit=True)
+                link = addnodes.pending_xref("", refdomain="py", reftype="obj", reftarget=ALIASES.get(name, name), refexplicit=True)
+                link["refdoc"] = self.env.docname
                 literal.replace_self(link)
                 link += literal
 
