@@ -18,8 +18,9 @@ from tests.graphs.standin import StandIn
 from tests.hf.helpers import LIMIT, relative
 from tests.hf.test_decode_graphs import asked, generated, replays
 
-# One of each kind of layer. Tokens of all families over pages are in test_keyed.py and test_latent.py.
-FAMILIES = ("llama", "mistral", "gemma2", "gemma3", "phi3", "gpt_oss", "deepseek_v3", "qwen3_moe")
+FAMILIES = (
+    "llama", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "gpt_oss", "deepseek_v3", "qwen3_moe", "olmo2", "glm4", "starcoder2",
+)  # fmt: skip
 CALL = (2, 9, 6)
 
 
