@@ -46,7 +46,7 @@ def test_the_import_says_so_and_imports_nothing_of_it(tmp_path):
     (tmp_path / "transformers" / "__init__.py").write_text("raise RuntimeError('imported')")
     (tmp_path / "transformers-5.3.0.dist-info").mkdir()
     (tmp_path / "transformers-5.3.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 5.3.0\n")
-    code = f"import sys; sys.path.insert(0, r'{tmp_path}'); import attnops; attnops.patch"
+    code = f"import sys; sys.path.insert(0, r'{tmp_path}'); import attnops; attnops.hf"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and "UnsupportedVersion: transformers: got version 5.3.0, want >=5.4" in done.stderr, done.stderr
 
