@@ -101,6 +101,8 @@ def _sites(model: nn.Module, kernel: str | None) -> list[Site]:
     found, named = [], []
     for path, module in model.named_modules():
         change = _change(module, kernel)
+        if isinstance(change, Change) and change.target is module and "forward" in vars(module):
+            change = "its forward is replaced on the module itself, by a hook of accelerate or torch.compile(module.forward); patch before"
         if change is not None:
             found.append(Site(path, module, change))
         elif "Attention" in type(module).__name__ or "Attn" in type(module).__name__:

@@ -1,6 +1,7 @@
 """`attnops.patch` of modules that are no transformers models: a user's own, and torch's."""
 
 import copy
+import functools
 import io
 import json
 import pickle
@@ -183,6 +184,20 @@ def test_a_failed_patch_leaves_nothing():
     with pytest.raises(PatchError, match="Final takes no other class: TypeError: no subclasses"):
         attnops.patch(ours)
     assert [type(layer) for layer in ours] == [Layer, Final] and "_attnops" not in vars(ours)
+
+
+def replaced(module):
+    module.forward = functools.partial(type(module).forward, module)
+    return module
+
+
+def test_a_forward_of_the_modules_own_stays():
+    ours = model(Layer(), replaced(Layer()))
+    attention = replaced(nn.MultiheadAttention(32, 4))
+    with attnops.patch(nn.ModuleList([ours, attention])) as handle:
+        assert [row.path for row in handle.report().patched] == ["0.0"]
+        assert all("its forward is replaced" in row.status for row in handle.report().skipped)
+        assert attnops_ops(ours, X) == 1 and attention(X, X, X)[0].isfinite().all()
 
 
 @pytest.mark.parametrize(
