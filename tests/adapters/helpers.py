@@ -71,3 +71,7 @@ def same_grads(got, want):
     largest = max(float(grad.abs().max()) for grad in want.values())
     for name in want:
         torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=1e-6 * largest)
+
+
+def attend(x):
+    return F.scaled_dot_product_attention(x, x, x)

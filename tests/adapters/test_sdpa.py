@@ -3,9 +3,12 @@
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.nn.functional import scaled_dot_product_attention as renamed
 
-from attnops.adapters.sdpa import scaled_dot_product_attention
-from attnops.errors import NoKernel, UnknownKernel
+import attnops
+from attnops.adapters.sdpa import callers, scaled_dot_product_attention
+from attnops.errors import InvalidInput, NoKernel, PatchError, UnknownKernel
+from tests.adapters import helpers
 from tests.adapters.helpers import Calls
 
 LEAD = {3: (4,), 4: (2, 4), 5: (2, 3, 4)}
@@ -113,3 +116,114 @@ def test_a_forced_kernel():
         scaled_dot_product_attention(*tensors, kernel="no_such")
     with pytest.raises(NoKernel):
         scaled_dot_product_attention(*tensors, kernel="fa3")
+    for kernel, error in (("no_such", UnknownKernel), ("reference", InvalidInput)):
+        with pytest.raises(error):
+            scaled_dot_product_attention(*(x[0, 0] for x in tensors), kernel=kernel)
+    scaled_dot_product_attention(*tensors, dropout_p=0.1, kernel="reference")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
+@pytest.mark.parametrize("what", ["a tensor as scale", "no dims of heads", "another mask's dtype", "traced", "distributed"])
+def test_calls_that_only_torch_knows(what):
+    query, key, value = (x.detach() for x in qkv((2, 4)))
+    if what == "a tensor as scale":
+        check(qkv((2, 4)), ours=False, scale=torch.tensor(0.3))
+    elif what == "no dims of heads":
+        check([x.requires_grad_() for x in (query[..., :0], key[..., :0], value)], ours=False)
+    elif what == "another mask's dtype":
+        with pytest.raises(RuntimeError):
+            scaled_dot_product_attention(query, key, value, torch.zeros(5, 7, dtype=torch.float64))
+    elif what == "traced":
+        traced = torch.jit.trace(lambda q, k, v: scaled_dot_product_attention(q, k, v), (query, key, value))
+        torch.testing.assert_close(traced(key, query, query), F.scaled_dot_product_attention(key, query, query))
+    else:
+        tensors = qkv((2, 4))
+        tensors[0].placements = ()
+        check(tensors, ours=False)
+
+
+def by_function(query):
+    return F.scaled_dot_product_attention(query, query, query)
+
+
+def scaled_dot_product_attention_of_ours(query):
+    return query
+
+
+class Calling(torch.nn.Module):
+    """Ways to call torch's function, and names that look like it."""
+
+    def by_module(self, x):
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+    def by_another_name(self, x):
+        return renamed(x, x, x)
+
+    def by_import(self, x):
+        from torch.nn.functional import scaled_dot_product_attention
+
+        return scaled_dot_product_attention(x, x, x)
+
+    def by_local_module(self, x):
+        import torch.nn.functional as functional
+
+        return functional.scaled_dot_product_attention(x, x, x)
+
+    def by_function(self, x):
+        return by_function(x)
+
+    def by_function_of_a_module(self, x):
+        return helpers.attend(x)
+
+    def in_a_closure(self, x):
+        return (lambda y: F.scaled_dot_product_attention(y, y, y))(x)
+
+    def scaled_dot_product_attention(self, x):
+        return x
+
+    def not_a_call(self, x):
+        return self.scaled_dot_product_attention(x) + self.part.scaled_dot_product_attention(x) + scaled_dot_product_attention_of_ours(x)
+
+
+def test_methods_that_call_it_are_found_and_switched():
+    names = [name for name in vars(Calling) if name.startswith(("by_", "in_"))]
+    assert callers(Calling) == tuple(names) and len(names) == 7
+    model, x = Calling(), torch.randn(1, 2, 3, 4)
+    want = [getattr(model, name)(x) for name in names]
+    with attnops.patch(model):
+        for name, before in zip(names, want, strict=True):
+            with Calls() as calls:
+                torch.testing.assert_close(getattr(model, name)(x), before)
+            assert calls.names == ["attnops::attention"], name
+
+
+class ByHand(torch.nn.Module):
+    def scaled_dot_product_attention(self, x):
+        return torch.softmax(x @ x.mT, -1) @ x
+
+    def forward(self, x):
+        return self.scaled_dot_product_attention(x)
+
+
+def test_attention_by_hand_is_not_patched():
+    with pytest.raises(PatchError, match="nothing to patch"):
+        attnops.patch(ByHand())
+
+
+class Recomputing(torch.nn.Module):
+    def attend(self, x):
+        return F.scaled_dot_product_attention(x, x, x)
+
+    def forward(self, x, reentrant):
+        return torch.utils.checkpoint.checkpoint(self.attend, x, use_reentrant=reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputed_method_calls_it_again(reentrant):
+    model, x = Recomputing(), torch.randn(1, 2, 3, 4, requires_grad=True)
+    model(x, reentrant).sum().backward()
+    want, x.grad = x.grad, None
+    with attnops.patch(model), Calls() as calls:
+        model(x, reentrant).sum().backward()
+    torch.testing.assert_close(x.grad, want)
+    assert calls.names.count("attnops::attention") == 2, calls.names
