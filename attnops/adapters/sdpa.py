@@ -49,7 +49,7 @@ def scaled_dot_product_attention(
         UnknownKernel, NoKernel: `kernel` cannot run. InvalidInput: `kernel`, for a call that is torch's. RuntimeError, ValueError: torch's.
     """
     mask = attn_mask
-    odd = dropout_p > 0.0 or isinstance(scale, Tensor) or query.is_nested or key.is_nested or query.is_meta or torch.jit.is_tracing()
+    odd = dropout_p > 0.0 or isinstance(scale, Tensor) or query.is_nested or key.is_nested or query.is_meta or torch.jit.is_tracing()  # type: ignore[attr-defined]
     # Those of DTensor, which knows no sharding of our ops.
     odd = odd or (is_causal and mask is not None) or hasattr(query, "placements") or hasattr(key, "placements")
     if not odd and torch.is_autocast_enabled(query.device.type):
