@@ -19,11 +19,13 @@ NAME = "attnops"
 
 
 @functools.cache
-def backend(kernel: str | None = None) -> Any:
+def backend(kernel: str | None) -> Any:
     """The member of diffusers' AttentionBackendName that is attnops with this kernel forced; registered now if it was not."""
     value = NAME if kernel is None else f"{NAME}_{kernel}"
     member = str.__new__(AttentionBackendName, value)
     member._name_, member._value_ = value.upper(), value
+    # A process that loads it may not have registered it.
+    member.__reduce_ex__ = lambda protocol: (backend, (kernel,))
     AttentionBackendName._member_map_[value.upper()] = AttentionBackendName._value2member_map_[value] = member
 
     @_AttentionBackendRegistry.register(member)  # type: ignore[untyped-decorator]
@@ -53,10 +55,12 @@ def change(module: nn.Module, kernel: str | None) -> Change | str | None:
     if hasattr(processor, "_attention_backend"):
         if getattr(processor, "_parallel_config", None) is not None:
             return "it runs in context parallelism, which attnops does not have"
+        if getattr(processor._attention_backend, "value", "").startswith(NAME):
+            return "it calls attnops already"
         return Change(processor, None, {"_attention_backend": backend(kernel)})
     if calls_sdpa(cls):
         return Change(module, "forward")
     return f"its {cls.__name__} does not call torch's scaled_dot_product_attention"
 
 
-backend()
+backend(None)

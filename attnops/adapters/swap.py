@@ -14,8 +14,6 @@ from attnops.adapters.report import PATCHED, Report, Row, Verification, compare,
 from attnops.adapters.sdpa import is_served, served
 from attnops.errors import PatchError, fail, one_line
 
-_ABSENT = "<absent>"
-
 
 @dataclass(frozen=True)
 class Change:
@@ -23,12 +21,13 @@ class Change:
 
     target: a module, or the object to which it leaves its attention. into: a subclass of the target's class that takes its place, the
     name of the method in which torch's scaled_dot_product_attention is to be ours, or None. attributes: to set on the target; one at
-    least, because Dynamo of torch 2.11 looks again at the class of a module only once the module's dict has changed.
+    least, because Dynamo of torch 2.11 looks again at the class of a module only once the module's dict has changed. note: for the report.
     """
 
     target: Any
     into: type | str | None = None
     attributes: Mapping[str, Any] = field(default_factory=lambda: {"_attnops_switched": True})
+    note: str = ""
 
     def cls(self, own: type, kernel: str | None) -> type:
         """The class of the target in place of `own`."""
@@ -36,7 +35,7 @@ class Change:
 
     def made(self, cls: type, own: type) -> bool:
         """Is `cls` the class that this change puts in place of `own`?"""
-        return cls is self.into or (is_served(cls) and cls.__bases__ == (own,))
+        return cls is (self.into or own) or (is_served(cls) and cls.__bases__ == (own,))
 
 
 @dataclass(frozen=True)
@@ -71,13 +70,13 @@ class Swapped(Handle):
         self._switch()
 
     def _switch(self) -> None:
-        self._before = [_Before(type(c.target), {name: vars(c.target).get(name, _ABSENT) for name in c.attributes}) for c in self.changes]
+        self._before = [_Before(type(c.target), {n: vars(c.target)[n] for n in c.attributes if n in vars(c.target)}) for c in self.changes]
         vars(self.model)[MARK], self.active = self, True
         try:
             for change, before in zip(self.changes, self._before, strict=True):
                 change.target.__class__ = change.cls(before.cls, self.kernel)
                 vars(change.target).update(change.attributes)
-        except TypeError as error:  # a class that has no subclasses
+        except Exception as error:  # of a class that has no subclasses
             self.unpatch()
             raise PatchError(f"patch: {type(change.target).__name__} takes no other class: {one_line(error)}") from error
 
@@ -87,11 +86,11 @@ class Swapped(Handle):
             return
         for change, before in zip(self.changes, self._before, strict=True):
             own = vars(change.target)
-            for name, value in before.attributes.items():
-                if own.get(name) is change.attributes[name]:
+            for name, value in change.attributes.items():
+                if name in own and own[name] is value:
                     del own[name]
-                    if value is not _ABSENT:
-                        own[name] = value
+                    if name in before.attributes:
+                        own[name] = before.attributes[name]
             if change.made(type(change.target), before.cls):
                 change.target.__class__ = before.cls
         for handle in self.inner:
@@ -101,8 +100,8 @@ class Swapped(Handle):
 
     def report(self) -> Report:
         """Every attention module with its status. `print` it, give it to rich, or take `Report.to_dict()`."""
-        note = "in training mode, layers with attention dropout above 0 are computed by torch"
-        return Report(type(self.model).__name__, self.kernel, self._rows, (note,))
+        notes = ["in training mode, layers with attention dropout above 0 are computed by torch", *(c.note for c in self.changes if c.note)]
+        return Report(type(self.model).__name__, self.kernel, self._rows, tuple(dict.fromkeys(notes)))
 
     def verify(self, *inputs: Any, tolerance: float | None = None, strict: bool = True, **named: Any) -> Verification:
         """Run the model on these inputs as patched and as it was, in eval mode, and compare.
@@ -112,15 +111,25 @@ class Swapped(Handle):
             tolerance: on the largest difference over the largest value of its own attention; default by dtype (float32: 2e-5).
             strict: raise when the figures are worse than that.
 
-        Raises PatchError when the model is not patched, when the output is missing, or (strict) when the comparison fails.
+        Raises PatchError when the model is not patched, when a module has another class, forward or attribute than `patch` left, when the
+        output is missing, or (strict) when the comparison fails.
         """
         if not self.active:
             fail(PatchError, "verify: the model is not patched any more")
+        for change, before in zip(self.changes, self._before, strict=True):
+            target = change.target
+            alike = all(vars(target).get(name) is value for name, value in change.attributes.items())
+            if not alike or not change.made(type(target), before.cls) or "forward" in vars(target):
+                fail(
+                    PatchError,
+                    f"verify: {type(target).__name__} has changed since patch, call verify before that",
+                )
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
             with torch.no_grad():
                 name, ours = output_of(self._run(inputs, named))
+                ours = ours.clone()  # the other run may write into the same memory
                 self.unpatch()
                 _, own = output_of(self._run(inputs, named))
         finally:

@@ -14,6 +14,7 @@ import attnops
 import attnops.adapters.diffusers
 from attnops.errors import InvalidInput, PatchError, UnknownKernel
 from tests.adapters.helpers import Calls, Graphs, block, grads, same_grads
+from tests.helpers import fresh_process
 
 MASKS = {
     "right": [[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0, 0]],
@@ -62,7 +63,7 @@ def test_masks(kind, form):
         mask = torch.where(mask, torch.randn(2, 4, 5, 7), float("-inf"))
     query, key, value = qkv()
     with Calls() as calls:
-        got = dispatch_attention_fn(query, key, value, mask, backend=attnops.adapters.diffusers.backend())
+        got = dispatch_attention_fn(query, key, value, mask, backend=attnops.adapters.diffusers.backend(None))
     assert calls.names == ["attnops::attention"]
     torch.testing.assert_close(got, dispatch_attention_fn(query, key, value, mask, scale=16**-0.5))
 
@@ -127,6 +128,8 @@ def test_by_name():
         with Calls() as calls:
             ours(**flux_inputs())
         assert calls.names == ["attnops::attention"] * 2
+        with pytest.raises(PatchError, match="FluxAttention: it calls attnops already"):
+            attnops.patch(ours)
         ours.reset_attention_backend()
     finally:
         attention_dispatch._AttentionBackendRegistry.set_active_backend(attention_dispatch.AttentionBackendName.NATIVE)
@@ -137,9 +140,21 @@ def test_by_name():
         attnops.patch(ours, kernel="no_such")
 
 
+def test_saved_and_loaded_in_another_process(tmp_path):
+    ours = flux()
+    attnops.patch(ours, kernel="reference")
+    torch.save(ours, tmp_path / "flux.pt")
+    code = f"""
+import torch
+model = torch.load({str(tmp_path / "flux.pt")!r}, weights_only=False)
+print(model.transformer_blocks[0].attn.processor._attention_backend.value, len(model._attnops.report().patched))
+"""
+    assert fresh_process(code).strip() == "attnops_reference 2"
+
+
 def test_what_is_refused():
     query, key, value = qkv()
-    backend = attnops.adapters.diffusers.backend()
+    backend = attnops.adapters.diffusers.backend(None)
     with pytest.raises(InvalidInput, match="parallel_config"):
         dispatch_attention_fn(query, key, value, backend=backend, parallel_config=object())
     with pytest.raises(InvalidInput, match="attn_mask: got str, want a tensor"):

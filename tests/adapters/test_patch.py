@@ -149,6 +149,7 @@ def test_copies_are_patched_and_have_their_own_handle(way):
     handle.unpatch()
     assert attnops_ops(ours, X) == 0 and attnops_ops(other, X) == 3
     attnops.patch(other).unpatch()
+    assert vars(other[0]).keys() == vars(Layer()).keys()
     assert type(other[0]) is Layer and attnops_ops(other, X) == 0
 
 
@@ -175,15 +176,45 @@ def test_a_part_first():
     part.unpatch()
 
 
-def test_a_failed_patch_leaves_nothing():
+@pytest.mark.parametrize("error", [TypeError, ValueError])
+def test_a_failed_patch_leaves_nothing(error):
     class Final(Layer):
         def __init_subclass__(cls):
-            raise TypeError("no subclasses")
+            raise error("no subclasses")
 
-    ours = model(Layer(), Final())
-    with pytest.raises(PatchError, match="Final takes no other class: TypeError: no subclasses"):
+    ours = model(Layer(), Final(), nn.MultiheadAttention(8, 2))
+    before = [vars(layer).copy() for layer in ours]
+    with pytest.raises(PatchError, match=f"Final takes no other class: {error.__name__}: no subclasses"):
         attnops.patch(ours)
-    assert [type(layer) for layer in ours] == [Layer, Final] and "_attnops" not in vars(ours)
+    assert [type(layer) for layer in ours] == [Layer, Final, nn.MultiheadAttention] and "_attnops" not in vars(ours)
+    assert [vars(layer) for layer in ours] == before
+
+
+@pytest.mark.parametrize("what", ["class", "forward", "attribute"])
+def test_verify_has_no_own_attention_to_compare_with(what):
+    ours = model()
+    with attnops.patch(ours) as handle:
+        if what == "class":
+            ours[1].__class__ = type("FSDPLayer", (type(ours[1]),), {})
+        elif what == "forward":
+            replaced(ours[1])
+        else:
+            del ours[1]._attnops_switched
+        with pytest.raises(PatchError, match=r"verify: (FSDP)?Layer has changed since patch"):
+            handle.verify(X)
+        assert handle.active
+
+
+def test_an_output_that_both_runs_share(monkeypatch):
+    class Static(Layer):
+        def forward(self, x):
+            return self.static.copy_(super().forward(x))
+
+    ours = model(Static())
+    ours[0].static = torch.zeros(2, 9, 32)
+    monkeypatch.setattr(attnops.adapters.sdpa, "attention", lambda q, k, v, **_: v)
+    with attnops.patch(ours) as handle:
+        assert not handle.verify(X, strict=False).passed
 
 
 def replaced(module):

@@ -76,7 +76,7 @@ def test_decoder_and_weights():
     torch.manual_seed(0)
     model = nn.Transformer(32, 4, 1, 1, 64, dropout=0.0, batch_first=True).eval()
     with attnops.patch(model) as handle:
-        assert len(handle.report().patched) == 3
+        assert len(handle.report().patched) == 3 and "need_weights=False" in handle.report().notes[1]
         assert handle.verify(X, X[:, :5], tgt_mask=CAUSAL[:5, :5], tgt_is_causal=True, memory_key_padding_mask=PADDING).passed
     attention = nn.MultiheadAttention(32, 4, batch_first=True)
     _, want = attention(X, X, X)
