@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from contextvars import ContextVar
+from functools import partial
+from inspect import signature
 from typing import Any
 
+import torch
+from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules.transformer import Transformer
 from transformers import DataCollatorWithFlattening
 
 from attnops.adapters.report import PATCHED, Report
 from attnops.adapters.swap import Change, Site, Swapped
-from attnops.errors import one_line
+from attnops.errors import PatchError, fail, one_line
 from attnops.hf import patch as patch_hf
+
+_padded = ContextVar("_padded", default=False)
+# The loop over batches, which worker processes call too. sentence-transformers before 6.2 has it in `encode`.
+_METHOD = "_inference" if hasattr(SentenceTransformer, "_inference") else "encode"
 
 
 class Packing(Transformer):  # type: ignore[misc]
     """sentence-transformers' Transformer with packed texts, but for training with attention dropout, which no kernel has for them."""
 
-    def _should_flatten_inputs(self, *args: Any, **kwargs: Any) -> bool:
+    @property
+    def can_flatten_inputs(self) -> bool:
+        """Whether texts are packed now."""
         dropouts = [getattr(self.model.config, name, None) for name in ("attention_dropout", "attention_probs_dropout_prob")]
-        return not (self.training and any(dropouts)) and super()._should_flatten_inputs(*args, **kwargs)
+        return self.__dict__["can_flatten_inputs"] and not _padded.get() and not (self.training and any(dropouts))
+
+    @can_flatten_inputs.setter
+    def can_flatten_inputs(self, value: bool) -> None:
+        self.__dict__["can_flatten_inputs"] = value
 
     def forward(self, features: dict[str, Any], **kwargs: Any) -> Any:
         """As Transformer.forward. Packed texts need no masks; models whose layers are of several types take them by type."""
@@ -28,24 +43,50 @@ class Packing(Transformer):  # type: ignore[misc]
         return super().forward(features, **kwargs)
 
 
+def _encode(model: Any, *args: Any, **named: Any) -> Any:
+    """The model's own loop over batches. It cuts the outputs of a text, such as token embeddings, from padded rows."""
+    encode = getattr(type(model), _METHOD)
+    wanted = signature(encode).bind(model, *args, **named).arguments.get("output_value", "sentence_embedding")
+    before = _padded.set(wanted != "sentence_embedding")
+    try:
+        return encode(model, *args, **named)
+    finally:
+        _padded.reset(before)
+
+
 class Embedder(Swapped):
-    """A patched model of sentence-transformers, and the way back. Made by `attnops.patch`. `verify` takes the arguments of `encode`."""
+    """A patched model of sentence-transformers, and the way back. Made by `attnops.patch`.
+
+    `verify` takes the arguments of `encode`, or of a CrossEncoder's `predict`.
+    """
 
     def _switch(self) -> None:
         with ExitStack() as undo:
             self.inner = [undo.enter_context(patch_hf(site.module.model, **self.options)) for site in self.sites]
             super()._switch()
             undo.pop_all()
+        if self.changes and isinstance(self.model, SentenceTransformer):
+            vars(self.model)[_METHOD] = partial(_encode, self.model)
+
+    def unpatch(self) -> None:
+        """Give the model back as it was. Idempotent."""
+        if self.active:
+            vars(self.model).pop(_METHOD, None)
+        super().unpatch()
 
     def report(self) -> Report:
         """Every attention module with its status, and whether texts are packed."""
         reports, packing = [handle.report() for handle in self.inner], super().report()
-        packed = (f"{row.path}: {'texts are packed' if row.status == PATCHED else row.status}" for row in packing.rows)
+        packed = (f"{row.path or row.cls}: {'texts are packed' if row.status == PATCHED else row.status}" for row in packing.rows)
         notes = dict.fromkeys((*packed, *(note for each in reports for note in each.notes)))
         return Report(packing.model, self.kernel, tuple(row for each in reports for row in each.rows), tuple(notes))
 
     def _run(self, inputs: Any, named: Any) -> Any:
-        return self.model.encode(*inputs, **named, convert_to_tensor=True, show_progress_bar=False)
+        call = getattr(self.model, "encode", None) or getattr(self.model, "predict", None)
+        if call is None:
+            fail(PatchError, "verify: got a model without encode or predict, want the SentenceTransformer or CrossEncoder around it")
+        got = call(*inputs, **{"convert_to_tensor": True, "show_progress_bar": False, **named})
+        return torch.atleast_2d(got.to_dense()) if isinstance(got, torch.Tensor) else got
 
 
 def patch(model: Any, options: dict[str, Any]) -> Embedder:
@@ -54,7 +95,8 @@ def patch(model: Any, options: dict[str, Any]) -> Embedder:
     handle = Embedder(model, options, [Site(path, module, _change(module)) for path, module in modules.items()])
     try:
         if handle.changes:
-            handle.verify(["one", "two words", "some more words " * 256])  # longer than most windows
+            texts = ["one", "two words", "some more words " * 256]  # longer than most windows
+            handle.verify(texts if hasattr(model, "encode") else [(text, text) for text in texts])
         return handle
     except Exception as error:  # of any model that takes no packed texts
         handle.unpatch()

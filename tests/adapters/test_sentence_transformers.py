@@ -8,9 +8,11 @@ import torch
 pytest.importorskip("sentence_transformers", reason="sentence-transformers (extra dev) is not installed")
 
 import transformers
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import CrossEncoder, SentenceTransformer, SparseEncoder
+from sentence_transformers.base.modules import Dense
 from sentence_transformers.base.modules.transformer import Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
+from sentence_transformers.sparse_encoder.modules import SpladePooling
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import attnops
@@ -19,6 +21,7 @@ from tests.adapters.helpers import Calls, block
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "one", "two", "words", "some", "more", "a", "b", "c", "d", "e", "f", "g"]
 TEXTS = ["one two words", "a b c d e f g", "some", "more words a b " * 6]
+PAIRS = list(zip(TEXTS, TEXTS[::-1], strict=True))
 SIZES = {
     "vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "pad_token_id": 0,
     "max_position_embeddings": 64, "bos_token_id": 2, "eos_token_id": 3,
@@ -83,6 +86,46 @@ def test_packed_texts(folders, kind, pooling):
         assert handle.verify(TEXTS).passed and handle.active and attnops.patch(model) is handle
     assert tuple(model.preprocess(TEXTS)["input_ids"].shape) == shape and type(model[0]) is Transformer
     assert torch.equal(embed(model), want)
+
+
+@pytest.mark.parametrize("output_value", ["token_embeddings", None])
+@pytest.mark.parametrize("kind", ["bert", "qwen3"])
+def test_outputs_of_each_text(folders, kind, output_value):
+    """Tokens and raw outputs are cut from padded rows, in the batches of the model itself."""
+    model = embedder(folders, kind)
+    own = model.encode(TEXTS, output_value=output_value, batch_size=2)
+    with attnops.patch(model):
+        got = model.encode(TEXTS, output_value=output_value, batch_size=2)
+        assert run(model)[1] == PACKED
+    for ours, theirs in zip(got, own, strict=True):
+        tensors = [{k: v for k, v in x.items() if torch.is_tensor(v)} if isinstance(x, dict) else x for x in (ours, theirs)]
+        torch.testing.assert_close(*tensors, rtol=1e-4, atol=1e-5)
+
+
+def sparse(folder):
+    return SparseEncoder(modules=[Transformer(folder, transformer_task="fill-mask"), SpladePooling()], device="cpu")
+
+
+def cross(folder):
+    scores = Dense(32, 1, module_input_name="sentence_embedding", module_output_name="scores")
+    return CrossEncoder(modules=[Transformer(folder), Pooling(32), scores], device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "status"),
+    [
+        (sparse, TEXTS, "0: texts are packed"),
+        (cross, PAIRS, "0: texts are packed"),
+        (lambda folder: CrossEncoder(folder, device="cpu"), PAIRS, "it is for sequence-classification"),
+        (Transformer, None, "Transformer: skipped: texts stay padded, PatchError: verify: got a model without encode"),
+    ],
+)
+def test_other_models(folders, make, inputs, status):
+    model = make(folders["xlm-roberta"])
+    with attnops.patch(model) as handle:
+        assert status in str(handle.report())
+        if inputs is not None:
+            assert handle.verify(inputs, show_progress_bar=True).passed
 
 
 @pytest.mark.parametrize(
