@@ -79,11 +79,11 @@ def config_of(model: str) -> Any:
     path = Path(model)
     try:
         path = path / "config.json" if path.is_dir() else path
-        found = path.is_file()
+        found, local = path.is_file(), model.endswith(".json") or path.parent.is_dir()
     except OSError:  # the name is too long for a file
-        found = False
+        found = local = False
     if not found:
-        hub = f" (of the Hub: hf download {model} config.json)" if re.fullmatch(r"[\w.-]+/[\w.-]+", model) else ""
+        hub = f" (of the Hub: hf download {model} config.json)" if not local and re.fullmatch(r"[\w.-]+/[\w.-]+", model) else ""
         fail(InvalidInput, "model", repr(model), f"a config.json{hub}, a folder with one, or one of {', '.join(names())}")
     try:
         given = json.loads(read_text(path))

@@ -133,6 +133,7 @@ def explain(
     from torch._guards import detect_fake_mode
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+    need(target is None or isinstance(target, (str, Target)), "target", repr(target), 'a name such as "sm90", a Target, or None')
     need(target is not None or assume is None, "assume", assume, "None without a target: packages of this machine are looked up")
     named = Target.parse(target, assume) if isinstance(target, str) else target
     if named is not None and named.assume is None:

@@ -60,7 +60,8 @@ def patch(
         mask, cache, decode: of transformers models alone, see `attnops.hf.patch`.
 
     Returns:
-        The handle, with `report()`, `verify()` and `unpatch()`. A second call on the same model returns the same handle.
+        The handle, with `report()`, `verify()` and `unpatch()`. A second call on the same model returns the same handle, also on
+        `torch.compile` of it.
 
     Raises:
         PatchError: no module can be patched (the text has every reason), or the model is patched with other options.
@@ -71,7 +72,8 @@ def patch(
         inside = ", ".join(f".{name}" for name, value in getattr(model, "__dict__", {}).items() if isinstance(value, nn.Module))
         fail(PatchError, f"patch: got {type(model).__name__}, want a torch.nn.Module{inside and f', as its {inside}'}")
     options = {"kernel": kernel, "mask": mask, "cache": cache, "decode": decode}
-    there = vars(model).get(MARK)
+    uncompiled = getattr(model, "_orig_mod", model)
+    there = vars(uncompiled).get(MARK)
     if isinstance(there, Swapped):
         if there.options != options:
             fail(PatchError, f"patch: this model is patched with {there.options}, asked now for {options}; call unpatch() first")
@@ -88,6 +90,7 @@ def patch(
         need(value == "auto", field, repr(value), f"'auto': {type(model).__name__} holds no transformers.PreTrainedModel")
     if kernel is not None:
         check_kernel(kernel, ("attention",))
+    model = uncompiled
     sites = _sites(model, kernel)
     if all(isinstance(site.change, str) for site in sites):
         head = f"patch: nothing to patch in {type(model).__name__}"
@@ -123,7 +126,11 @@ def _change(module: nn.Module, kernel: str | None) -> Change | str | None:
         return "it calls attnops already"
     for package in dict.fromkeys(base.__module__.partition(".")[0] for base in cls.__mro__):
         if package in LIBRARIES:
-            found: Change | str | None = import_module(f"attnops.adapters.{package}").change(module, kernel)
+            try:
+                adapter = import_module(f"attnops.adapters.{package}")
+            except ImportError:  # this version of the package lacks a module that its adapter needs
+                continue
+            found: Change | str | None = adapter.change(module, kernel)
             if found is not None:
                 return found
     return Change(module, "forward") if calls_sdpa(cls) else None

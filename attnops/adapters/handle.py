@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from attnops.adapters.report import Report
+from attnops.adapters.report import Report, Verification
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -30,6 +30,17 @@ class Handle(ABC):
     @abstractmethod
     def report(self) -> Report:
         """Every attention module with its status. `print` it, give it to rich, or take `Report.to_dict()`."""
+
+    @abstractmethod
+    def verify(self, *inputs: Any, **named: Any) -> Verification:
+        """Run the model on these inputs as patched and with its own attention, and compare.
+
+        Args:
+            inputs, named: the model's own arguments; also `tolerance`, on the relative difference, and `strict`, False to raise no error
+                where the figures are worse than that.
+
+        Raises PatchError when the comparison cannot be made or fails.
+        """
 
     def __enter__(self) -> Self:
         return self

@@ -111,7 +111,7 @@ TOLERANCES = {torch.float64: 1e-6, torch.float32: 2e-5, torch.float16: 2e-2, tor
 def compare(
     ours: Tensor, eager: Tensor, visible: Tensor | None, name: str, tolerance: float | None, against: str = "eager"
 ) -> Verification:
-    """The figures of two outputs `[B, S, ...]`. visible: 2-D mask `[B, S]` of the positions that count."""
+    """The figures of two outputs `[B, S, ...]`, `[B, C]` or `[B]`. visible: 2-D mask `[B, S]` of the positions that count."""
     dtype = str(eager.dtype).removeprefix("torch.")
     limit = TOLERANCES.get(eager.dtype, TOLERANCES[torch.float32]) if tolerance is None else tolerance
     finite = bool(torch.isfinite(ours).all())
@@ -119,6 +119,8 @@ def compare(
         seen = visible.to(eager.device).bool()
         ours, eager = ours[seen], eager[seen]
     ours, eager = ours.double(), eager.double()
+    if eager.dim() == 1:
+        ours, eager = ours[:, None], eager[:, None]
     off, top, same = 0.0, 0.0, 1.0
     if eager.numel():
         off, top = float((ours - eager).abs().max()), float(eager.abs().max())
@@ -127,12 +129,13 @@ def compare(
 
 
 def outputs_of(result: Any) -> dict[str, Tensor]:
-    """The floating-point tensors `[B, ...]` of a model's output by name, the main one first."""
+    """The floating-point tensors of a model's output by name, the main one first: all `[B, S, ...]` or `[B, C]`, else all `[B]`."""
     if isinstance(result, (Tensor, tuple, list)):
         parts = [result] if isinstance(result, Tensor) else result
         result = {f"output {i}": part for i, part in enumerate(parts)}
     items = result.items() if isinstance(result, dict) else ()
-    found = {name: x for name, x in items if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1}
+    floats = {name: x for name, x in items if isinstance(x, Tensor) and x.is_floating_point()}
+    found = {name: x for name, x in floats.items() if x.dim() > 1} or {name: x for name, x in floats.items() if x.dim() == 1}
     return {name: found[name] for name in (*(name for name in ("logits", "last_hidden_state") if name in found), *found)}
 
 

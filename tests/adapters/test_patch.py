@@ -5,6 +5,7 @@ import functools
 import io
 import json
 import pickle
+import sys
 
 import pytest
 import torch
@@ -109,6 +110,22 @@ def test_verify_sees_a_difference(monkeypatch):
         assert handle.active and not handle.verify(X, strict=False).passed
 
 
+def test_outputs_with_one_dim():
+    ours = model(Layer(), nn.Flatten(), nn.Linear(288, 1), nn.Flatten(0))
+    figures = attnops.patch(ours).verify(X)
+    assert figures.passed and figures.positions == 2
+
+
+def test_a_compiled_model_is_the_model():
+    ours = model()
+    handle = attnops.patch(ours)
+    compiled = torch.compile(ours, backend="eager")
+    assert attnops.patch(compiled) is handle
+    handle.unpatch()
+    handle = attnops.patch(compiled)
+    assert attnops.patch(ours) is handle and handle.report().rows[0].path == "0" and handle.verify(X).passed
+
+
 def test_functions_that_a_module_calls():
     ours = model(ByFunction())
     with attnops.patch(ours):
@@ -206,12 +223,13 @@ def test_verify_has_no_own_attention_to_compare_with(what):
 
 
 def test_an_output_that_both_runs_share(monkeypatch):
-    class Static(Layer):
-        def forward(self, x):
-            return self.static.copy_(super().forward(x))
+    class Static(nn.Module):
+        memory = torch.zeros(2, 9, 32)
 
-    ours = model(Static())
-    ours[0].static = torch.zeros(2, 9, 32)
+        def forward(self, x):
+            return self.memory.copy_(x)
+
+    ours = model(Layer(), Static())
     monkeypatch.setattr(attnops.adapters.sdpa, "attention", lambda q, k, v, **_: v)
     with attnops.patch(ours) as handle:
         assert not handle.verify(X, strict=False).passed
@@ -266,6 +284,14 @@ def test_compiled_in_one_graph_and_layers_once():
         with torch.no_grad():
             ours(X)
         assert graphs.count("attnops.attention") == [1]
+
+
+@pytest.mark.parametrize("package", ["diffusers", "torchtitan"])
+def test_a_package_without_the_module_that_its_adapter_needs(package, monkeypatch):
+    monkeypatch.setitem(sys.modules, f"attnops.adapters.{package}", None)
+    ours = model(type("OldAttention", (Layer,), {"__module__": f"{package}.models.old"})())
+    with attnops.patch(ours):
+        assert attnops_ops(ours, X) == 1
 
 
 def test_transformers_is_not_needed():

@@ -87,7 +87,7 @@ def test_as_dict_is_json():
     assert data["target"] == "sm90" and data["calls"][0]["kernel"] == "sdpa"
 
 
-@pytest.mark.parametrize("target", ["h1000", "sm", "gpu", ""])
+@pytest.mark.parametrize("target", ["h1000", "sm", "gpu", "", 90])
 def test_unknown_targets(target):
     with pytest.raises(InvalidInput, match="target: got"):
         attnops.explain(lambda: None, target=target)
