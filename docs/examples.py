@@ -70,8 +70,9 @@ def shown(text: str) -> dict[str, str]:
 
 
 def comparable(printed: str) -> list[str]:
-    """Lines without numbers, and without the answers of a model with random weights, which have pictures of control characters."""
-    return [re.sub(r"\d[\d.e+-]*", "#", line) for line in printed.strip().splitlines() if not re.search("[\u2400-\u247f]", line)]
+    """Lines without numbers but for counts (8 of 8). Answers of random weights, with pictures of control characters, are left out."""
+    lines = [line for line in printed.strip().splitlines() if not re.search("[\u2400-\u247f]", line)]
+    return [re.sub(r"(\d+ of \d+)|\d[\d.e+-]*", lambda number: number[1] or "#", line) for line in lines]
 
 
 if __name__ == "__main__":

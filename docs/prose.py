@@ -1,6 +1,7 @@
 """`make lint`: proselint over the pages, without their code, and over docstrings. Prints what it finds; exit code 1 if it finds any."""
 
 import ast
+import inspect
 import itertools
 import re
 import sys
@@ -32,7 +33,8 @@ def docstrings(source):
     lines = [""] * (source.count("\n") + 2)
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            lines[node.lineno - 1 : node.end_lineno] = node.value.value.split("\n")
+            text = inspect.cleandoc(node.value.value).split("\n")
+            lines[node.lineno - 1 : node.lineno - 1 + len(text)] = text
     return "\n".join(lines)
 
 

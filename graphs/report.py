@@ -45,7 +45,7 @@ class Report:
     """The report of a `Graphed`.
 
     rows: captured buckets in order.
-    compiled: the number of different pieces by trace (see `Bucket`).
+    compiled: the number of distinct pieces by trace (see `Bucket`).
     parts: the number of all pieces by trace.
     compile_seconds: time of tracing, choice of kernels and compilation.
     input_bytes: size of the input buffers.

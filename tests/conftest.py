@@ -16,6 +16,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Scalar loops: g++ takes half as long, and an empty cache folder is not filled with trials of vector instructions first.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+# Colours and a width of their own in what commands print.
+for _name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
+    os.environ.pop(_name, None)
 # What this user has measured shall not decide a test. Nothing is written there.
 os.environ["ATTNOPS_CACHE_DIR"] = os.path.join(tempfile.gettempdir(), "attnops-tests-no-tables")
 
@@ -27,6 +30,8 @@ if find_spec("hypothesis"):
     settings.load_profile("attnops")
 
 
+# After -k and -m have chosen, so that of each file a chosen test says it.
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:

@@ -396,8 +396,11 @@ def test_demo_without_compiling():
 def test_demo_compiles():
     from attnops.cli.demo import Clock, _one
 
-    report = _one("llama-small", Console(quiet=True), Clock(Console(quiet=True)), 3, True)
-    assert report["equal"] and report["graph"]
+    # Again in the same process: the code is loaded already.
+    for _ in range(2):
+        torch._dynamo.reset()
+        report = _one("llama-small", Console(quiet=True), Clock(Console(quiet=True)), 3, True)
+        assert report["equal"] and report["graph"]
     chosen = report["kernels"]["here"]
     assert chosen and all(any(re.search(rf"attnops\.\w*attention\.{name}(\(|: )", line) for line in report["graph"]) for name in chosen)
 

@@ -33,9 +33,12 @@ def part(text, name):
     return "\n".join(line for line in body.splitlines() if not line.startswith("```"))
 
 
+OPTIONAL = {"diffusers", "peft", "sentence_transformers", "timm", "torchtitan", "torchvision", "transformers"}
+
+
 def skip_unless_installed(code):
     """Skip where a package that the code imports is missing, or transformers is too old for the pages that it asks for."""
-    for package in re.findall(r"^(?:from|import) (\w+)", code, re.M):
+    for package in sorted(OPTIONAL & {*re.findall(r"^(?:from|import) (\w+)", code, re.M)}):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
     if 'cache="paged"' in code and Version(version("transformers")) < Version("5.15"):
@@ -53,7 +56,8 @@ def links(page):
 
 
 def script(path, *arguments):
-    return ready_process(f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')", *arguments)
+    code = f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')"
+    return ready_process(code, *arguments, env={"CUDA_VISIBLE_DEVICES": ""})  # pages show what a CPU prints
 
 
 @pytest.mark.slow
@@ -91,7 +95,7 @@ def test_a_stale_part_is_found(tmp_path, monkeypatch):
 GRAPH = """
 from attnops.cli.demo import kernel_lines
 print("compiled to")
-for line, count in kernel_lines(set()).items():
+for line, count in kernel_lines().items():
     print(line + (f"  x{count}" if count > 1 else ""))
 """
 

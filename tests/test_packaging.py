@@ -19,7 +19,8 @@ from tests.test_docs import FENCE
 for module in ["build", "setuptools_scm", "twine"]:
     pytest.importorskip(module, reason=f"the extra dev brings {module}, which makes or checks the distributions")
 
-ENV = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")} | {"PYTHONWARNINGS": "ignore"}
+ENV = {name: value for name, value in os.environ.items() if not name.startswith(("GIT_", "SETUPTOOLS_SCM_"))}
+ENV |= {"PYTHONWARNINGS": "ignore", "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
 GIT = ("git", "-c", "user.name=test", "-c", "user.email=test@localhost", "-c", "commit.gpgsign=false")
 SCM = (sys.executable, "-m", "setuptools_scm")
 UNTAGGED = re.compile(r"0\.1\.dev1\+g[0-9a-f]{7,}")

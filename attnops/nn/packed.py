@@ -73,8 +73,8 @@ class Packed:
 def pack_linears(model: nn.Module) -> Packed:
     """Place the weights of linears that may share an input, and their biases, one behind the other in memory.
 
-    A group are the children of one module, which is no container of layers, that are torch.nn.Linear and alike in in_features, dtype,
-    device and whether they have a bias, in the order of registration: q, k and v of attention, gate and up of an MLP. Each
+    A group are the children of one module, which is no container of layers, that are torch.nn.Linear and have the same in_features,
+    dtype and device, and all or none a bias, in the order of registration: q, k and v of attention, gate and up of an MLP. Each
     `weight.data` becomes a contiguous slice `[n, K]` of the group's memory `[n1 + n2 + ..., K]`. Parameters, names, values,
     requires_grad and state_dict stay. Memory: at most one group more than before while it runs, and no more afterwards. Idempotent.
 

@@ -201,7 +201,7 @@ def measure(
 ) -> tuple[Table, Report]:  # fmt: skip
     """Time every kernel of `stopwatch` that can run, at every size of every sweep, smaller sizes first.
 
-    Each shape gets its share of the rest of `budget_s` by its number of points, at least LEAST_S, first calls not counted; with them all
+    Each shape gets its share of the rest of `budget_s` by its number of points, LEAST_S or more, first calls not counted; with them all
     shapes together take at most HARD budgets. A late point has no time, and a table scales the time of its smaller neighbour. A shape
     is left out if fewer than ENOUGH of its points were timed, or if one kernel alone answers it. progress: called with a line before every
     point. keep: called with the table so far after every shape.
