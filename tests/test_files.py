@@ -158,6 +158,16 @@ def test_a_name_that_is_no_model_is_one_line(name):
     assert len(str(caught.value).splitlines()) == 1 and len(str(caught.value)) < 2000
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"), [("org/model", True), ("org/config.json", False), ("attnops/model", False), ("attnops/hf", False)]
+)
+def test_the_hub_is_named_for_names_of_the_hub(name, hint, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(InvalidInput) as caught:
+        models.config_of(name)
+    assert (f"hf download {name}" in str(caught.value)) == hint
+
+
 def test_a_config_larger_than_any_is_not_read(tmp_path):
     (tmp_path / "config.json").touch()
     most = store.LARGEST_BYTES
