@@ -84,7 +84,7 @@ def alike(size: int) -> tuple[int, int]:
 
 
 GPUS = {
-    "h100": ("NVIDIA H100 80GB HBM3", 90), "h200": ("NVIDIA H200", 90), "b200": ("NVIDIA B200", 100),
+    "a100": ("NVIDIA A100-SXM4-80GB", 80), "h100": ("NVIDIA H100 80GB HBM3", 90), "h200": ("NVIDIA H200", 90), "b200": ("NVIDIA B200", 100),
     "rtx4090": ("NVIDIA GeForce RTX 4090", 89),
 }  # fmt: skip
 """GPUs by the names that `Target.parse` takes: the name by the driver, as tables of measured times have it, and the architecture."""
@@ -109,8 +109,8 @@ class Target:
         """`cpu`, `smNN` such as `sm90`, `gfxNNN` such as `gfx942`, or a name of GPUS. Raises InvalidInput on anything else."""
         if text == "cpu":
             return cls("cpu", 0, assume)
-        if text in GPUS:
-            return cls("cuda", GPUS[text][1], assume, GPUS[text][0])
+        if gpu := GPUS.get(text.lower()):
+            return cls("cuda", gpu[1], assume, gpu[0])
         if m := re.fullmatch(r"sm_?(\d{2,3})a?", text):
             return cls("cuda", int(m[1]), assume)
         if m := re.fullmatch(r"gfx([\da-f]{3,4})", text):

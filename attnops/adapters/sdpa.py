@@ -139,9 +139,10 @@ def callers(cls: Any) -> tuple[str, ...]:
     `forward` speaks for static methods and class methods.
     """
     packages = {base.__module__.partition(".")[0] for base in cls.__mro__} - {"torch", "builtins"}
-    methods = {name: vars(base)[name] for base in reversed(cls.__mro__) for name in vars(base) if name != "__init__"}
-    found = [name for name, method in methods.items() if _calls(method, packages)]
-    return tuple(dict.fromkeys(name if isinstance(methods[name], FunctionType) else "forward" for name in found))
+    # Of every base: a method may call the one that it overrides.
+    methods = [(name, method) for base in reversed(cls.__mro__) for name, method in vars(base).items() if name != "__init__"]
+    found = [name if isinstance(method, FunctionType) else "forward" for name, method in methods if _calls(method, packages)]
+    return tuple(dict.fromkeys(found))
 
 
 def calls_sdpa(cls: Any) -> bool:

@@ -30,6 +30,7 @@ from attnops.hf.paged.mode import REPLACED, PagedMode, give_back
 from attnops.hf.report import Report, Took, evaluating, switch
 
 _SETTLING = threading.Lock()
+UNSETTLED = "the first generate() chooses its cache"
 _OPTIONS = "_attnops_options"
 
 
@@ -46,7 +47,7 @@ class Patched(Handle):
         self._paged: PagedMode | None = None
         self._settled: tuple[bool, str] | None = None
         self._took: Took | None = None
-        self._why = "the first generate() chooses"
+        self._why = UNSETTLED
         if _forced(asked, decode):
             self._settle()
         self._switched = [(config, config._attn_implementation_internal) for config in found.configs]
@@ -114,7 +115,13 @@ class Patched(Handle):
 
     def report(self) -> Report:
         """Every attention module with its status, and how `generate()` runs. `print` it, give it to rich, or take `Report.to_dict()`."""
-        return _report(self.model, self.implementation, self._options, self._found, self._paged, self._proof, self._why)
+        others = {id(config): name for config, name in self._others()}
+        return _report(self.model, self.implementation, self._options, self._found, self._paged, self._proof, self._why, others)
+
+    def _others(self) -> list[tuple[Any, str]]:
+        """Configs whose attention the caller has set to another since, and its name."""
+        named = [(config, config._attn_implementation_internal) for config, _ in self._switched if self.active]
+        return [(config, name) for config, name in named if name != self.implementation]
 
     @property
     def took(self) -> Took | None:
@@ -224,6 +231,8 @@ class Patched(Handle):
         """
         if not self.active:
             fail(PatchError, "verify: the model is not patched any more")
+        if others := self._others():
+            fail(PatchError, f"verify: got a model whose attention was set to {others[0][1]!r} after patch(); call unpatch(), then patch()")
         if input_ids is not None:
             inputs["input_ids"] = input_ids
         configs = [config for config, _ in self._switched]
@@ -362,12 +371,14 @@ def _served(owner: nn.Module, found: Match, asked: Options) -> tuple[Options, st
 
 
 def _report(
-    model: nn.Module, name: str, options: Options, found: Match, paged: PagedMode | None, proof: str, why: str
+    model: nn.Module, name: str, options: Options, found: Match, paged: PagedMode | None, proof: str, why: str, others: dict[int, str]
 ) -> Report:  # fmt: skip
     rows = []
     for site in found.sites:
         phases = paged_models.phases(site.module, None if paged is None else paged.windows.get(site.module))
-        told = (PATCHED, phases) if site.reason is None else (f"skipped: {site.reason}", "")
+        other = others.get(id(getattr(site.module, "config", None)))
+        reason = site.reason or (other and f"its attention was set to {other!r} after patch()")
+        told = (f"skipped: {reason}", "") if reason else (PATCHED, phases)
         rows.append(Row(site.path, type(site.module).__name__, *told))
     additive, graphs = options.mask == "additive", "" if paged is None or paged.decode.mode == "hf" else paged.decode.mode
     known = {
@@ -376,7 +387,7 @@ def _report(
         f"masks are always written out: {found.explicit}": found.explicit and not additive,
         f"transformers does not route it through sdpa; {proof}": proof,
         f"{found.shared} modules outside this model hold the same config object and switch with it": found.shared,
-        f"generate() keeps transformers' cache: {why}": paged is None and why,
+        (why if why == UNSETTLED else f"generate() keeps transformers' cache: {why}"): paged is None and why,
         "generate() keeps its cache in pages, but in beam search, as an assistant, and where another cache is asked for": paged,
         "generate() of inputs with token_type_ids uses transformers' own cache: tokens of an image see each other both ways":
             paged is not None and paged.blocks,

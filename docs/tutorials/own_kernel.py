@@ -16,7 +16,7 @@ from attnops.testing import CASES, check_kernel
 # -----
 #
 # ``run`` gets one argument, the call: a record with the op's arguments under their names. It returns the op's results, here the attention
-# ``[B, S, Hq, D]`` and an empty logsumexp, which no call asks for that this kernel takes.
+# ``[B, S, Hq, D]`` and an empty log-sum-exp: the kernel refuses calls that ask for one.
 
 
 def run(call):

@@ -210,6 +210,24 @@ def test_attention_by_hand_is_not_patched():
         attnops.patch(ByHand())
 
 
+class Base(torch.nn.Module):
+    def forward(self, x):
+        return by_function(x)
+
+
+class Derived(Base):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_a_method_that_calls_the_one_it_overrides():
+    model, x = Derived(), torch.randn(1, 2, 3, 4)
+    want = model(x)
+    with attnops.patch(model) as handle, Calls() as calls:
+        torch.testing.assert_close(model(x), want)
+    assert calls.names == ["attnops::attention"] and len(handle.report().rows) == 1
+
+
 class Recomputing(torch.nn.Module):
     def attend(self, x):
         return F.scaled_dot_product_attention(x, x, x)

@@ -329,3 +329,14 @@ def test_every_attention_module_is_a_row():
         model = tiny.model(name)
         paths = {site.path for site in match(model).sites}
         assert paths == {path for path, m in model.named_modules() if type(m).__name__.endswith("Attention")}
+
+
+def test_another_attention_set_after_the_patch():
+    model = tiny.model("llama")
+    with attnops.patch(model) as handle:
+        model.set_attn_implementation("sdpa")
+        assert all(row.status == "skipped: its attention was set to 'sdpa' after patch()" for row in handle.report().rows)
+        with pytest.raises(PatchError, match="set to 'sdpa' after patch"):
+            handle.verify(torch.arange(9)[None])
+        model.set_attn_implementation(handle.implementation)
+        assert handle.verify(torch.arange(9)[None]).passed and all(row.status == "patched" for row in handle.report().rows)
