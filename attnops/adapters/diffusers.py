@@ -25,7 +25,7 @@ def backend(kernel: str | None) -> Any:
     member = str.__new__(AttentionBackendName, value)
     member._name_, member._value_ = value.upper(), value
     # A process that loads it may not have registered it.
-    member.__reduce_ex__ = lambda protocol: (backend, (kernel,))
+    member.__reduce_ex__ = lambda proto: (backend, (kernel,))
     AttentionBackendName._member_map_[value.upper()] = AttentionBackendName._value2member_map_[value] = member
 
     @_AttentionBackendRegistry.register(member)  # type: ignore[untyped-decorator]

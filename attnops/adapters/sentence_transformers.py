@@ -30,11 +30,12 @@ class Packing(Transformer):  # type: ignore[misc]
     def can_flatten_inputs(self) -> bool:
         """Whether texts are packed now."""
         dropouts = [getattr(self.model.config, name, None) for name in ("attention_dropout", "attention_probs_dropout_prob")]
-        return self.__dict__["can_flatten_inputs"] and not _padded.get() and not (self.training and any(dropouts))
+        return vars(self)["can_flatten_inputs"] and not _padded.get() and not (self.training and any(dropouts))
 
     @can_flatten_inputs.setter
     def can_flatten_inputs(self, value: bool) -> None:
-        self.__dict__["can_flatten_inputs"] = value
+        own: Any = vars(self)
+        own["can_flatten_inputs"] = value
 
     def forward(self, features: dict[str, Any], **kwargs: Any) -> Any:
         """As Transformer.forward. Packed texts need no masks; models whose layers are of several types take them by type."""
