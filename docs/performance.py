@@ -7,9 +7,10 @@ from html import unescape
 from pathlib import Path
 from typing import Any
 
-from pictures import COMPILED, EAGER, NAMES, OURS, PICTURES, Row, layers, ms, speed, tokens_of, whole_models
+from pictures import COMPILED, EAGER, NAMES, OURS, PICTURES, Row, layers, ms, named, speed, tokens_of, whole_models
 from results import ROOT, machines, stamp, table
 
+from attnops.bench.engines import ENGINES
 from attnops.bench.rows import further as rest
 from attnops.bench.run import SUITES
 
@@ -71,7 +72,9 @@ def caption(machine: str, reports: dict[str, dict[str, Any]]) -> str:
     links = f"[figures](benchmarks/results/{machine}/{suite}.json), [method](docs/performance.md)"
     run = f"{what} on one {device}, {date}, commit {commit[:10]}: {links}."
     lacks = [name for name in NAMES if not any(name in ways for ways in cases.values())]
-    return run + (f" Not in that run: {', '.join(lacks)}." if lacks else "")
+    engines = {named(name, row): row["how"] for ways in cases.values() for name, row in ways.items() if "how" in row}
+    timed = "".join(f" {name}: {how}." for name, how in engines.items())
+    return run + timed + (f" Not in that run: {', '.join(lacks)}." if lacks else "")
 
 
 def pictures_full(root: Path = ROOT) -> str:
@@ -109,7 +112,8 @@ def source(report: dict[str, Any]) -> str:
 def command(report: dict[str, Any]) -> str:
     """The command that measures the figures of a report again."""
     gpus = f" --gpus {report['gpus']}" if report.get("gpus", 1) > 1 else ""
-    return f"attnops bench {report['suite']}{' --quick' * (report.get('size') == 'quick')}{gpus} --out results"
+    engines = "".join(f" --engine {way}=PYTHON" for way in dict.fromkeys(row["way"] for row in report["rows"]) if way in ENGINES)
+    return f"attnops bench {report['suite']}{' --quick' * (report.get('size') == 'quick')}{gpus}{engines} --out results"
 
 
 def further(root: Path, machine: str, stem: str) -> list[tuple[str, dict[str, Any]]]:
@@ -170,7 +174,8 @@ def performance_short(root: Path = ROOT) -> str:
 
 
 def time(row: Row | None) -> str:
-    """Milliseconds, with their spread."""
+    """Milliseconds, with their spread, and the version of an engine."""
     if row is None:
         return "-"
-    return f"{ms(row):.2f}" + (f" ± {row['spread_us'] / 1000:.2f}" if "spread_us" in row else "")
+    text = f"{ms(row):.2f}" + (f" ± {row['spread_us'] / 1000:.2f}" if "spread_us" in row else "")
+    return text + (f" ({row['version']})" if "version" in row else "")

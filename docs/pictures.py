@@ -82,14 +82,20 @@ def tokens(reports: Reports) -> str:
     share = span([100 / speed(ways) for ways in cases.values()], 0)
     engines = any(name not in (OURS, EAGER, COMPILED) for ways in cases.values() for name in ways)
     others = "the fastest alternative" if engines else "transformers' fastest way"
-    what = {"generate": "whole calls of generate(), the prompt included", "decode": "a decode step over a filled cache"}[suite]
+    calls = f"whole calls of generate(){' or an engine' * engines}, the prompt included"
+    what = {"generate": calls, "decode": "a decode step over a filled cache"}[suite]
     words = Words(
         title=f"With attnops a token takes {share}% of the time of {others}",
         about=f"{reports[suite].get('device')}, {what}, random weights",
         unit="ms a token of each request; shorter is better",
     )
-    groups = [(spoken(case, ways[OURS]), [bar(name, ms(row), "ms") for name, row in ways.items()]) for case, ways in cases.items()]
-    return bars(words, groups)
+    lines = {case: [bar(named(name, row), ms(row), "ms") for name, row in ways.items()] for case, ways in cases.items()}
+    return bars(words, [(spoken(case, cases[case][OURS]), some) for case, some in lines.items()])
+
+
+def named(name: str, row: Row) -> str:
+    """The name with the version of an engine."""
+    return f"{name} {row['version']}" if "version" in row else name
 
 
 def bar(name: str, value: float, unit: str) -> Bar:

@@ -84,14 +84,22 @@ def test_the_picture_of_readme_follows_generate(docs, write, tmp_path):
     assert {"8.0 ms", "5.0 ms", "4.0 ms", "m, 1 request of 1k tokens"} <= set(words_of(svg)) and "vLLM" not in svg and "n, 1" not in svg
     generate = {"hf": 12.0, "hf_static": 6.0, "attnops": 4.0, "attnops_paged": 9.0, "vllm": 5.0, "sglang": 5.5}
     first = rows_of("m 1x1k, first call", {"hf": 0.001, "attnops": 0.001})
-    write("generate", [*rows_of("m 1x1k", generate), *rows_of("m 8x1k", {**generate, "attnops": 2.0}), *first])
+    rows = [*rows_of("m 1x1k", generate), *rows_of("m 8x1k", {**generate, "attnops": 2.0}), *first]
+    for row in rows:
+        row |= {"vllm": {"version": "0.1", "how": "its steps"}, "sglang": {"version": "0.2", "how": "its runner"}}.get(row["way"], {})
+    write("generate", rows)
     assert list(page.stale_plots(tmp_path, False)) == ["docs/plots/toy-tokens.svg"]
     after, svg = page.picture(tmp_path), (tmp_path / "docs" / "plots" / "toy-tokens.svg").read_text()
     assert "40 to 80% of the time" in after and "toy/generate.json" in after and "Not in" not in after and "Toy GPU, 2026-01-01" in after
     words = words_of(svg)
-    shown = ["transformers", "transformers, compiled", "vLLM", "SGLang", "attnops"]
+    assert "vLLM 0.1: its steps. SGLang 0.2: its runner." in after and "generate() or an engine, the prompt included" in " ".join(words)
+    shown = ["transformers", "transformers, compiled", "vLLM 0.1", "SGLang 0.2", "attnops"]
     assert [word for word in words if word in shown] == 2 * shown and {"12.0 ms", "6.0 ms", "5.5 ms", "2.0 ms"} <= set(words)
     assert "9.0 ms" not in words and "first call" not in svg
+    assert "`attnops bench generate --engine vllm=PYTHON --engine sglang=PYTHON --out results`" in page.performance_full(tmp_path)
     table = page.performance_short(tmp_path)
     assert "| machine | what | transformers, ms | transformers, compiled, ms | vLLM, ms | SGLang, ms | attnops, ms |" in table
-    assert "| toy | generate m 8x1k | 12.00 ± 0.10 | 6.00 ± 0.10 | 5.00 ± 0.10 | 5.50 ± 0.10 | 2.00 ± 0.10 (`attnops`) | 2.50x |" in table
+    assert (
+        "| toy | generate m 8x1k | 12.00 ± 0.10 | 6.00 ± 0.10 | 5.00 ± 0.10 (0.1) | 5.50 ± 0.10 (0.2) | 2.00 ± 0.10 (`attnops`) | 2.50x |"
+        in table
+    )

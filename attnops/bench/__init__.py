@@ -34,7 +34,11 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Setup:
-    """The options of a run. backend: of torch.compile; any other than Inductor is for tests. ceilings: of `attnops.tune.clock.ceilings`."""
+    """The options of a run.
+
+    backend: of torch.compile; any other than Inductor is for tests. ceilings: of `attnops.tune.clock.ceilings`. engines: names of other
+    engines, each with the Python of its environment.
+    """
 
     device: torch.device
     quick: bool = False
@@ -42,6 +46,7 @@ class Setup:
     layers: int = 0
     points: tuple[Point, ...] = ()
     ways: tuple[str, ...] = ()
+    engines: tuple[tuple[str, str], ...] = ()
     backend: str = "inductor"
     ceilings: Mapping[str, float] = field(default_factory=dict, hash=False)
 

@@ -7,6 +7,8 @@ transformers does. `attnops_piecewise`, `attnops_breakable`: over pages, decodin
 Times are those of a token, from calls in turns. `cache`, `decode`: as `Patched.took` says. `plain_steps`: steps that graphs did not
 serve. `..., first call`: whole calls in fresh processes, the patch included. `first_s`: with empty caches of Inductor and Triton; `warm_s`:
 in the next process, which finds these caches; `second_s`: its second call.
+
+`vllm`, `sglang`: whole calls of other engines, after one another. Their `first_s` includes imports and the model.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor
 
 import attnops.hf
-from attnops.bench import Point, Setup, models
+from attnops.bench import Point, Setup, models, peers
 from attnops.bench.overhead import in_a_process
 from attnops.bench.rows import Case, Make, Row, Way, time_if_right, with_ratios
 from attnops.hf import Decode
@@ -40,11 +42,17 @@ ON_GPU: dict[str, Row | None] = {f"attnops_{mode}": {"cache": "paged", "decode":
 
 
 def cases(setup: Setup) -> dict[str, Case]:
-    """Steady calls of every model at its prompts, then the first calls, at its first prompt."""
+    """Other engines first, while this process holds no model; steady calls of every model at its prompts; first calls at its first one."""
     places = {size: {name: points[:1] for name, points in some.items()} for size, some in PLACES.items()}
     first: dict[str, Any] = models.over(setup, places, first_call)
     found = {f"{case}, first call, {way}": partial(one, way) for way in FIRST for case, one in first.items()}
-    return models.over(setup, PLACES, measure) | found
+    others = peers.cases(setup, PLACES, NEW[setup.size], rounds(setup))
+    return others | models.over(setup, PLACES, measure) | found
+
+
+def rounds(setup: Setup) -> int:
+    """Timed calls of a way, at most."""
+    return 3 if setup.quick else 9
 
 
 def ways_of(setup: Setup) -> dict[str, Row | None]:
@@ -118,7 +126,7 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
 
     ways: dict[str, Way | Make] = {"hf": hf, **{name: partial(way, name) for name in ways_of(setup) if name != "hf"}}
     allowed = models.budget(model, models.distance(model, logits)(logits, exact))
-    clock = partial(steps_us, rounds=3 if setup.quick else 9, cap_s=60.0)
+    clock = partial(steps_us, rounds=rounds(setup), cap_s=60.0)
     return with_ratios(time_if_right(f"{name} {point}", ways, text, allowed, clock, off, figures), "hf", "hf_static")
 
 

@@ -142,14 +142,23 @@ def keeper(setup: Setup, point: Point | None = None) -> Kept:
 Places = Mapping[str, Mapping[str, tuple[Point, ...]]]  # by size of the run: the models of a suite, and the points of each
 
 
-def over(setup: Setup, places: Places, measure: Callable[[Setup, Kept, str, Point], Iterable[Row]]) -> dict[str, Case]:
-    """Every model at its points. A model named by the setup takes the first model's points if it has no points of its own."""
+def points_of(setup: Setup, places: Places) -> dict[str, tuple[Point, ...]]:
+    """The points by model. A model named by the setup takes the first model's points if it has no points of its own."""
     here = places[setup.size]
     names = [asked(setup)] if setup.model else list(here)
-    points = {name: setup.points or here.get(name, next(iter(here.values()))) for name in names}
-    most = max((p for some in points.values() for p in some), key=lambda p: p.batch * p.context, default=None)
-    kept = keeper(setup, most)
-    return {f"{name} {point}": partial(measure, setup, kept, name, point) for name in names for point in points[name]}
+    return {name: setup.points or here.get(name, next(iter(here.values()))) for name in names}
+
+
+def over(setup: Setup, places: Places, measure: Callable[[Setup, Kept, str, Point], Iterable[Row]]) -> dict[str, Case]:
+    """Every model at its points."""
+    points = points_of(setup, places)
+    kept = keeper(setup, largest(p for some in points.values() for p in some))
+    return {f"{name} {point}": partial(measure, setup, kept, name, point) for name, some in points.items() for point in some}
+
+
+def largest(points: Iterable[Point]) -> Point | None:
+    """The point with the most tokens."""
+    return max(points, key=lambda p: p.batch * p.context, default=None)
 
 
 def twin(model: Any) -> Any:

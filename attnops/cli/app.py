@@ -156,6 +156,10 @@ def bench(
     layers: Annotated[int, typer.Option(help="Layers of the models; default the suite's.")] = 0,
     points: Annotated[str, typer.Option(help="Sizes of steps: requests x cached tokens, such as 1x1k,8x1k.")] = "",
     ways: Annotated[str, typer.Option(help="Only these implementations of the suite decode, such as hf_compiled,attnops_piecewise.")] = "",
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(help="Another engine for the suite generate: vllm=PYTHON or sglang=PYTHON, the Python of its environment. Repeat it."),
+    ] = None,
     budget_s: Annotated[float, typer.Option(help="Seconds in all; cases that would start later are left out.")] = 400.0,
     out: Annotated[Path | None, typer.Option(help="Folder for a results file of each suite.")] = None,
     commit: Annotated[str, typer.Option(help="Commit to write into the files; default git's.")] = "",
@@ -168,6 +172,7 @@ def bench(
     _reported(False, lambda console: require(("transformers",), "hf"))
     from attnops.bench import Point, Setup, device_of
     from attnops.bench.files import bad
+    from attnops.bench.peers import parse
     from attnops.cli import bench as command
 
     def compared(console: Console) -> dict[str, Any]:
@@ -178,7 +183,7 @@ def bench(
 
     def measured(console: Console) -> dict[str, Any]:
         places = tuple(Point.parse(p) for p in points.split(",")) if points else ()
-        setup = Setup(device_of(device), quick, model, layers, places, _names([ways]))
+        setup = Setup(device_of(device), quick, model, layers, places, _names([ways]), parse(engine or ()))
         return command.run(console, tuple(suites or ()), setup, budget_s=budget_s, out=out, commit=commit, gpus=gpus)
 
     report = _reported(as_json, compared if compare else measured)

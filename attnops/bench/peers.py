@@ -1,0 +1,121 @@
+"""Other engines in the suite `generate`: each in a process of its own, with the Python of its environment (`engines.py`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from attnops.bench import Point, Setup, engines, models
+from attnops.bench.rows import Case, LeftOut, Row
+from attnops.errors import InvalidInput, one_line
+from attnops.tune.clock import spread
+
+LIMIT_S = 300.0  # of an engine with all of its points; a compilation may hang
+
+
+def parse(given: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    """Engines and the Pythons of their environments, of texts such as `vllm=/path/to/python`. Raises InvalidInput."""
+    found = {}
+    for text in given:
+        name, _, python = text.partition("=")
+        if name not in engines.ENGINES or not python:
+            raise InvalidInput("engine", repr(text), f"NAME=PYTHON, with a NAME of {' | '.join(engines.ENGINES)}")
+        found[name] = python
+    return tuple(found.items())
+
+
+def cases(setup: Setup, places: models.Places, new: int, rounds: int) -> dict[str, Case]:
+    """One case for each engine and model, with all of the model's points. new: tokens of a call. rounds: timed calls."""
+    every = models.points_of(setup, places).items()
+    return {
+        f"{name}, {engine}": partial(measure, setup, name, points, engine, python, new, rounds)
+        for engine, python in setup.engines
+        for name, points in every
+    }
+
+
+def measure(setup: Setup, name: str, points: tuple[Point, ...], engine: str, python: str, new: int, rounds: int) -> list[Row]:
+    """The rows of an engine. Raises LeftOut with the last line of its errors, if it measures no point."""
+    made = models.fitted(setup, name, models.largest(points))
+    spec = {
+        "engine": engine, "points": points, "new": new, "rounds": rounds, "vocab": made.vocab_size, "dtype": _name(setup),
+        "token_bytes": models.kv_width(made) * made.num_hidden_layers * setup.dtype.itemsize,
+    }  # fmt: skip
+    with TemporaryDirectory(prefix="attnops-bench-", ignore_cleanup_errors=True) as folder:
+        for file, content in files(setup, made).items():
+            (Path(folder) / file).write_text(json.dumps(content))
+        found, why = answers(setup, python, spec, Path(folder))
+    if not found:
+        raise LeftOut(why)
+    rows, more = list[Row](), {"layers": made.num_hidden_layers, "new_tokens": new}
+    for at, point in enumerate(points):
+        row: Row = {"case": f"{name} {point}", "way": engine}
+        if at < len(found):
+            us = spread([1e6 * seconds / new for seconds in found[at]["seconds"]])
+            row |= {**us, "tokens_s": round(point.batch / us["median_us"] * 1e6, 1), **more, **found[at]["facts"]}
+        rows.append(row if at < len(found) else {**row, "wrong": why})
+    first_s, version = found[0]["first_s"], found[0]["facts"]["version"]
+    first = {"median_us": round(1e6 * first_s, 2), "first_s": round(first_s, 3), "new_tokens": new, "version": version}
+    return [*rows, {"case": f"{name} {points[0]}, first call", "way": engine, **first, "how": "from the start of its process"}]
+
+
+def files(setup: Setup, made: Any) -> Mapping[str, Any]:
+    """The files of a model's folder by name, of its transformers config."""
+    import transformers
+
+    kind: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(made)]
+    config = {**json.loads(made.to_json_string()), "architectures": [kind.__name__], "dtype": _name(setup), "torch_dtype": _name(setup)}
+    return {"config.json": config, "generation_config.json": {name: config.get(name) for name in ("bos_token_id", "eos_token_id")}}
+
+
+def answers(setup: Setup, python: str, spec: Mapping[str, Any], folder: Path) -> tuple[list[dict[str, Any]], str]:
+    """(what the engine printed for each point, why it printed no more). Its processes have ended."""
+    if (program := shutil.which(os.path.expanduser(python))) is None:
+        return [], f"{python} is no executable file"
+    # PYTHONPATH is that of this process. Compilers find empty caches.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {name: str(folder / name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")}
+    if setup.on_gpu:
+        visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+        index = setup.device.index or 0
+        environment["CUDA_VISIBLE_DEVICES"] = visible[index] if visible else str(index)
+    given = json.dumps({**spec, "model": str(folder), "began": time.time()})
+    command = [os.path.abspath(program), engines.__file__, given]
+    printed, errors = folder / "printed", folder / "errors"
+    with printed.open("w") as out, errors.open("w") as err:
+        try:
+            process = subprocess.Popen(
+                command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+            )
+        except OSError as error:
+            return [], one_line(error)
+        late = ""
+        try:
+            process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            late = f"not done after {LIMIT_S:g} s"
+        finally:
+            with suppress(ProcessLookupError):  # the processes that it started
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    found = list[dict[str, Any]]()
+    for line in printed.read_text(errors="replace").splitlines():
+        with suppress(ValueError):
+            if isinstance(one := json.loads(line), dict):
+                found.append(one)
+    last = ["", *filter(None, map(str.strip, errors.read_text(errors="replace").splitlines()))][-1]
+    return found, late or last[:300] or f"ended with exit code {process.returncode}"
+
+
+def _name(setup: Setup) -> str:
+    return str(setup.dtype).removeprefix("torch.")
