@@ -144,7 +144,7 @@ def test_points_before_a_failure_count(python):
 
 def test_a_program_that_is_none_is_left_out(python, tmp_path):
     assert "no executable file" in outcome(str(tmp_path / "absent"))["left_out"]
-    assert outcome(python("", "#!/of/nowhere"))["left_out"].startswith("FileNotFoundError")
+    assert "No such file" in outcome(python("", "#!/of/nowhere"))["left_out"]
 
 
 def test_a_timeout_ends_all_processes(python, tmp_path, monkeypatch):

@@ -37,8 +37,6 @@ def tokens(spec: Spec) -> int:
 
 def vllm(spec: Spec) -> tuple[Spec, Call]:
     """Its engine in this process, compiled and in CUDA graphs, as it does by default."""
-    for name, value in (("VLLM_ENABLE_V1_MULTIPROCESSING", "0"), ("VLLM_NO_USAGE_STATS", "1"), ("DO_NOT_TRACK", "1")):
-        os.environ.setdefault(name, value)
     engines = import_module("vllm")
     batches = sorted({batch for batch, _ in spec["points"]})
     options = {

@@ -15,12 +15,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+
 from attnops.bench import Point, Setup, engines, models
 from attnops.bench.rows import Case, LeftOut, Row
-from attnops.errors import InvalidInput, one_line
+from attnops.errors import InvalidInput
 from attnops.tune.clock import spread
 
 LIMIT_S = 300.0  # of an engine with all of its points; a compilation may hang
+SET = ("VLLM_ENABLE_V1_MULTIPROCESSING=0", "VLLM_NO_USAGE_STATS=1", "DO_NOT_TRACK=1")
+EMPTY = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")  # folders of caches
 
 
 def parse(given: Iterable[str]) -> tuple[tuple[str, str], ...]:
@@ -82,23 +86,14 @@ def answers(setup: Setup, python: str, spec: Mapping[str, Any], folder: Path) ->
     """(what the engine printed for each point, why it printed no more). Its processes have ended."""
     if (program := shutil.which(os.path.expanduser(python))) is None:
         return [], f"{python} is no executable file"
-    # PYTHONPATH is that of this process. Compilers find empty caches.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {name: str(folder / name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")}
-    if setup.on_gpu:
-        visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
-        index = setup.device.index or 0
-        environment["CUDA_VISIBLE_DEVICES"] = visible[index] if visible else str(index)
+    # Of several GPUs, that of this process. PYTHONPATH has packages of this process.
+    gpu = [f"CUDA_VISIBLE_DEVICES=GPU-{torch.cuda.get_device_properties(setup.device).uuid}"] if setup.device.index else []
+    changed = ["env", "-u", "PYTHONPATH", *SET, *(f"{name}={folder / name}" for name in EMPTY), *gpu]
     given = json.dumps({**spec, "model": str(folder), "began": time.time()})
-    command = [os.path.abspath(program), engines.__file__, given]
+    command = [*changed, os.path.abspath(program), engines.__file__, given]
     printed, errors = folder / "printed", folder / "errors"
     with printed.open("w") as out, errors.open("w") as err:
-        try:
-            process = subprocess.Popen(
-                command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
-            )
-        except OSError as error:
-            return [], one_line(error)
+        process = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True)
         late = ""
         try:
             process.wait(LIMIT_S)
