@@ -123,6 +123,12 @@ def _clear_workspaces() -> None:
     torch._C._cuda_clearCublasWorkspaces()
 
 
+def _is_short(device: torch.device) -> bool:
+    """Is less than an eighth of the memory free, blocks of the allocator included that hold no tensor?"""
+    free, total = torch.cuda.mem_get_info(device)
+    return 8 * (free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)) < total
+
+
 class _Captured:
     """A graph that is a member of `live` until it is reset or deleted."""
 
@@ -145,26 +151,35 @@ garbage collection are those of the process."""
 _EXEMPT = 10_000
 
 
+_frozen = False
+"""Has a `frozen` block under way frozen the objects of the process? To count frozen ones takes as long as to look at them."""
+
+
 @contextmanager
 def frozen() -> Iterator[None]:
     """Garbage collections in the block look at objects made in it: a process that has compiled holds a million, and to look at them takes
     longer than a capture. Objects that the program froze on purpose stay frozen."""
-    freezes = gc.get_freeze_count() < _EXEMPT
-    if freezes:
-        gc.freeze()
-    try:
-        yield
-    finally:
+    global _frozen
+    with CAPTURING:
+        freezes = not _frozen and gc.get_freeze_count() < _EXEMPT
         if freezes:
-            gc.unfreeze()
+            gc.freeze()
+            _frozen = True
+        try:
+            yield
+        finally:
+            if freezes:
+                gc.unfreeze()
+                _frozen = False
 
 
 class CudaGraphs:
     """CUDA graphs, captured on a side stream into one memory pool.
 
     Work of other threads does not end a capture (mode "thread_local"). Python collects no garbage during a capture, because the
-    destructor of a tensor or graph may make a forbidden call. Every session starts with a collection, so that garbage holds no memory;
-    a nested one looks at objects made since the outer session began, unless the program froze objects of its own.
+    destructor of a tensor or graph may make a forbidden call. A session starts with a collection of young objects, and of all where
+    memory is short, because that takes longer than a capture. A nested one looks at objects made since the outer session began, unless
+    the program froze objects of its own.
     """
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
@@ -185,7 +200,7 @@ class CudaGraphs:
             yield
             return
         outer = torch.cuda.current_stream(self.device)
-        gc.collect()
+        gc.collect(*(() if _is_short(self.device) else (1,)))
         collects = gc.isenabled()
         gc.disable()
         self._stream.wait_stream(outer)

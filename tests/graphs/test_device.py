@@ -50,7 +50,7 @@ def cuda(monkeypatch):
         "Stream": lambda device: Stream(), "CUDAGraph": Graph, "stream": stream, "current_stream": lambda device: Stream("main"),
         "graph_pool_handle": lambda: f"pool {next(state.pools)}", "synchronize": lambda device: log.append("synchronize"),
         "reset_peak_memory_stats": lambda device: log.append("reset peak"), "memory_allocated": lambda device: 100,
-        "max_memory_allocated": lambda device: 350, "mem_get_info": lambda device: (600, 1000),
+        "max_memory_allocated": lambda device: 350, "mem_get_info": lambda device: (600, 1000), "memory_reserved": lambda device: 150,
         "empty_cache": lambda: log.append("empty cache"),
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
@@ -187,6 +187,19 @@ def test_sessions_within_one_collect_what_was_made_since(cuda, thawed):
     assert cuda.log.count("on side") == cuda.log.count("off side") == 1
     gc.collect()
     assert len(died) == 7
+
+
+@pytest.mark.parametrize("free", [60, 80])
+def test_old_garbage_is_looked_for_where_memory_is_short(cuda, thawed, monkeypatch, free):
+    """Free memory is the driver's and that of the allocator's blocks without a tensor, here 50: less than 125 of 1000 is short."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 1000))
+    died = []
+    old = Ring()
+    weakref.finalize(old, died.append, "old")
+    gc.collect()  # in the oldest generation from here on
+    del old
+    with CudaGraphs().session():
+        assert died == (["old"] if free == 60 else [])
 
 
 def test_what_a_program_froze_stays_frozen(cuda, thawed):

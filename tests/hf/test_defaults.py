@@ -397,3 +397,22 @@ def test_memory_is_given_back(way, mode):
     gc.collect()
     assert not any(ref() is not None for ref in held)
     assert way == "deleted" or not any(graph.alive for graph in graphs)
+
+
+def test_each_kind_of_step_begins_without_a_compiler():
+    """One row and several share no compiled code, nor do policies: a change costs a capture, and compilation comes after as many steps."""
+    model = tiny.model("llama")
+    one, four = (1, 9, 6), (4, 9, 6)
+    want = {call: generated(model, *call) for call in (one, four)}
+    with attnops.patch(model, decode=auto()) as handle:
+        modes = []
+        for call in (four, four, four, one, four, one, one, four):  # five steps each, all over the pages of four rows
+            assert torch.equal(generated(model, *call), want[call])
+            modes.append(handle.took.decode[0])
+        assert "".join(modes) == "bppbpppp"
+        kept = handle._paged.decoder()._kept.over
+        with attnops.use(deterministic=True):
+            assert torch.equal(generated(model, *four), want[four]) and handle.took.decode == "breakable"
+        assert torch.equal(generated(model, *four), want[four]) and handle.took.decode == "piecewise"
+        assert handle._paged.decoder()._kept.over is kept, "the graphs from before are replayed"
+        assert {mode for _, mode in kept} == {"piecewise"}, "breakable ones are freed when no kind of step needs them"

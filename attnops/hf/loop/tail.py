@@ -104,7 +104,6 @@ class Tail:
         recorded = Recorded(graphs)
         recorded.current = "the choice of a token"
         try:
-            # Frozen before the session, which begins with a collection.
             with CAPTURING, frozen(), drawn, graphs.session(), ordinary():
                 self._choose()
                 with recorded.whole():

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -52,8 +53,9 @@ class Decode:
     """How decode steps of `generate()` run. Fields without a description are arguments of `attnops.graphs.piecewise`.
 
     mode: "piecewise" or "breakable", see docs/graphs.md. "hf": as transformers does it, which compiles on a GPU. "auto": without a GPU
-        as "hf"; else "breakable" for the first `compile_after` steps of the model, which need no compiler, and then "piecewise". Where
-        graphs cannot be made, steps run without them, and `Patched.took` has the reason.
+        as "hf"; else "breakable" for the first `compile_after` steps of a kind, which need no compiler, and then "piecewise". Steps of
+        one kind share compiled code: those of one row, and of more, with one policy and one adapter. Where graphs cannot be made, steps run
+        without them, and `Patched.took` has the reason.
     compile_after: see mode "auto". A number of steps and not a time, so that two runs give the same tokens.
     pack: of piecewise steps, pack the weights of linears that share an input, so that they are one matrix product (docs/linears.md).
     budget_bytes: the most memory of the graphs over one set of pages.
@@ -94,6 +96,13 @@ class _Over:
         return wanted in [row.bucket for row in self.graphed.report().rows]
 
 
+class _Kept(NamedTuple):
+    """Of one state of a model. over: the graphs by their pages and mode. taken: the steps so far of one row (True) and of more."""
+
+    over: dict[tuple[ModelPages, str], _Over]
+    taken: Counter[bool]
+
+
 class Decoder:
     """The graphs of one model, over each set of pages that a cache uses or that waits in the pool.
 
@@ -113,11 +122,11 @@ class Decoder:
         self.regions: Regions | None = None
         self._model, self._forward, self._make = model, forward, make
         # Graphs by the state of the model that they were captured in: adapters and policies are switched to and fro.
-        self._states: dict[tuple[Any, ...], dict[ModelPages, _Over]] = {}
-        self._over: dict[ModelPages, _Over] = {}
+        self._states: dict[tuple[Any, ...], _Kept] = {}
+        self._kept = _Kept({}, Counter())
         self._latest: _Over | None = None
         self._looked: weakref.WeakSet[State] = weakref.WeakSet()  # caches that stepped since the weights were looked at
-        self._taken = 0
+        self._at_once = False
         # One buffer set a set of pages, and one tracer.
         self._lock = threading.RLock()
 
@@ -137,12 +146,16 @@ class Decoder:
         return "hf" if self._latest is None else self._latest.mode
 
     @property
-    def mode(self) -> str:
-        """The mode of the next step; "hf" where graphs cannot be made."""
+    def _over(self) -> dict[ModelPages, _Over]:
+        """The graphs of the model's present state, as far as it was looked at."""
+        return {pages: over for (pages, _), over in self._kept.over.items()}
+
+    def _mode(self, rows: int) -> str:
+        """The mode of the next step; "hf" where graphs cannot be made. The model's state was looked at."""
         if self.how.mode != "auto":
             return self.how.mode
-        compiled = self._taken >= self.how.compile_after and "piecewise" not in self.failed
-        return "piecewise" if compiled else "hf" if "breakable" in self.failed else "breakable"
+        compiled = self._at_once or self._kept.taken[rows == 1] >= self.how.compile_after
+        return "piecewise" if compiled and "piecewise" not in self.failed else "hf" if "breakable" in self.failed else "breakable"
 
     def step(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None = None) -> Tensor:
         """Logits `[B, 1, V]` of one token more for each row. See `Patched.step`.
@@ -155,13 +168,13 @@ class Decoder:
         if not _are_positions(position_ids, input_ids):
             fail(InvalidInput, "position_ids", _shown(position_ids), f"int64 [{input_ids.shape[0]}, 1], or None")
         need(state.whole, "past_key_values", "empty or half written", "a cache with a prompt in it, whose last step was whole")
-        with self._graphs_of(state) as found:
+        with self._graphs_of(state, input_ids.shape[0]) as found:
             live = found.live[: input_ids.shape[0]]
             if position_ids is None:
                 with torch.no_grad(), ordinary():
                     position_ids = (state.pages.seen - state.pages.pad[: live.shape[0]])[:, None]
             logits: Tensor = found.graphed(input_ids=input_ids, position_ids=position_ids, live=live, cache=found.cache)
-            self._taken += 1
+            self._kept.taken[input_ids.shape[0] == 1] += 1
             # Another thread's step may write the memory of the graphs as soon as it has its turn.
             return logits.clone()
 
@@ -169,29 +182,34 @@ class Decoder:
         """As `step`. With mode "auto", None where graphs cannot be made: `failed` then has the reason, and the cache is as before."""
         if self.how.mode != "auto":
             return self.step(input_ids, cache, position_ids)
-        while (mode := self.mode) != "hf":
-            try:
-                return self.step(input_ids, cache, position_ids)
-            except Exception as error:
-                over, rows = self._over.get(cache.state.pages), input_ids.shape[0]
-                if over is not None and over.captured(rows):
-                    raise  # of a replay, not of a capture
-                self.failed[mode] = one_line(error)
-                self.forget(cache.state.pages)
+        with self._lock:
+            rows, mode = input_ids.shape[0], "breakable"
+            while mode not in self.failed:
+                try:
+                    self._look(cache.state)
+                    mode = self._mode(rows)
+                    return None if mode == "hf" else self.step(input_ids, cache, position_ids)
+                except Exception as error:
+                    over = self._kept.over.get((cache.state.pages, mode))
+                    if over is not None and over.captured(rows):
+                        raise  # of a replay, not of a capture
+                    self.failed[mode] = one_line(error)
+                    self.forget(cache.state.pages)
+                    mode = "breakable"
         return None
 
     def capture(self, cache: PagedModelCache, progress: Progress | None = None) -> Report:
         """Capture every bucket up to the cache's rows now, of compiled steps with mode "auto". Its tokens stay. Raises as `Graphed`."""
-        self._taken = max(self._taken, self.how.compile_after)
-        with self._graphs_of(_state_of(cache)) as found:
+        self._at_once = True
+        with self._graphs_of(_state_of(cache), cache.max_batch) as found:
             one = found.live[:1]
             return found.graphed.capture(input_ids=one[:, None], position_ids=one[:, None], live=one, cache=found.cache, progress=progress)
 
     @contextmanager
-    def _graphs_of(self, state: State) -> Iterator[_Over]:
+    def _graphs_of(self, state: State, rows: int) -> Iterator[_Over]:
         """The graphs over these pages, for the block alone."""
         with self._lock:
-            found = self._latest = self._of(state)
+            found = self._latest = self._of(state, rows)
             try:
                 yield found
             finally:
@@ -219,15 +237,15 @@ class Decoder:
     @property
     def graph_bytes(self) -> int:
         """Bytes that all graphs and their buffers hold."""
-        found = [over.graphed.report() for overs in tuple(self._states.values()) for over in tuple(overs.values())]
+        found = [over.graphed.report() for kept in tuple(self._states.values()) for over in tuple(kept.over.values())]
         return sum(report.graph_bytes + report.input_bytes for report in found)
 
     def forget(self, pages: ModelPages) -> None:
         """Free the graphs over these pages. The next step over them captures anew."""
         with self._lock:
-            for overs in self._states.values():
-                if (over := overs.pop(pages, None)) is not None:
-                    self._drop(over)
+            for kept in self._states.values():
+                for key in [key for key in kept.over if key[0] is pages]:
+                    self._drop(kept.over.pop(key))
 
     def _drop(self, over: _Over) -> None:
         over.graphed.free()
@@ -235,26 +253,30 @@ class Decoder:
 
     def free(self) -> None:
         """Free all graphs."""
-        for pages in {pages for overs in self._states.values() for pages in overs}:
+        for pages in {pages for kept in self._states.values() for pages, _ in kept.over}:
             self.forget(pages)
 
-    def _of(self, state: State) -> _Over:
-        """The graphs over these pages, made now if they were not before."""
+    def _look(self, state: State) -> None:
+        """Look at the model if its state may have changed since the last step over this cache."""
         if self.look or state not in self._looked:
             given = guarded_state(self._model)
-            self._over = self._states[given] = self._states.pop(given, {})
+            self._kept = self._states[given] = self._states.pop(given, None) or _Kept({}, Counter())
             while len(self._states) > MOST_STATES:
                 oldest = next(iter(self._states))
-                for unused in self._states.pop(oldest).values():
+                for unused in self._states.pop(oldest).over.values():
                     self._drop(unused)
             if self.look:
                 self._looked.clear()
             self._looked.add(state)
             self.look = False
-        over, mode = self._over.get(state.pages), self.mode
-        if over is not None and over.mode != mode:
-            self.forget(state.pages)
-            over = None
+
+    def _of(self, state: State, rows: int) -> _Over:
+        """The graphs over these pages, made now if they were not before."""
+        self._look(state)
+        mode, made = self._mode(rows), self._kept.over
+        over, before = made.get((state.pages, mode)), (state.pages, "breakable")
+        if mode == "piecewise" and before in made and not any(n < self.how.compile_after for n in self._kept.taken.values()):
+            self._drop(made.pop(before))
         if over is None:
             cache, how = self._make(state.pages), self.how
             step, capture = _step_of(self._forward), cast(Callable[..., Graphed], breakable)
@@ -271,7 +293,7 @@ class Decoder:
             )  # fmt: skip
             with ordinary():
                 live = torch.ones(cache.max_batch, dtype=torch.int64, device=state.pages.seen.device)
-            over = self._over[state.pages] = _Over(cache, live, mode, graphed)
+            over = made[state.pages, mode] = _Over(cache, live, mode, graphed)
         return over
 
 
