@@ -260,7 +260,7 @@ class Decoder:
         """Look at the model if its state may have changed since the last step over this cache."""
         if self.look or state not in self._looked:
             given = guarded_state(self._model)
-            self._kept = self._states[given] = self._states.pop(given, None) or _Kept({}, Counter())
+            self._kept = self._states[given] = self._states.pop(given, _Kept({}, Counter()))
             while len(self._states) > MOST_STATES:
                 oldest = next(iter(self._states))
                 for unused in self._states.pop(oldest).over.values():
