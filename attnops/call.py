@@ -325,7 +325,7 @@ def _check_value(a: Arg, value: Any) -> None:
     if a.least is not None:
         need(value >= a.least, a.name, value, f">= {a.least:g}")
     if a.choices and value not in a.choices:
-        fail(InvalidInput, a.name, repr(value), " | ".join(a.choices))
+        fail(InvalidInput, a.name, repr(value), " | ".join(c or '""' for c in a.choices))
 
 
 def place(spec: Spec, letter: str) -> str:

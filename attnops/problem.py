@@ -245,6 +245,7 @@ class Problem:
 
     `dtype` of the query (or of what is computed), `kv_dtype` of key, value and pages; uint8: latents in the packed format.
     Latents: the first `v_head_dim` of the `head_dim` numbers are the value, the other `rope_dim` the rotated key.
+    `in_features`, `out_features`: columns and rows of the weight of a linear layer.
     `asks`: arguments that are not neutral and have no field. Names are unique: needs and refusals say `window` for `rules.window`.
     """
 
@@ -258,6 +259,8 @@ class Problem:
     v_head_dim: int = 0
     rope_dim: int = 0
     page_size: int = 0
+    in_features: int = 0
+    out_features: int = 0
     last_dim_contiguous: bool = True
     rules: Visibility = Visibility()
     pages: PageFacts = PageFacts()

@@ -191,7 +191,7 @@ def graph_output() -> str:
     from attnops.cli.demo import kernel_lines
 
     exec(next(code for code in python_blocks("docs/explain.md") if "torch.compile(model)" in code), {})
-    lines = [line + (f"  x{count}" if count > 1 else "") for line, count in kernel_lines(set()).items()]
+    lines = [line + (f"  x{count}" if count > 1 else "") for line, count in kernel_lines().items()]
     return "```text\n" + "\n".join(lines) + "\n```"
 
 

@@ -86,6 +86,7 @@ _BASES: dict[str, tuple[Change, ...]] = {
     "vertical_slash_attention": (_PREFILL,),
     "merge_states": (_MERGE,),
     "merge_state": (_MERGE,),
+    "linear": ({**_BF16, "in_features": 4096, "out_features": 6144, "tokens": Extent(8, 8, 8)},),
 }
 _NUMBERS: tuple[Change, ...] = ({"dtype": I32, "kv_dtype": I32, "page_size": 64, "tokens": Extent.of(8)},)
 

@@ -19,6 +19,16 @@ mask and exp(sink - lse) times the row sums of p dP + |dlse| for the sinks, summ
 
 The gradients of mask and sinks are also rounded to those' own dtypes.
 
+Linear layers, of row x, weight row w and gain g: with S = sum |x g w| rsqrt(mean(x^2) + eps) + |bias| of a result y before the activation,
+
+    delta(y) = (4 u + a (sqrt(In) + 8)) S
+
+norm, gain, their product and y itself are each rounded at most once. With an activation, whose slope is below 1.13, of gate y and up z,
+
+    delta(output) = 1.13 delta(y) (|z| + delta(z)) + |y| delta(z) + (3 u + 8 a) |y z|
+
+and with a residual r, delta(output) + u (|output| + |r|).
+
 Where weights are rounded to the query's dtype before they are added up (`Tolerance.rounded_sums`), their sum is off by one unit
 roundoff of that dtype at most, and delta(lse) grows by it.
 
@@ -102,6 +112,8 @@ def allowance(call: Call, expected: Mapping[str, Tensor], rounded_sums: bool = F
         return {"output": (4 * roundoff(outputs[0].dtype) + 2**-20 * root) * size, "lse": 2**-21 * root * (1 + _largest(expected["lse"]))}
     if call.op.endswith("_backward"):
         return _backward(call)
+    if call.op == "linear":
+        return {"output": _linear(call, expected["output"])}
     if not {"query", "q_nope"} & call.arguments.keys():
         return {}  # integers and copies: exact
     s = _Sizes(call)
@@ -110,6 +122,23 @@ def allowance(call: Call, expected: Mapping[str, Tensor], rounded_sums: bool = F
     if "lse" in expected:
         allowed["lse"] = s.delta + growth + 2**-23 * _largest(expected["lse"]) + s.rounding * rounded_sums
     return allowed
+
+
+def _linear(call: Call, expected: Tensor) -> Tensor:
+    t, width = {n: x.double() for n, x in call.tensors().items()}, call.arguments["x"].shape[1]
+    u = roundoff(call.arguments["x"].dtype)
+    a = min(u, roundoff(torch.float32))
+    x = t["x"]
+    if "norm_weight" in t:
+        gain = t["norm_weight"] + call.arguments.get("norm_offset", 0.0)
+        x = x * gain * torch.rsqrt(x.square().mean(-1, keepdim=True) + call.arguments["norm_eps"])
+    bias = t.get("bias", x.new_zeros(()))
+    sizes = x.abs() @ t["weight"].abs().T + bias.abs()
+    off = (4 * u + a * (sqrt(width) + 8)) * sizes
+    if call.arguments.get("activation"):
+        (gate, up), (off, off_up) = ((x @ t["weight"].T + bias).abs().chunk(2, -1), off.chunk(2, -1))
+        off = 1.13 * off * (up + off_up) + gate * off_up + (3 * u + 8 * a) * gate * up
+    return off + u * (expected.abs() + t["residual"].abs()) if "residual" in t else off
 
 
 def _backward(call: Call) -> Allowed:

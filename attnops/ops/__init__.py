@@ -1,6 +1,7 @@
 """The ops: contracts in torch.library form, one family a file, and the functions users call."""
 
 from attnops.ops.dense import attention as attention
+from attnops.ops.linear import linear as linear
 from attnops.ops.merge import merge_state as merge_state, merge_states as merge_states
 from attnops.ops.metadata import (
     cu_seqlens as cu_seqlens,

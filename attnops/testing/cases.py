@@ -15,6 +15,7 @@ from attnops.testing.builders import Pages
 from attnops.testing.data_cases import DATA_CASES
 from attnops.testing.inputs import Call, Case, Features as F, Rows, Source, crossed, table
 from attnops.testing.latent import DEEPSEEK, LATENT_CASES
+from attnops.testing.linear import LINEAR_CASES
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
@@ -148,5 +149,6 @@ CASES: dict[str, tuple[Case, ...]] = {
     "plan_mla_attention": table("plan_mla_attention", _plan(builders.mla, 1 << 17, 1 << 25), LATENT_PLANS),
     **LATENT_CASES,
     **DATA_CASES,
+    **LINEAR_CASES,
 }
 """The grid of every op by name."""

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from attnops.ops import OPS
 from attnops.testing import CASES, Features, Source, builders
+from attnops.testing.linear import linear
 
 FEW, LENGTH, SOURCE, FLAG = st.integers(0, 2), st.integers(0, 5), st.builds(Source, st.integers(0, 99)), st.booleans()
 FLOAT = st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -125,6 +126,12 @@ def copy(draw):
     return builders.copy(draw(SOURCE), pairs, layers, pages, page, draw(features()), draw(INDEX), draw(FLAG))
 
 
+def linears():
+    rows, sizes = st.sampled_from([0, 1, 2, 3, 17, 64, 70]), st.sampled_from([1, 2, 7, 16, 40, 130])
+    more = {"norm": st.sampled_from([None, 0.0, 1.0]), "activation": st.sampled_from(["", "", "silu", "gelu", "gelu_tanh"])}
+    return st.builds(linear, SOURCE, rows, sizes, sizes, FLOAT, **more, bias=FLAG, residual=FLAG)
+
+
 def backward(forward):
     def call(source, call, lse_grad, mask_grad):
         mask = call.arguments.get("mask")
@@ -154,4 +161,5 @@ CALLS |= {
     "vertical_slash_indexes": slash_indexes(),
     "vertical_slash_attention": slash_attention(),
     "copy_kv": copy(),
+    "linear": linears(),
 }

@@ -74,6 +74,10 @@ def good(name) -> dict[str, Any]:
         "copy_kv": lambda: {
             "k_pages": torch.ones(2, 4, 2, 2, 8), "v_pages": torch.ones(2, 4, 2, 2, 6), "source": i(0, -1, 5), "target": i(1, 2, 3),
         },
+        "linear": lambda: {
+            "x": torch.ones(3, 2, 8), "weight": torch.ones(6, 8), "bias": f(6), "norm_weight": torch.ones(8), "norm_eps": 1e-5,
+            "activation": "silu", "residual": f(3, 2, 3), "output": torch.full((3, 2, 3), 7.0),
+        },
         "cu_seqlens": lambda: {"lengths": i(1, 2)},
         "token_rows": lambda: {"cu_seqlens": cu, "num_tokens": 3},
         "slot_mapping": lambda: {"positions": i(0, 1), "rows": i(0, 0), "page_table": i(0, 1).reshape(1, 2), "page_size": 2},
@@ -412,6 +416,31 @@ BAD = [
     Bad("write_latent_packed", {"latent_pages": f(4, 2, 136)}, "latent_pages.dtype", "float32", "uint8"),
     Bad("write_latent_packed", {"latent_pages": f(4, 2, 656, dtype=U8)}, "latent_pages.shape[2]", "656", "136 (bytes of a packed latent)"),
     Bad("write_latent_packed", {"k_pe": f(3, 2).requires_grad_()}, "k_pe", "requires_grad=True on k_pe", "no gradient", NoGradient),
+    # linear layers
+    Bad("linear", {"x": f(3, 2, 7)}, "weight.shape[1]", "8", "7 (In, as x.shape[1])"),
+    Bad("linear", {"x": torch.tensor(1.0)}, "x", "shape ()", "[..., In]"),
+    Bad("linear", {"x": f(3, 2, 0), "weight": f(6, 0), "norm_weight": f(0)}, "x.shape[1]", "0", ">= 1 column"),
+    Bad("linear", {"x": f(3, 2, 8, dtype=I32)}, "x.dtype", "int32", "float16 | bfloat16"),
+    Bad("linear", {"weight": f(1, 6, 8)}, "weight", "(1, 6, 8)", "[Out, In]"),
+    Bad("linear", {"weight": f(6, 8, dtype=BF16)}, "weight.dtype", "bfloat16", "float32, as x"),
+    Bad("linear", {"weight": f(6, 8).to("meta")}, "weight.device", "meta", "cpu"),
+    Bad("linear", {"weight": f(7, 8), "bias": f(7)}, "weight.shape[0]", "7", "a multiple of 2: rows of the gate"),
+    Bad("linear", {"bias": f(3)}, "bias.shape[0]", "3", "6 (Out, as weight.shape[0])"),
+    Bad("linear", {"norm_weight": f(6)}, "norm_weight.shape[0]", "6", "8 (In, as x.shape[1])"),
+    Bad("linear", {"norm_weight": f(8, dtype=F64)}, "norm_weight.dtype", "float64", "float32, as x"),
+    Bad("linear", {"norm_eps": -1e-5}, "norm_eps", "-1e-05", ">= 0"),
+    Bad("linear", {"norm_eps": NAN}, "norm_eps", "nan", "a finite number"),
+    Bad("linear", {"norm_eps": 0.0}, "norm_eps", "0.0", "> 0, because norm_weight is given"),
+    Bad("linear", {"norm_weight": None}, "norm_eps", "1e-05", "0, because norm_weight is None"),
+    Bad("linear", {"norm_weight": None, "norm_eps": 0.0, "norm_offset": 1.0}, "norm_offset", "1.0", "0, because norm_weight is None"),
+    Bad("linear", {"activation": "relu"}, "activation", "'relu'", "silu | gelu | gelu_tanh"),
+    Bad("linear", {"residual": f(3, 2, 6)}, "residual.shape[1]", "6", "3 (Out // 2 if activation else Out)"),
+    Bad("linear", {"residual": f(6, 3)}, "residual", "shape (6, 3)", "3 dims, as x"),
+    Bad("linear", {"residual": f(2, 3, 3)}, "residual.shape[0]", "2", "3, as x"),
+    Bad("linear", {"output": f(3, 2, 6)}, "output.shape[1]", "6", "3 (Out // 2 if activation else Out)"),
+    Bad("linear", {"output": f(2, 3, 3).transpose(0, 1)}, "output.stride()", "(3, 9, 1)", "one dim in memory"),
+    Bad("linear", {"kernel": "triton"}, "target", "target=cpu", "(wants CUDA, sm80", NoKernel),
+    Bad("linear", {"weight": f(6, 8).requires_grad_()}, "weight", "requires_grad=True on weight", "no gradient", NoGradient),
 ]  # fmt: skip
 
 

@@ -114,7 +114,9 @@ def compile_for(arch, kernel, given, dtype):
     signature, constants, divisible = {}, {}, []
     for at, name in enumerate(kernel.arg_names):
         x = given[name]
-        if isinstance(x, torch.Tensor):
+        if hasattr(x, "block_shape"):
+            signature[name] = f"tensordesc<{TYPES[x.base.dtype]}{[*x.block_shape]}>"
+        elif isinstance(x, torch.Tensor):
             signature[name] = "*" + TYPES[x.dtype]
             divisible.append(at)
         elif isinstance(x, float):

@@ -1,0 +1,80 @@
+"""`aten`: linear layers as the torch ops of transformers, lowered in place, so that the compiler fuses all but the product.
+
+Every step is rounded where transformers rounds it: the norm is float32 and becomes the input's dtype before its gain, or after it where the
+gain has an offset (Gemma); product, activation and residual are in the input's dtype.
+"""
+
+from __future__ import annotations
+
+from math import hypot
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional as F
+
+from attnops.call import changed
+from attnops.kernel import Inline, Invariant, Kernel, deterministic, device, register
+from attnops.measured import rates_of
+from attnops.problem import Problem
+from attnops.reference import linear as formulas
+
+if TYPE_CHECKING:
+    from attnops.ops.linear import Linear
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+TAKES = frozenset({"bias", "norm_weight", "norm_eps", "norm_offset", "activation", "residual"})
+
+
+def linear(call: Linear) -> None:
+    """The torch ops of transformers."""
+    x = call.x
+    if call.norm_weight is not None:
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + call.norm_eps)
+        if call.norm_offset:
+            x = (x * (call.norm_offset + call.norm_weight.to(x.dtype))).to(call.x.dtype)
+        else:
+            x = call.norm_weight * x.to(call.x.dtype)
+    y = F.linear(x, call.weight, call.bias)
+    if call.activation:
+        gate, up = y.chunk(2, -1)
+        y = formulas.GATES[call.activation](gate) * up
+    call.output.copy_(y if call.residual is None else call.residual + y)
+
+
+def product_us(p: Problem, rows: int) -> float:
+    """The product of so many rows: every byte of the weight is read once."""
+    rates, numbers = rates_of(p.target), p.in_features * p.out_features
+    # float32 without TF32 has no matrix units.
+    flops = 2.0 * rows * numbers * (16.0 if p.dtype.itemsize >= 4 else 1.0)
+    moved = p.dtype.itemsize * (numbers + rows * (p.in_features + p.out_features))
+    return hypot(moved / rates.bandwidth, flops / rates.matmul) / 1e6
+
+
+def cost_us(p: Problem) -> float:
+    """A launch for the product, and one for the norm and for the activation. cuBLAS reads small weights in 13 us, however small."""
+    rows = max(p.sizes.tokens.hint, 1)
+    return 4.0 + product_us(p, rows) + 3.0 * len(p.asks & {"norm_weight", "activation"})
+
+
+def _reference(call: Any) -> None:
+    if not deterministic(call.policy):
+        formulas.linear(call)
+        return
+    # A product's order of summation may follow from the number of rows.
+    for t in range(call.x.shape[0]):
+        residual = None if call.residual is None else call.residual[t : t + 1]
+        formulas.linear(changed(call, x=call.x[t : t + 1], residual=residual, output=call.output[t : t + 1]))
+
+
+register(
+    Kernel(
+        "aten", "linear", linear, TAKES, FLOATS, cost_us=cost_us, inline=Inline(), about="torch's own product; the compiler fuses the rest",
+    )
+)  # fmt: skip
+register(
+    Kernel(
+        "reference", "linear", _reference, TAKES, FLOATS, cost_us=lambda p: 1000.0 + 10.0 * cost_us(p), judge=True,
+        invariant=Invariant((device("cpu"),)), about="plain torch, float32 accumulation",
+    )
+)  # fmt: skip

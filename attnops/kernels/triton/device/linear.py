@@ -1,0 +1,136 @@
+"""Device functions: a linear layer of few rows, with the RMS norm before it, and the gated activation and the residual after it.
+
+The norm is linear in its factor: `(x * gain) @ weight.T * rsqrt(mean(x**2) + eps)`. The sum of squares is taken along the product's loop.
+"""
+
+import triton
+import triton.language as tl
+
+ROOT_HALF = tl.constexpr(0.7071067811865476)
+# Of the tanh approximation, twice the factor, because 1 + tanh(z) = 2 sigmoid(2 z).
+TANH, CUBIC = tl.constexpr(1.5957691216057308), tl.constexpr(0.044715)
+
+
+@triton.jit
+def gated(gate, up, ACT: tl.constexpr):
+    """`act(gate) * up`, in float32."""
+    if ACT == "silu":
+        return gate * tl.sigmoid(gate) * up
+    elif ACT == "gelu":
+        return 0.5 * gate * (1.0 + tl.erf(gate * ROOT_HALF)) * up
+    else:
+        return gate * tl.sigmoid((gate + gate * gate * gate * CUBIC) * TANH) * up
+
+
+@triton.jit
+def tile_of(rows_ptr, k, real, IN: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Columns `k` of a weight's rows, which need not stay in the cache; 0 past the ends."""
+    if IN % BLOCK_K == 0:
+        inside = real[:, None]
+    else:
+        inside = real[:, None] & (k < IN)[None, :]
+    return tl.load(rows_ptr[:, None] + k[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def one_row(
+    x_ptr, w_ptr, bias_ptr, gain_ptr, res_ptr, out_ptr, outs, eps, offset, w_n, res_n, out_n,
+    IN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ACT: tl.constexpr,
+):  # fmt: skip
+    """Grid: cdiv(outs, BLOCK_N). A product of a weight `[outs or 2 outs, IN]` and one row, as sums of products in float32."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    real = n < outs
+    rows = w_ptr + n.to(tl.int64) * w_n
+    ups = rows + outs.to(tl.int64) * w_n
+    sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    up_sums = sums
+    squares = tl.zeros([BLOCK_K], tl.float32)
+    for begin in tl.range(0, IN, BLOCK_K, num_stages=STAGES):
+        k = begin + tl.arange(0, BLOCK_K)
+        x = tl.load(x_ptr + k, mask=k < IN, other=0.0).to(tl.float32)
+        if gain_ptr is not None:
+            squares += x * x
+            x *= offset + tl.load(gain_ptr + k, mask=k < IN, other=0.0).to(tl.float32)
+        sums += tile_of(rows, k, real, IN, BLOCK_K).to(tl.float32) * x[None, :]
+        if ACT != "":
+            up_sums += tile_of(ups, k, real, IN, BLOCK_K).to(tl.float32) * x[None, :]
+    y = tl.sum(sums, 1)
+    up = tl.sum(up_sums, 1)
+    if gain_ptr is not None:
+        factor = tl.rsqrt(tl.sum(squares, 0) / IN + eps)
+        y *= factor
+        up *= factor
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + n, mask=real, other=0.0).to(tl.float32)
+        if ACT != "":
+            up += tl.load(bias_ptr + outs + n, mask=real, other=0.0).to(tl.float32)
+    if ACT != "":
+        y = gated(y, up, ACT)
+    if res_ptr is not None:
+        y += tl.load(res_ptr + n * res_n, mask=real, other=0.0).to(tl.float32)
+    tl.store(out_ptr + n * out_n, y.to(out_ptr.dtype.element_ty), mask=real)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def few_rows(
+    x_ptr, w_ptr, bias_ptr, gain_ptr, res_ptr, out_ptr, rows, outs, eps, offset, x_t, w_n, res_t, res_n, out_t, out_n,
+    IN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ACT: tl.constexpr,
+    COMPUTE: tl.constexpr, DESCRIBED: tl.constexpr,
+):  # fmt: skip
+    """Grid: cdiv(rows, BLOCK_T) * cdiv(outs, BLOCK_N). The weight's rows are the left operand of the matrix units.
+
+    DESCRIBED: `w_ptr` is a descriptor of the weight, by which the tensor memory accelerator reads tiles; it reads 0 past the ends.
+    """
+    blocks = tl.cdiv(rows, BLOCK_T)
+    # Neighbours share a tile of the weight.
+    t = (tl.program_id(0) % blocks) * BLOCK_T + tl.arange(0, BLOCK_T)
+    first = (tl.program_id(0) // blocks) * BLOCK_N
+    n = first + tl.arange(0, BLOCK_N)
+    here = t < rows
+    real = n < outs
+    x_rows = x_ptr + t.to(tl.int64) * x_t
+    if not DESCRIBED:
+        w_rows = w_ptr + n.to(tl.int64) * w_n
+        up_rows = w_rows + outs.to(tl.int64) * w_n
+    y = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    up = y
+    squares = tl.zeros([BLOCK_T], tl.float32)
+    for begin in tl.range(0, IN, BLOCK_K, num_stages=STAGES):
+        k = begin + tl.arange(0, BLOCK_K)
+        if IN % BLOCK_K == 0:
+            inside = here[:, None]
+        else:
+            inside = here[:, None] & (k < IN)[None, :]
+        x = tl.load(x_rows[:, None] + k[None, :], mask=inside, other=0.0)
+        if gain_ptr is not None:
+            wide = x.to(tl.float32)
+            squares += tl.sum(wide * wide, 1)
+            gain = offset + tl.load(gain_ptr + k, mask=k < IN, other=0.0).to(tl.float32)
+            x = (wide * gain[None, :]).to(x.dtype)
+        columns = tl.trans(x.to(COMPUTE))
+        if DESCRIBED:
+            w = w_ptr.load([first, begin])
+        else:
+            w = tile_of(w_rows, k, real, IN, BLOCK_K)
+        y = tl.dot(w.to(COMPUTE), columns, y, input_precision="ieee")
+        if ACT != "":
+            if DESCRIBED:
+                w = w_ptr.load([first + outs, begin])
+            else:
+                w = tile_of(up_rows, k, real, IN, BLOCK_K)
+            up = tl.dot(w.to(COMPUTE), columns, up, input_precision="ieee")
+    if gain_ptr is not None:
+        factor = tl.rsqrt(squares / IN + eps)
+        y *= factor[None, :]
+        up *= factor[None, :]
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + n, mask=real, other=0.0).to(tl.float32)[:, None]
+        if ACT != "":
+            up += tl.load(bias_ptr + outs + n, mask=real, other=0.0).to(tl.float32)[:, None]
+    if ACT != "":
+        y = gated(y, up, ACT)
+    both = real[:, None] & here[None, :]
+    at = t.to(tl.int64)[None, :]
+    if res_ptr is not None:
+        y += tl.load(res_ptr + at * res_t + n[:, None] * res_n, mask=both, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at * out_t + n[:, None] * out_n, y.to(out_ptr.dtype.element_ty), mask=both)

@@ -1,0 +1,75 @@
+"""Launches of linear layers. Importing this module imports triton."""
+
+from __future__ import annotations
+
+import functools
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from attnops.kernel import deterministic
+from attnops.kernels.torch.linear import linear as composed
+from attnops.kernels.triton.device import linear as device
+from attnops.kernels.triton.launch import linear_tiles as tiles
+from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch
+
+if TYPE_CHECKING:
+    from attnops.ops.linear import Linear
+
+ALIGNED = 16
+"""Bytes. The tensor memory accelerator takes addresses and strides that are multiples of it."""
+
+
+def linear(call: Linear) -> None:
+    """One launch, whose tile follows from the number of rows; under a deterministic policy one tile serves every number of rows.
+
+    A compiled graph of any number of tokens calls this: more rows than a program has are left to torch's product.
+    """
+    x, weight, output = call.x, call.weight, call.output
+    (rows, width), outs, fixed = x.shape, output.shape[1], deterministic(call.policy)
+    if output.numel() == 0:
+        return
+    if rows > tiles.MOST_ROWS and not fixed:
+        composed(call)
+        return
+    gpu, size, gated, res = gpu_of(x), x.dtype.itemsize, call.activation != "", call.residual
+    res_t, res_n = (0, 0) if res is None else res.stride()
+    vectors = flat(call.bias), flat(call.norm_weight), res, output
+    numbers = outs, call.norm_eps, call.norm_offset
+    if rows == 1 and not fixed:
+        tile = tiles.one_row(outs, gated, gpu.multiprocessors)
+        args: tuple[Any, ...] = (x, weight, *vectors, *numbers, weight.stride(0), res_n, output.stride(1))
+        given: dict[str, Any] = {}
+        kernel, blocks = device.one_row, 1
+    else:
+        most = tiles.MOST_ROWS if fixed else rows
+        tile = tiles.few_rows(most, outs, size, gated, gpu.multiprocessors, gpu.memory)
+        block = tiles.block_of(most)
+        described = tile.described and gpu.warpgroups and _describable(weight)
+        read = _descriptor(weight, tile.outs, tile.bytes // size) if described else weight
+        strides = x.stride(0), weight.stride(0), res_t, res_n, *output.stride()
+        args = (x, read, *vectors, rows, *numbers, *strides)
+        given = {"BLOCK_T": block, "COMPUTE": computed_in(x), "DESCRIBED": described}
+        kernel, blocks = device.few_rows, -(-rows // block)
+    launch(kernel, (blocks * -(-outs // tile.outs),), {
+        "IN": width, "BLOCK_N": tile.outs, "BLOCK_K": tile.bytes // size, "STAGES": tile.stages, "ACT": call.activation, **given,
+    }, args, tile.warps)  # fmt: skip
+
+
+@functools.cache
+def _descriptors() -> bool:
+    """Has this Triton descriptors that are made on the host?"""
+    return find_spec("triton.tools.tensor_descriptor") is not None
+
+
+def _describable(weight: Tensor) -> bool:
+    row = weight.stride(0) * weight.dtype.itemsize
+    return _descriptors() and weight.data_ptr() % ALIGNED == 0 and row % ALIGNED == 0 and row > 0
+
+
+def _descriptor(weight: Tensor, rows: int, columns: int) -> Any:
+    """Made anew for every launch, from the address that the weight has now; a captured launch holds its own copy, as it holds addresses."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(weight, [*weight.shape], [*weight.stride()], [rows, columns])

@@ -1,0 +1,49 @@
+"""The problem grid of linear layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attnops.testing.inputs import Call, Case, Rows, Source, table
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+def linear(
+    source: Source, rows: int, columns: int, outs: int, dtype: torch.dtype = F32, *, norm: float | None = None, activation: str = "",
+    bias: bool = False, residual: bool = False,
+) -> Call:  # fmt: skip
+    """`linear` of `rows` rows of `columns` numbers to `outs` results. norm: the offset of the gain; None: no norm."""
+    weight = source.normal(outs * (2 if activation else 1), columns, dtype=dtype, spread=columns**-0.5)
+    arguments: dict[str, Any] = {"x": source.normal(rows, columns, dtype=dtype, spread=1.0 if norm is None else 3.0), "weight": weight}
+    arguments |= {"bias": source.normal(weight.shape[0], dtype=dtype)} if bias else {}
+    if norm is not None:
+        gain = (source.normal(columns, spread=0.2) + 1.0 - norm).to(dtype)
+        arguments |= {"norm_weight": gain, "norm_eps": 1e-5} | ({"norm_offset": norm} if norm else {})
+    arguments |= {"activation": activation} if activation else {}
+    arguments |= {"residual": source.normal(rows, outs, dtype=dtype)} if residual else {}
+    output = torch.empty(rows, outs, dtype=dtype, device=source.device)
+    return Call("linear", {**arguments, "output": output}, writes=("output",))
+
+
+NORM, GEMMA, BIAS, RES = {"norm": 0.0}, {"norm": 1.0}, {"bias": True}, {"residual": True}
+SILU, GELU, TANH = ({"activation": name} for name in ("silu", "gelu", "gelu_tanh"))
+ALL = NORM | BIAS | RES | SILU
+LINEARS: Rows = {
+    "plain": (3, 48, 40), "norm": (3, 48, 40, NORM), "norm_offset": (3, 48, 40, GEMMA), "bias": (3, 48, 40, BIAS),
+    "residual": (3, 48, 40, RES), "silu": (3, 48, 40, SILU), "gelu": (3, 48, 40, GELU), "gelu_tanh": (3, 48, 40, TANH),
+    "all": (5, 72, 40, ALL), "all_offset": (5, 72, 40, ALL | GEMMA | TANH), "no_rows": (0, 48, 40, ALL), "one_number": (1, 1, 1, ALL),
+    "float64": (3, 48, 40, F64, ALL),
+    **{f"{name}-{rows}_rows": (rows, 300, 136, *more) for rows in (1, 2, 17, 64, 65)
+       for name, more in (("bfloat16", (BF16,)), ("bfloat16_all", (BF16, ALL)))},
+    "bfloat16_one_row-offset": (1, 272, 33, BF16, GEMMA | TANH | BIAS), "float16": (2, 272, 33, F16, BIAS | RES | GELU),
+    "float16_one_row": (1, 1040, 33, F16, BIAS | SILU), "float16_norm": (3, 300, 33, F16, NORM),
+    "float32_one_row": (1, 700, 50, ALL | GELU),
+    "float32_33_rows": (33, 700, 50, ALL), "bfloat16_wide": (4, 64, 13000, BF16, NORM),
+    "bfloat16_wide_silu": (4, 64, 12000, BF16, NORM | SILU),
+    "bfloat16_wide_one_row": (1, 64, 600, BF16, NORM | RES),
+}  # fmt: skip
+
+LINEAR_CASES: dict[str, tuple[Case, ...]] = {"linear": table("linear", linear, LINEARS)}

@@ -1,0 +1,163 @@
+"""`triton` of linear layers: the grid through the interpreter, bits that do not follow the batch, tiles, and what ptxas makes of it."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from attnops import ops
+from attnops.kernel import kernels_of
+from attnops.kernels.triton.launch import linear_tiles as tiles
+from attnops.problem import Extent, Target, altered, pretend
+from attnops.select import Policy, select
+from attnops.testing import CASES, Source, check_kernel
+from attnops.testing.linear import linear
+from tests.lowering.models import compiled_code, kernel_calls
+from tests.mates import same_bits
+from tests.ops.strategies import CALLS
+from tests.triton.process import compiled, interpreted
+from tests.triton.test_compile import MEMORY, compile_for, recorded, spilled
+
+SM90 = Target("cuda", 90, assume=("triton",))
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+ALL = {"norm": 1.0, "bias": True, "activation": "silu", "residual": True}
+
+
+def kernel():
+    return kernels_of("linear")["triton"]
+
+
+def check(call):
+    with pretend(SM90):
+        figures = check_kernel(kernel(), call)
+    assert {r.field for r in figures.refused} <= {"dtype", "kv_dtype", "norm_weight", "last_dim_contiguous"}, figures
+    assert figures.worst <= 1.0, figures
+    return figures
+
+
+@pytest.mark.parametrize("label", [case.label for case in CASES["linear"]])
+@interpreted
+def test_grid(label):
+    [case] = [c for c in CASES["linear"] if c.label == label]
+    if (figures := check(case.call())).refused:
+        pytest.skip(str(figures))
+
+
+@interpreted
+def test_random_calls():
+    @given(call=CALLS["linear"])
+    @settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    def run(call):
+        check(call)
+
+    run()
+
+
+@pytest.mark.parametrize("rows", [64, 70])
+@interpreted
+def test_a_row_does_not_see_its_mates(rows):
+    call = linear(Source(1), rows, 330, 40, BF16, **ALL)
+    with pretend(SM90):
+        assert select(call.problem, Policy(deterministic=True)).kernel is kernel()
+    same_bits(call, [(0,), (5,), (rows - 1,), range(17)], kernel())
+
+
+@interpreted
+def test_more_rows_than_a_program_has_are_left_to_torch():
+    """A graph compiled for a few tokens may meet many."""
+    call, other = (linear(Source(1), 65, 330, 40, BF16, **ALL) for _ in range(2))
+    kernel().run(call.record)
+    kernels_of("linear")["aten"].run(other.record)
+    assert torch.equal(call.arguments["output"], other.arguments["output"])
+
+
+@interpreted
+def test_weights_may_be_swapped_in_place():
+    """The descriptor is that of the launch."""
+    call = linear(Source(1), 3, 64, 13000, F32)
+    kernel().run(call.record)
+    before, weight = call.arguments["output"].clone(), call.arguments["weight"]
+    weight.data = weight.data.clone().neg_()
+    kernel().run(call.record)
+    assert torch.equal(call.arguments["output"], -before)
+
+
+@interpreted
+def test_one_graph_serves_every_number_of_tokens():
+    x, weight, gain = torch.randn(90, 48), torch.randn(40, 48), torch.ones(48)
+
+    def layer(x, kernel=None):
+        return ops.linear(x, weight, norm_weight=gain, norm_eps=1e-5, kernel=kernel)
+
+    made = torch.compile(layer, fullgraph=True, dynamic=True)
+    with torch.no_grad(), pretend(SM90):
+        _, code = compiled_code(lambda: made(x[:8]))
+        assert kernel_calls(code) == ["linear.triton"]
+        for rows in (2, 33, 64, 65, 90):
+            with torch.compiler.set_stance("fail_on_recompile"):
+                torch.testing.assert_close(made(x[:rows]), layer(x[:rows], "aten"))
+
+
+# Selection ------------------------------------------------------------------------------------------------------------
+
+LLAMA = linear(Source(), 8, 64, 96, BF16, norm=0.0).problem
+
+
+@pytest.mark.parametrize(("target", "tokens", "chosen"), [
+    (SM90, Extent.of(1), "triton"), (SM90, Extent.of(64), "triton"), (SM90, Extent(2, None, 8), "triton"), (SM90, Extent.of(512), "aten"),
+    (Target("cuda", 80, ("triton",)), Extent.of(8), "triton"), (Target("cuda", 90, ()), Extent.of(8), "aten"),
+    (Target(), Extent.of(8), "aten"), (Target(), Extent.of(100_000), "aten"),
+])  # fmt: skip
+def test_the_choice_follows_the_number_of_tokens(target, tokens, chosen):
+    problem = altered(LLAMA, target=target, tokens=tokens, in_features=4096, out_features=6144)
+    assert select(problem).kernel.name == chosen
+
+
+def test_a_norm_of_float16_is_refused():
+    problem = altered(LLAMA, target=SM90, dtype=F16, kv_dtype=F16)
+    assert "may overflow" in str(select(problem).refused["triton"][0])
+    assert select(altered(problem, asks=frozenset())).kernel.name == "triton"
+
+
+# Tiles ----------------------------------------------------------------------------------------------------------------
+
+OUTS = {"qkv": 6144, "o": 4096, "gate_up": 14336, "head": 128256, "qwen_o": 2560}
+
+
+@pytest.mark.parametrize("memory", MEMORY.values())
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("rows", [1, 2, 8, 32, 64])
+def test_tiles_fit(rows, itemsize, memory):
+    for name, outs in OUTS.items():
+        tile, gated = tiles.few_rows(rows, outs, itemsize, name == "gate_up", 132, memory), name == "gate_up"
+        assert ((tile.outs << gated) + tiles.block_of(rows)) * tile.bytes * tile.stages <= memory
+        assert tile.bytes // itemsize >= 16 and tile.stages >= 1
+        assert -(-outs // tile.outs) >= tiles.FILLED * 132
+
+
+# What is compiled -----------------------------------------------------------------------------------------------------
+
+
+def launched(call, arch):
+    from attnops.kernels.triton.launch import linear as host
+    from attnops.kernels.triton.launch.gpu import Gpu
+
+    with recorded(host, Gpu(132, MEMORY[arch], arch == 90, True)) as found:
+        kernel().run(call.record)
+    [(function, arguments)] = found
+    return function, arguments
+
+
+@pytest.mark.parametrize(("arch", "rows", "name"), [
+    *((90, rows, name) for rows in (1, 8, 64) for name in ("qkv", "gate_up", "o")), (80, 8, "gate_up"), (80, 1, "qkv"), (89, 64, "gate_up"),
+])  # fmt: skip
+@compiled
+def test_nothing_spills(arch, rows, name):
+    given = {"norm": 0.0, "activation": "silu"} if name == "gate_up" else {"norm": 0.0} if name == "qkv" else {"residual": True}
+    function, arguments = launched(linear(Source(), rows, 1024, OUTS[name], BF16, **given), arch)
+    binary = compile_for(arch, function, arguments, BF16)
+    assert binary.metadata.shared <= MEMORY[arch]
+    assert spilled(binary, arch) <= (0 if arch == 90 else 512)
+    ptx = binary.asm["ptx"]
+    assert "cp.async" in ptx, "weights are not loaded ahead"
+    assert ("mma" in ptx) == (rows > 1)
+    assert ("cp.async.bulk.tensor" in ptx) == (arch == 90 and rows > 1 and name == "gate_up"), "which tiles are described"
