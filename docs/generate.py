@@ -32,7 +32,7 @@ from attnops.ops import OPS, Op
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
 from census import census_full  # noqa: E402, a file of this folder
-from performance import performance_full, performance_short, picture, pictures_full, stale_plots  # noqa: E402, a file of this folder
+from performance import costs, performance_full, performance_short, picture, pictures_full, stale_plots  # noqa: E402, a file of this folder
 from results import devices, hardware, hardware_text, results_full, results_short, table  # noqa: E402
 
 README_EXPLAIN = ("llama-3-8b-shape", "--target", "h200", "--cache", "paged", "--phase", "decode")
@@ -211,6 +211,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/models.md": {"census": census_full},
     "docs/errors.md": {"errors": errors_full},
     "docs/explain.md": {"graph": graph_output},
+    "docs/graphs.md": {"costs": costs},
     "docs/results.md": {"summary": results_short, "results": results_full},
     "docs/performance.md": {"summary": performance_short, "pictures": pictures_full, "performance": performance_full},
     "docs/index.md": {"picture": front_picture},

@@ -77,6 +77,21 @@ def caption(machine: str, reports: dict[str, dict[str, Any]]) -> str:
     return run + timed + (f" Not in that run: {', '.join(lacks)}." if lacks else "")
 
 
+def costs(root: Path = ROOT) -> str:
+    """The suite `cliffs` of the first GPU that has it: seconds that each change costs, by the way that steps run."""
+    for machine, reports in measured(root):
+        if machine != "cpu" and (report := reports.get("cliffs")) is not None:
+            ways = list(dict.fromkeys(row["way"] for row in report["rows"]))
+            changes: dict[str, dict[str, str]] = {}
+            for row in report["rows"]:
+                cost = f"{max(row['cost_s'], 0.0):.2f}" if "cost_s" in row else "-"
+                changes.setdefault(str(row["case"]).split(", ", 1)[1], {})[row["way"]] = cost
+            rows = [[change, *(cells.get(way, "-") for way in ways)] for change, cells in changes.items()]
+            head = ["seconds that a change costs", *(f"`{way}`" for way in ways)]
+            return f"{source(report)}, [cliffs.json](../benchmarks/results/{machine}/cliffs.json).\n\n{table(head, rows)}"
+    return NONE
+
+
 def pictures_full(root: Path = ROOT) -> str:
     """All pictures."""
     return "\n\n".join(f"![{title(svg)}](plots/{path.name})" for _, path, svg in pictures(root)) or NONE

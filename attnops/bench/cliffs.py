@@ -1,7 +1,8 @@
 """Suite `cliffs`: seconds of a call right after a change, and of the same call again.
 
 The changes meet one patched model that is warm, so that its steps are compiled and captured. `first_s`: the call after the change, the
-change included. `then_s`: the same call again. `cost_s`: the difference. `attnops`: `attnops.patch(model)`, no more. `attnops_piecewise`,
+change included. `then_s`: the same call again. `cost_s`: the difference. Without a change, steps that began without a compiler are
+compiled once, in the call that reaches their number: `steps are compiled`. `attnops`: `attnops.patch(model)`, no more. `attnops_piecewise`,
 `attnops_breakable`: with `decode=`. `attnops_paged`, on a CPU: over pages without graphs. The suite `generate` judges the results of such
 calls, and has the first call of a process.
 """
@@ -80,6 +81,7 @@ CHANGES: dict[str, Callable[[Warm], Run]] = {
     "another policy": lambda warm: warm.deterministic,
 }
 ADAPTER = "another adapter"
+SWITCH = "steps are compiled"
 
 
 def ways_of(setup: Setup) -> dict[str, Any]:
@@ -109,17 +111,24 @@ def measure(
     rows = []
     with attnops.hf.patch(one, **ways_of(setup)[way]) as handle:
         warm = Warm(setup, one, handle, point)
-        for _ in range(1 + generate.warm_calls(setup)):
+        for _ in range(generate.warm_calls(setup)):
+            warm.generate()
+        if not adapters and handle.decode.mode == "auto":
+            rows.append(row_of(f"{name} {point}, {SWITCH}", way, seconds(warm.generate), seconds(warm.generate)))
+        else:
             warm.generate()
         warm.steps(warm.filled())
         for change, make in ({ADAPTER: lambda warm: warm.switched} if adapters else CHANGES).items():
             run = make(warm)
-            first_s, then_s = seconds(run), seconds(run)
-            figures = {"first_s": first_s, "then_s": then_s, "cost_s": first_s - then_s}
-            found: Row = {"case": f"{name} {point}, {change}", "way": way, "median_us": round(1e6 * first_s, 2)}
-            rows.append(found | {figure: round(s, 3) for figure, s in figures.items()})
+            rows.append(row_of(f"{name} {point}, {change}", way, seconds(run), seconds(run)))
             warm.generate()
     return rows
+
+
+def row_of(case: str, way: str, first_s: float, then_s: float) -> Row:
+    """The row of a call, and of the same call again."""
+    figures = {"first_s": first_s, "then_s": then_s, "cost_s": first_s - then_s}
+    return {"case": case, "way": way, "median_us": round(1e6 * first_s, 2), **{figure: round(s, 3) for figure, s in figures.items()}}
 
 
 def add_adapters(model: Any) -> None:
