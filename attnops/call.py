@@ -39,6 +39,7 @@ from attnops.layout import (
     Size,
     Sizes as Sizes,
     arg as arg,
+    check_strided as check_strided,
     compiled,
     evaluate as evaluate,
     layout_of,
@@ -295,9 +296,7 @@ def _check_kind(a: Arg, value: Any) -> None:
 
 
 def _check_tensor(call: Call, a: Arg, value: Tensor) -> None:
-    if value.layout != torch.strided or value.is_nested:
-        kind = "a nested tensor" if value.is_nested else f"a tensor of layout {str(value.layout).removeprefix('torch.')}"
-        fail(InvalidInput, a.name, kind, f"a plain strided tensor [{a.dims}]")
+    check_strided(a.name, value, a.dims)
     dims = len(a.layout)
     if value.dim() < dims if a.layout and a.layout[-1].text == "..." else value.dim() != dims:
         fail(InvalidInput, a.name, f"shape {tuple(value.shape)}", f"[{a.dims}]")

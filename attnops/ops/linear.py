@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attnops.call import FLOATS, KW_ONLY, Call, Sizes, arg, need, record
+from attnops.call import FLOATS, KW_ONLY, Call, Sizes, arg, check_strided, need, record
 from attnops.errors import InvalidInput, fail
 from attnops.ops import eager
 from attnops.ops.eager import key_for
@@ -106,8 +106,9 @@ def linear(
 
 def _rows(field: str, given: Any, x: Tensor) -> Any:
     """`given` `[..., C]` as `[T, C]`, its leading dims being those of `x`; a view, for the output is written."""
-    if not isinstance(given, Tensor) or (given.dim() == x.dim() == 2):
+    if not isinstance(given, Tensor) or given.dim() == x.dim() == 2:
         return given  # the op checks it
+    check_strided(field, given, "..., C")
     need(given.dim() == x.dim(), field, f"shape {tuple(given.shape)}", f"{x.dim()} dims, as x")
     for i in range(x.dim() - 1):
         need(given.shape[i] == x.shape[i], f"{field}.shape[{i}]", given.shape[i], f"{x.shape[i]}, as x")
