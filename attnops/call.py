@@ -39,7 +39,6 @@ from attnops.layout import (
     Size,
     Sizes as Sizes,
     arg as arg,
-    check_strided as check_strided,
     compiled,
     evaluate as evaluate,
     layout_of,
@@ -253,8 +252,7 @@ def need(ok: Any, field: str, got: object, want: str) -> None:
 
 def check(call: Call) -> Sizes:
     """The sizes of a call by name. Raises InvalidInput on the first argument that breaks the contract; looks at no data."""
-    sizes: Sizes = {}
-    owners: dict[str, str] = {}
+    sizes, owners = Sizes(), dict[str, str]()
     device = None
     given: list[tuple[Arg, Any]] = [*zip(call.spec.args, values(call), strict=True)]
     for a, value in given:
@@ -308,6 +306,13 @@ def _check_tensor(call: Call, a: Arg, value: Tensor) -> None:
     allowed = a.dtypes(call) if callable(a.dtypes) else a.dtypes
     if value.dtype not in allowed:
         fail(InvalidInput, f"{a.name}.dtype", name(value.dtype), " | ".join(map(name, allowed)))
+
+
+def check_strided(field: str, value: Tensor, dims: str) -> None:
+    """Raise InvalidInput for a sparse or a nested tensor."""
+    if value.layout != torch.strided or value.is_nested:
+        kind = "a nested tensor" if value.is_nested else f"a tensor of layout {str(value.layout).removeprefix('torch.')}"
+        fail(InvalidInput, field, kind, f"a plain strided tensor [{dims}]")
 
 
 def _check_value(a: Arg, value: Any) -> None:
@@ -384,7 +389,7 @@ def fake(call: Call) -> Any:
 
 
 def _empty(r: Result, call: Call, first: Tensor, sizes: Sizes) -> Tensor:
-    absent = bool(r.when) and not _given(getattr(call, r.when))
+    absent = bool(r.when) and ((asks := getattr(call, r.when)) is None or asks is False)
     if r.like:
         like = getattr(call, r.like)
         return first.new_empty(0) if like is None or absent else cast(Tensor, like.new_empty(like.shape))
@@ -393,7 +398,3 @@ def _empty(r: Result, call: Call, first: Tensor, sizes: Sizes) -> Tensor:
         return first.new_empty((0,), dtype=dtype)
     shape = tuple(evaluate(d.text, sizes) for d in layout_of(r.dims)) if isinstance(r.dims, str) else r.dims(call)
     return first.new_empty(shape, dtype=dtype)
-
-
-def _given(value: Any) -> bool:
-    return value is not None and value is not False

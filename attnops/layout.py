@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 
-from attnops.errors import InvalidInput, fail
-
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 STORED = (*FLOATS, *QUANTISED)
@@ -116,13 +114,6 @@ def compiled(expression: str) -> CodeType:
 def evaluate(expression: str, sizes: Sizes) -> Any:
     """The value of a layout's expression, a text of ours, for these sizes."""
     return eval(compiled(expression), {"__builtins__": {}}, sizes)
-
-
-def check_strided(field: str, value: torch.Tensor, dims: str) -> None:
-    """Raise InvalidInput for a sparse, nested or otherwise unusual tensor."""
-    if value.layout != torch.strided or value.is_nested:
-        kind = "a nested tensor" if value.is_nested else f"a tensor of layout {str(value.layout).removeprefix('torch.')}"
-        fail(InvalidInput, field, kind, f"a plain strided tensor [{dims}]")
 
 
 def layout_of(dims: str) -> tuple[Size, ...]:
