@@ -45,7 +45,8 @@ def cases(setup: Setup) -> dict[str, Case]:
     """Other engines first, while this process holds no model; steady calls of every model at its prompts; first calls at its first one."""
     places = {size: {name: points[:1] for name, points in some.items()} for size, some in PLACES.items()}
     first: dict[str, Any] = models.over(setup, places, first_call)
-    found = {f"{case}, first call, {way}": partial(one, way) for way in FIRST for case, one in first.items()}
+    ways = (*FIRST, *(("attnops_piecewise",) if setup.on_gpu else ()))  # whose first call compiles
+    found = {f"{case}, first call, {way}": partial(one, way) for way in ways for case, one in first.items()}
     others = peers.cases(setup, PLACES, NEW[setup.size], rounds(setup))
     return others | models.over(setup, PLACES, measure) | found
 
