@@ -43,6 +43,7 @@ from attnops.layout import (
     evaluate as evaluate,
     layout_of,
 )
+from attnops.reference.rows import surely
 
 if TYPE_CHECKING:
     from typing_extensions import dataclass_transform
@@ -238,11 +239,8 @@ def need(ok: Any, field: str, got: object, want: str) -> None:
         if not ok:
             fail(InvalidInput, field, got, want)
         return
-    # Only sizes under a compiler are not bools, and it has paid for this import already.
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    if not statically_known_true(ok):
-        if statically_known_true(torch.sym_not(ok)):
+    if not surely(ok):
+        if surely(torch.sym_not(ok)):
             fail(InvalidInput, field, got, want)
         try:
             torch._check(ok, lambda: f"{field}: got {got}, want {want}")
@@ -353,7 +351,7 @@ def _check_size(field: str, got: Any, size: Size, sizes: Sizes, owners: dict[str
         need(got == wants[0], field, got, f"{wants[0]}{why}")
     else:
         want = " or ".join(map(str, wants)) + f" ({size.text.replace(' |', ' or')})"
-        need(any(isinstance(got, int) and isinstance(w, int) and got == w for w in wants) or got == wants[-1], field, got, want)
+        need(any(surely(got == w) for w in wants) or got == wants[-1], field, got, want)
 
 
 def sizes_of(call: Call) -> Sizes:

@@ -152,8 +152,8 @@ def all_of(needs: Iterable[Need]) -> Need:
     return lambda p: next((r for need in needs if (r := need(p))), None)
 
 
-ASKED = ("attention", "attention_backward", "varlen_attention", "varlen_attention_backward", "paged_attention", "mla_attention",
-         "sparse_mla_attention", "write_kv", "write_latent")  # fmt: skip
+ASKED = ("attention", "attention_backward", "varlen_attention", "varlen_attention_backward", "paged_attention", "decode_attention",
+         "mla_attention", "sparse_mla_attention", "write_kv", "write_latent")  # fmt: skip
 """Ops whose results depend on the features. To an op that plans they are hints, and a merge always has its lse."""
 
 

@@ -12,7 +12,7 @@ from attnops.problem import Extent, Problem, Refusal, Target, altered
 
 TARGETS = ("cpu", "sm80", "sm90", "sm100")
 DENSE, PACKED, PAGED = "attention", "varlen_attention", "paged_attention"
-MLA, SPARSE = "mla_attention", "sparse_mla_attention"
+MLA, SPARSE, STEP = "mla_attention", "sparse_mla_attention", "decode_attention"
 WRITES = ("write_kv", "write_latent", "write_latent_packed")
 ATTENTION = (DENSE, PACKED, PAGED, "attention_backward", "varlen_attention_backward")
 BF16, F32, E4M3, I32, U8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int32, torch.uint8
@@ -31,10 +31,10 @@ class Feature(NamedTuple):
 
 
 FEATURES = (
-    Feature("float32", {"dtype": F32, "kv_dtype": F32}, (*ATTENTION, MLA, SPARSE, *WRITES[:2], "merge_state", "merge_states")),
-    Feature("window", {"window": (1023, -1)}, (*ATTENTION, MLA)),
-    Feature("softcap", {"softcap": True}, (*ATTENTION, MLA)),
-    Feature("sinks", {"sinks": True, "sinks_dtype": BF16}, (*ATTENTION, MLA, SPARSE)),
+    Feature("float32", {"dtype": F32, "kv_dtype": F32}, (*ATTENTION, MLA, SPARSE, STEP, *WRITES[:2], "merge_state", "merge_states")),
+    Feature("window", {"window": (1023, -1)}, (*ATTENTION, MLA, STEP)),
+    Feature("softcap", {"softcap": True}, (*ATTENTION, MLA, STEP)),
+    Feature("sinks", {"sinks": True, "sinks_dtype": BF16}, (*ATTENTION, MLA, SPARSE, STEP)),
     Feature("mask", {"mask": "additive"}, (*ATTENTION, MLA)),
     Feature("padding", {"kv_range": True}, (DENSE, "attention_backward")),
     Feature("lse", {"lse": True}, (DENSE, PACKED, PAGED, MLA, SPARSE)),
@@ -44,7 +44,7 @@ FEATURES = (
     Feature("packed latents", {"kv_dtype": U8}, (SPARSE,)),
     Feature("chunk", {"attention_chunk": 8192}, ATTENTION),
     Feature("decode", {"queries": Extent(1, 1, 1), "tokens": Extent(8, 8, 8)}, (PAGED, MLA)),
-    *(Feature(f"page {n}", {"page_size": n}, (PAGED, MLA, SPARSE, *WRITES)) for n in (1, 16, 64, 128)),
+    *(Feature(f"page {n}", {"page_size": n}, (PAGED, MLA, SPARSE, STEP, *WRITES)) for n in (1, 16, 64, 128)),
 )
 
 _NEW: Change = {"tokens": Extent.of(512)}
@@ -77,6 +77,7 @@ _BASES: dict[str, tuple[Change, ...]] = {
     "varlen_attention_backward": (_PREFILL | {"grad": True},),
     MLA: tuple({**_SIZES, **_DEEPSEEK, **more, **plan, "causal": True} for plan in _PLANS for more in ({}, _DECODE, _DECODE | _FLOAT8)),
     "plan_mla_attention": ({**_SIZES, **_DEEPSEEK, "causal": True},),
+    STEP: ({**_HEADS, **_SIZES, **_DECODE, "page_size": 64, "workspace": 1 << 40},),
     SPARSE: ({**_DEEPSEEK, **_NEW, "context": Extent.of(2048)},),
     "write_latent_packed": (_LATENT_WRITE | {"kv_dtype": U8},),
     "rope_quantize_latent": ({**_DEEPSEEK, "kv_dtype": E4M3, "kv_scales": True, "page_size": 0, **_NEW},),

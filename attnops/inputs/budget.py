@@ -11,6 +11,11 @@ bounds the logits (max|x|: the largest Euclidean norm of a row); V = max|v|, the
 4 u: the weights and the output are each rounded to the dtype once, with a factor of 2 for block-wise rescaling. A sum of n terms is
 given the growth sqrt(n) of random roundings; blocked sums stay below it. A weight is exp of a logit, hence 2 delta(logit).
 
+A decode step that norms and rotates by itself rounds query and new key to the dtype after that. Their figures are those of the exact
+ones, and r = u + a (sqrt(D) + 8) is the error of a number as a share of its head's length:
+
+    delta(logit) = (a (sqrt(D) + 4) + 2 r) L        delta(stored key) = r max|k|
+
 Gradients: each is a sum, bounded by the sum of its terms' sizes, S. With p the weights, in float64,
 dP = |dO| |v|, ds = p (dP + sum_j p dP + |dlse|): S is max |scale| ds |k| for dq, |scale| ds |q| for dk, p |dO| for dv, ds for the
 mask and exp(sink - lse) times the row sums of p dP + |dlse| for the sinks, summed over whatever broadcasts.
@@ -46,6 +51,7 @@ from torch import Tensor
 
 from attnops.inputs.call import QUANTISED, Call
 from attnops.reference.attention import padded, reduce_to, scores, softmax
+from attnops.reference.decode import turned
 from attnops.reference.latent_format import unpack
 from attnops.reference.rows import Rules, dense_visible
 
@@ -83,6 +89,14 @@ class _Sizes:
         t = call.tensors()
         latents, dtype = "latent_pages" in t, t["q_nope" if "q_nope" in t else "query"].dtype
         query, key, value = _operands(t)
+        turns = call.op == "decode_attention"
+        self.stored = 0.0
+        norms = _largest(query.double().norm(dim=-1)) * _largest(key.double().norm(dim=-1))
+        if turns:
+            new = turned(call.map(lambda _, x: x.double() if x.is_floating_point() else x).record)
+            longest = [_largest(x.norm(dim=-1)) for x in (*new, key.double())]
+            norms, self.stored = longest[0] * max(longest[1:]), longest[1]
+            value = torch.cat([value.flatten(), t["value"].flatten()])
         # A quantised query is exact. The output is rounded and, except for latents, the weights to the query's dtype.
         self.rounding = roundoff(dtype)
         self.u = roundoff(t["output"].dtype if dtype in QUANTISED and latents else dtype)
@@ -95,9 +109,10 @@ class _Sizes:
             keys = call.arguments.get("max_seqlen_k", key.shape[1])
         self.root_n, self.root_d = sqrt(keys), sqrt(query.shape[-1])
         factor = {n: _largest(t.get(n)) or 1.0 for n in ("q_scale", "k_scale", "v_scale", "kv_scale", "temperature")}
-        norms = _largest(query.double().norm(dim=-1)) * _largest(key.double().norm(dim=-1))
         logit = abs(call.arguments["scale"]) * norms * factor["q_scale"] * factor["k_scale"] * factor["kv_scale"] * factor["temperature"]
         self.delta = self.a * (self.root_d + 4) * (logit + _largest(t.get("mask")))
+        once = self.u + self.a * (self.root_d + 8)
+        self.delta, self.stored = self.delta + 2 * once * logit * turns, self.stored * once
         self.value = _largest(value) * factor["v_scale"] * factor["kv_scale"]
 
 
@@ -119,6 +134,8 @@ def allowance(call: Call, expected: Mapping[str, Tensor], rounded_sums: bool = F
     s = _Sizes(call)
     growth = s.a * (s.root_n + 4)
     allowed: Allowed = {"output": (4 * s.u + 2 * s.delta + growth) * s.value}
+    if call.op == "decode_attention":
+        allowed["k_pages"] = s.stored
     if "lse" in expected:
         allowed["lse"] = s.delta + growth + 2**-23 * _largest(expected["lse"]) + s.rounding * rounded_sums
     return allowed

@@ -1,5 +1,6 @@
 """The ops: contracts in torch.library form, one family a file, and the functions users call."""
 
+from attnops.ops.decode import decode_attention as decode_attention
 from attnops.ops.dense import attention as attention
 from attnops.ops.linear import linear as linear
 from attnops.ops.merge import merge_state as merge_state, merge_states as merge_states

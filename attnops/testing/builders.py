@@ -117,6 +117,57 @@ mla = partial(paged, op="mla_attention")
 """`mla_attention`. Of `f.head_dim` numbers the first `f.v_dim` are the latent."""
 
 
+class Angles(NamedTuple):
+    """The turn of a decode step's query and key, and its rows.
+
+    cos_sin: "whole", "half" (D / 2 wide) or "". wide: their dtype and that of norms, None for the query's. norms: are there any?
+    skipped: rows without a slot.
+    """
+
+    cos_sin: str = "whole"
+    norms: bool = False
+    skipped: Sequence[int] = ()
+    slot_dtype: torch.dtype = torch.int64
+    wide: torch.dtype | None = None
+
+
+def decode(
+    source: Source, seq_lens: Sequence[int], page_size: int, f: Features, angles: Angles = Angles(), pages: Pages = Pages(),  # noqa: B008
+    holes: Sequence[tuple[int, int]] | None = (),
+) -> Call:  # fmt: skip
+    """`decode_attention`. The slots of the new tokens are free, and so are the query, key and value of rows without one.
+
+    holes: (row, column) of the table's entries that are no page. None is the promise holes=False.
+    """
+    table, used = _page_table(source, seq_lens, page_size, pages)
+    rows, slots = len(seq_lens), []
+    for b, length in enumerate(seq_lens):
+        real = length > 0 and b not in angles.skipped
+        slot = int(table[b, (length - 1) // page_size]) * page_size + (length - 1) % page_size if real else -1 - b
+        slots.append(slot)
+        if real:
+            used[slot // page_size, slot % page_size] = False
+    for b, column in holes or ():
+        used[table[b, column]] = False
+        table[b, column] = used.shape[0] + 7 if column % 2 else -1
+    given: dict[str, Any] = {"page_table": table, "seq_lens": source.ints(seq_lens), "slots": source.ints(slots, angles.slot_dtype)}
+    wide = angles.wide or f.dtype
+    if angles.cos_sin:
+        dim = f.head_dim // 2 if angles.cos_sin == "half" else f.head_dim
+        turn = source.normal(rows, dim, dtype=torch.float64, spread=3.0)
+        given |= {"cos": (1.2 * turn.cos()).to(wide), "sin": (1.2 * turn.sin()).to(wide)}
+    if angles.norms:
+        given |= {n: source.normal(f.head_dim, dtype=wide) for n in ("q_norm", "k_norm")}
+        given["eps"] = 0.25
+    arguments = attend(
+        source, "decode_attention", f, {"B": rows, "P": used.shape[0], "page": page_size, "max_pages": table.shape[1]}, **given
+    )
+    arguments |= {"holes": False} if holes is None else {}
+    skipped = source.ints(slots, torch.int64) < 0
+    free = free_at(~used, arguments, ("k_pages", "v_pages")) | free_at(skipped, arguments, ("query", "key", "value"))
+    return Call("decode_attention", arguments, free, ("output",))
+
+
 def _page_table(source: Source, seq_lens: Sequence[int], page_size: int, pages: Pages) -> tuple[Tensor, Tensor]:
     """(int32 page table, bool `[P, page]` of the slots that hold keys)."""
     counts = [-(-n // page_size) for n in seq_lens]

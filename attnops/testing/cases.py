@@ -13,6 +13,7 @@ from attnops.kernel import kernels_of
 from attnops.testing import builders
 from attnops.testing.builders import Pages
 from attnops.testing.data_cases import DATA_CASES
+from attnops.testing.decode import DECODE_CASES
 from attnops.testing.inputs import Call, Case, Features as F, Rows, Source, crossed, table
 from attnops.testing.latent import DEEPSEEK, LATENT_CASES
 from attnops.testing.linear import LINEAR_CASES
@@ -147,6 +148,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     "paged_attention": table("paged_attention", builders.paged, _grid(PAGED, PAGED_SHAPES) | TEMPERED),
     "plan_paged_attention": table("plan_paged_attention", _plan(builders.paged, 1 << 15, 1 << 26), PLANS),
     "plan_mla_attention": table("plan_mla_attention", _plan(builders.mla, 1 << 17, 1 << 25), LATENT_PLANS),
+    "decode_attention": DECODE_CASES,
     **LATENT_CASES,
     **DATA_CASES,
     **LINEAR_CASES,

@@ -199,12 +199,9 @@ def _written(kernel: Kernel, call: Call, results: Mapping[str, Tensor]) -> Error
     real = slots[slots >= 0].long()
     for pages, names, scale in WRITES[kernel.op]:
         what, got = f"{kernel.op}.{kernel.name}: {pages}", results[pages]
-        before, after = (t.flatten(0, 1).view(torch.uint8) for t in (call.arguments[pages], got))
-        changed = (after != before).flatten(1).any(1)
-        changed[real] = False
-        if changed.any():
-            raise Mismatch(f"{what}: slot {int(changed.nonzero()[0])} changed, but no token is stored there")
-        parts, rows = [call.arguments[n][slots >= 0].double() for n in names], after[real]
+        _kept(what, call.arguments[pages], got, real)
+        parts = [call.arguments[n][slots >= 0].double() for n in names]
+        rows = got.flatten(0, 1).view(torch.uint8)[real]
         exact = torch.cat(parts, -1)
         if call.arguments.get(scale) is not None:
             exact = exact / call.arguments[scale].double().reshape(-1, 1)
@@ -242,5 +239,28 @@ def _rotated(kernel: Kernel, call: Call, results: Mapping[str, Tensor]) -> Error
     return errors
 
 
-CHECKS = dict.fromkeys(WRITES, _written) | {"rope_quantize_latent": _rotated}
+def _decoded(kernel: Kernel, call: Call, results: Mapping[str, Tensor]) -> Errors:
+    """Compare the output, and every slot of the pages: that of a new token holds its key and value, the others keep their bytes."""
+    expected, slots = oracle(call), call.arguments["slots"]
+    real = slots[(slots >= 0) & (call.arguments["seq_lens"] > 0)].long()
+    allowed = budget.allowance(call, expected)
+    errors = {"output": compare(f"{kernel.op}.{kernel.name}: output", results["output"], expected["output"], allowed["output"], 1.0)}
+    for name in ("k_pages", "v_pages"):
+        what = f"{kernel.op}.{kernel.name}: {name}"
+        _kept(what, fill(clone(call.arguments[name]), call.free[name], True), results[name], real)
+        got, want = results[name].flatten(0, 1)[real], expected[name].flatten(0, 1)[real]
+        errors[name] = compare(what, got, want, allowed.get(name, 0.0), 1.0)
+    return errors
+
+
+def _kept(what: str, before: Tensor, after: Tensor, written: Tensor) -> None:
+    """Raise Mismatch where a slot of the pages has changed that is not among those written."""
+    old, new = (t.flatten(0, 1).view(torch.uint8) for t in (before, after))
+    changed = (new != old).flatten(1).any(1)
+    changed[written] = False
+    if changed.any():
+        raise Mismatch(f"{what}: slot {int(changed.nonzero()[0])} changed, but no token is stored there")
+
+
+CHECKS = dict.fromkeys(WRITES, _written) | {"rope_quantize_latent": _rotated, "decode_attention": _decoded}
 """By op, the comparison of results in place of `_compared`."""

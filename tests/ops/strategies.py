@@ -91,6 +91,16 @@ def latents(source, slots, pages, page, f, index):
 
 
 @st.composite
+def decode(draw):
+    f = draw(features(masks=False, kv=st.none()))
+    turn = draw(st.sampled_from(["", "whole", "half"])) if f.head_dim % 2 == 0 else ""
+    angles = builders.Angles(turn, draw(FLAG), draw(st.sampled_from([(), (0,)])), draw(INDEX), draw(st.sampled_from([None, torch.float32])))
+    lengths, one = draw(st.lists(st.integers(0, 9), max_size=3)), st.integers(0, 1)
+    f = replace(f, v_head_dim=None, window=(f.window[0], -1))
+    return builders.decode(draw(SOURCE), lengths, draw(PAGE), f, angles, builders.Pages(draw(one), draw(one)))
+
+
+@st.composite
 def sparse_mla(draw):
     packed, topk, pages = draw(FLAG), draw(st.integers(0, 6)), draw(st.integers(0, 3))
     counts = draw(st.lists(st.integers(0, topk if pages else 0), max_size=4))
@@ -150,6 +160,7 @@ CALLS |= {
     "varlen_attention": varlen(),
     "varlen_attention_backward": backward(varlen),
     "paged_attention": paged(builders.paged, features()),
+    "decode_attention": decode(),
     "write_kv": writes(builders.write, features()),
     "mla_attention": paged(builders.mla, LATENT),
     "write_latent": writes(latents, LATENT),

@@ -24,7 +24,7 @@ Rows = dict[str, slice]
 
 MULTIPLY = frozenset({
     "attention", "attention_backward", "varlen_attention", "varlen_attention_backward", "paged_attention", "mla_attention",
-    "sparse_mla_attention", "vertical_slash_attention",
+    "sparse_mla_attention", "vertical_slash_attention", "decode_attention",
 })  # fmt: skip
 """The ops that multiply matrices. Pointwise ops and those that count in integers do not depend on the batch."""
 
@@ -42,7 +42,7 @@ def by_request(run: Run) -> Run:
 def _each(run: Run, call: Any) -> tuple[Tensor, ...] | None:
     results = call.spec.results
     if not results:
-        see_nothing(call.output, call.lse)
+        see_nothing(call.output, getattr(call, "lse", None))
     found = [(rows, run(part)) for rows, part in _requests(call)]
     if not results:
         return None
@@ -87,7 +87,7 @@ def _requests(call: Any) -> Iterator[tuple[Rows, Any]]:
         name = _rows_of(call.spec.args[0].dims)  # a row of a dense batch, or a token that has a list of its own
         for i in range(sizes_of(call)[name]):
             rows = {name: slice(i, i + 1)}
-            part = _part(call, rows)
+            part = _part(call, rows, **_own_pages(call, i))
             yield rows, _in_range(part) if call.spec.op == "attention" else part
         return
     starts, ends = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist() if hasattr(call, "cu_seqlens_k") else None
@@ -98,10 +98,17 @@ def _requests(call: Any) -> Iterator[tuple[Rows, Any]]:
         if ends:
             rows["N"], count = slice(ends[b], ends[b + 1]), ends[b + 1] - ends[b]
             own |= {"cu_seqlens_k": call.cu_seqlens_k.new_tensor([0, count]), "max_seqlen_k": max(count, 1)}
-        else:  # no page past the request's end is gathered
-            page = (call.k_pages if hasattr(call, "k_pages") else call.latent_pages).shape[1]
-            own["page_table"] = call.page_table[rows["B"], : max(-(-int(call.seq_lens[b]) // page), 1)]
+        else:
+            own |= _own_pages(call, b)
         yield rows, _part(call, rows, max_seqlen_q=end - begin, **own)
+
+
+def _own_pages(call: Any, b: int) -> dict[str, Tensor]:
+    """The request's row of the page table, so that no page past the request's end is gathered."""
+    if "page_table" not in call.spec.names:
+        return {}
+    page = (call.k_pages if hasattr(call, "k_pages") else call.latent_pages).shape[1]
+    return {"page_table": call.page_table[b : b + 1, : max(-(-int(call.seq_lens[b]) // page), 1)]}
 
 
 def _in_range(call: Any) -> Any:

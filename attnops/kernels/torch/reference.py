@@ -12,7 +12,7 @@ from attnops.kernel import Capture, Inline, Invariant, Kernel, device, register
 from attnops.kernels.torch.by_request import MULTIPLY, by_request
 from attnops.measured import logits_us
 from attnops.problem import Problem
-from attnops.reference import attention, data, rope_quantize, vertical_slash
+from attnops.reference import attention, data, decode, rope_quantize, vertical_slash
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FLOAT8 = (torch.float8_e4m3fn,)
@@ -35,6 +35,7 @@ CALLED: tuple[Row, ...] = (
     ("varlen_attention_backward", attention.varlen_attention_backward, FLOATS, None, VISIBLE),
     ("paged_attention", attention.paged_attention, QUERY, STORED, f"{VISIBLE} {SCALED} lse temperature holes"),
     ("write_kv", data.write_kv, FLOATS, STORED, "k_scale v_scale"),
+    ("decode_attention", decode.decode_attention, FLOATS, None, "cos sin q_norm k_norm sinks window_left softcap holes"),
     ("mla_attention", attention.mla_attention, QUERY, STORED, "mask sinks causal window_left softcap q_scale kv_scale lse holes"),
     ("write_latent", attention.write_latent, STORED, STORED, "kv_scale"),
     ("sparse_mla_attention", attention.sparse_mla_attention, QUERY, STORED + BYTES, "topk_length sinks q_scale kv_scale lse holes"),

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from attnops.kernel import Invariant, Kernel, Need, Package, arch_from, at_most, demand, one_of, register
+from attnops.kernels.shared import memory
 from attnops.kernels.torch.aten_flash import BACKWARD
 from attnops.measured import Roofline, phases
 from attnops.problem import Problem
@@ -81,3 +82,13 @@ for _op, _takes in (("attention_backward", RULES | {"kv_start", "kv_end"}), ("va
     own(_op, launched("gradient", _op), lambda p: 10.0 + 1.4 * BACKWARD(p), "attnops' own gradient", _takes, needs=HEADS)
 for _op in ("merge_state", "merge_states"):
     own(_op, launched("attention", _op), _merge_us, "attnops' own")
+_SIXTEEN = demand("q_heads, kv_heads", "at most 16 query heads a key head", lambda p: p.group_size <= 16)
+register(
+    Kernel(
+        "triton", "decode_attention", launched("decode", "decode_attention"),
+        frozenset({"cos", "sin", "q_norm", "k_norm", "sinks", "window_left", "softcap", "holes"}), FLOATS, None,
+        (arch_from(80), one_of("last_dim_contiguous", True), at_most("head_dim", 256), _SIXTEEN), (PACKAGE,),
+        cost_us=Roofline(6.0, 1.05, 0.45, 0.013, 256), workspace_bytes=lambda problem: memory.total(0),
+        about="attnops' own, all in one launch",
+    )
+)  # fmt: skip

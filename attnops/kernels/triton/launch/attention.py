@@ -91,10 +91,7 @@ def _arguments(call: Any, operands: tuple[Tensor, Tensor | None, Tensor, Tensor]
     k_scale, v_scale, warm = (call.k_scale, call.v_scale, call.temperature) if rope is None else (call.kv_scale, call.kv_scale, None)
     latent, page, mask, output, lse = rope is not None, k.shape[1], call.mask, call.output, call.lse
     table = call.page_table if call.page_table.stride(1) == 1 else call.page_table.contiguous()
-    far = (("latent_pages" if latent else "k_pages", k, page), ("v_pages", v, page), ("mask", mask, table.shape[1] * page))
-    for field, x, most in far:
-        if x is not None and x.stride(1) * most >= 2**31:
-            raise InvalidInput(f"{field}.stride(1)", x.stride(1), f"< 2**31 / {most} (triton counts a page's keys in 32 bits)")
+    refuse_far(("latent_pages" if latent else "k_pages", k, page), ("v_pages", v, page), ("mask", mask, table.shape[1] * page))
     kind = "none" if mask is None else "additive"
     if mask is not None and mask.dtype == torch.bool:
         kind, mask = "bool", mask.view(torch.uint8)
@@ -116,6 +113,13 @@ def _arguments(call: Any, operands: tuple[Tensor, Tensor | None, Tensor, Tensor]
         "DR": 0 if rope is None else rope.shape[2], "COMPUTE": computed_in(query), "TEMPERED": warm is not None, "MASK": kind,
         "LATENT": latent,
     }  # fmt: skip
+
+
+def refuse_far(*given: tuple[str, Tensor | None, int]) -> None:
+    """Raise InvalidInput for a (field, tensor, keys) whose keys, along its second dim, are too far apart for offsets of 32 bits."""
+    for field, x, most in given:
+        if x is not None and x.stride(1) * most >= 2**31:
+            raise InvalidInput(f"{field}.stride(1)", x.stride(1), f"< 2**31 / {most} (triton counts a page's keys in 32 bits)")
 
 
 def _stages(at: grids.Launch, given: dict[str, Any]) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from attnops.kernels.triton.launch.tiles import power
+
 DECODE_QUERIES = 8
 """Where two launches serve a batch, the first serves requests of up to this many queries."""
 
@@ -113,6 +115,32 @@ class Launch(NamedTuple):
         return self.splits > 1 or self.split_keys > 0
 
 
+LEAST_DECODED = 128
+"""Keys of a split in a decode step of one launch, whose merge costs no launch of its own."""
+
+DECODE_BLOCKS = 2
+"""Programs a multiprocessor that such a step has splits for."""
+
+MERGED = 8192
+"""Numbers that the last program of such a step merges at once: 64 registers a thread of four warps."""
+
+DECODE: dict[tuple[int, int], Tile] = {
+    (2, 64): Tile(16, 128, 4, 3), (2, 128): Tile(16, 64, 4, 4), (2, 256): Tile(16, 32, 4, 4),
+    (4, 128): Tile(16, 32, 8, 2), (4, 256): Tile(16, 16, 8, 2),
+}  # fmt: skip
+"""Tiles of such a step: (bytes of a number, widest padded head dim). All heads of a group, at most 16, are rows of one product."""
+
+
+def decode(groups: int, dims: int, itemsize: int, capacity: int, left: int, sms: int) -> Choice:
+    """The tile and the splits of a decode step in one launch, of `groups` pairs of a request and a key head.
+
+    capacity: keys that the page table has room for. left: keys before its own that a query may see, -1 for all.
+    """
+    tile = DECODE[min(key for key in DECODE if key[0] == itemsize and padded(dims) <= key[1])]
+    keys = capacity if left < 0 else min(capacity, left + tile.keys)
+    return Choice(tile, max(1, min(sms * DECODE_BLOCKS // groups, keys // LEAST_DECODED)))
+
+
 def part_of(launch: Launch, requests: int, last: bool) -> Launch:
     """`launch`, which is not ragged, for `requests` of its requests. The last ones bring the padding rows."""
     across = launch.blocks // ((launch.tiles - launch.pads) * launch.splits + launch.pads)
@@ -140,7 +168,7 @@ TABLE: dict[tuple[str, int], tuple[Tile, ...]] = {
 
 def padded(n: int) -> int:
     """The next power of two, at least 16, the least that a matrix product takes."""
-    return max(16, 1 << (n - 1).bit_length())
+    return max(16, power(n))
 
 
 def tiles_of(s: Shape) -> tuple[Tile, ...]:

@@ -1,0 +1,145 @@
+"""`triton` of a decode step: in the interpreter against the exact result, split and whole, and through Triton's compiler and ptxas."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from attnops.kernel import kernels_of
+from attnops.problem import Target, pretend
+from attnops.testing import CASES, Features, Source, builders, check_kernel, equip
+from attnops.testing.builders import Angles
+from tests.ops.strategies import CALLS
+from tests.triton.process import compiled, interpreted
+from tests.triton.test_compile import MEMORY, TYPES, compile_for, recorded, spilled
+from tests.triton.test_numerics import SM90, strided, transposed
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+TYPES |= {torch.int64: "i64"}
+KERNEL = kernels_of("decode_attention")["triton"]
+LONG = Features(dtype=F32, head_dim=16, q_heads=4, kv_heads=2)
+
+
+@contextmanager
+def many_splits():
+    """Small calls are not worth a split. Here they are split all the same, and few parts are merged at once."""
+    from attnops.kernels.triton.launch import grids
+
+    before = grids.LEAST_DECODED, grids.DECODE_BLOCKS, grids.MERGED
+    grids.LEAST_DECODED, grids.DECODE_BLOCKS, grids.MERGED = 1, 16, 128
+    try:
+        yield
+    finally:
+        grids.LEAST_DECODED, grids.DECODE_BLOCKS, grids.MERGED = before
+
+
+def check(call, refused=()):
+    with pretend(SM90):
+        figures = check_kernel(KERNEL, call)
+    assert {r.field for r in figures.refused} <= set(refused), figures
+    assert figures.worst <= 1.0, figures
+    return figures
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+@interpreted
+def test_grid(split):
+    for case in CASES["decode_attention"]:
+        if split:
+            with many_splits():
+                check(case.call(), refused=("dtype",))
+        else:
+            check(case.call(), refused=("dtype",))
+
+
+@interpreted
+def test_random_calls():
+    @given(data=st.data())
+    @settings(max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    def run(data):
+        with many_splits():
+            check(data.draw(CALLS["decode_attention"]), refused=("dtype", "last_dim_contiguous"))
+
+    run()
+
+
+@interpreted
+def test_any_layout():
+    call = builders.decode(Source(7), (40, 21), 4, replace(LONG, sinks=F32), Angles(norms=True))
+    names = [n for n, t in call.tensors().items() if t.numel() > 1]
+    with many_splits():
+        for change in (partial(strided, dim=0), partial(transposed, dim=1)):
+            for bit in range(len(names).bit_length()):
+                some = [n for at, n in enumerate(names, 1) if at >> bit & 1 and (change.func is strided or call.tensors()[n].dim() > 2)]
+                assert not check(call.with_(**{n: change(call.tensors()[n]) for n in some})).refused
+
+
+@interpreted
+def test_counters_are_zero_after_every_launch():
+    """One workspace serves steps of other lengths and batches."""
+    with pretend(SM90):
+        workspace = equip(KERNEL, builders.decode(Source(), (5,), 4, LONG)).arguments["workspace"]
+    with many_splits(), pretend(SM90):
+        for seed, lengths in enumerate([(300, 7, 129), (64,), (1, 290)]):
+            call = builders.decode(Source(seed), lengths, 16, LONG).with_(workspace=workspace)
+            KERNEL.run(call.record)
+            assert not workspace.any()
+            check(call)
+
+
+@interpreted
+def test_programs_in_any_order():
+    """The last program to arrive merges, whichever it is; the interpreter runs the first one first."""
+    from attnops.kernels.triton.device import decode
+
+    call, seen = builders.decode(Source(1), (300, 40), 16, LONG), []
+    with many_splits(), pretend(SM90):
+        first, again = (equip(KERNEL, call).map(lambda _, t: t.clone()) for _ in range(2))
+        KERNEL.run(first.record)
+        forward = decode.tl.program_id
+
+        def backward(axis, **more):
+            n = forward(axis, **more)
+            seen.append(axis)
+            return decode.tl.num_programs(axis, **more) - 1 - n if axis == 1 else n
+
+        decode.tl.program_id = backward
+        try:
+            KERNEL.run(again.record)
+        finally:
+            decode.tl.program_id = forward
+    assert seen.count(1) > 8
+    for name in ("output", "k_pages", "v_pages"):
+        assert torch.equal(first.arguments[name].nan_to_num(), again.arguments[name].nan_to_num()), name
+
+
+# Compiled ----------------------------------------------------------------------------------------------------------------
+
+LLAMA = Features(dtype=BF16, head_dim=128, q_heads=32, kv_heads=8)
+STEPS = {
+    "llama": (LLAMA, Angles(), 64), "page_16": (LLAMA, Angles(), 16), "qwen3": (LLAMA, Angles(norms=True), 64),
+    "gpt_oss": (replace(LLAMA, head_dim=64, q_heads=64, sinks=BF16, window=(127, -1)), Angles("half"), 64),
+    "gemma2": (replace(LLAMA, head_dim=256, q_heads=16, softcap=50.0), Angles(), 64), "float32": (replace(LLAMA, dtype=F32), Angles(), 64),
+    "phi3": (replace(LLAMA, head_dim=96, dtype=F16, q_heads=8), Angles(), 64),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("arch", "name", "rows"), [(90, n, 1) for n in STEPS] + [(90, "llama", 64), (80, "llama", 1), (100, "llama", 1)])
+@compiled
+def test_compiles(arch, name, rows):
+    from attnops.kernels.triton.launch import decode as host, gpu
+
+    f, angles, page = STEPS[name]
+    call = builders.decode(Source(), (1024,) * rows, page, f, angles, holes=None)
+    with pretend(Target("cuda", arch, assume=("triton",))), recorded(host, gpu.Gpu(132, MEMORY[arch], arch == 90, arch >= 89)) as found:
+        KERNEL.run(equip(KERNEL, call).record)
+    [(kernel, given)] = found
+    assert given["SPLIT"] == (rows == 1 and not given["LEFT"])
+    binary = compile_for(arch, kernel, dict(given), f.dtype)
+    assert binary.metadata.shared <= MEMORY[arch]
+    assert spilled(binary, arch) == 0
+    assert "cp.async" in binary.asm["ptx"], "keys are not loaded ahead"
+    assert ("mma" in binary.asm["ptx"]) == (f.dtype != F32)
