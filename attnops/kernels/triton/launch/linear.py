@@ -21,10 +21,11 @@ ALIGNED = 16
 """Bytes. The tensor memory accelerator takes addresses and strides that are multiples of it."""
 
 
-def linear(call: Linear) -> None:
+def linear(call: Linear, choice: tiles.Tile | None = None) -> None:
     """One launch, whose tile follows from the number of rows; under a deterministic policy one tile serves every number of rows.
 
     A compiled graph of any number of tokens calls this: more rows than a program has are left to torch's product.
+    choice: a tile to launch in place of the table's.
     """
     x, weight, output = call.x, call.weight, call.output
     (rows, width), outs, fixed = x.shape, output.shape[1], deterministic(call.policy)
@@ -38,13 +39,13 @@ def linear(call: Linear) -> None:
     vectors = flat(call.bias), flat(call.norm_weight), res, output
     numbers = outs, call.norm_eps, call.norm_offset
     if rows == 1 and not fixed:
-        tile = tiles.one_row(outs, gated, gpu.multiprocessors)
+        tile = choice or tiles.one_row(outs, gated, gpu.multiprocessors)
         args: tuple[Any, ...] = (x, weight, *vectors, *numbers, weight.stride(0), res_n, output.stride(1))
         given: dict[str, Any] = {}
         kernel, blocks = device.one_row, 1
     else:
         most = tiles.MOST_ROWS if fixed else rows
-        tile = tiles.few_rows(most, outs, size, gated, gpu.multiprocessors, gpu.memory)
+        tile = choice or tiles.few_rows(most, outs, size, gated, gpu.multiprocessors, gpu.memory)
         block = tiles.block_of(most)
         described = tile.described and gpu.warpgroups and _describable(weight)
         read = _descriptor(weight, tile.outs, tile.bytes // size) if described else weight
