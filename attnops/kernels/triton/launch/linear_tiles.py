@@ -10,8 +10,8 @@ MOST_ROWS = 64
 """The most rows of one program. Of more, torch's own product is the faster; under a deterministic policy programs share them."""
 LEAST_ROWS = 16
 """Columns of the right operand that matrix units take at least."""
-FILLED = 0.7
-"""Programs a multiprocessor that a tile must leave: reading is as fast with a few multiprocessors idle, and larger tiles read faster."""
+FILLED = 0.45
+"""Programs a multiprocessor that a tile must leave: half of the multiprocessors read as fast as all, and larger tiles read faster."""
 
 
 HELD = 32 * 64
@@ -31,16 +31,18 @@ class Tile(NamedTuple):
     described: bool = False
 
 
-ONE_ROW: tuple[Tile, ...] = (Tile(16, 512, 3, 4), Tile(8, 1024, 3, 4), Tile(4, 1024, 3, 4))
-FEW_ROWS: tuple[Tile, ...] = (Tile(128, 256, 3, 8, True), Tile(64, 512, 3, 4), Tile(32, 512, 4, 4), Tile(16, 512, 4, 4))
-"""From the widest weights to the narrowest. The first that leaves every multiprocessor a program serves the call."""
-WAVES = 8.0
+ONE_ROW = (Tile(16, 512, 3, 4), Tile(8, 512, 4, 4), Tile(4, 1024, 4, 2))
+ONE_GATED = (Tile(8, 1024, 3, 4), Tile(4, 1024, 4, 2))
+FEW_ROWS = (Tile(128, 256, 4, 8, True), Tile(64, 512, 4, 4, True), Tile(32, 512, 6, 4, True), Tile(16, 1024, 4, 2))
+"""From the widest weights to the narrowest, by times on an H200. The first that leaves every multiprocessor enough programs serves the
+call."""
+WAVES = 3.0
 """As FILLED, for one row: its programs hold so little that many of them share a multiprocessor."""
 
 
 def one_row(outs: int, gated: bool, sms: int) -> Tile:
     """For one row of `outs` results. gated: two rows of the weight make one."""
-    return _first(ONE_ROW, outs * (2 if gated else 1), WAVES * sms)
+    return _first(ONE_GATED if gated else ONE_ROW, outs, WAVES * sms)
 
 
 def few_rows(rows: int, outs: int, itemsize: int, gated: bool, sms: int, memory: int) -> Tile:
