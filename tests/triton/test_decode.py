@@ -28,12 +28,12 @@ def many_splits():
     """Small calls are not worth a split. Here they are split all the same, and few parts are merged at once."""
     from attnops.kernels.triton.launch import grids
 
-    before = grids.LEAST_DECODED, grids.DECODE_BLOCKS, grids.MERGED
-    grids.LEAST_DECODED, grids.DECODE_BLOCKS, grids.MERGED = 1, 16, 128
+    before = grids.LEAST_DECODED, grids.DECODE_BLOCKS, grids.MERGED, grids.LONG_SPLIT
+    grids.LEAST_DECODED, grids.DECODE_BLOCKS, grids.MERGED, grids.LONG_SPLIT = 1, 16, 128, 1
     try:
         yield
     finally:
-        grids.LEAST_DECODED, grids.DECODE_BLOCKS, grids.MERGED = before
+        grids.LEAST_DECODED, grids.DECODE_BLOCKS, grids.MERGED, grids.LONG_SPLIT = before
 
 
 def check(call, refused=()):

@@ -119,13 +119,16 @@ LEAST_DECODED = 128
 """Keys of a split in a decode step of one launch, whose merge costs no launch of its own."""
 
 DECODE_BLOCKS = 2
-"""Programs a multiprocessor that such a step has splits for."""
+"""Programs a multiprocessor that such a step has splits for, where these have LONG_SPLIT keys at least; else one."""
+
+LONG_SPLIT = 1024
+"""Keys from which a second program a multiprocessor pays."""
 
 MERGED = 8192
 """Numbers that the last program of such a step merges at once: 64 registers a thread of four warps."""
 
 DECODE: dict[tuple[int, int], Tile] = {
-    (2, 64): Tile(16, 128, 4, 3), (2, 128): Tile(16, 64, 4, 4), (2, 256): Tile(16, 32, 4, 4),
+    (2, 64): Tile(16, 128, 4, 3), (2, 128): Tile(16, 64, 4, 3), (2, 256): Tile(16, 32, 4, 4),
     (4, 128): Tile(16, 32, 8, 2), (4, 256): Tile(16, 16, 8, 2),
 }  # fmt: skip
 """Tiles of such a step: (bytes of a number, widest padded head dim). All heads of a group, at most 16, are rows of one product."""
@@ -138,7 +141,8 @@ def decode(groups: int, dims: int, itemsize: int, capacity: int, left: int, sms:
     """
     tile = DECODE[min(key for key in DECODE if key[0] == itemsize and padded(dims) <= key[1])]
     keys = capacity if left < 0 else min(capacity, left + tile.keys)
-    return Choice(tile, max(1, min(sms * DECODE_BLOCKS // groups, keys // LEAST_DECODED)))
+    one, more = (min(sms * blocks // groups, keys // LEAST_DECODED) for blocks in (1, DECODE_BLOCKS))
+    return Choice(tile, max(1, more if more * LONG_SPLIT <= keys else one))
 
 
 def part_of(launch: Launch, requests: int, last: bool) -> Launch:
