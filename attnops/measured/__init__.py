@@ -8,7 +8,6 @@ from attnops.measured.cost import (
     copy_us as copy_us,
     logits_us as logits_us,
     phases as phases,
-    rates_of as rates_of,
     sizes_of as sizes_of,
     token_writes_us as token_writes_us,
 )

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from attnops.call import changed
 from attnops.kernel import Inline, Invariant, Kernel, deterministic, device, register
-from attnops.measured import rates_of
+from attnops.measured.cost import rates_of
 from attnops.problem import Problem
 from attnops.reference import linear as formulas
 
