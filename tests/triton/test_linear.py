@@ -52,6 +52,13 @@ def test_random_calls():
     run()
 
 
+@interpreted
+def test_opcheck():
+    call = linear(Source(2), 3, 72, 40, **ALL)
+    checked = torch.library.opcheck(torch.ops.attnops.linear.triton, call.args, call.kwargs)
+    assert set(checked.values()) == {"SUCCESS"}
+
+
 @pytest.mark.parametrize("rows", [64, 70])
 @interpreted
 def test_a_row_does_not_see_its_mates(rows):
