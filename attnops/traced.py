@@ -54,7 +54,7 @@ def equal_calls(graph: fx.Graph, value_of: Callable[[Any], Any]) -> dict[fx.Node
     Applies to ops that write nothing, on tensors that no node writes, and to results that the graph does not return, because two results
     of a model are two tensors. value_of: the fake value of a node.
     """
-    written = {s for node in graph.nodes for x in _written(node) for s in storages(value_of(x))}
+    written = {s for node in graph.nodes for x in written_by(node) for s in storages(value_of(x))}
     kept = written.union(s for node in graph.find_nodes(op="output") for x in node.all_input_nodes for s in storages(value_of(x)))
     first: dict[Any, fx.Node] = {}
     same: dict[fx.Node, fx.Node] = {}
@@ -98,7 +98,7 @@ def _is_pure_op(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target.namespace == "attnops" and not target._schema.is_mutable
 
 
-def _written(node: fx.Node) -> Iterator[Any]:
+def written_by(node: fx.Node) -> Iterator[Any]:
     """The arguments that a call may write."""
     if isinstance(node.target, torch._ops.OpOverload):
         arguments = node.target._schema.arguments

@@ -70,14 +70,14 @@ def fuse_linears(graph: fx.Graph | fx.GraphModule) -> tuple[Fused, ...]:
     switches_grad = any(n.target is torch._C._set_grad_enabled and n.args[0] for n in graph.nodes)
     inputs_in: dict[int, list[fx.Node]] = {}
     for node in graph.find_nodes(op="placeholder"):
-        if isinstance(fake := _fake(node), Tensor):
+        if isinstance(fake := fake_of(node), Tensor):
             inputs_in.setdefault(fake.untyped_storage()._cdata, []).append(node)
     for calls in _groups(graph):
         parameters = list(zip(*(c.parameters for c in calls), strict=True))
         refusal = _refusal(parameters, switches_grad, inputs_in) or _fuse(graph, calls)
         if not refusal:
             adjacent += parameters
-        found.append(Fused(tuple(n.name for n in parameters[0]), tuple(_fake(n).shape[0] for n in parameters[0]), refusal))
+        found.append(Fused(tuple(n.name for n in parameters[0]), tuple(fake_of(n).shape[0] for n in parameters[0]), refusal))
         log.info("%s", found[-1])
     if adjacent:
         graph.lint()
@@ -87,11 +87,11 @@ def fuse_linears(graph: fx.Graph | fx.GraphModule) -> tuple[Fused, ...]:
     return tuple(found)
 
 
-def _fake(node: fx.Node) -> Any:
+def fake_of(node: fx.Node) -> Any:
     return node.meta.get(VALUE)
 
 
-def _arguments(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:
+def linear_arguments(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:
     return input, weight, bias
 
 
@@ -99,18 +99,18 @@ def _call(node: fx.Node) -> _Call | None:
     """The call of a linear over static parameters, or None."""
     if node.op != "call_function" or node.target is not linear:
         return None
-    x, *parameters = _arguments(*node.args, **node.kwargs)
+    x, *parameters = linear_arguments(*node.args, **node.kwargs)
     if parameters[-1] is None:
         parameters.pop()
-    static = isinstance(x, fx.Node) and isinstance(_fake(x), Tensor) and all(map(_is_static, parameters))
+    static = isinstance(x, fx.Node) and isinstance(fake_of(x), Tensor) and all(map(is_static, parameters))
     return _Call(node, x, tuple(parameters)) if static else None
 
 
-def _is_static(node: Any) -> bool:
+def is_static(node: Any) -> bool:
     # Inductor may clone any other input before a CUDA graph, and a clone ends where its input ends.
     if not isinstance(node, fx.Node) or node.op != "placeholder" or "_dynamo_static_input_type" not in node.meta.get("tensor_dict", {}):
         return False
-    fake = _fake(node)
+    fake = fake_of(node)
     plain = isinstance(fake, torch.nn.Parameter) and fake.layout == torch.strided and fake.is_contiguous()
     return plain and all(isinstance(n, int) for n in (*fake.shape, fake.storage_offset()))
 
@@ -122,13 +122,13 @@ def _groups(graph: fx.Graph) -> list[list[_Call]]:
     for node in graph.nodes:
         writes += may_write(node)
         if (call := _call(node)) is not None:
-            weight = _fake(call.parameters[0])
+            weight = fake_of(call.parameters[0])
             shared = (call.x, writes, weight.untyped_storage()._cdata, weight.shape[1:], weight.dtype, len(call.parameters))
             candidates.setdefault(shared, {}).setdefault(call.parameters[0], call)
     found: list[list[_Call]] = []
     for calls in candidates.values():
         found.append([])
-        for call in sorted(calls.values(), key=lambda c: int(_fake(c.parameters[0]).storage_offset())):
+        for call in sorted(calls.values(), key=lambda c: int(fake_of(c.parameters[0]).storage_offset())):
             if found[-1] and not all(map(_follows, found[-1][-1].parameters, call.parameters)):
                 found.append([])
             found[-1].append(call)
@@ -136,12 +136,12 @@ def _groups(graph: fx.Graph) -> list[list[_Call]]:
 
 
 def _follows(one: fx.Node, other: fx.Node) -> bool:
-    a, b = _fake(one), _fake(other)
+    a, b = fake_of(one), fake_of(other)
     same = a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.dtype == b.dtype
     return bool(same and a.storage_offset() + a.numel() == b.storage_offset())
 
 
-def _source(node: fx.Node) -> Any:
+def source_of(node: fx.Node) -> Any:
     return getattr(node, "_dynamo_source", None)
 
 
@@ -155,11 +155,11 @@ def _guard(rows: Sequence[Sequence[fx.Node]]) -> None:
     code = []
     for row in rows:
         # A method with torch 2.11, a property with 2.13.
-        at = [f"{s.name() if callable(s.name) else s.name}.data_ptr()" for s in map(_source, row)]
-        follows = (f"{a} + {_fake(node).nbytes} == {b}" for node, a, b in zip(row, at, at[1:], strict=False))
+        at = [f"{s.name() if callable(s.name) else s.name}.data_ptr()" for s in map(source_of, row)]
+        follows = (f"{a} + {fake_of(node).nbytes} == {b}" for node, a, b in zip(row, at, at[1:], strict=False))
         code += [f"{at[0]} % {ALIGNED} == 0", *follows]
     # A guard has one source. The first weight's names this one; the check itself looks up all of them.
-    TracingContext.get().guards_context.dynamo_guards.add(Guard(_source(rows[0][0]), partial(_create, code=code)))
+    TracingContext.get().guards_context.dynamo_guards.add(Guard(source_of(rows[0][0]), partial(_create, code=code)))
 
 
 def _create(builder: Any, guard: Any, *, code: list[str]) -> None:
@@ -169,13 +169,13 @@ def _create(builder: Any, guard: Any, *, code: list[str]) -> None:
 def _refusal(parameters: Sequence[Sequence[fx.Node]], switches_grad: bool, inputs_in: Mapping[int, list[fx.Node]]) -> str:
     """The reason why these may not be read as one, or "". inputs_in: the graph's inputs by storage."""
     nodes = [n for row in parameters for n in row]
-    if TracingContext.try_get() is None or any(n.op != "placeholder" or _source(n) is None for n in nodes):
+    if TracingContext.try_get() is None or any(n.op != "placeholder" or source_of(n) is None for n in nodes):
         return "no guard can be added here"
-    if any(_fake(n).requires_grad for n in nodes) and (torch.is_grad_enabled() or switches_grad):
+    if any(fake_of(n).requires_grad for n in nodes) and (torch.is_grad_enabled() or switches_grad):
         return "the weights need a gradient"
-    if any(_fake(row[0]).storage_offset() * _fake(row[0]).element_size() % ALIGNED for row in parameters):
+    if any(fake_of(row[0]).storage_offset() * fake_of(row[0]).element_size() % ALIGNED for row in parameters):
         return f"the first is not aligned to {ALIGNED} bytes"
-    for storage in dict.fromkeys(_fake(n).untyped_storage()._cdata for n in nodes):
+    for storage in dict.fromkeys(fake_of(n).untyped_storage()._cdata for n in nodes):
         for node in inputs_in[storage]:
             # A write through one input is visible through another only if the two overlap, which linears' weights do not.
             if not all(_only_multiplies(user, node) for user in node.users):
@@ -186,14 +186,14 @@ def _refusal(parameters: Sequence[Sequence[fx.Node]], switches_grad: bool, input
 def _only_multiplies(user: fx.Node, weight: fx.Node) -> bool:
     if user.target is torch.as_strided:  # of an earlier group
         return all(_only_multiplies(n, user) for n in user.users)
-    return user.target is linear and weight is not _arguments(*user.args, **user.kwargs)[0]
+    return user.target is linear and weight is not linear_arguments(*user.args, **user.kwargs)[0]
 
 
 def _fuse(graph: fx.Graph, calls: list[_Call]) -> str:
     """Fuse the calls. Returns the reason where the graph does not allow it, or ""."""
     first, parameters = min(c.node for c in calls), calls[0].parameters
-    rows = [int(_fake(c.parameters[0]).shape[0]) for c in calls]
-    width = int(_fake(parameters[0]).shape[1])
+    rows = [int(fake_of(c.parameters[0]).shape[0]) for c in calls]
+    width = int(fake_of(parameters[0]).shape[1])
     with graph.inserting_before(first):
         shapes = ((sum(rows), width), (width, 1)), ((sum(rows),), (1,))
         whole = [graph.call_function(torch.as_strided, (node, *shape)) for node, shape in zip(parameters, shapes, strict=False)]
@@ -201,14 +201,14 @@ def _fuse(graph: fx.Graph, calls: list[_Call]) -> str:
         starts = itertools.accumulate(rows, initial=0)
         slices = [graph.call_method("narrow", (product, -1, s, n)) for s, n in zip(starts, rows, strict=False)]
     made = [*whole, product, *slices]
-    mode = _fake(calls[0].x).fake_mode
+    mode = fake_of(calls[0].x).fake_mode
     for node in made:
         node.meta = {k: v for k, v in first.meta.items() if k != VALUE}
         # As Dynamo does: the C++ of some ops specialises symbolic sizes.
         with mode, enable_python_dispatcher():
-            args = [_fake(a) if isinstance(a, fx.Node) else a for a in node.args]
+            args = [fake_of(a) if isinstance(a, fx.Node) else a for a in node.args]
             node.meta[VALUE] = getattr(args[0], node.target)(*args[1:]) if isinstance(node.target, str) else node.target(*args)
-    after = _propagate({c.node: _fake(s) for c, s in zip(calls, slices, strict=True)})
+    after = _propagate({c.node: fake_of(s) for c, s in zip(calls, slices, strict=True)})
     if isinstance(after, str):
         for node in reversed(made):
             graph.erase_node(node)
@@ -231,7 +231,7 @@ def _propagate(changed: dict[fx.Node, Any]) -> dict[fx.Node, Any] | str:
     if mode is None:
         return "its values are not fake"
     # An autocast region inside the graph changes dtypes.
-    if any(_facts(node.meta.get(VALUE))[0] != _facts(value)[0] for node, value in changed.items()):
+    if any(facts_of(node.meta.get(VALUE))[0] != facts_of(value)[0] for node, value in changed.items()):
         return "its shape or dtype would differ"
     pending = [user for node in changed for user in node.users]
     heapify(pending)
@@ -252,7 +252,7 @@ def _propagate(changed: dict[fx.Node, Any]) -> dict[fx.Node, Any] | str:
         aliased = set(storages(before)).intersection(storages([n.meta.get(VALUE) for n in inputs]))
         if aliased and set(storages(value)).isdisjoint(storages([found.get(n, n.meta.get(VALUE)) for n in inputs])):
             return f"{node.name} would copy it"
-        (old, old_strides), (new, new_strides) = _facts(before), _facts(value)
+        (old, old_strides), (new, new_strides) = facts_of(before), facts_of(value)
         if old != new:
             return f"{node.name} would get another shape or dtype"
         if old_strides != new_strides:
@@ -280,7 +280,7 @@ def _unbacked(value: Any) -> set[Any]:
     return {s for x in pytree.tree_leaves(value) if isinstance(x, (Tensor, torch.SymInt)) for s in free_unbacked_symbols(x)}
 
 
-def _facts(value: Any) -> tuple[list[Any], list[Any]]:
+def facts_of(value: Any) -> tuple[list[Any], list[Any]]:
     """Shapes, dtypes and devices of tensors, and other values; strides and offsets of tensors."""
     leaves = pytree.tree_leaves(value)
     metadata = [(tuple(map(str, x.shape)), x.dtype, x.device) if isinstance(x, Tensor) else str(x) for x in leaves]

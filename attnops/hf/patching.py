@@ -393,7 +393,7 @@ def _report(
             paged is not None and paged.blocks,
         f"its steps after the prompt run in CUDA graphs ({graphs})": graphs,
         f"they do not run in CUDA graphs: {why}": paged is not None and not graphs and why,
-        "" if paged is None else paged.memory(): paged,
+        **dict.fromkeys(() if paged is None else paged.notes(), True),
     }  # fmt: skip
     notes = tuple(note for note, holds in known.items() if holds)
     return Report(type(model).__name__, options.kernel, tuple(rows), notes, name, options.mask, options.cache)

@@ -423,7 +423,7 @@ def looks(layers, monkeypatch):
     """How many times the value of a node is looked at, with all groups fused."""
     count = 0
     fuse = sys.modules["attnops.lowering.fuse_linears"]
-    real = fuse._fake
+    real = fuse.fake_of
 
     def counted(node):
         nonlocal count
@@ -435,7 +435,7 @@ def looks(layers, monkeypatch):
         pack_linears(layer)
     backend = Fusing()
     with torch.no_grad(), monkeypatch.context() as patched:
-        patched.setattr(fuse, "_fake", counted)
+        patched.setattr(fuse, "fake_of", counted)
         torch.compile(model, backend=backend, fullgraph=True)(torch.ones(2, K))
     assert backend.linears == [layers]
     return count

@@ -32,7 +32,7 @@ from attnops.graphs.regional import Regional, Regions
 from attnops.hf.paged.cache import PagedModelCache, State
 from attnops.hf.paged.layers import layered, starts
 from attnops.hf.paged.pages import ModelPages
-from attnops.lowering import fuse_linears
+from attnops.lowering import Product, fuse_linears, use_linears
 from attnops.nn.absorb import HELD, INTERNAL, PLAIN
 from attnops.select import active_policy
 
@@ -57,7 +57,8 @@ class Decode:
         one kind share compiled code: those of one row, and of more, with one policy and one adapter. Where graphs cannot be made, steps run
         without them, and `Patched.took` has the reason.
     compile_after: see mode "auto". A number of steps and not a time, so that two runs give the same tokens.
-    pack: of piecewise steps, pack the weights of linears that share an input, so that they are one matrix product (docs/linears.md).
+    pack: of piecewise steps, pack the weights of linears that share an input, so that they are one matrix product, and call one kernel for
+        a linear with its norm, activation and residual where it is faster (docs/linear.md).
     budget_bytes: the most memory of the graphs over one set of pages.
     """
 
@@ -112,6 +113,7 @@ class Decoder:
     make: returns a cache over given pages, which keep their tokens.
     plain_steps: steps of `generate()` that ran without graphs, because they asked for more than logits or graphs could not be made.
     regions: the compiled layers, for graphs over any pages; None before the first piecewise step.
+    products: the linears of compiled steps, and the kernels of their calls.
     failed: with mode "auto", why graphs cannot be made, by their mode.
     look: the model ran without graphs, as it does on every prompt, and weights may have been replaced since: the next step looks at them.
     """
@@ -120,6 +122,7 @@ class Decoder:
         self.how, self.plain_steps, self.look = how, 0, True
         self.failed: dict[str, str] = {}
         self.regions: Regions | None = None
+        self.products: list[Product] = []
         self._model, self._forward, self._make = model, forward, make
         # Graphs by the state of the model that they were captured in: adapters and policies are switched to and fro.
         self._states: dict[tuple[Any, ...], _Kept] = {}
@@ -281,7 +284,8 @@ class Decoder:
             cache, how = self._make(state.pages), self.how
             step, capture = _step_of(self._forward), cast(Callable[..., Graphed], breakable)
             if mode == "piecewise":
-                passes = (fuse_linears,) if how.pack else ()
+                products = self.products
+                passes = (fuse_linears, lambda gm: products.extend(use_linears(gm))) if how.pack else ()
                 self.regions = self.regions or Regions(how.inner, passes)
                 in_layers = layered(self._forward, self._model, self.regions)
                 # Positions of one row are broadcast over, those of several are not.

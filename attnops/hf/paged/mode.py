@@ -35,6 +35,7 @@ from attnops.hf.paged.pages import ALL, DRAFTS, ModelPages, Sizes
 from attnops.hf.paged.pool import MOST_IDLE, Pool
 from attnops.hf.paged.unpaged import unpaged
 from attnops.kernel import check_kernel
+from attnops.lowering.use_linears import summary
 from attnops.nn.absorb import HELD
 from attnops.nn.packed import Packed, pack_linears
 from attnops.ops.plan import LatentSpec, PagedSpec
@@ -163,12 +164,13 @@ class PagedMode:
         if self._decoder is not None:
             self._decoder.forget(pages)
 
-    def memory(self) -> str:
-        """The bytes of pages and graphs that later calls find, for the report."""
+    def notes(self) -> tuple[str, ...]:
+        """The bytes of pages and graphs that later calls find, and the linears of compiled steps, for the report."""
         idle = 0 if self._pool is None else self._pool.idle_bytes
         graphs = 0 if self._decoder is None else self._decoder.graph_bytes + self.loop.nbytes
         held = f"{idle / 2**20:.1f} MiB of pages are kept for later calls, {graphs / 2**20:.1f} MiB of graphs"
-        return f"{held}: at most {MOST_IDLE} sets of pages and an eighth of the GPU, until release()"
+        linears = () if self._decoder is None else summary(self._decoder.products)
+        return f"{held}: at most {MOST_IDLE} sets of pages and an eighth of the GPU, until release()", *linears
 
     def release(self) -> None:
         """Free idle pages and the graphs over them. Graphs that could not be made, as when memory was short, are tried again."""

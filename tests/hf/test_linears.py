@@ -1,0 +1,125 @@
+"""Which linears of Hugging Face models become one call with their norm, activation and residual, and that the models answer as before."""
+
+import copy
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import fx
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.graph import GraphLowering
+
+import attnops
+from attnops.hf import tiny
+from attnops.lowering import fuse_linears, use_linears
+from attnops.nn import pack_linears
+from attnops.ops.linear import LINEAR
+from attnops.problem import Target, pretend
+from tests.hf.helpers import LIMIT, relative
+from tests.hf.test_decode_graphs import generated, how
+from tests.triton.process import interpreted
+
+SM90 = Target("cuda", 90, assume=("triton",))
+IDS = torch.arange(6).view(2, 3)
+
+_BLOCK = "q: norm + linear, o: linear + residual"
+_LLAMA = f"{_BLOCK}, gate: norm + linear + silu, down: linear + residual"
+FAMILIES = {
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral"), _LLAMA),
+    "phi3": _LLAMA.replace("q:", "qkv:").replace("gate:", "gate_up:"),
+    "gemma": _LLAMA.replace("silu", "gelu_tanh"),
+    # Norms after the products.
+    **dict.fromkeys(("gemma2", "gemma3"), "q: norm + linear, o: linear, gate: norm + linear + gelu_tanh, down: linear"),
+    "olmo2": "q: linear, o: linear, gate: linear + silu, down: linear",
+    # LayerNorm, and one sum of attention, MLP and residual.
+    "cohere2": "q: linear, o: linear + residual, gate: linear + silu, down: linear + residual",
+    "gpt_oss": f"{_BLOCK}, router: linear",
+    "deepseek_v3": "q_a: norm + linear, q_b: norm + linear, kv_b: linear, o: linear + residual, "
+    "gate: norm + linear + silu, down: linear + residual",
+}  # fmt: skip
+
+
+def short(product):
+    name = product.weight.removesuffix("_parameters_weight_").rpartition("_modules_")[2].removesuffix("_proj")
+    return f"{name}: {' + '.join(product.parts)}"
+
+
+def code_of(gm, inputs):
+    """The code that Inductor writes for a graph, compiled no further."""
+    code = []
+
+    def written(graph):
+        code.append(graph.codegen()[0].value)
+        raise NotImplementedError("the code is known")
+
+    with patch.object(GraphLowering, "compile_to_module", written), pytest.raises(Exception, match="the code is known"):
+        compile_fx(gm, inputs)
+    return "".join(code)
+
+
+class Fusing:
+    """A backend that chooses kernels as on a GPU, keeps Inductor's code, and runs the graph with the references of the kernels."""
+
+    def __init__(self):
+        self.products, self.code = [], ""
+
+    def __call__(self, gm, inputs):
+        with pretend(SM90):
+            fuse_linears(gm)
+            self.products += use_linears(gm)
+            judged = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+            self.code += code_of(gm, inputs)
+        for node in judged.graph.find_nodes(op="call_function", target=LINEAR.packet.default):
+            node.kwargs = {**node.kwargs, "policy": "kernel=linear:reference"}
+        judged.recompile()
+        return judged
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_linears_of_a_layer(family):
+    layers = {"layer_types": ["sliding_attention"]} if family == "gemma3" else {}
+    model, backend = tiny.model(family, num_hidden_layers=1, **layers), Fusing()
+    with torch.no_grad(), torch._inductor.config.patch(fx_graph_cache=False):
+        want = model(IDS).logits
+        attnops.patch(model)
+        pack_linears(model)
+        model.model.layers[0].compile(backend=backend, fullgraph=True)
+        got = model(IDS).logits
+    assert ", ".join(map(short, backend.products)) == FAMILIES[family]
+    assert {product.kernel for product in backend.products} == {"triton"}
+    assert backend.code.count("torch.ops.attnops.linear.triton.run(") == len(backend.products) and "mm(" not in backend.code.replace(
+        "bmm(", ""
+    )
+    assert relative(got, want) < LIMIT
+
+
+CALL = (2, 4, 3)
+
+
+def test_decode_steps():
+    model = tiny.model("llama")
+    want = generated(model, *CALL)
+    with attnops.use(kernel={"linear": "reference"}), attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
+        assert torch.equal(generated(model, *CALL), want)
+        [note] = [note for note in handle.report().notes if note.startswith("linears")]
+        assert note.startswith("linears of compiled layers, 4 of 4 recognised: 1 norm + linear by reference, ")
+        assert handle.graphs.report().whole == ""
+
+
+def test_decode_steps_on_a_cpu_keep_torchs_operations():
+    model = tiny.model("llama")
+    with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
+        generated(model, *CALL)
+        assert {product.kernel for product in handle._paged.decoder().products} == {"aten"}
+    with attnops.patch(model, cache="paged", decode=how("piecewise", pack=False)) as handle:
+        generated(model, *CALL)
+        assert not any(note.startswith("linears") for note in handle.report().notes)
+
+
+@interpreted
+def test_decode_steps_by_triton():
+    model = tiny.model("llama", num_hidden_layers=1)
+    want = generated(model, *CALL)
+    with pretend(SM90), attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
+        assert torch.equal(generated(model, *CALL), want)
+        assert {product.kernel for product in handle._paged.decoder().products} == {"triton"}
