@@ -302,7 +302,7 @@ def patch(
 
     A module is patched when its code asks transformers' attention interface for the function to call. The model's state_dict, hooks and
     saved config stay as they are, and so do its weights, which piecewise graphs give other addresses until `unpatch()`
-    (docs/linears.md). Modules that hold the same config object switch together, those of other models included (the report says so). In
+    (docs/linear.md). Modules that hold the same config object switch together, those of other models included (the report says so). In
     training mode a layer whose attention dropout is above 0 is computed in plain torch.
 
     Args:
