@@ -154,17 +154,22 @@ def _rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: Any = 
 def _mean_square(root: Any, x: Any) -> tuple[float, tuple[fx.Node, ...]] | None:
     """(eps, the nodes) where root is `rsqrt(mean(x**2, -1, keepdim=True) + eps)`."""
     name, args = _call(root)
-    if not (name == "rsqrt" or (name == "pow" and args[1:] == (-0.5,))):
+    if (name, [*args[1:]]) not in (("rsqrt", []), ("pow", [-0.5])) or not args:
         return None
     for mean, eps in _pairs(args[0], "add"):
-        called, given = _call(mean)
-        if called != "mean" or not isinstance(eps, float) or eps <= 0 or not isinstance(given[0], fx.Node):
-            continue
-        if _call(given[0]) in (("pow", (x, 2)), ("square", (x,)), ("mul", (x, x))):
-            dim = given[1] if len(given) > 1 else mean.kwargs.get("dim")
-            if dim in (-1, (-1,), [-1]) and "dtype" not in mean.kwargs and fake_of(mean).dim() == fake_of(x).dim():
-                return eps, (given[0], mean, args[0], root)
+        squares, dim = _mean(mean)
+        over_last = dim in (-1, (-1,), [-1]) and isinstance(eps, float) and eps > 0
+        if over_last and _call(squares) in (("pow", (x, 2)), ("square", (x,)), ("mul", (x, x))) and fake_of(mean).dim() == fake_of(x).dim():
+            return eps, (squares, mean, args[0], root)
     return None
+
+
+def _mean(node: Any) -> tuple[Any, Any]:
+    """The operand of a mean without a dtype and its dims; Nones for other nodes."""
+    name, args = _call(node)
+    if name != "mean" or not args or "dtype" in node.kwargs:
+        return None, None
+    return args[0], args[1] if len(args) > 1 else node.kwargs.get("dim")
 
 
 def _gain(factor: Any) -> tuple[fx.Node, float, tuple[fx.Node, ...]] | None:
