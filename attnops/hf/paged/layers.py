@@ -130,8 +130,10 @@ def _modules(model: nn.Module, cache: PagedModelCache) -> tuple[dict[nn.Module, 
             parents[model.get_submodule(name.rpartition(".")[0].rpartition(".")[0])] = None
     if missing := sorted(cache.numbers.keys() - set(found.values())):
         raise NotRegional(f"layers {missing} are in no list of layers of one class")
-    # torch's own are one kernel each.
+    # torch's own are one kernel each, but for the product of the logits another kernel may be faster.
     beside = [m for parent in parents for m in parent.children() if not type(m).__module__.startswith("torch.")]
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    beside += [head] if type(head) is nn.Linear and not is_replaced(head) else []
     own = [type(m).__name__ for m in (*found, *beside) if is_replaced(m)]
     if own:
         raise NotRegional(f"{own[0]} has a forward of its own instance, or is compiled")
