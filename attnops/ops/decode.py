@@ -114,7 +114,7 @@ def decode_attention(
     """
     if output is None:
         eager.tensors(query=query)
-        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        output = torch.empty((*query.shape,), dtype=query.dtype, device=query.device)
     DECODE(DecodeAttention(
         query, key, value, k_pages, v_pages, page_table, seq_lens, slots, cos, sin, q_norm, k_norm, sinks,
         scale=eager.default_scale(query, scale), window_left=window_left, softcap=softcap, eps=eps, holes=holes,

@@ -24,7 +24,7 @@ from attnops.hf.attention.descriptor import Range
 from attnops.hf.paged.cache import PagedModelCache, View
 from attnops.nn.absorb import absorbed_weights
 from attnops.nn.latent import LatentDims, attend_absorbed
-from attnops.ops import paged_attention, write_kv, write_latent
+from attnops.ops import decode_attention, paged_attention, write_kv, write_latent
 from attnops.ops.dense import attention as dense_attention
 
 # New tokens of a request, above which the first tokens of an empty cache are attended to in expanded form.
@@ -123,6 +123,14 @@ def _attend_keys(asked: Asked, found: Range, dense: str | None, paged: str | Non
     # Under autocast the query has another dtype than the pages.
     like = asked.query.dtype
     query, key, value = (x.transpose(1, 2).to(k_pages.dtype) for x in (asked.query, asked.key[0], asked.value[0]))
+    if view.one_launch and count == 1:
+        out = decode_attention(
+            query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), k_pages, v_pages, now.page_table, now.seq_lens, now.slots,
+            scale=asked.scale, window_left=found.window_left, softcap=asked.softcap, sinks=asked.sinks, holes=False,
+            workspace=now.workspace,
+        )  # fmt: skip
+        cache.wrote(layer)
+        return out.view(batch, count, heads, out.shape[2]).to(like)
     keys, values, start, end = key, value, found.start, found.end
     if past is not None:
         slots, start = past
@@ -136,7 +144,7 @@ def _attend_keys(asked: Asked, found: Range, dense: str | None, paged: str | Non
     if past is not None or (view.fresh and count > 1):
         alone: Tensor = dense_attention(query, keys, values, causal=True, kv_start=start, kv_end=end, kernel=dense, **rules)
         return alone.to(like)
-    out: Tensor = paged_attention(
+    out = paged_attention(
         query.flatten(0, 1), k_pages, v_pages, now.page_table, now.seq_lens, now.cu_seqlens_q, max_seqlen_q=count,
         workspace=now.workspace, padded=False, holes=False, kernel=paged, **rules,
     )  # fmt: skip

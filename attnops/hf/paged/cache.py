@@ -45,7 +45,7 @@ class View:
     """One layer's part of a step: its pages and window, its page table's batch and past, and is the cache fresh, as in `Step`?
 
     Compiled code of one layer is given it in place of the cache. It holds no layer number, so that the code serves all layers.
-    heads: query heads that the batch's plan was made for.
+    heads: query heads that the batch's plan was made for. one_launch: do steps of one token take `decode_attention`?
     """
 
     pages: tuple[Tensor, ...]
@@ -54,6 +54,7 @@ class View:
     past: Past | None = None
     fresh: bool = False
     heads: int = 0
+    one_launch: bool = False
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -272,7 +273,10 @@ class PagedModelCache(Cache):
         """The part of `layer` in the step of the forward that it runs in, see `step_of`."""
         step, pages, number = self.step_of(layer, start, count, heads), self.state.pages, self.numbers[layer]
         table = pages.table_of[number]
-        return View(pages.layers[number], pages.windows[table], step.batch.of(table), step.past[table], step.fresh)
+        # Kernels are compared outside of traces.
+        one_launch = count == 1 and not torch.compiler.is_compiling() and pages.one_launch(number)
+        batch, past = step.batch.of(table), step.past[table]
+        return View(pages.layers[number], pages.windows[table], batch, past, step.fresh, one_launch=one_launch)
 
     def step_of(self, layer: int, start: Tensor, count: int, heads: int) -> Step:
         """The step of the forward that `layer` runs in. The first layer makes it, and counts the new positions as seen.

@@ -32,7 +32,7 @@ from attnops.graphs.regional import Regional, Regions
 from attnops.hf.paged.cache import PagedModelCache, State
 from attnops.hf.paged.layers import layered, starts
 from attnops.hf.paged.pages import ModelPages
-from attnops.lowering import Product, fuse_linears, use_linears
+from attnops.lowering import Product, fuse_linears, fuse_rotation, use_linears
 from attnops.nn.absorb import HELD, INTERNAL, PLAIN
 from attnops.select import active_policy
 
@@ -285,7 +285,8 @@ class Decoder:
             step, capture = _step_of(self._forward), cast(Callable[..., Graphed], breakable)
             if mode == "piecewise":
                 products = self.products
-                passes = (fuse_linears, lambda gm: products.extend(use_linears(gm))) if how.pack else ()
+                linears = (fuse_linears, lambda gm: products.extend(use_linears(gm)))
+                passes = (fuse_rotation, *linears) if how.pack else (fuse_rotation,)
                 self.regions = self.regions or Regions(how.inner, passes)
                 in_layers = layered(self._forward, self._model, self.regions)
                 # Positions of one row are broadcast over, those of several are not.

@@ -98,7 +98,7 @@ class _Here:
         window = cache.window_of(number)
         window = 0 if _within(kwargs.get("attention_mask"), window) else window
         batch = _any_sizes(step.batch.of(pages.table_of[at]))
-        view = View(tuple(varying(t.detach(), 0) for t in pages.layers[at]), window, batch, heads=heads)
+        view = View(tuple(varying(t.detach(), 0) for t in pages.layers[at]), window, batch, heads=heads, one_launch=pages.one_launch(at))
         args = tuple(view if value is cache else value for value in args)
         kwargs = {name: view if value is cache else value for name, value in kwargs.items()}
         # The kernel is chosen at the trace, for all of its sizes. Pages for which another one is faster have a trace of their own.

@@ -21,10 +21,11 @@ from attnops.cache.paged import Pages, fix_address, ordinary
 from attnops.cache.planner import device_plan
 from attnops.cache.step import Tokens
 from attnops.kernel import Kernel
+from attnops.kernels.shared.memory import COUNTERS
 from attnops.ops import slot_mapping
 from attnops.ops.plan import LatentSpec, PagedSpec
 from attnops.problem import Problem, Target, altered
-from attnops.select import key_for, select, workspace_bytes
+from attnops.select import active_policy, key_for, parse_policy, select, workspace_bytes
 
 # Padding of a row without tokens: more than any position.
 EMPTY = 2**62
@@ -105,6 +106,7 @@ class ModelPages(Pages):
         self.add_workspace(max(self._scratch(layer, table) for layer, table in table_of.items()))
         chosen = {layer: self._chosen(layer, table) for layer, table in table_of.items()}
         self.kernels = tuple(chosen[layer] for layer in sizes.layers)
+        self._one_launch: dict[tuple[PagedSpec | LatentSpec, str], bool] = {}
         with ordinary():
             self.seen, self.high = (torch.zeros((), dtype=torch.int64, device=sizes.device) for _ in range(2))
             self.most = torch.full((), length, dtype=torch.int64, device=sizes.device)
@@ -126,10 +128,40 @@ class ModelPages(Pages):
         """Bytes that the kernel of a decode step of this layer asks for. Of latents, the kernel is kept: it may read a device plan."""
         decode, key = self._decode(layer, table), key_for(layer.attention, self.sizes.kernel)
         scratch = workspace_bytes(decode, key)
+        if self._takes_one_launch(layer, table, _PLENTY):
+            scratch = max(scratch, workspace_bytes(self._step(layer, table, _PLENTY), active_policy()))
         if isinstance(layer, LatentSpec):
             kernel = select(altered(decode, workspace=scratch), key).kernel
             self._plan_of = None if kernel is None else (kernel, replace(layer, page_size=self.page_size))
         return scratch
+
+    def one_launch(self, at: int) -> bool:
+        """Do steps of one token in layer `at` take `decode_attention`, under the policy in force?
+
+        It is taken where it is forced, or where its kernel costs less than those of the write and of attention together.
+        """
+        layer, key = self.sizes.layers[at], active_policy()
+        if (layer, key) not in self._one_launch:
+            room = 0 if self.workspace is None else self.workspace.nbytes
+            self._one_launch[layer, key] = self._takes_one_launch(layer, self.table_of[at], room)
+        return self._one_launch[layer, key]
+
+    def _takes_one_launch(self, layer: PagedSpec | LatentSpec, table: int, room: int) -> bool:
+        if isinstance(layer, LatentSpec) or layer.v_head_dim not in (None, layer.head_dim):
+            return False
+        apart, key = altered(self._decode(layer, table), workspace=room), key_for(layer.attention, self.sizes.kernel)
+        whole, forced = select(self._step(layer, table, room), key), parse_policy(key).forced
+        if whole.kernel is None or forced("decode_attention") or forced(layer.attention) or whole.kernel.judge:
+            return whole.kernel is not None and forced("decode_attention") is not None
+        sizes = {n: getattr(apart, n) for n in ("dtype", "kv_dtype", "kv_heads", "head_dim", "v_head_dim", "page_size")}
+        write = Problem.of("write_kv", apart.target, **sizes, tokens=apart.sizes.tokens)
+        both = [select(problem, key) for problem in (apart, write)]
+        return whole.rank[2] < sum(decision.rank[2] for decision in both)
+
+    def _step(self, layer: PagedSpec | LatentSpec, table: int, room: int) -> Problem:
+        """As `_decode`, of `decode_attention`."""
+        decode = self._decode(layer, table)
+        return altered(decode, op="decode_attention", causal=False, padded=True, window=(decode.rules.window[0], -1), workspace=room)
 
     def _chosen(self, layer: PagedSpec | LatentSpec, table: int) -> str:
         decode = altered(self._decode(layer, table), workspace=0 if self.workspace is None else self.workspace.nbytes)
@@ -147,6 +179,8 @@ class ModelPages(Pages):
             self.seen.zero_()
             self.high.zero_()
             self.pad.fill_(EMPTY)
+            if self.workspace is not None:
+                self.workspace[:COUNTERS].zero_()  # a launch that an error ended early leaves counts behind
 
     def advance(self, start: Tensor, count: int) -> None:
         """Count `count` new positions of rows with padding `start` `[B]` as seen."""

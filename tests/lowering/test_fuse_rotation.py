@@ -1,0 +1,198 @@
+"""`fuse_rotation`: norms and rotations that feed `decode_attention`, found in models and in code that only resembles them."""
+
+import pytest
+import torch
+
+import attnops
+from attnops.hf import tiny
+from attnops.hf.paged import attention as paged, decode
+from attnops.hf.paged.pages import ModelPages, Sizes
+from attnops.kernels.shared.memory import COUNTERS
+from attnops.lowering import fuse_rotation
+from attnops.ops import LatentSpec, PagedSpec, decode_attention
+from attnops.problem import Target, pretend
+from tests.hf.test_decode_graphs import generated, how
+
+FORCED = {"decode_attention": "reference"}
+CALLS = ((1, 14, 3), (3, 14, 3))
+NOT = "not fused, query and key are not both rotated by halves"
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("llama", "rotation"), ("qwen3", "norms and rotation"), ("gpt_oss", "rotation"), ("gemma3", "norms and rotation"), ("stablelm", NOT)],
+)
+def test_models(name, found, monkeypatch):
+    """Recognised or left alone, in the trace of one row and in that of several; the tokens are eager's."""
+    told = []
+    monkeypatch.setattr(decode, "fuse_rotation", lambda graph: told.extend(fuse_rotation(graph)))
+    model = tiny.model(name)
+    want = [generated(model, *call) for call in CALLS]
+    with attnops.use(kernel=FORCED), attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
+        for call, tokens in zip(CALLS, want, strict=True):
+            assert torch.equal(generated(model, *call), tokens), call
+        assert handle.plain_steps == 0
+    assert len(told) >= 2 and {str(f).partition(": ")[2] for f in told} == {found}
+
+
+def test_eager_steps_take_the_op(monkeypatch):
+    taken = []
+    monkeypatch.setattr(paged, "decode_attention", lambda *args, **more: taken.append(1) or decode_attention(*args, **more))
+    model = tiny.model("mistral")
+    want = [generated(model, *call) for call in CALLS]
+    with attnops.patch(model, cache="paged", decode=how("breakable")):
+        for policy in (FORCED, {"paged_attention": "reference"}):
+            taken.clear()
+            with attnops.use(kernel=policy):
+                for call, tokens in zip(CALLS, want, strict=True):
+                    assert torch.equal(generated(model, *call), tokens), call
+            assert bool(taken) is (policy is FORCED)
+
+
+# Code that resembles a rotation ----------------------------------------------------------------------------------------
+
+B, HQ, HKV, D = 3, 4, 2, 8
+
+
+def rotate_half(x):
+    return torch.cat((-x[..., D // 2 :], x[..., : D // 2]), dim=-1)
+
+
+def rotated(x, cos, sin):
+    return x * cos + rotate_half(x) * sin
+
+
+def normed(x, weight, eps=0.25):
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+class Step:
+    """A layer's step. turn: of query or key, given angles. between: runs before the attention. use: adds to the output."""
+
+    def __init__(self, turn_q=rotated, turn_k=rotated, between=lambda *_: None, use=lambda *_: 0.0, norm=lambda x, _: x):
+        self.turn_q, self.turn_k, self.between, self.use, self.norm = turn_q, turn_k, between, use, norm
+
+    def __call__(self, qkv, cos, sin, q_norm, k_norm, k_pages, v_pages, table, lengths, slots):
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        q, k, v = (x.view(B, 1, -1, D) for x in qkv.split([HQ * D, HKV * D, HKV * D], -1))
+        q, k = self.norm(q, q_norm).transpose(1, 2), self.norm(k, k_norm).transpose(1, 2)
+        query, key = self.turn_q(q, cos, sin), self.turn_k(k, cos, sin)
+        self.between(qkv, k_pages)
+        rows = [x.transpose(1, 2).flatten(0, 1) for x in (query, key[None][0], v.transpose(1, 2))]
+        out = decode_attention(*rows, k_pages, v_pages, table, lengths, slots, holes=False, kernel="reference")
+        return out + self.use(query, q, cos)
+
+
+def inputs(dtype=torch.float32):
+    torch.manual_seed(0)
+    qkv = torch.randn(B, 1, (HQ + 2 * HKV) * D, dtype=dtype)
+    turn = torch.randn(B, 1, D, dtype=dtype)
+    table = torch.arange(2 * B, dtype=torch.int32).view(B, 2)
+    lengths = torch.tensor([3, 8, 5], dtype=torch.int32)
+    slots = table.gather(1, ((lengths - 1) // 4)[:, None].long())[:, 0].long() * 4 + (lengths - 1) % 4
+    pages = [torch.randn(2 * B, 4, HKV, D, dtype=dtype) for _ in range(2)]
+    return qkv, turn.cos(), turn.sin(), torch.randn(D, dtype=dtype), torch.randn(D, dtype=dtype), *pages, table, lengths, slots
+
+
+def run(step, dtype=torch.float32, compiled=False):
+    """(what was found, the difference from the code as it is written)."""
+    told = []
+
+    def backend(graph, examples):
+        told.extend(fuse_rotation(graph))
+        return graph.forward
+
+    torch._dynamo.reset()
+    options = {"options": {"pre_grad_custom_pass": lambda graph: told.extend(fuse_rotation(graph))}} if compiled else {"backend": backend}
+    mine, plain = inputs(dtype), inputs(dtype)
+    with torch.no_grad():
+        got, want = torch.compile(step, fullgraph=True, **options)(*mine), step(*plain)
+    torch.testing.assert_close(mine[5], plain[5], **({"rtol": 0.02, "atol": 0.02} if dtype != torch.float32 else {}))
+    torch.testing.assert_close(got, want, **({"rtol": 0.03, "atol": 0.03} if dtype != torch.float32 else {}))
+    [found] = told
+    return str(found).partition(": ")[2]
+
+
+def swapped(x, cos, sin):
+    return sin * rotate_half(x) + cos * x
+
+
+def by_parts(x, cos, sin):
+    first, second = torch.chunk(x, 2, dim=-1)
+    cos, sin = cos[..., : D // 2], sin[..., : D // 2]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def backwards(x, cos, sin):
+    return x * cos + torch.cat((x[..., D // 2 :], -x[..., : D // 2]), dim=-1) * sin
+
+
+def doubled(x, cos, sin):
+    return x * cos + rotate_half(x * 2) * sin
+
+
+STEPS = {
+    "plain": (Step(), "rotation"),
+    "swapped": (Step(swapped, swapped), "rotation"),
+    "norms": (Step(norm=normed), "norms and rotation"),
+    "by parts, of other angles": (Step(by_parts, by_parts), "not fused, query and key are rotated by different angles"),
+    "other eps": (Step(norm=lambda x, w: normed(x, w, 0.25 if x.shape[2] == HQ else 0.5)), "rotation"),
+    "the other way": (Step(backwards, backwards), NOT),
+    "of another tensor": (Step(doubled, doubled), NOT),
+    "query alone": (Step(turn_k=lambda x, cos, sin: x), NOT),
+    "other angles": (
+        Step(turn_k=lambda x, cos, sin: rotated(x, sin, cos)), "not fused, query and key are rotated by different angles",
+    ),
+    "one row of angles": (
+        Step(lambda x, cos, sin: x * cos[:1] + rotate_half(x) * sin, rotated), "not fused, query and key are rotated by different angles",
+    ),
+    "used twice": (Step(use=lambda query, q, cos: query.sum()), "not fused, .., too"),
+    "written in between": (Step(between=lambda qkv, k_pages: qkv.mul_(2)), "not fused, .. may write in between"),
+    "its input used": (Step(use=lambda query, q, cos: q.sum() + cos.sum()), "rotation"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_found(name):
+    step, want = STEPS[name]
+    # Dynamo names nodes as it likes.
+    head, _, end = want.partition("..")
+    found = run(step)
+    assert found == want if not end else found.startswith(head) and found.endswith(end)
+
+
+def test_bfloat16_is_rounded_once():
+    assert run(Step(norm=normed), torch.bfloat16) == "norms and rotation"
+
+
+def test_compiled():
+    assert run(Step(norm=normed), compiled=True) == "norms and rotation"
+
+
+# Where the op is taken -------------------------------------------------------------------------------------------------
+
+LLAMA = PagedSpec(32, 8, 128, 0, torch.bfloat16)
+
+
+def pages(spec, kernel=None):
+    return ModelPages(Sizes(2, 256, (spec,), torch.device("cpu"), kernel), 64)
+
+
+def test_it_is_taken_where_it_costs_less():
+    with pretend(Target.parse("h200", ("triton",))):
+        made = pages(LLAMA)
+        assert made.one_launch(0) and made.workspace.numel() >= COUNTERS
+        made.workspace[:4] = 1
+        made.clear()
+        assert not made.workspace.any()
+        for policy, taken in (({"kernel": {"paged_attention": "triton"}}, False), ({"deterministic": True}, False), ({}, True)):
+            with attnops.use(**policy):
+                assert made.one_launch(0) is taken, policy
+        assert not pages(LLAMA, "triton").one_launch(0)
+        assert not pages(PagedSpec(32, 8, 128, 0, torch.bfloat16, v_head_dim=64)).one_launch(0)
+        assert not pages(PagedSpec(32, 1, 128, 0, torch.bfloat16)).one_launch(0), "too many heads a group"
+        assert not pages(LatentSpec(16, 0, torch.bfloat16)).one_launch(0)
+    assert not pages(LLAMA).one_launch(0), "a CPU has the plain body alone"
+    with attnops.use(kernel=FORCED):
+        assert pages(LLAMA).one_launch(0)
