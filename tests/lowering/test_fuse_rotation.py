@@ -186,7 +186,12 @@ def test_it_is_taken_where_it_costs_less():
         made.workspace[:4] = 1
         made.clear()
         assert not made.workspace.any()
-        for policy, taken in (({"kernel": {"paged_attention": "triton"}}, False), ({"deterministic": True}, False), ({}, True)):
+        for policy, taken in (
+            ({"kernel": {"paged_attention": "triton"}}, False),
+            ({"deterministic": True}, False),
+            ({"deny": ("decode_attention:triton",)}, False),
+            ({}, True),
+        ):
             with attnops.use(**policy):
                 assert made.one_launch(0) is taken, policy
         assert not pages(LLAMA, "triton").one_launch(0)

@@ -285,8 +285,8 @@ class Decoder:
             step, capture = _step_of(self._forward), cast(Callable[..., Graphed], breakable)
             if mode == "piecewise":
                 products = self.products
-                linears = (fuse_linears, lambda gm: products.extend(use_linears(gm)))
-                passes = (fuse_rotation, *linears) if how.pack else (fuse_rotation,)
+                packed = (fuse_linears, fuse_rotation, lambda gm: products.extend(use_linears(gm)))
+                passes = packed if how.pack else (fuse_rotation,)
                 self.regions = self.regions or Regions(how.inner, passes)
                 in_layers = layered(self._forward, self._model, self.regions)
                 # Positions of one row are broadcast over, those of several are not.

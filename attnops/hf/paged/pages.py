@@ -138,7 +138,8 @@ class ModelPages(Pages):
     def one_launch(self, at: int) -> bool:
         """Do steps of one token in layer `at` take `decode_attention`, under the policy in force?
 
-        It is taken where it is forced, or where its kernel costs less than those of the write and of attention together.
+        It is taken where its kernel costs less than those of the write and of attention together, or is forced; and never where the
+        kernel of attention is forced.
         """
         layer, key = self.sizes.layers[at], active_policy()
         if (layer, key) not in self._one_launch:
@@ -151,8 +152,10 @@ class ModelPages(Pages):
             return False
         apart, key = altered(self._decode(layer, table), workspace=room), key_for(layer.attention, self.sizes.kernel)
         whole, forced = select(self._step(layer, table, room), key), parse_policy(key).forced
-        if whole.kernel is None or forced("decode_attention") or forced(layer.attention) or whole.kernel.judge:
-            return whole.kernel is not None and forced("decode_attention") is not None
+        if whole.kernel is None or forced(layer.attention):
+            return False
+        if forced("decode_attention") or whole.kernel.judge:
+            return forced("decode_attention") is not None
         sizes = {n: getattr(apart, n) for n in ("dtype", "kv_dtype", "kv_heads", "head_dim", "v_head_dim", "page_size")}
         write = Problem.of("write_kv", apart.target, **sizes, tokens=apart.sizes.tokens)
         both = [select(problem, key) for problem in (apart, write)]
