@@ -35,7 +35,7 @@ from census import census_full  # noqa: E402, a file of this folder
 from performance import costs, performance_full, performance_short, picture, pictures_full, stale_plots  # noqa: E402, a file of this folder
 from results import devices, hardware, hardware_text, results_full, results_short, table  # noqa: E402
 
-README_EXPLAIN = ("llama-3-8b-shape", "--target", "h200", "--cache", "paged", "--phase", "decode")
+README_EXPLAIN = ("llama-3-8b-shape", "--target", "h200", "--cache", "hf", "--phase", "decode")
 EXPLAIN_LINES = 8
 
 
@@ -180,7 +180,7 @@ def explain_output() -> str:
     out = io.StringIO()
     for name, explanation in explain_model(model, target=target, cache=cache, phase=phase).items():
         tables.show_explanation(explanation, Console(file=out, width=tables.PIPE_COLUMNS), heading=f"{model}, {name}")
-    _, _, call = out.getvalue().partition("_attention\n")
+    _, _, call = out.getvalue().partition("attention\n")
     answers = call[call.index("\nkernel ") :].splitlines()[1 : EXPLAIN_LINES + 2]
     shown = [line.rstrip() for line in answers if not line.startswith("─")]
     return "\n".join(["```text", f"$ attnops explain {' '.join(README_EXPLAIN)}", *shown, "...", "```"])

@@ -229,13 +229,13 @@ TARGETS = {
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_gpus_are_targets(tmp_path, target):
-    """Of each GPU a decode step over pages: h100 and h200 have a table of times each, the others none."""
+    """Of each GPU a decode step over pages: one launch where our own kernel runs."""
     (tmp_path / "config.json").write_text(json.dumps({**SHAPES["llama-3-8b-shape"], "num_hidden_layers": 1}))
     found = explained(tmp_path, "--target", target, "--cache", "paged", "--phase", "decode")["decode"]
     calls = {call["op"]: call for call in found["calls"]}
-    assert found["target"] == TARGETS[target] and set(calls) == {"slot_mapping", "write_kv", "paged_attention"}
-    assert ("measured times: " + TARGETS[target].rpartition(" (")[0] in found["times"]) == (target in ("h100", "h200"))
-    step = calls["paged_attention"]
+    assert found["target"] == TARGETS[target]
+    step = calls["paged_attention" if target == "gfx942" else "decode_attention"]
+    assert set(calls) == {"slot_mapping", step["op"]} | ({"write_kv"} if target == "gfx942" else set())
     assert "page_size=64" in step["problem"] and not step["by_judge"]
     if target == "gfx942":
         assert step["kernel"] == "sdpa" and step["kernel"] in step["never_run"]
