@@ -86,7 +86,7 @@ SWITCH = "steps are compiled"
 
 def ways_of(setup: Setup) -> dict[str, Any]:
     """The options of `patch` by way."""
-    return {"attnops": {}, **generate.ON_GPU} if setup.on_gpu else {"attnops_paged": generate.WAYS["attnops_paged"]}
+    return {"attnops": {}, **generate.ON_GPU} if setup.on_gpu else generate.ON_CPU
 
 
 def cases(setup: Setup) -> dict[str, Case]:

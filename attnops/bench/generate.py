@@ -33,10 +33,12 @@ PLACES: models.Places = {
     **{size: {"llama-3-8b-shape": (Point(1, 1024), Point(8, 1024))} for size in ("quick", "full")},
 }  # fmt: skip
 NEW = {"toy": 6, "small": 16, "quick": 32, "full": 128}
+FIRST_NEW = 16  # at most, of first calls, which are about the seconds before the tokens
+ROUNDS = 3
 WAYS: dict[str, Row | None] = {
     "hf": None, "hf_static": None, "attnops": {}, "attnops_hf": {"cache": "hf", "decode": "hf"},
-    "attnops_paged": {"cache": "paged", "decode": "hf"},
 }  # fmt: skip
+ON_CPU: dict[str, Row | None] = {"attnops_paged": {"cache": "paged", "decode": "hf"}}
 FIRST = ("hf", "attnops", "hf_static")  # ways whose first call is measured, in two processes each
 ON_GPU: dict[str, Row | None] = {f"attnops_{mode}": {"cache": "paged", "decode": mode} for mode in ("piecewise", "breakable")}
 
@@ -47,34 +49,34 @@ def cases(setup: Setup) -> dict[str, Case]:
     first: dict[str, Any] = models.over(setup, places, first_call)
     ways = (*FIRST, *(("attnops_piecewise",) if setup.on_gpu else ()))  # whose first call compiles
     found = {f"{case}, first call, {way}": partial(one, way) for way in ways for case, one in first.items()}
-    others = peers.cases(setup, PLACES, NEW[setup.size], rounds(setup))
+    others = peers.cases(setup, PLACES, NEW[setup.size], ROUNDS)
     return others | models.over(setup, PLACES, measure) | found
-
-
-def rounds(setup: Setup) -> int:
-    """Timed calls of a way, at most."""
-    return 3 if setup.quick else 5
 
 
 def ways_of(setup: Setup) -> dict[str, Row | None]:
     """The options of `patch` by way; None: not patched."""
-    return WAYS | (ON_GPU if setup.on_gpu else {})
+    return WAYS | (ON_GPU if setup.on_gpu else ON_CPU)
 
 
-def arguments(setup: Setup, model: Any, way: str, point: Point) -> Row:
-    """Of `generate()` with a random prompt."""
+def arguments(setup: Setup, model: Any, way: str, point: Point, most: int = 1 << 20) -> Row:
+    """Of `generate()` with a random prompt. most: new tokens."""
     prompt = models.tokens(setup, model, point.batch, point.context)
     # No token has the end's id, so that all calls are equally long, and the stopping test is made.
-    given: Row = {"max_new_tokens": NEW[setup.size], "do_sample": False, "pad_token_id": 0, "eos_token_id": model.config.vocab_size}
+    given: Row = {
+        "max_new_tokens": min(most, NEW[setup.size]),
+        "do_sample": False,
+        "pad_token_id": 0,
+        "eos_token_id": model.config.vocab_size,
+    }
     given |= {"cache_implementation": "static"} if way == "hf_static" else {}
     return {"inputs": prompt, "attention_mask": torch.ones_like(prompt), **given}
 
 
-def prepared(setup: Setup, model: Any, way: str, point: Point) -> tuple[Callable[..., Any], Any]:
+def prepared(setup: Setup, model: Any, way: str, point: Point, *most: int) -> tuple[Callable[..., Any], Any]:
     """(`generate()` of a twin with its arguments, the handle of its patch)."""
     one, options = models.twin(model), ways_of(setup)[way]
     handle = None if options is None else attnops.hf.patch(one, **options)
-    return partial(one.generate, **arguments(setup, one, way, point)), handle
+    return partial(one.generate, **arguments(setup, one, way, point, *most)), handle
 
 
 def warm_calls(setup: Setup) -> int:
@@ -128,14 +130,19 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
 
     ways: dict[str, Way | Make] = {"hf": hf, **{name: partial(way, name) for name in ways_of(setup) if name != "hf"}}
     allowed = models.budget(model, models.distance(model, logits)(logits, exact))
-    clock = partial(steps_us, rounds=rounds(setup), cap_s=40.0)
+    clock = partial(steps_us, rounds=ROUNDS, cap_s=40.0)
     return with_ratios(time_if_right(f"{name} {point}", ways, text, allowed, clock, off, figures), "hf", "hf_static")
 
 
 def first_call(setup: Setup, kept: models.Kept, name: str, point: Point, way: str = "attnops") -> list[Row]:
     """Two processes, one after the other, with the same caches of compilers, which are empty at first."""
     (cold_s, _), (warm_s, second_s) = in_two_processes(setup, name, point, way)
-    case = {"case": f"{name} {point}, first call", "way": way, "median_us": round(1e6 * cold_s, 2), "new_tokens": NEW[setup.size]}
+    case = {
+        "case": f"{name} {point}, first call",
+        "way": way,
+        "median_us": round(1e6 * cold_s, 2),
+        "new_tokens": min(FIRST_NEW, NEW[setup.size]),
+    }
     return [{**case, "first_s": round(cold_s, 3), "warm_s": round(warm_s, 3), "second_s": round(second_s, 3)}]
 
 
@@ -155,7 +162,7 @@ def calls_s(setup: Setup, name: str, point: Point, way: str) -> tuple[float, flo
     model, calls = models.build(setup, name, point), list[Callable[..., Any]]()
 
     def first() -> None:
-        calls.append(prepared(setup, model, way, point)[0])
+        calls.append(prepared(setup, model, way, point, FIRST_NEW)[0])
         calls[0]()
 
     return seconds(first), seconds(calls[0])
