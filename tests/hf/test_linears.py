@@ -102,7 +102,7 @@ def test_decode_steps():
     with attnops.use(kernel={"linear": "reference"}), attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
         assert torch.equal(generated(model, *CALL), want)
         [note] = [note for note in handle.report().notes if note.startswith("linears")]
-        assert note.startswith("linears of compiled layers, 4 of 4 recognised: 1 norm + linear by reference, ")
+        assert note.startswith("linears of compiled layers, 5 of 5 recognised: 1 norm + linear by reference, ")
         assert handle.graphs.report().whole == ""
 
 
