@@ -123,7 +123,7 @@ STEPS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("arch", "name", "rows"), [(90, n, 1) for n in STEPS] + [(90, "llama", 64), (80, "llama", 1)])
+@pytest.mark.parametrize(("arch", "name", "rows"), [(90, n, 1) for n in STEPS] + [(90, "llama", 64), (80, "llama", 1), (89, "gemma2", 1)])
 @compiled
 def test_compiles(arch, name, rows):
     from attnops.kernels.triton.launch import decode as host, gpu

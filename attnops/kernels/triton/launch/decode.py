@@ -26,7 +26,8 @@ def decode_attention(call: DecodeAttention, choice: grids.Choice | None = None) 
     refuse_far(("k_pages", k, page), ("v_pages", v, page))
     given, gpu = ruled(Rules.of(call)), gpu_of(output)
     group, keys = heads // kv_heads, call.page_table.shape[1] * page
-    at = choice or grids.decode(requests * kv_heads, dims, query.dtype.itemsize, keys, call.window_left, gpu.multiprocessors)
+    groups, itemsize = requests * kv_heads, query.dtype.itemsize
+    at = choice or grids.decode(groups, dims, itemsize, keys, call.window_left, gpu.multiprocessors, gpu.memory)
     tile, splits = at.tile, at.splits
     numbers = requests * heads * splits * dims
     parts = output.new_empty(numbers + numbers // dims, dtype=torch.float32) if splits > 1 else None

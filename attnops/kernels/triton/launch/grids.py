@@ -134,12 +134,17 @@ DECODE: dict[tuple[int, int], Tile] = {
 """Tiles of such a step: (bytes of a number, widest padded head dim). All heads of a group, at most 16, are rows of one product."""
 
 
-def decode(groups: int, dims: int, itemsize: int, capacity: int, left: int, sms: int) -> Choice:
+def decode(groups: int, dims: int, itemsize: int, capacity: int, left: int, sms: int, memory: int) -> Choice:
     """The tile and the splits of a decode step in one launch, of `groups` pairs of a request and a key head.
 
     capacity: keys that the page table has room for. left: keys before its own that a query may see, -1 for all.
+    memory: bytes of shared memory a program.
     """
     tile = DECODE[min(key for key in DECODE if key[0] == itemsize and padded(dims) <= key[1])]
+    row = padded(dims) * itemsize
+    # Beside the query's rows, one tile of keys and values for each load in flight.
+    in_flight = (memory - 2048 - tile.rows * row) // (2 * tile.keys * row)
+    tile = tile._replace(stages=min(tile.stages, in_flight + 1))
     keys = capacity if left < 0 else min(capacity, left + tile.keys)
     one, more = (min(sms * blocks // groups, keys // LEAST_DECODED) for blocks in (1, DECODE_BLOCKS))
     return Choice(tile, max(1, more if more * LONG_SPLIT <= keys else one))
