@@ -137,6 +137,22 @@ def test_autocast_and_policy_of_the_call(mode):
             assert relative(logits(model, *CALL), logits(twin, *CALL)) < LIMIT
 
 
+def test_policies_of_steps_by_hand():
+    """Of one cache or of two in turn: every step has graphs of its own policy, and those from before are replayed."""
+    model = tiny.model("llama")
+    ids, _ = asked(2, 6, 1)
+    with torch.no_grad(), attnops.patch(model, cache="paged", decode=how()) as handle:
+        one, two = handle.new_cache(2, 20), handle.new_cache(2, 20)
+        for cache in (one, two):
+            model(ids, past_key_values=cache)
+        made = {}
+        for cache, policy in [(one, None), (two, "reference"), (one, None), (one, "reference"), (two, None)] * 2:
+            with attnops.use(policy):
+                handle.step(ids[:, :1], cache)
+            assert made.setdefault((cache, policy), handle.graphs) is handle.graphs
+        assert len(set(map(id, made.values()))) == 4
+
+
 def test_offloaded_weights_are_refused():
     """As accelerate does it: there for the time of the module's forward."""
     model = tiny.model("llama")

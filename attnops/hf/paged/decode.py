@@ -129,6 +129,7 @@ class Decoder:
         self._kept = _Kept({}, Counter())
         self._latest: _Over | None = None
         self._looked: weakref.WeakSet[State] = weakref.WeakSet()  # caches that stepped since the weights were looked at
+        self._modes: tuple[Any, ...] = ()  # the policy and autocast of the last step
         self._at_once = False
         # One buffer set a set of pages, and one tracer.
         self._lock = threading.RLock()
@@ -261,8 +262,9 @@ class Decoder:
 
     def _look(self, state: State) -> None:
         """Look at the model if its state may have changed since the last step over this cache."""
-        if self.look or state not in self._looked:
-            given = guarded_state(self._model)
+        modes = active_policy(), casting()
+        if self.look or state not in self._looked or modes != self._modes:
+            given, self._modes = guarded_state(self._model), modes
             self._kept = self._states[given] = self._states.pop(given, _Kept({}, Counter()))
             while len(self._states) > MOST_STATES:
                 oldest = next(iter(self._states))
