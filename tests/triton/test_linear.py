@@ -1,5 +1,8 @@
 """`triton` of linear layers: the grid through the interpreter, bits that do not follow the batch, tiles, and what ptxas makes of it."""
 
+import re
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -168,3 +171,20 @@ def test_nothing_spills(arch, rows, name):
     assert "cp.async" in ptx, "weights are not loaded ahead"
     assert ("mma" in ptx) == (rows > 1)
     assert ("cp.async.bulk.tensor" in ptx) == (arch == 90 and rows > 1), "which tiles are described"
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@compiled
+def test_one_result_a_row(rows):
+    """As the gate of a shared expert has. Triton makes a constant of a 1."""
+    compile_for(90, *launched(linear(Source(), rows, 48, 1, BF16, **ALL), 90), BF16)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@compiled
+def test_addresses_are_int64(rows):
+    call = linear(Source(), rows, 48, 40, BF16, **ALL)
+    columns = {name: torch.empty(40, 3, dtype=BF16).T[:rows] for name in ("residual", "output")}
+    function, arguments = launched(replace(call, arguments=call.arguments | columns), 90)
+    ir = compile_for(90, function, arguments, BF16).asm["ttir"]
+    assert "arith.muli" in ir and not re.search(r"arith\.muli.*tensor<.*xi32>", ir)

@@ -41,7 +41,7 @@ def one_row(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     real = n < outs
     rows = w_ptr + n.to(tl.int64) * w_n
-    ups = rows + outs.to(tl.int64) * w_n
+    ups = rows + tl.cast(outs, tl.int64) * w_n
     sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     up_sums = sums
     squares = tl.zeros([BLOCK_K], tl.float32)
@@ -67,8 +67,8 @@ def one_row(
     if ACT != "":
         y = gated(y, up, ACT)
     if res_ptr is not None:
-        y += tl.load(res_ptr + n * res_n, mask=real, other=0.0).to(tl.float32)
-    tl.store(out_ptr + n * out_n, y.to(out_ptr.dtype.element_ty), mask=real)
+        y += tl.load(res_ptr + n.to(tl.int64) * res_n, mask=real, other=0.0).to(tl.float32)
+    tl.store(out_ptr + n.to(tl.int64) * out_n, y.to(out_ptr.dtype.element_ty), mask=real)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -91,7 +91,7 @@ def few_rows(
     x_rows = x_ptr + t.to(tl.int64) * x_t
     if not DESCRIBED:
         w_rows = w_ptr + n.to(tl.int64) * w_n
-        up_rows = w_rows + outs.to(tl.int64) * w_n
+        up_rows = w_rows + tl.cast(outs, tl.int64) * w_n
     y = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     up = y
     squares = tl.zeros([BLOCK_T], tl.float32)
@@ -130,7 +130,7 @@ def few_rows(
     if ACT != "":
         y = gated(y, up, ACT)
     both = real[:, None] & here[None, :]
-    at = t.to(tl.int64)[None, :]
+    at, column = t.to(tl.int64)[None, :], n.to(tl.int64)[:, None]
     if res_ptr is not None:
-        y += tl.load(res_ptr + at * res_t + n[:, None] * res_n, mask=both, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at * out_t + n[:, None] * out_n, y.to(out_ptr.dtype.element_ty), mask=both)
+        y += tl.load(res_ptr + at * res_t + column * res_n, mask=both, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at * out_t + column * out_n, y.to(out_ptr.dtype.element_ty), mask=both)
