@@ -59,6 +59,8 @@ def match_linear(node: fx.Node) -> Match | str:
         return "its weight or bias is no parameter of a module"
     if any(word in p.name for p in base for word in ADAPTERS):
         return "it is within an adapter"
+    if fake_of(weight).numel() == 0:
+        return "its weight has no numbers"
     match = Match(node, x, weight, bias, node, {node})
     _take_norm(match)
     _take_activation(match)
@@ -91,6 +93,8 @@ def _call(node: Any) -> tuple[str, tuple[Any, ...]]:
     target: Any = node.target
     if isinstance(target, str):
         return target, node.args
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return "", ()  # a library's op may have the name of a torch function
     home = getattr(target, "__module__", None) or "torch"  # torch's functions of C name no module
     return (getattr(target, "__name__", ""), node.args) if home.partition(".")[0] in ("torch", "_operator") else ("", ())
 

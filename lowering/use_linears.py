@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 from torch.utils import _pytree as pytree
 
 from ..call import check, split
-from ..errors import InvalidInput, one_line
+from ..errors import find, one_line
 from ..ops.linear import LINEAR, Linear
 from ..problem import Extent, altered
 from ..select import Decision, active_policy, select
@@ -84,7 +84,7 @@ def use_linears(graph: fx.Graph | fx.GraphModule) -> tuple[Product, ...]:
     for node in linears:
         found.append(Product(_weight(node), refusal=against) if against else _use(graph, node))
         log.info("%s", found[-1])
-    if any(p.kernel for p in found):
+    if any(p.parts for p in found):
         graph.lint()
         if graph.owning_module is not None:
             graph.owning_module.recompile()
@@ -120,16 +120,16 @@ def _use(graph: fx.Graph, node: fx.Node) -> Product:
         return Product(name, refusal=match)
     decision = _decide(match)
     if isinstance(decision, str):
-        return Product(name, refusal=decision)
+        return Product(name, match.parts, refusal=decision)
     kernel, refusal = decision.kernel, "; ".join(match.left)
     if kernel is None:
         forced = decision.policy.forced("linear")
         why = next((f"{forced}: {refused[0]}" for n, refused in decision.refused.items() if n == forced), "no kernel can run it")
-        return Product(name, refusal=why)
+        return Product(name, match.parts, refusal=why)
     if kernel.inline is None:
         policy = replace(decision.policy, kernel=(f"linear:{kernel.name}",)).key
         if why := _replace(graph, match, policy):
-            return Product(name, refusal=why)
+            return Product(name, match.parts, refusal=why)
     return Product(name, match.parts, kernel.name, refusal)
 
 
@@ -145,8 +145,10 @@ def _decide(match: Match) -> Decision | str:
         call = Linear(**match.arguments(**given), output=rows.new_empty((rows.shape[0], width)), policy=policy)
         try:
             check(call)
-        except InvalidInput as error:
-            return one_line(error)
+        except Exception as error:
+            if (ours := find(error)) is None:
+                raise
+            return one_line(ours)
         problem = LINEAR.problem(call)
         tokens = problem.sizes.tokens
         if tokens.hi is None and not free_unbacked_symbols(rows):

@@ -206,6 +206,30 @@ def test_a_part_with_other_readers_or_of_another_kind_is_left(body, parts, why):
     assert backend.parts == parts and all(why in refusal for refusal in backend.refusals)
 
 
+@torch.library.custom_op("attnops_test::silu", mutates_args=())
+def librarys_silu(x: torch.Tensor) -> torch.Tensor:
+    return 2 * F.silu(x)
+
+
+@torch.library.custom_op("attnops_test::rms_norm", mutates_args=())
+def librarys_norm(x: torch.Tensor, gain: torch.Tensor, eps: float, scale: float, low: bool) -> torch.Tensor:
+    return scale * F.rms_norm(x, gain.shape, gain, eps)
+
+
+@librarys_silu.register_fake
+@librarys_norm.register_fake
+def like(x, *_):
+    return torch.empty_like(x)
+
+
+def test_the_ops_of_a_library_are_no_functions_of_torch():
+    def body(m, x):
+        gate, up = m.wide(torch.ops.attnops_test.rms_norm(x, m.gain, EPS, 2.0, False)).chunk(2, -1)
+        return torch.ops.attnops_test.silu(gate) * up
+
+    assert used(body).parts == [("linear",)]
+
+
 def test_a_norm_in_low_precision_is_left():
     backend = used(lambda m, x: m.square(m.gain * (x * root(x))), dtype=torch.bfloat16)
     assert backend.refusals == ["norm: it is not computed in torch.float32"] and backend.parts == [("linear",)]
@@ -262,17 +286,31 @@ class Subclass(Layer):
         self.square.weight = nn.Parameter(TwoTensor(self.square.weight.data, self.square.weight.data), requires_grad=False)
 
 
+class Empty(Layer):
+    def __init__(self):
+        super().__init__(lambda m, x: m.square(x[:, :0]))
+        self.square = nn.Linear(1, K)
+        self.square.weight = nn.Parameter(torch.empty(K, 0))
+
+
 MODELS = {
     "autocast": (lambda: Autocast(None), "autocast is on", 1),
     "adapter": (Outer, "it is within an adapter", 3),
     "subclass": (Subclass, "weight is a TwoTensor", 1),
+    "dtype": (
+        lambda: Layer(lambda m, x: m.square(x), torch.complex64),
+        "InvalidInput: x.dtype: got complex64, want float16 | bfloat16 | float32 | float64",
+        1,
+    ),
+    "empty": (Empty, "its weight has no numbers", 1),
     "computed": (lambda: Layer(lambda m, x: F.linear(x, m.square.weight * 2)), "its weight or bias is no parameter of a module", 1),
 }
 
 
 @pytest.mark.parametrize(("make", "why", "count"), MODELS.values(), ids=MODELS)
 def test_linears_that_are_left(make, why, count):
-    model, backend, x = make(), Using(), torch.randn(3, K)
+    model, backend = make(), Using()
+    x = torch.randn(3, K, dtype=model.gain.dtype)
     with torch.no_grad(), attnops.use(kernel={"linear": "reference"}):
         torch.testing.assert_close(torch.compile(model, backend=backend)(x), model(x))
     assert backend.refusals == [why] * count and backend.calls == [0]
@@ -315,13 +353,15 @@ def test_outside_of_a_compiler():
 # When it is compiled anew ----------------------------------------------------------------------------------------------
 
 
-def test_another_policy():
-    """Also of a graph that has no other call of attnops."""
+@pytest.mark.parametrize("before", [{}, {"kernel": {"linear": "triton"}}], ids=["torch's", "no kernel"])
+def test_another_policy(before):
+    """Also of a graph that has no other call of attnops, and where no kernel could run."""
     model, backend, x = Layer(mlp), Using(), torch.randn(3, K)
     compiled = torch.compile(model, backend=backend)
     with torch.no_grad():
         for _ in range(2):
-            compiled(x)
+            with attnops.use(**before):
+                compiled(x)
             with attnops.use(kernel={"linear": "reference"}):
                 compiled(x)
     assert backend.calls == [0, 2]
