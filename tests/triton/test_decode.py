@@ -29,7 +29,7 @@ def many_splits():
     from attnops.kernels.triton.launch import grids
 
     before = grids.LEAST_DECODED, grids.DECODE_BLOCKS, grids.MERGED, grids.LONG_SPLIT
-    grids.LEAST_DECODED, grids.DECODE_BLOCKS, grids.MERGED, grids.LONG_SPLIT = 1, 16, 128, 1
+    grids.LEAST_DECODED, grids.DECODE_BLOCKS, grids.MERGED, grids.LONG_SPLIT = 1, 4, 128, 1
     try:
         yield
     finally:
