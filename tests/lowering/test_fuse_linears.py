@@ -443,5 +443,5 @@ def looks(layers, monkeypatch):
 
 def test_every_layer_adds_as_much(monkeypatch):
     """Fusing linears of a model of many layers takes as long as there are layers, and not as long as their square."""
-    few, more, many = (looks(layers, monkeypatch) for layers in (2, 6, 10))
+    few, more, many = (looks(layers, monkeypatch) for layers in (1, 3, 5))
     assert many - more == more - few

@@ -48,7 +48,7 @@ def test_grid(label):
 @interpreted
 def test_random_calls():
     @given(call=CALLS["linear"])
-    @settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     def run(call):
         check(call)
 
@@ -83,7 +83,7 @@ def test_more_rows_than_a_program_has_are_left_to_torch():
 @interpreted
 def test_weights_may_be_swapped_in_place():
     """The descriptor is that of the launch."""
-    call = linear(Source(1), 3, 64, 13000, F32)
+    call = linear(Source(1), 3, 64, 600, F32)
     kernel().run(call.record)
     before, weight = call.arguments["output"].clone(), call.arguments["weight"]
     weight.data = weight.data.clone().neg_()
@@ -158,7 +158,7 @@ def launched(call, arch):
 
 
 @pytest.mark.parametrize(("arch", "rows", "name"), [
-    *((90, rows, name) for rows in (1, 8, 64) for name in ("qkv", "gate_up", "o")), (80, 8, "gate_up"), (80, 1, "qkv"), (89, 64, "gate_up"),
+    *((90, rows, name) for rows in (1, 64) for name in ("qkv", "gate_up")), (90, 8, "o"), (80, 1, "qkv"), (89, 64, "gate_up"),
 ])  # fmt: skip
 @compiled
 def test_nothing_spills(arch, rows, name):
