@@ -416,3 +416,14 @@ def test_each_kind_of_step_begins_without_a_compiler():
         assert torch.equal(generated(model, *four), want[four]) and handle.took.decode == "piecewise"
         assert handle._paged.decoder()._kept.over is kept, "the graphs from before are replayed"
         assert {mode for _, mode in kept} == {"piecewise"}, "breakable ones are freed when no kind of step needs them"
+
+
+def test_steps_of_many_states_in_turn_are_compiled():
+    """Graphs of two states are kept, and the numbers of steps of more."""
+    model, modes = tiny.model("llama"), []
+    with attnops.patch(model, decode=auto()) as handle:
+        for policy in (None, "reference", {"paged_attention": "reference"}) * 3:  # five steps each
+            with attnops.use(policy):
+                generated(model, 2, 9, 6)
+            modes.append(handle.took.decode[0])
+    assert "".join(modes) == "bbbpppppp"

@@ -40,6 +40,8 @@ Mode = Literal["auto", "hf", "piecewise", "breakable"]
 
 # States of a model, such as adapters in use, whose graphs are kept.
 MOST_STATES = 2
+# States whose steps are counted: those of more than MOST_STATES adapters in turn are compiled, too.
+MOST_COUNTED = 64
 # Arguments of generate() at a step of one token. Masks are known, the last four have one meaning for one token, and tokenizers are for
 # stopping criteria, though transformers hands them on to the model.
 _KNOWN = (
@@ -127,6 +129,7 @@ class Decoder:
         # Graphs by the state of the model that they were captured in: adapters and policies are switched to and fro.
         self._states: dict[tuple[Any, ...], _Kept] = {}
         self._kept = _Kept({}, Counter())
+        self._taken: dict[int, Counter[bool]] = {}  # by the hash of a state, which may hold thousands of addresses
         self._latest: _Over | None = None
         self._looked: weakref.WeakSet[State] = weakref.WeakSet()  # caches that stepped since the weights were looked at
         self._modes: tuple[Any, ...] = ()  # the policy and autocast of the last step
@@ -265,7 +268,10 @@ class Decoder:
         modes = active_policy(), casting()
         if self.look or state not in self._looked or modes != self._modes:
             given, self._modes = guarded_state(self._model), modes
-            self._kept = self._states[given] = self._states.pop(given, _Kept({}, Counter()))
+            taken = self._taken[hash(given)] = self._taken.pop(hash(given), Counter())
+            if len(self._taken) > MOST_COUNTED:
+                self._taken.pop(next(iter(self._taken)))
+            self._kept = self._states[given] = self._states.pop(given, _Kept({}, taken))
             while len(self._states) > MOST_STATES:
                 oldest = next(iter(self._states))
                 for unused in self._states.pop(oldest).over.values():
