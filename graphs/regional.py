@@ -144,6 +144,15 @@ class Regions:
                 self.seconds += time.perf_counter() - began
 
     def _traced(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], apart: str) -> Any:
+        try:
+            return self._traced_once(call, args, kwargs, apart)
+        except RuntimeError as e:
+            # torch 2.13 counts the compiled frames of all threads at once, and may miss those of this call.
+            if "found no compiled frames" not in str(e):
+                raise
+        return self._traced_once(call, args, kwargs, apart)
+
+    def _traced_once(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], apart: str) -> Any:
         from torch._dynamo.exc import TorchDynamoException
         from torch.fx.experimental import _config
 

@@ -236,6 +236,28 @@ def test_two_models_in_two_threads():
     assert [regions(handle).refusal for handle in handles] == ["", ""]
 
 
+def test_frames_that_torch_missed_run_again(monkeypatch):
+    """torch's check of fullgraph reads a count that other threads reset."""
+    model, real, missed = tiny.model("llama"), torch.compile, []
+
+    def compiled(function, **more):
+        run = real(function, **more)
+
+        def called(*args):
+            out = run(*args)
+            if len(missed) < 1:
+                missed.append(1)
+                raise RuntimeError("torch.compile with fullgraph=True found no compiled frames.")
+            return out
+
+        return called
+
+    want = generated(model, 2, 9, 4)
+    monkeypatch.setattr(torch, "compile", compiled)
+    with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
+        assert torch.equal(generated(model, 2, 9, 4), want) and missed and regions(handle).refusal == ""
+
+
 def test_code_of_hooks_that_are_gone_is_freed(monkeypatch):
     monkeypatch.setattr(regional, "MOST_CODE", 4)
     model, alive = tiny.model("llama"), []

@@ -286,7 +286,8 @@ class Decoder:
         self._look(state)
         mode, made = self._mode(rows), self._kept.over
         over, before = made.get((state.pages, mode)), (state.pages, "breakable")
-        if mode == "piecewise" and before in made and not any(n < self.how.compile_after for n in self._kept.taken.values()):
+        waits = not self._at_once and any(n < self.how.compile_after for n in self._kept.taken.values())
+        if mode == "piecewise" and before in made and not waits:
             self._drop(made.pop(before))
         if over is None:
             cache, how = self._make(state.pages), self.how
