@@ -7,7 +7,7 @@ from html import unescape
 from pathlib import Path
 from typing import Any
 
-from pictures import COMPILED, EAGER, NAMES, OURS, PICTURES, Row, layers, ms, named, speed, tokens_of, whole_models
+from pictures import COMPILED, EAGER, NAMES, OURS, PICTURES, Row, layers, ms, named, speed, spoken, tokens_of, whole_models
 from results import ROOT, machines, stamp, table
 
 from attnops.bench.engines import ENGINES
@@ -60,8 +60,21 @@ def picture(root: Path = ROOT) -> str:
     for machine, reports in measured(root):
         if machine in drawn:
             path, svg = drawn[machine]
-            return f"![{title(svg)}]({path})\n\n{caption(machine, reports)}"
+            return f"![{title(svg)}]({path})\n\n{tokens_table(reports)}\n\n{caption(machine, reports)}"
     return NONE
+
+
+def tokens_table(reports: dict[str, dict[str, Any]]) -> str:
+    """The figures of README's picture, and the first call of a process where it was measured. An engine's has its imports in it."""
+    suite, cases = tokens_of(reports)
+    calls = (row for row in reports[suite]["rows"] if ", first call" in row["case"] and row["way"] not in ENGINES)
+    first = {row["way"]: f"{row['first_s']:.1f}" for row in calls if "first_s" in row}
+    rows = []
+    for name in dict.fromkeys(name for ways in cases.values() for name in ways):
+        some = next(ways[name] for ways in cases.values() if name in ways)
+        times = (f"{ms(ways[name]):.1f}" if name in ways else "-" for ways in cases.values())
+        rows.append([named(name, some), *times, first.get(some["way"], "-")])
+    return table(["ms a token", *(spoken(case, {}).partition(", ")[2] for case in cases), "first call of a process, s"], rows)
 
 
 def caption(machine: str, reports: dict[str, dict[str, Any]]) -> str:

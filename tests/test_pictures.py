@@ -83,7 +83,7 @@ def test_the_picture_of_readme_follows_generate(docs, write, tmp_path):
     assert "80% of the time" in before and "toy/decode.json" in before and "Not in that run: vLLM, SGLang." in before
     assert {"8.0 ms", "5.0 ms", "4.0 ms", "m, 1 request of 1k tokens"} <= set(words_of(svg)) and "vLLM" not in svg and "n, 1" not in svg
     generate = {"hf": 12.0, "hf_static": 6.0, "attnops": 4.0, "attnops_paged": 9.0, "vllm": 5.0, "sglang": 5.5}
-    first = rows_of("m 1x1k, first call", {"hf": 0.001, "attnops": 0.001})
+    first = [row | {"first_s": 1.5} for row in rows_of("m 1x1k, first call", {"hf": 0.001, "vllm": 0.001})]
     rows = [*rows_of("m 1x1k", generate), *rows_of("m 8x1k", {**generate, "attnops": 2.0}), *first]
     for row in rows:
         row |= {"vllm": {"version": "0.1", "how": "its steps"}, "sglang": {"version": "0.2", "how": "its runner"}}.get(row["way"], {})
@@ -91,6 +91,8 @@ def test_the_picture_of_readme_follows_generate(docs, write, tmp_path):
     assert list(page.stale_plots(tmp_path, False)) == ["docs/plots/toy-tokens.svg"]
     after, svg = page.picture(tmp_path), (tmp_path / "docs" / "plots" / "toy-tokens.svg").read_text()
     assert "40 to 80% of the time" in after and "toy/generate.json" in after and "Not in" not in after and "Toy GPU, 2026-01-01" in after
+    assert "| transformers | 12.0 | 12.0 | 1.5 |\n" in after and "| attnops | 4.0 | 2.0 | - |" in after
+    assert "| vLLM 0.1 | 5.0 | 5.0 | - |" in after, "an engine's first call is another measurement"
     words = words_of(svg)
     assert "vLLM 0.1: its steps. SGLang 0.2: its runner." in after and "generate() or an engine, the prompt included" in " ".join(words)
     shown = ["transformers", "transformers, compiled", "vLLM 0.1", "SGLang 0.2", "attnops"]
