@@ -46,7 +46,7 @@ def one_row(outs: int, gated: bool, sms: int) -> Tile:
 
 
 def few_rows(rows: int, outs: int, itemsize: int, gated: bool, sms: int, memory: int) -> Tile:
-    """For 1 to MOST_ROWS rows on GPUs with `memory` bytes of shared memory a program; a tile that does not fit has fewer stages."""
+    """For as many as MOST_ROWS. memory: bytes of shared memory that a program may have; a tile that does not fit has fewer stages."""
     tile, block = _first(FEW_ROWS, outs, FILLED * sms), block_of(rows)
     while True:
         # Rows that a norm has scaled go to the matrix units through one buffer more.
