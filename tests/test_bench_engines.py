@@ -82,7 +82,7 @@ def load_model(server, ports, gpu, rank):
 
 @pytest.fixture
 def python(tmp_path):
-    """Writes a program that stands for the Python of an engine."""
+    """A function that writes a program, which then acts as the Python of an engine."""
 
     def write(text, first="#!" + sys.executable):
         (tmp_path / "python").write_text(f"{first}\n{text}")

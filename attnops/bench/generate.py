@@ -33,7 +33,7 @@ PLACES: models.Places = {
     **{size: {"llama-3-8b-shape": (Point(1, 1024), Point(8, 1024))} for size in ("quick", "full")},
 }  # fmt: skip
 NEW = {"toy": 6, "small": 16, "quick": 32, "full": 128}
-FIRST_NEW = 16  # at most, of first calls, which are about the seconds before the tokens
+FIRST_NEW = NEW | {"quick": 16, "full": 16}  # of first calls, which are about the seconds before the tokens
 ROUNDS = 3
 WAYS: dict[str, Row | None] = {
     "hf": None, "hf_static": None, "attnops": {}, "attnops_hf": {"cache": "hf", "decode": "hf"},
@@ -58,25 +58,20 @@ def ways_of(setup: Setup) -> dict[str, Row | None]:
     return WAYS | (ON_GPU if setup.on_gpu else ON_CPU)
 
 
-def arguments(setup: Setup, model: Any, way: str, point: Point, most: int = 1 << 20) -> Row:
-    """Of `generate()` with a random prompt. most: new tokens."""
+def arguments(setup: Setup, model: Any, way: str, point: Point) -> Row:
+    """Of `generate()` with a random prompt."""
     prompt = models.tokens(setup, model, point.batch, point.context)
     # No token has the end's id, so that all calls are equally long, and the stopping test is made.
-    given: Row = {
-        "max_new_tokens": min(most, NEW[setup.size]),
-        "do_sample": False,
-        "pad_token_id": 0,
-        "eos_token_id": model.config.vocab_size,
-    }
+    given: Row = {"max_new_tokens": NEW[setup.size], "do_sample": False, "pad_token_id": 0, "eos_token_id": model.config.vocab_size}
     given |= {"cache_implementation": "static"} if way == "hf_static" else {}
     return {"inputs": prompt, "attention_mask": torch.ones_like(prompt), **given}
 
 
-def prepared(setup: Setup, model: Any, way: str, point: Point, *most: int) -> tuple[Callable[..., Any], Any]:
+def prepared(setup: Setup, model: Any, way: str, point: Point) -> tuple[Callable[..., Any], Any]:
     """(`generate()` of a twin with its arguments, the handle of its patch)."""
     one, options = models.twin(model), ways_of(setup)[way]
     handle = None if options is None else attnops.hf.patch(one, **options)
-    return partial(one.generate, **arguments(setup, one, way, point, *most)), handle
+    return partial(one.generate, **arguments(setup, one, way, point)), handle
 
 
 def warm_calls(setup: Setup) -> int:
@@ -137,12 +132,7 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
 def first_call(setup: Setup, kept: models.Kept, name: str, point: Point, way: str = "attnops") -> list[Row]:
     """Two processes, one after the other, with the same caches of compilers, which are empty at first."""
     (cold_s, _), (warm_s, second_s) = in_two_processes(setup, name, point, way)
-    case = {
-        "case": f"{name} {point}, first call",
-        "way": way,
-        "median_us": round(1e6 * cold_s, 2),
-        "new_tokens": min(FIRST_NEW, NEW[setup.size]),
-    }
+    case = {"case": f"{name} {point}, first call", "way": way, "median_us": round(1e6 * cold_s, 2), "new_tokens": FIRST_NEW[setup.size]}
     return [{**case, "first_s": round(cold_s, 3), "warm_s": round(warm_s, 3), "second_s": round(second_s, 3)}]
 
 
@@ -162,7 +152,7 @@ def calls_s(setup: Setup, name: str, point: Point, way: str) -> tuple[float, flo
     model, calls = models.build(setup, name, point), list[Callable[..., Any]]()
 
     def first() -> None:
-        calls.append(prepared(setup, model, way, point, FIRST_NEW)[0])
+        calls.append(partial(prepared(setup, model, way, point)[0], max_new_tokens=FIRST_NEW[setup.size]))
         calls[0]()
 
     return seconds(first), seconds(calls[0])

@@ -254,7 +254,7 @@ def test_a_cache_that_is_gone_leaves_its_graphs_to_the_next():
         assert captured[0] is captured[1] is captured[2] and len(handle.decode.graphs.graphs) == 1
         assert handle.new_cache(2, 40, page_size=4).state.pages.page_size == 4
         handle.release()
-        assert handle._paged.pool.idle_bytes == 0 and not handle._paged.decoder()._over
+        assert handle._paged.pool.idle_bytes == 0 and not handle._paged.decoder()._kept.over
 
 
 def test_steps_of_another_cache_are_no_reason_to_look_at_weights(monkeypatch):
@@ -282,7 +282,7 @@ def test_larger_pages_do_not_lie_beside_the_old_ones(monkeypatch):
     with attnops.patch(model, cache="paged", decode=how()) as handle:
         generated(model, 1, 9, 3)
         before = torch.utils.weak.WeakTensorKeyDictionary()
-        [over] = handle._paged.decoder()._over.values()
+        [over] = handle._paged.decoder()._kept.over.values()
         before[over.cache.state.pages.pools[0]] = 1
         del over
         sizes, real = [], pool.ModelPages
@@ -300,7 +300,7 @@ def test_few_sets_of_pages_are_kept():
             assert len(handle._paged.pool._idle) <= 1 + pool.MOST_IDLE
         kept = handle.new_cache(1, 8)
         assert len(handle._paged.pool._idle) <= pool.MOST_IDLE
-        assert set(handle._paged.decoder()._over) <= {*handle._paged.pool._idle, kept.state.pages}
+        assert {pages for pages, _ in handle._paged.decoder()._kept.over} <= {*handle._paged.pool._idle, kept.state.pages}
 
 
 def test_memory_that_is_short(monkeypatch):

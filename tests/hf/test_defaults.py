@@ -306,7 +306,7 @@ def test_idle_pages_are_bounded(monkeypatch):
         assert held > 0
         bound[0] = held - 1
         generated(model, *CALL)
-        assert handle._paged.pool.idle_bytes == 0 and not handle._paged.decoder()._over
+        assert handle._paged.pool.idle_bytes == 0 and not handle._paged.decoder()._kept.over
         bound[0] = held
         generated(model, *CALL)
         assert handle._paged.pool.idle_bytes == held
@@ -382,7 +382,7 @@ def test_memory_is_given_back(way, mode):
     handle = attnops.patch(model, decode=auto(compile_after=0 if mode == "piecewise" else 99))
     generated(model, *CALL)
     assert handle.took == Took("paged", mode)
-    [over] = handle._paged.decoder()._over.values()
+    [over] = handle._paged.decoder()._kept.over.values()
     held = [weakref.ref(t) for t in (*over.cache.state.pages.pools, over.cache.state.pages)]
     graphs = handle.decode.graphs.graphs
     assert all(ref() is not None for ref in held) and any(graph.alive for graph in graphs)

@@ -115,7 +115,7 @@ class Decoder:
     make: returns a cache over given pages, which keep their tokens.
     plain_steps: steps of `generate()` that ran without graphs, because they asked for more than logits or graphs could not be made.
     regions: the compiled layers, for graphs over any pages; None before the first piecewise step.
-    products: the linears of compiled steps, and the kernels of their calls.
+    products: the linears of compiled steps and the kernels of their calls, equal ones of all traces once.
     failed: with mode "auto", why graphs cannot be made, by their mode.
     look: the model ran without graphs, as it does on every prompt, and weights may have been replaced since: the next step looks at them.
     """
@@ -124,7 +124,7 @@ class Decoder:
         self.how, self.plain_steps, self.look = how, 0, True
         self.failed: dict[str, str] = {}
         self.regions: Regions | None = None
-        self.products: list[Product] = []
+        self.products: dict[Product, None] = {}
         self._model, self._forward, self._make = model, forward, make
         # Graphs by the state of the model that they were captured in: adapters and policies are switched to and fro.
         self._states: dict[tuple[Any, ...], _Kept] = {}
@@ -151,11 +151,6 @@ class Decoder:
     def last_mode(self) -> str:
         """The mode of the last step."""
         return "hf" if self._latest is None else self._latest.mode
-
-    @property
-    def _over(self) -> dict[ModelPages, _Over]:
-        """The graphs of the model's present state, as far as it was looked at."""
-        return {pages: over for (pages, _), over in self._kept.over.items()}
 
     def _mode(self, rows: int) -> str:
         """The mode of the next step; "hf" where graphs cannot be made. The model's state was looked at."""
@@ -294,7 +289,7 @@ class Decoder:
             step, capture = _step_of(self._forward), cast(Callable[..., Graphed], breakable)
             if mode == "piecewise":
                 products = self.products
-                packed = (fuse_linears, fuse_rotation, lambda gm: products.extend(use_linears(gm)))
+                packed = (fuse_linears, fuse_rotation, lambda gm: products.update(dict.fromkeys(use_linears(gm))))
                 passes = packed if how.pack else (fuse_rotation,)
                 self.regions = self.regions or Regions(how.inner, passes)
                 in_layers = layered(self._forward, self._model, self.regions)
