@@ -74,11 +74,11 @@ def launched(call, arch):
     from attnops.kernels.triton.launch import attention as host, gpu
 
     with recorded(host, gpu.Gpu(132, MEMORY[arch], arch == 90, arch >= 89)) as found:
-        before, host._overlaps = host._overlaps, lambda device: arch >= 90 and launches_overlap()
+        before, host.overlaps = host.overlaps, lambda device: arch >= 90 and launches_overlap()
         try:
             kernels_of(call.op)["triton"].run(call.record)
         finally:
-            host._overlaps = before
+            host.overlaps = before
     return found
 
 

@@ -14,7 +14,7 @@ from attnops.kernel import deterministic
 from attnops.kernels.triton.device.attend import attend
 from attnops.kernels.triton.device.merge import combine, merge, merge_all
 from attnops.kernels.triton.launch import grids
-from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch, ruled
+from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch, overlaps, ruled
 from attnops.reference.rows import Rules
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def _stages(at: grids.Launch, given: dict[str, Any]) -> None:
     shared = {
         **given, "width": at.queries, "splits": at.splits, "split_keys": at.split_keys, "rows": rows, "fewest": at.fewest, "most": at.most,
         "parts_ptr": output.new_empty(rows * at.splits * (dims + 1), dtype=torch.float32) if at.parts else None,
-        "OVERLAP": at.parts and at.overlap and _overlaps(output.device),
+        "OVERLAP": at.parts and at.overlap and overlaps(output.device),
     }  # fmt: skip
     capped = {"maxnreg": tile.registers} if tile.registers else {}
     launch(attend, (at.blocks,), {
@@ -145,18 +145,6 @@ def _stages(at: grids.Launch, given: dict[str, Any]) -> None:
             **{name: shared[name] for name in STAGE_TWO}, "tile": tile.keys, "HEADS": heads, "BLOCK_DV": block, "AT_ONCE": at.at_once,
             **early,
         })  # fmt: skip
-
-
-@functools.cache
-def _overlaps(device: torch.device) -> bool:
-    """Can this Triton launch a kernel on this device while the one before it runs (programmatic dependent launch)?"""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 9:
-        return False
-    try:
-        from triton.backends.nvidia.compiler import CUDAOptions
-    except ImportError:
-        return False
-    return "launch_pdl" in CUDAOptions.__dataclass_fields__
 
 
 def merge_state(call: merges.MergeState) -> tuple[Tensor, Tensor]:

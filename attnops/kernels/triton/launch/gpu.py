@@ -43,6 +43,18 @@ def gpu_of(x: Tensor) -> Gpu:
     return _gpu(x.device.index) if x.is_cuda else INTERPRETED
 
 
+@functools.cache
+def overlaps(device: torch.device) -> bool:
+    """Can this Triton launch a kernel on this device while the one before it runs (programmatic dependent launch)?"""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 9:
+        return False
+    try:
+        from triton.backends.nvidia.compiler import CUDAOptions
+    except ImportError:
+        return False
+    return "launch_pdl" in CUDAOptions.__dataclass_fields__
+
+
 def launch(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], args: tuple[Any, ...] = (), warps: int = 4) -> None:
     """Launch a device function on the current GPU. args: its first arguments; given: the others by name, with Triton's options."""
     kernel[grid](*args, **given, num_warps=warps, **OPTIONS)
