@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import inf
 
 from attnops.errors import InvalidInput, NoKernel, UnknownKernel, fail
 from attnops.kernel import Failed, Kernel, generation, kernel_names, kernels_of
@@ -119,7 +120,7 @@ class Decision:
         The kernel's place among those preferred, the plain body on a GPU last, then its cost. A decision without a kernel comes last.
         """
         if self.kernel is None:
-            return sys.maxsize, True, float("inf")
+            return sys.maxsize, True, inf
         cost = self.costs[self.kernel.name]
         return _rank(self.kernel, self.policy.prefer), bool(self.by_judge) and cost.how != MEASURED, cost.us
 
@@ -236,6 +237,14 @@ def _invariant_costs(seen: Problem, kernels: list[Kernel]) -> dict[str, Cost]:
     load = {_step(seen, DECODE): DECODES, _step(seen, PROMPT): 1} if seen.page_size else {seen: 1}
     steps = sum(load.values())
     return {k.name: Cost(sum(n * k.steady_us(p) for p, n in load.items()) / steps, ESTIMATED) for k in kernels}
+
+
+def decode_us(decision: Decision) -> float:
+    """Microseconds of a decode step by the kernel chosen; under a deterministic policy no size of the call counts, as in the choice."""
+    kernel = decision.kernel
+    if kernel is None:
+        return inf
+    return kernel.steady_us(_step(decision.problem, DECODE)) if decision.policy.deterministic else decision.costs[kernel.name].us
 
 
 def _guessed(problem: Problem, kernels: list[Kernel], needed: Mapping[str, Cost]) -> bool:

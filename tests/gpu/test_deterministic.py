@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from attnops.kernel import all_kernels, kernels_of
 from attnops.select import select
-from attnops.testing import Call, Features, Source, builders
+from attnops.testing import Call, Features, Source, builders, equip
 from attnops.testing.builders import sparse
 from attnops.testing.latent import DEEPSEEK
 from tests.mates import POLICY, may_be_chosen, only, results, rows_of, same_bits
@@ -46,6 +46,7 @@ BATCHES: dict[str, Callable[[Features], Call]] = {
     "paged_attention": lambda f: builders.paged(source(), QUERIES, LENGTHS, 16, f),
     "paged_attention.page_64": lambda f: builders.paged(source(), QUERIES, LENGTHS, 64, f),
     "paged_attention.decode": lambda f: builders.paged(source(), (1,) * 12, LENGTHS, 64, f),
+    "decode_attention": lambda f: equip(kernels_of("decode_attention")["triton"], builders.decode(source(), LENGTHS, 64, f)),
 }
 LATENTS: dict[str, Callable[[], Call]] = {
     "16 heads": lambda: builders.mla(source(), QUERIES, LENGTHS, 64, replace(DEEPSEEK, lse=True)),

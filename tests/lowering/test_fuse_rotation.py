@@ -199,7 +199,7 @@ def test_it_is_taken_where_it_costs_less():
         assert not made.workspace.any()
         for policy, taken in (
             ({"kernel": {"paged_attention": "triton"}}, False),
-            ({"deterministic": True}, False),
+            ({"deterministic": True}, True),
             ({"deny": ("decode_attention:triton",)}, False),
             ({}, True),
         ):

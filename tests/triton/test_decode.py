@@ -3,6 +3,7 @@
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from attnops.kernel import kernels_of
 from attnops.problem import Target, pretend
+from attnops.select import Policy, select
 from attnops.testing import CASES, Features, Source, builders, check_kernel, equip
 from attnops.testing.builders import Angles
+from tests.mates import invariant, same_bits
 from tests.ops.strategies import CALLS
 from tests.triton.process import compiled, interpreted
 from tests.triton.test_compile import MEMORY, TYPES, compile_for, recorded, spilled
@@ -28,28 +31,25 @@ def many_splits():
     """Small calls are not worth a split. Here they are split all the same, and few parts are merged at once."""
     from attnops.kernels.triton.launch import grids
 
-    before = grids.LEAST_DECODED, grids.DECODE_BLOCKS, grids.MERGED, grids.LONG_SPLIT
-    grids.LEAST_DECODED, grids.DECODE_BLOCKS, grids.MERGED, grids.LONG_SPLIT = 1, 4, 128, 1
-    try:
+    few = {"LEAST_DECODED": 1, "DECODE_BLOCKS": 4, "MERGED": 128, "LONG_SPLIT": 1, "SPLIT_KEYS": 32}
+    with patch.multiple(grids, **few):
         yield
-    finally:
-        grids.LEAST_DECODED, grids.DECODE_BLOCKS, grids.MERGED, grids.LONG_SPLIT = before
 
 
-def check(call, refused=()):
+def check(call, refused=(), kernel=KERNEL):
     with pretend(SM90):
-        figures = check_kernel(KERNEL, call)
+        figures = check_kernel(kernel, call)
     assert {r.field for r in figures.refused} <= set(refused), figures
     assert figures.worst <= 1.0, figures
     return figures
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("way", ["whole", "split", "deterministic"])
 @interpreted
-def test_grid(split):
-    for case in CASES["decode_attention"][:: 1 if split else 4]:
-        with many_splits() if split else nullcontext():
-            check(case.call(), refused=("dtype",))
+def test_grid(way):
+    for case in CASES["decode_attention"][:: 1 if way == "split" else 4]:
+        with nullcontext() if way == "whole" else many_splits():
+            check(case.call(), refused=("dtype",), kernel=invariant(KERNEL) if way == "deterministic" else KERNEL)
 
 
 @interpreted
@@ -111,6 +111,19 @@ def test_programs_in_any_order():
     assert seen.count(1) > 8
     for name in ("output", "k_pages", "v_pages"):
         assert torch.equal(first.arguments[name].nan_to_num(), again.arguments[name].nan_to_num()), name
+
+
+@pytest.mark.parametrize("window", [-1, 100])
+@interpreted
+def test_a_request_does_not_see_its_mates(window):
+    """Nor the width of the page table, however many splits it has room for."""
+    f = replace(LONG, q_heads=6, window=(window, -1))
+    call = builders.decode(Source(4), (300, 1, 33, 129, 17), 16, f, Angles(norms=True))
+    with many_splits(), pretend(SM90):
+        assert select(call.problem, Policy(deterministic=True)).refused["triton"][0].field == "workspace"
+        call = equip(KERNEL, call)
+        assert select(call.problem, Policy(deterministic=True)).kernel is KERNEL
+        same_bits(call, [(0,), (1,), (3,), (3, 0), (4, 2), (4, 3, 1, 0)], KERNEL)
 
 
 # Compiled ----------------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from attnops.kernels.shared.memory import COUNTERS
 from attnops.ops import slot_mapping
 from attnops.ops.plan import LatentSpec, PagedSpec
 from attnops.problem import Problem, Target, altered
-from attnops.select import active_policy, key_for, parse_policy, select, workspace_bytes
+from attnops.select import active_policy, decode_us, key_for, parse_policy, select, workspace_bytes
 
 # Padding of a row without tokens: more than any position.
 EMPTY = 2**62
@@ -158,8 +158,7 @@ class ModelPages(Pages):
             return forced("decode_attention") is not None
         sizes = {n: getattr(apart, n) for n in ("dtype", "kv_dtype", "kv_heads", "head_dim", "v_head_dim", "page_size")}
         write = Problem.of("write_kv", apart.target, **sizes, tokens=apart.sizes.tokens)
-        both = [select(problem, key) for problem in (apart, write)]
-        return whole.rank[2] < sum(decision.rank[2] for decision in both)
+        return decode_us(whole) < sum(decode_us(select(problem, key)) for problem in (apart, write))
 
     def _step(self, layer: PagedSpec | LatentSpec, table: int, room: int) -> Problem:
         """As `_decode`, of `decode_attention`."""

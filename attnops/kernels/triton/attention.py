@@ -89,6 +89,7 @@ register(
         frozenset({"cos", "sin", "q_norm", "k_norm", "sinks", "window_left", "softcap", "holes"}), FLOATS, None,
         (arch_from(80), one_of("last_dim_contiguous", True), at_most("head_dim", 256), _SIXTEEN), (PACKAGE,),
         cost_us=Roofline(6.0, 1.05, 0.45, 0.013, 256), workspace_bytes=lambda problem: memory.total(0),
+        invariant=Invariant(cost_us=Roofline(6.0, 1.05, 0.45, 0.013, 512)),  # keys of a split of a fixed size
         about="attnops' own, all in one launch",
     )
 )  # fmt: skip

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attnops.kernel import deterministic
 from attnops.kernels.shared.memory import split
 from attnops.kernels.triton.device.decode import decode
 from attnops.kernels.triton.launch import grids, tiles
@@ -18,20 +19,24 @@ if TYPE_CHECKING:
 
 
 def decode_attention(call: DecodeAttention, choice: grids.Choice | None = None) -> None:
-    """Write the new keys and values, and the output. choice: a configuration to launch in place of the rules'."""
+    """Write the new keys and values, and the output. choice: a configuration to launch in place of the rules'.
+
+    Under a deterministic policy a request's keys are cut at the same places in every batch and page table, and merged as many at once.
+    """
     query, key, value, k, v, output = call.query, call.key, call.value, call.k_pages, call.v_pages, call.output
     if output.numel() == 0:
         return
     (requests, heads, dims), (pages, page, kv_heads, _) = query.shape, k.shape
     refuse_far(("k_pages", k, page), ("v_pages", v, page))
-    given, gpu = ruled(Rules.of(call)), gpu_of(output)
+    given, gpu, fixed = ruled(Rules.of(call)), gpu_of(output), deterministic(call.policy)
     group, keys = heads // kv_heads, call.page_table.shape[1] * page
     groups, itemsize = requests * kv_heads, query.dtype.itemsize
-    at = choice or grids.decode(groups, dims, itemsize, keys, call.window_left, gpu.multiprocessors, gpu.memory)
-    tile, splits = at.tile, at.splits
+    at = choice or grids.decode(groups, dims, itemsize, keys, call.window_left, gpu.multiprocessors, gpu.memory, fixed)
+    tile, splits, apart = at.tile, at.splits, fixed or at.splits > 1
+    least, most = (grids.SPLIT_KEYS, grids.MANY_SPLITS) if fixed else (grids.LEAST_DECODED, tiles.power(splits))
     numbers = requests * heads * splits * dims
-    parts = output.new_empty(numbers + numbers // dims, dtype=torch.float32) if splits > 1 else None
-    counters = split(call.workspace, 0)[0].view(torch.int32) if splits > 1 else None
+    parts = output.new_empty(numbers + numbers // dims, dtype=torch.float32) if apart else None
+    counters = split(call.workspace, 0)[0].view(torch.int32) if apart else None
     table = call.page_table if call.page_table.stride(1) == 1 else call.page_table.contiguous()
     cos, sin = (x if x is None or x.stride(1) == 1 else x.contiguous() for x in (call.cos, call.sin))
     rows, block = tiles.power(group), grids.padded(dims)
@@ -40,13 +45,13 @@ def decode_attention(call: DecodeAttention, choice: grids.Choice | None = None) 
         "q_ptr": query, "key_ptr": key, "value_ptr": value, "k_ptr": k, "v_ptr": v, "table_ptr": table, "lengths_ptr": call.seq_lens,
         "slots_ptr": call.slots, "cos_ptr": cos, "sin_ptr": sin, "q_norm_ptr": flat(call.q_norm), "k_norm_ptr": flat(call.k_norm),
         "sinks_ptr": flat(call.sinks), "out_ptr": output, "parts_ptr": parts, "counters_ptr": counters, "eps": call.eps, "pages": pages,
-        "splits": splits, "least": grids.LEAST_DECODED, "numbers": numbers,
+        "splits": splits, "least": least, "numbers": numbers,
         "q_b": query.stride(0), "q_h": query.stride(1), "key_b": key.stride(0), "key_h": key.stride(1), "value_b": value.stride(0),
         "value_h": value.stride(1), "k_p": k.stride(0), "k_n": k.stride(1), "k_h": k.stride(2), "v_p": v.stride(0), "v_n": v.stride(1),
         "v_h": v.stride(2), "table_b": table.stride(0), "lengths_b": call.seq_lens.stride(0), "slots_b": call.slots.stride(0),
         "cos_b": 0 if cos is None else cos.stride(0), "sin_b": 0 if sin is None else sin.stride(0),
         "out_b": output.stride(0), "out_h": output.stride(1), "out_d": output.stride(2),
         "D": dims, "BLOCK_D": block, "WIDTH": dims if cos is None else cos.shape[1], "PAGE": page, "KV_HEADS": kv_heads, "GROUP": group,
-        "ROWS": rows, "AT_ONCE": max(1, min(tiles.power(splits), grids.MERGED // (rows * block))), "TILE_M": tile.rows,
-        "TILE_N": tile.keys, "COMPUTE": computed_in(query), "HOLES": call.holes, "SPLIT": splits > 1, "num_stages": tile.stages,
+        "ROWS": rows, "AT_ONCE": max(1, min(most, grids.MERGED // (rows * block))), "TILE_M": tile.rows,
+        "TILE_N": tile.keys, "COMPUTE": computed_in(query), "HOLES": call.holes, "SPLIT": apart, "num_stages": tile.stages,
     }, warps=tile.warps)  # fmt: skip

@@ -134,11 +134,11 @@ DECODE: dict[tuple[int, int], Tile] = {
 """Tiles of such a step: (bytes of a number, widest padded head dim). All heads of a group, at most 16, are rows of one product."""
 
 
-def decode(groups: int, dims: int, itemsize: int, capacity: int, left: int, sms: int, memory: int) -> Choice:
+def decode(groups: int, dims: int, itemsize: int, capacity: int, left: int, sms: int, memory: int, fixed: bool = False) -> Choice:
     """The tile and the splits of a decode step in one launch, of `groups` pairs of a request and a key head.
 
     capacity: keys that the page table has room for. left: keys before its own that a query may see, -1 for all.
-    memory: bytes of shared memory a program.
+    memory: bytes of shared memory a program. fixed: splits of SPLIT_KEYS, in every batch.
     """
     tile = DECODE[min(key for key in DECODE if key[0] == itemsize and padded(dims) <= key[1])]
     row = padded(dims) * itemsize
@@ -146,6 +146,8 @@ def decode(groups: int, dims: int, itemsize: int, capacity: int, left: int, sms:
     in_flight = (memory - 2048 - tile.rows * row) // (2 * tile.keys * row)
     tile = tile._replace(stages=min(tile.stages, in_flight + 1))
     keys = capacity if left < 0 else min(capacity, left + tile.keys)
+    if fixed:
+        return Choice(tile, max(1, -(-keys // SPLIT_KEYS)))
     one, more = (min(sms * blocks // groups, keys // LEAST_DECODED) for blocks in (1, DECODE_BLOCKS))
     return Choice(tile, max(1, more if more * LONG_SPLIT <= keys else one))
 
