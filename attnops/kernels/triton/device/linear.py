@@ -33,6 +33,26 @@ def tile_of(rows_ptr, k, real, IN: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
+def finish(y, up, factor, bias_ptr, gain_ptr, res_ptr, out_ptr, n, outs, real, inside, res_at, out_at, ACT: tl.constexpr):
+    """Write products: with the norm's factor, the bias, the activation and the residual.
+
+    n: which results they are, `real` of the `outs`. res_at, out_at: where they are in residual and output, whose rows are `inside`, too.
+    """
+    if gain_ptr is not None:
+        y *= factor
+        up *= factor
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + n, mask=real, other=0.0).to(tl.float32)
+        if ACT != "":
+            up += tl.load(bias_ptr + outs + n, mask=real, other=0.0).to(tl.float32)
+    if ACT != "":
+        y = gated(y, up, ACT)
+    if res_ptr is not None:
+        y += tl.load(res_ptr + res_at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + out_at, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def one_row(
     x_ptr, w_ptr, bias_ptr, gain_ptr, res_ptr, out_ptr, outs, eps, offset, w_n, res_n, out_n,
     IN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ACT: tl.constexpr,
@@ -54,21 +74,10 @@ def one_row(
         sums += tile_of(rows, k, real, IN, BLOCK_K).to(tl.float32) * x[None, :]
         if ACT != "":
             up_sums += tile_of(ups, k, real, IN, BLOCK_K).to(tl.float32) * x[None, :]
-    y = tl.sum(sums, 1)
-    up = tl.sum(up_sums, 1)
-    if gain_ptr is not None:
-        factor = tl.rsqrt(tl.sum(squares, 0) / IN + eps)
-        y *= factor
-        up *= factor
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + n, mask=real, other=0.0).to(tl.float32)
-        if ACT != "":
-            up += tl.load(bias_ptr + outs + n, mask=real, other=0.0).to(tl.float32)
-    if ACT != "":
-        y = gated(y, up, ACT)
-    if res_ptr is not None:
-        y += tl.load(res_ptr + n.to(tl.int64) * res_n, mask=real, other=0.0).to(tl.float32)
-    tl.store(out_ptr + n.to(tl.int64) * out_n, y.to(out_ptr.dtype.element_ty), mask=real)
+    column = n.to(tl.int64)
+    y, up = tl.sum(sums, 1), tl.sum(up_sums, 1)
+    factor = tl.rsqrt(tl.sum(squares, 0) / IN + eps)
+    finish(y, up, factor, bias_ptr, gain_ptr, res_ptr, out_ptr, n, outs, real, real, column * res_n, column * out_n, ACT)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -119,18 +128,8 @@ def few_rows(
             else:
                 w = tile_of(up_rows, k, real, IN, BLOCK_K)
             up = tl.dot(w.to(COMPUTE), columns, up, input_precision="ieee")
-    if gain_ptr is not None:
-        factor = tl.rsqrt(squares / IN + eps)
-        y *= factor[None, :]
-        up *= factor[None, :]
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + n, mask=real, other=0.0).to(tl.float32)[:, None]
-        if ACT != "":
-            up += tl.load(bias_ptr + outs + n, mask=real, other=0.0).to(tl.float32)[:, None]
-    if ACT != "":
-        y = gated(y, up, ACT)
-    both = real[:, None] & here[None, :]
-    at, column = t.to(tl.int64)[None, :], n.to(tl.int64)[:, None]
-    if res_ptr is not None:
-        y += tl.load(res_ptr + at * res_t + column * res_n, mask=both, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at * out_t + column * out_n, y.to(out_ptr.dtype.element_ty), mask=both)
+    factor = tl.rsqrt(squares / IN + eps)[None, :]
+    result, real = n[:, None], real[:, None]
+    at, column = t.to(tl.int64)[None, :], result.to(tl.int64)
+    res_at, out_at = at * res_t + column * res_n, at * out_t + column * out_n
+    finish(y, up, factor, bias_ptr, gain_ptr, res_ptr, out_ptr, result, outs, real, real & here[None, :], res_at, out_at, ACT)
