@@ -13,7 +13,7 @@ CALLS = ((3, 14, 12), (2, 14, 12), (1, 30, 12), (3, 60, 30), (5, 20, 6), (2, 14,
 
 
 def asked(rows: int, length: int, new: int) -> tuple[torch.Tensor, dict[str, Any]]:
-    ids = torch.randint(2, 100, (rows, length), generator=torch.Generator().manual_seed(length)).cuda()
+    ids = torch.randint(2, 100, (rows, length), generator=torch.Generator().manual_seed(length), device="cpu").cuda()
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     return ids, {"attention_mask": mask, "max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
@@ -84,7 +84,7 @@ def test_continuous_batching(family: str, found: dict[str, Any]) -> None:
     from attnops.hf import batching_config, tiny
 
     model = tiny.model(family).cuda().eval()
-    prompts = [torch.randint(2, 100, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 31, 9, 70, 3)]
+    prompts = [torch.randint(2, 100, (n,), generator=torch.Generator().manual_seed(n), device="cpu").tolist() for n in (5, 31, 9, 70, 3)]
     options = transformers.GenerationConfig(max_new_tokens=24, do_sample=False, eos_token_id=-1, pad_token_id=0)
     sizes: dict[str, Any] = {"block_size": 32, "num_blocks": 16, "max_batch_tokens": 64}
     eager = transformers.ContinuousBatchingConfig(**sizes, use_cuda_graph=False)

@@ -30,7 +30,7 @@ LIMIT = 128 * torch.finfo(torch.float32).eps
 
 
 def tokens(batch=3, length=20, seed=1):
-    return torch.randint(2, 100, (batch, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(2, 100, (batch, length), generator=torch.Generator().manual_seed(seed), device="cpu")
 
 
 def left_padded(batch=3, length=20, pads=(3, 5, 0)):

@@ -26,7 +26,7 @@ def how(mode="breakable", **more):
 
 
 def asked(rows, length, new):
-    ids = torch.randint(3, 90, (rows, length), generator=torch.Generator().manual_seed(length + rows))
+    ids = torch.randint(3, 90, (rows, length), generator=torch.Generator().manual_seed(length + rows), device="cpu")
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     return ids, {"attention_mask": mask, "max_new_tokens": new, "min_new_tokens": new, "do_sample": False}

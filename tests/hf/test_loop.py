@@ -35,7 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def asked(rows, length=9):
-    ids = torch.randint(3, 90, (rows, length), generator=torch.Generator().manual_seed(length + rows))
+    ids = torch.randint(3, 90, (rows, length), generator=torch.Generator().manual_seed(length + rows), device="cpu")
     mask = torch.ones_like(ids)
     for row, padding in enumerate((2, 0, 3, 1)[:rows]):
         mask[row, :padding] = 0

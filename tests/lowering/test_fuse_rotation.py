@@ -45,15 +45,18 @@ def test_models(name, calls, found, monkeypatch):
 def test_eager_steps_take_the_op(monkeypatch):
     taken = []
     monkeypatch.setattr(paged, "decode_attention", lambda *args, **more: taken.append(1) or decode_attention(*args, **more))
+    asked, once = [], ModelPages.one_launch
+    monkeypatch.setattr(ModelPages, "one_launch", lambda self: asked.append(1) or once(self))
     model = tiny.model("mistral")
     want = [generated(model, *call) for call in CALLS]
     with attnops.patch(model, cache="paged", decode=how("breakable")):
         for policy in (FORCED, {"paged_attention": "reference"}):
-            taken.clear()
+            taken.clear(), asked.clear()
             with attnops.use(kernel=policy):
                 for call, tokens in zip(CALLS, want, strict=True):
                     assert torch.equal(generated(model, *call), tokens), call
             assert bool(taken) is (policy is FORCED)
+            assert not taken or len(taken) == model.config.num_hidden_layers * len(asked), "a question a step"
 
 
 # Code that resembles a rotation ----------------------------------------------------------------------------------------
@@ -193,7 +196,7 @@ def pages(spec, kernel=None):
 def test_it_is_taken_where_it_costs_less():
     with pretend(Target.parse("h200", ("triton",))):
         made = pages(LLAMA)
-        assert made.one_launch(0) and made.workspace.numel() >= COUNTERS
+        assert made.one_launch() == (True,) and made.workspace.numel() >= COUNTERS
         made.workspace[:4] = 1
         made.clear()
         assert not made.workspace.any()
@@ -204,11 +207,11 @@ def test_it_is_taken_where_it_costs_less():
             ({}, True),
         ):
             with attnops.use(**policy):
-                assert made.one_launch(0) is taken, policy
-        assert not pages(LLAMA, "triton").one_launch(0)
-        assert not pages(PagedSpec(32, 8, 128, 0, torch.bfloat16, v_head_dim=64)).one_launch(0)
-        assert not pages(PagedSpec(32, 1, 128, 0, torch.bfloat16)).one_launch(0), "too many heads a group"
-        assert not pages(LatentSpec(16, 0, torch.bfloat16)).one_launch(0)
-    assert not pages(LLAMA).one_launch(0), "a CPU has the plain body alone"
+                assert made.one_launch() == (taken,), policy
+        assert not any(pages(LLAMA, "triton").one_launch())
+        assert not any(pages(PagedSpec(32, 8, 128, 0, torch.bfloat16, v_head_dim=64)).one_launch())
+        assert not any(pages(PagedSpec(32, 1, 128, 0, torch.bfloat16)).one_launch()), "too many heads a group"
+        assert not any(pages(LatentSpec(16, 0, torch.bfloat16)).one_launch())
+    assert not any(pages(LLAMA).one_launch()), "a CPU has the plain body alone"
     with attnops.use(kernel=FORCED):
-        assert pages(LLAMA).one_launch(0)
+        assert all(pages(LLAMA).one_launch())

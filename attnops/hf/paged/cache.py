@@ -33,11 +33,13 @@ class Step(NamedTuple):
     batch: of all page tables.
     past: of each page table the tokens before a step too long to attend through it; None: it is not.
     fresh: the cache was empty before the step.
+    one_launch: as `ModelPages.one_launch`, of a step of one token outside of traces; else empty.
     """
 
     batch: PagedBatch
     past: tuple[Past | None, ...]
     fresh: bool
+    one_launch: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -273,9 +275,7 @@ class PagedModelCache(Cache):
         """The part of `layer` in the step of the forward that it runs in, see `step_of`."""
         step, pages, number = self.step_of(layer, start, count, heads), self.state.pages, self.numbers[layer]
         table = pages.table_of[number]
-        # Kernels are compared outside of traces.
-        one_launch = count == 1 and not torch.compiler.is_compiling() and pages.one_launch(number)
-        batch, past = step.batch.of(table), step.past[table]
+        batch, past, one_launch = step.batch.of(table), step.past[table], bool(step.one_launch) and step.one_launch[number]
         return View(pages.layers[number], pages.windows[table], batch, past, step.fresh, one_launch=one_launch)
 
     def step_of(self, layer: int, start: Tensor, count: int, heads: int) -> Step:
@@ -307,7 +307,9 @@ class PagedModelCache(Cache):
         if torch.compiler.is_compiling() or not isinstance(before, FakeTensor):
             pages.advance(start if real is None else torch.where(real, start, EMPTY), count)
             state.filled, state.unfinished = True, count
-        return Step(batch, past, fresh)
+        # Kernels are compared outside of traces.
+        one_launch = pages.one_launch() if count == 1 and not torch.compiler.is_compiling() else ()
+        return Step(batch, past, fresh, one_launch)
 
 
 def described(pages: ModelPages, before: Tensor, real: Tensor | None, count: int, heads: int) -> PagedBatch:

@@ -85,7 +85,7 @@ class _Here:
         any_size.tables = tuple(varying(table[:rows], 0, 1) for table in pages.tables)
         given = any_size, live, pages.sizes.layers[0].q_heads
         state.start, state.before, batch = self.regions(_begin, rows, given, {})
-        state.step, state.filled, state.unfinished = Step(batch, (), False), True, 1
+        state.step, state.filled, state.unfinished = Step(batch, (), False, pages.one_launch()), True, 1
 
     def layer(self, layer: Any, number: int, *args: Any, **kwargs: Any) -> Any:
         """The layer's forward."""
@@ -98,7 +98,7 @@ class _Here:
         window = cache.window_of(number)
         window = 0 if _within(kwargs.get("attention_mask"), window) else window
         batch = _any_sizes(step.batch.of(pages.table_of[at]))
-        view = View(tuple(varying(t.detach(), 0) for t in pages.layers[at]), window, batch, heads=heads, one_launch=pages.one_launch(at))
+        view = View(tuple(varying(t.detach(), 0) for t in pages.layers[at]), window, batch, heads=heads, one_launch=step.one_launch[at])
         args = tuple(view if value is cache else value for value in args)
         kwargs = {name: view if value is cache else value for name, value in kwargs.items()}
         # The kernel is chosen at the trace, for all of its sizes. Pages for which another one is faster have a trace of their own.

@@ -102,11 +102,11 @@ class ModelPages(Pages):
         for _ in range(rows):
             self.alloc(length)
         self._plan_of: tuple[Kernel, LatentSpec] | None = None
-        table_of: dict[PagedSpec | LatentSpec, int] = dict(zip(sizes.layers, self.table_of, strict=True))
-        self.add_workspace(max(self._scratch(layer, table) for layer, table in table_of.items()))
-        chosen = {layer: self._chosen(layer, table) for layer, table in table_of.items()}
+        self._kinds: dict[PagedSpec | LatentSpec, int] = dict(zip(sizes.layers, self.table_of, strict=True))  # and a page table of each
+        self.add_workspace(max(self._scratch(layer, table) for layer, table in self._kinds.items()))
+        chosen = {layer: self._chosen(layer, table) for layer, table in self._kinds.items()}
         self.kernels = tuple(chosen[layer] for layer in sizes.layers)
-        self._one_launch: dict[tuple[PagedSpec | LatentSpec, str], bool] = {}
+        self._one_launch: dict[str, tuple[bool, ...]] = {}  # by the policy
         with ordinary():
             self.seen, self.high = (torch.zeros((), dtype=torch.int64, device=sizes.device) for _ in range(2))
             self.most = torch.full((), length, dtype=torch.int64, device=sizes.device)
@@ -135,17 +135,18 @@ class ModelPages(Pages):
             self._plan_of = None if kernel is None else (kernel, replace(layer, page_size=self.page_size))
         return scratch
 
-    def one_launch(self, at: int) -> bool:
-        """Do steps of one token in layer `at` take `decode_attention`, under the policy in force?
+    def one_launch(self) -> tuple[bool, ...]:
+        """For each layer: do steps of one token take `decode_attention`, under the policy in force?
 
         It is taken where its kernel costs less than those of the write and of attention together, or is forced; and never where the
         kernel of attention is forced.
         """
-        layer, key = self.sizes.layers[at], active_policy()
-        if (layer, key) not in self._one_launch:
+        key = active_policy()
+        if key not in self._one_launch:
             room = 0 if self.workspace is None else self.workspace.nbytes
-            self._one_launch[layer, key] = self._takes_one_launch(layer, self.table_of[at], room)
-        return self._one_launch[layer, key]
+            taken = {layer: self._takes_one_launch(layer, table, room) for layer, table in self._kinds.items()}
+            self._one_launch[key] = tuple(taken[layer] for layer in self.sizes.layers)
+        return self._one_launch[key]
 
     def _takes_one_launch(self, layer: PagedSpec | LatentSpec, table: int, room: int) -> bool:
         if isinstance(layer, LatentSpec) or layer.v_head_dim not in (None, layer.head_dim):
