@@ -7,7 +7,7 @@ from statistics import median
 import pytest
 import torch
 
-from attnops.inputs import lengths, problem_of
+from attnops.inputs import problem_at, problem_of
 from attnops.kernel import kernels_of
 from attnops.measured import Roofline, Shape, scaled, sizes_of
 from attnops.measured.cost import BY_ARCH, RATES, rates_of
@@ -36,7 +36,7 @@ def timed(table, target):
         for i, at in enumerate(grid.points()):
             us = {name: t for name, times in grid.us.items() if (t := times[i]) is not None}
             if len(us) > 1:
-                bare = problem_of(grid.shape, *lengths(grid.shape, at), target)
+                bare = problem_at(grid.shape, at, target)
                 yield grid, at, altered(bare, plan="host", workspace=1 << 62), us
 
 

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from attnops import kernel as registry_module
 from attnops.call import check
 from attnops.errors import InvalidInput
-from attnops.inputs import Pool, build, lengths
+from attnops.inputs import Pool, build, call_of, lengths
 from attnops.kernel import Capture, Core, Inline, Kernel, Registry, kernels_of, without
 from attnops.measured import Shape, Sizes, Table, cpu_name, forget, in_force, store
 from attnops.measured.store import path_for
@@ -82,7 +82,12 @@ def smallest(plan):
     return Sizes(plan.batch[0], plan.queries[0], plan.ratio[0])
 
 
-PLANS = [pytest.param(p, id=f"{name}-{i}-{p.shape.op}") for name, plans in GRIDS.items() for i, p in enumerate(plans)]
+PLANS = [
+    pytest.param(p, id=f"{name}-{i}-{p.shape.op}")
+    for name, plans in GRIDS.items()
+    for i, p in enumerate(plans)
+    if isinstance(p.shape, Shape)  # tests/test_tune_linears.py has the others
+]
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -140,7 +145,9 @@ def test_a_pool_grows_and_is_dealt_out_again():
 
 
 def test_plans():
-    assert {p.shape.op for p in sweeps_of("full")} == {"attention", "varlen_attention", "paged_attention", "mla_attention"}
+    assert {p.shape.op for p in sweeps_of("full")} == {
+        "attention", "varlen_attention", "paged_attention", "mla_attention", "decode_attention", "linear",
+    }  # fmt: skip
     assert {p.shape.op for p in sweeps_of("full", ("mla_attention",))} == {"mla_attention"}
     assert len({p.shape for p in sweeps_of("full")}) == len(sweeps_of("full")), "every shape once"
     with pytest.raises(InvalidInput, match=r"grid: got 'huge', want full \| brief \| cpu \| tiny"):
@@ -148,15 +155,15 @@ def test_plans():
     with pytest.raises(InvalidInput, match="ops: got write_kv"):
         sweeps_of("full", ("write_kv",))
     points = [sum(p.allows(Sizes(*at)) for at in product(p.batch, p.queries, p.ratio)) for p in sweeps_of("full")]
-    assert min(points) > 5 and sum(points) < 3300, "about 30 ms for every point of them"
-    window = next(p for p in sweeps_of("full") if p.shape.window >= 0)
+    assert min(points) > 5 and sum(points) < 3900, "about 30 ms for every point of them"
+    window = next(p for p in sweeps_of("full", ("paged_attention",)) if p.shape.window >= 0)
     assert not window.allows(Sizes(64.0, 2048.0, 4096.0)), "what a window does not read must be held all the same"
     brief = sweeps_of("brief")
     assert [p.shape for p in brief] == [p.shape for p in sweeps_of("full")], "no shape is left out, and the order is that of use"
     for few, all_ in zip(brief, sweeps_of("full"), strict=True):
         for axis, full in zip((few.batch, few.queries, few.ratio), (all_.batch, all_.queries, all_.ratio), strict=True):
             assert set(axis) <= set(full) and (axis[0], axis[-1]) == (full[0], full[-1]) and len(axis) <= 5
-    assert sum(sum(p.allows(Sizes(*at)) for at in product(p.batch, p.queries, p.ratio)) for p in brief) < 1400
+    assert sum(sum(p.allows(Sizes(*at)) for at in product(p.batch, p.queries, p.ratio)) for p in brief) < 1700
     assert powers(3, 50) == (3.0, 6.0, 12.0, 24.0, 48.0)
 
 
@@ -369,9 +376,9 @@ def test_a_call_that_does_not_fit_is_left_out(lab, monkeypatch):
         made.append(args)
         if len(made) == 3:
             raise torch.OutOfMemoryError("too large")
-        return build(*args)
+        return call_of(*args)
 
-    monkeypatch.setattr(run, "build", once)
+    monkeypatch.setattr(run, "call_of", once)
     table, report = measure([PLAN], Stopwatch(lambda *_: 10.0), CPU)
     assert report.late == 1 and [i for i, t in enumerate(table.grids[0].us["a"]) if t is None] == [2]
 

@@ -17,7 +17,7 @@ from attnops.bench import device_of
 from attnops.cli.tables import new_table
 from attnops.errors import InvalidInput
 from attnops.kernel import kernel_names
-from attnops.measured import Grid, Shape, Table
+from attnops.measured import Grid, Table
 from attnops.measured.store import check_place, path_for, save
 from attnops.tune.clock import ceilings, clock_for
 from attnops.tune.run import COMPILED, Report, Stopwatch, compile_ahead, gpu_name, measure
@@ -58,9 +58,7 @@ def run(
         raise InvalidInput("kernels", ", ".join(kernels) or "all", f"two or more that can answer one call on {gpu_name(device)}")
     table = keep(table)
     show(table, report, path, console)
-    grids = [
-        {"shape": describe(g.shape), "fastest": fastest(g), "skipped": dict(g.skipped), "plan_us": dict(g.plan_us)} for g in table.grids
-    ]
+    grids = [{"shape": str(g.shape), "fastest": fastest(g), "skipped": dict(g.skipped), "plan_us": dict(g.plan_us)} for g in table.grids]
     return {"path": str(path), "gpu": table.gpu, "digest": table.digest, **vars(report), "grids": grids}
 
 
@@ -69,22 +67,13 @@ def show(table: Table, report: Report, path: Path, console: Console) -> None:
     rows = new_table("shape", "fastest at", "not timed")
     for grid in table.grids:
         wins = ", ".join(f"{name} {count}" for name, count in fastest(grid).items())
-        rows.add_row(escape(describe(grid.shape)), wins, escape("; ".join(f"{n}: {why}" for n, why in grid.skipped.items())))
+        rows.add_row(escape(str(grid.shape)), wins, escape("; ".join(f"{n}: {why}" for n, why in grid.skipped.items())))
     console.print(rows)
     console.print(f"{report.timings} times at {report.points} sizes on {table.gpu} in {report.seconds:.0f} s: {path}", soft_wrap=True)
     if report.late:
         console.print(f"[yellow]{report.late} sizes were left out[/]: the budget was spent; --budget-s gives more")
     for name, why in report.broken.items():
         console.print(f"[red]{name} failed[/]: {escape(why)}", soft_wrap=True)
-
-
-def describe(shape: Shape) -> str:
-    """A shape in a line."""
-    dims = f"{shape.head_dim}" + f"/{shape.v_head_dim}" * (shape.v_head_dim != shape.head_dim)
-    words = [shape.op, "decode" if shape.decode else "extend", f"{shape.q_heads}/{shape.kv_heads} heads of {dims}", shape.dtype]
-    words += [f"keys {shape.kv_dtype}"] * (shape.kv_dtype != shape.dtype) + [f"page {shape.page_size}"] * bool(shape.page_size)
-    words += [f"window {shape.window}"] * (shape.window >= 0) + ["sinks"] * shape.sinks + ["padded"] * shape.kv_range
-    return " ".join(words + ["not causal"] * (not shape.causal))
 
 
 def fastest(grid: Grid) -> dict[str, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,65 +9,29 @@ import torch
 from torch import Tensor
 
 from attnops.inputs.call import QUANTISED, Call, filled
+from attnops.inputs.linears import build_linear, linear_problem
+from attnops.inputs.pool import Pool
 from attnops.layout import REQUIRED, Arg
-from attnops.measured import Shape, Sizes
+from attnops.measured import LinearShape, Shape, Sizes
+from attnops.measured.table import AnyShape
 from attnops.ops import OPS
 from attnops.problem import Extent, Extents, Problem, StepFacts, Target, Visibility
 
+STEP, ANGLES = "decode_attention", ("cos", "sin")
 SHORTEST = 0.6
 """The shortest request of a batch that reads a cache, as a share of the longest."""
 
 
-class Pool:
-    """Random numbers on a device, dealt out as tensors that do not overlap until `reset`. One buffer a dtype, which grows."""
+def call_of(shape: AnyShape, at: Sizes, pool: Pool) -> Call:
+    """The call of `shape` that is timed at these sizes. Resets the pool."""
+    return build_linear(shape, int(at.batch), pool) if isinstance(shape, LinearShape) else build(shape, *lengths(shape, at), pool)
 
-    def __init__(self, device: torch.device | str, seed: int = 0) -> None:
-        self.device = torch.device(device)
-        self.generator = torch.Generator(self.device).manual_seed(seed)
-        self._buffers: dict[torch.dtype, Tensor] = {}
-        self._used: dict[torch.dtype, int] = {}
 
-    def reset(self) -> None:
-        """Allow all memory to be dealt out again."""
-        self._used.clear()
-
-    def drop(self) -> None:
-        """Free the memory."""
-        self._buffers.clear()
-        self.reset()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def reserve(self, dtype: torch.dtype, numbers: int) -> None:
-        """Allocate at least `numbers` of `dtype`. Tensors dealt out before keep their memory, outside of the pool."""
-        have = self._buffers.get(dtype)
-        if have is None or have.numel() < numbers:
-            self._buffers.pop(dtype, None)
-            self._buffers[dtype] = self._random(numbers, dtype)
-
-    def take(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """A contiguous tensor of normal numbers."""
-        size, start = math.prod(shape), self._used.get(dtype, 0)
-        self._used[dtype] = start + -(-size // 256) * 256
-        self.reserve(dtype, self._used[dtype])
-        return self._buffers[dtype][start : start + size].view(shape)
-
-    def ints(self, values: Sequence[int]) -> Tensor:
-        """int32, on the device."""
-        return torch.tensor(list(values), dtype=torch.int32).to(self.device)
-
-    def cumulative(self, lengths: Sequence[int]) -> Tensor:
-        """int32 `[B + 1]`: 0 and the running sums."""
-        return torch.nn.functional.pad(torch.tensor(list(lengths)).cumsum(0), (1, 0)).to(torch.int32).to(self.device)
-
-    def _random(self, numbers: int, dtype: torch.dtype) -> Tensor:
-        out = torch.empty(numbers, dtype=dtype, device=self.device)
-        for part in out.split(1 << 28):
-            if dtype in QUANTISED:
-                part.copy_(torch.randn(part.shape, generator=self.generator, device=self.device).mul_(2.0))
-            else:
-                part.normal_(generator=self.generator)
-        return out
+def problem_at(shape: AnyShape, at: Sizes, target: Target) -> Problem:
+    """The Problem of the call that `call_of` makes, on any target."""
+    if isinstance(shape, LinearShape):
+        return linear_problem(shape, int(at.batch), target)
+    return problem_of(shape, *lengths(shape, at), target)
 
 
 def lengths(shape: Shape, at: Sizes) -> tuple[list[int], list[int]]:
@@ -102,11 +65,11 @@ def build(shape: Shape, q_lens: Sequence[int], k_lens: Sequence[int], pool: Pool
     if "padded" in OPS[shape.op].spec.names:  # timed calls have no padding, as `PagedCache` promises of its batches
         given["padded"] = False
     sizes = {"Hq": shape.q_heads, "H": shape.q_heads, "Hkv": shape.kv_heads, "D": shape.head_dim, "Dv": shape.v_head_dim}
-    sizes |= {"Dc": shape.v_head_dim, "Dr": shape.rope_dim, "T": sum(q_lens)}
+    sizes |= {"Dc": shape.v_head_dim, "Dr": shape.rope_dim, "T": sum(q_lens), "B": len(q_lens)}
     if shape.op == "attention":
-        sizes |= {"B": len(q_lens), "S": max(q_lens), "K": max(k_lens)}
+        sizes |= {"S": max(q_lens), "K": max(k_lens)}
         given |= {"kv_end": pool.ints(k_lens)} if shape.kv_range else {}
-    else:
+    elif shape.op != STEP:
         given |= {"cu_seqlens_q": pool.cumulative(q_lens), "max_seqlen_q": max(q_lens)}
     if shape.op == "varlen_attention":
         given |= {"cu_seqlens_k": pool.cumulative(k_lens), "max_seqlen_k": max(k_lens)}
@@ -119,6 +82,10 @@ def build(shape: Shape, q_lens: Sequence[int], k_lens: Sequence[int], pool: Pool
         table[(torch.arange(width) < counts[:, None]).to(device)] = order
         given |= {"page_table": table, "seq_lens": pool.ints(k_lens), "holes": False}
         sizes |= {"P": pages, "page": shape.page_size}
+        if shape.op == STEP:
+            last = pool.ints(k_lens).long() - 1
+            slots = table.gather(1, last[:, None] // shape.page_size)[:, 0] * shape.page_size + last % shape.page_size
+            given |= {"slots": slots.int()} | {name: pool.take(len(q_lens), shape.head_dim, dtype=dtype) for name in ANGLES}
     stored = OPS[shape.op].spec.stored
 
     def make(a: Arg, dims: list[int]) -> Tensor | None:
@@ -142,4 +109,5 @@ def problem_of(shape: Shape, q_lens: Sequence[int], k_lens: Sequence[int], targe
         s.op, target, getattr(torch, s.dtype), getattr(torch, s.kv_dtype), s.q_heads, s.kv_heads, s.head_dim, s.v_head_dim, s.rope_dim,
         s.page_size, rules=Visibility(s.causal, (s.window, -1), sinks=s.sinks, kv_range=s.kv_range), sizes=Extents(*map(Extent.of, sizes)),
         step=StepFacts(padded="padded" not in OPS[s.op].spec.names, sizes_equal=dense and queries == keys),
+        asks=frozenset(ANGLES if s.op == STEP else ()),
     )  # fmt: skip

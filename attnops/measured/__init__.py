@@ -11,6 +11,7 @@ from attnops.measured.cost import (
     sizes_of as sizes_of,
     token_writes_us as token_writes_us,
 )
+from attnops.measured.linears import LinearShape as LinearShape
 from attnops.measured.store import cpu_name as cpu_name, forget as forget, in_force as in_force, never_run as never_run
 from attnops.measured.table import (
     ESTIMATED as ESTIMATED,

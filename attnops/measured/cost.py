@@ -19,7 +19,10 @@ NEAR_HEAD_DIM = 2.0
 
 
 class Sizes(NamedTuple):
-    """Requests, new tokens of each, and keys of each per new token (for one new token: its keys). Each at least 1, except `ratio`."""
+    """Requests, new tokens of each, and keys of each per new token (for one new token: its keys). Each at least 1, except `ratio`.
+
+    Other shapes than those of attention say what these are of theirs.
+    """
 
     batch: float
     queries: float
@@ -74,10 +77,10 @@ class Shape:
         ):
             return inf
         return (
-            0.75 * sum(_octaves(a, b) for a, b in dims)
-            + _octaves(self.group_size, p.group_size) * (1.0 if self.decode else 0.5)
-            + 0.25 * (_octaves(self.kv_heads, p.kv_heads) + _octaves(self.page_size, p.page_size))
-            + 0.1 * _octaves(self.window + 1, rules.window[0] + 1)
+            0.75 * sum(octaves(a, b) for a, b in dims)
+            + octaves(self.group_size, p.group_size) * (1.0 if self.decode else 0.5)
+            + 0.25 * (octaves(self.kv_heads, p.kv_heads) + octaves(self.page_size, p.page_size))
+            + 0.1 * octaves(self.window + 1, rules.window[0] + 1)
             + 0.5 * (not self.decode and self.causal != rules.causal)
             + 0.25 * (self.sinks != rules.sinks)
         )
@@ -86,6 +89,19 @@ class Shape:
     def group_size(self) -> int:
         """Query heads a key head serves."""
         return self.q_heads // self.kv_heads
+
+    @property
+    def sound(self) -> bool:
+        """Has it heads and dtypes?"""
+        known = all(isinstance(getattr(torch, name, None), torch.dtype) for name in (self.dtype, self.kv_dtype))
+        return known and min(self.q_heads, self.kv_heads) >= 1
+
+    def __str__(self) -> str:
+        dims = f"{self.head_dim}" + f"/{self.v_head_dim}" * (self.v_head_dim != self.head_dim)
+        words = [self.op, "decode" if self.decode else "extend", f"{self.q_heads}/{self.kv_heads} heads of {dims}", self.dtype]
+        words += [f"keys {self.kv_dtype}"] * (self.kv_dtype != self.dtype) + [f"page {self.page_size}"] * bool(self.page_size)
+        words += [f"window {self.window}"] * (self.window >= 0) + ["sinks"] * self.sinks + ["padded"] * self.kv_range
+        return " ".join(words + ["not causal"] * (not self.causal and not self.decode))
 
     def place(self, p: Problem) -> Sizes:
         """The sizes of this shape with the work of `p`.
@@ -138,7 +154,8 @@ def sizes_of(p: Problem) -> Sizes:
     return Sizes(batch, 1.0 if decodes(p) else max(min(tokens / batch, most), 1.0), context / most)
 
 
-def _octaves(a: float, b: float) -> float:
+def octaves(a: float, b: float) -> float:
+    """How often one of both is to be doubled to be the other; 0 where one is 0."""
     return abs(log2(a / b)) if a and b else 0.0
 
 

@@ -22,6 +22,7 @@ import torch
 from attnops.errors import BadTable
 from attnops.kernel import Kernel
 from attnops.measured.cost import RATES, Rates, Shape, Sizes, Work
+from attnops.measured.linears import LinearShape
 from attnops.problem import Problem, Target, altered
 
 FORMAT = 1
@@ -46,11 +47,16 @@ POWERS = (1, 2, 1)
 """How work grows with batch, queries (whose keys grow with them) and ratio."""
 
 
+AnyShape = Shape | LinearShape
+SHAPES: Mapping[str, type[AnyShape]] = {"linear": LinearShape}
+"""By op, the class of its shapes; other ops have those of attention."""
+
+
 @dataclass(frozen=True)
 class Axes:
     """A shape and its sizes."""
 
-    shape: Shape
+    shape: AnyShape
     batch: Axis
     queries: Axis
     ratio: Axis
@@ -232,7 +238,14 @@ def version_of(kernel: Kernel) -> str:
     return ";".join(kernel.versions()) + own or f"torch=={'.'.join(torch.__version__.split('.')[:2])}"
 
 
-_DEFAULTS = asdict(Shape(""))
+def shape_class(op: str) -> type[AnyShape]:
+    """The class of an op's shapes."""
+    return SHAPES.get(op, Shape)
+
+
+@functools.cache
+def _defaults(op: str) -> dict[str, Any]:
+    return {**asdict(shape_class(op)(op)), "op": ""}
 
 
 def _grid_dict(grid: Grid) -> dict[str, Any]:
@@ -241,7 +254,7 @@ def _grid_dict(grid: Grid) -> dict[str, Any]:
         count = max((i for i, x in enumerate(values, 1) if x is not None), default=0)
         return [int(x) if x is not None and x == int(x) else x for x in values[:count]]
 
-    out: dict[str, Any] = {"shape": {n: v for n, v in asdict(grid.shape).items() if v != _DEFAULTS[n]}}
+    out: dict[str, Any] = {"shape": {n: v for n, v in asdict(grid.shape).items() if v != _defaults(grid.shape.op)[n]}}
     out |= {n: short(axis) for n, axis in zip(AXES, grid.axes, strict=True)} | {"us": {n: short(us) for n, us in grid.us.items()}}
     return out | {n: dict(v) for n, v in (("plan_us", grid.plan_us), ("skipped", grid.skipped)) if v}
 
@@ -264,20 +277,18 @@ def from_json(text: str) -> Table:
 
 
 def _grid(data: dict[str, Any]) -> Grid:
-    shape = Shape(**data["shape"])
+    shape = shape_class(str(data["shape"]["op"]))(**data["shape"])
     facts = asdict(shape)
-    if any(type(value) is not type(_DEFAULTS[name]) for name, value in facts.items()):
+    if any(type(value) is not type(_defaults(shape.op)[name]) for name, value in facts.items()):
         raise ValueError(f"shape {data['shape']} has a field of another type")
     batch, queries, ratio = axes = [tuple(map(float, data[name])) for name in AXES]
     count = prod(map(len, axes))
     times = {str(k): tuple(None if t is None else float(t) for t in row) for k, row in data["us"].items()}
     plans = {str(k): float(us) for k, us in data.get("plan_us", {}).items()}
-    dtypes = (getattr(torch, name, None) for name in (shape.dtype, shape.kv_dtype))
-    known = min(shape.q_heads, shape.kv_heads) >= 1 and all(isinstance(d, torch.dtype) for d in dtypes)
     short = all(len(row) <= count and all(t is None or 0 < t < inf for t in row) for row in times.values())
     for text, holds in (
         ("a number of the shape is too large", not any(isinstance(v, int) and abs(v) > LARGEST_INT for v in facts.values())),
-        (f"shape {data['shape']} has no such heads or dtypes", known),
+        (f"shape {data['shape']} has no such sizes or dtypes", shape.sound),
         ("an axis does not grow from 1 or more", all(a and a[0] >= 1 and list(a) == sorted(set(a)) and a[-1] < inf for a in axes)),
         (f"want at most {count} positive times a kernel", short),
         ("want finite times of plans", all(0 <= us < inf for us in plans.values())),

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from attnops.errors import one_line
-from attnops.inputs import Call, Pool, build, equip_as_used, lengths, planned
+from attnops.inputs import WEIGHTS, Call, Pool, call_of, equip_as_used, planned, with_copies
 from attnops.kernel import Kernel, all_kernels, kernels_of
-from attnops.measured import Grid, Sizes, Table, cpu_name
+from attnops.measured import Grid, LinearShape, Sizes, Table, cpu_name
 from attnops.measured.table import version_of
 from attnops.ops import OPS
 from attnops.problem import Target
@@ -29,7 +29,7 @@ from attnops.version import VERSION
 
 T = TypeVar("T")
 SLOW_FIRST_CALL_S = 0.5  # a first call that takes longer has compiled
-COMPILED = ("triton",)  # kernels with many small variants that the compiler caches on disk
+COMPILED = ("triton", "aten")  # kernels with many small variants that the compiler caches on disk
 SMALL_BYTES, SMALL_FLOPS = 4e8, 4e11
 TOO_SLOW = 8.0  # a kernel this many times slower than the best at a smaller size is not timed at a larger one
 LEAST_S, HARD = 5.0, 1.2  # seconds that every shape gets, and the limit in budgets of all timing and compilation together
@@ -37,7 +37,11 @@ ENOUGH = 0.5  # the share of a shape's points that must be timed: fewer, the sma
 
 
 def runner(kernel: Kernel, call: Call) -> Run:
-    """A function that runs `kernel` on `call`: compiled, as in users' graphs, if the kernel is lowered in place around a foreign call."""
+    """A function that runs `kernel` on `call`: compiled, as in users' graphs, if the kernel is lowered in place, whole or around a call."""
+    if kernel.fused:
+        torch._dynamo.mark_static(call.args[0], -1)  # as a model's code knows the width of a norm
+        statics = tuple((name, value) for name, value in call.arguments.items() if not isinstance(value, torch.Tensor))
+        return functools.partial(_fused(kernel.op, kernel.name, statics), call.tensors())
     if kernel.core is None:
         return functools.partial(kernel.run, call.record)
     kwargs = call.kwargs
@@ -59,6 +63,26 @@ def _compiled(op: str, queries: str) -> Callable[..., Any]:
         return given.get("output", result)
 
     return torch.compile(run, fullgraph=True, dynamic=True)
+
+
+@functools.cache
+def _fused(op: str, name: str, statics: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    kernel, record = kernels_of(op)[name], OPS[op].call
+
+    def run(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        output = torch.empty_like(tensors["output"])
+        kernel.run(record(**{**tensors, **dict(statics), "output": output}))
+        return output
+
+    return torch.compile(run, fullgraph=True, dynamic=True)
+
+
+@contextlib.contextmanager
+def tracing() -> Iterator[None]:
+    """Equal sizes stay separate symbols, so that one compilation of a shape serves most of its sizes."""
+    symbolic: Any = importlib.import_module("torch.fx.experimental._config")
+    with torch._dynamo.config.patch(recompile_limit=256), symbolic.patch(use_duck_shape=False):
+        yield
 
 
 class Timing(NamedTuple):
@@ -94,8 +118,9 @@ class Stopwatch:
         """The kernels that can answer `call`, each with the call as layers make it, and the microseconds of a plan made on the host."""
         out: list[tuple[Kernel, Call, float | None]] = []
         for kernel in kernels_of(call.op).values():
-            # The cost of plain torch lowered in place depends on the fusions of Inductor.
-            if kernel.fused or (self.names and kernel.name not in self.names):
+            # The cost of plain torch lowered in place depends on the fusions of Inductor, except for ops that hold all that fuses.
+            left = kernel.judge if call.op in WEIGHTS else kernel.fused
+            if left or (self.names and kernel.name not in self.names):
                 continue
             reasons = {r.field for r in kernel.refusals(call.problem)}
             try:
@@ -113,19 +138,18 @@ class Stopwatch:
                 self.unplanned[kernel.name] = one_line(error)
         return out
 
-    def time(self, kernel: Kernel, call: Call, kind: Hashable) -> Timing:
-        """Time `kernel` on `call`. An error of the kernel becomes the Timing's reason."""
+    def time(self, kernel: Kernel, call: Call, kind: Hashable, copies: Sequence[Call] = ()) -> Timing:
+        """Time `kernel` on `call`. An error of the kernel becomes the Timing's reason. copies: run after `call`, and counted with it."""
         if self._given_up(kernel.name, kind):
             return Timing(None, f"its first calls took over {self.first_calls_s:g} s", given_up=True)
-        run = runner(kernel, call)
-        symbolic: Any = importlib.import_module("torch.fx.experimental._config")
+        runs = [runner(kernel, one) for one in (call, *copies)]
+        run = runs[0] if len(runs) == 1 else lambda: [one() for one in runs]
         try:
-            # Equal sizes stay separate symbols, so that one compilation of a shape serves most of its sizes.
-            with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=256), symbolic.patch(use_duck_shape=False):
+            with torch.no_grad(), tracing():
                 self.starting_s += (first_s := seconds(run))
-                if kernel.core is None:
+                if kernel.inline is None:
                     self.first_s.setdefault(kernel.name, {}).setdefault(kind, []).append(first_s)
-                return Timing(self.clock(kernel, call, run))
+                return Timing(self.clock(kernel, call, run) / len(runs))
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             return Timing(None, "out of memory")
@@ -163,7 +187,10 @@ def done_within(limit_s: float, pool: ProcessPoolExecutor, jobs: Sequence[Future
 
 
 def kinds(sweep: Sweep) -> Iterator[Sizes]:
-    """Small sizes that cover the launch variants: one request and many, few and many queries, few and many keys."""
+    """Small sizes that cover the launch variants: one request and many, few and many queries, few and many keys; all rows of a linear."""
+    if isinstance(sweep.shape, LinearShape):
+        yield from filter(sweep.allows, sweep.points())
+        return
     batches, ratios = (dict.fromkeys((axis[0], axis[len(axis) // 2], axis[-1])) for axis in (sweep.batch, sweep.ratio))
     for at in (Sizes(batch, queries, ratio) for queries in sweep.queries for batch in batches for ratio in ratios):
         work = sweep.shape.work(at)
@@ -175,10 +202,12 @@ def compile_for(sweeps: Sequence[Sweep], names: tuple[str, ...], device: torch.d
     """Call each of the kernels at the `kinds` of every sweep, ignoring their errors. Returns the number of calls made."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        inductor: Any = importlib.import_module("torch._inductor.config")
+        inductor.compile_threads = 1  # this process is one of many
     pool, stopwatch, made = Pool(device), Stopwatch(names=names), 0
     for shape, at in ((sweep.shape, at) for sweep in sweeps for at in kinds(sweep)):
-        for kernel, given, _ in stopwatch.candidates(build(shape, *lengths(shape, at), pool)):
-            with contextlib.suppress(Exception), torch.no_grad():
+        for kernel, given, _ in stopwatch.candidates(call_of(shape, at, pool)):
+            with contextlib.suppress(Exception), torch.no_grad(), tracing():
                 runner(kernel, given)()
                 made += 1
     return made
@@ -255,7 +284,8 @@ def _measure(
             report.late, cut = report.late + 1, cut + 1
             continue
         try:
-            candidates = stopwatch.candidates(build(sweep.shape, *lengths(sweep.shape, at), pool))
+            call = call_of(sweep.shape, at, pool)
+            candidates, copies = stopwatch.candidates(call), with_copies(call, pool)[1:]
         except torch.OutOfMemoryError:
             pool.drop()
             report.late += 1
@@ -267,7 +297,7 @@ def _measure(
             row = times.setdefault(kernel.name, [None] * len(points))
             if kernel.name in skipped or _hopeless(sweep, times, kernel.name, index):
                 continue
-            found = stopwatch.time(kernel, given, sweep.shape)
+            found = stopwatch.time(kernel, given, sweep.shape, copies)
             if found.us is not None:
                 row[index] = _rounded(found.us)
                 report.timings += 1

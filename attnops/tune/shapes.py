@@ -10,6 +10,7 @@ from typing import Any
 from attnops.errors import InvalidInput
 from attnops.measured import Shape, Sizes
 from attnops.measured.table import Axes, Axis
+from attnops.tune import linears
 
 LARGEST_BYTES = 5e9
 LARGEST_FLOPS = 1e13
@@ -21,7 +22,8 @@ class Sweep(Axes):
 
     def allows(self, at: Sizes) -> bool:
         """Is a call of these sizes timed?"""
-        held = replace(self.shape, window=-1).work(at).bytes  # a window reads a small part of the cache
+        shape = replace(self.shape, window=-1) if isinstance(self.shape, Shape) else self.shape  # a window reads a part of the cache
+        held = shape.work(at).bytes
         return held <= LARGEST_BYTES and self.shape.work(at).flops <= LARGEST_FLOPS
 
     @property
@@ -52,6 +54,7 @@ PASTS, STRIDES = (1.0, 2.0, 4.0, 16.0, 64.0, 512.0, 4096.0), powers(4, 2048, 8)
 PAGED = Shape("paged_attention", page_size=16)
 DENSE = Shape("attention", square=True)
 PACKED = Shape("varlen_attention")
+STEP = Shape("decode_attention", page_size=16, causal=False)
 MLA = Shape("mla_attention", q_heads=128, kv_heads=1, head_dim=576, v_head_dim=512, rope_dim=64, page_size=64)
 D64: dict[str, Any] = {"q_heads": 64, "kv_heads": 8, "head_dim": 64, "v_head_dim": 64}
 D64_4: dict[str, Any] = D64 | {"q_heads": 32}
@@ -77,6 +80,8 @@ def _prefill(shape: Shape, batch: Axis = FEW, queries: Axis = PROMPTS) -> Sweep:
     return Sweep(shape, batch, queries, ONE)
 
 
+LINEARS = tuple(Sweep(shape, linears.ROWS, ONE, ONE) for shape in linears.SHAPES)
+
 # Head dims of 128 come first: prebuilt kernels have them, and compilation for others may exhaust a kernel's first_calls_s.
 FULL = (
     _decode(PAGED, *FINE),
@@ -97,6 +102,10 @@ FULL = (
     *(_decode(replace(MLA, q_heads=n), *USUAL) for n in (32, 64)),
     *(_decode(replace(MLA, q_heads=n, page_size=16)) for n in (128, 16)),
     *(_extend(replace(MLA, q_heads=n), FEW, VERIFY) for n in (128, 16)),
+    *LINEARS,
+    _decode(STEP, *FINE),
+    *(_decode(replace(STEP, **heads), *USUAL) for heads in ({"page_size": 64}, {"q_heads": 64}, MHA, D64, D64_4)),
+    _decode(replace(STEP, **D64, window=127, sinks=True)),
     _decode(DENSE),
     *(_prefill(replace(DENSE, **heads)) for heads in (MHA, ONE_KEY_HEAD, SMALL)),
     _prefill(replace(PACKED, **ONE_KEY_HEAD)),
@@ -128,7 +137,12 @@ def _thinned(axis: Axis, most: int) -> Axis:
     return tuple(axis[round(i * (len(axis) - 1) / (most - 1))] for i in range(most)) if len(axis) > most else axis
 
 
-BRIEF = tuple(Sweep(p.shape, _thinned(p.batch, 5), _thinned(p.queries, 5), _thinned(p.ratio, 4)) for p in FULL)
+def _brief(p: Sweep) -> Sweep:
+    batch = _thinned(p.batch, 5) if isinstance(p.shape, Shape) else linears.FEW_ROWS
+    return Sweep(p.shape, batch, _thinned(p.queries, 5), _thinned(p.ratio, 4))
+
+
+BRIEF = tuple(map(_brief, FULL))
 _TINY: dict[str, Any] = {**F32, "q_heads": 4, "kv_heads": 2, "head_dim": 16, "v_head_dim": 16}
 _LATENT = _TINY | {"kv_heads": 1, "head_dim": 20, "rope_dim": 4}
 TINY = (

@@ -1,0 +1,151 @@
+"""Measured times of linear layers: what is timed, how a call finds its times, and the choice by them."""
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from attnops.inputs import Pool, call_of, problem_at, with_copies
+from attnops.kernel import kernels_of
+from attnops.measured import MEASURED, Grid, LinearShape, Sizes, Table, costs, scaled
+from attnops.measured.table import from_json
+from attnops.problem import Target
+from attnops.select import select_by
+from attnops.tune import Stopwatch, Sweep, linears, measure, run, sweeps_of
+
+CPU, H200 = torch.device("cpu"), Target("cuda", 90, ("triton",), "NVIDIA H200")
+PARTS = {"plain": {}, "norm": {"norm": True}, "gated": {"norm": True, "activation": True}, "residual": {"residual": True}}
+SMALL = LinearShape(dtype="float32", out_features=32, in_features=16)
+
+
+def problem(outs, width, rows=1, **parts):
+    return problem_at(LinearShape(out_features=outs, in_features=width, **parts), Sizes(rows, 1, 1), H200)
+
+
+def grid(shape, us):
+    return Grid(shape, (1.0, 64.0, 65.0), (1.0,), (1.0,), us)
+
+
+def table(*grids):
+    return Table("NVIDIA H200", "sm90", {"linear.aten": "", "linear.triton": ""}, grids)
+
+
+@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_timed_call_is_of_its_shape(parts, rows):
+    shape, at = replace(SMALL, **parts), Sizes(rows, 1, 1)
+    call = call_of(shape, at, Pool("cpu"))
+    assert call.problem == problem_at(shape, at, Target.of(CPU))
+    assert shape.distance(call.problem) == 0 and shape.place(call.problem) == at
+    read = [t for n, t in call.tensors().items() if n != "norm_weight"]
+    assert shape.work(at).bytes == sum(t.nbytes for t in read)
+    assert shape.work(at).flops == 2 * rows * 32 * 16
+
+
+def test_every_linear_of_the_models_is_timed_once():
+    swept = [s.shape for s in sweeps_of("full", ("linear",))]
+    assert len(set(swept)) == len(swept) > 25
+    for model in linears.MODELS.values():
+        assert set(model.values()) <= set(swept)
+    assert all(s.allowed >= 10 for s in sweeps_of("full", ("linear",))), "up to 256 rows"
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_torchs_own_way_is_timed_compiled(rows, monkeypatch):
+    """As one graph of norm, product, activation and residual, for any number of rows and of results."""
+    counter = CompileCounter()
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **how: compiled(f, backend=counter, **how))
+    run._fused.cache_clear()
+    for outs, more in ((32, 0), (48, rows > 1)):
+        shape = replace(SMALL, out_features=outs, norm=True, activation=True)
+        call = call_of(shape, Sizes(rows + more, 1, 1), Pool("cpu"))
+        with torch.no_grad(), run.tracing():
+            got = run.runner(kernels_of("linear")["aten"], call)()
+        kernels_of("linear")["reference"].run(call.record)
+        torch.testing.assert_close(got, call.arguments["output"])
+    run._fused.cache_clear()
+    assert counter.frame_count == 1
+
+
+def test_weights_are_cold(monkeypatch):
+    """A GPU runs through copies of the weight, which share no memory, and its time is that of one call."""
+    monkeypatch.setattr("attnops.inputs.linears.COLD_BYTES", 7 * 32 * 16 * 4 - 3)
+    pool = Pool("cpu")
+    call = call_of(SMALL, Sizes(2, 1, 1), pool)
+    assert with_copies(call, pool) == [call]
+    pool.device = torch.device("cuda")  # its memory remains that of the CPU
+    monkeypatch.setattr(pool, "reserve", lambda dtype, numbers: None)
+    pool._buffers[torch.float32] = torch.randn(1 << 16)
+    calls = with_copies(call, pool)
+    starts = sorted(c.arguments["weight"].data_ptr() for c in calls)
+    assert len(calls) == 7 and all(b - a >= call.arguments["weight"].nbytes for a, b in pairwise(starts))
+    ran = []
+
+    def clock(kernel, call, run):
+        ran.append(len(run()))
+        return 70.0
+
+    assert Stopwatch(clock).time(kernels_of("linear")["reference"], call, SMALL, calls[1:]).us == 10.0 and ran == [7]
+
+
+def test_measuring_leaves_the_judge_out(monkeypatch):
+    """And a shape that `aten` alone serves, as on a CPU, has no grid."""
+    seen = set()
+    monkeypatch.setattr(Stopwatch, "time", lambda self, kernel, *_: seen.add(kernel.name) or run.Timing(5.0))
+    sweep = Sweep(SMALL, (1.0, 2.0), (1.0,), (1.0,))
+    assert measure([sweep], Stopwatch(), CPU)[0].grids == () and not seen
+    monkeypatch.setattr(Stopwatch, "candidates", lambda self, call: [(k, call, None) for k in kernels_of("linear").values()])
+    made, _ = measure([sweep], Stopwatch(), CPU)
+    assert made.grids[0].shape == SMALL and len(made.grids[0].us) == len(seen) == 3
+
+
+NEAR = LinearShape(out_features=4096, in_features=4096, residual=True), LinearShape(out_features=6144, in_features=4096, norm=True)
+FAST, SLOW = (10.0, 20.0, 90.0), (12.0, 30.0, 40.0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        (problem(4096, 4096, residual=True), 0),
+        (problem(4096, 4096, norm=True), 1),
+        (problem(3072, 2048, norm=True), 1),
+        (problem(2048, 2048, residual=True), 0),
+        (problem(2048, 2048), 0),
+        (problem(2048, 2048, dtype="float32"), None),
+        (problem(2048, 2048, dtype="float16"), 0),
+    ],
+)
+def test_the_nearest_shape_speaks_for_a_call(asked, found):
+    grids = [grid(shape, {}) for shape in NEAR]
+    nearest = table(*grids).nearest(asked)
+    assert (None if nearest is None else grids.index(nearest[0])) == found
+
+
+@pytest.mark.parametrize(("rows", "chosen"), [(1, "triton"), (64, "triton"), (65, "aten"), (4096, "aten")])
+def test_the_choice_is_that_of_the_measured_times(rows, chosen):
+    made = table(*(grid(shape, {"triton": FAST, "aten": SLOW}) for shape in NEAR))
+    assert from_json(made.to_json()) == made
+    decision = select_by(made, problem(6144, 4096, rows, norm=True))
+    assert decision.kernel.name == chosen and decision.costs[chosen].how == MEASURED
+    swapped = table(*(grid(shape, {"triton": SLOW, "aten": FAST}) for shape in NEAR))
+    assert select_by(swapped, problem(6144, 4096, rows, norm=True)).kernel.name == ({"triton", "aten"} - {chosen}).pop()
+
+
+def test_times_grow_with_the_weight_and_scale_to_a_sibling():
+    made, kernels = table(grid(NEAR[0], {"triton": FAST, "aten": SLOW})), list(kernels_of("linear").values())[:1]
+    us = [costs(problem(outs, 4096, residual=True), kernels, made)["aten"].us for outs in (2048, 4096, 8192)]
+    assert us == [12.0, 12.0, 24.0]
+    [here], [there] = made.grids, scaled(made, "NVIDIA H100 80GB HBM3").grids
+    assert there.us["aten"][0] > here.us["aten"][0]
+
+
+@pytest.mark.parametrize("change", [{"in_features": 0}, {"out_features": "x"}, {"dtype": "nn"}, {"q_heads": 4}, {"in_features": 1 << 40}])
+def test_a_damaged_shape_is_refused(change):
+    data = json.loads(table(grid(NEAR[0], {"aten": SLOW})).to_json())
+    data["grids"][0]["shape"].update(change)
+    with pytest.raises(Exception, match="want a file that `attnops tune` wrote"):
+        from_json(json.dumps(data))
