@@ -245,7 +245,8 @@ class Problem:
 
     `dtype` of the query (or of what is computed), `kv_dtype` of key, value and pages; uint8: latents in the packed format.
     Latents: the first `v_head_dim` of the `head_dim` numbers are the value, the other `rope_dim` the rotated key.
-    `in_features`, `out_features`: columns and rows of the weight of a linear layer.
+    `in_features`, `out_features`: columns and rows of the weight of a linear layer; of experts, those of a gate. `experts`: how many there
+    are, and `top_k` how many a token chooses.
     `asks`: arguments that are not neutral and have no field. Names are unique: needs and refusals say `window` for `rules.window`.
     """
 
@@ -261,6 +262,8 @@ class Problem:
     page_size: int = 0
     in_features: int = 0
     out_features: int = 0
+    experts: int = 0
+    top_k: int = 0
     last_dim_contiguous: bool = True
     rules: Visibility = Visibility()
     pages: PageFacts = PageFacts()

@@ -34,6 +34,11 @@ norm, gain, their product and y itself are each rounded at most once. With an ac
 
 and with a residual r, delta(output) + u (|output| + |r|).
 
+Experts of a mixture: h is the result of the first product and its activation, delta(h) as above with 5 u, and the second product of
+row w and weight g of the choice adds, with S = sum |h w| + |bias|,
+
+    delta(output) = sum |g| (sum delta(h) |w| + (4 u + a (sqrt(Inner) + sqrt(K) + 8)) S) + u |output|
+
 Where weights are rounded to the query's dtype before they are added up (`Tolerance.rounded_sums`), their sum is off by one unit
 roundoff of that dtype at most, and delta(lse) grows by it.
 
@@ -52,6 +57,7 @@ from torch import Tensor
 from attnops.inputs.call import QUANTISED, Call
 from attnops.reference.attention import padded, reduce_to, scores, softmax
 from attnops.reference.decode import turned
+from attnops.reference.experts import gated
 from attnops.reference.latent_format import unpack
 from attnops.reference.rows import Rules, dense_visible
 
@@ -129,6 +135,8 @@ def allowance(call: Call, expected: Mapping[str, Tensor], rounded_sums: bool = F
         return _backward(call)
     if call.op == "linear":
         return {"output": _linear(call, expected["output"])}
+    if call.op == "experts":
+        return {"output": _experts(call, expected["output"])}
     if not {"query", "q_nope"} & call.arguments.keys():
         return {}  # integers and copies: exact
     s = _Sizes(call)
@@ -156,6 +164,24 @@ def _linear(call: Call, expected: Tensor) -> Tensor:
         (gate, up), (off, off_up) = ((x @ t["weight"].T + bias).abs().chunk(2, -1), off.chunk(2, -1))
         off = 1.13 * off * (up + off_up) + gate * off_up + (3 * u + 8 * a) * gate * up
     return off + u * (expected.abs() + t["residual"].abs()) if "residual" in t else off
+
+
+def _experts(call: Call, expected: Tensor) -> Tensor:
+    wide: Any = call.map(lambda _, t: t.double() if t.is_floating_point() else t).record
+    u = roundoff(call.arguments["x"].dtype)
+    a, x, total = min(u, roundoff(torch.float32)), wide.x, expected.double().abs() * u
+    (_, columns), (count, _, inner), k = x.shape, wide.down.shape, wide.top_k_index.shape[1]
+    for e in range(count):
+        weight = torch.where(wide.top_k_index == e, wide.top_k_weights.abs(), 0.0).sum(1)[:, None]
+        bias, last = (0.0 if b is None else b[e] for b in (wide.gate_up_bias, wide.down_bias))
+        y, off = x @ wide.gate_up[e].T + bias, x.abs() @ wide.gate_up[e].abs().T + abs(bias)
+        off = off * (4 * u + a * (sqrt(columns) + 8))
+        (gate, up), (off, off_up) = ((t[..., ::2], t[..., 1::2]) if wide.interleaved else t.chunk(2, -1) for t in (y, off))
+        h, gate, up = gated(wide, y).abs(), gate.abs(), up.abs() + abs(wide.offset)
+        off = 1.13 * off * (up + off_up) + gate * off_up + (5 * u + 8 * a) * gate * up
+        down = wide.down[e].abs().T
+        total += weight * (off @ down + (4 * u + a * (sqrt(inner) + sqrt(k) + 8)) * (h @ down + abs(last)))
+    return total
 
 
 def _backward(call: Call) -> Allowed:

@@ -2,6 +2,7 @@
 
 from attnops.ops.decode import decode_attention as decode_attention
 from attnops.ops.dense import attention as attention
+from attnops.ops.experts import experts as experts
 from attnops.ops.linear import linear as linear
 from attnops.ops.merge import merge_state as merge_state, merge_states as merge_states
 from attnops.ops.metadata import (

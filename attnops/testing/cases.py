@@ -14,6 +14,7 @@ from attnops.testing import builders
 from attnops.testing.builders import Pages
 from attnops.testing.data_cases import DATA_CASES
 from attnops.testing.decode import DECODE_CASES
+from attnops.testing.experts import EXPERTS_CASES
 from attnops.testing.inputs import Call, Case, Features as F, Rows, Source, crossed, table
 from attnops.testing.latent import DEEPSEEK, LATENT_CASES
 from attnops.testing.linear import LINEAR_CASES
@@ -152,5 +153,6 @@ CASES: dict[str, tuple[Case, ...]] = {
     **LATENT_CASES,
     **DATA_CASES,
     **LINEAR_CASES,
+    **EXPERTS_CASES,
 }
 """The grid of every op by name."""

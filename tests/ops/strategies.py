@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from attnops.ops import OPS
 from attnops.testing import CASES, Features, Source, builders
+from attnops.testing.experts import experts
 from attnops.testing.linear import linear
 
 FEW, LENGTH, SOURCE, FLAG = st.integers(0, 2), st.integers(0, 5), st.builds(Source, st.integers(0, 99)), st.booleans()
@@ -142,6 +143,17 @@ def linears():
     return st.builds(linear, SOURCE, rows, sizes, sizes, FLOAT, **more, bias=FLAG, residual=FLAG)
 
 
+@st.composite
+def mixtures(draw):
+    sizes, count = st.sampled_from([1, 2, 7, 16, 40]), draw(st.integers(1, 9))
+    k, activation = draw(st.integers(1, min(count, 5))), draw(st.sampled_from(["silu", "silu", "gelu", "gelu_tanh"]))
+    numbers = {"limit": st.sampled_from([0.0, 0.5]), "offset": st.sampled_from([0.0, 1.0]), "interleaved": FLAG, "index": INDEX}
+    numbers |= {"alpha": st.sampled_from([1.0, 1.7]) if activation == "silu" else st.just(1.0), "weights": FLOAT}
+    given = {name: draw(some) for name, some in (dict.fromkeys(("bias", "along", "odd"), FLAG) | numbers).items()}
+    tokens, shape = draw(st.sampled_from([0, 1, 2, 17, 64, 70])), tuple(draw(sizes) for _ in range(3))
+    return experts(draw(SOURCE), tokens, shape, count, k, draw(FLOAT), activation=activation, **given)
+
+
 def backward(forward):
     def call(source, call, lse_grad, mask_grad):
         mask = call.arguments.get("mask")
@@ -173,4 +185,5 @@ CALLS |= {
     "vertical_slash_attention": slash_attention(),
     "copy_kv": copy(),
     "linear": linears(),
+    "experts": mixtures(),
 }

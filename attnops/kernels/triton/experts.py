@@ -1,0 +1,22 @@
+"""`triton`, of the experts of a mixture: up to 64 tokens, by the weights of the experts that they choose alone."""
+
+from __future__ import annotations
+
+from attnops.kernel import at_most, one_of
+from attnops.kernels.torch.experts import TAKES, cost_us, products_us
+from attnops.kernels.triton.attention import launched, own
+from attnops.problem import Problem
+
+MOST_TOKENS = 64
+MOST_CHOICES = 32
+"""Experts of a token: a program holds them at once."""
+
+
+def _cost_us(p: Problem) -> float:
+    """Two or three launches, then the bytes. Of more tokens the kernel calls torch's products."""
+    tokens = max(p.sizes.tokens.hint, 1)
+    return 5.0 + products_us(p, tokens) if tokens <= MOST_TOKENS else 10.0 + 1.1 * cost_us(p)
+
+
+NEEDS = (one_of("last_dim_contiguous", True), at_most("top_k", MOST_CHOICES))
+own("experts", launched("experts", "experts"), _cost_us, "attnops' own, up to 64 tokens", TAKES, needs=NEEDS)

@@ -1,0 +1,119 @@
+"""Launches of the experts of a mixture. Importing this module imports triton."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from attnops.kernel import deterministic
+from attnops.kernels.torch.experts import experts as composed
+from attnops.kernels.triton.device import experts as device
+from attnops.kernels.triton.launch import experts_tiles as tiles
+from attnops.kernels.triton.launch.experts_tiles import Shape, Tile
+from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch
+from attnops.kernels.triton.launch.linear import ALIGNED, _descriptors
+from attnops.kernels.triton.launch.tiles import power
+
+if TYPE_CHECKING:
+    from attnops.ops.experts import Experts
+
+BLOCK = 1024
+"""Numbers of a program of the last launch, the sum."""
+
+
+def experts(call: Experts, choice: tuple[Tile, Tile] | None = None) -> None:
+    """Two launches for one token, three for more; under a deterministic policy one way serves every number of tokens.
+
+    A compiled graph of any number of tokens calls this: more tokens than a program has are left to torch's products.
+    choice: the tiles of the two products, in place of the table's.
+    """
+    tokens, fixed = call.x.shape[0], deterministic(call.policy)
+    if tokens == 0:
+        return
+    if tokens > tiles.MOST_TOKENS and not fixed:
+        composed(call)
+    elif tokens == 1 and not fixed:
+        _one_token(call, choice)
+    else:
+        _few_tokens(call, choice, fixed)
+
+
+def shapes(call: Experts) -> tuple[Shape, Shape]:
+    """Of the two products."""
+    (_, outs, inner), size = call.down.shape, call.x.dtype.itemsize
+    up = Shape(inner, call.x.shape[1], size, call.interleaved, not call.interleaved, _along(call.gate_up))
+    return up, Shape(outs, inner, size, along=_along(call.down))
+
+
+def _along(weight: Tensor) -> bool:
+    return weight.stride(2) != 1 and weight.stride(1) == 1
+
+
+def _numbers(call: Experts) -> tuple[tuple[float, float, float], dict[str, Any]]:
+    shaped = bool(call.alpha != 1 or call.limit or call.offset)
+    return (call.alpha, call.limit, call.offset), {"ACT": call.activation, "SHAPED": shaped, "INTERLEAVED": call.interleaved}
+
+
+def _one_token(call: Experts, choice: tuple[Tile, Tile] | None) -> None:
+    x, index, output = call.x, call.top_k_index.contiguous(), call.output
+    (experts, outs, inner), k = call.down.shape, index.shape[1]
+    first, second = choice or tuple(tiles.one_token(shape, power(k)) for shape in shapes(call))
+    act = x.new_empty((k, inner))
+    numbers, given = _numbers(call)
+    block = first.rows // 2 if call.interleaved else first.rows
+    launch(device.one_token_up, (-(-inner // block), k), {
+        "IN": x.shape[1], "BLOCK_N": block, "BLOCK_K": first.columns, "STAGES": first.stages, **given,
+    }, (x, call.gate_up, flat(call.gate_up_bias), index, act, inner, experts, *numbers, *call.gate_up.stride()), first.warps)  # fmt: skip
+    launch(device.one_token_down, (-(-outs // second.rows),), {
+        "IN": inner, "K": k, "KP": power(k), "BLOCK_N": second.rows, "BLOCK_K": second.columns, "STAGES": second.stages,
+    }, (
+        act, call.down, flat(call.down_bias), index, call.top_k_weights.contiguous(), output, outs, experts, *call.down.stride(),
+        output.stride(1),
+    ), second.warps)  # fmt: skip
+
+
+def _few_tokens(call: Experts, choice: tuple[Tile, Tile] | None, fixed: bool) -> None:
+    x, index, weights, output = call.x, call.top_k_index.contiguous(), call.top_k_weights.contiguous(), call.output
+    tokens, (experts, outs, inner), k = x.shape[0], call.down.shape, index.shape[1]
+    block = tiles.LEAST_TOKENS if fixed else tiles.block_of(tokens)
+    memory = gpu_of(x).memory
+    chosen = choice or tuple(tiles.few_tokens(shape, block, memory) for shape in shapes(call))
+    act = x.new_empty((tokens * k, inner))
+    y = x.new_empty((tokens * k, outs), dtype=torch.float32)
+    numbers, given = _numbers(call)
+    programs = min(experts, min(tokens, block) * k)
+    for up, tile, source, weight, bias, result in (
+        (True, chosen[0], x, call.gate_up, call.gate_up_bias, act), (False, chosen[1], act, call.down, call.down_bias, y),
+    ):  # fmt: skip
+        pairs, along = up and call.interleaved, _along(weight)
+        described = tile.described and gpu_of(x).warpgroups and _describable(weight)
+        n = tile.rows // 2 if pairs else tile.rows
+        args = (
+            source, _descriptor(weight, tile, along) if described else weight, flat(bias), index, weights, result, tokens,
+            int(programs == experts), result.shape[1], experts, *numbers, source.stride(0), *weight.stride(),
+        )  # fmt: skip
+        launch(device.few_tokens, (-(-result.shape[1] // n), programs, -(-tokens // block)), {
+            "IN": source.shape[1], "K": k, "KP": power(k), "BLOCK_T": block, "BLOCK_N": n, "BLOCK_K": tile.columns,
+            "STAGES": tile.stages, "UP": up, **given, "INTERLEAVED": pairs, "COMPUTE": computed_in(x), "DESCRIBED": described,
+            "ALONG_N": along,
+        }, args, tile.warps)  # fmt: skip
+    launch(device.combine, (tokens, -(-outs // BLOCK)), {"K": k, "KP": power(k), "BLOCK": min(BLOCK, power(outs))}, (
+        y, index, output, outs, experts, *output.stride(),
+    ))  # fmt: skip
+
+
+def _describable(weight: Tensor) -> bool:
+    strides = [n * weight.dtype.itemsize for n in weight.stride() if n != 1]
+    along_one = 1 in weight.stride()[1:] and len(strides) == 2
+    return _descriptors() and along_one and all(n % ALIGNED == 0 and n > 0 for n in (weight.data_ptr(), *strides))
+
+
+def _descriptor(weight: Tensor, tile: Tile, along: bool) -> Any:
+    """Made anew for every launch, from the address that the weight has now; a captured launch holds its own copy, as it holds addresses."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    memory = weight.transpose(1, 2) if along else weight
+    block = (tile.columns, tile.rows) if along else (tile.rows, tile.columns)
+    return TensorDescriptor(memory, [*memory.shape], [*memory.stride()], [1, *block])

@@ -1,0 +1,62 @@
+"""The problem grid of the experts of a mixture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attnops.testing.inputs import Call, Case, Rows, Source, table
+
+F16, BF16, F32, F64, I32 = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32
+
+
+def experts(
+    source: Source, tokens: int, sizes: tuple[int, int, int], count: int, k: int, dtype: torch.dtype = F32, *, bias: bool = False,
+    along: bool = False, odd: bool = False, index: torch.dtype = torch.int64, weights: torch.dtype = F32, **numbers: Any,
+) -> Call:  # fmt: skip
+    """`experts` of `tokens` tokens, each of which chooses `k` of `count` experts. sizes: In, Inner, Out.
+
+    along: rows of a weight are next to each other in memory. odd: some tokens choose one expert twice, or a number that is no expert.
+    numbers: further arguments of the op.
+    """
+    columns, inner, outs = sizes
+
+    def weight(rows: int, width: int) -> torch.Tensor:
+        made = source.normal(count, rows, width, dtype=dtype, spread=width**-0.5)
+        return made.transpose(1, 2).contiguous().transpose(1, 2) if along else made
+
+    rows = [source.permutation(count)[:k] for _ in range(tokens)]
+    if odd:
+        rows = [[(row[0], count, -1, count + 7)[i % 4], *row[1:]] if i % 3 else [row[-1], *row[1:]] for i, row in enumerate(rows)]
+    chosen = source.ints(rows, index).reshape(tokens, k)
+    arguments: dict[str, Any] = {
+        "x": source.normal(tokens, columns, dtype=dtype), "gate_up": weight(2 * inner, columns), "down": weight(outs, inner),
+        "top_k_index": chosen, "top_k_weights": source.normal(tokens, k, dtype=weights).abs(),
+    }  # fmt: skip
+    if bias:
+        arguments |= {"gate_up_bias": source.normal(count, 2 * inner, dtype=dtype), "down_bias": source.normal(count, outs, dtype=dtype)}
+    arguments |= {**numbers, "output": torch.empty(tokens, outs, dtype=dtype, device=source.device)}
+    unused = torch.tensor([e not in chosen for e in range(count)], device=source.device)
+    weights_of = [n for n in arguments if n.startswith(("gate_up", "down"))]
+    free = {n: unused.reshape(-1, *[1] * (arguments[n].dim() - 1)) for n in weights_of}
+    return Call("experts", arguments, {**free, "top_k_weights": (chosen < 0) | (chosen >= count)}, writes=("output",))
+
+
+SMALL, WIDE = (24, 20, 28), (144, 72, 136)
+OSS = {"bias": True, "along": True, "interleaved": True, "alpha": 1.702, "limit": 0.9, "offset": 1.0}
+ODD, BIAS, ALONG = {"odd": True}, {"bias": True}, {"along": True}
+EXPERTS: Rows = {
+    "plain": (3, SMALL, 6, 2), "bias": (3, SMALL, 6, 2, BIAS), "gelu": (3, SMALL, 6, 2, {"activation": "gelu"}),
+    "gelu_tanh": (3, SMALL, 6, 2, {"activation": "gelu_tanh"}), "interleaved": (3, SMALL, 6, 2, {"interleaved": True}),
+    "limit": (3, SMALL, 6, 2, {"limit": 0.5}), "alpha": (3, SMALL, 6, 2, {"alpha": 1.702}), "offset": (3, SMALL, 6, 2, {"offset": 1.0}),
+    "along": (3, SMALL, 6, 2, ALONG), "all": (3, SMALL, 6, 2, OSS), "odd": (7, SMALL, 6, 3, ODD), "int32": (3, SMALL, 6, 2, {"index": I32}),
+    "no_tokens": (0, SMALL, 6, 2), "one_number": (1, (1, 1, 1), 1, 1), "one_expert": (3, SMALL, 1, 1),
+    "float64": (3, SMALL, 6, 2, F64, OSS),
+    "float32_one_token": (1, WIDE, 6, 3, OSS), "float32_one_token-odd": (2, SMALL, 6, 3, {**OSS, **ODD}),
+    **{f"{name}-{tokens}_tokens": (tokens, WIDE, 8, 3, BF16, {"weights": BF16}, *more) for tokens in (1, 2, 17, 64, 65)
+       for name, more in (("bfloat16", (ODD,)), ("bfloat16_all", (OSS,)))},
+    "float16": (2, WIDE, 20, 4, F16, BIAS), "float16_one_token": (1, WIDE, 20, 4, F16, ALONG), "bfloat16_many": (2, SMALL, 40, 12, BF16),
+}  # fmt: skip
+
+EXPERTS_CASES: dict[str, tuple[Case, ...]] = {"experts": table("experts", experts, EXPERTS)}

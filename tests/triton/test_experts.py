@@ -1,0 +1,138 @@
+"""`triton` of experts: the grid through the interpreter, bits that do not follow the batch, and what ptxas makes of it."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from attnops.kernel import kernels_of
+from attnops.problem import Extent, Target, altered, pretend
+from attnops.select import Policy, select
+from attnops.testing import CASES, Source, check_kernel
+from attnops.testing.experts import OSS, experts
+from tests.mates import same_bits
+from tests.ops.strategies import CALLS
+from tests.triton.process import compiled, interpreted
+from tests.triton.test_compile import MEMORY, compile_for, recorded, spilled
+
+SM90 = Target("cuda", 90, assume=("triton",))
+BF16, F32 = torch.bfloat16, torch.float32
+WIDE = (144, 72, 136)
+
+
+def kernel():
+    return kernels_of("experts")["triton"]
+
+
+def check(call):
+    with pretend(SM90):
+        figures = check_kernel(kernel(), call)
+    assert {r.field for r in figures.refused} <= {"dtype", "kv_dtype", "last_dim_contiguous"}, figures
+    assert figures.worst <= 1.0, figures
+    return figures
+
+
+@pytest.mark.parametrize("label", [case.label for case in CASES["experts"]])
+@interpreted
+def test_grid(label):
+    [case] = [c for c in CASES["experts"] if c.label == label]
+    if (figures := check(case.call())).refused:
+        pytest.skip(str(figures))
+
+
+@interpreted
+def test_random_calls():
+    @given(call=CALLS["experts"])
+    @settings(max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    def run(call):
+        check(call)
+
+    run()
+
+
+@interpreted
+def test_a_token_does_not_see_its_mates():
+    call = experts(Source(1), 40, (72, 20, 70), 5, 2, BF16, **OSS)
+    with pretend(SM90):
+        assert select(call.problem, Policy(deterministic=True)).kernel is kernel()
+    same_bits(call, [(0,), (5,), (39,), range(17)], kernel())
+
+
+@interpreted
+def test_more_tokens_than_a_program_has_are_left_to_torch():
+    """A graph compiled for a few tokens may meet many."""
+    call, other = (experts(Source(1), 65, WIDE, 6, 2, BF16) for _ in range(2))
+    kernel().run(call.record)
+    kernels_of("experts")["aten"].run(other.record)
+    assert torch.equal(call.arguments["output"], other.arguments["output"])
+
+
+@interpreted
+def test_numbers_far_out_of_range_read_nothing():
+    call = experts(Source(1), 3, WIDE, 6, 2, F32)
+    index = call.arguments["top_k_index"]
+    index[0, 0], index[1, 1], index[2] = 2**62, -(2**62), 6
+    kernel().run(call.record)
+    got = call.arguments["output"].clone()
+    kernels_of("experts")["reference"].run(call.record)
+    torch.testing.assert_close(got, call.arguments["output"])
+    assert not got[2].any()
+
+
+# Selection ------------------------------------------------------------------------------------------------------------
+
+QWEN = experts(Source(), 8, WIDE, 16, 4, BF16).problem
+
+
+@pytest.mark.parametrize(("target", "tokens", "chosen"), [
+    (SM90, Extent.of(1), "triton"), (SM90, Extent.of(64), "triton"), (SM90, Extent(2, None, 8), "triton"), (SM90, Extent.of(512), "aten"),
+    (Target("cuda", 80, ("triton",)), Extent.of(8), "triton"), (Target("cuda", 90, ()), Extent.of(8), "aten"),
+    (Target(), Extent.of(8), "aten"),
+])  # fmt: skip
+def test_the_choice_follows_the_number_of_tokens(target, tokens, chosen):
+    problem = altered(QWEN, target=target, tokens=tokens, in_features=2048, out_features=768, experts=128, top_k=8)
+    assert select(problem).kernel.name == chosen
+
+
+# What is compiled -----------------------------------------------------------------------------------------------------
+
+MODELS = {"gpt-oss": ((2880, 2880, 2880), 4, OSS), "qwen3": ((2048, 768, 2048), 8, {})}
+
+
+def launched(name, tokens, arch):
+    from attnops.kernels.triton.launch import experts as host
+    from attnops.kernels.triton.launch.gpu import Gpu
+
+    sizes, k, more = MODELS[name]
+    call = experts(Source(), tokens, (64, 32, 64), 8, k, BF16, **more).map(lambda n, t: t.to(torch.int32) if n == "top_k_index" else t)
+    inner, out = sizes[1:]
+    shapes = {"x": (tokens, sizes[0]), "gate_up": (8, 2 * inner, sizes[0]), "down": (8, out, inner), "output": (tokens, out)}
+    shapes |= {"gate_up_bias": (8, 2 * inner), "down_bias": (8, out)}
+
+    def wide(n, t):
+        if n not in shapes:
+            return t
+        if more and len(shapes[n]) == 3:
+            count, rows, columns = shapes[n]
+            return torch.empty(count, columns, rows, dtype=BF16).transpose(1, 2)
+        return torch.empty(shapes[n], dtype=BF16)
+
+    with recorded(host, Gpu(132, MEMORY[arch], arch == 90, True)) as found:
+        kernel().run(call.map(wide).record)
+    return found
+
+
+@pytest.mark.parametrize(("arch", "name", "tokens"), [
+    (90, "gpt-oss", 1), (90, "gpt-oss", 32), (90, "qwen3", 1), (90, "qwen3", 32), (80, "qwen3", 64), (89, "gpt-oss", 8),
+])  # fmt: skip
+@compiled
+def test_nothing_spills(arch, name, tokens):
+    found = launched(name, tokens, arch)
+    assert len(found) == (2 if tokens == 1 else 3)
+    for function, arguments in found[:2]:
+        binary = compile_for(arch, function, arguments, BF16)
+        assert binary.metadata.shared <= MEMORY[arch]
+        assert spilled(binary, arch) == 0
+        ptx = binary.asm["ptx"]
+        assert "cp.async" in ptx, "weights are not loaded ahead"
+        assert ("mma" in ptx) == (tokens > 1)
+        assert ("cp.async.bulk.tensor" in ptx) == (arch == 90 and tokens > 1), "which tiles are described"
