@@ -54,20 +54,16 @@ def test_every_linear_of_the_models_is_timed_once():
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_torchs_own_way_is_timed_compiled(rows, monkeypatch):
+def test_torchs_own_way_is_timed_compiled(rows):
     """As one graph of norm, product, activation and residual, for any number of rows and of results."""
     counter = CompileCounter()
-    compiled = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **how: compiled(f, backend=counter, **how))
-    run._fused.cache_clear()
     for outs, more in ((32, 0), (48, rows > 1)):
         shape = replace(SMALL, out_features=outs, norm=True, activation=True)
         call = call_of(shape, Sizes(rows + more, 1, 1), Pool("cpu"))
         with torch.no_grad(), run.tracing():
-            got = run.runner(kernels_of("linear")["aten"], call)()
+            got = run.runner(kernels_of("linear")["aten"], call, counter)()
         kernels_of("linear")["reference"].run(call.record)
         torch.testing.assert_close(got, call.arguments["output"])
-    run._fused.cache_clear()
     assert counter.frame_count == 1
 
 

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -87,10 +88,12 @@ def host_us(calls: Mapping[str, Run], repeats: int = 15, inner: int = 400, wait:
     return steps_us({name: Timed(call) for name, call in calls.items()}, repeats, float("inf"), inner, wait)
 
 
-def kernels_us(device: torch.device, steps: Mapping[str, Timed]) -> Times:
+def kernels_us(device: torch.device, steps: Mapping[str, Timed], rounds: int = 5) -> Times:
     """Microseconds of calls on the device, in turn. Each has run before. A GPU's L2 cache is cleared before every call."""
     if device.type == "cuda":
-        return GraphClock(device).spreads({name: step.call for name, step in steps.items()})
+        before = {name: step.before for name, step in steps.items() if step.before is not None}
+        found = GraphClock(device).in_turn({name: step.call for name, step in steps.items()}, rounds, before=before)
+        return {name: spread(us) for name, us in found.items()}
     return steps_us(steps, cap_s=2.0)
 
 
@@ -113,12 +116,13 @@ class GraphClock:
     def __call__(self, kernel: Kernel, call: Call, run: Run) -> float:
         return statistics.median(self.in_turn({"": run}, 1, launched=kernel.capture is not Capture.WHOLE)[""])
 
-    def spreads(self, runs: Mapping[str, Run]) -> Times:
-        """Median and spread of each of `runs`, in turn."""
-        return {name: spread(us) for name, us in self.in_turn(runs).items()}
+    def in_turn(
+        self, runs: Mapping[str, Run], rounds: int = 5, *, launched: bool = False, before: Mapping[str, Run] = MappingProxyType({}),
+    ) -> dict[str, list[float]]:  # fmt: skip
+        """Samples in microseconds of each of `runs`, all of them in every round.
 
-    def in_turn(self, runs: Mapping[str, Run], rounds: int = 5, *, launched: bool = False) -> dict[str, list[float]]:
-        """Samples in microseconds of each of `runs`, all of them in every round. launched: without graphs."""
+        launched: without graphs. before: functions that run, untimed, before the samples of a run.
+        """
         graphs: dict[str, torch.cuda.CUDAGraph | None] = {}
         taken: dict[str, list[float]] = {name: [] for name in runs}
         for name, run in runs.items():
@@ -130,6 +134,8 @@ class GraphClock:
                 graphs[name] = None
         for _ in range(rounds):
             for name, graph in graphs.items():
+                if name in before:
+                    before[name]()
                 taken[name] += self._samples(runs[name], graph)
         return taken
 

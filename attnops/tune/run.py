@@ -36,12 +36,15 @@ LEAST_S, HARD = 5.0, 1.2  # seconds that every shape gets, and the limit in budg
 ENOUGH = 0.5  # the share of a shape's points that must be timed: fewer, the smallest ones, say too little about large calls
 
 
-def runner(kernel: Kernel, call: Call) -> Run:
-    """A function that runs `kernel` on `call`: compiled, as in users' graphs, if the kernel is lowered in place, whole or around a call."""
+def runner(kernel: Kernel, call: Call, backend: str = "inductor") -> Run:
+    """A function that runs `kernel` on `call`: compiled, as in users' graphs, if the kernel is lowered in place, whole or around a call.
+
+    backend: of torch.compile, for a kernel that is lowered in place as a whole.
+    """
     if kernel.fused:
         torch._dynamo.mark_static(call.args[0], -1)  # as a model's code knows the width of a norm
         statics = tuple((name, value) for name, value in call.arguments.items() if not isinstance(value, torch.Tensor))
-        return functools.partial(_fused(kernel.op, kernel.name, statics), call.tensors())
+        return functools.partial(_fused(kernel.op, kernel.name, statics, backend), call.tensors())
     if kernel.core is None:
         return functools.partial(kernel.run, call.record)
     kwargs = call.kwargs
@@ -66,7 +69,7 @@ def _compiled(op: str, queries: str) -> Callable[..., Any]:
 
 
 @functools.cache
-def _fused(op: str, name: str, statics: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+def _fused(op: str, name: str, statics: tuple[tuple[str, Any], ...], backend: str) -> Callable[..., Any]:
     kernel, record = kernels_of(op)[name], OPS[op].call
 
     def run(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -74,7 +77,7 @@ def _fused(op: str, name: str, statics: tuple[tuple[str, Any], ...]) -> Callable
         kernel.run(record(**{**tensors, **dict(statics), "output": output}))
         return output
 
-    return torch.compile(run, fullgraph=True, dynamic=True)
+    return torch.compile(run, fullgraph=True, dynamic=True, backend=backend)
 
 
 @contextlib.contextmanager
