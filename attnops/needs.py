@@ -253,7 +253,7 @@ def check_fields(kernel: Kernel) -> None:
     want(isinstance(factor, Real) and 0 < factor < inf, "tolerance", "a factor > 0")
     for name in ("run", "cost_us"):
         want(callable(getattr(kernel, name)), name, "a function")
-    optional = ["probe", "workspace_bytes", "plan.sizes", "plan.device"]
+    optional = ["probe", "ahead", "workspace_bytes", "plan.sizes", "plan.device"]
     optional += ["inline.when"] * (kernel.inline is not None) + ["invariant.cost_us"] * (kernel.invariant is not None)
     for name in optional:
         want(attrgetter(name)(kernel) is None or callable(attrgetter(name)(kernel)), name, "a function or None")

@@ -14,8 +14,10 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from ..errors import NotCapturable, fail
+from ..ops import OPS
+from ..ops.ahead import begin
 from ..select import parse_policy
-from ..traced import equal_calls
+from ..traced import comparable, equal_calls
 from .graph_breaks import ATTENTION, DATA, Break, break_of, depends_on_data, kernel_of
 
 # Nodes that launch no kernel may go to either side of a break, and allocations before it.
@@ -92,7 +94,8 @@ def split(gm: fx.GraphModule, eager: Collection[str] = ()) -> Split:
         read = node.all_input_nodes if node.target is torch.scalar_tensor else []
         if any(depends_on_data(value_of(n)) for n in (node, *read)):
             fail(NotCapturable, str(node), "the model returns it, and its size or value depends on data; return tensors of fixed sizes")
-    cuts = {node: cut for node in gm.graph.nodes if (cut := _cut(node, eager)) is not None}
+    begun: set[Any] = set()
+    cuts = {node: cut for node in gm.graph.nodes if (cut := _cut(node, eager, begun)) is not None}
     # A compiler of one layer's piece cannot see that other layers compute the same metadata.
     for node, earlier in reversed(equal_calls(gm.graph, value_of).items()):
         node.replace_all_uses_with(earlier)
@@ -140,8 +143,11 @@ def _allocates(node: fx.Node) -> bool:
     return (node.op == "call_function" and node.target in _ALLOCATIONS) or (node.op == "call_method" and node.target in _ALLOCATING)
 
 
-def _cut(node: fx.Node, eager: Collection[str]) -> Cut | None:
-    """The cut at a node, if any. A call of an attnops op gets the policy that forces the chosen kernel, for all sizes of the trace."""
+def _cut(node: fx.Node, eager: Collection[str], begun: set[Any]) -> Cut | None:
+    """The cut at a node, if any. A call of an attnops op gets the policy that forces the chosen kernel, for all sizes of the trace.
+
+    The kernel begins to build what it will wait for. begun: calls of which it has.
+    """
     if node.op in ("placeholder", "output", "get_attr"):
         return None
     packet = node.target if isinstance(node.target, torch._ops.OpOverloadPacket) else None
@@ -150,6 +156,9 @@ def _cut(node: fx.Node, eager: Collection[str]) -> Cut | None:
         node.target = packet.default
     args, kwargs = pytree.tree_map_only(fx.Node, value_of, (node.args, dict(node.kwargs)))
     kernel = kernel_of(node.target, args, kwargs) if node.op == "call_function" else None
+    if kernel is not None and kernel.ahead is not None and (like := (kernel.op, comparable((args, kwargs), str))) not in begun:
+        begun.add(like)
+        begin(kernel, OPS[kernel.op].call(*args, **kwargs))
     if kernel is not None and getattr(node.target, "_overloadname", "") == "default":
         policy = replace(parse_policy(kwargs.get("policy", "")), kernel=(f"{kernel.op}:{kernel.name}",))
         node.kwargs = {**node.kwargs, "policy": policy.key}

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from ..call import Call, changed, same, values
 from ..kernel import Kernel
 from ..ops import OPS, Op
+from ..ops.ahead import begin
 from ..problem import Problem
 from ..select import choose, select
 from ..traced import equal_calls
@@ -27,7 +28,7 @@ def lowering_of(op: Op) -> Callable[..., Any]:
 
         node, kept = V.graph.current_node, vars(V.graph)
         if "attnops_equal" not in kept:
-            kept["attnops_equal"], kept["attnops_lowered"] = equal_calls(node.graph, _value), {}
+            kept["attnops_equal"], kept["attnops_lowered"], kept["attnops_begun"] = equal_calls(node.graph, _value), {}, set()
         # Inductor drops a node's value after its last use, so it is kept for equal calls.
         lowered = kept["attnops_lowered"]
         if (earlier := kept["attnops_equal"].get(node)) is not None:
@@ -40,6 +41,9 @@ def lowering_of(op: Op) -> Callable[..., Any]:
         if log.isEnabledFor(logging.INFO):
             log.info("%s", select(problem, call.policy))
         inline = _in_place(kernel, problem, call)
+        if not inline and (kernel.name, problem) not in kept["attnops_begun"]:
+            kept["attnops_begun"].add((kernel.name, problem))
+            begin(kernel, call)
         lowered[node] = _inline(op, kernel, call, op.call(*args, **kwargs)) if inline else _call(op, kernel, args, kwargs)
         return lowered[node]
 

@@ -153,8 +153,8 @@ def explain(
             site = sites.setdefault((path(), facts), Site(path(), 0, decision))
             sites[path(), facts] = dataclasses.replace(site, count=site.count + 1)
 
-        def on_call(op: Op, problem: Problem, policy: str) -> None:
-            decision = select(problem, policy)
+        def on_call(op: Op, problem: Problem, call: Any) -> None:
+            decision = select(problem, call.policy)
             count(found, decision, problem, decision.policy.key)
 
         stack.callback(watch(on_call))

@@ -26,7 +26,7 @@ _FAKE_LIB = torch.library.Library("attnops", "IMPL")
 OPS: dict[str, Op] = {}
 """Every op by name, in order of definition."""
 
-_WATCHERS: list[Callable[[Op, Problem, str], None]] = []
+_WATCHERS: list[Callable[[Op, Problem, Any], None]] = []
 _TRACE_HOOKS: list[Callable[[], None]] = []
 
 
@@ -97,8 +97,8 @@ def bind_all() -> None:
     on_register(bind, check_binding)
 
 
-def watch(watcher: Callable[[Op, Problem, str], None]) -> Callable[[], None]:
-    """Call `watcher(op, problem, policy_key)` for every call traced with fake tensors. Returns a function that ends it."""
+def watch(watcher: Callable[[Op, Problem, Any], None]) -> Callable[[], None]:
+    """Call `watcher(op, problem, call)` for every call traced with fake tensors. Returns a function that ends it."""
     _WATCHERS.append(watcher)
     return lambda: _WATCHERS.remove(watcher)
 
@@ -150,7 +150,7 @@ def _fake(op: Op, chooses: bool) -> Callable[..., Any]:
             if parsed.forced(op.name) or _WATCHERS:
                 problem = op.problem(call)
                 for watcher in tuple(_WATCHERS):
-                    watcher(op, problem, call.policy)
+                    watcher(op, problem, call)
                 if not _WATCHERS:
                     choose(problem, call.policy)
             _notify_compiler()

@@ -224,7 +224,7 @@ def test_unbacked_sizes_are_never_asked_for(op, name):
 @pytest.mark.parametrize("op", list(OPS))
 def test_building_a_problem_installs_no_guard(op):
     seen = []
-    end = watch(lambda an_op, problem, policy: seen.append(problem))
+    end = watch(lambda an_op, problem, call: seen.append(problem))
     try:
         for dynamic in (DimDynamic.DYNAMIC, UNBACKED):
             _, guards, _ = symbolic(op, "default", dynamic, full_call(op))
@@ -256,7 +256,7 @@ def test_a_forced_kernel_is_checked_while_tracing():
 
 def test_fake_cuda_problems_are_for_cuda():
     seen = []
-    end = watch(lambda op, problem, policy: seen.append(problem.target))
+    end = watch(lambda op, problem, call: seen.append(problem.target))
     try:
         with FakeTensorMode():
             q = torch.empty(1, 3, 2, 8, device="cuda:0")

@@ -76,7 +76,7 @@ def attend(asked: Asked, dense: str | None, paged: str | None, latent: str | Non
     if not isinstance(asked.cache, (PagedModelCache, View)):
         fail(InvalidInput, "attnops_cache", type(asked.cache).__name__, "a PagedModelCache, which the hook of a patched module passes on")
     if not asked.cache.latent:
-        return _attend_keys(asked, _checked(asked), dense, paged)
+        return attend_keys(asked, _checked(asked), dense, paged)
     asked.unknown["sinks"] = asked.sinks
     found, cache, layer = _checked(asked), asked.cache, asked.module.layer_idx
     view = cache.view(layer, found.start, asked.query.shape[2], asked.query.shape[1])
@@ -111,7 +111,8 @@ def _checked(asked: Asked) -> Range:
     return found
 
 
-def _attend_keys(asked: Asked, found: Range, dense: str | None, paged: str | None) -> Tensor:
+def attend_keys(asked: Asked, found: Range, dense: str | None, paged: str | None) -> Tensor:
+    """As `attend`, of keys and values, by the range that a mask describes."""
     cache, layer = asked.cache, asked.module.layer_idx
     batch, heads, count, _ = asked.query.shape
     window = cache.window_of(layer)

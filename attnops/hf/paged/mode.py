@@ -27,6 +27,7 @@ from attnops.hf.loop.sample import Loop
 from attnops.hf.matching.match import Match, Site
 from attnops.hf.methods import Method, is_compiled
 from attnops.hf.paged import models as paged_models
+from attnops.hf.paged.ahead import begin
 from attnops.hf.paged.attention import dims_of, hand_over
 from attnops.hf.paged.cache import PagedKeyCache, PagedLatentCache, PagedModelCache, Returned, layers_without_pages
 from attnops.hf.paged.decode import Decode, Decoder
@@ -304,6 +305,7 @@ class PagedMode:
                 reasons = {f"pages cannot be made: {one_line(error)}": False}
             else:
                 model_kwargs["past_key_values"] = cache
+                begin(cache.state.pages, self._over, rows, 1 if mask is None else mask.shape[1])
                 if generation is not None:
                     generation.lent.append(cache)
                     generation.why = ""

@@ -7,6 +7,7 @@ graphs may hold the tables. Layers with a sliding window have pages for the wind
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -75,6 +76,7 @@ class ModelPages(Pages):
     pad: int64 `[rows]`, the positions of each row that are padding; EMPTY for a row that the last step did not have.
     high: int64 `[]`, the most positions there have been since the cache was empty, where there are windows.
     kernels: for each layer, the one that decode steps of all rows choose, "" for none.
+    begun: kinds of steps whose kernels have begun to be compiled.
     counters: the tensors that a step writes besides keys, values and latents.
     """
 
@@ -101,6 +103,7 @@ class ModelPages(Pages):
         )
         for _ in range(rows):
             self.alloc(length)
+        self.begun: set[Hashable] = set()
         self._plan_of: tuple[Kernel, LatentSpec] | None = None
         self._kinds: dict[PagedSpec | LatentSpec, int] = dict(zip(sizes.layers, self.table_of, strict=True))  # and a page table of each
         self.add_workspace(max(self._scratch(layer, table) for layer, table in self._kinds.items()))

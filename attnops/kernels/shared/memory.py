@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from attnops.errors import InvalidInput
 from attnops.kernel import demand
@@ -30,6 +31,11 @@ def aligned(**given: Tensor) -> None:
             raise InvalidInput(field, f"strides {x.stride()} from {x.data_ptr():#x}", f"rows that start at multiples of {PACK} bytes")
 
 
+def address(x: Tensor) -> int:
+    """The address of a tensor; of a fake one an address that is aligned alike."""
+    return int(x.storage_offset()) * x.dtype.itemsize if isinstance(x, FakeTensor) else x.data_ptr()
+
+
 def total(scratch: int) -> int:
     """Bytes of a workspace that has `scratch` bytes for results under way."""
     return COUNTERS + scratch
@@ -37,8 +43,8 @@ def total(scratch: int) -> int:
 
 def split(workspace: Tensor | None, scratch: int) -> tuple[Tensor, Tensor]:
     """(the counters, the at least `scratch` bytes after them, which may hold anything). Raises InvalidInput when it is too small."""
-    if workspace is None or workspace.numel() < total(scratch) or workspace.data_ptr() % PACK:
-        at = "" if workspace is None or not workspace.data_ptr() % PACK else f" at an address not a multiple of {PACK}"
+    if workspace is None or workspace.numel() < total(scratch) or address(workspace) % PACK:
+        at = "" if workspace is None or not address(workspace) % PACK else f" at an address not a multiple of {PACK}"
         got = "None" if workspace is None else f"{workspace.numel()} bytes{at}"
         raise InvalidInput("workspace", got, f">= {total(scratch)} bytes, aligned to {PACK}, zero before the first call")
     return workspace[:COUNTERS], workspace[COUNTERS:]

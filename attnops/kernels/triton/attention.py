@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -26,18 +27,34 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 STORED = (*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
 
-def launched(module: str, name: str) -> Callable[[Any], Any]:
+@dataclass(frozen=True)
+class Launched:
     """The function `name` of `launch/<module>.py` as a kernel's `run`, on the call's device. The first call imports it, and triton."""
 
-    @functools.cache
-    def function() -> Any:
-        return getattr(import_module(f"attnops.kernels.triton.launch.{module}"), name)
+    module: str
+    name: str
 
-    def run(call: Any) -> Any:
+    @functools.cached_property
+    def function(self) -> Callable[[Any], Any]:
+        """The function."""
+        found: Callable[[Any], Any] = getattr(import_module(f"attnops.kernels.triton.launch.{self.module}"), self.name)
+        return found
+
+    def __call__(self, call: Any) -> Any:
         with torch.cuda.device_of(call[0]):
-            return function()(call)
+            return self.function(call)
 
-    return run
+    def ahead(self, call: Any) -> None:
+        """Begin to compile what such a call launches: a kernel's `ahead`."""
+        from attnops.kernels.triton.launch.beside import BESIDE
+
+        with torch.cuda.device_of(call[0]):
+            BESIDE.begin(self.function, call)
+
+
+def launched(module: str, name: str) -> Launched:
+    """See Launched."""
+    return Launched(module, name)
 
 
 def own(
@@ -48,7 +65,7 @@ def own(
     register(
         Kernel(
             "triton", op, run, frozenset(takes), dtypes, kv_dtypes, (arch_from(80), *needs), (PACKAGE,), cost_us=cost_us,
-            invariant=Invariant(), about=about,
+            invariant=Invariant(), ahead=run.ahead if isinstance(run, Launched) else None, about=about,
         )
     )  # fmt: skip
 
@@ -83,13 +100,14 @@ for _op, _takes in (("attention_backward", RULES | {"kv_start", "kv_end"}), ("va
 for _op in ("merge_state", "merge_states"):
     own(_op, launched("attention", _op), _merge_us, "attnops' own")
 _SIXTEEN = demand("q_heads, kv_heads", "at most 16 query heads a key head", lambda p: p.group_size <= 16)
+_decode = launched("decode", "decode_attention")
 register(
     Kernel(
-        "triton", "decode_attention", launched("decode", "decode_attention"),
+        "triton", "decode_attention", _decode,
         frozenset({"cos", "sin", "q_norm", "k_norm", "sinks", "window_left", "softcap", "holes"}), FLOATS, None,
         (arch_from(80), one_of("last_dim_contiguous", True), at_most("head_dim", 256), _SIXTEEN), (PACKAGE,),
         cost_us=Roofline(6.0, 1.05, 0.45, 0.013, 256), workspace_bytes=lambda problem: memory.total(0),
         invariant=Invariant(cost_us=Roofline(6.0, 1.05, 0.45, 0.013, 512)),  # keys of a split of a fixed size
-        about="attnops' own, all in one launch",
+        ahead=_decode.ahead, about="attnops' own, all in one launch",
     )
 )  # fmt: skip

@@ -9,6 +9,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from attnops.kernels.triton.launch.beside import BESIDE
 from attnops.reference.rows import Rules
 
 LOG2E = 1.4426950408889634
@@ -57,7 +58,10 @@ def overlaps(device: torch.device) -> bool:
 
 def launch(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], args: tuple[Any, ...] = (), warps: int = 4) -> None:
     """Launch a device function on the current GPU. args: its first arguments; given: the others by name, with Triton's options."""
-    kernel[grid](*args, **given, num_warps=warps, **OPTIONS)
+    given = {**given, "num_warps": warps, **OPTIONS}
+    if BESIDE.looks and BESIDE.takes(kernel, grid, args, given):
+        return
+    kernel[grid](*args, **given)
 
 
 def flat(x: Tensor | None) -> Tensor | None:

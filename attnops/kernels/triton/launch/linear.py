@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from attnops.kernel import deterministic
+from attnops.kernels.shared.memory import address
 from attnops.kernels.torch.linear import linear as composed
 from attnops.kernels.triton.device import linear as device
 from attnops.kernels.triton.launch import linear_tiles as tiles
@@ -66,7 +67,7 @@ def _descriptors() -> bool:
 
 def _describable(weight: Tensor) -> bool:
     row = weight.stride(0) * weight.dtype.itemsize
-    return _descriptors() and weight.data_ptr() % ALIGNED == 0 and row % ALIGNED == 0 and row > 0
+    return _descriptors() and address(weight) % ALIGNED == 0 and row % ALIGNED == 0 and row > 0
 
 
 def _descriptor(weight: Tensor, rows: int, columns: int) -> Any:

@@ -1,0 +1,198 @@
+"""Compiles kernels beside each other, in threads, before they are launched.
+
+Triton compiles a kernel at its first launch. That takes half a second, most of it in other processes: ptxas and, for the function that
+launches the kernel, gcc. `Beside.begin` runs the host side of a call, whose launches are noted and not made, and threads compile their
+kernels. A launch waits for a kernel that a thread compiles just then. It compiles one itself that no thread has begun, or that a thread
+failed to compile.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnops.kernels.shared.memory import address
+
+log = logging.getLogger("attnops.kernels")
+
+MOST_THREADS = 4
+ALIGNED = 16
+"""Triton compiles a kernel for addresses, in bytes, and for whole numbers that are multiples of it, and another for others."""
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """In place of a tensor for Triton's compiler."""
+
+    dtype: torch.dtype
+    address: int
+
+    def data_ptr(self) -> int:
+        """The address."""
+        return self.address
+
+    def ptr_range(self) -> int:
+        """Bytes that can be read from there: as of a large tensor."""
+        return 1 << 40
+
+
+@dataclass(eq=False)
+class Launch:
+    """A launch that is not made. device: the index of a GPU, or None. done: is set when the kernel is compiled, or could not be."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    given: dict[str, Any]
+    device: int | None
+    done: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for launches of one compiled kernel, as far as can be told without Triton."""
+        named = ((name, _kind(x, name.islower() and name in self.kernel.arg_names)) for name, x in self.given.items())
+        return id(self.kernel), self.device, *(_kind(x, True) for x in self.args), *named
+
+
+def _kind(x: Any, varies: bool) -> Any:
+    """As Triton tells arguments apart. varies: one compiled kernel serves other numbers, too."""
+    if isinstance(x, Pointer):
+        return x.dtype, x.address % ALIGNED == 0
+    if hasattr(x, "block_shape"):
+        return x.base.dtype, *x.block_shape
+    if not varies or type(x) not in (int, float):
+        return x
+    return (x == 1, x % ALIGNED == 0) if type(x) is int else float
+
+
+def _pointed(x: Any) -> Any:
+    if hasattr(x, "block_shape"):
+        return replace(x, base=_pointed(x.base))
+    return Pointer(x.dtype, address(x)) if isinstance(x, Tensor) else x
+
+
+_STARTING = threading.Lock()
+
+
+def build(launch: Launch) -> None:
+    """Compile a kernel, and the function that launches it. The GPU, which may be capturing, is left alone."""
+    from triton.runtime import driver
+
+    with nullcontext() if launch.device is None else torch.cuda.device(launch.device):
+        with _STARTING:  # Triton's driver is compiled, too, and its caches of a kernel are made at their first use
+            active: Any = driver.active
+            launch.kernel.device_caches[active.get_current_device()]
+        made = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.given)
+        active.launcher_cls(made.src, made.metadata)
+
+
+class Beside:
+    """Kernels that threads compile. looks: must a launch ask `takes`?"""
+
+    def __init__(self, build: Callable[[Launch], None] = build) -> None:
+        self._build = build
+        self.reset()
+
+    def reset(self) -> None:
+        """As new. For the child of a fork, which has no threads but its own."""
+        self.looks = False
+        self._lock = threading.Lock()
+        self._launches: dict[tuple[Any, ...], Launch] = {}  # whose kernels are not yet compiled
+        self._waiting: deque[Launch] = deque()  # those that no thread has begun
+        self._threads = self._noting = 0
+        self._here = threading.local()
+
+    def begin(self, run: Callable[[Any], Any], call: Any) -> None:
+        """Begin to compile what `run(call)` launches, where `call` has fake tensors. Raises as `run` does."""
+        noted: list[Launch] = []
+        self._note(noted, 1)
+        try:
+            run(call)
+        finally:
+            self._note(None, -1)
+        for launch in noted:
+            self._add(launch)
+
+    def takes(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], given: dict[str, Any]) -> bool:
+        """Is this launch noted, and not to be made? If it is to be made, wait for a thread that compiles its kernel."""
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        launch = Launch(kernel, grid, tuple(map(_pointed, args)), {name: _pointed(x) for name, x in given.items()}, device)
+        noted: list[Launch] | None = getattr(self._here, "noted", None)
+        if noted is not None:
+            noted.append(launch)
+            return True
+        with self._lock:
+            found = self._launches.get(launch.key)
+            if found is not None and found in self._waiting:
+                self._waiting.remove(found)
+                self._end(found)
+        if found is not None:
+            found.done.wait()
+        return False
+
+    def drop(self) -> None:
+        """Compile no kernel that no thread has begun."""
+        with self._lock:
+            while self._waiting:
+                self._end(self._waiting.popleft())
+
+    def _note(self, noted: list[Launch] | None, more: int) -> None:
+        self._here.noted = noted
+        with self._lock:
+            self._noting += more
+            self._look()
+
+    def _look(self) -> None:
+        self.looks = self._noting > 0 or bool(self._launches)
+
+    def _add(self, launch: Launch) -> None:
+        # A Triton without this lock, or its interpreter: two threads may not compile at once.
+        if not hasattr(launch.kernel, "_hash_lock"):
+            return
+        with self._lock:
+            if launch.key in self._launches:
+                return
+            self._launches[launch.key] = launch
+            self._waiting.append(launch)
+            self._look()
+            starts = self._threads < MOST_THREADS
+            self._threads += starts
+        if starts:
+            threading.Thread(target=self._work, name="attnops-compile").start()
+
+    def _work(self) -> None:
+        while (launch := self._next()) is not None:
+            try:
+                self._build(launch)
+            except Exception as error:
+                log.debug("a kernel is compiled at its launch: %s", error)
+            finally:
+                with self._lock:
+                    self._end(launch)
+
+    def _next(self) -> Launch | None:
+        # A process that ends waits for its threads, and so for the kernels that they have begun.
+        with self._lock:
+            if self._waiting and threading.main_thread().is_alive():
+                return self._waiting.popleft()
+            self._threads -= 1
+            return None
+
+    def _end(self, launch: Launch) -> None:
+        self._launches.pop(launch.key, None)
+        launch.done.set()
+        self._look()
+
+
+BESIDE = Beside()
+with suppress(AttributeError):  # Windows has no forks
+    os.register_at_fork(after_in_child=BESIDE.reset)

@@ -1,0 +1,100 @@
+"""Kernels begin to build what a call will wait for, before it: from calls on fake tensors, from traces, and from a cache of pages."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+import attnops
+from attnops.graphs.split import split
+from attnops.hf.paged import ahead as first_steps
+from attnops.hf.paged.cache import PagedKeyCache
+from attnops.hf.paged.pages import ModelPages, Sizes
+from attnops.kernel import _REGISTRY, kernels_of
+from attnops.ops import PagedSpec, paged_attention, write_kv
+from attnops.ops.ahead import ahead, begin
+from attnops.ops.op import OPS
+
+OPS_OF_PAGES = ("write_kv", "paged_attention", "decode_attention")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The calls that CPU kernels of pages are told of before."""
+    told = []
+    for op in OPS_OF_PAGES:
+        kernels = {name: replace(kernel, ahead=lambda call: told.append(call)) for name, kernel in kernels_of(op).items()}
+        monkeypatch.setitem(_REGISTRY.kernels, op, kernels)
+    attnops.kernel.renew()
+    yield told
+    monkeypatch.undo()
+    attnops.kernel.renew()
+
+
+def given(rows=3, dims=16):
+    key, pages = torch.randn(rows, 2, dims), torch.zeros(6, 4, 2, dims)
+    return key, key.clone(), pages, pages.clone(), torch.arange(rows)
+
+
+def test_calls_of_the_block_are_told_and_not_made(calls):
+    args = given()
+    with ahead():
+        write_kv(*args)
+    write_kv(*args)
+    [call] = calls
+    assert all(isinstance(t, FakeTensor) for t in call[:5]) and call.key.shape == (3, 2, 16)
+    assert args[2].any()  # of the call after the block alone
+    calls.clear()
+    with ahead():
+        write_kv(*given())
+    assert len(calls) == 1 and not given()[2].any()
+
+
+def test_errors_of_a_kernel_are_left_to_its_run():
+    def fails(call):
+        raise RuntimeError("no compiler")
+
+    kernel = next(iter(kernels_of("write_kv").values()))
+    begin(replace(kernel, ahead=fails), OPS["write_kv"].call(*given()))
+    begin(replace(kernel, ahead=None), None)
+
+
+def test_a_trace_tells_of_sizes_by_their_hints_and_of_equal_calls_once(calls):
+    def step(key, value, k_pages, v_pages, slots):
+        for _ in range(3):
+            write_kv(key, value, k_pages, v_pages, slots)
+        query = torch.cat([key, key], 1)
+        ends = torch.arange(key.shape[0] + 1, dtype=torch.int32)
+        table, lengths = slots[:, None].to(torch.int32) % 6, torch.ones_like(slots, dtype=torch.int32)
+        return paged_attention(query, k_pages, v_pages, table, lengths, ends, max_seqlen_q=1)
+
+    with torch.no_grad():
+        torch.compile(step, backend=lambda gm, _: split(gm).module, dynamic=True)(*given(rows=5))
+    assert [call.spec.op for call in calls] == ["write_kv", "paged_attention"]
+    for call in calls:
+        assert call[0].shape[0] == 5 and all(type(n) is int for t in call if isinstance(t, torch.Tensor) for n in (*t.shape, *t.stride()))
+
+
+@pytest.mark.parametrize("window", [0, 8], ids=["whole", "window"])
+@pytest.mark.parametrize(("rows", "prompt"), [(1, 40), (3, 7)])
+def test_the_first_steps_of_new_pages(calls, rows, prompt, window):
+    whole = PagedSpec(4, 2, 16, 0, torch.float32, 16)
+    layers = (whole, replace(whole, window=(window - 1, -1)) if window else whole, whole)
+    pages = ModelPages(Sizes(rows, 64, layers, torch.device("cpu"), None, fixed=True))
+
+    def cache():
+        return PagedKeyCache(pages, (0, 2, 5), dict, filled=True)
+
+    before = [t.clone() for t in (*pages.pools, *pages.counters)]
+    first_steps.step(cache(), rows, prompt)
+    kinds = 1 + bool(window)
+    assert [call.spec.op for call in calls] == ["write_kv"] * kinds
+    assert {call.key.shape[0] for call in calls} == {rows * prompt}
+    calls.clear()
+    first_steps.step(cache(), rows, 1)
+    assert [call.spec.op for call in calls] == ["write_kv", "paged_attention"] * kinds
+    assert [call.window_left for call in calls[1::2]] == [-1, window - 1][:kinds]
+    assert all(call[0].shape[0] == rows for call in calls)
+    for t, held in zip((*pages.pools, *pages.counters), before, strict=True):
+        assert torch.equal(t, held)

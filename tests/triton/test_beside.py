@@ -1,0 +1,200 @@
+"""Kernels are compiled in threads before they are launched. Stand-ins for Triton's kernels and its compiler say the order."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from attnops.errors import InvalidInput
+from attnops.kernels.triton.launch import beside
+from attnops.kernels.triton.launch.beside import Beside
+
+LIMIT = 60
+"""Seconds after which a test no longer waits."""
+
+
+class Kernel:
+    """As a function of triton.jit, to the launches."""
+
+    arg_names = ("x", "rows", "WIDE")
+    _hash_lock = None
+
+
+class Compiler:
+    """In place of `build`: takes part in the order of events, and waits where it is held."""
+
+    def __init__(self, held=False):
+        self.built, self.free, self.began = [], threading.Event(), threading.Semaphore(0)
+        if not held:
+            self.free.set()
+
+    def __call__(self, launch):
+        assert threading.current_thread() is not threading.main_thread()
+        self.built.append(launch)
+        self.began.release()
+        assert self.free.wait(LIMIT)
+
+
+def begun(found, *calls):
+    """`found` with the launches of these calls begun: (kernel, argument, the others by name) of each."""
+
+    def run(call):
+        for kernel, x, given in calls:
+            assert found.looks
+            assert found.takes(kernel, (1,), (x,), given)
+
+    found.begin(run, None)
+    return found
+
+
+def in_a_thread(run):
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def settled(found):
+    while found.looks:
+        for launch in list(found._launches.values()):
+            assert launch.done.wait(LIMIT)
+
+
+def test_a_launch_waits_for_the_thread_that_compiles_its_kernel():
+    compiler, kernel, x, order = Compiler(held=True), Kernel(), torch.zeros(4), []
+    found = begun(Beside(compiler), (kernel, x, {"rows": 32, "WIDE": 8}))
+    assert compiler.began.acquire(timeout=LIMIT)
+
+    def launch():
+        assert not found.takes(kernel, (1,), (x,), {"rows": 64, "WIDE": 8})  # a kernel of Triton serves both
+        order.append("launched")
+
+    thread = in_a_thread(launch)
+    assert not found.takes(kernel, (1,), (x,), {"rows": 64, "WIDE": 16})  # another one, which no thread compiles
+    order.append("compiled")
+    compiler.free.set()
+    thread.join(LIMIT)
+    settled(found)
+    assert order == ["compiled", "launched"] and len(compiler.built) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "alike"),
+    [({"rows": 48}, True), ({"rows": 1}, False), ({"rows": 33}, False), ({"WIDE": 32}, False), ({"num_stages": 3}, False)],
+    ids=str,
+)
+def test_launches_of_one_compiled_kernel_are_compiled_once(change, alike):
+    compiler, kernel, given = Compiler(held=True), Kernel(), {"rows": 32, "WIDE": 8, "num_stages": 2}
+    found = begun(Beside(compiler), *((kernel, torch.zeros(4), more) for more in (given, given | change)))
+    compiler.free.set()
+    settled(found)
+    assert len(compiler.built) == 1 + (not alike)
+
+
+def test_addresses_and_dtypes_tell_kernels_apart():
+    compiler, kernel, x = Compiler(held=True), Kernel(), torch.zeros(8)
+    found = begun(Beside(compiler), *((kernel, y, {}) for y in (x, x[4:], x[1:], x.double(), None)))
+    compiler.free.set()
+    settled(found)
+    assert len(compiler.built) == 4
+
+
+def test_a_launch_does_not_wait_for_a_thread_that_has_not_begun():
+    compiler, kernels = Compiler(held=True), [Kernel() for _ in range(beside.MOST_THREADS + 2)]
+    found = begun(Beside(compiler), *((kernel, None, {}) for kernel in kernels))
+    for _ in range(beside.MOST_THREADS):
+        assert compiler.began.acquire(timeout=LIMIT)
+    assert not found.takes(kernels[-1], (1,), (None,), {})
+    found.drop()  # and so is the last but one
+    compiler.free.set()
+    settled(found)
+    assert {launch.kernel for launch in compiler.built} == set(kernels[:-2])
+
+
+def test_an_error_of_a_thread_leaves_the_kernel_to_its_launch():
+    kernel, tried = Kernel(), threading.Event()
+
+    def build(launch):
+        tried.set()
+        raise RuntimeError("no compiler")
+
+    found = begun(Beside(build), (kernel, None, {}))
+    assert not found.takes(kernel, (1,), (None,), {})
+    assert tried.is_set() or not found.looks
+    settled(found)
+
+
+def test_an_error_of_the_host_side_notes_no_launch():
+    def run(call):
+        raise InvalidInput("x", 1, 2)
+
+    found = Beside(Compiler())
+    with pytest.raises(InvalidInput):
+        found.begin(run, None)
+    assert not found.looks and not found.takes(Kernel(), (1,), (None,), {})
+
+
+def test_launches_of_other_threads_are_made_meanwhile():
+    found, seen = Beside(Compiler()), []
+
+    def run(call):
+        in_a_thread(lambda: seen.append(found.takes(Kernel(), (1,), (None,), {}))).join(LIMIT)
+        seen.append(found.takes(Kernel(), (1,), (None,), {}))
+
+    found.begin(run, None)
+    settled(found)
+    assert seen == [False, True]
+
+
+def test_without_a_lock_of_tritons_no_thread_compiles():
+    compiler = Compiler()
+    found = begun(Beside(compiler), (type("Interpreted", (), {"arg_names": ()})(), None, {}))
+    assert not found.looks and not compiler.built
+
+
+def test_after_a_fork_no_thread_is_waited_for():
+    compiler, kernel = Compiler(held=True), Kernel()
+    found = begun(Beside(compiler), (kernel, None, {}))
+    assert compiler.began.acquire(timeout=LIMIT)
+    found.reset()
+    assert not found.looks and not found.takes(kernel, (1,), (None,), {})
+    compiler.free.set()
+
+
+END = """
+import threading, time, types
+from attnops.kernels.triton.launch.beside import Beside
+built = []
+def build(launch):
+    built.append(launch)
+    print("built", flush=True)
+    threading.main_thread().join()
+found = Beside(build)
+kernel = lambda: types.SimpleNamespace(arg_names=(), _hash_lock=None)
+found.begin(lambda call: [found.takes(kernel(), (1,), (), {}) for _ in range(40)], None)
+while not built:
+    time.sleep(0.01)
+"""
+
+
+def test_a_process_ends_after_the_kernels_that_threads_have_begun():
+    done = subprocess.run([sys.executable, "-c", END], capture_output=True, text=True, timeout=LIMIT, check=True)
+    assert 1 <= done.stdout.count("built") <= beside.MOST_THREADS, done.stderr
+
+
+def test_calls_on_fake_tensors_are_compiled_and_not_launched():
+    triton = pytest.importorskip("triton")
+    from attnops.kernels.triton.launch import data
+    from attnops.ops.paged import WriteKV
+
+    noted = Beside(Compiler())
+    noted._add = lambda launch: launches.append(launch)
+    launches = []
+    with FakeTensorMode(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("attnops.kernels.triton.launch.gpu.BESIDE", noted)
+        key, pages = torch.empty(5, 2, 16), torch.empty(3, 4, 2, 16)
+        noted.begin(data.write_kv, WriteKV(key, key, pages, pages, torch.empty(5, dtype=torch.int64)))
+    assert triton and [launch.grid for launch in launches] and all(launch.given["PAGE"] == 4 for launch in launches)
+    assert {x.dtype for launch in launches for x in launch.args if isinstance(x, beside.Pointer)} == {torch.float32, torch.int64}
