@@ -214,7 +214,8 @@ def _select(problem: Problem, policy: Policy, registered: int, table: Table | No
 def without_sizes(problem: Problem) -> Problem:
     """`problem` as a deterministic policy sees it: without sizes and without promises of a single call.
 
-    Sizes are unbounded, so a kernel of few queries refuses even a decode step, which may share its batch with a prompt.
+    Sizes are unbounded, so a kernel of few queries refuses even a decode step, which may share its batch with a prompt, unless it takes
+    any number under such a policy (`StepFacts.deterministic`).
     """
     return _step(problem, DECODE if problem.page_size else PROMPT)
 
@@ -229,7 +230,7 @@ DECODES = 64
 def _step(problem: Problem, step: tuple[int, int]) -> Problem:
     batch, queries = step
     sizes = Extents(*(Extent(0, None, hint) for hint in (batch * queries, batch, queries, 4096)))
-    return altered(problem, padded=True, holes=False, sizes_equal=False, sizes=sizes)
+    return altered(problem, padded=True, holes=False, sizes_equal=False, deterministic=True, sizes=sizes)
 
 
 def _invariant_costs(seen: Problem, kernels: list[Kernel]) -> dict[str, Cost]:

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import Guard, TracingContext
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols
 from torch.nn.functional import linear
 from torch.utils import _pytree as pytree
 
@@ -151,7 +151,8 @@ def _decide(match: Match) -> Decision | str:
             return one_line(ours)
         problem = LINEAR.problem(call)
         tokens = problem.sizes.tokens
-        if tokens.hi is None and not free_unbacked_symbols(rows):
+        # No guard bounds a product of two symbols, as of a batch of prompts.
+        if tokens.hi is None and not free_unbacked_symbols(rows) and len(free_symbols(rows.shape[0])) == 1:
             few, many = Extent(tokens.lo, ROWS, min(tokens.hint, ROWS)), Extent(ROWS + 1, None, max(tokens.hint, 2 * ROWS))
             if len({select(altered(problem, tokens=extent), policy).kernel for extent in (few, many)}) > 1:
                 bool(rows.shape[0] <= ROWS)  # a guard, which bounds the symbol: graphs of fewer and of more rows are compiled apart

@@ -367,10 +367,16 @@ def test_another_policy(before):
     assert backend.calls == [0, 2]
 
 
-def test_few_rows_and_many_are_compiled_apart():
+@pytest.mark.parametrize(("shape", "calls"), [((2,), [0, 2]), ((), [0, 2]), ((3,), [0])], ids=["one size", "rows", "two sizes"])
+def test_few_rows_and_many_are_compiled_apart(shape, calls):
+    """Of two dynamic sizes no guard bounds the product, and torch's operations serve any number of rows."""
     backend = Using(SM90)
-    compiled = torch.compile(Layer(mlp), backend=backend, dynamic=True)
+    compiled = torch.compile(Layer(mlp), backend=backend)
     with torch.no_grad():
-        for rows in (250, 8, 32, 33, 2, 500):
-            compiled(torch.randn(rows, 2, K))
-    assert backend.calls == [0, 2] and [p.kernel for p in backend.products] == ["aten"] * 2 + ["triton"] * 2
+        for rows in (250, 8, 32, 20, 2, 500):
+            x = torch.randn(rows, *shape, K)
+            for dim in {(2,): (0,), (): (0,), (3,): (0, 1)}[shape]:
+                torch._dynamo.mark_dynamic(x, dim)
+            compiled(x)
+    assert backend.calls == calls
+    assert [p.kernel for p in backend.products] == (["aten"] * 2 + ["triton"] * 2)[: 2 * len(calls)]

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import torch
 
-from attnops.kernel import one_of
-from attnops.kernels.torch.linear import TAKES, cost_us, product_us
+from attnops.kernel import demand, one_of
+from attnops.kernels.torch.linear import TAKES, product_us
 from attnops.kernels.triton.attention import launched, own
+from attnops.kernels.triton.launch.linear_tiles import MOST_ROWS
 from attnops.problem import Problem, Refusal
-
-MOST_ROWS = 64
 
 
 def _cost_us(p: Problem) -> float:
-    """A launch, then the bytes. Of more rows the kernel calls torch's ops, which the compiler would have fused."""
+    """A launch, then the bytes."""
     rows = max(p.sizes.tokens.hint, 1)
-    return 2.5 + product_us(p, rows if rows == 1 else max(rows, 16)) if rows <= MOST_ROWS else 10.0 + 1.1 * cost_us(p)
+    return 2.5 + product_us(p, rows if rows == 1 else max(rows, 16))
+
+
+def _few(p: Problem) -> bool:
+    most = p.sizes.tokens.hi
+    return p.step.deterministic or (most is not None and most <= MOST_ROWS)
 
 
 def _finite(p: Problem) -> Refusal | None:
@@ -24,5 +28,5 @@ def _finite(p: Problem) -> Refusal | None:
     return Refusal("norm_weight", "a norm of float16", "bfloat16 | float32: the input times its gain, unscaled, may overflow")
 
 
-NEEDS = (one_of("last_dim_contiguous", True), _finite)
+NEEDS = (one_of("last_dim_contiguous", True), demand("tokens", f"<= {MOST_ROWS}, of which its tiles are", _few), _finite)
 own("linear", launched("linear", "linear"), _cost_us, "attnops' own, up to 64 rows", TAKES, needs=NEEDS)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from attnops.kernel import deterministic
 from attnops.kernels.shared.memory import address
-from attnops.kernels.torch.linear import linear as composed
 from attnops.kernels.triton.device import linear as device
 from attnops.kernels.triton.launch import linear_tiles as tiles
 from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch
@@ -25,15 +24,11 @@ ALIGNED = 16
 def linear(call: Linear, choice: tiles.Tile | None = None) -> None:
     """One launch, whose tile follows from the number of rows; under a deterministic policy one tile serves every number of rows.
 
-    A compiled graph of any number of tokens calls this: more rows than a program has are left to torch's product.
     choice: a tile to launch in place of the table's.
     """
     x, weight, output = call.x, call.weight, call.output
     (rows, width), outs, fixed = x.shape, output.shape[1], deterministic(call.policy)
     if output.numel() == 0:
-        return
-    if rows > tiles.MOST_ROWS and not fixed:
-        composed(call)
         return
     gpu, size, gated, res = gpu_of(x), x.dtype.itemsize, call.activation != "", call.residual
     res_t, res_n = (0, 0) if res is None else res.stride()

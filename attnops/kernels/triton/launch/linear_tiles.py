@@ -7,7 +7,8 @@ from typing import NamedTuple
 from attnops.kernels.triton.launch.tiles import power
 
 MOST_ROWS = 64
-"""The most rows of one program. Of more, torch's own product is the faster; under a deterministic policy programs share them."""
+"""The most rows of one program. More are refused, for torch's own product is the faster; under a deterministic policy programs share
+them."""
 LEAST_ROWS = 16
 """Columns of the right operand that matrix units take at least."""
 FILLED = 0.45
