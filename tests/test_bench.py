@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from itertools import product
 from typing import Any
 
 import pytest
@@ -109,6 +110,18 @@ def test_only_the_ways_asked_for():
         decode.cases(replace(TOY, ways=("fastest",)))
 
 
+def test_a_way_is_measured_under_its_policy(monkeypatch):
+    """One with a kernel that no CPU has, after the prompt."""
+    monkeypatch.setitem(decode.WAYS, "attnops_eager", ("hf", None, None, {"kernel": {"attention": "fa3"}}))
+    chosen = replace(TOY, ways=("attnops_eager",))
+    row = decode.measure(chosen, decode.models.keeper(chosen), "llama", Point(2, 12))[1]
+    assert "fa3" in row["wrong"] and "median_us" not in row
+    for kernel, apart in product(({}, decode.STOCK), ({}, decode.APART)):
+        assert [name for name, how in decode.ON_GPU.items() if how[0] and how[3] == kernel | apart], (
+            "linears and attention, each on and off"
+        )
+
+
 def test_graphs_are_captured_and_counted():
     """On a stand-in for the device."""
     suite = suites.named(("graphs",))[0]._replace(cases=partial(compile.graph_cases, device=StandIn()))
@@ -156,6 +169,7 @@ def test_kernels_are_of_a_kind_by_their_names():
         "nvjet_sm90_tst_64x8_64x16_2x1_v_bz_splitK_TNT": "matmul", "void cublasLt::splitKreduce_kernel<32, 16, int>": "matmul",
         "void cutlass::Kernel2<cutlass_80_simt_sgemm_128x32_8x5_tn_align1>": "matmul", "triton_tem_fused_mm_3": "matmul",
         "void cutlass::device_kernel<flash::FlashAttnFwdSm90<flash::Main>>": "attention", "attend": "attention", "combine": "attention",
+        "decode": "attention", "one_row": "matmul", "few_rows": "matmul", "few_tokens": "matmul",
         "cudnn_generated_fort_native_sdpa_sm80_flash_fprop": "attention", "store": "glue",
         "triton_poi_fused__scaled_dot_product_cudnn_attention__to_copy": "glue", "triton_red_fused_add_mean_mul_pow_rsqrt_13": "glue",
     }  # fmt: skip
@@ -478,7 +492,7 @@ def test_points_and_models():
     assert decode.models.config(Setup(CPU), "llama-3-8b-shape").num_hidden_layers == 1
     assert list(decode.cases(replace(TOY, model="gpt_oss"))) == ["gpt_oss 2x12"]
     full = list(decode.cases(Setup(torch.device("cuda"))))
-    assert full[0] == "llama-3-8b-shape 1x1k" and len(full) == 5 and "deepseek-v3-shape 8x1k" in full
+    assert full[0] == "llama-3-8b-shape 1x1k" and len(full) == 8 and "deepseek-v3-shape 8x1k" in full
     short = Setup(torch.device("cuda"), model="llama-8b-shape")
     assert list(decode.cases(short))[-1] == "llama-3-8b-shape 32x2k"
     for cases in (compile.cases, compile.graph_cases):

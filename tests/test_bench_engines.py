@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="the suite measures transformers mode
 
 from typer.testing import CliRunner
 
-from attnops.bench import Point, generate, peers, run as suites
+from attnops.bench import Point, decode, generate, peers, run as suites
 from attnops.bench.files import bad
 from attnops.cli.app import app
 from attnops.errors import InvalidInput
@@ -65,14 +65,22 @@ class PortArgs:
     init_new = staticmethod(lambda server: None)
 """,
     "sglang/bench_one_batch": """
+import os, time
+now = [0.0]
+if "SECONDS" in os.environ:
+    time.perf_counter = lambda: now[0]
 _set_envs_and_config = initialize_moe_config = initialize_fp8_gemm_config = initialize_fp4_gemm_config = lambda server: None
 def prepare_synthetic_inputs_for_latency_test(batch, context, prompts):
     assert len(prompts) == batch and all(len(prompt) == context for prompt in prompts)
     return prompts
 class Runner:
     clear = lambda self: None
-    extend = lambda self, requests: ([0] * len(requests), None, "state")
-    decode = lambda self, token, state: ([t + 1 for t in token], None)
+    def extend(self, requests):
+        now[0] += 0.1
+        return [0] * len(requests), None, "state"
+    def decode(self, token, state):
+        now[0] += 0.001
+        return [t + 1 for t in token], None
 def load_model(server, ports, gpu, rank):
     assert get_tokenizer("somewhere") is None and server.cuda_graph_bs == [1, 2] and server.attention_backend == "fa3"
     return Runner(), None
@@ -101,10 +109,10 @@ def real(tmp_path, python):
     return python(f'PYTHONPATH={tmp_path}/modules exec {sys.executable} "$@"', "#!/bin/sh")
 
 
-def outcome(python, engine="vllm"):
+def outcome(python, engine="vllm", name="generate"):
     """Of the only case of an engine."""
     setup = replace(TOY, engines=((engine, python),), points=POINTS)
-    suite = next(suite for suite in suites.SUITES if suite.name == "generate")
+    suite = next(suite for suite in suites.SUITES if suite.name == name)
     case = next(iter(suite.cases(setup)))
     assert case == f"llama, {engine}", "engines go first, while the process holds no model"
     return suites.outcome_of(suite, case, setup)
@@ -185,6 +193,14 @@ def test_the_script_times_whole_calls(real, engine, version, graphs):
     assert 0 < first["first_s"] < 60
 
 
+def test_a_step_is_a_call_less_a_shorter_one(real, monkeypatch):
+    """Of an engine whose call takes 0.1 s, and a millisecond for each token."""
+    monkeypatch.setenv("SECONDS", "1")
+    steps = outcome(real, "sglang", "decode")["rows"]
+    assert [(row["case"], row["new_tokens"]) for row in steps] == [("llama 1x4", decode.NEW), ("llama 2x8", decode.NEW)]
+    assert all(row["median_us"] == pytest.approx(1000) for row in steps)
+
+
 def test_answers_of_another_length_have_no_time(real, monkeypatch):
     monkeypatch.setenv("SHORT", "1")
     assert outcome(real)["left_out"] == "RuntimeError: got [5] tokens, want 6 of each of 1 requests"
@@ -203,7 +219,7 @@ def test_the_command_takes_engines(monkeypatch):
     options = ["--device", "cpu", "--engine", "vllm=a", "--engine", "sglang=b"]
     assert CliRunner().invoke(app, ["bench", "generate", *options]).exit_code == 0 and seen == [(("vllm", "a"), ("sglang", "b"))]
     other = CliRunner().invoke(app, ["bench", "overhead", *options])
-    assert other.exit_code != 0 and "generate, for --engine" in " ".join(other.output.split()) and len(seen) == 1
+    assert other.exit_code != 0 and "generate or decode, for --engine" in " ".join(other.output.split()) and len(seen) == 1
 
 
 def test_no_engine_is_a_case_without_the_option():

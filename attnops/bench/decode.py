@@ -3,7 +3,12 @@
 `hf_eager`: transformers with SDPA over its dynamic cache. `hf_compiled`: over its static cache, compiled as `generate()` does it.
 `attnops_eager`, `attnops_hf`, `attnops_paged`: the same model, patched; over transformers' static cache and over pages, compiled.
 `attnops_piecewise`, `attnops_breakable`: over pages, in CUDA graphs (`attnops.patch(..., decode=)`). `hf_tuned`, `attnops_tuned`:
-`hf_compiled` and `attnops_piecewise` with Inductor's coordinate descent. Ways that compile for minutes run only if `--ways` names them.
+`hf_compiled` and `attnops_piecewise` with Inductor's coordinate descent. `attnops_apart`: `attnops_piecewise` with torch's own linears, and
+with rotation, write and attention of a step apart, by policy. `attnops_linears` and `attnops_one_launch`: with one of the two. The ways in
+NAMED run only if `--ways` names them.
+
+A measurement is as many steps one after the other as there are tokens, with one wait for the device at the end. `synchronised_us`: of a
+step where the host waits after each. `vllm`, `sglang`: a step of other engines, from a call of `generate` less a shorter one.
 
 `first_s`: the first steps, compilation and capture included, with an empty compile cache. `of_bandwidth`: the bytes a step must read over
 its time, as a share of the bandwidth measured in the same run. `us_...`: GPU time by kind of kernel, and the gaps between kernels.
@@ -18,30 +23,33 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnops.bench import Point, Setup, models
+from attnops.bench import Point, Setup, models, peers
 from attnops.bench.rows import Case, Row, Way
 from attnops.errors import InvalidInput
 from attnops.hf import Decode
-from attnops.tune.clock import Timed, synchronize
+from attnops.select import use
+from attnops.tune.clock import Timed, steps_us, synchronize
 
 # Tokens of a run. On a GPU only the first launch waits for the host, so more tokens reduce its share. A cache with windows can be rewound
 # by fewer than 32 tokens.
-NEW, NEW_ON_GPU = 4, 16
+NEW, NEW_ON_GPU, NEW_IN_WINDOWS = 4, 40, 16
+LESS, ROUNDS = 8, 5  # tokens of the calls of other engines that are subtracted, and their rounds
 
-ONE, EIGHT = Point(1, 1024), Point(8, 1024)
+ONE, EIGHT, MANY = Point(1, 1024), Point(8, 1024), Point(32, 2048)
 PLACES: models.Places = {
     "toy": {"llama": (Point(2, 12),)},
     "small": {name: (Point(1, 128), Point(4, 128)) for name in ("llama", "llama-small")},
     "quick": {"llama-3-8b-shape": (ONE, EIGHT)},
     "full": {
-        "llama-3-8b-shape": (ONE, Point(32, 2048)),
-        **dict.fromkeys(("qwen3-4b-shape", "gpt-oss-20b-shape", "deepseek-v3-shape"), (EIGHT,)),
+        **dict.fromkeys(("llama-3-8b-shape", "qwen3-4b-shape"), (ONE, EIGHT, MANY)),
+        **dict.fromkeys(("gpt-oss-20b-shape", "deepseek-v3-shape"), (EIGHT,)),
     },
 }
 
@@ -50,33 +58,45 @@ PREFILL_PLACES: models.Places = {
     "toy": PLACES["toy"], "small": {name: (Point(1, 128), Point(4, 256)) for name in PLACES["small"]}, "quick": PROMPTS, "full": PROMPTS,
 }  # fmt: skip
 
-How = tuple[str, Row | None, Decode | None]  # of a way: the patch, options of torch.compile (None is eager), the graphs
+# Of a way: the patch, options of torch.compile (None is eager), the graphs, the policy of `attnops.use`.
+How = tuple[str, Row | None, Decode | None, Row]
+STANDARD: Row = {}
+STOCK: Row = {"kernel": {"linear": "aten"}}
+APART: Row = {"deny": ("decode_attention:triton",)}
 GRAPHS: Row = {"mode": "reduce-overhead"}
 TUNED: Row = {"options": {"triton.cudagraphs": True, "coordinate_descent_tuning": True}}  # the second one is that of Decode(inner="tuned")
 WAYS: dict[str, How] = {
-    "hf_eager": ("", None, None), "hf_compiled": ("", GRAPHS, None), "attnops_eager": ("hf", None, None),
-    "attnops_hf": ("hf", GRAPHS, None), "attnops_paged": ("paged", GRAPHS, None),
+    "hf_eager": ("", None, None, STANDARD), "hf_compiled": ("", GRAPHS, None, STANDARD), "attnops_eager": ("hf", None, None, STANDARD),
+    "attnops_hf": ("hf", GRAPHS, None, STANDARD), "attnops_paged": ("paged", GRAPHS, None, STANDARD),
 }  # fmt: skip
 ON_GPU: dict[str, How] = {
-    "attnops_piecewise": ("paged", None, Decode("piecewise")), "attnops_tuned": ("paged", None, Decode("piecewise", inner="tuned")),
-    "attnops_breakable": ("paged", None, Decode("breakable")), "hf_tuned": ("", TUNED, None),
+    "attnops_piecewise": ("paged", None, Decode("piecewise"), STANDARD),
+    "attnops_tuned": ("paged", None, Decode("piecewise", inner="tuned"), STANDARD),
+    "attnops_apart": ("paged", None, Decode("piecewise"), STOCK | APART),
+    "attnops_linears": ("paged", None, Decode("piecewise"), APART),
+    "attnops_one_launch": ("paged", None, Decode("piecewise"), STOCK),
+    "attnops_breakable": ("paged", None, Decode("breakable"), STANDARD), "hf_tuned": ("", TUNED, None, STANDARD),
 }  # fmt: skip
 Ran = tuple[float, float, str]  # a kernel that ran: its start and end in microseconds, and its name
 # The first pattern that a kernel's name matches gives its kind; other kernels are glue.
 KINDS = {
     r"^triton_(poi|red|per|for)_": "glue",  # Inductor names a fused kernel after all its parts
-    r"flash|attend|combine|attention|fmha|mla|xqa|sdpa|prepare_varlen|lean_reduction": "attention",
-    r"gemm|gemv|nvjet|splitk|cublas|cutlass|_mm_|triton_tem": "matmul",
+    r"flash|attend|combine|attention|fmha|mla|xqa|sdpa|prepare_varlen|lean_reduction|^decode$": "attention",
+    r"gemm|gemv|nvjet|splitk|cublas|cutlass|_mm_|triton_tem|^(one|few)_(row|token)": "matmul",
 }
-TUNED_WAYS = ("attnops_tuned", "hf_tuned")  # tuning takes a minute each
+NAMED = ("attnops_tuned", "hf_tuned", "attnops_linears", "attnops_one_launch")  # tuning takes a minute each
 
 
 def cases(setup: Setup) -> dict[str, Case]:
-    """Every model at its points. Raises InvalidInput for a way that this device does not have."""
+    """Other engines first, while this process holds no model; every model at its points.
+
+    Raises InvalidInput for a way that this device does not have.
+    """
     known = WAYS | ON_GPU if setup.on_gpu else WAYS
     if unknown := [way for way in setup.ways if way not in known]:
         raise InvalidInput("ways", ", ".join(map(repr, unknown)), f"some of {', '.join(known)}")
-    return models.over(setup, PLACES, measure)
+    others = peers.cases(setup, PLACES, LESS + (NEW_ON_GPU if setup.on_gpu else NEW), ROUNDS, LESS)
+    return others | models.over(setup, PLACES, measure)
 
 
 def prefill_cases(setup: Setup) -> dict[str, Case]:
@@ -86,7 +106,8 @@ def prefill_cases(setup: Setup) -> dict[str, Case]:
 
 def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Row]:
     """One model at one point."""
-    model, count = kept(name), NEW_ON_GPU if setup.on_gpu else NEW
+    model = kept(name)
+    count = (NEW_IN_WINDOWS if getattr(model.config, "sliding_window", None) else NEW_ON_GPU) if setup.on_gpu else NEW
     prompt, new = (models.tokens(setup, model, point.batch, n, seed) for seed, n in enumerate((point.context, count)))
     read, bandwidth = bytes_of(model, point), setup.ceilings.get("bandwidth_tb_s")
 
@@ -95,6 +116,9 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
         found |= {"of_bandwidth": round(read / us * 1e-6 / bandwidth, 4)} if read and bandwidth else {}
         if setup.on_gpu and way is not eager:
             ran, steps = launched(way.timed), way.timed.per
+            if way.timed.waiting is not None:
+                waited = steps_us({"": replace(way.timed, call=way.timed.waiting)}, rounds=5, cap_s=1.0)
+                found["synchronised_us"] = waited[""]["median_us"]
             found |= {f"us_{kind}": round(spent / steps, 1) for kind, spent in shares(ran).items()} | {"kernels": round(len(ran) / steps)}
         return found
 
@@ -121,25 +145,28 @@ def bytes_of(model: Any, point: Point) -> int:
 def ways_of(setup: Setup, model: Any, prompt: Tensor, new: Tensor) -> dict[str, Callable[[], Way]]:
     """The makers of the chosen implementations of the step, over a full cache."""
     # In a full run these are as long to compile as `hf_compiled`, and slower than the graphs.
-    left = {*TUNED_WAYS, *(("attnops_hf", "attnops_paged") if setup.size == "full" else ())}
+    left = {*NAMED, *(("attnops_hf", "attnops_paged") if setup.size == "full" else ())}
     known = WAYS | ON_GPU if setup.on_gpu else WAYS
     chosen = {"hf_eager", *setup.ways} if setup.ways else known.keys() - left
     return {name: partial(_way, setup, model, prompt, new, *how) for name, how in known.items() if name in chosen}
 
 
-def _way(setup: Setup, model: Any, prompt: Tensor, new: Tensor, patch: str, compiled: Row | None, graphs: Decode | None) -> Way:
+def _way(
+    setup: Setup, model: Any, prompt: Tensor, new: Tensor, patch: str, compiled: Row | None, graphs: Decode | None, policy: Row,
+) -> Way:  # fmt: skip
     """Steps for the tokens of `new`, one after the other, after `prompt`."""
     from torch._inductor.utils import fresh_cache
     from transformers import DynamicCache, StaticCache
 
     one, handle = models.patched(model, patch, **({"decode": graphs} if graphs else {}))
     length, more = prompt.shape[1] + new.shape[1] + 1, dict[str, Any]()
-    if patch == "paged":
-        cache = handle.new_cache(prompt.shape[0], length)
-    else:
-        cache = DynamicCache(config=one.config) if compiled is None else StaticCache(config=one.config, max_cache_len=length)
-    forward = one if compiled is None else setup.compiled(one.forward, **compiled)
-    one(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    with use(**policy):
+        if patch == "paged":
+            cache = handle.new_cache(prompt.shape[0], length)
+        else:
+            cache = DynamicCache(config=one.config) if compiled is None else StaticCache(config=one.config, max_cache_len=length)
+        forward = one if compiled is None else setup.compiled(one.forward, **compiled)
+        one(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
     rewind = models.rewinder(cache)
 
     def step(at: int) -> Any:
@@ -147,10 +174,14 @@ def _way(setup: Setup, model: Any, prompt: Tensor, new: Tensor, patch: str, comp
         token = new[:, at : at + 1]
         return handle.step(token, cache) if graphs else forward(token, past_key_values=cache, use_cache=True).logits
 
-    def all_of_them() -> None:
-        for at in range(new.shape[1]):
-            step(at)
+    def steps(after: Callable[[], None] | None = None) -> None:
+        with use(**policy):
+            for at in range(new.shape[1]):
+                step(at)
+                if after is not None:
+                    after()
 
+    @use(**policy)
     def logits() -> Tensor:
         # The first runs compile and capture; the comparison sees the code that is timed.
         with fresh_cache() if setup.on_gpu else nullcontext():
@@ -167,7 +198,7 @@ def _way(setup: Setup, model: Any, prompt: Tensor, new: Tensor, patch: str, comp
             more.update(pieces=pieces, unique_pieces=unique, mode=seen.modes["decode"])
         return torch.cat(found, 1)
 
-    return Way(Timed(all_of_them, before=rewind, per=new.shape[1]), logits, more=more)
+    return Way(Timed(steps, rewind, new.shape[1], partial(steps, synchronize)), logits, more=more)
 
 
 def prefill(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Row]:

@@ -20,10 +20,10 @@ from typing import Any
 
 Spec = dict[str, Any]
 """`engine`, `model`, `points` (batch, context), `new` tokens, `rounds`, `vocab`, `dtype`. `token_bytes`: of the keys and values of a token,
-in all layers. `began`: when the process was started, by `time.time()`."""
+in all layers. `began`: when the process was started, by `time.time()`. `less`: tokens of a call whose time is subtracted; 0 for none."""
 
-Call = Callable[[list[list[int]]], list[list[int]]]
-"""Greedy continuations of prompts, on the host."""
+Call = Callable[[list[list[int]], int], list[list[int]]]
+"""Greedy continuations of prompts by this many tokens, on the host."""
 
 WARM = 2  # calls of each point that are not timed
 SPARE = 64  # positions of a request beyond its tokens
@@ -47,16 +47,16 @@ def vllm(spec: Spec) -> tuple[Spec, Call]:
         "compilation_config": {"cudagraph_capture_sizes": batches},
     }  # fmt: skip
     engine = engines.LLM(**options).llm_engine
-    greedy: Spec = {"temperature": 0.0, "max_tokens": spec["new"], "ignore_eos": True, "detokenize": False}
+    greedy: Spec = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
     # As LLM.generate asks for: requests are answered when they are done, and a step does not copy their tokens.
     greedy["output_kind"] = import_module("vllm.sampling_params").RequestOutputKind.FINAL_ONLY
     asked = 0
 
-    def call(prompts: list[list[int]]) -> list[list[int]]:
+    def call(prompts: list[list[int]], new: int) -> list[list[int]]:
         nonlocal asked
         made: dict[str, list[int]] = {}
         for prompt in prompts:
-            engine.add_request(str(asked), {"prompt_token_ids": prompt}, engines.SamplingParams(**greedy))
+            engine.add_request(str(asked), {"prompt_token_ids": prompt}, engines.SamplingParams(**greedy, max_tokens=new))
             asked += 1
         while engine.has_unfinished_requests():
             made.update({request.request_id: list(request.outputs[0].token_ids) for request in engine.step()})
@@ -87,12 +87,12 @@ def sglang(spec: Spec) -> tuple[Spec, Call]:
         initialize(server)
     runner, _ = bench.load_model(server, ports, 0, 0)
 
-    def call(prompts: list[list[int]]) -> list[list[int]]:
+    def call(prompts: list[list[int]], new: int) -> list[list[int]]:
         runner.clear()
         requests = bench.prepare_synthetic_inputs_for_latency_test(len(prompts), len(prompts[0]), prompts)
         token, _, state = runner.extend(requests)
         made = [token]
-        for _ in range(spec["new"] - 1):
+        for _ in range(new - 1):
             token, _ = runner.decode(token, state)
             made.append(token)
         found: list[list[int]] = torch.stack(made, 1).tolist()
@@ -107,6 +107,16 @@ def sglang(spec: Spec) -> tuple[Spec, Call]:
 ENGINES = {"vllm": vllm, "sglang": sglang}
 
 
+def timed(call: Call, prompts: list[list[int]], new: int) -> float:
+    """Seconds of a call. Raises RuntimeError for answers of another length."""
+    start = time.perf_counter()
+    made = call(prompts, new)
+    taken = time.perf_counter() - start
+    if (lengths := [len(tokens) for tokens in made]) != [new] * len(prompts):
+        raise RuntimeError(f"got {lengths} tokens, want {new} of each of {len(prompts)} requests")
+    return taken
+
+
 def main(spec: Spec, answers: Any) -> None:
     """Write a line for every point to the file `answers`. Raises RuntimeError for answers of other lengths, and the engine's errors."""
     facts, call = ENGINES[spec["engine"]](spec)
@@ -115,12 +125,10 @@ def main(spec: Spec, answers: Any) -> None:
         prompts = [[some.randrange(3, spec["vocab"]) for _ in range(context)] for _ in range(batch)]
         seconds: list[float] = []
         for _ in range(WARM + spec["rounds"]):
-            start = time.perf_counter()
-            made = call(prompts)
-            seconds.append(time.perf_counter() - start)
+            seconds.append(timed(call, prompts, spec["new"]))
             first_s = first_s or time.time() - spec["began"]
-            if (lengths := [len(tokens) for tokens in made]) != [spec["new"]] * batch:
-                raise RuntimeError(f"got {lengths} tokens, want {spec['new']} of each of {batch} requests")
+            if spec["less"]:
+                seconds[-1] -= timed(call, prompts, spec["less"])
         line = {"batch": batch, "context": context, "seconds": seconds[WARM:], "first_s": first_s, "facts": facts}
         print(json.dumps(line), file=answers, flush=True)
 

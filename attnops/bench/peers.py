@@ -1,4 +1,4 @@
-"""Other engines in the suite `generate`: each in a process of its own, with the Python of its environment (`engines.py`)."""
+"""Other engines in the suites `generate` and `decode`: each in a process of its own, with the Python of its environment (`engines.py`)."""
 
 from __future__ import annotations
 
@@ -38,21 +38,26 @@ def parse(given: Iterable[str]) -> tuple[tuple[str, str], ...]:
     return tuple(found.items())
 
 
-def cases(setup: Setup, places: models.Places, new: int, rounds: int) -> dict[str, Case]:
-    """One case for each engine and model, with all of the model's points. new: tokens of a call. rounds: timed calls."""
+def cases(setup: Setup, places: models.Places, new: int, rounds: int, less: int = 0) -> dict[str, Case]:
+    """One case for each engine and model, with all of the model's points.
+
+    new: tokens of a call. rounds: timed calls. less: tokens of a call whose time is subtracted, so that decode steps alone are timed.
+    """
     every = models.points_of(setup, places).items()
     return {
-        f"{name}, {engine}": partial(measure, setup, name, points, engine, python, new, rounds)
+        f"{name}, {engine}": partial(measure, setup, name, points, engine, python, new, rounds, less)
         for engine, python in setup.engines
         for name, points in every
     }
 
 
-def measure(setup: Setup, name: str, points: tuple[Point, ...], engine: str, python: str, new: int, rounds: int) -> list[Row]:
+def measure(
+    setup: Setup, name: str, points: tuple[Point, ...], engine: str, python: str, new: int, rounds: int, less: int = 0
+) -> list[Row]:
     """The rows of an engine. Raises LeftOut with the last line of its errors, if it measures no point."""
     made = models.fitted(setup, name, models.largest(points))
     spec = {
-        "engine": engine, "points": points, "new": new, "rounds": rounds, "vocab": made.vocab_size, "dtype": _name(setup),
+        "engine": engine, "points": points, "new": new, "rounds": rounds, "less": less, "vocab": made.vocab_size, "dtype": _name(setup),
         "token_bytes": models.kv_width(made) * made.num_hidden_layers * setup.dtype.itemsize,
     }  # fmt: skip
     with TemporaryDirectory(prefix="attnops-bench-", ignore_cleanup_errors=True) as folder:
@@ -61,13 +66,15 @@ def measure(setup: Setup, name: str, points: tuple[Point, ...], engine: str, pyt
         found, why = answers(setup, python, spec, Path(folder))
     if not found:
         raise LeftOut(why)
-    rows, more = list[Row](), {"layers": made.num_hidden_layers, "new_tokens": new}
+    rows, more = list[Row](), {"layers": made.num_hidden_layers, "new_tokens": new - less}
     for at, point in enumerate(points):
         row: Row = {"case": f"{name} {point}", "way": engine}
         if at < len(found):
-            us = spread([1e6 * seconds / new for seconds in found[at]["seconds"]])
+            us = spread([1e6 * seconds / (new - less) for seconds in found[at]["seconds"]])
             row |= {**us, "tokens_s": round(point.batch / us["median_us"] * 1e6, 1), **more, **found[at]["facts"]}
         rows.append(row if at < len(found) else {**row, "wrong": why})
+    if less:
+        return rows
     first_s, version = found[0]["first_s"], found[0]["facts"]["version"]
     first = {"median_us": round(1e6 * first_s, 2), "first_s": round(first_s, 3), "new_tokens": new, "version": version}
     return [*rows, {"case": f"{name} {points[0]}, first call", "way": engine, **first, "how": "from the start of its process"}]

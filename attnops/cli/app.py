@@ -158,7 +158,7 @@ def bench(
     ways: Annotated[str, typer.Option(help="Only these implementations of the suite decode, such as hf_compiled,attnops_piecewise.")] = "",
     engine: Annotated[
         list[str] | None,
-        typer.Option(help="Another engine for the suite generate: vllm=PYTHON or sglang=PYTHON, the Python of its environment. Repeat it."),
+        typer.Option(help="Another engine for generate or decode: vllm=PYTHON or sglang=PYTHON, of its environment. Repeat it."),
     ] = None,
     budget_s: Annotated[float, typer.Option(help="Seconds in all; cases that would start later are left out.")] = 400.0,
     out: Annotated[Path | None, typer.Option(help="Folder for a results file of each suite.")] = None,

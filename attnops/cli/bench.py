@@ -38,8 +38,8 @@ def run(
         raise InvalidInput("suites", ", ".join(names), "one that measures models, for --model, --layers and --points")
     if setup.ways and "decode" not in names:
         raise InvalidInput("suites", ", ".join(names), "decode, for --ways")
-    if setup.engines and "generate" not in names:
-        raise InvalidInput("suites", ", ".join(names), "generate, for --engine")
+    if setup.engines and not {"generate", "decode"} & {*names}:
+        raise InvalidInput("suites", ", ".join(names), "generate or decode, for --engine")
     with console.status("measuring") as status, quiet_transformers():
         options: dict[str, Any] = {"budget_s": budget_s, "out": out, "commit": commit, "gpus": gpus}
         reports = run_suites(chosen, setup, **options, tell=lambda case: status.update(escape(case)))

@@ -32,11 +32,15 @@ SHORTEST_S = 0.0005
 
 @dataclass(frozen=True)
 class Timed:
-    """A call to time. before: runs before each measurement, untimed. per: divides the time, for example by the tokens of a call."""
+    """A call to time. before: runs before each measurement, untimed. per: divides the time, for example by the tokens of a call.
+
+    waiting: the same call, which waits for the device after each of its `per` parts.
+    """
 
     call: Run
     before: Run | None = None
     per: int = 1
+    waiting: Run | None = None
 
 
 def spread(us: Sequence[float]) -> dict[str, float]:
