@@ -32,7 +32,7 @@ def _rules(call: Any, sizes: Sizes) -> None:
 
 @record("decode_attention", least=LEAST, rules=_rules, stored="k_pages", problem=SIZES)
 class DecodeAttention(Call):
-    """Attention of one new token a request, which is normed, rotated and stored first."""
+    """Attention of one new token a request, which is normed, rotated and stored first. It sees itself, whatever the page table says."""
 
     query: Tensor = arg("B, Hq, D", FLOATS, unit_stride=True)
     key: Tensor = arg("B, Hkv, D", "query", unit_stride=True)
@@ -91,10 +91,11 @@ def decode_attention(
     Args:
         query: `[B, Hq, D]`, before norm and rotation. key, value: `[B, Hkv, D]`, of the new tokens, in the query's dtype.
         k_pages, v_pages: `[P, page, Hkv, D]`, the query's dtype, written.
-        page_table: int32 `[B, max_pages]`, as in `paged_attention`. Keys of an id outside `[0, P)` are not seen.
+        page_table: int32 `[B, max_pages]`, as in `paged_attention`. Keys of an id outside `[0, P)` are not seen, but for the new one.
         seq_lens: int32 `[B]`, keys of each request, its new token included; at most max_pages * page.
         slots: int32 or int64 `[B]`, `page_id * page_size + offset` of the new tokens: the slot of position `seq_lens[b] - 1` by the page
-            table. A row with a negative slot, or with length 0, is padding: nothing is written and its output is 0.
+            table. Where the table has a hole there, a slot of no other token. Its token sees itself in either case. A row with a
+            negative slot, or with length 0, is padding: nothing is written and its output is 0.
         cos, sin: `[B, D]`, any float dtype: number i of a head pairs with number i + D / 2. `[B, D / 2]` serves both halves. None: no
             rotation.
         q_norm, k_norm: `[D]`, weights of an RMS norm of each head before the rotation. None: no norm.

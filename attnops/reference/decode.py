@@ -4,7 +4,8 @@
     x = x cos + (-x_2, x_1) sin                                    of query and key, x = (x_1, x_2) by halves, where there are angles
 
 then the write of key and value, and attention over pages as in `attnops.reference.attention`. Nothing is rounded between norm and
-rotation. RMS norm: https://arxiv.org/abs/1910.07467, equation 4. Rotation: https://arxiv.org/abs/2104.09864, 3.2.2.
+rotation. A token sees its own key and value, also where the page table has a hole in their place. RMS norm:
+https://arxiv.org/abs/1910.07467, equation 4. Rotation: https://arxiv.org/abs/2104.09864, 3.2.2.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ def decode_attention(call: DecodeAttention) -> None:
     store(k_pages, key.to(k_pages.dtype), slots)
     store(v_pages, call.value, slots)
     ends, rules, keys = torch.where(real, call.seq_lens, 0).long(), Rules.of(call), table.shape[1] * page
-    see = visible(1, keys, ends - 1, None, ends, rules)
+    see, named = visible(1, keys, ends - 1, None, ends, rules), (table >= 0) & (table < pages)
+    held = [wide(gather_pages(x, torch.where(named, table, -1))) for x in (k_pages, v_pages)]
     if call.holes:
-        named = ((table >= 0) & (table < pages)).repeat_interleave(page, 1)
-        see = named[:, None] if see is None else see & named[:, None]
-        table = torch.where((table >= 0) & (table < pages), table, -1)
-    key, value = (wide(gather_pages(x, table)) for x in (k_pages, v_pages))
-    if call.holes:
-        # A hole reads a page of another request, which may hold NaN.
-        key, value = (torch.where(named[..., None, None], x, 0.0) for x in (key, value))
-    output, _ = attend(query[:, None], in_range(key, None, ends), in_range(value, None, ends), see, None, call.sinks, rules)
+        # A hole reads a page of another request, which may hold NaN. The new token sees itself, even there.
+        own, named = torch.arange(keys, device=table.device) == ends[:, None] - 1, named.repeat_interleave(page, 1)
+        see = (named | own)[:, None] if see is None else see & (named | own)[:, None]
+        new = (wide(x.to(k_pages.dtype))[:, None] for x in (key, call.value))
+        held = [torch.where(own[..., None, None], x, torch.where(named[..., None, None], y, 0.0)) for x, y in zip(new, held, strict=True)]
+    keys_held, values = (in_range(x, None, ends) for x in held)
+    output, _ = attend(query[:, None], keys_held, values, see, None, call.sinks, rules)
     call.output.copy_(output[:, 0])
 
 

@@ -30,7 +30,7 @@ FEATURES: Rows = {
     "skipped": (Angles(skipped=(0, 2), slot_dtype=I32), SMALL), "all_skipped": (Angles(skipped=range(4)), SMALL),
     "all": (Angles("half", True, (1,)), small(window=(9, -1), softcap=2.0, sinks=F32, q_heads=6, dtype=BF16)),
     "holes": (WHOLE, SMALL, {"holes": ((2, 0), (2, 1))}), "holes_window": (WHOLE, small(window=(20, -1)), {"holes": ((2, 1),)}),
-    "promised": (WHOLE, SMALL, {"holes": None}),
+    "holes_new": (NORMED, SMALL, {"holes": ((0, 0), (1, 0), (2, 2))}), "promised": (WHOLE, SMALL, {"holes": None}),
 }  # fmt: skip
 SHAPES: Rows = {
     "page_1": ((5, 3, 9), 1), "page_3": ((5, 3, 0, 7), 3), "page_64": ((3, 70), 64),

@@ -97,8 +97,10 @@ def decode(draw):
     turn = draw(st.sampled_from(["", "whole", "half"])) if f.head_dim % 2 == 0 else ""
     angles = builders.Angles(turn, draw(FLAG), draw(st.sampled_from([(), (0,)])), draw(INDEX), draw(st.sampled_from([None, torch.float32])))
     lengths, one = draw(st.lists(st.integers(0, 9), max_size=3)), st.integers(0, 1)
-    f = replace(f, v_head_dim=None, window=(f.window[0], -1))
-    return builders.decode(draw(SOURCE), lengths, draw(PAGE), f, angles, builders.Pages(draw(one), draw(one)))
+    f, page = replace(f, v_head_dim=None, window=(f.window[0], -1)), draw(PAGE)
+    entries = [(b, column) for b, n in enumerate(lengths) for column in range(-(-n // page))]
+    holes = draw(st.none() | (st.lists(st.sampled_from(entries), unique=True, max_size=3) if entries else st.just([])))
+    return builders.decode(draw(SOURCE), lengths, page, f, angles, builders.Pages(draw(one), draw(one)), holes)
 
 
 @st.composite
