@@ -145,6 +145,11 @@ def spilled(binary, arch):
     return int(re.search(r"(\d+) bytes spill stores", told)[1])
 
 
+def waits_first(ptx):
+    """Does the kernel wait for the one before it, and before any access?"""
+    return re.search(r"griddepcontrol\.wait|\b(?:ld|st|atom|red)\.global|cp\.async|prefetch", ptx)[0] == "griddepcontrol.wait"
+
+
 def check(name, arch, limit):
     call = CALLS[name][0]()
     found = launched(call, arch)

@@ -17,7 +17,7 @@ from attnops.testing.builders import Angles
 from tests.mates import invariant, same_bits
 from tests.ops.strategies import CALLS
 from tests.triton.process import compiled, interpreted
-from tests.triton.test_compile import MEMORY, TYPES, compile_for, recorded, spilled
+from tests.triton.test_compile import MEMORY, TYPES, compile_for, launches_overlap, recorded, spilled, waits_first
 from tests.triton.test_numerics import SM90, strided, transposed
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -143,12 +143,15 @@ def test_compiles(arch, name, rows):
 
     f, angles, page = STEPS[name]
     call = builders.decode(Source(), (1024,) * rows, page, f, angles, holes=None)
-    with pretend(Target("cuda", arch, assume=("triton",))), recorded(host, gpu.Gpu(132, MEMORY[arch], arch == 90, arch >= 89)) as found:
+    on = gpu.Gpu(132, MEMORY[arch], arch == 90, arch >= 89)
+    overlaps = patch.object(host, "overlaps", lambda device: arch == 90 and launches_overlap())
+    with pretend(Target("cuda", arch, assume=("triton",))), recorded(host, on) as found, overlaps:
         KERNEL.run(equip(KERNEL, call).record)
     [(kernel, given)] = found
     assert given["SPLIT"] == (rows == 1 and not given["LEFT"])
     binary = compile_for(arch, kernel, dict(given), f.dtype)
     assert binary.metadata.shared <= MEMORY[arch]
     assert spilled(binary, arch) <= 64
+    assert waits_first(binary.asm["ptx"]) == given.get("launch_pdl", False) == (arch == 90 and launches_overlap())
     assert "cp.async" in binary.asm["ptx"], "keys are not loaded ahead"
     assert ("mma" in binary.asm["ptx"]) == (f.dtype != F32)

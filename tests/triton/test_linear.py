@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from tests.lowering.models import compiled_code, kernel_calls
 from tests.mates import same_bits
 from tests.ops.strategies import CALLS
 from tests.triton.process import compiled, interpreted
-from tests.triton.test_compile import MEMORY, compile_for, recorded, spilled
+from tests.triton.test_compile import MEMORY, compile_for, launches_overlap, recorded, spilled, waits_first
 
 SM90 = Target("cuda", 90, assume=("triton",))
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -149,7 +150,8 @@ def launched(call, arch):
     from attnops.kernels.triton.launch import linear as host
     from attnops.kernels.triton.launch.gpu import Gpu
 
-    with recorded(host, Gpu(132, MEMORY[arch], arch == 90, True)) as found:
+    overlaps = patch.object(host, "overlaps", lambda device: arch == 90 and launches_overlap())
+    with recorded(host, Gpu(132, MEMORY[arch], arch == 90, True)) as found, overlaps:
         kernel().run(call.record)
     [(function, arguments)] = found
     return function, arguments
@@ -162,13 +164,14 @@ def launched(call, arch):
 def test_nothing_spills(arch, rows, name):
     given = {"norm": 0.0, "activation": "silu"} if name == "gate_up" else {"norm": 0.0} if name == "qkv" else {"residual": True}
     function, arguments = launched(linear(Source(), rows, 1024, OUTS[name], BF16, **given), arch)
-    binary = compile_for(arch, function, arguments, BF16)
+    binary = compile_for(arch, function, dict(arguments), BF16)
     assert binary.metadata.shared <= MEMORY[arch]
     assert spilled(binary, arch) <= (0 if arch == 90 else 512)
     ptx = binary.asm["ptx"]
     assert "cp.async" in ptx, "weights are not loaded ahead"
     assert ("mma" in ptx) == (rows > 1)
     assert ("cp.async.bulk.tensor" in ptx) == (arch == 90 and rows > 1), "which tiles are described"
+    assert waits_first(ptx) == arguments.get("launch_pdl", False) == (arch == 90 and launches_overlap())
 
 
 @pytest.mark.parametrize("rows", [1, 3])

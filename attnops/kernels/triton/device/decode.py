@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from attnops.kernels.triton.device.attend import load_keys, pages_of, slots_of
-from attnops.kernels.triton.device.softmax import LOG2E, closed, finite, tanh, with_sink
+from attnops.kernels.triton.device.softmax import LOG2E, await_previous, closed, finite, tanh, with_sink
 from attnops.kernels.triton.device.store import place
 
 
@@ -94,13 +94,16 @@ def decode(
     out_b, out_h, out_d,
     D: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, AT_ONCE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, COMPUTE: tl.constexpr, LEFT: tl.constexpr,
-    CAP: tl.constexpr, HOLES: tl.constexpr, SPLIT: tl.constexpr,
+    CAP: tl.constexpr, HOLES: tl.constexpr, SPLIT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid: (requests * KV_HEADS, splits). Of a request's keys, at least `least` are in a split; programs past the last split leave.
 
     cap: soft cap in base 2; `scale` then holds scale / cap. parts: float32 `[requests * KV_HEADS, splits, GROUP, D]` of `numbers` numbers,
     then base-2 lse without the last dim. counters: a zero for each of axis 0, and zero again at the end. HOLES: an id may be of no page.
+    OVERLAP: this kernel is launched while the one before it runs.
     """
+    if OVERLAP:
+        await_previous()
     at = tl.program_id(0)
     split = tl.program_id(1)
     request = (at // KV_HEADS).to(tl.int64)

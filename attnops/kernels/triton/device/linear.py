@@ -6,6 +6,8 @@ The norm is linear in its factor: `(x * gain) @ weight.T * rsqrt(mean(x**2) + ep
 import triton
 import triton.language as tl
 
+from attnops.kernels.triton.device.softmax import await_previous
+
 ROOT_HALF = tl.constexpr(0.7071067811865476)
 # Of the tanh approximation, twice the factor, because 1 + tanh(z) = 2 sigmoid(2 z).
 TANH, CUBIC = tl.constexpr(1.5957691216057308), tl.constexpr(0.044715)
@@ -55,9 +57,14 @@ def finish(y, up, factor, bias_ptr, gain_ptr, res_ptr, out_ptr, n, outs, real, i
 @triton.jit
 def one_row(
     x_ptr, w_ptr, bias_ptr, gain_ptr, res_ptr, out_ptr, outs, eps, offset, w_n, res_n, out_n,
-    IN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ACT: tl.constexpr,
+    IN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ACT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid: cdiv(outs, BLOCK_N). A product of a weight `[outs or 2 outs, IN]` and one row, as sums of products in float32."""
+    """Grid: cdiv(outs, BLOCK_N). A product of a weight `[outs or 2 outs, IN]` and one row, as sums of products in float32.
+
+    OVERLAP: this kernel is launched while the one before it runs.
+    """
+    if OVERLAP:
+        await_previous()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     real = n < outs
     rows = w_ptr + n.to(tl.int64) * w_n
@@ -84,12 +91,15 @@ def one_row(
 def few_rows(
     x_ptr, w_ptr, bias_ptr, gain_ptr, res_ptr, out_ptr, rows, outs, eps, offset, x_t, w_n, res_t, res_n, out_t, out_n,
     IN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ACT: tl.constexpr,
-    COMPUTE: tl.constexpr, DESCRIBED: tl.constexpr,
+    COMPUTE: tl.constexpr, DESCRIBED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid: cdiv(rows, BLOCK_T) * cdiv(outs, BLOCK_N). The weight's rows are the left operand of the matrix units.
 
     DESCRIBED: `w_ptr` is a descriptor of the weight, by which the tensor memory accelerator reads tiles; it reads 0 past the ends.
+    OVERLAP: as in `one_row`.
     """
+    if OVERLAP:
+        await_previous()
     blocks = tl.cdiv(rows, BLOCK_T)
     # Neighbours share a tile of the weight.
     t = (tl.program_id(0) % blocks) * BLOCK_T + tl.arange(0, BLOCK_T)

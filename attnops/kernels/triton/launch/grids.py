@@ -54,7 +54,7 @@ class Tile(NamedTuple):
 class Choice(NamedTuple):
     """A configuration to launch in place of the table's and the rules', for measurements. splits: 0 leaves them to the rules.
 
-    overlap: launch stage two while stage one runs, where the device can.
+    overlap: launch stage two, or a decode step of one launch, while the kernel before it runs, where the device can.
     """
 
     tile: Tile

@@ -23,6 +23,7 @@ class Tile(NamedTuple):
     """outs: results of a program, as many rows of the weight (of each half, where there are two). bytes: of a row that a step reads.
 
     stages: steps under way at once. described: the weight is read by the tensor memory accelerator, where the GPU has one.
+    overlap: the launch begins while the kernel before it ends, where the GPU can.
     """
 
     outs: int
@@ -30,6 +31,7 @@ class Tile(NamedTuple):
     stages: int
     warps: int
     described: bool = False
+    overlap: bool = True
 
 
 ONE_ROW = (Tile(16, 512, 3, 4), Tile(8, 512, 4, 4), Tile(4, 1024, 4, 2))
