@@ -35,10 +35,19 @@ def tile_of(rows_ptr, k, real, IN: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def finish(y, up, factor, bias_ptr, gain_ptr, res_ptr, out_ptr, n, outs, real, inside, res_at, out_at, ACT: tl.constexpr):
+def before_loop(res_ptr, at, inside):
+    """The residual, or None. Loaded ahead of the weight, it does not make the end of a program wait."""
+    if res_ptr is None:
+        return None
+    else:
+        return tl.load(res_ptr + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def finish(y, up, factor, bias_ptr, gain_ptr, residual, out_ptr, n, outs, real, inside, ACT: tl.constexpr):
     """Write products: with the norm's factor, the bias, the activation and the residual.
 
-    n: which results they are, `real` of the `outs`. res_at, out_at: where they are in residual and output, whose rows are `inside`, too.
+    n: which results they are, `real` of the `outs`. out_ptr: where they are in the output, whose rows are `inside`, too.
     """
     if gain_ptr is not None:
         y *= factor
@@ -49,9 +58,9 @@ def finish(y, up, factor, bias_ptr, gain_ptr, res_ptr, out_ptr, n, outs, real, i
             up += tl.load(bias_ptr + outs + n, mask=real, other=0.0).to(tl.float32)
     if ACT != "":
         y = gated(y, up, ACT)
-    if res_ptr is not None:
-        y += tl.load(res_ptr + res_at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + out_at, y.to(out_ptr.dtype.element_ty), mask=inside)
+    if residual is not None:
+        y += residual.to(tl.float32)
+    tl.store(out_ptr, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -69,6 +78,8 @@ def one_row(
     real = n < outs
     rows = w_ptr + n.to(tl.int64) * w_n
     ups = rows + tl.cast(outs, tl.int64) * w_n
+    column = n.to(tl.int64)
+    residual = before_loop(res_ptr, column * res_n, real)
     sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     up_sums = sums
     squares = tl.zeros([BLOCK_K], tl.float32)
@@ -81,10 +92,9 @@ def one_row(
         sums += tile_of(rows, k, real, IN, BLOCK_K).to(tl.float32) * x[None, :]
         if ACT != "":
             up_sums += tile_of(ups, k, real, IN, BLOCK_K).to(tl.float32) * x[None, :]
-    column = n.to(tl.int64)
     y, up = tl.sum(sums, 1), tl.sum(up_sums, 1)
     factor = tl.rsqrt(tl.sum(squares, 0) / IN + eps)
-    finish(y, up, factor, bias_ptr, gain_ptr, res_ptr, out_ptr, n, outs, real, real, column * res_n, column * out_n, ACT)
+    finish(y, up, factor, bias_ptr, gain_ptr, residual, out_ptr + column * out_n, n, outs, real, real, ACT)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -111,6 +121,8 @@ def few_rows(
     if not DESCRIBED:
         w_rows = w_ptr + n.to(tl.int64) * w_n
         up_rows = w_rows + tl.cast(outs, tl.int64) * w_n
+    at, column, both = t.to(tl.int64)[None, :], n.to(tl.int64)[:, None], real[:, None] & here[None, :]
+    residual = before_loop(res_ptr, at * res_t + column * res_n, both)
     y = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     up = y
     squares = tl.zeros([BLOCK_T], tl.float32)
@@ -139,7 +151,5 @@ def few_rows(
                 w = tile_of(up_rows, k, real, IN, BLOCK_K)
             up = tl.dot(w.to(COMPUTE), columns, up, input_precision="ieee")
     factor = tl.rsqrt(squares / IN + eps)[None, :]
-    result, real = n[:, None], real[:, None]
-    at, column = t.to(tl.int64)[None, :], result.to(tl.int64)
-    res_at, out_at = at * res_t + column * res_n, at * out_t + column * out_n
-    finish(y, up, factor, bias_ptr, gain_ptr, res_ptr, out_ptr, result, outs, real, real & here[None, :], res_at, out_at, ACT)
+    out_ptr += at * out_t + column * out_n
+    finish(y, up, factor, bias_ptr, gain_ptr, residual, out_ptr, n[:, None], outs, real[:, None], both, ACT)
