@@ -35,15 +35,6 @@ def tile_of(rows_ptr, k, real, IN: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def before_loop(res_ptr, at, inside):
-    """The residual, or None. Loaded ahead of the weight, it does not make the end of a program wait."""
-    if res_ptr is None:
-        return None
-    else:
-        return tl.load(res_ptr + at, mask=inside, other=0.0)
-
-
-@triton.jit
 def finish(y, up, factor, bias_ptr, gain_ptr, residual, out_ptr, n, outs, real, inside, ACT: tl.constexpr):
     """Write products: with the norm's factor, the bias, the activation and the residual.
 
@@ -79,7 +70,10 @@ def one_row(
     rows = w_ptr + n.to(tl.int64) * w_n
     ups = rows + tl.cast(outs, tl.int64) * w_n
     column = n.to(tl.int64)
-    residual = before_loop(res_ptr, column * res_n, real)
+    residual = None
+    if res_ptr is not None:
+        # Ahead of the weight, so that the end of a program does not wait for it.
+        residual = tl.load(res_ptr + column * res_n, mask=real, other=0.0)
     sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     up_sums = sums
     squares = tl.zeros([BLOCK_K], tl.float32)
@@ -122,7 +116,9 @@ def few_rows(
         w_rows = w_ptr + n.to(tl.int64) * w_n
         up_rows = w_rows + tl.cast(outs, tl.int64) * w_n
     at, column, both = t.to(tl.int64)[None, :], n.to(tl.int64)[:, None], real[:, None] & here[None, :]
-    residual = before_loop(res_ptr, at * res_t + column * res_n, both)
+    residual = None
+    if res_ptr is not None:
+        residual = tl.load(res_ptr + at * res_t + column * res_n, mask=both, other=0.0)
     y = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     up = y
     squares = tl.zeros([BLOCK_T], tl.float32)
