@@ -73,6 +73,13 @@ def chosen_again(data, table):
     return rows
 
 
+def of(table, shapes):
+    """The part of the table that is of the shapes' ops."""
+    ops = {shape.op for shape in shapes}
+    versions = {name: version for name, version in table.versions.items() if name.partition(".")[0] in ops}
+    return replace(table, grids=tuple(g for g in table.grids if g.shape.op in ops), versions=versions)
+
+
 def test_the_shipped_table_chooses_as_the_committed_figures_say():
     """The calls timed on an H200, chosen for once more: a change that chooses worse shows here, without a GPU."""
     data = json.loads((ROOT / "benchmarks" / "results" / "h200" / "regret.json").read_text())
@@ -81,7 +88,7 @@ def test_the_shipped_table_chooses_as_the_committed_figures_say():
     for family, then in ({**data["families"], "all": data["all"]}).items():
         for now in regret.summary(family, [r for r in rows if family in ("all", r["family"])]):
             assert now == {"case": family, "way": now["way"], "calls": then["calls"], **then[now["way"]]}
-    assert data["table"]["digest"] == table.digest[:12] and len(rows) == len(data["calls"])
+    assert data["table"]["digest"] == of(table, regret.FAMILIES.values()).digest[:12] and len(rows) == len(data["calls"])
     found, by_estimates = regret.summary("all", rows)
     assert found["mean_percent"] < 2.0 < by_estimates["mean_percent"]
     other, _ = regret.summary("all", chosen_again(data, replace(table, grids=table.grids[:5])))

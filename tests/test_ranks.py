@@ -64,7 +64,10 @@ def rankings(table, target, without=()):
 TABLE = from_json((ROOT / "attnops" / "tables" / "h200.json").read_text())
 STALE = ("attention.aten_flash",)
 """Timed when it repeated keys and transposed."""
-BOUNDS = {"paged_attention": (4.0, 100.0), "mla_attention": (5.0, 60.0), "attention": (4.0, 60.0), "varlen_attention": (1.0, 10.0)}
+BOUNDS = {
+    "paged_attention": (4.0, 100.0), "mla_attention": (5.0, 60.0), "attention": (4.0, 60.0), "varlen_attention": (1.0, 10.0),
+    "linear": (3.0, 40.0),
+}  # fmt: skip
 """Percent: the mean regret, and the worst. Formulas of each kernel's own had a mean of 16 and a worst of 282."""
 
 
