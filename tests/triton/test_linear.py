@@ -109,7 +109,7 @@ LLAMA = linear(Source(), 8, 64, 96, BF16, norm=0.0).problem
 
 
 @pytest.mark.parametrize(("target", "tokens", "chosen"), [
-    (SM90, Extent.of(1), "triton"), (SM90, Extent.of(64), "triton"), (SM90, Extent(2, None, 8), "aten"), (SM90, Extent.of(65), "aten"),
+    (SM90, Extent.of(1), "triton"), (SM90, Extent.of(32), "triton"), (SM90, Extent(2, None, 8), "aten"), (SM90, Extent.of(65), "aten"),
     (Target("cuda", 80, ("triton",)), Extent.of(8), "triton"), (Target("cuda", 90, ()), Extent.of(8), "aten"),
     (Target(), Extent.of(8), "aten"), (Target(), Extent.of(100_000), "aten"),
 ])  # fmt: skip
@@ -118,6 +118,7 @@ def test_the_choice_follows_the_number_of_tokens(target, tokens, chosen):
     found = select(problem)
     assert found.kernel.name == chosen
     assert target != SM90 or (chosen == "triton") is ("triton" not in found.refused)
+    assert target != SM90 or "triton" not in select(altered(problem, tokens=Extent.of(64))).refused, "the most, whatever is faster there"
     assert target != SM90 or select(problem, Policy(deterministic=True)).kernel.name == "triton"
 
 

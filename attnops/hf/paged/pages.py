@@ -141,7 +141,7 @@ class ModelPages(Pages):
     def one_launch(self) -> tuple[bool, ...]:
         """For each layer: do steps of one token take `decode_attention`, under the policy in force?
 
-        It is taken where its kernel costs less than those of the write and of attention together, or is forced; and never where the
+        It is taken where its kernel costs less than rotation, write and attention together, or is forced; and never where the
         kernel of attention is forced.
         """
         key = active_policy()
@@ -162,7 +162,9 @@ class ModelPages(Pages):
             return forced("decode_attention") is not None
         sizes = {n: getattr(apart, n) for n in ("dtype", "kv_dtype", "kv_heads", "head_dim", "v_head_dim", "page_size")}
         write = Problem.of("write_kv", apart.target, **sizes, tokens=apart.sizes.tokens)
-        return decode_us(whole) < sum(decode_us(select(problem, key)) for problem in (apart, write))
+        attention, written = (decode_us(select(problem, key)) for problem in (apart, write))
+        # The compiler's rotation is a launch more, which moves about as many numbers as the write does.
+        return decode_us(whole) < attention + 2 * written
 
     def _step(self, layer: PagedSpec | LatentSpec, table: int, room: int) -> Problem:
         """As `_decode`, of `decode_attention`."""

@@ -67,7 +67,7 @@ def _grouped(x: Tensor, weight: Tensor) -> bool:
 
 def touched(p: Problem, tokens: int) -> float:
     """The experts that so many tokens choose, if every choice is as likely as any other."""
-    return p.experts * (1.0 - (1.0 - p.top_k / p.experts) ** tokens)
+    return p.experts * (1.0 - (1.0 - p.top_k / max(p.experts, 1)) ** tokens)
 
 
 def products_us(p: Problem, tokens: int) -> float:
