@@ -71,8 +71,8 @@ class Kernel:
     kv_dtypes: those of keys, values and pages; None: the dtype of the first tensor, no other.
     needs: further demands on the Problem. packages: must be installed. probe: a further check of the machine, no imports.
     cost_us: estimated device microseconds, for calls that no table of measured times covers; the least of the op's kernels wins.
-    ahead: takes a call on fake tensors, and begins to build what `run` of such a call will wait for, as a kernel to compile. It returns
-        at once. None: nothing to build.
+    ahead: takes a call on fake tensors, and begins to build what `run` of such a call will wait for, as a kernel to compile; of None, what
+        any call will wait for. It returns at once. None: nothing to build.
     judge: the plain body that all others are compared with. No estimate chooses it on a GPU where another kernel can run.
     workspace_bytes: how much scratch, zeroed once, a call must bring: a pure function of a Problem that meets the needs.
     invariant: None: results depend on the batch. inline: None: the kernel is called. capture, tolerance, plan: see the records.
@@ -89,7 +89,7 @@ class Kernel:
     packages: tuple[Package, ...] = ()
     probe: Callable[[Target], Refusal | None] | None = None
     cost_us: Callable[[Problem], float] = lambda problem: 1.0
-    ahead: Callable[[Any], None] | None = None
+    ahead: Callable[[Any | None], None] | None = None
     capture: Capture = Capture.WHOLE
     tolerance: Tolerance = field(default_factory=Tolerance)
     judge: bool = False

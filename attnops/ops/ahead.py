@@ -10,10 +10,18 @@ import torch
 from torch import Tensor
 
 from attnops.call import changed, values
-from attnops.kernel import FAILURES, Kernel
+from attnops.kernel import FAILURES, Kernel, all_kernels
 from attnops.ops.op import Op, watch
 from attnops.problem import Problem
 from attnops.select import choose
+
+
+def start() -> None:
+    """Have every kernel begin to build what all of its calls will wait for, in a process that is about to call some."""
+    for kernel in all_kernels():
+        if kernel.ahead is not None:
+            with suppress(*FAILURES):
+                kernel.ahead(None)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from attnops.hf.paged.cache import PagedKeyCache
 from attnops.hf.paged.pages import ModelPages, Sizes
 from attnops.kernel import _REGISTRY, kernels_of
 from attnops.ops import PagedSpec, paged_attention, write_kv
-from attnops.ops.ahead import ahead, begin
+from attnops.ops.ahead import ahead, begin, start
 from attnops.ops.op import OPS
 
 OPS_OF_PAGES = ("write_kv", "paged_attention", "decode_attention")
@@ -49,6 +49,11 @@ def test_calls_of_the_block_are_told_and_not_made(calls):
     with ahead():
         write_kv(*given())
     assert len(calls) == 1 and not given()[2].any()
+
+
+def test_what_all_calls_wait_for_is_begun_without_one(calls):
+    start()
+    assert calls and not any(calls)
 
 
 def test_errors_of_a_kernel_are_left_to_its_run():

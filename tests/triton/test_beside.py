@@ -148,6 +148,41 @@ def test_launches_of_other_threads_are_made_meanwhile():
     assert seen == [False, True]
 
 
+def test_a_kernel_waits_for_the_driver_that_a_thread_compiles(monkeypatch):
+    order, began, free = [], threading.Event(), threading.Event()
+
+    class Driver:
+        def get_current_device(self):
+            return 0
+
+        def launcher_cls(self, src, metadata):
+            order.append("launcher")
+
+    def driver():
+        order.append("driver")
+        began.set()
+        assert free.wait(LIMIT)
+        return Driver()
+
+    class Compiled(Kernel):
+        device_caches = (None,)  # by device
+        src = metadata = None
+
+        def warmup(self, *args, grid, **given):
+            order.append(("kernel", args, grid, given))
+            return self
+
+    monkeypatch.setattr(beside, "driver", driver)
+    found = Beside()
+    found.start()
+    assert began.wait(LIMIT)
+    found.start()
+    begun(found, (Compiled(), 1, {"rows": 2}))
+    free.set()
+    settled(found)
+    assert order == ["driver", "driver", ("kernel", (1,), (1,), {"rows": 2}), "launcher"]
+
+
 def test_without_a_lock_of_tritons_no_thread_compiles():
     compiler = Compiler()
     found = begun(Beside(compiler), (type("Interpreted", (), {"arg_names": ()})(), None, {}))

@@ -39,6 +39,7 @@ from attnops.kernel import check_kernel
 from attnops.lowering.use_linears import summary
 from attnops.nn.absorb import HELD
 from attnops.nn.packed import Packed, pack_linears
+from attnops.ops.ahead import start
 from attnops.ops.plan import LatentSpec, PagedSpec
 
 _PREPARE = "_prepare_cache_for_generation"
@@ -130,6 +131,8 @@ class PagedMode:
     def apply(self) -> None:
         """Set the hooks and the methods. Weights first, for whose copies there may be no memory."""
         owner, changes = self._owner, self._changes
+        if paged_models.where(next(iter(self.windows)), owner)[0].type == "cuda":
+            start()
         if self.decode.mode in ("auto", "piecewise") and self.decode.pack:
             self.packed = pack_linears(owner)
         if self.blocks:

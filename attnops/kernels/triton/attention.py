@@ -44,12 +44,16 @@ class Launched:
         with torch.cuda.device_of(call[0]):
             return self.function(call)
 
-    def ahead(self, call: Any) -> None:
+    def ahead(self, call: Any | None) -> None:
         """Begin to compile what such a call launches: a kernel's `ahead`."""
         from attnops.kernels.triton.launch.beside import BESIDE
 
+        function = self.function  # imports triton: two threads that import one package may each find half of it
+        if call is None:
+            BESIDE.start()
+            return
         with torch.cuda.device_of(call[0]):
-            BESIDE.begin(self.function, call)
+            BESIDE.begin(function, call)
 
 
 def launched(module: str, name: str) -> Launched:

@@ -83,13 +83,18 @@ def _pointed(x: Any) -> Any:
 _STARTING = threading.Lock()
 
 
-def build(launch: Launch) -> None:
-    """Compile a kernel, and the function that launches it. The GPU, which may be capturing, is left alone."""
+def driver() -> Any:
+    """Triton's, which is compiled at its first use, for a GPU: to be called by one thread at a time."""
     from triton.runtime import driver
 
+    return driver.active
+
+
+def build(launch: Launch) -> None:
+    """Compile a kernel, and the function that launches it. The GPU, which may be capturing, is left alone."""
     with nullcontext() if launch.device is None else torch.cuda.device(launch.device):
-        with _STARTING:  # Triton's driver is compiled, too, and its caches of a kernel are made at their first use
-            active: Any = driver.active
+        with _STARTING:  # so are the caches of a kernel, at their first use
+            active = driver()
             launch.kernel.device_caches[active.get_current_device()]
         made = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.given)
         active.launcher_cls(made.src, made.metadata)
@@ -109,7 +114,22 @@ class Beside:
         self._launches: dict[tuple[Any, ...], Launch] = {}  # whose kernels are not yet compiled
         self._waiting: deque[Launch] = deque()  # those that no thread has begun
         self._threads = self._noting = 0
+        self._started = False
         self._here = threading.local()
+
+    def start(self) -> None:
+        """Begin to compile what all launches need, once."""
+        with self._lock:
+            starts, self._started = not self._started, True
+        if starts:
+            threading.Thread(target=self._start, name="attnops-compile").start()
+
+    def _start(self) -> None:
+        try:
+            with _STARTING:
+                driver()
+        except Exception as error:
+            log.debug("Triton's driver is compiled at the first launch: %s", error)
 
     def begin(self, run: Callable[[Any], Any], call: Any) -> None:
         """Begin to compile what `run(call)` launches, where `call` has fake tensors. Raises as `run` does."""
