@@ -18,6 +18,7 @@ from attnops.errors import PatchError, UnknownKernel, fail, one_line
 from attnops.graphs import Graphed, Report as GraphReport
 from attnops.graphs.graphed import Progress
 from attnops.hf.attention.mask import Mode
+from attnops.hf.experts import Experts
 from attnops.hf.generation import Generation, growing, watch
 from attnops.hf.interface import Kept, Options, implementation
 from attnops.hf.matching.match import Match, match, routed
@@ -27,10 +28,9 @@ from attnops.hf.paged import models as paged_models
 from attnops.hf.paged.cache import PagedModelCache
 from attnops.hf.paged.decode import Decode, Decoder
 from attnops.hf.paged.mode import REPLACED, PagedMode, give_back
-from attnops.hf.report import Report, Took, evaluating, switch
+from attnops.hf.report import UNSETTLED, Report, Took, evaluating, notes_of, switch
 
 _SETTLING = threading.Lock()
-UNSETTLED = "the first generate() chooses its cache"
 _OPTIONS = "_attnops_options"
 
 
@@ -52,6 +52,7 @@ class Patched(Handle):
             self._settle()
         self._switched = [(config, config._attn_implementation_internal) for config in found.configs]
         switch(found.configs, self.implementation)
+        self._experts = Experts(model)
         # Each module may be pickled without the rest of the model, and options register themselves where they are loaded.
         switched = {id(config) for config in found.configs}
         self._marked = [module for module in owner.modules() if id(getattr(module, "config", None)) in switched]
@@ -107,6 +108,7 @@ class Patched(Handle):
         for module in self._marked:
             module.__dict__.pop(_OPTIONS, None)
         self._owner.__dict__.pop(MARK, None)
+        self._experts.undo()
         if self._paged is not None:
             self._paged.undo()
         for each in self._watching:
@@ -116,7 +118,8 @@ class Patched(Handle):
     def report(self) -> Report:
         """Every attention module with its status, and how `generate()` runs. `print` it, give it to rich, or take `Report.to_dict()`."""
         others = {id(config): name for config, name in self._others()}
-        return _report(self.model, self.implementation, self._options, self._found, self._paged, self._proof, self._why, others)
+        experts, made = self._experts.notes() if self.active else (), (self._paged, self._proof, self._why)
+        return _report(self.model, self.implementation, self._options, self._found, *made, others, experts)
 
     def _others(self) -> list[tuple[Any, str]]:
         """Configs whose attention the caller has set to another since, and its name."""
@@ -302,7 +305,8 @@ def patch(
 
     A module is patched when its code asks transformers' attention interface for the function to call. The model's state_dict, hooks and
     saved config stay as they are, and so do its weights, which piecewise graphs give other addresses until `unpatch()`
-    (docs/linear.md). Modules that hold the same config object switch together, those of other models included (the report says so). In
+    (docs/linear.md). Experts that ask transformers' experts interface go to `attnops.ops.experts` where a kernel of attnops serves them: a
+    few tokens on a GPU, without gradients. Modules that hold the same config object switch together, those of other models included (the report says so). In
     training mode a layer whose attention dropout is above 0 is computed in plain torch.
 
     Args:
@@ -371,7 +375,8 @@ def _served(owner: nn.Module, found: Match, asked: Options) -> tuple[Options, st
 
 
 def _report(
-    model: nn.Module, name: str, options: Options, found: Match, paged: PagedMode | None, proof: str, why: str, others: dict[int, str]
+    model: nn.Module, name: str, options: Options, found: Match, paged: PagedMode | None, proof: str, why: str, others: dict[int, str],
+    experts: tuple[str, ...],
 ) -> Report:  # fmt: skip
     rows = []
     for site in found.sites:
@@ -380,20 +385,5 @@ def _report(
         reason = site.reason or (other and f"its attention was set to {other!r} after patch()")
         told = (f"skipped: {reason}", "") if reason else (PATCHED, phases)
         rows.append(Row(site.path, type(site.module).__name__, *told))
-    additive, graphs = options.mask == "additive", "" if paged is None or paged.decode.mode == "hf" else paged.decode.mode
-    known = {
-        "in training mode, layers with attention dropout above 0 are computed in plain torch": True,
-        "masks are added to scores, as in eager attention, and are never left out": additive,
-        f"masks are always written out: {found.explicit}": found.explicit and not additive,
-        f"transformers does not route it through sdpa; {proof}": proof,
-        f"{found.shared} modules outside this model hold the same config object and switch with it": found.shared,
-        (why if why == UNSETTLED else f"generate() keeps transformers' cache: {why}"): paged is None and why,
-        "generate() keeps its cache in pages, but in beam search, as an assistant, and where another cache is asked for": paged,
-        "generate() of inputs with token_type_ids uses transformers' own cache: tokens of an image see each other both ways":
-            paged is not None and paged.blocks,
-        f"its steps after the prompt run in CUDA graphs ({graphs})": graphs,
-        f"they do not run in CUDA graphs: {why}": paged is not None and not graphs and why,
-        **dict.fromkeys(() if paged is None else paged.notes(), True),
-    }  # fmt: skip
-    notes = tuple(note for note, holds in known.items() if holds)
+    notes = notes_of(options, found, paged, proof, why) + experts
     return Report(type(model).__name__, options.kernel, tuple(rows), notes, name, options.mask, options.cache)

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from attnops.adapters import report
+
+if TYPE_CHECKING:
+    from attnops.hf.interface import Options
+    from attnops.hf.matching.match import Match
+    from attnops.hf.paged.mode import PagedMode
+
+UNSETTLED = "the first generate() chooses its cache"
 
 
 @dataclass(frozen=True)
@@ -63,3 +70,23 @@ def evaluating(model: nn.Module, configs: Iterable[Any] = ()) -> Iterator[None]:
             module.training = training
         for config, name in before:
             switch((config,), name)
+
+
+def notes_of(options: Options, found: Match, paged: PagedMode | None, proof: str, why: str) -> tuple[str, ...]:
+    """What a user should know of the attention and the steps of a patched model."""
+    additive, graphs = options.mask == "additive", "" if paged is None or paged.decode.mode == "hf" else paged.decode.mode
+    known = {
+        "in training mode, layers with attention dropout above 0 are computed in plain torch": True,
+        "masks are added to scores, as in eager attention, and are never left out": additive,
+        f"masks are always written out: {found.explicit}": found.explicit and not additive,
+        f"transformers does not route it through sdpa; {proof}": proof,
+        f"{found.shared} modules outside this model hold the same config object and switch with it": found.shared,
+        (why if why == UNSETTLED else f"generate() keeps transformers' cache: {why}"): paged is None and why,
+        "generate() keeps its cache in pages, but in beam search, as an assistant, and where another cache is asked for": paged,
+        "generate() of inputs with token_type_ids uses transformers' own cache: tokens of an image see each other both ways":
+            paged is not None and paged.blocks,
+        f"its steps after the prompt run in CUDA graphs ({graphs})": graphs,
+        f"they do not run in CUDA graphs: {why}": paged is not None and not graphs and why,
+        **dict.fromkeys(() if paged is None else paged.notes(), True),
+    }  # fmt: skip
+    return tuple(note for note, holds in known.items() if holds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,8 +29,8 @@ def experts(call: Experts) -> None:
     call.output.copy_(total)
 
 
-def gated(call: Experts, y: Tensor) -> Tensor:
-    """The gated activation of `y` `[..., 2 Inner]`."""
+def gated(call: Any, y: Tensor) -> Tensor:
+    """The gated activation of `y` `[..., 2 Inner]`, as the arguments of `call` ask for it."""
     gate, up = (y[..., ::2], y[..., 1::2]) if call.interleaved else y.chunk(2, -1)
     if call.limit:
         gate, up = gate.clamp(max=call.limit), up.clamp(-call.limit, call.limit)

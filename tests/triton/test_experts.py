@@ -127,12 +127,13 @@ def launched(name, tokens, arch):
 @compiled
 def test_nothing_spills(arch, name, tokens):
     found = launched(name, tokens, arch)
-    assert len(found) == (2 if tokens == 1 else 3)
+    one = tokens == 1 and name == "qwen3"
+    assert len(found) == (2 if one else 3)
     for function, arguments in found[:2]:
         binary = compile_for(arch, function, arguments, BF16)
         assert binary.metadata.shared <= MEMORY[arch]
         assert spilled(binary, arch) == 0
         ptx = binary.asm["ptx"]
         assert "cp.async" in ptx, "weights are not loaded ahead"
-        assert ("mma" in ptx) == (tokens > 1)
-        assert ("cp.async.bulk.tensor" in ptx) == (arch == 90 and tokens > 1), "which tiles are described"
+        assert ("mma" in ptx) == (not one)
+        assert ("cp.async.bulk.tensor" in ptx) == (arch == 90 and not one), "which tiles are described"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attnops.kernel import deterministic
+from attnops.kernels.shared.memory import address
 from attnops.kernels.torch.experts import experts as composed
 from attnops.kernels.triton.device import experts as device
 from attnops.kernels.triton.launch import experts_tiles as tiles
@@ -26,6 +27,8 @@ BLOCK = 1024
 def experts(call: Experts, choice: tuple[Tile, Tile] | None = None) -> None:
     """Two launches for one token, three for more; under a deterministic policy one way serves every number of tokens.
 
+    A token whose weights have their rows next to each other takes three as well: sums of products read such weights at half of the rate.
+
     A compiled graph of any number of tokens calls this: more tokens than a program has are left to torch's products.
     choice: the tiles of the two products, in place of the table's.
     """
@@ -34,7 +37,7 @@ def experts(call: Experts, choice: tuple[Tile, Tile] | None = None) -> None:
         return
     if tokens > tiles.MOST_TOKENS and not fixed:
         composed(call)
-    elif tokens == 1 and not fixed:
+    elif tokens == 1 and not (fixed or _along(call.gate_up) or _along(call.down)):
         _one_token(call, choice)
     else:
         _few_tokens(call, choice, fixed)
@@ -77,7 +80,7 @@ def _one_token(call: Experts, choice: tuple[Tile, Tile] | None) -> None:
 def _few_tokens(call: Experts, choice: tuple[Tile, Tile] | None, fixed: bool) -> None:
     x, index, weights, output = call.x, call.top_k_index.contiguous(), call.top_k_weights.contiguous(), call.output
     tokens, (experts, outs, inner), k = x.shape[0], call.down.shape, index.shape[1]
-    block = tiles.LEAST_TOKENS if fixed else tiles.block_of(tokens)
+    block = tiles.MOST_TOKENS if fixed else tiles.block_of(tokens)
     memory = gpu_of(x).memory
     chosen = choice or tuple(tiles.few_tokens(shape, block, memory) for shape in shapes(call))
     act = x.new_empty((tokens * k, inner))
@@ -107,7 +110,7 @@ def _few_tokens(call: Experts, choice: tuple[Tile, Tile] | None, fixed: bool) ->
 def _describable(weight: Tensor) -> bool:
     strides = [n * weight.dtype.itemsize for n in weight.stride() if n != 1]
     along_one = 1 in weight.stride()[1:] and len(strides) == 2
-    return _descriptors() and along_one and all(n % ALIGNED == 0 and n > 0 for n in (weight.data_ptr(), *strides))
+    return _descriptors() and along_one and address(weight) % ALIGNED == 0 and all(n % ALIGNED == 0 and n > 0 for n in strides)
 
 
 def _descriptor(weight: Tensor, tile: Tile, along: bool) -> Any:

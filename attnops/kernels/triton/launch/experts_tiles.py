@@ -9,7 +9,7 @@ from attnops.kernels.triton.launch.tiles import power
 MOST_TOKENS = 64
 """The most tokens of one program. Of more, torch's grouped product is the faster; under a deterministic policy programs share them."""
 LEAST_TOKENS = 16
-"""Columns of the right operand that matrix units take at least; all that a program has under a deterministic policy."""
+"""Columns of the right operand that matrix units take at least."""
 
 
 class Tile(NamedTuple):
@@ -46,17 +46,14 @@ class Shape(NamedTuple):
 
 def one_token(shape: Shape, choices: int) -> Tile:
     """For one token: a program has one of its choices in the first product, and all, a power of two from `choices` on, in the second."""
-    if shape.along:
-        return Tile(64, 64, 3, 4) if shape.up else Tile(32, max(128 // choices, 16), 3, 4)
-    if shape.up:
-        return Tile(8, 1024 // shape.itemsize, 3, 4)
-    return Tile(max(16 // choices, 1), 1024 // shape.itemsize, 3, 4)
+    return Tile(16, 512 // shape.itemsize, 3, 4) if shape.up else Tile(max(32 // choices, 1), 256 // shape.itemsize, 3, 4)
 
 
 def few_tokens(shape: Shape, tokens: int, memory: int) -> Tile:
     """For as many as MOST_TOKENS. memory: bytes of shared memory that a program may have; a tile that does not fit has fewer stages."""
-    columns = 128 if shape.columns % 128 == 0 else 64
-    tile, block = Tile(128 if shape.pairs else 64, columns * 2 // shape.itemsize, 4, 4, True), block_of(tokens)
+    # By times on an H200.
+    tile = Tile(64, 64, 6 if shape.up else 8, 4, True) if shape.along else Tile(64, 128, 4 if shape.up else 3, 4, True)
+    tile, block = tile._replace(columns=tile.columns * 2 // shape.itemsize), block_of(tokens)
     while True:
         stage = (tile.rows * (2 if shape.halves else 1) + block) * tile.columns * shape.itemsize
         stages = min(tile.stages, memory // stage)

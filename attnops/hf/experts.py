@@ -1,0 +1,230 @@
+"""The experts of transformers models through `attnops.ops.experts`: for few tokens on a GPU; transformers' own serve all other calls.
+
+transformers reads the name of an implementation from the config of a layer at every call. The name that `Experts` puts there holds the one
+before, which serves the calls that are left.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from attnops.call import name as name_of
+from attnops.kernel import deterministic
+from attnops.kernels.triton.attention import FLOATS
+from attnops.kernels.triton.experts import MOST_TOKENS
+from attnops.ops.experts import experts
+from attnops.problem import Extent, Problem, Target
+from attnops.reference.experts import gated
+from attnops.reference.linear import GATES
+from attnops.select import active_policy, select
+
+interface: Any = None
+try:
+    from transformers.integrations.moe import ExpertsInterface
+
+    if hasattr(ExpertsInterface, "get_interface"):
+        interface = ExpertsInterface
+except ImportError:  # another version: then all experts stay as they are
+    pass
+
+PREFIX = "attnops_"
+STOCK = ("eager", "grouped_mm", "batched_mm")
+"""transformers' implementations that are taken over."""
+
+_SWITCH = "_experts_implementation_internal"
+_GATE = "_attnops_experts"
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The gated activation of an experts module, as arguments of the op. stock: the implementation before."""
+
+    stock: str
+    activation: str
+    interleaved: bool
+    alpha: float
+    limit: float
+    offset: float
+
+    @property
+    def asks(self) -> tuple[str, ...]:
+        """The arguments that are not at their defaults."""
+        given = ("activation", "silu"), ("interleaved", False), ("alpha", 1.0), ("limit", 0.0), ("offset", 0.0)
+        return tuple(n for n, default in given if getattr(self, n) != default)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A module keeps the name in its config, so a process that loads a copy of it needs the function behind the name.
+        vars(self).update(state)
+        implementation(self.stock)
+
+
+@dataclass(frozen=True)
+class Site:
+    """An experts module of a model, and its gate, or the reason why it is left as it is."""
+
+    module: nn.Module
+    found: Gate | str
+
+
+class Experts:
+    """The experts of a model, taken over until `undo()`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.sites = tuple(_sites(model))
+        self._switched: list[tuple[Any, str]] = []
+        for site in self.sites:
+            if isinstance(site.found, Gate):
+                config: Any = site.module.config
+                if (before := getattr(config, _SWITCH)) in STOCK:  # modules may share a config
+                    self._switched.append((config, before))
+                    setattr(config, _SWITCH, implementation(before))
+                site.module.__dict__[_GATE] = site.found
+
+    def undo(self) -> None:
+        """Give the modules back as they were. A config that was switched to something else since then is left at that."""
+        for config, before in self._switched:
+            if getattr(config, _SWITCH) == PREFIX + before:
+                setattr(config, _SWITCH, before)
+        for site in self.sites:
+            site.module.__dict__.pop(_GATE, None)
+
+    def notes(self) -> tuple[str, ...]:
+        """Lines of a report; none for a model without experts."""
+        taken, left = Counter[str](), Counter[str]()
+        for site in self.sites:
+            now = getattr(getattr(site.module, "config", None), _SWITCH, None)
+            if isinstance(site.found, str):
+                left[site.found] += 1
+            elif now != PREFIX + site.found.stock:
+                left[f"set to {now!r} after patch()"] += 1
+            else:
+                taken[site.found.stock] += 1
+        count = len(self.sites)
+        lines = [
+            f"experts of {n} of {count} layers: up to {MOST_TOKENS} tokens on a GPU, without gradients; {stock!r} of transformers else"
+            for stock, n in taken.items()
+        ]
+        return (*lines, *(f"experts of {n} of {count} layers are left as they are: {why}" for why, n in left.items()))
+
+
+def implementation(stock: str) -> str:
+    """The name under which transformers finds attnops with `stock` for the calls that are left; registered now if it was not."""
+    name = PREFIX + stock
+    if name not in interface._global_mapping:
+        interface.register(name, _function(interface._global_mapping.get(stock)))
+    return name
+
+
+def _function(stock: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
+    def forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        gate: Gate | None = getattr(module, _GATE, None)
+        if gate is None or args or kwargs or not _serves(module, hidden_states, top_k_index, gate):
+            own = type(module).forward.__wrapped__ if stock is None else stock
+            return own(module, hidden_states, top_k_index, top_k_weights, *args, **kwargs)
+        gate_up, down = _weights(module)
+        biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
+        return experts(
+            hidden_states, gate_up, down, top_k_index, top_k_weights, *biases, activation=gate.activation, interleaved=gate.interleaved,
+            alpha=gate.alpha, limit=gate.limit, offset=gate.offset,
+        )  # fmt: skip
+
+    return forward
+
+
+def _weights(module: Any) -> tuple[Tensor, Tensor]:
+    gate_up, down = module.gate_up_proj, module.down_proj
+    return (gate_up.transpose(1, 2), down.transpose(1, 2)) if module.is_transposed else (gate_up, down)
+
+
+def _serves(module: Any, x: Tensor, index: Tensor, gate: Gate) -> bool:
+    """Does a kernel of ours serve the call? Under a compiler the number of tokens is guarded."""
+    weight, policy = module.gate_up_proj, active_policy()
+    # An adapter of LoRA puts its own tensors in the parameters' place for the time of a call.
+    if torch.is_grad_enabled() or type(weight) is not nn.Parameter or type(module.down_proj) is not nn.Parameter or x.dim() != 2:
+        return False
+    if torch.is_autocast_enabled(x.device.type) or not x.dtype == weight.dtype == module.down_proj.dtype or x.device != weight.device:
+        return False
+    asks = (*gate.asks, "gate_up_bias", "down_bias") if module.has_bias else gate.asks
+    sizes = weight.shape[0], index.shape[1], x.shape[1], weight.shape[2 if module.is_transposed else 1] // 2
+    return (x.shape[0] <= MOST_TOKENS or deterministic(policy)) and _chosen(policy, x.device, x.dtype, *sizes, *asks)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _chosen(policy: str, device: torch.device, dtype: torch.dtype, count: int, top_k: int, columns: int, inner: int, *asks: str) -> bool:
+    """Is a kernel chosen that is not torch's own products?"""
+    kernel = select(Problem.of(
+        "experts", Target.of(device), dtype=dtype, kv_dtype=dtype, in_features=columns, out_features=inner, experts=count, top_k=top_k,
+        asks=frozenset(asks), tokens=Extent(1, MOST_TOKENS, 8),
+    ), policy).kernel  # fmt: skip
+    return kernel is not None and kernel.name != "aten"
+
+
+# Recognition ----------------------------------------------------------------------------------------------------------
+
+
+def _sites(model: nn.Module) -> Iterator[Site]:
+    gates: dict[tuple[Any, ...], Gate | None] = {}
+    for module in model.modules():
+        if hasattr(module, "_apply_gate") and hasattr(module, "is_transposed"):
+            yield Site(module, _against(module) or _gate(module, gates))
+        elif type(module).__name__.endswith("Experts") and any(p.dim() >= 3 for p in module.parameters(recurse=False)):
+            yield Site(module, f"{type(module).__name__} does not ask transformers' experts interface")
+
+
+def _against(module: Any) -> str:
+    """Why a module that asks the interface is left as it is, but for its activation; "" if it is not."""
+    stock, weights = getattr(module.config, _SWITCH, None), [getattr(module, n, None) for n in ("gate_up_proj", "down_proj")]
+    if interface is None or stock not in STOCK:
+        return f"the implementation is {stock!r}"
+    if not module.has_gate:
+        return "they have no gate"
+    if is_parametrized(module) or any(type(w) is not nn.Parameter for w in weights):
+        return "their weights are no plain parameters"
+    gate_up, down = (cast(Tensor, w) for w in weights)
+    if gate_up.dtype not in FLOATS or gate_up.dtype != down.dtype:
+        return f"their weights are {name_of(gate_up.dtype)}"
+    if getattr(getattr(module, "_hf_hook", None), "offload", False) or gate_up.device.type == "meta":
+        return "their weights are offloaded"
+    outs = 2 if module.is_transposed else 1
+    if gate_up.dim() != 3 or down.dim() != 3 or gate_up.shape[outs] != 2 * down.shape[3 - outs]:
+        return f"their weights have the shapes {tuple(gate_up.shape)} and {tuple(down.shape)}"
+    return ""
+
+
+PROBE = 12.0
+"""Beyond the limits of gates."""
+
+
+def _gate(module: Any, known: dict[tuple[Any, ...], Gate | None]) -> Gate | str:
+    """The gate of the module, found by trying the module's own function on a few numbers. known: of modules like it."""
+    floats = tuple(sorted({value for value in vars(module).values() if type(value) is float and value > 0}))
+    stock, cls = getattr(module.config, _SWITCH), type(module)
+    key = cls, stock, type(getattr(module, "act_fn", None)), floats
+    if key not in known:
+        known[key] = _tried(module, stock, floats)
+    return known[key] or f"the activation of {cls.__name__} is no activation of the op"
+
+
+@torch.no_grad()
+def _tried(module: Any, stock: str, floats: tuple[float, ...]) -> Gate | None:
+    y = (PROBE * torch.sin(torch.arange(96, dtype=torch.float32, device="cpu").square())).view(4, 24)
+    try:
+        want = module._apply_gate(y)
+    except Exception:  # of a stranger's module
+        return None
+    if not isinstance(want, Tensor) or want.shape != (4, 12):
+        return None
+    for act, pairs, limit, offset in itertools.product(GATES, (False, True), (0.0, *floats), (0.0, 1.0)):
+        for alpha in (1.0, 1.702, *floats) if act == "silu" else (1.0,):
+            gate = Gate(stock, act, pairs, alpha, limit, offset)
+            if torch.allclose(gated(gate, y), want, rtol=1e-5, atol=1e-5):
+                return gate
+    return None

@@ -1,0 +1,196 @@
+"""The experts of Hugging Face models: whose layers are taken over, that models answer as before, and which calls stay transformers' own."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import fx, nn
+
+import attnops
+from attnops.hf import experts, tiny
+from attnops.ops.experts import EXPERTS
+from attnops.problem import Target, pretend
+from tests.hf.helpers import LIMIT, relative
+from tests.hf.test_decode_graphs import generated, how
+from tests.hf.test_linears import code_of
+from tests.lowering.models import kernel_calls
+from tests.triton.process import interpreted
+
+SM90 = Target("cuda", 90, assume=("triton",))
+IDS = torch.arange(6).view(2, 3)
+FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "mixtral")
+LAYERS = {"deepseek_v3": 1}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Calls of the op by the layers of a model; by its reference."""
+    made, honest = [], experts.experts
+
+    def counted(*args, **kwargs):
+        made.append(args[0].shape[0])
+        return honest(*args, **kwargs)
+
+    monkeypatch.setattr(experts, "experts", counted)
+    with attnops.use(kernel={"experts": "reference"}):
+        yield made
+
+
+def notes(handle):
+    return [note for note in handle.report().notes if note.startswith("experts")]
+
+
+@pytest.mark.parametrize("stock", experts.STOCK)
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_models_answer_as_eager(family, stock, calls):
+    model, n = tiny.model(family), LAYERS.get(family, 2)
+    model.set_experts_implementation("eager")
+    want = model(IDS).logits
+    model.set_experts_implementation(stock)
+    with attnops.patch(model) as handle:
+        assert relative(model(IDS).logits, want) < LIMIT
+        assert calls == [IDS.numel()] * n
+        assert [note.startswith(f"experts of {n} of {n} layers: ") for note in notes(handle)] == [True] and repr(stock) in notes(handle)[0]
+    assert model.get_experts_implementation()[""] == stock
+    assert not any(experts._GATE in vars(m) for m in model.modules())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_generated_code_calls_the_kernel(family):
+    """With the parameters themselves, which are not copied."""
+    model, code = tiny.model(family), []
+
+    def backend(gm, inputs):
+        judged = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+        for node in judged.graph.find_nodes(op="call_function", target=EXPERTS.packet.default):
+            node.kwargs = {**node.kwargs, "policy": "kernel=experts:reference"}
+        judged.recompile()
+        code.append(code_of(gm, inputs))
+        return judged
+
+    block, x = model.model.layers[1].mlp, torch.randn(1, 5, 64)
+    want = block(x)
+    with attnops.patch(model), torch._inductor.config.patch(fx_graph_cache=False), pretend(SM90):
+        got = torch.compile(block, backend=backend, fullgraph=True)(x)
+    [text] = code
+    assert kernel_calls(text).count("experts.triton") == 1
+    assert "bmm" not in text and f"empty_strided_cpu(({block.experts.num_experts}, " not in text
+    assert all(relative(a, b) < LIMIT for a, b in zip(got, want, strict=True))
+
+
+@interpreted
+def test_decode_steps_by_triton():
+    model = tiny.model("qwen3_moe")
+    want = generated(model, 2, 4, 2)
+    with pretend(SM90), attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
+        assert torch.equal(generated(model, 2, 4, 2), want)
+        assert handle.graphs.report().whole == ""
+
+
+# Calls that stay transformers' own ------------------------------------------------------------------------------------
+
+
+def test_on_a_cpu_transformers_own_serve():
+    model = tiny.model("mixtral")
+    with torch.no_grad(), attnops.patch(model):
+        assert not experts._serves(*layer_call(model, 3))
+        with pretend(SM90):
+            assert experts._serves(*layer_call(model, 3))
+            with attnops.use(kernel={"experts": "aten"}):
+                assert not experts._serves(*layer_call(model, 3))
+
+
+def layer_call(model, tokens, **more):
+    module = model.model.layers[0].mlp.experts
+    return module, torch.randn(tokens, 64, **more), torch.zeros(tokens, 2, dtype=torch.int64), vars(module)[experts._GATE]
+
+
+@pytest.mark.parametrize(("tokens", "served"), [(1, True), (64, True), (65, False)])
+@torch.no_grad()
+def test_few_tokens_alone(tokens, served):
+    model = tiny.model("mixtral")
+    with attnops.patch(model), pretend(SM90):
+        assert experts._serves(*layer_call(model, tokens)) is served
+        assert not experts._serves(*layer_call(model, tokens, dtype=torch.bfloat16)), "another dtype than the weights'"
+        with torch.autocast("cpu"):
+            assert not experts._serves(*layer_call(model, tokens))
+        with attnops.use(deterministic=True):
+            assert experts._serves(*layer_call(model, tokens))
+
+
+def test_gradients(calls):
+    model = tiny.model("mixtral")
+    with attnops.patch(model):
+        model(IDS).logits.sum().backward()
+    assert not calls and model.model.layers[0].mlp.experts.down_proj.grad.abs().sum() > 0
+
+
+@torch.no_grad()
+def test_an_adapter_of_the_weights(calls):
+    peft = pytest.importorskip("peft")
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = peft.get_peft_model(tiny.model("mixtral"), peft.LoraConfig(r=2, target_modules=[], target_parameters=names))
+    for name, p in model.named_parameters():
+        p.data = torch.randn_like(p) if "lora_" in name else p.data
+    want = model(IDS).logits
+    with attnops.patch(model):
+        assert relative(model(IDS).logits, want) < LIMIT and not calls
+
+
+class Tagged(torch.Tensor):
+    """As a quantised weight."""
+
+
+def changed(module, how):
+    weight = module.down_proj
+    if how == "quantised":
+        module.down_proj = nn.Parameter(weight.data.as_subclass(Tagged), requires_grad=False)
+    elif how == "float64":
+        module.to(torch.float64)
+    elif how == "meta":
+        module.to("meta")
+    elif how == "activation":
+        module.act_fn = nn.Tanh()
+    elif how == "shapes":
+        module.down_proj = nn.Parameter(weight[:, :, 1:].clone())
+    elif how == "parametrised":
+        nn.utils.parametrize.register_parametrization(module, "down_proj", nn.Identity())
+    else:
+        module.config._experts_implementation = how
+
+
+@pytest.mark.parametrize(("change", "why"), [
+    ("quantised", "no plain parameters"), ("parametrised", "no plain parameters"), ("float64", "float64"), ("meta", "offloaded"),
+    ("activation", "no activation of the op"), ("shapes", "have the shapes"), ("sonicmoe", "'sonicmoe'"),
+])  # fmt: skip
+def test_layers_that_are_left_say_why(change, why):
+    model = tiny.model("mixtral")
+    changed(model.model.layers[0].mlp.experts, change)
+    before = [vars(m).keys() for m in model.modules()]
+    with attnops.patch(model) as handle:
+        left = [note for note in notes(handle) if "left as they are" in note]
+        assert len(left) == 1 and why in left[0], notes(handle)
+    assert [vars(m).keys() for m in model.modules()] == before
+
+
+def test_an_implementation_that_is_set_later_stays():
+    model = tiny.model("mixtral")
+    with attnops.patch(model) as handle:
+        model.set_experts_implementation("batched_mm")
+        assert "set to 'batched_mm' after patch()" in notes(handle)[0]
+    assert model.get_experts_implementation()[""] == "batched_mm"
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+@torch.no_grad()
+def test_copies(again, calls):
+    model = tiny.model("gpt_oss")
+    want = model(IDS).logits
+    attnops.patch(model)
+    other = again(model)
+    assert relative(other(IDS).logits, want) < LIMIT and len(calls) == 2
+    vars(other)["_attnops"].unpatch()
+    assert other.get_experts_implementation()[""] != model.get_experts_implementation()[""]
