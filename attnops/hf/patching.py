@@ -306,8 +306,8 @@ def patch(
     A module is patched when its code asks transformers' attention interface for the function to call. The model's state_dict, hooks and
     saved config stay as they are, and so do its weights, which piecewise graphs give other addresses until `unpatch()`
     (docs/linear.md). Experts that ask transformers' experts interface go to `attnops.ops.experts` where a kernel of attnops serves them: a
-    few tokens on a GPU, without gradients. Modules that hold the same config object switch together, those of other models included (the report says so). In
-    training mode a layer whose attention dropout is above 0 is computed in plain torch.
+    few tokens on a GPU, without gradients. Modules that hold the same config object switch together, those of other models included (the
+    report says so). In training mode a layer whose attention dropout is above 0 is computed in plain torch.
 
     Args:
         model: a PreTrainedModel, or a module around one (PEFT, `torch.compile`).
