@@ -35,7 +35,7 @@ class Tile(NamedTuple):
 
 
 ONE_ROW = (Tile(16, 512, 3, 4), Tile(8, 512, 4, 4), Tile(4, 1024, 4, 2))
-ONE_GATED = (Tile(8, 1024, 3, 4), Tile(4, 1024, 4, 2))
+ONE_GATED = Tile(4, 1024, 4, 2)
 FEW_ROWS = (Tile(128, 256, 4, 8, True), Tile(64, 512, 4, 4, True), Tile(32, 512, 6, 4, True), Tile(16, 1024, 4, 2))
 """From the widest weights to the narrowest, by times on an H200. The first that leaves every multiprocessor enough programs serves the
 call."""
@@ -45,7 +45,7 @@ WAVES = 3.0
 
 def one_row(outs: int, gated: bool, sms: int) -> Tile:
     """For one row of `outs` results. gated: two rows of the weight make one."""
-    return _first(ONE_GATED if gated else ONE_ROW, outs, WAVES * sms)
+    return ONE_GATED if gated else _first(ONE_ROW, outs, WAVES * sms)
 
 
 def few_rows(rows: int, outs: int, itemsize: int, gated: bool, sms: int, memory: int) -> Tile:
