@@ -1,7 +1,6 @@
 """`fuse_rotation`: norm and rotation of query and key become arguments of the `decode_attention` that they feed."""
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,11 +11,11 @@ from ..call import changed, split
 from ..ops import OPS
 from ..problem import surely
 from ..traced import may_write
-from .fuse_linears import VALUE
+from .fuse_linears import VALUE, fake_of
+from .norms import Norm, call_of, norm_of, pairs
 
 log = logging.getLogger("attnops.lowering")
 OP = "decode_attention"
-CASTS = ("to", "float", "type_as")
 
 
 @dataclass(frozen=True)
@@ -37,12 +36,6 @@ class _Turn(NamedTuple):
     sin: fx.Node
 
 
-class _Norm(NamedTuple):
-    x: fx.Node
-    weight: fx.Node
-    eps: float
-
-
 @dataclass
 class _Side:
     """The way back from an argument, query or key, to its input. inside: nodes that no other code may use. path: those to repeat."""
@@ -51,17 +44,11 @@ class _Side:
     path: list[fx.Node] = field(default_factory=list)
 
     def take(self, node: Any, *names: str) -> fx.Node | None:
-        """`node`, if it is a call of a function or method of one of these names."""
-        if not isinstance(node, fx.Node) or node.op not in ("call_function", "call_method"):
-            return None
-        target = node.target
-        name = target if isinstance(target, str) else getattr(target, "__name__", "")
-        # torch's functions of C name no module.
-        home = "torch" if isinstance(target, str) else getattr(target, "__module__", None) or "torch"
-        if name not in names or home.partition(".")[0] not in ("torch", "_operator"):
+        """`node`, if it is a call of a torch function or method of one of these names."""
+        if call_of(node)[0] not in names:
             return None
         self.inside[node] = None
-        return node
+        return node  # type: ignore[no-any-return]
 
     def back(self, node: fx.Node) -> fx.Node:
         """The first node behind `node` that does more than move whole vectors along the last dim."""
@@ -77,12 +64,6 @@ class _Side:
                 return node
             self.inside[node] = None
             node = inner
-
-    def uncast(self, node: Any) -> Any:
-        """The node behind changes of dtype."""
-        while (cast := self.take(node, *CASTS)) is not None and _to_dtype(cast):
-            node = cast.args[0]
-        return node
 
 
 def fuse_rotation(graph: fx.Graph | fx.GraphModule) -> tuple[Rotated, ...]:
@@ -120,7 +101,7 @@ def _fuse(graph: fx.Graph, node: fx.Node, call: Any) -> Rotated:
     if (query.cos, query.sin) != (key.cos, key.sin):
         return Rotated(node.name, refusal="query and key are rotated by different angles")
     given = zip((query, key), (call.query, call.key), strict=True)
-    if not all(_one_token(_fake(turn.x), _fake(x), _fake(query.cos), _fake(query.sin)) for turn, x in given):
+    if not all(_one_token(fake_of(turn.x), fake_of(x), fake_of(query.cos), fake_of(query.sin)) for turn, x in given):
         return Rotated(node.name, refusal="its angles are not one row a request, or its dtypes differ")
     if reason := _kept(node, sides):
         return Rotated(node.name, refusal=reason)
@@ -128,12 +109,14 @@ def _fuse(graph: fx.Graph, node: fx.Node, call: Any) -> Rotated:
     inputs = [query.x, key.x]
     # Norms are looked for on copies, so that a rotation without them is fused all the same.
     wider = tuple(_Side(dict(side.inside), list(side.path)) for side in sides)
-    norms = [n for side, x in zip(wider, inputs, strict=True) if (n := _norm(side, side.back(x))) is not None]
+    norms = [n for side, x in zip(wider, inputs, strict=True) if (n := norm_of(side.back(x))) is not None]
+    for side, norm in zip(wider, norms, strict=False):
+        side.inside |= dict.fromkeys(norm.nodes)
     both = len(norms) == 2 and norms[0].eps == norms[1].eps and not _kept(node, wider)
-    both = both and all(_alike(n, _fake(x)) for n, x in zip(norms, (call.query, call.key), strict=True))
+    both = both and all(_alike(n, fake_of(x)) for n, x in zip(norms, (call.query, call.key), strict=True))
     if both:
         inputs, sides = [n.x for n in norms], wider
-        fused |= {"q_norm": norms[0].weight, "k_norm": norms[1].weight, "eps": norms[0].eps}
+        fused |= {"q_norm": norms[0].gain, "k_norm": norms[1].gain, "eps": norms[0].eps}
     fused |= {name: _again(graph, node, side, x) for name, side, x in zip(("query", "key"), sides, inputs, strict=True)}
     args, kwargs = split(changed(call, **fused))
     node.args, node.kwargs = args, kwargs
@@ -142,17 +125,13 @@ def _fuse(graph: fx.Graph, node: fx.Node, call: Any) -> Rotated:
     return Rotated(node.name, both)
 
 
-def _fake(node: Any) -> Any:
-    return node.meta.get(VALUE)
-
-
 # What is matched -------------------------------------------------------------------------------------------------------
 
 
 def _moves_vectors(node: fx.Node) -> bool:
     """Does it leave the vectors along the last dim of `[B, H, S, D]` as they are, in place and order, but for the order of H and S?"""
     source: Any = node.args[0] if node.args else None
-    x, out = (_fake(n) if isinstance(n, fx.Node) else None for n in (source, node))
+    x, out = (fake_of(n) if isinstance(n, fx.Node) else None for n in (source, node))
     if node.op != "call_method" or not isinstance(x, Tensor) or not isinstance(out, Tensor) or node.kwargs:
         return False
     if node.target == "transpose":
@@ -164,21 +143,14 @@ def _moves_vectors(node: fx.Node) -> bool:
 
 def _is_getitem(node: fx.Node, index: int | None) -> bool:
     name = getattr(node.target, "__name__", "")
-    return node.op == "call_function" and name == "getitem" and node.args[1] is index and isinstance(_fake(node), Tensor)
+    return node.op == "call_function" and name == "getitem" and node.args[1] is index and isinstance(fake_of(node), Tensor)
 
 
 def _to_dtype(node: fx.Node) -> bool:
     """Does it change the dtype at most?"""
     source = node.args[0]
-    x, out = _fake(source) if isinstance(source, fx.Node) else None, _fake(node)
+    x, out = fake_of(source) if isinstance(source, fx.Node) else None, fake_of(node)
     return isinstance(x, Tensor) and isinstance(out, Tensor) and x.device == out.device and out.is_floating_point()
-
-
-def _swapped(node: fx.Node | None) -> Iterator[tuple[Any, Any]]:
-    """The two operands of a sum or product, in either order."""
-    if node is not None and len(node.args) == 2 and not node.kwargs:
-        yield node.args[0], node.args[1]
-        yield node.args[1], node.args[0]
 
 
 def _half(side: _Side, node: Any) -> tuple[Any, int]:
@@ -190,7 +162,7 @@ def _half(side: _Side, node: Any) -> tuple[Any, int]:
     if (chunks := side.take(source, "chunk")) is not None:
         cut = (*chunks.args[1:], chunks.kwargs.get("dim")) if chunks.kwargs else chunks.args[1:]
         return (chunks.args[0], int(item.args[1])) if cut == (2, -1) else (None, 0)  # type: ignore[arg-type]
-    half = _fake(source).shape[-1] // 2 if isinstance(_fake(source), Tensor) and _fake(source).shape[-1] % 2 == 0 else 0
+    half = fake_of(source).shape[-1] // 2 if isinstance(fake_of(source), Tensor) and fake_of(source).shape[-1] % 2 == 0 else 0
     for n, at in enumerate((slice(None, half, None), slice(half, None, None))):
         if half and item.args[1] == (Ellipsis, at):
             return source, n
@@ -208,9 +180,9 @@ def _halves(side: _Side, node: Any) -> tuple[Any, Any]:
 
 def _turn(side: _Side, node: fx.Node) -> _Turn | None:
     """The rotation whose result is `node`, in one of the two ways that transformers writes it."""
-    for plain, crossed in _swapped(_Side().take(node, "add")):
-        for x, cos in _swapped(_Side().take(plain, "mul")):
-            for other, sin in _swapped(_Side().take(crossed, "mul")):
+    for plain, crossed in pairs(node, "add"):
+        for x, cos in pairs(plain, "mul"):
+            for other, sin in pairs(crossed, "mul"):
                 trial = _Side(dict(side.inside))
                 second, first = _halves(trial, other)
                 minus = trial.take(second, "neg")
@@ -237,33 +209,6 @@ def _turn(side: _Side, node: fx.Node) -> _Turn | None:
     return _Turn(x, cos, sin)  # type: ignore[arg-type]
 
 
-def _norm(side: _Side, node: fx.Node) -> _Norm | None:
-    """The RMS norm with a weight whose result is `node`."""
-    whole = side.take(side.uncast(node), "mul")
-    for weight, shrunk in _swapped(whole):
-        value = _fake(weight) if isinstance(weight, fx.Node) else None
-        if not isinstance(value, Tensor) or value.dim() != 1 or not value.is_floating_point():
-            continue
-        trial = _Side(dict(side.inside))
-        for x, shrink in _swapped(trial.take(trial.uncast(shrunk), "mul")):
-            root = trial.take(shrink, "rsqrt")
-            for mean, eps in _swapped(trial.take(root.args[0] if root is not None else None, "add")):
-                squares = _squares(trial, mean)
-                if squares is x and isinstance(eps, float):
-                    side.inside |= trial.inside
-                    return _Norm(side.uncast(x), weight, eps)
-    return None
-
-
-def _squares(side: _Side, node: Any) -> Any:
-    """x of mean(x^2) along the last dim, which stays as a dim of 1."""
-    mean = side.take(node, "mean")
-    if mean is None or (*mean.args[1:], *mean.kwargs.items()) != (-1, ("keepdim", True)):
-        return None
-    power = side.take(mean.args[0], "pow")
-    return power.args[0] if power is not None and power.args[1:] == (2,) else None
-
-
 # Whether it may be fused, and how ---------------------------------------------------------------------------------------
 
 
@@ -277,9 +222,9 @@ def _one_token(x: Any, given: Any, cos: Any, sin: Any) -> bool:
     return shape and angles and cos.shape[3] == sin.shape[3] and cos.shape[3] in (dim, dim // 2)
 
 
-def _alike(norm: _Norm, given: Any) -> bool:
-    """Has the norm a weight for every number of a head, and an input of the call's dtype?"""
-    return _fake(norm.x).dtype == given.dtype and tuple(_fake(norm.weight).shape) == tuple(given.shape[2:])
+def _alike(norm: Norm, given: Any) -> bool:
+    """Is the norm computed in float32, with a gain for every number of a head, of an input of the call's dtype?"""
+    return norm.is_wide and fake_of(norm.x).dtype == given.dtype and tuple(fake_of(norm.gain).shape) == tuple(given.shape[2:])
 
 
 def _kept(call: fx.Node, sides: tuple[_Side, ...]) -> str:
@@ -313,7 +258,7 @@ def _again(graph: fx.Graph, call: fx.Node, side: _Side, x: fx.Node) -> fx.Node:
 def _made(node: fx.Node, call: fx.Node) -> fx.Node:
     """A new node with the metadata of the call, and its fake value."""
     node.meta = {k: v for k, v in call.meta.items() if k != VALUE}
-    args: list[Any] = [_fake(a) if isinstance(a, fx.Node) else a for a in node.args]
+    args: list[Any] = [fake_of(a) if isinstance(a, fx.Node) else a for a in node.args]
     with args[0].fake_mode, enable_python_dispatcher():
         target: Any = node.target
         node.meta[VALUE] = getattr(args[0], target)(*args[1:]) if isinstance(target, str) else target(*args)

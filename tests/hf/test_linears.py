@@ -98,6 +98,20 @@ def test_linears_of_a_layer(family):
     assert relative(got, want) < LIMIT
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
+def test_logits_are_no_less_exact_than_eagers(family):
+    """bfloat16 against float32 of the same weights: of eager, and of the layer in calls that round once."""
+    ids, one = torch.arange(64).view(4, 16), {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
+    model = tiny.model(family, **(one if family != "llama" else {"num_hidden_layers": 1})).bfloat16()
+    with torch.no_grad():
+        exact, own = copy.deepcopy(model).float()(ids).logits, model(ids).logits
+        with attnops.patch(model), attnops.use(kernel={"attention": "reference"}):
+            pack_linears(model)
+            model.model.layers[0].compile(backend=Fusing())
+            ours = model(ids).logits
+    assert (ours - exact).norm() <= (own - exact).norm()
+
+
 CALL = (2, 4, 2)
 
 

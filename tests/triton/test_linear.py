@@ -2,19 +2,23 @@
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from torch.nn import functional as F
 
 from attnops import ops
 from attnops.kernel import kernels_of
 from attnops.kernels.triton.launch import linear_tiles as tiles
+from attnops.ops.linear import Linear
 from attnops.problem import Extent, Target, altered, pretend
 from attnops.select import Policy, select
 from attnops.testing import CASES, Source, check_kernel
 from attnops.testing.linear import linear
+from tests.lowering import test_use_linears as norms
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.mates import same_bits
 from tests.ops.strategies import CALLS
@@ -22,7 +26,7 @@ from tests.triton.process import compiled, interpreted
 from tests.triton.test_compile import MEMORY, compile_for, launches_overlap, recorded, spilled, waits_first
 
 SM90 = Target("cuda", 90, assume=("triton",))
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 ALL = {"norm": 1.0, "bias": True, "activation": "silu", "residual": True}
 
 
@@ -70,6 +74,31 @@ def test_a_row_does_not_see_its_mates(rows):
     with pretend(SM90):
         assert select(call.problem, Policy(deterministic=True)).kernel is kernel()
     same_bits(call, [(0,), (5,), (rows - 1,), range(17)], kernel())
+
+
+def own_code(norm, x, m, dtype):
+    """A layer as transformers has it: norm, gate and up, the product of both, a residual."""
+    wide = SimpleNamespace(**{name: t.to(dtype) for name, t in vars(m).items()})
+    gate, up = F.linear(norm(wide, x.to(dtype)), wide.weight, wide.bias).chunk(2, -1)
+    return wide.residual[: len(x)] + F.silu(gate) * up
+
+
+@pytest.mark.parametrize("norm", [norms.llama, norms.gpt_oss, norms.gemma, norms.torchs], ids=lambda f: f.__name__)
+@interpreted
+def test_it_is_no_less_exact_than_the_models_own_code(norm):
+    """Fewer roundings, with every norm that `use_linears` recognises. float16, for the interpreter cuts bfloat16 off."""
+    source, shapes = Source(5), {"gain": (norms.K,), "weight": (96, norms.K), "bias": (96,), "residual": (40, 48)}
+    m = SimpleNamespace(**{name: source.normal(*shape, dtype=F16) for name, shape in shapes.items()})
+    more = {"norm_weight": m.gain, "norm_eps": norms.EPS, "norm_offset": float(norm is norms.gemma), "activation": "silu"}
+    every = source.normal(40, norms.K, dtype=F16)
+    errors = []
+    for x in (every, *every[:3].split(1)):
+        exact, own = (own_code(norm, x, m, dtype).double() for dtype in (F64, F16))
+        ours = torch.empty_like(own, dtype=F16)
+        kernel().run(Linear(x, m.weight, m.bias, residual=m.residual[: len(x)], output=ours, **more))
+        errors.append([float((y - exact).square().sum()) for y in (ours, own)])
+    for ours, own in (errors[0], map(sum, zip(*errors[1:], strict=True))):
+        assert ours <= own
 
 
 @interpreted

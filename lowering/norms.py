@@ -1,0 +1,121 @@
+"""Recognises calls of torch in a traced graph, and RMS norms: torch's own, and as models spell them out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .fuse_linears import fake_of
+
+_CASTS = {"to", "float", "half", "bfloat16", "double", "type", "type_as"}
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An RMS norm along the last dim of `x`, times `gain` of one dim.
+
+    nodes: that compute it, the gain's aside. wide: those of them that must be float32.
+    """
+
+    x: fx.Node
+    gain: fx.Node
+    eps: float
+    nodes: frozenset[fx.Node]
+    wide: tuple[fx.Node, ...] = ()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which kernels compute it."""
+        return torch.promote_types(fake_of(self.x).dtype, torch.float32)
+
+    @property
+    def is_wide(self) -> bool:
+        """Does the model compute it in that dtype, too?"""
+        return all(fake_of(node).dtype == self.dtype for node in self.wide)
+
+
+def norm_of(node: Any) -> Norm | None:
+    """The RMS norm whose result the node is."""
+    name, args = call_of(node)
+    if name == "rms_norm":
+        x, shape, gain, eps = _rms_norm(*args, **node.kwargs)
+        known = isinstance(gain, fx.Node) and isinstance(eps, float) and len(shape) == 1
+        return Norm(x, gain, eps, frozenset({node})) if known else None
+    scaled = uncast(node)
+    for gain, normed in pairs(scaled, "mul"):
+        if not isinstance(gain, fx.Node) or not isinstance(fake_of(gain), Tensor) or fake_of(gain).dim() != 1:
+            continue
+        ratio = uncast(normed)
+        for wide, root in pairs(ratio, "mul"):
+            if (square := _mean_square(root, wide)) is not None:
+                float32 = wide, *square[1], ratio
+                x = uncast(wide)
+                return Norm(x, gain, square[0], frozenset({node, scaled, normed, *float32} - {x}), float32)
+    return None
+
+
+def _rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: Any = None) -> tuple[Any, Any, Any, Any]:
+    return input, normalized_shape, weight, eps
+
+
+def _mean_square(root: Any, x: Any) -> tuple[float, tuple[fx.Node, ...]] | None:
+    """(eps, the nodes) where root is `rsqrt(mean(x**2, -1, keepdim=True) + eps)`."""
+    name, args = call_of(root)
+    if (name, [*args[1:]]) not in (("rsqrt", []), ("pow", [-0.5])) or not args:
+        return None
+    for mean, eps in pairs(args[0], "add"):
+        squares, dim = _mean(mean)
+        over_last = dim in (-1, (-1,), [-1]) and isinstance(eps, float) and eps > 0
+        if (
+            over_last
+            and call_of(squares) in (("pow", (x, 2)), ("square", (x,)), ("mul", (x, x)))
+            and fake_of(mean).dim() == fake_of(x).dim()
+        ):
+            return eps, (squares, mean, args[0], root)
+    return None
+
+
+def _mean(node: Any) -> tuple[Any, Any]:
+    """The operand of a mean without a dtype and its dims; Nones for other nodes."""
+    name, args = call_of(node)
+    if name != "mean" or not args or "dtype" in node.kwargs:
+        return None, None
+    return args[0], args[1] if len(args) > 1 else node.kwargs.get("dim")
+
+
+# Calls of torch --------------------------------------------------------------------------------------------------------
+
+
+def call_of(node: Any) -> tuple[str, tuple[Any, ...]]:
+    """The name of the torch function or method that a node calls, and its arguments by place; "" for other nodes."""
+    if not isinstance(node, fx.Node) or node.op not in ("call_function", "call_method"):
+        return "", ()
+    target: Any = node.target
+    if isinstance(target, str):
+        return target, node.args
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return "", ()  # a library's op may have the name of a torch function
+    home = getattr(target, "__module__", None) or "torch"  # torch's functions of C name no module
+    return (getattr(target, "__name__", ""), node.args) if home.partition(".")[0] in ("torch", "_operator") else ("", ())
+
+
+def pairs(node: Any, called: str) -> Iterator[tuple[Any, Any]]:
+    """The operands of a sum or product of two, in both orders."""
+    name, args = call_of(node)
+    if name == called and len(args) == 2 and not node.kwargs:
+        yield args[0], args[1]
+        yield args[1], args[0]
+
+
+def uncast(node: Any) -> Any:
+    """The operand of a conversion that changes the dtype, and strides at most, else the node itself."""
+    name, args = call_of(node)
+    if name not in _CASTS or not isinstance(args[0], fx.Node):
+        return node
+    x, out = fake_of(args[0]), fake_of(node)
+    same = isinstance(x, Tensor) and isinstance(out, Tensor) and (x.shape, x.device) == (out.shape, out.device)
+    return args[0] if same and out.is_floating_point() else node
