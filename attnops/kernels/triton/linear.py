@@ -21,7 +21,7 @@ def _cost_us(p: Problem) -> float:
         return 2.8 + product_us(p, rows)
     block = next((n for n in COLUMN_US if rows <= n), MOST_ROWS)
     columns = p.in_features * (2 if "activation" in p.asks else 1)  # a program reads two rows of the weight for a result
-    return 4.0 + max(product_us(p, max(rows, block)), columns * COLUMN_US[block]["norm_weight" in p.asks])
+    return 3.8 + max(product_us(p, max(rows, block)), columns * COLUMN_US[block]["norm_weight" in p.asks])
 
 
 def _few(p: Problem) -> bool:
