@@ -5,10 +5,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from ..traced import comparable
 from .device import Recorded
@@ -71,13 +72,33 @@ class Program:
 
     def run(self, flat: tuple[Any, ...], into: Recorded | None = None) -> Any:
         """Run without graphs, or capture neighbouring parts into one graph each and the others between them. Returns the results."""
-        return _Run(self, into).run(*flat)
+        return self._plain(*flat) if into is None else _Run(self, into).run(*flat)
+
+    @cached_property
+    def _plain(self) -> fx.GraphModule:
+        """The split model with its pieces in place: an interpreter would take longer than a GPU for a layer of few tokens."""
+        made = fx.GraphModule(self.split.module, self.split.module.graph)
+        for part in self.split.parts:
+            setattr(made, part.name, _Call(self.pieces.get(part.name, part.module)))
+        return made
+
+
+class _Call(nn.Module):
+    """A piece or part as a module of the split model."""
+
+    def __init__(self, call: Piece) -> None:
+        super().__init__()
+        self._call = (call,)  # not a submodule
+
+    def forward(self, *args: Any) -> Any:
+        out = self._call[0](*args)
+        return out[0] if len(out) == 1 else out
 
 
 class _Run(fx.Interpreter):
-    """One run of a program. A value leaves after its last use, so that later parts reuse its memory."""
+    """The capture of a program. A value leaves after its last use, so that later parts reuse its memory."""
 
-    def __init__(self, program: Program, into: Recorded | None) -> None:
+    def __init__(self, program: Program, into: Recorded) -> None:
         super().__init__(program.split.module)
         self.extra_traceback = False
         self._pieces, self._into = program.pieces, into
@@ -89,12 +110,11 @@ class _Run(fx.Interpreter):
         if n.op != "call_module":
             return super().run_node(n)
         part, into = self._parts[str(n.target)], self._into
-        if into is not None and not part.captured:
+        if not part.captured:
             out = self._between(n, part, into)
         else:
-            if into is not None:
-                into.current = part.name
-                into.begin()
+            into.current = part.name
+            into.begin()
             out = self._pieces.get(part.name, part.module)(*[self.env[a] for a in n.all_input_nodes])
         return out[0] if len(out) == 1 else out
 

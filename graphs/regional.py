@@ -53,9 +53,10 @@ class AnyNumber:
 
 
 ANY = AnyNumber()
+Twin = tuple[Any, list[Any]]
 
 
-def twin(module: nn.Module) -> tuple[nn.Module, list[Any]]:
+def twin(module: nn.Module) -> Twin:
     """(a module with the tensors and attributes of `module`, but for the numbers of layers and hooks; its functions, in order).
 
     Numbers tell equal layers apart, and Dynamo may take a function for another one with the same code. To trace a twin does not change the
@@ -120,11 +121,14 @@ class Regions:
         self.ran = []
         self._kinds.clear()
 
-    def __call__(self, call: Any, rows: int, args: tuple[Any, ...], kwargs: dict[str, Any], apart: str = "") -> Any:
+    def __call__(
+        self, call: Any, rows: int, args: tuple[Any, ...], kwargs: dict[str, Any], apart: str = "", same: Twin | None = None
+    ) -> Any:
         """The result of a module's forward or of a function, run by compiled code and captured where a capture is under way.
 
         rows: of the step. Tensors with as many have them in their first dim.
         apart: calls share code with those of the same word.
+        same: the twin of the module, from a caller who knows that the module has not changed since.
         """
         for t in pytree.tree_leaves((args, kwargs)):
             if isinstance(t, Tensor) and t.dim() and t.shape[0] == rows:
@@ -133,9 +137,9 @@ class Regions:
         mode, began, before = capture_mode(), time.perf_counter(), self._traces
         try:
             if mode is None:
-                return self._traced(call, args, kwargs, apart)
+                return self._traced(call, args, kwargs, apart, same)
             with mode.aside() as self._into:
-                out = self._traced(call, args, kwargs, apart)
+                out = self._traced(call, args, kwargs, apart, same)
             mode.note(out)
             return out
         finally:
@@ -143,21 +147,22 @@ class Regions:
             if self._traces != before:
                 self.seconds += time.perf_counter() - began
 
-    def _traced(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], apart: str) -> Any:
+    def _traced(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], apart: str, found: Twin | None) -> Any:
+        found = found or (twin(call) if isinstance(call, nn.Module) else (call, [call]))
         try:
-            return self._traced_once(call, args, kwargs, apart)
+            return self._traced_once(found, args, kwargs, apart)
         except RuntimeError as e:
             # torch 2.13 counts the compiled frames of all threads at once, and may miss those of this call.
             if "found no compiled frames" not in str(e):
                 raise
-        return self._traced_once(call, args, kwargs, apart)
+        return self._traced_once(found, args, kwargs, apart)
 
-    def _traced_once(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], apart: str) -> Any:
+    def _traced_once(self, found: Twin, args: tuple[Any, ...], kwargs: dict[str, Any], apart: str) -> Any:
         from torch._dynamo.exc import TorchDynamoException
         from torch.fx.experimental import _config
 
         shapes: Any = _config  # torch adds `patch` when the module is loaded
-        same, functions = twin(call) if isinstance(call, nn.Module) else (call, [call])
+        same, functions = found
         key = (apart, *(x if isinstance(x, str) else id(x) for x in functions))
         if key not in self._compiled:
             # Dynamo keeps compiled code with the code of the function, here one that goes with the regions.
@@ -170,10 +175,10 @@ class Regions:
             with tracing(), shapes.patch(use_duck_shape=False):
                 return self._compiled[key][1](same, args, kwargs)
         except TorchDynamoException as e:
-            found = find(e)
-            if found is not None and not isinstance(found, NotCapturable):
-                raise found from e
-            cause = found or getattr(e, "inner_exception", None) or e
+            known = find(e)
+            if known is not None and not isinstance(known, NotCapturable):
+                raise known from e
+            cause = known or getattr(e, "inner_exception", None) or e
             raise NotRegional(f"a layer cannot be traced alone: {one_line(cause)}") from e
 
     def _backend(self, gm: fx.GraphModule) -> Callable[..., Any]:

@@ -42,6 +42,7 @@ class Generation:
     why: why its cache is transformers' own, "" where it is not, None before the cache is chosen.
     custom: the caller passed a loop of its own.
     graphs: the mode of graphs that its last step ran in, "" without.
+    layers: how compiled layers ran its prompt, "compiled" or "captured"; "" where the model's own ran it.
     loop: why the loop around its steps is transformers' own, "" where it is not (attnops.hf.loop).
     last: (the mask that the last step left behind,), or () before the first.
     prepared: (the mask of the next step's forward,) from its preparation to its end, else ().
@@ -56,6 +57,7 @@ class Generation:
     why: str | None = None
     custom: bool = False
     graphs: str = ""
+    layers: str = ""
     loop: str = ""
     last: tuple[Any, ...] = ()
     prepared: tuple[Any, ...] = ()

@@ -217,7 +217,7 @@ class Patched(Handle):
             return Took("hf", "hf", generation.why or self._why or no_cache or "")
         no_step = "" if generation.graphs or paged.decode.mode == "hf" else "it had no step of one token that asks for logits only"
         why = self._why or "; ".join(failed.values())
-        return Took("paged", generation.graphs or "hf", why or no_step, "" if why else generation.loop)
+        return Took("paged", generation.graphs or "hf", why or no_step, "" if why else generation.loop, generation.layers)
 
     def verify(
         self, input_ids: Tensor | None = None, *, tolerance: float | None = None, strict: bool = True, **inputs: Any

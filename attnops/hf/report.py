@@ -27,16 +27,19 @@ class Took:
     decode: "piecewise" or "breakable", the graphs of its last step; "hf" without graphs.
     why: the reason why it had no pages or no graphs, "" where it had both or the options ask for neither.
     loop: the reason why no graph chose the tokens of the steps in graphs, "" where one did.
+    prompt: "compiled" or "captured", the layers that ran its prompt; "" for the model's own.
     """
 
     cache: str
     decode: str
     why: str = ""
     loop: str = ""
+    prompt: str = ""
 
     def __str__(self) -> str:
+        prompt = f", prompt={self.prompt}" if self.prompt else ""
         loop = f"; tokens chosen without a graph: {self.loop}" if self.loop else ""
-        return f"cache={self.cache}, decode={self.decode}" + (f": {self.why}" if self.why else "") + loop
+        return f"cache={self.cache}, decode={self.decode}{prompt}" + (f": {self.why}" if self.why else "") + loop
 
 
 @dataclass(frozen=True)

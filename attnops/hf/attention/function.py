@@ -56,7 +56,7 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
         additive: the mask alone decides, as in eager attention. None means that all keys are visible; `is_causal` is ignored.
         proven: serve modules of any class. False: only those whose masks transformers itself leaves out, see `routed`.
     """
-    kernels = tuple(own_kernel(op, kernel) for op in ("attention", "paged_attention", "mla_attention"))
+    kernels = tuple(own_kernel(op, kernel) for op in ("attention", "paged_attention", "mla_attention", "varlen_attention"))
     known: dict[tuple[Any, ...], tuple[range, Callable[[Tensor, Tensor, Tensor], Tensor]]] = {}
 
     # The body runs once a layer and token, so it makes few calls: in eager decoding the host is slower than the GPU. `known` maps the facts

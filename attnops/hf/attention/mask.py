@@ -233,6 +233,19 @@ def _of_pages(request: Request) -> Tensor:
     return descriptor.build(pattern, request.batch, start, end, request.q_offset, 0, request.device)
 
 
+def padding_of(mask: Tensor | None, pages: Any, rows: int, columns: int) -> Tensor:
+    """int64 `[rows]`: the padding of each row of a prompt over these pages, as the model's mask function finds and checks it.
+
+    mask: `[rows, positions]`, as `generate()` has it. columns: of the prompt. The host waits for the device. Raises InvalidInput.
+    """
+    padding = None if mask is None else mask.bool()
+    request = Request(
+        rows, columns, pages.sizes.length, pages.seen, pages.pad, padding, pages.pad.device, "auto", causal_mask_function, None, True,
+        False, False, None,
+    )  # fmt: skip
+    return _left_padding(request, pages.pad)
+
+
 def _left_padding(request: Request, known: Tensor) -> Tensor:
     """int64 `[B]`: the padding of each row. known: `[rows]`, the padding so far, EMPTY for a row that the last step did not have."""
     batch, queries, padding = request.batch, request.queries, request.padding

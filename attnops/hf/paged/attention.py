@@ -5,7 +5,8 @@ latents, to the cache, which hands them on; the attention function writes them i
 The batch `[B, H, S, D]` becomes B requests of S tokens each, one after the other. In a request of n new tokens and L in all, new token i
 sees the first L - n + i + 1, so padding on the left, which is not stored, sees no token and gives 0.
 
-The first tokens of an empty cache attend to each other directly, without pages. So do the tokens of a long step over a sliding window,
+The first tokens of an empty cache attend to each other directly, without pages; in a packed prompt (attnops.hf.paged.prompt), a row of the
+tokens of all requests, those of each request. So do the tokens of a long step over a sliding window,
 beside copies of the window's tokens, whose pages the step overwrites.
 """
 
@@ -26,6 +27,7 @@ from attnops.nn.absorb import absorbed_weights
 from attnops.nn.latent import LatentDims, attend_absorbed
 from attnops.ops import decode_attention, paged_attention, write_kv, write_latent
 from attnops.ops.dense import attention as dense_attention
+from attnops.ops.varlen import varlen_attention
 
 # New tokens of a request, above which the first tokens of an empty cache are attended to in expanded form.
 ABSORB_UP_TO = 1
@@ -64,10 +66,10 @@ class Asked(NamedTuple):
     unknown: dict[str, Any]
 
 
-def attend(asked: Asked, dense: str | None, paged: str | None, latent: str | None) -> Tensor | None:
+def attend(asked: Asked, dense: str | None, paged: str | None, latent: str | None, varlen: str | None) -> Tensor | None:
     """`[B, S, Hq, Dv]`: write a layer's new keys and values, or latents, into its pages and attend to the tokens there.
 
-    dense, paged, latent: kernels forced for `attention`, `paged_attention` and `mla_attention`, or None.
+    dense, paged, latent, varlen: kernels forced for `attention`, `paged_attention`, `mla_attention` and `varlen_attention`, or None.
     Returns None for the first latents of an empty cache, which are only written: the caller expands them.
     Raises InvalidInput: a mask that pages cannot follow, dropout, a window larger than that of the pages, or one of `unknown`.
     """
@@ -76,7 +78,7 @@ def attend(asked: Asked, dense: str | None, paged: str | None, latent: str | Non
     if not isinstance(asked.cache, (PagedModelCache, View)):
         fail(InvalidInput, "attnops_cache", type(asked.cache).__name__, "a PagedModelCache, which the hook of a patched module passes on")
     if not asked.cache.latent:
-        return attend_keys(asked, _checked(asked), dense, paged)
+        return attend_keys(asked, _checked(asked), dense, paged, varlen)
     asked.unknown["sinks"] = asked.sinks
     found, cache, layer = _checked(asked), asked.cache, asked.module.layer_idx
     view = cache.view(layer, found.start, asked.query.shape[2], asked.query.shape[1])
@@ -111,7 +113,7 @@ def _checked(asked: Asked) -> Range:
     return found
 
 
-def attend_keys(asked: Asked, found: Range, dense: str | None, paged: str | None) -> Tensor:
+def attend_keys(asked: Asked, found: Range, dense: str | None, paged: str | None, varlen: str | None = None) -> Tensor:
     """As `attend`, of keys and values, by the range that a mask describes."""
     cache, layer = asked.cache, asked.module.layer_idx
     batch, heads, count, _ = asked.query.shape
@@ -142,6 +144,13 @@ def attend_keys(asked: Asked, found: Range, dense: str | None, paged: str | None
     write_kv(key.flatten(0, 1), value.flatten(0, 1), k_pages, v_pages, now.slots)
     cache.wrote(layer)
     rules: dict[str, Any] = {"scale": asked.scale, "window": (found.window_left, -1), "softcap": asked.softcap, "sinks": asked.sinks}
+    if view.packed and view.fresh:
+        starts = now.cu_seqlens_q
+        packed: Tensor = varlen_attention(
+            query[0], key[0], value[0], starts, starts, max_seqlen_q=count, max_seqlen_k=count, causal=True, padded=False, kernel=varlen,
+            **rules,
+        )  # fmt: skip
+        return packed[None].to(like)
     if past is not None or (view.fresh and count > 1):
         alone: Tensor = dense_attention(query, keys, values, causal=True, kv_start=start, kv_end=end, kernel=dense, **rules)
         return alone.to(like)

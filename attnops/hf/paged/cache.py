@@ -48,6 +48,7 @@ class View:
 
     Compiled code of one layer is given it in place of the cache. It holds no layer number, so that the code serves all layers.
     heads: query heads that the batch's plan was made for. one_launch: do steps of one token take `decode_attention`?
+    packed: are the tokens of all requests in one row, one request after the other?
     """
 
     pages: tuple[Tensor, ...]
@@ -57,6 +58,7 @@ class View:
     fresh: bool = False
     heads: int = 0
     one_launch: bool = False
+    packed: bool = False
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

@@ -28,20 +28,24 @@ from attnops.graphs.device import Device
 from attnops.graphs.graphed import Progress
 from attnops.graphs.guard import casting
 from attnops.graphs.pieces import INNER, Inner
-from attnops.graphs.regional import Regional, Regions
+from attnops.graphs.regional import Regional, Regions, Twin
 from attnops.hf.paged.cache import PagedModelCache, State
+from attnops.hf.paged.guarded import guarded_state
 from attnops.hf.paged.layers import layered, starts
 from attnops.hf.paged.pages import ModelPages
+from attnops.hf.paged.prompt import Over, Prompts
 from attnops.lowering import Product, fuse_linears, fuse_rotation, use_linears
-from attnops.nn.absorb import HELD, INTERNAL, PLAIN
 from attnops.select import active_policy
 
 Mode = Literal["auto", "hf", "piecewise", "breakable"]
+Kind = Literal["one row", "more rows", "prompt"]
 
 # States of a model, such as adapters in use, whose graphs are kept.
 MOST_STATES = 2
 # States whose steps are counted: those of more than MOST_STATES adapters in turn are compiled, too.
 MOST_COUNTED = 64
+# Tokens of prompts that count as one step: it takes so many to win a compiler's time back.
+PROMPT = 64
 # Arguments of generate() at a step of one token. Masks are known, the last four have one meaning for one token, and tokenizers are for
 # stopping criteria, though transformers hands them on to the model.
 _KNOWN = (
@@ -80,30 +84,15 @@ class Decode:
         need(self.compile_after >= 0, "decode.compile_after", self.compile_after, "a number of steps >= 0")
 
 
-@dataclass(eq=False)
-class _Over:
-    """Graphs over one set of pages.
+class _Kept(NamedTuple):
+    """Of one state of a model. over: the graphs by their pages and mode. taken: the steps so far, by kind, and the tokens of prompts.
 
-    cache: a cache of ours over the pages. live: ones int64 `[rows]`, which mark rows of a batch.
-    mode: of `graphed`.
+    twins: of its layers.
     """
 
-    cache: PagedModelCache
-    live: Tensor
-    mode: str
-    graphed: Graphed
-
-    def captured(self, rows: int) -> bool:
-        """Is there a graph for so many rows?"""
-        wanted: Any = self.graphed.buckets.find("decode", rows, rows)
-        return wanted in [row.bucket for row in self.graphed.report().rows]
-
-
-class _Kept(NamedTuple):
-    """Of one state of a model. over: the graphs by their pages and mode. taken: the steps so far of one row (True) and of more."""
-
-    over: dict[tuple[ModelPages, str], _Over]
-    taken: Counter[bool]
+    over: dict[tuple[ModelPages, str], Over]
+    taken: Counter[Kind]
+    twins: dict[nn.Module, Twin]
 
 
 class Decoder:
@@ -115,6 +104,7 @@ class Decoder:
     make: returns a cache over given pages, which keep their tokens.
     plain_steps: steps of `generate()` that ran without graphs, because they asked for more than logits or graphs could not be made.
     regions: the compiled layers, for graphs over any pages; None before the first piecewise step.
+    prompts: the compiled layers of prompts.
     products: the linears of compiled steps and the kernels of their calls, equal ones of all traces once.
     failed: with mode "auto", why graphs cannot be made, by their mode.
     look: the model ran without graphs, as it does on every prompt, and weights may have been replaced since: the next step looks at them.
@@ -124,13 +114,14 @@ class Decoder:
         self.how, self.plain_steps, self.look = how, 0, True
         self.failed: dict[str, str] = {}
         self.regions: Regions | None = None
+        self.prompts = Prompts(model, forward, how.inner, how.pack)
         self.products: dict[Product, None] = {}
         self._model, self._forward, self._make = model, forward, make
         # Graphs by the state of the model that they were captured in: adapters and policies are switched to and fro.
         self._states: dict[tuple[Any, ...], _Kept] = {}
-        self._kept = _Kept({}, Counter())
-        self._taken: dict[int, Counter[bool]] = {}  # by the hash of a state, which may hold thousands of addresses
-        self._latest: _Over | None = None
+        self._kept = _Kept({}, Counter(), {})
+        self._taken: dict[int, Counter[Kind]] = {}  # by the hash of a state, which may hold thousands of addresses
+        self._latest: Over | None = None
         self._looked: weakref.WeakSet[State] = weakref.WeakSet()  # caches that stepped since the weights were looked at
         self._modes: tuple[Any, ...] = ()  # the policy and autocast of the last step
         self._at_once = False
@@ -156,7 +147,7 @@ class Decoder:
         """The mode of the next step; "hf" where graphs cannot be made. The model's state was looked at."""
         if self.how.mode != "auto":
             return self.how.mode
-        compiled = self._at_once or self._kept.taken[rows == 1] >= self.how.compile_after
+        compiled = self._at_once or self._kept.taken[_kind(rows)] >= self.how.compile_after
         return "piecewise" if compiled and "piecewise" not in self.failed else "hf" if "breakable" in self.failed else "breakable"
 
     def step(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None = None) -> Tensor:
@@ -176,7 +167,7 @@ class Decoder:
                 with torch.no_grad(), ordinary():
                     position_ids = (state.pages.seen - state.pages.pad[: live.shape[0]])[:, None]
             logits: Tensor = found.graphed(input_ids=input_ids, position_ids=position_ids, live=live, cache=found.cache)
-            self._kept.taken[input_ids.shape[0] == 1] += 1
+            self._kept.taken[_kind(input_ids.shape[0])] += 1
             # Another thread's step may write the memory of the graphs as soon as it has its turn.
             return logits.clone()
 
@@ -200,6 +191,35 @@ class Decoder:
                     mode = "breakable"
         return None
 
+    def try_prompt(self, given: dict[str, Any]) -> Tensor | None:
+        """Logits `[B, 1, V]` of a prompt, by compiled layers. None where the model's own are to run it: `prompts` has the reason.
+
+        given: the arguments of a call of the model by `generate()`, with a cache of ours.
+        """
+        cache, ids = given["past_key_values"], given["input_ids"]
+        with self._lock:
+            why = "it asks for more than logits" if self.asks_more(given) else self.prompts.against(given)
+            if not why and self.regions is None and not self._at_once:
+                why = "steps are not compiled"
+            # The state of the last look, until its tokens are enough for a compiler.
+            for look in (False, True) if not why else ():
+                if look:
+                    self._look(cache.state)
+                most = 0 if self._at_once else PROMPT * self.how.compile_after
+                if not why and self._kept.taken["prompt"] < most:
+                    why = f"{self._kept.taken['prompt']} tokens of prompts have run, compiled are those after {most}"
+                    self._kept.taken["prompt"] += ids.numel()
+            self.prompts.why = why
+            return None if why else self.prompts.run(given, partial(self._prompt_graphs, cache.state), self._kept.twins)
+
+    def _prompt_graphs(self, state: State) -> Over:
+        """The graphs of prompts over these pages."""
+        made, key = self._kept.over, (state.pages, "prompt")
+        if key not in made:
+            cache = self._make(state.pages)
+            made[key] = Over(cache, self.prompts.graphed(cache, self.how.graphs))
+        return made[key]
+
     def capture(self, cache: PagedModelCache, progress: Progress | None = None) -> Report:
         """Capture every bucket up to the cache's rows now, of compiled steps with mode "auto". Its tokens stay. Raises as `Graphed`."""
         self._at_once = True
@@ -208,7 +228,7 @@ class Decoder:
             return found.graphed.capture(input_ids=one[:, None], position_ids=one[:, None], live=one, cache=found.cache, progress=progress)
 
     @contextmanager
-    def _graphs_of(self, state: State, rows: int) -> Iterator[_Over]:
+    def _graphs_of(self, state: State, rows: int) -> Iterator[Over]:
         """The graphs over these pages, for the block alone."""
         with self._lock:
             found = self._latest = self._of(state, rows)
@@ -249,7 +269,7 @@ class Decoder:
                 for key in [key for key in kept.over if key[0] is pages]:
                     self._drop(kept.over.pop(key))
 
-    def _drop(self, over: _Over) -> None:
+    def _drop(self, over: Over) -> None:
         over.graphed.free()
         self._latest = None if self._latest is over else self._latest
 
@@ -266,7 +286,7 @@ class Decoder:
             taken = self._taken[hash(given)] = self._taken.pop(hash(given), Counter())
             if len(self._taken) > MOST_COUNTED:
                 self._taken.pop(next(iter(self._taken)))
-            self._kept = self._states[given] = self._states.pop(given, _Kept({}, taken))
+            self._kept = self._states[given] = self._states.pop(given, _Kept({}, taken, {}))
             while len(self._states) > MOST_STATES:
                 oldest = next(iter(self._states))
                 for unused in self._states.pop(oldest).over.values():
@@ -276,12 +296,12 @@ class Decoder:
             self._looked.add(state)
             self.look = False
 
-    def _of(self, state: State, rows: int) -> _Over:
+    def _of(self, state: State, rows: int) -> Over:
         """The graphs over these pages, made now if they were not before."""
         self._look(state)
         mode, made = self._mode(rows), self._kept.over
         over, before = made.get((state.pages, mode)), (state.pages, "breakable")
-        waits = not self._at_once and any(n < self.how.compile_after for n in self._kept.taken.values())
+        waits = not self._at_once and any(n < self.how.compile_after for kind, n in self._kept.taken.items() if kind != "prompt")
         if mode == "piecewise" and before in made and not waits:
             self._drop(made.pop(before))
         if over is None:
@@ -302,7 +322,7 @@ class Decoder:
             )  # fmt: skip
             with ordinary():
                 live = torch.ones(cache.max_batch, dtype=torch.int64, device=state.pages.seen.device)
-            over = made[state.pages, mode] = _Over(cache, live, mode, graphed)
+            over = made[state.pages, mode] = Over(cache, graphed, mode, live)
         return over
 
 
@@ -310,6 +330,10 @@ def _state_of(cache: Any) -> State:
     if not isinstance(cache, PagedModelCache):
         fail(InvalidInput, "past_key_values", type(cache).__name__, "a cache of Patched.new_cache")
     return cache.state
+
+
+def _kind(rows: int) -> Kind:
+    return "one row" if rows == 1 else "more rows"
 
 
 def _is_one_token(ids: Any) -> bool:
@@ -334,41 +358,3 @@ def _step_of(forward: Callable[..., Any]) -> Callable[..., Any]:
         return out.logits
 
     return step
-
-
-def guarded_state(model: nn.Module) -> tuple[Any, ...]:
-    """The state that graphs of a model's steps depend on besides their arguments: graphs captured at an equal state may be replayed.
-
-    It is the policy, autocast, and for each module its identity, its hooks, its strings, flags and fractions (`training`, names and
-    scales of adapters) and the addresses of its tensors. Whole numbers are left out: they may count calls. It takes some microseconds a
-    module. Raises InvalidInput for a weight on meta (offloaded).
-    """
-    found: list[Any] = [active_policy(), casting()]
-    for module in model.modules():
-        own = vars(module)
-        found += id(module), type(module), module.training, tuple(module._forward_hooks), tuple(module._forward_pre_hooks)
-        for field, value in ((field, own[field]) for field in own.keys() - INTERNAL):
-            if isinstance(value, (bool, str, float)):
-                found += field, value
-            elif isinstance(value, dict) and all(isinstance(x, float) for x in value.values()):
-                found += field, tuple(value.items())
-            elif isinstance(value, (list, tuple)) and all(isinstance(x, str) for x in value):
-                found += field, tuple(value)
-        if (absorbed := own.get(HELD)) is not None:
-            # Made from the parameters, and kept until these are written.
-            found += id(absorbed.weight), tuple(0 if p.is_inference() else p._version for p in module.parameters())
-        for field, t in (*module._parameters.items(), *module._buffers.items()):
-            if t is not None and t.is_meta:
-                want = "weights that stay on the device; decode='hf' for a model that is offloaded"
-                fail(InvalidInput, "decode", f"graphs over {type(module).__name__}.{field}, which is on meta", want)
-            if t is not None:
-                found.append(_address(t))
-    return tuple(found)
-
-
-def _address(t: Tensor) -> Any:
-    """The place and layout of a tensor's numbers; those of a tensor subclass are in tensors of its own."""
-    if type(t) in PLAIN:
-        return t.data_ptr(), t.dtype, t.shape, t.stride()
-    flatten = getattr(t, "__tensor_flatten__", None)
-    return id(t), *(_address(getattr(t, inner)) for inner in (flatten()[0] if flatten is not None else ()))

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from attnops.cache.batch import PagedBatch
-from attnops.graphs.regional import NUMBER, NotRegional, Regions, varying
+from attnops.graphs.regional import NUMBER, NotRegional, Regions, Twin, twin, varying
 from attnops.hf.attention import descriptor
 from attnops.hf.methods import is_replaced
 from attnops.hf.paged.cache import PagedModelCache, Step, View, described
@@ -30,21 +32,15 @@ def layered(forward: Callable[..., Any], model: nn.Module, regions: Regions) -> 
     """
 
     def step(input_ids: Tensor, position_ids: Tensor, live: Tensor, cache: PagedModelCache) -> Any:
-        state, layers, beside = cache.state, *_modules(model, cache)
+        layers, beside = modules_of(model, cache)
         try:
-            here = _Here(regions, cache, live.shape[0], threading.get_ident())
+            here = Here(regions, cache, live.shape[0], threading.get_ident())
             here.begin(live)
-            # Attributes of the instances for the time of the step. Calls of other threads run as ever.
-            for layer, number in layers.items():
-                vars(layer)["forward"] = partial(here.layer, layer, number)
-            for module in beside:
-                vars(module)["forward"] = partial(here.module, module)
-            out = forward(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True, return_dict=True)
+            with here.calls(layers, beside):
+                out = forward(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True, return_dict=True)
             return out.logits
         finally:
-            for module in (*layers, *beside):
-                vars(module).pop("forward", None)
-            state.end_step()
+            cache.state.end_step()
 
     return step
 
@@ -69,13 +65,32 @@ def _begin(pages: ModelPages, live: Tensor, heads: int) -> tuple[Tensor, Tensor,
 
 
 @dataclass(frozen=True)
-class _Here:
-    """A step of `rows` rows under way in a thread."""
+class Here:
+    """A step under way in a thread, of `rows` rows of one token each, or packed: of `rows` tokens of a prompt in one row.
+
+    twins: of layers that have not changed since.
+    """
 
     regions: Regions
     cache: PagedModelCache
     rows: int
     thread: int
+    packed: bool = False
+    twins: dict[nn.Module, Twin] | None = None
+
+    @contextmanager
+    def calls(self, layers: Mapping[nn.Module, int], beside: Sequence[nn.Module]) -> Iterator[None]:
+        """Within the block, this thread's calls of these modules are those of the step. layers: with their numbers."""
+        try:
+            # Attributes of the instances for the time of the step. Calls of other threads run as ever.
+            for layer, number in layers.items():
+                vars(layer)["forward"] = partial(self.layer, layer, number)
+            for module in beside:
+                vars(module)["forward"] = partial(self.module, module)
+            yield
+        finally:
+            for module in (*layers, *beside):
+                vars(module).pop("forward", None)
 
     def begin(self, live: Tensor) -> None:
         """Begin the step of the cache."""
@@ -98,11 +113,19 @@ class _Here:
         window = cache.window_of(number)
         window = 0 if _within(kwargs.get("attention_mask"), window) else window
         batch = _any_sizes(step.batch.of(pages.table_of[at]))
-        view = View(tuple(varying(t.detach(), 0) for t in pages.layers[at]), window, batch, heads=heads, one_launch=step.one_launch[at])
+        own = tuple(varying(t.detach(), 0) for t in pages.layers[at])
+        one_launch = not self.packed and step.one_launch[at]
+        view = View(own, window, batch, fresh=step.fresh, heads=heads, packed=self.packed, one_launch=one_launch)
         args = tuple(view if value is cache else value for value in args)
         kwargs = {name: view if value is cache else value for name, value in kwargs.items()}
         # The kernel is chosen at the trace, for all of its sizes. Pages for which another one is faster have a trace of their own.
-        out = self.regions(layer, self.rows, args, kwargs, apart=pages.kernels[at])
+        for t in pytree.tree_leaves((args, kwargs)) if self.packed else ():
+            if isinstance(t, Tensor) and t.dim() > 1 and t.shape[:2] == (1, self.rows):
+                varying(t, 1)
+        same = None
+        if self.twins is not None and (same := self.twins.get(layer)) is None:
+            same = self.twins[layer] = twin(layer)
+        out = self.regions(layer, self.rows, args, kwargs, apart=pages.kernels[at], same=same)
         cache.wrote(number)
         return out
 
@@ -113,7 +136,7 @@ class _Here:
         return self.regions(module, self.rows, args, kwargs)
 
 
-def _modules(model: nn.Module, cache: PagedModelCache) -> tuple[dict[nn.Module, int], list[nn.Module]]:
+def modules_of(model: nn.Module, cache: PagedModelCache) -> tuple[dict[nn.Module, int], list[nn.Module]]:
     """(the repeated layers with pages and the number of each, modules beside them).
 
     Raises NotRegional for pages of other modules, or of several in a layer, and for a module that is compiled or has a forward of its own.

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from attnops.call import name, need
 from attnops.errors import AttnopsError, InvalidInput, PatchError, fail, one_line
@@ -34,6 +35,7 @@ from attnops.hf.paged.decode import Decode, Decoder
 from attnops.hf.paged.models import refuse_unless
 from attnops.hf.paged.pages import ALL, DRAFTS, ModelPages, Sizes
 from attnops.hf.paged.pool import MOST_IDLE, Pool
+from attnops.hf.paged.prompt import is_prompt
 from attnops.hf.paged.unpaged import unpaged
 from attnops.kernel import check_kernel
 from attnops.lowering.use_linears import summary
@@ -169,18 +171,19 @@ class PagedMode:
             self._decoder.forget(pages)
 
     def notes(self) -> tuple[str, ...]:
-        """The bytes of pages and graphs that later calls find, and the linears of compiled steps, for the report."""
+        """The bytes of pages and graphs that later calls find, how prompts ran, and the linears of compiled steps."""
         idle = 0 if self._pool is None else self._pool.idle_bytes
         graphs = 0 if self._decoder is None else self._decoder.graph_bytes + self.loop.nbytes
         held = f"{idle / 2**20:.1f} MiB of pages are kept for later calls, {graphs / 2**20:.1f} MiB of graphs"
-        linears = () if self._decoder is None else summary(self._decoder.products)
-        return f"{held}: at most {MOST_IDLE} sets of pages and an eighth of the GPU, until release()", *linears
+        more = () if self._decoder is None else (*self._decoder.prompts.notes(), *summary(self._decoder.products))
+        return f"{held}: at most {MOST_IDLE} sets of pages and an eighth of the GPU, until release()", *more
 
     def release(self) -> None:
         """Free idle pages and the graphs over them. Graphs that could not be made, as when memory was short, are tried again."""
         self.pool.clear()
         if self._decoder is not None:
             self._decoder.failed.clear()
+            self._decoder.prompts.refusal = ""
         self.loop.free()
 
     def undo(self) -> None:
@@ -254,25 +257,28 @@ class PagedMode:
         return Sizes(rows, length, self._kept, device, self.kernel, max(DRAFTS, back), fixed)
 
     def forward(self, method: Method, *args: Any, **kwargs: Any) -> Any:
-        """The forward of the model: graphs for the decode steps of its `generate()`, the model's own forward for all other calls."""
+        """The forward of the model: graphs for the decode steps of its `generate()`, compiled layers for prompts, else the model's own."""
         if torch.compiler.is_compiling():
             return method.original(*args, **kwargs)
         generation = None if args or torch.is_grad_enabled() else current_generation()
         if generation is not None:
             decoder = self.decoder()
+            logits: Any
             cache: Any = kwargs.get("past_key_values")
             # The prompt's mask was checked, and generate() only appends ones to it. Each chunk of a prompt brings more of the mask.
             mask, prompt = kwargs.get("attention_mask"), generation.prompt
             if prompt is None or (isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] > prompt):
                 if decoder.serves(kwargs) and generation.checked is cache.state.pages.pad:
-                    logits: Any = decoder.try_step(kwargs["input_ids"], cache, kwargs.get("position_ids"))
+                    logits = decoder.try_step(kwargs["input_ids"], cache, kwargs.get("position_ids"))
                     if logits is not None:
-                        from transformers.modeling_outputs import CausalLMOutputWithPast
-
                         generation.graphs = decoder.last_mode
                         return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
                 # Not a prompt of one token without padding, of which transformers 5.23 hands no mask on.
                 decoder.plain_steps += generation.checked is not None and decoder.could_serve(kwargs)
+            logits = decoder.try_prompt(kwargs) if is_prompt(kwargs) else None
+            if logits is not None:
+                generation.layers = decoder.prompts.took
+                return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
         if self._decoder is not None:
             self._decoder.look = True
         return method.original(*args, **kwargs)

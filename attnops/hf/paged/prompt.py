@@ -1,0 +1,259 @@
+"""Prompts of `generate()` through layers that are compiled once for any number of tokens.
+
+The tokens of a batch are packed into one row, without padding, and taken in chunks of whole requests, or of parts of one long request. The
+first tokens of a request attend to each other; later chunks, and prompts that go on with a cache, attend over pages. Chunks of few tokens
+are captured: padding, which fills a bucket, is one request more, whose tokens are not stored.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from attnops.cache.batch import PagedBatch
+from attnops.cache.paged import ordinary
+from attnops.cache.step import Tokens
+from attnops.errors import InvalidInput, NoKernel, NotCapturable, one_line
+from attnops.graphs import Buckets, Graphed, breakable
+from attnops.graphs.device import Device
+from attnops.graphs.guard import uncached_casts
+from attnops.graphs.pieces import Inner
+from attnops.graphs.regional import NotRegional, Regions, Twin
+from attnops.hf.attention.mask import padding_of
+from attnops.hf.paged.cache import PagedModelCache, Step
+from attnops.hf.paged.layers import Here, modules_of
+from attnops.hf.paged.pages import ModelPages
+from attnops.lowering import fuse_linears
+
+CHUNK = 4096
+"""The most tokens of a chunk, which bounds the memory of a long prompt."""
+
+CAPTURED = (64, *range(128, 1025, 128))
+"""Tokens of chunks in graphs. Longer chunks keep a GPU busy while the host calls their layers."""
+
+CAPTURE_AFTER = 3
+"""Chunks of a bucket that run before it is captured."""
+
+# Rotations whose angles follow from the longest position at hand: all tokens of a text must be in one call.
+_OF_LENGTH = ("dynamic", "longrope")
+
+
+@dataclass(eq=False)
+class Over:
+    """Graphs over one set of pages.
+
+    cache: a cache of ours over the pages. mode: of the steps; "prompt": of chunks.
+    live: ones int64 `[rows]`, which mark rows of a step; empty for chunks. seen: chunks that ran, by bucket.
+    """
+
+    cache: PagedModelCache
+    graphed: Graphed
+    mode: str = "prompt"
+    live: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    seen: Counter[Any] = field(default_factory=Counter)
+
+    def captured(self, rows: int) -> bool:
+        """Is there a graph for so many rows?"""
+        wanted: Any = self.graphed.buckets.find("decode", rows, rows)
+        return wanted in [row.bucket for row in self.graphed.report().rows]
+
+    def due(self, tokens: int) -> bool:
+        """Are there graphs for a chunk of so many tokens by now?"""
+        bucket = self.graphed.buckets.find("mixed", tokens, 1)
+        self.seen[bucket] += 1
+        return self.seen[bucket] > CAPTURE_AFTER
+
+
+class Part(NamedTuple):
+    """A chunk of the packed tokens. begin, end: of its tokens. counts, before: by request, its tokens here and those before them.
+
+    last: for each request that ends here, the place of its last token in the chunk.
+    """
+
+    begin: int
+    end: int
+    counts: list[int]
+    before: list[int]
+    last: list[int]
+
+
+def parts_of(counts: Sequence[int], before: Sequence[int], most: int) -> list[Part]:
+    """Chunks of at most `most` tokens: whole requests, or equal parts of one that is longer."""
+    found: list[Part] = []
+    begin = 0
+    for row, n in enumerate(counts):
+        pieces = -(-n // most)
+        for i in range(pieces):
+            first, stop = n * i // pieces, n * (i + 1) // pieces
+            size, end = stop - first, begin + stop - first
+            joins = found and pieces == 1 and end - found[-1].begin <= most and not _is_part(found[-1], counts)
+            if not joins:
+                found.append(Part(begin, begin, [0] * len(counts), list(before), []))
+            part = found[-1]
+            part.counts[row], part.before[row] = size, before[row] + first
+            last = [*part.last, end - part.begin - 1] if stop == n else part.last
+            found[-1], begin = part._replace(end=end, last=last), end
+    return found
+
+
+def _is_part(part: Part, counts: Sequence[int]) -> bool:
+    return any(0 < here < n for here, n in zip(part.counts, counts, strict=True))
+
+
+def is_prompt(given: dict[str, Any]) -> bool:
+    """Are these arguments of a model several tokens of each row, for a cache of ours?"""
+    ids = given.get("input_ids")
+    tokens = isinstance(ids, Tensor) and ids.dim() == 2 and ids.dtype == torch.int64 and ids.shape[1] > 1
+    return tokens and isinstance(given.get("past_key_values"), PagedModelCache)
+
+
+class Prompts:
+    """The prompts of one model.
+
+    forward: the model's own. regions: the compiled layers. refusal: why there are none, "" where there may be.
+    why: why the model's own layers ran the last prompt, "" where compiled ones did. took: how these ran it, "compiled" or "captured".
+    """
+
+    def __init__(self, model: nn.Module, forward: Callable[..., Any], inner: str | Inner, pack: bool) -> None:
+        self._model, self._forward, self._inner, self._passes = model, forward, inner, (fuse_linears,) if pack else ()
+        self.why, self.took, self.refusal, self._ran = "", "", "", False
+        self._twins: dict[nn.Module, Twin] = {}
+        self.regions: Regions | None = None  # which starts the compiler's workers
+        config: Any = getattr(model, "config", None)
+        self._of_length = any(kind in str(getattr(config.get_text_config(decoder=True), "rope_parameters", "")) for kind in _OF_LENGTH)
+
+    def notes(self) -> tuple[str, ...]:
+        """How the last prompt ran, for the report; no line before the first."""
+        ran = f"the model's own layers ({self.why})" if self.why else f"{self.took} layers" if self.took else ""
+        return (f"the last prompt ran through {ran}",) if ran else ()
+
+    def against(self, given: dict[str, Any]) -> str:
+        """Why the model's own layers run this prompt; "" where compiled ones may."""
+        cache, ids, positions = given["past_key_values"], given["input_ids"], given.get("position_ids")
+        pages, state = cache.state.pages, cache.state
+        known = isinstance(positions, Tensor) and positions.shape in (ids.shape, (1, ids.shape[1]))
+        reasons = {
+            f"its layers cannot be compiled: {self.refusal}": self.refusal,
+            "the pages hold latents": cache.latent,
+            "it goes on with a cache of sliding windows": state.filled and any(pages.windows),
+            "the step before it failed": state.filled and not state.whole,
+            "it has no positions for each row": not known,
+            "the model keeps no logits of chosen tokens": "logits_to_keep" not in inspect.signature(type(self._model).forward).parameters,
+            "more than the last logits are asked for": given.get("logits_to_keep") != 1,
+        }
+        return next((why for why, holds in reasons.items() if holds), "")
+
+    def run(self, given: dict[str, Any], graphs: Callable[[], Over], twins: dict[nn.Module, Twin]) -> Tensor | None:
+        """Logits `[B, 1, V]` of the last tokens. None, with the reason in `why`, where the model's own layers must run them; the cache is
+        as it was then, and where an error is raised.
+
+        graphs: returns the graphs over the pages. twins: of the layers, as they are now.
+        Raises InvalidInput: a mask that pages cannot follow.
+        """
+        cache, ids = given["past_key_values"], given["input_ids"]
+        pages, (rows, columns) = cache.state.pages, ids.shape
+        self._twins = twins
+        start = padding_of(given.get("attention_mask"), pages, rows, columns)
+        seen, *starts = torch.cat([pages.seen[None], start]).tolist()
+        counts, before = [columns - max(s - seen, 0) for s in starts], [max(seen - s, 0) for s in starts]
+        if min(counts) < 1:
+            self.why = "a row has no token"
+            return None
+        tokens, positions = (x.expand(rows, columns).reshape(-1) for x in (ids, given["position_ids"]))
+        if sum(counts) < rows * columns:
+            kept = [torch.arange((row + 1) * columns - n, (row + 1) * columns) for row, n in enumerate(counts)]
+            tokens, positions = (x[torch.cat(kept).to(x.device)] for x in (tokens, positions))
+        whole = self._of_length or any(pages.windows)
+        parts, took = parts_of(counts, before, sum(counts) if whole else CHUNK), {"compiled"}
+        try:
+            with ordinary(), uncached_casts():
+                logits = [self._part(part, tokens, positions, cache, graphs, took) for part in parts]
+        except Exception as error:
+            traced = isinstance(error, (NotRegional, NotCapturable, NoKernel))
+            if isinstance(error, InvalidInput) or (self._ran and not traced):
+                raise
+            self.why = self.refusal = one_line(error)
+            return None
+        pages.advance(start, columns)
+        cache.state.filled, cache.state.unfinished, self._ran, self.took = True, 0, True, min(took)
+        return torch.cat(logits)
+
+    def _part(
+        self, part: Part, tokens: Tensor, positions: Tensor, cache: PagedModelCache, graphs: Callable[[], Over], took: set[str]
+    ) -> Tensor:
+        """Logits `[N, 1, V]` of the requests that end in a chunk."""
+        device, total = tokens.device, part.end - part.begin
+        counts, before, last = (torch.tensor(x, device=device) for x in (part.counts, part.before, part.last or [0]))
+        # Compiled code is guarded on the place of a slice.
+        tokens, positions = (x[part.begin : part.end].clone() for x in (tokens, positions))
+        fresh = not any(n and b for n, b in zip(part.counts, part.before, strict=True))
+        if fresh and not self._of_length and total <= CAPTURED[-1] and (found := graphs()).due(total):
+            took.add("captured")
+            logits: Tensor = found.graphed(tokens=tokens, positions=positions, counts=counts, cache=found.cache)
+            return logits.clone()[[n > 0 for n in part.counts]]
+        return self.step(tokens, positions, counts, before, last, fresh, cache)[: len(part.last)]
+
+    def step(
+        self, tokens: Tensor, positions: Tensor, counts: Tensor, before: Tensor, last: Tensor, fresh: bool, cache: PagedModelCache
+    ) -> Tensor:
+        """Logits `[N, 1, V]` after a chunk, of its tokens at `last` `[N]`. The cache does not count the tokens as seen.
+
+        tokens, positions: int64 `[T]`. counts, before: int64 `[B]`, the tokens of each request, and those before them.
+        """
+        state, total = cache.state, tokens.shape[0]
+        layers, _ = modules_of(self._model, cache)
+        self.regions = self.regions or Regions(self._inner, self._passes)
+        here = Here(self.regions, cache, total, threading.get_ident(), packed=True, twins=self._twins)
+        self.regions.begin()
+        try:
+            state.start = counts.new_zeros(1)
+            state.step = Step(packed(state.pages, counts, before, total), (), fresh)
+            with here.calls(layers, ()):
+                out = self._forward(
+                    input_ids=tokens[None], position_ids=positions[None], past_key_values=cache, use_cache=True, return_dict=True,
+                    logits_to_keep=last,
+                )  # fmt: skip
+            logits: Tensor = out.logits[0][:, None]
+            return logits
+        finally:
+            state.end_step()
+
+    def graphed(self, cache: PagedModelCache, device: Device | None) -> Graphed:
+        """Graphs of first chunks, over a cache of ours."""
+
+        def step(tokens: Tensor, positions: Tensor, counts: Tensor, cache: PagedModelCache) -> Tensor:
+            last = (counts.cumsum(0) - 1).clamp(min=0)
+            return self.step(tokens, positions, counts, torch.zeros_like(counts), last, True, cache)
+
+        return breakable(
+            step, Buckets(tokens=CAPTURED, requests=cache.max_batch), batch=None, tokens=("tokens", "positions"), requests=("counts",),
+            returns="requests", graphs=device,
+        )  # fmt: skip
+
+
+def packed(pages: ModelPages, counts: Tensor, before: Tensor, total: int) -> PagedBatch:
+    """The batch of `total` tokens: those of all requests, one after the other, and of one request more that is not stored.
+
+    counts, before: int64 `[B]`, the new tokens of each request, and those in its pages.
+    """
+    at, ends = torch.arange(total, device=counts.device), counts.cumsum(0)
+    owner = torch.searchsorted(ends, at, right=True)
+    real, row = owner < counts.shape[0], owner.clamp(max=counts.shape[0] - 1)
+    own = torch.where(real, before[row] + at - (ends - counts)[row], -1)
+    starts = pad(ends, (1, 0)).to(torch.int32)
+    batch = pages.describe(Tokens(own, row, starts, total), counts.shape[0], (before + counts).to(torch.int32))
+
+    def with_rest(each: PagedBatch) -> PagedBatch:
+        table, lengths = (torch.cat([x, torch.zeros_like(x[:1])]) for x in (each.page_table, each.seq_lens))
+        cu_seqlens_q = pad(starts, (0, 1), value=total)
+        return replace(each, page_table=table, seq_lens=lengths, cu_seqlens_q=cu_seqlens_q, others=tuple(map(with_rest, each.others)))
+
+    return with_rest(batch)

@@ -1,0 +1,186 @@
+"""Prompts of generate() through compiled layers, on a stand-in for the device: eager's tokens, packed, in chunks, captured."""
+
+import pytest
+import torch
+
+import attnops
+from attnops.hf import tiny
+from attnops.hf.paged import pool, prompt
+from attnops.hf.paged.decode import Decoder
+from attnops.hf.paged.prompt import parts_of
+from attnops.hf.report import Took
+from tests.hf.helpers import LIMIT, relative
+from tests.hf.test_decode_graphs import asked, generated, how, nan_pages
+
+assert nan_pages, "a fixture"
+
+CALLS = ((2, 14, 3), (2, 14, 3), (3, 20, 3), (1, 33, 3))
+"""Rows, length of the prompt, new tokens. The first one's steps are compiled, and its prompt is not."""
+
+
+def prompts(handle):
+    return handle._paged.decoder().prompts
+
+
+def layers(handle):
+    """The layers that were traced."""
+    return [program for program in prompts(handle).regions.programs if program.split.parts]
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Buckets of few tokens, which are captured at their second chunk."""
+    monkeypatch.setattr(prompt, "CAPTURED", (32, 64))
+    monkeypatch.setattr(prompt, "CAPTURE_AFTER", 1)
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("llama", 1), ("gpt_oss", 2)])
+def test_tokens(name, kinds, nan_pages, few):
+    """By one trace a kind of layer, whatever the number of rows and tokens, also of those in graphs. The first row has padding."""
+    model = tiny.model(name)
+    want = [generated(model, *call) for call in CALLS]
+    with attnops.patch(model, cache="paged", decode=how("piecewise", compile_after=0)) as handle:
+        took = []
+        for call, tokens in zip((*CALLS, *CALLS), (*want, *want), strict=True):
+            assert torch.equal(generated(model, *call), tokens), call
+            took.append(handle.took.prompt)
+            assert "the last prompt ran through" in str(handle.report())
+        assert took[:2] == ["", "compiled"] and took[-1] == "captured", prompts(handle).why
+        assert len(layers(handle)) == kinds and handle.plain_steps == 0
+    assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt2", "phi3", "qwen3_moe"])
+def test_logits(name, nan_pages):
+    model, more = tiny.model(name), {"output_logits": True, "return_dict_in_generate": True}
+    with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
+        handle._paged.decoder()._at_once = True
+        for call in ((2, 14, 1), (3, 20, 1)):
+            [got] = generated(model, *call, **more).logits
+            assert handle.took.prompt == "compiled", prompts(handle).why
+            prompts(handle).refusal = "not now"
+            [want] = generated(model, *call, **more).logits
+            assert handle.took.prompt == "" and relative(got, want) < LIMIT
+            handle.release()
+
+
+def test_no_work_on_padding(few):
+    model, seen = tiny.model("llama"), []
+    ids = torch.randint(3, 90, (3, 20))
+    mask = (torch.arange(20) >= torch.tensor([[15], [0], [9]])).long()
+    given = {"attention_mask": mask, "max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
+    want = model.generate(ids, **given)
+    model.model.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[:2]))
+    with attnops.patch(model, cache="paged", decode=how("piecewise", compile_after=0)):
+        model.generate(ids, **given)
+        seen.clear()
+        assert torch.equal(model.generate(ids, **given), want)
+        assert seen[0] == (1, int(mask.sum()))
+
+
+def test_chunks(nan_pages, monkeypatch):
+    """Long requests take several runs of one graph, which attends over pages, and so does a prompt that goes on with a cache."""
+    monkeypatch.setattr(prompt, "CHUNK", 12)
+    model = tiny.model("llama")
+    calls = ((2, 14, 3), (1, 60, 3), (3, 30, 3), (4, 7, 3))
+    want = [generated(model, *call) for call in calls]
+    with attnops.patch(model, cache="paged", decode=how("piecewise", compile_after=0)) as handle:
+        for call, tokens in zip(calls, want, strict=True):
+            assert torch.equal(generated(model, *call), tokens), call
+        assert handle.took.prompt == "compiled" and len(layers(handle)) == 2
+        ids, given = asked(2, 14, 4)
+        cache = handle.new_cache(2, 60)
+        given.pop("attention_mask")
+        text = model.generate(ids, **given, past_key_values=cache)
+        text = torch.cat([text, ids[:, :9]], 1)
+        text = model.generate(text, **given, past_key_values=cache)
+        assert handle.took.prompt == "compiled" and len(layers(handle)) == 2
+    again = model.generate(torch.cat([model.generate(ids, **given), ids[:, :9]], 1), **given)
+    assert torch.equal(text, again)
+
+
+def test_parts():
+    """Whole requests while they fit, equal parts of long ones, and every token in one part."""
+    counts, before = [5, 3, 20, 4, 8, 1], [0, 0, 2, 0, 0, 0]
+    found = parts_of(counts, before, 9)
+    assert [sum(part.counts) for part in found] == [8, 6, 7, 7, 4, 9]
+    assert [part.last for part in found] == [[4, 7], [], [], [6], [3], [7, 8]]
+    assert [part.before[2] for part in found if part.counts[2]] == [2, 8, 15]
+    assert [sum(n) for n in zip(*(part.counts for part in found), strict=True)] == counts
+    assert [part.begin for part in found[1:]] == [part.end for part in found[:-1]] and found[-1].end == sum(counts)
+
+
+def test_compiled_after_a_fixed_number_of_tokens():
+    """So that two runs give the same tokens. Steps are compiled first."""
+    model = tiny.model("llama")
+    with attnops.patch(model, decode=how("auto", compile_after=4)) as handle:
+        took = []
+        for _ in range(6):
+            generated(model, 2, 64, 4)
+            took.append(handle.took)
+        modes = [each.decode for each in took]
+        assert modes == ["breakable", *["piecewise"] * 5] and [each.prompt for each in took] == ["", "", "", "", "compiled", "compiled"]
+        assert took[-1] == Took("paged", "piecewise", prompt="compiled")
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "why"),
+    [
+        ("deepseek_v3", {}, "the pages hold latents"),
+        ("llama", {"output_hidden_states": True, "return_dict_in_generate": True}, "it asks for more than logits"),
+        ("llama", {"logits_to_keep": 5}, "more than the last logits are asked for"),
+        ("gemma3", {"prefill_chunk_size": 48}, "it goes on with a cache of sliding windows"),
+        ("llama", {"prefill_chunk_size": 3}, "a row has no token"),
+    ],
+)
+def test_prompts_that_the_model_runs_itself(name, more, why, nan_pages, monkeypatch):
+    model, whys, real = tiny.model(name), [], Decoder.try_prompt
+
+    def noted(decoder, given):
+        out = real(decoder, given)
+        whys.append(decoder.prompts.why)
+        return out
+
+    monkeypatch.setattr(Decoder, "try_prompt", noted)
+    length = 64 if name == "gemma3" else 14
+    want = generated(model, 2, length, 2)
+    with attnops.patch(model, cache="paged", decode=how("piecewise", compile_after=0)):
+        for _ in range(2):
+            got = generated(model, 2, length, 2, **more)
+    assert torch.equal(getattr(got, "sequences", got), want) and why in whys
+
+
+def test_layers_that_cannot_be_compiled(nan_pages, monkeypatch):
+    """The model runs its prompts, also after an error half way, of which no trace is left."""
+    model = tiny.model("llama", num_hidden_layers=3)
+    want = generated(model, 2, 14, 4)
+    with attnops.patch(model, cache="paged", decode=how("piecewise", compile_after=0)) as handle:
+        generated(model, 2, 14, 4)
+        real, calls = prompt.Regions.__call__, []
+
+        def fails(*args, **kwargs):
+            calls.append(1)
+            if len(calls) == 2:
+                raise RuntimeError("no compiler here")
+            return real(*args, **kwargs)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(prompt.Regions, "__call__", fails)
+            assert torch.equal(generated(model, 2, 14, 1), want[:, :15])
+        assert torch.equal(generated(model, 2, 14, 4), want) and handle.took.prompt == ""
+        assert "RuntimeError: no compiler here" in str(handle.report())
+        handle.release()
+        assert torch.equal(generated(model, 2, 14, 4), want) and handle.took.prompt == "compiled"
+
+
+def test_graphs_over_pages_that_are_gone(few, monkeypatch):
+    monkeypatch.setattr(pool, "MOST_IDLE", 1)
+    model = tiny.model("llama")
+    want = {length: generated(model, 2, length, 3) for length in (14, 40)}
+    with attnops.patch(model, cache="paged", decode=how("piecewise", compile_after=0)) as handle:
+        for length in (14, 14, 14, 14, 40, 40, 40, 14, 14, 14):
+            assert torch.equal(generated(model, 2, length, 3), want[length])
+        assert handle.took.prompt == "captured"
+        held = handle._paged.decoder().graph_bytes
+        handle.release()
+        assert held > handle._paged.decoder().graph_bytes == 0
