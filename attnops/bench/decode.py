@@ -13,8 +13,11 @@ step where the host waits after each. `vllm`, `sglang`: a step of other engines,
 `first_s`: the first steps, compilation and capture included, with an empty compile cache. `of_bandwidth`: the bytes a step must read over
 its time, as a share of the bandwidth measured in the same run. `us_...`: GPU time by kind of kernel, and the gaps between kernels.
 
-`prefill` has prompts over an empty cache, which every call makes anew, and the last token's logits. `hf_compiled` and
-`attnops_compiled` are the compiled forward of the plain and the patched model.
+`prefill` has prompts over an empty cache and the last token's logits. Those of several rows are padded on the left: rows have an eighth of
+the tokens to all of them. `hf_compiled` and `attnops_compiled` are the compiled forward of the plain and the patched model; their cache is
+made anew by every call. `attnops_paged` and `attnops_prompt` are over pages, as `generate()` runs prompts before and after it compiles
+their layers. `of_matmul`: the products and the attention of tokens that are no padding over their time, as a share of the rate measured in
+the same run.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -34,6 +37,7 @@ from attnops.bench import Point, Setup, models, peers
 from attnops.bench.rows import Case, Row, Way
 from attnops.errors import InvalidInput
 from attnops.hf import Decode
+from attnops.hf.paged.prompt import CAPTURE_AFTER
 from attnops.select import use
 from attnops.tune.clock import Timed, steps_us, synchronize
 
@@ -53,7 +57,7 @@ PLACES: models.Places = {
     },
 }
 
-PROMPTS = {"llama-3-8b-shape": (Point(1, 512), Point(1, 4096))}
+PROMPTS = {"llama-3-8b-shape": (Point(1, 512), Point(1, 4096), Point(8, 1024))}
 PREFILL_PLACES: models.Places = {
     "toy": PLACES["toy"], "small": {name: (Point(1, 128), Point(4, 256)) for name in PLACES["small"]}, "quick": PROMPTS, "full": PROMPTS,
 }  # fmt: skip
@@ -203,22 +207,76 @@ def _way(
 
 def prefill(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Row]:
     """The time to the first token of one model at one point."""
-    model = kept(name)
-    prompt, (patched, _) = models.tokens(setup, model, point.batch, point.context), models.patched(model, "hf")
+    model, lengths = kept(name), lengths_of(point)
+    prompt, (patched, _) = models.tokens(setup, model, *point), models.patched(model, "hf")
+    before = point.context - torch.tensor(lengths, device=setup.device)[:, None]
+    mask = (torch.arange(point.context, device=setup.device) >= before).long()
+    given: dict[str, Any] = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)} if len(lengths) > 1 else {}
     forwards: dict[str, Callable[..., Any]] = {
         "hf_eager": model, "hf_compiled": setup.compiled(model.forward),
         "attnops_eager": patched, "attnops_compiled": setup.compiled(patched.forward),
     }  # fmt: skip
+    flop, ceiling = flop_of(model, lengths), setup.ceilings.get("matmul_tflop_s")
 
     def first_token(forward: Callable[..., Any]) -> Any:
         # The graph makes the cache itself, so prompts of one length share a graph.
-        return forward(prompt, use_cache=True, logits_to_keep=1).logits
+        return forward(prompt, use_cache=True, logits_to_keep=1, **given).logits
 
     def figures(us: float, _: Way) -> Row:
-        return {"tokens_s": round(point.batch * point.context / us * 1e6, 1), "layers": model.config.num_hidden_layers}
+        found: Row = {"tokens_s": round(sum(lengths) / us * 1e6, 1), "layers": model.config.num_hidden_layers}
+        return found | ({"of_matmul": round(flop / us * 1e-6 / ceiling, 4)} if flop and ceiling else {})
 
     ways = {way: Way(Timed(partial(first_token, forward))) for way, forward in forwards.items()}
-    return models.compared(f"{name} {point}", model, ways, prompt, None, figures)
+    if setup.on_gpu:
+        ways |= {"attnops_paged": _prompt(setup, model, prompt, given, "breakable"), "attnops_prompt": _prompt(setup, model, prompt, given)}
+    return models.compared(f"{name} {point}", model, ways, prompt, None, figures, **given)
+
+
+def lengths_of(point: Point) -> list[int]:
+    """The tokens of each row that are no padding."""
+    rows = max(1, point.batch - 1)
+    return [point.context - point.context * 7 * row // (8 * rows) for row in range(point.batch)]
+
+
+def flop_of(model: Any, lengths: list[int]) -> int:
+    """Operations of the products and of causal attention, without the embedding and the logits. 0 if a token sees some experts of many."""
+    config = model.config
+    if models.experts(config) or getattr(config, "sliding_window", None):
+        return 0
+    kept = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
+    weights = sum(p.numel() for p in model.parameters() if id(p) not in kept)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = config.num_attention_heads * models.kv_width(config) // (2 * heads)
+    return int(2 * weights * sum(lengths) + 2 * config.num_hidden_layers * width * sum(n * n for n in lengths))
+
+
+def _prompt(setup: Setup, model: Any, prompt: Tensor, given: dict[str, Any], mode: Literal["breakable", "piecewise"] = "piecewise") -> Way:
+    """The prompt over pages, whose compiled layers every call finds compiled, and captured where they are."""
+    one, handle = models.patched(model, "paged", decode=Decode(mode, compile_after=0))
+    cache, more = handle.new_cache(prompt.shape[0], prompt.shape[1] + 1), dict[str, Any]()
+
+    def first_token() -> Tensor:
+        cache.reset()
+        found: Tensor = one(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1, **given).logits
+        return found
+
+    def logits() -> Tensor:
+        from torch._inductor.utils import fresh_cache
+
+        with fresh_cache() if setup.on_gpu else nullcontext():
+            synchronize()
+            began = time.perf_counter()
+            found = first_token()
+            synchronize()
+            more["first_s"] = round(time.perf_counter() - began, 2)
+            for _ in range(CAPTURE_AFTER):
+                found = first_token()
+        return found
+
+    if mode == "piecewise":
+        first_token()
+        handle.step(prompt[:, :1], cache)  # steps are compiled first
+    return Way(Timed(first_token), logits, more=more)
 
 
 def shares(kernels: list[Ran]) -> dict[str, float]:

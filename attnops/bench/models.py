@@ -180,11 +180,14 @@ def tokens(setup: Setup, model: Any, batch: int, length: int, seed: int = 0) -> 
 
 @torch.no_grad()
 def compared(
-    case: str, model: Any, ways: Mapping[str, Any], prompt: Tensor, new: Tensor | None, more: Callable[[float, Way], Row]
+    case: str, model: Any, ways: Mapping[str, Any], prompt: Tensor, new: Tensor | None, more: Callable[[float, Way], Row], **given: Tensor
 ) -> list[Row]:
-    """The rows of ways to compute a model's logits, `hf_eager` among them, which gives the budget. more: as in `time_if_right`."""
+    """The rows of ways to compute a model's logits, `hf_eager` among them, which gives the budget.
+
+    more: as in `time_if_right`. given: more arguments of the model by row, for the prompt.
+    """
     off = distance(model, eager := ways["hf_eager"].computed())
-    want = exactly(model, prompt[:EXACT], None if new is None else new[:EXACT])
+    want = exactly(model, prompt[:EXACT], None if new is None else new[:EXACT], **{name: rows[:EXACT] for name, rows in given.items()})
     rows = time_if_right(case, ways, want, budget(model, off(eager, want)), steps_us, off, more)
     return with_ratios(rows, "hf_eager", "hf_compiled")
 
@@ -245,7 +248,7 @@ def widened(model: Any) -> Any:
 
 
 @torch.no_grad()
-def exactly(model: Any, prompt: Tensor, new: Tensor | None = None) -> Tensor:
+def exactly(model: Any, prompt: Tensor, new: Tensor | None = None, **given: Tensor) -> Tensor:
     """Logits `[B, N, V]` of a step for every token of `new` `[B, N]` after `prompt`; None: `[B, 1, V]`, of the prompt's last token."""
     from transformers import DynamicCache
 
@@ -253,7 +256,7 @@ def exactly(model: Any, prompt: Tensor, new: Tensor | None = None) -> Tensor:
     if callable(choose := getattr(wide, "set_experts_implementation", None)):  # grouped products have no float64
         choose("eager")
     cache = DynamicCache(config=wide.config)
-    last: Tensor = wide(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    last: Tensor = wide(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1, **given).logits
     if new is None:
         return last
     return torch.cat([wide(new[:, at : at + 1], past_key_values=cache, use_cache=True).logits for at in range(new.shape[1])], 1)

@@ -44,7 +44,7 @@ Kind = Literal["one row", "more rows", "prompt"]
 MOST_STATES = 2
 # States whose steps are counted: those of more than MOST_STATES adapters in turn are compiled, too.
 MOST_COUNTED = 64
-# Tokens of prompts that count as one step: it takes so many to win a compiler's time back.
+# Tokens of prompts for each of `compile_after`: it takes so many to win a compiler's time back.
 PROMPT = 64
 # Arguments of generate() at a step of one token. Masks are known, the last four have one meaning for one token, and tokenizers are for
 # stopping criteria, though transformers hands them on to the model.
@@ -62,7 +62,8 @@ class Decode:
         as "hf"; else "breakable" for the first `compile_after` steps of a kind, which need no compiler, and then "piecewise". Steps of
         one kind share compiled code: those of one row, and of more, with one policy and one adapter. Where graphs cannot be made, steps run
         without them, and `Patched.took` has the reason.
-    compile_after: see mode "auto". A number of steps and not a time, so that two runs give the same tokens.
+    compile_after: see mode "auto". A number of steps and not a time, so that two runs give the same tokens. Layers of prompts are compiled
+        after 64 times as many tokens of prompts, once steps are compiled.
     pack: of piecewise steps, pack the weights of linears that share an input, so that they are one matrix product, and call one kernel for
         a linear with its norm, activation and residual where it is faster (docs/linear.md).
     budget_bytes: the most memory of the graphs over one set of pages.
@@ -194,7 +195,7 @@ class Decoder:
     def try_prompt(self, given: dict[str, Any]) -> Tensor | None:
         """Logits `[B, 1, V]` of a prompt, by compiled layers. None where the model's own are to run it: `prompts` has the reason.
 
-        given: the arguments of a call of the model by `generate()`, with a cache of ours.
+        given: the arguments of a call of the model, with a cache of ours.
         """
         cache, ids = given["past_key_values"], given["input_ids"]
         with self._lock:

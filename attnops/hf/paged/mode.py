@@ -13,7 +13,7 @@ import sys
 import threading
 import warnings
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -260,27 +260,25 @@ class PagedMode:
         """The forward of the model: graphs for the decode steps of its `generate()`, compiled layers for prompts, else the model's own."""
         if torch.compiler.is_compiling():
             return method.original(*args, **kwargs)
-        generation = None if args or torch.is_grad_enabled() else current_generation()
+        ours = not args and not torch.is_grad_enabled()
+        generation, decoder = current_generation() if ours else None, self.decoder()
+        cache: Any = kwargs.get("past_key_values")
         if generation is not None:
-            decoder = self.decoder()
-            logits: Any
-            cache: Any = kwargs.get("past_key_values")
             # The prompt's mask was checked, and generate() only appends ones to it. Each chunk of a prompt brings more of the mask.
             mask, prompt = kwargs.get("attention_mask"), generation.prompt
             if prompt is None or (isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] > prompt):
                 if decoder.serves(kwargs) and generation.checked is cache.state.pages.pad:
-                    logits = decoder.try_step(kwargs["input_ids"], cache, kwargs.get("position_ids"))
+                    logits: Any = decoder.try_step(kwargs["input_ids"], cache, kwargs.get("position_ids"))
                     if logits is not None:
                         generation.graphs = decoder.last_mode
                         return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
                 # Not a prompt of one token without padding, of which transformers 5.23 hands no mask on.
                 decoder.plain_steps += generation.checked is not None and decoder.could_serve(kwargs)
-            logits = decoder.try_prompt(kwargs) if is_prompt(kwargs) else None
-            if logits is not None:
+        if ours and is_prompt(kwargs) and (found := decoder.try_prompt(kwargs)) is not None:
+            if generation is not None:
                 generation.layers = decoder.prompts.took
-                return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
-        if self._decoder is not None:
-            self._decoder.look = True
+            return CausalLMOutputWithPast(logits=cast(Any, found), past_key_values=cache)
+        decoder.look = True
         return method.original(*args, **kwargs)
 
     def prepare(

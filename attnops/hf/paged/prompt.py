@@ -1,4 +1,4 @@
-"""Prompts of `generate()` through layers that are compiled once for any number of tokens.
+"""Prompts over pages through layers that are compiled once for any number of tokens.
 
 The tokens of a batch are packed into one row, without padding, and taken in chunks of whole requests, or of parts of one long request. The
 first tokens of a request attend to each other; later chunks, and prompts that go on with a cache, attend over pages. Chunks of few tokens
@@ -27,7 +27,7 @@ from attnops.graphs.device import Device
 from attnops.graphs.guard import uncached_casts
 from attnops.graphs.pieces import Inner
 from attnops.graphs.regional import NotRegional, Regions, Twin
-from attnops.hf.attention.mask import padding_of
+from attnops.hf.attention.mask import padding_of, tracing
 from attnops.hf.paged.cache import PagedModelCache, Step
 from attnops.hf.paged.layers import Here, modules_of
 from attnops.hf.paged.pages import ModelPages
@@ -111,7 +111,7 @@ def _is_part(part: Part, counts: Sequence[int]) -> bool:
 def is_prompt(given: dict[str, Any]) -> bool:
     """Are these arguments of a model several tokens of each row, for a cache of ours?"""
     ids = given.get("input_ids")
-    tokens = isinstance(ids, Tensor) and ids.dim() == 2 and ids.dtype == torch.int64 and ids.shape[1] > 1
+    tokens = isinstance(ids, Tensor) and ids.dim() == 2 and ids.dtype == torch.int64 and ids.shape[1] > 1 and not tracing(ids)
     return tokens and isinstance(given.get("past_key_values"), PagedModelCache)
 
 
@@ -139,7 +139,7 @@ class Prompts:
         """Why the model's own layers run this prompt; "" where compiled ones may."""
         cache, ids, positions = given["past_key_values"], given["input_ids"], given.get("position_ids")
         pages, state = cache.state.pages, cache.state
-        known = isinstance(positions, Tensor) and positions.shape in (ids.shape, (1, ids.shape[1]))
+        known = positions is None or positions.shape in (ids.shape, (1, ids.shape[1]))
         reasons = {
             f"its layers cannot be compiled: {self.refusal}": self.refusal,
             "the pages hold latents": cache.latent,
@@ -164,10 +164,13 @@ class Prompts:
         start = padding_of(given.get("attention_mask"), pages, rows, columns)
         seen, *starts = torch.cat([pages.seen[None], start]).tolist()
         counts, before = [columns - max(s - seen, 0) for s in starts], [max(seen - s, 0) for s in starts]
-        if min(counts) < 1:
-            self.why = "a row has no token"
+        positions = given.get("position_ids")
+        if min(counts) < 1 or (positions is None and any(starts)):
+            self.why = "a row has no token" if min(counts) < 1 else "padding, and no positions"
             return None
-        tokens, positions = (x.expand(rows, columns).reshape(-1) for x in (ids, given["position_ids"]))
+        if positions is None:
+            positions = torch.arange(seen, seen + columns, device=ids.device)
+        tokens, positions = (x.expand(rows, columns).reshape(-1) for x in (ids, positions))
         if sum(counts) < rows * columns:
             kept = [torch.arange((row + 1) * columns - n, (row + 1) * columns) for row, n in enumerate(counts)]
             tokens, positions = (x[torch.cat(kept).to(x.device)] for x in (tokens, positions))
