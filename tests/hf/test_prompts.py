@@ -9,12 +9,12 @@ from attnops.hf.paged import pool, prompt
 from attnops.hf.paged.decode import Decoder
 from attnops.hf.paged.prompt import parts_of
 from attnops.hf.report import Took
-from tests.hf.helpers import LIMIT, relative
+from tests.hf.helpers import LIMIT, left_padded, positions, relative, tokens
 from tests.hf.test_decode_graphs import asked, generated, how, nan_pages
 
 assert nan_pages, "a fixture"
 
-CALLS = ((2, 14, 3), (2, 14, 3), (3, 20, 3), (1, 33, 3))
+CALLS = ((2, 14, 3), (2, 14, 3), (3, 20, 2))
 """Rows, length of the prompt, new tokens. The first one's steps are compiled, and its prompt is not."""
 
 
@@ -34,48 +34,58 @@ def few(monkeypatch):
     monkeypatch.setattr(prompt, "CAPTURE_AFTER", 1)
 
 
-@pytest.mark.parametrize(("name", "kinds"), [("llama", 1), ("gpt_oss", 2)])
-def test_tokens(name, kinds, nan_pages, few):
-    """By one trace a kind of layer, whatever the number of rows and tokens, also of those in graphs. The first row has padding."""
-    model = tiny.model(name)
+def test_tokens(nan_pages, few):
+    """By one trace, whatever the number of rows and tokens, also of those in graphs. The first row has padding."""
+    model = tiny.model("llama")
     want = [generated(model, *call) for call in CALLS]
     with attnops.patch(model, cache="paged", decode=how("piecewise", compile_after=0)) as handle:
         took = []
-        for call, tokens in zip((*CALLS, *CALLS), (*want, *want), strict=True):
-            assert torch.equal(generated(model, *call), tokens), call
+        for call, text in zip((*CALLS, *CALLS), (*want, *want), strict=True):
+            assert torch.equal(generated(model, *call), text), call
             took.append(handle.took.prompt)
             assert "the last prompt ran through" in str(handle.report())
         assert took[:2] == ["", "compiled"] and took[-1] == "captured", prompts(handle).why
-        assert len(layers(handle)) == kinds and handle.plain_steps == 0
+        assert len(layers(handle)) == 1 and handle.plain_steps == 0
     assert "forward" not in vars(model)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt2", "phi3", "qwen3_moe"])
-def test_logits(name, nan_pages):
-    model, more = tiny.model(name), {"output_logits": True, "return_dict_in_generate": True}
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "kinds"), [("qwen3", 1), ("gemma3", 2), ("gpt_oss", 2), ("gpt2", 1), ("phi3", 1), ("qwen3_moe", 1)])
+def test_logits(name, kinds, nan_pages, monkeypatch):
+    """Of prompts longer than the windows, and of the next token, over what is in their pages then. In graphs, too."""
+    monkeypatch.setattr(prompt, "CAPTURED", (192,))
+    monkeypatch.setattr(prompt, "CAPTURE_AFTER", 1)
+    model, ids, mask = tiny.model(name), tokens(3, 60), left_padded(3, 60)
+    want = model(ids, attention_mask=mask, position_ids=positions(mask)).logits
     with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
         handle._paged.decoder()._at_once = True
-        for call in ((2, 14, 1), (3, 20, 1)):
-            [got] = generated(model, *call, **more).logits
-            assert handle.took.prompt == "compiled", prompts(handle).why
-            prompts(handle).refusal = "not now"
-            [want] = generated(model, *call, **more).logits
-            assert handle.took.prompt == "" and relative(got, want) < LIMIT
-            handle.release()
+        cache = handle.new_cache(3, 64)
+        for took in ("compiled", "captured"):
+            cache.reset()
+            for begin, end in ((0, 59), (59, 60)):
+                now = {"attention_mask": mask[:, :end], "position_ids": positions(mask)[:, begin:end], "logits_to_keep": 1}
+                got = model(ids[:, begin:end], past_key_values=cache, **now).logits
+                assert relative(got, want[:, end - 1 : end]) < LIMIT
+            assert (prompts(handle).took, prompts(handle).why) == (took, "")
+        assert len(layers(handle)) == kinds
 
 
-def test_no_work_on_padding(few):
-    model, seen = tiny.model("llama"), []
-    ids = torch.randint(3, 90, (3, 20))
+@torch.no_grad()
+def test_no_work_on_padding():
+    """In a call of the model, too, whose cache goes on with tokens of each row."""
+    model, seen, ids = tiny.model("llama"), [], tokens(3, 20)
     mask = (torch.arange(20) >= torch.tensor([[15], [0], [9]])).long()
-    given = {"attention_mask": mask, "max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
-    want = model.generate(ids, **given)
+    where = positions(mask)
+    want = model(ids, attention_mask=mask, position_ids=where).logits
     model.model.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[:2]))
-    with attnops.patch(model, cache="paged", decode=how("piecewise", compile_after=0)):
-        model.generate(ids, **given)
-        seen.clear()
-        assert torch.equal(model.generate(ids, **given), want)
-        assert seen[0] == (1, int(mask.sum()))
+    with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
+        handle._paged.decoder()._at_once = True
+        cache = handle.new_cache(3, 24)
+        for begin, end in ((0, 16), (16, 20)):
+            now = {"attention_mask": mask[:, :end], "position_ids": where[:, begin:end]}
+            got = model(ids[:, begin:end], past_key_values=cache, logits_to_keep=1, **now).logits
+            assert relative(got, want[:, end - 1 : end]) < LIMIT
+            assert seen[-1] == (1, int(mask[:, begin:end].sum())) and int(cache.get_seq_length()) == end
 
 
 def test_chunks(nan_pages, monkeypatch):
@@ -85,8 +95,8 @@ def test_chunks(nan_pages, monkeypatch):
     calls = ((2, 14, 3), (1, 60, 3), (3, 30, 3), (4, 7, 3))
     want = [generated(model, *call) for call in calls]
     with attnops.patch(model, cache="paged", decode=how("piecewise", compile_after=0)) as handle:
-        for call, tokens in zip(calls, want, strict=True):
-            assert torch.equal(generated(model, *call), tokens), call
+        for call, text in zip(calls, want, strict=True):
+            assert torch.equal(generated(model, *call), text), call
         assert handle.took.prompt == "compiled" and len(layers(handle)) == 2
         ids, given = asked(2, 14, 4)
         cache = handle.new_cache(2, 60)
@@ -143,10 +153,10 @@ def test_prompts_that_the_model_runs_itself(name, more, why, nan_pages, monkeypa
 
     monkeypatch.setattr(Decoder, "try_prompt", noted)
     length = 64 if name == "gemma3" else 14
-    want = generated(model, 2, length, 2)
-    with attnops.patch(model, cache="paged", decode=how("piecewise", compile_after=0)):
-        for _ in range(2):
-            got = generated(model, 2, length, 2, **more)
+    want = generated(model, 2, length, 1)
+    with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
+        handle._paged.decoder()._at_once = True
+        got = generated(model, 2, length, 1, **more)
     assert torch.equal(getattr(got, "sequences", got), want) and why in whys
 
 

@@ -200,7 +200,7 @@ class Decoder:
         cache, ids = given["past_key_values"], given["input_ids"]
         with self._lock:
             why = "it asks for more than logits" if self.asks_more(given) else self.prompts.against(given)
-            if not why and self.regions is None and not self._at_once:
+            if not why and (self.how.mode == "breakable" or "piecewise" in self.failed or not (self.regions or self._at_once)):
                 why = "steps are not compiled"
             # The state of the last look, until its tokens are enough for a compiler.
             for look in (False, True) if not why else ():

@@ -260,21 +260,21 @@ class PagedMode:
         """The forward of the model: graphs for the decode steps of its `generate()`, compiled layers for prompts, else the model's own."""
         if torch.compiler.is_compiling():
             return method.original(*args, **kwargs)
-        ours = not args and not torch.is_grad_enabled()
-        generation, decoder = current_generation() if ours else None, self.decoder()
-        cache: Any = kwargs.get("past_key_values")
+        decoder, cache = self.decoder(), cast(Any, kwargs.get("past_key_values"))
+        ours = len(args) < 2 and not torch.is_grad_enabled()
+        generation = current_generation() if ours and not args else None
         if generation is not None:
             # The prompt's mask was checked, and generate() only appends ones to it. Each chunk of a prompt brings more of the mask.
             mask, prompt = kwargs.get("attention_mask"), generation.prompt
             if prompt is None or (isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] > prompt):
-                if decoder.serves(kwargs) and generation.checked is cache.state.pages.pad:
-                    logits: Any = decoder.try_step(kwargs["input_ids"], cache, kwargs.get("position_ids"))
-                    if logits is not None:
-                        generation.graphs = decoder.last_mode
-                        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+                served = decoder.serves(kwargs) and generation.checked is cache.state.pages.pad
+                if served and (logits := decoder.try_step(kwargs["input_ids"], cache, kwargs.get("position_ids"))) is not None:
+                    generation.graphs = decoder.last_mode
+                    return CausalLMOutputWithPast(logits=cast(Any, logits), past_key_values=cache)
                 # Not a prompt of one token without padding, of which transformers 5.23 hands no mask on.
                 decoder.plain_steps += generation.checked is not None and decoder.could_serve(kwargs)
-        if ours and is_prompt(kwargs) and (found := decoder.try_prompt(kwargs)) is not None:
+        given = {"input_ids": args[0], **kwargs} if len(args) == 1 else kwargs
+        if ours and is_prompt(given) and (found := decoder.try_prompt(given)) is not None:
             if generation is not None:
                 generation.layers = decoder.prompts.took
             return CausalLMOutputWithPast(logits=cast(Any, found), past_key_values=cache)

@@ -128,12 +128,15 @@ class Prompts:
         self._twins: dict[nn.Module, Twin] = {}
         self.regions: Regions | None = None  # which starts the compiler's workers
         config: Any = getattr(model, "config", None)
-        self._of_length = any(kind in str(getattr(config.get_text_config(decoder=True), "rope_parameters", "")) for kind in _OF_LENGTH)
+        rope = str(getattr(config.get_text_config(decoder=True), "rope_parameters", ""))
+        self._of_length = any(kind in rope for kind in _OF_LENGTH)
+        self._uncaptured = "rotations depend on the length of the text" if self._of_length else ""
 
     def notes(self) -> tuple[str, ...]:
         """How the last prompt ran, for the report; no line before the first."""
         ran = f"the model's own layers ({self.why})" if self.why else f"{self.took} layers" if self.took else ""
-        return (f"the last prompt ran through {ran}",) if ran else ()
+        apart = f"; short ones are not captured: {self._uncaptured}" if self._uncaptured else ""
+        return (f"the last prompt ran through {ran}{apart}",) if ran else ()
 
     def against(self, given: dict[str, Any]) -> str:
         """Why the model's own layers run this prompt; "" where compiled ones may."""
@@ -198,10 +201,14 @@ class Prompts:
         # Compiled code is guarded on the place of a slice.
         tokens, positions = (x[part.begin : part.end].clone() for x in (tokens, positions))
         fresh = not any(n and b for n, b in zip(part.counts, part.before, strict=True))
-        if fresh and not self._of_length and total <= CAPTURED[-1] and (found := graphs()).due(total):
-            took.add("captured")
-            logits: Tensor = found.graphed(tokens=tokens, positions=positions, counts=counts, cache=found.cache)
-            return logits.clone()[[n > 0 for n in part.counts]]
+        if fresh and not self._uncaptured and total <= CAPTURED[-1] and (found := graphs()).due(total):
+            try:
+                logits: Tensor = found.graphed(tokens=tokens, positions=positions, counts=counts, cache=found.cache)
+            except (NotCapturable, torch.OutOfMemoryError) as error:
+                self._uncaptured = one_line(error)
+            else:
+                took.add("captured")
+                return logits.clone()[[n > 0 for n in part.counts]]
         return self.step(tokens, positions, counts, before, last, fresh, cache)[: len(part.last)]
 
     def step(
@@ -221,8 +228,8 @@ class Prompts:
             state.step = Step(packed(state.pages, counts, before, total), (), fresh)
             with here.calls(layers, ()):
                 out = self._forward(
-                    input_ids=tokens[None], position_ids=positions[None], past_key_values=cache, use_cache=True, return_dict=True,
-                    logits_to_keep=last,
+                    input_ids=tokens[None], position_ids=positions[None], attention_mask=torch.ones_like(tokens[None]),
+                    past_key_values=cache, use_cache=True, return_dict=True, logits_to_keep=last,
                 )  # fmt: skip
             logits: Tensor = out.logits[0][:, None]
             return logits
