@@ -261,8 +261,7 @@ class PagedMode:
         if torch.compiler.is_compiling():
             return method.original(*args, **kwargs)
         decoder, cache = self.decoder(), cast(Any, kwargs.get("past_key_values"))
-        ours = len(args) < 2 and not torch.is_grad_enabled()
-        generation = current_generation() if ours and not args else None
+        generation = None if args or torch.is_grad_enabled() else current_generation()
         if generation is not None:
             # The prompt's mask was checked, and generate() only appends ones to it. Each chunk of a prompt brings more of the mask.
             mask, prompt = kwargs.get("attention_mask"), generation.prompt
@@ -274,7 +273,7 @@ class PagedMode:
                 # Not a prompt of one token without padding, of which transformers 5.23 hands no mask on.
                 decoder.plain_steps += generation.checked is not None and decoder.could_serve(kwargs)
         given = {"input_ids": args[0], **kwargs} if len(args) == 1 else kwargs
-        if ours and is_prompt(given) and (found := decoder.try_prompt(given)) is not None:
+        if is_prompt(given) and (found := decoder.try_prompt(given)) is not None:
             if generation is not None:
                 generation.layers = decoder.prompts.took
             return CausalLMOutputWithPast(logits=cast(Any, found), past_key_values=cache)

@@ -109,10 +109,10 @@ def _is_part(part: Part, counts: Sequence[int]) -> bool:
 
 
 def is_prompt(given: dict[str, Any]) -> bool:
-    """Are these arguments of a model several tokens of each row, for a cache of ours?"""
+    """Are these arguments of a model several tokens of each row, for a cache of ours, and no gradient?"""
     ids = given.get("input_ids")
     tokens = isinstance(ids, Tensor) and ids.dim() == 2 and ids.dtype == torch.int64 and ids.shape[1] > 1 and not tracing(ids)
-    return tokens and isinstance(given.get("past_key_values"), PagedModelCache)
+    return tokens and not torch.is_grad_enabled() and isinstance(given.get("past_key_values"), PagedModelCache)
 
 
 class Prompts:
