@@ -14,7 +14,22 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnops.bench import Setup, cliffs, compile, data, decode, device_of, generate, gradients, kernels, latent, linear, overhead, regret
+from attnops.bench import (
+    Setup,
+    cliffs,
+    compile,
+    data,
+    decode,
+    device_of,
+    experts,
+    generate,
+    gradients,
+    kernels,
+    latent,
+    linear,
+    overhead,
+    regret,
+)
 from attnops.bench.files import environment, text_of
 from attnops.bench.rows import Case, LeftOut
 from attnops.errors import InvalidInput, one_line
@@ -50,6 +65,7 @@ SUITES = (
     Suite("latent", "an attention layer of DeepSeek-V3 over latents", latent.cases, usual=False),
     Suite("data", "kernels that move keys, values and latents", data.cases, 0.5, ()),
     Suite("linear", "the products of a decode step, with what is around them", linear.cases, 0.5, ()),
+    Suite("experts", "the experts of a mixture at few tokens", experts.cases, 0.5),
     Suite("gradients", "training steps of attention", gradients.cases, 0.5, ()),
     Suite("generate", "whole calls of generate(), and the first one of a process", generate.cases, 4.0, usual=False),
     Suite("cliffs", "the cost of a change: another cache, batch, length, thread, adapter or policy", cliffs.cases, usual=False),

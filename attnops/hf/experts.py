@@ -129,7 +129,7 @@ def _function(stock: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
         if gate is None or args or kwargs or not _serves(module, hidden_states, top_k_index, gate):
             own = type(module).forward.__wrapped__ if stock is None else stock
             return own(module, hidden_states, top_k_index, top_k_weights, *args, **kwargs)
-        gate_up, down = _weights(module)
+        gate_up, down = weights_of(module)
         biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
         return experts(
             hidden_states, gate_up, down, top_k_index, top_k_weights, *biases, activation=gate.activation, interleaved=gate.interleaved,
@@ -139,7 +139,8 @@ def _function(stock: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
     return forward
 
 
-def _weights(module: Any) -> tuple[Tensor, Tensor]:
+def weights_of(module: Any) -> tuple[Tensor, Tensor]:
+    """(gate_up, down) of an experts module, as the op takes them."""
     gate_up, down = module.gate_up_proj, module.down_proj
     return (gate_up.transpose(1, 2), down.transpose(1, 2)) if module.is_transposed else (gate_up, down)
 
@@ -204,17 +205,21 @@ PROBE = 12.0
 
 
 def _gate(module: Any, known: dict[tuple[Any, ...], Gate | None]) -> Gate | str:
-    """The gate of the module, found by trying the module's own function on a few numbers. known: of modules like it."""
-    floats = tuple(sorted({value for value in vars(module).values() if type(value) is float and value > 0}))
-    stock, cls = getattr(module.config, _SWITCH), type(module)
-    key = cls, stock, type(getattr(module, "act_fn", None)), floats
+    """The gate of the module. known: those of modules like it."""
+    key = type(module), getattr(module.config, _SWITCH), type(getattr(module, "act_fn", None)), _floats(module)
     if key not in known:
-        known[key] = _tried(module, stock, floats)
-    return known[key] or f"the activation of {cls.__name__} is no activation of the op"
+        known[key] = gate_of(module)
+    return known[key] or f"the activation of {type(module).__name__} is no activation of the op"
+
+
+def _floats(module: Any) -> tuple[float, ...]:
+    return tuple(sorted({value for value in vars(module).values() if type(value) is float and value > 0}))
 
 
 @torch.no_grad()
-def _tried(module: Any, stock: str, floats: tuple[float, ...]) -> Gate | None:
+def gate_of(module: Any) -> Gate | None:
+    """The gate of an experts module, found by trying the module's own function on a few numbers; None: the op has no such activation."""
+    stock, floats = getattr(module.config, _SWITCH), _floats(module)
     y = (PROBE * torch.sin(torch.arange(96, dtype=torch.float32, device="cpu").square())).view(4, 24)
     try:
         want = module._apply_gate(y)

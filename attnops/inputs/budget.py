@@ -167,20 +167,21 @@ def _linear(call: Call, expected: Tensor) -> Tensor:
 
 
 def _experts(call: Call, expected: Tensor) -> Tensor:
-    wide: Any = call.map(lambda _, t: t.double() if t.is_floating_point() else t).record
-    u = roundoff(call.arguments["x"].dtype)
-    a, x, total = min(u, roundoff(torch.float32)), wide.x, expected.double().abs() * u
-    (_, columns), (count, _, inner), k = x.shape, wide.down.shape, wide.top_k_index.shape[1]
-    for e in range(count):
-        weight = torch.where(wide.top_k_index == e, wide.top_k_weights.abs(), 0.0).sum(1)[:, None]
-        bias, last = (0.0 if b is None else b[e] for b in (wide.gate_up_bias, wide.down_bias))
-        y, off = x @ wide.gate_up[e].T + bias, x.abs() @ wide.gate_up[e].abs().T + abs(bias)
-        off = off * (4 * u + a * (sqrt(columns) + 8))
-        (gate, up), (off, off_up) = ((t[..., ::2], t[..., 1::2]) if wide.interleaved else t.chunk(2, -1) for t in (y, off))
-        h, gate, up = gated(wide, y).abs(), gate.abs(), up.abs() + abs(wide.offset)
+    t, index, x = call.record, call.arguments["top_k_index"], call.arguments["x"].double()
+    (count, _, inner), k, u = t.down.shape, index.shape[1], roundoff(t.x.dtype)
+    a, total = min(u, roundoff(torch.float32)), u * expected.double().abs()
+    for e in index.unique().tolist():
+        if not 0 <= e < count:
+            continue
+        # A wide copy of one expert at a time.
+        weight = torch.where(index == e, t.top_k_weights.double().abs(), 0.0).sum(1)[:, None]
+        first, second = t.gate_up[e].double().T, t.down[e].double().abs().T
+        bias, last = (x.new_zeros(()) if b is None else b[e].double() for b in (t.gate_up_bias, t.down_bias))
+        y, off = x @ first + bias, (x.abs() @ first.abs() + bias.abs()) * (4 * u + a * (sqrt(x.shape[1]) + 8))
+        (gate, up), (off, off_up) = ((z[..., ::2], z[..., 1::2]) if t.interleaved else z.chunk(2, -1) for z in (y, off))
+        h, gate, up = gated(t, y).abs(), gate.abs(), up.abs() + abs(t.offset)
         off = 1.13 * off * (up + off_up) + gate * off_up + (5 * u + 8 * a) * gate * up
-        down = wide.down[e].abs().T
-        total += weight * (off @ down + (4 * u + a * (sqrt(inner) + sqrt(k) + 8)) * (h @ down + abs(last)))
+        total += weight * (off @ second + (4 * u + a * (sqrt(inner) + sqrt(k) + 8)) * (h @ second + last.abs()))
     return total
 
 
