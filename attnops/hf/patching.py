@@ -211,12 +211,12 @@ class Patched(Handle):
 
     def _taken(self, generation: Generation) -> Took:
         paged = self._paged
-        failed = {} if paged is None or paged._decoder is None else paged._decoder.failed
+        failed = "" if paged is None or paged._decoder is None else paged._decoder.why
         if paged is None or generation.why != "":
             no_cache = None if paged is None else "generate() made no cache for this model"
             return Took("hf", "hf", generation.why or self._why or no_cache or "")
         no_step = "" if generation.graphs or paged.decode.mode == "hf" else "it had no step of one token that asks for logits only"
-        why = self._why or "; ".join(failed.values())
+        why = self._why or failed
         return Took("paged", generation.graphs or "hf", why or no_step, "" if why else generation.loop, generation.layers)
 
     def verify(

@@ -1,6 +1,7 @@
 """`patch(model)` without options: pages and graphs where the device and the call allow, transformers' own way with a reason elsewhere."""
 
 import copy
+import functools
 import gc
 import pickle
 import weakref
@@ -14,6 +15,7 @@ import attnops
 from attnops.errors import PatchError
 from attnops.hf import Decode, Took, tiny
 from attnops.hf.paged import decode, mode as paged, pool
+from attnops.select import active_policy
 from tests.graphs.standin import StandIn
 from tests.hf.helpers import LIMIT, relative
 from tests.hf.test_decode_graphs import asked, generated, replays
@@ -285,6 +287,34 @@ def test_graphs_that_cannot_be_made(monkeypatch):
         broken.add("breakable")
     with attnops.patch(model, cache="paged", decode=auto(mode="breakable")), pytest.raises(RuntimeError, match="no breakable"):
         generated(model, *CALL)
+
+
+def test_graphs_of_one_kind_of_step_that_cannot_be_made(monkeypatch):
+    """Steps of several rows, and those of another policy, have graphs all the same."""
+    model, real, why = tiny.model("llama"), decode.breakable, "RuntimeError: no graph of one row"
+
+    def failing(step, *given, **more):
+        @functools.wraps(step)
+        def checked(input_ids, *args, **kwargs):
+            if input_ids.shape[0] == 1 and not active_policy():
+                raise RuntimeError("no graph of one row")
+            return step(input_ids, *args, **kwargs)
+
+        return real(checked, *given, **more)
+
+    monkeypatch.setattr(decode, "breakable", failing)
+    one, two = (1, 9, 3), (2, 9, 3)
+    want = {call: generated(model, *call) for call in (one, two)}
+    with attnops.patch(model, decode=auto()) as handle:
+        for call, took in (
+            (one, Took("paged", "hf", why)), (two, Took("paged", "breakable")), (one, Took("hf", "hf", f"graphs cannot be made: {why}")),
+            (two, Took("paged", "breakable")),
+        ):  # fmt: skip
+            assert torch.equal(generated(model, *call), want[call]) and handle.took == took
+        assert f"decode steps of one row have no breakable graphs until release(): {why}" in handle.report().notes
+        with attnops.use(deny=("flex",)):
+            assert torch.equal(generated(model, *one), want[one]) and handle.took == Took("paged", "breakable")
+        assert handle.plain_steps == one[2] - 1
 
 
 def test_memory_that_is_short(monkeypatch):

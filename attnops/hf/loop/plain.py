@@ -121,7 +121,7 @@ def not_plain(asked: Asked, decoder: Decoder) -> str:
         "its text may be longer than the model's positions": any(most > limit + 1 for limit in limits),
         "the caller's hooks or forward want each call of the model": not ours,
         "the caller compiles the model": is_compiled(owner),
-        "graphs cannot be made": "breakable" in decoder.failed or (decoder.how.graphs is None and device.type != "cuda"),
+        "graphs cannot be made": bool(decoder.why_not(ids.shape[0])) or (decoder.how.graphs is None and device.type != "cuda"),
     }
     return next((why for why, holds in reasons.items() if holds), "")
 

@@ -7,6 +7,7 @@ cache without a request: they store no token, and stay unused.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections import Counter
@@ -30,11 +31,13 @@ from attnops.graphs.guard import casting
 from attnops.graphs.pieces import INNER, Inner
 from attnops.graphs.regional import Regional, Regions, Twin
 from attnops.hf.paged.cache import PagedModelCache, State
+from attnops.hf.paged.failed import Failed
 from attnops.hf.paged.guarded import guarded_state
 from attnops.hf.paged.layers import layered, starts
 from attnops.hf.paged.pages import ModelPages
 from attnops.hf.paged.prompt import Over, Prompts
 from attnops.lowering import Product, fuse_linears, fuse_rotation, use_linears
+from attnops.lowering.use_linears import summary
 from attnops.select import active_policy
 
 Mode = Literal["auto", "hf", "piecewise", "breakable"]
@@ -107,13 +110,13 @@ class Decoder:
     regions: the compiled layers, for graphs over any pages; None before the first piecewise step.
     prompts: the compiled layers of prompts.
     products: the linears of compiled steps and the kernels of their calls, equal ones of all traces once.
-    failed: with mode "auto", why graphs cannot be made, by their mode.
+    failed: with mode "auto", why graphs of a kind of step cannot be made, until `Patched.release`.
     look: the model ran without graphs, as it does on every prompt, and weights may have been replaced since: the next step looks at them.
     """
 
     def __init__(self, model: Any, how: Decode, forward: Callable[..., Any], make: Callable[[Any], PagedModelCache]) -> None:
         self.how, self.plain_steps, self.look = how, 0, True
-        self.failed: dict[str, str] = {}
+        self.failed: dict[Failed, str] = {}
         self.regions: Regions | None = None
         self.prompts = Prompts(model, forward, how.inner, how.pack)
         self.products: dict[Product, None] = {}
@@ -122,6 +125,8 @@ class Decoder:
         self._states: dict[tuple[Any, ...], _Kept] = {}
         self._kept = _Kept({}, Counter(), {})
         self._taken: dict[int, Counter[Kind]] = {}  # by the hash of a state, which may hold thousands of addresses
+        self._state: int | None = None  # the hash of the present state
+        self._rows = 0  # of the last step
         self._latest: Over | None = None
         self._looked: weakref.WeakSet[State] = weakref.WeakSet()  # caches that stepped since the weights were looked at
         self._modes: tuple[Any, ...] = ()  # the policy and autocast of the last step
@@ -149,7 +154,26 @@ class Decoder:
         if self.how.mode != "auto":
             return self.how.mode
         compiled = self._at_once or self._kept.taken[_kind(rows)] >= self.how.compile_after
-        return "piecewise" if compiled and "piecewise" not in self.failed else "hf" if "breakable" in self.failed else "breakable"
+        modes = ("piecewise", "breakable") if compiled else ("breakable",)
+        return next((mode for mode in modes if Failed(self._state, _kind(rows), mode) not in self.failed), "hf")
+
+    def notes(self) -> tuple[str, ...]:
+        """How prompts ran, the linears of compiled steps, and the kinds of steps without graphs, for the report."""
+        return *self.prompts.notes(), *summary(self.products), *dict.fromkeys(f"{kind}: {why}" for kind, why in self.failed.items())
+
+    @property
+    def why(self) -> str:
+        """Why the kind of the last step has no graphs, or none that are compiled."""
+        kinds = [Failed(state, _kind(self._rows), mode) for state in (None, self._state) for mode in ("piecewise", "breakable")]
+        return "; ".join(dict.fromkeys(self.failed[kind] for kind in kinds if kind in self.failed))
+
+    def why_not(self, rows: int) -> str:
+        """Why steps of so many rows, of the model as it is now, get no graphs; "" where they may be tried."""
+        state = None
+        if self.failed:
+            with contextlib.suppress(InvalidInput):
+                state = hash(guarded_state(self._model))
+        return self.failed.get(Failed(state, _kind(rows), "breakable"), "")
 
     def step(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None = None) -> Tensor:
         """Logits `[B, 1, V]` of one token more for each row. See `Patched.step`.
@@ -177,8 +201,9 @@ class Decoder:
         if self.how.mode != "auto":
             return self.step(input_ids, cache, position_ids)
         with self._lock:
-            rows, mode = input_ids.shape[0], "breakable"
-            while mode not in self.failed:
+            rows = self._rows = input_ids.shape[0]
+            while Failed(None, _kind(rows), "breakable") not in self.failed:
+                mode = "breakable"
                 try:
                     self._look(cache.state)
                     mode = self._mode(rows)
@@ -187,9 +212,8 @@ class Decoder:
                     over = self._kept.over.get((cache.state.pages, mode))
                     if over is not None and over.captured(rows):
                         raise  # of a replay, not of a capture
-                    self.failed[mode] = one_line(error)
+                    self.failed[Failed(self._state, _kind(rows), mode)] = one_line(error)
                     self.forget(cache.state.pages)
-                    mode = "breakable"
         return None
 
     def try_prompt(self, given: dict[str, Any]) -> Tensor | None:
@@ -200,7 +224,8 @@ class Decoder:
         cache, ids = given["past_key_values"], given["input_ids"]
         with self._lock:
             why = "it asks for more than logits" if self.asks_more(given) else self.prompts.against(given)
-            if not why and (self.how.mode == "breakable" or "piecewise" in self.failed or not (self.regions or self._at_once)):
+            broken = any(kind.mode == "piecewise" and kind.state in (None, self._state) for kind in self.failed)
+            if not why and (self.how.mode == "breakable" or broken or not (self.regions or self._at_once)):
                 why = "steps are not compiled"
             # The state of the last look, until its tokens are enough for a compiler.
             for look in (False, True) if not why else ():
@@ -283,8 +308,10 @@ class Decoder:
         """Look at the model if its state may have changed since the last step over this cache."""
         modes = active_policy(), casting()
         if self.look or state not in self._looked or modes != self._modes:
+            self._state = None
             given, self._modes = guarded_state(self._model), modes
-            taken = self._taken[hash(given)] = self._taken.pop(hash(given), Counter())
+            self._state = hash(given)
+            taken = self._taken[self._state] = self._taken.pop(self._state, Counter())
             if len(self._taken) > MOST_COUNTED:
                 self._taken.pop(next(iter(self._taken)))
             self._kept = self._states[given] = self._states.pop(given, _Kept({}, taken, {}))

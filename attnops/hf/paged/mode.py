@@ -38,7 +38,6 @@ from attnops.hf.paged.pool import MOST_IDLE, Pool
 from attnops.hf.paged.prompt import is_prompt
 from attnops.hf.paged.unpaged import unpaged
 from attnops.kernel import check_kernel
-from attnops.lowering.use_linears import summary
 from attnops.nn.absorb import HELD
 from attnops.nn.packed import Packed, pack_linears
 from attnops.ops.ahead import start
@@ -171,12 +170,12 @@ class PagedMode:
             self._decoder.forget(pages)
 
     def notes(self) -> tuple[str, ...]:
-        """The bytes of pages and graphs that later calls find, how prompts ran, and the linears of compiled steps."""
+        """The bytes of pages and graphs that later calls find, and notes on steps, for the report."""
         idle = 0 if self._pool is None else self._pool.idle_bytes
         graphs = 0 if self._decoder is None else self._decoder.graph_bytes + self.loop.nbytes
         held = f"{idle / 2**20:.1f} MiB of pages are kept for later calls, {graphs / 2**20:.1f} MiB of graphs"
-        more = () if self._decoder is None else (*self._decoder.prompts.notes(), *summary(self._decoder.products))
-        return f"{held}: at most {MOST_IDLE} sets of pages and an eighth of the GPU, until release()", *more
+        of_steps = () if self._decoder is None else self._decoder.notes()
+        return f"{held}: at most {MOST_IDLE} sets of pages and an eighth of the GPU, until release()", *of_steps
 
     def release(self) -> None:
         """Free idle pages and the graphs over them. Graphs that could not be made, as when memory was short, are tried again."""
@@ -300,6 +299,8 @@ class PagedMode:
                 need(got <= most, f"past_key_values, {field}", got, f"at most {most}, the size of this cache")
             need(beams <= 1, "num_beams", beams, "1 with a paged cache: rows keep their pages")
         reasons = self._reasons(generation_config, generation_mode, model_kwargs, elsewhere)
+        if self.chosen and self._decoder is not None and (failed := self._decoder.why_not(rows)):
+            reasons[f"graphs cannot be made: {failed}"] = False
         if not reasons:
             try:
                 cache = self.lend(rows, max_cache_length, *_drafts(generation_config, generation_mode))
@@ -341,7 +342,6 @@ class PagedMode:
             "tokens of an image see each other both ways": (self.blocks and paged_models.has_blocks(model_kwargs), True),
         }
         if self.chosen:
-            failed = "" if self._decoder is None else self._decoder.failed.get("breakable", "")
             generation, forward = running_generation(), self._forward
             inputs, hooked = vars(owner).get("prepare_inputs_for_generation"), _hooked(owner)
             replaced = forward is not None and vars(owner).get("forward") is not forward
@@ -354,7 +354,6 @@ class PagedMode:
                 ),
                 f"hooks of the caller on {hooked} run at every step": (bool(hooked), False),
                 REPLACED: (replaced or is_compiled(owner), False),
-                f"graphs cannot be made: {failed}": (bool(failed), False),
                 "output_hidden_states=True": (any(getattr(c, "output_hidden_states", None) for c in configs), False),
                 "the model is in training mode": (owner.training, False),
                 "assisted generation has steps of several tokens": (_assisted(generation_mode), False),
