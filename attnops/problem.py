@@ -370,4 +370,6 @@ def bytes_of(workspace: torch.Tensor | None) -> int:
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, frozenset):
+        return ",".join(sorted(map(str, value)))
     return name(value) if isinstance(value, torch.dtype) else str(value)

@@ -19,10 +19,12 @@ from typer.testing import CliRunner
 from attnops import attention, configs as models, explain, problem
 from attnops.cli import doctor, features
 from attnops.cli.app import app
+from attnops.cli.explain import linear_sites
 from attnops.configs import SHAPES
 from attnops.hf import tiny
 from attnops.kernel import all_kernels, kernels_of
 from attnops.lowering.explain import packages_of_kernels
+from attnops.measured import MEASURED
 from attnops.problem import LEAVES, Target
 from attnops.version import VERSION
 from tests.helpers import fresh_process, ready_process
@@ -36,6 +38,31 @@ def explained(*arguments):
     result = attnops("explain", *arguments, "--json")
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)["phases"]
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "kernel", "counts"),
+    [
+        ("llama-3-8b-shape", 8, "triton", [32, 32, 32, 32, 1]),
+        ("llama-3-8b-shape", 256, "aten", [32, 32, 32, 32, 1]),
+        ("gpt-oss-20b-shape", 8, "triton", [24, 24, 1]),
+        ("deepseek-v3-shape", 8, "", []),
+    ],
+)
+def test_linears_of_a_decode_step_are_explained(model, batch, kernel, counts):
+    """By measured times and the sizes of the config, without experts and latents."""
+    config = models.config_of(model).get_text_config(decoder=True)
+    sites = list(linear_sites(config, torch.bfloat16, batch, Target.parse("h200", ("triton",))))
+    assert [site.count for site in sites] == counts
+    for site in sites:
+        assert (site.decision.kernel.name, site.decision.costs["aten"].how) == (kernel, MEASURED)
+
+
+def test_one_op_is_explained():
+    arguments = ("llama", "--target", "h200", "--cache", "paged", "--phase", "decode", "--tokens", 8)
+    ops = Counter(call["op"] for call in explained(*arguments)["decode"]["calls"])
+    assert ops["linear"] == 5 and len(ops) > 2
+    assert {call["op"] for call in explained(*arguments, "--op", "linear")["decode"]["calls"]} == {"linear"}
 
 
 def test_no_command_names_three_to_begin_with():
@@ -235,7 +262,8 @@ def test_gpus_are_targets(tmp_path, target):
     calls = {call["op"]: call for call in found["calls"]}
     assert found["target"] == TARGETS[target]
     step = calls["paged_attention" if target == "gfx942" else "decode_attention"]
-    assert set(calls) == {"slot_mapping", step["op"]} | ({"write_kv"} if target == "gfx942" else set())
+    assert set(calls) == {"slot_mapping", "linear", step["op"]} | ({"write_kv"} if target == "gfx942" else set())
+    assert calls["linear"]["kernel"] == ("aten" if target == "gfx942" else "triton")
     assert "page_size=64" in step["problem"] and not step["by_judge"]
     if target == "gfx942":
         assert step["kernel"] == "sdpa" and step["kernel"] in step["never_run"]
@@ -325,6 +353,7 @@ BAD = {
     "no batch": (["llama", "--batch", -1], "batch: got -1"),
     "assume without a target": (["llama", "--assume", "flashinfer"], "assume: got flashinfer"),
     "unknown phase": (["llama", "--phase", "all"], "phase"),
+    "unknown op": (["llama", "--op", "lineal"], "op: got 'lineal', want attention |"),
     "no model": ([], "MODEL"),
     "no number": (["llama", "--tokens", "many"], "tokens"),
     "no decoder": (["t5"], "model_type: got 't5'"),

@@ -107,9 +107,10 @@ def explain(
     phase: Annotated[Phase, typer.Option(help="A prompt, one token more, or both.")] = Phase.both,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     cache: Annotated[Cache, typer.Option(help='transformers\' static cache, or the pages of patch(cache="paged").')] = Cache.hf,
+    op: Annotated[str, typer.Option(help="Calls of this op alone, such as linear or decode_attention; an unknown one lists them.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Show the kernel of each attention call of a model on a machine, and the reasons against the others. Needs no weights and no GPU."""
+    """Show the kernel of each call of a model on a machine, and the reasons against the others. Needs no weights and no GPU."""
     from attnops.cli.explain import explain_model
     from attnops.lowering.explain import packages_of_kernels
 
@@ -119,7 +120,7 @@ def explain(
 
     def explained(console: Console) -> dict[str, Any]:
         sizes: dict[str, Any] = {"batch": batch, "tokens": tokens, "dtype": dtype, "cache": cache.value}
-        found = explain_model(model, target=target, assume=packages, phase=phase.value, **sizes)
+        found = explain_model(model, target=target, assume=packages, phase=phase.value, op=op, **sizes)
         for name, explanation in () if as_json else found.items():
             tables.show_explanation(explanation, console, f"{model}, {name}")
         return {"model": model, **sizes, "phases": {name: explanation.as_dict() for name, explanation in found.items()}}

@@ -1,7 +1,9 @@
-"""`attnops explain`: which kernel every attention call of a Hugging Face model would get on a machine, and why no other."""
+"""`attnops explain`: which kernel every call of a Hugging Face model would get on a machine, and why no other."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,10 +11,19 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from attnops import configs
 from attnops.errors import AttnopsError, InvalidInput, one_line
-from attnops.lowering.explain import Explanation, explain, packages_of_kernels
+from attnops.inputs import problem_at
+from attnops.lowering.explain import Explanation, Site, explain, packages_of_kernels
+from attnops.measured import Sizes
+from attnops.ops import OPS
 from attnops.problem import Target, pretend
+from attnops.select import Decision, select
+from attnops.tune.linears import products
 
 PHASES, CACHES = ("prefill", "decode"), ("hf", "paged")
+LINEARS = {
+    "qkv": "norm, then q, k and v", "o": "o and the residual", "gate_up": "norm, then gate and up with their activation",
+    "down": "down and the residual", "head": "norm, then the logits",
+}  # fmt: skip
 
 
 class CannotExplain(AttnopsError, RuntimeError):
@@ -25,21 +36,23 @@ class CannotExplain(AttnopsError, RuntimeError):
 
 def explain_model(
     model: str, *, target: str = "", assume: tuple[str, ...] | None = None, batch: int = 1, tokens: int = 512, phase: str = "both",
-    dtype: str = "bfloat16", cache: str = "hf",
+    dtype: str = "bfloat16", cache: str = "hf", op: str = "",
 ) -> dict[str, Explanation]:  # fmt: skip
     """Explain a patched model per phase, on fake tensors: a prompt of `tokens` tokens (prefill), then one more token (decode).
 
     model: as `configs.config_of` takes it. target: as `attnops.explain` takes it; "" is this machine. assume: packages taken to
     be installed, None for all. batch: sequences. phase: "prefill", "decode" or "both". dtype: of the weights, hence of the Problems.
-    cache: "hf", a static cache of transformers, or "paged", the pages of `patch(cache="paged")`.
+    cache: "hf", a static cache of transformers, or "paged", the pages of `patch(cache="paged")`. op: calls of this op alone; "" is all.
 
-    Raises InvalidInput: an unknown model, target, phase, dtype or cache, or a number below 1. PatchError: attnops cannot serve the model,
-    or not over pages. CannotExplain: see there.
+    Raises InvalidInput: an unknown model, target, phase, dtype, cache or op, or a number below 1. PatchError: attnops cannot serve the
+    model, or not over pages. CannotExplain: see there.
     """
     if phase not in (*PHASES, "both"):
         raise InvalidInput("phase", repr(phase), " | ".join((*PHASES, "both")))
     if cache not in CACHES:
         raise InvalidInput("cache", repr(cache), " | ".join(CACHES))
+    if op and op not in OPS:
+        raise InvalidInput("op", repr(op), " | ".join(sorted(OPS)))
     for field, value in (("batch", batch), ("tokens", tokens)):
         if value < 1:
             raise InvalidInput(field, value, ">= 1")
@@ -51,7 +64,8 @@ def explain_model(
         config = configs.config_of(model)
         options: dict[str, Any] = {"target": target, "assume": assume, "batch": batch, "tokens": tokens, "cache": cache}
         found = explain_config(config, dtype=configs.dtype_of(dtype), **options)
-    return {p: e for p, e in found.items() if phase in (p, "both")}
+    shown = {p: e for p, e in found.items() if phase in (p, "both")}
+    return {p: replace(e, sites=tuple(s for s in e.sites if s.decision.problem.op == op)) for p, e in shown.items()} if op else shown
 
 
 def explain_config(
@@ -90,4 +104,25 @@ def explain_config(
     except Exception as error:  # a model raises any error for the sizes of an unknown config
         got = f"{type(config).__name__} ({one_line(error)})"
         raise InvalidInput("model", got, "a config that transformers can build and run") from error
+    if cache == "paged":
+        linears = linear_sites(config.get_text_config(decoder=True), dtype, batch, named or Target.of(here))
+        found["decode"] = replace(found["decode"], sites=(*found["decode"].sites, *linears))
     return found
+
+
+def linear_sites(config: Any, dtype: torch.dtype, rows: int, target: Target) -> Iterator[Site[Decision]]:
+    """The linears of a decode step, which `use_linears` would find in the compiled layers, by the sizes in the config of the decoder.
+
+    Without those of experts, and without any of a model that caches latents.
+    """
+    from attnops.bench.models import experts
+
+    if getattr(config, "kv_lora_rank", None):
+        return
+    heads, layers = config.num_attention_heads, config.num_hidden_layers
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    inner = 0 if experts(config) else config.intermediate_size
+    for name, shape in products(config.hidden_size, heads, kv_heads, inner, config.vocab_size, head_dim).items():
+        problem = problem_at(replace(shape, dtype=str(dtype).removeprefix("torch.")), Sizes(float(rows), 1.0, 1.0), target)
+        yield Site(LINEARS[name], 1 if name == "head" else layers, select(problem))
