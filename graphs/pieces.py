@@ -15,7 +15,7 @@ from ..traced import comparable
 from .device import Recorded
 from .graph_breaks import depends_on_data
 from .guard import whole_guards
-from .split import Part, Split, starts_work, value_of
+from .split import Part, Split, fusible, value_of
 
 Piece = Callable[..., Any]
 Inner = Callable[[fx.GraphModule, list[Any]], Piece]
@@ -151,14 +151,14 @@ class _Run(fx.Interpreter):
 
 
 def compile_parts(found: Split, inner: Inner) -> Program:
-    """Compile the pieces of a split model, equal ones once.
+    """Compile the pieces of a split model, equal ones once. A piece of views and calls of kernels runs as it is, and is captured alike.
 
     Pieces of two traces are never shared: a symbol of one name has another range in each, and compiled code may rely on it.
     """
     pieces = {}
     cache: dict[Any, Piece] = {}
     for part in found.parts:
-        if part.compiled and starts_work(part.module):
+        if part.compiled and fusible(part.module):
             code = structure(part)
             if code not in cache:
                 cache[code] = inner(part.module, [value_of(n) for n in part.module.graph.find_nodes(op="placeholder")])

@@ -17,7 +17,7 @@ from ..errors import NotCapturable, fail
 from ..ops import OPS
 from ..ops.ahead import begin
 from ..select import parse_policy
-from ..traced import comparable, equal_calls
+from ..traced import comparable, equal_calls, may_write, storages
 from .graph_breaks import ATTENTION, DATA, Break, break_of, depends_on_data, kernel_of
 
 # Nodes that launch no kernel may go to either side of a break, and allocations before it.
@@ -25,7 +25,9 @@ _ALLOCATIONS = {torch.empty, torch.empty_like, torch.empty_strided}
 _ALLOCATING = {"new_empty", "new_empty_strided"}
 _FREE = {operator.getitem, torch.sym_max, torch.sym_min, torch.sym_not, torch._check}
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
-_VIEWING = {"size", "view", "reshape", "unflatten", "flatten", "transpose", "unsqueeze", "squeeze", "expand", "stride", "dim", "numel"}
+_VIEWING = {
+    "size", "view", "narrow", "reshape", "unflatten", "flatten", "transpose", "unsqueeze", "squeeze", "expand", "stride", "dim", "numel",
+}  # fmt: skip
 
 
 Cut = Break | str
@@ -78,9 +80,21 @@ def operations(module: fx.GraphModule) -> list[fx.Node]:
     return [n for n in module.graph.nodes if n.op not in ("placeholder", "output", "get_attr") and not _free(n)]
 
 
-def starts_work(module: fx.GraphModule) -> bool:
-    """Does any node launch a kernel, not only views, sizes and allocations?"""
-    return not all(map(_allocates, operations(module)))
+def fusible(module: fx.GraphModule) -> bool:
+    """Has a compiler anything to do: is there an operation of torch's own? Views, sizes, allocations and calls of kernels are none."""
+    return not all(_allocates(node) or _views(node) or _calls_kernel(node) for node in operations(module))
+
+
+def _views(node: fx.Node) -> bool:
+    """Is the result a part of the memory of an argument, of which the operation writes nothing?"""
+    made = {*storages(value_of(node))}
+    return bool(made) and not may_write(node) and made <= {s for x in node.all_input_nodes for s in storages(value_of(x))}
+
+
+def _calls_kernel(node: fx.Node) -> bool:
+    args, kwargs = pytree.tree_map_only(fx.Node, value_of, (node.args, dict(node.kwargs)))
+    kernel = kernel_of(node.target, args, kwargs) if node.op == "call_function" else None
+    return kernel is not None and kernel.inline is None
 
 
 def split(gm: fx.GraphModule, eager: Collection[str] = ()) -> Split:

@@ -5,6 +5,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 
+import attnops
 from attnops.errors import NotCapturable
 from attnops.graphs import Buckets, breakable, outside, piecewise
 from attnops.graphs.graph_breaks import ATTENTION
@@ -249,3 +250,41 @@ def test_parts_are_data():
     [part] = found.parts
     close(part.module(x, y), (x.sin() + y,))
     close(compile_parts(found, eager).run((x, y))[0], x.sin() + y)
+
+
+def product(x, weight, **more):
+    return attnops.ops.linear(x.reshape(-1, 8), weight, kernel="reference", **more).view(*x.shape[:-1], 8)
+
+
+FUSIBLE = {
+    "kernels": (lambda x, w: product(product(x, w)[:, None], w, residual=x[:, None].flatten(0, 1))[:, 0], 0),
+    "no copies": (lambda x, w: product(x.to(x.dtype).contiguous(), w.as_strided((8, 8), (8, 1))).narrow(1, 0, 4), 0),
+    "an operation": (lambda x, w: product(x + 1, w), 1),
+    "a write": (lambda x, w: product(x, w).mul_(2), 1),
+    "a copy": (lambda x, w: product(x.to(torch.float64).to(x.dtype), w), 1),
+    "an inlined kernel": (lambda x, w: attnops.ops.linear(product(x, w), w, kernel="aten"), 1),
+}
+
+
+@pytest.mark.parametrize("name", FUSIBLE)
+@pytest.mark.parametrize("dynamic", [False, True], ids=["sizes", "symbols"])
+def test_a_piece_of_kernels_alone_is_not_compiled(name, dynamic):
+    forward, count = FUSIBLE[name]
+    x, weight, compiled = torch.randn(3, 8), torch.randn(8, 8), []
+
+    def inner(module, examples):
+        compiled.append(module)
+        return module
+
+    def backend(gm, _):
+        program = compile_parts(split(gm), inner)
+        return lambda *flat: program.run(flat)
+
+    with torch.no_grad():
+        want = forward(x.clone(), weight)
+        given = x.clone()
+        if dynamic:
+            torch._dynamo.mark_dynamic(given, 0)
+        got = torch.compile(forward, backend=backend, fullgraph=True)(given, weight)
+    assert len(compiled) == count
+    close(got, want)

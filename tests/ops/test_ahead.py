@@ -1,6 +1,7 @@
 """Kernels begin to build what a call will wait for, before it: from calls on fake tensors, from traces, and from a cache of pages."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,3 +104,29 @@ def test_the_first_steps_of_new_pages(calls, rows, prompt, window):
     assert all(call[0].shape[0] == rows for call in calls)
     for t, held in zip((*pages.pools, *pages.counters), before, strict=True):
         assert torch.equal(t, held)
+
+
+def test_each_kind_of_steps_begins_once_over_the_same_pages(monkeypatch):
+    spec, told = PagedSpec(4, 2, 16, 0, torch.float32, 16), []
+    pages = SimpleNamespace(sizes=Sizes(8, 64, (spec,), torch.device("cuda"), None, fixed=True), begun=set())
+
+    def step(cache, rows, count):
+        told.append((rows, count))
+        if rows == 5:
+            raise RuntimeError("left to the step itself")
+
+    monkeypatch.setattr(first_steps, "step", step)
+
+    def begin_steps(rows, prompt):
+        told.clear()
+        first_steps.begin(pages, lambda pages, filled: None, rows, prompt)
+        return told
+
+    assert begin_steps(3, 20) == [(3, 20), (4, 1)]  # four rows are the next bucket
+    assert begin_steps(3, 22) == []
+    assert begin_steps(1, 20) == [(1, 20), (1, 1)]
+    with attnops.use(deterministic=True):
+        assert begin_steps(3, 20) == [(3, 20), (4, 1)]
+    assert begin_steps(5, 20) == [(5, 20)]
+    pages.sizes = pages.sizes._replace(device=torch.device("cpu"))
+    assert begin_steps(2, 20) == []
