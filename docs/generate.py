@@ -32,6 +32,7 @@ from attnops.ops import OPS, Op
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
 from census import census_full  # noqa: E402, a file of this folder
+from linears import linears_full  # noqa: E402
 from performance import costs, performance_full, performance_short, picture, pictures_full, stale_plots  # noqa: E402, a file of this folder
 from results import devices, hardware, hardware_text, results_full, results_short, table  # noqa: E402
 
@@ -212,6 +213,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/errors.md": {"errors": errors_full},
     "docs/explain.md": {"graph": graph_output},
     "docs/graphs.md": {"costs": costs},
+    "docs/linear.md": {"linears": linears_full},
     "docs/results.md": {"summary": results_short, "results": results_full},
     "docs/performance.md": {"summary": performance_short, "pictures": pictures_full, "performance": performance_full},
     "docs/index.md": {"picture": front_picture},

@@ -7,6 +7,7 @@ from html import unescape
 from pathlib import Path
 from typing import Any
 
+from linears import shown
 from pictures import COMPILED, EAGER, NAMES, OURS, PICTURES, Row, layers, ms, named, speed, spoken, tokens_of, whole_models
 from results import ROOT, machines, stamp, table
 
@@ -157,6 +158,7 @@ def words(report: dict[str, Any]) -> dict[str, float]:
 
 def rows(report: dict[str, Any]) -> str:
     """The rows; a wrong result has no time and says why. Rows of counts, which have no time either, are a table of their own."""
+    report = shown(report) if report.get("suite") == "linear" else report
     timed = [row for row in report["rows"] if "median_us" in row or "wrong" in row]
     counts = [row for row in report["rows"] if row not in timed]
     more, out = names(timed), []

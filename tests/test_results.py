@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from attnops.bench import regret
+from attnops.measured import RATES, Grid, LinearShape, Table
 from tests.helpers import ROOT
 
 CALLS = [
@@ -51,6 +52,26 @@ def test_no_results_are_no_error(results, tmp_path):
     write(tmp_path, "h200", "regret", "{ cut off")
     write(tmp_path, "h200", "other", {"what": 1})
     assert results.results_full(tmp_path) == results.NONE
+
+
+def test_tables_of_linears_are_those_that_ship(results, tmp_path):
+    """The faster time is bold, with the share of the bandwidth that the weight's bytes reach in it."""
+    linears = import_module("linears")
+    assert linears.linears_full(tmp_path) == linears.NONE
+    shape = LinearShape(out_features=4096, in_features=4096, residual=True)
+    grid = Grid(shape, (1.0, 64.0), (1.0,), (1.0,), {"aten": (14.0, 15.0), "triton": (11.0, None)})
+    (tmp_path / "attnops" / "tables").mkdir(parents=True)
+    (tmp_path / "attnops" / "tables" / "some.json").write_text(Table("NVIDIA H200", "sm90", {}, (grid,)).to_json())
+    *_, row = linears.linears_full(tmp_path).splitlines()
+    share = 100 * 2 * 4096 * 4096 / 11e-6 / RATES["NVIDIA H200"].bandwidth / 1e12
+    assert row.startswith(f"| 4096 x 4096 | residual | llama-3-8b o, qwen3-8b o | **11** / 14, {share:.0f}% | - | - |")
+    some = [{"case": f"m qkv x{n}", "way": "automatic", "us": {"aten": 3.0}, "chosen": {}} for n in (3, 8)]
+    report = {
+        "suite": "linear",
+        "rows": [*some, {"case": "m qkv x8", "way": "aten"}, {"case": "m", "way": "automatic", "mean_percent": 1.0}],
+    }
+    assert [row["case"] for row in linears.shown(report)["rows"]] == ["m qkv x8", "m"]
+    sys.modules.pop("linears")
 
 
 def test_results_become_tables(results, tmp_path):
