@@ -25,14 +25,20 @@ IDS = torch.arange(6).view(2, 3)
 _BLOCK = "q: norm + linear, o: linear + residual"
 _LLAMA = f"{_BLOCK}, gate: norm + linear + silu, down: linear + residual"
 FAMILIES = {
-    **dict.fromkeys(("llama", "qwen2", "qwen3"), _LLAMA),
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral"), _LLAMA),
     "phi3": _LLAMA.replace("q:", "qkv:").replace("gate:", "gate_up:"),
     "gemma": _LLAMA.replace("silu", "gelu_tanh"),
     # Norms after the products.
     "gemma3": "q: norm + linear, o: linear, gate: norm + linear + gelu_tanh, down: linear",
+    "gemma2": "q: norm + linear, o: linear, gate: norm + linear + gelu_tanh, down: linear",
+    "glm4": "q: norm + linear, o: linear, gate_up: norm + linear + silu, down: linear",
+    # A factor between the product and the sum.
+    "granite": "q: norm + linear, o: linear, gate: norm + linear + silu, down: linear",
     "olmo2": "q: linear, o: linear, gate: linear + silu, down: linear",
     # LayerNorm, and one sum of attention, MLP and residual.
     "cohere2": "q: linear, o: linear + residual, gate: linear + silu, down: linear + residual",
+    # LayerNorm, and an activation without a gate.
+    "starcoder2": "q: linear, o: linear + residual, c_fc: linear, c: linear + residual",
     "gpt_oss": f"{_BLOCK}, router: linear",
     "deepseek_v3": "q_a: norm + linear, q_b: norm + linear, kv_b: linear, o: linear + residual, "
     "gate: norm + linear + silu, down: linear + residual",
@@ -82,7 +88,7 @@ class Fusing:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_linears_of_a_layer(family):
-    layers = {"layer_types": ["sliding_attention"]} if family == "gemma3" else {}
+    layers = {"layer_types": ["sliding_attention"]} if family in ("gemma2", "gemma3") else {}
     # The code of one family is as that of the others.
     model, backend = tiny.model(family, num_hidden_layers=1, **layers), Fusing(coded=family == "llama")
     with torch.no_grad(), torch._inductor.config.patch(fx_graph_cache=False):
