@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -106,6 +106,16 @@ def written_by(node: fx.Node) -> Iterator[Any]:
         yield from pytree.tree_leaves([given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write])
     elif may_write(node):
         yield from node.all_input_nodes
+
+
+def writer(first: fx.Node, last: fx.Node, read: Iterable[fx.Node], value_of: Callable[[Any], Any]) -> str:
+    """Which node from `first` up to `last` may write a tensor of `read`, as a reason against reading it later; "" for none."""
+    tensors = {s for node in read for s in storages(value_of(node))}
+    while first is not last:
+        if may_write(first) and not tensors.isdisjoint(storages([value_of(x) for x in written_by(first)])):
+            return f"{first.name} writes one of its inputs in between"
+        first = first.next
+    return ""
 
 
 def storages(value: Any) -> Iterator[Any]:

@@ -10,7 +10,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from ..call import changed, split
 from ..ops import OPS
 from ..problem import surely
-from ..traced import may_write
+from ..traced import writer
 from .fuse_linears import VALUE, fake_of
 from .norms import Norm, call_of, norm_of, pairs
 
@@ -70,7 +70,7 @@ def fuse_rotation(graph: fx.Graph | fx.GraphModule) -> tuple[Rotated, ...]:
     """Hand `decode_attention` its query and key as they were before RMS norms and a rotation by halves, with weights and angles.
 
     The op computes them in float32 and rounds once, where the model's code rounds after each step. Nothing else may use the numbers in
-    between, and nothing may be written between their first use and the call.
+    between, and none of the inputs may be written between their first use and the call.
 
     Args:
         graph: as Dynamo gives it to a backend, with fake values. Changed in place.
@@ -233,12 +233,7 @@ def _kept(call: fx.Node, sides: tuple[_Side, ...]) -> str:
     for node in inside:
         if other := next((user for user in node.users if user not in inside and user is not call), None):
             return f"{other.name} uses {node.name}, too"
-    node = min(inside)
-    while node is not call:
-        if may_write(node):
-            return f"{node.name} may write in between"
-        node = node.next
-    return ""
+    return writer(min(inside), call, {n for node in inside for n in node.all_input_nodes} - inside, fake_of)
 
 
 def _rows(graph: fx.Graph, call: fx.Node, angles: fx.Node) -> fx.Node:

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..reference.linear import GATES
-from ..traced import may_write, storages, written_by
+from ..traced import may_write, storages, writer
 from .fuse_linears import facts_of, fake_of, is_static, linear_arguments
 from .norms import call_of, norm_of, pairs, uncast
 
@@ -67,13 +67,8 @@ def match_linear(node: fx.Node) -> Match | str:
         if given is not None and (why := _unlike(fake_of(given), fake_of(weight))):
             return f"{name} is {why}"
     # The residual is read where the call will be, and the others are read before.
-    read = set(storages([fake_of(n) for name, n in match.inputs.items() if n is not None and name != "residual"]))
-    at = min(match.inner)
-    while at is not match.last:
-        if may_write(at) and not read.isdisjoint(storages([fake_of(n) for n in written_by(at)])):
-            return f"{at.name} writes one of its inputs in between"
-        at = at.next
-    return match
+    read = [n for name, n in match.inputs.items() if n is not None and name != "residual"]
+    return writer(min(match.inner), match.last, read, fake_of) or match
 
 
 def _unlike(given: Any, weight: Tensor) -> str:

@@ -11,7 +11,7 @@ from attnops.hf.paged import attention as paged, decode
 from attnops.hf.paged.pages import ModelPages, Sizes
 from attnops.kernels.shared.memory import COUNTERS
 from attnops.lowering import fuse_rotation
-from attnops.ops import LatentSpec, PagedSpec, decode_attention
+from attnops.ops import OPS, LatentSpec, PagedSpec, decode_attention
 from attnops.problem import Target, pretend
 from tests.hf.test_decode_graphs import generated, how
 
@@ -46,7 +46,7 @@ def test_eager_steps_take_the_op(monkeypatch):
     taken = []
     monkeypatch.setattr(paged, "decode_attention", lambda *args, **more: taken.append(1) or decode_attention(*args, **more))
     asked, once = [], ModelPages.one_launch
-    monkeypatch.setattr(ModelPages, "one_launch", lambda self: asked.append(1) or once(self))
+    monkeypatch.setattr(ModelPages, "one_launch", lambda self: asked.append(bool(self._one_launch)) or once(self))
     model = tiny.model("mistral")
     want = [generated(model, *call) for call in CALLS]
     with attnops.patch(model, cache="paged", decode=how("breakable")):
@@ -56,7 +56,30 @@ def test_eager_steps_take_the_op(monkeypatch):
                 for call, tokens in zip(CALLS, want, strict=True):
                     assert torch.equal(generated(model, *call), tokens), call
             assert bool(taken) is (policy is FORCED)
-            assert not taken or len(taken) == model.config.num_hidden_layers * len(asked), "a question a step"
+            assert not taken or len(taken) == model.config.num_hidden_layers * sum(asked), "a question a step"
+
+
+def test_a_model_compiled_whole_takes_the_op():
+    """Steps that torch.compile traces: one graph for all of them, and what a pass finds in it."""
+    model, told, calls, (rows, length, new) = tiny.model("qwen3"), [], [], CALLS[1]
+    ids = torch.arange(rows * (length + new)).view(rows, -1) % 90
+    mask = torch.ones_like(ids)
+
+    def backend(graph, examples):
+        calls.append(len(graph.graph.find_nodes(op="call_function", target=OPS["decode_attention"].packet.default)))
+        told.extend(fuse_rotation(graph))
+        return graph.forward
+
+    with torch.no_grad(), attnops.use(kernel=FORCED):
+        want = model(ids).logits[:, length:]
+        with attnops.patch(model, cache="paged", decode="hf") as handle:
+            step, cache = torch.compile(model, backend=backend, fullgraph=True), handle.new_cache(rows, length + new)
+            model(ids[:, :length], attention_mask=mask[:, :length], past_key_values=cache)
+            for at in range(length, length + new):
+                got = step(ids[:, at : at + 1], past_key_values=cache, position_ids=torch.full((rows, 1), at)).logits
+                torch.testing.assert_close(got[:, 0], want[:, at - length])
+    assert calls == [model.config.num_hidden_layers]
+    assert {str(found).partition(": ")[2] for found in told} == {"norms and rotation"}
 
 
 # Code that resembles a rotation ----------------------------------------------------------------------------------------
@@ -162,7 +185,8 @@ STEPS = {
         Step(lambda x, cos, sin: x * cos[:1] + rotate_half(x) * sin, rotated), "not fused, query and key are rotated by different angles",
     ),
     "used twice": (Step(use=lambda query, q, cos: query.sum()), "not fused, .., too"),
-    "written in between": (Step(between=lambda qkv, k_pages: qkv.mul_(2)), "not fused, .. may write in between"),
+    "written in between": (Step(between=lambda qkv, k_pages: qkv.mul_(2)), "not fused, .. writes one of its inputs in between"),
+    "others written in between": (Step(between=lambda qkv, k_pages: k_pages.mul_(2)), "rotation"),
     "its input used": (Step(use=lambda query, q, cos: q.sum() + cos.sum()), "rotation"),
 }  # fmt: skip
 

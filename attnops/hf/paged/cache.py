@@ -33,7 +33,7 @@ class Step(NamedTuple):
     batch: of all page tables.
     past: of each page table the tokens before a step too long to attend through it; None: it is not.
     fresh: the cache was empty before the step.
-    one_launch: as `ModelPages.one_launch`, of a step of one token outside of traces; else empty.
+    one_launch: as `ModelPages.one_launch`, of a step of one token; else empty.
     """
 
     batch: PagedBatch
@@ -309,9 +309,7 @@ class PagedModelCache(Cache):
         if torch.compiler.is_compiling() or not isinstance(before, FakeTensor):
             pages.advance(start if real is None else torch.where(real, start, EMPTY), count)
             state.filled, state.unfinished = True, count
-        # Kernels are compared outside of traces.
-        one_launch = pages.one_launch() if count == 1 and not torch.compiler.is_compiling() else ()
-        return Step(batch, past, fresh, one_launch)
+        return Step(batch, past, fresh, pages.one_launch() if count == 1 else ())
 
 
 def described(pages: ModelPages, before: Tensor, real: Tensor | None, count: int, heads: int) -> PagedBatch:

@@ -110,6 +110,7 @@ class ModelPages(Pages):
         chosen = {layer: self._chosen(layer, table) for layer, table in self._kinds.items()}
         self.kernels = tuple(chosen[layer] for layer in sizes.layers)
         self._one_launch: dict[str, tuple[bool, ...]] = {}  # by the policy
+        self.one_launch()
         with ordinary():
             self.seen, self.high = (torch.zeros((), dtype=torch.int64, device=sizes.device) for _ in range(2))
             self.most = torch.full((), length, dtype=torch.int64, device=sizes.device)
@@ -139,13 +140,16 @@ class ModelPages(Pages):
         return scratch
 
     def one_launch(self) -> tuple[bool, ...]:
-        """For each layer: do steps of one token take `decode_attention`, under the policy in force?
+        """For each layer: do steps of one token take `decode_attention`, under the policy in force? Empty in a trace under another policy
+        than those before, for kernels are compared outside of traces.
 
         It is taken where its kernel costs less than rotation, write and attention together, or is forced; and never where the
         kernel of attention is forced.
         """
         key = active_policy()
         if key not in self._one_launch:
+            if torch.compiler.is_compiling():
+                return ()
             room = 0 if self.workspace is None else self.workspace.nbytes
             taken = {layer: self._takes_one_launch(layer, table, room) for layer, table in self._kinds.items()}
             self._one_launch[key] = tuple(taken[layer] for layer in self.sizes.layers)
