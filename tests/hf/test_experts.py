@@ -53,7 +53,7 @@ def test_models_answer_as_eager(family, stock, calls):
         assert relative(model(IDS).logits, want) < LIMIT
         assert calls == [IDS.numel()] * n
         assert [note.startswith(f"experts of {n} of {n} layers: ") for note in notes(handle)] == [True] and repr(stock) in notes(handle)[0]
-    assert model.get_experts_implementation()[""] == stock
+    assert model.config._experts_implementation == stock
     assert not any(experts._GATE in vars(m) for m in model.modules())
 
 
@@ -182,7 +182,7 @@ def test_an_implementation_that_is_set_later_stays():
     with attnops.patch(model) as handle:
         model.set_experts_implementation("batched_mm")
         assert "set to 'batched_mm' after patch()" in notes(handle)[0]
-    assert model.get_experts_implementation()[""] == "batched_mm"
+    assert model.config._experts_implementation == "batched_mm"
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
@@ -194,4 +194,4 @@ def test_copies(again, calls):
     other = again(model)
     assert relative(other(IDS).logits, want) < LIMIT and len(calls) == 2
     vars(other)["_attnops"].unpatch()
-    assert other.get_experts_implementation()[""] != model.get_experts_implementation()[""]
+    assert other.config._experts_implementation != model.config._experts_implementation
