@@ -14,7 +14,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.parametrize import is_parametrized
+from torch.utils._python_dispatch import _disable_current_modes
 
 from attnops.call import name as name_of
 from attnops.kernel import deterministic
@@ -149,13 +151,17 @@ def _serves(module: Any, x: Tensor, index: Tensor, gate: Gate) -> bool:
     """Does a kernel of ours serve the call? Under a compiler the number of tokens is guarded."""
     weight, policy = module.gate_up_proj, active_policy()
     # An adapter of LoRA puts its own tensors in the parameters' place for the time of a call.
-    if torch.is_grad_enabled() or type(weight) is not nn.Parameter or type(module.down_proj) is not nn.Parameter or x.dim() != 2:
+    if torch.is_grad_enabled() or not (_plain(weight) and _plain(module.down_proj)) or x.dim() != 2:
         return False
     if torch.is_autocast_enabled(x.device.type) or not x.dtype == weight.dtype == module.down_proj.dtype or x.device != weight.device:
         return False
     asks = (*gate.asks, "gate_up_bias", "down_bias") if module.has_bias else gate.asks
     sizes = weight.shape[0], index.shape[1], x.shape[1], weight.shape[2 if module.is_transposed else 1] // 2
     return (x.shape[0] <= MOST_TOKENS or deterministic(policy)) and _chosen(policy, x.device, x.dtype, *sizes, *asks)
+
+
+def _plain(weight: Any) -> bool:
+    return type(weight) is nn.Parameter or (isinstance(weight, FakeTensor) and isinstance(weight, nn.Parameter))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -187,12 +193,12 @@ def _against(module: Any) -> str:
         return f"the implementation is {stock!r}"
     if not module.has_gate:
         return "they have no gate"
-    if is_parametrized(module) or any(type(w) is not nn.Parameter for w in weights):
+    if is_parametrized(module) or not all(map(_plain, weights)):
         return "their weights are no plain parameters"
     gate_up, down = (cast(Tensor, w) for w in weights)
     if gate_up.dtype not in FLOATS or gate_up.dtype != down.dtype:
         return f"their weights are {name_of(gate_up.dtype)}"
-    if getattr(getattr(module, "_hf_hook", None), "offload", False) or gate_up.device.type == "meta":
+    if getattr(getattr(module, "_hf_hook", None), "offload", False):
         return "their weights are offloaded"
     outs = 2 if module.is_transposed else 1
     if gate_up.dim() != 3 or down.dim() != 3 or gate_up.shape[outs] != 2 * down.shape[3 - outs]:
@@ -220,6 +226,11 @@ def _floats(module: Any) -> tuple[float, ...]:
 def gate_of(module: Any) -> Gate | None:
     """The gate of an experts module, found by trying the module's own function on a few numbers; None: the op has no such activation."""
     stock, floats = getattr(module.config, _SWITCH), _floats(module)
+    with _disable_current_modes():  # of fake tensors
+        return _tried(module, stock, floats)
+
+
+def _tried(module: Any, stock: str, floats: tuple[float, ...]) -> Gate | None:
     y = (PROBE * torch.sin(torch.arange(96, dtype=torch.float32, device="cpu").square())).view(4, 24)
     try:
         want = module._apply_gate(y)

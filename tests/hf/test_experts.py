@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -91,6 +92,14 @@ def test_decode_steps_by_triton():
         assert handle.graphs.report().whole == ""
 
 
+def test_explain_of_a_config_without_weights():
+    from attnops.cli.explain import explain_config
+
+    found = explain_config(tiny.config("gpt_oss"), dtype=torch.bfloat16, target="h200", tokens=100)
+    sites = {phase: [s.decision.kernel.name for s in one.sites if s.decision.problem.op == "experts"] for phase, one in found.items()}
+    assert sites == {"prefill": [], "decode": ["triton"]}
+
+
 # Calls that stay transformers' own ------------------------------------------------------------------------------------
 
 
@@ -151,8 +160,8 @@ def changed(module, how):
         module.down_proj = nn.Parameter(weight.data.as_subclass(Tagged), requires_grad=False)
     elif how == "float64":
         module.to(torch.float64)
-    elif how == "meta":
-        module.to("meta")
+    elif how == "offloaded":
+        module._hf_hook = SimpleNamespace(offload=True)
     elif how == "activation":
         module.act_fn = nn.Tanh()
     elif how == "shapes":
@@ -164,7 +173,7 @@ def changed(module, how):
 
 
 @pytest.mark.parametrize(("change", "why"), [
-    ("quantised", "no plain parameters"), ("parametrised", "no plain parameters"), ("float64", "float64"), ("meta", "offloaded"),
+    ("quantised", "no plain parameters"), ("parametrised", "no plain parameters"), ("float64", "float64"), ("offloaded", "offloaded"),
     ("activation", "no activation of the op"), ("shapes", "have the shapes"), ("sonicmoe", "'sonicmoe'"),
 ])  # fmt: skip
 def test_layers_that_are_left_say_why(change, why):

@@ -52,7 +52,7 @@ def one_token(shape: Shape, choices: int) -> Tile:
 def few_tokens(shape: Shape, tokens: int, memory: int) -> Tile:
     """For as many as MOST_TOKENS. memory: bytes of shared memory that a program may have; a tile that does not fit has fewer stages."""
     # By times on an H200.
-    tile = Tile(64, 64, 6 if shape.up else 8, 4, True) if shape.along else Tile(64, 128, 4 if shape.up else 3, 4, True)
+    tile = Tile(64, 64, 6, 4, True) if shape.along else Tile(64, 128, 4 if shape.up else 3, 4, True)
     tile, block = tile._replace(columns=tile.columns * 2 // shape.itemsize), block_of(tokens)
     while True:
         stage = (tile.rows * (2 if shape.halves else 1) + block) * tile.columns * shape.itemsize
