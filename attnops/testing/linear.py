@@ -40,7 +40,7 @@ LINEARS: Rows = {
        for name, more in (("bfloat16", (BF16,)), ("bfloat16_all", (BF16, ALL)))},
     "bfloat16_one_row-offset": (1, 272, 33, BF16, GEMMA | TANH | BIAS), "float16": (2, 272, 33, F16, BIAS | RES | GELU),
     "float16_one_row": (1, 1040, 33, F16, BIAS | SILU), "float16_norm": (3, 300, 33, F16, NORM),
-    "float32_one_row": (1, 700, 50, ALL | GELU),
+    "bfloat16_8_rows": (8, 300, 100, BF16, BIAS | RES), "float32_one_row": (1, 700, 50, ALL | GELU),
     "float32_33_rows": (33, 700, 50, ALL), "bfloat16_wide": (4, 64, 8000, BF16, NORM),
     "bfloat16_wide_silu": (4, 64, 8000, BF16, NORM | SILU),
     "bfloat16_wide_one_row": (1, 64, 600, BF16, NORM | RES),

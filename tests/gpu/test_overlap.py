@@ -50,7 +50,7 @@ def test_a_step_of_launches_that_overlap_gives_what_launches_in_turn_give(rows: 
         gated = record.activation != ""
         tile = tiles.one_row(WIDTH, gated, gpu.multiprocessors)
         if rows > 1:
-            tile = tiles.few_rows(rows, WIDTH, 2, gated, gpu.multiprocessors, gpu.memory)
+            tile = tiles.few_rows(rows, WIDTH, 2, gated, record.norm_weight is not None, gpu.multiprocessors, gpu.memory)
         linear(record, tile._replace(overlap=overlap))
 
     def step(overlap: bool) -> None:

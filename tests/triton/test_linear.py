@@ -165,12 +165,15 @@ OUTS = {"qkv": 6144, "o": 4096, "gate_up": 14336, "head": 128256, "qwen_o": 2560
 @pytest.mark.parametrize("memory", MEMORY.values())
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("rows", [1, 2, 8, 32, 64])
-def test_tiles_fit(rows, itemsize, memory):
+@pytest.mark.parametrize("normed", [False, True])
+def test_tiles_fit(normed, rows, itemsize, memory):
     for name, outs in OUTS.items():
-        tile, gated = tiles.few_rows(rows, outs, itemsize, name == "gate_up", 132, memory), name == "gate_up"
-        assert ((tile.outs << gated) + tiles.block_of(rows)) * tile.bytes * tile.stages <= memory
+        gated = name == "gate_up"
+        tile = tiles.few_rows(rows, outs, itemsize, gated, normed, 132, memory)
+        assert ((tile.outs << gated) + tiles.block_of(rows, tile)) * tile.bytes * tile.stages <= memory
         assert tile.bytes // itemsize >= 16 and tile.stages >= 1
-        assert -(-outs // tile.outs) >= tiles.FILLED * 132
+        assert -(-outs // tile.outs) >= 0.3 * 132
+        assert (tile.rows == 8) == (rows <= 8 and itemsize == 2 and not normed and name in ("qkv", "o", "qwen_o"))
 
 
 # What is compiled -----------------------------------------------------------------------------------------------------

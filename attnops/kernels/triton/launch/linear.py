@@ -41,8 +41,8 @@ def linear(call: Linear, choice: tiles.Tile | None = None) -> None:
         kernel, blocks = device.one_row, 1
     else:
         most = tiles.MOST_ROWS if fixed else rows
-        tile = choice or tiles.few_rows(most, outs, size, gated, gpu.multiprocessors, gpu.memory)
-        block = tiles.block_of(most)
+        tile = choice or tiles.few_rows(most, outs, size, gated, call.norm_weight is not None, gpu.multiprocessors, gpu.memory)
+        block = tiles.block_of(most, tile)
         described = tile.described and gpu.warpgroups and _describable(weight)
         read = _descriptor(weight, tile.outs, tile.bytes // size) if described else weight
         strides = x.stride(0), weight.stride(0), res_t, res_n, *output.stride()

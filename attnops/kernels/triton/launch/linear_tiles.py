@@ -10,11 +10,7 @@ MOST_ROWS = 64
 """The most rows of one program. More are refused, for torch's own product is the faster; under a deterministic policy programs share
 them."""
 LEAST_ROWS = 16
-"""Columns of the right operand that matrix units take at least."""
-FILLED = 0.45
-"""Programs a multiprocessor that a tile must leave: half of the multiprocessors read as fast as all, and larger tiles read faster."""
-
-
+"""Columns of the right operand of a program at least. Matrix units take 8, too."""
 HELD = 32 * 64
 """Numbers of the rows that a warp holds while a norm scales them, 64 a thread."""
 
@@ -23,7 +19,7 @@ class Tile(NamedTuple):
     """outs: results of a program, as many rows of the weight (of each half, where there are two). bytes: of a row that a step reads.
 
     stages: steps under way at once. described: the weight is read by the tensor memory accelerator, where the GPU has one.
-    overlap: the launch begins while the kernel before it ends, where the GPU can.
+    overlap: the launch begins while the kernel before it ends, where the GPU can. rows: of x, those of a program at least, a power of two.
     """
 
     outs: int
@@ -32,25 +28,32 @@ class Tile(NamedTuple):
     warps: int
     described: bool = False
     overlap: bool = True
+    rows: int = LEAST_ROWS
 
 
-ONE_ROW = (Tile(16, 512, 3, 4), Tile(8, 512, 4, 4), Tile(4, 1024, 4, 2))
+Ladder = tuple[tuple[Tile, float], ...]
+"""Tiles from the widest weights to the narrowest, by times on an H200, each with the programs a multiprocessor that it must leave."""
+
+ONE_ROW: Ladder = ((Tile(16, 512, 3, 4), 3.0), (Tile(8, 512, 4, 4), 3.0), (Tile(4, 1024, 4, 2), 0.0))
+"""Programs of one row hold so little that many of them share a multiprocessor."""
 ONE_GATED = Tile(4, 1024, 4, 2)
-FEW_ROWS = (Tile(128, 256, 4, 8, True), Tile(64, 512, 4, 4, True), Tile(32, 512, 6, 4, True), Tile(16, 1024, 4, 2))
-"""From the widest weights to the narrowest, by times on an H200. The first that leaves every multiprocessor enough programs serves the
-call."""
-WAVES = 3.0
-"""As FILLED, for one row: its programs hold so little that many of them share a multiprocessor."""
+WIDEST, NARROWEST = (Tile(128, 256, 4, 8, True), 0.45), (Tile(16, 1024, 4, 2), 0.0)
+FEW_ROWS: Ladder = (WIDEST, (Tile(64, 512, 4, 4, True), 0.3), (Tile(32, 512, 6, 4, True), 0.45), NARROWEST)
+"""Half of the multiprocessors read as fast as all, and a third of them where SM90's warps multiply in groups, with 64 results or more."""
+PLAIN_ROWS: Ladder = (WIDEST, (Tile(32, 512, 6, 2, True, rows=8), 0.45), NARROWEST)
+"""Of up to 8 rows without a norm, which every program would repeat."""
 
 
 def one_row(outs: int, gated: bool, sms: int) -> Tile:
     """For one row of `outs` results. gated: two rows of the weight make one."""
-    return ONE_GATED if gated else _first(ONE_ROW, outs, WAVES * sms)
+    return ONE_GATED if gated else _first(ONE_ROW, outs, sms)
 
 
-def few_rows(rows: int, outs: int, itemsize: int, gated: bool, sms: int, memory: int) -> Tile:
+def few_rows(rows: int, outs: int, itemsize: int, gated: bool, normed: bool, sms: int, memory: int) -> Tile:
     """For as many as MOST_ROWS. memory: bytes of shared memory that a program may have; a tile that does not fit has fewer stages."""
-    tile, block = _first(FEW_ROWS, outs, FILLED * sms), block_of(rows)
+    plain = rows <= 8 and itemsize == 2 and not gated and not normed
+    tile = _first(PLAIN_ROWS if plain else FEW_ROWS, outs, sms)
+    block = block_of(rows, tile)
     while True:
         # Rows that a norm has scaled go to the matrix units through one buffer more.
         stage = (tile.outs * (2 if gated else 1) + block) * tile.bytes
@@ -60,10 +63,10 @@ def few_rows(rows: int, outs: int, itemsize: int, gated: bool, sms: int, memory:
         tile = tile._replace(bytes=tile.bytes // 2, stages=2 * tile.stages)
 
 
-def block_of(rows: int) -> int:
+def block_of(rows: int, tile: Tile) -> int:
     """Rows of a program."""
-    return max(LEAST_ROWS, min(power(rows), MOST_ROWS))
+    return max(tile.rows, min(power(rows), MOST_ROWS))
 
 
-def _first(tiles: tuple[Tile, ...], outs: int, programs: float) -> Tile:
-    return next((t for t in tiles if -(-outs // t.outs) >= programs), tiles[-1])
+def _first(tiles: Ladder, outs: int, sms: int) -> Tile:
+    return next(tile for tile, filled in tiles if -(-outs // tile.outs) >= filled * sms)
