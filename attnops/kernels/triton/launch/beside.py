@@ -159,12 +159,6 @@ class Beside:
             found.done.wait()
         return False
 
-    def drop(self) -> None:
-        """Compile no kernel that no thread has begun."""
-        with self._lock:
-            while self._waiting:
-                self._end(self._waiting.popleft())
-
     def _note(self, noted: list[Launch] | None, more: int) -> None:
         self._here.noted = noted
         with self._lock:
