@@ -60,9 +60,9 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
     known: dict[tuple[Any, ...], tuple[range, Callable[[Tensor, Tensor, Tensor], Tensor]]] = {}
 
     # The body runs once a layer and token, so it makes few calls: in eager decoding the host is slower than the GPU. `known` maps the facts
-    # of a plain call that checks and selection see to a function that hands SDPA the tensors as they are, and to the numbers of keys that
-    # no kernel tells apart. The key holds sizes, which layers read anyway: the work between two layers would drop the code of tensor guards
-    # from the processor's caches. Policy, registry and target are read as attributes, which costs less than a call that returns them.
+    # of a plain call that selection sees, less those that SDPA checks itself, to a function that hands SDPA the tensors as they are, and to
+    # the numbers of keys that no kernel tells apart. The key holds sizes, which layers read anyway: the work between two layers would drop
+    # the code of tensor guards from the processor's caches. Policy, registry and target are attributes, which cost less than a call.
     def attention(
         module: Any,
         query: Tensor,
@@ -116,15 +116,18 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
             or type(scaling) not in _NUMBERS or type(query) is not Tensor or not others.keys() <= HARMLESS
             or is_grad_enabled() or overheard() or autocasting() or _recorded(module, False)
         ):  # fmt: skip
-            sizes = key.shape
+            query_sizes, sizes, value_sizes = query.shape, key.shape, value.shape
             same = (
                 type(module), getattr(module, "is_causal", True), is_causal, scaling, sliding_window, softcap, _ACTIVE.key,
-                _REGISTRY.generation, _OVERRIDE.target, query.shape, sizes[:2], sizes[3:], value.shape[3:], query.stride()[3:],
-                key.stride()[3:], value.stride()[3:], query.dtype, key.dtype, value.dtype, query.device, key.device, value.device,
+                _REGISTRY.generation, _OVERRIDE.target, query_sizes, sizes[1], value_sizes[-1], query.dtype, query.is_cpu,
             )  # fmt: skip
-            # SDPA would broadcast a key or a value of another batch, and heads of its own for the value.
-            if (kept := known.get(same)) is not None and sizes[2] in kept[0] and value.shape[:3] == sizes[:3]:
-                return kept[1](query, key, value), None
+            # SDPA would broadcast a key or a value of another batch, and heads of its own for the value. It refuses all else that differs.
+            kept = known.get(same)
+            if kept is not None and sizes[2] in kept[0] and sizes[0] == query_sizes[0] and value_sizes[:3] == sizes[:3]:
+                try:
+                    return kept[1](query, key, value), None
+                except RuntimeError:
+                    same = None  # the checks below name the argument
         if others and (compiling or not others.keys() <= HARMLESS):
             check_others(others)
         cls: Any = type(module)
@@ -185,7 +188,8 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
             run = attend.find(call) if same is not None and key.shape[1] == keys else None
             if run is None or same is None:
                 return attend(call)[0], None
-            if run is sdpa.attention and (straight := sdpa.heads_first(call)) is not None:
+            usual = query.stride(3) == key.stride(3) == value.stride(3) == 1  # other strides may choose another kernel
+            if usual and run is sdpa.attention and (straight := sdpa.heads_first(call)) is not None:
                 if len(known) >= KINDS:
                     known.clear()
                 grown = growth(given, (-1, 2, 2), (sliding_window or 0,))  # a window that begins to bind is another call
