@@ -207,6 +207,19 @@ def test_a_known_call_knows_the_shapes_of_key_and_value(queries):
     assert torch.allclose(call(layer, query, key, wide)[0], torch.cat([want, -want], -1), atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@torch.no_grad()
+def test_a_known_call_under_vmap_and_autocast():
+    layer = torch.nn.Linear(1, 1)
+    call = attention_function(None, proven=True)
+    query, key, value = torch.randn(3, 1, 4, 1, 16), torch.randn(3, 1, 2, 40, 16), torch.randn(3, 1, 2, 40, 16)
+    want = torch.stack([call(layer, *rows)[0] for rows in zip(query, key, value, strict=True)])
+    got = torch.vmap(lambda q, k, v: call(layer, q, k, v)[0])(query, key, value)
+    assert torch.allclose(got, want, atol=1e-6)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert call(layer, query[0], key[0], value[0])[0].dtype == torch.bfloat16
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("field", ["last_dim_contiguous", "v_head_dim"])
 def test_a_known_call_is_one_that_selection_would_treat_alike(field):

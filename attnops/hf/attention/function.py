@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch._C import _len_torch_dispatch_stack
 from torch.compiler import is_dynamo_compiling
 from torch.nn.functional import dropout as drop, pad
 
@@ -19,7 +20,7 @@ from attnops.hf.paged.cache import PagedKeyCache, View
 from attnops.kernel import _REGISTRY, own_kernel
 from attnops.kernels.torch import sdpa
 from attnops.ops.dense import ATTENTION as attend, Attention
-from attnops.ops.eager import KINDS, autocasting, growth, overheard
+from attnops.ops.eager import KINDS, _profiling, autocasting, growth, overheard
 from attnops.ops.varlen import varlen_attention
 from attnops.problem import _OVERRIDE
 from attnops.reference.attention import scores
@@ -31,12 +32,16 @@ _TELLING = ("window", "softcap", "chunk", "mask", "bias", "sink", "alibi", "indi
 
 _NUMBERS = (float, type(None))
 
+PLAIN = HARMLESS | {"sliding_window"}
+"""Arguments of a call that is remembered."""
+
 _collector: Any = None
+_recording: Callable[[Any], Any] = bool
 try:
     from transformers.utils.output_capturing import _active_collector
 
     if hasattr(_active_collector, "context_var"):
-        _collector = _active_collector
+        _collector, _recording = _active_collector, _active_collector.context_var.get
 except ImportError:  # another version: then only the layers that receive output_attentions return weights
     pass
 
@@ -59,32 +64,14 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
     kernels = tuple(own_kernel(op, kernel) for op in ("attention", "paged_attention", "mla_attention", "varlen_attention"))
     known: dict[tuple[Any, ...], tuple[range, Callable[[Tensor, Tensor, Tensor], Tensor]]] = {}
 
-    # The body runs once a layer and token, so it makes few calls: in eager decoding the host is slower than the GPU. `known` maps the facts
-    # of a plain call that selection sees, less those that SDPA checks itself, to a function that hands SDPA the tensors as they are, and to
-    # the numbers of keys that no kernel tells apart. The key holds sizes, which layers read anyway: the work between two layers would drop
-    # the code of tensor guards from the processor's caches. Policy, registry and target are attributes, which cost less than a call.
+    # `attention` runs once a layer and token, in eager decoding the host is slower than the GPU, and the work between two layers drops this
+    # code from the processor's caches: every function that is entered costs a microsecond there. So a plain call makes few calls. `known`
+    # maps the facts by which its kernel is chosen, less those that SDPA checks itself, to a function that hands SDPA the tensors as they
+    # are, and to the numbers of keys that no kernel tells apart. Autocast, torch.func and forward mode see SDPA itself.
     def attention(
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        scaling: float | Tensor | None = None,
-        dropout: float = 0.0,
-        is_causal: bool | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        s_aux: Tensor | None = None,
-        sinks: Tensor | None = None,
-        position_bias: Tensor | None = None,
-        cu_seq_lens_q: Tensor | None = None,
-        cu_seq_lens_k: Tensor | None = None,
-        max_length_q: int | None = None,
-        max_length_k: int | None = None,
-        attnops_cache: Any = None,
-        output_attentions: bool | None = None,
-        **others: Any,
-    ) -> tuple[Tensor, Tensor | None]:
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
+        scaling: float | Tensor | None = None, dropout: float = 0.0, is_causal: bool | None = None, **others: Any,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Attention as a transformers layer asks for it, through `attnops.attention`.
 
         Args:
@@ -108,26 +95,52 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
         Raises:
             InvalidInput: an argument that would change the result and is not known here, or a mask of a wrong shape or dtype.
         """
-        compiling = is_dynamo_compiling()
         same: tuple[Any, ...] | None = None
-        if not (
-            compiling or attention_mask is not None or s_aux is not None or sinks is not None or position_bias is not None
-            or cu_seq_lens_q is not None or attnops_cache is not None or output_attentions or (dropout and module.training)
-            or type(scaling) not in _NUMBERS or type(query) is not Tensor or not others.keys() <= HARMLESS
-            or is_grad_enabled() or overheard() or autocasting() or _recorded(module, False)
+        if (
+            attention_mask is None and type(query) is Tensor and type(scaling) in _NUMBERS and others.keys() <= PLAIN
+            and not (
+                is_dynamo_compiling() or is_grad_enabled() or _len_torch_dispatch_stack() or _profiling() or _recording(None)
+                or (dropout and module.training)
+            )
         ):  # fmt: skip
             query_sizes, sizes, value_sizes = query.shape, key.shape, value.shape
             same = (
-                type(module), getattr(module, "is_causal", True), is_causal, scaling, sliding_window, softcap, _ACTIVE.key,
+                type(module), getattr(module, "is_causal", True), is_causal, scaling, others.get("sliding_window"), _ACTIVE.key,
                 _REGISTRY.generation, _OVERRIDE.target, query_sizes, sizes[1], value_sizes[-1], query.dtype, query.is_cpu,
             )  # fmt: skip
-            # SDPA would broadcast a key or a value of another batch, and heads of its own for the value. It refuses all else that differs.
             kept = known.get(same)
+            # SDPA would broadcast a key or a value of another batch, and heads of its own for the value. It refuses all else that differs.
             if kept is not None and sizes[2] in kept[0] and sizes[0] == query_sizes[0] and value_sizes[:3] == sizes[:3]:
                 try:
                     return kept[1](query, key, value), None
                 except RuntimeError:
                     same = None  # the checks below name the argument
+        return anything(same, module, query, key, value, attention_mask, scaling, dropout, is_causal, **others)
+
+    def anything(
+        same: tuple[Any, ...] | None,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | Tensor | None,
+        dropout: float,
+        is_causal: bool | None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        sinks: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
+        attnops_cache: Any = None,
+        output_attentions: bool | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        compiling = is_dynamo_compiling()
         if others and (compiling or not others.keys() <= HARMLESS):
             check_others(others)
         cls: Any = type(module)
@@ -185,7 +198,7 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
         )  # fmt: skip
         if packed is None and not (drops or weights_too):
             # Only a call whose keys were not cut off above is remembered.
-            run = attend.find(call) if same is not None and key.shape[1] == keys else None
+            run = attend.find(call) if same is not None and key.shape[1] == keys and not (overheard() or autocasting()) else None
             if run is None or same is None:
                 return attend(call)[0], None
             usual = query.stride(3) == key.stride(3) == value.stride(3) == 1  # other strides may choose another kernel
