@@ -579,6 +579,12 @@ def test_tune_and_doctor(cache):
     told = json.loads(command("doctor", "--json").stdout)["table"]
     assert told["path"] == report["path"] and told["gpu"] == cpu_name() and not told["other_versions"] and told["sizes"] == 12
     assert "attention.sdpa" not in told["unmeasured"]
+    again = json.loads(command("tune", "--grid", "tiny", "--ops", "varlen_attention", "--kernels", "sdpa,reference", "--json").stdout)
+    assert {g["shape"].split()[0] for g in again["grids"]} == {"varlen_attention"}, "what was measured"
+    kept = in_force(Target()).table
+    assert kept.digest == again["digest"] and kept.grids[:-1] == tuple(g for g in table.grids if g.shape.op != "varlen_attention")
+    assert kept.grids[-1].shape.op == "varlen_attention" and set(kept.grids[-1].us) == {"sdpa", "reference"}
+    assert kept.versions["attention.sdpa"] == table.versions["attention.sdpa"]
 
 
 def test_doctor_tells_what_a_table_lacks(cache):

@@ -15,10 +15,12 @@ from rich.markup import escape
 
 from attnops.bench import device_of
 from attnops.cli.tables import new_table
-from attnops.errors import InvalidInput
+from attnops.errors import BadTable, InvalidInput
 from attnops.kernel import kernel_names
-from attnops.measured import Grid, Table
-from attnops.measured.store import check_place, path_for, save
+from attnops.measured import Grid, Table, in_force
+from attnops.measured.store import check_place, path_for, read_text, save
+from attnops.measured.table import from_json
+from attnops.problem import Target
 from attnops.tune.clock import ceilings, clock_for
 from attnops.tune.run import COMPILED, Report, Stopwatch, compile_ahead, gpu_name, measure
 from attnops.tune.shapes import sweeps_of
@@ -46,20 +48,43 @@ def run(
     if on_gpu and (compiled := tuple(n for n in COMPILED if not kernels or n in kernels)):
         with console.status("compiling ahead"):
             compile_ahead(grid, device, ops, compiled, max((os.cpu_count() or 2) - 2, 1), limit_s=40.0)
+    others = without(table_before(device, output), ops) if ops else None
     rates = ceilings(device, torch.bfloat16 if on_gpu else torch.float32, quick=not on_gpu)
 
     def keep(table: Table) -> Table:
-        save(table := replace(table, made={**table.made, **rates}), path)
+        versions = dict(sorted({**others.versions, **table.versions}.items())) if others else table.versions
+        grids = (*(others.grids if others else ()), *table.grids)
+        save(table := replace(table, made={**table.made, **rates}, grids=grids, versions=versions), path)
         return table
 
     with console.status("timing") as status:
         table, report = measure(sweeps, stopwatch, device, budget_s, status.update, keep)
     if not table.grids:
         raise InvalidInput("kernels", ", ".join(kernels) or "all", f"two or more that can answer one call on {gpu_name(device)}")
-    table = keep(table)
+    digest = keep(table).digest
     show(table, report, path, console)
     grids = [{"shape": str(g.shape), "fastest": fastest(g), "skipped": dict(g.skipped), "plan_us": dict(g.plan_us)} for g in table.grids]
-    return {"path": str(path), "gpu": table.gpu, "digest": table.digest, **vars(report), "grids": grids}
+    return {"path": str(path), "gpu": table.gpu, "digest": digest, **vars(report), "grids": grids}
+
+
+def table_before(device: torch.device, output: Path | None) -> Table | None:
+    """This device's own table: that at `output`, or the one in force."""
+    if output is None:
+        found = in_force(Target.of(device)).table
+    else:
+        try:
+            found = from_json(read_text(output))
+        except (BadTable, OSError, UnicodeError):
+            return None
+    return found if found is not None and found.gpu == gpu_name(device) and not found.source else None
+
+
+def without(table: Table | None, ops: tuple[str, ...]) -> Table | None:
+    """A table less the ops that are measured anew."""
+    if table is None:
+        return None
+    versions = {name: version for name, version in table.versions.items() if name.partition(".")[0] not in ops}
+    return replace(table, grids=tuple(g for g in table.grids if g.shape.op not in ops), versions=versions)
 
 
 def show(table: Table, report: Report, path: Path, console: Console) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from attnops.inputs import Pool, build
+from attnops.inputs import Pool, build, problem_at
 from attnops.kernel import Capture, kernels_of
-from attnops.measured import MEASURED, costs
+from attnops.measured import MEASURED, LinearShape, Sizes, costs
 from attnops.measured.table import from_json
 from attnops.problem import Target
 from attnops.select import select_by
@@ -63,3 +63,15 @@ def test_a_small_table(sweep: Sweep, found: dict[str, Any]) -> None:
     chosen = select_by(table, call.problem)
     assert chosen.costs[chosen.kernel.name].us == min(c.us for c in chosen.costs.values())
     found.setdefault("tune", {})[sweep.shape.op] = {name: list(us) for name, us in grid.us.items()}
+
+
+def test_a_small_table_of_linears(found: dict[str, Any]) -> None:
+    """Torch's own way is compiled and captured, as ours is."""
+    sweep = Sweep(LinearShape(out_features=6144, in_features=4096, norm=True), (1.0, 16.0), (1.0,), (1.0,))
+    table, report = measure([sweep], Stopwatch(GraphClock("cuda")), torch.device("cuda", 0), budget_s=60)
+    assert not report.broken and not report.late
+    [grid] = table.grids
+    assert set(grid.us) == {"aten", "triton"} and all(t for times in grid.us.values() for t in times)
+    problem = problem_at(sweep.shape, Sizes(16.0, 1.0, 1.0), Target.of(torch.device("cuda", 0)))
+    assert {cost.how for name, cost in select_by(table, problem).costs.items() if name in grid.us} == {MEASURED}
+    found.setdefault("tune", {})["linear"] = {name: list(us) for name, us in grid.us.items()}
