@@ -6,7 +6,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -68,7 +68,7 @@ def _begin(pages: ModelPages, live: Tensor, heads: int) -> tuple[Tensor, Tensor,
 class Here:
     """A step under way in a thread, of `rows` rows of one token each, or packed: of `rows` tokens of a prompt in one row.
 
-    twins: of layers that have not changed since.
+    twins: of layers that have not changed since. batches: of the step, by page table.
     """
 
     regions: Regions
@@ -77,6 +77,7 @@ class Here:
     thread: int
     packed: bool = False
     twins: dict[nn.Module, Twin] | None = None
+    batches: dict[int, PagedBatch] = field(default_factory=dict)
 
     @contextmanager
     def calls(self, layers: Mapping[nn.Module, int], beside: Sequence[nn.Module]) -> Iterator[None]:
@@ -112,7 +113,8 @@ class Here:
         # Sliding layers whose pages hold the whole text, or less, share code once their windows are compared.
         window = cache.window_of(number)
         window = 0 if _within(kwargs.get("attention_mask"), window) else window
-        batch = _any_sizes(step.batch.of(pages.table_of[at]))
+        if (batch := self.batches.get(pages.table_of[at])) is None:
+            batch = self.batches[pages.table_of[at]] = _any_sizes(step.batch.of(pages.table_of[at]))
         own = tuple(varying(t.detach(), 0) for t in pages.layers[at])
         one_launch = not self.packed and step.one_launch[at]
         view = View(own, window, batch, fresh=step.fresh, heads=heads, packed=self.packed, one_launch=one_launch)

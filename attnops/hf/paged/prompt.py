@@ -36,7 +36,7 @@ from attnops.lowering import fuse_linears
 CHUNK = 4096
 """The most tokens of a chunk, which bounds the memory of a long prompt."""
 
-CAPTURED = (64, *range(128, 1025, 128))
+CAPTURED = (64, *range(128, 2049, 128))
 """Tokens of chunks in graphs. Longer chunks keep a GPU busy while the host calls their layers."""
 
 CAPTURE_AFTER = 3
