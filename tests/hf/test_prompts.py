@@ -183,6 +183,17 @@ def test_layers_that_cannot_be_compiled(nan_pages, monkeypatch):
         assert torch.equal(generated(model, 2, 14, 4), want) and handle.took.prompt == "compiled"
 
 
+def test_capture_compiles_prompts():
+    model = tiny.model("llama")
+    want = generated(model, 2, 14, 3)
+    with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
+        cache = handle.new_cache(2, 20)
+        handle.capture(cache)
+        made = len(layers(handle))
+        assert torch.equal(generated(model, 2, 14, 3, past_key_values=cache), want)
+        assert handle.took.prompt == "compiled" and len(layers(handle)) == made == 1
+
+
 def test_graphs_over_pages_that_are_gone(few, monkeypatch):
     monkeypatch.setattr(pool, "MOST_IDLE", 1)
     model = tiny.model("llama")

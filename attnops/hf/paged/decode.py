@@ -235,23 +235,32 @@ class Decoder:
                 if not why and self._kept.taken["prompt"] < most:
                     why = f"{self._kept.taken['prompt']} tokens of prompts have run, compiled are those after {most}"
                     self._kept.taken["prompt"] += ids.numel()
-            self.prompts.why = why
-            return None if why else self.prompts.run(given, partial(self._prompt_graphs, cache.state), self._kept.twins)
+            self.prompts.why, self.prompts.twins = why, self._kept.twins
+            return None if why else self.prompts.run(given, partial(self._prompt_graphs, cache.state))
 
     def _prompt_graphs(self, state: State) -> Over:
         """The graphs of prompts over these pages."""
         made, key = self._kept.over, (state.pages, "prompt")
         if key not in made:
             cache = self._make(state.pages)
-            made[key] = Over(cache, self.prompts.graphed(cache, self.how.graphs))
+            made[key] = Over(cache, self.prompts.graphed(cache, self.how.graphs, self.how.budget_bytes))
         return made[key]
 
     def capture(self, cache: PagedModelCache, progress: Progress | None = None) -> Report:
-        """Capture every bucket up to the cache's rows now, of compiled steps with mode "auto". Its tokens stay. Raises as `Graphed`."""
+        """Capture every bucket up to the cache's rows now, of compiled steps with mode "auto", and compile the layers of prompts.
+
+        The cache's tokens stay. Raises as `Graphed`.
+        """
         self._at_once = True
         with self._graphs_of(_state_of(cache), cache.max_batch) as found:
             one = found.live[:1]
-            return found.graphed.capture(input_ids=one[:, None], position_ids=one[:, None], live=one, cache=found.cache, progress=progress)
+            report = found.graphed.capture(
+                input_ids=one[:, None], position_ids=one[:, None], live=one, cache=found.cache, progress=progress
+            )
+            if found.mode == "piecewise":
+                self.prompts.twins = self._kept.twins
+                self.prompts.compile(found.cache)
+            return report
 
     @contextmanager
     def _graphs_of(self, state: State, rows: int) -> Iterator[Over]:

@@ -119,13 +119,14 @@ class Prompts:
     """The prompts of one model.
 
     forward: the model's own. regions: the compiled layers. refusal: why there are none, "" where there may be.
+    twins: of the layers, as they are in the state that the model is in.
     why: why the model's own layers ran the last prompt, "" where compiled ones did. took: how these ran it, "compiled" or "captured".
     """
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any], inner: str | Inner, pack: bool) -> None:
         self._model, self._forward, self._inner, self._passes = model, forward, inner, (fuse_linears,) if pack else ()
         self.why, self.took, self.refusal, self._ran = "", "", "", False
-        self._twins: dict[nn.Module, Twin] = {}
+        self.twins: dict[nn.Module, Twin] = {}
         self.regions: Regions | None = None  # which starts the compiler's workers
         config: Any = getattr(model, "config", None)
         rope = str(getattr(config.get_text_config(decoder=True), "rope_parameters", ""))
@@ -154,16 +155,14 @@ class Prompts:
         }
         return next((why for why, holds in reasons.items() if holds), "")
 
-    def run(self, given: dict[str, Any], graphs: Callable[[], Over], twins: dict[nn.Module, Twin]) -> Tensor | None:
+    def run(self, given: dict[str, Any], graphs: Callable[[], Over]) -> Tensor | None:
         """Logits `[B, 1, V]` of the last tokens. None, with the reason in `why`, where the model's own layers must run them; the cache is
         as it was then, and where an error is raised.
 
-        graphs: returns the graphs over the pages. twins: of the layers, as they are now.
-        Raises InvalidInput: a mask that pages cannot follow.
+        graphs: returns the graphs over the pages. Raises InvalidInput: a mask that pages cannot follow.
         """
         cache, ids = given["past_key_values"], given["input_ids"]
         pages, (rows, columns) = cache.state.pages, ids.shape
-        self._twins = twins
         start = padding_of(given.get("attention_mask"), pages, rows, columns)
         seen, *starts = torch.cat([pages.seen[None], start]).tolist()
         counts, before = [columns - max(s - seen, 0) for s in starts], [max(seen - s, 0) for s in starts]
@@ -221,7 +220,7 @@ class Prompts:
         state, total = cache.state, tokens.shape[0]
         layers, _ = modules_of(self._model, cache)
         self.regions = self.regions or Regions(self._inner, self._passes)
-        here = Here(self.regions, cache, total, threading.get_ident(), packed=True, twins=self._twins)
+        here = Here(self.regions, cache, total, threading.get_ident(), packed=True, twins=self.twins)
         self.regions.begin()
         try:
             state.start = counts.new_zeros(1)
@@ -236,7 +235,18 @@ class Prompts:
         finally:
             state.end_step()
 
-    def graphed(self, cache: PagedModelCache, device: Device | None) -> Graphed:
+    def compile(self, cache: PagedModelCache) -> None:
+        """Compile the layers of first chunks now, on padding. The cache stays as it is."""
+        if cache.latent or self.refusal:
+            return
+        none, padding = (cache.state.pages.seen.new_zeros(n) for n in (cache.max_batch, CAPTURED[0]))
+        try:
+            with torch.no_grad(), ordinary(), uncached_casts():
+                self.step(padding, padding, none, none, none[:1], True, cache)
+        except Exception as error:
+            self.refusal = one_line(error)
+
+    def graphed(self, cache: PagedModelCache, device: Device | None, budget_bytes: int | None) -> Graphed:
         """Graphs of first chunks, over a cache of ours."""
 
         def step(tokens: Tensor, positions: Tensor, counts: Tensor, cache: PagedModelCache) -> Tensor:
@@ -244,8 +254,8 @@ class Prompts:
             return self.step(tokens, positions, counts, torch.zeros_like(counts), last, True, cache)
 
         return breakable(
-            step, Buckets(tokens=CAPTURED, requests=cache.max_batch), batch=None, tokens=("tokens", "positions"), requests=("counts",),
-            returns="requests", graphs=device,
+            step, Buckets(tokens=CAPTURED, requests=cache.max_batch, over="eager"), batch=None, tokens=("tokens", "positions"),
+            requests=("counts",), returns="requests", graphs=device, budget_bytes=budget_bytes, over_budget="drop",
         )  # fmt: skip
 
 
