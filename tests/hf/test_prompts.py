@@ -27,8 +27,14 @@ def layers(handle):
     return [program for program in prompts(handle).regions.programs if program.split.parts]
 
 
+@pytest.fixture(autouse=True)
+def long(monkeypatch):
+    """No prompt is short."""
+    monkeypatch.setattr(prompt, "CAPTURED", (1,))
+
+
 @pytest.fixture
-def few(monkeypatch):
+def few(monkeypatch, long):
     """Buckets of few tokens, which are captured at their second chunk."""
     monkeypatch.setattr(prompt, "CAPTURED", (32, 64))
     monkeypatch.setattr(prompt, "CAPTURE_AFTER", 1)
@@ -44,7 +50,7 @@ def test_tokens(nan_pages, few):
             assert torch.equal(generated(model, *call), text), call
             took.append(handle.took.prompt)
             assert "the last prompt ran through" in str(handle.report())
-        assert took[:2] == ["", "compiled"] and took[-1] == "captured", prompts(handle).why
+        assert took[:2] == ["", ""] and took[-1] == "captured", prompts(handle).why
         assert len(layers(handle)) == 1 and handle.plain_steps == 0
     assert "forward" not in vars(model)
 
@@ -53,14 +59,14 @@ def test_tokens(nan_pages, few):
 @pytest.mark.parametrize(("name", "kinds"), [("qwen3", 1), ("gemma3", 2), ("gpt_oss", 2), ("gpt2", 1), ("phi3", 1), ("qwen3_moe", 1)])
 def test_logits(name, kinds, nan_pages, monkeypatch):
     """Of prompts longer than the windows, and of the next token, over what is in their pages then. In graphs, too."""
-    monkeypatch.setattr(prompt, "CAPTURED", (192,))
-    monkeypatch.setattr(prompt, "CAPTURE_AFTER", 1)
+    monkeypatch.setattr(prompt, "CAPTURE_AFTER", 0)
     model, ids, mask = tiny.model(name), tokens(3, 60), left_padded(3, 60)
     want = model(ids, attention_mask=mask, position_ids=positions(mask)).logits
     with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
         handle._paged.decoder()._at_once = True
         cache = handle.new_cache(3, 64)
-        for took in ("compiled", "captured"):
+        for took, sizes in (("compiled", (1,)), ("captured", (192,))):
+            monkeypatch.setattr(prompt, "CAPTURED", sizes)
             cache.reset()
             for begin, end in ((0, 59), (59, 60)):
                 now = {"attention_mask": mask[:, :end], "position_ids": positions(mask)[:, begin:end], "logits_to_keep": 1}

@@ -37,10 +37,13 @@ CHUNK = 4096
 """The most tokens of a chunk, which bounds the memory of a long prompt."""
 
 CAPTURED = (64, *range(128, 2049, 128))
-"""Tokens of chunks in graphs. Longer chunks keep a GPU busy while the host calls their layers."""
+"""Tokens of chunks in graphs. Longer chunks keep a GPU busy while the host calls their layers, of shorter ones the model's are as fast."""
 
 CAPTURE_AFTER = 3
-"""Chunks of a bucket that run before it is captured."""
+"""Chunks of a bucket that the model's own layers run before it is captured."""
+
+# Tokens of a trial, which compiles layers ahead.
+_TRIAL = 256
 
 # Rotations whose angles follow from the longest position at hand: all tokens of a text must be in one call.
 _OF_LENGTH = ("dynamic", "longrope")
@@ -83,6 +86,16 @@ class Part(NamedTuple):
     counts: list[int]
     before: list[int]
     last: list[int]
+
+    @property
+    def size(self) -> int:
+        """Its tokens."""
+        return self.end - self.begin
+
+    @property
+    def fresh(self) -> bool:
+        """Are its tokens the first of their requests?"""
+        return not any(n and b for n, b in zip(self.counts, self.before, strict=True))
 
 
 def parts_of(counts: Sequence[int], before: Sequence[int], most: int) -> list[Part]:
@@ -132,6 +145,7 @@ class Prompts:
         rope = str(getattr(config.get_text_config(decoder=True), "rope_parameters", ""))
         self._of_length = any(kind in rope for kind in _OF_LENGTH)
         self._uncaptured = "rotations depend on the length of the text" if self._of_length else ""
+        self._chooses = "logits_to_keep" in inspect.signature(type(model).forward).parameters
 
     def notes(self) -> tuple[str, ...]:
         """How the last prompt ran, for the report; no line before the first."""
@@ -150,7 +164,7 @@ class Prompts:
             "it goes on with a cache of sliding windows": state.filled and any(pages.windows),
             "the step before it failed": state.filled and not state.whole,
             "it has no positions for each row": not known,
-            "the model keeps no logits of chosen tokens": "logits_to_keep" not in inspect.signature(type(self._model).forward).parameters,
+            "the model keeps no logits of chosen tokens": not self._chooses,
             "more than the last logits are asked for": given.get("logits_to_keep") != 1,
         }
         return next((why for why, holds in reasons.items() if holds), "")
@@ -167,8 +181,8 @@ class Prompts:
         seen, *starts = torch.cat([pages.seen[None], start]).tolist()
         counts, before = [columns - max(s - seen, 0) for s in starts], [max(seen - s, 0) for s in starts]
         positions = given.get("position_ids")
-        if min(counts) < 1 or (positions is None and any(starts)):
-            self.why = "a row has no token" if min(counts) < 1 else "padding, and no positions"
+        if min(counts) < 1 or sum(counts) == 1 or (positions is None and any(starts)):
+            self.why = "a row has no token" if min(counts) < 1 else "it is one token" if sum(counts) == 1 else "padding, and no positions"
             return None
         if positions is None:
             positions = torch.arange(seen, seen + columns, device=ids.device)
@@ -178,9 +192,14 @@ class Prompts:
             tokens, positions = (x[torch.cat(kept).to(x.device)] for x in (tokens, positions))
         whole = self._of_length or any(pages.windows)
         parts, took = parts_of(counts, before, sum(counts) if whole else CHUNK), {"compiled"}
+        short = [part.fresh and part.size <= CAPTURED[-1] and not self._uncaptured for part in parts]
+        over = [graphs() if few and graphs().due(part.size) else None for part, few in zip(parts, short, strict=True)]
+        if all(short) and over == [None]:
+            self.why = f"over these pages, {CAPTURE_AFTER} prompts as short have not run before"
+            return None
         try:
             with ordinary(), uncached_casts():
-                logits = [self._part(part, tokens, positions, cache, graphs, took) for part in parts]
+                logits = [self._part(*each, tokens, positions, cache, took) for each in zip(parts, over, strict=True)]
         except Exception as error:
             traced = isinstance(error, (NotRegional, NotCapturable, NoKernel))
             if isinstance(error, InvalidInput) or (self._ran and not traced):
@@ -191,24 +210,20 @@ class Prompts:
         cache.state.filled, cache.state.unfinished, self._ran, self.took = True, 0, True, min(took)
         return torch.cat(logits)
 
-    def _part(
-        self, part: Part, tokens: Tensor, positions: Tensor, cache: PagedModelCache, graphs: Callable[[], Over], took: set[str]
-    ) -> Tensor:
-        """Logits `[N, 1, V]` of the requests that end in a chunk."""
-        device, total = tokens.device, part.end - part.begin
-        counts, before, last = (torch.tensor(x, device=device) for x in (part.counts, part.before, part.last or [0]))
+    def _part(self, part: Part, over: Over | None, tokens: Tensor, positions: Tensor, cache: PagedModelCache, took: set[str]) -> Tensor:
+        """Logits `[N, 1, V]` of the requests that end in a chunk. over: the graphs that have it, or None."""
+        counts, before, last = (torch.tensor(x, device=tokens.device) for x in (part.counts, part.before, part.last or [0]))
         # Compiled code is guarded on the place of a slice.
         tokens, positions = (x[part.begin : part.end].clone() for x in (tokens, positions))
-        fresh = not any(n and b for n, b in zip(part.counts, part.before, strict=True))
-        if fresh and not self._uncaptured and total <= CAPTURED[-1] and (found := graphs()).due(total):
+        if over is not None and not self._uncaptured:
             try:
-                logits: Tensor = found.graphed(tokens=tokens, positions=positions, counts=counts, cache=found.cache)
+                logits: Tensor = over.graphed(tokens=tokens, positions=positions, counts=counts, cache=over.cache)
             except (NotCapturable, torch.OutOfMemoryError) as error:
                 self._uncaptured = one_line(error)
             else:
                 took.add("captured")
-                return logits.clone()[[n > 0 for n in part.counts]]
-        return self.step(tokens, positions, counts, before, last, fresh, cache)[: len(part.last)]
+                return logits.clone() if all(part.counts) else logits[counts > 0]
+        return self.step(tokens, positions, counts, before, last, part.fresh, cache)[: len(part.last)]
 
     def step(
         self, tokens: Tensor, positions: Tensor, counts: Tensor, before: Tensor, last: Tensor, fresh: bool, cache: PagedModelCache
@@ -239,7 +254,7 @@ class Prompts:
         """Compile the layers of first chunks now, on padding. The cache stays as it is."""
         if cache.latent or self.refusal:
             return
-        none, padding = (cache.state.pages.seen.new_zeros(n) for n in (cache.max_batch, CAPTURED[0]))
+        none, padding = (cache.state.pages.seen.new_zeros(n) for n in (cache.max_batch, _TRIAL))
         try:
             with torch.no_grad(), ordinary(), uncached_casts():
                 self.step(padding, padding, none, none, none[:1], True, cache)
