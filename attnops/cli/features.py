@@ -87,6 +87,7 @@ _BASES: dict[str, tuple[Change, ...]] = {
     "vertical_slash_attention": (_PREFILL,),
     "merge_states": (_MERGE,),
     "merge_state": (_MERGE,),
+    "mxfp4_experts": ({**_BF16, "in_features": 2880, "out_features": 2880, "experts": 32, "top_k": 4, "tokens": Extent(8, 8, 8)},),
     "experts": ({**_BF16, "in_features": 2048, "out_features": 768, "experts": 128, "top_k": 8, "tokens": Extent(8, 8, 8)},),
     "linear": ({**_BF16, "in_features": 4096, "out_features": 6144, "tokens": Extent(8, 8, 8)},),
 }

@@ -59,6 +59,7 @@ from attnops.reference.attention import padded, reduce_to, scores, softmax
 from attnops.reference.decode import turned
 from attnops.reference.experts import gated
 from attnops.reference.latent_format import unpack
+from attnops.reference.mxfp4 import decoded_call
 from attnops.reference.rows import Rules, dense_visible
 
 FLOAT8_SUMS = 2.0**-14
@@ -135,7 +136,7 @@ def allowance(call: Call, expected: Mapping[str, Tensor], rounded_sums: bool = F
         return _backward(call)
     if call.op == "linear":
         return {"output": _linear(call, expected["output"])}
-    if call.op == "experts":
+    if call.op in ("experts", "mxfp4_experts"):
         return {"output": _experts(call, expected["output"])}
     if not {"query", "q_nope"} & call.arguments.keys():
         return {}  # integers and copies: exact
@@ -168,6 +169,7 @@ def _linear(call: Call, expected: Tensor) -> Tensor:
 
 def _experts(call: Call, expected: Tensor) -> Tensor:
     t, index, x = call.record, call.arguments["top_k_index"], call.arguments["x"].double()
+    t = decoded_call(t) if call.op == "mxfp4_experts" else t
     (count, _, inner), k, u = t.down.shape, index.shape[1], roundoff(t.x.dtype)
     a, total = min(u, roundoff(torch.float32)), u * expected.double().abs()
     for e in index.unique().tolist():

@@ -14,6 +14,7 @@ from attnops.ops.metadata import (
     token_rows as token_rows,
 )
 from attnops.ops.mla import mla_attention as mla_attention, rope_quantize_latent as rope_quantize_latent, write_latent as write_latent
+from attnops.ops.mxfp4_experts import mxfp4_experts as mxfp4_experts
 from attnops.ops.op import OPS as OPS, Op as Op
 from attnops.ops.paged import copy_kv as copy_kv, paged_attention as paged_attention, write_kv as write_kv
 from attnops.ops.plan import (

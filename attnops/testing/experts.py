@@ -1,4 +1,4 @@
-"""The problem grid of the experts of a mixture."""
+"""The problem grids of the experts of a mixture."""
 
 from __future__ import annotations
 
@@ -43,6 +43,18 @@ def experts(
     return Call("experts", arguments, {**free, "top_k_weights": (chosen < 0) | (chosen >= count)}, writes=("output",))
 
 
+def mxfp4_experts(
+    source: Source, tokens: int, sizes: tuple[int, int, int], count: int, k: int, dtype: torch.dtype = F32, **more: Any
+) -> Call:  # fmt: skip
+    """`mxfp4_experts`, as `experts`. Any byte is two numbers of a weight."""
+    (columns, inner, outs), like = sizes, experts(source, tokens, sizes, count, k, dtype, **more)
+    arguments = dict(like.arguments)
+    for name, rows, width in (("gate_up", 2 * inner, columns), ("down", outs, inner)):
+        arguments[name] = source.stored(count, rows, width // 2, dtype=torch.uint8)
+        arguments[f"{name}_scales"] = source.stored(count, rows, width // 32, dtype=torch.uint8) % 5 + 244  # 2**-9 to 2**-5
+    return Call("mxfp4_experts", arguments, {n: t for n, t in like.free.items() if n not in ("gate_up", "down")}, writes=("output",))
+
+
 SMALL, WIDE = (24, 20, 28), (144, 72, 136)
 OSS = {"bias": True, "along": True, "interleaved": True, "alpha": 1.702, "limit": 0.9, "offset": 1.0}
 ODD, BIAS, ALONG = {"odd": True}, {"bias": True}, {"along": True}
@@ -59,4 +71,14 @@ EXPERTS: Rows = {
     "float16": (2, WIDE, 20, 4, F16, BIAS), "float16_one_token": (1, WIDE, 20, 4, F16, ALONG), "bfloat16_many": (2, SMALL, 40, 12, BF16),
 }  # fmt: skip
 
-EXPERTS_CASES: dict[str, tuple[Case, ...]] = {"experts": table("experts", experts, EXPERTS)}
+SHAPED = {n: OSS[n] for n in ("bias", "alpha", "limit", "offset")}
+MXFP4: Rows = {
+    "plain": (3, (64, 64, 16), 3, 2), "all": (3, (64, 64, 32), 3, 2, SHAPED), "one_token": (1, (64, 576, 16), 3, 3, SHAPED),
+    "one_token-odd": (2, (64, 64, 16), 4, 3, ODD), "odd": (9, (64, 128, 16), 4, 3, {**SHAPED, **ODD, "index": I32}),
+    "no_tokens": (0, (64, 64, 16), 3, 2), "float64": (3, (64, 64, 16), 3, 2, F64),
+    **{f"bfloat16-{tokens}_tokens": (tokens, (576, 64, 16), 3, 2, BF16, {"weights": BF16, **SHAPED}) for tokens in (1, 17, 65)},
+}  # fmt: skip
+
+EXPERTS_CASES: dict[str, tuple[Case, ...]] = {
+    "experts": table("experts", experts, EXPERTS), "mxfp4_experts": table("mxfp4_experts", mxfp4_experts, MXFP4),
+}  # fmt: skip

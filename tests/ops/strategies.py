@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from attnops.ops import OPS
 from attnops.testing import CASES, Features, Source, builders
-from attnops.testing.experts import experts
+from attnops.testing.experts import experts, mxfp4_experts
 from attnops.testing.linear import linear
 
 FEW, LENGTH, SOURCE, FLAG = st.integers(0, 2), st.integers(0, 5), st.builds(Source, st.integers(0, 99)), st.booleans()
@@ -156,6 +156,18 @@ def mixtures(draw):
     return experts(draw(SOURCE), tokens, shape, count, k, draw(FLOAT), activation=activation, **given)
 
 
+@st.composite
+def four_bits(draw):
+    count, inner = draw(st.integers(1, 6)), draw(st.sampled_from([64, 128]))
+    sizes = draw(st.sampled_from([64, 192])), inner, draw(st.sampled_from([16, 48]))
+    numbers = {"limit": st.sampled_from([0.0, 0.5]), "offset": st.sampled_from([0.0, 1.0]), "alpha": st.sampled_from([1.0, 1.7])}
+    numbers |= {"index": INDEX, "weights": FLOAT, "bias": FLAG, "odd": FLAG}
+    given = {name: draw(some) for name, some in numbers.items()}
+    tokens, k = draw(st.sampled_from([0, 1, 2, 17])), draw(st.integers(1, min(count, 4)))
+    dtype = draw(st.sampled_from([torch.bfloat16, torch.float32, torch.float64]))
+    return mxfp4_experts(draw(SOURCE), tokens, sizes, count, k, dtype, **given)
+
+
 def backward(forward):
     def call(source, call, lse_grad, mask_grad):
         mask = call.arguments.get("mask")
@@ -188,4 +200,5 @@ CALLS |= {
     "copy_kv": copy(),
     "linear": linears(),
     "experts": mixtures(),
+    "mxfp4_experts": four_bits(),
 }

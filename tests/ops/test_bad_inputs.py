@@ -83,6 +83,11 @@ def good(name) -> dict[str, Any]:
             "x": torch.ones(3, 8), "gate_up": torch.ones(4, 10, 8), "down": torch.ones(4, 6, 5), "top_k_index": torch.tensor([[0, 3]] * 3),
             "top_k_weights": torch.ones(3, 2), "gate_up_bias": f(4, 10), "down_bias": f(4, 6), "output": torch.full((3, 6), 7.0),
         },
+        "mxfp4_experts": lambda: {
+            "x": torch.ones(3, 64), "gate_up": f(4, 128, 32, dtype=U8), "gate_up_scales": f(4, 128, 2, dtype=U8),
+            "down": f(4, 16, 32, dtype=U8), "down_scales": f(4, 16, 2, dtype=U8), "top_k_index": torch.tensor([[0, 3]] * 3),
+            "top_k_weights": torch.ones(3, 2), "gate_up_bias": f(4, 128), "down_bias": f(4, 16), "output": torch.full((3, 16), 7.0),
+        },
         "linear": lambda: {
             "x": torch.ones(3, 2, 8), "weight": torch.ones(6, 8), "bias": f(6), "norm_weight": torch.ones(8), "norm_eps": 1e-5,
             "activation": "silu", "residual": f(3, 2, 3), "output": torch.full((3, 2, 3), 7.0),
@@ -481,6 +486,29 @@ BAD = [
     Bad("experts", {"output": f(3, 5)}, "output.shape[1]", "5", "6 (Out, as down.shape[1])"),
     Bad("experts", {"kernel": "triton"}, "target", "target=cpu", "(wants CUDA, sm80", NoKernel),
     Bad("experts", {"down": f(4, 6, 5).requires_grad_()}, "down", "requires_grad=True on down", "no gradient", NoGradient),
+    # mxfp4_experts
+    Bad("mxfp4_experts", {"x": f(3, 2, 64)}, "x", "(3, 2, 64)", "[T, In]"),
+    Bad("mxfp4_experts", {"x": f(3, 64, dtype=torch.float16)}, "x.dtype", "float16", "bfloat16 | float32 | float64"),
+    Bad("mxfp4_experts", {"gate_up": f(4, 128, 32)}, "gate_up.dtype", "float32", "uint8"),
+    Bad("mxfp4_experts", {"gate_up": f(4, 128, 2, 16, dtype=U8)}, "gate_up", "(4, 128, 2, 16)", "[E, 2 Inner, In // 2]"),
+    Bad("mxfp4_experts", {"gate_up": f(4, 128, 64, dtype=U8)}, "gate_up.shape[2]", "64", "32 (In // 2)"),
+    Bad("mxfp4_experts", {"gate_up_scales": f(4, 128, 3, dtype=U8)}, "gate_up_scales.shape[2]", "3", "2 (In // 32)"),
+    Bad("mxfp4_experts", {"gate_up_scales": f(4, 128, 2)}, "gate_up_scales.dtype", "float32", "uint8"),
+    Bad("mxfp4_experts", {"down": f(4, 16, 16, dtype=U8)}, "gate_up.shape[1]", "128", "64 (4 * Half)"),
+    Bad("mxfp4_experts", {"down": f(4, 16, 32, dtype=U8).to("meta")}, "down.device", "meta", "cpu"),
+    Bad("mxfp4_experts", {"down_scales": f(4, 16, 1, dtype=U8)}, "down_scales.shape[2]", "1", "2 (Half // 16)"),
+    Bad("mxfp4_experts", {
+        "down": f(4, 20, 32, dtype=U8), "down_scales": f(4, 20, 2, dtype=U8), "down_bias": f(4, 20), "output": f(3, 20),
+    }, "down.shape[1]", "20", "a multiple of 16"),
+    Bad("mxfp4_experts", {
+        "x": f(3, 32), "gate_up": f(4, 128, 16, dtype=U8), "gate_up_scales": f(4, 128, 1, dtype=U8),
+    }, "x.shape[1]", "32", "a multiple of 64"),
+    Bad("mxfp4_experts", {"top_k_index": torch.tensor([[0, 4]] * 3)}, "top_k_index", "4", "0 to 3, the experts of gate_up"),
+    Bad("mxfp4_experts", {"gate_up_bias": f(4, 64)}, "gate_up_bias.shape[1]", "64", "128 (4 * Half)"),
+    Bad("mxfp4_experts", {"limit": -1.0}, "limit", "-1.0", ">= 0"),
+    Bad("mxfp4_experts", {"output": f(3, 5)}, "output.shape[1]", "5", "16 (Out, as down.shape[1])"),
+    Bad("mxfp4_experts", {"kernel": "triton"}, "target", "target=cpu", "(wants CUDA, sm80", NoKernel),
+    Bad("mxfp4_experts", {"x": f(3, 64).requires_grad_()}, "x", "requires_grad=True on x", "no gradient", NoGradient),
     # linear layers
     Bad("linear", {"x": f(3, 2, 7)}, "weight.shape[1]", "8", "7 (In, as x.shape[1])"),
     Bad("linear", {"x": torch.tensor(1.0)}, "x", "shape ()", "[..., In]"),

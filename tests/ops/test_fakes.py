@@ -144,7 +144,7 @@ def test_no_keys_give_zero_and_minus_infinity(case):
 # Symbolic sizes -------------------------------------------------------------------------------------------------------
 
 # Sizes of a model, which may specialise. All others are free: tokens, batch, pages, lengths.
-FIXED = {"Hq", "H", "Hkv", "D", "Dv", "Dc", "Dr", "In", "Inner", "Out", "E", "K", "page", "numbers", "bytes", "words", "..."}
+FIXED = {"Half", "Hq", "H", "Hkv", "D", "Dv", "Dc", "Dr", "In", "Inner", "Out", "E", "K", "page", "numbers", "bytes", "words", "..."}
 
 # One call an op with every optional argument there is.
 FULL = Features(causal=True, window=(3, -1), softcap=2.0, sinks=torch.float32, lse=True, mask="additive", mask_shape="b")
@@ -167,6 +167,7 @@ def full_call(op) -> Call:
         "write_latent_packed": lambda: builders.write_packed(s, (3, -1, 5), 4, 3, latent.PACKABLE),
         "merge_state": lambda: builders.merge(s, (5, 2, 4), torch.float32),
         "experts": lambda: next(c for c in CASES["experts"] if c.label == "all").call(),
+        "mxfp4_experts": lambda: next(c for c in CASES["mxfp4_experts"] if c.label == "all").call(),
         "linear": lambda: next(c for c in CASES["linear"] if c.label == "all_offset").call(),
     }  # fmt: skip
     return make[op]() if op in make else CASES[op][0].call()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from math import hypot
 from typing import TYPE_CHECKING, Any
 
@@ -84,15 +86,16 @@ def cost_us(p: Problem) -> float:
     return 40.0 + products_us(p, tokens) * (2.0 if tokens <= 64 else 1.0)
 
 
-def _reference(call: Any) -> None:
+def judged(run: Callable[[Any], None], call: Any) -> None:
+    """Run the reference `run`, under a deterministic policy a token at a time."""
     if not deterministic(call.policy):
-        reference(call)
+        run(call)
         return
     # A product's order of summation may follow from the number of rows.
     for t in range(call.x.shape[0]):
         at = slice(t, t + 1)
         one = {name: getattr(call, name)[at] for name in ("x", "top_k_index", "top_k_weights", "output")}
-        reference(changed(call, **one))
+        run(changed(call, **one))
 
 
 register(
@@ -102,7 +105,7 @@ register(
 )  # fmt: skip
 register(
     Kernel(
-        "reference", "experts", _reference, TAKES, FLOATS, cost_us=lambda p: 1000.0 + 10.0 * cost_us(p), judge=True,
+        "reference", "experts", partial(judged, reference), TAKES, FLOATS, cost_us=lambda p: 1000.0 + 10.0 * cost_us(p), judge=True,
         invariant=Invariant((device("cpu"),)), about="plain torch, float32 accumulation",
     )
 )  # fmt: skip

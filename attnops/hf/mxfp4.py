@@ -1,0 +1,159 @@
+"""`pack_experts`: the experts of a gpt-oss in four bits a number, as its checkpoints store them.
+
+Without kernels from its hub, transformers loads such a checkpoint as bfloat16. Packing finds the four bits again, exactly: a layer whose
+numbers are none of MXFP4 is refused. The packed bytes take the parameters' place, so that no copy can be out of date.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnops.errors import PatchError, fail
+from attnops.hf import experts as plain
+from attnops.hf.experts import PREFIX, Gate
+from attnops.ops.mxfp4_experts import mxfp4_experts
+from attnops.reference.mxfp4 import COLUMNS, MOST_SCALE, ROWS, arranged, decoded, encoded, restored
+
+NAMES = ("gate_up_proj", "down_proj")
+_PACKED = "_attnops_mxfp4"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Of a packed module. order: the names of its parameters. trained: those that asked for a gradient."""
+
+    gate: Gate
+    dtype: torch.dtype
+    order: tuple[str, ...]
+    trained: tuple[str, ...]
+    hooks: tuple[Any, ...]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # As Gate's.
+        vars(self).update(state)
+        _name(self.gate.stock)
+
+
+def pack_experts(model: nn.Module) -> int:
+    """Keep the experts of a model in four bits a number, in place of their parameters, until `unpack_experts`.
+
+    They are served by `attnops.ops.mxfp4_experts`, without gradients. Call it before `attnops.patch` and before anything is compiled or
+    captured. A state_dict has the weights as they were; loading one is refused. Memory: a quarter of the weights', and the numbers of one
+    expert more while it runs.
+
+    Args:
+        model: whose experts ask transformers' experts interface, as those of gpt-oss do; others are left as they are.
+
+    Returns:
+        The number of layers that were packed.
+
+    Raises:
+        PatchError: a layer's weights are no MXFP4 numbers, or have a shape that the op does not take. The model is as it was.
+    """
+    done = 0
+    for site in tuple(plain._sites(model)):
+        if isinstance(site.found, Gate) and site.found.interleaved and site.found.activation == "silu":
+            try:
+                _pack(site.module, site.found)
+            except PatchError:
+                unpack_experts(model)
+                raise
+            done += 1
+    return done
+
+
+def unpack_experts(model: nn.Module) -> None:
+    """Give packed experts their parameters back, with the values that they had. Idempotent."""
+    for module in model.modules():
+        kept: Kept | None = module.__dict__.pop(_PACKED, None)
+        if kept is None:
+            continue
+        for hook in kept.hooks:
+            hook.remove()
+        parameters = dict(module._parameters)
+        for name in NAMES:
+            parameters[name] = nn.Parameter(_whole(module, name, kept.dtype), requires_grad=name in kept.trained)
+            for part in ("blocks", "scales"):
+                delattr(module, f"_{name}_{part}")
+        module._parameters.clear()
+        module._parameters.update({name: parameters[name] for name in kept.order})
+        config: Any = module.config
+        if getattr(config, plain._SWITCH) == _name(kept.gate.stock):
+            setattr(config, plain._SWITCH, kept.gate.stock)
+
+
+def _pack(module: Any, gate: Gate) -> None:
+    with torch.inference_mode(False), torch.no_grad():
+        found = {name: _encoded(module, name) for name in NAMES}
+    parameters = {name: module._parameters[name] for name in NAMES}
+    trained = tuple(name for name, p in parameters.items() if p.requires_grad)
+    hooks = module.register_state_dict_post_hook(_give), module.register_load_state_dict_pre_hook(_refuse)
+    module.__dict__[_PACKED] = Kept(gate, parameters["down_proj"].dtype, tuple(module._parameters), trained, hooks)
+    for name in NAMES:
+        del module._parameters[name]
+        for part, tensor in zip(("blocks", "scales"), found[name], strict=True):
+            module.register_buffer(f"_{name}_{part}", tensor, persistent=False)
+    setattr(module.config, plain._SWITCH, _name(gate.stock))
+
+
+def _encoded(module: Any, name: str) -> tuple[Tensor, Tensor]:
+    weight = getattr(module, name)
+    weight = weight.transpose(1, 2) if module.is_transposed else weight
+    _, rows, columns = weight.shape
+    if rows % ROWS or columns % COLUMNS:
+        fail(PatchError, f"pack_experts: {name} got {rows} rows and {columns} columns, want multiples of {ROWS} and {COLUMNS}")
+    parts = []
+    for one in weight:  # an expert at a time, because numbers on the way take ten times the memory
+        codes = encoded(one)
+        if codes is None or int(codes[1].max()) > MOST_SCALE:
+            fail(PatchError, f"pack_experts: {name} of {type(module).__name__} got numbers that are none of MXFP4")
+        parts.append(arranged(codes[0][None], codes[1][None], name == "gate_up_proj"))
+    blocks, scales = zip(*parts, strict=True)
+    return torch.cat(blocks), torch.cat(scales)
+
+
+def _whole(module: Any, name: str, dtype: torch.dtype) -> Tensor:
+    blocks, scales = (getattr(module, f"_{name}_{part}") for part in ("blocks", "scales"))
+    with torch.inference_mode(False), torch.no_grad():
+        one = [decoded(*restored(b[None], s[None], name == "gate_up_proj"), dtype) for b, s in zip(blocks, scales, strict=True)]
+        weight = torch.cat(one)
+        return weight.transpose(1, 2).contiguous() if module.is_transposed else weight
+
+
+def _give(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+    kept: Kept = vars(module)[_PACKED]
+    for name in NAMES:
+        state[prefix + name] = _whole(module, name, kept.dtype)
+
+
+def _refuse(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    if any(prefix + name in state for name in NAMES):
+        fail(PatchError, f"load_state_dict: {prefix.rstrip('.')} is packed; call unpack_experts(), load, then pack_experts()")
+
+
+def _name(stock: str) -> str:
+    """The name of the function that serves packed modules, and others of their config as `stock` does; registered now if it was not."""
+    name = f"{PREFIX}mxfp4_{stock}"
+    if name not in plain.interface._global_mapping:
+        plain.interface.register(name, _function(plain.interface._global_mapping.get(stock)))
+    return name
+
+
+def _function(stock: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
+    def forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        kept: Kept | None = getattr(module, _PACKED, None)
+        if kept is None:
+            own = type(module).forward.__wrapped__ if stock is None else stock
+            return own(module, hidden_states, top_k_index, top_k_weights, *args, **kwargs)
+        biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
+        return mxfp4_experts(
+            hidden_states, module._gate_up_proj_blocks, module._gate_up_proj_scales, module._down_proj_blocks, module._down_proj_scales,
+            top_k_index, top_k_weights, *biases, alpha=kept.gate.alpha, limit=kept.gate.limit, offset=kept.gate.offset,
+        )  # fmt: skip
+
+    return forward

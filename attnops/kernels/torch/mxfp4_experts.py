@@ -1,0 +1,46 @@
+"""`aten`: the experts of a mixture with weights of MXFP4, decoded for the call, by torch's grouped product."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnops.kernel import Invariant, Kernel, device, register
+from attnops.kernels.torch import experts as plain
+from attnops.measured.cost import rates_of
+from attnops.problem import Problem
+from attnops.reference.mxfp4 import decoded_call, experts as reference
+
+if TYPE_CHECKING:
+    from attnops.ops.mxfp4_experts import Mxfp4Experts
+
+FLOATS = (torch.bfloat16, torch.float32, torch.float64)
+TAKES = frozenset({"gate_up_bias", "down_bias", "alpha", "limit", "offset"})
+BYTES = 17 / 32
+"""Of a number of a weight: half a byte, and a 32nd of a scale."""
+
+
+def experts(call: Mxfp4Experts) -> None:
+    """All experts' weights are written to memory and read again, however few are chosen."""
+    plain.experts(decoded_call(call))
+
+
+def cost_us(p: Problem) -> float:
+    """A dozen passes over all weights, and the products."""
+    weights = 3.0 * p.experts * p.in_features * p.out_features
+    return plain.cost_us(p) + 100.0 + 12 * weights * p.dtype.itemsize / rates_of(p.target).bandwidth / 1e6
+
+
+register(
+    Kernel(
+        "aten", "mxfp4_experts", experts, TAKES, FLOATS, cost_us=cost_us, about="weights decoded for the call, torch's grouped product",
+    )
+)  # fmt: skip
+register(
+    Kernel(
+        "reference", "mxfp4_experts", partial(plain.judged, reference), TAKES, FLOATS, cost_us=lambda p: 1000.0 + 10.0 * cost_us(p),
+        judge=True, invariant=Invariant((device("cpu"),)), about="plain torch, float32 accumulation",
+    )
+)  # fmt: skip

@@ -1,0 +1,131 @@
+"""Experts in four bits a number: models answer as before, what they save, what is refused, and steps in graphs."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import fx
+
+import attnops
+from attnops.errors import PatchError
+from attnops.hf import mxfp4, pack_experts, tiny, unpack_experts
+from attnops.hf.experts import _SWITCH
+from attnops.ops.mxfp4_experts import MXFP4_EXPERTS
+from attnops.problem import Target, pretend
+from attnops.reference.mxfp4 import decoded
+from tests.hf.helpers import LIMIT, relative
+from tests.hf.test_decode_graphs import generated, how
+from tests.hf.test_linears import code_of
+from tests.lowering.models import kernel_calls
+
+SM90 = Target("cuda", 90, assume=("triton",))
+IDS = torch.arange(6).view(2, 3)
+
+
+def gpt_oss(inner=64):
+    """A model whose experts have weights of MXFP4."""
+    model = tiny.model("gpt_oss", intermediate_size=inner)
+    for layer in model.model.layers:
+        for name in mxfp4.NAMES:
+            p = getattr(layer.mlp.experts, name)
+            count, columns, rows = p.shape
+            blocks = torch.randint(0, 256, (count, rows, columns // 2)).to(torch.uint8)
+            scales = torch.randint(120, 123, (count, rows, columns // 32)).to(torch.uint8)
+            p.data = decoded(blocks, scales, torch.float32).transpose(1, 2).contiguous()
+    return model
+
+
+def bits(model):
+    return {n: t.clone() for n, t in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("stock", ["eager", "grouped_mm"])
+@torch.no_grad()
+def test_models_answer_and_save_as_before(stock):
+    model = gpt_oss()
+    model.set_experts_implementation("eager")
+    want, saved, names = model(IDS).logits, bits(model), [n for n, _ in model.named_parameters()]
+    model.set_experts_implementation(stock)
+    assert pack_experts(model) == len(model.model.layers)
+    assert not any(n in mxfp4.NAMES for n, _ in model.model.layers[0].mlp.experts.named_parameters())
+    assert relative(model(IDS).logits, want) < LIMIT
+    with attnops.patch(model):
+        assert relative(model(IDS).logits, want) < LIMIT
+    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert relative(one(IDS).logits, want) < LIMIT
+        now = one.state_dict()
+        assert now.keys() == saved.keys() and all(torch.equal(now[n], saved[n]) for n in saved)
+    unpack_experts(model)
+    unpack_experts(model)
+    assert [n for n, _ in model.named_parameters()] == names and all(p.requires_grad for p in model.parameters())
+    assert getattr(model.config, _SWITCH) == stock
+    now = model.state_dict()
+    assert list(now) == list(saved) and all(torch.equal(now[n], saved[n]) for n in saved)
+
+
+@torch.no_grad()
+def test_numbers_of_another_format_are_refused():
+    model = gpt_oss()
+    last = model.model.layers[-1].mlp.experts
+    last.down_proj[1, 5, 7] = 0.3
+    saved = bits(model)
+    with pytest.raises(PatchError, match=r"down_proj of GptOssExperts got numbers that are none of MXFP4"):
+        pack_experts(model)
+    assert all(torch.equal(t, saved[n]) for n, t in model.state_dict().items())
+    assert not any(mxfp4._PACKED in vars(m) for m in model.modules())
+    with pytest.raises(PatchError, match=r"down_proj got 64 rows and 96 columns, want multiples of 16 and 64"):
+        pack_experts(gpt_oss(96))
+
+
+@torch.no_grad()
+def test_loading_is_refused():
+    model = gpt_oss()
+    state = bits(model)
+    pack_experts(model)
+    with pytest.raises(PatchError, match=r"load_state_dict: model\.layers\.0\.mlp\.experts is packed; call unpack_experts"):
+        model.load_state_dict(state)
+
+
+def test_experts_of_halves_are_left():
+    assert pack_experts(tiny.model("mixtral")) == 0
+
+
+@torch.no_grad()
+def test_generated_code_calls_the_kernel():
+    model, code = gpt_oss(), []
+
+    def backend(gm, inputs):
+        judged = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+        for node in judged.graph.find_nodes(op="call_function", target=MXFP4_EXPERTS.packet.default):
+            node.kwargs = {**node.kwargs, "policy": "kernel=mxfp4_experts:reference"}
+        judged.recompile()
+        code.append(code_of(gm, inputs))
+        return judged
+
+    block, x = model.model.layers[1].mlp, torch.randn(1, 5, 64)
+    want = block(x)
+    pack_experts(model)
+    with attnops.patch(model), torch._inductor.config.patch(fx_graph_cache=False), pretend(SM90):
+        got = torch.compile(block, backend=backend, fullgraph=True)(x)
+    [text] = code
+    assert kernel_calls(text).count("mxfp4_experts.triton") == 1
+    assert all(relative(a, b) < LIMIT for a, b in zip(got, want, strict=True))
+
+
+def test_steps_in_graphs():
+    model = gpt_oss()
+    want = generated(model, 2, 4, 2)
+    pack_experts(model)
+    kernels = {"mxfp4_experts": "reference"}
+    with attnops.use(kernel=kernels), attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
+        assert torch.equal(generated(model, 2, 4, 2), want)
+        assert handle.graphs.report().whole == ""
+
+
+def test_numbers_are_those_of_transformers():
+    stock = pytest.importorskip("transformers.integrations.mxfp4")
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 4, 4, 16)
+    scales = torch.arange(100, 116, dtype=torch.uint8).view(1, 4, 4)
+    want = stock.convert_moe_packed_tensors(blocks, scales).transpose(1, 2)
+    assert torch.equal(decoded(blocks.flatten(2), scales, torch.bfloat16), want)
