@@ -213,7 +213,7 @@ def few_tokens(
     WARPS: tl.constexpr, PARTS: tl.constexpr, TURNS: tl.constexpr, UP: tl.constexpr, ACT: tl.constexpr, SHAPED: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: blocks of WARPS // PARTS * TILES tiles, experts or choices of a block of tokens, cdiv(tokens, BLOCK_T).
+    """Grid: blocks of tiles (WARPS // PARTS * TILES each), experts or choices of a block of tokens, cdiv(tokens, BLOCK_T).
 
     As `device.experts.few_tokens`. Of the block's tokens, those that chose the program's expert are multiplied, MATES at once.
     """
