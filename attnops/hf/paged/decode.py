@@ -65,8 +65,8 @@ class Decode:
         as "hf"; else "breakable" for the first `compile_after` steps of a kind, which need no compiler, and then "piecewise". Steps of
         one kind share compiled code: those of one row, and of more, with one policy and one adapter. Where graphs cannot be made, steps run
         without them, and `Patched.took` has the reason.
-    compile_after: see mode "auto". A number of steps and not a time, so that two runs give the same tokens. Layers of prompts are compiled
-        after 64 times as many tokens of prompts, once steps are compiled.
+    compile_after: see mode "auto". A number of steps and not a time, so that two runs give the same tokens. Mode "piecewise"
+        compiles the layers of prompts after 64 times as many tokens of prompts; else `capture()` does.
     pack: of piecewise steps, pack the weights of linears that share an input, so that they are one matrix product, and call one kernel for
         a linear with its norm, activation and residual where it is faster (docs/linear.md).
     budget_bytes: the most memory of the graphs over one set of pages.
@@ -227,6 +227,8 @@ class Decoder:
             broken = any(kind.mode == "piecewise" and kind.state in (None, self._state) for kind in self.failed)
             if not why and (self.how.mode == "breakable" or broken or not (self.regions or self._at_once)):
                 why = "steps are not compiled"
+            if not why and self.how.mode == "auto" and not self._at_once:
+                why = "mode 'auto' compiles the layers of prompts in capture() alone"
             # The state of the last look, until its tokens are enough for a compiler.
             for look in (False, True) if not why else ():
                 if look:
