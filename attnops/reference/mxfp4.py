@@ -37,7 +37,8 @@ MOST_SCALE = 128
 
 def decoded(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """`[..., K]` of dtype, of uint8 blocks `[..., K // 2]`, even columns in the low halves of bytes, and uint8 scales `[..., K // 32]`."""
-    table = torch.tensor([*VALUES, *(-v for v in VALUES)], dtype=torch.float32, device=blocks.device)
+    # Filled on the device: a copy from the host cannot be captured.
+    table = torch.stack([blocks.new_full((), v, dtype=torch.float32) for v in (*VALUES, *(-v for v in VALUES))])
     numbers = table[torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).int()].unflatten(-1, (-1, GROUP))
     return torch.ldexp(numbers, scales.int()[..., None] - 127).flatten(-2).to(dtype)
 

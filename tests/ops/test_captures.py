@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnops
 from attnops.errors import NoKernel, NotCapturable
@@ -123,3 +124,25 @@ def test_every_such_kernel_refuses_by_the_problem(op, name):
     for within in (False, True):
         refused = select(altered(problem, capturing=within), f"kernel={op}:{name}").refused.get(name, ())
         assert ("capture" in [r.field for r in refused]) == within
+
+
+class OfTheDevice(TorchDispatchMode):
+    """Refuses what a CUDA graph cannot hold: a copy of numbers of the host, and numbers that the host reads."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func._schema.name not in ("aten::lift_fresh", "aten::_local_scalar_dense", "aten::nonzero"), func
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("name", ["aten", "reference"])
+@pytest.mark.parametrize("op", ["experts", "mxfp4_experts"])
+def test_captured_experts_leave_the_host_alone(op, name, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for label in ("plain", "odd", "no_tokens"):
+        [call] = [case.call() for case in CASES[op] if case.label == label]
+        want = call.with_(output=call.arguments["output"].clone())
+        attnops.ops.OPS[op].reference(want.record)
+        with OfTheDevice(), torch.no_grad():
+            kernels_of(op)[name].run(call.record)
+        torch.testing.assert_close(call.arguments["output"], want.arguments["output"])

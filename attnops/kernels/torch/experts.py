@@ -29,6 +29,8 @@ ALIGNED = 16
 def experts(call: Experts) -> None:
     """Choices sorted by expert, so that each expert's tokens are next to each other, and the two products."""
     index = call.top_k_index
+    if not index.shape[0]:
+        return
     count, k = call.gate_up.shape[0], index.shape[1]
     # Numbers that are no expert come last, and belong to no group.
     number = torch.where((index < 0) | (index >= count), count, index).flatten()
