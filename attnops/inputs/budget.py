@@ -34,10 +34,14 @@ norm, gain, their product and y itself are each rounded at most once. With an ac
 
 and with a residual r, delta(output) + u (|output| + |r|).
 
-Experts of a mixture: h is the result of the first product and its activation, delta(h) as above with 5 u, and the second product of
-row w and weight g of the choice adds, with S = sum |h w| + |bias|,
+Experts of a mixture: nothing is rounded before the first product, and roundings of different numbers are independent. With
+R = |y| + sqrt(sum (x w)^2) + |bias| of a product, the size of its partial sums, and S as above, s half the least subnormal step,
 
-    delta(output) = sum |g| (sum delta(h) |w| + (4 u + a (sqrt(Inner) + sqrt(K) + 8)) S) + u |output|
+    delta(y) = 2 (u R + s) + a (sqrt(In) + 8) S
+
+delta(h) follows as above with 5 u, and 3 s more. The second product, of row w and weight g of the choice, gives with R and S of h and w,
+
+    delta(output) = sqrt(sum g^2 (sum delta(h)^2 w^2 + (4 (u R + s))^2)) + sum |g| a (sqrt(Inner) + sqrt(K) + 8) S + u |output| + (K + 1) s
 
 Where weights are rounded to the query's dtype before they are added up (`Tolerance.rounded_sums`), their sum is off by one unit
 roundoff of that dtype at most, and delta(lse) grows by it.
@@ -171,20 +175,34 @@ def _experts(call: Call, expected: Tensor) -> Tensor:
     t, index, x = call.record, call.arguments["top_k_index"], call.arguments["x"].double()
     t = decoded_call(t) if call.op == "mxfp4_experts" else t
     (count, _, inner), k, u = t.down.shape, index.shape[1], roundoff(t.x.dtype)
-    a, total = min(u, roundoff(torch.float32)), u * expected.double().abs()
+    a, step = min(u, roundoff(torch.float32)), u * torch.finfo(t.x.dtype).smallest_normal
+    total, squares = u * expected.double().abs() + (k + 1) * step, torch.zeros_like(expected, dtype=torch.float64)
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(y, R, S)."""
+        y, sizes = x @ weight + bias, x.abs() @ weight.abs() + bias.abs()
+        return y, y.abs() + (x.square() @ weight.square()).sqrt() + bias.abs(), sizes
+
     for e in index.unique().tolist():
         if not 0 <= e < count:
             continue
         # A wide copy of one expert at a time.
         weight = torch.where(index == e, t.top_k_weights.double().abs(), 0.0).sum(1)[:, None]
-        first, second = t.gate_up[e].double().T, t.down[e].double().abs().T
+        first, second = t.gate_up[e].double().T, t.down[e].double().T
         bias, last = (x.new_zeros(()) if b is None else b[e].double() for b in (t.gate_up_bias, t.down_bias))
-        y, off = x @ first + bias, (x.abs() @ first.abs() + bias.abs()) * (4 * u + a * (sqrt(x.shape[1]) + 8))
+        y, partial, sizes = product(x, first, bias)
+        off = 2 * (u * partial + step) + a * (sqrt(x.shape[1]) + 8) * sizes
         (gate, up), (off, off_up) = ((z[..., ::2], z[..., 1::2]) if t.interleaved else z.chunk(2, -1) for z in (y, off))
-        h, gate, up = gated(t, y).abs(), gate.abs(), up.abs() + abs(t.offset)
-        off = 1.13 * off * (up + off_up) + gate * off_up + (5 * u + 8 * a) * gate * up
-        total += weight * (off @ second + (4 * u + a * (sqrt(inner) + sqrt(k) + 8)) * (h @ second + last.abs()))
-    return total
+        h = gated(t, y)
+        if t.limit:
+            gate, up = gate.clamp(max=t.limit), up.clamp(-t.limit, t.limit)
+        gate, up = gate.abs(), up.abs() + abs(t.offset)
+        off = 1.13 * off * (up + off_up) + gate * off_up + (5 * u + 8 * a) * gate * up + 3 * step
+        _, partial, sizes = product(h, second, last)
+        squares += weight.square() * (off.square() @ second.square() + (4 * (u * partial + step)).square())
+        total += weight * a * (sqrt(inner) + sqrt(k) + 8) * sizes
+    allowed: Tensor = total + squares.sqrt()
+    return allowed
 
 
 def _backward(call: Call) -> Allowed:

@@ -17,6 +17,7 @@ from attnops.reference import attention as formulas
 from attnops.testing import CASES, Call, Features, Mismatch, Source, builders, check_kernel, oracle
 from attnops.testing.builders import Pages
 from attnops.testing.check import clone, fill
+from attnops.testing.experts import OSS, experts
 from tests.ops.strategies import CALLS
 
 INF = float("inf")
@@ -336,6 +337,29 @@ def test_the_check_reports_refusals_and_runs_nothing():
     figures = check_kernel(kernel, case.call())
     assert [r.field for r in figures.refused] == ["sinks", "softcap"]
     assert "refused: sinks=True" in str(figures)
+
+
+@pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 0.01), (torch.float16, 0.02), (torch.bfloat16, 0.1)])
+@pytest.mark.parametrize("more", [{}, OSS], ids=["plain", "all"])
+@pytest.mark.parametrize("fault", ["dropped", "wrong", "doubled"])
+def test_one_choice_of_a_mixture_is_seen(fault, more, dtype, share):
+    """Of one token, among eight experts; also where its weight is a small share of all."""
+    call = experts(Source(0), 3, (256, 128, 256), 16, 8, dtype, **more)
+    index, weights = call.arguments["top_k_index"], torch.full((3, 8), (1 - share) / 7)
+    weights[:, 0] = share
+
+    def run(honest):
+        chosen, by = honest.top_k_index.clone(), honest.top_k_weights.clone()
+        if fault == "wrong":
+            chosen[1, 0] = next(e for e in range(16) if e not in index[1])
+        by[1, 0] *= {"dropped": 0.0, "wrong": 1.0, "doubled": 2.0}[fault]
+        kernels_of("experts")["aten"].run(changed(honest, top_k_index=chosen, top_k_weights=by))
+
+    call = call.with_(top_k_weights=weights)
+    aten = kernels_of("experts")["aten"]
+    assert 0.0 < check_kernel(aten, call).worst <= 0.5
+    with pytest.raises(Mismatch, match="output"):
+        check_kernel(replace(aten, run=run), call)
 
 
 def test_tolerance_multiplies_the_budget():
