@@ -1,7 +1,10 @@
 """Prompts of generate() through compiled layers, on a stand-in for the device: eager's tokens, packed, in chunks, captured."""
 
+import copy
+
 import pytest
 import torch
+from torch import nn
 
 import attnops
 from attnops.hf import tiny
@@ -74,6 +77,26 @@ def test_logits(name, kinds, nan_pages, monkeypatch):
                 assert relative(got, want[:, end - 1 : end]) < LIMIT
             assert (prompts(handle).took, prompts(handle).why) == (took, "")
         assert len(layers(handle)) == kinds
+
+
+@torch.no_grad()
+def test_a_weight_that_is_replaced_between_prompts(nan_pages, monkeypatch):
+    """Over one cache, in graphs, where no call between them ran the model's own layers."""
+    monkeypatch.setattr(prompt, "CAPTURE_AFTER", 0)
+    monkeypatch.setattr(prompt, "CAPTURED", (64,))
+    model, ids = tiny.model("llama"), tokens(2, 21)
+    eager = copy.deepcopy(model)
+    with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
+        handle._paged.decoder()._at_once = True
+        cache = handle.new_cache(2, 64)
+        for _ in range(2):
+            cache.reset()
+            got = [model(ids[:, :20], past_key_values=cache, position_ids=torch.arange(20)[None], logits_to_keep=1).logits]
+            got.append(handle.step(ids[:, 20:], cache))
+            assert (prompts(handle).took, prompts(handle).why) == ("captured", "")
+            assert relative(torch.cat(got, 1), eager(ids).logits[:, 19:]) < LIMIT
+            for each in (model, eager):
+                each.lm_head.weight = nn.Parameter(model.lm_head.weight.flip(0) if each is model else model.lm_head.weight.clone())
 
 
 @torch.no_grad()

@@ -111,7 +111,7 @@ class Decoder:
     prompts: the compiled layers of prompts.
     products: the linears of compiled steps and the kernels of their calls, equal ones of all traces once.
     failed: with mode "auto", why graphs of a kind of step cannot be made, until `Patched.release`.
-    look: the model ran without graphs, as it does on every prompt, and weights may have been replaced since: the next step looks at them.
+    look: weights may have been replaced: the next step looks at them. So it is after a call of the model's own layers, and at every prompt.
     """
 
     def __init__(self, model: Any, how: Decode, forward: Callable[..., Any], make: Callable[[Any], PagedModelCache]) -> None:
@@ -232,6 +232,7 @@ class Decoder:
             # The state of the last look, until its tokens are enough for a compiler.
             for look in (False, True) if not why else ():
                 if look:
+                    self.look = True  # weights may have been replaced since the last prompt
                     self._look(cache.state)
                 most = 0 if self._at_once else PROMPT * self.how.compile_after
                 if not why and self._kept.taken["prompt"] < most:
