@@ -106,18 +106,18 @@ class Counter:
 def watched():
     """Within the block: the calls of `attention` by a model, as a list of their arguments."""
     calls = []
-    real, overheard = attention_module.attend, attention_module.overheard
+    real, profiling = attention_module.attend, attention_module._profiling
 
     def spy(call):
         calls.append({**call._asdict(), "window": (call.window_left, call.window_right)})
         return real(call)
 
     # So that no layer answers a call like one before by itself.
-    attention_module.attend, attention_module.overheard = spy, lambda: True
+    attention_module.attend, attention_module._profiling = spy, lambda: True
     try:
         yield calls
     finally:
-        attention_module.attend, attention_module.overheard = real, overheard
+        attention_module.attend, attention_module._profiling = real, profiling
 
 
 # MLA models over pages ------------------------------------------------------------------------------------------------
