@@ -32,16 +32,12 @@ _TELLING = ("window", "softcap", "chunk", "mask", "bias", "sink", "alibi", "indi
 
 _NUMBERS = (float, type(None))
 
-PLAIN = HARMLESS | {"sliding_window"}
-"""Arguments of a call that is remembered."""
-
 _collector: Any = None
-_recording: Callable[[Any], Any] = bool
 try:
     from transformers.utils.output_capturing import _active_collector
 
     if hasattr(_active_collector, "context_var"):
-        _collector, _recording = _active_collector, _active_collector.context_var.get
+        _collector = _active_collector
 except ImportError:  # another version: then only the layers that receive output_attentions return weights
     pass
 
@@ -64,14 +60,32 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
     kernels = tuple(own_kernel(op, kernel) for op in ("attention", "paged_attention", "mla_attention", "varlen_attention"))
     known: dict[tuple[Any, ...], tuple[range, Callable[[Tensor, Tensor, Tensor], Tensor]]] = {}
 
-    # `attention` runs once a layer and token, in eager decoding the host is slower than the GPU, and the work between two layers drops this
-    # code from the processor's caches: every function that is entered costs a microsecond there. So a plain call makes few calls. `known`
-    # maps the facts by which its kernel is chosen, less those that SDPA checks itself, to a function that hands SDPA the tensors as they
-    # are, and to the numbers of keys that no kernel tells apart. Autocast, torch.func and forward mode see SDPA itself.
+    # The body runs once a layer and token, so it makes few calls: in eager decoding the host is slower than the GPU, and the work between
+    # two layers drops this code from the processor's caches. `known` maps the facts by which the kernel of a plain call is chosen, less
+    # those that SDPA checks itself, to a function that hands SDPA the tensors as they are, and to the numbers of keys that no kernel tells
+    # apart. Autocast, torch.func and forward mode see SDPA itself. Policy, registry and target are attributes, which cost less than a call.
     def attention(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
-        scaling: float | Tensor | None = None, dropout: float = 0.0, is_causal: bool | None = None, **others: Any,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        scaling: float | Tensor | None = None,
+        dropout: float = 0.0,
+        is_causal: bool | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        sinks: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
+        attnops_cache: Any = None,
+        output_attentions: bool | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, Tensor | None]:
         """Attention as a transformers layer asks for it, through `attnops.attention`.
 
         Args:
@@ -95,17 +109,17 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
         Raises:
             InvalidInput: an argument that would change the result and is not known here, or a mask of a wrong shape or dtype.
         """
+        compiling = is_dynamo_compiling()
         same: tuple[Any, ...] | None = None
-        if (
-            attention_mask is None and type(query) is Tensor and type(scaling) in _NUMBERS and others.keys() <= PLAIN
-            and not (
-                is_dynamo_compiling() or is_grad_enabled() or _len_torch_dispatch_stack() or _profiling() or _recording(None)
-                or (dropout and module.training)
-            )
+        if not (
+            compiling or attention_mask is not None or s_aux is not None or sinks is not None or position_bias is not None
+            or cu_seq_lens_q is not None or attnops_cache is not None or output_attentions or (dropout and module.training)
+            or type(scaling) not in _NUMBERS or type(query) is not Tensor or not others.keys() <= HARMLESS
+            or is_grad_enabled() or _len_torch_dispatch_stack() or _profiling() or _recorded(module, False)
         ):  # fmt: skip
             query_sizes, sizes, value_sizes = query.shape, key.shape, value.shape
             same = (
-                type(module), getattr(module, "is_causal", True), is_causal, scaling, others.get("sliding_window"), _ACTIVE.key,
+                type(module), getattr(module, "is_causal", True), is_causal, scaling, sliding_window, softcap, _ACTIVE.key,
                 _REGISTRY.generation, _OVERRIDE.target, query_sizes, sizes[1], value_sizes[-1], query.dtype, query.is_cpu,
             )  # fmt: skip
             kept = known.get(same)
@@ -115,32 +129,6 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
                     return kept[1](query, key, value), None
                 except RuntimeError:
                     same = None  # the checks below name the argument
-        return anything(same, module, query, key, value, attention_mask, scaling, dropout, is_causal, **others)
-
-    def anything(
-        same: tuple[Any, ...] | None,
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        scaling: float | Tensor | None,
-        dropout: float,
-        is_causal: bool | None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        s_aux: Tensor | None = None,
-        sinks: Tensor | None = None,
-        position_bias: Tensor | None = None,
-        cu_seq_lens_q: Tensor | None = None,
-        cu_seq_lens_k: Tensor | None = None,
-        max_length_q: int | None = None,
-        max_length_k: int | None = None,
-        attnops_cache: Any = None,
-        output_attentions: bool | None = None,
-        **others: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        compiling = is_dynamo_compiling()
         if others and (compiling or not others.keys() <= HARMLESS):
             check_others(others)
         cls: Any = type(module)
