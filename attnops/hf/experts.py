@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from attnops.call import name as name_of
 from attnops.kernel import deterministic
 from attnops.kernels.triton.attention import FLOATS
-from attnops.kernels.triton.experts import MOST_TOKENS
+from attnops.kernels.triton.launch.experts_tiles import MOST_TOKENS
 from attnops.ops.experts import experts
 from attnops.problem import Extent, Problem, Target
 from attnops.reference.experts import gated
@@ -41,7 +41,8 @@ PREFIX = "attnops_"
 STOCK = ("eager", "grouped_mm", "batched_mm")
 """transformers' implementations that are taken over."""
 
-_SWITCH = "_experts_implementation_internal"
+SWITCH = "_experts_implementation_internal"
+"""Of a config, the name of the implementation."""
 _GATE = "_attnops_experts"
 
 
@@ -80,21 +81,21 @@ class Experts:
     """The experts of a model, taken over until `undo()`."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.sites = tuple(_sites(model))
+        self.sites = tuple(sites(model))
         self._switched: list[tuple[Any, str]] = []
         for site in self.sites:
             if isinstance(site.found, Gate):
                 config: Any = site.module.config
-                if (before := getattr(config, _SWITCH)) in STOCK:  # modules may share a config
+                if (before := getattr(config, SWITCH)) in STOCK:  # modules may share a config
                     self._switched.append((config, before))
-                    setattr(config, _SWITCH, implementation(before))
+                    setattr(config, SWITCH, implementation(before))
                 site.module.__dict__[_GATE] = site.found
 
     def undo(self) -> None:
         """Give the modules back as they were. A config that was switched to something else since then is left at that."""
         for config, before in self._switched:
-            if getattr(config, _SWITCH) == PREFIX + before:
-                setattr(config, _SWITCH, before)
+            if getattr(config, SWITCH) == PREFIX + before:
+                setattr(config, SWITCH, before)
         for site in self.sites:
             site.module.__dict__.pop(_GATE, None)
 
@@ -102,7 +103,7 @@ class Experts:
         """Lines of a report; none for a model without experts."""
         taken, left = Counter[str](), Counter[str]()
         for site in self.sites:
-            now = getattr(getattr(site.module, "config", None), _SWITCH, None)
+            now = getattr(getattr(site.module, "config", None), SWITCH, None)
             if isinstance(site.found, str):
                 left[site.found] += 1
             elif now != PREFIX + site.found.stock:
@@ -117,28 +118,46 @@ class Experts:
         return (*lines, *(f"experts of {n} of {count} layers are left as they are: {why}" for why, n in left.items()))
 
 
-def implementation(stock: str) -> str:
-    """The name under which transformers finds attnops with `stock` for the calls that are left; registered now if it was not."""
-    name = PREFIX + stock
+Serve = Callable[[Any, Tensor, Tensor, Tensor], Tensor | None]
+"""The result of a module's call, of its tokens, choices and their weights. None: transformers' own serves it."""
+
+
+def _served(module: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor | None:
+    gate: Gate | None = getattr(module, _GATE, None)
+    if gate is None or not _serves(module, x, index, gate):
+        return None
+    return experts(
+        x, *weights_of(module), index, weights, *biases_of(module), activation=gate.activation, interleaved=gate.interleaved,
+        alpha=gate.alpha, limit=gate.limit, offset=gate.offset,
+    )  # fmt: skip
+
+
+def implementation(stock: str, prefix: str = PREFIX, serve: Serve = _served) -> str:
+    """The name under which transformers finds `serve`, with `stock` for the calls that are left; registered now if it was not."""
+    name = prefix + stock
     if name not in interface._global_mapping:
-        interface.register(name, _function(interface._global_mapping.get(stock)))
+        interface.register(name, _function(interface._global_mapping.get(stock), serve))
     return name
 
 
-def _function(stock: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
+def _function(stock: Callable[..., Tensor] | None, serve: Serve) -> Callable[..., Tensor]:
     def forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        gate: Gate | None = getattr(module, _GATE, None)
-        if gate is None or args or kwargs or not _serves(module, hidden_states, top_k_index, gate):
-            own = type(module).forward.__wrapped__ if stock is None else stock
-            return own(module, hidden_states, top_k_index, top_k_weights, *args, **kwargs)
-        gate_up, down = weights_of(module)
-        biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
-        return experts(
-            hidden_states, gate_up, down, top_k_index, top_k_weights, *biases, activation=gate.activation, interleaved=gate.interleaved,
-            alpha=gate.alpha, limit=gate.limit, offset=gate.offset,
-        )  # fmt: skip
+        if not (args or kwargs) and (out := serve(module, hidden_states, top_k_index, top_k_weights)) is not None:
+            return out
+        own = type(module).forward.__wrapped__ if stock is None else stock
+        return own(module, hidden_states, top_k_index, top_k_weights, *args, **kwargs)
 
     return forward
+
+
+def is_taken(module: nn.Module) -> bool:
+    """Is it an experts module of a patched model, that is taken over?"""
+    return _GATE in vars(module)
+
+
+def biases_of(module: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Of gate_up and down."""
+    return (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
 
 
 def weights_of(module: Any) -> tuple[Tensor, Tensor]:
@@ -177,7 +196,8 @@ def _chosen(policy: str, device: torch.device, dtype: torch.dtype, count: int, t
 # Recognition ----------------------------------------------------------------------------------------------------------
 
 
-def _sites(model: nn.Module) -> Iterator[Site]:
+def sites(model: nn.Module) -> Iterator[Site]:
+    """The experts modules of a model."""
     gates: dict[tuple[Any, ...], Gate | None] = {}
     for module in model.modules():
         if hasattr(module, "_apply_gate") and hasattr(module, "is_transposed"):
@@ -188,7 +208,7 @@ def _sites(model: nn.Module) -> Iterator[Site]:
 
 def _against(module: Any) -> str:
     """Why a module that asks the interface is left as it is, but for its activation; "" if it is not."""
-    stock, weights = getattr(module.config, _SWITCH, None), [getattr(module, n, None) for n in ("gate_up_proj", "down_proj")]
+    stock, weights = getattr(module.config, SWITCH, None), [getattr(module, n, None) for n in ("gate_up_proj", "down_proj")]
     if interface is None or stock not in STOCK:
         return f"the implementation is {stock!r}"
     if not module.has_gate:
@@ -212,7 +232,7 @@ PROBE = 12.0
 
 def _gate(module: Any, known: dict[tuple[Any, ...], Gate | None]) -> Gate | str:
     """The gate of the module. known: those of modules like it."""
-    key = type(module), getattr(module.config, _SWITCH), type(getattr(module, "act_fn", None)), _floats(module)
+    key = type(module), getattr(module.config, SWITCH), type(getattr(module, "act_fn", None)), _floats(module)
     if key not in known:
         known[key] = gate_of(module)
     return known[key] or f"the activation of {type(module).__name__} is no activation of the op"
@@ -225,7 +245,7 @@ def _floats(module: Any) -> tuple[float, ...]:
 @torch.no_grad()
 def gate_of(module: Any) -> Gate | None:
     """The gate of an experts module, found by trying the module's own function on a few numbers; None: the op has no such activation."""
-    stock, floats = getattr(module.config, _SWITCH), _floats(module)
+    stock, floats = getattr(module.config, SWITCH), _floats(module)
     with _disable_current_modes():  # of fake tensors
         return _tried(module, stock, floats)
 

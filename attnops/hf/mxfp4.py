@@ -6,7 +6,6 @@ numbers are none of MXFP4 is refused. The packed bytes take the parameters' plac
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,10 +52,13 @@ def pack_experts(model: nn.Module) -> int:
         The number of layers that were packed.
 
     Raises:
-        PatchError: a layer's weights are no MXFP4 numbers, or have a shape that the op does not take. The model is as it was.
+        PatchError: a layer's weights are no MXFP4 numbers, or have a shape that the op does not take; the model is patched. It is as it
+            was.
     """
-    done = 0
-    for site in tuple(plain._sites(model)):
+    done, sites = 0, tuple(plain.sites(model))
+    if any(plain.is_taken(site.module) for site in sites):
+        fail(PatchError, f"pack_experts: {type(model).__name__} got patched before, want pack_experts() before attnops.patch()")
+    for site in sites:
         if isinstance(site.found, Gate) and site.found.interleaved and site.found.activation == "silu":
             try:
                 _pack(site.module, site.found)
@@ -83,8 +85,8 @@ def unpack_experts(model: nn.Module) -> None:
         module._parameters.clear()
         module._parameters.update({name: parameters[name] for name in kept.order})
         config: Any = module.config
-        if getattr(config, plain._SWITCH) == _name(kept.gate.stock):
-            setattr(config, plain._SWITCH, kept.gate.stock)
+        if getattr(config, plain.SWITCH) == _name(kept.gate.stock):
+            setattr(config, plain.SWITCH, kept.gate.stock)
 
 
 def _pack(module: Any, gate: Gate) -> None:
@@ -98,7 +100,7 @@ def _pack(module: Any, gate: Gate) -> None:
         del module._parameters[name]
         for part, tensor in zip(("blocks", "scales"), found[name], strict=True):
             module.register_buffer(f"_{name}_{part}", tensor, persistent=False)
-    setattr(module.config, plain._SWITCH, _name(gate.stock))
+    setattr(module.config, plain.SWITCH, _name(gate.stock))
 
 
 def _encoded(module: Any, name: str) -> tuple[Tensor, Tensor]:
@@ -137,23 +139,15 @@ def _refuse(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> N
 
 
 def _name(stock: str) -> str:
-    """The name of the function that serves packed modules, and others of their config as `stock` does; registered now if it was not."""
-    name = f"{PREFIX}mxfp4_{stock}"
-    if name not in plain.interface._global_mapping:
-        plain.interface.register(name, _function(plain.interface._global_mapping.get(stock)))
-    return name
+    """The name of the function that serves packed modules, and others of their config as `stock` does."""
+    return plain.implementation(stock, f"{PREFIX}mxfp4_", _served)
 
 
-def _function(stock: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
-    def forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        kept: Kept | None = getattr(module, _PACKED, None)
-        if kept is None:
-            own = type(module).forward.__wrapped__ if stock is None else stock
-            return own(module, hidden_states, top_k_index, top_k_weights, *args, **kwargs)
-        biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
-        return mxfp4_experts(
-            hidden_states, module._gate_up_proj_blocks, module._gate_up_proj_scales, module._down_proj_blocks, module._down_proj_scales,
-            top_k_index, top_k_weights, *biases, alpha=kept.gate.alpha, limit=kept.gate.limit, offset=kept.gate.offset,
-        )  # fmt: skip
-
-    return forward
+def _served(module: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor | None:
+    kept: Kept | None = getattr(module, _PACKED, None)
+    if kept is None:
+        return None
+    return mxfp4_experts(
+        x, module._gate_up_proj_blocks, module._gate_up_proj_scales, module._down_proj_blocks, module._down_proj_scales, index, weights,
+        *plain.biases_of(module), alpha=kept.gate.alpha, limit=kept.gate.limit, offset=kept.gate.offset,
+    )  # fmt: skip

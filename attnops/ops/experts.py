@@ -96,15 +96,7 @@ def experts(
     Raises:
         InvalidInput: a shape, dtype, device or number breaks this contract. NoGradient: an input requires grad. UnknownKernel, NoKernel.
     """
-    eager.tensors(x=x, gate_up=gate_up, down=down, top_k_index=top_k_index)
-    for field, given, dims in (("x", x, "[T, In]"), ("gate_up", gate_up, "[E, 2 Inner, In]"), ("down", down, "[E, Out, Inner]")):
-        check_strided(field, given, dims[1:-1])
-        if given.dim() != (2 if field == "x" else 3):
-            fail(InvalidInput, field, f"shape {tuple(given.shape)}", dims)
-    if output is None:
-        output = x.new_empty((x.shape[0], down.shape[1]))
-    if not torch.compiler.is_compiling() and top_k_index.device.type == "cpu":
-        check_index(top_k_index, gate_up.shape[0])
+    output = prepared(x, gate_up, down, top_k_index, output)
     EXPERTS(Experts(
         x, gate_up, down, top_k_index, top_k_weights, gate_up_bias, down_bias, activation=activation, interleaved=interleaved, alpha=alpha,
         limit=limit, offset=offset, policy=key_for("experts", kernel), output=output,
@@ -112,7 +104,24 @@ def experts(
     return output
 
 
-def check_index(index: Tensor, experts: int) -> None:
+def prepared(x: Tensor, gate_up: Tensor, down: Tensor, top_k_index: Tensor, output: Tensor | None, packed: str = "") -> Tensor:
+    """`output`, allocated when None.
+
+    packed: the part of a dim of columns that a weight stores, as `" // 2"`. Raises InvalidInput: a tensor that a public function looks into
+    before the op checks its call is none, or has other dims; a number of `top_k_index` on the CPU is no expert.
+    """
+    eager.tensors(x=x, gate_up=gate_up, down=down, top_k_index=top_k_index)
+    wanted = ("x", x, "[T, In]"), ("gate_up", gate_up, f"[E, 2 Inner, In{packed}]"), ("down", down, f"[E, Out, Inner{packed}]")
+    for field, given, dims in wanted:
+        check_strided(field, given, dims[1:-1])
+        if given.dim() != dims.count(",") + 1:
+            fail(InvalidInput, field, f"shape {tuple(given.shape)}", dims)
+    if not torch.compiler.is_compiling() and top_k_index.device.type == "cpu":
+        _check_index(top_k_index, gate_up.shape[0])
+    return x.new_empty((x.shape[0], down.shape[1])) if output is None else output
+
+
+def _check_index(index: Tensor, experts: int) -> None:
     """Raise InvalidInput for a number that is no expert, in a tensor of integers on the CPU."""
     if type(index) is not Tensor or index.is_nested or index.layout != torch.strided or index.dtype not in INDEX or not index.numel():
         return  # the op checks it; a tensor subclass may hold no data

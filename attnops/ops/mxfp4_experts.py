@@ -7,11 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.call import FLOATS, INDEX, KW_ONLY, Call, Sizes, arg, check_strided, need, record
-from attnops.errors import InvalidInput, fail
-from attnops.ops import eager
+from attnops.call import FLOATS, INDEX, KW_ONLY, Call, Sizes, arg, need, record
 from attnops.ops.eager import key_for
-from attnops.ops.experts import check_index
+from attnops.ops.experts import prepared
 from attnops.ops.op import Op, define
 from attnops.reference.mxfp4 import COLUMNS, ROWS, experts as reference
 
@@ -100,15 +98,7 @@ def mxfp4_experts(
     Raises:
         InvalidInput: a shape, dtype, device or number breaks this contract. NoGradient: an input requires grad. UnknownKernel, NoKernel.
     """
-    eager.tensors(x=x, gate_up=gate_up, down=down, top_k_index=top_k_index)
-    for field, given, dims in (("x", x, "[T, In]"), ("gate_up", gate_up, "[E, 2 Inner, In // 2]"), ("down", down, "[E, Out, Inner // 2]")):
-        check_strided(field, given, dims[1:-1])
-        if given.dim() != (2 if field == "x" else 3):
-            fail(InvalidInput, field, f"shape {tuple(given.shape)}", dims)
-    if output is None:
-        output = x.new_empty((x.shape[0], down.shape[1]))
-    if not torch.compiler.is_compiling() and top_k_index.device.type == "cpu":
-        check_index(top_k_index, gate_up.shape[0])
+    output = prepared(x, gate_up, down, top_k_index, output, " // 2")
     MXFP4_EXPERTS(Mxfp4Experts(
         x, gate_up, gate_up_scales, down, down_scales, top_k_index, top_k_weights, gate_up_bias, down_bias, alpha=alpha, limit=limit,
         offset=offset, policy=key_for("mxfp4_experts", kernel), output=output,

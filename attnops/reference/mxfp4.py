@@ -1,7 +1,7 @@
 """MXFP4: numbers of four bits that share a scale by 32, the order in which attnops' kernels read them, and back.
 
 The format: https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf. A number is e2m1, a sign and a
-magnitude of VALUES; a scale is e8m0, a byte s that stands for `2**(s - 127)`.
+magnitude of VALUES; a scale is e8m0: byte s is the factor `2**(s - 127)`.
 
 A kernel's matrix units take tiles of 16 rows and 16 columns, whose numbers are spread over 32 lanes. `arranged` puts the 32 numbers that a
 lane has of a tile of 16 rows and 64 columns next to each other, in eight halfwords, so that a lane reads its operand with one load:

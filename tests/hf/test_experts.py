@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 
 import attnops
 from attnops.hf import experts, tiny
@@ -14,7 +14,7 @@ from attnops.ops.experts import EXPERTS
 from attnops.problem import Target, pretend
 from tests.hf.helpers import LIMIT, relative
 from tests.hf.test_decode_graphs import generated, how
-from tests.hf.test_linears import code_of
+from tests.hf.test_linears import judging
 from tests.lowering.models import kernel_calls
 from tests.triton.process import interpreted
 
@@ -62,16 +62,7 @@ def test_models_answer_as_eager(family, stock, calls):
 @torch.no_grad()
 def test_generated_code_calls_the_kernel(family):
     """With the parameters themselves, which are not copied."""
-    model, code = tiny.model(family), []
-
-    def backend(gm, inputs):
-        judged = fx.GraphModule(gm, copy.deepcopy(gm.graph))
-        for node in judged.graph.find_nodes(op="call_function", target=EXPERTS.packet.default):
-            node.kwargs = {**node.kwargs, "policy": "kernel=experts:reference"}
-        judged.recompile()
-        code.append(code_of(gm, inputs))
-        return judged
-
+    model, (backend, code) = tiny.model(family), judging(EXPERTS)
     block, x = model.model.layers[1].mlp, torch.randn(1, 5, 64)
     want = block(x)
     with attnops.patch(model), torch._inductor.config.patch(fx_graph_cache=False), pretend(SM90):

@@ -5,18 +5,17 @@ import pickle
 
 import pytest
 import torch
-from torch import fx
 
 import attnops
 from attnops.errors import PatchError
 from attnops.hf import mxfp4, pack_experts, tiny, unpack_experts
-from attnops.hf.experts import _SWITCH
+from attnops.hf.experts import SWITCH
 from attnops.ops.mxfp4_experts import MXFP4_EXPERTS
 from attnops.problem import Target, pretend
 from attnops.reference.mxfp4 import decoded
 from tests.hf.helpers import LIMIT, relative
 from tests.hf.test_decode_graphs import generated, how
-from tests.hf.test_linears import code_of
+from tests.hf.test_linears import judging
 from tests.lowering.models import kernel_calls
 
 SM90 = Target("cuda", 90, assume=("triton",))
@@ -59,7 +58,7 @@ def test_models_answer_and_save_as_before(stock):
     unpack_experts(model)
     unpack_experts(model)
     assert [n for n, _ in model.named_parameters()] == names and all(p.requires_grad for p in model.parameters())
-    assert getattr(model.config, _SWITCH) == stock
+    assert getattr(model.config, SWITCH) == stock
     now = model.state_dict()
     assert list(now) == list(saved) and all(torch.equal(now[n], saved[n]) for n in saved)
 
@@ -87,22 +86,20 @@ def test_loading_is_refused():
         model.load_state_dict(state)
 
 
+def test_a_patched_model_is_refused():
+    model = gpt_oss()
+    with attnops.patch(model), pytest.raises(PatchError, match=r"GptOssForCausalLM got patched before, want pack_experts\(\) before"):
+        pack_experts(model)
+    assert pack_experts(model) == len(model.model.layers)
+
+
 def test_experts_of_halves_are_left():
     assert pack_experts(tiny.model("mixtral")) == 0
 
 
 @torch.no_grad()
 def test_generated_code_calls_the_kernel():
-    model, code = gpt_oss(), []
-
-    def backend(gm, inputs):
-        judged = fx.GraphModule(gm, copy.deepcopy(gm.graph))
-        for node in judged.graph.find_nodes(op="call_function", target=MXFP4_EXPERTS.packet.default):
-            node.kwargs = {**node.kwargs, "policy": "kernel=mxfp4_experts:reference"}
-        judged.recompile()
-        code.append(code_of(gm, inputs))
-        return judged
-
+    model, (backend, code) = gpt_oss(), judging(MXFP4_EXPERTS)
     block, x = model.model.layers[1].mlp, torch.randn(1, 5, 64)
     want = block(x)
     pack_experts(model)

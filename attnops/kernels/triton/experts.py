@@ -5,9 +5,9 @@ from __future__ import annotations
 from attnops.kernel import at_most, one_of
 from attnops.kernels.torch.experts import TAKES, cost_us, products_us
 from attnops.kernels.triton.attention import launched, own
+from attnops.kernels.triton.launch.experts_tiles import MOST_TOKENS
 from attnops.problem import Problem
 
-MOST_TOKENS = 64
 MOST_CHOICES = 32
 """Experts of a token: a program holds them at once."""
 
@@ -19,4 +19,4 @@ def _cost_us(p: Problem) -> float:
 
 
 NEEDS = (one_of("last_dim_contiguous", True), at_most("top_k", MOST_CHOICES))
-own("experts", launched("experts", "experts"), _cost_us, "attnops' own, up to 64 tokens", TAKES, needs=NEEDS)
+own("experts", launched("experts", "experts"), _cost_us, "attnops' own; of more than 64 tokens, torch's products", TAKES, needs=NEEDS)

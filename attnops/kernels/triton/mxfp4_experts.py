@@ -8,7 +8,8 @@ from attnops.kernel import at_most, one_of
 from attnops.kernels.torch.experts import products_us
 from attnops.kernels.torch.mxfp4_experts import BYTES, TAKES, cost_us
 from attnops.kernels.triton.attention import launched, own
-from attnops.kernels.triton.experts import MOST_CHOICES, MOST_TOKENS
+from attnops.kernels.triton.experts import MOST_CHOICES
+from attnops.kernels.triton.launch.experts_tiles import MOST_TOKENS
 from attnops.problem import Problem
 
 
@@ -20,6 +21,6 @@ def _cost_us(p: Problem) -> float:
 
 NEEDS = (one_of("last_dim_contiguous", True), at_most("top_k", MOST_CHOICES))
 own(
-    "mxfp4_experts", launched("mxfp4_experts", "mxfp4_experts"), _cost_us, "attnops' own, up to 64 tokens", TAKES,
-    (torch.bfloat16, torch.float32), needs=NEEDS,
+    "mxfp4_experts", launched("mxfp4_experts", "mxfp4_experts"), _cost_us,
+    "attnops' own; of more than 64 tokens, weights decoded for torch's products", TAKES, (torch.bfloat16, torch.float32), needs=NEEDS,
 )  # fmt: skip

@@ -101,6 +101,27 @@ def one_token_down(
     tl.store(out_ptr + n.to(tl.int64) * out_n, total.to(out_ptr.dtype.element_ty), mask=n < outs)
 
 
+@triton.jit
+def choices(index_ptr, tokens, by_expert, experts, K: tl.constexpr, KP: tl.constexpr, BLOCK_T: tl.constexpr):
+    """The part of the table of choices that a program of an expert and a block of tokens reads.
+
+    Returns the tokens `[BLOCK_T]`; of their choices `[BLOCK_T, KP]` the places in the table, which of them there are, and the experts; the
+    program's expert; the first place of it among each token's, KP for none; and whether the expert is this program's to take.
+    """
+    first = tl.program_id(2) * BLOCK_T
+    t = first + tl.arange(0, BLOCK_T)
+    place = tl.arange(0, KP)
+    at = t[:, None] * K + place[None, :]
+    given = (t < tokens)[:, None] & (place < K)[None, :]
+    index = tl.load(index_ptr + at, mask=given, other=-1)
+    slot = first * K + tl.program_id(1)
+    e = tl.load(index_ptr + slot, mask=(by_expert == 0) & (slot < tokens * K), other=-1)
+    e = tl.where(by_expert != 0, tl.program_id(1).to(e.dtype), e)
+    earlier = tl.sum(tl.sum(((index == e) & (at < slot)).to(tl.int32), 1), 0)  # another program's, unless programs are experts
+    chosen = tl.min(tl.where(index == e, place[None, :], KP), 1)
+    return t, at, given, index, e, chosen, (e >= 0) & (e < experts) & ((earlier == 0) | (by_expert != 0))
+
+
 @triton.jit(do_not_specialize=["tokens", "by_expert"])
 def few_tokens(
     x_ptr, w_ptr, bias_ptr, index_ptr, weights_ptr, out_ptr, tokens, by_expert, outs, experts, alpha, limit, offset, x_t, w_e, w_n, w_k,
@@ -115,19 +136,9 @@ def few_tokens(
     by_expert: programs of the grid's second axis are experts, not choices. DESCRIBED: `w_ptr` is a descriptor, by which the tensor memory
     accelerator reads tiles; it reads 0 past the ends. ALONG_N: of the weight's last two dims, rows are next to each other.
     """
-    first = tl.program_id(2) * BLOCK_T
-    t = first + tl.arange(0, BLOCK_T)
-    place = tl.arange(0, KP)
-    at = t[:, None] * K + place[None, :]
-    given = (t < tokens)[:, None] & (place < K)[None, :]
-    index = tl.load(index_ptr + at, mask=given, other=-1)
-    slot = first * K + tl.program_id(1)
-    e = tl.load(index_ptr + slot, mask=(by_expert == 0) & (slot < tokens * K), other=-1)
-    e = tl.where(by_expert != 0, tl.program_id(1).to(e.dtype), e)
-    earlier = tl.sum(tl.sum(((index == e) & (at < slot)).to(tl.int32), 1), 0)  # another program's, unless programs are experts
-    chosen = tl.min(tl.where(index == e, place[None, :], KP), 1)
+    t, at, given, index, e, chosen, mine = choices(index_ptr, tokens, by_expert, experts, K, KP, BLOCK_T)
     here = chosen < KP
-    if (e >= 0) & (e < experts) & ((earlier == 0) | (by_expert != 0)) & (tl.min(chosen, 0) < KP):
+    if mine & (tl.min(chosen, 0) < KP):
         ROWS: tl.constexpr = 2 * BLOCK_N if INTERLEAVED else BLOCK_N
         start = tl.program_id(0) * ROWS
         n = start + tl.arange(0, ROWS)

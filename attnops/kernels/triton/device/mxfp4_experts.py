@@ -8,7 +8,7 @@ The warps of a program share the columns of its rows.
 import triton
 import triton.language as tl
 
-from attnops.kernels.triton.device.experts import glu
+from attnops.kernels.triton.device.experts import choices, glu
 
 # Of two halfwords of four values each. $4: the halfwords; $5, $6: the scales of the lane, four bytes; $7, $8: where theirs is.
 # {15, 8 7 6} of a halfword, the sign and the magnitude, is bfloat16 of 2^-126 times the value, subnormals included. A stored scale is the
@@ -219,21 +219,11 @@ def few_tokens(
     """
     ALL: tl.constexpr = WARPS // PARTS * TILES
     ROWS: tl.constexpr = 8 if UP else 16
-    first = tl.program_id(2) * BLOCK_T
-    t = first + tl.arange(0, BLOCK_T)
-    place = tl.arange(0, KP)
-    at = t[:, None] * K + place[None, :]
-    given = (t < tokens)[:, None] & (place < K)[None, :]
-    index = tl.load(index_ptr + at, mask=given, other=-1)
-    slot = first * K + tl.program_id(1)
-    e = tl.load(index_ptr + slot, mask=(by_expert == 0) & (slot < tokens * K), other=-1)
-    e = tl.where(by_expert != 0, tl.program_id(1).to(e.dtype), e)
-    earlier = tl.sum(tl.sum(((index == e) & (at < slot)).to(tl.int32), 1), 0)  # another program's, unless programs are experts
-    chosen = tl.min(tl.where(index == e, place[None, :], KP), 1)
+    t, at, given, index, e, chosen, own = choices(index_ptr, tokens, by_expert, experts, K, KP, BLOCK_T)
     here = chosen < KP
     number = tl.cumsum(here.to(tl.int32), 0)  # of a token among its mates, from 1 on
     count = tl.max(number, 0)
-    if (e >= 0) & (e < experts) & ((earlier == 0) | (by_expert != 0)):
+    if own:
         tile = tl.program_id(0) * ALL
         n = tile * ROWS + tl.arange(0, ALL * ROWS)
         real = n < outs

@@ -14,7 +14,7 @@ from attnops.kernels.triton.device import experts as device
 from attnops.kernels.triton.launch import experts_tiles as tiles
 from attnops.kernels.triton.launch.experts_tiles import Shape, Tile
 from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch
-from attnops.kernels.triton.launch.linear import ALIGNED, _descriptors
+from attnops.kernels.triton.launch.linear import ALIGNED, descriptors
 from attnops.kernels.triton.launch.tiles import power
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def _few_tokens(call: Experts, choice: tuple[Tile, Tile] | None, fixed: bool) ->
 def _describable(weight: Tensor) -> bool:
     strides = [n * weight.dtype.itemsize for n in weight.stride() if n != 1]
     along_one = 1 in weight.stride()[1:] and len(strides) == 2
-    return _descriptors() and along_one and address(weight) % ALIGNED == 0 and all(n % ALIGNED == 0 and n > 0 for n in strides)
+    return descriptors() and along_one and address(weight) % ALIGNED == 0 and all(n % ALIGNED == 0 and n > 0 for n in strides)
 
 
 def _descriptor(weight: Tensor, tile: Tile, along: bool) -> Any:

@@ -58,14 +58,14 @@ def linear(call: Linear, choice: tiles.Tile | None = None) -> None:
 
 
 @functools.cache
-def _descriptors() -> bool:
+def descriptors() -> bool:
     """Has this Triton descriptors that are made on the host?"""
     return find_spec("triton.tools.tensor_descriptor") is not None
 
 
 def _describable(weight: Tensor) -> bool:
     row = weight.stride(0) * weight.dtype.itemsize
-    return _descriptors() and address(weight) % ALIGNED == 0 and row % ALIGNED == 0 and row > 0
+    return descriptors() and address(weight) % ALIGNED == 0 and row % ALIGNED == 0 and row > 0
 
 
 def _descriptor(weight: Tensor, rows: int, columns: int) -> Any:
