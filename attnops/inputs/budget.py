@@ -24,18 +24,19 @@ mask and exp(sink - lse) times the row sums of p dP + |dlse| for the sinks, summ
 
 The gradients of mask and sinks are also rounded to those' own dtypes.
 
-Linear layers, of row x, weight row w and gain g: with S = sum |x g w| rsqrt(mean(x^2) + eps) + |bias| of a result y before the activation,
+Linear layers, of row x, weight row w and gain g: with n = x g rsqrt(mean(x^2) + eps), or n = x, S = sum |n w| + |bias| of a result y before
+the activation, R = |y| + sqrt(sum (n w)^2) + |bias|, the size of its partial sums, and s half the least subnormal step,
 
-    delta(y) = (4 u + a (sqrt(In) + 8)) S
+    delta(y) = 4 (u R + s) + a (sqrt(In) + 8) S
 
-norm, gain, their product and y itself are each rounded at most once. With an activation, whose slope is below 1.13, of gate y and up z,
+norm, gain, their product and y itself are each rounded at most once, and roundings of different numbers are independent. With an
+activation, whose slope is below 1.13, of gate y and up z,
 
     delta(output) = 1.13 delta(y) (|z| + delta(z)) + |y| delta(z) + (3 u + 8 a) |y z|
 
 and with a residual r, delta(output) + u (|output| + |r|).
 
-Experts of a mixture: nothing is rounded before the first product, and roundings of different numbers are independent. With
-R = |y| + sqrt(sum (x w)^2) + |bias| of a product, the size of its partial sums, and S as above, s half the least subnormal step,
+Experts of a mixture: nothing is rounded before the first product. With R, S and s of a product as above,
 
     delta(y) = 2 (u R + s) + a (sqrt(In) + 8) S
 
@@ -154,6 +155,17 @@ def allowance(call: Call, expected: Mapping[str, Tensor], rounded_sums: bool = F
     return allowed
 
 
+def _product(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, R, S) of a product."""
+    y, sizes = x @ weight + bias, x.abs() @ weight.abs() + bias.abs()
+    return y, y.abs() + (x.square() @ weight.square()).sqrt() + bias.abs(), sizes
+
+
+def _step(dtype: torch.dtype) -> float:
+    """Half the least subnormal step."""
+    return roundoff(dtype) * torch.finfo(dtype).smallest_normal
+
+
 def _linear(call: Call, expected: Tensor) -> Tensor:
     t, width = {n: x.double() for n, x in call.tensors().items()}, call.arguments["x"].shape[1]
     u = roundoff(call.arguments["x"].dtype)
@@ -162,11 +174,10 @@ def _linear(call: Call, expected: Tensor) -> Tensor:
     if "norm_weight" in t:
         gain = t["norm_weight"] + call.arguments.get("norm_offset", 0.0)
         x = x * gain * torch.rsqrt(x.square().mean(-1, keepdim=True) + call.arguments["norm_eps"])
-    bias = t.get("bias", x.new_zeros(()))
-    sizes = x.abs() @ t["weight"].abs().T + bias.abs()
-    off = (4 * u + a * (sqrt(width) + 8)) * sizes
+    y, partial, sizes = _product(x, t["weight"].T, t.get("bias", x.new_zeros(())))
+    off = 4 * (u * partial + _step(call.arguments["x"].dtype)) + a * (sqrt(width) + 8) * sizes
     if call.arguments.get("activation"):
-        (gate, up), (off, off_up) = ((x @ t["weight"].T + bias).abs().chunk(2, -1), off.chunk(2, -1))
+        (gate, up), (off, off_up) = y.abs().chunk(2, -1), off.chunk(2, -1)
         off = 1.13 * off * (up + off_up) + gate * off_up + (3 * u + 8 * a) * gate * up
     return off + u * (expected.abs() + t["residual"].abs()) if "residual" in t else off
 
@@ -175,13 +186,8 @@ def _experts(call: Call, expected: Tensor) -> Tensor:
     t, index, x = call.record, call.arguments["top_k_index"], call.arguments["x"].double()
     t = decoded_call(t) if call.op == "mxfp4_experts" else t
     (count, _, inner), k, u = t.down.shape, index.shape[1], roundoff(t.x.dtype)
-    a, step = min(u, roundoff(torch.float32)), u * torch.finfo(t.x.dtype).smallest_normal
+    a, step = min(u, roundoff(torch.float32)), _step(t.x.dtype)
     total, squares = u * expected.double().abs() + (k + 1) * step, torch.zeros_like(expected, dtype=torch.float64)
-
-    def product(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(y, R, S)."""
-        y, sizes = x @ weight + bias, x.abs() @ weight.abs() + bias.abs()
-        return y, y.abs() + (x.square() @ weight.square()).sqrt() + bias.abs(), sizes
 
     for e in index.unique().tolist():
         if not 0 <= e < count:
@@ -190,7 +196,7 @@ def _experts(call: Call, expected: Tensor) -> Tensor:
         weight = torch.where(index == e, t.top_k_weights.double().abs(), 0.0).sum(1)[:, None]
         first, second = t.gate_up[e].double().T, t.down[e].double().T
         bias, last = (x.new_zeros(()) if b is None else b[e].double() for b in (t.gate_up_bias, t.down_bias))
-        y, partial, sizes = product(x, first, bias)
+        y, partial, sizes = _product(x, first, bias)
         off = 2 * (u * partial + step) + a * (sqrt(x.shape[1]) + 8) * sizes
         (gate, up), (off, off_up) = ((z[..., ::2], z[..., 1::2]) if t.interleaved else z.chunk(2, -1) for z in (y, off))
         h = gated(t, y)
@@ -198,7 +204,7 @@ def _experts(call: Call, expected: Tensor) -> Tensor:
             gate, up = gate.clamp(max=t.limit), up.clamp(-t.limit, t.limit)
         gate, up = gate.abs(), up.abs() + abs(t.offset)
         off = 1.13 * off * (up + off_up) + gate * off_up + (5 * u + 8 * a) * gate * up + 3 * step
-        _, partial, sizes = product(h, second, last)
+        _, partial, sizes = _product(h, second, last)
         squares += weight.square() * (off.square() @ second.square() + (4 * (u * partial + step)).square())
         total += weight * a * (sqrt(inner) + sqrt(k) + 8) * sizes
     allowed: Tensor = total + squares.sqrt()

@@ -18,6 +18,7 @@ from attnops.testing import CASES, Call, Features, Mismatch, Source, builders, c
 from attnops.testing.builders import Pages
 from attnops.testing.check import clone, fill
 from attnops.testing.experts import OSS, experts
+from attnops.testing.linear import linear
 from tests.ops.strategies import CALLS
 
 INF = float("inf")
@@ -357,6 +358,22 @@ def test_one_choice_of_a_mixture_is_seen(fault, more, dtype, share):
 
     call = call.with_(top_k_weights=weights)
     aten = kernels_of("experts")["aten"]
+    assert 0.0 < check_kernel(aten, call).worst <= 0.5
+    with pytest.raises(Mismatch, match="output"):
+        check_kernel(replace(aten, run=run), call)
+
+
+@pytest.mark.parametrize("more", [{}, {"norm": 0.0, "activation": "silu"}, {"bias": True, "residual": True}], ids=str)
+def test_a_dropped_block_of_columns_is_seen(more):
+    """A 32nd of a row of Llama's width, in bfloat16."""
+    call = linear(Source(0), 3, 4096, 64, torch.bfloat16, **more)
+
+    def run(honest):
+        x = honest.x.clone()
+        x[:, 1024:1152] = 0.0
+        kernels_of("linear")["aten"].run(changed(honest, x=x))
+
+    aten = kernels_of("linear")["aten"]
     assert 0.0 < check_kernel(aten, call).worst <= 0.5
     with pytest.raises(Mismatch, match="output"):
         check_kernel(replace(aten, run=run), call)
