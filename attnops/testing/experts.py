@@ -12,15 +12,15 @@ F16, BF16, F32, F64, I32 = torch.float16, torch.bfloat16, torch.float32, torch.f
 
 
 def experts(
-    source: Source, tokens: int, sizes: tuple[int, int, int], count: int, k: int, dtype: torch.dtype = F32, *, bias: bool = False,
+    source: Source, tokens: int, sizes: tuple[int, int, int, int, int], dtype: torch.dtype = F32, *, bias: bool = False,
     along: bool = False, odd: bool = False, index: torch.dtype = torch.int64, weights: torch.dtype = F32, **numbers: Any,
 ) -> Call:  # fmt: skip
-    """`experts` of `tokens` tokens, each of which chooses `k` of `count` experts. sizes: In, Inner, Out.
+    """`experts` of `tokens` tokens. sizes: In, Inner, Out, the experts, and those that each token chooses.
 
     along: rows of a weight are next to each other in memory. odd: some tokens choose one expert twice, or a number that is no expert.
     numbers: further arguments of the op.
     """
-    columns, inner, outs = sizes
+    columns, inner, outs, count, k = sizes
 
     def weight(rows: int, width: int) -> torch.Tensor:
         made = source.normal(count, rows, width, dtype=dtype, spread=width**-0.5)
@@ -44,10 +44,10 @@ def experts(
 
 
 def mxfp4_experts(
-    source: Source, tokens: int, sizes: tuple[int, int, int], count: int, k: int, dtype: torch.dtype = F32, **more: Any
+    source: Source, tokens: int, sizes: tuple[int, int, int, int, int], dtype: torch.dtype = F32, **more: Any
 ) -> Call:  # fmt: skip
     """`mxfp4_experts`, as `experts`. Any byte is two numbers of a weight."""
-    (columns, inner, outs), like = sizes, experts(source, tokens, sizes, count, k, dtype, **more)
+    (columns, inner, outs, count, _), like = sizes, experts(source, tokens, sizes, dtype, **more)
     arguments = dict(like.arguments)
     for name, rows, width in (("gate_up", 2 * inner, columns), ("down", outs, inner)):
         arguments[name] = source.stored(count, rows, width // 2, dtype=torch.uint8)
@@ -56,27 +56,29 @@ def mxfp4_experts(
 
 
 SMALL, WIDE = (24, 20, 28), (144, 72, 136)
+FEW = (*SMALL, 6, 2)
 OSS = {"bias": True, "along": True, "interleaved": True, "alpha": 1.702, "limit": 0.9, "offset": 1.0}
 ODD, BIAS, ALONG = {"odd": True}, {"bias": True}, {"along": True}
 EXPERTS: Rows = {
-    "plain": (3, SMALL, 6, 2), "bias": (3, SMALL, 6, 2, BIAS), "gelu": (3, SMALL, 6, 2, {"activation": "gelu"}),
-    "gelu_tanh": (3, SMALL, 6, 2, {"activation": "gelu_tanh"}), "interleaved": (3, SMALL, 6, 2, {"interleaved": True}),
-    "limit": (3, SMALL, 6, 2, {"limit": 0.5}), "alpha": (3, SMALL, 6, 2, {"alpha": 1.702}), "offset": (3, SMALL, 6, 2, {"offset": 1.0}),
-    "along": (3, SMALL, 6, 2, ALONG), "all": (3, SMALL, 6, 2, OSS), "odd": (7, SMALL, 6, 3, ODD), "int32": (3, SMALL, 6, 2, {"index": I32}),
-    "no_tokens": (0, SMALL, 6, 2), "one_number": (1, (1, 1, 1), 1, 1), "one_expert": (3, SMALL, 1, 1),
-    "float64": (3, SMALL, 6, 2, F64, OSS),
-    "float32_one_token": (1, WIDE, 6, 3, OSS), "float32_one_token-odd": (2, SMALL, 6, 3, {**OSS, **ODD}),
-    **{f"{name}-{tokens}_tokens": (tokens, WIDE, 8, 3, BF16, {"weights": BF16}, *more) for tokens in (1, 2, 17, 64, 65)
+    "plain": (3, FEW), "bias": (3, FEW, BIAS), "gelu": (3, FEW, {"activation": "gelu"}),
+    "gelu_tanh": (3, FEW, {"activation": "gelu_tanh"}), "interleaved": (3, FEW, {"interleaved": True}),
+    "limit": (3, FEW, {"limit": 0.5}), "alpha": (3, FEW, {"alpha": 1.702}), "offset": (3, FEW, {"offset": 1.0}),
+    "along": (3, FEW, ALONG), "all": (3, FEW, OSS), "odd": (7, (*SMALL, 6, 3), ODD), "int32": (3, FEW, {"index": I32}),
+    "no_tokens": (0, FEW), "one_number": (1, (1, 1, 1, 1, 1)), "one_expert": (3, (*SMALL, 1, 1)),
+    "float64": (3, FEW, F64, OSS),
+    "float32_one_token": (1, (*WIDE, 6, 3), OSS), "float32_one_token-odd": (2, (*SMALL, 6, 3), {**OSS, **ODD}),
+    **{f"{name}-{tokens}_tokens": (tokens, (*WIDE, 8, 3), BF16, {"weights": BF16}, *more) for tokens in (1, 2, 17, 64, 65)
        for name, more in (("bfloat16", (ODD,)), ("bfloat16_all", (OSS,)))},
-    "float16": (2, WIDE, 20, 4, F16, BIAS), "float16_one_token": (1, WIDE, 20, 4, F16, ALONG), "bfloat16_many": (2, SMALL, 40, 12, BF16),
+    "float16": (2, (*WIDE, 20, 4), F16, BIAS), "float16_one_token": (1, (*WIDE, 20, 4), F16, ALONG),
+    "bfloat16_many": (2, (*SMALL, 40, 12), BF16),
 }  # fmt: skip
 
 SHAPED = {n: OSS[n] for n in ("bias", "alpha", "limit", "offset")}
 MXFP4: Rows = {
-    "plain": (3, (64, 64, 16), 3, 2), "all": (3, (64, 64, 32), 3, 2, SHAPED), "one_token": (1, (64, 576, 16), 3, 3, SHAPED),
-    "one_token-odd": (2, (64, 64, 16), 4, 3, ODD), "odd": (9, (64, 128, 16), 4, 3, {**SHAPED, **ODD, "index": I32}),
-    "no_tokens": (0, (64, 64, 16), 3, 2), "float64": (3, (64, 64, 16), 3, 2, F64),
-    **{f"bfloat16-{tokens}_tokens": (tokens, (576, 64, 16), 3, 2, BF16, {"weights": BF16, **SHAPED}) for tokens in (1, 17, 65)},
+    "plain": (3, (64, 64, 16, 3, 2)), "all": (3, (64, 64, 32, 3, 2), SHAPED), "one_token": (1, (64, 576, 16, 3, 3), SHAPED),
+    "one_token-odd": (2, (64, 64, 16, 4, 3), ODD), "odd": (9, (64, 128, 16, 4, 3), {**SHAPED, **ODD, "index": I32}),
+    "no_tokens": (0, (64, 64, 16, 3, 2)), "float64": (3, (64, 64, 16, 3, 2), F64),
+    **{f"bfloat16-{tokens}_tokens": (tokens, (576, 64, 16, 3, 2), BF16, {"weights": BF16, **SHAPED}) for tokens in (1, 17, 65)},
 }  # fmt: skip
 
 EXPERTS_CASES: dict[str, tuple[Case, ...]] = {

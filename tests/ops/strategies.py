@@ -153,7 +153,7 @@ def mixtures(draw):
     numbers |= {"alpha": st.sampled_from([1.0, 1.7]) if activation == "silu" else st.just(1.0), "weights": FLOAT}
     given = {name: draw(some) for name, some in (dict.fromkeys(("bias", "along", "odd"), FLAG) | numbers).items()}
     tokens, shape = draw(st.sampled_from([0, 1, 2, 17, 64, 70])), tuple(draw(sizes) for _ in range(3))
-    return experts(draw(SOURCE), tokens, shape, count, k, draw(FLOAT), activation=activation, **given)
+    return experts(draw(SOURCE), tokens, (*shape, count, k), draw(FLOAT), activation=activation, **given)
 
 
 @st.composite
@@ -165,7 +165,7 @@ def four_bits(draw):
     given = {name: draw(some) for name, some in numbers.items()}
     tokens, k = draw(st.sampled_from([0, 1, 2, 17])), draw(st.integers(1, min(count, 4)))
     dtype = draw(st.sampled_from([torch.bfloat16, torch.float32, torch.float64]))
-    return mxfp4_experts(draw(SOURCE), tokens, sizes, count, k, dtype, **given)
+    return mxfp4_experts(draw(SOURCE), tokens, (*sizes, count, k), dtype, **given)
 
 
 def backward(forward):

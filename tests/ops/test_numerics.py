@@ -345,7 +345,7 @@ def test_the_check_reports_refusals_and_runs_nothing():
 @pytest.mark.parametrize("fault", ["dropped", "wrong", "doubled"])
 def test_one_choice_of_a_mixture_is_seen(fault, more, dtype, share):
     """Of one token, among eight experts; also where its weight is a small share of all."""
-    call = experts(Source(0), 3, (256, 128, 256), 16, 8, dtype, **more)
+    call = experts(Source(0), 3, (256, 128, 256, 16, 8), dtype, **more)
     index, weights = call.arguments["top_k_index"], torch.full((3, 8), (1 - share) / 7)
     weights[:, 0] = share
 

@@ -51,7 +51,7 @@ def test_random_calls():
 
 @interpreted
 def test_a_token_does_not_see_its_mates():
-    call = experts(Source(1), 40, (72, 20, 70), 5, 2, BF16, **OSS)
+    call = experts(Source(1), 40, (72, 20, 70, 5, 2), BF16, **OSS)
     with pretend(SM90):
         assert select(call.problem, Policy(deterministic=True)).kernel is kernel()
     same_bits(call, [(0,), (5,), (39,), range(17)], kernel())
@@ -60,7 +60,7 @@ def test_a_token_does_not_see_its_mates():
 @interpreted
 def test_more_tokens_than_a_program_has_are_left_to_torch():
     """A graph compiled for a few tokens may meet many."""
-    call, other = (experts(Source(1), 65, WIDE, 6, 2, BF16) for _ in range(2))
+    call, other = (experts(Source(1), 65, (*WIDE, 6, 2), BF16) for _ in range(2))
     kernel().run(call.record)
     kernels_of("experts")["aten"].run(other.record)
     assert torch.equal(call.arguments["output"], other.arguments["output"])
@@ -68,7 +68,7 @@ def test_more_tokens_than_a_program_has_are_left_to_torch():
 
 @interpreted
 def test_numbers_far_out_of_range_read_nothing():
-    call = experts(Source(1), 3, WIDE, 6, 2, F32)
+    call = experts(Source(1), 3, (*WIDE, 6, 2), F32)
     index = call.arguments["top_k_index"]
     index[0, 0], index[1, 1], index[2] = 2**62, -(2**62), 6
     kernel().run(call.record)
@@ -80,7 +80,7 @@ def test_numbers_far_out_of_range_read_nothing():
 
 # Selection ------------------------------------------------------------------------------------------------------------
 
-QWEN = experts(Source(), 8, WIDE, 16, 4, BF16).problem
+QWEN = experts(Source(), 8, (*WIDE, 16, 4), BF16).problem
 
 
 @pytest.mark.parametrize(("target", "tokens", "chosen"), [
@@ -103,7 +103,7 @@ def launched(name, tokens, arch):
     from attnops.kernels.triton.launch.gpu import Gpu
 
     sizes, k, more = MODELS[name]
-    call = experts(Source(), tokens, (64, 32, 64), 8, k, BF16, **more).map(lambda n, t: t.to(torch.int32) if n == "top_k_index" else t)
+    call = experts(Source(), tokens, (64, 32, 64, 8, k), BF16, **more).map(lambda n, t: t.to(torch.int32) if n == "top_k_index" else t)
     inner, out = sizes[1:]
     shapes = {"x": (tokens, sizes[0]), "gate_up": (8, 2 * inner, sizes[0]), "down": (8, out, inner), "output": (tokens, out)}
     shapes |= {"gate_up_bias": (8, 2 * inner), "down_bias": (8, out)}

@@ -33,7 +33,7 @@ def test_grid(label):
 
 @interpreted
 def test_a_token_does_not_see_its_mates():
-    call = mxfp4_experts(Source(1), 18, (64, 64, 16), 3, 2, BF16, **SHAPED)
+    call = mxfp4_experts(Source(1), 18, (64, 64, 16, 3, 2), BF16, **SHAPED)
     with pretend(SM90):
         assert select(call.problem, Policy(deterministic=True)).kernel is kernel()
     same_bits(call, [(0,), (17,), range(9)], kernel())
@@ -41,7 +41,7 @@ def test_a_token_does_not_see_its_mates():
 
 @interpreted
 def test_numbers_far_out_of_range_read_nothing():
-    call = mxfp4_experts(Source(1), 3, (64, 64, 16), 3, 2)
+    call = mxfp4_experts(Source(1), 3, (64, 64, 16, 3, 2))
     index = call.arguments["top_k_index"]
     index[0, 0], index[1, 1], index[2] = 2**62, -(2**62), 6
     kernel().run(call.record)
