@@ -14,6 +14,7 @@ import attnops.hf
 from attnops import kernel as registry
 from attnops.bench import Point, Setup, generate, models
 from attnops.call import changed
+from attnops.errors import InvalidInput
 from attnops.hf import Decode
 from attnops.kernel import kernels_of
 from tests.graphs.standin import StandIn
@@ -38,6 +39,15 @@ def test_the_ways_take_turns(dtype):
     for way, row in found.items():
         assert row["error"] <= row["budget"] < (1e-4 if dtype == torch.float32 else 0.05) and row["new_tokens"] == 6
         assert row["tokens_s"] == pytest.approx(2e6 / row["median_us"], rel=1e-3) and ("of_hf" in row) == (way != "hf")
+
+
+def test_only_the_ways_asked_for():
+    chosen = replace(TOY, ways=("hf_again", "attnops_hf"))
+    assert list(generate.cases(chosen)) == ["llama 2x12"], "no first calls"
+    found = generate.measure(chosen, models.keeper(chosen), "llama", HERE)
+    assert [row["way"] for row in found] == ["hf", "attnops_hf", "hf_again"] and all(row["median_us"] for row in found)
+    with pytest.raises(InvalidInput, match="ways: got 'fastest', want some of hf, hf_static"):
+        generate.cases(replace(TOY, ways=("fastest",)))
 
 
 def test_steps_that_graphs_did_not_serve_are_counted(monkeypatch):

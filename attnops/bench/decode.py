@@ -33,9 +33,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from attnops.bench import Point, Setup, models, peers
+from attnops.bench import Point, Setup, known_ways, models, peers
 from attnops.bench.rows import Case, Row, Way
-from attnops.errors import InvalidInput
 from attnops.hf import Decode
 from attnops.hf.paged.prompt import CAPTURE_AFTER
 from attnops.select import use
@@ -97,8 +96,7 @@ def cases(setup: Setup) -> dict[str, Case]:
     Raises InvalidInput for a way that this device does not have.
     """
     known = WAYS | ON_GPU if setup.on_gpu else WAYS
-    if unknown := [way for way in setup.ways if way not in known]:
-        raise InvalidInput("ways", ", ".join(map(repr, unknown)), f"some of {', '.join(known)}")
+    known_ways(setup, known)
     others = peers.cases(setup, PLACES, LESS + (NEW_ON_GPU if setup.on_gpu else NEW), ROUNDS, LESS)
     return others | models.over(setup, PLACES, measure)
 

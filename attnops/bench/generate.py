@@ -2,7 +2,8 @@
 
 `hf`: transformers over its dynamic cache with SDPA. `hf_static`: `cache_implementation="static"`, which transformers compiles on a GPU.
 `attnops`: `attnops.patch(model)`, no more. `attnops_hf`, `attnops_paged`: over transformers' cache and over pages, decoding as
-transformers does. `attnops_piecewise`, `attnops_breakable`: over pages, decoding in CUDA graphs.
+transformers does. `attnops_piecewise`, `attnops_breakable`: over pages, decoding in CUDA graphs. `hf_again`: a second copy of `hf`, which
+shows how much two copies of one model differ; it runs only if `--ways` names it. With `--ways` there are more rounds and no first calls.
 
 Times are those of a token, from calls in turns. `cache`, `decode`: as `Patched.took` says. `plain_steps`: steps that graphs did not
 serve. `..., first call`: whole calls in fresh processes, the patch included. `first_s`: with empty caches of Inductor and Triton; `warm_s`:
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 import attnops.hf
-from attnops.bench import Point, Setup, models, peers
+from attnops.bench import Point, Setup, known_ways, models, peers
 from attnops.bench.overhead import in_a_process
 from attnops.bench.rows import Case, Make, Row, Way, time_if_right, with_ratios
 from attnops.hf import Decode
@@ -34,28 +35,42 @@ PLACES: models.Places = {
 }  # fmt: skip
 NEW = {"toy": 6, "small": 16, "quick": 32, "full": 128}
 FIRST_NEW = NEW | {"quick": 16, "full": 16}  # of first calls, which are about the seconds before the tokens
-ROUNDS = 3
+ROUNDS, MORE_ROUNDS = 3, 16
 WAYS: dict[str, Row | None] = {
     "hf": None, "hf_static": None, "attnops": {}, "attnops_hf": {"cache": "hf", "decode": "hf"},
 }  # fmt: skip
 ON_CPU: dict[str, Row | None] = {"attnops_paged": {"cache": "paged", "decode": "hf"}}
+AGAIN = "hf_again"
 FIRST = ("hf", "attnops", "hf_static")  # ways whose first call is measured, in two processes each
 ON_GPU: dict[str, Row | None] = {f"attnops_{mode}": {"cache": "paged", "decode": mode} for mode in ("piecewise", "breakable")}
 
 
 def cases(setup: Setup) -> dict[str, Case]:
-    """Other engines first, while this process holds no model; steady calls of every model at its prompts; first calls at its first one."""
+    """Other engines first, while this process holds no model; steady calls of every model at its prompts; first calls at its first one.
+
+    Raises InvalidInput for a way that this device does not have.
+    """
+    known_ways(setup, every_way(setup))
+    steady = models.over(setup, PLACES, measure)
+    others = peers.cases(setup, PLACES, NEW[setup.size], ROUNDS)
+    if setup.ways:
+        return others | steady
     places = {size: {name: points[:1] for name, points in some.items()} for size, some in PLACES.items()}
     first: dict[str, Any] = models.over(setup, places, first_call)
     ways = (*FIRST, *(("attnops_piecewise",) if setup.on_gpu else ()))  # whose first call compiles
     found = {f"{case}, first call, {way}": partial(one, way) for way in ways for case, one in first.items()}
-    others = peers.cases(setup, PLACES, NEW[setup.size], ROUNDS)
-    return others | models.over(setup, PLACES, measure) | found
+    return others | steady | found
+
+
+def every_way(setup: Setup) -> dict[str, Row | None]:
+    """The options of `patch` by way; None: not patched."""
+    return WAYS | (ON_GPU if setup.on_gpu else ON_CPU) | {AGAIN: None}
 
 
 def ways_of(setup: Setup) -> dict[str, Row | None]:
-    """The options of `patch` by way; None: not patched."""
-    return WAYS | (ON_GPU if setup.on_gpu else ON_CPU)
+    """Those of the ways that run."""
+    chosen = {"hf", *setup.ways} if setup.ways else every_way(setup).keys() - {AGAIN}
+    return {way: options for way, options in every_way(setup).items() if way in chosen}
 
 
 def arguments(setup: Setup, model: Any, way: str, point: Point) -> Row:
@@ -125,7 +140,7 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
 
     ways: dict[str, Way | Make] = {"hf": hf, **{name: partial(way, name) for name in ways_of(setup) if name != "hf"}}
     allowed = models.budget(model, models.distance(model, logits)(logits, exact))
-    clock = partial(steps_us, rounds=ROUNDS, cap_s=40.0)
+    clock = partial(steps_us, rounds=MORE_ROUNDS if setup.ways else ROUNDS, cap_s=40.0)
     return with_ratios(time_if_right(f"{name} {point}", ways, text, allowed, clock, off, figures), "hf", "hf_static")
 
 
