@@ -1,5 +1,7 @@
 """`triton` of experts: the grid through the interpreter, bits that do not follow the batch, and what ptxas makes of it."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -12,7 +14,7 @@ from attnops.testing.experts import OSS, experts
 from tests.mates import same_bits
 from tests.ops.strategies import CALLS
 from tests.triton.process import compiled, interpreted
-from tests.triton.test_compile import MEMORY, compile_for, recorded, spilled
+from tests.triton.test_compile import MEMORY, compile_for, launches_overlap, recorded, spilled, waits_first
 
 SM90 = Target("cuda", 90, assume=("triton",))
 BF16, F32 = torch.bfloat16, torch.float32
@@ -116,7 +118,8 @@ def launched(name, tokens, arch):
             return torch.empty(count, columns, rows, dtype=BF16).transpose(1, 2)
         return torch.empty(shapes[n], dtype=BF16)
 
-    with recorded(host, Gpu(132, MEMORY[arch], arch == 90, True)) as found:
+    overlaps = patch.object(host, "overlaps", lambda device: arch == 90 and launches_overlap())
+    with recorded(host, Gpu(132, MEMORY[arch], arch == 90, True)) as found, overlaps:
         kernel().run(call.map(wide).record)
     return found
 
@@ -137,3 +140,12 @@ def test_nothing_spills(arch, name, tokens):
         assert "cp.async" in ptx, "weights are not loaded ahead"
         assert ("mma" in ptx) == (not one)
         assert ("cp.async.bulk.tensor" in ptx) == (arch == 90 and not one), "which tiles are described"
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("tokens", [1, 8])
+@compiled
+def test_every_launch_waits_before_any_access(tokens, arch):
+    for function, arguments in launched("qwen3", tokens, arch):
+        ptx = compile_for(arch, function, dict(arguments), BF16).asm["ptx"]
+        assert waits_first(ptx) == arguments.get("launch_pdl", False) == (arch == 90 and launches_overlap())

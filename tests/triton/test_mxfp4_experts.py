@@ -1,5 +1,7 @@
 """`triton` of experts with weights of MXFP4: the grid through the interpreter, bits that do not follow the batch, and what is compiled."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
@@ -9,7 +11,8 @@ from attnops.select import Policy, select
 from attnops.testing import CASES, Source, check_kernel
 from attnops.testing.experts import SHAPED, mxfp4_experts
 from tests.mates import same_bits
-from tests.triton.process import interpreted
+from tests.triton.process import compiled, interpreted
+from tests.triton.test_compile import MEMORY, compile_for, launches_overlap, recorded, spilled, waits_first
 
 SM90 = Target("cuda", 90, assume=("triton",))
 BF16 = torch.bfloat16
@@ -49,3 +52,30 @@ def test_numbers_far_out_of_range_read_nothing():
     kernels_of("mxfp4_experts")["reference"].run(call.record)
     torch.testing.assert_close(got, call.arguments["output"])
     assert not got[2].any()
+
+
+# What is compiled -----------------------------------------------------------------------------------------------------
+
+
+def launched(tokens, arch):
+    from attnops.kernels.triton.launch import mxfp4_experts as host
+    from attnops.kernels.triton.launch.gpu import Gpu
+
+    call = mxfp4_experts(Source(), tokens, (576, 576, 64, 4, 4), BF16, index=torch.int32, **SHAPED)
+    overlaps = patch.object(host, "overlaps", lambda device: arch == 90 and launches_overlap())
+    with recorded(host, Gpu(132, MEMORY[arch], arch == 90, True)) as found, overlaps:
+        kernel().run(call.record)
+    return found
+
+
+@pytest.mark.parametrize(("arch", "tokens"), [(90, 1), (90, 8), (80, 1), (89, 8)])
+@compiled
+def test_nothing_spills(arch, tokens):
+    found = launched(tokens, arch)
+    assert len(found) == (2 if tokens == 1 else 3)
+    for function, arguments in found:
+        binary = compile_for(arch, function, dict(arguments), BF16)
+        assert spilled(binary, arch) == 0
+        ptx = binary.asm["ptx"]
+        assert ("mma.sync" in ptx) == (function.__name__ != "combine")
+        assert waits_first(ptx) == arguments.get("launch_pdl", False) == (arch == 90 and launches_overlap())

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from attnops.kernels.triton.device.linear import gated
+from attnops.kernels.triton.device.softmax import await_previous
 
 
 @triton.jit
@@ -38,9 +39,14 @@ def halves(y, BLOCK_N: tl.constexpr):
 def one_token_up(
     x_ptr, w_ptr, bias_ptr, index_ptr, act_ptr, inner, experts, alpha, limit, offset, w_e, w_n, w_k,
     IN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ACT: tl.constexpr, SHAPED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid: cdiv(inner, BLOCK_N), K. `act` `[K, inner]`; rows of choices that are no expert keep what they hold."""
+    """Grid: cdiv(inner, BLOCK_N), K. `act` `[K, inner]`; rows of choices that are no expert keep what they hold.
+
+    OVERLAP, here and below: as in `device.linear.one_row`.
+    """
+    if OVERLAP:
+        await_previous()
     e = tl.load(index_ptr + tl.program_id(1)).to(tl.int64)
     if (e >= 0) & (e < experts):
         ROWS: tl.constexpr = 2 * BLOCK_N if INTERLEAVED else BLOCK_N
@@ -76,8 +82,11 @@ def one_token_up(
 def one_token_down(
     act_ptr, w_ptr, bias_ptr, index_ptr, weights_ptr, out_ptr, outs, experts, w_e, w_n, w_k, out_n,
     IN: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid: cdiv(outs, BLOCK_N). Every program reads its rows of all K experts."""
+    if OVERLAP:
+        await_previous()
     place = tl.arange(0, KP)
     e = tl.load(index_ptr + place, mask=place < K, other=-1).to(tl.int64)
     here = (e >= 0) & (e < experts)
@@ -127,7 +136,7 @@ def few_tokens(
     x_ptr, w_ptr, bias_ptr, index_ptr, weights_ptr, out_ptr, tokens, by_expert, outs, experts, alpha, limit, offset, x_t, w_e, w_n, w_k,
     IN: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, UP: tl.constexpr, ACT: tl.constexpr, SHAPED: tl.constexpr, INTERLEAVED: tl.constexpr, COMPUTE: tl.constexpr,
-    DESCRIBED: tl.constexpr, ALONG_N: tl.constexpr,
+    DESCRIBED: tl.constexpr, ALONG_N: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid: cdiv(outs, BLOCK_N), experts or choices of a block of tokens, cdiv(tokens, BLOCK_T).
 
@@ -136,6 +145,8 @@ def few_tokens(
     by_expert: programs of the grid's second axis are experts, not choices. DESCRIBED: `w_ptr` is a descriptor, by which the tensor memory
     accelerator reads tiles; it reads 0 past the ends. ALONG_N: of the weight's last two dims, rows are next to each other.
     """
+    if OVERLAP:
+        await_previous()
     t, at, given, index, e, chosen, mine = choices(index_ptr, tokens, by_expert, experts, K, KP, BLOCK_T)
     here = chosen < KP
     if mine & (tl.min(chosen, 0) < KP):
@@ -190,8 +201,12 @@ def few_tokens(
 
 
 @triton.jit
-def combine(y_ptr, index_ptr, out_ptr, outs, experts, out_t, out_n, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr):
+def combine(
+    y_ptr, index_ptr, out_ptr, outs, experts, out_t, out_n, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """Grid: tokens, cdiv(outs, BLOCK). The sum of each token's results `[T * K, outs]`; an expert that comes twice has one."""
+    if OVERLAP:
+        await_previous()
     t = tl.program_id(0).to(tl.int64)
     place, other = tl.arange(0, KP), tl.arange(0, KP)
     e = tl.load(index_ptr + t * K + place, mask=place < K, other=-1)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from attnops.kernels.triton.device.experts import choices, glu
+from attnops.kernels.triton.device.softmax import await_previous
 
 # Of two halfwords of four values each. $4: the halfwords; $5, $6: the scales of the lane, four bytes; $7, $8: where theirs is.
 # {15, 8 7 6} of a halfword, the sign and the magnitude, is bfloat16 of 2^-126 times the value, subnormals included. A stored scale is the
@@ -154,9 +155,14 @@ def pairs(y, TILES: tl.constexpr):
 def one_token_up(
     x_ptr, w_ptr, s_ptr, bias_ptr, index_ptr, act_ptr, inner, experts, alpha, limit, offset,
     IN: tl.constexpr, TILES: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constexpr, TURNS: tl.constexpr, ACT: tl.constexpr,
-    SHAPED: tl.constexpr, COMPUTE: tl.constexpr,
+    SHAPED: tl.constexpr, COMPUTE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid: cdiv(inner, WARPS // PARTS * TILES * 8), K. `act` `[K, inner]`; rows of choices that are no expert keep what they hold."""
+    """Grid: cdiv(inner, WARPS // PARTS * TILES * 8), K. `act` `[K, inner]`; rows of choices that are no expert keep what they hold.
+
+    OVERLAP, here and below: as in `device.linear.one_row`.
+    """
+    if OVERLAP:
+        await_previous()
     e = tl.load(index_ptr + tl.program_id(1))
     if (e >= 0) & (e < experts):
         ALL: tl.constexpr = WARPS // PARTS * TILES
@@ -179,9 +185,11 @@ def one_token_up(
 def one_token_down(
     act_ptr, w_ptr, s_ptr, bias_ptr, index_ptr, weights_ptr, out_ptr, outs, experts, out_n,
     IN: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, TILES: tl.constexpr, PARTS: tl.constexpr, TURNS: tl.constexpr,
-    COMPUTE: tl.constexpr,
+    COMPUTE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid: cdiv(outs, TILES * 16). PARTS warps of each of KP experts; a choice that is no expert reads the first one, and counts 0."""
+    if OVERLAP:
+        await_previous()
     WARPS: tl.constexpr = KP * PARTS
     place = tl.arange(0, TURNS * TILES * WARPS * 32) // 32 % WARPS // PARTS
     e = tl.load(index_ptr + place, mask=place < K, other=0)
@@ -211,7 +219,7 @@ def few_tokens(
     x_ptr, w_ptr, s_ptr, bias_ptr, index_ptr, weights_ptr, out_ptr, tokens, by_expert, outs, experts, alpha, limit, offset, x_t,
     IN: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK_T: tl.constexpr, MATES: tl.constexpr, TILES: tl.constexpr,
     WARPS: tl.constexpr, PARTS: tl.constexpr, TURNS: tl.constexpr, UP: tl.constexpr, ACT: tl.constexpr, SHAPED: tl.constexpr,
-    COMPUTE: tl.constexpr,
+    COMPUTE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks of tiles (WARPS // PARTS * TILES each), experts or choices of a block of tokens, cdiv(tokens, BLOCK_T).
 
@@ -219,6 +227,8 @@ def few_tokens(
     """
     ALL: tl.constexpr = WARPS // PARTS * TILES
     ROWS: tl.constexpr = 8 if UP else 16
+    if OVERLAP:
+        await_previous()
     t, at, given, index, e, chosen, own = choices(index_ptr, tokens, by_expert, experts, K, KP, BLOCK_T)
     here = chosen < KP
     number = tl.cumsum(here.to(tl.int32), 0)  # of a token among its mates, from 1 on

@@ -11,7 +11,7 @@ from attnops.kernels.shared.memory import split
 from attnops.kernels.triton.device.decode import decode
 from attnops.kernels.triton.launch import grids, tiles
 from attnops.kernels.triton.launch.attention import refuse_far
-from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch, overlaps, ruled
+from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch, overlapped, overlaps, ruled
 from attnops.reference.rows import Rules
 
 if TYPE_CHECKING:
@@ -40,8 +40,6 @@ def decode_attention(call: DecodeAttention, choice: grids.Choice | None = None) 
     table = call.page_table if call.page_table.stride(1) == 1 else call.page_table.contiguous()
     cos, sin = (x if x is None or x.stride(1) == 1 else x.contiguous() for x in (call.cos, call.sin))
     rows, block = tiles.power(group), grids.padded(dims)
-    # Every program waits before any access, so kernels two launches apart are in order, too.
-    overlap = at.overlap and overlaps(output.device)
     launch(decode, (requests * kv_heads, splits), {
         **{name: given[name] for name in ("scale", "cap", "left", "LEFT", "CAP")},
         "q_ptr": query, "key_ptr": key, "value_ptr": value, "k_ptr": k, "v_ptr": v, "table_ptr": table, "lengths_ptr": call.seq_lens,
@@ -55,6 +53,6 @@ def decode_attention(call: DecodeAttention, choice: grids.Choice | None = None) 
         "out_b": output.stride(0), "out_h": output.stride(1), "out_d": output.stride(2),
         "D": dims, "BLOCK_D": block, "WIDTH": dims if cos is None else cos.shape[1], "PAGE": page, "KV_HEADS": kv_heads, "GROUP": group,
         "ROWS": rows, "AT_ONCE": max(1, min(most, grids.MERGED // (rows * block))), "TILE_M": tile.rows,
-        "TILE_N": tile.keys, "COMPUTE": computed_in(query), "HOLES": call.holes, "SPLIT": apart, "OVERLAP": overlap,
-        "num_stages": tile.stages, **({"launch_pdl": True} if overlap else {}),
+        "TILE_N": tile.keys, "COMPUTE": computed_in(query), "HOLES": call.holes, "SPLIT": apart,
+        "num_stages": tile.stages, **overlapped(at.overlap and overlaps(output.device)),
     }, warps=tile.warps)  # fmt: skip

@@ -13,7 +13,7 @@ from attnops.kernels.torch.experts import experts as composed
 from attnops.kernels.triton.device import experts as device
 from attnops.kernels.triton.launch import experts_tiles as tiles
 from attnops.kernels.triton.launch.experts_tiles import Shape, Tile
-from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch
+from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch, overlapped, overlaps
 from attnops.kernels.triton.launch.linear import ALIGNED, descriptors
 from attnops.kernels.triton.launch.tiles import power
 
@@ -63,14 +63,16 @@ def _one_token(call: Experts, choice: tuple[Tile, Tile] | None) -> None:
     x, index, output = call.x, call.top_k_index.contiguous(), call.output
     (experts, outs, inner), k = call.down.shape, index.shape[1]
     first, second = choice or tuple(tiles.one_token(shape, power(k)) for shape in shapes(call))
-    act = x.new_empty((k, inner))
+    act, overlap = x.new_empty((k, inner)), overlaps(output.device)
     numbers, given = _numbers(call)
     block = first.rows // 2 if call.interleaved else first.rows
     launch(device.one_token_up, (-(-inner // block), k), {
         "IN": x.shape[1], "BLOCK_N": block, "BLOCK_K": first.columns, "STAGES": first.stages, **given,
+        **overlapped(first.overlap and overlap),
     }, (x, call.gate_up, flat(call.gate_up_bias), index, act, inner, experts, *numbers, *call.gate_up.stride()), first.warps)  # fmt: skip
     launch(device.one_token_down, (-(-outs // second.rows),), {
         "IN": inner, "K": k, "KP": power(k), "BLOCK_N": second.rows, "BLOCK_K": second.columns, "STAGES": second.stages,
+        **overlapped(second.overlap and overlap),
     }, (
         act, call.down, flat(call.down_bias), index, call.top_k_weights.contiguous(), output, outs, experts, *call.down.stride(),
         output.stride(1),
@@ -81,7 +83,7 @@ def _few_tokens(call: Experts, choice: tuple[Tile, Tile] | None, fixed: bool) ->
     x, index, weights, output = call.x, call.top_k_index.contiguous(), call.top_k_weights.contiguous(), call.output
     tokens, (experts, outs, inner), k = x.shape[0], call.down.shape, index.shape[1]
     block = tiles.MOST_TOKENS if fixed else tiles.block_of(tokens)
-    memory = gpu_of(x).memory
+    memory, overlap = gpu_of(x).memory, overlaps(output.device)
     chosen = choice or tuple(tiles.few_tokens(shape, block, memory) for shape in shapes(call))
     act = x.new_empty((tokens * k, inner))
     y = x.new_empty((tokens * k, outs), dtype=torch.float32)
@@ -100,9 +102,11 @@ def _few_tokens(call: Experts, choice: tuple[Tile, Tile] | None, fixed: bool) ->
         launch(device.few_tokens, (-(-result.shape[1] // n), programs, -(-tokens // block)), {
             "IN": source.shape[1], "K": k, "KP": power(k), "BLOCK_T": block, "BLOCK_N": n, "BLOCK_K": tile.columns,
             "STAGES": tile.stages, "UP": up, **given, "INTERLEAVED": pairs, "COMPUTE": computed_in(x), "DESCRIBED": described,
-            "ALONG_N": along,
+            "ALONG_N": along, **overlapped(tile.overlap and overlap),
         }, args, tile.warps)  # fmt: skip
-    launch(device.combine, (tokens, -(-outs // BLOCK)), {"K": k, "KP": power(k), "BLOCK": min(BLOCK, power(outs))}, (
+    launch(device.combine, (tokens, -(-outs // BLOCK)), {
+        "K": k, "KP": power(k), "BLOCK": min(BLOCK, power(outs)), **overlapped(chosen[1].overlap and overlap),
+    }, (
         y, index, output, outs, experts, *output.stride(),
     ))  # fmt: skip
 

@@ -16,6 +16,7 @@ class Tile(NamedTuple):
     """rows: of the weight that a step reads, of each half where there are two. columns: of these rows.
 
     stages: steps under way at once. described: the weight is read by the tensor memory accelerator, where the GPU has one.
+    overlap: the launch begins while the kernel before it ends, where the GPU can.
     """
 
     rows: int
@@ -23,6 +24,7 @@ class Tile(NamedTuple):
     stages: int
     warps: int
     described: bool = False
+    overlap: bool = True
 
 
 class Shape(NamedTuple):

@@ -56,6 +56,14 @@ def overlaps(device: torch.device) -> bool:
     return "launch_pdl" in CUDAOptions.__dataclass_fields__
 
 
+def overlapped(overlap: bool) -> dict[str, Any]:
+    """For `launch`: does the kernel, whose programs wait before any access, begin while the one before it ends?
+
+    The kernel before it waited likewise, so kernels two launches apart are in order, too.
+    """
+    return {"OVERLAP": overlap, **({"launch_pdl": True} if overlap else {})}
+
+
 def launch(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], args: tuple[Any, ...] = (), warps: int = 4) -> None:
     """Launch a device function on the current GPU. args: its first arguments; given: the others by name, with Triton's options."""
     given = {**given, "num_warps": warps, **OPTIONS}

@@ -12,7 +12,7 @@ from attnops.kernel import deterministic
 from attnops.kernels.shared.memory import address
 from attnops.kernels.triton.device import linear as device
 from attnops.kernels.triton.launch import linear_tiles as tiles
-from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch, overlaps
+from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch, overlapped, overlaps
 
 if TYPE_CHECKING:
     from attnops.ops.linear import Linear
@@ -49,11 +49,9 @@ def linear(call: Linear, choice: tiles.Tile | None = None) -> None:
         args = (x, read, *vectors, rows, *numbers, *strides)
         given = {"BLOCK_T": block, "COMPUTE": computed_in(x), "DESCRIBED": described}
         kernel, blocks = device.few_rows, -(-rows // block)
-    # Every program waits before any access, so kernels two launches apart are in order, too.
-    overlap = tile.overlap and overlaps(output.device)
     launch(kernel, (blocks * -(-outs // tile.outs),), {
-        "IN": width, "BLOCK_N": tile.outs, "BLOCK_K": tile.bytes // size, "STAGES": tile.stages, "ACT": call.activation, "OVERLAP": overlap,
-        **given, **({"launch_pdl": True} if overlap else {}),
+        "IN": width, "BLOCK_N": tile.outs, "BLOCK_K": tile.bytes // size, "STAGES": tile.stages, "ACT": call.activation, **given,
+        **overlapped(tile.overlap and overlaps(output.device)),
     }, args, tile.warps)  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from attnops.kernels.torch.experts import experts as composed
 from attnops.kernels.triton.device import experts as plain, mxfp4_experts as device
 from attnops.kernels.triton.launch.experts import BLOCK
 from attnops.kernels.triton.launch.experts_tiles import LEAST_TOKENS, MOST_TOKENS, block_of
-from attnops.kernels.triton.launch.gpu import computed_in, flat, launch
+from attnops.kernels.triton.launch.gpu import computed_in, flat, launch, overlapped, overlaps
 from attnops.kernels.triton.launch.tiles import power
 from attnops.reference.mxfp4 import Decoded
 
@@ -21,12 +21,16 @@ if TYPE_CHECKING:
 
 
 class Tile(NamedTuple):
-    """tiles: of 16 rows, of a warp. warps: of a program; each `parts` of them share rows. turns: chunks of 64 columns of a warp's step."""
+    """tiles: of 16 rows, of a warp. warps: of a program; each `parts` of them share rows. turns: chunks of 64 columns of a warp's step.
+
+    overlap: the launch begins while the kernel before it ends, where the GPU can.
+    """
 
     tiles: int
     warps: int
     parts: int
     turns: int
+    overlap: bool = True
 
     @property
     def given(self) -> dict[str, int]:
@@ -92,15 +96,17 @@ def decoded(call: Mxfp4Experts) -> Any:
 def _one_token(call: Mxfp4Experts, first: Tile, second: Tile) -> None:
     x, index, output, computed = call.x, call.top_k_index.contiguous(), call.output, computed_in(call.x)
     (experts, outs, half), k = call.down.shape, index.shape[1]
-    inner, act = 2 * half, x.new_empty((k, 2 * half))
+    inner, act, overlap = 2 * half, x.new_empty((k, 2 * half)), overlaps(output.device)
     numbers, given = _numbers(call)
     launch(device.one_token_up, (-(-inner // (8 * first.tiles * first.warps // first.parts)), k), {
         "IN": x.shape[1], "WARPS": first.warps, **first.given, **given, "COMPUTE": computed,
+        **overlapped(first.overlap and overlap),
     }, (
         x, *_words(call.gate_up, call.gate_up_scales), flat(call.gate_up_bias), index, act, inner, experts, *numbers,
     ), first.warps)  # fmt: skip
     launch(device.one_token_down, (-(-outs // (16 * second.tiles)),), {
         "IN": inner, "K": k, "KP": power(k), **second.given, "COMPUTE": computed,
+        **overlapped(second.overlap and overlap),
     }, (
         act, *_words(call.down, call.down_scales), flat(call.down_bias), index, call.top_k_weights.contiguous(), output, outs, experts,
         output.stride(1),
@@ -113,6 +119,7 @@ def _few_tokens(call: Mxfp4Experts, choice: tuple[Tile, Tile], fixed: bool) -> N
     block = LEAST_TOKENS if fixed else block_of(tokens)
     act, y = x.new_empty((tokens * k, 2 * half)), x.new_empty((tokens * k, outs), dtype=torch.float32)
     numbers, given = _numbers(call)
+    overlap = overlaps(output.device)
     programs = min(experts, min(tokens, block) * k)
     for up, tile, source, weight, scales, bias, result in (
         (True, choice[0], x, call.gate_up, call.gate_up_scales, call.gate_up_bias, act),
@@ -121,11 +128,13 @@ def _few_tokens(call: Mxfp4Experts, choice: tuple[Tile, Tile], fixed: bool) -> N
         rows = (8 if up else 16) * tile.tiles * tile.warps // tile.parts
         launch(device.few_tokens, (-(-result.shape[1] // rows), programs, -(-tokens // block)), {
             "IN": source.shape[1], "K": k, "KP": power(k), "BLOCK_T": block, "MATES": MATES, "WARPS": tile.warps, **tile.given, "UP": up,
-            **given, "COMPUTE": computed_in(x),
+            **given, "COMPUTE": computed_in(x), **overlapped(tile.overlap and overlap),
         }, (
             source, *_words(weight, scales), flat(bias), index, weights, result, tokens, int(programs == experts), result.shape[1], experts,
             *numbers, source.stride(0),
         ), tile.warps)  # fmt: skip
-    launch(plain.combine, (tokens, -(-outs // BLOCK)), {"K": k, "KP": power(k), "BLOCK": min(BLOCK, power(outs))}, (
+    launch(plain.combine, (tokens, -(-outs // BLOCK)), {
+        "K": k, "KP": power(k), "BLOCK": min(BLOCK, power(outs)), **overlapped(choice[1].overlap and overlap),
+    }, (
         y, index, output, outs, experts, *output.stride(),
     ))  # fmt: skip
