@@ -5,7 +5,8 @@
 `attnops_piecewise`, `attnops_breakable`: over pages, in CUDA graphs (`attnops.patch(..., decode=)`). `hf_tuned`, `attnops_tuned`:
 `hf_compiled` and `attnops_piecewise` with Inductor's coordinate descent. `attnops_apart`: `attnops_piecewise` with torch's own linears, and
 with rotation, write and attention of a step apart, by policy. `attnops_linears` and `attnops_one_launch`: with one of the two. The ways in
-NAMED run only if `--ways` names them.
+NAMED run only if `--ways` names them. `attnops_mxfp4`, of a gpt-oss: `attnops_piecewise` after `attnops.hf.pack_experts`; the experts of
+every way then have the values that MXFP4 has.
 
 A measurement is as many steps one after the other as there are tokens, with one wait for the device at the end. `synchronised_us`: of a
 step where the host waits after each. `vllm`, `sglang`: a step of other engines, from a call of `generate` less a shorter one.
@@ -62,6 +63,7 @@ PREFILL_PLACES: models.Places = {
 }  # fmt: skip
 
 # Of a way: the patch, options of torch.compile (None is eager), the graphs, the policy of `attnops.use`.
+MXFP4 = "attnops_mxfp4"
 How = tuple[str, Row | None, Decode | None, Row]
 STANDARD: Row = {}
 STOCK: Row = {"kernel": {"linear": "aten"}}
@@ -78,6 +80,7 @@ ON_GPU: dict[str, How] = {
     "attnops_apart": ("paged", None, Decode("piecewise"), STOCK | APART),
     "attnops_linears": ("paged", None, Decode("piecewise"), APART),
     "attnops_one_launch": ("paged", None, Decode("piecewise"), STOCK),
+    MXFP4: ("mxfp4", None, Decode("piecewise"), STANDARD),
     "attnops_breakable": ("paged", None, Decode("breakable"), STANDARD), "hf_tuned": ("", TUNED, None, STANDARD),
 }  # fmt: skip
 Ran = tuple[float, float, str]  # a kernel that ran: its start and end in microseconds, and its name
@@ -148,6 +151,7 @@ def ways_of(setup: Setup, model: Any, prompt: Tensor, new: Tensor) -> dict[str, 
     """The makers of the chosen implementations of the step, over a full cache."""
     # In a full run these are as long to compile as `hf_compiled`, and slower than the graphs.
     left = {*NAMED, *(("attnops_hf", "attnops_paged") if setup.size == "full" else ())}
+    left |= {MXFP4} if model.config.model_type != "gpt_oss" else set()
     known = WAYS | ON_GPU if setup.on_gpu else WAYS
     chosen = {"hf_eager", *setup.ways} if setup.ways else known.keys() - left
     return {name: partial(_way, setup, model, prompt, new, *how) for name, how in known.items() if name in chosen}
@@ -163,7 +167,7 @@ def _way(
     one, handle = models.patched(model, patch, **({"decode": graphs} if graphs else {}))
     length, more = prompt.shape[1] + new.shape[1] + 1, dict[str, Any]()
     with use(**policy):
-        if patch == "paged":
+        if patch in ("paged", "mxfp4"):
             cache = handle.new_cache(prompt.shape[0], length)
         else:
             cache = DynamicCache(config=one.config) if compiled is None else StaticCache(config=one.config, max_cache_len=length)

@@ -20,6 +20,7 @@ from attnops.bench import Point, Setup
 from attnops.bench.rows import Case, Row, Way, relative_error, time_if_right, with_ratios
 from attnops.configs import SHAPES, config_of
 from attnops.errors import InvalidInput
+from attnops.reference import mxfp4
 from attnops.tune.clock import Run, steps_us
 
 ALIASES = {"llama-8b-shape": "llama-3-8b-shape"}
@@ -113,7 +114,10 @@ def fitted(setup: Setup, name: str, point: Point | None = None) -> Any:
 
 
 def build(setup: Setup, name: str, point: Point | None = None) -> Any:
-    """The model in evaluation mode and the setup's dtype, with random weights and sinks, alike in every run, as large as `fitted` says."""
+    """The model in evaluation mode and the setup's dtype, with random weights and sinks, alike in every run, as large as `fitted` says.
+
+    The experts of a gpt-oss are numbers of MXFP4, as its checkpoints have them.
+    """
     import transformers
 
     made = fitted(setup, name, point)
@@ -123,6 +127,11 @@ def build(setup: Setup, name: str, point: Point | None = None) -> Any:
         for path, parameter in model.named_parameters():
             if path.endswith("sinks"):  # initialised to zero, alike for all heads
                 nn.init.normal_(parameter)
+        if made.model_type == "gpt_oss":
+            for module in model.modules():
+                for weight in (p for p in module.parameters(recurse=False) if p.dim() == 3):
+                    for one in weight.data:
+                        one.copy_(mxfp4.rounded(one.mT).mT)
     return model.eval().requires_grad_(False)
 
 
@@ -167,8 +176,14 @@ def twin(model: Any) -> Any:
 
 
 def patched(model: Any, how: Any, **options: Any) -> tuple[Any, Any]:
-    """(a twin, its patch). how: "" for none, "hf" over transformers' caches, "paged" over pages, with options of `patch`."""
+    """(a twin, its patch). how: "" for none, "hf" over transformers' caches, "paged" over pages, "mxfp4" with packed experts, too.
+
+    options: of `patch`.
+    """
     one = twin(model)
+    if how == "mxfp4":
+        attnops.hf.pack_experts(one)
+        how = "paged"
     return one, attnops.hf.patch(one, cache=how, **options) if how else None
 
 

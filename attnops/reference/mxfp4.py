@@ -43,6 +43,16 @@ def decoded(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.ldexp(numbers, scales.int()[..., None] - 127).flatten(-2).to(dtype)
 
 
+def rounded(weight: Tensor) -> Tensor:
+    """The nearest numbers of MXFP4 to `weight` `[..., K]`, in its dtype. The largest of a group is 4 or 6 times its scale; K % 32 == 0."""
+    numbers = weight.float().unflatten(-1, (-1, GROUP))
+    exponent = torch.frexp(numbers.abs().amax(-1, keepdim=True))[1] - 3
+    magnitude = torch.ldexp(numbers.abs(), -exponent)
+    steps = torch.tensor(VALUES, device=weight.device)
+    nearest = steps[torch.bucketize(magnitude.contiguous(), (steps[1:] + steps[:-1]) / 2)]
+    return torch.ldexp(nearest.copysign(numbers), exponent).flatten(-2).to(weight.dtype)
+
+
 def encoded(weight: Tensor) -> tuple[Tensor, Tensor] | None:
     """(blocks, scales) that decode to `weight` `[..., K]` exactly, zeros with their signs; None if there are none."""
     if weight.shape[-1] % GROUP:

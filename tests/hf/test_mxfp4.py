@@ -7,16 +7,18 @@ import pytest
 import torch
 
 import attnops
+from attnops.bench import models
 from attnops.errors import PatchError
 from attnops.hf import mxfp4, pack_experts, tiny, unpack_experts
 from attnops.hf.experts import SWITCH
 from attnops.ops.mxfp4_experts import MXFP4_EXPERTS
 from attnops.problem import Target, pretend
-from attnops.reference.mxfp4 import decoded
+from attnops.reference.mxfp4 import VALUES, decoded, encoded, rounded
 from tests.hf.helpers import LIMIT, relative
 from tests.hf.test_decode_graphs import generated, how
 from tests.hf.test_linears import judging
 from tests.lowering.models import kernel_calls
+from tests.test_bench import TOY
 
 SM90 = Target("cuda", 90, assume=("triton",))
 IDS = torch.arange(6).view(2, 3)
@@ -126,3 +128,30 @@ def test_numbers_are_those_of_transformers():
     scales = torch.arange(100, 116, dtype=torch.uint8).view(1, 4, 4)
     want = stock.convert_moe_packed_tensors(blocks, scales).transpose(1, 2)
     assert torch.equal(decoded(blocks.flatten(2), scales, torch.bfloat16), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounded_numbers_are_the_nearest_that_are_packed(dtype):
+    weight = torch.randn(5, 96) * torch.logspace(-3, 3, 5)[:, None]
+    weight[3, 32:64] = 0
+    weight = weight.to(dtype)
+    found = rounded(weight)
+    assert encoded(found) is not None and torch.equal(rounded(found), found)
+    groups, near = weight.float().view(-1, 32), found.float().view(-1, 32)
+    for group, got in zip(groups, near, strict=True):
+        scale = 2.0 ** (torch.frexp(group.abs().max())[1] - 3)
+        values = torch.tensor([*VALUES, *(-v for v in VALUES)]) * scale
+        assert torch.equal((got - group).abs(), (values[:, None] - group).abs().amin(0))
+
+
+def test_the_bench_measures_packed_experts(monkeypatch):
+    config = tiny.config("gpt_oss")
+    config.intermediate_size = 64
+    monkeypatch.setattr(models, "fitted", lambda *_: config)
+    model = models.build(TOY, "gpt_oss")
+    one, handle = models.patched(model, "mxfp4")
+    with torch.no_grad():
+        assert torch.equal(one.model.layers[0].mlp.experts.state_dict()["down_proj"], model.model.layers[0].mlp.experts.down_proj)
+        assert relative(one(IDS).logits, model(IDS).logits) < LIMIT
+    assert not any(n in mxfp4.NAMES for n, _ in one.model.layers[0].mlp.experts.named_parameters())
+    handle.unpatch()
