@@ -1,6 +1,7 @@
 """`triton` of linear layers: the grid through the interpreter, bits that do not follow the batch, tiles, and what ptxas makes of it."""
 
 import re
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -50,6 +51,40 @@ def test_grid(label):
         pytest.skip(str(figures))
 
 
+@contextmanager
+def tile_of(tile):
+    """Every call of several rows has this tile, as far as it fits."""
+    with patch.object(tiles, "SEVERAL_ROWS", ((tiles.MOST_ROWS, False, ((tile, 0.0),)),)):
+        yield
+
+
+@pytest.mark.parametrize("split", [2, 4, 8])
+@interpreted
+def test_columns_split_among_warps(split):
+    """Columns of fewer and of more than one step, and of parts of one; parts that have no columns at all."""
+    tile = tiles.Tile(16, 256, 3, 4, described=split < 8, rows=8, split=split)
+    with tile_of(tile):
+        for case in CASES["linear"]:
+            check(case.call())
+        for columns in (1, 17, 130, 256):
+            assert not check(linear(Source(columns), 9, columns, 21, BF16, **ALL)).refused
+
+
+@interpreted
+def test_a_split_changes_no_more_than_the_order_of_sums():
+    """The launch has the split that it is given; the same launch twice gives the same bits."""
+    from attnops.kernels.triton.launch import linear as host
+
+    call, results = linear(Source(3), 8, 330, 40, F32, norm=0.0, residual=True), []
+    for split in (1, 4, 4):
+        host.linear(call.record, tiles.Tile(16, 512, 3, 4, split=split))
+        results.append(call.arguments["output"].clone())
+        call.arguments["output"].fill_(float("nan"))
+    assert torch.equal(results[1], results[2])
+    assert not torch.equal(results[0], results[1])
+    torch.testing.assert_close(results[0], results[1])
+
+
 @interpreted
 def test_random_calls():
     @given(call=CALLS["linear"])
@@ -67,11 +102,12 @@ def test_opcheck():
     assert set(checked.values()) == {"SUCCESS"}
 
 
+@pytest.mark.parametrize("split", [1, 4])
 @pytest.mark.parametrize("rows", [64, 70])
 @interpreted
-def test_a_row_does_not_see_its_mates(rows):
+def test_a_row_does_not_see_its_mates(rows, split):
     call = linear(Source(1), rows, 330, 40, BF16, **ALL)
-    with pretend(SM90):
+    with pretend(SM90), tile_of(tiles.NARROWEST[0]._replace(split=split)):
         assert select(call.problem, Policy(deterministic=True)).kernel is kernel()
     same_bits(call, [(0,), (5,), (rows - 1,), range(17)], kernel())
 
@@ -174,6 +210,10 @@ def test_tiles_fit(normed, rows, itemsize, memory):
         assert tile.bytes // itemsize >= 16 and tile.stages >= 1
         assert -(-outs // tile.outs) >= 0.3 * 132
         assert (tile.rows == 8) == (rows <= 8 and itemsize == 2 and not normed and name in ("qkv", "o", "qwen_o"))
+        with tile_of(tiles.Tile(64, 512, 6, 8, split=8)):
+            shared = tiles.few_rows(rows, outs, itemsize, gated, normed, 132, memory)
+        assert shared.split == (8 if itemsize == 2 else 1)
+        assert shared.bytes // itemsize >= 16 * shared.split
 
 
 # What is compiled -----------------------------------------------------------------------------------------------------
@@ -205,6 +245,23 @@ def test_nothing_spills(arch, rows, name):
     assert ("mma" in ptx) == (rows > 1)
     assert ("cp.async.bulk.tensor" in ptx) == (arch == 90 and rows > 1), "which tiles are described"
     assert waits_first(ptx) == arguments.get("launch_pdl", False) == (arch == 90 and launches_overlap())
+
+
+@pytest.mark.parametrize(("arch", "described"), [(90, True), (90, False), (80, False)])
+@pytest.mark.parametrize("given", [{"residual": True}, {"norm": 0.0}, {"norm": 0.0, "activation": "silu"}], ids=str)
+@compiled
+def test_warps_share_the_columns(given, arch, described):
+    """No warp computes what another one does, and a tile in shared memory is not written again in another order."""
+    counts = []
+    for split in (1, 4):
+        with tile_of(tiles.Tile(16, 512, 3, 4, described, rows=8, split=split)):
+            function, arguments = launched(linear(Source(), 8, 1024, 2560, BF16, **given), arch)
+        binary = compile_for(arch, function, dict(arguments), BF16)
+        assert spilled(binary, arch) == 0
+        assert waits_first(binary.asm["ptx"]) == arguments.get("launch_pdl", False)
+        counts.append(len(re.findall(r"mma\.sync", binary.asm["ptx"])))
+        assert "ldmatrix" in binary.asm["ptx"]
+    assert counts[0] == 4 * counts[1]
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -35,6 +35,22 @@ def tile_of(rows_ptr, k, real, IN: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
+def add_product(sums, rows, columns, SPLIT: tl.constexpr):
+    """`sums` plus `rows @ columns`. SPLIT: parts of the inner dim with sums of their own, `[SPLIT, N, T]`, which warps share.
+
+    A sum is a chain of matrix instructions, each of which waits for the one before it. Warps that have all of a step's columns compute one
+    chain, or the same chain; warps that have some of them compute as many chains at once.
+    """
+    if SPLIT > 1:
+        N: tl.constexpr = rows.shape[0]
+        K: tl.constexpr = rows.shape[1] // SPLIT
+        T: tl.constexpr = columns.shape[1]
+        rows = tl.permute(tl.reshape(rows, [N, SPLIT, K]), [1, 0, 2])
+        columns = tl.reshape(columns, [SPLIT, K, T])
+    return tl.dot(rows, columns, sums, input_precision="ieee")
+
+
+@triton.jit
 def finish(y, up, factor, bias_ptr, gain_ptr, residual, out_ptr, n, outs, real, inside, ACT: tl.constexpr):
     """Write products: with the norm's factor, the bias, the activation and the residual.
 
@@ -94,13 +110,13 @@ def one_row(
 @triton.jit(do_not_specialize=["rows"])
 def few_rows(
     x_ptr, w_ptr, bias_ptr, gain_ptr, res_ptr, out_ptr, rows, outs, eps, offset, x_t, w_n, res_t, res_n, out_t, out_n,
-    IN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ACT: tl.constexpr,
-    COMPUTE: tl.constexpr, DESCRIBED: tl.constexpr, OVERLAP: tl.constexpr,
+    IN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    ACT: tl.constexpr, COMPUTE: tl.constexpr, DESCRIBED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid: cdiv(rows, BLOCK_T) * cdiv(outs, BLOCK_N). The weight's rows are the left operand of the matrix units.
 
-    DESCRIBED: `w_ptr` is a descriptor of the weight, by which the tensor memory accelerator reads tiles; it reads 0 past the ends.
-    OVERLAP: as in `one_row`.
+    SPLIT: parts of a step's columns, as in `add_product`. DESCRIBED: `w_ptr` is a descriptor of the weight, by which the tensor memory
+    accelerator reads tiles; it reads 0 past the ends. OVERLAP: as in `one_row`.
     """
     if OVERLAP:
         await_previous()
@@ -119,7 +135,10 @@ def few_rows(
     residual = None
     if res_ptr is not None:
         residual = tl.load(res_ptr + at * res_t + column * res_n, mask=both, other=0.0)
-    y = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    if SPLIT > 1:
+        y = tl.zeros([SPLIT, BLOCK_N, BLOCK_T], tl.float32)
+    else:
+        y = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     up = y
     squares = tl.zeros([BLOCK_T], tl.float32)
     for begin in tl.range(0, IN, BLOCK_K, num_stages=STAGES):
@@ -139,13 +158,16 @@ def few_rows(
             w = w_ptr.load([first, begin])
         else:
             w = tile_of(w_rows, k, real, IN, BLOCK_K)
-        y = tl.dot(w.to(COMPUTE), columns, y, input_precision="ieee")
+        y = add_product(y, w.to(COMPUTE), columns, SPLIT)
         if ACT != "":
             if DESCRIBED:
                 w = w_ptr.load([first + outs, begin])
             else:
                 w = tile_of(up_rows, k, real, IN, BLOCK_K)
-            up = tl.dot(w.to(COMPUTE), columns, up, input_precision="ieee")
+            up = add_product(up, w.to(COMPUTE), columns, SPLIT)
+    if SPLIT > 1:
+        y = tl.sum(y, 0)
+        up = tl.sum(up, 0)
     factor = tl.rsqrt(squares / IN + eps)[None, :]
     out_ptr += at * out_t + column * out_n
     finish(y, up, factor, bias_ptr, gain_ptr, residual, out_ptr, n[:, None], outs, real[:, None], both, ACT)

@@ -47,7 +47,7 @@ def linear(call: Linear, choice: tiles.Tile | None = None) -> None:
         read = _descriptor(weight, tile.outs, tile.bytes // size) if described else weight
         strides = x.stride(0), weight.stride(0), res_t, res_n, *output.stride()
         args = (x, read, *vectors, rows, *numbers, *strides)
-        given = {"BLOCK_T": block, "COMPUTE": computed_in(x), "DESCRIBED": described}
+        given = {"BLOCK_T": block, "SPLIT": tile.split, "COMPUTE": computed_in(x), "DESCRIBED": described}
         kernel, blocks = device.few_rows, -(-rows // block)
     launch(kernel, (blocks * -(-outs // tile.outs),), {
         "IN": width, "BLOCK_N": tile.outs, "BLOCK_K": tile.bytes // size, "STAGES": tile.stages, "ACT": call.activation, **given,

@@ -11,6 +11,8 @@ MOST_ROWS = 64
 them."""
 LEAST_ROWS = 16
 """Columns of the right operand of a program at least. Matrix units take 8, too."""
+LEAST_COLUMNS = 16
+"""Of a step, and of each part of it: the inner dim of a matrix instruction."""
 HELD = 32 * 64
 """Numbers of the rows that a warp holds while a norm scales them, 64 a thread."""
 
@@ -20,6 +22,7 @@ class Tile(NamedTuple):
 
     stages: steps under way at once. described: the weight is read by the tensor memory accelerator, where the GPU has one.
     overlap: the launch begins while the kernel before it ends, where the GPU can. rows: of x, those of a program at least, a power of two.
+    split: parts of a step's columns that have sums of their own, a power of two; of several rows alone. LEAST_COLUMNS is the least of each.
     """
 
     outs: int
@@ -29,6 +32,7 @@ class Tile(NamedTuple):
     described: bool = False
     overlap: bool = True
     rows: int = LEAST_ROWS
+    split: int = 1
 
 
 Ladder = tuple[tuple[Tile, float], ...]
@@ -42,6 +46,8 @@ FEW_ROWS: Ladder = (WIDEST, (Tile(64, 512, 4, 4, True), 0.3), (Tile(32, 512, 6, 
 """Half of the multiprocessors read as fast as all, and a third of them where SM90's warps multiply in groups, with 64 results or more."""
 PLAIN_ROWS: Ladder = (WIDEST, (Tile(32, 512, 6, 2, True, rows=8), 0.45), NARROWEST)
 """Of up to 8 rows without a norm, which every program would repeat."""
+SEVERAL_ROWS: tuple[tuple[int, bool, Ladder], ...] = ((8, True, PLAIN_ROWS), (MOST_ROWS, False, FEW_ROWS))
+"""The most rows of a ladder, and whether it is for 16 bits a number without norm and gate alone. The first that takes a call serves it."""
 
 
 def one_row(outs: int, gated: bool, sms: int) -> Tile:
@@ -51,14 +57,17 @@ def one_row(outs: int, gated: bool, sms: int) -> Tile:
 
 def few_rows(rows: int, outs: int, itemsize: int, gated: bool, normed: bool, sms: int, memory: int) -> Tile:
     """For as many as MOST_ROWS. memory: bytes of shared memory that a program may have; a tile that does not fit has fewer stages."""
-    plain = rows <= 8 and itemsize == 2 and not gated and not normed
-    tile = _first(PLAIN_ROWS if plain else FEW_ROWS, outs, sms)
+    plain = itemsize == 2 and not gated and not normed
+    ladder = next(ladder for most, is_plain, ladder in SEVERAL_ROWS if rows <= most and plain >= is_plain)
+    tile = _first(ladder, outs, sms)
+    if itemsize > 2:
+        tile = tile._replace(split=1)  # no matrix unit multiplies them
     block = block_of(rows, tile)
     while True:
         # Rows that a norm has scaled go to the matrix units through one buffer more.
         stage = (tile.outs * (2 if gated else 1) + block) * tile.bytes
         stages, held = min(tile.stages, (memory - block * tile.bytes) // stage), block * tile.bytes // itemsize
-        if (stages > 1 and held <= HELD * tile.warps) or tile.bytes <= 16 * itemsize:
+        if (stages > 1 and held <= HELD * tile.warps) or tile.bytes <= LEAST_COLUMNS * tile.split * itemsize:
             return tile._replace(stages=max(stages, 1))
         tile = tile._replace(bytes=tile.bytes // 2, stages=2 * tile.stages)
 
