@@ -114,7 +114,8 @@ def _take_activation(match: Match) -> None:
         halves += [user] if isinstance(fake_of(user), Tensor) else user.users
     value, parts = fake_of(product), [fake_of(half) for half in halves]
     views = {*storages(parts)} == {*storages(value)} and not any(map(may_write, nodes))
-    if len(halves) != 2 or any(len(half.users) != 1 for half in halves) or not views:
+    returned = any(node.op == "output" for node in nodes)
+    if len(halves) != 2 or any(len(half.users) != 1 for half in halves) or not views or returned:
         return
     rows = value.shape[-1] // 2
     for gate, up in (halves, halves[::-1]):

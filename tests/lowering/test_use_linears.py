@@ -206,6 +206,13 @@ def test_a_part_with_other_readers_or_of_another_kind_is_left(body, parts, why):
     assert backend.parts == parts and all(why in refusal for refusal in backend.refusals)
 
 
+def test_a_product_that_is_returned():
+    model, backend, x = Layer(lambda m, x: (y := m.wide(x), F.silu(y[..., :M]) * y[..., M:])), Using(), torch.randn(3, K)
+    with torch.no_grad(), attnops.use(kernel={"linear": "reference"}):
+        torch.testing.assert_close(torch.compile(model, backend=backend, fullgraph=True)(x), model(x))
+    assert backend.parts == [("linear",)]
+
+
 @torch.library.custom_op("attnops_test::silu", mutates_args=())
 def librarys_silu(x: torch.Tensor) -> torch.Tensor:
     return 2 * F.silu(x)
