@@ -12,14 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attnops.call import name as name_of
 from attnops.errors import PatchError, fail
 from attnops.hf import experts as plain
 from attnops.hf.experts import PREFIX, Gate
-from attnops.ops.mxfp4_experts import mxfp4_experts
+from attnops.ops.mxfp4_experts import WIDE, mxfp4_experts
 from attnops.reference.mxfp4 import COLUMNS, MOST_SCALE, ROWS, arranged, decoded, encoded, restored
 
 NAMES = ("gate_up_proj", "down_proj")
 _PACKED = "_attnops_mxfp4"
+_LIKE = "_mxfp4_like"
+"""A buffer without numbers, of the weights' dtype: a cast of the model casts it."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,6 @@ class Kept:
     """Of a packed module. order: the names of its parameters. trained: those that asked for a gradient."""
 
     gate: Gate
-    dtype: torch.dtype
     order: tuple[str, ...]
     trained: tuple[str, ...]
     hooks: tuple[Any, ...]
@@ -52,8 +54,8 @@ def pack_experts(model: nn.Module) -> int:
         The number of layers that were packed.
 
     Raises:
-        PatchError: a layer's weights are no MXFP4 numbers, or have a shape that the op does not take; the model is patched. It is as it
-            was.
+        PatchError: a layer's weights are no MXFP4 numbers, or have a shape or dtype that the op does not take, or no data; the model is
+            patched. It is as it was.
     """
     done, sites = 0, tuple(plain.sites(model))
     if any(plain.is_taken(site.module) for site in sites):
@@ -79,9 +81,10 @@ def unpack_experts(model: nn.Module) -> None:
             hook.remove()
         parameters = dict(module._parameters)
         for name in NAMES:
-            parameters[name] = nn.Parameter(_whole(module, name, kept.dtype), requires_grad=name in kept.trained)
+            parameters[name] = nn.Parameter(_whole(module, name), requires_grad=name in kept.trained)
             for part in ("blocks", "scales"):
                 delattr(module, f"_{name}_{part}")
+        delattr(module, _LIKE)
         module._parameters.clear()
         module._parameters.update({name: parameters[name] for name in kept.order})
         config: Any = module.config
@@ -95,7 +98,8 @@ def _pack(module: Any, gate: Gate) -> None:
     parameters = {name: module._parameters[name] for name in NAMES}
     trained = tuple(name for name, p in parameters.items() if p.requires_grad)
     hooks = module.register_state_dict_post_hook(_give), module.register_load_state_dict_pre_hook(_refuse)
-    module.__dict__[_PACKED] = Kept(gate, parameters["down_proj"].dtype, tuple(module._parameters), trained, hooks)
+    module.__dict__[_PACKED] = Kept(gate, tuple(module._parameters), trained, hooks)
+    module.register_buffer(_LIKE, parameters["down_proj"].new_empty(0), persistent=False)
     for name in NAMES:
         del module._parameters[name]
         for part, tensor in zip(("blocks", "scales"), found[name], strict=True):
@@ -106,6 +110,9 @@ def _pack(module: Any, gate: Gate) -> None:
 def _encoded(module: Any, name: str) -> tuple[Tensor, Tensor]:
     weight = getattr(module, name)
     weight = weight.transpose(1, 2) if module.is_transposed else weight
+    if weight.dtype not in WIDE or weight.is_meta:
+        got = f"{name_of(weight.dtype)} on {weight.device}"
+        fail(PatchError, f"pack_experts: {name} got {got}, want {' | '.join(map(name_of, WIDE))} with data")
     _, rows, columns = weight.shape
     if rows % ROWS or columns % COLUMNS:
         fail(PatchError, f"pack_experts: {name} got {rows} rows and {columns} columns, want multiples of {ROWS} and {COLUMNS}")
@@ -119,18 +126,18 @@ def _encoded(module: Any, name: str) -> tuple[Tensor, Tensor]:
     return torch.cat(blocks), torch.cat(scales)
 
 
-def _whole(module: Any, name: str, dtype: torch.dtype) -> Tensor:
+def _whole(module: Any, name: str) -> Tensor:
     blocks, scales = (getattr(module, f"_{name}_{part}") for part in ("blocks", "scales"))
+    pairs, dtype = name == "gate_up_proj", getattr(module, _LIKE).dtype
     with torch.inference_mode(False), torch.no_grad():
-        one = [decoded(*restored(b[None], s[None], name == "gate_up_proj"), dtype) for b, s in zip(blocks, scales, strict=True)]
+        one = [decoded(*restored(b[None], s[None], pairs), dtype) for b, s in zip(blocks, scales, strict=True)]
         weight = torch.cat(one)
         return weight.transpose(1, 2).contiguous() if module.is_transposed else weight
 
 
 def _give(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
-    kept: Kept = vars(module)[_PACKED]
     for name in NAMES:
-        state[prefix + name] = _whole(module, name, kept.dtype)
+        state[prefix + name] = _whole(module, name)
 
 
 def _refuse(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -77,6 +77,23 @@ def test_numbers_of_another_format_are_refused():
     assert not any(mxfp4._PACKED in vars(m) for m in model.modules())
     with pytest.raises(PatchError, match=r"down_proj got 64 rows and 96 columns, want multiples of 16 and 64"):
         pack_experts(gpt_oss(96))
+    for other, got in ((gpt_oss().half(), "float16 on cpu"), (gpt_oss().to("meta"), "float32 on meta")):
+        with pytest.raises(PatchError, match=rf"gate_up_proj got {got}, want bfloat16 \| float32 \| float64 with data"):
+            pack_experts(other)
+
+
+@torch.no_grad()
+def test_a_cast_after_packing():
+    model = gpt_oss()
+    pack_experts(model)
+    model.bfloat16()
+    want = model(IDS).logits
+    assert {t.dtype for n, t in model.state_dict().items() if "experts" in n} == {torch.bfloat16}
+    names = {n for n, _ in model.named_buffers()}
+    unpack_experts(model)
+    assert {p.dtype for layer in model.model.layers for p in layer.mlp.experts.parameters()} == {torch.bfloat16}
+    assert {n for n in names if "experts" in n} and not any("experts" in n for n, _ in model.named_buffers())
+    assert relative(model(IDS).logits, want) < 0.05
 
 
 @torch.no_grad()
