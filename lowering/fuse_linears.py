@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import Guard, TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import linear
 from torch.utils import _pytree as pytree
 
@@ -80,15 +81,32 @@ def fuse_linears(graph: fx.Graph | fx.GraphModule) -> tuple[Fused, ...]:
         found.append(Fused(tuple(n.name for n in parameters[0]), tuple(fake_of(n).shape[0] for n in parameters[0]), refusal))
         log.info("%s", found[-1])
     if adjacent:
-        graph.lint()
-        if graph.owning_module is not None:
-            graph.owning_module.recompile()
+        finish(graph)
         _guard(adjacent)
     return tuple(found)
 
 
 def fake_of(node: fx.Node) -> Any:
     return node.meta.get(VALUE)
+
+
+def give_value(node: fx.Node, like: fx.Node) -> fx.Node:
+    """Give a new node the metadata of another, and its own fake value."""
+    node.meta = {k: v for k, v in like.meta.items() if k != VALUE}
+    args, kwargs = pytree.tree_map_only(fx.Node, fake_of, (node.args, node.kwargs))
+    mode = next(t.fake_mode for t in pytree.tree_leaves((args, fake_of(like))) if isinstance(t, FakeTensor))
+    # As Dynamo does: the C++ of some ops specialises symbolic sizes.
+    with mode, enable_python_dispatcher():
+        target: Any = getattr(args[0], node.target) if isinstance(node.target, str) else node.target
+        node.meta[VALUE] = target(*args[1:] if isinstance(node.target, str) else args, **kwargs)
+    return node
+
+
+def finish(graph: fx.Graph) -> None:
+    """Check a graph that was changed, and compile its module again."""
+    graph.lint()
+    if graph.owning_module is not None:
+        graph.owning_module.recompile()
 
 
 def linear_arguments(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:
@@ -201,13 +219,8 @@ def _fuse(graph: fx.Graph, calls: list[_Call]) -> str:
         starts = itertools.accumulate(rows, initial=0)
         slices = [graph.call_method("narrow", (product, -1, s, n)) for s, n in zip(starts, rows, strict=False)]
     made = [*whole, product, *slices]
-    mode = fake_of(calls[0].x).fake_mode
     for node in made:
-        node.meta = {k: v for k, v in first.meta.items() if k != VALUE}
-        # As Dynamo does: the C++ of some ops specialises symbolic sizes.
-        with mode, enable_python_dispatcher():
-            args = [fake_of(a) if isinstance(a, fx.Node) else a for a in node.args]
-            node.meta[VALUE] = getattr(args[0], node.target)(*args[1:]) if isinstance(node.target, str) else node.target(*args)
+        give_value(node, first)
     after = _propagate({c.node: fake_of(s) for c, s in zip(calls, slices, strict=True)})
     if isinstance(after, str):
         for node in reversed(made):

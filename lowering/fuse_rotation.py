@@ -5,13 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx
-from torch._dispatch.python import enable_python_dispatcher
 
 from ..call import changed, split
 from ..ops import OPS
 from ..problem import surely
 from ..traced import writer
-from .fuse_linears import VALUE, fake_of
+from .fuse_linears import fake_of, finish, give_value
 from .norms import Norm, call_of, norm_of, pairs
 
 log = logging.getLogger("attnops.lowering")
@@ -86,9 +85,7 @@ def fuse_rotation(graph: fx.Graph | fx.GraphModule) -> tuple[Rotated, ...]:
             found.append(_fuse(graph, node, call))
             log.info("%s", found[-1])
     if any(not f.refusal for f in found):
-        graph.lint()
-        if graph.owning_module is not None:
-            graph.owning_module.recompile()
+        finish(graph)
     return tuple(found)
 
 
@@ -239,22 +236,12 @@ def _kept(call: fx.Node, sides: tuple[_Side, ...]) -> str:
 def _rows(graph: fx.Graph, call: fx.Node, angles: fx.Node) -> fx.Node:
     """Angles `[B, 1, 1, W]` as `[B, W]`."""
     with graph.inserting_before(call):
-        return _made(graph.call_method("flatten", (angles, 0, 2)), call)
+        return give_value(graph.call_method("flatten", (angles, 0, 2)), call)
 
 
 def _again(graph: fx.Graph, call: fx.Node, side: _Side, x: fx.Node) -> fx.Node:
     """What the path of a side makes of another input."""
     with graph.inserting_before(call):
         for step in reversed(side.path):
-            x = _made(graph.create_node(step.op, step.target, (x, *step.args[1:]), dict(step.kwargs)), call)
+            x = give_value(graph.create_node(step.op, step.target, (x, *step.args[1:]), dict(step.kwargs)), call)
     return x
-
-
-def _made(node: fx.Node, call: fx.Node) -> fx.Node:
-    """A new node with the metadata of the call, and its fake value."""
-    node.meta = {k: v for k, v in call.meta.items() if k != VALUE}
-    args: list[Any] = [fake_of(a) if isinstance(a, fx.Node) else a for a in node.args]
-    with args[0].fake_mode, enable_python_dispatcher():
-        target: Any = node.target
-        node.meta[VALUE] = getattr(args[0], target)(*args[1:]) if isinstance(target, str) else target(*args)
-    return node

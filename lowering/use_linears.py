@@ -15,14 +15,13 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import Guard, TracingContext
 from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols
 from torch.nn.functional import linear
-from torch.utils import _pytree as pytree
 
 from ..call import check, split
 from ..errors import find, one_line
 from ..ops.linear import LINEAR, Linear
 from ..problem import Extent, altered
 from ..select import Decision, active_policy, select
-from .fuse_linears import VALUE, facts_of, fake_of, linear_arguments, source_of
+from .fuse_linears import facts_of, fake_of, finish, give_value, linear_arguments, source_of
 from .linear_parts import Match, match_linear
 
 log = logging.getLogger("attnops.lowering")
@@ -85,9 +84,7 @@ def use_linears(graph: fx.Graph | fx.GraphModule) -> tuple[Product, ...]:
         found.append(Product(_weight(node), refusal=against) if against else _use(graph, node))
         log.info("%s", found[-1])
     if any(p.parts for p in found):
-        graph.lint()
-        if graph.owning_module is not None:
-            graph.owning_module.recompile()
+        finish(graph)
         source = next(source for n in graph.find_nodes(op="placeholder") if (source := source_of(n)) is not None)
         TracingContext.get().guards_context.dynamo_guards.add(Guard(source, partial(_guard, key=active_policy())))
     return tuple(found)
@@ -162,17 +159,11 @@ def _decide(match: Match) -> Decision | str:
 
 def _replace(graph: fx.Graph, match: Match, policy: str) -> str:
     """Replace the nodes of the match by one call. Returns the reason where the result would differ in more than its numbers, or ""."""
-    last, made = match.last, list[fx.Node]()
-    value, mode = fake_of(match.x), fake_of(match.x).fake_mode
+    last, made, value = match.last, list[fx.Node](), fake_of(match.x)
 
     def add(kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node = graph.create_node(kind, target, args, kwargs)
-        made.append(node)
-        node.meta = {k: v for k, v in last.meta.items() if k != VALUE}
-        given, more = pytree.tree_map_only(fx.Node, fake_of, (args, kwargs))
-        with mode, enable_python_dispatcher():
-            node.meta[VALUE] = getattr(given[0], target)(*given[1:]) if kind == "call_method" else target(*given, **more)
-        return node
+        made.append(give_value(graph.create_node(kind, target, args, kwargs), last))
+        return made[-1]
 
     def rows(node: fx.Node | None) -> Any:
         return node if node is None or value.dim() == 2 else add("call_method", "reshape", node, -1, int(fake_of(node).shape[-1]))
