@@ -114,7 +114,7 @@ class Pages:
         first = count("start", start, 0, "tokens")
         need(first <= end <= length, "start, stop", (first, end), f"0 <= start <= stop <= {length}, the request's length")
         with ordinary():
-            return self._upload(self._ledger.slots(request, first, end, self.table_of[layer]))
+            return self.upload(self._ledger.slots(request, first, end, self.table_of[layer]))
 
     def fits(self, new_tokens: int | Sequence[int], requests: Sequence[int] = ()) -> bool:
         """Is there room now for so many new tokens, brought in one step or in many? Nothing is allocated.
@@ -197,7 +197,7 @@ class Pages:
         with ordinary():
             self._write(change)
             try:
-                row, new = self._upload([[entry.row for entry in entries], counts])
+                row, new = self.upload([[entry.row for entry in entries], counts])
                 lengths, starts = self.seq_lens[row], cu_seqlens(new)
                 owner = token_rows(starts, sum(counts))
                 positions = torch.arange(sum(counts), device=owner.device) + (lengths - starts[1:])[owner]
@@ -227,7 +227,7 @@ class Pages:
     def _write(self, change: Change, undo: bool = False) -> None:
         """Let the tensors follow `change`, which the ledger has yet to commit. Copies go to free pages, so an undo leaves them."""
         edits = self._ledger.edits(change, undo)
-        flat = self._upload([number for part in edits for entry in part for number in entry])
+        flat = self.upload([number for part in edits for entry in part for number in entry])
         pieces, tables = flat.split([len(part) * len(part[0]) if part else 0 for part in edits]), len(self.tables)
         # First, because a copy may raise, as where a policy leaves it no kernel: the tables are then as they were.
         for number, pairs in enumerate(pieces[tables : 2 * tables]):
@@ -242,7 +242,7 @@ class Pages:
         row, length = pieces[-1].view(-1, 2).unbind(1)
         self.seq_lens[row] = length.int()
 
-    def _upload(self, numbers: list[int] | list[list[int]]) -> Tensor:
+    def upload(self, numbers: list[int] | list[list[int]]) -> Tensor:
         """int64, on the cache's device, without waiting for it."""
         device = self.page_table.device
         return torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda").to(device, non_blocking=True)

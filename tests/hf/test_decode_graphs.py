@@ -258,8 +258,8 @@ def test_a_cache_that_is_gone_leaves_its_graphs_to_the_next():
 
 
 def test_steps_of_another_cache_are_no_reason_to_look_at_weights(monkeypatch):
-    model, looks, real = tiny.model("llama"), [], decode.guarded_state
-    monkeypatch.setattr(decode, "guarded_state", lambda *given: looks.append(1) or real(*given))
+    model, looks, real = tiny.model("llama"), [], decode.Glance.same
+    monkeypatch.setattr(decode.Glance, "same", lambda glance: looks.append(1) or real(glance))
     ids = torch.full((2, 9), 5)
     with torch.no_grad(), attnops.patch(model, cache="paged", decode=how()) as handle:
         ours = handle.new_cache(2, 40)

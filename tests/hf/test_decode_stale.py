@@ -1,6 +1,8 @@
 """Graphs of decode steps after something they were captured with has changed: eager's tokens again, from other graphs."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from transformers import DynamicCache
 import attnops
 from attnops.errors import InvalidInput
 from attnops.hf import tiny
+from attnops.hf.paged.guarded import Glance
 from tests.hf.helpers import LIMIT, relative
 from tests.hf.test_decode_graphs import asked, generated, how, replays
 
@@ -91,6 +94,58 @@ def test_a_changed_model_is_captured_anew(mode, change):
         kept = handle.graphs
         logits(model, *CALL)
         assert handle.graphs is kept
+
+
+def trained(model):
+    model.model.layers[1].mlp.train()
+
+
+def turned(model):
+    """The same numbers at the same address, in another order."""
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    weight.data = weight.data.t()
+
+
+def of_another_class(model):
+    model.model.norm.__class__ = type("Norm", (type(model.model.norm),), {})
+
+
+def called_otherwise(model):
+    layer = model.model.layers[1].mlp
+    layer.forward = layer.forward
+
+
+def biased(model):
+    model.lm_head.register_parameter("bias", nn.Parameter(torch.zeros(model.lm_head.out_features)))
+
+
+def named(model):
+    model.lm_head.merged.append("default")
+
+
+SEEN = (assigned, replaced, another_head, hooked, merged, scaled, trained, turned, of_another_class, called_otherwise, biased, named)
+
+
+@pytest.mark.parametrize("change", SEEN)
+def test_a_glance_sees_each_change(change):
+    model = tiny.model("llama")
+    model.lm_head = Adapted(model.lm_head)
+    glance = Glance(model)
+    ids, _ = asked(2, 6, 1)
+    for harmless in (lambda: model(ids), lambda: generated(model, 2, 6, 3), lambda: written(model)):
+        harmless()
+        assert glance.same()
+    change(model)
+    assert not glance.same()
+    assert Glance(model).same()
+
+
+def test_a_glance_holds_no_weight():
+    model = tiny.model("llama")
+    glance, head = Glance(model), weakref.ref(model.lm_head.weight)
+    model.lm_head.weight = nn.Parameter(torch.zeros_like(model.lm_head.weight))
+    gc.collect()
+    assert head() is None and not glance.same()
 
 
 def test_graphs_of_adapters_that_are_switched_are_kept():

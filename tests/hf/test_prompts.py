@@ -1,6 +1,8 @@
 """Prompts of generate() through compiled layers, on a stand-in for the device: eager's tokens, packed, in chunks, captured."""
 
 import copy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch import nn
 
 import attnops
 from attnops.hf import tiny
-from attnops.hf.paged import pool, prompt
+from attnops.hf.paged import decode, pool, prompt
 from attnops.hf.paged.decode import Decoder
 from attnops.hf.paged.prompt import parts_of
 from attnops.hf.report import Took
@@ -138,12 +140,69 @@ def test_chunks(nan_pages, monkeypatch):
     assert torch.equal(text, again)
 
 
+@torch.no_grad()
+def test_the_first_part_of_a_long_request_in_a_graph(nan_pages, monkeypatch):
+    """It ends no request, so that it gives no logits."""
+    monkeypatch.setattr(prompt, "CHUNK", 12)
+    monkeypatch.setattr(prompt, "CAPTURED", (12,))
+    monkeypatch.setattr(prompt, "CAPTURE_AFTER", 0)
+    model, ids = tiny.model("llama"), tokens(2, 20)
+    want = model(ids, logits_to_keep=1).logits
+    with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
+        handle._paged.decoder()._at_once = True
+        got = model(ids, past_key_values=handle.new_cache(2, 24), logits_to_keep=1).logits
+        assert prompts(handle).took == "captured" and relative(got, want) < LIMIT
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("took", ["compiled", "captured"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_host_reads_once_and_sends_once(took, padded, monkeypatch):
+    """A read waits for the device, and so does each tensor of a list: none but those before the first chunk. The layers of a model that has
+    not changed are not searched again."""
+    monkeypatch.setattr(prompt, "CHUNK", 24)
+    monkeypatch.setattr(prompt, "CAPTURED", (24,) if took == "captured" else (1,))
+    monkeypatch.setattr(prompt, "CAPTURE_AFTER", 0)
+    model, ids, mask, seen = tiny.model("llama"), tokens(3, 20), left_padded(3, 20), []
+    given = {"attention_mask": mask, "position_ids": positions(mask)} if padded else {}
+    want = model(ids, **given, logits_to_keep=1).logits
+
+    def watched(owner, name, word):
+        real = getattr(owner, name)
+
+        def call(*args, **kwargs):
+            # Kernels of a CPU read what is theirs.
+            if not {"kernels", "reference"} & {*Path(sys._getframe(1).f_code.co_filename).parts}:
+                seen.append(word)
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
+        handle._paged.decoder()._at_once = True
+        cache = handle.new_cache(3, 24)
+        for last in (False, True):
+            cache.reset()
+            if last:
+                for name in ("tolist", "item", "__bool__", "__int__", "__index__", "__float__", "nonzero"):
+                    watched(torch.Tensor, name, "read")
+                watched(torch, "tensor", "list")
+                watched(prompt, "modules_of", "search")
+                watched(prompt.Prompts, "_part", "chunk")
+                watched(decode, "guarded_state", "search")
+            got = model(ids, past_key_values=cache, logits_to_keep=1, **given).logits
+        now = list(seen)
+        assert relative(got, want) < LIMIT and (prompts(handle).took, prompts(handle).why) == (took, "")
+    assert now == [*["read"] * padded, "list", *["chunk"] * 3]
+
+
 def test_parts():
     """Whole requests while they fit, equal parts of long ones, and every token in one part."""
     counts, before = [5, 3, 20, 4, 8, 1], [0, 0, 2, 0, 0, 0]
     found = parts_of(counts, before, 9)
     assert [sum(part.counts) for part in found] == [8, 6, 7, 7, 4, 9]
     assert [part.last for part in found] == [[4, 7], [], [], [6], [3], [7, 8]]
+    assert [part.ends for part in found] == [[0, 1], [], [], [2], [3], [4, 5]]
     assert [part.before[2] for part in found if part.counts[2]] == [2, 8, 15]
     assert [sum(n) for n in zip(*(part.counts for part in found), strict=True)] == counts
     assert [part.begin for part in found[1:]] == [part.end for part in found[:-1]] and found[-1].end == sum(counts)

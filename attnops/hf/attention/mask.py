@@ -233,21 +233,32 @@ def _of_pages(request: Request) -> Tensor:
     return descriptor.build(pattern, request.batch, start, end, request.q_offset, 0, request.device)
 
 
-def padding_of(mask: Tensor | None, pages: Any, rows: int, columns: int) -> Tensor:
-    """int64 `[rows]`: the padding of each row of a prompt over these pages, as the model's mask function finds and checks it.
+def padding_of(mask: Tensor | None, pages: Any, rows: int, columns: int, fresh: bool) -> tuple[Tensor, list[int]]:
+    """(int64 `[rows]`, the padding of each row of a prompt over these pages, as the model's mask function finds and checks it; as numbers
+    the positions before the prompt, and that padding).
 
-    mask: `[rows, positions]`, as `generate()` has it. columns: of the prompt. The host waits for the device. Raises InvalidInput.
+    mask: `[rows, positions]`, as `generate()` has it. columns: of the prompt. fresh: the pages hold no token. The host waits for the
+    device once; not at all for fresh pages without a mask. Raises InvalidInput.
     """
     padding = None if mask is None else mask.bool()
+    if padding is None and fresh and rows <= pages.pad.shape[0] and columns <= pages.sizes.length:
+        if (generation := current_generation()) is not None:
+            generation.checked = pages.pad
+        return pages.pad.new_zeros(rows), [0] * (1 + rows)
     request = Request(
         rows, columns, pages.sizes.length, pages.seen, pages.pad, padding, pages.pad.device, "auto", causal_mask_function, None, True,
         False, False, None,
     )  # fmt: skip
-    return _left_padding(request, pages.pad)
+    return _read_padding(request, pages.pad)
 
 
 def _left_padding(request: Request, known: Tensor) -> Tensor:
     """int64 `[B]`: the padding of each row. known: `[rows]`, the padding so far, EMPTY for a row that the last step did not have."""
+    return _read_padding(request, known)[0]
+
+
+def _read_padding(request: Request, known: Tensor) -> tuple[Tensor, list[int]]:
+    """As `_left_padding`, and the positions so far and that padding as numbers, where the host reads them, else []."""
     batch, queries, padding = request.batch, request.queries, request.padding
     if batch > known.shape[0]:
         fail(InvalidInput, "batch size", batch, f"at most {known.shape[0]}, the rows of this cache")
@@ -262,7 +273,7 @@ def _left_padding(request: Request, known: Tensor) -> Tensor:
     prompt = None if generation is None or padding is None else generation.prompt
     if checked and queries == 1 and far(request.device) and prompt is not None and padding is not None and padding.shape[1] > prompt:
         torch.ops.aten._assert_async.msg(fits, _STOP)
-        return known
+        return known, []
     if padding is None:
         start, run = torch.zeros_like(known), torch.ones_like(known, dtype=torch.bool)
     else:
@@ -274,8 +285,8 @@ def _left_padding(request: Request, known: Tensor) -> Tensor:
     # The host checks a prompt of one token as well: all later steps rely on that.
     if unseen or (queries == 1 and request.mode != "compact" and far(request.device) and (generation is None or checked)):
         torch.ops.aten._assert_async.msg((run & same).all() & fits, _STOP)
-        return start
-    run_all, same_all, fits_all, past = torch.stack([run.all(), same.all(), fits, seen]).tolist()
+        return start, []
+    run_all, same_all, fits_all, past, *starts = torch.cat([torch.stack([run.all(), same.all(), fits, seen]), start]).tolist()
     need(bool(fits_all), "length", past + queries, f"at most {request.keys} positions, the room of this cache")
     want = 'zeros on the left and ones up to the newest token: pages hold no other pattern. Use cache="hf" for such masks'
     need(bool(run_all), "attention_mask", "holes, padding on the right, or too few columns", want)
@@ -283,4 +294,4 @@ def _left_padding(request: Request, known: Tensor) -> Tensor:
     need(bool(same_all), "attention_mask", "another padding than before, or rows that the step before left out", want)
     if generation is not None:
         generation.checked = own
-    return start
+    return start, [past, *starts]

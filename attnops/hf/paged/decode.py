@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attnops.cache.paged import ordinary
 from attnops.call import name, need
@@ -29,10 +29,10 @@ from attnops.graphs.device import Device
 from attnops.graphs.graphed import Progress
 from attnops.graphs.guard import casting
 from attnops.graphs.pieces import INNER, Inner
-from attnops.graphs.regional import Regional, Regions, Twin
+from attnops.graphs.regional import Regional, Regions
 from attnops.hf.paged.cache import PagedModelCache, State
 from attnops.hf.paged.failed import Failed
-from attnops.hf.paged.guarded import guarded_state
+from attnops.hf.paged.guarded import Glance, guarded_state
 from attnops.hf.paged.layers import layered, starts
 from attnops.hf.paged.pages import ModelPages
 from attnops.hf.paged.prompt import Over, Prompts
@@ -89,14 +89,10 @@ class Decode:
 
 
 class _Kept(NamedTuple):
-    """Of one state of a model. over: the graphs by their pages and mode. taken: the steps so far, by kind, and the tokens of prompts.
-
-    twins: of its layers.
-    """
+    """Of one state of a model. over: the graphs by their pages and mode. taken: the steps so far, by kind, and the tokens of prompts."""
 
     over: dict[tuple[ModelPages, str], Over]
     taken: Counter[Kind]
-    twins: dict[nn.Module, Twin]
 
 
 class Decoder:
@@ -123,14 +119,14 @@ class Decoder:
         self._model, self._forward, self._make = model, forward, make
         # Graphs by the state of the model that they were captured in: adapters and policies are switched to and fro.
         self._states: dict[tuple[Any, ...], _Kept] = {}
-        self._kept = _Kept({}, Counter(), {})
+        self._kept = _Kept({}, Counter())
         self._taken: dict[int, Counter[Kind]] = {}  # by the hash of a state, which may hold thousands of addresses
         self._state: int | None = None  # the hash of the present state
-        self._rows = 0  # of the last step
         self._latest: Over | None = None
         self._looked: weakref.WeakSet[State] = weakref.WeakSet()  # caches that stepped since the weights were looked at
         self._modes: tuple[Any, ...] = ()  # the policy and autocast of the last step
-        self._at_once = False
+        self._glance: Glance | None = None  # the model when it was looked at
+        self._at_once, self._rows = False, 0  # rows of the last step
         # One buffer set a set of pages, and one tracer.
         self._lock = threading.RLock()
 
@@ -238,7 +234,7 @@ class Decoder:
                 if not why and self._kept.taken["prompt"] < most:
                     why = f"{self._kept.taken['prompt']} tokens of prompts have run, compiled are those after {most}"
                     self._kept.taken["prompt"] += ids.numel()
-            self.prompts.why, self.prompts.twins = why, self._kept.twins
+            self.prompts.why = why
             return None if why else self.prompts.run(given, partial(self._prompt_graphs, cache.state))
 
     def _prompt_graphs(self, state: State) -> Over:
@@ -261,7 +257,6 @@ class Decoder:
                 input_ids=one[:, None], position_ids=one[:, None], live=one, cache=found.cache, progress=progress
             )
             if found.mode == "piecewise":
-                self.prompts.twins = self._kept.twins
                 self.prompts.compile(found.cache)
             return report
 
@@ -320,21 +315,26 @@ class Decoder:
         """Look at the model if its state may have changed since the last step over this cache."""
         modes = active_policy(), casting()
         if self.look or state not in self._looked or modes != self._modes:
-            self._state = None
-            given, self._modes = guarded_state(self._model), modes
-            self._state = hash(given)
-            taken = self._taken[self._state] = self._taken.pop(self._state, Counter())
-            if len(self._taken) > MOST_COUNTED:
-                self._taken.pop(next(iter(self._taken)))
-            self._kept = self._states[given] = self._states.pop(given, _Kept({}, taken, {}))
-            while len(self._states) > MOST_STATES:
-                oldest = next(iter(self._states))
-                for unused in self._states.pop(oldest).over.values():
-                    self._drop(unused)
-            if self.look:
-                self._looked.clear()
+            if modes != self._modes or self._glance is None or not self._glance.same():
+                self._look_closely(modes)
+            self._looked = self._looked if not self.look else weakref.WeakSet()
             self._looked.add(state)
             self.look = False
+
+    def _look_closely(self, modes: tuple[Any, ...]) -> None:
+        """Take the graphs of the model's state."""
+        self._state = self._glance = None
+        given, self._modes = guarded_state(self._model), modes
+        self._state = hash(given)
+        taken = self._taken[self._state] = self._taken.pop(self._state, Counter())
+        if len(self._taken) > MOST_COUNTED:
+            self._taken.pop(next(iter(self._taken)))
+        self._kept = self._states[given] = self._states.pop(given, _Kept({}, taken))
+        while len(self._states) > MOST_STATES:
+            for unused in self._states.pop(next(iter(self._states))).over.values():
+                self._drop(unused)
+        self.prompts.changed()
+        self._glance = Glance(self._model)
 
     def _of(self, state: State, rows: int) -> Over:
         """The graphs over these pages, made now if they were not before."""

@@ -78,13 +78,14 @@ class Over:
 class Part(NamedTuple):
     """A chunk of the packed tokens. begin, end: of its tokens. counts, before: by request, its tokens here and those before them.
 
-    last: for each request that ends here, the place of its last token in the chunk.
+    ends: the requests that end here. last: the place of the last token of each in the chunk.
     """
 
     begin: int
     end: int
     counts: list[int]
     before: list[int]
+    ends: list[int]
     last: list[int]
 
     @property
@@ -109,11 +110,13 @@ def parts_of(counts: Sequence[int], before: Sequence[int], most: int) -> list[Pa
             size, end = stop - first, begin + stop - first
             joins = found and pieces == 1 and end - found[-1].begin <= most and not _is_part(found[-1], counts)
             if not joins:
-                found.append(Part(begin, begin, [0] * len(counts), list(before), []))
+                found.append(Part(begin, begin, [0] * len(counts), list(before), [], []))
             part = found[-1]
             part.counts[row], part.before[row] = size, before[row] + first
-            last = [*part.last, end - part.begin - 1] if stop == n else part.last
-            found[-1], begin = part._replace(end=end, last=last), end
+            if stop == n:
+                part.ends.append(row)
+                part.last.append(end - part.begin - 1)
+            found[-1], begin = part._replace(end=end), end
     return found
 
 
@@ -132,20 +135,24 @@ class Prompts:
     """The prompts of one model.
 
     forward: the model's own. regions: the compiled layers. refusal: why there are none, "" where there may be.
-    twins: of the layers, as they are in the state that the model is in.
     why: why the model's own layers ran the last prompt, "" where compiled ones did. took: how these ran it, "compiled" or "captured".
     """
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any], inner: str | Inner, pack: bool) -> None:
         self._model, self._forward, self._inner, self._passes = model, forward, inner, (fuse_linears,) if pack else ()
         self.why, self.took, self.refusal, self._ran = "", "", "", False
-        self.twins: dict[nn.Module, Twin] = {}
+        self.changed()
         self.regions: Regions | None = None  # which starts the compiler's workers
         config: Any = getattr(model, "config", None)
         rope = str(getattr(config.get_text_config(decoder=True), "rope_parameters", ""))
         self._of_length = any(kind in rope for kind in _OF_LENGTH)
         self._uncaptured = "rotations depend on the length of the text" if self._of_length else ""
         self._chooses = "logits_to_keep" in inspect.signature(type(model).forward).parameters
+
+    def changed(self) -> None:
+        """Forget the layers as they were: the model may have changed."""
+        self._layers: dict[nn.Module, int] = {}
+        self._twins: dict[nn.Module, Twin] = {}
 
     def notes(self) -> tuple[str, ...]:
         """How the last prompt ran, for the report; no line before the first."""
@@ -177,8 +184,7 @@ class Prompts:
         """
         cache, ids = given["past_key_values"], given["input_ids"]
         pages, (rows, columns) = cache.state.pages, ids.shape
-        start = padding_of(given.get("attention_mask"), pages, rows, columns)
-        seen, *starts = torch.cat([pages.seen[None], start]).tolist()
+        start, (seen, *starts) = padding_of(given.get("attention_mask"), pages, rows, columns, fresh=not cache.state.filled)
         counts, before = [columns - max(s - seen, 0) for s in starts], [max(seen - s, 0) for s in starts]
         positions = given.get("position_ids")
         if min(counts) < 1 or sum(counts) == 1 or (positions is None and any(starts)):
@@ -199,7 +205,13 @@ class Prompts:
             return None
         try:
             with ordinary(), uncached_casts():
-                logits = [self._part(*each, tokens, positions, cache, took) for each in zip(parts, over, strict=True)]
+                # At once and before the first chunk: a copy from the host's own memory waits until the device is idle.
+                numbers = pages.upload([n for part in parts for n in (*part.counts, *part.before, *part.ends, *part.last)])
+                sent = numbers.split([n for part in parts for n in (rows, rows, len(part.ends), len(part.last))])
+                logits = [
+                    self._part(part, graphs, sent[4 * i : 4 * i + 4], tokens, positions, cache, took)
+                    for i, (part, graphs) in enumerate(zip(parts, over, strict=True))
+                ]
         except Exception as error:
             traced = isinstance(error, (NotRegional, NotCapturable, NoKernel))
             if isinstance(error, InvalidInput) or (self._ran and not traced):
@@ -208,13 +220,18 @@ class Prompts:
             return None
         pages.advance(start, columns)
         cache.state.filled, cache.state.unfinished, self._ran, self.took = True, 0, True, min(took)
-        return torch.cat(logits)
+        return torch.cat(logits) if len(logits) > 1 else logits[0]
 
-    def _part(self, part: Part, over: Over | None, tokens: Tensor, positions: Tensor, cache: PagedModelCache, took: set[str]) -> Tensor:
-        """Logits `[N, 1, V]` of the requests that end in a chunk. over: the graphs that have it, or None."""
-        counts, before, last = (torch.tensor(x, device=tokens.device) for x in (part.counts, part.before, part.last or [0]))
-        # Compiled code is guarded on the place of a slice.
-        tokens, positions = (x[part.begin : part.end].clone() for x in (tokens, positions))
+    def _part(
+        self, part: Part, over: Over | None, sent: Sequence[Tensor], tokens: Tensor, positions: Tensor, cache: PagedModelCache,
+        took: set[str],
+    ) -> Tensor:  # fmt: skip
+        """Logits `[N, 1, V]` of the requests that end in a chunk. over: the graphs that have it, or None.
+
+        sent: `part.counts`, `before`, `ends` and `last` on the device.
+        """
+        counts, before, ends, last = sent
+        tokens, positions = (x[part.begin : part.end] for x in (tokens, positions))
         if over is not None and not self._uncaptured:
             try:
                 logits: Tensor = over.graphed(tokens=tokens, positions=positions, counts=counts, cache=over.cache)
@@ -222,8 +239,10 @@ class Prompts:
                 self._uncaptured = one_line(error)
             else:
                 took.add("captured")
-                return logits.clone() if all(part.counts) else logits[counts > 0]
-        return self.step(tokens, positions, counts, before, last, part.fresh, cache)[: len(part.last)]
+                return logits[ends]  # a copy: graphs write their memory again
+        # Compiled code is guarded on the place of a slice. Without a last token, the logits of some other one are dropped.
+        last = last if part.last else before.new_zeros(1)
+        return self.step(tokens.clone(), positions.clone(), counts, before, last, part.fresh, cache)[: len(part.last)]
 
     def step(
         self, tokens: Tensor, positions: Tensor, counts: Tensor, before: Tensor, last: Tensor, fresh: bool, cache: PagedModelCache
@@ -233,14 +252,14 @@ class Prompts:
         tokens, positions: int64 `[T]`. counts, before: int64 `[B]`, the tokens of each request, and those before them.
         """
         state, total = cache.state, tokens.shape[0]
-        layers, _ = modules_of(self._model, cache)
+        self._layers = self._layers or modules_of(self._model, cache)[0]
         self.regions = self.regions or Regions(self._inner, self._passes)
-        here = Here(self.regions, cache, total, threading.get_ident(), packed=True, twins=self.twins)
+        here = Here(self.regions, cache, total, threading.get_ident(), packed=True, twins=self._twins)
         self.regions.begin()
         try:
             state.start = counts.new_zeros(1)
             state.step = Step(packed(state.pages, counts, before, total), (), fresh)
-            with here.calls(layers, ()):
+            with here.calls(self._layers, ()):
                 out = self._forward(
                     input_ids=tokens[None], position_ids=positions[None], attention_mask=torch.ones_like(tokens[None]),
                     past_key_values=cache, use_cache=True, return_dict=True, logits_to_keep=last,
