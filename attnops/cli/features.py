@@ -89,6 +89,7 @@ _BASES: dict[str, tuple[Change, ...]] = {
     "merge_state": (_MERGE,),
     "mxfp4_experts": ({**_BF16, "in_features": 2880, "out_features": 2880, "experts": 32, "top_k": 4, "tokens": Extent(8, 8, 8)},),
     "experts": ({**_BF16, "in_features": 2048, "out_features": 768, "experts": 128, "top_k": 8, "tokens": Extent(8, 8, 8)},),
+    "route": ({**_BF16, "experts": 128, "top_k": 8, "tokens": Extent(8, 8, 8)},),
     "linear": ({**_BF16, "in_features": 4096, "out_features": 6144, "tokens": Extent(8, 8, 8)},),
 }
 _NUMBERS: tuple[Change, ...] = ({"dtype": I32, "kv_dtype": I32, "page_size": 64, "tokens": Extent.of(8)},)

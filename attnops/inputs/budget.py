@@ -44,6 +44,13 @@ delta(h) follows as above with 5 u, and 3 s more. The second product, of row w a
 
     delta(output) = sqrt(sum g^2 (sum delta(h)^2 w^2 + (4 (u R + s))^2)) + sum |g| a (sqrt(Inner) + sqrt(K) + 8) S + u |output| + (K + 1) s
 
+The routing of a mixture chooses the exact experts. With L the largest finite logit,
+
+    delta(weight) = (2 u + a (2 sqrt(E) + 16 + 4 L)) |weight| + s
+
+for the exponent of a logit less another is rounded to a L; exponentials, sums and quotients have some roundings each. 2 u: a conversion to
+the dtype may cut off.
+
 Where weights are rounded to the query's dtype before they are added up (`Tolerance.rounded_sums`), their sum is off by one unit
 roundoff of that dtype at most, and delta(lse) grows by it.
 
@@ -143,6 +150,8 @@ def allowance(call: Call, expected: Mapping[str, Tensor], rounded_sums: bool = F
         return {"output": _linear(call, expected["output"])}
     if call.op in ("experts", "mxfp4_experts"):
         return {"output": _experts(call, expected["output"])}
+    if call.op == "route":
+        return {"weights": _route(call, expected["weights"])}
     if not {"query", "q_nope"} & call.arguments.keys():
         return {}  # integers and copies: exact
     s = _Sizes(call)
@@ -209,6 +218,14 @@ def _experts(call: Call, expected: Tensor) -> Tensor:
         total += weight * a * (sqrt(inner) + sqrt(k) + 8) * sizes
     allowed: Tensor = total + squares.sqrt()
     return allowed
+
+
+def _route(call: Call, expected: Tensor) -> Tensor:
+    logits, wide = call.arguments["logits"], expected.double().abs()
+    a = min(roundoff(logits.dtype), roundoff(torch.float32))
+    share = 2 * roundoff(call.arguments["weights"].dtype) + a * (2 * sqrt(logits.shape[1]) + 16 + 4 * _largest(logits))
+    least = abs(float(call.arguments.get("scale", 1.0))) * torch.finfo(torch.float32).tiny
+    return share * wide + _step(call.arguments["weights"].dtype) + least
 
 
 def _backward(call: Call) -> Allowed:

@@ -24,6 +24,7 @@ from attnops.ops.plan import (
     plan_paged_attention as plan_paged_attention,
     plan_sizes as plan_sizes,
 )
+from attnops.ops.route import route as route
 from attnops.ops.sparse import sparse_mla_attention as sparse_mla_attention, write_latent_packed as write_latent_packed
 from attnops.ops.varlen import varlen_attention as varlen_attention
 from attnops.ops.vertical_slash import (

@@ -18,6 +18,7 @@ from attnops.testing.experts import EXPERTS_CASES
 from attnops.testing.inputs import Call, Case, Features as F, Rows, Source, crossed, table
 from attnops.testing.latent import DEEPSEEK, LATENT_CASES
 from attnops.testing.linear import LINEAR_CASES
+from attnops.testing.route import ROUTE_CASES
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
@@ -154,5 +155,6 @@ CASES: dict[str, tuple[Case, ...]] = {
     **DATA_CASES,
     **LINEAR_CASES,
     **EXPERTS_CASES,
+    **ROUTE_CASES,
 }
 """The grid of every op by name."""

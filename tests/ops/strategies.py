@@ -9,6 +9,7 @@ from attnops.ops import OPS
 from attnops.testing import CASES, Features, Source, builders
 from attnops.testing.experts import experts, mxfp4_experts
 from attnops.testing.linear import linear
+from attnops.testing.route import route
 
 FEW, LENGTH, SOURCE, FLAG = st.integers(0, 2), st.integers(0, 5), st.builds(Source, st.integers(0, 99)), st.booleans()
 FLOAT = st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -168,6 +169,18 @@ def four_bits(draw):
     return mxfp4_experts(draw(SOURCE), tokens, (*sizes, count, k), dtype, **given)
 
 
+@st.composite
+def routings(draw):
+    groups, size, normalize = draw(st.sampled_from([1, 1, 2, 3, 8])), draw(st.sampled_from([1, 2, 5, 32])), draw(FLAG)
+    top, best = (draw(st.integers(1, groups)), draw(st.integers(1, min(size, 3)))) if groups > 1 else (1, 1)
+    flags = dict.fromkeys(("ties", "odd", "along"), FLAG) | {"weights": FLOAT, "scoring": st.sampled_from(["softmax", "sigmoid"])}
+    flags |= {"bias": st.one_of(st.none(), FLOAT), "scale": st.sampled_from([1.0, 2.5]), "eps": st.sampled_from([0.0, 1e-20, 0.1])}
+    given = {name: draw(some) for name, some in flags.items()} | {"groups": groups, "top_groups": top, "group_best": best}
+    given |= {"normalize": normalize, "eps": given["eps"] if normalize else 0.0}
+    k = draw(st.integers(1, min(top * size, 9)))
+    return route(draw(SOURCE), draw(st.sampled_from([0, 1, 2, 17])), groups * size, k, draw(FLOAT), **given)
+
+
 def backward(forward):
     def call(source, call, lse_grad, mask_grad):
         mask = call.arguments.get("mask")
@@ -201,4 +214,5 @@ CALLS |= {
     "linear": linears(),
     "experts": mixtures(),
     "mxfp4_experts": four_bits(),
+    "route": routings(),
 }

@@ -135,14 +135,14 @@ class OfTheDevice(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["aten", "reference"])
-@pytest.mark.parametrize("op", ["experts", "mxfp4_experts"])
-def test_captured_experts_leave_the_host_alone(op, name, monkeypatch):
+@pytest.mark.parametrize("op", ["experts", "mxfp4_experts", "route"])
+def test_captured_mixtures_leave_the_host_alone(op, name, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    for label in ("plain", "odd", "no_tokens"):
-        [call] = [case.call() for case in CASES[op] if case.label == label]
-        want = call.with_(output=call.arguments["output"].clone())
+    for call in [case.call() for case in CASES[op] if case.label in ("plain", "odd", "odd-all", "no_tokens")]:
+        want = call.map(lambda n, t, call=call: t.clone() if n in call.writes else t)
         attnops.ops.OPS[op].reference(want.record)
         with OfTheDevice(), torch.no_grad():
             kernels_of(op)[name].run(call.record)
-        torch.testing.assert_close(call.arguments["output"], want.arguments["output"])
+        for written in call.writes:
+            torch.testing.assert_close(call.arguments[written], want.arguments[written])

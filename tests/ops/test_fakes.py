@@ -168,6 +168,7 @@ def full_call(op) -> Call:
         "merge_state": lambda: builders.merge(s, (5, 2, 4), torch.float32),
         "experts": lambda: next(c for c in CASES["experts"] if c.label == "all").call(),
         "mxfp4_experts": lambda: next(c for c in CASES["mxfp4_experts"] if c.label == "all").call(),
+        "route": lambda: next(c for c in CASES["route"] if c.label == "all").call(),
         "linear": lambda: next(c for c in CASES["linear"] if c.label == "all_offset").call(),
     }  # fmt: skip
     return make[op]() if op in make else CASES[op][0].call()

@@ -17,7 +17,7 @@ from tests.triton.process import compiled
 BF16, F16, F32, E4M3, INT8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int8
 TYPES = {
     BF16: "bf16", F16: "fp16", F32: "fp32", E4M3: "fp8e4nv", torch.float8_e5m2: "fp8e5", INT8: "i8", torch.uint8: "u8", torch.int16: "i16",
-    torch.int32: "i32",
+    torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg", "launch_pdl")
 MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}

@@ -1,0 +1,31 @@
+"""`aten`: the routing of a mixture as torch ops, lowered in place, so that the compiler fuses what is around its sorts."""
+
+from __future__ import annotations
+
+import torch
+
+from attnops.kernel import Inline, Invariant, Kernel, device, register
+from attnops.problem import Problem
+from attnops.reference.route import route as reference
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+TAKES = frozenset({"bias", "scoring", "groups", "top_groups", "group_best", "normalize", "eps", "scale"})
+
+
+def cost_us(p: Problem) -> float:
+    """A sort that keeps the order of equals, and what is around it; of groups, three sorts. Not measured."""
+    sorts = 3.0 if "groups" in p.asks else 1.0
+    return 8.0 * (1.0 + sorts) + max(p.sizes.tokens.hint, 1) * p.experts * sorts / 1e5
+
+
+register(
+    Kernel(
+        "aten", "route", reference, TAKES, FLOATS, cost_us=cost_us, inline=Inline(), about="torch's own sorts; the compiler fuses the rest",
+    )
+)  # fmt: skip
+register(
+    Kernel(
+        "reference", "route", reference, TAKES, FLOATS, cost_us=lambda p: 1000.0 + 10.0 * cost_us(p), judge=True,
+        invariant=Invariant((device("cpu"),)), about="plain torch, float32",
+    )
+)  # fmt: skip

@@ -1,0 +1,34 @@
+"""The launch of the routing of a mixture. Importing this module imports triton."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attnops.kernels.triton.device.route import route as device
+from attnops.kernels.triton.launch.gpu import flat, launch, overlaps
+from attnops.kernels.triton.launch.tiles import power
+from attnops.reference.route import by_logits
+
+if TYPE_CHECKING:
+    from attnops.ops.route import Route
+
+
+def route(call: Route) -> None:
+    """One launch. A token's program knows nothing of the others, so that its bits do not follow the batch."""
+    logits, weights, index = call.logits, call.weights, call.index
+    (tokens, count), top_k = logits.shape, index.shape[1]
+    if tokens == 0:
+        return
+    group, plain = count // call.groups, by_logits(call, call.bias)
+    softmax = call.scoring == "softmax"
+    # Every program waits before any access, so kernels two launches apart are in order, too.
+    overlap = overlaps(logits.device)
+    launch(device, (tokens,), {
+        "logits_ptr": logits, "bias_ptr": flat(call.bias), "weights_ptr": weights, "index_ptr": index, "eps": call.eps, "scale": call.scale,
+        "logits_t": logits.stride(0), "logits_e": logits.stride(1), "weights_t": weights.stride(0), "weights_k": weights.stride(1),
+        "index_t": index.stride(0), "index_k": index.stride(1),
+        "GROUPS": call.groups, "GROUP": group, "GROUPS_P": power(call.groups), "GROUP_P": power(group), "TOP_GROUPS": call.top_groups,
+        "BEST": call.group_best, "K": top_k, "KP": power(top_k), "SOFTMAX": softmax, "BY_LOGITS": plain, "NORMALIZE": call.normalize,
+        "WHOLE": softmax and (not plain or not call.normalize or call.eps > 0), "OVERLAP": overlap,
+        **({"launch_pdl": True} if overlap else {}),
+    }, warps=1)  # fmt: skip

@@ -1,0 +1,129 @@
+"""`route`: the experts that its reference chooses, against plain Python, and numbers that are none."""
+
+import math
+
+import pytest
+import torch
+
+from attnops import ops
+from attnops.kernel import kernels_of
+from attnops.problem import Extent, Target, altered
+from attnops.select import select
+from attnops.testing import CASES, Mismatch, check_kernel
+from attnops.testing.route import V3
+from tests.mates import POLICY
+
+NAN, INF = math.nan, math.inf
+RULES = {n: v for n, v in V3.items() if n != "bias"}
+
+
+def in_python(row, k, bias, groups, top, best):
+    """The choice by sigmoid scores of one token."""
+    value = [1 / (1 + math.exp(-x)) + b for x, b in zip(row, bias, strict=True)]
+    size = len(row) // groups
+    score = [sum(sorted(value[g * size : (g + 1) * size])[-best:]) for g in range(groups)]
+    kept = sorted(range(groups), key=lambda g: (-score[g], g))[:top]
+    return sorted((e for e in range(len(row)) if e // size in kept), key=lambda e: (-value[e], e))[:k]
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_the_choice_of_deepseek_v3(ties):
+    torch.manual_seed(0)
+    logits, bias = torch.randn(50, 24, dtype=torch.float64), torch.randn(24, dtype=torch.float64) / 4
+    if ties:
+        logits, bias = logits.round(), (bias * 4).round() / 4
+    weights, index = ops.route(logits, 4, bias, **RULES)
+    want = [in_python(row, 4, bias.tolist(), 4, 2, 2) for row in logits.tolist()]
+    assert index.tolist() == want
+    picked = logits.gather(1, index).sigmoid()
+    torch.testing.assert_close(weights, 2.5 * picked / picked.sum(1, keepdim=True))
+
+
+def test_equal_experts_and_groups_come_in_order():
+    for more in ({}, {"groups": 4, "top_groups": 2}, RULES):
+        weights, index = ops.route(torch.zeros(2, 8), 4, torch.zeros(8) if more is RULES else None, **more)
+        assert index.tolist() == [[0, 1, 2, 3]] * 2
+        assert weights.unique().numel() == 1
+    assert ops.route(torch.tensor([[0.0, -0.0, 0.0, -0.0]]), 3)[1].tolist() == [[0, 1, 2]]
+
+
+def test_logits_that_round_to_one_score_are_told_apart():
+    logits = torch.tensor([[20.0, 30.0, 25.0, -200.0, -190.0]])
+    assert logits.sigmoid()[0, :3].unique().numel() == 1
+    for scoring in ("sigmoid", "softmax"):
+        assert ops.route(logits, 4, scoring=scoring)[1].tolist() == [[1, 2, 0, 4]]
+
+
+def test_the_softmax_of_the_chosen_is_the_normalized_softmax():
+    logits = torch.randn(7, 12) * 30
+    weights, index = ops.route(logits, 3, normalize=True)
+    torch.testing.assert_close(weights, logits.gather(1, index).softmax(1))
+
+
+@pytest.mark.parametrize("more", [{}, {"normalize": True}, {"normalize": True, "eps": 0.1}, {"scoring": "sigmoid"}, RULES,
+                                  {"groups": 4, "top_groups": 2}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("row", [[NAN] * 8, [INF] * 8, [-INF] * 8, [1.0, NAN, 2.0, INF, -INF, 0.0, NAN, 3.0]], ids=str)
+def test_every_number_is_an_expert(row, more):
+    """One that comes once, whatever the logits are; their row alone has such weights."""
+    logits = torch.tensor([[*map(float, range(8))], row])
+    bias = torch.zeros(8) if more is RULES else None
+    weights, index = ops.route(logits, 4, bias, **more)
+    assert all(len(set(e)) == 4 and min(e) >= 0 and max(e) < 8 for e in index.tolist())
+    assert weights[0].isfinite().all()
+    if row[1] != row[1]:
+        assert index[1, 0] == (0 if row[0] != row[0] else 1)
+        assert weights[1].isnan().all() or (more == {"scoring": "sigmoid"} and weights[1, 0].isnan())
+
+
+@pytest.mark.parametrize("name", ["reference", "aten"])
+def test_a_token_does_not_see_its_mates(name):
+    call = next(c for c in CASES["route"] if c.label == "ties-all").call()
+    whole = [t.clone() for t in run(call, name)]
+    for t in range(9):
+        alone = run(call.map(lambda n, x, t=t: x if n == "bias" else x[t : t + 1].clone()), name)
+        assert all(torch.equal(a[t : t + 1], b) for a, b in zip(whole, alone, strict=True))
+
+
+def run(call, name):
+    kernels_of("route")[name].run(call.record._replace(policy=POLICY))
+    return call.arguments["weights"], call.arguments["index"]
+
+
+def test_outputs_may_have_any_strides():
+    call = next(c for c in CASES["route"] if c.label == "all").call()
+    turned = call.map(lambda n, t: t.T.contiguous().T if n in ("weights", "index") else t)
+    assert check_kernel(kernels_of("route")["reference"], turned).worst <= 1.0
+
+
+@pytest.mark.parametrize("fault", ["order", "other", "unnormalized", "biased"])
+def test_the_check_sees(fault):
+    from dataclasses import replace
+
+    honest = kernels_of("route")["reference"]
+
+    def wrong(call):
+        if fault == "unnormalized":
+            honest.run(call._replace(normalize=False, eps=0.0))
+            return
+        honest.run(call)
+        if fault == "order":
+            call.index.copy_(call.index.flip(1)), call.weights.copy_(call.weights.flip(1))
+        if fault == "other":
+            call.index[0, 3] = next(e for e in range(24) if e not in call.index[0])
+        if fault == "biased":
+            call.weights.mul_(1 + 1e-5)
+
+    call = next(c for c in CASES["route"] if c.label == "all").call()
+    with pytest.raises(Mismatch):
+        check_kernel(replace(honest, run=wrong), call)
+
+
+@pytest.mark.parametrize(("target", "change", "chosen"), [
+    (Target("cuda", 90, assume=("triton",)), {}, "triton"),
+    (Target("cuda", 90, assume=("triton",)), {"tokens": Extent(1, None, 8)}, "triton"),
+    (Target("cuda", 90, assume=("triton",)), {"tokens": Extent.of(8192)}, "triton"),
+    (Target("cuda", 90, assume=("triton",)), {"experts": 1024}, "aten"), (Target("cuda", 90, ()), {}, "aten"), (Target(), {}, "aten"),
+])  # fmt: skip
+def test_which_kernel_is_chosen(target, change, chosen):
+    problem = next(c for c in CASES["route"] if c.label == "deepseek_v3").call().problem
+    assert select(altered(problem, target=target, **change)).kernel.name == chosen

@@ -1,0 +1,101 @@
+"""`triton` of routing: the grid through the interpreter, numbers that are none, and what ptxas makes of it."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from attnops.kernel import kernels_of
+from attnops.problem import Target, pretend
+from attnops.testing import CASES, check_kernel
+from attnops.testing.route import BF16, NORMAL, SIGMOID, V2, V3
+from tests.ops.strategies import CALLS
+from tests.triton.process import compiled, interpreted
+from tests.triton.test_compile import MEMORY, compile_for, launches_overlap, recorded, spilled, waits_first
+
+SM90 = Target("cuda", 90, assume=("triton",))
+
+
+def kernel():
+    return kernels_of("route")["triton"]
+
+
+def case(label):
+    return next(c for c in CASES["route"] if c.label == label).call()
+
+
+def check(call):
+    with pretend(SM90):
+        figures = check_kernel(kernel(), call)
+    assert {r.field for r in figures.refused} <= {"dtype", "kv_dtype", "experts", "top_k"}, figures
+    assert figures.worst <= 1.0, figures
+    return figures
+
+
+@pytest.mark.parametrize("label", [case.label for case in CASES["route"]])
+@interpreted
+def test_grid(label):
+    if (figures := check(case(label))).refused:
+        pytest.skip(str(figures))
+
+
+@interpreted
+def test_random_calls():
+    @given(call=CALLS["route"])
+    @settings(max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    def run(call):
+        check(call)
+
+    run()
+
+
+@pytest.mark.parametrize("rule", [{}, NORMAL, {**NORMAL, "eps": 0.1}, SIGMOID, V2, {n: v for n, v in V3.items() if n != "bias"}], ids=str)
+@interpreted
+def test_numbers_that_are_none(rule):
+    """Experts and weights are the reference's, NaN for NaN."""
+    torch.manual_seed(0)
+    odd = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0])
+    logits = odd[torch.randint(6, (40, 24))]
+    logits[:3] = odd[:3, None]
+    call = case("plain").with_(logits=logits, weights=torch.empty(40, 4), index=torch.full((40, 4), -7), **rule)
+    results = {}
+    for name in ("reference", "triton"):
+        kernels_of("route")[name].run(call.record)
+        results[name] = call.arguments["weights"].clone(), call.arguments["index"].clone()
+    assert torch.equal(*(index for _, index in results.values()))
+    torch.testing.assert_close(results["triton"][0], results["reference"][0], equal_nan=True)
+
+
+@interpreted
+def test_a_token_does_not_see_its_mates():
+    call = case("ties-all")
+    kernel().run(call.record)
+    whole = [call.arguments[n].clone() for n in call.writes]
+    for t in range(9):
+        alone = call.map(lambda n, x, t=t: x if n == "bias" else x[t : t + 1].clone())
+        kernel().run(alone.record)
+        assert all(torch.equal(a[t : t + 1], alone.arguments[n]) for a, n in zip(whole, alone.writes, strict=True))
+
+
+@pytest.mark.parametrize("label", ["qwen3", "gpt_oss", "deepseek_v3", "deepseek_v2", "most"])
+@pytest.mark.parametrize("arch", [80, 90])
+@compiled
+def test_a_warp_reduces_in_registers(label, arch):
+    from attnops.kernels.triton.launch import route as host
+    from attnops.kernels.triton.launch.gpu import Gpu
+
+    call, before = case(label), host.overlaps
+    host.overlaps = lambda device: arch >= 90 and launches_overlap()
+    try:
+        with recorded(host, Gpu(132, MEMORY[arch], arch == 90, True)) as found:
+            kernel().run(call.record)
+    finally:
+        host.overlaps = before
+    [(function, arguments)] = found
+    binary = compile_for(arch, function, dict(arguments), BF16)
+    ptx = binary.asm["ptx"]
+    assert spilled(binary, arch) == 0
+    assert binary.metadata.shared == 0 and "bar.sync" not in ptx, "threads wait for each other"
+    assert "redux.sync" in ptx
+    assert not arguments["OVERLAP"] or waits_first(ptx)
