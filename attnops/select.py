@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from attnops.errors import InvalidInput, NoKernel, UnknownKernel, fail
-from attnops.kernel import Failed, Kernel, generation, kernel_names, kernels_of
+from attnops.kernel import Failed, Kernel, all_kernels, generation, kernel_names, kernels_of
 from attnops.measured import ESTIMATED, MEASURED, Cost, Table, costs, in_force, never_run
 from attnops.measured.store import default_policy_key
 from attnops.problem import Extent, Extents, Problem, Refusal, altered
@@ -53,7 +53,7 @@ class Policy:
 
 @functools.lru_cache(maxsize=1024)
 def parse_policy(key: str) -> Policy:
-    """The inverse of `Policy.key`. Raises InvalidInput on an unknown word, UnknownKernel on a name no kernel bears."""
+    """The inverse of `Policy.key`. Raises InvalidInput on an unknown word or op, UnknownKernel on a name no kernel bears."""
     values: dict[str, object] = {}
     for part in filter(None, key.split(";")):
         name, _, text = part.partition("=")
@@ -71,10 +71,11 @@ def parse_policy(key: str) -> Policy:
 def _check_names(policy: Policy) -> None:
     for entry in (*policy.kernel, *policy.allow, *policy.deny, *policy.prefer):
         scope, _, name = entry.rpartition(":")
-        if name not in (known := kernel_names()):
+        known = tuple(kernels_of(scope)) if scope else kernel_names()
+        if not known:
+            fail(InvalidInput, "policy", repr(entry), f"an op before the colon: {' | '.join(sorted({k.op for k in all_kernels()}))}")
+        if name not in known:
             fail(UnknownKernel, name, scope or "any", known)
-        if scope and name not in kernels_of(scope):
-            fail(UnknownKernel, name, scope, tuple(kernels_of(scope)))
 
 
 @dataclass(frozen=True)
@@ -313,7 +314,7 @@ def use(
 
     kernel: a name, or a mapping of op to name. See Policy for the rest. The policy becomes an argument of every op called
     in the block, so it is part of the graph, of Dynamo's guards and of the compile caches' keys.
-    Raises UnknownKernel for a name that no kernel bears.
+    Raises UnknownKernel for a name that no kernel bears, InvalidInput for an op without kernels.
     """
     forced = (kernel,) if isinstance(kernel, str) else tuple(f"{op}:{name}" for op, name in (kernel or {}).items())
     before = _ACTIVE.key

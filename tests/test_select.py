@@ -274,9 +274,13 @@ def test_a_forced_kernel_that_cannot_run_raises_in_a_call():
 
 
 def test_policies_name_kernels_that_exist():
-    for policy in ("kernel=fa9", "allow=fa9", "deny=fa9", "prefer=fa9", "kernel=merge_state:sdpa", "kernel=nonsense:sdpa"):
+    for policy in ("kernel=fa9", "allow=fa9", "deny=fa9", "prefer=fa9", "kernel=merge_state:sdpa"):
         with pytest.raises(UnknownKernel, match=r"kernel: got '(fa9|sdpa)', want one of"):
             parse_policy(policy)
+    with pytest.raises(UnknownKernel, match=r"kernel: got 'fa9', want one of .*, triton \(op linear\)"):
+        parse_policy("kernel=linear:fa9")
+    with pytest.raises(InvalidInput, match=r"policy: got 'linar:triton', want an op before the colon: attention \| .* \| linear \| "):
+        parse_policy("kernel=linar:triton")
     for policy in ("kernel", "kernel=", "speed=fast", "deterministic=yes", "reference"):
         with pytest.raises(InvalidInput, match="policy: got"):
             parse_policy(policy)
