@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import Guard, TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.nn.functional import linear
 from torch.utils import _pytree as pytree
 
@@ -238,11 +239,7 @@ def _fuse(graph: fx.Graph, calls: list[_Call]) -> str:
 def _propagate(changed: dict[fx.Node, Any]) -> dict[fx.Node, Any] | str:
     """The new fake values of `changed` and of the nodes whose strides follow; or a reason against the change: a view becomes a copy or
     an error, a graph output gets other strides than in the model's own code, or a node cannot be evaluated again."""
-    found = dict(changed)
-    fakes = [v for v in changed.values() if isinstance(v, Tensor)]
-    mode: Any = getattr(fakes[0], "fake_mode", None) if fakes else None
-    if mode is None:
-        return "its values are not fake"
+    found, mode = dict(changed), next(iter(changed.values())).fake_mode
     # An autocast region inside the graph changes dtypes.
     if any(facts_of(node.meta.get(VALUE))[0] != facts_of(value)[0] for node, value in changed.items()):
         return "its shape or dtype would differ"
@@ -288,8 +285,6 @@ def _run(node: fx.Node, found: dict[fx.Node, Any]) -> Any:
 
 
 def _unbacked(value: Any) -> set[Any]:
-    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-
     return {s for x in pytree.tree_leaves(value) if isinstance(x, (Tensor, torch.SymInt)) for s in free_unbacked_symbols(x)}
 
 

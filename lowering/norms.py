@@ -43,8 +43,8 @@ def norm_of(node: Any) -> Norm | None:
     name, args = call_of(node)
     if name == "rms_norm":
         x, shape, gain, eps = _rms_norm(*args, **node.kwargs)
-        known = isinstance(gain, fx.Node) and isinstance(eps, float) and len(shape) == 1
-        return Norm(x, gain, eps, frozenset({node})) if known else None
+        known = isinstance(gain, fx.Node) and is_float(eps) and len(shape) == 1
+        return Norm(x, gain, float(number(eps)), frozenset({node})) if known else None
     scaled = uncast(node)
     for gain, normed in pairs(scaled, "mul"):
         if not isinstance(gain, fx.Node) or not isinstance(fake_of(gain), Tensor) or fake_of(gain).dim() != 1:
@@ -69,13 +69,13 @@ def _mean_square(root: Any, x: Any) -> tuple[float, tuple[fx.Node, ...]] | None:
         return None
     for mean, eps in pairs(args[0], "add"):
         squares, dim = _mean(mean)
-        over_last = dim in (-1, (-1,), [-1]) and isinstance(eps, float) and eps > 0
         if (
-            over_last
+            dim in (-1, (-1,), [-1])
             and call_of(squares) in (("pow", (x, 2)), ("square", (x,)), ("mul", (x, x)))
             and fake_of(mean).dim() == fake_of(x).dim()
+            and is_float(eps)
         ):
-            return eps, (squares, mean, args[0], root)
+            return float(number(eps)), (squares, mean, args[0], root)
     return None
 
 
@@ -109,6 +109,16 @@ def pairs(node: Any, called: str) -> Iterator[tuple[Any, Any]]:
     if name == called and len(args) == 2 and not node.kwargs:
         yield args[0], args[1]
         yield args[1], args[0]
+
+
+def number(x: Any) -> Any:
+    """The value of a node, and other things as they are. `float` of one that is symbolic, as with dynamic shapes, guards it."""
+    return fake_of(x) if isinstance(x, fx.Node) else x
+
+
+def is_float(x: Any) -> bool:
+    """Is it a number above 0 with a point, symbolic or not?"""
+    return isinstance(known := number(x), (float, torch.SymFloat)) and bool(known > 0)
 
 
 def uncast(node: Any) -> Any:

@@ -108,6 +108,26 @@ def test_norms(norm, dtype):
     assert backend.parts == [("norm", "linear")] and backend.refusals == [""]
 
 
+class Eps(nn.Module):
+    def __init__(self, eps):
+        super().__init__()
+        self.gain, self.square, self.eps = nn.Parameter(torch.ones(K)), nn.Linear(K, K), eps
+
+    def forward(self, x):
+        wide = x.float()
+        return self.square(self.gain * (wide * root(wide, self.eps)).to(x.dtype))
+
+
+def test_an_eps_that_the_compiler_keeps_symbolic():
+    """Each is a constant of its own graph."""
+    backend, x = Using(), torch.randn(3, K)
+    run = torch.compile(lambda layer, x: layer(x), backend=backend, fullgraph=True)
+    with torch.no_grad(), attnops.use(kernel={"linear": "reference"}):
+        for layer in map(Eps, (1e-5, 0.25, 2.0)):
+            torch.testing.assert_close(run(layer, x), layer(x))
+    assert backend.parts == [("norm", "linear")] * 3
+
+
 HALVES = {
     "chunk": lambda y: y.chunk(2, dim=-1),
     "split": lambda y: torch.split(y, M, -1),
