@@ -170,7 +170,7 @@ def _serves(module: Any, x: Tensor, index: Tensor, gate: Gate) -> bool:
     """Does a kernel of ours serve the call? Under a compiler the number of tokens is guarded."""
     weight, policy = module.gate_up_proj, active_policy()
     # An adapter of LoRA puts its own tensors in the parameters' place for the time of a call.
-    if torch.is_grad_enabled() or not (_plain(weight) and _plain(module.down_proj)) or x.dim() != 2:
+    if torch.is_grad_enabled() or not (plain(weight) and plain(module.down_proj)) or x.dim() != 2:
         return False
     if torch.is_autocast_enabled(x.device.type) or not x.dtype == weight.dtype == module.down_proj.dtype or x.device != weight.device:
         return False
@@ -179,7 +179,7 @@ def _serves(module: Any, x: Tensor, index: Tensor, gate: Gate) -> bool:
     return (x.shape[0] <= MOST_TOKENS or deterministic(policy)) and _chosen(policy, x.device, x.dtype, *sizes, *asks)
 
 
-def _plain(weight: Any) -> bool:
+def plain(weight: Any) -> bool:
     return type(weight) is nn.Parameter or (isinstance(weight, FakeTensor) and isinstance(weight, nn.Parameter))
 
 
@@ -213,7 +213,7 @@ def _against(module: Any) -> str:
         return f"the implementation is {stock!r}"
     if not module.has_gate:
         return "they have no gate"
-    if is_parametrized(module) or not all(map(_plain, weights)):
+    if is_parametrized(module) or not all(map(plain, weights)):
         return "their weights are no plain parameters"
     gate_up, down = (cast(Tensor, w) for w in weights)
     if gate_up.dtype not in FLOATS or gate_up.dtype != down.dtype:

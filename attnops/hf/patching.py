@@ -29,6 +29,7 @@ from attnops.hf.paged.cache import PagedModelCache
 from attnops.hf.paged.decode import Decode, Decoder
 from attnops.hf.paged.mode import REPLACED, PagedMode, give_back
 from attnops.hf.report import UNSETTLED, Report, Took, evaluating, notes_of, switch
+from attnops.hf.routers import Routers
 
 _SETTLING = threading.Lock()
 _OPTIONS = "_attnops_options"
@@ -52,7 +53,7 @@ class Patched(Handle):
             self._settle()
         self._switched = [(config, config._attn_implementation_internal) for config in found.configs]
         switch(found.configs, self.implementation)
-        self._experts = Experts(model)
+        self._mixtures = Experts(model), Routers(model)
         # Each module may be pickled without the rest of the model, and options register themselves where they are loaded.
         switched = {id(config) for config in found.configs}
         self._marked = [module for module in owner.modules() if id(getattr(module, "config", None)) in switched]
@@ -108,7 +109,8 @@ class Patched(Handle):
         for module in self._marked:
             module.__dict__.pop(_OPTIONS, None)
         self._owner.__dict__.pop(MARK, None)
-        self._experts.undo()
+        for mixture in self._mixtures:
+            mixture.undo()
         if self._paged is not None:
             self._paged.undo()
         for each in self._watching:
@@ -118,8 +120,9 @@ class Patched(Handle):
     def report(self) -> Report:
         """Every attention module with its status, and how `generate()` runs. `print` it, give it to rich, or take `Report.to_dict()`."""
         others = {id(config): name for config, name in self._others()}
-        experts, made = self._experts.notes() if self.active else (), (self._paged, self._proof, self._why)
-        return _report(self.model, self.implementation, self._options, self._found, *made, others, experts)
+        mixtures = self._mixtures if self.active else ()
+        notes, made = tuple(note for m in mixtures for note in m.notes()), (self._paged, self._proof, self._why)
+        return _report(self.model, self.implementation, self._options, self._found, *made, others, notes)
 
     def _others(self) -> list[tuple[Any, str]]:
         """Configs whose attention the caller has set to another since, and its name."""
@@ -306,8 +309,9 @@ def patch(
     A module is patched when its code asks transformers' attention interface for the function to call. The model's state_dict, hooks and
     saved config stay as they are, and so do its weights, which piecewise graphs give other addresses until `unpatch()`
     (docs/linear.md). Experts that ask transformers' experts interface go to `attnops.ops.experts` where a kernel of attnops serves them: a
-    few tokens on a GPU, without gradients. Modules that hold the same config object switch together, those of other models included (the
-    report says so). In training mode a layer whose attention dropout is above 0 is computed in plain torch.
+    few tokens on a GPU, without gradients. So do routers to `attnops.ops.route` where the op chooses as they do. Modules that hold the same
+    config object switch together, those of other models included (the report says so). In training mode a layer whose attention dropout is
+    above 0 is computed in plain torch.
 
     Args:
         model: a PreTrainedModel, or a module around one (PEFT, `torch.compile`).
@@ -376,7 +380,7 @@ def _served(owner: nn.Module, found: Match, asked: Options) -> tuple[Options, st
 
 def _report(
     model: nn.Module, name: str, options: Options, found: Match, paged: PagedMode | None, proof: str, why: str, others: dict[int, str],
-    experts: tuple[str, ...],
+    mixtures: tuple[str, ...],
 ) -> Report:  # fmt: skip
     rows = []
     for site in found.sites:
@@ -385,5 +389,5 @@ def _report(
         reason = site.reason or (other and f"its attention was set to {other!r} after patch()")
         told = (f"skipped: {reason}", "") if reason else (PATCHED, phases)
         rows.append(Row(site.path, type(site.module).__name__, *told))
-    notes = notes_of(options, found, paged, proof, why) + experts
+    notes = notes_of(options, found, paged, proof, why) + mixtures
     return Report(type(model).__name__, options.kernel, tuple(rows), notes, name, options.mask, options.cache)

@@ -64,8 +64,8 @@ def test_generated_code_calls_the_kernel(family):
     """With the parameters themselves, which are not copied."""
     model, (backend, code) = tiny.model(family), judging(EXPERTS)
     block, x = model.model.layers[1].mlp, torch.randn(1, 5, 64)
-    want = block(x)
-    with attnops.patch(model), torch._inductor.config.patch(fx_graph_cache=False), pretend(SM90):
+    want, routers = block(x), {"route": "aten"}
+    with attnops.patch(model), attnops.use(kernel=routers), torch._inductor.config.patch(fx_graph_cache=False), pretend(SM90):
         got = torch.compile(block, backend=backend, fullgraph=True)(x)
     [text] = code
     assert kernel_calls(text).count("experts.triton") == 1

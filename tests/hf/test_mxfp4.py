@@ -122,7 +122,7 @@ def test_generated_code_calls_the_kernel():
     block, x = model.model.layers[1].mlp, torch.randn(1, 5, 64)
     want = block(x)
     pack_experts(model)
-    with attnops.patch(model), torch._inductor.config.patch(fx_graph_cache=False), pretend(SM90):
+    with attnops.patch(model), attnops.use(kernel={"route": "aten"}), torch._inductor.config.patch(fx_graph_cache=False), pretend(SM90):
         got = torch.compile(block, backend=backend, fullgraph=True)(x)
     [text] = code
     assert kernel_calls(text).count("mxfp4_experts.triton") == 1

@@ -1,0 +1,308 @@
+"""The routers of transformers models through `attnops.ops.route` where a kernel of attnops is chosen; all other calls are their own code's.
+
+A router becomes an object of a subclass of its class. So hooks run as before, transformers finds the class whose outputs it records,
+compilers see a method, and layers can be traced alone, which a forward of the instance would prevent. A pass over graphs would leave out
+eager code.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.parametrize import is_parametrized
+from torch.utils._python_dispatch import _disable_current_modes
+
+from attnops.call import name as name_of
+from attnops.hf.experts import plain
+from attnops.hf.methods import is_replaced
+from attnops.kernels.triton.attention import FLOATS
+from attnops.ops.route import SCORING, route
+from attnops.problem import Extent, Problem, Target
+from attnops.reference.route import chosen, values, weighed
+from attnops.select import active_policy, select
+
+_RULE = "_attnops_route"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A router as arguments of the op, and how it makes logits.
+
+    weight, added, bias: names of its tensors: the weight, what is added to the product, and what is added for the choice; "" for none.
+    wide: logits are a product in float32, whatever the weight is. float32: the dtype of the weights, and not that of the tokens.
+    flattens: tokens may come as `[B, S, H]`.
+    """
+
+    weight: str
+    top_k: int
+    added: str = ""
+    wide: bool = False
+    bias: str = ""
+    scoring: str = "softmax"
+    groups: int = 1
+    top_groups: int = 1
+    group_best: int = 1
+    normalize: bool = False
+    eps: float = 0.0
+    scale: float = 1.0
+    float32: bool = False
+    flattens: bool = False
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The arguments of the op that are not at their defaults, without tensors."""
+        names = ("scoring", "groups", "top_groups", "group_best", "normalize", "eps", "scale")
+        return {n: value for n in names if (value := getattr(self, n)) != getattr(Rule, n)}
+
+    def logits(self, module: Any, x: Tensor) -> Tensor:
+        """Those of tokens `[T, H]`."""
+        weight, added = getattr(module, self.weight), getattr(module, self.added) if self.added else None
+        if self.wide:
+            x, weight, added = x.float(), weight.float(), None if added is None else added.float()
+        return F.linear(x, weight, added)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A router of a model, its class, and its rule, or the reason why it is left as it is."""
+
+    module: nn.Module
+    cls: type
+    found: Rule | str
+
+
+class Routers:
+    """The routers of a model, taken over until `undo()`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.sites = tuple(sites(model))
+        for site in self.sites:
+            if isinstance(site.found, Rule):
+                site.module.__class__ = served(site.cls)
+                site.module.__dict__[_RULE] = site.found
+
+    def undo(self) -> None:
+        """Give the modules back as they were. One whose class has changed since then keeps that, and runs its own code."""
+        for site in self.sites:
+            if site.module.__dict__.pop(_RULE, None) is not None and type(site.module) is served(site.cls):
+                site.module.__class__ = site.cls
+
+    def notes(self) -> tuple[str, ...]:
+        """Lines of a report; none for a model without routers."""
+        left = Counter(site.found for site in self.sites if isinstance(site.found, str))
+        count, taken = len(self.sites), len(self.sites) - left.total()
+        own = f"routers of {taken} of {count} layers: on a GPU, without gradients; transformers' own code else"
+        return (*((own,) if taken else ()), *(f"routers of {n} of {count} layers are left as they are: {why}" for why, n in left.items()))
+
+
+@functools.cache
+def served(cls: Any) -> type:
+    """A subclass of the router `cls` with its name. Its objects can be copied and pickled."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        rule: Rule | None = self.__dict__.get(_RULE)
+        if rule is None or len(args) != 1 or kwargs or not _serves(self, args[0], rule):
+            return cls.forward(self, *args, **kwargs)
+        x, bias = args[0].reshape(-1, args[0].shape[-1]), getattr(self, rule.bias) if rule.bias else None
+        logits = rule.logits(self, x)
+        return (logits, *route(logits, rule.top_k, bias, **rule.given, dtype=torch.float32 if rule.float32 else x.dtype))
+
+    def reduce(self: Any, protocol: int) -> Any:
+        return (_blank, (cls,), *cls.__reduce_ex__(self, protocol)[2:])
+
+    return type(cls.__name__, (cls,), {"__module__": cls.__module__, "forward": forward, "__reduce_ex__": reduce})
+
+
+def _blank(cls: Any) -> Any:
+    return object.__new__(served(cls))
+
+
+def _serves(module: Any, x: Tensor, rule: Rule) -> bool:
+    """Does a kernel of ours serve the call?"""
+    weight = getattr(module, rule.weight)
+    # An adapter of LoRA puts its own tensor in the parameter's place for the time of a call. Some routers add noise in training.
+    if torch.is_grad_enabled() or module.training or not plain(weight) or torch.is_autocast_enabled(x.device.type):
+        return False
+    if (x.dim() != 2 and not rule.flattens) or x.dtype != weight.dtype or x.device != weight.device or x.shape[-1] != weight.shape[1]:
+        return False
+    asks = (*rule.given, "bias") if rule.bias else tuple(rule.given)
+    return bool(_chosen(active_policy(), x.device, torch.float32 if rule.wide else x.dtype, weight.shape[0], rule.top_k, *asks))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _chosen(policy: str, device: torch.device, dtype: torch.dtype, count: int, top_k: int, *asks: str) -> bool:
+    """Is a kernel chosen that is not torch's own ops?"""
+    sizes = {"experts": count, "top_k": top_k, "tokens": Extent(1, None, 8)}
+    kernel = select(Problem.of("route", Target.of(device), dtype=dtype, kv_dtype=dtype, asks=frozenset(asks), **sizes), policy).kernel
+    return kernel is not None and kernel.name != "aten"
+
+
+# Recognition ----------------------------------------------------------------------------------------------------------
+
+
+def sites(model: nn.Module) -> Iterator[Site]:
+    """The routers of a model: modules with a number of choices and a matrix."""
+    known: dict[tuple[Any, ...], Rule | None] = {}
+    for module in model.modules():
+        cls = type(module)
+        if "Router" in cls.__name__ or (type(getattr(module, "top_k", None)) is int and _matrices(module)):
+            yield Site(module, cls, _against(module) or _rule(module, known))
+
+
+def _matrices(module: nn.Module) -> list[str]:
+    return [n for n, p in module._parameters.items() if p is not None and p.dim() == 2]
+
+
+def _against(module: nn.Module) -> str:
+    """Why a router is left as it is, but for its numbers; "" if it is not."""
+    parameters = [p for p in module._parameters.values() if p is not None]
+    if is_replaced(module):
+        return "their forward is replaced on the module itself, or compiled"
+    if is_parametrized(module) or not all(map(plain, parameters)):
+        return "their weights are no plain parameters"
+    if len(_matrices(module)) != 1 or any(module.children()):
+        return f"{type(module).__name__} has not one matrix of its own and no other module"
+    odd = [name_of(p.dtype) for p in parameters if p.dtype not in FLOATS]
+    return f"their weights are {odd[0]}" if odd else ""
+
+
+def _rule(module: nn.Module, known: dict[tuple[Any, ...], Rule | None]) -> Rule | str:
+    """The rule of the module. known: those of modules like it."""
+    tensors = tuple((n, t.shape, t.dtype) for part in (module._parameters, module._buffers) for n, t in part.items() if t is not None)
+    plain_values = tuple((n, v) for n, v in vars(module).items() if type(v) in (bool, int, float, str, type(None)) and n != "training")
+    key = type(module), tensors, plain_values
+    if key not in known:
+        known[key] = rule_of(module)
+    return known[key] or f"the op does not choose as {type(module).__name__} does"
+
+
+@torch.no_grad()
+def rule_of(module: nn.Module) -> Rule | None:
+    """The rule of a router, found by trying its own forward on a few tokens, in float32 and in bfloat16; None: the op has no such rule."""
+    with _disable_current_modes(), torch.device("cpu"):  # without fake tensors
+        found = _tried(_Trial.of(module, torch.float32), None)
+        if found is None or (again := _tried(_Trial.of(module, torch.bfloat16), found)) is None:
+            return None
+        return again
+
+
+TOKENS = 64
+LOWEST = (-50.0, -8.0, -5.0)
+"""Of tokens whose logits are all four times that: sums of their sigmoids are 0, or as small as numbers added to them."""
+EPS = (0.0, 1e-20, 1e-12, 1e-6)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A copy of a router with random tensors, tokens, and its answers; None where it has no such answers. flattens: as of a Rule."""
+
+    twin: Any
+    x: Tensor
+    out: tuple[Tensor, ...] | None
+    flattens: bool
+
+    @classmethod
+    def of(cls, module: nn.Module, dtype: torch.dtype) -> _Trial:
+        source = torch.Generator("cpu").manual_seed(0)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=source, device="cpu")
+
+        twin: Any = object.__new__(type(module))
+        parameters = {n: p if p is None else random(*p.shape).to(dtype) / 4 for n, p in module._parameters.items()}
+        buffers = {n: b if b is None else (random(*b.shape) / 4).to(b.dtype) for n, b in module._buffers.items()}
+        twin.__dict__.update(vars(module), training=False, _parameters=parameters, _buffers=buffers)
+        [name] = _matrices(module)
+        weight: Any = parameters[name]
+        weight *= 8 * weight.shape[1] ** -0.5
+        weight[:, 0] = 4.0
+        x = random(TOKENS + len(LOWEST), weight.shape[1]).to(dtype)
+        x[:, 0] = 0.0
+        x[TOKENS:] = 0.0
+        x[TOKENS:, 0] = torch.tensor(LOWEST, device="cpu")
+        flat = _answers(module, twin, x)
+        return cls(twin, x, flat, flat is not None and _answers(module, twin, x[None]) is not None)
+
+    def named(self, count: int) -> list[str]:
+        """The twin's tensors of a number an expert."""
+        both = (*self.twin._parameters.items(), *self.twin._buffers.items())
+        return [n for n, t in both if t is not None and t.shape == (count,) and t.is_floating_point()]
+
+
+def _answers(module: nn.Module, twin: Any, x: Tensor) -> tuple[Tensor, ...] | None:
+    """(logits, weights, index), each `[T, ...]`, or None."""
+    try:
+        out = type(module).forward(twin, x)
+    except Exception:  # of a stranger's module
+        return None
+    if not (isinstance(out, tuple) and len(out) == 3 and all(isinstance(t, Tensor) and t.dim() == 2 for t in out)):
+        return None
+    logits, weights, index = out
+    fits = weights.shape == index.shape and logits.shape[0] == index.shape[0] == x.shape[-2] and 1 <= index.shape[1] <= logits.shape[1]
+    kinds = logits.is_floating_point() and weights.is_floating_point() and index.dtype == torch.int64
+    return out if fits and kinds else None
+
+
+def _tried(trial: _Trial, like: Rule | None) -> Rule | None:
+    """The rule by which all answers of the trial are right. like: the one that the answers in float32 were right by."""
+    if trial.out is None:
+        return None
+    logits, weights, index = trial.out
+    count, ours = logits.shape[1], trial.x.dtype
+    names = ["", *trial.named(count)]
+    if like is None:
+        numbers = [v for v in vars(trial.twin).values() if type(v) in (int, float)]
+        ints = sorted({v for v in numbers if type(v) is int and 1 <= v <= count})
+        grouped = [(g, top, best) for g, top, best in itertools.product(ints, ints, (1, 2)) if _groups(count, g, top, best, index.shape[1])]
+        first = Rule(_matrices(trial.twin)[0], index.shape[1])
+        rules = (
+            replace(first, added=added, bias=bias, scoring=scoring, groups=g, top_groups=top, group_best=best)
+            for added, (g, top, best), bias, scoring in itertools.product(names, [(1, 1, 1), *grouped], names, SCORING)
+        )
+        weighings = [
+            (normalize, eps, scale)
+            for normalize, eps, scale in itertools.product((False, True), EPS, dict.fromkeys((1.0, *map(float, numbers))))
+            if normalize or not eps
+        ]
+        for rule in rules:
+            if _chooses(trial, rule):
+                for normalize, eps, scale in weighings:
+                    last = replace(rule, normalize=normalize, eps=eps, scale=scale)
+                    if _weighs(trial, last, 1e-4):
+                        return last
+        return None
+    if {logits.dtype, weights.dtype} - {ours, torch.float32}:
+        return None
+    rule = replace(like, wide=logits.dtype == torch.float32, float32=weights.dtype == torch.float32, flattens=trial.flattens)
+    return rule if _chooses(trial, rule) and _weighs(trial, rule, 2.0**-6) else None
+
+
+def _groups(count: int, groups: int, top: int, best: int, top_k: int) -> bool:
+    return groups > 1 and top < groups and count % groups == 0 and best <= count // groups and top_k <= top * (count // groups)
+
+
+def _chooses(trial: _Trial, rule: Rule) -> bool:
+    """Are the logits and the choice those of the rule? Of equal experts any may be chosen."""
+    assert trial.out is not None
+    logits, _, index = trial.out
+    if not torch.equal(rule.logits(trial.twin, trial.x), logits):
+        return False
+    wide, bias = logits.float(), getattr(trial.twin, rule.bias) if rule.bias else None
+    by = values(rule, wide, bias)
+    ours, theirs = (by.gather(1, i).sort(1).values for i in (chosen(rule, wide, bias, rule.top_k), index))
+    once = (index.sort(1).values.diff(dim=1) > 0).all()
+    return bool(once) and torch.allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def _weighs(trial: _Trial, rule: Rule, tolerance: float) -> bool:
+    assert trial.out is not None
+    logits, weights, index = trial.out
+    return torch.allclose(weighed(rule, logits.float(), index), weights.float(), rtol=tolerance, atol=1e-30, equal_nan=True)
