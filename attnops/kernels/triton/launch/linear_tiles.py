@@ -44,9 +44,11 @@ ONE_GATED = Tile(4, 1024, 4, 2)
 WIDEST, NARROWEST = (Tile(128, 256, 4, 8, True), 0.45), (Tile(16, 1024, 4, 2), 0.0)
 FEW_ROWS: Ladder = (WIDEST, (Tile(64, 512, 4, 4, True), 0.3), (Tile(32, 512, 6, 4, True), 0.45), NARROWEST)
 """Half of the multiprocessors read as fast as all, and a third of them where SM90's warps multiply in groups, with 64 results or more."""
-PLAIN_ROWS: Ladder = (WIDEST, (Tile(32, 512, 6, 2, True, rows=8), 0.45), NARROWEST)
-"""Of up to 8 rows without a norm, which every program would repeat."""
-SEVERAL_ROWS: tuple[tuple[int, bool, Ladder], ...] = ((8, True, PLAIN_ROWS), (MOST_ROWS, False, FEW_ROWS))
+SPLIT = (Tile(16, 1024, 4, 4, True, rows=8, split=4), 0.0)
+"""One warp's products of a narrow weight would wait for each other longer than for the weight."""
+SEVERAL_ROWS: tuple[tuple[int, bool, Ladder], ...] = (
+    (8, True, (WIDEST, SPLIT)), (32, True, (*FEW_ROWS[:2], SPLIT)), (MOST_ROWS, False, FEW_ROWS),
+)  # fmt: skip
 """The most rows of a ladder, and whether it is for 16 bits a number without norm and gate alone. The first that takes a call serves it."""
 
 
