@@ -18,7 +18,7 @@ _CASTS = {"to", "float", "half", "bfloat16", "double", "type", "type_as"}
 class Norm:
     """An RMS norm along the last dim of `x`, times `gain` of one dim.
 
-    nodes: that compute it, the gain's aside. wide: those of them that must be float32.
+    nodes: those that compute it, without the gain's. wide: those of `nodes` that must be float32.
     """
 
     x: fx.Node
@@ -29,7 +29,7 @@ class Norm:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which kernels compute it."""
+        """The dtype in which kernels compute it."""
         return torch.promote_types(fake_of(self.x).dtype, torch.float32)
 
     @property

@@ -27,7 +27,7 @@ _LIKE = "_mxfp4_like"
 
 @dataclass(frozen=True)
 class Kept:
-    """Of a packed module. order: the names of its parameters. trained: those that asked for a gradient."""
+    """A packed module as it was. order: the names of its parameters. trained: the packed ones that asked for a gradient."""
 
     gate: Gate
     order: tuple[str, ...]
@@ -35,7 +35,7 @@ class Kept:
     hooks: tuple[Any, ...]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # As Gate's.
+        # The config holds the name of a function, which a process that loads a copy of the module needs, too.
         vars(self).update(state)
         _name(self.gate.stock)
 

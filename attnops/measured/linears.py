@@ -18,7 +18,7 @@ PARTS = {"norm": "norm_weight", "activation": "activation", "residual": "residua
 class LinearShape:
     """A linear layer with a weight of `out_features` rows and `in_features` columns, and what is around its product.
 
-    Of its Sizes, `batch` is the rows of the input, and `ratio` the numbers of the weight over those of this one's.
+    In its Sizes `batch` is the number of rows of the input, and `ratio` the size of the weight as a multiple of this shape's.
     """
 
     op: str = "linear"

@@ -22,7 +22,7 @@ LEAST = {"E": ">= 1 expert", "In": ">= 1 column", "Half": ">= 1 column", "Out": 
 def _rules(call: Any, sizes: Sizes) -> None:
     need(sizes["K"] <= sizes["E"], "top_k_index.shape[1]", sizes["K"], f"<= {sizes['E']} (E, as gate_up.shape[0])")
     for field, name, step in (("x.shape[1]", "In", COLUMNS), ("down.shape[2]", "Half", COLUMNS // 2), ("down.shape[1]", "Out", ROWS)):
-        need(sizes[name] % step == 0, field, sizes[name], f"a multiple of {step}: the order of the weights is one of tiles")
+        need(sizes[name] % step == 0, field, sizes[name], f"a multiple of {step}: weights are stored in tiles")
 
 
 def _facts(call: Any, sizes: Sizes) -> dict[str, Any]:

@@ -19,7 +19,7 @@ makes up for it, so that s is at most 128.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,30 +99,17 @@ def restored(words: Tensor, scales: Tensor, interleaved: bool) -> tuple[Tensor, 
     return codes[..., 0] | (codes[..., 1] << 4), back - (MOST_SCALE - 2)
 
 
-@dataclass(frozen=True)
-class Decoded:
-    """A call of `attnops.ops.mxfp4_experts` as one of `attnops.ops.experts`, whose arguments these are."""
+_SAME = ("x", "top_k_index", "top_k_weights", "gate_up_bias", "down_bias", "alpha", "limit", "offset", "policy", "output")
 
-    x: Tensor
-    gate_up: Tensor
-    down: Tensor
-    top_k_index: Tensor
-    top_k_weights: Tensor
-    gate_up_bias: Tensor | None
-    down_bias: Tensor | None
-    alpha: float
-    limit: float
-    offset: float
-    policy: str
-    output: Tensor
-    activation: str = "silu"
-    interleaved: bool = True
+
+class Decoded(SimpleNamespace):
+    """A call of `attnops.ops.mxfp4_experts` as one of `attnops.ops.experts`, whose arguments these are."""
 
     @classmethod
     def of(cls, call: Mxfp4Experts, gate_up: Tensor, down: Tensor) -> Any:
         """The call with these weights."""
-        same = {n: getattr(call, n) for n in ("x", "top_k_index", "top_k_weights", "gate_up_bias", "down_bias", "output")}
-        return cls(**same, gate_up=gate_up, down=down, alpha=call.alpha, limit=call.limit, offset=call.offset, policy=call.policy)
+        same = {name: getattr(call, name) for name in _SAME}
+        return cls(**same, gate_up=gate_up, down=down, activation="silu", interleaved=True)
 
 
 def decoded_call(call: Mxfp4Experts) -> Any:

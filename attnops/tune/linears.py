@@ -33,4 +33,4 @@ SHAPES = tuple(dict.fromkeys(shape for model in MODELS.values() for shape in mod
 ROWS = (1.0, 2.0, 4.0, 8.0, 16.0, 17.0, 32.0, 33.0, 64.0)
 """Times of attnops' kernel are flat up to 16, 32 and 64 rows, which are the most that it takes."""
 FEW_ROWS = (1.0, 2.0, 16.0, 32.0, 64.0)
-"""Those of a brief grid."""
+"""The rows of a brief grid."""
