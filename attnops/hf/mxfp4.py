@@ -6,6 +6,7 @@ numbers are none of MXFP4 is refused. The packed bytes take the parameters' plac
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,21 +55,22 @@ def pack_experts(model: nn.Module) -> int:
         The number of layers that were packed.
 
     Raises:
-        PatchError: a layer's weights are no MXFP4 numbers, or have a shape or dtype that the op does not take, or no data; the model is
-            patched. It is as it was.
+        PatchError: a layer's weights are no MXFP4 numbers, or have a shape or dtype that the op does not take, or no data, or belong to
+            another module, too; the model is patched. It is as it was.
     """
-    done, sites = 0, tuple(plain.sites(model))
+    sites, owners = tuple(plain.sites(model)), Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     if any(plain.is_taken(site.module) for site in sites):
         fail(PatchError, f"pack_experts: {type(model).__name__} got patched before, want pack_experts() before attnops.patch()")
-    for site in sites:
-        if isinstance(site.found, Gate) and site.found.interleaved and site.found.activation == "silu":
-            try:
-                _pack(site.module, site.found)
-            except PatchError:
-                unpack_experts(model)
-                raise
-            done += 1
-    return done
+    try:
+        found = [(s.module, s.found) for s in sites if isinstance(s.found, Gate) and s.found.interleaved and s.found.activation == "silu"]
+        for module, gate in found:
+            if any(owners[id(getattr(module, name))] > 1 for name in NAMES):
+                fail(PatchError, f"pack_experts: {type(module).__name__} got a weight of another module, too, want weights of its own")
+            _pack(module, gate)
+    except PatchError:
+        unpack_experts(model)
+        raise
+    return len(found)
 
 
 def unpack_experts(model: nn.Module) -> None:

@@ -82,6 +82,15 @@ def test_numbers_of_another_format_are_refused():
             pack_experts(other)
 
 
+def test_a_weight_of_two_layers_is_refused():
+    model = gpt_oss()
+    first, second = (layer.mlp.experts for layer in model.model.layers)
+    second.down_proj = first.down_proj
+    with pytest.raises(PatchError, match="GptOssExperts got a weight of another module, too, want weights of its own"):
+        pack_experts(model)
+    assert second.down_proj is first.down_proj
+
+
 @torch.no_grad()
 def test_a_cast_after_packing():
     model = gpt_oss()
