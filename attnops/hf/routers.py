@@ -8,6 +8,7 @@ eager code.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections import Counter
 from collections.abc import Iterator
@@ -30,6 +31,8 @@ from attnops.reference.route import chosen, values, weighed
 from attnops.select import active_policy, select
 
 _RULE = "_attnops_route"
+HANDED = "_attnops_handed"
+"""In place of the name of a bias that the caller hands to a router beside the tokens."""
 
 
 @dataclass(frozen=True)
@@ -109,9 +112,10 @@ def served(cls: Any) -> type:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         rule: Rule | None = self.__dict__.get(_RULE)
-        if rule is None or len(args) != 1 or kwargs or not _serves(self, args[0], rule):
+        if rule is None or len(args) != 1 + (rule.bias == HANDED) or kwargs or not _serves(self, args[0], rule):
             return cls.forward(self, *args, **kwargs)
-        x, bias = args[0].reshape(-1, args[0].shape[-1]), getattr(self, rule.bias) if rule.bias else None
+        x = args[0].reshape(-1, args[0].shape[-1])
+        bias = args[1] if rule.bias == HANDED else getattr(self, rule.bias) if rule.bias else None
         logits = rule.logits(self, x)
         return (logits, *route(logits, rule.top_k, bias, **rule.given, dtype=torch.float32 if rule.float32 else x.dtype))
 
@@ -228,19 +232,26 @@ class _Trial:
         x[:, 0] = 0.0
         x[TOKENS:] = 0.0
         x[TOKENS:, 0] = torch.tensor(LOWEST, device="cpu")
+        if len(_required(type(module))) == 3:
+            twin.__dict__[HANDED] = random(weight.shape[0]) / 4
         flat = _answers(module, twin, x)
         return cls(twin, x, flat, flat is not None and _answers(module, twin, x[None]) is not None)
 
     def named(self, count: int) -> list[str]:
         """The twin's tensors of a number an expert."""
-        both = (*self.twin._parameters.items(), *self.twin._buffers.items())
-        return [n for n, t in both if t is not None and t.shape == (count,) and t.is_floating_point()]
+        every = (*self.twin._parameters.items(), *self.twin._buffers.items(), (HANDED, vars(self.twin).get(HANDED)))
+        return [n for n, t in every if t is not None and t.shape == (count,) and t.is_floating_point()]
+
+
+def _required(cls: Any) -> list[str]:
+    """The arguments that a call of its forward must give."""
+    return [n for n, p in inspect.signature(cls.forward).parameters.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
 
 
 def _answers(module: nn.Module, twin: Any, x: Tensor) -> tuple[Tensor, ...] | None:
     """(logits, weights, index), each `[T, ...]`, or None."""
     try:
-        out = type(module).forward(twin, x)
+        out = type(module).forward(twin, x, *([vars(twin)[HANDED]] if HANDED in vars(twin) else []))
     except Exception:  # of a stranger's module
         return None
     if not (isinstance(out, tuple) and len(out) == 3 and all(isinstance(t, Tensor) and t.dim() == 2 for t in out)):
