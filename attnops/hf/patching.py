@@ -119,10 +119,16 @@ class Patched(Handle):
 
     def report(self) -> Report:
         """Every attention module with its status, and how `generate()` runs. `print` it, give it to rich, or take `Report.to_dict()`."""
-        others = {id(config): name for config, name in self._others()}
-        mixtures = self._mixtures if self.active else ()
-        notes, made = tuple(note for m in mixtures for note in m.notes()), (self._paged, self._proof, self._why)
-        return _report(self.model, self.implementation, self._options, self._found, *made, others, notes)
+        options, rows, others = self._options, list[Row](), {id(config): name for config, name in self._others()}
+        for site in self._found.sites:
+            phases = paged_models.phases(site.module, None if self._paged is None else self._paged.windows.get(site.module))
+            other = others.get(id(getattr(site.module, "config", None)))
+            reason = site.reason or (other and f"its attention was set to {other!r} after patch()")
+            told = (f"skipped: {reason}", "") if reason else (PATCHED, phases)
+            rows.append(Row(site.path, type(site.module).__name__, *told))
+        notes = notes_of(options, self._found, self._paged, self._proof, self._why)
+        notes += tuple(note for mixture in self._mixtures if self.active for note in mixture.notes())
+        return Report(type(self.model).__name__, options.kernel, tuple(rows), notes, self.implementation, options.mask, options.cache)
 
     def _others(self) -> list[tuple[Any, str]]:
         """Configs whose attention the caller has set to another since, and its name."""
@@ -376,18 +382,3 @@ def _served(owner: nn.Module, found: Match, asked: Options) -> tuple[Options, st
         fail(PatchError, f'patch: cache="paged" got {type(owner).__name__}, {why}; want cache="hf"')
     trusted = all(routed(type(site.module)) for site in found.sites if site.reason is None)
     return replace(asked, mask=mode, proven=mode != "additive" and not trusted), how
-
-
-def _report(
-    model: nn.Module, name: str, options: Options, found: Match, paged: PagedMode | None, proof: str, why: str, others: dict[int, str],
-    mixtures: tuple[str, ...],
-) -> Report:  # fmt: skip
-    rows = []
-    for site in found.sites:
-        phases = paged_models.phases(site.module, None if paged is None else paged.windows.get(site.module))
-        other = others.get(id(getattr(site.module, "config", None)))
-        reason = site.reason or (other and f"its attention was set to {other!r} after patch()")
-        told = (f"skipped: {reason}", "") if reason else (PATCHED, phases)
-        rows.append(Row(site.path, type(site.module).__name__, *told))
-    notes = notes_of(options, found, paged, proof, why) + mixtures
-    return Report(type(model).__name__, options.kernel, tuple(rows), notes, name, options.mask, options.cache)
