@@ -75,10 +75,10 @@ EXPERTS: Rows = {
 
 SHAPED = {n: OSS[n] for n in ("bias", "alpha", "limit", "offset")}
 MXFP4: Rows = {
-    "plain": (3, (64, 64, 16, 3, 2)), "all": (3, (64, 64, 32, 3, 2), SHAPED), "one_token": (1, (64, 576, 16, 3, 3), SHAPED),
+    "plain": (3, (64, 64, 16, 3, 2)), "all": (3, (64, 64, 32, 3, 2), SHAPED), "one_token": (1, (576, 1024, 16, 3, 3), SHAPED),
     "one_token-odd": (2, (64, 64, 16, 4, 3), ODD), "odd": (9, (64, 128, 16, 4, 3), {**SHAPED, **ODD, "index": I32}),
     "no_tokens": (0, (64, 64, 16, 3, 2)), "float64": (3, (64, 64, 16, 3, 2), F64),
-    **{f"bfloat16-{tokens}_tokens": (tokens, (576, 64, 16, 3, 2), BF16, {"weights": BF16, **SHAPED}) for tokens in (1, 17, 65)},
+    **{f"bfloat16-{tokens}_tokens": (tokens, (1088, 64, 16, 3, 2), BF16, {"weights": BF16, **SHAPED}) for tokens in (1, 17, 65)},
 }  # fmt: skip
 
 EXPERTS_CASES: dict[str, tuple[Case, ...]] = {

@@ -1,5 +1,6 @@
 """`triton` of experts with weights of MXFP4: the grid through the interpreter, bits that do not follow the batch, and what is compiled."""
 
+import re
 from unittest.mock import patch
 
 import pytest
@@ -57,11 +58,20 @@ def test_numbers_far_out_of_range_read_nothing():
 # What is compiled -----------------------------------------------------------------------------------------------------
 
 
+def loaded_ahead(sass):
+    """In the loop of products: of how many loads of 16 bytes the loop has no use up to its last product."""
+    loops = re.findall(r"^\s*(\w+):$((?:(?!^\s*\w+:$).)*?\bHMMA\b(?:(?!^\s*\w+:$).)*?\bBRA \1;)", sass, re.MULTILINE | re.DOTALL)
+    [(_, loop)] = loops
+    loop = loop[: loop.rindex("HMMA")]
+    found = [(int(m[1]), loop[m.end() :]) for m in re.finditer(r"LDG\.E\.128 R(\d+),", loop)]
+    return sum(not re.search("|".join(rf"\bR{n}\b" for n in range(at, at + 4)), after) for at, after in found)
+
+
 def launched(tokens, arch):
     from attnops.kernels.triton.launch import mxfp4_experts as host
     from attnops.kernels.triton.launch.gpu import Gpu
 
-    call = mxfp4_experts(Source(), tokens, (576, 576, 64, 4, 4), BF16, index=torch.int32, **SHAPED)
+    call = mxfp4_experts(Source(), tokens, (2880, 2880, 64, 4, 4), BF16, index=torch.int32, **SHAPED)
     overlaps = patch.object(host, "overlaps", lambda device: arch == 90 and launches_overlap())
     with recorded(host, Gpu(132, MEMORY[arch], arch == 90, True)) as found, overlaps:
         kernel().run(call.record)
@@ -79,3 +89,5 @@ def test_nothing_spills(arch, tokens):
         ptx = binary.asm["ptx"]
         assert ("mma.sync" in ptx) == (function.__name__ != "combine")
         assert waits_first(ptx) == arguments.get("launch_pdl", False) == (arch == 90 and launches_overlap())
+        if "mma.sync" in ptx:
+            assert loaded_ahead(binary.asm["sass"]) > 0

@@ -2,7 +2,7 @@
 
 A lane's 16 bytes are its operand of the matrix units: 32 values of rows r and r + 8 of a tile of 16 rows, and of eight columns in each
 half of a chunk of 64. They go from memory through registers into the product; neither they nor the input pass through shared memory.
-The warps of a program share the columns of its rows.
+The warps of a program share the columns of its rows. Weights are loaded a step ahead of their product.
 """
 
 import triton
@@ -75,6 +75,16 @@ def step(
 
 
 @triton.jit
+def stored(w, s, begin, inside):
+    """(words, scales) of a step's chunks from `begin` on. inside: the lanes whose chunk exists, or None for all."""
+    at, scales = (w + begin * 256)[:, None] + tl.arange(0, 8)[None, :], s + begin * 8
+    if inside is None:
+        return tl.load(at), tl.load(scales)
+    else:
+        return tl.load(at, mask=inside[:, None], other=0), tl.load(scales, mask=inside, other=0)
+
+
+@triton.jit
 def product(
     w, s, x, COLUMNS: tl.constexpr, TILES: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constexpr, BLOCK_T: tl.constexpr,
     TURNS: tl.constexpr, COMPUTE: tl.constexpr,
@@ -88,18 +98,25 @@ def product(
     WHOLE: tl.constexpr = CHUNKS // STEP * STEP
     eight = tl.arange(0, 8)[None, :]
     sums = tl.zeros([WARPS, TILES * 16, BLOCK_T], tl.float32)
-    for begin in tl.range(0, WHOLE, STEP, num_stages=1):
+    # The last step may be a part of one.
+    i = tl.arange(0, TURNS * TILES * WARPS * 32)
+    inside = WHOLE + i // (TILES * WARPS * 32) * PARTS + i // 32 % PARTS < CHUNKS
+    words, scales = stored(w, s, 0, None if WHOLE > 0 else inside)
+    # In a loop that loads the weights of its own product, ptxas gives all chunks the same registers, so that a load waits for a product.
+    for begin in tl.range(0, WHOLE - STEP, STEP, num_stages=1):
         given = tl.load((x + begin * 64)[:, None] + eight)
-        words = tl.load((w + begin * 256)[:, None] + eight)
-        sums = step(sums, given, words, tl.load(s + begin * 8), TURNS, TILES, WARPS, BLOCK_T, COMPUTE)
+        following = stored(w, s, begin + STEP, None)
+        sums = step(sums, given, words, scales, TURNS, TILES, WARPS, BLOCK_T, COMPUTE)
+        words, scales = following
+    if WHOLE > 0:
+        given = tl.load((x + (WHOLE - STEP) * 64)[:, None] + eight)
+        following = stored(w, s, WHOLE, inside) if WHOLE < CHUNKS else (words, scales)
+        sums = step(sums, given, words, scales, TURNS, TILES, WARPS, BLOCK_T, COMPUTE)
+        words, scales = following
     if WHOLE < CHUNKS:
-        i = tl.arange(0, TURNS * TILES * WARPS * 32)
-        inside = WHOLE + i // (TILES * WARPS * 32) * PARTS + i // 32 % PARTS < CHUNKS
         j = tl.arange(0, BLOCK_T * TURNS * WARPS * 8)
         inside_x = WHOLE + j // (64 * WARPS) % TURNS * PARTS + j // 32 % PARTS < CHUNKS
         given = tl.load((x + WHOLE * 64)[:, None] + eight, mask=inside_x[:, None], other=0.0)
-        words = tl.load((w + WHOLE * 256)[:, None] + eight, mask=inside[:, None], other=0)
-        scales = tl.load(s + WHOLE * 8, mask=inside, other=0)
         sums = step(sums, given, words, scales, TURNS, TILES, WARPS, BLOCK_T, COMPUTE)
     return sums
 

@@ -39,7 +39,9 @@ class Tile(NamedTuple):
 
 
 TILE = Tile(1, 2, 2, 4)
-"""Of every product. A program of the second product of one token has as many warps for each of the token's experts."""
+"""Of every product but the next. A program of the second product of one token has as many warps for each of the token's experts."""
+ONE_TOKEN_UP = Tile(1, 4, 2, 2)
+"""Of the first product of one token."""
 MATES = 8
 """Columns of the right operand: tokens of an expert that are multiplied at once."""
 MOST_WARPS = 16
@@ -59,7 +61,7 @@ def mxfp4_experts(call: Mxfp4Experts, choice: tuple[Tile, Tile] | None = None) -
     if tokens > MOST_TOKENS and not fixed:
         composed(decoded(call))
     elif tokens == 1 and not fixed and power(call.top_k_index.shape[1]) * TILE.parts <= MOST_WARPS:
-        _one_token(call, *(choice or (TILE, TILE)))
+        _one_token(call, *(choice or (ONE_TOKEN_UP, TILE)))
     else:
         _few_tokens(call, choice or (TILE, TILE), fixed)
 
