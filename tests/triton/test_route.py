@@ -68,6 +68,16 @@ def test_numbers_that_are_none(rule):
 
 
 @interpreted
+def test_experts_chosen_by_a_bias_far_below_the_largest():
+    """Their exponentials beside that of the largest logit are 0, and cancel."""
+    call = case("plain")
+    logits, bias = torch.zeros(40, 24), torch.zeros(24)
+    logits[:, 0], logits[:, 5:9], bias[5:9] = 200.0, torch.randn(40, 4), 10.0
+    given = {"logits": logits, "bias": bias, "weights": torch.empty(40, 4), "index": torch.empty(40, 4, dtype=torch.int64), **NORMAL}
+    check(call.with_(**given))
+
+
+@interpreted
 def test_a_token_does_not_see_its_mates():
     call = case("ties-all")
     kernel().run(call.record)

@@ -58,9 +58,10 @@ def route(
     logits_ptr, bias_ptr, weights_ptr, index_ptr, eps, scale, logits_t, logits_e, weights_t, weights_k, index_t, index_k,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, GROUPS_P: tl.constexpr, GROUP_P: tl.constexpr, TOP_GROUPS: tl.constexpr, BEST: tl.constexpr,
     K: tl.constexpr, KP: tl.constexpr, SOFTMAX: tl.constexpr, BY_LOGITS: tl.constexpr, NORMALIZE: tl.constexpr, WHOLE: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    CANCELS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid: tokens. BY_LOGITS: experts are compared by their logits. WHOLE: the softmax of all logits is needed.
+    CANCELS: weights are the softmax of the chosen logits, whose exponentials may be 0 beside the largest of all.
 
     OVERLAP: this kernel is launched while the one before it runs.
     """
@@ -98,10 +99,10 @@ def route(
     here = k < K
     picked = tl.load(logits_ptr + chosen.to(tl.int64) * logits_e, mask=here, other=float("-inf")).to(tl.float32)
     if SOFTMAX:
-        if not WHOLE:
+        if CANCELS:
             top = tl.max(picked, 0)
         weight = tl.exp(picked - top)
-        if WHOLE:
+        if not CANCELS:
             weight /= total
     else:
         weight = tl.sigmoid(picked)

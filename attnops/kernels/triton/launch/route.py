@@ -20,7 +20,7 @@ def route(call: Route) -> None:
     if tokens == 0:
         return
     group, plain = count // call.groups, by_logits(call, call.bias)
-    softmax = call.scoring == "softmax"
+    softmax, cancels = call.scoring == "softmax", call.normalize and not call.eps
     # Every program waits before any access, so kernels two launches apart are in order, too.
     overlap = overlaps(logits.device)
     launch(device, (tokens,), {
@@ -29,6 +29,6 @@ def route(call: Route) -> None:
         "index_t": index.stride(0), "index_k": index.stride(1),
         "GROUPS": call.groups, "GROUP": group, "GROUPS_P": power(call.groups), "GROUP_P": power(group), "TOP_GROUPS": call.top_groups,
         "BEST": call.group_best, "K": top_k, "KP": power(top_k), "SOFTMAX": softmax, "BY_LOGITS": plain, "NORMALIZE": call.normalize,
-        "WHOLE": softmax and (not plain or not call.normalize or call.eps > 0), "OVERLAP": overlap,
+        "WHOLE": softmax and not (plain and cancels), "CANCELS": cancels, "OVERLAP": overlap,
         **({"launch_pdl": True} if overlap else {}),
     }, warps=1)  # fmt: skip
