@@ -22,6 +22,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import _disable_current_modes
 
 from attnops.call import name as name_of
+from attnops.graphs.regional import NUMBER
 from attnops.hf.experts import plain
 from attnops.hf.methods import is_replaced
 from attnops.kernels.triton.attention import FLOATS
@@ -41,7 +42,7 @@ class Rule:
 
     weight, added, bias: names of its tensors: the weight, what is added to the product, and what is added for the choice; "" for none.
     wide: logits are a product in float32, whatever the weight is. float32: the dtype of the weights, and not that of the tokens.
-    flattens: tokens may come as `[B, S, H]`.
+    flattens: tokens may come as `[B, S, H]`. said: attributes of the router by which the rule was found, and their values.
     """
 
     weight: str
@@ -58,6 +59,7 @@ class Rule:
     scale: float = 1.0
     float32: bool = False
     flattens: bool = False
+    said: tuple[tuple[str, Any], ...] = ()
 
     @property
     def given(self) -> dict[str, Any]:
@@ -137,6 +139,8 @@ def _serves(module: Any, x: Tensor, rule: Rule) -> bool:
         return False
     if (x.dim() != 2 and not rule.flattens) or x.dtype != weight.dtype or x.device != weight.device or x.shape[-1] != weight.shape[1]:
         return False
+    if any(getattr(module, field, None) != value for field, value in rule.said):
+        return False
     asks = (*rule.given, "bias") if rule.bias else tuple(rule.given)
     return bool(_chosen(active_policy(), x.device, torch.float32 if rule.wide else x.dtype, weight.shape[0], rule.top_k, *asks))
 
@@ -184,7 +188,9 @@ def _rule(module: nn.Module, known: dict[tuple[Any, ...], Rule | None]) -> Rule 
     plain_values = tuple((n, v) for n, v in vars(module).items() if type(v) in (bool, int, float, str, type(None)) and n != "training")
     key = type(module), tensors, plain_values
     if key not in known:
-        known[key] = rule_of(module)
+        # The number of a layer is another one in code that layers share.
+        said = tuple((n, v) for n, v in plain_values if n != NUMBER)
+        known[key] = found if (found := rule_of(module)) is None else replace(found, said=said)
     return known[key] or f"the op does not choose as {type(module).__name__} does"
 
 

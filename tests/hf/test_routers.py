@@ -185,6 +185,19 @@ def test_calls_that_are_left():
             assert not served(model, x), "routers may add noise"
 
 
+@torch.no_grad()
+def test_a_router_whose_numbers_are_set_anew_runs_its_own_code(calls):
+    model = tiny.model("qwen3_moe")
+    with attnops.patch(model):
+        before = model(IDS).logits
+        taken = len(calls)
+        for layer in model.model.layers:
+            layer.mlp.gate.top_k, layer.mlp.gate.norm_topk_prob = 1, True
+        got = model(IDS).logits
+        assert len(calls) == taken > 0
+    assert relative(got, want := model(IDS).logits) < LIMIT < relative(before, want)
+
+
 def test_gradients(calls):
     model = tiny.model("mixtral")
     with attnops.patch(model):
