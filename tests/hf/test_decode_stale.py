@@ -75,7 +75,11 @@ class Adapted(nn.Linear):
         return out if self.merged else out + x @ self.delta.t() * self.scaling["default"]
 
 
-CHANGES = (assigned, replaced, written, another_head, hooked, merged, scaled)
+def answered(model):
+    model.model.layers[0].mlp.forward = torch.zeros_like
+
+
+CHANGES = (assigned, replaced, written, another_head, hooked, merged, scaled, answered)
 
 
 @pytest.mark.parametrize(("mode", "change"), [*(("breakable", c) for c in CHANGES), ("piecewise", replaced), ("piecewise", merged)])

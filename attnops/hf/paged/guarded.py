@@ -17,14 +17,15 @@ from attnops.select import active_policy
 def guarded_state(model: nn.Module) -> tuple[Any, ...]:
     """The state that graphs of a model's steps depend on besides their arguments: graphs captured at an equal state may be replayed.
 
-    It is the policy, autocast, and for each module its identity, its hooks, its strings, flags and fractions (`training`, names and
-    scales of adapters) and the addresses of its tensors. Whole numbers are left out: they may count calls. It takes some microseconds a
-    module. Raises InvalidInput for a weight on meta (offloaded).
+    It is the policy, autocast, and for each module its identity, its hooks, a forward of its own, its strings, flags and fractions
+    (`training`, names and scales of adapters) and the addresses of its tensors. Whole numbers are left out: they may count calls. It takes
+    some microseconds a module. Raises InvalidInput for a weight on meta (offloaded).
     """
     found: list[Any] = [active_policy(), casting()]
     for module in model.modules():
         own = vars(module)
         found += id(module), type(module), module.training, tuple(module._forward_hooks), tuple(module._forward_pre_hooks)
+        found.append(own.get("forward"))
         for field, value in ((field, own[field]) for field in own.keys() - INTERNAL):
             if (words := _words(value)) is not None:
                 found += field, words
