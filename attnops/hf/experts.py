@@ -97,7 +97,8 @@ class Experts:
             if getattr(config, SWITCH) == PREFIX + before:
                 setattr(config, SWITCH, before)
         for site in self.sites:
-            site.module.__dict__.pop(_GATE, None)
+            if isinstance(site.found, Gate):  # others may be another patch's
+                site.module.__dict__.pop(_GATE, None)
 
     def notes(self) -> tuple[str, ...]:
         """Lines of a report; none for a model without experts."""

@@ -97,7 +97,7 @@ class Routers:
     def undo(self) -> None:
         """Give the modules back as they were. One whose class has changed since then keeps that, and runs its own code."""
         for site in self.sites:
-            if site.module.__dict__.pop(_RULE, None) is not None and type(site.module) is served(site.cls):
+            if isinstance(site.found, Rule) and site.module.__dict__.pop(_RULE, None) and type(site.module) is served(site.cls):
                 site.module.__class__ = site.cls
 
     def notes(self) -> tuple[str, ...]:
@@ -172,6 +172,8 @@ def _matrices(module: nn.Module) -> list[str]:
 def _against(module: nn.Module) -> str:
     """Why a router is left as it is, but for its numbers; "" if it is not."""
     parameters = [p for p in module._parameters.values() if p is not None]
+    if _RULE in vars(module):
+        return "another patch has taken them over"
     if is_replaced(module):
         return "their forward is replaced on the module itself, or compiled"
     if is_parametrized(module) or not all(map(plain, parameters)):
@@ -240,13 +242,20 @@ class _Trial:
         x[TOKENS:, 0] = torch.tensor(LOWEST, device="cpu")
         if len(_required(type(module))) == 3:
             twin.__dict__[HANDED] = random(weight.shape[0]) / 4
+        before = _seen(twin)
         flat = _answers(module, twin, x)
-        return cls(twin, x, flat, flat is not None and _answers(module, twin, x[None]) is not None)
+        flattens = flat is not None and _answers(module, twin, x[None]) is not None
+        return cls(twin, x, flat if _seen(twin) == before else None, flattens)  # the op would not write what its forward writes
 
     def named(self, count: int) -> list[str]:
         """The twin's tensors of a number an expert."""
         every = (*self.twin._parameters.items(), *self.twin._buffers.items(), (HANDED, vars(self.twin).get(HANDED)))
         return [n for n, t in every if t is not None and t.shape == (count,) and t.is_floating_point()]
+
+
+def _seen(module: Any) -> dict[str, Any]:
+    """The attributes and buffers of a module, and how often each tensor was written."""
+    return {n: (id(v), getattr(v, "_version", 0)) for n, v in (*vars(module).items(), *module._buffers.items())}
 
 
 def _required(cls: Any) -> list[str]:

@@ -96,7 +96,7 @@ def route(
         kernel: force a kernel by name for this call.
 
     Returns:
-        weights: `[T, K]`. index: int64 `[T, K]`, numbers from 0 to E - 1, of which no token has one twice.
+        (weights `[T, K]`, index int64 `[T, K]`). The index has numbers from 0 to E - 1, of which no token has one twice.
 
     Raises:
         InvalidInput: a shape, dtype, device or number breaks this contract. NoGradient: an input requires grad. UnknownKernel, NoKernel.

@@ -198,6 +198,33 @@ def test_a_router_whose_numbers_are_set_anew_runs_its_own_code(calls):
     assert relative(got, want := model(IDS).logits) < LIMIT < relative(before, want)
 
 
+def test_a_part_of_a_model_and_the_model_may_be_patched():
+    model = tiny.model("mixtral")
+    gates = [layer.mlp.gate for layer in model.model.layers]
+    own = type(gates[0])
+    for last in (0, 1):
+        handles = [attnops.patch(model.model), attnops.patch(model)]
+        assert "another patch has taken them over" in str(handles[1].report())
+        handles[1 - last].unpatch()
+        handles[last].unpatch()
+        assert {type(gate) for gate in gates} == {own}
+
+
+def test_a_router_that_writes_keeps_its_own_code():
+    model = tiny.model("mixtral")
+    gate = model.model.layers[0].mlp.gate
+
+    class CountingRouter(type(gate)):
+        def forward(self, hidden_states):
+            self.seen.add_(1)
+            return super().forward(hidden_states)
+
+    gate.__class__ = CountingRouter
+    gate.register_buffer("seen", torch.zeros(()))
+    [*found] = routers.sites(model)
+    assert isinstance(found[0].found, str) and isinstance(found[1].found, routers.Rule)
+
+
 def test_gradients(calls):
     model = tiny.model("mixtral")
     with attnops.patch(model):
