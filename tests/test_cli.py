@@ -301,7 +301,8 @@ def test_every_shape_is_answered(shape):
             told = {call["kernel"], *call["can_run"], *call["refused"]}
             assert told == set(kernels_of(call["op"])), phase
             assert all(r["field"] and r["want"] for reasons in call["refused"].values() for r in reasons)
-            assert call["op"] == "route" or "dtype=bfloat16" in call["problem"]
+            float32 = shape == "deepseek-v3-shape" and call["op"] == "route"  # whose logits are a product in float32
+            assert ("dtype=bfloat16" in call["problem"]) != float32
 
 
 @pytest.mark.parametrize("dtype", models.DTYPES)
