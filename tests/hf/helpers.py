@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from transformers import DynamicCache, StaticCache
 
+import attnops
 from attnops.hf import tiny
 from attnops.hf.attention import function as attention_module
 from attnops.hf.paged import attention as paged_attention
@@ -220,3 +221,17 @@ def copies(model):
     torch.save(model, written)
     written.seek(0)
     return copy.deepcopy(model), torch.load(written, weights_only=False)
+
+
+@contextmanager
+def calls_of(monkeypatch, module, op):
+    """The numbers of rows of the calls of an op that `module` makes, which its reference serves."""
+    made, honest = [], getattr(module, op)
+
+    def counted(*args, **kwargs):
+        made.append(args[0].shape[0])
+        return honest(*args, **kwargs)
+
+    monkeypatch.setattr(module, op, counted)
+    with attnops.use(kernel={op: "reference"}):
+        yield made

@@ -12,7 +12,7 @@ import attnops
 from attnops.hf import experts, tiny
 from attnops.ops.experts import EXPERTS
 from attnops.problem import Target, pretend
-from tests.hf.helpers import LIMIT, relative
+from tests.hf.helpers import LIMIT, calls_of, relative
 from tests.hf.test_decode_graphs import generated, how
 from tests.hf.test_linears import judging
 from tests.lowering.models import kernel_calls
@@ -26,15 +26,7 @@ LAYERS = {"deepseek_v3": 1}
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Calls of the op by the layers of a model; by its reference."""
-    made, honest = [], experts.experts
-
-    def counted(*args, **kwargs):
-        made.append(args[0].shape[0])
-        return honest(*args, **kwargs)
-
-    monkeypatch.setattr(experts, "experts", counted)
-    with attnops.use(kernel={"experts": "reference"}):
+    with calls_of(monkeypatch, experts, "experts") as made:
         yield made
 
 

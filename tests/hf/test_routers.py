@@ -12,7 +12,7 @@ import attnops
 from attnops.hf import routers, tiny
 from attnops.ops.route import ROUTE
 from attnops.problem import Target, pretend
-from tests.hf.helpers import LIMIT, relative
+from tests.hf.helpers import LIMIT, calls_of, relative
 from tests.hf.test_decode_graphs import generated, how
 from tests.hf.test_linears import judging
 from tests.lowering.models import kernel_calls
@@ -54,15 +54,7 @@ def notes(handle):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Calls of the op by the routers of a model; by its reference."""
-    made, honest = [], routers.route
-
-    def counted(*args, **kwargs):
-        made.append(args[0].shape[0])
-        return honest(*args, **kwargs)
-
-    monkeypatch.setattr(routers, "route", counted)
-    with attnops.use(kernel=REFERENCE):
+    with calls_of(monkeypatch, routers, "route") as made:
         yield made
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -25,7 +25,8 @@ def guarded_state(model: nn.Module) -> tuple[Any, ...]:
     for module in model.modules():
         own = vars(module)
         found += id(module), type(module), module.training, tuple(module._forward_hooks), tuple(module._forward_pre_hooks)
-        found.append(own.get("forward"))
+        forward = own.get("forward")
+        found.append(forward if isinstance(forward, Hashable) else id(forward))
         for field, value in ((field, own[field]) for field in own.keys() - INTERNAL):
             if (words := _words(value)) is not None:
                 found += field, words

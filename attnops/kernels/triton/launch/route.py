@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attnops.kernels.triton.device.route import route as device
-from attnops.kernels.triton.launch.gpu import flat, launch, overlaps
+from attnops.kernels.triton.launch.gpu import flat, launch, overlapped, overlaps
 from attnops.kernels.triton.launch.tiles import power
 from attnops.reference.route import by_logits
 
@@ -21,14 +21,11 @@ def route(call: Route) -> None:
         return
     group, plain = count // call.groups, by_logits(call, call.bias)
     softmax, cancels = call.scoring == "softmax", call.normalize and not call.eps
-    # Every program waits before any access, so kernels two launches apart are in order, too.
-    overlap = overlaps(logits.device)
     launch(device, (tokens,), {
         "logits_ptr": logits, "bias_ptr": flat(call.bias), "weights_ptr": weights, "index_ptr": index, "eps": call.eps, "scale": call.scale,
         "logits_t": logits.stride(0), "logits_e": logits.stride(1), "weights_t": weights.stride(0), "weights_k": weights.stride(1),
         "index_t": index.stride(0), "index_k": index.stride(1),
         "GROUPS": call.groups, "GROUP": group, "GROUPS_P": power(call.groups), "GROUP_P": power(group), "TOP_GROUPS": call.top_groups,
         "BEST": call.group_best, "K": top_k, "KP": power(top_k), "SOFTMAX": softmax, "BY_LOGITS": plain, "NORMALIZE": call.normalize,
-        "WHOLE": softmax and not (plain and cancels), "CANCELS": cancels, "OVERLAP": overlap,
-        **({"launch_pdl": True} if overlap else {}),
+        "WHOLE": softmax and not (plain and cancels), "CANCELS": cancels, **overlapped(overlaps(logits.device)),
     }, warps=1)  # fmt: skip
