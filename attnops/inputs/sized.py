@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from attnops.layout import REQUIRED, Arg
 from attnops.measured import LinearShape, Shape, Sizes
 from attnops.measured.table import AnyShape
 from attnops.ops import OPS
-from attnops.problem import Extent, Extents, Problem, StepFacts, Target, Visibility
+from attnops.problem import Extent, Extents, Problem, Results, StepFacts, Target, Visibility
 
+GRADIENT, SOFTCAP = "_backward", 30.0
 STEP, ANGLES = "decode_attention", ("cos", "sin")
 SHORTEST = 0.6
 """The shortest request of a batch that reads a cache, as a share of the longest."""
@@ -38,9 +40,13 @@ def lengths(shape: Shape, at: Sizes) -> tuple[list[int], list[int]]:
     """(new tokens, keys) of each request of a timed call.
 
     Selection knows the longest cached length only, so requests that read a cache are evenly spread from SHORTEST of it to all of it.
-    Other requests have equal lengths.
+    The documents of a packed training step are evenly spread from half the mean length to one and a half of it. Other requests have equal
+    lengths.
     """
     batch, queries, keys = int(at.batch), int(at.queries), int(at.queries * at.ratio)
+    if shape.op == "varlen_attention_backward":
+        ragged = [max(round(queries * (0.5 + (i + 0.5) / batch)), 1) for i in range(batch)]
+        return ragged, ragged
     cached = shape.decode or shape.kv_range or (shape.page_size > 0 and at.ratio > 1)
     step = (1 - SHORTEST) / max(batch - 1, 1) if cached else 0.0
     return [queries] * batch, [max(round(keys * (1 - i * step)), 1 if shape.kv_range else queries) for i in range(batch)]
@@ -50,12 +56,17 @@ def build(shape: Shape, q_lens: Sequence[int], k_lens: Sequence[int], pool: Pool
     """A call of `shape` with these new tokens and keys of each request. Pages are in random order. Resets the pool.
 
     `attention` wants one query length; under `kv_range` the keys are as many as the longest, and `kv_end` ends each request.
+    A gradient's output and lse are those of the forward, by the kernel that is chosen for it.
     """
+    if shape.op.endswith(GRADIENT):
+        return _gradient(build(replace(shape, op=shape.op.removesuffix(GRADIENT)), q_lens, k_lens, pool), pool)
     pool.reset()
     dtype, kv_dtype, device = getattr(torch, shape.dtype), getattr(torch, shape.kv_dtype), pool.device
     given: dict[str, Any] = {"scale": (192 if shape.rope_dim else shape.head_dim) ** -0.5, "causal": shape.causal}
     if shape.window >= 0:
         given["window_left"] = shape.window
+    if shape.softcap:
+        given["softcap"] = SOFTCAP
     if shape.sinks:
         given["sinks"] = pool.take(shape.q_heads, dtype=dtype).clone()
     scale, narrow = torch.full((1,), 0.5, device=device), dtype in QUANTISED
@@ -99,15 +110,23 @@ def build(shape: Shape, q_lens: Sequence[int], k_lens: Sequence[int], pool: Pool
     return Call(shape.op, arguments, writes=("output",) if "output" in arguments else ())
 
 
+def _gradient(forward: Call, pool: Pool) -> Call:
+    with torch.no_grad():
+        output, lse = OPS[forward.op].packet.default(*forward.args, **forward.kwargs, return_lse=True)
+    grad = pool.take(*output.shape, dtype=output.dtype)
+    return Call(forward.op + GRADIENT, {**forward.arguments, "output": output, "lse": lse, "grad_output": grad})
+
+
 def problem_of(shape: Shape, q_lens: Sequence[int], k_lens: Sequence[int], target: Target) -> Problem:
     """The Problem of the call that `build` makes, on any target."""
     s, queries, most = shape, max(q_lens), max(k_lens)
     keys = -(-most // s.page_size) * s.page_size if s.page_size else most
-    dense = s.op == "attention"
+    dense = s.op.removesuffix(GRADIENT) == "attention"
     sizes = queries * len(q_lens) if dense else sum(q_lens), len(q_lens), queries, keys
     return Problem(
         s.op, target, getattr(torch, s.dtype), getattr(torch, s.kv_dtype), s.q_heads, s.kv_heads, s.head_dim, s.v_head_dim, s.rope_dim,
-        s.page_size, rules=Visibility(s.causal, (s.window, -1), sinks=s.sinks, kv_range=s.kv_range), sizes=Extents(*map(Extent.of, sizes)),
+        s.page_size, rules=Visibility(s.causal, (s.window, -1), s.softcap, sinks=s.sinks, sinks_dtype=getattr(torch, s.dtype) if s.sinks else None,
+        kv_range=s.kv_range), sizes=Extents(*map(Extent.of, sizes)), results=Results(grad=s.op.endswith(GRADIENT)),
         step=StepFacts(padded="padded" not in OPS[s.op].spec.names, sizes_equal=dense and queries == keys),
         asks=frozenset(ANGLES if s.op == STEP else ()),
     )  # fmt: skip

@@ -58,6 +58,7 @@ class Shape:
     kv_range: bool = False
     square: bool = False
     decode: bool = False
+    softcap: bool = False
 
     def distance(self, p: Problem) -> float:
         """How unlike `p` the shape is: 0 for the same kind, infinite when the shape does not speak for `p`.
@@ -82,7 +83,7 @@ class Shape:
             + 0.25 * (octaves(self.kv_heads, p.kv_heads) + octaves(self.page_size, p.page_size))
             + 0.1 * octaves(self.window + 1, rules.window[0] + 1)
             + 0.5 * (not self.decode and self.causal != rules.causal)
-            + 0.25 * (self.sinks != rules.sinks)
+            + 0.25 * ((self.sinks != rules.sinks) + (self.softcap != rules.softcap))
         )
 
     @property
@@ -101,6 +102,7 @@ class Shape:
         words = [self.op, "decode" if self.decode else "extend", f"{self.q_heads}/{self.kv_heads} heads of {dims}", self.dtype]
         words += [f"keys {self.kv_dtype}"] * (self.kv_dtype != self.dtype) + [f"page {self.page_size}"] * bool(self.page_size)
         words += [f"window {self.window}"] * (self.window >= 0) + ["sinks"] * self.sinks + ["padded"] * self.kv_range
+        words += ["soft cap"] * self.softcap
         return " ".join(words + ["not causal"] * (not self.causal and not self.decode))
 
     def place(self, p: Problem) -> Sizes:

@@ -24,7 +24,8 @@ class Sweep(Axes):
         """Is a call of these sizes timed?"""
         shape = replace(self.shape, window=-1) if isinstance(self.shape, Shape) else self.shape  # a window reads a part of the cache
         held = shape.work(at).bytes
-        return held <= LARGEST_BYTES and self.shape.work(at).flops <= LARGEST_FLOPS
+        products = 2.5 if self.shape.op.endswith("_backward") else 1.0  # five where a forward makes two
+        return held <= LARGEST_BYTES and products * self.shape.work(at).flops <= LARGEST_FLOPS
 
     @property
     def allowed(self) -> int:
@@ -54,6 +55,8 @@ PASTS, STRIDES = (1.0, 2.0, 4.0, 16.0, 64.0, 512.0, 4096.0), powers(4, 2048, 8)
 PAGED = Shape("paged_attention", page_size=16)
 DENSE = Shape("attention", square=True)
 PACKED = Shape("varlen_attention")
+DENSE_GRADIENT = Shape("attention_backward", square=True)
+PACKED_GRADIENT = Shape("varlen_attention_backward")
 STEP = Shape("decode_attention", page_size=16, causal=False)
 MLA = Shape("mla_attention", q_heads=128, kv_heads=1, head_dim=576, v_head_dim=512, rope_dim=64, page_size=64)
 D64: dict[str, Any] = {"q_heads": 64, "kv_heads": 8, "head_dim": 64, "v_head_dim": 64}
@@ -65,6 +68,7 @@ SMALL: dict[str, Any] = {"q_heads": 12, "kv_heads": 2}
 ONE_KEY_HEAD: dict[str, Any] = {"q_heads": 8, "kv_heads": 1}
 DEEPSEEK: dict[str, Any] = {"q_heads": 16, "kv_heads": 16, "head_dim": 192, "v_head_dim": 128}
 FP8: dict[str, Any] = {"kv_dtype": "float8_e4m3fn"}
+D96: dict[str, Any] = MHA | {"head_dim": 96, "v_head_dim": 96}
 F32: dict[str, Any] = {"dtype": "float32", "kv_dtype": "float32"}
 
 
@@ -81,6 +85,19 @@ def _prefill(shape: Shape, batch: Axis = FEW, queries: Axis = PROMPTS) -> Sweep:
 
 
 LINEARS = tuple(Sweep(shape, linears.ROWS, ONE, ONE) for shape in linears.SHAPES)
+
+TRAINED, LONG = powers(512, 32768), powers(512, 32768, 4)
+WINDOW: dict[str, Any] = {"window": 1023}
+GPT_OSS: dict[str, Any] = D64 | {"window": 127, "sinks": True}
+GRADIENTS = (
+    *(_prefill(shape, (1.0, 2.0, 4.0, 16.0), TRAINED) for shape in (DENSE_GRADIENT, PACKED_GRADIENT)),
+    *(
+        _prefill(replace(shape, **more), (1.0, 4.0, 16.0), LONG)
+        for more in (D64_4, GPT_OSS, WINDOW, DEEPSEEK, {"softcap": True}, D256, D64_MHA, MHA)
+        for shape in (DENSE_GRADIENT, PACKED_GRADIENT)
+    ),
+    *(_prefill(replace(DENSE_GRADIENT, **more), (1.0, 4.0, 16.0), LONG) for more in (D96, D64_MHA | {"causal": False})),
+)
 
 # Head dims of 128 come first: prebuilt kernels have them, and compilation for others may exhaust a kernel's first_calls_s.
 FULL = (
@@ -129,6 +146,7 @@ FULL = (
     _decode(replace(PAGED, **FP8)),
     _decode(replace(PAGED, **D256)),
     _prefill(replace(DENSE, **D256)),
+    *GRADIENTS,
 )
 
 
@@ -148,12 +166,14 @@ _LATENT = _TINY | {"kv_heads": 1, "head_dim": 20, "rope_dim": 4}
 TINY = (
     *(_prefill(replace(shape, **_TINY), (1.0, 2.0), (8.0, 16.0)) for shape in (DENSE, PACKED)),
     *(_decode(replace(s, **heads, page_size=4), (1.0, 2.0), (8.0, 16.0)) for s, heads in ((PAGED, _TINY), (MLA, _LATENT))),
+    *(_prefill(replace(shape, **_TINY), (1.0, 2.0), (8.0, 16.0)) for shape in (DENSE_GRADIENT, PACKED_GRADIENT)),
 )
 CPU = (
     _prefill(replace(DENSE, **F32), (1.0, 4.0), (64.0, 256.0)),
     _decode(replace(DENSE, **F32, kv_range=True), (1.0, 4.0), (256.0, 1024.0)),
     _prefill(replace(PACKED, **F32), (1.0, 4.0), (64.0, 256.0)),
     _decode(replace(PAGED, **F32), (1.0, 8.0), (256.0, 1024.0)),
+    _prefill(replace(DENSE_GRADIENT, **F32), (1.0, 4.0), (64.0, 256.0)),
 )
 GRIDS: dict[str, tuple[Sweep, ...]] = {"full": FULL, "brief": BRIEF, "cpu": CPU, "tiny": TINY}
 
