@@ -123,10 +123,11 @@ def problem_of(shape: Shape, q_lens: Sequence[int], k_lens: Sequence[int], targe
     keys = -(-most // s.page_size) * s.page_size if s.page_size else most
     dense = s.op.removesuffix(GRADIENT) == "attention"
     sizes = queries * len(q_lens) if dense else sum(q_lens), len(q_lens), queries, keys
+    sinks_dtype = getattr(torch, s.dtype) if s.sinks else None
+    rules = Visibility(s.causal, (s.window, -1), s.softcap, sinks=s.sinks, sinks_dtype=sinks_dtype, kv_range=s.kv_range)
     return Problem(
         s.op, target, getattr(torch, s.dtype), getattr(torch, s.kv_dtype), s.q_heads, s.kv_heads, s.head_dim, s.v_head_dim, s.rope_dim,
-        s.page_size, rules=Visibility(s.causal, (s.window, -1), s.softcap, sinks=s.sinks, sinks_dtype=getattr(torch, s.dtype) if s.sinks else None,
-        kv_range=s.kv_range), sizes=Extents(*map(Extent.of, sizes)), results=Results(grad=s.op.endswith(GRADIENT)),
+        s.page_size, rules=rules, sizes=Extents(*map(Extent.of, sizes)), results=Results(grad=s.op.endswith(GRADIENT)),
         step=StepFacts(padded="padded" not in OPS[s.op].spec.names, sizes_equal=dense and queries == keys),
         asks=frozenset(ANGLES if s.op == STEP else ()),
     )  # fmt: skip
