@@ -19,7 +19,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from attnops import kernel as registry
-from attnops.bench import Point, Setup, compile, data, decode, generate, gradients, kernels, overhead, run as suites, vendors
+from attnops.bench import Point, Setup, compile, data, decode, direct, generate, kernels, overhead, run as suites, training, vendors
 from attnops.bench.files import bad, compare, environment, read, text_of
 from attnops.bench.rows import Way, largest_error, relative_error, time_if_right, with_ratios
 from attnops.call import check
@@ -28,6 +28,8 @@ from attnops.cli.app import app
 from attnops.errors import InvalidInput
 from attnops.inputs import Pool
 from attnops.kernel import kernels_of
+from attnops.ops import OPS
+from attnops.select import use
 from attnops.tune.clock import Timed, spread, steps_us
 from tests.graphs.standin import StandIn
 from tests.helpers import ROOT
@@ -211,14 +213,30 @@ def test_data_is_counted_and_compared_bit_for_bit(reports_of, monkeypatch):
     assert "AttributeError" in bad({"data": {"rows": rows}})[0], "a kernel of ours that does not run fails the case"
 
 
-def test_gradients_are_beside_torchs(reports_of, monkeypatch):
-    [rows] = ways(reports_of[0]["gradients"]).values()
-    ours = {"attention", "deterministic", "varlen_attention"}
-    assert set(rows) == {"flash2", "torch"} | ours and all(row["host_us"] > 0 and row["error"] > 0 for row in rows.values())
-    assert {way for way, row in rows.items() if "kernel" in row} == ours
-    monkeypatch.setattr(gradients, "relative", lambda got, want: 1.0)
-    for case in gradients.cases(TOY).values():
+def test_training_is_beside_others(reports_of, monkeypatch):
+    found = ways(reports_of[0]["training"])
+    assert list(found) == [pair.name for pair in training.PAIRS[:4]]
+    for rows in found.values():
+        assert all(rows[way]["kernel"] and rows[way]["host_us"] > 0 and rows[way]["error"] > 0 for way in training.OURS)
+    plain, packed, *_ = found.values()
+    assert plain["torch"]["error"] > 0 and plain["automatic"]["of_direct"] > 0 and "torch" not in packed
+    monkeypatch.setattr(training, "relative", lambda got, want: 1.0)
+    for case in training.cases(TOY).values():
         assert all("wrong" in row and "median_us" not in row for row in case())
+
+
+@pytest.mark.parametrize("pair", training.PAIRS, ids=lambda pair: pair.name)
+def test_exact_gradients_are_those_of_the_reference(pair, monkeypatch):
+    """In parts of a few queries. flex_attention, which has no gradient on a CPU, is compared forward."""
+    monkeypatch.setattr(training, "ROWS", 10)
+    call = training.build(pair.sized("toy").shape, *[pair.sized("toy").lengths] * 2, Pool("cpu"))
+    grad = torch.randn(*call.arguments["query"].shape)
+    want = training.exact(call, grad)
+    given = {n: call.arguments[n] for n in training.TRAINED if n in call.arguments}
+    torch.testing.assert_close(direct.flex(TOY, call)(given), OPS[call.op].reference(call.record)[0], atol=1e-5, rtol=1e-5)
+    assert training.relative(training.own(call, grad, partial(use, kernel="reference")).computed(), want) < 1e-5
+    assert training.relative([1.1 * x for x in want], want) > 0.02
+    assert training.relative([x * float("nan") for x in want], want) == float("inf")
 
 
 def test_every_kind_of_call_is_compared_with_the_exact_result():

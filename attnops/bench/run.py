@@ -23,12 +23,12 @@ from attnops.bench import (
     device_of,
     experts,
     generate,
-    gradients,
     kernels,
     latent,
     linear,
     overhead,
     regret,
+    training,
 )
 from attnops.bench.files import environment, text_of
 from attnops.bench.rows import Case, LeftOut
@@ -66,7 +66,7 @@ SUITES = (
     Suite("data", "kernels that move keys, values and latents", data.cases, 0.5, ()),
     Suite("linear", "the products of a decode step, with what is around them", linear.cases, 0.5, ()),
     Suite("experts", "the experts of a mixture at few tokens", experts.cases, 0.5),
-    Suite("gradients", "training steps of attention", gradients.cases, 0.5, ()),
+    Suite("training", "attention forward and backward, beside others' calls", training.cases, 2.0, ()),
     Suite("generate", "whole calls of generate(), and the first one of a process", generate.cases, 4.0, usual=False),
     Suite("cliffs", "the cost of a change: another cache, batch, length, thread, adapter or policy", cliffs.cases, usual=False),
     Suite("overhead", "the host time of a call through attnops", overhead.cases, needs=()),

@@ -92,11 +92,15 @@ def host_us(calls: Mapping[str, Run], repeats: int = 15, inner: int = 400, wait:
     return steps_us({name: Timed(call) for name, call in calls.items()}, repeats, float("inf"), inner, wait)
 
 
-def kernels_us(device: torch.device, steps: Mapping[str, Timed], rounds: int = 5) -> Times:
-    """Microseconds of calls on the device, in turn. Each has run before. A GPU's L2 cache is cleared before every call."""
+def kernels_us(device: torch.device, steps: Mapping[str, Timed], rounds: int = 5, launched: bool = False) -> Times:
+    """Microseconds of calls on the device, in turn. Each has run before. A GPU's L2 cache is cleared before every call.
+
+    launched: without CUDA graphs, while the device spins until the host has launched them.
+    """
     if device.type == "cuda":
         before = {name: step.before for name, step in steps.items() if step.before is not None}
-        found = GraphClock(device).in_turn({name: step.call for name, step in steps.items()}, rounds, before=before)
+        runs = {name: step.call for name, step in steps.items()}
+        found = GraphClock(device).in_turn(runs, rounds, launched=launched, before=before)
         return {name: spread(us) for name, us in found.items()}
     return steps_us(steps, cap_s=2.0)
 

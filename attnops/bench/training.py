@@ -1,0 +1,184 @@
+"""Suite `training`: attention forward and backward in one timing, dense and packed, with windows, soft caps and sinks, and others' calls.
+
+`automatic` and `deterministic` (the same under that policy) are the public functions `attention` and `varlen_attention`; `kernel` names
+their forward and their gradient. The other ways are direct calls (`attnops.bench.direct`). The gradients of query, key, value and sinks
+of every way are compared with those in float32 before it is timed. Times are of the device, with a cold L2 cache; `host_us` is what a step
+takes until it is issued. `of_direct`: the time of the fastest direct call over the row's; above 1 is faster than that.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import attnops.ops
+from attnops.bench import Setup, direct
+from attnops.bench.direct import Attend
+from attnops.bench.rows import Case, Make, Row, Way, time_if_right, with_ratios
+from attnops.inputs import Call, Pool, build
+from attnops.measured import Shape
+from attnops.problem import altered
+from attnops.select import active_policy, choose, use
+from attnops.tune.clock import Timed, kernels_us, steps_us
+from attnops.tune.shapes import D64_MHA, DEEPSEEK, DENSE, PACKED
+
+MOST_ERROR = 0.02
+ROWS = 512
+"""Queries whose logits the float32 gradients hold at a time."""
+TRAINED = ("query", "key", "value", "sinks")
+OURS = {"automatic": nullcontext, "deterministic": partial(use, deterministic=True)}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A forward and its backward. lengths: the tokens of each request."""
+
+    name: str
+    shape: Shape
+    lengths: tuple[int, ...]
+
+    def sized(self, size: str) -> Pair:
+        """At the size of the run: short, in float32 and with few heads on a CPU."""
+        if size in ("full", "quick"):
+            return self
+        s = self.shape
+        less: dict[str, Any] = {"dtype": "float32", "kv_dtype": "float32", "q_heads": 4, "kv_heads": 2, "window": min(s.window, 7)}
+        less |= {"head_dim": 16, "v_head_dim": 16}
+        return replace(self, shape=replace(s, **less), lengths=tuple(min(n, 24) for n in self.lengths[:3]))
+
+
+def documents(count: int, tokens: int, seed: int = 0) -> tuple[int, ...]:
+    """`count` random lengths of `tokens` in all, the longest about ten times the shortest."""
+    rng = random.Random(seed)
+    parts = [rng.uniform(0.2, 2.0) for _ in range(count)]
+    lengths = [max(int(tokens * part / sum(parts)), 1) for part in parts]
+    lengths[-1] += tokens - sum(lengths)
+    return tuple(lengths)
+
+
+PAIRS = (
+    Pair("2x4096, 32/8 heads, d128", DENSE, (4096,) * 2),
+    Pair("packed, 18 documents, 32k tokens", PACKED, documents(18, 32768)),
+    Pair("window 1024, 1x16384", replace(DENSE, window=1023), (16384,)),
+    Pair("sinks, 2x4096", replace(DENSE, sinks=True), (4096,) * 2),
+    Pair("8x1024, 16/16 heads, d64", replace(DENSE, **D64_MHA), (1024,) * 8),
+    Pair("soft cap 30, 2x4096", replace(DENSE, softcap=True), (4096,) * 2),
+    Pair("2x4096, 16/16 heads, d192/128", replace(DENSE, **DEEPSEEK), (4096,) * 2),
+    Pair("1x16384, 32/8 heads, d128", DENSE, (16384,)),
+)
+COUNT = {"toy": 4, "small": 8, "quick": 4, "full": 8}
+
+
+def cases(setup: Setup) -> dict[str, Case]:
+    """The pairs."""
+    pool = Pool(setup.device)
+    return {pair.name: partial(measure, setup, pool, pair.sized(setup.size)) for pair in PAIRS[: COUNT[setup.size]]}
+
+
+def measure(setup: Setup, pool: Pool, pair: Pair) -> list[Row]:
+    """One pair, by every way that can answer it."""
+    call = build(pair.shape, pair.lengths, pair.lengths, pool)
+    grad = pool.take(*call.arguments["query"].shape[:-1], pair.shape.v_head_dim, dtype=setup.dtype)
+    ours: dict[str, Make] = {name: partial(own, call, grad, policy) for name, policy in OURS.items()}
+
+    def peer(make: Any) -> Way | None:
+        attend = make(setup, call)
+        return None if attend is None else step(attend, call, grad)
+
+    left = ("flex",) if setup.size == "toy" else ()  # at toy size, compilers are not measured
+    others: dict[str, Make] = {name: partial(peer, make) for name, make in direct.DIRECT.items() if name not in left}
+
+    def host(us: float, way: Way) -> Row:
+        return {"host_us": steps_us({"": way.timed}, 5, inner=1, wait=False)[""]["median_us"]}
+
+    clock = partial(kernels_us, setup.device, rounds=3, launched=True)
+    rows = time_if_right(pair.name, ours | others, exact(call, grad), MOST_ERROR, clock, relative, host, own=OURS)
+    best = min((row["median_us"] for row in rows if row["way"] in others and "median_us" in row), default=None)
+    for row in rows:
+        row |= {"of_direct": round(best / row["median_us"], 4)} if best and "median_us" in row and row["way"] in OURS else {}
+    return with_ratios(rows, "flex")
+
+
+def own(call: Call, grad: Tensor, policy: Any) -> Way:
+    """A public function under a policy, with the kernels that are chosen for it."""
+    function, given = getattr(attnops.ops, call.op), dict(call.arguments)
+    if "window_left" in given:
+        given["window"] = (given.pop("window_left"), -1)
+
+    def attend(trained: Mapping[str, Tensor]) -> Tensor:
+        with policy():
+            out: Tensor = function(**{**given, **trained})
+        return out
+
+    steps = altered(call.problem, lse=True), altered(call.problem, op=f"{call.op}_backward", grad=True)
+    with policy():
+        names = [choose(p, active_policy()).name for p in steps]
+    return step(attend, call, grad, {"kernel": ", ".join(names)})
+
+
+def step(attend: Attend, call: Call, grad: Tensor, more: Row | None = None) -> Way:
+    """A forward and its backward, whose result are the gradients."""
+
+    @torch.enable_grad()
+    def run() -> tuple[Tensor, ...]:
+        given = {n: call.arguments[n].detach().requires_grad_() for n in TRAINED if n in call.arguments}
+        return torch.autograd.grad(attend(given), list(given.values()), grad)
+
+    return Way(Timed(run), more=more or {})
+
+
+def exact(call: Call, grad: Tensor) -> tuple[Tensor, ...]:
+    """The gradients in float32 (in float64 of a float32 call), without the logits of more than ROWS queries in memory."""
+    a = call.arguments
+    wide = torch.float64 if grad.dtype == torch.float32 else torch.float32
+    given = {n: a[n].to(wide).flatten(0, -3) if n != "sinks" else a[n].to(wide) for n in TRAINED if n in a}
+    found = {n: torch.zeros_like(t) for n, t in given.items()}
+    ends = a["cu_seqlens_q"].tolist() if direct.packed(call) else range(0, len(given["query"]) + 1, a["query"].shape[1])
+    flat, left = grad.flatten(0, -3), a.get("window_left", -1)
+    for start, end in pairwise(ends):
+        for first in range(start, end, ROWS):
+            last = min(first + ROWS, end)
+            low = max(start, first - left) if left >= 0 else start
+            rows, keys = slice(first, last), slice(low, last if a["causal"] else end)
+            at = {n: slice(None) if n == "sinks" else rows if n == "query" else keys for n in given}
+            part = {n: given[n][at[n]].clone().requires_grad_() for n in given}
+            grads = chunk(part, flat[rows].to(wide), (first, low), a)
+            for (n, place), more in zip(at.items(), grads, strict=True):
+                found[n][place] += more
+    return tuple(found[n].view(a[n].shape) for n in given)
+
+
+@torch.enable_grad()
+def chunk(part: Mapping[str, Tensor], grad: Tensor, starts: tuple[int, int], a: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    """The gradients of some queries and all keys that they see. starts: the positions of the first query and of the first key."""
+    query = part["query"]
+    key, value = (part[n].repeat_interleave(query.shape[1] // part[n].shape[1], 1) for n in ("key", "value"))
+    logits = torch.einsum("qhd,khd->hqk", query, key) * a["scale"]
+    if cap := a.get("softcap", 0.0):
+        logits = cap * torch.tanh(logits / cap)
+    q, k = (start + torch.arange(len(x), device=x.device) for start, x in zip(starts, (query, key), strict=True))
+    far, left = q[:, None] - k, a.get("window_left", -1)
+    unseen = (far < 0) & a["causal"]
+    logits = logits.masked_fill(unseen | (far > left) if left >= 0 else unseen, float("-inf"))
+    if "sinks" in part:
+        logits = torch.cat([logits, part["sinks"][:, None, None].expand(-1, len(query), 1)], -1)
+    weights = logits.softmax(-1)[..., : len(key)]
+    return torch.autograd.grad(torch.einsum("hqk,khd->qhd", weights, value), list(part.values()), grad)
+
+
+def relative(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
+    """The largest relative norm of a difference; infinite for numbers that are not finite."""
+    off = [float((a.to(b.dtype) - b).norm() / b.norm()) for a, b in zip(got, want, strict=True)]
+    return max(off) if all(map(_finite, off)) else float("inf")
+
+
+def _finite(x: float) -> bool:
+    return x - x == 0
