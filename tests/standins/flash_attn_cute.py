@@ -9,13 +9,15 @@ the grad mode.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from tests.standins import flash_attn_cute_backward
 from tests.standins.checks import ALL, LAST, laid_out
 from tests.standins.sgl_kernel_fa3 import _request
 
@@ -25,21 +27,21 @@ Called = list[dict[str, Any]]
 
 @contextmanager
 def installed(arch: int = 90) -> Iterator[Called]:
-    """Put the stand-in where the wrapper looks within the block; yields the arguments of every call by name."""
-    from attnops.kernels.flash_attn4 import fa4
+    """Put the stand-ins, of the backward too, where the wrappers look within the block; yields the arguments of every call by name."""
+    from attnops.kernels.flash_attn4 import backward, fa4
 
     calls: Called = []
-    before: Callable[..., Any] = fa4.interface
 
     def fwd(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         calls.append(dict(zip(PARAMETERS, args, strict=False)) | kwargs)
         return _flash_attn_fwd(*args, **kwargs, _arch=arch)
 
-    fa4.interface = lambda: fwd  # type: ignore[assignment]
-    try:
+    def bwd(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        calls.append(dict(zip(flash_attn_cute_backward.PARAMETERS, args, strict=False)) | kwargs)
+        return flash_attn_cute_backward.flash_attn_bwd(*args, **kwargs, arch=arch)
+
+    with patch.object(fa4, "interface", lambda: fwd), patch.object(backward, "interface", lambda: bwd):
         yield calls
-    finally:
-        fa4.interface = before  # type: ignore[assignment]
 
 
 def _flash_attn_fwd(

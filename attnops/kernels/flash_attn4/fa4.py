@@ -99,19 +99,36 @@ def _packed_lse(lse: Tensor, call: varlen.VarlenAttention | paged.PagedAttention
 @functools.cache
 def interface() -> Callable[..., Any]:
     """`_flash_attn_fwd`. Raises ImportError, or RuntimeError for a version that takes other arguments."""
-    from flash_attn.cute.interface import _flash_attn_fwd  # type: ignore[import-not-found, unused-ignore]
+    return function_of("_flash_attn_fwd", USED)
 
-    taken = inspect.signature(_flash_attn_fwd).parameters
-    if absent := [n for n in USED if n not in taken]:
+
+def function_of(name: str, used: tuple[str, ...]) -> Callable[..., Any]:
+    """The vendor's function of this name. Raises ImportError, or RuntimeError for a version that does not take the arguments `used`."""
+    from flash_attn.cute import interface as vendor  # type: ignore[import-not-found, unused-ignore]
+
+    function: Callable[..., Any] = getattr(vendor, name)
+    taken = inspect.signature(function).parameters
+    if absent := [n for n in used if n not in taken]:
         raise RuntimeError(f"flash_attn.cute: got a version without {', '.join(absent)}, want {OLDEST}, which was read")
-    fwd: Callable[..., Any] = _flash_attn_fwd
-    return fwd
+    return function
 
 
 @functools.cache
 def _kinds() -> set[tuple[Any, ...]]:
     """The kinds of calls that have been compiled: the vendor's cache is of the process too, and cannot be asked without compiling."""
     return set()
+
+
+def once(kind: tuple[Any, ...], query: Tensor, rules: Rules, run: Callable[[], Any]) -> Any:
+    """`run()`, the vendor's call. Raises NotCompiled while a CUDA graph is captured, unless a call of this kind came before.
+
+    kind: at least as fine as the vendor's key, so that calls of one kind share a compiled kernel.
+    """
+    if kind not in _kinds() and query.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise NotCompiled("fa4", f"{tuple(query.shape)} {query.dtype} query, {rules}")
+    found = run()
+    _kinds().add(kind)
+    return found
 
 
 def forward(call: Any, key: Tensor, value: Tensor, output: Tensor, lse: Tensor | None, batch: dict[str, Any]) -> None:
@@ -130,7 +147,6 @@ def forward(call: Any, key: Tensor, value: Tensor, output: Tensor, lse: Tensor |
     # It asks requires_grad of its inputs, whatever the grad mode.
     query, key, value = (x.detach() if x.requires_grad else x for x in (query, key, value))
     sinks = sinks.detach() if sinks is not None and sinks.requires_grad else sinks
-    # At least as fine as the vendor's key: calls of one kind share a compiled kernel.
     group = query.shape[-2] // key.shape[-2]
     longest = batch.get("max_seqlen_q", query.shape[-3])
     kind = (
@@ -139,14 +155,11 @@ def forward(call: Any, key: Tensor, value: Tensor, output: Tensor, lse: Tensor |
         tuple(longest * rows <= limit for rows in (1, group) for limit in (64, 128, 192, 256)), requests > 256,
         tuple(n for n, v in batch.items() if v is not None), value.shape[1] if "page_table" in batch else 0,
     )  # fmt: skip
-    if kind not in _kinds() and query.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise NotCompiled("fa4", f"{tuple(query.shape)} {query.dtype} query, {rules}")
-    interface()(
+    once(kind, query, rules, lambda: interface()(
         query, key, value, softmax_scale=rules.scale, causal=rules.causal, softcap=rules.softcap if rules.softcap > 0 else None,
         window_size_left=rules.left if rules.left >= 0 else None, window_size_right=rules.right if rules.right >= 0 else None,
         learnable_sink=sinks, num_splits=1, out=output, lse=lse, **batch,
-    )  # fmt: skip
-    _kinds().add(kind)
+    ))  # fmt: skip
 
 
 DENSE = Roofline(14.0, 1.0, 0.74, 0.011)  # by direct calls on an H200, which split no keys

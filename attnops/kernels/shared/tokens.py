@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attnops.errors import InvalidInput
 from attnops.kernel import Need, extent_at_most, one_of
+from attnops.needs import _installed
 from attnops.reference.data import rows_schedule_words
 
 LATENT, ROPE = 512, 64
@@ -95,6 +96,17 @@ def zeroed(value: Tensor, where: Tensor) -> Tensor:
     where = where[..., None, None]
     # float8 has no masked_fill; a byte of 0 is its 0.
     return value.view(torch.uint8).masked_fill(where, 0).view(value.dtype) if value.dtype.itemsize == 1 else value.masked_fill(where, 0.0)
+
+
+def clear(*parts: tuple[Tensor, Tensor, float]) -> None:
+    """Set the rows of no request in place, of up to three (cu_seqlens, rows, fill): those from `cu_seqlens[B]` on. rows: contiguous."""
+    if parts[0][1].is_cuda and _installed("triton"):
+        from attnops.kernels.triton.launch.data import clear_rows
+
+        clear_rows(parts)
+        return
+    for cu_seqlens, x, fill in parts:
+        x.masked_fill_(past(cu_seqlens, x.shape[0]).view(-1, *[1] * (x.dim() - 1)), fill)
 
 
 def runs(call: Any) -> bool:

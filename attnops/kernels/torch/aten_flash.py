@@ -18,9 +18,8 @@ from torch import Tensor
 from attnops.call import changed
 from attnops.kernel import Invariant, Kernel, demand, deterministic, device, register, without
 from attnops.kernels.shared.memory import PACK
-from attnops.kernels.shared.tokens import past, runs
+from attnops.kernels.shared.tokens import clear, runs
 from attnops.measured import Roofline
-from attnops.needs import _installed
 from attnops.problem import Problem
 from attnops.reference.rows import Rules, compact, dense_visible, no_lse, wide
 
@@ -192,17 +191,6 @@ def _turned(lse: Tensor, unseen: float) -> Tensor:
     """`[..., Hq, S]` of the kernel to or from `[..., S, Hq]`, contiguous, `unseen` for a query without keys."""
     turned = lse.transpose(-1, -2)
     return torch.nan_to_num(turned, nan=float("nan"), posinf=unseen, neginf=unseen, out=lse.new_empty(turned.shape))
-
-
-def clear(*parts: tuple[Tensor, Tensor, float]) -> None:
-    """Set the rows of no request in place, of up to three (cu_seqlens, rows, fill): those from `cu_seqlens[B]` on. rows: contiguous."""
-    if parts[0][1].is_cuda and _installed("triton"):
-        from attnops.kernels.triton.launch.data import clear_rows
-
-        clear_rows(parts)
-        return
-    for cu_seqlens, x, fill in parts:
-        x.masked_fill_(past(cu_seqlens, x.shape[0]).view(-1, *[1] * (x.dim() - 1)), fill)
 
 
 def _in_packs(x: Tensor) -> Tensor:

@@ -1,0 +1,179 @@
+"""The gradients of `fa4` through a stand-in of the function it wraps: rules, padding, sinks, refusals, warming."""
+
+import inspect
+from dataclasses import replace
+
+import pytest
+import torch
+
+import attnops
+from attnops.call import changed
+from attnops.errors import NotCompiled
+from attnops.kernel import kernels_of
+from attnops.kernels.flash_attn4 import backward, fa4
+from attnops.needs import _installed
+from attnops.ops import OPS as OPS_BY_NAME
+from attnops.problem import Extent, Target, altered, pretend
+from attnops.select import select
+from attnops.testing import CASES, Features, Source, builders, check_kernel
+from tests.standins import flash_attn_cute_backward
+from tests.standins.flash_attn_cute import installed
+from tests.standins.test_aten_flash import narrow
+from tests.standins.test_fa4 import ASSUME, SM90, SM100, Capturing
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+OPS = ("attention_backward", "varlen_attention_backward")
+PLAIN = Features(dtype=BF16, head_dim=64, q_heads=4, kv_heads=2)
+RULES = {
+    "plain": PLAIN,
+    "causal": replace(PLAIN, causal=True, dtype=F16),
+    "window": replace(PLAIN, causal=True, window=(3, -1)),
+    "both_sides": replace(PLAIN, window=(2, 1)),
+    "right": replace(PLAIN, window=(-1, 1)),
+    "softcap": replace(PLAIN, softcap=1.5, kv_heads=1),
+    "sinks": replace(PLAIN, sinks=F32, causal=True),
+    "sinks_float64": replace(PLAIN, sinks=torch.float64),
+    "all": replace(PLAIN, causal=True, window=(4, -1), softcap=2.0, sinks=BF16, kv_heads=4),
+    "mla": replace(PLAIN, causal=True, head_dim=192, v_head_dim=128, kv_heads=4),
+}
+SHAPES = {
+    "dense": lambda f: builders.dense(Source(3), 2, 5, 11, f),
+    "tall": lambda f: builders.dense(Source(3), 2, 7, 4, f),
+    "long": lambda f: builders.dense(Source(3), 1, 130, 140, f),
+    "ragged": lambda f: builders.varlen(Source(3), (5, 0, 1, 20, 4), (5, 3, 7, 4, 0), f, padding=(3, 4)),
+    "padded": lambda f: builders.varlen(Source(3), (70, 3), (130, 9), f, padding=(200, 200)),
+    "tight": lambda f: builders.varlen(Source(3), (5, 8), (5, 70), f, padding=None),
+    "no_keys": lambda f: builders.varlen(Source(3), (3, 1), (0, 0), f, padding=(2, 2)),
+    "no_key": lambda f: builders.dense(Source(3), 2, 3, 0, f),
+}
+
+
+@pytest.fixture
+def standin():
+    with installed() as calls, pretend(SM90):
+        yield calls
+
+
+def kernel(op):
+    return kernels_of(op)["fa4"]
+
+
+@pytest.mark.parametrize("lse_grad", [False, True], ids=["output", "lse"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rules", RULES)
+def test_gradients(standin, rules, shape, lse_grad):
+    call = builders.backward(Source(4), SHAPES[shape](RULES[rules]), lse_grad=lse_grad)
+    figures = check_kernel(kernel(call.op), call)
+    assert not figures.refused and figures.worst <= 1.0, figures
+    assert len(standin) == (not shape.startswith("no_key"))
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=str(c)) for op in OPS for c in CASES[op]])
+def test_grid(standin, case):
+    figures = check_kernel(kernel(case.op), narrow(case.call()))
+    if figures.refused:
+        pytest.skip(str(figures))
+    assert figures.worst <= 1.0, figures
+
+
+def test_promised_rows_are_neither_copied_nor_cleared(standin):
+    call = builders.backward(Source(4), SHAPES["tight"](PLAIN))
+    kernel(call.op).run(call.record)
+    assert standin[-1]["q"].data_ptr() == call.arguments["query"].data_ptr()
+    assert type(standin[-1]["max_seqlen_q"]) is int and not standin[-1]["deterministic"]
+    kernel(call.op).run(changed(call.record, policy="deterministic"))
+    assert standin[-1]["deterministic"]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_a_training_step_is_two_calls_of_the_vendor(standin, packed):
+    q, k, v = (torch.randn(2, 6, n, 64, dtype=BF16, requires_grad=True) for n in (8, 2, 2))
+    sinks, cu = torch.zeros(8, requires_grad=True), torch.tensor([0, 6, 12], dtype=torch.int32)
+    with attnops.use(kernel=dict.fromkeys(("attention", "varlen_attention", *OPS), "fa4")):
+        if packed:
+            flat = (x.flatten(0, 1) for x in (q, k, v))
+            out = attnops.varlen_attention(*flat, cu, cu, max_seqlen_q=6, max_seqlen_k=6, causal=True, padded=False, sinks=sinks)
+        else:
+            out = attnops.attention(q, k, v, causal=True, sinks=sinks)
+        out.sum().backward()  # a gradient without strides
+    assert ["dout" in call for call in standin] == [False, True]
+    with attnops.use(kernel={OPS[packed]: "reference"}):
+        want = [x.grad for x in (q, k, v, sinks)]
+        again = [x.detach().requires_grad_() for x in (q, k, v, sinks)]
+        out = attnops.attention(*again[:3], causal=True, sinks=again[3]) if not packed else attnops.varlen_attention(
+            *(x.flatten(0, 1) for x in again[:3]), cu, cu, max_seqlen_q=6, max_seqlen_k=6, causal=True, sinks=again[3]
+        )  # fmt: skip
+        out.sum().backward()
+    for got, x in zip(want, again, strict=True):
+        torch.testing.assert_close(got, x.grad, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_opcheck(standin, op):
+    forward = SHAPES["ragged" if op.startswith("varlen") else "dense"](RULES["all"])
+    call = builders.backward(Source(4), forward, lse_grad=True)
+    checked = torch.library.opcheck(OPS_BY_NAME[op].packet.fa4, call.args, call.kwargs)
+    assert set(checked.values()) == {"SUCCESS"}
+
+
+def test_a_new_kind_is_refused_in_a_capture(standin, monkeypatch):
+    capture = Capturing(monkeypatch)
+    fa4._kinds().clear()
+
+    def run(f=PLAIN, lens=(9, 30), lse_grad=False, policy=""):
+        call = builders.backward(Source(5), builders.varlen(Source(5), lens, lens, f, padding=None), lse_grad=lse_grad)
+        kernel(call.op).run(changed(call.record, policy=policy))
+
+    capture.on = True
+    with pytest.raises(NotCompiled, match=r"fa4: got a kind of call not yet compiled"):
+        run()
+    assert not standin
+    capture.on = False
+    run()
+    capture.on = True
+    run(lens=(40, 2))  # other lengths are no other kind
+    run(f=replace(PLAIN, scale=0.3))
+    for other in (
+        {"policy": "deterministic"}, {"lse_grad": True}, {"lens": (70, 1)}, {"f": replace(PLAIN, dtype=F16)},
+        {"f": replace(PLAIN, softcap=1.0)}, {"f": replace(PLAIN, sinks=BF16)}, {"f": replace(PLAIN, window=(3, -1))},
+        {"f": replace(PLAIN, causal=True)}, {"f": replace(PLAIN, head_dim=96)}, {"f": replace(PLAIN, kv_heads=4)},
+    ):  # fmt: skip
+        with pytest.raises(NotCompiled):
+            run(**other)
+
+
+PROBLEM = altered(builders.backward(Source(0), SHAPES["dense"](PLAIN)).problem, target=SM90)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"target": Target("cuda", 80, ASSUME)}, "target"), ({"dtype": F32, "kv_dtype": F32}, "dtype"),
+        ({"head_dim": 80, "v_head_dim": 80}, "head_dim"), ({"head_dim": 112, "v_head_dim": 112}, "head_dim"),
+        ({"head_dim": 192, "v_head_dim": 128}, "v_head_dim"), ({"v_head_dim": 32}, "v_head_dim"), ({"mask": "bool"}, "mask"),
+        ({"kv_range": True}, "kv_range"), ({"attention_chunk": 64}, "attention_chunk"),
+        ({"target": SM100, "head_dim": 256, "v_head_dim": 256, "sinks": True}, "head_dim"),
+        ({"target": SM100, "head_dim": 192, "v_head_dim": 192}, "v_head_dim"),
+    ],
+)  # fmt: skip
+def test_refusals(change, field):
+    assert field in [r.field for op in OPS for r in kernel(op).refusals(altered(PROBLEM, op=op, **change))]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_it_is_the_choice_by_estimate_on_an_h200(op):
+    many = dict.fromkeys(("queries", "context"), 4096) | {"tokens": 8192, "batch": 2}
+    problem = altered(PROBLEM, op=op, head_dim=128, v_head_dim=128, q_heads=32, kv_heads=8, **{n: Extent.of(x) for n, x in many.items()})
+    assert select(problem).kernel is kernel(op)
+
+
+def test_what_is_used_is_in_the_signature():
+    assert set(backward.USED) <= set(flash_attn_cute_backward.PARAMETERS)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not _installed("flash_attn.cute"), reason="flash-attn-4 is not installed, so its signature cannot be compared")
+def test_the_stand_in_has_the_packages_signature():
+    real = inspect.signature(backward.interface()).parameters
+    mine = {n: p for n, p in inspect.signature(flash_attn_cute_backward.flash_attn_bwd).parameters.items() if n != "arch"}
+    assert {n: p.default for n, p in real.items()} == {n: p.default for n, p in mine.items()}
