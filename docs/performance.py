@@ -176,7 +176,7 @@ def rows(report: dict[str, Any]) -> str:
 
 def names(some: list[dict[str, Any]]) -> list[str]:
     """The figures that not all rows of all suites have, in order of appearance."""
-    return list(dict.fromkeys(name for row in some for name in rest(row)))
+    return list(dict.fromkeys(name for row in some for name, value in rest(row).items() if not isinstance(value, dict)))
 
 
 def cell(value: Any) -> str:

@@ -19,7 +19,21 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from attnops import kernel as registry
-from attnops.bench import Point, Setup, compile, data, decode, direct, generate, kernels, overhead, run as suites, training, vendors
+from attnops.bench import (
+    Point,
+    Setup,
+    compile,
+    data,
+    decode,
+    direct,
+    generate,
+    kernels,
+    overhead,
+    run as suites,
+    training,
+    training_steps,
+    vendors,
+)
 from attnops.bench.files import bad, compare, environment, read, text_of
 from attnops.bench.rows import Way, largest_error, relative_error, time_if_right, with_ratios
 from attnops.call import check
@@ -84,6 +98,8 @@ def test_suites_that_take_long_are_named():
         "cliffs",
         "latent",
         "regret",
+        "training_regret",
+        "training_steps",
     }
     assert [suite.name for suite in suites.named(("regret", "kernels"))] == ["kernels", "regret"]
 
@@ -223,6 +239,18 @@ def test_training_is_beside_others(reports_of, monkeypatch):
     monkeypatch.setattr(training, "relative", lambda got, want: 1.0)
     for case in training.cases(TOY).values():
         assert all("wrong" in row and "median_us" not in row for row in case())
+
+
+def test_training_steps_agree_with_transformers(reports_of, monkeypatch):
+    found = ways(reports_of[0]["training_steps"])
+    assert set(found["llama 2x12"]) == {"hf_sdpa", "hf_eager", "attnops"} and set(found["gpt_oss 2x12"]) == {"hf_eager", "attnops"}
+    model = training_steps.models.build(TOY, "llama").requires_grad_(True)
+    batch, count = training_steps.packed(TOY, model, Point(3, 12))
+    assert count == 3 and (batch["labels"][batch["position_ids"] == 0] == -100).all() and (batch["position_ids"] == 0).sum() == 3
+    right, mine = (training_steps.step(TOY, model, way, batch) for way in ("hf_eager", "attnops"))
+    torch.testing.assert_close(mine.computed(), right.computed(), atol=1e-4, rtol=0)
+    other = {**batch, "position_ids": torch.arange(36)[None]}
+    assert (training_steps.step(TOY, model, "attnops", other).computed() - right.computed()).abs().max() > 1e-3, "one document"
 
 
 @pytest.mark.parametrize("pair", training.PAIRS, ids=lambda pair: pair.name)
@@ -482,7 +510,7 @@ def test_what_cannot_be_compared(tmp_path):
         (["decode", "--layers", -1], "layers: got -1"),
         (["decode", "--model", "t5", "--device", "cpu"], "model: got 't5', a T5Config, want a decoder"),
         (["decode", "--ways", "nope", "--device", "cpu"], "ways: got 'nope', want some of hf_eager"),
-        (["kernels", "--ways", "hf_eager"], "suites: got kernels, want generate or decode, for --ways"),
+        (["kernels", "--ways", "hf_eager"], "suites: got kernels, want generate, decode or training_steps, for --ways"),
         (["overhead", "--points", "8x1k"], "suites: got overhead, want one that measures models"),
         (["overhead", "--device", "cpu", "--out", __file__], "want a folder"),
         (["decode", "--device", "cpu", "--gpus", 2], "gpus: got 2, want 1 to 1"),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from attnops.bench import regret
+from attnops.bench import regret, training_regret
 from attnops.inputs import Pool, build, lengths, problem_of
 from attnops.kernel import Kernel, kernels_of
 from attnops.measured import MEASURED, Grid, Shape, Table, costs
@@ -129,6 +129,33 @@ def test_a_row_of_real_kernels():
         "case": "dense 2x6 of 6", "way": "automatic", "us": us, "chosen": dict.fromkeys(regret.WAYS, "sdpa"), "median_us": 10.0,
         "regret_percent": 0.0,
     }  # fmt: skip
+
+
+def test_pairs_that_are_held_out():
+    held = training_regret.held_out(120)
+    assert held == training_regret.held_out(120) and len({h.name for h in held}) == 120
+    assert {h.shape.op for h in held} == set(training_regret.FAMILIES.values())
+    shapes = [h.shape for h in held]
+    assert {s.head_dim for s in shapes} == {64, 96, 128, 192, 256} and {s.group_size for s in shapes} == {1, 2, 4, 8}
+    assert all(any(getattr(s, fact) for s in shapes) for fact in ("sinks", "softcap")) and any(s.window >= 0 for s in shapes)
+    assert min(max(h.q_lens) for h in held) < 1024 and max(max(h.q_lens) for h in held) > 16384
+    assert sum(len(set(h.q_lens)) > 1 for h in held) > 15, "ragged"
+    pool = Pool("cpu")
+    for h in (h.sized("toy") for h in held[:40]):
+        for op in (h.shape.op, f"{h.shape.op}_backward"):
+            shape = replace(h.shape, op=op)
+            assert problem_of(shape, h.q_lens, h.k_lens, Target()) == build(shape, h.q_lens, h.k_lens, pool).problem, h
+
+
+def test_the_regret_of_a_pair():
+    held = regret.Held("dense", replace(TINY, causal=False), (6, 6), (6, 6))
+    us = {("attention", "aten_flash"): 20.0, ("attention", "sdpa"): 10.0, ("attention", "reference"): 30.0}
+    us |= {("attention_backward", "aten_flash"): 50.0, ("attention_backward", "reference"): 40.0}
+    stopwatch = Stopwatch(lambda kernel, call, run: us[kernel.op, kernel.name], names=("aten_flash", "reference"))
+    [found] = training_regret.timed(held, Pool("cpu"), stopwatch, None)
+    assert found["forward"] == {"aten_flash": 20.0, "reference": 30.0} and found["gradient"] == {"aten_flash": 50.0, "reference": 40.0}
+    assert found["chosen"] == dict.fromkeys(regret.WAYS, "aten_flash+aten_flash") and found["median_us"] == 70.0
+    assert found["regret_percent"] == pytest.approx(100 * (70 / 60 - 1), abs=0.01)
 
 
 # Kernels made up to cross each other: their times depend on every request, which selection cannot know.

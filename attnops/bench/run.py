@@ -29,6 +29,8 @@ from attnops.bench import (
     overhead,
     regret,
     training,
+    training_regret,
+    training_steps,
 )
 from attnops.bench.files import environment, text_of
 from attnops.bench.rows import Case, LeftOut
@@ -71,6 +73,8 @@ SUITES = (
     Suite("cliffs", "the cost of a change: another cache, batch, length, thread, adapter or policy", cliffs.cases, usual=False),
     Suite("overhead", "the host time of a call through attnops", overhead.cases, needs=()),
     Suite("regret", "the automatic choice against the best kernel, on calls that no table has", regret.cases, needs=(), usual=False),
+    Suite("training_steps", "training steps of whole Hugging Face models over packed documents", training_steps.cases, usual=False),
+    Suite("training_regret", "the chosen forward and gradient against the best pair", training_regret.cases, needs=(), usual=False),
 )
 
 
