@@ -163,7 +163,7 @@ def _packed(
 
 def forward(call: dense.Attention | varlen.VarlenAttention, lengths: Lengths) -> tuple[Tensor, Tensor]:
     """(output, lse), contiguous."""
-    q, k, v = _in_packs(call.query), _in_packs(call.key), _in_packs(call.value)
+    q, k, v = in_packs(call.query), in_packs(call.key), in_packs(call.value)
     output, lse = _ATEN._flash_attention_forward.default(
         q, k, v, *lengths[:4], 0.0, call.causal, False, scale=call.scale, window_size_left=call.window_left,
         window_size_right=lengths[4],
@@ -176,7 +176,7 @@ def backward(call: dense.AttentionBackward | varlen.VarlenAttentionBackward, len
     given = (call.grad_output.to(call.query.dtype), call.query, call.key, call.value, call.output)
     seed = torch.empty(2, dtype=torch.uint64, device=call.query.device)  # read only where dropout is on
     grad_q, grad_k, grad_v = _ATEN._flash_attention_backward.default(
-        *map(_in_packs, given), _turned(call.lse, INF), *lengths[:4], 0.0, call.causal, seed, seed, scale=call.scale,
+        *map(in_packs, given), _turned(call.lse, INF), *lengths[:4], 0.0, call.causal, seed, seed, scale=call.scale,
         window_size_left=call.window_left, window_size_right=lengths[4],
     )  # fmt: skip
     return _plain(grad_q), _plain(grad_k), _plain(grad_v)
@@ -193,7 +193,7 @@ def _turned(lse: Tensor, unseen: float) -> Tensor:
     return torch.nan_to_num(turned, nan=float("nan"), posinf=unseen, neginf=unseen, out=lse.new_empty(turned.shape))
 
 
-def _in_packs(x: Tensor) -> Tensor:
+def in_packs(x: Tensor) -> Tensor:
     """`x`, or a copy where its rows do not start at multiples of 16 bytes: the kernels move as many at a time and do not look."""
     # The head dim is a multiple of 8.
     odd = x.data_ptr() % PACK or (not x.is_contiguous() and (x.stride(-1) != 1 or any(n % 8 for n in x.stride()[:-1])))
