@@ -16,7 +16,7 @@ from tests.triton.process import interpreted
 
 SM90 = Target("cuda", 90, assume=("triton",))
 OPS = ("attention_backward", "varlen_attention_backward")
-REFUSED = {"dtype", "mask", "mask_grad", "last_dim_contiguous"}
+REFUSED = {"dtype", "last_dim_contiguous"}
 
 
 def check(call):

@@ -98,7 +98,10 @@ few_queries = launched("attention", "few_queries")
 
 own("paged_attention", attention, PAGED, "attnops' own, decode and extend", PAGED_TAKES, kv_dtypes=STORED, needs=HEADS)
 own("mla_attention", attention, LATENTS, "attnops' own, decode and extend over latents", LATENT_TAKES, kv_dtypes=STORED, needs=LATENT_NEEDS)
-for _op, _takes in (("attention_backward", RULES | {"kv_start", "kv_end"}), ("varlen_attention_backward", RULES)):
+for _op, _takes in (
+    ("attention_backward", RULES | {"mask", "mask_grad", "kv_start", "kv_end"}),
+    ("varlen_attention_backward", RULES | {"mask"}),
+):
     # FlashAttention-2's backward makes five products where this makes seven.
     own(_op, launched("gradient", _op), lambda p: 10.0 + 1.4 * BACKWARD(p), "attnops' own gradient", _takes, needs=HEADS)
 for _op in ("merge_state", "merge_states"):

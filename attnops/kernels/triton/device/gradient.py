@@ -1,173 +1,394 @@
-"""Device functions: the gradient of attention over packed tokens, one program for a tile of queries, then one for a tile of keys.
+"""Device functions: the gradient of attention, one program for a tile of queries, one for a tile of keys, one for a tile of the mask.
 
 Each number has one program that sums it, so that the order of a sum follows from the request's own tiles. FlashAttention-2,
-https://arxiv.org/abs/2307.08691, section 3.1.2, as two kernels in place of one loop.
+https://arxiv.org/abs/2307.08691, section 3.1.2, as two kernels in place of one loop. Tiles of which every query sees every key are not
+masked. Offsets within a tile have 32 bits, those of its first row 64.
 """
 
 import triton
 import triton.language as tl
 
+from attnops.kernels.triton.device.attend import find, load_keys
 from attnops.kernels.triton.device.softmax import LOG2E, chunk_of, sees, span, tanh
 
 
 @triton.jit
-def rows_at(ptr, at, live, width: tl.constexpr, BLOCK: tl.constexpr):
-    """`[rows, BLOCK]` numbers at the offsets `at`; 0 for rows that are not live."""
-    dims = tl.arange(0, BLOCK)
-    return tl.load(ptr + at[:, None] + dims[None, :], mask=live[:, None] & (dims < width)[None, :], other=0.0)
-
-
-@triton.jit
-def store_rows(ptr, at, x, live, width: tl.constexpr, BLOCK: tl.constexpr):
+def store_rows(ptr, at, x, live, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Write live rows of `[rows, BLOCK]` numbers at the offsets `at`."""
     dims = tl.arange(0, BLOCK)
-    tl.store(ptr + at[:, None] + dims[None, :], x.to(ptr.dtype.element_ty), mask=live[:, None] & (dims < width)[None, :])
+    tl.store(ptr + at[:, None] + dims[None, :], x.to(ptr.dtype.element_ty), mask=live[:, None] & (dims < WIDTH)[None, :])
 
 
 @triton.jit
-def bounds_of(bounds_ptr, requests, request):
+def request_at(cu_ptr, tile, requests, steps, each, TILE: tl.constexpr):
+    """(request, its tile) of a tile of all requests. A tile of padding rows has the request `requests`."""
+    if cu_ptr is not None:
+        request = find(cu_ptr, tile, requests, steps, TILE)
+        return request, tile - tl.load(cu_ptr + request) // TILE - request
+    else:
+        return tile // each, tile % each
+
+
+@triton.jit
+def bounds_of(cu_q_ptr, cu_k_ptr, start_ptr, end_ptr, request, width_q, width_k):
     """(first query, queries, row of key 0, first key, end of keys, position of the first query) of a request."""
-    at = bounds_ptr + request
-    begin, base = tl.load(at).to(tl.int64), tl.load(at + 2 * requests).to(tl.int64)
-    return begin, tl.load(at + requests), base, tl.load(at + 3 * requests), tl.load(at + 4 * requests), tl.load(at + 5 * requests)
+    if cu_q_ptr is not None:
+        begin = tl.load(cu_q_ptr + request)
+        base = tl.load(cu_k_ptr + request)
+        queries = tl.load(cu_q_ptr + request + 1) - begin
+        high = tl.load(cu_k_ptr + request + 1) - base
+        return begin.to(tl.int64), queries, base.to(tl.int64), 0, high, high - queries
+    else:
+        low = 0
+        high = width_k
+        if start_ptr is not None:
+            low = tl.maximum(tl.load(start_ptr + request).to(tl.int32), 0)
+        if end_ptr is not None:
+            high = tl.load(end_ptr + request).to(tl.int32)
+        first = high - width_q
+        wide = tl.full([], 0, tl.int64) + request
+        return wide * width_q, width_q, wide * width_k, low, tl.minimum(high, width_k), first
 
 
 @triton.jit
-def weights_of(s, z, visible, scale, cap, CAP: tl.constexpr):
+def bias_at(mask_ptr, row, key, seen, MASKED: tl.constexpr):
+    """A tile of the mask. row: offsets, key: offsets, which broadcast."""
+    if MASKED:
+        return tl.load(mask_ptr + row + key, mask=seen, other=0)
+    else:
+        return tl.load(mask_ptr + row + key)
+
+
+@triton.jit
+def weights_of(
+    s, z, bias, visible, scale, cap, CAP: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr, COMPUTE: tl.constexpr
+):  # fmt: skip
     """(weights, derivative of the capped logit by the raw logit). s: products. z: log-sum-exps in base 2, which broadcast."""
     slope = 1.0
     if CAP:
-        bent = tanh(s * scale)
+        if COMPUTE == tl.float32:
+            bent = tanh(s * scale)
+        else:
+            # To float32's absolute precision: a number of 16 bits cannot tell.
+            bent = 1.0 - 2.0 / (tl.exp2(s * (scale * (2.0 * LOG2E))) + 1.0)
         slope = 1.0 - bent * bent
-        s = bent * cap
+        logit = bent * cap
     else:
-        s = s * scale
-    return tl.where(visible, tl.exp2(s - z), 0.0), slope
+        logit = s * scale
+    if MASK == "additive":
+        logit = logit + bias.to(tl.float32) * LOG2E
+    p = tl.exp2(logit - z)
+    if MASK == "bool":
+        if MASKED:
+            visible = visible & (bias != 0)
+        else:
+            visible = bias != 0
+    if MASKED or MASK == "bool":
+        p = tl.where(visible, p, 0.0)
+    return p, slope
 
 
-VARYING = ["left", "right", "chunk", "requests", "tiles"]
+VARYING = ["left", "right", "chunk", "requests", "steps", "tiles", "each", "width_q", "width_k", "tokens"]
 
 
 @triton.jit(do_not_specialize=VARYING)
 def grad_queries(
-    g_ptr, grad_lse_ptr, q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, sinks_ptr, bounds_ptr, delta_ptr, sink_parts_ptr, out_ptr,
-    scale, factor, cap, left, right, chunk, requests, tiles, g_t, g_h, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    CHUNKED: tl.constexpr, CAP: tl.constexpr,
+    g_ptr, grad_lse_ptr, q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, sinks_ptr, mask_ptr, cu_q_ptr, cu_k_ptr, start_ptr, end_ptr,
+    z_ptr, delta_ptr, sink_parts_ptr, out_ptr,
+    scale, factor, cap, left, right, chunk, requests, steps, tiles, each, width_q, width_k, tokens,
+    g_b, g_t, g_h, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h, mask_b, mask_h, mask_t, mask_q, mask_k,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, REST: tl.constexpr,
+    BLOCK_DV: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr,
+    RIGHT: tl.constexpr, CHUNKED: tl.constexpr, CAP: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: heads * tiles * requests, the last tile first: it sees the most keys.
+    """Grid: heads * tiles of queries, the last tile first: it sees the most keys.
 
-    bounds: int32 `[6, requests]`: first query, queries, row of key 0, first key, end of keys, position of the first query.
-    scale: of the products. factor: of the gradient. Writes the gradient `[T, H, D]` and, for `grad_keys`, delta `[T, H]`: the sum of
-    grad_output * output, minus grad_lse.
+    scale: of the products. factor: of the gradient. cu_q, cu_k: of packed requests; the others have width_q queries and width_k keys.
+    REST: the padded dims of query and key past BLOCK_D, 0 where there are none. x_b: what a request's rows are off those of one
+    long batch. Writes the gradient `[T, H, D]` and, for the other kernels, `[H, T]` each: z, the log-sum-exp in base 2, and delta, the sum
+    of grad_output * output, minus grad_lse. A query that sees no key has 0 for both.
     """
+    wide = tl.full([], 0, tl.int64)
     at = tl.program_id(0)
     head = at % HEADS
-    tile = tiles - 1 - at // HEADS % tiles
-    request = at // HEADS // tiles
-    begin, queries, base, low, high, offset = bounds_of(bounds_ptr, requests, request)
+    request, tile = request_at(cu_q_ptr, tiles - 1 - at // HEADS, requests, steps, each, TILE_Q)
+    if request == requests:
+        return
+    begin, queries, base, low, high, offset = bounds_of(cu_q_ptr, cu_k_ptr, start_ptr, end_ptr, request, width_q, width_k)
     first = tile * TILE_Q
     if first >= queries:
         return
-    i = first + tl.arange(0, TILE_Q)
-    live = i < queries
-    position = offset + i
-    token = begin + i
-    q = rows_at(q_ptr, token * q_t + head * q_h, live, D, BLOCK_D).to(COMPUTE)
-    g = rows_at(g_ptr, token * g_t + head * g_h, live, DV, BLOCK_DV)
-    o = rows_at(o_ptr, token * o_t + head * o_h, live, DV, BLOCK_DV)
+    r = tl.arange(0, TILE_Q)
+    live = first + r < queries
+    position = offset + first + r
+    token = begin + first
+    kv_head = head // GROUP
+    request = wide + request
+    q_ptr += token * q_t + request * q_b + head * q_h
+    k_ptr += base * k_t + request * k_b + kv_head * k_h
+    v_ptr += base * v_t + request * v_b + kv_head * v_h
+    dims = tl.arange(0, BLOCK_D)
+    dims_v = tl.arange(0, BLOCK_DV)
+    q = load_keys(q_ptr, r * q_t, dims, live, D, BLOCK_D, True).to(COMPUTE)
+    if REST:
+        dims_r = tl.arange(0, REST)
+        q_rest = load_keys(q_ptr + BLOCK_D, r * q_t, dims_r, live, D - BLOCK_D, REST, True).to(COMPUTE)
+        acc_rest = tl.zeros([TILE_Q, REST], tl.float32)
+    g = load_keys(g_ptr + token * g_t + request * g_b + head * g_h, r * g_t, dims_v, live, DV, BLOCK_DV, True)
+    o = load_keys(o_ptr + token * o_t + request * o_b + head * o_h, r * o_t, dims_v, live, DV, BLOCK_DV, True)
     delta = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
     g = g.to(COMPUTE)
-    row = token * HEADS + head
-    z = tl.load(lse_ptr + row, mask=live, other=0.0)
+    z = tl.load(lse_ptr + token * HEADS + head + r * HEADS, mask=live, other=0.0)
     if grad_lse_ptr is not None:
-        delta -= tl.load(grad_lse_ptr + row, mask=live, other=0.0)
-    # A query that sees no key has no gradient.
+        delta -= tl.load(grad_lse_ptr + token * HEADS + head + r * HEADS, mask=live, other=0.0)
     delta = tl.where(z == float("-inf"), 0.0, delta)
     z = tl.where(z == float("-inf"), 0.0, z) * LOG2E
+    row = (wide + head) * tokens + token + r
     tl.store(delta_ptr + row, delta, mask=live)
+    tl.store(z_ptr + row, z, mask=live)
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
         tl.store(sink_parts_ptr + row, -tl.exp2(sink - z) * delta, mask=live)
+    if MASK != "none":
+        mask_ptr += request * mask_b + begin * mask_t + head * mask_h + (wide + first) * mask_q
 
     last = offset + tl.minimum(first + TILE_Q, queries) - 1
     start, end = span(offset + first, last, low, high, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
+    all_low, all_high = span(last, offset + first, low, high, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
     # Tiles are counted from the request's first key, wherever the range begins.
     start = low + (start - low) // TILE_K * TILE_K
-    kv_head = head // GROUP
+    end = tl.maximum(end, start)
+    middle = tl.minimum(tl.maximum(low + tl.cdiv(all_low - low, TILE_K) * TILE_K, start), end)
+    stop = tl.maximum(low + (tl.minimum(all_high, end) - low) // TILE_K * TILE_K, middle)
+    bounds = (start, middle, stop, end)
+    c = tl.arange(0, TILE_K)
     acc = tl.zeros([TILE_Q, BLOCK_D], tl.float32)
-    for key in range(start, end, TILE_K):
-        j = key + tl.arange(0, TILE_K)
-        inside = (j >= low) & (j < high)
-        k = rows_at(k_ptr, (base + j) * k_t + kv_head * k_h, inside, D, BLOCK_D).to(COMPUTE)
-        v = rows_at(v_ptr, (base + j) * v_t + kv_head * v_h, inside, DV, BLOCK_DV).to(COMPUTE)
-        visible = sees(inside[None, :], position[:, None], j[None, :], left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")
-        p, slope = weights_of(s, z[:, None], visible, scale, cap, CAP)
-        grad_p = tl.dot(g, tl.trans(v), input_precision="ieee")
-        grad_s = p * (grad_p - delta[:, None]) * slope
-        acc = tl.dot(grad_s.to(COMPUTE), k, acc, input_precision="ieee")
-    store_rows(out_ptr, row * D, acc * factor, live, D, BLOCK_D)
+    for part in tl.static_range(3):
+        if part > 0 or LEFT or CHUNKED:
+            for key in range(bounds[part], bounds[part + 1], TILE_K):
+                MASKED: tl.constexpr = part != 1
+                j = key + c
+                inside = j < high
+                k_at = k_ptr + (wide + key) * k_t
+                k = load_keys(k_at, c * k_t, dims, inside, D, BLOCK_D, MASKED).to(COMPUTE)
+                s = tl.dot(q, tl.trans(k), input_precision="ieee")
+                if REST:
+                    k_rest = load_keys(k_at + BLOCK_D, c * k_t, dims_r, inside, D - BLOCK_D, REST, MASKED).to(COMPUTE)
+                    s = tl.dot(q_rest, tl.trans(k_rest), s, input_precision="ieee")
+                v = load_keys(v_ptr + (wide + key) * v_t, c * v_t, dims_v, inside, DV, BLOCK_DV, MASKED).to(COMPUTE)
+                grad_p = tl.dot(g, tl.trans(v), input_precision="ieee")
+                visible = inside[None, :]
+                bias = s
+                if MASKED:
+                    visible = sees(visible, position[:, None], j[None, :], left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
+                if MASK != "none":
+                    seen = live[:, None] & inside[None, :]
+                    # Rows of the tile may be dead in every part.
+                    bias = bias_at(mask_ptr, (r * mask_q)[:, None], ((wide + key) * mask_k + c * mask_k)[None, :], seen, True)
+                p, slope = weights_of(s, z[:, None], bias, visible, scale, cap, CAP, MASK, MASKED, COMPUTE)
+                grad_s = (p * (grad_p - delta[:, None]) * slope).to(COMPUTE)
+                acc = tl.dot(grad_s, k, acc, input_precision="ieee")
+                if REST:
+                    acc_rest = tl.dot(grad_s, k_rest, acc_rest, input_precision="ieee")
+    out_ptr += (token * HEADS + head) * D
+    store_rows(out_ptr, r * (HEADS * D), acc * factor, live, D, BLOCK_D)
+    if REST:
+        store_rows(out_ptr + BLOCK_D, r * (HEADS * D), acc_rest * factor, live, D - BLOCK_D, REST)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def grad_keys(
-    g_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, bounds_ptr, delta_ptr, out_k_ptr, out_v_ptr,
-    scale, factor, cap, left, right, chunk, requests, tiles, g_t, g_h, q_t, q_h, k_t, k_h, v_t, v_h,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    CHUNKED: tl.constexpr, CAP: tl.constexpr,
+    g_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, cu_q_ptr, cu_k_ptr, start_ptr, end_ptr, z_ptr, delta_ptr, out_k_ptr, out_v_ptr,
+    scale, factor, cap, left, right, chunk, requests, steps, tiles, each, width_q, width_k, tokens,
+    g_b, g_t, g_h, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, mask_b, mask_h, mask_t, mask_q, mask_k,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, REST: tl.constexpr,
+    BLOCK_DV: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr,
+    RIGHT: tl.constexpr, CHUNKED: tl.constexpr, CAP: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: heads of keys * tiles * requests. A program adds up its key head's query heads one after the other. See `grad_queries`."""
+    """Grid: heads of keys * tiles of keys. A program adds up its key head's query heads one after the other. See `grad_queries`."""
     KV_HEADS: tl.constexpr = HEADS // GROUP
+    wide = tl.full([], 0, tl.int64)
     at = tl.program_id(0)
     kv_head = at % KV_HEADS
-    tile = at // KV_HEADS % tiles
-    request = at // KV_HEADS // tiles
-    begin, queries, base, low, high, offset = bounds_of(bounds_ptr, requests, request)
+    request, tile = request_at(cu_k_ptr, at // KV_HEADS, requests, steps, each, TILE_K)
+    if request == requests:
+        return
+    begin, queries, base, low, high, offset = bounds_of(cu_q_ptr, cu_k_ptr, start_ptr, end_ptr, request, width_q, width_k)
     first = low + tile * TILE_K
     if first >= high:
         return
-    j = first + tl.arange(0, TILE_K)
+    c = tl.arange(0, TILE_K)
+    j = first + c
     inside = j < high
-    k = rows_at(k_ptr, (base + j) * k_t + kv_head * k_h, inside, D, BLOCK_D).to(COMPUTE)
-    v = rows_at(v_ptr, (base + j) * v_t + kv_head * v_h, inside, DV, BLOCK_DV).to(COMPUTE)
+    request = wide + request
+    k_ptr += (base + first) * k_t + request * k_b + kv_head * k_h
+    v_ptr += (base + first) * v_t + request * v_b + kv_head * v_h
+    dims = tl.arange(0, BLOCK_D)
+    dims_v = tl.arange(0, BLOCK_DV)
+    k = load_keys(k_ptr, c * k_t, dims, inside, D, BLOCK_D, True).to(COMPUTE)
+    if REST:
+        dims_r = tl.arange(0, REST)
+        k_rest = load_keys(k_ptr + BLOCK_D, c * k_t, dims_r, inside, D - BLOCK_D, REST, True).to(COMPUTE)
+        acc_rest = tl.zeros([TILE_K, REST], tl.float32)
+    v = load_keys(v_ptr, c * v_t, dims_v, inside, DV, BLOCK_DV, True).to(COMPUTE)
+    if MASK != "none":
+        mask_ptr += request * mask_b + begin * mask_t + (wide + first) * mask_k
 
+    # Queries start..end see some key of the tile, queries all_start..all_end every key.
     last = tl.minimum(first + TILE_K, high) - 1
     start = 0
     end = queries
+    all_start = 0
+    all_end = queries
     if CAUSAL:
         start = tl.maximum(start, first - offset)
+        all_start = tl.maximum(all_start, last - offset)
     if RIGHT:
         start = tl.maximum(start, first - right - offset)
+        all_start = tl.maximum(all_start, last - right - offset)
     if LEFT:
         end = tl.minimum(end, last + left - offset + 1)
+        all_end = tl.minimum(all_end, first + left - offset + 1)
     if CHUNKED:
         start = tl.maximum(start, chunk_of(first, chunk) - offset)
         end = tl.minimum(end, chunk_of(last, chunk) + chunk - offset)
+        all_start = tl.maximum(all_start, chunk_of(last, chunk) - offset)
+        all_end = tl.minimum(all_end, chunk_of(first, chunk) + chunk - offset)
     start = start // TILE_Q * TILE_Q
+    end = tl.maximum(end, start)
+    middle = tl.minimum(tl.maximum(tl.cdiv(all_start, TILE_Q) * TILE_Q, start), end)
+    stop = tl.maximum(tl.minimum(all_end, end) // TILE_Q * TILE_Q, middle)
+    bounds = (start, middle, stop, end)
+    r = tl.arange(0, TILE_Q)
     acc_k = tl.zeros([TILE_K, BLOCK_D], tl.float32)
     acc_v = tl.zeros([TILE_K, BLOCK_DV], tl.float32)
     for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
-        for query in range(start, end, TILE_Q):
-            i = query + tl.arange(0, TILE_Q)
-            live = i < queries
-            token = begin + i
-            q = rows_at(q_ptr, token * q_t + head * q_h, live, D, BLOCK_D).to(COMPUTE)
-            g = rows_at(g_ptr, token * g_t + head * g_h, live, DV, BLOCK_DV).to(COMPUTE)
-            row = token * HEADS + head
-            z = tl.load(lse_ptr + row, mask=live, other=0.0)
-            z = tl.where(z == float("-inf"), 0.0, z) * LOG2E
+        q_head = q_ptr + begin * q_t + request * q_b + head * q_h
+        g_head = g_ptr + begin * g_t + request * g_b + head * g_h
+        stats = (wide + head) * tokens + begin
+        for part in tl.static_range(3):
+            if part > 0 or CAUSAL or RIGHT or CHUNKED:
+                for query in range(bounds[part], bounds[part + 1], TILE_Q):
+                    MASKED: tl.constexpr = part != 1
+                    i = query + r
+                    live = i < queries
+                    far = wide + query
+                    q_at = q_head + far * q_t
+                    # A query that is not live has 0 everywhere, and adds 0 to every sum.
+                    q = load_keys(q_at, r * q_t, dims, live, D, BLOCK_D, MASKED).to(COMPUTE)
+                    s = tl.dot(k, tl.trans(q), input_precision="ieee")
+                    if REST:
+                        q_rest = load_keys(q_at + BLOCK_D, r * q_t, dims_r, live, D - BLOCK_D, REST, MASKED).to(COMPUTE)
+                        s = tl.dot(k_rest, tl.trans(q_rest), s, input_precision="ieee")
+                    g = load_keys(g_head + far * g_t, r * g_t, dims_v, live, DV, BLOCK_DV, MASKED).to(COMPUTE)
+                    grad_p = tl.dot(v, tl.trans(g), input_precision="ieee")
+                    if MASKED:
+                        z = tl.load(z_ptr + stats + i, mask=live, other=0.0)
+                        delta = tl.load(delta_ptr + stats + i, mask=live, other=0.0)
+                    else:
+                        z = tl.load(z_ptr + stats + i)
+                        delta = tl.load(delta_ptr + stats + i)
+                    visible = inside[:, None]
+                    bias = s
+                    if MASKED:
+                        position = offset + i
+                        visible = sees(visible, position[None, :], j[:, None], left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
+                    if MASK != "none":
+                        seen = inside[:, None] & live[None, :]
+                        row = mask_ptr + head * mask_h + far * mask_q
+                        bias = bias_at(row, (r * mask_q)[None, :], (c * mask_k)[:, None], seen, True)
+                    p, slope = weights_of(s, z[None, :], bias, visible, scale, cap, CAP, MASK, MASKED, COMPUTE)
+                    acc_v = tl.dot(p.to(COMPUTE), g, acc_v, input_precision="ieee")
+                    grad_s = (p * (grad_p - delta[None, :]) * slope).to(COMPUTE)
+                    acc_k = tl.dot(grad_s, q, acc_k, input_precision="ieee")
+                    if REST:
+                        acc_rest = tl.dot(grad_s, q_rest, acc_rest, input_precision="ieee")
+    row = (base + first) * KV_HEADS + kv_head
+    store_rows(out_k_ptr + row * D, c * (KV_HEADS * D), acc_k * factor, inside, D, BLOCK_D)
+    if REST:
+        store_rows(out_k_ptr + row * D + BLOCK_D, c * (KV_HEADS * D), acc_rest * factor, inside, D - BLOCK_D, REST)
+    store_rows(out_v_ptr + row * DV, c * (KV_HEADS * DV), acc_v, inside, DV, BLOCK_DV)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def grad_mask(
+    g_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, start_ptr, end_ptr, z_ptr, delta_ptr, out_ptr,
+    scale, cap, left, right, chunk, requests, each, width_q, width_k, tokens,
+    g_b, g_t, g_h, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, mask_b, mask_h, mask_q, mask_k,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    CHUNKED: tl.constexpr, CAP: tl.constexpr, ALL_REQUESTS: tl.constexpr, ALL_HEADS: tl.constexpr, ALL_QUERIES: tl.constexpr,
+):  # fmt: skip
+    """Grid: (tiles of keys, tiles of queries, requests * heads), 1 for each of the last three that the mask broadcasts over.
+
+    A program adds up the requests, heads and tiles of queries that its tile of the mask serves, in this order. each: tiles of a
+    request's queries. ALL_x: the mask broadcasts over x.
+    """
+    c = tl.arange(0, TILE_K)
+    r = tl.arange(0, TILE_Q)
+    first = tl.program_id(0) * TILE_K
+    j = first + c
+    wide = tl.full([], 0, tl.int64)
+    own_tile = tl.program_id(1)
+    own = tl.program_id(2)
+    OUT_HEADS: tl.constexpr = 1 if ALL_HEADS else HEADS
+    own_head = own % OUT_HEADS
+    own_request = own // OUT_HEADS
+    dims = tl.arange(0, BLOCK_D)
+    dims_v = tl.arange(0, BLOCK_DV)
+    turns = 1
+    if ALL_REQUESTS:
+        turns = turns * requests
+    if ALL_HEADS:
+        turns = turns * HEADS
+    if ALL_QUERIES:
+        turns = turns * each
+    acc = tl.zeros([TILE_Q, TILE_K], tl.float32)
+    for turn in range(turns):
+        request = own_request
+        head = own_head
+        tile = own_tile
+        rest = turn
+        if ALL_QUERIES:
+            tile = rest % each
+            rest = rest // each
+        if ALL_HEADS:
+            head = rest % HEADS
+            rest = rest // HEADS
+        if ALL_REQUESTS:
+            request = rest
+        begin, queries, base, low, high, offset = bounds_of(None, None, start_ptr, end_ptr, request, width_q, width_k)
+        query = tile * TILE_Q
+        lowest = offset + query
+        highest = offset + tl.minimum(query + TILE_Q, queries) - 1
+        start, end = span(lowest, highest, low, high, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
+        if (first < end) & (first + TILE_K > start):
+            live = query + r < queries
+            inside = (j >= low) & (j < high)
+            kv_head = head // GROUP
+            far = wide + request
+            token = begin + query
+            q = load_keys(q_ptr + token * q_t + far * q_b + head * q_h, r * q_t, dims, live, D, BLOCK_D, True).to(COMPUTE)
+            g = load_keys(g_ptr + token * g_t + far * g_b + head * g_h, r * g_t, dims_v, live, DV, BLOCK_DV, True).to(COMPUTE)
+            key = base + first
+            k = load_keys(k_ptr + key * k_t + far * k_b + kv_head * k_h, c * k_t, dims, inside, D, BLOCK_D, True).to(COMPUTE)
+            v = load_keys(v_ptr + key * v_t + far * v_b + kv_head * v_h, c * v_t, dims_v, inside, DV, BLOCK_DV, True).to(COMPUTE)
+            row = (wide + head) * tokens + token + r
+            z = tl.load(z_ptr + row, mask=live, other=0.0)
             delta = tl.load(delta_ptr + row, mask=live, other=0.0)
-            position = offset + i
-            visible = sees(inside[:, None], position[None, :], j[:, None], left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
-            s = tl.dot(k, tl.trans(q), input_precision="ieee")
-            p, slope = weights_of(s, z[None, :], visible, scale, cap, CAP)
-            acc_v = tl.dot(p.to(COMPUTE), g, acc_v, input_precision="ieee")
-            grad_p = tl.dot(v, tl.trans(g), input_precision="ieee")
-            grad_s = p * (grad_p - delta[None, :]) * slope
-            acc_k = tl.dot(grad_s.to(COMPUTE), q, acc_k, input_precision="ieee")
-    row = (base + j) * KV_HEADS + kv_head
-    store_rows(out_k_ptr, row * D, acc_k * factor, inside, D, BLOCK_D)
-    store_rows(out_v_ptr, row * DV, acc_v, inside, DV, BLOCK_DV)
+            s = tl.dot(q, tl.trans(k), input_precision="ieee")
+            grad_p = tl.dot(g, tl.trans(v), input_precision="ieee")
+            visible = live[:, None] & inside[None, :]
+            at = mask_ptr + far * mask_b + head * mask_h + (wide + query) * mask_q
+            bias = bias_at(at, (r * mask_q)[:, None], ((wide + first) * mask_k + c * mask_k)[None, :], visible, True)
+            visible = sees(visible, (lowest + r)[:, None], j[None, :], left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
+            p, _ = weights_of(s, z[:, None], bias, visible, scale, cap, CAP, "additive", True, COMPUTE)
+            acc += p * (grad_p - delta[:, None])
+    if ALL_QUERIES:
+        out_ptr += (wide + own) * width_k
+        tl.store(out_ptr + j, tl.sum(acc, 0).to(out_ptr.dtype.element_ty), mask=j < width_k)
+    else:
+        i = own_tile * TILE_Q + r
+        out_ptr += ((wide + own) * width_q + own_tile * TILE_Q) * width_k
+        at = r.to(tl.int64)[:, None] * width_k + j[None, :]
+        tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=(i < width_q)[:, None] & (j < width_k)[None, :])

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnops.call import changed
-from attnops.kernels.triton.device.gradient import grad_keys, grad_queries
+from attnops.kernels.triton.device.gradient import grad_keys, grad_mask, grad_queries
 from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch, ruled
 from attnops.kernels.triton.launch.grids import Tile, padded
+from attnops.kernels.triton.launch.tiles import power
 from attnops.reference.rows import Rules
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 # (kind of numbers, the wider padded head dim) -> (tile of queries, tile of keys), smaller where shared memory is short. A tile's `rows`
 # are those that a program keeps, its `keys` the rows of a step.
 TILES: dict[tuple[str, int], tuple[Tile, Tile]] = {
-    ("half", 64): (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2)),
-    ("half", 128): (Tile(128, 64, 8, 2), Tile(128, 32, 8, 2)),
+    ("half", 64): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
+    ("half", 128): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
     ("half", 256): (Tile(64, 32, 8, 2), Tile(64, 32, 8, 2)),
     ("float32", 64): (Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
     ("float32", 128): (Tile(32, 16, 8, 1), Tile(32, 16, 8, 1)),
@@ -29,71 +29,140 @@ TILES: dict[tuple[str, int], tuple[Tile, Tile]] = {
 }
 
 
+class Batch(NamedTuple):
+    """Requests, and where their rows begin: of packed ones by cumulative lengths, of others by their widths, `[start, end)` visible."""
+
+    requests: int
+    width_q: int = 0
+    width_k: int = 0
+    cu_q: Tensor | None = None
+    cu_k: Tensor | None = None
+    start: Tensor | None = None
+    end: Tensor | None = None
+
+    def tiles(self, rows: int, width: int, tile: int) -> tuple[int, int]:
+        """(tiles of all requests, those of each). rows, width: of all requests, and of one where they have one width."""
+        if self.cu_q is not None:
+            return rows // tile + self.requests, 0
+        each = -(-width // tile)
+        return self.requests * each, each
+
+
 def attention_backward(call: dense.AttentionBackward) -> tuple[Tensor, ...]:
-    query, start, end = call.query, call.kv_start, call.kv_end
-    batch, queries, keys = *query.shape[:2], call.key.shape[1]
-    at = torch.arange(batch, device=query.device)
-    low = torch.zeros_like(at) if start is None else start.clamp(min=0)
-    high = torch.full_like(at, keys) if end is None else end
-    bounds = torch.stack([at * queries, torch.full_like(at, queries), at * keys, low, high.clamp(max=keys), high - queries])
-    names = ("grad_output", "grad_lse", "query", "key", "value", "output", "lse")
-    packed = changed(call, **{n: x.flatten(0, 1) for n in names if (x := getattr(call, n)) is not None})
-    found = _gradients(packed, bounds, (queries, keys), covered=start is None and end is None)
-    grads = (x.view(like.shape) for x, like in zip(found[:3], (query, call.key, call.value), strict=True))
-    return *grads, query.new_empty(0), found[3]
+    (batch, queries), keys = call.query.shape[:2], call.key.shape[1]
+    at = Batch(batch, queries, keys, start=flat(call.kv_start), end=flat(call.kv_end))
+    return _gradients(call, at, covered=call.kv_start is None and call.kv_end is None)
 
 
 def varlen_attention_backward(call: varlen.VarlenAttentionBackward) -> tuple[Tensor, ...]:
-    queries, keys = call.cu_seqlens_q.diff(), call.cu_seqlens_k.diff()
-    bounds = torch.stack([call.cu_seqlens_q[:-1], queries, call.cu_seqlens_k[:-1], torch.zeros_like(keys), keys, keys - queries])
-    return _gradients(call, bounds, (call.max_seqlen_q, call.max_seqlen_k), covered=not call.padded)
+    cu_q, cu_k = call.cu_seqlens_q.contiguous(), call.cu_seqlens_k.contiguous()
+    query, key, value, _, sinks = _gradients(call, Batch(cu_q.shape[0] - 1, cu_q=cu_q, cu_k=cu_k), covered=not call.padded)
+    return query, key, value, sinks
 
 
-def _gradients(call: Any, bounds: Tensor, longest: tuple[int, int], covered: bool) -> tuple[Tensor, ...]:
-    """Gradients of query, key, value and sinks, contiguous; that of the sinks is `[0]` where there are none.
+def _gradients(call: Any, batch: Batch, covered: bool) -> tuple[Tensor, ...]:
+    """Gradients of query, key, value, mask and sinks, contiguous; the last two are `[0]` where there is none.
 
-    Args:
-        call: tensors `[T, H, ...]`.
-        bounds: `[6, requests]`, as `grad_queries` has it.
-        longest: queries and keys of a request, at most.
-        covered: does every row belong to a request?
+    covered: does every row belong to a request, and every key to its range?
     """
-    query, key, value, sinks, lse, requests = call.query, call.key, call.value, call.sinks, call.lse, bounds.shape[1]
-    grad_sinks = query.new_empty(0) if sinks is None else torch.zeros_like(sinks, memory_format=torch.contiguous_format)
-    inputs = (query, key, value)
-    if not (all(x.numel() for x in inputs) and requests and min(longest) > 0):
-        return *(x.new_zeros(x.shape) for x in inputs), grad_sinks
-    new = torch.empty if covered else torch.zeros
+    query, key, value, sinks, mask, requests = call.query, call.key, call.value, call.sinks, call.mask, batch.requests
+    inputs, none = (query, key, value), query.new_empty(0)
+    with_mask = mask is not None and getattr(call, "mask_grad", False)
+    if not (requests and all(x.numel() for x in inputs)):
+        return *(x.new_zeros(x.shape) for x in inputs), mask.new_zeros(mask.shape) if with_mask else none, zeros_of(sinks, none)
+    new, new_parts = (torch.empty, torch.empty) if covered else (torch.zeros, torch.zeros)
     found = [new(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
-    parts = None if sinks is None else torch.zeros(lse.shape, dtype=torch.float32, device=query.device)  # those of the sinks, by token
+    (heads, dims), (kv_heads, v_dims), rules = query.shape[-2:], value.shape[-2:], Rules.of(call)
+    tokens, keys = query.numel() // (heads * dims), key.numel() // (kv_heads * dims)
+    stats = torch.empty((2, heads, tokens), dtype=torch.float32, device=query.device)
+    parts = None if sinks is None else new_parts((heads, tokens), dtype=torch.float32, device=query.device)
     grad_output, output = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.grad_output, call.output))
-    (_, heads, dims), (_, kv_heads, v_dims), rules = query.shape, value.shape, Rules.of(call)
+    block, rest = parted(dims)
     shared = {
-        **ruled(rules), "g_ptr": grad_output, "q_ptr": query, "k_ptr": key, "v_ptr": value, "lse_ptr": lse.contiguous(),
-        "bounds_ptr": bounds.int(), "delta_ptr": torch.empty(lse.shape, dtype=torch.float32, device=lse.device), "factor": rules.scale,
-        "requests": requests, "g_t": grad_output.stride(0), "g_h": grad_output.stride(1), "q_t": query.stride(0), "q_h": query.stride(1),
-        "k_t": key.stride(0), "k_h": key.stride(1), "v_t": value.stride(0), "v_h": value.stride(1),
-        "HEADS": heads, "GROUP": heads // kv_heads, "D": dims, "DV": v_dims, "BLOCK_D": padded(dims), "BLOCK_DV": padded(v_dims),
-        "COMPUTE": computed_in(query),
+        **ruled(rules), "g_ptr": grad_output, "q_ptr": query, "k_ptr": key, "v_ptr": value, "z_ptr": stats[0], "delta_ptr": stats[1],
+        "start_ptr": batch.start, "end_ptr": batch.end, "requests": requests, "width_q": batch.width_q, "width_k": batch.width_k,
+        "tokens": tokens, **strides(g=grad_output, q=query, k=key, v=value), **masked(mask),
+        "HEADS": heads, "GROUP": heads // kv_heads, "D": dims, "DV": v_dims, "BLOCK_DV": padded(v_dims), "COMPUTE": computed_in(query),
+    }  # fmt: skip
+    both = {
+        **shared, "cu_q_ptr": batch.cu_q, "cu_k_ptr": batch.cu_k, "steps": requests.bit_length(), "factor": rules.scale,
+        "BLOCK_D": block, "REST": rest,
     }  # fmt: skip
     of_queries, of_keys = tiles_of(query.dtype, dims, v_dims, gpu_of(query).memory)
-    count = -(-longest[0] // of_queries.rows)
-    launch(grad_queries, (heads * count * requests,), {
-        **shared, "grad_lse_ptr": flat(call.grad_lse), "o_ptr": output, "o_t": output.stride(0), "o_h": output.stride(1),
-        "sinks_ptr": flat(sinks), "sink_parts_ptr": parts, "out_ptr": found[0], "tiles": count,
+    count, each = batch.tiles(tokens, batch.width_q, of_queries.rows)
+    launch(grad_queries, (heads * count,), {
+        **both, **strides(o=output), "grad_lse_ptr": flat(call.grad_lse), "o_ptr": output, "lse_ptr": call.lse.contiguous(),
+        "sinks_ptr": flat(sinks), "sink_parts_ptr": parts, "out_ptr": found[0], "tiles": count, "each": each,
         "TILE_Q": of_queries.rows, "TILE_K": of_queries.keys, "num_stages": of_queries.stages,
     }, warps=of_queries.warps)  # fmt: skip
-    count = -(-longest[1] // of_keys.rows)
-    launch(grad_keys, (kv_heads * count * requests,), {
-        **shared, "out_k_ptr": found[1], "out_v_ptr": found[2], "tiles": count,
+    count, each = batch.tiles(keys, batch.width_k, of_keys.rows)
+    launch(grad_keys, (kv_heads * count,), {
+        **both, "out_k_ptr": found[1], "out_v_ptr": found[2], "tiles": count, "each": each,
         "TILE_Q": of_keys.keys, "TILE_K": of_keys.rows, "num_stages": of_keys.stages,
     }, warps=of_keys.warps)  # fmt: skip
-    return *found, grad_sinks if parts is None else parts.sum(0).to(grad_sinks.dtype)
+    grad_sinks = none if sinks is None or parts is None else parts.sum(1).to(sinks.dtype)
+    return *found, of_mask(shared, mask) if with_mask else none, grad_sinks
+
+
+def zeros_of(x: Tensor | None, none: Tensor) -> Tensor:
+    """Zeros like `x`, contiguous, or `none` without one."""
+    return none if x is None else x.new_zeros(x.shape)
+
+
+def of_mask(shared: dict[str, Any], mask: Tensor) -> Tensor:
+    """The gradient of an additive mask `[1 | B, 1 | H, 1 | S, K]`, contiguous, in a third launch.
+
+    The products of queries and keys are computed once more, so that no buffer holds what the mask broadcasts over.
+    """
+    requests, heads, queries = shared["requests"], shared["HEADS"], shared["width_q"]
+    found = torch.empty(mask.shape, dtype=mask.dtype, device=mask.device)
+    half, wide = shared["q_ptr"].element_size() == 2, max(padded(shared["D"]), shared["BLOCK_DV"])
+    tile = Tile(64, 64, 4, 1) if half and wide <= 128 else Tile(32, 32, 4, 1) if half or wide <= 128 else Tile(16, 16, 4, 1)
+    of_all = [size == 1 for size in mask.shape[:3]]
+    each = -(-queries // tile.rows)
+    given = {n: x for n, x in shared.items() if n not in ("MASK", "mask_t")}
+    launch(grad_mask, (-(-mask.shape[3] // tile.keys), 1 if of_all[2] else each, mask.shape[0] * mask.shape[1]), {
+        **given, "out_ptr": found, "each": each, "BLOCK_D": padded(shared["D"]),
+        "ALL_REQUESTS": of_all[0], "ALL_HEADS": of_all[1], "ALL_QUERIES": of_all[2], "TILE_Q": tile.rows, "TILE_K": tile.keys,
+        "num_stages": tile.stages,
+    }, warps=tile.warps)  # fmt: skip
+    return found
+
+
+def strides(**given: Tensor) -> dict[str, int]:
+    """Strides by token and by head of packed `[T, H, D]` or dense `[B, S, H, D]` tensors, as the device functions take them.
+
+    x_b is what a request adds to the offset that its first token has in one long batch: 0 where the dense batch is one.
+    """
+    found: dict[str, int] = {}
+    for name, x in given.items():
+        found |= {f"{name}_b": x.stride(0) - x.shape[1] * x.stride(1) if x.dim() == 4 else 0}
+        found |= {f"{name}_t": x.stride(-3), f"{name}_h": x.stride(-2)}
+    return found
+
+
+def masked(mask: Tensor | None) -> dict[str, Any]:
+    """A mask `[1 | B, 1 | H, 1 | S, K]`, or of packed tokens `[T, K]`, as the device functions take it."""
+    if mask is None:
+        return {"mask_ptr": None, "MASK": "none", "mask_b": 0, "mask_h": 0, "mask_t": 0, "mask_q": 0, "mask_k": 0}
+    packed = mask.dim() == 2
+    by_dim = [0 if size == 1 else stride for size, stride in zip(mask.shape[:-1], mask.stride(), strict=False)]
+    b, h, q = (0, 0, mask.stride(0)) if packed else by_dim
+    ptr, kind = (mask.view(torch.uint8), "bool") if mask.dtype == torch.bool else (mask, "additive")
+    return {"mask_ptr": ptr, "MASK": kind, "mask_b": b, "mask_h": h, "mask_t": q * packed, "mask_q": q, "mask_k": mask.stride(-1)}
+
+
+def parted(dims: int) -> tuple[int, int]:
+    """A head dim as two padded parts, or as one and 0, where two would not be narrower."""
+    low = power(dims + 1) // 2
+    if low < 16 or low == dims or low + padded(dims - low) >= padded(dims):
+        return padded(dims), 0
+    return low, padded(dims - low)
 
 
 def tiles_of(dtype: torch.dtype, head_dim: int, v_head_dim: int, memory: int) -> tuple[Tile, Tile]:
     """The tiles of both launches, from static facts alone. memory: bytes of shared memory that a program may have."""
-    width, wider = padded(head_dim) + padded(v_head_dim), max(padded(head_dim), padded(v_head_dim), 64)
+    width, wider = sum(parted(head_dim)) + padded(v_head_dim), max(padded(head_dim), padded(v_head_dim), 64)
     found = TILES["float32" if dtype == torch.float32 else "half", wider]
     first, second = (_fitting(t, width, dtype.itemsize, memory) for t in found)
     return first, second
