@@ -114,12 +114,11 @@ def of_mask(shared: dict[str, Any], mask: Tensor) -> Tensor:
 
     The products of queries and keys are computed once more, so that no buffer holds what the mask broadcasts over.
     """
-    requests, heads, queries = shared["requests"], shared["HEADS"], shared["width_q"]
     found = torch.empty(mask.shape, dtype=mask.dtype, device=mask.device)
     half, wide = shared["q_ptr"].element_size() == 2, max(padded(shared["D"]), shared["BLOCK_DV"])
     tile = Tile(64, 64, 4, 1) if half and wide <= 128 else Tile(32, 32, 4, 1) if half or wide <= 128 else Tile(16, 16, 4, 1)
     of_all = [size == 1 for size in mask.shape[:3]]
-    each = -(-queries // tile.rows)
+    each = -(-shared["width_q"] // tile.rows)
     given = {n: x for n, x in shared.items() if n not in ("MASK", "mask_t")}
     launch(grad_mask, (-(-mask.shape[3] // tile.keys), 1 if of_all[2] else each, mask.shape[0] * mask.shape[1]), {
         **given, "out_ptr": found, "each": each, "BLOCK_D": padded(shared["D"]),
