@@ -195,3 +195,29 @@ def test_merge(dtype):
     for call in (builders.merge(Source(), (64, 32, 128), dtype), builders.merge(Source(), (64, 5, 32, 128), dtype)):
         [(kernel, given)] = launched(call, 90)
         assert spilled(compile_for(90, kernel, given, dtype), 90) == 0
+
+
+GRADIENTS = {
+    "d128": LLAMA,
+    "d64": replace(LLAMA, head_dim=64, window=(128, -1), sinks=BF16),
+    "unlike_dims": replace(LLAMA, head_dim=192, v_head_dim=128),
+    "bias": replace(LLAMA, softcap=30.0, mask="additive"),
+    "float32": replace(LLAMA, dtype=F32),
+}
+
+
+@pytest.mark.parametrize(("arch", "name"), [(90, name) for name in GRADIENTS] + [(80, "d128"), (89, "d64"), (100, "d64")])
+@compiled
+def test_gradients(arch, name):
+    from attnops.kernels.triton.launch import gpu, gradient
+
+    f = GRADIENTS[name]
+    call = builders.backward(Source(), builders.dense(Source(), 1, 64, 64, f), mask_grad=f.mask == "additive")
+    with recorded(gradient, gpu.Gpu(132, MEMORY[arch], arch == 90, True)) as found:
+        kernels_of(call.op)["triton"].run(call.record)
+    assert [k.__name__ for k, _ in found] == ["grad_queries", "grad_keys", *["grad_mask"] * (f.mask == "additive")]
+    for kernel, given in found:
+        binary = compile_for(arch, kernel, dict(given), f.dtype)
+        assert binary.metadata.shared <= MEMORY[arch]
+        assert spilled(binary, arch) <= 1024
+        assert ("wgmma" in binary.asm["ptx"]) == (arch == 90 and f.dtype != F32)

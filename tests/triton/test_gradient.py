@@ -1,5 +1,6 @@
 """Gradients of `triton` through the interpreter: every case of the grid, and calls of several tiles; a request alone and among others."""
 
+import random
 from dataclasses import replace
 from functools import partial
 
@@ -43,7 +44,9 @@ LONG = {
     "window_both": replace(PLAIN, causal=False, window=(70, 40), softcap=5.0),
     "chunk": replace(PLAIN, chunk=100),
     "sinks": replace(PLAIN, sinks=torch.float32, dtype=torch.float32),
-    "dims": replace(PLAIN, head_dim=24, v_head_dim=40),
+    "dims": replace(PLAIN, head_dim=40, v_head_dim=24),  # 40 is read as 32 + 16
+    "mask": replace(PLAIN, mask="bool"),
+    "bias": replace(PLAIN, mask="additive", window=(90, -1), softcap=5.0),
 }
 
 
@@ -54,7 +57,54 @@ def test_several_tiles(name):
     check(
         builders.backward(Source(2), builders.varlen(Source(1), (150, 3, 0, 260), (290, 160, 9, 130), f, padding=(2, 3)), lse_grad=f.causal)
     )
-    check(builders.backward(Source(2), builders.dense(Source(1), 2, 140, 300, replace(f, chunk=0), start=(5, 200), end=(300, 290))))
+    dense = builders.dense(Source(1), 2, 140, 300, replace(f, chunk=0), start=(5, 200), end=(300, 290))
+    check(builders.backward(Source(2), dense, mask_grad=f.mask == "additive"))
+
+
+@pytest.mark.parametrize("shape", ["bhq", "b", "h", "q", "hq", ""])
+@interpreted
+def test_a_mask_gets_the_sum_over_all_that_it_serves(shape):
+    f = replace(PLAIN, dtype=torch.float32, mask="additive", mask_shape=shape, sinks=torch.float32)
+    check(builders.backward(Source(2), builders.dense(Source(1), 2, 70, 100, f), mask_grad=True))
+
+
+@interpreted
+def test_heads_first_tensors():
+    forward = builders.dense(Source(1), 2, 9, 12, replace(PLAIN, mask="additive"))
+
+    def heads_first(name, x):
+        return x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 4 and name != "mask" else x
+
+    check(builders.backward(Source(2), forward, mask_grad=True).map(heads_first))
+
+
+def drawn(seed):
+    """A call of random rules and lengths, some of several tiles."""
+    draw = random.Random(seed)
+    kv_heads, length = draw.choice([1, 2]), [0, 1, 3, 17, 64, 65, 100, 130, 200]
+    f = Features(
+        dtype=draw.choice([torch.float32, torch.float16, torch.bfloat16]), kv_heads=kv_heads, q_heads=kv_heads * draw.choice([1, 2, 3]),
+        head_dim=draw.choice([1, 16, 24, 40, 48]), v_head_dim=draw.choice([None, None, 16, 20]), causal=draw.random() < 0.6,
+        window=draw.choice([(-1, -1), (-1, -1), (20, -1), (70, 30), (0, 0)]), chunk=draw.choice([0, 0, 0, 7, 50]),
+        softcap=draw.choice([0.0, 0.0, 2.0]), sinks=draw.choice([None, torch.float32]),
+        mask=draw.choice(["none", "none", "bool", "additive"]), mask_shape=draw.choice(["bhq", "b", "h", "q", ""]),
+    )  # fmt: skip
+    source, lse_grad = Source(seed), draw.random() < 0.3
+    if draw.random() < 0.5:
+        lengths = [(draw.choice(length), draw.choice(length)) for _ in range(draw.randint(0, 4))]
+        forward = builders.varlen(source, [q for q, _ in lengths], [k for _, k in lengths], f, padding=draw.choice([(0, 0), (2, 3)]))
+        return builders.backward(source, forward, lse_grad=lse_grad)
+    batch, queries, keys = draw.randint(1, 3), draw.choice(length), draw.choice(length)
+    ends = [sorted((draw.randint(0, keys), draw.randint(0, keys))) for _ in range(batch)]
+    ranges = {"start": [low for low, _ in ends], "end": [high for _, high in ends]} if draw.random() < 0.4 else {}
+    forward = builders.dense(source, batch, queries, keys, f, **ranges)
+    return builders.backward(source, forward, mask_grad=f.mask == "additive" and draw.random() < 0.7, lse_grad=lse_grad)
+
+
+@pytest.mark.parametrize("seed", range(40))
+@interpreted
+def test_random_calls(seed):
+    check(drawn(seed))
 
 
 @pytest.mark.parametrize("groups", [[(0,), (3,), (2, 1)]], ids=str)
