@@ -67,9 +67,9 @@ def _gradients(call: Any, batch: Batch, covered: bool) -> tuple[Tensor, ...]:
     """
     query, key, value, sinks, mask, requests = call.query, call.key, call.value, call.sinks, call.mask, batch.requests
     inputs, none = (query, key, value), query.new_empty(0)
-    with_mask = mask is not None and getattr(call, "mask_grad", False)
+    graded = mask if getattr(call, "mask_grad", False) else None
     if not (requests and all(x.numel() for x in inputs)):
-        return *(x.new_zeros(x.shape) for x in inputs), mask.new_zeros(mask.shape) if with_mask else none, zeros_of(sinks, none)
+        return *(x.new_zeros(x.shape) for x in inputs), zeros_of(graded, none), zeros_of(sinks, none)
     new, new_parts = (torch.empty, torch.empty) if covered else (torch.zeros, torch.zeros)
     found = [new(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
     (heads, dims), (kv_heads, v_dims), rules = query.shape[-2:], value.shape[-2:], Rules.of(call)
@@ -101,7 +101,7 @@ def _gradients(call: Any, batch: Batch, covered: bool) -> tuple[Tensor, ...]:
         "TILE_Q": of_keys.keys, "TILE_K": of_keys.rows, "num_stages": of_keys.stages,
     }, warps=of_keys.warps)  # fmt: skip
     grad_sinks = none if sinks is None or parts is None else parts.sum(1).to(sinks.dtype)
-    return *found, of_mask(shared, mask) if with_mask else none, grad_sinks
+    return *found, none if graded is None else of_mask(shared, graded), grad_sinks
 
 
 def zeros_of(x: Tensor | None, none: Tensor) -> Tensor:
