@@ -78,6 +78,13 @@ def test_heads_first_tensors():
     check(builders.backward(Source(2), forward, mask_grad=True).map(heads_first))
 
 
+@interpreted
+def test_without_keys_the_sinks_have_the_gradient_of_the_log_sum_exp():
+    f = replace(PLAIN, sinks=torch.float32)
+    check(builders.backward(Source(2), builders.dense(Source(1), 2, 5, 0, f), lse_grad=True))
+    check(builders.backward(Source(2), builders.varlen(Source(1), (5, 2), (0, 0), f, padding=(0, 0)), lse_grad=True))
+
+
 def drawn(seed):
     """A call of random rules and lengths, some of several tiles."""
     draw = random.Random(seed)

@@ -68,7 +68,8 @@ def _gradients(call: Any, batch: Batch, covered: bool) -> tuple[Tensor, ...]:
     query, key, value, sinks, mask, requests = call.query, call.key, call.value, call.sinks, call.mask, batch.requests
     inputs, none = (query, key, value), query.new_empty(0)
     graded = mask if getattr(call, "mask_grad", False) else None
-    if not (requests and all(x.numel() for x in inputs)):
+    # Without keys the log-sum-exp is the sink, which then has a gradient all the same.
+    if not (requests and query.numel()):
         return *(x.new_zeros(x.shape) for x in inputs), zeros_of(graded, none), zeros_of(sinks, none)
     new, new_parts = (torch.empty, torch.empty) if covered else (torch.zeros, torch.zeros)
     found = [new(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
