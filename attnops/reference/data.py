@@ -70,6 +70,27 @@ def merge_states(call: MergeStates) -> tuple[Tensor, Tensor]:
     return compact(merged.to(outputs.dtype)), compact((m[:, 0] + torch.log(total)).float())
 
 
+def merge_gradients(
+    outputs: Tensor, lses: Tensor, merged: Tensor, grad_output: Tensor | None, grad_lse: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the `outputs` `[T, N, H, D]` and `lses` `[T, N, H]` of the parts of `merged` `[T, H, D]`. None is zero.
+
+    With p the share of a part, exp(lse_i) / sum exp(lse): grad output_i = p g, and grad lse_i = p (g . (output_i - merged) + grad_lse).
+    """
+    wide = torch.float64 if outputs.dtype == torch.float64 else torch.float32
+    m = lses.to(wide).amax(1, keepdim=True)
+    weights = torch.exp(lses.to(wide) - torch.where(m == float("-inf"), 0.0, m))
+    total = weights.sum(1, keepdim=True)
+    shares = weights / torch.where(total > 0, total, 1.0)
+    # An empty part has share 0 and may hold anything.
+    found, more = torch.zeros_like(outputs), torch.zeros_like(shares) if grad_lse is None else grad_lse.to(wide)[:, None]
+    if grad_output is not None:
+        g = grad_output.to(wide)[:, None]
+        held = torch.where((shares > 0)[..., None], outputs.to(wide), 0.0)
+        found, more = (shares[..., None] * g).to(outputs.dtype), more + (g * (held - merged.to(wide)[:, None])).sum(-1)
+    return found, (shares * more).to(lses.dtype)
+
+
 def cu_seqlens(call: CuSeqlens) -> Tensor:
     """`[B + 1]` int32."""
     total = torch.cumsum(call.lengths, 0, dtype=torch.int32)

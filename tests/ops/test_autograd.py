@@ -380,6 +380,81 @@ def test_checkpointing_recomputes():
     torch.testing.assert_close(got, want)
 
 
+# Merges ---------------------------------------------------------------------------------------------------------------
+
+
+def merges(parts, empty=0.0, stale=True):
+    """`merge_state` for parts = 0, else `merge_states` of so many, in float64; empty entries hold NaN where `stale` allows it."""
+    shape = (5, *[parts][: bool(parts)], 2, 3)
+    call = builders.merge(Source(7), shape, F64, empty, empty, stale)
+    return call.map(lambda n, t: t.masked_fill(call.free[n], float("nan")) if n in call.free else t)
+
+
+def exactly_merged(call):
+    """The merge written out in float64, without the guards for what is empty."""
+    a = call.arguments
+    pairs = ((a["output_a"], a["lse_a"]), (a["output_b"], a["lse_b"])) if call.op == "merge_state" else zip(
+        a["outputs"].unbind(1), a["lses"].unbind(1), strict=True
+    )  # fmt: skip
+    outputs, lses = zip(*pairs, strict=True)
+    lse = torch.stack([z.double() for z in lses]).logsumexp(0)
+    return sum((z.double() - lse).exp()[..., None] * o for o, z in zip(outputs, lses, strict=True)), lse
+
+
+def merged_loss(output, lse):
+    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)
+    return (output * weights).sum() + torch.where(lse == -INF, 0.0, lse).double().sin().sum()
+
+
+def merge_leaves(call):
+    call = call.map(lambda _, t: t.detach().clone().requires_grad_())
+    run = getattr(torch.ops.attnops, call.op).default
+    return call, list(call.tensors().values()), lambda *values: run(*values, **call.kwargs)
+
+
+@pytest.mark.parametrize("parts", [0, 1, 4])
+def test_gradients_of_a_merge(parts):
+    call, values, run = merge_leaves(merges(parts))
+    got, want = grad(merged_loss(*run(*values)), values), grad(merged_loss(*exactly_merged(call)), values)
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-6)  # lses are float32
+    outputs = [v for v in values if v.dtype == F64]
+    fixed = [v.detach() if v.dtype != F64 else v for v in values]
+    assert gradcheck(lambda *o: run(*(dict(zip(outputs, o, strict=True)).get(v, v) for v in fixed))[0], outputs)
+    alone = grad(run(*values)[1].sum(), values, allow_unused=True)
+    torch.testing.assert_close(alone, grad(exactly_merged(call)[1].sum(), values, allow_unused=True, materialize_grads=True))
+    wanted = [v.detach().requires_grad_(i == 1) for i, v in enumerate(values)]
+    torch.testing.assert_close(grad(merged_loss(*run(*wanted)), wanted[1])[0], want[1], atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("parts", [0, 2])
+def test_empty_parts_of_a_merge_have_gradient_zero(parts):
+    call, values, run = merge_leaves(merges(parts, empty=0.6))
+    hidden = {n: t == -INF for n, t in call.tensors().items() if n.startswith("lse")}
+    both = torch.stack(list(hidden.values()), 1).all(1) if not parts else hidden["lses"].all(1)
+    assert both.any() and not all(h.all() for h in hidden.values())
+    grads = dict(zip(call.tensors(), grad(merged_loss(*run(*values)), values), strict=True))
+    for name, where in hidden.items():
+        assert (grads[name][where] == 0).all() and (grads[name.replace("lse", "output")][where] == 0).all()
+        assert (grads[name][~where] != 0).any() and torch.isfinite(grads[name]).all()
+
+
+@pytest.mark.parametrize("parts", [0, 4])
+def test_merges_compiled_and_in_torch_func(parts):
+    call, values, run = merge_leaves(merges(parts, empty=0.4))
+    want = grad(merged_loss(*run(*values)), values)
+    compiled = torch.compile(lambda *v: merged_loss(*run(*v)), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(grad(compiled(*values), values), want)
+    plain = tuple(v.detach() for v in values)
+    every = tuple(range(len(plain)))
+    torch.testing.assert_close(func.grad(lambda *v: merged_loss(*run(*v)), every)(*plain), want)
+    with pytest.raises(NoGradient, match=rf"^{call.op}: got a forward-mode tangent"):
+        func.jvp(run, plain, plain)
+    finite, values, run = merge_leaves(merges(parts))
+    second = grad(grad(merged_loss(*run(*values)), values[0], create_graph=True)[0].square().sum(), values[1])
+    exact = grad(grad(merged_loss(*exactly_merged(finite)), values[0], create_graph=True)[0].square().sum(), values[1])
+    torch.testing.assert_close(second, exact, atol=2e-6, rtol=2e-6)
+
+
 # Where there is none --------------------------------------------------------------------------------------------------
 
 
@@ -446,10 +521,10 @@ def test_forward_mode_is_refused(name):
 
 
 @pytest.mark.parametrize("mode", ["jvp", "grad"])
-@pytest.mark.parametrize("op", ["paged_attention", "write_kv", "merge_state", "mla_attention"])
+@pytest.mark.parametrize("op", ["paged_attention", "write_kv", "mla_attention"])
 def test_an_op_without_gradient_refuses_torch_func(op, mode):
     lens, cu, table = torch.tensor([2], dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
-    x, pages, lse = torch.randn(2, 2, 4), torch.randn(2, 2, 2, 4), torch.zeros(2, 2)
+    x, pages = torch.randn(2, 2, 4), torch.randn(2, 2, 2, 4)
 
     def of(x):
         if op == "paged_attention":
@@ -457,8 +532,6 @@ def test_an_op_without_gradient_refuses_torch_func(op, mode):
         if op == "write_kv":
             attnops.write_kv(x, torch.zeros(2, 2, 4), pages, pages.clone(), torch.tensor([0, 1]))
             return x.sum()
-        if op == "merge_state":
-            return attnops.merge_state(x, lse, torch.zeros(2, 2, 4), lse)[0].sum()
         return attnops.ops.mla_attention(x, x[..., :2], torch.zeros(1, 2, 6), table, lens, cu, max_seqlen_q=2, scale=1.0).sum()
 
     of(x)
@@ -475,7 +548,6 @@ def without_gradient(name):
         "paged_attention": lambda: attnops.paged_attention(x, pages, pages, table, lens, cu, max_seqlen_q=2),
         "paged_pages": lambda: attnops.paged_attention(x.detach(), pages.requires_grad_(), pages, table, lens, cu, max_seqlen_q=2),
         "write_kv": lambda: attnops.write_kv(x, x.detach(), pages, pages.clone(), torch.tensor([0, 1])),
-        "merge_state": lambda: attnops.merge_state(x, torch.zeros(2, 2), x, torch.zeros(2, 2)),
         "quantised": lambda: attnops.attention(x[None], low, low, k_scale=one, v_scale=one),
         "scales": lambda: attnops.attention(x.detach()[None], low, low, k_scale=one.requires_grad_(), v_scale=torch.ones(1)),
         "packed_quantised": lambda: attnops.varlen_attention(
@@ -487,7 +559,7 @@ def without_gradient(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["paged_attention", "paged_pages", "write_kv", "merge_state", "quantised", "scales", "packed_quantised", "packed_mask"],
+    ["paged_attention", "paged_pages", "write_kv", "quantised", "scales", "packed_quantised", "packed_mask"],
 )
 def test_no_gradient(name):
     call = without_gradient(name)
@@ -497,7 +569,7 @@ def test_no_gradient(name):
         call()
 
 
-@pytest.mark.parametrize("name", ["paged_attention", "write_kv", "merge_state", "quantised", "packed_mask"])
+@pytest.mark.parametrize("name", ["paged_attention", "write_kv", "quantised", "packed_mask"])
 def test_no_gradient_compiled(name):
     call = without_gradient(name)
     with pytest.raises(Exception, match="want no gradient"):

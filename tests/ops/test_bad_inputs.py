@@ -375,7 +375,6 @@ BAD = [
     Bad("paged_attention", {"temperature": f(3).requires_grad_()}, "temperature", "requires_grad=True on temperature", "no gradient",
         NoGradient),
     Bad("write_kv", {"key": f(3, 2, 8).requires_grad_()}, "key", "requires_grad=True on key", "torch.no_grad()", NoGradient),
-    Bad("merge_state", {"lse_b": f(3, 2).requires_grad_()}, "lse_b", "requires_grad=True on lse_b", "no gradient", NoGradient),
     # latents
     Bad("mla_attention", {"q_nope": f(3, 24)}, "q_nope", "(3, 24)", "[T, H, Dc]"),
     Bad("mla_attention", {"q_nope": f(3, 4, 6, dtype=torch.float8_e5m2)}, "q_nope.dtype", "float8_e5m2", "bfloat16"),
@@ -682,7 +681,7 @@ def test_errors_are_ordinary_python_errors_too():
     with pytest.raises(ValueError, match=r"^softcap: got -1.0, want >= 0"):
         attnops.attention(q, q, q, softcap=-1.0)
     with pytest.raises(RuntimeError, match="no gradient"):
-        attnops.merge_state(f(1, 1, 2).requires_grad_(), f(1, 1), f(1, 1, 2), f(1, 1))
+        attnops.write_kv(f(1, 1, 2).requires_grad_(), f(1, 1, 2), f(1, 1, 1, 2), f(1, 1, 1, 2), i(0))
 
 
 def test_a_backward_checks_what_it_is_given():
