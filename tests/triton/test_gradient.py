@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from attnops.kernel import kernels_of
+from attnops.ops.dense import AttentionBackward
 from attnops.ops.varlen import VarlenAttentionBackward
 from attnops.problem import Target, pretend
 from attnops.select import select
@@ -106,6 +107,15 @@ def drawn(seed):
     ranges = {"start": [low for low, _ in ends], "end": [high for _, high in ends]} if draw.random() < 0.4 else {}
     forward = builders.dense(source, batch, queries, keys, f, **ranges)
     return builders.backward(source, forward, mask_grad=f.mask == "additive" and draw.random() < 0.7, lse_grad=lse_grad)
+
+
+@pytest.mark.parametrize("keys", [0, 9])
+@interpreted
+def test_no_result_is_returned_twice(keys):
+    """Neither mask nor sinks: both results are empty, and each is a tensor of its own."""
+    call = builders.backward(Source(2), builders.dense(Source(1), 2, 9, keys, replace(PLAIN, causal=False)))
+    results = kernels_of(call.op)["triton"].run(AttentionBackward(**call.arguments, policy=POLICY))
+    assert len({id(x) for x in results}) == len(results)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -66,11 +66,11 @@ def _gradients(call: Any, batch: Batch, covered: bool) -> tuple[Tensor, ...]:
     covered: does every row belong to a request, and every key to its range?
     """
     query, key, value, sinks, mask, requests = call.query, call.key, call.value, call.sinks, call.mask, batch.requests
-    inputs, none = (query, key, value), query.new_empty(0)
+    inputs = query, key, value
     graded = mask if getattr(call, "mask_grad", False) else None
     # Without keys the log-sum-exp is the sink, which then has a gradient all the same.
     if not (requests and query.numel()):
-        return *(x.new_zeros(x.shape) for x in inputs), zeros_of(graded, none), zeros_of(sinks, none)
+        return *(x.new_zeros(x.shape) for x in inputs), zeros_of(graded, query), zeros_of(sinks, query)
     new, new_parts = (torch.empty, torch.empty) if covered else (torch.zeros, torch.zeros)
     found = [new(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
     (heads, dims), (kv_heads, v_dims), rules = query.shape[-2:], value.shape[-2:], Rules.of(call)
@@ -101,13 +101,14 @@ def _gradients(call: Any, batch: Batch, covered: bool) -> tuple[Tensor, ...]:
         **both, "out_k_ptr": found[1], "out_v_ptr": found[2], "tiles": count, "each": each,
         "TILE_Q": of_keys.keys, "TILE_K": of_keys.rows, "num_stages": of_keys.stages,
     }, warps=of_keys.warps)  # fmt: skip
-    grad_sinks = none if sinks is None or parts is None else parts.sum(1).to(sinks.dtype)
-    return *found, none if graded is None else of_mask(shared, graded), grad_sinks
+    # Each result has memory of its own, an empty one, too: opcheck refuses a result that is returned twice.
+    grad_sinks = query.new_empty(0) if sinks is None or parts is None else parts.sum(1).to(sinks.dtype)
+    return *found, query.new_empty(0) if graded is None else of_mask(shared, graded), grad_sinks
 
 
-def zeros_of(x: Tensor | None, none: Tensor) -> Tensor:
-    """Zeros like `x`, contiguous, or `none` without one."""
-    return none if x is None else x.new_zeros(x.shape)
+def zeros_of(x: Tensor | None, query: Tensor) -> Tensor:
+    """Zeros like `x`, contiguous, or `[0]` of the query's dtype without one."""
+    return query.new_empty(0) if x is None else x.new_zeros(x.shape)
 
 
 def of_mask(shared: dict[str, Any], mask: Tensor) -> Tensor:
