@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from attnops.kernel import kernels_of
-from attnops.ops.dense import AttentionBackward
 from attnops.ops.varlen import VarlenAttentionBackward
 from attnops.problem import Target, pretend
 from attnops.select import select
@@ -114,7 +113,7 @@ def drawn(seed):
 def test_no_result_is_returned_twice(keys):
     """Neither mask nor sinks: both results are empty, and each is a tensor of its own."""
     call = builders.backward(Source(2), builders.dense(Source(1), 2, 9, keys, replace(PLAIN, causal=False)))
-    results = kernels_of(call.op)["triton"].run(AttentionBackward(**call.arguments, policy=POLICY))
+    results = kernels_of(call.op)["triton"].run(call.record)
     assert len({id(x) for x in results}) == len(results)
 
 
