@@ -99,12 +99,15 @@ GRAD_FEATURES = {
 }
 
 
+MERGES = {"merge_state": (5, 2, 4), "merge_states": (5, 3, 2, 4)}
 SQUARE = ("causal", "bfloat16")
 """As many queries as keys; the others have fewer. Some kernels differentiate one and not the other."""
 
 
 def grad_call(op, name) -> Call:
     source, features, square = Source(1), GRAD_FEATURES[name], name in SQUARE
+    if op in MERGES:
+        return builders.merge(source, MERGES[op], features.dtype).map(lambda _, t: t.requires_grad_())
     if op == "attention":
         call = builders.dense(source, 2, 5, 5 if square else 7, features)
     else:
@@ -117,8 +120,10 @@ def grad_call(op, name) -> Call:
 @pytest.mark.parametrize(("op", "name"), DIFFERENTIABLE, ids=lambda v: v)
 def test_opcheck_with_gradients(op, name, features):
     call = grad_call(op, features)
+    if op in MERGES and features not in ("plain", "bfloat16"):
+        pytest.skip("a merge has no such feature")
     # Training asks every kernel for lse: the backward needs it.
-    asked = call.with_(return_lse=True).problem
+    asked = (call if op in MERGES else call.with_(return_lse=True)).problem
     if name != "default" and (refused := kernels_of(op)[name].refusals(asked)):
         pytest.skip("; ".join(map(str, refused)))
     check(op, name, call)
