@@ -23,6 +23,8 @@ FAR = 0.02  # between two steps of one kernel in bfloat16, whose sums may come i
 class Layer(nn.Module):
     """Attention between two products, dense or packed."""
 
+    cu: Tensor
+
     def __init__(self, op: str, rule: str) -> None:
         super().__init__()
         self.op, self.rules = op, RULES[rule]
@@ -37,7 +39,8 @@ class Layer(nn.Module):
         else:
             q, k, v = (t.flatten(0, 1) for t in (q, k, v))
             longest: dict[str, int] = {"max_seqlen_q": BATCH * TOKENS, "max_seqlen_k": BATCH * TOKENS}
-            o = attnops.varlen_attention(q, k, v, self.cu, self.cu, causal=True, sinks=self.sinks, **longest, **self.rules)
+            given: dict[str, Any] = {"causal": True, "sinks": self.sinks, **longest, **self.rules}
+            o = attnops.varlen_attention(q, k, v, self.cu, self.cu, **given)
         return x + self.out(o.reshape(x.shape))
 
 
@@ -54,7 +57,7 @@ def cases(op: str, kernel: str, rule: str) -> tuple[Layer, list[Tensor], list[tu
     """A layer, its parameters, and inputs with the gradients of eager steps; skips what the kernel refuses."""
     torch.manual_seed(0)
     layer = Layer(op, rule).cuda().bfloat16()
-    parameters = list(layer.parameters())
+    parameters: list[Tensor] = list(layer.parameters())
     given = [torch.randn(BATCH, TOKENS, HEADS * D, device="cuda", dtype=torch.bfloat16) for _ in range(REPLAYS)]
     try:
         wanted = [tuple(g.clone() for g in gradients(layer, parameters, x)) for x in given]
