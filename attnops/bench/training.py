@@ -8,6 +8,7 @@ takes until it is issued. `of_direct`: the time of the fastest direct call over 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -25,6 +26,7 @@ from attnops.bench.direct import Attend
 from attnops.bench.rows import Case, Make, Row, Way, time_if_right, with_ratios
 from attnops.inputs import Call, Pool, build
 from attnops.measured import Shape
+from attnops.ops import OPS
 from attnops.problem import altered
 from attnops.select import active_policy, choose, use
 from attnops.tune.clock import Timed, kernels_us, steps_us
@@ -34,6 +36,7 @@ MOST_ERROR = 0.02
 ROWS = 512
 """Queries whose logits the float32 gradients hold at a time."""
 TRAINED = ("query", "key", "value", "sinks")
+RULES = ("scale", "causal", "window_left", "softcap")
 OURS = {"automatic": nullcontext, "deterministic": partial(use, deterministic=True)}
 
 
@@ -136,49 +139,35 @@ def step(attend: Attend, call: Call, grad: Tensor, more: Row | None = None) -> W
 
 
 def exact(call: Call, grad: Tensor) -> tuple[Tensor, ...]:
-    """The gradients in float32 (in float64 of a float32 call), without the logits of more than ROWS queries in memory."""
+    """The gradients of a causal call in float32 (in float64 of a float32 call), with the logits of at most ROWS queries in memory."""
     a = call.arguments
     wide = torch.float64 if grad.dtype == torch.float32 else torch.float32
     given = {n: a[n].to(wide).flatten(0, -3) if n != "sinks" else a[n].to(wide) for n in TRAINED if n in a}
     found = {n: torch.zeros_like(t) for n, t in given.items()}
     ends = a["cu_seqlens_q"].tolist() if direct.packed(call) else range(0, len(given["query"]) + 1, a["query"].shape[1])
-    flat, left = grad.flatten(0, -3), a.get("window_left", -1)
+    flat, left, rules = grad.flatten(0, -3), a.get("window_left", -1), {n: a[n] for n in RULES if n in a}
     for start, end in pairwise(ends):
         for first in range(start, end, ROWS):
             last = min(first + ROWS, end)
             low = max(start, first - left) if left >= 0 else start
-            rows, keys = slice(first, last), slice(low, last if a["causal"] else end)
+            rows, keys = slice(first, last), slice(low, last)
             at = {n: slice(None) if n == "sinks" else rows if n == "query" else keys for n in given}
             part = {n: given[n][at[n]].clone().requires_grad_() for n in given}
-            grads = chunk(part, flat[rows].to(wide), (first, low), a)
+            grads = chunk(part, flat[rows].to(wide), rules)
             for (n, place), more in zip(at.items(), grads, strict=True):
                 found[n][place] += more
     return tuple(found[n].view(a[n].shape) for n in given)
 
 
 @torch.enable_grad()
-def chunk(part: Mapping[str, Tensor], grad: Tensor, starts: tuple[int, int], a: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """The gradients of some queries and all keys that they see. starts: the positions of the first query and of the first key."""
-    query = part["query"]
-    key, value = (part[n].repeat_interleave(query.shape[1] // part[n].shape[1], 1) for n in ("key", "value"))
-    logits = torch.einsum("qhd,khd->hqk", query, key) * a["scale"]
-    if cap := a.get("softcap", 0.0):
-        logits = cap * torch.tanh(logits / cap)
-    q, k = (start + torch.arange(len(x), device=x.device) for start, x in zip(starts, (query, key), strict=True))
-    far, left = q[:, None] - k, a.get("window_left", -1)
-    unseen = (far < 0) & a["causal"]
-    logits = logits.masked_fill(unseen | (far > left) if left >= 0 else unseen, float("-inf"))
-    if "sinks" in part:
-        logits = torch.cat([logits, part["sinks"][:, None, None].expand(-1, len(query), 1)], -1)
-    weights = logits.softmax(-1)[..., : len(key)]
-    return torch.autograd.grad(torch.einsum("hqk,khd->qhd", weights, value), list(part.values()), grad)
+def chunk(part: Mapping[str, Tensor], grad: Tensor, rules: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    """The gradients of some queries and of all keys up to the last query's, by autograd of the op's reference."""
+    dense = Call("attention", {**{n: x if n == "sinks" else x[None] for n, x in part.items()}, **rules})
+    output, _ = OPS["attention"].reference(dense.record)
+    return torch.autograd.grad(output[0], list(part.values()), grad)
 
 
 def relative(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
     """The largest relative norm of a difference; infinite for numbers that are not finite."""
     off = [float((a.to(b.dtype) - b).norm() / b.norm()) for a, b in zip(got, want, strict=True)]
-    return max(off) if all(map(_finite, off)) else float("inf")
-
-
-def _finite(x: float) -> bool:
-    return x - x == 0
+    return max(off) if all(map(math.isfinite, off)) else float("inf")
