@@ -27,6 +27,7 @@ from attnops.tune.clock import clock_for
 from attnops.tune.run import COMPILED, Stopwatch
 from attnops.tune.shapes import GRADIENTS
 
+KINDS = tuple(sweep.shape for sweep in GRADIENTS if isinstance(sweep.shape, Shape))
 FAMILIES = {"dense": "attention", "packed": "varlen_attention"}
 LARGEST_BYTES, LARGEST_FLOPS = 4e9, 2.5e12  # of the forward
 SECONDS, FIRST_S = 80.0, 60.0  # of a family without first calls, and of the slow first calls of a kernel in it
@@ -42,22 +43,21 @@ def cases(setup: Setup) -> dict[str, Case]:
 
 
 def held_out(count: int, seed: int = 1) -> list[Held]:
-    """`count` forward calls, the kinds of GRADIENTS in turn; too large ones are drawn again."""
+    """`count` forward calls, of KINDS in turn; too large ones are drawn again."""
     rng, found = random.Random(seed), list[Held]()
     while len(found) < count:
-        held = _drawn(GRADIENTS[len(found) % len(GRADIENTS)].shape, rng)
+        held = _drawn(KINDS[len(found) % len(KINDS)], rng)
         batch, tokens = len(held.q_lens), sum(held.q_lens)
         work = held.shape.work(Sizes(batch, tokens / batch, 1.0))
         found += [held] if work.bytes <= LARGEST_BYTES and work.flops <= LARGEST_FLOPS else []
     return found
 
 
-def _drawn(like: object, rng: random.Random) -> Held:
-    assert isinstance(like, Shape)
+def _drawn(like: Shape, rng: random.Random) -> Held:
     op, group = like.op.removesuffix("_backward"), like.group_size
     kv_heads = max(round(like.kv_heads * rng.choice(SCALES)), 1)
     shape = replace(like, op=op, q_heads=kv_heads * group, kv_heads=kv_heads)
-    family = next(name for name, known in FAMILIES.items() if known == op)
+    family = "packed" if op == FAMILIES["packed"] else "dense"
     length = round(512 * 64 ** rng.random())
     batch = max(min(round(32 ** rng.random()), MOST // length), 1)
     lengths = (length,) * batch
