@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import attnops
-from attnops.call import changed
 from attnops.errors import NotCompiled
 from attnops.kernel import kernels_of
 from attnops.kernels.flash_attn4 import backward, fa4
@@ -80,9 +79,7 @@ def test_promised_rows_are_neither_copied_nor_cleared(standin):
     call = builders.backward(Source(4), SHAPES["tight"](PLAIN))
     kernel(call.op).run(call.record)
     assert standin[-1]["q"].data_ptr() == call.arguments["query"].data_ptr()
-    assert type(standin[-1]["max_seqlen_q"]) is int and not standin[-1]["deterministic"]
-    kernel(call.op).run(changed(call.record, policy="deterministic"))
-    assert standin[-1]["deterministic"]
+    assert type(standin[-1]["max_seqlen_q"]) is int
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
@@ -120,9 +117,9 @@ def test_a_new_kind_is_refused_in_a_capture(standin, monkeypatch):
     capture = Capturing(monkeypatch)
     fa4._kinds().clear()
 
-    def run(f=PLAIN, lens=(9, 30), lse_grad=False, policy=""):
+    def run(f=PLAIN, lens=(9, 30), lse_grad=False):
         call = builders.backward(Source(5), builders.varlen(Source(5), lens, lens, f, padding=None), lse_grad=lse_grad)
-        kernel(call.op).run(changed(call.record, policy=policy))
+        kernel(call.op).run(call.record)
 
     capture.on = True
     with pytest.raises(NotCompiled, match=r"fa4: got a kind of call not yet compiled"):
@@ -134,7 +131,7 @@ def test_a_new_kind_is_refused_in_a_capture(standin, monkeypatch):
     run(lens=(40, 2))  # other lengths are no other kind
     run(f=replace(PLAIN, scale=0.3))
     for other in (
-        {"policy": "deterministic"}, {"lse_grad": True}, {"lens": (70, 1)}, {"f": replace(PLAIN, dtype=F16)},
+        {"lse_grad": True}, {"lens": (70, 1)}, {"f": replace(PLAIN, dtype=F16)},
         {"f": replace(PLAIN, softcap=1.0)}, {"f": replace(PLAIN, sinks=BF16)}, {"f": replace(PLAIN, window=(3, -1))},
         {"f": replace(PLAIN, causal=True)}, {"f": replace(PLAIN, head_dim=96)}, {"f": replace(PLAIN, kv_heads=4)},
     ):  # fmt: skip

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attnops.kernel import Kernel, Need, Tolerance, arch, demand, deterministic, one_of, register
+from attnops.kernel import Kernel, Need, Tolerance, arch, demand, one_of, register
 from attnops.kernels.flash_attn4.fa4 import HALF, PACKAGES, function_of, once
 from attnops.kernels.shared.tokens import clear, past, runs, zeroed
 from attnops.measured import Roofline, copy_us
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 USED = (
     "softmax_scale", "causal", "softcap", "window_size_left", "window_size_right", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q",
-    "max_seqlen_k", "deterministic", "dq", "dk", "dv", "dlse", "learnable_sink",
+    "max_seqlen_k", "dq", "dk", "dv", "dlse", "learnable_sink",
 )  # fmt: skip
 
 
@@ -43,10 +43,11 @@ def varlen_attention_backward(call: varlen.VarlenAttentionBackward) -> tuple[Ten
     """Query, key, value and the output's gradient are copied once, and the results' padding rows cleared, unless the call promises none."""
     given: tuple[Tensor, ...] = call.query, call.key, call.value, call.grad_output
     cu_q, cu_k = call.cu_seqlens_q.contiguous(), call.cu_seqlens_k.contiguous()
-    after_q, after_k = past(cu_q, call.query.shape[0]), past(cu_k, call.key.shape[0])
     if not runs(call):
-        return _without_keys(call, None if call.grad_lse is None else call.grad_lse.masked_fill(after_q[:, None], 0.0))
+        of_lse = None if call.grad_lse is None else call.grad_lse.masked_fill(past(cu_q, call.query.shape[0])[:, None], 0.0)
+        return _without_keys(call, of_lse)
     if call.padded:
+        after_q, after_k = past(cu_q, call.query.shape[0]), past(cu_k, call.key.shape[0])
         given = tuple(zeroed(x, where) for x, where in zip(given, (after_q, after_k, after_k, after_q), strict=True))
     batch = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": call.max_seqlen_q, "max_seqlen_k": call.max_seqlen_k}
     grad_q, grad_k, grad_v, grad_sinks = backward(call, given, batch)
@@ -84,11 +85,10 @@ def backward(call: Any, given: tuple[Tensor, ...], batch: dict[str, Any]) -> Gra
     rules, grad_lse, sinks = Rules.of(call), call.grad_lse, None if call.sinks is None else call.sinks.detach()
     sinks = sinks.float() if sinks is not None and sinks.dtype == torch.float64 else sinks
     grad_output, output = (x.contiguous() if 0 in x.stride() else x for x in (grad_output.to(query.dtype), output.to(query.dtype)))
-    steady, (queries, keys) = deterministic(call.policy), (x.shape[-3] for x in (query, key))
-    longest_q, longest_k = batch.get("max_seqlen_q", queries), batch.get("max_seqlen_k", keys)
+    longest_q, longest_k = batch.get("max_seqlen_q", query.shape[-3]), batch.get("max_seqlen_k", key.shape[-3])
     kind = (
         "backward", query.device, query.dtype, tuple((x.shape[-1], tuple(s == 0 for s in x.stride())) for x in (query, key, value)),
-        query.shape[-2] // key.shape[-2], rules.causal, rules.left < 0, rules.right < 0, rules.softcap, steady, len(batch),
+        query.shape[-2] // key.shape[-2], rules.causal, rules.left < 0, rules.right < 0, rules.softcap, len(batch),
         None if sinks is None else sinks.dtype, grad_lse is None, len(batch) > 0 and batch["cu_seqlens_q"].shape[0] - 1 > 256,
         # Tiles of queries and of keys: a call of one tile is a kind of its own.
         tuple(longest_q <= n for n in (64, 80, 128)), tuple(longest_k <= n for n in (48, 64, 96, 128)),
@@ -97,7 +97,7 @@ def backward(call: Any, given: tuple[Tensor, ...], batch: dict[str, Any]) -> Gra
     found = once(kind, query, rules, lambda: interface()(
         query, key, value, output, grad_output, _heads_first(call.lse), softmax_scale=rules.scale, causal=rules.causal,
         softcap=rules.softcap, window_size_left=rules.left if rules.left >= 0 else None,
-        window_size_right=rules.right if rules.right >= 0 else None, deterministic=steady, dq=grads[0], dk=grads[1], dv=grads[2],
+        window_size_right=rules.right if rules.right >= 0 else None, dq=grads[0], dk=grads[1], dv=grads[2],
         dlse=None if grad_lse is None else _heads_first(grad_lse), learnable_sink=sinks, **batch,
     ))  # fmt: skip
     return grads[0], grads[1], grads[2], query.new_empty(0) if call.sinks is None else found[3].to(call.sinks.dtype)
