@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -18,6 +19,12 @@ bits, as FlashInfer sets aside for XQA."""
 
 not_of_a_plan = demand("plan", "none (a host plan fills the workspace)", lambda p: p.step.plan != "host")
 """A need: no host plan, whose tables fill the workspace where the counters have to be zero."""
+
+
+def in_packs(x: Tensor) -> Tensor:
+    """`x` of half type, or a copy where its rows do not start at multiples of PACK bytes: the kernels do not look. D is a multiple of 8."""
+    odd = x.data_ptr() % PACK or (not x.is_contiguous() and (x.stride(-1) != 1 or any(n % 8 for n in x.stride()[:-1])))
+    return x.clone(memory_format=torch.contiguous_format) if odd else x
 
 
 def aligned(**given: Tensor) -> None:

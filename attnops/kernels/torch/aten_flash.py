@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attnops.call import changed
 from attnops.kernel import Invariant, Kernel, demand, deterministic, device, register, without
-from attnops.kernels.shared.memory import PACK
+from attnops.kernels.shared.memory import in_packs
 from attnops.kernels.shared.tokens import clear, runs
 from attnops.measured import Roofline
 from attnops.problem import Problem
@@ -191,13 +191,6 @@ def _turned(lse: Tensor, unseen: float) -> Tensor:
     """`[..., Hq, S]` of the kernel to or from `[..., S, Hq]`, contiguous, `unseen` for a query without keys."""
     turned = lse.transpose(-1, -2)
     return torch.nan_to_num(turned, nan=float("nan"), posinf=unseen, neginf=unseen, out=lse.new_empty(turned.shape))
-
-
-def in_packs(x: Tensor) -> Tensor:
-    """`x`, or a copy where its rows do not start at multiples of 16 bytes: the kernels move as many at a time and do not look."""
-    # The head dim is a multiple of 8.
-    odd = x.data_ptr() % PACK or (not x.is_contiguous() and (x.stride(-1) != 1 or any(n % 8 for n in x.stride()[:-1])))
-    return x.clone(memory_format=torch.contiguous_format) if odd else x
 
 
 ON_CPU = Roofline(25.0, 0.7, 0.55)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnops.kernel import Kernel, Need, arch_from, demand, extent_at_least, multiple_of, one_of, register, without
-from attnops.kernels.torch.aten_flash import in_packs
+from attnops.kernels.shared.memory import in_packs
 from attnops.measured import Roofline
 from attnops.problem import Problem, Refusal, Target
 from attnops.reference.rows import compact, no_lse
