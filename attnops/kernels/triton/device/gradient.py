@@ -51,15 +51,6 @@ def bounds_of(cu_q_ptr, cu_k_ptr, start_ptr, end_ptr, request, width_q, width_k)
 
 
 @triton.jit
-def bias_at(mask_ptr, row, key, seen, MASKED: tl.constexpr):
-    """A tile of the mask. row: offsets, key: offsets, which broadcast."""
-    if MASKED:
-        return tl.load(mask_ptr + row + key, mask=seen, other=0)
-    else:
-        return tl.load(mask_ptr + row + key)
-
-
-@triton.jit
 def weights_of(
     s, z, bias, visible, scale, cap, CAP: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr, COMPUTE: tl.constexpr
 ):  # fmt: skip
@@ -184,7 +175,7 @@ def grad_queries(
                 if MASK != "none":
                     seen = live[:, None] & inside[None, :]
                     # Rows of the tile may be dead in every part.
-                    bias = bias_at(mask_ptr, (r * mask_q)[:, None], ((wide + key) * mask_k + c * mask_k)[None, :], seen, True)
+                    bias = tl.load(mask_ptr + (r * mask_q)[:, None] + ((wide + key) * mask_k + c * mask_k)[None, :], mask=seen, other=0)
                 p, slope = weights_of(s, z[:, None], bias, visible, scale, cap, CAP, MASK, MASKED, COMPUTE)
                 grad_s = (p * (grad_p - delta[:, None]) * slope).to(COMPUTE)
                 acc = tl.dot(grad_s, k, acc, input_precision="ieee")
@@ -296,7 +287,7 @@ def grad_keys(
                     if MASK != "none":
                         seen = inside[:, None] & live[None, :]
                         row = mask_ptr + head * mask_h + far * mask_q
-                        bias = bias_at(row, (r * mask_q)[None, :], (c * mask_k)[:, None], seen, True)
+                        bias = tl.load(row + (r * mask_q)[None, :] + (c * mask_k)[:, None], mask=seen, other=0)
                     p, slope = weights_of(s, z[None, :], bias, visible, scale, cap, CAP, MASK, MASKED, COMPUTE)
                     acc_v = tl.dot(p.to(COMPUTE), g, acc_v, input_precision="ieee")
                     grad_s = (p * (grad_p - delta[None, :]) * slope).to(COMPUTE)
@@ -380,7 +371,7 @@ def grad_mask(
             grad_p = tl.dot(g, tl.trans(v), input_precision="ieee")
             visible = live[:, None] & inside[None, :]
             at = mask_ptr + far * mask_b + head * mask_h + (wide + query) * mask_q
-            bias = bias_at(at, (r * mask_q)[:, None], ((wide + first) * mask_k + c * mask_k)[None, :], visible, True)
+            bias = tl.load(at + (r * mask_q)[:, None] + ((wide + first) * mask_k + c * mask_k)[None, :], mask=visible, other=0)
             visible = sees(visible, (lowest + r)[:, None], j[None, :], left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
             p, _ = weights_of(s, z[:, None], bias, visible, scale, cap, CAP, "additive", True, COMPUTE)
             acc += p * (grad_p - delta[:, None])

@@ -71,12 +71,12 @@ def _gradients(call: Any, batch: Batch, covered: bool) -> tuple[Tensor, ...]:
     # Without keys the log-sum-exp is the sink, which then has a gradient all the same.
     if not (requests and query.numel()):
         return *(x.new_zeros(x.shape) for x in inputs), zeros_of(graded, query), zeros_of(sinks, query)
-    new, new_parts = (torch.empty, torch.empty) if covered else (torch.zeros, torch.zeros)
+    new = torch.empty if covered else torch.zeros
     found = [new(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
     (heads, dims), (kv_heads, v_dims), rules = query.shape[-2:], value.shape[-2:], Rules.of(call)
     tokens, keys = query.numel() // (heads * dims), key.numel() // (kv_heads * dims)
     stats = torch.empty((2, heads, tokens), dtype=torch.float32, device=query.device)
-    parts = None if sinks is None else new_parts((heads, tokens), dtype=torch.float32, device=query.device)
+    parts = None if sinks is None else new((heads, tokens), dtype=torch.float32, device=query.device)
     grad_output, output = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.grad_output, call.output))
     block, rest = parted(dims)
     shared = {
