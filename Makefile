@@ -26,13 +26,13 @@ BENCH = $(PYTHON) -m attnops bench --device cuda --out "$(OUT)" --commit "$(COMM
 	--gpus "$$($(PYTHON) -c 'import torch; print(max(1, torch.cuda.device_count()))')"
 
 # One thread a process: two workers share two cores, and sums in a fixed order give the same digits on every run.
-demo pytest test-quick docs docs-check census: export OMP_NUM_THREADS ?= 1
+demo pytest test-all test-quick docs docs-check census: export OMP_NUM_THREADS ?= 1
 # Beside the code, so that a second run finds what the first one compiled.
-demo pytest test-quick docs docs-check census: export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
-demo pytest test-quick docs docs-check census: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
+demo pytest test-all test-quick docs docs-check census: export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
+demo pytest test-all test-quick docs docs-check census: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick lint pytest docs docs-check dist census gpu-test gpu-bench gpu-tune gpu-sanitize
+.PHONY: help demo test test-all test-quick lint pytest docs docs-check dist census gpu-test gpu-bench gpu-tune gpu-sanitize
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -41,13 +41,16 @@ demo: .venv/.ready ## two small models before and after attnops.patch(model): to
 	@echo "== demo: two small models generate, before and after attnops.patch"
 	@$(BIN)/attnops demo
 
-test: lint pytest ## lint, types and every test that needs no GPU (a quarter of an hour of two cores)
+test: lint pytest ## lint, types and the tests that need no GPU (a quarter of an hour of two cores)
+
+test-all: lint ## the same with every case of the tests that sweep (half an hour of two cores)
+	$(call phase,all tests,$(PYTEST))
 
 test-quick: lint ## lint, types, and tests of every room (two minutes of two cores)
 	$(call phase,quick tests,$(PYTEST) -m 'not slow' $(QUICK))
 
-pytest: .venv/.dev ## every test that needs no GPU
-	$(call phase,tests,$(PYTEST))
+pytest: .venv/.dev ## every test that needs no GPU, and of those that sweep every nth case
+	$(call phase,tests,$(PYTEST) --part)
 
 lint: .venv/.dev ## ruff, its format, codespell, proselint, mypy, pyright
 	$(call phase,ruff,$(BIN)/ruff check . && $(BIN)/ruff format --check .)

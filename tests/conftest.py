@@ -30,9 +30,34 @@ if find_spec("hypothesis"):
     settings.load_profile("attnops")
 
 
-# After -k and -m have chosen, so that of each file a chosen test says it.
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--part", action="store_true", help="leave out tests marked `full`, and all cases but every nth of those marked `sweep(n)`"
+    )
+
+
+# After -k and -m have chosen, so that of each file a chosen test says why it is skipped, and the nth of the chosen cases runs.
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("part"):
+        leave_out(config, items)
+    skip_on_gpu(items)
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """All cases but the first of every n of a test marked `sweep(n)`, and every test marked `full`."""
+    cases, kept, left = Counter[str](), list[pytest.Item](), list[pytest.Item]()
+    for item in items:
+        test, mark = item.nodeid.partition("[")[0], item.get_closest_marker("sweep")
+        stays = cases[test] % mark.args[0] == 0 if mark else not item.get_closest_marker("full")
+        cases[test] += 1
+        (kept if stays else left).append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=left)
+
+
+def skip_on_gpu(items: list[pytest.Item]) -> None:
+    """Skip tests that need a GPU where there is none."""
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
         return

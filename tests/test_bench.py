@@ -253,6 +253,7 @@ def test_training_steps_agree_with_transformers(reports_of, monkeypatch):
     assert (training_steps.step(TOY, model, "attnops", other).computed() - right.computed()).abs().max() > 1e-3, "one document"
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("pair", training.PAIRS, ids=lambda pair: pair.name)
 def test_exact_gradients_are_those_of_the_reference(pair, monkeypatch):
     """In parts of a few queries. flex_attention, which has no gradient on a CPU, is compared forward."""

@@ -72,6 +72,7 @@ def dropped(call, right):
     return right(changed(call, key=call.key[:, :-1], value=call.value[:, :-1]))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("wrong", [another_head, dropped])
 def test_a_wrong_way_has_no_time(dtype, wrong, monkeypatch):
     sdpa, patch = kernels_of("attention")["sdpa"], attnops.hf.patch

@@ -90,6 +90,7 @@ def dying(setup):
     return {"a": slow, "b": partial(os._exit, 3), **{name: rows_of(name) for name in "cd"}}
 
 
+@pytest.mark.full
 def test_a_process_that_ends_fails_its_case_and_the_other_goes_on():
     whole, found = in_workers(suites.Suite("some", "of a test", dying), "abcd")
     assert not whole and found["b"]["failed"].startswith("BrokenProcessPool") and "rows" not in found["b"]

@@ -79,6 +79,7 @@ def test_the_version_is_printed():
     assert result.exit_code == 0 and result.stdout == f"attnops {VERSION}\n"
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("module", ["attnops", "attnops.cli"])
 def test_the_module_is_the_command(module):
     done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True)
@@ -170,6 +171,7 @@ except SystemExit as end:
     assert re.search(rf"got no [\w, ]*{absent}.*pip install 'attnops\[cli\]'", printed) and "exit 2" in printed
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("absent", [["transformers"], ["transformers", "typer"]], ids="-".join)
 def test_bench_says_in_one_line_what_to_install(absent):
     code = """
@@ -218,6 +220,7 @@ print(CliRunner().invoke(app, ["doctor", "--all"]).stdout)
 """
 
 
+@pytest.mark.full
 def test_a_new_kernel_and_a_broken_one_are_shown():
     first, _, text = ready_process(STRANGERS).partition("\n")
     found = json.loads(first)
@@ -234,6 +237,7 @@ def test_a_new_kernel_and_a_broken_one_are_shown():
 # explain --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("target", ["sm90", "sm100"])
 def test_llama_shape_names_every_kernel(target):
     text = attnops("explain", "llama-3-8b-shape", "--target", target).stdout
@@ -294,6 +298,7 @@ def test_an_amd_gpu_is_no_cuda_device(monkeypatch):
     assert (found.device, str(found), found.title) == ("hip", "gfx942", "AMD Instinct MI300X (gfx942)")
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape_is_answered(shape):
     for phase, found in explained(shape, "--target", "sm100", "--tokens", 300).items():

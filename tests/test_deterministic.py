@@ -43,6 +43,7 @@ def sized(p: Problem, batch: int, queries: int, context: int) -> Problem:
     return altered(p, tokens=tokens, batch=requests, queries=longest, context=keys, padded=bool(batch % 2), sizes_equal=queries == context)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 @pytest.mark.parametrize("name", CALLS)
 def test_no_size_and_no_time_reaches_the_choice(name, target):
@@ -219,6 +220,7 @@ def test_each_that_may_be_chosen(kernel):
 MULTIPLY = [k for k in all_kernels() if k.name == "reference" and k.invariant.needs]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kernel", MULTIPLY, ids=lambda k: k.op)
 def test_request_by_request_the_results_are_right(kernel):
     alone = invariant(kernel)

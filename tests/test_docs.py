@@ -174,6 +174,7 @@ def test_the_gallery_has_every_example():
     assert found == {*EXAMPLES.ORDER, "own_kernel_package"}
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("example", [name for name in EXAMPLES.ORDER if name != "aoti_export"])  # tests/lowering/test_modes.py runs it
 def test_example_prints_what_the_gallery_shows(example):
@@ -195,6 +196,7 @@ def test_a_kernel_in_a_package_is_found_and_keeps_its_contract(tmp_path):
     assert " passed" in printed
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda p: p.stem)
 def test_tutorial_runs(tutorial):

@@ -29,6 +29,7 @@ H200 = Target("cuda", 90, packages_of_kernels(), "NVIDIA H200")
 # The grids ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("op", WIDE)
 def test_every_point_is_a_call_in_order_and_its_own_problem(op):
     seen = {}
@@ -76,6 +77,7 @@ def pairs_of(some):
 SOME = ("attention.flex", "varlen_attention.fa4", "paged_attention.flashinfer", "plan_paged_attention.flashinfer", "mla_attention.triton")
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", SOME)
 def test_what_is_left_out_is_named_and_has_no_pair_of_its_own(name):
     op, _, kernel_name = name.partition(".")
@@ -196,6 +198,7 @@ def test_hidden_devices_stay_hidden(tmp_path, monkeypatch, given, want):
     assert run.devices() == want
 
 
+@pytest.mark.full
 def test_two_processes_run_each_test_once(suite_of, tmp_path):
     """Also one that ends its process, one that loses its device, and a fixture that fails when it is taken down: these fail alone."""
     go = suite_of(f"""
@@ -231,6 +234,7 @@ def test_measures(found):
     assert {"commit", "date", "device", "torch", "packages", "slowest_s"} <= report.keys()
 
 
+@pytest.mark.full
 def test_parts_go_on_where_the_last_one_ended(suite_of, tmp_path):
     """At the limit the running test ends; the next part runs the others, here and where only the journal was carried."""
     go = suite_of(f"""
@@ -250,6 +254,7 @@ def test_one(n, found, request):
     assert (tmp_path / "ran").read_text().split() == ["0", "1", "2"]
 
 
+@pytest.mark.full
 def test_nothing_is_no_success(suite_of):
     status, said, report = suite_of("import no_such_module")()
     assert status == run.NOTHING and not report["passed"], said

@@ -368,6 +368,7 @@ def both(runs, caches, counts, **how):
     return batch
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("absorb", "backend"), [(0, "eager"), (6, "aot_eager")], ids=["expanded", "both"])
 def test_one_graph_a_kind_of_step(absorb, backend):
     """Prefill, extend and decode are a graph each, whatever their batch and lengths, once the first change has made them dynamic."""
@@ -422,6 +423,7 @@ def test_compiled_dense_and_packed():
         assert counter.frame_count == 4
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", ["decode", "extend"])
 def test_generated_code(kind):
     """What Inductor writes names the kernels, and copies neither the pages nor the weight whose halves are absorbed."""

@@ -594,6 +594,7 @@ def test_compiled_packed():
     assert counter.frame_count == 2
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
 def test_compiled_paged(name, mode):

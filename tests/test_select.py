@@ -134,6 +134,7 @@ def test_selection_has_no_side_effects(lab):
     assert decision.passed_over == ("steady", "curious", "slow")
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("op", list(OPS))
 def test_every_op_has_a_reference_for_cpu(op):
     for case in CASES[op]:
@@ -245,6 +246,7 @@ def test_a_judge_ranks_behind_every_kernel(lab):
     assert select_by(None, replace(GPU, target=Target()), "allow=plain").rank < slow.rank
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("op", list(OPS))
 def test_every_reference_is_lowered_in_place_or_judges(op, arch):

@@ -90,6 +90,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_timed_call_keeps_the_contract_and_lies_in_its_shape(plan):
     at = smallest(plan)._replace(batch=min(plan.batch[-1], 2.0))
@@ -302,6 +303,7 @@ def test_plans_and_workspaces_are_made_and_their_time_kept_apart(lab, monkeypatc
     assert bare.grids == ()
 
 
+@pytest.mark.full
 def test_a_foreign_call_amid_torch_is_timed_compiled(monkeypatch):
     """On a CPU: the reference of paged attention, said to be lowered in place around a foreign call."""
     real = kernels_of("paged_attention")["reference"]

@@ -140,6 +140,7 @@ def test_by_name():
         attnops.patch(ours, kernel="no_such")
 
 
+@pytest.mark.full
 def test_saved_and_loaded_in_another_process(tmp_path):
     ours = flux()
     attnops.patch(ours, kernel="reference")

@@ -71,6 +71,7 @@ def run(model):
     return got, ops, tuple(model.preprocess(TEXTS)["input_ids"].shape)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("pooling", ["mean", "cls", "lasttoken"])
 @pytest.mark.parametrize("kind", [kind for kind in CONFIGS if kind != "llama"])
 def test_packed_texts(folders, kind, pooling):

@@ -39,6 +39,7 @@ def model_of(family, how, marked=False):
 FAMILIES = pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 
 
+@pytest.mark.sweep(3)
 @FAMILIES
 @pytest.mark.parametrize("mode", [piecewise, breakable])
 def test_grouped_experts_lie_in_the_graph(mode, family):
@@ -50,6 +51,7 @@ def test_grouped_experts_lie_in_the_graph(mode, family):
     assert set(pair.step.report().modes.values()) == {"whole"}
 
 
+@pytest.mark.sweep(3)
 @FAMILIES
 @pytest.mark.parametrize("mode", [piecewise, breakable])
 def test_experts_one_by_one_lie_outside(mode, family):

@@ -10,6 +10,7 @@ from tests.graphs.helpers import MODES, Pair, pools
 from tests.graphs.models import BOUNDARY, PAGE, VOCAB
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("kernel", "padding"), [(None, "null"), (BOUNDARY, "absent")], ids=["whole", "split"])
 def test_capture_writes_nothing(mode, kernel, padding):
@@ -24,6 +25,7 @@ def test_capture_writes_nothing(mode, kernel, padding):
         assert torch.equal(a, b)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("padding", ["absent", "null"])
 def test_a_step_writes_its_slots_and_reads_its_pages_alone(mode, padding):

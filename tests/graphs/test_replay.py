@@ -19,6 +19,7 @@ from tests.graphs.models import BOUNDARY, HIDDEN, VOCAB, decoder, paged_cache
 KERNELS = [None, BOUNDARY]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kernel", KERNELS, ids=["whole", "split"])
 @pytest.mark.parametrize("mode", MODES)
 def test_changing_batches(mode, kernel):
@@ -41,6 +42,7 @@ def test_changing_batches(mode, kernel):
         assert pair.step.traces == {"decode": 1, "mixed": 1}
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("mode", "padding"), [(piecewise, "null"), (breakable, "null"), (breakable, "absent")])
 def test_many_random_steps(mode, padding):
     pair = Pair(mode, Buckets(decode=(1, 2, 4, 6), tokens=(16, 40), requests=6, padding=padding), kernel=BOUNDARY)
@@ -256,6 +258,7 @@ def test_another_model_of_other_sizes_is_traced_once_too():
         assert pair.step.traces == {"decode": 1}
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS, ids=["whole", "split"])
 def test_inductor(kernel):

@@ -33,6 +33,7 @@ def called(counter):
     return sum(target.startswith("attnops.attention") for target in counter.targets())
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_one_graph(name):
     """A whole padded prefill, masks included, is one graph that calls the op once a layer."""
@@ -55,6 +56,7 @@ def in_generate(model, batch, counter):
     return model.generate(tokens(batch, 9), **options)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in LIKE_ANOTHER])
 def test_generate_does_not_recompile(name):
     model = tiny.model(name)
@@ -102,6 +104,7 @@ class Both:
         return self.call(*args, **kwargs)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("name", "cache", "mode"), [("llama", "dynamic", "dense"), ("mistral", "dynamic", "compact"), ("mistral", "static", "dense")]
 )
@@ -121,6 +124,7 @@ def test_a_loop_by_hand_does_not_recompile(name, cache, mode):
     assert len(counter) == warm > 0
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("mode", ["dense", "compact"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_no_mask_at_all(name, mode):

@@ -92,6 +92,7 @@ def calls(monkeypatch):
     return found
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("block_size", [8, 5])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gpt_oss"])
 def test_tokens(name, block_size, calls):
@@ -158,6 +159,7 @@ def test_the_layers_of_a_text_model_inside_another_are_looked_at():
     assert type(batching_config(SimpleNamespace(config=config))) is transformers.ContinuousBatchingConfig
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("name", "tables"), [("llama", False), ("llama", True), ("gemma3", False)])
 def test_captured(name, tables, calls, monkeypatch):
     """Steps that transformers captures and replays, padded to few sizes."""

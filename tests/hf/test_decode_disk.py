@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from tests.helpers import fresh_process, ready_process
 
 CODE = """
@@ -31,6 +33,7 @@ print(json.dumps([report.whole, report.compiled["decode"], found["fxgraph_cache_
 """
 
 
+@pytest.mark.full
 def test_a_second_process_compiles_nothing(tmp_path):
     """Nor does it for a cache of other sizes. Keys hold names of symbols and pages, which may not depend on the process."""
     found = []

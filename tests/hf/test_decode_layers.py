@@ -40,6 +40,7 @@ def model_of(name, layers):
     return tiny.model(name, num_hidden_layers=layers, **({"layer_types": full[name]} if name in full else {}))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("name", "layers", "kinds"),
     [("llama", 6, 1), ("phi3", 3, 1), ("gpt_oss", 3, 2), ("gemma3", 4, 2), ("deepseek_v3", 3, 2)],
@@ -78,6 +79,7 @@ def test_a_second_cache_and_a_single_row():
             assert len(traced(handle)) == 2, "a size of one is a constant"
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("pack", [True, False])
 def test_linears_of_a_layer_are_fused(pack):
     """Those of all layers, by the code of one: each is guarded by where its own weights lie."""
@@ -203,6 +205,7 @@ def own(model):
     mlp.forward = lambda x: type(mlp).forward(mlp, x)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -258,6 +261,7 @@ def test_frames_that_torch_missed_run_again(monkeypatch):
         assert torch.equal(generated(model, 2, 9, 4), want) and missed and regions(handle).refusal == ""
 
 
+@pytest.mark.full
 def test_code_of_hooks_that_are_gone_is_freed(monkeypatch):
     monkeypatch.setattr(regional, "MOST_CODE", 4)
     model, alive = tiny.model("llama"), []

@@ -82,6 +82,7 @@ def answered(model):
 CHANGES = (assigned, replaced, written, another_head, hooked, merged, scaled, answered)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("mode", "change"), [*(("breakable", c) for c in CHANGES), ("piecewise", replaced), ("piecewise", merged)])
 def test_a_changed_model_is_captured_anew(mode, change):
     model = tiny.model("llama")
@@ -181,6 +182,7 @@ def test_a_prompt_by_hand_is_when_one_looks():
             assert relative(handle.step(ids[:, :1], ours), want) < LIMIT
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("mode", ["breakable", "piecewise"])
 def test_autocast_and_policy_of_the_call(mode):
     """Steps are of the modes of their own call, and no copy of a weight that autocast made outlives the block it was made in."""
@@ -231,6 +233,7 @@ def test_offloaded_weights_are_refused():
         assert replays(handle) == CALL[2] - 1
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("mode", ["breakable", "piecewise"])
 @pytest.mark.parametrize("failing", [1, 2])
 def test_a_capture_that_fails_leaves_nothing_behind(mode, failing, monkeypatch):

@@ -44,6 +44,7 @@ def test_on_a_cpu_nothing_but_attention_changes():
                 use()
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokens(name):
     """Batches of 1 to 4 rows with padding on the left, in breakable and then in compiled steps, whose number is fixed."""
@@ -116,6 +117,7 @@ REASONS = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("why", REASONS)
 def test_calls_that_run_as_stock_say_why(why, recwarn):
     model = tiny.model("llama")
@@ -135,6 +137,7 @@ def test_calls_that_run_as_stock_say_why(why, recwarn):
             assert handle.took == Took("paged", "breakable")
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("name", "spoil", "why"),
     [
@@ -225,6 +228,7 @@ def test_what_no_pages_or_graphs_had_a_part_in():
         assert handle.took == Took("paged", "hf", "it had no step of one token that asks for logits only")
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
 def test_a_returned_cache_is_transformers_own(name):
     """Padding on the left, texts longer than windows; a second turn, which is longer than the first one's pages."""
@@ -405,6 +409,7 @@ def test_options_narrow_and_force():
             assert handle.took == took, given
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("mode", ["breakable", "piecewise"])
 @pytest.mark.parametrize("way", ["unpatched", "released", "deleted"])
 def test_memory_is_given_back(way, mode):

@@ -50,6 +50,7 @@ def test_models_answer_as_eager(family, stock, calls):
     assert not any(experts._GATE in vars(m) for m in model.modules())
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_generated_code_calls_the_kernel(family):

@@ -54,6 +54,7 @@ def small_pages(monkeypatch):
 # Numbers --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", KEYED)
 def test_tokens(name, small_pages):
     model = tiny.model(name)
@@ -66,6 +67,7 @@ def test_tokens(name, small_pages):
         assert len(small_pages) == 1
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", [*SLIDING, "llama", "gpt2", "qwen3_next"])
 def test_logits_of_long_texts(name):
     """In pages, then in transformers' own cache, of a model that is patched for pages."""
@@ -177,6 +179,7 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("options", WAYS, ids=lambda options: "-".join(f"{k}_{v}" for k, v in options.items())[:32])
 def test_ways_to_generate(options, small_pages):
     options = dict(options)
@@ -205,6 +208,7 @@ def test_assisted_generation(small_pages):
     assert calls["paged"] and len(small_pages) == 1
 
 
+@pytest.mark.full
 def test_an_assistant_that_drafts_more_than_a_window_has_room_for(small_pages):
     """How much it drafts stands in its own config. All of it may be taken back."""
     model, helper = tiny.model("mistral"), tiny.model("llama", seed=1)

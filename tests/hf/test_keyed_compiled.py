@@ -31,6 +31,7 @@ def anew():
     torch._dynamo.reset()
 
 
+@pytest.mark.full
 def test_generate_does_not_recompile():
     model = tiny.model("llama")
     want = [in_generate(model, *call, None) for call in CALLS]
@@ -46,6 +47,7 @@ def test_generate_does_not_recompile():
         assert sum("slot_mapping" in target for target in called) == 1, "metadata are made once a step"
 
 
+@pytest.mark.full
 def test_windows_that_give_pages_back_do_not_recompile():
     """One table for the windows, one for what sees all; and no more graphs than that takes."""
     model, calls = tiny.model("gpt_oss"), ((3, 60, 6), (2, 60, 6), (3, 70, 20), (2, 100, 9))

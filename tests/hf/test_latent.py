@@ -31,6 +31,7 @@ from tests.lowering.models import compiled_code, kernel_calls
 # Numbers --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", LATENT)
 def test_tokens(name):
     model = tiny.model(name)
@@ -285,6 +286,7 @@ def in_generate(model, batch, counter, **more):
     return model.generate(tokens(batch, 9), **options)
 
 
+@pytest.mark.full
 def test_generate_does_not_recompile():
     model = tiny.model("deepseek_v3")
     want = {batch: in_generate(model, batch, None) for batch in (1, 2, 3)}
@@ -306,6 +308,7 @@ def test_generate_does_not_recompile():
         assert sum("slot_mapping" in target for target in called) == 1, "metadata are made once a step"
 
 
+@pytest.mark.full
 def test_a_loop_by_hand_does_not_recompile():
     """The whole model compiled, 2-D masks and prefill included."""
     model, steps = tiny.model("minicpm3"), ((0, 9), (9, 10), (10, 11))

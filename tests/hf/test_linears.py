@@ -101,6 +101,7 @@ class Fusing:
         return judged
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_linears_of_a_layer(family):
     layers = {"layer_types": ["sliding_attention"]} if family in ("gemma2", "gemma3") else {}

@@ -89,6 +89,7 @@ def shared(model):
         yield twin, handle
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("name", "ends"), [*((name, True) for name in OPTIONS), ("greedy", False), ("all", False)])
 def test_tokens_and_random_numbers(name, ends, model, shared):
     ours, handle = shared
@@ -129,6 +130,7 @@ def test_without_padding(model, shared):
             assert (handle.took.loop == "") is (not loop)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "gemma2"])
 def test_other_families(family):
     model = tiny.model(family)

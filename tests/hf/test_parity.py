@@ -35,6 +35,7 @@ def eager_tokens(name, cache):
     return generated(untouched(name), cache=cache)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("name", DECODERS)
 def test_logits(name, cache):
@@ -45,6 +46,7 @@ def test_logits(name, cache):
     assert relative(ours, eager_logits(name, cache)) < LIMIT
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("name", COMPACT)
 def test_logits_compact(name, cache):
@@ -58,6 +60,7 @@ def test_logits_compact(name, cache):
         assert all(call["mask"] is None for call in calls)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize(("mask", "name"), [*(("dense", name) for name in DECODERS), *(("compact", name) for name in COMPACT)])
 def test_generate(mask, name, cache):

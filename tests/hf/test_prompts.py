@@ -60,6 +60,7 @@ def test_tokens(nan_pages, few):
     assert "forward" not in vars(model)
 
 
+@pytest.mark.sweep(3)
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "kinds"), [("qwen3", 1), ("gemma3", 2), ("gpt_oss", 2), ("gpt2", 1), ("phi3", 1), ("qwen3_moe", 1)])
 def test_logits(name, kinds, nan_pages, monkeypatch):
@@ -154,6 +155,7 @@ def test_the_first_part_of_a_long_request_in_a_graph(nan_pages, monkeypatch):
         assert prompts(handle).took == "captured" and relative(got, want) < LIMIT
 
 
+@pytest.mark.sweep(3)
 @torch.no_grad()
 @pytest.mark.parametrize("took", ["compiled", "captured"])
 @pytest.mark.parametrize("padded", [False, True])
@@ -208,6 +210,7 @@ def test_parts():
     assert [part.begin for part in found[1:]] == [part.end for part in found[:-1]] and found[-1].end == sum(counts)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("mode", ["auto", "piecewise"])
 def test_compiled_after_a_fixed_number_of_tokens(mode):
     """So that two runs give the same tokens. Steps are compiled first. With mode "auto" prompts wait for capture()."""
@@ -227,6 +230,7 @@ def test_compiled_after_a_fixed_number_of_tokens(mode):
             assert took[-1] == Took("paged", "piecewise", prompt="compiled")
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("name", "more", "why"),
     [

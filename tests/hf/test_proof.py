@@ -48,6 +48,7 @@ def outputs(model, **masks):
     return next(iter(proof.outputs_of(model(input_ids=tokens(3, 12), **more, **masks)).values()))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_that_needs_eagers_masks(name):
     model, masks = build(name), {"attention_mask": left_padded(3, 12)}
@@ -139,6 +140,7 @@ def test_a_model_whose_twin_cannot_be_built_runs_itself(monkeypatch):
     assert model.training and model.config._attn_implementation == "eager"
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("config", "cls"),
     [("GptOssConfig", "GptOssForCausalLM"), ("MiMoV2FlashConfig", "MiMoV2FlashForCausalLM"), ("PegasusXConfig", "PegasusXModel")],

@@ -40,6 +40,7 @@ def compare(ours, eager, limit=LIMIT):
         assert (ours[1][name] - grad).abs().max() <= limit * max(grad.abs().max().item(), 1e-2 * top), name
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("mode", ["dense", "compact"])
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "qwen2_moe", "gpt2", "opt"])

@@ -11,6 +11,7 @@ import attnops
 from tests.lowering.models import HQ, D, Dense, PagedModel, compiled_code, decode, kernel_calls, prefill
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("step", [prefill, decode], ids=["prefill", "decode"])
 def test_paged_model_equals_eager_and_names_its_kernels(step):
     model, given = PagedModel().eval(), step()

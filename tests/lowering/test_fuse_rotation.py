@@ -22,6 +22,7 @@ ALIKE = {"num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2}
 NOT = "not fused, query and key are not both rotated by halves"
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("name", "calls", "found"),
     [
@@ -191,6 +192,7 @@ STEPS = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", STEPS)
 def test_found(name):
     step, want = STEPS[name]

@@ -39,6 +39,7 @@ def given(heads, mask_heads=1, dtype=torch.float32):
     return [q, k, v, mask, *pages, table, lengths, torch.arange(B + 1, dtype=torch.int32)]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("heads, mask_heads, dtype", [(4, 1, torch.float32), (16, 16, torch.float32), (16, 1, torch.bfloat16)])
 def test_decode_on_a_cpu_is_torchs_own_attention_and_the_glue_is_fused(heads, mask_heads, dtype):
     arguments = given(heads, mask_heads, dtype)

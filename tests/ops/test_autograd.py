@@ -98,12 +98,14 @@ def check(call, kernel):
 # Finite differences ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kernel", backward_kernels("attention"))
 @pytest.mark.parametrize("case", [*CASES, *MASKED])
 def test_dense(case, kernel):
     check(dense({**CASES, **MASKED}[case]), kernel)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kernel", backward_kernels("attention"))
 @pytest.mark.parametrize("case", ["plain", "causal", "all"])
 @pytest.mark.parametrize("shape", ["square", "tall", "decode"])
@@ -116,6 +118,7 @@ def test_dense_ranges(kernel):
     check(builders.dense(Source(5), 2, 2, 5, CASES["all"], start=(1, 0), end=(5, 3)), kernel)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kernel", backward_kernels("varlen_attention"))
 @pytest.mark.parametrize("case", [c for c in CASES if c != "mha"])
 def test_packed(case, kernel):
@@ -129,6 +132,7 @@ def test_packed_shapes(lengths, kernel):
 
 
 # lse is float32 by contract, so its differences need a wide step; the exact comparison is further down.
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kernel", backward_kernels("attention"))
 @pytest.mark.parametrize("case", ["plain", "causal", "softcap", "sinks", "all"])
 @pytest.mark.parametrize("make", [dense, packed])
@@ -240,6 +244,7 @@ GRADED = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("with_lse", [True, False], ids=["lse", "output"])
 @pytest.mark.parametrize("case", GRADED)
 @pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
@@ -261,6 +266,7 @@ def test_gradients_equal_autograd_of_the_formula(dtype, case, with_lse):
 FORWARD = [(op, f, b) for op in ("attention", "varlen_attention") for f in kernels_of(op) for b in kernels_of(f"{op}_backward")]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("op", "forward", "backward"), FORWARD, ids=lambda v: v)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
 def test_forward_and_backward_of_different_kernels_fit(op, forward, backward, dtype):

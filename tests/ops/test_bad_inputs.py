@@ -615,6 +615,7 @@ COMPILED = [
 BROKEN = [*{(b.function, b.error): b for b in reversed(TRACED) if b.function in ("attention", "write_kv")}.values()]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("bad", "fullgraph"),
     [

@@ -74,6 +74,7 @@ def test_a_pending_sign_is_resolved():
 # Masks ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("shape", [(5, 7), (1, 7), (4, 5, 7), (1, 5, 7), (4, 1, 7)], ids=str)
 @pytest.mark.parametrize("kind", ["bool", "additive"])
 @pytest.mark.parametrize("grad", [False, True], ids=["direct", "autograd"])

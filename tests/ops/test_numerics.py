@@ -33,6 +33,7 @@ def points(kernel):
 GRID = [pytest.param(k, c, id=f"{c.op}-{k.name}-{c.label}") for k in all_kernels() for c in points(k)]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("kernel", "case"), GRID)
 def test_kernel(kernel, case):
     figures = check_kernel(kernel, case.call())
@@ -41,6 +42,7 @@ def test_kernel(kernel, case):
     assert figures.worst <= 1.0, figures
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("op", list(OPS))
 @given(data=st.data())
 @settings(max_examples=30)
@@ -154,6 +156,7 @@ DECIDED_BY_LOOPS = ("attention", "varlen_attention", "paged_attention", "mla_att
 SMALL = [c for op in DECIDED_BY_LOOPS for c in CASES[op] if not any(word in c.label for word in LARGE)]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_reference_equals_loops(case):
     call = case.call()
@@ -340,6 +343,7 @@ def test_the_check_reports_refusals_and_runs_nothing():
     assert "refused: sinks=True" in str(figures)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 0.01), (torch.float16, 0.02), (torch.bfloat16, 0.1)])
 @pytest.mark.parametrize("more", [{}, OSS], ids=["plain", "all"])
 @pytest.mark.parametrize("fault", ["dropped", "wrong", "doubled"])

@@ -57,6 +57,7 @@ def test_a_scaled_query_is_the_same_without_a_cap_alone(softcap):
     assert torch.allclose(oracle(call)["output"], oracle(scaled)["output"], atol=1e-3) == (softcap == 0)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(dynamic):
     compiled = torch.compile(public, fullgraph=True, dynamic=dynamic)

@@ -44,6 +44,7 @@ def flash(op):
 GRID = [pytest.param(case, id=str(case)) for op in OPS for case in CASES[op]]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("case", GRID)
 def test_grid(standin, case):
     figures = check_kernel(flash(case.op), narrow(case.call()))

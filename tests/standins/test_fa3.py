@@ -52,6 +52,7 @@ def half(call, dtype=BF16):
 GRID = [pytest.param(case, id=str(case)) for op in ATTENTION for case in CASES[op]]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("case", GRID)
 def test_grid(standin, case):
     call = case.call()
@@ -219,6 +220,7 @@ def test_scales_are_read_where_they_lie(standin):
         assert [standin[-1][f"{n}_descale"].stride() for n in "qkv"] == [strides] * 3
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("op", ATTENTION)
 def test_opcheck(standin, op):
     done = 0

@@ -36,6 +36,7 @@ def call(q_lens=(1, 2, 1), seq_lens=(70, 3, 130), page=64, f=DEEPSEEK, padding=1
 DEEP = [c for c in CASES["mla_attention"] if c.label.startswith("deepseek")]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("case", DEEP, ids=str)
 def test_grid(standin, case):
     figures = check_kernel(FA3, case.call())
@@ -49,6 +50,7 @@ def test_what_the_grid_leaves_out(standin):
     assert refused == {f"deepseek-{n}" for n in ("float8", "float8_both", "float8_both_heads_128", "sinks_heads_128")}
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("heads", [1, 16, 128])
 @pytest.mark.parametrize("page", [1, 16, 64, 128, 192])
 def test_stale_pages(standin, page, heads):

@@ -39,6 +39,7 @@ def fa4(op):
     return kernels_of(op)["fa4"]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("case", GRID)
 def test_grid(standin, case):
     call = case.call()

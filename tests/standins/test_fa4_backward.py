@@ -57,6 +57,7 @@ def kernel(op):
     return kernels_of(op)["fa4"]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("lse_grad", [False, True], ids=["output", "lse"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rules", RULES)

@@ -73,6 +73,7 @@ def narrow(name):
     return replace(f, head_dim=64, v_head_dim=None, dtype=f.dtype if f.dtype in (F16, BF16) else BF16)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("shape", "name"), points(SHAPES, PATHS), ids=lambda v: v)
 def test_grid(calls, shape, name):
     figures = check_kernel(KERNEL, made(builders.paged, SHAPES[shape], narrow(name)))
@@ -88,6 +89,7 @@ def test_the_grid_takes_every_path(sm90, shape):
     assert {c.partition(".")[0] for c in sm90} == {PATHS[shape]}
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("page_size", [1, 16, 64, 128, 256])
 @pytest.mark.parametrize("heads", [(8, 8), (8, 4), (8, 2), (12, 2), (16, 1)])
 def test_stale_pages_and_long_extends(calls, page_size, heads):
@@ -133,6 +135,7 @@ VARLEN = kernels_of("varlen_attention")["flashinfer"]
 PACKED = {"main": RAGGED, **VARLEN_SHAPES, "longer": ((140, 3), (200, 130)), "tall": ((200, 90), (70, 80))}
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("shape", "name"), points(PACKED, ("main", "longer")), ids=lambda v: v)
 def test_packed_grid(calls, shape, name):
     figures = check_kernel(VARLEN, made(builders.varlen, PACKED[shape], narrow(name)))
@@ -419,6 +422,7 @@ def test_modules_are_built_once(sm90):
 # Compiled -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("op", ["paged_attention", "varlen_attention", "plan_paged_attention"])
 def test_opcheck(sm90, op):
     overload = getattr(torch.ops.attnops, op).flashinfer

@@ -49,6 +49,7 @@ def call(q_lens=(1, 4, 0, 2), seq_lens=(70, 4, 9, 130), page=64, f=DEEPSEEK, pad
 DEEP = [c for c in CASES["mla_attention"] if c.label.startswith("deepseek")]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("case", DEEP, ids=str)
 def test_grid(kernel, case):
     figures = check_kernel(kernel, case.call())
@@ -77,6 +78,7 @@ def test_what_the_grid_leaves_out(calls):
     assert refused == {"float8_both", "float8_both_heads_128", "window", "softcap", "sinks", "sinks_heads_128"}
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("page", "heads"), [(1, 1), (16, 64), (64, 16), (128, 128)])
 def test_stale_pages_and_long_extends(kernel, page, heads):
     f, long = replace(DEEPSEEK, q_heads=heads, lse=True), 70 if heads == 1 else 20  # more rows than a tile either way
@@ -268,6 +270,7 @@ def test_refusals(point):
         assert list(map(str, FA3.refusals(replace(problem, target=Target("cuda", arch, assume=("flashinfer",)))))) == want
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("heads", [3, 20, 96, 192])
 def test_heads_that_divide_no_tile_may_decode_and_see_all_keys(kernel, heads):
     f, long = replace(DEEPSEEK, q_heads=heads, lse=True), 70 if heads == 3 else 25  # more rows a request than a tile either way
@@ -307,6 +310,7 @@ def test_against_flashmla():
 # Compiled -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("op", ["mla_attention", "plan_mla_attention"])
 def test_opcheck(kernel, op):
     overload = getattr(getattr(torch.ops.attnops, op), kernel.name)
@@ -330,6 +334,7 @@ class Layers(nn.Module):
         return q_nope
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("layers", [1, 3])
 def test_one_plan_a_step_however_many_layers(kernel, layers):
     spec = LatentSpec(16, 64, BF16)

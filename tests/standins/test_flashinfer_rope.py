@@ -162,6 +162,7 @@ def test_pairs_stay_in_their_places():
     torch.testing.assert_close(rotate(split(x), angle.cos(), angle.sin(), False), split(turned))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("at", [-1, 9])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_position_outside_the_table_gives_nan_to_its_token_alone(at, compiled):

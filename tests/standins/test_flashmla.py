@@ -82,6 +82,7 @@ def body(code):
     return [line for line in lines if re.search(r"cpp_fused|extern_kernels|torch\.ops", line)]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("joined", [True, False])
 @pytest.mark.parametrize("planned", PLANS)
 def test_what_is_left_in_compiled_code(joined, planned):
@@ -163,6 +164,7 @@ def test_an_output_of_the_caller_is_written():
     torch.testing.assert_close((flat[:, 1], lse), (want, z))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", ["flashmla", "flashmla_fp8"])
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("causal", [True, False])
@@ -252,6 +254,7 @@ def test_more_tokens_than_a_float8_schedule_holds_get_zeros():
     assert not found[: found.shape[0] - 3000 * (1 + t["page_table"].shape[1])].any()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_plan_made_in_the_graph_is_made_once(dynamic):
     call = batch()

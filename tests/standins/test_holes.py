@@ -100,6 +100,7 @@ def test_every_kernel_over_pages_is_here():
         assert {*names, *INTERPRETED} == {*kernels_of(op)} - strangers - parts_are_here
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("ids", IDS)
 @pytest.mark.parametrize("holes", HOLES)
 @pytest.mark.parametrize("queries", [(1, 1, 1), (5, 1, 64)], ids=["decode", "extend"])
@@ -117,6 +118,7 @@ def test_where_no_page_may_move(name, features):
     assert check("paged_attention", name, PAGED[name], call).worst <= 1.0
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("ids", IDS)
 @pytest.mark.parametrize("holes", HOLES)
 @pytest.mark.parametrize("queries", [(1, 1, 1), (2, 1, 3)], ids=["decode", "extend"])
@@ -220,6 +222,7 @@ def layers_call(pools=5):
     return t["query"], pages, t["page_table"], t["seq_lens"], t["cu_seqlens_q"]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_layers_with_the_same_rules_share_one_look(counted, dynamic):
     given = layers_call()

@@ -108,6 +108,7 @@ def test_the_foreign_op_refuses_other_devices(name, arch):
 GRID = [pytest.param(n, c, id=f"{n}-{c.label}") for n in NAMES for c in CASES["mla_attention"] if c.label.startswith("deepseek")]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("name", "case"), GRID)
 def test_kernel(name, case):
     with pretend(TARGETS[name]):
@@ -140,6 +141,7 @@ def test_idle_requests_keep_their_places(name, q_lens):
         assert check_kernel(KERNELS[name], call).worst <= 1.0
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck(name):
     overload = getattr(torch.ops.attnops.mla_attention, name)
@@ -222,6 +224,7 @@ def test_the_overload_is_one_node(name):
     assert "sgl_kernel" not in text
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_inductor_names_the_kernel(name):
     given = {n: t for n, t in decode_for(name).tensors().items() if n != "output"}

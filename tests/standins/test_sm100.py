@@ -124,6 +124,7 @@ def scratch(way: Way) -> int:
     return attnops.explain(Model(), *step, target=way.target, quiet=True).workspace_bytes
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 def test_a_request_from_prefill_to_drafts(way):
     """The kernel answers every step but the prefill, which unfolds its latents; and as the reference would."""
@@ -148,6 +149,7 @@ COMPILED = {"cutlass": 1, "float8": 2}
 """The step whose generated code is read: one token of each request, or drafts to verify."""
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled(name):
     """Generated code calls the kernel by name, once a layer."""
@@ -189,6 +191,7 @@ def test_compiled_prefill():
 # What the cache is for ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 def test_rows_of_the_table_are_whole_tiles(way):
     """So that the kernel pads no table in any layer, though 200 tokens are no whole number of tiles."""

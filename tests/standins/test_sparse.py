@@ -94,6 +94,7 @@ def test_the_foreign_op_refuses_other_devices(packed):
 GRID = [c for c in CASES[OP] if c.label.startswith("deepseek")]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("target", [SM90, SM100], ids=str)
 @pytest.mark.parametrize("case", GRID, ids=str)
 def test_kernel(case, target):

@@ -91,6 +91,7 @@ def check(name: str, given: Call) -> None:
 # Verification: as many tokens of every request -------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("n", range(1, WIDE + 1))
 @pytest.mark.parametrize("name", HERE)
 def test_verify(name, n):
@@ -98,6 +99,7 @@ def test_verify(name, n):
     check(name, call(name, (n, n, n), (60 + n, n, 130)))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("n", range(1, WIDE + 1))
 @interpreted
 def test_verify_in_triton(n):
@@ -152,6 +154,7 @@ def extend(name: str, accepted: tuple[int, ...]) -> None:
     torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("accepted", ACCEPTED, ids=str)
 @pytest.mark.parametrize("name", HERE)
 def test_draft_extend(name, accepted):

@@ -114,6 +114,7 @@ POINTS = [
 ]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("kernel", "make"), POINTS)
 def test_kernel(kernel, make):
     with pretend(TARGETS[kernel.name]):

@@ -39,6 +39,7 @@ def call(q_lens=(1, 2, 1), seq_lens=(70, 3, 130), page=64, f=DEEPSEEK, padding=1
 DEEP = [c for c in CASES["mla_attention"] if c.label.startswith("deepseek")]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("case", DEEP, ids=str)
 def test_grid(calls, case):
     given = case.call()
@@ -164,6 +165,7 @@ def test_the_function_refuses_the_same(calls, change, text):
 # Compiled -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_opcheck(calls):
     for given in (call(), call(f=replace(DEEPSEEK, lse=True, q_heads=128))):
         made = equip(KERNEL, given)

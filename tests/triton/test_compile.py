@@ -168,12 +168,14 @@ def check(name, arch, limit):
             assert ("wgmma" in ptx) == (arch == 90 and given["TILE_M"] >= 64)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", CALLS)
 @compiled
 def test_sm90(name):
     check(name, 90, CALLS[name][1])
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("arch", "name"), ELSEWHERE)
 @compiled
 def test_other_gpus(arch, name):
@@ -206,6 +208,7 @@ GRADIENTS = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("arch", "name"), [(90, name) for name in GRADIENTS] + [(80, "d128"), (89, "d64"), (100, "d64")])
 @compiled
 def test_gradients(arch, name):

@@ -44,6 +44,7 @@ def check(call, refused=("dtype", "kv_dtype", "q_heads")):
     return figures
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("op", "label"), [pytest.param(op, case.label, id=str(case)) for op in DATA for case in CASES[op]])
 @interpreted
 def test_grid(op, label):
@@ -71,6 +72,7 @@ def test_heads_may_lie_far_apart():
     assert torch.equal(pages[1, 14].half(), key[0]) and torch.equal(pages[0, 3].half(), key[3])
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("op", DATA)
 @interpreted
 def test_random_calls(op):
@@ -103,6 +105,7 @@ def check_bits(call):
 SCALES = {"one": (1.0,), "a_third": (1 / 3,), "by_head": (0.07, 3.0, 1.0, 1e-3)}
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("stored", [E4M3, E5M2, INT8], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
@@ -128,6 +131,7 @@ def test_float_pages_with_scales():
             check_bits(call.with_(**{n: s for n, s in (("k_scale", k_scale), ("v_scale", v_scale)) if s is not None}))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("op", [*WRITES[1:], *MOVES])
 @interpreted
 def test_same_bits_as_the_reference(op):
@@ -184,6 +188,7 @@ def test_any_layout(op):
             check_bits(call.with_(**{n: transposed(t, dim)}))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("op", WRITES)
 @interpreted
 def test_many_tokens(op):
@@ -199,6 +204,7 @@ def test_many_tokens(op):
     check_bits(call)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("entries", [1, 5, 256, 257, 600])
 @interpreted
 def test_copies_that_overlap(entries):
@@ -228,6 +234,7 @@ def test_long_tables():
 # In graphs ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("op", DATA)
 @interpreted
 def test_opcheck(op):

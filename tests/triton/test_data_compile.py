@@ -101,12 +101,14 @@ def check(name, arch, limit=0):
             assert "bar.sync" in ptx, "writes may overtake reads"
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", CALLS)
 @compiled
 def test_sm90(name):
     check(name, 90)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("arch", "name"), ELSEWHERE)
 @compiled
 def test_other_gpus(arch, name):

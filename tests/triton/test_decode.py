@@ -44,6 +44,7 @@ def check(call, refused=(), kernel=KERNEL):
     return figures
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("way", ["whole", "split", "deterministic"])
 @interpreted
 def test_grid(way):
@@ -113,6 +114,7 @@ def test_programs_in_any_order():
         assert torch.equal(first.arguments[name].nan_to_num(), again.arguments[name].nan_to_num()), name
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("window", [-1, 100])
 @interpreted
 def test_a_request_does_not_see_its_mates(window):
@@ -136,6 +138,7 @@ STEPS = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("arch", "name", "rows"), [(90, n, 1) for n in STEPS] + [(90, "llama", 64), (80, "llama", 1), (89, "gemma2", 1)])
 @compiled
 def test_compiles(arch, name, rows):

@@ -29,6 +29,7 @@ def check(call):
     assert figures.worst <= 1.0, figures
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("op", "label"), [pytest.param(op, case.label, id=str(case)) for op in OPS for case in CASES[op]])
 @interpreted
 def test_grid(op, label):
@@ -50,6 +51,7 @@ LONG = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", LONG)
 @interpreted
 def test_several_tiles(name):
@@ -61,6 +63,7 @@ def test_several_tiles(name):
     check(builders.backward(Source(2), dense, mask_grad=f.mask == "additive"))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("shape", ["bhq", "b", "h", "q", "hq", ""])
 @interpreted
 def test_a_mask_gets_the_sum_over_all_that_it_serves(shape):
@@ -117,6 +120,7 @@ def test_no_result_is_returned_twice(keys):
     assert len({id(x) for x in results}) == len(results)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("seed", range(40))
 @interpreted
 def test_random_calls(seed):

@@ -31,6 +31,7 @@ def triton(op):
 # Promises about batch mates -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("op", OURS[:2])
 @interpreted
 def test_a_request_does_not_see_its_mates(op):
@@ -46,6 +47,7 @@ def test_a_request_does_not_see_its_mates(op):
         same_bits(call, [(0,), (1,), (2,), (3, 0), (4, 2), (4, 1, 0)])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("op", OURS[:2])
 @interpreted
 def test_parts_are_bounded(op):

@@ -23,6 +23,7 @@ def kernel():
     return kernels_of("mxfp4_experts")["triton"]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("label", [case.label for case in CASES["mxfp4_experts"]])
 @interpreted
 def test_grid(label):
@@ -78,6 +79,7 @@ def launched(tokens, arch):
     return found
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("arch", "tokens"), [(90, 1), (90, 8), (80, 1), (89, 8)])
 @compiled
 def test_nothing_spills(arch, tokens):

@@ -58,6 +58,7 @@ def check(call, name="as_is", refused=()):
     return figures
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("op", "label"), [pytest.param(op, case.label, id=str(case)) for op in OPS for case in CASES[op]])
 @interpreted
 def test_grid(op, label):
@@ -72,6 +73,7 @@ TELLING = (
 )  # fmt: skip
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", MODES[1:])
 @pytest.mark.parametrize(
     ("op", "label"), [pytest.param(op, case.label, id=str(case)) for op in OPS[:2] for case in CASES[op] if case.label in TELLING]
@@ -117,6 +119,7 @@ TILES = ("plain", "window", "window_both", "chunk_all_keys", "softcap_sinks")
 BATCHES_OF = {f: [*BATCHES] if f in TILES else ["mixed"] if f == "group_of_70" else ["mixed", "verify"] for f in LONG}
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("features", "batch"), [(f, b) for f, batches in BATCHES_OF.items() for b in batches])
 @interpreted
 def test_long(features, batch):
@@ -125,6 +128,7 @@ def test_long(features, batch):
     check(builders.paged(Source(1), *sizes, LONG[features]), name)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", MODES)
 @interpreted
 def test_ragged(name):
@@ -137,6 +141,7 @@ def test_ragged(name):
     check(call, name)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("heads", "queries", "name"), [(1, 1, "split"), (16, 2, "split"), (24, 2, "deterministic"), (128, 1, "as_is"), (32, 3, "split")]
 )
@@ -156,6 +161,7 @@ def test_more_parts_than_are_read_at_once():
         grids.MANY_SPLITS = before
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kv", [E4M3, torch.float8_e5m2, INT8], ids=str)
 @interpreted
 def test_stored_keys(kv):
@@ -166,6 +172,7 @@ def test_stored_keys(kv):
         check(builders.mla(Source(5), (1, 2), (100, 33), 16, replace(DEEPSEEK, kv_dtype=kv)), "split")
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("softcap", "queries", "name"), pairwise(softcap=(0.0, 30.0), queries=(1, 5, 70), name=MODES))
 @interpreted
 def test_temperature_by_position(softcap, queries, name):
@@ -181,6 +188,7 @@ def ran(call, name):
     return call.arguments["output"]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("op", OPS)
 @interpreted
 def test_random_calls(op):
@@ -204,6 +212,7 @@ def transposed(t, dim):
     return raw.transpose(dim, dim - 1).contiguous().transpose(dim, dim - 1).view(t.dtype)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("op", OPS)
 @interpreted
 def test_any_layout(op):

@@ -33,6 +33,7 @@ def check(call):
     return figures
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("label", [case.label for case in CASES["route"]])
 @interpreted
 def test_grid(label):
