@@ -477,6 +477,28 @@ def test_the_nearest_sibling_serves_and_a_table_of_its_own_wins(cache):
     assert source("NVIDIA H800") == "" and not in_force(Target("cuda", 90, gpu="NVIDIA H800")).shipped
 
 
+def test_a_sibling_speaks_for_kernels_without_a_time(cache):
+    """A GPU's own times come first. Its sibling's, scaled, serve kernels and ops that its own table has not."""
+    import attnops
+
+    kernels = kernels_of("attention")
+    versions = {f"attention.{n}": version_of(kernels[n]) for n in ("sdpa", "flex")}
+    own = Grid(SQUARE, (1.0,), (16.0,), (1.0,), {"sdpa": (50.0,)})
+    both = Grid(SQUARE, (1.0,), (16.0,), (1.0,), {"sdpa": (5.0,), "flex": (40.0,)})
+    ship(cache, "h100.json", table(own, gpu=H100, versions=versions).to_json())
+    alone = in_force(Target("cuda", 90, gpu=H100)).table
+    ship(cache, "h200.json", table(both, gpu=H200, versions=versions).to_json())
+    target = Target("cuda", 90, assume=(), gpu=H100)
+    found = in_force(target).table
+    assert (found.gpu, found.source, found.sibling.source) == (H100, "", H200) and found.digest != alone.digest
+    assert found.to_json() == alone.to_json(), "what another GPU measured is not written into a GPU's own table"
+    q, k = torch.randn(1, 16, 4, 16), torch.randn(1, 16, 2, 16)
+    explained = attnops.explain(lambda: attnops.attention(q, k, k, causal=True), target=target, quiet=True)
+    costs_us = explained.as_dict()["calls"][0]["cost_us"]
+    assert (costs_us["sdpa"]["us"], costs_us["sdpa"]["how"]) == (50.0, MEASURED)
+    assert costs_us["flex"]["us"] == pytest.approx(40.0, rel=0.02) and costs_us["flex"]["how"] == f"{SCALED} {H200}"
+
+
 def test_scaled_times_are_marked_and_no_measured_ones(cache):
     import attnops
 

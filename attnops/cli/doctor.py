@@ -80,7 +80,7 @@ def measured_times(target: Target) -> dict[str, Any]:
         "gpu": table.gpu, "scaled_from": table.source, "made": dict(table.made), "digest": table.digest[:12], "ops": ops,
         "sizes": sum(len(g.points()) for g in table.grids),
         "other_versions": {n: {"timed": table.versions[n], "here": version_of(k)} for n, k in changed.items()},
-        "unmeasured": [n for n in usable if n not in table.versions],
+        "unmeasured": [n for n in usable if n not in table.versions and not (table.sibling and n in table.sibling.versions)],
     }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """The user's settings and files: the two environment variables, which no other file reads, the table in force, and the places of tables.
 
-The user's own table, `<cache folder>/tables/<gpu>.json`, comes before the one shipped for the same GPU, and that before one shipped for a
-sibling of its architecture, whose times are scaled. A named target ("sm90" on a laptop) has no GPU: it gets a shipped table of its arch as
+The user's own table, `<cache folder>/tables/<gpu>.json`, comes before the one shipped for the same GPU. The one shipped for the nearest
+sibling of its architecture, whose times are scaled, serves kernels and shapes without a time in that, or everything. A named target ("sm90" on a laptop) has no GPU: it gets a shipped table of its arch as
 it is. A file that cannot be read, or that was made on another GPU, is ignored; `doctor` says so.
 """
 
@@ -14,7 +14,7 @@ import platform
 import re
 import stat
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -55,6 +55,7 @@ def in_force(target: Target) -> InForce:
 @functools.cache
 def _in_force(device: str, gpu: str, target: str) -> InForce:
     ignored: list[tuple[Path, str]] = []
+    own: list[tuple[Table, Path]] = []
     siblings: list[tuple[Table, Path]] = []
     # The tables that ship are of GPUs.
     for path in ([path_for(gpu)] if gpu else []) + (sorted(SHIPPED.glob("*.json")) if device == "cuda" else []):
@@ -66,15 +67,19 @@ def _in_force(device: str, gpu: str, target: str) -> InForce:
             ignored.append((path, str(error)))
             continue
         if table.gpu == gpu:
-            return InForce(table, path, tuple(ignored))
-        if path.parent != SHIPPED:
+            own.append((table, path))
+        elif path.parent != SHIPPED:
             ignored.append((path, str(BadTable("gpu", repr(table.gpu), repr(gpu)))))
         elif table.target == target:
             siblings.append((table, path))
-    if not siblings:
+    found: list[tuple[Table, Path]] = own[:1]
+    if siblings:
+        table, path = min(siblings, key=lambda one: nearness(gpu, one[0].gpu))
+        found.append((scaled(table, gpu) if gpu else table, path))
+    if not found:
         return InForce(ignored=tuple(ignored))
-    table, path = min(siblings, key=lambda found: nearness(gpu, found[0].gpu))
-    return InForce(scaled(table, gpu) if gpu else table, path, tuple(ignored))
+    (table, path), *others = found
+    return InForce(replace(table, sibling=others[0][0]) if others else table, path, tuple(ignored))
 
 
 def read_text(path: Path) -> str:

@@ -161,6 +161,7 @@ class Table:
 
     gpu: the device's name. target: as `str(Target)`. versions: by `op.kernel`, the version that was timed.
     made: date and software of the measurement. source: the sibling GPU whose times were scaled; "" where they are of `gpu` itself.
+    sibling: the scaled table of another GPU, for kernels and shapes that this one has no times of. No part of the JSON text.
     """
 
     gpu: str
@@ -169,11 +170,12 @@ class Table:
     grids: tuple[Grid, ...]
     made: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
+    sibling: Table | None = None
 
     @functools.cached_property
     def digest(self) -> str:
-        """sha256 of the JSON text."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
+        """sha256 of the JSON text, and of the sibling's."""
+        return hashlib.sha256((self.to_json() + (self.sibling.digest if self.sibling else "")).encode()).hexdigest()
 
     def __hash__(self) -> int:
         return hash(self.digest)
@@ -213,21 +215,22 @@ class Table:
 def costs(problem: Problem, kernels: Sequence[Kernel], table: Table | None) -> dict[str, Cost]:
     """The cost of each of `kernels`, which can all run `problem`.
 
-    Measured times rank the kernels that the table covers. Another kernel costs HANDICAP times the larger of its own estimate and the
-    time of its work at the best rates measured: it is chosen only where all measured times are slow. Their own estimates rank all
-    kernels where the table covers no kernel.
+    Measured times rank the kernels that the table covers, and its sibling's times those that the sibling alone covers. Another kernel
+    costs HANDICAP times the larger of its own estimate and the time of its work at the best rates measured: it is chosen only where all
+    measured times are slow. Their own estimates rank all kernels where no table covers one.
     A kernel that reads a plan of the device was timed with it: a call without a plan takes longer by the kernel's own estimate.
     """
     out = {k.name: Cost(k.cost_us(problem), ESTIMATED) for k in kernels}
-    if table is None or (found := table.nearest(problem)) is None:
-        return out
-    how = f"{SCALED} {table.source}" if table.source else MEASURED
-    timed = {}
-    for k in kernels:
-        if table.speaks_for(k, problem.target) and (us := found[0].at(k.name, found[1])) is not None:
-            unplanned = k.plan.device is not None and problem.step.plan == "none"
-            timed[k.name] = Cost(us + (out[k.name].us - k.cost_us(altered(problem, plan="device")) if unplanned else 0.0), how)
-    floor = table.floor_us(*found) if timed else 0.0
+    timed, floor = dict[str, Cost](), 0.0
+    for speaks in (t for t in (table, table and table.sibling) if t is not None):
+        if (found := speaks.nearest(problem)) is None:
+            continue
+        how = f"{SCALED} {speaks.source}" if speaks.source else MEASURED
+        for k in (k for k in kernels if k.name not in timed and speaks.speaks_for(k, problem.target)):
+            if (us := found[0].at(k.name, found[1])) is not None:
+                unplanned = k.plan.device is not None and problem.step.plan == "none"
+                timed[k.name] = Cost(us + (out[k.name].us - k.cost_us(altered(problem, plan="device")) if unplanned else 0.0), how)
+        floor = floor or (speaks.floor_us(*found) if timed else 0.0)
     others = {name: Cost(HANDICAP * max(cost.us, floor), UNMEASURED) if timed else cost for name, cost in out.items()}
     return others | timed
 
