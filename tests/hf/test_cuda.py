@@ -65,10 +65,10 @@ def test_generate_uses_lengths_and_does_not_wait(name, padded, no_waiting):
     model = on_gpu(name)
     mask = left_padded()[:, :14] if padded else torch.ones(3, 14, dtype=torch.int64)
     want = gpu_tokens(model, attention_mask=mask.cuda())
-    with attnops.patch(model):
+    with attnops.patch(model, cache="hf", decode="hf"):
         gpu_tokens(model, attention_mask=mask.cuda())
     no_waiting.append(True)
-    with attnops.patch(model), watched() as calls:
+    with attnops.patch(model, cache="hf", decode="hf"), watched() as calls:
         assert torch.equal(gpu_tokens(model, attention_mask=mask.cuda()), want)
     assert all(call["mask"] is None for call in calls)
     assert any(call["kv_start"] is not None for call in calls) or not padded
