@@ -74,10 +74,11 @@ def chosen_again(data, table):
 
 
 def of(table, shapes):
-    """The part of the table that is of the shapes' ops."""
+    """The part of the table that speaks for calls of the shapes' ops without lse."""
     ops = {shape.op for shape in shapes}
-    versions = {name: version for name, version in table.versions.items() if name.partition(".")[0] in ops}
-    return replace(table, grids=tuple(g for g in table.grids if g.shape.op in ops), versions=versions)
+    grids = tuple(g for g in table.grids if g.shape.op in ops and not g.shape.lse)
+    timed = {f"{g.shape.op}.{name}" for g in grids for name in g.us}
+    return replace(table, grids=grids, versions={name: version for name, version in table.versions.items() if name in timed})
 
 
 def test_the_shipped_table_chooses_as_the_committed_figures_say():

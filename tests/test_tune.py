@@ -157,7 +157,7 @@ def test_plans():
     with pytest.raises(InvalidInput, match="ops: got write_kv"):
         sweeps_of("full", ("write_kv",))
     points = [sum(p.allows(Sizes(*at)) for at in product(p.batch, p.queries, p.ratio)) for p in sweeps_of("full")]
-    assert min(points) > 5 and sum(points) < 3900, "about 30 ms for every point of them"
+    assert min(points) > 5 and sum(points) < 4100, "about 30 ms for every point of them"
     window = next(p for p in sweeps_of("full", ("paged_attention",)) if p.shape.window >= 0)
     assert not window.allows(Sizes(64.0, 2048.0, 4096.0)), "what a window does not read must be held all the same"
     brief = sweeps_of("brief")
@@ -165,7 +165,7 @@ def test_plans():
     for few, all_ in zip(brief, sweeps_of("full"), strict=True):
         for axis, full in zip((few.batch, few.queries, few.ratio), (all_.batch, all_.queries, all_.ratio), strict=True):
             assert set(axis) <= set(full) and (axis[0], axis[-1]) == (full[0], full[-1]) and len(axis) <= 5
-    assert sum(sum(p.allows(Sizes(*at)) for at in product(p.batch, p.queries, p.ratio)) for p in brief) < 1800
+    assert sum(sum(p.allows(Sizes(*at)) for at in product(p.batch, p.queries, p.ratio)) for p in brief) < 2000
     assert powers(3, 50) == (3.0, 6.0, 12.0, 24.0, 48.0)
 
 

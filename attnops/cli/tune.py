@@ -23,7 +23,7 @@ from attnops.measured.table import from_json
 from attnops.problem import Target
 from attnops.tune.clock import ceilings, clock_for
 from attnops.tune.run import COMPILED, Report, Stopwatch, compile_ahead, gpu_name, measure
-from attnops.tune.shapes import sweeps_of
+from attnops.tune.shapes import asked_by, sweeps_of
 
 
 def run(
@@ -80,11 +80,12 @@ def table_before(device: torch.device, output: Path | None) -> Table | None:
 
 
 def without(table: Table | None, ops: tuple[str, ...]) -> Table | None:
-    """A table less the ops that are measured anew."""
+    """A table less the shapes that are measured anew."""
     if table is None:
         return None
-    versions = {name: version for name, version in table.versions.items() if name.partition(".")[0] not in ops}
-    return replace(table, grids=tuple(g for g in table.grids if g.shape.op not in ops), versions=versions)
+    grids = tuple(g for g in table.grids if asked_by(g.shape) not in ops)
+    timed = {f"{g.shape.op}.{name}" for g in grids for name in g.us}
+    return replace(table, grids=grids, versions={name: v for name, v in table.versions.items() if name in timed})
 
 
 def show(table: Table, report: Report, path: Path, console: Console) -> None:

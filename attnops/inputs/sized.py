@@ -44,7 +44,7 @@ def lengths(shape: Shape, at: Sizes) -> tuple[list[int], list[int]]:
     lengths.
     """
     batch, queries, keys = int(at.batch), int(at.queries), int(at.queries * at.ratio)
-    if shape.op == "varlen_attention_backward":
+    if shape.op.removesuffix(GRADIENT) == "varlen_attention" and (shape.lse or shape.op.endswith(GRADIENT)):
         ragged = [max(round(queries * (0.5 + (i + 0.5) / batch)), 1) for i in range(batch)]
         return ragged, ragged
     cached = shape.decode or shape.kv_range or (shape.page_size > 0 and at.ratio > 1)
@@ -67,6 +67,8 @@ def build(shape: Shape, q_lens: Sequence[int], k_lens: Sequence[int], pool: Pool
         given["window_left"] = shape.window
     if shape.softcap:
         given["softcap"] = SOFTCAP
+    if shape.lse:
+        given["return_lse"] = True
     if shape.sinks:
         given["sinks"] = pool.take(shape.q_heads, dtype=dtype).clone()
     scale, narrow = torch.full((1,), 0.5, device=device), dtype in QUANTISED
@@ -127,7 +129,7 @@ def problem_of(shape: Shape, q_lens: Sequence[int], k_lens: Sequence[int], targe
     rules = Visibility(s.causal, (s.window, -1), s.softcap, sinks=s.sinks, sinks_dtype=sinks_dtype, kv_range=s.kv_range)
     return Problem(
         s.op, target, getattr(torch, s.dtype), getattr(torch, s.kv_dtype), s.q_heads, s.kv_heads, s.head_dim, s.v_head_dim, s.rope_dim,
-        s.page_size, rules=rules, sizes=Extents(*map(Extent.of, sizes)), results=Results(grad=s.op.endswith(GRADIENT)),
+        s.page_size, rules=rules, sizes=Extents(*map(Extent.of, sizes)), results=Results(s.lse, s.op.endswith(GRADIENT)),
         step=StepFacts(padded="padded" not in OPS[s.op].spec.names, sizes_equal=dense and queries == keys),
         asks=frozenset(ANGLES if s.op == STEP else ()),
     )  # fmt: skip

@@ -40,6 +40,8 @@ class Work(NamedTuple):
 class Shape:
     """A kind of call. Fields as in Problem. window: its left side, -1 is unbounded. square: as many keys as queries, by construction.
 
+    lse: the call returns the lse, as the forward of a training step does. Such a shape speaks for such calls only.
+
     A shape speaks for its neighbours: other head counts count as more or fewer requests, other differences as a distance.
     """
 
@@ -59,6 +61,7 @@ class Shape:
     square: bool = False
     decode: bool = False
     softcap: bool = False
+    lse: bool = False
 
     def distance(self, p: Problem) -> float:
         """How unlike `p` the shape is: 0 for the same kind, infinite when the shape does not speak for `p`.
@@ -69,6 +72,8 @@ class Shape:
         if own != (p.op, p.rope_dim, rules.kv_range, rules.windowed, decodes(p), p.page_size > 0) or rules.mask != "none":
             return inf
         if rules.attention_chunk or p.dtype is None or p.kv_dtype is None or not p.q_heads or not p.kv_heads:
+            return inf
+        if self.lse and not p.results.lse:
             return inf
         dims = ((self.head_dim, p.head_dim), (self.v_head_dim, p.v_head_dim))
         if (
@@ -84,6 +89,7 @@ class Shape:
             + 0.1 * octaves(self.window + 1, rules.window[0] + 1)
             + 0.5 * (not self.decode and self.causal != rules.causal)
             + 0.25 * ((self.sinks != rules.sinks) + (self.softcap != rules.softcap))
+            + 2.0 * (self.lse != p.results.lse)
         )
 
     @property
@@ -102,7 +108,7 @@ class Shape:
         words = [self.op, "decode" if self.decode else "extend", f"{self.q_heads}/{self.kv_heads} heads of {dims}", self.dtype]
         words += [f"keys {self.kv_dtype}"] * (self.kv_dtype != self.dtype) + [f"page {self.page_size}"] * bool(self.page_size)
         words += [f"window {self.window}"] * (self.window >= 0) + ["sinks"] * self.sinks + ["padded"] * self.kv_range
-        words += ["soft cap"] * self.softcap
+        words += ["soft cap"] * self.softcap + ["with lse"] * self.lse
         return " ".join(words + ["not causal"] * (not self.causal and not self.decode))
 
     def place(self, p: Problem) -> Sizes:

@@ -1,8 +1,9 @@
 """The user's settings and files: the two environment variables, which no other file reads, the table in force, and the places of tables.
 
 The user's own table, `<cache folder>/tables/<gpu>.json`, comes before the one shipped for the same GPU. The one shipped for the nearest
-sibling of its architecture, whose times are scaled, serves kernels and shapes without a time in that, or everything. A named target ("sm90" on a laptop) has no GPU: it gets a shipped table of its arch as
-it is. A file that cannot be read, or that was made on another GPU, is ignored; `doctor` says so.
+sibling of its architecture, whose times are scaled, serves kernels and shapes that have no time there, or all of them. A named target
+("sm90" on a laptop) has no GPU: it gets a shipped table of its arch as it is. A file that cannot be read, or that was made on another GPU,
+is ignored; `doctor` says so.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 
 from attnops.errors import InvalidInput
 from attnops.measured import Shape, Sizes
-from attnops.measured.table import Axes, Axis
+from attnops.measured.table import AnyShape, Axes, Axis
 from attnops.tune import linears
 
 LARGEST_BYTES = 5e9
@@ -24,7 +24,7 @@ class Sweep(Axes):
         """Is a call of these sizes timed?"""
         shape = replace(self.shape, window=-1) if isinstance(self.shape, Shape) else self.shape  # a window reads a part of the cache
         held = shape.work(at).bytes
-        products = 2.5 if self.shape.op.endswith("_backward") else 1.0  # five where a forward makes two
+        products = 2.5 if asked_by(self.shape).endswith(BACKWARD) else 1.0  # five where a forward makes two
         return held <= LARGEST_BYTES and products * self.shape.work(at).flops <= LARGEST_FLOPS
 
     @property
@@ -89,7 +89,7 @@ LINEARS = tuple(Sweep(shape, linears.ROWS, ONE, ONE) for shape in linears.SHAPES
 TRAINED, LONG = powers(512, 32768), powers(512, 32768, 4)
 WINDOW: dict[str, Any] = {"window": 1023}
 GPT_OSS: dict[str, Any] = D64 | {"window": 127, "sinks": True}
-GRADIENTS = (
+GRADIENTS: tuple[Sweep, ...] = (
     *(_prefill(shape, (1.0, 2.0, 4.0, 16.0), TRAINED) for shape in (DENSE_GRADIENT, PACKED_GRADIENT)),
     *(
         _prefill(replace(shape, **more), (1.0, 4.0, 16.0), LONG)
@@ -98,6 +98,21 @@ GRADIENTS = (
     ),
     *(_prefill(replace(DENSE_GRADIENT, **more), (1.0, 4.0, 16.0), LONG) for more in (D96, D64_MHA | {"causal": False})),
 )
+BACKWARD = "_backward"
+
+
+def forward(gradient: Sweep) -> Sweep:
+    """The forward of a training step, at the sizes of its gradient."""
+    assert isinstance(gradient.shape, Shape)
+    return replace(gradient, shape=replace(gradient.shape, op=gradient.shape.op.removesuffix(BACKWARD), lse=True))
+
+
+def asked_by(shape: AnyShape) -> str:
+    """The op whose name asks for a shape: the forward of a training step is timed with its gradient."""
+    return shape.op + BACKWARD * (isinstance(shape, Shape) and shape.lse)
+
+
+TRAINING = tuple(step for sweep in GRADIENTS for step in (forward(sweep), sweep))
 
 # Head dims of 128 come first: prebuilt kernels have them, and compilation for others may exhaust a kernel's first_calls_s.
 FULL = (
@@ -146,7 +161,7 @@ FULL = (
     _decode(replace(PAGED, **FP8)),
     _decode(replace(PAGED, **D256)),
     _prefill(replace(DENSE, **D256)),
-    *GRADIENTS,
+    *TRAINING,
 )
 
 
@@ -167,6 +182,7 @@ TINY = (
     *(_prefill(replace(shape, **_TINY), (1.0, 2.0), (8.0, 16.0)) for shape in (DENSE, PACKED)),
     *(_decode(replace(s, **heads, page_size=4), (1.0, 2.0), (8.0, 16.0)) for s, heads in ((PAGED, _TINY), (MLA, _LATENT))),
     *(_prefill(replace(shape, **_TINY), (1.0, 2.0), (8.0, 16.0)) for shape in (DENSE_GRADIENT, PACKED_GRADIENT)),
+    forward(_prefill(replace(DENSE_GRADIENT, **_TINY), (1.0, 2.0), (8.0, 16.0))),
 )
 CPU = (
     _prefill(replace(DENSE, **F32), (1.0, 4.0), (64.0, 256.0)),
@@ -179,10 +195,10 @@ GRIDS: dict[str, tuple[Sweep, ...]] = {"full": FULL, "brief": BRIEF, "cpu": CPU,
 
 
 def sweeps_of(grid: str, ops: Sequence[str] = ()) -> tuple[Sweep, ...]:
-    """The sweeps of a named grid; ops: of these only. Raises InvalidInput for an unknown name."""
+    """The sweeps of a named grid; ops: of these only, a gradient with its forward. Raises InvalidInput for an unknown name."""
     if grid not in GRIDS:
         raise InvalidInput("grid", repr(grid), " | ".join(GRIDS))
-    known = {p.shape.op for p in GRIDS[grid]}
+    known = {asked_by(p.shape) for p in GRIDS[grid]}
     if unknown := set(ops) - known:
         raise InvalidInput("ops", ", ".join(sorted(unknown)), " | ".join(sorted(known)))
-    return tuple(p for p in GRIDS[grid] if not ops or p.shape.op in ops)
+    return tuple(p for p in GRIDS[grid] if not ops or asked_by(p.shape) in ops)
