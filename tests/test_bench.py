@@ -511,7 +511,7 @@ def test_what_cannot_be_compared(tmp_path):
         (["decode", "--layers", -1], "layers: got -1"),
         (["decode", "--model", "t5", "--device", "cpu"], "model: got 't5', a T5Config, want a decoder"),
         (["decode", "--ways", "nope", "--device", "cpu"], "ways: got 'nope', want some of hf_eager"),
-        (["kernels", "--ways", "hf_eager"], "suites: got kernels, want generate, decode or training_steps, for --ways"),
+        (["kernels", "--ways", "hf_eager"], "suites: got kernels, want generate, decode, prefill or training_steps, for --ways"),
         (["overhead", "--points", "8x1k"], "suites: got overhead, want one that measures models"),
         (["overhead", "--device", "cpu", "--out", __file__], "want a folder"),
         (["decode", "--device", "cpu", "--gpus", 2], "gpus: got 2, want 1 to 1"),

@@ -90,6 +90,7 @@ KINDS = {
     r"flash|attend|combine|attention|fmha|mla|xqa|sdpa|prepare_varlen|lean_reduction|^decode$": "attention",
     r"gemm|gemv|nvjet|splitk|cublas|cutlass|_mm_|triton_tem|^(one|few)_(row|token)": "matmul",
 }
+PREFILL_WAYS = ("hf_eager", "hf_compiled", "attnops_eager", "attnops_compiled", "attnops_paged", "attnops_prompt")
 NAMED = ("attnops_tuned", "hf_tuned", "attnops_linears", "attnops_one_launch")  # tuning takes a minute each
 
 
@@ -120,11 +121,10 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
         found: Row = {"tokens_s": round(point.batch / us * 1e6, 1), "layers": model.config.num_hidden_layers}
         found |= {"of_bandwidth": round(read / us * 1e-6 / bandwidth, 4)} if read and bandwidth else {}
         if setup.on_gpu and way is not eager:
-            ran, steps = launched(way.timed), way.timed.per
+            found |= profiled(way.timed)
             if way.timed.waiting is not None:
                 waited = steps_us({"": replace(way.timed, call=way.timed.waiting)}, rounds=5, cap_s=1.0)
                 found["synchronised_us"] = waited[""]["median_us"]
-            found |= {f"us_{kind}": round(spent / steps, 1) for kind, spent in shares(ran).items()} | {"kernels": round(len(ran) / steps)}
         return found
 
     makers = ways_of(setup, model, prompt, new)
@@ -224,13 +224,16 @@ def prefill(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
         # The graph makes the cache itself, so prompts of one length share a graph.
         return forward(prompt, use_cache=True, logits_to_keep=1, **given).logits
 
-    def figures(us: float, _: Way) -> Row:
+    def figures(us: float, way: Way) -> Row:
         found: Row = {"tokens_s": round(sum(lengths) / us * 1e6, 1), "layers": model.config.num_hidden_layers}
-        return found | ({"of_matmul": round(flop / us * 1e-6 / ceiling, 4)} if flop and ceiling else {})
+        found |= {"of_matmul": round(flop / us * 1e-6 / ceiling, 4)} if flop and ceiling else {}
+        return found | (profiled(way.timed) if setup.on_gpu and way is not ways["hf_eager"] else {})
 
-    ways = {way: Way(Timed(partial(first_token, forward))) for way, forward in forwards.items()}
+    asked = {"hf_eager", *({*setup.ways} & {*PREFILL_WAYS} or PREFILL_WAYS)}  # `--ways` may name those of decode alone
+    ways = {way: Way(Timed(partial(first_token, forward))) for way, forward in forwards.items() if way in asked}
     if setup.on_gpu:
-        ways |= {"attnops_paged": _prompt(setup, model, prompt, given, "breakable"), "attnops_prompt": _prompt(setup, model, prompt, given)}
+        modes: dict[str, Literal["breakable", "piecewise"]] = {"attnops_paged": "breakable", "attnops_prompt": "piecewise"}
+        ways |= {way: _prompt(setup, model, prompt, given, mode) for way, mode in modes.items() if way in asked}
     return models.compared(f"{name} {point}", model, ways, prompt, None, figures, **given)
 
 
@@ -252,7 +255,7 @@ def flop_of(model: Any, lengths: list[int]) -> int:
     return int(2 * weights * sum(lengths) + 2 * config.num_hidden_layers * width * sum(n * n for n in lengths))
 
 
-def _prompt(setup: Setup, model: Any, prompt: Tensor, given: dict[str, Any], mode: Literal["breakable", "piecewise"] = "piecewise") -> Way:
+def _prompt(setup: Setup, model: Any, prompt: Tensor, given: dict[str, Any], mode: Literal["breakable", "piecewise"]) -> Way:
     """The prompt over pages, whose compiled layers every call finds compiled, and captured where they are."""
     one, handle = models.patched(model, "paged", decode=Decode(mode, compile_after=0))
     cache, more = handle.new_cache(prompt.shape[0], prompt.shape[1] + 1), dict[str, Any]()
@@ -278,6 +281,12 @@ def _prompt(setup: Setup, model: Any, prompt: Tensor, given: dict[str, Any], mod
         first_token()
         handle.step(prompt[:, :1], cache)  # steps are compiled first
     return Way(Timed(first_token), logits, more=more)
+
+
+def profiled(timed: Timed) -> Row:
+    """Microseconds of a step by kind, and its kernels."""
+    ran = launched(timed)
+    return {f"us_{kind}": round(spent / timed.per, 1) for kind, spent in shares(ran).items()} | {"kernels": round(len(ran) / timed.per)}
 
 
 def shares(kernels: list[Ran]) -> dict[str, float]:

@@ -156,7 +156,9 @@ def bench(
     device: Annotated[str, typer.Option(help="cpu or cuda; default CUDA if available.")] = "",
     layers: Annotated[int, typer.Option(help="Layers of the models; default the suite's.")] = 0,
     points: Annotated[str, typer.Option(help="Sizes of steps: requests x cached tokens, such as 1x1k,8x1k.")] = "",
-    ways: Annotated[str, typer.Option(help="Only these ways of generate, decode or training_steps, such as hf_compiled,attnops.")] = "",
+    ways: Annotated[
+        str, typer.Option(help="Only these ways of generate, decode, prefill or training_steps, such as hf_compiled,attnops.")
+    ] = "",
     engine: Annotated[
         list[str] | None,
         typer.Option(help="Another engine for generate or decode: vllm=PYTHON or sglang=PYTHON, of its environment. Repeat it."),

@@ -36,8 +36,8 @@ def run(
     names = [suite.name for suite in chosen]
     if (setup.model or setup.layers or setup.points) and not any(suite.needs for suite in chosen):
         raise InvalidInput("suites", ", ".join(names), "one that measures models, for --model, --layers and --points")
-    if setup.ways and not {"generate", "decode", "training_steps"} & {*names}:
-        raise InvalidInput("suites", ", ".join(names), "generate, decode or training_steps, for --ways")
+    if setup.ways and not {"generate", "decode", "prefill", "training_steps"} & {*names}:
+        raise InvalidInput("suites", ", ".join(names), "generate, decode, prefill or training_steps, for --ways")
     if setup.engines and not {"generate", "decode"} & {*names}:
         raise InvalidInput("suites", ", ".join(names), "generate or decode, for --engine")
     with console.status("measuring") as status, quiet_transformers():
