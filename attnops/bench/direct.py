@@ -31,15 +31,20 @@ def packed(call: Call) -> bool:
 
 
 def sdpa(setup: Setup, call: Call, backends: Any = ()) -> Attend | None:
-    """`scaled_dot_product_attention`, by the backends if given: dense calls, causal or not, without further rules."""
+    """`scaled_dot_product_attention`, by the backends if given: dense calls, causal or not, perhaps with an additive mask."""
     a = call.arguments
-    if packed(call) or {"window_left", "softcap", "sinks"} & a.keys() or (backends == SDPBackend.CUDNN_ATTENTION and not setup.on_gpu):
+    left_out = {"window_left", "softcap", "sinks", "attention_chunk"} | ({"mask"} if backends else set())
+    if packed(call) or left_out & a.keys() or (backends == SDPBackend.CUDNN_ATTENTION and not setup.on_gpu):
         return None
+    hidden = torch.ones(a["mask"].shape[-2:], dtype=torch.bool, device=a["mask"].device).triu(1) if "mask" in a and a["causal"] else None
 
     def run(given: Inputs) -> Tensor:
         q, k, v = (given[n].transpose(1, 2) for n in ("query", "key", "value"))
+        bias = given.get("mask")
+        bias = bias.masked_fill(hidden, float("-inf")) if bias is not None and hidden is not None else bias
+        more: dict[str, Any] = {"is_causal": a["causal"] and bias is None, "enable_gqa": q.shape[1] != k.shape[1]}
         with sdpa_kernel(backends) if backends else nullcontext():
-            out = scaled_dot_product_attention(q, k, v, is_causal=a["causal"], scale=a["scale"], enable_gqa=q.shape[1] != k.shape[1])
+            out = scaled_dot_product_attention(q, k, v, bias, scale=a["scale"], **more)
         return out.transpose(1, 2)
 
     return run
@@ -50,12 +55,13 @@ def flex(setup: Setup, call: Call) -> Attend:
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
     a, tokens = call.arguments, call.arguments["query"].shape[-3]
-    left, cap, device = a.get("window_left", -1), a.get("softcap", 0.0), a["query"].device
+    left, cap, device, chunk = a.get("window_left", -1), a.get("softcap", 0.0), a["query"].device, a.get("attention_chunk", 0)
     document = torch.searchsorted(a["cu_seqlens_q"][1:], torch.arange(tokens, device=device), right=True) if packed(call) else None
 
     def seen(b: Any, h: Any, q: Any, k: Any) -> Any:
         visible = (k <= q) if a["causal"] else (k >= 0)
         visible = visible & (q - k <= left) if left >= 0 else visible
+        visible = visible & (q // chunk == k // chunk) if chunk else visible
         return visible & (document[q] == document[k]) if document is not None else visible
 
     def capped(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -68,6 +74,8 @@ def flex(setup: Setup, call: Call) -> Attend:
     def run(given: Inputs) -> Tensor:
         q, k, v = (given[n][None] if packed(call) else given[n] for n in ("query", "key", "value"))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if (bias := given.get("mask")) is not None:
+            return biased(compiled, (q, k, v), bias, options)
         if "sinks" in given:
             out, aux = compiled(q, k, v, return_aux=AuxRequest(lse=True), **options)
             out = out * torch.sigmoid(aux.lse - given["sinks"].float()[:, None])[..., None].to(out.dtype)
@@ -79,9 +87,15 @@ def flex(setup: Setup, call: Call) -> Attend:
     return run
 
 
+def biased(flex_attention: Any, inputs: tuple[Tensor, ...], bias: Tensor, options: dict[str, Any]) -> Tensor:
+    """flex with a mask `[1, Hq, S, K]` that is added to the logits, and that gets a gradient."""
+    out: Tensor = flex_attention(*inputs, **{**options, "score_mod": lambda score, b, h, q, k: score + bias[0, h, q, k]})
+    return out.transpose(1, 2)
+
+
 def fa4(setup: Setup, call: Call, deterministic: bool = False) -> Attend | None:
     """FlashAttention-4's `flash_attn_func` and `flash_attn_varlen_func`, of a GPU."""
-    if not setup.on_gpu:
+    if not setup.on_gpu or {"mask", "attention_chunk"} & call.arguments.keys():
         return None
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
@@ -105,7 +119,7 @@ def fa4(setup: Setup, call: Call, deterministic: bool = False) -> Attend | None:
 def varlen(setup: Setup, call: Call) -> Attend | None:
     """`torch.nn.attention.varlen.varlen_attn`; key heads are repeated where this torch has no grouped heads there."""
     a = call.arguments
-    if not setup.on_gpu or not packed(call) or {"softcap", "sinks"} & a.keys():
+    if not setup.on_gpu or not packed(call) or {"softcap", "sinks", "attention_chunk"} & a.keys():
         return None
     from torch.nn.attention.varlen import varlen_attn
 

@@ -1,9 +1,9 @@
-"""Suite `training`: attention forward and backward in one timing, dense and packed, with windows, soft caps and sinks, and others' calls.
+"""Suite `training`: attention forward and backward in one timing, dense and packed, with every rule that trains, and others' calls.
 
 `automatic` and `deterministic` (the same under that policy) are the public functions `attention` and `varlen_attention`; `kernel` names
-their forward and their gradient. The other ways are direct calls (`attnops.bench.direct`). The gradients of query, key, value and sinks
-of every way are compared with those in float32 before it is timed. Times are of the device, with a cold L2 cache; `host_us` is what a step
-takes until it is issued. `of_direct`: the time of the fastest direct call over the row's; above 1 is faster than that.
+their forward and their gradient. The other ways are direct calls (`attnops.bench.direct`). The gradients of query, key, value, sinks and
+mask of every way are compared with those in float32 before it is timed. Times are of the device, with a cold L2 cache; `host_us` is what
+a step takes until it is issued. `of_direct`: the time of the fastest direct call over the row's; above 1 is faster than that.
 """
 
 from __future__ import annotations
@@ -35,18 +35,22 @@ from attnops.tune.shapes import D64_MHA, DEEPSEEK, DENSE, PACKED
 MOST_ERROR = 0.02
 ROWS = 512
 """Queries whose logits the float32 gradients hold at a time."""
-TRAINED = ("query", "key", "value", "sinks")
-RULES = ("scale", "causal", "window_left", "softcap")
+TRAINED = ("query", "key", "value", "sinks", "mask")
+SHARED = ("sinks", "mask")
+"""Of all requests, where the others have rows of tokens."""
+RULES = ("scale", "causal", "window_left", "softcap", "attention_chunk")
 OURS = {"automatic": nullcontext, "deterministic": partial(use, deterministic=True)}
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A forward and its backward. lengths: the tokens of each request."""
+    """A forward and its backward. lengths: the tokens of each request. chunk: attention_chunk. bias: with a mask `[1, Hq, S, S]`, added."""
 
     name: str
     shape: Shape
     lengths: tuple[int, ...]
+    chunk: int = 0
+    bias: bool = False
 
     def sized(self, size: str) -> Pair:
         """At the size of the run: short, in float32 and with few heads on a CPU."""
@@ -55,7 +59,15 @@ class Pair:
         s = self.shape
         less: dict[str, Any] = {"dtype": "float32", "kv_dtype": "float32", "q_heads": 4, "kv_heads": 2, "window": min(s.window, 7)}
         less |= {"head_dim": 16, "v_head_dim": 16}
-        return replace(self, shape=replace(s, **less), lengths=tuple(min(n, 24) for n in self.lengths[:3]))
+        return replace(self, shape=replace(s, **less), lengths=tuple(min(n, 24) for n in self.lengths[:3]), chunk=min(self.chunk, 5))
+
+    def build(self, pool: Pool) -> Call:
+        """The forward call."""
+        call = build(self.shape, self.lengths, self.lengths, pool)
+        more: dict[str, Any] = {"attention_chunk": self.chunk} if self.chunk else {}
+        if self.bias:
+            more["mask"] = pool.take(1, self.shape.q_heads, self.lengths[0], self.lengths[0], dtype=getattr(torch, self.shape.dtype))
+        return call.with_(**more)
 
 
 def documents(count: int, tokens: int, seed: int = 0) -> tuple[int, ...]:
@@ -72,12 +84,14 @@ PAIRS = (
     Pair("packed, 18 documents, 32k tokens", PACKED, documents(18, 32768)),
     Pair("window 1024, 1x16384", replace(DENSE, window=1023), (16384,)),
     Pair("sinks, 2x4096", replace(DENSE, sinks=True), (4096,) * 2),
+    Pair("chunks of 1024, 1x16384", DENSE, (16384,), chunk=1024),
+    Pair("bias with its gradient, 2x2048, 16/16 heads, d64", replace(DENSE, **D64_MHA), (2048,) * 2, bias=True),
     Pair("8x1024, 16/16 heads, d64", replace(DENSE, **D64_MHA), (1024,) * 8),
     Pair("soft cap 30, 2x4096", replace(DENSE, softcap=True), (4096,) * 2),
     Pair("2x4096, 16/16 heads, d192/128", replace(DENSE, **DEEPSEEK), (4096,) * 2),
     Pair("1x16384, 32/8 heads, d128", DENSE, (16384,)),
 )
-COUNT = {"toy": 4, "small": 8, "quick": 4, "full": 8}
+COUNT = {"toy": 6, "small": 10, "quick": 4, "full": 10}
 
 
 def cases(setup: Setup) -> dict[str, Case]:
@@ -88,7 +102,7 @@ def cases(setup: Setup) -> dict[str, Case]:
 
 def measure(setup: Setup, pool: Pool, pair: Pair) -> list[Row]:
     """One pair, by every way that can answer it."""
-    call = build(pair.shape, pair.lengths, pair.lengths, pool)
+    call = pair.build(pool)
     grad = pool.take(*call.arguments["query"].shape[:-1], pair.shape.v_head_dim, dtype=setup.dtype)
     ours: dict[str, Make] = {name: partial(own, call, grad, policy) for name, policy in OURS.items()}
 
@@ -121,7 +135,8 @@ def own(call: Call, grad: Tensor, policy: Any) -> Way:
             out: Tensor = function(**{**given, **trained})
         return out
 
-    steps = altered(call.problem, lse=True), altered(call.problem, op=f"{call.op}_backward", grad=True)
+    backward = altered(call.problem, op=f"{call.op}_backward", grad=True, mask_grad="mask" in given)
+    steps = altered(call.problem, lse=True), backward
     with policy():
         names = [choose(p, active_policy()).name for p in steps]
     return step(attend, call, grad, {"kernel": ", ".join(names)})
@@ -142,7 +157,7 @@ def exact(call: Call, grad: Tensor) -> tuple[Tensor, ...]:
     """The gradients of a causal call in float32 (in float64 of a float32 call), with the logits of at most ROWS queries in memory."""
     a = call.arguments
     wide = torch.float64 if grad.dtype == torch.float32 else torch.float32
-    given = {n: a[n].to(wide).flatten(0, -3) if n != "sinks" else a[n].to(wide) for n in TRAINED if n in a}
+    given = {n: a[n].to(wide) if n in SHARED else a[n].to(wide).flatten(0, -3) for n in TRAINED if n in a}
     found = {n: torch.zeros_like(t) for n, t in given.items()}
     ends = a["cu_seqlens_q"].tolist() if direct.packed(call) else range(0, len(given["query"]) + 1, a["query"].shape[1])
     flat, left, rules = grad.flatten(0, -3), a.get("window_left", -1), {n: a[n] for n in RULES if n in a}
@@ -151,7 +166,9 @@ def exact(call: Call, grad: Tensor) -> tuple[Tensor, ...]:
             last = min(first + ROWS, end)
             low = max(start, first - left) if left >= 0 else start
             rows, keys = slice(first, last), slice(low, last)
-            at = {n: slice(None) if n == "sinks" else rows if n == "query" else keys for n in given}
+            at: dict[str, Any] = {n: slice(None) if n == "sinks" else rows if n == "query" else keys for n in given}
+            if "mask" in at:
+                at["mask"] = (..., slice(first - start, last - start), slice(low - start, last - start))
             part = {n: given[n][at[n]].clone().requires_grad_() for n in given}
             grads = chunk(part, flat[rows].to(wide), rules)
             for (n, place), more in zip(at.items(), grads, strict=True):
@@ -162,7 +179,7 @@ def exact(call: Call, grad: Tensor) -> tuple[Tensor, ...]:
 @torch.enable_grad()
 def chunk(part: Mapping[str, Tensor], grad: Tensor, rules: Mapping[str, Any]) -> tuple[Tensor, ...]:
     """The gradients of some queries and of all keys up to the last query's, by autograd of the op's reference."""
-    dense = Call("attention", {**{n: x if n == "sinks" else x[None] for n, x in part.items()}, **rules})
+    dense = Call("attention", {**{n: x if n in SHARED else x[None] for n, x in part.items()}, **rules})
     output, _ = OPS["attention"].reference(dense.record)
     return torch.autograd.grad(output[0], list(part.values()), grad)
 
