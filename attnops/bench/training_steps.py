@@ -4,7 +4,8 @@
 one another in one row, as DataCollatorWithFlattening lays them out: position_ids start again at each, and there is no mask. At a point such
 as 8x4k the row has 8 * 4096 tokens. Loss and norm of the gradient of every way are compared with those of transformers, by the first of
 PEERS that runs: gpt-oss has no SDPA there, and eager attention holds all pairs. `peak_gib`: the most memory that tensors took in a step,
-weights included.
+weights included. `hf_liger` and `attnops_liger`, which run only if `--ways` names them, have Liger's norms, MLPs and fused loss besides,
+the first one with FlashAttention-4.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ PLACES: models.Places = {
 }  # fmt: skip
 WAYS = {"hf_sdpa": "sdpa", "attnops": "", "hf_flex": "flex_attention", "hf_fa4": "flash_attention_4", "hf_eager": "eager"}
 """By way the attention of transformers; "" is patched."""
+LIGER = {"hf_liger": "flash_attention_4", "attnops_liger": ""}
 PEERS = ("hf_sdpa", "hf_flex", "hf_eager")
-ON_GPU = ("hf_flex", "hf_fa4")
+ON_GPU = ("hf_flex", "hf_fa4", *LIGER)
 DOCUMENT = 1820  # tokens of a document, on average
 SPREAD = 0.02  # between ways in bfloat16, of the loss and of the logarithm of the gradient's norm
 
 
 def cases(setup: Setup) -> dict[str, Case]:
     """Every model at its points. Raises InvalidInput for an unknown way."""
-    known_ways(setup, WAYS)
+    known_ways(setup, WAYS | LIGER)
     return models.over(setup, PLACES, measure)
 
 
@@ -46,7 +48,8 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
     """The ways of one model, in turn."""
     model = kept(name).requires_grad_(True)
     batch, count = packed(setup, model, point)
-    chosen = [way for way in WAYS if (not setup.ways or way in (*PEERS, *setup.ways)) and (setup.on_gpu or way not in ON_GPU)]
+    asked = (*PEERS, *setup.ways) if setup.ways else WAYS
+    chosen = [way for way in WAYS | LIGER if way in asked and (setup.on_gpu or way not in ON_GPU)]
     ways: dict[str, Make] = {way: partial(step, setup, model, way, batch) for way in chosen}
     want = stock(ways)
 
@@ -85,8 +88,13 @@ def step(setup: Setup, model: Any, way: str, batch: dict[str, Tensor]) -> Way | 
         return None
     one = models.twin(model).train()
     one.gradient_checkpointing_enable({"use_reentrant": False})
-    if WAYS[way]:
-        one.set_attn_implementation(WAYS[way])
+    if way in LIGER:
+        from liger_kernel import transformers as liger
+
+        # Its rotation would take the place of transformers' function, for every model.
+        getattr(liger, f"apply_liger_kernel_to_{one.config.model_type}")(model=one, rope=False)
+    if how := (WAYS | LIGER)[way]:
+        one.set_attn_implementation(how)
     else:
         attnops.hf.patch(one)
     found: Row = {}
