@@ -91,14 +91,15 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
         Args:
             query, key, value: `[B, Hq, S, D]`, `[B, Hkv, T, D]`, `[B, Hkv, T, Dv]`.
             attention_mask: None; bool (True: visible) or float `[B or 1, Hq or 1, S, T]`; or a descriptor. With a mask, the mask
-                alone decides which keys are visible; a descriptor of packed requests goes to `attnops.varlen_attention`. None is causal when `is_causal` (or the module's own flag) is true; query i is
-                then at key i, as in transformers' sdpa, and keys past the last query are cut off.
+                alone decides which keys are visible; packed requests go to `attnops.varlen_attention`. None is causal when `is_causal` (or
+                the module's own flag) is true; query i is then at key i, as in transformers' sdpa, and keys past the last query are cut
+                off.
             scaling: factor on q.k, default `1 / sqrt(D)`; a tensor is multiplied into the query.
             dropout: on the probabilities. When it is above 0 and the module trains, the call is computed in plain torch.
             sliding_window: keys visible, the own included; used only when a causal call comes without a mask.
             s_aux, sinks: `[Hq]` sink logits. position_bias: float `[B or 1, Hq, S, T]`, added to the logits.
             cu_seq_lens_q, ...: packed requests in one row: `attnops.varlen_attention`. Beside a mask, the requests of a row are kept apart
-                and the mask decides the rest. They take the place of the requests of a descriptor.
+                and the mask decides the rest. The requests of a descriptor give way to these.
             attnops_cache: the layer's paged cache. key and value are then the new ones `[1, B, Hkv, S, D]`, see attnops.hf.paged.attention,
                 or latents `[1, B, 1, S, Dc]` and rotated keys `[1, B, 1, S, Dr]`.
             output_attentions: return the weights, too, as eager attention does: the call is then computed in plain torch.
@@ -152,7 +153,8 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
         causal = not additive and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         left, start, end, keys = -1, None, None, key.shape[2]
         drops = dropout > 0.0 and module.training
-        mask, packed, beside = attention_mask, None, cu_seq_lens_q is not None and attention_mask is not None
+        packed: tuple[Tensor | None, Tensor | None, int | None, int | None] | None = None
+        mask, beside = attention_mask, cu_seq_lens_q is not None and attention_mask is not None
         if mask is None:
             if cu_seq_lens_q is not None:
                 packed = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
@@ -166,8 +168,9 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
                     left = sliding_window - 1
         elif mask.dtype == requests.DTYPE:
             batch, length = query.shape[0], query.shape[2]
-            found, mask, causal = requests.read(mask, batch, length), None, True
+            found, mask, causal = requests.read(mask, batch, length, keys), None, True
             left, count = found.window_left, found.starts.shape[0] - 1
+            # No kernel of packed requests serves these.
             pairs = drops or weights_too or position_bias is not None or kernel != kernels[3]
             if beside and not pairs:
                 packed, beside = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k), False
@@ -222,10 +225,10 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
         if drops or weights_too:
             field, got, want = ("dropout", dropout, "0") if drops else ("output_attentions", True, "False")
             fail(InvalidInput, field, got, f"{want} for packed requests without a mask: no kernel does that")
-        ours = packed[0] is not cu_seq_lens_q
         starts_q, starts_k, longest_q, longest_k = packed
-        given_one = query.shape[0] == 1 and mask is None
-        if starts_k is None or longest_q is None or longest_k is None or not (ours or given_one):
+        ours = starts_q is not cu_seq_lens_q
+        one_row = query.shape[0] == 1 and mask is None
+        if starts_q is None or starts_k is None or longest_q is None or longest_k is None or not (ours or one_row):
             want = "one row, with cu_seq_lens_k, max_length_q and max_length_k, and no position_bias"
             fail(InvalidInput, "cu_seq_lens_q", f"a batch of {query.shape[0]}", want)
         output = varlen_attention(

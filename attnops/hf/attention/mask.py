@@ -4,7 +4,7 @@
 `explicit`: as dense, but a causal mask is always written out, for models that compute with it.
 `additive`: floats that are added to scores, as eager attention gets them.
 `compact`: a descriptor (see descriptor.py and packed.py) where it is exact, else dense.
-`auto`: compact on CUDA, dense elsewhere, but for packed documents: their cumulative lengths cost less than a mask on every device.
+`auto`: compact on CUDA, dense elsewhere, except that packed documents, and training without padding, are compact on every device.
 
 A descriptor can say "keys from a to b", so each row of a 2-D mask must be one run of ones. The host checks the mask itself, and waits for
 the device. Where it must not wait, the mask is dense: under a tracer, and in one-token steps on CUDA under `auto`. One-token steps inside
@@ -13,11 +13,11 @@ the device. Where it must not wait, the mask is dense: under a tracer, and in on
 A cache of pages gets a descriptor in every mode: pages hold a row's tokens without its padding, so that a mask may say only how much
 padding a row begins with; any other mask is an error. Where the host must not wait, the device asserts instead.
 
-With gradients, the descriptor of a causal mask is one of packed requests, because kernels with the fastest gradients take no ranges.
+In training a causal mask becomes packed requests and not ranges of keys, which the kernels with the fastest gradients do not take.
 
 Outputs of padding are finite, and differ from eager's: a query that sees no key gives 0 (in eager: the mean of all values), and in a
-descriptor a padded query may see padded keys: with right padding, and on either side among packed requests. Only generate() from a right-padded prompt, of which transformers itself warns,
-and a loss whose label is the first token after left padding read them.
+descriptor a padded query may see padded keys: with right padding, and on either side among packed requests. Only generate() from a
+right-padded prompt, of which transformers itself warns, and a loss whose label is the first token after left padding read them.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ def mask_function(mode: Mode) -> Callable[..., Tensor | None]:
         return (eager_mask if mode == "additive" else sdpa_mask)(
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=low,
             mask_function=mask_function, attention_mask=attention_mask, local_size=local_size, allow_is_causal_skip=skips and skip,
-            allow_is_bidirectional_skip=bool(allow_is_bidirectional_skip) and skip, use_vmap=use_vmap, config=config, device=device, **others,
+            allow_is_bidirectional_skip=bool(allow_is_bidirectional_skip) and skip, use_vmap=use_vmap, config=config, device=device,
+            **others,
         )  # fmt: skip
 
     return attnops_mask
@@ -143,14 +144,14 @@ def pattern_of(request: Request) -> Pattern | None:
 
 
 def _documents(request: Request) -> Tensor | None:
-    """The descriptor of packed documents, by which transformers restricts a causal rule; None: another rule."""
+    """The descriptor of a causal rule that transformers restricts to packed documents; None: another rule."""
     rule = request.rule
     if request.causal_skip or request.padding is not None or request.use_vmap or not _alone(request):
         return None
     if getattr(rule, "__name__", "") != "and_mask":
         return None
     if torch.compiler.is_compiling():
-        # A tracer hides closures. But for documents, the skip is forbidden for rules of more than causality and window only.
+        # A tracer hides closures. Without the skip, transformers itself joins causal rules by "and" with documents or chunks alone.
         plain = request.bidirectional_skip is None and getattr(request.config, "attention_chunk_size", None) is None
         pattern = Pattern(True, request.window or 0) if plain else None
     else:
@@ -170,7 +171,7 @@ def _alone(request: Request) -> bool:
 
 
 def _trains(request: Request) -> bool:
-    """Does the descriptor of a causal mask say packed requests, for kernels with a gradient?"""
+    """May the descriptor of a causal mask be packed requests, for kernels with a gradient?"""
     return torch.is_grad_enabled() and request.causal_skip and request.queries > 1 and _alone(request)
 
 

@@ -1,16 +1,17 @@
 """A causal mask over packed requests as their cumulative lengths, in place of the `[S, S]` pairs of tokens.
 
-The `B` rows of a step without a cache lie one after the other as `B * S` tokens. Each token belongs to one request, which begins and ends
-within a row: a document of a packed row, or the padding or the text of a padded one. Like the descriptor of ranges, the mask is a 4-D tensor
-that transformers passes on untouched:
+The `B` rows of a step without a cache follow one another as `B * S` tokens. Each token belongs to one request, which begins and ends within
+a row: a document of a packed row, or the padding or the text of a padded one. Like the descriptor of ranges, the mask is a 4-D tensor that
+transformers passes on untouched:
 
-    int32 [1, LENGTHS at most, 1 + window, N + 1]    the first token of each of N requests, then B * S; window 0: unbounded
+    int32 [1, parts, 1 + window, N + 1]    the first token of each of N requests, then B * S; window 0: unbounded
 
-The second dim says how long the longest request may be, in parts of a row. Both inner dims are expanded. They are short, because a copy to
-another device writes them out.
+`parts` says how long the longest request may be, in 32nds of a row. Kernels launch programs for a request of that length, so a little more
+costs little. Both inner dims are expanded, and few, because a copy to another device writes them out.
 
-A tracer cannot count the requests. It makes `N = B * S` of them, those past the last document empty. Kernels would launch programs for each,
-so the mask is then written out again, unless the caller passes cumulative lengths, which leaves this tensor unused.
+A tracer cannot count the requests. It makes `N = B * S` of them, those past the last document empty. Kernels launch programs for each (a
+row of 8192 tokens takes 80 times as long on an H100), so the layers write the mask out again, unless the caller passes cumulative lengths,
+which leave this tensor unused.
 """
 
 from __future__ import annotations
@@ -70,11 +71,12 @@ def whole(batch: int, length: int, window: int, device: torch.device) -> Tensor:
     return starts.expand(1, PARTS, 1 + window, -1)
 
 
-def read(mask: Tensor, batch: int, length: int) -> Packed:
-    """The inverse of `build`. Raises InvalidInput: an int32 tensor of another shape, which no mask of attnops has."""
-    if mask.dim() != 4 or mask.shape[0] != 1 or not 1 <= mask.shape[1] <= PARTS or not batch < mask.shape[3] <= batch * length + 1:
-        want = f"bool or float [B, H, S, T], or attnops' descriptor of {batch} rows of {length} tokens"
-        fail(InvalidInput, "attention_mask", f"int32 {list(mask.shape)}", want)
+def read(mask: Tensor, batch: int, length: int, keys: int) -> Packed:
+    """The inverse of `build`. Raises InvalidInput: an int32 tensor that is no such mask of these `[B, S]` queries and `[B, T]` keys."""
+    made = mask.dim() == 4 and mask.shape[0] == 1 and mask.shape[1] <= PARTS and batch < mask.shape[3] <= batch * length + 1
+    if not made or length != keys:
+        want = "bool or float [B, H, S, T], or attnops' descriptor of a step in which the keys are those of the queries"
+        fail(InvalidInput, "attention_mask", f"int32 {list(mask.shape)} for {length} queries and {keys} keys", want)
     return Packed(mask[0, 0, 0], -(-length * mask.shape[1] // PARTS), mask.shape[2] - 2)
 
 
