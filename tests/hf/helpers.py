@@ -105,20 +105,27 @@ class Counter:
 
 @contextmanager
 def watched():
-    """Within the block: the calls of `attention` by a model, as a list of their arguments."""
+    """Within the block: the calls of `attention` and `varlen_attention` by a model, as a list of their arguments and the op's name."""
     calls = []
-    real, profiling = attention_module.attend, attention_module._profiling
+    dense, packed, profiling = attention_module.attend, attention_module.varlen_attention, attention_module._profiling
 
     def spy(call):
-        calls.append({**call._asdict(), "window": (call.window_left, call.window_right)})
-        return real(call)
+        calls.append({"op": "attention", **call._asdict(), "window": (call.window_left, call.window_right)})
+        return dense(call)
+
+    def spy_packed(query, key, value, cu_seqlens_q, cu_seqlens_k, **rest):
+        starts = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        calls.append({"op": "varlen_attention", "query": query, "key": key, "value": value, "mask": None, **starts, **rest})
+        return packed(query, key, value, cu_seqlens_q, cu_seqlens_k, **rest)
 
     # So that no layer answers a call like one before by itself.
     attention_module.attend, attention_module._profiling = spy, lambda: True
+    attention_module.varlen_attention = spy_packed
     try:
         yield calls
     finally:
-        attention_module.attend, attention_module._profiling = real, profiling
+        attention_module.attend, attention_module._profiling = dense, profiling
+        attention_module.varlen_attention = packed
 
 
 # MLA models over pages ------------------------------------------------------------------------------------------------

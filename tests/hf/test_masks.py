@@ -20,7 +20,7 @@ from transformers.masking_utils import (
 import attnops
 from attnops.errors import InvalidInput
 from attnops.hf import tiny
-from attnops.hf.attention import descriptor, mask as masks
+from attnops.hf.attention import descriptor, mask as masks, packed
 from attnops.hf.attention.descriptor import Pattern
 from attnops.hf.generation import growing
 from tests.hf.helpers import LIMIT, generated, left_padded, logits, relative, tokens, watched
@@ -41,6 +41,9 @@ def shown(mask, queries, keys, batch, window_if_none=None):
         return torch.tensor([[[k <= q + offset for k in range(keys)] for q in range(queries)]] * batch)
     if mask.dtype == torch.bool:
         return mask[:, 0].expand(batch, queries, keys)
+    if mask.dtype == packed.DTYPE:
+        assert queries == keys, "packed requests have no keys but their own"
+        return packed.written_out(packed.read(mask, batch, queries, keys), batch, queries)[:, 0]
     found = descriptor.read(mask, batch)
     out = torch.zeros(batch, queries, keys, dtype=torch.bool)
     for b in range(batch):
@@ -80,8 +83,9 @@ def padding_for(rng, batch, columns):
     return rows
 
 
+@pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("seed", range(300))
-def test_compact_shows_what_dense_shows(seed):
+def test_compact_shows_what_dense_shows(seed, grad):
     rng = random.Random(seed)
     queries, keys, q_offset, kv_offset, window = case(rng)
     batch, total = 3, int(q_offset) + queries
@@ -100,7 +104,8 @@ def test_compact_shows_what_dense_shows(seed):
     }
     want = written_out(allow_is_causal_skip=False, **common)[:, 0]
     skip = rng.random() < 0.7
-    ours = make("compact", allow_is_causal_skip=skip, config=None, dtype=torch.float32, **common)
+    with torch.set_grad_enabled(grad):
+        ours = make("compact", allow_is_causal_skip=skip, config=None, dtype=torch.float32, **common)
     if queries == 1 and not skip:
         assert ours is not None, "a compiled step must find a tensor every time"
     tokens_only = torch.ones(batch, queries, dtype=torch.bool) if padding is None else padding[:, total - queries :]

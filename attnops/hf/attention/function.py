@@ -13,7 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.functional import dropout as drop, pad
 
 from attnops.errors import InvalidInput, fail
-from attnops.hf.attention import descriptor
+from attnops.hf.attention import descriptor, packed as requests
 from attnops.hf.matching.match import HANDLED, HARMLESS, cached_routed, routed
 from attnops.hf.paged import attention as pages
 from attnops.hf.paged.cache import PagedKeyCache, View
@@ -91,14 +91,15 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
         Args:
             query, key, value: `[B, Hq, S, D]`, `[B, Hkv, T, D]`, `[B, Hkv, T, Dv]`.
             attention_mask: None; bool (True: visible) or float `[B or 1, Hq or 1, S, T]`; or a descriptor. With a mask, the mask
-                alone decides which keys are visible. None is causal when `is_causal` (or the module's own flag) is true; query i is
-                then at key i, as in transformers' sdpa, and keys past the last query are cut off.
+                alone decides which keys are visible; packed requests go to `attnops.varlen_attention`. None is causal when `is_causal` (or
+                the module's own flag) is true; query i is then at key i, as in transformers' sdpa, and keys past the last query are cut
+                off.
             scaling: factor on q.k, default `1 / sqrt(D)`; a tensor is multiplied into the query.
             dropout: on the probabilities. When it is above 0 and the module trains, the call is computed in plain torch.
             sliding_window: keys visible, the own included; used only when a causal call comes without a mask.
             s_aux, sinks: `[Hq]` sink logits. position_bias: float `[B or 1, Hq, S, T]`, added to the logits.
             cu_seq_lens_q, ...: packed requests in one row: `attnops.varlen_attention`. Beside a mask, the requests of a row are kept apart
-                and the mask decides the rest.
+                and the mask decides the rest. The requests of a descriptor give way to these.
             attnops_cache: the layer's paged cache. key and value are then the new ones `[1, B, Hkv, S, D]`, see attnops.hf.paged.attention,
                 or latents `[1, B, 1, S, Dc]` and rotated keys `[1, B, 1, S, Dr]`.
             output_attentions: return the weights, too, as eager attention does: the call is then computed in plain torch.
@@ -151,15 +152,34 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
             key, value = cls.expand_kv(module, key[0], value[0])
         causal = not additive and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         left, start, end, keys = -1, None, None, key.shape[2]
-        mask = attention_mask
+        drops = dropout > 0.0 and module.training
+        packed: tuple[Tensor | None, Tensor | None, int | None, int | None] | None = None
+        mask, beside = attention_mask, cu_seq_lens_q is not None and attention_mask is not None
         if mask is None:
-            if causal and cu_seq_lens_q is None:
+            if cu_seq_lens_q is not None:
+                packed = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
+                left = sliding_window - 1 if sliding_window else -1
+            elif causal:
                 queries = query.shape[2]
                 if queries != 1 and keys > queries:
                     key, value = key[:, :, :queries], value[:, :, :queries]
                     position_bias = None if position_bias is None else position_bias[..., :queries]
                 if sliding_window is not None and 0 < sliding_window < keys:
                     left = sliding_window - 1
+        elif mask.dtype == requests.DTYPE:
+            batch, length = query.shape[0], query.shape[2]
+            found, mask, causal = requests.read(mask, batch, length, keys), None, True
+            left, count = found.window_left, found.starts.shape[0] - 1
+            # No kernel of packed requests serves these.
+            pairs = drops or weights_too or position_bias is not None or kernel != kernels[3]
+            if beside and not pairs:
+                packed, beside = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k), False
+            elif count == batch:
+                pass  # each row is one request
+            elif pairs or count == batch * length:
+                mask, causal, left = requests.written_out(found, batch, length), False, -1
+            else:
+                packed = found.starts, found.starts, found.longest, found.longest
         elif mask.dtype == descriptor.DTYPE:
             causal, left, start, end = descriptor.read_once(mask, query.shape[0])
             mask = None
@@ -167,9 +187,8 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
             causal = False
         if position_bias is not None:
             mask = join(position_bias, mask)
-        packed = cu_seq_lens_q
-        if packed is not None and attention_mask is not None:
-            mask, packed = apart(query, key, mask, packed, cu_seq_lens_k), None
+        if beside and cu_seq_lens_q is not None:
+            mask = apart(query, key, mask, cu_seq_lens_q, cu_seq_lens_k)
         if mask is not None and mask.dim() < 4:
             mask = mask[(None,) * (4 - mask.dim())]
         device = query.device.type
@@ -179,7 +198,6 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
         given = query, key, value
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
-        drops = dropout > 0.0 and module.training
         call = Attention(
             query, key, value, mask, sinks, None, None, start, end, scale=scale, causal=causal, window_left=left, softcap=cap,
             policy=key_for("attention", kernels[0]),
@@ -207,15 +225,18 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
         if drops or weights_too:
             field, got, want = ("dropout", dropout, "0") if drops else ("output_attentions", True, "False")
             fail(InvalidInput, field, got, f"{want} for packed requests without a mask: no kernel does that")
-        if cu_seq_lens_k is None or max_length_q is None or max_length_k is None or query.shape[0] != 1 or mask is not None:
+        starts_q, starts_k, longest_q, longest_k = packed
+        ours = starts_q is not cu_seq_lens_q
+        one_row = query.shape[0] == 1 and mask is None
+        if starts_q is None or starts_k is None or longest_q is None or longest_k is None or not (ours or one_row):
             want = "one row, with cu_seq_lens_k, max_length_q and max_length_k, and no position_bias"
             fail(InvalidInput, "cu_seq_lens_q", f"a batch of {query.shape[0]}", want)
-        near = sliding_window - 1 if sliding_window else -1
         output = varlen_attention(
-            query[0], key[0], value[0], packed, cu_seq_lens_k, max_seqlen_q=int(max_length_q), max_seqlen_k=int(max_length_k),
-            scale=scale, causal=causal, window=(near, -1 if causal else near), softcap=cap, sinks=sinks, kernel=kernel,
+            query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), starts_q, starts_k, max_seqlen_q=int(longest_q),
+            max_seqlen_k=int(longest_k), scale=scale, causal=causal, window=(left, -1 if causal else left), softcap=cap, sinks=sinks,
+            padded=not ours, kernel=kernel,
         )  # fmt: skip
-        return output[None], None
+        return output.unflatten(0, query.shape[:2]), None
 
     return attention
 

@@ -3,8 +3,8 @@
 `dense`: a bool `[B, 1, S, T]`, or None where the pattern is plain and without padding.
 `explicit`: as dense, but a causal mask is always written out, for models that compute with it.
 `additive`: floats that are added to scores, as eager attention gets them.
-`compact`: a descriptor (see descriptor.py) where it is exact, else dense.
-`auto`: compact on CUDA, dense elsewhere.
+`compact`: a descriptor (see descriptor.py and packed.py) where it is exact, else dense.
+`auto`: compact on CUDA, dense elsewhere, except that packed documents, and training without padding, are compact on every device.
 
 A descriptor can say "keys from a to b", so each row of a 2-D mask must be one run of ones. The host checks the mask itself, and waits for
 the device. Where it must not wait, the mask is dense: under a tracer, and in one-token steps on CUDA under `auto`. One-token steps inside
@@ -13,9 +13,11 @@ the device. Where it must not wait, the mask is dense: under a tracer, and in on
 A cache of pages gets a descriptor in every mode: pages hold a row's tokens without its padding, so that a mask may say only how much
 padding a row begins with; any other mask is an error. Where the host must not wait, the device asserts instead.
 
-Outputs of padding are finite, and differ from eager's: a query that sees no key gives 0 (in eager: the mean of all values), and with right
-padding a padded query sees padded keys in a descriptor. Only generate() from a right-padded prompt, of which transformers itself warns,
-and a loss whose label is the first token after left padding read them.
+In training a causal mask becomes packed requests and not ranges of keys, which the kernels with the fastest gradients do not take.
+
+Outputs of padding are finite, and differ from eager's: a query that sees no key gives 0 (in eager: the mean of all values), and in a
+descriptor a padded query may see padded keys: with right padding, and on either side among packed requests. Only generate() from a
+right-padded prompt, of which transformers itself warns, and a loss whose label is the first token after left padding read them.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from attnops.call import need
 from attnops.errors import InvalidInput, fail
-from attnops.hf.attention import descriptor
+from attnops.hf.attention import descriptor, packed
 from attnops.hf.attention.descriptor import Pattern
 from attnops.hf.generation import Verdict, current_generation
 from attnops.ops.eager import capturing
@@ -51,7 +53,8 @@ class Request(NamedTuple):
     q_offset: an int, or a tensor `[]` for a static cache. kv_offset: an int, or a tensor for pages, see PagedLayer.get_mask_sizes.
     padding: bool `[B, positions]`, or None.
     rule, window: transformers' mask_function and local_size.
-    causal_skip, bidirectional_skip: may None stand for a plain causal or bidirectional mask?
+    causal_skip, bidirectional_skip: may None stand for a plain causal or bidirectional mask? transformers gives the second one for
+        bidirectional masks only.
     """
 
     batch: int
@@ -65,7 +68,7 @@ class Request(NamedTuple):
     rule: Callable[..., Any]
     window: int | None
     causal_skip: bool
-    bidirectional_skip: bool
+    bidirectional_skip: bool | None
     use_vmap: bool
     config: Any
 
@@ -76,7 +79,7 @@ def mask_function(mode: Mode) -> Callable[..., Tensor | None]:
     def attnops_mask(
         batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0,
         mask_function: Callable[..., Any] = causal_mask_function, attention_mask: Tensor | None = None, local_size: int | None = None,
-        allow_is_causal_skip: bool = True, allow_is_bidirectional_skip: bool = False, use_vmap: bool = False, config: Any = None,
+        allow_is_causal_skip: bool = True, allow_is_bidirectional_skip: bool | None = None, use_vmap: bool = False, config: Any = None,
         device: torch.device | str = "cpu", **others: Any,
     ) -> Tensor | None:  # fmt: skip
         request = Request(
@@ -85,7 +88,9 @@ def mask_function(mode: Mode) -> Callable[..., Tensor | None]:
         )  # fmt: skip
         if isinstance(kv_offset, Tensor) and kv_offset.dim() > 0:
             return _of_pages(request)
-        compact = mode == "compact" or (mode == "auto" and far(request.device))
+        if mode in ("auto", "compact") and (documents := _documents(request)) is not None:
+            return documents
+        compact = mode == "compact" or (mode == "auto" and (far(request.device) or (attention_mask is None and _trains(request))))
         if compact and (pattern := pattern_of(request)) is not None:
             exact, mask = _compact(request, pattern)
             if exact:
@@ -98,7 +103,8 @@ def mask_function(mode: Mode) -> Callable[..., Tensor | None]:
         return (eager_mask if mode == "additive" else sdpa_mask)(
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=low,
             mask_function=mask_function, attention_mask=attention_mask, local_size=local_size, allow_is_causal_skip=skips and skip,
-            allow_is_bidirectional_skip=allow_is_bidirectional_skip and skip, use_vmap=use_vmap, config=config, device=device, **others,
+            allow_is_bidirectional_skip=bool(allow_is_bidirectional_skip) and skip, use_vmap=use_vmap, config=config, device=device,
+            **others,
         )  # fmt: skip
 
     return attnops_mask
@@ -130,16 +136,43 @@ def pattern_of(request: Request) -> Pattern | None:
         plain = request.causal_skip and window is not None and getattr(request.config, "attention_chunk_size", None) is None
         return Pattern(True, window or 0) if plain else None
     # transformers' sliding_window_causal_mask_function(window) joins two functions in a closure.
-    parts = _cells(rule).get("mask_functions", ())
+    parts = packed.cells(rule).get("mask_functions", ())
     if len(parts) != 2 or parts[1] is not causal_mask_function or not parts[0].__qualname__.startswith("sliding_window_overlay."):
         return None
-    window = _cells(parts[0]).get("sliding_window")
+    window = packed.cells(parts[0]).get("sliding_window")
     return Pattern(True, window) if isinstance(window, int) and window > 0 else None
 
 
-def _cells(function: Any) -> dict[str, Any]:
-    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
-    return dict(zip(names, (cell.cell_contents for cell in function.__closure__ or ()), strict=True)) if names else {}
+def _documents(request: Request) -> Tensor | None:
+    """The descriptor of a causal rule that transformers restricts to packed documents; None: another rule."""
+    rule = request.rule
+    if request.causal_skip or request.padding is not None or request.use_vmap or not _alone(request):
+        return None
+    if getattr(rule, "__name__", "") != "and_mask":
+        return None
+    if torch.compiler.is_compiling():
+        # A tracer hides closures. Without the skip, transformers itself joins causal rules by "and" with documents or chunks alone.
+        plain = request.bidirectional_skip is None and getattr(request.config, "attention_chunk_size", None) is None
+        pattern = Pattern(True, request.window or 0) if plain else None
+    else:
+        pattern = pattern_of(request._replace(rule=packed.of_rule(rule), causal_skip=True))
+    if pattern is None or not pattern.causal:
+        return None
+    begins = packed.documents(rule, request.batch, request.queries, request.device)
+    return packed.build(begins, pattern.window, tracing(begins))
+
+
+def _alone(request: Request) -> bool:
+    """Are the keys those of the queries, all of them, with none before?"""
+    if isinstance(request.q_offset, Tensor) or isinstance(request.kv_offset, Tensor):
+        return False
+    known = statically_known_true
+    return known(request.queries == request.keys) and known(request.q_offset == 0) and known(request.kv_offset == 0)
+
+
+def _trains(request: Request) -> bool:
+    """May the descriptor of a causal mask be packed requests, for kernels with a gradient?"""
+    return torch.is_grad_enabled() and request.causal_skip and request.queries > 1 and _alone(request)
 
 
 def _compact(request: Request, pattern: Pattern) -> tuple[bool, Tensor | None]:
@@ -170,6 +203,8 @@ def _compact(request: Request, pattern: Pattern) -> tuple[bool, Tensor | None]:
         return True, _unpadded(request, pattern)
     end = high - low if pattern.causal else (past - low).clamp(min=0)
     start = (first - low).clamp(min=0)
+    if pattern.causal and _trains(request) and length == request.keys:
+        return True, packed.build(packed.runs(padding), pattern.window, traced=False)
     # In a row without any key `start` is past the end, which would give kernels a negative length.
     start = torch.minimum(start, end) if isinstance(end, Tensor) else start.clamp(max=end)
     return True, descriptor.build(pattern, request.batch, start, end, request.q_offset, low, request.device)
@@ -190,6 +225,8 @@ def _unpadded(request: Request, pattern: Pattern) -> Tensor | None:
         first = queries != 1 and request.q_offset == 0 and low == 0  # of an empty static cache: the attention function cuts the keys
         if first or (end == keys and (queries == keys or queries == 1)):
             return None
+    if _trains(request):
+        return packed.whole(request.batch, queries, pattern.window, request.device)
     return descriptor.build(pattern, request.batch, 0, end, request.q_offset, low, request.device)
 
 

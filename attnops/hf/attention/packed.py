@@ -1,0 +1,105 @@
+"""A causal mask over packed requests as their cumulative lengths, in place of the `[S, S]` pairs of tokens.
+
+The `B` rows of a step without a cache follow one another as `B * S` tokens. Each token belongs to one request, which begins and ends within
+a row: a document of a packed row, or the padding or the text of a padded one. Like the descriptor of ranges, the mask is a 4-D tensor that
+transformers passes on untouched:
+
+    int32 [1, parts, 1 + window, N + 1]    the first token of each of N requests, then B * S; window 0: unbounded
+
+`parts` says how long the longest request may be, in 32nds of a row. Kernels launch programs for a request of that length, so a little more
+costs little. Both inner dims are expanded, and few, because a copy to another device writes them out.
+
+A tracer cannot count the requests. It makes `N = B * S` of them, those past the last document empty. Kernels launch programs for each (a
+row of 8192 tokens takes 80 times as long on an H100), so the layers write the mask out again, unless the caller passes cumulative lengths,
+which leave this tensor unused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnops.errors import InvalidInput, fail
+
+DTYPE = torch.int32
+PARTS = 32
+
+
+class Packed(NamedTuple):
+    """A mask as `attnops.varlen_attention` takes it. starts: int32 `[N + 1]`. longest: upper bound in tokens. window_left: -1 unbounded."""
+
+    starts: Tensor
+    longest: int
+    window_left: int
+
+
+def documents(rule: Callable[..., Tensor], batch: int, length: int, device: torch.device) -> Tensor:
+    """bool `[B, S]`: does a request begin here? rule: of transformers' masks, causal and by document. A token that does not see the one
+    before it begins a document."""
+    rows, columns = torch.arange(batch, device=device)[:, None], torch.arange(length, device=device)[None]
+    begins = ~rule(rows, rows * 0, columns, columns - 1)
+    return begins.expand(batch, length) | (columns == 0)
+
+
+def runs(padding: Tensor) -> Tensor:
+    """bool `[B, S]`: does a request begin here? padding: bool `[B, S]`; its text and its padding are requests of a row."""
+    first = torch.ones_like(padding[:, :1])
+    return torch.cat([first, padding[:, 1:] != padding[:, :-1]], 1)
+
+
+def build(begins: Tensor, window: int, traced: bool) -> Tensor:
+    """The mask of these requests. The host waits for the device, unless `traced`."""
+    batch, length = begins.shape
+    tokens = batch * length
+    flat = begins.flatten()
+    if traced:
+        # What is no start sorts to the end.
+        places = torch.where(flat, torch.arange(tokens, device=flat.device), tokens).sort().values
+    else:
+        places = flat.nonzero()[:, 0]
+    starts = torch.cat([places, places.new_full((1,), tokens)]).to(DTYPE)
+    parts = PARTS if traced else -(-PARTS * int(starts.diff().max()) // length)
+    return starts.expand(1, parts, 1 + window, -1)
+
+
+def whole(batch: int, length: int, window: int, device: torch.device) -> Tensor:
+    """The mask of rows that are one request each."""
+    starts = torch.arange(batch + 1, device=device, dtype=DTYPE) * length
+    return starts.expand(1, PARTS, 1 + window, -1)
+
+
+def read(mask: Tensor, batch: int, length: int, keys: int) -> Packed:
+    """The inverse of `build`. Raises InvalidInput: an int32 tensor that is no such mask of these `[B, S]` queries and `[B, T]` keys."""
+    made = mask.dim() == 4 and mask.shape[0] == 1 and mask.shape[1] <= PARTS and batch < mask.shape[3] <= batch * length + 1
+    if not made or length != keys:
+        want = "bool or float [B, H, S, T], or attnops' descriptor of a step in which the keys are those of the queries"
+        fail(InvalidInput, "attention_mask", f"int32 {list(mask.shape)} for {length} queries and {keys} keys", want)
+    return Packed(mask[0, 0, 0], -(-length * mask.shape[1] // PARTS), mask.shape[2] - 2)
+
+
+def written_out(packed: Packed, batch: int, length: int) -> Tensor:
+    """bool `[B, 1, S, S]`: which key each query sees."""
+    device = packed.starts.device
+    tokens, places = torch.arange(batch * length, device=device, dtype=DTYPE), torch.arange(length, device=device)
+    # `+ 0` makes a new tensor of the ends, because Inductor of torch 2.11 ignores the offset of a view.
+    request = torch.searchsorted(packed.starts[1:] + 0, tokens, right=True).view(batch, length)
+    distance = places[:, None] - places
+    near = distance >= 0 if packed.window_left < 0 else (distance >= 0) & (distance <= packed.window_left)
+    return ((request[:, :, None] == request[:, None, :]) & near)[:, None]
+
+
+def of_rule(rule: Any) -> Any:
+    """The pattern that transformers joins with packed documents in this rule; None: another rule."""
+    parts = cells(rule).get("mask_functions", ())
+    if len(parts) != 2 or not parts[1].__qualname__.startswith("packed_sequence_mask_function."):
+        return None
+    return parts[0]
+
+
+def cells(function: Any) -> dict[str, Any]:
+    """The variables that a function has from around it, by name."""
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    return dict(zip(names, (cell.cell_contents for cell in function.__closure__ or ()), strict=True)) if names else {}
