@@ -137,7 +137,7 @@ def case(name: str, rank: int, device: str, backend: str) -> tuple[float, float]
     return far, max(float((found[n] - moved[n]).norm() / moved[n].norm()) for n in moved)
 
 
-def worker(rank: int, port: int, device: str, backend: str, out: str) -> None:
+def worker(rank: int, port: int, device: str, backend: str, names: list[str], out: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     if device != "cpu":
@@ -146,7 +146,7 @@ def worker(rank: int, port: int, device: str, backend: str, out: str) -> None:
     dist.init_process_group("gloo" if device == "cpu" else "nccl", rank=rank, world_size=WORLD, timeout=timedelta(seconds=120))
     try:
         found: dict[str, Any] = {}
-        for name in CASES:
+        for name in names:
             torch._dynamo.reset()
             try:
                 found[name] = case(name, rank, device, backend)
@@ -158,12 +158,12 @@ def worker(rank: int, port: int, device: str, backend: str, out: str) -> None:
         dist.destroy_process_group()
 
 
-def results(device: str, backend: str, out: Path, timeout_s: float = 300) -> dict[str, list[Any]]:
+def results(device: str, backend: str, names: list[str], out: Path, timeout_s: float = 300) -> dict[str, list[Any]]:
     """What each process found, by case; the text of an error where a case raised one."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    processes = [ready().Process(target=worker, args=(rank, port, device, backend, str(out))) for rank in range(WORLD)]
+    processes = [ready().Process(target=worker, args=(rank, port, device, backend, names, str(out))) for rank in range(WORLD)]
     for process in processes:
         process.start()
     for process in processes:
@@ -171,7 +171,7 @@ def results(device: str, backend: str, out: Path, timeout_s: float = 300) -> dic
         if process.is_alive():
             process.kill()
     found = [torch.load(path) if (path := Path(out, str(rank))).exists() else {} for rank in range(WORLD)]
-    return {name: [each.get(name, "it did not run") for each in found] for name in CASES}
+    return {name: [each.get(name, "it did not run") for each in found] for name in names}
 
 
 def check(found: list[Any], limit: float) -> tuple[float, float]:

@@ -92,6 +92,7 @@ def test_it_is_linear_in_the_values_and_its_mean_is_attention():
     assert ((many.mean(0) - module.eval()(q, k, v)).abs() <= 5 * many.std(0) / 20 + 1e-6).all()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("mask", ["none", "by head", "wide"])
 def test_gradients(mask):
     module, given = core(causal=mask == "none"), heads(3, 4)
@@ -137,6 +138,7 @@ def test_layers(name):
     assert "dropout=0.3" in repr(layer) and "dropout" not in repr(plain)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ["self", "latent"])
 def test_compiled(name):
     layer, x = layers()[name], torch.randn(B, S, E, **DOUBLE)

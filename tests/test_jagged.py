@@ -109,6 +109,7 @@ class Twice(nn.Module):
         return x
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ["self", "latent"])
 def test_compiled_whole(name):
     """With max_seqlen= one graph serves any lengths."""
@@ -124,7 +125,8 @@ def test_compiled_whole(name):
     assert len(counts) == 1, "Dynamo may start a frame with nested tensors anew, but not for other lengths"
 
 
-@pytest.mark.parametrize("name", ["self", "multihead"])
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("name", ["multihead", "self"])
 def test_compiled_with_a_break_at_the_longest_length(name):
     model, x = Twice(name), values(E)
     given = nested_tensor_from_jagged(x, offsets())

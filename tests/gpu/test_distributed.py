@@ -16,7 +16,7 @@ LIMIT = 0.15
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     if (count := torch.cuda.device_count()) < WORLD:
         pytest.skip(f"{WORLD} processes need as many GPUs; this machine has {count}")
-    return results("cuda", "inductor", tmp_path_factory.mktemp("ranks"))
+    return results("cuda", "inductor", [*CASES], tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", CASES)
