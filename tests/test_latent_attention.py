@@ -323,6 +323,45 @@ def test_gradients_flow_through_dense_and_packed():
     assert torch.autograd.gradcheck(lambda y: module(y, cu_seqlens=cu([2, 3]), max_seqlen=3), x)
 
 
+def formula(module, x):
+    """`[S, E]` -> `[S, E]`, section 2.1 of DeepSeek-V2 written down once more, in torch operators that autograd knows."""
+    steps = ("q_a_proj", "q_a_layernorm", "q_b_proj") if module.q_lora_rank else ("q_proj",)
+    q = x
+    for name in steps:
+        q = getattr(module, name)(q)
+    q_nope, q_pe = q.unflatten(-1, (H, NOPE + ROPE)).split([NOPE, ROPE], -1)
+    latent, k_pe = module.kv_a_proj_with_mqa(x).split([DC, ROPE], -1)
+    k_nope, v = module.kv_b_proj(module.kv_a_layernorm(latent)).unflatten(-1, (H, NOPE + V)).split([NOPE, V], -1)
+    if module.rope is not None:
+        q_pe, k_pe = module.rope(q_pe, k_pe[:, None], torch.arange(len(x)))
+        k_pe = k_pe[:, 0]
+    logits = torch.einsum("shd,thd->hst", q_nope, k_nope) + torch.einsum("shd,td->hst", q_pe, k_pe)
+    hidden = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
+    weights = (logits * module.scale).masked_fill(hidden, -torch.inf).softmax(-1)
+    return module.o_proj(torch.einsum("hst,thd->shd", weights, v).flatten(1))
+
+
+@pytest.mark.parametrize(
+    ("more", "compiled"), [({}, False), ({"q_lora_rank": None, "bias": False}, False), ({"rope": None}, False), ({}, True)],
+    ids=["low rank", "full rank", "no rope", "compiled"],
+)  # fmt: skip
+def test_gradients_are_those_of_the_formula(more, compiled):
+    """Of the input and of every parameter."""
+    module, lengths = layer(**more), [2, 5]
+    x = torch.randn(7, E, dtype=F64, requires_grad=True)
+    run = torch.compile(module, backend="aot_eager", fullgraph=True) if compiled else module
+
+    def grads(out):
+        return torch.autograd.grad(out.square().sum(), [x, *module.parameters()])
+
+    want = grads(torch.cat([formula(module, part) for part in x.split(lengths)]))
+    assert all(g.abs().max() > 1e-3 for g in want)
+    dense_ = grads(torch.cat([run(part[None])[0] for part in x.split(lengths)]))
+    for found in (dense_, grads(run(x, cu_seqlens=cu(lengths), max_seqlen=5))):
+        for got, right in zip(found, want, strict=True):
+            close(got, right, 1e-6)
+
+
 @pytest.mark.parametrize("absorb", [0, 99])
 def test_paged_refuses_gradients(absorb):
     module, cache = layer(absorb=absorb), cache_for()

@@ -412,8 +412,8 @@ def test_nested_tensors_that_are_refused():
     short = torch.nested.nested_tensor(rows[:1])
     plain = torch.randn(2, 3, E)
     for args, more in (
-        ((x, x, x), {}), ((jagged, jagged, jagged), {"need_weights": False}), ((x, plain, plain), {"need_weights": False}),
-        ((plain, x, x), {}), ((x, short, short), {"need_weights": False}),
+        ((x, x, x), {}), ((jagged, jagged, jagged), {}), ((x, jagged, jagged), {"need_weights": False}),
+        ((x, plain, plain), {"need_weights": False}), ((plain, x, x), {}), ((x, short, short), {"need_weights": False}),
         ((x, x, x), {"need_weights": False, "attn_mask": torch.zeros(3, 3)}),
     ):  # fmt: skip
         with pytest.raises(InvalidInput, match=r"nested|requests"):

@@ -1,4 +1,4 @@
-"""`Attention`: query, key and value in, heads out; dense, packed or paged."""
+"""`Attention`: query, key and value in, heads out; dense, packed, jagged or paged."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from torch import Tensor, nn
 from attnops.cache.batch import PagedBatch
 from attnops.call import need
 from attnops.nn import arguments as check
+from attnops.nn.dropout import dropped, refuse
+from attnops.nn.jagged import nested, rows_of
 from attnops.ops import attention, paged_attention, varlen_attention, write_kv
 
 
 class Attention(nn.Module):
-    """Attention without projections. Dense, packed or paged: the arguments of the call say which.
+    """Attention without projections. Dense, packed, jagged or paged: the arguments of the call say which.
 
     Args:
         num_heads: query heads, Hq.
@@ -25,6 +27,9 @@ class Attention(nn.Module):
         softcap: logits become `softcap * tanh(logits / softcap)`; 0 is off.
         attention_chunk: query and key see each other only if their positions are in one chunk of so many; 0 is off.
         sinks: learn one logit a query head that joins the softmax denominator: a parameter `sinks` `[Hq]`, zero at first.
+        dropout: share of the weights that a training step drops, 0 <= p < 1. In training mode with p > 0 the call is torch's own
+            scaled_dot_product_attention, which draws from torch's generator. It refuses packed, jagged and paged calls, windows, soft caps,
+            sinks, chunks, kv_start, kv_end and kernel, because no kernel has dropout with them. A mask may say where a window is.
         kernel: force a kernel by name; None lets attnops choose.
         device, dtype: of the sinks.
 
@@ -37,8 +42,8 @@ class Attention(nn.Module):
     def __init__(
         self, num_heads: int, num_kv_heads: int | None = None,
         *, head_dim: int, v_head_dim: int | None = None, scale: float | None = None, causal: bool = True,
-        window: tuple[int, int] = (-1, -1), softcap: float = 0.0, attention_chunk: int = 0, sinks: bool = False, kernel: str | None = None,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        window: tuple[int, int] = (-1, -1), softcap: float = 0.0, attention_chunk: int = 0, sinks: bool = False, dropout: float = 0.0,
+        kernel: str | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.num_heads = check.size("num_heads", num_heads)
@@ -53,6 +58,7 @@ class Attention(nn.Module):
         self.window = (window[0], window[1])
         self.softcap = check.number("softcap", softcap, 0.0)
         self.attention_chunk = 0 if attention_chunk == 0 else check.size("attention_chunk", attention_chunk)
+        self.dropout = check.number("dropout", dropout, 0.0, 1.0)
         self.kernel = kernel
         self.register_parameter("sinks", nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype)) if sinks else None)
 
@@ -71,6 +77,10 @@ class Attention(nn.Module):
         Packed: query `[T, Hq, D]`, key `[N, Hkv, D]`, value `[N, Hkv, Dv]` and cu_seqlens_q int32 `[B + 1]`, max_seqlen_q in tokens;
         cu_seqlens_k, max_seqlen_k default to the queries'. Differentiable.
 
+        Jagged: nested tensors of layout torch.jagged, `[B, j, Hq, D]`, `[B, k, Hkv, D]`, `[B, k, Hkv, Dv]`, as a packed call. max_seqlen_q
+        and max_seqlen_k are optional: without them the host reads the longest length, which waits for a GPU, and where compiled code has
+        a graph break. mask: as the packed call takes it, `[T, K]`. Differentiable.
+
         Paged: query `[T, Hq, D]`, key `[T, Hkv, D]`, value `[T, Hkv, Dv]` of the new tokens, `batch` as the cache made it, and this
         layer's k_pages `[P, page, Hkv, D]`, v_pages `[P, page, Hkv, Dv]`, into which the new keys and values are written first.
         k_scale, v_scale: float32 `[1]` or `[Hkv]`, for quantised pages. No gradient: to be called under torch.no_grad().
@@ -78,13 +88,27 @@ class Attention(nn.Module):
         mask: as the op takes it (`attnops.attention`, `varlen_attention`, `paged_attention`); a bool True is visible.
 
         Returns:
-            `[B, S, Hq, Dv]` or `[T, Hq, Dv]`, the query's dtype.
+            `[B, S, Hq, Dv]` or `[T, Hq, Dv]`, or jagged `[B, j, Hq, Dv]` with the query's offsets; the query's dtype.
 
         Raises:
-            InvalidInput: the arguments are those of no kind of call, or of two, or break the op's contract.
+            InvalidInput: the arguments are those of no kind of call, or of two, or break the op's contract; a nested tensor is strided,
+                has holes, or is ragged in another dim than 1; dropout in training meets an argument that has no kernel with it.
             NoGradient: paged, in grad mode with inputs (or sinks) that require grad.
             UnknownKernel, NoKernel: `kernel` cannot run.
         """
+        drops = self.training and self.dropout > 0
+        if nested(query, key, value):
+            why = "with nested tensors, which say it"
+            check.absent(why, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, batch=batch, kv_start=kv_start, kv_end=kv_end)
+            if drops:
+                refuse(self.dropout, query=("a nested tensor", "a plain tensor"))
+            q, k, v = rows_of(query, key, value)
+            alike = q.ragged == k.ragged and max_seqlen_k is None
+            return q.like(self.forward(
+                q.values, k.values, v.values, mask=mask, cu_seqlens_q=q.cu(), max_seqlen_q=q.longest(max_seqlen_q),
+                cu_seqlens_k=None if alike else k.cu(), max_seqlen_k=None if alike else k.longest(max_seqlen_k), k_pages=k_pages,
+                v_pages=v_pages, k_scale=k_scale, v_scale=v_scale,
+            ))  # fmt: skip
         dense = check.kind_of_call(
             "cu_seqlens_q", cu_seqlens_q, batch, dense={"kv_start": kv_start, "kv_end": kv_end},
             packed={"cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k},
@@ -94,6 +118,13 @@ class Attention(nn.Module):
         query = check.last("query", check.tensor("query", query, layout, dims), self.num_heads, self.head_dim)
         key = check.last("key", check.tensor("key", key, layout, dims), self.num_kv_heads, self.head_dim)
         value = check.last("value", check.tensor("value", value, layout, dims), self.num_kv_heads, self.v_head_dim)
+        if drops:
+            refuse(
+                self.dropout, batch=(batch and "a batch", None), cu_seqlens_q=(cu_seqlens_q, None), kv_start=(kv_start, None),
+                kv_end=(kv_end, None), window=(self.window, (-1, -1)), softcap=(self.softcap, 0.0), sinks=(self.sinks, None),
+                attention_chunk=(self.attention_chunk, 0), kernel=(self.kernel, None),
+            )  # fmt: skip
+            return dropped(query, key, value, self.dropout, scale=self.scale, causal=self.causal, mask=mask)
         if batch is not None:
             assert k_pages is not None and v_pages is not None
             write_kv(key, value, k_pages, v_pages, batch.slots, k_scale=k_scale, v_scale=v_scale)
@@ -122,5 +153,6 @@ class Attention(nn.Module):
         return check.shown(
             f"{self.num_heads}", f"{self.num_kv_heads}", f"head_dim={self.head_dim}", v_head_dim=(self.v_head_dim, self.head_dim),
             causal=(self.causal, True), window=(self.window, (-1, -1)), softcap=(self.softcap, 0.0),
-            attention_chunk=(self.attention_chunk, 0), sinks=(self.sinks is not None, False), kernel=(self.kernel, None),
+            attention_chunk=(self.attention_chunk, 0), sinks=(self.sinks is not None, False), dropout=(self.dropout, 0.0),
+            kernel=(self.kernel, None),
         )  # fmt: skip

@@ -11,6 +11,8 @@ from attnops.cache.batch import PagedBatch
 from attnops.call import need
 from attnops.errors import InvalidInput, fail
 from attnops.nn import arguments as check
+from attnops.nn.dropout import dropped, refuse
+from attnops.nn.jagged import nested, rows
 from attnops.nn.latent import LatentDims, NewTokens, attend_float8, attend_latents, check_scales, scale_tensor, unfold
 from attnops.nn.rotary import RotaryEmbedding, rope_of
 from attnops.ops import attention, varlen_attention
@@ -18,7 +20,7 @@ from attnops.ops.latent_form import kernel_for
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention, https://arxiv.org/abs/2405.04434, section 2.1 and appendix C. Dense, packed or paged.
+    """Multi-head latent attention, https://arxiv.org/abs/2405.04434, section 2.1 and appendix C. Dense, packed, jagged or paged.
 
     Dense and packed calls unfold the latents into keys and values; a paged call takes the cheaper way (`attnops.nn.attend_latents`).
     Parameters have the names of Hugging Face's DeepseekV2Attention and DeepseekV3Attention, so that their weights load.
@@ -35,6 +37,7 @@ class LatentAttention(nn.Module):
         scale: factor on the scores; default `rope.softmax_scale() / sqrt(qk_nope_head_dim + qk_rope_head_dim)`.
         absorb: in a paged call whose batch describes its cached tokens, the most new tokens of a request for which the latents are not
             unfolded; "auto": as many as make it cheaper (`attnops.explain` shows the figure).
+        dropout: as in `Attention`.
         kernel: force a kernel by name, on the attention ops that have one of that name; None lets attnops choose.
         device, dtype: of the parameters, which start as torch.nn.Linear's and torch.nn.RMSNorm's do.
 
@@ -46,7 +49,8 @@ class LatentAttention(nn.Module):
         self, hidden_size: int, num_heads: int,
         *, q_lora_rank: int | None = None, kv_lora_rank: int = 512, qk_nope_head_dim: int = 128, qk_rope_head_dim: int = 64,
         v_head_dim: int = 128, rope: RotaryEmbedding | None = None, norm_eps: float = 1e-6, bias: bool = False, scale: float | None = None,
-        absorb: str | int = "auto", kernel: str | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        absorb: str | int = "auto", dropout: float = 0.0, kernel: str | None = None, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.hidden_size = check.size("hidden_size", hidden_size)
@@ -62,6 +66,7 @@ class LatentAttention(nn.Module):
         known = absorb == "auto" or (type(absorb) is int and absorb >= 0)
         need(known, "absorb", repr(absorb), "'auto' or an int >= 0 (tokens)")
         self.absorb_up_to = absorb if isinstance(absorb, int) else None
+        self.dropout = check.number("dropout", dropout, 0.0, 1.0)
         self.kernel = kernel
         eps = check.number("norm_eps", norm_eps, 0.0)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -88,7 +93,7 @@ class LatentAttention(nn.Module):
 
         Args:
             hidden: `[B, S, E]` dense, or `[T, E]` packed (with cu_seqlens int32 `[B + 1]` and max_seqlen in tokens) or paged (with batch
-                and latent_pages).
+                and latent_pages), or a jagged nested tensor `[B, j, E]` (max_seqlen is then optional, as in `Attention.forward`).
             positions: int `[S]` or `[B, S]`, or `[T]`, for RoPE. Default: from 0 in each request, or the batch's.
             mask: dense and packed: as in `attnops.attention` and `varlen_attention`.
             kv_start, kv_end: dense: int `[B]`, keys outside are invisible.
@@ -104,10 +109,25 @@ class LatentAttention(nn.Module):
         Raises:
             InvalidInput, NoGradient, UnknownKernel, NoKernel: as in `Attention.forward`.
         """
+        drops = self.training and self.dropout > 0
+        if nested(hidden):
+            check.absent("with a nested tensor, which says it", cu_seqlens=cu_seqlens, batch=batch)
+            if drops:
+                refuse(self.dropout, hidden=("a nested tensor", "a plain tensor"))
+            packed = rows("hidden", hidden)
+            return packed.like(self.forward(
+                packed.values, positions=positions, mask=mask, kv_start=kv_start, kv_end=kv_end, cu_seqlens=packed.cu(),
+                max_seqlen=packed.longest(max_seqlen), latent_pages=latent_pages, kv_scale=kv_scale, float8_scales=float8_scales,
+            ))  # fmt: skip
         dense = check.kind_of_call(
             "cu_seqlens", cu_seqlens, batch, dense={"kv_start": kv_start, "kv_end": kv_end}, packed={"max_seqlen": max_seqlen},
             paged={"latent_pages": latent_pages, "kv_scale": kv_scale, "float8_scales": float8_scales},
         )  # fmt: skip
+        if drops:
+            refuse(
+                self.dropout, batch=(batch and "a batch", None), cu_seqlens=(cu_seqlens, None), kv_start=(kv_start, None),
+                kv_end=(kv_end, None), kernel=(self.kernel, None),
+            )  # fmt: skip
         hidden = check.hidden_states(hidden, self.hidden_size, dense)
         at = check.positions_of(hidden, positions, cu_seqlens, batch)
         if batch is not None and latent_pages is not None:
@@ -129,6 +149,8 @@ class LatentAttention(nn.Module):
         q_nope, q_pe, latent, k_pe = self._project(hidden, at)
         query = torch.cat([q_nope, q_pe], -1)
         key, value = unfold(self.dims, q_nope.shape[-2], latent, k_pe, self.kv_b_proj)
+        if drops:
+            return self._out(dropped(query, key, value, self.dropout, scale=self.scale, causal=True, mask=mask))
         if cu_seqlens is None:
             return self._out(attention(
                 query, key, value, scale=self.scale, causal=True, mask=mask, kv_start=kv_start, kv_end=kv_end,
@@ -174,5 +196,5 @@ class LatentAttention(nn.Module):
         return check.shown(
             f"{self.hidden_size}", f"{self.num_heads}", q_lora_rank=(self.q_lora_rank, None), kv_lora_rank=(d.latent, 0),
             qk_nope_head_dim=(d.nope, 0), qk_rope_head_dim=(d.rope, 0), v_head_dim=(d.v, 0), absorb=(self.absorb_up_to, None),
-            kernel=(self.kernel, None),
+            dropout=(self.dropout, 0.0), kernel=(self.kernel, None),
         )  # fmt: skip

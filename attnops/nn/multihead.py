@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -11,6 +9,8 @@ from torch.nn import functional as F
 from attnops.call import need
 from attnops.errors import InvalidInput, fail
 from attnops.nn import arguments as check
+from attnops.nn.dropout import dropped
+from attnops.nn.jagged import nested, rows_of
 from attnops.ops import attention, varlen_attention
 
 MASKS = "bool (True: not to be seen) or float (added to the logits)"
@@ -19,11 +19,12 @@ MASKS = "bool (True: not to be seen) or float (added to the logits)"
 class MultiheadAttention(nn.MultiheadAttention):
     """Drop-in for torch.nn.MultiheadAttention: same arguments, parameters, state_dict keys and results.
 
-    With need_weights=False and no dropout the attention is `attnops.attention` (`kernel=` forces a kernel). With need_weights=True, or
-    dropout in training, it is plain torch, because kernels give no weights and have no dropout. A query that may see no key gives 0 (and
-    weights 0) where torch gives NaN. Layers of torch.nn call this module in eval mode, too. Nested tensors of the strided layout, which
-    torch.nn.TransformerEncoder makes of padded batches, go through `attnops.varlen_attention`. Constructor and calls raise InvalidInput
-    for arguments that torch refuses.
+    With need_weights=False and no dropout the attention is `attnops.attention` (`kernel=` forces a kernel). With need_weights=True it is
+    plain torch, because kernels give no weights, and with dropout in training it is torch's scaled_dot_product_attention. A query that may
+    see no key gives 0 (and weights 0) where torch gives NaN. Layers of torch.nn call this module in eval mode, too. Nested tensors, jagged
+    or of the strided layout, which torch.nn.TransformerEncoder makes of padded batches, go through `attnops.varlen_attention`: the host
+    reads the longest length of jagged ones, which waits for a GPU, and where compiled code has a graph break. Constructor and calls raise
+    InvalidInput for arguments that torch refuses.
 
     Masks follow torch: a bool True hides the key, while in `attnops.attention` True shows it.
     """
@@ -56,7 +57,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Attend; L queries, S keys, N requests, E = embed_dim.
 
         Args:
-            query: `[L, N, E]`, or `[N, L, E]` with batch_first, or `[L, E]`.
+            query: `[L, N, E]`, or `[N, L, E]` with batch_first, or `[L, E]`, or nested `[N, L, E]` with batch_first, as key and value then.
             key, value: likewise, `[S, N, kdim]`, `[S, N, vdim]`.
             key_padding_mask: `[N, S]` or `[S]`, bool (True: not to be seen) or float (added to the logits).
             need_weights: also return the weights.
@@ -71,7 +72,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         Raises:
             InvalidInput: a shape, dtype or combination breaks this contract. UnknownKernel, NoKernel: `kernel` cannot run.
         """
-        if isinstance(query, Tensor) and query.is_nested:
+        if nested(query):
             return self._nested(query, key, value, key_padding_mask is None and attn_mask is None, need_weights), None
         batched = self._check(query, key, value, is_causal, attn_mask)
         alike = query is key and key is value
@@ -88,43 +89,39 @@ class MultiheadAttention(nn.MultiheadAttention):
         q, k, v = (x.view(*x.shape[:2], self.num_heads, self.head_dim) for x in self._project(query, key, value, alike))
         k, v, mask = self._more_keys(k, v, mask)
         weights = None
-        if need_weights or (self.dropout > 0 and self.training):
+        if need_weights:
             attended, weights = self._plain(q, k, v, mask)
+        elif self.dropout > 0 and self.training:
+            attended = dropped(q, k, v, self.dropout, scale=self.head_dim**-0.5, causal=causal, mask=None if causal else mask)
         else:
             attended = attention(q, k, v, mask=None if causal else mask, causal=causal, kernel=self.kernel)
         out: Tensor = self.out_proj(attended.reshape(*query.shape[:2], self.embed_dim))
         out = out[0] if not batched else out if self.batch_first else out.transpose(0, 1)
-        if weights is None or not need_weights:
+        if weights is None:
             return out, None
         weights = weights.mean(1) if average_attn_weights else weights
         return out, weights if batched else weights[0]
 
     def _nested(self, query: Tensor, key: Tensor, value: Tensor, unmasked: bool, need_weights: bool) -> Tensor:
         """As `forward`, of requests of different lengths: a nested tensor like the query."""
-        alike, kinds = query is key and key is value, [x.layout if x.is_nested else "plain" for x in (query, key, value)]
-        strided = kinds == [torch.strided] * 3
-        need(strided, "query, key, value", kinds, "all nested and strided; attnops.varlen_attention takes other ragged requests")
+        alike = query is key and key is value
         extra = need_weights or self.bias_k is not None or self.add_zero_attn or (self.dropout > 0 and self.training)
         if not unmasked or extra or not self.batch_first:
             want = "batch_first=True, need_weights=False, and no mask, dropout in training, add_bias_kv or add_zero_attn"
             fail(InvalidInput, "query", "a nested tensor with more than it can have", want)
-        rows, row_lengths = zip(*((x.unbind(), [row.shape[0] for row in x.unbind()]) for x in (query, key, value)), strict=True)
-        if row_lengths[1] != row_lengths[2] or len(row_lengths[0]) != len(row_lengths[1]):
-            fail(InvalidInput, "key, value", row_lengths[1:], "as many requests as the query has, and as many values as keys")
-        projected = self._project(torch.cat(rows[0]), torch.cat(rows[1]), torch.cat(rows[2]), alike)
+        rows = rows_of(query, key, value, strided=True)
+        # The lengths first: where compiled code breaks its graph there, it may not hand on views of one product.
+        (cu_q, most_q), (cu_k, most_k) = ((x.cu(), x.longest(None)) for x in rows[:2])
+        projected = self._project(rows[0].values, rows[1].values, rows[2].values, alike)
         q, k, v = (x.view(-1, self.num_heads, self.head_dim) for x in projected)
-        ends = [torch.tensor([0, *accumulate(each)], dtype=torch.int32, device=q.device) for each in row_lengths[:2]]
-        most_q, most_k = (max(each, default=0) for each in row_lengths[:2])
-        attended = varlen_attention(q, k, v, *ends, max_seqlen_q=most_q, max_seqlen_k=most_k, kernel=self.kernel)
-        out = self.out_proj(attended.reshape(-1, self.embed_dim))
-        return torch.nested.as_nested_tensor(list(out.split(row_lengths[0])))
+        attended = varlen_attention(q, k, v, cu_q, cu_k, max_seqlen_q=most_q, max_seqlen_k=most_k, kernel=self.kernel)
+        return rows[0].like(self.out_proj(attended.reshape(-1, self.embed_dim)))
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, attn_mask: Tensor | None) -> bool:
         """Is the call batched?"""
         seq, item = ("N, L", "N, S") if self.batch_first else ("L, N", "S, N")
         check.tensor("query", query, f"[L, {self.embed_dim}] or [{seq}, {self.embed_dim}]", 2, 3)
-        nested = any(isinstance(x, Tensor) and x.is_nested for x in (key, value))
-        need(not nested, "key, value", "nested tensors", "plain tensors, as the query")
+        need(not nested(key, value), "key, value", "nested tensors", "plain tensors, as the query")
         dims = query.dim()
         for field, x, width in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
             check.tensor(field, x, f"[S, {width}]" if dims == 2 else f"[{item}, {width}], batched as the query", dims)

@@ -11,11 +11,13 @@ from attnops.cache.batch import PagedBatch
 from attnops.call import need
 from attnops.nn import arguments as check
 from attnops.nn.attention import Attention
+from attnops.nn.dropout import refuse
+from attnops.nn.jagged import nested, rows
 from attnops.nn.rotary import RotaryEmbedding, rope_of
 
 
 class SelfAttention(nn.Module):
-    """Projections, optional norm of query and key, optional RoPE, attention, projection back. Dense, packed or paged.
+    """Projections, optional norm of query and key, optional RoPE, attention, projection back. Dense, packed, jagged or paged.
 
     Args:
         hidden_size: E of input and output.
@@ -26,7 +28,7 @@ class SelfAttention(nn.Module):
         rope: a RotaryEmbedding of this head_dim, or None.
         bias: do the query, key and value projections have one?
         out_bias: does the output projection?
-        scale, causal, window, softcap, sinks, kernel: as in `Attention`.
+        scale, causal, window, softcap, sinks, dropout, kernel: as in `Attention`.
         device, dtype: of the parameters, which start as torch.nn.Linear's and torch.nn.RMSNorm's do.
 
     Raises:
@@ -37,7 +39,7 @@ class SelfAttention(nn.Module):
         self, hidden_size: int, num_heads: int, num_kv_heads: int | None = None, head_dim: int | None = None,
         *, qk_norm: bool = False, norm_eps: float = 1e-6, rope: RotaryEmbedding | None = None, bias: bool = False, out_bias: bool = False,
         scale: float | None = None, causal: bool = True, window: tuple[int, int] = (-1, -1), softcap: float = 0.0, sinks: bool = False,
-        kernel: str | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        dropout: float = 0.0, kernel: str | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.hidden_size = check.size("hidden_size", hidden_size)
@@ -48,7 +50,7 @@ class SelfAttention(nn.Module):
             head_dim = hidden_size // num_heads
         self.attention = Attention(
             num_heads, num_kv_heads, head_dim=head_dim, scale=scale, causal=causal, window=window, softcap=softcap, sinks=sinks,
-            kernel=kernel, device=device, dtype=dtype,
+            dropout=dropout, kernel=kernel, device=device, dtype=dtype,
         )  # fmt: skip
         self.rope = rope_of(rope, "head_dim", head_dim)
         heads, kv_heads = self.attention.num_heads, self.attention.num_kv_heads
@@ -69,7 +71,7 @@ class SelfAttention(nn.Module):
 
         Args:
             hidden: `[B, S, E]` dense, or `[T, E]` packed (with cu_seqlens int32 `[B + 1]` and max_seqlen in tokens) or paged (with
-                batch, k_pages and v_pages).
+                batch, k_pages and v_pages), or a jagged nested tensor `[B, j, E]` (max_seqlen is then optional, as in `Attention.forward`).
             positions: int `[S]` or `[B, S]`, or `[T]`, for RoPE. Default: from 0 in each request, or the batch's.
 
         Returns:
@@ -78,6 +80,15 @@ class SelfAttention(nn.Module):
         Raises:
             InvalidInput, NoGradient, UnknownKernel, NoKernel: as in `Attention.forward`.
         """
+        if nested(hidden):
+            check.absent("with a nested tensor, which says it", cu_seqlens=cu_seqlens, batch=batch)
+            if self.attention.training and self.attention.dropout > 0:
+                refuse(self.attention.dropout, hidden=("a nested tensor", "a plain tensor"))
+            packed = rows("hidden", hidden)
+            return packed.like(self.forward(
+                packed.values, positions=positions, mask=mask, kv_start=kv_start, kv_end=kv_end, cu_seqlens=packed.cu(),
+                max_seqlen=packed.longest(max_seqlen), k_pages=k_pages, v_pages=v_pages, k_scale=k_scale, v_scale=v_scale,
+            ))  # fmt: skip
         dense = cu_seqlens is None and batch is None
         hidden, core = check.hidden_states(hidden, self.hidden_size, dense), self.attention
         lead = hidden.shape[:-1]

@@ -2,12 +2,11 @@
 Training
 ========
 
-How to train on packed documents with gradients through attnops, which kernels have a gradient, and how to checkpoint activations.
+How to train on packed documents with gradients through attnops.
 """
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import attnops
 from attnops.nn import RotaryEmbedding, SelfAttention
@@ -33,8 +32,6 @@ def documents(*lengths: int) -> tuple[Tensor, Tensor, dict]:
 
 
 class Decoder(nn.Module):
-    checkpointed = False
-
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.norm, self.head = nn.Embedding(VOCAB, 64), nn.RMSNorm(64), nn.Linear(64, VOCAB)
@@ -43,8 +40,7 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, **packed) -> Tensor:
         hidden = self.embed(tokens)
         for layer in self.layers:
-            more = checkpoint(layer, hidden, **packed, use_reentrant=False) if self.checkpointed else layer(hidden, **packed)
-            hidden = hidden + more
+            hidden = hidden + layer(hidden, **packed)
         return self.head(self.norm(hidden))
 
 
@@ -68,24 +64,11 @@ want = gradients(torch.cat(alone))
 torch.testing.assert_close(gradients(model(tokens, **packed)), want)
 
 # %%
-# Checkpointing
-# -------------
+# The gradient's kernel
+# ---------------------
 #
-# ``torch.utils.checkpoint`` wraps these layers as any module: the backward pass computes the attention again instead of keeping it.
-
-model.checkpointed = True
-torch.testing.assert_close(gradients(model(tokens, **packed)), want)
-model.checkpointed = False
-
-# %%
-# Which kernels have a gradient
-# -----------------------------
-#
-# The gradient is an op with kernels of its own (``attention_backward``, ``varlen_attention_backward``), chosen as those of every op.
-# On a GPU ``aten_flash`` comes first; ``triton`` takes what that refuses: soft caps, sinks, chunks, float32. A call with a mask has the
-# gradient of the reference, in plain torch. Paged attention has no gradient and raises ``NoGradient``.
-#
-# ``explain`` shows the backward pass beside the forward pass, here packed bfloat16 on an H200:
+# The gradient is an op with kernels of its own, chosen as those of every op. ``explain`` shows the backward pass beside the forward pass,
+# here packed bfloat16 on an H200. The guide :doc:`/training` says which calls have a gradient, and how to checkpoint and to compile.
 
 
 def forward_and_backward(query: Tensor) -> None:

@@ -1,0 +1,169 @@
+"""Jagged nested tensors through the modules: each request as it would be alone, gradients and compiled code included."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nested import nested_tensor, nested_tensor_from_jagged
+
+from attnops.errors import InvalidInput
+from attnops.nn import Attention, LatentAttention, MultiheadAttention, RotaryEmbedding, SelfAttention
+
+pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+
+E, LENGTHS = 24, (5, 1, 8)
+DOUBLE: dict[str, Any] = {"dtype": torch.float64}
+SIZES: dict[str, int] = {"kv_lora_rank": 16, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+LAYERS = {
+    "self": lambda: SelfAttention(E, 4, 2, 8, qk_norm=True, rope=RotaryEmbedding(8), window=(4, -1), softcap=5.0, sinks=True, **DOUBLE),
+    "latent": lambda: LatentAttention(E, 3, rope=RotaryEmbedding(4, interleaved=True), **SIZES, **DOUBLE),
+    "multihead": lambda: MultiheadAttention(E, 4, batch_first=True, **DOUBLE),
+}
+
+
+def offsets(lengths=LENGTHS):
+    return torch.tensor([0, *itertools.accumulate(lengths)])
+
+
+def values(*shape, lengths=LENGTHS):
+    return torch.randn(sum(lengths), *shape, **DOUBLE, requires_grad=True)
+
+
+def called(layer, x, **more):
+    return layer(x, x, x, need_weights=False)[0] if isinstance(layer, nn.MultiheadAttention) else layer(x, **more)
+
+
+def gradients(layer, out, x):
+    """Of the input and of all parameters, of a loss that no two numbers of `out` `[T, ...]` enter alike."""
+    return torch.autograd.grad((out * torch.linspace(-1, 1, out.numel(), **DOUBLE).view_as(out)).sum(), [x, *layer.parameters()])
+
+
+def one_by_one(layer, x, lengths=LENGTHS):
+    return torch.cat([called(layer, part[None])[0] for part in x.split(lengths)])
+
+
+def close(got, want):
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)  # logits and sums are float32
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers(name):
+    layer, x = LAYERS[name](), values(E)
+    given = nested_tensor_from_jagged(x, offsets())
+    got = called(layer, given)
+    assert got.layout == torch.jagged and got.offsets() is given.offsets() and (given + got).shape == given.shape
+    want = one_by_one(layer, x)
+    close(got.values(), want)
+    close(gradients(layer, got.values(), x), gradients(layer, want, x))
+
+
+@pytest.mark.parametrize("name", ["self", "latent"])
+def test_an_upper_bound_and_a_cached_maximum(name):
+    layer, x = LAYERS[name](), values(E)
+    want = one_by_one(layer, x)
+    close(layer(nested_tensor_from_jagged(x, offsets()), max_seqlen=50).values(), want)
+    close(layer(nested_tensor_from_jagged(x, offsets(), min_seqlen=1, max_seqlen=8)).values(), want)
+
+
+def test_attention_of_one_sequence_to_another():
+    core = Attention(4, 2, head_dim=8, v_head_dim=6, causal=True)
+    lengths = (7, 3, 8)
+    q, k, v = values(4, 8), values(2, 8, lengths=lengths), values(2, 6, lengths=lengths)
+    ends = offsets(lengths)
+    jagged = nested_tensor_from_jagged(q, offsets())
+    got = core(jagged, nested_tensor_from_jagged(k, ends), nested_tensor_from_jagged(v, ends))
+    assert got.offsets() is jagged.offsets() and got.shape[2:] == (4, 6)
+    parts = zip(*(x.split(n) for x, n in ((q, LENGTHS), (k, lengths), (v, lengths))), strict=True)
+    want = torch.cat([core(*(x[None] for x in part))[0] for part in parts])
+    close(got.values(), want)
+    for a, b in zip(*(torch.autograd.grad(out.sin().sum(), (q, k, v)) for out in (got.values(), want)), strict=True):
+        close(a, b)
+
+
+def test_a_mask_is_that_of_the_packed_call():
+    core, q = Attention(2, head_dim=4, causal=False), values(2, 4)
+    x, mask = nested_tensor_from_jagged(q, offsets()), torch.rand(sum(LENGTHS), max(LENGTHS)) < 0.7
+    ends = offsets().int()
+    close(core(x, x, x, mask=mask).values(), core(q, q, q, mask=mask, cu_seqlens_q=ends, max_seqlen_q=max(LENGTHS)))
+
+
+@pytest.mark.parametrize("made", [nested_tensor_from_jagged(torch.zeros(0, E), torch.tensor([0])), nested_tensor_from_jagged(
+    torch.zeros(0, E), torch.tensor([0, 0, 0]))], ids=["no request", "no token"])  # fmt: skip
+def test_nothing(made):
+    assert LAYERS["self"]().float()(made).shape == made.shape
+
+
+class Twice(nn.Module):
+    """Two layers and residuals, all of them over jagged tensors."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(LAYERS[name]() for _ in range(2))
+
+    def forward(self, x: Tensor, **more: int) -> Tensor:
+        for layer in self.layers:
+            x = x + called(layer, x, **more)
+        return x
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("name", ["self", "latent"])
+def test_compiled_whole(name):
+    """With max_seqlen= one graph serves any lengths."""
+    model, counter = Twice(name), CompileCounterWithBackend("aot_eager")
+    compiled, counts = torch.compile(model, backend=counter, fullgraph=True, dynamic=True), set()
+    for lengths in (LENGTHS, (3, 9, 2), (4, 4, 1, 7, 6)):
+        x = values(E, lengths=lengths)
+        given = nested_tensor_from_jagged(x, offsets(lengths))
+        got, want = (run(given, max_seqlen=max(lengths)).values() for run in (compiled, model))
+        close(got, want)
+        close(gradients(model, got, x), gradients(model, want, x))
+        counts.add(counter.frame_count)
+    assert len(counts) == 1, "Dynamo may start a frame with nested tensors anew, but not for other lengths"
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("name", ["multihead", "self"])
+def test_compiled_with_a_break_at_the_longest_length(name):
+    model, x = Twice(name), values(E)
+    given = nested_tensor_from_jagged(x, offsets())
+    compiled = torch.compile(model, backend="aot_eager")
+    got, want = (run(given).values() for run in (compiled, model))
+    close(got, want)
+    close(gradients(model, got, x), gradients(model, want, x))
+
+
+ROWS = [torch.randn(n, E) for n in LENGTHS]
+JAGGED: Any = nested_tensor(ROWS, layout=torch.jagged)
+HOLES = nested_tensor_from_jagged(JAGGED.values(), JAGGED.offsets(), lengths=torch.tensor([2, 1, 3]))
+HEADS = nested_tensor_from_jagged(torch.randn(sum(LENGTHS), 3, 8), offsets())
+BAD = [
+    ("self", lambda m: m(nested_tensor(ROWS)), "hidden", "layout=torch.jagged"),
+    ("latent", lambda m: m(nested_tensor(ROWS)), "hidden", "layout=torch.jagged"),
+    ("self", lambda m: m(HOLES), "hidden", "x.contiguous()"),
+    ("latent", lambda m: m(HOLES), "hidden", "x.contiguous()"),
+    ("multihead", lambda m: called(m, HOLES), "query", "x.contiguous()"),
+    ("self", lambda m: m(JAGGED, cu_seqlens=offsets().int()), "cu_seqlens", "nested tensor"),
+    ("self", lambda m: m(JAGGED, kv_end=torch.tensor([1])), "kv_end", "dense calls only"),
+    ("self", lambda m: m(HEADS), "hidden", "[T, 24]"),
+    ("core", lambda m: m(HEADS.transpose(1, 2), HEADS, HEADS), "query", "transpose"),
+    ("core", lambda m: m(HEADS, HEADS.values(), HEADS.values()), "key", "nested"),
+    ("core", lambda m: m(HEADS.values()[None], HEADS, HEADS), "query", "nested"),
+    ("core", lambda m: m(HEADS, HEADS, nested_tensor_from_jagged(HEADS.values(), torch.tensor([0, 2, 3, 14]))), "value", "same offsets"),
+    ("core", lambda m: m(HEADS, *[nested_tensor_from_jagged(HEADS.values(), torch.tensor([0, 14]))] * 2), "key", "3, as the query"),
+    ("core", lambda m: m(HEADS, HEADS, HEADS, cu_seqlens_q=offsets().int()), "cu_seqlens_q", "nested tensors"),
+    ("core", lambda m: m(HEADS, HEADS, HEADS, k_scale=torch.ones(1)), "k_scale", "None"),
+    ("multihead", lambda m: m(JAGGED, *[nested_tensor(ROWS)] * 2, need_weights=False), "query, key, value", "one layout"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "call", "field", "want"), BAD, ids=[f"{i}-{b[0]}-{b[2]}" for i, b in enumerate(BAD)])
+def test_refused_by_name(name, call, field, want):
+    module = Attention(3, head_dim=8) if name == "core" else LAYERS[name]().float()
+    with pytest.raises(InvalidInput) as caught:
+        call(module)
+    assert caught.value.field == field and want in caught.value.want
+    assert len(str(caught.value)) < 400
