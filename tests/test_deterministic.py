@@ -75,9 +75,10 @@ def test_a_kernel_of_few_queries_refuses_a_decode_step_too():
 
 def test_a_kernel_that_is_missing_is_not_chosen():
     problem = sized(replace(LLAMA, op="varlen_attention"), 1, 9, 9)
-    found = [select(altered(problem, target=t, softcap=c), DETERMINISTIC) for t in (H200, TARGETS[1]) for c in (False, True)]
-    assert [d.kernel and d.kernel.name for d in found] == ["fa3", "fa3", "aten_flash", None]
-    assert "policy.deterministic" in str(found[3].refused["sdpa"])
+    targets = H200, replace(H200, assume=("sgl_kernel", "triton")), TARGETS[1]
+    found = [select(altered(problem, target=t, softcap=c), DETERMINISTIC) for t in targets for c in (False, True)]
+    assert [d.kernel and d.kernel.name for d in found] == ["fa4", "fa4", "fa3", "fa3", "aten_flash", None]
+    assert "policy.deterministic" in str(found[5].refused["sdpa"])
 
 
 @pytest.mark.parametrize("target", [t for t in TARGETS if t.device == "cuda"], ids=str)

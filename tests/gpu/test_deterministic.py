@@ -55,7 +55,7 @@ LATENTS: dict[str, Callable[[], Call]] = {
     "128 heads": lambda: builders.mla(source(), QUERIES, LENGTHS, 64, replace(DEEPSEEK, q_heads=128)),
     "decode": lambda: builders.mla(source(), (1,) * 12, LENGTHS, 64, replace(DEEPSEEK, q_heads=128, lse=True)),
 }
-COMPILED_FOR: dict[str, tuple[str, ...]] = {"flex": ("llama", "mask"), "flashinfer": ("llama",)}
+COMPILED_FOR: dict[str, tuple[str, ...]] = {"flex": ("llama", "mask"), "flashinfer": ("llama",), "fa4": ("llama", "d64", "d256", "window")}
 INVARIANT = [k for k in all_kernels() if k.invariant]
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from attnops.kernel import Invariant, Kernel, Need, Tolerance, arch, demand, deterministic, one_of, register
-from attnops.kernels.flash_attn4.fa4 import HALF, PACKAGES, function_of, once
+from attnops.kernels.flash_attn4.fa4 import HALF, PACKAGES, function_of, longest, once
 from attnops.kernels.shared.tokens import clear, past, runs, zeroed
 from attnops.measured import Roofline, copy_us
 from attnops.problem import Problem, Refusal
@@ -27,9 +27,6 @@ from attnops.reference.rows import Rules
 
 if TYPE_CHECKING:
     from attnops.ops import dense, varlen
-
-WIDEST_TILE = 128
-"""Rows of the widest tile, of queries and of keys."""
 
 USED = (
     "softmax_scale", "causal", "softcap", "window_size_left", "window_size_right", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q",
@@ -56,10 +53,7 @@ def varlen_attention_backward(call: varlen.VarlenAttentionBackward) -> tuple[Ten
     if call.padded:
         after_q, after_k = past(cu_q, call.query.shape[0]), past(cu_k, call.key.shape[0])
         given = tuple(zeroed(x, where) for x, where in zip(given, (after_q, after_k, after_k, after_q), strict=True))
-    # A batch of one tile has a kernel of its own, which a request among longer ones would not get.
-    least = WIDEST_TILE + 1 if deterministic(call.policy) else 0
-    longest_q, longest_k = max(call.max_seqlen_q, least), max(call.max_seqlen_k, least)
-    batch = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": longest_q, "max_seqlen_k": longest_k}
+    batch = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k} | longest(call)
     grad_q, grad_k, grad_v, grad_sinks = backward(call, given, batch)
     if call.padded:
         clear((cu_q, grad_q, 0.0), (cu_k, grad_k, 0.0), (cu_k, grad_v, 0.0))
@@ -102,7 +96,7 @@ def backward(call: Any, given: tuple[Tensor, ...], batch: dict[str, Any]) -> Gra
         query.shape[-2] // key.shape[-2], rules.causal, rules.left < 0, rules.right < 0, rules.softcap, len(batch),
         None if sinks is None else sinks.dtype, grad_lse is None, len(batch) > 0 and batch["cu_seqlens_q"].shape[0] - 1 > 256,
         # Tiles of queries and of keys: a call of one tile is a kind of its own.
-        tuple(longest_q <= n for n in (64, 80, WIDEST_TILE)), tuple(longest_k <= n for n in (48, 64, 96, WIDEST_TILE)), steady,
+        tuple(longest_q <= n for n in (64, 80, 128)), tuple(longest_k <= n for n in (48, 64, 96, 128)), steady,
     )  # fmt: skip
     grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
     found = once(kind, query, rules, lambda: interface()(
