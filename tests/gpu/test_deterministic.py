@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import pad
 
+from attnops.errors import NoKernel
 from attnops.kernel import all_kernels, kernels_of
 from attnops.select import select
 from attnops.testing import Call, Features, Source, builders, equip
@@ -53,7 +55,7 @@ LATENTS: dict[str, Callable[[], Call]] = {
     "128 heads": lambda: builders.mla(source(), QUERIES, LENGTHS, 64, replace(DEEPSEEK, q_heads=128)),
     "decode": lambda: builders.mla(source(), (1,) * 12, LENGTHS, 64, replace(DEEPSEEK, q_heads=128, lse=True)),
 }
-COMPILED_FOR: dict[str, tuple[str, ...]] = {"flex": ("llama", "mask"), "flashinfer": ("llama",)}
+COMPILED_FOR: dict[str, tuple[str, ...]] = {"flex": ("llama", "mask"), "flashinfer": ("llama",), "fa4": ("llama", "d64", "d256", "window")}
 INVARIANT = [k for k in all_kernels() if k.invariant]
 
 
@@ -104,31 +106,68 @@ def test_sparse_latents(heads: int, lengths: bool) -> None:
 
 
 GRADIENTS = ("llama", "d64", "window", "softcap")
+MORE = {
+    "every head": replace(LLAMA, q_heads=8, kv_heads=8, sinks=BF16),
+    "both sides": replace(LLAMA, causal=False, window=(200, 90), head_dim=64),
+    "all keys": replace(LLAMA, causal=False),
+}
+STEPS = [(op, name) for op in ("attention", "varlen_attention") for name in kernels(f"{op}_backward") if name != "reference"]
+RUNS = 5
+
+
+def trained(op: str, features: Features) -> Call:
+    f = replace(features, lse=False)
+    return (
+        builders.dense(source(), 12, 300, 300, f) if op == "attention" else builders.varlen(source(), QUERIES, LENGTHS, f, padding=(0, 0))
+    )
+
+
+def step(call: Call, name: str | None) -> dict[str, torch.Tensor]:
+    """The gradients of all requests; skips what the kernel `name` refuses."""
+    try:
+        return gradients(call, range(12), name)
+    except NoKernel as error:
+        if name is None:
+            raise
+        pytest.skip(str(error).replace("\n", " ")[:300])
 
 
 @pytest.mark.parametrize("features", GRADIENTS)
-@pytest.mark.parametrize("op", ["attention", "varlen_attention"])
-def test_gradients(op: str, features: str) -> None:
-    """Forward and backward by the automatic choice: a request alone, among mates, and beside a long prompt."""
-    f = replace(FEATURES[features], lse=False)
-    packed = op == "varlen_attention"
-    call = builders.varlen(source(), QUERIES, LENGTHS, f, padding=(0, 0)) if packed else builders.dense(source(), 12, 300, 300, f)
-    whole = gradients(call, range(12))
+@pytest.mark.parametrize(("op", "name"), STEPS)
+def test_gradients(op: str, name: str | None, features: str) -> None:
+    """Forward and backward: a request alone, among mates, and beside a long prompt."""
+    call, packed = trained(op, FEATURES[features]), op != "attention"
+    whole = step(call, name)
     for chosen in ((5,), (6,), (6, 7), (3, 1, 9)):
         starts = call.arguments["cu_seqlens_k"].tolist() if packed else []
         keys = torch.cat([torch.arange(starts[b], starts[b + 1], device="cuda") for b in chosen]) if packed else rows_of(call, chosen)
-        for among, alone, rows in zip(whole, gradients(call, chosen), (rows_of(call, chosen), keys, keys), strict=True):
-            assert not alone.isnan().any()
-            assert torch.equal(among[rows], alone), f"gradients of requests {chosen} differ when they are alone"
+        grads = gradients(call, chosen, name)
+        for n, rows in {"query": rows_of(call, chosen), "key": keys, "value": keys}.items():
+            assert not grads[n].isnan().any()
+            assert torch.equal(whole[n][rows], grads[n]), f"gradients of the {n}s of requests {chosen} differ when they are alone"
 
 
-def gradients(call: Call, chosen: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """Of query, key and value of these requests. Each query's output has a weight of its own."""
+@pytest.mark.parametrize("features", [*GRADIENTS, "d256", *MORE])
+@pytest.mark.parametrize(("op", "name"), STEPS)
+def test_gradients_of_every_run(op: str, name: str | None, features: str, found: dict[str, Any]) -> None:
+    """Those of sinks included, which are sums over the whole batch."""
+    call = trained(op, (FEATURES | MORE)[features])
+    first = step(call, name)
+    assert not any(grad.isnan().any() for grad in first.values())
+    for _ in range(RUNS - 1):
+        for n, grad in gradients(call, range(12), name).items():
+            assert torch.equal(grad, first[n]), f"the gradient of {n} differs from run to run"
+    found.setdefault("deterministic_gradients", {})[f"{op}.{name or 'automatic'}, {features}"] = f"equal bits in {RUNS} runs"
+
+
+def gradients(call: Call, chosen: Sequence[int], name: str | None) -> dict[str, torch.Tensor]:
+    """Of query, key, value and sinks, of these requests. name: the kernel of the gradient. Each query's output has a weight of its own."""
     given = only(call, list(chosen)).arguments
-    inputs = {n: given[n].detach().requires_grad_() for n in ("query", "key", "value")}
-    output = getattr(torch.ops.attnops, call.op).default(**given | inputs, policy=POLICY)[0]
+    inputs = {n: given[n].detach().requires_grad_() for n in ("query", "key", "value", "sinks") if n in given}
+    policy = POLICY if name is None else f"kernel={call.op}_backward:{name};{POLICY}"
+    output = getattr(torch.ops.attnops, call.op).default(**given | inputs, policy=policy)[0]
     weight = torch.sin(call.arguments["query"].sum(-1, keepdim=True).float())[rows_of(call, chosen)].to(output.dtype)
-    return torch.autograd.grad(output, list(inputs.values()), weight.expand_as(output))
+    return dict(zip(inputs, torch.autograd.grad(output, list(inputs.values()), weight.expand_as(output)), strict=True))
 
 
 @pytest.mark.parametrize("queries", [1, 3, 300])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import attnops
+from attnops.call import changed
 from attnops.errors import NotCompiled
 from attnops.kernel import Package, kernels_of
 from attnops.kernels.flash_attn4 import fa4 as kernel
@@ -19,6 +20,7 @@ from attnops.problem import Target, altered, pretend
 from attnops.select import select
 from attnops.testing import CASES, Features, Mismatch, Source, builders, check_kernel
 from tests.lowering.models import PagedModel, compiled_code, decode, kernel_calls
+from tests.mates import POLICY
 from tests.standins import flash_attn_cute, test_fa3
 from tests.standins.flash_attn_cute import PARAMETERS, installed
 from tests.standins.test_fa3 import ATTENTION, GRID, blind, half
@@ -185,6 +187,16 @@ def test_a_new_kind_is_refused_in_a_capture(standin, monkeypatch):
     ):  # fmt: skip
         with pytest.raises(NotCompiled):
             run(**{"lens": (90, 2), **other})
+
+
+def test_one_kernel_takes_short_and_long_requests_under_a_deterministic_policy(standin):
+    kernel._kinds().clear()
+    for lengths in ((1, 3), (9, 30), (9, 140), (300, 1)):
+        call = builders.varlen(Source(5), lengths, lengths, Features(dtype=BF16, causal=True), padding=None)
+        fa4(call.op).run(changed(call.record, policy=POLICY))
+    assert len(kernel._kinds()) == 1
+    assert {call["max_seqlen_q"] for call in standin} == {257, 300}
+    assert {call["num_splits"] for call in standin} == {1}
 
 
 # The choice -----------------------------------------------------------------------------------------------------------

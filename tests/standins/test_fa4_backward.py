@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import attnops
+from attnops.call import changed
 from attnops.errors import NotCompiled
 from attnops.kernel import kernels_of
 from attnops.kernels.flash_attn4 import backward, fa4
@@ -15,6 +16,7 @@ from attnops.ops import OPS as OPS_BY_NAME
 from attnops.problem import Extent, Target, altered, pretend
 from attnops.select import select
 from attnops.testing import CASES, Features, Source, builders, check_kernel
+from tests.mates import POLICY
 from tests.standins import flash_attn_cute_backward
 from tests.standins.flash_attn_cute import installed
 from tests.standins.test_aten_flash import narrow
@@ -118,9 +120,9 @@ def test_a_new_kind_is_refused_in_a_capture(standin, monkeypatch):
     capture = Capturing(monkeypatch)
     fa4._kinds().clear()
 
-    def run(f=PLAIN, lens=(9, 30), lse_grad=False):
+    def run(f=PLAIN, lens=(9, 30), lse_grad=False, policy=""):
         call = builders.backward(Source(5), builders.varlen(Source(5), lens, lens, f, padding=None), lse_grad=lse_grad)
-        kernel(call.op).run(call.record)
+        kernel(call.op).run(changed(call.record, policy=policy))
 
     capture.on = True
     with pytest.raises(NotCompiled, match=r"fa4: got a kind of call not yet compiled"):
@@ -135,9 +137,50 @@ def test_a_new_kind_is_refused_in_a_capture(standin, monkeypatch):
         {"lse_grad": True}, {"lens": (70, 1)}, {"f": replace(PLAIN, dtype=F16)},
         {"f": replace(PLAIN, softcap=1.0)}, {"f": replace(PLAIN, sinks=BF16)}, {"f": replace(PLAIN, window=(3, -1))},
         {"f": replace(PLAIN, causal=True)}, {"f": replace(PLAIN, head_dim=96)}, {"f": replace(PLAIN, kv_heads=4)},
+        {"policy": POLICY},
     ):  # fmt: skip
         with pytest.raises(NotCompiled):
             run(**other)
+
+
+@pytest.mark.parametrize("shape", ["dense", "ragged"])
+@pytest.mark.parametrize("policy", ["", POLICY, f"{POLICY};kernel=fa4"])
+def test_programs_take_turns_under_a_deterministic_policy_alone(standin, policy, shape):
+    call = builders.backward(Source(4), SHAPES[shape](PLAIN))
+    kernel(call.op).run(changed(call.record, policy=policy))
+    assert standin[-1]["deterministic"] is (POLICY in policy)
+
+
+def test_a_step_of_training_hands_the_policy_on(standin):
+    q, k, v = (torch.randn(2, 6, n, 64, dtype=BF16, requires_grad=True) for n in (8, 2, 2))
+    for steady in (True, False):
+        with attnops.use(deterministic=steady, kernel={"attention": "aten_flash", "attention_backward": "fa4"}):
+            attnops.attention(q, k, v, causal=True).sum().backward()
+        assert standin[-1]["deterministic"] is steady
+
+
+def test_one_kernel_takes_short_and_long_requests_under_a_deterministic_policy(standin):
+    """The vendor compiles a kernel of its own for a batch of one tile, which a request among longer ones does not get."""
+    fa4._kinds().clear()
+    for lengths in ((1, 3), (9, 30), (9, 140), (300, 1)):
+        call = builders.backward(Source(5), builders.varlen(Source(5), lengths, lengths, PLAIN, padding=None))
+        kernel(call.op).run(changed(call.record, policy=POLICY))
+    assert len(fa4._kinds()) == 1
+    assert {call["max_seqlen_q"] for call in standin} == {257, 300}
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [({}, ""), ({"sinks": True, "window": (1023, -1)}, ""), ({"target": SM100}, "target"), ({"kv_range": True}, "kv_range")],
+)
+def test_the_choice_under_a_deterministic_policy(change, field):
+    """Its order of turns was read for SM90 alone."""
+    many = dict.fromkeys(("queries", "context"), 4096) | {"tokens": 8192, "batch": 2}
+    problem = altered(PROBLEM, head_dim=128, v_head_dim=128, q_heads=32, kv_heads=8, **{n: Extent.of(x) for n, x in many.items()})
+    for op in OPS:
+        decision = select(altered(problem, op=op, **change), POLICY)
+        assert (decision.kernel is kernel(op)) is (not field), decision
+        assert not field or field in [r.field for r in decision.refused["fa4"]]
 
 
 PROBLEM = altered(builders.backward(Source(0), SHAPES["dense"](PLAIN)).problem, target=SM90)

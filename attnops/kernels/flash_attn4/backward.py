@@ -3,6 +3,10 @@
 Read from its source, 4.0.0b36: lse comes heads first, natural, with the sink in it; delta is the row sum of grad_output * output less
 grad_lse; the gradient of a sink is the sum of -exp(sink - lse) * delta. It loads whole tiles past a request's end, where NaN would
 spread, and does not write rows of no request.
+
+Programs add their parts of a query's gradient, and of grouped heads those of a key's and a value's, in the order in which they come.
+With `deterministic=True` each waits for its turn: by blocks of the request's own keys, and by heads of a group. Tiles follow from head
+dims and rules alone, and the gradient of sinks is added up by one program a head either way.
 """
 
 from __future__ import annotations
@@ -14,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attnops.kernel import Kernel, Need, Tolerance, arch, demand, one_of, register
-from attnops.kernels.flash_attn4.fa4 import HALF, PACKAGES, function_of, once
+from attnops.kernel import Invariant, Kernel, Need, Tolerance, arch, demand, deterministic, one_of, register
+from attnops.kernels.flash_attn4.fa4 import HALF, PACKAGES, function_of, longest, once
 from attnops.kernels.shared.tokens import clear, past, runs, zeroed
 from attnops.measured import Roofline, copy_us
 from attnops.problem import Problem, Refusal
@@ -26,7 +30,7 @@ if TYPE_CHECKING:
 
 USED = (
     "softmax_scale", "causal", "softcap", "window_size_left", "window_size_right", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q",
-    "max_seqlen_k", "dq", "dk", "dv", "dlse", "learnable_sink",
+    "max_seqlen_k", "deterministic", "dq", "dk", "dv", "dlse", "learnable_sink",
 )  # fmt: skip
 
 
@@ -49,7 +53,7 @@ def varlen_attention_backward(call: varlen.VarlenAttentionBackward) -> tuple[Ten
     if call.padded:
         after_q, after_k = past(cu_q, call.query.shape[0]), past(cu_k, call.key.shape[0])
         given = tuple(zeroed(x, where) for x, where in zip(given, (after_q, after_k, after_k, after_q), strict=True))
-    batch = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": call.max_seqlen_q, "max_seqlen_k": call.max_seqlen_k}
+    batch = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k} | longest(call)
     grad_q, grad_k, grad_v, grad_sinks = backward(call, given, batch)
     if call.padded:
         clear((cu_q, grad_q, 0.0), (cu_k, grad_k, 0.0), (cu_k, grad_v, 0.0))
@@ -86,19 +90,20 @@ def backward(call: Any, given: tuple[Tensor, ...], batch: dict[str, Any]) -> Gra
     sinks = sinks.float() if sinks is not None and sinks.dtype == torch.float64 else sinks
     grad_output, output = (x.contiguous() if 0 in x.stride() else x for x in (grad_output.to(query.dtype), output.to(query.dtype)))
     longest_q, longest_k = batch.get("max_seqlen_q", query.shape[-3]), batch.get("max_seqlen_k", key.shape[-3])
+    steady = deterministic(call.policy)
     kind = (
         "backward", query.device, query.dtype, tuple((x.shape[-1], tuple(s == 0 for s in x.stride())) for x in (query, key, value)),
         query.shape[-2] // key.shape[-2], rules.causal, rules.left < 0, rules.right < 0, rules.softcap, len(batch),
         None if sinks is None else sinks.dtype, grad_lse is None, len(batch) > 0 and batch["cu_seqlens_q"].shape[0] - 1 > 256,
         # Tiles of queries and of keys: a call of one tile is a kind of its own.
-        tuple(longest_q <= n for n in (64, 80, 128)), tuple(longest_k <= n for n in (48, 64, 96, 128)),
+        tuple(longest_q <= n for n in (64, 80, 128)), tuple(longest_k <= n for n in (48, 64, 96, 128)), steady,
     )  # fmt: skip
     grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
     found = once(kind, query, rules, lambda: interface()(
         query, key, value, output, grad_output, _heads_first(call.lse), softmax_scale=rules.scale, causal=rules.causal,
         softcap=rules.softcap, window_size_left=rules.left if rules.left >= 0 else None,
         window_size_right=rules.right if rules.right >= 0 else None, dq=grads[0], dk=grads[1], dv=grads[2],
-        dlse=None if grad_lse is None else _heads_first(grad_lse), learnable_sink=sinks, **batch,
+        dlse=None if grad_lse is None else _heads_first(grad_lse), learnable_sink=sinks, deterministic=steady, **batch,
     ))  # fmt: skip
     return grads[0], grads[1], grads[2], query.new_empty(0) if call.sinks is None else found[3].to(call.sinks.dtype)
 
@@ -117,6 +122,11 @@ def _cost_us(p: Problem) -> float:
         return BACKWARD(p)
     rows = p.q_heads * p.sizes.tokens.hint + p.kv_heads * p.sizes.batch.hint * p.sizes.context.hint
     return BACKWARD(p) + 10.0 + copy_us(p, (p.head_dim + p.v_head_dim) * rows)
+
+
+def _steady_us(p: Problem) -> float:
+    """Programs wait for their turn: 3 to 18% of the time on an H200."""
+    return 1.2 * _cost_us(p)
 
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
@@ -148,6 +158,8 @@ for _run in (attention_backward, varlen_attention_backward):
     register(
         Kernel(
             "fa4", _run.__name__, _run, takes=frozenset({"causal", "window_left", "window_right", "softcap", "sinks"}), dtypes=HALF,
-            needs=NEEDS, packages=PACKAGES, tolerance=Tolerance(4.0), cost_us=_cost_us, about="FlashAttention-4's gradient",
+            needs=NEEDS, packages=PACKAGES, tolerance=Tolerance(4.0), cost_us=_cost_us,
+            # The order of turns was read in SM90's kernel alone.
+            invariant=Invariant((arch(90),), _steady_us), about="FlashAttention-4's gradient",
         )
     )  # fmt: skip

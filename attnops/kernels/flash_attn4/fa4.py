@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from attnops.errors import NotCompiled
-from attnops.kernel import Kernel, Need, Package, Tolerance, arch, demand, one_of, register
+from attnops.kernel import Invariant, Kernel, Need, Package, Tolerance, arch, demand, deterministic, one_of, register
 from attnops.kernels.shared.memory import PACK
 from attnops.kernels.shared.tokens import blank, packed_lse, past, runs, see_nothing, with_sinks, zeroed
 from attnops.measured import Roofline, copy_us
@@ -66,8 +66,7 @@ def varlen_attention(call: varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
         see_nothing(output, lse)  # the kernel writes no row of no request
     if some:
         batch = {"cu_seqlens_q": cu_q.contiguous(), "cu_seqlens_k": cu_k.contiguous()}
-        longest = {"max_seqlen_q": call.max_seqlen_q, "max_seqlen_k": call.max_seqlen_k}
-        forward(call, key, zeroed(value, past(cu_k, key.shape[0])) if call.padded else value, output, lse, batch | longest)
+        forward(call, key, zeroed(value, past(cu_k, key.shape[0])) if call.padded else value, output, lse, batch | longest(call))
     return output, no_lse(query) if lse is None else compact(_packed_lse(lse, call))
 
 
@@ -89,6 +88,16 @@ def paged_attention(call: paged.PagedAttention) -> None:
         output.copy_(out)
     if call.lse is not None and lse is not None:
         call.lse.copy_(_packed_lse(lse, call))
+
+
+WIDEST_TILE = 256
+"""Rows that no tile of any kernel exceeds."""
+
+
+def longest(call: Any) -> dict[str, int]:
+    """The lengths of the longest request. A batch of one tile has a kernel of its own, which a deterministic policy shall not give it."""
+    least = WIDEST_TILE + 1 if deterministic(call.policy) else 0
+    return {"max_seqlen_q": max(call.max_seqlen_q, least), "max_seqlen_k": max(call.max_seqlen_k, least)}
 
 
 def _packed_lse(lse: Tensor, call: varlen.VarlenAttention | paged.PagedAttention) -> Tensor:
@@ -148,11 +157,11 @@ def forward(call: Any, key: Tensor, value: Tensor, output: Tensor, lse: Tensor |
     query, key, value = (x.detach() if x.requires_grad else x for x in (query, key, value))
     sinks = sinks.detach() if sinks is not None and sinks.requires_grad else sinks
     group = query.shape[-2] // key.shape[-2]
-    longest = batch.get("max_seqlen_q", query.shape[-3])
+    rows_q = batch.get("max_seqlen_q", query.shape[-3])
     kind = (
         query.device, query.dtype, tuple((x.shape[-1], tuple(s == 0 for s in x.stride())) for x in (query, key, value, output)), group,
         lse is None, None if sinks is None else sinks.dtype, rules.causal, rules.left < 0, rules.right < 0, rules.softcap,
-        tuple(longest * rows <= limit for rows in (1, group) for limit in (64, 128, 192, 256)), requests > 256,
+        tuple(rows_q * rows <= limit for rows in (1, group) for limit in (64, 128, 192, WIDEST_TILE)), requests > 256,
         tuple(n for n, v in batch.items() if v is not None), value.shape[1] if "page_table" in batch else 0,
     )  # fmt: skip
     once(kind, query, rules, lambda: interface()(
@@ -207,11 +216,18 @@ NEEDS: tuple[Need, ...] = (
 TAKES = frozenset({"causal", "window_left", "window_right", "softcap", "sinks", "q_scale", "k_scale", "v_scale"})
 # A page that is a tile is loaded by TMA, stale keys past a request's end with it, and a weight of 0 does not silence NaN.
 whole_pages = demand("page_size", "not {p.page_size}, a tile", lambda p: p.page_size != tile(p))
-for _run, _lse, _more in ((attention, "return_lse", ()), (varlen_attention, "return_lse", ()), (paged_attention, "lse", (whole_pages,))):
+# Read for SM90: tiles follow from head dims and rules, heads of a group share a tile whatever the length, and no key is split. Over pages
+# a decode step of few requests wants splits, so that kernels with splits of a fixed size serve such a policy.
+STEADY = Invariant((arch(90),))
+for _run, _lse, _more, _steady in (
+    (attention, "return_lse", (), STEADY),
+    (varlen_attention, "return_lse", (), STEADY),
+    (paged_attention, "lse", (whole_pages,), None),
+):
     register(
         Kernel(
             "fa4", _run.__name__, _run, takes=TAKES | {_lse}, dtypes=(*HALF, FLOAT8), needs=(*NEEDS, *_more), packages=PACKAGES,
             # The tanh of a softcap is the hardware's approximation; lse, which is exact to float32 otherwise, shows it.
-            tolerance=Tolerance(4.0), cost_us=_cost_us, about="FlashAttention-4 (CuTe DSL), compiled at first use",
+            tolerance=Tolerance(4.0), cost_us=_cost_us, invariant=_steady, about="FlashAttention-4 (CuTe DSL), compiled at first use",
         )
     )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -33,6 +33,20 @@ Mod = Callable[..., Tensor]
 
 
 def attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
+    output, lse = attended(call)
+    lse = compact(lse.transpose(1, 2).float()) if call.return_lse else no_lse(call.query)
+    return compact(output.transpose(1, 2).to(call.query.dtype)), lse
+
+
+def varlen_attention(call: varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
+    """One long sequence in which a query sees the keys of its own request only."""
+    output, lse = packed_attended(call)
+    lse = compact(lse.transpose(0, 1).float()) if call.return_lse else no_lse(call.query)
+    return compact(output.transpose(0, 1).to(call.query.dtype)), lse
+
+
+def attended(call: dense.Attention | dense.AttentionBackward, recorded: bool = False) -> tuple[Tensor, Tensor]:
+    """output `[B, H, S, Dv]` and lse `[B, H, S]`. recorded: by autograd, for a backward."""
     query, key, value, mask, rules = call.query, call.key, call.value, call.mask, Rules.of(call)
     (batch, queries), keys = query.shape[:2], key.shape[1]
     full = torch.full((batch,), keys, device=query.device, dtype=torch.int64)
@@ -45,15 +59,13 @@ def attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
         return (j >= start[b]) & (j < end[b]) & near(j == j, i + end[b] - queries, j, rules)
 
     key, value = in_range(key, call.kv_start, call.kv_end), in_range(value, call.kv_start, call.kv_end)
-    blocks = None if query.device.type == "cpu" else _dense_blocks(queries, keys, start, end, rules)
+    blocks = None if query.device.type == "cpu" else _dense_blocks(queries, keys, start, end, rules, recorded)
     heads_first = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
-    output, lse = _flex(call, heads_first, _score(rules, mask, visible, query.device), blocks, mask is not None)
-    lse = compact(lse.transpose(1, 2).float()) if call.return_lse else no_lse(query)
-    return compact(output.transpose(1, 2).to(query.dtype)), lse
+    return _flex(call, heads_first, _score(rules, mask, visible, query.device), blocks, mask is not None, recorded)
 
 
-def varlen_attention(call: varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
-    """One long sequence in which a query sees the keys of its own request only."""
+def packed_attended(call: varlen.VarlenAttention | varlen.VarlenAttentionBackward, recorded: bool = False) -> tuple[Tensor, Tensor]:
+    """output `[H, T, Dv]` and lse `[H, T]`. recorded: by autograd, for a backward."""
     query, key, value, cu_q, cu_k, rules = call.query, call.key, call.value, call.cu_seqlens_q, call.cu_seqlens_k, Rules.of(call)
     batch = cu_q.shape[0] - 1
     row_q, row_k = rows_of(cu_q, query.shape[0]), rows_of(cu_k, key.shape[0])
@@ -66,18 +78,18 @@ def varlen_attention(call: varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
         return near((row == row_k[j]) & (row < batch), i + shift[safe], j - starts_k[safe], rules)
 
     value = value.masked_fill((row_k >= batch)[:, None, None], 0.0)  # 0 * NaN is NaN, and keys of no request may hold anything
+    if recorded:
+        query, key = query.masked_fill((row_q >= batch)[:, None, None], 0.0), key.masked_fill((row_k >= batch)[:, None, None], 0.0)
     if batch == 0:
         key, value = key[:0], value[:0]
     blocks = None
     if query.device.type != "cpu" and batch and query.shape[0] and key.shape[0]:
         first, last = (row_q[i].clamp(max=batch - 1) for i in _edges(query.shape[0], query.device))
-        blocks = _block_mask(starts_k[first][None], cu_k[1:].long()[last][None] - 1, query.shape[0], key.shape[0])
+        blocks = _block_mask(starts_k[first][None], cu_k[1:].long()[last][None] - 1, query.shape[0], key.shape[0], recorded)
     heads_first = (query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None])
-    output, lse = _flex(call, heads_first, _score(rules, None, visible, query.device), blocks, False)
+    output, lse = _flex(call, heads_first, _score(rules, None, visible, query.device), blocks, False, recorded)
     padding = (row_q >= batch)[None, None]
-    output = output.masked_fill(padding[..., None], 0.0)[0]
-    lse = compact(lse.masked_fill(padding, float("-inf"))[0].transpose(0, 1).float()) if call.return_lse else no_lse(query)
-    return compact(output.transpose(0, 1).to(query.dtype)), lse
+    return output.masked_fill(padding[..., None], 0.0)[0], lse.masked_fill(padding, float("-inf"))[0]
 
 
 def _score(rules: Rules, mask: Tensor | None, visible: Mod, device: torch.device) -> Mod:
@@ -106,7 +118,7 @@ def _edges(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return first, (first + BLOCK - 1).clamp(max=size - 1)
 
 
-def _dense_blocks(queries: int, keys: int, start: Tensor, end: Tensor, rules: Rules) -> BlockMask | None:
+def _dense_blocks(queries: int, keys: int, start: Tensor, end: Tensor, rules: Rules, recorded: bool) -> BlockMask | None:
     """The key blocks that some query of a query block sees; flex reads no others."""
     if queries == 0 or keys == 0:
         return None
@@ -120,11 +132,13 @@ def _dense_blocks(queries: int, keys: int, start: Tensor, end: Tensor, rules: Ru
         low = torch.maximum(low, torch.div(first + shift, rules.chunk, rounding_mode="floor") * rules.chunk)
     if rules.causal or rules.right >= 0:
         high = torch.minimum(high, last + shift + (0 if rules.causal else rules.right))
-    return _block_mask(low, high, queries, keys)
+    return _block_mask(low, high, queries, keys, recorded)
 
 
-def _block_mask(low: Tensor, high: Tensor, queries: int, keys: int) -> BlockMask:
+def _block_mask(low: Tensor, high: Tensor, queries: int, keys: int, recorded: bool) -> BlockMask:
     """A BlockMask in which query block n of request b reads keys `low` to `high`, each `[B, query blocks]`, in whole blocks.
+
+    recorded: with the query blocks that read each key block, which a backward goes by.
 
     Written out, because torch's own constructors go through vmap, which fails to compile inside an op on CUDA with torch 2.11.
     """
@@ -133,9 +147,19 @@ def _block_mask(low: Tensor, high: Tensor, queries: int, keys: int) -> BlockMask
     count = -(-keys // BLOCK)
     low = torch.div(low.clamp(0, keys - 1), BLOCK, rounding_mode="floor")
     high = torch.div(high.clamp(0, keys - 1), BLOCK, rounding_mode="floor")
-    number = (high - low + 1).clamp(min=1).to(torch.int32)[:, None]
-    index = (low[..., None] + torch.arange(count, device=low.device)).clamp(max=count - 1).to(torch.int32)[:, None]
-    return BlockMask((queries, keys), number, index, None, None, None, None, None, None, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=_every)
+    number, every = (high - low + 1).clamp(min=1), torch.arange(count, device=low.device)
+    index = (low[..., None] + every).clamp(max=count - 1)
+    readers = reader = None
+    if recorded:
+        reads = (every >= low[..., None]) & (every < (low + number)[..., None])
+        readers, reader = _numbers(reads.sum(1)), _numbers(reads.int().argsort(dim=1, descending=True, stable=True).transpose(1, 2))
+    number, index, size = _numbers(number), _numbers(index), (BLOCK, BLOCK)
+    return BlockMask((queries, keys), number, index, None, None, readers, reader, None, None, BLOCK_SIZE=size, mask_mod=_every)
+
+
+def _numbers(x: Tensor) -> Tensor:
+    """`[B, ...]` -> int32 `[B, 1, ...]`, contiguous: those of every head."""
+    return x.to(torch.int32).contiguous()[:, None]
 
 
 def _every(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -143,22 +167,23 @@ def _every(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 
 def _flex(
-    call: dense.Attention | varlen.VarlenAttention, given: tuple[Tensor, ...], score: Mod, blocks: BlockMask | None, masked: bool
+    call: Any, given: tuple[Tensor, ...], score: Mod, blocks: BlockMask | None, masked: bool, recorded: bool
 ) -> tuple[Tensor, Tensor]:
     """output `[B, H, S, Dv]` and lse `[B, H, S]`; a query that sees no key has 0 and -inf, or the sink. given: heads first."""
     # Detached: on CPU flex refuses inputs that require grad, in no_grad mode too.
-    (query, key, value), sinks = (x.detach() for x in given), call.sinks
+    (query, key, value), sinks = (x if recorded else x.detach() for x in given), call.sinks
     if query.numel() == 0 or key.numel() == 0:
         output = query.new_zeros((*query.shape[:3], value.shape[3]))
         lse = query.new_full(query.shape[:3], float("-inf"), dtype=torch.float32)
     else:
         from torch.nn.attention.flex_attention import AuxRequest
 
-        with warnings.catch_warnings(), _dispatch_keys():
+        options = _options(query, value, masked, recorded, BLOCK if deterministic(call.policy) else key.shape[2])
+        with warnings.catch_warnings(), dispatch_keys(recorded):
             warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
             output, aux = _call(query.device.type)(
                 query, key, value, score_mod=score, block_mask=blocks, scale=1.0, enable_gqa=query.shape[1] != key.shape[1],
-                return_aux=AuxRequest(lse=True), **_options(query, value, masked, BLOCK if deterministic(call.policy) else key.shape[2]),
+                return_aux=AuxRequest(lse=True), **options,
             )  # fmt: skip
         lse = aux.lse
         seen = torch.isfinite(lse)
@@ -187,26 +212,38 @@ def _call(device: str) -> Callable[..., Any]:
 
 
 @contextmanager
-def _dispatch_keys() -> Iterator[None]:
+def dispatch_keys(recorded: bool = False) -> Iterator[None]:
     """The dispatch keys that flex is compiled under and guarded by, whichever way the call came.
 
     flex is made of torch.vmap, and a dispatch mode switches functorch off while it calls an op, as AOTAutograd does with every custom op
     of a new graph (runtime_wrappers.py, the check for aliasing): functorch is on here. The dispatcher leaves autograd before it calls an
     op, and a direct call does not. Dynamo guards on that and would compile every shape twice: autograd is left here, too.
+
+    recorded: autograd is on instead.
     """
     off = torch._C._dispatch_tls_local_exclude_set()
-    for key in (torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode, torch._C.DispatchKey.FuncTorchDynamicLayerBackMode):
-        off = off.remove(key)
-    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), off), torch._C._AutoDispatchBelowAutograd():
+    for name in (*FUNCTORCH, *(AUTOGRAD if recorded else ())):
+        off = off.remove(getattr(torch._C.DispatchKey, name))
+    # Autograd is left where that guard is made, not where it is entered.
+    guard = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), off)
+    with guard, nullcontext() if recorded else torch._C._AutoDispatchBelowAutograd():
         yield
 
 
-def _options(query: Tensor, value: Tensor, masked: bool, keys: int) -> dict[str, Any]:
+FUNCTORCH = "FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode"
+AUTOGRAD = "AutogradFunctionality", "ADInplaceOrView", "AutogradOther", "AutogradNestedTensor"
+
+
+def _options(query: Tensor, value: Tensor, masked: bool, recorded: bool, keys: int) -> dict[str, Any]:
     if query.device.type == "cpu":
         return {}
     chosen = tile(query.shape[3], value.shape[3], query.dtype.itemsize, Target.of(query.device).arch, masked, keys)
     # The decoding template finds no configuration for some symbolic shapes; the general one always does.
-    return {"kernel_options": {"FORCE_USE_FLEX_ATTENTION": True, **chosen._asdict()}}
+    options = chosen._asdict()
+    if recorded:  # torch's own tiles of the backward, but for a mask, which they have no room for
+        narrow = dict.fromkeys(("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2"), 32) | {"bwd_num_stages": 1}
+        options = {f"fwd_{name}": size for name, size in options.items()} | (narrow if masked else {})
+    return {"kernel_options": {"FORCE_USE_FLEX_ATTENTION": True, **options}}
 
 
 class Tile(NamedTuple):

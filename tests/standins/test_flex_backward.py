@@ -1,0 +1,121 @@
+"""The gradient of `flex` on a CPU: uncompiled, with torch's refusal of a CPU taken away. Not the compiled kernel."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as vendor
+
+import attnops
+from attnops.kernel import kernels_of
+from attnops.kernels.torch import flex
+from attnops.problem import Extent, Target, altered, pretend
+from attnops.select import select
+from attnops.testing import CASES, Features, Source, builders, check_kernel
+
+F32, BF16 = torch.float32, torch.bfloat16
+OPS = ("attention_backward", "varlen_attention_backward")
+SM90 = Target("cuda", 90, assume=())
+PLAIN = Features(dtype=F32, head_dim=16, q_heads=4, kv_heads=2)
+RULES = {
+    "plain": PLAIN,
+    "causal": replace(PLAIN, causal=True, dtype=BF16),
+    "window": replace(PLAIN, window=(3, 1), softcap=1.5),
+    "sinks": replace(PLAIN, sinks=F32, causal=True, kv_heads=4),
+    "chunk": replace(PLAIN, causal=True, chunk=4, v_head_dim=32),
+    "mask": replace(PLAIN, mask="additive", sinks=F32),
+    "bool": replace(PLAIN, mask="bool", causal=True),
+}
+SHAPES = {
+    "dense": lambda f: builders.dense(Source(3), 2, 5, 11, f),
+    "tall": lambda f: builders.dense(Source(3), 2, 7, 4, f),
+    "ranges": lambda f: builders.dense(Source(3), 2, 3, 9, f, start=(1, 0), end=(9, 4)),
+    "no_key": lambda f: builders.dense(Source(3), 2, 3, 0, f),
+    "ragged": lambda f: builders.varlen(Source(3), (5, 0, 1, 20, 4), (5, 3, 7, 4, 0), f, padding=(3, 4)),
+    "no_keys": lambda f: builders.varlen(Source(3), (3, 1), (0, 0), f, padding=(2, 2)),
+}
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    monkeypatch.setattr(vendor, "_validate_device", lambda *given: None)
+    with pretend(SM90):
+        yield
+
+
+def kernel(op):
+    return kernels_of(op)["flex"]
+
+
+@pytest.mark.sweep(9)
+@pytest.mark.parametrize("lse_grad", [False, True], ids=["output", "lse"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rules", RULES)
+def test_gradients(on_cpu, rules, shape, lse_grad):
+    f = RULES[rules]
+    if f.mask != "none" and shape in ("ragged", "no_keys"):
+        pytest.skip("flex takes no mask of packed calls")
+    call = builders.backward(Source(4), SHAPES[shape](f), lse_grad=lse_grad)
+    figures = check_kernel(kernel(call.op), call)
+    assert not figures.refused and figures.worst <= 1.0, figures
+
+
+@pytest.mark.sweep(9)
+@pytest.mark.parametrize("case", [pytest.param(c, id=str(c)) for op in OPS for c in CASES[op]])
+def test_grid(on_cpu, case):
+    figures = check_kernel(kernel(case.op), case.call())
+    if figures.refused:
+        pytest.skip(str(figures))
+    assert figures.worst <= 1.0, figures
+
+
+def test_a_training_step_and_its_gradients(on_cpu):
+    q, k, v = (torch.randn(2, 6, n, 16, requires_grad=True) for n in (8, 2, 2))
+    sinks = torch.zeros(8, requires_grad=True)
+    with attnops.use(kernel=dict.fromkeys(("attention", "attention_backward"), "flex")):
+        found = torch.autograd.grad(attnops.attention(q, k, v, causal=True, sinks=sinks).sum(), (q, k, v, sinks))
+    with pretend(Target("cpu")):
+        wanted = torch.autograd.grad(attnops.attention(q, k, v, causal=True, sinks=sinks).sum(), (q, k, v, sinks))
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_the_gradient_of_a_mask_is_refused():
+    call = builders.backward(Source(4), builders.dense(Source(3), 2, 5, 11, RULES["mask"]), mask_grad=True)
+    problem = altered(call.problem, target=SM90)
+    assert "mask_grad" in [r.field for r in kernel(call.op).refusals(problem)]
+    assert not kernel(call.op).refusals(altered(problem, mask_grad=False)) and select(problem).kernel is not kernel(call.op)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_triton_is_before_it_by_estimate(op, dtype):
+    """No GPU has timed its gradient yet."""
+    packed = op.startswith("varlen")
+    call = builders.varlen(Source(0), (9,), (9,), PLAIN) if packed else builders.dense(Source(0), 2, 9, 9, PLAIN)
+    problem = builders.backward(Source(0), call).problem
+    for arch, n, window in product((80, 90, 100), (300, 4096, 32768), ((-1, -1), (1023, -1))):
+        sizes = {name: Extent.of(n) for name in ("tokens", "queries", "context")}
+        target = Target("cuda", arch, assume=("triton",))
+        costs = select(altered(problem, target=target, dtype=dtype, kv_dtype=dtype, causal=True, window=window, **sizes)).costs
+        assert costs["triton"].us < costs["flex"].us
+
+
+def test_a_cpu_is_refused():
+    for op in OPS:
+        assert "device" in [r.field for r in kernel(op).refusals(altered(CASES[op][0].call().problem, target=Target("cpu")))]
+
+
+@pytest.mark.parametrize("keys", [1, 128, 700])
+@pytest.mark.parametrize("queries", [1, 300])
+@pytest.mark.parametrize("window", [(-1, -1), (90, -1), (200, 40)])
+def test_key_blocks_know_the_query_blocks_that_read_them(queries, keys, window):
+    rules = flex.Rules(1.0, window == (90, -1), *window, 0.0, 0)
+    start, end = torch.tensor([0, keys // 3]), torch.tensor([keys, keys // 2 + 1])
+    found = flex._dense_blocks(queries, keys, start, end, rules, True)
+    want = vendor.BlockMask.from_kv_blocks(found.kv_num_blocks, found.kv_indices, BLOCK_SIZE=flex.BLOCK, seq_lengths=(queries, keys))
+    assert torch.equal(found.q_num_blocks, want.q_num_blocks)
+    for at in torch.cartesian_prod(*map(torch.arange, found.q_num_blocks.shape)).tolist():
+        count = int(found.q_num_blocks[tuple(at)])
+        assert torch.equal(found.q_indices[tuple(at)][:count], want.q_indices[tuple(at)][:count])
