@@ -46,6 +46,11 @@ def last(field: str, value: Tensor, *sizes: int) -> Tensor:
     return value.view(*value.shape[:lead], *sizes)
 
 
+def nested(*given: object) -> bool:
+    """Is one of these a nested tensor?"""
+    return any(isinstance(x, Tensor) and x.is_nested for x in given)
+
+
 def absent(why: str, **given: object) -> None:
     """Raise InvalidInput unless all of `given` are None."""
     for field, value in given.items():

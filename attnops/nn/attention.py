@@ -9,7 +9,7 @@ from attnops.cache.batch import PagedBatch
 from attnops.call import need
 from attnops.nn import arguments as check
 from attnops.nn.dropout import dropped, refuse
-from attnops.nn.jagged import nested, rows_of
+from attnops.nn.jagged import rows_of
 from attnops.ops import attention, paged_attention, varlen_attention, write_kv
 
 
@@ -97,7 +97,7 @@ class Attention(nn.Module):
             UnknownKernel, NoKernel: `kernel` cannot run.
         """
         drops = self.training and self.dropout > 0
-        if nested(query, key, value):
+        if check.nested(query, key, value):
             why = "with nested tensors, which say it"
             check.absent(why, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, batch=batch, kv_start=kv_start, kv_end=kv_end)
             if drops:

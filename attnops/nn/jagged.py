@@ -10,13 +10,9 @@ from torch import Tensor
 
 from attnops.call import need
 from attnops.errors import InvalidInput, fail
+from attnops.nn import arguments as check
 
 TO_JAGGED = "layout=torch.jagged, as torch.nested.as_nested_tensor(list(x.unbind()), layout=torch.jagged) makes it of this one"
-
-
-def nested(*given: object) -> bool:
-    """Is one of these a nested tensor?"""
-    return any(isinstance(x, Tensor) and x.is_nested for x in given)
 
 
 class Rows(NamedTuple):
@@ -53,7 +49,7 @@ def rows(field: str, x: Any, *, strided: bool = False) -> Rows:
 
     Raises InvalidInput: it is no nested tensor, has another layout, has holes, or is ragged in another dim than 1.
     """
-    if not nested(x):
+    if not check.nested(x):
         fail(InvalidInput, field, "a plain tensor" if isinstance(x, Tensor) else type(x).__name__, "a nested tensor, as the others are")
     if x.layout == torch.strided:
         need(strided, field, "a nested tensor of the strided layout", TO_JAGGED)

@@ -12,7 +12,7 @@ from attnops.call import need
 from attnops.errors import InvalidInput, fail
 from attnops.nn import arguments as check
 from attnops.nn.dropout import dropped, refuse
-from attnops.nn.jagged import nested, rows
+from attnops.nn.jagged import rows
 from attnops.nn.latent import LatentDims, NewTokens, attend_float8, attend_latents, check_scales, scale_tensor, unfold
 from attnops.nn.rotary import RotaryEmbedding, rope_of
 from attnops.ops import attention, varlen_attention
@@ -110,7 +110,7 @@ class LatentAttention(nn.Module):
             InvalidInput, NoGradient, UnknownKernel, NoKernel: as in `Attention.forward`.
         """
         drops = self.training and self.dropout > 0
-        if nested(hidden):
+        if check.nested(hidden):
             check.absent("with a nested tensor, which says it", cu_seqlens=cu_seqlens, batch=batch)
             if drops:
                 refuse(self.dropout, hidden=("a nested tensor", "a plain tensor"))

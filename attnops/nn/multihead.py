@@ -10,7 +10,7 @@ from attnops.call import need
 from attnops.errors import InvalidInput, fail
 from attnops.nn import arguments as check
 from attnops.nn.dropout import dropped
-from attnops.nn.jagged import nested, rows_of
+from attnops.nn.jagged import rows_of
 from attnops.ops import attention, varlen_attention
 
 MASKS = "bool (True: not to be seen) or float (added to the logits)"
@@ -72,7 +72,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         Raises:
             InvalidInput: a shape, dtype or combination breaks this contract. UnknownKernel, NoKernel: `kernel` cannot run.
         """
-        if nested(query):
+        if check.nested(query):
             return self._nested(query, key, value, key_padding_mask is None and attn_mask is None, need_weights), None
         batched = self._check(query, key, value, is_causal, attn_mask)
         alike = query is key and key is value
@@ -121,7 +121,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Is the call batched?"""
         seq, item = ("N, L", "N, S") if self.batch_first else ("L, N", "S, N")
         check.tensor("query", query, f"[L, {self.embed_dim}] or [{seq}, {self.embed_dim}]", 2, 3)
-        need(not nested(key, value), "key, value", "nested tensors", "plain tensors, as the query")
+        need(not check.nested(key, value), "key, value", "nested tensors", "plain tensors, as the query")
         dims = query.dim()
         for field, x, width in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
             check.tensor(field, x, f"[S, {width}]" if dims == 2 else f"[{item}, {width}], batched as the query", dims)

@@ -12,7 +12,7 @@ from attnops.call import need
 from attnops.nn import arguments as check
 from attnops.nn.attention import Attention
 from attnops.nn.dropout import refuse
-from attnops.nn.jagged import nested, rows
+from attnops.nn.jagged import rows
 from attnops.nn.rotary import RotaryEmbedding, rope_of
 
 
@@ -80,7 +80,7 @@ class SelfAttention(nn.Module):
         Raises:
             InvalidInput, NoGradient, UnknownKernel, NoKernel: as in `Attention.forward`.
         """
-        if nested(hidden):
+        if check.nested(hidden):
             check.absent("with a nested tensor, which says it", cu_seqlens=cu_seqlens, batch=batch)
             if self.attention.training and self.attention.dropout > 0:
                 refuse(self.attention.dropout, hidden=("a nested tensor", "a plain tensor"))
