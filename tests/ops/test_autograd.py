@@ -15,6 +15,7 @@ from attnops.kernel import kernels_of
 from attnops.select import active_policy
 from attnops.testing import Call, Features, Source, allowance, builders
 from attnops.testing.check import compare
+from tests.formula import formula
 
 F64 = torch.float64
 INF = float("inf")
@@ -147,61 +148,6 @@ def test_lse(make, case, kernel):
 
 
 # The plain formula, differentiated by torch ---------------------------------------------------------------------------
-
-
-def plain(q, k, v, mask, sinks, t, start=0):
-    """One request in float64: query `[n, Hq, D]`, key `[L, Hkv, D]`, mask `[Hq or 1, n, L]`. Returns output and lse `[n, Hq]`."""
-    n, length, group = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    s = torch.einsum("nhd,lhd->hnl", q, k) * t["scale"]
-    if cap := t.get("softcap", 0.0):
-        s = cap * torch.tanh(s / cap)
-    if mask is not None:
-        s = s.masked_fill(~mask, -INF) if mask.dtype == torch.bool else s + mask
-    position = torch.arange(n)[:, None] + length - n
-    j = torch.arange(length)[None]
-    hidden = (j < start) | (t["causal"] & (j > position))
-    if (left := t.get("window_left", -1)) >= 0:
-        hidden = hidden | (j < position - left)
-    if (right := t.get("window_right", -1)) >= 0:
-        hidden = hidden | (j > position + right)
-    s = s.masked_fill(hidden, -INF)
-    if sinks is not None:
-        s = torch.cat([s, sinks[:, None, None].expand(-1, n, 1)], -1)
-    lse = torch.logsumexp(s, -1)
-    blind = lse == -INF
-    p = torch.exp(s - torch.where(blind, 0.0, lse)[..., None])[..., :length]
-    return torch.einsum("hnl,lhd->nhd", p, v), lse.T
-
-
-def formula(call):
-    """output and lse of a dense or packed call, float64, differentiable."""
-    t = {n: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for n, v in call.arguments.items()}
-    mask, sinks = t.get("mask"), t.get("sinks")
-    if call.op == "attention":
-        batch, queries, heads, _ = t["query"].shape
-        if mask is not None:
-            mask = mask.expand(batch, heads, queries, -1)
-        starts = t["kv_start"].tolist() if "kv_start" in t else [0] * batch
-        ends = t["kv_end"].tolist() if "kv_end" in t else [t["key"].shape[1]] * batch
-        parts = [
-            plain(t["query"][b], t["key"][b, :e], t["value"][b, :e], None if mask is None else mask[b, ..., :e], sinks, t, s)
-            for b, (s, e) in enumerate(zip(starts, ends, strict=True))
-        ]
-        return tuple(torch.stack(x) for x in zip(*parts, strict=True))
-    cu_q, cu_k = t["cu_seqlens_q"].tolist(), t["cu_seqlens_k"].tolist()
-    outputs, lses = [], []
-    for b in range(len(cu_q) - 1):
-        q, k = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
-        m = None if mask is None else mask[None, q, : k.stop - k.start]
-        output, lse = plain(t["query"][q], t["key"][k], t["value"][k], m, sinks, t)
-        outputs.append(output)
-        lses.append(lse)
-    rest = t["query"].shape[0] - cu_q[-1]
-    width = t["value"].shape[2]
-    return torch.cat([*outputs, outputs[0].new_zeros(rest, t["query"].shape[1], width)]), torch.cat(
-        [*lses, lses[0].new_full((rest, t["query"].shape[1]), -INF)]
-    )
 
 
 def loss(output, lse, weights):

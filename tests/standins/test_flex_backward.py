@@ -10,6 +10,7 @@ from torch.nn.attention import flex_attention as vendor
 import attnops
 from attnops.kernel import kernels_of
 from attnops.kernels.torch import flex
+from attnops.ops import OPS as OPS_BY_NAME
 from attnops.problem import Extent, Target, altered, pretend
 from attnops.select import select
 from attnops.testing import CASES, Features, Source, builders, check_kernel
@@ -119,3 +120,25 @@ def test_key_blocks_know_the_query_blocks_that_read_them(queries, keys, window):
     for at in torch.cartesian_prod(*map(torch.arange, found.q_num_blocks.shape)).tolist():
         count = int(found.q_num_blocks[tuple(at)])
         assert torch.equal(found.q_indices[tuple(at)][:count], want.q_indices[tuple(at)][:count])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shape", ["ranges", "ragged"])
+def test_traced_by_a_compiler(on_cpu, monkeypatch, shape):
+    """As on a GPU, Dynamo and AOTAutograd trace the forward and its backward, with blocks of keys and queries; no kernel is generated."""
+    traced = torch.compile(vendor.flex_attention, backend="aot_eager", fullgraph=True)
+    seen = []
+
+    def call(*given, block_mask, **options):
+        seen.append(block_mask)
+        return traced(*given, block_mask=block_mask, **options)
+
+    monkeypatch.setattr(flex, "_call", lambda device: call)
+    monkeypatch.setattr(flex, "_on_cpu", lambda x: False)
+    monkeypatch.setattr(flex, "_options", lambda *given: {})
+    f = replace(PLAIN, causal=True, window=(4, -1), sinks=F32, softcap=2.0)
+    step = builders.backward(Source(4), SHAPES[shape](f), lse_grad=True)
+    with attnops.use(kernel={step.op: "flex"}):
+        figures = check_kernel(replace(kernel(step.op), run=lambda record: OPS_BY_NAME[step.op](record)), step)
+    assert not figures.refused and figures.worst <= 1.0, figures
+    assert [x.q_indices is not None for x in seen] == [True]

@@ -12,6 +12,8 @@ from attnops.ops.varlen import VarlenAttentionBackward
 from attnops.problem import Target, pretend
 from attnops.select import select
 from attnops.testing import CASES, Features, Source, builders, check_kernel
+from tests.formula import agrees
+from tests.fuzz import TILES, drawn, features
 from tests.mates import POLICY, only, rows_of
 from tests.triton.process import interpreted
 
@@ -88,29 +90,6 @@ def test_without_keys_the_sinks_have_the_gradient_of_the_log_sum_exp():
     check(builders.backward(Source(2), builders.varlen(Source(1), (5, 2), (0, 0), f, padding=(0, 0)), lse_grad=True))
 
 
-def drawn(seed):
-    """A call of random rules and lengths, some of several tiles."""
-    draw = random.Random(seed)
-    kv_heads, length = draw.choice([1, 2]), [0, 1, 3, 17, 64, 65, 100, 130, 200]
-    f = Features(
-        dtype=draw.choice([torch.float32, torch.float16, torch.bfloat16]), kv_heads=kv_heads, q_heads=kv_heads * draw.choice([1, 2, 3]),
-        head_dim=draw.choice([1, 16, 24, 40, 48]), v_head_dim=draw.choice([None, None, 16, 20]), causal=draw.random() < 0.6,
-        window=draw.choice([(-1, -1), (-1, -1), (20, -1), (70, 30), (0, 0)]), chunk=draw.choice([0, 0, 0, 7, 50]),
-        softcap=draw.choice([0.0, 0.0, 2.0]), sinks=draw.choice([None, torch.float32]),
-        mask=draw.choice(["none", "none", "bool", "additive"]), mask_shape=draw.choice(["bhq", "b", "h", "q", ""]),
-    )  # fmt: skip
-    source, lse_grad = Source(seed), draw.random() < 0.3
-    if draw.random() < 0.5:
-        lengths = [(draw.choice(length), draw.choice(length)) for _ in range(draw.randint(0, 4))]
-        forward = builders.varlen(source, [q for q, _ in lengths], [k for _, k in lengths], f, padding=draw.choice([(0, 0), (2, 3)]))
-        return builders.backward(source, forward, lse_grad=lse_grad)
-    batch, queries, keys = draw.randint(1, 3), draw.choice(length), draw.choice(length)
-    ends = [sorted((draw.randint(0, keys), draw.randint(0, keys))) for _ in range(batch)]
-    ranges = {"start": [low for low, _ in ends], "end": [high for _, high in ends]} if draw.random() < 0.4 else {}
-    forward = builders.dense(source, batch, queries, keys, f, **ranges)
-    return builders.backward(source, forward, mask_grad=f.mask == "additive" and draw.random() < 0.7, lse_grad=lse_grad)
-
-
 @pytest.mark.parametrize("keys", [0, 9])
 @interpreted
 def test_no_result_is_returned_twice(keys):
@@ -120,11 +99,15 @@ def test_no_result_is_returned_twice(keys):
     assert len({id(x) for x in results}) == len(results)
 
 
-@pytest.mark.sweep(3)
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.sweep(10)
+@pytest.mark.parametrize("seed", range(150))
 @interpreted
 def test_random_calls(seed):
-    check(drawn(seed))
+    """Some of several tiles."""
+    draw = random.Random(seed)
+    call = drawn(draw, Source(seed), features(draw, (torch.float32, torch.float16, torch.bfloat16), (1, 16, 24, 40, 48)), TILES)
+    agrees(call)
+    check(call)
 
 
 @pytest.mark.parametrize("groups", [[(0,), (3,), (2, 1)]], ids=str)

@@ -59,7 +59,7 @@ def attended(call: dense.Attention | dense.AttentionBackward, recorded: bool = F
         return (j >= start[b]) & (j < end[b]) & near(j == j, i + end[b] - queries, j, rules)
 
     key, value = in_range(key, call.kv_start, call.kv_end), in_range(value, call.kv_start, call.kv_end)
-    blocks = None if query.device.type == "cpu" else _dense_blocks(queries, keys, start, end, rules, recorded)
+    blocks = None if _on_cpu(query) else _dense_blocks(queries, keys, start, end, rules, recorded)
     heads_first = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
     return _flex(call, heads_first, _score(rules, mask, visible, query.device), blocks, mask is not None, recorded)
 
@@ -83,13 +83,18 @@ def packed_attended(call: varlen.VarlenAttention | varlen.VarlenAttentionBackwar
     if batch == 0:
         key, value = key[:0], value[:0]
     blocks = None
-    if query.device.type != "cpu" and batch and query.shape[0] and key.shape[0]:
+    if not _on_cpu(query) and batch and query.shape[0] and key.shape[0]:
         first, last = (row_q[i].clamp(max=batch - 1) for i in _edges(query.shape[0], query.device))
         blocks = _block_mask(starts_k[first][None], cu_k[1:].long()[last][None] - 1, query.shape[0], key.shape[0], recorded)
     heads_first = (query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None])
     output, lse = _flex(call, heads_first, _score(rules, None, visible, query.device), blocks, False, recorded)
     padding = (row_q >= batch)[None, None]
     return output.masked_fill(padding[..., None], 0.0)[0], lse.masked_fill(padding, float("-inf"))[0]
+
+
+def _on_cpu(x: Tensor) -> bool:
+    """Does flex run uncompiled, and read every block?"""
+    return x.device.type == "cpu"
 
 
 def _score(rules: Rules, mask: Tensor | None, visible: Mod, device: torch.device) -> Mod:
