@@ -161,39 +161,43 @@ def grad_queries(
     all_low, all_high = span(last, offset + first, low, high, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
     # Tiles are counted from the request's first key, wherever the range begins.
     start = low + (start - low) // TILE_K * TILE_K
-    end = tl.maximum(end, start)
+    end = start + tl.cdiv(tl.maximum(end - start, 0), TILE_K) * TILE_K
     middle = tl.minimum(tl.maximum(low + tl.cdiv(all_low - low, TILE_K) * TILE_K, start), end)
     stop = tl.maximum(low + (tl.minimum(all_high, end) - low) // TILE_K * TILE_K, middle)
-    bounds = (start, middle, stop, end)
     c = tl.arange(0, TILE_K)
     acc = tl.zeros([TILE_Q, BLOCK_D], tl.float32)
-    for part in tl.static_range(3):
-        if part > 0 or LEFT or CHUNKED:
-            for key in range(bounds[part], bounds[part + 1], TILE_K):
-                MASKED: tl.constexpr = part != 1
-                j = key + c
-                inside = j < high
-                k_at = k_ptr + (wide + key) * k_t
-                k = load_keys(k_at, c * k_t, dims, inside, D, BLOCK_D, MASKED).to(COMPUTE)
-                s = tl.dot(q, tl.trans(k), input_precision="ieee")
-                if REST:
-                    k_rest = load_keys(k_at + BLOCK_D, c * k_t, dims_r, inside, D - BLOCK_D, REST, MASKED).to(COMPUTE)
-                    s = tl.dot(q_rest, tl.trans(k_rest), s, input_precision="ieee")
-                v = load_keys(v_ptr + (wide + key) * v_t, c * v_t, dims_v, inside, DV, BLOCK_DV, MASKED).to(COMPUTE)
-                grad_p = tl.dot(g, tl.trans(v), input_precision="ieee")
-                visible = inside[None, :]
-                bias = s
-                if MASKED:
-                    visible = sees(visible, position[:, None], j[None, :], left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
-                if MASK != "none":
-                    seen = live[:, None] & inside[None, :]
-                    # Rows of the tile may be dead in every part.
-                    bias = tl.load(mask_ptr + (r * mask_q)[:, None] + ((wide + key) * mask_k + c * mask_k)[None, :], mask=seen, other=0)
-                p, slope = weights_of(s, z[:, None], bias, visible, scale, cap, CAP, MASK, MASKED, COMPUTE)
-                grad_s = (p * (grad_p - delta[:, None]) * slope).to(COMPUTE)
-                acc = tl.dot(grad_s, k, acc, input_precision="ieee")
-                if REST:
-                    acc_rest = tl.dot(grad_s, k_rest, acc_rest, input_precision="ieee")
+    # First the masked tiles, start..middle and stop..end, then those that every query sees.
+    for part in tl.static_range(2):
+        first_key = start if part == 0 else middle
+        count = middle - start + end - stop if part == 0 else stop - middle
+        for step in range(0, count, TILE_K):
+            MASKED: tl.constexpr = part == 0
+            key = first_key + step
+            if MASKED:
+                key = tl.where(key >= middle, key + stop - middle, key)
+            j = key + c
+            inside = j < high
+            k_at = k_ptr + (wide + key) * k_t
+            k = load_keys(k_at, c * k_t, dims, inside, D, BLOCK_D, MASKED).to(COMPUTE)
+            s = tl.dot(q, tl.trans(k), input_precision="ieee")
+            if REST:
+                k_rest = load_keys(k_at + BLOCK_D, c * k_t, dims_r, inside, D - BLOCK_D, REST, MASKED).to(COMPUTE)
+                s = tl.dot(q_rest, tl.trans(k_rest), s, input_precision="ieee")
+            v = load_keys(v_ptr + (wide + key) * v_t, c * v_t, dims_v, inside, DV, BLOCK_DV, MASKED).to(COMPUTE)
+            grad_p = tl.dot(g, tl.trans(v), input_precision="ieee")
+            visible = inside[None, :]
+            bias = s
+            if MASKED:
+                visible = sees(visible, position[:, None], j[None, :], left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
+            if MASK != "none":
+                seen = live[:, None] & inside[None, :]
+                # Rows of the tile may be dead in every part.
+                bias = tl.load(mask_ptr + (r * mask_q)[:, None] + ((wide + key) * mask_k + c * mask_k)[None, :], mask=seen, other=0)
+            p, slope = weights_of(s, z[:, None], bias, visible, scale, cap, CAP, MASK, MASKED, COMPUTE)
+            grad_s = (p * (grad_p - delta[:, None]) * slope).to(COMPUTE)
+            acc = tl.dot(grad_s, k, acc, input_precision="ieee")
+            if REST:
+                acc_rest = tl.dot(grad_s, k_rest, acc_rest, input_precision="ieee")
     out_ptr += (token * HEADS + head) * D
     store_rows(out_ptr, r * (HEADS * D), acc * factor, live, D, BLOCK_D)
     if REST:
@@ -386,7 +390,6 @@ def grad_mask(
             key = base + first
             k = load_keys(k_ptr + key * k_t + far * k_b + kv_head * k_h, c * k_t, dims, inside, D, BLOCK_D, True).to(COMPUTE)
             v = load_keys(v_ptr + key * v_t + far * v_b + kv_head * v_h, c * v_t, dims_v, inside, DV, BLOCK_DV, True).to(COMPUTE)
-            row = (wide + head) * tokens + token + r
             z, delta = load_stats(stats_ptr + ((wide + head) * tokens + token) * 2, queries - query, TILE_Q)
             s = tl.dot(q, tl.trans(k), input_precision="ieee")
             grad_p = tl.dot(g, tl.trans(v), input_precision="ieee")
