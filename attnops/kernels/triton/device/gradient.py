@@ -51,6 +51,19 @@ def bounds_of(cu_q_ptr, cu_k_ptr, start_ptr, end_ptr, request, width_q, width_k)
 
 
 @triton.jit
+def load_stats(stats_ptr, rows, TILE: tl.constexpr):
+    """(z, delta) of TILE rows, 0 past `rows` of them: see `grad_queries`.
+
+    The second half of what is loaded is empty: Triton has every thread load all its numbers itself where a tile has fewer numbers than
+    there are threads.
+    """
+    at = tl.arange(0, 4 * TILE)
+    both = tl.load(stats_ptr + at, mask=at < 2 * tl.minimum(rows, TILE), other=0.0)
+    both, _ = tl.split(tl.permute(tl.reshape(both, [2, 2 * TILE]), (1, 0)))
+    return tl.split(tl.reshape(both, [TILE, 2]))
+
+
+@triton.jit
 def weights_of(
     s, z, bias, visible, scale, cap, CAP: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr, COMPUTE: tl.constexpr
 ):  # fmt: skip
@@ -85,7 +98,7 @@ VARYING = ["left", "right", "chunk", "requests", "steps", "tiles", "each", "widt
 @triton.jit(do_not_specialize=VARYING)
 def grad_queries(
     g_ptr, grad_lse_ptr, q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, sinks_ptr, mask_ptr, cu_q_ptr, cu_k_ptr, start_ptr, end_ptr,
-    z_ptr, delta_ptr, sink_parts_ptr, out_ptr,
+    stats_ptr, sink_parts_ptr, out_ptr,
     scale, factor, cap, left, right, chunk, requests, steps, tiles, each, width_q, width_k, tokens,
     g_b, g_t, g_h, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h, mask_b, mask_h, mask_t, mask_q, mask_k,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, REST: tl.constexpr,
@@ -135,8 +148,8 @@ def grad_queries(
     delta = tl.where(z == float("-inf"), 0.0, delta)
     z = tl.where(z == float("-inf"), 0.0, z) * LOG2E
     row = (wide + head) * tokens + token + r
-    tl.store(delta_ptr + row, delta, mask=live)
-    tl.store(z_ptr + row, z, mask=live)
+    tl.store(stats_ptr + row * 2, z, mask=live)
+    tl.store(stats_ptr + row * 2 + 1, delta, mask=live)
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
         tl.store(sink_parts_ptr + row, -tl.exp2(sink - z) * delta, mask=live)
@@ -148,39 +161,43 @@ def grad_queries(
     all_low, all_high = span(last, offset + first, low, high, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
     # Tiles are counted from the request's first key, wherever the range begins.
     start = low + (start - low) // TILE_K * TILE_K
-    end = tl.maximum(end, start)
+    end = start + tl.cdiv(tl.maximum(end - start, 0), TILE_K) * TILE_K
     middle = tl.minimum(tl.maximum(low + tl.cdiv(all_low - low, TILE_K) * TILE_K, start), end)
     stop = tl.maximum(low + (tl.minimum(all_high, end) - low) // TILE_K * TILE_K, middle)
-    bounds = (start, middle, stop, end)
     c = tl.arange(0, TILE_K)
     acc = tl.zeros([TILE_Q, BLOCK_D], tl.float32)
-    for part in tl.static_range(3):
-        if part > 0 or LEFT or CHUNKED:
-            for key in range(bounds[part], bounds[part + 1], TILE_K):
-                MASKED: tl.constexpr = part != 1
-                j = key + c
-                inside = j < high
-                k_at = k_ptr + (wide + key) * k_t
-                k = load_keys(k_at, c * k_t, dims, inside, D, BLOCK_D, MASKED).to(COMPUTE)
-                s = tl.dot(q, tl.trans(k), input_precision="ieee")
-                if REST:
-                    k_rest = load_keys(k_at + BLOCK_D, c * k_t, dims_r, inside, D - BLOCK_D, REST, MASKED).to(COMPUTE)
-                    s = tl.dot(q_rest, tl.trans(k_rest), s, input_precision="ieee")
-                v = load_keys(v_ptr + (wide + key) * v_t, c * v_t, dims_v, inside, DV, BLOCK_DV, MASKED).to(COMPUTE)
-                grad_p = tl.dot(g, tl.trans(v), input_precision="ieee")
-                visible = inside[None, :]
-                bias = s
-                if MASKED:
-                    visible = sees(visible, position[:, None], j[None, :], left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
-                if MASK != "none":
-                    seen = live[:, None] & inside[None, :]
-                    # Rows of the tile may be dead in every part.
-                    bias = tl.load(mask_ptr + (r * mask_q)[:, None] + ((wide + key) * mask_k + c * mask_k)[None, :], mask=seen, other=0)
-                p, slope = weights_of(s, z[:, None], bias, visible, scale, cap, CAP, MASK, MASKED, COMPUTE)
-                grad_s = (p * (grad_p - delta[:, None]) * slope).to(COMPUTE)
-                acc = tl.dot(grad_s, k, acc, input_precision="ieee")
-                if REST:
-                    acc_rest = tl.dot(grad_s, k_rest, acc_rest, input_precision="ieee")
+    # First the masked tiles, start..middle and stop..end, then those that every query sees.
+    for part in tl.static_range(2):
+        first_key = start if part == 0 else middle
+        count = middle - start + end - stop if part == 0 else stop - middle
+        for step in range(0, count, TILE_K):
+            MASKED: tl.constexpr = part == 0
+            key = first_key + step
+            if MASKED:
+                key = tl.where(key >= middle, key + stop - middle, key)
+            j = key + c
+            inside = j < high
+            k_at = k_ptr + (wide + key) * k_t
+            k = load_keys(k_at, c * k_t, dims, inside, D, BLOCK_D, MASKED).to(COMPUTE)
+            s = tl.dot(q, tl.trans(k), input_precision="ieee")
+            if REST:
+                k_rest = load_keys(k_at + BLOCK_D, c * k_t, dims_r, inside, D - BLOCK_D, REST, MASKED).to(COMPUTE)
+                s = tl.dot(q_rest, tl.trans(k_rest), s, input_precision="ieee")
+            v = load_keys(v_ptr + (wide + key) * v_t, c * v_t, dims_v, inside, DV, BLOCK_DV, MASKED).to(COMPUTE)
+            grad_p = tl.dot(g, tl.trans(v), input_precision="ieee")
+            visible = inside[None, :]
+            bias = s
+            if MASKED:
+                visible = sees(visible, position[:, None], j[None, :], left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
+            if MASK != "none":
+                seen = live[:, None] & inside[None, :]
+                # Rows of the tile may be dead in every part.
+                bias = tl.load(mask_ptr + (r * mask_q)[:, None] + ((wide + key) * mask_k + c * mask_k)[None, :], mask=seen, other=0)
+            p, slope = weights_of(s, z[:, None], bias, visible, scale, cap, CAP, MASK, MASKED, COMPUTE)
+            grad_s = (p * (grad_p - delta[:, None]) * slope).to(COMPUTE)
+            acc = tl.dot(grad_s, k, acc, input_precision="ieee")
+            if REST:
+                acc_rest = tl.dot(grad_s, k_rest, acc_rest, input_precision="ieee")
     out_ptr += (token * HEADS + head) * D
     store_rows(out_ptr, r * (HEADS * D), acc * factor, live, D, BLOCK_D)
     if REST:
@@ -189,7 +206,7 @@ def grad_queries(
 
 @triton.jit(do_not_specialize=VARYING)
 def grad_keys(
-    g_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, cu_q_ptr, cu_k_ptr, start_ptr, end_ptr, z_ptr, delta_ptr, out_k_ptr, out_v_ptr,
+    g_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, cu_q_ptr, cu_k_ptr, start_ptr, end_ptr, stats_ptr, out_k_ptr, out_v_ptr,
     scale, factor, cap, left, right, chunk, requests, steps, tiles, each, width_q, width_k, tokens,
     g_b, g_t, g_h, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, mask_b, mask_h, mask_t, mask_q, mask_k,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, REST: tl.constexpr,
@@ -246,54 +263,63 @@ def grad_keys(
         all_start = tl.maximum(all_start, chunk_of(last, chunk) - offset)
         all_end = tl.minimum(all_end, chunk_of(first, chunk) + chunk - offset)
     start = start // TILE_Q * TILE_Q
-    end = tl.maximum(end, start)
+    end = start + tl.cdiv(tl.maximum(end - start, 0), TILE_Q) * TILE_Q
     middle = tl.minimum(tl.maximum(tl.cdiv(all_start, TILE_Q) * TILE_Q, start), end)
     stop = tl.maximum(tl.minimum(all_end, end) // TILE_Q * TILE_Q, middle)
-    bounds = (start, middle, stop, end)
     r = tl.arange(0, TILE_Q)
     acc_k = tl.zeros([TILE_K, BLOCK_D], tl.float32)
     acc_v = tl.zeros([TILE_K, BLOCK_DV], tl.float32)
-    for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
-        q_head = q_ptr + begin * q_t + request * q_b + head * q_h
-        g_head = g_ptr + begin * g_t + request * g_b + head * g_h
-        stats = (wide + head) * tokens + begin
-        for part in tl.static_range(3):
-            if part > 0 or CAUSAL or RIGHT or CHUNKED:
-                for query in range(bounds[part], bounds[part + 1], TILE_Q):
-                    MASKED: tl.constexpr = part != 1
-                    i = query + r
-                    live = i < queries
-                    far = wide + query
-                    q_at = q_head + far * q_t
-                    # A query that is not live has 0 everywhere, and adds 0 to every sum.
-                    q = load_keys(q_at, r * q_t, dims, live, D, BLOCK_D, MASKED).to(COMPUTE)
-                    s = tl.dot(k, tl.trans(q), input_precision="ieee")
-                    if REST:
-                        q_rest = load_keys(q_at + BLOCK_D, r * q_t, dims_r, live, D - BLOCK_D, REST, MASKED).to(COMPUTE)
-                        s = tl.dot(k_rest, tl.trans(q_rest), s, input_precision="ieee")
-                    g = load_keys(g_head + far * g_t, r * g_t, dims_v, live, DV, BLOCK_DV, MASKED).to(COMPUTE)
-                    grad_p = tl.dot(v, tl.trans(g), input_precision="ieee")
-                    if MASKED:
-                        z = tl.load(z_ptr + stats + i, mask=live, other=0.0)
-                        delta = tl.load(delta_ptr + stats + i, mask=live, other=0.0)
-                    else:
-                        z = tl.load(z_ptr + stats + i)
-                        delta = tl.load(delta_ptr + stats + i)
-                    visible = inside[:, None]
-                    bias = s
-                    if MASKED:
-                        position = offset + i
-                        visible = sees(visible, position[None, :], j[:, None], left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
-                    if MASK != "none":
-                        seen = inside[:, None] & live[None, :]
-                        row = mask_ptr + head * mask_h + far * mask_q
-                        bias = tl.load(row + (r * mask_q)[None, :] + (c * mask_k)[:, None], mask=seen, other=0)
-                    p, slope = weights_of(s, z[None, :], bias, visible, scale, cap, CAP, MASK, MASKED, COMPUTE)
-                    acc_v = tl.dot(p.to(COMPUTE), g, acc_v, input_precision="ieee")
-                    grad_s = (p * (grad_p - delta[None, :]) * slope).to(COMPUTE)
-                    acc_k = tl.dot(grad_s, q, acc_k, input_precision="ieee")
-                    if REST:
-                        acc_rest = tl.dot(grad_s, q_rest, acc_rest, input_precision="ieee")
+    group = kv_head * GROUP
+    q_ptr += begin * q_t + request * q_b
+    g_ptr += begin * g_t + request * g_b
+    # First the masked tiles, start..middle and stop..end, then those that every query sees. One loop serves all heads, so that loads run
+    # ahead from head to head.
+    for part in tl.static_range(2):
+        if part == 0:
+            lowest = tl.where(start < middle, start, stop)
+            past = end
+            count = middle - start + end - stop
+        else:
+            lowest = middle
+            past = stop
+            count = stop - middle
+        head = group
+        query = lowest
+        for _ in range(0, count * GROUP, TILE_Q):
+            MASKED: tl.constexpr = part == 0
+            i = query + r
+            live = i < queries
+            far = wide + query
+            q_at = q_ptr + far * q_t + head * q_h
+            # A query that is not live has 0 everywhere, and adds 0 to every sum.
+            q = load_keys(q_at, r * q_t, dims, live, D, BLOCK_D, MASKED).to(COMPUTE)
+            s = tl.dot(k, tl.trans(q), input_precision="ieee")
+            if REST:
+                q_rest = load_keys(q_at + BLOCK_D, r * q_t, dims_r, live, D - BLOCK_D, REST, MASKED).to(COMPUTE)
+                s = tl.dot(k_rest, tl.trans(q_rest), s, input_precision="ieee")
+            g = load_keys(g_ptr + far * g_t + head * g_h, r * g_t, dims_v, live, DV, BLOCK_DV, MASKED).to(COMPUTE)
+            grad_p = tl.dot(v, tl.trans(g), input_precision="ieee")
+            z, delta = load_stats(stats_ptr + ((wide + head) * tokens + begin + query) * 2, queries - query, TILE_Q)
+            visible = inside[:, None]
+            bias = s
+            if MASKED:
+                position = offset + i
+                visible = sees(visible, position[None, :], j[:, None], left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
+            if MASK != "none":
+                seen = inside[:, None] & live[None, :]
+                row = mask_ptr + head * mask_h + far * mask_q
+                bias = tl.load(row + (r * mask_q)[None, :] + (c * mask_k)[:, None], mask=seen, other=0)
+            p, slope = weights_of(s, z[None, :], bias, visible, scale, cap, CAP, MASK, MASKED, COMPUTE)
+            acc_v = tl.dot(p.to(COMPUTE), g, acc_v, input_precision="ieee")
+            grad_s = (p * (grad_p - delta[None, :]) * slope).to(COMPUTE)
+            acc_k = tl.dot(grad_s, q, acc_k, input_precision="ieee")
+            if REST:
+                acc_rest = tl.dot(grad_s, q_rest, acc_rest, input_precision="ieee")
+            query += TILE_Q
+            if MASKED:
+                query = tl.where(query == middle, stop, query)
+            head = tl.where(query == past, head + 1, head)
+            query = tl.where(query == past, lowest, query)
     row = (base + first) * KV_HEADS + kv_head
     store_rows(out_k_ptr + row * D, c * (KV_HEADS * D), acc_k * factor, inside, D, BLOCK_D)
     if REST:
@@ -303,7 +329,7 @@ def grad_keys(
 
 @triton.jit(do_not_specialize=VARYING)
 def grad_mask(
-    g_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, start_ptr, end_ptr, z_ptr, delta_ptr, out_ptr,
+    g_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, start_ptr, end_ptr, stats_ptr, out_ptr,
     scale, cap, left, right, chunk, requests, each, width_q, width_k, tokens,
     g_b, g_t, g_h, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, mask_b, mask_h, mask_q, mask_k,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -364,9 +390,7 @@ def grad_mask(
             key = base + first
             k = load_keys(k_ptr + key * k_t + far * k_b + kv_head * k_h, c * k_t, dims, inside, D, BLOCK_D, True).to(COMPUTE)
             v = load_keys(v_ptr + key * v_t + far * v_b + kv_head * v_h, c * v_t, dims_v, inside, DV, BLOCK_DV, True).to(COMPUTE)
-            row = (wide + head) * tokens + token + r
-            z = tl.load(z_ptr + row, mask=live, other=0.0)
-            delta = tl.load(delta_ptr + row, mask=live, other=0.0)
+            z, delta = load_stats(stats_ptr + ((wide + head) * tokens + token) * 2, queries - query, TILE_Q)
             s = tl.dot(q, tl.trans(k), input_precision="ieee")
             grad_p = tl.dot(g, tl.trans(v), input_precision="ieee")
             visible = live[:, None] & inside[None, :]

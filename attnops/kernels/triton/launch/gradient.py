@@ -75,12 +75,12 @@ def _gradients(call: Any, batch: Batch, covered: bool) -> tuple[Tensor, ...]:
     found = [new(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
     (heads, dims), (kv_heads, v_dims), rules = query.shape[-2:], value.shape[-2:], Rules.of(call)
     tokens, keys = query.numel() // (heads * dims), key.numel() // (kv_heads * dims)
-    stats = torch.empty((2, heads, tokens), dtype=torch.float32, device=query.device)
+    stats = torch.empty((heads, tokens, 2), dtype=torch.float32, device=query.device)
     parts = None if sinks is None else new((heads, tokens), dtype=torch.float32, device=query.device)
     grad_output, output = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.grad_output, call.output))
     block, rest = parted(dims)
     shared = {
-        **ruled(rules), "g_ptr": grad_output, "q_ptr": query, "k_ptr": key, "v_ptr": value, "z_ptr": stats[0], "delta_ptr": stats[1],
+        **ruled(rules), "g_ptr": grad_output, "q_ptr": query, "k_ptr": key, "v_ptr": value, "stats_ptr": stats,
         "start_ptr": batch.start, "end_ptr": batch.end, "requests": requests, "width_q": batch.width_q, "width_k": batch.width_k,
         "tokens": tokens, **strides(g=grad_output, q=query, k=key, v=value), **masked(mask),
         "HEADS": heads, "GROUP": heads // kv_heads, "D": dims, "DV": v_dims, "BLOCK_DV": padded(v_dims), "COMPUTE": computed_in(query),
@@ -94,12 +94,12 @@ def _gradients(call: Any, batch: Batch, covered: bool) -> tuple[Tensor, ...]:
     launch(grad_queries, (heads * count,), {
         **both, **strides(o=output), "grad_lse_ptr": flat(call.grad_lse), "o_ptr": output, "lse_ptr": call.lse.contiguous(),
         "sinks_ptr": flat(sinks), "sink_parts_ptr": parts, "out_ptr": found[0], "tiles": count, "each": each,
-        "TILE_Q": of_queries.rows, "TILE_K": of_queries.keys, "num_stages": of_queries.stages,
+        "TILE_Q": of_queries.rows, "TILE_K": of_queries.keys, **options_of(of_queries),
     }, warps=of_queries.warps)  # fmt: skip
     count, each = batch.tiles(keys, batch.width_k, of_keys.rows)
     launch(grad_keys, (kv_heads * count,), {
         **both, "out_k_ptr": found[1], "out_v_ptr": found[2], "tiles": count, "each": each,
-        "TILE_Q": of_keys.keys, "TILE_K": of_keys.rows, "num_stages": of_keys.stages,
+        "TILE_Q": of_keys.keys, "TILE_K": of_keys.rows, **options_of(of_keys),
     }, warps=of_keys.warps)  # fmt: skip
     # Each result has memory of its own, an empty one, too: opcheck refuses a result that is returned twice.
     grad_sinks = query.new_empty(0) if sinks is None or parts is None else parts.sum(1).to(sinks.dtype)
@@ -151,6 +151,11 @@ def masked(mask: Tensor | None) -> dict[str, Any]:
     b, h, q = (0, 0, mask.stride(0)) if packed else by_dim
     ptr, kind = (mask.view(torch.uint8), "bool") if mask.dtype == torch.bool else (mask, "additive")
     return {"mask_ptr": ptr, "MASK": kind, "mask_b": b, "mask_h": h, "mask_t": q * packed, "mask_q": q, "mask_k": mask.stride(-1)}
+
+
+def options_of(tile: Tile) -> dict[str, int]:
+    """Triton's options for a tile, but its warps."""
+    return {"num_stages": tile.stages, **({"maxnreg": tile.registers} if tile.registers else {})}
 
 
 def parted(dims: int) -> tuple[int, int]:
