@@ -92,7 +92,7 @@ def only_packed(calls):
     return bool(calls) and all(call["op"] == "varlen_attention" and call["mask"] is None for call in calls)
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(7)
 @pytest.mark.parametrize("form", [*PACKED, *PADDED])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_fifty_steps(name, form):
@@ -114,7 +114,7 @@ def test_positions_alone_do_not_tell_documents_of_gpt_oss_apart():
         assert relative(model(**one, use_cache=False).loss, eager(**one, use_cache=False).loss) < LIMIT
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", ["positions", "left", "right"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
@@ -205,7 +205,7 @@ def test_trainer(name, lengths, tmp_path):
     torch.testing.assert_close(ours, want, rtol=DRIFT, atol=2e-4)  # the log is rounded
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("form", ["lengths", "positions", "left", "right"])
 @pytest.mark.parametrize("name", ["mistral", "llama", "gemma2"])
 def test_compiled_steps(name, form):
