@@ -89,6 +89,15 @@ def test_other_modes_and_steps_over_a_cache_are_written_out():
     assert make(rule, 1, 6, attention_mask=torch.ones(1, 6, dtype=torch.bool)).dtype == torch.bool
 
 
+def test_padding_is_cut_in_short_requests():
+    text = torch.zeros(2, 300, dtype=torch.bool)
+    text[0, 290:], text[1, 10:140] = True, True
+    found = packed.read(packed.build(packed.runs(text), 0, traced=False), 2, 300, 300)
+    assert found.starts.tolist() == [0, 128, 256, 290, 300, 310, 440, 556, 600] and found.longest == 132
+    [end] = packed.runs(torch.zeros(1, 8192, dtype=torch.bool)).nonzero()[-1:, 1].tolist()
+    assert end == 8192 - 512, "a long row has longer pieces"
+
+
 IDS = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0]])
 SEE = (IDS[:, :, None] == IDS[:, None, :])[:, None] & torch.ones(6, 6, dtype=torch.bool).tril()
 
