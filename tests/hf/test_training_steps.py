@@ -72,8 +72,9 @@ def train(model, form, dtype=torch.float32, steps=STEPS):
     scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16)
     losses = []
     for step in range(steps):
+        given = {name: x.to(model.device) if isinstance(x, torch.Tensor) else x for name, x in batch(form, documents(step)).items()}
         with torch.autocast("cpu", dtype) if dtype != torch.float32 else contextlib.nullcontext():
-            loss = model(**batch(form, documents(step)), use_cache=False).loss
+            loss = model(**given, use_cache=False).loss
         optimizer.zero_grad()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
