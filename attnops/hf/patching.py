@@ -322,11 +322,11 @@ def patch(
     Args:
         model: a PreTrainedModel, or a module around one (PEFT, `torch.compile`).
         kernel: force this kernel on every call, eager and compiled; None chooses per call.
-        mask: "auto": lengths instead of masks on CUDA where that is exact, bool masks elsewhere. "dense": bool masks, or none where
-            the call is plainly causal. "explicit": as dense, and never none; the default for a model whose code computes with its masks.
-            "additive": floats, as eager attention is given them; the default for a model that transformers does not route through its
-            sdpa, unless a small twin of it gives eager's numbers with other masks. "compact": lengths on every device; the host may wait
-            for the device at each step to check the mask.
+        mask: "auto": lengths instead of masks on CUDA where that is exact, and for packed documents; bool masks elsewhere. "dense": bool
+            masks, or none where the call is plainly causal. "explicit": as dense, and never none; the default for a model whose code
+            computes with its masks. "additive": floats, as eager attention is given them; the default for a model that transformers does
+            not route through its sdpa, unless a small twin of it gives eager's numbers with other masks. "compact": lengths on every
+            device; the host may wait for the device at each step to check the mask.
         cache: "auto": `generate()` on a GPU keeps its cache in pages where that makes it faster, and transformers' cache elsewhere:
             `Patched.took` says which it was, and why. "hf": transformers' caches. "paged": `generate()` keeps its cache in pages that
             attnops owns, and so does a call with a cache made by the handle; other caches work as before. The pages hold keys and values

@@ -114,8 +114,8 @@ def watched():
         return dense(call)
 
     def spy_packed(query, key, value, cu_seqlens_q, cu_seqlens_k, **rest):
-        starts = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-        calls.append({"op": "varlen_attention", "query": query, "key": key, "value": value, "mask": None, **starts, **rest})
+        starts = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, **dict.fromkeys(("mask", "kv_start", "kv_end"))}
+        calls.append({"op": "varlen_attention", "query": query, "key": key, "value": value, **starts, **rest})
         return packed(query, key, value, cu_seqlens_q, cu_seqlens_k, **rest)
 
     # So that no layer answers a call like one before by itself.

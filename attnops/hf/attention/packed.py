@@ -26,6 +26,8 @@ from attnops.errors import InvalidInput, fail
 
 DTYPE = torch.int32
 PARTS = 32
+# Padding of a row is cut at multiples of this part of it, and of so many tokens at least: a request takes as many programs as the longest.
+PIECES, LEAST_PIECE = 16, 128
 
 
 class Packed(NamedTuple):
@@ -44,10 +46,13 @@ def documents(rule: Callable[..., Tensor], batch: int, length: int, device: torc
     return begins.expand(batch, length) | (columns == 0)
 
 
-def runs(padding: Tensor) -> Tensor:
-    """bool `[B, S]`: does a request begin here? padding: bool `[B, S]`; its text and its padding are requests of a row."""
-    first = torch.ones_like(padding[:, :1])
-    return torch.cat([first, padding[:, 1:] != padding[:, :-1]], 1)
+def runs(text: Tensor) -> Tensor:
+    """bool `[B, S]`: does a request begin here? text: bool `[B, S]`, one run of ones a row. Padding is cut in short requests, which cost
+    little: as one request it would cost what a text of its length costs."""
+    length = text.shape[1]
+    piece = max(LEAST_PIECE, -(-length // PIECES))
+    ends = torch.cat([torch.ones_like(text[:, :1]), text[:, 1:] != text[:, :-1]], 1)
+    return ends | (~text & (torch.arange(length, device=text.device) % piece == 0))
 
 
 def build(begins: Tensor, window: int, traced: bool) -> Tensor:

@@ -1,0 +1,165 @@
+"""Masks of packed requests: what they show, which rules they stand for, and the calls that need all pairs of tokens after all."""
+
+import random
+import types
+from typing import Any
+
+import pytest
+import torch
+from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    blockwise_overlay,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    or_masks,
+    packed_sequence_mask_function,
+    sdpa_mask,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+from attnops.errors import InvalidInput, NoKernel
+from attnops.hf.attention import mask as masks, packed
+from attnops.hf.attention.function import attention_function
+from tests.hf.helpers import watched
+from tests.hf.test_attention import close, plain, qkv
+
+MODULE, TRAINED = types.SimpleNamespace(training=False, is_causal=True), types.SimpleNamespace(training=True, is_causal=True)
+attend = attention_function(None)
+CPU = torch.device("cpu")
+
+
+def make(rule, batch, length, **more) -> Any:
+    given = {"allow_is_causal_skip": False, "device": CPU, **more}
+    return masks.mask_function("auto")(batch, length, length, mask_function=rule, **given)
+
+
+def random_documents(rng, batch, length):
+    """int64 `[B, S]`: the document of each token."""
+    return (torch.tensor([[rng.random() < 0.3 for _ in range(length)] for _ in range(batch)]).cumsum(-1)).long()
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("seed", range(40))
+def test_documents(seed, traced, monkeypatch):
+    rng = random.Random(seed)
+    batch, length, window = rng.choice([1, 2, 3]), rng.choice([2, 7, 40]), rng.choice([0, 1, 3, 9])
+    ids = random_documents(rng, batch, length)
+    first = sliding_window_causal_mask_function(window) if window else causal_mask_function
+    rule, local = and_masks(first, packed_sequence_mask_function(ids)), {"local_size": window} if window else {}
+    want = sdpa_mask(batch, length, length, mask_function=rule, allow_is_causal_skip=False)
+    with monkeypatch.context() as patched:
+        if traced:
+            patched.setattr(torch.compiler, "is_compiling", lambda: True)
+        mask = make(rule, batch, length, **local)
+    found = packed.read(mask, batch, length, length)
+    assert mask.dtype == packed.DTYPE and torch.equal(packed.written_out(found, batch, length), want.expand(batch, 1, length, length))
+    longest = int(found.starts.diff().max())
+    assert longest <= found.longest <= length and found.longest - longest <= (length if traced else length / packed.PARTS + 1)
+    assert (found.starts.shape[0] - 1 == batch * length) if traced else (found.starts.diff() > 0).all()
+
+
+@pytest.mark.parametrize("compiling", [False, True])
+@pytest.mark.parametrize(
+    ("rule", "more"),
+    [
+        (or_masks(causal_mask_function, blockwise_overlay(torch.tensor([[0, 0, 1, 1, -1, -1]]))), {}),
+        (chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64)), {"local_size": 4, "config": True}),
+        (sliding_window_bidirectional_mask_function(3), {"local_size": 3, "allow_is_bidirectional_skip": False}),
+        (bidirectional_mask_function, {"allow_is_bidirectional_skip": False}),
+        (and_masks(causal_mask_function, lambda b, h, q, k: k != 1), {"use_vmap": True}),
+        (causal_mask_function, {}),
+    ],
+    ids=["blocks", "chunks", "both-sides", "bidirectional", "and", "edited"],
+)
+def test_other_rules_are_written_out(rule, more, compiling, monkeypatch):
+    config = types.SimpleNamespace(attention_chunk_size=4 if "config" in more else None)
+    want = sdpa_mask(1, 6, 6, mask_function=rule, allow_is_causal_skip=False, use_vmap=more.get("use_vmap", False))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    mask = make(rule, 1, 6, **{**more, "config": config})
+    assert mask.dtype == torch.bool and torch.equal(mask, want)
+
+
+def test_other_modes_and_steps_over_a_cache_are_written_out():
+    rule = and_masks(causal_mask_function, packed_sequence_mask_function(torch.tensor([[0, 0, 1, 1, 1, 2]])))
+    for mode in ("dense", "explicit"):
+        assert masks.mask_function(mode)(1, 6, 6, mask_function=rule, allow_is_causal_skip=False).dtype == torch.bool
+    assert make(rule, 1, 6, q_offset=torch.tensor(0)).dtype == torch.bool
+    assert make(rule, 1, 6, attention_mask=torch.ones(1, 6, dtype=torch.bool)).dtype == torch.bool
+
+
+def test_padding_is_cut_in_short_requests():
+    text = torch.zeros(2, 300, dtype=torch.bool)
+    text[0, 290:], text[1, 10:140] = True, True
+    found = packed.read(packed.build(packed.runs(text), 0, traced=False), 2, 300, 300)
+    assert found.starts.tolist() == [0, 128, 256, 290, 300, 310, 440, 556, 600] and found.longest == 132
+    [end] = packed.runs(torch.zeros(1, 8192, dtype=torch.bool)).nonzero()[-1:, 1].tolist()
+    assert end == 8192 - 512, "a long row has longer pieces"
+
+
+IDS = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0]])
+SEE = (IDS[:, :, None] == IDS[:, None, :])[:, None] & torch.ones(6, 6, dtype=torch.bool).tril()
+
+
+def packed_mask(window=0, ids=IDS):
+    first = sliding_window_causal_mask_function(window) if window else causal_mask_function
+    return make(and_masks(first, packed_sequence_mask_function(ids)), len(ids), 6)
+
+
+@pytest.mark.parametrize("window", [0, 2])
+def test_the_attention_function(window):
+    q, k, v = qkv()
+    see = SEE & torch.ones(6, 6, dtype=torch.bool).triu(1 - window) if window else SEE
+    with watched() as calls:
+        ours, none = attend(MODULE, q, k, v, packed_mask(window), softcap=3.0)
+    [call] = calls
+    assert none is None and ours.shape == (2, 6, 4, 16) and ours.is_contiguous()
+    assert call["op"] == "varlen_attention" and call["cu_seqlens_q"].tolist() == [0, 2, 5, 6, 12] and not call["padded"]
+    close(ours, plain(q, k, v, see=see, softcap=3.0))
+
+
+def test_calls_that_need_all_pairs():
+    """Weights, dropout and a position bias: no kernel of packed requests has them. A kernel of the dense op alone is asked for that op."""
+    q, k, v = qkv()
+    bias, mask = torch.randn(1, 4, 6, 6), packed_mask()
+    ours, weights = attend(MODULE, q, k, v, mask, output_attentions=True)
+    close(ours, plain(q, k, v, see=SEE))
+    assert weights is not None and not weights[~SEE.expand_as(weights)].any()
+    close(attend(MODULE, q, k, v, mask, position_bias=bias)[0], plain(q, k, v, see=SEE, bias=bias))
+    torch.manual_seed(0)
+    dropped = attend(TRAINED, q, k, v, mask, dropout=0.5)[0]
+    torch.manual_seed(0)
+    close(dropped, attend(TRAINED, q, k, v, SEE, dropout=0.5)[0])
+    with pytest.raises(NoKernel, match="cudnn"):
+        attention_function("cudnn")(MODULE, q, k, v, mask)
+
+
+def test_lengths_take_the_place_of_documents():
+    q, k, v = (x[:1] for x in qkv())
+    cu = torch.tensor([0, 2, 5, 6], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 3, "max_length_k": 3}
+    for mask in (packed_mask(ids=IDS[:1]), packed.whole(1, 6, 0, CPU)):
+        with watched() as calls:
+            ours = attend(MODULE, q, k, v, mask, **lengths)[0]
+        assert [call["cu_seqlens_q"] is cu for call in calls] == [True]
+        close(ours, plain(q, k, v, see=SEE[:1]))
+        close(attend(MODULE, q, k, v, mask, output_attentions=True, **lengths)[0], ours)
+    with pytest.raises(InvalidInput, match="a batch of 2"):
+        attend(MODULE, *qkv(), packed_mask(), **lengths)
+
+
+def test_rows_of_one_request_each_are_dense():
+    q, k, v = qkv()
+    with watched() as calls:
+        ours = attend(MODULE, q, k, v, packed.whole(2, 6, 3, CPU))[0]
+    assert [(call["op"], call["mask"], call["window"]) for call in calls] == [("attention", None, (2, -1))]
+    close(ours, plain(q, k, v, see=torch.ones(6, 6, dtype=torch.bool).tril().triu(-2)))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 2), (2, 1, 1, 4), (1, 33, 1, 4), (1, 1, 1, 14), (1, 1, 4)])
+def test_another_int32_mask_is_an_error(shape):
+    with pytest.raises(InvalidInput, match="attention_mask"):
+        attend(MODULE, *qkv(), torch.zeros(shape, dtype=torch.int32))
+    with pytest.raises(InvalidInput, match="attention_mask"):
+        attend(MODULE, *qkv(6, 9), packed_mask())
