@@ -44,6 +44,7 @@ def kernel(op):
     return kernels_of(op)["mem_efficient"]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rules", RULES)
 def test_rules(standin, rules, shape):
@@ -55,6 +56,7 @@ def test_rules(standin, rules, shape):
     assert len(standin) == (0 if shape == "no_key" else 2)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("case", [pytest.param(c, id=str(c)) for op in OPS for c in CASES[op]])
 def test_grid(standin, case):
     figures = check_kernel(kernel(case.op), narrow(case.call()))
