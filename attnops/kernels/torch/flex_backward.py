@@ -45,7 +45,7 @@ def _gradients(call: Any, forward: Callable[..., tuple[Tensor, Tensor]]) -> tupl
             [x for x, _ in roots], list(leaves.values()), [grad for _, grad in roots], allow_unused=True, materialize_grads=True
         ) if roots else [torch.zeros_like(x) for x in leaves.values()]  # fmt: skip
     grads = {n: compact(grad.detach()) for n, grad in zip(names, found, strict=True)}
-    return grads["query"], grads["key"], grads["value"], grads.get("sinks", call.query.new_empty(0))
+    return grads["query"], grads["key"], grads["value"], grads["sinks"] if "sinks" in grads else call.query.new_empty(0)
 
 
 # By whole steps on an H200, whose forward is computed once more, and a little over it: never measured by direct calls.

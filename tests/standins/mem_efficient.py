@@ -1,0 +1,94 @@
+"""A stand-in for `aten::_efficient_attention_forward` and its backward: torch's schemas and checks, a float32 body on CPU. Not the kernel.
+
+Kept from torch's attention.cu and attention_backward.cu because the wrapper must cope with it: as many key heads as query heads, an lse of
+queries rounded up to 32 and inf past them, a bias with aligned rows, and no word of queries without keys (NaN here).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.standins.aten_flash import Called, _noted
+
+INF, NAN = float("inf"), float("nan")
+
+
+@contextmanager
+def installed() -> Iterator[Called]:
+    """Within the block the ops run on CPU tensors; yields the names of the ops called."""
+    calls: Called = []
+    library = torch.library.Library("aten", "IMPL")
+    for name, body in (("_efficient_attention_forward", _forward), ("_efficient_attention_backward", _backward)):
+        library.impl(name, _noted(calls, name, body), "CPU")
+    try:
+        yield calls
+    finally:
+        library._destroy()
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> None:
+    assert q.dim() == k.dim() == v.dim() == 4 and q.shape[0] == k.shape[0] == v.shape[0] and k.shape[1] == v.shape[1]
+    assert q.shape[2] == k.shape[2] == v.shape[2] and q.shape[3] == k.shape[3]
+    assert q.dtype == k.dtype == v.dtype and q.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    for x in (q, k, v):
+        assert x.stride(-1) == 1 and x.numel() and not any(n * x.element_size() % 16 for n in x.stride()[:-1]) and not x.data_ptr() % 16
+    if bias is not None:
+        assert bias.dtype == q.dtype, "invalid dtype for bias - should match query's dtype"
+        assert bias.shape == (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), "attn_bias: wrong shape"
+        assert bias.stride(3) == 1, "attn_bias: wrong alignment (last dimension must be contiguous)"
+        assert not any(n * bias.element_size() % 16 for n in bias.stride()[:-1]) and bias.stride(2), "attn_bias is not correctly aligned"
+
+
+def _logits(q: Tensor, k: Tensor, bias: Tensor | None, kind: int, scale: float) -> Tensor:
+    logits = torch.einsum("bnhd,bkhd->bhnk", q.float(), k.float()) * scale
+    logits = logits if bias is None else logits + bias.float()
+    assert kind in (0, 2)
+    below = torch.ones(logits.shape[-2:], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+    return logits.masked_fill(~below, -INF) if kind == 2 else logits
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int | None, max_k: int | None,
+    dropout: float, kind: int, with_lse: bool = False, *, scale: float, seqlen_k: Tensor | None = None, window_size: int | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    _check(q, k, v, bias)
+    assert (cu_q, cu_k, max_q, max_k, dropout, seqlen_k, window_size) == (None, None, None, None, 0.0, None, None)
+    logits = _logits(q, k, bias, kind, scale)
+    out = torch.einsum("bhnk,bkhd->bnhd", torch.softmax(logits, -1).to(q.dtype).float(), v.float()).to(q.dtype).contiguous()
+    lse = torch.full((q.shape[0], q.shape[2], -(-q.shape[1] // 32) * 32 if with_lse else 0), INF)
+    if with_lse:
+        found = torch.logsumexp(logits, -1)
+        lse[..., : q.shape[1]] = found.masked_fill(found == -INF, NAN)
+    seed = torch.empty((), dtype=torch.int64)
+    return out, lse, seed, seed.clone(), q.shape[1], k.shape[1]
+
+
+def _backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int,
+    max_k: int, lse: Tensor, dropout: float, seed: Tensor, offset: Tensor, kind: int, bias_grad: bool, *, scale: float,
+    num_splits_key: int | None = None, window_size: int | None = None, shared_storage_dqdkdv: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    _check(q, k, v, bias)
+    assert g.shape == out.shape == (*q.shape[:3], v.shape[3]) and g.dtype == out.dtype == q.dtype and out.is_contiguous()
+    assert (cu_q, cu_k, dropout, num_splits_key, window_size, shared_storage_dqdkdv) == (None, None, 0.0, None, None, False)
+    assert lse.shape == (q.shape[0], q.shape[2], -(-q.shape[1] // 32) * 32) and lse.is_contiguous() and lse.dtype == torch.float32
+    assert (lse[..., q.shape[1] :] == INF).all() and not (lse == -INF).any()
+    p = torch.exp(_logits(q, k, bias, kind, scale) - lse[..., : q.shape[1], None])
+    wide = g.float()
+    delta = (wide * out.float()).sum(-1).transpose(1, 2)
+    ds = p * (torch.einsum("bnhd,bkhd->bhnk", wide, v.float()) - delta[..., None])
+    grads = (
+        torch.einsum("bhnk,bkhd->bnhd", ds, k.float()) * scale,
+        torch.einsum("bhnk,bnhd->bkhd", ds, q.float()) * scale,
+        torch.einsum("bhnk,bnhd->bkhd", p, wide),
+    )
+    of_bias = q.new_empty(())
+    if bias_grad:
+        assert bias is not None
+        of_bias = q.new_empty((*bias.shape[:-1], -(-bias.shape[-1] // 16) * 16))[..., : bias.shape[-1]].copy_(ds)
+    return *(grad.to(q.dtype).contiguous() for grad in grads), of_bias

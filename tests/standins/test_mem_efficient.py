@@ -1,0 +1,101 @@
+"""`mem_efficient` through a stand-in of the ops it wraps: masks and their gradients, rules written into the bias, refusals."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import attnops
+from attnops.kernel import kernels_of
+from attnops.problem import Target, altered, pretend
+from attnops.select import select
+from attnops.testing import CASES, Features, Source, builders, check_kernel
+from tests.standins.mem_efficient import installed
+from tests.standins.test_aten_flash import narrow
+
+OPS = ("attention", "attention_backward")
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+SM90 = Target("cuda", 90, assume=())
+PLAIN = Features(dtype=BF16, head_dim=16, q_heads=4, kv_heads=2, lse=True)
+RULES = {
+    "plain": PLAIN,
+    "causal": replace(PLAIN, causal=True, dtype=F16, kv_heads=4),
+    "window": replace(PLAIN, window=(3, 1), v_head_dim=24, dtype=F32),
+    "chunk": replace(PLAIN, causal=True, chunk=4, kv_heads=1),
+    "bool": replace(PLAIN, mask="bool", mask_shape="b", causal=True),
+    "biases": replace(PLAIN, mask="biases", mask_shape="hq", window=(4, -1)),
+    **{f"mask_{shape}": replace(PLAIN, mask="additive", mask_shape=shape, dtype=F32) for shape in ("bhq", "b", "h", "q", "")},
+}
+SHAPES = {
+    "dense": lambda f: builders.dense(Source(3), 2, 5, 11, f),
+    "tall": lambda f: builders.dense(Source(3), 2, 7, 4, f),
+    "long": lambda f: builders.dense(Source(3), 1, 40, 33, f),
+    "no_key": lambda f: builders.dense(Source(3), 2, 3, 0, f),
+}
+
+
+@pytest.fixture
+def standin():
+    with installed() as calls, pretend(SM90):
+        yield calls
+
+
+def kernel(op):
+    return kernels_of(op)["mem_efficient"]
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rules", RULES)
+def test_rules(standin, rules, shape):
+    call = SHAPES[shape](RULES[rules])
+    graded = RULES[rules].mask in ("additive", "biases")
+    for one in (call, builders.backward(Source(4), call, mask_grad=graded)):
+        figures = check_kernel(kernel(one.op), one)
+        assert not figures.refused and figures.worst <= 1.0, figures
+    assert len(standin) == (0 if shape == "no_key" else 2)
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("case", [pytest.param(c, id=str(c)) for op in OPS for c in CASES[op]])
+def test_grid(standin, case):
+    figures = check_kernel(kernel(case.op), narrow(case.call()))
+    if figures.refused:
+        pytest.skip(str(figures))
+    assert figures.worst <= 1.0, figures
+
+
+def test_a_training_step_with_a_mask_is_two_calls_of_aten(standin):
+    q, k, v = (torch.randn(2, 6, n, 16, requires_grad=True) for n in (8, 2, 2))
+    mask = torch.randn(1, 8, 6, 6, requires_grad=True)
+    with attnops.use(kernel=dict.fromkeys(OPS, "mem_efficient")):
+        found = torch.autograd.grad(attnops.attention(q, k, v, mask=mask, causal=True).sin().sum(), (q, k, v, mask))
+    assert standin == ["_efficient_attention_forward", "_efficient_attention_backward"]
+    with pretend(Target("cpu")):
+        wanted = torch.autograd.grad(attnops.attention(q, k, v, mask=mask, causal=True).sin().sum(), (q, k, v, mask))
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+PROBLEM = altered(builders.backward(Source(0), builders.dense(Source(0), 2, 9, 9, PLAIN)).problem, target=SM90)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"target": Target("cuda", 75, assume=())}, "target"), ({"head_dim": 12}, "head_dim, v_head_dim"), ({"sinks": True}, "sinks"),
+        ({"dtype": F32, "kv_dtype": F32, "v_head_dim": 6}, "head_dim, v_head_dim"), ({"softcap": True}, "softcap"),
+        ({"lse_grad": True}, "lse_grad"), ({"kv_range": True}, "kv_range"), ({"target": Target("cpu")}, "target"),
+    ],
+)  # fmt: skip
+def test_refusals(change, field):
+    assert not kernel("attention_backward").refusals(PROBLEM)
+    assert field in [r.field for r in kernel("attention_backward").refusals(altered(PROBLEM, **change))]
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("mask", ["none", "additive"])
+def test_kernels_that_a_gpu_has_timed_are_before_it(mask, op):
+    problem = altered(PROBLEM, op=op, target=Target("cuda", 90, assume=("triton",)), mask=mask, grad=op != "attention")
+    assert select(problem).kernel is not kernel(op)
+    assert "batch_invariant" in [r.field for r in select(problem, "deterministic").refused["mem_efficient"]]
