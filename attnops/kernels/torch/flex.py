@@ -236,7 +236,8 @@ def dispatch_keys(recorded: bool = False) -> Iterator[None]:
 
 
 FUNCTORCH = "FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode"
-AUTOGRAD = "AutogradFunctionality", "ADInplaceOrView", "AutogradOther", "AutogradNestedTensor"
+AUTOGRAD = "AutogradFunctionality", "ADInplaceOrView", "AutogradOther", "AutogradNestedTensor", "PythonTLSSnapshot"
+"""Autograd, and the key by which a dispatch mode above it is found again."""
 
 
 def _options(query: Tensor, value: Tensor, masked: bool, recorded: bool, keys: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnops.call import changed
-from attnops.kernel import Kernel, demand, device, register
+from attnops.kernel import Capture, Kernel, demand, device, register
 from attnops.kernels.torch.flex import NEEDS, TAKES, attended, dispatch_keys, packed_attended
 from attnops.measured import Roofline
 from attnops.reference.rows import compact
@@ -57,6 +57,7 @@ for _run, _takes in ((attention_backward, {"mask", "kv_start", "kv_end"}), (varl
             dtypes=(torch.float16, torch.bfloat16, torch.float32),
             # Torch refuses flex's backward on a CPU, and has no tiles of it for wider heads.
             needs=(*NEEDS, device("cuda"), demand("head_dim, v_head_dim", "<= 256", lambda p: max(p.head_dim, p.v_head_dim) <= 256)),
-            cost_us=BACKWARD, about="torch flex_attention's gradient, with its forward once more",
+            # Tensors of the recorded forward outlive the call, which the pool of Inductor's CUDA graphs refuses.
+            capture=Capture.NEVER, cost_us=BACKWARD, about="torch flex_attention's gradient, with its forward once more",
         )
     )  # fmt: skip
