@@ -17,16 +17,24 @@ if TYPE_CHECKING:
     from attnops.ops import dense, varlen
 
 
-# (kind of numbers, the wider padded head dim) -> (tile of queries, tile of keys), smaller where shared memory is short. A tile's `rows`
-# are those that a program keeps, its `keys` the rows of a step.
-TILES: dict[tuple[str, int], tuple[Tile, Tile]] = {
-    ("half", 64): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
-    ("half", 128): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
-    ("half", 256): (Tile(64, 32, 8, 2), Tile(64, 32, 8, 2)),
-    ("float32", 64): (Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
-    ("float32", 128): (Tile(32, 16, 8, 1), Tile(32, 16, 8, 1)),
-    ("float32", 256): (Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+# By kind of numbers, for padded dims of query and value together up to the width: (tile of queries, tile of keys), smaller where shared
+# memory is short. A tile's `rows` are those that a program keeps, its `keys` the rows of a step. On SM90 a program with two sums of 128 rows
+# has all registers of a multiprocessor: 64 rows a step leave them for 256 dims, 32 for 320; beyond, 64 rows are kept.
+TILES: dict[str, dict[int, tuple[Tile, Tile]]] = {
+    "half": {
+        128: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
+        256: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
+        320: (Tile(128, 64, 8, 2), Tile(128, 32, 8, 3)),
+        512: (Tile(128, 32, 8, 2), Tile(64, 32, 8, 2)),
+    },
+    "float32": {
+        128: (Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+        256: (Tile(32, 16, 8, 1), Tile(32, 16, 8, 1)),
+        512: (Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+    },
 }
+WITH_MASK = Tile(128, 32, 8, 2)
+"""A tile of keys, in place of the table's for 256 dims: a tile of the mask takes registers."""
 
 
 class Batch(NamedTuple):
@@ -89,7 +97,7 @@ def _gradients(call: Any, batch: Batch, covered: bool) -> tuple[Tensor, ...]:
         **shared, "cu_q_ptr": batch.cu_q, "cu_k_ptr": batch.cu_k, "steps": requests.bit_length(), "factor": rules.scale,
         "BLOCK_D": block, "REST": rest,
     }  # fmt: skip
-    of_queries, of_keys = tiles_of(query.dtype, dims, v_dims, gpu_of(query).memory)
+    of_queries, of_keys = tiles_of(query.dtype, dims, v_dims, gpu_of(query).memory, mask is not None)
     count, each = batch.tiles(tokens, batch.width_q, of_queries.rows)
     launch(grad_queries, (heads * count,), {
         **both, **strides(o=output), "grad_lse_ptr": flat(call.grad_lse), "o_ptr": output, "lse_ptr": call.lse.contiguous(),
@@ -118,7 +126,7 @@ def of_mask(shared: dict[str, Any], mask: Tensor) -> Tensor:
     """
     found = torch.empty(mask.shape, dtype=mask.dtype, device=mask.device)
     half, wide = shared["q_ptr"].element_size() == 2, max(padded(shared["D"]), shared["BLOCK_DV"])
-    tile = Tile(64, 64, 4, 1) if half and wide <= 128 else Tile(32, 32, 4, 1) if half or wide <= 128 else Tile(16, 16, 4, 1)
+    tile = Tile(64, 64, 4, 2) if half and wide <= 128 else Tile(32, 32, 4, 1) if half or wide <= 128 else Tile(16, 16, 4, 1)
     of_all = [size == 1 for size in mask.shape[:3]]
     each = -(-shared["width_q"] // tile.rows)
     given = {n: x for n, x in shared.items() if n not in ("MASK", "mask_t")}
@@ -145,12 +153,17 @@ def strides(**given: Tensor) -> dict[str, int]:
 def masked(mask: Tensor | None) -> dict[str, Any]:
     """A mask `[1 | B, 1 | H, 1 | S, K]`, or of packed tokens `[T, K]`, as the device functions take it."""
     if mask is None:
-        return {"mask_ptr": None, "MASK": "none", "mask_b": 0, "mask_h": 0, "mask_t": 0, "mask_q": 0, "mask_k": 0}
+        return {"mask_ptr": None, "MASK": "none", "mask_b": 0, "mask_h": 0, "mask_t": 0, "mask_q": 0, "mask_k": 0, "MASK_STEP": 1}
     packed = mask.dim() == 2
     by_dim = [0 if size == 1 else stride for size, stride in zip(mask.shape[:-1], mask.stride(), strict=False)]
     b, h, q = (0, 0, mask.stride(0)) if packed else by_dim
     ptr, kind = (mask.view(torch.uint8), "bool") if mask.dtype == torch.bool else (mask, "additive")
-    return {"mask_ptr": ptr, "MASK": kind, "mask_b": b, "mask_h": h, "mask_t": q * packed, "mask_q": q, "mask_k": mask.stride(-1)}
+    # Eight numbers at once, where a row is whole eights.
+    step = 8 if mask.shape[-1] % 8 == 0 else 1
+    return {
+        "mask_ptr": ptr, "MASK": kind, "mask_b": b, "mask_h": h, "mask_t": q * packed, "mask_q": q, "mask_k": mask.stride(-1),
+        "MASK_STEP": step,
+    }  # fmt: skip
 
 
 def options_of(tile: Tile) -> dict[str, int]:
@@ -166,12 +179,14 @@ def parted(dims: int) -> tuple[int, int]:
     return low, padded(dims - low)
 
 
-def tiles_of(dtype: torch.dtype, head_dim: int, v_head_dim: int, memory: int) -> tuple[Tile, Tile]:
+def tiles_of(dtype: torch.dtype, head_dim: int, v_head_dim: int, memory: int, masked: bool = False) -> tuple[Tile, Tile]:
     """The tiles of both launches, from static facts alone. memory: bytes of shared memory that a program may have."""
-    width, wider = sum(parted(head_dim)) + padded(v_head_dim), max(padded(head_dim), padded(v_head_dim), 64)
-    found = TILES["float32" if dtype == torch.float32 else "half", wider]
-    first, second = (_fitting(t, width, dtype.itemsize, memory) for t in found)
-    return first, second
+    width, by_width = sum(parted(head_dim)) + padded(v_head_dim), TILES["float32" if dtype == torch.float32 else "half"]
+    wide = min(w for w in by_width if w >= width)
+    queries, keys = by_width[wide]
+    if masked and wide == 256 and dtype != torch.float32:
+        keys = WITH_MASK
+    return _fitting(queries, width, dtype.itemsize, memory), _fitting(keys, width, dtype.itemsize, memory)
 
 
 def _fitting(tile: Tile, width: int, itemsize: int, memory: int) -> Tile:
