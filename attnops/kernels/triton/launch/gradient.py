@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 # By kind of numbers, for padded dims of query and value together up to the width: (tile of queries, tile of keys), smaller where shared
-# memory is short. A tile's `rows` are those that a program keeps, its `keys` the rows of a step. On SM90 a program with two sums of 128 rows
-# has all registers of a multiprocessor: 64 rows a step leave them for 256 dims, 32 for 320; beyond, 64 rows are kept.
+# memory is short. A tile's `rows` are those that a program keeps, its `keys` the rows of a step. On SM90 the two sums of 128 keys take
+# most of a program's registers: steps of 64 rows leave enough for 256 dims, steps of 32 for 320. Beyond, a program keeps 64 keys.
 TILES: dict[str, dict[int, tuple[Tile, Tile]]] = {
     "half": {
         128: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
