@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnops.kernels.triton.device.gradient import grad_keys, grad_mask, grad_queries
+from attnops.kernels.triton.device.gradient import grad_keys, grad_queries
+from attnops.kernels.triton.device.gradient_mask import grad_mask
 from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch, ruled
 from attnops.kernels.triton.launch.grids import Tile, padded
 from attnops.kernels.triton.launch.tiles import power
@@ -126,7 +127,7 @@ def of_mask(shared: dict[str, Any], mask: Tensor) -> Tensor:
     """
     found = torch.empty(mask.shape, dtype=mask.dtype, device=mask.device)
     half, wide = shared["q_ptr"].element_size() == 2, max(padded(shared["D"]), shared["BLOCK_DV"])
-    tile = Tile(64, 64, 4, 2) if half and wide <= 128 else Tile(32, 32, 4, 1) if half or wide <= 128 else Tile(16, 16, 4, 1)
+    tile = Tile(64, 64, 4, 1) if half and wide <= 128 else Tile(32, 32, 4, 1) if half or wide <= 128 else Tile(16, 16, 4, 1)
     of_all = [size == 1 for size in mask.shape[:3]]
     each = -(-shared["width_q"] // tile.rows)
     given = {n: x for n, x in shared.items() if n not in ("MASK", "mask_t")}
