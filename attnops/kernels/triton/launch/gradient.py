@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 # By kind of numbers, for padded dims of query and value together up to the width: (tile of queries, tile of keys), smaller where shared
 # memory is short. A tile's `rows` are those that a program keeps, its `keys` the rows of a step. On SM90 the two sums of 128 keys take
 # most of a program's registers: steps of 64 rows leave enough for 256 dims, steps of 32 for 320. Beyond, a program keeps 64 keys.
+# With 128 registers a thread, a multiprocessor has two programs of queries.
 TILES: dict[str, dict[int, tuple[Tile, Tile]]] = {
     "half": {
-        128: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
+        128: (Tile(128, 64, 8, 3, 128), Tile(128, 64, 8, 3)),
         256: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
         320: (Tile(128, 64, 8, 2), Tile(128, 32, 8, 3)),
         512: (Tile(128, 32, 8, 2), Tile(64, 32, 8, 2)),
@@ -98,17 +99,20 @@ def _gradients(call: Any, batch: Batch, covered: bool) -> tuple[Tensor, ...]:
         **shared, "cu_q_ptr": batch.cu_q, "cu_k_ptr": batch.cu_k, "steps": requests.bit_length(), "factor": rules.scale,
         "BLOCK_D": block, "REST": rest,
     }  # fmt: skip
-    of_queries, of_keys = tiles_of(query.dtype, dims, v_dims, gpu_of(query).memory, mask is not None)
+    gpu = gpu_of(query)
+    of_queries, of_keys = tiles_of(query.dtype, dims, v_dims, gpu.memory, mask is not None)
+    # Windows and chunks need more registers: with fewer, ptxas has each product wait for the one before it.
+    capped = gpu.warpgroups and not (shared["LEFT"] or shared["RIGHT"] or shared["CHUNKED"])
     count, each = batch.tiles(tokens, batch.width_q, of_queries.rows)
     launch(grad_queries, (heads * count,), {
         **both, **strides(o=output), "grad_lse_ptr": flat(call.grad_lse), "o_ptr": output, "lse_ptr": call.lse.contiguous(),
         "sinks_ptr": flat(sinks), "sink_parts_ptr": parts, "out_ptr": found[0], "tiles": count, "each": each,
-        "TILE_Q": of_queries.rows, "TILE_K": of_queries.keys, **options_of(of_queries),
+        "TILE_Q": of_queries.rows, "TILE_K": of_queries.keys, **options_of(of_queries, capped),
     }, warps=of_queries.warps)  # fmt: skip
     count, each = batch.tiles(keys, batch.width_k, of_keys.rows)
     launch(grad_keys, (kv_heads * count,), {
         **both, "out_k_ptr": found[1], "out_v_ptr": found[2], "tiles": count, "each": each,
-        "TILE_Q": of_keys.keys, "TILE_K": of_keys.rows, **options_of(of_keys),
+        "TILE_Q": of_keys.keys, "TILE_K": of_keys.rows, **options_of(of_keys, capped),
     }, warps=of_keys.warps)  # fmt: skip
     # Each result has memory of its own, an empty one, too: opcheck refuses a result that is returned twice.
     grad_sinks = query.new_empty(0) if sinks is None or parts is None else parts.sum(1).to(sinks.dtype)
@@ -167,9 +171,9 @@ def masked(mask: Tensor | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def options_of(tile: Tile) -> dict[str, int]:
-    """Triton's options for a tile, but its warps."""
-    return {"num_stages": tile.stages, **({"maxnreg": tile.registers} if tile.registers else {})}
+def options_of(tile: Tile, capped: bool) -> dict[str, int]:
+    """Triton's options for a tile, but its warps. capped: do threads have no more than the tile's registers?"""
+    return {"num_stages": tile.stages, **({"maxnreg": tile.registers} if capped and tile.registers else {})}
 
 
 def parted(dims: int) -> tuple[int, int]:
