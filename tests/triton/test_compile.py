@@ -132,8 +132,8 @@ def compile_for(arch, kernel, given, dtype):
     return triton_compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
-def spilled(binary, arch):
-    """Bytes, by ptxas."""
+def told(binary, arch):
+    """Messages of ptxas."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
@@ -141,9 +141,15 @@ def spilled(binary, arch):
         file.flush()
         name = re.search(r"^\.target (\w+)", binary.asm["ptx"], re.MULTILINE)[1]
         command = [get_ptxas(arch).path, "-v", f"--gpu-name={name}", file.name, "-o", "/dev/null"]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    print(binary.metadata.name, f"sm{arch}", re.search(r"Used \d+ registers", told)[0], f"{binary.metadata.shared} bytes shared")
-    return int(re.search(r"(\d+) bytes spill stores", told)[1])
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    text = done.stdout + done.stderr
+    print(binary.metadata.name, f"sm{arch}", re.search(r"Used \d+ registers", text)[0], f"{binary.metadata.shared} bytes shared")
+    return text
+
+
+def spilled(binary, arch, text=""):
+    """Bytes, by ptxas. text: its messages, if they are known."""
+    return int(re.search(r"(\d+) bytes spill stores", text or told(binary, arch))[1])
 
 
 def waits_first(ptx):
@@ -199,28 +205,39 @@ def test_merge(dtype):
         assert spilled(compile_for(90, kernel, given, dtype), 90) == 0
 
 
+# The call, and the bytes of registers that may spill on SM90. Without these tiles, a thousand of them did.
 GRADIENTS = {
-    "d128": LLAMA,
-    "d64": replace(LLAMA, head_dim=64, window=(128, -1), sinks=BF16),
-    "unlike_dims": replace(LLAMA, head_dim=192, v_head_dim=128),
-    "bias": replace(LLAMA, softcap=30.0, mask="additive"),
-    "float32": replace(LLAMA, dtype=F32),
+    "d128": (LLAMA, 32),
+    "d128_window": (replace(LLAMA, window=(1023, -1)), 32),
+    "d128_chunk": (replace(LLAMA, chunk=1024), 32),
+    "d64": (replace(LLAMA, head_dim=64, q_heads=16, kv_heads=16), 0),
+    "d64_window": (replace(LLAMA, head_dim=64, window=(128, -1), sinks=BF16), 0),
+    "unlike_dims": (replace(LLAMA, head_dim=192, v_head_dim=128), 32),
+    "softcap": (replace(LLAMA, softcap=30.0, sinks=BF16), 32),
+    "bias": (replace(LLAMA, softcap=30.0, mask="additive"), 64),
+    "d256": (replace(LLAMA, head_dim=256), 192),
+    "float32": (replace(LLAMA, dtype=F32), 640),
 }
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize(("arch", "name"), [(90, name) for name in GRADIENTS] + [(80, "d128"), (89, "d64"), (100, "d64")])
+@pytest.mark.parametrize(("arch", "name"), [(90, name) for name in GRADIENTS] + [(80, "d128"), (89, "d64_window"), (100, "d64_window")])
 @compiled
 def test_gradients(arch, name):
     from attnops.kernels.triton.launch import gpu, gradient
 
-    f = GRADIENTS[name]
-    call = builders.backward(Source(), builders.dense(Source(), 1, 64, 64, f), mask_grad=f.mask == "additive")
+    f, limit = GRADIENTS[name]
+    # A chunk is for packed requests.
+    forward = builders.varlen(Source(), (64,), (64,), f) if f.chunk else builders.dense(Source(), 1, 64, 64, f)
+    call = builders.backward(Source(), forward, **({"mask_grad": True} if f.mask == "additive" else {}))
     with recorded(gradient, gpu.Gpu(132, MEMORY[arch], arch == 90, True)) as found:
         kernels_of(call.op)["triton"].run(call.record)
     assert [k.__name__ for k, _ in found] == ["grad_queries", "grad_keys", *["grad_mask"] * (f.mask == "additive")]
     for kernel, given in found:
         binary = compile_for(arch, kernel, dict(given), f.dtype)
+        text = told(binary, arch)
         assert binary.metadata.shared <= MEMORY[arch]
-        assert spilled(binary, arch) <= 1024
+        assert spilled(binary, arch, text) <= (limit if arch == 90 else 1024)
+        # ptxas waits for each product where a register of a sum is written between two of them, be it on the way past a loop.
+        assert "serialized" not in text
         assert ("wgmma" in binary.asm["ptx"]) == (arch == 90 and f.dtype != F32)

@@ -1,4 +1,4 @@
-"""Device functions: the gradient of attention, one program for a tile of queries, one for a tile of keys, one for a tile of the mask.
+"""Device functions: the gradient of attention, one program for a tile of queries, one for a tile of keys.
 
 Each number has one program that sums it, so that the order of a sum follows from the request's own tiles. FlashAttention-2,
 https://arxiv.org/abs/2307.08691, section 3.1.2, as two kernels in place of one loop. Tiles of which every query sees every key are not
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from attnops.kernels.triton.device.attend import find, load_keys
-from attnops.kernels.triton.device.softmax import LOG2E, chunk_of, sees, span, tanh
+from attnops.kernels.triton.device.softmax import LOG2E, chunk_of, span, tanh
 
 
 @triton.jit
@@ -48,6 +48,31 @@ def bounds_of(cu_q_ptr, cu_k_ptr, start_ptr, end_ptr, request, width_q, width_k)
         first = high - width_q
         wide = tl.full([], 0, tl.int64) + request
         return wide * width_q, width_q, wide * width_k, low, tl.minimum(high, width_k), first
+
+
+@triton.jit
+def seen_by(
+    first, last, queries, offset, left, right, chunk, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CHUNKED: tl.constexpr
+):  # fmt: skip
+    """The range of queries, `offset` the first one's position, that see some key of first..last. seen_by(last, first, ...): all keys."""
+    start = 0
+    end = queries
+    if CAUSAL:
+        start = tl.maximum(start, first - offset)
+    if RIGHT:
+        start = tl.maximum(start, first - right - offset)
+    if LEFT:
+        end = tl.minimum(end, last + left - offset + 1)
+    if CHUNKED:
+        start = tl.maximum(start, chunk_of(first, chunk) - offset)
+        end = tl.minimum(end, chunk_of(last, chunk) + chunk - offset)
+    return start, end
+
+
+@triton.jit
+def in_steps(key, high, STEP: tl.constexpr):
+    """Is the key, or another one of its STEP neighbours, before `high`? Triton loads STEP numbers of a mask at once by it."""
+    return key // STEP * STEP < high
 
 
 @triton.jit
@@ -103,14 +128,14 @@ def grad_queries(
     g_b, g_t, g_h, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h, mask_b, mask_h, mask_t, mask_q, mask_k,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, REST: tl.constexpr,
     BLOCK_DV: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr,
-    RIGHT: tl.constexpr, CHUNKED: tl.constexpr, CAP: tl.constexpr, MASK: tl.constexpr,
+    RIGHT: tl.constexpr, CHUNKED: tl.constexpr, CAP: tl.constexpr, MASK: tl.constexpr, MASK_STEP: tl.constexpr,
 ):  # fmt: skip
     """Grid: heads * tiles of queries, the last tile first: it sees the most keys.
 
     scale: of the products. factor: of the gradient. cu_q, cu_k: of packed requests; the others have width_q queries and width_k keys.
     REST: the padded dims of query and key past BLOCK_D, 0 where there are none. x_b: what a request's rows are off those of one
-    long batch. Writes the gradient `[T, H, D]` and, for the other kernels, `[H, T]` each: z, the log-sum-exp in base 2, and delta, the sum
-    of grad_output * output, minus grad_lse. A query that sees no key has 0 for both.
+    long batch. Writes the gradient `[T, H, D]` and, for the other kernels, stats `[H, T, 2]`: z, the log-sum-exp in base 2, and delta, the
+    sum of grad_output * output, minus grad_lse. A query that sees no key has 0 for both.
     """
     wide = tl.full([], 0, tl.int64)
     at = tl.program_id(0)
@@ -163,18 +188,20 @@ def grad_queries(
     start = low + (start - low) // TILE_K * TILE_K
     end = start + tl.cdiv(tl.maximum(end - start, 0), TILE_K) * TILE_K
     middle = tl.minimum(tl.maximum(low + tl.cdiv(all_low - low, TILE_K) * TILE_K, start), end)
-    stop = tl.maximum(low + (tl.minimum(all_high, end) - low) // TILE_K * TILE_K, middle)
+    shared = tl.maximum(low + (tl.minimum(all_high, end) - low) // TILE_K * TILE_K - middle, 0)
+    # Each query's range of keys. No key is before `low`.
+    lowest, highest = span(position, position, low, high, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
     c = tl.arange(0, TILE_K)
     acc = tl.zeros([TILE_Q, BLOCK_D], tl.float32)
-    # First the masked tiles, start..middle and stop..end, then those that every query sees.
+    # First the masked tiles, then the `shared` keys from `middle` on, which every query sees.
     for part in tl.static_range(2):
         first_key = start if part == 0 else middle
-        count = middle - start + end - stop if part == 0 else stop - middle
+        count = end - start - shared if part == 0 else shared
         for step in range(0, count, TILE_K):
             MASKED: tl.constexpr = part == 0
             key = first_key + step
             if MASKED:
-                key = tl.where(key >= middle, key + stop - middle, key)
+                key = tl.where(key >= middle, key + shared, key)
             j = key + c
             inside = j < high
             k_at = k_ptr + (wide + key) * k_t
@@ -185,13 +212,15 @@ def grad_queries(
                 s = tl.dot(q_rest, tl.trans(k_rest), s, input_precision="ieee")
             v = load_keys(v_ptr + (wide + key) * v_t, c * v_t, dims_v, inside, DV, BLOCK_DV, MASKED).to(COMPUTE)
             grad_p = tl.dot(g, tl.trans(v), input_precision="ieee")
-            visible = inside[None, :]
+            visible = j[None, :] < (highest[:, None] if CAUSAL or RIGHT or CHUNKED else high)
+            if LEFT or CHUNKED:
+                visible = visible & (j[None, :] >= lowest[:, None])
             bias = s
-            if MASKED:
-                visible = sees(visible, position[:, None], j[None, :], left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
             if MASK != "none":
-                seen = live[:, None] & inside[None, :]
                 # Rows of the tile may be dead in every part.
+                seen = live[:, None]
+                if MASKED:
+                    seen = seen & in_steps(j, high, MASK_STEP)[None, :]
                 bias = tl.load(mask_ptr + (r * mask_q)[:, None] + ((wide + key) * mask_k + c * mask_k)[None, :], mask=seen, other=0)
             p, slope = weights_of(s, z[:, None], bias, visible, scale, cap, CAP, MASK, MASKED, COMPUTE)
             grad_s = (p * (grad_p - delta[:, None]) * slope).to(COMPUTE)
@@ -211,7 +240,7 @@ def grad_keys(
     g_b, g_t, g_h, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, mask_b, mask_h, mask_t, mask_q, mask_k,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, REST: tl.constexpr,
     BLOCK_DV: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr,
-    RIGHT: tl.constexpr, CHUNKED: tl.constexpr, CAP: tl.constexpr, MASK: tl.constexpr,
+    RIGHT: tl.constexpr, CHUNKED: tl.constexpr, CAP: tl.constexpr, MASK: tl.constexpr, MASK_STEP: tl.constexpr,
 ):  # fmt: skip
     """Grid: heads of keys * tiles of keys. A program adds up its key head's query heads one after the other. See `grad_queries`."""
     KV_HEADS: tl.constexpr = HEADS // GROUP
@@ -242,26 +271,11 @@ def grad_keys(
     if MASK != "none":
         mask_ptr += request * mask_b + begin * mask_t + (wide + first) * mask_k
 
-    # Queries start..end see some key of the tile, queries all_start..all_end every key.
     last = tl.minimum(first + TILE_K, high) - 1
-    start = 0
-    end = queries
-    all_start = 0
-    all_end = queries
-    if CAUSAL:
-        start = tl.maximum(start, first - offset)
-        all_start = tl.maximum(all_start, last - offset)
-    if RIGHT:
-        start = tl.maximum(start, first - right - offset)
-        all_start = tl.maximum(all_start, last - right - offset)
-    if LEFT:
-        end = tl.minimum(end, last + left - offset + 1)
-        all_end = tl.minimum(all_end, first + left - offset + 1)
-    if CHUNKED:
-        start = tl.maximum(start, chunk_of(first, chunk) - offset)
-        end = tl.minimum(end, chunk_of(last, chunk) + chunk - offset)
-        all_start = tl.maximum(all_start, chunk_of(last, chunk) - offset)
-        all_end = tl.minimum(all_end, chunk_of(first, chunk) + chunk - offset)
+    start, end = seen_by(first, last, queries, offset, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
+    all_start, all_end = seen_by(last, first, queries, offset, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
+    # Each key's range of queries.
+    lowest, highest = seen_by(j, j, queries, offset, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
     start = start // TILE_Q * TILE_Q
     end = start + tl.cdiv(tl.maximum(end - start, 0), TILE_Q) * TILE_Q
     middle = tl.minimum(tl.maximum(tl.cdiv(all_start, TILE_Q) * TILE_Q, start), end)
@@ -276,15 +290,15 @@ def grad_keys(
     # ahead from head to head.
     for part in tl.static_range(2):
         if part == 0:
-            lowest = tl.where(start < middle, start, stop)
+            first_query = tl.where(start < middle, start, stop)
             past = end
             count = middle - start + end - stop
         else:
-            lowest = middle
+            first_query = middle
             past = stop
             count = stop - middle
         head = group
-        query = lowest
+        query = first_query
         for _ in range(0, count * GROUP, TILE_Q):
             MASKED: tl.constexpr = part == 0
             i = query + r
@@ -300,13 +314,16 @@ def grad_keys(
             g = load_keys(g_ptr + far * g_t + head * g_h, r * g_t, dims_v, live, DV, BLOCK_DV, MASKED).to(COMPUTE)
             grad_p = tl.dot(v, tl.trans(g), input_precision="ieee")
             z, delta = load_stats(stats_ptr + ((wide + head) * tokens + begin + query) * 2, queries - query, TILE_Q)
-            visible = inside[:, None]
+            visible = live[None, :]
+            if CAUSAL or RIGHT or CHUNKED:
+                visible = i[None, :] >= lowest[:, None]
+            if LEFT or CHUNKED:
+                visible = visible & (i[None, :] < highest[:, None])
             bias = s
-            if MASKED:
-                position = offset + i
-                visible = sees(visible, position[None, :], j[:, None], left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
             if MASK != "none":
-                seen = inside[:, None] & live[None, :]
+                seen = in_steps(j, high, MASK_STEP)[:, None]
+                if MASKED:
+                    seen = seen & live[None, :]
                 row = mask_ptr + head * mask_h + far * mask_q
                 bias = tl.load(row + (r * mask_q)[None, :] + (c * mask_k)[:, None], mask=seen, other=0)
             p, slope = weights_of(s, z[None, :], bias, visible, scale, cap, CAP, MASK, MASKED, COMPUTE)
@@ -319,91 +336,9 @@ def grad_keys(
             if MASKED:
                 query = tl.where(query == middle, stop, query)
             head = tl.where(query == past, head + 1, head)
-            query = tl.where(query == past, lowest, query)
+            query = tl.where(query == past, first_query, query)
     row = (base + first) * KV_HEADS + kv_head
     store_rows(out_k_ptr + row * D, c * (KV_HEADS * D), acc_k * factor, inside, D, BLOCK_D)
     if REST:
         store_rows(out_k_ptr + row * D + BLOCK_D, c * (KV_HEADS * D), acc_rest * factor, inside, D - BLOCK_D, REST)
     store_rows(out_v_ptr + row * DV, c * (KV_HEADS * DV), acc_v, inside, DV, BLOCK_DV)
-
-
-@triton.jit(do_not_specialize=VARYING)
-def grad_mask(
-    g_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, start_ptr, end_ptr, stats_ptr, out_ptr,
-    scale, cap, left, right, chunk, requests, each, width_q, width_k, tokens,
-    g_b, g_t, g_h, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, mask_b, mask_h, mask_q, mask_k,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    CHUNKED: tl.constexpr, CAP: tl.constexpr, ALL_REQUESTS: tl.constexpr, ALL_HEADS: tl.constexpr, ALL_QUERIES: tl.constexpr,
-):  # fmt: skip
-    """Grid: (tiles of keys, tiles of queries, requests * heads), 1 for each of the last three that the mask broadcasts over.
-
-    A program adds up the requests, heads and tiles of queries that its tile of the mask serves, in this order. each: tiles of a
-    request's queries. ALL_x: the mask broadcasts over x.
-    """
-    c = tl.arange(0, TILE_K)
-    r = tl.arange(0, TILE_Q)
-    first = tl.program_id(0) * TILE_K
-    j = first + c
-    wide = tl.full([], 0, tl.int64)
-    own_tile = tl.program_id(1)
-    own = tl.program_id(2)
-    OUT_HEADS: tl.constexpr = 1 if ALL_HEADS else HEADS
-    own_head = own % OUT_HEADS
-    own_request = own // OUT_HEADS
-    dims = tl.arange(0, BLOCK_D)
-    dims_v = tl.arange(0, BLOCK_DV)
-    turns = 1
-    if ALL_REQUESTS:
-        turns = turns * requests
-    if ALL_HEADS:
-        turns = turns * HEADS
-    if ALL_QUERIES:
-        turns = turns * each
-    acc = tl.zeros([TILE_Q, TILE_K], tl.float32)
-    for turn in range(turns):
-        request = own_request
-        head = own_head
-        tile = own_tile
-        rest = turn
-        if ALL_QUERIES:
-            tile = rest % each
-            rest = rest // each
-        if ALL_HEADS:
-            head = rest % HEADS
-            rest = rest // HEADS
-        if ALL_REQUESTS:
-            request = rest
-        begin, queries, base, low, high, offset = bounds_of(None, None, start_ptr, end_ptr, request, width_q, width_k)
-        query = tile * TILE_Q
-        lowest = offset + query
-        highest = offset + tl.minimum(query + TILE_Q, queries) - 1
-        start, end = span(lowest, highest, low, high, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
-        if (first < end) & (first + TILE_K > start):
-            live = query + r < queries
-            inside = (j >= low) & (j < high)
-            kv_head = head // GROUP
-            far = wide + request
-            token = begin + query
-            q = load_keys(q_ptr + token * q_t + far * q_b + head * q_h, r * q_t, dims, live, D, BLOCK_D, True).to(COMPUTE)
-            g = load_keys(g_ptr + token * g_t + far * g_b + head * g_h, r * g_t, dims_v, live, DV, BLOCK_DV, True).to(COMPUTE)
-            key = base + first
-            k = load_keys(k_ptr + key * k_t + far * k_b + kv_head * k_h, c * k_t, dims, inside, D, BLOCK_D, True).to(COMPUTE)
-            v = load_keys(v_ptr + key * v_t + far * v_b + kv_head * v_h, c * v_t, dims_v, inside, DV, BLOCK_DV, True).to(COMPUTE)
-            z, delta = load_stats(stats_ptr + ((wide + head) * tokens + token) * 2, queries - query, TILE_Q)
-            s = tl.dot(q, tl.trans(k), input_precision="ieee")
-            grad_p = tl.dot(g, tl.trans(v), input_precision="ieee")
-            visible = live[:, None] & inside[None, :]
-            at = mask_ptr + far * mask_b + head * mask_h + (wide + query) * mask_q
-            bias = tl.load(at + (r * mask_q)[:, None] + ((wide + first) * mask_k + c * mask_k)[None, :], mask=visible, other=0)
-            visible = sees(visible, (lowest + r)[:, None], j[None, :], left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
-            p, _ = weights_of(s, z[:, None], bias, visible, scale, cap, CAP, "additive", True, COMPUTE)
-            acc += p * (grad_p - delta[:, None])
-    if ALL_QUERIES:
-        out_ptr += (wide + own) * width_k
-        tl.store(out_ptr + j, tl.sum(acc, 0).to(out_ptr.dtype.element_ty), mask=j < width_k)
-    else:
-        i = own_tile * TILE_Q + r
-        out_ptr += ((wide + own) * width_q + own_tile * TILE_Q) * width_k
-        at = r.to(tl.int64)[:, None] * width_k + j[None, :]
-        tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=(i < width_q)[:, None] & (j < width_k)[None, :])

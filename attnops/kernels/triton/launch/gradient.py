@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnops.kernels.triton.device.gradient import grad_keys, grad_mask, grad_queries
+from attnops.kernels.triton.device.gradient import grad_keys, grad_queries
+from attnops.kernels.triton.device.gradient_mask import grad_mask
 from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch, ruled
 from attnops.kernels.triton.launch.grids import Tile, padded
 from attnops.kernels.triton.launch.tiles import power
@@ -17,16 +18,25 @@ if TYPE_CHECKING:
     from attnops.ops import dense, varlen
 
 
-# (kind of numbers, the wider padded head dim) -> (tile of queries, tile of keys), smaller where shared memory is short. A tile's `rows`
-# are those that a program keeps, its `keys` the rows of a step.
-TILES: dict[tuple[str, int], tuple[Tile, Tile]] = {
-    ("half", 64): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
-    ("half", 128): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
-    ("half", 256): (Tile(64, 32, 8, 2), Tile(64, 32, 8, 2)),
-    ("float32", 64): (Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
-    ("float32", 128): (Tile(32, 16, 8, 1), Tile(32, 16, 8, 1)),
-    ("float32", 256): (Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+# By kind of numbers, for padded dims of query and value together up to the width: (tile of queries, tile of keys), smaller where shared
+# memory is short. A tile's `rows` are those that a program keeps, its `keys` the rows of a step. On SM90 the two sums of 128 keys take
+# most of a program's registers: steps of 64 rows leave enough for 256 dims, steps of 32 for 320. Beyond, a program keeps 64 keys.
+# With 128 registers a thread, a multiprocessor has two programs of queries.
+TILES: dict[str, dict[int, tuple[Tile, Tile]]] = {
+    "half": {
+        128: (Tile(128, 64, 8, 3, 128), Tile(128, 64, 8, 3)),
+        256: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
+        320: (Tile(128, 64, 8, 2), Tile(128, 32, 8, 3)),
+        512: (Tile(128, 32, 8, 2), Tile(64, 32, 8, 2)),
+    },
+    "float32": {
+        128: (Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+        256: (Tile(32, 16, 8, 1), Tile(32, 16, 8, 1)),
+        512: (Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+    },
 }
+WITH_MASK = Tile(128, 32, 8, 2)
+"""A tile of keys, in place of the table's for 256 dims: a tile of the mask takes registers."""
 
 
 class Batch(NamedTuple):
@@ -89,17 +99,20 @@ def _gradients(call: Any, batch: Batch, covered: bool) -> tuple[Tensor, ...]:
         **shared, "cu_q_ptr": batch.cu_q, "cu_k_ptr": batch.cu_k, "steps": requests.bit_length(), "factor": rules.scale,
         "BLOCK_D": block, "REST": rest,
     }  # fmt: skip
-    of_queries, of_keys = tiles_of(query.dtype, dims, v_dims, gpu_of(query).memory)
+    gpu = gpu_of(query)
+    of_queries, of_keys = tiles_of(query.dtype, dims, v_dims, gpu.memory, mask is not None)
+    # Windows and chunks need more registers: with fewer, ptxas has each product wait for the one before it.
+    capped = gpu.warpgroups and not (shared["LEFT"] or shared["RIGHT"] or shared["CHUNKED"])
     count, each = batch.tiles(tokens, batch.width_q, of_queries.rows)
     launch(grad_queries, (heads * count,), {
         **both, **strides(o=output), "grad_lse_ptr": flat(call.grad_lse), "o_ptr": output, "lse_ptr": call.lse.contiguous(),
         "sinks_ptr": flat(sinks), "sink_parts_ptr": parts, "out_ptr": found[0], "tiles": count, "each": each,
-        "TILE_Q": of_queries.rows, "TILE_K": of_queries.keys, **options_of(of_queries),
+        "TILE_Q": of_queries.rows, "TILE_K": of_queries.keys, **options_of(of_queries, capped),
     }, warps=of_queries.warps)  # fmt: skip
     count, each = batch.tiles(keys, batch.width_k, of_keys.rows)
     launch(grad_keys, (kv_heads * count,), {
         **both, "out_k_ptr": found[1], "out_v_ptr": found[2], "tiles": count, "each": each,
-        "TILE_Q": of_keys.keys, "TILE_K": of_keys.rows, **options_of(of_keys),
+        "TILE_Q": of_keys.keys, "TILE_K": of_keys.rows, **options_of(of_keys, capped),
     }, warps=of_keys.warps)  # fmt: skip
     # Each result has memory of its own, an empty one, too: opcheck refuses a result that is returned twice.
     grad_sinks = query.new_empty(0) if sinks is None or parts is None else parts.sum(1).to(sinks.dtype)
@@ -145,17 +158,22 @@ def strides(**given: Tensor) -> dict[str, int]:
 def masked(mask: Tensor | None) -> dict[str, Any]:
     """A mask `[1 | B, 1 | H, 1 | S, K]`, or of packed tokens `[T, K]`, as the device functions take it."""
     if mask is None:
-        return {"mask_ptr": None, "MASK": "none", "mask_b": 0, "mask_h": 0, "mask_t": 0, "mask_q": 0, "mask_k": 0}
+        return {"mask_ptr": None, "MASK": "none", "mask_b": 0, "mask_h": 0, "mask_t": 0, "mask_q": 0, "mask_k": 0, "MASK_STEP": 1}
     packed = mask.dim() == 2
     by_dim = [0 if size == 1 else stride for size, stride in zip(mask.shape[:-1], mask.stride(), strict=False)]
     b, h, q = (0, 0, mask.stride(0)) if packed else by_dim
     ptr, kind = (mask.view(torch.uint8), "bool") if mask.dtype == torch.bool else (mask, "additive")
-    return {"mask_ptr": ptr, "MASK": kind, "mask_b": b, "mask_h": h, "mask_t": q * packed, "mask_q": q, "mask_k": mask.stride(-1)}
+    # Eight numbers at once, where a row is whole eights.
+    step = 8 if mask.shape[-1] % 8 == 0 else 1
+    return {
+        "mask_ptr": ptr, "MASK": kind, "mask_b": b, "mask_h": h, "mask_t": q * packed, "mask_q": q, "mask_k": mask.stride(-1),
+        "MASK_STEP": step,
+    }  # fmt: skip
 
 
-def options_of(tile: Tile) -> dict[str, int]:
-    """Triton's options for a tile, but its warps."""
-    return {"num_stages": tile.stages, **({"maxnreg": tile.registers} if tile.registers else {})}
+def options_of(tile: Tile, capped: bool) -> dict[str, int]:
+    """Triton's options for a tile, but its warps. capped: do threads have no more than the tile's registers?"""
+    return {"num_stages": tile.stages, **({"maxnreg": tile.registers} if capped and tile.registers else {})}
 
 
 def parted(dims: int) -> tuple[int, int]:
@@ -166,12 +184,14 @@ def parted(dims: int) -> tuple[int, int]:
     return low, padded(dims - low)
 
 
-def tiles_of(dtype: torch.dtype, head_dim: int, v_head_dim: int, memory: int) -> tuple[Tile, Tile]:
+def tiles_of(dtype: torch.dtype, head_dim: int, v_head_dim: int, memory: int, masked: bool = False) -> tuple[Tile, Tile]:
     """The tiles of both launches, from static facts alone. memory: bytes of shared memory that a program may have."""
-    width, wider = sum(parted(head_dim)) + padded(v_head_dim), max(padded(head_dim), padded(v_head_dim), 64)
-    found = TILES["float32" if dtype == torch.float32 else "half", wider]
-    first, second = (_fitting(t, width, dtype.itemsize, memory) for t in found)
-    return first, second
+    width, by_width = sum(parted(head_dim)) + padded(v_head_dim), TILES["float32" if dtype == torch.float32 else "half"]
+    wide = min(w for w in by_width if w >= width)
+    queries, keys = by_width[wide]
+    if masked and wide == 256 and dtype != torch.float32:
+        keys = WITH_MASK
+    return _fitting(queries, width, dtype.itemsize, memory), _fitting(keys, width, dtype.itemsize, memory)
 
 
 def _fitting(tile: Tile, width: int, itemsize: int, memory: int) -> Tile:
