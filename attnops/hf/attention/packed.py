@@ -71,20 +71,27 @@ def build(begins: Tensor, window: int, traced: bool, padded: bool = False) -> Te
     else:
         places = flat.nonzero()[:, 0]
     starts = torch.cat([places, places.new_full((1,), tokens)]).to(DTYPE)
+    if not traced:
+        starts = _no_mask(starts, length)
     parts = PARTS if traced else -(-PARTS * int(starts.diff().max()) // length)
     return starts.expand(1 + padded, parts, 1 + window, -1)
 
 
 def whole(batch: int, length: int, window: int, device: torch.device) -> Tensor:
     """The mask of rows that are one request each."""
-    starts = torch.arange(batch + 1, device=device, dtype=DTYPE) * length
+    starts = _no_mask(torch.arange(batch + 1, device=device, dtype=DTYPE) * length, length)
     return starts.expand(1, PARTS, 1 + window, -1)
+
+
+def _no_mask(starts: Tensor, length: int) -> Tensor:
+    """`starts`, with an empty request more where they are as many as the keys: a mask of ints would have that shape."""
+    return torch.cat([starts, starts[-1:]]) if starts.shape[0] == length else starts
 
 
 def read(mask: Tensor, batch: int, length: int, keys: int) -> Packed:
     """The inverse of `build`. Raises InvalidInput: an int32 tensor that is no such mask of these `[B, S]` queries and `[B, T]` keys."""
     made = mask.dim() == 4 and mask.shape[0] in (1, 2) and mask.shape[1] <= PARTS and batch < mask.shape[3] <= batch * length + 1
-    if not made or length != keys:
+    if not made or length != keys or mask.shape[3] == keys:
         want = "bool or float [B, H, S, T], or attnops' descriptor of a step in which the keys are those of the queries"
         fail(InvalidInput, "attention_mask", f"int32 {list(mask.shape)} for {length} queries and {keys} keys", want)
     return Packed(mask[0, 0, 0], -(-length * mask.shape[1] // PARTS), mask.shape[2] - 2, mask.shape[0] == 2)
