@@ -186,6 +186,26 @@ def test_refused_by_name(call, field, got):
     assert caught.value.field == field and got in str(caught.value.got)
 
 
+BROKEN: dict[str, Any] = {
+    "one key row": (lambda q, k, v: (q, k[:1], v[:1]), None), "fewer values": (lambda q, k, v: (q, k, v[:, 1:]), None),
+    "key dtype": (lambda q, k, v: (q, k.half(), v), None), "integers": (lambda q, k, v: (q.long(), k.long(), v.long()), None),
+    "mask of rows": (None, torch.ones(B + 1, 1, S, S, dtype=torch.bool)), "mask of heads": (None, torch.zeros(B, HKV, S, S)),
+    "mask of integers": (None, torch.ones(S, S, dtype=torch.int64)), "mask that is a list": (None, [True] * S),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_call_has_the_error_of_eval_mode(what):
+    change, mask = BROKEN[what]
+    given = heads(dtype=torch.float32) if change is None else change(*heads(dtype=torch.float32))
+    texts = []
+    for module in (core(), core().eval()):
+        with pytest.raises(InvalidInput) as caught:
+            module(*given, mask=mask)
+        texts.append(str(caught.value))
+    assert texts[0] == texts[1]
+
+
 @pytest.mark.parametrize("dropout", [-0.1, 1.0, "0.1", None])
 def test_a_share(dropout):
     for build in (core, lambda dropout: layers(dropout)["latent"]):

@@ -420,6 +420,21 @@ def test_nested_tensors_that_are_refused():
             ours(*args, **more)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tokens_of_another_size_and_a_hint_without_a_mask_are_refused(layout):
+    ours = MultiheadAttention(E, H, batch_first=True)
+    right, narrow, deep = (
+        torch.nested.nested_tensor([torch.randn(n, *token) for n in (2, 3)], layout=layout) for token in ((E,), (E // 2,), (2, E))
+    )
+    for field, args in (("query", (narrow,) * 3), ("key", (right, narrow, narrow)), ("query", (deep, right, right))):
+        with pytest.raises(InvalidInput, match="as the module was built") as caught:
+            ours(*args, need_weights=False)
+        assert caught.value.field == field
+    with pytest.raises(InvalidInput, match="no mask"):
+        ours(right, right, right, need_weights=False, is_causal=True)
+
+
 def test_parameters_may_be_reset():
     ours = MultiheadAttention(E, H)
     before = ours.in_proj_weight.clone()

@@ -15,7 +15,7 @@ from attnops.call import check
 from attnops.errors import InvalidInput
 from attnops.inputs import Pool, build, call_of, lengths
 from attnops.kernel import Capture, Core, Inline, Kernel, Registry, kernels_of, without
-from attnops.measured import Shape, Sizes, Table, cpu_name, forget, in_force, store
+from attnops.measured import Grid, Shape, Sizes, Table, cpu_name, forget, in_force, store
 from attnops.measured.store import path_for
 from attnops.measured.table import from_json
 from attnops.problem import Refusal, Target
@@ -588,6 +588,29 @@ def test_tune_and_doctor(cache):
     assert kept.digest == again["digest"] and kept.grids[:-1] == tuple(g for g in table.grids if g.shape.op != "varlen_attention")
     assert kept.grids[-1].shape.op == "varlen_attention" and set(kept.grids[-1].us) == {"sdpa", "reference"}
     assert kept.versions["attention.sdpa"] == table.versions["attention.sdpa"]
+
+
+def test_ops_that_are_timed_anew_keep_the_others():
+    """The forward of a training step is timed with its gradient, and its op's other shapes are not."""
+    from attnops.cli import tune as cli
+
+    def grid(op, lse=False, **us):
+        return Grid(Shape(op, square=True, lse=lse), (1.0,), (8.0,), (1.0,), {name: (time,) for name, time in us.items()})
+
+    def table(*grids, version="1"):
+        return Table("gpu", "sm90", {f"{g.shape.op}.{name}": version for g in grids for name in g.us}, grids)
+
+    plain, trained, gradient = grid("attention", a=1.0, b=2.0), grid("attention", True, a=3.0, c=4.0), grid("attention_backward", a=5.0)
+    before = table(plain, trained, gradient)
+    assert cli.without(before, ("attention",)).grids == (trained, gradient)
+    rest = cli.without(before, ("attention_backward",))
+    assert rest.grids == (plain,) and set(rest.versions) == {"attention.a", "attention.b"}
+    assert cli.joined(rest, table(trained, gradient)).grids == before.grids
+    # One version is kept of each kernel, so that times of another are not mistaken for its.
+    newer = cli.joined(rest, table(trained, gradient, version="2"))
+    assert newer.grids == (grid("attention", b=2.0), trained, gradient)
+    assert newer.versions == {"attention.a": "2", "attention.b": "1", "attention.c": "2", "attention_backward.a": "2"}
+    assert cli.joined(table(plain), table(plain, version="2")).grids == (plain,), "a shape without times leaves"
 
 
 def test_doctor_tells_what_a_table_lacks(cache):

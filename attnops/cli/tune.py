@@ -52,9 +52,7 @@ def run(
     rates = ceilings(device, torch.bfloat16 if on_gpu else torch.float32, quick=not on_gpu)
 
     def keep(table: Table) -> Table:
-        versions = dict(sorted({**others.versions, **table.versions}.items())) if others else table.versions
-        grids = (*(others.grids if others else ()), *table.grids)
-        save(table := replace(table, made={**table.made, **rates}, grids=grids, versions=versions), path)
+        save(table := joined(others, replace(table, made={**table.made, **rates})), path)
         return table
 
     with console.status("timing") as status:
@@ -86,6 +84,16 @@ def without(table: Table | None, ops: tuple[str, ...]) -> Table | None:
     grids = tuple(g for g in table.grids if asked_by(g.shape) not in ops)
     timed = {f"{g.shape.op}.{name}" for g in grids for name in g.us}
     return replace(table, grids=grids, versions={name: v for name, v in table.versions.items() if name in timed})
+
+
+def joined(others: Table | None, table: Table) -> Table:
+    """`table` with the shapes of `others`, less their times of kernels that `table` has in another version."""
+    if others is None:
+        return table
+    old = {name for name, version in others.versions.items() if table.versions.get(name, version) != version}
+    grids = [replace(g, us={n: us for n, us in g.us.items() if f"{g.shape.op}.{n}" not in old}) for g in others.grids]
+    versions = dict(sorted({**others.versions, **table.versions}.items()))
+    return replace(table, grids=(*(g for g in grids if g.us), *table.grids), versions=versions)
 
 
 def show(table: Table, report: Report, path: Path, console: Console) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.nn.functional import scaled_dot_product_attention
 
+from attnops.call import check
 from attnops.errors import InvalidInput, fail
+from attnops.ops import eager
+from attnops.ops.dense import Attention
 
 
 def refuse(dropout: float, **given: tuple[object, object]) -> None:
@@ -34,7 +38,15 @@ def dropped(
 
     Returns:
         `[B, S, Hq, Dv]`, the query's dtype.
+
+    Raises:
+        InvalidInput: as `attnops.attention`.
     """
+    eager.mask(mask)
+    if mask is not None and 2 <= mask.dim() < 4:
+        mask = mask[(None,) * (4 - mask.dim())]
+    if not is_dynamo_compiling():  # it cannot trace the check
+        check(Attention(query, key, value, mask, scale=scale, causal=causal))
     queries, keys, group = query.shape[1], key.shape[1], query.shape[2] // key.shape[2]
     if causal and (mask is not None or queries != keys):
         # torch's own flag aligns the first query with the first key, and goes with no mask.

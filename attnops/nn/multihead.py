@@ -73,7 +73,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             InvalidInput: a shape, dtype or combination breaks this contract. UnknownKernel, NoKernel: `kernel` cannot run.
         """
         if check.nested(query):
-            return self._nested(query, key, value, key_padding_mask is None and attn_mask is None, need_weights), None
+            unmasked = key_padding_mask is None and attn_mask is None and not is_causal
+            return self._nested(query, key, value, unmasked, need_weights), None
         batched = self._check(query, key, value, is_causal, attn_mask)
         alike = query is key and key is value
         if not batched:
@@ -110,6 +111,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             want = "batch_first=True, need_weights=False, and no mask, dropout in training, add_bias_kv or add_zero_attn"
             fail(InvalidInput, "query", "a nested tensor with more than it can have", want)
         rows = rows_of(query, key, value, strided=True)
+        for field, x, width in zip(("query", "key", "value"), rows, (self.embed_dim, self.kdim, self.vdim), strict=True):
+            token = tuple(x.values.shape[1:])
+            need(token == (width,), field, f"tokens of shape {token}", f"({width},), as the module was built")
         # The lengths first: where compiled code breaks its graph there, it may not hand on views of one product.
         (cu_q, most_q), (cu_k, most_k) = ((x.cu(), x.longest(None)) for x in rows[:2])
         projected = self._project(rows[0].values, rows[1].values, rows[2].values, alike)

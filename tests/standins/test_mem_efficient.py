@@ -65,9 +65,10 @@ def test_grid(standin, case):
     assert figures.worst <= 1.0, figures
 
 
-def test_a_training_step_with_a_mask_is_two_calls_of_aten(standin):
+@pytest.mark.parametrize("dtype", [F32, torch.float64], ids=str)
+def test_a_training_step_with_a_mask_is_two_calls_of_aten(standin, dtype):
     q, k, v = (torch.randn(2, 6, n, 16, requires_grad=True) for n in (8, 2, 2))
-    mask = torch.randn(1, 8, 6, 6, requires_grad=True)
+    mask = torch.randn(1, 8, 6, 6, dtype=dtype, requires_grad=True)
     with attnops.use(kernel=dict.fromkeys(OPS, "mem_efficient")):
         found = torch.autograd.grad(attnops.attention(q, k, v, mask=mask, causal=True).sin().sum(), (q, k, v, mask))
     assert standin == ["_efficient_attention_forward", "_efficient_attention_backward"]

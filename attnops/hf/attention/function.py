@@ -99,7 +99,7 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
             sliding_window: keys visible, the own included; used only when a causal call comes without a mask.
             s_aux, sinks: `[Hq]` sink logits. position_bias: float `[B or 1, Hq, S, T]`, added to the logits.
             cu_seq_lens_q, ...: packed requests in one row: `attnops.varlen_attention`. Beside a mask, the requests of a row are kept apart
-                and the mask decides the rest. The requests of a descriptor give way to these.
+                and the mask decides the rest. The documents of a descriptor give way to these.
             attnops_cache: the layer's paged cache. key and value are then the new ones `[1, B, Hkv, S, D]`, see attnops.hf.paged.attention,
                 or latents `[1, B, 1, S, Dc]` and rotated keys `[1, B, 1, S, Dr]`.
             output_attentions: return the weights, too, as eager attention does: the call is then computed in plain torch.
@@ -172,11 +172,11 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
             left, count = found.window_left, found.starts.shape[0] - 1
             # No kernel of packed requests serves these.
             pairs = drops or weights_too or position_bias is not None or kernel != kernels[3]
-            if beside and not pairs:
+            if beside and not (pairs or found.padded):
                 packed, beside = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k), False
             elif count == batch:
                 pass  # each row is one request
-            elif pairs or count == batch * length:
+            elif pairs or beside or count == batch * length:
                 mask, causal, left = requests.written_out(found, batch, length), False, -1
             else:
                 packed = found.starts, found.starts, found.longest, found.longest

@@ -204,7 +204,7 @@ def _compact(request: Request, pattern: Pattern) -> tuple[bool, Tensor | None]:
     end = high - low if pattern.causal else (past - low).clamp(min=0)
     start = (first - low).clamp(min=0)
     if pattern.causal and _trains(request) and length == request.keys:
-        return True, packed.build(packed.runs(padding), pattern.window, traced=False)
+        return True, packed.build(packed.runs(padding), pattern.window, traced=False, padded=True)
     # In a row without any key `start` is past the end, which would give kernels a negative length.
     start = torch.minimum(start, end) if isinstance(end, Tensor) else start.clamp(max=end)
     return True, descriptor.build(pattern, request.batch, start, end, request.q_offset, low, request.device)

@@ -4,10 +4,11 @@ The `B` rows of a step without a cache follow one another as `B * S` tokens. Eac
 a row: a document of a packed row, or the padding or the text of a padded one. Like the descriptor of ranges, the mask is a 4-D tensor that
 transformers passes on untouched:
 
-    int32 [1, parts, 1 + window, N + 1]    the first token of each of N requests, then B * S; window 0: unbounded
+    int32 [1 + padded, parts, 1 + window, N + 1]    the first token of each of N requests, then B * S; window 0: unbounded
 
 `parts` says how long the longest request may be, in 32nds of a row. Kernels launch programs for a request of that length, so a little more
-costs little. Both inner dims are expanded, and few, because a copy to another device writes them out.
+costs little. `padded` is 1 where the requests are the padding and the text of rows: cumulative lengths beside the mask then restrict it
+further, and else replace it. All dims but the last are expanded, and few, because a copy to another device writes them out.
 
 A tracer cannot count the requests. It makes `N = B * S` of them, those past the last document empty. Kernels launch programs for each (a
 row of 8192 tokens takes 80 times as long on an H100), so the layers write the mask out again, unless the caller passes cumulative lengths,
@@ -31,11 +32,15 @@ PIECES, LEAST_PIECE = 16, 128
 
 
 class Packed(NamedTuple):
-    """A mask as `attnops.varlen_attention` takes it. starts: int32 `[N + 1]`. longest: upper bound in tokens. window_left: -1 unbounded."""
+    """A mask as `attnops.varlen_attention` takes it. starts: int32 `[N + 1]`. longest: upper bound in tokens. window_left: -1 unbounded.
+
+    padded: are some of the requests padding?
+    """
 
     starts: Tensor
     longest: int
     window_left: int
+    padded: bool
 
 
 def documents(rule: Callable[..., Tensor], batch: int, length: int, device: torch.device) -> Tensor:
@@ -55,7 +60,7 @@ def runs(text: Tensor) -> Tensor:
     return ends | (~text & (torch.arange(length, device=text.device) % piece == 0))
 
 
-def build(begins: Tensor, window: int, traced: bool) -> Tensor:
+def build(begins: Tensor, window: int, traced: bool, padded: bool = False) -> Tensor:
     """The mask of these requests. The host waits for the device, unless `traced`."""
     batch, length = begins.shape
     tokens = batch * length
@@ -66,23 +71,30 @@ def build(begins: Tensor, window: int, traced: bool) -> Tensor:
     else:
         places = flat.nonzero()[:, 0]
     starts = torch.cat([places, places.new_full((1,), tokens)]).to(DTYPE)
+    if not traced:
+        starts = _no_mask(starts, length)
     parts = PARTS if traced else -(-PARTS * int(starts.diff().max()) // length)
-    return starts.expand(1, parts, 1 + window, -1)
+    return starts.expand(1 + padded, parts, 1 + window, -1)
 
 
 def whole(batch: int, length: int, window: int, device: torch.device) -> Tensor:
     """The mask of rows that are one request each."""
-    starts = torch.arange(batch + 1, device=device, dtype=DTYPE) * length
+    starts = _no_mask(torch.arange(batch + 1, device=device, dtype=DTYPE) * length, length)
     return starts.expand(1, PARTS, 1 + window, -1)
+
+
+def _no_mask(starts: Tensor, length: int) -> Tensor:
+    """`starts`, with an empty request more where they are as many as the keys: a mask of ints would have that shape."""
+    return torch.cat([starts, starts[-1:]]) if starts.shape[0] == length else starts
 
 
 def read(mask: Tensor, batch: int, length: int, keys: int) -> Packed:
     """The inverse of `build`. Raises InvalidInput: an int32 tensor that is no such mask of these `[B, S]` queries and `[B, T]` keys."""
-    made = mask.dim() == 4 and mask.shape[0] == 1 and mask.shape[1] <= PARTS and batch < mask.shape[3] <= batch * length + 1
-    if not made or length != keys:
+    made = mask.dim() == 4 and mask.shape[0] in (1, 2) and mask.shape[1] <= PARTS and batch < mask.shape[3] <= batch * length + 1
+    if not made or length != keys or mask.shape[3] == keys:
         want = "bool or float [B, H, S, T], or attnops' descriptor of a step in which the keys are those of the queries"
         fail(InvalidInput, "attention_mask", f"int32 {list(mask.shape)} for {length} queries and {keys} keys", want)
-    return Packed(mask[0, 0, 0], -(-length * mask.shape[1] // PARTS), mask.shape[2] - 2)
+    return Packed(mask[0, 0, 0], -(-length * mask.shape[1] // PARTS), mask.shape[2] - 2, mask.shape[0] == 2)
 
 
 def written_out(packed: Packed, batch: int, length: int) -> Tensor:

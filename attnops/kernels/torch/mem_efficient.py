@@ -89,6 +89,7 @@ def _bias(call: dense.Attention | dense.AttentionBackward) -> Tensor | None:
     query, mask, queries, keys = call.query, call.mask, call.query.shape[1], call.key.shape[1]
     added = mask is not None and mask.dtype != torch.bool
     dtype = torch.promote_types(query.dtype, mask.dtype) if mask is not None and added else query.dtype
+    dtype = torch.float32 if dtype == torch.float64 else dtype  # of a mask; torch's kernels take none
     see = dense_visible(query, call.key, None, None, Rules.of(call))
     requests = max(1 if x is None else x.shape[0] for x in (see, mask))
     unit = PACK // dtype.itemsize
