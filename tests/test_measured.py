@@ -508,6 +508,19 @@ def test_a_sibling_speaks_for_kernels_without_a_time(cache):
     assert costs_us["flex"]["us"] == pytest.approx(40.0, rel=0.02) and costs_us["flex"]["how"] == f"{SCALED} {H200}"
 
 
+def test_times_with_lse_and_without_are_not_compared(cache):
+    """A GPU whose own table has no step of training goes by its sibling's, of which each kernel was timed with lse."""
+    kernels = kernels_of("attention")
+    versions = {f"attention.{n}": version_of(kernels[n]) for n in ("flex", "reference")}
+    plain, trained = replace(SQUARE, decode=False), replace(SQUARE, decode=False, lse=True)
+    own = table(Grid(plain, (1.0,), (16.0,), (1.0,), {"flex": (1.0,), "reference": (90.0,)}), gpu=H100, versions=versions)
+    times = Grid(trained, (1.0,), (16.0,), (1.0,), {"flex": (50.0,), "reference": (40.0,)})
+    both = replace(own, sibling=replace(table(times, gpu=H100, versions=versions), source=H200))
+    some = [kernels["flex"], kernels["reference"]]
+    assert {n: c.us for n, c in costs(altered(square(), lse=True), some, both).items()} == {"flex": 50.0, "reference": 40.0}
+    assert {n: c.us for n, c in costs(square(), some, both).items()} == {"flex": 1.0, "reference": 90.0}
+
+
 def test_scaled_times_are_marked_and_no_measured_ones(cache):
     import attnops
 

@@ -215,16 +215,17 @@ class Table:
 def costs(problem: Problem, kernels: Sequence[Kernel], table: Table | None) -> dict[str, Cost]:
     """The cost of each of `kernels`, which can all run `problem`.
 
-    Measured times rank the kernels that the table covers, and its sibling's times those that the sibling alone covers. Another kernel
+    Measured times rank the kernels that the table covers, and its sibling's times those that the sibling alone covers. The sibling's come
+    first where it alone has shapes with lse for a call with lse. Another kernel
     costs HANDICAP times the larger of its own estimate and the time of its work at the best rates measured: it is chosen only where all
     measured times are slow. Their own estimates rank all kernels where no table covers one.
     A kernel that reads a plan of the device was timed with it: a call without a plan takes longer by the kernel's own estimate.
     """
     out = {k.name: Cost(k.cost_us(problem), ESTIMATED) for k in kernels}
     timed, floor = dict[str, Cost](), 0.0
-    for speaks in (t for t in (table, table and table.sibling) if t is not None):
-        if (found := speaks.nearest(problem)) is None:
-            continue
+    found_in = ((t, at) for t in (table, table and table.sibling) if t is not None and (at := t.nearest(problem)) is not None)
+    # Times with lse and without are not compared where one of the tables has those that the call asks for.
+    for speaks, found in sorted(found_in, key=lambda one: isinstance(s := one[1][0].shape, Shape) and s.lse != problem.results.lse):
         how = f"{SCALED} {speaks.source}" if speaks.source else MEASURED
         for k in (k for k in kernels if k.name not in timed and speaks.speaks_for(k, problem.target)):
             if (us := found[0].at(k.name, found[1])) is not None:
