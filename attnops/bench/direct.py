@@ -23,6 +23,8 @@ from attnops.inputs import Call
 Inputs = Mapping[str, Tensor]
 Attend = Callable[[Inputs], Tensor]
 """From query, key, value and perhaps sinks, laid out as in the op, to the output as the op has it."""
+RULES = ("scale", "causal", "window_left", "softcap", "attention_chunk")
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
 def packed(call: Call) -> bool:
@@ -105,8 +107,7 @@ def fa4(setup: Setup, call: Call, deterministic: bool = False) -> Attend | None:
     options |= {"deterministic": True} if deterministic else {}
     function: Any = flash_attn_func
     if packed(call):
-        lengths = {n: a[n] for n in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")}
-        function = partial(flash_attn_varlen_func, **lengths)
+        function = partial(flash_attn_varlen_func, **{n: a[n] for n in LENGTHS})
 
     def run(given: Inputs) -> Tensor:
         found = function(*(given[n] for n in ("query", "key", "value")), learnable_sink=given.get("sinks"), **options)
@@ -116,8 +117,8 @@ def fa4(setup: Setup, call: Call, deterministic: bool = False) -> Attend | None:
     return run
 
 
-def varlen(setup: Setup, call: Call) -> Attend | None:
-    """`torch.nn.attention.varlen.varlen_attn`; key heads are repeated where this torch has no grouped heads there."""
+def varlen(setup: Setup, call: Call, repeat: bool = True) -> Attend | None:
+    """`torch.nn.attention.varlen.varlen_attn`. Where this torch has no grouped heads there, key heads are repeated, or it is left out."""
     a = call.arguments
     if not setup.on_gpu or not packed(call) or {"softcap", "sinks", "attention_chunk"} & a.keys():
         return None
@@ -133,11 +134,12 @@ def varlen(setup: Setup, call: Call) -> Attend | None:
         more = {"is_causal": a["causal"]}
     if groups > 1 and "enable_gqa" in known:
         more, groups = more | {"enable_gqa": True}, 1
-    lengths = [a[n] for n in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")]
+    if groups > 1 and not repeat:
+        return None
 
     def run(given: Inputs) -> Tensor:
         keys = (given[n].repeat_interleave(groups, 1) if groups > 1 else given[n] for n in ("key", "value"))
-        out: Tensor = function(given["query"], *keys, *lengths, scale=a["scale"], **more)
+        out: Tensor = function(given["query"], *keys, *(a[n] for n in LENGTHS), scale=a["scale"], **more)
         return out
 
     return run

@@ -126,7 +126,7 @@ def measure(setup: Setup, pool: Pool, case: Case) -> list[Row]:
         return None if run is None else way(run, part, 2 * allowed, call.arguments.get("output"))
 
     others: dict[str, Callable[[Call], Run | None]]
-    others = {n: partial(make, setup) for n, make in vendors.PEERS.items() if n == "torch.sdpa" or not toy}
+    others = {name: partial(vendors.torch_call, name, setup) for name in vendors.TORCH if name == "torch.sdpa" or not toy}
     others |= vendors.vendors_of(call) if setup.on_gpu else {}
     ways |= {name: partial(other, make) for name, make in others.items()}
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import attnops.ops
 from attnops.bench import Setup, direct
-from attnops.bench.direct import Attend
+from attnops.bench.direct import RULES, Attend
 from attnops.bench.rows import Case, Make, Row, Way, time_if_right, with_ratios
 from attnops.inputs import Call, Pool, build
 from attnops.measured import Shape
@@ -38,7 +38,6 @@ ROWS = 512
 TRAINED = ("query", "key", "value", "sinks", "mask")
 SHARED = ("sinks", "mask")
 """Of all requests, where the others have rows of tokens."""
-RULES = ("scale", "causal", "window_left", "softcap", "attention_chunk")
 OURS = {"automatic": nullcontext, "deterministic": partial(use, deterministic=True)}
 
 

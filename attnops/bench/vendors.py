@@ -6,17 +6,15 @@ an ImportError if it is missing. torch's functions return None if they cannot an
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 import attnops.ops
-from attnops.bench import Setup
+from attnops.bench import Setup, direct
 from attnops.bench.rows import Row
 from attnops.inputs import Call
 from attnops.tune.clock import Run
@@ -34,22 +32,26 @@ def fa3_paged(call: Call) -> Run:
     )  # fmt: skip
 
 
-def packed(call: Call) -> tuple[list[Tensor], tuple[Any, ...]]:
-    """(query, key, value with requests one after the other; cumulative lengths and longest lengths of queries and keys)."""
+TENSORS = ("query", "key", "value")
+
+
+def packed(call: Call) -> Call:
+    """A prompt as a call of `varlen_attention`: requests one after the other."""
     a = call.arguments
-    tensors = [a[n] for n in ("query", "key", "value")]
     if call.op == "varlen_attention":
-        return tensors, tuple(a[n] for n in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"))
-    (batch, queries), keys = tensors[0].shape[:2], tensors[1].shape[1]
-    ends = torch.arange(batch + 1, dtype=torch.int32, device=tensors[0].device)
-    return [t.flatten(0, 1) for t in tensors], (ends * queries, ends * keys, queries, keys)
+        return call
+    (batch, queries), keys = a["query"].shape[:2], a["key"].shape[1]
+    ends = torch.arange(batch + 1, dtype=torch.int32, device=a["query"].device)
+    lengths = zip(direct.LENGTHS, (ends * queries, ends * keys, queries, keys), strict=True)
+    return Call("varlen_attention", {**a, **{n: a[n].flatten(0, 1) for n in TENSORS}, **dict(lengths)})
 
 
 def fa3_dense(call: Call) -> Run:
     from sgl_kernel.flash_attn import flash_attn_varlen_func
 
-    a, (tensors, lengths) = call.arguments, packed(call)
-    return lambda: flash_attn_varlen_func(*tensors, *lengths, softmax_scale=a["scale"], causal=a["causal"])
+    a = packed(call).arguments
+    given = [a[n] for n in (*TENSORS, *direct.LENGTHS)]
+    return partial(flash_attn_varlen_func, *given, softmax_scale=a["scale"], causal=a["causal"])
 
 
 def latents(call: Call) -> tuple[Any, Tensor, Tensor]:
@@ -150,75 +152,37 @@ def with_own(rows: list[Row]) -> list[Row]:
     return rows
 
 
-def _heads_first(call: Call) -> list[Tensor] | None:
-    """query, key, value `[B, H, S, D]`; pages of requests of one length are copied into a contiguous cache."""
+def dense(call: Call) -> Call | None:
+    """As a call of `attention`: whole prompts, or steps, of one length. Pages are copied into a contiguous cache. None of other calls."""
     a = call.arguments
     if "q_nope" in a or "sinks" in a:
         return None
+    tensors = [a[n] for n in TENSORS if n in a]
     if call.op == "paged_attention":
         table = a["page_table"].long()
         if a["k_pages"].dtype != a["query"].dtype or not bool((a["seq_lens"] == table.shape[1] * a["k_pages"].shape[1]).all()):
             return None
-        found = [a["query"].unflatten(0, (table.shape[0], -1)), *(a[n][table].flatten(1, 2) for n in ("k_pages", "v_pages"))]
-        return [found[0].transpose(1, 2), *(t.transpose(1, 2).contiguous() for t in found[1:])]
-    found = [a[n] for n in ("query", "key", "value")]
-    if call.op == "varlen_attention":
-        found = [t.unflatten(0, (a["cu_seqlens_q"].shape[0] - 1, -1)) for t in found]
-    return [t.transpose(1, 2) for t in found]
-
-
-def _tokens_first(out: Tensor) -> Tensor:
-    return out.transpose(1, 2).flatten(0, 1)
-
-
-def sdpa(setup: Setup, call: Call) -> Run | None:
-    """`scaled_dot_product_attention`: whole causal prompts, and decode over a contiguous cache of as many bytes."""
-    a, given = call.arguments, _heads_first(call)
-    if given is None or {"softcap", "window_left"} & a.keys():
+        pages = [a[n][table].flatten(1, 2).transpose(1, 2).contiguous().transpose(1, 2) for n in ("k_pages", "v_pages")]
+        tensors = [a["query"].unflatten(0, (table.shape[0], -1)), *pages]
+    elif call.op == "varlen_attention":
+        tensors = [t.unflatten(0, (a["cu_seqlens_q"].shape[0] - 1, -1)) for t in tensors]
+    if (new := tensors[0].shape[1]) not in (1, tensors[1].shape[1]):
         return None
-    new, keys = given[0].shape[2], given[1].shape[2]
-    if new not in (1, keys):
+    rules = {n: a[n] for n in direct.RULES if n in a}
+    return Call("attention", {**dict(zip(TENSORS, tensors, strict=True)), **rules, "causal": a["causal"] and new > 1})
+
+
+TORCH: dict[str, tuple[Callable[[Call], Call | None], Callable[[Setup, Call], direct.Attend | None]]] = {
+    "torch.sdpa": (dense, direct.sdpa), "torch.flex": (dense, direct.flex), "torch.varlen": (packed, partial(direct.varlen, repeat=False)),
+}  # fmt: skip
+"""torch's own calls: the form in which each takes a call of ours, and the function."""
+
+
+def torch_call(name: str, setup: Setup, call: Call) -> Run | None:
+    """That of TORCH, or None if it cannot answer: SDPA alone answers paged calls and decode, where flex needs options for splits."""
+    form, make = TORCH[name]
+    if name != "torch.sdpa" and (call.op not in ("attention", "varlen_attention") or call.arguments["query"].shape[-3] == 1):
         return None
-    query, key, value = given
-    options = {"is_causal": bool(a["causal"]) and new > 1, "scale": a["scale"], "enable_gqa": True}
-    return lambda: _tokens_first(scaled_dot_product_attention(query, key, value, **options))
-
-
-def flex(setup: Setup, call: Call) -> Run | None:
-    """`flex_attention`, compiled, with a block mask made beforehand. Not for decode, where it needs options for splits."""
-    a, given = call.arguments, _heads_first(call)
-    if given is None or a["query"].shape[-3] == 1 or call.op == "paged_attention":
-        return None
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    queries, keys = given[0].shape[2], given[1].shape[2]
-    before, left, cap = keys - queries, a.get("window_left", -1), a.get("softcap", 0.0)
-
-    def seen(b: Any, h: Any, q: Any, k: Any) -> Any:
-        visible = k <= q + before
-        return visible & (q + before - k <= left) if left >= 0 else visible
-
-    def capped(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        return cap * torch.tanh(score / cap)
-
-    mask = create_block_mask(seen, None, None, queries, keys, device=str(setup.device)) if a["causal"] else None
-    run, score = setup.compiled(flex_attention, dynamic=False), capped if cap else None
-    return lambda: _tokens_first(run(*given, score_mod=score, block_mask=mask, scale=a["scale"], enable_gqa=True))
-
-
-def varlen(setup: Setup, call: Call) -> Run | None:
-    """`torch.nn.attention.varlen_attn`, if this torch has it with grouped heads: causal prompts on CUDA."""
-    a = call.arguments
-    if not setup.on_gpu or call.op not in ("attention", "varlen_attention") or {"softcap", "sinks"} & a.keys() or not a["causal"]:
-        return None
-    from torch.nn.attention.varlen import varlen_attn
-
-    tensors, lengths = packed(call)
-    run: Any = varlen_attn
-    more: dict[str, Any] = {"enable_gqa": True} if tensors[0].shape[1] != tensors[1].shape[1] else {}
-    if not more.keys() <= inspect.signature(varlen_attn).parameters.keys():
-        return None
-    return lambda: run(*tensors, *lengths, scale=a["scale"], window_size=(a.get("window_left", -1), 0), **more)
-
-
-PEERS: dict[str, Callable[[Setup, Call], Run | None]] = {"torch.sdpa": sdpa, "torch.flex": flex, "torch.varlen": varlen}
+    given = form(call)
+    attend = None if given is None else make(setup, given)
+    return None if given is None or attend is None else partial(attend, given.arguments)
