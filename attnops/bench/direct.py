@@ -76,9 +76,10 @@ def flex(setup: Setup, call: Call) -> Attend:
     def run(given: Inputs) -> Tensor:
         q, k, v = (given[n][None] if packed(call) else given[n] for n in ("query", "key", "value"))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        if (bias := given.get("mask")) is not None:
-            return biased(compiled, (q, k, v), bias, options)
-        if "sinks" in given:
+        if "mask" in given:  # it is added to the logits, and gets a gradient
+            bias = given["mask"]
+            out = compiled(q, k, v, **{**options, "score_mod": lambda score, b, h, q, k: score + bias[0, h, q, k]})
+        elif "sinks" in given:
             out, aux = compiled(q, k, v, return_aux=AuxRequest(lse=True), **options)
             out = out * torch.sigmoid(aux.lse - given["sinks"].float()[:, None])[..., None].to(out.dtype)
         else:
@@ -87,12 +88,6 @@ def flex(setup: Setup, call: Call) -> Attend:
         return turned[0] if packed(call) else turned
 
     return run
-
-
-def biased(flex_attention: Any, inputs: tuple[Tensor, ...], bias: Tensor, options: dict[str, Any]) -> Tensor:
-    """flex with a mask `[1, Hq, S, K]` that is added to the logits, and that gets a gradient."""
-    out: Tensor = flex_attention(*inputs, **{**options, "score_mod": lambda score, b, h, q, k: score + bias[0, h, q, k]})
-    return out.transpose(1, 2)
 
 
 def fa4(setup: Setup, call: Call, deterministic: bool = False) -> Attend | None:
