@@ -24,7 +24,6 @@ padding over their time, as a share of the rate measured in the same run.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -39,7 +38,7 @@ from attnops.bench.rows import Case, Row, Way
 from attnops.hf import Decode
 from attnops.hf.paged.prompt import CAPTURE_AFTER
 from attnops.select import use
-from attnops.tune.clock import Timed, steps_us, synchronize
+from attnops.tune.clock import Timed, seconds, steps_us, synchronize
 
 # Tokens of a run. On a GPU only the first launch waits for the host, so more tokens reduce its share. A cache with windows can be rewound
 # by fewer than 32 tokens.
@@ -161,7 +160,6 @@ def _way(
     setup: Setup, model: Any, prompt: Tensor, new: Tensor, patch: str, compiled: Row | None, graphs: Decode | None, policy: Row,
 ) -> Way:  # fmt: skip
     """Steps for the tokens of `new`, one after the other, after `prompt`."""
-    from torch._inductor.utils import fresh_cache
     from transformers import DynamicCache, StaticCache
 
     one, handle = models.patched(model, patch, **({"decode": graphs} if graphs else {}))
@@ -187,24 +185,30 @@ def _way(
                 if after is not None:
                     after()
 
+    def found() -> Tensor:
+        rewind()
+        return torch.cat([step(at).clone() for at in range(new.shape[1])], 1)
+
     @use(**policy)
     def logits() -> Tensor:
-        # The first runs compile and capture; the comparison sees the code that is timed.
-        with fresh_cache() if setup.on_gpu else nullcontext():
-            synchronize()
-            began = time.perf_counter()
-            for _ in range(3):
-                rewind()
-                found = [step(at).clone() for at in range(new.shape[1])]
-                synchronize()
-                more.setdefault("first_s", round(time.perf_counter() - began, 2))
+        made = settled(setup, found, more)
         if graphs:
             seen = handle.graphs.report()
             pieces, unique = seen.parts.get("decode", 0), seen.compiled.get("decode", 0)
             more.update(pieces=pieces, unique_pieces=unique, mode=seen.modes["decode"])
-        return torch.cat(found, 1)
+        return made
 
     return Way(Timed(steps, rewind, new.shape[1], partial(steps, synchronize)), logits, more=more)
+
+
+def settled(setup: Setup, run: Callable[[], Tensor], more: Row, calls: int = 1) -> Tensor:
+    """The result of the code that is timed, after runs that compile and capture. `first_s` of `more`: seconds of the first `calls`."""
+    from torch._inductor.utils import fresh_cache
+
+    with fresh_cache() if setup.on_gpu else nullcontext():
+        more.setdefault("first_s", round(seconds(run, calls), 2))
+        seconds(run)
+        return run()
 
 
 def prefill(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Row]:
@@ -265,22 +269,10 @@ def _prompt(setup: Setup, model: Any, prompt: Tensor, given: dict[str, Any], mod
         found: Tensor = one(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1, **given).logits
         return found
 
-    def logits() -> Tensor:
-        from torch._inductor.utils import fresh_cache
-
-        with fresh_cache() if setup.on_gpu else nullcontext():
-            synchronize()
-            began = time.perf_counter()
-            for _ in range(CAPTURE_AFTER + 1):
-                found = first_token()
-            synchronize()
-            more["first_s"] = round(time.perf_counter() - began, 2)
-        return found
-
     if mode == "piecewise":
         first_token()
         handle.step(prompt[:, :1], cache)  # steps are compiled first
-    return Way(Timed(first_token), logits, more=more)
+    return Way(Timed(first_token), partial(settled, setup, first_token, more, CAPTURE_AFTER + 1), more=more)
 
 
 def profiled(timed: Timed) -> Row:
