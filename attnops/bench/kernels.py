@@ -26,7 +26,7 @@ from attnops.ops import OPS
 from attnops.select import select
 from attnops.tune.clock import Run, Timed, kernels_us
 from attnops.tune.run import COMPILED, Stopwatch, runner
-from attnops.tune.shapes import DENSE, MLA, PACKED, PAGED
+from attnops.tune.shapes import DENSE, F32, MLA, PACKED, PAGED, toy
 
 ROWS, REQUESTS = 32, 3  # the last queries of the first requests are compared. All of them would take longer than the measurement.
 
@@ -67,14 +67,11 @@ class Case:
         """At the size of the run: shorter and float32 on a CPU."""
         if size in ("full", "quick"):
             return self
-        toy, s = size == "toy", self.shape
-        keys = min(self.keys, 32 if toy else 512)
+        s, keys = self.shape, min(self.keys, 32 if size == "toy" else 512)
         queries = min(self.queries, keys if self.queries == self.keys else keys // 2)
-        less: dict[str, Any] = {"dtype": "float32", "window": min(s.window, keys // 2)}
-        less |= {"kv_dtype": "float32"} if s.kv_dtype == s.dtype else {}
-        less |= {"q_heads": 4, "kv_heads": min(s.kv_heads, 2)} if toy else {}
-        less |= {"head_dim": 16, "v_head_dim": 16} if toy and not s.rope_dim else {}
-        return replace(self, shape=replace(s, **less), batch=min(self.batch, 2), queries=queries, keys=keys)
+        shape = replace(toy(s) if size == "toy" else replace(s, **F32), window=min(s.window, keys // 2))
+        shape = shape if s.kv_dtype == s.dtype else replace(shape, kv_dtype=s.kv_dtype)
+        return replace(self, shape=shape, batch=min(self.batch, 2), queries=queries, keys=keys)
 
 
 STEP = replace(PAGED, decode=True)
@@ -107,10 +104,10 @@ def cases(setup: Setup) -> dict[str, rows.Case]:
 
 def measure(setup: Setup, pool: Pool, case: Case) -> list[Row]:
     """One case: our kernels that are fast, the automatic choice, torch's calls and the vendors'."""
-    call, toy = case.call(pool), setup.size == "toy"
+    call, brief = case.call(pool), setup.size == "toy"
     want, allowed, part = exact(call)
     ways: dict[str, Way | rows.Make] = {}
-    slow = SLOW if setup.on_gpu else (*SLOW[1:], *COMPILED) if toy else ()
+    slow = SLOW if setup.on_gpu else (*SLOW[1:], *COMPILED) if brief else ()
     fast = tuple(n for n in kernels_of(call.op) if n not in slow)
     for kernel, mine, _ in Stopwatch(names=fast).candidates(call):
         ways[kernel.name] = way(runner(kernel, mine), part, allowed * kernel.tolerance.factor, mine.arguments.get("output"))
@@ -126,7 +123,7 @@ def measure(setup: Setup, pool: Pool, case: Case) -> list[Row]:
         return None if run is None else way(run, part, 2 * allowed, call.arguments.get("output"))
 
     others: dict[str, Callable[[Call], Run | None]]
-    others = {name: partial(vendors.torch_call, name, setup) for name in vendors.TORCH if name == "torch.sdpa" or not toy}
+    others = {name: partial(vendors.torch_call, name, setup) for name in vendors.TORCH if name == "torch.sdpa" or not brief}
     others |= vendors.vendors_of(call) if setup.on_gpu else {}
     ways |= {name: partial(other, make) for name, make in others.items()}
 

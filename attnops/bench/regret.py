@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -28,7 +28,7 @@ from attnops.problem import Problem, Target, altered
 from attnops.select import select_by
 from attnops.tune.clock import clock_for
 from attnops.tune.run import COMPILED, Stopwatch, runner
-from attnops.tune.shapes import DENSE, MLA, PACKED, PAGED
+from attnops.tune.shapes import DENSE, MLA, PACKED, PAGED, toy
 
 LARGEST_BYTES, LARGEST_FLOPS = 4e9, 4e12
 SMALL_PAIRS, CHECKED = 1 << 25, 2  # pairs of a query and a key in a small call, and how many of them check a kernel
@@ -59,9 +59,7 @@ class Held(NamedTuple):
         """At the size of the run: on a CPU short, with few heads, in float32."""
         if size in ("full", "quick"):
             return self
-        less: dict[str, Any] = {} if self.shape.rope_dim else {"kv_heads": 2, "head_dim": 16, "v_head_dim": 16}
-        shape = replace(self.shape, dtype="float32", kv_dtype="float32", q_heads=4, **less)
-        return Held(self.family, shape, *(tuple(min(n, 24) for n in some[:4]) for some in (self.q_lens, self.k_lens)))
+        return Held(self.family, toy(self.shape), *(tuple(min(n, 24) for n in some[:4]) for some in (self.q_lens, self.k_lens)))
 
 
 def cases(setup: Setup) -> dict[str, Case]:

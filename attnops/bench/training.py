@@ -30,7 +30,7 @@ from attnops.ops import OPS
 from attnops.problem import altered
 from attnops.select import active_policy, choose, use
 from attnops.tune.clock import Timed, kernels_us, steps_us
-from attnops.tune.shapes import D64_MHA, DEEPSEEK, DENSE, PACKED
+from attnops.tune.shapes import D64_MHA, DEEPSEEK, DENSE, PACKED, toy
 
 MOST_ERROR = 0.02
 ROWS = 512
@@ -55,10 +55,8 @@ class Pair:
         """At the size of the run: short, in float32 and with few heads on a CPU."""
         if size in ("full", "quick"):
             return self
-        s = self.shape
-        less: dict[str, Any] = {"dtype": "float32", "kv_dtype": "float32", "q_heads": 4, "kv_heads": 2, "window": min(s.window, 7)}
-        less |= {"head_dim": 16, "v_head_dim": 16}
-        return replace(self, shape=replace(s, **less), lengths=tuple(min(n, 24) for n in self.lengths[:3]), chunk=min(self.chunk, 5))
+        shape = replace(toy(self.shape), window=min(self.shape.window, 7))
+        return replace(self, shape=shape, lengths=tuple(min(n, 24) for n in self.lengths[:3]), chunk=min(self.chunk, 5))
 
     def build(self, pool: Pool) -> Call:
         """The forward call."""

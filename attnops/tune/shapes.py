@@ -176,13 +176,20 @@ def _brief(p: Sweep) -> Sweep:
 
 
 BRIEF = tuple(map(_brief, FULL))
-_TINY: dict[str, Any] = {**F32, "q_heads": 4, "kv_heads": 2, "head_dim": 16, "v_head_dim": 16}
-_LATENT = _TINY | {"kv_heads": 1, "head_dim": 20, "rope_dim": 4}
+TOY: dict[str, Any] = {**F32, "q_heads": 4, "kv_heads": 2, "head_dim": 16, "v_head_dim": 16}
+LATENT = TOY | {"kv_heads": 1, "head_dim": 20, "rope_dim": 4}
+
+
+def toy(shape: Shape) -> Shape:
+    """With few and small heads, those of latents as wide as they are, in float32."""
+    return replace(shape, **(F32 | {"q_heads": 4} if shape.rope_dim else TOY))
+
+
 TINY = (
-    *(_prefill(replace(shape, **_TINY), (1.0, 2.0), (8.0, 16.0)) for shape in (DENSE, PACKED)),
-    *(_decode(replace(s, **heads, page_size=4), (1.0, 2.0), (8.0, 16.0)) for s, heads in ((PAGED, _TINY), (MLA, _LATENT))),
-    *(_prefill(replace(shape, **_TINY), (1.0, 2.0), (8.0, 16.0)) for shape in (DENSE_GRADIENT, PACKED_GRADIENT)),
-    forward(_prefill(replace(DENSE_GRADIENT, **_TINY), (1.0, 2.0), (8.0, 16.0))),
+    *(_prefill(toy(shape), (1.0, 2.0), (8.0, 16.0)) for shape in (DENSE, PACKED)),
+    *(_decode(replace(s, **heads, page_size=4), (1.0, 2.0), (8.0, 16.0)) for s, heads in ((PAGED, TOY), (MLA, LATENT))),
+    *(_prefill(toy(shape), (1.0, 2.0), (8.0, 16.0)) for shape in (DENSE_GRADIENT, PACKED_GRADIENT)),
+    forward(_prefill(toy(DENSE_GRADIENT), (1.0, 2.0), (8.0, 16.0))),
 )
 CPU = (
     _prefill(replace(DENSE, **F32), (1.0, 4.0), (64.0, 256.0)),
