@@ -1,7 +1,7 @@
 """Suite `kernels`: every kernel that can answer a call, the automatic choice, and torch's and the vendors' own calls.
 
 `automatic` is the plain op, `deterministic` the op under that policy; `kernel` in their rows names the chosen kernel. `torch.*` are SDPA,
-compiled flex_attention and varlen_attn; `direct.*` the vendors' own calls of their kernels (`attnops.bench.vendors`). `of_direct` of a
+compiled flex_attention and varlen_attn; `direct.*` the vendors' own calls of their kernels (`attnops.bench.direct`). `of_direct` of a
 kernel: the time of the vendor's fastest call of the same device code over its own. `of_automatic`: that of `automatic` over the row's.
 `of_bandwidth` and `of_flops` are shares of the ceilings measured in the same run, for the bytes a call must move and its operations.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.bench import Setup, rows, vendors
+from attnops.bench import Setup, direct, rows
 from attnops.bench.rows import Row, Way, time_if_right, with_ratios
 from attnops.inputs import Call, Pool, allowance, build
 from attnops.kernel import kernels_of
@@ -123,8 +123,8 @@ def measure(setup: Setup, pool: Pool, case: Case) -> list[Row]:
         return None if run is None else way(run, part, 2 * allowed, call.arguments.get("output"))
 
     others: dict[str, Callable[[Call], Run | None]]
-    others = {name: partial(vendors.torch_call, name, setup) for name in vendors.TORCH if name == "torch.sdpa" or not brief}
-    others |= vendors.vendors_of(call) if setup.on_gpu else {}
+    others = {name: partial(direct.torch_call, name, setup) for name in direct.TORCH if name == "torch.sdpa" or not brief}
+    others |= direct.vendors_of(call) if setup.on_gpu else {}
     ways |= {name: partial(other, make) for name, make in others.items()}
 
     def shares(us: float, way: Way) -> Row:
@@ -133,7 +133,7 @@ def measure(setup: Setup, pool: Pool, case: Case) -> list[Row]:
         return {"of_bandwidth": round(moved, 4), "of_flops": round(done, 4), "of_ceiling": round(max(moved, done), 4)}
 
     found = time_if_right(case.name, ways, want, allowed, partial(kernels_us, setup.device), more=shares)
-    return with_ratios(vendors.with_own(found), "automatic")
+    return with_ratios(direct.with_own(found), "automatic")
 
 
 def way(run: Run, part: Callable[[Tensor], Tensor], allowed: float, output: Tensor | None = None) -> Way:
