@@ -126,14 +126,11 @@ def varlen(setup: Setup, call: Call, repeat: bool = True) -> Attend | None:
     known = inspect.signature(varlen_attn).parameters
     function: Any = varlen_attn
     groups = a["query"].shape[1] // a["key"].shape[1]
-    more: dict[str, Any] = {"window_size": (a.get("window_left", -1), 0 if a["causal"] else -1)} if "window_size" in known else {}
-    if "window_size" not in known:
-        if "window_left" in a:
-            return None
-        more = {"is_causal": a["causal"]}
+    window = {"window_size": (a.get("window_left", -1), 0 if a["causal"] else -1)}
+    more: dict[str, Any] = window if "window_size" in known else {"is_causal": a["causal"]}
     if groups > 1 and "enable_gqa" in known:
         more, groups = more | {"enable_gqa": True}, 1
-    if groups > 1 and not repeat:
+    if (groups > 1 and not repeat) or ("window_left" in a and "window_size" not in known):
         return None
 
     def run(given: Inputs) -> Tensor:
