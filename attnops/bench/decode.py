@@ -24,7 +24,7 @@ padding over their time, as a share of the rate measured in the same run.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -114,22 +114,24 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
     model = kept(name)
     count = (NEW_IN_WINDOWS if getattr(model.config, "sliding_window", None) else NEW_ON_GPU) if setup.on_gpu else NEW
     prompt, new = (models.tokens(setup, model, point.batch, n, seed) for seed, n in enumerate((point.context, count)))
-    read, bandwidth = bytes_of(model, point), setup.ceilings.get("bandwidth_tb_s")
-
-    def figures(us: float, way: Way) -> Row:
-        found: Row = {"tokens_s": round(point.batch / us * 1e6, 1), "layers": model.config.num_hidden_layers}
-        found |= {"of_bandwidth": round(read / us * 1e-6 / bandwidth, 4)} if read and bandwidth else {}
-        if setup.on_gpu and way is not eager:
-            found |= profiled(way.timed)
-            if way.timed.waiting is not None:
-                waited = steps_us({"": replace(way.timed, call=way.timed.waiting)}, rounds=5, cap_s=1.0)
-                found["synchronised_us"] = waited[""]["median_us"]
-        return found
-
     makers = ways_of(setup, model, prompt, new)
     with torch.no_grad():
         eager = makers.pop("hf_eager")()
-    return models.compared(f"{name} {point}", model, {"hf_eager": eager, **makers}, prompt, new, figures)
+    more = partial(figures, setup, model, eager, point.batch, {"of_bandwidth": (bytes_of(model, point), "bandwidth_tb_s")})
+    return models.compared(f"{name} {point}", model, {"hf_eager": eager, **makers}, prompt, new, more)
+
+
+def figures(setup: Setup, model: Any, eager: Way, tokens: int, shares: Mapping[str, tuple[int, str]], us: float, way: Way) -> Row:
+    """The figures of a way that takes `us` for `tokens`. shares: by figure the work, 0 if it is not known, and the name of its ceiling."""
+    found: Row = {"tokens_s": round(tokens / us * 1e6, 1), "layers": model.config.num_hidden_layers}
+    for figure, (work, name) in shares.items():
+        found |= {figure: round(work / us * 1e-6 / ceiling, 4)} if work and (ceiling := setup.ceilings.get(name)) else {}
+    if setup.on_gpu and way is not eager:
+        found |= profiled(way.timed)
+        if way.timed.waiting is not None:
+            waited = steps_us({"": replace(way.timed, call=way.timed.waiting)}, rounds=5, cap_s=1.0)
+            found["synchronised_us"] = waited[""]["median_us"]
+    return found
 
 
 def bytes_of(model: Any, point: Point) -> int:
@@ -222,23 +224,18 @@ def prefill(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
         "hf_eager": model, "hf_compiled": setup.compiled(model.forward),
         "attnops_eager": patched, "attnops_compiled": setup.compiled(patched.forward),
     }  # fmt: skip
-    flop, ceiling = flop_of(model, lengths), setup.ceilings.get("matmul_tflop_s")
 
     def first_token(forward: Callable[..., Any]) -> Any:
         # The graph makes the cache itself, so prompts of one length share a graph.
         return forward(prompt, use_cache=True, logits_to_keep=1, **given).logits
-
-    def figures(us: float, way: Way) -> Row:
-        found: Row = {"tokens_s": round(sum(lengths) / us * 1e6, 1), "layers": model.config.num_hidden_layers}
-        found |= {"of_matmul": round(flop / us * 1e-6 / ceiling, 4)} if flop and ceiling else {}
-        return found | (profiled(way.timed) if setup.on_gpu and way is not ways["hf_eager"] else {})
 
     asked = {"hf_eager", *({*setup.ways} & {*PREFILL_WAYS} or PREFILL_WAYS)}  # `--ways` may name those of decode alone
     ways = {way: Way(Timed(partial(first_token, forward))) for way, forward in forwards.items() if way in asked}
     if setup.on_gpu:
         modes: dict[str, Literal["breakable", "piecewise"]] = {"attnops_paged": "breakable", "attnops_prompt": "piecewise"}
         ways |= {way: _prompt(setup, model, prompt, given, mode) for way, mode in modes.items() if way in asked}
-    return models.compared(f"{name} {point}", model, ways, prompt, None, figures, **given)
+    more = partial(figures, setup, model, ways["hf_eager"], sum(lengths), {"of_matmul": (flop_of(model, lengths), "matmul_tflop_s")})
+    return models.compared(f"{name} {point}", model, ways, prompt, None, more, **given)
 
 
 def lengths_of(point: Point) -> list[int]:
