@@ -150,35 +150,26 @@ def step(attend: Attend, call: Call, grad: Tensor, more: Row | None = None) -> W
     return Way(Timed(run), more=more or {})
 
 
+@torch.enable_grad()
 def exact(call: Call, grad: Tensor) -> tuple[Tensor, ...]:
     """The gradients of a causal call in float32 (in float64 of a float32 call), with the logits of at most ROWS queries in memory."""
     a = call.arguments
     wide = torch.float64 if grad.dtype == torch.float32 else torch.float32
-    given = {n: a[n].to(wide) if n in SHARED else a[n].to(wide).flatten(0, -3) for n in TRAINED if n in a}
-    found = {n: torch.zeros_like(t) for n, t in given.items()}
+    given: dict[str, Any] = {n: (a[n] if n in SHARED else a[n].flatten(0, -3)).to(wide, copy=True) for n in TRAINED if n in a}
+    for x in given.values():
+        x.requires_grad_()  # and x.grad sums what each part adds
     ends = a["cu_seqlens_q"].tolist() if direct.packed(call) else range(0, len(given["query"]) + 1, a["query"].shape[1])
     flat, left, rules = grad.flatten(0, -3), a.get("window_left", -1), {n: a[n] for n in RULES if n in a}
     for start, end in pairwise(ends):
         for first in range(start, end, ROWS):
             last = min(first + ROWS, end)
             low = max(start, first - left) if left >= 0 else start
-            rows, keys = slice(first, last), slice(low, last)
-            at: dict[str, Any] = {n: slice(None) if n == "sinks" else rows if n == "query" else keys for n in given}
-            if "mask" in at:
-                at["mask"] = (..., slice(first - start, last - start), slice(low - start, last - start))
-            part = {n: given[n][at[n]].clone().requires_grad_() for n in given}
-            grads = chunk(part, flat[rows].to(wide), rules)
-            for (n, place), more in zip(at.items(), grads, strict=True):
-                found[n][place] += more
-    return tuple(found[n].view(a[n].shape) for n in given)
-
-
-@torch.enable_grad()
-def chunk(part: Mapping[str, Tensor], grad: Tensor, rules: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """The gradients of some queries and of all keys up to the last query's, by autograd of the op's reference."""
-    dense = Call("attention", {**{n: x if n in SHARED else x[None] for n, x in part.items()}, **rules})
-    output, _ = OPS["attention"].reference(dense.record)
-    return torch.autograd.grad(output[0], list(part.values()), grad)
+            part = {n: x if n in SHARED else x[None, first:last] if n == "query" else x[None, low:last] for n, x in given.items()}
+            if "mask" in part:
+                part["mask"] = part["mask"][..., first - start : last - start, low - start : last - start]
+            output, _ = OPS["attention"].reference(Call("attention", part | rules).record)
+            output[0].backward(flat[first:last].to(wide))
+    return tuple(x.grad.view(a[n].shape) for n, x in given.items())
 
 
 def relative(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
