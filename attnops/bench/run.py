@@ -176,7 +176,12 @@ def measure(order: Order, setup: Setup, gpus: int, put: Callable[[Suite, str, Ou
             for worker, (suite, case) in zip(tuple(idle), order, strict=False):
                 idle.remove(worker)
                 tell(f"{suite.name}: {case}")
-                running[_submitted(worker, suite, case, setup)] = worker, suite, case
+                try:
+                    future = worker.submit(outcome_of, suite, case, setup)
+                except BrokenProcessPool as error:  # the process died after its last case
+                    future = Future()
+                    future.set_exception(error)
+                running[future] = worker, suite, case
             if not running:
                 return not lost
             for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -189,16 +194,6 @@ def measure(order: Order, setup: Setup, gpus: int, put: Callable[[Suite, str, Ou
     finally:
         for worker in workers:
             worker.shutdown(wait=False, cancel_futures=True)
-
-
-def _submitted(worker: ProcessPoolExecutor, suite: Suite, case: str, setup: Setup) -> Future[Outcome]:
-    """The outcome of a case, or the error of a process that died after its last one."""
-    try:
-        return worker.submit(outcome_of, suite, case, setup)
-    except BrokenProcessPool as error:
-        broken = Future[Outcome]()
-        broken.set_exception(error)
-        return broken
 
 
 def _start_worker(gpu: int, on_gpu: bool) -> None:
