@@ -215,7 +215,8 @@ def settled(setup: Setup, run: Callable[[], Tensor], more: Row, calls: int = 1) 
 
 def prefill(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Row]:
     """The time to the first token of one model at one point."""
-    model, lengths = kept(name), lengths_of(point)
+    model, rows = kept(name), max(1, point.batch - 1)
+    lengths = [point.context - point.context * 7 * row // (8 * rows) for row in range(point.batch)]  # without padding
     prompt, (patched, _) = models.tokens(setup, model, *point), models.patched(model, "hf")
     before = point.context - torch.tensor(lengths, device=setup.device)[:, None]
     mask = (torch.arange(point.context, device=setup.device) >= before).long()
@@ -236,12 +237,6 @@ def prefill(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
         ways |= {way: _prompt(setup, model, prompt, given, mode) for way, mode in modes.items() if way in asked}
     more = partial(figures, setup, model, ways["hf_eager"], sum(lengths), {"of_matmul": (flop_of(model, lengths), "matmul_tflop_s")})
     return models.compared(f"{name} {point}", model, ways, prompt, None, more, **given)
-
-
-def lengths_of(point: Point) -> list[int]:
-    """The tokens of each row that are no padding."""
-    rows = max(1, point.batch - 1)
-    return [point.context - point.context * 7 * row // (8 * rows) for row in range(point.batch)]
 
 
 def flop_of(model: Any, lengths: list[int]) -> int:
