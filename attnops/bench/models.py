@@ -127,11 +127,9 @@ def build(setup: Setup, name: str, point: Point | None = None) -> Any:
         for path, parameter in model.named_parameters():
             if path.endswith("sinks"):  # initialised to zero, alike for all heads
                 nn.init.normal_(parameter)
-        if made.model_type == "gpt_oss":
-            for module in model.modules():
-                for weight in (p for p in module.parameters(recurse=False) if p.dim() == 3):
-                    for one in weight.data:
-                        one.copy_(mxfp4.rounded(one.mT).mT)
+            elif made.model_type == "gpt_oss" and parameter.dim() == 3:
+                for one in parameter.data:
+                    one.copy_(mxfp4.rounded(one.mT).mT)
     return model.eval().requires_grad_(False)
 
 
