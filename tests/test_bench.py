@@ -313,7 +313,8 @@ def test_vendors_are_called_where_they_answer():
 
 def test_kernels_are_beside_the_vendors_call_of_their_own_code():
     us = {"flashinfer": 8.0, "triton": 9.0, "fa3": 10.0, "direct.flashinfer_fa2": 6.0, "direct.flashinfer_fa3": 4.0, "direct.fa3": 11.0}
-    rows = direct.with_own([*(entry("a", way, time) for way, time in us.items()), entry("a", "flashinfer_mla_fa2", wrong="wrong: off")])
+    rows = [*(entry("a", way, time) for way, time in us.items()), entry("a", "flashinfer_mla_fa2", wrong="wrong: off")]
+    rows = direct.with_direct(rows, direct.own_calls)
     assert {row["way"]: row["of_direct"] for row in rows if "of_direct" in row} == {"flashinfer": 0.5, "fa3": 1.1}
 
 

@@ -8,7 +8,7 @@ package, an ImportError if it is missing. Those that return None cannot answer t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from attnops.tune.clock import Run
 Inputs = Mapping[str, Tensor]
 Attend = Callable[[Inputs], Tensor]
 """From query, key, value and perhaps sinks, laid out as in the op, to the output as the op has it."""
+TENSORS = ("query", "key", "value")
 RULES = ("scale", "causal", "window_left", "softcap", "attention_chunk")
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
@@ -45,7 +46,7 @@ def sdpa(setup: Setup, call: Call, backends: Any = ()) -> Attend | None:
     hidden = torch.ones(a["mask"].shape[-2:], dtype=torch.bool, device=a["mask"].device).triu(1) if "mask" in a and a["causal"] else None
 
     def run(given: Inputs) -> Tensor:
-        q, k, v = (given[n].transpose(1, 2) for n in ("query", "key", "value"))
+        q, k, v = (given[n].transpose(1, 2) for n in TENSORS)
         bias = given.get("mask")
         bias = bias.masked_fill(hidden, float("-inf")) if bias is not None and hidden is not None else bias
         more: dict[str, Any] = {"is_causal": a["causal"] and bias is None, "enable_gqa": q.shape[1] != k.shape[1]}
@@ -78,8 +79,7 @@ def flex(setup: Setup, call: Call) -> Attend:
     options: dict[str, Any] = {"score_mod": capped if cap else None, "block_mask": mask, "scale": a["scale"], "enable_gqa": True}
 
     def run(given: Inputs) -> Tensor:
-        q, k, v = (given[n][None] if packed(call) else given[n] for n in ("query", "key", "value"))
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        q, k, v = ((given[n][None] if packed(call) else given[n]).transpose(1, 2) for n in TENSORS)
         if "mask" in given:  # it is added to the logits, and gets a gradient
             bias = given["mask"]
             out = compiled(q, k, v, **{**options, "score_mod": lambda score, b, h, q, k: score + bias[0, h, q, k]})
@@ -109,7 +109,7 @@ def fa4(setup: Setup, call: Call, deterministic: bool = False) -> Attend | None:
         function = partial(flash_attn_varlen_func, **{n: a[n] for n in LENGTHS})
 
     def run(given: Inputs) -> Tensor:
-        found = function(*(given[n] for n in ("query", "key", "value")), learnable_sink=given.get("sinks"), **options)
+        found = function(*(given[n] for n in TENSORS), learnable_sink=given.get("sinks"), **options)
         out: Tensor = found[0] if isinstance(found, tuple) else found
         return out
 
@@ -163,9 +163,6 @@ def fa3_paged(call: Call) -> Run:
         a["query"], a["k_pages"], a["v_pages"], cache_seqlens=a["seq_lens"], page_table=a["page_table"], cu_seqlens_q=a["cu_seqlens_q"],
         max_seqlen_q=a["max_seqlen_q"], softmax_scale=a["scale"], causal=a["causal"], out=out,
     )  # fmt: skip
-
-
-TENSORS = ("query", "key", "value")
 
 
 def joined(call: Call) -> Call:
@@ -247,12 +244,6 @@ def flashinfer_mla(call: Call, backend: str) -> Run:
     return partial(wrapper.run, query=query, kv_cache=cache, out=torch.empty_like(a["output"]))
 
 
-DENSE: dict[str, Make] = {"fa3": fa3_dense}
-DECODE: dict[str, Make] = {"fa3": fa3_paged, "flashinfer_tensor_cores": partial(flashinfer_paged, kind="Decode", use_tensor_cores=True)}
-EXTEND: dict[str, Make] = {
-    "fa3": fa3_paged, **{f"flashinfer_{name}": partial(flashinfer_paged, kind="Prefill", backend=name) for name in ("fa2", "fa3")},
-}  # fmt: skip
-LATENT: dict[str, Make] = {"flashmla": flashmla, **{f"flashinfer_{name}": partial(flashinfer_mla, backend=name) for name in ("fa2", "fa3")}}
 OWN = {
     "flashinfer": ("flashinfer_tensor_cores", "flashinfer_fa2", "flashinfer_fa3"),
     "flashinfer_mla_fa2": ("flashinfer_fa2",), "flashinfer_mla_fa3": ("flashinfer_fa3",),
@@ -266,22 +257,32 @@ def vendors_of(call: Call) -> dict[str, Make]:
     a, found = call.arguments, dict[str, Make]()
     match call.op if not OTHER & a.keys() else "":
         case "attention" | "varlen_attention":
-            found = DENSE
-        case "paged_attention" if a["k_pages"].dtype == a["query"].dtype:
-            found = DECODE if a["max_seqlen_q"] == 1 else EXTEND
+            found = {"fa3": fa3_dense}
+        case "paged_attention" if a["k_pages"].dtype != a["query"].dtype:
+            pass
+        case "paged_attention" if a["max_seqlen_q"] == 1:
+            found = {"fa3": fa3_paged, "flashinfer_tensor_cores": partial(flashinfer_paged, kind="Decode", use_tensor_cores=True)}
+        case "paged_attention":
+            prefill = partial(flashinfer_paged, kind="Prefill")
+            found = {"fa3": fa3_paged, **{f"flashinfer_{name}": partial(prefill, backend=name) for name in ("fa2", "fa3")}}
         case "mla_attention" if "q_scale" in a:
             found = {"flashmla_fp8": flashmla_fp8}
         case "mla_attention" if a["latent_pages"].dtype == a["q_nope"].dtype:
-            found = LATENT
+            found = {"flashmla": flashmla, **{f"flashinfer_{name}": partial(flashinfer_mla, backend=name) for name in ("fa2", "fa3")}}
     return {f"direct.{name}": make for name, make in found.items()}
 
 
-def with_own(rows: list[Row]) -> list[Row]:
-    """The rows; those of kernels have `of_direct`: the time of the vendor's fastest call of the same device code over their own."""
+def own_calls(way: str) -> list[str]:
+    """The vendors' calls of the device code of a kernel."""
+    return [f"direct.{name}" for name in OWN.get(way, (way,))]
+
+
+def with_direct(rows: list[Row], calls: Callable[[str], Iterable[str]]) -> list[Row]:
+    """The rows, with `of_direct` in those of a way that has `calls`: the time of the fastest of these over its own."""
     us = {row["way"]: row["median_us"] for row in rows if "median_us" in row}
     for row in rows:
-        own = [us[name] for n in OWN.get(row["way"], (row["way"],)) if (name := f"direct.{n}") in us]
-        row |= {"of_direct": round(min(own) / row["median_us"], 4)} if own and "median_us" in row else {}
+        best = min((us[name] for name in calls(row["way"]) if name in us), default=None)
+        row |= {"of_direct": round(best / row["median_us"], 4)} if best and "median_us" in row else {}
     return rows
 
 

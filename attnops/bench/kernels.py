@@ -21,7 +21,6 @@ from attnops.bench.rows import Row, Way, time_if_right, with_ratios
 from attnops.inputs import Call, Pool, allowance, build
 from attnops.kernel import kernels_of
 from attnops.measured import Shape, Sizes
-from attnops.measured.cost import Work
 from attnops.ops import OPS
 from attnops.select import select
 from attnops.tune.clock import Run, Timed, kernels_us
@@ -57,11 +56,6 @@ class Case:
     def call(self, pool: Pool) -> Call:
         """The call itself."""
         return build(self.shape, [self.queries] * self.batch, [self.keys] * self.batch, pool).with_(**dict(self.more))
-
-    @property
-    def work(self) -> Work:
-        """The bytes that the call must move and its operations."""
-        return self.shape.work(Sizes(self.batch, self.queries, self.keys / self.queries))
 
     def sized(self, size: str) -> Case:
         """At the size of the run: shorter and float32 on a CPU."""
@@ -127,13 +121,15 @@ def measure(setup: Setup, pool: Pool, case: Case) -> list[Row]:
     others |= direct.vendors_of(call) if setup.on_gpu else {}
     ways |= {name: partial(other, make) for name, make in others.items()}
 
+    work = case.shape.work(Sizes(case.batch, case.queries, case.keys / case.queries))
+
     def shares(us: float, way: Way) -> Row:
         ceilings = (setup.ceilings[name] for name in ("bandwidth_tb_s", "matmul_tflop_s"))
-        moved, done = (amount / us / 1e6 / ceiling for amount, ceiling in zip(case.work, ceilings, strict=True))
+        moved, done = (amount / us / 1e6 / ceiling for amount, ceiling in zip(work, ceilings, strict=True))
         return {"of_bandwidth": round(moved, 4), "of_flops": round(done, 4), "of_ceiling": round(max(moved, done), 4)}
 
     found = time_if_right(case.name, ways, want, allowed, partial(kernels_us, setup.device), more=shares)
-    return with_ratios(direct.with_own(found), "automatic")
+    return with_ratios(direct.with_direct(found, direct.own_calls), "automatic")
 
 
 def way(run: Run, part: Callable[[Tensor], Tensor], allowed: float, output: Tensor | None = None) -> Way:

@@ -115,10 +115,7 @@ def measure(setup: Setup, pool: Pool, pair: Pair) -> list[Row]:
 
     clock = partial(kernels_us, setup.device, rounds=3, launched=True)
     rows = time_if_right(pair.name, ours | others, exact(call, grad), MOST_ERROR, clock, relative, host, own=OURS)
-    best = min((row["median_us"] for row in rows if row["way"] in others and "median_us" in row), default=None)
-    for row in rows:
-        row |= {"of_direct": round(best / row["median_us"], 4)} if best and "median_us" in row and row["way"] in OURS else {}
-    return with_ratios(rows, "flex")
+    return with_ratios(direct.with_direct(rows, lambda way: others if way in OURS else ()), "flex")
 
 
 def own(call: Call, grad: Tensor, policy: Any) -> Way:
