@@ -32,6 +32,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._inductor.utils import fresh_cache
+from torch.profiler import ProfilerActivity, profile
+from transformers import DynamicCache, StaticCache
 
 from attnops.bench import Point, Setup, known_ways, models, peers
 from attnops.bench.rows import Case, Row, Way
@@ -162,8 +165,6 @@ def _way(
     setup: Setup, model: Any, prompt: Tensor, new: Tensor, patch: str, compiled: Row | None, graphs: Decode | None, policy: Row,
 ) -> Way:  # fmt: skip
     """Steps for the tokens of `new`, one after the other, after `prompt`."""
-    from transformers import DynamicCache, StaticCache
-
     one, handle = models.patched(model, patch, **({"decode": graphs} if graphs else {}))
     length, more = prompt.shape[1] + new.shape[1] + 1, dict[str, Any]()
     with use(**policy):
@@ -205,8 +206,6 @@ def _way(
 
 def settled(setup: Setup, run: Callable[[], Tensor], more: Row, calls: int = 1) -> Tensor:
     """The result of the code that is timed, after runs that compile and capture. `first_s` of `more`: seconds of the first `calls`."""
-    from torch._inductor.utils import fresh_cache
-
     with fresh_cache() if setup.on_gpu else nullcontext():
         more.setdefault("first_s", round(seconds(run, calls), 2))
         seconds(run)
@@ -286,8 +285,6 @@ def shares(kernels: list[Ran]) -> dict[str, float]:
 
 def launched(step: Timed) -> list[Ran]:
     """The kernels of one call on the GPU, as torch's profiler sees them."""
-    from torch.profiler import ProfilerActivity, profile
-
     if step.before is not None:
         step.before()
     torch.cuda.synchronize()

@@ -34,6 +34,7 @@ from attnops.bench import (
 )
 from attnops.bench.files import environment, text_of
 from attnops.bench.rows import Case, LeftOut
+from attnops.configs import quiet_transformers
 from attnops.errors import InvalidInput, one_line
 from attnops.measured.store import write_text
 from attnops.tune.clock import ceilings, synchronize
@@ -178,9 +179,9 @@ def measure(order: Order, setup: Setup, gpus: int, put: Callable[[Suite, str, Ou
                 tell(f"{suite.name}: {case}")
                 try:
                     future = worker.submit(outcome_of, suite, case, setup)
-                except BrokenProcessPool as error:  # the process died after its last case
+                except BrokenProcessPool as broken:  # the process died after its last case
                     future = Future()
-                    future.set_exception(error)
+                    future.set_exception(broken)
                 running[future] = worker, suite, case
             if not running:
                 return not lost
@@ -197,8 +198,6 @@ def measure(order: Order, setup: Setup, gpus: int, put: Callable[[Suite, str, Ou
 
 
 def _start_worker(gpu: int, on_gpu: bool) -> None:
-    from attnops.configs import quiet_transformers
-
     quiet_transformers().__enter__()  # until the process ends
     if on_gpu:
         torch.cuda.set_device(gpu)
