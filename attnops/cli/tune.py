@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -48,13 +49,12 @@ def run(
     if on_gpu and (compiled := tuple(n for n in COMPILED if not kernels or n in kernels)):
         with console.status("compiling ahead"):
             compile_ahead(grid, device, ops, compiled, max((os.cpu_count() or 2) - 2, 1), limit_s=40.0)
-    others = without(table_before(device, output), ops) if ops else None
+    versions, kept = others(device, output, ops)
     rates = ceilings(device, torch.bfloat16 if on_gpu else torch.float32, quick=not on_gpu)
 
     def keep(table: Table) -> Table:
-        versions = dict(sorted({**others.versions, **table.versions}.items())) if others else table.versions
-        grids = (*(others.grids if others else ()), *table.grids)
-        save(table := replace(table, made={**table.made, **rates}, grids=grids, versions=versions), path)
+        every = dict(sorted({**versions, **table.versions}.items()))
+        save(table := replace(table, made={**table.made, **rates}, grids=(*kept, *table.grids), versions=every), path)
         return table
 
     with console.status("timing") as status:
@@ -67,25 +67,17 @@ def run(
     return {"path": str(path), "gpu": table.gpu, "digest": digest, **vars(report), "grids": grids}
 
 
-def table_before(device: torch.device, output: Path | None) -> Table | None:
-    """This device's own table: that at `output`, or the one in force."""
-    if output is None:
-        found = in_force(Target.of(device)).table
-    else:
-        try:
-            found = from_json(read_text(output))
-        except (BadTable, OSError, UnicodeError):
-            return None
-    return found if found is not None and found.gpu == gpu_name(device) and not found.source else None
-
-
-def without(table: Table | None, ops: tuple[str, ...]) -> Table | None:
-    """A table less the shapes that are measured anew."""
-    if table is None:
-        return None
-    grids = tuple(g for g in table.grids if asked_by(g.shape) not in ops)
+def others(device: torch.device, output: Path | None, ops: tuple[str, ...]) -> tuple[Mapping[str, str], tuple[Grid, ...]]:
+    """(versions, grids) that the new table keeps of this device's own one, at `output` or in force: those of other ops than `ops`."""
+    try:
+        found = in_force(Target.of(device)).table if output is None else from_json(read_text(output))
+    except (BadTable, OSError, UnicodeError):
+        found = None
+    if not ops or found is None or found.gpu != gpu_name(device) or found.source:
+        return {}, ()
+    grids = tuple(g for g in found.grids if asked_by(g.shape) not in ops)
     timed = {f"{g.shape.op}.{name}" for g in grids for name in g.us}
-    return replace(table, grids=grids, versions={name: v for name, v in table.versions.items() if name in timed})
+    return {name: v for name, v in found.versions.items() if name in timed}, grids
 
 
 def show(table: Table, report: Report, path: Path, console: Console) -> None:
