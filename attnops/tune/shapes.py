@@ -73,15 +73,15 @@ D96: dict[str, Any] = MHA | {"head_dim": 96, "v_head_dim": 96}
 F32: dict[str, Any] = {"dtype": "float32", "kv_dtype": "float32"}
 
 
-def _decode(shape: Shape, batch: Axis = COARSE[0], ratio: Axis = COARSE[1], **more: Any) -> Sweep:
+def _decode(shape: Shape, batch: Axis = COARSE[0], ratio: Axis = COARSE[1], /, **more: Any) -> Sweep:
     return Sweep(replace(shape, **more, decode=True, square=False), batch, ONE, ratio)
 
 
-def _extend(shape: Shape, batch: Axis = SOME, queries: Axis = MANY, **more: Any) -> Sweep:
+def _extend(shape: Shape, batch: Axis = SOME, queries: Axis = MANY, /, **more: Any) -> Sweep:
     return Sweep(replace(shape, **more), batch, queries, PASTS)
 
 
-def _prefill(shape: Shape, batch: Axis = FEW, queries: Axis = PROMPTS, **more: Any) -> Sweep:
+def _prefill(shape: Shape, batch: Axis = FEW, queries: Axis = PROMPTS, /, **more: Any) -> Sweep:
     return Sweep(replace(shape, **more), batch, queries, ONE)
 
 
@@ -115,13 +115,13 @@ def asked_by(shape: AnyShape) -> str:
 
 TRAINING = tuple(step for sweep in GRADIENTS for step in (forward(sweep), sweep))
 
-# Head dims of 128 come first: prebuilt kernels have them, and compilation for others may exhaust a kernel's first_calls_s.
 KEY_HEADS = ({"q_heads": 64}, MHA, ONE_KEY_HEAD, {"q_heads": 4, "kv_heads": 1}, {"q_heads": 32, "kv_heads": 2})
+# Head dims of 128 come first: prebuilt kernels have them, and compilation for others may exhaust a kernel's first_calls_s.
 FULL = (
     _decode(PAGED, *FINE),
     _extend(PAGED, SOME, EACH_MANY),
     *(_decode(MLA, *FINE, q_heads=n) for n in (128, 16)),
-    *(_prefill(shape, queries=LONG_PROMPTS) for shape in (DENSE, PACKED)),
+    *(_prefill(shape, FEW, LONG_PROMPTS) for shape in (DENSE, PACKED)),
     *(kind(PADDED) for kind in (_decode, _prefill)),
     _decode(PAGED, *USUAL, page_size=64),
     _extend(PAGED, FEW, page_size=64),
