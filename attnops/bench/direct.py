@@ -1,8 +1,8 @@
 """Attention of vendors, of torch and of others, called as their documentation has it on the tensors of a call of ours.
 
-`DIRECT`: functions of trained tensors. The others run a call that is answered. Metadata of the batch alone, such as plans
-and block masks, is made beforehand, as an engine or a training loop makes it once a step. Each function raises the errors of the peer's
-package, an ImportError if it is missing. Those that return None cannot answer the call.
+The functions of DIRECT give a function of trained tensors, the others a run. Metadata of the batch alone, such as plans and block masks,
+is made beforehand, as an engine or a training loop makes it once a step. Each function returns None where its peer cannot answer the call,
+and raises the errors of the peer's package, an ImportError if it is missing.
 """
 
 from __future__ import annotations
