@@ -25,7 +25,7 @@ from attnops.ops import OPS
 from attnops.select import select
 from attnops.tune.clock import Run, Timed, kernels_us
 from attnops.tune.run import COMPILED, Stopwatch, runner
-from attnops.tune.shapes import DENSE, F32, MLA, PACKED, PAGED, toy
+from attnops.tune.shapes import DENSE, F32, GPT_OSS, MLA, PACKED, PAGED, toy
 
 ROWS, REQUESTS = 32, 3  # the last queries of the first requests are compared. All of them would take longer than the measurement.
 
@@ -69,14 +69,13 @@ class Case:
 
 
 STEP = replace(PAGED, decode=True)
-GPT_OSS = replace(STEP, q_heads=64, kv_heads=8, head_dim=64, v_head_dim=64, sinks=True, window=127)
 CASES = (
     Case("decode", STEP, 8, 1, 4096),
     Case("prefill", DENSE, 1, 4096, 4096),
     Case("extend", PAGED, 4, 256, 4096),
     Case("latent decode", replace(MLA, decode=True), 64, 1, 4096),
     Case("decode", replace(STEP, kv_dtype="float8_e4m3fn"), 8, 1, 4096, "float8 pages"),
-    Case("decode", GPT_OSS, 64, 1, 2048, "window and sinks"),
+    Case("decode", replace(STEP, **GPT_OSS), 64, 1, 2048, "window and sinks"),
     Case("decode", STEP, 64, 1, 4096),
     Case("decode", STEP, 1, 1, 32768),
     Case("prefill", replace(DENSE, window=1023), 1, 4096, 4096, "window"),
