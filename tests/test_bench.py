@@ -32,7 +32,6 @@ from attnops.bench import (
     run as suites,
     training,
     training_steps,
-    vendors,
 )
 from attnops.bench.files import bad, compare, environment, read, text_of
 from attnops.bench.rows import Way, largest_error, relative_error, time_if_right, with_ratios
@@ -298,7 +297,7 @@ def test_vendors_are_called_where_they_answer():
     by_case = {}
     for case in (case.sized("toy") for case in kernels.CASES):
         call = case.call(pool)
-        by_case[f"{case.kind} {case.remark}".strip()] = {name.partition(".")[2] for name in vendors.vendors_of(call)}
+        by_case[f"{case.kind} {case.remark}".strip()] = {name.partition(".")[2] for name in direct.vendors_of(call)}
     assert by_case == {
         "decode": {"fa3", "flashinfer_tensor_cores"}, "prefill": {"fa3"}, "extend": {"fa3", "flashinfer_fa2", "flashinfer_fa3"},
         "latent decode": {"flashmla", "flashinfer_fa2", "flashinfer_fa3"}, "decode float8 pages": set(), "decode window and sinks": set(),
@@ -309,12 +308,13 @@ def test_vendors_are_called_where_they_answer():
     float8 = replace(kernels.CASES[-1], batch=2, keys=64).call(pool)
     check(float8.record)
     assert {float8.arguments[n].dtype for n in ("q_nope", "q_pe", "latent_pages")} == {torch.float8_e4m3fn}
-    assert float8.arguments["output"].dtype == torch.bfloat16 and vendors.vendors_of(float8).keys() == {"direct.flashmla_fp8"}
+    assert float8.arguments["output"].dtype == torch.bfloat16 and direct.vendors_of(float8).keys() == {"direct.flashmla_fp8"}
 
 
 def test_kernels_are_beside_the_vendors_call_of_their_own_code():
     us = {"flashinfer": 8.0, "triton": 9.0, "fa3": 10.0, "direct.flashinfer_fa2": 6.0, "direct.flashinfer_fa3": 4.0, "direct.fa3": 11.0}
-    rows = vendors.with_own([*(entry("a", way, time) for way, time in us.items()), entry("a", "flashinfer_mla_fa2", wrong="wrong: off")])
+    rows = [*(entry("a", way, time) for way, time in us.items()), entry("a", "flashinfer_mla_fa2", wrong="wrong: off")]
+    rows = direct.with_direct(rows, direct.own_calls)
     assert {row["way"]: row["of_direct"] for row in rows if "of_direct" in row} == {"flashinfer": 0.5, "fa3": 1.1}
 
 

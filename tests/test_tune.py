@@ -21,7 +21,7 @@ from attnops.measured.table import from_json
 from attnops.problem import Refusal, Target
 from attnops.testing import check_kernel
 from attnops.tune import GRIDS, Stopwatch, Sweep, clock_for, measure, run, sweeps_of
-from attnops.tune.clock import GraphClock, host_clock
+from attnops.tune.clock import GraphClock, Timed, host_clock
 from attnops.tune.shapes import powers
 
 CPU = torch.device("cpu")
@@ -530,12 +530,12 @@ def test_the_graph_clock_replays_what_it_captured(monkeypatch):
 def test_the_graph_clock_takes_turns(monkeypatch):
     cuda = FakeCuda(monkeypatch)
     clock = GraphClock("cpu")
-    found = clock.in_turn({"a": cuda.run, "b": cuda.run}, rounds=3)
+    found = clock.in_turn({"a": Timed(cuda.run), "b": Timed(cuda.run)}, rounds=3)
     assert found == {"a": [pytest.approx(25.0)] * 9, "b": [pytest.approx(25.0)] * 9}
     cuda.uncapturable = ValueError("not in a graph")
-    assert clock.in_turn({"a": cuda.run}, rounds=2) == {"a": [pytest.approx(100.0)] * 6}
+    assert clock.in_turn({"a": Timed(cuda.run)}, rounds=2) == {"a": [pytest.approx(100.0)] * 6}
     cuda.uncapturable = None
-    assert clock.in_turn({"a": cuda.run}, rounds=1, launched=True) == {"a": [pytest.approx(100.0)] * 3}
+    assert clock.in_turn({"a": Timed(cuda.run)}, rounds=1, launched=True) == {"a": [pytest.approx(100.0)] * 3}
 
 
 def test_a_real_table_of_this_cpu():

@@ -13,6 +13,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch._inductor.utils import clear_caches, fresh_cache
 
 import attnops.hf
 from attnops.bench import Setup, decode, models
@@ -36,8 +37,6 @@ def cases(setup: Setup) -> dict[str, Case]:
 
 def times(setup: Setup, kept: models.Kept, name: str, way: str) -> list[Row]:
     """The time of first calls of a newly patched model."""
-    from torch._inductor.utils import clear_caches, fresh_cache
-
     model, us = kept(name), list[float]()
     prompt = models.tokens(setup, model, 2, 32)
     token = prompt[:, :1].contiguous()
@@ -60,8 +59,6 @@ def graph_cases(setup: Setup, device: Any = None) -> dict[str, Case]:
 @torch.no_grad()
 def capture(setup: Setup, kept: models.Kept, name: str, mode: Any, device: Any) -> list[Row]:
     """One mode. Raises LeftOut on a CPU without a `device`."""
-    from torch._inductor.utils import fresh_cache
-
     if not setup.on_gpu and device is None:
         raise LeftOut("there are no CUDA graphs on a CPU")
     inner = "inductor" if setup.backend == "inductor" else "eager"

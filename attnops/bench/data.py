@@ -106,6 +106,10 @@ def measure(setup: Setup, pool: Pool, case: str) -> list[Row]:
     if moved:
         source, target = torch.zeros(2, moved // 2, dtype=torch.uint8, device=setup.device)
         ways["copy"] = Way(Timed(lambda: target.copy_(source)), lambda: want)
+
+    def differing(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
+        return float(sum(int((x != y).sum()) for x, y in zip(got, want, strict=True)))  # bytes
+
     ours = [k.name for k in chosen]
     return with_ratios(time_if_right(case, ways, want, 0.0, partial(kernels_us, setup.device), differing, own=ours), "copy")
 
@@ -118,8 +122,3 @@ def results(call: Call, run: Callable[[Call], Any]) -> list[Tensor]:
     if call.op == "kv_indices":  # the rest is free
         values[1] = values[1][: int(values[0][-1])]
     return [x.contiguous().flatten().view(torch.uint8) for x in values]
-
-
-def differing(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
-    """The number of unlike bytes."""
-    return float(sum(int((x != y).sum()) for x, y in zip(got, want, strict=True)))

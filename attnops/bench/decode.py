@@ -24,8 +24,7 @@ padding over their time, as a share of the rate measured in the same run.
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -33,13 +32,16 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._inductor.utils import fresh_cache
+from torch.profiler import ProfilerActivity, profile
+from transformers import DynamicCache, StaticCache
 
 from attnops.bench import Point, Setup, known_ways, models, peers
 from attnops.bench.rows import Case, Row, Way
 from attnops.hf import Decode
 from attnops.hf.paged.prompt import CAPTURE_AFTER
 from attnops.select import use
-from attnops.tune.clock import Timed, steps_us, synchronize
+from attnops.tune.clock import Timed, seconds, steps_us, synchronize
 
 # Tokens of a run. On a GPU only the first launch waits for the host, so more tokens reduce its share. A cache with windows can be rewound
 # by fewer than 32 tokens.
@@ -115,22 +117,24 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
     model = kept(name)
     count = (NEW_IN_WINDOWS if getattr(model.config, "sliding_window", None) else NEW_ON_GPU) if setup.on_gpu else NEW
     prompt, new = (models.tokens(setup, model, point.batch, n, seed) for seed, n in enumerate((point.context, count)))
-    read, bandwidth = bytes_of(model, point), setup.ceilings.get("bandwidth_tb_s")
-
-    def figures(us: float, way: Way) -> Row:
-        found: Row = {"tokens_s": round(point.batch / us * 1e6, 1), "layers": model.config.num_hidden_layers}
-        found |= {"of_bandwidth": round(read / us * 1e-6 / bandwidth, 4)} if read and bandwidth else {}
-        if setup.on_gpu and way is not eager:
-            found |= profiled(way.timed)
-            if way.timed.waiting is not None:
-                waited = steps_us({"": replace(way.timed, call=way.timed.waiting)}, rounds=5, cap_s=1.0)
-                found["synchronised_us"] = waited[""]["median_us"]
-        return found
-
     makers = ways_of(setup, model, prompt, new)
     with torch.no_grad():
         eager = makers.pop("hf_eager")()
-    return models.compared(f"{name} {point}", model, {"hf_eager": eager, **makers}, prompt, new, figures)
+    more = partial(figures, setup, model, eager, point.batch, {"of_bandwidth": (bytes_of(model, point), "bandwidth_tb_s")})
+    return models.compared(f"{name} {point}", model, {"hf_eager": eager, **makers}, prompt, new, more)
+
+
+def figures(setup: Setup, model: Any, eager: Way, tokens: int, shares: Mapping[str, tuple[int, str]], us: float, way: Way) -> Row:
+    """The figures of a way that takes `us` for `tokens`. shares: by figure the work, 0 if it is not known, and the name of its ceiling."""
+    found: Row = {"tokens_s": round(tokens / us * 1e6, 1), "layers": model.config.num_hidden_layers}
+    for figure, (work, name) in shares.items():
+        found |= {figure: round(work / us * 1e-6 / ceiling, 4)} if work and (ceiling := setup.ceilings.get(name)) else {}
+    if setup.on_gpu and way is not eager:
+        found |= profiled(way.timed)
+        if way.timed.waiting is not None:
+            waited = steps_us({"": replace(way.timed, call=way.timed.waiting)}, rounds=5, cap_s=1.0)
+            found["synchronised_us"] = waited[""]["median_us"]
+    return found
 
 
 def bytes_of(model: Any, point: Point) -> int:
@@ -161,9 +165,6 @@ def _way(
     setup: Setup, model: Any, prompt: Tensor, new: Tensor, patch: str, compiled: Row | None, graphs: Decode | None, policy: Row,
 ) -> Way:  # fmt: skip
     """Steps for the tokens of `new`, one after the other, after `prompt`."""
-    from torch._inductor.utils import fresh_cache
-    from transformers import DynamicCache, StaticCache
-
     one, handle = models.patched(model, patch, **({"decode": graphs} if graphs else {}))
     length, more = prompt.shape[1] + new.shape[1] + 1, dict[str, Any]()
     with use(**policy):
@@ -187,29 +188,34 @@ def _way(
                 if after is not None:
                     after()
 
+    def found() -> Tensor:
+        rewind()
+        return torch.cat([step(at).clone() for at in range(new.shape[1])], 1)
+
     @use(**policy)
     def logits() -> Tensor:
-        # The first runs compile and capture; the comparison sees the code that is timed.
-        with fresh_cache() if setup.on_gpu else nullcontext():
-            synchronize()
-            began = time.perf_counter()
-            for _ in range(3):
-                rewind()
-                found = [step(at).clone() for at in range(new.shape[1])]
-                synchronize()
-                more.setdefault("first_s", round(time.perf_counter() - began, 2))
+        made = settled(setup, found, more)
         if graphs:
             seen = handle.graphs.report()
             pieces, unique = seen.parts.get("decode", 0), seen.compiled.get("decode", 0)
             more.update(pieces=pieces, unique_pieces=unique, mode=seen.modes["decode"])
-        return torch.cat(found, 1)
+        return made
 
     return Way(Timed(steps, rewind, new.shape[1], partial(steps, synchronize)), logits, more=more)
 
 
+def settled(setup: Setup, run: Callable[[], Tensor], more: Row, calls: int = 1) -> Tensor:
+    """The result of the code that is timed, after runs that compile and capture. `first_s` of `more`: seconds of the first `calls`."""
+    with fresh_cache() if setup.on_gpu else nullcontext():
+        more.setdefault("first_s", round(seconds(run, calls), 2))
+        seconds(run)
+        return run()
+
+
 def prefill(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Row]:
     """The time to the first token of one model at one point."""
-    model, lengths = kept(name), lengths_of(point)
+    model, rows = kept(name), max(1, point.batch - 1)
+    lengths = [point.context - point.context * 7 * row // (8 * rows) for row in range(point.batch)]  # without padding
     prompt, (patched, _) = models.tokens(setup, model, *point), models.patched(model, "hf")
     before = point.context - torch.tensor(lengths, device=setup.device)[:, None]
     mask = (torch.arange(point.context, device=setup.device) >= before).long()
@@ -218,29 +224,18 @@ def prefill(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
         "hf_eager": model, "hf_compiled": setup.compiled(model.forward),
         "attnops_eager": patched, "attnops_compiled": setup.compiled(patched.forward),
     }  # fmt: skip
-    flop, ceiling = flop_of(model, lengths), setup.ceilings.get("matmul_tflop_s")
 
     def first_token(forward: Callable[..., Any]) -> Any:
         # The graph makes the cache itself, so prompts of one length share a graph.
         return forward(prompt, use_cache=True, logits_to_keep=1, **given).logits
-
-    def figures(us: float, way: Way) -> Row:
-        found: Row = {"tokens_s": round(sum(lengths) / us * 1e6, 1), "layers": model.config.num_hidden_layers}
-        found |= {"of_matmul": round(flop / us * 1e-6 / ceiling, 4)} if flop and ceiling else {}
-        return found | (profiled(way.timed) if setup.on_gpu and way is not ways["hf_eager"] else {})
 
     asked = {"hf_eager", *({*setup.ways} & {*PREFILL_WAYS} or PREFILL_WAYS)}  # `--ways` may name those of decode alone
     ways = {way: Way(Timed(partial(first_token, forward))) for way, forward in forwards.items() if way in asked}
     if setup.on_gpu:
         modes: dict[str, Literal["breakable", "piecewise"]] = {"attnops_paged": "breakable", "attnops_prompt": "piecewise"}
         ways |= {way: _prompt(setup, model, prompt, given, mode) for way, mode in modes.items() if way in asked}
-    return models.compared(f"{name} {point}", model, ways, prompt, None, figures, **given)
-
-
-def lengths_of(point: Point) -> list[int]:
-    """The tokens of each row that are no padding."""
-    rows = max(1, point.batch - 1)
-    return [point.context - point.context * 7 * row // (8 * rows) for row in range(point.batch)]
+    more = partial(figures, setup, model, ways["hf_eager"], sum(lengths), {"of_matmul": (flop_of(model, lengths), "matmul_tflop_s")})
+    return models.compared(f"{name} {point}", model, ways, prompt, None, more, **given)
 
 
 def flop_of(model: Any, lengths: list[int]) -> int:
@@ -265,22 +260,10 @@ def _prompt(setup: Setup, model: Any, prompt: Tensor, given: dict[str, Any], mod
         found: Tensor = one(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1, **given).logits
         return found
 
-    def logits() -> Tensor:
-        from torch._inductor.utils import fresh_cache
-
-        with fresh_cache() if setup.on_gpu else nullcontext():
-            synchronize()
-            began = time.perf_counter()
-            for _ in range(CAPTURE_AFTER + 1):
-                found = first_token()
-            synchronize()
-            more["first_s"] = round(time.perf_counter() - began, 2)
-        return found
-
     if mode == "piecewise":
         first_token()
         handle.step(prompt[:, :1], cache)  # steps are compiled first
-    return Way(Timed(first_token), logits, more=more)
+    return Way(Timed(first_token), partial(settled, setup, first_token, more, CAPTURE_AFTER + 1), more=more)
 
 
 def profiled(timed: Timed) -> Row:
@@ -302,8 +285,6 @@ def shares(kernels: list[Ran]) -> dict[str, float]:
 
 def launched(step: Timed) -> list[Ran]:
     """The kernels of one call on the GPU, as torch's profiler sees them."""
-    from torch.profiler import ProfilerActivity, profile
-
     if step.before is not None:
         step.before()
     torch.cuda.synchronize()

@@ -1,7 +1,7 @@
 """Suite `kernels`: every kernel that can answer a call, the automatic choice, and torch's and the vendors' own calls.
 
 `automatic` is the plain op, `deterministic` the op under that policy; `kernel` in their rows names the chosen kernel. `torch.*` are SDPA,
-compiled flex_attention and varlen_attn; `direct.*` the vendors' own calls of their kernels (`attnops.bench.vendors`). `of_direct` of a
+compiled flex_attention and varlen_attn; `direct.*` the vendors' own calls of their kernels (`attnops.bench.direct`). `of_direct` of a
 kernel: the time of the vendor's fastest call of the same device code over its own. `of_automatic`: that of `automatic` over the row's.
 `of_bandwidth` and `of_flops` are shares of the ceilings measured in the same run, for the bytes a call must move and its operations.
 """
@@ -16,17 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.bench import Setup, rows, vendors
+from attnops.bench import Setup, direct, rows
 from attnops.bench.rows import Row, Way, time_if_right, with_ratios
 from attnops.inputs import Call, Pool, allowance, build
 from attnops.kernel import kernels_of
 from attnops.measured import Shape, Sizes
-from attnops.measured.cost import Work
 from attnops.ops import OPS
 from attnops.select import select
 from attnops.tune.clock import Run, Timed, kernels_us
 from attnops.tune.run import COMPILED, Stopwatch, runner
-from attnops.tune.shapes import DENSE, MLA, PACKED, PAGED
+from attnops.tune.shapes import DENSE, F32, GPT_OSS, MLA, PACKED, PAGED, toy
 
 ROWS, REQUESTS = 32, 3  # the last queries of the first requests are compared. All of them would take longer than the measurement.
 
@@ -58,34 +57,25 @@ class Case:
         """The call itself."""
         return build(self.shape, [self.queries] * self.batch, [self.keys] * self.batch, pool).with_(**dict(self.more))
 
-    @property
-    def work(self) -> Work:
-        """The bytes that the call must move and its operations."""
-        return self.shape.work(Sizes(self.batch, self.queries, self.keys / self.queries))
-
     def sized(self, size: str) -> Case:
         """At the size of the run: shorter and float32 on a CPU."""
         if size in ("full", "quick"):
             return self
-        toy, s = size == "toy", self.shape
-        keys = min(self.keys, 32 if toy else 512)
+        s, keys = self.shape, min(self.keys, 32 if size == "toy" else 512)
         queries = min(self.queries, keys if self.queries == self.keys else keys // 2)
-        less: dict[str, Any] = {"dtype": "float32", "window": min(s.window, keys // 2)}
-        less |= {"kv_dtype": "float32"} if s.kv_dtype == s.dtype else {}
-        less |= {"q_heads": 4, "kv_heads": min(s.kv_heads, 2)} if toy else {}
-        less |= {"head_dim": 16, "v_head_dim": 16} if toy and not s.rope_dim else {}
-        return replace(self, shape=replace(s, **less), batch=min(self.batch, 2), queries=queries, keys=keys)
+        shape = replace(toy(s) if size == "toy" else replace(s, **F32), window=min(s.window, keys // 2))
+        shape = shape if s.kv_dtype == s.dtype else replace(shape, kv_dtype=s.kv_dtype)
+        return replace(self, shape=shape, batch=min(self.batch, 2), queries=queries, keys=keys)
 
 
 STEP = replace(PAGED, decode=True)
-GPT_OSS = replace(STEP, q_heads=64, kv_heads=8, head_dim=64, v_head_dim=64, sinks=True, window=127)
 CASES = (
     Case("decode", STEP, 8, 1, 4096),
     Case("prefill", DENSE, 1, 4096, 4096),
     Case("extend", PAGED, 4, 256, 4096),
     Case("latent decode", replace(MLA, decode=True), 64, 1, 4096),
     Case("decode", replace(STEP, kv_dtype="float8_e4m3fn"), 8, 1, 4096, "float8 pages"),
-    Case("decode", GPT_OSS, 64, 1, 2048, "window and sinks"),
+    Case("decode", replace(STEP, **GPT_OSS), 64, 1, 2048, "window and sinks"),
     Case("decode", STEP, 64, 1, 4096),
     Case("decode", STEP, 1, 1, 32768),
     Case("prefill", replace(DENSE, window=1023), 1, 4096, 4096, "window"),
@@ -107,10 +97,10 @@ def cases(setup: Setup) -> dict[str, rows.Case]:
 
 def measure(setup: Setup, pool: Pool, case: Case) -> list[Row]:
     """One case: our kernels that are fast, the automatic choice, torch's calls and the vendors'."""
-    call, toy = case.call(pool), setup.size == "toy"
+    call, brief = case.call(pool), setup.size == "toy"
     want, allowed, part = exact(call)
     ways: dict[str, Way | rows.Make] = {}
-    slow = SLOW if setup.on_gpu else (*SLOW[1:], *COMPILED) if toy else ()
+    slow = SLOW if setup.on_gpu else (*SLOW[1:], *COMPILED) if brief else ()
     fast = tuple(n for n in kernels_of(call.op) if n not in slow)
     for kernel, mine, _ in Stopwatch(names=fast).candidates(call):
         ways[kernel.name] = way(runner(kernel, mine), part, allowed * kernel.tolerance.factor, mine.arguments.get("output"))
@@ -126,17 +116,19 @@ def measure(setup: Setup, pool: Pool, case: Case) -> list[Row]:
         return None if run is None else way(run, part, 2 * allowed, call.arguments.get("output"))
 
     others: dict[str, Callable[[Call], Run | None]]
-    others = {n: partial(make, setup) for n, make in vendors.PEERS.items() if n == "torch.sdpa" or not toy}
-    others |= vendors.vendors_of(call) if setup.on_gpu else {}
+    others = {name: partial(direct.torch_call, name, setup) for name in direct.TORCH if name == "torch.sdpa" or not brief}
+    others |= direct.vendors_of(call) if setup.on_gpu else {}
     ways |= {name: partial(other, make) for name, make in others.items()}
+
+    work = case.shape.work(Sizes(case.batch, case.queries, case.keys / case.queries))
 
     def shares(us: float, way: Way) -> Row:
         ceilings = (setup.ceilings[name] for name in ("bandwidth_tb_s", "matmul_tflop_s"))
-        moved, done = (amount / us / 1e6 / ceiling for amount, ceiling in zip(case.work, ceilings, strict=True))
+        moved, done = (amount / us / 1e6 / ceiling for amount, ceiling in zip(work, ceilings, strict=True))
         return {"of_bandwidth": round(moved, 4), "of_flops": round(done, 4), "of_ceiling": round(max(moved, done), 4)}
 
     found = time_if_right(case.name, ways, want, allowed, partial(kernels_us, setup.device), more=shares)
-    return with_ratios(vendors.with_own(found), "automatic")
+    return with_ratios(direct.with_direct(found, direct.own_calls), "automatic")
 
 
 def way(run: Run, part: Callable[[Tensor], Tensor], allowed: float, output: Tensor | None = None) -> Way:

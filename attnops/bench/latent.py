@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from attnops.bench import Setup, kernels
 from attnops.bench.rows import Case, Make, Row, Way, largest_error, time_if_right, with_ratios
@@ -60,8 +61,6 @@ def cases(setup: Setup) -> dict[str, Case]:
 
 def inputs(setup: Setup, step: Step) -> tuple[Any, Tensor, Tensor]:
     """(transformers' layer with random weights, hidden `[B * new, E]`, latents `[B, K, Dc + Dr]`), alike in every run."""
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
-
     config = config_of("deepseek-v3-shape" if setup.on_gpu else "deepseek_v3")
     config.num_attention_heads = config.num_key_value_heads = step.heads
     config._attn_implementation = "sdpa"
@@ -92,8 +91,6 @@ class Filled:
 
 def their_step(layer: Any, hidden: Tensor, latents: Tensor) -> Run:
     """transformers' layer on one token a request; hidden `[B, E]`."""
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
-
     cache, positions = Filled(latents, layer.kv_lora_rank), hidden.new_full((len(hidden), 1), latents.shape[1] - 1, dtype=torch.float32)
     place = DeepseekV3RotaryEmbedding(layer.config).to(hidden.device)(hidden, positions)
     return lambda: layer(hidden[:, None], position_embeddings=place, attention_mask=None, past_key_values=cache)[0][:, 0]

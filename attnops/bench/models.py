@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 import attnops.hf
@@ -46,8 +47,6 @@ Kept = Callable[[str], Any]  # gives the model of a name
 
 def asked(setup: Setup) -> str:
     """The model of a suite that measures one, under the name that results files share. Raises InvalidInput unless it is a decoder."""
-    import transformers
-
     name = ALIASES.get(setup.model, setup.model)
     if name and type(found := config_of(name)) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InvalidInput("model", f"{name!r}, a {type(found).__name__}", "a decoder")
@@ -88,8 +87,6 @@ def free(device: torch.device, root: Path = Path("/")) -> int:
 
 def needed(setup: Setup, made: Any, point: Point | None) -> int:
     """Bytes of the model of a config, its caches at `point` and its largest module in a wider dtype (`widened`)."""
-    import transformers
-
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(made, dtype=setup.dtype)
     weights, cached = sum({id(p): p.nbytes for p in model.parameters()}.values()), 0
@@ -118,8 +115,6 @@ def build(setup: Setup, name: str, point: Point | None = None) -> Any:
 
     The experts of a gpt-oss are numbers of MXFP4, as its checkpoints have them.
     """
-    import transformers
-
     made = fitted(setup, name, point)
     with torch.random.fork_rng(devices=[setup.device] if setup.on_gpu else []), torch.device(setup.device):
         torch.manual_seed(0)
@@ -127,11 +122,9 @@ def build(setup: Setup, name: str, point: Point | None = None) -> Any:
         for path, parameter in model.named_parameters():
             if path.endswith("sinks"):  # initialised to zero, alike for all heads
                 nn.init.normal_(parameter)
-        if made.model_type == "gpt_oss":
-            for module in model.modules():
-                for weight in (p for p in module.parameters(recurse=False) if p.dim() == 3):
-                    for one in weight.data:
-                        one.copy_(mxfp4.rounded(one.mT).mT)
+            elif made.model_type == "gpt_oss" and parameter.dim() == 3:
+                for one in parameter.data:
+                    one.copy_(mxfp4.rounded(one.mT).mT)
     return model.eval().requires_grad_(False)
 
 
@@ -265,12 +258,10 @@ def widened(model: Any) -> Any:
 @torch.no_grad()
 def exactly(model: Any, prompt: Tensor, new: Tensor | None = None, **given: Tensor) -> Tensor:
     """Logits `[B, N, V]` of a step for every token of `new` `[B, N]` after `prompt`; None: `[B, 1, V]`, of the prompt's last token."""
-    from transformers import DynamicCache
-
     wide = widened(model)
     if callable(choose := getattr(wide, "set_experts_implementation", None)):  # grouped products have no float64
         choose("eager")
-    cache = DynamicCache(config=wide.config)
+    cache = transformers.DynamicCache(config=wide.config)
     last: Tensor = wide(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1, **given).logits
     if new is None:
         return last

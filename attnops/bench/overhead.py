@@ -48,7 +48,7 @@ def in_a_process(function: Callable[..., T], *given: Any) -> T:
 @torch.no_grad()
 def measure(setup: Setup, repeats: int, inner: int, ops: tuple[int, int]) -> list[Row]:
     """All rows. repeats: of `inner` calls each. ops: of the two graphs that are compared."""
-    register(Kernel(NOOP, "paged_attention", _nothing, frozenset({"causal"}), dtypes=(setup.dtype,), cost_us=lambda problem: 1e9))
+    register(Kernel(NOOP, "paged_attention", lambda call: None, frozenset({"causal"}), dtypes=(setup.dtype,), cost_us=lambda problem: 1e9))
     torch.manual_seed(0)
     dtype = str(setup.dtype).removeprefix("torch.")
     call = build(Shape("paged_attention", dtype, dtype, 8, 8, 64, 64, page_size=16), [1] * 4, [50] * 4, Pool(setup.device))
@@ -57,17 +57,11 @@ def measure(setup: Setup, repeats: int, inner: int, ops: tuple[int, int]) -> lis
         return found + eager(call, repeats, inner) + compiled(setup, call, repeats, max(1, inner // 8), ops)
 
 
-def _nothing(call: Any) -> None: ...
-
-
 def _plain(*args: Any, **kwargs: Any) -> None: ...
 
 
 def imports(repeats: int) -> list[Row]:
-    """Times of `import torch` and then `import attnops` in fresh processes.
-
-    The first run is not counted: it writes bytecode where it may.
-    """
+    """Times of `import torch` and then `import attnops` in fresh processes. The first run, which may write bytecode, is not counted."""
     command = [sys.executable, "-c", TIMED_IMPORTS]
     runs = [subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout for _ in range(repeats + 1)]
     times = zip(*([1e6 * float(s) for s in run.split()] for run in runs[1:]), strict=True)

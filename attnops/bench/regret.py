@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -28,7 +28,7 @@ from attnops.problem import Problem, Target, altered
 from attnops.select import select_by
 from attnops.tune.clock import clock_for
 from attnops.tune.run import COMPILED, Stopwatch, runner
-from attnops.tune.shapes import DENSE, MLA, PACKED, PAGED
+from attnops.tune.shapes import DENSE, MLA, PACKED, PAGED, toy
 
 LARGEST_BYTES, LARGEST_FLOPS = 4e9, 4e12
 SMALL_PAIRS, CHECKED = 1 << 25, 2  # pairs of a query and a key in a small call, and how many of them check a kernel
@@ -59,9 +59,7 @@ class Held(NamedTuple):
         """At the size of the run: on a CPU short, with few heads, in float32."""
         if size in ("full", "quick"):
             return self
-        less: dict[str, Any] = {} if self.shape.rope_dim else {"kv_heads": 2, "head_dim": 16, "v_head_dim": 16}
-        shape = replace(self.shape, dtype="float32", kv_dtype="float32", q_heads=4, **less)
-        return Held(self.family, shape, *(tuple(min(n, 24) for n in some[:4]) for some in (self.q_lens, self.k_lens)))
+        return Held(self.family, toy(self.shape), *(tuple(min(n, 24) for n in some[:4]) for some in (self.q_lens, self.k_lens)))
 
 
 def cases(setup: Setup) -> dict[str, Case]:
@@ -69,18 +67,9 @@ def cases(setup: Setup) -> dict[str, Case]:
     return {family: partial(measure, setup, family) for family in FAMILIES}
 
 
-def held_out(count: int, seed: int = 1) -> list[Held]:
-    """`count` calls, the families in turn; too large ones are drawn again."""
-    rng, found = random.Random(seed), list[Held]()
-    while len(found) < count:
-        held = _drawn(tuple(FAMILIES)[len(found) % len(FAMILIES)], rng)
-        batch, tokens = len(held.q_lens), sum(held.q_lens)
-        work = held.shape.work(Sizes(batch, tokens / batch, sum(held.k_lens) / tokens))
-        found += [held] if work.bytes <= LARGEST_BYTES and work.flops <= LARGEST_FLOPS else []
-    return found
+def _drawn(at: int, rng: random.Random) -> Held:
+    family = tuple(FAMILIES)[at % len(FAMILIES)]
 
-
-def _drawn(family: str, rng: random.Random) -> Held:
     def log(low: float, high: float) -> int:
         """Uniform on a logarithmic scale."""
         return max(round(low * math.pow(high / low, rng.random())), 1)
@@ -114,6 +103,19 @@ def _drawn(family: str, rng: random.Random) -> Held:
     even = (length := log(100, 12_000),) * batch
     lengths = ragged(length, 0.2 if kind == "packed" else 0.5) if kind in ("packed", "padded prefill") else even
     return Held(family, shape, lengths if kind == "packed" else even, lengths)
+
+
+def held_out(
+    count: int, seed: int = 1, draw: Callable[[int, random.Random], Held] = _drawn, most_flops: float = LARGEST_FLOPS
+) -> list[Held]:
+    """`count` calls, the families in turn, each by `draw` from its number; too large ones are drawn again."""
+    rng, found = random.Random(seed), list[Held]()
+    while len(found) < count:
+        held = draw(len(found), rng)
+        batch, tokens = len(held.q_lens), sum(held.q_lens)
+        work = held.shape.work(Sizes(batch, tokens / batch, sum(held.k_lens) / tokens))
+        found += [held] if work.bytes <= LARGEST_BYTES and work.flops <= most_flops else []
+    return found
 
 
 def choices(problem: Problem, table: Table | None) -> dict[str, str]:

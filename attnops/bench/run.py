@@ -34,6 +34,7 @@ from attnops.bench import (
 )
 from attnops.bench.files import environment, text_of
 from attnops.bench.rows import Case, LeftOut
+from attnops.configs import quiet_transformers
 from attnops.errors import InvalidInput, one_line
 from attnops.measured.store import write_text
 from attnops.tune.clock import ceilings, synchronize
@@ -42,14 +43,14 @@ from attnops.tune.clock import ceilings, synchronize
 class Suite(NamedTuple):
     """A part of the measurements: cases by name for a Setup, and the share of the time.
 
-    needs: modules that the extra `hf` installs. usual: is it part of a run that names no suite? Others take minutes.
+    models: does it measure models of transformers? usual: is it part of a run that names no suite? Others take minutes.
     """
 
     name: str
     about: str
     cases: Callable[[Setup], Mapping[str, Case]]
     share: float = 1.0
-    needs: tuple[str, ...] = ("transformers",)
+    models: bool = True
     usual: bool = True
 
     @property
@@ -59,22 +60,22 @@ class Suite(NamedTuple):
 
 
 SUITES = (
-    Suite("kernels", "every kernel, the one chosen, and torch's own, by kinds of calls", kernels.cases, 2.0, ()),
+    Suite("kernels", "every kernel, the one chosen, and torch's own, by kinds of calls", kernels.cases, 2.0, False),
     Suite("decode", "one new token a request, of whole Hugging Face models", decode.cases, 8.0),
     Suite("prefill", "the time to the first token of whole Hugging Face models", decode.prefill_cases, 2.0),
     Suite("compile", "cold and warm compilation", compile.cases, 2.0),
     Suite("graphs", "capture of all default buckets, and a step's host time", compile.graph_cases),
     Suite("latent", "an attention layer of DeepSeek-V3 over latents", latent.cases, usual=False),
-    Suite("data", "kernels that move keys, values and latents", data.cases, 0.5, ()),
-    Suite("linear", "the products of a decode step, with what is around them", linear.cases, 0.5, ()),
+    Suite("data", "kernels that move keys, values and latents", data.cases, 0.5, False),
+    Suite("linear", "the products of a decode step, with what is around them", linear.cases, 0.5, False),
     Suite("experts", "the experts of a mixture at few tokens", experts.cases, 0.5),
-    Suite("training", "attention forward and backward, beside others' calls", training.cases, 2.0, ()),
+    Suite("training", "attention forward and backward, beside others' calls", training.cases, 2.0, False),
     Suite("generate", "whole calls of generate(), and the first one of a process", generate.cases, 4.0, usual=False),
     Suite("cliffs", "the cost of a change: another cache, batch, length, thread, adapter or policy", cliffs.cases, usual=False),
-    Suite("overhead", "the host time of a call through attnops", overhead.cases, needs=()),
-    Suite("regret", "the automatic choice against the best kernel, on calls that no table has", regret.cases, needs=(), usual=False),
+    Suite("overhead", "the host time of a call through attnops", overhead.cases, models=False),
+    Suite("regret", "the automatic choice against the best kernel, on calls that no table has", regret.cases, models=False, usual=False),
     Suite("training_steps", "training steps of whole Hugging Face models over packed documents", training_steps.cases, usual=False),
-    Suite("training_regret", "the chosen forward and gradient against the best pair", training_regret.cases, needs=(), usual=False),
+    Suite("training_regret", "the chosen forward and gradient against the best pair", training_regret.cases, models=False, usual=False),
 )
 
 
@@ -176,7 +177,12 @@ def measure(order: Order, setup: Setup, gpus: int, put: Callable[[Suite, str, Ou
             for worker, (suite, case) in zip(tuple(idle), order, strict=False):
                 idle.remove(worker)
                 tell(f"{suite.name}: {case}")
-                running[_submitted(worker, suite, case, setup)] = worker, suite, case
+                try:
+                    future = worker.submit(outcome_of, suite, case, setup)
+                except BrokenProcessPool as broken:  # the process died after its last case
+                    future = Future()
+                    future.set_exception(broken)
+                running[future] = worker, suite, case
             if not running:
                 return not lost
             for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -191,19 +197,7 @@ def measure(order: Order, setup: Setup, gpus: int, put: Callable[[Suite, str, Ou
             worker.shutdown(wait=False, cancel_futures=True)
 
 
-def _submitted(worker: ProcessPoolExecutor, suite: Suite, case: str, setup: Setup) -> Future[Outcome]:
-    """The outcome of a case, or the error of a process that died after its last one."""
-    try:
-        return worker.submit(outcome_of, suite, case, setup)
-    except BrokenProcessPool as error:
-        broken = Future[Outcome]()
-        broken.set_exception(error)
-        return broken
-
-
 def _start_worker(gpu: int, on_gpu: bool) -> None:
-    from attnops.configs import quiet_transformers
-
     quiet_transformers().__enter__()  # until the process ends
     if on_gpu:
         torch.cuda.set_device(gpu)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import attnops.ops
 from attnops.bench import Setup, direct
-from attnops.bench.direct import Attend
+from attnops.bench.direct import RULES, Attend
 from attnops.bench.rows import Case, Make, Row, Way, time_if_right, with_ratios
 from attnops.inputs import Call, Pool, build
 from attnops.measured import Shape
@@ -30,7 +30,7 @@ from attnops.ops import OPS
 from attnops.problem import altered
 from attnops.select import active_policy, choose, use
 from attnops.tune.clock import Timed, kernels_us, steps_us
-from attnops.tune.shapes import D64_MHA, DEEPSEEK, DENSE, PACKED
+from attnops.tune.shapes import D64_MHA, DEEPSEEK, DENSE, PACKED, toy
 
 MOST_ERROR = 0.02
 ROWS = 512
@@ -38,7 +38,6 @@ ROWS = 512
 TRAINED = ("query", "key", "value", "sinks", "mask")
 SHARED = ("sinks", "mask")
 """Of all requests, where the others have rows of tokens."""
-RULES = ("scale", "causal", "window_left", "softcap", "attention_chunk")
 OURS = {"automatic": nullcontext, "deterministic": partial(use, deterministic=True)}
 
 
@@ -56,10 +55,8 @@ class Pair:
         """At the size of the run: short, in float32 and with few heads on a CPU."""
         if size in ("full", "quick"):
             return self
-        s = self.shape
-        less: dict[str, Any] = {"dtype": "float32", "kv_dtype": "float32", "q_heads": 4, "kv_heads": 2, "window": min(s.window, 7)}
-        less |= {"head_dim": 16, "v_head_dim": 16}
-        return replace(self, shape=replace(s, **less), lengths=tuple(min(n, 24) for n in self.lengths[:3]), chunk=min(self.chunk, 5))
+        shape = replace(toy(self.shape), window=min(self.shape.window, 7))
+        return replace(self, shape=shape, lengths=tuple(min(n, 24) for n in self.lengths[:3]), chunk=min(self.chunk, 5))
 
     def build(self, pool: Pool) -> Call:
         """The forward call."""
@@ -118,10 +115,7 @@ def measure(setup: Setup, pool: Pool, pair: Pair) -> list[Row]:
 
     clock = partial(kernels_us, setup.device, rounds=3, launched=True)
     rows = time_if_right(pair.name, ours | others, exact(call, grad), MOST_ERROR, clock, relative, host, own=OURS)
-    best = min((row["median_us"] for row in rows if row["way"] in others and "median_us" in row), default=None)
-    for row in rows:
-        row |= {"of_direct": round(best / row["median_us"], 4)} if best and "median_us" in row and row["way"] in OURS else {}
-    return with_ratios(rows, "flex")
+    return with_ratios(direct.with_direct(rows, lambda way: others if way in OURS else ()), "flex")
 
 
 def own(call: Call, grad: Tensor, policy: Any) -> Way:
@@ -153,35 +147,26 @@ def step(attend: Attend, call: Call, grad: Tensor, more: Row | None = None) -> W
     return Way(Timed(run), more=more or {})
 
 
+@torch.enable_grad()
 def exact(call: Call, grad: Tensor) -> tuple[Tensor, ...]:
     """The gradients of a causal call in float32 (in float64 of a float32 call), with the logits of at most ROWS queries in memory."""
     a = call.arguments
     wide = torch.float64 if grad.dtype == torch.float32 else torch.float32
-    given = {n: a[n].to(wide) if n in SHARED else a[n].to(wide).flatten(0, -3) for n in TRAINED if n in a}
-    found = {n: torch.zeros_like(t) for n, t in given.items()}
+    given: dict[str, Any] = {n: (a[n] if n in SHARED else a[n].flatten(0, -3)).to(wide, copy=True) for n in TRAINED if n in a}
+    for x in given.values():
+        x.requires_grad_()  # and x.grad sums what each part adds
     ends = a["cu_seqlens_q"].tolist() if direct.packed(call) else range(0, len(given["query"]) + 1, a["query"].shape[1])
     flat, left, rules = grad.flatten(0, -3), a.get("window_left", -1), {n: a[n] for n in RULES if n in a}
     for start, end in pairwise(ends):
         for first in range(start, end, ROWS):
             last = min(first + ROWS, end)
             low = max(start, first - left) if left >= 0 else start
-            rows, keys = slice(first, last), slice(low, last)
-            at: dict[str, Any] = {n: slice(None) if n == "sinks" else rows if n == "query" else keys for n in given}
-            if "mask" in at:
-                at["mask"] = (..., slice(first - start, last - start), slice(low - start, last - start))
-            part = {n: given[n][at[n]].clone().requires_grad_() for n in given}
-            grads = chunk(part, flat[rows].to(wide), rules)
-            for (n, place), more in zip(at.items(), grads, strict=True):
-                found[n][place] += more
-    return tuple(found[n].view(a[n].shape) for n in given)
-
-
-@torch.enable_grad()
-def chunk(part: Mapping[str, Tensor], grad: Tensor, rules: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """The gradients of some queries and of all keys up to the last query's, by autograd of the op's reference."""
-    dense = Call("attention", {**{n: x if n in SHARED else x[None] for n, x in part.items()}, **rules})
-    output, _ = OPS["attention"].reference(dense.record)
-    return torch.autograd.grad(output[0], list(part.values()), grad)
+            part = {n: x if n in SHARED else x[None, first:last] if n == "query" else x[None, low:last] for n, x in given.items()}
+            if "mask" in part:
+                part["mask"] = part["mask"][..., first - start : last - start, low - start : last - start]
+            output, _ = OPS["attention"].reference(Call("attention", part | rules).record)
+            output[0].backward(flat[first:last].to(wide))
+    return tuple(x.grad.view(a[n].shape) for n, x in given.items())
 
 
 def relative(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:

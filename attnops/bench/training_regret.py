@@ -22,7 +22,7 @@ from attnops.bench.rows import Case, Row
 from attnops.bench.training import documents
 from attnops.inputs import Pool, build
 from attnops.kernel import kernels_of
-from attnops.measured import Shape, Sizes, Table, in_force
+from attnops.measured import Shape, Table, in_force
 from attnops.problem import Target
 from attnops.tune.clock import clock_for
 from attnops.tune.run import COMPILED, Stopwatch
@@ -30,7 +30,6 @@ from attnops.tune.shapes import GRADIENTS
 
 KINDS = tuple(sweep.shape for sweep in GRADIENTS if isinstance(sweep.shape, Shape))
 FAMILIES = {"dense": "attention", "packed": "varlen_attention"}
-LARGEST_BYTES, LARGEST_FLOPS = 4e9, 1.5e12  # of the forward
 SECONDS, FIRST_S = 70.0, 60.0  # of a family without first calls, and of the slow first calls of a kernel in it
 COUNT = {"toy": 1, "small": 4, "quick": 12, "full": 60}  # calls of a family
 MOST = 65536  # tokens
@@ -43,18 +42,8 @@ def cases(setup: Setup) -> dict[str, Case]:
     return {family: partial(measure, setup, family) for family in FAMILIES}
 
 
-def held_out(count: int, seed: int = 1) -> list[Held]:
-    """`count` forward calls, of KINDS in turn; too large ones are drawn again."""
-    rng, found = random.Random(seed), list[Held]()
-    while len(found) < count:
-        held = _drawn(KINDS[len(found) % len(KINDS)], rng)
-        batch, tokens = len(held.q_lens), sum(held.q_lens)
-        work = held.shape.work(Sizes(batch, tokens / batch, 1.0))
-        found += [held] if work.bytes <= LARGEST_BYTES and work.flops <= LARGEST_FLOPS else []
-    return found
-
-
-def _drawn(like: Shape, rng: random.Random) -> Held:
+def _drawn(at: int, rng: random.Random) -> Held:
+    like = KINDS[at % len(KINDS)]
     op, group = like.op.removesuffix("_backward"), like.group_size
     kv_heads = max(round(like.kv_heads * rng.choice(SCALES)), 1)
     shape = replace(like, op=op, q_heads=kv_heads * group, kv_heads=kv_heads)
@@ -67,11 +56,15 @@ def _drawn(like: Shape, rng: random.Random) -> Held:
     return Held(family, shape, lengths, lengths)
 
 
+held_out = partial(regret.held_out, draw=_drawn, most_flops=1.5e12)
+"""As that of the suite `regret`, of KINDS in turn; the operations are those of the forward."""
+
+
 def measure(setup: Setup, family: str) -> list[Row]:
     """The rows of a family: of its calls, as many as SECONDS allow, and its summary."""
     pool, rows, op = Pool(setup.device), list[Row](), FAMILIES[family]
     if setup.on_gpu:
-        pool.reserve(torch.bfloat16, int(LARGEST_BYTES * 1.5 / 2))
+        pool.reserve(torch.bfloat16, int(regret.LARGEST_BYTES * 1.5 / 2))
     left = {"reference", "flex"} if setup.on_gpu else {"flex", *COMPILED}
     names = tuple({n: None for n in (*kernels_of(op), *kernels_of(f"{op}_backward")) if n not in left})
     stopwatch, table = Stopwatch(clock_for(setup.device), FIRST_S, names), in_force(Target.of(setup.device)).table

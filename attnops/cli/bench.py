@@ -15,7 +15,6 @@ from attnops.bench.run import named, run as run_suites
 from attnops.cli.tables import new_table
 from attnops.configs import quiet_transformers
 from attnops.errors import InvalidInput
-from attnops.needs import require
 
 
 def run(
@@ -24,17 +23,15 @@ def run(
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
     """Measure, with progress and tables on `console`. Options of the command; () is the usual suites. Returns the reports by suite.
 
-    Raises InvalidInput: a value that is unknown, does not fit the suites or exceeds the machine. MissingExtra: a package is missing.
+    Raises InvalidInput: a value that is unknown, does not fit the suites or exceeds the machine.
     """
     if not 0 < budget_s < float("inf"):
         raise InvalidInput("budget_s", budget_s, "a finite number > 0 of seconds")
     if setup.layers < 0:
         raise InvalidInput("layers", setup.layers, ">= 1, or 0 for those of the suite")
     chosen = named(suites)
-    for suite in chosen:
-        require(suite.needs, "hf")
     names = [suite.name for suite in chosen]
-    if (setup.model or setup.layers or setup.points) and not any(suite.needs for suite in chosen):
+    if (setup.model or setup.layers or setup.points) and not any(suite.models for suite in chosen):
         raise InvalidInput("suites", ", ".join(names), "one that measures models, for --model, --layers and --points")
     if setup.ways and not {"generate", "decode", "prefill", "training_steps"} & {*names}:
         raise InvalidInput("suites", ", ".join(names), "generate, decode, prefill or training_steps, for --ways")

@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -98,10 +97,7 @@ def kernels_us(device: torch.device, steps: Mapping[str, Timed], rounds: int = 5
     launched: without CUDA graphs, while the device spins until the host has launched them.
     """
     if device.type == "cuda":
-        before = {name: step.before for name, step in steps.items() if step.before is not None}
-        runs = {name: step.call for name, step in steps.items()}
-        found = GraphClock(device).in_turn(runs, rounds, launched=launched, before=before)
-        return {name: spread(us) for name, us in found.items()}
+        return {name: spread(us) for name, us in GraphClock(device).in_turn(steps, rounds, launched).items()}
     return steps_us(steps, cap_s=2.0)
 
 
@@ -122,29 +118,24 @@ class GraphClock:
         self.launch_us = statistics.median(self._samples(self._kept.replay, self._kept))
 
     def __call__(self, kernel: Kernel, call: Call, run: Run) -> float:
-        return statistics.median(self.in_turn({"": run}, 1, launched=kernel.capture is not Capture.WHOLE)[""])
+        return statistics.median(self.in_turn({"": Timed(run)}, 1, kernel.capture is not Capture.WHOLE)[""])
 
-    def in_turn(
-        self, runs: Mapping[str, Run], rounds: int = 5, *, launched: bool = False, before: Mapping[str, Run] = MappingProxyType({}),
-    ) -> dict[str, list[float]]:  # fmt: skip
-        """Samples in microseconds of each of `runs`, all of them in every round.
-
-        launched: without graphs. before: functions that run, untimed, before the samples of a run.
-        """
+    def in_turn(self, steps: Mapping[str, Timed], rounds: int = 5, launched: bool = False) -> dict[str, list[float]]:
+        """Samples in microseconds of the whole call of each step, all of them in every round. launched: without graphs."""
         graphs: dict[str, torch.cuda.CUDAGraph | None] = {}
-        taken: dict[str, list[float]] = {name: [] for name in runs}
-        for name, run in runs.items():
+        taken: dict[str, list[float]] = {name: [] for name in steps}
+        for name, step in steps.items():
             try:
-                graphs[name] = None if launched else self._capture(run)
+                graphs[name] = None if launched else self._capture(step.call)
             except torch.OutOfMemoryError:
                 raise
             except Exception:  # capture raises errors of any type
                 graphs[name] = None
         for _ in range(rounds):
             for name, graph in graphs.items():
-                if name in before:
-                    before[name]()
-                taken[name] += self._samples(runs[name], graph)
+                if (before := steps[name].before) is not None:
+                    before()
+                taken[name] += self._samples(steps[name].call, graph)
         return taken
 
     def _samples(self, run: Run, graph: torch.cuda.CUDAGraph | None) -> list[float]:

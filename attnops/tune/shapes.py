@@ -54,6 +54,7 @@ LONG_PROMPTS = (32.0, 64.0, 128.0, 136.0, 192.0, 256.0, 272.0, 384.0, 512.0, 640
 PASTS, STRIDES = (1.0, 2.0, 4.0, 16.0, 64.0, 512.0, 4096.0), powers(4, 2048, 8)
 PAGED = Shape("paged_attention", page_size=16)
 DENSE = Shape("attention", square=True)
+PADDED = Shape("attention", kv_range=True)
 PACKED = Shape("varlen_attention")
 DENSE_GRADIENT = Shape("attention_backward", square=True)
 PACKED_GRADIENT = Shape("varlen_attention_backward")
@@ -72,16 +73,16 @@ D96: dict[str, Any] = MHA | {"head_dim": 96, "v_head_dim": 96}
 F32: dict[str, Any] = {"dtype": "float32", "kv_dtype": "float32"}
 
 
-def _decode(shape: Shape, batch: Axis = COARSE[0], ratio: Axis = COARSE[1]) -> Sweep:
-    return Sweep(replace(shape, decode=True, square=False), batch, ONE, ratio)
+def _decode(shape: Shape, batch: Axis = COARSE[0], ratio: Axis = COARSE[1], /, **more: Any) -> Sweep:
+    return Sweep(replace(shape, **more, decode=True, square=False), batch, ONE, ratio)
 
 
-def _extend(shape: Shape, batch: Axis = SOME, queries: Axis = MANY) -> Sweep:
-    return Sweep(shape, batch, queries, PASTS)
+def _extend(shape: Shape, batch: Axis = SOME, queries: Axis = MANY, /, **more: Any) -> Sweep:
+    return Sweep(replace(shape, **more), batch, queries, PASTS)
 
 
-def _prefill(shape: Shape, batch: Axis = FEW, queries: Axis = PROMPTS) -> Sweep:
-    return Sweep(shape, batch, queries, ONE)
+def _prefill(shape: Shape, batch: Axis = FEW, queries: Axis = PROMPTS, /, **more: Any) -> Sweep:
+    return Sweep(replace(shape, **more), batch, queries, ONE)
 
 
 LINEARS = tuple(Sweep(shape, linears.ROWS, ONE, ONE) for shape in linears.SHAPES)
@@ -92,11 +93,11 @@ GPT_OSS: dict[str, Any] = D64 | {"window": 127, "sinks": True}
 GRADIENTS: tuple[Sweep, ...] = (
     *(_prefill(shape, (1.0, 2.0, 4.0, 16.0), TRAINED) for shape in (DENSE_GRADIENT, PACKED_GRADIENT)),
     *(
-        _prefill(replace(shape, **more), (1.0, 4.0, 16.0), LONG)
+        _prefill(shape, (1.0, 4.0, 16.0), LONG, **more)
         for more in (D64_4, GPT_OSS, WINDOW, DEEPSEEK, {"softcap": True}, D256, D64_MHA, MHA)
         for shape in (DENSE_GRADIENT, PACKED_GRADIENT)
     ),
-    *(_prefill(replace(DENSE_GRADIENT, **more), (1.0, 4.0, 16.0), LONG) for more in (D96, D64_MHA | {"causal": False})),
+    *(_prefill(DENSE_GRADIENT, (1.0, 4.0, 16.0), LONG, **more) for more in (D96, D64_MHA | {"causal": False})),
 )
 BACKWARD = "_backward"
 
@@ -114,53 +115,45 @@ def asked_by(shape: AnyShape) -> str:
 
 TRAINING = tuple(step for sweep in GRADIENTS for step in (forward(sweep), sweep))
 
+KEY_HEADS = ({"q_heads": 64}, MHA, ONE_KEY_HEAD, {"q_heads": 4, "kv_heads": 1}, {"q_heads": 32, "kv_heads": 2})
 # Head dims of 128 come first: prebuilt kernels have them, and compilation for others may exhaust a kernel's first_calls_s.
 FULL = (
     _decode(PAGED, *FINE),
     _extend(PAGED, SOME, EACH_MANY),
-    *(_decode(replace(MLA, q_heads=n), *FINE) for n in (128, 16)),
-    *(_prefill(shape, queries=LONG_PROMPTS) for shape in (DENSE, PACKED)),
-    _decode(replace(DENSE, kv_range=True)),
-    _prefill(replace(DENSE, kv_range=True, square=False)),
-    _decode(replace(PAGED, page_size=64), *USUAL),
-    _extend(replace(PAGED, page_size=64), FEW),
-    *(_decode(replace(PAGED, **heads), *USUAL) for heads in ({"q_heads": 64}, MHA, ONE_KEY_HEAD, {"q_heads": 4, "kv_heads": 1})),
-    _decode(replace(PAGED, q_heads=32, kv_heads=2), *USUAL),
-    *(_decode(replace(PAGED, page_size=n), *USUAL) for n in (1, 128)),
-    _extend(replace(PAGED, q_heads=64)),
-    _extend(replace(PAGED, **MHA)),
-    _extend(replace(PAGED, **SMALL), FEW),
-    _extend(replace(PAGED, **ONE_KEY_HEAD), FEW, STRIDES),
-    *(_decode(replace(MLA, q_heads=n), *USUAL) for n in (32, 64)),
-    *(_decode(replace(MLA, q_heads=n, page_size=16)) for n in (128, 16)),
-    *(_extend(replace(MLA, q_heads=n), FEW, VERIFY) for n in (128, 16)),
+    *(_decode(MLA, *FINE, q_heads=n) for n in (128, 16)),
+    *(_prefill(shape, FEW, LONG_PROMPTS) for shape in (DENSE, PACKED)),
+    *(kind(PADDED) for kind in (_decode, _prefill)),
+    _decode(PAGED, *USUAL, page_size=64),
+    _extend(PAGED, FEW, page_size=64),
+    *(_decode(PAGED, *USUAL, **more) for more in (*KEY_HEADS, {"page_size": 1}, {"page_size": 128})),
+    *(_extend(PAGED, **heads) for heads in ({"q_heads": 64}, MHA)),
+    _extend(PAGED, FEW, **SMALL),
+    _extend(PAGED, FEW, STRIDES, **ONE_KEY_HEAD),
+    *(_decode(MLA, *USUAL, q_heads=n) for n in (32, 64)),
+    *(_decode(MLA, q_heads=n, page_size=16) for n in (128, 16)),
+    *(_extend(MLA, FEW, VERIFY, q_heads=n) for n in (128, 16)),
     *LINEARS,
     _decode(STEP, *FINE),
-    *(_decode(replace(STEP, **heads), *USUAL) for heads in ({"page_size": 64}, {"q_heads": 64}, MHA, D64, D64_4)),
-    _decode(replace(STEP, **D64, window=127, sinks=True)),
+    *(_decode(STEP, *USUAL, **more) for more in ({"page_size": 64}, {"q_heads": 64}, MHA, D64, D64_4)),
+    _decode(STEP, **GPT_OSS),
     _decode(DENSE),
-    *(_prefill(replace(DENSE, **heads)) for heads in (MHA, ONE_KEY_HEAD, SMALL)),
-    _prefill(replace(PACKED, **ONE_KEY_HEAD)),
+    *(_prefill(DENSE, **heads) for heads in (MHA, ONE_KEY_HEAD, SMALL)),
+    _prefill(PACKED, **ONE_KEY_HEAD),
     Sweep(replace(DENSE, square=False), FEW, (64.0, 256.0, 1024.0), (2.0, 8.0, 32.0)),
-    _prefill(replace(DENSE, **D64)),
-    _prefill(replace(DENSE, **D64, causal=False), SOME),
-    _prefill(replace(DENSE, causal=False)),
-    _prefill(replace(PACKED, **D64)),
-    *(_decode(replace(PAGED, **heads), *USUAL) for heads in (D64, D64_4, D64_MHA)),
-    _extend(replace(PAGED, **D64), SOME),
-    _extend(replace(PAGED, **D64_MHA), FEW, STRIDES),
-    *(_decode(replace(PAGED, **heads, page_size=1)) for heads in (MHA, D64_4)),
-    *(_prefill(replace(shape, **DEEPSEEK)) for shape in (PACKED, DENSE)),
-    _decode(replace(PAGED, **D64, window=127, sinks=True)),
-    _extend(replace(PAGED, **D64, window=127, sinks=True), FEW, STRIDES),
-    *(
-        sweep(replace(DENSE, **D64, kv_range=True, square=False, window=window, sinks=True))
-        for window in (-1, 127)
-        for sweep in (_decode, _prefill)
-    ),
-    _decode(replace(PAGED, **FP8)),
-    _decode(replace(PAGED, **D256)),
-    _prefill(replace(DENSE, **D256)),
+    _prefill(DENSE, **D64),
+    _prefill(DENSE, SOME, **D64, causal=False),
+    _prefill(DENSE, causal=False),
+    _prefill(PACKED, **D64),
+    *(_decode(PAGED, *USUAL, **heads) for heads in (D64, D64_4, D64_MHA)),
+    _extend(PAGED, SOME, **D64),
+    _extend(PAGED, FEW, STRIDES, **D64_MHA),
+    *(_decode(PAGED, **heads, page_size=1) for heads in (MHA, D64_4)),
+    *(_prefill(shape, **DEEPSEEK) for shape in (PACKED, DENSE)),
+    _decode(PAGED, **GPT_OSS),
+    _extend(PAGED, FEW, STRIDES, **GPT_OSS),
+    *(kind(PADDED, **GPT_OSS | {"window": window}) for window in (-1, 127) for kind in (_decode, _prefill)),
+    *(_decode(PAGED, **more) for more in (FP8, D256)),
+    _prefill(DENSE, **D256),
     *TRAINING,
 )
 
@@ -176,20 +169,28 @@ def _brief(p: Sweep) -> Sweep:
 
 
 BRIEF = tuple(map(_brief, FULL))
-_TINY: dict[str, Any] = {**F32, "q_heads": 4, "kv_heads": 2, "head_dim": 16, "v_head_dim": 16}
-_LATENT = _TINY | {"kv_heads": 1, "head_dim": 20, "rope_dim": 4}
+TOY: dict[str, Any] = {**F32, "q_heads": 4, "kv_heads": 2, "head_dim": 16, "v_head_dim": 16}
+LATENT = TOY | {"kv_heads": 1, "head_dim": 20, "rope_dim": 4}
+
+
+def toy(shape: Shape) -> Shape:
+    """With few and small heads, those of latents as wide as they are, in float32."""
+    return replace(shape, **(F32 | {"q_heads": 4} if shape.rope_dim else TOY))
+
+
+FEWEST, SHORTEST = (1.0, 2.0), (8.0, 16.0)
 TINY = (
-    *(_prefill(replace(shape, **_TINY), (1.0, 2.0), (8.0, 16.0)) for shape in (DENSE, PACKED)),
-    *(_decode(replace(s, **heads, page_size=4), (1.0, 2.0), (8.0, 16.0)) for s, heads in ((PAGED, _TINY), (MLA, _LATENT))),
-    *(_prefill(replace(shape, **_TINY), (1.0, 2.0), (8.0, 16.0)) for shape in (DENSE_GRADIENT, PACKED_GRADIENT)),
-    forward(_prefill(replace(DENSE_GRADIENT, **_TINY), (1.0, 2.0), (8.0, 16.0))),
+    *(_prefill(toy(shape), FEWEST, SHORTEST) for shape in (DENSE, PACKED)),
+    *(_decode(s, FEWEST, SHORTEST, **heads, page_size=4) for s, heads in ((PAGED, TOY), (MLA, LATENT))),
+    *(_prefill(toy(shape), FEWEST, SHORTEST) for shape in (DENSE_GRADIENT, PACKED_GRADIENT)),
+    forward(_prefill(toy(DENSE_GRADIENT), FEWEST, SHORTEST)),
 )
 CPU = (
-    _prefill(replace(DENSE, **F32), (1.0, 4.0), (64.0, 256.0)),
-    _decode(replace(DENSE, **F32, kv_range=True), (1.0, 4.0), (256.0, 1024.0)),
-    _prefill(replace(PACKED, **F32), (1.0, 4.0), (64.0, 256.0)),
-    _decode(replace(PAGED, **F32), (1.0, 8.0), (256.0, 1024.0)),
-    _prefill(replace(DENSE_GRADIENT, **F32), (1.0, 4.0), (64.0, 256.0)),
+    _prefill(DENSE, (1.0, 4.0), (64.0, 256.0), **F32),
+    _decode(PADDED, (1.0, 4.0), (256.0, 1024.0), **F32),
+    _prefill(PACKED, (1.0, 4.0), (64.0, 256.0), **F32),
+    _decode(PAGED, (1.0, 8.0), (256.0, 1024.0), **F32),
+    _prefill(DENSE_GRADIENT, (1.0, 4.0), (64.0, 256.0), **F32),
 )
 GRIDS: dict[str, tuple[Sweep, ...]] = {"full": FULL, "brief": BRIEF, "cpu": CPU, "tiny": TINY}
 

@@ -13,7 +13,7 @@ from attnops.measured.table import from_json
 from attnops.problem import Target
 from attnops.select import select_by
 from attnops.tune import Stopwatch, measure
-from attnops.tune.clock import GraphClock
+from attnops.tune.clock import GraphClock, Timed
 from attnops.tune.shapes import MLA, PAGED, Sweep
 
 STEP = Sweep(replace(PAGED, decode=True), (1.0, 16.0), (1.0,), (512.0, 4096.0))
@@ -25,7 +25,7 @@ def test_the_clock_times_a_copy(found: dict[str, Any]) -> None:
     clock = GraphClock("cuda")
     source = torch.empty(1 << 28, dtype=torch.bfloat16, device="cuda")
     target = torch.empty_like(source)
-    [us] = [sorted(t)[len(t) // 2] for t in clock.in_turn({"copy": lambda: target.copy_(source)}).values()]
+    [us] = [sorted(t)[len(t) // 2] for t in clock.in_turn({"copy": Timed(lambda: target.copy_(source))}).values()]
     rate = 2 * source.numel() * 2 / us / 1e6
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
