@@ -10,9 +10,8 @@ transformers passes on untouched:
 costs little. `padded` is 1 where the requests are the padding and the text of rows: cumulative lengths beside the mask then restrict it
 further, and else replace it. All dims but the last are expanded, and few, because a copy to another device writes them out.
 
-A tracer cannot count the requests. It makes `N = B * S` of them, those past the last document empty. Kernels launch programs for each (a
-row of 8192 tokens takes 80 times as long on an H100), so the layers write the mask out again, unless the caller passes cumulative lengths,
-which leave this tensor unused.
+A tracer cannot count the requests. It makes `N = B * S` of them, those past the last document empty. Kernels launch programs for each, also
+for empty ones, so the layers write the mask out again, unless the caller passes cumulative lengths, which leave this tensor unused.
 """
 
 from __future__ import annotations
