@@ -147,6 +147,8 @@ def test_lengths_take_the_place_of_documents():
         close(attend(MODULE, q, k, v, mask, output_attentions=True, **lengths)[0], ours)
     with pytest.raises(InvalidInput, match="a batch of 2"):
         attend(MODULE, *qkv(), packed_mask(), **lengths)
+    with pytest.raises(InvalidInput, match="cu_seq_lens_q: got no max_length_q, want one row"):
+        attend(MODULE, q, k, v, packed_mask(ids=IDS[:1]), **lengths | {"max_length_q": None})
 
 
 @pytest.mark.parametrize("window", [0, 3])
@@ -187,7 +189,7 @@ def test_rows_of_one_request_each_are_dense():
 
 
 @pytest.mark.parametrize(
-    "shape", [(1, 1, 1, 2), (3, 1, 1, 4), (1, 33, 1, 4), (1, 1, 1, 14), (1, 1, 4), (1, 1, 6, 6), (2, 1, 6, 6), (2, 4, 6, 6)]
+    "shape", [(1, 1, 1, 2), (3, 1, 1, 4), (1, 33, 1, 4), (1, 0, 1, 4), (1, 1, 1, 14), (1, 1, 4), (1, 1, 6, 6), (2, 1, 6, 6), (2, 4, 6, 6)]
 )
 def test_another_int32_mask_is_an_error(shape):
     with pytest.raises(InvalidInput, match="attention_mask"):

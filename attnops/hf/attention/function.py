@@ -229,8 +229,11 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
         ours = starts_q is not cu_seq_lens_q
         one_row = query.shape[0] == 1 and mask is None
         if starts_q is None or starts_k is None or longest_q is None or longest_k is None or not (ours or one_row):
+            beside_it = {"cu_seq_lens_k": starts_k, "max_length_q": longest_q, "max_length_k": longest_k}
+            missing = ", ".join(name for name, given_too in beside_it.items() if given_too is None)
+            fault = f"no {missing}" if missing else f"a batch of {query.shape[0]}" + " with position_bias" * (mask is not None)
             want = "one row, with cu_seq_lens_k, max_length_q and max_length_k, and no position_bias"
-            fail(InvalidInput, "cu_seq_lens_q", f"a batch of {query.shape[0]}", want)
+            fail(InvalidInput, "cu_seq_lens_q", fault, want)
         output = varlen_attention(
             query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), starts_q, starts_k, max_seqlen_q=int(longest_q),
             max_seqlen_k=int(longest_k), scale=scale, causal=causal, window=(left, -1 if causal else left), softcap=cap, sinks=sinks,

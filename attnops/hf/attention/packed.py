@@ -89,7 +89,8 @@ def _no_mask(starts: Tensor, length: int) -> Tensor:
 
 def read(mask: Tensor, batch: int, length: int, keys: int) -> Packed:
     """The inverse of `build`. Raises InvalidInput: an int32 tensor that is no such mask of these `[B, S]` queries and `[B, T]` keys."""
-    made = mask.dim() == 4 and mask.shape[0] in (1, 2) and mask.shape[1] <= PARTS and batch < mask.shape[3] <= batch * length + 1
+    made = mask.dim() == 4 and mask.numel() > 0 and mask.shape[0] in (1, 2) and mask.shape[1] <= PARTS
+    made = made and batch < mask.shape[3] <= batch * length + 1
     if not made or length != keys or mask.shape[3] == keys:
         want = "bool or float [B, H, S, T], or attnops' descriptor of a step in which the keys are those of the queries"
         fail(InvalidInput, "attention_mask", f"int32 {list(mask.shape)} for {length} queries and {keys} keys", want)
