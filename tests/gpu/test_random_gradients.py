@@ -44,7 +44,7 @@ def problem(seed: int, device: str) -> tuple[str, Call]:
 
 
 def checked(kernel: Kernel, seeds: range, device: str) -> dict[str, Any]:
-    """What `kernel` made of the problems of its op; a mismatch is told when all have run."""
+    """The figures of `kernel` over the problems of its op. A mismatch is counted, and the others run all the same."""
     ran, refused, wrong, worst = 0, list[str](), list[str](), 0.0
     for seed in seeds:
         name, call = problem(seed, device)

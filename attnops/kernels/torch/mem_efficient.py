@@ -61,7 +61,7 @@ def attention_backward(call: dense.AttentionBackward) -> tuple[Tensor, Tensor, T
     q, k, v = _given(call, bias)
     batch, queries, heads, _ = query.shape
     lse = torch.full((batch, heads, -(-queries // ROWS) * ROWS), INF, device=query.device)
-    lse[..., :queries] = torch.nan_to_num(call.lse.transpose(1, 2), nan=float("nan"), posinf=INF, neginf=INF)
+    lse[..., :queries] = call.lse.masked_fill(call.lse == -INF, INF).transpose(1, 2)
     seed = torch.empty((), dtype=torch.int64, device=query.device)  # read only where dropout is on
     grad_output, output = (x.to(q.dtype).contiguous() for x in (call.grad_output, call.output))
     grad_q, grad_k, grad_v, grad_bias = _ATEN._efficient_attention_backward.default(

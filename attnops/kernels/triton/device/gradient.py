@@ -79,8 +79,8 @@ def in_steps(key, high, STEP: tl.constexpr):
 def load_stats(stats_ptr, rows, TILE: tl.constexpr):
     """(z, delta) of TILE rows, 0 past `rows` of them: see `grad_queries`.
 
-    The second half of what is loaded is empty: Triton has every thread load all its numbers itself where a tile has fewer numbers than
-    there are threads.
+    Half of the places are masked off. Without them the tile would have fewer numbers than the program has threads, and Triton would have
+    every thread load all of them.
     """
     at = tl.arange(0, 4 * TILE)
     both = tl.load(stats_ptr + at, mask=at < 2 * tl.minimum(rows, TILE), other=0.0)
