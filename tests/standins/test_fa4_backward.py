@@ -17,7 +17,7 @@ from attnops.problem import Extent, Target, altered, pretend
 from attnops.select import select
 from attnops.testing import CASES, Features, Source, builders, check_kernel
 from tests.mates import POLICY
-from tests.standins import flash_attn_cute_backward
+from tests.standins import flash_attn_cute_backward, shapes
 from tests.standins.flash_attn_cute import installed
 from tests.standins.test_aten_flash import narrow
 from tests.standins.test_fa4 import ASSUME, SM90, SM100, Capturing
@@ -38,14 +38,10 @@ RULES = {
     "mla": replace(PLAIN, causal=True, head_dim=192, v_head_dim=128, kv_heads=4),
 }
 SHAPES = {
-    "dense": lambda f: builders.dense(Source(3), 2, 5, 11, f),
-    "tall": lambda f: builders.dense(Source(3), 2, 7, 4, f),
+    **shapes.SHAPES,
     "long": lambda f: builders.dense(Source(3), 1, 130, 140, f),
-    "ragged": lambda f: builders.varlen(Source(3), (5, 0, 1, 20, 4), (5, 3, 7, 4, 0), f, padding=(3, 4)),
     "padded": lambda f: builders.varlen(Source(3), (70, 3), (130, 9), f, padding=(200, 200)),
     "tight": lambda f: builders.varlen(Source(3), (5, 8), (5, 70), f, padding=None),
-    "no_keys": lambda f: builders.varlen(Source(3), (3, 1), (0, 0), f, padding=(2, 2)),
-    "no_key": lambda f: builders.dense(Source(3), 2, 3, 0, f),
 }
 
 

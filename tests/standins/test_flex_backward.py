@@ -14,6 +14,7 @@ from attnops.ops import OPS as OPS_BY_NAME
 from attnops.problem import Extent, Target, altered, pretend
 from attnops.select import select
 from attnops.testing import CASES, Features, Source, builders, check_kernel
+from tests.standins import shapes
 
 F32, BF16 = torch.float32, torch.bfloat16
 OPS = ("attention_backward", "varlen_attention_backward")
@@ -29,12 +30,8 @@ RULES = {
     "bool": replace(PLAIN, mask="bool", causal=True),
 }
 SHAPES = {
-    "dense": lambda f: builders.dense(Source(3), 2, 5, 11, f),
-    "tall": lambda f: builders.dense(Source(3), 2, 7, 4, f),
+    **shapes.SHAPES,
     "ranges": lambda f: builders.dense(Source(3), 2, 3, 9, f, start=(1, 0), end=(9, 4)),
-    "no_key": lambda f: builders.dense(Source(3), 2, 3, 0, f),
-    "ragged": lambda f: builders.varlen(Source(3), (5, 0, 1, 20, 4), (5, 3, 7, 4, 0), f, padding=(3, 4)),
-    "no_keys": lambda f: builders.varlen(Source(3), (3, 1), (0, 0), f, padding=(2, 2)),
 }
 
 

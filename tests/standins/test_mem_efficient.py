@@ -11,6 +11,7 @@ from attnops.problem import Target, altered, pretend
 from attnops.select import select
 from attnops.testing import CASES, Features, Source, builders, check_kernel
 from tests.standins.mem_efficient import installed
+from tests.standins.shapes import DENSE
 from tests.standins.test_aten_flash import narrow
 
 OPS = ("attention", "attention_backward")
@@ -27,10 +28,8 @@ RULES = {
     **{f"mask_{shape}": replace(PLAIN, mask="additive", mask_shape=shape, dtype=F32) for shape in ("bhq", "b", "h", "q", "")},
 }
 SHAPES = {
-    "dense": lambda f: builders.dense(Source(3), 2, 5, 11, f),
-    "tall": lambda f: builders.dense(Source(3), 2, 7, 4, f),
+    **DENSE,
     "long": lambda f: builders.dense(Source(3), 1, 40, 33, f),
-    "no_key": lambda f: builders.dense(Source(3), 2, 3, 0, f),
 }
 
 
