@@ -5,7 +5,7 @@ one another in one row, as DataCollatorWithFlattening lays them out: position_id
 as 8x4k the row has 8 * 4096 tokens. Loss and norm of the gradient of every way are compared with those of transformers, by the first of
 PEERS that runs: gpt-oss has no SDPA there, and eager attention holds all pairs. `peak_gib`: the most memory that tensors took in a step,
 weights included. `hf_liger` and `attnops_liger`, which run only if `--ways` names them, have Liger's norms, MLPs and fused loss besides,
-the first one with FlashAttention-4.
+the first one with transformers' flex_attention.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PLACES: models.Places = {
 }  # fmt: skip
 WAYS = {"hf_sdpa": "sdpa", "attnops": "", "hf_flex": "flex_attention", "hf_fa4": "flash_attention_4", "hf_eager": "eager"}
 """By way the attention of transformers; "" is patched."""
-LIGER = {"hf_liger": "flash_attention_4", "attnops_liger": ""}
+LIGER = {"hf_liger": "flex_attention", "attnops_liger": ""}
 PEERS = ("hf_sdpa", "hf_flex", "hf_eager")
 ON_GPU = ("hf_flex", "hf_fa4", *LIGER)
 DOCUMENT = 1820  # tokens of a document, on average

@@ -32,7 +32,7 @@ def grad_mask(
     own = tl.program_id(2)
     OUT_HEADS: tl.constexpr = 1 if ALL_HEADS else HEADS
     own_head = own % OUT_HEADS
-    own_request = own // OUT_HEADS
+    own_request = wide + own // OUT_HEADS
     dims = tl.arange(0, BLOCK_D)
     dims_v = tl.arange(0, BLOCK_DV)
     low_tile = own_tile
@@ -52,6 +52,11 @@ def grad_mask(
         turns = turns * requests
     if ALL_HEADS:
         turns = turns * HEADS
+    # A program's tile of the mask is the same in all turns. Numbers past the last query or key are not used.
+    row = 0 if ALL_QUERIES else own_tile * TILE_Q
+    at = mask_ptr + own_request * mask_b + own_head * mask_h + (wide + row) * mask_q + (wide + first) * mask_k
+    seen = (row + r < width_q)[:, None] & in_steps(j, width_k, MASK_STEP)[None, :] & (turns > 0)
+    bias = tl.load(at + (r * mask_q)[:, None] + (c * mask_k)[None, :], mask=seen, other=0)
     acc = tl.zeros([TILE_Q, TILE_K], tl.float32)
     for turn in range(turns):
         request = own_request
@@ -81,9 +86,6 @@ def grad_mask(
         z, delta = load_stats(stats_ptr + ((wide + head) * tokens + token) * 2, queries - query, TILE_Q)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         grad_p = tl.dot(g, tl.trans(v), input_precision="ieee")
-        seen = live[:, None] & in_steps(j, high, MASK_STEP)[None, :]
-        at = mask_ptr + far * mask_b + head * mask_h + (wide + query) * mask_q
-        bias = tl.load(at + (r * mask_q)[:, None] + ((wide + first) * mask_k + c * mask_k)[None, :], mask=seen, other=0)
         position = offset + query + r
         zero = position * 0
         lowest, highest = span(position, position, low + zero, high + zero, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)

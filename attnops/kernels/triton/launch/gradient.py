@@ -19,14 +19,13 @@ if TYPE_CHECKING:
 
 
 # By kind of numbers, for padded dims of query and value together up to the width: (tile of queries, tile of keys), smaller where shared
-# memory is short. A tile's `rows` are those that a program keeps, its `keys` the rows of a step. On SM90 the two sums of 128 keys take
-# most of a program's registers: steps of 64 rows leave enough for 256 dims, steps of 32 for 320. Beyond, a program keeps 64 keys.
-# With 128 registers a thread, a multiprocessor has two programs of queries.
+# memory is short. A tile's `rows` are those that a program keeps, its `keys` the rows of a step. They were the fastest on an H200, also
+# where registers spill, as in the sums of 128 keys of 320 dims. With 128 registers a thread, a multiprocessor has two programs of queries.
 TILES: dict[str, dict[int, tuple[Tile, Tile]]] = {
     "half": {
         128: (Tile(128, 64, 8, 3, 128), Tile(128, 64, 8, 3)),
         256: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
-        320: (Tile(128, 64, 8, 2), Tile(128, 32, 8, 3)),
+        320: (Tile(128, 32, 8, 3), Tile(128, 64, 8, 2)),
         512: (Tile(128, 32, 8, 2), Tile(64, 32, 8, 2)),
     },
     "float32": {
@@ -35,8 +34,8 @@ TILES: dict[str, dict[int, tuple[Tile, Tile]]] = {
         512: (Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
     },
 }
-WITH_MASK = Tile(128, 32, 8, 2)
-"""A tile of keys, in place of the table's for 256 dims: a tile of the mask takes registers."""
+WITH_MASK = {128: Tile(64, 64, 4, 3), 256: Tile(128, 32, 8, 2)}
+"""Tiles of keys in place of those: a tile of the mask takes registers."""
 
 
 class Batch(NamedTuple):
@@ -189,8 +188,8 @@ def tiles_of(dtype: torch.dtype, head_dim: int, v_head_dim: int, memory: int, ma
     width, by_width = sum(parted(head_dim)) + padded(v_head_dim), TILES["float32" if dtype == torch.float32 else "half"]
     wide = min(w for w in by_width if w >= width)
     queries, keys = by_width[wide]
-    if masked and wide == 256 and dtype != torch.float32:
-        keys = WITH_MASK
+    if masked and dtype != torch.float32:
+        keys = WITH_MASK.get(wide, keys)
     return _fitting(queries, width, dtype.itemsize, memory), _fitting(keys, width, dtype.itemsize, memory)
 
 
