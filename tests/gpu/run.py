@@ -185,7 +185,7 @@ def run(runner: Runner, processes: int, modules: bool) -> None:
         runner.wait(workers, builder)
         now = Pass.of(runner.journal.records())
         if now.left(True) and not now.left(False) and time.time() < runner.until:
-            workers = [runner.start(gpus[0], True)]
+            workers = [runner.start(",".join(gpus), True)]
             runner.wait(workers)
     finally:
         for process in [w.process for w in workers] + ([builder] if builder else []):

@@ -7,6 +7,8 @@ import torch
 
 from tests.distributed import CASES, WORLD, check, results
 
+pytestmark = pytest.mark.alone  # other processes of the suite see one GPU each
+
 # A gradient is rounded to bfloat16 before its sum over the processes, and after it where one process has them all. The weights of the
 # tiny model have ten times the usual spread, and with them a rounding grows: autocast steps on a CPU are 0.04 apart.
 LIMIT = 0.15

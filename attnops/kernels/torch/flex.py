@@ -263,6 +263,7 @@ class Tile(NamedTuple):
 
 # By the widest head dim: up to 64, 128, 256, and above.
 HALF_TILES = (Tile(128, 128, 3, 4), Tile(128, 64, 3, 8), Tile(64, 32, 3, 4), Tile(64, 32, 3, 8))
+MASK_TILES = (Tile(64, 64, 3, 4), Tile(64, 128, 2, 4))  # of half numbers under a mask up to 128, by times of an H200
 SINGLE_TILES = (Tile(128, 32, 3, 4), Tile(64, 32, 3, 4), Tile(32, 32, 3, 4), Tile(32, 16, 3, 4))
 
 
@@ -287,7 +288,8 @@ def tile(head_dim: int, v_head_dim: int, itemsize: int, arch: int, masked: bool 
     Torch's defaults fit neither every mask nor every head dim. Where no tile fits, the smallest is returned; `_fitting` refuses the call.
     """
     widest, limit = max(padded(head_dim), padded(v_head_dim)), shared_limit(arch)
-    found = (HALF_TILES if itemsize == 2 else SINGLE_TILES)[(widest > 64) + (widest > 128) + (widest > 256)]
+    tiles = SINGLE_TILES if itemsize != 2 else MASK_TILES + HALF_TILES[2:] if masked else HALF_TILES
+    found = tiles[(widest > 64) + (widest > 128) + (widest > 256)]
     if found.BLOCK_N == 128 and arch not in WARP_GROUPS:
         found = found._replace(BLOCK_N=64)
     found = found._replace(BLOCK_N=min(found.BLOCK_N, padded(keys)))
