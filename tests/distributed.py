@@ -4,6 +4,7 @@ import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,8 @@ def results(device: str, backend: str, names: list[str], out: Path, timeout_s: f
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    processes = [ready().Process(target=worker, args=(rank, port, device, backend, names, str(out))) for rank in range(WORLD)]
+    context = ready() if device == "cpu" else get_context("spawn")  # CUDA cannot begin in a fork of a process that has asked for it
+    processes = [context.Process(target=worker, args=(rank, port, device, backend, names, str(out))) for rank in range(WORLD)]
     for process in processes:
         process.start()
     for process in processes:
