@@ -40,6 +40,7 @@ autocasting: Callable[[], bool] = vars(torch._C).get(
     "_is_any_autocast_enabled", lambda: any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
 )
 """Is autocast on, for any device?"""
+_no_autocast: Callable[[], Any] = torch._C._DisableAutocast
 _profiling: Callable[[], bool] = vars(torch.autograd).get("_profiler_enabled", lambda: False)
 _TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 
@@ -185,6 +186,10 @@ class Eager:
     def __call__(self, call: Any) -> Any:
         """The op's results. An eager call goes straight to its kernel where nothing else must see it."""
         # Compiling is asked first, so that Dynamo, to whom it is a constant, traces the dispatcher's call alone.
+        if not is_dynamo_compiling() and autocasting():
+            # The op's results have the dtypes of its contract, in eager code as in compiled, which runs without autocast.
+            with _no_autocast():
+                return self(call)
         if not (is_dynamo_compiling() or overheard()):
             if is_grad_enabled() and (fields := grad_fields(call)):
                 if self.autograd is None and not self.once:
