@@ -1,4 +1,4 @@
-"""Autocast does not reach into an op: its results have the query's dtype and the same bits, with gradients, in a graph and under a profiler."""
+"""Autocast does not reach into an op: its results have the query's dtype and the same bits, with gradients, compiled and profiled."""
 
 from contextlib import nullcontext
 
