@@ -147,7 +147,7 @@ def attention(
 
     Returns:
         output `[B, S, Hq, Dv]` contiguous, the query's dtype (bfloat16 for float8); with return_lse also lse `[B, S, Hq]` float32, natural
-        log. A query that sees no key gives output 0 and lse -inf. Autocast changes neither the dtype nor the numbers.
+        log. A query that sees no key gives output 0 and lse -inf. Autocast changes neither dtypes nor numbers, here and in every other op.
 
     Raises:
         InvalidInput: a shape, dtype, device or number breaks this contract. UnknownKernel, NoKernel: `kernel` cannot run.

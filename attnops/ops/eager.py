@@ -9,7 +9,8 @@ TensorGuards is not public torch. Where torch has moved it, `Likeness` takes its
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -40,7 +41,19 @@ autocasting: Callable[[], bool] = vars(torch._C).get(
     "_is_any_autocast_enabled", lambda: any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
 )
 """Is autocast on, for any device?"""
-_no_autocast: Callable[[], Any] = torch._C._DisableAutocast
+
+
+@contextmanager
+def _publicly_uncast() -> Iterator[None]:
+    with ExitStack() as off:
+        for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+            off.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+uncast: Callable[[], AbstractContextManager[None]] = vars(torch._C).get("_DisableAutocast", _publicly_uncast)
+"""Autocast is off within the block: an op has no autocast rule, and its kernels compute in the dtypes of its contract. torch.autocast
+takes longer."""
 _profiling: Callable[[], bool] = vars(torch.autograd).get("_profiler_enabled", lambda: False)
 _TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 
@@ -186,11 +199,10 @@ class Eager:
     def __call__(self, call: Any) -> Any:
         """The op's results. An eager call goes straight to its kernel where nothing else must see it."""
         # Compiling is asked first, so that Dynamo, to whom it is a constant, traces the dispatcher's call alone.
-        if not is_dynamo_compiling() and autocasting():
-            # The op's results have the dtypes of its contract, in eager code as in compiled, which runs without autocast.
-            with _no_autocast():
-                return self(call)
         if not (is_dynamo_compiling() or overheard()):
+            if autocasting():
+                with uncast():
+                    return self(call)
             if is_grad_enabled() and (fields := grad_fields(call)):
                 if self.autograd is None and not self.once:
                     fail(NoGradient, self.name, fields)

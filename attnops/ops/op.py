@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from attnops.call import Call, changed, check, fake, schema, split, values
 from attnops.errors import NoGradient, NotCapturable, RegistrationError, fail
 from attnops.kernel import CONTRACT, Capture, Core, Kernel, on_register
-from attnops.ops.eager import Eager, capturing, direct, grad_fields
+from attnops.ops.eager import Eager, autocasting, capturing, direct, grad_fields, uncast
 from attnops.ops.layouts import refuse_others
 from attnops.problem import Problem
 from attnops.select import choose, parse_policy
@@ -112,7 +112,11 @@ def _define_overload(op: Op, name: str, run: Callable[[Any], Any], chooses: bool
     record = op.call
 
     def body(*args: Any, **kwargs: Any) -> Any:
-        return run(record(*args, **kwargs))
+        call = record(*args, **kwargs)
+        if autocasting():
+            with uncast():
+                return run(call)
+        return run(call)
 
     # A custom lowering loses the default constraint on strides; the tag brings it back.
     _LIB.define(f"{name}{schema(op.spec)}", tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag, *tags))

@@ -1,52 +1,159 @@
-"""Autocast does not reach into an op: its results have the query's dtype and the same bits, with gradients, compiled and profiled."""
+"""Autocast ends at an op: results, gradients and dtypes are those of the call without it, on every way to a kernel."""
 
-from contextlib import nullcontext
+from itertools import islice
 
 import pytest
 import torch
-from torch.profiler import profile
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 import attnops
-from attnops.kernel import kernels_of
-from attnops.select import Policy, select
+from attnops.call import changed, split
+from attnops.inputs import equip
+from attnops.kernel import all_kernels, kernels_of
+from attnops.ops import OPS, eager
+from attnops.select import key_for
+from attnops.testing import CASES
+from attnops.testing.check import refusals
 
-OPS = ("attention", "varlen_attention")
-ENDS = torch.tensor([0, 3, 7], dtype=torch.int32)
+pytestmark = pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile:UserWarning")
 
-
-def call(op, x):
-    if op == "attention":
-        return attnops.attention(x[None], x[None], x[None], causal=True)[0]
-    return attnops.varlen_attention(x, x, x, ENDS, ENDS, max_seqlen_q=4, max_seqlen_k=4, causal=True)
-
-
-def kernels(op):
-    """Those that a CPU can run on these calls."""
-    problem = attnops.explain(lambda x: call(op, x), torch.randn(7, 2, 16), quiet=True).sites[0].decision.problem
-    return [name for name in kernels_of(op) if select(problem, Policy(kernel=(name,))).kernel is not None]
+DIFFERENTIABLE = {"attention": {}, "varlen_attention": {"max_seqlen_q": 7, "max_seqlen_k": 7}}
+STARTS = torch.tensor([0, 7, 12], dtype=torch.int32)
+TRIED = 2
 
 
-@pytest.mark.parametrize("how", ["eager", "profiled", "compiled"])
-@pytest.mark.parametrize(("op", "kernel"), [(op, name) for op in OPS for name in kernels(op)])
-def test_results(op, kernel, how):
-    x = torch.randn(7, 2, 16)
-    with attnops.use(kernel={op: kernel}), torch.no_grad():
-        want = call(op, x)
-        run = torch.compile(call, backend="aot_eager", fullgraph=True) if how == "compiled" else call
-        with torch.autocast("cpu", torch.bfloat16), profile() if how == "profiled" else nullcontext():
-            got = run(op, x)
-    assert got.dtype == torch.float32 and torch.equal(got, want)
+def autocast(enabled=True):
+    return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
 
 
-@pytest.mark.parametrize("how", ["eager", "compiled"])
-@pytest.mark.parametrize("op", OPS)
-def test_gradients(op, how):
-    """Of a backward pass in the block, too."""
-    x, found = torch.randn(7, 2, 16, requires_grad=True), []
-    run = torch.compile(call, backend="aot_eager", fullgraph=True) if how == "compiled" else call
-    for on in (False, True):
-        with torch.autocast("cpu", torch.bfloat16, enabled=on):
-            out = run(op, x)
-            found.append((out.detach(), *torch.autograd.grad(out.square().sum(), x)))
-    for got, want in zip(*found, strict=True):
-        assert got.dtype == torch.float32 and torch.equal(got, want)
+def here(kernel):
+    """Can this machine run it?"""
+    return not {r.field for r in kernel.refusals(CASES[kernel.op][0].call().problem)} & {"package", "target", "device"}
+
+
+KERNELS = [pytest.param(k, id=f"{k.op}-{k.name}") for k in all_kernels() if here(k)]
+
+
+def singles(kernel):
+    """Calls with float32 numbers that the kernel takes, those with many options and with none first."""
+    cases = sorted(CASES[kernel.op], key=lambda c: not {"all", "plain", "lse"} & set(c.label.split("_")))
+    calls = (c.call() for c in cases)
+    wide = (c for c in calls if any(t.dtype == torch.float32 and t.numel() for t in c.tensors().values()))
+    return list(islice((equip(kernel, c) for c in wide if not refusals(kernel, c)), TRIED))
+
+
+def ways(kernel):
+    """The ways to a kernel: an eager call of the op, its overload from the dispatcher, and the overload as compiled code calls it."""
+    op = OPS[kernel.op]
+    overload = getattr(op.packet, kernel.name)
+
+    def through(function):
+        def run(call):
+            args, kwargs = split(call)
+            return function(*args, **kwargs)
+
+        return run
+
+    return {
+        "op": lambda call: op(changed(call, policy=key_for(op.name, kernel.name))),
+        "dispatcher": through(overload),
+        "compiled code": through(overload.run),
+    }
+
+
+@torch.no_grad()
+def results(run, call):
+    """What a call returns and writes, which it writes into copies."""
+    given = call.map(lambda _, t: t.clone())
+    returned = run(given.record)
+    return [t for t in pytree.tree_leaves((returned, [given.arguments[n] for n in given.mutated])) if isinstance(t, Tensor)]
+
+
+def same(got, want):
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_no_kernel_sees_it(kernel):
+    calls = singles(kernel)
+    if not calls:
+        pytest.skip("takes no case of float32 numbers on a CPU")
+    for call in calls:
+        for run in ways(kernel).values():
+            want = results(run, call)
+            with autocast():
+                same(results(run, call), want)
+                assert torch.is_autocast_enabled("cpu")
+
+
+def inputs(grad=True):
+    torch.manual_seed(0)
+    return [torch.randn(*lead, heads, 16).requires_grad_(grad) for lead, heads in (((2, 6), 4), ((2, 6), 2), ((2, 6), 2))]
+
+
+def attend(op, kernel=None):
+    """A public function of query, key and value `[B, S, H, D]`."""
+    more = {"causal": True, "kernel": kernel, **DIFFERENTIABLE[op]}
+
+    def run(*qkv):
+        if op == "attention":
+            return attnops.attention(*qkv, **more)
+        return attnops.varlen_attention(*(t.flatten(0, 1) for t in qkv), STARTS, STARTS, **more)
+
+    return run
+
+
+def pairs(op):
+    """Kernels of `op` with a log-sum-exp, which a gradient wants, and of its gradient."""
+    kernels, gradients = ([k for k in kernels_of(name).values() if here(k)] for name in (op, f"{op}_backward"))
+    return [(op, k.name, g.name) for k in kernels if "return_lse" in k.takes for g in gradients]
+
+
+@pytest.mark.parametrize(("op", "kernel", "gradient"), [pair for op in DIFFERENTIABLE for pair in pairs(op)])
+def test_gradients_are_those_without_it(op, kernel, gradient):
+    """Whether the backward runs within autocast or after it; the dispatcher's way, too."""
+
+    def step(run, forward, backward):
+        given = inputs()
+        with attnops.use(kernel={op: kernel, f"{op}_backward": gradient}):
+            with autocast(forward):
+                out = run(*given)
+            with autocast(backward):
+                return [out, *torch.autograd.grad(out.square().sum(), given)]
+
+    want = step(attend(op), False, False)
+    assert want[0].dtype == torch.float32
+    for within in (True, False):
+        same(step(attend(op), True, within), want)
+    with torch.profiler.profile():  # makes a call take the dispatcher's way
+        same(step(attend(op), True, True), want)
+
+
+def test_switched_off_by_public_torch(monkeypatch):
+    """As where torch has moved its own switch."""
+    run, given = attend("attention", "reference"), inputs(False)
+    want = run(*given)
+    monkeypatch.setattr(eager, "uncast", eager._publicly_uncast)
+    with autocast():
+        same([run(*given)], [want])
+        assert torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+def test_one_answer_eager_and_compiled(op, grad):
+    run, given = attend(op), inputs(grad)
+    want = run(*inputs(False))
+
+    def within(*qkv):
+        with autocast():
+            return run(*qkv)
+
+    with autocast():
+        eagerly, around = run(*given), torch.compile(run, fullgraph=True)(*given)
+    inside = torch.compile(within, fullgraph=True)(*given)
+    for got in (eagerly, around, inside):
+        assert got.requires_grad is grad
+        torch.testing.assert_close(got.detach(), want, rtol=1e-5, atol=1e-5)
