@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _is_any_autocast_enabled as _any_autocast
 from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
 from ..errors import ReplayMismatch, StaleGraph, fail
+from ..ops.eager import autocasting
 from ..select import active_policy
 
 _equal_pointers = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
@@ -72,7 +72,7 @@ def _compare_leaves(name: str, given: list[tuple[str, Any]], captured: list[tupl
 
 def casting() -> tuple[tuple[str, torch.dtype], ...]:
     """(device type, dtype) of every enabled autocast."""
-    if not _any_autocast():
+    if not autocasting():
         return ()
     return tuple((on, torch.get_autocast_dtype(on)) for on in ("cuda", "cpu") if torch.is_autocast_enabled(on))
 
