@@ -88,7 +88,9 @@ def test_gradients_have_a_kernel_on_every_gpu(op, change, target):
     if "kv_range" in change and op.startswith("varlen"):
         pytest.skip("packed calls have no ranges")
     problem = sized(altered(LLAMA, op=op, target=target, grad=True, **change), 2, 4096, 4096)
-    fa4 = target is H200 and "kv_range" not in change
+    # With a window fa4, which waits for turns and clears padding rows, is estimated to take as long as triton.
+    near = "window" in change and op.startswith("varlen")
+    fa4 = target is H200 and "kv_range" not in change and not near
     assert select(problem, DETERMINISTIC).kernel is kernels_of(op)["fa4" if fa4 else "triton"]
 
 

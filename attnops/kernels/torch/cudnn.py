@@ -63,9 +63,11 @@ def _old(target: Target) -> Refusal | None:
 
 
 def _cost_us(p: Problem) -> float:
-    """By direct calls on an H200. Before Hopper it is behind FlashAttention-2 (huggingface/transformers#48163)."""
+    """Before Hopper it is behind FlashAttention-2 (huggingface/transformers#48163)."""
     new = p.target.arch >= 90
-    return (Roofline(50.0, 0.3, 0.23 if new else 0.12) if p.results.grad else Roofline(20.0, 0.7, 0.6 if new else 0.35))(p)
+    if p.results.grad:
+        return Roofline(16.5, 0.11, 0.22 if new else 0.12, 0.04)(p)
+    return Roofline(20.0, 0.7, 0.6 if new else 0.35)(p)
 
 
 def _wide(p: Problem) -> bool:

@@ -18,7 +18,6 @@ import torch
 
 from attnops.kernel import Invariant, Kernel, Need, Package, arch_from, at_most, demand, one_of, register
 from attnops.kernels.shared import memory
-from attnops.kernels.torch.aten_flash import BACKWARD
 from attnops.measured import Roofline, phases
 from attnops.problem import Problem
 
@@ -80,6 +79,7 @@ def _merge_us(p: Problem) -> float:
 
 
 PAGED = phases(Roofline(8.2, 1.1, 0.45, 0.013, 590), Roofline(7.8, 0.71, 0.46, 0.034, 510))
+BACKWARD = Roofline(33.5, 0.093, 0.19)
 LATENTS = phases(Roofline(11.0, 1.1, 0.29, 0.032, 320), Roofline(8.7, 0.4, 0.38, 0.064, 250))
 
 _STORED = "float8_e5m2 | int8 | the query's (float8_e4m3fn from sm89 on)"
@@ -103,7 +103,7 @@ for _op, _takes in (
     ("varlen_attention_backward", RULES | {"mask"}),
 ):
     # FlashAttention-2's backward makes five products where this makes seven.
-    own(_op, launched("gradient", _op), lambda p: 10.0 + 1.4 * BACKWARD(p), "attnops' own gradient", _takes, needs=HEADS)
+    own(_op, launched("gradient", _op), BACKWARD, "attnops' own gradient", _takes, needs=HEADS)
 for _op in ("merge_state", "merge_states"):
     own(_op, launched("attention", _op), _merge_us, "attnops' own")
 _SIXTEEN = demand("q_heads, kv_heads", "at most 16 query heads a key head", lambda p: p.group_size <= 16)
