@@ -100,6 +100,8 @@ def proven(data: dict[str, Any]) -> str:
                 str(data.get("opcheck", {}).get(name, "-")), "-" if replay is None else str(replay),
             ]
         )  # fmt: skip
+    if not rows and (seen := data.get("distributed")):
+        return table(["two GPUs against one", "found"], [[name, text] for name, text in sorted(seen.items())])
     head = ["kernel", "cases ran", "wrong", "worst error, of the budget", "at size", "wrong, worst", "opcheck calls", "replays"]
     text = table([*head[:-1], "captured, changed, replayed"], rows)
     figures = [f for grid in GRIDS for f in data.get(grid, {}).values()]

@@ -89,7 +89,7 @@ def test_the_shipped_table_chooses_as_the_committed_figures_say():
     for family, then in ({**data["families"], "all": data["all"]}).items():
         for now in regret.summary(family, [r for r in rows if family in ("all", r["family"])]):
             assert now == {"case": family, "way": now["way"], "calls": then["calls"], **then[now["way"]]}
-    # Times of gradients were added since: the others are those of then.
+    # Times of gradients were added since, and `made` is of the run that added them: the others are those of then.
     made = {name: data["table"]["made"][name] for name in table.made if name in data["table"]["made"]}
     assert data["table"]["digest"] == replace(of(table, regret.FAMILIES.values()), made=made).digest[:12]
     assert len(rows) == len(data["calls"])

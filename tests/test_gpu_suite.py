@@ -199,7 +199,7 @@ def test_hidden_devices_stay_hidden(tmp_path, monkeypatch, given, want):
 
 
 @pytest.mark.full
-def test_two_processes_run_each_test_once(suite_of, tmp_path):
+def test_two_processes_run_each_test_once(suite_of, tmp_path, monkeypatch):
     """Also one that ends its process, one that loses its device, and a fixture that fails when it is taken down: these fail alone."""
     go = suite_of(f"""
 @pytest.mark.parametrize("n", range(4))
@@ -222,9 +222,12 @@ def test_last(one): pass
 def test_measures(found):
     assert len(open({str(tmp_path / "ran")!r}).read().split()) == 4
     found["clock"] = {{"us": 1.5}}
+    found["seen"] = {{"gpus": os.environ["CUDA_VISIBLE_DEVICES"]}}
 """)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,8")
     status, said, report = go(processes=2)
     assert status == run.NOTHING and not report["passed"], said
+    assert report["seen"] == {"gpus": "7,8"}, "what runs alone sees all GPUs"
     assert report["tests"] == {"passed": 7, "skipped": 1, "failed": 3, "not_run": 0}, said
     assert sorted((tmp_path / "ran").read_text().split()) == list("0123")
     assert report["numerics"] == {"k": {"cases": 8, "worst": 0.75}} and report["clock"] == {"us": 1.5}

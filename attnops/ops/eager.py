@@ -37,9 +37,13 @@ SHAPES = 8
 
 _nested = attrgetter("is_nested")
 _transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
-autocasting: Callable[[], bool] = vars(torch._C).get(
-    "_is_any_autocast_enabled", lambda: any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
-)
+
+
+def _publicly_autocasting() -> bool:
+    return any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+
+
+autocasting: Callable[[], bool] = vars(torch._C).get("_is_any_autocast_enabled", _publicly_autocasting)
 """Is autocast on, for any device?"""
 
 
@@ -196,13 +200,13 @@ class Eager:
         """The Problem of a call that `attnops.call.check` has passed, or would pass."""
         return problem_of(call)
 
-    def __call__(self, call: Any) -> Any:
-        """The op's results. An eager call goes straight to its kernel where nothing else must see it."""
+    def __call__(self, call: Any, off: bool = False) -> Any:
+        """The op's results. An eager call goes straight to its kernel where nothing else must see it. off: is autocast off already?"""
         # Compiling is asked first, so that Dynamo, to whom it is a constant, traces the dispatcher's call alone.
+        if not (off or is_dynamo_compiling()) and autocasting():
+            with uncast():
+                return self(call, True)
         if not (is_dynamo_compiling() or overheard()):
-            if autocasting():
-                with uncast():
-                    return self(call)
             if is_grad_enabled() and (fields := grad_fields(call)):
                 if self.autograd is None and not self.once:
                     fail(NoGradient, self.name, fields)

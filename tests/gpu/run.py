@@ -168,7 +168,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def run(runner: Runner, processes: int, modules: bool) -> None:
-    """All processes to the end of the tests or of the part, then what measures, with nothing beside it."""
+    """All processes to the end of the tests or of the part, then what measures or takes all GPUs, with nothing beside it."""
     gpus = devices()
     builder = None
     if modules:

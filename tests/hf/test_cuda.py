@@ -110,8 +110,8 @@ def test_half_precision(name):
 def test_training_steps(name, form):
     """Without options, packed and padded batches are packed requests. A token of another document changes losses by 5e-2.
 
-    One of gpt-oss that another expert takes, where two tie, changes those of a few steps by 1e-3 of them, as other weights of transformers'
-    own eager model do, 2e-7 of them off.
+    Where two experts of gpt-oss tie, rounding may choose the other one, which changes a few losses by 1e-3 of them. Noise of 2e-7 in the
+    weights of transformers' own model does the same.
     """
     if name == "gpt_oss" and form in ("positions", "rows"):
         pytest.skip("transformers makes gpt-oss' masks without position_ids")
@@ -120,4 +120,4 @@ def test_training_steps(name, form):
         ours = train(model, form)
     assert only_packed(calls)
     off = (ours - want).abs() / want
-    assert off.max() <= (1e-2 if name == "gpt_oss" else 1e-3) and off.median() <= 2e-4
+    assert off.max() <= (3e-3 if name == "gpt_oss" else 1e-3) and off.median() <= 2e-4

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import attnops
+import attnops.ops.op as op_module
 from attnops.call import changed, split
 from attnops.inputs import equip
 from attnops.kernel import all_kernels, kernels_of
@@ -131,13 +132,18 @@ def test_gradients_are_those_without_it(op, kernel, gradient):
         same(step(attend(op), True, True), want)
 
 
-def test_switched_off_by_public_torch(monkeypatch):
-    """As where torch has moved its own switch."""
+@pytest.mark.parametrize("asked", [eager._publicly_autocasting, lambda: True])
+def test_switched_off_by_public_torch(asked, monkeypatch):
+    """As where torch has moved its own switch, or asks for a device that the public one does not know."""
     run, given = attend("attention", "reference"), inputs(False)
     want = run(*given)
-    monkeypatch.setattr(eager, "uncast", eager._publicly_uncast)
+    for module in (eager, op_module):
+        monkeypatch.setattr(module, "uncast", eager._publicly_uncast)
+        monkeypatch.setattr(module, "autocasting", asked)
     with autocast():
         same([run(*given)], [want])
+        with torch.profiler.profile():  # makes a call take the dispatcher's way
+            same([run(*given)], [want])
         assert torch.is_autocast_enabled("cpu")
 
 

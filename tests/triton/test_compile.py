@@ -216,6 +216,8 @@ GRADIENTS = {
     "unlike_dims": (replace(LLAMA, head_dim=192, v_head_dim=128), 192),
     "softcap": (replace(LLAMA, softcap=30.0, sinks=BF16), 32),
     "bias": (replace(LLAMA, softcap=30.0, mask="additive"), 64),
+    # As above.
+    "d64_bias": (replace(LLAMA, head_dim=64, mask="additive"), 256),
     "d256": (replace(LLAMA, head_dim=256), 192),
     "float32": (replace(LLAMA, dtype=F32), 640),
 }

@@ -142,5 +142,5 @@ def test_a_deterministic_policy_has_gradients_on_a_gpu(op):
     with pretend(installed):
         problem = builders.backward(Source(2), forward).problem
     assert select(problem, POLICY).kernel is kernels_of(op)["triton"]
-    fastest = {"attention_backward": "cudnn", "varlen_attention_backward": "aten_flash"}  # by the H100's times
+    fastest = {"attention_backward": "cudnn", "varlen_attention_backward": "aten_flash"}  # by the H200's times
     assert select(problem).kernel is kernels_of(op)[fastest[op]]

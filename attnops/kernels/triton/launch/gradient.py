@@ -34,7 +34,7 @@ TILES: dict[str, dict[int, tuple[Tile, Tile]]] = {
         512: (Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
     },
 }
-WITH_MASK = {128: Tile(64, 64, 4, 3), 256: Tile(128, 32, 8, 2)}
+WITH_MASK = {128: Tile(64, 64, 4, 3), 256: Tile(128, 32, 8, 2), 320: Tile(128, 32, 8, 3)}
 """Tiles of keys in place of those: a tile of the mask takes registers."""
 
 
