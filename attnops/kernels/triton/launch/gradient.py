@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 
 # By kind of numbers, for padded dims of query and value together up to the width: (tile of queries, tile of keys), smaller where shared
-# memory is short. A tile's `rows` are those that a program keeps, its `keys` the rows of a step. They were the fastest on an H200, also
-# where registers spill, as in the sums of 128 keys of 320 dims. With 128 registers a thread, a multiprocessor has two programs of queries.
+# memory is short. A tile's `rows` are those that a program keeps, its `keys` the rows of a step. Those of half numbers up to 320 dims were
+# chosen by times of an H200, where the sums of 128 keys of 320 dims were fastest although registers spill. With 128 registers a thread, a
+# multiprocessor has two programs of queries.
 TILES: dict[str, dict[int, tuple[Tile, Tile]]] = {
     "half": {
         128: (Tile(128, 64, 8, 3, 128), Tile(128, 64, 8, 3)),
