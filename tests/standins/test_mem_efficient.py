@@ -10,6 +10,7 @@ from attnops.kernel import kernels_of
 from attnops.problem import Target, altered, pretend
 from attnops.select import select
 from attnops.testing import CASES, Features, Source, builders, check_kernel
+from tests.checks import right_or_skipped
 from tests.standins.mem_efficient import installed
 from tests.standins.shapes import DENSE
 from tests.standins.test_aten_flash import narrow
@@ -58,10 +59,19 @@ def test_rules(standin, rules, shape):
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("case", [pytest.param(c, id=str(c)) for op in OPS for c in CASES[op]])
 def test_grid(standin, case):
-    figures = check_kernel(kernel(case.op), narrow(case.call()))
-    if figures.refused:
-        pytest.skip(str(figures))
-    assert figures.worst <= 1.0, figures
+    right_or_skipped(kernel(case.op), narrow(case.call()))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_rows_that_do_not_start_at_16_bytes_are_copied(standin, dtype):
+    """Of tensors in one piece, too, which begin elsewhere."""
+    call = builders.dense(Source(1), 2, 5, 5, replace(PLAIN, dtype=dtype))
+    shifted = call.map(lambda n, t: torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape) if n in ("query", "value") else t)
+    odd = call.map(lambda n, t: torch.cat([t, t[..., :1]], -1)[..., :-1] if n in ("query", "value") else t)
+    for given in (shifted, odd):
+        for one in (given, builders.backward(Source(4), given)):
+            figures = check_kernel(kernel(one.op), one)
+            assert not figures.refused and figures.worst <= 1.0
 
 
 @pytest.mark.parametrize("dtype", [F32, torch.float64], ids=str)

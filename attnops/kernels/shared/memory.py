@@ -22,8 +22,9 @@ not_of_a_plan = demand("plan", "none (a host plan fills the workspace)", lambda 
 
 
 def in_packs(x: Tensor) -> Tensor:
-    """`x` of half type, or a copy where its rows do not start at multiples of PACK bytes: the kernels do not look. D is a multiple of 8."""
-    odd = x.data_ptr() % PACK or (not x.is_contiguous() and (x.stride(-1) != 1 or any(n % 8 for n in x.stride()[:-1])))
+    """`x`, or a copy where its rows do not start at multiples of PACK bytes: the kernels do not look. A row is a multiple of PACK bytes."""
+    unit = PACK // x.itemsize
+    odd = x.data_ptr() % PACK or (not x.is_contiguous() and (x.stride(-1) != 1 or any(n % unit for n in x.stride()[:-1])))
     return x.clone(memory_format=torch.contiguous_format) if odd else x
 
 

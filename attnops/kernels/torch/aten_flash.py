@@ -21,7 +21,7 @@ from attnops.kernels.shared.memory import in_packs
 from attnops.kernels.shared.tokens import clear, runs
 from attnops.measured import Roofline
 from attnops.problem import Problem
-from attnops.reference.rows import Rules, compact, dense_visible, no_lse, wide
+from attnops.reference.rows import Rules, compact, dense_visible, no_lse
 
 if TYPE_CHECKING:
     from attnops.ops import dense, varlen
@@ -62,7 +62,7 @@ def attention_backward(call: dense.AttentionBackward) -> tuple[Tensor, Tensor, T
         g.contiguous(), q, k, v, o, z, 0.0, top_left, attn_mask=bias, scale=call.scale
     )
     grad_q, grad_k, grad_v = (x.transpose(1, 2) for x in grads)
-    return compact(grad_q), _sum_groups(grad_k, call.key), _sum_groups(grad_v, call.value), none, none.clone()
+    return compact(grad_q), sum_groups(grad_k, call.key), sum_groups(grad_v, call.value), none, none.clone()
 
 
 def varlen_attention(call: varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
@@ -108,11 +108,11 @@ def _heads_first(call: dense.Attention | dense.AttentionBackward) -> tuple[Tenso
     return (q, k, v) if group == 1 else (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
 
 
-def _sum_groups(grad: Tensor, like: Tensor) -> Tensor:
+def sum_groups(grad: Tensor, like: Tensor) -> Tensor:
     """`[B, K, Hq, D]` -> `[B, K, Hkv, D]`: the gradients of repeated heads belong to one head."""
-    if grad.shape[2] == like.shape[2]:
-        return compact(grad)
-    return compact(wide(grad.unflatten(2, (like.shape[2], -1))).sum(3).to(like.dtype))
+    if grad.shape[2] != like.shape[2]:
+        grad = grad.unflatten(2, (like.shape[2], -1)).sum(3, dtype=torch.promote_types(grad.dtype, torch.float32))
+    return compact(grad.to(like.dtype))
 
 
 def _bias(call: dense.Attention | dense.AttentionBackward) -> tuple[bool, Tensor | None]:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from attnops.kernel import Kernel, Need, arch_from, demand, one_of, register, without
-from attnops.kernels.shared.memory import PACK
+from attnops.kernels.shared.memory import PACK, in_packs
+from attnops.kernels.torch.aten_flash import sum_groups
 from attnops.measured import Roofline
 from attnops.problem import Problem
 from attnops.reference.attention import reduce_to
@@ -69,7 +70,7 @@ def attention_backward(call: dense.AttentionBackward) -> tuple[Tensor, Tensor, T
         _own_causal(call), graded is not None, scale=call.scale,
     )  # fmt: skip
     of_mask = none if graded is None else reduce_to(grad_bias.float(), graded)
-    return compact(grad_q.to(query.dtype)), _of_group(grad_k, call.key), _of_group(grad_v, call.value), of_mask, none.clone()
+    return compact(grad_q.to(query.dtype)), sum_groups(grad_k, call.key), sum_groups(grad_v, call.value), of_mask, none.clone()
 
 
 def _own_causal(call: dense.Attention | dense.AttentionBackward) -> int:
@@ -113,24 +114,11 @@ def _given(call: dense.Attention | dense.AttentionBackward, bias: Tensor | None)
     key, value = (x.to(dtype) for x in (call.key, call.value))
     if group > 1:
         key, value = key.repeat_interleave(group, 2), value.repeat_interleave(group, 2)
-    query, key, value = (_packed(x) for x in (call.query.to(dtype), key, value))
+    query, key, value = (in_packs(x) for x in (call.query.to(dtype), key, value))
     return query, key, value
 
 
-def _packed(x: Tensor) -> Tensor:
-    """`x`, or a copy where its rows do not start at multiples of PACK bytes, which slower kernels would take."""
-    steps = [x.data_ptr(), *(n * x.element_size() for n in x.stride()[:-1])]
-    return x.contiguous() if x.stride(-1) != 1 or any(n % PACK for n in steps) else x
-
-
-def _of_group(grad: Tensor, like: Tensor) -> Tensor:
-    """`[B, K, Hq, D]` -> `[B, K, Hkv, D]`: the gradients of repeated heads belong to one head."""
-    if grad.shape[2] == like.shape[2]:
-        return compact(grad.to(like.dtype))
-    return compact(grad.unflatten(2, (like.shape[2], -1)).sum(3, dtype=torch.float32).to(like.dtype))
-
-
-# No GPU has timed them. They stay behind the kernels that have been.
+# Not fitted. On an H200 both were slower than every other kernel of the same calls (training_regret.json).
 FORWARD, BACKWARD = Roofline(80.0, 0.05, 0.08), Roofline(150.0, 0.05, 0.05)
 
 
