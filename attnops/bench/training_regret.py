@@ -21,6 +21,7 @@ from attnops.bench.regret import Held
 from attnops.bench.rows import Case, Row
 from attnops.bench.training import documents
 from attnops.inputs import Pool, build
+from attnops.inputs.sized import GRADIENT
 from attnops.kernel import kernels_of
 from attnops.measured import Shape, Table, in_force
 from attnops.problem import Target
@@ -44,7 +45,7 @@ def cases(setup: Setup) -> dict[str, Case]:
 
 def _drawn(at: int, rng: random.Random) -> Held:
     like = KINDS[at % len(KINDS)]
-    op, group = like.op.removesuffix("_backward"), like.group_size
+    op, group = like.op.removesuffix(GRADIENT), like.group_size
     kv_heads = max(round(like.kv_heads * rng.choice(SCALES)), 1)
     shape = replace(like, op=op, q_heads=kv_heads * group, kv_heads=kv_heads)
     family = "packed" if op == FAMILIES["packed"] else "dense"
@@ -66,7 +67,7 @@ def measure(setup: Setup, family: str) -> list[Row]:
     if setup.on_gpu:
         pool.reserve(torch.bfloat16, int(regret.LARGEST_BYTES * 1.5 / 2))
     left = {"reference", "flex"} if setup.on_gpu else {"flex", *COMPILED}
-    names = tuple({n: None for n in (*kernels_of(op), *kernels_of(f"{op}_backward")) if n not in left})
+    names = tuple({n: None for n in (*kernels_of(op), *kernels_of(op + GRADIENT)) if n not in left})
     stopwatch, table = Stopwatch(clock_for(setup.device), FIRST_S, names), in_force(Target.of(setup.device)).table
     start = time.monotonic()
     for held in held_out(COUNT[setup.size] * len(FAMILIES)):
@@ -80,7 +81,7 @@ def timed(held: Held, pool: Pool, stopwatch: Stopwatch, table: Table | None) -> 
     us: dict[str, dict[str, float]] = {}
     chosen: dict[str, list[str]] = {way: [] for way in regret.WAYS}
     name = f"{held.name}, {held.shape.q_heads}/{held.shape.kv_heads} heads of {held.shape.head_dim}{_rules(held.shape)}"
-    for part, ending in (("forward", ""), ("gradient", "_backward")):
+    for part, ending in (("forward", ""), ("gradient", GRADIENT)):
         shape = replace(held.shape, op=held.shape.op + ending)
         call, us[part] = build(shape, held.q_lens, held.k_lens, pool), {}
         call = call if ending else call.with_(return_lse=True)

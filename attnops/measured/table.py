@@ -216,9 +216,9 @@ def costs(problem: Problem, kernels: Sequence[Kernel], table: Table | None) -> d
     """The cost of each of `kernels`, which can all run `problem`.
 
     Measured times rank the kernels that the table covers, and its sibling's times those that the sibling alone covers. The sibling's come
-    first where it alone has shapes with lse for a call with lse. Another kernel
-    costs HANDICAP times the larger of its own estimate and the time of its work at the best rates measured: it is chosen only where all
-    measured times are slow. Their own estimates rank all kernels where no table covers one.
+    first where it alone has shapes with lse for a call with lse. Another kernel costs HANDICAP times the larger of its own estimate and the
+    time of its work at the best rates measured: it is chosen only where all measured times are slow. Their own estimates rank all kernels
+    where no table covers one.
     A kernel that reads a plan of the device was timed with it: a call without a plan takes longer by the kernel's own estimate.
     """
     out = {k.name: Cost(k.cost_us(problem), ESTIMATED) for k in kernels}

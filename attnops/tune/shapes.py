@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from attnops.errors import InvalidInput
+from attnops.inputs.sized import GRADIENT
 from attnops.measured import Shape, Sizes
 from attnops.measured.table import AnyShape, Axes, Axis
 from attnops.tune import linears
@@ -24,7 +25,7 @@ class Sweep(Axes):
         """Is a call of these sizes timed?"""
         shape = replace(self.shape, window=-1) if isinstance(self.shape, Shape) else self.shape  # a window reads a part of the cache
         held = shape.work(at).bytes
-        products = 2.5 if asked_by(self.shape).endswith(BACKWARD) else 1.0  # five where a forward makes two
+        products = 2.5 if asked_by(self.shape).endswith(GRADIENT) else 1.0  # five where a forward makes two
         return held <= LARGEST_BYTES and products * self.shape.work(at).flops <= LARGEST_FLOPS
 
     @property
@@ -99,18 +100,17 @@ GRADIENTS: tuple[Sweep, ...] = (
     ),
     *(_prefill(DENSE_GRADIENT, (1.0, 4.0, 16.0), LONG, **more) for more in (D96, D64_MHA | {"causal": False})),
 )
-BACKWARD = "_backward"
 
 
 def forward(gradient: Sweep) -> Sweep:
     """The forward of a training step, at the sizes of its gradient."""
     assert isinstance(gradient.shape, Shape)
-    return replace(gradient, shape=replace(gradient.shape, op=gradient.shape.op.removesuffix(BACKWARD), lse=True))
+    return replace(gradient, shape=replace(gradient.shape, op=gradient.shape.op.removesuffix(GRADIENT), lse=True))
 
 
 def asked_by(shape: AnyShape) -> str:
     """The op whose name asks for a shape: the forward of a training step is timed with its gradient."""
-    return shape.op + BACKWARD * (isinstance(shape, Shape) and shape.lse)
+    return shape.op + GRADIENT * (isinstance(shape, Shape) and shape.lse)
 
 
 TRAINING = tuple(step for sweep in GRADIENTS for step in (forward(sweep), sweep))

@@ -19,6 +19,7 @@ from attnops.testing.builders import Pages
 from attnops.testing.check import clone, fill
 from attnops.testing.experts import OSS, experts
 from attnops.testing.linear import linear
+from tests.checks import right_or_skipped
 from tests.ops.strategies import CALLS
 
 INF = float("inf")
@@ -36,10 +37,7 @@ GRID = [pytest.param(k, c, id=f"{c.op}-{k.name}-{c.label}") for k in all_kernels
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize(("kernel", "case"), GRID)
 def test_kernel(kernel, case):
-    figures = check_kernel(kernel, case.call())
-    if figures.refused:
-        pytest.skip(str(figures))
-    assert figures.worst <= 1.0, figures
+    right_or_skipped(kernel, case.call())
 
 
 @pytest.mark.sweep(3)

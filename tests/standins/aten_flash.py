@@ -20,19 +20,26 @@ Called = list[str]
 
 
 @contextmanager
-def installed() -> Iterator[Called]:
-    """Within the block the ops run on CPU tensors, and `aten_flash` takes them for CUDA's; yields the names of the ops called."""
-    from attnops.kernels.torch import aten_flash
-
+def replaced(**bodies: Any) -> Iterator[Called]:
+    """Within the block these ops of aten run on CPU tensors; yields the names of the ops called."""
     calls: Called = []
     library = torch.library.Library("aten", "IMPL")
-    for name, body in (("_flash_attention_forward", _forward), ("_flash_attention_backward", _backward)):
+    for name, body in bodies.items():
         library.impl(name, _noted(calls, name, body), "CPU")
     try:
-        with patch.object(aten_flash, "on_cpu", lambda x: False):
-            yield calls
+        yield calls
     finally:
         library._destroy()
+
+
+@contextmanager
+def installed() -> Iterator[Called]:
+    """As `replaced`, and `aten_flash` takes CPU tensors for CUDA's."""
+    from attnops.kernels.torch import aten_flash
+
+    ops = {"_flash_attention_forward": _forward, "_flash_attention_backward": _backward}
+    with replaced(**ops) as calls, patch.object(aten_flash, "on_cpu", lambda x: False):
+        yield calls
 
 
 def _noted(calls: Called, name: str, body: Any) -> Any:

@@ -8,6 +8,7 @@ from attnops.kernel import kernels_of
 from attnops.problem import Extent, Target, altered, pretend
 from attnops.select import select
 from attnops.testing import CASES, Features, Source, builders, check_kernel
+from tests.checks import right_or_skipped
 from tests.standins.cudnn import installed
 from tests.standins.test_aten_flash import narrow
 
@@ -29,10 +30,7 @@ def cudnn(op):
 
 @pytest.mark.parametrize("case", [pytest.param(c, id=str(c)) for op in OPS for c in CASES[op]])
 def test_grid(standin, case):
-    figures = check_kernel(cudnn(case.op), narrow(case.call()))
-    if figures.refused:
-        pytest.skip(str(figures))
-    assert figures.worst <= 1.0, figures
+    right_or_skipped(cudnn(case.op), narrow(case.call()))
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (192, 128), (256, 256), (64, 128)], ids=str)

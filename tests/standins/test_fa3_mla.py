@@ -13,6 +13,7 @@ from attnops.problem import Target, pretend
 from attnops.select import Policy, select
 from attnops.testing import CASES, Source, builders, check_kernel
 from attnops.testing.latent import DEEPSEEK
+from tests.checks import right_or_skipped
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins.sgl_kernel_fa3 import installed
 
@@ -39,10 +40,7 @@ DEEP = [c for c in CASES["mla_attention"] if c.label.startswith("deepseek")]
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("case", DEEP, ids=str)
 def test_grid(standin, case):
-    figures = check_kernel(FA3, case.call())
-    if figures.refused:
-        pytest.skip(str(figures))
-    assert figures.worst <= 1.0, figures
+    right_or_skipped(FA3, case.call())
 
 
 def test_what_the_grid_leaves_out(standin):
