@@ -68,7 +68,7 @@ def test_torch_is_given_the_tile(monkeypatch):
     monkeypatch.setattr(Target, "of", classmethod(lambda cls, device: Target("cuda", 90)))
     query, key = (torch.empty(1, 2, n, 224, dtype=BF16, device="meta") for n in (511, 1))
     for masked in (False, True):
-        given = flex._options(query, key, masked, False, 1)["kernel_options"]
+        given = flex._options(query, key, masked, False, 1)
         assert given == {"FORCE_USE_FLEX_ATTENTION": True, **flex.tile(224, 224, 2, 90, masked, 1)._asdict()}
         assert given["BLOCK_N"] == 16
     assert flex._options(torch.empty(1, 2, 3, 64), key, False, False, 1) == {}

@@ -10,7 +10,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -34,40 +34,76 @@ Mod = Callable[..., Tensor]
 
 def attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
     output, lse = attended(call)
-    lse = compact(lse.transpose(1, 2).float()) if call.return_lse else no_lse(call.query)
-    return compact(output.transpose(1, 2).to(call.query.dtype)), lse
+    return compact(output.to(call.query.dtype)), compact(lse.float()) if call.return_lse else no_lse(call.query)
 
 
 def varlen_attention(call: varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
     """One long sequence in which a query sees the keys of its own request only."""
     output, lse = packed_attended(call)
-    lse = compact(lse.transpose(0, 1).float()) if call.return_lse else no_lse(call.query)
-    return compact(output.transpose(0, 1).to(call.query.dtype)), lse
+    return compact(output.to(call.query.dtype)), compact(lse.float()) if call.return_lse else no_lse(call.query)
+
+
+class Given(NamedTuple):
+    """The tensors of every call, the rules that one graph is for, and torch's options of its kernel.
+
+    scale, cap: `[]`, tensors and no rules, so that one graph serves them all. No cap: None. recorded: by autograd, for a backward.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sinks: Tensor | None
+    scale: Tensor
+    cap: Tensor | None
+    rules: Rules
+    recorded: bool
+    options: dict[str, Any]
 
 
 def attended(call: dense.Attention | dense.AttentionBackward, recorded: bool = False) -> tuple[Tensor, Tensor]:
-    """output `[B, H, S, Dv]` and lse `[B, H, S]`. recorded: by autograd, for a backward."""
-    query, key, value, mask, rules = call.query, call.key, call.value, call.mask, Rules.of(call)
-    (batch, queries), keys = query.shape[:2], key.shape[1]
-    full = torch.full((batch,), keys, device=query.device, dtype=torch.int64)
-    end = full if call.kv_end is None else call.kv_end.long()
-    start = torch.zeros_like(full) if call.kv_start is None else call.kv_start.long()
-    if mask is not None:
-        mask = mask.detach().expand(batch, query.shape[2], queries, keys)
-
-    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (j >= start[b]) & (j < end[b]) & near(j == j, i + end[b] - queries, j, rules)
-
-    key, value = in_range(key, call.kv_start, call.kv_end), in_range(value, call.kv_start, call.kv_end)
-    blocks = None if _on_cpu(query) else _dense_blocks(queries, keys, start, end, rules, recorded)
-    heads_first = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
-    return _flex(call, heads_first, _score(rules, mask, visible, query.device), blocks, mask is not None, recorded)
+    """output `[B, S, H, Dv]` and lse `[B, S, H]`. recorded: by autograd, for a backward."""
+    return _in_graph(_attention, call, recorded, None if call.mask is None else call.mask.detach(), call.kv_start, call.kv_end)
 
 
 def packed_attended(call: varlen.VarlenAttention | varlen.VarlenAttentionBackward, recorded: bool = False) -> tuple[Tensor, Tensor]:
-    """output `[H, T, Dv]` and lse `[H, T]`. recorded: by autograd, for a backward."""
-    query, key, value, cu_q, cu_k, rules = call.query, call.key, call.value, call.cu_seqlens_q, call.cu_seqlens_k, Rules.of(call)
-    batch = cu_q.shape[0] - 1
+    """output `[T, H, Dv]` and lse `[T, H]`. recorded: by autograd, for a backward."""
+    return _in_graph(_varlen_attention, call, recorded, call.cu_seqlens_q, call.cu_seqlens_k)
+
+
+def _in_graph(function: Callable[..., tuple[Tensor, Tensor]], call: Any, recorded: bool, *own: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`function` of a call, compiled where flex is. own: the tensors that calls of the other op do not have."""
+    # Detached: on CPU flex refuses inputs that require grad, in no_grad mode too.
+    query, key, value = (x if recorded else x.detach() for x in (call.query, call.key, call.value))
+    rules, masked = Rules.of(call), getattr(call, "mask", None) is not None
+    scale = torch.full((), rules.scale, device=query.device)
+    cap = torch.full((), rules.softcap, device=query.device) if rules.softcap > 0 else None
+    rules = rules._replace(scale=1.0, softcap=0.0)
+    options = _options(query, value, masked, recorded, BLOCK if deterministic(call.policy) else key.shape[-3])
+    given = Given(query, key, value, call.sinks, scale, cap, rules, recorded, options)
+    with warnings.catch_warnings(), dispatch_keys(recorded):
+        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+        return _compiled(query.device.type, function)(given, *own)
+
+
+def _attention(given: Given, mask: Tensor | None, kv_start: Tensor | None, kv_end: Tensor | None) -> tuple[Tensor, Tensor]:
+    query, key, value, rules = given.query, given.key, given.value, given.rules
+    (batch, queries, heads), keys = query.shape[:3], key.shape[1]
+    mask = None if mask is None else mask.expand(batch, heads, queries, keys)
+    start, end, shift = kv_start, kv_end, None if kv_end is None else kv_end - queries
+
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        see = j == j if start is None else j >= start[b]
+        see = see if end is None else see & (j < end[b])
+        return near(see, i + (keys - queries if shift is None else shift[b]), j, rules)
+
+    blocks = None if _on_cpu(query) else _dense_blocks(query, keys, kv_start, kv_end, rules, given.recorded)
+    heads_first = query.transpose(1, 2), in_range(key, start, end).transpose(1, 2), in_range(value, start, end).transpose(1, 2)
+    output, lse = _flex(given, heads_first, _score(given, mask, visible), blocks)
+    return output.transpose(1, 2), lse.transpose(1, 2)
+
+
+def _varlen_attention(given: Given, cu_q: Tensor, cu_k: Tensor) -> tuple[Tensor, Tensor]:
+    query, key, value, rules, batch = given.query, given.key, given.value, given.rules, cu_q.shape[0] - 1
     row_q, row_k = rows_of(cu_q, query.shape[0]), rows_of(cu_k, key.shape[0])
     starts_k = cu_k[:-1].long()
     shift = lengths_of(cu_k) - lengths_of(cu_q) - cu_q[:-1].long()
@@ -78,18 +114,20 @@ def packed_attended(call: varlen.VarlenAttention | varlen.VarlenAttentionBackwar
         return near((row == row_k[j]) & (row < batch), i + shift[safe], j - starts_k[safe], rules)
 
     value = value.masked_fill((row_k >= batch)[:, None, None], 0.0)  # 0 * NaN is NaN, and keys of no request may hold anything
-    if recorded:
+    if given.recorded:
         query, key = query.masked_fill((row_q >= batch)[:, None, None], 0.0), key.masked_fill((row_k >= batch)[:, None, None], 0.0)
     if batch == 0:
         key, value = key[:0], value[:0]
     blocks = None
     if not _on_cpu(query) and batch and query.shape[0] and key.shape[0]:
         first, last = (row_q[i].clamp(max=batch - 1) for i in _edges(query.shape[0], query.device))
-        blocks = _block_mask(starts_k[first][None], cu_k[1:].long()[last][None] - 1, query.shape[0], key.shape[0], recorded)
-    heads_first = (query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None])
-    output, lse = _flex(call, heads_first, _score(rules, None, visible, query.device), blocks, False, recorded)
-    padding = (row_q >= batch)[None, None]
-    return output.masked_fill(padding[..., None], 0.0)[0], lse.masked_fill(padding, float("-inf"))[0]
+        ends_k = cu_k[1:].long()
+        blocks = _block_mask(starts_k[first][None], ends_k[last][None] - 1, query.shape[0], key.shape[0], given.recorded)
+    heads_first = query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None]
+    output, lse = _flex(given, heads_first, _score(given, None, visible), blocks)
+    padding = row_q >= batch
+    output, lse = output[0].transpose(0, 1), lse[0].transpose(0, 1)
+    return output.masked_fill(padding[:, None, None], 0.0), lse.masked_fill(padding[:, None], float("-inf"))
 
 
 def _on_cpu(x: Tensor) -> bool:
@@ -97,10 +135,8 @@ def _on_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
-def _score(rules: Rules, mask: Tensor | None, visible: Mod, device: torch.device) -> Mod:
-    # Tensors, because Dynamo makes a float that changes a symbol, and Inductor's flex template takes no symbolic float.
-    scale = torch.full((), rules.scale, device=device)
-    cap = torch.full((), rules.softcap, device=device) if rules.softcap > 0 else None
+def _score(given: Given, mask: Tensor | None, visible: Mod) -> Mod:
+    scale, cap = given.scale, given.cap
 
     def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         s = s * scale
@@ -123,20 +159,23 @@ def _edges(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return first, (first + BLOCK - 1).clamp(max=size - 1)
 
 
-def _dense_blocks(queries: int, keys: int, start: Tensor, end: Tensor, rules: Rules, recorded: bool) -> BlockMask | None:
-    """The key blocks that some query of a query block sees; flex reads no others."""
+def _dense_blocks(query: Tensor, keys: int, start: Tensor | None, end: Tensor | None, rules: Rules, recorded: bool) -> BlockMask | None:
+    """The key blocks that some query of a query block `[B, S, ...]` sees; flex reads no others. Of all requests at once without ranges."""
+    queries = query.shape[1]
     if queries == 0 or keys == 0:
         return None
-    first, last = _edges(queries, start.device)
-    shift = (end - queries)[:, None]
-    low = start[:, None].expand(-1, first.shape[0])
-    high = end[:, None].expand(-1, first.shape[0]) - 1
+    first, last = _edges(queries, query.device)
+    past: Any = keys if end is None else end[:, None]
+    shift = past - queries
+    low = torch.zeros_like(first)[None] if start is None else start[:, None].expand(-1, first.shape[0])
+    high = torch.zeros_like(first)[None] + past - 1
     if rules.left >= 0:
         low = torch.maximum(low, first + shift - rules.left)
     if rules.chunk:
         low = torch.maximum(low, torch.div(first + shift, rules.chunk, rounding_mode="floor") * rules.chunk)
     if rules.causal or rules.right >= 0:
         high = torch.minimum(high, last + shift + (0 if rules.causal else rules.right))
+    low, high = torch.broadcast_tensors(low, high)
     return _block_mask(low, high, queries, keys, recorded)
 
 
@@ -171,28 +210,21 @@ def _every(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return j == j
 
 
-def _flex(
-    call: Any, given: tuple[Tensor, ...], score: Mod, blocks: BlockMask | None, masked: bool, recorded: bool
-) -> tuple[Tensor, Tensor]:
-    """output `[B, H, S, Dv]` and lse `[B, H, S]`; a query that sees no key has 0 and -inf, or the sink. given: heads first."""
-    # Detached: on CPU flex refuses inputs that require grad, in no_grad mode too.
-    (query, key, value), sinks = (x if recorded else x.detach() for x in given), call.sinks
+def _flex(given: Given, heads_first: tuple[Tensor, ...], score: Mod, blocks: BlockMask | None) -> tuple[Tensor, Tensor]:
+    """output `[B, H, S, Dv]` and lse `[B, H, S]`; a query that sees no key has 0 and -inf, or the sink."""
+    (query, key, value), sinks = heads_first, given.sinks
     if query.numel() == 0 or key.numel() == 0:
         output = query.new_zeros((*query.shape[:3], value.shape[3]))
         lse = query.new_full(query.shape[:3], float("-inf"), dtype=torch.float32)
     else:
-        from torch.nn.attention.flex_attention import AuxRequest
+        from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-        options = _options(query, value, masked, recorded, BLOCK if deterministic(call.policy) else key.shape[2])
-        with warnings.catch_warnings(), dispatch_keys(recorded):
-            warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
-            output, aux = _call(query.device.type)(
-                query, key, value, score_mod=score, block_mask=blocks, scale=1.0, enable_gqa=query.shape[1] != key.shape[1],
-                return_aux=AuxRequest(lse=True), **options,
-            )  # fmt: skip
-        lse = aux.lse
-        seen = torch.isfinite(lse)
-        output, lse = torch.where(seen[..., None], output, torch.zeros_like(output)), torch.where(seen, lse, -float("inf"))
+        kernel_options: Any = given.options or None
+        output, aux = flex_attention(
+            query, key, value, score_mod=score, block_mask=blocks, scale=1.0, enable_gqa=query.shape[1] != key.shape[1],
+            return_aux=AuxRequest(lse=True), kernel_options=kernel_options,
+        )  # fmt: skip
+        lse = cast(Tensor, aux.lse)
     if sinks is None:
         return output, lse
     # The sink's logit joins the denominator: output shrinks by exp(lse - lse'), lse' = log(exp(lse) + exp(sink)).
@@ -200,18 +232,20 @@ def _flex(
     return output * torch.exp(lse - joined)[..., None].to(output.dtype), joined
 
 
+def _compiled(device: str, function: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    return one_graph(function) if device == "cuda" else function
+
+
 @functools.cache
-def _call(device: str) -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import flex_attention
+def one_graph(function: Callable[..., tuple[Tensor, Tensor]], backend: str = "inductor") -> Callable[..., tuple[Tensor, Tensor]]:
+    """`function` as one graph, in which Inductor joins what eager code would launch as thirty small kernels."""
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
 
-    if device != "cuda":
-        return flex_attention
-    compiled = torch.compile(flex_attention)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        # Every structure of mask and score is a graph of its own, and past the limit Dynamo would run them unfused without a word.
-        with torch._dynamo.config.patch(recompile_limit=512, fail_on_recompile_limit_hit=True):
-            return compiled(*args, **kwargs)
+    def call(*args: Any) -> tuple[Tensor, Tensor]:
+        # Every structure of mask and score is a graph of its own, and past the limit Dynamo would run them unfused without a word. Numbers
+        # are constants there, because flex's template takes no symbols that are not sizes.
+        with torch._dynamo.config.patch(recompile_limit=512, fail_on_recompile_limit_hit=True, specialize_int=True, specialize_float=True):
+            return compiled(*args)
 
     return call
 
@@ -243,13 +277,13 @@ AUTOGRAD = "AutogradFunctionality", "ADInplaceOrView", "AutogradOther", "Autogra
 def _options(query: Tensor, value: Tensor, masked: bool, recorded: bool, keys: int) -> dict[str, Any]:
     if query.device.type == "cpu":
         return {}
-    chosen = tile(query.shape[3], value.shape[3], query.dtype.itemsize, Target.of(query.device).arch, masked, keys)
+    chosen = tile(query.shape[-1], value.shape[-1], query.dtype.itemsize, Target.of(query.device).arch, masked, keys)
     # The decoding template finds no configuration for some symbolic shapes; the general one always does.
     options = chosen._asdict()
     if recorded:  # torch's own tiles of the backward, but for a mask, which they have no room for
         narrow = dict.fromkeys(("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2"), 32) | {"bwd_num_stages": 1}
         options = {f"fwd_{name}": size for name, size in options.items()} | (narrow if masked else {})
-    return {"kernel_options": {"FORCE_USE_FLEX_ATTENTION": True, **options}}
+    return {"FORCE_USE_FLEX_ATTENTION": True, **options}
 
 
 class Tile(NamedTuple):
