@@ -4,8 +4,8 @@
 one another in one row, as DataCollatorWithFlattening lays them out: position_ids start again at each, and there is no mask. At a point such
 as 8x4k the row has 8 * 4096 tokens. Loss and norm of the gradient of every way are compared with those of transformers, by the first of
 PEERS that runs: gpt-oss has no SDPA there, and eager attention holds all pairs. `peak_gib`: the most memory that tensors took in a step,
-weights included. `hf_liger` and `attnops_liger`, which run only if `--ways` names them, have Liger's norms, MLPs and fused loss besides,
-the first one with transformers' flex_attention.
+weights included. Others run only if `--ways` names them. `hf_liger` and `attnops_liger` have Liger's norms, MLPs and fused loss besides, the
+first one with transformers' flex_attention. `hf_compiled` and `attnops_compiled`: `torch.compile(model)` of `hf_flex` and `attnops`.
 """
 
 from __future__ import annotations
@@ -32,15 +32,17 @@ PLACES: models.Places = {
 WAYS = {"hf_sdpa": "sdpa", "attnops": "", "hf_flex": "flex_attention", "hf_fa4": "flash_attention_4", "hf_eager": "eager"}
 """By way the attention of transformers; "" is patched."""
 LIGER = {"hf_liger": "flex_attention", "attnops_liger": ""}
+COMPILED = {"hf_compiled": "flex_attention", "attnops_compiled": ""}
+EVERY = WAYS | LIGER | COMPILED
 PEERS = ("hf_sdpa", "hf_flex", "hf_eager")
-ON_GPU = ("hf_flex", "hf_fa4", *LIGER)
+ON_GPU = ("hf_flex", "hf_fa4", "hf_compiled", *LIGER)
 DOCUMENT = 1820  # tokens of a document, on average
 SPREAD = 0.02  # between ways in bfloat16, of the loss and of the logarithm of the gradient's norm
 
 
 def cases(setup: Setup) -> dict[str, Case]:
     """Every model at its points. Raises InvalidInput for an unknown way."""
-    known_ways(setup, WAYS | LIGER)
+    known_ways(setup, EVERY)
     return models.over(setup, PLACES, measure)
 
 
@@ -49,7 +51,7 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
     model = kept(name).requires_grad_(True)
     batch, count = packed(setup, model, point)
     asked = (*PEERS, *setup.ways) if setup.ways else WAYS
-    chosen = [way for way in WAYS | LIGER if way in asked and (setup.on_gpu or way not in ON_GPU)]
+    chosen = [way for way in EVERY if way in asked and (setup.on_gpu or way not in ON_GPU)]
     ways: dict[str, Make] = {way: partial(step, setup, model, way, batch) for way in chosen}
     want = stock(ways)
 
@@ -93,16 +95,17 @@ def step(setup: Setup, model: Any, way: str, batch: dict[str, Tensor]) -> Way | 
 
         # Its rotation would take the place of transformers' function, for every model.
         getattr(liger, f"apply_liger_kernel_to_{one.config.model_type}")(model=one, rope=False)
-    if how := (WAYS | LIGER)[way]:
+    if how := EVERY[way]:
         one.set_attn_implementation(how)
     else:
         attnops.hf.patch(one)
+    called = torch.compile(one) if way in COMPILED else one
     found: Row = {}
 
     @torch.enable_grad()
     def run() -> Tensor:
         one.zero_grad(set_to_none=True)
-        loss: Tensor = one(**batch, use_cache=False).loss
+        loss: Tensor = called(**batch, use_cache=False).loss
         loss.backward()
         return loss.detach()
 
