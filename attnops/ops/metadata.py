@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
 
 from attnops.call import INDEX, INT32, KW_ONLY, Call, Result, Sizes, arg, need, record
 from attnops.ops.eager import key_for
@@ -30,6 +31,38 @@ CU_SEQLENS = define(Op(CuSeqlens, data.cu_seqlens, about="cumulative lengths"))
 def cu_seqlens(lengths: Tensor) -> Tensor:
     """int32 `[B + 1]`: 0 and the running sums of lengths `[B]` (int32 or int64, tokens). Raises InvalidInput."""
     out: Tensor = CU_SEQLENS(CuSeqlens(lengths, policy=active_policy()))
+    return out
+
+
+def _starts(call: Any) -> tuple[Any, ...]:
+    if not isinstance(call.begins, FakeTensor):
+        return data.request_starts(call).shape
+    if (env := call.begins.fake_mode.shape_env) is None:
+        raise DynamicOutputShapeException(REQUEST_STARTS.packet.default)
+    # `new_dynamic_size` of torch.library raises unless a graph that may break sets `capture_dynamic_output_shape_ops`.
+    size = env.create_unbacked_symint()
+    torch._check(size >= 2)
+    return (size,)
+
+
+@record("request_starts", Result("", _starts, INT), problem={"tokens": "B * S", "batch": "B"})
+class RequestStarts(Call):
+    """Where requests begin."""
+
+    begins: Tensor = arg("B, S", (torch.bool,))
+
+
+REQUEST_STARTS = define(Op(RequestStarts, data.request_starts, about="cumulative lengths of requests that a mask begins"))
+
+
+def request_starts(begins: Tensor) -> Tensor:
+    """int32 `[N + 1]`: the first token of each of N requests, then `B * S`. begins: bool `[B, S]`, True at each of these tokens.
+
+    The rows follow one another. The first token of all begins a request. An empty request comes last where the result would else have
+    S numbers, or only one. The host waits for the device, so a CUDA graph cannot hold this op; a compiled graph can, for any N, and makes
+    one forward's attention layers wait once. Raises InvalidInput, NotCapturable.
+    """
+    out: Tensor = REQUEST_STARTS(RequestStarts(begins, policy=active_policy()))
     return out
 
 
