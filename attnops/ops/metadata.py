@@ -9,8 +9,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
 
 from attnops.call import INDEX, INT32, KW_ONLY, Call, Result, Sizes, arg, need, record
+from attnops.kernel import Core
 from attnops.ops.eager import key_for
-from attnops.ops.op import Op, define
+from attnops.ops.op import UNREAD, Op, define, define_core
 from attnops.reference import data
 from attnops.reference.rows import Rules, how
 from attnops.select import active_policy
@@ -37,7 +38,11 @@ def cu_seqlens(lengths: Tensor) -> Tensor:
 def _starts(call: Any) -> tuple[Any, ...]:
     if not isinstance(call.begins, FakeTensor):
         return data.request_starts(call).shape
-    if (env := call.begins.fake_mode.shape_env) is None:
+    return _counted(call.begins)
+
+
+def _counted(begins: Any) -> tuple[Any, ...]:
+    if (env := begins.fake_mode.shape_env) is None:
         raise DynamicOutputShapeException(REQUEST_STARTS.packet.default)
     # `new_dynamic_size` of torch.library raises unless a graph that may break sets `capture_dynamic_output_shape_ops`.
     size = env.create_unbacked_symint()
@@ -53,6 +58,12 @@ class RequestStarts(Call):
 
 
 REQUEST_STARTS = define(Op(RequestStarts, data.request_starts, about="cumulative lengths of requests that a mask begins"))
+
+
+# In place of a call whose result no operation reads: assertions of its size would keep the call, and the wait, in the graph.
+define_core(f"request_starts__{UNREAD}", Core(
+    "(Tensor begins) -> Tensor", lambda begins: begins.new_zeros(2, dtype=INT), lambda begins: begins.new_empty(_counted(begins), dtype=INT)
+))  # fmt: skip
 
 
 def request_starts(begins: Tensor) -> Tensor:

@@ -270,6 +270,37 @@ def test_inductor_counts_documents(name, checkpointing):
     assert f"{size}, {size})" not in text
 
 
+def test_cumulative_lengths_leave_nothing_to_count():
+    """They take the place of documents by position, so that the host does not wait for their number."""
+    model = tiny.model("llama")
+    with attnops.patch(model):
+        ours, codes = run_and_get_code(gradients, model, "lengths", torch.compile(model, fullgraph=True))
+    compare(ours, gradients(tiny.model("llama"), "lengths"))
+    assert [call for code in codes for call in kernel_calls(code) if call.startswith("request_starts")] == ["request_starts.unread"]
+
+
+def test_compiled_dropout_of_documents():
+    """No kernel of packed requests has it, so the mask is written out in the graph."""
+    plain, model, counter = tiny.model("llama", attention_dropout=0.3), tiny.model("llama", attention_dropout=0.3), Counter()
+    torch.manual_seed(0)
+    eager = gradients(plain, "positions")
+    with attnops.patch(model):
+        torch.manual_seed(0)
+        compare(gradients(model, "positions", torch.compile(model, fullgraph=True, backend=counter)), eager)
+    assert len(counter) == 1
+
+
+def test_explain_knows_documents():
+    """Their number is a guess, and the row's length the bound on the longest."""
+    model = tiny.model("llama").train()
+    with attnops.patch(model):
+        made = {name: x.repeat(1, 60) for name, x in batch("positions", documents(0)).items()}
+        found = attnops.explain(model, **made, use_cache=False, target="h200", quiet=True)
+    assert [name.partition(".")[0] for name in found.chosen()] == ["request_starts", "varlen_attention"]
+    sizes, tokens = found.sites[1].decision.problem.sizes, made["input_ids"].shape[1]
+    assert sizes.batch.hint == 3 and tokens <= sizes.queries.hi < 2 * tokens
+
+
 def test_compiled_layers_take_documents_by_position():
     """The masks are made outside of the graphs, so each layer is one of packed requests."""
     model, counter = tiny.model("llama"), Counter()

@@ -80,8 +80,9 @@ def whole(batch: int, length: int, window: int, device: torch.device) -> Tensor:
 def read(mask: Tensor, batch: int, length: int, keys: int) -> Packed:
     """The inverse of `build`. Raises InvalidInput: an int32 tensor that is no such mask of these `[B, S]` queries and `[B, T]` keys."""
     made = mask.dim() == 4 and mask.numel() > 0 and mask.shape[0] in (1, 2) and mask.shape[1] <= PARTS
-    false = [mask.shape[3] <= batch, mask.shape[3] > batch * length + 2, mask.shape[3] == keys]
-    if not made or length != keys or any(map(statically_known_true, false)):
+    count = mask.shape[-1]
+    odd = [count <= batch, count > batch * length + 1, count == keys]
+    if not made or length != keys or any(map(statically_known_true, odd)):
         want = "bool or float [B, H, S, T], or attnops' descriptor of a step in which the keys are those of the queries"
         fail(InvalidInput, "attention_mask", f"int32 {list(mask.shape)} for {length} queries and {keys} keys", want)
     return Packed(mask[0, 0, 0], -(-length * mask.shape[1] // PARTS), mask.shape[2] - 2, mask.shape[0] == 2)
