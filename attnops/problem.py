@@ -17,6 +17,10 @@ from attnops.errors import InvalidInput, fail, portable
 from attnops.reference.rows import surely as surely
 
 
+_USUAL = 1024
+"""Tokens of a request, where only data tell how many requests share the tokens."""
+
+
 @dataclass(frozen=True)
 class Refusal:
     """`field` is `got`; the kernel wants `want`."""
@@ -45,8 +49,11 @@ class Extent:
     hint: int = 1
 
     @classmethod
-    def of(cls, size: int | torch.SymInt) -> Extent:
-        """The extent of an int (its power-of-two bucket, the hint in it) or of a SymInt (its range; no guard is installed)."""
+    def of(cls, size: int | torch.SymInt, typical: int = 1) -> Extent:
+        """The extent of an int (its power-of-two bucket, the hint in it) or of a SymInt (its range; no guard is installed).
+
+        typical: the hint of a SymInt that the trace has none for, because only data decide it.
+        """
         if not isinstance(size, torch.SymInt):
             return _bucket(int(size))
         node = size.node
@@ -57,7 +64,7 @@ class Extent:
         lo = int(bounds.lower) if bounds.lower.is_Integer else 0
         hi = int(bounds.upper) if bounds.upper.is_Integer and int(bounds.upper) < 2**62 else None
         hint = node.hint if node.has_hint() else None
-        return cls(lo, hi, _bucket(int(hint)).hint if hint is not None else max(lo, 1))
+        return cls(lo, hi, _bucket(int(hint if hint is not None else max(lo, typical))).hint)
 
     def __str__(self) -> str:
         return str(self.lo) if self.lo == self.hi else f"{self.lo}..{'' if self.hi is None else self.hi}"
@@ -330,7 +337,8 @@ def problem_of(call: Call) -> Problem:
     found["kv_dtype"] = given[spec.stored].dtype if spec.stored else first.dtype
     for field, code in spec.measures.items():
         size = eval(code, {"__builtins__": {}}, sizes)
-        found[field] = Extent.of(size) if field in EXTENTS else int(size)
+        typical = found["tokens"].hint // _USUAL if field == "batch" and "tokens" in found else 1
+        found[field] = Extent.of(size, typical) if field in EXTENTS else int(size)
     strides = [given[a.name].stride(-1) for a in spec.args if a.unit_stride and given[a.name] is not None]
     found["last_dim_contiguous"] = all(isinstance(n, int) and n == 1 for n in strides)
     more = spec.facts(call, sizes) if callable(spec.facts) else spec.facts or {}

@@ -65,6 +65,8 @@ def equal_calls(graph: fx.Graph, value_of: Callable[[Any], Any]) -> dict[fx.Node
         return same.get(node, node) if value is None or any(storages(value)) else str(value)
 
     for node in graph.nodes:
+        if node.meta.get("unbacked_bindings"):
+            continue  # each call has a size of its own
         pure = _PURE_METHODS if node.op == "call_method" else _PURE if node.op == "call_function" else ()
         if not (_is_pure_op(node.target) or node.target in pure):
             continue

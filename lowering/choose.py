@@ -1,6 +1,7 @@
 """Lowering of an op to the kernel chosen for it: `attnops.<op>.default` becomes a call of `attnops.<op>.<kernel>`."""
 
 import logging
+import operator
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from ..call import Call, changed, same, values
 from ..kernel import Kernel
 from ..ops import OPS, Op
 from ..ops.ahead import begin
+from ..ops.op import UNREAD
 from ..problem import Problem
 from ..select import choose, select
 from ..traced import equal_calls
@@ -24,6 +26,7 @@ _REGISTERED: set[str] = set()
 
 def lowering_of(op: Op) -> Callable[..., Any]:
     def lower(*args: Any, **kwargs: Any) -> Any:
+        from torch._inductor.lowering import fallback_handler
         from torch._inductor.virtualized import V
 
         node, kept = V.graph.current_node, vars(V.graph)
@@ -33,6 +36,8 @@ def lowering_of(op: Op) -> Callable[..., Any]:
         lowered = kept["attnops_lowered"]
         if (earlier := kept["attnops_equal"].get(node)) is not None:
             return lowered[earlier]
+        if node.meta.get("unbacked_bindings") and _unread(node):
+            return fallback_handler(getattr(torch.ops.attnops, f"{op.name}__{UNREAD}").default, add_to_fallback_set=False)(*args)
         given = pytree.tree_map_only(torch.fx.Node, _value, (node.args, node.kwargs))
         call: Any = op.call(*given[0], **given[1])
         # Heads, head dims and page size specialise: each is a guard.
@@ -48,6 +53,12 @@ def lowering_of(op: Op) -> Callable[..., Any]:
         return lowered[node]
 
     return lower
+
+
+def _unread(node: torch.fx.Node) -> bool:
+    """Does nothing read the result, and nothing but assertions its size?"""
+    aten, compared = torch.ops.aten, (torch.ops.aten.sym_size.int, operator.ge, operator.le)
+    return all(user.target is aten._assert_scalar.default or (user.target in compared and _unread(user)) for user in node.users)
 
 
 def _value(x: Any) -> Any:

@@ -132,6 +132,7 @@ def explain(
     """
     from torch._guards import detect_fake_mode
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     need(target is None or isinstance(target, (str, Target)), "target", repr(target), 'a name such as "sm90", a Target, or None')
     need(target is not None or assume is None, "assume", assume, "None without a target: packages of this machine are looked up")
@@ -144,7 +145,8 @@ def explain(
     with contextlib.ExitStack() as stack:
         stack.enter_context(pretend(named))
         path = stack.enter_context(_module_path(call))
-        mode = detect_fake_mode(pytree.tree_leaves((args, kwargs))) or FakeTensorMode()
+        shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)  # as without one, but for our own ops
+        mode = detect_fake_mode(pytree.tree_leaves((args, kwargs))) or FakeTensorMode(shape_env=shapes, static_shapes=True)
         stack.callback(setattr, mode, "allow_non_fake_inputs", mode.allow_non_fake_inputs)
         mode.allow_non_fake_inputs = True
         stack.enter_context(mode)

@@ -10,6 +10,7 @@ from attnops.ops.metadata import (
     decode_rows as decode_rows,
     kv_indices as kv_indices,
     named_pages as named_pages,
+    request_starts as request_starts,
     slot_mapping as slot_mapping,
     token_rows as token_rows,
 )

@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
 
 from attnops.call import INDEX, INT32, KW_ONLY, Call, Result, Sizes, arg, need, record
+from attnops.kernel import Core
 from attnops.ops.eager import key_for
-from attnops.ops.op import Op, define
+from attnops.ops.op import UNREAD, Op, define, define_core
 from attnops.reference import data
 from attnops.reference.rows import Rules, how
 from attnops.select import active_policy
@@ -30,6 +32,48 @@ CU_SEQLENS = define(Op(CuSeqlens, data.cu_seqlens, about="cumulative lengths"))
 def cu_seqlens(lengths: Tensor) -> Tensor:
     """int32 `[B + 1]`: 0 and the running sums of lengths `[B]` (int32 or int64, tokens). Raises InvalidInput."""
     out: Tensor = CU_SEQLENS(CuSeqlens(lengths, policy=active_policy()))
+    return out
+
+
+def _starts(call: Any) -> tuple[Any, ...]:
+    if not isinstance(call.begins, FakeTensor):
+        return data.request_starts(call).shape
+    return _counted(call.begins)
+
+
+def _counted(begins: Any) -> tuple[Any, ...]:
+    if (env := begins.fake_mode.shape_env) is None:
+        raise DynamicOutputShapeException(REQUEST_STARTS.packet.default)
+    # `new_dynamic_size` of torch.library raises unless a graph that may break sets `capture_dynamic_output_shape_ops`.
+    size = env.create_unbacked_symint()
+    torch._check(size >= 2)
+    return (size,)
+
+
+@record("request_starts", Result("", _starts, INT), problem={"tokens": "B * S", "batch": "B"})
+class RequestStarts(Call):
+    """Where requests begin."""
+
+    begins: Tensor = arg("B, S", (torch.bool,))
+
+
+REQUEST_STARTS = define(Op(RequestStarts, data.request_starts, about="cumulative lengths of requests that a mask begins"))
+
+
+# In place of a call whose result no operation reads: assertions of its size would keep the call, and the wait, in the graph.
+define_core(f"request_starts__{UNREAD}", Core(
+    "(Tensor begins) -> Tensor", lambda begins: begins.new_zeros(2, dtype=INT), lambda begins: begins.new_empty(_counted(begins), dtype=INT)
+))  # fmt: skip
+
+
+def request_starts(begins: Tensor) -> Tensor:
+    """int32 `[N + 1]`: the first token of each of N requests, then `B * S`. begins: bool `[B, S]`, True at each of these tokens.
+
+    The rows follow one another. The first token of all begins a request. An empty request comes last where the result would else have
+    S numbers, or only one. The host waits for the device, so a CUDA graph cannot hold this op; a compiled graph can, for any N, and makes
+    one forward's attention layers wait once. Raises InvalidInput, NotCapturable.
+    """
+    out: Tensor = REQUEST_STARTS(RequestStarts(begins, policy=active_policy()))
     return out
 
 

@@ -26,6 +26,9 @@ _FAKE_LIB = torch.library.Library("attnops", "IMPL")
 OPS: dict[str, Op] = {}
 """Every op by name, in order of definition."""
 
+UNREAD = "unread"
+"""`<op>__unread` is what a compiled graph calls for an op whose data decide a size, where nothing reads the result."""
+
 _WATCHERS: list[Callable[[Op, Problem, Any], None]] = []
 _TRACE_HOOKS: list[Callable[[], None]] = []
 
@@ -89,7 +92,7 @@ def bind(kernel: Kernel) -> None:
     _define_overload(op, f"{op.name}.{kernel.name}", _outside_of_captures(kernel) if never else kernel.run, tags=tags)
     if kernel.core is not None:
         # Not an overload: when overloads of two schemas are taken down at exit, PyTorch asks one that is gone for its schema.
-        _define_core(f"{op.name}__{kernel.name}", kernel.core, tags)
+        define_core(f"{op.name}__{kernel.name}", kernel.core, tags)
 
 
 def bind_all() -> None:
@@ -128,7 +131,8 @@ def _define_overload(op: Op, name: str, run: Callable[[Any], Any], chooses: bool
         overload.run = direct(overload, body)
 
 
-def _define_core(name: str, core: Core, tags: tuple[torch.Tag, ...]) -> None:
+def define_core(name: str, core: Core, tags: tuple[torch.Tag, ...] = ()) -> None:
+    """Define a torch op that only compiled graphs call."""
     _LIB.define(f"{name}{core.schema}", tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag, *tags))
     _LIB.impl(name, core.run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"attnops::{name}", core.fake, lib=_FAKE_LIB)

@@ -11,7 +11,7 @@ from attnops.reference.rows import compact, named, quantise, rows_of, store
 
 if TYPE_CHECKING:
     from attnops.ops.merge import MergeState, MergeStates
-    from attnops.ops.metadata import CuSeqlens, DecodeRows, KVIndices, NamedPages, SlotMapping, TokenRows
+    from attnops.ops.metadata import CuSeqlens, DecodeRows, KVIndices, NamedPages, RequestStarts, SlotMapping, TokenRows
     from attnops.ops.paged import CopyKV, WriteKV
     from attnops.ops.plan import PlanMlaAttention, PlanPagedAttention
 
@@ -95,6 +95,14 @@ def cu_seqlens(call: CuSeqlens) -> Tensor:
     """`[B + 1]` int32."""
     total = torch.cumsum(call.lengths, 0, dtype=torch.int32)
     return torch.cat([torch.zeros(1, dtype=torch.int32, device=total.device), total])
+
+
+def request_starts(call: RequestStarts) -> Tensor:
+    """`[N + 1]` int32. It waits for the device."""
+    places = call.begins.flatten().nonzero()[:, 0]
+    found = places.shape[0]
+    ends = 2 if found in (0, call.begins.shape[1] - 1) else 1
+    return torch.cat([places, places.new_full((ends,), call.begins.numel())]).to(torch.int32)
 
 
 def token_rows(call: TokenRows) -> Tensor:

@@ -107,6 +107,12 @@ def _rows(source: Source, lens: Sequence[int], more: int) -> dict[str, Any]:
     return {"cu_seqlens": source.cumulative(lens), "num_tokens": sum(lens) + more}
 
 
+def _begins(source: Source, rows: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """rows: how long each request of a row is."""
+    flags = [int(place == 0) for row in rows for length in row for place in range(length)]
+    return {"begins": source.ints(flags, torch.bool).reshape(len(rows), len(flags) // len(rows))}
+
+
 def _slots(source: Source, page: int, dtype: torch.dtype) -> dict[str, Any]:
     positions, rows = source.ints((0, 4, -1, 7, 2, 99, 5), dtype), source.ints((0, 1, 0, -1, 2, 1, 2), dtype)
     table = source.ints((5, 2, -1, 0, 7, 3, 1, -1, 6)).reshape(3, 3)
@@ -144,6 +150,10 @@ def _grid(op: str, make: Callable[..., dict[str, Any]], *axes: Mapping[str, Any]
 
 Named = dict[str, dict[str, Any]]
 LENGTHS, INTS = {"ragged": (3, 0, 5, 1), "one": (4,), "zeros": (0, 0), "none": ()}, (torch.int32, torch.int64)
+BEGINS = {
+    "one_row": ((3, 5, 1),), "rows": ((4,), (1, 3)), "one": ((6,),), "each_token": ((1,) * 4,), "as_many_as_keys": ((1, 1, 2),),
+    "no_tokens": ((), ()),
+}  # fmt: skip
 HOLES: dict[str, tuple[int, ...]] = {"none": (), "first": (0,), "second": (1, 4), "most": (0, 1, 2, 3), "all": (0, 1, 2, 3, 4)}
 WAYS: Named = {"squeeze": {}, "window": {"squeeze": False, "window_left": 3}, "in_place": {"squeeze": False}}
 HEADS: Named = {"rows": {}, "heads_16": {"q_heads": 16}, "heads_128": {"q_heads": 128}, "float8": {"q_heads": 16, "float8": True}}
@@ -156,6 +166,7 @@ DATA_CASES = {
     "vertical_slash_indexes": table("vertical_slash_indexes", builders.slash_indexes, INDEXES),
     "vertical_slash_attention": table("vertical_slash_attention", builders.slash_attention, SLASHES),
     "cu_seqlens": _grid("cu_seqlens", lambda source, lens, dtype: {"lengths": source.ints(lens, dtype)}, LENGTHS, INTS),
+    "request_starts": _grid("request_starts", _begins, BEGINS),
     "token_rows": _grid("token_rows", _rows, LENGTHS, (0, 3)),
     "slot_mapping": _grid("slot_mapping", _slots, (1, 3, 16), INTS),
     "kv_indices": _grid("kv_indices", _indices, LENGTHS, (1, 3), INTS),

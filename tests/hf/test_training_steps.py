@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import attnops
 from attnops.hf import tiny
 from tests.hf.helpers import LIMIT, Counter, relative, tokens, watched
 from tests.hf.test_training import compare
+from tests.lowering.models import kernel_calls
 
 # Sliding windows: mistral, gemma2, gemma3, gpt_oss. A soft cap: gemma2. Sinks: gpt_oss. A value of another size than the key: deepseek_v3.
 FAMILIES = ("llama", "mistral", "gemma2", "gpt_oss", "qwen3", "deepseek_v3", "gemma3", "phi3")
@@ -145,12 +147,16 @@ def test_whole_models_in_bfloat16(name, form):
     assert ((ours - eager).abs() <= 2e-2 * eager).all()
 
 
-def gradients(model, form, call=None):
+def step(model, given, call=None):
     model.train()
     model.zero_grad()
-    loss = (model if call is None else call)(**batch(form, documents(0)), use_cache=False).loss
+    loss = (model if call is None else call)(**given, use_cache=False).loss
     loss.backward()
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def gradients(model, form, call=None):
+    return step(model, batch(form, documents(0)), call)
 
 
 @pytest.mark.sweep(3)
@@ -210,24 +216,89 @@ def test_trainer(name, lengths, tmp_path):
 @pytest.mark.parametrize("form", ["lengths", "positions", "left", "right"])
 @pytest.mark.parametrize("name", ["mistral", "llama", "gemma2"])
 def test_compiled_steps(name, form):
-    """One graph, and eager's gradients. Lengths are packed requests in it; positions and padding are masks, as in transformers."""
+    """One graph, and eager's gradients. Documents are packed requests in it; padding is a mask, as in transformers."""
     eager, model, counter = gradients(tiny.model(name), form), tiny.model(name), Counter()
     with attnops.patch(model):
         compare(gradients(model, form, torch.compile(model, fullgraph=True, backend=counter)), eager)
     ops = [target.split(".")[1] for target in counter.targets() if target.startswith("attnops.")]
-    assert len(counter) == 1 and ops == ["varlen_attention" if form == "lengths" else "attention"] * model.config.num_hidden_layers
+    ops = [op for op in ops if op != "request_starts"]
+    assert len(counter) == 1 and ops == ["varlen_attention" if form in PACKED else "attention"] * model.config.num_hidden_layers
 
 
-def test_compiled_steps_of_other_documents():
+@pytest.mark.parametrize("form", ["lengths", "positions"])
+def test_compiled_steps_of_other_documents(form):
     """Sizes become symbolic when they first change: no number of documents, tokens, or length of one compiles a third graph."""
     model, counter = tiny.model("mistral"), Counter()
     with attnops.patch(model):
         compiled = torch.compile(model, fullgraph=True, backend=counter)
-        for count, step in ((4, 0), (3, 1), (2, 2), (4, 3)):
-            made = batch("lengths", documents(step)[:count])
+        for count, step in ((4, 0), (3, 1), (2, 2), (4, 3), (1, 4)):
+            made = batch(form, documents(step)[:count])
             want = tiny.model("mistral")(**made, use_cache=False).loss
             assert relative(compiled(**made, use_cache=False).loss, want) < LIMIT
-    assert len(counter) <= 2
+    assert len(counter) <= (2 if form == "positions" else 3)
+
+
+def cut(row, *lengths):
+    """The row with its documents cut anew: the first ones have these lengths."""
+    rest = row["position_ids"].shape[1] - sum(lengths)
+    return row | {"position_ids": torch.cat([torch.arange(n) for n in (*lengths, rest)])[None]}
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpointing"),
+    [("llama", False), *(pytest.param(*given, marks=pytest.mark.sweep(5)) for given in [("llama", True), ("gemma2", False), ("gemma3", True)])],
+)
+def test_inductor_counts_documents(name, checkpointing):
+    """One graph for any number of documents in a row. It counts them once for each kind of layer, not again where activations are computed
+    again, has eager's gradients, and holds no mask of all pairs."""
+    model, row = tiny.model(name), batch("positions", documents(0))
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    size = row["position_ids"].shape[1]
+    rows = [cut(row, *lengths) for lengths in ((3, 20), (9,), (), (1,) * (size - 2), (1,) * (size - 1))]
+    with attnops.patch(model), torch._dynamo.config.patch(error_on_recompile=True):
+        compiled = torch.compile(model, fullgraph=True)
+        ours, codes = run_and_get_code(lambda: [step(model, one, compiled) for one in rows])
+    for found, one in zip(ours, rows, strict=True):
+        compare(found, step(tiny.model(name), one))
+    text = "\n".join(codes)
+    ops = [call.partition(".")[0] for call in kernel_calls(text)]
+    kinds, layers = len(set(getattr(model.config, "layer_types", None) or ["full_attention"])), model.config.num_hidden_layers
+    assert len(codes) == 2, "a forward and a backward"
+    assert ops.count("request_starts") == kinds and ops.count("varlen_attention_backward") == layers
+    assert ops.count("varlen_attention") == layers * (1 + checkpointing)
+    assert f"{size}, {size})" not in text
+
+
+def test_cumulative_lengths_leave_nothing_to_count():
+    """They take the place of documents by position, so that the host does not wait for their number."""
+    model = tiny.model("llama")
+    with attnops.patch(model):
+        ours, codes = run_and_get_code(gradients, model, "lengths", torch.compile(model, fullgraph=True))
+    compare(ours, gradients(tiny.model("llama"), "lengths"))
+    assert [call for code in codes for call in kernel_calls(code) if call.startswith("request_starts")] == ["request_starts.unread"]
+
+
+def test_compiled_dropout_of_documents():
+    """No kernel of packed requests has it, so the mask is written out in the graph."""
+    plain, model, counter = tiny.model("llama", attention_dropout=0.3), tiny.model("llama", attention_dropout=0.3), Counter()
+    torch.manual_seed(0)
+    eager = gradients(plain, "positions")
+    with attnops.patch(model):
+        torch.manual_seed(0)
+        compare(gradients(model, "positions", torch.compile(model, fullgraph=True, backend=counter)), eager)
+    assert len(counter) == 1
+
+
+def test_explain_knows_documents():
+    """Their number is a guess, and the row's length the bound on the longest."""
+    model = tiny.model("llama").train()
+    with attnops.patch(model):
+        made = {name: x.repeat(1, 60) for name, x in batch("positions", documents(0)).items()}
+        found = attnops.explain(model, **made, use_cache=False, target="h200", quiet=True)
+    assert [name.partition(".")[0] for name in found.chosen()] == ["request_starts", "varlen_attention"]
+    sizes, tokens = found.sites[1].decision.problem.sizes, made["input_ids"].shape[1]
+    assert sizes.batch.hint == 3 and tokens <= sizes.queries.hi < 2 * tokens
 
 
 def test_compiled_layers_take_documents_by_position():

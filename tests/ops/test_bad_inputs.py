@@ -94,6 +94,7 @@ def good(name) -> dict[str, Any]:
             "activation": "silu", "residual": f(3, 2, 3), "output": torch.full((3, 2, 3), 7.0),
         },
         "cu_seqlens": lambda: {"lengths": i(1, 2)},
+        "request_starts": lambda: {"begins": torch.tensor([[True, False, True]])},
         "token_rows": lambda: {"cu_seqlens": cu, "num_tokens": 3},
         "slot_mapping": lambda: {"positions": i(0, 1), "rows": i(0, 0), "page_table": i(0, 1).reshape(1, 2), "page_size": 2},
         "kv_indices": lambda: {"page_table": i(0, 1).reshape(1, 2), "seq_lens": i(3), "page_size": 2},
@@ -312,6 +313,8 @@ BAD = [
     # metadata
     Bad("cu_seqlens", {"lengths": f(2)}, "lengths.dtype", "float32", "int32 | int64"),
     Bad("cu_seqlens", {"lengths": i(1, 2).reshape(1, 2)}, "lengths", "(1, 2)", "[B]"),
+    Bad("request_starts", {"begins": i(1, 0).reshape(1, 2)}, "begins.dtype", "int32", "bool"),
+    Bad("request_starts", {"begins": torch.tensor([True])}, "begins", "(1,)", "[B, S]"),
     Bad("token_rows", {"cu_seqlens": i(0, 1, dtype=I64)}, "cu_seqlens.dtype", "int64", "int32"),
     Bad("token_rows", {"cu_seqlens": i()}, "cu_seqlens.shape[0]", "0", ">= 1"),
     Bad("token_rows", {"num_tokens": -1}, "num_tokens", "-1", ">= 0"),

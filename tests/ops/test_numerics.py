@@ -320,6 +320,7 @@ def typical_mistakes():
     yield "merge_states", "some_empty", lambda c: (c.outputs.nan_to_num().mean(1), c.lses.logsumexp(1))
     yield "merge_states", "all_empty", lambda c: (torch.einsum("tnhd,tnh->thd", c.outputs, c.lses.softmax(1)), c.lses.logsumexp(1))
     yield "merge_state", "plain", lambda c: ((c.output_a + c.output_b) / 2, torch.logaddexp(c.lse_a, c.lse_b))
+    yield "request_starts", "as_many_as_keys", lambda c: torch.cat([c.begins.flatten().nonzero()[:, 0], torch.tensor([4])]).int()
     yield "cu_seqlens", "ragged-int32", lambda c: torch.cumsum(c.lengths, 0).to(torch.int32)
     yield "cu_seqlens", "ragged-int64", lambda c: torch.nn.functional.pad(torch.cumsum(c.lengths, 0), (1, 0))
 
@@ -458,6 +459,19 @@ def test_quantised_stores_saturate(kernel, dtype, top):
     attnops.write_kv(**arguments, kernel=kernel)
     assert pages.double()[1, 1, 0].tolist() == [top, -top]
     assert not pages.double()[0].any()
+
+
+@pytest.mark.parametrize(
+    ("rows", "want"),
+    [
+        ([[1, 0, 0, 1]], [0, 3, 4]), ([[1, 1, 0], [1, 0, 0]], [0, 1, 3, 6]), ([[1, 0, 0]], [0, 3]), ([[1], [1]], [0, 1, 2]),
+        ([[1, 1, 0]], [0, 1, 3, 3]), ([[1, 0], [1, 0]], [0, 2, 4]), ([[]], [0, 0]),
+    ],
+)  # fmt: skip
+def test_request_starts(rows, want):
+    """The length of a result is never that of a row, nor 1."""
+    got = ops.request_starts(torch.tensor(rows, dtype=torch.bool))
+    assert got.dtype == torch.int32 and got.tolist() == want and len(want) not in (1, len(rows[0]))
 
 
 @pytest.mark.parametrize("kernel", list(kernels_of("write_kv")))

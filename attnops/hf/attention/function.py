@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch._C import _len_torch_dispatch_stack
 from torch.compiler import is_dynamo_compiling
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.functional import dropout as drop, pad
 
 from attnops.errors import InvalidInput, fail
@@ -174,9 +175,9 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
             pairs = drops or weights_too or position_bias is not None or kernel != kernels[3]
             if beside and not (pairs or found.padded):
                 packed, beside = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k), False
-            elif count == batch:
+            elif statically_known_true(count == batch):
                 pass  # each row is one request
-            elif pairs or beside or count == batch * length:
+            elif pairs or beside:
                 mask, causal, left = requests.written_out(found, batch, length), False, -1
             else:
                 packed = found.starts, found.starts, found.longest, found.longest

@@ -10,8 +10,8 @@ transformers passes on untouched:
 costs little. `padded` is 1 where the requests are the padding and the text of rows: cumulative lengths beside the mask then restrict it
 further, and else replace it. All dims but the last are expanded, and few, because a copy to another device writes them out.
 
-A tracer cannot count the requests. It makes `N = B * S` of them, those past the last document empty. Kernels launch programs for each, also
-for empty ones, so the layers write the mask out again, unless the caller passes cumulative lengths, which leave this tensor unused.
+In a compiled graph N is a size that the data decide: `attnops.ops.request_starts` counts the requests when the graph runs, once a forward
+and kind of layer. The longest is then as long as a row, for all that the graph knows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
 from attnops.errors import InvalidInput, fail
+from attnops.ops import request_starts
 
 DTYPE = torch.int32
 PARTS = 32
@@ -61,37 +64,25 @@ def runs(text: Tensor) -> Tensor:
 
 def build(begins: Tensor, window: int, traced: bool, padded: bool = False) -> Tensor:
     """The mask of these requests. The host waits for the device, unless `traced`."""
-    batch, length = begins.shape
-    tokens = batch * length
-    flat = begins.flatten()
-    if traced:
-        # What is no start sorts to the end.
-        places = torch.where(flat, torch.arange(tokens, device=flat.device), tokens).sort().values
-    else:
-        places = flat.nonzero()[:, 0]
-    starts = torch.cat([places, places.new_full((1,), tokens)]).to(DTYPE)
-    if not traced:
-        starts = _no_mask(starts, length)
-    parts = PARTS if traced else -(-PARTS * int(starts.diff().max()) // length)
+    starts = request_starts(begins)
+    parts = PARTS if traced else -(-PARTS * int(starts.diff().max()) // begins.shape[1])
     return starts.expand(1 + padded, parts, 1 + window, -1)
 
 
 def whole(batch: int, length: int, window: int, device: torch.device) -> Tensor:
     """The mask of rows that are one request each."""
-    starts = _no_mask(torch.arange(batch + 1, device=device, dtype=DTYPE) * length, length)
+    starts = torch.arange(batch + 1, device=device, dtype=DTYPE) * length
+    # As in `request_starts`, an empty request more where a mask of ints would have that shape.
+    starts = torch.cat([starts, starts[-1:]]) if starts.shape[0] == length else starts
     return starts.expand(1, PARTS, 1 + window, -1)
-
-
-def _no_mask(starts: Tensor, length: int) -> Tensor:
-    """`starts`, with an empty request more where they are as many as the keys: a mask of ints would have that shape."""
-    return torch.cat([starts, starts[-1:]]) if starts.shape[0] == length else starts
 
 
 def read(mask: Tensor, batch: int, length: int, keys: int) -> Packed:
     """The inverse of `build`. Raises InvalidInput: an int32 tensor that is no such mask of these `[B, S]` queries and `[B, T]` keys."""
     made = mask.dim() == 4 and mask.numel() > 0 and mask.shape[0] in (1, 2) and mask.shape[1] <= PARTS
-    made = made and batch < mask.shape[3] <= batch * length + 1
-    if not made or length != keys or mask.shape[3] == keys:
+    count = mask.shape[-1]
+    odd = [count <= batch, count > batch * length + 1, count == keys]
+    if not made or length != keys or any(map(statically_known_true, odd)):
         want = "bool or float [B, H, S, T], or attnops' descriptor of a step in which the keys are those of the queries"
         fail(InvalidInput, "attention_mask", f"int32 {list(mask.shape)} for {length} queries and {keys} keys", want)
     return Packed(mask[0, 0, 0], -(-length * mask.shape[1] // PARTS), mask.shape[2] - 2, mask.shape[0] == 2)

@@ -55,8 +55,9 @@ INLINE: tuple[Row, ...] = (
     ("named_pages", data.named_pages, INT32, None, ""),
     ("kv_indices", data.kv_indices, INT32, None, ""),
 )
-# The host writes: a graph that held it would write once, at its capture.
-PLANS: tuple[Row, ...] = (
+# The host reads or writes: a graph that held it would do so once, at its capture.
+BY_HOST: tuple[Row, ...] = (
+    ("request_starts", data.request_starts, (torch.bool,), None, ""),
     ("plan_paged_attention", data.no_plan, QUERY, STORED, ""),
     ("plan_mla_attention", data.no_plan, QUERY, STORED, ""),
 )
@@ -72,14 +73,14 @@ def _fused_us(p: Problem) -> float:
     return 4.0 + (parts + 1) * max(p.sizes.tokens.hint, 1) * p.q_heads * p.v_head_dim * p.dtype.itemsize / 3.1e6
 
 
-for _table, _inline in ((CALLED, None), (INLINE, Inline()), (PLANS, None)):
+for _table, _inline in ((CALLED, None), (INLINE, Inline()), (BY_HOST, None)):
     for _op, _run, _dtypes, _kv_dtypes, _takes in _table:
         _multiplies = _op in MULTIPLY
         register(
             Kernel(
                 "reference", _op, by_request(_run) if _multiplies else _run, takes=frozenset(_takes.split()), dtypes=_dtypes,
                 kv_dtypes=_kv_dtypes, cost_us=_fused_us if _inline else WRITTEN,
-                capture=Capture.NEVER if _table is PLANS else Capture.WHOLE, invariant=Invariant((device("cpu"),) if _multiplies else ()),
+                capture=Capture.NEVER if _table is BY_HOST else Capture.WHOLE, invariant=Invariant((device("cpu"),) if _multiplies else ()),
                 judge=not _inline,  # a kernel that the compiler fuses in place is like any other
                 inline=_inline, about="plain torch, float32 accumulation",
             )
