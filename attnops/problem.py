@@ -16,7 +16,6 @@ from attnops.call import EXTENTS, Call, asked, name, sizes_of, values
 from attnops.errors import InvalidInput, fail, portable
 from attnops.reference.rows import surely as surely
 
-
 _USUAL = 1024
 """Tokens of a request, where only data tell how many requests share the tokens."""
 

@@ -8,8 +8,9 @@
 
 A descriptor can say "keys from a to b", so each row of a 2-D mask must be one run of ones. The host checks the mask itself, and waits for
 the device. Where it must not wait, the mask is dense: under a tracer, and in one-token steps on CUDA under `auto`. One-token steps inside
-`generate()` of a patched model need no check: generate appends ones only to the prompt's mask (attnops.hf.generation). Packed documents need
-no check, only their number, which a compiled graph finds out when it runs; while a CUDA graph is captured their mask is dense.
+`generate()` of a patched model need no check: generate appends ones only to the prompt's mask (attnops.hf.generation).
+
+Packed documents are only counted, which a compiled graph does when it runs. While a CUDA graph is captured their mask is dense.
 
 A cache of pages gets a descriptor in every mode: pages hold a row's tokens without its padding, so that a mask may say only how much
 padding a row begins with; any other mask is an error. Where the host must not wait, the device asserts instead.
