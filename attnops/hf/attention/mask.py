@@ -161,10 +161,13 @@ def _documents(request: Request) -> Tensor | None:
     if pattern is None or not pattern.causal:
         return None
     begins = packed.documents(rule, request.batch, request.queries, request.device)
-    traced = tracing(begins)
-    if traced and not torch.compiler.is_compiling() and (capturing(begins) or getattr(begins, "fake_mode").shape_env is None):  # noqa: B009
+    if not torch.compiler.is_compiling() and _uncountable(begins):
         return None
-    return packed.build(begins, pattern.window, traced)
+    return packed.build(begins, pattern.window, tracing(begins))
+
+
+def _uncountable(begins: Tensor) -> bool:
+    return capturing(begins) or (isinstance(begins, FakeTensor) and begins.fake_mode.shape_env is None)
 
 
 def _alone(request: Request) -> bool:
