@@ -16,7 +16,6 @@ from attnops.call import EXTENTS, Call, asked, name, sizes_of, values
 from attnops.errors import InvalidInput, fail, portable
 from attnops.reference.rows import surely as surely
 
-
 _USUAL = 1024
 """Tokens of a request, where only data tell how many requests share the tokens."""
 
@@ -64,7 +63,7 @@ class Extent:
         lo = int(bounds.lower) if bounds.lower.is_Integer else 0
         hi = int(bounds.upper) if bounds.upper.is_Integer and int(bounds.upper) < 2**62 else None
         hint = node.hint if node.has_hint() else None
-        return cls(lo, hi, _bucket(int(hint if hint is not None else max(lo, typical))).hint)
+        return cls(lo, hi, _bucket(int(hint)).hint if hint is not None else max(lo, typical, 1))
 
     def __str__(self) -> str:
         return str(self.lo) if self.lo == self.hi else f"{self.lo}..{'' if self.hi is None else self.hi}"

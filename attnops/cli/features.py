@@ -85,6 +85,7 @@ _BASES: dict[str, tuple[Change, ...]] = {
     "write_kv": (_PAGES | _NEW,),
     "copy_kv": (_PAGES | {"tokens": Extent.of(64)},),
     "vertical_slash_attention": (_PREFILL,),
+    "request_starts": ({"dtype": torch.bool, "kv_dtype": torch.bool, "tokens": Extent.of(4096), "batch": Extent(1, 1, 1)},),
     "merge_states": (_MERGE,),
     "merge_state": (_MERGE,),
     "mxfp4_experts": ({**_BF16, "in_features": 2880, "out_features": 2880, "experts": 32, "top_k": 4, "tokens": Extent(8, 8, 8)},),

@@ -52,12 +52,12 @@ def _counted(begins: Any) -> tuple[Any, ...]:
 
 @record("request_starts", Result("", _starts, INT), problem={"tokens": "B * S", "batch": "B"})
 class RequestStarts(Call):
-    """Where requests begin."""
+    """Cumulative lengths of requests whose first tokens are marked."""
 
     begins: Tensor = arg("B, S", (torch.bool,))
 
 
-REQUEST_STARTS = define(Op(RequestStarts, data.request_starts, about="cumulative lengths of requests that a mask begins"))
+REQUEST_STARTS = define(Op(RequestStarts, data.request_starts, about="cumulative lengths of requests whose first tokens are marked"))
 
 
 # In place of a call whose result no operation reads: assertions of its size would keep the call, and the wait, in the graph.
@@ -67,11 +67,11 @@ define_core(f"request_starts__{UNREAD}", Core(
 
 
 def request_starts(begins: Tensor) -> Tensor:
-    """int32 `[N + 1]`: the first token of each of N requests, then `B * S`. begins: bool `[B, S]`, True at each of these tokens.
+    """int32 `[N + 1]`: the first token of each of N requests, then `B * S`. begins: bool `[B, S]`, True at those tokens.
 
-    The rows follow one another. The first token of all begins a request. An empty request comes last where the result would else have
-    S numbers, or only one. The host waits for the device, so a CUDA graph cannot hold this op; a compiled graph can, for any N, and makes
-    one forward's attention layers wait once. Raises InvalidInput, NotCapturable.
+    The rows follow one another, and `begins[0, 0]` must be True. An empty request comes last where the result would else have S numbers,
+    which is the shape of a mask, or only one. A compiled graph can hold this op, for any N, and a CUDA graph cannot, because the host
+    waits for the device. Raises InvalidInput, NotCapturable.
     """
     out: Tensor = REQUEST_STARTS(RequestStarts(begins, policy=active_policy()))
     return out

@@ -246,7 +246,10 @@ def cut(row, *lengths):
 
 @pytest.mark.parametrize(
     ("name", "checkpointing"),
-    [("llama", False), *(pytest.param(*given, marks=pytest.mark.sweep(5)) for given in [("llama", True), ("gemma2", False), ("gemma3", True)])],
+    [
+        ("llama", False),
+        *(pytest.param(name, on, marks=pytest.mark.sweep(5)) for name, on in (("llama", True), ("gemma2", False), ("gemma3", True))),
+    ],
 )
 def test_inductor_counts_documents(name, checkpointing):
     """One graph for any number of documents in a row. It counts them once for each kind of layer, not again where activations are computed

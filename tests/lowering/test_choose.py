@@ -8,6 +8,7 @@ import torch
 from expecttest import assert_expected_inline
 
 import attnops
+from attnops.ops import request_starts, varlen_attention
 from tests.lowering.models import HQ, D, Dense, PagedModel, compiled_code, decode, kernel_calls, prefill
 
 
@@ -39,6 +40,19 @@ def test_no_page_buffer_is_copied_and_metadata_are_made_once():
     defined = set(re.findall(r"^(cpp_fused\w+) =", code, re.M))
     assert sum("cu_seqlens" in name for name in defined) == 1
     assert sum("slot_mapping" in name for name in defined) == 1
+
+
+def test_equal_calls_whose_size_the_data_decide_stay_two():
+    """Each has a size of its own in the graph."""
+
+    def model(x, begins):
+        both = request_starts(begins), request_starts(begins)
+        return sum(varlen_attention(n * x, x, x, s, s, max_seqlen_q=6, max_seqlen_k=6, causal=True) for n, s in enumerate(both))
+
+    x, begins = torch.randn(6, 2, 8), torch.tensor([[True, False, False, True, False, True]])
+    got, code = compiled_code(lambda: torch.compile(model, fullgraph=True)(x, begins))
+    torch.testing.assert_close(got, model(x, begins))
+    assert sum(call.startswith("request_starts") for call in kernel_calls(code)) == 2
 
 
 def test_the_graph_before_lowering_says_the_op_not_the_kernel():

@@ -8,8 +8,9 @@
 
 A descriptor can say "keys from a to b", so each row of a 2-D mask must be one run of ones. The host checks the mask itself, and waits for
 the device. Where it must not wait, the mask is dense: under a tracer, and in one-token steps on CUDA under `auto`. One-token steps inside
-`generate()` of a patched model need no check: generate appends ones only to the prompt's mask (attnops.hf.generation). Packed documents need
-no check, only their number, which a compiled graph finds out when it runs; while a CUDA graph is captured their mask is dense.
+`generate()` of a patched model need no check: generate appends ones only to the prompt's mask (attnops.hf.generation).
+
+Packed documents are only counted, which a compiled graph does when it runs. While a CUDA graph is captured their mask is dense.
 
 A cache of pages gets a descriptor in every mode: pages hold a row's tokens without its padding, so that a mask may say only how much
 padding a row begins with; any other mask is an error. Where the host must not wait, the device asserts instead.
@@ -160,10 +161,13 @@ def _documents(request: Request) -> Tensor | None:
     if pattern is None or not pattern.causal:
         return None
     begins = packed.documents(rule, request.batch, request.queries, request.device)
-    traced = tracing(begins)
-    if traced and not torch.compiler.is_compiling() and (capturing(begins) or getattr(begins, "fake_mode").shape_env is None):  # noqa: B009
+    if not torch.compiler.is_compiling() and _uncountable(begins):
         return None
-    return packed.build(begins, pattern.window, traced)
+    return packed.build(begins, pattern.window, tracing(begins))
+
+
+def _uncountable(begins: Tensor) -> bool:
+    return capturing(begins) or (isinstance(begins, FakeTensor) and begins.fake_mode.shape_env is None)
 
 
 def _alone(request: Request) -> bool:

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from attnops.errors import InvalidInput, fail
