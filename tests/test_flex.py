@@ -2,7 +2,11 @@
 
 import pytest
 import torch
+from torch._inductor.kernel.flex import common
+from torch._inductor.lowering import lowerings
+from torch.nn.attention import flex_attention as vendor
 
+from attnops.call import changed
 from attnops.kernel import kernels_of
 from attnops.kernels.torch import flex
 from attnops.kernels.torch.flex import Tile, shared_limit
@@ -72,3 +76,41 @@ def test_torch_is_given_the_tile(monkeypatch):
         assert given == {"FORCE_USE_FLEX_ATTENTION": True, **flex.tile(224, 224, 2, 90, masked, 1)._asdict()}
         assert given["BLOCK_N"] == 16
     assert flex._options(torch.empty(1, 2, 3, 64), key, False, False, 1) == {}
+
+
+class _Lowered(Exception):
+    pass
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("recorded", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("shape", ["ranges", "mask", "packed"])
+def test_inductor_is_given_blocks_in_rows_and_no_numbers(monkeypatch, shape, recorded):
+    """Of 2 calls, the second with sizes that change. The template multiplies the request by the heads' stride; Inductor 2.11 takes tensors
+    and symbols from around a score function, and neither numbers nor sums."""
+    seen = []
+
+    def lowering(query, key, value, score, block_mask, scale, options, captured, *more):
+        blocks = [x for x in common.maybe_realize(block_mask[2:8]) if x is not None]
+        seen.append([x.get_stride() for x in blocks])
+        assert len(blocks) == (4 if recorded else 2)
+        assert all(getattr(x, "is_Symbol", False) or x.get_size() is not None for x in captured)
+        raise _Lowered
+
+    monkeypatch.setitem(lowerings, torch.ops.higher_order.flex_attention, lowering)
+    monkeypatch.setattr(vendor, "_validate_device", lambda *given: None)
+    monkeypatch.setattr(flex, "_compiled", lambda device, function: flex.one_graph(function))
+    monkeypatch.setattr(flex, "_on_cpu", lambda x: False)
+    monkeypatch.setattr(flex, "_options", lambda *given: {})
+    f = Features(dtype=torch.float32, head_dim=16, q_heads=4, kv_heads=2, causal=True, mask="additive" if shape == "mask" else "none")
+    for count in (2, 3):
+        if shape == "packed":
+            run, call = flex.packed_attended, builders.varlen(Source(0), (300, 9, 20)[:count], (150, 290, 40)[:count], f)
+        else:
+            ends = {"end": (1, 290, 150)[:count]} if shape == "ranges" else {}
+            run, call = flex.attended, builders.dense(Source(0), count, 130 * count, 300 + count, f, **ends)
+        record = changed(call.record, **{n: call.arguments[n].requires_grad_() for n in ("query", "key", "value")})
+        with torch.set_grad_enabled(recorded), pytest.raises(Exception, match="_Lowered"):
+            run(record, recorded=recorded)
+    assert len(seen) == 2
+    assert all(by_request == by_head for blocks in seen for by_request, by_head, *_ in blocks), seen

@@ -62,7 +62,9 @@ class Given(NamedTuple):
 
 def attended(call: dense.Attention | dense.AttentionBackward, recorded: bool = False) -> tuple[Tensor, Tensor]:
     """output `[B, S, H, Dv]` and lse `[B, S, H]`. recorded: by autograd, for a backward."""
-    return _in_graph(_attention, call, recorded, None if call.mask is None else call.mask.detach(), call.kv_start, call.kv_end)
+    (batch, queries, heads, _), keys, mask = call.query.shape, call.key.shape[1], call.mask
+    mask = None if mask is None else mask.detach().expand(batch, heads, queries, keys)
+    return _in_graph(_attention, call, recorded, mask, call.kv_start, call.kv_end)
 
 
 def packed_attended(call: varlen.VarlenAttention | varlen.VarlenAttentionBackward, recorded: bool = False) -> tuple[Tensor, Tensor]:
@@ -87,14 +89,19 @@ def _in_graph(function: Callable[..., tuple[Tensor, Tensor]], call: Any, recorde
 
 def _attention(given: Given, mask: Tensor | None, kv_start: Tensor | None, kv_end: Tensor | None) -> tuple[Tensor, Tensor]:
     query, key, value, rules = given.query, given.key, given.value, given.rules
-    (batch, queries, heads), keys = query.shape[:3], key.shape[1]
-    mask = None if mask is None else mask.expand(batch, heads, queries, keys)
-    start, end, shift = kv_start, kv_end, None if kv_end is None else kv_end - queries
+    queries, keys, start, end, shift = query.shape[1], key.shape[1], kv_start, kv_end, None
+    if end is not None:
+        shift = end - queries
+    elif queries != keys:
+        shift = torch.full((1,), keys - queries, device=query.device)
 
+    # It knows tensors alone, of the sizes of inputs: Inductor 2.11 takes no numbers here, and no sizes but symbols.
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         see = j == j if start is None else j >= start[b]
         see = see if end is None else see & (j < end[b])
-        return near(see, i + (keys - queries if shift is None else shift[b]), j, rules)
+        if shift is not None:
+            i = i + shift[b if end is not None else 0 * b]
+        return near(see, i, j, rules)
 
     blocks = None if _on_cpu(query) else _dense_blocks(query, keys, kv_start, kv_end, rules, given.recorded)
     heads_first = query.transpose(1, 2), in_range(key, start, end).transpose(1, 2), in_range(value, start, end).transpose(1, 2)
@@ -105,29 +112,28 @@ def _attention(given: Given, mask: Tensor | None, kv_start: Tensor | None, kv_en
 def _varlen_attention(given: Given, cu_q: Tensor, cu_k: Tensor) -> tuple[Tensor, Tensor]:
     query, key, value, rules, batch = given.query, given.key, given.value, given.rules, cu_q.shape[0] - 1
     row_q, row_k = rows_of(cu_q, query.shape[0]), rows_of(cu_k, key.shape[0])
-    starts_k = cu_k[:-1].long()
+    real, own, starts_k = row_q < batch, row_q.clamp(max=batch - 1), cu_k[:-1].long()
     shift = lengths_of(cu_k) - lengths_of(cu_q) - cu_q[:-1].long()
+    # By token, because Inductor 2.11 takes no other sizes than those of inputs. No request is -1 among queries, `batch` among keys.
+    row, shift, first_key = (torch.where(real, x, -1) for x in (row_q, shift[own], starts_k[own])) if batch else (row_q,) * 3
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        row = row_q[i]
-        safe = torch.clamp(row, max=batch - 1)
-        return near((row == row_k[j]) & (row < batch), i + shift[safe], j - starts_k[safe], rules)
+        return near(row[i] == row_k[j], i + shift[i], j - first_key[i], rules)
 
     value = value.masked_fill((row_k >= batch)[:, None, None], 0.0)  # 0 * NaN is NaN, and keys of no request may hold anything
     if given.recorded:
-        query, key = query.masked_fill((row_q >= batch)[:, None, None], 0.0), key.masked_fill((row_k >= batch)[:, None, None], 0.0)
+        query, key = query.masked_fill(~real[:, None, None], 0.0), key.masked_fill((row_k >= batch)[:, None, None], 0.0)
     if batch == 0:
         key, value = key[:0], value[:0]
     blocks = None
     if not _on_cpu(query) and batch and query.shape[0] and key.shape[0]:
-        first, last = (row_q[i].clamp(max=batch - 1) for i in _edges(query.shape[0], query.device))
+        first, last = (own[i] for i in _edges(query.shape[0], query.device))
         ends_k = cu_k[1:].long()
         blocks = _block_mask(starts_k[first][None], ends_k[last][None] - 1, query.shape[0], key.shape[0], given.recorded)
     heads_first = query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None]
     output, lse = _flex(given, heads_first, _score(given, None, visible), blocks)
-    padding = row_q >= batch
     output, lse = output[0].transpose(0, 1), lse[0].transpose(0, 1)
-    return output.masked_fill(padding[:, None, None], 0.0), lse.masked_fill(padding[:, None], float("-inf"))
+    return output.masked_fill(~real[:, None, None], 0.0), lse.masked_fill(~real[:, None], float("-inf"))
 
 
 def _on_cpu(x: Tensor) -> bool:
@@ -189,21 +195,17 @@ def _block_mask(low: Tensor, high: Tensor, queries: int, keys: int, recorded: bo
     from torch.nn.attention.flex_attention import BlockMask
 
     count = -(-keys // BLOCK)
-    low = torch.div(low.clamp(0, keys - 1), BLOCK, rounding_mode="floor")
-    high = torch.div(high.clamp(0, keys - 1), BLOCK, rounding_mode="floor")
+    # A dim for heads from here on: Inductor gives one that is added later the stride 0, by which flex would skip requests.
+    low, high = (torch.div(x[:, None].clamp(0, keys - 1), BLOCK, rounding_mode="floor") for x in (low, high))
     number, every = (high - low + 1).clamp(min=1), torch.arange(count, device=low.device)
     index = (low[..., None] + every).clamp(max=count - 1)
     readers = reader = None
     if recorded:
         reads = (every >= low[..., None]) & (every < (low + number)[..., None])
-        readers, reader = _numbers(reads.sum(1)), _numbers(reads.int().argsort(dim=1, descending=True, stable=True).transpose(1, 2))
-    number, index, size = _numbers(number), _numbers(index), (BLOCK, BLOCK)
+        readers = reads.sum(2).int().contiguous()
+        reader = reads.int().argsort(dim=2, descending=True, stable=True).transpose(2, 3).int().contiguous()
+    number, index, size = number.int().contiguous(), index.int().contiguous(), (BLOCK, BLOCK)
     return BlockMask((queries, keys), number, index, None, None, readers, reader, None, None, BLOCK_SIZE=size, mask_mod=_every)
-
-
-def _numbers(x: Tensor) -> Tensor:
-    """`[B, ...]` -> int32 `[B, 1, ...]`, contiguous: those of every head."""
-    return x.to(torch.int32).contiguous()[:, None]
 
 
 def _every(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
