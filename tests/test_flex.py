@@ -2,11 +2,7 @@
 
 import pytest
 import torch
-from torch._inductor.kernel.flex import common
-from torch._inductor.lowering import lowerings
-from torch.nn.attention import flex_attention as vendor
 
-from attnops.call import changed
 from attnops.kernel import kernels_of
 from attnops.kernels.torch import flex
 from attnops.kernels.torch.flex import Tile, shared_limit
@@ -72,45 +68,32 @@ def test_torch_is_given_the_tile(monkeypatch):
     monkeypatch.setattr(Target, "of", classmethod(lambda cls, device: Target("cuda", 90)))
     query, key = (torch.empty(1, 2, n, 224, dtype=BF16, device="meta") for n in (511, 1))
     for masked in (False, True):
-        given = flex._options(query, key, masked, False, 1)
+        given = flex._options(query, key, masked, False, 1)["kernel_options"]
         assert given == {"FORCE_USE_FLEX_ATTENTION": True, **flex.tile(224, 224, 2, 90, masked, 1)._asdict()}
         assert given["BLOCK_N"] == 16
     assert flex._options(torch.empty(1, 2, 3, 64), key, False, False, 1) == {}
 
 
-class _Lowered(Exception):
-    pass
+RANGES = torch.tensor([0, 5, 120], dtype=torch.int32), torch.tensor([1, 290, 150], dtype=torch.int32)
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("recorded", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("shape", ["ranges", "mask", "packed"])
-def test_inductor_is_given_blocks_in_rows_and_no_numbers(monkeypatch, shape, recorded):
-    """Of 2 calls, the second with sizes that change. The template multiplies the request by the heads' stride; Inductor 2.11 takes tensors
-    and symbols from around a score function, and neither numbers nor sums."""
-    seen = []
-
-    def lowering(query, key, value, score, block_mask, scale, options, captured, *more):
-        blocks = [x for x in common.maybe_realize(block_mask[2:8]) if x is not None]
-        seen.append([x.get_stride() for x in blocks])
-        assert len(blocks) == (4 if recorded else 2)
-        assert all(getattr(x, "is_Symbol", False) or x.get_size() is not None for x in captured)
-        raise _Lowered
-
-    monkeypatch.setitem(lowerings, torch.ops.higher_order.flex_attention, lowering)
-    monkeypatch.setattr(vendor, "_validate_device", lambda *given: None)
-    monkeypatch.setattr(flex, "_compiled", lambda device, function: flex.one_graph(function))
-    monkeypatch.setattr(flex, "_on_cpu", lambda x: False)
-    monkeypatch.setattr(flex, "_options", lambda *given: {})
-    f = Features(dtype=torch.float32, head_dim=16, q_heads=4, kv_heads=2, causal=True, mask="additive" if shape == "mask" else "none")
-    for count in (2, 3):
-        if shape == "packed":
-            run, call = flex.packed_attended, builders.varlen(Source(0), (300, 9, 20)[:count], (150, 290, 40)[:count], f)
-        else:
-            ends = {"end": (1, 290, 150)[:count]} if shape == "ranges" else {}
-            run, call = flex.attended, builders.dense(Source(0), count, 130 * count, 300 + count, f, **ends)
-        record = changed(call.record, **{n: call.arguments[n].requires_grad_() for n in ("query", "key", "value")})
-        with torch.set_grad_enabled(recorded), pytest.raises(Exception, match="_Lowered"):
-            run(record, recorded=recorded)
-    assert len(seen) == 2
-    assert all(by_request == by_head for blocks in seen for by_request, by_head, *_ in blocks), seen
+@pytest.mark.parametrize("recorded", [True, False], ids=["backward", "forward"])
+def test_inductor_finds_the_same_blocks(recorded):
+    """Those of eager code, in rows: flex multiplies the request by the stride of the heads. Of sizes that change, and do not at first."""
+    causal, window, chunk = (flex.Rules(1.0, True, *more) for more in ((), (100, -1), (-1, -1, 0.0, 64)))
+    compiled = flex.one_graph(flex.dense_blocks), flex.one_graph(flex.packed_blocks)
+    dense = (300, (None, None), causal), (431, (None, None), causal), (431, RANGES, window), (300, (None, None), chunk)
+    for keys, (start, end), rules in dense:
+        given = torch.empty(3, 130 + keys, 1, 1), keys, start, end, rules, recorded
+        found, want = compiled[0](*given), flex.dense_blocks(*given)
+        mask = flex._block_mask(130 + keys, keys, found)
+        for x, y in zip(found, want, strict=True):
+            assert x.dtype == torch.int32 and torch.equal(x, y)
+        for x in (mask.kv_num_blocks, mask.kv_indices, mask.q_num_blocks, mask.q_indices)[: 4 if recorded else 2]:
+            assert x.stride(0) == x.stride(1) > 0
+    for queries, keys in (((300, 9), (150, 290)), ((129, 0, 200), (3, 1, 500))):
+        cu_q, cu_k = (torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (queries, keys))
+        given = cu_q, cu_k, sum(queries) + 3, sum(keys) + 2, recorded
+        for found, want in zip(compiled[1](*given), flex.packed_blocks(*given), strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(found, want, strict=True))

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import flex_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -284,8 +285,8 @@ def test_threads_share_it(looked):
 def test_a_kernel_compiled_at_its_first_use_serves_both_ways(looked, monkeypatch):
     """What flex compiled for a call through the dispatcher is what the direct call after it runs: autograd's keys are off in both."""
     graphs = []
-    kernel = torch.compile(flex._attention, backend=lambda graph, _: graphs.append(graph) or graph.forward, dynamic=False)
-    monkeypatch.setattr(flex, "_compiled", lambda device, function: kernel)
+    kernel = torch.compile(flex_attention, backend=lambda graph, _: graphs.append(graph) or graph.forward, dynamic=False)
+    monkeypatch.setattr(flex, "_call", lambda device: kernel)
     q, k, v = (t.repeat(1, 4, 1, 4) for t in qkv())
     for _ in range(3):
         attnops.attention(q, k, v, softcap=2.0, kernel="flex")

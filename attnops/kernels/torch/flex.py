@@ -10,7 +10,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,106 +34,63 @@ Mod = Callable[..., Tensor]
 
 def attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
     output, lse = attended(call)
-    return compact(output.to(call.query.dtype)), compact(lse.float()) if call.return_lse else no_lse(call.query)
+    lse = compact(lse.transpose(1, 2).float()) if call.return_lse else no_lse(call.query)
+    return compact(output.transpose(1, 2).to(call.query.dtype)), lse
 
 
 def varlen_attention(call: varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
     """One long sequence in which a query sees the keys of its own request only."""
     output, lse = packed_attended(call)
-    return compact(output.to(call.query.dtype)), compact(lse.float()) if call.return_lse else no_lse(call.query)
-
-
-class Given(NamedTuple):
-    """The tensors of every call, the rules that one graph is for, and torch's options of its kernel.
-
-    scale, cap: `[]`, tensors and no rules, so that one graph serves them all. No cap: None. recorded: by autograd, for a backward.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    sinks: Tensor | None
-    scale: Tensor
-    cap: Tensor | None
-    rules: Rules
-    recorded: bool
-    options: dict[str, Any]
+    lse = compact(lse.transpose(0, 1).float()) if call.return_lse else no_lse(call.query)
+    return compact(output.transpose(0, 1).to(call.query.dtype)), lse
 
 
 def attended(call: dense.Attention | dense.AttentionBackward, recorded: bool = False) -> tuple[Tensor, Tensor]:
-    """output `[B, S, H, Dv]` and lse `[B, S, H]`. recorded: by autograd, for a backward."""
-    (batch, queries, heads, _), keys, mask = call.query.shape, call.key.shape[1], call.mask
-    mask = None if mask is None else mask.detach().expand(batch, heads, queries, keys)
-    return _in_graph(_attention, call, recorded, mask, call.kv_start, call.kv_end)
-
-
-def packed_attended(call: varlen.VarlenAttention | varlen.VarlenAttentionBackward, recorded: bool = False) -> tuple[Tensor, Tensor]:
-    """output `[T, H, Dv]` and lse `[T, H]`. recorded: by autograd, for a backward."""
-    return _in_graph(_varlen_attention, call, recorded, call.cu_seqlens_q, call.cu_seqlens_k)
-
-
-def _in_graph(function: Callable[..., tuple[Tensor, Tensor]], call: Any, recorded: bool, *own: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`function` of a call, compiled where flex is. own: the tensors that calls of the other op do not have."""
-    # Detached: on CPU flex refuses inputs that require grad, in no_grad mode too.
-    query, key, value = (x if recorded else x.detach() for x in (call.query, call.key, call.value))
-    rules, masked = Rules.of(call), getattr(call, "mask", None) is not None
-    scale = torch.full((), rules.scale, device=query.device)
-    cap = torch.full((), rules.softcap, device=query.device) if rules.softcap > 0 else None
-    rules = rules._replace(scale=1.0, softcap=0.0)
-    options = _options(query, value, masked, recorded, BLOCK if deterministic(call.policy) else key.shape[-3])
-    given = Given(query, key, value, call.sinks, scale, cap, rules, recorded, options)
-    with warnings.catch_warnings(), dispatch_keys(recorded):
-        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
-        return _compiled(query.device.type, function)(given, *own)
-
-
-def _attention(given: Given, mask: Tensor | None, kv_start: Tensor | None, kv_end: Tensor | None) -> tuple[Tensor, Tensor]:
-    query, key, value, rules = given.query, given.key, given.value, given.rules
-    queries, keys, start, end, shift = query.shape[1], key.shape[1], kv_start, kv_end, None
+    """output `[B, H, S, Dv]` and lse `[B, H, S]`. recorded: by autograd, for a backward."""
+    query, key, value, mask, start, end, rules = call.query, call.key, call.value, call.mask, call.kv_start, call.kv_end, Rules.of(call)
+    (batch, queries), keys = query.shape[:2], key.shape[1]
+    shift = None  # from a query's index to its position; a tensor, because each int would be a graph of its own
     if end is not None:
         shift = end - queries
     elif queries != keys:
-        shift = torch.full((1,), keys - queries, device=query.device)
+        shift = torch.full((batch,), keys - queries, device=query.device)
+    if mask is not None:
+        mask = mask.detach().expand(batch, query.shape[2], queries, keys)
 
-    # It knows tensors alone, of the sizes of inputs: Inductor 2.11 takes no numbers here, and no sizes but symbols.
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         see = j == j if start is None else j >= start[b]
         see = see if end is None else see & (j < end[b])
-        if shift is not None:
-            i = i + shift[b if end is not None else 0 * b]
-        return near(see, i, j, rules)
+        return near(see, i if shift is None else i + shift[b], j, rules)
 
-    blocks = None if _on_cpu(query) else _dense_blocks(query, keys, kv_start, kv_end, rules, given.recorded)
-    heads_first = query.transpose(1, 2), in_range(key, start, end).transpose(1, 2), in_range(value, start, end).transpose(1, 2)
-    output, lse = _flex(given, heads_first, _score(given, mask, visible), blocks)
-    return output.transpose(1, 2), lse.transpose(1, 2)
+    key, value = in_range(key, start, end), in_range(value, start, end)
+    blocks = None
+    if not _on_cpu(query) and queries and keys:
+        blocks = _block_mask(queries, keys, _jointly(dense_blocks, query, keys, start, end, rules, recorded))
+    heads_first = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+    return _flex(call, heads_first, _score(rules, mask, visible, query.device), blocks, mask is not None, recorded)
 
 
-def _varlen_attention(given: Given, cu_q: Tensor, cu_k: Tensor) -> tuple[Tensor, Tensor]:
-    query, key, value, rules, batch = given.query, given.key, given.value, given.rules, cu_q.shape[0] - 1
-    row_q, row_k = rows_of(cu_q, query.shape[0]), rows_of(cu_k, key.shape[0])
-    real, own, starts_k = row_q < batch, row_q.clamp(max=batch - 1), cu_k[:-1].long()
-    shift = lengths_of(cu_k) - lengths_of(cu_q) - cu_q[:-1].long()
-    # By token, because Inductor 2.11 takes no other sizes than those of inputs. No request is -1 among queries, `batch` among keys.
-    row, shift, first_key = (torch.where(real, x, -1) for x in (row_q, shift[own], starts_k[own])) if batch else (row_q,) * 3
+def packed_attended(call: varlen.VarlenAttention | varlen.VarlenAttentionBackward, recorded: bool = False) -> tuple[Tensor, Tensor]:
+    """output `[H, T, Dv]` and lse `[H, T]`. recorded: by autograd, for a backward."""
+    query, key, value, rules = call.query, call.key, call.value, Rules.of(call)
+    (tokens, heads, _), keys, batch = query.shape, key.shape[0], call.cu_seqlens_q.shape[0] - 1
+    if batch == 0:
+        return query.new_zeros((heads, tokens, value.shape[2])), query.new_full((heads, tokens), float("-inf"), dtype=torch.float32)
+    (row, row_k, shift, first_key), blocks = _jointly(
+        packed_blocks, call.cu_seqlens_q, call.cu_seqlens_k, tokens, keys, recorded and not _on_cpu(query)
+    )  # fmt: skip
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return near(row[i] == row_k[j], i + shift[i], j - first_key[i], rules)
 
-    value = value.masked_fill((row_k >= batch)[:, None, None], 0.0)  # 0 * NaN is NaN, and keys of no request may hold anything
-    if given.recorded:
-        query, key = query.masked_fill(~real[:, None, None], 0.0), key.masked_fill((row_k >= batch)[:, None, None], 0.0)
-    if batch == 0:
-        key, value = key[:0], value[:0]
-    blocks = None
-    if not _on_cpu(query) and batch and query.shape[0] and key.shape[0]:
-        first, last = (own[i] for i in _edges(query.shape[0], query.device))
-        ends_k = cu_k[1:].long()
-        blocks = _block_mask(starts_k[first][None], ends_k[last][None] - 1, query.shape[0], key.shape[0], given.recorded)
-    heads_first = query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None]
-    output, lse = _flex(given, heads_first, _score(given, None, visible), blocks)
-    output, lse = output[0].transpose(0, 1), lse[0].transpose(0, 1)
-    return output.masked_fill(~real[:, None, None], 0.0), lse.masked_fill(~real[:, None], float("-inf"))
+    no_request, unread = row < 0, (row_k >= batch)[:, None, None]
+    value = value.masked_fill(unread, 0.0)  # 0 * NaN is NaN, and keys of no request may hold anything
+    if recorded:
+        query, key = query.masked_fill(no_request[:, None, None], 0.0), key.masked_fill(unread, 0.0)
+    found = None if _on_cpu(query) or not (tokens and keys) else _block_mask(tokens, keys, blocks)
+    heads_first = (query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None])
+    output, lse = _flex(call, heads_first, _score(rules, None, visible, query.device), found, False, recorded)
+    return output[0].masked_fill(no_request[:, None], 0.0), lse[0].masked_fill(no_request, float("-inf"))
 
 
 def _on_cpu(x: Tensor) -> bool:
@@ -141,8 +98,10 @@ def _on_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
-def _score(given: Given, mask: Tensor | None, visible: Mod) -> Mod:
-    scale, cap = given.scale, given.cap
+def _score(rules: Rules, mask: Tensor | None, visible: Mod, device: torch.device) -> Mod:
+    # Tensors, because Dynamo makes a float that changes a symbol, and Inductor's flex template takes no symbolic float.
+    scale = torch.full((), rules.scale, device=device)
+    cap = torch.full((), rules.softcap, device=device) if rules.softcap > 0 else None
 
     def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         s = s * scale
@@ -159,22 +118,17 @@ def _score(given: Given, mask: Tensor | None, visible: Mod) -> Mod:
     return score
 
 
-def _edges(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """First and last index of every block of BLOCK among `size` indices."""
-    first = torch.arange(0, size, BLOCK, device=device)
-    return first, (first + BLOCK - 1).clamp(max=size - 1)
+Blocks = tuple[Tensor, ...]
+"""int32 `[B, query blocks]`, how many key blocks each reads, and `[B, query blocks, key blocks]`, which; for a backward, the same of the
+query blocks that read each key block."""
 
 
-def _dense_blocks(query: Tensor, keys: int, start: Tensor | None, end: Tensor | None, rules: Rules, recorded: bool) -> BlockMask | None:
-    """The key blocks that some query of a query block `[B, S, ...]` sees; flex reads no others. Of all requests at once without ranges."""
-    queries = query.shape[1]
-    if queries == 0 or keys == 0:
-        return None
+def dense_blocks(query: Tensor, keys: int, start: Tensor | None, end: Tensor | None, rules: Rules, recorded: bool) -> Blocks:
+    """The key blocks that some query of a query block sees; flex reads no others. Of all requests at once where none has a range."""
+    queries, past, bottom = query.shape[1], keys if end is None else end[:, None], 0 if start is None else start[:, None]
     first, last = _edges(queries, query.device)
-    past: Any = keys if end is None else end[:, None]
     shift = past - queries
-    low = torch.zeros_like(first)[None] if start is None else start[:, None].expand(-1, first.shape[0])
-    high = torch.zeros_like(first)[None] + past - 1
+    low, high = first[None] * 0 + bottom, first[None] * 0 + (past - 1)
     if rules.left >= 0:
         low = torch.maximum(low, first + shift - rules.left)
     if rules.chunk:
@@ -182,51 +136,74 @@ def _dense_blocks(query: Tensor, keys: int, start: Tensor | None, end: Tensor | 
     if rules.causal or rules.right >= 0:
         high = torch.minimum(high, last + shift + (0 if rules.causal else rules.right))
     low, high = torch.broadcast_tensors(low, high)
-    return _block_mask(low, high, queries, keys, recorded)
+    return _numbers(low, high, keys, recorded)
 
 
-def _block_mask(low: Tensor, high: Tensor, queries: int, keys: int, recorded: bool) -> BlockMask:
-    """A BlockMask in which query block n of request b reads keys `low` to `high`, each `[B, query blocks]`, in whole blocks.
+def packed_blocks(cu_q: Tensor, cu_k: Tensor, tokens: int, keys: int, recorded: bool) -> tuple[Blocks, Blocks]:
+    """int64 request of each query (-1: of none) and of each key (B: of none), and for each query what its index lacks to its position and
+    its request's first key; the key blocks from the first to the last that a query block's requests have. cu_q: of one request or more."""
+    batch, starts_k, ends_k = cu_q.shape[0] - 1, cu_k[:-1].long(), cu_k[1:].long()
+    row_q, row_k = rows_of(cu_q, tokens), rows_of(cu_k, keys)
+    shift, own = lengths_of(cu_k) - lengths_of(cu_q) - cu_q[:-1].long(), row_q.clamp(max=batch - 1)
+    by_token = torch.where(row_q < batch, row_q, -1), row_k, shift[own], starts_k[own]
+    if not (tokens and keys):
+        return by_token, ()
+    first, last = (own[i] for i in _edges(tokens, cu_q.device))
+    return by_token, _numbers(starts_k[first][None], ends_k[last][None] - 1, keys, recorded)
 
-    recorded: with the query blocks that read each key block, which a backward goes by.
 
-    Written out, because torch's own constructors go through vmap, which fails to compile inside an op on CUDA with torch 2.11.
-    """
-    from torch.nn.attention.flex_attention import BlockMask
+def _edges(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """First and last index of every block of BLOCK among `size` indices."""
+    first = torch.arange(0, size, BLOCK, device=device)
+    return first, (first + BLOCK - 1).clamp(max=size - 1)
 
+
+def _numbers(low: Tensor, high: Tensor, keys: int, recorded: bool) -> Blocks:
+    """Of query blocks that read keys `low` to `high`, each `[B, query blocks]`, in whole blocks. recorded: also for a backward."""
     count = -(-keys // BLOCK)
-    # A dim for heads from here on: Inductor gives one that is added later the stride 0, by which flex would skip requests.
-    low, high = (torch.div(x[:, None].clamp(0, keys - 1), BLOCK, rounding_mode="floor") for x in (low, high))
+    low, high = (x.clamp(0, keys - 1) >> BLOCK.bit_length() - 1 for x in (low, high))  # Inductor 2.13 fails to compile the division
     number, every = (high - low + 1).clamp(min=1), torch.arange(count, device=low.device)
-    index = (low[..., None] + every).clamp(max=count - 1)
-    readers = reader = None
+    found = [number, (low[..., None] + every).clamp(max=count - 1)]
     if recorded:
         reads = (every >= low[..., None]) & (every < (low + number)[..., None])
-        readers = reads.sum(2).int().contiguous()
-        reader = reads.int().argsort(dim=2, descending=True, stable=True).transpose(2, 3).int().contiguous()
-    number, index, size = number.int().contiguous(), index.int().contiguous(), (BLOCK, BLOCK)
-    return BlockMask((queries, keys), number, index, None, None, readers, reader, None, None, BLOCK_SIZE=size, mask_mod=_every)
+        found += [reads.sum(1), reads.int().argsort(dim=1, descending=True, stable=True).transpose(1, 2)]
+    return tuple(x.to(torch.int32) for x in found)
+
+
+def _block_mask(queries: int, keys: int, blocks: Blocks) -> BlockMask:
+    """Of every head. Written out, because torch's own constructors go through vmap, which fails to compile inside an op on CUDA with torch
+    2.11. The dim of heads is added here: flex multiplies by its stride, and Inductor makes that 0."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    number, index, *rest = (compact(x)[:, None] for x in blocks)
+    readers, reader = rest or (None, None)
+    return BlockMask((queries, keys), number, index, None, None, readers, reader, None, None, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=_every)
 
 
 def _every(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return j == j
 
 
-def _flex(given: Given, heads_first: tuple[Tensor, ...], score: Mod, blocks: BlockMask | None) -> tuple[Tensor, Tensor]:
-    """output `[B, H, S, Dv]` and lse `[B, H, S]`; a query that sees no key has 0 and -inf, or the sink."""
-    (query, key, value), sinks = heads_first, given.sinks
+def _flex(
+    call: Any, given: tuple[Tensor, ...], score: Mod, blocks: BlockMask | None, masked: bool, recorded: bool
+) -> tuple[Tensor, Tensor]:
+    """output `[B, H, S, Dv]` and lse `[B, H, S]`; a query that sees no key has 0 and -inf, or the sink. given: heads first."""
+    # Detached: on CPU flex refuses inputs that require grad, in no_grad mode too.
+    (query, key, value), sinks = (x if recorded else x.detach() for x in given), call.sinks
     if query.numel() == 0 or key.numel() == 0:
         output = query.new_zeros((*query.shape[:3], value.shape[3]))
         lse = query.new_full(query.shape[:3], float("-inf"), dtype=torch.float32)
     else:
-        from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+        from torch.nn.attention.flex_attention import AuxRequest
 
-        kernel_options: Any = given.options or None
-        output, aux = flex_attention(
-            query, key, value, score_mod=score, block_mask=blocks, scale=1.0, enable_gqa=query.shape[1] != key.shape[1],
-            return_aux=AuxRequest(lse=True), kernel_options=kernel_options,
-        )  # fmt: skip
-        lse = cast(Tensor, aux.lse)
+        options = _options(query, value, masked, recorded, BLOCK if deterministic(call.policy) else key.shape[2])
+        with warnings.catch_warnings(), dispatch_keys(recorded):
+            warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+            output, aux = _call(query.device.type)(
+                query, key, value, score_mod=score, block_mask=blocks, scale=1.0, enable_gqa=query.shape[1] != key.shape[1],
+                return_aux=AuxRequest(lse=True), **options,
+            )  # fmt: skip
+        lse = aux.lse
     if sinks is None:
         return output, lse
     # The sink's logit joins the denominator: output shrinks by exp(lse - lse'), lse' = log(exp(lse) + exp(sink)).
@@ -234,20 +211,29 @@ def _flex(given: Given, heads_first: tuple[Tensor, ...], score: Mod, blocks: Blo
     return output * torch.exp(lse - joined)[..., None].to(output.dtype), joined
 
 
-def _compiled(device: str, function: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    return one_graph(function) if device == "cuda" else function
+def _jointly(function: Callable[..., Any], *args: Any) -> Any:
+    """`function` of tensors without gradients, on CUDA as one graph: eager code would launch twenty small kernels."""
+    given: Tensor = args[0]
+    with torch.no_grad(), dispatch_keys():
+        return one_graph(function)(*args) if given.device.type == "cuda" else function(*args)
+
+
+def _call(device: str) -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    found: Callable[..., Any] = flex_attention
+    return one_graph(found) if device == "cuda" else found
 
 
 @functools.cache
-def one_graph(function: Callable[..., tuple[Tensor, Tensor]], backend: str = "inductor") -> Callable[..., tuple[Tensor, Tensor]]:
-    """`function` as one graph, in which Inductor joins what eager code would launch as thirty small kernels."""
-    compiled = torch.compile(function, fullgraph=True, backend=backend)
+def one_graph(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, compiled. Blocks and attention are two graphs, because Inductor 2.11 compiles flex for blocks that are inputs alone."""
+    compiled = torch.compile(function)
 
-    def call(*args: Any) -> tuple[Tensor, Tensor]:
-        # Every structure of mask and score is a graph of its own, and past the limit Dynamo would run them unfused without a word. Numbers
-        # are constants there, because flex's template takes no symbols that are not sizes.
-        with torch._dynamo.config.patch(recompile_limit=512, fail_on_recompile_limit_hit=True, specialize_int=True, specialize_float=True):
-            return compiled(*args)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # Every structure of mask and score is a graph of its own, and past the limit Dynamo would run them unfused without a word.
+        with torch._dynamo.config.patch(recompile_limit=512, fail_on_recompile_limit_hit=True):
+            return compiled(*args, **kwargs)
 
     return call
 
@@ -279,13 +265,13 @@ AUTOGRAD = "AutogradFunctionality", "ADInplaceOrView", "AutogradOther", "Autogra
 def _options(query: Tensor, value: Tensor, masked: bool, recorded: bool, keys: int) -> dict[str, Any]:
     if query.device.type == "cpu":
         return {}
-    chosen = tile(query.shape[-1], value.shape[-1], query.dtype.itemsize, Target.of(query.device).arch, masked, keys)
+    chosen = tile(query.shape[3], value.shape[3], query.dtype.itemsize, Target.of(query.device).arch, masked, keys)
     # The decoding template finds no configuration for some symbolic shapes; the general one always does.
     options = chosen._asdict()
     if recorded:  # torch's own tiles of the backward, but for a mask, which they have no room for
         narrow = dict.fromkeys(("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2"), 32) | {"bwd_num_stages": 1}
         options = {f"fwd_{name}": size for name, size in options.items()} | (narrow if masked else {})
-    return {"FORCE_USE_FLEX_ATTENTION": True, **options}
+    return {"kernel_options": {"FORCE_USE_FLEX_ATTENTION": True, **options}}
 
 
 class Tile(NamedTuple):

@@ -37,9 +37,9 @@ def _gradients(call: Any, forward: Callable[..., tuple[Tensor, Tensor]]) -> tupl
     leaves = {n: getattr(call, n).detach().requires_grad_() for n in names}
     with torch.enable_grad(), dispatch_keys(recorded=True):
         output, lse = forward(changed(call, **leaves), recorded=True)
-        given = [(output, call.grad_output.to(output.dtype))]
+        given = [(output, call.grad_output.transpose(-3, -2).to(output.dtype))]
         if call.grad_lse is not None:
-            given.append((lse, call.grad_lse.to(lse.dtype)))
+            given.append((lse, call.grad_lse.transpose(-1, -2).to(lse.dtype)))
         roots = [(x, grad) for x, grad in given if x.requires_grad]  # none, where there are no keys
         found = torch.autograd.grad(
             [x for x, _ in roots], list(leaves.values()), [grad for _, grad in roots], allow_unused=True, materialize_grads=True
