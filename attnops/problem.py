@@ -63,7 +63,9 @@ class Extent:
         lo = int(bounds.lower) if bounds.lower.is_Integer else 0
         hi = int(bounds.upper) if bounds.upper.is_Integer and int(bounds.upper) < 2**62 else None
         hint = node.hint if node.has_hint() else None
-        return cls(lo, hi, _bucket(int(hint)).hint if hint is not None else max(lo, typical, 1))
+        if hint is None:
+            return cls(lo, hi, max(lo, 1, typical if hi is None else min(typical, hi)))
+        return cls(lo, hi, _bucket(int(hint)).hint)
 
     def __str__(self) -> str:
         return str(self.lo) if self.lo == self.hi else f"{self.lo}..{'' if self.hi is None else self.hi}"

@@ -4,8 +4,8 @@
 one another in one row, as DataCollatorWithFlattening lays them out: position_ids start again at each, and there is no mask. At a point such
 as 8x4k the row has 8 * 4096 tokens. Loss and norm of the gradient of every way are compared with those of transformers, by the first of
 PEERS that runs: gpt-oss has no SDPA there, and eager attention holds all pairs. `peak_gib`: the most memory that tensors took in a step,
-weights included. Others run only if `--ways` names them. `hf_compiled` and `attnops_compiled`: `torch.compile(model)` of `hf_flex` and
-`attnops`. `hf_liger` and `attnops_liger`: both with Liger's norms, MLPs and fused loss besides.
+weights included. Others run only if `--ways` names them. `hf_compiled` and `attnops_compiled` run `torch.compile(model)` of `hf_flex` and
+`attnops`; `hf_liger` and `attnops_liger` run the two with Liger's norms, MLPs and fused loss.
 """
 
 from __future__ import annotations

@@ -69,9 +69,9 @@ define_core(f"request_starts__{UNREAD}", Core(
 def request_starts(begins: Tensor) -> Tensor:
     """int32 `[N + 1]`: the first token of each of N requests, then `B * S`. begins: bool `[B, S]`, True at those tokens.
 
-    The rows follow one another, and `begins[0, 0]` must be True. An empty request comes last where the result would else have S numbers,
-    which is the shape of a mask, or only one. A compiled graph can hold this op, for any N, and a CUDA graph cannot, because the host
-    waits for the device. Raises InvalidInput, NotCapturable.
+    The rows follow one another, and the first token of all begins a request whatever its mark. Where the result would have S numbers, as a
+    mask of ints has, an empty request comes last. A compiled graph can hold this op, for any N. A CUDA graph cannot, because the host waits
+    for the device. Raises InvalidInput, NotCapturable.
     """
     out: Tensor = REQUEST_STARTS(RequestStarts(begins, policy=active_policy()))
     return out

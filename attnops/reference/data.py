@@ -99,10 +99,9 @@ def cu_seqlens(call: CuSeqlens) -> Tensor:
 
 def request_starts(call: RequestStarts) -> Tensor:
     """`[N + 1]` int32. It waits for the device."""
-    places = call.begins.flatten().nonzero()[:, 0]
-    found = places.shape[0]
-    ends = 2 if found in (0, call.begins.shape[1] - 1) else 1
-    return torch.cat([places, places.new_full((ends,), call.begins.numel())]).to(torch.int32)
+    places = call.begins.flatten()[1:].nonzero()[:, 0] + 1
+    ends = 2 if places.shape[0] + 2 == call.begins.shape[1] else 1
+    return torch.cat([places.new_zeros(1), places, places.new_full((ends,), call.begins.numel())]).to(torch.int32)
 
 
 def token_rows(call: TokenRows) -> Tensor:

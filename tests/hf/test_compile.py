@@ -190,3 +190,24 @@ def test_a_compiled_training_step():
     torch.compile(model, fullgraph=True, backend="aot_eager")(ids, **inputs).loss.backward()
     for name, p in model.named_parameters():
         assert (p.grad - want[name]).abs().max() <= 2 * LIMIT * max(1.0, want[name].abs().max().item()), name
+
+
+class Logits(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        return self.model(ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "grad"])
+def test_export_of_any_length_counts_no_documents(grad):
+    """transformers tells every tracer of packed documents; a program that is exported has a mask for them, and symbolic sizes."""
+    model = tiny.model("llama").eval()
+    with attnops.patch(model), torch.set_grad_enabled(grad):
+        module = Logits(model)
+        program = torch.export.export(module, (tokens(),), dynamic_shapes=({1: torch.export.Dim("S", min=2, max=64)},))
+        assert {str(n.target) for n in program.graph.nodes if "attnops" in str(n.target)} == {"attnops.attention.default"}
+        longer = tokens().repeat(1, 2)
+        torch.testing.assert_close(program.module()(longer), module(longer), rtol=1e-5, atol=1e-5)

@@ -236,13 +236,18 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
             want = "one row, with cu_seq_lens_k, max_length_q and max_length_k, and no position_bias"
             fail(InvalidInput, "cu_seq_lens_q", fault, want)
         output = varlen_attention(
-            query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), starts_q, starts_k, max_seqlen_q=int(longest_q),
-            max_seqlen_k=int(longest_k), scale=scale, causal=causal, window=(left, -1 if causal else left), softcap=cap, sinks=sinks,
+            query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), starts_q, starts_k, max_seqlen_q=_int(longest_q),
+            max_seqlen_k=_int(longest_k), scale=scale, causal=causal, window=(left, -1 if causal else left), softcap=cap, sinks=sinks,
             padded=not ours, kernel=kernel,
         )  # fmt: skip
         return output.unflatten(0, query.shape[:2]), None
 
     return attention
+
+
+def _int(longest: Any) -> Any:
+    """A length as `varlen_attention` takes it. A symbol stays one: `int()` of it would make it a constant in torch.export."""
+    return longest if isinstance(longest, torch.SymInt) else int(longest)
 
 
 def _recorded(module: Any, compiling: bool) -> bool:

@@ -11,7 +11,7 @@ costs little. `padded` is 1 where the requests are the padding and the text of r
 further, and else replace it. All dims but the last are expanded, and few, because a copy to another device writes them out.
 
 In a compiled graph N is a size that the data decide: `attnops.ops.request_starts` counts the requests when the graph runs, once a forward
-and kind of layer. The longest is then as long as a row, for all that the graph knows.
+and kind of layer. The row's length is then the bound on the longest.
 """
 
 from __future__ import annotations

@@ -119,12 +119,15 @@ def _score(rules: Rules, mask: Tensor | None, visible: Mod, device: torch.device
 
 
 Blocks = tuple[Tensor, ...]
-"""int32 `[B, query blocks]`, how many key blocks each reads, and `[B, query blocks, key blocks]`, which; for a backward, the same of the
-query blocks that read each key block."""
+"""int32 `[B, query blocks]`, how many key blocks each query block reads, and `[B, query blocks, key blocks]`, which. For a backward also
+`[B, key blocks]`, how many query blocks read each key block, and `[B, key blocks, query blocks]`, which."""
 
 
 def dense_blocks(query: Tensor, keys: int, start: Tensor | None, end: Tensor | None, rules: Rules, recorded: bool) -> Blocks:
-    """The key blocks that some query of a query block sees; flex reads no others. Of all requests at once where none has a range."""
+    """The key blocks that some query of a query block sees; flex reads no others. One row serves all requests without ranges.
+
+    query: gives the number of queries and the device alone.
+    """
     queries, past, bottom = query.shape[1], keys if end is None else end[:, None], 0 if start is None else start[:, None]
     first, last = _edges(queries, query.device)
     shift = past - queries
@@ -136,12 +139,12 @@ def dense_blocks(query: Tensor, keys: int, start: Tensor | None, end: Tensor | N
     if rules.causal or rules.right >= 0:
         high = torch.minimum(high, last + shift + (0 if rules.causal else rules.right))
     low, high = torch.broadcast_tensors(low, high)
-    return _numbers(low, high, keys, recorded)
+    return _blocks_between(low, high, keys, recorded)
 
 
 def packed_blocks(cu_q: Tensor, cu_k: Tensor, tokens: int, keys: int, recorded: bool) -> tuple[Blocks, Blocks]:
-    """int64 request of each query (-1: of none) and of each key (B: of none), and for each query what its index lacks to its position and
-    its request's first key; the key blocks from the first to the last that a query block's requests have. cu_q: of one request or more."""
+    """(int64 request of each query, -1 for none; of each key, B for none; for each query its position less its index, and the first key of
+    its request), and the key blocks from the first to the last that a query block's requests have. cu_q: of one request or more."""
     batch, starts_k, ends_k = cu_q.shape[0] - 1, cu_k[:-1].long(), cu_k[1:].long()
     row_q, row_k = rows_of(cu_q, tokens), rows_of(cu_k, keys)
     shift, own = lengths_of(cu_k) - lengths_of(cu_q) - cu_q[:-1].long(), row_q.clamp(max=batch - 1)
@@ -149,7 +152,7 @@ def packed_blocks(cu_q: Tensor, cu_k: Tensor, tokens: int, keys: int, recorded: 
     if not (tokens and keys):
         return by_token, ()
     first, last = (own[i] for i in _edges(tokens, cu_q.device))
-    return by_token, _numbers(starts_k[first][None], ends_k[last][None] - 1, keys, recorded)
+    return by_token, _blocks_between(starts_k[first][None], ends_k[last][None] - 1, keys, recorded)
 
 
 def _edges(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -158,8 +161,8 @@ def _edges(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return first, (first + BLOCK - 1).clamp(max=size - 1)
 
 
-def _numbers(low: Tensor, high: Tensor, keys: int, recorded: bool) -> Blocks:
-    """Of query blocks that read keys `low` to `high`, each `[B, query blocks]`, in whole blocks. recorded: also for a backward."""
+def _blocks_between(low: Tensor, high: Tensor, keys: int, recorded: bool) -> Blocks:
+    """Query block n reads the blocks of keys `low[:, n]` to `high[:, n]`. low, high: `[B, query blocks]`. recorded: also for a backward."""
     count = -(-keys // BLOCK)
     low, high = (x.clamp(0, keys - 1) >> BLOCK.bit_length() - 1 for x in (low, high))  # Inductor 2.13 fails to compile the division
     number, every = (high - low + 1).clamp(min=1), torch.arange(count, device=low.device)
