@@ -64,7 +64,7 @@ def attended(call: dense.Attention | dense.AttentionBackward, recorded: bool = F
 
     key, value = in_range(key, start, end), in_range(value, start, end)
     blocks = None
-    if not _on_cpu(query) and queries and keys:
+    if not _on_cpu(query) and query.numel() and keys:
         blocks = _block_mask(queries, keys, _jointly(dense_blocks, query, keys, start, end, rules, recorded))
     heads_first = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
     return _flex(call, heads_first, _score(rules, mask, visible, query.device), blocks, mask is not None, recorded)
@@ -76,9 +76,9 @@ def packed_attended(call: varlen.VarlenAttention | varlen.VarlenAttentionBackwar
     (tokens, heads, _), keys, batch = query.shape, key.shape[0], call.cu_seqlens_q.shape[0] - 1
     if batch == 0:
         return query.new_zeros((heads, tokens, value.shape[2])), query.new_full((heads, tokens), float("-inf"), dtype=torch.float32)
-    (row, row_k, shift, first_key), blocks = _jointly(
-        packed_blocks, call.cu_seqlens_q, call.cu_seqlens_k, tokens, keys, recorded and not _on_cpu(query)
-    )  # fmt: skip
+    given = call.cu_seqlens_q, call.cu_seqlens_k, tokens, keys, recorded and not _on_cpu(query)
+    # Without tokens or keys there is nothing to compile, and no attention either.
+    (row, row_k, shift, first_key), blocks = _jointly(packed_blocks, *given) if tokens and keys else packed_blocks(*given)
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return near(row[i] == row_k[j], i + shift[i], j - first_key[i], rules)
