@@ -197,17 +197,42 @@ class Logits(torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, ids):
-        return self.model(ids, use_cache=False).logits
+    def forward(self, ids, starts=None):
+        longest = ids.shape[1]
+        packed = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
+        return self.model(ids, use_cache=False, **({} if starts is None else packed)).logits
 
 
+@pytest.mark.parametrize("lengths", [False, True], ids=["rows", "lengths"])
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "grad"])
-def test_export_of_any_length_counts_no_documents(grad):
-    """transformers tells every tracer of packed documents; a program that is exported has a mask for them, and symbolic sizes."""
-    model = tiny.model("llama").eval()
+def test_an_exported_program_counts_no_documents(grad, lengths):
+    """transformers tells every tracer of packed documents. In a program for any length they are a mask, or the lengths that are given."""
+    model, sizes = tiny.model("llama").eval(), [{1: torch.export.Dim("S", min=2, max=64)}]
+    given, longer = ([tokens()[:1].repeat(1, n)] for n in (1, 2))
+    if lengths:
+        sizes.append({0: torch.export.Dim("N", min=2, max=64)})
+        for inputs, cut in ((given, (4,)), (longer, (3, 8))):
+            inputs.append(torch.tensor([0, *cut, inputs[0].shape[1]], dtype=torch.int32))
     with attnops.patch(model), torch.set_grad_enabled(grad):
         module = Logits(model)
-        program = torch.export.export(module, (tokens(),), dynamic_shapes=({1: torch.export.Dim("S", min=2, max=64)},))
-        assert {str(n.target) for n in program.graph.nodes if "attnops" in str(n.target)} == {"attnops.attention.default"}
-        longer = tokens().repeat(1, 2)
-        torch.testing.assert_close(program.module()(longer), module(longer), rtol=1e-5, atol=1e-5)
+        program = torch.export.export(module, tuple(given), dynamic_shapes=tuple(sizes))
+        op = "varlen_attention" if lengths else "attention"
+        assert {str(n.target) for n in program.graph.nodes if "attnops" in str(n.target)} == {f"attnops.{op}.default"}
+        torch.testing.assert_close(program.module()(*longer), module(*longer), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [False, True], ids=["positions", "lengths"])
+def test_documents_without_gradients(lengths):
+    """A compiled pass that trains nothing does not wait for their number: positions are a mask, and lengths are used as they are."""
+    model, ids, counter = tiny.model("llama").eval(), tokens()[:1], Counter()
+    ends = torch.tensor([0, 4, ids.shape[1]], dtype=torch.int32)
+    given = {"position_ids": torch.cat([torch.arange(int(n)) for n in ends.diff()])[None], "use_cache": False}
+    if lengths:
+        given |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 64, "max_length_k": 64}
+    with torch.no_grad():
+        want = model(ids, position_ids=given["position_ids"], use_cache=False).logits
+        with attnops.patch(model):
+            got = torch.compile(model, fullgraph=True, backend=counter)(ids, **given).logits
+    assert relative(got, want) < LIMIT
+    op = "varlen_attention" if lengths else "attention"
+    assert {target for target in counter.targets() if target.startswith("attnops.")} == {f"attnops.{op}.default"}

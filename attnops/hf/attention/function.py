@@ -177,7 +177,7 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
                 packed, beside = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k), False
             elif statically_known_true(count == batch):
                 pass  # each row is one request
-            elif pairs or beside:
+            elif pairs or beside or statically_known_true(count == batch * length):
                 mask, causal, left = requests.written_out(found, batch, length), False, -1
             else:
                 packed = found.starts, found.starts, found.longest, found.longest

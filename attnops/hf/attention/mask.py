@@ -10,8 +10,8 @@ A descriptor can say "keys from a to b", so each row of a 2-D mask must be one r
 the device. Where it must not wait, the mask is dense: under a tracer, and in one-token steps on CUDA under `auto`. One-token steps inside
 `generate()` of a patched model need no check: generate appends ones only to the prompt's mask (attnops.hf.generation).
 
-Packed documents are only counted, which a compiled graph of a training step does when it runs. In other compiled graphs, and while a CUDA
-graph is captured, their mask is dense.
+Packed documents need a count and no check. A compiled graph of a training step counts them when it runs. In other compiled graphs, and
+while a CUDA graph is captured, layers without cumulative lengths write their mask out.
 
 A cache of pages gets a descriptor in every mode: pages hold a row's tokens without its padding, so that a mask may say only how much
 padding a row begins with; any other mask is an error. Where the host must not wait, the device asserts instead.
@@ -162,16 +162,14 @@ def _documents(request: Request) -> Tensor | None:
     if pattern is None or not pattern.causal:
         return None
     begins = packed.documents(rule, request.batch, request.queries, request.device)
-    if _uncountable(begins):
-        return None
-    return packed.build(begins, pattern.window, tracing(begins))
+    return packed.build(begins, pattern.window, tracing(begins), counted=_counted(begins))
 
 
-def _uncountable(begins: Tensor) -> bool:
+def _counted(begins: Tensor) -> bool:
     """A tracer is given packed documents for every pass without a mask and a cache. Those that do not train are not worth the wait."""
     if torch.compiler.is_compiling():
-        return not torch.is_grad_enabled() or torch.compiler.is_exporting()
-    return capturing(begins) or (isinstance(begins, FakeTensor) and begins.fake_mode.shape_env is None)
+        return torch.is_grad_enabled() and not torch.compiler.is_exporting()
+    return not (capturing(begins) or (isinstance(begins, FakeTensor) and begins.fake_mode.shape_env is None))
 
 
 def _alone(request: Request) -> bool:

@@ -11,7 +11,9 @@ costs little. `padded` is 1 where the requests are the padding and the text of r
 further, and else replace it. All dims but the last are expanded, and few, because a copy to another device writes them out.
 
 In a compiled graph N is a size that the data decide: `attnops.ops.request_starts` counts the requests when the graph runs, once a forward
-and kind of layer. The row's length is then the bound on the longest.
+and kind of layer. The row's length is then the bound on the longest. Where they are not counted, `N = B * S`, and those past the last
+document are empty. The layers write such a mask out, because kernels launch programs for empty requests, too. Cumulative lengths that the
+caller passes leave this tensor unused.
 """
 
 from __future__ import annotations
@@ -61,9 +63,14 @@ def runs(text: Tensor) -> Tensor:
     return ends | (~text & (torch.arange(length, device=text.device) % piece == 0))
 
 
-def build(begins: Tensor, window: int, traced: bool, padded: bool = False) -> Tensor:
-    """The mask of these requests. The host waits for the device, unless `traced`."""
-    starts = request_starts(begins)
+def build(begins: Tensor, window: int, traced: bool, padded: bool = False, counted: bool = True) -> Tensor:
+    """The mask of these requests. The host waits for the device, unless they are not `counted`; a graph, when it runs."""
+    if counted:
+        starts = request_starts(begins)
+    else:
+        flat, tokens = begins.flatten(), begins.numel()
+        places = torch.where(flat, torch.arange(tokens, device=flat.device), tokens).sort().values  # what is no start goes to the end
+        starts = torch.cat([places, places.new_full((1,), tokens)]).to(DTYPE)
     parts = PARTS if traced else -(-PARTS * int(starts.diff().max()) // begins.shape[1])
     return starts.expand(1 + padded, parts, 1 + window, -1)
 
