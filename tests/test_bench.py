@@ -46,6 +46,7 @@ from attnops.select import use
 from attnops.tune.clock import Timed, spread, steps_us
 from tests.graphs.standin import StandIn
 from tests.helpers import ROOT
+from tests.hf.helpers import Counter
 
 CPU = torch.device("cpu")
 TOY = Setup(CPU, quick=True, backend="eager", ceilings={"bandwidth_tb_s": 1.0, "matmul_tflop_s": 1.0})
@@ -250,6 +251,16 @@ def test_training_steps_agree_with_transformers(reports_of, monkeypatch):
     torch.testing.assert_close(mine.computed(), right.computed(), atol=1e-4, rtol=0)
     other = {**batch, "position_ids": torch.arange(36)[None]}
     assert (training_steps.step(TOY, model, "attnops", other).computed() - right.computed()).abs().max() > 1e-3, "one document"
+
+
+def test_a_whole_training_step_is_compiled(monkeypatch):
+    counter, torch_compile = Counter(), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model: torch_compile(model, backend=counter))
+    model = training_steps.models.build(TOY, "llama").requires_grad_(True)
+    batch, _ = training_steps.packed(TOY, model, Point(3, 12))
+    right, mine = (training_steps.step(TOY, model, way, batch).computed() for way in ("attnops", "attnops_compiled"))
+    torch.testing.assert_close(mine, right, atol=1e-4, rtol=0)
+    assert len(counter) == 1
 
 
 @pytest.mark.sweep(3)

@@ -49,7 +49,7 @@ def attended(call: dense.Attention | dense.AttentionBackward, recorded: bool = F
     """output `[B, H, S, Dv]` and lse `[B, H, S]`. recorded: by autograd, for a backward."""
     query, key, value, mask, start, end, rules = call.query, call.key, call.value, call.mask, call.kv_start, call.kv_end, Rules.of(call)
     (batch, queries), keys = query.shape[:2], key.shape[1]
-    shift = None  # from a query's index to its position; a tensor, because each int would be a graph of its own
+    shift = None  # of a query's position against its index; a tensor, because Inductor 2.11 takes no sums of sizes from around `visible`
     if end is not None:
         shift = end - queries
     elif queries != keys:
@@ -76,7 +76,7 @@ def packed_attended(call: varlen.VarlenAttention | varlen.VarlenAttentionBackwar
     (tokens, heads, _), keys, batch = query.shape, key.shape[0], call.cu_seqlens_q.shape[0] - 1
     if batch == 0:
         return query.new_zeros((heads, tokens, value.shape[2])), query.new_full((heads, tokens), float("-inf"), dtype=torch.float32)
-    given = call.cu_seqlens_q, call.cu_seqlens_k, tokens, keys, recorded and not _on_cpu(query)
+    given = call.cu_seqlens_q, call.cu_seqlens_k, tokens, keys, recorded
     # Without tokens or keys there is nothing to compile, and no attention either.
     (row, row_k, shift, first_key), blocks = _jointly(packed_blocks, *given) if tokens and keys else packed_blocks(*given)
 
@@ -215,7 +215,7 @@ def _flex(
 
 
 def _jointly(function: Callable[..., Any], *args: Any) -> Any:
-    """`function` of tensors without gradients, on CUDA as one graph: eager code would launch twenty small kernels."""
+    """`function` of tensors without gradients, on CUDA as one graph: eager code would launch many small kernels."""
     given: Tensor = args[0]
     with torch.no_grad(), dispatch_keys():
         return one_graph(function)(*args) if given.device.type == "cuda" else function(*args)
