@@ -26,6 +26,7 @@ from attnops.kernel import (
     Registry,
     Tolerance,
     adapted,
+    all_kernels,
     arch,
     at_most,
     demand,
@@ -227,6 +228,27 @@ def test_a_core_that_is_no_schema_leaves_no_trace():
     with pytest.raises(RegistrationError, match=r"core\.schema got '\(Tensor -> ', want a schema"):
         theirs(op="merge_state", inline=Inline(core=Core("(Tensor -> ", run, run)))
     assert (tuple(kernels_of("merge_state")), torch.ops.attnops.merge_state.overloads()) == before
+
+
+# Beside calls ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["attention", "merge_state"])
+def test_a_kernel_may_be_registered_while_a_call_selects(lab, op):
+    """As by another thread: the selection that is under way reads the kernels that there were."""
+    arrived = []
+
+    def need(problem):
+        if not arrived:
+            arrived.append(theirs("late", op))
+
+    theirs("asks", needs=(need,))
+    before = all_kernels()
+    tables = iter(lab.kernels.values())
+    decision = select(PLAIN)
+    assert {decision.kernel.name, *decision.passed_over} == {"good", "asks"}
+    assert [k for table in tables for k in table.values()] == list(before)
+    assert all_kernels() == (*before, *arrived)
 
 
 # All or none ----------------------------------------------------------------------------------------------------------
