@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from attnops.kernels.triton.device.softmax import LN2, LOG2E, await_previous, closed, finite, share, with_sink
+from attnops.kernels.triton.device.softmax import LN2, LOG2E, await_previous, closed, finite, occupied, share, with_sink
 
 VARYING = ["left", "chunk", "width", "splits", "split_keys", "rows", "fewest", "most", "tile"]
 
@@ -80,8 +80,8 @@ def merge(
     real = row < rows
     token = (row // HEADS).to(tl.int64)
     head = row % HEADS
-    za = tl.load(za_ptr + token * za_t + head * za_h, mask=real, other=float("-inf"))
-    zb = tl.load(zb_ptr + token * zb_t + head * zb_h, mask=real, other=float("-inf"))
+    za = occupied(tl.load(za_ptr + token * za_t + head * za_h, mask=real, other=float("-inf")))
+    zb = occupied(tl.load(zb_ptr + token * zb_t + head * zb_h, mask=real, other=float("-inf")))
     top = finite(tl.maximum(za, zb))
     wa = tl.exp2((za - top) * LOG2E)
     wb = tl.exp2((zb - top) * LOG2E)
@@ -119,7 +119,7 @@ def merge_all(
     total = tl.zeros([BLOCK_R], tl.float32)
     acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
     for _ in range(parts):
-        z = tl.load(za_at, mask=real, other=float("-inf")) * LOG2E
+        z = occupied(tl.load(za_at, mask=real, other=float("-inf"))) * LOG2E
         higher = tl.maximum(top, z)
         weight = tl.exp2(z - finite(higher))
         fade = tl.exp2(top - finite(higher))

@@ -14,6 +14,12 @@ def finite(top):
 
 
 @triton.jit
+def occupied(z):
+    """A log-sum-exp with -inf for +inf, which kernels of other packages write where no key is seen."""
+    return tl.where(z == float("inf"), float("-inf"), z)
+
+
+@triton.jit
 def tanh(x):
     """tanh to float32's precision. Near 0, where exp cancels, it is a series (Abramowitz and Stegun, 4.5.64)."""
     y = x * x
@@ -27,7 +33,8 @@ def with_sink(acc_factor, z, sink):
     """(factor on the output, log-sum-exp) with the logit `sink`, which has no value, among the others; all in base 2."""
     top = tl.maximum(z, sink)
     top = finite(top)
-    joined = tl.exp2(z - top) + tl.exp2(sink - top)
+    # A sink of +inf has all of the weight.
+    joined = tl.exp2(z - top) + tl.where(sink == top, 1.0, tl.exp2(sink - top))
     share = tl.where(joined > 0, tl.exp2(z - top) / joined, 0.0)
     return acc_factor * share, top + tl.log2(joined)
 
