@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from attnops.call import need
+from attnops.checks import python_number
 from attnops.errors import OutOfPages, RequestTooLong, TooManyRequests, UnknownRequest, fail
 
 # One count for the whole process: an id of one cache is never an id of another.
@@ -122,7 +123,8 @@ class Ledger:
 
     def get(self, request: object) -> Request:
         """The live request of this id. Raises UnknownRequest."""
-        found = self.requests.get(request) if isinstance(request, int) and not isinstance(request, bool) else None
+        number = python_number(request)
+        found = self.requests.get(number) if isinstance(number, int) and not isinstance(number, bool) else None
         if found is None:
             fail(UnknownRequest, request, len(self.requests))
         return found

@@ -22,9 +22,10 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 # Read as attributes: a function that hands one out costs more than the read.
-from attnops.call import Call, Spec, check, check_kinds, values
+from attnops.call import Call, Spec, check, check_kinds, values, with_python_numbers
 from attnops.errors import InvalidInput, NoGradient, fail
 from attnops.kernel import _REGISTRY, Capture
+from attnops.ops.foreign import answering
 from attnops.problem import _OVERRIDE, Problem, alike, altered, problem_of
 from attnops.select import _ACTIVE, choose, key_for as _key_for
 
@@ -215,6 +216,9 @@ class Eager:
             elif (run := self.find(call)) is not None:
                 return run(call)
         if not is_compiling():
+            given, call = call, with_python_numbers(call)
+            if call is not given:
+                return self(call, off)
             check_kinds(call)  # the dispatcher's own error names neither the field nor the value
         n = self.positional
         return self.packet.default(*call[:n], **dict(zip(self.keywords, call[n:], strict=True)))
@@ -283,13 +287,15 @@ def checked(op: Eager, call: Call) -> Run:
     policy = getattr(call, "policy")  # noqa: B009 - every record has one, and no type checker knows
     problem = op.problem(call)
     kernel = choose(problem, policy)
+    answers = answering(kernel)
     if kernel.capture is not Capture.NEVER:
-        return kernel.run
+        return answers
 
     def run(call: Call) -> Any:
         # Only calls of such a kernel ask, so that all others cost nothing more.
-        answers = choose(altered(problem, capturing=True), policy) if capturing(values(call)[0]) else kernel
-        return answers.run(call)
+        if capturing(values(call)[0]):
+            return answering(choose(altered(problem, capturing=True), policy))(call)
+        return answers(call)
 
     return run
 

@@ -46,7 +46,7 @@ class Visible(Call):
     causal: bool = False
     window_left: int = arg(default=-1, least=-1)
     window_right: int = arg(default=-1, least=-1)
-    softcap: float = arg(default=0.0, least=0)
+    softcap: float = arg(default=0.0, least=0, most=1e30)
     attention_chunk: int = arg(default=0, least=0)
 
 
