@@ -17,6 +17,7 @@ from attnops.call import need
 from attnops.errors import PatchError, UnknownKernel, fail, one_line
 from attnops.graphs import Graphed, Report as GraphReport
 from attnops.graphs.graphed import Progress
+from attnops.hf import cache_names
 from attnops.hf.attention.mask import Mode
 from attnops.hf.experts import Experts
 from attnops.hf.generation import Generation, growing, watch
@@ -147,7 +148,7 @@ class Patched(Handle):
             self._paged.release()
 
     def new_cache(self, max_batch: int, max_length: int, *, page_size: int | None = None) -> PagedModelCache:
-        """A cache of pages to pass as `past_key_values=`, for a model patched with `cache="paged"`.
+        """A cache of pages to pass to the model or to `generate()`, for a model patched with `cache="paged"`.
 
         `generate()` makes its own where it is given none. Before the first cache of a model without latents the model runs for one token,
         to find the sizes of its keys.
@@ -263,6 +264,7 @@ class Patched(Handle):
 def _generate(method: Method, *args: Any, **kwargs: Any) -> Any:
     """`generate()` of a patched model: the model's own, with the promise that masks only grow (see attnops.hf.generation)."""
     handle: Patched = method.owner.__dict__[MARK]
+    kwargs = cache_names.renamed(kwargs)
     handle._settle()
     with growing(method.owner) as generation:
         generation.custom = kwargs.get("custom_generate") is not None
@@ -278,11 +280,11 @@ def _generate(method: Method, *args: Any, **kwargs: Any) -> Any:
             raise
         finally:
             for cache in generation.lent:
-                returned = getattr(result, "past_key_values", None) is cache
+                returned = cache_names.cache_of(result) is cache
                 if not returned:
                     give_back(cache)
                 elif paged is not None and paged.chosen:
-                    result.past_key_values = paged.unpaged(cache)
+                    setattr(result, cache_names.NAME, paged.unpaged(cache))
             if paged is not None:
                 paged.pool.trim()
             handle._took = handle._taken(generation)

@@ -23,6 +23,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from attnops.hf.cache_names import cache_in
 from attnops.hf.methods import Method, is_compiled
 from attnops.hf.paged.cache import PagedModelCache
 from attnops.hf.paged.decode import Decoder
@@ -95,7 +96,7 @@ def not_sampled(owner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> s
 def not_plain(asked: Asked, decoder: Decoder) -> str:
     """Why the loop of this call cannot be captured; "" where it can."""
     owner, ids, config, given = asked.owner, asked.input_ids, asked.config, asked.given
-    cache, positions, mask = given.get("past_key_values"), given.get("position_ids"), given.get("attention_mask")
+    cache, positions, mask = cache_in(given), given.get("position_ids"), given.get("attention_mask")
     if not isinstance(cache, PagedModelCache):
         return f"its cache is a {type(cache).__name__}"
     device, pad, most = cache.state.pages.seen.device, getattr(config, "_pad_token_tensor", None), asked.max_length

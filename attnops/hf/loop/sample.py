@@ -14,6 +14,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from attnops.graphs.device import CudaGraphs, Device
+from attnops.hf.cache_names import cache_in, named
 from attnops.hf.generation import running_generation
 from attnops.hf.loop.plain import Asked, fields, not_plain, not_sampled
 from attnops.hf.loop.tail import Choice, Tail
@@ -80,7 +81,7 @@ class Loop:
         # A copy of the last logits, so that a long prompt's others are freed.
         logits = owner._prefill(ids, config, given, is_first_iteration=True).logits[:, -1:].clone()
         # Rounded up, so that caches of like lengths share a graph.
-        room = 1 << given["past_key_values"].max_length.bit_length()
+        room = 1 << cache_in(given).max_length.bit_length()
         ends = sum(tokens.numel() for tokens in asked.eos)
         choice = Choice(ids.shape[0], room, logits.shape[-1], ends, bool(config.do_sample), fields(processors))
         with decoder.turn:
@@ -107,7 +108,7 @@ class Loop:
 
 def _decoded(asked: Asked, decoder: Decoder, tail: Tail, logits: Tensor) -> Any:
     """What transformers' `_sample` does and returns after the prompt. logits: `[B, 1, V]`, the prompt's last."""
-    streamer, cache, most = asked.streamer, asked.given["past_key_values"], asked.max_length
+    streamer, cache, most = asked.streamer, cache_in(asked.given), asked.max_length
     heard = bool(asked.eos) or streamer is not None
     tail.begin(asked, heard)
     steps, length, ahead = _Steps(asked.owner, decoder, tail, asked.given), asked.input_ids.shape[1] + 1, False
@@ -132,7 +133,7 @@ def _decoded(asked: Asked, decoder: Decoder, tail: Tail, logits: Tensor) -> Any:
     if streamer is not None:
         streamer.end()
     sequences: Any = tail.tokens[:, :length].clone()
-    return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=cache) if asked.config.return_dict_in_generate else sequences
+    return GenerateDecoderOnlyOutput(sequences=sequences, **named(cache)) if asked.config.return_dict_in_generate else sequences
 
 
 class _Steps:
@@ -142,7 +143,7 @@ class _Steps:
     """
 
     def __init__(self, owner: Any, decoder: Decoder, tail: Tail, given: dict[str, Any]) -> None:
-        self._owner, self._decoder, self._tail, self._given, self._cache = owner, decoder, tail, given, given["past_key_values"]
+        self._owner, self._decoder, self._tail, self._given, self._cache = owner, decoder, tail, given, cache_in(given)
         self._running, state = running_generation(), self._cache.state
         # As for transformers' loop: the prompt's mask was checked, and only grows.
         checked = self._running is not None and self._running.checked is state.pages.pad
@@ -160,7 +161,7 @@ class _Steps:
         return logits
 
     def _plain(self, length: int) -> Tensor:
-        owner, seen = self._owner, CausalLMOutputWithPast(past_key_values=self._cache)
+        owner, seen = self._owner, CausalLMOutputWithPast(**named(self._cache))
         self._given = given = owner._update_model_kwargs_for_generation(seen, self._given, num_new_tokens=self._untold)
         self._untold = 0
         inputs = owner.prepare_inputs_for_generation(self._tail.tokens[:, :length], next_sequence_length=1, **given)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from attnops.adapters.report import TOLERANCES, compare, outputs_of
+from attnops.hf import cache_names
 from attnops.hf.attention.mask import Mode
 from attnops.hf.interface import Options, implementation
 from attnops.hf.matching.match import Match, match
@@ -117,7 +118,7 @@ def _runs(subject: Subject) -> Iterator[tuple[str, dict[str, Tensor], tuple[Tens
             masks[mask][0, :3] = masks[mask][1, -2:] = 0
     if masks:
         yield "padding", {**feed, **masks}, tuple(masks.values())
-    if "past_key_values" in parameters and "use_cache" in parameters and set(feed) == {"input_ids"} and masks:
+    if cache_names.model_takes_cache(type(subject.model)) and "use_cache" in parameters and set(feed) == {"input_ids"} and masks:
         left = masks["attention_mask"].clone()
         left[1] = 1
         yield "steps", {**feed, "attention_mask": left}, ()
@@ -139,9 +140,10 @@ def _outputs(subject: Subject, name: str, inputs: dict[str, Tensor], steps: bool
             return outputs_of(model(**given))
         ids, mask = given["input_ids"], given["attention_mask"]
         begun = model(input_ids=ids[:, :-1], attention_mask=mask[:, :-1], use_cache=True)
-        if getattr(begun, "past_key_values", None) is None:
+        if (cache := cache_names.cache_of(begun)) is None:
             return {}
-        return outputs_of(model(input_ids=ids[:, -1:], attention_mask=mask, past_key_values=begun.past_key_values, use_cache=True))
+        last = {"input_ids": ids[:, -1:], "attention_mask": mask, "use_cache": True}
+        return outputs_of(model(**last, **cache_names.argument(model, cache)))
 
 
 def twins(model: Any) -> Iterator[Any]:

@@ -24,6 +24,7 @@ from attnops.cache.step import Tokens
 from attnops.call import need
 from attnops.errors import InvalidInput, fail
 from attnops.graphs.regional import NotRegional
+from attnops.hf import cache_names
 from attnops.hf.paged.pages import EMPTY, ModelPages, Past
 
 
@@ -95,7 +96,7 @@ class Returned:
         if name.startswith("__"):
             raise AttributeError(name)
         want = "return_dict_in_generate=True, or a cache of Patched.new_cache, to keep it"
-        fail(InvalidInput, "past_key_values", "the cache of a generate() call that has ended", want)
+        fail(InvalidInput, cache_names.NAME, "the cache of a generate() call that has ended", want)
 
 
 @dataclass(eq=False)
@@ -204,13 +205,13 @@ class PagedLayer(CacheLayerMixin):
     def reorder_cache(self, *_: Any) -> None:
         """Raises InvalidInput: rows keep their pages."""
         want = "a cache of transformers' own, for a way to generate that reorders the batch (beam search)"
-        fail(InvalidInput, "past_key_values", "a cache of pages", want)
+        fail(InvalidInput, cache_names.NAME, "a cache of pages", want)
 
     batch_repeat_interleave = batch_select_indices = reorder_cache
 
 
 class PagedModelCache(Cache):
-    """A batch in pages, for `past_key_values=` of a model patched with `cache="paged"`. Made by `Patched.new_cache`.
+    """A batch in pages, the cache of a model patched with `cache="paged"`. Made by `Patched.new_cache`.
 
     It holds `max_batch` rows of `max_length` positions each, padding included. Each call of the model brings as many new positions to
     every row. Batches may shrink, but a row that was left out has no further steps until `reset()`, which makes the cache as new.
@@ -300,7 +301,7 @@ class PagedModelCache(Cache):
     def _begin(self, start: Tensor, count: int, heads: int) -> Step:
         state, unfinished = self.state, self.state.unfinished
         got = f"a cache whose last step, of {unfinished} positions, did not reach every layer"
-        need(not unfinished, "past_key_values", got, f"reset(), or crop(-{unfinished}), before it is used again")
+        need(not unfinished, cache_names.NAME, got, f"reset(), or crop(-{unfinished}), before it is used again")
         pages, real, fresh, before = state.pages, state.real, not state.filled, state.pages.seen - start
         batch = described(pages, before, real, count, heads)
         long = not fresh and count > pages.sizes.drafts

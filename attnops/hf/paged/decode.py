@@ -30,6 +30,8 @@ from attnops.graphs.graphed import Progress
 from attnops.graphs.guard import casting
 from attnops.graphs.pieces import INNER, Inner
 from attnops.graphs.regional import Regional, Regions
+from attnops.hf import cache_names
+from attnops.hf.cache_names import argument_of, cache_in
 from attnops.hf.paged.cache import PagedModelCache, State
 from attnops.hf.paged.failed import Failed
 from attnops.hf.paged.guarded import Glance, guarded_state
@@ -52,8 +54,8 @@ PROMPT = 64
 # Arguments of generate() at a step of one token. Masks are known, the last four have one meaning for one token, and tokenizers are for
 # stopping criteria, though transformers hands them on to the model.
 _KNOWN = (
-    "input_ids", "position_ids", "past_key_values", "attention_mask", "tokenizer", "assistant_tokenizer",
-    "use_cache", "return_dict", "logits_to_keep", "cache_position",
+    "input_ids", "position_ids", cache_names.NAME, "attention_mask", "tokenizer", "assistant_tokenizer", "use_cache",
+    "return_dict", "logits_to_keep", "cache_position",
 )  # fmt: skip
 
 
@@ -181,7 +183,7 @@ class Decoder:
             fail(InvalidInput, "input_ids", _shown(input_ids), f"int64 [B, 1] with B of at most {most}, the rows of the cache")
         if not _are_positions(position_ids, input_ids):
             fail(InvalidInput, "position_ids", _shown(position_ids), f"int64 [{input_ids.shape[0]}, 1], or None")
-        need(state.whole, "past_key_values", "empty or half written", "a cache with a prompt in it, whose last step was whole")
+        need(state.whole, cache_names.NAME, "empty or half written", "a cache with a prompt in it, whose last step was whole")
         with self._graphs_of(state, input_ids.shape[0]) as found:
             live = found.live[: input_ids.shape[0]]
             if position_ids is None:
@@ -217,7 +219,7 @@ class Decoder:
 
         given: the arguments of a call of the model, with a cache of ours.
         """
-        cache, ids = given["past_key_values"], given["input_ids"]
+        cache, ids = cache_in(given), given["input_ids"]
         with self._lock:
             why = "it asks for more than logits" if self.asks_more(given) else self.prompts.against(given)
             broken = any(kind.mode == "piecewise" and kind.state in (None, self._state) for kind in self.failed)
@@ -274,12 +276,12 @@ class Decoder:
     @staticmethod
     def could_serve(given: dict[str, Any]) -> bool:
         """Is this call of the model one token more for the rows of a cache?"""
-        ids, cache = given.get("input_ids"), given.get("past_key_values")
+        ids, cache = given.get("input_ids"), cache_in(given)
         return _is_one_token(ids) and isinstance(cache, PagedModelCache) and cache.state.filled
 
     def serves(self, given: dict[str, Any]) -> bool:
         """Could it serve this call, and does the call ask for logits only?"""
-        if not self.could_serve(given) or not given["past_key_values"].state.whole:
+        if not self.could_serve(given) or not cache_in(given).state.whole:
             return False
         ids = given["input_ids"]
         return ids.dtype == torch.int64 and _are_positions(given.get("position_ids"), ids) and not self.asks_more(given)
@@ -346,7 +348,7 @@ class Decoder:
             self._drop(made.pop(before))
         if over is None:
             cache, how = self._make(state.pages), self.how
-            step, capture = _step_of(self._forward), cast(Callable[..., Graphed], breakable)
+            step, capture = _step_of(self._forward, argument_of(self._model)), cast(Callable[..., Graphed], breakable)
             if mode == "piecewise":
                 products = self.products
                 packed = (fuse_linears, fuse_rotation, lambda gm: products.update(dict.fromkeys(use_linears(gm))))
@@ -368,7 +370,7 @@ class Decoder:
 
 def _state_of(cache: Any) -> State:
     if not isinstance(cache, PagedModelCache):
-        fail(InvalidInput, "past_key_values", type(cache).__name__, "a cache of Patched.new_cache")
+        fail(InvalidInput, cache_names.NAME, type(cache).__name__, "a cache of Patched.new_cache")
     return cache.state
 
 
@@ -388,12 +390,15 @@ def _shown(given: Any) -> str:
     return f"{name(given.dtype)} {list(given.shape)}"
 
 
-def _step_of(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _step_of(forward: Callable[..., Any], argument: str) -> Callable[..., Any]:
+    """argument: the name of the model's cache."""
+
     def step(input_ids: Tensor, position_ids: Tensor, live: Tensor, cache: PagedModelCache) -> Any:
         """live: int64 `[B]`, 1 for a row of the batch, 0 for one that fills the bucket."""
         state, pages = cache.state, cache.state.pages
         state.start, state.real = starts(pages, live)
-        out = forward(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True, return_dict=True)
+        given: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, argument: cache}
+        out = forward(**given, use_cache=True, return_dict=True)
         state.start = state.real = None
         return out.logits
 

@@ -22,7 +22,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from attnops.call import name, need
 from attnops.errors import AttnopsError, InvalidInput, PatchError, fail, one_line
-from attnops.hf import supported
+from attnops.hf import cache_names, supported
+from attnops.hf.cache_names import cache_in, named
 from attnops.hf.generation import current_generation, running_generation
 from attnops.hf.loop.sample import Loop
 from attnops.hf.matching.match import Match, Site
@@ -259,7 +260,8 @@ class PagedMode:
         """The forward of the model: graphs for the decode steps of its `generate()`, compiled layers for prompts, else the model's own."""
         if torch.compiler.is_compiling():
             return method.original(*args, **kwargs)
-        decoder, cache = self.decoder(), cast(Any, kwargs.get("past_key_values"))
+        kwargs = cache_names.renamed(kwargs, cache_names.argument_of(self._owner))
+        decoder, cache = self.decoder(), cache_in(kwargs)
         generation = None if args or torch.is_grad_enabled() else current_generation()
         if generation is not None:
             # The prompt's mask was checked, and generate() only appends ones to it. Each chunk of a prompt brings more of the mask.
@@ -268,14 +270,14 @@ class PagedMode:
                 served = decoder.serves(kwargs) and generation.checked is cache.state.pages.pad
                 if served and (logits := decoder.try_step(kwargs["input_ids"], cache, kwargs.get("position_ids"))) is not None:
                     generation.graphs = decoder.last_mode
-                    return CausalLMOutputWithPast(logits=cast(Any, logits), past_key_values=cache)
+                    return CausalLMOutputWithPast(logits=cast(Any, logits), **named(cache))
                 # Not a prompt of one token without padding, of which transformers 5.23 hands no mask on.
                 decoder.plain_steps += generation.checked is not None and decoder.could_serve(kwargs)
         given = {"input_ids": args[0], **kwargs} if len(args) == 1 else kwargs
         if is_prompt(given) and (found := decoder.try_prompt(given)) is not None:
             if generation is not None:
                 generation.layers = decoder.prompts.took
-            return CausalLMOutputWithPast(logits=cast(Any, found), past_key_values=cache)
+            return CausalLMOutputWithPast(logits=cast(Any, found), **named(cache))
         decoder.look = True
         return method.original(*args, **kwargs)
 
@@ -283,7 +285,7 @@ class PagedMode:
         self, method: Method, generation_config: Any, model_kwargs: Any, generation_mode: Any, batch_size: int, max_cache_length: int
     ) -> Any:
         """`_prepare_cache_for_generation` of the model: a paged cache, where transformers would have made one of its own choice."""
-        given = model_kwargs.get("past_key_values")
+        given = cache_in(model_kwargs)
         generation, mask = running_generation(), model_kwargs.get("attention_mask")
         if generation is not None and mask is not None:
             generation.prompt = mask.shape[1]
@@ -294,9 +296,9 @@ class PagedMode:
         elsewhere = next((str(name) for name in names if name != self.implementation), None)
         if isinstance(given, PagedModelCache):
             want = "another cache: the attention of this model, or of one that holds the same config, was switched in the meantime"
-            need(elsewhere is None, "past_key_values", f"{type(given).__name__} with attention {elsewhere!r}", want)
+            need(elsewhere is None, cache_names.NAME, f"{type(given).__name__} with attention {elsewhere!r}", want)
             for field, got, most in (("rows", rows, given.max_batch), ("length", max_cache_length, given.max_length)):
-                need(got <= most, f"past_key_values, {field}", got, f"at most {most}, the size of this cache")
+                need(got <= most, f"{cache_names.NAME}, {field}", got, f"at most {most}, the size of this cache")
             need(beams <= 1, "num_beams", beams, "1 with a paged cache: rows keep their pages")
         reasons = self._reasons(generation_config, generation_mode, model_kwargs, elsewhere)
         if self.chosen and self._decoder is not None and (failed := self._decoder.why_not(rows)):
@@ -311,7 +313,7 @@ class PagedMode:
                     raise
                 reasons = {f"pages cannot be made: {one_line(error)}": False}
             else:
-                model_kwargs["past_key_values"] = cache
+                model_kwargs.update(named(cache))
                 begin(cache.state.pages, self._over, rows, 1 if mask is None else mask.shape[1])
                 if generation is not None:
                     generation.lent.append(cache)
@@ -330,7 +332,7 @@ class PagedMode:
         own = named is not None and named == getattr(getattr(owner, "generation_config", None), "cache_implementation", None)
         unset = "; set model.generation_config.cache_implementation = None for pages" if own else ""
         found = {
-            "the caller passed a cache": (model_kwargs.get("past_key_values") is not None, False),
+            "the caller passed a cache": (cache_in(model_kwargs) is not None, False),
             "use_cache is False": (generation_config.use_cache is False, False),
             # Some checkpoints have it, unnoticed by a user who asks for pages.
             f"the generation config asks for the cache {named!r}{unset}": (named is not None, own),

@@ -21,6 +21,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from attnops.call import need
 from attnops.errors import InvalidInput, PatchError, fail
+from attnops.hf import cache_names
 from attnops.hf.paged.attention import ABSORB_UP_TO, dims_of
 from attnops.hf.paged.cache import PagedKeyCache
 from attnops.hf.report import evaluating
@@ -116,7 +117,7 @@ def keeps_keys(module: Any) -> bool:
     """Does this attention module take a cache and know its layer number? Encoders make no use of theirs."""
     if not isinstance(getattr(module, "layer_idx", None), int) or getattr(module, "is_causal", True) is False:
         return False
-    return any(name in ("past_key_values", "past_key_value", "layer_past") for name in inspect.signature(type(module).forward).parameters)
+    return cache_names.layer_takes_cache(type(module))
 
 
 def has_blocks(inputs: dict[str, Any]) -> bool:
@@ -126,7 +127,7 @@ def has_blocks(inputs: dict[str, Any]) -> bool:
 
 def refuse_blocks(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """A forward pre-hook of such a model. Raises InvalidInput: blocks over a cache of pages."""
-    mixed = isinstance(kwargs.get("past_key_values"), PagedKeyCache) and has_blocks(kwargs)
+    mixed = isinstance(cache_names.cache_in(kwargs), PagedKeyCache) and has_blocks(kwargs)
     want = "none with a cache of pages, whose masks are causal: transformers' own cache for texts with images"
     need(not mixed, "token_type_ids", f"a kind for each token of {type(model).__name__}", want)
 
@@ -175,7 +176,7 @@ def probe(owner: Any, config: Any, windows: Mapping[Any, int], like: torch.dtype
     token = torch.zeros((1, 1), dtype=torch.int64, device=torch.device("cpu") if device.type == "meta" else device)
     # Eager, so that compiled code is not recompiled for this, and on this machine even where another is pretended.
     with evaluating(owner), _PROBING, torch.compiler.set_stance("force_eager"), pretend(None):
-        owner(input_ids=token, past_key_values=cache, use_cache=True)
+        owner(input_ids=token, **cache_names.argument(owner, cache), use_cache=True)
     found = []
     for module, window in windows.items():
         kept: Any = cache.layers[module.layer_idx]
