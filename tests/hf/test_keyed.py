@@ -10,6 +10,7 @@ from transformers import DynamicCache
 import attnops
 from attnops.errors import InvalidInput, NoGradient
 from attnops.hf import PagedKeyCache, tiny
+from attnops.hf.cache_names import cache_of, named
 from attnops.hf.paged import attention as paged_attention, pool
 from attnops.hf.paged.pages import DRAFTS
 from tests.hf.helpers import (
@@ -135,7 +136,7 @@ def test_what_is_stored():
     with attnops.patch(model, cache="paged") as handle:
         cache = handle.new_cache(5, 60, page_size=4)
         poison(cache)
-        assert torch.equal(generated(model, past_key_values=cache), eager_tokens("gpt_oss"))
+        assert torch.equal(generated(model, **named(cache)), eager_tokens("gpt_oss"))
         state = cache.state.pages
         lengths = (cache.get_seq_length() - state.pad[:3]).tolist()
         for layer in range(2):
@@ -230,7 +231,7 @@ def test_beam_search_keeps_transformers_cache():
             assert torch.equal(generated(model, new=6, num_beams=2), want)
         assert not any(calls.values()) and any("but in beam search, as an assistant" in note for note in handle.report().notes)
         with pytest.raises(InvalidInput, match="num_beams"):
-            generated(model, new=6, num_beams=2, past_key_values=handle.new_cache(6, 40))
+            generated(model, new=6, num_beams=2, **named(handle.new_cache(6, 40)))
 
 
 def test_a_cache_that_the_checkpoint_names_is_kept_and_told(recwarn):
@@ -258,13 +259,13 @@ def test_turns():
     with attnops.patch(model, cache="paged") as handle:
         cache = handle.new_cache(4, 100, page_size=4)
         poison(cache)
-        assert torch.equal(model.generate(tokens(3, 40), attention_mask=mask, past_key_values=cache, **options), first)
+        assert torch.equal(model.generate(tokens(3, 40), attention_mask=mask, **named(cache), **options), first)
         with over_pages() as calls:
-            assert torch.equal(model.generate(text, attention_mask=longer, past_key_values=cache, **options), second)
+            assert torch.equal(model.generate(text, attention_mask=longer, **named(cache), **options), second)
         assert not calls["alone"], "the cache was not empty"
         cache.reset()
         assert int(cache.get_seq_length()) == 0
-        assert torch.equal(generated(model, past_key_values=cache), eager_tokens("gpt_oss"))
+        assert torch.equal(generated(model, **named(cache)), eager_tokens("gpt_oss"))
 
 
 def test_rollback():
@@ -334,7 +335,7 @@ def test_a_step_that_ended_in_an_error():
     with attnops.patch(model, cache="paged") as handle:
         cache = handle.new_cache(3, 60, page_size=4)
         with pytest.raises(NoGradient):
-            model(ids, past_key_values=cache)
+            model(ids, **named(cache))
         cache.crop(-20)
         by_hand(model, cache, ids, mask, ((0, 14),))
         hook = model.model.layers[0].mlp.register_forward_pre_hook(fails)
@@ -358,19 +359,19 @@ def test_layers_of_other_kinds_keep_their_own_states(name):
         cache = handle.new_cache(4, 40)
         by_hand(model, cache, tokens(1), left_padded(1), STEPS[:2])
         cache.reset()
-        assert torch.equal(generated(model, past_key_values=cache), eager_tokens(name))
+        assert torch.equal(generated(model, **named(cache)), eager_tokens(name))
 
 
 def test_a_cache_that_is_handed_out_stays_whole():
     """What generate() returns belongs to the caller: the next call takes other pages."""
     model = tiny.model("mistral")
     with attnops.patch(model, cache="paged"):
-        cache = generated(model, return_dict_in_generate=True).past_key_values
+        cache = cache_of(generated(model, return_dict_in_generate=True))
         assert isinstance(cache, PagedKeyCache)
         before = cache.pages_of(0)[0].clone()
-        again = generated(model, return_dict_in_generate=True).past_key_values
+        again = cache_of(generated(model, return_dict_in_generate=True))
         assert again.pages_of(0)[0].data_ptr() != cache.pages_of(0)[0].data_ptr() and torch.equal(cache.pages_of(0)[0], before)
         freed = again.pages_of(0)[0].data_ptr()
         del again
         gc.collect()
-        assert generated(model, return_dict_in_generate=True).past_key_values.pages_of(0)[0].data_ptr() == freed
+        assert cache_of(generated(model, return_dict_in_generate=True)).pages_of(0)[0].data_ptr() == freed

@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 
 import attnops
 from attnops.hf import Decode, tiny
+from attnops.hf.cache_names import cache_in, cache_of, named
 from attnops.hf.loop import plain, sample
 from attnops.hf.paged.decode import Decoder
 from tests.graphs.standin import StandIn
@@ -125,7 +126,7 @@ def test_without_padding(model, shared):
         want = got = ids
         for _ in range(2):
             want = model.generate(want, attention_mask=torch.ones_like(want), **more)
-            got = ours.generate(got, attention_mask=torch.ones_like(got), past_key_values=cache, **more)
+            got = ours.generate(got, attention_mask=torch.ones_like(got), **named(cache), **more)
             assert torch.equal(got, want) and (handle.took.decode, handle.plain_steps) == ("breakable", 0)
             assert (handle.took.loop == "") is (not loop)
 
@@ -168,10 +169,10 @@ def test_caches_that_live_on(whose, model):
         found = []
         for more in ({"eos_token_id": ENDS, "max_new_tokens": 20}, {"max_new_tokens": 3}, {"eos_token_id": ENDS, "max_new_tokens": 20}):
             given = {**more, "pad_token_id": 1, "do_sample": False, "return_dict_in_generate": True}
-            out = model.generate(ids, attention_mask=mask, past_key_values=cache, **given)
-            found += [out.sequences.tolist(), int(out.past_key_values.get_seq_length())]
+            out = model.generate(ids, attention_mask=mask, **named(cache), **given)
+            found += [out.sequences.tolist(), int(cache_of(out).get_seq_length())]
             assert type(out).__name__ == "GenerateDecoderOnlyOutput" and out.logits is None
-            ids, cache = out.sequences, out.past_key_values if whose == "the caller's" else None
+            ids, cache = out.sequences, cache_of(out) if whose == "the caller's" else None
             mask = torch.cat([mask, torch.ones(2, ids.shape[1] - mask.shape[1], dtype=torch.int64)], 1)
         return found
 
@@ -187,9 +188,9 @@ def test_a_cache_that_is_full_when_the_rows_end(model):
     text = torch.cat([mask, torch.ones(2, 3, dtype=torch.int64)], 1)
 
     def second(model, cache, **more):
-        model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=2, do_sample=False)
+        model.generate(ids, attention_mask=mask, **named(cache), max_new_tokens=2, do_sample=False)
         # The ten tokens that the cache has are not passed again.
-        more = {"attention_mask": text, "past_key_values": cache, "max_new_tokens": 9, "do_sample": False, **more}
+        more = {"attention_mask": text, **named(cache), "max_new_tokens": 9, "do_sample": False, **more}
         return model.generate(torch.full((2, 2), 5), **more)
 
     def fresh():
@@ -211,7 +212,7 @@ def test_an_error_of_the_streamer(model):
         found = []
         for stop in (0, 1, 4):
             with pytest.raises(KeyError, match="the streamer's own"):
-                generated(model, past_key_values=cache, streamer=Streamer(stop))
+                generated(model, **named(cache), streamer=Streamer(stop))
             found.append(int(cache.get_seq_length()))
             if isinstance(cache, attnops.hf.PagedModelCache):
                 cache.reset()
@@ -286,7 +287,7 @@ def config(asked, **more):
 
 
 ALTERED = {
-    "its cache is a NoneType": lambda asked: given(asked, past_key_values=None),
+    "its cache is a NoneType": lambda asked: given(asked, **named(None)),
     "float is code of its own": lambda asked: asked._replace(criteria=transformers.StoppingCriteriaList([*asked.criteria, 0.5])),
     "arguments that change from step to step": lambda asked: given(asked, output_attentions=True),
     "that change from": lambda asked: config(asked, use_cache=False),
@@ -295,7 +296,7 @@ ALTERED = {
     "no positions for each row": lambda asked: given(asked, position_ids=asked.given["position_ids"][:1]),
     "no positions": lambda asked: given(asked, position_ids=None),
     "none pads them": lambda asked: config(asked, _pad_token_tensor=None),
-    "may not fit the cache": lambda asked: config(asked, _mask_length=asked.given["past_key_values"].max_length),
+    "may not fit the cache": lambda asked: config(asked, _mask_length=cache_in(asked.given).max_length),
 }
 
 
@@ -305,7 +306,7 @@ def test_the_conditions_of_a_plain_loop(model, shared, monkeypatch):
     monkeypatch.setattr(sample, "not_plain", lambda asked, decoder: seen.append((asked, decoder)) or plain.not_plain(asked, decoder))
     out = generated(ours, eos_token_id=ENDS, pad_token_id=1, return_dict_in_generate=True)
     [(asked, decoder)] = seen
-    assert out.past_key_values is asked.given["past_key_values"], "it keeps its pages"
+    assert cache_of(out) is cache_in(asked.given), "it keeps its pages"
     assert plain.not_plain(asked, decoder) == ""
     for why, altered in ALTERED.items():
         assert why in plain.not_plain(altered(asked), decoder), why

@@ -14,6 +14,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from attnops.graphs.device import CudaGraphs, Device
+from attnops.hf import not_fast
 from attnops.hf.cache_names import cache_in, named
 from attnops.hf.generation import running_generation
 from attnops.hf.loop.plain import Asked, fields, not_plain, not_sampled
@@ -103,6 +104,8 @@ class Loop:
         self._device = self._device or decoder.how.graphs or CudaGraphs(device)
         tail = Tail(choice, asked.processors, device)
         tail.capture(self._device)
+        if tail.reason:
+            not_fast.warn(asked.owner, not_fast.CHOICE, tail.reason)
         return tail
 
 

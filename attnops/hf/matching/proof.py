@@ -12,17 +12,19 @@ import inspect
 import math
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from attnops.adapters.report import TOLERANCES, compare, outputs_of
+from attnops.errors import PatchError, fail
 from attnops.hf import cache_names
 from attnops.hf.attention.mask import Mode
 from attnops.hf.interface import Options, implementation
-from attnops.hf.matching.match import Match, match
+from attnops.hf.matching.match import Match, match, routed
 from attnops.hf.report import evaluating, switch
 from attnops.problem import pretend
 
@@ -49,6 +51,20 @@ class Subject(NamedTuple):
     model: Any
     configs: list[Any]
     feed: dict[str, Tensor]
+
+
+def served(owner: nn.Module, found: Match, asked: Options) -> tuple[Options, str]:
+    """The options that the model is served with, and how they were tried. Raises PatchError: none will do."""
+    if not found.unrouted:
+        return replace(asked, mask="explicit") if found.explicit and asked.mask != "additive" else asked, ""
+    mode, how = prove(owner, found, asked)
+    if mode is None:
+        fail(PatchError, f"patch: {type(owner).__name__} is not served: transformers does not route it through sdpa, and {how}")
+    if asked.cache == "paged" and mode == "additive":
+        why = "which needs the additive masks of eager attention, and pages take none"
+        fail(PatchError, f'patch: cache="paged" got {type(owner).__name__}, {why}; want cache="hf"')
+    trusted = all(routed(type(site.module)) for site in found.sites if site.reason is None)
+    return replace(asked, mask=mode, proven=mode != "additive" and not trusted), how
 
 
 def prove(model: Any, found: Match, asked: Options) -> tuple[Mode | None, str]:

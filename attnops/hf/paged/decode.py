@@ -13,9 +13,8 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -25,16 +24,15 @@ from attnops.call import name, need
 from attnops.errors import InvalidInput, fail, one_line
 from attnops.graphs import Buckets, Graphed, Report, breakable
 from attnops.graphs.buckets import decode_sizes
-from attnops.graphs.device import Device
 from attnops.graphs.graphed import Progress
 from attnops.graphs.guard import casting
-from attnops.graphs.pieces import INNER, Inner
 from attnops.graphs.regional import Regional, Regions
-from attnops.hf import cache_names
+from attnops.hf import cache_names, not_fast
 from attnops.hf.cache_names import argument_of, cache_in
 from attnops.hf.paged.cache import PagedModelCache, State
 from attnops.hf.paged.failed import Failed
 from attnops.hf.paged.guarded import Glance, guarded_state
+from attnops.hf.paged.how import Decode
 from attnops.hf.paged.layers import layered, starts
 from attnops.hf.paged.pages import ModelPages
 from attnops.hf.paged.prompt import Over, Prompts
@@ -42,7 +40,6 @@ from attnops.lowering import Product, fuse_linears, fuse_rotation, use_linears
 from attnops.lowering.use_linears import summary
 from attnops.select import active_policy
 
-Mode = Literal["auto", "hf", "piecewise", "breakable"]
 Kind = Literal["one row", "more rows", "prompt"]
 
 # States of a model, such as adapters in use, whose graphs are kept.
@@ -57,37 +54,6 @@ _KNOWN = (
     "input_ids", "position_ids", cache_names.NAME, "attention_mask", "tokenizer", "assistant_tokenizer", "use_cache",
     "return_dict", "logits_to_keep", "cache_position",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Decode:
-    """How decode steps of `generate()` run. Fields without a description are arguments of `attnops.graphs.piecewise`.
-
-    mode: "piecewise" or "breakable", see docs/graphs.md. "hf": as transformers does it, which compiles on a GPU. "auto": without a GPU
-        as "hf"; else "breakable" for the first `compile_after` steps of a kind, which need no compiler, and then "piecewise". Steps of
-        one kind share compiled code: those of one row, and of more, with one policy and one adapter. Where graphs cannot be made, steps run
-        without them, and `Patched.took` has the reason.
-    compile_after: see mode "auto". A number of steps and not a time, so that two runs give the same tokens. Mode "piecewise"
-        compiles the layers of prompts after 64 times as many tokens of prompts; else `capture()` does.
-    pack: of piecewise steps, pack the weights of linears that share an input, so that they are one matrix product, and call one kernel for
-        a linear with its norm, activation and residual where it is faster (docs/linear.md).
-    budget_bytes: the most memory of the graphs over one set of pages.
-    """
-
-    mode: Mode = "auto"
-    compile_after: int = 256
-    inner: str | Inner = "inductor"
-    pack: bool = True
-    budget_bytes: int | None = None
-    over_budget: Literal["raise", "drop"] = "raise"
-    check_every: int = 0
-    graphs: Device | None = None
-
-    def __post_init__(self) -> None:
-        need(self.mode in get_args(Mode), "decode", repr(self.mode), f"{' | '.join(map(repr, get_args(Mode)))}, or a Decode")
-        known = not isinstance(self.inner, str) or self.inner in INNER
-        need(known, "decode.inner", repr(self.inner), f"a function, or one of {', '.join(INNER)}")
-        need(self.compile_after >= 0, "decode.compile_after", self.compile_after, "a number of steps >= 0")
 
 
 class _Kept(NamedTuple):
@@ -212,6 +178,9 @@ class Decoder:
                         raise  # of a replay, not of a capture
                     self.failed[Failed(self._state, _kind(rows), mode)] = one_line(error)
                     self.forget(cache.state.pages)
+                    compiled = mode == "piecewise"
+                    loss = not_fast.COMPILED if compiled else not_fast.GRAPHS
+                    not_fast.warn(self._model, loss, one_line(error))
         return None
 
     def try_prompt(self, given: dict[str, Any]) -> Tensor | None:
