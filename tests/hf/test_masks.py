@@ -325,7 +325,8 @@ def test_generate_from_one_token(impatient):
     want = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
     with attnops.patch(model, mask="auto"):
         assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False), want)
-    assert impatient == [1]
+    # From 5.23 on transformers hands on no mask without zeros.
+    assert impatient in ([1], [])
 
 
 def test_outside_generate_nothing_is_trusted(impatient):

@@ -7,13 +7,14 @@ import sys
 import pytest
 
 import attnops
+from attnops import tried
 from attnops.errors import PatchError, UnsupportedVersion
 from attnops.hf import supported, tiny
 from tests.helpers import ROOT
 
 
 def pretend(monkeypatch, version):
-    monkeypatch.setattr(supported, "version", lambda name: version)
+    monkeypatch.setattr(tried, "version", lambda name: version)
 
 
 @pytest.mark.parametrize("version", ["4.57.1", "5.0.0", "5.3.2", "5.3.0rc1"])
