@@ -78,10 +78,11 @@ def logits(model, cache, ids, mask, steps=((0, 14), (14, 15), (15, 16), (16, 18)
     return torch.cat(out)
 
 
-def generated(model, new=14, cache=None, length=14, device="cpu", **more):
+def generated(model, new=14, kind=None, length=14, device="cpu", **more):
+    """kind: of transformers' caches."""
     mask = left_padded()[:, :length].to(device)
     options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "attention_mask": mask, **more}
-    return model.generate(tokens()[:, :length].to(device), cache_implementation=cache, **options)
+    return model.generate(tokens()[:, :length].to(device), cache_implementation=kind, **options)
 
 
 class Counter:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import GenerationConfig
+from transformers import GenerationConfig, GenerationMixin
 
 import attnops
+from attnops.errors import NotFast
 from attnops.hf import Decode, tiny
 from attnops.hf.cache_names import cache_in, cache_of, named
 from attnops.hf.loop import plain, sample
@@ -354,9 +355,27 @@ def test_a_tail_that_cannot_be_captured(model):
     call = {**OPTIONS["all"], "rows": 3, "eos_token_id": ENDS}
     want = drawn(model, **call)
     with attnops.patch(twin := copy.deepcopy(model), cache="paged", decode=Decode("breakable", graphs=Refuses())) as handle:
-        assert drawn(twin, **call) == want
+        with pytest.warns(NotFast, match="no CUDA graph for the choice of its tokens.*operation not permitted"):
+            assert drawn(twin, **call) == want
         assert "the choice of a token: cannot be captured" in handle.took.loop and "operation not permitted" in handle.took.loop
         assert handle.plain_steps == 0
+
+
+def other_arguments(self, input_ids, generation_config, model_kwargs, is_first_iteration=True, *, whole):
+    raise AssertionError("it is not to be called")
+
+
+@pytest.mark.parametrize(("method", "why"), [(None, "has no _prefill"), (other_arguments, "has a _prefill of other arguments")])
+def test_a_transformers_with_other_methods(method, why, model, monkeypatch):
+    """Its own loop then runs around the graphs, and the user is told."""
+    want = generated(model)
+    real = GenerationMixin._prefill
+    monkeypatch.setattr(type(model), "_prefill", real, raising=False)  # for transformers' own loop
+    monkeypatch.setattr(GenerationMixin, "_prefill", method)
+    with patched(twin := copy.deepcopy(model)) as handle:
+        with pytest.warns(NotFast, match=f"choice of its tokens: transformers .* {why}"):
+            assert torch.equal(generated(twin), want)
+        assert why in handle.took.loop and handle.took.decode == "breakable" and not loop_of(handle)._tails
 
 
 def test_steps_without_graphs_in_the_middle(model, monkeypatch):

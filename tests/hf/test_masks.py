@@ -294,9 +294,9 @@ def impatient(monkeypatch):
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_generate_looks_at_the_prompt_only(impatient, name, cache):
     model = tiny.model(name)
-    want = generated(model, cache=cache)
+    want = generated(model, kind=cache)
     with attnops.patch(model, mask="auto"), watched() as calls:
-        assert torch.equal(generated(model, cache=cache), want)
+        assert torch.equal(generated(model, kind=cache), want)
     assert impatient and set(impatient) == {14}
     assert all(call["mask"] is None for call in calls)
 

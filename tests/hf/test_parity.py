@@ -33,7 +33,7 @@ def eager_logits(name, cache):
 
 @functools.cache
 def eager_tokens(name, cache):
-    return generated(untouched(name), cache=cache)
+    return generated(untouched(name), kind=cache)
 
 
 @pytest.mark.sweep(3)
@@ -69,7 +69,7 @@ def test_generate(mask, name, cache):
         pytest.skip(f"transformers itself cannot generate with a static cache for {name}: create_chunked_causal_mask() raises TypeError")
     model = model_of(name)
     with attnops.patch(model, mask=mask):
-        assert torch.equal(generated(model, cache=cache), eager_tokens(name, cache))
+        assert torch.equal(generated(model, kind=cache), eager_tokens(name, cache))
 
 
 @pytest.mark.parametrize("mode", ["dense", "compact"])

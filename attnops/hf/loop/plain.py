@@ -34,8 +34,8 @@ _PROCESSORS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinP
 _HELD = (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor)
 _CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
 # Methods that the loop calls, or whose work it does.
-_FOLLOWED = (
-    "generate", "_sample", "_prefill", "_optimize_model_for_decode", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation",
+FOLLOWED = (
+    "_sample", "_prefill", "_optimize_model_for_decode", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation",
 )  # fmt: skip
 # Arguments of generate() that a `custom_generate` is not given.
 _ARGUMENTS = ("custom_generate", "assistant_model", "assistant_tokenizer", "tokenizer", "synced_gpus")
@@ -79,8 +79,8 @@ def not_sampled(owner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> s
         return "more than five arguments without names"
     if given := [name for name in _ARGUMENTS if kwargs.get(name) is not None]:
         return f"{given[0]}="
-    if changed := [name for name in _FOLLOWED if not _is_stock(owner, name)]:
-        return f"{type(owner).__name__} has a {changed[0]} of its own"
+    if own := [name for name in ("generate", *FOLLOWED) if not _is_stock(owner, name)]:
+        return f"{type(owner).__name__} has a {own[0]} of its own"
     if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         return "several processes may have to stop together"
     configs = kwargs.get("generation_config", args[1] if len(args) > 1 else None), getattr(owner, "generation_config", None)

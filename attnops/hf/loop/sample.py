@@ -17,9 +17,10 @@ from attnops.graphs.device import CudaGraphs, Device
 from attnops.hf import not_fast
 from attnops.hf.cache_names import cache_in, named
 from attnops.hf.generation import running_generation
-from attnops.hf.loop.plain import Asked, fields, not_plain, not_sampled
+from attnops.hf.loop.plain import FOLLOWED, Asked, fields, not_plain, not_sampled
 from attnops.hf.loop.tail import Choice, Tail
 from attnops.hf.paged.decode import Decoder
+from attnops.hf.private import changed
 
 # Tails that are kept, the last used ones.
 _MOST = 4
@@ -53,7 +54,9 @@ class Loop:
 
     def kwargs(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments with which `generate()` of the model runs in this loop, where it may."""
-        if why := not_sampled(owner, args, kwargs):
+        if why := changed(*FOLLOWED):
+            not_fast.warn(owner, not_fast.CHOICE, why)
+        if why := why or not_sampled(owner, args, kwargs):
             _note(why)
             return kwargs
         sample, streamer = self._sample, kwargs.get("streamer")

@@ -41,13 +41,12 @@ from attnops.hf.paged.pool import MOST_IDLE, Pool
 from attnops.hf.paged.prompt import is_prompt
 from attnops.hf.paged.reasons import Call, Reason, against_pages, against_pages_unasked, drafts
 from attnops.hf.paged.unpaged import unpaged
+from attnops.hf.private import PREPARE
 from attnops.kernel import check_kernel
 from attnops.nn.absorb import HELD
 from attnops.nn.packed import Packed, pack_linears
 from attnops.ops.ahead import start
 from attnops.ops.plan import LatentSpec, PagedSpec
-
-_PREPARE = "_prepare_cache_for_generation"
 
 # Not an attribute of a model, whose copies and pickles would hold it.
 _MAKING = threading.Lock()
@@ -89,8 +88,8 @@ class PagedMode:
             others = layers_without_pages(self._config, self.layers)
         except InvalidInput as error:
             raise PatchError(f'patch: cache="paged" cannot make a cache for {model}: {error}') from error
-        prepares = hasattr(owner, _PREPARE) or not hasattr(owner, "generate")
-        refuse_unless(prepares, f"got {model} without {_PREPARE}, by which generate() makes its cache (transformers 5.15 to 5.23 have it)")
+        if hasattr(owner, "generate"):
+            paged_models.check_generate(owner)
         if decode.mode != "hf" and others:
             got = f"decode={decode.mode!r} for {model}, whose layers {list(others)} have states that move"
             fail(PatchError, f"patch: got {got}; want decode='hf'")
@@ -147,7 +146,7 @@ class PagedMode:
                 # A partial and not a bound method, which would be pickled as a name that the module's class does not have.
                 module.__dict__["expand_kv"] = functools.partial(paged_models.let_through, module)
         if hasattr(owner, "generate"):
-            changes.append(Method(owner, _PREPARE, self.prepare))
+            changes.append(Method(owner, PREPARE, self.prepare))
         if self.decode.mode != "hf":
             self._forward = Method(owner, "forward", self.forward)
             changes.append(self._forward)

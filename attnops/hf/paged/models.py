@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from attnops.call import need
@@ -24,6 +24,7 @@ from attnops.errors import InvalidInput, PatchError, fail
 from attnops.hf import cache_names
 from attnops.hf.paged.attention import ABSORB_UP_TO, dims_of
 from attnops.hf.paged.cache import PagedKeyCache
+from attnops.hf.private import PREPARE, changed
 from attnops.hf.report import evaluating
 from attnops.nn.absorb import absorbed_weights
 from attnops.ops.plan import PagedSpec
@@ -68,6 +69,15 @@ def refuse_unless(ok: object, why: str) -> None:
     """Raise PatchError, with the reason against pages, unless `ok`."""
     if not ok:
         fail(PatchError, f'patch: cache="paged" {why}')
+
+
+def check_generate(owner: Any) -> None:
+    """Raise PatchError unless `generate()` of the model asks transformers' own method for its cache, with the arguments that are known."""
+    model, theirs = type(owner).__name__, getattr(GenerationMixin, PREPARE, None)
+    if why := changed(PREPARE):
+        refuse_unless(False, f"got {model}, for whose generate() it makes no cache: {why}")
+    own = getattr(type(owner), PREPARE, None) is not theirs
+    refuse_unless(not own, f"got {model}, whose {PREPARE} is its own; want transformers', in whose place it makes the cache")
 
 
 # Models of latents ----------------------------------------------------------------------------------------------------
