@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import DynamicCache
 
 import attnops
@@ -347,6 +348,19 @@ def test_a_step_that_ended_in_an_error():
         cache.crop(-2)
         ours = by_hand(model, cache, ids, mask, STEPS[1:])
     assert relative(ours, eager_logits("gemma2")[-len(ours) :]) < LIMIT
+
+
+def test_layers_without_any_cache():
+    """Of experts alone, between others. To transformers 5.24 they are layers of another kind."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}
+    states = {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32}
+    kinds = {"layers_block_type": ["mamba", "attention", "moe", "attention"], "vocab_size": 128, "pad_token_id": 0}
+    torch.manual_seed(0)
+    model = transformers.NemotronHForCausalLM(transformers.NemotronHConfig(**sizes, **states, **experts, **kinds)).eval()
+    want = generated(model)
+    with attnops.patch(model, cache="paged") as handle:
+        assert torch.equal(generated(model), want) and handle.took.cache == "paged"
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])

@@ -378,6 +378,14 @@ def test_a_transformers_with_other_methods(method, why, model, monkeypatch):
         assert why in handle.took.loop and handle.took.decode == "breakable" and not loop_of(handle)._tails
 
 
+def test_a_model_of_images_with_a_text_alone():
+    model = tiny.model("llava")
+    want = generated(model)
+    with patched(model) as handle:
+        assert torch.equal(generated(model), want)
+        assert handle.took.loop == "" and handle.plain_steps == 0
+
+
 def test_steps_without_graphs_in_the_middle(model, monkeypatch):
     """Where graphs are not to be had, a step is transformers' own, with the mask and the positions of its place."""
     call = {**OPTIONS["all"], "rows": 3, "eos_token_id": ENDS, "max_new_tokens": 20}

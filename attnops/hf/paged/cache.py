@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from attnops.cache.batch import PagedBatch
@@ -26,6 +27,10 @@ from attnops.errors import InvalidInput, fail
 from attnops.graphs.regional import NotRegional
 from attnops.hf import cache_names
 from attnops.hf.paged.pages import EMPTY, ModelPages, Past
+
+# transformers 5.4 has no layers of states, and those for layers without a cache came later.
+_STATES: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "LinearAttentionCacheLayerMixin", None)]))
+_NOTHING: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 
 
 class Step(NamedTuple):
@@ -335,7 +340,8 @@ class PagedKeyCache(PagedModelCache):
 
 
 def layers_without_pages(config: Any, paged_layers: Sequence[int]) -> dict[int, Any]:
-    """New caches, by number, of the layers without pages: states of linear attention and convolutions, as transformers keeps them.
+    """New caches, by number, of the layers without pages: states of linear attention and convolutions, as transformers keeps them, and
+    nothing for a layer of experts alone.
 
     Raises InvalidInput for a layer that keeps keys and values, which would need pages.
     """
@@ -343,11 +349,14 @@ def layers_without_pages(config: Any, paged_layers: Sequence[int]) -> dict[int, 
     missing = [i for i in range(count) if i not in set(paged_layers)]
     if not missing:
         return {}
-    from transformers.cache_utils import LinearAttentionCacheLayerMixin  # transformers 5.4 does not have it
-
     made: list[Any] = DynamicCache(config=config).layers
     for i in missing:
         own = made[i] if i < len(made) else None
-        states = isinstance(own, LinearAttentionCacheLayerMixin) and not isinstance(own, CacheLayerMixin)
-        need(states, f"cache of layer {i}", type(own).__name__, "one of pages, or the states of linear attention")
+        fits = has_states(own) or isinstance(own, _NOTHING)
+        need(fits, f"cache of layer {i}", type(own).__name__, "one of pages, or the states of linear attention")
     return {i: made[i] for i in missing}
+
+
+def has_states(layer: Any) -> bool:
+    """Does a layer of a cache keep states of linear attention, and no keys?"""
+    return isinstance(layer, _STATES) and not isinstance(layer, CacheLayerMixin)

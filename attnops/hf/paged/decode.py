@@ -258,7 +258,7 @@ class Decoder:
     @staticmethod
     def asks_more(given: dict[str, Any]) -> bool:
         """Do these arguments of the model ask for more than logits?"""
-        return any(value is not None and value is not False for name, value in given.items() if name not in _KNOWN)
+        return not all(_is_nothing(value) for name, value in given.items() if name not in _KNOWN)
 
     @property
     def graph_bytes(self) -> int:
@@ -345,6 +345,11 @@ def _state_of(cache: Any) -> State:
 
 def _kind(rows: int) -> Kind:
     return "one row" if rows == 1 else "more rows"
+
+
+def _is_nothing(value: Any) -> bool:
+    """Does an argument ask for nothing? Of a text alone, transformers 5.24 hands a model of images an empty dict of what they encode to."""
+    return value is None or value is False or (isinstance(value, dict) and not value)
 
 
 def _is_one_token(ids: Any) -> bool:

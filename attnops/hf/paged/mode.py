@@ -32,7 +32,7 @@ from attnops.hf.methods import Method
 from attnops.hf.paged import models as paged_models
 from attnops.hf.paged.ahead import begin
 from attnops.hf.paged.attention import dims_of, hand_over
-from attnops.hf.paged.cache import PagedKeyCache, PagedLatentCache, PagedModelCache, Returned, layers_without_pages
+from attnops.hf.paged.cache import PagedKeyCache, PagedLatentCache, PagedModelCache, Returned, has_states, layers_without_pages
 from attnops.hf.paged.decode import Decoder
 from attnops.hf.paged.how import Decode
 from attnops.hf.paged.models import refuse_unless
@@ -90,8 +90,9 @@ class PagedMode:
             raise PatchError(f'patch: cache="paged" cannot make a cache for {model}: {error}') from error
         if hasattr(owner, "generate"):
             paged_models.check_generate(owner)
-        if decode.mode != "hf" and others:
-            got = f"decode={decode.mode!r} for {model}, whose layers {list(others)} have states that move"
+        states = [number for number, layer in others.items() if has_states(layer)]
+        if decode.mode != "hf" and states:
+            got = f"decode={decode.mode!r} for {model}, whose layers {states} have states that move"
             fail(PatchError, f"patch: got {got}; want decode='hf'")
         if decode.mode != "hf" and "position_ids" not in inspect.signature(type(owner).forward).parameters:
             got = f"decode={decode.mode!r} for {model}, which counts positions by its masks"
