@@ -54,7 +54,20 @@ def test_the_matrix_is_what_pyproject_promises():
         assert matrix[package][0].startswith(f"{package}=={oldest}.*") and matrix[package][-1].startswith(f"{package}>=")
 
 
-TOOLS = {"build", "check-jsonschema", "codespell", "jinja2", "mypy", "proselint", "pyright", "ruff", "setuptools", "setuptools-scm", "twine", "wheel"}
+TOOLS = {
+    "build",
+    "check-jsonschema",
+    "codespell",
+    "jinja2",
+    "mypy",
+    "proselint",
+    "pyright",
+    "ruff",
+    "setuptools",
+    "setuptools-scm",
+    "twine",
+    "wheel",
+}
 """What no test's numbers depend on."""
 
 
