@@ -120,6 +120,7 @@ def paged_attention(
         InvalidInput: a shape, dtype, device or number breaks this contract. NoGradient: an input requires grad. UnknownKernel, NoKernel.
     """
     left, right = eager.window(window)
+    attention_chunk = eager.chunk(attention_chunk)
     eager.mask(mask)
     if output is None:
         eager.tensors(query=query, v_pages=v_pages)

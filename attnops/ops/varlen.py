@@ -107,6 +107,7 @@ def varlen_attention(
         InvalidInput: a shape, dtype, device or number breaks this contract. UnknownKernel, NoKernel: `kernel` cannot run.
     """
     left, right = eager.window(window)
+    attention_chunk = eager.chunk(attention_chunk)
     eager.mask(mask)
     output, lse = VARLEN(VarlenAttention(
         query, key, value, cu_seqlens_q, cu_seqlens_k, mask, sinks, k_scale, v_scale, max_seqlen_q=max_seqlen_q,
