@@ -6,11 +6,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
+from attnops.call import changed
 from attnops.kernel import kernels_of
 from attnops.problem import Extent, Target, altered, pretend
 from attnops.select import Policy, select
 from attnops.testing import CASES, Source, check_kernel
-from attnops.testing.experts import OSS, experts
+from attnops.testing.experts import OSS, experts, mxfp4_experts
 from tests.mates import same_bits
 from tests.ops.strategies import CALLS
 from tests.triton.process import compiled, interpreted
@@ -67,6 +68,23 @@ def test_more_tokens_than_a_program_has_are_left_to_torch():
     kernel().run(call.record)
     kernels_of("experts")["aten"].run(other.record)
     assert torch.equal(call.arguments["output"], other.arguments["output"])
+
+
+@pytest.mark.parametrize(("op", "tokens"), [("experts", 66), ("mxfp4_experts", 18)])
+@interpreted
+def test_more_tokens_than_a_grid_holds_take_turns(op, tokens):
+    """The bits of one launch, of a grid of one block of tokens."""
+    from attnops.kernels.triton.launch import experts as plain, mxfp4_experts as host
+
+    small = experts(Source(1), tokens, (24, 20, 28, 3, 2), bias=True)
+    call = small if op == "experts" else mxfp4_experts(Source(1), tokens, (64, 64, 16, 3, 1), bias=True)
+    found = []
+    for most in (9, 1):
+        with patch.object(plain, "GRID", most), patch.object(host, "GRID", most):
+            given = call.with_(output=torch.full_like(call.arguments["output"], float("nan")))
+            kernels_of(op)["triton"].run(changed(given.record, policy="deterministic"))
+        found.append(given.arguments["output"])
+    assert torch.equal(*found) and found[0].isfinite().all()
 
 
 @interpreted

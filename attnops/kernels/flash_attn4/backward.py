@@ -20,6 +20,7 @@ from torch import Tensor
 
 from attnops.kernel import Invariant, Kernel, Need, Tolerance, arch, demand, deterministic, one_of, register
 from attnops.kernels.flash_attn4.fa4 import HALF, PACKAGES, function_of, longest, once
+from attnops.kernels.shared.parts import in_turns
 from attnops.kernels.shared.tokens import clear, past, runs, zeroed
 from attnops.measured import Roofline, copy_us
 from attnops.problem import Problem, Refusal
@@ -34,6 +35,7 @@ USED = (
 )  # fmt: skip
 
 
+@in_turns
 def attention_backward(call: dense.AttentionBackward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     none = call.query.new_empty(0)
     if call.query.numel() == 0 or call.key.numel() == 0:

@@ -10,6 +10,7 @@ rows of no request are not written.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,9 @@ from torch import Tensor
 
 from attnops.call import changed
 from attnops.kernel import Invariant, Kernel, demand, deterministic, device, register, without
+from attnops.kernels.shared import parts
 from attnops.kernels.shared.memory import in_packs
+from attnops.kernels.shared.parts import in_turns, packed_in_turns
 from attnops.kernels.shared.tokens import clear, runs
 from attnops.measured import Roofline
 from attnops.problem import Problem
@@ -30,6 +33,15 @@ _ATEN = torch.ops.aten
 INF = float("inf")
 
 
+def _indexed(call: dense.AttentionBackward) -> int:
+    """Requests of one launch: its sums of the query's gradient, of padded rows, have offsets of 32 bits."""
+    _, queries, heads, dims = call.query.shape
+    unit = 32 if dims <= 128 else 64
+    numbers = -(-queries // 128) * 128 * heads * -(-dims // unit) * unit
+    return max(1, min(parts.MOST_REQUESTS, 2**31 // max(numbers, 1)))
+
+
+@in_turns
 def attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
     """On CUDA a deterministic call goes as packed requests, whose keys are never split; the splits of a dense call follow from its rows."""
     query, key = call.query, call.key
@@ -48,6 +60,7 @@ def attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
     return output.view(*query.shape[:3], -1), lse.view(query.shape[:3]) if call.return_lse else lse
 
 
+@functools.partial(in_turns, most=_indexed)
 def attention_backward(call: dense.AttentionBackward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     none = call.query.new_empty(0)
     if call.query.numel() == 0 or call.key.numel() == 0:
@@ -65,6 +78,7 @@ def attention_backward(call: dense.AttentionBackward) -> tuple[Tensor, Tensor, T
     return compact(grad_q), sum_groups(grad_k, call.key), sum_groups(grad_v, call.value), none, none.clone()
 
 
+@packed_in_turns
 def varlen_attention(call: varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
     if not runs(call):
         return _zeros(call)
@@ -74,6 +88,7 @@ def varlen_attention(call: varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
     return output, lse
 
 
+@packed_in_turns
 def varlen_attention_backward(call: varlen.VarlenAttentionBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not runs(call):
         return *_zero_gradients(call), call.query.new_empty(0)
@@ -218,6 +233,7 @@ LIMITS = (
     demand("dtype", "float16 | bfloat16 (CUDA)", lambda p: p.dtype in (torch.float16, torch.bfloat16), on="cuda"),
     demand("head_dim", "a multiple of 8, <= 256 (CUDA)", lambda p: p.head_dim % 8 == 0 and p.head_dim <= 256, on="cuda"),
     demand("mask", "none (CUDA)", lambda p: p.rules.mask == "none", on="cuda"),
+    parts.FEW_HEADS,
     demand("window", "no window with more queries than keys (CUDA)", _lined_up, on="cuda"),
 )
 # Torch's ops of the same name for AMD GPUs have other limits, which are not written down here.

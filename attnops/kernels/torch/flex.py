@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attnops.kernel import Invariant, Kernel, Need, demand, deterministic, device, register
+from attnops.kernels.shared.parts import FEW_HEADS, in_turns
 from attnops.kernels.triton.launch.grids import padded
 from attnops.measured import Roofline
 from attnops.problem import Problem, Refusal, Target
@@ -32,6 +33,7 @@ Mod = Callable[..., Tensor]
 """Of request, head, query and key, each a tensor; a score's first argument is the score."""
 
 
+@in_turns
 def attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
     output, lse = attended(call)
     lse = compact(lse.transpose(1, 2).float()) if call.return_lse else no_lse(call.query)
@@ -363,6 +365,7 @@ NEEDS: tuple[Need, ...] = (
     demand("group_size", "a power of two (CUDA)", lambda p: p.group_size & (p.group_size - 1) == 0, on="cuda"),
     demand("head_dim, v_head_dim", ">= 16 (CUDA)", lambda p: min(p.head_dim, p.v_head_dim) >= 16, on="cuda"),
     _fitting,
+    FEW_HEADS,
 )
 # Under a deterministic policy: uncompiled it multiplies the whole batch, and blocks of keys are counted from the first key of all, not
 # from a request's.

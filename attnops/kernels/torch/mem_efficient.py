@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attnops.kernel import Kernel, Need, arch_from, demand, one_of, register, without
 from attnops.kernels.shared.memory import PACK, in_packs
+from attnops.kernels.shared.parts import FEW_HEADS, in_turns
 from attnops.kernels.torch.aten_flash import sum_groups
 from attnops.measured import Roofline
 from attnops.problem import Problem
@@ -34,6 +35,7 @@ ROWS = 32
 """Queries that an lse is padded to a multiple of."""
 
 
+@in_turns
 def attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
     query, rows, width = call.query, call.query.shape[:3], call.value.shape[3]
     if query.numel() == 0 or call.key.numel() == 0:
@@ -52,6 +54,7 @@ def attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
     return compact(output), compact(lse if blind is None else lse.masked_fill(blind, -INF))
 
 
+@in_turns
 def attention_backward(call: dense.AttentionBackward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     query, graded = call.query, call.mask if call.mask_grad else None
     none = query.new_empty(0)
@@ -134,6 +137,7 @@ NEEDS: tuple[Need, ...] = (
     arch_from(80),
     demand("head_dim, v_head_dim", "rows of a multiple of 16 bytes", _aligned),
     one_of("last_dim_contiguous", True),
+    FEW_HEADS,
 )
 RULES = frozenset({"mask", "causal", "window_left", "window_right", "attention_chunk"})
 for _run, _takes, _needs in ((attention, {"return_lse"}, ()), (attention_backward, {"mask_grad"}, without("lse_grad"))):

@@ -9,6 +9,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from attnops.errors import InvalidInput
+from attnops.kernels.shared.parts import GRID
 from attnops.kernels.triton.launch.beside import BESIDE
 from attnops.reference.rows import Rules
 
@@ -65,7 +67,12 @@ def overlapped(overlap: bool) -> dict[str, Any]:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], args: tuple[Any, ...] = (), warps: int = 4) -> None:
-    """Launch a device function on the current GPU. args: its first arguments; given: the others by name, with Triton's options."""
+    """Launch a device function on the current GPU. args: its first arguments; given: the others by name, with Triton's options.
+
+    Raises InvalidInput for a grid that CUDA has no room for.
+    """
+    if len(grid) > 1 and max(grid[1:]) > GRID:
+        raise InvalidInput(f"grid of {kernel.__name__}", grid, f"<= {GRID} but in the first dim: fewer pages a request, or layers")
     given = {**given, "num_warps": warps, **OPTIONS}
     if BESIDE.looks and BESIDE.takes(kernel, grid, args, given):
         return
