@@ -136,6 +136,8 @@ def attention(
         window: (left, right) keys visible besides the query's own position; -1 is unbounded, and so is 2**30 or more.
         softcap: logits become `softcap * tanh(logits / softcap)`; 0 is off.
         mask: `[B or 1, Hq or 1, S or 1, K]`, leading dims optional; bool (True: visible) or float (added after the soft cap).
+            -inf hides a key. So does a number as low as -1e9 or finfo.min beside visible keys. A query all of whose logits are
+            finite and below -1e6 has finite results and gradients that are not specified; it changes no other query's.
         sinks: `[Hq]` one logit a query head, part of the softmax denominator only.
         k_scale, v_scale: float32 `[1]` or `[Hkv]`; the stored key times k_scale is the key.
         q_scale: float32 `[1]` or `[Hkv]`, one for the query heads of each key head. A float8 query needs it, has no gradient, and wants

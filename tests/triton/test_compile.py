@@ -48,6 +48,7 @@ CALLS = {
     "decode_float32": (paged(replace(LLAMA, dtype=F32), 1), 0),
     "verify": (paged(LLAMA, 8), 0),
     "verify_tree": (paged(replace(LLAMA, mask="bool"), 16), 0),
+    "verify_bias": (paged(replace(LLAMA, mask="additive"), 16), 0),
     # 256 rows spill and were the faster on an H200 all the same.
     "extend": (paged(LLAMA, 600), 96),
     "extend_page_128": (paged(LLAMA, 600, 128), 96),

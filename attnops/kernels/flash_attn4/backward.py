@@ -24,7 +24,7 @@ from attnops.kernels.shared.parts import in_turns
 from attnops.kernels.shared.tokens import clear, past, runs, zeroed
 from attnops.measured import Roofline, copy_us
 from attnops.problem import Problem, Refusal
-from attnops.reference.rows import Rules
+from attnops.reference.rows import Rules, without_faint
 
 if TYPE_CHECKING:
     from attnops.ops import dense, varlen
@@ -102,8 +102,8 @@ def backward(call: Any, given: tuple[Tensor, ...], batch: dict[str, Any]) -> Gra
     )  # fmt: skip
     grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
     found = once(kind, query, rules, lambda: interface()(
-        query, key, value, output, grad_output, _heads_first(call.lse), softmax_scale=rules.scale, causal=rules.causal,
-        softcap=rules.softcap, window_size_left=rules.left if rules.left >= 0 else None,
+        query, key, value, output, grad_output, without_faint(call.lse.detach().transpose(-1, -2)),
+        softmax_scale=rules.scale, causal=rules.causal, softcap=rules.softcap, window_size_left=rules.left if rules.left >= 0 else None,
         window_size_right=rules.right if rules.right >= 0 else None, dq=grads[0], dk=grads[1], dv=grads[2],
         dlse=None if grad_lse is None else _heads_first(grad_lse), learnable_sink=sinks, deterministic=steady, **batch,
     ))  # fmt: skip

@@ -24,7 +24,7 @@ from attnops.kernels.shared.parts import in_turns, packed_in_turns
 from attnops.kernels.shared.tokens import clear, runs
 from attnops.measured import Roofline
 from attnops.problem import Problem
-from attnops.reference.rows import Rules, compact, dense_visible, no_lse
+from attnops.reference.rows import Rules, compact, dense_visible, no_lse, without_faint
 
 if TYPE_CHECKING:
     from attnops.ops import dense, varlen
@@ -68,7 +68,7 @@ def attention_backward(call: dense.AttentionBackward) -> tuple[Tensor, Tensor, T
     if not on_cpu(call.query):
         return *backward(call, _lengths(call)), none, none.clone()
     q, k, v = _heads_first(call)
-    g, o, z = call.grad_output.transpose(1, 2), call.output.transpose(1, 2), call.lse.transpose(1, 2).contiguous()
+    g, o, z = call.grad_output.transpose(1, 2), call.output.transpose(1, 2), without_faint(call.lse.transpose(1, 2))
     top_left, bias = _bias(call)
     z = z.to(torch.float64) if call.query.dtype == torch.float64 else z
     grads = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -183,7 +183,7 @@ def forward(call: dense.Attention | varlen.VarlenAttention, lengths: Lengths) ->
         q, k, v, *lengths[:4], 0.0, call.causal, False, scale=call.scale, window_size_left=call.window_left,
         window_size_right=lengths[4],
     )[:2]  # fmt: skip
-    return _plain(output), _turned(lse, -INF) if call.return_lse else no_lse(call.query)
+    return _plain(output), _turned(lse) if call.return_lse else no_lse(call.query)
 
 
 def backward(call: dense.AttentionBackward | varlen.VarlenAttentionBackward, lengths: Lengths) -> tuple[Tensor, Tensor, Tensor]:
@@ -191,7 +191,7 @@ def backward(call: dense.AttentionBackward | varlen.VarlenAttentionBackward, len
     given = (call.grad_output.to(call.query.dtype), call.query, call.key, call.value, call.output)
     seed = torch.empty(2, dtype=torch.uint64, device=call.query.device)  # read only where dropout is on
     grad_q, grad_k, grad_v = _ATEN._flash_attention_backward.default(
-        *map(in_packs, given), _turned(call.lse, INF), *lengths[:4], 0.0, call.causal, seed, seed, scale=call.scale,
+        *map(in_packs, given), without_faint(call.lse.transpose(-1, -2)), *lengths[:4], 0.0, call.causal, seed, seed, scale=call.scale,
         window_size_left=call.window_left, window_size_right=lengths[4],
     )  # fmt: skip
     return _plain(grad_q), _plain(grad_k), _plain(grad_v)
@@ -202,10 +202,10 @@ def _plain(x: Tensor) -> Tensor:
     return x if x.is_contiguous() and min(x.shape) > 1 else compact(x)
 
 
-def _turned(lse: Tensor, unseen: float) -> Tensor:
-    """`[..., Hq, S]` of the kernel to or from `[..., S, Hq]`, contiguous, `unseen` for a query without keys."""
+def _turned(lse: Tensor) -> Tensor:
+    """`[..., Hq, S]` of the kernel as `[..., S, Hq]`, contiguous, -inf for a query without keys."""
     turned = lse.transpose(-1, -2)
-    return torch.nan_to_num(turned, nan=float("nan"), posinf=unseen, neginf=unseen, out=lse.new_empty(turned.shape))
+    return torch.nan_to_num(turned, nan=float("nan"), posinf=-INF, neginf=-INF, out=lse.new_empty(turned.shape))
 
 
 ON_CPU = Roofline(25.0, 0.7, 0.55)

@@ -20,7 +20,7 @@ from attnops.kernels.shared.parts import FEW_HEADS, in_turns
 from attnops.kernels.triton.launch.grids import padded
 from attnops.measured import Roofline
 from attnops.problem import Problem, Refusal, Target
-from attnops.reference.rows import Rules, compact, in_range, lengths_of, near, no_lse, rows_of
+from attnops.reference.rows import LEAST, Rules, compact, in_range, lengths_of, near, no_lse, rows_of
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -114,8 +114,10 @@ def _score(rules: Rules, mask: Tensor | None, visible: Mod, device: torch.device
             if mask.dtype == torch.bool:
                 see = see & mask[b, h, i, j]
             else:
+                see = see & (mask[b, h, i, j] != -float("inf"))
                 s = s + mask[b, h, i, j]
-        return torch.where(see, s, -float("inf"))
+        # Faint rows have equal logits: the forward is computed twice, and one that is off by a rounding is a weight of infinity.
+        return torch.where(see, s.clamp(min=LEAST), -float("inf"))
 
     return score
 

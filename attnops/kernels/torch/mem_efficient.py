@@ -22,7 +22,7 @@ from attnops.kernels.torch.aten_flash import sum_groups
 from attnops.measured import Roofline
 from attnops.problem import Problem
 from attnops.reference.attention import reduce_to
-from attnops.reference.rows import Rules, compact, dense_visible, no_lse
+from attnops.reference.rows import LEAST, Rules, compact, dense_visible, no_lse, without_faint
 
 if TYPE_CHECKING:
     from attnops.ops import dense
@@ -65,7 +65,7 @@ def attention_backward(call: dense.AttentionBackward) -> tuple[Tensor, Tensor, T
     q, k, v = _given(call, bias)
     batch, queries, heads, _ = query.shape
     lse = torch.full((batch, heads, -(-queries // ROWS) * ROWS), INF, device=query.device)
-    lse[..., :queries] = call.lse.masked_fill(call.lse == -INF, INF).transpose(1, 2)
+    lse[..., :queries] = without_faint(call.lse).transpose(1, 2)
     seed = torch.empty((), dtype=torch.int64, device=query.device)  # read only where dropout is on
     grad_output, output = (x.to(q.dtype).contiguous() for x in (call.grad_output, call.output))
     grad_q, grad_k, grad_v, grad_bias = _ATEN._efficient_attention_backward.default(
@@ -99,10 +99,17 @@ def _bias(call: dense.Attention | dense.AttentionBackward) -> Tensor | None:
     unit = PACK // dtype.itemsize
     found = query.new_zeros((requests, 1 if mask is None else mask.shape[1], queries, -(-keys // unit) * unit), dtype=dtype)[..., :keys]
     if mask is not None:
-        found = found.copy_(mask) if added else found.masked_fill_(~mask, -INF)
+        found = found.copy_(_finite(mask)) if added else found.masked_fill_(~mask, -INF)
     if see is not None:
         found.masked_fill_(~see[:, None], -INF)
     return found
+
+
+def _finite(mask: Tensor) -> Tensor:
+    """An additive mask whose finite numbers stay finite in base 2, in which the kernel adds them."""
+    if mask.dtype == torch.float16:
+        return mask  # whose least number is above LEAST
+    return torch.where(mask == -INF, mask, mask.clamp(min=LEAST))
 
 
 def _widened(bias: Tensor | None, call: dense.Attention | dense.AttentionBackward) -> Tensor | None:

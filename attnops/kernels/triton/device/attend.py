@@ -7,7 +7,7 @@ https://arxiv.org/abs/2307.08691, section 3.1, over pages; splits: https://pytor
 import triton
 import triton.language as tl
 
-from attnops.kernels.triton.device.softmax import LN2, LOG2E, closed, finite, let_next_begin, sees, share, span, tanh, with_sink
+from attnops.kernels.triton.device.softmax import LN2, LOG2E, closed, finite, in_base_2, let_next_begin, sees, share, span, tanh, with_sink
 
 
 @triton.jit
@@ -89,7 +89,7 @@ def attend_tile(
         if MASK == "bool":
             s = tl.where(bias != 0, s, float("-inf"))
         else:
-            s = s + bias.to(tl.float32) * LOG2E
+            s = s + in_base_2(bias)
     if MASKED:
         visible = (keys < length)[None, :]
         visible = sees(visible, position[:, None], keys[None, :], left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from attnops.kernels.triton.device.attend import find, load_keys
-from attnops.kernels.triton.device.softmax import LOG2E, chunk_of, span, tanh
+from attnops.kernels.triton.device.softmax import FAINT, LOG2E, chunk_of, span, tanh
 
 
 @triton.jit
@@ -136,7 +136,7 @@ def grad_queries(
     scale: of the products. factor: of the gradient. cu_q, cu_k: of packed requests; the others have width_q queries and width_k keys.
     REST: the padded dims of query and key past BLOCK_D, 0 where there are none. x_b: what a request's rows are off those of one
     long batch. Writes the gradient `[T, H, D]` and, for the other kernels, stats `[H, T, 2]`: z, the log-sum-exp in base 2, and delta, the
-    sum of grad_output * output, minus grad_lse. A query that sees no key has 0 for both.
+    sum of grad_output * output, minus grad_lse. A query that sees no key, or whose row is faint, has inf and 0.
     """
     wide = tl.full([], 0, tl.int64)
     at = tl.program_id(0)
@@ -172,8 +172,10 @@ def grad_queries(
     z = tl.load(lse_ptr + token * HEADS + head + r * HEADS, mask=live, other=0.0)
     if grad_lse_ptr is not None:
         delta -= tl.load(grad_lse_ptr + token * HEADS + head + r * HEADS, mask=live, other=0.0)
-    delta = tl.where(z == float("-inf"), 0.0, delta)
-    z = tl.where(z == float("-inf"), 0.0, z) * LOG2E
+    # Without a key, and in a faint row: every weight is 0.
+    quiet = z < FAINT
+    delta = tl.where(quiet, 0.0, delta)
+    z = tl.where(quiet, float("inf"), z * LOG2E)
     row = head * tokens + token + r
     tl.store(stats_ptr + row * 2, z, mask=live)
     tl.store(stats_ptr + row * 2 + 1, delta, mask=live)

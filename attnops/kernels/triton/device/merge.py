@@ -122,17 +122,18 @@ def merge_all(
     total = tl.zeros([BLOCK_R], tl.float32)
     acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
     for _ in range(parts):
-        z = tl.load(za_at, mask=real, other=float("-inf")) * LOG2E
+        # Subtracted before the factor, which would make the lse of a faint row infinite.
+        z = tl.load(za_at, mask=real, other=float("-inf"))
         higher = tl.maximum(top, z)
-        weight = tl.exp2(z - finite(higher))
-        fade = tl.exp2(top - finite(higher))
+        weight = tl.exp2((z - finite(higher)) * LOG2E)
+        fade = tl.exp2((top - finite(higher)) * LOG2E)
         a = tl.load(a_at, mask=(weight > 0)[:, None] & inside, other=0.0).to(tl.float32)
         acc = acc * fade[:, None] + a * weight[:, None]
         total = total * fade + weight
         top = higher
         a_at += a_n
         za_at += za_n
-    factor, z = closed(top, total)
+    factor, _ = closed(top, total)
     out_at = out_ptr + row.to(tl.int64)[:, None] * D + dims[None, :]
     tl.store(out_at, (acc * factor[:, None]).to(out_ptr.dtype.element_ty), mask=real[:, None] & inside)
-    tl.store(z_ptr + row, z * LN2, mask=real)
+    tl.store(z_ptr + row, finite(top) + tl.log2(total) * LN2, mask=real)
