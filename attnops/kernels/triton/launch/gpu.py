@@ -10,8 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from attnops.errors import InvalidInput
+from attnops.kernels.shared.memory import address
 from attnops.kernels.shared.parts import GRID
-from attnops.kernels.triton.launch.beside import BESIDE
+from attnops.kernels.triton.launch.beside import ALIGNED, BESIDE
 from attnops.reference.rows import Rules
 
 LOG2E = 1.4426950408889634
@@ -77,6 +78,21 @@ def launch(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], args: tupl
     if BESIDE.looks and BESIDE.takes(kernel, grid, args, given):
         return
     kernel[grid](*args, **given)
+
+
+def steady(x: Tensor) -> Tensor:
+    """`x`, or a copy of it that Triton loads as it does any other: for a deterministic policy.
+
+    How a tile is spread over threads follows from its address and strides, and the order of a sum over what was loaded from that.
+    """
+    strides = x.stride()[:-1]
+    if x.shape[-1] % ALIGNED:
+        usual = x.is_contiguous() and strides == x.new_empty(x.shape, device="meta").stride()[:-1]
+    else:
+        usual = not any(stride % ALIGNED for stride in strides)
+    if usual and x.stride(-1) == 1 and address(x) % ALIGNED == 0:
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def flat(x: Tensor | None) -> Tensor | None:

@@ -8,9 +8,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from attnops.kernel import deterministic
 from attnops.kernels.triton.device.gradient import grad_keys, grad_queries
 from attnops.kernels.triton.device.gradient_mask import grad_mask
-from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch, ruled
+from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch, ruled, steady
 from attnops.kernels.triton.launch.grids import Tile, padded
 from attnops.kernels.triton.launch.tiles import power
 from attnops.reference.rows import Rules
@@ -89,6 +90,8 @@ def _gradients(call: Any, batch: Batch, covered: bool) -> tuple[Tensor, ...]:
     stats = torch.empty((heads, tokens, 2), dtype=torch.float32, device=query.device)
     parts = None if sinks is None else new((heads, tokens), dtype=torch.float32, device=query.device)
     grad_output, output = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.grad_output, call.output))
+    if deterministic(call.policy):
+        grad_output, output = steady(grad_output), steady(output)
     block, rest = parted(dims)
     shared = {
         **ruled(rules), "g_ptr": grad_output, "q_ptr": query, "k_ptr": key, "v_ptr": value, "stats_ptr": stats,
