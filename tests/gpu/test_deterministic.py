@@ -124,12 +124,16 @@ def trained(op: str, features: Features) -> Call:
     )
 
 
-def step(call: Call, name: str | None) -> dict[str, torch.Tensor]:
-    """The gradients of all requests; skips what the kernel `name` refuses."""
+BY_FA4 = {("varlen_attention", "both sides")}
+"""What `fa4` alone takes under the policy: see docs/kernels.md. Without it the forward has no kernel."""
+
+
+def step(call: Call, name: str | None, may_lack: bool = False) -> dict[str, torch.Tensor]:
+    """The gradients of all requests; skips what the kernel `name` refuses. may_lack: may nothing take the call?"""
     try:
         return gradients(call, range(12), name)
     except NoKernel as error:
-        if name is None:
+        if name is None and not may_lack:
             raise
         pytest.skip(str(error).replace("\n", " ")[:300])
 
@@ -154,7 +158,8 @@ def test_gradients(op: str, name: str | None, features: str) -> None:
 def test_gradients_of_every_run(op: str, name: str | None, features: str, found: dict[str, Any]) -> None:
     """Those of sinks included, which are sums over the whole batch."""
     call = trained(op, (FEATURES | MORE)[features])
-    first = step(call, name)
+    absent = bool(kernels_of(op)["fa4"].absences(call.problem.target))
+    first = step(call, name, may_lack=absent and (op, features) in BY_FA4)
     assert not any(grad.isnan().any() for grad in first.values())
     for _ in range(RUNS - 1):
         for n, grad in gradients(call, range(12), name).items():
