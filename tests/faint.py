@@ -67,7 +67,8 @@ def _by_products(op: str, dtype: torch.dtype, device: str) -> Pair:
     query[row] = 0.0
     calm = call.with_(query=query, key=key)
     query = query.clone()
-    query[(*row, ..., 0)] = low
+    first = (*row, ..., 0)
+    query[first] = low
     wild = call.with_(query=query, key=key)
     return Pair(wild, calm, _lse(wild) < -1e6)
 
