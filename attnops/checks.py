@@ -67,7 +67,7 @@ def check_number(a: Arg, value: Any) -> None:
     if a.least is not None:
         need(value >= a.least, a.name, value, f">= {a.least:g}")
     if a.most is not None:
-        need(value <= a.most, a.name, value, f"<= {a.most:g}")
+        need(value <= a.most, a.name, value, f"<= {a.most}")
     if a.choices and value not in a.choices:
         fail(InvalidInput, a.name, repr(value), " | ".join(c or '""' for c in a.choices))
 

@@ -5,6 +5,9 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-1e38)
+FAINT = tl.constexpr(-1e6 * (1 + 2.0**-13))
+"""See `attnops.reference.rows`: a log-sum-exp below this is a faint row's."""
 
 
 @triton.jit
@@ -17,6 +20,15 @@ def finite(top):
 def occupied(z):
     """A log-sum-exp with -inf for +inf, which kernels of other packages write where no key is seen."""
     return tl.where(z == float("inf"), float("-inf"), z)
+
+
+@triton.jit
+def in_base_2(bias):
+    """float32 of an additive mask, in base 2. What is finite stays so: float32 ends at -2.36e38 in base 2."""
+    wide = bias.to(tl.float32)
+    if bias.dtype != tl.float16:
+        wide = tl.where((wide < LOWEST) & (wide > float("-inf")), LOWEST, wide)
+    return wide * LOG2E
 
 
 @triton.jit
