@@ -23,6 +23,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 
 # Read as attributes: a function that hands one out costs more than the read.
 from attnops.call import Call, Spec, check, check_kinds, values, with_python_numbers
+from attnops.checks import python_number
 from attnops.errors import InvalidInput, NoGradient, fail
 from attnops.kernel import _REGISTRY, Capture
 from attnops.ops.foreign import answering
@@ -362,11 +363,13 @@ def window(value: Any) -> tuple[int, int]:
 
 def side(value: Any) -> Any:
     """One side of a window; -1 for one so wide that it hides no key, as 2**31 - 1 often says."""
+    value = python_number(value)
     return -1 if isinstance(value, int) and value > FURTHEST else value
 
 
 def chunk(value: Any) -> Any:
     """The length of a chunk; 0 for one so long that it hides no key."""
+    value = python_number(value)
     return 0 if isinstance(value, int) and value > FURTHEST else value
 
 

@@ -1,11 +1,14 @@
 """Every op that writes, on every kind of view, compiled: the memory behind holds what eager leaves there, or the call is refused."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
+from torch.export import Dim
 
 import attnops
 from attnops.call import check
@@ -104,12 +107,12 @@ def left_behind(call: Call, how: str, run: Callable[..., None], policy: str) -> 
 
 
 WAYS = ("views of the middle of a storage", "views of all of a storage", "views that are given")
-CASES_OF_VIEWS = [(op, way, dynamic) for op in WRITING for way in WAYS for dynamic in (True, False)]
+CASES_OF_VIEWS = [(way, dynamic, op) for way in WAYS for dynamic in (True, False) for op in WRITING]
 
 
-@pytest.mark.sweep(5)
-@pytest.mark.parametrize("op, way, dynamic", CASES_OF_VIEWS)
-def test_what_eager_leaves_in_memory_is_what_compiled_code_leaves(op, way, dynamic):
+@pytest.mark.sweep(11)
+@pytest.mark.parametrize(("way", "dynamic", "op"), CASES_OF_VIEWS)
+def test_what_eager_leaves_in_memory_is_what_compiled_code_leaves(way, dynamic, op):
     call, policy = case_of(op), f"kernel={op}:reference"
     with torch.no_grad():
         want = left_behind(call, way, write_in_all, policy)
@@ -206,7 +209,7 @@ def test_pages_may_be_views_of_another_dtype(run, dynamic):
 def test_a_view_that_the_compiler_would_misplace_is_refused(run):
     key, value, slots = tokens(BF16)
     memory = memory_for(run)
-    with torch.no_grad(), pytest.raises(Exception) as caught:  # noqa: PT011 - as Inductor wraps it
+    with torch.no_grad(), pytest.raises(Exception) as caught:
         torch.compile(run, fullgraph=True)(key, value, memory, slots)
     error = find(caught.value)
     assert isinstance(error, InvalidInput) and error.field in ("k_pages", "v_pages")
@@ -218,13 +221,50 @@ def test_a_view_that_the_compiler_would_misplace_is_refused(run):
 
 
 class Writes(torch.nn.Module):
-    """A call of every op that writes, on views of the middle of a storage, which are its arguments."""
+    """Calls of ops that write, on views of the memory that it is given."""
 
-    def __init__(self, calls: dict[str, Call], kind: str) -> None:
+    def __init__(self, calls: list[Call], kind: str) -> None:
         super().__init__()
         self.calls, self.kind = calls, kind
 
-    def forward(self, memory: Memory) -> None:
-        for name, given in memory.items():
-            op, views = OPS[name], views_of(self.kind, given)
-            op(op.call(**{**self.calls[name].arguments, **views}))
+    def forward(self, memories: list[dict[str, Tensor]]) -> None:
+        for call, memory in zip(self.calls, memories, strict=True):
+            op = OPS[call.op]
+            op(op.call(**{**call.arguments, **views_of(self.kind, memory)}))
+
+
+LOAD = """
+import sys, torch, attnops
+package, given, found = sys.argv[1:]
+memories = torch.load(given)
+with torch.no_grad():
+    torch._inductor.aoti_load_package(package)(memories)
+torch.save(memories, found)
+"""
+
+
+def memories_of(calls: list[Call], kind: str, times: int) -> list[dict[str, Tensor]]:
+    """By call, the memory that its views are in, so many times as long, in the middle of a storage."""
+    longer = [{n: torch.cat([call.arguments[n]] * times) for n in call.mutated} for call in calls]
+    return [{n: late(KINDS[kind].place(x)) for n, x in given.items()} for given in longer]
+
+
+@pytest.mark.slow
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("kind", ["leading index", "middle index"])
+def test_a_package_of_aot_inductor_writes_where_eager_does(tmp_path, kind):
+    """Loaded by another process, with memory of another length than that of the export."""
+    calls = [case_of(op) for op in ("write_kv", "copy_kv")]
+    model, package = Writes(calls, kind), str(tmp_path / "writes.pt2")
+    shapes = ([{n: (Dim.AUTO,) * m.dim() for n, m in memory.items()} for memory in memories_of(calls, kind, 1)],)
+    with torch.no_grad():
+        program = torch.export.export(model, (memories_of(calls, kind, 1),), dynamic_shapes=shapes)
+        torch._inductor.aoti_compile_and_package(program, package_path=package)
+        want = memories_of(calls, kind, 3)
+        given, found = tmp_path / "given.pt", tmp_path / "found.pt"
+        torch.save(want, given)
+        model(want)
+    subprocess.run([sys.executable, "-c", LOAD, package, str(given), str(found)], check=True)
+    for call, got, exact in zip(calls, torch.load(found), want, strict=True):
+        for name in exact:
+            assert torch.equal(bits(got[name]), bits(exact[name])), f"{call.op}: {name}"

@@ -657,7 +657,7 @@ MALFORMED = [
     ("attention", {"scale": "1"}, "scale", "'1'", "a value of type float"),
     ("attention", {"scale": 10**400}, "scale", "1329 bits", "fits into 64 bits"),
     ("attention", {"window": (1.5, 0)}, "window_left", "1.5", "a value of type int"),
-    ("attention", {"window": (2**63, 0)}, "window_left", "64 bits", ">= -1 that fits into 64 bits"),
+    ("attention", {"window": (-(2**63) - 1, 0)}, "window_left", "64 bits", ">= -1 that fits into 64 bits"),
     ("attention", {"causal": "yes"}, "causal", "'yes'", "a value of type bool"),
     ("varlen_attention", {"max_seqlen_q": 2.0}, "max_seqlen_q", "2.0", "a value of type int"),
 ]  # fmt: skip
