@@ -253,6 +253,7 @@ def check_kept(field: str, length: int, high: int, window: int, room: int) -> No
 
     field: the argument that asks, for the message. high: the most tokens there have been. room: tokens the pages hold.
     """
-    least = high - room + window - 1
+    # Until there were more tokens than the pages hold, none has been overwritten.
+    least = high - room + window - 1 if high > room else 0
     want = f"0, or at least {least} of {high}: a window of {window} needs tokens whose pages were used again"
     need(not window or not 0 < length < least, field, length, want)
