@@ -53,7 +53,7 @@ class Memory:
 
 @pytest.mark.parametrize("cuts", [*itertools.product(range(6), repeat=2)], ids=str)
 def test_tokens_are_where_their_slots_say(cuts):
-    """As many tokens as the pages have room for, and more; then fewer, and more again, twice."""
+    """As many tokens as the pages have room for, and more; then fewer, and more again, twice; then none, and a few."""
     for steps in (1, 2, 3, 4):
         memory = Memory()
         for cut in (*cuts, 0):
@@ -62,6 +62,9 @@ def test_tokens_are_where_their_slots_say(cuts):
                 memory.check()
             memory.truncate(max(0, len(memory.tokens) - cut))
             memory.check()
+        memory.truncate(0)
+        memory.append(NEW)
+        memory.check()
 
 
 def copies(book, change):
