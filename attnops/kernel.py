@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from attnops.adapt import KNOW_HOLES, adapted as adapted, filled, kinds_of, readable, takes_a_call, warn_of_contract_1
+from attnops.adapt import KNOW_HOLES, adapted as adapted, filled, kinds_of, origin, placed, readable, takes_a_call, warn_of_contract_1
 from attnops.call import name as name_of
 from attnops.errors import ContractMismatch, RegistrationError, UnknownKernel, fail
 from attnops.needs import (
@@ -113,6 +113,10 @@ class Kernel:
             object.__setattr__(self, "run", adapted(self.run))
         if self.op in KNOW_HOLES and "holes" not in self.takes:
             object.__setattr__(self, "run", filled(self.op, self.run))
+        if self.foreign:
+            object.__setattr__(self, "run", placed(self.run))
+        if callable(self.ahead):
+            object.__setattr__(self, "ahead", placed(self.ahead))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Its functions cannot be handed to another process, which has a kernel of this name of its own.
@@ -217,6 +221,11 @@ class Kernel:
     def core(self) -> Core | None:
         """The core of a kernel that has one."""
         return self.inline.core if self.inline else None
+
+    @property
+    def foreign(self) -> bool:
+        """May `run` launch on the current GPU, whatever GPU holds its tensors? Torch's own ops launch where their tensors are."""
+        return bool(self.packages) or not str(origin(self.run).__module__).startswith("attnops.")
 
     @property
     def fused(self) -> bool:

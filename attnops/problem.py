@@ -128,7 +128,7 @@ class Target:
     @classmethod
     def of(cls, device: torch.device) -> Target:
         """The target of a tensor's device; `explain` may have put another in its place."""
-        return _OVERRIDE.target or _target_of(device.type, device.index)
+        return _OVERRIDE.target or _target_of(device.type, _index(device))
 
     @property
     def on_gpu(self) -> bool:
@@ -164,6 +164,13 @@ def pretend(target: Target | None) -> Iterator[None]:
 def pretended() -> Target | None:
     """The target that `pretend` has put in force, if any."""
     return _OVERRIDE.target
+
+
+def _index(device: torch.device) -> int | None:
+    """The number of a GPU; that of the current one where none is given."""
+    if device.type != "cuda" or device.index is not None or not torch.cuda.is_available():
+        return device.index
+    return torch.cuda.current_device()
 
 
 @functools.cache

@@ -26,11 +26,11 @@ def code_digest() -> str:
 
 
 def choice_inputs() -> tuple[str, ...]:
-    """Everything outside the graph that a choice depends on: code, kernels and their packages' versions, GPU, pretended target, measured
+    """Everything outside the graph that a choice depends on: code, kernels and their packages' versions, GPUs, pretended target, measured
     times. Policies are arguments of the ops, so the graph itself differs."""
     kernels = tuple(f"{k.op}.{k.name}:{k.run.__module__}:{','.join(k.versions())}:{k.absences_key()}" for k in all_kernels())
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return ("attnops", str(CONTRACT), code_digest(), device, repr(pretended()), *digests(), *kernels)
+    devices = map(torch.cuda.get_device_name, range(torch.cuda.device_count() if torch.cuda.is_available() else 0))
+    return ("attnops", str(CONTRACT), code_digest(), *devices, repr(pretended()), *digests(), *kernels)
 
 
 def install() -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from attnops.kernel import Invariant, Kernel, Need, Tolerance, arch, demand, deterministic, one_of, register
-from attnops.kernels.flash_attn4.fa4 import HALF, PACKAGES, function_of, longest, once
+from attnops.kernels.flash_attn4.fa4 import FAMILIES, HALF, PACKAGES, function_of, longest, once, one_family
 from attnops.kernels.shared.tokens import clear, past, runs, zeroed
 from attnops.measured import Roofline, copy_us
 from attnops.problem import Problem, Refusal
@@ -149,7 +149,7 @@ def _plain_256(p: Problem) -> bool:
 
 
 NEEDS: tuple[Need, ...] = (
-    arch(90, 100, 103, 110),
+    arch(*FAMILIES),
     head_dims,
     demand("head_dim", "<= 192 with sinks, softcap or a gradient of lse (sm100)", _plain_256),
     one_of("last_dim_contiguous", True),
@@ -158,7 +158,7 @@ for _run in (attention_backward, varlen_attention_backward):
     register(
         Kernel(
             "fa4", _run.__name__, _run, takes=frozenset({"causal", "window_left", "window_right", "softcap", "sinks"}), dtypes=HALF,
-            needs=NEEDS, packages=PACKAGES, tolerance=Tolerance(4.0), cost_us=_cost_us,
+            needs=NEEDS, packages=PACKAGES, probe=one_family, tolerance=Tolerance(4.0), cost_us=_cost_us,
             # The order of turns was read in SM90's kernel alone.
             invariant=Invariant((arch(90),), _steady_us), about="FlashAttention-4's gradient",
         )
