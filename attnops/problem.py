@@ -234,7 +234,7 @@ class StepFacts:
     """`plan` "none", "device" (an int32 tensor beside the query) or "host" (an int64 tensor on the CPU); `workspace` the least bytes of
     scratch. `padded`: there may be tokens of no request (only packed and paged calls say no). `holes`: there may be ids of no page, which
     every layer looks for itself. `sizes_equal`: dense only, as many keys as queries. `capturing`: an eager call, into a CUDA graph.
-    `deterministic`: the policy is, and the call as it sees it, of any size.
+    `deterministic`: the policy is, and the call as it sees it, of any size. `repeatable`: see `repeatable`.
     """
 
     plan: str = "none"
@@ -244,6 +244,7 @@ class StepFacts:
     sizes_equal: bool = False
     capturing: bool = False
     deterministic: bool = False
+    repeatable: str = "no"
 
 
 @dataclass(frozen=True)
@@ -342,6 +343,7 @@ def problem_of(call: Call) -> Problem:
     given: dict[str, Any] = dict(zip(spec.names, values(call), strict=True))
     first = values(call)[0]
     found: dict[str, Any] = {"op": spec.op, "target": Target.of(first.device), "dtype": first.dtype}
+    found["repeatable"] = repeatable()
     found["kv_dtype"] = given[spec.stored].dtype if spec.stored else first.dtype
     for field, code in spec.measures.items():
         size = eval(code, {"__builtins__": {}}, sizes)
@@ -377,6 +379,12 @@ def _features(given: dict[str, Any]) -> dict[str, Any]:
         "plan": "none" if plan is None else "host" if plan.dtype == torch.int64 else "device",
         "workspace": bytes_of(given.get("workspace")),
     }
+
+
+def repeatable() -> str:
+    """Shall the same call give the same bits at every run? As torch.use_deterministic_algorithms
+    asks: "must", "warn" where it only warns, or "no"."""
+    return ("no", "warn", "must")[torch.get_deterministic_debug_mode()]
 
 
 def bytes_of(workspace: torch.Tensor | None) -> int:

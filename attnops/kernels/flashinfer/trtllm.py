@@ -253,8 +253,9 @@ FLOAT8 = (
 )
 RULES = frozenset({"causal", "window_left", "window_right"})
 _kernel = functools.partial(Kernel, packages=(PACKAGE,), probe=trtllm_missing)
+# In which order blocks of a request add up is not known of binaries.
 _generated = functools.partial(
-    _kernel, "trtllm", dtypes=HALVES, tolerance=Tolerance(2.0), about="TensorRT-LLM's generated kernels (flashinfer)",
+    _kernel, "trtllm", dtypes=HALVES, tolerance=Tolerance(2.0), repeats=None, about="TensorRT-LLM's generated kernels (flashinfer)",
     cost_us=Roofline(15.0, 0.83, 0.55),  # of the hardware's figures: not measured
 )  # fmt: skip
 register(
@@ -278,7 +279,7 @@ register(
             one_of("page_size", 32, 64), one_of("pages_packed", True), memory.not_of_a_plan,
         ),
         cost_us=Roofline(13.0, 0.83, 0.55),  # of the hardware's figures: not measured
-        plan=Plan(device=rows), workspace_bytes=workspace_bytes, about="TensorRT-LLM's generated MLA decode (flashinfer)",
+        plan=Plan(device=rows), workspace_bytes=workspace_bytes, repeats=None, about="TensorRT-LLM's generated MLA decode (flashinfer)",
         tolerance=Tolerance(16.0),  # of float8, where the weights are rounded to it too; tests hold bfloat16 to an eighth of it
     )
 )  # fmt: skip
