@@ -153,7 +153,7 @@ class NotCompiled(AttnopsError, RuntimeError):
         self.kernel, self.got = kernel, got
 
 
-class NotLoaded(AttnopsError, OSError):
+class NotLoaded(AttnopsError, RuntimeError):
     """A library of an installed package cannot be loaded."""
 
     def __init__(self, package: str, got: str, want: str) -> None:

@@ -167,8 +167,8 @@ def pretended() -> Target | None:
 
 
 def _index(device: torch.device) -> int | None:
-    """The number of a GPU; that of the current one where none is given."""
-    if device.type != "cuda" or device.index is not None or not torch.cuda.is_available():
+    """The number of a GPU; that of the current one where none is given, once CUDA is initialised."""
+    if device.type != "cuda" or device.index is not None or not torch.cuda.is_initialized():
         return device.index
     return torch.cuda.current_device()
 

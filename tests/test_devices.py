@@ -175,7 +175,6 @@ def test_a_kernel_made_of_another_is_guarded_once(away):
 
 
 def test_a_device_without_a_number_is_the_current_one(entered, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr("attnops.problem._target_of", lambda kind, index: (kind, index))
     assert Target.of(torch.device("cuda")) == ("cuda", 1) and Target.of(torch.device("cuda:0")) == ("cuda", 0)

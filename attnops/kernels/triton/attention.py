@@ -33,10 +33,15 @@ class Launched:
     module: str
     name: str
 
+    @property
+    def path(self) -> str:
+        """The module's full name."""
+        return f"attnops.kernels.triton.launch.{self.module}"
+
     @functools.cached_property
     def function(self) -> Callable[[Any], Any]:
         """The function."""
-        found: Callable[[Any], Any] = getattr(import_module(f"attnops.kernels.triton.launch.{self.module}"), self.name)
+        found: Callable[[Any], Any] = getattr(import_module(self.path), self.name)
         return found
 
     def __call__(self, call: Any) -> Any:
