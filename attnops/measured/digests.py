@@ -1,4 +1,5 @@
-"""Digests of the code of our kernels: a results file keeps them, so that its page can say later what has changed since.
+"""Digests of the code of our kernels: a results file keeps them (`code`), so that its page can say
+later what has changed since.
 
 A kernel's code is the module of its functions and what that imports of `kernels` and `reference`.
 A digest is of the syntax trees of those files, statement by statement: neither positions, comments,
@@ -10,14 +11,14 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import attnops
 from attnops.kernel import Kernel, all_kernels
+from attnops.problem import Problem, Target
 
-ROOT = Path(attnops.__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("attnops.kernels.", "attnops.reference.")
 LENGTH = 12
 
@@ -25,11 +26,43 @@ Read = Callable[[str], str | None]
 """Takes a path below the package, as `kernels/torch/sdpa.py`, and gives its text; None where there is no such file."""
 
 
-def digests(read: Read | None = None) -> dict[str, str]:
-    """By `op.kernel`, of our kernels. read: of another tree than that of this package; kernels whose
-    modules it lacks are left out."""
-    found = {f"{k.op}.{k.name}": digest(modules_of(k), read or here) for k in all_kernels()}
-    return {name: value for name, value in found.items() if value}
+def digests(kernels: Iterable[Kernel], read: Read | None = None) -> dict[str, str]:
+    """By `op.kernel`, of those of `kernels` that are ours.
+
+    read: of the tree of another commit. A kernel whose modules it lacks has "", for its code was in
+    other files then.
+    """
+    found = dict[frozenset[str], str]()
+    out = {}
+    for kernel in kernels:
+        modules = frozenset(modules_of(kernel))
+        if modules and modules not in found:
+            found[modules] = digest(modules, read) if read else _here(modules)
+        if modules:
+            out[f"{kernel.op}.{kernel.name}"] = found[modules]
+    return dict(sorted(out.items()))
+
+
+@functools.cache
+def _here(modules: frozenset[str]) -> str:
+    return digest(modules, here)
+
+
+def candidates(target: Target, ops: Collection[str] = (), packages: Iterable[str] = ()) -> list[Kernel]:
+    """The kernels that may have run on a machine.
+
+    ops: of these; () is of all. packages: the modules that were installed there, with their versions
+    as in a results file.
+    """
+    there = {name.partition("==")[0] for name in packages}
+    return [k for k in all_kernels() if (not ops or k.op in ops) and _may_run(k, target, there)]
+
+
+def _may_run(kernel: Kernel, target: Target, there: Collection[str]) -> bool:
+    if kernel.judge and target.on_gpu:
+        return False
+    refused = {refusal.field for refusal in kernel.unmet(Problem.of(kernel.op, target))}
+    return not refused & {"target", "device"} and all(p.module in there for p in kernel.packages)
 
 
 def here(path: str) -> str | None:
@@ -39,9 +72,9 @@ def here(path: str) -> str | None:
 
 
 def digest(modules: Iterable[str], read: Read) -> str:
-    """Of these modules and what they import; "" without one, or where one is missing."""
+    """Of these modules and what they import; "" where one is missing."""
     waiting, statements = sorted(modules), dict[str, tuple[str, ...]]()
-    if not waiting or not all(_text(module, read) for module in waiting):
+    if not all(_text(module, read) for module in waiting):
         return ""
     while waiting:
         module = waiting.pop()
