@@ -88,7 +88,8 @@ _current_device: Callable[[], int] = vars(torch._C).get("_cuda_getDevice", torch
 
 
 def elsewhere(x: Tensor) -> bool:
-    """Is `x` on a GPU that is not the current one? Where CUDA is not initialised `x` is a fake tensor, and nothing is launched."""
+    """Is `x` on a GPU that is not the current one? Where CUDA is not initialised `x` is a fake tensor,
+    and nothing is launched."""
     return x.is_cuda and torch.cuda.is_initialized() and x.get_device() != _current_device()
 
 
@@ -100,11 +101,12 @@ def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
 def placed(run: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """`run`, a function of a call, with the GPU of the call's first tensor as the current one.
 
-    Triton and most launchers of other packages launch on the current GPU, whatever GPU holds their arguments. Where that is the right one
-    already, as in all but a few calls, this costs a comparison.
+    Triton and most launchers of other packages launch on the current GPU, whatever GPU holds their
+    arguments. Where that is the right one already, as in all but a few calls, this costs a comparison.
     """
-    if getattr(run, "placed", None) is run:
-        return run
+    before: Callable[[Any], Any] | None = getattr(run, "placed", None)
+    if before is run and before is not None:
+        return before
 
     @functools.wraps(run)
     def there(call: Any) -> Any:

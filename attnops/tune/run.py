@@ -248,7 +248,12 @@ def measure(
     def table() -> Table:
         report.seconds = round(time.monotonic() - start, 1)
         launch = getattr(stopwatch.clock, "launch_us", None)
-        made = {"date": time.strftime("%Y-%m-%d"), "attnops": VERSION, "torch": torch.__version__, "cuda": torch.version.cuda}
+        made: dict[str, Any] = {
+            "date": time.strftime("%Y-%m-%d"),
+            "attnops": VERSION,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+        }
         made |= {"seconds": report.seconds, "timings": report.timings} | ({} if launch is None else {"launch_us": round(launch, 2)})
         timed = {f"{g.shape.op}.{name}": kernels_of(g.shape.op)[name] for g in grids for name in g.us}
         versions = {name: version_of(kernel) for name, kernel in timed.items()}
