@@ -58,13 +58,14 @@ def ran(found: Support) -> dict[str, str]:
     return {**({"cpu": SAME} if "cpu" in found.runs else {}), **compared([name])[name]}
 
 
-SINCE = {SAME: "", CHANGED: ", changed since", UNKNOWN: ", unknown whether changed since"}
+SINCE = {SAME: "", CHANGED: " (changed since)", UNKNOWN: " (unknown whether changed since)"}
+MARKS = {SAME: "", CHANGED: "\\*", UNKNOWN: "?"}
+MARKED = {CHANGED: "\\*: its code has changed since it ran on a GPU", UNKNOWN: "?: unknown whether its code has changed since"}
 
 
 def met(found: Support) -> str:
     """`cpu, sm90 (changed since)`."""
-    targets = [target + (f" ({SINCE[state][2:]})" if state else "") for target, state in ran(found).items()]
-    return ", ".join(targets) or "**never run on hardware**"
+    return ", ".join(f"{target}{SINCE[state]}" for target, state in ran(found).items()) or "**never run on hardware**"
 
 
 def packages(found: Support) -> str:
@@ -98,31 +99,29 @@ OWN = ("torch", "triton")
 
 
 def backends() -> str:
-    """One row of README a package and answer of its kernels of attention: did they run there, with which code, or never."""
-    answers: dict[tuple[str, str], dict[str, set[str | None]]] = {}
+    """One row of README a package and answer of its kernels of attention: did they run there, or never."""
+    answers: dict[tuple[str, str], dict[str, set[bool]]] = {}
+    since: dict[str, str] = {}
     for op in ops_of_kernels():
         for s in supports(op) if "attention" in op and not op.startswith("plan_") else ():
             package = s.kernel.packages[0].module if s.kernel.packages else "torch"
             for target in s.runs:
-                answers.setdefault((package, s.kernel.name), {}).setdefault(target, set()).add(ran(s).get(target))
+                answers.setdefault((package, s.kernel.name), {}).setdefault(target, set()).add(target in ran(s))
+            states = (since.get(s.kernel.name, SAME), *ran(s).values())
+            since[s.kernel.name] = next(state for state in (UNKNOWN, CHANGED, SAME) if state in states)
+    words = {(): "-", (True,): "ran", (False,): "**never run**", (False, True): "**ran in part**"}
     rows: dict[tuple[str, ...], list[str]] = {}
     for (package, name), found in answers.items():
-        rows.setdefault((package, *(_answer(found.get(target, set())) for target in TARGETS)), []).append(f"`{name}`")
+        cells = (words[tuple(sorted(found.get(target, ())))] for target in TARGETS)
+        rows.setdefault((package, *cells), []).append(f"`{name}`{MARKS[since[name]]}")
     lines = [
         [f"`{package}`", ", ".join(names), *found]
         for (package, *found), names in sorted(rows.items(), key=lambda row: (row[0][0] not in OWN, row))
     ]
     return (
         f"{table(['package', 'kernels', *(MACHINES[target] for target in TARGETS)], lines)}\n\nRan on: {', '.join(devices())}, and a CPU."
+        + "".join(f" {MARKED[state]}." for state in MARKED if state in since.values())
     )
-
-
-def _answer(states: set[str | None]) -> str:
-    """A cell of `backends`. None: never run."""
-    if states <= {None}:
-        return "**never run**" if states else "-"
-    since = next(state for state in (UNKNOWN, CHANGED, SAME) if state in states)
-    return ("**ran in part**" if None in states else "ran") + SINCE[since]
 
 
 def capitalised(text: str) -> str:

@@ -281,7 +281,7 @@ def results_short(root: Path = ROOT) -> str:
         except (KeyError, TypeError):
             rows.append([name, *["a file of another form"] * 6])
     over = ("automatic over the vendors' fastest call", "automatic over the best kernel, mean / worst")
-    head = ["machine", "kernels right, of those that ran", "changed since", "cases ran / left out", *over, "eager call"]
+    head = ["machine", "kernels right, of those that ran", "cases ran / left out", *over, "eager call", "kernels changed since"]
     return table(head, rows) if rows else NONE
 
 
@@ -307,7 +307,7 @@ def _row(files: dict[str, Any]) -> list[str]:
     every = next(summary("all", timed)) if timed else choices.get("all", {}).get("automatic")
     if every and (count := len(timed) or choices["all"]["calls"]) > len(kernels):
         over = f"{cell(every)} of {count} calls"
-    found = [f"{good} of {len(ran)}" if ran else "-", changed(files), cases, times, over, cost]
+    found = [f"{good} of {len(ran)}" if ran else "-", cases, times, over, cost, changed(files)]
     return [] if set(found) == {"-"} else [str(shown[0].get("device", "?")), *found]
 
 

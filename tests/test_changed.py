@@ -193,10 +193,11 @@ def test_the_sentence_names_a_few_and_counts_many(pages):
 def test_a_page_of_kernels_and_the_front_page_say_it(pages, monkeypatch):
     generate = import_module("generate")
     found = next(s for s in generate.supports("attention_backward") if s.kernel.name == "triton")
-    for state, text, cell in (("", "sm90", "ran"), ("changed", "sm90 (changed since)", "ran, changed since")):
+    for state, text, mark in (("", "sm90", ""), ("changed", "sm90 (changed since)", "\\*"), ("unknown", "sm90 (unknown", "?")):
         monkeypatch.setattr(generate, "compared", lambda names, state=state: {name: {"sm90": state} for name in names})
-        assert generate.met(found) == text
-        assert f"| {cell} |" in generate.backends()
+        front = generate.backends()
+        assert generate.met(found).startswith(text) and f"`fa3`{mark}, `sgl_sparse`{mark} |" in front
+        assert ("changed since it ran" in front, "unknown whether" in front) == (state == "changed", state == "unknown")
 
 
 # Files without digests ------------------------------------------------------------------------------------------------
