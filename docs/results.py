@@ -197,7 +197,7 @@ def data_kernels(data: dict[str, Any]) -> str:
         rows.append([case, *("-" if f is None else f"{f['median_us']:.1f}" for f in shown), share, counts])
     head = ["us", "triton", "compiled", "eager", "copy", "triton, of copy", "device kernels of the first three"]
     left_out = len(data["cases"]) - len(there)
-    more = f" The file has {left_out} cases more, of ops that are gone." if left_out else ""
+    more = f" Cases of ops that are gone and are left out: {left_out}." if left_out else ""
     return f"{table(head, rows)}\n\nThe start of a graph, {data['launch_us']:.1f} us, is in every figure.{more}"
 
 

@@ -177,6 +177,16 @@ def test_a_page_says_which_kernels_have_changed(pages, copy, monkeypatch, tmp_pa
     assert results.compared(kept, tmp_path)[GRADIENT] == {"sm90": ""}
 
 
+def test_rows_of_what_is_gone_are_left_out(pages):
+    _, results = pages
+    rows = dict.fromkeys(("op.fa3", "op.flashmla_bare", "op.sgl_merge", "direct.sgl_merge"), {"median_us": 1.0, "rate": 2.0})
+    page = results.direct({"cases": {"merge of 64 tokens": {"unit": "TB/s", "gpu": rows}}})
+    assert [name for name in rows if f"`{name}`" in page] == ["op.fa3", "op.flashmla_bare", "direct.sgl_merge"]
+    times = {"gpu": {"triton": {"median_us": 1.0}}, "device_kernels": {}}
+    page = results.data_kernels({"cases": {"write_kv 64": times, "pad_queries 64 requests": times}, "launch_us": 3.7})
+    assert "write_kv 64" in page and "pad_queries" not in page and "left out: 1." in page
+
+
 def test_the_sentence_names_a_few_and_counts_many(pages):
     changed, _ = pages
     today = changed.today()
@@ -218,6 +228,7 @@ def test_git_tells_of_files_without_digests(pages, copy, tmp_path):
     head = git(tmp_path, "rev-parse", "HEAD")
     data = {"numerics": {GRADIENT: RAN, "attention.sdpa": RAN}, "commit": head[:7]}
     edit(copy / DEVICE, another_constant)
+    git(tmp_path, "commit", "-q", "-a", "-m", "later")
     told = changed.code_of(data, tmp_path)
     assert told == {name: changed.today()[name] for name in data["numerics"]}, "of the commit, not of the tree"
     path = commit(tmp_path, "kernels", data)
