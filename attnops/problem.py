@@ -227,7 +227,8 @@ class StepFacts:
     """`plan` "none", "device" (an int32 tensor beside the query) or "host" (an int64 tensor on the CPU); `workspace` the least bytes of
     scratch. `padded`: there may be tokens of no request (only packed and paged calls say no). `holes`: there may be ids of no page, which
     every layer looks for itself. `sizes_equal`: dense only, as many keys as queries. `capturing`: an eager call, into a CUDA graph.
-    `deterministic`: the policy is, and the call as it sees it, of any size.
+    `deterministic`: the policy is, and the call as it sees it, of any size. `compiled`: the call is lowered by a compiler, which fuses
+    plain torch with its neighbours; an eager call launches each of its ops.
     """
 
     plan: str = "none"
@@ -237,6 +238,7 @@ class StepFacts:
     sizes_equal: bool = False
     capturing: bool = False
     deterministic: bool = False
+    compiled: bool = False
 
 
 @dataclass(frozen=True)

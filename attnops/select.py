@@ -231,7 +231,7 @@ DECODES = 64
 def _step(problem: Problem, step: tuple[int, int]) -> Problem:
     batch, queries = step
     sizes = Extents(*(Extent(0, None, hint) for hint in (batch * queries, batch, queries, 4096)))
-    return altered(problem, padded=True, holes=False, sizes_equal=False, deterministic=True, sizes=sizes)
+    return altered(problem, padded=True, holes=False, sizes_equal=False, deterministic=True, compiled=False, sizes=sizes)
 
 
 def _invariant_costs(seen: Problem, kernels: list[Kernel]) -> dict[str, Cost]:
