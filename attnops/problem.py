@@ -203,12 +203,14 @@ class Visibility:
 @dataclass(frozen=True)
 class PageFacts:
     """`kv_scales`: keys and values have scales, or a latent's query has one. `per_head_scales`: those of keys and values differ by head.
-    `pages_packed`: pages follow one another without gaps. `pages_alike`: key and value pages have equal strides, multiples of the head dim.
+    `pages_packed`: pages follow one another without gaps. `pages_in_rows`: each begins whole rows after the one before, and its rows
+    follow one another. `pages_alike`: key and value pages have equal strides, multiples of the head dim.
     """
 
     kv_scales: bool = False
     per_head_scales: bool = False
     pages_packed: bool = True
+    pages_in_rows: bool = True
     pages_alike: bool = True
 
 
@@ -296,7 +298,7 @@ class Problem:
 
     def summary(self) -> str:
         """One line for tables: the fields that differ from their defaults."""
-        skip = {"op", "target", "last_dim_contiguous", "pages_packed", "pages_alike", "sinks_dtype"}
+        skip = {"op", "target", "last_dim_contiguous", "pages_packed", "pages_in_rows", "pages_alike", "sinks_dtype"}
         shown = ((n, leaf(self, n)) for n in LEAVES if n not in skip)
         return " ".join(f"{n}={_short(value)}" for n, value in shown if value != LEAVES[n].default)
 
