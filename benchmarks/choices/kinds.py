@@ -156,9 +156,9 @@ KINDS: Kinds = {
 }  # fmt: skip
 
 REASONS = {
-    "float64, trained": "no vendor's kernel computes in float64, and a GPU's matrix units hardly do: the same products by torch are as "
-    "fast. `sdpa` takes float64 without a gradient.",
-    "gradients in float64": "as above. PyTorch's own calls go the same way, its plain math.",
+    "float64, trained": "no vendor has a kernel in float64, and Triton's products of it need a GPU with units for them. PyTorch's own "
+    "attention computes it by the same products of torch. Without a gradient `sdpa` takes float64.",
+    "gradients in float64": "as above",
 }
 """Why a kind is left to the plain body."""
 MOST_LEFT = 5

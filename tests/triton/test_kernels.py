@@ -123,7 +123,7 @@ def test_a_deterministic_policy_takes_it():
 @interpreted
 def test_opcheck(op):
     labels = {"paged_attention": ("bfloat16_lse", "all_mask", "bfloat16_d576"), "mla_attention": ("sinks",)}
-    labels |= {"attention": ("all_mask", "float8_query", "range-all"), "varlen_attention": ("all_mask", "head_dim_3")}
+    labels |= {"attention": ("all_mask", "range-all"), "varlen_attention": ("all_mask", "head_dim_3")}
     with pretend(SM90):
         for label in labels.get(op, ("plain",)):
             call = next(c for c in CASES[op] if c.label == label).call()
