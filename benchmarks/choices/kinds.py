@@ -9,7 +9,7 @@ numerics grid: the op, its features and its sizes. The kernel is chosen for it a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -164,9 +164,13 @@ REASONS = {
 MOST_LEFT = 5
 
 
-def decisions() -> Iterator[tuple[str, Case, dict[str, Decision]]]:
-    """(kind, call, the decision by target) of every call."""
-    for kind, cases in KINDS.items():
+Chosen = tuple[str, Case, dict[str, Decision]]
+"""A kind, a call of it, and the decision by target."""
+
+
+def decisions(of: Kinds = KINDS) -> Iterator[Chosen]:
+    """The decisions about every call."""
+    for kind, cases in of.items():
         for case in cases:
             call, found = case.call(), {}
             for name in TARGETS:
@@ -175,10 +179,10 @@ def decisions() -> Iterator[tuple[str, Case, dict[str, Decision]]]:
             yield kind, case, found
 
 
-def rows() -> list[dict[str, str]]:
-    """One dict a call: op, kind, case, the features and sizes of its Problem, and the kernel by target."""
+def rows(made: Iterable[Chosen] | None = None) -> list[dict[str, str]]:
+    """One dict a call: op, kind, case, the features and sizes of its Problem, and the kernel by target. made: None decides anew."""
     found = []
-    for kind, case, by_target in decisions():
+    for kind, case, by_target in decisions() if made is None else made:
         problem = next(iter(by_target.values())).problem
         kernels = {name: d.kernel.name if d.kernel else "none" for name, d in by_target.items()}
         found.append({"op": case.op, "kind": kind, "case": case.label, "problem": problem.summary()} | kernels)
