@@ -1,4 +1,7 @@
-"""Calls of other projects' tests: the committed table is what selection chooses, and few of them are left to the plain body."""
+"""Calls of other projects' tests: selection chooses what the committed table says.
+
+Few kinds of them are left to the plain body, each with a reason.
+"""
 
 import json
 from dataclasses import replace
@@ -64,9 +67,24 @@ def exchanged():
     ("op", "name", "without", "kind"),
     [
         ("attention", "triton", {"dtypes": ()}, "head dims 2 and 3, trained"),
-        ("varlen_attention", "triton", {"takes": {"mask"}}, "mask and soft cap, head dim 256, packed"),
-        ("paged_attention", "triton", {"takes": {"q_scale", "softcap", "lse"}}, "head dim 512 over pages"),
-        ("sparse_mla_attention", "flashmla", {"takes": {"sinks"}}, "packed latents, rows between pages"),
+        (
+            "varlen_attention",
+            "triton",
+            {"takes": {"mask"}},
+            "mask and soft cap, head dim 256, packed",
+        ),
+        (
+            "paged_attention",
+            "triton",
+            {"takes": {"q_scale", "softcap", "lse"}},
+            "head dim 512 over pages",
+        ),
+        (
+            "sparse_mla_attention",
+            "flashmla",
+            {"takes": {"sinks"}},
+            "packed latents, rows between pages",
+        ),
     ],
 )
 def test_a_kernel_that_takes_less_changes_the_table(exchanged, op, name, without, kind):

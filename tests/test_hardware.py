@@ -41,7 +41,14 @@ def test_what_is_said_of_a_kernel(file):
 
 
 def explained(target):
-    call = builders.paged(Source(0), (1,) * 4, (300,) * 4, 64, Features(dtype=torch.bfloat16, head_dim=128, q_heads=8), padding=0)
+    call = builders.paged(
+        Source(0),
+        (1,) * 4,
+        (300,) * 4,
+        64,
+        Features(dtype=torch.bfloat16, head_dim=128, q_heads=8),
+        padding=0,
+    )
     return attnops.explain(lambda: attnops.ops.paged_attention(*call.args, max_seqlen_q=1), target=target, quiet=True)
 
 
@@ -107,10 +114,22 @@ def test_it_can_be_asked_for():
 
 
 def test_a_measured_time_makes_it_ordinary():
-    shape = Shape("mla_attention", q_heads=128, kv_heads=1, head_dim=576, v_head_dim=512, rope_dim=64, page_size=64, decode=True)
+    shape = Shape(
+        "mla_attention",
+        q_heads=128,
+        kv_heads=1,
+        head_dim=576,
+        v_head_dim=512,
+        rope_dim=64,
+        page_size=64,
+        decode=True,
+    )
     names = ("cutlass_mla", "triton")
     versions = {f"mla_attention.{n}": version_of(kernels_of("mla_attention")[n]) for n in names}
-    for us, chosen in (({"cutlass_mla": 20.0, "triton": 30.0}, "cutlass_mla"), ({"cutlass_mla": 40.0, "triton": 30.0}, "triton")):
+    for us, chosen in (
+        ({"cutlass_mla": 20.0, "triton": 30.0}, "cutlass_mla"),
+        ({"cutlass_mla": 40.0, "triton": 30.0}, "triton"),
+    ):
         grid = Grid(shape, (8.0,), (1.0,), (4096.0,), {n: (t,) for n, t in us.items()})
         table = Table("NVIDIA B200", "sm100", versions, (grid,))
         assert select_by(table, DECODE).kernel.name == chosen
@@ -124,7 +143,14 @@ def test_a_kernel_of_another_package_has_no_record_and_ranks_by_its_cost(file):
 
     triton, us = kernels_of("paged_attention")["triton"], [1.0]
     name = "of_another_package"
-    other = Kernel(name, "paged_attention", run, takes=triton.takes, dtypes=triton.dtypes, cost_us=lambda p: us[0])
+    other = Kernel(
+        name,
+        "paged_attention",
+        run,
+        takes=triton.takes,
+        dtypes=triton.dtypes,
+        cost_us=lambda p: us[0],
+    )
     problem = problems("paged_attention", B200)[0]
     policy = f"allow={name},paged_attention:triton"
     register(other)

@@ -1,9 +1,10 @@
-"""Kinds of calls that the tests of other projects make and few kernels take, and the kernel that each gets on an H100 and an H200.
+"""Kinds of calls that other projects' tests make and few kernels take, and the kernel that each gets.
 
     python docs/generate.py    writes table.json beside this file, and its table in docs/kernels.md
 
-FlashAttention, FlashInfer, FlashMLA, sgl-kernel, vLLM and PyTorch have such calls. A kind is some calls, made by the builders of the
-numerics grid: the op, its features and its sizes. The kernel is chosen for it anew, without a GPU, with the packages in PACKAGES.
+FlashAttention, FlashInfer, FlashMLA, sgl-kernel, vLLM and PyTorch have such calls. A kind is some calls,
+made by the builders of the numerics grid: the op, its features and its sizes. The kernel is chosen for it
+anew, for an H100 and an H200 with the packages in PACKAGES; no GPU is needed.
 """
 
 from __future__ import annotations

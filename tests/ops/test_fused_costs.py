@@ -1,4 +1,7 @@
-"""Plain torch that a compiler fuses has one price in compiled code and another in an eager call, which launches each of its ops."""
+"""Plain torch that a compiler fuses has one price in compiled code and another in an eager call.
+
+An eager call launches each of its torch ops.
+"""
 
 import pytest
 import torch
@@ -28,7 +31,10 @@ class Launches(TorchDispatchMode):
 
 @pytest.mark.parametrize("op", RIVALS)
 def test_a_body_launches_as_many_ops_as_it_is_priced_for(op):
-    largest = max((case.call() for case in CASES[op]), key=lambda call: sum(t.numel() for t in call.tensors().values()))
+    largest = max(
+        (case.call() for case in CASES[op]),
+        key=lambda call: sum(t.numel() for t in call.tensors().values()),
+    )
     with Launches() as launches:
         RIVALS[op](largest.record)
     assert launches.count >= LAUNCHES

@@ -63,7 +63,7 @@ CALLS = {
     "extend_d576": (paged(WIDE, 200), 256),
     "extend_d576_float8": (paged(replace(WIDE, kv_dtype=E4M3), 200), 0),
     "dense": (dense(LLAMA), 96),
-    "dense_ranges": (dense(replace(LLAMA, softcap=30.0, sinks=BF16), start=(3, 0), end=(300, 290)), 160),
+    "dense_ranges": (dense(replace(LLAMA, softcap=30.0, sinks=BF16), start=(3, 0), end=(300, 290)), 256),
     # Keys of 222 bytes are loaded through registers.
     "dense_d111": (dense(replace(LLAMA, dtype=F16, head_dim=111, q_heads=6, kv_heads=2, window=(50, -1))), 256),
     "dense_float8_query": (dense(replace(LLAMA, q_dtype=E4M3, kv_dtype=E4M3, window=(50, -1))), 0),

@@ -1,4 +1,7 @@
-"""Launches of attention, over pages, over latents, and of dense and packed calls, and of merges. Importing this module imports triton."""
+"""Launches of attention, over pages, over latents and of dense and packed calls, and of merges.
+
+Importing this module imports triton.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,15 @@ from attnops.kernel import deterministic
 from attnops.kernels.triton.device.attend import attend
 from attnops.kernels.triton.device.merge import combine, merge, merge_all
 from attnops.kernels.triton.launch import grids
-from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch, overlaps, ruled, strides
+from attnops.kernels.triton.launch.gpu import (
+    computed_in,
+    flat,
+    gpu_of,
+    launch,
+    overlaps,
+    ruled,
+    strides,
+)
 from attnops.reference.rows import Rules, no_lse
 
 if TYPE_CHECKING:
@@ -29,15 +40,21 @@ STAGE_TWO = (
 )  # fmt: skip
 """The arguments of stage one that stage two takes, too."""
 
+BY_REQUEST = ("table_ptr", "lengths_ptr", "first_ptr")
+"""The arguments of stage one that have a row for each request."""
+
 _launches = functools.lru_cache(maxsize=4096)(grids.launches)
 
 
 class Batch(NamedTuple):
-    """Requests, and where their queries and keys begin. Tensors are int32, and contiguous within a row; `first` may be int64.
+    """Requests, and where their queries and keys begin.
 
-    starts: `[B + 1]`, of queries. lengths: `[B]`, keys. table: `[B, M]`, the page table; or without pages `[B, 1]`, as `attend` reads it.
-    queries, capacity: queries and keys of one request at most. page: keys of a page; 0: there are none.
-    first: `[B]`, the first key that may be seen.
+    Tensors are int32, and contiguous within a row; `first` may be int64.
+
+    starts: `[B + 1]`, of queries. lengths: `[B]`, keys.
+    table: `[B, M]`, the page table; or without pages `[B, 1]`, as `attend` reads it.
+    queries, capacity: queries and keys of one request at most.
+    page: keys of a page; 0: there are none. first: `[B]`, the first key that may be seen.
     """
 
     starts: Tensor
@@ -50,9 +67,12 @@ class Batch(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What is multiplied. query: `[..., Hq, D]`. key, value: `[..., Hkv, D]`, or latents, which are both. output, lse: by token.
+    """What is multiplied, and where results go.
 
-    rest: the query against a key's numbers after the first D, where there are more; a latent's are its rotated part.
+    query: `[..., Hq, D]`. key, value: `[..., Hkv, D]`, or latents, which are both.
+    rest: the query against a key's numbers after the first D, where there are more. Those of a latent
+        are its rotated part.
+    output, lse: by token.
     """
 
     query: Tensor
@@ -69,18 +89,16 @@ def attention(
     choice: grids.Choice | None = None,
     most: int = 0,
 ) -> None:
-    """Write attention into the call's output and lse. Latents are keys and values of one head, which all query heads share.
+    """Write attention into the call's output and lse.
 
-    choice: a configuration to launch in place of the table's. most: serve only requests of at most so many queries, and leave padding
-    rows alone; 0 serves all.
+    Latents are keys and values of one head, which all query heads share.
+
+    choice: a configuration to launch in place of the table's.
+    most: serve only requests of at most so many queries, and leave padding rows alone; 0 serves all.
     """
     if call.output.numel() == 0:
         return
-    if call.spec.op == "paged_attention":
-        given = _in_parts(call.query, call.k_pages, call.v_pages, call.output, call.lse)
-    else:
-        pages = call.latent_pages
-        given = Operands(call.q_nope, call.q_pe, pages, pages, call.output, call.lse, latent=True)
+    given = _over_pages(call)
     table = call.page_table if call.page_table.stride(1) == 1 else call.page_table.contiguous()
     page = given.key.shape[1]
     refuse_far(("latent_pages" if given.latent else "k_pages", given.key, page))
@@ -97,7 +115,7 @@ def attention(
 
 
 def few_queries(call: mla.MlaAttention) -> None:
-    """Attention of the requests of at most `DECODE_QUERIES` queries. Other rows, those of no request included, are left alone."""
+    """Attention of the requests of at most `DECODE_QUERIES` queries. No other row is touched."""
     attention(call, most=grids.DECODE_QUERIES)
 
 
@@ -147,22 +165,47 @@ def _fresh(call: dense.Attention | varlen.VarlenAttention) -> tuple[Tensor, Tens
     return output, query.new_empty(shape, dtype=torch.float32) if call.return_lse else no_lse(query)
 
 
-def _in_parts(query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor | None) -> Operands:
-    """A head dim above 256 that is no power of two is read in two parts: 576 as 512 + 64, where 1024 would not fit."""
+def _over_pages(call: Any) -> Operands:
+    """Pages are `[P, page, Hkv, D]`, or of latents `[P, page, Dc + Dr]`."""
+    if call.spec.op == "paged_attention":
+        return _in_parts(call.query, call.k_pages, call.v_pages, call.output, call.lse)
+    pages = call.latent_pages
+    return Operands(call.q_nope, call.q_pe, pages, pages, call.output, call.lse, latent=True)
+
+
+def _in_parts(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor | None,
+) -> Operands:
+    """A head dim above 256 that is no power of two is read in two parts.
+
+    576 is 512 + 64, where the next power of two would not fit.
+    """
     dims = grids.first_part(query.shape[-1])
     rest = query[..., dims:] if dims < query.shape[-1] else None
     return Operands(query[..., :dims], rest, key, value, output, lse)
 
 
 def _masked(mask: Tensor | None, queries: int = 0) -> dict[str, Any]:
-    """A mask `[T, K]`, or of a dense call of so many queries `[1 | B, 1 | Hq, 1 | S, K]`, as `attend` takes it."""
+    """A mask as `attend` takes it: `[T, K]`, or `[1 | B, 1 | Hq, 1 | S, K]` of a dense call.
+
+    queries: S of a dense call.
+    """
+    found: dict[str, Any] = dict.fromkeys(("mask_b", "mask_h", "mask_t", "mask_n"), 0)
     if mask is None:
-        return {"mask_ptr": None, "mask_b": 0, "mask_h": 0, "mask_t": 0, "mask_n": 0, "MASK": "none"}
-    kind, x = ("bool", mask.view(torch.uint8)) if mask.dtype == torch.bool else ("additive", mask)
+        return found | {"mask_ptr": None, "MASK": "none"}
+    found |= {"mask_ptr": mask, "MASK": "additive", "mask_n": mask.stride(-1)}
+    if mask.dtype == torch.bool:
+        found |= {"mask_ptr": mask.view(torch.uint8), "MASK": "bool"}
+    if mask.dim() == 2:
+        return found | {"mask_t": mask.stride(0)}
     # A dim of one number serves all.
-    b, h, t = (0, 0, mask.stride(0)) if mask.dim() == 2 else [0 if n == 1 else mask.stride(i) for i, n in enumerate(mask.shape[:3])]
+    b, h, t = (0 if n == 1 else mask.stride(i) for i, n in enumerate(mask.shape[:3]))
     # The first token of a request has offset `queries * t` for each request before it.
-    return {"mask_ptr": x, "mask_b": b - queries * t, "mask_h": h, "mask_t": t, "mask_n": mask.stride(-1), "MASK": kind}
+    return found | {"mask_b": b - queries * t, "mask_h": h, "mask_t": t}
 
 
 def _attend(
@@ -179,19 +222,37 @@ def _attend(
     kv_heads, v_dims = 1 if given.latent else given.key.shape[-2], output.shape[2]
     block_d, block_dv = grids.padded(dims), grids.padded(v_dims)
     block_dr = 0 if given.rest is None else grids.padded(given.rest.shape[-1])
-    requests, itemsize = batch.table.shape[0], max(given.query.dtype.itemsize, 2)  # float8 is multiplied in bfloat16
-    # How many keys before its own a query may see, -1 for all.
-    behind = min((n for n in (rules.left, rules.chunk - 1) if n >= 0), default=-1)
-    width = block_d + block_dr + (0 if given.latent else block_dv)
+    requests, group = batch.table.shape[0], heads // kv_heads
     shape = grids.Shape(
-        output.shape[0], requests, batch.queries, batch.capacity, kv_heads, heads // kv_heads, max(dims, v_dims), block_d + block_dr,
-        width, itemsize, given.key.dtype.itemsize, call.mask is not None, behind, gpu.warpgroups,
-        not given.latent and max(dims, v_dims) > 256, any(x.shape[-1] * x.dtype.itemsize % 16 for x in (given.key, given.value)),
-    )  # fmt: skip
-    arguments: dict[str, Any] = _arguments(call, batch, given, rules) | mask | {
-        "D": dims, "DV": v_dims, "BLOCK_D": block_d, "BLOCK_DV": block_dv, "BLOCK_DR": block_dr or 16, "KV_HEADS": kv_heads,
-        "GROUP": heads // kv_heads,
-    }  # fmt: skip
+        tokens=output.shape[0],
+        requests=requests,
+        queries=batch.queries,
+        capacity=batch.capacity,
+        kv_heads=kv_heads,
+        group=group,
+        head_dim=max(dims, v_dims),
+        q_width=block_d + block_dr,
+        width=block_d + block_dr + (0 if given.latent else block_dv),
+        itemsize=max(given.query.dtype.itemsize, 2),  # float8 is multiplied in bfloat16
+        stored=given.key.dtype.itemsize,
+        masked=call.mask is not None,
+        # How many keys before its own a query may see, -1 for all.
+        left=min((n for n in (rules.left, rules.chunk - 1) if n >= 0), default=-1),
+        warpgroups=gpu.warpgroups,
+        wide=not given.latent and max(dims, v_dims) > 256,
+        odd=any(x.shape[-1] * x.dtype.itemsize % 16 for x in (given.key, given.value)),
+    )
+    arguments: dict[str, Any] = {
+        **_arguments(call, batch, given, rules),
+        **mask,
+        "D": dims,
+        "DV": v_dims,
+        "BLOCK_D": block_d,
+        "BLOCK_DV": block_dv,
+        "BLOCK_DR": block_dr or 16,
+        "KV_HEADS": kv_heads,
+        "GROUP": group,
+    }
     for at in _launches(shape, deterministic(call.policy), gpu.multiprocessors, gpu.memory, choice):
         if most and at.most > most:
             continue
@@ -202,50 +263,58 @@ def _attend(
             continue
         for first in range(0, requests, turn):
             end = min(first + turn, requests)
-            some = {
-                **{n: x[first:end] for n in ("table_ptr", "lengths_ptr", "first_ptr") if (x := arguments[n]) is not None},
-                "starts_ptr": arguments["starts_ptr"][first : end + 1], "requests": end - first,
-            }  # fmt: skip
+            some = {n: x[first:end] for n in BY_REQUEST if (x := arguments[n]) is not None}
+            some |= {"starts_ptr": arguments["starts_ptr"][first : end + 1], "requests": end - first}
             _stages(grids.part_of(at, end - first, end == requests), arguments | some)
 
 
 def _arguments(call: Any, batch: Batch, given: Operands, rules: Rules) -> dict[str, Any]:
     """The arguments of `attend` that depend on neither tiles nor splits, but for the mask."""
     query, rest, k, v, output, lse, latent = given
-    scales = {n: flat(getattr(call, n, None)) for n in ("q_scale", "k_scale", "v_scale", "temperature")}
-    if latent:
-        scales |= {"k_scale": flat(call.kv_scale), "v_scale": flat(call.kv_scale)}
-    packed = batch.page == 0 and k.dim() == 3
+    of_keys = (call.kv_scale, call.kv_scale) if latent else (call.k_scale, call.v_scale)
+    warm = flat(getattr(call, "temperature", None))
+    # Packed keys are the rows of one tensor, others have a dim for pages or requests before that.
+    row = 0 if batch.page == 0 and k.dim() == 3 else 1
+    requests, table = batch.table.shape[0], batch.table
     return {
         **ruled(rules),
-        **{f"{n}_ptr": x for n, x in scales.items()},
-        # From one key head's scale to the next; 0 where one serves all.
-        **{f"{n}_h": int((x := scales[n]) is not None and x.shape[0] > 1) for n in ("q_scale", "k_scale", "v_scale")},
-        **strides(q=query), **(strides(r=rest) if rest is not None else {"r_b": 0, "r_t": 0, "r_h": 0}),
-        "q_ptr": query, "r_ptr": rest, "k_ptr": k, "v_ptr": v, "table_ptr": batch.table, "first_ptr": batch.first,
-        "lengths_ptr": batch.lengths, "starts_ptr": batch.starts, "sinks_ptr": flat(call.sinks), "out_ptr": output, "lse_ptr": lse,
-        "requests": batch.table.shape[0], "tokens": output.shape[0], "steps": batch.table.shape[0].bit_length(),
-        "k_p": k.stride(0), "k_n": k.stride(0 if packed else 1), "k_h": 0 if latent else k.stride(-2),
-        "v_p": v.stride(0), "v_n": v.stride(0 if packed else 1), "v_h": 0 if latent else v.stride(-2),
-        "table_b": batch.table.stride(0), "capacity": batch.capacity,
+        **_scaled(q_scale=call.q_scale, k_scale=of_keys[0], v_scale=of_keys[1]),
+        **strides(q=query),
+        **(strides(r=rest) if rest is not None else {"r_b": 0, "r_t": 0, "r_h": 0}),
+        "q_ptr": query, "r_ptr": rest, "k_ptr": k, "v_ptr": v, "out_ptr": output, "lse_ptr": lse,
+        "table_ptr": table, "first_ptr": batch.first, "lengths_ptr": batch.lengths,
+        "starts_ptr": batch.starts, "sinks_ptr": flat(call.sinks), "temperature_ptr": warm, "requests": requests,
+        "tokens": output.shape[0], "steps": requests.bit_length(), "capacity": batch.capacity,
+        "k_p": k.stride(0), "k_n": k.stride(row), "k_h": 0 if latent else k.stride(-2),
+        "v_p": v.stride(0), "v_n": v.stride(row), "v_h": 0 if latent else v.stride(-2), "table_b": table.stride(0),
         "out_t": output.stride(0), "out_h": output.stride(1), "out_d": output.stride(2),
         "lse_t": 0 if lse is None else lse.stride(0), "lse_h": 0 if lse is None else lse.stride(1),
-        "DR": 0 if rest is None else rest.shape[-1], "COMPUTE": computed_in(query), "TEMPERED": scales["temperature"] is not None,
-        "PAGE": batch.page, "LATENT": latent, "FIRST": batch.first is not None,
+        "DR": 0 if rest is None else rest.shape[-1], "COMPUTE": computed_in(query),
+        "PAGE": batch.page, "LATENT": latent, "FIRST": batch.first is not None, "TEMPERED": warm is not None,
     }  # fmt: skip
 
 
-def refuse_far(*given: tuple[str, Tensor | None, int]) -> None:
-    """Raise InvalidInput for a (field, tensor, keys) whose keys are too far apart for offsets of 32 bits.
+def _scaled(**given: Tensor | None) -> dict[str, Any]:
+    """Scales `[1]` or `[Hkv]` by name: where each lies, and how far it is from one key head's to the next."""
+    found: dict[str, Any] = {}
+    for name, scale in given.items():
+        by_head = scale is not None and scale.shape[0] > 1
+        found |= {f"{name}_ptr": flat(scale), f"{name}_h": int(by_head)}
+    return found
 
-    Keys are the second dim of pages, and the last one of a mask.
+
+def refuse_far(*given: tuple[str, Tensor | None, int]) -> None:
+    """Raise InvalidInput for a (field, tensor, keys) whose keys lie too far apart.
+
+    Their offsets have 32 bits. Keys are the second dim of pages, and the last one of a mask.
     """
     for field, x, most in given:
         if x is None:
             continue
         dim = x.dim() - 1 if field == "mask" else 1
         if x.stride(dim) * most >= 2**31:
-            raise InvalidInput(f"{field}.stride({dim})", x.stride(dim), f"< 2**31 / {most} (triton counts a page's keys in 32 bits)")
+            want = f"< 2**31 / {most} (triton counts a page's keys in 32 bits)"
+            raise InvalidInput(f"{field}.stride({dim})", x.stride(dim), want)
 
 
 def _stages(at: grids.Launch, given: dict[str, Any]) -> None:
