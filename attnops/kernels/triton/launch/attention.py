@@ -185,8 +185,9 @@ def _in_parts(
     576 is 512 + 64, where the next power of two would not fit.
     """
     dims = grids.first_part(query.shape[-1])
-    rest = query[..., dims:] if dims < query.shape[-1] else None
-    return Operands(query[..., :dims], rest, key, value, output, lse)
+    if dims == query.shape[-1]:
+        return Operands(query, None, key, value, output, lse)
+    return Operands(query[..., :dims], query[..., dims:], key, value, output, lse)
 
 
 def _masked(mask: Tensor | None, queries: int = 0) -> dict[str, Any]:
