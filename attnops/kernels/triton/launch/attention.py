@@ -234,7 +234,7 @@ def _attend(
         head_dim=max(dims, v_dims),
         q_width=block_d + block_dr,
         width=block_d + block_dr + (0 if given.latent else block_dv),
-        itemsize=max(given.query.dtype.itemsize, 2),  # float8 is multiplied in bfloat16
+        itemsize=_multiplied(given).dtype.itemsize,
         stored=given.key.dtype.itemsize,
         masked=call.mask is not None,
         # How many keys before its own a query may see, -1 for all.
@@ -290,9 +290,14 @@ def _arguments(call: Any, batch: Batch, given: Operands, rules: Rules) -> dict[s
         "v_p": v.stride(0), "v_n": v.stride(row), "v_h": 0 if latent else v.stride(-2), "table_b": table.stride(0),
         "out_t": output.stride(0), "out_h": output.stride(1), "out_d": output.stride(2),
         "lse_t": 0 if lse is None else lse.stride(0), "lse_h": 0 if lse is None else lse.stride(1),
-        "DR": 0 if rest is None else rest.shape[-1], "COMPUTE": computed_in(query),
+        "DR": 0 if rest is None else rest.shape[-1], "COMPUTE": computed_in(_multiplied(given)),
         "PAGE": batch.page, "LATENT": latent, "FIRST": batch.first is not None, "TEMPERED": warm is not None,
     }  # fmt: skip
+
+
+def _multiplied(given: Operands) -> Tensor:
+    """A tensor of the dtype of matrix products: one byte a number would round the weights of keys."""
+    return given.output if given.query.dtype.itemsize == 1 else given.query
 
 
 def _scaled(**given: Tensor | None) -> dict[str, Any]:
