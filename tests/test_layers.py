@@ -16,6 +16,7 @@ RANKS = {
     "attnops.call": 0,
     "attnops.checks": 0,
     "attnops.layout": 0,
+    "attnops.extent": 0,
     "attnops.problem": 0,
     "attnops.errors": 0,
     "attnops.version": 0,

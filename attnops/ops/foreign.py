@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from attnops.adapt import origin
 from attnops.call import Call, fake, name
 from attnops.errors import WrongResult, fail
 from attnops.kernel import Kernel
@@ -16,8 +17,7 @@ PACKAGE = __name__.partition(".")[0]
 
 def is_foreign(kernel: Kernel) -> bool:
     """Does its function come from another package?"""
-    function = getattr(kernel.run, "func", kernel.run)  # of a functools.partial
-    return str(getattr(function, "__module__", "")).partition(".")[0] != PACKAGE
+    return str(origin(kernel.run).__module__).partition(".")[0] != PACKAGE
 
 
 def answering(kernel: Kernel) -> Callable[[Any], Any]:
