@@ -337,11 +337,15 @@ def together() -> Iterator[list[Kernel]]:
             for listener in _REGISTRY.listeners:
                 listener(kernel)
     except BaseException:
-        for kernel in new:
-            _REGISTRY.remove(kernel)
+        _drop(new)
         raise
     finally:
         _REGISTRY.waiting = outer
+
+
+def _drop(kernels: Iterable[Kernel]) -> None:
+    for kernel in kernels:
+        _REGISTRY.remove(kernel)
 
 
 def kernels_of(op: str) -> MappingProxyType[str, Kernel]:

@@ -46,7 +46,8 @@ def lowering_of(op: Op) -> Callable[..., Any]:
         kernel = choose(problem, call.policy)
         if log.isEnabledFor(logging.INFO):
             log.info("%s", select(problem, call.policy))
-        nodes = op.call(*node.args, **node.kwargs)
+        keywords: Any = node.kwargs
+        nodes = op.call(*node.args, **keywords)
         placed = written_views.placed(nodes, op.call(*args, **kwargs))
         inline = _in_place(kernel, problem, call) and not written_views.of_another_dtype(nodes)
         if not inline and (kernel.name, problem) not in kept["attnops_begun"]:

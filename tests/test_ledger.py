@@ -31,8 +31,9 @@ class Memory:
         start = len(self.tokens)
         self.book.commit(self.book.append([(self.request, count)]))
         self.tokens += [next(self.names) for _ in range(count)]
-        for token, slot in zip(self.tokens[start:], self.book.slots(self.request, start, start + count), strict=True):
-            self.held[slot] = token
+        slots = self.book.slots(self.request, start, start + count)
+        assert min(slots) >= 0
+        self.held |= dict(zip(slots, self.tokens[start:], strict=True))
 
     def truncate(self, length):
         """Exactly where the next query finds all tokens of its window."""

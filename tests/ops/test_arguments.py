@@ -12,7 +12,7 @@ from attnops.ops import OPS
 from attnops.testing import CASES
 
 
-def arguments(wanted) -> list:
+def arguments(wanted):
     return [pytest.param(op, a, id=f"{name}.{a.name}") for name, op in OPS.items() for a in op.spec.args if wanted(a)]
 
 
