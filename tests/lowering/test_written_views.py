@@ -176,13 +176,26 @@ def of_bytes_that_are_computed(key, value, memory, slots):
     memory.view(torch.uint8).copy_(bits)
 
 
+def of_what_is_computed(key, value, memory, slots):
+    pages = memory.view(BF16) + 1
+    write(key, value, pages[0], pages[1], slots)
+    memory.view(BF16).copy_(pages)
+
+
 def of_what_is_detached(key, value, memory, slots):
     pages = memory.view(BF16) + 1
     write(key, value, pages[0].detach(), pages[1].detach(), slots)
     memory.view(BF16).copy_(pages)
 
 
-RIGHT = of_memory, of_parts_of_memory, of_memory_and_read_after, of_memory_that_is_written, of_bytes_that_are_computed
+RIGHT = (
+    of_memory,
+    of_parts_of_memory,
+    of_memory_and_read_after,
+    of_memory_that_is_written,
+    of_what_is_computed,
+    of_bytes_that_are_computed,
+)
 REFUSED = of_parts_of_memory_that_is_written, of_bytes_that_are_written, of_what_is_detached
 
 
