@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from attnops.call import need
-from attnops.hf.attention.continuous import PREFIX, continuous_function
+from attnops.hf.attention.batched import MASKED, function_for_batches, name_for_batches
 from attnops.hf.attention.function import attention_function
 from attnops.hf.attention.mask import MODES, Mode, mask_function
 from attnops.kernel import check_kernel
@@ -56,7 +56,12 @@ def implementation(options: Options) -> str:
     name = NAME if options == Options() else f"{NAME}_{zlib.crc32(repr(options).encode()):08x}"
     # A second registration would be another function object, and compiled code is guarded by the first.
     if name not in AttentionInterface._global_mapping:
-        AttentionInterface.register(name, attention_function(options.kernel, options.mask == "additive", options.proven))
-        AttentionMaskInterface.register(name, mask_function(options.mask))
-        AttentionInterface.register(PREFIX + name, continuous_function(options.kernel, options.proven))
+        kernel, proven = options.kernel, options.proven
+        attention = attention_function(kernel, options.mask == "additive", proven)
+        mask, batches = mask_function(options.mask), name_for_batches(name)
+        AttentionInterface.register(batches, function_for_batches(attention, kernel, proven))
+        if MASKED:
+            AttentionMaskInterface.register(batches, mask)
+        AttentionMaskInterface.register(name, mask)
+        AttentionInterface.register(name, attention)
     return name
