@@ -34,6 +34,7 @@ RANKS = {
     "attnops.inputs": 4,
     "attnops.testing": 4,
     "attnops.adapters": 5,
+    "attnops.announce": 5,
     "attnops.hf": 5,
     "attnops.configs": 5,
     "attnops.tune": 5,

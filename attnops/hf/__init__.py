@@ -1,9 +1,9 @@
 """HuggingFace transformers on attnops.
 
-    import attnops.hf
+    import attnops
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="attnops")
 
-works as soon as this package is imported: it registers the name with transformers. `attnops.patch(model)` does the same to an
+works by the name that transformers learns from `import attnops` (attnops.announce). `attnops.patch(model)` does the same to an
 existing model, reaches all its parts (encoder-decoder models copy their config), can be undone, and returns a report.
 """
 

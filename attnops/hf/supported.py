@@ -6,9 +6,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 from attnops.errors import UnsupportedVersion, fail
 from attnops.needs import parse
+from attnops.version import OLDEST_TRANSFORMERS
 
-OLDEST = "5.4"
-"""Older ones call mask functions with other arguments. The extra `hf` of pyproject.toml says the same."""
+OLDEST = OLDEST_TRANSFORMERS
 
 PAGED = "5.15"
 """Older ones ask a cache for other methods, and unfold latents before they cache them."""
