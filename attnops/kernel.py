@@ -228,8 +228,8 @@ class Kernel:
         return ";".join(map(str, self.absences(Target()))) if self.packages else "own"
 
     def versions(self) -> tuple[str, ...]:
-        """`module==version` of its packages, for cache keys and reports."""
-        return tuple(f"{p.module}=={p.version()}" for p in self.packages)
+        """`module==version` of its packages, or of those that serve in their place, for cache keys and reports."""
+        return tuple(f"{p.module}=={p.version()}" for p in (each.used(Target()) for each in self.packages))
 
 
 def _kernel_there(op: str, name: str, about: str) -> Kernel:

@@ -280,6 +280,8 @@ class Package:
     """A Python package a kernel needs. module: the name to import. dists: the names it is installed under.
 
     at_least, below: the first version that has `holds`, and the first that no longer has it; "" leaves a side open.
+    unfit: why an installed package cannot be used on this machine, or None; it is asked for the machine at hand alone.
+    other: a package that serves as well where this one is absent.
     """
 
     module: str
@@ -288,6 +290,8 @@ class Package:
     install: str = ""
     below: str = ""
     holds: str = ""
+    unfit: Callable[[], str | None] | None = None
+    other: Package | None = None
 
     def __post_init__(self) -> None:
         for field in ("at_least", "below"):
@@ -295,21 +299,52 @@ class Package:
                 raise RegistrationError(f"package {self.module}: {field} got {bound!r}, want a version as PEP 440 writes it")
 
     def missing(self, target: Target) -> Refusal | None:
-        """Is it absent on `target`? Looks for files and metadata, without an import."""
+        """Is it absent on `target`, and its `other` with it? Looks for files and metadata, without an import."""
+        why = self.absent(target)
+        if why is None or self.other is None:
+            return why
+        beside = self.other.missing(target)
+        if beside is None:
+            return None
+        return Refusal("package", f"{why.got}, {beside.got}", f"{why.want}, or {beside.want}")
+
+    def absent(self, target: Target) -> Refusal | None:
+        """Is this package itself absent on `target`, or unfit for the machine at hand?"""
+        here = target.assume is None
         if not (_installed(self.module) if target.assume is None else self.module in target.assume):
-            bounds = ",".join(f"{sign}{v}" for sign, v in ((">=", self.at_least), ("<", self.below)) if v)
-            wanted = f"'{self.dists[0]}{bounds}'" if bounds else self.dists[0]
-            return Refusal("package", f"{self.module} missing", self.install or f"pip install {wanted}")
-        if target.assume is None and (version := self.version()) is not None and not self.has(version):
-            return Refusal("package", f"{self.module} {version}", self.versions())
+            return self._not_there()
+        if here and (version := self.version()) is not None and not self.has(version):
+            return Refusal("package", f"{self.module} {version}", self._bounds())
+        if here and self.unfit is not None and (why := self.unfit()) is not None:
+            return Refusal("package", f"{self.module} {why}", self.install or self._bounds())
         return None
+
+    def _not_there(self) -> Refusal:
+        bounds = ",".join(f"{sign}{v}" for sign, v in ((">=", self.at_least), ("<", self.below)) if v)
+        wanted = f"'{self.dists[0]}{bounds}'" if bounds else self.dists[0]
+        return Refusal("package", f"{self.module} missing", self.install or f"pip install {wanted}")
+
+    def used(self, target: Target) -> Package:
+        """This package, or the `other` where that one serves `target` in its place."""
+        if self.other is None or self.absent(target) is None or self.other.missing(target) is not None:
+            return self
+        return self.other.used(target)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The names to import of this package and its `other`."""
+        return (self.module, *(() if self.other is None else self.other.modules))
 
     def has(self, version: str) -> bool:
         """Is this version within the bounds?"""
         return within(version, self.at_least, self.below)
 
     def versions(self) -> str:
-        """The bounds in words, "" when there are none: `>= 0.3.18, < 0.4.7 (holds cutlass_mla_decode)`."""
+        """The bounds in words, "" when there are none: `>= 0.3.18, < 0.4.7 (holds cutlass_mla_decode)`, and those of its `other`."""
+        beside = "" if self.other is None else f", or {self.other.module} {self.other.versions()}".rstrip()
+        return self._bounds() + beside
+
+    def _bounds(self) -> str:
         bounds = ", ".join(f"{sign} {v}" for sign, v in ((">=", self.at_least), ("<", self.below)) if v)
         return f"{bounds} (holds {self.holds})" if bounds and self.holds else bounds
 

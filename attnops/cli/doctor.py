@@ -58,9 +58,15 @@ def best_install(target: Target) -> dict[str, Any] | None:
     for k in all_kernels():
         there = replace(target, assume=tuple(p.module for p in k.packages))
         if (absent := k.absences(target)) and not why_not(k, there):
-            adds.setdefault(absent[0].want, []).append(f"{k.op}.{k.name}")
+            # One of several packages will do; where none is made for this torch, the text is no command.
+            for command in filter(_installs, absent[0].want.split(", or ")):
+                adds.setdefault(command, []).append(f"{k.op}.{k.name}")
     best = max(adds, key=lambda command: len(adds[command]), default=None)
     return None if best is None else {"command": best, "kernels": adds[best]}
+
+
+def _installs(text: str) -> bool:
+    return text.startswith("pip install ")
 
 
 def measured_times(target: Target) -> dict[str, Any]:

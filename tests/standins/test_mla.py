@@ -11,7 +11,7 @@ from torch._dynamo.testing import EagerAndRecordGraphs
 from attnops.errors import NoKernel
 from attnops.kernel import Package, kernels_of
 from attnops.kernels.sgl import cutlass_mla, flashmla, wheel
-from attnops.kernels.sgl.flashmla import LIBRARY
+from attnops.kernels.sgl.sources import SGL as LIBRARY
 from attnops.kernels.shared.memory import COUNTERS, total
 from attnops.ops import mla_attention
 from attnops.problem import Target, pretend

@@ -18,7 +18,7 @@ VERSIONS = (
     "0.4.5", "0.4.6", "0.4.6.post1", "0.4.7", "0.4.8", "0.4.9", "0.4.10",
 )  # fmt: skip
 KERNELS = ROOT / "attnops" / "kernels"
-CALLED = re.compile(r"torch\.ops\.sgl_kernel\.(\w+)|\b(?:load|wheel\.op)\(\s*\"(\w+)\"")
+CALLED = re.compile(r"torch\.ops\.sgl_kernel\.(\w+)|\b(?:load|wheel\.op|sources\.op)\(\s*\"(\w+)\"")
 HELPERS = re.compile(r"from attnops\.kernels\.(\w+)(?:\.(\w+))? import ([\w, ]+)")
 
 
