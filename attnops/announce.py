@@ -19,7 +19,7 @@ from typing import Any
 from torch.compiler import is_dynamo_compiling
 
 from attnops.needs import parse
-from attnops.version import OLDEST_TRANSFORMERS
+from attnops.tried import OLDEST
 
 NAME = "attnops"
 LATE = "attnops_late"
@@ -84,7 +84,7 @@ for _function in (attention, batches, mask):
 def _register() -> None:
     """Register what is not registered yet. A transformers that is too old gets no names."""
     given = parse(str(getattr(sys.modules.get("transformers"), "__version__", "")))
-    oldest = parse(OLDEST_TRANSFORMERS)
+    oldest = parse(OLDEST["transformers"])
     if given is not None and oldest is not None and given.release < oldest.release:
         return
     modeling = importlib.import_module(WHERE)

@@ -1,4 +1,4 @@
-"""The version of the installed distribution, and the oldest transformers, for every rank."""
+"""The version of the installed distribution, in one place that every rank may read."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -6,6 +6,3 @@ try:
     VERSION = version("attnops")
 except PackageNotFoundError:  # sources on PYTHONPATH
     VERSION = "0+unknown"
-
-OLDEST_TRANSFORMERS = "5.4"
-"""Older ones call mask functions with other arguments. The extra `hf` says the same."""

@@ -227,4 +227,4 @@ def test_the_hook_that_is_left_over_finds_nothing():
 def test_the_oldest_version_is_the_extras():
     lines = (ROOT / "pyproject.toml").read_text().splitlines()
     extra = next(line.partition("=")[2] for line in lines if line.startswith("hf = "))
-    assert json.loads(extra) == [f"transformers>={announce.OLDEST_TRANSFORMERS}"]
+    assert json.loads(extra) == [f"transformers>={announce.OLDEST['transformers']}"]
