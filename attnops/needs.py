@@ -310,12 +310,13 @@ class Package:
 
     def absent(self, target: Target) -> Refusal | None:
         """Is this package itself absent on `target`, or unfit for the machine at hand?"""
-        here = target.assume is None
-        if not (_installed(self.module) if target.assume is None else self.module in target.assume):
+        if target.assume is not None:
+            return None if self.module in target.assume else self._not_there()
+        if not _installed(self.module):
             return self._not_there()
-        if here and (version := self.version()) is not None and not self.has(version):
+        if (version := self.version()) is not None and not self.has(version):
             return Refusal("package", f"{self.module} {version}", self._bounds())
-        if here and self.unfit is not None and (why := self.unfit()) is not None:
+        if self.unfit is not None and (why := self.unfit()) is not None:
             return Refusal("package", f"{self.module} {why}", self.install or self._bounds())
         return None
 
@@ -331,9 +332,9 @@ class Package:
         return self.other.used(target)
 
     @property
-    def modules(self) -> tuple[str, ...]:
-        """The names to import of this package and its `other`."""
-        return (self.module, *(() if self.other is None else self.other.modules))
+    def each(self) -> tuple[Package, ...]:
+        """This package, its `other`, and so on."""
+        return (self, *(() if self.other is None else self.other.each))
 
     def has(self, version: str) -> bool:
         """Is this version within the bounds?"""

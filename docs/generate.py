@@ -91,7 +91,7 @@ def backends() -> str:
     answers: dict[tuple[str, str], dict[str, set[bool]]] = {}
     for op in ops_of_kernels():
         for s in supports(op) if "attention" in op and not op.startswith("plan_") else ():
-            package = s.kernel.packages[0].module if s.kernel.packages else "torch"
+            package = "` or `".join(each.module for each in s.kernel.packages[0].each) if s.kernel.packages else "torch"
             for target in s.runs:
                 answers.setdefault((package, s.kernel.name), {}).setdefault(target, set()).add(target in met(s).split(", "))
     words = {(): "-", (True,): "ran", (False,): "**never run**", (False, True): "**ran in part**"}

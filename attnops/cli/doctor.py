@@ -57,16 +57,19 @@ def best_install(target: Target) -> dict[str, Any] | None:
     adds: dict[str, list[str]] = {}
     for k in all_kernels():
         there = replace(target, assume=tuple(p.module for p in k.packages))
-        if (absent := k.absences(target)) and not why_not(k, there):
-            # One of several packages will do; where none is made for this torch, the text is no command.
-            for command in filter(_installs, absent[0].want.split(", or ")):
+        if k.absences(target) and not why_not(k, there):
+            for command in _commands(k, target):
                 adds.setdefault(command, []).append(f"{k.op}.{k.name}")
     best = max(adds, key=lambda command: len(adds[command]), default=None)
     return None if best is None else {"command": best, "kernels": adds[best]}
 
 
-def _installs(text: str) -> bool:
-    return text.startswith("pip install ")
+def _commands(kernel: Kernel, target: Target) -> list[str]:
+    """Each installs the first package that the kernel lacks, or one that serves in its place."""
+    lacking = next((p for p in kernel.packages if p.missing(target)), None)
+    refusals = kernel.absences(target)[:1] if lacking is None else [each.absent(target) for each in lacking.each]
+    # Where no wheel is made for this torch, the text is no command.
+    return [refused.want for refused in refusals if refused is not None and refused.want.startswith("pip install ")]
 
 
 def measured_times(target: Target) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins import flash_mla_legacy as standin, schemas, sgl_kernel_mla, sgl_kernel_sparse
 
 SGL, FLASH = "sgl_kernel", "flash_mla"
+UNKNOWN = wheel.UNKNOWN
+"""A wheel whose version does not tell its torch: loading it does."""
 SM90 = Target("cuda", 90, assume=(FLASH,))
 E4M3 = torch.float8_e4m3fn
 OWN = (
@@ -129,10 +131,9 @@ def test_planned_and_compiled(float8):
         assert kernel_calls(code) == [f"mla_attention.{name}"]
         torch.testing.assert_close(got, run(**given))
     metadata = "get_mla_decoding_metadata" + "_dense_fp8" * float8
-    assert standin.CALLS == [
-        metadata,
-        *["fwd_kvcache_mla_fp8" if float8 else "dense_decode_fwd"] * 2,
-    ]
+    decode = "fwd_kvcache_mla_fp8" if float8 else "dense_decode_fwd"
+    want = [metadata, decode, decode]
+    assert want == standin.CALLS
 
 
 # Which wheel -------------------------------------------------------------------------------------
@@ -149,7 +150,7 @@ def test_the_first_that_is_there(assume, want):
         if want is None:
             said = "package=sgl_kernel missing, flash_mla missing (wants "
             assert str(absent[0]).startswith(said)
-            with pytest.raises(OSError, match="sgl_kernel missing.*flash_mla missing"):
+            with pytest.raises(OSError, match=r"sgl_kernel missing.*flash_mla missing"):
                 sources.source()
             return
         assert not absent and sources.source().package.module == want
@@ -181,7 +182,7 @@ def installed(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(torch.ops, "load_library", load)
     forget()
-    yield SimpleNamespace(install=install, loads=loads)
+    yield SimpleNamespace(install=install, loads=loads, forget=forget)
     monkeypatch.undo()
     forget()
 
@@ -193,8 +194,8 @@ def used():
 
 
 def test_whichever_loads(installed):
-    """A wheel of sglang-kernel for another torch is there and does not load."""
-    installed.install(SGL, "0.4.6")
+    """A wheel of sglang-kernel is there and does not load."""
+    installed.install(SGL, UNKNOWN)
     installed.install(FLASH, "1.0.0")
     installed.loads.add(FLASH)
     assert used() == (("flash_mla==1.0.0",), [])
@@ -202,19 +203,33 @@ def test_whichever_loads(installed):
 
 
 def test_the_first_where_both_load(installed):
-    installed.install(SGL, "0.4.6")
+    installed.install(SGL, UNKNOWN)
     installed.install(FLASH, "1.0.0")
     installed.loads |= {SGL, FLASH}
-    assert used() == (("sgl_kernel==0.4.6",), [])
+    assert used() == ((f"sgl_kernel=={UNKNOWN}",), [])
     assert sources.source().namespace == "sgl_kernel"
+
+
+def test_a_wheel_for_another_torch_is_not_loaded(installed, monkeypatch):
+    """Its library may load and end the process at a call: its version tells, as for fa3."""
+    monkeypatch.setattr(wheel.torch, "__version__", "2.15.0+cu132")
+    installed.install(SGL, "0.4.10")
+    installed.loads |= {SGL, FLASH}
+    _, [why] = used()
+    assert why.startswith("package=sgl_kernel 0.4.10, which torch 2.14 loads, flash_mla missing (")
+    [fa3] = [str(refusal) for refusal in kernels_of("mla_attention")["fa3"].absences(Target())]
+    assert "sgl_kernel" in fa3
+    installed.install(FLASH, "1.0.0")
+    installed.forget()
+    assert used() == (("flash_mla==1.0.0",), [])
 
 
 def test_neither_loads(installed):
     """The loader's reasons, in the refusal and not at the first call."""
-    installed.install(SGL, "0.4.6")
+    installed.install(SGL, UNKNOWN)
     installed.install(FLASH, "1.0.0")
     versions, [why] = used()
-    assert versions == ("sgl_kernel==0.4.6",)
+    assert versions == (f"sgl_kernel=={UNKNOWN}",)
     broken = "does not load (OSError: undefined symbol: _ZN3c10)"
     first, second = "sgl_kernel whose flashmla_ops.abi3.so", "flash_mla whose _C_legacy.abi3.so"
     assert why.startswith(f"package={first} {broken}, {second} {broken} (wants ")

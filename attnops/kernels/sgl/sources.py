@@ -26,6 +26,11 @@ from attnops.needs import within
 from attnops.problem import Target, pretended
 
 
+def _sgl_unfit() -> str | None:
+    # A library for another torch may load and end the process at a call.
+    return wheel.misfit() or unfit("sgl_kernel", SGL)
+
+
 @functools.cache
 def unfit(module: str, pattern: str) -> str | None:
     """Why the library of an installed wheel cannot be used here; None once it is loaded."""
@@ -43,13 +48,12 @@ def unfit(module: str, pattern: str) -> str | None:
 class Source:
     """A wheel with FlashMLA's ops.
 
-    namespace: of its ops in torch.ops. pattern: a glob of its library. lse_base: the base to which
-    `sparse_prefill_fwd` gives its lse.
+    namespace: of its ops in torch.ops. lse_base: the base to which `sparse_prefill_fwd` gives its
+    lse.
     """
 
     package: Package
     namespace: str
-    pattern: str
     lse_base: float
 
     @property
@@ -58,14 +62,10 @@ class Source:
         found = getattr(torch.ops, self.namespace)
         # The ops of a stand-in are there without a library.
         if not hasattr(found, "dense_decode_fwd"):
-            why = unfit(self.package.module, self.pattern)
+            why = None if self.package.unfit is None else self.package.unfit()
             if why is not None:
                 raise OSError(f"{self.package.module} {why}")
         return found
-
-
-def _package(package: Package, pattern: str) -> Package:
-    return replace(package, unfit=functools.partial(unfit, package.module, pattern))
 
 
 STABLE_TORCH = "2.14.1"
@@ -79,13 +79,21 @@ def hint(torch_version: str) -> str:
 
 
 SGL, LEGACY = "flashmla_ops.*", "_C_legacy.*"
-FLASH_MLA = Package("flash_mla", ("sgl-flash-mla",), "1.0", install=hint(torch.__version__))
+SGL_KERNEL = replace(wheel.package("0.4.3"), unfit=_sgl_unfit)
+FLASH_MLA = Package(
+    "flash_mla",
+    ("sgl-flash-mla",),
+    "1.0",
+    install=hint(torch.__version__),
+    unfit=functools.partial(unfit, "flash_mla", LEGACY),
+)
 SOURCES = (
     # Its docstring says base 2, and so did an H200; tests/gpu/test_sparse.py holds both to it.
-    Source(_package(wheel.package("0.4.3"), SGL), "sgl_kernel", SGL, 2.0),
-    Source(_package(FLASH_MLA, LEGACY), "flash_mla_legacy", LEGACY, math.e),
+    Source(SGL_KERNEL, "sgl_kernel", 2.0),
+    # Its docstring says natural.
+    Source(FLASH_MLA, "flash_mla_legacy", math.e),
 )
-PACKAGE = replace(SOURCES[0].package, other=SOURCES[1].package)
+PACKAGE = replace(SGL_KERNEL, other=FLASH_MLA)
 """What the kernels of FlashMLA need: either wheel."""
 
 

@@ -80,11 +80,15 @@ def lacks(target: Target, pattern: str) -> Refusal | None:
         return None
     if library(pattern) is None:
         return Refusal("package", f"sgl_kernel without {pattern}", f"a wheel that holds {pattern}")
+    why = misfit()
+    return None if why is None else Refusal("package", f"sgl_kernel {why}", hint(torch.__version__))
+
+
+def misfit() -> str | None:
+    """Why the installed wheel does not go with this torch, by its version; None where it does, or its version says nothing."""
     version = package().version()
     built = None if version is None else built_for(version)
-    if built not in (None, minor_of(torch.__version__)):
-        return Refusal("package", f"sgl_kernel {version}, which torch {built} loads", hint(torch.__version__))
-    return None
+    return None if built in (None, minor_of(torch.__version__)) else f"{version}, which torch {built} loads"
 
 
 def op(name: str, pattern: str) -> Any:
