@@ -94,6 +94,16 @@ def test_no_extra_takes_a_wheel_that_loads_under_one_torch_alone():
     assert flashmla.specifier.contains("1.0.0") and sources.FLASH_MLA.has("1.0.0")
 
 
+def test_the_table_of_the_docs_has_the_commands_of_doctor():
+    text = (ROOT / "docs" / "faq.md").read_text()
+    rows = re.findall(r"^\| (2\.\d+) \| (.+?) \| `(.+?)`.* \|$", text, re.MULTILINE)
+    assert [minor for minor, _, _ in rows] == ["2.11", "2.12", "2.13", "2.14", "2.15"]
+    for minor, both, flashmla in rows:
+        first = wheel.hint(f"{minor}.1", "0.4.3")
+        assert both == (f"`{first}`" if minor in wheel.WHEELS else "no wheel")
+        assert flashmla == sources.hint(f"{minor}.1")
+
+
 def test_no_extra_pins_torch():
     """The packages of all extras that are installed here: each takes a range of torch, or pip would replace the one that is there."""
     wanted = wanted_by_extras()

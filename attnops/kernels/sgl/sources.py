@@ -69,7 +69,7 @@ class Source:
 
 
 STABLE_TORCH = "2.14.1"
-"""The torch that the metadata of sgl-flash-mla ask for. It loads under older ones, too."""
+"""The torch that the metadata of sgl-flash-mla ask for. Its library loads under 2.11, too."""
 
 
 def hint(torch_version: str) -> str:
