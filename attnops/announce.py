@@ -116,10 +116,10 @@ class Finder:
             return None
         for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
             find = getattr(finder, "find_spec", None)
-            spec = None if find is None else find(fullname, path, target)
+            spec: ModuleSpec | None = None if find is None else find(fullname, path, target)
             if spec is not None:
                 if hasattr(spec.loader, "exec_module"):
-                    spec.loader = Loader(spec.loader, self)
+                    spec.loader = Loader(spec.loader, self)  # type: ignore[assignment]
                 return spec
         return None
 

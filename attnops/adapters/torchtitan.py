@@ -91,7 +91,7 @@ class VarlenAttention(theirs.VarlenAttention):  # type: ignore[misc]
         with spmd.no_typecheck():
             out_TNH, lse_TN = self._attend(packed, attention_masks, scale, lse_too)
         _type_as(out_TNH, packed[0])
-        out_BLNH = out_TNH.unflatten(0, (batch, length)).to(q_BLNH.dtype)
+        out_BLNH: Tensor = out_TNH.unflatten(0, (batch, length)).to(q_BLNH.dtype)
         if out_transform is None:
             return out_BLNH
         _type_as(lse_TN, packed[0], dims=2)
@@ -142,7 +142,7 @@ def _type_as(given: Tensor, like: Tensor, dims: int = 3) -> None:
         spmd.assert_type(given, spmd.get_local_type(like), spec)
 
 
-@override(
+@override(  # type: ignore[untyped-decorator]
     target=theirs.VarlenAttention.Config,
     exact=True,
     description="attention within documents by the fastest kernel of attnops",

@@ -10,9 +10,10 @@ existing model, reaches all its parts (encoder-decoder models copy their config)
 from __future__ import annotations
 
 from attnops.adapters.report import Verification as Verification
+from attnops.announce import NAME as NAME
 from attnops.hf import supported as supported  # first: with an old transformers it raises a clear error  # isort: split
 from attnops.hf.batching import batching_config as batching_config
-from attnops.hf.interface import NAME as NAME, register as register
+from attnops.hf.interface import register as register
 from attnops.hf.mxfp4 import pack_experts as pack_experts, unpack_experts as unpack_experts
 from attnops.hf.paged.cache import PagedKeyCache as PagedKeyCache, PagedLatentCache as PagedLatentCache, PagedModelCache as PagedModelCache
 from attnops.hf.paged.how import Decode as Decode

@@ -16,11 +16,11 @@ import torch
 import transformers
 
 from attnops.adapters.handle import MARK
+from attnops.announce import NAME
 from attnops.call import need
 from attnops.errors import InvalidInput, fail
 from attnops.hf.attention.batched import ENDING, FILLS, name_for_batches
 from attnops.hf.attention.continuous import PREFIX, refusal
-from attnops.hf.interface import NAME
 from attnops.hf.methods import Method
 from attnops.hf.report import switch
 

@@ -11,11 +11,11 @@ import transformers
 from transformers import GenerationConfig
 
 import attnops
+from attnops.announce import NAME
 from attnops.errors import InvalidInput
 from attnops.hf import batching_config, tiny
 from attnops.hf.attention import batched, continuous
 from attnops.hf.attention.batched import ENDING, FILLS, MASKED, name_for_batches
-from attnops.hf.interface import NAME
 from tests.graphs.standin import StandIn
 from tests.hf.helpers import tokens
 
