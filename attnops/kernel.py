@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import inf
 from numbers import Real
+from threading import RLock
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -271,7 +272,10 @@ def said(error: BaseException) -> str:
 
 @dataclass
 class Registry:
-    """All kernels by op and name, and the checks and listeners for new ones. waiting: kernels of an open `together`."""
+    """All kernels by op and name, and the checks and listeners for new ones. waiting: kernels of an open `together`.
+
+    Calls of other threads read `kernels` at any time, so a registration replaces it, under `lock`, and changes no dict in place.
+    """
 
     kernels: dict[str, dict[str, Kernel]] = field(default_factory=dict)
     broken: dict[str, str] = field(default_factory=dict)
@@ -279,6 +283,22 @@ class Registry:
     listeners: list[Callable[[Kernel], None]] = field(default_factory=list)
     waiting: list[Kernel] | None = None
     generation: int = 0
+    lock: RLock = field(default_factory=RLock)
+
+    def add(self, kernel: Kernel) -> None:
+        """Add a kernel."""
+        with self.lock:
+            table = {**self.kernels.get(kernel.op, {}), kernel.name: kernel}
+            self.kernels = {**self.kernels, kernel.op: table}
+            self.generation += 1
+
+    def remove(self, kernel: Kernel) -> None:
+        """Remove a kernel, and the table of its op with the last one."""
+        with self.lock:
+            table = {n: k for n, k in self.kernels.get(kernel.op, {}).items() if n != kernel.name}
+            others = {op: kernels for op, kernels in self.kernels.items() if op != kernel.op}
+            self.kernels = {**others, kernel.op: table} if table else others
+            self.generation += 1
 
 
 _REGISTRY = Registry()
@@ -290,18 +310,19 @@ def register(kernel: Kernel) -> Kernel:
         raise ContractMismatch(kernel.name, kernel.contract or 0, CONTRACT)
     if not isinstance(kernel.name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", kernel.name) or kernel.name == "default":
         raise RegistrationError(f"kernel name: got {kernel.name!r}, want lower-case letters, digits and _, and not 'default'")
-    known = _REGISTRY.kernels.get(kernel.op, {})
-    if kernel.name in known:
-        raise RegistrationError(f"kernel name: got {kernel.name!r}, want one not yet registered for {kernel.op} ({', '.join(known)})")
-    check_fields(kernel)
-    if kernel.contract == 1:
-        warn_of_contract_1(kernel.name, kernel.run)
-    for check in _REGISTRY.checks:
-        check(kernel)
-    with together() if _REGISTRY.waiting is None else nullcontext(_REGISTRY.waiting) as new:
-        _REGISTRY.kernels.setdefault(kernel.op, {})[kernel.name] = kernel
-        new.append(kernel)
-    _REGISTRY.generation += 1
+    with _REGISTRY.lock:
+        known = _REGISTRY.kernels.get(kernel.op, {})
+        if kernel.name in known:
+            want = f"one not yet registered for {kernel.op} ({', '.join(known)})"
+            raise RegistrationError(f"kernel name: got {kernel.name!r}, want {want}")
+        check_fields(kernel)
+        if kernel.contract == 1:
+            warn_of_contract_1(kernel.name, kernel.run)
+        for check in _REGISTRY.checks:
+            check(kernel)
+        with together() if _REGISTRY.waiting is None else nullcontext(_REGISTRY.waiting) as new:
+            _REGISTRY.add(kernel)
+            new.append(kernel)
     return kernel
 
 
@@ -324,11 +345,7 @@ def together() -> Iterator[list[Kernel]]:
 
 def _drop(kernels: Iterable[Kernel]) -> None:
     for kernel in kernels:
-        table = _REGISTRY.kernels.get(kernel.op, {})
-        table.pop(kernel.name, None)
-        if not table:
-            _REGISTRY.kernels.pop(kernel.op, None)
-        _REGISTRY.generation += 1
+        _REGISTRY.remove(kernel)
 
 
 def kernels_of(op: str) -> MappingProxyType[str, Kernel]:
@@ -363,7 +380,8 @@ def generation() -> int:
 
 def renew() -> None:
     """Have all calls select anew, because a table of measured times was added or removed."""
-    _REGISTRY.generation += 1
+    with _REGISTRY.lock:
+        _REGISTRY.generation += 1
 
 
 def on_register(listener: Callable[[Kernel], None], check: Callable[[Kernel], None]) -> None:

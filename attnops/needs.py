@@ -253,6 +253,7 @@ def check_fields(kernel: Kernel) -> None:
     want(isinstance(kernel.packages, tuple) and all(isinstance(p, Package) for p in kernel.packages), "packages", "a tuple of Package")
     factor = kernel.tolerance.factor
     want(isinstance(factor, Real) and 0 < factor < inf, "tolerance", "a factor > 0")
+    want(isinstance(kernel.takes, frozenset | set), "takes", "a frozenset of names of arguments")
     for name in ("run", "cost_us"):
         want(callable(getattr(kernel, name)), name, "a function")
     optional = ["probe", "ahead", "workspace_bytes", "plan.sizes", "plan.device"]

@@ -14,6 +14,7 @@ from tests.helpers import runtime_nodes, sources
 # A module has the rank of its longest prefix here. The front, `attnops` itself, stands above all that it offers.
 RANKS = {
     "attnops.call": 0,
+    "attnops.checks": 0,
     "attnops.layout": 0,
     "attnops.extent": 0,
     "attnops.problem": 0,

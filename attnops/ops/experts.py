@@ -48,7 +48,14 @@ class Experts(Call):
     output: Tensor = arg("T, Out", "x", written=True)
 
 
-EXPERTS = define(Op(Experts, reference, about="experts of a mixture: both products, the gated activation and the weighted sum"))
+EXPERTS = define(
+    Op(
+        Experts,
+        reference,
+        flops="2 * T * K * Inner * (2 * In + Out)",
+        about="experts of a mixture: both products, the gated activation and the weighted sum",
+    )
+)
 
 
 def experts(
