@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.compiler import is_dynamo_compiling
 
-from attnops.needs import parse
+from attnops.packages import parse
 from attnops.tried import OLDEST
 
 NAME = "attnops"

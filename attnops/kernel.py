@@ -23,7 +23,6 @@ from attnops.needs import (
     Inline as Inline,
     Invariant as Invariant,
     Need as Need,
-    Package as Package,
     Plan as Plan,
     Tolerance as Tolerance,
     all_of as all_of,
@@ -41,6 +40,7 @@ from attnops.needs import (
     one_of as one_of,
     without as without,
 )
+from attnops.packages import Package as Package
 from attnops.problem import Problem, Refusal, Target, altered
 
 __all__ = [

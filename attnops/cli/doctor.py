@@ -18,7 +18,7 @@ from attnops.cli.tables import new_table, refusal
 from attnops.kernel import Kernel, all_kernels, broken_kernels, kernels_of
 from attnops.measured import in_force
 from attnops.measured.table import version_of
-from attnops.needs import Package
+from attnops.packages import Package
 from attnops.problem import Target
 from attnops.select import active_policy
 from attnops.version import VERSION

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attnops import needs
+from attnops import packages
 from attnops.cli import doctor
 from attnops.inputs import Call
 from attnops.kernel import Package, kernels_of
@@ -176,7 +176,7 @@ def installed(monkeypatch, tmp_path):
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist}\nVersion: {version}\n")
 
     def forget():
-        for cached in (needs._installed, needs._version, sources.unfit, sources._found):
+        for cached in (packages._installed, packages._version, sources.unfit, sources._found):
             cached.cache_clear()
 
     monkeypatch.syspath_prepend(tmp_path)

@@ -22,7 +22,7 @@ import torch
 from attnops.errors import one_line
 from attnops.kernel import Package
 from attnops.kernels.sgl import wheel
-from attnops.needs import within
+from attnops.packages import within
 from attnops.problem import Target, pretended
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from attnops.kernel import Package
-from attnops.needs import parse, within
+from attnops.packages import parse, within
 from attnops.problem import Refusal, Target
 
 DISTS = ("sglang-kernel", "sgl-kernel")
