@@ -31,17 +31,17 @@ from attnops.graphs.guard import casting
 from attnops.graphs.pieces import INNER, Inner
 from attnops.graphs.regional import Regional, Regions
 from attnops.hf.paged.cache import PagedModelCache, State
-from attnops.hf.paged.failed import Failed
+from attnops.hf.paged.failed import Failed, Kind, kind_of
 from attnops.hf.paged.guarded import Glance, guarded_state
 from attnops.hf.paged.layers import layered, starts
 from attnops.hf.paged.pages import ModelPages
 from attnops.hf.paged.prompt import Over, Prompts
+from attnops.kernel import deterministic
 from attnops.lowering import Product, fuse_linears, fuse_rotation, use_linears
 from attnops.lowering.use_linears import summary
 from attnops.select import active_policy
 
 Mode = Literal["auto", "hf", "piecewise", "breakable"]
-Kind = Literal["one row", "more rows", "prompt"]
 
 # States of a model, such as adapters in use, whose graphs are kept.
 MOST_STATES = 2
@@ -66,7 +66,8 @@ class Decode:
         one kind share compiled code: those of one row, and of more, with one policy and one adapter. Where graphs cannot be made, steps run
         without them, and `Patched.took` has the reason.
     compile_after: see mode "auto". A number of steps and not a time, so that two runs give the same tokens. Mode "piecewise"
-        compiles the layers of prompts after 64 times as many tokens of prompts; else `capture()` does.
+        compiles the layers of prompts after 64 times as many tokens of prompts; else `capture()` does. Under a deterministic
+        policy neither happens by itself: steps of mode "auto" stay "breakable", and prompts run the model's own layers.
     pack: of piecewise steps, pack the weights of linears that share an input, so that they are one matrix product, and call one kernel for
         a linear with its norm, activation and residual where it is faster (docs/linear.md).
     budget_bytes: the most memory of the graphs over one set of pages.
@@ -149,9 +150,11 @@ class Decoder:
         """The mode of the next step; "hf" where graphs cannot be made. The model's state was looked at."""
         if self.how.mode != "auto":
             return self.how.mode
-        compiled = self._at_once or self._kept.taken[_kind(rows)] >= self.how.compile_after
+        # Compiled code rounds in other places, and under such a policy bits may not follow from the steps before.
+        waits = deterministic(active_policy()) or self._kept.taken[kind_of(rows)] < self.how.compile_after
+        compiled = self._at_once or not waits
         modes = ("piecewise", "breakable") if compiled else ("breakable",)
-        return next((mode for mode in modes if Failed(self._state, _kind(rows), mode) not in self.failed), "hf")
+        return next((mode for mode in modes if Failed(self._state, kind_of(rows), mode) not in self.failed), "hf")
 
     def notes(self) -> tuple[str, ...]:
         """How prompts ran, the linears of compiled steps, and the kinds of steps without graphs, for the report."""
@@ -160,7 +163,7 @@ class Decoder:
     @property
     def why(self) -> str:
         """Why the kind of the last step has no graphs, or none that are compiled."""
-        kinds = [Failed(state, _kind(self._rows), mode) for state in (None, self._state) for mode in ("piecewise", "breakable")]
+        kinds = [Failed(state, kind_of(self._rows), mode) for state in (None, self._state) for mode in ("piecewise", "breakable")]
         return "; ".join(dict.fromkeys(self.failed[kind] for kind in kinds if kind in self.failed))
 
     def why_not(self, rows: int) -> str:
@@ -169,7 +172,7 @@ class Decoder:
         if self.failed:
             with contextlib.suppress(InvalidInput):
                 state = hash(guarded_state(self._model))
-        return self.failed.get(Failed(state, _kind(rows), "breakable"), "")
+        return self.failed.get(Failed(state, kind_of(rows), "breakable"), "")
 
     def step(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None = None) -> Tensor:
         """Logits `[B, 1, V]` of one token more for each row. See `Patched.step`.
@@ -188,7 +191,7 @@ class Decoder:
                 with torch.no_grad(), ordinary():
                     position_ids = (state.pages.seen - state.pages.pad[: live.shape[0]])[:, None]
             logits: Tensor = found.graphed(input_ids=input_ids, position_ids=position_ids, live=live, cache=found.cache)
-            self._kept.taken[_kind(input_ids.shape[0])] += 1
+            self._kept.taken[kind_of(input_ids.shape[0])] += 1
             # Another thread's step may write the memory of the graphs as soon as it has its turn.
             return logits.clone()
 
@@ -198,7 +201,7 @@ class Decoder:
             return self.step(input_ids, cache, position_ids)
         with self._lock:
             rows = self._rows = input_ids.shape[0]
-            while Failed(None, _kind(rows), "breakable") not in self.failed:
+            while Failed(None, kind_of(rows), "breakable") not in self.failed:
                 mode = "breakable"
                 try:
                     self._look(cache.state)
@@ -208,7 +211,7 @@ class Decoder:
                     over = self._kept.over.get((cache.state.pages, mode))
                     if over is not None and over.captured(rows):
                         raise  # of a replay, not of a capture
-                    self.failed[Failed(self._state, _kind(rows), mode)] = one_line(error)
+                    self.failed[Failed(self._state, kind_of(rows), mode)] = one_line(error)
                     self.forget(cache.state.pages)
         return None
 
@@ -370,10 +373,6 @@ def _state_of(cache: Any) -> State:
     if not isinstance(cache, PagedModelCache):
         fail(InvalidInput, "past_key_values", type(cache).__name__, "a cache of Patched.new_cache")
     return cache.state
-
-
-def _kind(rows: int) -> Kind:
-    return "one row" if rows == 1 else "more rows"
 
 
 def _is_one_token(ids: Any) -> bool:

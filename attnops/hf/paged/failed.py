@@ -1,8 +1,15 @@
-"""The kinds of decode steps whose graphs cannot be made."""
+"""The kinds of decode steps, and those whose graphs cannot be made."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+Kind = Literal["one row", "more rows", "prompt"]
+
+
+def kind_of(rows: int) -> Kind:
+    """The kind of a decode step of so many rows."""
+    return "one row" if rows == 1 else "more rows"
 
 
 class Failed(NamedTuple):
