@@ -41,7 +41,10 @@ def only(call: Call, chosen: Sequence[int], columns: int = 0) -> Call:
     new: dict[str, Any] = {}
     if "cu_seqlens_q" not in t:  # dense, sparse, merges: every tensor of rows
         count = next(iter(call.tensors().values())).shape[0]
-        same = ("sinks", "k_scale", "v_scale", "kv_scale", "q_scale", "latent_pages", "k_pages", "v_pages", "q_norm", "k_norm", "workspace", *WEIGHTS)
+        same = (
+            *("sinks", "k_scale", "v_scale", "kv_scale", "q_scale", "latent_pages", "k_pages", "v_pages"),
+            *("q_norm", "k_norm", "workspace", *WEIGHTS),
+        )
         new = {n: x[rows] for n, x in call.tensors().items() if n not in same and x.shape[0] == count}
         new |= {"page_table": pad(new["page_table"], (0, columns), value=-1)} if "page_table" in new else {}
     else:

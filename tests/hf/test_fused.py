@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, StaticCache
 
 import attnops
 from attnops.hf import tiny
+from attnops.hf.cache_names import named
 from attnops.lowering import fuse_linears
 from attnops.nn import pack_linears
 
@@ -105,9 +106,9 @@ def test_a_decode_step_copies_no_slice():
     pack_linears(model)
     cache = StaticCache(config=model.config, max_cache_len=32)
     with torch.no_grad(), torch._inductor.config.patch(fx_graph_cache=False):
-        model(IDS, past_key_values=cache)
+        model(IDS, **named(cache))
         compiled = torch.compile(model, options={"pre_grad_custom_pass": fuse_linears})
-        _, code = run_and_get_code(compiled, IDS[:, :1], past_key_values=cache)
+        _, code = run_and_get_code(compiled, IDS[:, :1], **named(cache))
     body = "\n".join(code).partition("def call(")[2]
     calls = [line.strip().partition("(")[0].rpartition(".")[2] for line in body.splitlines() if FLASH in line or "mm(" in line
              or line.strip().startswith("cpp_fused")]  # fmt: skip

@@ -10,6 +10,7 @@ from torch import nn
 
 import attnops
 from attnops.hf import tiny
+from attnops.hf.cache_names import NAME
 from attnops.hf.experts import SWITCH
 from attnops.nn.steady import is_steady, product, steady, unsteady
 from tests.hf.helpers import LIMIT, relative
@@ -48,8 +49,7 @@ def deterministic(test):
 def called(model, ids):
     """The logits of a prompt and of a step of one token."""
     first = model(ids, use_cache=True)
-    cache = {name: first[name] for name in ("past_key_values", "cache") if name in first}
-    return first.logits, model(ids[:, :1], **cache).logits
+    return first.logits, model(ids[:, :1], **{NAME: first[NAME]}).logits
 
 
 def steps(model, ids):

@@ -1,15 +1,8 @@
-"""The kinds of decode steps, and those whose graphs cannot be made."""
+"""The kinds of decode steps whose graphs cannot be made."""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
-
-Kind = Literal["one row", "more rows", "prompt"]
-
-
-def kind_of(rows: int) -> Kind:
-    """The kind of a decode step of so many rows."""
-    return "one row" if rows == 1 else "more rows"
+from typing import NamedTuple
 
 
 class Failed(NamedTuple):
