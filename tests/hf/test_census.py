@@ -22,7 +22,7 @@ NO_COMPILE = "compile,generate,gradients,copies,steps"
 
 
 def subject(name):
-    return checks.Subject(models.build(KINDS[name]))
+    return checks.Subject(models.build(models.own(KINDS[name])))
 
 
 def verdicts(one, *names):
@@ -121,7 +121,7 @@ def test_every_type_has_a_config_and_sizes_are_small():
 
 
 def test_a_model_whose_cache_slides_but_not_its_masks_has_no_pages():
-    model = models.build(KINDS["moshi"])
+    model = models.build(models.own(KINDS["moshi"]))
     with pytest.raises(PatchError, match="sliding_window=4 in MoshiForCausalLM"):
         attnops.patch(model, cache="paged")
     assert model.config._attn_implementation == "eager" and torch.get_default_dtype() == torch.float32
@@ -167,5 +167,5 @@ def test_what_eager_does_not_compile_either_is_no_refusal(stock_fails, monkeypat
 
 
 def test_weights_that_a_class_leaves_open_are_drawn():
-    drawn = [{n: p.clone() for n, p in models.build(KINDS["qwen3_omni_moe_talker_text"]).named_parameters()} for _ in range(2)]
+    drawn = [{n: p.clone() for n, p in models.build(models.own(KINDS["qwen3_omni_moe_talker_text"])).named_parameters()} for _ in range(2)]
     assert all(torch.equal(first, drawn[1][name]) and first.abs().max() < 10 for name, first in drawn[0].items())
