@@ -197,9 +197,12 @@ def test_whole_models(family: str) -> None:
     """A prompt, a step, and steps of generate() in graphs."""
     model = tiny.model(family, head_dim=64).to("cuda", BF16)
     with torch.no_grad(), attnops.patch(model) as handle, attnops.use(deterministic=True):
-        for run in (called, steps):
-            rows_alone(model, run, IDS.cuda())
-        assert handle.took.decode == "breakable", handle.took
+        try:
+            for run in (called, steps):
+                rows_alone(model, run, IDS.cuda())
+        except NoKernel as error:
+            pytest.skip(str(error).replace("\n", " ")[:300])
+        assert handle.took is not None and handle.took.decode == "breakable", handle.took
 
 
 @pytest.mark.parametrize("op", ["merge_state", "merge_states"])
