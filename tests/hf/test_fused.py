@@ -17,7 +17,10 @@ IDS = torch.arange(12)[None]
 
 def short(fused):
     """One line a group: modules and rows."""
-    names = [w.replace("_modules_", ".").replace("l_self.model.layers.", "").removesuffix("_parameters_weight_") for w in fused.weights]
+    # Dynamo names the model `self`, or `args[0]` where a decorator is around its forward, as transformers 5.24 has one.
+    paths = [w.replace("_modules_", ".").removesuffix("_parameters_weight_").partition(".layers.")[2] for w in fused.weights]
+    names = [path for path in paths if path]
+    assert len(names) == len(paths)
     lines = " + ".join(f"{n}[{rows}]" for n, rows in zip(names, fused.rows, strict=True))
     return f"{lines}: {fused.refusal}" if fused.refusal else lines
 

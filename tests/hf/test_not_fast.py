@@ -118,6 +118,19 @@ def test_a_call_without_memory(model, monkeypatch):
         assert "there is no memory for pages" in text
 
 
+def test_arguments_that_keep_steps_out_of_graphs(model):
+    """As tokenizers bring them unasked. What the caller asks for is no surprise."""
+    ids = tokens(1, 6)
+    more = {"seq_idx": torch.zeros_like(ids)}
+    model._validate_model_kwargs = lambda _: None  # the model takes them, and hands them to its layers
+    for asked, told in ((more, 1), ({"output_hidden_states": True, "return_dict_in_generate": True}, 0)):
+        attnops.errors._WARNED.clear()
+        with attnops.patch(model, cache="paged", decode=auto(mode="breakable")) as handle:
+            texts = told_by(lambda asked=asked: model.generate(ids, **asked, **GIVEN))
+            assert len(texts) == told and all("no CUDA graphs for its decode steps: they get seq_idx" in text for text in texts)
+            assert handle.plain_steps == GIVEN["max_new_tokens"] - 1
+
+
 def other_arguments(self, generation_config, model_kwargs, batch_size):
     raise AssertionError("it is not to be called")
 

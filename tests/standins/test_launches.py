@@ -3,15 +3,18 @@
 Over stand-ins: aten ops that a wrap calls are counted, those of the stand-ins are not. On a GPU each is a launch.
 """
 
+import os
 import sys
 from collections import Counter
 from contextlib import ExitStack
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import attnops
 from attnops.kernel import kernels_of
 from attnops.kernels.sgl import wheel
 from attnops.problem import Target, pretend
@@ -19,6 +22,8 @@ from attnops.testing import Features, Source, builders, equip, with_device_plan
 from tests.standins import sgl_kernel_fa3, sgl_kernel_small, test_speculative
 
 BF16 = torch.bfloat16
+# By import: a clone may lie in a folder of any name, and torch may be installed below it.
+PACKAGE, STANDINS = (str(Path(file).parent) + os.sep for file in (attnops.__file__, __file__))
 FREE = {
     "view", "_unsafe_view", "select", "slice", "as_strided", "expand", "unsqueeze", "squeeze", "transpose", "permute", "split",
     "split_with_sizes", "t", "alias", "detach", "_reshape_alias", "unbind", "empty", "empty_like", "empty_strided", "new_empty", "diagonal",
@@ -65,10 +70,10 @@ class Launches(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name, space = func._schema.name.partition("::")[2], func.namespace
         frame = sys._getframe(1)
-        while "/attnops/" not in (file := frame.f_code.co_filename) and "/tests/standins/" not in file:
+        while not (file := frame.f_code.co_filename).startswith((PACKAGE, STANDINS)):
             frame = frame.f_back
         core = space == "attnops" and "__" in name
-        if "/attnops/" in file and space in ("aten", "attnops") and name not in FREE and not core:
+        if file.startswith(PACKAGE) and space in ("aten", "attnops") and name not in FREE and not core:
             self.found[name] += 1
         return func(*args, **(kwargs or {}))
 

@@ -261,9 +261,13 @@ class Decoder:
         return ids.dtype == torch.int64 and _are_positions(given.get("position_ids"), ids) and not self.asks_more(given)
 
     @staticmethod
-    def asks_more(given: dict[str, Any]) -> bool:
+    def more(given: dict[str, Any]) -> list[str]:
+        """The names of those arguments of the model by which it may return more than logits, or other ones."""
+        return [name for name, value in given.items() if name not in _KNOWN and not _is_nothing(value)]
+
+    def asks_more(self, given: dict[str, Any]) -> bool:
         """Do these arguments of the model ask for more than logits?"""
-        return not all(_is_nothing(value) for name, value in given.items() if name not in _KNOWN)
+        return bool(self.more(given))
 
     @property
     def graph_bytes(self) -> int:

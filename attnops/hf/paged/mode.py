@@ -274,7 +274,9 @@ class PagedMode:
                     generation.graphs = decoder.last_mode
                     return CausalLMOutputWithPast(logits=cast(Any, logits), **named(cache))
                 # Not a prompt of one token without padding, of which transformers 5.23 hands no mask on.
-                decoder.plain_steps += generation.checked is not None and decoder.could_serve(kwargs)
+                if generation.checked is not None and decoder.could_serve(kwargs):
+                    decoder.plain_steps += 1
+                    self._warn_of_arguments(decoder.more(kwargs))
         given = {"input_ids": args[0], **kwargs} if len(args) == 1 else kwargs
         if is_prompt(given) and (found := decoder.try_prompt(given)) is not None:
             if generation is not None:
@@ -338,6 +340,13 @@ class PagedMode:
             if reason.told:
                 text = f"attnops: {reason.why}, so generate() uses transformers' own cache and not pages"
                 warnings.warn(text, stacklevel=5)
+
+    def _warn_of_arguments(self, names: Sequence[str]) -> None:
+        """Warn of arguments that keep steps out of graphs, unless the caller asks for what they return."""
+        unasked = [name for name in names if not name.startswith("output_")]
+        if names and len(unasked) == len(names):
+            why = f"they get {', '.join(names)}, and graphs take tokens and positions alone"
+            not_fast.warn(self._owner, not_fast.GRAPHS, why)
 
     def _reasons(self, call: Call, elsewhere: str | None, rows: int) -> list[Reason]:
         """Why this `generate()` gets no pages of ours.
