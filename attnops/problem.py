@@ -128,7 +128,7 @@ class Target:
     @classmethod
     def of(cls, device: torch.device) -> Target:
         """The target of a tensor's device; `explain` may have put another in its place."""
-        return _OVERRIDE.target or _target_of(device.type, device.index)
+        return _OVERRIDE.target or _target_of(device.type, _index(device))
 
     @property
     def on_gpu(self) -> bool:
@@ -164,6 +164,13 @@ def pretend(target: Target | None) -> Iterator[None]:
 def pretended() -> Target | None:
     """The target that `pretend` has put in force, if any."""
     return _OVERRIDE.target
+
+
+def _index(device: torch.device) -> int | None:
+    """The number of a GPU; that of the current one where none is given, once CUDA is initialised."""
+    if device.type != "cuda" or device.index is not None or not torch.cuda.is_initialized():
+        return device.index
+    return torch.cuda.current_device()
 
 
 @functools.cache
@@ -227,7 +234,7 @@ class StepFacts:
     """`plan` "none", "device" (an int32 tensor beside the query) or "host" (an int64 tensor on the CPU); `workspace` the least bytes of
     scratch. `padded`: there may be tokens of no request (only packed and paged calls say no). `holes`: there may be ids of no page, which
     every layer looks for itself. `sizes_equal`: dense only, as many keys as queries. `capturing`: an eager call, into a CUDA graph.
-    `deterministic`: the policy is, and the call as it sees it, of any size.
+    `deterministic`: the policy is, and the call as it sees it, of any size. `repeatable`: see `repeatable`.
     """
 
     plan: str = "none"
@@ -237,6 +244,7 @@ class StepFacts:
     sizes_equal: bool = False
     capturing: bool = False
     deterministic: bool = False
+    repeatable: str = "no"
 
 
 @dataclass(frozen=True)
@@ -335,6 +343,7 @@ def problem_of(call: Call) -> Problem:
     given: dict[str, Any] = dict(zip(spec.names, values(call), strict=True))
     first = values(call)[0]
     found: dict[str, Any] = {"op": spec.op, "target": Target.of(first.device), "dtype": first.dtype}
+    found["repeatable"] = repeatable()
     found["kv_dtype"] = given[spec.stored].dtype if spec.stored else first.dtype
     for field, code in spec.measures.items():
         size = eval(code, {"__builtins__": {}}, sizes)
@@ -370,6 +379,12 @@ def _features(given: dict[str, Any]) -> dict[str, Any]:
         "plan": "none" if plan is None else "host" if plan.dtype == torch.int64 else "device",
         "workspace": bytes_of(given.get("workspace")),
     }
+
+
+def repeatable() -> str:
+    """Shall the same call give the same bits at every run? As torch.use_deterministic_algorithms
+    asks: "must", "warn" where it only warns, or "no"."""
+    return ("no", "warn", "must")[torch.get_deterministic_debug_mode()]
 
 
 def bytes_of(workspace: torch.Tensor | None) -> int:

@@ -8,15 +8,17 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from attnops.errors import InvalidInput, NoKernel, UnknownKernel, fail
 from attnops.kernel import Failed, Kernel, all_kernels, generation, kernel_names, kernels_of
 from attnops.measured import ESTIMATED, MEASURED, Cost, Table, costs, in_force, never_run
 from attnops.measured.store import default_policy_key
+from attnops.measured.table import SCALED
 from attnops.problem import Extent, Extents, Problem, Refusal, altered
 
 
@@ -135,6 +137,8 @@ class Decision:
         head = f"{self.problem.op} on {self.problem.target} -> {self.kernel.name if self.kernel else 'nothing fits'}{self.measured}"
         head += f": {self.by_judge}" if self.by_judge else ""
         head += self.untried(self.kernel.name) if self.kernel else ""
+        if self.kernel and self.kernel.unrepeated(self.problem):
+            head += "; its bits may differ from run to run"
         lines = [f"  not {n}: {'; '.join(map(str, rs))}" for n, rs in self.refused.items()]
         slower = [f"  not {n}: can run, {self.why_not(n)}{self.untried(n)}" for n in self.passed_over]
         return "\n".join([head, f"  problem: {self.problem.summary()}", *slower, *lines])
@@ -162,11 +166,19 @@ def select_by(table: Table | None, problem: Problem, policy: Policy | str = "", 
 def choose(problem: Problem, policy: Policy | str = "") -> Kernel:
     """As `select`, but the kernel itself. Raises NoKernel with every reason when none may run, or when a forced one may not."""
     kernel = select_by(in_force(problem.target).table, problem, policy, brief=True).kernel
+    if kernel is not None and kernel.unrepeated(problem):
+        warnings.warn(UNREPEATED.format(f"{kernel.op}.{kernel.name}"), UserWarning, stacklevel=2)
     if kernel is None:
         decision = select(problem, policy)
         forced = decision.policy.forced(problem.op)
         raise NoKernel(f"kernel {forced!r} was asked for and cannot run" if forced else f"no kernel can run this {problem.op}", decision)
     return kernel
+
+
+UNREPEATED = (
+    "{} may give other bits at the next run: no kernel that repeats them takes this call, "
+    "and torch.use_deterministic_algorithms(True, warn_only=True) is in force"
+)
 
 
 def workspace_bytes(problem: Problem, policy: Policy | str = "") -> int:
@@ -204,12 +216,26 @@ def _select(problem: Problem, policy: Policy, registered: int, table: Table | No
         needed = _invariant_costs(seen, fits)
     else:
         needed = {k.name: Cost(k.cost_us(problem), ESTIMATED) for k in fits} if table is None else costs(problem, fits, table)
+        needed = {k.name: _in_turn(k, problem, needed[k.name]) for k in fits}
     guessed = _guessed(problem, fits, needed)
     fits.sort(key=lambda k: (_rank(k, policy.prefer), k.judge and guessed, needed[k.name].us))
     decision = Decision(problem, policy, fits[0] if fits else None, refused, tuple(k.name for k in fits[1:]), needed)
     if any(isinstance(r, Failed) for reasons in refused.values() for r in reasons):
         raise _NotKept(decision)
+    if decision.kernel is None and problem.step.repeatable == "warn":
+        anyhow = altered(problem, repeatable="no")
+        return replace(_select(anyhow, policy, registered, table, brief), problem=problem)
     return decision
+
+
+def _in_turn(kernel: Kernel, problem: Problem, cost: Cost) -> Cost:
+    """The cost of a kernel that repeats its bits in a mode of its own, which is its way of a
+    deterministic policy."""
+    usual, steady = kernel.cost_us(problem), kernel.steady_us(problem)
+    if problem.step.repeatable == "no" or not kernel.repeats or usual in (0.0, steady):
+        return cost
+    how = f"{SCALED} its time without turns" if cost.timed else cost.how
+    return Cost(cost.us * steady / usual, how)
 
 
 def without_sizes(problem: Problem) -> Problem:

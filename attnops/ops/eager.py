@@ -63,6 +63,10 @@ _profiling: Callable[[], bool] = vars(torch.autograd).get("_profiler_enabled", l
 _TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 
 
+_debug_mode: Callable[[], int] = torch.get_deterministic_debug_mode
+"""0, or whether torch.use_deterministic_algorithms warns (1) or raises (2)."""
+
+
 def capturing(tensor: Tensor) -> bool:
     """Does a call on `tensor` become part of a CUDA graph?"""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -176,7 +180,8 @@ class Eager:
     """The eager side of an Op: its cache, and the way of a call past the dispatcher.
 
     patterns: by the types of the arguments, which are compared before the scalars: 1, 1.0 and True are equal. seen: by pattern, scalars,
-    registered kernels and `pretend`'s target, up to SHAPES of (guards of the tensors, the function that runs, the size that may grow).
+    registered kernels, `pretend`'s target and torch's debug mode, up to SHAPES of (guards of the
+    tensors, the function that runs, the size that may grow).
     """
 
     autograd: Callable[[Run, Any], Any] | None
@@ -226,7 +231,8 @@ class Eager:
         kind = self.patterns[types] if types in self.patterns else self._pattern(types)
         if kind is None:
             return None
-        key, tensors = (kind.number, kind.scalars(call), _REGISTRY.generation, _OVERRIDE.target), kind.tensors(call)
+        scalars, tensors = kind.scalars(call), kind.tensors(call)
+        key = kind.number, scalars, _REGISTRY.generation, _OVERRIDE.target, _debug_mode()
         if any(map(_nested, tensors)):
             return None  # the guards would abort the process: a nested tensor has no sizes
         for guards, run, grown in self.seen.get(key, ()):

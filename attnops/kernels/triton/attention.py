@@ -28,20 +28,24 @@ STORED = (*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
 @dataclass(frozen=True)
 class Launched:
-    """The function `name` of `launch/<module>.py` as a kernel's `run`, on the call's device. The first call imports it, and triton."""
+    """The function `name` of `launch/<module>.py` as a kernel's `run`. The first call imports it, and triton."""
 
     module: str
     name: str
 
+    @property
+    def path(self) -> str:
+        """The module's full name."""
+        return f"attnops.kernels.triton.launch.{self.module}"
+
     @functools.cached_property
     def function(self) -> Callable[[Any], Any]:
         """The function."""
-        found: Callable[[Any], Any] = getattr(import_module(f"attnops.kernels.triton.launch.{self.module}"), self.name)
+        found: Callable[[Any], Any] = getattr(import_module(self.path), self.name)
         return found
 
     def __call__(self, call: Any) -> Any:
-        with torch.cuda.device_of(call[0]):
-            return self.function(call)
+        return self.function(call)
 
     def ahead(self, call: Any | None) -> None:
         """Begin to compile what such a call launches: a kernel's `ahead`."""
@@ -50,8 +54,7 @@ class Launched:
         function = self.function  # imports triton: two threads that import one package may each find half of it
         if call is None:
             BESIDE.start()
-            return
-        with torch.cuda.device_of(call[0]):
+        else:
             BESIDE.begin(function, call)
 
 
