@@ -34,13 +34,8 @@ def census_full() -> str:
     left_out = f" The `compile` checks did not run for {len(without)} of these types: {', '.join(without)}." if without else ""
     through = f"{left_out} Through Inductor: {inductor or 'none'}."
     parts = [
-<<<<<<< HEAD
-        f"{made}. {len(types)} types: {len(states['ran'])} ran, {len(states['refused'])} are refused by `patch`, for "
-        f"{len(states['unrun'])} no input is known, {len(states['unbuilt'])} were not built. Checks: {numbers}.{through}{by_tests(data)}",
-=======
         f"{made}. {sentence(data)}. {len(types)} types: {len(states['ran'])} ran, {len(states['refused'])} are refused by `patch`, for "
-        f"{len(states['unrun'])} no input is known, {len(states['unbuilt'])} were not built. Checks: {numbers}.{through}",
->>>>>>> main
+        f"{len(states['unrun'])} no input is known, {len(states['unbuilt'])} were not built. Checks: {numbers}.{through}{by_tests(data)}",
         "## Types that ran\n\n" + table(["type", "class", "patched", *("ok", "as chosen", "refused", "eager", "wrong"), "remarks"], [
             [f"`{name}`", found["cls"] or "-", f"{found['patched']} of {found['modules']}", *tallies(found), remarks(found)]
             for name, found in states["ran"].items()

@@ -38,6 +38,7 @@ from attnops.hf.paged.prompt import Over, Prompts
 from attnops.kernel import deterministic
 from attnops.lowering import Product, fuse_linears, fuse_rotation, use_linears
 from attnops.lowering.use_linears import summary
+from attnops.select import active_policy
 
 Kind = Literal["one row", "more rows", "prompt"]
 
