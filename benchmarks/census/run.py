@@ -102,10 +102,14 @@ def attempt(kind: models.Kind, make: Callable[[], models.Recipe]) -> tuple[Head,
     except AttnopsError as error:
         text = " ".join(str(error).split()) if isinstance(error, PatchError) else checks.short(error)
         return head | {"refused": text}, None
+    except Exception as error:
+        return head | {"foreign": checks.short(error), "patched": 0, "modules": 0, "skipped": []}, None
     try:
         subject = checks.Subject(model, functools.partial(models.chosen, recipe), recipe.inputs)
     except ValueError as error:
         return head | {"unrun": str(error)}, None
+    except Exception as error:  # of eager, from run to run
+        return head | {"unrun": checks.short(error)}, None
     return head, subject
 
 
@@ -118,9 +122,9 @@ def first_that_runs(kind: models.Kind, tests: bool) -> tuple[Head, checks.Subjec
     try:
         for make in models.recipes(kind, tests):
             head, subject = attempt(kind, make)
-            if subject is not None:
+            if subject is not None or "foreign" in head:
                 return head, subject
-            found = max(found, head, key=lambda row: max((STATES.index(state) for state in row.keys() & STATES), default=-1))
+            found = max(head, found, key=lambda row: max((STATES.index(state) for state in row.keys() & STATES), default=-1))
             if "refused" in head and "source" in head:
                 break
     except Exception as error:  # of the tests' own code
@@ -139,6 +143,8 @@ def survey(kind: models.Kind, out: Path, skip: tuple[str, ...] = (), tests: bool
     head, subject = first_that_runs(kind, tests)
     if subject is None:
         writer.row(**head)
+        if "foreign" in head:
+            writer.row(check="patch", status="wrong", reason=head["foreign"], seconds=0)
         writer.row(done=True, seconds=time.monotonic() - begin)
         return
     plan = [one for one in checks.checks_of(subject, kind.name in INDUCTOR) if not one[0].startswith(skip)]

@@ -260,6 +260,16 @@ def test_a_refusal_is_believed_when_those_of_the_tests_agree(folder, monkeypatch
         assert (subject is None, head.get("refused"), head["source"]) == (last is not None, last, testers.SOURCE)
 
 
+def test_a_foreign_error_of_patch_is_wrong(tmp_path, monkeypatch):
+    def patches(model):
+        raise AttributeError("no x")
+
+    monkeypatch.setattr(checks, "patches", patches)
+    run.survey(KINDS["bert"], tmp_path, tests=False)
+    found = results.one(run.read(tmp_path / "bert.jsonl"))
+    assert (found["state"], found["wrong"]) == ("ran", {"patch": "AttributeError: no x"})
+
+
 def test_a_folder_without_tests_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="want a folder with tests/models"):
         testers.open_folder(tmp_path)
