@@ -332,10 +332,9 @@ def recipes(kind: Kind, tests: bool = False) -> Iterator[Callable[[], Recipe]]:
     if not tests:
         return
     config_class = _config_class(kind)
-    for config, made in testers.of_type(testers.family_of(config_class), config_class):
+    for made in testers.of_type(testers.family_of(config_class), config_class):
         for cls in _classes(kind, made):
-            inputs = None if made is None else made.inputs_for(cls)
-            yield partial(Recipe, cls, partial(testers.spread, config), inputs, testers.SOURCE)
+            yield partial(Recipe, cls, partial(testers.spread, made.config), made.inputs_for(cls), testers.SOURCE)
 
 
 def own(kind: Kind) -> Recipe:
@@ -352,14 +351,12 @@ def _config_class(kind: Kind) -> Any:
 MOST_CLASSES = 3
 
 
-def _classes(kind: Kind, made: testers.Made | None) -> list[Any]:
+def _classes(kind: Kind, made: testers.Made | testers.Part) -> list[Any]:
     """The classes to try with what tests have made, the type's own first."""
     try:
         first = [class_of(kind)]
     except ValueError:
         first = []
-    if made is None:
-        return first
     tested = [cls for cls in made.classes if cls not in first]
     return [*(cls for cls in first if cls in made.classes), *tested, *first][:MOST_CLASSES] if tested else first
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import random
 import re
 import sys
@@ -48,6 +49,66 @@ class Made:
             return None
         found = self.test._prepare_for_class(self.inputs, cls)
         return {n: x for n, x in found.items() if x is not None and n not in _NO_INPUTS}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A config below that of a whole model that tests make.
+
+    classes: none, for the tests have no class of models for it.
+    """
+
+    config: Any
+    whole: Made
+    classes: tuple[type, ...] = ()
+
+    def inputs_for(self, cls: type) -> dict[str, Any] | None:
+        """What a whole model hands to its first part of this class."""
+        for whole in self.whole.classes[:MOST_WHOLES]:
+            try:
+                found = _handed(whole, self.whole, cls)
+            except Exception:  # of the tests' own code, and of models that they skip
+                continue
+            if found:
+                return found
+        return None
+
+
+MOST_WHOLES = 4
+"""Classes of whole models that are asked for the inputs of a part."""
+
+
+def _handed(whole: Any, made: Made, cls: type) -> dict[str, Any]:
+    """The inputs of the first module of class `cls` in a model of class `whole`; {}: there is none."""
+    model = whole._from_config(spread(made.config), attn_implementation="eager", dtype=torch.float32)
+    modules = [module for module in model.eval().modules() if type(module) is cls]
+    seen: list[dict[str, Any]] = []
+
+    def keep(module: Any, args: Any, kwargs: Any) -> None:
+        bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
+        named = {n: x for n, x in bound.items() if n not in ("self", "kwargs")}
+        named |= bound.get("kwargs", {})
+        seen.append({n: _seeing(copy.deepcopy(x)) for n, x in named.items() if _is_input(n, x)})
+
+    for module in modules[:1]:
+        module.register_forward_pre_hook(keep, with_kwargs=True)
+        with torch.no_grad():
+            model(**(made.inputs_for(whole) or {}))
+    return seen[0] if seen else {}
+
+
+def _is_input(name: str, value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(_is_input(name, x) for x in value)
+    return name not in _NO_INPUTS and isinstance(value, (torch.Tensor, bool, int, float))
+
+
+def _seeing(value: Any) -> Any:
+    """A float mask whose rows that see no key see all: what such a row gives is not specified, see `attnops.attention`."""
+    if not (isinstance(value, torch.Tensor) and value.dim() == 4 and value.is_floating_point()):
+        return value
+    hidden = (value <= torch.finfo(value.dtype).min).all(-1, keepdim=True)
+    return value.masked_fill(hidden, 0.0)
 
 
 def open_folder(folder: Path) -> str:
@@ -138,11 +199,11 @@ def _parts(config: Any) -> Iterator[Any]:
             yield from _parts(below)
 
 
-def of_type(family: str, cls: type) -> Iterator[tuple[Any, Made | None]]:
-    """Configs of exactly this class, with what made them. None: a part of another model's config."""
-    within = []
+def of_type(family: str, cls: type) -> Iterator[Made | Part]:
+    """Those whose config is of exactly this class, whole models first."""
+    within: list[Part] = []
     for one in made(family):
         if type(one.config) is cls:
-            yield one.config, one
-        within += [part for part in _parts(one.config) if type(part) is cls]
-    yield from ((part, None) for part in within)
+            yield one
+        within += [Part(part, one) for part in _parts(one.config) if type(part) is cls]
+    yield from within
