@@ -33,6 +33,7 @@ from attnops.hf.paged.mode import PagedMode, give_back
 from attnops.hf.paged.reasons import callers_choice
 from attnops.hf.report import UNSETTLED, Report, Took, evaluating, notes_of, switch
 from attnops.hf.routers import Routers
+from attnops.hf.rows import Rows
 from attnops.tried import warn_if_newer
 
 _SETTLING = threading.Lock()
@@ -59,7 +60,7 @@ class Patched(Handle):
             self._settle()
         self._switched = [(config, config._attn_implementation_internal) for config in found.configs]
         switch(found.configs, self.implementation)
-        self._mixtures = Experts(model), Routers(model)
+        self._parts = Experts(model), Routers(model), Rows(model)
         # Each module may be pickled without the rest of the model, and options register themselves where they are loaded.
         switched = {id(config) for config in found.configs}
         self._marked = [module for module in owner.modules() if id(getattr(module, "config", None)) in switched]
@@ -134,8 +135,8 @@ class Patched(Handle):
         for module in self._marked:
             module.__dict__.pop(_OPTIONS, None)
         self._owner.__dict__.pop(MARK, None)
-        for mixture in self._mixtures:
-            mixture.undo()
+        for part in self._parts:
+            part.undo()
         if self._paged is not None:
             self._paged.undo()
         for each in self._watching:
@@ -152,7 +153,7 @@ class Patched(Handle):
             told = (f"skipped: {reason}", "") if reason else (PATCHED, phases)
             rows.append(Row(site.path, type(site.module).__name__, *told))
         notes = notes_of(options, self._found, self._paged, self._proof, self._why)
-        notes += tuple(note for mixture in self._mixtures if self.active for note in mixture.notes())
+        notes += tuple(note for part in self._parts if self.active for note in part.notes())
         return Report(type(self.model).__name__, options.kernel, tuple(rows), notes, self.implementation, options.mask, options.cache)
 
     def _others(self) -> list[tuple[Any, str]]:
