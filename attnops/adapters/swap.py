@@ -11,7 +11,7 @@ from torch import nn
 
 from attnops.adapters.handle import MARK, Handle
 from attnops.adapters.report import PATCHED, Report, Row, Verification, compare, output_of
-from attnops.adapters.sdpa import is_served, served
+from attnops.adapters.served import is_served, served
 from attnops.errors import PatchError, fail, one_line
 
 

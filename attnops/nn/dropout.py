@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from attnops.call import check
 from attnops.errors import InvalidInput, fail
 from attnops.ops import eager
+from attnops.ops.bias import as_rule
 from attnops.ops.dense import Attention
 
 
@@ -42,6 +43,7 @@ def dropped(
     Raises:
         InvalidInput: as `attnops.attention`.
     """
+    mask, causal = as_rule(mask, causal, query, key)
     eager.mask(mask)
     if mask is not None and 2 <= mask.dim() < 4:
         mask = mask[(None,) * (4 - mask.dim())]

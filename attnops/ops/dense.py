@@ -10,6 +10,7 @@ from torch import Tensor
 from attnops.call import FLOAT32, FLOATS, INDEX, KW_ONLY, MASK, QUERY, STORED, Result, Sizes, arg, changed, record
 from attnops.errors import NoGradient, fail
 from attnops.ops import eager, rules
+from attnops.ops.bias import as_rule
 from attnops.ops.eager import key_for
 from attnops.ops.op import OPS, Op, applied, below, blank, define, tensors_of
 from attnops.problem import surely
@@ -135,7 +136,8 @@ def attention(
         causal: query i sees keys up to its own position. The last query is at the last visible key (bottom-right).
         window: (left, right) keys visible besides the query's own position; -1 is unbounded.
         softcap: logits become `softcap * tanh(logits / softcap)`; 0 is off.
-        mask: `[B or 1, Hq or 1, S or 1, K]`, leading dims optional; bool (True: visible) or float (added after the soft cap).
+        mask: `[B or 1, Hq or 1, S or 1, K]`, leading dims optional; bool (True: visible) or float (added after the soft cap); or
+            `causal_lower_right(S, K)` or `causal_upper_left(S, K)` of torch.nn.attention.bias.
         sinks: `[Hq]` one logit a query head, part of the softmax denominator only.
         k_scale, v_scale: float32 `[1]` or `[Hkv]`; the stored key times k_scale is the key.
         q_scale: float32 `[1]` or `[Hkv]`, one for the query heads of each key head. A float8 query needs it, has no gradient, and wants
@@ -153,6 +155,7 @@ def attention(
         InvalidInput: a shape, dtype, device or number breaks this contract. UnknownKernel, NoKernel: `kernel` cannot run.
     """
     left, right = eager.window(window)
+    mask, causal = as_rule(mask, causal, query, key, kv_end)
     eager.mask(mask)
     if mask is not None and 2 <= mask.dim() < 4:
         mask = mask[(None,) * (4 - mask.dim())]

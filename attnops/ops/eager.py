@@ -27,6 +27,7 @@ from attnops.errors import InvalidInput, NoGradient, fail
 from attnops.kernel import _REGISTRY, Capture
 from attnops.problem import _OVERRIDE, Problem, alike, altered, problem_of
 from attnops.select import _ACTIVE, choose, key_for as _key_for
+from attnops.subclasses import refuse_foreign
 
 Run = Callable[[Any], Any]
 
@@ -214,6 +215,7 @@ class Eager:
                     return self.autograd(self.run, call)
             elif (run := self.find(call)) is not None:
                 return run(call)
+        plain_only(self, call)  # others would be asked what the op shall do
         if not is_compiling():
             check_kinds(call)  # the dispatcher's own error names neither the field nor the value
         n = self.positional
@@ -277,8 +279,15 @@ def _plain(t: Tensor) -> bool:
     return not (t.is_neg() or t.is_conj() or t.is_nested) and t.device.type != "meta" and t.layout is torch.strided
 
 
+def plain_only(op: Eager, call: Any) -> None:
+    """Raise InvalidInput for a tensor whose class has a `__torch_function__` of its own."""
+    for name, value in zip(op.names, call, strict=True):
+        refuse_foreign(name, value)
+
+
 def checked(op: Eager, call: Call) -> Run:
     """A function that runs the kernel chosen for `call`, which is checked first. Raises InvalidInput, NoKernel."""
+    plain_only(op, call)
     check(call)
     policy = getattr(call, "policy")  # noqa: B009 - every record has one, and no type checker knows
     problem = op.problem(call)
@@ -337,8 +346,9 @@ def tensors(**given: Any) -> None:
 
 
 def mask(value: Any) -> None:
-    """Raise InvalidInput unless a mask is a tensor or None. Of a function, as flex_attention takes one, the error says what to do."""
+    """Raise InvalidInput unless a mask is a plain tensor or None. Of a function, as flex_attention takes one, the error says what to do."""
     if value is None or isinstance(value, Tensor):
+        refuse_foreign("mask", value)
         return
     want = "a tensor, bool or additive"
     if callable(value) or type(value).__name__ == "BlockMask":

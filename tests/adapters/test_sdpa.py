@@ -1,15 +1,19 @@
 """attnops' scaled_dot_product_attention has torch's arguments, results and gradients."""
 
+import warnings
+
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as renamed
 
 import attnops
-from attnops.adapters.sdpa import callers, scaled_dot_product_attention
+from attnops.adapters.callers import callers
+from attnops.adapters.sdpa import scaled_dot_product_attention
 from attnops.errors import InvalidInput, NoKernel, PatchError, UnknownKernel
 from tests.adapters import helpers
-from tests.adapters.helpers import Calls
+from tests.adapters.helpers import Calls, Graphs
 
 LEAD = {3: (4,), 4: (2, 4), 5: (2, 3, 4)}
 MASKS = {"bool": (2, 4, 5, 7), "rows": (5, 7), "keys": (2, 1, 1, 7), "heads": (1, 4, 5, 7), "queries": (2, 1, 5, 1), "3d": (4, 5, 7)}
@@ -49,6 +53,66 @@ def test_masks(kind, additive):
     if kind == "queries" and not additive:
         mask[:] = True
     check(qkv((2, 4)), attn_mask=mask)
+
+
+@pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
+@pytest.mark.parametrize(("queries", "keys"), [(6, 6), (5, 7), (7, 5)])
+def test_causal_biases(make, queries, keys):
+    """As objects they are tensors of two or so matrices of uninitialised memory."""
+    tensors = qkv(LEAD[4], queries, keys)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        bias = make(queries, keys)
+    with Calls() as calls:
+        got = scaled_dot_product_attention(*tensors, attn_mask=bias)
+    assert calls.names == ["attnops::attention"]
+    seen = slice(max(queries - keys, 0), None) if make is causal_lower_right else slice(None)  # torch gives NaN to the others
+    want = F.scaled_dot_product_attention(*tensors, attn_mask=bias)
+    torch.testing.assert_close(got[:, :, seen], want[:, :, seen])
+    assert not got.isnan().any()
+
+
+class Biased(torch.nn.Module):
+    def forward(self, q, k, v, bias):
+        return F.scaled_dot_product_attention(q, k, v, bias)
+
+
+class Tagged(torch.Tensor):
+    """A mask of which only this class knows that it masks nothing."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is F.scaled_dot_product_attention:
+            args = (*args[:3], 0 * args[3], *args[4:])
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("what", ["bias", "of other sizes", "a class of its own"])
+def test_classes_of_masks_in_a_patched_module(what, compiled):
+    model, tensors = Biased(), [x.detach() for x in qkv((2, 4), 5, 7)]
+    other = torch.randn(5, 7).as_subclass(Tagged)
+    mask = {"bias": causal_lower_right(5, 7), "of other sizes": causal_upper_left(2, 3)}.get(what, other)
+    want = model(*tensors, mask)
+    ours = int(what != "a class of its own")
+    with attnops.patch(model):
+        if compiled:
+            graphs = Graphs()
+            got = torch.compile(model, fullgraph=True, backend=graphs)(*tensors, mask)
+            assert graphs.count("attnops.attention") == [ours]
+        else:
+            with Calls() as calls:
+                got = model(*tensors, mask)
+            assert calls.names.count("attnops::attention") == ours
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_forced_kernel_refuses_nested_tensors(layout):
+    query = torch.nested.nested_tensor([torch.randn(n, 4, 8) for n in (3, 5)], layout=layout).transpose(1, 2)
+    with pytest.raises(InvalidInput, match="want None: attnops.attention does not take a (nested tensor|NestedTensor)"):
+        scaled_dot_product_attention(query, query, query, kernel="reference")
 
 
 def test_grouped_heads():

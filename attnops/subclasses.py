@@ -1,0 +1,29 @@
+"""Subclasses of torch.Tensor with a `__torch_function__` of their own. Their data alone may not be what they stand for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from attnops.errors import InvalidInput, fail
+
+_PLAIN = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+_DISABLED = nn.Parameter.__torch_function__
+WANT = "a plain tensor: only this class knows what it means. x.as_subclass(torch.Tensor) is its data"
+
+
+def is_foreign(cls: Any) -> bool:
+    """Has a class of tensors a `__torch_function__` of its own?"""
+    function = getattr(cls, "__torch_function__", _DISABLED)
+    return function is not _DISABLED and getattr(function, "__func__", None) is not _PLAIN
+
+
+# As torch.compiler.assume_constant_result does, but its import takes as long as torch's.
+is_foreign._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def refuse_foreign(field: str, value: Any) -> None:
+    """Raise InvalidInput for a tensor of such a class. A nested tensor has an error of its own."""
+    if isinstance(value, Tensor) and is_foreign(type(value)) and not value.is_nested:
+        fail(InvalidInput, field, f"a {type(value).__name__}", WANT)

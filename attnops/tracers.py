@@ -1,0 +1,21 @@
+"""Tools that record a model in place of running it, which `attnops.ops` or the code around it must know of."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch.compiler import is_dynamo_compiling
+from torch.fx import Proxy
+
+
+def is_onnx() -> bool:
+    """Does torch.onnx.export record the model?"""
+    # torch.onnx is not imported with torch, and the question takes it longer than most.
+    onnx = sys.modules.get("torch.onnx")
+    return onnx is not None and not is_dynamo_compiling() and bool(onnx.is_in_onnx_export())
+
+
+def is_recorded(*given: object) -> bool:
+    """Does torch.jit.trace, torch.onnx.export or torch.fx.symbolic_trace record a call with these arguments?"""
+    return torch.jit.is_tracing() or is_onnx() or any(isinstance(x, Proxy) for x in given)  # type: ignore[attr-defined]
