@@ -1,4 +1,7 @@
-"""Subclasses of torch.Tensor with a `__torch_function__` of their own. Their data alone may not be what they stand for."""
+"""Subclasses of torch.Tensor with a `__torch_function__` of their own.
+
+Their data alone may not be what they stand for.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ from torch import Tensor, nn
 
 from attnops.errors import InvalidInput, fail
 
-_PLAIN = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+_PLAIN: Any = getattr(Tensor.__torch_function__, "__func__")  # noqa: B009 - untyped
 _DISABLED = nn.Parameter.__torch_function__
-WANT = "a plain tensor: only this class knows what it means. x.as_subclass(torch.Tensor) is its data"
+WANT = "a plain tensor, as x.as_subclass(torch.Tensor): what else it means, only its class knows"
 
 
 def is_foreign(cls: Any) -> bool:
@@ -24,6 +27,6 @@ is_foreign._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def refuse_foreign(field: str, value: Any) -> None:
-    """Raise InvalidInput for a tensor of such a class. A nested tensor has an error of its own."""
+    """Raise InvalidInput for a tensor of such a class. A nested one has an error of its own."""
     if isinstance(value, Tensor) and is_foreign(type(value)) and not value.is_nested:
         fail(InvalidInput, field, f"a {type(value).__name__}", WANT)

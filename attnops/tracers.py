@@ -1,4 +1,4 @@
-"""Tools that record a model in place of running it, which `attnops.ops` or the code around it must know of."""
+"""Tools that record a model in place of running it."""
 
 from __future__ import annotations
 
@@ -17,5 +17,9 @@ def is_onnx() -> bool:
 
 
 def is_recorded(*given: object) -> bool:
-    """Does torch.jit.trace, torch.onnx.export or torch.fx.symbolic_trace record a call with these arguments?"""
-    return torch.jit.is_tracing() or is_onnx() or any(isinstance(x, Proxy) for x in given)  # type: ignore[attr-defined]
+    """Does torch.jit.trace, torch.onnx.export or torch.fx.symbolic_trace record this call?
+
+    given: its arguments, as many as may be Proxies of torch.fx.
+    """
+    traced = torch.jit.is_tracing()  # type: ignore[attr-defined]
+    return traced or is_onnx() or any(isinstance(x, Proxy) for x in given)

@@ -55,7 +55,7 @@ def test_another_layout_is_refused_before_anything_is_written(name, kind):
         for _ in range(2):
             with pytest.raises(InvalidInput) as caught:
                 called(name)(**arguments)
-            own = "a plain tensor: only this class" if kind == "a class" else "strided"
+            own = "a plain tensor, as x.as_subclass" if kind == "a class" else "strided"
             assert own in caught.value.want or ".dtype" in caught.value.field, field
         for n, held in before.items():
             assert torch.equal(arguments[n].view(torch.uint8), held.view(torch.uint8)), f"{n} was written"
