@@ -1,9 +1,10 @@
-"""Classes whose methods call our `scaled_dot_product_attention` in place of torch's."""
+"""Classes that take the place of a module's own, under its name."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from attnops.adapters.callers import TORCHS, callers
 from attnops.adapters.sdpa import scaled_dot_product_attention
 
 _SERVED = "_attnops_served"
+_OF_EVERY_CLASS = ("__dict__", "__weakref__")
 
 
 class Ours(TorchFunctionMode):
@@ -33,30 +35,79 @@ class Ours(TorchFunctionMode):
 
 @functools.cache
 def served(cls: Any, method: str, kernel: str | None) -> type:
-    """A subclass of `cls` with its name, whose methods that call `scaled_dot_product_attention`, or else `method`, call ours.
+    """A subclass of `cls` whose methods that call `scaled_dot_product_attention` call ours.
 
-    Its objects can be copied and pickled.
+    method: the one that calls it where the code of none shows it.
     """
+    names = callers(cls) or (method,)
+    switched = {name: _calls_ours(getattr(cls, name), kernel) for name in names}
+    return _in_place_of(cls, cls, switched, (_served_again, (cls, method, kernel)))
 
-    def ours(own: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(own)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with Ours(kernel):
-                return own(self, *args, **kwargs)
 
-        return call
-
-    def reduce(self: Any, protocol: int) -> Any:
-        return (_blank, (cls, method, kernel), *cls.__reduce_ex__(self, protocol)[2:])
-
-    switched = {name: ours(getattr(cls, name)) for name in callers(cls) or (method,)}
-    return type(cls.__name__, (cls,), {"__module__": cls.__module__, **switched, "__reduce_ex__": reduce, _SERVED: True})
+@functools.cache
+def put_in_place(into: Any, own: Any) -> type:
+    """A subclass of `into`, a subclass of `own`, that goes by the name of `own`."""
+    return _in_place_of(own, into, {}, (_put_again, (into, own)))
 
 
 def is_served(cls: Any) -> bool:
-    """Is it a class that `served` made, or a subclass of one?"""
+    """Is it a class that takes the place of another, or a subclass of one?"""
     return hasattr(cls, _SERVED)
 
 
-def _blank(cls: Any, method: str, kernel: str | None) -> Any:
+@functools.cache
+def taken_out(cls: Any, ours: Any, own: Any) -> Any:
+    """`cls` with `own` in the place of `ours`; None where it cannot be made.
+
+    fully_shard and parametrisations make a class over that of a module.
+    """
+    if ours is own or not issubclass(cls, ours):
+        return cls
+    if cls is ours:
+        return own
+    bases = [taken_out(base, ours, own) for base in cls.__bases__]
+    if None in bases or any(map(_knows_its_class, vars(cls).values())):
+        return None
+    body = {name: value for name, value in vars(cls).items() if name not in _OF_EVERY_CLASS}
+    try:
+        return type(cls)(cls.__name__, tuple(bases), body)
+    except Exception:  # of a class that refuses such bases
+        return None
+
+
+def _knows_its_class(value: Any) -> bool:
+    """Does it call `super()`, which holds the class in whose body it stands?"""
+    function = getattr(value, "__func__", value)
+    return isinstance(function, FunctionType) and "__class__" in function.__code__.co_freevars
+
+
+def _calls_ours(own: Callable[..., Any], kernel: str | None) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with Ours(kernel):
+            return own(self, *args, **kwargs)
+
+    return call
+
+
+def _in_place_of(own: Any, base: Any, body: Mapping[str, Any], again: tuple[Any, Any]) -> type:
+    """A subclass of `base` that goes by the name of `own`, so that what is saved names `own`.
+
+    again: a function, and its arguments, that make an empty object of it in another process.
+    """
+
+    def reduce(self: Any, protocol: int) -> Any:
+        as_usual = base.__reduce_ex__(self, protocol)
+        return (*again, *as_usual[2:]) if type(self) is made else as_usual
+
+    named = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    made = type(own.__name__, (base,), {**named, **body, "__reduce_ex__": reduce, _SERVED: True})
+    return made
+
+
+def _served_again(cls: Any, method: str, kernel: str | None) -> Any:
     return object.__new__(served(cls, method, kernel))
+
+
+def _put_again(into: Any, own: Any) -> Any:
+    return object.__new__(put_in_place(into, own))
