@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
+from attnops.adapters import recomputed
 from attnops.adapters.callers import TORCHS, callers
 from attnops.adapters.sdpa import scaled_dot_product_attention
 
@@ -19,18 +23,51 @@ _OF_EVERY_CLASS = ("__dict__", "__weakref__")
 
 
 class Ours(TorchFunctionMode):
-    """Within the block torch's `scaled_dot_product_attention` is ours."""
+    """Within the block torch's `scaled_dot_product_attention` is ours.
+
+    What a checkpoint that begins within the block recomputes later runs in such a block, too:
+    autograd compares what both passes save.
+    """
 
     def __init__(self, kernel: str | None) -> None:
         super().__init__()
         self.kernel = kernel
+        # Weak: what is recomputed remembers the block, and shall not keep what is around it.
+        outside = None if is_dynamo_compiling() else recomputed.current()
+        self.outside = None if outside is None else weakref.ref(outside)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is TORCHS:
+        alike = is_dynamo_compiling() or self._recomputes_alike()
+        if func is TORCHS and alike:
             return scaled_dot_product_attention(*args, **(kwargs or {}), kernel=self.kernel)
         if func is Tensor.unflatten:
             func = torch.unflatten  # Dynamo does not trace the `super()` of the other one
         return func(*args, **(kwargs or {}))
+
+    def _recomputes_alike(self) -> bool:
+        """Will a checkpoint that began within the block run in one again? True without any."""
+        # Asked at every function, because a checkpoint within another hides it.
+        hook = recomputed.current()
+        if hook is None or (self.outside is not None and hook is self.outside()):
+            return True
+        frame = recomputed.frame(hook)
+        if frame is None:
+            return False
+        if not isinstance(frame.recompute_fn, _Recompute) or frame.recompute_fn.mode is not self:
+            frame.recompute_fn = _Recompute(self, frame.recompute_fn)
+        return True
+
+
+@dataclass(frozen=True)
+class _Recompute:
+    """What a checkpoint runs again, in a mode like the one that it began in."""
+
+    mode: Ours
+    run: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        with Ours(self.mode.kernel):
+            return self.run(*args)
 
 
 @functools.cache

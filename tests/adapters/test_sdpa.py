@@ -7,8 +7,10 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as renamed
+from torch.utils.checkpoint import checkpoint
 
 import attnops
+from attnops.adapters import recomputed
 from attnops.adapters.callers import callers
 from attnops.adapters.sdpa import scaled_dot_product_attention
 from attnops.errors import InvalidInput, NoKernel, PatchError, UnknownKernel
@@ -318,7 +320,7 @@ class Recomputing(torch.nn.Module):
         return F.scaled_dot_product_attention(x, x, x)
 
     def forward(self, x, reentrant):
-        return torch.utils.checkpoint.checkpoint(self.attend, x, use_reentrant=reentrant)
+        return checkpoint(self.attend, x, use_reentrant=reentrant)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -330,3 +332,52 @@ def test_a_recomputed_method_calls_it_again(reentrant):
         model(x, reentrant).sum().backward()
     torch.testing.assert_close(x.grad, want)
     assert calls.names.count("attnops::attention") == 2, calls.names
+
+
+class Checkpointing(torch.nn.Module):
+    """Methods that recompute functions, which are no methods."""
+
+    def of_a_closure(self, x):
+        return checkpoint(lambda y: F.scaled_dot_product_attention(y, y, x), x, use_reentrant=False)
+
+    def of_a_function(self, x):
+        return checkpoint(by_function, x, use_reentrant=False)
+
+    def of_torchs_own(self, x):
+        return checkpoint(F.scaled_dot_product_attention, x, x, x, use_reentrant=False)
+
+    def of_checkpoints(self, x):
+        def inner(y):
+            return checkpoint(by_function, y.sin(), use_reentrant=False).cos() + by_function(y)
+
+        return checkpoint(inner, x, use_reentrant=False)
+
+    def of_a_checkpoint_alone(self, x):
+        return checkpoint(lambda y: checkpoint(by_function, y, use_reentrant=False), x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("how", ["eager", "in a checkpoint", "frames are not found"])
+@pytest.mark.parametrize("name", [name for name in vars(Checkpointing) if name.startswith("of_")])
+def test_what_a_checkpoint_recomputes_calls_it_again(name, how, monkeypatch):
+    model, x = Checkpointing(), torch.randn(1, 2, 3, 4, requires_grad=True)
+    getattr(model, name)(x).square().sum().backward()
+    want, x.grad = x.grad, None
+    if how == "frames are not found":
+        monkeypatch.setattr(recomputed, "frame", lambda hook: None)
+    with attnops.patch(model), Calls() as calls:
+        run = getattr(model, name)
+        output = checkpoint(run, x, use_reentrant=False) if how == "in a checkpoint" else run(x)
+        output.square().sum().backward()
+    torch.testing.assert_close(x.grad, want)
+    forward = {name for name in calls.names if "backward" not in name}
+    torchs = {"aten::_scaled_dot_product_flash_attention_for_cpu"}
+    assert forward == (torchs if how == "frames are not found" else {"attnops::attention"})
+
+
+def test_a_compiled_checkpoint():
+    model, x = Checkpointing(), torch.randn(1, 2, 3, 4, requires_grad=True)
+    model.of_a_closure(x).square().sum().backward()
+    want, x.grad = x.grad, None
+    with attnops.patch(model):
+        torch.compile(model.of_a_closure, fullgraph=True, backend="aot_eager")(x).square().sum().backward()
+    torch.testing.assert_close(x.grad, want)
