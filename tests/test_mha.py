@@ -3,6 +3,7 @@
 import copy
 import inspect
 import itertools
+import warnings
 from typing import Any
 
 import pytest
@@ -356,7 +357,9 @@ def test_torchs_inference_paths_call_it(when, padded, norm_first, monkeypatch):
         made.self_attn = MultiheadAttention(16, 4, batch_first=True)
         return made
 
-    ours = nn.TransformerEncoder(replaced(layer) if when == "before" else layer, 2, enable_nested_tensor=True).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if norm_first else "error")  # as torch's own the first is made without a warning
+        ours = nn.TransformerEncoder(replaced(layer) if when == "before" else layer, 2, enable_nested_tensor=True).eval()
     if when == "after":
         ours.layers = nn.ModuleList(replaced(each) for each in ours.layers)
     ours.load_state_dict(theirs.state_dict())
@@ -364,7 +367,6 @@ def test_torchs_inference_paths_call_it(when, padded, norm_first, monkeypatch):
     calls = []
     for module in ours.modules():
         if isinstance(module, MultiheadAttention):
-            assert not module._forward_hooks
 
             def watched(*args, real=module.forward, **kwargs):
                 calls.append(args[0].is_nested)
@@ -383,7 +385,7 @@ def test_torchs_inference_paths_call_it(when, padded, norm_first, monkeypatch):
     calls.clear()
     with torch.no_grad():
         ours(x, **masks)
-    assert calls == [padded and when == "after" and not norm_first] * 2
+    assert calls == [padded and not norm_first] * 2
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -439,7 +441,7 @@ def test_parameters_may_be_reset():
     ours = MultiheadAttention(E, H)
     before = ours.in_proj_weight.clone()
     ours._reset_parameters()
-    assert not torch.equal(ours.in_proj_weight, before) and not ours._qkv_same_embed_dim
+    assert not torch.equal(ours.in_proj_weight, before)
     MultiheadAttention(E, H, kdim=4)._reset_parameters()
     copied = copy.deepcopy(ours)
     x = torch.randn(L, N, E)

@@ -1,6 +1,6 @@
 """torch.utils.checkpoint with `use_reentrant=False`, seen from within the function that it runs.
 
-A checkpoint hooks the tensors that autograd saves, and its hook knows how to run the function again.
+A checkpoint hooks the tensors that autograd saves; its hook knows how to run the function again.
 None of this is public. Where torch has moved the latter, `frame` finds nothing; a test runs both.
 """
 
@@ -25,7 +25,7 @@ def current() -> Any:
 
 
 def frame(hook: Any) -> Any:
-    """What the checkpoint with this hook remembers, with `recompute_fn`; None if it is not found."""
+    """What the checkpoint with this hook remembers, with `recompute_fn`; None if not found."""
     variables = getattr(getattr(hook, "__code__", None), "co_freevars", ())
     if "frame" not in variables:
         return None

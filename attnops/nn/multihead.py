@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,7 +23,8 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     With need_weights=False and no dropout the attention is `attnops.attention` (`kernel=` forces a kernel). With need_weights=True it is
     plain torch, because kernels give no weights, and with dropout in training it is torch's scaled_dot_product_attention. A query that may
-    see no key gives 0 (and weights 0) where torch gives NaN. Layers of torch.nn call this module in eval mode, too. Nested tensors, jagged
+    see no key gives 0 (and weights 0) where torch gives NaN. Layers of torch.nn call this module in eval mode, too, because it has a forward
+    pre-hook, which does nothing; torch.nn.TransformerEncoder makes nested tensors for it as for torch's own. Nested tensors, jagged
     or of the strided layout, which torch.nn.TransformerEncoder makes of padded batches, go through `attnops.varlen_attention`: the host
     reads the longest length of jagged ones, which waits for a GPU, and where compiled code has a graph break. Constructor and calls raise
     InvalidInput for arguments that torch refuses.
@@ -43,12 +46,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                 check.size(field, dim)
         super().__init__(embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype)
         self.kernel = kernel
-
-    def _reset_parameters(self) -> None:
-        self._qkv_same_embed_dim = self.in_proj_weight is not None
-        super()._reset_parameters()
-        # torch.nn.TransformerEncoderLayer calls a module without this flag, and does not read its weights for a kernel of its own.
-        self._qkv_same_embed_dim = False
+        self.register_forward_pre_hook(_is_called)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None, need_weights: bool = True,
@@ -186,6 +184,13 @@ class MultiheadAttention(nn.MultiheadAttention):
             weights = (logits + added).masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
         weights = F.dropout(weights, self.dropout, self.training)
         return (weights @ v.transpose(1, 2)).transpose(1, 2), weights
+
+
+def _is_called(module: nn.Module, given: tuple[Any, ...]) -> None:
+    """Nothing: a module with a hook is called by torch.nn.TransformerEncoderLayer in eval mode, too.
+
+    Of one without hooks the layer reads the weights, for a kernel of torch's own.
+    """
 
 
 def _mask_like(field: str, mask: Tensor, shape: tuple[int, ...]) -> Tensor:
