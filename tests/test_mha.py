@@ -408,15 +408,39 @@ def test_nested_tensors():
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.parametrize("average_attn_weights", [True, False])
+def test_weights_of_nested_tensors(layout, average_attn_weights):
+    """`[N, L, S]` of the longest lengths, as torch pads them in eval mode, which is all that it has; of the rows one by one else."""
+    width, heads = 16, 4
+    theirs, ours = (cls(width, heads, batch_first=True) for cls in (nn.MultiheadAttention, MultiheadAttention))
+    ours.load_state_dict(theirs.state_dict())
+    rows = [torch.randn(n, width) for n in (2, 4, 1)]
+    x = torch.nested.nested_tensor(rows, layout=layout)
+    got, weights = ours(x, x, x, average_attn_weights=average_attn_weights)
+    close(torch.cat(got.unbind()), torch.cat([ours(row, row, row)[0] for row in rows]))
+    with torch.no_grad():
+        strided = torch.nested.nested_tensor(rows)
+        close(weights, theirs.eval()(strided, strided, strided, average_attn_weights=average_attn_weights)[1])
+    others = [torch.randn(n, width) for n in (3, 1, 5)]
+    memory = torch.nested.nested_tensor(others, layout=layout)
+    weights = ours(x, memory, memory, average_attn_weights=average_attn_weights)[1]
+    assert weights.shape == (3, *(heads,) * (not average_attn_weights), 4, 5)
+    for got, row, other in zip(weights, rows, others, strict=True):
+        want = ours(row, other, other, average_attn_weights=average_attn_weights)[1]
+        close(got[..., : len(row), : len(other)], want)
+        close(got.sum(), want.sum())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_that_are_refused():
     ours, rows = MultiheadAttention(E, H, batch_first=True), [torch.randn(2, E), torch.randn(3, E)]
     x, jagged = torch.nested.nested_tensor(rows), torch.nested.nested_tensor(rows, layout=torch.jagged)
     short = torch.nested.nested_tensor(rows[:1])
     plain = torch.randn(2, 3, E)
     for args, more in (
-        ((x, x, x), {}), ((jagged, jagged, jagged), {}), ((x, jagged, jagged), {"need_weights": False}),
-        ((x, plain, plain), {"need_weights": False}), ((plain, x, x), {}), ((x, short, short), {"need_weights": False}),
-        ((x, x, x), {"need_weights": False, "attn_mask": torch.zeros(3, 3)}),
+        ((x, jagged, jagged), {}), ((x, plain, plain), {"need_weights": False}), ((plain, x, x), {}),
+        ((x, short, short), {"need_weights": False}), ((x, x, x), {"attn_mask": torch.zeros(3, 3)}),
     ):  # fmt: skip
         with pytest.raises(InvalidInput, match=r"nested|requests"):
             ours(*args, **more)

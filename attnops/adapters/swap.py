@@ -104,10 +104,11 @@ class Swapped(Handle):
 
     def _give_back(self, change: Change, before: _Before) -> None:
         target, own = change.target, vars(change.target)
-        cls = taken_out(type(target), change.cls(before.cls, self.kernel), before.cls)
+        now: Any = type(target)
+        cls = taken_out(now, change.cls(before.cls, self.kernel), before.cls)
         if cls is None:
             return
-        if cls is not type(target):
+        if cls is not now:
             target.__class__ = cls
         for name, value in change.attributes.items():
             if name in own and own[name] is value:
