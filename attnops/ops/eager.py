@@ -59,6 +59,9 @@ def _publicly_uncast() -> Iterator[None]:
 uncast: Callable[[], AbstractContextManager[None]] = vars(torch._C).get("_DisableAutocast", _publicly_uncast)
 """Autocast is off within the block: an op has no autocast rule, and its kernels compute in the dtypes of its contract. torch.autocast
 takes longer."""
+_of_a_batch: Callable[[Tensor], bool]
+_of_a_batch = vars(torch._C._functorch).get("is_legacy_batchedtensor", lambda tensor: False)
+"""Is it a batch of tensors, as torch.autograd.grad makes one of gradients?"""
 _profiling: Callable[[], bool] = vars(torch.autograd).get("_profiler_enabled", lambda: False)
 _TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 
@@ -79,7 +82,8 @@ class Likeness:
 
     @staticmethod
     def _facts(t: Tensor) -> tuple[Any, ...]:
-        return type(t), t.dim(), t.dtype, t.device, t.requires_grad, t.is_neg(), t.is_conj(), t.is_inference()
+        kind = type(t), t.dim(), t.dtype, t.device, t.requires_grad
+        return *kind, t.is_neg(), t.is_conj(), t.is_inference(), _of_a_batch(t)
 
     def check(self, *tensors: Tensor) -> bool:
         """Are they all alike?"""
@@ -275,8 +279,10 @@ def grad_fields(call: Any) -> tuple[str, ...]:
 
 
 def _plain(t: Tensor) -> bool:
-    """Does the memory of `t` hold its numbers as they are? The dispatcher resolves lazy conjugates and signs, and other layouts, first."""
-    return not (t.is_neg() or t.is_conj() or t.is_nested) and t.device.type != "meta" and t.layout is torch.strided
+    """Does the memory of `t` hold its numbers as they are? The dispatcher resolves lazy conjugates and signs, other layouts, and the
+    batches of gradients of `is_grads_batched`, first."""
+    strided = t.device.type != "meta" and t.layout is torch.strided
+    return strided and not (t.is_neg() or t.is_conj() or t.is_nested or _of_a_batch(t))
 
 
 def plain_only(op: Eager, call: Any) -> None:
@@ -307,9 +313,13 @@ def checked(op: Eager, call: Call) -> Run:
 
 
 def overheard() -> bool:
-    """Must a call pass the dispatcher: is forward-mode or torch.func's gradient possible, or does a mode or a profiler have to see it?"""
+    """Must a call pass the dispatcher: is forward-mode or torch.func's gradient possible, or does a mode or a tool have to see it?"""
     return bool(
-        _len_torch_dispatch_stack() or _len_torch_function_stack() or _profiling() or forward_ad._current_level >= 0 or _transformed()
+        _len_torch_dispatch_stack()
+        or _len_torch_function_stack()
+        or _profiling()
+        or forward_ad._current_level >= 0
+        or _transformed()
     )
 
 

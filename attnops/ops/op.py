@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import keyword
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -198,7 +199,14 @@ def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
     from torch._functorch.utils import enable_single_level_autograd_function
 
     with enable_single_level_autograd_function():
-        return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+        return _of_one_level(function).apply(*args)
+
+
+@functools.cache
+def _of_one_level(function: type[torch.autograd.Function]) -> Any:
+    """The Function for one level of torch.func, as torch makes it of a Function that has a `setup_context`."""
+    methods = {name: staticmethod(getattr(function, name)) for name in ("forward", "backward")}
+    return type(function.__name__, (torch.autograd.function._SingleLevelFunction,), methods)
 
 
 def below(run: Callable[[Any], Any], call: Any) -> Any:
