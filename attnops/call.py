@@ -44,6 +44,7 @@ from attnops.layout import (
     layout_of,
 )
 from attnops.reference.rows import surely
+from attnops.tracers import wanted
 
 if TYPE_CHECKING:
     from typing_extensions import dataclass_transform
@@ -288,7 +289,7 @@ def _check_kind(a: Arg, value: Any) -> None:
         _check_value(a, value)
     elif not isinstance(value, Tensor) and (value is not None or a.kind == "Tensor"):
         got = "nothing" if value is REQUIRED else "None" if value is None else type(value).__name__
-        fail(InvalidInput, a.name, got, f"a tensor [{a.dims}]")
+        fail(InvalidInput, a.name, got, wanted(f"a tensor [{a.dims}]", value))
 
 
 def _check_tensor(call: Call, a: Arg, value: Tensor) -> None:

@@ -5,6 +5,7 @@ Their data alone may not be what they stand for.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,3 +31,9 @@ def refuse_foreign(field: str, value: Any) -> None:
     """Raise InvalidInput for a tensor of such a class. A nested one has an error of its own."""
     if isinstance(value, Tensor) and is_foreign(type(value)) and not value.is_nested:
         fail(InvalidInput, field, f"a {type(value).__name__}", WANT)
+
+
+def plain_only(names: Iterable[str], values: Iterable[Any]) -> None:
+    """As `refuse_foreign`, of all arguments of a call."""
+    for name, value in zip(names, values, strict=True):
+        refuse_foreign(name, value)

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from attnops.adapters import recomputed
 from attnops.adapters.callers import TORCHS, callers
 from attnops.adapters.sdpa import scaled_dot_product_attention
+from attnops.tracers import is_recorded
 
 _SERVED = "_attnops_served"
 _OF_EVERY_CLASS = ("__dict__", "__weakref__")
@@ -119,12 +120,17 @@ def _knows_its_class(value: Any) -> bool:
 
 
 def _calls_ours(own: Callable[..., Any], kernel: str | None) -> Callable[..., Any]:
-    @functools.wraps(own)
+    recorded, ours = is_recorded, Ours
+
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with Ours(kernel):
+        if recorded(*args, *kwargs.values()):
+            return own(self, *args, **kwargs)
+        with ours(kernel):
             return own(self, *args, **kwargs)
 
-    return call
+    # torch.jit.script compiles the source of `own`, and looks its names up in the globals of this.
+    names = getattr(own, "__globals__", globals())
+    return functools.wraps(own)(FunctionType(call.__code__, names, closure=call.__closure__))
 
 
 def _in_place_of(own: Any, base: Any, body: Mapping[str, Any], again: tuple[Any, Any]) -> type:

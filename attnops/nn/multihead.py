@@ -35,6 +35,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     bool True hides the key, while in `attnops.attention` True shows it.
     """
 
+    __prepare_scriptable__ = check.not_scripted
+
     def __init__(
         self, embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True, add_bias_kv: bool = False,
         add_zero_attn: bool = False, kdim: int | None = None, vdim: int | None = None, batch_first: bool = False,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnops.call import FLOAT32, FLOATS, INDEX, KW_ONLY, MASK, QUERY, STORED, Result, Sizes, arg, changed, record
 from attnops.errors import NoGradient, fail
-from attnops.ops import eager, rules
+from attnops.ops import by_sdpa, eager, rules
 from attnops.ops.bias import as_rule
 from attnops.ops.eager import key_for
 from attnops.ops.op import OPS, Op, applied, below, blank, define, tensors_of
@@ -79,7 +79,15 @@ class Attention(rules.Visible):
     q_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None)
 
 
-ATTENTION = define(Op(Attention, reference.attention, differentiable, about="dense attention"))
+ATTENTION = define(
+    Op(
+        Attention,
+        reference.attention,
+        differentiable,
+        about="dense attention",
+        by_torch=by_sdpa.attention,
+    )
+)
 
 
 GRADIENTS = rules.gradients("query", "key", "value", "mask", "sinks")

@@ -27,7 +27,8 @@ from attnops.errors import InvalidInput, NoGradient, fail
 from attnops.kernel import _REGISTRY, Capture
 from attnops.problem import _OVERRIDE, Problem, alike, altered, problem_of
 from attnops.select import _ACTIVE, choose, key_for as _key_for
-from attnops.subclasses import refuse_foreign
+from attnops.subclasses import plain_only, refuse_foreign
+from attnops.tracers import is_onnx, wanted
 
 Run = Callable[[Any], Any]
 
@@ -63,6 +64,8 @@ _of_a_batch: Callable[[Tensor], bool]
 _of_a_batch = vars(torch._C._functorch).get("is_legacy_batchedtensor", lambda tensor: False)
 """Is it a batch of tensors, as torch.autograd.grad makes one of gradients?"""
 _profiling: Callable[[], bool] = vars(torch.autograd).get("_profiler_enabled", lambda: False)
+_tracing: Callable[[], bool]
+_tracing = vars(torch._C).get("_is_tracing", torch.jit.is_tracing)  # type: ignore[attr-defined]
 _TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 
 
@@ -185,6 +188,7 @@ class Eager:
 
     autograd: Callable[[Run, Any], Any] | None
     once: bool
+    in_torchs_ops: Run
 
     def __init__(self, spec: Spec) -> None:
         self.spec, self.name = spec, spec.op
@@ -219,7 +223,9 @@ class Eager:
                     return self.autograd(self.run, call)
             elif (run := self.find(call)) is not None:
                 return run(call)
-        plain_only(self, call)  # others would be asked what the op shall do
+        plain_only(self.names, call)  # others would be asked what the op shall do
+        if is_onnx():
+            return self.in_torchs_ops(call)
         if not is_compiling():
             check_kinds(call)  # the dispatcher's own error names neither the field nor the value
         n = self.positional
@@ -285,15 +291,9 @@ def _plain(t: Tensor) -> bool:
     return strided and not (t.is_neg() or t.is_conj() or t.is_nested or _of_a_batch(t))
 
 
-def plain_only(op: Eager, call: Any) -> None:
-    """Raise InvalidInput for a tensor whose class has a `__torch_function__` of its own."""
-    for name, value in zip(op.names, call, strict=True):
-        refuse_foreign(name, value)
-
-
 def checked(op: Eager, call: Call) -> Run:
     """A function that runs the kernel chosen for `call`, which is checked first. Raises InvalidInput, NoKernel."""
-    plain_only(op, call)
+    plain_only(op.names, call)
     check(call)
     policy = getattr(call, "policy")  # noqa: B009 - every record has one, and no type checker knows
     problem = op.problem(call)
@@ -320,6 +320,7 @@ def overheard() -> bool:
         or _profiling()
         or forward_ad._current_level >= 0
         or _transformed()
+        or _tracing()
     )
 
 
@@ -352,7 +353,8 @@ def tensors(**given: Any) -> None:
     """Raise InvalidInput unless these, which a public function looks into before the op checks its call, are tensors."""
     for field, value in given.items():
         if not isinstance(value, Tensor):
-            fail(InvalidInput, field, "None" if value is None else type(value).__name__, "a tensor")
+            got = "None" if value is None else type(value).__name__
+            fail(InvalidInput, field, got, wanted("a tensor", value))
 
 
 def mask(value: Any) -> None:

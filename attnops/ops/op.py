@@ -14,12 +14,13 @@ from torch._guards import TracingContext
 from torch.autograd import forward_ad
 
 from attnops.call import Call, changed, check, fake, schema, split, values
-from attnops.errors import NoGradient, NotCapturable, RegistrationError, fail
+from attnops.errors import NoGradient, NotCapturable, NotRecordable, RegistrationError, fail
 from attnops.kernel import CONTRACT, Capture, Core, Kernel, on_register
 from attnops.ops.eager import Eager, autocasting, capturing, direct, grad_fields, uncast
 from attnops.ops.layouts import refuse_others
 from attnops.problem import Problem
 from attnops.select import choose, parse_policy
+from attnops.tracers import is_onnx
 
 _LIB = torch.library.Library("attnops", "FRAGMENT")
 _FAKE_LIB = torch.library.Library("attnops", "IMPL")
@@ -41,6 +42,7 @@ class Op(Eager):
     call: the record of its arguments. reference: the op in plain torch, a function of a call.
     autograd: takes (a function that runs a call, the call) where an input requires grad; without it such a call raises NoGradient.
     once: inputs may require grad, and the backward raises NoGradient: torch.func.grad has the inputs of every gradient require grad.
+    by_torch: a function of a call in torch's own ops, for torch.onnx.export, which knows no others.
     """
 
     call: type[Call]
@@ -48,6 +50,7 @@ class Op(Eager):
     autograd: Callable[[Callable[[Any], Any], Any], Any] | None = None
     once: bool = False
     about: str = ""
+    by_torch: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
         super().__init__(self.call.spec)
@@ -56,6 +59,14 @@ class Op(Eager):
     def schema(self) -> str:
         """Arguments and results as torch.library writes them."""
         return schema(self.spec)
+
+    def in_torchs_ops(self, call: Any) -> Any:
+        """The op's results for torch.onnx.export. Raises NotRecordable, InvalidInput."""
+        if self.by_torch is None:
+            want = "the model without attnops: after unpatch(), or with torch's own modules"
+            fail(NotRecordable, self.name, "torch.onnx.export", want)
+        check(call)
+        return self.by_torch(call)
 
 
 def define(op: Op) -> Op:
@@ -128,8 +139,36 @@ def _define_overload(op: Op, name: str, run: Callable[[Any], Any], chooses: bool
     torch.library.register_fake(f"attnops::{name}", _fake(op, chooses), lib=_FAKE_LIB)
     overload = getattr(op.packet, name.partition(".")[2] or "default")
     _LIB.impl(name, _autograd(op, overload), "Autograd")
+    if any(a.written for a in op.spec.args):
+        _LIB.impl(name, _not_mapped(op), "FuncTorchBatched")
     if not chooses:
         overload.run = direct(overload, body)
+
+
+def _not_mapped(op: Op) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        want = "one call for the whole batch: it writes into its arguments"
+        fail(NotRecordable, op.name, "torch.vmap", want)
+
+    return run
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Ops in torch's own, for `torch.export.ExportedProgram.run_decompositions`.
+
+    For programs that go to tools which know torch's ops alone, such as torch.onnx. Of attnops' ops
+    it has `attention`; the results are empty where an lse would be.
+
+    Returns:
+        By overload, a function of its arguments. It raises NotRecordable for arguments that
+        torch's scaled_dot_product_attention cannot say.
+    """
+
+    def decomposed(op: Op, by_torch: Callable[[Any], Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: by_torch(op.call(*args, **kwargs))
+
+    found = [(op, op.by_torch) for op in OPS.values() if op.by_torch is not None]
+    return {op.packet.default: decomposed(op, by_torch) for op, by_torch in found}
 
 
 def define_core(name: str, core: Core, tags: tuple[torch.Tag, ...] = ()) -> None:
@@ -151,6 +190,9 @@ def _outside_of_captures(kernel: Kernel) -> Callable[[Any], Any]:
 def _fake(op: Op, chooses: bool) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         call: Any = op.call(*args, **kwargs)
+        if is_onnx():  # of a program that is captured already, or by Dynamo
+            want = "the module itself, not strict, or attnops.ops.decompositions() run on a program"
+            fail(NotRecordable, op.name, "torch.onnx.export", want)
         if op.autograd is None and not op.once:
             _refuse_grad(op, call)
         if chooses:
