@@ -33,7 +33,7 @@ def refuse_foreign(field: str, value: Any) -> None:
         fail(InvalidInput, field, f"a {type(value).__name__}", WANT)
 
 
-def plain_only(names: Iterable[str], values: Iterable[Any]) -> None:
+def plain_only(names: Iterable[str], values: Any) -> None:
     """As `refuse_foreign`, of all arguments of a call."""
     for name, value in zip(names, values, strict=True):
         refuse_foreign(name, value)

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from torch import distributed, nn
-from torch.distributed import init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils.parametrize import register_parametrization
 

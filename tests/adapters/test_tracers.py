@@ -55,7 +55,7 @@ def test_a_vit_of_torchvision(tmp_path):
 class Traced(Layer):
     """As Layer, in code that torch.jit.script compiles."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4).unbind(0)
         attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return x + self.out(attended.transpose(1, 2).flatten(2))
