@@ -4,16 +4,21 @@ SHELL := bash
 PYTHON ?= python3
 WORKERS ?= 2
 JOBS ?= 1
-BIN := .venv/bin
+# The environment; `make test-newest` and `make test-oldest` have their own.
+VENV ?= .venv
+BIN := $(VENV)/bin
 OUT ?= benchmarks/results/local
 # The versions to install; CONSTRAINTS=other.txt for others, as the workflows do.
 CONSTRAINTS ?= constraints.txt
-PIP = PYTHONUNBUFFERED=1 $(BIN)/python -m pip install --progress-bar off -c $(CONSTRAINTS)
+# With UPGRADE=1 what is installed gives way to the newest that the constraints allow.
+PIP = PYTHONUNBUFFERED=1 $(BIN)/python -m pip install --progress-bar off -c $(CONSTRAINTS) \
+	$(if $(UPGRADE),--upgrade --upgrade-strategy eager)
 # Of what pip prints: the large files and the end, with the seconds since it began.
 SHORT = while read -r line; do case $$line in *Downloading*[MG]B*|*cached*[MG]B*|Installing\ collected*) \
 	printf '  %4d s  %.100s\n' $$SECONDS "$$line";; esac; done
 # $(call phase,NAME,COMMAND): a line when it begins, and its seconds when it ends.
 phase = @echo "== $(1)"; $(2); code=$$?; echo "== $(1): $$SECONDS s"; exit $$code
+LIBRARIES := torch triton transformers accelerate diffusers peft sentence-transformers timm torchao torchtitan
 WORDS := $(wildcard *.md) .github docs examples attnops lowering graphs
 # One file or more of every room, those that fail first when the room breaks, without their slow tests.
 QUICK := tests/test_layers.py tests/test_size.py tests/test_imports.py tests/test_errors.py tests/test_select.py tests/test_plugins.py \
@@ -32,12 +37,12 @@ demo pytest test-all test-quick docs docs-check census: export TORCHINDUCTOR_CAC
 demo pytest test-all test-quick docs docs-check census: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-quick lint pytest docs docs-check dist census gpu-test gpu-bench gpu-tune gpu-sanitize
+.PHONY: help demo test test-all test-quick test-newest test-oldest versions lint pytest docs docs-check dist census gpu-test gpu-bench gpu-tune gpu-sanitize
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
 
-demo: .venv/.ready ## two small models before and after attnops.patch(model): tokens, speed, kernels
+demo: $(VENV)/.ready ## two small models before and after attnops.patch(model): tokens, speed, kernels
 	@echo "== demo: two small models generate, before and after attnops.patch"
 	@$(BIN)/attnops demo
 
@@ -49,31 +54,44 @@ test-all: lint ## the same with every case of the tests that sweep (half an hour
 test-quick: lint ## lint, types, and tests of every room (two minutes of two cores)
 	$(call phase,quick tests,$(PYTEST) -m 'not slow' $(QUICK))
 
-pytest: .venv/.dev ## every test that needs no GPU, and of those that sweep every nth case
+pytest: $(VENV)/.dev ## every test that needs no GPU, and of those that sweep every nth case
 	$(call phase,tests,$(PYTEST) --part)
 
-lint: .venv/.dev ## ruff, its format, codespell, proselint, mypy, pyright
+# The two ends of the ranges in pyproject.toml, each in an environment of its own.
+test-newest: ## the tests with the newest torch, transformers and other libraries that pip finds (20 minutes of two cores)
+	@rm -f .venv-newest/.ready
+	$(MAKE) VENV=.venv-newest CONSTRAINTS=.ci/newest.txt UPGRADE=1 versions pytest
+
+test-oldest: ## the tests with the oldest versions that pyproject.toml claims; wants PYTHON=python3.10
+	$(MAKE) VENV=.venv-oldest CONSTRAINTS=.ci/oldest.txt versions pytest
+
+# What the run proves, in the words of pip.
+versions: $(VENV)/.dev
+	@$(BIN)/python --version
+	@$(BIN)/python -m pip list --disable-pip-version-check | grep -E '^($(subst $() ,|,$(LIBRARIES))) '
+
+lint: $(VENV)/.dev ## ruff, its format, codespell, proselint, mypy, pyright
 	$(call phase,ruff,$(BIN)/ruff check . && $(BIN)/ruff format --check .)
 	$(call phase,words,$(BIN)/codespell $(WORDS) && $(BIN)/python docs/prose.py)
 	$(call phase,types,$(BIN)/mypy & mypy=$$!; $(BIN)/pyright; code=$$?; wait $$mypy && (exit $$code))
 
 SITE = $(BIN)/python -m sphinx -b html -W --keep-going -q -d build/doctrees docs build/docs
 
-docs: .venv/.dev ## write the generated tables of README and docs, run the tutorials, build the site (two minutes of one core)
+docs: $(VENV)/.dev ## write the generated tables of README and docs, run the tutorials, build the site (two minutes of one core)
 	$(call phase,generated parts,$(BIN)/python docs/generate.py)
 	$(call phase,site,$(SITE))
 	@echo "The site is at build/docs/index.html"
 
-docs-check: .venv/.dev ## build the site of the pages as they are, without running the tutorials, which `make test` runs
+docs-check: $(VENV)/.dev ## build the site of the pages as they are, without running the tutorials, which `make test` runs
 	$(call phase,site,$(SITE) -D plot_gallery=0)
 	@echo "The site is at build/docs/index.html"
 
-dist: .venv/.dev ## the sdist, and the wheel made from it, in dist/, checked as the package index does
+dist: $(VENV)/.dev ## the sdist, and the wheel made from it, in dist/, checked as the package index does
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/twine check --strict dist/*
 
-census: .venv/.dev ## every model type of transformers, patched against eager; docs/models.md (half an hour of one core)
+census: $(VENV)/.dev ## every model type of transformers, patched against eager; docs/models.md (half an hour of one core)
 	$(BIN)/python -m benchmarks.census.run --jobs $(JOBS); code=$$?; $(BIN)/python docs/generate.py && exit $$code
 
 # A GPU host brings its own torch and often has no network, so the targets below use its python3, not .venv.
@@ -92,17 +110,17 @@ gpu-tune: ## the table of measured times of a CUDA device, and how well it choos
 
 # torch comes from the constraint alone: an open range would take whatever the index holds that day. The build backend is
 # installed the same way, because pip applies no constraints inside an isolated build.
-.venv/.ready: pyproject.toml $(CONSTRAINTS)
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@echo "Installing attnops, torch and transformers into .venv, once. Files of a megabyte or more are listed as they come."
-	@$(PIP) setuptools setuptools-scm wheel | $(SHORT)
+$(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing attnops, torch and transformers into $(VENV), once. Files of a megabyte or more are listed as they come."
+	@$(PIP) --upgrade setuptools setuptools-scm wheel | $(SHORT)
 	@$(PIP) --no-build-isolation -e ".[hf,cli,triton]" | $(SHORT)
 	@touch $@
 
-.venv/.dev: .venv/.ready
-	@echo "Installing the tools of tests, lint and docs into .venv, once."
+$(VENV)/.dev: $(VENV)/.ready
+	@echo "Installing the tools of tests, lint and docs into $(VENV), once."
 	@$(PIP) --no-build-isolation -e ".[hf,cli,triton,dev,docs]" | $(SHORT)
 # torchvision's wheels on PyPI are for CUDA. Beside a CPU's torch their library does not load, and transformers fails where it sees them:
 # only the tests of their models look into this folder.
-	@$(PIP) --no-deps --upgrade --target .venv/vision torchvision timm | $(SHORT)
+	@$(PIP) --no-deps --upgrade --target $(VENV)/vision torchvision timm | $(SHORT)
 	@touch $@

@@ -327,6 +327,8 @@ def _check_value(a: Arg, value: Any) -> None:
         fail(InvalidInput, a.name, value, f"a finite number{bound}")
     if a.least is not None:
         need(value >= a.least, a.name, value, f">= {a.least:g}")
+    if a.most is not None:
+        need(value <= a.most, a.name, value, f"<= {a.most}")
     if a.choices and value not in a.choices:
         fail(InvalidInput, a.name, repr(value), " | ".join(c or '""' for c in a.choices))
 

@@ -42,6 +42,12 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
         "num_experts_per_tok": 8, "norm_topk_prob": True, "max_position_embeddings": 40960, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
     },
+    # google/gemma-3-4b-it, its text model
+    "gemma-3-4b-shape": {
+        "model_type": "gemma3_text", "vocab_size": 262208, "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 1024,
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
+    },
     # openai/gpt-oss-20b
     "gpt-oss-20b-shape": {
         "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,

@@ -15,6 +15,8 @@ All errors may be pickled and copied, so that they cross processes. A value that
 from __future__ import annotations
 
 import pickle
+import sys
+import warnings
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -306,3 +308,33 @@ class ReplayMismatch(GraphError):
 
 class PatchError(AttnopsError, RuntimeError):
     """A model cannot be patched as asked."""
+
+
+class NotFast(UserWarning):
+    """A model that could have had pages or CUDA graphs does not get them, for a reason that is its own, the machine's or a version's.
+
+    It warns once a process for each class of model. Results are right.
+    """
+
+
+class UntriedVersion(UserWarning):
+    """A package that is installed is newer than the newest that attnops was tried with. It warns once a process for each package."""
+
+
+# What was warned of, by category and subject.
+_WARNED: set[tuple[type[Warning], str]] = set()
+
+
+def warn_once(category: type[Warning], subject: str, text: str) -> None:
+    """Warn of a subject, once a process, at the line of the caller's code that led here."""
+    if (category, subject) in _WARNED:
+        return
+    _WARNED.add((category, subject))
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and _is_library(frame.f_globals.get("__name__", "")):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, category, stacklevel=level)
+
+
+def _is_library(module: str) -> bool:
+    return module.partition(".")[0] in ("attnops", "transformers", "torch", "contextlib")

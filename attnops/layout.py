@@ -39,7 +39,7 @@ class Arg:
 
     dims: the layout of a tensor. dtypes: those it may have, the argument whose dtype it shares, or a function of the call.
     default: the value if left out. off: the value at which no kernel needs to know the argument; the default, unless given.
-    least: of a number. choices: of a string. symbolic: the size may be a SymInt. written: the op writes the tensor.
+    least, most: of a number. choices: of a string. symbolic: the size may be a SymInt. written: the op writes the tensor.
     any_device: the tensor need not be on the first tensor's device. unit_stride: the last dim's stride is a fact of the Problem.
     hint: a promise, a plan or scratch that a kernel may ignore without changing the result; it never makes a kernel refuse.
     always: every kernel of the op takes every value of the argument, so `Kernel.takes` need not list it.
@@ -52,6 +52,7 @@ class Arg:
     default: Any = REQUIRED
     off: Any = REQUIRED
     least: float | None = None
+    most: int | None = None
     choices: tuple[str, ...] = ()
     symbolic: bool = False
     written: bool = False

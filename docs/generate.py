@@ -135,7 +135,9 @@ def _argument(a: Arg) -> list[str]:
     """The cells of an argument of a record: layout of a tensor, or type and bound of a value; dtypes; default."""
     default = "required" if a.default is REQUIRED else f"`{a.default!r}`"
     if not a.tensor:
-        return [f"`{a.name}`", a.kind + ("" if a.least is None else f" >= {a.least:g}"), "-", default]
+        least = "" if a.least is None else f" >= {a.least:g}"
+        most = "" if a.most is None else f", <= {a.most}"
+        return [f"`{a.name}`", a.kind + least + most, "-", default]
     dtypes = f"as `{a.dtypes}`" if isinstance(a.dtypes, str) else "by the call"
     dtypes = ", ".join(map(dtype_name, a.dtypes)) if isinstance(a.dtypes, tuple) else dtypes
     absent = " or None" if "None" in a.kind and a.default is REQUIRED else ""

@@ -25,6 +25,7 @@ RANKS = {
     "attnops.adapt": 1,
     "attnops.kernel": 1,
     "attnops.needs": 1,
+    "attnops.tried": 1,
     "attnops.measured": 1,
     "attnops.select": 2,
     "attnops.kernels": 2,

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.helpers import ROOT
 
@@ -51,6 +52,44 @@ def test_the_matrix_is_what_pyproject_promises():
     for package in ["torch", "transformers"]:
         [oldest] = re.findall(rf'"{package}>=([\d.]+)"', PYPROJECT)
         assert matrix[package][0].startswith(f"{package}=={oldest}.*") and matrix[package][-1].startswith(f"{package}>=")
+
+
+TOOLS = {
+    "build",
+    "check-jsonschema",
+    "codespell",
+    "jinja2",
+    "mypy",
+    "proselint",
+    "pyright",
+    "ruff",
+    "setuptools",
+    "setuptools-scm",
+    "twine",
+    "wheel",
+}
+"""What no test's numbers depend on."""
+
+
+def pins(file):
+    lines = [line for line in (ROOT / ".ci" / file).read_text().splitlines() if line and not line.startswith("#")]
+    return dict(line.split("==") for line in lines)
+
+
+def test_the_oldest_versions_that_run_are_the_bounds_of_pyproject():
+    claims = [Requirement(text) for text in re.findall(r'"([A-Za-z][\w.-]*(?:\[\w+\])?>=[^"]+)"', PYPROJECT.split("[project.scripts]")[0])]
+    kernels = {"flashinfer-python", "sglang-kernel", "flash-attn-4", "sgl-flash-mla"}  # they need a GPU
+    tests = {"hypothesis", "expecttest", "pytest", "pytest-timeout", "pytest-xdist"}
+    docs = {"myst-parser", "pydata-sphinx-theme", "sphinx", "sphinx-copybutton", "sphinx-gallery"}
+    oldest = pins("oldest.txt")
+    for claim in claims:
+        if claim.name not in TOOLS | kernels | tests | docs:
+            [bound] = [spec.version for spec in claim.specifier if spec.operator == ">="]
+            assert oldest[claim.name].removesuffix(".*") == bound, claim
+
+
+def test_the_newest_versions_are_pinned_by_nothing():
+    assert not pins("newest.txt")
 
 
 def test_workflows_have_the_least_rights():

@@ -17,6 +17,7 @@ from attnops.call import need
 from attnops.errors import PatchError, fail
 from attnops.kernel import check_kernel
 from attnops.nn.multihead import MultiheadAttention
+from attnops.tried import warn_if_newer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -87,6 +88,7 @@ def patch(
         else:
             handle = import_module("attnops.hf").patch(model, **options)
         return handle
+    warn_if_newer("torch")
     for field, value in (("mask", mask), ("cache", cache), ("decode", decode)):
         need(value == "auto", field, repr(value), f"'auto': {type(model).__name__} holds no transformers.PreTrainedModel")
     if kernel is not None:

@@ -20,6 +20,7 @@ import torch
 import attnops.hf
 from attnops.bench import Point, Setup, generate, models
 from attnops.bench.rows import Case, LeftOut, Row
+from attnops.hf.cache_names import argument
 from attnops.select import use
 from attnops.tune.clock import Run, seconds
 
@@ -43,7 +44,7 @@ class Warm(NamedTuple):
     def filled(self) -> Any:
         """A new cache with the prompt in it, and with room for further steps."""
         cache = self.handle.new_cache(self.point.batch, self.point.context + 4 * STEPS)
-        self.model(models.tokens(self.setup, self.model, *self.point), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        self.model(models.tokens(self.setup, self.model, *self.point), **argument(self.model, cache), use_cache=True, logits_to_keep=1)
         return cache
 
     def steps(self, *caches: Any) -> None:
@@ -51,7 +52,7 @@ class Warm(NamedTuple):
         token = models.tokens(self.setup, self.model, self.point.batch, 1)
         for cache in STEPS * caches:
             if self.handle.decode.mode == "hf":
-                self.model(token, past_key_values=cache, use_cache=True)
+                self.model(token, **argument(self.model, cache), use_cache=True)
             else:
                 self.handle.step(token, cache)
 

@@ -18,6 +18,7 @@ from torch._inductor.utils import clear_caches, fresh_cache
 import attnops.hf
 from attnops.bench import Setup, decode, models
 from attnops.bench.rows import Case, LeftOut, Row
+from attnops.hf.cache_names import argument
 from attnops.tune.clock import host_us, seconds, spread, synchronize
 
 WAYS = ("hf_compiled", "attnops_hf", "attnops_paged")
@@ -75,7 +76,7 @@ def capture(setup: Setup, kept: models.Kept, name: str, mode: Any, device: Any) 
         "unique_pieces": report.compiled.get("decode", 0), "mode": report.modes["decode"],
     }  # fmt: skip
     prompt = models.tokens(setup, model, 2, 8)
-    model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    model(prompt, **argument(model, cache), use_cache=True, logits_to_keep=1)
     token = prompt[:, :1].contiguous()
     host = host_us({"step": lambda: handle.step(token, cache)}, repeats=5, inner=4, wait=False)["step"]
     handle.unpatch()

@@ -39,6 +39,7 @@ from transformers import DynamicCache, StaticCache
 from attnops.bench import Point, Setup, known_ways, models, peers
 from attnops.bench.rows import Case, Row, Way
 from attnops.hf import Decode
+from attnops.hf.cache_names import argument
 from attnops.hf.paged.prompt import CAPTURE_AFTER
 from attnops.select import use
 from attnops.tune.clock import Timed, seconds, steps_us, synchronize
@@ -173,13 +174,13 @@ def _way(
         else:
             cache = DynamicCache(config=one.config) if compiled is None else StaticCache(config=one.config, max_cache_len=length)
         forward = one if compiled is None else setup.compiled(one.forward, **compiled)
-        one(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        one(prompt, **argument(one, cache), use_cache=True, logits_to_keep=1)
     rewind = models.rewinder(cache)
 
     def step(at: int) -> Any:
         torch.compiler.cudagraph_mark_step_begin()
         token = new[:, at : at + 1]
-        return handle.step(token, cache) if graphs else forward(token, past_key_values=cache, use_cache=True).logits
+        return handle.step(token, cache) if graphs else forward(token, **argument(one, cache), use_cache=True).logits
 
     def steps(after: Callable[[], None] | None = None) -> None:
         with use(**policy):
@@ -257,7 +258,7 @@ def _prompt(setup: Setup, model: Any, prompt: Tensor, given: dict[str, Any], mod
 
     def first_token() -> Tensor:
         cache.reset()
-        found: Tensor = one(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1, **given).logits
+        found: Tensor = one(prompt, **argument(one, cache), use_cache=True, logits_to_keep=1, **given).logits
         return found
 
     if mode == "piecewise":

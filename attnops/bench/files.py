@@ -18,6 +18,7 @@ from attnops.bench.rows import WRONG
 from attnops.errors import InvalidInput
 from attnops.kernel import all_kernels
 from attnops.measured.store import read_text
+from attnops.tried import installed
 from attnops.version import VERSION
 
 
@@ -32,8 +33,15 @@ def environment(device: torch.device | str, commit: str = "") -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "attnops": VERSION,
-        "packages": sorted({v for k in all_kernels() for v in k.versions() if not v.endswith("==None")}),
+        "packages": sorted(_packages()),
     }
+
+
+def _packages() -> set[str]:
+    """`name==version` of those that kernels need, and of transformers, whose models the suites measure."""
+    found = {version for kernel in all_kernels() for version in kernel.versions() if not version.endswith("==None")}
+    models = installed("transformers")
+    return found if models is None else {*found, f"transformers=={models}"}
 
 
 def _commit() -> str:

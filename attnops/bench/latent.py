@@ -21,6 +21,7 @@ from attnops.bench import Setup, kernels
 from attnops.bench.rows import Case, Make, Row, Way, largest_error, time_if_right, with_ratios
 from attnops.cache import LatentCache, PagedBatch
 from attnops.configs import config_of
+from attnops.hf.cache_names import argument
 from attnops.inputs import Call
 from attnops.nn import LatentAttention, RotaryEmbedding
 from attnops.ops import mla_attention, write_latent
@@ -93,7 +94,7 @@ def their_step(layer: Any, hidden: Tensor, latents: Tensor) -> Run:
     """transformers' layer on one token a request; hidden `[B, E]`."""
     cache, positions = Filled(latents, layer.kv_lora_rank), hidden.new_full((len(hidden), 1), latents.shape[1] - 1, dtype=torch.float32)
     place = DeepseekV3RotaryEmbedding(layer.config).to(hidden.device)(hidden, positions)
-    return lambda: layer(hidden[:, None], position_embeddings=place, attention_mask=None, past_key_values=cache)[0][:, 0]
+    return lambda: layer(hidden[:, None], position_embeddings=place, attention_mask=None, **argument(layer, cache))[0][:, 0]
 
 
 def ours(layer: Any, absorb: int | str = "auto") -> LatentAttention:

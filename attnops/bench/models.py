@@ -21,6 +21,7 @@ from attnops.bench import Point, Setup
 from attnops.bench.rows import Case, Row, Way, relative_error, time_if_right, with_ratios
 from attnops.configs import SHAPES, config_of
 from attnops.errors import InvalidInput
+from attnops.hf.cache_names import argument
 from attnops.reference import mxfp4
 from attnops.tune.clock import Run, steps_us
 
@@ -262,10 +263,10 @@ def exactly(model: Any, prompt: Tensor, new: Tensor | None = None, **given: Tens
     if callable(choose := getattr(wide, "set_experts_implementation", None)):  # grouped products have no float64
         choose("eager")
     cache = transformers.DynamicCache(config=wide.config)
-    last: Tensor = wide(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1, **given).logits
+    last: Tensor = wide(prompt, **argument(wide, cache), use_cache=True, logits_to_keep=1, **given).logits
     if new is None:
         return last
-    return torch.cat([wide(new[:, at : at + 1], past_key_values=cache, use_cache=True).logits for at in range(new.shape[1])], 1)
+    return torch.cat([wide(new[:, at : at + 1], **argument(wide, cache), use_cache=True).logits for at in range(new.shape[1])], 1)
 
 
 def rewinder(cache: Any) -> Run:

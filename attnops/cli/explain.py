@@ -76,6 +76,7 @@ def explain_config(
     from transformers import StaticCache
 
     from attnops.hf import patch
+    from attnops.hf.cache_names import argument
 
     mode = FakeTensorMode()
     here = torch.device("cuda" if not target and torch.cuda.is_available() else "cpu")
@@ -95,7 +96,7 @@ def explain_config(
             else:
                 kept = StaticCache(config=model.config, max_cache_len=tokens + 1)
             for phase, length in zip(PHASES, (tokens, 1), strict=True):
-                given: dict[str, Any] = {"input_ids": torch.zeros((batch, length), dtype=torch.int64), "past_key_values": kept}
+                given: dict[str, Any] = {"input_ids": torch.zeros((batch, length), dtype=torch.int64), **argument(model, kept)}
                 found[phase] = explain(model, **given, use_cache=True, target=named, quiet=True)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise CannotExplain(type(config).__name__, error) from error

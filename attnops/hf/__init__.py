@@ -15,7 +15,7 @@ from attnops.hf.batching import batching_config as batching_config
 from attnops.hf.interface import NAME as NAME, register as register
 from attnops.hf.mxfp4 import pack_experts as pack_experts, unpack_experts as unpack_experts
 from attnops.hf.paged.cache import PagedKeyCache as PagedKeyCache, PagedLatentCache as PagedLatentCache, PagedModelCache as PagedModelCache
-from attnops.hf.paged.decode import Decode as Decode
+from attnops.hf.paged.how import Decode as Decode
 from attnops.hf.patching import Patched as Patched, patch as patch
 from attnops.hf.report import Report as Report, Took as Took
 

@@ -17,22 +17,27 @@ from attnops.call import need
 from attnops.errors import PatchError, UnknownKernel, fail, one_line
 from attnops.graphs import Graphed, Report as GraphReport
 from attnops.graphs.graphed import Progress
+from attnops.hf import cache_names, not_fast
 from attnops.hf.attention.mask import Mode
 from attnops.hf.experts import Experts
 from attnops.hf.generation import Generation, growing, watch
 from attnops.hf.interface import Kept, Options, implementation
-from attnops.hf.matching.match import Match, match, routed
-from attnops.hf.matching.proof import prove
-from attnops.hf.methods import Method, is_replaced
+from attnops.hf.matching.match import Match, match
+from attnops.hf.matching.proof import served
+from attnops.hf.methods import Method
 from attnops.hf.paged import models as paged_models
 from attnops.hf.paged.cache import PagedModelCache
-from attnops.hf.paged.decode import Decode, Decoder
-from attnops.hf.paged.mode import REPLACED, PagedMode, give_back
+from attnops.hf.paged.decode import Decoder
+from attnops.hf.paged.how import Decode
+from attnops.hf.paged.mode import PagedMode, give_back
+from attnops.hf.paged.reasons import callers_choice
 from attnops.hf.report import UNSETTLED, Report, Took, evaluating, notes_of, switch
 from attnops.hf.routers import Routers
+from attnops.tried import warn_if_newer
 
 _SETTLING = threading.Lock()
 _OPTIONS = "_attnops_options"
+_NO_CACHE = "generate() made no cache for this model"
 
 
 class Patched(Handle):
@@ -42,13 +47,14 @@ class Patched(Handle):
     """
 
     def __init__(self, model: nn.Module, owner: Any, asked: Options, decode: Decode, found: Match) -> None:
-        self._options, self._proof = _served(owner, found, asked)
+        self._options, self._proof = served(owner, found, asked)
         self.model, self.asked, self.decode = model, asked, decode
         self.implementation, self._owner, self._found = implementation(self._options), owner, found
         self._paged: PagedMode | None = None
         self._settled: tuple[bool, str] | None = None
         self._took: Took | None = None
         self._why = UNSETTLED
+        self._lost: not_fast.Loss | None = None
         if _forced(asked, decode):
             self._settle()
         self._switched = [(config, config._attn_implementation_internal) for config in found.configs]
@@ -65,6 +71,7 @@ class Patched(Handle):
         if hasattr(owner, "generate"):
             self._watching = [Method(owner, "generate", _generate), *watch(owner)]
         self.active = True
+        self._tell()
 
     def _settle(self) -> None:
         """Take the pages and graphs that the options and the device of the weights allow. Raises PatchError if pages are asked for."""
@@ -78,23 +85,39 @@ class Patched(Handle):
                 return
             if self._paged is not None:
                 self._paged.undo()
-            self._paged, self._settled, self._why = None, (pages, mode), ""
+            self._paged, self._settled, self._why, self._lost = None, (pages, mode), "", None
             if pages:
-                try:
-                    self._page(replace(how, mode=mode))
-                except (PatchError, UnknownKernel, torch.OutOfMemoryError) as error:
-                    if forced and mode != "auto":
-                        raise
-                    self._why = one_line(error).removeprefix("PatchError: ").removeprefix("patch: ")
-                    if forced:
-                        self._page(replace(how, mode="hf"))
+                self._take(replace(how, mode=mode), forced)
             elif self.asked.cache == "auto" and how.mode == "auto":
                 self._why = f"the model is on {device}: pages and graphs are for a GPU"
 
+    def _take(self, how: Decode, forced: bool) -> None:
+        """Take pages and graphs, or note why the model has none. Raises PatchError and others if they are asked for."""
+        if not forced and (why := callers_choice(self._owner, self.asked.mask)):
+            self._why = why
+            return
+        try:
+            self._page(how)
+        except (PatchError, UnknownKernel, torch.OutOfMemoryError) as error:
+            if forced and how.mode != "auto":
+                raise
+            why = one_line(error).removeprefix("PatchError: ").removeprefix("patch: ")
+            self._why = why
+            if forced:
+                self._page(replace(how, mode="hf"))
+            # The caller chose the kernel.
+            if not isinstance(error, UnknownKernel):
+                self._lost = not_fast.GRAPHS if forced else not_fast.PAGES
+
+    def _tell(self) -> None:
+        """Warn of what the model does not get."""
+        if self._lost is not None:
+            not_fast.warn(self._owner, self._lost, self._why)
+
     def _page(self, how: Decode) -> None:
         chosen = not _forced(self.asked, self.decode)
-        if chosen and (why := _not_ours(self._owner, self._options)):
-            fail(PatchError, why)
+        if chosen and self._options.mask == "additive":
+            fail(PatchError, "the model needs additive masks, and pages take none")
         paged = PagedMode(self._owner, self._found, self._options.kernel, self.implementation, how, chosen)
         paged.apply()
         self._paged = paged
@@ -147,7 +170,7 @@ class Patched(Handle):
             self._paged.release()
 
     def new_cache(self, max_batch: int, max_length: int, *, page_size: int | None = None) -> PagedModelCache:
-        """A cache of pages to pass as `past_key_values=`, for a model patched with `cache="paged"`.
+        """A cache of pages to pass to the model or to `generate()`, for a model patched with `cache="paged"`.
 
         `generate()` makes its own where it is given none. Before the first cache of a model without latents the model runs for one token,
         to find the sizes of its keys.
@@ -222,7 +245,7 @@ class Patched(Handle):
         paged = self._paged
         failed = "" if paged is None or paged._decoder is None else paged._decoder.why
         if paged is None or generation.why != "":
-            no_cache = None if paged is None else "generate() made no cache for this model"
+            no_cache = None if paged is None else _NO_CACHE
             return Took("hf", "hf", generation.why or self._why or no_cache or "")
         no_step = "" if generation.graphs or paged.decode.mode == "hf" else "it had no step of one token that asks for logits only"
         why = self._why or failed
@@ -263,7 +286,9 @@ class Patched(Handle):
 def _generate(method: Method, *args: Any, **kwargs: Any) -> Any:
     """`generate()` of a patched model: the model's own, with the promise that masks only grow (see attnops.hf.generation)."""
     handle: Patched = method.owner.__dict__[MARK]
+    kwargs = cache_names.renamed(kwargs)
     handle._settle()
+    handle._tell()
     with growing(method.owner) as generation:
         generation.custom = kwargs.get("custom_generate") is not None
         result: Any = None
@@ -272,17 +297,19 @@ def _generate(method: Method, *args: Any, **kwargs: Any) -> Any:
             kwargs = paged.loop.kwargs(method.owner, args, kwargs)
         try:
             result = method.original(*args, **kwargs)
+            if paged is not None and paged.chosen and generation.why is None and not generation.custom:
+                not_fast.warn(method.owner, not_fast.PAGES, _NO_CACHE)
             return result
         except torch.OutOfMemoryError:
             handle.release()  # for the next try
             raise
         finally:
             for cache in generation.lent:
-                returned = getattr(result, "past_key_values", None) is cache
+                returned = cache_names.cache_of(result) is cache
                 if not returned:
                     give_back(cache)
                 elif paged is not None and paged.chosen:
-                    result.past_key_values = paged.unpaged(cache)
+                    setattr(result, cache_names.NAME, paged.unpaged(cache))
             if paged is not None:
                 paged.pool.trim()
             handle._took = handle._taken(generation)
@@ -291,16 +318,6 @@ def _generate(method: Method, *args: Any, **kwargs: Any) -> Any:
 def _forced(asked: Options, how: Decode) -> bool:
     """Do the options ask for pages?"""
     return asked.cache == "paged" or how.mode not in ("auto", "hf")
-
-
-def _not_ours(owner: Any, options: Options) -> str:
-    """Why pages and graphs do not serve the steps of a model, as far as the model as a whole shows it; "" if they may."""
-    if options.mask == "additive":
-        return "the model needs additive masks, and pages take none"
-    if is_replaced(owner):
-        return REPLACED
-    others = sorted({type(p).__name__ for p in owner.parameters()} - {"Parameter"})
-    return f"weights are {', '.join(others)}, whose products are not captured" if "DTensor" in others else ""
 
 
 def patch(
@@ -347,6 +364,7 @@ def patch(
     """
     if not isinstance(model, nn.Module):
         fail(PatchError, f"patch: got {type(model).__name__}, want a transformers model")
+    warn_if_newer("torch", "transformers")
     asked = Options(kernel, mask, cache)
     implementation(asked)
     how = decode if isinstance(decode, Decode) else Decode(decode)
@@ -368,17 +386,3 @@ def patch(
         reasons = dict.fromkeys(f"{type(site.module).__name__}: {site.reason}" for site in found.sites)
         fail(PatchError, "\n  ".join([head, *reasons]) if reasons else f"{head}: it has no attention module")
     return Patched(model, owner, asked, how, found)
-
-
-def _served(owner: nn.Module, found: Match, asked: Options) -> tuple[Options, str]:
-    """The options that the model is served with, and how they were tried. Raises PatchError: none will do."""
-    if not found.unrouted:
-        return replace(asked, mask="explicit") if found.explicit and asked.mask != "additive" else asked, ""
-    mode, how = prove(owner, found, asked)
-    if mode is None:
-        fail(PatchError, f"patch: {type(owner).__name__} is not served: transformers does not route it through sdpa, and {how}")
-    if asked.cache == "paged" and mode == "additive":
-        why = "which needs the additive masks of eager attention, and pages take none"
-        fail(PatchError, f'patch: cache="paged" got {type(owner).__name__}, {why}; want cache="hf"')
-    trusted = all(routed(type(site.module)) for site in found.sites if site.reason is None)
-    return replace(asked, mask=mode, proven=mode != "additive" and not trusted), how

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
+from attnops import tried
 from attnops.errors import UnsupportedVersion, fail
 from attnops.needs import parse
 
-OLDEST = "5.4"
-"""Older ones call mask functions with other arguments. The extra `hf` of pyproject.toml says the same."""
+OLDEST = tried.OLDEST["transformers"]
+"""Older ones call mask functions with other arguments."""
 
 PAGED = "5.15"
 """Older ones ask a cache for other methods, and unfold latents before they cache them."""
@@ -16,11 +15,8 @@ PAGED = "5.15"
 
 def older_than(bound: str) -> str | None:
     """The version of transformers if it is older than this; None also for an unknown one, as of a source tree on the path."""
-    try:
-        given = version("transformers")
-    except PackageNotFoundError:
-        return None
-    found, wanted = parse(given), parse(bound)
+    given = tried.installed("transformers")
+    found, wanted = parse(given or ""), parse(bound)
     return given if found is not None and wanted is not None and found.release < wanted.release else None
 
 

@@ -10,7 +10,7 @@ from attnops.call import need
 from attnops.nn import arguments as check
 from attnops.nn.dropout import dropped, refuse
 from attnops.nn.jagged import rows_of
-from attnops.ops import attention, paged_attention, varlen_attention, write_kv
+from attnops.ops import attention, eager, paged_attention, varlen_attention, write_kv
 
 
 class Attention(nn.Module):
@@ -23,9 +23,10 @@ class Attention(nn.Module):
         v_head_dim: Dv of the value and the result; default D.
         scale: factor on q.k; default `1 / sqrt(D)`.
         causal: query i sees keys up to its own position.
-        window: (left, right) keys visible besides the query's own position; -1 is unbounded.
+        window: (left, right) keys visible besides the query's own position; -1 is unbounded, and so is 2**30 or more.
         softcap: logits become `softcap * tanh(logits / softcap)`; 0 is off.
-        attention_chunk: query and key see each other only if their positions are in one chunk of so many; 0 is off.
+        attention_chunk: query and key see each other only if their positions are in one chunk of so many; 0 is off, and so is 2**30
+            or more.
         sinks: learn one logit a query head that joins the softmax denominator: a parameter `sinks` `[Hq]`, zero at first.
         dropout: share of the weights that a training step drops, 0 <= p < 1. In training mode with p > 0 the call is torch's own
             scaled_dot_product_attention, which draws from torch's generator. It refuses packed, jagged and paged calls, windows, soft caps,
@@ -57,9 +58,9 @@ class Attention(nn.Module):
         self.causal = causal
         pair = isinstance(window, (tuple, list)) and len(window) == 2 and all(type(side) is int and side >= -1 for side in window)
         need(pair, "window", repr(window), "(left, right), two ints >= -1 (-1: unbounded)")
-        self.window = (window[0], window[1])
+        self.window = eager.window(window)
         self.softcap = check.number("softcap", softcap, 0.0)
-        self.attention_chunk = 0 if attention_chunk == 0 else check.size("attention_chunk", attention_chunk)
+        self.attention_chunk = 0 if attention_chunk == 0 else eager.chunk(check.size("attention_chunk", attention_chunk))
         self.dropout = check.number("dropout", dropout, 0.0, 1.0)
         self.kernel = kernel
         self.register_parameter("sinks", nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype)) if sinks else None)

@@ -21,7 +21,7 @@ from attnops.kernel import deterministic
 from attnops.nn import arguments as check
 from attnops.nn.absorb import absorbed_weights
 from attnops.nn.rotary import RotaryEmbedding, rope_of
-from attnops.ops import merge_state, mla_attention, rope_quantize_latent, varlen_attention, write_latent
+from attnops.ops import eager, merge_state, mla_attention, rope_quantize_latent, varlen_attention, write_latent
 from attnops.ops.latent_form import LatentCall, LatentDims as LatentDims, crossover, kernel_for, tell
 from attnops.ops.mla import check_stored
 from attnops.problem import Target
@@ -63,7 +63,7 @@ def attend_absorbed(
     Raises InvalidInput, NoGradient, UnknownKernel, NoKernel.
     """
     w_uk, w_uv = _checked(dims, q_nope, q_pe, weights)
-    query = by_head(q_nope, w_uk)
+    query, window_left = by_head(q_nope, w_uk), eager.side(window_left)
     attend = partial(
         mla_attention, query, q_pe, latent_pages, scale=scale, kv_scale=kv_scale, window_left=window_left, softcap=softcap,
         workspace=batch.workspace, holes=batch.holes, kernel=kernel,

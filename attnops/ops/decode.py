@@ -49,7 +49,7 @@ class DecodeAttention(Call):
     sinks: Tensor | None = arg("Hq", FLOATS, default=None)
     _: KW_ONLY
     scale: float = arg()
-    window_left: int = arg(default=-1, least=-1)
+    window_left: int = arg(default=-1, least=-1, most=rules.FURTHEST)
     softcap: float = arg(default=0.0, least=0)
     eps: float = arg(default=1e-6, least=0, always=True)
     holes: bool = arg(default=True, off=False)
@@ -101,7 +101,7 @@ def decode_attention(
         q_norm, k_norm: `[D]`, weights of an RMS norm of each head before the rotation. None: no norm.
         eps: of the norms.
         scale, softcap, sinks, kernel: as in `paged_attention`.
-        window_left: keys further back than this are not seen; -1: unbounded.
+        window_left: keys further back than this are not seen; -1: unbounded, and so is 2**30 or more.
         holes: False promises that every entry of the table within a request's length is a page of the pool.
         output: `[B, Hq, D]` to write into, the query's dtype; allocated when None.
         workspace: uint8 `[bytes]`, zeroed once by the caller, as in `paged_attention`. Kernels count in it and leave zeros behind. After
@@ -118,7 +118,7 @@ def decode_attention(
         output = torch.empty((*query.shape,), dtype=query.dtype, device=query.device)
     DECODE(DecodeAttention(
         query, key, value, k_pages, v_pages, page_table, seq_lens, slots, cos, sin, q_norm, k_norm, sinks,
-        scale=eager.default_scale(query, scale), window_left=window_left, softcap=softcap, eps=eps, holes=holes,
+        scale=eager.default_scale(query, scale), window_left=eager.side(window_left), softcap=softcap, eps=eps, holes=holes,
         policy=key_for("decode_attention", kernel), output=output, workspace=workspace,
     ))  # fmt: skip
     return output

@@ -142,15 +142,18 @@ def attention(
         key, value: `[B, K, Hkv, D]`, `[B, K, Hkv, Dv]`, the query's dtype, or float8/int8 with both scales. Hq is a multiple of Hkv.
         scale: factor on q.k; default `1 / sqrt(D)`.
         causal: query i sees keys up to its own position. The last query is at the last visible key (bottom-right).
-        window: (left, right) keys visible besides the query's own position; -1 is unbounded.
+        window: (left, right) keys visible besides the query's own position; -1 is unbounded, and so is 2**30 or more.
         softcap: logits become `softcap * tanh(logits / softcap)`; 0 is off.
         mask: `[B or 1, Hq or 1, S or 1, K]`, leading dims optional; bool (True: visible) or float (added after the soft cap); or
             `causal_lower_right(S, K)` or `causal_upper_left(S, K)` of torch.nn.attention.bias.
+            -inf hides a key. So does a number as low as -1e9 or finfo.min beside visible keys. A query all of whose logits are
+            finite and below -1e6 has finite results and gradients that are not specified; it changes no other query's.
         sinks: `[Hq]` one logit a query head, part of the softmax denominator only.
         k_scale, v_scale: float32 `[1]` or `[Hkv]`; the stored key times k_scale is the key.
         q_scale: float32 `[1]` or `[Hkv]`, one for the query heads of each key head. A float8 query needs it, has no gradient, and wants
             a quantised key. A kernel may round the weights to the query's dtype.
-        attention_chunk: query and key see each other only within one chunk of this many positions; 0 is off.
+        attention_chunk: query and key see each other only within one chunk of this many positions; 0 is off, and so is 2**30 or
+            more.
         kv_start, kv_end: int32 or int64 `[B]`; keys outside `[kv_start, kv_end)` are invisible and may hold anything.
         return_lse: also return the log-sum-exp.
         kernel: force a kernel by name for this call.
@@ -163,6 +166,7 @@ def attention(
         InvalidInput: a shape, dtype, device or number breaks this contract. UnknownKernel, NoKernel: `kernel` cannot run.
     """
     left, right = eager.window(window)
+    attention_chunk = eager.chunk(attention_chunk)
     mask, causal = as_rule(mask, causal, query, key, kv_end)
     eager.mask(mask)
     if mask is not None and 2 <= mask.dim() < 4:

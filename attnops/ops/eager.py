@@ -25,6 +25,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from attnops.call import Call, Spec, check, check_kinds, values
 from attnops.errors import InvalidInput, NoGradient, fail
 from attnops.kernel import _REGISTRY, Capture
+from attnops.ops.rules import FURTHEST
 from attnops.problem import _OVERRIDE, Problem, alike, altered, problem_of
 from attnops.select import _ACTIVE, choose, key_for as _key_for
 from attnops.subclasses import plain_only, refuse_foreign
@@ -369,10 +370,20 @@ def mask(value: Any) -> None:
 
 
 def window(value: Any) -> tuple[int, int]:
-    """(left, right)."""
+    """(left, right), each as `side` gives it."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         fail(InvalidInput, "window", value, "(left, right) in keys, -1: unbounded")
-    return value[0], value[1]
+    return side(value[0]), side(value[1])
+
+
+def side(value: Any) -> Any:
+    """One side of a window; -1 for one so wide that it hides no key, as 2**31 - 1 often says."""
+    return -1 if isinstance(value, int) and value > FURTHEST else value
+
+
+def chunk(value: Any) -> Any:
+    """The length of a chunk; 0 for one so long that it hides no key."""
+    return 0 if isinstance(value, int) and value > FURTHEST else value
 
 
 def default_scale(query: Any, scale: float | None) -> float:

@@ -72,7 +72,8 @@ def experts(
 
     Expert e takes `y = x @ gate_up[e].T + gate_up_bias[e]`, a gate g and a factor u of each of Inner numbers. With a limit, g is at most
     that and u within plus and minus that. Then `h = act(g) * (u + offset)`, where silu is `g * sigmoid(alpha * g)`, and the expert gives
-    `h @ down[e].T + down_bias[e]`. Weights may have any strides: of layers that keep them as `[E, In, 2 Inner]`, pass `.transpose(1, 2)`.
+    `h @ down[e].T + down_bias[e]`. In float16 g, u, h and what the expert gives saturate at 65,504. Weights may have any strides: of
+    layers that keep them as `[E, In, 2 Inner]`, pass `.transpose(1, 2)`.
 
     Args:
         x: `[T, In]`, float.

@@ -10,8 +10,9 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 
 from attnops.call import INDEX, INT32, KW_ONLY, Call, Result, Sizes, arg, need, record
 from attnops.kernel import Core
-from attnops.ops.eager import key_for
+from attnops.ops.eager import key_for, side
 from attnops.ops.op import UNREAD, Op, define, define_core
+from attnops.ops.rules import FURTHEST
 from attnops.reference import data
 from attnops.reference.rows import Rules, how
 from attnops.select import active_policy
@@ -224,7 +225,7 @@ class NamedPages(Call):
     num_pages: int = arg(least=0, symbolic=True)
     page_size: int = arg(least=1)
     squeeze: bool = arg(default=True, always=True)
-    window_left: int = arg(default=-1, least=-1, always=True)
+    window_left: int = arg(default=-1, least=-1, most=FURTHEST, always=True)
 
 
 NAMED_PAGES = define(Op(NamedPages, data.named_pages, about="page table without holes"))
@@ -250,7 +251,8 @@ def named_pages(
         page_table: int32 `[B, max_pages]`. seq_lens: int32 `[B]`. cu_seqlens_q: int32 `[B + 1]`. As in `paged_attention`.
         num_pages: pages of the pool. page_size: tokens a page.
         squeeze: False where a key's place counts beyond its order (a window, a chunk, a mask): no page moves then.
-        window_left: without squeeze, holes so far back that no new token sees them do no harm; -1: all are seen.
+        window_left: without squeeze, holes so far back that no new token sees them do no harm; -1, or 2**30 or more: all are
+            seen.
 
     Returns:
         Entries that are not read for their values are a page of the request's own, or 0 where it has none.
@@ -259,8 +261,8 @@ def named_pages(
         InvalidInput: a shape, dtype, device or number breaks this contract.
     """
     out: tuple[Tensor, Tensor] = NAMED_PAGES(NamedPages(
-        page_table, seq_lens, cu_seqlens_q, num_pages=num_pages, page_size=page_size, squeeze=squeeze, window_left=window_left,
-        policy=active_policy(),
+        page_table, seq_lens, cu_seqlens_q, num_pages=num_pages, page_size=page_size, squeeze=squeeze,
+        window_left=side(window_left), policy=active_policy(),
     ))  # fmt: skip
     return out
 

@@ -125,7 +125,7 @@ class MlaAttention(rules.Queries):
     _: KW_ONLY
     scale: float = arg()
     causal: bool = arg(default=True, off=False)
-    window_left: int = arg(default=-1, least=-1)
+    window_left: int = arg(default=-1, least=-1, most=rules.FURTHEST)
     softcap: float = arg(default=0.0, least=0)
     holes: bool = arg(default=True, hint=True)
     output: Tensor = arg("T, H, Dc", output_dtypes, written=True)
@@ -171,7 +171,7 @@ def mla_attention(
             with q_scale.
         latent_pages: `[P, page, Dc + Dr]`, the query's dtype, or float8_e4m3fn/int8 with kv_scale.
         scale: factor on the scores; never 1/sqrt(Dc + Dr), hence no default. DeepSeek-V3: 1/sqrt(128 + 64) times YaRN's mscale squared.
-        window_left: keys further back than this are not seen; -1: unbounded.
+        window_left: keys further back than this are not seen; -1: unbounded, and so is 2**30 or more.
         q_scale, kv_scale: float32 `[1]`, factors on the stored query and the stored latents.
         page_table, seq_lens, cu_seqlens_q, max_seqlen_q, causal, softcap, mask, sinks, plan, workspace, holes, kernel: as in
             `paged_attention`.
@@ -187,6 +187,7 @@ def mla_attention(
     if output is None:
         output = fresh_output(q_nope)
     eager.mask(mask)
+    window_left = eager.side(window_left)
     if holes and plan is None and torch.compiler.is_compiling():
         seen = Rules(0.0, causal, window_left)
         page_table, seq_lens, holes = whole(latent_pages, page_table, seq_lens, cu_seqlens_q, mask, seen)

@@ -97,7 +97,7 @@ def paged_attention(
         seq_lens: int32 `[B]`, keys of each request, its new tokens included; at most max_pages * page.
         cu_seqlens_q: int32 `[B + 1]`; request b owns query tokens `cu[b]:cu[b + 1]`. Tokens past `cu[B]` are padding: output 0.
         max_seqlen_q: upper bound in tokens on one request's queries, a host int; 1 says decode.
-        mask: `[T, >= max_pages * page]`, bool or additive, e.g. the tree of a speculative verify.
+        mask: `[T, >= max_pages * page]`, bool or additive as in `attention`, e.g. the tree of a speculative verify.
         causal: query i of n of a request with L keys sees keys up to L - n + i.
         scale, window, softcap, sinks, q_scale, k_scale, v_scale, attention_chunk: as in `attention`.
         padded: False promises `cu_seqlens_q[B] == T`, which saves fa3 a clear of the output. The output is undefined where it is broken.
@@ -120,6 +120,7 @@ def paged_attention(
         InvalidInput: a shape, dtype, device or number breaks this contract. NoGradient: an input requires grad. UnknownKernel, NoKernel.
     """
     left, right = eager.window(window)
+    attention_chunk = eager.chunk(attention_chunk)
     eager.mask(mask)
     if output is None:
         eager.tensors(query=query, v_pages=v_pages)

@@ -15,8 +15,9 @@ from torch import Tensor
 from attnops.call import FLOATS, INT32, KW_ONLY, QUANTISED, Call, Sizes, arg, changed, check, group, name, need, record
 from attnops.errors import InvalidInput, fail
 from attnops.kernel import deterministic, kernels_of
-from attnops.ops import rules
+from attnops.ops import eager, rules
 from attnops.ops.op import OPS, Op, define
+from attnops.ops.rules import FURTHEST
 from attnops.problem import Extent, Extents, Problem, Target
 from attnops.reference import data
 from attnops.reference.data import UNKNOWN
@@ -82,8 +83,8 @@ class PlanPagedAttention(HostPlan):
 
     _: KW_ONLY
     kv_heads: int = arg(least=1)
-    window_left: int = arg(default=-1, least=-1, always=True)
-    window_right: int = arg(default=-1, least=-1, always=True)
+    window_left: int = arg(default=-1, least=-1, most=FURTHEST, always=True)
+    window_right: int = arg(default=-1, least=-1, most=FURTHEST, always=True)
     softcap: bool = arg(default=False, always=True)
     sinks: bool = arg(default=False, always=True)
 
@@ -159,7 +160,8 @@ class PagedSpec(Spec):
         """Fields of the layers' Problem, among them those of dense attention."""
         v_head_dim = self.head_dim if self.v_head_dim is None else self.v_head_dim
         sinks = {"sinks": self.sinks is not None, "sinks_dtype": self.sinks}
-        return {"kv_heads": self.kv_heads, "v_head_dim": v_head_dim, "window": self.window, "softcap": self.softcap, **sinks}
+        window = eager.window(self.window)
+        return {"kv_heads": self.kv_heads, "v_head_dim": v_head_dim, "window": window, "softcap": self.softcap, **sinks}
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,9 @@ from attnops.reference.rows import refuse_plan_of_holes
 UNBOUNDED = (-1, -1)
 """The default window."""
 
+FURTHEST = (1 << 30) - 1
+"""The widest window and the longest chunk, in keys. Kernels add them to positions in 32 bits."""
+
 HEADS = {"Hkv": ">= 1 head", "D": ">= 1", "Dv": ">= 1"}
 """The least sizes of attention."""
 
@@ -44,10 +47,10 @@ class Visible(Call):
     _: KW_ONLY
     scale: float = arg()
     causal: bool = False
-    window_left: int = arg(default=-1, least=-1)
-    window_right: int = arg(default=-1, least=-1)
+    window_left: int = arg(default=-1, least=-1, most=FURTHEST)
+    window_right: int = arg(default=-1, least=-1, most=FURTHEST)
     softcap: float = arg(default=0.0, least=0)
-    attention_chunk: int = arg(default=0, least=0)
+    attention_chunk: int = arg(default=0, least=0, most=FURTHEST)
 
 
 def gradients(*of: str) -> tuple[Result, ...]:

@@ -95,7 +95,7 @@ def varlen_attention(
         cu_seqlens_q, cu_seqlens_k: int32 `[B + 1]`, starting at 0; request b owns tokens `cu[b]:cu[b + 1]`. Rows past `cu[B]` are
             padding and may hold anything; the output of such a query is 0.
         max_seqlen_q, max_seqlen_k: upper bounds in tokens on the requests' lengths, host ints.
-        mask: `[T, >= max_seqlen_k]`, bool or additive; column j is key j of the token's request.
+        mask: `[T, >= max_seqlen_k]`, bool or additive as in `attention`; column j is key j of the token's request.
         padded: False promises that there are no padding rows, which saves fa3 a copy of the value and a clear of the output. The output
             is undefined where the promise is broken.
         scale, causal, window, softcap, sinks, q_scale, k_scale, v_scale, attention_chunk, kernel: as in `attention`, by request.
@@ -107,6 +107,7 @@ def varlen_attention(
         InvalidInput: a shape, dtype, device or number breaks this contract. UnknownKernel, NoKernel: `kernel` cannot run.
     """
     left, right = eager.window(window)
+    attention_chunk = eager.chunk(attention_chunk)
     eager.mask(mask)
     output, lse = VARLEN(VarlenAttention(
         query, key, value, cu_seqlens_q, cu_seqlens_k, mask, sinks, k_scale, v_scale, max_seqlen_q=max_seqlen_q,

@@ -1,4 +1,8 @@
-"""Reference of the experts of a mixture: every token's experts one after the other, in float32 or float64."""
+"""Reference of the experts of a mixture: every token's experts one after the other, in float32 or float64.
+
+In float16, which ends at 65,504, what an expert computes saturates: gates, factors, what they make together, and its result. Rounded to
+an infinity they would make NaN of each other, or of their sum.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnops.reference.linear import GATES
+from attnops.reference.linear import GATES, saturated
 
 if TYPE_CHECKING:
     from attnops.ops.experts import Experts
@@ -24,6 +28,7 @@ def experts(call: Experts) -> None:
         bias = None if call.gate_up_bias is None else call.gate_up_bias[e].to(wide)
         h = gated(call, F.linear(x, call.gate_up[e].to(wide), bias))
         y = F.linear(h, call.down[e].to(wide), None if call.down_bias is None else call.down_bias[e].to(wide))
+        y = saturated(y, call.x.dtype)
         # An expert that was not chosen adds nothing, even if it is not finite.
         total += torch.where((index == e).any(1)[:, None], y * weight[:, None], 0.0)
     call.output.copy_(total)
@@ -31,8 +36,10 @@ def experts(call: Experts) -> None:
 
 def gated(call: Any, y: Tensor) -> Tensor:
     """The gated activation of `y` `[..., 2 Inner]`, as the arguments of `call` ask for it."""
+    y = saturated(y, call.x.dtype)
     gate, up = (y[..., ::2], y[..., 1::2]) if call.interleaved else y.chunk(2, -1)
     if call.limit:
         gate, up = gate.clamp(max=call.limit), up.clamp(-call.limit, call.limit)
     act = gate * torch.sigmoid(gate * call.alpha) if call.alpha != 1 else GATES[call.activation](gate)
-    return act * (up + call.offset) if call.offset else act * up
+    up = saturated(up + call.offset, call.x.dtype) if call.offset else up
+    return saturated(act * up, call.x.dtype)

@@ -17,6 +17,14 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, 
 """By the op's `activation`, the function of a gate."""
 
 
+def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` within the range of `dtype` where that is float16, whose products overflow. NaN stays."""
+    if dtype != torch.float16:
+        return x
+    most = torch.finfo(dtype).max
+    return x.clamp(-most, most)
+
+
 def linear(call: Linear) -> None:
     """The reference of `attnops.ops.linear`."""
     wide = torch.float64 if call.x.dtype == torch.float64 else torch.float32

@@ -1,6 +1,10 @@
 """The parts that references and kernels of plain torch share: which key a query sees, rows of packed requests, pages and their holes.
 
 Page tables with holes have entries within a request's length that are no page of the pool.
+
+A faint row is one whose logits are all finite and below `FAINT`: as a mask of finfo.min or -1e9 hides every key. There float32 cannot tell
+one logit from another, nor a logit from the log-sum-exp. Results of faint rows are finite and otherwise unspecified, and they change no
+other row's.
 """
 
 from __future__ import annotations
@@ -46,6 +50,22 @@ class Rules(NamedTuple):
         window = getattr(call, "window_left", -1), getattr(call, "window_right", -1)
         softcap, chunk = getattr(call, "softcap", 0.0), getattr(call, "attention_chunk", 0)
         return cls(call.scale, getattr(call, "causal", False), *window, softcap, chunk)
+
+
+FAINT = -1e6
+"""The logit that all logits of a faint row are below."""
+
+LEAST = 2 * FAINT
+"""Kernels that add a mask may take finite logits below this for it: beside a row's largest, unless that is faint, both have weight 0."""
+
+
+def without_faint(lse: Tensor) -> Tensor:
+    """`lse`, contiguous, for the backward of a vendor: +inf for rows without a key and for faint ones, whose weights are 0 then.
+
+    Such a kernel takes exp(logit - lse) for the weight, which a rounded lse of a faint row makes infinite.
+    """
+    least = FAINT * (1 + 2.0**-13)  # a row of logits of FAINT and more may have an lse that is rounded to less
+    return torch.threshold(lse, least, float("inf"), out=lse.new_empty(lse.shape))
 
 
 def wide(x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import attnops
 from attnops.errors import AttnopsError
+from attnops.hf.cache_names import argument, argument_of
 from benchmarks.census import inputs as given_inputs
 from benchmarks.census.inputs import PADDINGS, Inputs, padded, padding, parameters, tokens
 
@@ -308,7 +309,7 @@ def checks_of(subject: Subject, inductor: bool = False) -> Iterator[tuple[str, C
                 yield f"generate {cache} {mode}", lambda cache=cache, mode=mode: generate(subject, cache, {"mask": mode})
         yield "generate paged", lambda: generate(subject, "dynamic", {"cache": "paged"})
         decoder = not getattr(model.config, "is_encoder_decoder", False) and "input_ids" in subject.given
-        if decoder and {"attention_mask", "past_key_values"} <= subject.names.keys():
+        if decoder and {"attention_mask", argument_of(model)} <= subject.names.keys():
             yield "steps dynamic compact", lambda: steps(subject, "compact")
     trained = "left" if "left" in subject.cases else "none"
     for mode in MODES:
@@ -394,7 +395,7 @@ def steps(subject: Subject, mode: str) -> None:
         cache, found = DynamicCache(config=model.config), {}
         for begin, end in ((0, 6), (6, 7), (7, 9)):
             with torch.no_grad():
-                result = model(ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+                result = model(ids[:, begin:end], attention_mask=mask[:, :end], **argument(model, cache), use_cache=True)
             found[f"{begin}"] = result.logits[mask[:, begin:end].bool()].clone()
         return found
 

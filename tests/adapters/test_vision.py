@@ -1,11 +1,14 @@
 """ViTs of torchvision and timm, patched, in one process of their own: torchvision's library does not load beside a CPU's torch."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from tests.adapters.helpers import block
-from tests.helpers import ROOT, fresh_process
+from tests.helpers import fresh_process
 
-VISION = ROOT / ".venv" / "vision"
+VISION = Path(sys.prefix) / "vision"
 
 START = f"""
 import sys
@@ -73,5 +76,5 @@ same_grads(ours, grads(model, model(images).square().sum()))
 @pytest.mark.slow
 def test_vision_transformers():
     if not VISION.exists():
-        pytest.skip("torchvision and timm are not in .venv/vision, where `make` puts them")
+        pytest.skip(f"torchvision and timm are not in {VISION}, where `make` puts them")
     fresh_process("\n".join([START, VIT, TIMM, block("torchvision"), block("timm")]))

@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from attnops.hf.cache_names import named
+
 transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
 
 FAMILIES = ("llama", "qwen3", "gpt_oss", "gemma2", "mistral", "deepseek_v3")
@@ -53,7 +55,7 @@ def test_a_llama_shape_compiles_to_the_best_kernels(batch: int, found: dict[str,
         cache, logits, given = static(model, size), [], ids
         with torch.no_grad():
             for at in range(new):
-                out = (call if at else first)(given, past_key_values=cache, use_cache=True).logits[:, -1:].float()
+                out = (call if at else first)(given, **named(cache), use_cache=True).logits[:, -1:].float()
                 logits.append(out)
                 given = want_tokens[:, at : at + 1] if want_tokens is not None else out.argmax(-1)
         return torch.cat(logits, 1), torch.cat(logits, 1)[0].argmax(-1).tolist()

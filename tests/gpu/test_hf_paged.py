@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from attnops.hf.cache_names import named
+
 transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
 
 FAMILIES = ("llama", "qwen3", "mistral", "gemma2", "gpt_oss", "deepseek_v3")
@@ -39,7 +41,7 @@ def test_generate_over_pages_equals_eager(family: str, found: dict[str, Any]) ->
             pages = cache.state.pages
             for pool in pages.pools:
                 pool[1 + rows * ((pool.shape[0] - 1) // (rows + 1)) :] = float("nan")  # those of the row that is not there
-            got = model.generate(ids, past_key_values=cache, **more)
+            got = model.generate(ids, **named(cache), **more)
             assert torch.equal(got, want[CALLS.index((rows, length, new))]), (rows, length, new)
     found.setdefault("hf_paged_tokens_equal", {})[family] = True
 
@@ -60,9 +62,9 @@ def test_a_llama_shape_over_pages(batch: int, found: dict[str, Any]) -> None:
 
     def run(call: Any, cache: Any) -> torch.Tensor:
         with torch.no_grad():
-            out = [model(ids[:, :1024], past_key_values=cache, use_cache=True, logits_to_keep=1).logits.float()]
+            out = [model(ids[:, :1024], **named(cache), use_cache=True, logits_to_keep=1).logits.float()]
             for at in range(1024, 1024 + new):
-                out.append(call(ids[:, at : at + 1].contiguous(), past_key_values=cache, use_cache=True).logits.float())
+                out.append(call(ids[:, at : at + 1].contiguous(), **named(cache), use_cache=True).logits.float())
         return torch.cat(out, 1)
 
     exact = run(model, transformers.DynamicCache(config=config))
@@ -159,7 +161,7 @@ def test_without_options_generate_takes_graphs(family: str, found: dict[str, Any
         for cache in (*caches, *caches):
             cache.reset()
             ids, more = asked(rows, length, new)
-            assert torch.equal(model.generate(ids, past_key_values=cache, **more), want[-1])
+            assert torch.equal(model.generate(ids, **named(cache), **more), want[-1])
     found.setdefault("hf_without_options", {})[family] = took
 
 
@@ -210,15 +212,15 @@ def test_steps_of_a_llama_shape_in_graphs(mode: Any, found: dict[str, Any]) -> N
             rows = (8, 3, 5, 1)[turn]
             for each in (cache, other):
                 each.reset()
-                model(ids[:rows, :40], past_key_values=each, use_cache=True)
+                model(ids[:rows, :40], **named(each), use_cache=True)
             for at in range(250):
                 one = torch.randint(2, 1000, (rows, 1), device="cuda")
                 got = handle.step(one, cache)
                 if at % 25 == 0 or (turn == 0 and at < 8):
-                    want = model(one, past_key_values=other, use_cache=True).logits
+                    want = model(one, **named(other), use_cache=True).logits
                     worst = max(worst, relative(got.float(), want.float()))
                 else:
-                    model(one, past_key_values=other, use_cache=True)
+                    model(one, **named(other), use_cache=True)
             torch.cuda.synchronize()
             if turn == 3:
                 assert torch.cuda.memory_allocated() <= held + (1 << 20)

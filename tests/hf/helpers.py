@@ -12,6 +12,7 @@ from transformers import DynamicCache, StaticCache
 import attnops
 from attnops.hf import tiny
 from attnops.hf.attention import function as attention_module
+from attnops.hf.cache_names import named
 from attnops.hf.paged import attention as paged_attention
 
 NOT_THROUGH_THE_INTERFACE = ("gptj", "falcon", "bloom", "mpt")
@@ -69,7 +70,7 @@ def logits(model, cache, ids, mask, steps=((0, 14), (14, 15), (15, 16), (16, 18)
             ids[:, begin:end],
             attention_mask=mask[:, :end],
             position_ids=where[:, begin:end],
-            past_key_values=past,
+            **named(past),
             use_cache=past is not None,
         ).logits
         assert torch.isfinite(result).all(), "padding rows too shall stay finite"
@@ -77,10 +78,11 @@ def logits(model, cache, ids, mask, steps=((0, 14), (14, 15), (15, 16), (16, 18)
     return torch.cat(out)
 
 
-def generated(model, new=14, cache=None, length=14, device="cpu", **more):
+def generated(model, new=14, kind=None, length=14, device="cpu", **more):
+    """kind: of transformers' caches."""
     mask = left_padded()[:, :length].to(device)
     options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "attention_mask": mask, **more}
-    return model.generate(tokens()[:, :length].to(device), cache_implementation=cache, **options)
+    return model.generate(tokens()[:, :length].to(device), cache_implementation=kind, **options)
 
 
 class Counter:
@@ -216,7 +218,7 @@ def by_hand(call, cache, ids, mask, steps=STEPS):
     for begin, end in steps:
         # Contiguous, as generate() makes them: a stride that happens to equal a length would be guarded.
         ids_now, mask_now, where_now = (x.contiguous() for x in (ids[:, begin:end], mask[:, :end], where[:, begin:end]))
-        result = call(ids_now, attention_mask=mask_now, position_ids=where_now, past_key_values=cache, use_cache=True).logits
+        result = call(ids_now, attention_mask=mask_now, position_ids=where_now, **named(cache), use_cache=True).logits
         assert torch.isfinite(result).all(), "padding rows too shall stay finite"
         out.append(result[mask[:, begin:end].bool()])
     return torch.cat(out)

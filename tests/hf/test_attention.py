@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 import attnops.hf
 from attnops.errors import InvalidInput, UnknownKernel
 from attnops.hf import tiny
+from attnops.hf.attention import descriptor
 from attnops.hf.attention.function import attention_function
 from attnops.hf.interface import Options, implementation
 from attnops.hf.matching.match import HARMLESS
@@ -55,6 +56,14 @@ def test_the_names_transformers_uses():
     by_name, none = attend(module=MODULE, query=q, key=k, value=v, attention_mask=None)
     assert none is None and by_name.shape == (2, 6, 4, 16) and by_name.is_contiguous()
     close(by_name, plain(q, k, v, see=lower(6, 6)))
+
+
+def test_a_window_that_says_none_of_int32():
+    """A distance that no position can be added to in 32 bits is none, as a descriptor or as an argument."""
+    q, k, v = qkv()
+    mask = descriptor.build(descriptor.Pattern(True, 2**31 - 1), 2, 0, 6, 0, 0, q.device)
+    for given in ({"attention_mask": mask}, {"attention_mask": None, "sliding_window": 2**31 - 1}):
+        close(attend(MODULE, q, k, v, **given)[0], plain(q, k, v, see=lower(6, 6)))
 
 
 @pytest.mark.parametrize("name", ["s_aux", "sinks"])

@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 import attnops
 from attnops.graphs.pieces import inductor
 from attnops.hf import Decode, tiny
+from attnops.hf.cache_names import named
 from tests.graphs.standin import StandIn
 
 model, device, ids = tiny.model("llama"), StandIn(), torch.arange(5 * {rows}).view({rows}, 5)
@@ -25,7 +26,7 @@ with torch.no_grad():
     want = model(ids).logits[:, -1:]
 with torch.no_grad(), attnops.patch(model, cache="paged", decode=Decode("piecewise", inner=inner, graphs=device)) as handle:
     cache = handle.new_cache({rows}, 40)
-    model(ids[:, :4], past_key_values=cache)
+    model(ids[:, :4], **named(cache))
     torch.testing.assert_close(handle.step(ids[:, 4:], cache), want, rtol=1e-4, atol=1e-4)
     report = handle.graphs.report()
 found = counters["inductor"]

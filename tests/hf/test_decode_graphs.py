@@ -12,6 +12,7 @@ import torch
 import attnops
 from attnops.errors import InvalidInput, PatchError
 from attnops.hf import Decode, tiny
+from attnops.hf.cache_names import named
 from attnops.hf.paged import decode, mode as paged, pool
 from attnops.hf.paged.pages import EMPTY
 from tests.graphs.standin import StandIn
@@ -95,7 +96,7 @@ def test_a_prompt_of_one_token_is_followed_by_graphs(far, monkeypatch):
     with attnops.patch(model, cache="paged", decode=how()) as handle:
         cache, text = handle.new_cache(2, 20), start
         for turn in (1, 2):
-            text = model.generate(text, attention_mask=torch.ones_like(text), past_key_values=cache, **more)
+            text = model.generate(text, attention_mask=torch.ones_like(text), **named(cache), **more)
             assert replays(handle) == 3 * turn
         assert torch.equal(text, want)
 
@@ -109,8 +110,8 @@ def test_only_steps_of_generate_are_in_graphs():
         model(ids)
         with torch.no_grad():
             cache = handle.new_cache(2, 20)
-            model(ids, past_key_values=cache)
-            model(ids[:, :1], past_key_values=cache)
+            model(ids, **named(cache))
+            model(ids[:, :1], **named(cache))
         assert handle.graphs is None
         model.generate(ids, **given)
         # The first token is the prompt's.
@@ -144,9 +145,9 @@ def test_a_capture_leaves_the_cache_as_it_was(nan_pages):
     with torch.no_grad(), attnops.patch(model, cache="paged", decode=how()) as handle:
         ours, other = handle.new_cache(4, 30), handle.new_cache(4, 30)
         for cache in (ours, other):
-            model(ids, past_key_values=cache)
+            model(ids, **named(cache))
         for at in range(3):
-            want = model(ids[:, at : at + 1], past_key_values=other).logits
+            want = model(ids[:, at : at + 1], **named(other)).logits
             got = handle.step(ids[:, at : at + 1], ours)
             assert relative(got, want) < LIMIT
         for mine, theirs in zip(ours.state.pages.pools, other.state.pages.pools, strict=True):
@@ -161,18 +162,18 @@ def test_steps_by_hand():
     ids, _ = asked(3, 12, 1)
 
     def run(step, cache):
-        found = [model(ids[:, :6], past_key_values=cache).logits[:, -1:]]
+        found = [model(ids[:, :6], **named(cache)).logits[:, -1:]]
         found += [step(ids[:, at : at + 1], cache) for at in range(6, 9)]
         cache.crop(-2)
-        found.append(model(ids[:, 7:9], past_key_values=cache).logits[:, -1:])
+        found.append(model(ids[:, 7:9], **named(cache)).logits[:, -1:])
         found += [step(ids[:2, at : at + 1], cache) for at in range(9, 11)]
         cache.reset()
-        found.append(model(ids[:, :3], past_key_values=cache).logits[:, -1:])
+        found.append(model(ids[:, :3], **named(cache)).logits[:, -1:])
         found.append(step(ids[:, 3:4], cache))
         return torch.cat([x.clone() for x in found])
 
     with torch.no_grad(), attnops.patch(model, cache="paged", decode=how(check_every=2)) as handle:
-        want = run(lambda one, cache: model(one, past_key_values=cache).logits, handle.new_cache(3, 20))
+        want = run(lambda one, cache: model(one, **named(cache)).logits, handle.new_cache(3, 20))
         kept = []
         got = run(lambda one, cache: kept.append(handle.step(one, cache).clone()) or kept[-1], handle.new_cache(3, 20))
         assert relative(got, want) < LIMIT
@@ -188,7 +189,7 @@ def test_all_captured_beforehand():
         assert [str(row.bucket) for row in report.rows] == ["decode x3", "decode x2", "decode x1"]
         assert told == [(1, 3, "decode x3"), (2, 3, "decode x2"), (3, 3, "decode x1")]
         assert int(cache.get_seq_length()) == 0
-        assert torch.equal(generated(model, 3, 9, 4, past_key_values=cache), want)
+        assert torch.equal(generated(model, 3, 9, 4, **named(cache)), want)
         assert len(handle.graphs.report().rows) == 3
 
 
@@ -199,7 +200,7 @@ def test_what_a_step_refuses():
         cache = handle.new_cache(2, 20)
         with pytest.raises(InvalidInput, match="empty or half written"):
             handle.step(ids[:2, :1], cache)
-        model(ids[:2], past_key_values=cache)
+        model(ids[:2], **named(cache))
         with pytest.raises(InvalidInput, match=r"input_ids: got int64 \[3, 1\]"):
             handle.step(ids[:, :1], cache)
         with pytest.raises(InvalidInput, match=r"input_ids: got int64 \[2, 2\]"):
@@ -216,7 +217,7 @@ def test_a_full_cache_is_not_stepped_over():
     model = tiny.model("llama")
     with torch.no_grad(), attnops.patch(model, cache="paged", decode=how()) as handle:
         cache = handle.new_cache(1, 8)
-        model(torch.full((1, 7), 5), past_key_values=cache)
+        model(torch.full((1, 7), 5), **named(cache))
         handle.step(torch.full((1, 1), 5), cache)
         with pytest.raises(RuntimeError, match="a cache that is full"):
             handle.step(torch.full((1, 1), 5), cache)
@@ -227,7 +228,7 @@ def test_caches_side_by_side_and_threads_have_graphs_each(nan_pages):
     want = generated(model, 2, 9, 4)
     with attnops.patch(model, cache="paged", decode=how()) as handle:
         kept = handle.new_cache(2, 20)
-        assert torch.equal(generated(model, 2, 9, 4, past_key_values=kept), want)
+        assert torch.equal(generated(model, 2, 9, 4, **named(kept)), want)
         found = []
         threads = [threading.Thread(target=lambda: found.append(generated(model, 2, 9, 4))) for _ in range(3)]
         for thread in threads:
@@ -245,7 +246,7 @@ def test_a_cache_that_is_gone_leaves_its_graphs_to_the_next():
         captured = []
         for _ in range(3):
             cache = handle.new_cache(2, 40)
-            model(ids, past_key_values=cache)
+            model(ids, **named(cache))
             handle.step(ids[:, :1], cache)
             captured.append(handle.graphs)
             assert int(cache.get_seq_length()) == 10
@@ -263,7 +264,7 @@ def test_steps_of_another_cache_are_no_reason_to_look_at_weights(monkeypatch):
     ids = torch.full((2, 9), 5)
     with torch.no_grad(), attnops.patch(model, cache="paged", decode=how()) as handle:
         ours = handle.new_cache(2, 40)
-        model(ids, past_key_values=ours)
+        model(ids, **named(ours))
         handle.step(ids[:, :1], ours)
 
         def step(input_ids, scores):
@@ -271,9 +272,7 @@ def test_steps_of_another_cache_are_no_reason_to_look_at_weights(monkeypatch):
             return scores
 
         looks.clear()
-        model.generate(
-            ids, max_new_tokens=8, min_new_tokens=8, do_sample=False, logits_processor=[step], past_key_values=handle.new_cache(2, 40)
-        )
+        model.generate(ids, max_new_tokens=8, min_new_tokens=8, do_sample=False, logits_processor=[step], **named(handle.new_cache(2, 40)))
         assert handle.plain_steps == 0 and len(looks) == 2, "each once after the prompt"
 
 

@@ -11,6 +11,7 @@ import torch
 import attnops
 from attnops.graphs import regional
 from attnops.hf import tiny
+from attnops.hf.cache_names import cache_in, named
 from attnops.kernel import _REGISTRY, Capture
 from tests.graphs.models import boundary
 from tests.hf.test_decode_graphs import generated, how, nan_pages, replays
@@ -71,7 +72,7 @@ def test_a_second_cache_and_a_single_row():
     with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
         for most, length, traces in ((2, 30, 1), (4, 90, 0)):
             cache = handle.new_cache(most, length)
-            assert torch.equal(generated(model, 2, 14, 4, past_key_values=cache), want[0])
+            assert torch.equal(generated(model, 2, 14, 4, **named(cache)), want[0])
             assert len(traced(handle)) == 1 and (handle.graphs.report().compile_seconds > 0) == traces
             del cache
         for _ in range(2):
@@ -118,7 +119,7 @@ def test_a_cache_that_another_kernel_is_faster_for(monkeypatch):
     with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
         for length, new, tokens in zip((14, 80, 14), (1, 2, 2), want, strict=True):
             cache = handle.new_cache(2, length + 3, page_size=8)
-            assert torch.equal(generated(model, 2, length, 3, past_key_values=cache), tokens)
+            assert torch.equal(generated(model, 2, length, 3, **named(cache)), tokens)
             assert len(traced(handle)) == new and (f"paged_attention.{name}" in calls(handle)) == (new == 2)
             del cache
 
@@ -171,7 +172,7 @@ def asked_for_more(model):
 
 
 def times_two_if_layered(module, args, kwargs, out):
-    return out[0] * (2 if hasattr(kwargs["past_key_values"], "layers") else 1), *out[1:]
+    return out[0] * (2 if hasattr(cache_in(kwargs), "layers") else 1), *out[1:]
 
 
 def scaled(model):

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 import attnops
 from attnops.errors import InvalidInput
-from attnops.hf import tiny
+from attnops.hf import cache_names, tiny
 from attnops.hf.paged.guarded import Glance
 from tests.hf.helpers import LIMIT, relative
 from tests.hf.test_decode_graphs import asked, generated, how, replays
@@ -177,8 +177,8 @@ def test_a_prompt_by_hand_is_when_one_looks():
             change(model)
             for cache in (ours, other):
                 cache.reset()
-                model(ids, past_key_values=cache)
-            want = model(ids[:, :1], past_key_values=other).logits
+                model(ids, **cache_names.named(cache))
+            want = model(ids[:, :1], **cache_names.named(other)).logits
             assert relative(handle.step(ids[:, :1], ours), want) < LIMIT
 
 
@@ -205,7 +205,7 @@ def test_policies_of_steps_by_hand():
     with torch.no_grad(), attnops.patch(model, cache="paged", decode=how()) as handle:
         one, two = handle.new_cache(2, 20), handle.new_cache(2, 20)
         for cache in (one, two):
-            model(ids, past_key_values=cache)
+            model(ids, **cache_names.named(cache))
         made = {}
         for cache, policy in [(one, None), (two, "reference"), (one, None), (one, "reference"), (two, None)] * 2:
             with attnops.use(policy):
@@ -253,8 +253,8 @@ def test_a_capture_that_fails_leaves_nothing_behind(mode, failing, monkeypatch):
     with torch.no_grad(), attnops.patch(model, cache="paged", decode=how(mode)) as handle:
         ours, other = handle.new_cache(2, 20), handle.new_cache(2, 20)
         for cache in (ours, other):
-            model(ids, past_key_values=cache)
-        want = model(ids[:, :1], past_key_values=other).logits
+            model(ids, **cache_names.named(cache))
+        want = model(ids[:, :1], **cache_names.named(other)).logits
         model.model.layers[0].mlp.register_forward_hook(lambda module, given, out: out_of_memory(out))
         with pytest.raises(torch.OutOfMemoryError):
             handle.step(ids[:, :1], ours)
@@ -267,17 +267,17 @@ def test_what_is_no_step_is_told():
     ids, _ = asked(2, 6, 1)
     with torch.no_grad(), attnops.patch(model, cache="paged", decode=how()) as handle:
         cache = handle.new_cache(2, 20)
-        model(ids, past_key_values=cache)
+        model(ids, **cache_names.named(cache))
         one = ids[:, :1]
         for given, text in (
             ((one[0, 0], cache), r"input_ids: got int64 \[\]"),
             ((one.float(), cache), r"input_ids: got float32 \[2, 1\]"),
-            ((one, DynamicCache()), "past_key_values: got DynamicCache"),
+            ((one, DynamicCache()), f"{cache_names.NAME}: got DynamicCache"),
             ((one, cache, one[:, 0]), r"position_ids: got int64 \[2\]"),
             ((one, cache, one[:1]), r"position_ids: got int64 \[1, 1\]"),
         ):
             with pytest.raises(InvalidInput, match=text):
                 handle.step(*given)
-        with pytest.raises(InvalidInput, match="past_key_values: got DynamicCache"):
+        with pytest.raises(InvalidInput, match=f"{cache_names.NAME}: got DynamicCache"):
             handle.capture(DynamicCache())
         assert handle.graphs is None

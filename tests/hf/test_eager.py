@@ -10,6 +10,7 @@ from transformers import DynamicCache
 import attnops
 from attnops.hf import tiny
 from attnops.hf.attention.function import attention_function
+from attnops.hf.cache_names import named
 from attnops.kernel import _drop, kernels_of, one_of, register
 from attnops.kernels.torch import sdpa
 from attnops.ops import eager
@@ -57,8 +58,8 @@ def test_layers_and_tokens_share_a_look(looked):
     for patched in (False, True):
         cache = DynamicCache(config=model.config)
         handle = attnops.patch(model) if patched else None
-        out = [model(ids[:, :33], past_key_values=cache).logits[:, -1:]]
-        out += [model(ids[:, at : at + 1], past_key_values=cache).logits for at in range(33, 80)]
+        out = [model(ids[:, :33], **named(cache)).logits[:, -1:]]
+        out += [model(ids[:, at : at + 1], **named(cache)).logits for at in range(33, 80)]
         lines.append(torch.cat(out, 1))
         if handle is not None:
             handle.unpatch()
@@ -75,8 +76,8 @@ def test_a_window_that_begins_to_bind(looked):
     with attnops.patch(model):
         for _ in range(2):
             cache = DynamicCache(config=model.config)
-            model(ids[:, :5], past_key_values=cache)
-            got = torch.cat([model(ids[:, at : at + 1], past_key_values=cache).logits for at in range(5, 20)], 1)
+            model(ids[:, :5], **named(cache))
+            got = torch.cat([model(ids[:, at : at + 1], **named(cache)).logits for at in range(5, 20)], 1)
             assert relative(got, want) < LIMIT
 
 
@@ -122,10 +123,10 @@ def test_sdpa_takes_the_tensors_of_plain_calls_as_they_are(monkeypatch):
         for padded, profiled in ((None, False), (left_padded()[:, :9], False), (None, True)):
             for _ in range(2):
                 cache = DynamicCache(config=model.config)
-                model(ids[:, :8], past_key_values=cache, attention_mask=None if padded is None else padded[:, :8])
+                model(ids[:, :8], **named(cache), attention_mask=None if padded is None else padded[:, :8])
                 turned.clear()
                 with torch.profiler.profile() if profiled else nullcontext() as profile:
-                    got = model(ids[:, 8:], past_key_values=cache, attention_mask=padded).logits
+                    got = model(ids[:, 8:], **named(cache), attention_mask=padded).logits
                 plain = padded is None and not profiled
                 assert len(turned) == layers * (not plain)
                 if padded is None:

@@ -11,6 +11,7 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 import attnops
 from attnops.hf import tiny
 from attnops.hf.attention import mask as masks
+from attnops.hf.cache_names import named
 from attnops.hf.generation import current_generation, growing
 from tests.hf.helpers import LIMIT, generated, left_padded, relative, tokens
 
@@ -34,7 +35,7 @@ class Beside(LogitsProcessor):
 
     @torch.no_grad()
     def __call__(self, input_ids, scores):
-        given = {"attention_mask": self.mask, "past_key_values": self.cache, "use_cache": True}
+        given = {"attention_mask": self.mask, **named(self.cache), "use_cache": True}
         if self.prepares:  # as loops of one's own do
             given = {"input_ids": self.ids, **given}
             given = self.model.prepare_inputs_for_generation(**given)
@@ -127,7 +128,7 @@ def test_over_pages_another_model_is_looked_at(impatient):
     class Steps(LogitsProcessor):
         def __call__(self, input_ids, scores):
             ids, count = (tokens(3, 14), 14) if not seen else (tokens(3, 1), 14 + len(seen))
-            other(ids, attention_mask=torch.ones(3, count, dtype=torch.int64), past_key_values=cache)
+            other(ids, attention_mask=torch.ones(3, count, dtype=torch.int64), **named(cache))
             seen.append(current_generation())
             return scores
 

@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import DynamicCache
 
 import attnops
 from attnops.errors import InvalidInput, NoGradient
 from attnops.hf import PagedKeyCache, tiny
+from attnops.hf.cache_names import cache_of, named
 from attnops.hf.paged import attention as paged_attention, pool
 from attnops.hf.paged.pages import DRAFTS
 from tests.hf.helpers import (
@@ -135,7 +137,7 @@ def test_what_is_stored():
     with attnops.patch(model, cache="paged") as handle:
         cache = handle.new_cache(5, 60, page_size=4)
         poison(cache)
-        assert torch.equal(generated(model, past_key_values=cache), eager_tokens("gpt_oss"))
+        assert torch.equal(generated(model, **named(cache)), eager_tokens("gpt_oss"))
         state = cache.state.pages
         lengths = (cache.get_seq_length() - state.pad[:3]).tolist()
         for layer in range(2):
@@ -230,7 +232,7 @@ def test_beam_search_keeps_transformers_cache():
             assert torch.equal(generated(model, new=6, num_beams=2), want)
         assert not any(calls.values()) and any("but in beam search, as an assistant" in note for note in handle.report().notes)
         with pytest.raises(InvalidInput, match="num_beams"):
-            generated(model, new=6, num_beams=2, past_key_values=handle.new_cache(6, 40))
+            generated(model, new=6, num_beams=2, **named(handle.new_cache(6, 40)))
 
 
 def test_a_cache_that_the_checkpoint_names_is_kept_and_told(recwarn):
@@ -258,13 +260,13 @@ def test_turns():
     with attnops.patch(model, cache="paged") as handle:
         cache = handle.new_cache(4, 100, page_size=4)
         poison(cache)
-        assert torch.equal(model.generate(tokens(3, 40), attention_mask=mask, past_key_values=cache, **options), first)
+        assert torch.equal(model.generate(tokens(3, 40), attention_mask=mask, **named(cache), **options), first)
         with over_pages() as calls:
-            assert torch.equal(model.generate(text, attention_mask=longer, past_key_values=cache, **options), second)
+            assert torch.equal(model.generate(text, attention_mask=longer, **named(cache), **options), second)
         assert not calls["alone"], "the cache was not empty"
         cache.reset()
         assert int(cache.get_seq_length()) == 0
-        assert torch.equal(generated(model, past_key_values=cache), eager_tokens("gpt_oss"))
+        assert torch.equal(generated(model, **named(cache)), eager_tokens("gpt_oss"))
 
 
 def test_rollback():
@@ -286,18 +288,17 @@ def test_rollback():
 
 
 def test_what_crop_is_told():
-    """As transformers' layers are: below 0 what to take back, above 0 what to keep, be it a number or a tensor of one."""
+    """As transformers' layers are: below 0 what to take back, be it a number or a tensor of one. Above 0 what to keep, as they were up to
+    transformers 5.23."""
     model = tiny.model("llama")
     with attnops.patch(model, cache="paged") as handle:
-        for said in (-5, 12, 99, 0, -99):
+        for said, left in ((-5, 9), (12, 12), (99, 14), (0, 14), (-99, 0)):
             for asked in (said, torch.tensor(said)):
-                lengths = []
-                caches: tuple[Any, ...] = (handle.new_cache(3, 20), DynamicCache(config=model.config))
+                caches: list[Any] = [handle.new_cache(3, 20), *([DynamicCache(config=model.config)] if said <= 0 else [])]
                 for cache in caches:
                     by_hand(model, cache, tokens(), left_padded(), STEPS[:1])
                     cache.crop(asked)
-                    lengths.append(int(cache.get_seq_length()))
-                assert lengths[0] == lengths[1], asked
+                    assert int(cache.get_seq_length()) == left, asked
 
 
 def test_layers_crop_and_reset_the_length_that_they_share():
@@ -334,7 +335,7 @@ def test_a_step_that_ended_in_an_error():
     with attnops.patch(model, cache="paged") as handle:
         cache = handle.new_cache(3, 60, page_size=4)
         with pytest.raises(NoGradient):
-            model(ids, past_key_values=cache)
+            model(ids, **named(cache))
         cache.crop(-20)
         by_hand(model, cache, ids, mask, ((0, 14),))
         hook = model.model.layers[0].mlp.register_forward_pre_hook(fails)
@@ -349,6 +350,19 @@ def test_a_step_that_ended_in_an_error():
     assert relative(ours, eager_logits("gemma2")[-len(ours) :]) < LIMIT
 
 
+def test_layers_without_any_cache():
+    """Of experts alone, between others. To transformers 5.24 they are layers of another kind."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}
+    states = {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32}
+    kinds = {"layers_block_type": ["mamba", "attention", "moe", "attention"], "vocab_size": 128, "pad_token_id": 0}
+    torch.manual_seed(0)
+    model = transformers.NemotronHForCausalLM(transformers.NemotronHConfig(**sizes, **states, **experts, **kinds)).eval()
+    want = generated(model)
+    with attnops.patch(model, cache="paged") as handle:
+        assert torch.equal(generated(model), want) and handle.took.cache == "paged"
+
+
 @pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
 def test_layers_of_other_kinds_keep_their_own_states(name):
     """Whose shape is that of a batch, so that a reset makes them anew."""
@@ -358,19 +372,19 @@ def test_layers_of_other_kinds_keep_their_own_states(name):
         cache = handle.new_cache(4, 40)
         by_hand(model, cache, tokens(1), left_padded(1), STEPS[:2])
         cache.reset()
-        assert torch.equal(generated(model, past_key_values=cache), eager_tokens(name))
+        assert torch.equal(generated(model, **named(cache)), eager_tokens(name))
 
 
 def test_a_cache_that_is_handed_out_stays_whole():
     """What generate() returns belongs to the caller: the next call takes other pages."""
     model = tiny.model("mistral")
     with attnops.patch(model, cache="paged"):
-        cache = generated(model, return_dict_in_generate=True).past_key_values
+        cache = cache_of(generated(model, return_dict_in_generate=True))
         assert isinstance(cache, PagedKeyCache)
         before = cache.pages_of(0)[0].clone()
-        again = generated(model, return_dict_in_generate=True).past_key_values
+        again = cache_of(generated(model, return_dict_in_generate=True))
         assert again.pages_of(0)[0].data_ptr() != cache.pages_of(0)[0].data_ptr() and torch.equal(cache.pages_of(0)[0], before)
         freed = again.pages_of(0)[0].data_ptr()
         del again
         gc.collect()
-        assert generated(model, return_dict_in_generate=True).past_key_values.pages_of(0)[0].data_ptr() == freed
+        assert cache_of(generated(model, return_dict_in_generate=True)).pages_of(0)[0].data_ptr() == freed

@@ -8,6 +8,7 @@ from transformers import CompileConfig
 
 import attnops
 from attnops.hf import tiny
+from attnops.hf.cache_names import named
 from tests.hf.helpers import LIMIT, Counter, allocated, by_hand, left_padded, logits, poison, relative, tokens
 from tests.lowering.models import compiled_code, kernel_calls
 
@@ -57,7 +58,7 @@ def test_windows_that_give_pages_back_do_not_recompile():
         for call, tokens_of_eager in zip(calls, want, strict=True):
             cache = handle.new_cache(call[0] + 1, call[1] + call[2] + 5, page_size=4)
             poison(cache)
-            assert torch.equal(in_generate(model, *call, counter, past_key_values=cache), tokens_of_eager)
+            assert torch.equal(in_generate(model, *call, counter, **named(cache)), tokens_of_eager)
             graphs.append(len(counter))
     assert graphs[1] == graphs[-1] == 2, graphs
     assert sum("slot_mapping" in target for target in counter.targets()) == 2 * 2

@@ -13,6 +13,7 @@ import attnops
 from attnops.errors import InvalidInput, NoGradient, PageSizeConflict, PatchError, UnknownKernel
 from attnops.hf import PagedKeyCache, tiny
 from attnops.hf.attention import descriptor
+from attnops.hf.cache_names import named
 from attnops.hf.matching.match import usage_of
 from attnops.hf.paged.models import where
 from attnops.lowering.explain import packages_of_kernels
@@ -41,7 +42,7 @@ def test_masks_that_change_and_rows_that_come_back():
         cache = handle.new_cache(3, 20)
         by_hand(model, cache, ids, mask, STEPS[:1])
         with pytest.raises(InvalidInput, match="another padding"):
-            model(ids[:, 14:15], attention_mask=torch.ones_like(mask[:, :15]), past_key_values=cache)
+            model(ids[:, 14:15], attention_mask=torch.ones_like(mask[:, :15]), **named(cache))
         by_hand(model, cache, ids[:2], mask[:2], STEPS[1:3])
         with pytest.raises(InvalidInput, match="rows that the step before left out"):
             by_hand(model, cache, ids, mask, STEPS[3:4])
@@ -55,7 +56,7 @@ def test_a_mask_that_sees_more_than_the_pages_keep():
         for pattern in (descriptor.Pattern(True, 12), descriptor.Pattern(True, 0)):
             mask = descriptor.build(pattern, 3, 0, 14, 0, 0, torch.device("cpu"))
             with pytest.raises(InvalidInput, match=r"window of layer 0.*at most 8"):
-                model(tokens()[:, :14], attention_mask=mask, past_key_values=cache)
+                model(tokens()[:, :14], attention_mask=mask, **named(cache))
 
 
 def test_training():
@@ -67,10 +68,10 @@ def test_training():
         cache = handle.new_cache(3, 9)
         assert model.training, "a look at what the layers keep leaves the mode as it was"
         with pytest.raises(InvalidInput, match="dropout"):
-            model(ids, past_key_values=cache)
+            model(ids, **named(cache))
         model.eval()
         with pytest.raises(NoGradient):
-            model(ids, past_key_values=handle.new_cache(3, 9))
+            model(ids, **named(handle.new_cache(3, 9)))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "gpt_bigcode", "gemma2"])
@@ -81,7 +82,7 @@ def test_a_consumer_that_does_not_know_pages_fails(name):
     cache = handle.new_cache(1, 20)
     handle.unpatch()
     with pytest.raises((RuntimeError, ValueError, IndexError)), torch.no_grad():
-        model(tokens(1), past_key_values=cache)
+        model(tokens(1), **named(cache))
 
 
 def test_a_layer_that_does_not_ask_its_cache():
@@ -91,7 +92,7 @@ def test_a_layer_that_does_not_ask_its_cache():
         cache = handle.new_cache(1, 20)
         cache.layers[1] = DynamicCache(config=model.config).layers[1]
         with pytest.raises(InvalidInput, match="did not ask"):
-            model(tokens(1), past_key_values=cache)
+            model(tokens(1), **named(cache))
 
 
 # Which models ---------------------------------------------------------------------------------------------------------
@@ -162,8 +163,8 @@ def test_explain():
     model = tiny.model("mistral")
     with attnops.patch(model, cache="paged") as handle:
         cache = handle.new_cache(3, 100, page_size=4)
-        prefill = attnops.explain(model, tokens(), past_key_values=cache, quiet=True)
-        decode = attnops.explain(model, tokens()[:, :1], past_key_values=cache, target="sm90", quiet=True)
+        prefill = attnops.explain(model, tokens(), **named(cache), quiet=True)
+        decode = attnops.explain(model, tokens()[:, :1], **named(cache), target="sm90", quiet=True)
         assert {site.decision.problem.op for site in prefill.sites} >= {"attention", "write_kv"}
         ops = {site.decision.problem.op: site for site in decode.sites}
         assert ops["paged_attention"].count == 2 and ops["paged_attention"].decision.problem.rules.window == (7, -1)
@@ -275,7 +276,7 @@ def test_switched_to_another_implementation_while_patched():
         model.set_attn_implementation("sdpa")
         assert torch.equal(generated(model), eager_tokens("mistral"))
         with pytest.raises(InvalidInput, match="with attention 'sdpa'"):
-            generated(model, past_key_values=handle.new_cache(3, 40))
+            generated(model, **named(handle.new_cache(3, 40)))
 
 
 def test_a_bare_model():
@@ -287,7 +288,7 @@ def test_a_bare_model():
         with attnops.patch(bare, cache="paged") as handle:
             cache = handle.new_cache(3, 20)
             assert isinstance(cache, PagedKeyCache)
-            ours = bare(tokens(), attention_mask=left_padded(), past_key_values=cache).last_hidden_state
+            ours = bare(tokens(), attention_mask=left_padded(), **named(cache)).last_hidden_state
     assert relative(ours[left_padded().bool()], want) < LIMIT
 
 
@@ -350,4 +351,4 @@ def test_images_whose_tokens_see_each_other():
         assert torch.equal(model.generate(shown, **image), want[1]) and not any(calls.values())
     assert any("token_type_ids" in note for note in handle.report().notes)
     with pytest.raises(InvalidInput, match="token_type_ids"):
-        model(shown, token_type_ids=image["token_type_ids"], past_key_values=handle.new_cache(2, 20))
+        model(shown, token_type_ids=image["token_type_ids"], **named(handle.new_cache(2, 20)))

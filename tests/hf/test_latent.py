@@ -10,6 +10,7 @@ from transformers import CompileConfig
 import attnops
 from attnops.errors import InvalidInput, NoGradient
 from attnops.hf import PagedLatentCache, tiny
+from attnops.hf.cache_names import cache_in, cache_of, named
 from tests.hf.helpers import (
     LATENT,
     LIMIT,
@@ -76,7 +77,7 @@ def test_pages_of_others_do_not_matter():
         cache = handle.new_cache(5, 40, page_size=4)
         for pages in cache.state.pages.pools:
             pages.fill_(float("nan"))
-        assert torch.equal(generated(model, past_key_values=cache), eager_tokens("deepseek_v3"))
+        assert torch.equal(generated(model, **named(cache)), eager_tokens("deepseek_v3"))
         for pages in cache.state.pages.pools:
             lengths = (cache.get_seq_length() - cache.state.pages.pad[:3]).tolist()
             stored = torch.isfinite(pages).all(-1).sum()
@@ -156,7 +157,7 @@ def test_beam_search_keeps_transformers_cache():
             assert torch.equal(generated(model, new=6, num_beams=2), want)
         assert not calls["absorbed"]
         with pytest.raises(InvalidInput, match="num_beams"):
-            generated(model, new=6, num_beams=2, past_key_values=handle.new_cache(6, 40))
+            generated(model, new=6, num_beams=2, **named(handle.new_cache(6, 40)))
 
 
 def test_turns():
@@ -169,13 +170,13 @@ def test_turns():
     second = model.generate(text, attention_mask=longer, **options)
     with attnops.patch(model, cache="paged") as handle:
         cache = handle.new_cache(4, 40)
-        assert torch.equal(model.generate(tokens()[:, :14], attention_mask=mask, past_key_values=cache, **options), first)
+        assert torch.equal(model.generate(tokens()[:, :14], attention_mask=mask, **named(cache), **options), first)
         with counted() as calls:
-            assert torch.equal(model.generate(text, attention_mask=longer, past_key_values=cache, **options), second)
+            assert torch.equal(model.generate(text, attention_mask=longer, **named(cache), **options), second)
         assert not calls["expanded"], "the cache was not empty"
         cache.reset()
         assert int(cache.get_seq_length()) == 0
-        assert torch.equal(generated(model, past_key_values=cache), eager_tokens("deepseek_v3"))
+        assert torch.equal(generated(model, **named(cache)), eager_tokens("deepseek_v3"))
 
 
 def test_a_step_that_ended_in_an_error():
@@ -188,7 +189,7 @@ def test_a_step_that_ended_in_an_error():
     with attnops.patch(model, cache="paged") as handle:
         cache = handle.new_cache(3, 40)
         with pytest.raises(NoGradient):
-            model(ids, past_key_values=cache)
+            model(ids, **named(cache))
         cache.crop(-20)
         by_hand(model, cache, ids, mask, ((0, 14),))
         hook = model.model.layers[0].mlp.register_forward_pre_hook(fails)
@@ -211,7 +212,7 @@ def test_another_batch_after_a_reset():
         cache = handle.new_cache(4, 40)
         by_hand(model, cache, tokens(1), left_padded(1), STEPS[:2])
         cache.reset()
-        assert torch.equal(generated(model, past_key_values=cache), eager_tokens("kimi_linear"))
+        assert torch.equal(generated(model, **named(cache)), eager_tokens("kimi_linear"))
 
 
 def test_rollback():
@@ -235,15 +236,15 @@ def test_a_cache_that_is_handed_out_stays_whole():
     model = tiny.model("deepseek_v3")
     with attnops.patch(model, cache="paged"):
         result = generated(model, return_dict_in_generate=True)
-        cache = result.past_key_values
+        cache = cache_of(result)
         assert isinstance(cache, PagedLatentCache)
         before = cache.pages_of(0).clone()
-        again = generated(model, return_dict_in_generate=True).past_key_values
+        again = cache_of(generated(model, return_dict_in_generate=True))
         assert again.pages_of(0).data_ptr() != cache.pages_of(0).data_ptr() and torch.equal(cache.pages_of(0), before)
         freed = again.pages_of(0).data_ptr()
         del again
         gc.collect()
-        assert generated(model, return_dict_in_generate=True).past_key_values.pages_of(0).data_ptr() == freed
+        assert cache_of(generated(model, return_dict_in_generate=True)).pages_of(0).data_ptr() == freed
 
 
 def test_pages_of_two_calls():
@@ -251,7 +252,7 @@ def test_pages_of_two_calls():
     model, options = tiny.model("deepseek_v3"), {"do_sample": False, "return_dict_in_generate": True}
 
     def sizes(rows, length):
-        cache = model.generate(tokens(rows, 4), max_new_tokens=length - 3, **options).past_key_values
+        cache = cache_of(model.generate(tokens(rows, 4), max_new_tokens=length - 3, **options))
         return cache.max_batch, cache.max_length
 
     with attnops.patch(model, cache="paged"):
@@ -265,13 +266,13 @@ def test_a_cache_that_is_kept_in_secret_is_an_error():
     model, kept = tiny.model("deepseek_v3"), []
 
     def keep(module, args, kwargs):
-        kept.append(kwargs["past_key_values"])
+        kept.append(cache_in(kwargs))
 
     model.register_forward_pre_hook(keep, with_kwargs=True)
     with attnops.patch(model, cache="paged"):
         generated(model, new=2)
         with pytest.raises(InvalidInput, match="has ended"):
-            generated(model, new=2, past_key_values=kept[0])
+            generated(model, new=2, **named(kept[0]))
 
 
 # Compiled -------------------------------------------------------------------------------------------------------------
@@ -299,7 +300,7 @@ def test_generate_does_not_recompile():
         for batch in (3, 2, 3, 1, 3):
             assert torch.equal(in_generate(model, batch, counter), want[batch])
         assert len(counter) == warm
-        assert torch.equal(in_generate(model, 3, counter, past_key_values=handle.new_cache(3, 14)), want[3])
+        assert torch.equal(in_generate(model, 3, counter, **named(handle.new_cache(3, 14))), want[3])
         assert len(counter) == warm, "another cache of the same size"
     for graph in counter.graphs:
         called = [str(node.target) for node in graph.graph.nodes]

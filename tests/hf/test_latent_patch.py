@@ -12,6 +12,7 @@ import attnops
 from attnops.errors import InvalidInput, NoGradient, PatchError, UnknownKernel
 from attnops.hf import tiny
 from attnops.hf.attention import mask as masks
+from attnops.hf.cache_names import named
 from attnops.lowering.explain import packages_of_kernels
 from attnops.problem import Target, pretend
 from tests.hf.helpers import (
@@ -62,14 +63,14 @@ def test_masks_that_change():
         cache = handle.new_cache(3, 20)
         by_hand(model, cache, ids, mask, ((0, 14),))
         with pytest.raises(InvalidInput, match="another padding"):
-            model(ids[:, 14:15], attention_mask=torch.ones_like(mask[:, :15]), past_key_values=cache)
+            model(ids[:, 14:15], attention_mask=torch.ones_like(mask[:, :15]), **named(cache))
         with pytest.raises(InvalidInput, match="another padding"):
-            model(ids[:, 14:15], past_key_values=cache)
+            model(ids[:, 14:15], **named(cache))
         with pytest.raises(InvalidInput, match="too few columns"):
-            model(ids[:, 14:15], attention_mask=mask[:, :14], past_key_values=cache)
+            model(ids[:, 14:15], attention_mask=mask[:, :14], **named(cache))
         cache.reset()
-        model(ids[:, :14], past_key_values=cache)
-        model(ids[:, 14:15], past_key_values=cache)
+        model(ids[:, :14], **named(cache))
+        model(ids[:, 14:15], **named(cache))
 
 
 def test_batches_that_shrink_and_grow():
@@ -112,7 +113,7 @@ def test_the_host_trusts_only_what_it_has_seen(monkeypatch, mode):
 
     def beside(ids, scores):
         with torch.no_grad():
-            looks.append(relative(model(tokens()[:, :1], past_key_values=handle.new_cache(3, 4)).logits, first))
+            looks.append(relative(model(tokens()[:, :1], **named(handle.new_cache(3, 4))).logits, first))
         return scores
 
     with attnops.patch(model, cache="paged", mask=mode) as handle:
@@ -128,7 +129,7 @@ def test_masks_of_the_users_own(dtype):
     model, see = tiny.model("deepseek_v3"), torch.ones(3, 1, 9, 9, dtype=torch.bool).tril()
     given = see if dtype == torch.bool else torch.where(see, 0.0, -1e9)
     with attnops.patch(model, cache="paged") as handle, torch.no_grad(), pytest.raises(InvalidInput, match=r"attention_mask.*2-D"):
-        model(tokens()[:, :9], attention_mask=given, past_key_values=handle.new_cache(3, 9))
+        model(tokens()[:, :9], attention_mask=given, **named(handle.new_cache(3, 9)))
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "llama"])
@@ -136,9 +137,9 @@ def test_room(name):
     model = tiny.model(name)
     with attnops.patch(model, cache="paged") as handle:
         with pytest.raises(InvalidInput, match="rows"):
-            generated(model, past_key_values=handle.new_cache(2, 40))
+            generated(model, **named(handle.new_cache(2, 40)))
         with pytest.raises(InvalidInput, match="length"):
-            generated(model, past_key_values=handle.new_cache(3, 20))
+            generated(model, **named(handle.new_cache(3, 20)))
         with pytest.raises(InvalidInput, match="at most 16 positions"):
             by_hand(model, handle.new_cache(3, 16), tokens(), left_padded())
         with pytest.raises(InvalidInput, match="at most 2"):
@@ -154,10 +155,10 @@ def test_training():
         model.train()
         model(ids, labels=ids, use_cache=False).loss.backward()
         with pytest.raises(InvalidInput, match="dropout"):
-            model(ids, past_key_values=handle.new_cache(3, 9))
+            model(ids, **named(handle.new_cache(3, 9)))
         model.eval()
         with pytest.raises(NoGradient):
-            model(ids, past_key_values=handle.new_cache(3, 9))
+            model(ids, **named(handle.new_cache(3, 9)))
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -168,7 +169,7 @@ def test_a_consumer_that_does_not_know_pages_fails(rows):
     cache = handle.new_cache(rows, 20)
     handle.unpatch()
     with pytest.raises((RuntimeError, ValueError)), torch.no_grad():
-        model(tokens(rows), past_key_values=cache)
+        model(tokens(rows), **named(cache))
     with pytest.raises(PatchError, match="not patched"):
         handle.new_cache(3, 20)
 
@@ -235,8 +236,8 @@ def test_explain():
     model = tiny.model("minicpm3")
     with attnops.patch(model, cache="paged") as handle:
         cache = handle.new_cache(3, 20)
-        prefill = attnops.explain(model, tokens(), past_key_values=cache, quiet=True)
-        decode = attnops.explain(model, tokens()[:, :1], past_key_values=cache, target="sm90", quiet=True)
+        prefill = attnops.explain(model, tokens(), **named(cache), quiet=True)
+        decode = attnops.explain(model, tokens()[:, :1], **named(cache), target="sm90", quiet=True)
         assert {site.decision.problem.op for site in prefill.sites} >= {"attention", "write_latent"}
         assert {site.decision.problem.op for site in decode.sites} >= {"mla_attention", "write_latent"}
         assert int(cache.get_seq_length()) == 0, "nothing has run"
@@ -251,7 +252,7 @@ def test_a_kernel_that_reads_a_plan_gets_one():
         assert cache.state.pages.page_size == 64
         for tokens_now, planned in ((1, 1), (4, 1), (9, 0)):
             cache.state.filled = True
-            sites = attnops.explain(model, tokens(2, tokens_now), past_key_values=cache, target="sm90", quiet=True).sites
+            sites = attnops.explain(model, tokens(2, tokens_now), **named(cache), target="sm90", quiet=True).sites
             calls = {site.decision.problem.op: site for site in sites}
             assert sum(site.count for site in sites if site.decision.problem.op == "decode_rows") == planned
             assert calls["mla_attention"].decision.problem.step.plan == ("device" if planned else "none")
@@ -383,11 +384,11 @@ def test_switched_to_another_implementation_while_patched():
         assert handle.verify(tokens(), attention_mask=left_padded()).passed
         model.set_attn_implementation("sdpa")
         with torch.no_grad():
-            result = model(tokens(), attention_mask=left_padded(), past_key_values=DynamicCache(config=model.config)).logits
+            result = model(tokens(), attention_mask=left_padded(), **named(DynamicCache(config=model.config))).logits
         assert torch.isfinite(result).all()
         assert torch.equal(generated(model), eager_tokens("deepseek_v3"))
         with pytest.raises(InvalidInput, match="with attention 'sdpa'"):
-            generated(model, past_key_values=handle.new_cache(3, 40))
+            generated(model, **named(handle.new_cache(3, 40)))
 
 
 def test_two_models_of_one_config():
@@ -410,5 +411,5 @@ def test_a_bare_model():
         want = bare(tokens(), attention_mask=left_padded()).last_hidden_state[left_padded().bool()]
         with attnops.patch(bare, cache="paged") as handle, warnings.catch_warnings():
             warnings.simplefilter("error")
-            ours = bare(tokens(), attention_mask=left_padded(), past_key_values=handle.new_cache(3, 20)).last_hidden_state
+            ours = bare(tokens(), attention_mask=left_padded(), **named(handle.new_cache(3, 20))).last_hidden_state
     assert relative(ours[left_padded().bool()], want) < LIMIT

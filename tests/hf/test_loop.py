@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import GenerationConfig
+from transformers import GenerationConfig, GenerationMixin
 
 import attnops
+from attnops.errors import NotFast
 from attnops.hf import Decode, tiny
+from attnops.hf.cache_names import cache_in, cache_of, named
 from attnops.hf.loop import plain, sample
 from attnops.hf.paged.decode import Decoder
 from tests.graphs.standin import StandIn
@@ -125,7 +127,7 @@ def test_without_padding(model, shared):
         want = got = ids
         for _ in range(2):
             want = model.generate(want, attention_mask=torch.ones_like(want), **more)
-            got = ours.generate(got, attention_mask=torch.ones_like(got), past_key_values=cache, **more)
+            got = ours.generate(got, attention_mask=torch.ones_like(got), **named(cache), **more)
             assert torch.equal(got, want) and (handle.took.decode, handle.plain_steps) == ("breakable", 0)
             assert (handle.took.loop == "") is (not loop)
 
@@ -168,10 +170,10 @@ def test_caches_that_live_on(whose, model):
         found = []
         for more in ({"eos_token_id": ENDS, "max_new_tokens": 20}, {"max_new_tokens": 3}, {"eos_token_id": ENDS, "max_new_tokens": 20}):
             given = {**more, "pad_token_id": 1, "do_sample": False, "return_dict_in_generate": True}
-            out = model.generate(ids, attention_mask=mask, past_key_values=cache, **given)
-            found += [out.sequences.tolist(), int(out.past_key_values.get_seq_length())]
+            out = model.generate(ids, attention_mask=mask, **named(cache), **given)
+            found += [out.sequences.tolist(), int(cache_of(out).get_seq_length())]
             assert type(out).__name__ == "GenerateDecoderOnlyOutput" and out.logits is None
-            ids, cache = out.sequences, out.past_key_values if whose == "the caller's" else None
+            ids, cache = out.sequences, cache_of(out) if whose == "the caller's" else None
             mask = torch.cat([mask, torch.ones(2, ids.shape[1] - mask.shape[1], dtype=torch.int64)], 1)
         return found
 
@@ -187,9 +189,9 @@ def test_a_cache_that_is_full_when_the_rows_end(model):
     text = torch.cat([mask, torch.ones(2, 3, dtype=torch.int64)], 1)
 
     def second(model, cache, **more):
-        model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=2, do_sample=False)
+        model.generate(ids, attention_mask=mask, **named(cache), max_new_tokens=2, do_sample=False)
         # The ten tokens that the cache has are not passed again.
-        more = {"attention_mask": text, "past_key_values": cache, "max_new_tokens": 9, "do_sample": False, **more}
+        more = {"attention_mask": text, **named(cache), "max_new_tokens": 9, "do_sample": False, **more}
         return model.generate(torch.full((2, 2), 5), **more)
 
     def fresh():
@@ -211,7 +213,7 @@ def test_an_error_of_the_streamer(model):
         found = []
         for stop in (0, 1, 4):
             with pytest.raises(KeyError, match="the streamer's own"):
-                generated(model, past_key_values=cache, streamer=Streamer(stop))
+                generated(model, **named(cache), streamer=Streamer(stop))
             found.append(int(cache.get_seq_length()))
             if isinstance(cache, attnops.hf.PagedModelCache):
                 cache.reset()
@@ -286,7 +288,7 @@ def config(asked, **more):
 
 
 ALTERED = {
-    "its cache is a NoneType": lambda asked: given(asked, past_key_values=None),
+    "its cache is a NoneType": lambda asked: given(asked, **named(None)),
     "float is code of its own": lambda asked: asked._replace(criteria=transformers.StoppingCriteriaList([*asked.criteria, 0.5])),
     "arguments that change from step to step": lambda asked: given(asked, output_attentions=True),
     "that change from": lambda asked: config(asked, use_cache=False),
@@ -295,7 +297,7 @@ ALTERED = {
     "no positions for each row": lambda asked: given(asked, position_ids=asked.given["position_ids"][:1]),
     "no positions": lambda asked: given(asked, position_ids=None),
     "none pads them": lambda asked: config(asked, _pad_token_tensor=None),
-    "may not fit the cache": lambda asked: config(asked, _mask_length=asked.given["past_key_values"].max_length),
+    "may not fit the cache": lambda asked: config(asked, _mask_length=cache_in(asked.given).max_length),
 }
 
 
@@ -305,7 +307,7 @@ def test_the_conditions_of_a_plain_loop(model, shared, monkeypatch):
     monkeypatch.setattr(sample, "not_plain", lambda asked, decoder: seen.append((asked, decoder)) or plain.not_plain(asked, decoder))
     out = generated(ours, eos_token_id=ENDS, pad_token_id=1, return_dict_in_generate=True)
     [(asked, decoder)] = seen
-    assert out.past_key_values is asked.given["past_key_values"], "it keeps its pages"
+    assert cache_of(out) is cache_in(asked.given), "it keeps its pages"
     assert plain.not_plain(asked, decoder) == ""
     for why, altered in ALTERED.items():
         assert why in plain.not_plain(altered(asked), decoder), why
@@ -353,9 +355,35 @@ def test_a_tail_that_cannot_be_captured(model):
     call = {**OPTIONS["all"], "rows": 3, "eos_token_id": ENDS}
     want = drawn(model, **call)
     with attnops.patch(twin := copy.deepcopy(model), cache="paged", decode=Decode("breakable", graphs=Refuses())) as handle:
-        assert drawn(twin, **call) == want
+        with pytest.warns(NotFast, match="no CUDA graph for the choice of its tokens.*operation not permitted"):
+            assert drawn(twin, **call) == want
         assert "the choice of a token: cannot be captured" in handle.took.loop and "operation not permitted" in handle.took.loop
         assert handle.plain_steps == 0
+
+
+def other_arguments(self, input_ids, generation_config, model_kwargs, is_first_iteration=True, *, whole):
+    raise AssertionError("it is not to be called")
+
+
+@pytest.mark.parametrize(("method", "why"), [(None, "has no _prefill"), (other_arguments, "has a _prefill of other arguments")])
+def test_a_transformers_with_other_methods(method, why, model, monkeypatch):
+    """Its own loop then runs around the graphs, and the user is told."""
+    want = generated(model)
+    real = GenerationMixin._prefill
+    monkeypatch.setattr(type(model), "_prefill", real, raising=False)  # for transformers' own loop
+    monkeypatch.setattr(GenerationMixin, "_prefill", method)
+    with patched(twin := copy.deepcopy(model)) as handle:
+        with pytest.warns(NotFast, match=f"choice of its tokens: transformers .* {why}"):
+            assert torch.equal(generated(twin), want)
+        assert why in handle.took.loop and handle.took.decode == "breakable" and not loop_of(handle)._tails
+
+
+def test_a_model_of_images_with_a_text_alone():
+    model = tiny.model("llava")
+    want = generated(model)
+    with patched(model) as handle:
+        assert torch.equal(generated(model), want)
+        assert handle.took.loop == "" and handle.plain_steps == 0
 
 
 def test_steps_without_graphs_in_the_middle(model, monkeypatch):

@@ -294,9 +294,9 @@ def impatient(monkeypatch):
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_generate_looks_at_the_prompt_only(impatient, name, cache):
     model = tiny.model(name)
-    want = generated(model, cache=cache)
+    want = generated(model, kind=cache)
     with attnops.patch(model, mask="auto"), watched() as calls:
-        assert torch.equal(generated(model, cache=cache), want)
+        assert torch.equal(generated(model, kind=cache), want)
     assert impatient and set(impatient) == {14}
     assert all(call["mask"] is None for call in calls)
 
@@ -325,7 +325,8 @@ def test_generate_from_one_token(impatient):
     want = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
     with attnops.patch(model, mask="auto"):
         assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False), want)
-    assert impatient == [1]
+    # From 5.23 on transformers hands on no mask without zeros.
+    assert impatient in ([1], [])
 
 
 def test_outside_generate_nothing_is_trusted(impatient):

@@ -7,6 +7,7 @@ import torch
 
 import attnops
 from attnops.hf import tiny
+from attnops.hf.cache_names import named
 from tests.hf.helpers import COMPACT, DECODERS, LIMIT, generated, left_padded, logits, make_cache, relative, tokens, watched
 
 CACHES = [None, "dynamic", "static"]
@@ -32,7 +33,7 @@ def eager_logits(name, cache):
 
 @functools.cache
 def eager_tokens(name, cache):
-    return generated(untouched(name), cache=cache)
+    return generated(untouched(name), kind=cache)
 
 
 @pytest.mark.sweep(3)
@@ -68,7 +69,7 @@ def test_generate(mask, name, cache):
         pytest.skip(f"transformers itself cannot generate with a static cache for {name}: create_chunked_causal_mask() raises TypeError")
     model = model_of(name)
     with attnops.patch(model, mask=mask):
-        assert torch.equal(generated(model, cache=cache), eager_tokens(name, cache))
+        assert torch.equal(generated(model, kind=cache), eager_tokens(name, cache))
 
 
 @pytest.mark.parametrize("mode", ["dense", "compact"])
@@ -82,7 +83,7 @@ def test_without_a_mask(name, mode):
         with attnops.patch(model, mask=mode), torch.no_grad():
             past = make_cache(cache, model)
             steps = [(0, 14), (14, 15), (15, 16), (16, 18), (18, 19), (19, 20)] if past is not None else [(0, 14)]
-            parts = [model(ids[:, a:b], past_key_values=past, use_cache=past is not None).logits.flatten(0, 1) for a, b in steps]
+            parts = [model(ids[:, a:b], **named(past), use_cache=past is not None).logits.flatten(0, 1) for a, b in steps]
         assert relative(torch.cat(parts), want) < LIMIT, cache
 
 

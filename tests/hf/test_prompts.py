@@ -10,6 +10,7 @@ from torch import nn
 
 import attnops
 from attnops.hf import tiny
+from attnops.hf.cache_names import named
 from attnops.hf.paged import decode, pool, prompt
 from attnops.hf.paged.decode import Decoder
 from attnops.hf.paged.prompt import parts_of
@@ -76,7 +77,7 @@ def test_logits(name, kinds, nan_pages, monkeypatch):
             cache.reset()
             for begin, end in ((0, 59), (59, 60)):
                 now = {"attention_mask": mask[:, :end], "position_ids": positions(mask)[:, begin:end], "logits_to_keep": 1}
-                got = model(ids[:, begin:end], past_key_values=cache, **now).logits
+                got = model(ids[:, begin:end], **named(cache), **now).logits
                 assert relative(got, want[:, end - 1 : end]) < LIMIT
             assert (prompts(handle).took, prompts(handle).why) == (took, "")
         assert len(layers(handle)) == kinds
@@ -94,7 +95,7 @@ def test_a_weight_that_is_replaced_between_prompts(nan_pages, monkeypatch):
         cache = handle.new_cache(2, 64)
         for _ in range(2):
             cache.reset()
-            got = [model(ids[:, :20], past_key_values=cache, position_ids=torch.arange(20)[None], logits_to_keep=1).logits]
+            got = [model(ids[:, :20], **named(cache), position_ids=torch.arange(20)[None], logits_to_keep=1).logits]
             got.append(handle.step(ids[:, 20:], cache))
             assert (prompts(handle).took, prompts(handle).why) == ("captured", "")
             assert relative(torch.cat(got, 1), eager(ids).logits[:, 19:]) < LIMIT
@@ -115,7 +116,7 @@ def test_no_work_on_padding():
         cache = handle.new_cache(3, 24)
         for begin, end in ((0, 16), (16, 20)):
             now = {"attention_mask": mask[:, :end], "position_ids": where[:, begin:end]}
-            got = model(ids[:, begin:end], past_key_values=cache, logits_to_keep=1, **now).logits
+            got = model(ids[:, begin:end], **named(cache), logits_to_keep=1, **now).logits
             assert relative(got, want[:, end - 1 : end]) < LIMIT
             assert seen[-1] == (1, int(mask[:, begin:end].sum())) and int(cache.get_seq_length()) == end
 
@@ -133,9 +134,9 @@ def test_chunks(nan_pages, monkeypatch):
         ids, given = asked(2, 14, 4)
         cache = handle.new_cache(2, 60)
         given.pop("attention_mask")
-        text = model.generate(ids, **given, past_key_values=cache)
+        text = model.generate(ids, **given, **named(cache))
         text = torch.cat([text, ids[:, :9]], 1)
-        text = model.generate(text, **given, past_key_values=cache)
+        text = model.generate(text, **given, **named(cache))
         assert handle.took.prompt == "compiled" and len(layers(handle)) == 2
     again = model.generate(torch.cat([model.generate(ids, **given), ids[:, :9]], 1), **given)
     assert torch.equal(text, again)
@@ -151,7 +152,7 @@ def test_the_first_part_of_a_long_request_in_a_graph(nan_pages, monkeypatch):
     want = model(ids, logits_to_keep=1).logits
     with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
         handle._paged.decoder()._at_once = True
-        got = model(ids, past_key_values=handle.new_cache(2, 24), logits_to_keep=1).logits
+        got = model(ids, **named(handle.new_cache(2, 24)), logits_to_keep=1).logits
         assert prompts(handle).took == "captured" and relative(got, want) < LIMIT
 
 
@@ -192,7 +193,7 @@ def test_the_host_reads_once_and_sends_once(took, padded, monkeypatch):
                 watched(prompt, "modules_of", "search")
                 watched(prompt.Prompts, "_part", "chunk")
                 watched(decode, "guarded_state", "search")
-            got = model(ids, past_key_values=cache, logits_to_keep=1, **given).logits
+            got = model(ids, **named(cache), logits_to_keep=1, **given).logits
         now = list(seen)
         assert relative(got, want) < LIMIT and (prompts(handle).took, prompts(handle).why) == (took, "")
     assert now == [*["read"] * padded, "list", *["chunk"] * 3]
@@ -288,7 +289,7 @@ def test_capture_compiles_prompts():
         cache = handle.new_cache(2, 20)
         handle.capture(cache)
         made = len(layers(handle))
-        assert torch.equal(generated(model, 2, 14, 3, past_key_values=cache), want)
+        assert torch.equal(generated(model, 2, 14, 3, **named(cache)), want)
         assert handle.took.prompt == "compiled" and len(layers(handle)) == made == 1
 
 

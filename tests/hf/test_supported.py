@@ -3,17 +3,22 @@
 import re
 import subprocess
 import sys
+import warnings
+from pathlib import Path
 
 import pytest
+import torch
 
 import attnops
-from attnops.errors import PatchError, UnsupportedVersion
+from attnops import tried
+from attnops.errors import PatchError, UnsupportedVersion, UntriedVersion
 from attnops.hf import supported, tiny
+from attnops.needs import Version, parse
 from tests.helpers import ROOT
 
 
 def pretend(monkeypatch, version):
-    monkeypatch.setattr(supported, "version", lambda name: version)
+    monkeypatch.setattr(tried, "version", lambda name: version if name == "transformers" else tried.OLDEST[name])
 
 
 @pytest.mark.parametrize("version", ["4.57.1", "5.0.0", "5.3.2", "5.3.0rc1"])
@@ -53,3 +58,54 @@ def test_the_import_says_so_and_imports_nothing_of_it(tmp_path):
 
 def test_the_extra_says_the_same():
     assert f'hf = ["transformers>={supported.OLDEST}"]' in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize("package", tried.NEWEST)
+@pytest.mark.parametrize(("later", "newer"), [(0, False), (1, True), (1.0, True), (-1, False)])
+def test_newer_than_the_newest_that_was_tried(package, later, newer, monkeypatch):
+    """It warns once, at patch(). Patch releases of the newest are no newer; pre-releases (a float here) of the next one are."""
+    major, minor = tried.NEWEST[package].split(".")
+    given = f"{major}.{int(minor) + int(later)}.{'0.dev20261126' if isinstance(later, float) else 3}"
+    monkeypatch.setattr(tried, "version", lambda name: given if name == package else tried.NEWEST[name] + ".0")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            attnops.patch(tiny.model("llama")).unpatch()
+        # A model of another library rests on torch alone.
+        attnops.errors._WARNED.clear()
+        attnops.patch(torch.nn.TransformerEncoderLayer(8, 2).eval()).unpatch()
+    told = [w for w in found if w.category is UntriedVersion]
+    assert len(told) == (0 if not newer else 2 if package == "torch" else 1)
+    for each in told:
+        assert f"got {package} {given}" in str(each.message) and tried.NEWEST[package] in str(each.message)
+        assert each.filename == __file__
+
+
+def bounds(text, package):
+    """The versions that a file of the project names for a package."""
+    return [Version(found) for found in re.findall(rf"(?<![\w-]){package}[=>]=([\d.]+\d)", text)]
+
+
+def test_all_say_the_same_of_versions():
+    """pyproject.toml, constraints.txt, the workflows and the documents."""
+    assert tried.OLDEST.keys() == tried.NEWEST.keys()
+    pyproject, constraints = ((ROOT / name).read_text() for name in ("pyproject.toml", "constraints.txt"))
+    flows = [path.read_text() for path in (ROOT / ".github" / "workflows").glob("*.yml")]
+    release, models = ((ROOT / "docs" / name).read_text() for name in ("release.md", "huggingface.md"))
+    for package, newest in tried.NEWEST.items():
+        oldest = tried.OLDEST[package]
+        assert bounds(pyproject, package) == [Version(oldest)]
+        assert len(bounds(constraints, package)) == 1 and any(bounds(flow, package) for flow in flows)
+        for bound in (bound for text in (constraints, *flows) for bound in bounds(text, package)):
+            assert Version(oldest).release <= bound.release[:2] <= Version(newest).release
+        [row] = re.findall(rf"^\| {package} \| (.+)$", release, re.MULTILINE)
+        assert row.startswith(oldest) and f"{newest} was tried last" in row
+    assert f" and {tried.NEWEST['transformers']}.0." in models
+
+
+@pytest.mark.parametrize("package", tried.NEWEST)
+def test_the_newest_release_is_the_newest_that_was_tried(package):
+    """Else raise it in attnops/tried.py, once all tests pass, and in the documents that the test above reads."""
+    if Path(sys.prefix).name != ".venv-newest":
+        pytest.skip("this is not the environment of `make test-newest`, which has the newest releases")
+    assert parse(installed := tried.installed(package)).release[:2] == Version(tried.NEWEST[package]).release, installed

@@ -10,6 +10,7 @@ from transformers import StaticCache
 import attnops
 from attnops.errors import InvalidInput
 from attnops.hf import tiny
+from attnops.hf.cache_names import named
 from tests.hf.helpers import LIMIT, generated, left_padded, relative, tokens, watched
 from tests.hf.test_encoders import INPUTS
 
@@ -74,9 +75,9 @@ def test_an_empty_static_cache():
     caches = [StaticCache(config=model.config, max_cache_len=32) for _ in range(2)]
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        eager = model(tokens(), past_key_values=caches[0], output_attentions=True)
+        eager = model(tokens(), **named(caches[0]), output_attentions=True)
         with attnops.patch(model):
-            ours = model(tokens(), past_key_values=caches[1], output_attentions=True)
+            ours = model(tokens(), **named(caches[1]), output_attentions=True)
     assert same(ours, eager) and ours.attentions[0].shape[-1] == 32
 
 
@@ -84,7 +85,7 @@ def test_pages_have_no_weights():
     model = tiny.model("llama")
     handle = attnops.patch(model, cache="paged")
     with pytest.raises(InvalidInput, match="output_attentions"):
-        model(tokens(), past_key_values=handle.new_cache(3, 32), output_attentions=True)
+        model(tokens(), **named(handle.new_cache(3, 32)), output_attentions=True)
     with pytest.warns(UserWarning, match="transformers' own cache"):
         got = generated(model, new=2, output_attentions=True, return_dict_in_generate=True)
     assert len(got.attentions) == 2

@@ -7,6 +7,7 @@ from torch._inductor.compile_fx import compile_fx
 
 import attnops
 from attnops.hf import tiny
+from attnops.hf.cache_names import named
 from attnops.hf.paged import attention as paged, decode
 from attnops.hf.paged.pages import ModelPages, Sizes
 from attnops.kernels.shared.memory import COUNTERS
@@ -75,9 +76,9 @@ def test_a_model_compiled_whole_takes_the_op():
         want = model(ids).logits[:, length:]
         with attnops.patch(model, cache="paged", decode="hf") as handle:
             step, cache = torch.compile(model, backend=backend, fullgraph=True), handle.new_cache(rows, length + new)
-            model(ids[:, :length], attention_mask=mask[:, :length], past_key_values=cache)
+            model(ids[:, :length], attention_mask=mask[:, :length], **named(cache))
             for at in range(length, length + new):
-                got = step(ids[:, at : at + 1], past_key_values=cache, position_ids=torch.full((rows, 1), at)).logits
+                got = step(ids[:, at : at + 1], **named(cache), position_ids=torch.full((rows, 1), at)).logits
                 torch.testing.assert_close(got[:, 0], want[:, at - length])
     assert calls == [model.config.num_hidden_layers]
     assert {str(found).partition(": ")[2] for found in told} == {"norms and rotation"}

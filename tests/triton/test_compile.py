@@ -48,6 +48,7 @@ CALLS = {
     "decode_float32": (paged(replace(LLAMA, dtype=F32), 1), 0),
     "verify": (paged(LLAMA, 8), 0),
     "verify_tree": (paged(replace(LLAMA, mask="bool"), 16), 0),
+    "verify_bias": (paged(replace(LLAMA, mask="additive"), 16), 0),
     # 256 rows spill and were the faster on an H200 all the same.
     "extend": (paged(LLAMA, 600), 96),
     "extend_page_128": (paged(LLAMA, 600, 128), 96),
@@ -244,3 +245,22 @@ def test_gradients(arch, name):
         # ptxas waits for each product where a register of a sum is written between two of them, be it on the way past a loop.
         assert "serialized" not in text
         assert ("wgmma" in binary.asm["ptx"]) == (arch == 90 and f.dtype != F32)
+
+
+@compiled
+def test_gradients_of_far_rows():
+    """Offsets within a tile have 64 bits where a tensor's rows are that far apart; registers may spill."""
+    import triton.language as tl
+
+    from attnops.kernels.triton.launch import gpu, gradient
+
+    f = replace(LLAMA, head_dim=64, mask="additive")
+    call = builders.backward(Source(), builders.dense(Source(), 1, 64, 64, f), mask_grad=True)
+    near = call.arguments["query"]
+    far = torch.empty_strided(near.shape, (0, 1 << 25, 64, 1), dtype=BF16, device="meta")
+    with recorded(gradient, gpu.Gpu(132, MEMORY[90], True, True)) as found:
+        for query in (near, far):
+            kernels_of(call.op)["triton"].run(call.with_(query=query).record)
+    assert [g["OFFSETS"] for _, g in found] == [tl.int32] * 3 + [tl.int64] * 3
+    for kernel, arguments in found[3:]:
+        assert compile_for(90, kernel, dict(arguments), f.dtype).metadata.shared <= MEMORY[90]

@@ -6,18 +6,19 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
+from attnops.call import changed
 from attnops.kernel import kernels_of
 from attnops.problem import Extent, Target, altered, pretend
 from attnops.select import Policy, select
 from attnops.testing import CASES, Source, check_kernel
-from attnops.testing.experts import OSS, experts
+from attnops.testing.experts import OSS, experts, mxfp4_experts
 from tests.mates import same_bits
 from tests.ops.strategies import CALLS
 from tests.triton.process import compiled, interpreted
 from tests.triton.test_compile import MEMORY, compile_for, launches_overlap, recorded, spilled, waits_first
 
 SM90 = Target("cuda", 90, assume=("triton",))
-BF16, F32 = torch.bfloat16, torch.float32
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 WIDE = (144, 72, 136)
 
 
@@ -69,6 +70,23 @@ def test_more_tokens_than_a_program_has_are_left_to_torch():
     assert torch.equal(call.arguments["output"], other.arguments["output"])
 
 
+@pytest.mark.parametrize(("op", "tokens"), [("experts", 66), ("mxfp4_experts", 18)])
+@interpreted
+def test_more_tokens_than_a_grid_holds_take_turns(op, tokens):
+    """The bits of one launch, of a grid of one block of tokens."""
+    from attnops.kernels.triton.launch import experts as plain, mxfp4_experts as host
+
+    small = experts(Source(1), tokens, (24, 20, 28, 3, 2), bias=True)
+    call = small if op == "experts" else mxfp4_experts(Source(1), tokens, (64, 64, 16, 3, 1), bias=True)
+    found = []
+    for most in (9, 1):
+        with patch.object(plain, "GRID", most), patch.object(host, "GRID", most):
+            given = call.with_(output=torch.full_like(call.arguments["output"], float("nan")))
+            kernels_of(op)["triton"].run(changed(given.record, policy="deterministic"))
+        found.append(given.arguments["output"])
+    assert torch.equal(*found) and found[0].isfinite().all()
+
+
 @interpreted
 def test_numbers_far_out_of_range_read_nothing():
     call = experts(Source(1), 3, (*WIDE, 6, 2), F32)
@@ -101,12 +119,12 @@ def test_the_choice_follows_the_number_of_tokens(target, tokens, chosen):
 MODELS = {"gpt-oss": ((2880, 2880, 2880), 4, OSS), "qwen3": ((2048, 768, 2048), 8, {})}
 
 
-def launched(name, tokens, arch):
+def launched(name, tokens, arch, dtype=BF16):
     from attnops.kernels.triton.launch import experts as host
     from attnops.kernels.triton.launch.gpu import Gpu
 
     sizes, k, more = MODELS[name]
-    call = experts(Source(), tokens, (64, 32, 64, 8, k), BF16, **more).map(lambda n, t: t.to(torch.int32) if n == "top_k_index" else t)
+    call = experts(Source(), tokens, (64, 32, 64, 8, k), dtype, **more).map(lambda n, t: t.to(torch.int32) if n == "top_k_index" else t)
     inner, out = sizes[1:]
     shapes = {"x": (tokens, sizes[0]), "gate_up": (8, 2 * inner, sizes[0]), "down": (8, out, inner), "output": (tokens, out)}
     shapes |= {"gate_up_bias": (8, 2 * inner), "down_bias": (8, out)}
@@ -116,8 +134,8 @@ def launched(name, tokens, arch):
             return t
         if more and len(shapes[n]) == 3:
             count, rows, columns = shapes[n]
-            return torch.empty(count, columns, rows, dtype=BF16).transpose(1, 2)
-        return torch.empty(shapes[n], dtype=BF16)
+            return torch.empty(count, columns, rows, dtype=dtype).transpose(1, 2)
+        return torch.empty(shapes[n], dtype=dtype)
 
     overlaps = patch.object(host, "overlaps", lambda device: arch == 90 and launches_overlap())
     with recorded(host, Gpu(132, MEMORY[arch], arch == 90, True)) as found, overlaps:
@@ -125,16 +143,17 @@ def launched(name, tokens, arch):
     return found
 
 
-@pytest.mark.parametrize(("arch", "name", "tokens"), [
-    (90, "gpt-oss", 1), (90, "gpt-oss", 32), (90, "qwen3", 1), (90, "qwen3", 32), (80, "qwen3", 64), (89, "gpt-oss", 8),
+@pytest.mark.parametrize(("arch", "name", "tokens", "dtype"), [
+    (90, "gpt-oss", 1, BF16), (90, "gpt-oss", 32, BF16), (90, "qwen3", 1, BF16), (90, "qwen3", 32, BF16), (80, "qwen3", 64, BF16),
+    (89, "gpt-oss", 8, BF16), (90, "qwen3", 1, F16), (90, "gpt-oss", 8, F16),
 ])  # fmt: skip
 @compiled
-def test_nothing_spills(arch, name, tokens):
-    found = launched(name, tokens, arch)
+def test_nothing_spills(arch, name, tokens, dtype):
+    found = launched(name, tokens, arch, dtype)
     one = tokens == 1 and name == "qwen3"
     assert len(found) == (2 if one else 3)
     for function, arguments in found[:2]:
-        binary = compile_for(arch, function, arguments, BF16)
+        binary = compile_for(arch, function, arguments, dtype)
         assert binary.metadata.shared <= MEMORY[arch]
         assert spilled(binary, arch) == 0
         ptx = binary.asm["ptx"]

@@ -1,11 +1,23 @@
 """What is launched: from shapes alone, within the device, every token served once."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import pytest
+import torch
 
+from attnops.call import changed, sizes_of
+from attnops.inputs import filled
+from attnops.kernel import kernels_of
+from attnops.kernels.shared.parts import GRID
 from attnops.kernels.triton.launch import grids
 from attnops.kernels.triton.launch.grids import BLOCKS_PER_SM, DECODE_QUERIES, SPLIT_KEYS, TABLE, Shape, launches, pick, shared_bytes
+from attnops.problem import pretend
+from attnops.testing import equip
+from tests.triton.process import interpreted
+from tests.triton.test_far import CALLS
+from tests.triton.test_numerics import SM90
 
 H200 = (132, 227 * 1024)
 SMALL_GPU = (20, 99 * 1024)
@@ -127,3 +139,57 @@ def test_tiles_fit(memory):
 def test_a_head_dim_beyond_the_table_is_told():
     with pytest.raises(ValueError, match="head_dim: got 1024, want <= 512"):
         launches(llama(1, 1, 10, head_dim=1024), False, *H200)
+
+
+LARGE = {"T": 5_000_000, "N": 5_000_000, "S": 5_000_000, "K": 5_000_000, "B": 70_000, "max_pages": 1_000_000, "P": 1_000_000}
+"""Sizes of a batch, by the layouts' names, each larger than 65,535 tiles of tokens, or requests, of a launch."""
+FOLLOW = {"T": ("num_tokens", "max_seqlen_q"), "S": (), "N": ("max_seqlen_k",)}
+"""Numbers of a call that grow with a size."""
+
+
+def enlarged(call, name):
+    """A call without memory, of LARGE of the tensors' size `name`; None where no layout has it."""
+    spec, sizes = call.spec, sizes_of(call.record)
+    if name not in sizes or (name == "K" and "S" not in sizes):
+        return None  # where there are no rows of queries, K is the experts of a token
+    numbers = {n: LARGE[name] for n in FOLLOW.get(name, ()) if n in call.arguments}
+    sizes |= {name: LARGE[name], **numbers}
+    scalars = {n: v for n, v in call.arguments.items() if not isinstance(v, torch.Tensor)} | numbers
+    given = call.tensors()
+
+    def made(a, shape):
+        like = given.get(a.name)
+        return None if like is None or a.hint else torch.empty(shape, dtype=like.dtype, device="meta")
+
+    arguments = filled(call.op, sizes, scalars, made) | {n: v for n, v in given.items() if spec[n].hint}
+    return call.with_(**arguments)
+
+
+@pytest.mark.parametrize("policy", ["", "deterministic"])
+@pytest.mark.parametrize("op", CALLS)
+@interpreted
+def test_no_dim_of_a_grid_but_the_first_follows_from_the_batch(op, policy):
+    """CUDA takes 65,535 programs there. Nothing is launched: tensors have no memory."""
+    from attnops.kernels.triton.launch import attention, data, decode, experts, gradient, linear, mxfp4_experts, route
+
+    grids_of, hosts = [], (attention, data, decode, experts, gradient, linear, mxfp4_experts, route)
+
+    def launch(kernel, grid, *given, **more):
+        assert max(grid[1:], default=1) <= GRID and grid[0] < 2**31, (kernel.__name__, grid)
+        grids_of.append(grid)
+
+    with ExitStack() as patches:
+        for host in hosts:
+            patches.enter_context(patch.object(host, "launch", launch))
+        for host in (experts, mxfp4_experts):
+            patches.enter_context(patch.object(host, "composed", lambda call: None))  # torch's products
+        with pretend(SM90):
+            kernel = kernels_of(op)["triton"]
+            for build in () if op == "copy_kv" else CALLS[op]:
+                call = equip(kernel, build())
+                for name in LARGE:
+                    large = enlarged(call, name)
+                    if large is not None and not (op == "linear" and kernel.refusals(large.problem) and not policy):
+                        kernel.run(changed(large.record, policy=policy))
+    few = op == "copy_kv" or (op in ("linear", "experts") and not policy)
+    assert grids_of or few, "copies: grids follow from layers and a bounded scratch; of more rows torch makes the products"

@@ -21,7 +21,7 @@ from attnops.hf.paged.cache import PagedKeyCache, View
 from attnops.kernel import _REGISTRY, own_kernel
 from attnops.kernels.torch import sdpa
 from attnops.ops.dense import ATTENTION as attend, Attention
-from attnops.ops.eager import KINDS, _profiling, autocasting, growth, overheard
+from attnops.ops.eager import KINDS, _profiling, autocasting, growth, overheard, side
 from attnops.ops.varlen import varlen_attention
 from attnops.problem import _OVERRIDE
 from attnops.reference.attention import scores
@@ -200,7 +200,7 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
         call = Attention(
-            query, key, value, mask, sinks, None, None, start, end, scale=scale, causal=causal, window_left=left, softcap=cap,
+            query, key, value, mask, sinks, None, None, start, end, scale=scale, causal=causal, window_left=side(left), softcap=cap,
             policy=key_for("attention", kernels[0]),
         )  # fmt: skip
         if packed is None and not (drops or weights_too):

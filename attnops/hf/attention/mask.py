@@ -100,8 +100,10 @@ def mask_function(mode: Mode) -> Callable[..., Tensor | None]:
                 return mask
         low: Any = kv_offset
         skips = mode not in ("explicit", "additive") and allow_is_causal_skip
-        if skips and torch.compiler.is_compiling() and _plainly_causal(request):
-            return None
+        if skips and torch.compiler.is_compiling():
+            if _plainly_causal(request):
+                return None
+            skips = False  # transformers 5.24 also skips one query of more keys than it sees
         skip = not _must_not_wait(request)
         return (eager_mask if mode == "additive" else sdpa_mask)(
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=low,

@@ -110,7 +110,11 @@ def of_rule(rule: Any) -> Any:
     parts = cells(rule).get("mask_functions", ())
     if len(parts) != 2 or not parts[1].__qualname__.startswith("packed_sequence_mask_function."):
         return None
-    return parts[0]
+    pattern = parts[0]
+    # From 5.24 on the pattern is asked for positions within the document. Two tokens of one document are as far apart by these.
+    if getattr(pattern, "__qualname__", "").startswith("remap_positions_for_packed_sequence."):
+        return cells(pattern).get("mask_function")
+    return pattern
 
 
 def cells(function: Any) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from attnops.hf.cache_names import cache_in
 from attnops.hf.methods import Method, is_compiled
 from attnops.hf.paged.cache import PagedModelCache
 from attnops.hf.paged.decode import Decoder
@@ -33,8 +34,8 @@ _PROCESSORS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinP
 _HELD = (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor)
 _CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
 # Methods that the loop calls, or whose work it does.
-_FOLLOWED = (
-    "generate", "_sample", "_prefill", "_optimize_model_for_decode", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation",
+FOLLOWED = (
+    "_sample", "_prefill", "_optimize_model_for_decode", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation",
 )  # fmt: skip
 # Arguments of generate() that a `custom_generate` is not given.
 _ARGUMENTS = ("custom_generate", "assistant_model", "assistant_tokenizer", "tokenizer", "synced_gpus")
@@ -78,8 +79,8 @@ def not_sampled(owner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> s
         return "more than five arguments without names"
     if given := [name for name in _ARGUMENTS if kwargs.get(name) is not None]:
         return f"{given[0]}="
-    if changed := [name for name in _FOLLOWED if not _is_stock(owner, name)]:
-        return f"{type(owner).__name__} has a {changed[0]} of its own"
+    if own := [name for name in ("generate", *FOLLOWED) if not _is_stock(owner, name)]:
+        return f"{type(owner).__name__} has a {own[0]} of its own"
     if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         return "several processes may have to stop together"
     configs = kwargs.get("generation_config", args[1] if len(args) > 1 else None), getattr(owner, "generation_config", None)
@@ -95,7 +96,7 @@ def not_sampled(owner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> s
 def not_plain(asked: Asked, decoder: Decoder) -> str:
     """Why the loop of this call cannot be captured; "" where it can."""
     owner, ids, config, given = asked.owner, asked.input_ids, asked.config, asked.given
-    cache, positions, mask = given.get("past_key_values"), given.get("position_ids"), given.get("attention_mask")
+    cache, positions, mask = cache_in(given), given.get("position_ids"), given.get("attention_mask")
     if not isinstance(cache, PagedModelCache):
         return f"its cache is a {type(cache).__name__}"
     device, pad, most = cache.state.pages.seen.device, getattr(config, "_pad_token_tensor", None), asked.max_length

@@ -14,10 +14,13 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from attnops.graphs.device import CudaGraphs, Device
+from attnops.hf import not_fast
+from attnops.hf.cache_names import cache_in, named
 from attnops.hf.generation import running_generation
-from attnops.hf.loop.plain import Asked, fields, not_plain, not_sampled
+from attnops.hf.loop.plain import FOLLOWED, Asked, fields, not_plain, not_sampled
 from attnops.hf.loop.tail import Choice, Tail
 from attnops.hf.paged.decode import Decoder
+from attnops.hf.private import changed
 
 # Tails that are kept, the last used ones.
 _MOST = 4
@@ -51,7 +54,9 @@ class Loop:
 
     def kwargs(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments with which `generate()` of the model runs in this loop, where it may."""
-        if why := not_sampled(owner, args, kwargs):
+        if why := changed(*FOLLOWED):
+            not_fast.warn(owner, not_fast.CHOICE, why)
+        if why := why or not_sampled(owner, args, kwargs):
             _note(why)
             return kwargs
         sample, streamer = self._sample, kwargs.get("streamer")
@@ -80,7 +85,7 @@ class Loop:
         # A copy of the last logits, so that a long prompt's others are freed.
         logits = owner._prefill(ids, config, given, is_first_iteration=True).logits[:, -1:].clone()
         # Rounded up, so that caches of like lengths share a graph.
-        room = 1 << given["past_key_values"].max_length.bit_length()
+        room = 1 << cache_in(given).max_length.bit_length()
         ends = sum(tokens.numel() for tokens in asked.eos)
         choice = Choice(ids.shape[0], room, logits.shape[-1], ends, bool(config.do_sample), fields(processors))
         with decoder.turn:
@@ -102,12 +107,14 @@ class Loop:
         self._device = self._device or decoder.how.graphs or CudaGraphs(device)
         tail = Tail(choice, asked.processors, device)
         tail.capture(self._device)
+        if tail.reason:
+            not_fast.warn(asked.owner, not_fast.CHOICE, tail.reason)
         return tail
 
 
 def _decoded(asked: Asked, decoder: Decoder, tail: Tail, logits: Tensor) -> Any:
     """What transformers' `_sample` does and returns after the prompt. logits: `[B, 1, V]`, the prompt's last."""
-    streamer, cache, most = asked.streamer, asked.given["past_key_values"], asked.max_length
+    streamer, cache, most = asked.streamer, cache_in(asked.given), asked.max_length
     heard = bool(asked.eos) or streamer is not None
     tail.begin(asked, heard)
     steps, length, ahead = _Steps(asked.owner, decoder, tail, asked.given), asked.input_ids.shape[1] + 1, False
@@ -132,7 +139,7 @@ def _decoded(asked: Asked, decoder: Decoder, tail: Tail, logits: Tensor) -> Any:
     if streamer is not None:
         streamer.end()
     sequences: Any = tail.tokens[:, :length].clone()
-    return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=cache) if asked.config.return_dict_in_generate else sequences
+    return GenerateDecoderOnlyOutput(sequences=sequences, **named(cache)) if asked.config.return_dict_in_generate else sequences
 
 
 class _Steps:
@@ -142,7 +149,7 @@ class _Steps:
     """
 
     def __init__(self, owner: Any, decoder: Decoder, tail: Tail, given: dict[str, Any]) -> None:
-        self._owner, self._decoder, self._tail, self._given, self._cache = owner, decoder, tail, given, given["past_key_values"]
+        self._owner, self._decoder, self._tail, self._given, self._cache = owner, decoder, tail, given, cache_in(given)
         self._running, state = running_generation(), self._cache.state
         # As for transformers' loop: the prompt's mask was checked, and only grows.
         checked = self._running is not None and self._running.checked is state.pages.pad
@@ -160,7 +167,7 @@ class _Steps:
         return logits
 
     def _plain(self, length: int) -> Tensor:
-        owner, seen = self._owner, CausalLMOutputWithPast(past_key_values=self._cache)
+        owner, seen = self._owner, CausalLMOutputWithPast(**named(self._cache))
         self._given = given = owner._update_model_kwargs_for_generation(seen, self._given, num_new_tokens=self._untold)
         self._untold = 0
         inputs = owner.prepare_inputs_for_generation(self._tail.tokens[:, :length], next_sequence_length=1, **given)

@@ -264,10 +264,10 @@ def cached_routed(cls: Any) -> bool:
     """As `routed`, for callers that no compiler traces."""
     defined = vars(sys.modules[cls.__module__]).values()
     models = [m for m in defined if inspect.isclass(m) and issubclass(m, PreTrainedModel) and m.__module__ == cls.__module__]
-    if not models or any(m._supports_sdpa for m in models):
+    if not models or any(getattr(m, "_supports_sdpa", False) for m in models):
         return True
     # Sinks alone keep such a model from torch's sdpa.
-    return any(m._supports_flash_attn for m in models) and "s_aux" in inspect.getsource(cls)
+    return any(getattr(m, "_supports_flash_attn", False) for m in models) and "s_aux" in inspect.getsource(cls)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -12,16 +12,19 @@ import inspect
 import math
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from attnops.adapters.report import TOLERANCES, compare, outputs_of
+from attnops.errors import PatchError, fail
+from attnops.hf import cache_names
 from attnops.hf.attention.mask import Mode
 from attnops.hf.interface import Options, implementation
-from attnops.hf.matching.match import Match, match
+from attnops.hf.matching.match import Match, match, routed
 from attnops.hf.report import evaluating, switch
 from attnops.problem import pretend
 
@@ -48,6 +51,20 @@ class Subject(NamedTuple):
     model: Any
     configs: list[Any]
     feed: dict[str, Tensor]
+
+
+def served(owner: nn.Module, found: Match, asked: Options) -> tuple[Options, str]:
+    """The options that the model is served with, and how they were tried. Raises PatchError: none will do."""
+    if not found.unrouted:
+        return replace(asked, mask="explicit") if found.explicit and asked.mask != "additive" else asked, ""
+    mode, how = prove(owner, found, asked)
+    if mode is None:
+        fail(PatchError, f"patch: {type(owner).__name__} is not served: transformers does not route it through sdpa, and {how}")
+    if asked.cache == "paged" and mode == "additive":
+        why = "which needs the additive masks of eager attention, and pages take none"
+        fail(PatchError, f'patch: cache="paged" got {type(owner).__name__}, {why}; want cache="hf"')
+    trusted = all(routed(type(site.module)) for site in found.sites if site.reason is None)
+    return replace(asked, mask=mode, proven=mode != "additive" and not trusted), how
 
 
 def prove(model: Any, found: Match, asked: Options) -> tuple[Mode | None, str]:
@@ -117,7 +134,7 @@ def _runs(subject: Subject) -> Iterator[tuple[str, dict[str, Tensor], tuple[Tens
             masks[mask][0, :3] = masks[mask][1, -2:] = 0
     if masks:
         yield "padding", {**feed, **masks}, tuple(masks.values())
-    if "past_key_values" in parameters and "use_cache" in parameters and set(feed) == {"input_ids"} and masks:
+    if cache_names.model_takes_cache(type(subject.model)) and "use_cache" in parameters and set(feed) == {"input_ids"} and masks:
         left = masks["attention_mask"].clone()
         left[1] = 1
         yield "steps", {**feed, "attention_mask": left}, ()
@@ -139,9 +156,10 @@ def _outputs(subject: Subject, name: str, inputs: dict[str, Tensor], steps: bool
             return outputs_of(model(**given))
         ids, mask = given["input_ids"], given["attention_mask"]
         begun = model(input_ids=ids[:, :-1], attention_mask=mask[:, :-1], use_cache=True)
-        if getattr(begun, "past_key_values", None) is None:
+        if (cache := cache_names.cache_of(begun)) is None:
             return {}
-        return outputs_of(model(input_ids=ids[:, -1:], attention_mask=mask, past_key_values=begun.past_key_values, use_cache=True))
+        last = {"input_ids": ids[:, -1:], "attention_mask": mask, "use_cache": True}
+        return outputs_of(model(**last, **cache_names.argument(model, cache)))
 
 
 def twins(model: Any) -> Iterator[Any]:

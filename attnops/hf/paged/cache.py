@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from attnops.cache.batch import PagedBatch
@@ -24,7 +25,12 @@ from attnops.cache.step import Tokens
 from attnops.call import need
 from attnops.errors import InvalidInput, fail
 from attnops.graphs.regional import NotRegional
+from attnops.hf import cache_names
 from attnops.hf.paged.pages import EMPTY, ModelPages, Past
+
+# transformers 5.4 has no layers of states, and those for layers without a cache came later.
+_STATES: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "LinearAttentionCacheLayerMixin", None)]))
+_NOTHING: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 
 
 class Step(NamedTuple):
@@ -95,7 +101,7 @@ class Returned:
         if name.startswith("__"):
             raise AttributeError(name)
         want = "return_dict_in_generate=True, or a cache of Patched.new_cache, to keep it"
-        fail(InvalidInput, "past_key_values", "the cache of a generate() call that has ended", want)
+        fail(InvalidInput, cache_names.NAME, "the cache of a generate() call that has ended", want)
 
 
 @dataclass(eq=False)
@@ -204,13 +210,13 @@ class PagedLayer(CacheLayerMixin):
     def reorder_cache(self, *_: Any) -> None:
         """Raises InvalidInput: rows keep their pages."""
         want = "a cache of transformers' own, for a way to generate that reorders the batch (beam search)"
-        fail(InvalidInput, "past_key_values", "a cache of pages", want)
+        fail(InvalidInput, cache_names.NAME, "a cache of pages", want)
 
     batch_repeat_interleave = batch_select_indices = reorder_cache
 
 
 class PagedModelCache(Cache):
-    """A batch in pages, for `past_key_values=` of a model patched with `cache="paged"`. Made by `Patched.new_cache`.
+    """A batch in pages, the cache of a model patched with `cache="paged"`. Made by `Patched.new_cache`.
 
     It holds `max_batch` rows of `max_length` positions each, padding included. Each call of the model brings as many new positions to
     every row. Batches may shrink, but a row that was left out has no further steps until `reset()`, which makes the cache as new.
@@ -300,7 +306,7 @@ class PagedModelCache(Cache):
     def _begin(self, start: Tensor, count: int, heads: int) -> Step:
         state, unfinished = self.state, self.state.unfinished
         got = f"a cache whose last step, of {unfinished} positions, did not reach every layer"
-        need(not unfinished, "past_key_values", got, f"reset(), or crop(-{unfinished}), before it is used again")
+        need(not unfinished, cache_names.NAME, got, f"reset(), or crop(-{unfinished}), before it is used again")
         pages, real, fresh, before = state.pages, state.real, not state.filled, state.pages.seen - start
         batch = described(pages, before, real, count, heads)
         long = not fresh and count > pages.sizes.drafts
@@ -334,7 +340,8 @@ class PagedKeyCache(PagedModelCache):
 
 
 def layers_without_pages(config: Any, paged_layers: Sequence[int]) -> dict[int, Any]:
-    """New caches, by number, of the layers without pages: states of linear attention and convolutions, as transformers keeps them.
+    """New caches, by number, of the layers without pages: states of linear attention and convolutions, as transformers keeps them, and
+    nothing for a layer of experts alone.
 
     Raises InvalidInput for a layer that keeps keys and values, which would need pages.
     """
@@ -342,11 +349,14 @@ def layers_without_pages(config: Any, paged_layers: Sequence[int]) -> dict[int, 
     missing = [i for i in range(count) if i not in set(paged_layers)]
     if not missing:
         return {}
-    from transformers.cache_utils import LinearAttentionCacheLayerMixin  # transformers 5.4 does not have it
-
     made: list[Any] = DynamicCache(config=config).layers
     for i in missing:
         own = made[i] if i < len(made) else None
-        states = isinstance(own, LinearAttentionCacheLayerMixin) and not isinstance(own, CacheLayerMixin)
-        need(states, f"cache of layer {i}", type(own).__name__, "one of pages, or the states of linear attention")
+        fits = has_states(own) or isinstance(own, _NOTHING)
+        need(fits, f"cache of layer {i}", type(own).__name__, "one of pages, or the states of linear attention")
     return {i: made[i] for i in missing}
+
+
+def has_states(layer: Any) -> bool:
+    """Does a layer of a cache keep states of linear attention, and no keys?"""
+    return isinstance(layer, _STATES) and not isinstance(layer, CacheLayerMixin)

@@ -13,9 +13,8 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -25,14 +24,15 @@ from attnops.call import name, need
 from attnops.errors import InvalidInput, fail, one_line
 from attnops.graphs import Buckets, Graphed, Report, breakable
 from attnops.graphs.buckets import decode_sizes
-from attnops.graphs.device import Device
 from attnops.graphs.graphed import Progress
 from attnops.graphs.guard import casting
-from attnops.graphs.pieces import INNER, Inner
 from attnops.graphs.regional import Regional, Regions
+from attnops.hf import cache_names, not_fast
+from attnops.hf.cache_names import argument_of, cache_in
 from attnops.hf.paged.cache import PagedModelCache, State
 from attnops.hf.paged.failed import Failed
 from attnops.hf.paged.guarded import Glance, guarded_state
+from attnops.hf.paged.how import Decode
 from attnops.hf.paged.layers import layered, starts
 from attnops.hf.paged.pages import ModelPages
 from attnops.hf.paged.prompt import Over, Prompts
@@ -40,7 +40,6 @@ from attnops.lowering import Product, fuse_linears, fuse_rotation, use_linears
 from attnops.lowering.use_linears import summary
 from attnops.select import active_policy
 
-Mode = Literal["auto", "hf", "piecewise", "breakable"]
 Kind = Literal["one row", "more rows", "prompt"]
 
 # States of a model, such as adapters in use, whose graphs are kept.
@@ -52,40 +51,9 @@ PROMPT = 64
 # Arguments of generate() at a step of one token. Masks are known, the last four have one meaning for one token, and tokenizers are for
 # stopping criteria, though transformers hands them on to the model.
 _KNOWN = (
-    "input_ids", "position_ids", "past_key_values", "attention_mask", "tokenizer", "assistant_tokenizer",
-    "use_cache", "return_dict", "logits_to_keep", "cache_position",
+    "input_ids", "position_ids", cache_names.NAME, "attention_mask", "tokenizer", "assistant_tokenizer", "use_cache",
+    "return_dict", "logits_to_keep", "cache_position",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Decode:
-    """How decode steps of `generate()` run. Fields without a description are arguments of `attnops.graphs.piecewise`.
-
-    mode: "piecewise" or "breakable", see docs/graphs.md. "hf": as transformers does it, which compiles on a GPU. "auto": without a GPU
-        as "hf"; else "breakable" for the first `compile_after` steps of a kind, which need no compiler, and then "piecewise". Steps of
-        one kind share compiled code: those of one row, and of more, with one policy and one adapter. Where graphs cannot be made, steps run
-        without them, and `Patched.took` has the reason.
-    compile_after: see mode "auto". A number of steps and not a time, so that two runs give the same tokens. Mode "piecewise"
-        compiles the layers of prompts after 64 times as many tokens of prompts; else `capture()` does.
-    pack: of piecewise steps, pack the weights of linears that share an input, so that they are one matrix product, and call one kernel for
-        a linear with its norm, activation and residual where it is faster (docs/linear.md).
-    budget_bytes: the most memory of the graphs over one set of pages.
-    """
-
-    mode: Mode = "auto"
-    compile_after: int = 256
-    inner: str | Inner = "inductor"
-    pack: bool = True
-    budget_bytes: int | None = None
-    over_budget: Literal["raise", "drop"] = "raise"
-    check_every: int = 0
-    graphs: Device | None = None
-
-    def __post_init__(self) -> None:
-        need(self.mode in get_args(Mode), "decode", repr(self.mode), f"{' | '.join(map(repr, get_args(Mode)))}, or a Decode")
-        known = not isinstance(self.inner, str) or self.inner in INNER
-        need(known, "decode.inner", repr(self.inner), f"a function, or one of {', '.join(INNER)}")
-        need(self.compile_after >= 0, "decode.compile_after", self.compile_after, "a number of steps >= 0")
 
 
 class _Kept(NamedTuple):
@@ -181,7 +149,7 @@ class Decoder:
             fail(InvalidInput, "input_ids", _shown(input_ids), f"int64 [B, 1] with B of at most {most}, the rows of the cache")
         if not _are_positions(position_ids, input_ids):
             fail(InvalidInput, "position_ids", _shown(position_ids), f"int64 [{input_ids.shape[0]}, 1], or None")
-        need(state.whole, "past_key_values", "empty or half written", "a cache with a prompt in it, whose last step was whole")
+        need(state.whole, cache_names.NAME, "empty or half written", "a cache with a prompt in it, whose last step was whole")
         with self._graphs_of(state, input_ids.shape[0]) as found:
             live = found.live[: input_ids.shape[0]]
             if position_ids is None:
@@ -210,6 +178,9 @@ class Decoder:
                         raise  # of a replay, not of a capture
                     self.failed[Failed(self._state, _kind(rows), mode)] = one_line(error)
                     self.forget(cache.state.pages)
+                    compiled = mode == "piecewise"
+                    loss = not_fast.COMPILED if compiled else not_fast.GRAPHS
+                    not_fast.warn(self._model, loss, one_line(error))
         return None
 
     def try_prompt(self, given: dict[str, Any]) -> Tensor | None:
@@ -217,7 +188,7 @@ class Decoder:
 
         given: the arguments of a call of the model, with a cache of ours.
         """
-        cache, ids = given["past_key_values"], given["input_ids"]
+        cache, ids = cache_in(given), given["input_ids"]
         with self._lock:
             why = "it asks for more than logits" if self.asks_more(given) else self.prompts.against(given)
             broken = any(kind.mode == "piecewise" and kind.state in (None, self._state) for kind in self.failed)
@@ -274,20 +245,24 @@ class Decoder:
     @staticmethod
     def could_serve(given: dict[str, Any]) -> bool:
         """Is this call of the model one token more for the rows of a cache?"""
-        ids, cache = given.get("input_ids"), given.get("past_key_values")
+        ids, cache = given.get("input_ids"), cache_in(given)
         return _is_one_token(ids) and isinstance(cache, PagedModelCache) and cache.state.filled
 
     def serves(self, given: dict[str, Any]) -> bool:
         """Could it serve this call, and does the call ask for logits only?"""
-        if not self.could_serve(given) or not given["past_key_values"].state.whole:
+        if not self.could_serve(given) or not cache_in(given).state.whole:
             return False
         ids = given["input_ids"]
         return ids.dtype == torch.int64 and _are_positions(given.get("position_ids"), ids) and not self.asks_more(given)
 
     @staticmethod
-    def asks_more(given: dict[str, Any]) -> bool:
+    def more(given: dict[str, Any]) -> list[str]:
+        """The names of those arguments of the model by which it may return more than logits, or other ones."""
+        return [name for name, value in given.items() if name not in _KNOWN and not _is_nothing(value)]
+
+    def asks_more(self, given: dict[str, Any]) -> bool:
         """Do these arguments of the model ask for more than logits?"""
-        return any(value is not None and value is not False for name, value in given.items() if name not in _KNOWN)
+        return bool(self.more(given))
 
     @property
     def graph_bytes(self) -> int:
@@ -346,7 +321,7 @@ class Decoder:
             self._drop(made.pop(before))
         if over is None:
             cache, how = self._make(state.pages), self.how
-            step, capture = _step_of(self._forward), cast(Callable[..., Graphed], breakable)
+            step, capture = _step_of(self._forward, argument_of(self._model)), cast(Callable[..., Graphed], breakable)
             if mode == "piecewise":
                 products = self.products
                 packed = (fuse_linears, fuse_rotation, lambda gm: products.update(dict.fromkeys(use_linears(gm))))
@@ -368,12 +343,17 @@ class Decoder:
 
 def _state_of(cache: Any) -> State:
     if not isinstance(cache, PagedModelCache):
-        fail(InvalidInput, "past_key_values", type(cache).__name__, "a cache of Patched.new_cache")
+        fail(InvalidInput, cache_names.NAME, type(cache).__name__, "a cache of Patched.new_cache")
     return cache.state
 
 
 def _kind(rows: int) -> Kind:
     return "one row" if rows == 1 else "more rows"
+
+
+def _is_nothing(value: Any) -> bool:
+    """Does an argument ask for nothing? Of a text alone, transformers 5.24 hands a model of images an empty dict of what they encode to."""
+    return value is None or value is False or (isinstance(value, dict) and not value)
 
 
 def _is_one_token(ids: Any) -> bool:
@@ -388,12 +368,15 @@ def _shown(given: Any) -> str:
     return f"{name(given.dtype)} {list(given.shape)}"
 
 
-def _step_of(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _step_of(forward: Callable[..., Any], argument: str) -> Callable[..., Any]:
+    """argument: the name of the model's cache."""
+
     def step(input_ids: Tensor, position_ids: Tensor, live: Tensor, cache: PagedModelCache) -> Any:
         """live: int64 `[B]`, 1 for a row of the batch, 0 for one that fills the bucket."""
         state, pages = cache.state, cache.state.pages
         state.start, state.real = starts(pages, live)
-        out = forward(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True, return_dict=True)
+        given: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, argument: cache}
+        out = forward(**given, use_cache=True, return_dict=True)
         state.start = state.real = None
         return out.logits
 

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from attnops.cache.batch import PagedBatch
 from attnops.graphs.regional import NUMBER, NotRegional, Regions, Twin, twin, varying
 from attnops.hf.attention import descriptor
+from attnops.hf.cache_names import argument
 from attnops.hf.methods import is_replaced
 from attnops.hf.paged.cache import PagedModelCache, Step, View, described
 from attnops.hf.paged.pages import EMPTY, ModelPages
@@ -37,7 +38,8 @@ def layered(forward: Callable[..., Any], model: nn.Module, regions: Regions) -> 
             here = Here(regions, cache, live.shape[0], threading.get_ident())
             here.begin(live)
             with here.calls(layers, beside):
-                out = forward(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True, return_dict=True)
+                given = {"input_ids": input_ids, "position_ids": position_ids, **argument(model, cache)}
+                out = forward(**given, use_cache=True, return_dict=True)
             return out.logits
         finally:
             cache.state.end_step()

@@ -12,6 +12,7 @@ import inspect
 import sys
 import threading
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -22,29 +23,30 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from attnops.call import name, need
 from attnops.errors import AttnopsError, InvalidInput, PatchError, fail, one_line
-from attnops.hf import supported
+from attnops.hf import cache_names, not_fast, supported
+from attnops.hf.cache_names import cache_in, named
 from attnops.hf.generation import current_generation, running_generation
 from attnops.hf.loop.sample import Loop
 from attnops.hf.matching.match import Match, Site
-from attnops.hf.methods import Method, is_compiled
+from attnops.hf.methods import Method
 from attnops.hf.paged import models as paged_models
 from attnops.hf.paged.ahead import begin
 from attnops.hf.paged.attention import dims_of, hand_over
-from attnops.hf.paged.cache import PagedKeyCache, PagedLatentCache, PagedModelCache, Returned, layers_without_pages
-from attnops.hf.paged.decode import Decode, Decoder
+from attnops.hf.paged.cache import PagedKeyCache, PagedLatentCache, PagedModelCache, Returned, has_states, layers_without_pages
+from attnops.hf.paged.decode import Decoder
+from attnops.hf.paged.how import Decode
 from attnops.hf.paged.models import refuse_unless
-from attnops.hf.paged.pages import ALL, DRAFTS, ModelPages, Sizes
+from attnops.hf.paged.pages import DRAFTS, ModelPages, Sizes
 from attnops.hf.paged.pool import MOST_IDLE, Pool
 from attnops.hf.paged.prompt import is_prompt
+from attnops.hf.paged.reasons import Call, Reason, against_pages, against_pages_unasked, drafts
 from attnops.hf.paged.unpaged import unpaged
+from attnops.hf.private import PREPARE
 from attnops.kernel import check_kernel
 from attnops.nn.absorb import HELD
 from attnops.nn.packed import Packed, pack_linears
 from attnops.ops.ahead import start
 from attnops.ops.plan import LatentSpec, PagedSpec
-
-_PREPARE = "_prepare_cache_for_generation"
-REPLACED = "the model's forward was replaced or compiled, and its steps are left to it"
 
 # Not an attribute of a model, whose copies and pickles would hold it.
 _MAKING = threading.Lock()
@@ -86,10 +88,11 @@ class PagedMode:
             others = layers_without_pages(self._config, self.layers)
         except InvalidInput as error:
             raise PatchError(f'patch: cache="paged" cannot make a cache for {model}: {error}') from error
-        prepares = hasattr(owner, _PREPARE) or not hasattr(owner, "generate")
-        refuse_unless(prepares, f"got {model} without {_PREPARE}, by which generate() makes its cache (transformers 5.15 to 5.23 have it)")
-        if decode.mode != "hf" and others:
-            got = f"decode={decode.mode!r} for {model}, whose layers {list(others)} have states that move"
+        if hasattr(owner, "generate"):
+            paged_models.check_generate(owner)
+        states = [number for number, layer in others.items() if has_states(layer)]
+        if decode.mode != "hf" and states:
+            got = f"decode={decode.mode!r} for {model}, whose layers {states} have states that move"
             fail(PatchError, f"patch: got {got}; want decode='hf'")
         if decode.mode != "hf" and "position_ids" not in inspect.signature(type(owner).forward).parameters:
             got = f"decode={decode.mode!r} for {model}, which counts positions by its masks"
@@ -144,7 +147,7 @@ class PagedMode:
                 # A partial and not a bound method, which would be pickled as a name that the module's class does not have.
                 module.__dict__["expand_kv"] = functools.partial(paged_models.let_through, module)
         if hasattr(owner, "generate"):
-            changes.append(Method(owner, _PREPARE, self.prepare))
+            changes.append(Method(owner, PREPARE, self.prepare))
         if self.decode.mode != "hf":
             self._forward = Method(owner, "forward", self.forward)
             changes.append(self._forward)
@@ -259,7 +262,8 @@ class PagedMode:
         """The forward of the model: graphs for the decode steps of its `generate()`, compiled layers for prompts, else the model's own."""
         if torch.compiler.is_compiling():
             return method.original(*args, **kwargs)
-        decoder, cache = self.decoder(), cast(Any, kwargs.get("past_key_values"))
+        kwargs = cache_names.renamed(kwargs, cache_names.argument_of(self._owner))
+        decoder, cache = self.decoder(), cache_in(kwargs)
         generation = None if args or torch.is_grad_enabled() else current_generation()
         if generation is not None:
             # The prompt's mask was checked, and generate() only appends ones to it. Each chunk of a prompt brings more of the mask.
@@ -268,14 +272,16 @@ class PagedMode:
                 served = decoder.serves(kwargs) and generation.checked is cache.state.pages.pad
                 if served and (logits := decoder.try_step(kwargs["input_ids"], cache, kwargs.get("position_ids"))) is not None:
                     generation.graphs = decoder.last_mode
-                    return CausalLMOutputWithPast(logits=cast(Any, logits), past_key_values=cache)
+                    return CausalLMOutputWithPast(logits=cast(Any, logits), **named(cache))
                 # Not a prompt of one token without padding, of which transformers 5.23 hands no mask on.
-                decoder.plain_steps += generation.checked is not None and decoder.could_serve(kwargs)
+                if generation.checked is not None and decoder.could_serve(kwargs):
+                    decoder.plain_steps += 1
+                    self._warn_of_arguments(decoder.more(kwargs))
         given = {"input_ids": args[0], **kwargs} if len(args) == 1 else kwargs
         if is_prompt(given) and (found := decoder.try_prompt(given)) is not None:
             if generation is not None:
                 generation.layers = decoder.prompts.took
-            return CausalLMOutputWithPast(logits=cast(Any, found), past_key_values=cache)
+            return CausalLMOutputWithPast(logits=cast(Any, found), **named(cache))
         decoder.look = True
         return method.original(*args, **kwargs)
 
@@ -283,7 +289,7 @@ class PagedMode:
         self, method: Method, generation_config: Any, model_kwargs: Any, generation_mode: Any, batch_size: int, max_cache_length: int
     ) -> Any:
         """`_prepare_cache_for_generation` of the model: a paged cache, where transformers would have made one of its own choice."""
-        given = model_kwargs.get("past_key_values")
+        given = cache_in(model_kwargs)
         generation, mask = running_generation(), model_kwargs.get("attention_mask")
         if generation is not None and mask is not None:
             generation.prompt = mask.shape[1]
@@ -294,72 +300,66 @@ class PagedMode:
         elsewhere = next((str(name) for name in names if name != self.implementation), None)
         if isinstance(given, PagedModelCache):
             want = "another cache: the attention of this model, or of one that holds the same config, was switched in the meantime"
-            need(elsewhere is None, "past_key_values", f"{type(given).__name__} with attention {elsewhere!r}", want)
+            need(elsewhere is None, cache_names.NAME, f"{type(given).__name__} with attention {elsewhere!r}", want)
             for field, got, most in (("rows", rows, given.max_batch), ("length", max_cache_length, given.max_length)):
-                need(got <= most, f"past_key_values, {field}", got, f"at most {most}, the size of this cache")
+                need(got <= most, f"{cache_names.NAME}, {field}", got, f"at most {most}, the size of this cache")
             need(beams <= 1, "num_beams", beams, "1 with a paged cache: rows keep their pages")
-        reasons = self._reasons(generation_config, generation_mode, model_kwargs, elsewhere)
-        if self.chosen and self._decoder is not None and (failed := self._decoder.why_not(rows)):
-            reasons[f"graphs cannot be made: {failed}"] = False
+        call = Call(self._owner, generation_config, generation_mode, model_kwargs)
+        reasons = self._reasons(call, elsewhere, rows)
         if not reasons:
             try:
-                cache = self.lend(rows, max_cache_length, *_drafts(generation_config, generation_mode))
+                cache = self.lend(rows, max_cache_length, *drafts(call))
             except torch.OutOfMemoryError as error:
-                reasons = {f"there is no memory for pages ({one_line(error)})": True}
+                why = f"there is no memory for pages ({one_line(error)})"
+                reasons = [Reason(why, told=True, chosen=False)]
             except AttnopsError as error:
                 if not self.chosen:
                     raise
-                reasons = {f"pages cannot be made: {one_line(error)}": False}
+                reasons = [Reason(f"pages cannot be made: {one_line(error)}", chosen=False)]
             else:
-                model_kwargs["past_key_values"] = cache
+                model_kwargs.update(named(cache))
                 begin(cache.state.pages, self._over, rows, 1 if mask is None else mask.shape[1])
                 if generation is not None:
                     generation.lent.append(cache)
                     generation.why = ""
                 return None
         if generation is not None:
-            generation.why = "" if isinstance(given, PagedModelCache) else "; ".join(reasons)
-        for why in (why for why, surprising in reasons.items() if surprising and given is None and not self.chosen):
-            warnings.warn(f"attnops: {why}, so generate() uses transformers' own cache and not pages", stacklevel=4)
+            whole = "; ".join(reason.why for reason in reasons)
+            generation.why = "" if isinstance(given, PagedModelCache) else whole
+        self._warn(reasons if given is None else [])
         return method.original(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
 
-    def _reasons(self, generation_config: Any, generation_mode: Any, model_kwargs: Any, elsewhere: str | None) -> dict[str, bool]:
-        """Why this `generate()` gets no pages of ours, and whether a caller who asked for pages is warned of it."""
-        owner, named = self._owner, generation_config.cache_implementation
-        configs, mask = (generation_config, owner.config), model_kwargs.get("attention_mask")
-        own = named is not None and named == getattr(getattr(owner, "generation_config", None), "cache_implementation", None)
-        unset = "; set model.generation_config.cache_implementation = None for pages" if own else ""
-        found = {
-            "the caller passed a cache": (model_kwargs.get("past_key_values") is not None, False),
-            "use_cache is False": (generation_config.use_cache is False, False),
-            # Some checkpoints have it, unnoticed by a user who asks for pages.
-            f"the generation config asks for the cache {named!r}{unset}": (named is not None, own),
-            f"a layer was switched to the attention {elsewhere!r}": (elsewhere is not None, False),
-            # An assistant is called again and again with one cache, for a few tokens more each time.
-            "the model is an assistant": (getattr(generation_config, "is_assistant", False), False),
-            "beam search reorders its cache": ((generation_config.num_beams or 1) > 1, True),
-            "output_attentions=True wants keys at hand": (any(getattr(c, "output_attentions", None) for c in configs), True),
-            "tokens of an image see each other both ways": (self.blocks and paged_models.has_blocks(model_kwargs), True),
-        }
+    def _warn(self, reasons: Sequence[Reason]) -> None:
+        """Warn of pages that a call does not get, where the caller may not know."""
         if self.chosen:
-            generation, forward = running_generation(), self._forward
-            inputs, hooked = vars(owner).get("prepare_inputs_for_generation"), _hooked(owner)
-            replaced = forward is not None and vars(owner).get("forward") is not forward
-            found |= {
-                "a loop of the caller's (custom_generate) may change its cache": (generation is not None and generation.custom, False),
-                # As PEFT does for prompts that are learnt.
-                "prepare_inputs_for_generation was replaced, and may bring positions of its own": (
-                    inputs is not None and (not isinstance(inputs, Method) or inputs.own is not None),
-                    False,
-                ),
-                f"hooks of the caller on {hooked} run at every step": (bool(hooked), False),
-                REPLACED: (replaced or is_compiled(owner), False),
-                "output_hidden_states=True": (any(getattr(c, "output_hidden_states", None) for c in configs), False),
-                "the model is in training mode": (owner.training, False),
-                "assisted generation has steps of several tokens": (_assisted(generation_mode), False),
-                "the attention_mask has zeros between or behind ones, which pages do not hold": (not _left_padded(mask), False),
-            }
-        return {why: surprising for why, (holds, surprising) in found.items() if holds}
+            if reasons and not any(reason.chosen for reason in reasons):
+                why = "; ".join(reason.why for reason in reasons)
+                not_fast.warn(self._owner, not_fast.PAGES, why)
+            return
+        for reason in reasons:
+            if reason.told:
+                text = f"attnops: {reason.why}, so generate() uses transformers' own cache and not pages"
+                warnings.warn(text, stacklevel=5)
+
+    def _warn_of_arguments(self, names: Sequence[str]) -> None:
+        """Warn of arguments that keep steps out of graphs, unless the caller asks for what they return."""
+        unasked = [name for name in names if not name.startswith("output_")]
+        if names and len(unasked) == len(names):
+            why = f"they get {', '.join(names)}, and graphs take tokens and positions alone"
+            not_fast.warn(self._owner, not_fast.GRAPHS, why)
+
+    def _reasons(self, call: Call, elsewhere: str | None, rows: int) -> list[Reason]:
+        """Why this `generate()` gets no pages of ours.
+
+        elsewhere: an attention to which a layer was switched. rows: of the batch.
+        """
+        found = against_pages(call, elsewhere, self.blocks)
+        if self.chosen:
+            found += against_pages_unasked(call, self._forward)
+            if self._decoder is not None and (failed := self._decoder.why_not(rows)):
+                # The call whose graphs failed has warned.
+                found.append(Reason(f"graphs cannot be made: {failed}"))
+        return found
 
 
 def give_back(cache: PagedModelCache) -> None:
@@ -368,32 +368,3 @@ def give_back(cache: PagedModelCache) -> None:
     if state.give_back is not None:
         state.pages, state.step = Returned(), None
         state.give_back()
-
-
-def _drafts(generation_config: Any, generation_mode: Any) -> tuple[int, int]:
-    """(positions that drafts may reach past the last token that will be kept, the most positions of a step that may be taken back)."""
-    if not _assisted(generation_mode):
-        return 0, 0
-    looked_up, asked = (getattr(generation_config, name, None) or 0 for name in ("prompt_lookup_num_tokens", "num_assistant_tokens"))
-    past = max(DRAFTS, 1 + max(looked_up, asked))
-    # The number of tokens that an assistant drafts is in its own config, and may grow from step to step.
-    bounded = looked_up and getattr(generation_config, "assistant_early_exit", None) is None
-    return past, past if bounded else ALL
-
-
-def _assisted(generation_mode: Any) -> bool:
-    return bool(getattr(generation_mode, "value", generation_mode) == "assisted_generation")
-
-
-def _hooked(owner: Any) -> str:
-    """The class of a module within `owner` with hooks that are neither ours nor transformers', which no replay runs; "" without."""
-    hooks = (
-        (m, hook) for m in owner.modules() if m is not owner for each in (m._forward_hooks, m._forward_pre_hooks) for hook in each.values()
-    )
-    known = ("attnops.", "transformers.")
-    return next((type(m).__name__ for m, hook in hooks if not str(getattr(hook, "__module__", "")).startswith(known)), "")
-
-
-def _left_padded(mask: Tensor | None) -> bool:
-    """Does each row of a 2-D mask `[B, S]` end in its ones? The host waits for the device."""
-    return mask is None or (mask.dim() == 2 and bool((mask[:, 1:].bool() >= mask[:, :-1].bool()).all()))

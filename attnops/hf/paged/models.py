@@ -16,13 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from attnops.call import need
 from attnops.errors import InvalidInput, PatchError, fail
+from attnops.hf import cache_names
 from attnops.hf.paged.attention import ABSORB_UP_TO, dims_of
 from attnops.hf.paged.cache import PagedKeyCache
+from attnops.hf.private import PREPARE, changed
 from attnops.hf.report import evaluating
 from attnops.nn.absorb import absorbed_weights
 from attnops.ops.plan import PagedSpec
@@ -67,6 +69,15 @@ def refuse_unless(ok: object, why: str) -> None:
     """Raise PatchError, with the reason against pages, unless `ok`."""
     if not ok:
         fail(PatchError, f'patch: cache="paged" {why}')
+
+
+def check_generate(owner: Any) -> None:
+    """Raise PatchError unless `generate()` of the model asks transformers' own method for its cache, with the arguments that are known."""
+    model, theirs = type(owner).__name__, getattr(GenerationMixin, PREPARE, None)
+    if why := changed(PREPARE):
+        refuse_unless(False, f"got {model}, for whose generate() it makes no cache: {why}")
+    own = getattr(type(owner), PREPARE, None) is not theirs
+    refuse_unless(not own, f"got {model}, whose {PREPARE} is its own; want transformers', in whose place it makes the cache")
 
 
 # Models of latents ----------------------------------------------------------------------------------------------------
@@ -116,7 +127,7 @@ def keeps_keys(module: Any) -> bool:
     """Does this attention module take a cache and know its layer number? Encoders make no use of theirs."""
     if not isinstance(getattr(module, "layer_idx", None), int) or getattr(module, "is_causal", True) is False:
         return False
-    return any(name in ("past_key_values", "past_key_value", "layer_past") for name in inspect.signature(type(module).forward).parameters)
+    return cache_names.layer_takes_cache(type(module))
 
 
 def has_blocks(inputs: dict[str, Any]) -> bool:
@@ -126,7 +137,7 @@ def has_blocks(inputs: dict[str, Any]) -> bool:
 
 def refuse_blocks(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """A forward pre-hook of such a model. Raises InvalidInput: blocks over a cache of pages."""
-    mixed = isinstance(kwargs.get("past_key_values"), PagedKeyCache) and has_blocks(kwargs)
+    mixed = isinstance(cache_names.cache_in(kwargs), PagedKeyCache) and has_blocks(kwargs)
     want = "none with a cache of pages, whose masks are causal: transformers' own cache for texts with images"
     need(not mixed, "token_type_ids", f"a kind for each token of {type(model).__name__}", want)
 
@@ -175,7 +186,7 @@ def probe(owner: Any, config: Any, windows: Mapping[Any, int], like: torch.dtype
     token = torch.zeros((1, 1), dtype=torch.int64, device=torch.device("cpu") if device.type == "meta" else device)
     # Eager, so that compiled code is not recompiled for this, and on this machine even where another is pretended.
     with evaluating(owner), _PROBING, torch.compiler.set_stance("force_eager"), pretend(None):
-        owner(input_ids=token, past_key_values=cache, use_cache=True)
+        owner(input_ids=token, **cache_names.argument(owner, cache), use_cache=True)
     found = []
     for module, window in windows.items():
         kept: Any = cache.layers[module.layer_idx]

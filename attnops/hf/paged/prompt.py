@@ -28,6 +28,7 @@ from attnops.graphs.guard import uncached_casts
 from attnops.graphs.pieces import Inner
 from attnops.graphs.regional import NotRegional, Regions, Twin
 from attnops.hf.attention.mask import padding_of, tracing
+from attnops.hf.cache_names import argument, cache_in
 from attnops.hf.paged.cache import PagedModelCache, Step
 from attnops.hf.paged.layers import Here, modules_of
 from attnops.hf.paged.pages import ModelPages
@@ -128,7 +129,7 @@ def is_prompt(given: dict[str, Any]) -> bool:
     """Are these arguments of a model several tokens of each row, for a cache of ours, and no gradient?"""
     ids = given.get("input_ids")
     tokens = isinstance(ids, Tensor) and ids.dim() == 2 and ids.dtype == torch.int64 and ids.shape[1] > 1 and not tracing(ids)
-    return tokens and not torch.is_grad_enabled() and isinstance(given.get("past_key_values"), PagedModelCache)
+    return tokens and not torch.is_grad_enabled() and isinstance(cache_in(given), PagedModelCache)
 
 
 class Prompts:
@@ -162,7 +163,7 @@ class Prompts:
 
     def against(self, given: dict[str, Any]) -> str:
         """Why the model's own layers run this prompt; "" where compiled ones may."""
-        cache, ids, positions = given["past_key_values"], given["input_ids"], given.get("position_ids")
+        cache, ids, positions = cache_in(given), given["input_ids"], given.get("position_ids")
         pages, state = cache.state.pages, cache.state
         known = positions is None or positions.shape in (ids.shape, (1, ids.shape[1]))
         reasons = {
@@ -182,7 +183,7 @@ class Prompts:
 
         graphs: returns the graphs over the pages. Raises InvalidInput: a mask that pages cannot follow.
         """
-        cache, ids = given["past_key_values"], given["input_ids"]
+        cache, ids = cache_in(given), given["input_ids"]
         pages, (rows, columns) = cache.state.pages, ids.shape
         start, (seen, *starts) = padding_of(given.get("attention_mask"), pages, rows, columns, fresh=not cache.state.filled)
         counts, before = [columns - max(s - seen, 0) for s in starts], [max(seen - s, 0) for s in starts]
@@ -262,7 +263,7 @@ class Prompts:
             with here.calls(self._layers, ()):
                 out = self._forward(
                     input_ids=tokens[None], position_ids=positions[None], attention_mask=torch.ones_like(tokens[None]),
-                    past_key_values=cache, use_cache=True, return_dict=True, logits_to_keep=last,
+                    **argument(self._model, cache), use_cache=True, return_dict=True, logits_to_keep=last,
                 )  # fmt: skip
             logits: Tensor = out.logits[0][:, None]
             return logits

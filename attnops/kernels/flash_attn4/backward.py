@@ -20,10 +20,11 @@ from torch import Tensor
 
 from attnops.kernel import Invariant, Kernel, Need, Tolerance, arch, demand, deterministic, one_of, register
 from attnops.kernels.flash_attn4.fa4 import HALF, PACKAGES, function_of, longest, once
+from attnops.kernels.shared.parts import in_turns
 from attnops.kernels.shared.tokens import clear, past, runs, zeroed
 from attnops.measured import Roofline, copy_us
 from attnops.problem import Problem, Refusal
-from attnops.reference.rows import Rules
+from attnops.reference.rows import Rules, without_faint
 
 if TYPE_CHECKING:
     from attnops.ops import dense, varlen
@@ -34,6 +35,7 @@ USED = (
 )  # fmt: skip
 
 
+@in_turns
 def attention_backward(call: dense.AttentionBackward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     none = call.query.new_empty(0)
     if call.query.numel() == 0 or call.key.numel() == 0:
@@ -100,8 +102,8 @@ def backward(call: Any, given: tuple[Tensor, ...], batch: dict[str, Any]) -> Gra
     )  # fmt: skip
     grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
     found = once(kind, query, rules, lambda: interface()(
-        query, key, value, output, grad_output, _heads_first(call.lse), softmax_scale=rules.scale, causal=rules.causal,
-        softcap=rules.softcap, window_size_left=rules.left if rules.left >= 0 else None,
+        query, key, value, output, grad_output, without_faint(call.lse.detach().transpose(-1, -2)),
+        softmax_scale=rules.scale, causal=rules.causal, softcap=rules.softcap, window_size_left=rules.left if rules.left >= 0 else None,
         window_size_right=rules.right if rules.right >= 0 else None, dq=grads[0], dk=grads[1], dv=grads[2],
         dlse=None if grad_lse is None else _heads_first(grad_lse), learnable_sink=sinks, deterministic=steady, **batch,
     ))  # fmt: skip

@@ -20,6 +20,7 @@ from torch import Tensor
 from attnops.errors import NotCompiled
 from attnops.kernel import Invariant, Kernel, Need, Package, Tolerance, arch, demand, deterministic, one_of, register
 from attnops.kernels.shared.memory import PACK
+from attnops.kernels.shared.parts import in_turns
 from attnops.kernels.shared.tokens import blank, packed_lse, past, runs, see_nothing, with_sinks, zeroed
 from attnops.measured import Roofline, copy_us
 from attnops.problem import Problem, Refusal
@@ -43,6 +44,7 @@ USED = (
 )  # fmt: skip
 
 
+@in_turns
 def attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
     query, key, value = call.query, call.key, call.value
     batch, queries, heads, _ = query.shape

@@ -10,6 +10,7 @@ rows of no request are not written.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,11 +18,13 @@ from torch import Tensor
 
 from attnops.call import changed
 from attnops.kernel import Invariant, Kernel, demand, deterministic, device, register, without
+from attnops.kernels.shared import parts
 from attnops.kernels.shared.memory import in_packs
+from attnops.kernels.shared.parts import in_turns, packed_in_turns
 from attnops.kernels.shared.tokens import clear, runs
 from attnops.measured import Roofline
 from attnops.problem import Problem
-from attnops.reference.rows import Rules, compact, dense_visible, no_lse
+from attnops.reference.rows import Rules, compact, dense_visible, no_lse, without_faint
 
 if TYPE_CHECKING:
     from attnops.ops import dense, varlen
@@ -30,6 +33,15 @@ _ATEN = torch.ops.aten
 INF = float("inf")
 
 
+def _indexed(call: dense.AttentionBackward) -> int:
+    """Requests of one launch: its sums of the query's gradient, of padded rows, have offsets of 32 bits."""
+    _, queries, heads, dims = call.query.shape
+    unit = 32 if dims <= 128 else 64
+    numbers = -(-queries // 128) * 128 * heads * -(-dims // unit) * unit
+    return max(1, min(parts.MOST_REQUESTS, 2**31 // max(numbers, 1)))
+
+
+@in_turns
 def attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
     """On CUDA a deterministic call goes as packed requests, whose keys are never split; the splits of a dense call follow from its rows."""
     query, key = call.query, call.key
@@ -48,6 +60,7 @@ def attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
     return output.view(*query.shape[:3], -1), lse.view(query.shape[:3]) if call.return_lse else lse
 
 
+@functools.partial(in_turns, most=_indexed)
 def attention_backward(call: dense.AttentionBackward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     none = call.query.new_empty(0)
     if call.query.numel() == 0 or call.key.numel() == 0:
@@ -55,7 +68,7 @@ def attention_backward(call: dense.AttentionBackward) -> tuple[Tensor, Tensor, T
     if not on_cpu(call.query):
         return *backward(call, _lengths(call)), none, none.clone()
     q, k, v = _heads_first(call)
-    g, o, z = call.grad_output.transpose(1, 2), call.output.transpose(1, 2), call.lse.transpose(1, 2).contiguous()
+    g, o, z = call.grad_output.transpose(1, 2), call.output.transpose(1, 2), without_faint(call.lse.transpose(1, 2))
     top_left, bias = _bias(call)
     z = z.to(torch.float64) if call.query.dtype == torch.float64 else z
     grads = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -65,6 +78,7 @@ def attention_backward(call: dense.AttentionBackward) -> tuple[Tensor, Tensor, T
     return compact(grad_q), sum_groups(grad_k, call.key), sum_groups(grad_v, call.value), none, none.clone()
 
 
+@packed_in_turns
 def varlen_attention(call: varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
     if not runs(call):
         return _zeros(call)
@@ -74,6 +88,7 @@ def varlen_attention(call: varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
     return output, lse
 
 
+@packed_in_turns
 def varlen_attention_backward(call: varlen.VarlenAttentionBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not runs(call):
         return *_zero_gradients(call), call.query.new_empty(0)
@@ -168,7 +183,7 @@ def forward(call: dense.Attention | varlen.VarlenAttention, lengths: Lengths) ->
         q, k, v, *lengths[:4], 0.0, call.causal, False, scale=call.scale, window_size_left=call.window_left,
         window_size_right=lengths[4],
     )[:2]  # fmt: skip
-    return _plain(output), _turned(lse, -INF) if call.return_lse else no_lse(call.query)
+    return _plain(output), _turned(lse) if call.return_lse else no_lse(call.query)
 
 
 def backward(call: dense.AttentionBackward | varlen.VarlenAttentionBackward, lengths: Lengths) -> tuple[Tensor, Tensor, Tensor]:
@@ -176,7 +191,7 @@ def backward(call: dense.AttentionBackward | varlen.VarlenAttentionBackward, len
     given = (call.grad_output.to(call.query.dtype), call.query, call.key, call.value, call.output)
     seed = torch.empty(2, dtype=torch.uint64, device=call.query.device)  # read only where dropout is on
     grad_q, grad_k, grad_v = _ATEN._flash_attention_backward.default(
-        *map(in_packs, given), _turned(call.lse, INF), *lengths[:4], 0.0, call.causal, seed, seed, scale=call.scale,
+        *map(in_packs, given), without_faint(call.lse.transpose(-1, -2)), *lengths[:4], 0.0, call.causal, seed, seed, scale=call.scale,
         window_size_left=call.window_left, window_size_right=lengths[4],
     )  # fmt: skip
     return _plain(grad_q), _plain(grad_k), _plain(grad_v)
@@ -187,10 +202,10 @@ def _plain(x: Tensor) -> Tensor:
     return x if x.is_contiguous() and min(x.shape) > 1 else compact(x)
 
 
-def _turned(lse: Tensor, unseen: float) -> Tensor:
-    """`[..., Hq, S]` of the kernel to or from `[..., S, Hq]`, contiguous, `unseen` for a query without keys."""
+def _turned(lse: Tensor) -> Tensor:
+    """`[..., Hq, S]` of the kernel as `[..., S, Hq]`, contiguous, -inf for a query without keys."""
     turned = lse.transpose(-1, -2)
-    return torch.nan_to_num(turned, nan=float("nan"), posinf=unseen, neginf=unseen, out=lse.new_empty(turned.shape))
+    return torch.nan_to_num(turned, nan=float("nan"), posinf=-INF, neginf=-INF, out=lse.new_empty(turned.shape))
 
 
 ON_CPU = Roofline(25.0, 0.7, 0.55)
@@ -218,6 +233,7 @@ LIMITS = (
     demand("dtype", "float16 | bfloat16 (CUDA)", lambda p: p.dtype in (torch.float16, torch.bfloat16), on="cuda"),
     demand("head_dim", "a multiple of 8, <= 256 (CUDA)", lambda p: p.head_dim % 8 == 0 and p.head_dim <= 256, on="cuda"),
     demand("mask", "none (CUDA)", lambda p: p.rules.mask == "none", on="cuda"),
+    parts.FEW_HEADS,
     demand("window", "no window with more queries than keys (CUDA)", _lined_up, on="cuda"),
 )
 # Torch's ops of the same name for AMD GPUs have other limits, which are not written down here.

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnops.call import Result, changed, sizes_of
+from attnops.call import changed, sizes_of
 from attnops.kernel import deterministic
+from attnops.kernels.shared.parts import Rows, Run, joined, rows_named, tensors_of
 from attnops.kernels.shared.tokens import see_nothing
-
-Run = Callable[[Any], Any]
-Rows = dict[str, slice]
-"""A request's rows of the tensors whose first dimension has the name: tokens `T`, keys `N`, requests `B`."""
 
 MULTIPLY = frozenset({
     "attention", "attention_backward", "varlen_attention", "varlen_attention_backward", "paged_attention", "mla_attention",
@@ -48,43 +45,22 @@ def _each(run: Run, call: Any) -> tuple[Tensor, ...] | None:
         return None
     if not found:
         return run(call)  # type: ignore[no-any-return]
-    return tuple(_joined(call, result, [(rows, parts[i]) for rows, parts in found]) for i, result in enumerate(results))
-
-
-def _joined(call: Any, result: Result, parts: list[tuple[Rows, Tensor]]) -> Tensor:
-    """One result of the whole call: the requests' rows, or the sum of a gradient that they share."""
-    like, first = getattr(call, result.like, None), parts[0][1]
-    if result.when and not getattr(call, result.when):
-        return first
-    name, size = _rows_of(call.spec[result.like].dims if result.like else str(result.dims)), sizes_of(call)
-    if name not in parts[0][0] or (like is not None and like.shape[0] != size[name]):
-        stacked = torch.stack([part for _, part in parts])
-        return stacked.sum(0, dtype=torch.promote_types(stacked.dtype, torch.float32)).to(stacked.dtype)
-    whole = first.new_full((size[name], *first.shape[1:]), float("-inf") if result.name == "lse" else 0.0)
-    for rows, part in parts:
-        whole[rows[name]] = part
-    return whole
-
-
-def _rows_of(dims: str) -> str:
-    """The name of a layout's first dimension, which may be 1, too."""
-    return dims.split(",")[0].removeprefix("1 | ")
+    return joined(call, found)
 
 
 def _part(call: Any, rows: Rows, **changes: Any) -> Any:
     """A request's call. Its inputs are copies, because a product may also depend on the alignment of its operands."""
-    sizes, own = sizes_of(call), {}
-    for a in call.spec.args:
-        x, name = getattr(call, a.name), _rows_of(a.dims)
-        if isinstance(x, Tensor) and name in rows and x.shape[0] == sizes[name]:
-            own[a.name] = x[rows[name]] if a.written else x[rows[name]].clone(memory_format=torch.contiguous_format)
+    own = tensors_of(call, rows)
+    for name, x in own.items():
+        if not call.spec[name].written:
+            own[name] = x.clone(memory_format=torch.contiguous_format)
     return changed(call, **own | changes)
 
 
 def _requests(call: Any) -> Iterator[tuple[Rows, Any]]:
     """Rows and call of every request with tokens."""
     if not hasattr(call, "cu_seqlens_q"):
-        name = _rows_of(call.spec.args[0].dims)  # a row of a dense batch, or a token that has a list of its own
+        name = rows_named(call.spec.args[0].dims)  # a row of a dense batch, or a token that has a list of its own
         for i in range(sizes_of(call)[name]):
             rows = {name: slice(i, i + 1)}
             part = _part(call, rows, **_own_pages(call, i))

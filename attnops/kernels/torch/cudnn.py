@@ -16,7 +16,7 @@ from attnops.kernel import Kernel, Need, arch_from, demand, extent_at_least, mul
 from attnops.kernels.shared.memory import in_packs
 from attnops.measured import Roofline
 from attnops.problem import Problem, Refusal, Target
-from attnops.reference.rows import compact, no_lse
+from attnops.reference.rows import compact, no_lse, without_faint
 
 if TYPE_CHECKING:
     from attnops.ops import dense
@@ -39,7 +39,7 @@ def attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
 
 def attention_backward(call: dense.AttentionBackward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     given = (call.grad_output.to(call.query.dtype), call.query, call.key, call.value, call.output)
-    lse, seed = call.lse.transpose(1, 2).contiguous()[..., None], torch.empty((), dtype=torch.int64, device=call.query.device)
+    lse, seed = without_faint(call.lse.transpose(1, 2))[..., None], torch.empty((), dtype=torch.int64, device=call.query.device)
     grads = _ATEN._scaled_dot_product_cudnn_attention_backward.default(
         *map(_heads_first, given), lse, seed, seed, None, None, None, call.query.shape[1], call.key.shape[1], 0.0, call.causal,
         scale=call.scale,

@@ -16,6 +16,7 @@ from attnops.kernel import Invariant, Kernel, deterministic, device, register
 from attnops.measured.cost import rates_of
 from attnops.problem import Problem
 from attnops.reference.experts import experts as reference, gated
+from attnops.reference.linear import saturated
 
 if TYPE_CHECKING:
     from attnops.ops.experts import Experts
@@ -38,7 +39,7 @@ def experts(call: Experts) -> None:
     ends = torch.searchsorted(number, torch.arange(count, device=index.device, dtype=number.dtype), right=True, out_int32=True)
     x, mine = call.x[order // k], number.clamp(max=count - 1)
     h = gated(call, _product(x, call.gate_up, call.gate_up_bias, ends, mine))
-    y = _product(h, call.down, call.down_bias, ends, mine)
+    y = saturated(_product(h, call.down, call.down_bias, ends, mine), x.dtype)
     y = y * call.top_k_weights.flatten()[order][:, None]
     y = torch.where((number < count)[:, None], y, 0.0)  # rows of no group keep what their memory held
     unsorted = torch.empty_like(y)

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from attnops.kernel import Invariant, Kernel, Need, demand, deterministic, device, register
+from attnops.kernels.shared.parts import FEW_HEADS, in_turns
 from attnops.kernels.triton.launch.grids import padded
 from attnops.measured import Roofline
 from attnops.problem import Problem, Refusal, Target
-from attnops.reference.rows import Rules, compact, in_range, lengths_of, near, no_lse, rows_of
+from attnops.reference.rows import LEAST, Rules, compact, in_range, lengths_of, near, no_lse, rows_of
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -32,6 +33,7 @@ Mod = Callable[..., Tensor]
 """Of request, head, query and key, each a tensor; a score's first argument is the score."""
 
 
+@in_turns
 def attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
     output, lse = attended(call)
     lse = compact(lse.transpose(1, 2).float()) if call.return_lse else no_lse(call.query)
@@ -112,8 +114,10 @@ def _score(rules: Rules, mask: Tensor | None, visible: Mod, device: torch.device
             if mask.dtype == torch.bool:
                 see = see & mask[b, h, i, j]
             else:
+                see = see & (mask[b, h, i, j] != -float("inf"))
                 s = s + mask[b, h, i, j]
-        return torch.where(see, s, -float("inf"))
+        # Faint rows have equal logits: the forward is computed twice, and one that is off by a rounding is a weight of infinity.
+        return torch.where(see, s.clamp(min=LEAST), -float("inf"))
 
     return score
 
@@ -363,6 +367,7 @@ NEEDS: tuple[Need, ...] = (
     demand("group_size", "a power of two (CUDA)", lambda p: p.group_size & (p.group_size - 1) == 0, on="cuda"),
     demand("head_dim, v_head_dim", ">= 16 (CUDA)", lambda p: min(p.head_dim, p.v_head_dim) >= 16, on="cuda"),
     _fitting,
+    FEW_HEADS,
 )
 # Under a deterministic policy: uncompiled it multiplies the whole batch, and blocks of keys are counted from the first key of all, not
 # from a request's.

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attnops.call import changed
 from attnops.kernel import Capture, Kernel, demand, device, register
+from attnops.kernels.shared.parts import in_turns
 from attnops.kernels.torch.flex import NEEDS, TAKES, attended, dispatch_keys, packed_attended
 from attnops.measured import Roofline
 from attnops.reference.rows import compact
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from attnops.ops import dense, varlen
 
 
+@in_turns
 def attention_backward(call: dense.AttentionBackward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     grad_q, grad_k, grad_v, grad_sinks = _gradients(call, attended)
     return grad_q, grad_k, grad_v, call.query.new_empty(0), grad_sinks

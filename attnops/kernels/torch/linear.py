@@ -37,7 +37,7 @@ def linear(call: Linear) -> None:
             x = call.norm_weight * x.to(call.x.dtype)
     y = F.linear(x, call.weight, call.bias)
     if call.activation:
-        gate, up = y.chunk(2, -1)
+        gate, up = formulas.saturated(y, y.dtype).chunk(2, -1)  # 0 times infinity is NaN
         y = formulas.GATES[call.activation](gate) * up
     call.output.copy_(y if call.residual is None else call.residual + y)
 

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from attnops.kernel import Kernel, Need, arch_from, demand, one_of, register, without
 from attnops.kernels.shared.memory import PACK, in_packs
+from attnops.kernels.shared.parts import FEW_HEADS, in_turns
 from attnops.kernels.torch.aten_flash import sum_groups
 from attnops.measured import Roofline
 from attnops.problem import Problem
 from attnops.reference.attention import reduce_to
-from attnops.reference.rows import Rules, compact, dense_visible, no_lse
+from attnops.reference.rows import LEAST, Rules, compact, dense_visible, no_lse, without_faint
 
 if TYPE_CHECKING:
     from attnops.ops import dense
@@ -34,6 +35,7 @@ ROWS = 32
 """Queries that an lse is padded to a multiple of."""
 
 
+@in_turns
 def attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
     query, rows, width = call.query, call.query.shape[:3], call.value.shape[3]
     if query.numel() == 0 or call.key.numel() == 0:
@@ -52,6 +54,7 @@ def attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
     return compact(output), compact(lse if blind is None else lse.masked_fill(blind, -INF))
 
 
+@in_turns
 def attention_backward(call: dense.AttentionBackward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     query, graded = call.query, call.mask if call.mask_grad else None
     none = query.new_empty(0)
@@ -62,7 +65,7 @@ def attention_backward(call: dense.AttentionBackward) -> tuple[Tensor, Tensor, T
     q, k, v = _given(call, bias)
     batch, queries, heads, _ = query.shape
     lse = torch.full((batch, heads, -(-queries // ROWS) * ROWS), INF, device=query.device)
-    lse[..., :queries] = call.lse.masked_fill(call.lse == -INF, INF).transpose(1, 2)
+    lse[..., :queries] = without_faint(call.lse).transpose(1, 2)
     seed = torch.empty((), dtype=torch.int64, device=query.device)  # read only where dropout is on
     grad_output, output = (x.to(q.dtype).contiguous() for x in (call.grad_output, call.output))
     grad_q, grad_k, grad_v, grad_bias = _ATEN._efficient_attention_backward.default(
@@ -96,10 +99,17 @@ def _bias(call: dense.Attention | dense.AttentionBackward) -> Tensor | None:
     unit = PACK // dtype.itemsize
     found = query.new_zeros((requests, 1 if mask is None else mask.shape[1], queries, -(-keys // unit) * unit), dtype=dtype)[..., :keys]
     if mask is not None:
-        found = found.copy_(mask) if added else found.masked_fill_(~mask, -INF)
+        found = found.copy_(_finite(mask)) if added else found.masked_fill_(~mask, -INF)
     if see is not None:
         found.masked_fill_(~see[:, None], -INF)
     return found
+
+
+def _finite(mask: Tensor) -> Tensor:
+    """An additive mask whose finite numbers stay finite in base 2, in which the kernel adds them."""
+    if mask.dtype == torch.float16:
+        return mask  # whose least number is above LEAST
+    return torch.where(mask == -INF, mask, mask.clamp(min=LEAST))
 
 
 def _widened(bias: Tensor | None, call: dense.Attention | dense.AttentionBackward) -> Tensor | None:
@@ -134,6 +144,7 @@ NEEDS: tuple[Need, ...] = (
     arch_from(80),
     demand("head_dim, v_head_dim", "rows of a multiple of 16 bytes", _aligned),
     one_of("last_dim_contiguous", True),
+    FEW_HEADS,
 )
 RULES = frozenset({"mask", "causal", "window_left", "window_right", "attention_chunk"})
 for _run, _takes, _needs in ((attention, {"return_lse"}, ()), (attention_backward, {"mask_grad"}, without("lse_grad"))):

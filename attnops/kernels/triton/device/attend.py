@@ -7,7 +7,7 @@ https://arxiv.org/abs/2307.08691, section 3.1, over pages; splits: https://pytor
 import triton
 import triton.language as tl
 
-from attnops.kernels.triton.device.softmax import LN2, LOG2E, closed, finite, let_next_begin, sees, share, span, tanh, with_sink
+from attnops.kernels.triton.device.softmax import LN2, LOG2E, closed, finite, in_base_2, let_next_begin, sees, share, span, tanh, with_sink
 
 
 @triton.jit
@@ -89,7 +89,7 @@ def attend_tile(
         if MASK == "bool":
             s = tl.where(bias != 0, s, float("-inf"))
         else:
-            s = s + bias.to(tl.float32) * LOG2E
+            s = s + in_base_2(bias)
     if MASKED:
         visible = (keys < length)[None, :]
         visible = sees(visible, position[:, None], keys[None, :], left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
@@ -174,6 +174,7 @@ def attend(
     kv_head = head_tile // HEAD_TILES
     head = kv_head * GROUP + group_head
     dims_v = tl.arange(0, BLOCK_DV)
+    out_dims = dims_v.to(tl.int64) * out_d
     if request == requests:
         # Padding rows.
         if split == 0:
@@ -182,10 +183,10 @@ def attend(
                 live = (row < BLOCK_Q * HEADS) & (i < tokens - begin) & (group_head < GROUP)
                 token = (begin + i).to(tl.int64)
                 zeros = tl.zeros([TILE_M, BLOCK_DV], out_ptr.dtype.element_ty)
-                out_at = out_ptr + (token * out_t + head.to(tl.int64) * out_h)[:, None] + dims_v[None, :] * out_d
+                out_at = out_ptr + (token * out_t + head.to(tl.int64) * out_h)[:, None] + out_dims[None, :]
                 tl.store(out_at, zeros, mask=live[:, None] & (dims_v < DV)[None, :])
                 if lse_ptr is not None:
-                    tl.store(lse_ptr + token * lse_t + head * lse_h, tl.full([TILE_M], float("-inf"), tl.float32), mask=live)
+                    tl.store(lse_ptr + token * lse_t + head.to(tl.int64) * lse_h, tl.full([TILE_M], float("-inf"), tl.float32), mask=live)
         return
 
     queries = end - begin
@@ -272,7 +273,7 @@ def attend(
         tl.store(parts_ptr + part[:, None] * DV + dims_v[None, :], acc, mask=store)
         tl.store(parts_ptr + rows.to(tl.int64) * splits * DV + part, z, mask=live)
     else:
-        out_at = out_ptr + (token * out_t + head.to(tl.int64) * out_h)[:, None] + dims_v[None, :] * out_d
+        out_at = out_ptr + (token * out_t + head.to(tl.int64) * out_h)[:, None] + out_dims[None, :]
         tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=store)
         if lse_ptr is not None:
-            tl.store(lse_ptr + token * lse_t + head * lse_h, z * LN2, mask=live)
+            tl.store(lse_ptr + token * lse_t + head.to(tl.int64) * lse_h, z * LN2, mask=live)

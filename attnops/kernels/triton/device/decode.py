@@ -52,7 +52,7 @@ def finish(acc, top, total, head, real, dims, sinks_ptr, out_ptr, out_h, out_d, 
     factor, z = closed(top, total)
     if sinks_ptr is not None:
         factor, z = with_sink(factor, z, tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32) * LOG2E)
-    at = out_ptr + (head.to(tl.int64) * out_h)[:, None] + dims[None, :] * out_d
+    at = out_ptr + (head.to(tl.int64) * out_h)[:, None] + dims.to(tl.int64)[None, :] * out_d
     tl.store(at, (acc * factor[:, None]).to(out_ptr.dtype.element_ty), mask=real[:, None] & (dims < D)[None, :])
 
 
@@ -118,7 +118,7 @@ def decode(
     if (slot < 0) | (slot >= pages.to(tl.int64) * PAGE) | (length <= 0):
         if split == 0:
             zeros = tl.zeros([TILE_M, BLOCK_D], out_ptr.dtype.element_ty)
-            out_at = out_ptr + (head.to(tl.int64) * out_h)[:, None] + dims[None, :] * out_d
+            out_at = out_ptr + (head.to(tl.int64) * out_h)[:, None] + dims.to(tl.int64)[None, :] * out_d
             tl.store(out_at, zeros, mask=live[:, None] & (dims < D)[None, :])
         return
     # Keys before the new one, and the first of them that is seen.

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from attnops.kernels.triton.device.linear import gated
+from attnops.kernels.triton.device.quantise import saturated
 from attnops.kernels.triton.device.softmax import await_previous
 
 
@@ -24,6 +25,15 @@ def glu(gate, up, alpha, limit, offset, ACT: tl.constexpr, SHAPED: tl.constexpr)
         if ACT == "silu":
             return gate * tl.sigmoid(gate * alpha) * up
     return gated(gate, up, ACT)
+
+
+@triton.jit
+def ranged(x, DTYPE: tl.constexpr):
+    """float32 `x` within the range of DTYPE, where that is float16: see `attnops.reference.experts`."""
+    if DTYPE == tl.float16:
+        return saturated(x, 65504.0)
+    else:
+        return x
 
 
 @triton.jit
@@ -74,8 +84,9 @@ def one_token_up(
         if INTERLEAVED:
             y, up = halves(y, BLOCK_N)
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        act = glu(y, up, alpha, limit, offset, ACT, SHAPED)
-        tl.store(act_ptr + tl.program_id(1) * inner + n, act.to(act_ptr.dtype.element_ty), mask=n < inner)
+        DTYPE: tl.constexpr = act_ptr.dtype.element_ty
+        act = ranged(glu(ranged(y, DTYPE), ranged(up, DTYPE), alpha, limit, offset, ACT, SHAPED), DTYPE)
+        tl.store(act_ptr + tl.program_id(1) * inner + n, act.to(DTYPE), mask=n < inner)
 
 
 @triton.jit
@@ -105,6 +116,7 @@ def one_token_down(
     y = tl.sum(sums, 2)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + e[:, None] * outs + n[None, :], mask=real, other=0.0).to(tl.float32)
+    y = ranged(y, act_ptr.dtype.element_ty)
     weight = tl.load(weights_ptr + place, mask=here, other=0.0).to(tl.float32)
     total = tl.sum(y * weight[:, None], 0)
     tl.store(out_ptr + n.to(tl.int64) * out_n, total.to(out_ptr.dtype.element_ty), mask=n < outs)
@@ -188,11 +200,13 @@ def few_tokens(
             y += tl.load(bias, mask=real, other=0.0).to(tl.float32)[:, None]
             if UP and not INTERLEAVED:
                 up += tl.load(bias + outs, mask=real, other=0.0).to(tl.float32)[:, None]
+        DTYPE: tl.constexpr = x_ptr.dtype.element_ty
         if UP:
             if INTERLEAVED:
                 y, up = halves(y, BLOCK_N)
-            y = glu(y, up, alpha, limit, offset, ACT, SHAPED)
+            y = ranged(glu(ranged(y, DTYPE), ranged(up, DTYPE), alpha, limit, offset, ACT, SHAPED), DTYPE)
         else:
+            y = ranged(y, DTYPE)
             weights = tl.load(weights_ptr + at, mask=given & (index == e), other=0.0).to(tl.float32)
             y *= tl.sum(weights, 1)[None, :]
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

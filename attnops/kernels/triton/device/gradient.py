@@ -2,14 +2,14 @@
 
 Each number has one program that sums it, so that the order of a sum follows from the request's own tiles. FlashAttention-2,
 https://arxiv.org/abs/2307.08691, section 3.1.2, as two kernels in place of one loop. Tiles of which every query sees every key are not
-masked. Offsets within a tile have 32 bits, those of its first row 64.
+masked. The offset of a tile's first row has 64 bits; those within a tile are OFFSETS, 32 bits wherever these hold them.
 """
 
 import triton
 import triton.language as tl
 
 from attnops.kernels.triton.device.attend import find, load_keys
-from attnops.kernels.triton.device.softmax import LOG2E, chunk_of, span, tanh
+from attnops.kernels.triton.device.softmax import FAINT, LOG2E, chunk_of, span, tanh
 
 
 @triton.jit
@@ -129,17 +129,18 @@ def grad_queries(
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, REST: tl.constexpr,
     BLOCK_DV: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr,
     RIGHT: tl.constexpr, CHUNKED: tl.constexpr, CAP: tl.constexpr, MASK: tl.constexpr, MASK_STEP: tl.constexpr,
+    OFFSETS: tl.constexpr,
 ):  # fmt: skip
     """Grid: heads * tiles of queries, the last tile first: it sees the most keys.
 
     scale: of the products. factor: of the gradient. cu_q, cu_k: of packed requests; the others have width_q queries and width_k keys.
     REST: the padded dims of query and key past BLOCK_D, 0 where there are none. x_b: what a request's rows are off those of one
     long batch. Writes the gradient `[T, H, D]` and, for the other kernels, stats `[H, T, 2]`: z, the log-sum-exp in base 2, and delta, the
-    sum of grad_output * output, minus grad_lse. A query that sees no key has 0 for both.
+    sum of grad_output * output, minus grad_lse. A query that sees no key, or whose row is faint, has inf and 0.
     """
     wide = tl.full([], 0, tl.int64)
     at = tl.program_id(0)
-    head = at % HEADS
+    head = wide + at % HEADS
     request, tile = request_at(cu_q_ptr, tiles - 1 - at // HEADS, requests, steps, each, TILE_Q)
     if request == requests:
         return
@@ -148,6 +149,7 @@ def grad_queries(
     if first >= queries:
         return
     r = tl.arange(0, TILE_Q)
+    rows = r.to(OFFSETS)
     live = first + r < queries
     position = offset + first + r
     token = begin + first
@@ -158,21 +160,23 @@ def grad_queries(
     v_ptr += base * v_t + request * v_b + kv_head * v_h
     dims = tl.arange(0, BLOCK_D)
     dims_v = tl.arange(0, BLOCK_DV)
-    q = load_keys(q_ptr, r * q_t, dims, live, D, BLOCK_D, True).to(COMPUTE)
+    q = load_keys(q_ptr, rows * q_t, dims, live, D, BLOCK_D, True).to(COMPUTE)
     if REST:
         dims_r = tl.arange(0, REST)
-        q_rest = load_keys(q_ptr + BLOCK_D, r * q_t, dims_r, live, D - BLOCK_D, REST, True).to(COMPUTE)
+        q_rest = load_keys(q_ptr + BLOCK_D, rows * q_t, dims_r, live, D - BLOCK_D, REST, True).to(COMPUTE)
         acc_rest = tl.zeros([TILE_Q, REST], tl.float32)
-    g = load_keys(g_ptr + token * g_t + request * g_b + head * g_h, r * g_t, dims_v, live, DV, BLOCK_DV, True)
-    o = load_keys(o_ptr + token * o_t + request * o_b + head * o_h, r * o_t, dims_v, live, DV, BLOCK_DV, True)
+    g = load_keys(g_ptr + token * g_t + request * g_b + head * g_h, rows * g_t, dims_v, live, DV, BLOCK_DV, True)
+    o = load_keys(o_ptr + token * o_t + request * o_b + head * o_h, rows * o_t, dims_v, live, DV, BLOCK_DV, True)
     delta = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
     g = g.to(COMPUTE)
     z = tl.load(lse_ptr + token * HEADS + head + r * HEADS, mask=live, other=0.0)
     if grad_lse_ptr is not None:
         delta -= tl.load(grad_lse_ptr + token * HEADS + head + r * HEADS, mask=live, other=0.0)
-    delta = tl.where(z == float("-inf"), 0.0, delta)
-    z = tl.where(z == float("-inf"), 0.0, z) * LOG2E
-    row = (wide + head) * tokens + token + r
+    # Without a key, and in a faint row: every weight is 0.
+    quiet = z < FAINT
+    delta = tl.where(quiet, 0.0, delta)
+    z = tl.where(quiet, float("inf"), z * LOG2E)
+    row = head * tokens + token + r
     tl.store(stats_ptr + row * 2, z, mask=live)
     tl.store(stats_ptr + row * 2 + 1, delta, mask=live)
     if sinks_ptr is not None:
@@ -192,6 +196,7 @@ def grad_queries(
     # Each query's range of keys. No key is before `low`.
     lowest, highest = span(position, position, low, high, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
     c = tl.arange(0, TILE_K)
+    columns = c.to(OFFSETS)
     acc = tl.zeros([TILE_Q, BLOCK_D], tl.float32)
     # First the masked tiles, then the `shared` keys from `middle` on, which every query sees.
     for part in tl.static_range(2):
@@ -205,12 +210,12 @@ def grad_queries(
             j = key + c
             inside = j < high
             k_at = k_ptr + (wide + key) * k_t
-            k = load_keys(k_at, c * k_t, dims, inside, D, BLOCK_D, MASKED).to(COMPUTE)
+            k = load_keys(k_at, columns * k_t, dims, inside, D, BLOCK_D, MASKED).to(COMPUTE)
             s = tl.dot(q, tl.trans(k), input_precision="ieee")
             if REST:
-                k_rest = load_keys(k_at + BLOCK_D, c * k_t, dims_r, inside, D - BLOCK_D, REST, MASKED).to(COMPUTE)
+                k_rest = load_keys(k_at + BLOCK_D, columns * k_t, dims_r, inside, D - BLOCK_D, REST, MASKED).to(COMPUTE)
                 s = tl.dot(q_rest, tl.trans(k_rest), s, input_precision="ieee")
-            v = load_keys(v_ptr + (wide + key) * v_t, c * v_t, dims_v, inside, DV, BLOCK_DV, MASKED).to(COMPUTE)
+            v = load_keys(v_ptr + (wide + key) * v_t, columns * v_t, dims_v, inside, DV, BLOCK_DV, MASKED).to(COMPUTE)
             grad_p = tl.dot(g, tl.trans(v), input_precision="ieee")
             visible = j[None, :] < (highest[:, None] if CAUSAL or RIGHT or CHUNKED else high)
             if LEFT or CHUNKED:
@@ -221,7 +226,8 @@ def grad_queries(
                 seen = live[:, None]
                 if MASKED:
                     seen = seen & in_steps(j, high, MASK_STEP)[None, :]
-                bias = tl.load(mask_ptr + (r * mask_q)[:, None] + ((wide + key) * mask_k + c * mask_k)[None, :], mask=seen, other=0)
+                at_key = ((wide + key) * mask_k + columns * mask_k)[None, :]
+                bias = tl.load(mask_ptr + (rows * mask_q)[:, None] + at_key, mask=seen, other=0)
             p, slope = weights_of(s, z[:, None], bias, visible, scale, cap, CAP, MASK, MASKED, COMPUTE)
             grad_s = (p * (grad_p - delta[:, None]) * slope).to(COMPUTE)
             acc = tl.dot(grad_s, k, acc, input_precision="ieee")
@@ -241,12 +247,13 @@ def grad_keys(
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, REST: tl.constexpr,
     BLOCK_DV: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr,
     RIGHT: tl.constexpr, CHUNKED: tl.constexpr, CAP: tl.constexpr, MASK: tl.constexpr, MASK_STEP: tl.constexpr,
+    OFFSETS: tl.constexpr,
 ):  # fmt: skip
     """Grid: heads of keys * tiles of keys. A program adds up its key head's query heads one after the other. See `grad_queries`."""
     KV_HEADS: tl.constexpr = HEADS // GROUP
     wide = tl.full([], 0, tl.int64)
     at = tl.program_id(0)
-    kv_head = at % KV_HEADS
+    kv_head = wide + at % KV_HEADS
     request, tile = request_at(cu_k_ptr, at // KV_HEADS, requests, steps, each, TILE_K)
     if request == requests:
         return
@@ -255,6 +262,7 @@ def grad_keys(
     if first >= high:
         return
     c = tl.arange(0, TILE_K)
+    columns = c.to(OFFSETS)
     j = first + c
     inside = j < high
     request = wide + request
@@ -262,12 +270,12 @@ def grad_keys(
     v_ptr += (base + first) * v_t + request * v_b + kv_head * v_h
     dims = tl.arange(0, BLOCK_D)
     dims_v = tl.arange(0, BLOCK_DV)
-    k = load_keys(k_ptr, c * k_t, dims, inside, D, BLOCK_D, True).to(COMPUTE)
+    k = load_keys(k_ptr, columns * k_t, dims, inside, D, BLOCK_D, True).to(COMPUTE)
     if REST:
         dims_r = tl.arange(0, REST)
-        k_rest = load_keys(k_ptr + BLOCK_D, c * k_t, dims_r, inside, D - BLOCK_D, REST, True).to(COMPUTE)
+        k_rest = load_keys(k_ptr + BLOCK_D, columns * k_t, dims_r, inside, D - BLOCK_D, REST, True).to(COMPUTE)
         acc_rest = tl.zeros([TILE_K, REST], tl.float32)
-    v = load_keys(v_ptr, c * v_t, dims_v, inside, DV, BLOCK_DV, True).to(COMPUTE)
+    v = load_keys(v_ptr, columns * v_t, dims_v, inside, DV, BLOCK_DV, True).to(COMPUTE)
     if MASK != "none":
         mask_ptr += request * mask_b + begin * mask_t + (wide + first) * mask_k
 
@@ -281,6 +289,7 @@ def grad_keys(
     middle = tl.minimum(tl.maximum(tl.cdiv(all_start, TILE_Q) * TILE_Q, start), end)
     stop = tl.maximum(tl.minimum(all_end, end) // TILE_Q * TILE_Q, middle)
     r = tl.arange(0, TILE_Q)
+    rows = r.to(OFFSETS)
     acc_k = tl.zeros([TILE_K, BLOCK_D], tl.float32)
     acc_v = tl.zeros([TILE_K, BLOCK_DV], tl.float32)
     group = kv_head * GROUP
@@ -306,14 +315,14 @@ def grad_keys(
             far = wide + query
             q_at = q_ptr + far * q_t + head * q_h
             # A query that is not live has 0 everywhere, and adds 0 to every sum.
-            q = load_keys(q_at, r * q_t, dims, live, D, BLOCK_D, MASKED).to(COMPUTE)
+            q = load_keys(q_at, rows * q_t, dims, live, D, BLOCK_D, MASKED).to(COMPUTE)
             s = tl.dot(k, tl.trans(q), input_precision="ieee")
             if REST:
-                q_rest = load_keys(q_at + BLOCK_D, r * q_t, dims_r, live, D - BLOCK_D, REST, MASKED).to(COMPUTE)
+                q_rest = load_keys(q_at + BLOCK_D, rows * q_t, dims_r, live, D - BLOCK_D, REST, MASKED).to(COMPUTE)
                 s = tl.dot(k_rest, tl.trans(q_rest), s, input_precision="ieee")
-            g = load_keys(g_ptr + far * g_t + head * g_h, r * g_t, dims_v, live, DV, BLOCK_DV, MASKED).to(COMPUTE)
+            g = load_keys(g_ptr + far * g_t + head * g_h, rows * g_t, dims_v, live, DV, BLOCK_DV, MASKED).to(COMPUTE)
             grad_p = tl.dot(v, tl.trans(g), input_precision="ieee")
-            z, delta = load_stats(stats_ptr + ((wide + head) * tokens + begin + query) * 2, queries - query, TILE_Q)
+            z, delta = load_stats(stats_ptr + (head * tokens + begin + query) * 2, queries - query, TILE_Q)
             visible = live[None, :]
             if CAUSAL or RIGHT or CHUNKED:
                 visible = i[None, :] >= lowest[:, None]
@@ -325,7 +334,7 @@ def grad_keys(
                 if MASKED:
                     seen = seen & live[None, :]
                 row = mask_ptr + head * mask_h + far * mask_q
-                bias = tl.load(row + (r * mask_q)[None, :] + (c * mask_k)[:, None], mask=seen, other=0)
+                bias = tl.load(row + (rows * mask_q)[None, :] + (columns * mask_k)[:, None], mask=seen, other=0)
             p, slope = weights_of(s, z[None, :], bias, visible, scale, cap, CAP, MASK, MASKED, COMPUTE)
             acc_v = tl.dot(p.to(COMPUTE), g, acc_v, input_precision="ieee")
             grad_s = (p * (grad_p - delta[None, :]) * slope).to(COMPUTE)

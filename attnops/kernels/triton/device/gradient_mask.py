@@ -16,22 +16,28 @@ def grad_mask(
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     CHUNKED: tl.constexpr, CAP: tl.constexpr, ALL_REQUESTS: tl.constexpr, ALL_HEADS: tl.constexpr, ALL_QUERIES: tl.constexpr,
-    MASK_STEP: tl.constexpr,
+    MASK_STEP: tl.constexpr, OFFSETS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tiles of keys, tiles of queries, requests * heads), 1 for each of the last three that the mask broadcasts over.
+    """Grid: requests * heads * tiles of queries * tiles of keys, 1 for each of the first three that the mask broadcasts over.
 
     A program adds up the requests, heads and tiles of queries that its tile of the mask serves, in this order. each: tiles of a
     request's queries. ALL_x: the mask broadcasts over x.
     """
     c = tl.arange(0, TILE_K)
+    columns = c.to(OFFSETS)
     r = tl.arange(0, TILE_Q)
-    first = tl.program_id(0) * TILE_K
+    rows = r.to(OFFSETS)
+    key_tiles = tl.cdiv(width_k, TILE_K)
+    first = tl.program_id(0) % key_tiles * TILE_K
+    own = tl.program_id(0) // key_tiles
     j = first + c
     wide = tl.full([], 0, tl.int64)
-    own_tile = tl.program_id(1)
-    own = tl.program_id(2)
+    own_tile = 0
+    if not ALL_QUERIES:
+        own_tile = own % each
+        own = own // each
     OUT_HEADS: tl.constexpr = 1 if ALL_HEADS else HEADS
-    own_head = own % OUT_HEADS
+    own_head = wide + own % OUT_HEADS
     own_request = wide + own // OUT_HEADS
     dims = tl.arange(0, BLOCK_D)
     dims_v = tl.arange(0, BLOCK_DV)
@@ -56,7 +62,7 @@ def grad_mask(
     row = 0 if ALL_QUERIES else own_tile * TILE_Q
     at = mask_ptr + own_request * mask_b + own_head * mask_h + (wide + row) * mask_q + (wide + first) * mask_k
     seen = (row + r < width_q)[:, None] & in_steps(j, width_k, MASK_STEP)[None, :] & (turns > 0)
-    bias = tl.load(at + (r * mask_q)[:, None] + (c * mask_k)[None, :], mask=seen, other=0)
+    bias = tl.load(at + (rows * mask_q)[:, None] + (columns * mask_k)[None, :], mask=seen, other=0)
     acc = tl.zeros([TILE_Q, TILE_K], tl.float32)
     for turn in range(turns):
         request = own_request
@@ -67,7 +73,7 @@ def grad_mask(
             tile = low_tile + rest % tiles
             rest = rest // tiles
         if ALL_HEADS:
-            head = rest % HEADS
+            head = wide + rest % HEADS
             rest = rest // HEADS
         if ALL_REQUESTS:
             request = rest
@@ -78,12 +84,12 @@ def grad_mask(
         kv_head = head // GROUP
         far = wide + request
         token = begin + query
-        q = load_keys(q_ptr + token * q_t + far * q_b + head * q_h, r * q_t, dims, live, D, BLOCK_D, True).to(COMPUTE)
-        g = load_keys(g_ptr + token * g_t + far * g_b + head * g_h, r * g_t, dims_v, live, DV, BLOCK_DV, True).to(COMPUTE)
+        q = load_keys(q_ptr + token * q_t + far * q_b + head * q_h, rows * q_t, dims, live, D, BLOCK_D, True).to(COMPUTE)
+        g = load_keys(g_ptr + token * g_t + far * g_b + head * g_h, rows * g_t, dims_v, live, DV, BLOCK_DV, True).to(COMPUTE)
         key = base + first
-        k = load_keys(k_ptr + key * k_t + far * k_b + kv_head * k_h, c * k_t, dims, inside, D, BLOCK_D, True).to(COMPUTE)
-        v = load_keys(v_ptr + key * v_t + far * v_b + kv_head * v_h, c * v_t, dims_v, inside, DV, BLOCK_DV, True).to(COMPUTE)
-        z, delta = load_stats(stats_ptr + ((wide + head) * tokens + token) * 2, queries - query, TILE_Q)
+        k = load_keys(k_ptr + key * k_t + far * k_b + kv_head * k_h, columns * k_t, dims, inside, D, BLOCK_D, True).to(COMPUTE)
+        v = load_keys(v_ptr + key * v_t + far * v_b + kv_head * v_h, columns * v_t, dims_v, inside, DV, BLOCK_DV, True).to(COMPUTE)
+        z, delta = load_stats(stats_ptr + (head * tokens + token) * 2, queries - query, TILE_Q)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         grad_p = tl.dot(g, tl.trans(v), input_precision="ieee")
         position = offset + query + r

@@ -63,7 +63,9 @@ def combine(
     if sinks_ptr is not None:
         factor, z = with_sink(factor, z, tl.load(sinks_ptr + head).to(tl.float32) * LOG2E)
     token = (begin + i).to(tl.int64)
-    tl.store(out_ptr + token * out_t + head.to(tl.int64) * out_h + dims * out_d, (acc * factor).to(out_ptr.dtype.element_ty), mask=inside)
+    head = head.to(tl.int64)
+    out_at = out_ptr + token * out_t + head * out_h + dims.to(tl.int64) * out_d
+    tl.store(out_at, (acc * factor).to(out_ptr.dtype.element_ty), mask=inside)
     if lse_ptr is not None:
         if at % DV_TILES == 0:
             tl.store(lse_ptr + token * lse_t + head * lse_h, z * LN2)
@@ -79,7 +81,7 @@ def merge(
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     real = row < rows
     token = (row // HEADS).to(tl.int64)
-    head = row % HEADS
+    head = (row % HEADS).to(tl.int64)
     za = tl.load(za_ptr + token * za_t + head * za_h, mask=real, other=float("-inf"))
     zb = tl.load(zb_ptr + token * zb_t + head * zb_h, mask=real, other=float("-inf"))
     top = finite(tl.maximum(za, zb))
@@ -90,8 +92,9 @@ def merge(
     dims = tl.arange(0, BLOCK_D)
     inside = (dims < D)[None, :]
     # An empty side is not read, because it may hold anything.
-    a_at = a_ptr + (token * a_t + head.to(tl.int64) * a_h)[:, None] + dims[None, :] * a_d
-    b_at = b_ptr + (token * b_t + head.to(tl.int64) * b_h)[:, None] + dims[None, :] * b_d
+    wide = dims.to(tl.int64)[None, :]
+    a_at = a_ptr + (token * a_t + head * a_h)[:, None] + wide * a_d
+    b_at = b_ptr + (token * b_t + head * b_h)[:, None] + wide * b_d
     a = tl.load(a_at, mask=(wa > 0)[:, None] & inside, other=0.0).to(tl.float32)
     b = tl.load(b_at, mask=(wb > 0)[:, None] & inside, other=0.0).to(tl.float32)
     merged = a * (wa * inverse)[:, None] + b * (wb * inverse)[:, None]
@@ -110,26 +113,27 @@ def merge_all(
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     real = row < rows
     token = (row // HEADS).to(tl.int64)
-    head = row % HEADS
+    head = (row % HEADS).to(tl.int64)
     dims = tl.arange(0, BLOCK_D)
     inside = (dims < D)[None, :]
-    a_at = a_ptr + (token * a_t + head.to(tl.int64) * a_h)[:, None] + dims[None, :] * a_d
+    a_at = a_ptr + (token * a_t + head * a_h)[:, None] + dims.to(tl.int64)[None, :] * a_d
     za_at = za_ptr + token * za_t + head * za_h
     top = tl.full([BLOCK_R], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
     acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
     for _ in range(parts):
-        z = tl.load(za_at, mask=real, other=float("-inf")) * LOG2E
+        # Subtracted before the factor, which would make the lse of a faint row infinite.
+        z = tl.load(za_at, mask=real, other=float("-inf"))
         higher = tl.maximum(top, z)
-        weight = tl.exp2(z - finite(higher))
-        fade = tl.exp2(top - finite(higher))
+        weight = tl.exp2((z - finite(higher)) * LOG2E)
+        fade = tl.exp2((top - finite(higher)) * LOG2E)
         a = tl.load(a_at, mask=(weight > 0)[:, None] & inside, other=0.0).to(tl.float32)
         acc = acc * fade[:, None] + a * weight[:, None]
         total = total * fade + weight
         top = higher
         a_at += a_n
         za_at += za_n
-    factor, z = closed(top, total)
+    factor, _ = closed(top, total)
     out_at = out_ptr + row.to(tl.int64)[:, None] * D + dims[None, :]
     tl.store(out_at, (acc * factor[:, None]).to(out_ptr.dtype.element_ty), mask=real[:, None] & inside)
-    tl.store(z_ptr + row, z * LN2, mask=real)
+    tl.store(z_ptr + row, finite(top) + tl.log2(total) * LN2, mask=real)

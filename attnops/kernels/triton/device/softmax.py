@@ -5,12 +5,24 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-1e38)
+FAINT = tl.constexpr(-1e6 * (1 + 2.0**-13))
+"""See `attnops.reference.rows`: a log-sum-exp below this is a faint row's."""
 
 
 @triton.jit
 def finite(top):
     """`top`, and 0 where it is -inf, so that it can be subtracted from logits that are all -inf."""
     return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def in_base_2(bias):
+    """float32 of an additive mask, in base 2. What is finite stays so: float32 ends at -2.36e38 in base 2."""
+    wide = bias.to(tl.float32)
+    if bias.dtype != tl.float16:
+        wide = tl.where((wide < LOWEST) & (wide > float("-inf")), LOWEST, wide)
+    return wide * LOG2E
 
 
 @triton.jit

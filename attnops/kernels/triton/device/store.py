@@ -15,7 +15,7 @@ def place(slot, stride_p, stride_n, PAGE: tl.constexpr):
 @triton.jit
 def slots_at(slots_ptr, entry, stride, entries, total):
     """int64 slots of entries; -1 for numbers that are no slot."""
-    slot = tl.load(slots_ptr + entry * stride, mask=entry < entries, other=-1).to(tl.int64)
+    slot = tl.load(slots_ptr + entry.to(tl.int64) * stride, mask=entry < entries, other=-1).to(tl.int64)
     return tl.where(slot < total, slot, -1)
 
 
@@ -83,7 +83,7 @@ def pack_group(
     DC: tl.constexpr, GROUP: tl.constexpr, LEAST: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Store the numbers of a group, and its scale."""
-    dims = group * GROUP + tl.arange(0, GROUP)
+    dims = (group * GROUP + tl.arange(0, GROUP)).to(tl.int64)
     x = tl.load(latent_ptr + token_at + (dims * latent_d)[None, :], mask=here, other=0).to(tl.float32)
     # The exponent comes from the bits, because log2 may be off by one at a power of two. The bits of a NaN exceed those of any number.
     most = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
@@ -95,7 +95,7 @@ def pack_group(
     tl.store(row_ptr + (dims * d)[None, :], stored_bits(x * inverse[:, None], "float8_e4m3fn", HARDWARE), mask=real)
     byte = tl.arange(0, 4)
     word = (scale[:, None] >> (byte * 8)[None, :]) & 0xFF
-    tl.store(row_ptr + ((DC + group * 4 + byte) * d)[None, :], word.to(tl.uint8), mask=real)
+    tl.store(row_ptr + ((DC + group * 4 + byte).to(tl.int64) * d)[None, :], word.to(tl.uint8), mask=real)
 
 
 @triton.jit
@@ -103,10 +103,10 @@ def pack_rope(row_ptr, real, here, rope_ptr, token_at, rope_d, d, BEGIN: tl.cons
     """Store the rotated key byte by byte, because a row may begin at an odd address."""
     at = tl.arange(0, BLOCK)
     inside = (at < 2 * DR)[None, :]
-    x = tl.load(rope_ptr + token_at + ((at // 2) * rope_d)[None, :], mask=here & inside, other=0)
+    x = tl.load(rope_ptr + token_at + ((at // 2).to(tl.int64) * rope_d)[None, :], mask=here & inside, other=0)
     bits = bfloat16_bits(x.to(tl.float32)).to(tl.int32)
     byte = (bits >> ((at % 2) * 8)[None, :]) & 0xFF
-    tl.store(row_ptr + ((BEGIN + at) * d)[None, :], byte.to(tl.uint8), mask=real & inside)
+    tl.store(row_ptr + ((BEGIN + at).to(tl.int64) * d)[None, :], byte.to(tl.uint8), mask=real & inside)
 
 
 @triton.jit(do_not_specialize=["tokens", "total"])

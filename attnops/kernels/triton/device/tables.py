@@ -36,8 +36,9 @@ def kv_indices(
     real = inside & (column < count)
     page = tl.load(table_ptr + request.to(tl.int64) * table_b + column.to(tl.int64) * table_m, mask=real, other=0)
     # The zeros of earlier rows come first.
-    at = tl.where(column < count, start + column, end + request * width - start + column - count)
-    tl.store(indices_ptr + at, page, mask=inside & (at < batch * width))
+    rows = tl.full([], 0, tl.int64) + width
+    at = tl.where(column < count, start + column, end + request * rows - start + column - count)
+    tl.store(indices_ptr + at, page, mask=inside & (at < batch * rows))
 
 
 @triton.jit(do_not_specialize=["tokens", "batch", "width"])

@@ -11,7 +11,7 @@ from attnops.kernels.shared.memory import split
 from attnops.kernels.triton.device.decode import decode
 from attnops.kernels.triton.launch import grids, tiles
 from attnops.kernels.triton.launch.attention import refuse_far
-from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch, overlapped, overlaps, ruled
+from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch, overlapped, overlaps, ruled, steady
 from attnops.reference.rows import Rules
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ def decode_attention(call: DecodeAttention, choice: grids.Choice | None = None) 
     (requests, heads, dims), (pages, page, kv_heads, _) = query.shape, k.shape
     refuse_far(("k_pages", k, page), ("v_pages", v, page))
     given, gpu, fixed = ruled(Rules.of(call)), gpu_of(output), deterministic(call.policy)
+    if fixed:
+        query, key = steady(query), steady(key)
     group, keys = heads // kv_heads, call.page_table.shape[1] * page
     groups, itemsize = requests * kv_heads, query.dtype.itemsize
     at = choice or grids.decode(groups, dims, itemsize, keys, call.window_left, gpu.multiprocessors, gpu.memory, fixed)

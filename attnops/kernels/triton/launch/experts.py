@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attnops.kernel import deterministic
 from attnops.kernels.shared.memory import address
+from attnops.kernels.shared.parts import GRID, turns_of
 from attnops.kernels.torch.experts import experts as composed
 from attnops.kernels.triton.device import experts as device
 from attnops.kernels.triton.launch import experts_tiles as tiles
@@ -40,7 +41,9 @@ def experts(call: Experts, choice: tuple[Tile, Tile] | None = None) -> None:
     elif tokens == 1 and not (fixed or _along(call.gate_up) or _along(call.down)):
         _one_token(call, choice)
     else:
-        _few_tokens(call, choice, fixed)
+        block = tiles.MOST_TOKENS if fixed else tiles.block_of(tokens)
+        for _, part in turns_of(call, "T", GRID * block):
+            _few_tokens(part, choice, block)
 
 
 def shapes(call: Experts) -> tuple[Shape, Shape]:
@@ -79,10 +82,9 @@ def _one_token(call: Experts, choice: tuple[Tile, Tile] | None) -> None:
     ), second.warps)  # fmt: skip
 
 
-def _few_tokens(call: Experts, choice: tuple[Tile, Tile] | None, fixed: bool) -> None:
+def _few_tokens(call: Experts, choice: tuple[Tile, Tile] | None, block: int) -> None:
     x, index, weights, output = call.x, call.top_k_index.contiguous(), call.top_k_weights.contiguous(), call.output
     tokens, (experts, outs, inner), k = x.shape[0], call.down.shape, index.shape[1]
-    block = tiles.MOST_TOKENS if fixed else tiles.block_of(tokens)
     memory, overlap = gpu_of(x).memory, overlaps(output.device)
     chosen = choice or tuple(tiles.few_tokens(shape, block, memory) for shape in shapes(call))
     act = x.new_empty((tokens * k, inner))

@@ -9,7 +9,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from attnops.kernels.triton.launch.beside import BESIDE
+from attnops.errors import InvalidInput
+from attnops.kernels.shared.memory import address
+from attnops.kernels.shared.parts import GRID
+from attnops.kernels.triton.launch.beside import ALIGNED, BESIDE
 from attnops.reference.rows import Rules
 
 LOG2E = 1.4426950408889634
@@ -65,11 +68,31 @@ def overlapped(overlap: bool) -> dict[str, Any]:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], args: tuple[Any, ...] = (), warps: int = 4) -> None:
-    """Launch a device function on the current GPU. args: its first arguments; given: the others by name, with Triton's options."""
+    """Launch a device function on the current GPU. args: its first arguments; given: the others by name, with Triton's options.
+
+    Raises InvalidInput for a grid that CUDA has no room for.
+    """
+    if len(grid) > 1 and max(grid[1:]) > GRID:
+        raise InvalidInput(f"grid of {kernel.__name__}", grid, f"<= {GRID} but in the first dim: fewer pages a request, or layers")
     given = {**given, "num_warps": warps, **OPTIONS}
     if BESIDE.looks and BESIDE.takes(kernel, grid, args, given):
         return
     kernel[grid](*args, **given)
+
+
+def steady(x: Tensor) -> Tensor:
+    """`x`, or a copy of it that Triton loads as it does any other: for a deterministic policy.
+
+    How a tile is spread over threads follows from its address and strides, and the order of a sum over what was loaded from that.
+    """
+    strides = x.stride()[:-1]
+    if x.shape[-1] % ALIGNED:
+        usual = x.is_contiguous() and strides == x.new_empty(x.shape, device="meta").stride()[:-1]
+    else:
+        usual = not any(stride % ALIGNED for stride in strides)
+    if usual and x.stride(-1) == 1 and address(x) % ALIGNED == 0:
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def flat(x: Tensor | None) -> Tensor | None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
+from attnops.kernel import deterministic
 from attnops.kernels.triton.device.gradient import grad_keys, grad_queries
 from attnops.kernels.triton.device.gradient_mask import grad_mask
-from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch, ruled
+from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch, ruled, steady
 from attnops.kernels.triton.launch.grids import Tile, padded
 from attnops.kernels.triton.launch.tiles import power
 from attnops.reference.rows import Rules
@@ -88,6 +90,8 @@ def _gradients(call: Any, batch: Batch, covered: bool) -> tuple[Tensor, ...]:
     stats = torch.empty((heads, tokens, 2), dtype=torch.float32, device=query.device)
     parts = None if sinks is None else new((heads, tokens), dtype=torch.float32, device=query.device)
     grad_output, output = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.grad_output, call.output))
+    if deterministic(call.policy):
+        grad_output, output = steady(grad_output), steady(output)
     block, rest = parted(dims)
     shared = {
         **ruled(rules), "g_ptr": grad_output, "q_ptr": query, "k_ptr": key, "v_ptr": value, "stats_ptr": stats,
@@ -103,15 +107,17 @@ def _gradients(call: Any, batch: Batch, covered: bool) -> tuple[Tensor, ...]:
     of_queries, of_keys = tiles_of(query.dtype, dims, v_dims, gpu.memory, mask is not None)
     # Windows and chunks need more registers: with fewer, ptxas has each product wait for the one before it.
     capped = gpu.warpgroups and not (shared["LEFT"] or shared["RIGHT"] or shared["CHUNKED"])
+    of_output = strides(o=output)
     count, each = batch.tiles(tokens, batch.width_q, of_queries.rows)
     launch(grad_queries, (heads * count,), {
-        **both, **strides(o=output), "grad_lse_ptr": flat(call.grad_lse), "o_ptr": output, "lse_ptr": call.lse.contiguous(),
+        **both, **of_output, "OFFSETS": offsets_of(of_queries, shared | of_output),
+        "grad_lse_ptr": flat(call.grad_lse), "o_ptr": output, "lse_ptr": call.lse.contiguous(),
         "sinks_ptr": flat(sinks), "sink_parts_ptr": parts, "out_ptr": found[0], "tiles": count, "each": each,
         "TILE_Q": of_queries.rows, "TILE_K": of_queries.keys, **options_of(of_queries, capped),
     }, warps=of_queries.warps)  # fmt: skip
     count, each = batch.tiles(keys, batch.width_k, of_keys.rows)
     launch(grad_keys, (kv_heads * count,), {
-        **both, "out_k_ptr": found[1], "out_v_ptr": found[2], "tiles": count, "each": each,
+        **both, "OFFSETS": offsets_of(of_keys, shared), "out_k_ptr": found[1], "out_v_ptr": found[2], "tiles": count, "each": each,
         "TILE_Q": of_keys.keys, "TILE_K": of_keys.rows, **options_of(of_keys, capped),
     }, warps=of_keys.warps)  # fmt: skip
     # Each result has memory of its own, an empty one, too: opcheck refuses a result that is returned twice.
@@ -135,8 +141,10 @@ def of_mask(shared: dict[str, Any], mask: Tensor) -> Tensor:
     of_all = [size == 1 for size in mask.shape[:3]]
     each = -(-shared["width_q"] // tile.rows)
     given = {n: x for n, x in shared.items() if n not in ("MASK", "mask_t")}
-    launch(grad_mask, (-(-mask.shape[3] // tile.keys), 1 if of_all[2] else each, mask.shape[0] * mask.shape[1]), {
-        **given, "out_ptr": found, "each": each, "BLOCK_D": padded(shared["D"]),
+    tiles = -(-mask.shape[3] // tile.keys) * (1 if of_all[2] else each)
+    launch(grad_mask, (tiles * mask.shape[0] * mask.shape[1],), {
+        **given, "OFFSETS": offsets_of(tile, shared), "out_ptr": found, "each": each,
+        "BLOCK_D": padded(shared["D"]),
         "ALL_REQUESTS": of_all[0], "ALL_HEADS": of_all[1], "ALL_QUERIES": of_all[2], "TILE_Q": tile.rows, "TILE_K": tile.keys,
         "num_stages": tile.stages,
     }, warps=tile.warps)  # fmt: skip
@@ -153,6 +161,12 @@ def strides(**given: Tensor) -> dict[str, int]:
         found |= {f"{name}_b": x.stride(0) - x.shape[1] * x.stride(1) if x.dim() == 4 else 0}
         found |= {f"{name}_t": x.stride(-3), f"{name}_h": x.stride(-2)}
     return found
+
+
+def offsets_of(tile: Tile, given: dict[str, Any]) -> Any:
+    """The dtype of offsets within a tile: of 32 bits, unless its last row or key is further away."""
+    steps = (step for name, step in given.items() if name.endswith(("_t", "mask_q", "mask_k")))
+    return tl.int32 if max(steps) * max(tile.rows, tile.keys) < 2**31 else tl.int64
 
 
 def masked(mask: Tensor | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from attnops.kernel import deterministic
 from attnops.kernels.shared.memory import address
 from attnops.kernels.triton.device import linear as device
 from attnops.kernels.triton.launch import linear_tiles as tiles
-from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch, overlapped, overlaps
+from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch, overlapped, overlaps, steady
 
 if TYPE_CHECKING:
     from attnops.ops.linear import Linear
@@ -26,10 +26,11 @@ def linear(call: Linear, choice: tiles.Tile | None = None) -> None:
 
     choice: a tile to launch in place of the table's.
     """
-    x, weight, output = call.x, call.weight, call.output
-    (rows, width), outs, fixed = x.shape, output.shape[1], deterministic(call.policy)
+    weight, output, fixed = call.weight, call.output, deterministic(call.policy)
     if output.numel() == 0:
         return
+    x = steady(call.x) if fixed else call.x
+    (rows, width), outs = x.shape, output.shape[1]
     gpu, size, gated, res = gpu_of(x), x.dtype.itemsize, call.activation != "", call.residual
     res_t, res_n = (0, 0) if res is None else res.stride()
     vectors = flat(call.bias), flat(call.norm_weight), res, output

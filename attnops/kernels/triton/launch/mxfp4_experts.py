@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attnops.kernel import deterministic
+from attnops.kernels.shared.parts import GRID, turns_of
 from attnops.kernels.torch.experts import experts as composed
 from attnops.kernels.triton.device import experts as plain, mxfp4_experts as device
 from attnops.kernels.triton.launch.experts import BLOCK
@@ -63,7 +64,9 @@ def mxfp4_experts(call: Mxfp4Experts, choice: tuple[Tile, Tile] | None = None) -
     elif tokens == 1 and not fixed and power(call.top_k_index.shape[1]) * TILE.parts <= MOST_WARPS:
         _one_token(call, *(choice or (ONE_TOKEN_UP, TILE)))
     else:
-        _few_tokens(call, choice or (TILE, TILE), fixed)
+        block = LEAST_TOKENS if fixed else block_of(tokens)
+        for _, part in turns_of(call, "T", GRID * block):
+            _few_tokens(part, choice or (TILE, TILE), block)
 
 
 def _numbers(call: Mxfp4Experts) -> tuple[tuple[float, float, float], dict[str, Any]]:
@@ -115,10 +118,9 @@ def _one_token(call: Mxfp4Experts, first: Tile, second: Tile) -> None:
     ), power(k) * second.parts)  # fmt: skip
 
 
-def _few_tokens(call: Mxfp4Experts, choice: tuple[Tile, Tile], fixed: bool) -> None:
+def _few_tokens(call: Mxfp4Experts, choice: tuple[Tile, Tile], block: int) -> None:
     x, index, weights, output = call.x, call.top_k_index.contiguous(), call.top_k_weights.contiguous(), call.output
     tokens, (experts, outs, half), k = x.shape[0], call.down.shape, index.shape[1]
-    block = LEAST_TOKENS if fixed else block_of(tokens)
     act, y = x.new_empty((tokens * k, 2 * half)), x.new_empty((tokens * k, outs), dtype=torch.float32)
     numbers, given = _numbers(call)
     overlap = overlaps(output.device)

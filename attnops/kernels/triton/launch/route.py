@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from attnops.kernel import deterministic
 from attnops.kernels.triton.device.route import route as device
-from attnops.kernels.triton.launch.gpu import flat, launch, overlapped, overlaps
+from attnops.kernels.triton.launch.gpu import flat, launch, overlapped, overlaps, steady
 from attnops.kernels.triton.launch.tiles import power
 from attnops.reference.route import by_logits
 
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 
 def route(call: Route) -> None:
     """One launch. A token's program knows nothing of the others, so that its bits do not follow the batch."""
-    logits, weights, index = call.logits, call.weights, call.index
+    logits = steady(call.logits) if deterministic(call.policy) else call.logits
+    weights, index = call.weights, call.index
     (tokens, count), top_k = logits.shape, index.shape[1]
     if tokens == 0:
         return

@@ -1,0 +1,157 @@
+"""Why a call of `generate()` gets no pages."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from attnops.hf.cache_names import cache_in
+from attnops.hf.generation import running_generation
+from attnops.hf.methods import Method, is_compiled, is_replaced
+from attnops.hf.paged.models import has_blocks
+from attnops.hf.paged.pages import ALL, DRAFTS
+
+REPLACED = "the model's forward was replaced or compiled, and its steps are left to it"
+
+
+def callers_choice(owner: Any, mask: str) -> str:
+    """Why the caller's changes to a model, or the masks asked for, leave no place for pages and graphs; "" where they do."""
+    if mask == "additive":
+        return "additive masks were asked for, and pages take none"
+    if is_replaced(owner):
+        return REPLACED
+    others = sorted({type(p).__name__ for p in owner.parameters()} - {"Parameter"})
+    if "DTensor" in others:
+        return f"weights are {', '.join(others)}, whose products are not captured"
+    return ""
+
+
+class Reason(NamedTuple):
+    """A reason against pages for one call.
+
+    told: a caller who asked for pages is warned of it.
+    chosen: the caller chose it. Of other reasons a caller who did not ask for pages is warned.
+    """
+
+    why: str
+    told: bool = False
+    chosen: bool = True
+
+
+class Call(NamedTuple):
+    """A call of `generate()`, as the model is asked for its cache.
+
+    owner: the model. config, mode, given: transformers' generation_config, generation_mode and model_kwargs.
+    """
+
+    owner: Any
+    config: Any
+    mode: Any
+    given: dict[str, Any]
+
+    @property
+    def assisted(self) -> bool:
+        """Does another model, or a look at the prompt, draft its tokens?"""
+        return bool(getattr(self.mode, "value", self.mode) == "assisted_generation")
+
+    def asks(self, output: str) -> bool:
+        """Does it, or the model's config, ask for this output?"""
+        return any(getattr(config, output, None) for config in (self.config, self.owner.config))
+
+
+def against_pages(call: Call, elsewhere: str | None, blocks: bool) -> list[Reason]:
+    """The reasons against pages of any call.
+
+    elsewhere: an attention to which a layer was switched. blocks: may tokens of an image see each other both ways?
+    """
+    config = call.config
+    named = config.cache_implementation
+    beams = (config.num_beams or 1) > 1
+    reasons = [
+        (cache_in(call.given) is not None, Reason("the caller passed a cache")),
+        (config.use_cache is False, Reason("use_cache is False")),
+        (named is not None, _of_named_cache(call, named)),
+        (elsewhere is not None, Reason(f"a layer was switched to the attention {elsewhere!r}")),
+        # An assistant is called again and again with one cache, for a few tokens more each time.
+        (getattr(config, "is_assistant", False), Reason("the model is an assistant")),
+        (beams, Reason("beam search reorders its cache", told=True)),
+        (
+            call.asks("output_attentions"),
+            Reason("output_attentions=True wants keys at hand", told=True),
+        ),
+        (
+            blocks and has_blocks(call.given),
+            Reason("tokens of an image see each other both ways", told=True, chosen=False),
+        ),
+    ]
+    return [reason for holds, reason in reasons if holds]
+
+
+def against_pages_unasked(call: Call, forward: Method | None) -> list[Reason]:
+    """Further reasons against pages that were not asked for: a call that they would not make faster, or might change.
+
+    forward: the method by which graphs serve the model's steps, or None.
+    """
+    owner = call.owner
+    generation = running_generation()
+    replaced = forward is not None and vars(owner).get("forward") is not forward
+    custom = generation is not None and generation.custom
+    hooked = _hooked(owner)
+    padded = _left_padded(call.given.get("attention_mask"))
+    reasons = {
+        "a loop of the caller's (custom_generate) may change its cache": custom,
+        # As PEFT does for prompts that are learnt.
+        "prepare_inputs_for_generation was replaced, and may bring positions of its own": _prepares(owner),
+        f"hooks of the caller on {hooked} run at every step": hooked,
+        REPLACED: replaced or is_compiled(owner),
+        "output_hidden_states=True": call.asks("output_hidden_states"),
+        "the model is in training mode": owner.training,
+        "assisted generation has steps of several tokens": call.assisted,
+        "the attention_mask has zeros between or behind ones, which pages do not hold": not padded,
+    }
+    return [Reason(why) for why, holds in reasons.items() if holds]
+
+
+def drafts(call: Call) -> tuple[int, int]:
+    """(positions that drafts may reach past the last token that will be kept, the most positions of a step that may be taken back)."""
+    if not call.assisted:
+        return 0, 0
+    config = call.config
+    looked_up = getattr(config, "prompt_lookup_num_tokens", None) or 0
+    asked = getattr(config, "num_assistant_tokens", None) or 0
+    past = max(DRAFTS, 1 + max(looked_up, asked))
+    # The number of tokens that an assistant drafts is in its own config, and may grow from step to step.
+    bounded = looked_up and getattr(config, "assistant_early_exit", None) is None
+    return past, past if bounded else ALL
+
+
+def _of_named_cache(call: Call, named: Any) -> Reason:
+    """Some checkpoints name a cache in their generation config, unnoticed by their user."""
+    of_model = getattr(getattr(call.owner, "generation_config", None), "cache_implementation", None)
+    own = named is not None and named == of_model
+    unset = "; set model.generation_config.cache_implementation = None for pages" if own else ""
+    why = f"the generation config asks for the cache {named!r}{unset}"
+    return Reason(why, told=own, chosen=not own)
+
+
+def _prepares(owner: Any) -> bool:
+    """Was its method that prepares the inputs of a step replaced by another than ours?"""
+    inputs = vars(owner).get("prepare_inputs_for_generation")
+    return inputs is not None and (not isinstance(inputs, Method) or inputs.own is not None)
+
+
+def _hooked(owner: Any) -> str:
+    """The class of a module within `owner` with hooks that are neither ours nor transformers', which no replay runs; "" without."""
+    known = ("attnops.", "transformers.")
+    for module in owner.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks) if module is not owner else ():
+            for hook in hooks.values():
+                if not str(getattr(hook, "__module__", "")).startswith(known):
+                    return type(module).__name__
+    return ""
+
+
+def _left_padded(mask: Tensor | None) -> bool:
+    """Does each row of a 2-D mask `[B, S]` end in its ones? The host waits for the device."""
+    return mask is None or (mask.dim() == 2 and bool((mask[:, 1:].bool() >= mask[:, :-1].bool()).all()))

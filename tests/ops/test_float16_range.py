@@ -1,0 +1,76 @@
+"""Numbers of float16 past 65,504 between the two products of experts, and before the activation of a linear layer."""
+
+import pytest
+import torch
+
+from attnops.kernel import kernels_of
+from attnops.testing import Source
+from attnops.testing.experts import experts
+from attnops.testing.linear import linear
+from tests.triton.process import interpreted
+
+F16 = torch.float16
+MOST = 65504.0
+OSS = {"interleaved": True, "bias": True, "alpha": 1.702, "offset": 1.0}
+SHAPES = {"plain": {}, "oss": OSS, "gelu": {"activation": "gelu"}}
+
+
+def of_experts(tokens, more):
+    """Both products overflow: gates, factors and results of either sign, and results of which two add up to 0."""
+    call = experts(Source(1), tokens, (24, 20, 28, 4, 2), F16, **more)
+    x = call.arguments["x"].sign() * 200
+    gate_up = call.arguments["gate_up"].sign() * 200
+    gate_up[0] *= 1e-3  # an expert within the range
+    down = call.arguments["down"].sign() * 0.5
+    down[1] = -down[2]
+    index = torch.tensor([[1, 2], [0, 3], [2, 1]])[:tokens]
+    weights = torch.full((tokens, 2), 0.01)
+    return call.with_(x=x, gate_up=gate_up, down=down, top_k_index=index, top_k_weights=weights)
+
+
+def of_linear(rows):
+    call = linear(Source(1), rows, 24, 40, F16, activation="silu", residual=True)
+    x, weight = call.arguments["x"].sign() * 200, call.arguments["weight"].sign() * 200
+    weight[40:] = 0  # a factor of 0 beside a gate past the range
+    weight[60:] = call.arguments["weight"][60:].sign() * 200
+    weight[20:40] = 0  # and a gate of 0 beside such a factor
+    return call.with_(x=x, weight=weight)
+
+
+def results(name, call):
+    found = torch.full_like(call.arguments["output"], float("nan"))
+    with torch.no_grad():
+        kernels_of(call.op)[name].run(call.with_(output=found).record)
+    return found.float()
+
+
+def check(name, call):
+    found, want = results(name, call), results("reference", call)
+    assert torch.isfinite(want).all()
+    torch.testing.assert_close(found, want, rtol=2e-2, atol=2e-2 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_experts(shape, tokens):
+    call = of_experts(tokens, SHAPES[shape])
+    check("aten", call)
+    assert results("reference", call).abs().max() < 20 * MOST * 0.01 * 0.5 * 2 * 1.01, "the sum of saturated results"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tokens", [1, 3])
+@interpreted
+def test_experts_of_triton(shape, tokens):
+    check("triton", of_experts(tokens, SHAPES[shape]))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_linear(rows):
+    check("aten", of_linear(rows))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@interpreted
+def test_linear_of_triton(rows):
+    check("triton", of_linear(rows))

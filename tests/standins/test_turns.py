@@ -1,0 +1,82 @@
+"""Kernels whose grids hold requests where CUDA takes 65,535: a larger batch in turns, over stand-ins, with a bound of two."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as vendor
+
+from attnops.kernel import kernels_of
+from attnops.kernels.shared import parts
+from attnops.kernels.torch import aten_flash as flash, flex
+from attnops.problem import Target, altered, pretend
+from attnops.testing import Features, Source, builders, check_kernel
+from tests.standins import aten_flash, flash_attn_cute, mem_efficient
+from tests.standins.test_fa4 import SM90 as WITH_FA4
+
+SM90 = Target("cuda", 90, assume=())
+PLAIN = Features(dtype=torch.bfloat16, head_dim=64, q_heads=4, kv_heads=2, lse=True, causal=True)
+BIAS = replace(PLAIN, causal=False, mask="additive")
+CALLS = {
+    "dense": lambda: builders.dense(Source(1), 5, 3, 9, PLAIN),
+    "packed": lambda: builders.varlen(Source(1), (3, 0, 1, 4, 2), (5, 4, 0, 4, 3), PLAIN),
+    "tight": lambda: builders.varlen(Source(1), (3, 1, 1, 4, 2), (5, 4, 2, 4, 3), PLAIN, padding=None),
+    "bias": lambda: builders.dense(Source(1), 5, 3, 9, BIAS),
+    "one bias": lambda: builders.dense(Source(1), 5, 3, 9, replace(BIAS, mask_shape="h")),
+    "ranges": lambda: builders.dense(Source(1), 5, 3, 9, replace(PLAIN, sinks=torch.float32), end=(9, 4, 5, 3, 7)),
+}  # fmt: skip
+TURNS = [
+    ("aten_flash", "dense"), ("aten_flash", "packed"), ("aten_flash", "tight"), ("fa4", "dense"), ("flex", "dense"), ("flex", "ranges"),
+    ("mem_efficient", "dense"), ("mem_efficient", "bias"), ("mem_efficient", "one bias"),
+]  # fmt: skip
+
+
+@contextmanager
+def flex_on_a_cpu():
+    """Its vendor's calls, of which each says its number of requests."""
+    calls = []
+
+    def call(query, *given, **more):
+        calls.append(len(query))
+        return vendor.flex_attention(query, *given, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vendor, "_validate_device", lambda *given: None)
+        patch.setattr(flex, "_call", lambda device: call)
+        yield calls
+
+
+INSTALLED = {
+    "aten_flash": aten_flash.installed, "fa4": flash_attn_cute.installed, "flex": flex_on_a_cpu, "mem_efficient": mem_efficient.installed,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "shape"), TURNS)
+def test_a_larger_batch_takes_turns(name, shape, monkeypatch):
+    monkeypatch.setattr(parts, "MOST_REQUESTS", 2)
+    forward = CALLS[shape]()
+    graded = "bias" in shape
+    backward = builders.backward(Source(2), forward, mask_grad=graded)
+    for call in (forward, backward):
+        with INSTALLED[name]() as calls, pretend(WITH_FA4 if name == "fa4" else SM90):
+            figures = check_kernel(kernels_of(call.op)[name], call)
+            assert not figures.refused and figures.worst <= 1.0, figures
+            assert len(calls) == 3, "turns of 2, 2 and 1"
+
+
+def test_sums_that_32_bits_do_not_index_take_turns():
+    """Of the gradient of a query: 512 requests of 128 rows of 256 heads of 128 numbers are the most."""
+    call = builders.backward(Source(2), builders.dense(Source(1), 5, 3, 9, PLAIN)).record
+    wide = {n: torch.empty(shape, device="meta") for n, shape in (("query", (5, 65, 256, 128)), ("key", (5, 9, 256, 128)))}
+    assert flash._indexed(call._replace(**wide)) == 512
+    assert flash._indexed(call) == parts.MOST_REQUESTS
+
+
+@pytest.mark.parametrize("name", ["aten_flash", "flex", "mem_efficient"])
+def test_more_heads_are_refused(name):
+    problem = altered(CALLS["dense"]().problem, target=SM90)
+    most = dict.fromkeys(("q_heads", "kv_heads"), 65_536)
+    kernel = kernels_of("attention")[name]
+    assert not kernel.refusals(problem)
+    assert [r.field for r in kernel.refusals(altered(problem, **most))] == ["q_heads"]
