@@ -44,6 +44,7 @@ from attnops.layout import (
     layout_of,
 )
 from attnops.reference.rows import surely
+from attnops.subclasses import check_strided
 from attnops.tracers import wanted
 
 if TYPE_CHECKING:
@@ -305,13 +306,6 @@ def _check_tensor(call: Call, a: Arg, value: Tensor) -> None:
     allowed = a.dtypes(call) if callable(a.dtypes) else a.dtypes
     if value.dtype not in allowed:
         fail(InvalidInput, f"{a.name}.dtype", name(value.dtype), " | ".join(map(name, allowed)))
-
-
-def check_strided(field: str, value: Tensor, dims: str) -> None:
-    """Raise InvalidInput for a sparse or a nested tensor."""
-    if value.layout != torch.strided or value.is_nested:
-        kind = "a nested tensor" if value.is_nested else f"a tensor of layout {str(value.layout).removeprefix('torch.')}"
-        fail(InvalidInput, field, kind, f"a plain strided tensor [{dims}]")
 
 
 def _check_value(a: Arg, value: Any) -> None:

@@ -1,6 +1,6 @@
-"""Subclasses of torch.Tensor with a `__torch_function__` of their own.
+"""Tensors that ops refuse: sparse, nested, and those of classes with a `__torch_function__`.
 
-Their data alone may not be what they stand for.
+The data alone of such a class may not be what it stands for.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from attnops.errors import InvalidInput, fail
@@ -37,3 +38,13 @@ def plain_only(names: Iterable[str], values: Any) -> None:
     """As `refuse_foreign`, of all arguments of a call."""
     for name, value in zip(names, values, strict=True):
         refuse_foreign(name, value)
+
+
+def check_strided(field: str, value: Tensor, dims: str) -> None:
+    """Raise InvalidInput for a sparse or a nested tensor."""
+    if value.layout == torch.strided and not value.is_nested:
+        return
+    kind = "a nested tensor"
+    if not value.is_nested:
+        kind = f"a tensor of layout {str(value.layout).removeprefix('torch.')}"
+    fail(InvalidInput, field, kind, f"a plain strided tensor [{dims}]")
