@@ -83,6 +83,18 @@ def test_patch_and_back():
     assert attnops_ops(ours, X) == 0
 
 
+def test_a_handle_of_another_library_has_no_cache():
+    """It has the names of a transformers model's handle, so that type checkers know them."""
+    with attnops.patch(model()) as handle:
+        assert (handle.took, handle.graphs, handle.plain_steps) == (None, None, 0)
+        handle.release()
+        calls = {"new_cache": (1, 8), "step": (X, None), "capture": (None,)}
+        for name, args in calls.items():
+            want = f"{name}: got Sequential, want a transformers model"
+            with pytest.raises(PatchError, match=want):
+                getattr(handle, name)(*args)
+
+
 def test_the_handle():
     ours = model(Layer(), ByHandAttention(), AttentionBlock(), nn.Linear(32, 32))
     with attnops.patch(ours) as handle:
