@@ -1,4 +1,4 @@
-"""Adapters around a kernel's function: arguments one by one (contract 1), and tables without holes."""
+"""Adapters around a kernel's function: arguments one by one (contract 1), tables without holes, and the GPU it runs on."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attnops.call import Call, Spec, changed, same
 from attnops.errors import RegistrationError
@@ -77,6 +79,55 @@ def filled(op: str, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return run(clean(call) if call.holes else call)
 
     return whole
+
+
+# The GPU of a call ----------------------------------------------------------------------------------------------------
+
+# torch's own function asks before every call whether CUDA is initialised.
+_current_device: Callable[[], int] = vars(torch._C).get("_cuda_getDevice", torch.cuda.current_device)
+
+
+def elsewhere(x: Tensor) -> bool:
+    """Is `x` on a GPU that is not the current one? Where CUDA is not initialised `x` is a fake tensor,
+    and nothing is launched."""
+    return x.is_cuda and torch.cuda.is_initialized() and x.get_device() != _current_device()
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """Within the block the GPU of `x` is the current one."""
+    return torch.cuda.device(x.device) if elsewhere(x) else nullcontext()
+
+
+def placed(run: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`run`, a function of a call, with the GPU of the call's first tensor as the current one.
+
+    Triton and most launchers of other packages launch on the current GPU, whatever GPU holds their
+    arguments. Where that is the right one already, as in all but a few calls, this costs a comparison.
+    """
+    before: Callable[[Any], Any] | None = getattr(run, "placed", None)
+    if before is run and before is not None:
+        return before
+
+    @functools.wraps(run)
+    def there(call: Any) -> Any:
+        if call is None or not elsewhere(call[0]):  # `Kernel.ahead` is given None, too
+            return run(call)
+        with torch.cuda.device(call[0].device):
+            return run(call)
+
+    there.__module__ = origin(run).__module__
+    there.placed = there  # type: ignore[attr-defined]
+    return there
+
+
+def origin(run: Any) -> Any:
+    """The function below wrappers and `functools.partial`."""
+    while (inner := getattr(run, "__wrapped__", None) or getattr(run, "func", None)) is not None:
+        run = inner
+    return run
+
+
+# Holes ----------------------------------------------------------------------------------------------------------------
 
 
 def _pages(call: Any) -> Any:

@@ -155,6 +155,14 @@ class NotCompiled(AttnopsError, RuntimeError):
         self.kernel, self.got = kernel, got
 
 
+class NotLoaded(AttnopsError, RuntimeError):
+    """A library of an installed package cannot be loaded."""
+
+    def __init__(self, package: str, got: str, want: str) -> None:
+        super().__init__(f"{package}: got {shown(got)}, want {want}")
+        self.package, self.got, self.want = package, got, want
+
+
 class NoGradient(AttnopsError, RuntimeError):
     """An input requires grad where the op has no gradient, or has a forward-mode tangent, which no op supports (`forward`)."""
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from attnops.adapt import KNOW_HOLES, adapted as adapted, filled, kinds_of, readable, takes_a_call, warn_of_contract_1
+from attnops.adapt import KNOW_HOLES, adapted as adapted, filled, kinds_of, origin, placed, readable, takes_a_call, warn_of_contract_1
 from attnops.call import name as name_of
 from attnops.errors import ContractMismatch, RegistrationError, UnknownKernel, fail
 from attnops.needs import (
@@ -76,6 +76,8 @@ class Kernel:
     judge: the plain body that all others are compared with. No estimate chooses it on a GPU where another kernel can run.
     workspace_bytes: how much scratch, zeroed once, a call must bring: a pure function of a Problem that meets the needs.
     invariant: None: results depend on the batch. inline: None: the kernel is called. capture, tolerance, plan: see the records.
+    repeats: further demands on the Problem for equal bits at every run, where its field `repeatable`
+        asks for them. None: never, for programs add to a number in the order in which they come.
     contract: the version that the kernel was written for. None: 2 where `run` takes one argument, else 1 (see `adapted`).
     """
 
@@ -99,6 +101,7 @@ class Kernel:
     plan: Plan = field(default_factory=Plan)
     contract: int | None = None
     about: str = ""
+    repeats: tuple[Need, ...] | None = ()
 
     def __post_init__(self) -> None:
         if not readable(self.run):  # `register` says so
@@ -113,6 +116,10 @@ class Kernel:
             object.__setattr__(self, "run", adapted(self.run))
         if self.op in KNOW_HOLES and "holes" not in self.takes:
             object.__setattr__(self, "run", filled(self.op, self.run))
+        if self.foreign:
+            object.__setattr__(self, "run", placed(self.run))
+        if callable(self.ahead):
+            object.__setattr__(self, "ahead", placed(self.ahead))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Its functions cannot be handed to another process, which has a kernel of this name of its own.
@@ -134,7 +141,7 @@ class Kernel:
         unlisted = tuple(self._unlisted(problem))
         if brief and unlisted:
             return unlisted
-        out = self._asked("needs", self.needs, problem, brief)
+        out = self._asked("needs", self.needs, problem, brief) + self.unrepeated(problem)
         return out + tuple(r for r in unlisted if r.field not in [other.field for other in out])
 
     def _unlisted(self, problem: Problem) -> Iterator[Refusal]:
@@ -172,6 +179,15 @@ class Kernel:
         if self.invariant is None:
             return (Refusal("batch_invariant", False, "True (policy.deterministic)"),)
         return self._asked("invariant.needs", self.invariant.needs, problem)
+
+    def unrepeated(self, problem: Problem) -> tuple[Refusal, ...]:
+        """Why the bits of a call that must be repeatable may differ from run to run."""
+        if problem.step.repeatable == "no":
+            return ()
+        if self.repeats is None:
+            want = "no (torch.use_deterministic_algorithms)"
+            return (Refusal("repeatable", problem.step.repeatable, want),)
+        return self._asked("repeats", self.repeats, problem)
 
     def _asked(self, what: str, questions: Iterable[Callable[[Any], Any]], about: object, brief: bool = False) -> tuple[Refusal, ...]:
         """The refusals among the answers, or the first of them. An error is one."""
@@ -217,6 +233,11 @@ class Kernel:
     def core(self) -> Core | None:
         """The core of a kernel that has one."""
         return self.inline.core if self.inline else None
+
+    @property
+    def foreign(self) -> bool:
+        """May `run` launch on the current GPU, whatever GPU holds its tensors? Torch's own ops launch where their tensors are."""
+        return bool(self.packages) or not str(origin(self.run).__module__).startswith("attnops.")
 
     @property
     def fused(self) -> bool:

@@ -245,7 +245,9 @@ def check_fields(kernel: Kernel) -> None:
     kinds: dict[str, Any] = {"capture": Capture, "tolerance": Tolerance, "plan": Plan}
     for name, kind in (kinds | {"inline": Inline | None, "invariant": Invariant | None}).items():
         want(isinstance(getattr(kernel, name), kind), name, f"a value of type {getattr(kind, '__name__', kind)}")
-    for name in ("needs", *["invariant.needs"] * (kernel.invariant is not None)):
+    demands = ["invariant.needs"] * (kernel.invariant is not None)
+    demands += ["repeats"] * (kernel.repeats is not None)
+    for name in ("needs", *demands):
         needs = attrgetter(name)(kernel)
         want(isinstance(needs, tuple) and all(map(callable, needs)), name, "a tuple of functions of a Problem")
     want(isinstance(kernel.packages, tuple) and all(isinstance(p, Package) for p in kernel.packages), "packages", "a tuple of Package")

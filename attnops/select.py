@@ -8,15 +8,17 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from attnops.errors import InvalidInput, NoKernel, UnknownKernel, fail
 from attnops.kernel import Failed, Kernel, all_kernels, generation, kernel_names, kernels_of
-from attnops.measured import ESTIMATED, MEASURED, Cost, Table, costs, in_force, never_run
+from attnops.measured import ESTIMATED, MEASURED, NOWHERE, Cost, Table, costs, in_force, never_run, ran_on
 from attnops.measured.store import default_policy_key
+from attnops.measured.table import SCALED
 from attnops.problem import Extent, Extents, Problem, Refusal, altered
 
 
@@ -107,7 +109,17 @@ class Decision:
             return f"{cost.how} slower, {cost.us:.4g} us" if cost.how == MEASURED else f"slower, {cost}"
         if self.problem.target.on_gpu and kernels_of(self.problem.op)[name].judge:
             return "on a GPU only where nothing else can"
+        if (better := self._rather_than(name, cost)) and unproven(self.problem, name, cost):
+            return better
         return f"{cost.how} slower" if cost.how == ESTIMATED else "not measured, others are"
+
+    def _rather_than(self, name: str, cost: Cost) -> str:
+        """Why the chosen kernel is taken in place of one with a lower estimate; "" where there is none lower."""
+        if self.kernel is None or self.costs[self.kernel.name].us <= cost.us:
+            return ""
+        where = ran_on().get(f"{self.problem.op}.{self.kernel.name}")
+        known = "is of another package" if where is None else f"ran on {', '.join(where)}"
+        return f"{cost.how} {cost.us:.4g} us, but {self.kernel.name} {known}"
 
     def untried(self, name: str) -> str:
         """`; never run on sm100` of a kernel that has not met the target's hardware, else nothing."""
@@ -115,15 +127,17 @@ class Decision:
         return f"; {never}" if never else ""
 
     @property
-    def rank(self) -> tuple[int, bool, float]:
+    def rank(self) -> tuple[int, bool, bool, float]:
         """The sort key of the choice, the least first. It also compares two decisions of one op and policy.
 
-        The kernel's place among those preferred, the plain body on a GPU last, then its cost. A decision without a kernel comes last.
+        The kernel's place among those preferred, the plain body on a GPU last, before it kernels that have run nowhere, then the cost. A
+        decision without a kernel comes last.
         """
         if self.kernel is None:
-            return sys.maxsize, True, inf
+            return sys.maxsize, True, True, inf
         cost = self.costs[self.kernel.name]
-        return _rank(self.kernel, self.policy.prefer), bool(self.by_judge) and cost.how != MEASURED, cost.us
+        judged = bool(self.by_judge) and cost.how != MEASURED
+        return _rank(self.kernel, self.policy.prefer), judged, unproven(self.problem, self.kernel.name, cost), cost.us
 
     @property
     def measured(self) -> str:
@@ -135,6 +149,8 @@ class Decision:
         head = f"{self.problem.op} on {self.problem.target} -> {self.kernel.name if self.kernel else 'nothing fits'}{self.measured}"
         head += f": {self.by_judge}" if self.by_judge else ""
         head += self.untried(self.kernel.name) if self.kernel else ""
+        if self.kernel and self.kernel.unrepeated(self.problem):
+            head += "; its bits may differ from run to run"
         lines = [f"  not {n}: {'; '.join(map(str, rs))}" for n, rs in self.refused.items()]
         slower = [f"  not {n}: can run, {self.why_not(n)}{self.untried(n)}" for n in self.passed_over]
         return "\n".join([head, f"  problem: {self.problem.summary()}", *slower, *lines])
@@ -162,11 +178,19 @@ def select_by(table: Table | None, problem: Problem, policy: Policy | str = "", 
 def choose(problem: Problem, policy: Policy | str = "") -> Kernel:
     """As `select`, but the kernel itself. Raises NoKernel with every reason when none may run, or when a forced one may not."""
     kernel = select_by(in_force(problem.target).table, problem, policy, brief=True).kernel
+    if kernel is not None and kernel.unrepeated(problem):
+        warnings.warn(UNREPEATED.format(f"{kernel.op}.{kernel.name}"), UserWarning, stacklevel=2)
     if kernel is None:
         decision = select(problem, policy)
         forced = decision.policy.forced(problem.op)
         raise NoKernel(f"kernel {forced!r} was asked for and cannot run" if forced else f"no kernel can run this {problem.op}", decision)
     return kernel
+
+
+UNREPEATED = (
+    "{} may give other bits at the next run: no kernel that repeats them takes this call, "
+    "and torch.use_deterministic_algorithms(True, warn_only=True) is in force"
+)
 
 
 def workspace_bytes(problem: Problem, policy: Policy | str = "") -> int:
@@ -204,12 +228,27 @@ def _select(problem: Problem, policy: Policy, registered: int, table: Table | No
         needed = _invariant_costs(seen, fits)
     else:
         needed = {k.name: Cost(k.cost_us(problem), ESTIMATED) for k in fits} if table is None else costs(problem, fits, table)
-    guessed = _guessed(problem, fits, needed)
-    fits.sort(key=lambda k: (_rank(k, policy.prefer), k.judge and guessed, needed[k.name].us))
+        needed = {k.name: _in_turn(k, problem, needed[k.name]) for k in fits}
+    order = {k.name: (unproven(problem, k.name, needed[k.name]), needed[k.name].us) for k in fits}
+    guessed = _guessed(problem, fits, needed, order)
+    fits.sort(key=lambda k: (_rank(k, policy.prefer), k.judge and guessed, *order[k.name]))
     decision = Decision(problem, policy, fits[0] if fits else None, refused, tuple(k.name for k in fits[1:]), needed)
     if any(isinstance(r, Failed) for reasons in refused.values() for r in reasons):
         raise _NotKept(decision)
+    if decision.kernel is None and problem.step.repeatable == "warn":
+        anyhow = altered(problem, repeatable="no")
+        return replace(_select(anyhow, policy, registered, table, brief), problem=problem)
     return decision
+
+
+def _in_turn(kernel: Kernel, problem: Problem, cost: Cost) -> Cost:
+    """The cost of a kernel that repeats its bits in a mode of its own, which is its way of a
+    deterministic policy."""
+    usual, steady = kernel.cost_us(problem), kernel.steady_us(problem)
+    if problem.step.repeatable == "no" or not kernel.repeats or usual in (0.0, steady):
+        return cost
+    how = f"{SCALED} its time without turns" if cost.timed else cost.how
+    return Cost(cost.us * steady / usual, how)
 
 
 def without_sizes(problem: Problem) -> Problem:
@@ -231,7 +270,7 @@ DECODES = 64
 def _step(problem: Problem, step: tuple[int, int]) -> Problem:
     batch, queries = step
     sizes = Extents(*(Extent(0, None, hint) for hint in (batch * queries, batch, queries, 4096)))
-    return altered(problem, padded=True, holes=False, sizes_equal=False, deterministic=True, sizes=sizes)
+    return altered(problem, padded=True, holes=False, sizes_equal=False, deterministic=True, compiled=False, sizes=sizes)
 
 
 def _invariant_costs(seen: Problem, kernels: list[Kernel]) -> dict[str, Cost]:
@@ -249,12 +288,20 @@ def decode_us(decision: Decision) -> float:
     return kernel.steady_us(_step(decision.problem, DECODE)) if decision.policy.deterministic else decision.costs[kernel.name].us
 
 
-def _guessed(problem: Problem, kernels: list[Kernel], needed: Mapping[str, Cost]) -> bool:
+def unproven(problem: Problem, name: str, cost: Cost) -> bool:
+    """Has the kernel run on no GPU, as far as the committed results and its times tell?
+
+    Its estimate then decides only among its like. A kernel of another package has no record, and its author's word counts.
+    """
+    return not cost.timed and never_run(problem.op, name, problem.target) == NOWHERE
+
+
+def _guessed(problem: Problem, kernels: list[Kernel], needed: Mapping[str, Cost], order: Mapping[str, tuple[bool, float]]) -> bool:
     """Would the judge win by a guess on a GPU? It may only beat a measured time, and only with one of its own."""
     players = [k for k in kernels if not k.judge]
     if not problem.target.on_gpu or not players:
         return False
-    best = min(players, key=lambda k: needed[k.name].us)
+    best = min(players, key=lambda k: order[k.name])
     return any(needed[k.name].how != MEASURED for k in kernels if k.judge or k is best)
 
 

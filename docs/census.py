@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from typing import Any
 
+from changed import sentence
 from results import ROOT, table
 
 FILE = ROOT / "benchmarks" / "results" / "cpu" / "census.json"
@@ -33,7 +34,7 @@ def census_full() -> str:
     left_out = f" The `compile` checks did not run for {len(without)} of these types: {', '.join(without)}." if without else ""
     through = f"{left_out} Through Inductor: {inductor or 'none'}."
     parts = [
-        f"{made}. {len(types)} types: {len(states['ran'])} ran, {len(states['refused'])} are refused by `patch`, for "
+        f"{made}. {sentence(data)}. {len(types)} types: {len(states['ran'])} ran, {len(states['refused'])} are refused by `patch`, for "
         f"{len(states['unrun'])} no input is known, {len(states['unbuilt'])} were not built. Checks: {numbers}.{through}",
         "## Types that ran\n\n" + table(["type", "class", "patched", *("ok", "as chosen", "refused", "eager", "wrong"), "remarks"], [
             [f"`{name}`", found["cls"] or "-", f"{found['patched']} of {found['modules']}", *tallies(found), remarks(found)]

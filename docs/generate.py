@@ -1,5 +1,6 @@
 """Writes the generated parts of README.md and docs/*.md: tables of kernels, ops, errors and results, and what commands print.
-The pictures of docs/plots are drawn from the same results.
+The pictures of docs/plots are drawn from the same results. A results file without digests of the code that it measured is
+given them first, where git has its commit (docs/changed.py).
 
     python docs/generate.py            write what is stale
     python docs/generate.py --check    write nothing; exit 1 and name what is stale
@@ -32,9 +33,11 @@ from attnops.ops import OPS, Op
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
 from census import census_full  # noqa: E402, a file of this folder
+from changed import CHANGED, SAME, UNKNOWN, stamp_all  # noqa: E402
+from choices import choices_full, kinds  # noqa: E402
 from linears import linears_full  # noqa: E402
 from performance import costs, performance_full, performance_short, picture, pictures_full, stale_plots  # noqa: E402, a file of this folder
-from results import devices, hardware, hardware_text, results_full, results_short, table  # noqa: E402
+from results import compared, devices, hardware, hardware_text, results_full, results_short, table  # noqa: E402
 
 README_EXPLAIN = ("llama-3-8b-shape", "--target", "h200", "--cache", "hf", "--phase", "decode")
 EXPLAIN_LINES = 8
@@ -49,11 +52,21 @@ def supports(op: str) -> list[Support]:
     return [support(kernel) for kernel in kernels_of(op).values()]
 
 
+def ran(found: Support) -> dict[str, str]:
+    """The targets on which the kernel was compared with its reference: a CPU by `make test`, a GPU by committed results, each with
+    what became of the code that ran there."""
+    name = f"{found.kernel.op}.{found.kernel.name}"
+    return {**({"cpu": SAME} if "cpu" in found.runs else {}), **compared([name])[name]}
+
+
+SINCE = {SAME: "", CHANGED: " (changed since)", UNKNOWN: " (unknown whether changed since)"}
+MARKS = {SAME: "", CHANGED: "\\*", UNKNOWN: "?"}
+MARKED = {CHANGED: "\\*: its code has changed since it ran on a GPU", UNKNOWN: "?: unknown whether its code has changed since"}
+
+
 def met(found: Support) -> str:
-    """The targets on which the kernel was compared with its reference: a CPU by `make test`, a GPU by committed results."""
-    kernel = found.kernel
-    targets = [*(["cpu"] if "cpu" in found.runs else []), *hardware([f"{kernel.op}.{kernel.name}"])[f"{kernel.op}.{kernel.name}"]]
-    return ", ".join(targets) or "**never run on hardware**"
+    """`cpu, sm90 (changed since)`."""
+    return ", ".join(f"{target}{SINCE[state]}" for target, state in ran(found).items()) or "**never run on hardware**"
 
 
 def packages(found: Support) -> str:
@@ -74,7 +87,7 @@ def kernels_full() -> str:
             machine = ["yes" if t in s.runs else "-" for t in TARGETS]
             machine.append(met(s))
             rows.append([f"`{s.kernel.name}`", *machine, *(where(s.takes[f], s.runs) for f in features), packages(s), s.kernel.about])
-        parts.append(f"## {op}\n\n{sentence(OPS[op].about)}\n\n{table(head, rows)}")
+        parts.append(f"## {op}\n\n{capitalised(OPS[op].about)}\n\n{table(head, rows)}")
     parts.append(f"## The other ops\n\n{table(['op', 'what', 'kernels'], plain)}")
     return "\n\n".join(parts)
 
@@ -89,25 +102,30 @@ OWN = ("torch", "triton")
 def backends() -> str:
     """One row of README a package and answer of its kernels of attention: did they run there, or never."""
     answers: dict[tuple[str, str], dict[str, set[bool]]] = {}
+    since: dict[str, str] = {}
     for op in ops_of_kernels():
         for s in supports(op) if "attention" in op and not op.startswith("plan_") else ():
             package = s.kernel.packages[0].module if s.kernel.packages else "torch"
             for target in s.runs:
-                answers.setdefault((package, s.kernel.name), {}).setdefault(target, set()).add(target in met(s).split(", "))
+                answers.setdefault((package, s.kernel.name), {}).setdefault(target, set()).add(target in ran(s))
+            states = (since.get(s.kernel.name, SAME), *ran(s).values())
+            since[s.kernel.name] = next(state for state in (UNKNOWN, CHANGED, SAME) if state in states)
     words = {(): "-", (True,): "ran", (False,): "**never run**", (False, True): "**ran in part**"}
     rows: dict[tuple[str, ...], list[str]] = {}
     for (package, name), found in answers.items():
-        rows.setdefault((package, *(words[tuple(sorted(found.get(target, ())))] for target in TARGETS)), []).append(f"`{name}`")
+        cells = (words[tuple(sorted(found.get(target, ())))] for target in TARGETS)
+        rows.setdefault((package, *cells), []).append(f"`{name}`{MARKS[since[name]]}")
     lines = [
         [f"`{package}`", ", ".join(names), *found]
         for (package, *found), names in sorted(rows.items(), key=lambda row: (row[0][0] not in OWN, row))
     ]
     return (
         f"{table(['package', 'kernels', *(MACHINES[target] for target in TARGETS)], lines)}\n\nRan on: {', '.join(devices())}, and a CPU."
+        + "".join(f" {MARKED[state]}." for state in MARKED if state in since.values())
     )
 
 
-def sentence(text: str) -> str:
+def capitalised(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
@@ -122,7 +140,7 @@ def _op(op: Op) -> str:
     writes = [a.name for a in op.spec.args if a.written]
     return "\n".join(
         [
-            f"## {op.name}\n\n{sentence(op.about)}\n{about}\n\n```text\n{wrapped}\n```\n",
+            f"## {op.name}\n\n{capitalised(op.about)}\n{about}\n\n```text\n{wrapped}\n```\n",
             table(["argument", "is", "dtypes", "default"], [_argument(a) for a in op.spec.args]) + "\n",
             f"- writes: {', '.join(f'`{w}`' for w in writes) or 'nothing'}",
             f"- gradient: {'yes' if op.autograd else 'none; a call that asks for one raises `NoGradient`'}",
@@ -209,7 +227,7 @@ def front_picture() -> str:
 
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
-    "docs/kernels.md": {"kernels": kernels_full},
+    "docs/kernels.md": {"choices": choices_full, "kernels": kernels_full},
     "docs/ops.md": {"ops": ops_full},
     "docs/models.md": {"census": census_full},
     "docs/errors.md": {"errors": errors_full},
@@ -252,6 +270,11 @@ def stale(check: bool) -> Iterator[str]:
         yield str(HARDWARE.relative_to(ROOT))
         if not check:
             HARDWARE.write_text(text)
+    text = kinds.text(kinds.rows())
+    if not kinds.FILE.exists() or kinds.FILE.read_text() != text:
+        yield str(kinds.FILE.relative_to(ROOT))
+        if not check:
+            kinds.FILE.write_text(text)
     yield from stale_plots(ROOT, check)
 
 
@@ -259,6 +282,8 @@ def main(arguments: list[str]) -> int:
     from attnops.configs import quiet_transformers
 
     check = "--check" in arguments
+    if not check:
+        stamp_all()
     with quiet_transformers():
         found = list(stale(check))
     for line in found:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from changed import sentence
 from results import ROOT, table
 
 from attnops.measured import Grid, LinearShape, Sizes
@@ -22,9 +24,14 @@ def linears_full(root: Path = ROOT) -> str:
     for path in sorted((root / "attnops" / "tables").glob("*.json")):
         found = from_json(path.read_text())
         if grids := [grid for grid in found.grids if isinstance(grid.shape, LinearShape)]:
-            said = f"**{found.gpu}**, `triton` / `aten` in us, and the share of the bandwidth of the faster:"
-            parts.append(f"{said}\n\n{times(found.gpu, grids)}")
+            said = f"**{found.gpu}**, `triton` / `aten` in us, and the share of the bandwidth of the faster"
+            parts.append(f"{said}. {sentence(of_linears(found.made))}.\n\n{times(found.gpu, grids)}")
     return "\n\n".join(parts) or NONE
+
+
+def of_linears(made: Mapping[str, Any]) -> dict[str, Any]:
+    """The digests of a table of measured times, of its linears alone."""
+    return {"code": {name: code for name, code in made["code"].items() if name.startswith("linear.")}} if "code" in made else {}
 
 
 def times(gpu: str, grids: list[Grid]) -> str:

@@ -7,6 +7,7 @@ from html import unescape
 from pathlib import Path
 from typing import Any
 
+from changed import sentence, share
 from linears import shown
 from pictures import COMPILED, EAGER, NAMES, OURS, PICTURES, Row, layers, ms, named, speed, spoken, tokens_of, whole_models
 from results import ROOT, machines, stamp, table
@@ -88,7 +89,8 @@ def caption(machine: str, reports: dict[str, dict[str, Any]]) -> str:
     lacks = [name for name in NAMES if not any(name in ways for ways in cases.values())]
     engines = {named(name, row): row["how"] for ways in cases.values() for name, row in ways.items() if "how" in row}
     timed = "".join(f" {name}: {how}." for name, how in engines.items())
-    return run + timed + (f" Not in that run: {', '.join(lacks)}." if lacks else "")
+    run += timed + (f" Not in that run: {', '.join(lacks)}." if lacks else "")
+    return f"{run} {sentence(reports[suite])}."
 
 
 def costs(root: Path = ROOT) -> str:
@@ -133,9 +135,10 @@ def performance_full(root: Path = ROOT) -> str:
 
 
 def source(report: dict[str, Any]) -> str:
-    """The machine, the software, the commit and the ceilings of a run."""
+    """The machine, the software, the commit and the ceilings of a run, and which kernels have changed since."""
     ceilings = ", ".join(f"{value:g} {name}" for name, value in words(report).items())
-    return stamp(report) + (f". Ceilings of that run: {ceilings}" if ceilings else "")
+    run = stamp(report) + (f". Ceilings of that run: {ceilings}" if ceilings else "")
+    return f"{run}. {sentence(report)}"
 
 
 def command(report: dict[str, Any]) -> str:
@@ -188,18 +191,20 @@ def cell(value: Any) -> str:
 def performance_short(root: Path = ROOT) -> str:
     """Milliseconds of whole models, beside others': a row a machine and case."""
     found = [
-        (machine, suite, case, ways)
+        (machine, reports, suite, case, ways)
         for machine, reports in measured(root)
         for suite in ("generate", "decode", "prefill")
         for case, ways in whole_models(reports.get(suite, {})).items()
     ]
     names = [name for name in NAMES if name in (EAGER, COMPILED) or any(name in ways for *_, ways in found)]
     out = []
-    for machine, suite, case, ways in found:
+    for machine, reports, suite, case, ways in found:
         ours = f"{time(ways[OURS])} (`{ways[OURS]['way']}`)"
         others = [time(ways.get(name)) for name in names]
-        out.append([machine, f"{suite} {case}{layers(ways[OURS])}", *others, ours, f"{speed(ways):.2f}x"])
+        report = reports[suite]
+        out.append([machine, f"{suite} {case}{layers(ways[OURS])}", *others, ours, f"{speed(ways):.2f}x", share(report)])
     head = ["machine", "what", *(f"{name}, ms" for name in names), "attnops, ms", "speed, of the fastest other"]
+    head.append("kernels changed since")
     return table(head, out) if out else NONE
 
 

@@ -8,7 +8,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from changed import CHANGED, SAME, TARGETS, UNKNOWN, sentence, since
+
 from attnops.bench.regret import summary
+from attnops.kernel import kernel_names
+from attnops.ops import OPS
 
 ROOT = Path(__file__).resolve().parent.parent
 NONE = "No results are committed yet: `make gpu-bench` and `make gpu-test` write them."
@@ -43,21 +47,29 @@ def stamp(data: dict[str, Any]) -> str:
     return ", ".join([device, f"torch {torch}", *data.get("packages", []), date, f"commit {commit[:10]}"])
 
 
-TARGETS = {"NVIDIA H200": "sm90", "NVIDIA H100 80GB HBM3": "sm90"}
-"""Of machines whose files were written before they said it themselves."""
 GRIDS = ("numerics", "numerics_at_size")
 
 
 def hardware(kernels: Iterable[str], root: Path = ROOT) -> dict[str, list[str]]:
     """The targets on which each `op.kernel` was compared with its reference, by the results that are committed."""
-    found: dict[str, set[str]] = {name: set() for name in kernels}
-    for _, files in machines(root):
-        for data in (data for stem, data in files.items() if stem.partition("-")[0] == "kernels"):
-            target = data.get("target") or TARGETS.get(str(data.get("device")))
-            for name in (n for grid in GRIDS for n, figures in data.get(grid, {}).items() if figures["cases"]):
-                if target and name in found:
-                    found[name].add(target)
-    return {name: sorted(targets) for name, targets in sorted(found.items())}
+    return {name: sorted(targets) for name, targets in compared(kernels, root).items()}
+
+
+def compared(kernels: Iterable[str], root: Path = ROOT) -> dict[str, dict[str, str]]:
+    """As `hardware`, with what became of the kernel's code on each target: SAME if one of the results is of today's."""
+    found: dict[str, dict[str, str]] = {name: {} for name in sorted(kernels)}
+    for data in (data for _, files in machines(root) for data in reports(files)):
+        target = data.get("target") or TARGETS.get(str(data.get("device")))
+        for name in (n for grid in GRIDS for n, figures in data.get(grid, {}).items() if figures["cases"]):
+            if target and name in found:
+                states = since(data, name, root), found[name].get(target, CHANGED)
+                found[name][target] = next(state for state in (SAME, UNKNOWN, CHANGED) if state in states)
+    return found
+
+
+def reports(files: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those of the GPU tests, of all files of a machine."""
+    return [files[stem] for stem in sorted(files) if stem.partition("-")[0] == "kernels"]
 
 
 def devices(root: Path = ROOT) -> list[str]:
@@ -98,12 +110,13 @@ def proven(data: dict[str, Any]) -> str:
                 f"`{name}`", spread(n), str(n["wrong"]), f"{100 * n['worst_share_of_budget']:.0f}%", spread(large),
                 "-" if large is None else f"{large['wrong']}, {100 * large['worst_share_of_budget']:.0f}%",
                 str(data.get("opcheck", {}).get(name, "-")), "-" if replay is None else str(replay),
+                since(data, name) or "same",
             ]
         )  # fmt: skip
     if not rows and (seen := data.get("distributed")):
         return table(["two GPUs against one", "found"], [[name, text] for name, text in sorted(seen.items())])
-    head = ["kernel", "cases ran", "wrong", "worst error, of the budget", "at size", "wrong, worst", "opcheck calls", "replays"]
-    text = table([*head[:-1], "captured, changed, replayed"], rows)
+    head = ["kernel", "cases ran", "wrong", "worst error, of the budget", "at size", "wrong, worst", "opcheck calls"]
+    text = table([*head, "captured, changed, replayed", "code since"], rows)
     figures = [f for grid in GRIDS for f in data.get(grid, {}).values()]
     ran, out = sum(f["cases"] for f in figures), sum(map(left, figures))
     text += f"\n\nOf the cases that these kernels take {ran:,} ran and {out:,} were left out"
@@ -138,7 +151,7 @@ def direct(data: dict[str, Any]) -> str:
     rows = []
     for case, found in data.get("cases", {}).items():
         for name, figures in sorted(found["gpu"].items()):
-            if name.startswith("eager."):  # rows of files from before the eager cache
+            if name.startswith("eager.") or gone(name):  # rows of files from before the eager cache
                 continue
             against = found.get("against", {}).get(name)
             more = "-" if against is None else f"{against['more_device_kernels']:+d}"
@@ -149,6 +162,18 @@ def direct(data: dict[str, Any]) -> str:
     text = table(["case", "call", "us", "rate", "time, as a share", "device kernels (more)"], rows)
     left_out = sorted({f"`{n}`: {why}" for c in data.get("cases", {}).values() for n, why in c.get("left_out", {}).items()})
     return text + ("\n\nLeft out: " + "; ".join(left_out) + "." if left_out else "")
+
+
+VARIANTS = ("_bare", "_unplanned")
+"""Of a kernel, at the end of its name."""
+
+
+def gone(way: str) -> bool:
+    """Is `op.fa3` a kernel that is no more?"""
+    name = way.removeprefix("op.")
+    for variant in VARIANTS:
+        name = name.removesuffix(variant)
+    return name != way and name not in kernel_names()
 
 
 def regret(data: dict[str, Any]) -> str:
@@ -163,14 +188,17 @@ def regret(data: dict[str, Any]) -> str:
 def data_kernels(data: dict[str, Any]) -> str:
     """The kernels that move data, beside plain torch ops and a copy of as many bytes."""
     rows = []
-    for case, found in data["cases"].items():
+    there = {case: found for case, found in data["cases"].items() if case.partition(" ")[0] in OPS}
+    for case, found in there.items():
         gpu = found["gpu"]
         shown = [gpu.get(n) for n in ("triton", "compiled", "eager", "copy")]
         counts = "/".join(str(found["device_kernels"].get(n, 0)) for n in ("triton", "compiled", "eager"))
         share = f"{gpu['triton']['of_copy']:.2f}" if "of_copy" in gpu.get("triton", {}) else "-"
         rows.append([case, *("-" if f is None else f"{f['median_us']:.1f}" for f in shown), share, counts])
     head = ["us", "triton", "compiled", "eager", "copy", "triton, of copy", "device kernels of the first three"]
-    return f"{table(head, rows)}\n\nThe start of a graph, {data['launch_us']:.1f} us, is in every figure."
+    left_out = len(data["cases"]) - len(there)
+    more = f" Cases of ops that are gone and are left out: {left_out}." if left_out else ""
+    return f"{table(head, rows)}\n\nThe start of a graph, {data['launch_us']:.1f} us, is in every figure.{more}"
 
 
 def sanitizer(data: dict[str, Any]) -> str:
@@ -233,7 +261,7 @@ def results_full(root: Path = ROOT) -> str:
         for stem, data in shown.items():
             part, _, what = stem.partition("-")
             title, make = PARTS[part]
-            parts.append(f"### {title}{f': {what}' if what else ''}\n\n{stamp(data)}.\n\n{_made(make, data)}")
+            parts.append(f"### {title}{f': {what}' if what else ''}\n\n{stamp(data)}. {sentence(data, root)}.\n\n{_made(make, data)}")
     return "\n\n".join(parts) or NONE
 
 
@@ -251,9 +279,9 @@ def results_short(root: Path = ROOT) -> str:
         try:
             rows += [row] if (row := _row(files)) else []
         except (KeyError, TypeError):
-            rows.append([name, *["a file of another form"] * 5])
+            rows.append([name, *["a file of another form"] * 6])
     over = ("automatic over the vendors' fastest call", "automatic over the best kernel, mean / worst")
-    head = ["machine", "kernels right, of those that ran", "cases ran / left out", *over, "eager call"]
+    head = ["machine", "kernels right, of those that ran", "cases ran / left out", *over, "eager call", "kernels changed since"]
     return table(head, rows) if rows else NONE
 
 
@@ -261,12 +289,11 @@ def _row(files: dict[str, Any]) -> list[str]:
     shown = [files[s] for s in ("kernels", "kernel_times", "overhead") if s in files]
     if not shown:
         return []
-    reports = [files[stem] for stem in sorted(files) if stem.partition("-")[0] == "kernels"]
     numerics: dict[str, Any] = {}
-    for name, n in (pair for report in reports for pair in report.get("numerics", {}).items()):
+    for name, n in (pair for report in reports(files) for pair in report.get("numerics", {}).items()):
         numerics[name] = max(numerics.get(name, n), n, key=lambda f: f["cases"])
     ran = [n for n in numerics.values() if n["cases"]]
-    figures = [f for report in reports for grid in GRIDS for f in report.get(grid, {}).values()]
+    figures = [f for report in reports(files) for grid in GRIDS for f in report.get(grid, {}).values()]
     cases = f"{sum(f['cases'] for f in figures):,} / {sum(map(left, figures)):,}" if ran else "-"
     good = sum(not n["wrong"] for n in ran)
     vendors, kernels = (_automatic_over(files.get("kernel_times", {"rows": []})["rows"], which) for which in (_direct, _ours))
@@ -280,8 +307,19 @@ def _row(files: dict[str, Any]) -> list[str]:
     every = next(summary("all", timed)) if timed else choices.get("all", {}).get("automatic")
     if every and (count := len(timed) or choices["all"]["calls"]) > len(kernels):
         over = f"{cell(every)} of {count} calls"
-    found = [f"{good} of {len(ran)}" if ran else "-", cases, times, over, cost]
+    found = [f"{good} of {len(ran)}" if ran else "-", cases, times, over, cost, changed(files)]
     return [] if set(found) == {"-"} else [str(shown[0].get("device", "?")), *found]
+
+
+def changed(files: dict[str, Any]) -> str:
+    """A cell: how many of the kernels that the GPU tests ran have other code now than in each of their results."""
+    best: dict[str, str] = {}
+    for report in reports(files):
+        for name in (name for name, n in report.get("numerics", {}).items() if n["cases"]):
+            best[name] = min(best.get(name, UNKNOWN), since(report, name), key=(SAME, CHANGED, UNKNOWN).index)
+    if UNKNOWN in best.values():
+        return UNKNOWN
+    return f"{sum(map(bool, best.values()))} of {len(best)}" if best else "-"
 
 
 def _direct(way: str) -> bool:

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import ReplayMismatch, StaleGraph, fail
 from ..ops.eager import autocasting
+from ..problem import repeatable
 from ..select import active_policy
 
 _equal_pointers = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
@@ -28,7 +29,7 @@ class Guard:
 
     def __init__(self, fixed: Mapping[str, Any], watched: Mapping[str, Tensor], others: int) -> None:
         """fixed: arguments that are the same at every call. watched: further tensors. others: the number of arguments that are copied."""
-        self.policy, self.casting = active_policy(), casting()
+        self.policy, self.casting, self.repeatable = in_force()
         self._fixed = {n: (v, _is_frozen(v), _leaves(v)) for n, v in fixed.items()}
         self._count = len(fixed) + others
         named = {f"{n}{path}": leaf for n, (*_, leaves) in self._fixed.items() for path, leaf in leaves if isinstance(leaf, Tensor)}
@@ -44,6 +45,8 @@ class Guard:
             fail(StaleGraph, "policy", repr(active_policy()), repr(self.policy))
         if casting() != self.casting:
             fail(StaleGraph, "autocast", casting() or "off", self.casting or "off")
+        if repeatable() != self.repeatable:
+            fail(StaleGraph, "repeatable (torch.use_deterministic_algorithms)", repeatable(), self.repeatable)
         if len(values) != self._count or not values.keys() >= self._fixed.keys():
             fail(StaleGraph, "arguments", sorted(values), f"{self._count}, {', '.join(self._fixed)} among them")
         for name, (value, frozen, leaves) in self._fixed.items():
@@ -68,6 +71,12 @@ def _compare_leaves(name: str, given: list[tuple[str, Any]], captured: list[tupl
                 fail(StaleGraph, f"{name}{path}", described(got, address=True), described(want, address=True))
         elif want is not got and (type(want) is not type(got) or want != got):
             fail(StaleGraph, f"{name}{path}", repr(got), repr(want))
+
+
+def in_force() -> tuple[str, tuple[tuple[str, torch.dtype], ...], str]:
+    """What is in force around a call and decides how it runs: policy, autocast, and what
+    torch.use_deterministic_algorithms asks for (see `repeatable`)."""
+    return active_policy(), casting(), repeatable()
 
 
 def casting() -> tuple[tuple[str, torch.dtype], ...]:

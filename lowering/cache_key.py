@@ -11,7 +11,7 @@ import torch
 from .. import problem
 from ..kernel import CONTRACT, all_kernels
 from ..measured.store import digests
-from ..problem import pretended
+from ..problem import pretended, repeatable
 
 
 def code_files() -> list[Path]:
@@ -26,11 +26,11 @@ def code_digest() -> str:
 
 
 def choice_inputs() -> tuple[str, ...]:
-    """Everything outside the graph that a choice depends on: code, kernels and their packages' versions, GPU, pretended target, measured
-    times. Policies are arguments of the ops, so the graph itself differs."""
+    """Everything outside the graph that a choice depends on: code, kernels and their packages' versions, GPUs, pretended target,
+    torch.use_deterministic_algorithms, measured times. Policies are arguments of the ops, so the graph itself differs."""
     kernels = tuple(f"{k.op}.{k.name}:{k.run.__module__}:{','.join(k.versions())}:{k.absences_key()}" for k in all_kernels())
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return ("attnops", str(CONTRACT), code_digest(), device, repr(pretended()), *digests(), *kernels)
+    devices = map(torch.cuda.get_device_name, range(torch.cuda.device_count() if torch.cuda.is_available() else 0))
+    return ("attnops", str(CONTRACT), code_digest(), *devices, repr(pretended()), repeatable(), *digests(), *kernels)
 
 
 def install() -> None:

@@ -14,7 +14,7 @@ from ..kernel import Kernel
 from ..ops import OPS, Op
 from ..ops.ahead import begin
 from ..ops.op import UNREAD
-from ..problem import Problem
+from ..problem import Problem, altered
 from ..select import choose, select
 from ..traced import equal_calls
 from . import cache_key
@@ -41,7 +41,7 @@ def lowering_of(op: Op) -> Callable[..., Any]:
         given = pytree.tree_map_only(torch.fx.Node, _value, (node.args, node.kwargs))
         call: Any = op.call(*given[0], **given[1])
         # Heads, head dims and page size specialise: each is a guard.
-        problem = op.problem(call)
+        problem = altered(op.problem(call), compiled=True)
         kernel = choose(problem, call.policy)
         if log.isEnabledFor(logging.INFO):
             log.info("%s", select(problem, call.policy))

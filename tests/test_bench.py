@@ -40,7 +40,8 @@ from attnops.cli import bench as command
 from attnops.cli.app import app
 from attnops.errors import InvalidInput
 from attnops.inputs import Pool
-from attnops.kernel import kernels_of
+from attnops.kernel import all_kernels, kernels_of
+from attnops.measured.digests import digests
 from attnops.ops import OPS
 from attnops.select import use
 from attnops.tune.clock import Timed, spread, steps_us
@@ -84,6 +85,9 @@ def test_every_suite_measures(reports_of):
             continue
         assert report["rows"] and not report["failed"] and not report["left_out"], (name, report["failed"], report["left_out"])
         assert report["commit"] == "c0ffee" and report["size"] == "toy" and set(report["ceilings"]) == CEILINGS
+        assert report["code"] and report["code"].items() <= digests(all_kernels()).items(), "of today's kernels"
+        [suite] = suites.named((name,))
+        assert {kernel.partition(".")[0] for kernel in report["code"]} <= {*(suite.ops or OPS)}
         assert all(value > 0 for value in report["ceilings"].values())
         for row in report["rows"]:
             assert "wrong" not in row, row

@@ -77,8 +77,10 @@ def test_a_kernel_that_is_missing_is_not_chosen():
     problem = sized(replace(LLAMA, op="varlen_attention"), 1, 9, 9)
     targets = H200, replace(H200, assume=("sgl_kernel", "triton")), TARGETS[1]
     found = [select(altered(problem, target=t, softcap=c), DETERMINISTIC) for t in targets for c in (False, True)]
-    assert [d.kernel and d.kernel.name for d in found] == ["fa4", "fa4", "fa3", "fa3", "aten_flash", None]
+    assert [d.kernel and d.kernel.name for d in found] == ["fa4", "fa4", "fa3", "fa3", "aten_flash", "triton"]
     assert "policy.deterministic" in str(found[5].refused["sdpa"])
+    bare = replace(TARGETS[1], assume=())
+    assert select(altered(problem, target=bare, softcap=True), DETERMINISTIC).kernel is None
 
 
 @pytest.mark.parametrize("target", [t for t in TARGETS if t.device == "cuda"], ids=str)
@@ -101,11 +103,11 @@ def test_sparse_latents_have_a_kernel_where_no_token_is_split():
     assert packed.kernel is None and "bfloat16 (policy.deterministic)" in str(packed)
 
 
-def test_ranges_without_fa3_are_refused_by_name():
+def test_ranges_without_fa3_are_left_to_triton():
     problem = sized(altered(LLAMA, op="attention", kv_range=True), 2, 9, 90)
     assert select(problem, DETERMINISTIC).kernel is kernels_of("attention")["fa3"]
     found = select(replace(problem, target=TARGETS[1]), DETERMINISTIC)
-    assert found.kernel is None
+    assert found.kernel is kernels_of("attention")["triton"]
     assert [str(r) for r in found.refused["flex"]] == ["kv_range=True (wants no (policy.deterministic))"]
 
 

@@ -234,7 +234,7 @@ def test_measures(found):
     assert report["skipped_tests"] == {"no such library": ["test_it.py::test_skipped"]}
     failed = {name.partition("::")[2]: why for name, why in report["failed_tests"].items()}
     assert "exit status 7" in failed["test_dies"] and "not taken down" in failed["test_last"] and "FAILED test_it.py::test_dies" in said
-    assert {"commit", "date", "device", "torch", "packages", "slowest_s"} <= report.keys()
+    assert {"commit", "date", "device", "torch", "packages", "code", "slowest_s"} <= report.keys()
 
 
 @pytest.mark.full

@@ -15,6 +15,7 @@ from tests.helpers import runtime_nodes, sources
 RANKS = {
     "attnops.call": 0,
     "attnops.layout": 0,
+    "attnops.extent": 0,
     "attnops.problem": 0,
     "attnops.errors": 0,
     "attnops.subclasses": 0,

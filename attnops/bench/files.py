@@ -28,7 +28,7 @@ def environment(device: torch.device | str, commit: str = "") -> dict[str, Any]:
     return {
         "commit": commit or _commit(),
         "date": time.strftime("%Y-%m-%d"),
-        "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,

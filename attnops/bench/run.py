@@ -36,7 +36,9 @@ from attnops.bench.files import environment, text_of
 from attnops.bench.rows import Case, LeftOut
 from attnops.configs import quiet_transformers
 from attnops.errors import InvalidInput, one_line
+from attnops.measured.digests import candidates, digests
 from attnops.measured.store import write_text
+from attnops.problem import Target
 from attnops.tune.clock import ceilings, synchronize
 
 
@@ -44,6 +46,7 @@ class Suite(NamedTuple):
     """A part of the measurements: cases by name for a Setup, and the share of the time.
 
     models: does it measure models of transformers? usual: is it part of a run that names no suite? Others take minutes.
+    ops: those whose kernels it runs, (): it may run all.
     """
 
     name: str
@@ -52,6 +55,7 @@ class Suite(NamedTuple):
     share: float = 1.0
     models: bool = True
     usual: bool = True
+    ops: tuple[str, ...] = ()
 
     @property
     def stem(self) -> str:
@@ -59,24 +63,34 @@ class Suite(NamedTuple):
         return "kernel_times" if self.name == "kernels" else self.name  # kernels.json holds numerics
 
 
+PAIRS = ("attention", "attention_backward", "varlen_attention", "varlen_attention_backward")
+CALLS = ("attention", "varlen_attention", "paged_attention", "mla_attention", "sparse_mla_attention")
+MOVES = ("write_kv", "write_latent", "write_latent_packed", "copy_kv", "kv_indices", "named_pages")
+
 SUITES = (
-    Suite("kernels", "every kernel, the one chosen, and torch's own, by kinds of calls", kernels.cases, 2.0, False),
+    Suite("kernels", "every kernel, the one chosen, and torch's own, by kinds of calls", kernels.cases, 2.0, False, ops=CALLS),
     Suite("decode", "one new token a request, of whole Hugging Face models", decode.cases, 8.0),
     Suite("prefill", "the time to the first token of whole Hugging Face models", decode.prefill_cases, 2.0),
     Suite("compile", "cold and warm compilation", compile.cases, 2.0),
     Suite("graphs", "capture of all default buckets, and a step's host time", compile.graph_cases),
     Suite("latent", "an attention layer of DeepSeek-V3 over latents", latent.cases, usual=False),
-    Suite("data", "kernels that move keys, values and latents", data.cases, 0.5, False),
-    Suite("linear", "the products of a decode step, with what is around them", linear.cases, 0.5, False),
-    Suite("experts", "the experts of a mixture at few tokens", experts.cases, 0.5),
-    Suite("training", "attention forward and backward, beside others' calls", training.cases, 2.0, False),
+    Suite("data", "kernels that move keys, values and latents", data.cases, 0.5, False, ops=MOVES),
+    Suite("linear", "the products of a decode step, with what is around them", linear.cases, 0.5, False, ops=("linear",)),
+    Suite("experts", "the experts of a mixture at few tokens", experts.cases, 0.5, ops=("experts", "mxfp4_experts")),
+    Suite("training", "attention forward and backward, beside others' calls", training.cases, 2.0, False, ops=PAIRS),
     Suite("generate", "whole calls of generate(), and the first one of a process", generate.cases, 4.0, usual=False),
     Suite("cliffs", "the cost of a change: another cache, batch, length, thread, adapter or policy", cliffs.cases, usual=False),
     Suite("overhead", "the host time of a call through attnops", overhead.cases, models=False),
-    Suite("regret", "the automatic choice against the best kernel, on calls that no table has", regret.cases, models=False, usual=False),
+    Suite(
+        "regret", "the automatic choice against the best kernel, on calls that no table has", regret.cases, models=False, usual=False,
+        ops=CALLS,
+    ),
     Suite("training_steps", "training steps of whole Hugging Face models over packed documents", training_steps.cases, usual=False),
-    Suite("training_regret", "the chosen forward and gradient against the best pair", training_regret.cases, models=False, usual=False),
-)
+    Suite(
+        "training_regret", "the chosen forward and gradient against the best pair", training_regret.cases, models=False, usual=False,
+        ops=PAIRS,
+    ),
+)  # fmt: skip
 
 
 def named(names: tuple[str, ...]) -> tuple[Suite, ...]:
@@ -128,8 +142,11 @@ def run(
         torch.cuda.empty_cache()  # for the worker on this GPU
     head = {**environment(setup.device, commit), "size": setup.size, "ceilings": dict(setup.ceilings), "gpus": gpus}
 
+    target, packages = Target.of(setup.device), head["packages"]
+    code = {suite.name: digests(candidates(target, suite.ops, packages)) for suite in suites}
+
     def save(suite: Suite, missing: str = INTERRUPTED) -> dict[str, Any]:
-        report = {**head, "suite": suite.name, **joined(done[suite.name], missing)}
+        report = {**head, "suite": suite.name, "code": code[suite.name], **joined(done[suite.name], missing)}
         if out is not None:
             write_text(out / f"{suite.stem}.json", text_of(report))
         return report

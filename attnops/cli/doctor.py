@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
+from attnops.adapt import origin
 from attnops.cli.features import ops_of_kernels, why_not
 from attnops.cli.tables import new_table, refusal
 from attnops.kernel import Kernel, all_kernels, broken_kernels, kernels_of
@@ -48,7 +49,7 @@ def backend_of(kernel: Kernel) -> str:
     """The folder of the kernel under attnops/kernels, "reference" for the plain body of an op, or the package of a third party."""
     if kernel.name == "reference":
         return "reference"
-    parts = str(getattr(kernel.run, "func", kernel.run).__module__).split(".")
+    parts = str(origin(kernel.run).__module__).split(".")
     return parts[2] if parts[:2] == ["attnops", "kernels"] else "torch" if parts[0] == "attnops" else parts[0]
 
 

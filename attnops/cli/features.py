@@ -41,6 +41,7 @@ FEATURES = (
     Feature("heads 192/128", _WIDE_KEYS, ATTENTION[:2] + ATTENTION[3:]),
     Feature("float8 keys", {"kv_dtype": E4M3, "kv_scales": True}, (DENSE, PACKED, PAGED, MLA, SPARSE, *WRITES[:2])),
     Feature("float8 query", _FLOAT8, (DENSE, PACKED, PAGED, MLA)),
+    Feature("equal bits", {"repeatable": "must"}, (*ATTENTION, MLA)),
     Feature("packed latents", {"kv_dtype": U8}, (SPARSE,)),
     Feature("chunk", {"attention_chunk": 8192}, ATTENTION),
     Feature("decode", {"queries": Extent(1, 1, 1), "tokens": Extent(8, 8, 8)}, (PAGED, MLA)),

@@ -262,6 +262,6 @@ def _tried(module: Any, stock: str, floats: tuple[float, ...]) -> Gate | None:
     for act, pairs, limit, offset in itertools.product(GATES, (False, True), (0.0, *floats), (0.0, 1.0)):
         for alpha in (1.0, 1.702, *floats) if act == "silu" else (1.0,):
             gate = Gate(stock, act, pairs, alpha, limit, offset)
-            if torch.allclose(gated(gate, y), want, rtol=1e-5, atol=1e-5):
+            if torch.allclose(gated(gate, y, y.dtype), want, rtol=1e-5, atol=1e-5):
                 return gate
     return None

@@ -208,7 +208,7 @@ def _experts(call: Call, expected: Tensor) -> Tensor:
         y, partial, sizes = _product(x, first, bias)
         off = 2 * (u * partial + step) + a * (sqrt(x.shape[1]) + 8) * sizes
         (gate, up), (off, off_up) = ((z[..., ::2], z[..., 1::2]) if t.interleaved else z.chunk(2, -1) for z in (y, off))
-        h = gated(t, y)
+        h = gated(t, y, t.x.dtype)
         if t.limit:
             gate, up = gate.clamp(max=t.limit), up.clamp(-t.limit, t.limit)
         gate, up = gate.abs(), up.abs() + abs(t.offset)

@@ -70,6 +70,10 @@ _tracing = vars(torch._C).get("_is_tracing", torch.jit.is_tracing)  # type: igno
 _TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 
 
+_debug_mode: Callable[[], int] = torch.get_deterministic_debug_mode
+"""0, or whether torch.use_deterministic_algorithms warns (1) or raises (2)."""
+
+
 def capturing(tensor: Tensor) -> bool:
     """Does a call on `tensor` become part of a CUDA graph?"""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -121,21 +125,52 @@ def growth(tensors: tuple[Tensor, ...], grows: tuple[int, ...], others: tuple[in
     return None if rest.intersection(allowed) or {0, *others}.intersection(allowed) else (allowed, places)
 
 
+@dataclass(frozen=True)
+class Repeats:
+    """Guards of a call in which a tensor comes more than once. Dynamo's refuse every such call.
+
+    of_all: of every tensor, for calls in which none comes twice. of_each: of each tensor once.
+    firsts: picks those of a call. again: (a place, the first place of the same tensor).
+    """
+
+    of_all: Any
+    of_each: Any
+    firsts: Callable[[Any], tuple[Tensor, ...]]
+    again: tuple[tuple[int, int], ...]
+
+    def check(self, *tensors: Tensor) -> bool:
+        """Are they all alike, and one tensor where it was one?"""
+        for place, first in self.again:
+            if tensors[place] is not tensors[first]:
+                return bool(self.of_all.check(*tensors))
+        return bool(self.of_each.check(*self.firsts(tensors)))
+
+
 def guards_of(tensors: tuple[Tensor, ...], grown: Growth | None = None) -> Any:
     """Guards that tell whether other tensors are like these. Dynamo's own take half a microsecond for all, Python as long for one.
 
     A size that grows is left out, and so are the strides of its tensors but the last: the others grow with it.
     """
+    known: dict[int, int] = {}
+    firsts = [known.setdefault(id(t), i) for i, t in enumerate(tensors)]
+    again = tuple((i, first) for i, first in enumerate(firsts) if i != first)
+    of_all, each = _guards([*enumerate(tensors)], grown), [*known.values()]
+    return Repeats(of_all, _guards([(i, tensors[i]) for i in each], grown), _picker(each), again) if again else of_all
+
+
+def _guards(places: list[tuple[int, Tensor]], grown: Growth | None) -> Any:
+    """Guards of these tensors, each with its place in the call."""
     given: dict[str, Any] = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
     if grown is not None:
-        places = dict(grown[1])
-        given["dynamic_dims_sizes"] = [[None if places.get(i) == d else n for d, n in enumerate(t.shape)] for i, t in enumerate(tensors)]
+        grows = dict(grown[1])
+        given["dynamic_dims_sizes"] = [[None if grows.get(i) == d else n for d, n in enumerate(t.shape)] for i, t in places]
         given["dynamic_dims_strides"] = [
-            [None if i in places and d < t.dim() - 1 else n for d, n in enumerate(t.stride())] for i, t in enumerate(tensors)
+            [None if i in grows and d < t.dim() - 1 else n for d, n in enumerate(t.stride())] for i, t in places
         ]
+    tensors = [t for _, t in places]
     guards = (_TensorGuards or Likeness)(*tensors, **given)
-    # Dynamo's fail where a tensor comes twice.
-    return guards if guards.check(*tensors) else Likeness(*tensors, **given)
+    repeats = len({*map(id, tensors)}) < len(tensors)
+    return guards if repeats or guards.check(*tensors) else Likeness(*tensors, **given)
 
 
 @dataclass(frozen=True)
@@ -184,7 +219,8 @@ class Eager:
     """The eager side of an Op: its cache, and the way of a call past the dispatcher.
 
     patterns: by the types of the arguments, which are compared before the scalars: 1, 1.0 and True are equal. seen: by pattern, scalars,
-    registered kernels and `pretend`'s target, up to SHAPES of (guards of the tensors, the function that runs, the size that may grow).
+    registered kernels, `pretend`'s target and torch's debug mode, up to SHAPES of (guards of the
+    tensors, the function that runs, the size that may grow).
     """
 
     autograd: Callable[[Run, Any], Any] | None
@@ -238,7 +274,8 @@ class Eager:
         kind = self.patterns[types] if types in self.patterns else self._pattern(types)
         if kind is None:
             return None
-        key, tensors = (kind.number, kind.scalars(call), _REGISTRY.generation, _OVERRIDE.target), kind.tensors(call)
+        scalars, tensors = kind.scalars(call), kind.tensors(call)
+        key = kind.number, scalars, _REGISTRY.generation, _OVERRIDE.target, _debug_mode()
         if any(map(_nested, tensors)):
             return None  # the guards would abort the process: a nested tensor has no sizes
         for guards, run, grown in self.seen.get(key, ()):

@@ -91,9 +91,11 @@ def _rules(call: Any, sizes: Sizes) -> None:
 
 
 def facts(call: Any, sizes: Sizes) -> dict[str, Any]:
-    """Are pages one after the other, without gaps?"""
+    """How pages lie in memory."""
     _, page, numbers = call.latent_pages.shape
-    return {"pages_packed": call.latent_pages.stride() == (page * numbers, numbers, 1)}
+    apart, *within = call.latent_pages.stride()
+    in_rows = within == [numbers, 1] and apart % numbers == 0
+    return {"pages_packed": in_rows and apart == page * numbers, "pages_in_rows": in_rows}
 
 
 def output_dtypes(call: Any) -> tuple[torch.dtype, ...]:

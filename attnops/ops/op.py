@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._guards import TracingContext
 from torch.autograd import forward_ad
 
+from attnops.adapt import on_device_of
 from attnops.call import Call, changed, check, fake, schema, split, values
 from attnops.errors import NoGradient, NotCapturable, NotRecordable, RegistrationError, fail
 from attnops.kernel import CONTRACT, Capture, Core, Kernel, on_register
@@ -173,8 +174,13 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 def define_core(name: str, core: Core, tags: tuple[torch.Tag, ...] = ()) -> None:
     """Define a torch op that only compiled graphs call."""
+
+    def run(first: Tensor, *others: Any) -> Any:
+        with on_device_of(first):
+            return core.run(first, *others)
+
     _LIB.define(f"{name}{core.schema}", tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag, *tags))
-    _LIB.impl(name, core.run, "CompositeExplicitAutograd")
+    _LIB.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"attnops::{name}", core.fake, lib=_FAKE_LIB)
 
 

@@ -18,7 +18,7 @@ from attnops.kernel import deterministic, kernels_of
 from attnops.ops import eager, rules
 from attnops.ops.op import OPS, Op, define
 from attnops.ops.rules import FURTHEST
-from attnops.problem import Extent, Extents, Problem, Target
+from attnops.problem import Extent, Extents, Problem, Target, repeatable
 from attnops.reference import data
 from attnops.reference.data import UNKNOWN
 from attnops.select import active_policy, choose, key_for
@@ -129,7 +129,7 @@ class Spec:
         return Problem.of(
             op=self.attention, target=target, dtype=self.dtype, kv_dtype=kv_dtype, q_heads=self.q_heads, head_dim=self.head_dim,
             page_size=self.page_size, causal=self.causal, kv_scales=kv_dtype in QUANTISED, lse=self.lse, plan="host",
-            sizes=sizes, **self.facts,
+            sizes=sizes, repeatable=repeatable(), **self.facts,
         )  # fmt: skip
 
 

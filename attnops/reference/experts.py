@@ -26,7 +26,7 @@ def experts(call: Experts) -> None:
     for e in range(call.gate_up.shape[0]):
         weight = torch.where(index == e, weights, 0.0).sum(1)
         bias = None if call.gate_up_bias is None else call.gate_up_bias[e].to(wide)
-        h = gated(call, F.linear(x, call.gate_up[e].to(wide), bias))
+        h = gated(call, F.linear(x, call.gate_up[e].to(wide), bias), call.x.dtype)
         y = F.linear(h, call.down[e].to(wide), None if call.down_bias is None else call.down_bias[e].to(wide))
         y = saturated(y, call.x.dtype)
         # An expert that was not chosen adds nothing, even if it is not finite.
@@ -34,12 +34,15 @@ def experts(call: Experts) -> None:
     call.output.copy_(total)
 
 
-def gated(call: Any, y: Tensor) -> Tensor:
-    """The gated activation of `y` `[..., 2 Inner]`, as the arguments of `call` ask for it."""
-    y = saturated(y, call.x.dtype)
+def gated(call: Any, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gated activation of `y` `[..., 2 Inner]`, as the arguments of `call` ask for it.
+
+    dtype: of the tokens, within whose range the results stay.
+    """
+    y = saturated(y, dtype)
     gate, up = (y[..., ::2], y[..., 1::2]) if call.interleaved else y.chunk(2, -1)
     if call.limit:
         gate, up = gate.clamp(max=call.limit), up.clamp(-call.limit, call.limit)
     act = gate * torch.sigmoid(gate * call.alpha) if call.alpha != 1 else GATES[call.activation](gate)
-    up = saturated(up + call.offset, call.x.dtype) if call.offset else up
-    return saturated(act * up, call.x.dtype)
+    up = saturated(up + call.offset, dtype) if call.offset else up
+    return saturated(act * up, dtype)

@@ -20,6 +20,7 @@ from attnops.errors import one_line
 from attnops.inputs import WEIGHTS, Call, Pool, call_of, equip_as_used, planned, with_copies
 from attnops.kernel import Kernel, all_kernels, kernels_of
 from attnops.measured import Grid, LinearShape, Sizes, Table, cpu_name
+from attnops.measured.digests import digests
 from attnops.measured.table import version_of
 from attnops.ops import OPS
 from attnops.problem import Target
@@ -247,9 +248,16 @@ def measure(
     def table() -> Table:
         report.seconds = round(time.monotonic() - start, 1)
         launch = getattr(stopwatch.clock, "launch_us", None)
-        made = {"date": time.strftime("%Y-%m-%d"), "attnops": VERSION, "torch": torch.__version__, "cuda": torch.version.cuda}
+        made: dict[str, Any] = {
+            "date": time.strftime("%Y-%m-%d"),
+            "attnops": VERSION,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+        }
         made |= {"seconds": report.seconds, "timings": report.timings} | ({} if launch is None else {"launch_us": round(launch, 2)})
-        versions = {f"{g.shape.op}.{name}": version_of(kernels_of(g.shape.op)[name]) for g in grids for name in g.us}
+        timed = {f"{g.shape.op}.{name}": kernels_of(g.shape.op)[name] for g in grids for name in g.us}
+        versions = {name: version_of(kernel) for name, kernel in timed.items()}
+        made |= {"code": digests(timed.values())}
         return Table(gpu_name(device), str(Target.of(device)), dict(sorted(versions.items())), tuple(grids), made)
 
     for sweep in sweeps:

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from attnops.kernel import all_kernels
+from attnops.measured.digests import digests
 from attnops.problem import Target
 from tests.gpu.claims import Claims
 from tests.gpu.journal import FAILED, PASSED, SKIPPED, Journal, Pass
@@ -53,6 +54,7 @@ def versions() -> dict[str, Any]:
         "triton": next((p.partition("==")[2] for p in packages if p.startswith("triton==")), "none"),
         "cuda": torch.version.cuda,
         "packages": packages,
+        "code": digests(all_kernels()),
     }
 
 

@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from attnops.kernel import all_kernels
+from attnops.kernel import Kernel, all_kernels
+from attnops.measured.digests import digests
 from attnops.testing import CASES, check_kernel
 from attnops.testing.inputs import Source
 
@@ -34,7 +35,7 @@ TOOLS = ("memcheck", "racecheck")
 def sample(count: int) -> int:
     """Run `count` cases of each kernel, and say how many ran. Raises Mismatch."""
     ran = 0
-    for kernel in (k for k in all_kernels() if k.name == "triton"):
+    for kernel in ours():
         cases, left = list(CASES[kernel.op]), count
         for seed, case in enumerate(random.Random(kernel.op).sample(cases, len(cases))):
             if not left:
@@ -44,6 +45,11 @@ def sample(count: int) -> int:
                 print(f"{kernel.op} {case}", flush=True)
     torch.cuda.synchronize()
     return ran
+
+
+def ours() -> list[Kernel]:
+    """The kernels that run under the tools."""
+    return [kernel for kernel in all_kernels() if kernel.name == "triton"]
 
 
 def sanitizer() -> str | None:
@@ -87,7 +93,7 @@ def main() -> int:
     command = sanitizer()
     if command is None:
         parser.error("compute-sanitizer: not found, want it on PATH or in /usr/local/cuda/bin")
-    report = versions() | {tool: check(tool, command, given.cases, given.limit_s) for tool in TOOLS}
+    report = versions() | {"code": digests(ours())} | {tool: check(tool, command, given.cases, given.limit_s) for tool in TOOLS}
     path = results() / "sanitizer.json"
     path.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
     print({tool: report[tool] for tool in TOOLS}, path)

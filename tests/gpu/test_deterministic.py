@@ -1,6 +1,6 @@
 """Deterministic policies on a GPU: bits of requests alone, among mates, and beside a long prompt, for every kernel that may be chosen."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +10,9 @@ from torch.nn.functional import pad
 
 from attnops.call import changed
 from attnops.errors import NoKernel
-from attnops.kernel import all_kernels, kernels_of
+from attnops.kernel import Kernel, all_kernels, kernels_of
 from attnops.select import select
-from attnops.testing import Call, Features, Source, builders, equip
+from attnops.testing import CASES, Call, Features, Source, builders, equip
 from attnops.testing.builders import sparse
 from attnops.testing.latent import DEEPSEEK
 from tests.mates import POLICY, may_be_chosen, only, results, rows_of, same_bits
@@ -167,11 +167,89 @@ def test_gradients_of_every_run(op: str, name: str | None, features: str, found:
     found.setdefault("deterministic_gradients", {})[f"{op}.{name or 'automatic'}, {features}"] = f"equal bits in {RUNS} runs"
 
 
-def gradients(call: Call, chosen: Sequence[int], name: str | None) -> dict[str, torch.Tensor]:
-    """Of query, key, value and sinks, of these requests. name: the kernel of the gradient. Each query's output has a weight of its own."""
+# Torch's flag, without a policy -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def asked() -> Iterator[None]:
+    """torch.use_deterministic_algorithms(True)."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+BACKWARD = [
+    (op, name)
+    for op in ("attention", "varlen_attention")
+    for name in (None, *(n for n in kernels_of(f"{op}_backward") if n != "reference"))  # its products want a setting of cuBLAS
+]
+
+
+@pytest.mark.parametrize("features", [*GRADIENTS, *MORE])
+@pytest.mark.parametrize(("op", "name"), BACKWARD)
+def test_gradients_where_torch_asks_for_equal_bits(op: str, name: str | None, features: str, asked: None, found: dict[str, Any]) -> None:
+    """Every kernel that does not refuse, and the automatic choice."""
+    call = trained(op, (FEATURES | MORE)[features])
+    policy = "" if name is None else f"kernel={op}_backward:{name}"
+    try:
+        first = gradients(call, range(12), name, policy)
+    except NoKernel as error:
+        pytest.skip(str(error).replace("\n", " ")[:300])
+    for _ in range(RUNS - 1):
+        for n, grad in gradients(call, range(12), name, policy).items():
+            assert torch.equal(grad, first[n]), f"the gradient of {n} differs from run to run"
+    found.setdefault("torch_deterministic_gradients", {})[f"{op}.{name or 'automatic'}, {features}"] = f"equal bits in {RUNS} runs"
+
+
+def test_a_long_causal_sequence_where_torch_asks_for_equal_bits(asked: None) -> None:
+    """1x8192, 32/8 heads: cudnn, the fastest of some sizes, gave another dq in each of five runs."""
+    call = builders.dense(source(), 1, 8192, 8192, replace(LLAMA, lse=False))
+    first = gradients(call, (0,), None, "")
+    for _ in range(RUNS - 1):
+        for n, grad in gradients(call, (0,), None, "").items():
+            assert torch.equal(grad, first[n]), n
+
+
+@pytest.mark.parametrize("kernel", [k for k in all_kernels() if k.name != "reference"], ids=lambda k: f"{k.op}.{k.name}")
+def test_every_kernel_that_promises_equal_bits(kernel: Kernel, asked: None, found: dict[str, Any]) -> None:
+    """The first cases of the grid that it takes, `RUNS` times each."""
+    taken = 0
+    for seed, case in enumerate(CASES[kernel.op]):
+        call = equip(kernel, case.build(Source(seed, "cuda")))
+        if kernel.refusals(call.problem):
+            continue
+        if not bitwise_equal([bits(kernel, call) for _ in range(RUNS)]):
+            pytest.fail(f"{case} differs from run to run")
+        if (taken := taken + 1) == 3:
+            break
+    if not taken:
+        pytest.skip(f"{kernel.name} takes no case here")
+    found.setdefault("equal_bits", {})[f"{kernel.op}.{kernel.name}"] = f"{taken} cases, {RUNS} runs"
+
+
+def bits(kernel: Kernel, call: Call) -> list[torch.Tensor]:
+    """The bytes of what the kernel returns and writes, from equal arguments."""
+    given = call.map(lambda name, x: x.clone())
+    returned = kernel.run(given.record)
+    results = [] if returned is None else [returned] if isinstance(returned, torch.Tensor) else list(returned)
+    names = [a.name for a in given.record.spec.args if a.written and a.name != "workspace"]
+    written = [given.arguments.get(name) for name in names]
+    return [x.contiguous().flatten().view(torch.uint8) for x in (*results, *written) if x is not None]
+
+
+def bitwise_equal(runs: list[list[torch.Tensor]]) -> bool:
+    return all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
+
+
+def gradients(call: Call, chosen: Sequence[int], name: str | None, policy: str | None = None) -> dict[str, torch.Tensor]:
+    """Of query, key, value and sinks, of these requests. name: the kernel of the gradient. Each query's output has a weight of its own.
+
+    policy: None: a deterministic one.
+    """
     given = only(call, list(chosen)).arguments
     inputs = {n: given[n].detach().requires_grad_() for n in ("query", "key", "value", "sinks") if n in given}
-    policy = POLICY if name is None else f"kernel={call.op}_backward:{name};{POLICY}"
+    if policy is None:
+        policy = POLICY if name is None else f"kernel={call.op}_backward:{name};{POLICY}"
     output = getattr(torch.ops.attnops, call.op).default(**given | inputs, policy=policy)[0]
     weight = torch.sin(call.arguments["query"].sum(-1, keepdim=True).float())[rows_of(call, chosen)].to(output.dtype)
     return dict(zip(inputs, torch.autograd.grad(output, list(inputs.values()), weight.expand_as(output)), strict=True))

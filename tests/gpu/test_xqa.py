@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from attnops.kernel import kernels_of
+from attnops.kernels.flashinfer import devices
 from attnops.kernels.shared import memory
 from attnops.testing import Call, Features, Source, allowance, builders, check_kernel, equip, oracle, refusals
 from attnops.testing.builders import Pages
@@ -84,6 +85,16 @@ def test_numerics(built: None, point: str, case: str, found: dict[str, Any]) -> 
     figures = check_kernel(XQA, CASES[case](*BUILT[point]))
     assert not figures.refused, figures
     found.setdefault("xqa", {}).setdefault("worst_share_of_budget", {})[f"{point}.{case}"] = round(figures.worst * XQA.tolerance.factor, 4)
+
+
+@pytest.mark.parametrize("point", ["bf16_page16_d128_group4", "bf16_fp8_page64_d128_group4"])
+def test_a_copy_of_the_library(built: None, point: str, monkeypatch: pytest.MonkeyPatch, found: dict[str, Any]) -> None:
+    """What each of several GPUs is given. The package's own loading is not asked."""
+    monkeypatch.setattr(devices, "visible", lambda: 2)
+    for case in ("plain", "sinks"):
+        figures = check_kernel(XQA, CASES[case](*BUILT[point]))
+        assert figures.worst <= 1.0
+        found.setdefault("xqa", {}).setdefault("copies_share_of_budget", {})[f"{point}.{case}"] = round(figures.worst, 4)
 
 
 @pytest.mark.parametrize("point", BUILT)

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from math import ceil, log, sqrt
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -57,6 +60,13 @@ XQA_SIGNATURE = (
 )
 """Of `get_xqa_module(...).xqa`."""
 
+WRAPPER_SIGNATURE = (
+    "run_sm90_fp8_mha, sm_count, num_kv_heads, sliding_win_size, q_number, q_tensor, output, rcp_out_scale, q, sinks, k_cache, v_cache, "
+    "k_sf_cache, v_sf_cache, page_table, max_seq_len, seq_lens, batch_size, kv_number, kv_tensor, q_seq_len, q_cu_seq_lens, mask, "
+    "semaphores, workspace_buffer, enable_pdl"
+)
+"""Of `xqa_wrapper`, which the library exports (csrc/flashinfer_xqa_binding.cu)."""
+
 SM_COUNT = 132
 HALVES = (torch.float16, torch.bfloat16)
 E4M3, F32, I32 = torch.float8_e4m3fn, torch.float32, torch.int32
@@ -73,9 +83,12 @@ def installed() -> Iterator[Called]:
         module, name = path.split(".")
         setattr(modules[module], name, _function(name, parameters, BODIES[name], calls))
     vars(modules["utils"]).update(get_device_sm_count=lambda device: SM_COUNT, device_support_pdl=lambda device: False)
-    package = ModuleType("flashinfer")
-    package.__path__ = []
-    with importable({"flashinfer": package, **{f"flashinfer.{n}": m for n, m in modules.items()}}):
+    package, modules["jit"], modules["jit.xqa"] = ModuleType("flashinfer"), ModuleType("flashinfer.jit"), ModuleType("flashinfer.jit.xqa")
+    package.__path__ = modules["jit"].__path__ = []
+    parameters = SIGNATURES["xqa.get_xqa_module"].replace("q_seq_len,", "q_seq_len=1,")
+    with TemporaryDirectory() as folder, importable({"flashinfer": package, **{f"flashinfer.{n}": m for n, m in modules.items()}}):
+        make = partial(_Spec, Path(folder), calls)
+        vars(modules["jit.xqa"])["gen_xqa_module"] = _function("gen_xqa_module", parameters, lambda **m: make(m), [])
         yield calls
 
 
@@ -172,6 +185,32 @@ def _get_xqa_module(calls: Called, **m: Any) -> SimpleNamespace:
             out[b] = (_attend(q[b], keys, values, scale, False, a["sliding_win_size"], logits)[0] * v_scale).to(out.dtype)
 
     return SimpleNamespace(xqa=_function("xqa", XQA_SIGNATURE, xqa, calls))
+
+
+class _Spec:
+    """What `gen_xqa_module` gives. A file that was loaded is not loaded again: its static variables are those of the first time."""
+
+    def __init__(self, folder: Path, calls: Called, module: dict[str, Any]) -> None:
+        self.path, self.calls, self.module = folder / "xqa.so", calls, module
+
+    def get_library_path(self) -> Path:
+        return self.path
+
+    def build_and_load(self) -> Any:
+        self.path.touch()
+        return self.load(self.path)
+
+    def load(self, so_path: Path | str) -> Any:
+        path, body = Path(so_path), _get_xqa_module(self.calls, **self.module)
+        check(path.is_file(), f"cannot open {path}")
+        self.calls.append(("load", {"path": path}))
+
+        def xqa_wrapper(q_number: Any, q_tensor: Any, kv_number: Any, kv_tensor: Any, **a: Any) -> None:
+            assert type(q_number) is float and type(kv_number) is float, "the library takes doubles"
+            scales = {"q_scale": q_number if q_tensor is None else q_tensor, "kv_scale": kv_number if kv_tensor is None else kv_tensor}
+            body.xqa(**a, **scales)
+
+        return SimpleNamespace(xqa_wrapper=_function("xqa_wrapper", WRAPPER_SIGNATURE, xqa_wrapper, self.calls))
 
 
 def counter_bytes(rows: int) -> int:

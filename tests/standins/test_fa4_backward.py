@@ -145,6 +145,18 @@ def test_programs_take_turns_under_a_deterministic_policy_alone(standin, policy,
     assert standin[-1]["deterministic"] is (POLICY in policy)
 
 
+@pytest.mark.parametrize("shape", ["dense", "ragged"])
+def test_programs_take_turns_where_torch_asks_for_it(standin, shape):
+    call = builders.backward(Source(4), SHAPES[shape](PLAIN))
+    for mode in (0, 2, 1):
+        torch.set_deterministic_debug_mode(mode)
+        try:
+            kernel(call.op).run(call.record)
+        finally:
+            torch.set_deterministic_debug_mode(0)
+        assert standin[-1]["deterministic"] is (mode > 0)
+
+
 def test_a_step_of_training_hands_the_policy_on(standin):
     q, k, v = (torch.randn(2, 6, n, 64, dtype=BF16, requires_grad=True) for n in (8, 2, 2))
     for steady in (True, False):

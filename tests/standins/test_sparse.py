@@ -297,6 +297,14 @@ def test_a_written_cache_is_read_back_in_one_graph():
 # Refusals -------------------------------------------------------------------------------------------------------------
 
 NARROW = replace(DEEPSEEK, head_dim=160, v_head_dim=128)
+
+
+def lying(pages, apart, row):
+    """The pages so many numbers apart, with rows so many numbers apart."""
+    count, page, width = pages.shape
+    return pages.new_zeros(count * apart + page * row).as_strided((count, page, width), (apart, row, 1)).copy_(pages)
+
+
 REFUSED: dict[str, tuple[Call, int, list[str]]] = {
     "arch": (call(), 80, ["target=sm80 (wants sm90 | sm100)"]),
     "sm103": (call(packed=True), 103, ["target=sm103 (wants sm90 | sm100)"]),
@@ -307,7 +315,11 @@ REFUSED: dict[str, tuple[Call, int, list[str]]] = {
     "packed_dims": (call(f=NARROW, packed=True), 90, ["v_head_dim=128 (wants 512)", "rope_dim=32 (wants 64)"]),
     "float8": (call(f=replace(DEEPSEEK, kv_dtype=torch.float8_e4m3fn)), 90,
                ["kv_scales=True (wants no)", "kv_dtype=float8_e4m3fn (wants bfloat16 | uint8)"]),
-    "gaps": (call().map(lambda n, t: t.repeat(1, 2, 1)[:, :64] if n == "latent_pages" else t), 90, ["pages_packed=False (wants True)"]),
+    "gaps": (call(gap=1), 90, []),
+    "gaps_of_no_row": (call().map(lambda n, t: lying(t, 64 * 576 + 32, 576) if n == "latent_pages" else t), 90,
+                       ["pages_in_rows=False (wants True)"]),
+    "gaps_between_rows": (call().map(lambda n, t: lying(t, 64 * 608, 608) if n == "latent_pages" else t), 90,
+                          ["pages_in_rows=False (wants True)"]),
     "strided": (call().map(lambda n, t: t.repeat_interleave(2, -1)[..., ::2] if n == "q_pe" else t), 90,
                 ["last_dim_contiguous=False (wants True)"]),
     "sinks": (call(f=replace(LSE, sinks=BF16)), 90, []),

@@ -4,6 +4,7 @@ import inspect
 from dataclasses import replace
 from functools import wraps
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +13,9 @@ from torch._dynamo.testing import EagerAndRecordGraphs
 
 import attnops
 from attnops.cache import PagedCache
-from attnops.errors import InvalidInput, NoKernel
-from attnops.kernel import kernels_of
-from attnops.kernels.flashinfer import modules, trtllm
+from attnops.errors import InvalidInput, NoKernel, NotLoaded
+from attnops.kernel import all_kernels, generation, kernels_of
+from attnops.kernels.flashinfer import devices, modules, trtllm
 from attnops.kernels.shared import memory
 from attnops.ops import OPS
 from attnops.problem import Extent, Target, altered, pretend
@@ -397,6 +398,79 @@ def test_a_host_without_a_compiler_is_named(monkeypatch):
     monkeypatch.setattr(modules, "CUDA", "/nowhere")
     assert "flashinfer without nvcc and ninja" in str(modules.no_compiler(Target("cuda", 90)))
     assert modules.no_compiler(TARGETS["xqa"]) is None, "the probe looks for no package that the target assumes"
+
+
+# Several GPUs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    for known in (devices._loaded_on, devices._failures):
+        known.cache_clear()
+    monkeypatch.setattr(devices, "visible", lambda: 2)
+    yield
+    for known in (devices._loaded_on, devices._failures):
+        known.cache_clear()
+
+
+def loaded(calls):
+    return [given["path"] for name, given in calls if name == "load"]
+
+
+@pytest.mark.parametrize("case", ["page_16", "float8", "sinks", "window"])
+def test_a_copy_of_the_library_is_called_as_the_package_calls_it(two_gpus, case, calls):
+    with pretend(TARGETS["xqa"]):
+        assert check_kernel(PAGED["xqa"], DECODE[case]()).worst <= 1.0
+    assert "xqa_wrapper" in [name for name, _ in calls] and "get_xqa_module" not in [name for name, _ in calls]
+
+
+def test_each_gpu_has_a_library_of_its_own(two_gpus, calls):
+    key = (BF16, BF16, 16, 64, 4, False, BF16, 1)
+    with pretend(TARGETS["xqa"]):
+        first, second, again = (devices.xqa_module(torch.device("cuda", i), *key) for i in (0, 1, 0))
+    original, own, _, other = loaded(calls)
+    assert first is again and first is not second
+    assert len({original, own, other}) == 3 and not own.exists(), "no copy stays behind"
+
+
+def test_one_gpu_takes_the_package_as_it_is(calls):
+    with pretend(TARGETS["xqa"]):
+        devices.xqa_module(torch.device("cuda", 0), BF16, BF16, 16, 64, 4, False, BF16, 1)
+    assert [name for name, _ in calls] == ["get_xqa_module"]
+
+
+def test_where_no_copy_loads_xqa_says_so_and_is_chosen_no_more(two_gpus, monkeypatch):
+    def load(self, path):
+        assert path == self.path, "failed to map segment from shared object"
+
+    here = Target("cuda", 90)
+    monkeypatch.setattr(modules.shutil, "which", lambda name: name)
+    monkeypatch.setattr(standin._Spec, "load", load)
+    assert devices.xqa_missing(here) is None
+    before = generation()
+    with pytest.raises(NotLoaded, match=r"failed to map.* want a copy of xqa.so in .* \(TMPDIR\) .*CUDA_VISIBLE_DEVICES"):
+        devices.xqa_module(torch.device("cuda", 1), BF16, BF16, 16, 64, 4, False, BF16, 1)
+    assert generation() > before, "calls choose anew"
+    assert "a copy of xqa.so" in str(devices.xqa_missing(here))
+
+
+def test_a_temporary_folder_without_libraries_is_named(two_gpus, monkeypatch):
+    monkeypatch.setattr(modules.shutil, "which", lambda name: name)
+    monkeypatch.setattr(devices.os, "statvfs", lambda folder: SimpleNamespace(f_flag=devices.os.ST_NOEXEC))
+    assert "TMPDIR" in str(devices.xqa_missing(Target("cuda", 90)))
+    assert devices.xqa_missing(TARGETS["xqa"]) is None, "another machine"
+    monkeypatch.setattr(devices, "visible", lambda: 1)
+    assert devices.xqa_missing(Target("cuda", 90)) is None
+
+
+def test_trtllm_refuses_a_second_gpu(two_gpus, monkeypatch):
+    """It would launch the first one's kernels there."""
+    monkeypatch.setattr(modules.shutil, "which", lambda name: name)
+    generated = [k for k in all_kernels() if k.name.startswith("trtllm")]
+    assert len(generated) == 3
+    for kernel in generated:
+        assert "devices=2" in str(kernel.probe(Target("cuda", 100)))
+        assert kernel.probe(TARGETS["trtllm"]) is None, "another machine"
 
 
 # The truth about the foreign functions --------------------------------------------------------------------------------

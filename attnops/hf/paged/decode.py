@@ -22,10 +22,9 @@ from torch import Tensor
 from attnops.cache.paged import ordinary
 from attnops.call import name, need
 from attnops.errors import InvalidInput, fail, one_line
-from attnops.graphs import Buckets, Graphed, Report, breakable
+from attnops.graphs import Buckets, Graphed, Report, breakable, guard
 from attnops.graphs.buckets import decode_sizes
 from attnops.graphs.graphed import Progress
-from attnops.graphs.guard import casting
 from attnops.graphs.regional import Regional, Regions
 from attnops.hf import cache_names, not_fast
 from attnops.hf.cache_names import argument_of, cache_in
@@ -38,7 +37,6 @@ from attnops.hf.paged.pages import ModelPages
 from attnops.hf.paged.prompt import Over, Prompts
 from attnops.lowering import Product, fuse_linears, fuse_rotation, use_linears
 from attnops.lowering.use_linears import summary
-from attnops.select import active_policy
 
 Kind = Literal["one row", "more rows", "prompt"]
 
@@ -288,7 +286,7 @@ class Decoder:
 
     def _look(self, state: State) -> None:
         """Look at the model if its state may have changed since the last step over this cache."""
-        modes = active_policy(), casting()
+        modes = guard.in_force()
         if self.look or state not in self._looked or modes != self._modes:
             if modes != self._modes or self._glance is None or not self._glance.same():
                 self._look_closely(modes)

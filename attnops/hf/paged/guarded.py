@@ -9,19 +9,19 @@ from typing import Any
 from torch import Tensor, nn
 
 from attnops.errors import InvalidInput, fail
-from attnops.graphs.guard import casting
+from attnops.graphs.guard import in_force
 from attnops.nn.absorb import HELD, INTERNAL, PLAIN
-from attnops.select import active_policy
 
 
 def guarded_state(model: nn.Module) -> tuple[Any, ...]:
     """The state that graphs of a model's steps depend on besides their arguments: graphs captured at an equal state may be replayed.
 
-    It is the policy, autocast, and for each module its identity, its hooks, a forward of its own, its strings, flags and fractions
-    (`training`, names and scales of adapters) and the addresses of its tensors. Whole numbers are left out: they may count calls. It takes
-    some microseconds a module. Raises InvalidInput for a weight on meta (offloaded).
+    It is what is `in_force`, and for each module its identity, its hooks, a forward of its own, its
+    strings, flags and fractions (`training`, names and scales of adapters) and the addresses of its
+    tensors. Whole numbers are left out: they may count calls. It takes some microseconds a module.
+    Raises InvalidInput for a weight on meta (offloaded).
     """
-    found: list[Any] = [active_policy(), casting()]
+    found: list[Any] = [*in_force()]
     for module in model.modules():
         own = vars(module)
         found += id(module), type(module), module.training, tuple(module._forward_hooks), tuple(module._forward_pre_hooks)

@@ -5,8 +5,10 @@ grad_lse; the gradient of a sink is the sum of -exp(sink - lse) * delta. It load
 spread, and does not write rows of no request.
 
 Programs add their parts of a query's gradient, and of grouped heads those of a key's and a value's, in the order in which they come.
-With `deterministic=True` each waits for its turn: by blocks of the request's own keys, and by heads of a group. Tiles follow from head
-dims and rules alone, and the gradient of sinks is added up by one program a head either way.
+With `deterministic=True` each waits for its turn: by blocks of the request's own keys, and by heads
+of a group. So it does under a deterministic policy and under torch.use_deterministic_algorithms.
+Tiles follow from head dims and rules alone, and the gradient of sinks is added up by one program a
+head either way.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ import torch
 from torch import Tensor
 
 from attnops.kernel import Invariant, Kernel, Need, Tolerance, arch, demand, deterministic, one_of, register
-from attnops.kernels.flash_attn4.fa4 import HALF, PACKAGES, function_of, longest, once
+from attnops.kernels.flash_attn4.fa4 import FAMILIES, HALF, PACKAGES, function_of, longest, once, one_family
 from attnops.kernels.shared.parts import in_turns
 from attnops.kernels.shared.tokens import clear, past, runs, zeroed
 from attnops.measured import Roofline, copy_us
-from attnops.problem import Problem, Refusal
+from attnops.problem import Problem, Refusal, repeatable
 from attnops.reference.rows import Rules, without_faint
 
 if TYPE_CHECKING:
@@ -92,7 +94,7 @@ def backward(call: Any, given: tuple[Tensor, ...], batch: dict[str, Any]) -> Gra
     sinks = sinks.float() if sinks is not None and sinks.dtype == torch.float64 else sinks
     grad_output, output = (x.contiguous() if 0 in x.stride() else x for x in (grad_output.to(query.dtype), output.to(query.dtype)))
     longest_q, longest_k = batch.get("max_seqlen_q", query.shape[-3]), batch.get("max_seqlen_k", key.shape[-3])
-    steady = deterministic(call.policy)
+    steady = deterministic(call.policy) or repeatable() != "no"
     kind = (
         "backward", query.device, query.dtype, tuple((x.shape[-1], tuple(s == 0 for s in x.stride())) for x in (query, key, value)),
         query.shape[-2] // key.shape[-2], rules.causal, rules.left < 0, rules.right < 0, rules.softcap, len(batch),
@@ -151,7 +153,7 @@ def _plain_256(p: Problem) -> bool:
 
 
 NEEDS: tuple[Need, ...] = (
-    arch(90, 100, 103, 110),
+    arch(*FAMILIES),
     head_dims,
     demand("head_dim", "<= 192 with sinks, softcap or a gradient of lse (sm100)", _plain_256),
     one_of("last_dim_contiguous", True),
@@ -160,8 +162,8 @@ for _run in (attention_backward, varlen_attention_backward):
     register(
         Kernel(
             "fa4", _run.__name__, _run, takes=frozenset({"causal", "window_left", "window_right", "softcap", "sinks"}), dtypes=HALF,
-            needs=NEEDS, packages=PACKAGES, tolerance=Tolerance(4.0), cost_us=_cost_us,
+            needs=NEEDS, packages=PACKAGES, probe=one_family, tolerance=Tolerance(4.0), cost_us=_cost_us,
             # The order of turns was read in SM90's kernel alone.
-            invariant=Invariant((arch(90),), _steady_us), about="FlashAttention-4's gradient",
+            invariant=Invariant((arch(90),), _steady_us), repeats=(arch(90),), about="FlashAttention-4's gradient",
         )
     )  # fmt: skip

@@ -23,7 +23,7 @@ from attnops.kernels.shared.memory import PACK
 from attnops.kernels.shared.parts import in_turns
 from attnops.kernels.shared.tokens import blank, packed_lse, past, runs, see_nothing, with_sinks, zeroed
 from attnops.measured import Roofline, copy_us
-from attnops.problem import Problem, Refusal
+from attnops.problem import Problem, Refusal, Target
 from attnops.reference.rows import Rules, compact, no_lse, result_dtype
 
 if TYPE_CHECKING:
@@ -207,8 +207,20 @@ def head_dims(p: Problem) -> Refusal | None:
     return None if d <= 128 or (d, dv) in ((192, 128), (256, 256)) else Refusal("head_dim", d, "<= 128, or 192 with 128, or 256")
 
 
+FAMILIES = (90, 100, 103, 110)
+
+
+def one_family(target: Target) -> Refusal | None:
+    """A probe: the package asks for an architecture once, of the GPU that calls it first, and compiles for it ever after."""
+    if target.assume is not None or target.device != "cuda":
+        return None
+    found = {10 * major + minor for major, minor in map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))}
+    served = [f"sm{family}" for family in FAMILIES if family in found]
+    return Refusal("devices", " and ".join(served), "GPUs of one of these, visible (CUDA_VISIBLE_DEVICES)") if len(served) > 1 else None
+
+
 NEEDS: tuple[Need, ...] = (
-    arch(90, 100, 103, 110),
+    arch(*FAMILIES),
     # float8_e4m3fn, all through and with scales, on SM100 alone.
     demand("dtype", "float16 | bfloat16 (float8_e4m3fn on sm100)", lambda p: p.dtype != FLOAT8 or p.target.arch in (100, 103)),
     demand("kv_scales", "no", lambda p: p.dtype not in HALF or not p.pages.kv_scales),
@@ -229,6 +241,7 @@ for _run, _lse, _more, _steady in (
     register(
         Kernel(
             "fa4", _run.__name__, _run, takes=TAKES | {_lse}, dtypes=(*HALF, FLOAT8), needs=(*NEEDS, *_more), packages=PACKAGES,
+            probe=one_family,
             # The tanh of a softcap is the hardware's approximation; lse, which is exact to float32 otherwise, shows it.
             tolerance=Tolerance(4.0), cost_us=_cost_us, invariant=_steady, about="FlashAttention-4 (CuTe DSL), compiled at first use",
         )

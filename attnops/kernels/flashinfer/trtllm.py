@@ -24,7 +24,8 @@ from torch.nn.functional import pad
 from attnops.call import changed
 from attnops.errors import InvalidInput
 from attnops.kernel import Kernel, Need, Plan, Tolerance, arch, at_most, demand, extent_at_most, one_of, register, without
-from attnops.kernels.flashinfer.modules import HALVES, LN2, PACKAGE, gapless, no_compiler
+from attnops.kernels.flashinfer.devices import trtllm_missing, xqa_missing, xqa_module
+from attnops.kernels.flashinfer.modules import HALVES, LN2, PACKAGE, gapless
 from attnops.kernels.shared import memory
 from attnops.kernels.shared.tokens import BY_TOKEN, LATENT, ROPE, batch_by_token, blank, past, rows, runs, see_nothing, whole, zeroed
 from attnops.measured import Roofline
@@ -48,7 +49,6 @@ def xqa(call: paged.PagedAttention) -> None:
     if blank(call):
         return
     from flashinfer.utils import device_support_pdl, get_device_sm_count
-    from flashinfer.xqa import get_xqa_module  # pyright: ignore[reportAttributeAccessIssue]
 
     query, k_pages, table, seq_lens, output, sinks = call.query, call.k_pages, call.page_table, call.seq_lens, call.output, call.sinks
     (tokens, heads, dim), (_, page, kv_heads, _) = query.shape, k_pages.shape
@@ -63,8 +63,8 @@ def xqa(call: paged.PagedAttention) -> None:
         q_scale, kv_scale = call.k_scale / call.v_scale * q_scale, call.v_scale
     logits = None if sinks is None else sinks.float().contiguous().view(kv_heads, group)
     out = gapless(output)
-    module = get_xqa_module(query.dtype, k_pages.dtype, page, dim, group, call.window_left >= 0, query.dtype, 1)
-    module.xqa(
+    run = xqa_module(query.device, query.dtype, k_pages.dtype, page, dim, group, call.window_left >= 0, query.dtype, 1)
+    run(
         False, get_device_sm_count(query.device), kv_heads, call.window_left + 1, q_scale, out[:, None], 1.0, query.contiguous()[:, None],
         logits, k_pages, call.v_pages, None, None, table.contiguous(), table.shape[1] * page,
         seq_lens.contiguous().view(torch.uint32)[:, None], tokens, kv_scale, counters, scratch, device_support_pdl(query.device), 1,
@@ -252,9 +252,10 @@ FLOAT8 = (
     ),
 )
 RULES = frozenset({"causal", "window_left", "window_right"})
-_kernel = functools.partial(Kernel, packages=(PACKAGE,), probe=no_compiler)
+_kernel = functools.partial(Kernel, packages=(PACKAGE,), probe=trtllm_missing)
+# In which order blocks of a request add up is not known of binaries.
 _generated = functools.partial(
-    _kernel, "trtllm", dtypes=HALVES, tolerance=Tolerance(2.0), about="TensorRT-LLM's generated kernels (flashinfer)",
+    _kernel, "trtllm", dtypes=HALVES, tolerance=Tolerance(2.0), repeats=None, about="TensorRT-LLM's generated kernels (flashinfer)",
     cost_us=Roofline(15.0, 0.83, 0.55),  # of the hardware's figures: not measured
 )  # fmt: skip
 register(
@@ -278,13 +279,13 @@ register(
             one_of("page_size", 32, 64), one_of("pages_packed", True), memory.not_of_a_plan,
         ),
         cost_us=Roofline(13.0, 0.83, 0.55),  # of the hardware's figures: not measured
-        plan=Plan(device=rows), workspace_bytes=workspace_bytes, about="TensorRT-LLM's generated MLA decode (flashinfer)",
+        plan=Plan(device=rows), workspace_bytes=workspace_bytes, repeats=None, about="TensorRT-LLM's generated MLA decode (flashinfer)",
         tolerance=Tolerance(16.0),  # of float8, where the weights are rounded to it too; tests hold bfloat16 to an eighth of it
     )
 )  # fmt: skip
 register(
     _kernel(
-        "xqa", "paged_attention", xqa, takes=RULES | {"sinks", "k_scale", "v_scale"}, dtypes=HALVES, kv_dtypes=CACHED,
+        "xqa", "paged_attention", xqa, takes=RULES | {"sinks", "k_scale", "v_scale"}, dtypes=HALVES, kv_dtypes=CACHED, probe=xqa_missing,
         needs=(arch(90, 100, 103, 120, 121), at_most("group_size", 16), extent_at_most("queries", 1), *PAGED),
         cost_us=Roofline(20.5, 1.0, 0.59, 0.00087, 27_000), about="XQA decode of TensorRT-LLM (flashinfer)",
         workspace_bytes=lambda p: memory.total(scratch_bytes(p.group_size, p.head_dim)),

@@ -37,7 +37,10 @@ MOST_TOKENS = 512
 
 
 def sparse_mla_attention(call: sparse.SparseMlaAttention) -> None:
-    """Raises InvalidInput when `latent_pages` does not start at a multiple of 16 bytes."""
+    """Raises InvalidInput when `latent_pages` does not start at a multiple of 16 bytes.
+
+    `sparse_decode_fwd` takes slots of pages that lie apart. `sparse_prefill_fwd` knows no pages: it counts the rows between them, too.
+    """
     pages, indices, sinks, scale, output, lse = call.latent_pages, call.indices, call.sinks, call.scale, call.output, call.lse
     if not (output.numel() and indices.numel() and pages.numel()):
         see_nothing(output, lse)
@@ -55,6 +58,7 @@ def sparse_mla_attention(call: sparse.SparseMlaAttention) -> None:
     logits = None if sinks is None else sinks.float()
     sinks = None if logits is None else logits.contiguous() if heads == have else pad(logits, (0, heads - have))
     quantised = pages.dtype == torch.uint8
+    every, apart = (pages, pages.shape[1]) if quantised else _every_row(pages)
     step = MOST_TOKENS if quantised else tokens
     for start in range(0, tokens, step):
         rows = slice(start, start + step)
@@ -62,15 +66,15 @@ def sparse_mla_attention(call: sparse.SparseMlaAttention) -> None:
         q, lists, length = query[rows], indices[rows], None if call.topk_length is None else call.topk_length[rows]
         if quantised:
             # The kernel asserts that it is given no lengths for these pages: entries past them become -1.
-            lists = _lists(lists, length, pages, PACKED_TILE, call.holes)
+            lists = _lists(lists, length, pages, PACKED_TILE, call.holes, apart)
             out, z, _, _ = wheel.op("sparse_decode_fwd", LIBRARY)(
                 q[:, None], pages[:, :, None], lists[:, None], None, sinks, None, None, None, None, None, LATENT, scale
             )
             out, z = out[:, 0], z[:, :, 0]
         else:
-            lists = _lists(lists, None, pages, PLAIN_TILE, call.holes)
+            lists = _lists(lists, None, pages, PLAIN_TILE, call.holes, apart)
             length = None if length is None else length.contiguous()
-            given = (q, pages.flatten(0, 1)[:, None], lists[:, None], scale, LATENT, sinks, length)
+            given = (q, every[:, None], lists[:, None], scale, LATENT, sinks, length)
             out, _, z = wheel.op("sparse_prefill_fwd", LIBRARY)(*given)
         output[rows].copy_(out[:, :have])
         if lse is not None:
@@ -90,20 +94,43 @@ def _query(q_nope: Tensor, q_pe: Tensor, heads: int) -> Tensor:
     return query
 
 
-def _lists(indices: Tensor, length: Tensor | None, pages: Tensor, tile: int, holes: bool) -> Tensor:
-    """The lists in whole tiles, with -1 past their lengths and, if there may be `holes`, for entries that are no slot: one launch."""
-    slots = min(pages.shape[0] * pages.shape[1], LARGEST) if holes else LARGEST
-    if indices.is_cuda and (holes or length is not None):
+def _every_row(pages: Tensor) -> tuple[Tensor, int]:
+    """(`[rows, D]` from the first page's first row to the last page's last, the rows from one page's start to the next one's)."""
+    count, page, width = pages.shape
+    apart = page if count == 1 else pages.stride(0) // width
+    if apart == page:
+        return pages.flatten(0, 1), page
+    return pages.as_strided(((count - 1) * apart + page, width), (width, 1)), apart
+
+
+def _lists(
+    indices: Tensor,
+    length: Tensor | None,
+    pages: Tensor,
+    tile: int,
+    holes: bool,
+    apart: int,
+) -> Tensor:
+    """The lists in whole tiles, with -1 past their lengths and, if there may be `holes`, for entries that are no slot: one launch.
+
+    apart: rows from one page's start to the next one's, by which slots are counted.
+    """
+    page = pages.shape[1]
+    slots = min(pages.shape[0] * page, LARGEST) if holes else LARGEST
+    if indices.is_cuda and (holes or length is not None or apart != page):
         from attnops.kernels.triton.launch.data import make_lists
 
         out = indices.new_empty((indices.shape[0], -(-indices.shape[1] // tile) * tile))
-        make_lists(indices, length, slots, out)
+        make_lists(indices, length, slots, out, page, apart)
         return out
     if holes or length is not None:
         real = (indices >= 0) & (indices < slots)
         if length is not None:
             real &= torch.arange(indices.shape[1], device=indices.device) < length[:, None]
         indices = torch.where(real, indices, -1)
+    if apart != page:
+        between = torch.div(indices, page, rounding_mode="floor") * (apart - page)
+        indices = torch.where(indices < 0, -1, indices + between)
     if indices.shape[1] % tile:
         return pad(indices, (0, -indices.shape[1] % tile), value=-1)
     # They are loaded up to 32 bytes at a time.
@@ -137,7 +164,7 @@ register(
     Kernel(
         "flashmla", "sparse_mla_attention", sparse_mla_attention, takes=frozenset({"topk_length", "sinks", "lse", "holes"}),
         dtypes=(torch.bfloat16,), kv_dtypes=(torch.bfloat16, torch.uint8),
-        needs=(arch(90, 100), *LATENTS, at_most("q_heads", HEADS[-1]), one_of("pages_packed", True)), packages=(PACKAGE,), probe=missing,
+        needs=(arch(90, 100), *LATENTS, at_most("q_heads", HEADS[-1]), one_of("pages_in_rows", True)), packages=(PACKAGE,), probe=missing,
         cost_us=_cost_us, invariant=Invariant((UNSPLIT,)), about="FlashMLA sparse attention (sgl_kernel): packed or bfloat16 latents",
     )
 )  # fmt: skip

@@ -252,6 +252,14 @@ ALL_SEE = (
 # Under a deterministic policy tiles do not follow from the longest request.
 _causal = demand("window", "none, or causal (policy.deterministic)", lambda p: p.rules.causal or not p.rules.windowed)
 STEADY = Invariant((device("cuda"), _causal))
+_without_warn_only = demand(
+    "repeatable",
+    "must (with warn_only=True torch's own kernels take no turns)",
+    lambda p: p.step.repeatable == "must",
+    on="cuda",
+)
+TORCH_REPEATS = (_without_warn_only,)
+"""Of torch's own gradients: their kernels ask for the flag when they are called."""
 for _run, _takes, _dtypes, _needs in (
     (attention, {"mask", "return_lse"}, (*HALF_AND_SINGLE, torch.float64), (TRIED, *ALL_SEE)),
     # The saved lse is float32, too coarse for a float64 gradient.
@@ -263,6 +271,7 @@ for _run, _takes, _dtypes, _needs in (
         Kernel(
             "aten_flash", _run.__name__, _run, takes=RULES | _takes, dtypes=_dtypes, needs=(*LIMITS, *_needs), cost_us=_cost_us,
             # Gradients of the query are added up in the order in which blocks come.
-            invariant=None if _run.__name__.endswith("backward") else STEADY, about="torch's own FlashAttention, with lse and gradient",
+            invariant=None if _run.__name__.endswith("backward") else STEADY,
+            repeats=TORCH_REPEATS if _run.__name__.endswith("backward") else (), about="torch's own FlashAttention, with lse and gradient",
         )
     )  # fmt: skip

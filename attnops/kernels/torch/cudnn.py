@@ -85,10 +85,14 @@ NEEDS: tuple[Need, ...] = (
     extent_at_least("context", 2),
     one_of("last_dim_contiguous", True),
 )
-for _run, _takes, _needs in ((attention, {"causal", "return_lse"}, ()), (attention_backward, {"causal"}, without("lse_grad"))):
+for _run, _takes, _needs, _repeats in (
+    (attention, {"causal", "return_lse"}, (), ()),
+    # Blocks of keys add to a query's gradient in the order in which they come, whatever torch is asked for.
+    (attention_backward, {"causal"}, without("lse_grad"), None),
+):
     register(
         Kernel(
             "cudnn", _run.__name__, _run, takes=frozenset(_takes), dtypes=(torch.float16, torch.bfloat16), needs=(*NEEDS, *_needs),
-            probe=_old, cost_us=_cost_us, about="torch's own cuDNN attention, with lse and gradient",
+            probe=_old, cost_us=_cost_us, repeats=_repeats, about="torch's own cuDNN attention, with lse and gradient",
         )
     )  # fmt: skip

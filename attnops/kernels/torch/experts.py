@@ -38,7 +38,7 @@ def experts(call: Experts) -> None:
     number, order = torch.sort(number, stable=True)
     ends = torch.searchsorted(number, torch.arange(count, device=index.device, dtype=number.dtype), right=True, out_int32=True)
     x, mine = call.x[order // k], number.clamp(max=count - 1)
-    h = gated(call, _product(x, call.gate_up, call.gate_up_bias, ends, mine))
+    h = gated(call, _product(x, call.gate_up, call.gate_up_bias, ends, mine), x.dtype)
     y = saturated(_product(h, call.down, call.down_bias, ends, mine), x.dtype)
     y = y * call.top_k_weights.flatten()[order][:, None]
     y = torch.where((number < count)[:, None], y, 0.0)  # rows of no group keep what their memory held

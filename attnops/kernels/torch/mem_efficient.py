@@ -18,7 +18,7 @@ from torch import Tensor
 from attnops.kernel import Kernel, Need, arch_from, demand, one_of, register, without
 from attnops.kernels.shared.memory import PACK, in_packs
 from attnops.kernels.shared.parts import FEW_HEADS, in_turns
-from attnops.kernels.torch.aten_flash import sum_groups
+from attnops.kernels.torch.aten_flash import TORCH_REPEATS, sum_groups
 from attnops.measured import Roofline
 from attnops.problem import Problem
 from attnops.reference.attention import reduce_to
@@ -147,10 +147,15 @@ NEEDS: tuple[Need, ...] = (
     FEW_HEADS,
 )
 RULES = frozenset({"mask", "causal", "window_left", "window_right", "attention_chunk"})
-for _run, _takes, _needs in ((attention, {"return_lse"}, ()), (attention_backward, {"mask_grad"}, without("lse_grad"))):
+for _run, _takes, _needs, _repeats in (
+    (attention, {"return_lse"}, (), ()),
+    # Splits of the keys add to a query's gradient in the order in which they come.
+    (attention_backward, {"mask_grad"}, without("lse_grad"), TORCH_REPEATS),
+):
     register(
         Kernel(
             "mem_efficient", _run.__name__, _run, takes=RULES | _takes, dtypes=(torch.float16, torch.bfloat16, torch.float32),
-            needs=(*NEEDS, *_needs), cost_us=_cost_us, about="torch's memory-efficient attention, with lse and the gradient of a mask",
+            needs=(*NEEDS, *_needs), cost_us=_cost_us, repeats=_repeats,
+            about="torch's memory-efficient attention, with lse and the gradient of a mask",
         )
     )  # fmt: skip

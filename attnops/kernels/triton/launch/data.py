@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from attnops.adapt import on_device_of
 from attnops.kernels.triton.device import move, tables
 from attnops.kernels.triton.device.store import pack, store
 from attnops.kernels.triton.launch import tiles
@@ -161,14 +162,25 @@ def named_pages(call: metadata.NamedPages) -> tuple[Tensor, Tensor]:
 # For other kernels ----------------------------------------------------------------------------------------------------
 
 
-def make_lists(indices: Tensor, lengths: Tensor | None, slots: int, out: Tensor) -> None:
-    """Write `[T, width]` lists of slots below `slots`, and -1 elsewhere, from `[T, topk]` lists, each within its length."""
+def make_lists(
+    indices: Tensor,
+    lengths: Tensor | None,
+    slots: int,
+    out: Tensor,
+    page: int = 1,
+    apart: int = 1,
+) -> None:
+    """Write `[T, width]` lists of slots below `slots`, and -1 elsewhere, from `[T, topk]` lists, each within its length.
+
+    page: slots of a page. apart: slots from one page's start to the next one's in what is written.
+    """
     if out.numel() == 0:
         return
     (tokens, width), block = out.shape, _columns(out.shape[1])
-    args = (indices, lengths, out, indices.shape[1], width, slots, *indices.stride(), 0 if lengths is None else lengths.stride(0))
-    with torch.cuda.device_of(out):
-        launch(tables.lists, (tokens, -(-width // block)), {"LENGTHS": lengths is not None, "BLOCK": block}, args)
+    strides = (*indices.stride(), 0 if lengths is None else lengths.stride(0))
+    args = (indices, lengths, out, indices.shape[1], width, slots, page, apart, *strides)
+    constants = {"LENGTHS": lengths is not None, "APART": apart != page, "BLOCK": block}
+    launch(tables.lists, (tokens, -(-width // block)), constants, args)
 
 
 def clear_rows(parts: tuple[tuple[Tensor, Tensor, float], ...]) -> None:
@@ -181,5 +193,5 @@ def clear_rows(parts: tuple[tuple[Tensor, Tensor, float], ...]) -> None:
     for name, (starts, rows, fill) in zip("ABC", (*parts, *[parts[0]] * (3 - len(parts))), strict=True):
         args += [starts, starts.stride(0) * (starts.shape[0] - 1), rows, rows.shape[0], fill]
         constants[f"{name}_COLUMNS"] = rows[0].numel() if rows.shape[0] else 1
-    with torch.cuda.device_of(parts[0][1]):
+    with on_device_of(parts[0][1]):  # torch's own kernels call this, too
         launch(move.clear, (-(-most // CLEARED), len(parts)), constants, tuple(args))

@@ -1,0 +1,266 @@
+"""Which kernels have changed since a run: digests of their code, in results files and on pages."""
+
+import ast
+import json
+import shutil
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnops.adapt import origin
+from attnops.kernel import Kernel, all_kernels, kernels_of
+from attnops.measured import digests as code
+from attnops.problem import Target
+from tests.helpers import ROOT
+
+GRADIENT = "attention_backward.triton"
+DEVICE = "kernels/triton/device/gradient.py"
+
+
+@pytest.fixture
+def copy(tmp_path) -> Path:
+    """The files that digests look at."""
+    for folder in ("kernels", "reference"):
+        shutil.copytree(code.ROOT / folder, tmp_path / "attnops" / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path / "attnops"
+
+
+def read_in(folder):
+    return lambda path: (folder / path).read_text() if (folder / path).is_file() else None
+
+
+def digests_of(folder):
+    return code.digests(all_kernels(), read_in(folder))
+
+
+def edit(path, change):
+    """`change` the syntax tree of a file, and write it back."""
+    tree = ast.parse(path.read_text())
+    change(tree)
+    path.write_text(ast.unparse(tree))
+
+
+def nothing(tree):
+    pass
+
+
+def numbers(node):
+    return [x for x in ast.walk(node) if isinstance(x, ast.Constant) and type(x.value) is int]
+
+
+def functions(tree):
+    """Those that have a constant."""
+    return [node for node in tree.body if isinstance(node, ast.FunctionDef) and numbers(node)]
+
+
+def another_constant(tree):
+    numbers(functions(tree)[0])[0].value += 1
+
+
+def without_docstrings(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            node.body[0].value.value = "Other words."
+
+
+def differing(before, after):
+    assert before.keys() == after.keys()
+    return {name for name in before if before[name] != after[name]}
+
+
+def test_every_kernel_of_ours_has_a_digest():
+    found = code.digests(all_kernels())
+    assert found.keys() == {f"{k.op}.{k.name}" for k in all_kernels() if origin(k.run).__module__.startswith("attnops.")}
+    assert all(len(value) == code.LENGTH for value in found.values())
+    assert code.digests([Kernel("theirs", "attention", lambda call: None)]) == {}
+
+
+def test_a_constant_changes_the_kernels_of_its_file_alone(copy):
+    before = digests_of(copy)
+    edit(copy / DEVICE, another_constant)
+    assert differing(before, digests_of(copy)) == {GRADIENT, "varlen_attention_backward.triton"}
+
+
+def test_the_file_of_a_wrapped_or_bound_function_counts(copy):
+    before = digests_of(copy)
+    for file, name in {
+        "kernels/torch/by_request.py": "attention.reference",
+        "kernels/torch/experts.py": "experts.reference",
+        "reference/mxfp4.py": "mxfp4_experts.reference",
+        "kernels/sgl/flashmla.py": "mla_attention.flashmla",
+        "kernels/shared/tokens.py": "mla_attention.flashinfer_mla_fa2",
+    }.items():
+        edit(copy / file, lambda tree: tree.body.append(ast.parse("MORE = 1").body[0]))
+        assert name in differing(before, before := digests_of(copy)), file
+
+
+@pytest.mark.parametrize("change", [nothing, without_docstrings])
+def test_formatting_and_words_do_not_count(copy, change):
+    before = digests_of(copy)
+    for path in copy.rglob("*.py"):
+        edit(path, change)  # `ast.unparse` writes no comment, and every statement on a line of its own
+    assert digests_of(copy) == before
+
+
+def test_moves_do_not_count(copy):
+    before, path = digests_of(copy), copy / DEVICE
+    tree = ast.parse(path.read_text())
+    first, second, *_ = functions(tree)
+    tree.body.remove(first)
+    tree.body.append(first)  # within the file
+    tree.body.remove(second)  # and out of it
+    (path.parent / "elsewhere.py").write_text("import triton\n" + ast.unparse(second))
+    module = "attnops.kernels.triton.device.elsewhere"
+    path.write_text(f"from {module} import {second.name}\n{ast.unparse(tree)}")
+    assert digests_of(copy) == before
+    edit(path.parent / "elsewhere.py", another_constant)
+    assert GRADIENT in differing(before, digests_of(copy)), "and the file is looked at where it is now"
+
+
+def test_the_kernels_of_a_machine():
+    h100 = Target.parse("h100", ())
+    found = code.candidates(h100, ("linear", "paged_attention"), ["triton==3.6.0", "sgl_kernel==0.4.3"])
+    names = {f"{k.op}.{k.name}" for k in found}
+    assert {"linear.triton", "linear.aten", "paged_attention.fa3", "paged_attention.triton"} <= names
+    assert not names & {"linear.reference", "paged_attention.flashinfer", "paged_attention.trtllm", "attention.sdpa"}
+    assert "attention.cudnn" not in {f"{k.op}.{k.name}" for k in code.candidates(Target())}
+
+
+# Pages ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pages(monkeypatch) -> Any:
+    """docs/changed.py and docs/results.py, as modules of their own."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    before = {*sys.modules}
+    yield import_module("changed"), import_module("results")
+    for name in {*sys.modules} - before:
+        if getattr(sys.modules[name], "__file__", None) and Path(sys.modules[name].__file__).parent == ROOT / "docs":
+            del sys.modules[name]
+
+
+RAN = {"cases": 3, "refused": 0, "wrong": 0, "worst_share_of_budget": 0.5}
+HEAD = {"device": "NVIDIA H200", "target": "sm90", "torch": "2.11.0", "date": "2026-01-01", "commit": "0" * 40}
+
+
+def commit(root, name, data):
+    path = root / "benchmarks" / "results" / "h200" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**HEAD, **data}))
+    return path
+
+
+def test_a_page_says_which_kernels_have_changed(pages, copy, monkeypatch, tmp_path):
+    changed, results = pages
+    kept = {name: changed.today()[name] for name in (GRADIENT, "attention.sdpa")}
+    commit(tmp_path, "kernels", {"numerics": dict.fromkeys(kept, RAN), "code": kept})
+    commit(tmp_path, "sanitizer", {"memcheck": {"cases": 1, "errors": 0, "seconds": 2}, "code": {GRADIENT: kept[GRADIENT]}})
+    page = results.results_full(tmp_path)
+    assert page.count("No kernel has changed since.") == 2 and page.count("| same |") == 2
+    assert "| 0 of 2 |" in results.results_short(tmp_path)
+    edit(copy / DEVICE, another_constant)
+    after = digests_of(copy)
+    monkeypatch.setattr(changed, "today", lambda: after)
+    page = results.results_full(tmp_path)
+    assert page.count(f"Changed since: `{GRADIENT}`.") == 2
+    rows = {line.split("|")[1].strip(): line.split("|")[-2].strip() for line in page.splitlines() if line.startswith("| `")}
+    assert rows == {f"`{GRADIENT}`": "changed", "`attention.sdpa`": "same"}
+    assert "| 1 of 2 |" in results.results_short(tmp_path)
+    assert results.compared(kept, tmp_path) == {GRADIENT: {"sm90": "changed"}, "attention.sdpa": {"sm90": ""}}
+    # Another run of the code of today: the kernel has met the machine as it is.
+    commit(tmp_path, "kernels-again", {"numerics": {GRADIENT: RAN}, "code": {GRADIENT: after[GRADIENT]}})
+    assert results.compared(kept, tmp_path)[GRADIENT] == {"sm90": ""}
+
+
+def test_rows_of_what_is_gone_are_left_out(pages):
+    _, results = pages
+    ways = ("op.fa3", "op.flashmla_bare", "op.sgl_merge", "direct.sgl_merge")
+    rows = {way: {"median_us": 1.0, "rate": 2.0} for way in ways}
+    page = results.direct({"cases": {"merge of 64 tokens": {"unit": "TB/s", "gpu": rows}}})
+    assert [name for name in rows if f"`{name}`" in page] == ["op.fa3", "op.flashmla_bare", "direct.sgl_merge"]
+    times = {"gpu": {"triton": {"median_us": 1.0}}, "device_kernels": {}}
+    page = results.data_kernels({"cases": {"write_kv 64": times, "pad_queries 64 requests": times}, "launch_us": 3.7})
+    assert "write_kv 64" in page and "pad_queries" not in page and "left out: 1." in page
+
+
+def test_the_sentence_names_a_few_and_counts_many(pages):
+    changed, _ = pages
+    today = changed.today()
+    every = {"code": dict(today)}
+    assert changed.sentence(every) == "No kernel has changed since" and changed.share(every) == f"0 of {len(today)}"
+    some = {"code": {**today, GRADIENT: "", "write_kv.gone": "abc"}}
+    assert changed.sentence(some) == f"Changed since: `{GRADIENT}`, `write_kv.gone`"
+    most = {"code": dict.fromkeys(today, "abc") | {"attention.sdpa": today["attention.sdpa"]}}
+    want = f"Changed since: {len(today) - 1} of the {len(today)} kernels that it may have run, not `attention.sdpa`"
+    assert changed.sentence(most) == want
+    assert changed.sentence({"code": {}}) == "No kernel of ours ran"
+
+
+def test_a_page_of_kernels_and_the_front_page_say_it(pages, monkeypatch):
+    generate = import_module("generate")
+    found = next(s for s in generate.supports("attention_backward") if s.kernel.name == "triton")
+    for state, text, mark in (("", "sm90", ""), ("changed", "sm90 (changed since)", "\\*"), ("unknown", "sm90 (unknown", "?")):
+        monkeypatch.setattr(generate, "compared", lambda names, state=state: {name: {"sm90": state} for name in names})
+        front = generate.backends()
+        assert generate.met(found).startswith(text) and f"`fa3`{mark}, `sgl_sparse`{mark} |" in front
+        assert ("changed since it ran" in front, "unknown whether" in front) == (state == "changed", state == "unknown")
+
+
+# Files without digests ------------------------------------------------------------------------------------------------
+
+GIT = ("git", "-c", "user.name=test", "-c", "user.email=test@localhost", "-c", "commit.gpgsign=false")
+
+
+def git(root, *words):
+    return subprocess.run([*GIT, "-C", str(root), *words], capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="git is not installed")
+def test_git_tells_of_files_without_digests(pages, copy, tmp_path):
+    changed, _ = pages
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", "-A")
+    git(tmp_path, "commit", "-q", "-m", "measured")
+    head = git(tmp_path, "rev-parse", "HEAD")
+    data = {"numerics": {GRADIENT: RAN, "attention.sdpa": RAN}, "commit": head[:7]}
+    edit(copy / DEVICE, another_constant)
+    git(tmp_path, "commit", "-q", "-a", "-m", "later")
+    told = changed.code_of(data, tmp_path)
+    assert told == {name: changed.today()[name] for name in data["numerics"]}, "of the commit, not of the tree"
+    path = commit(tmp_path, "kernels", data)
+    text = path.read_text()
+    assert changed.stamp(path, tmp_path) and not changed.stamp(path, tmp_path)
+    assert json.loads(path.read_text()) == {**json.loads(text), "code": told} and path.read_text().startswith(text[:-2])
+    # A kernel whose code was in other files then.
+    git(tmp_path, "rm", "-q", "-r", "--cached", "attnops/kernels/torch")
+    git(tmp_path, "commit", "-q", "-m", "earlier")
+    before = {**data, "commit": git(tmp_path, "rev-parse", "HEAD")}
+    assert changed.code_of(before, tmp_path)["attention.sdpa"] == ""
+    assert changed.since(before, "attention.sdpa", tmp_path) == "changed"
+
+
+@pytest.mark.parametrize("absent", ["commit", "git"])
+def test_without_history_it_is_unknown(pages, absent, monkeypatch, tmp_path):
+    changed, results = pages
+    if absent == "git":
+        monkeypatch.setattr(changed.subprocess, "run", lambda *words, **options: (_ for _ in ()).throw(FileNotFoundError("git")))
+    path = commit(tmp_path, "kernels", {"numerics": {GRADIENT: RAN}, "commit": "f" * 40})
+    assert "It is unknown which kernels have changed since." in results.results_full(tmp_path)
+    assert "| unknown |" in results.results_full(tmp_path) and "| unknown |" in results.results_short(tmp_path)
+    assert not changed.stamp(path, tmp_path)
+
+
+def test_every_committed_file_has_digests(pages):
+    """Or its page would differ where git has no history, as in a shallow clone: `make docs` writes them."""
+    changed, _ = pages
+    folder = ROOT / "benchmarks" / "results"
+    files = [path for path in folder.glob("*/*.json") if path.parent.name != "local"]
+    assert files and not [path for path in files if "code" not in json.loads(path.read_text())]
+    assert changed.run_by({"suite": "linear", "device": "NVIDIA H200", "packages": ["triton==3.6.0"]}) == [
+        kernels_of("linear")[name] for name in ("aten", "triton")
+    ]
