@@ -64,18 +64,14 @@ class Handle(ABC):
         """Steps of `generate()` that ran without graphs, see `attnops.hf.Patched`."""
         return 0
 
-    def release(self) -> None:
+    def release(self) -> None:  # noqa: B027 - other models keep nothing
         """Free the memory that is kept for later calls, see `attnops.hf.Patched`."""
 
-    def new_cache(
-        self, max_batch: int, max_length: int, *, page_size: int | None = None
-    ) -> PagedModelCache:
+    def new_cache(self, max_batch: int, max_length: int, *, page_size: int | None = None) -> PagedModelCache:
         """A cache of pages, see `attnops.hf.Patched`. Raises PatchError for other models."""
         self._has_no_cache("new_cache")
 
-    def step(
-        self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None = None
-    ) -> Tensor:
+    def step(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None = None) -> Tensor:
         """A decode step, see `attnops.hf.Patched`. Raises PatchError for other models."""
         self._has_no_cache("step")
 

@@ -73,6 +73,11 @@ def both(mask: Tensor | None, seen: Tensor) -> Tensor:
     return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
 
 
+def says(call: Any) -> bool:
+    """Can torch's scaled_dot_product_attention say an `Attention`?"""
+    return asked(call) <= _SAID
+
+
 def attention(call: Any) -> tuple[Tensor, Tensor]:
     """(output, an empty lse) of an `Attention`. Raises NotRecordable for what torch cannot say."""
     if unsaid := sorted(asked(call) - _SAID):

@@ -9,16 +9,13 @@ TensorGuards is not public torch. Where torch has moved it, `Likeness` takes its
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 # Read as attributes: a function that hands one out costs more than the read.
@@ -26,6 +23,7 @@ from attnops.call import Call, Spec, check, check_kinds, values
 from attnops.errors import InvalidInput, NoGradient, fail
 from attnops.kernel import _REGISTRY, Capture
 from attnops.ops.rules import FURTHEST
+from attnops.ops.state import autocasting, capturing, debug_mode, of_a_batch, overheard, uncast
 from attnops.problem import _OVERRIDE, Problem, alike, altered, problem_of
 from attnops.select import _ACTIVE, choose, key_for as _key_for
 from attnops.subclasses import plain_only, refuse_foreign
@@ -39,44 +37,7 @@ SHAPES = 8
 """Sets of shapes that it remembers of each."""
 
 _nested = attrgetter("is_nested")
-_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
-
-
-def _publicly_autocasting() -> bool:
-    return any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
-
-
-autocasting: Callable[[], bool] = vars(torch._C).get("_is_any_autocast_enabled", _publicly_autocasting)
-"""Is autocast on, for any device?"""
-
-
-@contextmanager
-def _publicly_uncast() -> Iterator[None]:
-    with ExitStack() as off:
-        for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
-            off.enter_context(torch.autocast(kind, enabled=False))
-        yield
-
-
-uncast: Callable[[], AbstractContextManager[None]] = vars(torch._C).get("_DisableAutocast", _publicly_uncast)
-"""Autocast is off within the block: an op has no autocast rule, and its kernels compute in the dtypes of its contract. torch.autocast
-takes longer."""
-_of_a_batch: Callable[[Tensor], bool]
-_of_a_batch = vars(torch._C._functorch).get("is_legacy_batchedtensor", lambda tensor: False)
-"""Is it a batch of tensors, as torch.autograd.grad makes one of gradients?"""
-_profiling: Callable[[], bool] = vars(torch.autograd).get("_profiler_enabled", lambda: False)
-_tracing: Callable[[], bool]
-_tracing = vars(torch._C).get("_is_tracing", torch.jit.is_tracing)  # type: ignore[attr-defined]
 _TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
-
-
-_debug_mode: Callable[[], int] = torch.get_deterministic_debug_mode
-"""0, or whether torch.use_deterministic_algorithms warns (1) or raises (2)."""
-
-
-def capturing(tensor: Tensor) -> bool:
-    """Does a call on `tensor` become part of a CUDA graph?"""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class Likeness:
@@ -91,7 +52,7 @@ class Likeness:
     @staticmethod
     def _facts(t: Tensor) -> tuple[Any, ...]:
         kind = type(t), t.dim(), t.dtype, t.device, t.requires_grad
-        return *kind, t.is_neg(), t.is_conj(), t.is_inference(), _of_a_batch(t)
+        return *kind, t.is_neg(), t.is_conj(), t.is_inference(), of_a_batch(t)
 
     def check(self, *tensors: Tensor) -> bool:
         """Are they all alike?"""
@@ -275,7 +236,7 @@ class Eager:
         if kind is None:
             return None
         scalars, tensors = kind.scalars(call), kind.tensors(call)
-        key = kind.number, scalars, _REGISTRY.generation, _OVERRIDE.target, _debug_mode()
+        key = kind.number, scalars, _REGISTRY.generation, _OVERRIDE.target, debug_mode()
         if any(map(_nested, tensors)):
             return None  # the guards would abort the process: a nested tensor has no sizes
         for guards, run, grown in self.seen.get(key, ()):
@@ -326,7 +287,7 @@ def _plain(t: Tensor) -> bool:
     """Does the memory of `t` hold its numbers as they are? The dispatcher resolves lazy conjugates and signs, other layouts, and the
     batches of gradients of `is_grads_batched`, first."""
     strided = t.device.type != "meta" and t.layout is torch.strided
-    return strided and not (t.is_neg() or t.is_conj() or t.is_nested or _of_a_batch(t))
+    return strided and not (t.is_neg() or t.is_conj() or t.is_nested or of_a_batch(t))
 
 
 def checked(op: Eager, call: Call) -> Run:
@@ -348,18 +309,6 @@ def checked(op: Eager, call: Call) -> Run:
 
 
 # Who must see a call --------------------------------------------------------------------------------------------------------
-
-
-def overheard() -> bool:
-    """Must a call pass the dispatcher: is forward-mode or torch.func's gradient possible, or does a mode or a tool have to see it?"""
-    return bool(
-        _len_torch_dispatch_stack()
-        or _len_torch_function_stack()
-        or _profiling()
-        or forward_ad._current_level >= 0
-        or _transformed()
-        or _tracing()
-    )
 
 
 def direct(overload: Any, run: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,8 +17,9 @@ from attnops.adapt import on_device_of
 from attnops.call import Call, changed, check, fake, schema, split, values
 from attnops.errors import NoGradient, NotCapturable, NotRecordable, RegistrationError, fail
 from attnops.kernel import CONTRACT, Capture, Core, Kernel, on_register
-from attnops.ops.eager import Eager, autocasting, capturing, direct, grad_fields, uncast
+from attnops.ops.eager import Eager, direct, grad_fields
 from attnops.ops.layouts import refuse_others
+from attnops.ops.state import autocasting, capturing, uncast
 from attnops.problem import Problem
 from attnops.select import choose, parse_policy
 from attnops.tracers import is_onnx
