@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import nn
 
+from attnops.adapters.callers import calls_sdpa
 from attnops.adapters.handle import MARK, Handle as Handle
 from attnops.adapters.report import Report as Report, Verification as Verification
-from attnops.adapters.sdpa import calls_sdpa, is_served
+from attnops.adapters.served import is_served
 from attnops.adapters.swap import Change, Site, Swapped as Swapped
 from attnops.call import need
 from attnops.errors import PatchError, fail, one_line

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attnops.errors import InvalidInput, fail
 from attnops.ops import slot_mapping
-from attnops.ops.eager import capturing
+from attnops.ops.state import capturing
 
 _CACHE: Any = None
 with contextlib.suppress(ImportError):  # another version, whose cache gathers the keys by its own `update`
