@@ -26,6 +26,7 @@ RANKS = {
     "attnops.reference": 0,
     "attnops.adapt": 1,
     "attnops.kernel": 1,
+    "attnops.registry": 1,
     "attnops.needs": 1,
     "attnops.packages": 1,
     "attnops.tried": 1,

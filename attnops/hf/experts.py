@@ -149,7 +149,8 @@ def _function(stock: Callable[..., Tensor] | None, serve: Serve) -> Callable[...
         fixed = deterministic(active_policy())
         # One expert after the other: grouped products follow from the tokens of all rows.
         own = type(module).forward.__wrapped__ if stock is None or fixed else stock
-        return apart(own, module, hidden_states, top_k_index, top_k_weights, *args, **kwargs)
+        result: Tensor = apart(own, module, hidden_states, top_k_index, top_k_weights, *args, **kwargs)
+        return result
 
     return forward
 
