@@ -28,6 +28,7 @@ from attnops.problem import Extent, Problem, Target
 from attnops.reference.experts import gated
 from attnops.reference.linear import GATES
 from attnops.select import active_policy, select
+from attnops.tracers import is_recorded
 
 interface: Any = None
 try:
@@ -126,7 +127,7 @@ Serve = Callable[[Any, Tensor, Tensor, Tensor], Tensor | None]
 
 def _served(module: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor | None:
     gate: Gate | None = getattr(module, _GATE, None)
-    if gate is None or not _serves(module, x, index, gate):
+    if gate is None or is_recorded() or not _serves(module, x, index, gate):
         return None
     return experts(
         x, *weights_of(module), index, weights, *biases_of(module), activation=gate.activation, interleaved=gate.interleaved,

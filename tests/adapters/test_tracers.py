@@ -122,6 +122,22 @@ def test_a_graph_for_tensorboard(tmp_path):
     assert list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dynamo", [True, False])
+@pytest.mark.parametrize("make", [encoder, own])
+def test_a_file_of_onnx(make, dynamo, tmp_path):
+    reason = "onnxscript (extra dev), which torch.onnx needs, is not installed"
+    pytest.importorskip("onnxscript", reason=reason)
+    reference = pytest.importorskip("onnx.reference", reason=reason)
+    model, path = make().eval(), str(tmp_path / "model.onnx")
+    want = model(X)
+    with attnops.patch(model):
+        torch.onnx.export(model, (X,), path, dynamo=dynamo, verbose=False, input_names=["x"])
+    [got] = reference.ReferenceEvaluator(path).run(None, {"x": X.numpy()})
+    torch.testing.assert_close(torch.from_numpy(got), want)
+
+
 class Tagged(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
