@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attnops import kernels as _kernels
+from attnops import announce as _announce, kernels as _kernels
 from attnops.errors import AttnopsError as AttnopsError
 from attnops.ops import (
     attention as attention,
@@ -61,3 +61,4 @@ def __dir__() -> list[str]:
 
 # Last, so that modules of third parties find all of attnops.
 _kernels.load_third_party()
+_announce.announce()

@@ -44,6 +44,8 @@ from attnops.layout import (
     layout_of,
 )
 from attnops.reference.rows import surely
+from attnops.subclasses import check_strided
+from attnops.tracers import wanted
 
 if TYPE_CHECKING:
     from typing_extensions import dataclass_transform
@@ -278,7 +280,7 @@ def _check_kind(a: Arg, value: Any) -> None:
         check_number(a, value)
     elif not isinstance(value, Tensor) and (value is not None or a.kind == "Tensor"):
         got = "nothing" if value is REQUIRED else "None" if value is None else type(value).__name__
-        fail(InvalidInput, a.name, got, f"a tensor [{a.dims}]")
+        fail(InvalidInput, a.name, got, wanted(f"a tensor [{a.dims}]", value))
 
 
 def _check_tensor(call: Call, a: Arg, value: Tensor) -> None:
@@ -298,13 +300,6 @@ def _check_tensor(call: Call, a: Arg, value: Tensor) -> None:
     allowed = a.dtypes(call) if callable(a.dtypes) else a.dtypes
     if value.dtype not in allowed:
         fail(InvalidInput, f"{a.name}.dtype", name(value.dtype), " | ".join(map(name, allowed)))
-
-
-def check_strided(field: str, value: Tensor, dims: str) -> None:
-    """Raise InvalidInput for a sparse or a nested tensor."""
-    if value.layout != torch.strided or value.is_nested:
-        kind = "a nested tensor" if value.is_nested else f"a tensor of layout {str(value.layout).removeprefix('torch.')}"
-        fail(InvalidInput, field, kind, f"a plain strided tensor [{dims}]")
 
 
 def place(spec: Spec, letter: str) -> str:

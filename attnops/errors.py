@@ -176,6 +176,20 @@ class NoGradient(AttnopsError, RuntimeError):
         self.op, self.fields, self.forward = op, fields, forward
 
 
+NOT_SCRIPTED = "torch.export, or torch.jit.trace: it compiles no code that calls attnops"
+
+
+class NotRecordable(AttnopsError, RuntimeError):
+    """A tool that records a model, or maps it over a batch, meets what it cannot have.
+
+    what: the op or module. tool: the tool, with what it met. want: what to do.
+    """
+
+    def __init__(self, what: str, tool: str, want: str) -> None:
+        super().__init__(f"{what}: got {tool}, want {want}; see docs/export.md")
+        self.what, self.tool, self.want = what, tool, want
+
+
 class RegistrationError(AttnopsError, ValueError):
     """A kernel declaration is wrong: duplicate name, unknown op, bad name."""
 

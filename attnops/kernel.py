@@ -8,7 +8,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import inf
 from numbers import Real
-from threading import RLock
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -23,7 +22,6 @@ from attnops.needs import (
     Inline as Inline,
     Invariant as Invariant,
     Need as Need,
-    Package as Package,
     Plan as Plan,
     Tolerance as Tolerance,
     all_of as all_of,
@@ -41,7 +39,9 @@ from attnops.needs import (
     one_of as one_of,
     without as without,
 )
+from attnops.packages import Package as Package
 from attnops.problem import Problem, Refusal, Target, altered
+from attnops.registry import Registry as Registry
 
 __all__ = [
     "Capture", "CONTRACT", "Core", "Inline", "Invariant", "Kernel", "Need", "Package", "Plan", "Tolerance", "all_kernels", "all_of", "arch",
@@ -250,8 +250,8 @@ class Kernel:
         return ";".join(map(str, self.absences(Target()))) if self.packages else "own"
 
     def versions(self) -> tuple[str, ...]:
-        """`module==version` of its packages, for cache keys and reports."""
-        return tuple(f"{p.module}=={p.version()}" for p in self.packages)
+        """`module==version` of its packages, or of those that serve in their place, for cache keys and reports."""
+        return tuple(f"{p.module}=={p.version()}" for p in (each.used(Target()) for each in self.packages))
 
 
 def _kernel_there(op: str, name: str, about: str) -> Kernel:
@@ -268,37 +268,6 @@ def said(error: BaseException) -> str:
         return f"{type(error).__name__}: {error}"
     except FAILURES:
         return type(error).__name__
-
-
-@dataclass
-class Registry:
-    """All kernels by op and name, and the checks and listeners for new ones. waiting: kernels of an open `together`.
-
-    Calls of other threads read `kernels` at any time, so a registration replaces it, under `lock`, and changes no dict in place.
-    """
-
-    kernels: dict[str, dict[str, Kernel]] = field(default_factory=dict)
-    broken: dict[str, str] = field(default_factory=dict)
-    checks: list[Callable[[Kernel], None]] = field(default_factory=list)
-    listeners: list[Callable[[Kernel], None]] = field(default_factory=list)
-    waiting: list[Kernel] | None = None
-    generation: int = 0
-    lock: RLock = field(default_factory=RLock)
-
-    def add(self, kernel: Kernel) -> None:
-        """Add a kernel."""
-        with self.lock:
-            table = {**self.kernels.get(kernel.op, {}), kernel.name: kernel}
-            self.kernels = {**self.kernels, kernel.op: table}
-            self.generation += 1
-
-    def remove(self, kernel: Kernel) -> None:
-        """Remove a kernel, and the table of its op with the last one."""
-        with self.lock:
-            table = {n: k for n, k in self.kernels.get(kernel.op, {}).items() if n != kernel.name}
-            others = {op: kernels for op, kernels in self.kernels.items() if op != kernel.op}
-            self.kernels = {**others, kernel.op: table} if table else others
-            self.generation += 1
 
 
 _REGISTRY = Registry()

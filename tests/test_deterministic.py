@@ -204,9 +204,12 @@ def test_gradients():
     assert torch.equal(grads[0][rows_of(forward, FOUR)], grads[1])
 
 
-@pytest.mark.parametrize("op", ["merge_state", "merge_states", "sparse_mla_attention"])
+OF_TOKENS = ("linear", "experts", "mxfp4_experts", "route")
+
+
+@pytest.mark.parametrize("op", ["merge_state", "merge_states", "sparse_mla_attention", *OF_TOKENS])
 def test_rows(op):
-    for case in CASES[op][:4]:
+    for case in CASES[op] if op == "route" else CASES[op][:4]:
         call = case.call()
         tokens = next(iter(call.tensors().values())).shape[0]
         if tokens > 2:

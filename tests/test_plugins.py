@@ -42,9 +42,10 @@ from attnops.kernel import (
     together,
     without,
 )
-from attnops.needs import features, parse, within
+from attnops.needs import features
 from attnops.ops import eager
 from attnops.ops.dense import Attention
+from attnops.packages import parse, within
 from attnops.problem import Extent, Problem, Refusal, Target
 from attnops.select import choose, select, workspace_bytes
 from attnops.testing import CASES
@@ -464,9 +465,9 @@ def test_what_is_no_version_lies_in_no_bounds(text):
 
 
 def test_a_pre_release_is_older_than_its_release(monkeypatch):
-    monkeypatch.setattr("attnops.needs._installed", lambda module: True)
+    monkeypatch.setattr("attnops.packages._installed", lambda module: True)
     for version, at_least, found in (("0.4.0rc1", "0.4.0", False), ("4.0.0b36", "4.0.0b36", True), ("4.0.0b4", "4.0.0b36", False)):
-        monkeypatch.setattr("attnops.needs._version", lambda dist, version=version: version)
+        monkeypatch.setattr("attnops.packages._version", lambda dist, version=version: version)
         package = Package("theirs", ("theirs",), at_least)
         assert (package.missing(Target()) is None) == found
         assert found or package.missing(Target()) == Refusal("package", f"theirs {version}", f">= {at_least}")
@@ -475,7 +476,7 @@ def test_a_pre_release_is_older_than_its_release(monkeypatch):
 def test_versions_compare_where_torch_has_no_copy_of_packaging():
     block = "import sys, torch; sys.modules['torch._vendor.packaging.version'] = None; "
     compared = "within('0.4.0rc1', '0.3', '0.4'), within('0.3', '0.3', '')"
-    code = f"{block}from attnops.needs import Version, within; print(Version.__module__, {compared})"
+    code = f"{block}from attnops.packages import Version, within; print(Version.__module__, {compared})"
     assert fresh_process(code).split() == ["packaging.version", "False", "True"]
 
 

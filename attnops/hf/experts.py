@@ -22,11 +22,13 @@ from attnops.call import name as name_of
 from attnops.kernel import deterministic
 from attnops.kernels.triton.attention import FLOATS
 from attnops.kernels.triton.launch.experts_tiles import MOST_TOKENS
+from attnops.nn.steady import apart
 from attnops.ops.experts import experts
 from attnops.problem import Extent, Problem, Target
 from attnops.reference.experts import gated
 from attnops.reference.linear import GATES
 from attnops.select import active_policy, select
+from attnops.tracers import is_recorded
 
 interface: Any = None
 try:
@@ -125,7 +127,7 @@ Serve = Callable[[Any, Tensor, Tensor, Tensor], Tensor | None]
 
 def _served(module: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor | None:
     gate: Gate | None = getattr(module, _GATE, None)
-    if gate is None or not _serves(module, x, index, gate):
+    if gate is None or is_recorded() or not _serves(module, x, index, gate):
         return None
     return experts(
         x, *weights_of(module), index, weights, *biases_of(module), activation=gate.activation, interleaved=gate.interleaved,
@@ -145,8 +147,11 @@ def _function(stock: Callable[..., Tensor] | None, serve: Serve) -> Callable[...
     def forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not (args or kwargs) and (out := serve(module, hidden_states, top_k_index, top_k_weights)) is not None:
             return out
-        own = type(module).forward.__wrapped__ if stock is None else stock
-        return own(module, hidden_states, top_k_index, top_k_weights, *args, **kwargs)
+        fixed = deterministic(active_policy())
+        # One expert after the other: grouped products follow from the tokens of all rows.
+        own = type(module).forward.__wrapped__ if stock is None or fixed else stock
+        result: Tensor = apart(own, module, hidden_states, top_k_index, top_k_weights, *args, **kwargs)
+        return result
 
     return forward
 

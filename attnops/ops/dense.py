@@ -9,7 +9,8 @@ from torch import Tensor
 
 from attnops.call import FLOAT32, FLOATS, INDEX, KW_ONLY, MASK, QUERY, STORED, Result, Sizes, arg, changed, record
 from attnops.errors import InvalidInput, NoGradient, fail
-from attnops.ops import eager, rules
+from attnops.ops import by_sdpa, eager, rules
+from attnops.ops.bias import as_rule
 from attnops.ops.eager import key_for
 from attnops.ops.op import OPS, Op, applied, below, blank, define, tensors_of
 from attnops.problem import surely
@@ -78,7 +79,16 @@ class Attention(rules.Visible):
     q_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None)
 
 
-ATTENTION = define(Op(Attention, reference.attention, differentiable, flops="2 * B * Hq * S * K * (D + Dv)", about="dense attention"))
+ATTENTION = define(
+    Op(
+        Attention,
+        reference.attention,
+        differentiable,
+        flops="2 * B * Hq * S * K * (D + Dv)",
+        about="dense attention",
+        by_torch=by_sdpa.attention,
+    )
+)
 
 
 GRADIENTS = rules.gradients("query", "key", "value", "mask", "sinks")
@@ -143,7 +153,8 @@ def attention(
         causal: query i sees keys up to its own position. The last query is at the last visible key (bottom-right).
         window: (left, right) keys visible besides the query's own position; -1 is unbounded, and so is 2**30 or more.
         softcap: logits become `softcap * tanh(logits / softcap)`; 0 is off.
-        mask: `[B or 1, Hq or 1, S or 1, K]`, leading dims optional; bool (True: visible) or float (added after the soft cap).
+        mask: `[B or 1, Hq or 1, S or 1, K]`, leading dims optional; bool (True: visible) or float (added after the soft cap); or
+            `causal_lower_right(S, K)` or `causal_upper_left(S, K)` of torch.nn.attention.bias.
             -inf hides a key. So does a number as low as -1e9 or finfo.min beside visible keys. A query all of whose logits are
             finite and below -1e6 has finite results and gradients that are not specified; it changes no other query's.
         sinks: `[Hq]` one logit a query head, part of the softmax denominator only. One of +inf takes all of the weight: its head
@@ -166,6 +177,7 @@ def attention(
     """
     left, right = eager.window(window)
     attention_chunk = eager.chunk(attention_chunk)
+    mask, causal = as_rule(mask, causal, query, key, kv_end)
     eager.mask(mask)
     if mask is not None and 2 <= mask.dim() < 4:
         if not torch.compiler.is_compiling():

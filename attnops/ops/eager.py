@@ -9,16 +9,13 @@ TensorGuards is not public torch. Where torch has moved it, `Likeness` takes its
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 # Read as attributes: a function that hands one out costs more than the read.
@@ -28,8 +25,11 @@ from attnops.errors import InvalidInput, NoGradient, fail
 from attnops.kernel import _REGISTRY, Capture
 from attnops.ops.foreign import answering
 from attnops.ops.rules import FURTHEST
+from attnops.ops.state import autocasting, capturing, debug_mode, of_a_batch, overheard, uncast
 from attnops.problem import _OVERRIDE, Problem, alike, altered, problem_of
 from attnops.select import _ACTIVE, choose, key_for as _key_for
+from attnops.subclasses import plain_only, refuse_foreign
+from attnops.tracers import is_onnx, wanted
 
 Run = Callable[[Any], Any]
 
@@ -39,39 +39,7 @@ SHAPES = 8
 """Sets of shapes that it remembers of each."""
 
 _nested = attrgetter("is_nested")
-_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
-
-
-def _publicly_autocasting() -> bool:
-    return any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
-
-
-autocasting: Callable[[], bool] = vars(torch._C).get("_is_any_autocast_enabled", _publicly_autocasting)
-"""Is autocast on, for any device?"""
-
-
-@contextmanager
-def _publicly_uncast() -> Iterator[None]:
-    with ExitStack() as off:
-        for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
-            off.enter_context(torch.autocast(kind, enabled=False))
-        yield
-
-
-uncast: Callable[[], AbstractContextManager[None]] = vars(torch._C).get("_DisableAutocast", _publicly_uncast)
-"""Autocast is off within the block: an op has no autocast rule, and its kernels compute in the dtypes of its contract. torch.autocast
-takes longer."""
-_profiling: Callable[[], bool] = vars(torch.autograd).get("_profiler_enabled", lambda: False)
 _TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
-
-
-_debug_mode: Callable[[], int] = torch.get_deterministic_debug_mode
-"""0, or whether torch.use_deterministic_algorithms warns (1) or raises (2)."""
-
-
-def capturing(tensor: Tensor) -> bool:
-    """Does a call on `tensor` become part of a CUDA graph?"""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class Likeness:
@@ -85,7 +53,8 @@ class Likeness:
 
     @staticmethod
     def _facts(t: Tensor) -> tuple[Any, ...]:
-        return type(t), t.dim(), t.dtype, t.device, t.requires_grad, t.is_neg(), t.is_conj(), t.is_inference()
+        kind = type(t), t.dim(), t.dtype, t.device, t.requires_grad
+        return *kind, t.is_neg(), t.is_conj(), t.is_inference(), of_a_batch(t)
 
     def check(self, *tensors: Tensor) -> bool:
         """Are they all alike?"""
@@ -219,6 +188,7 @@ class Eager:
 
     autograd: Callable[[Run, Any], Any] | None
     once: bool
+    in_torchs_ops: Run
 
     def __init__(self, spec: Spec) -> None:
         self.spec, self.name = spec, spec.op
@@ -253,6 +223,9 @@ class Eager:
                     return self.autograd(self.run, call)
             elif (run := self.find(call)) is not None:
                 return run(call)
+        plain_only(self.names, call)  # others would be asked what the op shall do
+        if is_onnx():
+            return self.in_torchs_ops(call)
         if not is_compiling():
             given, call = call, with_python_numbers(call)
             if call is not given:
@@ -268,7 +241,7 @@ class Eager:
         if kind is None:
             return None
         scalars, tensors = kind.scalars(call), kind.tensors(call)
-        key = kind.number, scalars, _REGISTRY.generation, _OVERRIDE.target, _debug_mode()
+        key = kind.number, scalars, _REGISTRY.generation, _OVERRIDE.target, debug_mode()
         if any(map(_nested, tensors)):
             return None  # the guards would abort the process: a nested tensor has no sizes
         for guards, run, grown in self.seen.get(key, ()):
@@ -316,12 +289,15 @@ def grad_fields(call: Any) -> tuple[str, ...]:
 
 
 def _plain(t: Tensor) -> bool:
-    """Does the memory of `t` hold its numbers as they are? The dispatcher resolves lazy conjugates and signs, and other layouts, first."""
-    return not (t.is_neg() or t.is_conj() or t.is_nested) and t.device.type != "meta" and t.layout is torch.strided
+    """Does the memory of `t` hold its numbers as they are? The dispatcher resolves lazy conjugates and signs, other layouts, and the
+    batches of gradients of `is_grads_batched`, first."""
+    strided = t.device.type != "meta" and t.layout is torch.strided
+    return strided and not (t.is_neg() or t.is_conj() or t.is_nested or of_a_batch(t))
 
 
 def checked(op: Eager, call: Call) -> Run:
     """A function that runs the kernel chosen for `call`, which is checked first. Raises InvalidInput, NoKernel."""
+    plain_only(op.names, call)
     check(call)
     policy = getattr(call, "policy")  # noqa: B009 - every record has one, and no type checker knows
     problem = op.problem(call)
@@ -340,13 +316,6 @@ def checked(op: Eager, call: Call) -> Run:
 
 
 # Who must see a call --------------------------------------------------------------------------------------------------------
-
-
-def overheard() -> bool:
-    """Must a call pass the dispatcher: is forward-mode or torch.func's gradient possible, or does a mode or a profiler have to see it?"""
-    return bool(
-        _len_torch_dispatch_stack() or _len_torch_function_stack() or _profiling() or forward_ad._current_level >= 0 or _transformed()
-    )
 
 
 def direct(overload: Any, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -378,12 +347,14 @@ def tensors(**given: Any) -> None:
     """Raise InvalidInput unless these, which a public function looks into before the op checks its call, are tensors."""
     for field, value in given.items():
         if not isinstance(value, Tensor):
-            fail(InvalidInput, field, "None" if value is None else type(value).__name__, "a tensor")
+            got = "None" if value is None else type(value).__name__
+            fail(InvalidInput, field, got, wanted("a tensor", value))
 
 
 def mask(value: Any) -> None:
-    """Raise InvalidInput unless a mask is a tensor or None. Of a function, as flex_attention takes one, the error says what to do."""
+    """Raise InvalidInput unless a mask is a plain tensor or None. Of a function, as flex_attention takes one, the error says what to do."""
     if value is None or isinstance(value, Tensor):
+        refuse_foreign("mask", value)
         return
     want = "a tensor, bool or additive"
     if callable(value) or type(value).__name__ == "BlockMask":

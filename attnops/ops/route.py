@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.call import FLOATS, KW_ONLY, Call, Sizes, arg, check_strided, need, record
+from attnops.call import FLOATS, KW_ONLY, Call, Sizes, arg, need, record
 from attnops.checks import python_number
 from attnops.errors import InvalidInput, fail
 from attnops.ops import eager
 from attnops.ops.eager import key_for
 from attnops.ops.op import Op, define
 from attnops.reference.route import route as reference
+from attnops.subclasses import check_strided
 
 SCORING = ("softmax", "sigmoid")
 LEAST = {"E": ">= 1 expert", "K": ">= 1 expert"}

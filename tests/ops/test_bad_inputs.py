@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 import attnops
 from attnops import ops
@@ -184,6 +185,8 @@ BAD = [
     Bad("varlen_attention", {"mask": max}, "mask", "builtin", "torch.nn.attention.flex_attention"),
     Bad("paged_attention", {"mask": lambda b, h, i, j: i >= j}, "mask", "function", "write a mask_mod or score_mod out"),
     Bad("mla_attention", {"mask": "causal"}, "mask", "str", "a tensor, bool or additive"),
+    Bad("attention", {"mask": causal_lower_right(4, 5)}, "mask", "a CausalBias of 4 queries and 5 keys", "3 queries and 5 keys"),
+    Bad("varlen_attention", {"mask": causal_lower_right(3, 5)}, "mask", "a CausalBias", "a plain tensor"),
     Bad("attention", {"mask": f(2, 1, 3, 5).to(I32)}, "mask.dtype", "int32", "bool | float16"),
     Bad("attention", {"sinks": f(2)}, "sinks.shape[0]", "2", "4 (Hq, as query.shape[2])"),
     Bad("attention", {"sinks": f(4, 1)}, "sinks", "(4, 1)", "[Hq]"),
