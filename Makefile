@@ -91,8 +91,8 @@ dist: $(VENV)/.dev ## the sdist, and the wheel made from it, in dist/, checked a
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/twine check --strict dist/*
 
-census: $(VENV)/.dev ## every model type of transformers, patched against eager; docs/models.md (half an hour of one core)
-	$(BIN)/python -m benchmarks.census.run --jobs $(JOBS); code=$$?; $(BIN)/python docs/generate.py && exit $$code
+census: $(VENV)/.dev ## every model type of transformers, patched against eager; docs/models.md (half an hour of one core; TESTS: a folder with transformers' tests)
+	$(BIN)/python -m benchmarks.census.run --jobs $(JOBS) $(if $(TESTS),--tests $(TESTS)); code=$$?; $(BIN)/python docs/generate.py && exit $$code
 
 # A GPU host brings its own torch and often has no network, so the targets below use its python3, not .venv.
 gpu-test: ## tests on a CUDA device, with the system's python3; PART_S=450 for a part of so many seconds, again for the next

@@ -202,6 +202,15 @@ class ContractMismatch(RegistrationError):
         self.kernel, self.got, self.want = kernel, got, want
 
 
+class WrongResult(AttnopsError, RuntimeError):
+    """A kernel of another package returned what its op does not promise. Found at its first call."""
+
+    def __init__(self, op: str, kernel: str, field: str, got: object, want: object) -> None:
+        given = f"{op}.{kernel}: {field} got {shown(got)}, want {shown(want)}"
+        super().__init__(f"{given}; `run` of the kernel returns what docs/ops.md says of the op")
+        self.op, self.kernel, self.field, self.got, self.want = op, kernel, field, got, want
+
+
 class PageSizeConflict(AttnopsError, ValueError):
     """No page size suits all the kernels that a cache is to serve, or the one given does not.
 

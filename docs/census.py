@@ -35,7 +35,7 @@ def census_full() -> str:
     through = f"{left_out} Through Inductor: {inductor or 'none'}."
     parts = [
         f"{made}. {sentence(data)}. {len(types)} types: {len(states['ran'])} ran, {len(states['refused'])} are refused by `patch`, for "
-        f"{len(states['unrun'])} no input is known, {len(states['unbuilt'])} were not built. Checks: {numbers}.{through}",
+        f"{len(states['unrun'])} no input is known, {len(states['unbuilt'])} were not built. Checks: {numbers}.{through}{by_tests(data)}",
         "## Types that ran\n\n" + table(["type", "class", "patched", *("ok", "as chosen", "refused", "eager", "wrong"), "remarks"], [
             [f"`{name}`", found["cls"] or "-", f"{found['patched']} of {found['modules']}", *tallies(found), remarks(found)]
             for name, found in states["ran"].items()
@@ -45,6 +45,19 @@ def census_full() -> str:
         "## Types that were not built\n\n" + reasons(states["unbuilt"]),
     ]  # fmt: skip
     return "\n\n".join(parts)
+
+
+def by_tests(data: dict[str, Any]) -> str:
+    """How many types ran by transformers' own tests, of which version, and which rows are of an earlier run that had them."""
+    found = {name: row for name, row in data["types"].items() if row.get("source")}
+    if not found:
+        return " No type ran by transformers' own tests."
+    kept = [f"`{name}`" for name, row in found.items() if "date" in row]
+    version = f" (of {data['tests']})" if data.get("tests") else ""
+    text = f" {len(found)} types have configs or inputs of transformers' own tests{version}."
+    if not kept:
+        return text
+    return f"{text} This run had no tests, so that {len(kept)} of these rows are of an earlier one: {', '.join(kept)}."
 
 
 def tallies(found: dict[str, Any]) -> list[str]:
@@ -61,7 +74,9 @@ def remarks(found: dict[str, Any]) -> str:
         texts += [f"{WORDS[status]}: {', '.join(brief(checks))}: {plain(reason)}" for reason, checks in by_reason.items()]
     if "chosen" in found:
         texts.append(f"{WORDS['chosen']}: {', '.join(brief(list(found['chosen'])))}")
-    if others := [f"{field} {found[field]}" for field in ("torch", "commit") if field in found]:
+    if found.get("source"):
+        texts.append(f"by {found['source']}")
+    if others := [f"{field} {found[field]}" for field in ("transformers", "torch", "commit") if field in found]:
         texts.append(f"run with {', '.join(others)}")
     if found.get("skipped"):
         texts.append(f"left alone: {plain('; '.join(found['skipped']))}")

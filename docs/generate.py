@@ -105,7 +105,7 @@ def backends() -> str:
     since: dict[str, str] = {}
     for op in ops_of_kernels():
         for s in supports(op) if "attention" in op and not op.startswith("plan_") else ():
-            package = s.kernel.packages[0].module if s.kernel.packages else "torch"
+            package = "` or `".join(each.module for each in s.kernel.packages[0].each) if s.kernel.packages else "torch"
             for target in s.runs:
                 answers.setdefault((package, s.kernel.name), {}).setdefault(target, set()).add(target in ran(s))
             states = (since.get(s.kernel.name, SAME), *ran(s).values())

@@ -99,7 +99,7 @@ def _short(us: float) -> float:
 
 def packages_of_kernels() -> tuple[str, ...]:
     """The modules that kernels need, sorted."""
-    return tuple(sorted({p.module for k in all_kernels() for p in k.packages}))
+    return tuple(sorted({module for k in all_kernels() for p in k.packages for module in (each.module for each in p.each)}))
 
 
 def explain(

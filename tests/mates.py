@@ -16,7 +16,9 @@ from attnops.testing import Call, Source
 
 POLICY = "deterministic"
 BY_TOKEN = ("query", "q_nope", "q_pe", "mask", "temperature", "indices", "topk_length", "output", "lse")
+RESULTS = ("output", "lse", "weights", "index")
 BY_REQUEST = ("page_table", "seq_lens", "block_count", "block_offset", "column_count", "column_index")
+WEIGHTS = ("weight", "norm_weight", "bias", "gate_up", "gate_up_scales", "gate_up_bias", "down", "down_scales", "down_bias")
 
 
 def invariant(kernel: Kernel) -> Kernel:
@@ -39,7 +41,10 @@ def only(call: Call, chosen: Sequence[int], columns: int = 0) -> Call:
     new: dict[str, Any] = {}
     if "cu_seqlens_q" not in t:  # dense, sparse, merges: every tensor of rows
         count = next(iter(call.tensors().values())).shape[0]
-        same = ("sinks", "k_scale", "v_scale", "kv_scale", "q_scale", "latent_pages", "k_pages", "v_pages", "q_norm", "k_norm", "workspace")
+        same = (
+            *("sinks", "k_scale", "v_scale", "kv_scale", "q_scale", "latent_pages", "k_pages", "v_pages"),
+            *("q_norm", "k_norm", "workspace", *WEIGHTS),
+        )
         new = {n: x[rows] for n, x in call.tensors().items() if n not in same and x.shape[0] == count}
         new |= {"page_table": pad(new["page_table"], (0, columns), value=-1)} if "page_table" in new else {}
     else:
@@ -60,9 +65,10 @@ def only(call: Call, chosen: Sequence[int], columns: int = 0) -> Call:
             new |= {"mask": pad(new["mask"], (0, columns * page))} if "mask" in new else {}
     if "block_count" in t:  # as many blocks as the lists have
         new |= {n: t[n] for n in ("max_seqlen_q", "max_seqlen_k")}
-    for name in ("output", "lse"):
+    for name in RESULTS:
         if name in call.mutated:
-            new[name] = torch.full_like(new[name], float("nan"))
+            unwritten = float("nan") if new[name].is_floating_point() else -1
+            new[name] = torch.full_like(new[name], unwritten)
     return call.with_(**new)
 
 
@@ -73,7 +79,7 @@ def results(call: Call, kernel: Kernel | None = None) -> list[Tensor]:
     args, kwargs = split(record)
     returned = getattr(torch.ops.attnops, call.op).default(*args, **kwargs) if kernel is None else kernel.run(record)
     if returned is None:
-        return [call.arguments[n] for n in ("output", "lse") if n in call.arguments]
+        return [call.arguments[n] for n in RESULTS if n in call.mutated]
     return [x for x in (returned if isinstance(returned, tuple) else (returned,)) if x.numel()]
 
 

@@ -1,6 +1,7 @@
 """Deterministic policies: one kernel whatever the sizes, and bits of a request that do not depend on its mates."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -13,7 +14,7 @@ from attnops.measured import Table, in_force
 from attnops.ops import OPS
 from attnops.problem import Extent, Problem, Target, altered
 from attnops.select import Policy, select, select_by, without_sizes
-from attnops.testing import CASES, Features, Source, builders, check_kernel
+from attnops.testing import CASES, Features, Source, builders, check_kernel, experts as testing_experts
 from attnops.testing.latent import DEEPSEEK
 from tests.mates import POLICY, invariant, may_be_chosen, only, rows_of, same_bits
 
@@ -203,13 +204,28 @@ def test_gradients():
     assert torch.equal(grads[0][rows_of(forward, FOUR)], grads[1])
 
 
-@pytest.mark.parametrize("op", ["merge_state", "merge_states", "sparse_mla_attention"])
+OF_TOKENS = ("linear", "experts", "mxfp4_experts", "route")
+
+
+@pytest.mark.parametrize("op", ["merge_state", "merge_states", "sparse_mla_attention", *OF_TOKENS])
 def test_rows(op):
-    for case in CASES[op][:4]:
+    for case in CASES[op] if op == "route" else CASES[op][:4]:
         call = case.call()
         tokens = next(iter(call.tensors().values())).shape[0]
         if tokens > 2:
             same_bits(call, [(1,), (0, 2), tuple(range(tokens))])
+
+
+@pytest.mark.parametrize("op", ["experts", "mxfp4_experts"])
+@pytest.mark.parametrize(("policy", "each"), [("", 5), (POLICY, 1)])
+def test_a_judge_of_experts_takes_tokens_one_at_a_time_only_then(op, policy, each):
+    kernel, rows = kernels_of(op)["reference"], []
+    [reference] = kernel.run.args
+    counting = partial(kernel.run.func, lambda call: rows.append(call.x.shape[0]) or reference(call))
+    sizes = {"experts": (24, 20, 28, 3, 2), "mxfp4_experts": (64, 64, 16, 3, 2)}[op]
+    call = getattr(testing_experts, op)(Source(1), 5, sizes)
+    counting(changed(call.record, policy=policy))
+    assert rows == [each] * (5 // each)
 
 
 INVARIANT = [k for k in all_kernels() if k.op in BATCHES and k.invariant]

@@ -14,6 +14,7 @@ from tests.helpers import runtime_nodes, sources
 # A module has the rank of its longest prefix here. The front, `attnops` itself, stands above all that it offers.
 RANKS = {
     "attnops.call": 0,
+    "attnops.checks": 0,
     "attnops.layout": 0,
     "attnops.extent": 0,
     "attnops.problem": 0,
@@ -25,7 +26,9 @@ RANKS = {
     "attnops.reference": 0,
     "attnops.adapt": 1,
     "attnops.kernel": 1,
+    "attnops.registry": 1,
     "attnops.needs": 1,
+    "attnops.packages": 1,
     "attnops.tried": 1,
     "attnops.measured": 1,
     "attnops.select": 2,
@@ -38,6 +41,7 @@ RANKS = {
     "attnops.inputs": 4,
     "attnops.testing": 4,
     "attnops.adapters": 5,
+    "attnops.announce": 5,
     "attnops.hf": 5,
     "attnops.configs": 5,
     "attnops.tune": 5,

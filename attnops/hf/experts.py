@@ -22,6 +22,7 @@ from attnops.call import name as name_of
 from attnops.kernel import deterministic
 from attnops.kernels.triton.attention import FLOATS
 from attnops.kernels.triton.launch.experts_tiles import MOST_TOKENS
+from attnops.nn.steady import apart
 from attnops.ops.experts import experts
 from attnops.problem import Extent, Problem, Target
 from attnops.reference.experts import gated
@@ -146,8 +147,11 @@ def _function(stock: Callable[..., Tensor] | None, serve: Serve) -> Callable[...
     def forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not (args or kwargs) and (out := serve(module, hidden_states, top_k_index, top_k_weights)) is not None:
             return out
-        own = type(module).forward.__wrapped__ if stock is None else stock
-        return own(module, hidden_states, top_k_index, top_k_weights, *args, **kwargs)
+        fixed = deterministic(active_policy())
+        # One expert after the other: grouped products follow from the tokens of all rows.
+        own = type(module).forward.__wrapped__ if stock is None or fixed else stock
+        result: Tensor = apart(own, module, hidden_states, top_k_index, top_k_weights, *args, **kwargs)
+        return result
 
     return forward
 

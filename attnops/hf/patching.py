@@ -17,7 +17,7 @@ from attnops.call import need
 from attnops.errors import PatchError, UnknownKernel, fail, one_line
 from attnops.graphs import Graphed, Report as GraphReport
 from attnops.graphs.graphed import Progress
-from attnops.hf import cache_names, not_fast
+from attnops.hf import batching, cache_names, not_fast
 from attnops.hf.attention.mask import Mode
 from attnops.hf.experts import Experts
 from attnops.hf.generation import Generation, growing, watch
@@ -33,6 +33,7 @@ from attnops.hf.paged.mode import PagedMode, give_back
 from attnops.hf.paged.reasons import callers_choice
 from attnops.hf.report import UNSETTLED, Report, Took, evaluating, notes_of, switch
 from attnops.hf.routers import Routers
+from attnops.hf.rows import Rows
 from attnops.tried import warn_if_newer
 
 _SETTLING = threading.Lock()
@@ -59,7 +60,7 @@ class Patched(Handle):
             self._settle()
         self._switched = [(config, config._attn_implementation_internal) for config in found.configs]
         switch(found.configs, self.implementation)
-        self._mixtures = Experts(model), Routers(model)
+        self._parts = Experts(model), Routers(model), Rows(model)
         # Each module may be pickled without the rest of the model, and options register themselves where they are loaded.
         switched = {id(config) for config in found.configs}
         self._marked = [module for module in owner.modules() if id(getattr(module, "config", None)) in switched]
@@ -70,6 +71,8 @@ class Patched(Handle):
         # The masks of generate() only grow, so that most of its steps need no check.
         if hasattr(owner, "generate"):
             self._watching = [Method(owner, "generate", _generate), *watch(owner)]
+        if hasattr(owner, batching.ENTRY):
+            self._watching.append(Method(owner, batching.ENTRY, batching.begin))
         self.active = True
         self._tell()
 
@@ -127,13 +130,13 @@ class Patched(Handle):
         if not self.active:
             return
         for config, before in self._switched:
-            if config._attn_implementation_internal == self.implementation:
+            if config._attn_implementation_internal in batching.names_of(self):
                 switch((config,), before)
         for module in self._marked:
             module.__dict__.pop(_OPTIONS, None)
         self._owner.__dict__.pop(MARK, None)
-        for mixture in self._mixtures:
-            mixture.undo()
+        for part in self._parts:
+            part.undo()
         if self._paged is not None:
             self._paged.undo()
         for each in self._watching:
@@ -150,13 +153,13 @@ class Patched(Handle):
             told = (f"skipped: {reason}", "") if reason else (PATCHED, phases)
             rows.append(Row(site.path, type(site.module).__name__, *told))
         notes = notes_of(options, self._found, self._paged, self._proof, self._why)
-        notes += tuple(note for mixture in self._mixtures if self.active for note in mixture.notes())
+        notes += tuple(note for part in self._parts if self.active for note in part.notes())
         return Report(type(self.model).__name__, options.kernel, tuple(rows), notes, self.implementation, options.mask, options.cache)
 
     def _others(self) -> list[tuple[Any, str]]:
         """Configs whose attention the caller has set to another since, and its name."""
         named = [(config, config._attn_implementation_internal) for config, _ in self._switched if self.active]
-        return [(config, name) for config, name in named if name != self.implementation]
+        return [(config, name) for config, name in named if name not in batching.names_of(self)]
 
     @property
     def took(self) -> Took | None:

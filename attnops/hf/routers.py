@@ -26,6 +26,7 @@ from attnops.graphs.regional import NUMBER
 from attnops.hf.experts import plain
 from attnops.hf.methods import is_replaced
 from attnops.kernels.triton.attention import FLOATS
+from attnops.nn.steady import apart
 from attnops.ops.route import SCORING, route
 from attnops.problem import Extent, Problem, Target
 from attnops.reference.route import chosen, values, weighed
@@ -116,10 +117,10 @@ def served(cls: Any) -> type:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         rule: Rule | None = self.__dict__.get(_RULE)
         if rule is None or is_recorded() or len(args) != 1 + (rule.bias == HANDED) or kwargs or not _serves(self, args[0], rule):
-            return cls.forward(self, *args, **kwargs)
+            return apart(cls.forward, self, *args, **kwargs)
         x = args[0].reshape(-1, args[0].shape[-1])
         bias = args[1] if rule.bias == HANDED else getattr(self, rule.bias) if rule.bias else None
-        logits = rule.logits(self, x)
+        logits = apart(rule.logits, self, x)
         return (logits, *route(logits, rule.top_k, bias, **rule.given, dtype=torch.float32 if rule.float32 else x.dtype))
 
     def reduce(self: Any, protocol: int) -> Any:
@@ -161,9 +162,19 @@ def sites(model: nn.Module) -> Iterator[Site]:
     """The routers of a model: modules with a number of choices and a matrix."""
     known: dict[tuple[Any, ...], Rule | None] = {}
     for module in model.modules():
-        cls = type(module)
-        if "Router" in cls.__name__ or (type(getattr(module, "top_k", None)) is int and _matrices(module)):
-            yield Site(module, cls, _against(module) or _rule(module, known))
+        if is_router(module):
+            yield Site(module, type(module), _against(module) or _rule(module, known))
+
+
+def is_router(module: nn.Module) -> bool:
+    """Is it one by its name, or by a number of choices and a matrix?"""
+    named = "Router" in type(module).__name__
+    return named or (type(getattr(module, "top_k", None)) is int and bool(_matrices(module)))
+
+
+def is_taken(module: nn.Module) -> bool:
+    """Is it a router of a patched model, that is taken over?"""
+    return _RULE in vars(module)
 
 
 def _matrices(module: nn.Module) -> list[str]:
@@ -173,7 +184,7 @@ def _matrices(module: nn.Module) -> list[str]:
 def _against(module: nn.Module) -> str:
     """Why a router is left as it is, but for its numbers; "" if it is not."""
     parameters = [p for p in module._parameters.values() if p is not None]
-    if _RULE in vars(module):
+    if is_taken(module):
         return "another patch has taken them over"
     if is_replaced(module):
         return "their forward is replaced on the module itself, or compiled"

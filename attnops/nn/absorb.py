@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from attnops.call import need
+from attnops.nn.steady import is_linear
 
 PLAIN = (Tensor, nn.Parameter)
 INTERNAL = frozenset(vars(nn.Module()))
@@ -43,7 +44,7 @@ def absorbed_weights(kv_b: nn.Module, nope: int, v: int, like: Tensor) -> tuple[
         InvalidInput: kv_b has a bias, or its rows are not whole heads.
     """
     # A parametrisation or a wrapper is another type, a quantised weight another type of tensor, an offloaded one is on meta.
-    linear = type(kv_b) is nn.Linear and type(kv_b.weight) in PLAIN and not kv_b.weight.is_meta and not changed(kv_b)
+    linear = is_linear(kv_b) and type(kv_b.weight) in PLAIN and not kv_b.weight.is_meta and not changed(kv_b)
     # A tensor: wrappers keep flags and words of this name.
     biased = any(isinstance(getattr(module, "bias", None), Tensor) for module in ((kv_b,) if linear else kv_b.modules()))
     need(not biased, "kv_b.bias", "a bias", "None, for it cannot be absorbed")

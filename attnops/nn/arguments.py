@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from attnops.cache.batch import PagedBatch
 from attnops.call import need
+from attnops.checks import python_number
 from attnops.errors import NOT_SCRIPTED, InvalidInput, NotRecordable, fail
 from attnops.ops import token_rows
 from attnops.tracers import wanted
@@ -19,11 +20,13 @@ Given = Mapping[str, object]  # arguments by name
 
 
 def size(field: str, value: Any, unit: str = "") -> int:
+    value = python_number(value)
     need(isinstance(value, int) and not isinstance(value, bool) and value >= 1, field, repr(value), f"an int >= 1{unit and f' ({unit})'}")
     return int(value)
 
 
 def number(field: str, value: Any, least: float, below: float = math.inf) -> float:
+    value = python_number(value)
     numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
     need(numeric and least <= value < below, field, repr(value), f"a number >= {least} and < {below}")
     return float(value)

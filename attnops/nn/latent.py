@@ -21,6 +21,7 @@ from attnops.kernel import deterministic
 from attnops.nn import arguments as check
 from attnops.nn.absorb import absorbed_weights
 from attnops.nn.rotary import RotaryEmbedding, rope_of
+from attnops.nn.steady import product
 from attnops.ops import eager, merge_state, mla_attention, rope_quantize_latent, varlen_attention, write_latent
 from attnops.ops.latent_form import LatentCall, LatentDims as LatentDims, crossover, kernel_for, tell
 from attnops.ops.mla import check_stored
@@ -73,6 +74,9 @@ def attend_absorbed(
 
 def by_head(x: Tensor, weight: Tensor) -> Tensor:
     """`[T, H, b]`: `x` `[T, H, a]` through each head's `[a, b]` of `weight` `[H, a, b]`."""
+    if deterministic(active_policy()):
+        # A product of all heads at once follows from the number of tokens.
+        return torch.stack([product(x[:, h], weight[h].t()) for h in range(weight.shape[0])], 1)
     return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from attnops.nn.absorb import PLAIN, changed
+from attnops.nn.steady import is_linear
 
 ALIGNED = 16  # bytes: a matrix product is slower on a weight that begins elsewhere, and Inductor copies one
 # Modules that hold layers. Packed side by side, each of these would have other offsets, and share no compiled code.
@@ -125,7 +126,7 @@ def _alike(module: nn.Module, path: str, taken: _Taken, skipped: dict[str, str])
 
 def _against(linear: nn.Linear, taken: _Taken) -> str:
     """The reason why it may not be moved; "": it may."""
-    if type(linear) is not nn.Linear:
+    if not is_linear(linear):
         return f"it is a {type(linear).__name__}"
     if changed(linear):
         return "it has hooks, or a forward of its own"

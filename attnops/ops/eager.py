@@ -19,9 +19,11 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 # Read as attributes: a function that hands one out costs more than the read.
-from attnops.call import Call, Spec, check, check_kinds, values
+from attnops.call import Call, Spec, check, check_kinds, values, with_python_numbers
+from attnops.checks import python_number
 from attnops.errors import InvalidInput, NoGradient, fail
 from attnops.kernel import _REGISTRY, Capture
+from attnops.ops.foreign import answering
 from attnops.ops.rules import FURTHEST
 from attnops.ops.state import autocasting, capturing, debug_mode, of_a_batch, overheard, uncast
 from attnops.problem import _OVERRIDE, Problem, alike, altered, problem_of
@@ -225,6 +227,9 @@ class Eager:
         if is_onnx():
             return self.in_torchs_ops(call)
         if not is_compiling():
+            given, call = call, with_python_numbers(call)
+            if call is not given:
+                return self(call, off)
             check_kinds(call)  # the dispatcher's own error names neither the field nor the value
         n = self.positional
         return self.packet.default(*call[:n], **dict(zip(self.keywords, call[n:], strict=True)))
@@ -297,13 +302,15 @@ def checked(op: Eager, call: Call) -> Run:
     policy = getattr(call, "policy")  # noqa: B009 - every record has one, and no type checker knows
     problem = op.problem(call)
     kernel = choose(problem, policy)
+    answers = answering(kernel)
     if kernel.capture is not Capture.NEVER:
-        return kernel.run
+        return answers
 
     def run(call: Call) -> Any:
         # Only calls of such a kernel ask, so that all others cost nothing more.
-        answers = choose(altered(problem, capturing=True), policy) if capturing(values(call)[0]) else kernel
-        return answers.run(call)
+        if capturing(values(call)[0]):
+            return answering(choose(altered(problem, capturing=True), policy))(call)
+        return answers(call)
 
     return run
 
@@ -364,11 +371,13 @@ def window(value: Any) -> tuple[int, int]:
 
 def side(value: Any) -> Any:
     """One side of a window; -1 for one so wide that it hides no key, as 2**31 - 1 often says."""
+    value = python_number(value)
     return -1 if isinstance(value, int) and value > FURTHEST else value
 
 
 def chunk(value: Any) -> Any:
     """The length of a chunk; 0 for one so long that it hides no key."""
+    value = python_number(value)
     return 0 if isinstance(value, int) and value > FURTHEST else value
 
 

@@ -49,7 +49,14 @@ class Linear(Call):
     output: Tensor = arg(RESULT, "x", written=True)
 
 
-LINEAR = define(Op(Linear, reference, about="linear layer with its norm, gated activation and residual"))
+LINEAR = define(
+    Op(
+        Linear,
+        reference,
+        flops="2 * T * In * Out",
+        about="linear layer with its norm, gated activation and residual",
+    )
+)
 
 
 def linear(

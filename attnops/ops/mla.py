@@ -128,14 +128,21 @@ class MlaAttention(rules.Queries):
     scale: float = arg()
     causal: bool = arg(default=True, off=False)
     window_left: int = arg(default=-1, least=-1, most=rules.FURTHEST)
-    softcap: float = arg(default=0.0, least=0)
+    softcap: float = arg(default=0.0, least=0, most=rules.SOFTEST)
     holes: bool = arg(default=True, hint=True)
     output: Tensor = arg("T, H, Dc", output_dtypes, written=True)
     lse: Tensor | None = arg("T, H", FLOAT32, default=None, written=True)
     workspace: Tensor | None = arg("bytes", (torch.uint8,), default=None, written=True, hint=True)
 
 
-MLA = define(Op(MlaAttention, attention.mla_attention, about="attention over pages of latents (MLA), decode and extend"))
+MLA = define(
+    Op(
+        MlaAttention,
+        attention.mla_attention,
+        flops="2 * T * H * max_pages * page * (2 * Dc + Dr)",
+        about="attention over pages of latents (MLA), decode and extend",
+    )
+)
 
 
 def mla_attention(

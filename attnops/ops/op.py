@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 from torch._guards import TracingContext
 from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
 
 from attnops.adapt import on_device_of
 from attnops.call import Call, changed, check, fake, schema, split, values
+from attnops.checks import check_written
 from attnops.errors import NoGradient, NotCapturable, NotRecordable, RegistrationError, fail
 from attnops.kernel import CONTRACT, Capture, Core, Kernel, on_register
 from attnops.ops.eager import Eager, direct, grad_fields
+from attnops.ops.foreign import answering
 from attnops.ops.layouts import refuse_others
 from attnops.ops.state import autocasting, capturing, uncast
 from attnops.problem import Problem
@@ -44,6 +47,7 @@ class Op(Eager):
     call: the record of its arguments. reference: the op in plain torch, a function of a call.
     autograd: takes (a function that runs a call, the call) where an input requires grad; without it such a call raises NoGradient.
     once: inputs may require grad, and the backward raises NoGradient: torch.func.grad has the inputs of every gradient require grad.
+    flops: the operations of its products, as an expression of the names in the record's layouts; "" for an op without products.
     by_torch: a function of a call in torch's own ops, for torch.onnx.export, which knows no others.
     """
 
@@ -51,6 +55,7 @@ class Op(Eager):
     reference: Callable[..., Any]
     autograd: Callable[[Callable[[Any], Any], Any], Any] | None = None
     once: bool = False
+    flops: str = ""
     about: str = ""
     by_torch: Callable[[Any], Any] | None = None
 
@@ -103,7 +108,8 @@ def bind(kernel: Kernel) -> None:
     # The partitioner of CUDA graphs splits around nodes with this tag.
     never = kernel.capture is Capture.NEVER
     tags = (torch.Tag.cudagraph_unsafe,) if never else ()
-    _define_overload(op, f"{op.name}.{kernel.name}", _outside_of_captures(kernel) if never else kernel.run, tags=tags)
+    run = _outside_of_captures(kernel) if never else answering(kernel)
+    _define_overload(op, f"{op.name}.{kernel.name}", run, tags=tags)
     if kernel.core is not None:
         # Not an overload: when overloads of two schemas are taken down at exit, PyTorch asks one that is gone for its schema.
         define_core(f"{op.name}__{kernel.name}", kernel.core, tags)
@@ -142,6 +148,7 @@ def _define_overload(op: Op, name: str, run: Callable[[Any], Any], chooses: bool
     overload = getattr(op.packet, name.partition(".")[2] or "default")
     _LIB.impl(name, _autograd(op, overload), "Autograd")
     if any(a.written for a in op.spec.args):
+        _LIB.impl(name, _without_negation(op, overload), "Negative")
         _LIB.impl(name, _not_mapped(op), "FuncTorchBatched")
     if not chooses:
         overload.run = direct(overload, body)
@@ -186,10 +193,12 @@ def define_core(name: str, core: Core, tags: tuple[torch.Tag, ...] = ()) -> None
 
 
 def _outside_of_captures(kernel: Kernel) -> Callable[[Any], Any]:
+    answers = answering(kernel)
+
     def run(call: Any) -> Any:
         if capturing(values(call)[0]):
             fail(NotCapturable, f"{kernel.op}.{kernel.name}", "its work on the host is not repeated at a replay; call it between graphs")
-        return kernel.run(call)
+        return answers(call)
 
     return run
 
@@ -288,6 +297,19 @@ def _without_grad(op: Op, body: Callable[..., Any]) -> Callable[..., Any]:
         _refuse_grad(op, op.call(*args, **kwargs))
         with torch.no_grad():
             return body(*args, **kwargs)
+
+    return run
+
+
+def _without_negation(op: Op, overload: Any) -> Callable[..., Any]:
+    # torch's own way for such tensors fails after the call, when the memory has been written.
+    def run(*args: Any, **kwargs: Any) -> Any:
+        call = op.call(*args, **kwargs)
+        for a, value in zip(op.spec.args, values(call), strict=True):
+            if a.written and isinstance(value, Tensor):
+                check_written(a.name, value)
+        as_read = pytree.tree_map_only(Tensor, torch.resolve_neg, split(call))
+        return overload(*as_read[0], **as_read[1])
 
     return run
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attnops.call import FLOATS, KW_ONLY, Call, Sizes, arg, need, record
+from attnops.checks import python_number
 from attnops.errors import InvalidInput, fail
 from attnops.ops import eager
 from attnops.ops.eager import key_for
@@ -106,6 +107,7 @@ def route(
     check_strided("logits", logits, "T, E")
     if logits.dim() != 2:
         fail(InvalidInput, "logits", f"shape {tuple(logits.shape)}", "[T, E]")
+    top_k = python_number(top_k)
     if not isinstance(top_k, int):
         fail(InvalidInput, "top_k", repr(top_k), "a value of type int")
     need(1 <= top_k <= logits.shape[1], "top_k", top_k, f"1 to {logits.shape[1]} (E, as logits.shape[1])")

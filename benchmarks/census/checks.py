@@ -108,11 +108,13 @@ def distance(ours: Found, eager: Found) -> float:
 class Subject:
     """One model with its inputs, eager's answers and the bound on differences from them."""
 
-    def __init__(self, model: Any, chosen: Callable[[], dict[str, str]] = dict) -> None:
-        """chosen: tells transformers' own choices of attention, see `models.chosen`."""
+    def __init__(self, model: Any, chosen: Callable[[], dict[str, str]] = dict, given: Inputs | None = None) -> None:
+        """chosen: tells transformers' own choices of attention, see `models.chosen`. given: inputs to try before those of the census."""
         self.model, self.chosen = model, chosen
         self.names = parameters(model)
-        self.given = given_inputs.first_that_runs(model)
+        self.given = given_inputs.first_that_runs(model, given)
+        brought = given or {}
+        self.brought = any(value is brought.get(name) for name, value in self.given.items())
         self.cases: dict[str, Inputs] = {}
         self.eager: dict[str, Found] = {}
         self.failed: dict[str, str] = {}
@@ -361,9 +363,10 @@ def prompt(subject: Subject) -> Inputs:
     """The inputs that generate() takes: a prompt padded on the left."""
     given = {name: value for name, value in subject.given.items() if not name.startswith("decoder_")}
     if "input_ids" in given and "attention_mask" in subject.names:
-        if "pixel_values" not in given and "bbox" not in given:
+        if "pixel_values" not in given and "bbox" not in given and not subject.brought:
             given["input_ids"] = tokens(length=PROMPT)
-        given["attention_mask"] = padding("left", given["input_ids"].shape[1])
+        rows, length = given["input_ids"].shape[:2]
+        given["attention_mask"] = padding("left", length, rows)
     return given
 
 

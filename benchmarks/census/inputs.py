@@ -12,6 +12,8 @@ ROWS, LENGTH = 3, 9
 PADDINGS = ("none", "left", "right", "hole", "row", "packed")
 """No mask at all; zeros on the left, on the right, in the middle; a row of zeros; two requests in one row, told by positions."""
 
+MASKS = ("attention_mask", "decoder_attention_mask", "padding_mask")
+
 Inputs = dict[str, Any]
 
 
@@ -24,29 +26,31 @@ def tokens(rows: int = ROWS, length: int = LENGTH, seed: int = 1) -> torch.Tenso
     return torch.randint(5, 60, (rows, length), generator=seeded(seed))
 
 
-def padding(kind: str, length: int = LENGTH) -> torch.Tensor | None:
-    """int64 `[ROWS, length]`; the last row is never padded. None where no mask is given."""
+def padding(kind: str, length: int = LENGTH, rows: int = ROWS) -> torch.Tensor | None:
+    """int64 `[rows, length]`; of several rows the last one is not padded. None where no mask is given."""
     if kind in ("none", "packed"):
         return None
-    mask = torch.ones(ROWS, length, dtype=torch.int64)
-    third = max(1, length // 3)
+    mask = torch.ones(rows, length, dtype=torch.int64)
+    third, first, second = max(1, length // 3), mask[0], mask[1 : 2 if rows > 2 else 1]
     if kind == "left":
-        mask[0, :third] = mask[1, :1] = 0
+        first[:third] = 0
+        second[:, :1] = 0
     elif kind == "right":
-        mask[0, -third:] = mask[1, -1:] = 0
+        first[-third:] = 0
+        second[:, -1:] = 0
     elif kind == "hole":
-        mask[0, third : third + 2] = 0
-        mask[1, :1] = mask[1, third + 1] = 0
+        first[third : third + 2] = 0
+        second[:, [0, third + 1]] = 0
     elif kind == "row":
-        mask[0] = 0
-        mask[1, :third] = 0
+        first[:] = 0
+        second[:, :third] = 0
     return mask
 
 
-def packed_positions(length: int = LENGTH) -> torch.Tensor:
+def packed_positions(length: int = LENGTH, rows: int = ROWS) -> torch.Tensor:
     first = length // 2 + 1
     row = torch.cat([torch.arange(first), torch.arange(length - first)])
-    return row.expand(ROWS, length).contiguous()
+    return row.expand(rows, length).contiguous()
 
 
 def parameters(model: Any) -> dict[str, inspect.Parameter]:
@@ -168,10 +172,18 @@ def _series(model: Any) -> Iterator[Inputs]:
     yield given
 
 
-def first_that_runs(model: Any) -> Inputs:
-    """The first candidate that eager accepts. Raises ValueError with the first error when it accepts none."""
+def without_masks(given: Inputs) -> Inputs:
+    return {name: value for name, value in given.items() if name not in MASKS}
+
+
+def first_that_runs(model: Any, given: Inputs | None = None) -> Inputs:
+    """The first candidate that eager accepts, `given` before all others, without its masks if that will do.
+
+    Raises ValueError with the first error when it accepts none.
+    """
     errors = []
-    for given in candidates(model):
+    brought = () if given is None else (without_masks(given), given)
+    for given in (*brought, *candidates(model)):
         try:
             with torch.no_grad():
                 model(**given)
@@ -193,18 +205,18 @@ def padded(model: Any, given: Inputs, kind: str) -> Inputs | None:
     main = next((given[name] for name in ("input_ids", "inputs_embeds", "input_values") if name in given), None)
     if main is None or main.dim() == 1:
         return None
-    length = main.shape[1]
+    rows, length = main.shape[:2]
     if kind == "packed":
         if "position_ids" not in names or "input_ids" not in given or "decoder_input_ids" in given:
             return None
-        return {**given, "position_ids": packed_positions(length), "use_cache": False} if "use_cache" in names else None
+        return {**given, "position_ids": packed_positions(length, rows), "use_cache": False} if "use_cache" in names else None
     if "attention_mask" not in names or ("input_values" in given and main.dim() != 2):
         return None
-    mask = padding(kind, length)
+    mask = padding(kind, length, rows)
     assert mask is not None
     made = {**given, "attention_mask": mask}
     if kind != "row" and "decoder_attention_mask" in names and "decoder_input_ids" in given:
-        made["decoder_attention_mask"] = padding(kind, given["decoder_input_ids"].shape[1])
+        made["decoder_attention_mask"] = padding(kind, given["decoder_input_ids"].shape[1], rows)
     if kind == "left" and "position_ids" in names and "input_ids" in given and "decoder_input_ids" not in given and _counts(model):
         made["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
     return made

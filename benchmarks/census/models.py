@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import importlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from attnops.hf import tiny
+from benchmarks.census import testers
 
 VOCAB = 99
 LARGEST = 40_000_000
@@ -290,11 +292,14 @@ def _class_with(kind: Kind) -> Any:
     for name in (f"{stem}Model", stem, f"{stem}TextModel", f"{stem.removesuffix('Text')}TextModel"):
         if isinstance(cls := getattr(module, name, None), type) and issubclass(cls, transformers.PreTrainedModel):
             return cls
-    for cls in vars(module).values():
-        if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel) and vars(cls).get("config_class") is config:
+    every = [cls for cls in vars(module).values() if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)]
+    # A base class of a family's models has layers of none.
+    whole = [cls for cls in every if not cls.__name__.endswith("PreTrainedModel")]
+    for cls in whole:
+        if vars(cls).get("config_class") is config:
             return cls
-    for cls in vars(module).values():
-        if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel) and getattr(cls, "config_class", None) is config:
+    for cls in whole:
+        if getattr(cls, "config_class", None) is config:
             return cls
     raise ValueError("no model class of transformers takes its config")
 
@@ -307,10 +312,59 @@ def class_of(kind: Kind) -> Any:
     return cls or _class_with(kind)
 
 
-def chosen(kind: Kind) -> dict[str, str]:
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is built.
+
+    cls: its class. config: makes its config. inputs: those to try first, or None.
+    source: where they come from, "" where the census made them.
+    """
+
+    cls: Any
+    config: Callable[[], Any]
+    inputs: dict[str, Any] | None = None
+    source: str = ""
+
+
+def recipes(kind: Kind, tests: bool = False) -> Iterator[Callable[[], Recipe]]:
+    """What makes the recipes of a type: the census's own, then with `tests` those of transformers' tests, of a folder that is open."""
+    yield lambda: own(kind)
+    if not tests:
+        return
+    config_class = _config_class(kind)
+    for made in testers.of_type(testers.family_of(config_class), config_class):
+        for cls in _classes(kind, made):
+            yield partial(Recipe, cls, partial(testers.spread, made.config), made.inputs_for(cls), testers.SOURCE)
+
+
+def own(kind: Kind) -> Recipe:
+    """The recipe of the census. Raises ValueError: the type has no class."""
+    return Recipe(class_of(kind), partial(config_of, kind))
+
+
+def _config_class(kind: Kind) -> Any:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[kind.name]
+
+
+MOST_CLASSES = 3
+
+
+def _classes(kind: Kind, made: testers.Made | testers.Part) -> list[Any]:
+    """The classes to try with what tests have made, the type's own first."""
+    try:
+        first = [class_of(kind)]
+    except ValueError:
+        first = []
+    tested = [cls for cls in made.classes if cls not in first]
+    return [*(cls for cls in first if cls in made.classes), *tested, *first][:MOST_CLASSES] if tested else first
+
+
+def chosen(recipe: Recipe) -> dict[str, str]:
     """The implementation of attention that transformers itself chooses, for each module that has a config, by path."""
     with torch.random.fork_rng(devices=[]):
-        model = class_of(kind)._from_config(config_of(kind), dtype=torch.float32)
+        model = recipe.cls._from_config(recipe.config(), dtype=torch.float32)
     found = {
         path: getattr(getattr(module, "config", None), "_attn_implementation_internal", None) for path, module in model.named_modules()
     }
@@ -328,9 +382,9 @@ def _marked() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def build(kind: Kind, seed: int = 0) -> Any:
+def build(recipe: Recipe, seed: int = 0) -> Any:
     """A float32 model on the CPU in eval mode with eager attention. Raises what transformers raises, or ValueError when it stays large."""
-    cls, config = class_of(kind), config_of(kind)
+    cls, config = recipe.cls, recipe.config()
     try:
         with torch.device("meta"):
             size = sum(p.numel() for p in cls._from_config(config, attn_implementation="eager").parameters())
@@ -340,7 +394,7 @@ def build(kind: Kind, seed: int = 0) -> Any:
         raise ValueError(f"its smallest build has {size / 1e6:.0f} million parameters")
     torch.manual_seed(seed)
     with _marked():
-        model = cls._from_config(config_of(kind), attn_implementation="eager", dtype=torch.float32)
+        model = cls._from_config(recipe.config(), attn_implementation="eager", dtype=torch.float32)
     for parameter in model.parameters():
         # Weights that start at zero, as gates and sinks do, would hide what they gate.
         if parameter.is_floating_point() and (not torch.isfinite(parameter).all() or not parameter.any()):

@@ -14,18 +14,32 @@ import attnops
 Rows = list[dict[str, Any]]
 
 
-def summary(by_type: dict[str, Rows], root: Path) -> dict[str, Any]:
+def summary(by_type: dict[str, Rows], root: Path, before: dict[str, Any] | None = None, tests: str | None = None) -> dict[str, Any]:
     """One record of everything: versions, counts, and each type with its checks that are not ok.
 
     commit, torch: those of most types. A type that was run with others carries its own.
+
+    Args:
+        by_type: the rows of each type.
+        before: the record of the last run, whose types that ran by transformers' tests are kept where this run had none of these.
+        tests: the version of transformers' tests, "" where it is not known; None: the run had none.
     """
     import transformers
 
+    before = before or {}
     own = {name: made(rows) for name, rows in by_type.items()}
     usual = {field: Counter(one[field] for one in own.values()).most_common(1)[0][0] for field in ("commit", "torch")}
+    usual["transformers"] = transformers.__version__
     types = {name: one(rows) | {field: x for field, x in own[name].items() if x != usual[field]} for name, rows in sorted(by_type.items())}
-    versions = {"transformers": transformers.__version__, "attnops": attnops.__version__}
-    return {"date": date.today().isoformat(), **usual, **versions, "counts": counts(types), "types": types}
+    kept = {name: found for name, found in before.get("types", {}).items() if found.get("source")} if tests is None else {}
+    for name in types.keys() & kept.keys():
+        if types[name]["state"] != "ran":
+            then = {field: before[field] for field in ("transformers", "torch", "commit", "date")}
+            types[name] = {**then, **kept[name]}
+    return {
+        "date": date.today().isoformat(), **usual, "tests": before.get("tests") if tests is None else tests,
+        "attnops": attnops.__version__, "counts": counts(types), "types": types,
+    }  # fmt: skip
 
 
 def made(rows: Rows) -> dict[str, str]:
@@ -37,7 +51,8 @@ def made(rows: Rows) -> dict[str, str]:
 def one(rows: Rows) -> dict[str, Any]:
     """A type. state: ran, refused (by patch), unrun (no input is known) or unbuilt. compiled: the backends of its `compile` checks."""
     head = next(row for row in rows if "built" in row)
-    found = {name: head[name] for name in ("cls", "patched", "modules", "skipped", "bound") if head.get(name) is not None}
+    fields = ("cls", "patched", "modules", "skipped", "bound", "source")
+    found = {name: head[name] for name in fields if head.get(name) is not None}
     for name, state in (("refused", "refused"), ("unrun", "unrun"), ("reason", "unbuilt")):
         if name in head:
             return {"state": state, **found, "reason": head[name]}

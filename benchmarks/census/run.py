@@ -1,6 +1,9 @@
 """Every model type of transformers, tiny and with random weights, patched against eager; docs/models.md and results/cpu/census.json.
 
-    python -m benchmarks.census.run [--types a,b] [--jobs N] [--limit-s S] [--out FOLDER] [--fresh]
+    python -m benchmarks.census.run [--types a,b] [--tests FOLDER] [--jobs N] [--limit-s S] [--out FOLDER] [--fresh]
+
+A type that does not run with the census's own config is tried with those of transformers' own tests, if a folder holds them. Without one,
+the rows of the last run that needed them are kept.
 
 Each type runs in a process of its own, forked from one that has imported everything. A type whose file is in FOLDER already is not run
 again. A check that runs into the limit of its type is wrong, and so are those after it. Exit status 1: a check is wrong.
@@ -19,6 +22,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,11 +33,13 @@ import torch
 
 import attnops.hf  # noqa: F401, in the parent, so that no child imports it
 from attnops.errors import AttnopsError, PatchError
-from benchmarks.census import checks, models, results
+from benchmarks.census import checks, models, results, testers
 
 ROOT = Path(__file__).resolve().parents[2]
 INDUCTOR = ("llama", "gpt_oss", "deepseek_v3", "qwen3_next", "t5", "bert")
 LIMIT_S = 300.0
+PRELOADED = ("torch._dynamo", "torch._functorch.aot_autograd", "functorch.compile", "attnops.lowering", "transformers.generation")
+"""What each type's process would else import again, for seconds."""
 RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "census.json"
 
 
@@ -77,37 +83,75 @@ def verdict(check: checks.Check) -> tuple[str, str]:
     return "ok", ""
 
 
-def survey(kind: models.Kind, out: Path, skip: tuple[str, ...] = ()) -> None:
-    """Run every check of a type, in this process, but those whose names begin with one of `skip`."""
+Head = dict[str, Any]
+"""The row of a type as it was built and patched; without a subject it says why there are no checks."""
+
+STATES = ("reason", "unrun", "refused")
+"""Of a type that does not run, from the least that is known of it: not built, no input is known, refused by patch()."""
+
+
+def attempt(kind: models.Kind, make: Callable[[], models.Recipe]) -> tuple[Head, checks.Subject | None]:
+    """A type built by one recipe, and patched; what the checks look at, or None."""
+    try:
+        recipe = make()
+        model = models.build(recipe)
+    except BaseException as error:
+        return {"built": False, "reason": checks.short(error), "cls": kind.cls}, None
+    head = {"built": True, "cls": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())}
+    head |= {"source": recipe.source} if recipe.source else {}
+    try:
+        head |= checks.patches(model)
+    except AttnopsError as error:
+        text = " ".join(str(error).split()) if isinstance(error, PatchError) else checks.short(error)
+        return head | {"refused": text}, None
+    except Exception as error:
+        return head | {"foreign": checks.short(error), "patched": 0, "modules": 0, "skipped": []}, None
+    try:
+        subject = checks.Subject(model, functools.partial(models.chosen, recipe), recipe.inputs)
+    except ValueError as error:
+        return head | {"unrun": str(error)}, None
+    except Exception as error:  # of eager, from run to run
+        return head | {"unrun": checks.short(error)}, None
+    return head, subject
+
+
+def first_that_runs(kind: models.Kind, tests: bool) -> tuple[Head, checks.Subject | None]:
+    """The first recipe of a type that runs; of those that do not, the last one of which most is known.
+
+    A refusal of a config of the census's own is not believed before those of transformers' tests are refused, too.
+    """
+    found: Head = {}
+    try:
+        for make in models.recipes(kind, tests):
+            head, subject = attempt(kind, make)
+            if subject is not None or "foreign" in head:
+                return head, subject
+            found = max(head, found, key=lambda row: max((STATES.index(state) for state in row.keys() & STATES), default=-1))
+            if "refused" in head and "source" in head:
+                break
+    except Exception as error:  # of the tests' own code
+        found["untested"] = checks.short(error)
+    return found, None
+
+
+def survey(kind: models.Kind, out: Path, skip: tuple[str, ...] = (), tests: bool = False) -> None:
+    """Run every check of a type, in this process, but those whose names begin with one of `skip`.
+
+    tests: where the census's own config does not run, try those of transformers' tests.
+    """
     writer = Writer(out / f"{kind.name}.jsonl")
     begin = time.monotonic()
     writer.row(torch=torch.__version__, commit=results.commit(ROOT))
-    try:
-        model = models.build(kind)
-    except BaseException as error:
-        writer.row(built=False, reason=checks.short(error), cls=kind.cls)
-        writer.row(done=True, seconds=time.monotonic() - begin)
-        return
-    facts = {"cls": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())}
-    try:
-        facts |= checks.patches(model)
-    except PatchError as error:
-        writer.row(built=True, refused=" ".join(str(error).split()), **facts)
-        writer.row(done=True, seconds=time.monotonic() - begin)
-        return
-    except AttnopsError as error:
-        writer.row(built=True, refused=checks.short(error), **facts)
-        writer.row(done=True, seconds=time.monotonic() - begin)
-        return
-    try:
-        subject = checks.Subject(model, functools.partial(models.chosen, kind))
-    except ValueError as error:
-        writer.row(built=True, unrun=str(error), **facts)
+    head, subject = first_that_runs(kind, tests)
+    if subject is None:
+        writer.row(**head)
+        if "foreign" in head:
+            writer.row(check="patch", status="wrong", reason=head["foreign"], seconds=0)
         writer.row(done=True, seconds=time.monotonic() - begin)
         return
     plan = [one for one in checks.checks_of(subject, kind.name in INDUCTOR) if not one[0].startswith(skip)]
-    inputs = {name: list(value.shape) for name, value in subject.given.items()}
-    writer.row(built=True, plan=[name for name, _ in plan], inputs=inputs, noise=subject.noise, bound=subject.limit, **facts)
+    inputs = {name: list(value.shape) for name, value in subject.given.items() if isinstance(value, torch.Tensor)}
+    writer.row(plan=[name for name, _ in plan], inputs=inputs, noise=subject.noise, bound=subject.limit, **head)
     for name, check in plan:
         start = time.monotonic()
         status, reason = verdict(check)
@@ -201,6 +245,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds for one type")
     parser.add_argument("--out", type=Path, default=ROOT / ".cache" / "census")
     parser.add_argument("--json", default=str(RESULTS), help="written when every type was looked at")
+    parser.add_argument("--tests", type=Path, help="a folder with the tests of the transformers that is installed: tests/models/...")
     parser.add_argument("--skip", default="", help="checks to leave out, by how their names begin: compile,gradients")
     parser.add_argument("--fresh", action="store_true", help="run finished types again")
     given = parser.parse_args(arguments)
@@ -213,21 +258,24 @@ def main(arguments: list[str] | None = None) -> int:
             (given.out / f"{name}.jsonl").unlink(missing_ok=True)
     torch.set_num_threads(1)
     checks.quiet()
-    importlib.import_module("torch._functorch.aot_autograd")
-    importlib.import_module("torch._dynamo")
+    for name in PRELOADED:
+        importlib.import_module(name)
     with contextlib.suppress(ImportError):
         importlib.import_module("torchao")
-    importlib.import_module("transformers.generation")
+
+    version = None if given.tests is None else testers.open_folder(given.tests)
 
     # Of the children: attnops asks the collector who holds a config.
     gc.collect()
     gc.freeze()
     skip = tuple(name for name in given.skip.split(",") if name)
-    census([known[name] for name in wanted], given.out, given.jobs, given.limit_s, functools.partial(survey, skip=skip))
-    found = results.summary({name: read(given.out / f"{name}.jsonl") for name in wanted}, ROOT)
+    work = functools.partial(survey, skip=skip, tests=given.tests is not None)
+    census([known[name] for name in wanted], given.out, given.jobs, given.limit_s, work)
+    target = Path(given.json)
+    before = json.loads(target.read_text()) if target.exists() and version is None else {}
+    found = results.summary({name: read(given.out / f"{name}.jsonl") for name in wanted}, ROOT, before, version)
     print(*(f"{n} {word}" for kind in ("types", "checks") for word, n in found["counts"][kind].items()), sep=", ")
     if wanted == list(known):
-        target = Path(given.json)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(json.dumps(found, indent=1) + "\n")
     return int("wrong" in found["counts"]["checks"])

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils.parametrize import register_parametrization
 
 import attnops
+from attnops import adapters
 from attnops.errors import InvalidInput, PatchError, UnknownKernel
 from tests.adapters.helpers import Calls, Graphs, Layer, grads, same_grads
 from tests.helpers import fresh_process
@@ -377,12 +378,26 @@ def test_compiled_in_one_graph_and_layers_once():
         assert graphs.count("attnops.attention") == [1]
 
 
+@pytest.fixture
+def no_adapter(monkeypatch):
+    """No adapter of these packages can be imported, as beside a version that none of them knows."""
+    for name in ("diffusers", "torchtitan", "torchtitan_02"):
+        monkeypatch.setitem(sys.modules, f"attnops.adapters.{name}", None)
+    adapters._adapter.cache_clear()
+    yield
+    adapters._adapter.cache_clear()
+
+
 @pytest.mark.parametrize("package", ["diffusers", "torchtitan"])
-def test_a_package_without_the_module_that_its_adapter_needs(package, monkeypatch):
-    monkeypatch.setitem(sys.modules, f"attnops.adapters.{package}", None)
+def test_a_package_without_the_module_that_its_adapter_needs(package, no_adapter):
     ours = model(type("OldAttention", (Layer,), {"__module__": f"{package}.models.old"})())
     with attnops.patch(ours):
         assert attnops_ops(ours, X) == 1
+    # One that does not call torch's function, either, is told the reason.
+    kind = type("NewAttention", (ByHandAttention,), {"__module__": f"{package}.models.new"})
+    said = f"NewAttention: attnops knows other versions of {package}: .*attnops.adapters.{package}"
+    with pytest.raises(PatchError, match=said):
+        attnops.patch(kind())
 
 
 def test_transformers_is_not_needed():

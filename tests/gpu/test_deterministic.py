@@ -8,13 +8,16 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
+import attnops
 from attnops.call import changed
 from attnops.errors import NoKernel
+from attnops.hf import tiny
 from attnops.kernel import Kernel, all_kernels, kernels_of
 from attnops.select import select
 from attnops.testing import CASES, Call, Features, Source, builders, equip
 from attnops.testing.builders import sparse
 from attnops.testing.latent import DEEPSEEK
+from tests.hf.test_rows import IDS, called, same_bits as rows_alone, steps
 from tests.mates import POLICY, may_be_chosen, only, results, rows_of, same_bits
 from tests.triton.test_steady import CALLS as STEADY, LAYOUTS
 
@@ -272,6 +275,19 @@ def test_paddings_of_a_dense_batch(features: str, queries: int) -> None:
     for kernel, (output, lse) in found:
         assert kernel is found[0][0]
         assert torch.equal(output, found[0][1][0]) and torch.equal(lse, found[0][1][1])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt_oss"])
+def test_whole_models(family: str) -> None:
+    """A prompt, a step, and steps of generate() in graphs."""
+    model = tiny.model(family, head_dim=64).to("cuda", BF16)
+    with torch.no_grad(), attnops.patch(model) as handle, attnops.use(deterministic=True):
+        try:
+            for run in (called, steps):
+                rows_alone(model, run, IDS.cuda())
+        except NoKernel as error:
+            pytest.skip(str(error).replace("\n", " ")[:300])
+        assert handle.took is not None and handle.took.decode == "breakable", handle.took
 
 
 @pytest.mark.parametrize("name", STEADY)

@@ -1,5 +1,6 @@
 """The census of model types: what it builds, what it calls wrong, how it ends a type that takes too long, and what it writes."""
 
+import functools
 import importlib
 import json
 import os
@@ -14,7 +15,7 @@ from transformers import AttentionInterface
 import attnops
 import attnops.hf
 from attnops.errors import InvalidInput, PatchError
-from benchmarks.census import checks, models, results, run
+from benchmarks.census import checks, models, results, run, testers
 from tests.helpers import ROOT
 
 KINDS = models.kinds()
@@ -22,7 +23,7 @@ NO_COMPILE = "compile,generate,gradients,copies,steps"
 
 
 def subject(name):
-    return checks.Subject(models.build(KINDS[name]))
+    return checks.Subject(models.build(models.own(KINDS[name])))
 
 
 def verdicts(one, *names):
@@ -121,7 +122,7 @@ def test_every_type_has_a_config_and_sizes_are_small():
 
 
 def test_a_model_whose_cache_slides_but_not_its_masks_has_no_pages():
-    model = models.build(KINDS["moshi"])
+    model = models.build(models.own(KINDS["moshi"]))
     with pytest.raises(PatchError, match="sliding_window=4 in MoshiForCausalLM"):
         attnops.patch(model, cache="paged")
     assert model.config._attn_implementation == "eager" and torch.get_default_dtype() == torch.float32
@@ -135,6 +136,9 @@ def test_the_committed_census_has_no_wrong_row():
     ran = {name: one["compiled"] for name, one in found["types"].items() if one["state"] == "ran"}
     assert not [name for name, backends in ran.items() if "aot_eager" not in backends]
     assert {name for name, backends in ran.items() if "inductor" in backends} == set(run.INDUCTOR)
+    untried = [name for name, one in found["types"].items() if one["state"] in ("unrun", "unbuilt")]
+    assert len(untried) <= 30, untried
+    assert {"recurrent_gemma", "clap", "informer", "time_series_transformer", "qwen3_omni_moe_text", "sam3_lite_text"} <= ran.keys()
     assert set(found["types"]) <= set(KINDS) or found["transformers"] != sys.modules["transformers"].__version__
 
 
@@ -167,5 +171,123 @@ def test_what_eager_does_not_compile_either_is_no_refusal(stock_fails, monkeypat
 
 
 def test_weights_that_a_class_leaves_open_are_drawn():
-    drawn = [{n: p.clone() for n, p in models.build(KINDS["qwen3_omni_moe_talker_text"]).named_parameters()} for _ in range(2)]
+    drawn = [{n: p.clone() for n, p in models.build(models.own(KINDS["qwen3_omni_moe_talker_text"])).named_parameters()} for _ in range(2)]
     assert all(torch.equal(first, drawn[1][name]) and first.abs().max() < 10 for name, first in drawn[0].items())
+
+
+TESTS = """
+import unittest
+
+import torch
+from transformers import BertConfig, BertForMaskedLM, BertModel
+
+from ...test_modeling_common import floats
+
+
+class BertModelTester:
+    def prepare_config_and_inputs_for_common(self):
+        config = BertConfig(
+            vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=37, initializer_range=0.02
+        )
+        return config, {"inputs_embeds": floats(4, 7, 32), "attention_mask": torch.ones(4, 7), "labels": torch.zeros(4, 7)}
+
+
+class BertModelTest(unittest.TestCase):
+    all_model_classes = (BertModel, BertForMaskedLM)
+
+    def setUp(self):
+        self.model_tester = BertModelTester()
+
+    def _prepare_for_class(self, inputs, cls):
+        return dict(inputs)
+
+
+class BertIntegrationTest(unittest.TestCase):
+    def setUp(self):
+        raise OSError("no network")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder as a checkout of transformers, with the tests of one family."""
+    family = tmp_path / "tests" / "models" / "bert"
+    family.mkdir(parents=True)
+    (tmp_path / "tests" / "test_modeling_common.py").write_text("import torch\n\ndef floats(*shape):\n    return torch.rand(shape)\n")
+    (family / "test_modeling_bert.py").write_text(TESTS)
+    front = tmp_path / "src" / "transformers" / "__init__.py"
+    front.parent.mkdir(parents=True)
+    front.write_text('__version__ = "5.99.0"\n')
+    yield tmp_path
+    for name in [name for name in sys.modules if name.partition(".")[0] == testers.PACKAGE]:
+        del sys.modules[name]
+
+
+def test_a_type_that_does_not_run_is_tried_with_transformers_own_tests(folder, tmp_path, monkeypatch):
+    def unbuilt(kind):
+        raise ValueError("this config is none")
+
+    monkeypatch.setattr(models, "own", unbuilt)
+    assert testers.open_folder(folder) == "5.99.0"
+    skip, found = tuple(NO_COMPILE.split(",")), {}
+    for tests in (False, True):
+        out = tmp_path / str(tests)
+        out.mkdir()
+        run.survey(KINDS["bert"], out, skip, tests)
+        found[tests] = results.one(run.read(out / "bert.jsonl"))
+    assert (found[False]["state"], found[False]["reason"]) == ("unbuilt", "ValueError: this config is none")
+    assert (found[True]["state"], found[True]["cls"]) == ("ran", "BertForMaskedLM") and found[True]["source"] == testers.SOURCE
+    assert set(found[True]["checks"]) == {"ok"}
+    head = next(row for row in run.read(tmp_path / "True" / "bert.jsonl") if "built" in row)
+    assert head["inputs"] == {"inputs_embeds": [4, 7, 32]}, "masks and labels are left out"
+
+
+def test_a_refusal_is_believed_when_those_of_the_tests_agree(folder, monkeypatch):
+    """A config of ours without attention, as that of RecurrentGemma was, proves nothing."""
+    testers.open_folder(folder)
+    refused = []
+
+    def patches(most, model):
+        refused.append(model)
+        if len(refused) <= most:
+            raise PatchError(f"no. {len(refused)}")
+        return {"patched": 2, "modules": 2, "skipped": []}
+
+    for most, last in ((1, None), (2, "no. 2")):
+        refused.clear()
+        monkeypatch.setattr(checks, "patches", functools.partial(patches, most))
+        head, subject = run.first_that_runs(KINDS["bert"], tests=True)
+        assert (subject is None, head.get("refused"), head["source"]) == (last is not None, last, testers.SOURCE)
+
+
+def test_a_foreign_error_of_patch_is_wrong(tmp_path, monkeypatch):
+    def patches(model):
+        raise AttributeError("no x")
+
+    monkeypatch.setattr(checks, "patches", patches)
+    run.survey(KINDS["bert"], tmp_path, tests=False)
+    found = results.one(run.read(tmp_path / "bert.jsonl"))
+    assert (found["state"], found["wrong"]) == ("ran", {"patch": "AttributeError: no x"})
+
+
+def test_a_folder_without_tests_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="want a folder with tests/models"):
+        testers.open_folder(tmp_path)
+
+
+def test_a_run_without_tests_keeps_the_rows_that_needed_them(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    ran = [{"built": True, "cls": "C", "plan": [], "patched": 1, "modules": 1}, {"check": "unpatch", "status": "ok", "reason": ""}]
+    refused = [{"built": True, "cls": "C", "refused": "no attention"}]
+    begin, end = {"torch": "2.15", "commit": "c"}, {"done": True}
+    by_tests = [{**ran[0], "source": testers.SOURCE}, ran[1]]
+    first = results.summary(
+        {name: [begin, *rows, end] for name, rows in {"a": by_tests, "b": by_tests, "c": ran}.items()}, ROOT, tests="5.24.0"
+    )
+    first["date"] = "2026-01-02"
+    second = results.summary({name: [begin, *rows, end] for name, rows in {"a": refused, "b": ran, "c": refused}.items()}, ROOT, first)
+    assert {name: row["state"] for name, row in second["types"].items()} == {"a": "ran", "b": "ran", "c": "refused"}
+    assert second["types"]["a"]["date"] == "2026-01-02" and "source" not in second["types"]["b"] and second["tests"] == "5.24.0"
+    census: Any = importlib.import_module("census")
+    assert census.by_tests(first) == " 2 types have configs or inputs of transformers' own tests (of 5.24.0)."
+    assert census.by_tests(second).endswith("This run had no tests, so that 1 of these rows are of an earlier one: `a`.")

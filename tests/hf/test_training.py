@@ -58,6 +58,28 @@ def no_dropout(name) -> dict[str, Any]:
     return {"gpt2": {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}, "opt": {"dropout": 0.0}}.get(name, {})
 
 
+def blt():
+    from transformers import BltConfig, BltForCausalLM
+
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 32}
+    part = {"hidden_size": 16, "max_position_embeddings": 32, "vocab_size": 128, **layers}
+    parts = {"patcher_config": part, "encoder_config": part, "global_config": {**part, "hidden_size": 32}}
+    parts["decoder_config"] = {**part, "hidden_size_global": 32}
+    hashes = {"encoder_hash_byte_group_size": [2, 3], "encoder_hash_byte_group_vocab": 64, "encoder_hash_byte_group_nb_functions": 1}
+    torch.manual_seed(0)
+    return BltForCausalLM(BltConfig(vocab_size=128, patch_in_forward=False, cross_attn_k=2, initializer_range=0.2, **parts, **hashes))
+
+
+def test_text_that_reads_padding():
+    """Patches of BLT hold the bytes of both, so what layers give for padding has to be what sdpa gives."""
+    model, mask = blt(), left_padded(3, 12)
+    model.set_attn_implementation("sdpa")
+    sdpa = step(model, mask)
+    with attnops.patch(model, mask="compact") as handle:
+        assert "masks are always written out: BltModel pools padding with text" in handle.report().notes
+        compare(step(model, mask), sdpa)
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
 def test_gradient_checkpointing(name):
     mask = left_padded(3, 12)

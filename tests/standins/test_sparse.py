@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnops.errors import InvalidInput, NoGradient, NoKernel
 from attnops.kernel import kernels_of
-from attnops.kernels.sgl import flashmla, flashmla_sparse, wheel
+from attnops.kernels.sgl import flashmla_sparse, sources, wheel
 from attnops.ops import sparse_mla_attention, write_latent_packed
 from attnops.problem import Target, pretend
 from attnops.testing import CASES, Call, Source, builders, check_kernel
@@ -28,8 +28,7 @@ LSE = replace(DEEPSEEK, lse=True)
 
 @pytest.fixture(autouse=True)
 def loaded(monkeypatch):
-    """The library is taken to be loaded, and the stand-ins' record is empty."""
-    monkeypatch.setattr(wheel, "load", lambda op, pattern: None)
+    """The stand-ins' record is empty."""
     standin.CALLS.clear()
 
 
@@ -76,9 +75,9 @@ def test_schemas_are_the_wheels():
 
 @pytest.mark.parametrize("schema", [schemas.SPARSE_DECODE, schemas.SPARSE_PREFILL])
 def test_an_installed_wheel_holds_these_schemas(schema):
-    path = wheel.library(flashmla.LIBRARY)
+    path = wheel.library(sources.SGL)
     if path is None:
-        pytest.skip(f"no sgl_kernel with {flashmla.LIBRARY}")
+        pytest.skip(f"no sgl_kernel with {sources.SGL}")
     assert schema.encode() in path.read_bytes()
 
 
@@ -135,7 +134,7 @@ def test_the_log_base_is_one_constant(monkeypatch, base):
     monkeypatch.setattr(standin, "LOG_BASE_OF_PREFILL", base)
     with pretend(SM90), pytest.raises(AssertionError, match="lse"):
         check_kernel(KERNEL, call())
-    monkeypatch.setattr(flashmla_sparse, "PREFILL_LSE_BASE", base)
+    monkeypatch.setattr(sources, "_found", lambda assume: replace(sources.SOURCES[0], lse_base=base))
     with pretend(SM90):
         assert check_kernel(KERNEL, call((128, 0, 3))).worst <= 1.0
 

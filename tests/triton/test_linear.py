@@ -114,6 +114,12 @@ def test_a_row_does_not_see_its_mates(rows, split):
     same_bits(call, [(0,), (5,), (rows - 1,), range(17)], kernel())
 
 
+@interpreted
+def test_sums_of_rows_do_not_see_their_mates():
+    """As a norm takes its mean: a weight of one row, of ones."""
+    same_bits(linear(Source(1), 70, 330, 1, F32), [(0,), (69,), range(17)], kernel())
+
+
 def own_code(norm, x, m, dtype):
     """A layer as transformers has it: norm, gate and up, the product of both, a residual."""
     wide = SimpleNamespace(**{name: t.to(dtype) for name, t in vars(m).items()})

@@ -105,7 +105,9 @@ def match(model: nn.Module) -> Match:
     edits = next(iter(editors), None)
     told = {id(m.config) for m in switched}
     by_itself = (site for site in sites if site.reason is not None and _is_given(site, model, owners[site.path]) in told)
-    explicit = edits or next((f"{type(site.module).__name__} computes attention by itself" for site in by_itself), None)
+    others = [f"{type(site.module).__name__} computes attention by itself" for site in by_itself]
+    others += [f"{type(owner).__name__} pools padding with text" for owner in switched if _pools_padding(_class(owner))]
+    explicit = edits or next(iter(others), None)
     classes = dict.fromkeys(type(owner) for site in usable if (owner := owners[site.path]) is not None)
     unrouted = tuple(cls for cls in classes if not getattr(cls, "_supports_sdpa", False))
     return Match(sites, list(configs.values()), explicit, edits, _strangers(list(configs.values()), model), unrouted)
@@ -257,6 +259,15 @@ def _is_module_call(value: Any) -> bool:
 def _demands_masks(cls: Any) -> bool:
     """Does the class ask transformers for masks that are never left out? It does so when it computes with them."""
     return any(word in _source(cls) for word in ("allow_is_causal_skip", "allow_is_bidirectional_skip"))
+
+
+@functools.cache
+def _pools_padding(cls: Any) -> bool:
+    """Does text read what layers give for padding?
+
+    Layers give something else there with lengths than with masks. BLT's patches hold the bytes of both.
+    """
+    return "patch_cross_attention_mask(" in _source(cls)
 
 
 @functools.cache

@@ -35,8 +35,10 @@ from attnops.hf.paged.how import Decode
 from attnops.hf.paged.layers import layered, starts
 from attnops.hf.paged.pages import ModelPages
 from attnops.hf.paged.prompt import Over, Prompts
+from attnops.kernel import deterministic
 from attnops.lowering import Product, fuse_linears, fuse_rotation, use_linears
 from attnops.lowering.use_linears import summary
+from attnops.select import active_policy
 
 Kind = Literal["one row", "more rows", "prompt"]
 
@@ -115,7 +117,11 @@ class Decoder:
         """The mode of the next step; "hf" where graphs cannot be made. The model's state was looked at."""
         if self.how.mode != "auto":
             return self.how.mode
-        compiled = self._at_once or self._kept.taken[_kind(rows)] >= self.how.compile_after
+        # Compiled code rounds in other places, and under such a policy bits may not follow from the
+        # steps before.
+        counts = not deterministic(active_policy())
+        due = counts and self._kept.taken[_kind(rows)] >= self.how.compile_after
+        compiled = self._at_once or due
         modes = ("piecewise", "breakable") if compiled else ("breakable",)
         return next((mode for mode in modes if Failed(self._state, _kind(rows), mode) not in self.failed), "hf")
 

@@ -21,7 +21,8 @@ class Decode:
         one kind share compiled code: those of one row, and of more, with one policy and one adapter. Where graphs cannot be made, steps run
         without them, and `Patched.took` has the reason.
     compile_after: see mode "auto". A number of steps and not a time, so that two runs give the same tokens. Mode "piecewise"
-        compiles the layers of prompts after 64 times as many tokens of prompts; else `capture()` does.
+        compiles the layers of prompts after 64 times as many tokens of prompts; else `capture()` does. Under a deterministic
+        policy neither happens by itself: steps of mode "auto" stay "breakable", and prompts run the model's own layers.
     pack: of piecewise steps, pack the weights of linears that share an input, so that they are one matrix product, and call one kernel for
         a linear with its norm, activation and residual where it is faster (docs/linear.md).
     budget_bytes: the most memory of the graphs over one set of pages.

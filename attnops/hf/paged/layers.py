@@ -22,6 +22,7 @@ from attnops.hf.methods import is_replaced
 from attnops.hf.paged.cache import PagedModelCache, Step, View, described
 from attnops.hf.paged.pages import EMPTY, ModelPages
 from attnops.lowering.regional import repeated_blocks
+from attnops.nn.steady import is_linear
 
 _STOP = "attnops: rows that the step before did not have, or a cache that is full"
 
@@ -160,7 +161,7 @@ def modules_of(model: nn.Module, cache: PagedModelCache) -> tuple[dict[nn.Module
     # torch's own are one kernel each, but for the product of the logits another kernel may be faster.
     beside = [m for parent in parents for m in parent.children() if not type(m).__module__.startswith("torch.")]
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    beside += [head] if type(head) is nn.Linear and not is_replaced(head) else []
+    beside += [head] if isinstance(head, nn.Linear) and is_linear(head) and not is_replaced(head) else []
     own = [type(m).__name__ for m in (*found, *beside) if is_replaced(m)]
     if own:
         raise NotRegional(f"{own[0]} has a forward of its own instance, or is compiled")

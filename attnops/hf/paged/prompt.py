@@ -32,7 +32,9 @@ from attnops.hf.cache_names import argument, cache_in
 from attnops.hf.paged.cache import PagedModelCache, Step
 from attnops.hf.paged.layers import Here, modules_of
 from attnops.hf.paged.pages import ModelPages
+from attnops.kernel import deterministic
 from attnops.lowering import fuse_linears
+from attnops.select import active_policy
 
 CHUNK = 4096
 """The most tokens of a chunk, which bounds the memory of a long prompt."""
@@ -168,6 +170,7 @@ class Prompts:
         known = positions is None or positions.shape in (ids.shape, (1, ids.shape[1]))
         reasons = {
             f"its layers cannot be compiled: {self.refusal}": self.refusal,
+            "under a deterministic policy bits may not follow from the prompts before": deterministic(active_policy()),
             "the pages hold latents": cache.latent,
             "it goes on with a cache of sliding windows": state.filled and any(pages.windows),
             "the step before it failed": state.filled and not state.whole,

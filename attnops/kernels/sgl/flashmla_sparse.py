@@ -1,4 +1,4 @@
-"""`flashmla` of `sparse_mla_attention`: FlashMLA's sparse attention inside the sgl_kernel wheel, for latents of 512 + 64.
+"""`flashmla` of `sparse_mla_attention`: FlashMLA's sparse attention (see sources.py), for latents of 512 + 64.
 
 Which of two raw ops answers follows from the layout of the latents, not from decode or prefill: `sparse_decode_fwd` reads the pages of
 656 bytes a token and splits a token's keys among SMs, `sparse_prefill_fwd` reads bfloat16 and gives a token to one SM for every 64 heads.
@@ -17,8 +17,7 @@ from torch.nn.functional import pad
 
 from attnops.errors import InvalidInput
 from attnops.kernel import Invariant, Kernel, arch, at_most, demand, one_of, register
-from attnops.kernels.sgl import wheel
-from attnops.kernels.sgl.flashmla import LIBRARY, PACKAGE, missing
+from attnops.kernels.sgl import sources
 from attnops.kernels.shared.memory import PACK
 from attnops.kernels.shared.tokens import LATENT, LATENTS, ROPE, see_nothing, whole
 from attnops.problem import Problem
@@ -30,8 +29,6 @@ HEADS = (64, 128)
 PACKED_TILE, PLAIN_TILE = 64, 128
 """Lists are whole tiles: an assertion in the kernels."""
 LARGEST = 2**31 - 1
-PREFILL_LSE_BASE = 2.0
-"""Of `sparse_prefill_fwd`, as its docstring says and an H200 showed; tests/gpu/test_sparse.py holds it to that."""
 MOST_TOKENS = 512
 """Tokens of one `sparse_decode_fwd`. It makes a float32 output a token and head for splits that there may be, used or not."""
 
@@ -67,7 +64,7 @@ def sparse_mla_attention(call: sparse.SparseMlaAttention) -> None:
         if quantised:
             # The kernel asserts that it is given no lengths for these pages: entries past them become -1.
             lists = _lists(lists, length, pages, PACKED_TILE, call.holes, apart)
-            out, z, _, _ = wheel.op("sparse_decode_fwd", LIBRARY)(
+            out, z, _, _ = sources.op("sparse_decode_fwd")(
                 q[:, None], pages[:, :, None], lists[:, None], None, sinks, None, None, None, None, None, LATENT, scale
             )
             out, z = out[:, 0], z[:, :, 0]
@@ -75,10 +72,11 @@ def sparse_mla_attention(call: sparse.SparseMlaAttention) -> None:
             lists = _lists(lists, None, pages, PLAIN_TILE, call.holes, apart)
             length = None if length is None else length.contiguous()
             given = (q, every[:, None], lists[:, None], scale, LATENT, sinks, length)
-            out, _, z = wheel.op("sparse_prefill_fwd", LIBRARY)(*given)
+            out, _, z = sources.op("sparse_prefill_fwd")(*given)
         output[rows].copy_(out[:, :have])
         if lse is not None:
-            _write_lse(lse[rows], z[:, :have] if quantised else z[:, :have] * math.log(PREFILL_LSE_BASE), logits)
+            base = math.e if quantised else sources.source().lse_base
+            _write_lse(lse[rows], z[:, :have] if base == math.e else z[:, :have] * math.log(base), logits)
 
 
 def _query(q_nope: Tensor, q_pe: Tensor, heads: int) -> Tensor:
@@ -164,7 +162,7 @@ register(
     Kernel(
         "flashmla", "sparse_mla_attention", sparse_mla_attention, takes=frozenset({"topk_length", "sinks", "lse", "holes"}),
         dtypes=(torch.bfloat16,), kv_dtypes=(torch.bfloat16, torch.uint8),
-        needs=(arch(90, 100), *LATENTS, at_most("q_heads", HEADS[-1]), one_of("pages_in_rows", True)), packages=(PACKAGE,), probe=missing,
-        cost_us=_cost_us, invariant=Invariant((UNSPLIT,)), about="FlashMLA sparse attention (sgl_kernel): packed or bfloat16 latents",
+        needs=(arch(90, 100), *LATENTS, at_most("q_heads", HEADS[-1]), one_of("pages_in_rows", True)), packages=(sources.PACKAGE,),
+        cost_us=_cost_us, invariant=Invariant((UNSPLIT,)), about="FlashMLA sparse attention: packed or bfloat16 latents",
     )
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The reference under a deterministic policy: every request by itself, at its own lengths.
+"""The reference under a deterministic policy: every request by itself, at its own lengths, or every token.
 
 A matrix product's order of summation may follow from the sizes of the whole batch, and from how far a request is padded. The loops read
 lengths on the host, so this serves tensors on the CPU only.
@@ -32,6 +32,24 @@ def by_request(run: Run) -> Run:
     @functools.wraps(run)
     def either(call: Any) -> Any:
         return _each(run, call) if deterministic(call.policy) else run(call)
+
+    return either
+
+
+def by_token(run: Run) -> Run:
+    """`run`, a reference body that writes its results, that takes the tokens one by one where the policy is deterministic.
+
+    torch's product of one row sums in another order than that of several, and pointwise functions
+    compute the last numbers of a tensor by other code than the rest.
+    """
+
+    @functools.wraps(run)
+    def either(call: Any) -> None:
+        if not deterministic(call.policy):
+            run(call)
+            return
+        for t in range(sizes_of(call)["T"]):
+            run(_part(call, {"T": slice(t, t + 1)}))
 
     return either
 

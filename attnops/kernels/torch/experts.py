@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from math import hypot
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnops.call import changed
-from attnops.kernel import Invariant, Kernel, deterministic, device, register
+from attnops.kernel import Invariant, Kernel, device, register
+from attnops.kernels.torch.by_request import by_token
 from attnops.measured.cost import rates_of
 from attnops.problem import Problem
 from attnops.reference.experts import experts as reference, gated
@@ -89,18 +87,6 @@ def cost_us(p: Problem) -> float:
     return 40.0 + products_us(p, tokens) * (2.0 if tokens <= 64 else 1.0)
 
 
-def judged(run: Callable[[Any], None], call: Any) -> None:
-    """Run the reference `run`, under a deterministic policy a token at a time."""
-    if not deterministic(call.policy):
-        run(call)
-        return
-    # A product's order of summation may follow from the number of rows.
-    for t in range(call.x.shape[0]):
-        at = slice(t, t + 1)
-        one = {name: getattr(call, name)[at] for name in ("x", "top_k_index", "top_k_weights", "output")}
-        run(changed(call, **one))
-
-
 register(
     Kernel(
         "aten", "experts", experts, TAKES, FLOATS, cost_us=cost_us, about="torch's grouped product, or an expert after the other",
@@ -108,7 +94,7 @@ register(
 )  # fmt: skip
 register(
     Kernel(
-        "reference", "experts", partial(judged, reference), TAKES, FLOATS, cost_us=lambda p: 1000.0 + 10.0 * cost_us(p), judge=True,
+        "reference", "experts", by_token(reference), TAKES, FLOATS, cost_us=lambda p: 1000.0 + 10.0 * cost_us(p), judge=True,
         invariant=Invariant((device("cpu"),)), about="plain torch, float32 accumulation",
     )
 )  # fmt: skip

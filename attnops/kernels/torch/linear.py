@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from attnops.call import changed
 from attnops.kernel import Inline, Invariant, Kernel, deterministic, device, register
+from attnops.kernels.torch.by_request import by_token
 from attnops.measured.cost import rates_of
 from attnops.problem import Problem
 from attnops.reference import linear as formulas
@@ -58,13 +59,12 @@ def cost_us(p: Problem) -> float:
 
 
 def _reference(call: Any) -> None:
-    if not deterministic(call.policy):
-        formulas.linear(call)
-        return
-    # A product's order of summation may follow from the number of rows.
-    for t in range(call.x.shape[0]):
-        residual = None if call.residual is None else call.residual[t : t + 1]
-        formulas.linear(changed(call, x=call.x[t : t + 1], residual=residual, output=call.output[t : t + 1]))
+    if deterministic(call.policy):  # once, and not for every token
+        call = changed(call, weight=call.weight.to(torch.promote_types(call.x.dtype, torch.float32)))
+    _by_token(call)
+
+
+_by_token = by_token(formulas.linear)
 
 
 register(

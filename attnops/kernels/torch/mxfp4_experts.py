@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from attnops.kernel import Invariant, Kernel, device, register
 from attnops.kernels.torch import experts as plain
+from attnops.kernels.torch.by_request import by_token
 from attnops.measured.cost import rates_of
 from attnops.problem import Problem
 from attnops.reference.mxfp4 import decoded_call, experts as reference
@@ -40,7 +40,7 @@ register(
 )  # fmt: skip
 register(
     Kernel(
-        "reference", "mxfp4_experts", partial(plain.judged, reference), TAKES, FLOATS, cost_us=lambda p: 1000.0 + 10.0 * cost_us(p),
+        "reference", "mxfp4_experts", by_token(reference), TAKES, FLOATS, cost_us=lambda p: 1000.0 + 10.0 * cost_us(p),
         judge=True, invariant=Invariant((device("cpu"),)), about="plain torch, float32 accumulation",
     )
 )  # fmt: skip

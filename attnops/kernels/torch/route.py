@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from attnops.kernel import Inline, Invariant, Kernel, device, register
+from attnops.kernels.torch.by_request import by_token
 from attnops.problem import Problem
 from attnops.reference.route import route as reference
 
@@ -25,7 +26,7 @@ register(
 )  # fmt: skip
 register(
     Kernel(
-        "reference", "route", reference, TAKES, FLOATS, cost_us=lambda p: 1000.0 + 10.0 * cost_us(p), judge=True,
+        "reference", "route", by_token(reference), TAKES, FLOATS, cost_us=lambda p: 1000.0 + 10.0 * cost_us(p), judge=True,
         invariant=Invariant((device("cpu"),)), about="plain torch, float32",
     )
 )  # fmt: skip
