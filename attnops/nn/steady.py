@@ -252,7 +252,7 @@ def _steady(cls: Any, pointwise: bool) -> type:
 
     def of_linear(self: Any, input: Tensor) -> Tensor:
         # Written out: outside of the policy it costs no more calls of Python than before.
-        by = product if deterministic(_ACTIVE.key) else F.linear
+        by = product if deterministic(_ACTIVE.key) and not is_recorded() else F.linear
         return by(input, self.weight, self.bias)
 
     def of_numbers(self: Any, input: Tensor) -> Tensor:
