@@ -84,6 +84,7 @@ _ROPES = {kind: {**_ROPE, "mrope_section": [1, 1, 2]} for kind in ("full_attenti
 _OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(_MROPES, _MROPE),
     "autoformer": {**_TIMES, "label_length": 2, "num_time_features": 1},
+    "bailing_hybrid": {"num_hidden_layers": 4, "layer_group_size": 2, "n_group": 1, "topk_group": 1},
     "bamba": {**_MAMBA, "num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
     "bridgetower": {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2},
     "bridgetower_text_model": {"hidden_size": 64},
@@ -94,6 +95,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "deepseek_ocr2_text": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse"]},
     "diffusion_gemma": {"vision_config": "gemma4_vision"},
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
+    "dory": {"num_hidden_layers": 4, "n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "encoder-decoder": {"encoder": "bert", "decoder": "bert"},
     "ernie4_5_vl_moe_text": {"rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}, "moe_intermediate_size": [16, 16]},
@@ -106,6 +108,8 @@ _OWN: dict[str, dict[str, Any]] = {
         "altup_num_inputs": 2,
         "vocab_size_per_layer_input": VOCAB,
     },
+    "dots3_note_audio_encoder": {"adapter_input_size": 32, "adapter_out_dim": 32},
+    "dots3_note_vision_encoder": {"adapter_in_dim": 32, "adapter_out_dim": 32},
     "emu3": {"vocabulary_map": {f"<image{i}>": i for i in range(60, 90)} | {"<image>": 96}},
     "glm4v_moe_text": {**_MROPE, "head_dim": 16},
     "glm5_next_text": {"index_kpool": 2},
@@ -143,6 +147,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "vision-text-dual-encoder": {"vision_config": "vit", "text_config": "bert"},
     "mobilebert": {"intra_bottleneck_size": 32, "hidden_size": 32, "embedding_size": 32, "true_hidden_size": 32},
     "step3p5": {"sliding_window": 4},
+    "wavtokenizer": {"codebook_dim": 32},
+    "wavtokenizer_encoder": {"codebook_dim": 32},
     "wav2vec2-bert": {"vocab_size": VOCAB, "feature_projection_input_dim": 16},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "use_mamba_kernels": False},
@@ -196,7 +202,7 @@ def shrunk(cls: Any, **more: Any) -> Any:
         if isinstance(value, str) and value in CONFIG_MAPPING:
             own[name] = shrunk(CONFIG_MAPPING[value], **(_DECODER if (name, value) == ("decoder", "bert") else {}))
     whole = {name: value for name, value in own.items() if isinstance(value, PreTrainedConfig)}
-    if whole and cls.has_no_defaults_at_init:
+    if whole and getattr(cls, "has_no_defaults_at_init", False):
         return cls(**{name: value.to_dict() for name, value in whole.items()}, **more)
     default = cls(**whole)
     values: dict[str, Any] = {}
@@ -318,12 +324,14 @@ class Recipe:
 
     cls: its class. config: makes its config. inputs: those to try first, or None.
     source: where they come from, "" where the census made them.
+    part: the path of a module, where that is what is looked at, and not the whole model.
     """
 
     cls: Any
     config: Callable[[], Any]
     inputs: dict[str, Any] | None = None
     source: str = ""
+    part: str = ""
 
 
 def recipes(kind: Kind, tests: bool = False) -> Iterator[Callable[[], Recipe]]:
@@ -335,6 +343,14 @@ def recipes(kind: Kind, tests: bool = False) -> Iterator[Callable[[], Recipe]]:
     for made in testers.of_type(testers.family_of(config_class), config_class):
         for cls in _classes(kind, made):
             yield partial(Recipe, cls, partial(testers.spread, made.config), made.inputs_for(cls), testers.SOURCE)
+        if isinstance(made, testers.Part) and not _classes(kind, made):
+            yield from (partial(_within, made, whole) for whole in made.wholes)
+
+
+def _within(part: testers.Part, whole: type) -> Recipe:
+    """A part that is no model of transformers, in a whole one. Raises ValueError: it is not there."""
+    path, inputs = part.within(whole)
+    return Recipe(whole, partial(testers.spread, part.whole.config), inputs, testers.SOURCE, path)
 
 
 def own(kind: Kind) -> Recipe:
@@ -364,7 +380,7 @@ def _classes(kind: Kind, made: testers.Made | testers.Part) -> list[Any]:
 def chosen(recipe: Recipe) -> dict[str, str]:
     """The implementation of attention that transformers itself chooses, for each module that has a config, by path."""
     with torch.random.fork_rng(devices=[]):
-        model = recipe.cls._from_config(recipe.config(), dtype=torch.float32)
+        model = recipe.cls._from_config(recipe.config(), dtype=torch.float32).get_submodule(recipe.part)
     found = {
         path: getattr(getattr(module, "config", None), "_attn_implementation_internal", None) for path, module in model.named_modules()
     }
@@ -399,4 +415,4 @@ def build(recipe: Recipe, seed: int = 0) -> Any:
         # Weights that start at zero, as gates and sinks do, would hide what they gate.
         if parameter.is_floating_point() and (not torch.isfinite(parameter).all() or not parameter.any()):
             torch.nn.init.normal_(parameter, std=0.1)
-    return model.eval()
+    return model.eval().get_submodule(recipe.part)

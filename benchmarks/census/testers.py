@@ -15,7 +15,7 @@ import re
 import sys
 import types
 import unittest
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,24 +64,43 @@ class Part:
 
     def inputs_for(self, cls: type) -> dict[str, Any] | None:
         """What a whole model hands to its first part of this class."""
-        for whole in self.whole.classes[:MOST_WHOLES]:
+        for whole in self.wholes:
             try:
-                found = _handed(whole, self.whole, cls)
+                found = _handed(whole, self.whole, lambda module: type(module) is cls)[1]
             except Exception:  # of the tests' own code, and of models that they skip
                 continue
             if found:
                 return found
         return None
 
+    @property
+    def wholes(self) -> tuple[type, ...]:
+        """Classes of whole models to look into."""
+        return self.whole.classes[:MOST_WHOLES]
+
+    def within(self, whole: type) -> tuple[str, dict[str, Any]]:
+        """The path of the part in a model of class `whole`, and what this hands to it.
+
+        Raises ValueError: there is none.
+        """
+        stem = type(self.config).__name__.removesuffix("Config")
+
+        def is_it(module: Any) -> bool:
+            return type(getattr(module, "config", None)) is type(self.config) or type(module).__name__ == stem
+
+        path, inputs = _handed(whole, self.whole, is_it)
+        if not path:
+            raise ValueError(f"no module of {whole.__name__} has its config")
+        return path, inputs
+
 
 MOST_WHOLES = 4
-"""Classes of whole models that are asked for the inputs of a part."""
 
 
-def _handed(whole: Any, made: Made, cls: type) -> dict[str, Any]:
-    """The inputs of the first module of class `cls` in a model of class `whole`; {}: there is none."""
+def _handed(whole: Any, made: Made, wanted: Callable[[Any], bool]) -> tuple[str, dict[str, Any]]:
+    """The path and the inputs of the first module of this kind in a model of class `whole`; "", {}: there is none."""
     model = whole._from_config(spread(made.config), attn_implementation="eager", dtype=torch.float32)
-    modules = [module for module in model.eval().modules() if type(module) is cls]
+    paths = [path for path, module in model.eval().named_modules() if path and wanted(module)]
     seen: list[dict[str, Any]] = []
 
     def keep(module: Any, args: Any, kwargs: Any) -> None:
@@ -90,11 +109,11 @@ def _handed(whole: Any, made: Made, cls: type) -> dict[str, Any]:
         named |= bound.get("kwargs", {})
         seen.append({n: _seeing(copy.deepcopy(x)) for n, x in named.items() if _is_input(n, x)})
 
-    for module in modules[:1]:
-        module.register_forward_pre_hook(keep, with_kwargs=True)
+    for path in paths[:1]:
+        model.get_submodule(path).register_forward_pre_hook(keep, with_kwargs=True)
         with torch.no_grad():
             model(**(made.inputs_for(whole) or {}))
-    return seen[0] if seen else {}
+    return (paths[0] if paths else ""), (seen[0] if seen else {})
 
 
 def _is_input(name: str, value: Any) -> bool:
