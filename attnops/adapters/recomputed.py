@@ -13,8 +13,9 @@ import torch
 
 Hooks = tuple[Callable[..., Any], Callable[..., Any]]
 
+_autograd: Any = vars(torch._C)["_autograd"]
 _top: Callable[[bool], Hooks | None]
-_top = vars(torch._C._autograd).get("_top_saved_tensors_default_hooks", lambda ignored: None)
+_top = vars(_autograd).get("_top_saved_tensors_default_hooks", lambda ignored: None)
 
 
 def current() -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,8 +39,9 @@ uncast = vars(torch._C).get("_DisableAutocast", _publicly_uncast)
 """Autocast is off within the block: an op has no autocast rule, and its kernels compute in the
 dtypes of its contract. torch.autocast takes longer."""
 
+_functorch: Any = vars(torch._C)["_functorch"]
 of_a_batch: Callable[[Tensor], bool]
-of_a_batch = vars(torch._C._functorch).get("is_legacy_batchedtensor", lambda tensor: False)
+of_a_batch = vars(_functorch).get("is_legacy_batchedtensor", lambda tensor: False)
 """Is it a batch of tensors, as torch.autograd.grad makes one of gradients?"""
 
 profiling: Callable[[], bool] = vars(torch.autograd).get("_profiler_enabled", lambda: False)

@@ -1,7 +1,5 @@
 """Patched transformers models under tools that record them: the recording holds torch's own ops."""
 
-import contextlib
-
 import pytest
 import torch
 from torch import nn
@@ -41,15 +39,18 @@ def traceable():
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace")
 @pytest.mark.usefixtures("traceable")
-@pytest.mark.parametrize("target", [None, SM90], ids=["cpu", "sm90"])
+@pytest.mark.parametrize("target", [None, SM90], ids=["deterministic", "sm90"])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_a_trace_holds_no_op_of_attnops(family, target):
-    """Of a model on a GPU neither: there masks are descriptors, and experts and routers kernels."""
+    """Of a model on a GPU neither, where masks are descriptors, and experts and routers kernels.
+
+    A deterministic policy has products of the op linear in the model, but not in the trace.
+    """
     model, ids, mask = tiny.model(family), tokens(), left_padded()
     want = model(ids, attention_mask=mask, use_cache=False).logits
-    machine = contextlib.nullcontext() if target is None else pretend(target)
-    with attnops.patch(model, cache="hf"), machine:
+    way = attnops.use(deterministic=True) if target is None else pretend(target)
+    with attnops.patch(model, cache="hf"), way:
         traced = trace(model, ids, mask)
     assert "attnops::" not in str(traced.inlined_graph)
     seen = mask.bool()
