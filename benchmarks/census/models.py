@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from attnops.hf import tiny
-from benchmarks.census import testers
 
 VOCAB = 99
 LARGEST = 40_000_000
@@ -84,7 +83,7 @@ _ROPES = {kind: {**_ROPE, "mrope_section": [1, 1, 2]} for kind in ("full_attenti
 _OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(_MROPES, _MROPE),
     "autoformer": {**_TIMES, "label_length": 2, "num_time_features": 1},
-    "bailing_hybrid": {"num_hidden_layers": 4, "layer_group_size": 2, "n_group": 1, "topk_group": 1},
+    "bailing_hybrid": {"num_hidden_layers": 4, "layer_group_size": 2, "n_group": 1, "topk_group": 1, "num_local_experts": 4, "layer_types": None, "mlp_layer_types": None},
     "bamba": {**_MAMBA, "num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
     "bridgetower": {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2},
     "bridgetower_text_model": {"hidden_size": 64},
@@ -334,47 +333,16 @@ class Recipe:
     part: str = ""
 
 
-def recipes(kind: Kind, tests: bool = False) -> Iterator[Callable[[], Recipe]]:
-    """What makes the recipes of a type: the census's own, then with `tests` those of transformers' tests, of a folder that is open."""
-    yield lambda: own(kind)
-    if not tests:
-        return
-    config_class = _config_class(kind)
-    for made in testers.of_type(testers.family_of(config_class), config_class):
-        for cls in _classes(kind, made):
-            yield partial(Recipe, cls, partial(testers.spread, made.config), made.inputs_for(cls), testers.SOURCE)
-        if isinstance(made, testers.Part) and not _classes(kind, made):
-            yield from (partial(_within, made, whole) for whole in made.wholes)
-
-
-def _within(part: testers.Part, whole: type) -> Recipe:
-    """A part that is no model of transformers, in a whole one. Raises ValueError: it is not there."""
-    path, inputs = part.within(whole)
-    return Recipe(whole, partial(testers.spread, part.whole.config), inputs, testers.SOURCE, path)
-
-
 def own(kind: Kind) -> Recipe:
     """The recipe of the census. Raises ValueError: the type has no class."""
     return Recipe(class_of(kind), partial(config_of, kind))
 
 
-def _config_class(kind: Kind) -> Any:
+def config_class(kind: Kind) -> Any:
+    """The class of its config."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     return CONFIG_MAPPING[kind.name]
-
-
-MOST_CLASSES = 3
-
-
-def _classes(kind: Kind, made: testers.Made | testers.Part) -> list[Any]:
-    """The classes to try with what tests have made, the type's own first."""
-    try:
-        first = [class_of(kind)]
-    except ValueError:
-        first = []
-    tested = [cls for cls in made.classes if cls not in first]
-    return [*(cls for cls in first if cls in made.classes), *tested, *first][:MOST_CLASSES] if tested else first
 
 
 def chosen(recipe: Recipe) -> dict[str, str]:

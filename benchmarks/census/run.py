@@ -33,7 +33,7 @@ import torch
 
 import attnops.hf  # noqa: F401, in the parent, so that no child imports it
 from attnops.errors import AttnopsError, PatchError
-from benchmarks.census import checks, models, results, testers
+from benchmarks.census import checks, models, recipes, results, testers
 
 ROOT = Path(__file__).resolve().parents[2]
 INDUCTOR = ("llama", "gpt_oss", "deepseek_v3", "qwen3_next", "t5", "bert")
@@ -122,7 +122,7 @@ def first_that_runs(kind: models.Kind, tests: bool) -> tuple[Head, checks.Subjec
     """
     found: Head = {}
     try:
-        for make in models.recipes(kind, tests):
+        for make in recipes.recipes(kind, tests):
             head, subject = attempt(kind, make)
             if subject is not None or "foreign" in head:
                 return head, subject
