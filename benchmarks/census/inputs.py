@@ -95,7 +95,7 @@ def _patches(model: Any) -> Iterator[Inputs]:
     config = model.config
     patch = size_of(config, "patch_size", default=8)
     channels = size_of(config, "in_channels", "num_channels", "in_chans", default=3)
-    times = size_of(config, "temporal_patch_size", default=1)
+    times = size_of(config, "temporal_patch_size", "patch_temporal", default=1)
     grid = torch.tensor([[1, 4, 4], [1, 4, 8]])
     count = int(grid.prod(1).sum())
     names = parameters(model)
@@ -148,6 +148,8 @@ def candidates(model: Any) -> Iterator[Inputs]:
                 yield {name: torch.randn(ROWS, 1600, generator=seeded()), **base}
                 yield {name: torch.randn(ROWS, 1, 1600, generator=seeded()), **base}
             yield from ({name: features, **base} for features in _features(config))
+            if f"{name}_mask" in names:
+                yield from ({name: x, f"{name}_mask": torch.ones(x.shape[:2], dtype=torch.int64), **base} for x in _features(config))
     if "inputs_embeds" in names:
         width = size_of(config, "hidden_size", "d_model", "n_embd", default=32)
         yield {"inputs_embeds": torch.randn(ROWS, LENGTH, width, generator=seeded()), **base}
@@ -156,6 +158,11 @@ def candidates(model: Any) -> Iterator[Inputs]:
         yield {"hidden_states": torch.randn(ROWS, LENGTH, width, generator=seeded()), **base}
     if "past_values" in names:
         yield from _series(model)
+    if "context_input_ids" in names:
+        found = size_of(config, "n_docs", default=5)
+        context, scores = tokens(ROWS * found, seed=4), torch.randn(ROWS, found, generator=seeded())
+        asked = {"context_input_ids": context, "context_attention_mask": torch.ones_like(context)}
+        yield {"input_ids": tokens(), **asked, "doc_scores": scores, **base}
 
 
 def _series(model: Any) -> Iterator[Inputs]:

@@ -79,11 +79,27 @@ _MROPES = ("glm4v_text", "glm_image_text", "glm_ocr_text", "hunyuan_vl_text", "p
 _MROPES += ("qwen2_5_omni_talker", "qwen2_5_omni_text")
 _ROPES = {kind: {**_ROPE, "mrope_section": [1, 1, 2]} for kind in ("full_attention", "sliding_attention")}
 
+_FLOW = {"condition_dim": 32, "latent_dim": 32}
+_CODEC = {"num_filters": 2}
+
 # What a type needs besides, or instead. A string in place of a config is the type that stands there.
 _OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(_MROPES, _MROPE),
+    **dict.fromkeys(("PocketTTSFlowHeadConfig", "GradiumPhononTTSFlowHeadConfig"), _FLOW),
+    **{f"vibevoice_{part}": _CODEC for part in ("acoustic_tokenizer", "acoustic_tokenizer_encoder", "acoustic_tokenizer_decoder")},
+    "FunAsrNanoAdaptorConfig": {"intermediate_size": 8},
+    "apertus1p5": {"image_token_offset": 40, "audio_token_offset": 56},
+    "apertus1p5_vision_tokenizer": {"base_channels": 32, "embed_dim": 32, "latent_channels": 32},
     "autoformer": {**_TIMES, "label_length": 2, "num_time_features": 1},
-    "bailing_hybrid": {"num_hidden_layers": 4, "layer_group_size": 2, "n_group": 1, "topk_group": 1, "num_local_experts": 4, "layer_types": None, "mlp_layer_types": None},
+    "bailing_hybrid": {
+        "num_hidden_layers": 4,
+        "layer_group_size": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_local_experts": 4,
+        "layer_types": None,
+        "mlp_layer_types": None,
+    },
     "bamba": {**_MAMBA, "num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
     "bridgetower": {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2},
     "bridgetower_text_model": {"hidden_size": 64},
@@ -117,10 +133,19 @@ _OWN: dict[str, dict[str, Any]] = {
     "informer": {**_TIMES, "num_time_features": 1, "distil": False},
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "llama4_vision_model": {
+        "intermediate_size": 128,
+        "vision_output_dim": 32,
+        "projector_input_dim": 32,
+        "projector_output_dim": 32,
+    },
     "luke": {"entity_emb_size": 32},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "expand": 2},
     "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
+    "molmo2_adapter": {"vision_feature_layer": [1, 0]},
+    "molmo2_vision": {"image_size": [32, 32], "num_position_embeddings": 16},
     "moonshine_streaming": {"num_key_value_heads": 4},
+    "muse_spark_audio": {"num_hidden_layers": 4, "hidden_sizes": [16] * 4, "out_hidden_size": 32},
     "musicgen": {"text_encoder": "t5", "audio_encoder": "encodec", "decoder": "musicgen_decoder"},
     "musicgen_melody": {"text_encoder": "t5", "audio_encoder": "encodec", "decoder": "musicgen_melody_decoder"},
     "neomme": {"head_dim": 16},
@@ -136,6 +161,8 @@ _OWN: dict[str, dict[str, Any]] = {
         "ngram_vocab_size_base": 64,
         "split_ngram_parts": 2,
     },
+    "qwen2_5_omni_bigvgan": {"upsample_initial_channel": 128},
+    "qwen3_omni_moe_talker": {"spatial_merge_size": 2},
     "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 16},
     "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 8]},
     "speech-encoder-decoder": {"encoder": "wav2vec2", "decoder": "bert"},
@@ -323,7 +350,7 @@ class Recipe:
 
     cls: its class. config: makes its config. inputs: those to try first, or None.
     source: where they come from, "" where the census made them.
-    part: the path of a module, where that is what is looked at, and not the whole model.
+    part: the path of the module that is looked at, "" for the whole model. All of it is patched.
     """
 
     cls: Any
@@ -383,4 +410,4 @@ def build(recipe: Recipe, seed: int = 0) -> Any:
         # Weights that start at zero, as gates and sinks do, would hide what they gate.
         if parameter.is_floating_point() and (not torch.isfinite(parameter).all() or not parameter.any()):
             torch.nn.init.normal_(parameter, std=0.1)
-    return model.eval().get_submodule(recipe.part)
+    return model.eval()

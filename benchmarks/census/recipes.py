@@ -122,17 +122,20 @@ def _part(kind: Kind, config: Any, whole: Whole, cls: Any, source: str) -> Recip
     return Recipe(part, partial(testers.spread, config), given, source)
 
 
-def _handed(model: Any, whole: Whole, wanted: Callable[[Any], bool]) -> tuple[str, Inputs]:
-    """The path of the first module of this kind in the model, and its inputs, which may be none."""
+def _handed(model: Any, whole: Whole, wanted: Callable[[Any], bool]) -> tuple[str, Inputs | None]:
+    """The path of the first module of this kind in the model, and its inputs, where any reach it."""
     paths = [path for path, module in model.named_modules() if path and wanted(module)]
     if not paths:
         raise ValueError(f"no module of {type(model).__name__} has its config")
     seen: list[Inputs] = []
 
     def keep(module: Any, args: Any, kwargs: Any) -> None:
-        bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
+        signature = inspect.signature(type(module).forward)
+        bound = signature.bind(module, *args, **kwargs).arguments
         named = {n: x for n, x in bound.items() if n not in ("self", "kwargs")} | bound.get("kwargs", {})
-        seen.append({n: _seeing(copy.deepcopy(x)) for n, x in named.items() if _is_input(n, x)})
+        asked = {n for n, parameter in signature.parameters.items() if parameter.default is parameter.empty}
+        kept = {n: x for n, x in named.items() if _is_input(n, x) or (x is None and n in asked)}
+        seen.append({n: _seeing(copy.deepcopy(x)) for n, x in kept.items()})
 
     model.get_submodule(paths[0]).register_forward_pre_hook(keep, with_kwargs=True)
     for given in whole.tries(model):
@@ -140,7 +143,7 @@ def _handed(model: Any, whole: Whole, wanted: Callable[[Any], bool]) -> tuple[st
             model(**given)
         if seen:
             break
-    return paths[0], seen[0] if seen else {}
+    return paths[0], seen[0] if seen else None
 
 
 def _is_input(name: str, value: Any) -> bool:
