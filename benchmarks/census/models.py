@@ -48,7 +48,10 @@ _INTS: tuple[tuple[str, int], ...] = (
         r"hidden_size_\w+|embedding_dim|projection_dim|\w+_embed_dim|projection_size|output_dim|d_embed|model_in_dim|query_dim|attention_hidden_size",
         32,
     ),
-    (r"word_embed_proj_dim|classifier_proj_size|lru_width|state_size|linear_head_dim|feature_projection_input_dim|encoder_dim", 32),
+    (
+        r"word_embed_proj_dim|pooler_output_size|classifier_proj_size|lru_width|state_size|linear_head_dim|feature_projection_input_dim|encoder_dim",
+        32,
+    ),
     (r"(\w+_)?num_key_value_heads|num_kv_heads|\w*num_kv_heads|\w*key_value_heads", 2),
     (r"index_n_heads|linear_num_key_heads|mamba_n_groups|n_groups|mamba_ngroups", 2),
     (r"num_attention_heads|\w*attention_heads|n_head|num_heads|n_heads|\w+_num_heads|mamba_n_heads|linear_num_value_heads|num_\w*heads", 4),
@@ -82,7 +85,7 @@ _ROPES = {kind: {**_ROPE, "mrope_section": [1, 1, 2]} for kind in ("full_attenti
 _FLOW = {"condition_dim": 32, "latent_dim": 32}
 _CODEC = {"num_filters": 2}
 
-# What a type needs besides, or instead. A string in place of a config is the type that stands there.
+# What a type needs besides, or instead. A string in place of a config is the type that stands there, and a pair such a type and its fields.
 _OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(_MROPES, _MROPE),
     **dict.fromkeys(("PocketTTSFlowHeadConfig", "GradiumPhononTTSFlowHeadConfig"), _FLOW),
@@ -94,11 +97,10 @@ _OWN: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {
         "num_hidden_layers": 4,
         "layer_group_size": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "num_local_experts": 4,
         "layer_types": None,
         "mlp_layer_types": None,
+        "num_expert_group": 1,
+        "num_experts_per_token": 2,
     },
     "bamba": {**_MAMBA, "num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
     "bridgetower": {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2},
@@ -123,7 +125,12 @@ _OWN: dict[str, dict[str, Any]] = {
         "altup_num_inputs": 2,
         "vocab_size_per_layer_input": VOCAB,
     },
-    "dots3_note_audio_encoder": {"adapter_input_size": 32, "adapter_out_dim": 32},
+    "dots3_note_audio_encoder": {
+        "adapter_input_size": 32,
+        "adapter_out_dim": 32,
+        "downsample_hidden_size": 480,
+        "feature_size": 128,
+    },
     "dots3_note_vision_encoder": {"adapter_in_dim": 32, "adapter_out_dim": 32},
     "emu3": {"vocabulary_map": {f"<image{i}>": i for i in range(60, 90)} | {"<image>": 96}},
     "glm4v_moe_text": {**_MROPE, "head_dim": 16},
@@ -148,6 +155,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "muse_spark_audio": {"num_hidden_layers": 4, "hidden_sizes": [16] * 4, "out_hidden_size": 32},
     "musicgen": {"text_encoder": "t5", "audio_encoder": "encodec", "decoder": "musicgen_decoder"},
     "musicgen_melody": {"text_encoder": "t5", "audio_encoder": "encodec", "decoder": "musicgen_melody_decoder"},
+    "nemotron_h_omni": {"vision_config": ("radio", {"video_temporal_patch_size": 2})},
     "neomme": {"head_dim": 16},
     "perceiver": {"d_latents": 32, "num_latents": 8, "qk_channels": 32, "v_channels": 32},
     "qwen4_exp_text": {
@@ -162,7 +170,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "split_ngram_parts": 2,
     },
     "qwen2_5_omni_bigvgan": {"upsample_initial_channel": 128},
-    "qwen3_omni_moe_talker": {"spatial_merge_size": 2},
+    "Qwen3OmniMoeTalkerConfig": {"spatial_merge_size": 2},
     "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 16},
     "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 8]},
     "speech-encoder-decoder": {"encoder": "wav2vec2", "decoder": "bert"},
@@ -227,6 +235,8 @@ def shrunk(cls: Any, **more: Any) -> Any:
     for name, value in own.items():
         if isinstance(value, str) and value in CONFIG_MAPPING:
             own[name] = shrunk(CONFIG_MAPPING[value], **(_DECODER if (name, value) == ("decoder", "bert") else {}))
+        elif isinstance(value, tuple):
+            own[name] = shrunk(CONFIG_MAPPING[value[0]], **value[1])
     whole = {name: value for name, value in own.items() if isinstance(value, PreTrainedConfig)}
     if whole and getattr(cls, "has_no_defaults_at_init", False):
         return cls(**{name: value.to_dict() for name, value in whole.items()}, **more)
