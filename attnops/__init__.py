@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attnops import kernels as _kernels
+from attnops import announce as _announce, kernels as _kernels
 from attnops.errors import AttnopsError as AttnopsError
 from attnops.ops import (
     attention as attention,
+    flops as _flops,
     merge_state as merge_state,
     op as _op,
     paged_attention as paged_attention,
@@ -25,6 +26,7 @@ from attnops.version import VERSION as __version__  # noqa: F401
 
 _kernels.load_own()
 _op.bind_all()
+_flops.install()
 
 
 def _teach_inductor() -> None:
@@ -59,3 +61,4 @@ def __dir__() -> list[str]:
 
 # Last, so that modules of third parties find all of attnops.
 _kernels.load_third_party()
+_announce.announce()

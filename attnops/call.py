@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY as KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from inspect import get_annotations
-from math import isfinite
 from types import CodeType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from attnops.checks import check_number, check_written, need as need, python_number
 from attnops.errors import InvalidInput, RegistrationError, fail
 from attnops.layout import (
     FLOAT32 as FLOAT32,
@@ -44,6 +44,8 @@ from attnops.layout import (
     layout_of,
 )
 from attnops.reference.rows import surely
+from attnops.subclasses import check_strided
+from attnops.tracers import wanted
 
 if TYPE_CHECKING:
     from typing_extensions import dataclass_transform
@@ -55,8 +57,6 @@ else:
 
 
 _KINDS = {"Tensor": "Tensor", "Tensor | None": "Tensor?", "int": "int", "float": "float", "bool": "bool", "str": "str"}
-_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (int,), "str": (str,)}
-"""By kind of argument, the Python types that the dispatcher takes or converts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,21 +233,6 @@ def schema(spec: Spec) -> str:
 # Checks ----------------------------------------------------------------------------------------------------------------
 
 
-def need(ok: Any, field: str, got: object, want: str) -> None:
-    """Raise InvalidInput unless `ok`. A symbolic `ok` that is not known yet becomes a check at run time."""
-    if isinstance(ok, bool):
-        if not ok:
-            fail(InvalidInput, field, got, want)
-        return
-    if not surely(ok):
-        if surely(torch.sym_not(ok)):
-            fail(InvalidInput, field, got, want)
-        try:
-            torch._check(ok, lambda: f"{field}: got {got}, want {want}")
-        except RuntimeError:
-            fail(InvalidInput, field, got, want)
-
-
 def check(call: Call) -> Sizes:
     """The sizes of a call by name. Raises InvalidInput on the first argument that breaks the contract; looks at no data."""
     sizes, owners = Sizes(), dict[str, str]()
@@ -277,6 +262,13 @@ def check(call: Call) -> Sizes:
     return sizes
 
 
+def with_python_numbers(call: C) -> C:
+    """The call with numbers of numpy, or of another library, as Python's; the call itself where it has none."""
+    numbers = {a.name: x for a, x in zip(call.spec.args, values(call), strict=True) if not a.tensor}
+    changes = {name: n for name, x in numbers.items() if (n := python_number(x)) is not x}
+    return changed(call, **changes) if changes else call
+
+
 def check_kinds(call: Call) -> None:
     """Raise InvalidInput on the first argument of another type, or the first number out of its bounds."""
     for a, value in zip(call.spec.args, values(call), strict=True):
@@ -285,10 +277,10 @@ def check_kinds(call: Call) -> None:
 
 def _check_kind(a: Arg, value: Any) -> None:
     if not a.tensor:
-        _check_value(a, value)
+        check_number(a, value)
     elif not isinstance(value, Tensor) and (value is not None or a.kind == "Tensor"):
         got = "nothing" if value is REQUIRED else "None" if value is None else type(value).__name__
-        fail(InvalidInput, a.name, got, f"a tensor [{a.dims}]")
+        fail(InvalidInput, a.name, got, wanted(f"a tensor [{a.dims}]", value))
 
 
 def _check_tensor(call: Call, a: Arg, value: Tensor) -> None:
@@ -296,40 +288,18 @@ def _check_tensor(call: Call, a: Arg, value: Tensor) -> None:
     dims = len(a.layout)
     if value.dim() < dims if a.layout and a.layout[-1].text == "..." else value.dim() != dims:
         fail(InvalidInput, a.name, f"shape {tuple(value.shape)}", f"[{a.dims}]")
+    if a.written:
+        check_written(a.name, value)
     if isinstance(a.dtypes, str):
-        own = getattr(call, a.dtypes).dtype
-        if value.dtype != own:
-            fail(InvalidInput, f"{a.name}.dtype", name(value.dtype), f"{name(own)}, as {a.dtypes}")
+        like = getattr(call, a.dtypes)
+        if like is None:
+            fail(InvalidInput, a.dtypes, "None", f"a tensor, because {a.name} is one")
+        if value.dtype != like.dtype:
+            fail(InvalidInput, f"{a.name}.dtype", name(value.dtype), f"{name(like.dtype)}, as {a.dtypes}")
         return
     allowed = a.dtypes(call) if callable(a.dtypes) else a.dtypes
     if value.dtype not in allowed:
         fail(InvalidInput, f"{a.name}.dtype", name(value.dtype), " | ".join(map(name, allowed)))
-
-
-def check_strided(field: str, value: Tensor, dims: str) -> None:
-    """Raise InvalidInput for a sparse or a nested tensor."""
-    if value.layout != torch.strided or value.is_nested:
-        kind = "a nested tensor" if value.is_nested else f"a tensor of layout {str(value.layout).removeprefix('torch.')}"
-        fail(InvalidInput, field, kind, f"a plain strided tensor [{dims}]")
-
-
-def _check_value(a: Arg, value: Any) -> None:
-    kinds: Any = (*_TYPES[a.kind], torch.SymInt, torch.SymFloat, torch.SymBool)
-    if value is REQUIRED:
-        fail(InvalidInput, a.name, "nothing", f"a value of type {a.kind}")
-    if not isinstance(value, kinds):
-        fail(InvalidInput, a.name, repr(value), f"a value of type {a.kind}")
-    bound = "" if a.least is None else f" >= {a.least:g}"
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        fail(InvalidInput, a.name, f"an int of {value.bit_length()} bits", f"a number{bound} that fits into 64 bits")
-    if isinstance(value, float) and not isfinite(value):
-        fail(InvalidInput, a.name, value, f"a finite number{bound}")
-    if a.least is not None:
-        need(value >= a.least, a.name, value, f">= {a.least:g}")
-    if a.most is not None:
-        need(value <= a.most, a.name, value, f"<= {a.most}")
-    if a.choices and value not in a.choices:
-        fail(InvalidInput, a.name, repr(value), " | ".join(c or '""' for c in a.choices))
 
 
 def place(spec: Spec, letter: str) -> str:

@@ -16,7 +16,7 @@ import torch
 
 from attnops.errors import BadTable, InvalidInput, fail, one_line
 from attnops.measured.store import read_text
-from attnops.needs import require
+from attnops.packages import require
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     # meta-llama/Meta-Llama-3-8B

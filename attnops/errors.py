@@ -176,6 +176,20 @@ class NoGradient(AttnopsError, RuntimeError):
         self.op, self.fields, self.forward = op, fields, forward
 
 
+NOT_SCRIPTED = "torch.export, or torch.jit.trace: it compiles no code that calls attnops"
+
+
+class NotRecordable(AttnopsError, RuntimeError):
+    """A tool that records a model, or maps it over a batch, meets what it cannot have.
+
+    what: the op or module. tool: the tool, with what it met. want: what to do.
+    """
+
+    def __init__(self, what: str, tool: str, want: str) -> None:
+        super().__init__(f"{what}: got {tool}, want {want}; see docs/export.md")
+        self.what, self.tool, self.want = what, tool, want
+
+
 class RegistrationError(AttnopsError, ValueError):
     """A kernel declaration is wrong: duplicate name, unknown op, bad name."""
 
@@ -186,6 +200,15 @@ class ContractMismatch(RegistrationError):
     def __init__(self, kernel: str, got: int, want: int) -> None:
         super().__init__(f"kernel {kernel}: contract got {shown(got)}, want {want}; see docs/add-a-kernel.md for what changed")
         self.kernel, self.got, self.want = kernel, got, want
+
+
+class WrongResult(AttnopsError, RuntimeError):
+    """A kernel of another package returned what its op does not promise. Found at its first call."""
+
+    def __init__(self, op: str, kernel: str, field: str, got: object, want: object) -> None:
+        given = f"{op}.{kernel}: {field} got {shown(got)}, want {shown(want)}"
+        super().__init__(f"{given}; `run` of the kernel returns what docs/ops.md says of the op")
+        self.op, self.kernel, self.field, self.got, self.want = op, kernel, field, got, want
 
 
 class PageSizeConflict(AttnopsError, ValueError):

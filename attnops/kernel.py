@@ -22,7 +22,6 @@ from attnops.needs import (
     Inline as Inline,
     Invariant as Invariant,
     Need as Need,
-    Package as Package,
     Plan as Plan,
     Tolerance as Tolerance,
     all_of as all_of,
@@ -40,7 +39,9 @@ from attnops.needs import (
     one_of as one_of,
     without as without,
 )
+from attnops.packages import Package as Package
 from attnops.problem import Problem, Refusal, Target, altered
+from attnops.registry import Registry as Registry
 
 __all__ = [
     "Capture", "CONTRACT", "Core", "Inline", "Invariant", "Kernel", "Need", "Package", "Plan", "Tolerance", "all_kernels", "all_of", "arch",
@@ -249,8 +250,8 @@ class Kernel:
         return ";".join(map(str, self.absences(Target()))) if self.packages else "own"
 
     def versions(self) -> tuple[str, ...]:
-        """`module==version` of its packages, for cache keys and reports."""
-        return tuple(f"{p.module}=={p.version()}" for p in self.packages)
+        """`module==version` of its packages, or of those that serve in their place, for cache keys and reports."""
+        return tuple(f"{p.module}=={p.version()}" for p in (each.used(Target()) for each in self.packages))
 
 
 def _kernel_there(op: str, name: str, about: str) -> Kernel:
@@ -269,18 +270,6 @@ def said(error: BaseException) -> str:
         return type(error).__name__
 
 
-@dataclass
-class Registry:
-    """All kernels by op and name, and the checks and listeners for new ones. waiting: kernels of an open `together`."""
-
-    kernels: dict[str, dict[str, Kernel]] = field(default_factory=dict)
-    broken: dict[str, str] = field(default_factory=dict)
-    checks: list[Callable[[Kernel], None]] = field(default_factory=list)
-    listeners: list[Callable[[Kernel], None]] = field(default_factory=list)
-    waiting: list[Kernel] | None = None
-    generation: int = 0
-
-
 _REGISTRY = Registry()
 
 
@@ -290,18 +279,19 @@ def register(kernel: Kernel) -> Kernel:
         raise ContractMismatch(kernel.name, kernel.contract or 0, CONTRACT)
     if not isinstance(kernel.name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", kernel.name) or kernel.name == "default":
         raise RegistrationError(f"kernel name: got {kernel.name!r}, want lower-case letters, digits and _, and not 'default'")
-    known = _REGISTRY.kernels.get(kernel.op, {})
-    if kernel.name in known:
-        raise RegistrationError(f"kernel name: got {kernel.name!r}, want one not yet registered for {kernel.op} ({', '.join(known)})")
-    check_fields(kernel)
-    if kernel.contract == 1:
-        warn_of_contract_1(kernel.name, kernel.run)
-    for check in _REGISTRY.checks:
-        check(kernel)
-    with together() if _REGISTRY.waiting is None else nullcontext(_REGISTRY.waiting) as new:
-        _REGISTRY.kernels.setdefault(kernel.op, {})[kernel.name] = kernel
-        new.append(kernel)
-    _REGISTRY.generation += 1
+    with _REGISTRY.lock:
+        known = _REGISTRY.kernels.get(kernel.op, {})
+        if kernel.name in known:
+            want = f"one not yet registered for {kernel.op} ({', '.join(known)})"
+            raise RegistrationError(f"kernel name: got {kernel.name!r}, want {want}")
+        check_fields(kernel)
+        if kernel.contract == 1:
+            warn_of_contract_1(kernel.name, kernel.run)
+        for check in _REGISTRY.checks:
+            check(kernel)
+        with together() if _REGISTRY.waiting is None else nullcontext(_REGISTRY.waiting) as new:
+            _REGISTRY.add(kernel)
+            new.append(kernel)
     return kernel
 
 
@@ -324,11 +314,7 @@ def together() -> Iterator[list[Kernel]]:
 
 def _drop(kernels: Iterable[Kernel]) -> None:
     for kernel in kernels:
-        table = _REGISTRY.kernels.get(kernel.op, {})
-        table.pop(kernel.name, None)
-        if not table:
-            _REGISTRY.kernels.pop(kernel.op, None)
-        _REGISTRY.generation += 1
+        _REGISTRY.remove(kernel)
 
 
 def kernels_of(op: str) -> MappingProxyType[str, Kernel]:
@@ -363,7 +349,8 @@ def generation() -> int:
 
 def renew() -> None:
     """Have all calls select anew, because a table of measured times was added or removed."""
-    _REGISTRY.generation += 1
+    with _REGISTRY.lock:
+        _REGISTRY.generation += 1
 
 
 def on_register(listener: Callable[[Kernel], None], check: Callable[[Kernel], None]) -> None:

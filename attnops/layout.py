@@ -52,7 +52,7 @@ class Arg:
     default: Any = REQUIRED
     off: Any = REQUIRED
     least: float | None = None
-    most: int | None = None
+    most: float | None = None
     choices: tuple[str, ...] = ()
     symbolic: bool = False
     written: bool = False

@@ -1,19 +1,13 @@
-"""A kernel's declarations: the packages that it needs, its needs by the names of a Problem's fields, and the records of its further traits.
-
-Packages are looked for without an import. Versions compare as in torch's copy of `packaging`.
+"""A kernel's declarations: its needs by the names of a Problem's fields, and the records of its further traits.
 
 A name that is no field of a Problem, or a value that such a field never has, is a RegistrationError where the need is built.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
-import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from importlib.machinery import PathFinder
 from math import inf
 from numbers import Real
 from operator import attrgetter
@@ -22,18 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnops.adapt import readable
-from attnops.errors import MissingExtra, RegistrationError
-from attnops.problem import FEATURES, LEAVES, Problem, Refusal, Target, leaf
+from attnops.errors import RegistrationError
+from attnops.packages import Package
+from attnops.problem import FEATURES, LEAVES, Problem, Refusal, leaf
 
 if TYPE_CHECKING:
-    from packaging.version import InvalidVersion, Version as Version
-
     from attnops.kernel import Kernel
-else:
-    try:
-        from torch._vendor.packaging.version import InvalidVersion, Version
-    except ImportError:  # torch's copy is not public; a torch without one needs the package itself
-        from packaging.version import InvalidVersion, Version
 
 Need = Callable[[Problem], Refusal | None]
 """A demand on a Problem: None when it is met, the Refusal when it is not. Pure; it never imports and never touches a device."""
@@ -253,6 +241,7 @@ def check_fields(kernel: Kernel) -> None:
     want(isinstance(kernel.packages, tuple) and all(isinstance(p, Package) for p in kernel.packages), "packages", "a tuple of Package")
     factor = kernel.tolerance.factor
     want(isinstance(factor, Real) and 0 < factor < inf, "tolerance", "a factor > 0")
+    want(isinstance(kernel.takes, frozenset | set), "takes", "a frozenset of names of arguments")
     for name in ("run", "cost_us"):
         want(callable(getattr(kernel, name)), name, "a function")
     optional = ["probe", "ahead", "workspace_bytes", "plan.sizes", "plan.device"]
@@ -270,102 +259,3 @@ DTYPES = "a tuple of at least one torch.dtype"
 
 def _dtypes(value: object) -> bool:
     return isinstance(value, tuple) and all(isinstance(d, torch.dtype) for d in value)
-
-
-# Packages ---------------------------------------------------------------------------------------------------------------
-
-_LONGEST = 200
-
-
-@dataclass(frozen=True)
-class Package:
-    """A Python package a kernel needs. module: the name to import. dists: the names it is installed under.
-
-    at_least, below: the first version that has `holds`, and the first that no longer has it; "" leaves a side open.
-    """
-
-    module: str
-    dists: tuple[str, ...]
-    at_least: str = ""
-    install: str = ""
-    below: str = ""
-    holds: str = ""
-
-    def __post_init__(self) -> None:
-        for field in ("at_least", "below"):
-            if (bound := getattr(self, field)) and parse(bound) is None:
-                raise RegistrationError(f"package {self.module}: {field} got {bound!r}, want a version as PEP 440 writes it")
-
-    def missing(self, target: Target) -> Refusal | None:
-        """Is it absent on `target`? Looks for files and metadata, without an import."""
-        if not (_installed(self.module) if target.assume is None else self.module in target.assume):
-            bounds = ",".join(f"{sign}{v}" for sign, v in ((">=", self.at_least), ("<", self.below)) if v)
-            wanted = f"'{self.dists[0]}{bounds}'" if bounds else self.dists[0]
-            return Refusal("package", f"{self.module} missing", self.install or f"pip install {wanted}")
-        if target.assume is None and (version := self.version()) is not None and not self.has(version):
-            return Refusal("package", f"{self.module} {version}", self.versions())
-        return None
-
-    def has(self, version: str) -> bool:
-        """Is this version within the bounds?"""
-        return within(version, self.at_least, self.below)
-
-    def versions(self) -> str:
-        """The bounds in words, "" when there are none: `>= 0.3.18, < 0.4.7 (holds cutlass_mla_decode)`."""
-        bounds = ", ".join(f"{sign} {v}" for sign, v in ((">=", self.at_least), ("<", self.below)) if v)
-        return f"{bounds} (holds {self.holds})" if bounds and self.holds else bounds
-
-    def version(self) -> str | None:
-        """The installed version under the first of `dists` that is installed, or None."""
-        return next((v for d in self.dists if (v := _version(d)) is not None), None)
-
-
-@functools.cache
-def _installed(module: str) -> bool:
-    # A parent is not imported to look into it: importlib.util.find_spec would.
-    head, *parts = module.split(".")
-    try:
-        spec = importlib.util.find_spec(head)
-        for part in parts:
-            head = f"{head}.{part}"
-            spec = spec and PathFinder.find_spec(head, spec.submodule_search_locations)
-    except (ImportError, ValueError):
-        return False
-    return spec is not None
-
-
-@functools.cache
-def _version(dist: str) -> str | None:
-    try:
-        return importlib.metadata.version(dist)
-    except Exception:  # damaged metadata raise anything, and name no version either
-        return None
-
-
-def require(packages: tuple[str, ...], extra: str) -> None:
-    """Raise MissingExtra unless every package can be found. Nothing is imported."""
-    absent = tuple(p for p in packages if importlib.util.find_spec(p) is None)
-    if absent:
-        raise MissingExtra(absent, extra)
-
-
-@functools.lru_cache(maxsize=1024)
-def parse(text: str) -> Version | None:
-    """The version without its local part (`+cu130`), which no bound asks for; None where `text` is no version of PEP 440."""
-    try:
-        return Version(Version(text).public) if len(text) <= _LONGEST else None
-    except InvalidVersion:
-        return None
-
-
-def within(version: str, at_least: str, below: str) -> bool:
-    """Does `>=at_least, <below` admit the version? "" leaves a side open; a pre-release of `below` is not below it."""
-    if not at_least and not below:
-        return True
-    given, least, bound = parse(version), parse(at_least), parse(below)
-    if given is None or (at_least and least is None) or (below and bound is None) or (least is not None and given < least):
-        return False
-    if bound is None or bound.is_prerelease or bound.is_postrelease or not given.is_prerelease:
-        return bound is None or given < bound
-    # A pre-release of 1.0 is not below 1.0, though it came before it; below 1.0.post1 it is.
-    return given < bound and Version(given.base_version) != Version(bound.base_version)

@@ -14,6 +14,7 @@ import torch
 
 from attnops.call import EXTENTS, Call, asked, name, sizes_of, values
 from attnops.errors import InvalidInput, fail, portable
+from attnops.extent import Extent as Extent, alike as alike
 from attnops.reference.rows import surely as surely
 
 _USUAL = 1024
@@ -33,62 +34,6 @@ class Refusal:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.field, portable(self.got), self.want)
-
-
-@dataclass(frozen=True)
-class Extent:
-    """Bounds of a size that may be symbolic: `lo <= size`, `size <= hi` (None: unbounded), and `hint`, a typical value, for costs.
-
-    Concrete sizes are rounded out to powers of two, and the hint up to one of eight steps an octave, so that a growing context
-    does not make a new Problem at every step.
-    """
-
-    lo: int = 0
-    hi: int | None = None
-    hint: int = 1
-
-    @classmethod
-    def of(cls, size: int | torch.SymInt, typical: int = 1) -> Extent:
-        """The extent of an int (its power-of-two bucket, the hint in it) or of a SymInt (its range; no guard is installed).
-
-        typical: the hint of a SymInt that the trace has none for, because only data decide it.
-        """
-        if not isinstance(size, torch.SymInt):
-            return _bucket(int(size))
-        node = size.node
-        if (known := node.maybe_as_int()) is not None:
-            return _bucket(known)
-        bounds = node.shape_env.bound_sympy(node.expr)
-        # An unbounded side is one of several infinities, none of them an Integer; the largest int64 stands for one too.
-        lo = int(bounds.lower) if bounds.lower.is_Integer else 0
-        hi = int(bounds.upper) if bounds.upper.is_Integer and int(bounds.upper) < 2**62 else None
-        hint = node.hint if node.has_hint() else None
-        if hint is None:
-            return cls(lo, hi, max(lo, 1, typical if hi is None else min(typical, hi)))
-        return cls(lo, hi, _bucket(int(hint)).hint)
-
-    def __str__(self) -> str:
-        return str(self.lo) if self.lo == self.hi else f"{self.lo}..{'' if self.hi is None else self.hi}"
-
-
-@functools.cache
-def _bucket(n: int) -> Extent:
-    if n <= 2:
-        return Extent(n, n, n)
-    top = 1 << (n - 1).bit_length()
-    # The faster of two kernels changes between one power of two and the next, so the hint is finer (docs/tuning.md).
-    shift = max(n.bit_length() - 4, 0)
-    return Extent(top // 2 + 1, top, -(-n >> shift) << shift)
-
-
-def alike(size: int) -> tuple[int, int]:
-    """The least and the largest int with the extent of `size`."""
-    hint = _bucket(size).hint
-    if size <= 2:
-        return hint, hint
-    # Steps are as wide as below the octave's end everywhere in it; at the end itself they are twice that, and it is a multiple of both.
-    top = 1 << (size - 1).bit_length()
-    return hint - (1 << max(top.bit_length() - 5, 0)) + 1, hint
 
 
 GPUS = {
@@ -210,12 +155,14 @@ class Visibility:
 @dataclass(frozen=True)
 class PageFacts:
     """`kv_scales`: keys and values have scales, or a latent's query has one. `per_head_scales`: those of keys and values differ by head.
-    `pages_packed`: pages follow one another without gaps. `pages_alike`: key and value pages have equal strides, multiples of the head dim.
+    `pages_packed`: pages follow one another without gaps. `pages_in_rows`: each begins whole rows after the one before, and its rows
+    follow one another. `pages_alike`: key and value pages have equal strides, multiples of the head dim.
     """
 
     kv_scales: bool = False
     per_head_scales: bool = False
     pages_packed: bool = True
+    pages_in_rows: bool = True
     pages_alike: bool = True
 
 
@@ -235,6 +182,7 @@ class StepFacts:
     scratch. `padded`: there may be tokens of no request (only packed and paged calls say no). `holes`: there may be ids of no page, which
     every layer looks for itself. `sizes_equal`: dense only, as many keys as queries. `capturing`: an eager call, into a CUDA graph.
     `deterministic`: the policy is, and the call as it sees it, of any size. `repeatable`: see `repeatable`.
+    `compiled`: the call is lowered by a compiler, which fuses plain torch with its neighbours; an eager call launches each of its ops.
     """
 
     plan: str = "none"
@@ -245,16 +193,20 @@ class StepFacts:
     capturing: bool = False
     deterministic: bool = False
     repeatable: str = "no"
+    compiled: bool = False
+
+
+_NONE = Extent(0, 0, 0)
 
 
 @dataclass(frozen=True)
 class Extents:
     """`tokens`: query tokens of the whole call. `batch`: requests. `queries`, `context`: query tokens and keys of a request, at most."""
 
-    tokens: Extent = Extent(0, 0, 0)
-    batch: Extent = Extent(0, 0, 0)
-    queries: Extent = Extent(0, 0, 0)
-    context: Extent = Extent(0, 0, 0)
+    tokens: Extent = _NONE
+    batch: Extent = _NONE
+    queries: Extent = _NONE
+    context: Extent = _NONE
 
 
 @dataclass(frozen=True)
@@ -302,7 +254,7 @@ class Problem:
 
     def summary(self) -> str:
         """One line for tables: the fields that differ from their defaults."""
-        skip = {"op", "target", "last_dim_contiguous", "pages_packed", "pages_alike", "sinks_dtype"}
+        skip = {"op", "target", "last_dim_contiguous", "pages_packed", "pages_in_rows", "pages_alike", "sinks_dtype"}
         shown = ((n, leaf(self, n)) for n in LEAVES if n not in skip)
         return " ".join(f"{n}={_short(value)}" for n, value in shown if value != LEAVES[n].default)
 

@@ -16,7 +16,7 @@ from math import inf
 
 from attnops.errors import InvalidInput, NoKernel, UnknownKernel, fail
 from attnops.kernel import Failed, Kernel, all_kernels, generation, kernel_names, kernels_of
-from attnops.measured import ESTIMATED, MEASURED, Cost, Table, costs, in_force, never_run
+from attnops.measured import ESTIMATED, MEASURED, NOWHERE, Cost, Table, costs, in_force, never_run, ran_on
 from attnops.measured.store import default_policy_key
 from attnops.measured.table import SCALED
 from attnops.problem import Extent, Extents, Problem, Refusal, altered
@@ -109,7 +109,17 @@ class Decision:
             return f"{cost.how} slower, {cost.us:.4g} us" if cost.how == MEASURED else f"slower, {cost}"
         if self.problem.target.on_gpu and kernels_of(self.problem.op)[name].judge:
             return "on a GPU only where nothing else can"
+        if (better := self._rather_than(name, cost)) and unproven(self.problem, name, cost):
+            return better
         return f"{cost.how} slower" if cost.how == ESTIMATED else "not measured, others are"
+
+    def _rather_than(self, name: str, cost: Cost) -> str:
+        """Why the chosen kernel is taken in place of one with a lower estimate; "" where there is none lower."""
+        if self.kernel is None or self.costs[self.kernel.name].us <= cost.us:
+            return ""
+        where = ran_on().get(f"{self.problem.op}.{self.kernel.name}")
+        known = "is of another package" if where is None else f"ran on {', '.join(where)}"
+        return f"{cost.how} {cost.us:.4g} us, but {self.kernel.name} {known}"
 
     def untried(self, name: str) -> str:
         """`; never run on sm100` of a kernel that has not met the target's hardware, else nothing."""
@@ -117,15 +127,17 @@ class Decision:
         return f"; {never}" if never else ""
 
     @property
-    def rank(self) -> tuple[int, bool, float]:
+    def rank(self) -> tuple[int, bool, bool, float]:
         """The sort key of the choice, the least first. It also compares two decisions of one op and policy.
 
-        The kernel's place among those preferred, the plain body on a GPU last, then its cost. A decision without a kernel comes last.
+        The kernel's place among those preferred, the plain body on a GPU last, before it kernels that have run nowhere, then the cost. A
+        decision without a kernel comes last.
         """
         if self.kernel is None:
-            return sys.maxsize, True, inf
+            return sys.maxsize, True, True, inf
         cost = self.costs[self.kernel.name]
-        return _rank(self.kernel, self.policy.prefer), bool(self.by_judge) and cost.how != MEASURED, cost.us
+        judged = bool(self.by_judge) and cost.how != MEASURED
+        return _rank(self.kernel, self.policy.prefer), judged, unproven(self.problem, self.kernel.name, cost), cost.us
 
     @property
     def measured(self) -> str:
@@ -217,8 +229,9 @@ def _select(problem: Problem, policy: Policy, registered: int, table: Table | No
     else:
         needed = {k.name: Cost(k.cost_us(problem), ESTIMATED) for k in fits} if table is None else costs(problem, fits, table)
         needed = {k.name: _in_turn(k, problem, needed[k.name]) for k in fits}
-    guessed = _guessed(problem, fits, needed)
-    fits.sort(key=lambda k: (_rank(k, policy.prefer), k.judge and guessed, needed[k.name].us))
+    order = {k.name: (unproven(problem, k.name, needed[k.name]), needed[k.name].us) for k in fits}
+    guessed = _guessed(problem, fits, needed, order)
+    fits.sort(key=lambda k: (_rank(k, policy.prefer), k.judge and guessed, *order[k.name]))
     decision = Decision(problem, policy, fits[0] if fits else None, refused, tuple(k.name for k in fits[1:]), needed)
     if any(isinstance(r, Failed) for reasons in refused.values() for r in reasons):
         raise _NotKept(decision)
@@ -257,7 +270,7 @@ DECODES = 64
 def _step(problem: Problem, step: tuple[int, int]) -> Problem:
     batch, queries = step
     sizes = Extents(*(Extent(0, None, hint) for hint in (batch * queries, batch, queries, 4096)))
-    return altered(problem, padded=True, holes=False, sizes_equal=False, deterministic=True, sizes=sizes)
+    return altered(problem, padded=True, holes=False, sizes_equal=False, deterministic=True, compiled=False, sizes=sizes)
 
 
 def _invariant_costs(seen: Problem, kernels: list[Kernel]) -> dict[str, Cost]:
@@ -275,12 +288,20 @@ def decode_us(decision: Decision) -> float:
     return kernel.steady_us(_step(decision.problem, DECODE)) if decision.policy.deterministic else decision.costs[kernel.name].us
 
 
-def _guessed(problem: Problem, kernels: list[Kernel], needed: Mapping[str, Cost]) -> bool:
+def unproven(problem: Problem, name: str, cost: Cost) -> bool:
+    """Has the kernel run on no GPU, as far as the committed results and its times tell?
+
+    Its estimate then decides only among its like. A kernel of another package has no record, and its author's word counts.
+    """
+    return not cost.timed and never_run(problem.op, name, problem.target) == NOWHERE
+
+
+def _guessed(problem: Problem, kernels: list[Kernel], needed: Mapping[str, Cost], order: Mapping[str, tuple[bool, float]]) -> bool:
     """Would the judge win by a guess on a GPU? It may only beat a measured time, and only with one of its own."""
     players = [k for k in kernels if not k.judge]
     if not problem.target.on_gpu or not players:
         return False
-    best = min(players, key=lambda k: needed[k.name].us)
+    best = min(players, key=lambda k: order[k.name])
     return any(needed[k.name].how != MEASURED for k in kernels if k.judge or k is best)
 
 

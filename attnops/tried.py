@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 
 from attnops.errors import UntriedVersion, warn_once
-from attnops.needs import parse
+from attnops.packages import parse
 
 OLDEST = {"torch": "2.11", "transformers": "5.4"}
 """pyproject.toml says the same."""

@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
 from census import census_full  # noqa: E402, a file of this folder
 from changed import CHANGED, SAME, UNKNOWN, stamp_all  # noqa: E402
+from choices import choices_full, kinds  # noqa: E402
 from linears import linears_full  # noqa: E402
 from performance import costs, performance_full, performance_short, picture, pictures_full, stale_plots  # noqa: E402, a file of this folder
 from results import compared, devices, hardware, hardware_text, results_full, results_short, table  # noqa: E402
@@ -104,7 +105,7 @@ def backends() -> str:
     since: dict[str, str] = {}
     for op in ops_of_kernels():
         for s in supports(op) if "attention" in op and not op.startswith("plan_") else ():
-            package = s.kernel.packages[0].module if s.kernel.packages else "torch"
+            package = "` or `".join(each.module for each in s.kernel.packages[0].each) if s.kernel.packages else "torch"
             for target in s.runs:
                 answers.setdefault((package, s.kernel.name), {}).setdefault(target, set()).add(target in ran(s))
             states = (since.get(s.kernel.name, SAME), *ran(s).values())
@@ -226,7 +227,7 @@ def front_picture() -> str:
 
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
-    "docs/kernels.md": {"kernels": kernels_full},
+    "docs/kernels.md": {"choices": choices_full, "kernels": kernels_full},
     "docs/ops.md": {"ops": ops_full},
     "docs/models.md": {"census": census_full},
     "docs/errors.md": {"errors": errors_full},
@@ -269,6 +270,11 @@ def stale(check: bool) -> Iterator[str]:
         yield str(HARDWARE.relative_to(ROOT))
         if not check:
             HARDWARE.write_text(text)
+    text = kinds.text(kinds.rows())
+    if not kinds.FILE.exists() or kinds.FILE.read_text() != text:
+        yield str(kinds.FILE.relative_to(ROOT))
+        if not check:
+            kinds.FILE.write_text(text)
     yield from stale_plots(ROOT, check)
 
 

@@ -14,7 +14,7 @@ from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
 from ..errors import ReplayMismatch, StaleGraph, fail
-from ..ops.eager import autocasting
+from ..ops.state import autocasting
 from ..problem import repeatable
 from ..select import active_policy
 

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..call import Call, changed, same, values
+from ..call import Call, changed, same, split, values
 from ..kernel import Kernel
 from ..ops import OPS, Op
 from ..ops.ahead import begin
+from ..ops.foreign import answering
 from ..ops.op import UNREAD
-from ..problem import Problem
+from ..problem import Problem, altered
 from ..select import choose, select
 from ..traced import equal_calls
-from . import cache_key
+from . import cache_key, written_views
 
 log = logging.getLogger("attnops.lowering")
 _LOCK = threading.Lock()
@@ -41,15 +42,18 @@ def lowering_of(op: Op) -> Callable[..., Any]:
         given = pytree.tree_map_only(torch.fx.Node, _value, (node.args, node.kwargs))
         call: Any = op.call(*given[0], **given[1])
         # Heads, head dims and page size specialise: each is a guard.
-        problem = op.problem(call)
+        problem = altered(op.problem(call), compiled=True)
         kernel = choose(problem, call.policy)
         if log.isEnabledFor(logging.INFO):
             log.info("%s", select(problem, call.policy))
-        inline = _in_place(kernel, problem, call)
+        keywords: Any = node.kwargs
+        nodes = op.call(*node.args, **keywords)
+        placed = written_views.placed(nodes, op.call(*args, **kwargs))
+        inline = _in_place(kernel, problem, call) and not written_views.of_another_dtype(nodes)
         if not inline and (kernel.name, problem) not in kept["attnops_begun"]:
             kept["attnops_begun"].add((kernel.name, problem))
             begin(kernel, call)
-        lowered[node] = _inline(op, kernel, call, op.call(*args, **kwargs)) if inline else _call(op, kernel, args, kwargs)
+        lowered[node] = _inline(op, kernel, call, placed) if inline else _call(op, kernel, *split(placed))
         return lowered[node]
 
     return lower
@@ -119,11 +123,12 @@ def _inline(op: Op, kernel: Kernel, call: Any, lowered: Any) -> Any:
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.traceback import NodeSource
 
+    answers = answering(kernel)
     dynamic = [n for n, x in zip(op.spec.names, values(call), strict=True) if isinstance(x, (torch.Tensor, torch.SymInt))]
 
     def run(*traced: Any) -> Any:
         # torch 2.11 takes an output of None for a missing output node.
-        return () if (out := kernel.run(changed(call, **dict(zip(dynamic, traced, strict=True))))) is None else out
+        return () if (out := answers(changed(call, **dict(zip(dynamic, traced, strict=True))))) is None else out
 
     # The comments of the generated code name the kernel.
     source = NodeSource(V.graph.current_node, "attnops")
@@ -147,3 +152,4 @@ def install() -> None:
                 register_lowering(op.packet.default, type_promotion_kind=None)(lowering_of(op))
                 _REGISTERED.add(op.name)
         cache_key.install()
+        written_views.install()

@@ -19,7 +19,7 @@ from ..measured import in_force
 from ..ops import Op
 from ..ops.latent_form import FormDecision, watch_forms
 from ..ops.op import watch
-from ..problem import Problem, Target, pretend
+from ..problem import Problem, Target, altered, pretend
 from ..select import Decision, select, workspace_bytes
 
 D = TypeVar("D", Decision, FormDecision)
@@ -99,7 +99,7 @@ def _short(us: float) -> float:
 
 def packages_of_kernels() -> tuple[str, ...]:
     """The modules that kernels need, sorted."""
-    return tuple(sorted({p.module for k in all_kernels() for p in k.packages}))
+    return tuple(sorted({module for k in all_kernels() for p in k.packages for module in (each.module for each in p.each)}))
 
 
 def explain(
@@ -113,7 +113,7 @@ def explain(
     """Run `model(*args, **kwargs)` on fake tensors and report, per call site, the kernel and the reasons against all others.
 
     No kernel runs and no weight is read. Python state of the arguments, such as lengths in a cache object, changes as in a call. A
-    compiled model runs uncompiled, with the same Problems.
+    compiled model runs uncompiled, with the Problems of compiled code: plain torch that a compiler fuses is priced so.
 
     Args:
         model: a module or function.
@@ -142,6 +142,7 @@ def explain(
     found: dict[Any, Site[Decision]] = {}
     formed: dict[Any, Site[FormDecision]] = {}
     call = getattr(model, "_orig_mod", model)
+    compiled = call is not model or hasattr(model, "_torchdynamo_orig_callable")
     with contextlib.ExitStack() as stack:
         stack.enter_context(pretend(named))
         path = stack.enter_context(_module_path(call))
@@ -156,7 +157,7 @@ def explain(
             sites[path(), facts] = dataclasses.replace(site, count=site.count + 1)
 
         def on_call(op: Op, problem: Problem, call: Any) -> None:
-            decision = select(problem, call.policy)
+            decision = select(altered(problem, compiled=compiled), call.policy)
             count(found, decision, problem, decision.policy.key)
 
         stack.callback(watch(on_call))

@@ -80,9 +80,9 @@ def _mean_square(root: Any, x: Any) -> tuple[float, tuple[fx.Node, ...]] | None:
 
 
 def _mean(node: Any) -> tuple[Any, Any]:
-    """The operand of a mean without a dtype and its dims; Nones for other nodes."""
+    """The operand of a mean and its dims; Nones for other nodes."""
     name, args = call_of(node)
-    if name != "mean" or not args or "dtype" in node.kwargs:
+    if name != "mean" or not args:
         return None, None
     return args[0], args[1] if len(args) > 1 else node.kwargs.get("dim")
 

@@ -198,7 +198,7 @@ class Machine(RuleBasedStateMachine):
         lost = length > len(self.model[request])
         for pool in self.cache._ledger.pools:
             first = self.cache._ledger.get(request).high - pool.columns * self.cache.page_size
-            lost |= pool.window > 0 and length > 0 and length - pool.window + 1 < first
+            lost |= pool.window > 0 and length > 0 and length - pool.window + 1 < first and first > 0
         with self.maybe(InvalidInput) as raised:
             self.cache.truncate(request, length)
             del self.model[request][length:]

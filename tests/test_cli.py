@@ -120,7 +120,9 @@ def test_doctor_names_the_package_that_adds_the_most():
     """Each kernel that the installation adds is refused without it for its packages alone."""
     packages = packages_of_kernels()
     nowhere, everywhere = Target.parse("sm90", ("triton",)), Target.parse("sm90", packages)
-    refused = Counter(str(k.absences(nowhere)[0].want) for k in all_kernels() if k.absences(nowhere) and not doctor.why_not(k, everywhere))
+    absent = [k.absences(nowhere) for k in all_kernels() if not doctor.why_not(k, everywhere)]
+    # Either of two packages may serve a kernel.
+    refused = Counter(want for refusals in absent if refusals for want in str(refusals[0].want).split(", or "))
     found = doctor.best_install(nowhere)
     assert found is not None and (found["command"], len(found["kernels"])) == refused.most_common(1)[0]
     assert len(refused) >= 3 and found["command"].startswith("pip install")

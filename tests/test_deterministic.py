@@ -1,6 +1,7 @@
 """Deterministic policies: one kernel whatever the sizes, and bits of a request that do not depend on its mates."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -13,7 +14,7 @@ from attnops.measured import Table, in_force
 from attnops.ops import OPS
 from attnops.problem import Extent, Problem, Target, altered
 from attnops.select import Policy, select, select_by, without_sizes
-from attnops.testing import CASES, Features, Source, builders, check_kernel
+from attnops.testing import CASES, Features, Source, builders, check_kernel, experts as testing_experts
 from attnops.testing.latent import DEEPSEEK
 from tests.mates import POLICY, invariant, may_be_chosen, only, rows_of, same_bits
 
@@ -77,8 +78,10 @@ def test_a_kernel_that_is_missing_is_not_chosen():
     problem = sized(replace(LLAMA, op="varlen_attention"), 1, 9, 9)
     targets = H200, replace(H200, assume=("sgl_kernel", "triton")), TARGETS[1]
     found = [select(altered(problem, target=t, softcap=c), DETERMINISTIC) for t in targets for c in (False, True)]
-    assert [d.kernel and d.kernel.name for d in found] == ["fa4", "fa4", "fa3", "fa3", "aten_flash", None]
+    assert [d.kernel and d.kernel.name for d in found] == ["fa4", "fa4", "fa3", "fa3", "aten_flash", "triton"]
     assert "policy.deterministic" in str(found[5].refused["sdpa"])
+    bare = replace(TARGETS[1], assume=())
+    assert select(altered(problem, target=bare, softcap=True), DETERMINISTIC).kernel is None
 
 
 @pytest.mark.parametrize("target", [t for t in TARGETS if t.device == "cuda"], ids=str)
@@ -101,11 +104,11 @@ def test_sparse_latents_have_a_kernel_where_no_token_is_split():
     assert packed.kernel is None and "bfloat16 (policy.deterministic)" in str(packed)
 
 
-def test_ranges_without_fa3_are_refused_by_name():
+def test_ranges_without_fa3_are_left_to_triton():
     problem = sized(altered(LLAMA, op="attention", kv_range=True), 2, 9, 90)
     assert select(problem, DETERMINISTIC).kernel is kernels_of("attention")["fa3"]
     found = select(replace(problem, target=TARGETS[1]), DETERMINISTIC)
-    assert found.kernel is None
+    assert found.kernel is kernels_of("attention")["triton"]
     assert [str(r) for r in found.refused["flex"]] == ["kv_range=True (wants no (policy.deterministic))"]
 
 
@@ -211,6 +214,18 @@ def test_rows(op):
         tokens = next(iter(call.tensors().values())).shape[0]
         if tokens > 2:
             same_bits(call, [(1,), (0, 2), tuple(range(tokens))])
+
+
+@pytest.mark.parametrize("op", ["experts", "mxfp4_experts"])
+@pytest.mark.parametrize(("policy", "each"), [("", 5), (POLICY, 1)])
+def test_a_judge_of_experts_takes_tokens_one_at_a_time_only_then(op, policy, each):
+    kernel, rows = kernels_of(op)["reference"], []
+    [reference] = kernel.run.args
+    counting = partial(kernel.run.func, lambda call: rows.append(call.x.shape[0]) or reference(call))
+    sizes = {"experts": (24, 20, 28, 3, 2), "mxfp4_experts": (64, 64, 16, 3, 2)}[op]
+    call = getattr(testing_experts, op)(Source(1), 5, sizes)
+    counting(changed(call.record, policy=policy))
+    assert rows == [each] * (5 // each)
 
 
 INVARIANT = [k for k in all_kernels() if k.op in BATCHES and k.invariant]

@@ -6,13 +6,10 @@ from importlib import metadata
 import pytest
 from packaging.requirements import Requirement
 
-from attnops.kernel import all_kernels
-from attnops.kernels.sgl import wheel
+from attnops.kernel import Package, all_kernels
+from attnops.kernels.sgl import sources, wheel
 from attnops.problem import Target
 from tests.helpers import ROOT
-
-PINNED = {"0.4.7": "2.13.0", "0.4.8": "2.13.0", "0.4.9": "2.14.1", "0.4.10": "2.14.1"}
-"""Wheels of sglang-kernel whose metadata want exactly one torch."""
 
 BUILT = {"2.11": ("0.4.2", "0.4.3", "0.4.6"), "2.13": ("0.4.6.post1", "0.4.7", "0.4.8"), "2.14": ("0.4.9", "0.4.10")}
 
@@ -37,6 +34,7 @@ def test_the_hint_goes_with_torch(torch_version):
         ("2.13.0", ("0.3.18", "0.4.7"), "pip install --no-deps 'sglang-kernel>=0.4.6.post1,<0.4.7'"),
         ("2.14.1", ("0.3.18", "0.4.7"), "another torch: its wheels for torch 2.14 start at 0.4.9, and this was dropped in 0.4.7"),
         ("2.12.0", ("", ""), "a torch that sglang-kernel has wheels for (2.11, 2.13, 2.14), not 2.12"),
+        ("2.15.0+cu132", ("", ""), "a torch that sglang-kernel has wheels for (2.11, 2.13, 2.14), not 2.15"),
         ("unknown", ("", ""), "a torch that sglang-kernel has wheels for (2.11, 2.13, 2.14), not unknown"),
     ],
 )
@@ -52,19 +50,63 @@ def test_every_kernel_of_the_wheel_gives_the_hint():
         assert missing.want.startswith(("pip install --no-deps 'sglang-kernel>=", "another torch", "a torch that"))
 
 
-def test_the_extra_takes_no_wheel_that_pins_torch():
-    line = re.search(r'^sgl = \["([^"]+)"\]$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert line is not None
-    wanted = Requirement(line[1])
-    assert not any(wanted.specifier.contains(version) for version in PINNED)
-    assert wanted.specifier.contains("0.4.6") and wanted.specifier.contains("0.4.6.post1")
+@pytest.mark.parametrize(
+    ("version", "built", "torch_version", "loads"),
+    [
+        ("0.4.6", "2.11", "2.11.0+cu130", True),
+        ("0.4.6", "2.11", "2.15.0+cu132", False),
+        ("0.4.6.post1", "2.13", "2.11.0", False),
+        ("0.4.6.post1", "2.13", "2.13.1", True),
+        ("0.4.10", "2.14", "2.14.1", True),
+        ("0.4.10", "2.14", "2.15.0", False),
+        ("0.4.1", "before 2.11", "2.11.0", False),
+        ("0.4.11", None, "2.15.0", True),  # not looked into: its own loader decides
+        (None, None, "2.15.0", True),
+    ],
+)
+def test_a_wheel_for_another_torch_is_refused_before_it_is_loaded(version, built, torch_version, loads, monkeypatch):
+    """Its library would end the first call with the loader's words."""
+    monkeypatch.setattr(wheel, "library", lambda pattern: ROOT)
+    monkeypatch.setattr(Package, "version", lambda self: version)
+    monkeypatch.setattr(wheel.torch, "__version__", torch_version)
+    refusal = wheel.lacks(Target("cuda", 90), "flash_ops.*")
+    if version is not None:
+        assert wheel.built_for(version) == built
+    want = wheel.hint(torch_version)
+    said = f"package=sgl_kernel {version}, which torch {built} loads (wants {want})"
+    assert (None if refusal is None else str(refusal)) == (None if loads else said)
+    assert wheel.lacks(Target("cuda", 90, assume=("sgl_kernel",)), "flash_ops.*") is None
+
+
+def wanted_by_extras():
+    text = (ROOT / "pyproject.toml").read_text()
+    section = text.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    return [Requirement(line) for line in re.findall(r'"([a-z][^"]*)"', re.sub(r"^#.*$", "", section, flags=re.MULTILINE))]
+
+
+def test_no_extra_takes_a_wheel_that_loads_under_one_torch_alone():
+    """No requirement can name the wheel for the torch that is there: a marker does not see torch's version."""
+    names = {r.name for r in wanted_by_extras()}
+    assert names.isdisjoint(wheel.DISTS)
+    # Its ABI is stable.
+    assert {"sgl-flash-mla"} <= names
+    [flashmla] = [r for r in wanted_by_extras() if r.name == "sgl-flash-mla"]
+    assert flashmla.specifier.contains("1.0.0") and sources.FLASH_MLA.has("1.0.0")
+
+
+def test_the_table_of_the_docs_has_the_commands_of_doctor():
+    text = (ROOT / "docs" / "faq.md").read_text()
+    rows = re.findall(r"^\| (2\.\d+) \| (.+?) \| `(.+?)`.* \|$", text, re.MULTILINE)
+    assert [minor for minor, _, _ in rows] == ["2.11", "2.12", "2.13", "2.14", "2.15"]
+    for minor, both, flashmla in rows:
+        first = wheel.hint(f"{minor}.1", "0.4.3")
+        assert both == (f"`{first}`" if minor in wheel.WHEELS else "no wheel")
+        assert flashmla == sources.hint(f"{minor}.1")
 
 
 def test_no_extra_pins_torch():
     """The packages of all extras that are installed here: each takes a range of torch, or pip would replace the one that is there."""
-    text = (ROOT / "pyproject.toml").read_text()
-    section = text.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
-    wanted = [Requirement(line) for line in re.findall(r'"([a-z][^"]*)"', re.sub(r"^#.*$", "", section, flags=re.MULTILINE))]
+    wanted = wanted_by_extras()
     assert {"transformers", "triton", "typer", "sphinx", "ruff"} <= {r.name for r in wanted}
     pinned = set()
     for extra in wanted:

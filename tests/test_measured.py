@@ -199,6 +199,28 @@ def test_dense_calls_with_and_without_a_mask_to_write_out():
     assert replace(shape, causal=False).distance(altered(square(), causal=False, sizes_equal=False)) == 0
 
 
+DIFFERENCES = {
+    "window": ({"window": (127, 0)}, {"window": 127}, {"window": 1023}),
+    "sinks": ({"sinks": True}, {"sinks": True}, {}),
+    "softcap": ({"softcap": True}, {"softcap": True}, {}),
+    "kv_heads": ({"q_heads": 8, "kv_heads": 2}, {"q_heads": 8, "kv_heads": 2}, {}),
+    "group": ({"q_heads": 8}, {"q_heads": 8}, {}),
+    "page_size": ({"page_size": 64}, {"page_size": 64}, {}),
+    "head_dim": ({"head_dim": 96}, {"head_dim": 96}, {}),
+    "v_head_dim": ({"v_head_dim": 96}, {"v_head_dim": 96}, {}),
+}
+
+
+@pytest.mark.parametrize(("change", "same", "other"), DIFFERENCES.values(), ids=DIFFERENCES)
+def test_every_difference_counts_in_the_distance(change, same, other):
+    """Of two shapes the one that differs in nothing is asked, wherever it stands in the table."""
+    problem, near, far = altered(decode(), **change), replace(STEP, **same), replace(STEP, **other)
+    assert near.distance(problem) == 0 < far.distance(problem) < float("inf")
+    for shapes in ((near, far), (far, near)):
+        found = table(*(Grid(s, (1.0,), (1.0,), (1.0,), {"k": (1.0,)}) for s in shapes)).nearest(problem)
+        assert found is not None and found[0].shape == near
+
+
 def test_the_nearest_shape_is_asked():
     near = [replace(STEP, q_heads=8 * g) for g in (1, 4, 8)] + [replace(STEP, page_size=256), replace(STEP, head_dim=64, v_head_dim=64)]
     grids = [Grid(s, (1.0,), (1.0,), (1.0,), {"k": (1.0,)}) for s in near]

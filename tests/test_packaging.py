@@ -1,13 +1,17 @@
 """The sdist holds the repository and the wheel the package, both under the tag's version, and the index page's links lead somewhere."""
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
+import venv
 import zipfile
 from email.parser import Parser
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -105,6 +109,73 @@ def test_the_index_page(made):
     ours = [re.fullmatch(r"(?:blob|raw)/HEAD/([^#?]+).*", t.removeprefix(f"{home}/")) for t in targets if t.startswith(f"{home}/")]
     assert not [match[1] for match in ours if match and not (ROOT / match[1]).exists()]
     assert FENCE.findall(page) == FENCE.findall((ROOT / "README.md").read_text())
+
+
+# Types --------------------------------------------------------------------------------------------
+
+TRANSFORMERS = """
+from typing import Any
+from torch import nn
+class PreTrainedModel(nn.Module): ...
+AutoModelForCausalLM: Any
+LlamaConfig: Any
+"""
+"""What a checker reads in place of transformers, which takes pyright half a minute."""
+HANDLES = """
+from typing import Any
+import attnops
+from torch import Tensor, nn
+
+def use(module: nn.Module, unknown: Any, tokens: Tensor) -> None:
+    for handle in (attnops.patch(module), attnops.patch(unknown)):
+        print(handle.took, handle.graphs, handle.plain_steps)
+        cache = handle.new_cache(1, 8)
+        print(handle.capture(cache), handle.step(tokens, cache))
+        handle.release()
+        print(handle.no_such_name)
+"""
+
+
+EDITABLE = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"
+"""What `pip install -e .` asks for: a wheel that leads to the checkout."""
+
+
+def environment(folder, wheel):
+    """The Python of a new environment with attnops, for type checkers: it has torch's files."""
+    venv.create(folder)
+    paths = {"base": str(folder), "platbase": str(folder)}
+    site = Path(sysconfig.get_path("purelib", vars=paths))
+    for name in ("torch", "typing_extensions"):
+        spec = find_spec(name)
+        there = Path(spec.origin)
+        there = there.parent if spec.submodule_search_locations else there
+        (site / there.name).symlink_to(there)
+    (site / "transformers").mkdir()
+    (site / "transformers" / "__init__.pyi").write_text(TRANSFORMERS)
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    return str(folder / "bin" / "python")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("install", ["editable", "wheel"])
+def test_type_checkers_find_the_package_and_the_names_of_handles(install, made, tmp_path):
+    pytest.importorskip("pyright", reason="the extra dev brings pyright")
+    wheel = made.names[0]
+    if install == "editable":
+        run(sys.executable, "-c", EDITABLE, str(tmp_path), cwd=made.tree)
+        [wheel] = tmp_path.glob("*.whl")
+    python = environment(tmp_path / "env", wheel)
+    files = tmp_path / "files"
+    files.mkdir()
+    shutil.copy(ROOT / "docs" / "tutorials" / "quickstart.py", files)
+    (files / "handles.py").write_text(HANDLES)
+    checker = (sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", python)
+    # Python's own path would lead to the sources of these tests.
+    env = {name: value for name, value in ENV.items() if name != "PYTHONPATH"}
+    done = subprocess.run(checker, cwd=files, env=env, capture_output=True, text=True, timeout=240)
+    found = [each["message"] for each in json.loads(done.stdout)["generalDiagnostics"]]
+    assert len(found) == 1 and "no_such_name" in found[0], found
 
 
 def test_sources_that_are_not_installed_have_a_version():

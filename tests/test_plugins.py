@@ -4,6 +4,7 @@ import ast
 import itertools
 import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from packaging.version import InvalidVersion, Version as Theirs
 
 import attnops
 from attnops import kernel as registry_module
-from attnops.errors import NoKernel, RegistrationError
+from attnops.errors import NoKernel, RegistrationError, WrongResult
 from attnops.kernel import (
     Capture,
     Core,
@@ -26,6 +27,7 @@ from attnops.kernel import (
     Registry,
     Tolerance,
     adapted,
+    all_kernels,
     arch,
     at_most,
     demand,
@@ -40,9 +42,10 @@ from attnops.kernel import (
     together,
     without,
 )
-from attnops.needs import features, parse, within
+from attnops.needs import features
 from attnops.ops import eager
 from attnops.ops.dense import Attention
+from attnops.packages import parse, within
 from attnops.problem import Extent, Problem, Refusal, Target
 from attnops.select import choose, select, workspace_bytes
 from attnops.testing import CASES
@@ -212,6 +215,7 @@ def test_a_misspelt_need_is_an_error_where_it_is_built(build):
         ("needs", one_of("head_dim", 64)), ("needs", (without("mask"),)), ("needs", [arch(90)]), ("packages", ("torch",)), ("run", None),
         ("capture", "never"), ("tolerance", Tolerance(0.0)), ("tolerance", Tolerance("1")), ("tolerance", 1.0), ("cost_us", 1.0),
         ("probe", True), ("inline", True), ("workspace_bytes", 8), ("run", type), ("dtypes", ()), ("dtypes", [torch.float32]),
+        ("takes", ("mask",)), ("takes", "mask"),
         ("dtypes", ("float32",)), ("kv_dtypes", ()), ("kv_dtypes", torch.float32),
     ],
 )  # fmt: skip
@@ -227,6 +231,27 @@ def test_a_core_that_is_no_schema_leaves_no_trace():
     with pytest.raises(RegistrationError, match=r"core\.schema got '\(Tensor -> ', want a schema"):
         theirs(op="merge_state", inline=Inline(core=Core("(Tensor -> ", run, run)))
     assert (tuple(kernels_of("merge_state")), torch.ops.attnops.merge_state.overloads()) == before
+
+
+# Beside calls ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["attention", "merge_state"])
+def test_a_kernel_may_be_registered_while_a_call_selects(lab, op):
+    """As by another thread: the selection that is under way reads the kernels that there were."""
+    arrived = []
+
+    def need(problem):
+        if not arrived:
+            arrived.append(theirs("late", op))
+
+    theirs("asks", needs=(need,))
+    before = all_kernels()
+    tables = iter(lab.kernels.values())
+    decision = select(PLAIN)
+    assert {decision.kernel.name, *decision.passed_over} == {"good", "asks"}
+    assert [k for table in tables for k in table.values()] == list(before)
+    assert all_kernels() == (*before, *arrived)
 
 
 # All or none ----------------------------------------------------------------------------------------------------------
@@ -305,6 +330,54 @@ print(json.dumps({n: [r.field for r in rs] for n, rs in found.sites[0].decision.
     reasons = json.loads(refused)
     for name, place in (("in_needs", "needs"), ("in_cost", "cost_us"), ("in_probe", "probe"), ("priceless", "cost_us")):
         assert f"{name}.{place}" in reasons[name]
+
+
+# Results --------------------------------------------------------------------------------------------------------------
+
+
+def right(call):
+    return torch.zeros_like(call.query), call.query.new_empty(0)
+
+
+PROMISES_BROKEN = {
+    "one tensor": ("attention", lambda call: right(call)[0], "result got a tensor, want a tuple of 2: output, lse"),
+    "three": ("attention", lambda call: (*right(call), None), "result got a tuple of 3, want a tuple of 2: output, lse"),
+    "no lse": ("attention", lambda call: (right(call)[0], None), "result got a tuple of 2, want a tuple of 2: output, lse"),
+    "shape": ("attention", lambda call: (call.query[0].clone(), right(call)[1]), r"output.shape got (3, 2, 8), want (1, 3, 2, 8)"),
+    "dtype": ("attention", lambda call: (right(call)[0].double(), right(call)[1]), "output.dtype got float64, want float32"),
+    "layout": (
+        "attention",
+        lambda call: (torch.zeros(1, 2, 3, 8).transpose(1, 2), right(call)[1]),
+        "output.stride() got (48, 8, 24, 1), want (48, 16, 8, 1)",
+    ),
+    "device": ("attention", lambda call: (right(call)[0].to("meta"), right(call)[1]), "output.device got meta, want cpu"),
+    "one of one": ("cu_seqlens", lambda call: (torch.zeros(4, dtype=torch.int32),), "result got a tuple of 1, want a tensor"),
+    "written": ("write_kv", lambda call: call.k_pages, "result got a tensor, want None, because the op writes into its arguments"),
+}
+
+
+@pytest.mark.parametrize("why", PROMISES_BROKEN)
+def test_results_that_the_op_does_not_promise_are_refused_by_name(lab, why):
+    op, wrong, text = PROMISES_BROKEN[why]
+    dtypes = (torch.int32,) if op == "cu_seqlens" else (torch.float32,)
+    theirs(op=op, run=wrong, dtypes=dtypes, cost_us=lambda p: 1.0)
+    q, pages = torch.randn(1, 3, 2, 8), torch.zeros(2, 4, 2, 8)
+    calls = {
+        "attention": lambda: attnops.attention(q, q, q),
+        "cu_seqlens": lambda: attnops.ops.cu_seqlens(torch.tensor([1, 0, 2], dtype=torch.int32)),
+        "write_kv": lambda: attnops.write_kv(q[0], q[0], pages, pages.clone(), torch.arange(3)),
+    }
+    for _ in range(2):
+        with pytest.raises(WrongResult, match=re.escape(f"{op}.theirs: {text};")):
+            calls[op]()
+
+
+def test_a_kernel_whose_first_results_were_right_is_not_checked_again(lab):
+    results = [right, lambda call: ("unchecked", None)]
+    theirs(run=lambda call: results.pop(0)(call), cost_us=lambda p: 1.0)
+    q = torch.randn(1, 3, 2, 8)
+    attnops.attention(q, q, q)
+    assert attnops.attention(q, q, q) == "unchecked"
 
 
 # Features that a plug-in does not know --------------------------------------------------------------------------------
@@ -392,9 +465,9 @@ def test_what_is_no_version_lies_in_no_bounds(text):
 
 
 def test_a_pre_release_is_older_than_its_release(monkeypatch):
-    monkeypatch.setattr("attnops.needs._installed", lambda module: True)
+    monkeypatch.setattr("attnops.packages._installed", lambda module: True)
     for version, at_least, found in (("0.4.0rc1", "0.4.0", False), ("4.0.0b36", "4.0.0b36", True), ("4.0.0b4", "4.0.0b36", False)):
-        monkeypatch.setattr("attnops.needs._version", lambda dist, version=version: version)
+        monkeypatch.setattr("attnops.packages._version", lambda dist, version=version: version)
         package = Package("theirs", ("theirs",), at_least)
         assert (package.missing(Target()) is None) == found
         assert found or package.missing(Target()) == Refusal("package", f"theirs {version}", f">= {at_least}")
@@ -403,7 +476,7 @@ def test_a_pre_release_is_older_than_its_release(monkeypatch):
 def test_versions_compare_where_torch_has_no_copy_of_packaging():
     block = "import sys, torch; sys.modules['torch._vendor.packaging.version'] = None; "
     compared = "within('0.4.0rc1', '0.3', '0.4'), within('0.3', '0.3', '')"
-    code = f"{block}from attnops.needs import Version, within; print(Version.__module__, {compared})"
+    code = f"{block}from attnops.packages import Version, within; print(Version.__module__, {compared})"
     assert fresh_process(code).split() == ["packaging.version", "False", "True"]
 
 

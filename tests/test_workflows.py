@@ -79,7 +79,7 @@ def pins(file):
 def test_the_oldest_versions_that_run_are_the_bounds_of_pyproject():
     claims = [Requirement(text) for text in re.findall(r'"([A-Za-z][\w.-]*(?:\[\w+\])?>=[^"]+)"', PYPROJECT.split("[project.scripts]")[0])]
     kernels = {"flashinfer-python", "sglang-kernel", "flash-attn-4", "sgl-flash-mla"}  # they need a GPU
-    tests = {"hypothesis", "expecttest", "pytest", "pytest-timeout", "pytest-xdist"}
+    tests = {"hypothesis", "expecttest", "onnxscript", "pytest", "pytest-timeout", "pytest-xdist"}
     docs = {"myst-parser", "pydata-sphinx-theme", "sphinx", "sphinx-copybutton", "sphinx-gallery"}
     oldest = pins("oldest.txt")
     for claim in claims:

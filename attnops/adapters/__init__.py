@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import nn
 
+from attnops.adapters.callers import calls_sdpa
 from attnops.adapters.handle import MARK, Handle as Handle
 from attnops.adapters.report import Report as Report, Verification as Verification
-from attnops.adapters.sdpa import calls_sdpa, is_served
+from attnops.adapters.served import is_served
 from attnops.adapters.swap import Change, Site, Swapped as Swapped
 from attnops.call import need
-from attnops.errors import PatchError, fail
+from attnops.errors import PatchError, fail, one_line
 from attnops.kernel import check_kernel
 from attnops.nn.multihead import MultiheadAttention
 from attnops.tried import warn_if_newer
@@ -25,8 +28,13 @@ if TYPE_CHECKING:
     from attnops.hf.attention.mask import Mode
     from attnops.hf.interface import Kept
 
-LIBRARIES = ("diffusers", "timm", "torch", "torchtitan")
-"""Packages whose classes have an adapter: a file of this folder, by the package's name."""
+LIBRARIES = {
+    "diffusers": ("diffusers",),
+    "timm": ("timm",),
+    "torch": ("torch",),
+    "torchtitan": ("torchtitan", "torchtitan_02"),
+}
+"""Packages whose classes have adapters, files of this folder: the first that the installed version of the package lets import."""
 
 
 @overload
@@ -126,13 +134,27 @@ def _change(module: nn.Module, kernel: str | None) -> Change | str | None:
     cls: Any = type(module)
     if isinstance(module, MultiheadAttention) or is_served(cls):
         return "it calls attnops already"
+    unknown = None
     for package in dict.fromkeys(base.__module__.partition(".")[0] for base in cls.__mro__):
-        if package in LIBRARIES:
-            try:
-                adapter = import_module(f"attnops.adapters.{package}")
-            except ImportError:  # this version of the package lacks a module that its adapter needs
-                continue
+        adapter = _adapter(package)
+        if isinstance(adapter, str):
+            unknown = f"attnops knows other versions of {package}: {adapter}"
+        elif adapter is not None:
             found: Change | str | None = adapter.change(module, kernel)
             if found is not None:
                 return found
-    return Change(module, "forward") if calls_sdpa(cls) else None
+    if calls_sdpa(cls):
+        return Change(module, "forward")
+    return unknown if "Attention" in cls.__name__ else None
+
+
+@functools.cache
+def _adapter(package: str) -> ModuleType | str | None:
+    """The adapter of a package; why none can be imported, for another version of it; None where there is none."""
+    why: str | None = None
+    for name in LIBRARIES.get(package, ()):
+        try:
+            return import_module(f"attnops.adapters.{name}")
+        except ImportError as error:  # the version lacks a module that this adapter needs
+            why = why or one_line(error)
+    return why

@@ -11,7 +11,8 @@ from typing import Any
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import Tensor, nn
 
-from attnops.adapters.sdpa import calls_sdpa, scaled_dot_product_attention
+from attnops.adapters.callers import calls_sdpa
+from attnops.adapters.sdpa import scaled_dot_product_attention
 from attnops.adapters.swap import Change
 from attnops.call import need
 

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from attnops.adapters.report import Report, Verification
+from attnops.errors import PatchError, fail
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from typing_extensions import Self
+
+    from attnops.graphs import Graphed, Report as GraphReport
+    from attnops.graphs.graphed import Progress
+    from attnops.hf.paged.cache import PagedModelCache
+    from attnops.hf.report import Took
 
 MARK = "_attnops"
 """The attribute by which a patched model holds its handle."""
@@ -41,6 +48,39 @@ class Handle(ABC):
 
         Raises PatchError when the comparison cannot be made or fails.
         """
+
+    @property
+    def took(self) -> Took | None:
+        """How the last `generate()` ran, see `attnops.hf.Patched`. None without one."""
+        return None
+
+    @property
+    def graphs(self) -> Graphed | None:
+        """The graphs of decode steps, see `attnops.hf.Patched`. None without any."""
+        return None
+
+    @property
+    def plain_steps(self) -> int:
+        """Steps of `generate()` that ran without graphs, see `attnops.hf.Patched`."""
+        return 0
+
+    def release(self) -> None:  # noqa: B027 - other models keep nothing
+        """Free the memory that is kept for later calls, see `attnops.hf.Patched`."""
+
+    def new_cache(self, max_batch: int, max_length: int, *, page_size: int | None = None) -> PagedModelCache:
+        """A cache of pages, see `attnops.hf.Patched`. Raises PatchError for other models."""
+        self._has_no_cache("new_cache")
+
+    def step(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None = None) -> Tensor:
+        """A decode step, see `attnops.hf.Patched`. Raises PatchError for other models."""
+        self._has_no_cache("step")
+
+    def capture(self, cache: PagedModelCache, progress: Progress | None = None) -> GraphReport:
+        """Capture decode steps, see `attnops.hf.Patched`. Raises PatchError for other models."""
+        self._has_no_cache("capture")
+
+    def _has_no_cache(self, method: str) -> NoReturn:
+        fail(PatchError, f"{method}: got {type(self.model).__name__}, want a transformers model")
 
     def __enter__(self) -> Self:
         return self

@@ -11,7 +11,7 @@ from torch import nn
 
 from attnops.adapters.handle import MARK, Handle
 from attnops.adapters.report import PATCHED, Report, Row, Verification, compare, output_of
-from attnops.adapters.sdpa import is_served, served
+from attnops.adapters.served import put_in_place, served, taken_out
 from attnops.errors import PatchError, fail, one_line
 
 
@@ -31,11 +31,11 @@ class Change:
 
     def cls(self, own: type, kernel: str | None) -> type:
         """The class of the target in place of `own`."""
-        return served(own, self.into, kernel) if isinstance(self.into, str) else self.into or own
-
-    def made(self, cls: type, own: type) -> bool:
-        """Is `cls` the class that this change puts in place of `own`?"""
-        return cls is (self.into or own) or (is_served(cls) and cls.__bases__ == (own,))
+        if self.into is None:
+            return own
+        if isinstance(self.into, str):
+            return served(own, self.into, kernel)
+        return put_in_place(self.into, own)
 
 
 @dataclass(frozen=True)
@@ -70,33 +70,51 @@ class Swapped(Handle):
         self._switch()
 
     def _switch(self) -> None:
-        self._before = [_Before(type(c.target), {n: vars(c.target)[n] for n in c.attributes if n in vars(c.target)}) for c in self.changes]
+        self._done: list[tuple[Change, _Before]] = []
         vars(self.model)[MARK], self.active = self, True
         try:
-            for change, before in zip(self.changes, self._before, strict=True):
-                change.target.__class__ = change.cls(before.cls, self.kernel)
-                vars(change.target).update(change.attributes)
+            for change in self.changes:
+                own = vars(change.target)
+                attributes = {name: own[name] for name in change.attributes if name in own}
+                before = _Before(type(change.target), attributes)
+                ours = change.cls(before.cls, self.kernel)
+                self._done.append((change, before))
+                change.target.__class__ = ours
+                own.update(change.attributes)
         except Exception as error:  # of a class that has no subclasses
             self.unpatch()
-            raise PatchError(f"patch: {type(change.target).__name__} takes no other class: {one_line(error)}") from error
+            cls = type(change.target).__name__
+            raise PatchError(f"patch: {cls} takes no other class: {one_line(error)}") from error
 
     def unpatch(self) -> None:
-        """Give the model back as it was. An object whose class or attribute has changed since then keeps that. Idempotent."""
+        """Give the model back as it was. Idempotent.
+
+        An attribute that has changed since then stays. So does a class; one that was made over
+        attnops' class, as fully_shard and parametrisations do it, is made anew over the module's
+        own. An object of a class that cannot be made anew stays patched.
+        """
         if not self.active:
             return
-        for change, before in zip(self.changes, self._before, strict=True):
-            own = vars(change.target)
-            for name, value in change.attributes.items():
-                if name in own and own[name] is value:
-                    del own[name]
-                    if name in before.attributes:
-                        own[name] = before.attributes[name]
-            if change.made(type(change.target), before.cls):
-                change.target.__class__ = before.cls
+        for change, before in self._done:
+            self._give_back(change, before)
         for handle in self.inner:
             handle.unpatch()
         vars(self.model).pop(MARK, None)
         self.active = False
+
+    def _give_back(self, change: Change, before: _Before) -> None:
+        target, own = change.target, vars(change.target)
+        now: Any = type(target)
+        cls = taken_out(now, change.cls(before.cls, self.kernel), before.cls)
+        if cls is None:
+            return
+        if cls is not now:
+            target.__class__ = cls
+        for name, value in change.attributes.items():
+            if name in own and own[name] is value:
+                del own[name]
+                if name in before.attributes:
+                    own[name] = before.attributes[name]
 
     def report(self) -> Report:
         """Every attention module with its status. `print` it, give it to rich, or take `Report.to_dict()`."""
@@ -116,10 +134,11 @@ class Swapped(Handle):
         """
         if not self.active:
             fail(PatchError, "verify: the model is not patched any more")
-        for change, before in zip(self.changes, self._before, strict=True):
+        for change, before in self._done:
             target = change.target
             alike = all(vars(target).get(name) is value for name, value in change.attributes.items())
-            if not alike or not change.made(type(target), before.cls) or "forward" in vars(target):
+            made = type(target) is change.cls(before.cls, self.kernel)
+            if not alike or not made or "forward" in vars(target):
                 fail(
                     PatchError,
                     f"verify: {type(target).__name__} has changed since patch, call verify before that",

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from attnops.adapters.sdpa import calls_sdpa
+from attnops.adapters.callers import calls_sdpa
 from attnops.adapters.swap import Change
 
 

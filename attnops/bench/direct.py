@@ -22,6 +22,7 @@ import attnops.ops
 from attnops.bench import Setup
 from attnops.bench.rows import Row
 from attnops.inputs import Call
+from attnops.kernels.sgl.sources import source
 from attnops.tune.clock import Run
 
 Inputs = Mapping[str, Tensor]
@@ -192,18 +193,15 @@ def latents(call: Call) -> tuple[Any, Tensor, Tensor]:
 
 
 def flashmla(call: Call) -> Run:
-    from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
-
-    a, query, pages = latents(call)
-    tiles, splits = get_mla_metadata(a["seq_lens"], query.shape[2], 1)
-    given = (query, pages, a["page_table"], a["seq_lens"], 512, tiles, splits)
-    return lambda: flash_mla_with_kvcache(*given, softmax_scale=a["scale"], causal=False)
+    (a, query, pages), ops = latents(call), source().ops
+    heads = query.shape[2]
+    metadata = ops.get_mla_decoding_metadata(a["seq_lens"], heads, 1, heads, False, None)
+    given = (query, pages, 512, a["seq_lens"], a["page_table"], a["scale"], False, *metadata)
+    return partial(ops.dense_decode_fwd, *given)
 
 
 def flashmla_fp8(call: Call) -> Run:
-    import sgl_kernel.flash_mla  # noqa: F401, loads the ops
-
-    (a, query, pages), ops = latents(call), torch.ops.sgl_kernel
+    (a, query, pages), ops = latents(call), source().ops
     metadata = ops.get_mla_decoding_metadata_dense_fp8(a["seq_lens"], query.shape[2], 1)
     given = (query, pages, 512, a["seq_lens"], a["page_table"], a["scale"], False, *metadata, a["q_scale"], a["kv_scale"])
     return partial(ops.fwd_kvcache_mla_fp8, *given)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from attnops.call import need
+from attnops.checks import python_number
 from attnops.errors import OutOfPages, RequestTooLong, TooManyRequests, UnknownRequest, fail
 
 # One count for the whole process: an id of one cache is never an id of another.
@@ -122,7 +123,8 @@ class Ledger:
 
     def get(self, request: object) -> Request:
         """The live request of this id. Raises UnknownRequest."""
-        found = self.requests.get(request) if isinstance(request, int) and not isinstance(request, bool) else None
+        number = python_number(request)
+        found = self.requests.get(number) if isinstance(number, int) and not isinstance(number, bool) else None
         if found is None:
             fail(UnknownRequest, request, len(self.requests))
         return found
@@ -251,6 +253,7 @@ def check_kept(field: str, length: int, high: int, window: int, room: int) -> No
 
     field: the argument that asks, for the message. high: the most tokens there have been. room: tokens the pages hold.
     """
-    least = high - room + window - 1
+    # Until there were more tokens than the pages hold, none has been overwritten.
+    least = high - room + window - 1 if high > room else 0
     want = f"0, or at least {least} of {high}: a window of {window} needs tokens whose pages were used again"
     need(not window or not 0 < length < least, field, length, want)

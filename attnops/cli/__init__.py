@@ -8,7 +8,7 @@ import sys
 from importlib.util import find_spec
 
 from attnops.errors import MissingExtra
-from attnops.needs import require
+from attnops.packages import require
 
 
 def main() -> None:

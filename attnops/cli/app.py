@@ -13,7 +13,7 @@ from rich.console import Console
 
 from attnops.cli import tables
 from attnops.errors import AttnopsError, InvalidInput
-from attnops.needs import require
+from attnops.packages import require
 from attnops.problem import GPUS
 from attnops.version import VERSION
 

@@ -18,7 +18,7 @@ from attnops.cli.tables import new_table, refusal
 from attnops.kernel import Kernel, all_kernels, broken_kernels, kernels_of
 from attnops.measured import in_force
 from attnops.measured.table import version_of
-from attnops.needs import Package
+from attnops.packages import Package
 from attnops.problem import Target
 from attnops.select import active_policy
 from attnops.version import VERSION
@@ -58,10 +58,19 @@ def best_install(target: Target) -> dict[str, Any] | None:
     adds: dict[str, list[str]] = {}
     for k in all_kernels():
         there = replace(target, assume=tuple(p.module for p in k.packages))
-        if (absent := k.absences(target)) and not why_not(k, there):
-            adds.setdefault(absent[0].want, []).append(f"{k.op}.{k.name}")
+        if k.absences(target) and not why_not(k, there):
+            for command in _commands(k, target):
+                adds.setdefault(command, []).append(f"{k.op}.{k.name}")
     best = max(adds, key=lambda command: len(adds[command]), default=None)
     return None if best is None else {"command": best, "kernels": adds[best]}
+
+
+def _commands(kernel: Kernel, target: Target) -> list[str]:
+    """Each installs the first package that the kernel lacks, or one that serves in its place."""
+    lacking = next((p for p in kernel.packages if p.missing(target)), None)
+    refusals = kernel.absences(target)[:1] if lacking is None else [each.absent(target) for each in lacking.each]
+    # Where no wheel is made for this torch, the text is no command.
+    return [refused.want for refused in refusals if refused is not None and refused.want.startswith("pip install ")]
 
 
 def measured_times(target: Target) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from attnops.problem import Extent, Problem, Target
 from attnops.reference.experts import gated
 from attnops.reference.linear import GATES
 from attnops.select import active_policy, select
+from attnops.tracers import is_recorded
 
 interface: Any = None
 try:
@@ -126,7 +127,7 @@ Serve = Callable[[Any, Tensor, Tensor, Tensor], Tensor | None]
 
 def _served(module: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor | None:
     gate: Gate | None = getattr(module, _GATE, None)
-    if gate is None or not _serves(module, x, index, gate):
+    if gate is None or is_recorded() or not _serves(module, x, index, gate):
         return None
     return experts(
         x, *weights_of(module), index, weights, *biases_of(module), activation=gate.activation, interleaved=gate.interleaved,
@@ -149,7 +150,8 @@ def _function(stock: Callable[..., Tensor] | None, serve: Serve) -> Callable[...
         fixed = deterministic(active_policy())
         # One expert after the other: grouped products follow from the tokens of all rows.
         own = type(module).forward.__wrapped__ if stock is None or fixed else stock
-        return apart(own, module, hidden_states, top_k_index, top_k_weights, *args, **kwargs)
+        result: Tensor = apart(own, module, hidden_states, top_k_index, top_k_weights, *args, **kwargs)
+        return result
 
     return forward
 

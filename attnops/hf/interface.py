@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
+from torch._guards import TracingContext
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from attnops.announce import LATE, NAME
 from attnops.call import need
-from attnops.hf.attention.continuous import PREFIX, continuous_function
+from attnops.hf.attention.batched import MASKED, function_for_batches, name_for_batches
 from attnops.hf.attention.function import attention_function
 from attnops.hf.attention.mask import MODES, Mode, mask_function
 from attnops.kernel import check_kernel
-
-NAME = "attnops"
-"""`attn_implementation="attnops"`: any kernel, `mask="auto"`."""
 
 Kept = Literal["auto", "hf", "paged"]
 CACHES: tuple[Kept, ...] = get_args(Kept)
@@ -36,8 +36,31 @@ class Options:
         implementation(self)
 
 
+class Functions(NamedTuple):
+    """What transformers calls under the names of one set of options. batches: in continuous batching."""
+
+    attention: Callable[..., Any]
+    mask: Callable[..., Any]
+    batches: Callable[..., Any]
+
+
+def functions(options: Options) -> Functions:
+    """New functions for these options."""
+    kernel, proven = options.kernel, options.proven
+    attention = attention_function(kernel, options.mask == "additive", proven)
+    batches = function_for_batches(attention, kernel, proven)
+    return Functions(attention, mask_function(options.mask), batches)
+
+
+# Of the name alone: `attnops.announce` calls them before they are registered.
+DEFAULT = functions(Options())
+
+
 def register() -> None:
-    """Make `attn_implementation="attnops"` known to transformers. `import attnops.hf` does it; calling it again has no effect."""
+    """Make `attn_implementation="attnops"` known to transformers. Calling it again has no effect.
+
+    `import attnops` does it, with functions that load these; `import attnops.hf` puts these in their place.
+    """
     implementation(Options())
 
 
@@ -54,9 +77,14 @@ def implementation(options: Options) -> str:
         check_kernel(options.kernel, pages if options.cache == "paged" else ("attention", *pages))
     # A kernel's own name could hold "flash", by which transformers takes an implementation for FlashAttention.
     name = NAME if options == Options() else f"{NAME}_{zlib.crc32(repr(options).encode()):08x}"
-    # A second registration would be another function object, and compiled code is guarded by the first.
-    if name not in AttentionInterface._global_mapping:
-        AttentionInterface.register(name, attention_function(options.kernel, options.mask == "additive", options.proven))
-        AttentionMaskInterface.register(name, mask_function(options.mask))
-        AttentionInterface.register(PREFIX + name, continuous_function(options.kernel, options.proven))
+    # Another function object would be a recompilation: compiled code is guarded by the first. A trace under way is, too.
+    there = AttentionInterface._global_mapping.get(name)
+    if there is None or (hasattr(there, LATE) and TracingContext.try_get() is None):
+        found = DEFAULT if name == NAME else functions(options)
+        batches = name_for_batches(name)
+        AttentionInterface.register(batches, found.batches)
+        if MASKED:
+            AttentionMaskInterface.register(batches, found.mask)
+        AttentionMaskInterface.register(name, found.mask)
+        AttentionInterface.register(name, found.attention)
     return name

@@ -17,7 +17,7 @@ from attnops.call import need
 from attnops.errors import PatchError, UnknownKernel, fail, one_line
 from attnops.graphs import Graphed, Report as GraphReport
 from attnops.graphs.graphed import Progress
-from attnops.hf import cache_names, not_fast
+from attnops.hf import batching, cache_names, not_fast
 from attnops.hf.attention.mask import Mode
 from attnops.hf.experts import Experts
 from attnops.hf.generation import Generation, growing, watch
@@ -71,6 +71,8 @@ class Patched(Handle):
         # The masks of generate() only grow, so that most of its steps need no check.
         if hasattr(owner, "generate"):
             self._watching = [Method(owner, "generate", _generate), *watch(owner)]
+        if hasattr(owner, batching.ENTRY):
+            self._watching.append(Method(owner, batching.ENTRY, batching.begin))
         self.active = True
         self._tell()
 
@@ -128,7 +130,7 @@ class Patched(Handle):
         if not self.active:
             return
         for config, before in self._switched:
-            if config._attn_implementation_internal == self.implementation:
+            if config._attn_implementation_internal in batching.names_of(self):
                 switch((config,), before)
         for module in self._marked:
             module.__dict__.pop(_OPTIONS, None)
@@ -157,7 +159,7 @@ class Patched(Handle):
     def _others(self) -> list[tuple[Any, str]]:
         """Configs whose attention the caller has set to another since, and its name."""
         named = [(config, config._attn_implementation_internal) for config, _ in self._switched if self.active]
-        return [(config, name) for config, name in named if name != self.implementation]
+        return [(config, name) for config, name in named if name not in batching.names_of(self)]
 
     @property
     def took(self) -> Took | None:

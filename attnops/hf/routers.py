@@ -31,6 +31,7 @@ from attnops.ops.route import SCORING, route
 from attnops.problem import Extent, Problem, Target
 from attnops.reference.route import chosen, values, weighed
 from attnops.select import active_policy, select
+from attnops.tracers import is_recorded
 
 _RULE = "_attnops_route"
 HANDED = "_attnops_handed"
@@ -115,7 +116,9 @@ def served(cls: Any) -> type:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         rule: Rule | None = self.__dict__.get(_RULE)
-        if rule is None or len(args) != 1 + (rule.bias == HANDED) or kwargs or not _serves(self, args[0], rule):
+        if rule is None or is_recorded() or kwargs or len(args) != 1 + (rule.bias == HANDED):
+            return apart(cls.forward, self, *args, **kwargs)
+        if not _serves(self, args[0], rule):
             return apart(cls.forward, self, *args, **kwargs)
         x = args[0].reshape(-1, args[0].shape[-1])
         bias = args[1] if rule.bias == HANDED else getattr(self, rule.bias) if rule.bias else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attnops import tried
 from attnops.errors import UnsupportedVersion, fail
-from attnops.needs import parse
+from attnops.packages import parse
 
 OLDEST = tried.OLDEST["transformers"]
 """Older ones call mask functions with other arguments."""

@@ -12,7 +12,14 @@ from attnops.measured.cost import (
     token_writes_us as token_writes_us,
 )
 from attnops.measured.linears import LinearShape as LinearShape
-from attnops.measured.store import cpu_name as cpu_name, forget as forget, in_force as in_force, never_run as never_run
+from attnops.measured.store import (
+    NOWHERE as NOWHERE,
+    cpu_name as cpu_name,
+    forget as forget,
+    in_force as in_force,
+    never_run as never_run,
+    ran_on as ran_on,
+)
 from attnops.measured.table import (
     ESTIMATED as ESTIMATED,
     MEASURED as MEASURED,

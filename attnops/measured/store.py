@@ -96,17 +96,19 @@ def read_text(path: Path) -> str:
 
 
 def forget() -> None:
-    """Read tables again at the next selection, and forget selections by the old ones."""
+    """Read tables, and where kernels ran, again at the next selection, and forget selections by the old ones."""
+    ran_on.cache_clear()
     in_force.cache_clear()
     _in_force.cache_clear()
     renew()
 
 
 def digests() -> tuple[str, ...]:
-    """The digests of every table that a choice on this machine may depend on, for cache keys."""
+    """The digests of every table that a choice on this machine may depend on, and where kernels ran, for cache keys."""
     devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     targets = [Target(), pretended(), *(Target.of(torch.device("cuda", i)) for i in devices)]
-    return tuple(table.digest if (table := in_force(t).table) else "none" for t in targets if t is not None)
+    tables = (in_force(t).table for t in targets if t is not None)
+    return json.dumps(ran_on()), *(table.digest if table else "none" for table in tables)
 
 
 @functools.cache
@@ -115,12 +117,15 @@ def ran_on() -> dict[str, list[str]]:
     return dict(json.loads(HARDWARE.read_text("utf-8")))
 
 
+NOWHERE = "never run on hardware"
+
+
 def never_run(op: str, kernel: str, target: Target) -> str:
-    """`never run on hardware`, or `never run on sm100`; "" on a CPU, where it has run, and for kernels of other packages."""
+    """NOWHERE, or `never run on sm100`; "" on a CPU, where it has run, and for kernels of other packages."""
     found = ran_on().get(f"{op}.{kernel}")
     if found is None or not target.on_gpu or str(target) in found:
         return ""
-    return f"never run on {target}" if found else "never run on hardware"
+    return f"never run on {target}" if found else NOWHERE
 
 
 def cpu_name() -> str:

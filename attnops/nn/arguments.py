@@ -7,22 +7,26 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnops.cache.batch import PagedBatch
 from attnops.call import need
-from attnops.errors import InvalidInput, fail
+from attnops.checks import python_number
+from attnops.errors import NOT_SCRIPTED, InvalidInput, NotRecordable, fail
 from attnops.ops import token_rows
+from attnops.tracers import wanted
 
 Given = Mapping[str, object]  # arguments by name
 
 
 def size(field: str, value: Any, unit: str = "") -> int:
+    value = python_number(value)
     need(isinstance(value, int) and not isinstance(value, bool) and value >= 1, field, repr(value), f"an int >= 1{unit and f' ({unit})'}")
     return int(value)
 
 
 def number(field: str, value: Any, least: float, below: float = math.inf) -> float:
+    value = python_number(value)
     numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
     need(numeric and least <= value < below, field, repr(value), f"a number >= {least} and < {below}")
     return float(value)
@@ -31,7 +35,7 @@ def number(field: str, value: Any, least: float, below: float = math.inf) -> flo
 def tensor(field: str, value: Any, layout: str, *dims: int) -> Tensor:
     """`value`, a tensor of one of `dims` dimensions."""
     if not isinstance(value, Tensor):
-        fail(InvalidInput, field, type(value).__name__, f"a tensor {layout}")
+        fail(InvalidInput, field, type(value).__name__, wanted(f"a tensor {layout}", value))
     if value.dim() not in dims:
         fail(InvalidInput, field, f"shape {tuple(value.shape)}", layout)
     return value
@@ -55,7 +59,8 @@ def absent(why: str, **given: object) -> None:
     """Raise InvalidInput unless all of `given` are None."""
     for field, value in given.items():
         if value is not None:
-            fail(InvalidInput, field, f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else value, f"None {why}")
+            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
+            fail(InvalidInput, field, got, wanted(f"None {why}", value))
 
 
 def kind_of_call(cu: str, cu_seqlens: Tensor | None, batch: object, *, dense: Given, packed: Given, paged: Given) -> bool:
@@ -111,3 +116,8 @@ def positions_of(hidden: Tensor, given: Tensor | None, cu_seqlens: Tensor | None
 def shown(*first: str, **fields: tuple[Any, Any]) -> str:
     """The text of `extra_repr`: `first`, then `name=value` of each field (value, default) that differs from its default."""
     return ", ".join([*first, *(f"{name}={value!r}" for name, (value, default) in fields.items() if value != default)])
+
+
+def not_scripted(module: nn.Module) -> nn.Module:
+    """Raise NotRecordable: torch.jit.script asks every module for the one that it shall compile."""
+    fail(NotRecordable, type(module).__name__, "torch.jit.script", NOT_SCRIPTED)

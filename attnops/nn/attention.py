@@ -40,6 +40,8 @@ class Attention(nn.Module):
 
     sinks: nn.Parameter | None
 
+    __prepare_scriptable__ = check.not_scripted
+
     def __init__(
         self, num_heads: int, num_kv_heads: int | None = None,
         *, head_dim: int, v_head_dim: int | None = None, scale: float | None = None, causal: bool = True,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
-from torch.nn.functional import scaled_dot_product_attention
 
 from attnops.call import check
 from attnops.errors import InvalidInput, fail
 from attnops.ops import eager
+from attnops.ops.bias import as_rule
+from attnops.ops.by_sdpa import attend
 from attnops.ops.dense import Attention
 
 
@@ -42,29 +42,10 @@ def dropped(
     Raises:
         InvalidInput: as `attnops.attention`.
     """
+    mask, causal = as_rule(mask, causal, query, key)
     eager.mask(mask)
     if mask is not None and 2 <= mask.dim() < 4:
         mask = mask[(None,) * (4 - mask.dim())]
     if not is_dynamo_compiling():  # it cannot trace the check
         check(Attention(query, key, value, mask, scale=scale, causal=causal))
-    queries, keys, group = query.shape[1], key.shape[1], query.shape[2] // key.shape[2]
-    if causal and (mask is not None or queries != keys):
-        # torch's own flag aligns the first query with the first key, and goes with no mask.
-        seen = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
-        mask = seen if mask is None else mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
-        causal = False
-    blind, dtype = None, query.dtype
-    if mask is not None:
-        # torch's backends differ in a query that sees no key, and their gradients, too: it sees all, and its result goes.
-        if mask.dtype == torch.bool:
-            blind = ~mask.any(-1, keepdim=True)
-            mask = mask | blind
-        else:
-            blind = (mask == float("-inf")).all(-1, keepdim=True)
-            wide = torch.promote_types(dtype, mask.dtype)
-            query, key, value, mask = (x.to(wide) for x in (query, key, value, mask.masked_fill(blind, 0.0)))
-        if group != 1:  # the backend that takes masks wants as many key heads
-            key, value, group = key.repeat_interleave(group, 2), value.repeat_interleave(group, 2), 1
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    out = scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=group != 1).to(dtype)
-    return (out if blind is None else out.masked_fill(blind, 0.0)).transpose(1, 2)
+    return attend(query, key, value, scale=scale, causal=causal, mask=mask, dropout=dropout)

@@ -11,6 +11,7 @@ from torch import Tensor
 from attnops.call import need
 from attnops.errors import InvalidInput, fail
 from attnops.nn import arguments as check
+from attnops.ops import token_rows
 
 TO_JAGGED = "layout=torch.jagged, as torch.nested.as_nested_tensor(list(x.unbind()), layout=torch.jagged) makes it of this one"
 
@@ -77,3 +78,19 @@ def rows_of(query: Tensor, key: Tensor, value: Tensor, *, strided: bool = False)
         fail(InvalidInput, "value", f"lengths {v.ragged}", f"{k.ragged}, the key's: nested tensors with the same offsets")
     need(query.size(0) == key.size(0), "key", f"{key.size(0)} requests", f"{query.size(0)}, as the query")
     return q, k, v
+
+
+def padded(values: Tensor, cu_seqlens: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+    """Rows `[T, ...]` as `[B, longest, ...]`, 0 behind a request's end, and bool `[B, longest]`."""
+    starts, ends = cu_seqlens[:-1, None], cu_seqlens[1:, None]
+    at = starts + torch.arange(longest, device=values.device)
+    seen = at < ends
+    with_zeros = torch.cat((values, values.new_zeros(1, *values.shape[1:])))
+    return with_zeros[torch.where(seen, at, len(values))], seen
+
+
+def unpadded(values: Tensor, cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """`[B, longest, ...]` as rows `[T, ...]` again; tokens: T."""
+    owner = token_rows(cu_seqlens, tokens)
+    at = torch.arange(tokens, device=values.device) - cu_seqlens[owner]
+    return values[owner, at]

@@ -45,6 +45,8 @@ class LatentAttention(nn.Module):
         InvalidInput: an argument is out of its range.
     """
 
+    __prepare_scriptable__ = check.not_scripted
+
     def __init__(
         self, hidden_size: int, num_heads: int,
         *, q_lora_rank: int | None = None, kv_lora_rank: int = 512, qk_nope_head_dim: int = 128, qk_rope_head_dim: int = 64,

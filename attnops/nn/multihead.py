@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -10,24 +12,30 @@ from attnops.call import need
 from attnops.errors import InvalidInput, fail
 from attnops.nn import arguments as check
 from attnops.nn.dropout import dropped
-from attnops.nn.jagged import rows_of
+from attnops.nn.jagged import padded, rows_of, unpadded
 from attnops.ops import attention, varlen_attention
 
 MASKS = "bool (True: not to be seen) or float (added to the logits)"
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """Drop-in for torch.nn.MultiheadAttention: same arguments, parameters, state_dict keys and results.
+    """Drop-in for torch.nn.MultiheadAttention: same arguments, parameters, state_dict and results.
 
-    With need_weights=False and no dropout the attention is `attnops.attention` (`kernel=` forces a kernel). With need_weights=True it is
-    plain torch, because kernels give no weights, and with dropout in training it is torch's scaled_dot_product_attention. A query that may
-    see no key gives 0 (and weights 0) where torch gives NaN. Layers of torch.nn call this module in eval mode, too. Nested tensors, jagged
-    or of the strided layout, which torch.nn.TransformerEncoder makes of padded batches, go through `attnops.varlen_attention`: the host
-    reads the longest length of jagged ones, which waits for a GPU, and where compiled code has a graph break. Constructor and calls raise
-    InvalidInput for arguments that torch refuses.
+    With need_weights=False and no dropout the attention is `attnops.attention` (`kernel=` forces a
+    kernel). With need_weights=True it is plain torch, because kernels give no weights, and with
+    dropout in training it is torch's scaled_dot_product_attention. A query that may see no key
+    gives 0 (and weights 0) where torch gives NaN.
 
-    Masks follow torch: a bool True hides the key, while in `attnops.attention` True shows it.
+    Layers of torch.nn call this module in eval mode, too, because it has a forward pre-hook, which
+    does nothing. Nested tensors, jagged or of the strided layout, which torch.nn.TransformerEncoder
+    makes of padded batches, go through `attnops.varlen_attention`: the host reads the longest
+    length of jagged ones, which waits for a GPU, and where compiled code has a graph break.
+
+    Constructor and calls raise InvalidInput for arguments that torch refuses. Masks follow torch: a
+    bool True hides the key, while in `attnops.attention` True shows it.
     """
+
+    __prepare_scriptable__ = check.not_scripted
 
     def __init__(
         self, embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True, add_bias_kv: bool = False,
@@ -43,12 +51,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                 check.size(field, dim)
         super().__init__(embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype)
         self.kernel = kernel
-
-    def _reset_parameters(self) -> None:
-        self._qkv_same_embed_dim = self.in_proj_weight is not None
-        super()._reset_parameters()
-        # torch.nn.TransformerEncoderLayer calls a module without this flag, and does not read its weights for a kernel of its own.
-        self._qkv_same_embed_dim = False
+        self.register_forward_pre_hook(_is_called)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None, need_weights: bool = True,
@@ -74,7 +77,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         """
         if check.nested(query):
             unmasked = key_padding_mask is None and attn_mask is None and not is_causal
-            return self._nested(query, key, value, unmasked, need_weights), None
+            nested, weights = self._nested(query, key, value, unmasked, need_weights)
+            if weights is not None and average_attn_weights:
+                weights = weights.mean(1)
+            return nested, weights
         batched = self._check(query, key, value, is_causal, attn_mask)
         alike = query is key and key is value
         if not batched:
@@ -103,23 +109,41 @@ class MultiheadAttention(nn.MultiheadAttention):
         weights = weights.mean(1) if average_attn_weights else weights
         return out, weights if batched else weights[0]
 
-    def _nested(self, query: Tensor, key: Tensor, value: Tensor, unmasked: bool, need_weights: bool) -> Tensor:
-        """As `forward`, of requests of different lengths: a nested tensor like the query."""
+    def _nested(
+        self, query: Tensor, key: Tensor, value: Tensor, unmasked: bool, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """As `forward`, of requests of different lengths: a nested tensor like the query.
+
+        Weights are `[N, num_heads, L, S]`, of the longest lengths and 0 behind a request's end.
+        """
         alike = query is key and key is value
-        extra = need_weights or self.bias_k is not None or self.add_zero_attn or (self.dropout > 0 and self.training)
-        if not unmasked or extra or not self.batch_first:
-            want = "batch_first=True, need_weights=False, and no mask, dropout in training, add_bias_kv or add_zero_attn"
+        drops = self.dropout > 0 and self.training
+        more_keys = self.bias_k is not None or self.add_zero_attn
+        if not unmasked or drops or more_keys or not self.batch_first:
+            want = "batch_first, and no mask, dropout in training, add_bias_kv or add_zero_attn"
             fail(InvalidInput, "query", "a nested tensor with more than it can have", want)
         rows = rows_of(query, key, value, strided=True)
-        for field, x, width in zip(("query", "key", "value"), rows, (self.embed_dim, self.kdim, self.vdim), strict=True):
+        widths = (self.embed_dim, self.kdim, self.vdim)
+        for field, x, width in zip(("query", "key", "value"), rows, widths, strict=True):
             token = tuple(x.values.shape[1:])
             need(token == (width,), field, f"tokens of shape {token}", f"({width},), as the module was built")
         # The lengths first: where compiled code breaks its graph there, it may not hand on views of one product.
         (cu_q, most_q), (cu_k, most_k) = ((x.cu(), x.longest(None)) for x in rows[:2])
         projected = self._project(rows[0].values, rows[1].values, rows[2].values, alike)
         q, k, v = (x.view(-1, self.num_heads, self.head_dim) for x in projected)
-        attended = varlen_attention(q, k, v, cu_q, cu_k, max_seqlen_q=most_q, max_seqlen_k=most_k, kernel=self.kernel)
-        return rows[0].like(self.out_proj(attended.reshape(-1, self.embed_dim)))
+        weights = None
+        if need_weights:
+            q, seen_q = padded(q, cu_q, most_q)
+            k, seen_k = padded(k, cu_k, most_k)
+            v, _ = padded(v, cu_k, most_k)
+            seen = seen_q[:, None, :, None] & seen_k[:, None, None]
+            attended, weights = self._plain(q, k, v, seen)
+            attended = unpadded(attended, cu_q, len(rows[0].values))
+        else:
+            sizes: dict[str, Any] = {"max_seqlen_q": most_q, "max_seqlen_k": most_k}
+            attended = varlen_attention(q, k, v, cu_q, cu_k, **sizes, kernel=self.kernel)
+        out = self.out_proj(attended.reshape(-1, self.embed_dim))
+        return rows[0].like(out), weights
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, attn_mask: Tensor | None) -> bool:
         """Is the call batched?"""
@@ -186,6 +210,13 @@ class MultiheadAttention(nn.MultiheadAttention):
             weights = (logits + added).masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
         weights = F.dropout(weights, self.dropout, self.training)
         return (weights @ v.transpose(1, 2)).transpose(1, 2), weights
+
+
+def _is_called(module: nn.Module, given: tuple[Any, ...]) -> None:
+    """Nothing: a module with a hook is called by torch.nn.TransformerEncoderLayer in eval mode, too.
+
+    Of one without hooks the layer reads the weights, for a kernel of torch's own.
+    """
 
 
 def _mask_like(field: str, mask: Tensor, shape: tuple[int, ...]) -> Tensor:

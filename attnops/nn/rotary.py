@@ -48,6 +48,8 @@ class RotaryEmbedding(nn.Module):
         InvalidInput: an argument is out of its range.
     """
 
+    __prepare_scriptable__ = check.not_scripted
+
     def __init__(
         self, head_dim: int, theta: float = 10000.0,
         *, scaling: str = "none", factor: float = 1.0, interleaved: bool = False, original_max_position: int | None = None,

@@ -35,6 +35,8 @@ class SelfAttention(nn.Module):
         InvalidInput: an argument is out of its range.
     """
 
+    __prepare_scriptable__ = check.not_scripted
+
     def __init__(
         self, hidden_size: int, num_heads: int, num_kv_heads: int | None = None, head_dim: int | None = None,
         *, qk_norm: bool = False, norm_eps: float = 1e-6, rope: RotaryEmbedding | None = None, bias: bool = False, out_bias: bool = False,

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from attnops.kernel import deterministic
 from attnops.ops.linear import linear
 from attnops.select import _ACTIVE, use
+from attnops.tracers import is_recorded
 
 # Products ----------------------------------------------------------------------------------------
 
@@ -178,9 +179,14 @@ class Steady(TorchFunctionMode):
 # Modules -----------------------------------------------------------------------------------------
 
 
+def _keeps_apart() -> bool:
+    """A tool that records the model gets torch's own code, under any policy."""
+    return deterministic(_ACTIVE.key) and not is_recorded()
+
+
 def apart(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`call(*args, **kwargs)`, under a deterministic policy within `Steady`."""
-    if not deterministic(_ACTIVE.key):
+    if not _keeps_apart():
         return call(*args, **kwargs)
     with Steady():
         return call(*args, **kwargs)
@@ -196,7 +202,7 @@ def one_by_one(call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     There torch computes the last numbers of a tensor, and of a thread's part of it, by other code
     than the rest. Traced code has no loop over rows, and fills them up to whole vectors.
     """
-    if not (deterministic(_ACTIVE.key) and x.is_cpu and x.dim() > 1 and x.numel()):
+    if not (_keeps_apart() and x.is_cpu and x.dim() > 1 and x.numel()):
         return call(x)
     if torch.compiler.is_compiling():
         return call(F.pad(x, (0, -x.shape[-1] % WHOLE)))[..., : x.shape[-1]]
@@ -246,7 +252,7 @@ def _steady(cls: Any, pointwise: bool) -> type:
 
     def of_linear(self: Any, input: Tensor) -> Tensor:
         # Written out: outside of the policy it costs no more calls of Python than before.
-        by = product if deterministic(_ACTIVE.key) else F.linear
+        by = product if deterministic(_ACTIVE.key) and not is_recorded() else F.linear
         return by(input, self.weight, self.bias)
 
     def of_numbers(self: Any, input: Tensor) -> Tensor:

@@ -1,5 +1,8 @@
 """The ops: contracts in torch.library form, one family a file, and the functions users call."""
 
+from inspect import isfunction
+
+from attnops.errors import NOT_SCRIPTED
 from attnops.ops.decode import decode_attention as decode_attention
 from attnops.ops.dense import attention as attention
 from attnops.ops.experts import experts as experts
@@ -16,7 +19,7 @@ from attnops.ops.metadata import (
 )
 from attnops.ops.mla import mla_attention as mla_attention, rope_quantize_latent as rope_quantize_latent, write_latent as write_latent
 from attnops.ops.mxfp4_experts import mxfp4_experts as mxfp4_experts
-from attnops.ops.op import OPS as OPS, Op as Op
+from attnops.ops.op import OPS as OPS, Op as Op, decompositions as decompositions
 from attnops.ops.paged import copy_kv as copy_kv, paged_attention as paged_attention, write_kv as write_kv
 from attnops.ops.plan import (
     LatentSpec as LatentSpec,
@@ -32,3 +35,9 @@ from attnops.ops.vertical_slash import (
     vertical_slash_attention as vertical_slash_attention,
     vertical_slash_indexes as vertical_slash_indexes,
 )
+
+for _name, _value in [*globals().items()]:
+    if isfunction(_value) and _value.__module__.startswith("attnops."):
+        # What torch.jit.script says of a function that it meets.
+        _text = f"{_name}: got torch.jit.script, want {NOT_SCRIPTED}"
+        setattr(_value, "__script_unsupported", _text)

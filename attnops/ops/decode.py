@@ -50,14 +50,21 @@ class DecodeAttention(Call):
     _: KW_ONLY
     scale: float = arg()
     window_left: int = arg(default=-1, least=-1, most=rules.FURTHEST)
-    softcap: float = arg(default=0.0, least=0)
+    softcap: float = arg(default=0.0, least=0, most=rules.SOFTEST)
     eps: float = arg(default=1e-6, least=0, always=True)
     holes: bool = arg(default=True, off=False)
     output: Tensor = arg("B, Hq, D", "query", written=True)
     workspace: Tensor | None = arg("bytes", (torch.uint8,), default=None, written=True, hint=True)
 
 
-DECODE = define(Op(DecodeAttention, decode.decode_attention, about="norm, rotation, write and attention of a decode step"))
+DECODE = define(
+    Op(
+        DecodeAttention,
+        decode.decode_attention,
+        flops="4 * B * Hq * max_pages * page * D",
+        about="norm, rotation, write and attention of a decode step",
+    )
+)
 
 
 def decode_attention(

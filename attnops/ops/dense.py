@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from attnops.call import FLOAT32, FLOATS, INDEX, KW_ONLY, MASK, QUERY, STORED, Result, Sizes, arg, changed, record
-from attnops.errors import NoGradient, fail
-from attnops.ops import eager, rules
+from attnops.errors import InvalidInput, NoGradient, fail
+from attnops.ops import by_sdpa, eager, rules
+from attnops.ops.bias import as_rule
 from attnops.ops.eager import key_for
 from attnops.ops.op import OPS, Op, applied, below, blank, define, tensors_of
 from attnops.problem import surely
@@ -78,7 +79,16 @@ class Attention(rules.Visible):
     q_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None)
 
 
-ATTENTION = define(Op(Attention, reference.attention, differentiable, about="dense attention"))
+ATTENTION = define(
+    Op(
+        Attention,
+        reference.attention,
+        differentiable,
+        flops="2 * B * Hq * S * K * (D + Dv)",
+        about="dense attention",
+        by_torch=by_sdpa.attention,
+    )
+)
 
 
 GRADIENTS = rules.gradients("query", "key", "value", "mask", "sinks")
@@ -103,7 +113,15 @@ class AttentionBackward(rules.Visible):
     mask_grad: bool = False
 
 
-BACKWARD = define(Op(AttentionBackward, reference.attention_backward, once=True, about="gradient of dense attention"))
+BACKWARD = define(
+    Op(
+        AttentionBackward,
+        reference.attention_backward,
+        once=True,
+        flops="2 * B * Hq * S * K * (3 * D + 2 * Dv)",
+        about="gradient of dense attention",
+    )
+)
 
 
 @overload
@@ -135,10 +153,12 @@ def attention(
         causal: query i sees keys up to its own position. The last query is at the last visible key (bottom-right).
         window: (left, right) keys visible besides the query's own position; -1 is unbounded, and so is 2**30 or more.
         softcap: logits become `softcap * tanh(logits / softcap)`; 0 is off.
-        mask: `[B or 1, Hq or 1, S or 1, K]`, leading dims optional; bool (True: visible) or float (added after the soft cap).
+        mask: `[B or 1, Hq or 1, S or 1, K]`, leading dims optional; bool (True: visible) or float (added after the soft cap); or
+            `causal_lower_right(S, K)` or `causal_upper_left(S, K)` of torch.nn.attention.bias.
             -inf hides a key. So does a number as low as -1e9 or finfo.min beside visible keys. A query all of whose logits are
             finite and below -1e6 has finite results and gradients that are not specified; it changes no other query's.
-        sinks: `[Hq]` one logit a query head, part of the softmax denominator only.
+        sinks: `[Hq]` one logit a query head, part of the softmax denominator only. One of +inf takes all of the weight: its head
+            gives output 0 and lse +inf. Kernels of other packages may give NaN there.
         k_scale, v_scale: float32 `[1]` or `[Hkv]`; the stored key times k_scale is the key.
         q_scale: float32 `[1]` or `[Hkv]`, one for the query heads of each key head. A float8 query needs it, has no gradient, and wants
             a quantised key. A kernel may round the weights to the query's dtype.
@@ -157,8 +177,11 @@ def attention(
     """
     left, right = eager.window(window)
     attention_chunk = eager.chunk(attention_chunk)
+    mask, causal = as_rule(mask, causal, query, key, kv_end)
     eager.mask(mask)
     if mask is not None and 2 <= mask.dim() < 4:
+        if not torch.compiler.is_compiling():
+            _refuse_mask_of_batch(mask, query)
         mask = mask[(None,) * (4 - mask.dim())]
     output, lse = ATTENTION(Attention(
         query, key, value, mask, sinks, k_scale, v_scale, kv_start, kv_end, scale=eager.default_scale(query, scale), causal=causal,
@@ -166,3 +189,13 @@ def attention(
         policy=key_for("attention", kernel),
     ))  # fmt: skip
     return (output, lse) if return_lse else output
+
+
+def _refuse_mask_of_batch(mask: Tensor, query: Tensor) -> None:
+    """Raise InvalidInput for a mask `[B, K]`: two dims are `[S, K]`."""
+    if mask.dim() != 2 or query.dim() != 4:
+        return
+    rows, (batch, queries) = mask.shape[0], query.shape[:2]
+    if rows == batch and rows not in (1, queries):
+        want = f"[S, K] with {queries} rows; of a mask [B, K] give mask[:, None, None]"
+        fail(InvalidInput, "mask", f"shape {tuple(mask.shape)}", want)

@@ -9,25 +9,27 @@ TensorGuards is not public torch. Where torch has moved it, `Likeness` takes its
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 # Read as attributes: a function that hands one out costs more than the read.
-from attnops.call import Call, Spec, check, check_kinds, values
+from attnops.call import Call, Spec, check, check_kinds, values, with_python_numbers
+from attnops.checks import python_number
 from attnops.errors import InvalidInput, NoGradient, fail
 from attnops.kernel import _REGISTRY, Capture
+from attnops.ops.foreign import answering
 from attnops.ops.rules import FURTHEST
+from attnops.ops.state import autocasting, capturing, debug_mode, of_a_batch, overheard, uncast
 from attnops.problem import _OVERRIDE, Problem, alike, altered, problem_of
 from attnops.select import _ACTIVE, choose, key_for as _key_for
+from attnops.subclasses import plain_only, refuse_foreign
+from attnops.tracers import is_onnx, wanted
 
 Run = Callable[[Any], Any]
 
@@ -37,39 +39,7 @@ SHAPES = 8
 """Sets of shapes that it remembers of each."""
 
 _nested = attrgetter("is_nested")
-_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
-
-
-def _publicly_autocasting() -> bool:
-    return any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
-
-
-autocasting: Callable[[], bool] = vars(torch._C).get("_is_any_autocast_enabled", _publicly_autocasting)
-"""Is autocast on, for any device?"""
-
-
-@contextmanager
-def _publicly_uncast() -> Iterator[None]:
-    with ExitStack() as off:
-        for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
-            off.enter_context(torch.autocast(kind, enabled=False))
-        yield
-
-
-uncast: Callable[[], AbstractContextManager[None]] = vars(torch._C).get("_DisableAutocast", _publicly_uncast)
-"""Autocast is off within the block: an op has no autocast rule, and its kernels compute in the dtypes of its contract. torch.autocast
-takes longer."""
-_profiling: Callable[[], bool] = vars(torch.autograd).get("_profiler_enabled", lambda: False)
 _TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
-
-
-_debug_mode: Callable[[], int] = torch.get_deterministic_debug_mode
-"""0, or whether torch.use_deterministic_algorithms warns (1) or raises (2)."""
-
-
-def capturing(tensor: Tensor) -> bool:
-    """Does a call on `tensor` become part of a CUDA graph?"""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class Likeness:
@@ -83,7 +53,8 @@ class Likeness:
 
     @staticmethod
     def _facts(t: Tensor) -> tuple[Any, ...]:
-        return type(t), t.dim(), t.dtype, t.device, t.requires_grad, t.is_neg(), t.is_conj(), t.is_inference()
+        kind = type(t), t.dim(), t.dtype, t.device, t.requires_grad
+        return *kind, t.is_neg(), t.is_conj(), t.is_inference(), of_a_batch(t)
 
     def check(self, *tensors: Tensor) -> bool:
         """Are they all alike?"""
@@ -117,21 +88,52 @@ def growth(tensors: tuple[Tensor, ...], grows: tuple[int, ...], others: tuple[in
     return None if rest.intersection(allowed) or {0, *others}.intersection(allowed) else (allowed, places)
 
 
+@dataclass(frozen=True)
+class Repeats:
+    """Guards of a call in which a tensor comes more than once. Dynamo's refuse every such call.
+
+    of_all: of every tensor, for calls in which none comes twice. of_each: of each tensor once.
+    firsts: picks those of a call. again: (a place, the first place of the same tensor).
+    """
+
+    of_all: Any
+    of_each: Any
+    firsts: Callable[[Any], tuple[Tensor, ...]]
+    again: tuple[tuple[int, int], ...]
+
+    def check(self, *tensors: Tensor) -> bool:
+        """Are they all alike, and one tensor where it was one?"""
+        for place, first in self.again:
+            if tensors[place] is not tensors[first]:
+                return bool(self.of_all.check(*tensors))
+        return bool(self.of_each.check(*self.firsts(tensors)))
+
+
 def guards_of(tensors: tuple[Tensor, ...], grown: Growth | None = None) -> Any:
     """Guards that tell whether other tensors are like these. Dynamo's own take half a microsecond for all, Python as long for one.
 
     A size that grows is left out, and so are the strides of its tensors but the last: the others grow with it.
     """
+    known: dict[int, int] = {}
+    firsts = [known.setdefault(id(t), i) for i, t in enumerate(tensors)]
+    again = tuple((i, first) for i, first in enumerate(firsts) if i != first)
+    of_all, each = _guards([*enumerate(tensors)], grown), [*known.values()]
+    return Repeats(of_all, _guards([(i, tensors[i]) for i in each], grown), _picker(each), again) if again else of_all
+
+
+def _guards(places: list[tuple[int, Tensor]], grown: Growth | None) -> Any:
+    """Guards of these tensors, each with its place in the call."""
     given: dict[str, Any] = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
     if grown is not None:
-        places = dict(grown[1])
-        given["dynamic_dims_sizes"] = [[None if places.get(i) == d else n for d, n in enumerate(t.shape)] for i, t in enumerate(tensors)]
+        grows = dict(grown[1])
+        given["dynamic_dims_sizes"] = [[None if grows.get(i) == d else n for d, n in enumerate(t.shape)] for i, t in places]
         given["dynamic_dims_strides"] = [
-            [None if i in places and d < t.dim() - 1 else n for d, n in enumerate(t.stride())] for i, t in enumerate(tensors)
+            [None if i in grows and d < t.dim() - 1 else n for d, n in enumerate(t.stride())] for i, t in places
         ]
+    tensors = [t for _, t in places]
     guards = (_TensorGuards or Likeness)(*tensors, **given)
-    # Dynamo's fail where a tensor comes twice.
-    return guards if guards.check(*tensors) else Likeness(*tensors, **given)
+    repeats = len({*map(id, tensors)}) < len(tensors)
+    return guards if repeats or guards.check(*tensors) else Likeness(*tensors, **given)
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,7 @@ class Eager:
 
     autograd: Callable[[Run, Any], Any] | None
     once: bool
+    in_torchs_ops: Run
 
     def __init__(self, spec: Spec) -> None:
         self.spec, self.name = spec, spec.op
@@ -220,7 +223,13 @@ class Eager:
                     return self.autograd(self.run, call)
             elif (run := self.find(call)) is not None:
                 return run(call)
+        plain_only(self.names, call)  # others would be asked what the op shall do
+        if is_onnx():
+            return self.in_torchs_ops(call)
         if not is_compiling():
+            given, call = call, with_python_numbers(call)
+            if call is not given:
+                return self(call, off)
             check_kinds(call)  # the dispatcher's own error names neither the field nor the value
         n = self.positional
         return self.packet.default(*call[:n], **dict(zip(self.keywords, call[n:], strict=True)))
@@ -232,7 +241,7 @@ class Eager:
         if kind is None:
             return None
         scalars, tensors = kind.scalars(call), kind.tensors(call)
-        key = kind.number, scalars, _REGISTRY.generation, _OVERRIDE.target, _debug_mode()
+        key = kind.number, scalars, _REGISTRY.generation, _OVERRIDE.target, debug_mode()
         if any(map(_nested, tensors)):
             return None  # the guards would abort the process: a nested tensor has no sizes
         for guards, run, grown in self.seen.get(key, ()):
@@ -280,35 +289,33 @@ def grad_fields(call: Any) -> tuple[str, ...]:
 
 
 def _plain(t: Tensor) -> bool:
-    """Does the memory of `t` hold its numbers as they are? The dispatcher resolves lazy conjugates and signs, and other layouts, first."""
-    return not (t.is_neg() or t.is_conj() or t.is_nested) and t.device.type != "meta" and t.layout is torch.strided
+    """Does the memory of `t` hold its numbers as they are? The dispatcher resolves lazy conjugates and signs, other layouts, and the
+    batches of gradients of `is_grads_batched`, first."""
+    strided = t.device.type != "meta" and t.layout is torch.strided
+    return strided and not (t.is_neg() or t.is_conj() or t.is_nested or of_a_batch(t))
 
 
 def checked(op: Eager, call: Call) -> Run:
     """A function that runs the kernel chosen for `call`, which is checked first. Raises InvalidInput, NoKernel."""
+    plain_only(op.names, call)
     check(call)
     policy = getattr(call, "policy")  # noqa: B009 - every record has one, and no type checker knows
     problem = op.problem(call)
     kernel = choose(problem, policy)
+    answers = answering(kernel)
     if kernel.capture is not Capture.NEVER:
-        return kernel.run
+        return answers
 
     def run(call: Call) -> Any:
         # Only calls of such a kernel ask, so that all others cost nothing more.
-        answers = choose(altered(problem, capturing=True), policy) if capturing(values(call)[0]) else kernel
-        return answers.run(call)
+        if capturing(values(call)[0]):
+            return answering(choose(altered(problem, capturing=True), policy))(call)
+        return answers(call)
 
     return run
 
 
 # Who must see a call --------------------------------------------------------------------------------------------------------
-
-
-def overheard() -> bool:
-    """Must a call pass the dispatcher: is forward-mode or torch.func's gradient possible, or does a mode or a profiler have to see it?"""
-    return bool(
-        _len_torch_dispatch_stack() or _len_torch_function_stack() or _profiling() or forward_ad._current_level >= 0 or _transformed()
-    )
 
 
 def direct(overload: Any, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -340,12 +347,14 @@ def tensors(**given: Any) -> None:
     """Raise InvalidInput unless these, which a public function looks into before the op checks its call, are tensors."""
     for field, value in given.items():
         if not isinstance(value, Tensor):
-            fail(InvalidInput, field, "None" if value is None else type(value).__name__, "a tensor")
+            got = "None" if value is None else type(value).__name__
+            fail(InvalidInput, field, got, wanted("a tensor", value))
 
 
 def mask(value: Any) -> None:
-    """Raise InvalidInput unless a mask is a tensor or None. Of a function, as flex_attention takes one, the error says what to do."""
+    """Raise InvalidInput unless a mask is a plain tensor or None. Of a function, as flex_attention takes one, the error says what to do."""
     if value is None or isinstance(value, Tensor):
+        refuse_foreign("mask", value)
         return
     want = "a tensor, bool or additive"
     if callable(value) or type(value).__name__ == "BlockMask":
@@ -362,11 +371,13 @@ def window(value: Any) -> tuple[int, int]:
 
 def side(value: Any) -> Any:
     """One side of a window; -1 for one so wide that it hides no key, as 2**31 - 1 often says."""
+    value = python_number(value)
     return -1 if isinstance(value, int) and value > FURTHEST else value
 
 
 def chunk(value: Any) -> Any:
     """The length of a chunk; 0 for one so long that it hides no key."""
+    value = python_number(value)
     return 0 if isinstance(value, int) and value > FURTHEST else value
 
 

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 
-from attnops.call import FLOATS, INDEX, KW_ONLY, Call, Sizes, arg, check_strided, need, record
+from attnops.call import FLOATS, INDEX, KW_ONLY, Call, Sizes, arg, need, record
 from attnops.errors import InvalidInput, fail
 from attnops.ops import eager
 from attnops.ops.eager import key_for
 from attnops.ops.op import Op, define
 from attnops.reference.experts import experts as reference
 from attnops.reference.linear import GATES
+from attnops.subclasses import check_strided
 
 LEAST = {"E": ">= 1 expert", "In": ">= 1 column", "Inner": ">= 1 column", "Out": ">= 1 row", "K": ">= 1 expert"}
 
@@ -49,7 +50,14 @@ class Experts(Call):
     output: Tensor = arg("T, Out", "x", written=True)
 
 
-EXPERTS = define(Op(Experts, reference, about="experts of a mixture: both products, the gated activation and the weighted sum"))
+EXPERTS = define(
+    Op(
+        Experts,
+        reference,
+        flops="2 * T * K * Inner * (2 * In + Out)",
+        about="experts of a mixture: both products, the gated activation and the weighted sum",
+    )
+)
 
 
 def experts(

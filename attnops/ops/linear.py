@@ -6,12 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from attnops.call import FLOATS, KW_ONLY, Call, Sizes, arg, check_strided, need, record
+from attnops.call import FLOATS, KW_ONLY, Call, Sizes, arg, need, record
 from attnops.errors import InvalidInput, fail
 from attnops.ops import eager
 from attnops.ops.eager import key_for
 from attnops.ops.op import Op, define
 from attnops.reference.linear import GATES, linear as reference
+from attnops.subclasses import check_strided
 
 RESULT = "T, Out // 2 if activation else Out"
 LEAST = {"In": ">= 1 column", "Out": ">= 1 row"}
@@ -48,7 +49,14 @@ class Linear(Call):
     output: Tensor = arg(RESULT, "x", written=True)
 
 
-LINEAR = define(Op(Linear, reference, about="linear layer with its norm, gated activation and residual"))
+LINEAR = define(
+    Op(
+        Linear,
+        reference,
+        flops="2 * T * In * Out",
+        about="linear layer with its norm, gated activation and residual",
+    )
+)
 
 
 def linear(

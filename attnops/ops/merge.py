@@ -67,7 +67,8 @@ def merge_state(
 
     Returns:
         (output `[T, H, D]`, lse `[T, H]`). A side whose lse is -inf is neutral, whatever its output holds (but see `stale`);
-        both empty gives output 0 and lse -inf. Formula: FlashInfer, https://arxiv.org/abs/2501.01005, section 2.2, in base e.
+        both empty gives output 0 and lse -inf. An lse of +inf, which some kernels write where no key is seen, is taken for -inf.
+        Formula: FlashInfer, https://arxiv.org/abs/2501.01005, section 2.2, in base e.
 
     Raises:
         InvalidInput: a shape, dtype or device breaks this contract. NoGradient: an input has a forward-mode tangent.

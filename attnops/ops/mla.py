@@ -91,9 +91,11 @@ def _rules(call: Any, sizes: Sizes) -> None:
 
 
 def facts(call: Any, sizes: Sizes) -> dict[str, Any]:
-    """Are pages one after the other, without gaps?"""
+    """How pages lie in memory."""
     _, page, numbers = call.latent_pages.shape
-    return {"pages_packed": call.latent_pages.stride() == (page * numbers, numbers, 1)}
+    apart, *within = call.latent_pages.stride()
+    in_rows = within == [numbers, 1] and apart % numbers == 0
+    return {"pages_packed": in_rows and apart == page * numbers, "pages_in_rows": in_rows}
 
 
 def output_dtypes(call: Any) -> tuple[torch.dtype, ...]:
@@ -126,14 +128,21 @@ class MlaAttention(rules.Queries):
     scale: float = arg()
     causal: bool = arg(default=True, off=False)
     window_left: int = arg(default=-1, least=-1, most=rules.FURTHEST)
-    softcap: float = arg(default=0.0, least=0)
+    softcap: float = arg(default=0.0, least=0, most=rules.SOFTEST)
     holes: bool = arg(default=True, hint=True)
     output: Tensor = arg("T, H, Dc", output_dtypes, written=True)
     lse: Tensor | None = arg("T, H", FLOAT32, default=None, written=True)
     workspace: Tensor | None = arg("bytes", (torch.uint8,), default=None, written=True, hint=True)
 
 
-MLA = define(Op(MlaAttention, attention.mla_attention, about="attention over pages of latents (MLA), decode and extend"))
+MLA = define(
+    Op(
+        MlaAttention,
+        attention.mla_attention,
+        flops="2 * T * H * max_pages * page * (2 * Dc + Dr)",
+        about="attention over pages of latents (MLA), decode and extend",
+    )
+)
 
 
 def mla_attention(

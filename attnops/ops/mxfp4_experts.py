@@ -49,7 +49,14 @@ class Mxfp4Experts(Call):
     output: Tensor = arg("T, Out", "x", written=True)
 
 
-MXFP4_EXPERTS = define(Op(Mxfp4Experts, reference, about="experts of a mixture with weights of MXFP4, four bits a number"))
+MXFP4_EXPERTS = define(
+    Op(
+        Mxfp4Experts,
+        reference,
+        flops="4 * T * K * Half * (2 * In + Out)",
+        about="experts of a mixture with weights of MXFP4, four bits a number",
+    )
+)
 
 
 def mxfp4_experts(

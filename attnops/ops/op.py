@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import keyword
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,15 +12,20 @@ import torch
 from torch import Tensor
 from torch._guards import TracingContext
 from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
 
 from attnops.adapt import on_device_of
 from attnops.call import Call, changed, check, fake, schema, split, values
-from attnops.errors import NoGradient, NotCapturable, RegistrationError, fail
+from attnops.checks import check_written
+from attnops.errors import NoGradient, NotCapturable, NotRecordable, RegistrationError, fail
 from attnops.kernel import CONTRACT, Capture, Core, Kernel, on_register
-from attnops.ops.eager import Eager, autocasting, capturing, direct, grad_fields, uncast
+from attnops.ops.eager import Eager, direct, grad_fields
+from attnops.ops.foreign import answering
 from attnops.ops.layouts import refuse_others
+from attnops.ops.state import autocasting, capturing, uncast
 from attnops.problem import Problem
 from attnops.select import choose, parse_policy
+from attnops.tracers import is_onnx
 
 _LIB = torch.library.Library("attnops", "FRAGMENT")
 _FAKE_LIB = torch.library.Library("attnops", "IMPL")
@@ -41,13 +47,17 @@ class Op(Eager):
     call: the record of its arguments. reference: the op in plain torch, a function of a call.
     autograd: takes (a function that runs a call, the call) where an input requires grad; without it such a call raises NoGradient.
     once: inputs may require grad, and the backward raises NoGradient: torch.func.grad has the inputs of every gradient require grad.
+    flops: the operations of its products, as an expression of the names in the record's layouts; "" for an op without products.
+    by_torch: a function of a call in torch's own ops, for torch.onnx.export, which knows no others.
     """
 
     call: type[Call]
     reference: Callable[..., Any]
     autograd: Callable[[Callable[[Any], Any], Any], Any] | None = None
     once: bool = False
+    flops: str = ""
     about: str = ""
+    by_torch: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
         super().__init__(self.call.spec)
@@ -56,6 +66,14 @@ class Op(Eager):
     def schema(self) -> str:
         """Arguments and results as torch.library writes them."""
         return schema(self.spec)
+
+    def in_torchs_ops(self, call: Any) -> Any:
+        """The op's results for torch.onnx.export. Raises NotRecordable, InvalidInput."""
+        if self.by_torch is None:
+            want = "the model without attnops: after unpatch(), or with torch's own modules"
+            fail(NotRecordable, self.name, "torch.onnx.export", want)
+        check(call)
+        return self.by_torch(call)
 
 
 def define(op: Op) -> Op:
@@ -90,7 +108,8 @@ def bind(kernel: Kernel) -> None:
     # The partitioner of CUDA graphs splits around nodes with this tag.
     never = kernel.capture is Capture.NEVER
     tags = (torch.Tag.cudagraph_unsafe,) if never else ()
-    _define_overload(op, f"{op.name}.{kernel.name}", _outside_of_captures(kernel) if never else kernel.run, tags=tags)
+    run = _outside_of_captures(kernel) if never else answering(kernel)
+    _define_overload(op, f"{op.name}.{kernel.name}", run, tags=tags)
     if kernel.core is not None:
         # Not an overload: when overloads of two schemas are taken down at exit, PyTorch asks one that is gone for its schema.
         define_core(f"{op.name}__{kernel.name}", kernel.core, tags)
@@ -128,8 +147,37 @@ def _define_overload(op: Op, name: str, run: Callable[[Any], Any], chooses: bool
     torch.library.register_fake(f"attnops::{name}", _fake(op, chooses), lib=_FAKE_LIB)
     overload = getattr(op.packet, name.partition(".")[2] or "default")
     _LIB.impl(name, _autograd(op, overload), "Autograd")
+    if any(a.written for a in op.spec.args):
+        _LIB.impl(name, _without_negation(op, overload), "Negative")
+        _LIB.impl(name, _not_mapped(op), "FuncTorchBatched")
     if not chooses:
         overload.run = direct(overload, body)
+
+
+def _not_mapped(op: Op) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        want = "one call for the whole batch: it writes into its arguments"
+        fail(NotRecordable, op.name, "torch.vmap", want)
+
+    return run
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Ops in torch's own, for `torch.export.ExportedProgram.run_decompositions`.
+
+    For programs that go to tools which know torch's ops alone, such as torch.onnx. Of attnops' ops
+    it has `attention`; the results are empty where an lse would be.
+
+    Returns:
+        By overload, a function of its arguments. It raises NotRecordable for arguments that
+        torch's scaled_dot_product_attention cannot say.
+    """
+
+    def decomposed(op: Op, by_torch: Callable[[Any], Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: by_torch(op.call(*args, **kwargs))
+
+    found = [(op, op.by_torch) for op in OPS.values() if op.by_torch is not None]
+    return {op.packet.default: decomposed(op, by_torch) for op, by_torch in found}
 
 
 def define_core(name: str, core: Core, tags: tuple[torch.Tag, ...] = ()) -> None:
@@ -145,10 +193,12 @@ def define_core(name: str, core: Core, tags: tuple[torch.Tag, ...] = ()) -> None
 
 
 def _outside_of_captures(kernel: Kernel) -> Callable[[Any], Any]:
+    answers = answering(kernel)
+
     def run(call: Any) -> Any:
         if capturing(values(call)[0]):
             fail(NotCapturable, f"{kernel.op}.{kernel.name}", "its work on the host is not repeated at a replay; call it between graphs")
-        return kernel.run(call)
+        return answers(call)
 
     return run
 
@@ -156,6 +206,9 @@ def _outside_of_captures(kernel: Kernel) -> Callable[[Any], Any]:
 def _fake(op: Op, chooses: bool) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         call: Any = op.call(*args, **kwargs)
+        if is_onnx():  # of a program that is captured already, or by Dynamo
+            want = "the module itself, not strict, or attnops.ops.decompositions() run on a program"
+            fail(NotRecordable, op.name, "torch.onnx.export", want)
         if op.autograd is None and not op.once:
             _refuse_grad(op, call)
         if chooses:
@@ -204,7 +257,14 @@ def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
     from torch._functorch.utils import enable_single_level_autograd_function
 
     with enable_single_level_autograd_function():
-        return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+        return _of_one_level(function).apply(*args)
+
+
+@functools.cache
+def _of_one_level(function: type[torch.autograd.Function]) -> Any:
+    """The Function for one level of torch.func, as torch makes it of a Function that has a `setup_context`."""
+    methods = {name: staticmethod(getattr(function, name)) for name in ("forward", "backward")}
+    return type(function.__name__, (torch.autograd.function._SingleLevelFunction,), methods)
 
 
 def below(run: Callable[[Any], Any], call: Any) -> Any:
@@ -237,6 +297,19 @@ def _without_grad(op: Op, body: Callable[..., Any]) -> Callable[..., Any]:
         _refuse_grad(op, op.call(*args, **kwargs))
         with torch.no_grad():
             return body(*args, **kwargs)
+
+    return run
+
+
+def _without_negation(op: Op, overload: Any) -> Callable[..., Any]:
+    # torch's own way for such tensors fails after the call, when the memory has been written.
+    def run(*args: Any, **kwargs: Any) -> Any:
+        call = op.call(*args, **kwargs)
+        for a, value in zip(op.spec.args, values(call), strict=True):
+            if a.written and isinstance(value, Tensor):
+                check_written(a.name, value)
+        as_read = pytree.tree_map_only(Tensor, torch.resolve_neg, split(call))
+        return overload(*as_read[0], **as_read[1])
 
     return run
 

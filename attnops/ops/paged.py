@@ -56,7 +56,14 @@ class PagedAttention(rules.Visible, rules.Queries):
     temperature: Tensor | None = arg("T", FLOAT32, default=None)
 
 
-PAGED = define(Op(PagedAttention, attention.paged_attention, about="attention over pages, decode and extend"))
+PAGED = define(
+    Op(
+        PagedAttention,
+        attention.paged_attention,
+        flops="2 * T * Hq * max_pages * page * (D + Dv)",
+        about="attention over pages, decode and extend",
+    )
+)
 
 
 def paged_attention(

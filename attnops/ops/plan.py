@@ -22,6 +22,7 @@ from attnops.problem import Extent, Extents, Problem, Target, repeatable
 from attnops.reference import data
 from attnops.reference.data import UNKNOWN
 from attnops.select import active_policy, choose, key_for
+from attnops.subclasses import plain_only
 
 NAMES = {name(d): d for d in (*FLOATS, *QUANTISED)}
 SIZES = {"tokens": "num_tokens", "context": "max_pages * page_size"}
@@ -242,6 +243,7 @@ def plan_paged_attention(
         page_table, seq_lens, cu_seqlens_q, num_tokens=num_tokens, max_seqlen_q=max_seqlen_q,
         num_pages=UNKNOWN if num_pages is None else num_pages, plan=plan, workspace=workspace, **spec.statics,
     )  # fmt: skip
+    plain_only(op.names, call)
     check(call)
     requests, pages = page_table.shape
     problem = spec.problem(Target.of(page_table.device), num_tokens, requests, pages, max_seqlen_q)

@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.call import FLOATS, KW_ONLY, Call, Sizes, arg, check_strided, need, record
+from attnops.call import FLOATS, KW_ONLY, Call, Sizes, arg, need, record
+from attnops.checks import python_number
 from attnops.errors import InvalidInput, fail
 from attnops.ops import eager
 from attnops.ops.eager import key_for
 from attnops.ops.op import Op, define
 from attnops.reference.route import route as reference
+from attnops.subclasses import check_strided
 
 SCORING = ("softmax", "sigmoid")
 LEAST = {"E": ">= 1 expert", "K": ">= 1 expert"}
@@ -105,6 +107,7 @@ def route(
     check_strided("logits", logits, "T, E")
     if logits.dim() != 2:
         fail(InvalidInput, "logits", f"shape {tuple(logits.shape)}", "[T, E]")
+    top_k = python_number(top_k)
     if not isinstance(top_k, int):
         fail(InvalidInput, "top_k", repr(top_k), "a value of type int")
     need(1 <= top_k <= logits.shape[1], "top_k", top_k, f"1 to {logits.shape[1]} (E, as logits.shape[1])")

@@ -17,6 +17,9 @@ UNBOUNDED = (-1, -1)
 FURTHEST = (1 << 30) - 1
 """The widest window and the longest chunk, in keys. Kernels add them to positions in 32 bits."""
 
+SOFTEST = 1e30
+"""The largest soft cap. Products of it with logits stay finite in float32."""
+
 HEADS = {"Hkv": ">= 1 head", "D": ">= 1", "Dv": ">= 1"}
 """The least sizes of attention."""
 
@@ -49,7 +52,7 @@ class Visible(Call):
     causal: bool = False
     window_left: int = arg(default=-1, least=-1, most=FURTHEST)
     window_right: int = arg(default=-1, least=-1, most=FURTHEST)
-    softcap: float = arg(default=0.0, least=0)
+    softcap: float = arg(default=0.0, least=0, most=SOFTEST)
     attention_chunk: int = arg(default=0, least=0, most=FURTHEST)
 
 

@@ -73,7 +73,9 @@ class SparseMlaAttention(Call):
 
 
 ABOUT = "attention of each token over latents picked for it (MLA), decode and prefill"
-SPARSE = define(Op(SparseMlaAttention, attention.sparse_mla_attention, about=ABOUT))
+FLOPS = "2 * T * H * topk * (2 * Dc + Dr)"
+
+SPARSE = define(Op(SparseMlaAttention, attention.sparse_mla_attention, flops=FLOPS, about=ABOUT))
 
 
 def sparse_mla_attention(

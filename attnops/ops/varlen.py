@@ -38,7 +38,15 @@ class VarlenAttention(rules.Visible, rules.Lengths):
     padded: bool = arg(default=True, hint=True)
 
 
-VARLEN = define(Op(VarlenAttention, reference.varlen_attention, differentiable, about="packed attention over ragged requests"))
+VARLEN = define(
+    Op(
+        VarlenAttention,
+        reference.varlen_attention,
+        differentiable,
+        flops="2 * T * Hq * max_seqlen_k * (D + Dv)",
+        about="packed attention over ragged requests",
+    )
+)
 
 
 GRADIENTS = rules.gradients("query", "key", "value", "sinks")
@@ -63,7 +71,15 @@ class VarlenAttentionBackward(rules.Visible, rules.Lengths):
     padded: bool = arg(default=True, hint=True)
 
 
-BACKWARD = define(Op(VarlenAttentionBackward, reference.varlen_attention_backward, once=True, about="gradient of packed attention"))
+BACKWARD = define(
+    Op(
+        VarlenAttentionBackward,
+        reference.varlen_attention_backward,
+        once=True,
+        flops="2 * T * Hq * max_seqlen_k * (3 * D + 2 * Dv)",
+        about="gradient of packed attention",
+    )
+)
 
 
 @overload

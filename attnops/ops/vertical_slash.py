@@ -107,7 +107,9 @@ class VerticalSlashAttention(rules.Lengths):
 
 
 ABOUT = "packed causal attention over an index of blocks and columns"
-ATTENTION = define(Op(VerticalSlashAttention, vertical_slash.vertical_slash_attention, about=ABOUT))
+FLOPS = f"2 * T * Hq * ({BLOCK} * S + V) * (D + Dv)"
+
+ATTENTION = define(Op(VerticalSlashAttention, vertical_slash.vertical_slash_attention, flops=FLOPS, about=ABOUT))
 
 
 def vertical_slash_attention(

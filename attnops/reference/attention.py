@@ -105,8 +105,14 @@ def softmax(logits: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tenso
     weights = torch.exp(logits - top[..., None])
     total = weights.sum(-1)
     if sinks is not None:
-        total = total + torch.exp(sinks.to(top.dtype)[None, :, None] - top)
+        total = total + sink_weight(sinks, top)
     return weights / torch.where(total == 0, 1.0, total)[..., None], top, total
+
+
+def sink_weight(sinks: Tensor, top: Tensor) -> Tensor:
+    """exp(sink - top), `[B, Hq, S]`. A sink of +inf, which is then the top, has all of the weight."""
+    sink = sinks.to(top.dtype)[None, :, None].expand(top.shape)
+    return torch.where(sink == top, 1.0, torch.exp(sink - top))
 
 
 def attention(call: Attention) -> tuple[Tensor, Tensor]:
@@ -162,7 +168,7 @@ def gradients(call: AttentionBackward | VarlenAttentionBackward, see: Tensor | N
     grad_k = torch.einsum("bhgsk,bshgd->bkhd", group(grad_s), q.reshape(b, s, hkv, hq // hkv, q.shape[-1]))
     grad_sinks = call.query.new_empty(0)
     if sinks is not None:
-        p_sink = torch.exp(sinks.to(top.dtype)[None, :, None] - top) / total
+        p_sink = sink_weight(sinks, top) / total
         grad_sinks = -(p_sink * delta).sum((0, 2)).to(sinks.dtype)
     pairs = ((grad_q, call.query), (grad_k, call.key), (grad_v, call.value))
     grad_q, grad_k, grad_v = (compact(grad.to(x.dtype)) for grad, x in pairs)

@@ -37,11 +37,16 @@ def copy_kv(call: CopyKV) -> None:
         store(by_slot, by_slot[at // page, at % page], slots)
 
 
+def empty_as_minus_inf(lse: Tensor) -> Tensor:
+    """`lse` with -inf for +inf, which kernels of other packages write where no key is seen."""
+    return torch.where(lse == float("inf"), float("-inf"), lse)
+
+
 def merge_state(call: MergeState) -> tuple[Tensor, Tensor]:
     """merged = (exp(a - m) O_a + exp(b - m) O_b) / (exp(a - m) + exp(b - m)), lse = m + log(...), m = max(a, b)."""
     output_a, output_b = call.output_a, call.output_b
     wide = torch.float64 if output_a.dtype == torch.float64 else torch.float32
-    a, b = call.lse_a.to(wide), call.lse_b.to(wide)
+    a, b = empty_as_minus_inf(call.lse_a.to(wide)), empty_as_minus_inf(call.lse_b.to(wide))
     m = torch.maximum(a, b)
     m = torch.where(m == float("-inf"), torch.zeros_like(m), m)
     wa, wb = torch.exp(a - m), torch.exp(b - m)
@@ -59,7 +64,7 @@ def merge_state(call: MergeState) -> tuple[Tensor, Tensor]:
 def merge_states(call: MergeStates) -> tuple[Tensor, Tensor]:
     """As `merge_state`, over the parts in dim 1."""
     outputs = call.outputs
-    z = call.lses.double() if outputs.dtype == torch.float64 else call.lses.float()
+    z = empty_as_minus_inf(call.lses.double() if outputs.dtype == torch.float64 else call.lses.float())
     m = z.amax(1, keepdim=True)
     m = torch.where(m == float("-inf"), 0.0, m)
     weights = torch.exp(z - m)
@@ -78,8 +83,9 @@ def merge_gradients(
     With p the share of a part, exp(lse_i) / sum exp(lse): grad output_i = p g, and grad lse_i = p (g . (output_i - merged) + grad_lse).
     """
     wide = torch.float64 if outputs.dtype == torch.float64 else torch.float32
-    m = lses.to(wide).amax(1, keepdim=True)
-    weights = torch.exp(lses.to(wide) - torch.where(m == float("-inf"), 0.0, m))
+    z = empty_as_minus_inf(lses.to(wide))
+    m = z.amax(1, keepdim=True)
+    weights = torch.exp(z - torch.where(m == float("-inf"), 0.0, m))
     total = weights.sum(1, keepdim=True)
     shares = weights / torch.where(total > 0, total, 1.0)
     # An empty part has share 0 and may hold anything.

@@ -50,13 +50,15 @@ def turned(call: DecodeAttention) -> tuple[Tensor, Tensor]:
     query, key = (_normed(wide(x), weight, call.eps) for x, weight in ((call.query, call.q_norm), (call.key, call.k_norm)))
     if call.cos is None or call.sin is None:
         return query, key
-    cos, sin = (wide(x) if x.shape[1] == query.shape[2] else torch.cat([wide(x)] * 2, -1) for x in (call.cos, call.sin))
+    cos, sin = (x.to(query.dtype) for x in (call.cos, call.sin))
+    if cos.shape[1] != query.shape[2]:
+        cos, sin = torch.cat([cos] * 2, -1), torch.cat([sin] * 2, -1)
     query, key = (x * cos[:, None] + _other(x) * sin[:, None] for x in (query, key))
     return query, key
 
 
 def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    return x if weight is None else x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * wide(weight)
+    return x if weight is None else x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.to(x.dtype)
 
 
 def _other(x: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def experts(call: Experts) -> None:
 def gated(call: Any, y: Tensor, dtype: torch.dtype) -> Tensor:
     """The gated activation of `y` `[..., 2 Inner]`, as the arguments of `call` ask for it.
 
-    dtype: of the tokens, which says where it saturates.
+    dtype: of the tokens, within whose range the results stay.
     """
     y = saturated(y, dtype)
     gate, up = (y[..., ::2], y[..., 1::2]) if call.interleaved else y.chunk(2, -1)

@@ -27,6 +27,8 @@ def surely(condition: Any) -> bool:
     """Is it known to be true, for all sizes? No guard is installed."""
     if isinstance(condition, bool):
         return condition
+    if isinstance(condition, Tensor):
+        return bool(condition)  # sizes are tensors under torch.jit.trace
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(condition)

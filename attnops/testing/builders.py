@@ -294,7 +294,7 @@ PAST = 2**31 - 1
 
 def sparse(
     source: Source, counts: Sequence[int], topk: int, pool: tuple[int, int], f: Features, lengths: bool = False, packed: bool = False,
-    twice: bool = False, whole: bool = False,
+    twice: bool = False, whole: bool = False, gap: int = 0,
 ) -> Call:  # fmt: skip
     """`sparse_mla_attention`. Of `f.head_dim` numbers the first `f.v_dim` are the latent.
 
@@ -302,7 +302,7 @@ def sparse(
     pool: (pages, page_size).
     lengths: the used entries are at the front, `topk_length` says how many they are, and the others are no slots at all.
     twice: slots may repeat.
-    whole: the query's two parts are views of one tensor.
+    whole: the query's two parts are views of one tensor. gap: rows of NaN between pages.
     """
     tokens, (pages, page_size) = len(counts), pool
     query = source.query((tokens, f.q_heads, f.head_dim), f)
@@ -315,8 +315,19 @@ def sparse(
     if lengths:
         given["topk_length"] = source.ints(counts)
     arguments = attend(source, "sparse_mla_attention", f, {"T": tokens, "P": pages, "page": page_size, "numbers": f.head_dim}, **given)
+    if gap:
+        arguments["latent_pages"] = _apart(arguments["latent_pages"], gap)
     unused = ~used.reshape(pages, page_size).to(source.device)
     return Call("sparse_mla_attention", arguments, free_at(unused, arguments, PAGES), WRITTEN)
+
+
+def _apart(pages: Tensor, gap: int) -> Tensor:
+    """The pages with `gap` rows of NaN between them, of any width of numbers."""
+    count, page, width = pages.shape
+    room = torch.full((count, page + gap, width * pages.itemsize), 0xFF, dtype=torch.uint8, device=pages.device)
+    apart = room.view(pages.dtype)[:, :page]
+    apart.copy_(pages)
+    return apart
 
 
 def _lists(source: Source, counts: Sequence[int], topk: int, total: int, lengths: bool, twice: bool) -> tuple[list[int], Tensor]:

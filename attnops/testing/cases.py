@@ -56,6 +56,17 @@ FEATURES: dict[str, F] = {
     "bfloat16_d128_lse": F(dtype=BF16, head_dim=128, q_heads=8, kv_heads=1, causal=True, lse=True),
     "bfloat16_d64_window_sinks": F(dtype=BF16, head_dim=64, q_heads=8, kv_heads=1, causal=True, window=(7, -1), sinks=BF16),
     "bfloat16_d128_softcap": F(dtype=BF16, head_dim=128, softcap=30.0, causal=True, scale=0.2),
+    # What the tests of other projects ask for, and few kernels take.
+    "head_dim_2": F(head_dim=2, causal=True, lse=True), "head_dim_3": F(head_dim=3, mask="additive", lse=True),
+    "float16_d111_group_3": F(dtype=F16, head_dim=111, q_heads=6, kv_heads=2, causal=True, window=(5, -1), softcap=15.0, lse=True),
+    "bfloat16_d256_mask_softcap": F(dtype=BF16, head_dim=256, mask="additive", softcap=30.0, lse=True),
+    "bfloat16_d512": F(dtype=BF16, head_dim=512, causal=True, softcap=30.0, lse=True),
+    "bfloat16_d576": F(dtype=BF16, head_dim=576, v_head_dim=512, q_heads=6, kv_heads=2, causal=True, lse=True),
+    "float16_d320": F(dtype=F16, head_dim=320, v_head_dim=40, window=(2, 3), sinks=F32),
+    "float8_d576": F(dtype=BF16, kv_dtype=E4M3, head_dim=576, v_head_dim=512, q_heads=8, kv_heads=1, causal=True),
+    "float8_query_d40": F(dtype=BF16, q_dtype=E4M3, kv_dtype=E4M3, head_dim=40, causal=True, lse=True),
+    "float8_query_windows": F(dtype=BF16, q_dtype=E4M3, kv_dtype=E4M3, head_dim=64, v_head_dim=32, window=(3, 2), lse=True),
+    "float8_query_mask": F(dtype=BF16, q_dtype=E4M3, kv_dtype=E4M3, head_dim=64, mask="bool", softcap=5.0, sinks=F32),
 }  # fmt: skip
 
 # The shapes below are tried with these besides the plain one.

@@ -136,6 +136,11 @@ GPU_SPARSE: Rows = {
     "scale_negative": ((100, 5), 128, (4, 64), lse(scale=-0.05)), "scale_zero": ((100, 0), 128, (4, 64), lse(scale=0.0)),
     "page_1": ((100, 5), 128, (200, 1), LSE), "page_16": ((100, 5), 128, (12, 16), LSE), "page_128": ((100, 5), 128, (2, 128), LSE),
     "no_topk": ((0, 0), 0, (4, 64), lse(sinks=F32)), "no_tokens": ((), 128, (4, 64), LSE), "no_pages": ((0, 0), 128, (0, 64), LSE),
+    # FlashMLA's own tests have a row between pages.
+    "gaps": ((100, 5), 128, (4, 64), {"gap": 1}, lse(q_heads=64)),
+    "gaps_lengths": ((90, 0, 5), 128, (9, 16), {"gap": 3, "lengths": True}, lse(sinks=F32)),
+    "gaps_page_61": ((100, 64), 128, (4, 61), {"gap": 1}, lse(q_heads=128)),
+    "gaps_one_page": ((9, 0), 64, (1, 64), {"gap": 2}, LSE),
 }  # fmt: skip
 SPARSE |= {
     f"deepseek-{name}-{label}": (*row, {"packed": packed})

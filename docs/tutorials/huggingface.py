@@ -23,7 +23,7 @@ print(handle.report())
 assert len(handle.report().patched) == 2 and not handle.report().skipped
 
 # %%
-# ``import attnops.hf`` also registers the name ``attnops`` with transformers, for
+# After ``import attnops`` transformers knows the name ``attnops``, too, for
 # ``AutoModelForCausalLM.from_pretrained(..., attn_implementation="attnops")``.
 #
 # Left padding

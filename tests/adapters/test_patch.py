@@ -9,9 +9,13 @@ import sys
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils.parametrize import register_parametrization
 
 import attnops
+from attnops import adapters
 from attnops.errors import InvalidInput, PatchError, UnknownKernel
 from tests.adapters.helpers import Calls, Graphs, Layer, grads, same_grads
 from tests.helpers import fresh_process
@@ -78,6 +82,18 @@ def test_patch_and_back():
     handle.unpatch()
     assert not handle.active and [type(layer) for layer in ours] == [Layer] * 3 and vars(ours).keys() == vars(theirs).keys()
     assert attnops_ops(ours, X) == 0
+
+
+def test_a_handle_of_another_library_has_no_cache():
+    """It has the names of a transformers model's handle, so that type checkers know them."""
+    with attnops.patch(model()) as handle:
+        assert (handle.took, handle.graphs, handle.plain_steps) == (None, None, 0)
+        handle.release()
+        calls = {"new_cache": (1, 8), "step": (X, None), "capture": (None,)}
+        for name, args in calls.items():
+            want = f"{name}: got Sequential, want a transformers model"
+            with pytest.raises(PatchError, match=want):
+                getattr(handle, name)(*args)
 
 
 def test_the_handle():
@@ -149,18 +165,21 @@ def test_a_forced_kernel():
         ours(X)
 
 
+def copied(module, way):
+    if way == "deepcopy":
+        return copy.deepcopy(module)
+    if way == "pickle":
+        return pickle.loads(pickle.dumps(module))
+    file = io.BytesIO()
+    torch.save(module, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
 def test_copies_are_patched_and_have_their_own_handle(way):
     ours = model()
     handle = attnops.patch(ours)
-    if way == "deepcopy":
-        other = copy.deepcopy(ours)
-    elif way == "pickle":
-        other = pickle.loads(pickle.dumps(ours))
-    else:
-        file = io.BytesIO()
-        torch.save(ours, file)
-        other = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    other = copied(ours, way)
     torch.testing.assert_close(other(X), ours(X))
     assert attnops_ops(other, X) == 3
     handle.unpatch()
@@ -179,6 +198,79 @@ def test_what_has_changed_since_stays():
     ours[0].__class__ = Later
     handle.unpatch()
     assert [type(layer) for layer in ours] == [Later, Layer, Layer]
+
+
+@pytest.fixture
+def one_process():
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def sharded(module):
+    return fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+
+
+def parametrised(module):
+    name = next(name for name, _ in module.named_parameters(recurse=False))
+    return register_parametrization(module, name, nn.Identity())
+
+
+class Owner(nn.Module):
+    """A user's own attention with a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, query, key, value, **_):
+        return (attend(query * self.scale, key, value),)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.MultiheadAttention(32, 4), Owner])
+@pytest.mark.parametrize("over", [sharded, parametrised])
+@torch.no_grad()
+def test_a_class_made_over_ours_is_made_over_its_own_again(make, over, one_process):
+    torch.manual_seed(0)
+    layer = make()
+    theirs, own, names = over(copy.deepcopy(layer)), type(layer), vars(layer).keys()
+    handle = attnops.patch(layer)
+    over(layer)
+    name = type(layer).__name__
+    assert name == type(theirs).__name__ and attnops_ops(layer, X, X, X) == (own is Owner)
+    handle.unpatch()
+    assert type(layer).__name__ == name and own in type(layer).__mro__
+    assert not issubclass(type(layer), attnops.nn.MultiheadAttention)
+    assert attnops_ops(layer, X, X, X) == 0 and names <= vars(layer).keys() | {"in_proj_weight", "scale"}
+    torch.testing.assert_close(layer(X, X, X)[0], theirs(X, X, X)[0])
+    attnops.patch(nn.Sequential(make()))  # others of its class
+
+
+def test_an_object_whose_class_cannot_be_made_anew_stays_patched():
+    ours = model(nn.MultiheadAttention(32, 4), Layer())
+    with attnops.patch(ours):
+
+        class Over(type(ours[0])):
+            def forward(self, *args, **named):
+                return super().forward(*args, **named)
+
+        ours[0].__class__ = Over
+    assert type(ours[0]) is Over and type(ours[1]) is Layer
+    assert ours[0](X, X, X, need_weights=False)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("make", [lambda: nn.MultiheadAttention(32, 4), Layer])
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+def test_a_patched_module_goes_by_the_name_of_its_own_class(make, way):
+    """Whatever writes names of classes writes those that code without attnops knows."""
+    layer = make()
+    own = type(layer)
+    with attnops.patch(layer):
+        for each in (layer, copied(layer, way)):
+            cls = type(each)
+            assert cls is not own and isinstance(each, own)
+            assert (cls.__module__, cls.__name__, cls.__qualname__) == (own.__module__, own.__name__, own.__qualname__)
+            assert "attnops" not in repr(each)
 
 
 def test_a_part_first():
@@ -286,12 +378,26 @@ def test_compiled_in_one_graph_and_layers_once():
         assert graphs.count("attnops.attention") == [1]
 
 
+@pytest.fixture
+def no_adapter(monkeypatch):
+    """No adapter of these packages can be imported, as beside a version that none of them knows."""
+    for name in ("diffusers", "torchtitan", "torchtitan_02"):
+        monkeypatch.setitem(sys.modules, f"attnops.adapters.{name}", None)
+    adapters._adapter.cache_clear()
+    yield
+    adapters._adapter.cache_clear()
+
+
 @pytest.mark.parametrize("package", ["diffusers", "torchtitan"])
-def test_a_package_without_the_module_that_its_adapter_needs(package, monkeypatch):
-    monkeypatch.setitem(sys.modules, f"attnops.adapters.{package}", None)
+def test_a_package_without_the_module_that_its_adapter_needs(package, no_adapter):
     ours = model(type("OldAttention", (Layer,), {"__module__": f"{package}.models.old"})())
     with attnops.patch(ours):
         assert attnops_ops(ours, X) == 1
+    # One that does not call torch's function, either, is told the reason.
+    kind = type("NewAttention", (ByHandAttention,), {"__module__": f"{package}.models.new"})
+    said = f"NewAttention: attnops knows other versions of {package}: .*attnops.adapters.{package}"
+    with pytest.raises(PatchError, match=said):
+        attnops.patch(kind())
 
 
 def test_transformers_is_not_needed():

@@ -1,15 +1,21 @@
 """attnops' scaled_dot_product_attention has torch's arguments, results and gradients."""
 
+import warnings
+
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as renamed
+from torch.utils.checkpoint import checkpoint
 
 import attnops
-from attnops.adapters.sdpa import callers, scaled_dot_product_attention
+from attnops.adapters import recomputed
+from attnops.adapters.callers import callers
+from attnops.adapters.sdpa import scaled_dot_product_attention
 from attnops.errors import InvalidInput, NoKernel, PatchError, UnknownKernel
 from tests.adapters import helpers
-from tests.adapters.helpers import Calls
+from tests.adapters.helpers import Calls, Graphs
 
 LEAD = {3: (4,), 4: (2, 4), 5: (2, 3, 4)}
 MASKS = {"bool": (2, 4, 5, 7), "rows": (5, 7), "keys": (2, 1, 1, 7), "heads": (1, 4, 5, 7), "queries": (2, 1, 5, 1), "3d": (4, 5, 7)}
@@ -49,6 +55,87 @@ def test_masks(kind, additive):
     if kind == "queries" and not additive:
         mask[:] = True
     check(qkv((2, 4)), attn_mask=mask)
+
+
+@pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
+@pytest.mark.parametrize(("queries", "keys"), [(6, 6), (5, 7), (7, 5)])
+def test_causal_biases(make, queries, keys):
+    """As objects they are tensors of two or so matrices of uninitialised memory."""
+    tensors = qkv(LEAD[4], queries, keys)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        bias = make(queries, keys)
+    with Calls() as calls:
+        got = scaled_dot_product_attention(*tensors, attn_mask=bias)
+    assert calls.names == ["attnops::attention"]
+    seen = slice(max(queries - keys, 0), None) if make is causal_lower_right else slice(None)  # torch gives NaN to the others
+    want = F.scaled_dot_product_attention(*tensors, attn_mask=bias)
+    torch.testing.assert_close(got[:, :, seen], want[:, :, seen])
+    assert not got.isnan().any()
+
+
+class Biased(torch.nn.Module):
+    def forward(self, q, k, v, bias):
+        return F.scaled_dot_product_attention(q, k, v, bias)
+
+
+class Tagged(torch.Tensor):
+    """A mask of which only this class knows that it masks nothing."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is F.scaled_dot_product_attention:
+            args = (*args[:3], 0 * args[3], *args[4:])
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("what", ["bias", "of other sizes", "a class of its own"])
+def test_classes_of_masks_in_a_patched_module(what, compiled):
+    model, tensors = Biased(), [x.detach() for x in qkv((2, 4), 5, 7)]
+    other = torch.randn(5, 7).as_subclass(Tagged)
+    mask = {"bias": causal_lower_right(5, 7), "of other sizes": causal_upper_left(2, 3)}.get(what, other)
+    want = model(*tensors, mask)
+    ours = int(what != "a class of its own")
+    with attnops.patch(model):
+        if compiled:
+            graphs = Graphs()
+            got = torch.compile(model, fullgraph=True, backend=graphs)(*tensors, mask)
+            assert graphs.count("attnops.attention") == [ours]
+        else:
+            with Calls() as calls:
+                got = model(*tensors, mask)
+            assert calls.names.count("attnops::attention") == ours
+    torch.testing.assert_close(got, want)
+
+
+def layouts(*shape):
+    """Tensors `[B, H, S, D]` as models hand them to SDPA."""
+    batch, heads, tokens, width = shape
+    yield torch.randn(shape)
+    yield torch.randn(batch, tokens, heads, width).transpose(1, 2)
+    yield torch.randn(batch, tokens, 3, heads, width)[:, :, 1].transpose(1, 2)
+
+
+@pytest.mark.parametrize("how", ["plain", "causal", "mask", "a mask with grad", "wide values", "grouped", "5 dims"])
+def test_the_result_lies_in_memory_as_torchs(how):
+    options = {"plain": {}, "causal": {"is_causal": True}, "grouped": {"enable_gqa": True}}.get(how, {})
+    if "mask" in how:
+        options["attn_mask"] = torch.zeros(5, 7, requires_grad="grad" in how)
+    for query, key in zip(layouts(2, 4, 5, 8), layouts(2, 2 if how == "grouped" else 4, 7, 8), strict=True):
+        tensors = [query, key, key[..., :6] if how == "wide values" else key]
+        if how == "5 dims":
+            tensors = [x[None] for x in tensors]
+        got, want = (call(*tensors, **options) for call in (scaled_dot_product_attention, F.scaled_dot_product_attention))
+        assert got.stride()[-4:] == want.stride()[-4:], query.stride()
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_forced_kernel_refuses_nested_tensors(layout):
+    query = torch.nested.nested_tensor([torch.randn(n, 4, 8) for n in (3, 5)], layout=layout).transpose(1, 2)
+    with pytest.raises(InvalidInput, match=r"does not take a (nested tensor|NestedTensor)"):
+        scaled_dot_product_attention(query, query, query, kernel="reference")
 
 
 def test_grouped_heads():
@@ -233,7 +320,7 @@ class Recomputing(torch.nn.Module):
         return F.scaled_dot_product_attention(x, x, x)
 
     def forward(self, x, reentrant):
-        return torch.utils.checkpoint.checkpoint(self.attend, x, use_reentrant=reentrant)
+        return checkpoint(self.attend, x, use_reentrant=reentrant)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -245,3 +332,52 @@ def test_a_recomputed_method_calls_it_again(reentrant):
         model(x, reentrant).sum().backward()
     torch.testing.assert_close(x.grad, want)
     assert calls.names.count("attnops::attention") == 2, calls.names
+
+
+class Checkpointing(torch.nn.Module):
+    """Methods that recompute functions, which are no methods."""
+
+    def of_a_closure(self, x):
+        return checkpoint(lambda y: F.scaled_dot_product_attention(y, y, x), x, use_reentrant=False)
+
+    def of_a_function(self, x):
+        return checkpoint(by_function, x, use_reentrant=False)
+
+    def of_torchs_own(self, x):
+        return checkpoint(F.scaled_dot_product_attention, x, x, x, use_reentrant=False)
+
+    def of_checkpoints(self, x):
+        def inner(y):
+            return checkpoint(by_function, y.sin(), use_reentrant=False).cos() + by_function(y)
+
+        return checkpoint(inner, x, use_reentrant=False)
+
+    def of_a_checkpoint_alone(self, x):
+        return checkpoint(lambda y: checkpoint(by_function, y, use_reentrant=False), x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("how", ["eager", "in a checkpoint", "frames are not found"])
+@pytest.mark.parametrize("name", [name for name in vars(Checkpointing) if name.startswith("of_")])
+def test_what_a_checkpoint_recomputes_calls_it_again(name, how, monkeypatch):
+    model, x = Checkpointing(), torch.randn(1, 2, 3, 4, requires_grad=True)
+    getattr(model, name)(x).square().sum().backward()
+    want, x.grad = x.grad, None
+    if how == "frames are not found":
+        monkeypatch.setattr(recomputed, "frame", lambda hook: None)
+    with attnops.patch(model), Calls() as calls:
+        run = getattr(model, name)
+        output = checkpoint(run, x, use_reentrant=False) if how == "in a checkpoint" else run(x)
+        output.square().sum().backward()
+    torch.testing.assert_close(x.grad, want)
+    forward = {name for name in calls.names if "backward" not in name}
+    torchs = {"aten::_scaled_dot_product_flash_attention_for_cpu"}
+    assert forward == (torchs if how == "frames are not found" else {"attnops::attention"})
+
+
+def test_a_compiled_checkpoint():
+    model, x = Checkpointing(), torch.randn(1, 2, 3, 4, requires_grad=True)
+    model.of_a_closure(x).square().sum().backward()
+    want, x.grad = x.grad, None
+    with attnops.patch(model):
+        torch.compile(model.of_a_closure, fullgraph=True, backend="aot_eager")(x).square().sum().backward()
+    torch.testing.assert_close(x.grad, want)

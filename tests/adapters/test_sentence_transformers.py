@@ -187,6 +187,22 @@ def test_training_with_dropout_is_padded(folders):
             torch.testing.assert_close(ours.grad, other.grad, rtol=1e-4, atol=1e-4, msg=name)
 
 
+def files(model, folder):
+    model.save_pretrained(str(folder), create_model_card=False)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*.*"))}
+
+
+def test_a_patched_model_is_saved_as_the_model(folders, tmp_path):
+    """SentenceTransformerTrainer does so in the middle of a run. The classes that are named are those of sentence-transformers."""
+    model = embedder(folders, "bert")
+    want = embed(model)
+    own = files(model, tmp_path / "own")
+    with attnops.patch(model) as handle:
+        assert "texts are packed" in str(handle.report())
+        assert files(model, tmp_path / "patched") == own
+    torch.testing.assert_close(embed(SentenceTransformer(str(tmp_path / "patched"), device="cpu")), want)
+
+
 def test_other_options(folders):
     model = embedder(folders, "bert")
     with attnops.patch(model, kernel="sdpa"):

@@ -67,7 +67,7 @@ def test_the_parameters_are_shared():
     keys = list(ours.state_dict())
     with attnops.patch(ours):
         assert ours.layers[0].self_attn.in_proj_weight is weight and list(ours.state_dict()) == keys
-        assert type(ours.layers[0].self_attn) is attnops.nn.MultiheadAttention
+        assert isinstance(ours.layers[0].self_attn, attnops.nn.MultiheadAttention)
     attention = ours.layers[0].self_attn
     assert type(attention) is nn.MultiheadAttention and attention._qkv_same_embed_dim and "kernel" not in vars(attention)
 

@@ -5,6 +5,9 @@ from typing import Any
 
 import pytest
 
+from attnops.kernels.sgl import sources
+from attnops.problem import Target
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
@@ -18,3 +21,12 @@ def found(request: pytest.FixtureRequest) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     request.node.user_properties.append(("found", figures))
     return figures
+
+
+@pytest.fixture(params=sources.SOURCES, ids=lambda source: str(source.namespace))
+def flashmla_wheel(request: pytest.FixtureRequest) -> sources.Source:
+    """Each wheel with FlashMLA's ops; one that is not there is skipped."""
+    source: sources.Source = request.param
+    if absent := source.package.absent(Target()):
+        pytest.skip(str(absent))
+    return source

@@ -82,22 +82,31 @@ def test_a_llama_shape_over_pages(batch: int, found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 def test_continuous_batching(family: str, found: dict[str, Any]) -> None:
-    """`paged|attnops` has the tokens of `paged|sdpa`: eager, in graphs over lists of places, and in graphs over block tables."""
+    """A patched model has the tokens of transformers' sdpa: eager, in graphs, and in graphs over block tables."""
+    import attnops
     from attnops.hf import batching_config, tiny
+    from attnops.hf.attention.batched import FILLS
 
     model = tiny.model(family).cuda().eval()
     prompts = [torch.randint(2, 100, (n,), generator=torch.Generator().manual_seed(n), device="cpu").tolist() for n in (5, 31, 9, 70, 3)]
     options = transformers.GenerationConfig(max_new_tokens=24, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    sizes: dict[str, Any] = {"block_size": 32, "num_blocks": 16, "max_batch_tokens": 64}
-    eager = transformers.ContinuousBatchingConfig(**sizes, use_cuda_graph=False)
+    page = "page_size" if hasattr(transformers.ContinuousBatchingConfig, "page_size") else "block_size"
+    sizes: dict[str, Any] = {page: 32, "num_blocks": 16, "max_batch_tokens": 64}
+    # Other attention may be installed, and transformers would take it in place of sdpa.
+    stay = {"auto_switch_to_flash": False} if hasattr(transformers.ContinuousBatchingConfig, "auto_switch_to_flash") else {}
+    config = transformers.ContinuousBatchingConfig
     graphs = {"use_cuda_graph": True, "use_async_batching": True, "kv_padding_interval_size": 128}
-    ways = [("paged|sdpa", eager), ("paged|attnops", eager), ("paged|attnops", transformers.ContinuousBatchingConfig(**sizes, **graphs)),
-            ("paged|attnops", batching_config(model, **sizes, kv_padding_interval_size=128))]  # fmt: skip
-    tokens = []
-    for name, how in ways:
-        model.set_attn_implementation(name)
-        done = model.generate_batch(inputs=prompts, generation_config=options, continuous_batching_config=how, progress_bar=False)
-        tokens.append([done[request].generated_tokens for request in sorted(done)])
+    tables = batching_config(model, **sizes, kv_padding_interval_size=128)
+    ways = [config(**sizes, use_cuda_graph=False, max_blocks_per_request=0), config(**sizes, **graphs, max_blocks_per_request=0), tables]
+
+    def batch(how: Any) -> list[list[int]]:
+        done = model.generate_batch(inputs=prompts, generation_config=options, continuous_batching_config=how)
+        return [done[request].generated_tokens for request in sorted(done)]
+
+    model.set_attn_implementation("sdpa" if FILLS else "paged|sdpa")
+    tokens = [batch(config(**sizes, **stay, use_cuda_graph=False))]
+    with attnops.patch(model):
+        tokens += [batch(how) for how in ways]
     assert len(tokens[0][0]) == 24
     for way, each in enumerate(tokens[1:], 1):
         off = {

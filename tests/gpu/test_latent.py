@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from attnops.kernel import kernels_of
+from attnops.kernels.sgl import sources
 from attnops.kernels.sgl.flashmla import split
 from attnops.ops import decode_rows, mla_attention
 from attnops.testing import Source, builders, check_kernel, planned, refusals
@@ -87,7 +88,7 @@ def test_flashmla_compiled_is_the_foreign_call(heads: int, found: dict[str, Any]
         return mla_attention(q_nope, q_pe, **tables, plan=plan, holes=False, max_seqlen_q=1, scale=SCALE, kernel="flashmla")
 
     def direct() -> torch.Tensor:
-        out: torch.Tensor = torch.ops.sgl_kernel.dense_decode_fwd(
+        out: torch.Tensor = sources.op("dense_decode_fwd")(
             query[:, None], t["latent_pages"][:, :, None], 512, t["seq_lens"], t["page_table"], SCALE, False, None, None
         )[0]
         return out[:, 0]
@@ -117,8 +118,8 @@ def test_flashmla_with_a_schedule_is_the_foreign_call_given_metadata(heads: int,
     query, cache = torch.cat([t["q_nope"], t["q_pe"]], -1), t["latent_pages"][:, :, None]
     tables = {**{n: t[n] for n in ("latent_pages", "page_table", "cu_seqlens_q")}, "seq_lens": lens}
     plan = decode_rows(t["page_table"], lens, t["cu_seqlens_q"], num_tokens=64, q_heads=heads)
-    raw = torch.ops.sgl_kernel.dense_decode_fwd
-    tiles, splits = torch.ops.sgl_kernel.get_mla_decoding_metadata(lens, heads, 1, heads, False, None)
+    raw = sources.op("dense_decode_fwd")
+    tiles, splits = sources.op("get_mla_decoding_metadata")(lens, heads, 1, heads, False, None)
 
     def layer(query: torch.Tensor, plan: torch.Tensor | None) -> torch.Tensor:
         q_nope, q_pe = query[..., :512], query[..., 512:]

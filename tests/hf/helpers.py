@@ -109,7 +109,7 @@ class Counter:
 def watched():
     """Within the block: the calls of `attention` and `varlen_attention` by a model, as a list of their arguments and the op's name."""
     calls = []
-    dense, packed, profiling = attention_module.attend, attention_module.varlen_attention, attention_module._profiling
+    dense, packed, profiling = attention_module.attend, attention_module.varlen_attention, attention_module.profiling
 
     def spy(call):
         calls.append({"op": "attention", **call._asdict(), "window": (call.window_left, call.window_right)})
@@ -121,12 +121,12 @@ def watched():
         return packed(query, key, value, cu_seqlens_q, cu_seqlens_k, **rest)
 
     # So that no layer answers a call like one before by itself.
-    attention_module.attend, attention_module._profiling = spy, lambda: True
+    attention_module.attend, attention_module.profiling = spy, lambda: True
     attention_module.varlen_attention = spy_packed
     try:
         yield calls
     finally:
-        attention_module.attend, attention_module._profiling = dense, profiling
+        attention_module.attend, attention_module.profiling = dense, profiling
         attention_module.varlen_attention = packed
 
 

@@ -10,9 +10,10 @@ from torch import nn
 from transformers import DynamicCache
 
 import attnops
-from attnops.errors import InvalidInput
+from attnops.errors import InvalidInput, StaleGraph
+from attnops.graphs.guard import Guard
 from attnops.hf import cache_names, tiny
-from attnops.hf.paged.guarded import Glance
+from attnops.hf.paged.guarded import Glance, guarded_state
 from tests.hf.helpers import LIMIT, relative
 from tests.hf.test_decode_graphs import asked, generated, how, replays
 
@@ -49,6 +50,10 @@ def another_head(model):
 
 def hooked(model):
     model.model.layers[0].mlp.register_forward_hook(lambda module, given, out: 3 * out)
+
+
+def hooked_before(model):
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda module, given: (3 * given[0],))
 
 
 def merged(model):
@@ -128,7 +133,10 @@ def named(model):
     model.lm_head.merged.append("default")
 
 
-SEEN = (assigned, replaced, another_head, hooked, merged, scaled, trained, turned, of_another_class, called_otherwise, biased, named)
+SEEN = (
+    assigned, replaced, another_head, hooked, hooked_before, merged, scaled, trained, turned, of_another_class, called_otherwise, biased,
+    named,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("change", SEEN)
@@ -143,6 +151,35 @@ def test_a_glance_sees_each_change(change):
     change(model)
     assert not glance.same()
     assert Glance(model).same()
+
+
+@pytest.mark.parametrize("change", SEEN)
+def test_the_guarded_state_has_each_change(change):
+    """It is what decides, where a glance sees a difference."""
+    model = tiny.model("llama")
+    model.lm_head = Adapted(model.lm_head)
+    before = guarded_state(model)
+    written(model)
+    assert guarded_state(model) == before
+    change(model)
+    assert guarded_state(model) != before
+
+
+FIXED = torch.arange(16.0)[:12].view(3, 4)
+OTHERS = {
+    "strides": torch.as_strided(FIXED, (3, 4), (5, 1)),
+    "shape": FIXED.view(4, 3),
+    "dtype": FIXED.view(torch.int32),
+    "address": FIXED.clone(),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_fixed_argument_with_another_layout_is_stale(other):
+    guard = Guard({"x": FIXED}, {}, 0)
+    guard.check({"x": FIXED.view(3, 4)})
+    with pytest.raises(StaleGraph, match=r"^x"):
+        guard.check({"x": OTHERS[other]})
 
 
 def test_a_glance_holds_no_weight():

@@ -13,7 +13,7 @@ from attnops.hf import mxfp4, pack_experts, tiny, unpack_experts
 from attnops.hf.experts import SWITCH
 from attnops.ops.mxfp4_experts import MXFP4_EXPERTS
 from attnops.problem import Target, pretend
-from attnops.reference.mxfp4 import VALUES, decoded, encoded, rounded
+from attnops.reference.mxfp4 import MOST_SCALE, VALUES, arranged, decoded, encoded, restored, rounded
 from tests.hf.helpers import LIMIT, relative
 from tests.hf.test_decode_graphs import generated, how
 from tests.hf.test_linears import judging
@@ -168,6 +168,52 @@ def test_rounded_numbers_are_the_nearest_that_are_packed(dtype):
         scale = 2.0 ** (torch.frexp(group.abs().max())[1] - 3)
         values = torch.tensor([*VALUES, *(-v for v in VALUES)]) * scale
         assert torch.equal((got - group).abs(), (values[:, None] - group).abs().amin(0))
+
+
+@pytest.mark.parametrize("name", mxfp4.NAMES)
+@torch.no_grad()
+def test_the_largest_scale_that_kernels_read(name):
+    """Byte 128 is twice the numbers; their bfloat16 has no exponent for that of more."""
+    for scale, fits in ((MOST_SCALE - 127, True), (MOST_SCALE - 126, False)):
+        model = gpt_oss()
+        weight = getattr(model.model.layers[0].mlp.experts, name)
+        weight.data[0, :32, 0] = 0.0
+        weight.data[0, 3, 0] = -6.0 * 2.0**scale
+        saved = bits(model)
+        if fits:
+            pack_experts(model)
+        else:
+            with pytest.raises(PatchError, match=f"{name} of GptOssExperts got numbers that are none of MXFP4"):
+                pack_experts(model)
+        assert all(torch.equal(t, saved[n]) for n, t in model.state_dict().items())
+
+
+def signs(t):
+    return torch.signbit(t).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zeros_keep_their_signs(dtype):
+    weight = torch.tensor([0.0, -0.0, 1.0, -1.0, -0.0, 0.5, -6.0, 0.0] * 8).view(1, 2, 32).to(dtype).repeat(1, 8, 2)
+    weight[0, 5] = -0.0
+    assert signs(rounded(weight)) == signs(weight)
+    blocks, scales = encoded(weight)
+    assert signs(decoded(blocks, scales, dtype)) == signs(weight)
+    for interleaved in (False, True):
+        again = restored(*arranged(blocks, scales, interleaved), interleaved)
+        assert torch.equal(again[0], blocks) and torch.equal(again[1], scales)
+
+
+@torch.no_grad()
+def test_packed_zeros_keep_their_signs():
+    model = gpt_oss()
+    for name in mxfp4.NAMES:
+        getattr(model.model.layers[0].mlp.experts, name).data[0, :4] = -0.0
+    saved = {n: signs(t) for n, t in model.state_dict().items()}
+    pack_experts(model)
+    assert {n: signs(t) for n, t in model.state_dict().items()} == saved
+    unpack_experts(model)
+    assert {n: signs(t) for n, t in model.state_dict().items()} == saved
 
 
 def test_the_bench_measures_packed_experts(monkeypatch):

@@ -13,7 +13,7 @@ import attnops
 from attnops import tried
 from attnops.errors import PatchError, UnsupportedVersion, UntriedVersion
 from attnops.hf import supported, tiny
-from attnops.needs import Version, parse
+from attnops.packages import Version, parse
 from tests.helpers import ROOT
 
 

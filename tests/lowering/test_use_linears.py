@@ -262,6 +262,38 @@ def test_a_norm_in_low_precision_is_left():
     assert backend.refusals == ["norm: it is not computed in torch.float32"] and backend.parts == [("linear",)]
 
 
+LOW_NORMS = {
+    "squares": lambda x, wide: x.pow(2).mean(-1, keepdim=True, dtype=torch.float32),
+    "mean": lambda x, wide: wide.pow(2).mean(-1, keepdim=True, dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("mean", LOW_NORMS.values(), ids=LOW_NORMS)
+def test_a_norm_that_is_partly_in_low_precision_is_left(mean):
+    def body(m, x):
+        wide = x.float()
+        return m.square(m.gain * (wide * torch.rsqrt(mean(x, wide) + EPS)).to(x.dtype))
+
+    assert used(body, dtype=torch.bfloat16).parts == [("linear",)]
+
+
+DROPOUTS = {
+    "by name": lambda y: F.dropout(y, 0.5, training=True),
+    "by place": lambda y: F.dropout(y, 0.5, True),
+    "by default": F.dropout,
+    "a module": nn.Dropout().train(),
+    "of channels": lambda y: F.dropout1d(y, 0.5, training=True),
+}
+
+
+@pytest.mark.parametrize("drop", DROPOUTS.values(), ids=DROPOUTS)
+def test_a_dropout_that_is_on_ends_the_call(drop):
+    model, backend = Layer(lambda m, x: x + drop(m.square(x))), Using()
+    with torch.no_grad(), attnops.use(kernel={"linear": "reference"}):
+        torch.compile(model, backend=backend, fullgraph=True)(torch.randn(2, 3, K))
+    assert backend.parts == [("linear",)]
+
+
 def written_between(m, x):
     y = llama(m, x)
     x.mul_(2)

@@ -12,7 +12,7 @@ import attnops.ops.op as op_module
 from attnops.call import changed, split
 from attnops.inputs import equip
 from attnops.kernel import all_kernels, kernels_of
-from attnops.ops import OPS, eager
+from attnops.ops import OPS, eager, state
 from attnops.select import key_for
 from attnops.testing import CASES
 from attnops.testing.check import refusals
@@ -132,13 +132,13 @@ def test_gradients_are_those_without_it(op, kernel, gradient):
         same(step(attend(op), True, True), want)
 
 
-@pytest.mark.parametrize("asked", [eager._publicly_autocasting, lambda: True])
+@pytest.mark.parametrize("asked", [state._publicly_autocasting, lambda: True])
 def test_switched_off_by_public_torch(asked, monkeypatch):
     """As where torch has moved its own switch, or asks for a device that the public one does not know."""
     run, given = attend("attention", "reference"), inputs(False)
     want = run(*given)
     for module in (eager, op_module):
-        monkeypatch.setattr(module, "uncast", eager._publicly_uncast)
+        monkeypatch.setattr(module, "uncast", state._publicly_uncast)
         monkeypatch.setattr(module, "autocasting", asked)
     with autocast():
         same([run(*given)], [want])

@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import attnops
 from attnops.errors import NoGradient, NoKernel
 from attnops.kernel import kernels_of
+from attnops.ops import eager
+from attnops.ops.op import OPS
 from attnops.select import active_policy
 from attnops.testing import Call, Features, Source, allowance, builders
 from attnops.testing.check import compare
@@ -455,6 +457,23 @@ def test_torch_func_in_reverse(name):
     torch.testing.assert_close(func.jacrev(number)(q), want)
     torch.testing.assert_close(func.vmap(func.grad(number))(torch.stack([q, q])), torch.stack([want, want]))
     torch.testing.assert_close(func.vmap(f)(torch.stack([q, q])), torch.stack([f(q), f(q)]))
+
+
+@pytest.mark.parametrize("likeness", [False, True])
+@pytest.mark.parametrize("name", ["attention", "lse", "varlen_attention", "layer"])
+def test_gradients_of_a_batch(name, likeness, monkeypatch):
+    """Also after a gradient of one output, whose kernel is remembered."""
+    monkeypatch.setattr(eager, "_TensorGuards", None if likeness else eager._TensorGuards)
+    for op in OPS.values():
+        monkeypatch.setattr(op, "seen", {})
+    f, q = differentiable()[name]
+    leaf = q.clone().requires_grad_()
+    output = f(leaf)
+    batch = torch.randn(3, *output.shape, dtype=F64)
+    want = torch.stack([grad(output, leaf, one, retain_graph=True)[0] for one in batch])
+    torch.testing.assert_close(grad(output, leaf, batch, is_grads_batched=True)[0], want)
+    both = [torch.autograd.functional.jacobian(lambda q: f(q).sum(-1), q, vectorize=vectorize) for vectorize in (True, False)]
+    torch.testing.assert_close(*both)
 
 
 @pytest.mark.parametrize("name", ["attention", "lse", "varlen_attention", "layer"])

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 import attnops
 from attnops import ops
@@ -150,6 +151,7 @@ BAD = [
     Bad("attention", {"softcap": -1.0}, "softcap", "-1.0", ">= 0"),
     Bad("attention", {"softcap": NAN}, "softcap", "nan", ">= 0"),
     Bad("attention", {"softcap": INF}, "softcap", "inf", "finite"),
+    Bad("attention", {"softcap": 1e308}, "softcap", "1e+308", "<= 1e+30"),
     Bad("attention", {"window": (-2, 0)}, "window_left", "-2", ">= -1"),
     Bad("attention", {"window": (0, -7)}, "window_right", "-7", ">= -1"),
     Bad("attention", {"window": 4}, "window", "4", "(left, right)"),
@@ -177,11 +179,14 @@ BAD = [
     Bad("attention", {"mask": f(2, 4, 2, 5)}, "mask.shape[2]", "2", "1 or 3"),
     Bad("attention", {"mask": f(5)}, "mask", "(5,)", "[1 | B, 1 | Hq, 1 | S, K]"),
     Bad("attention", {"mask": f(4, 5)}, "mask.shape[2]", "4", "1 or 3"),
+    Bad("attention", {"mask": f(2, 5)}, "mask", "shape (2, 5)", "of a mask [B, K] give mask[:, None, None]"),
     Bad("attention", {"mask": f(3, 3, 5)}, "mask.shape[1]", "3", "1 or 4"),
     Bad("attention", {"mask": lambda b, h, i, j: i >= j}, "mask", "function", "torch.nn.attention.flex_attention"),
     Bad("varlen_attention", {"mask": max}, "mask", "builtin", "torch.nn.attention.flex_attention"),
     Bad("paged_attention", {"mask": lambda b, h, i, j: i >= j}, "mask", "function", "write a mask_mod or score_mod out"),
     Bad("mla_attention", {"mask": "causal"}, "mask", "str", "a tensor, bool or additive"),
+    Bad("attention", {"mask": causal_lower_right(4, 5)}, "mask", "a CausalBias of 4 queries and 5 keys", "3 queries and 5 keys"),
+    Bad("varlen_attention", {"mask": causal_lower_right(3, 5)}, "mask", "a CausalBias", "a plain tensor"),
     Bad("attention", {"mask": f(2, 1, 3, 5).to(I32)}, "mask.dtype", "int32", "bool | float16"),
     Bad("attention", {"sinks": f(2)}, "sinks.shape[0]", "2", "4 (Hq, as query.shape[2])"),
     Bad("attention", {"sinks": f(4, 1)}, "sinks", "(4, 1)", "[Hq]"),
@@ -247,6 +252,7 @@ BAD = [
     Bad("decode_attention", {"seq_lens": i(2, 3, dtype=I64)}, "seq_lens.dtype", "int64", "int32"),
     Bad("decode_attention", {"slots": i(1)}, "slots.shape[0]", "1", "2 (B, as query.shape[0])"),
     Bad("decode_attention", {"sin": None}, "cos, sin", "one of them", "both, or neither"),
+    Bad("decode_attention", {"cos": None}, "cos", "None", "a tensor, because sin is one"),
     Bad("decode_attention", {"cos": f(2, 6), "sin": f(2, 6)}, "cos.shape[1]", "6", "8 or 4 (D or D // 2)"),
     Bad("decode_attention", {"sin": f(2, 4)}, "sin.shape[1]", "4", "8, as cos.shape[1]"),
     Bad("decode_attention", {"sin": f(2, 8, dtype=BF16)}, "sin.dtype", "bfloat16", "float32, as cos"),
@@ -257,6 +263,7 @@ BAD = [
     Bad("decode_attention", {"eps": NAN}, "eps", "nan", "finite"),
     Bad("decode_attention", {"window_left": -2}, "window_left", "-2", ">= -1"),
     Bad("decode_attention", {"softcap": -1.0}, "softcap", "-1.0", ">= 0"),
+    Bad("decode_attention", {"softcap": 1e31}, "softcap", "1e+31", "<= 1e+30"),
     Bad("decode_attention", {"scale": INF}, "scale", "inf", "finite"),
     Bad("decode_attention", {"output": f(2, 4, 8, dtype=BF16)}, "output.dtype", "bfloat16", "float32, as query"),
     Bad("decode_attention", {"workspace": f(8)}, "workspace.dtype", "float32", "uint8"),
@@ -653,7 +660,7 @@ MALFORMED = [
     ("attention", {"scale": "1"}, "scale", "'1'", "a value of type float"),
     ("attention", {"scale": 10**400}, "scale", "1329 bits", "fits into 64 bits"),
     ("attention", {"window": (1.5, 0)}, "window_left", "1.5", "a value of type int"),
-    ("attention", {"window": (2**63, 0)}, "window_left", "64 bits", ">= -1 that fits into 64 bits"),
+    ("attention", {"window": (-(2**63) - 1, 0)}, "window_left", "64 bits", ">= -1 that fits into 64 bits"),
     ("attention", {"causal": "yes"}, "causal", "'yes'", "a value of type bool"),
     ("varlen_attention", {"max_seqlen_q": 2.0}, "max_seqlen_q", "2.0", "a value of type int"),
 ]  # fmt: skip

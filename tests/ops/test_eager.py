@@ -1,6 +1,7 @@
 """Eager calls like one made before skip checks and selection, and the dispatcher too, unless something else must see them."""
 
 import itertools
+import sys
 import threading
 from collections import Counter
 
@@ -15,8 +16,9 @@ import attnops
 from attnops.errors import InvalidInput, NoGradient, NoKernel
 from attnops.kernel import _REGISTRY, Kernel, generation
 from attnops.kernels.torch import flex
-from attnops.ops import eager
+from attnops.ops import eager, merge_states
 from attnops.ops.dense import ATTENTION
+from attnops.ops.merge import MERGE, MERGE_STATES
 from attnops.ops.paged import PAGED
 from attnops.problem import Target, pretend
 from attnops.testing import Features, Source, builders
@@ -247,6 +249,56 @@ def test_one_tensor_given_twice_after_calls_with_two(looked):
         attnops.attention(q, k, k)
         attnops.attention(q, k, v)
     assert looked["attention"] <= 2
+
+
+def python_calls(run):
+    """How many functions of Python a call enters, its kernel's own left out."""
+    entered = []
+
+    def look(frame, event, arg):
+        if event == "call":
+            entered.append(frame.f_code.co_name)
+
+    sys.setprofile(look)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return entered.index("stop")
+
+
+@torch.no_grad()
+def test_a_call_like_the_one_before_costs_the_same_in_every_op(looked, monkeypatch):
+    """One tensor in two places is found as fast as two tensors are: one more function looks whether it is one."""
+    if eager._TensorGuards is None:
+        pytest.skip("Likeness is Python, and enters functions for every tensor")
+
+    def stop(call):
+        return call[0], call[1]
+
+    monkeypatch.setattr(eager, "checked", lambda op, call: stop)
+    output, lse, (q, k, v) = torch.randn(3, 4, 8), torch.randn(3, 4), qkv()
+    merged = {
+        "merge_state": lambda: attnops.merge_state(output, lse, output.clone(), lse.clone()),
+        "merge_states": lambda: merge_states(output[:, None], lse[:, None]),
+        "attention": lambda: ATTENTION(ATTENTION.call(q, k, v, scale=1.0)),
+    }
+    twice = {
+        "merge_state": lambda: attnops.merge_state(output, lse, output, lse),
+        "merge_state of one lse": lambda: attnops.merge_state(output, lse, output.clone(), lse),
+        "attention": lambda: ATTENTION(ATTENTION.call(q, k, k, scale=1.0)),
+    }
+
+    def counted(run):
+        for op in (ATTENTION, MERGE, MERGE_STATES):
+            op.seen.clear()
+        run()
+        return python_calls(run)
+
+    known, repeated = ({name: counted(run) for name, run in runs.items()} for runs in (merged, twice))
+    assert known["merge_state"] == known["merge_states"] and known["attention"] < known["merge_state"] <= 9
+    assert repeated["merge_state"] == repeated["merge_state of one lse"] == known["merge_state"] + 1
+    assert repeated["attention"] == known["attention"] + 1
 
 
 @torch.no_grad()

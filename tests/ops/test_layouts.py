@@ -5,11 +5,20 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import attnops
-from attnops.errors import InvalidInput
+from attnops.errors import InvalidInput, find
 from attnops.kernel import kernels_of
+from tests.adapters.helpers import Calls
 from tests.ops.test_bad_inputs import BAD, WRITTEN, Bad, function, good, i
+
+
+class Tagged(Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs)
+
 
 MADE: dict[str, Callable[[Tensor], Tensor]] = {
     "coo": lambda t: t.to_sparse(),
@@ -18,6 +27,7 @@ MADE: dict[str, Callable[[Tensor], Tensor]] = {
     "quantised": lambda t: torch.quantize_per_tensor(t, 1.0, 0, torch.qint8),
     "nested": lambda t: torch.nested.nested_tensor(list(t.unbind())),
     "jagged": lambda t: torch.nested.nested_tensor(list(t.unbind()), layout=torch.jagged),
+    "a class": lambda t: t.as_subclass(Tagged),
 }  # fmt: skip
 FUNCTIONS = sorted({b.function for b in BAD})
 
@@ -45,7 +55,8 @@ def test_another_layout_is_refused_before_anything_is_written(name, kind):
         for _ in range(2):
             with pytest.raises(InvalidInput) as caught:
                 called(name)(**arguments)
-            assert "strided" in caught.value.want or ".dtype" in caught.value.field, field
+            own = "a plain tensor, as x.as_subclass" if kind == "a class" else "strided"
+            assert own in caught.value.want or ".dtype" in caught.value.field, field
         for n, held in before.items():
             assert torch.equal(arguments[n].view(torch.uint8), held.view(torch.uint8)), f"{n} was written"
     assert tried or kind in ("csr", "mkldnn", "quantised", "jagged")
@@ -98,6 +109,42 @@ def test_a_gradient_reaches_a_mask_of_two_dims():
     mask = torch.zeros(5, 5, requires_grad=True)
     attnops.attention(q, q, q, mask=mask).square().sum().backward()
     assert mask.grad is not None and mask.grad.shape == (5, 5) and bool(mask.grad.abs().sum() > 0)
+
+
+# Causal biases of torch ------------------------------------------------------------------------------------------------
+
+
+def bias_attention(q, k, v, mask, kv_end=None):
+    return attnops.attention(q, k, v, mask=mask, kv_end=kv_end)
+
+
+@pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
+@pytest.mark.parametrize(("queries", "keys"), [(5, 5), (5, 7), (7, 5)])
+@pytest.mark.parametrize("how", ["eager", "compiled", "with gradients", "kv_end"])
+@pytest.mark.filterwarnings("ignore:Lower right causal bias will produce NaNs")
+def test_a_causal_bias_means_what_it_means_to_torch(make, queries, keys, how):
+    torch.manual_seed(0)
+    q, k = (torch.randn(2, n, 4, 8, requires_grad=how == "with gradients") for n in (queries, keys))
+    end = torch.tensor([keys - 2, keys]) if how == "kv_end" else None
+    bias = make(queries, keys)
+    seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries if make is causal_lower_right else 0)
+    call = torch.compile(bias_attention, fullgraph=True, backend="aot_eager") if how == "compiled" else bias_attention
+    got, want = call(q, k, k, bias, end), bias_attention(q, k, k, seen, end)
+    torch.testing.assert_close(got, want)
+    if how == "with gradients":
+        for ours, other in zip(*(torch.autograd.grad(x.square().sum(), (q, k)) for x in (got, want)), strict=True):
+            torch.testing.assert_close(ours, other)
+    with torch.no_grad(), Calls() as calls:
+        bias_attention(q, k, k, bias, end)
+    assert calls.names == ["attnops::attention"]
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo")
+def test_a_compiled_call_does_not_ask_a_class_what_the_op_shall_do():
+    q, tagged = torch.randn(2, 5, 4, 8), torch.zeros(5, 5).as_subclass(Tagged)
+    with pytest.raises(Exception, match="a Tagged") as caught:
+        torch.compile(bias_attention, fullgraph=True, backend="aot_eager")(q, q, q, tagged)
+    assert isinstance(find(caught.value), InvalidInput)
 
 
 # Lengths --------------------------------------------------------------------------------------------------------------

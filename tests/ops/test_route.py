@@ -60,6 +60,21 @@ def test_the_softmax_of_the_chosen_is_the_normalized_softmax():
     torch.testing.assert_close(weights, logits.gather(1, index).softmax(1))
 
 
+@pytest.mark.parametrize("name", ["reference", "aten"])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("normalize", "eps", "scale"), [(True, 0.5, 1.0), (True, 0.0, 2.5), (True, 0.5, 2.5), (False, 0.0, 2.5)])
+def test_the_weights_are_those_of_the_formula(name, scoring, normalize, eps, scale):
+    logits = torch.randn(7, 12, dtype=torch.float64)
+    rules = {"scoring": scoring, "normalize": normalize, "eps": eps, "scale": scale}
+    weights, index = ops.route(logits, 3, kernel=name, **rules)
+    for row, got, chosen in zip(logits.tolist(), weights.tolist(), index.tolist(), strict=True):
+        total = sum(map(math.exp, row))
+        scores = [math.exp(x) / total if scoring == "softmax" else 1 / (1 + math.exp(-x)) for x in row]
+        assert chosen == sorted(range(12), key=lambda e: -row[e])[:3]
+        divisor = sum(scores[e] for e in chosen) + eps if normalize else 1.0
+        assert got == pytest.approx([scale * scores[e] / divisor for e in chosen], rel=1e-12)
+
+
 @pytest.mark.parametrize("more", [{}, {"normalize": True}, {"normalize": True, "eps": 0.1}, {"scoring": "sigmoid"}, RULES,
                                   {"groups": 4, "top_groups": 2}], ids=str)  # fmt: skip
 @pytest.mark.parametrize("row", [[NAN] * 8, [INF] * 8, [-INF] * 8, [1.0, NAN, 2.0, INF, -INF, 0.0, NAN, 3.0]], ids=str)

@@ -108,4 +108,31 @@ OPS = (
 )
 """Every op that attnops wraps, and those it may."""
 
+# Of sgl-flash-mla 1.0.0, in torch.ops.flash_mla_legacy: letter by letter, as its library holds them.
+_LEGACY_META = "Tensor(a!)? tile_scheduler_metadata, Tensor(b!)? num_splits"
+_LEGACY_RESULTS = "(Tensor, Tensor, Tensor(a)?, Tensor(b)?)"
+LEGACY_DENSE_DECODE = (
+    "dense_decode_fwd(Tensor q, Tensor kcache, int head_size_v, Tensor seqlens_k, Tensor block_table, "
+    f"float softmax_scale, bool is_causal, {_LEGACY_META}) -> {_LEGACY_RESULTS}"
+)
+LEGACY_SPARSE_DECODE = (
+    "sparse_decode_fwd(Tensor q, Tensor kv, Tensor indices, Tensor? topk_length, Tensor? attn_sink, "
+    f"{_LEGACY_META}, Tensor? extra_kv, Tensor? extra_indices, Tensor? extra_topk_length, int d_v, "
+    f"float sm_scale, str? kv_format=None) -> {_LEGACY_RESULTS}"
+)
+LEGACY_SPARSE_PREFILL = (
+    "sparse_prefill_fwd(Tensor q, Tensor kv, Tensor indices, float sm_scale, int d_v, "
+    "Tensor? attn_sink=None, Tensor? topk_length=None, bool return_log2_stats=False, "
+    "bool return_stats=True) -> Tensor?[]"
+)
+LEGACY_OPS = (
+    LEGACY_DENSE_DECODE,
+    LEGACY_SPARSE_DECODE,
+    LEGACY_SPARSE_PREFILL,
+    METADATA_DENSE,
+    METADATA_FP8,
+    DECODE_FP8,
+)
+"""FlashMLA's ops that attnops wraps, as the second wheel has them. The last three are the first's."""
+
 BY_NAME = {foreign.name: foreign for foreign in OPS}

@@ -11,8 +11,8 @@ from attnops.call import changed
 from attnops.errors import NotCompiled
 from attnops.kernel import kernels_of
 from attnops.kernels.flash_attn4 import backward, fa4
-from attnops.needs import _installed
 from attnops.ops import OPS as OPS_BY_NAME
+from attnops.packages import _installed
 from attnops.problem import Extent, Target, altered, pretend
 from attnops.select import select
 from attnops.testing import CASES, Features, Source, builders, check_kernel

@@ -11,7 +11,7 @@ from torch._dynamo.testing import EagerAndRecordGraphs
 from attnops.errors import NoKernel
 from attnops.kernel import Package, kernels_of
 from attnops.kernels.sgl import cutlass_mla, flashmla, wheel
-from attnops.kernels.sgl.flashmla import LIBRARY
+from attnops.kernels.sgl.sources import SGL as LIBRARY
 from attnops.kernels.shared.memory import COUNTERS, total
 from attnops.ops import mla_attention
 from attnops.problem import Target, pretend
@@ -157,7 +157,8 @@ def test_opcheck(name):
 def test_opcheck_of_the_core(name, scheduled):
     call = decode_for(name)
     t = call.arguments
-    schedule = flashmla.written(t["seq_lens"], t["q_nope"].shape[1], name == "flashmla_fp8") if scheduled else None
+    with pretend(TARGETS[name]):
+        schedule = flashmla.written(t["seq_lens"], t["q_nope"].shape[1], name == "flashmla_fp8") if scheduled else None
     scales = (t["q_scale"], t["kv_scale"]) if name == "flashmla_fp8" else ()
     args = (t["q_nope"], t["q_pe"], t["latent_pages"], t["page_table"].clamp(min=0), t["seq_lens"], schedule, t["scale"], *scales)
     with pretend(TARGETS[name]):
@@ -299,7 +300,7 @@ def test_absent_wheels_are_named(monkeypatch, tmp_path):
     assert str(wheel.lacks(Target("cuda", 90), LIBRARY)) == (
         "package=sgl_kernel without flashmla_ops.* (wants a wheel that holds flashmla_ops.*)"
     )
-    monkeypatch.setattr("attnops.needs._installed", lambda module: True)
+    monkeypatch.setattr("attnops.packages._installed", lambda module: True)
     here = Target("cuda", 100)
     monkeypatch.setattr(Package, "version", lambda self: "0.4.7")
     assert [str(r) for r in KERNELS["cutlass_mla"].absences(here)] == [

@@ -5,14 +5,18 @@ import torch
 
 from attnops.kernel import kernels_of
 from attnops.kernels.flashinfer import modules
-from attnops.kernels.sgl import wheel
+from attnops.kernels.sgl import sources, wheel
 from attnops.problem import Target
 
 
 def test_what_is_absent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     nowhere = Target("cuda", 90, assume=())
     kernel = kernels_of("mla_attention")["flashmla"]
-    assert [str(r) for r in kernel.absences(nowhere)] == [f"package=sgl_kernel missing (wants {wheel.hint(torch.__version__, '0.4.3')})"]
+    either = f"{wheel.hint(torch.__version__, '0.4.3')}, or {sources.hint(torch.__version__)}"
+    said = f"package=sgl_kernel missing, flash_mla missing (wants {either})"
+    assert [str(r) for r in kernel.absences(nowhere)] == [said]
+    fa3 = f"package=sgl_kernel missing (wants {wheel.hint(torch.__version__, '0.4.2')})"
+    assert [str(r) for r in kernels_of("mla_attention")["fa3"].absences(nowhere)] == [fa3]
     package = modules.PACKAGE
     assert package.has("0.7.2.post1") and not package.has("0.6.13") and package.versions() == ">= 0.7.2"
     monkeypatch.setattr(modules, "find_spec", lambda name: None)

@@ -18,7 +18,7 @@ VERSIONS = (
     "0.4.5", "0.4.6", "0.4.6.post1", "0.4.7", "0.4.8", "0.4.9", "0.4.10",
 )  # fmt: skip
 KERNELS = ROOT / "attnops" / "kernels"
-CALLED = re.compile(r"torch\.ops\.sgl_kernel\.(\w+)|\b(?:load|wheel\.op)\(\s*\"(\w+)\"")
+CALLED = re.compile(r"torch\.ops\.sgl_kernel\.(\w+)|\b(?:load|wheel\.op|sources\.op)\(\s*\"(\w+)\"")
 HELPERS = re.compile(r"from attnops\.kernels\.(\w+)(?:\.(\w+))? import ([\w, ]+)")
 
 
@@ -105,12 +105,12 @@ def test_an_installed_wheel_holds_these_schemas(foreign):
 
 
 def test_both_names_of_the_wheel_are_known(monkeypatch):
-    from attnops import needs
+    from attnops import packages
 
     for dist in wheel.DISTS:
-        monkeypatch.setattr(needs, "_version", {dist: "0.3.21"}.get)
-        monkeypatch.setattr(needs, "_installed", lambda module: True)
+        monkeypatch.setattr(packages, "_version", {dist: "0.3.21"}.get)
+        monkeypatch.setattr(packages, "_installed", lambda module: True)
         assert wheel.package().version() == "0.3.21"
-        refusal = wheel.package("0.4.3", holds="dense_decode_fwd").missing(needs.Target())
+        refusal = wheel.package("0.4.3", holds="dense_decode_fwd").missing(packages.Target())
         assert str(refusal) == "package=sgl_kernel 0.3.21 (wants >= 0.4.3 (holds dense_decode_fwd))"
     assert SimpleNamespace(**wheel.package(below="0.4.7").__dict__).below == "0.4.7"

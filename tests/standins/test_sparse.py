@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnops.errors import InvalidInput, NoGradient, NoKernel
 from attnops.kernel import kernels_of
-from attnops.kernels.sgl import flashmla, flashmla_sparse, wheel
+from attnops.kernels.sgl import flashmla_sparse, sources, wheel
 from attnops.ops import sparse_mla_attention, write_latent_packed
 from attnops.problem import Target, pretend
 from attnops.testing import CASES, Call, Source, builders, check_kernel
@@ -28,8 +28,7 @@ LSE = replace(DEEPSEEK, lse=True)
 
 @pytest.fixture(autouse=True)
 def loaded(monkeypatch):
-    """The library is taken to be loaded, and the stand-ins' record is empty."""
-    monkeypatch.setattr(wheel, "load", lambda op, pattern: None)
+    """The stand-ins' record is empty."""
     standin.CALLS.clear()
 
 
@@ -76,9 +75,9 @@ def test_schemas_are_the_wheels():
 
 @pytest.mark.parametrize("schema", [schemas.SPARSE_DECODE, schemas.SPARSE_PREFILL])
 def test_an_installed_wheel_holds_these_schemas(schema):
-    path = wheel.library(flashmla.LIBRARY)
+    path = wheel.library(sources.SGL)
     if path is None:
-        pytest.skip(f"no sgl_kernel with {flashmla.LIBRARY}")
+        pytest.skip(f"no sgl_kernel with {sources.SGL}")
     assert schema.encode() in path.read_bytes()
 
 
@@ -135,7 +134,7 @@ def test_the_log_base_is_one_constant(monkeypatch, base):
     monkeypatch.setattr(standin, "LOG_BASE_OF_PREFILL", base)
     with pretend(SM90), pytest.raises(AssertionError, match="lse"):
         check_kernel(KERNEL, call())
-    monkeypatch.setattr(flashmla_sparse, "PREFILL_LSE_BASE", base)
+    monkeypatch.setattr(sources, "_found", lambda assume: replace(sources.SOURCES[0], lse_base=base))
     with pretend(SM90):
         assert check_kernel(KERNEL, call((128, 0, 3))).worst <= 1.0
 
@@ -297,6 +296,14 @@ def test_a_written_cache_is_read_back_in_one_graph():
 # Refusals -------------------------------------------------------------------------------------------------------------
 
 NARROW = replace(DEEPSEEK, head_dim=160, v_head_dim=128)
+
+
+def lying(pages, apart, row):
+    """The pages so many numbers apart, with rows so many numbers apart."""
+    count, page, width = pages.shape
+    return pages.new_zeros(count * apart + page * row).as_strided((count, page, width), (apart, row, 1)).copy_(pages)
+
+
 REFUSED: dict[str, tuple[Call, int, list[str]]] = {
     "arch": (call(), 80, ["target=sm80 (wants sm90 | sm100)"]),
     "sm103": (call(packed=True), 103, ["target=sm103 (wants sm90 | sm100)"]),
@@ -307,7 +314,11 @@ REFUSED: dict[str, tuple[Call, int, list[str]]] = {
     "packed_dims": (call(f=NARROW, packed=True), 90, ["v_head_dim=128 (wants 512)", "rope_dim=32 (wants 64)"]),
     "float8": (call(f=replace(DEEPSEEK, kv_dtype=torch.float8_e4m3fn)), 90,
                ["kv_scales=True (wants no)", "kv_dtype=float8_e4m3fn (wants bfloat16 | uint8)"]),
-    "gaps": (call().map(lambda n, t: t.repeat(1, 2, 1)[:, :64] if n == "latent_pages" else t), 90, ["pages_packed=False (wants True)"]),
+    "gaps": (call(gap=1), 90, []),
+    "gaps_of_no_row": (call().map(lambda n, t: lying(t, 64 * 576 + 32, 576) if n == "latent_pages" else t), 90,
+                       ["pages_in_rows=False (wants True)"]),
+    "gaps_between_rows": (call().map(lambda n, t: lying(t, 64 * 608, 608) if n == "latent_pages" else t), 90,
+                          ["pages_in_rows=False (wants True)"]),
     "strided": (call().map(lambda n, t: t.repeat_interleave(2, -1)[..., ::2] if n == "q_pe" else t), 90,
                 ["last_dim_contiguous=False (wants True)"]),
     "sinks": (call(f=replace(LSE, sinks=BF16)), 90, []),

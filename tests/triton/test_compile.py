@@ -24,10 +24,15 @@ MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 LLAMA = Features(dtype=BF16, head_dim=128, q_heads=32, kv_heads=8, causal=True)
 V3 = replace(DEEPSEEK, q_heads=128)
+WIDE = replace(LLAMA, head_dim=576, v_head_dim=512, q_heads=8, kv_heads=2)
 
 
 def paged(f, q_len, page=16, keys=2048, **more):
     return lambda: builders.paged(Source(), (q_len,), (max(keys, q_len),), page, f, padding=0, **more)
+
+
+def dense(f, **ranges):
+    return lambda: builders.dense(Source(), 2, 300, 300, f, **ranges)
 
 
 def mla(f, page=64):
@@ -54,6 +59,19 @@ CALLS = {
     "extend_page_128": (paged(LLAMA, 600, 128), 96),
     "extend_window": (paged(replace(LLAMA, window=(512, -1)), 600), 192),
     "extend_d256": (paged(replace(LLAMA, head_dim=256), 600), 0),
+    "decode_d576": (paged(WIDE, 1), 0),
+    # The sum of 64 rows of 512 numbers takes all registers, as that of latents does.
+    "extend_d576": (paged(WIDE, 200), 256),
+    "extend_d576_float8": (paged(replace(WIDE, kv_dtype=E4M3), 200), 0),
+    "dense": (dense(LLAMA), 96),
+    "dense_ranges": (dense(replace(LLAMA, softcap=30.0, sinks=BF16), start=(3, 0), end=(300, 290)), 256),
+    # Keys of 222 bytes are loaded through registers.
+    "dense_d111": (dense(replace(LLAMA, dtype=F16, head_dim=111, q_heads=6, kv_heads=2, window=(50, -1))), 256),
+    "dense_float8_query": (dense(replace(LLAMA, q_dtype=E4M3, kv_dtype=E4M3, window=(50, -1))), 0),
+    "packed_d256_mask": (
+        lambda: builders.varlen(Source(), (200, 100), (200, 150), replace(LLAMA, head_dim=256, mask="bool", softcap=30.0)),
+        0,
+    ),
     "mla_16_heads": (mla(DEEPSEEK), 0),
     "mla_128_heads": (mla(V3), 256),
     "mla_float32": (mla(replace(DEEPSEEK, dtype=F32)), 0),
@@ -61,7 +79,7 @@ CALLS = {
 }
 ELSEWHERE = [
     (80, "decode"), (80, "decode_int8"), (80, "extend"), (80, "mla_128_heads"), (89, "mla_float32"), (89, "extend"), (100, "decode"),
-    (100, "extend"),
+    (100, "extend"), (80, "extend_d576"), (89, "extend_d576"), (100, "extend_d576"),
 ]  # fmt: skip
 
 
@@ -164,14 +182,15 @@ def check(name, arch, limit):
     assert found
     for kernel, given in found:
         query = call.arguments.get("query", call.arguments.get("q_nope"))
-        binary = compile_for(arch, kernel, dict(given), query.dtype)
+        whole = query.shape[-1] * query.dtype.itemsize % 16 == 0
+        binary = compile_for(arch, kernel, dict(given), BF16 if query.dtype == E4M3 else query.dtype)
         assert binary.metadata.shared <= MEMORY[arch]
         assert spilled(binary, arch) <= limit
         assert ("griddepcontrol" in binary.asm["ptx"]) == given["OVERLAP"]
         if kernel.__name__ == "attend" and query.dtype != F32:
             ptx = binary.asm["ptx"]
             assert "mma" in ptx, "no matrix unit is used"
-            assert "cp.async" in ptx, "keys are not loaded ahead"
+            assert ("cp.async" in ptx) == whole, "keys are not loaded ahead"
             assert ("wgmma" in ptx) == (arch == 90 and given["TILE_M"] >= 64)
 
 

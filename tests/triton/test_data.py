@@ -348,10 +348,11 @@ def test_rows_of_no_request_are_cleared(shape):
                 assert torch.equal(x[:last], old[:last]) and (x[last:] == fill).all()
 
 
+@pytest.mark.parametrize(("page", "apart"), [(1, 1), (8, 8), (8, 11)])
 @pytest.mark.parametrize("lengths", [False, True])
 @pytest.mark.parametrize("topk", [5, 128, 700])
 @interpreted
-def test_lists_name_slots_alone(topk, lengths):
+def test_lists_name_slots_alone(topk, lengths, page, apart):
     from attnops.kernels.triton.launch.data import make_lists
 
     tokens, slots, width = 3, 40, -(-topk // 128) * 128
@@ -359,8 +360,8 @@ def test_lists_name_slots_alone(topk, lengths):
     given[0, :4] = torch.tensor([slots, slots - 1, 2**31 - 1, -(2**31)], dtype=torch.int32)
     length = torch.tensor([topk, 0, 2], dtype=torch.int32) if lengths else None
     out = torch.full((tokens, width), 99, dtype=torch.int32)
-    make_lists(given, length, slots, out)
-    want = torch.where((given >= 0) & (given < slots), given, -1)
+    make_lists(given, length, slots, out, page, apart)
+    want = torch.where((given >= 0) & (given < slots), given // page * apart + given % page, -1)
     if length is not None:
         want = want.masked_fill(torch.arange(topk) >= length[:, None], -1)
     assert torch.equal(out, torch.nn.functional.pad(want, (0, width - topk), value=-1))

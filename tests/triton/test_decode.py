@@ -64,6 +64,36 @@ def test_random_calls():
     run()
 
 
+def sloped(call, slope):
+    """The call with keys whose logits grow by `slope` from a token to the next, or fall."""
+    given = call.arguments
+    page, numbers = given["k_pages"].shape[1], given["query"].shape[-1]
+    pages = given["k_pages"].clone()
+    for row in given["page_table"].tolist():
+        for column, number in enumerate(row):
+            if 0 <= number < pages.shape[0]:
+                at = torch.arange(column * page, column * page + page) * slope / numbers
+                pages[number] = at[:, None, None].to(pages.dtype)
+    return call.with_(query=torch.ones_like(given["query"]), k_pages=pages, scale=1.0)
+
+
+@pytest.mark.parametrize("slope", [0.1, -0.1])
+@interpreted
+def test_splits_of_other_sizes(slope):
+    """Two are merged at once. Later ones have the larger logits, or earlier ones: one of both fades."""
+    from attnops.kernels.triton.launch import grids
+    from tests.triton.test_numerics import check as check_paged
+
+    few = {"MANY_SPLITS": 2, "FEW_SPLITS": 2}
+    call = sloped(builders.decode(Source(2), (300, 40), 16, LONG, Angles("")), slope)
+    with many_splits(), patch.multiple(grids, **few, MERGED=64):
+        for kernel in (KERNEL, invariant(KERNEL)):
+            assert not check(call, kernel=kernel).refused
+    paged = sloped(builders.paged(Source(2), (1, 2), (300, 200), 16, replace(LONG, lse=True)), slope)
+    with patch.multiple(grids, **few):
+        assert not check_paged(paged, "split").refused
+
+
 @interpreted
 def test_any_layout():
     call = builders.decode(Source(7), (40, 21), 4, replace(LONG, sinks=F32), Angles(norms=True))

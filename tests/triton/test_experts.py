@@ -1,5 +1,6 @@
 """`triton` of experts: the grid through the interpreter, bits that do not follow the batch, and what ptxas makes of it."""
 
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -68,6 +69,29 @@ def test_more_tokens_than_a_program_has_are_left_to_torch():
     kernel().run(call.record)
     kernels_of("experts")["aten"].run(other.record)
     assert torch.equal(call.arguments["output"], other.arguments["output"])
+
+
+@pytest.mark.parametrize("op", ["experts", "mxfp4_experts"])
+@interpreted
+def test_one_way_serves_every_number_of_tokens_under_a_deterministic_policy(op):
+    from attnops.kernels.triton.launch import experts as plain, mxfp4_experts as host
+
+    host, make, sizes = {
+        "experts": (plain, experts, (24, 20, 28, 3, 2)),
+        "mxfp4_experts": (host, mxfp4_experts, (64, 64, 16, 3, 1)),
+    }[op]
+    for policy in ("", "deterministic"):
+        ways = []
+        with patch.multiple(host, **{way: partial(record_way, ways, way) for way in ("_one_token", "_few_tokens", "composed")}):
+            for tokens in (1, 2, 40, 66):
+                kernels_of(op)["triton"].run(changed(make(Source(1), tokens, sizes).record, policy=policy))
+        assert [way for way, *_ in ways][:: len(ways) - 1] == (["_few_tokens"] * 2 if policy else ["_one_token", "composed"])
+        assert len({*ways}) == (1 if policy else 4), ways
+
+
+def record_way(ways, way, call, *more):
+    """Which it is, and the tokens of a block."""
+    ways.append((way, more[-1] if way == "_few_tokens" else 0))
 
 
 @pytest.mark.parametrize(("op", "tokens"), [("experts", 66), ("mxfp4_experts", 18)])

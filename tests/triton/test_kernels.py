@@ -21,7 +21,7 @@ from tests.triton.test_numerics import mode, ran
 
 SM90 = Target("cuda", 90, assume=("triton",))
 BF16, F16, F32, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
-OURS = ("paged_attention", "mla_attention", "merge_state", "merge_states")
+OURS = ("paged_attention", "mla_attention", "merge_state", "merge_states", "attention", "varlen_attention")
 
 
 def triton(op):
@@ -45,6 +45,19 @@ def test_a_request_does_not_see_its_mates(op):
     with mode("deterministic"):
         assert select(call.problem, Policy(deterministic=True)).kernel is triton(op)
         same_bits(call, [(0,), (1,), (2,), (3, 0), (4, 2), (4, 1, 0)])
+
+
+@pytest.mark.parametrize("op", OURS[4:])
+@interpreted
+def test_a_request_without_pages_does_not_see_its_mates(op):
+    f = Features(dtype=F16, head_dim=24, q_heads=6, kv_heads=2, causal=True, window=(250, -1), sinks=F32, lse=True, mask="bool")
+    call = {
+        "attention": lambda: builders.dense(Source(4), 4, 20, 300, f, start=(0, 40, 290, 0), end=(300, 280, 300, 7)),
+        "varlen_attention": lambda: builders.varlen(Source(4), (1, 20, 1, 7), (400, 130, 90, 300), f),
+    }[op]()
+    with mode("deterministic"):
+        assert not triton(op).refusals(call.problem) and not triton(op).varies(call.problem)
+        same_bits(call, [(0,), (1,), (2,), (3, 0), (3, 2, 1)], triton(op))
 
 
 @pytest.mark.full
@@ -109,7 +122,8 @@ def test_a_deterministic_policy_takes_it():
 @pytest.mark.parametrize("op", OURS)
 @interpreted
 def test_opcheck(op):
-    labels = {"paged_attention": ("bfloat16_lse", "all_mask"), "mla_attention": ("sinks",)}
+    labels = {"paged_attention": ("bfloat16_lse", "all_mask", "bfloat16_d576"), "mla_attention": ("sinks",)}
+    labels |= {"attention": ("all_mask", "range-all"), "varlen_attention": ("all_mask", "head_dim_3")}
     with pretend(SM90):
         for label in labels.get(op, ("plain",)):
             call = next(c for c in CASES[op] if c.label == label).call()
@@ -155,8 +169,10 @@ def test_it_runs_where_no_vendor_does():
         ({"target": Target("cuda", 75, ("triton",))}, "target"),
         ({"dtype": torch.float64, "kv_dtype": torch.float64}, "dtype"),
         ({"kv_dtype": E4M3, "kv_scales": True, "target": Target("cuda", 80, ("triton",))}, "kv_dtype"),
-        ({"head_dim": 288, "v_head_dim": 128}, "head_dim"),
-        ({"v_head_dim": 512}, "v_head_dim"),
+        ({"dtype": E4M3, "kv_dtype": E4M3, "kv_scales": True, "target": Target("cuda", 80, ("triton",))}, "dtype"),
+        ({"head_dim": 640, "v_head_dim": 128}, "head_dim"),
+        ({"v_head_dim": 576}, "v_head_dim"),
+        ({"head_dim": 288, "dtype": F32, "kv_dtype": F32}, "dtype"),
         ({"last_dim_contiguous": False}, "last_dim_contiguous"),
     ],
 )
@@ -170,6 +186,7 @@ def test_refusals(change, field):
         {"page_size": 1}, {"page_size": 48}, {"head_dim": 40, "v_head_dim": 200}, {"mask": "bool"}, {"sinks": True, "sinks_dtype": F32},
         {"softcap": True, "lse": True, "window": (9, 3)}, {"target": Target("cuda", 120, ("triton",))}, {"plan": "host"},
         {"kv_dtype": E5M2, "kv_scales": True, "target": Target("cuda", 80, ("triton",))}, {"q_heads": 56}, {"dtype": F32, "kv_dtype": F32},
+        {"head_dim": 288}, {"head_dim": 576, "v_head_dim": 512}, {"dtype": E4M3, "kv_dtype": E4M3, "kv_scales": True, "head_dim": 40},
     ],
 )  # fmt: skip
 def test_taken(change):

@@ -20,7 +20,8 @@ from tests.pairwise import pairwise
 from tests.triton.process import interpreted
 
 SM90 = Target("cuda", 90, assume=("triton",))
-OPS = ("paged_attention", "mla_attention", "merge_state", "merge_states")
+ATTENTION = ("paged_attention", "mla_attention", "attention", "varlen_attention")
+OPS = (*ATTENTION, "merge_state", "merge_states")
 BF16, F16, E4M3, INT8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
 
 # Small calls are not worth a split; in this mode they are split all the same.
@@ -70,13 +71,14 @@ def test_grid(op, label):
 
 TELLING = (
     "all", "all_mask", "lse_sinks", "decode_padded-all", "page_3-window_both", "no_table-all", "deepseek-verify", "window", "chunk_window",
+    "range-all", "long-all", "mask_bool_h", "bfloat16_d576", "float8_query_windows", "deepseek-float8_both",
 )  # fmt: skip
 
 
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", MODES[1:])
 @pytest.mark.parametrize(
-    ("op", "label"), [pytest.param(op, case.label, id=str(case)) for op in OPS[:2] for case in CASES[op] if case.label in TELLING]
+    ("op", "label"), [pytest.param(op, case.label, id=str(case)) for op in ATTENTION for case in CASES[op] if case.label in TELLING]
 )
 @interpreted
 def test_splits(op, label, name):
@@ -126,6 +128,29 @@ def test_long(features, batch):
     """Tiles that are not masked, tiles that are, both launches of a mixed batch."""
     *sizes, name = BATCHES[batch]
     check(builders.paged(Source(1), *sizes, LONG[features]), name)
+
+
+ROWS = {
+    "dense": lambda f: builders.dense(Source(2), 2, 150, 270, f),
+    "ranges": lambda f: builders.dense(Source(2), 3, 70, 200, f, start=(0, 130, 9), end=(200, 190, 140)),
+    "packed": lambda f: builders.varlen(Source(2), (70, 1, 33, 9), (300, 129, 40, 0), f),
+}
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize(("features", "batch"), [(f, b) for f in (*TILES, "mask", "odd_dims", "d256") for b in ROWS])
+@interpreted
+def test_long_rows_without_pages(features, batch):
+    """Tiles that are not masked, tiles that are, the first keys that may be seen, both launches of a batch."""
+    check(ROWS[batch](LONG[features]))
+
+
+@interpreted
+def test_ranges_past_the_last_key_read_nothing():
+    """A range may end after the keys; a query's position counts from its end all the same."""
+    f = Features(dtype=F16, head_dim=16, causal=True, lse=True)
+    call = builders.dense(Source(3), 2, 5, 20, f, start=(0, 3), end=(20, 20)).with_(kv_end=torch.tensor([26, 23]))
+    check(replace(call, free={}), "split")
 
 
 @pytest.mark.sweep(3)
@@ -221,6 +246,8 @@ def test_any_layout(op):
     call = {
         "paged_attention": lambda: builders.paged(source, (1, 3), (40, 21), 4, f),
         "mla_attention": lambda: builders.mla(source, (1, 3), (40, 21), 4, replace(f, head_dim=20, v_head_dim=16)),
+        "attention": lambda: builders.dense(source, 2, 3, 40, f, start=(0, 5), end=(40, 33)),
+        "varlen_attention": lambda: builders.varlen(source, (1, 3), (40, 21), f),
         "merge_state": lambda: builders.merge(source, (5, 4, 8), F16, 0.2, 0.2),
         "merge_states": lambda: builders.merge(source, (5, 3, 4, 8), F16, 0.2),
     }[op]()

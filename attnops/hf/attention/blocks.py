@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attnops.errors import InvalidInput, fail
 from attnops.ops import slot_mapping
-from attnops.ops.eager import capturing
+from attnops.ops.state import capturing
 
 _CACHE: Any = None
 with contextlib.suppress(ImportError):  # another version, whose cache gathers the keys by its own `update`
@@ -81,7 +81,8 @@ def blocks_of(cache: Any, layer: int, key: Tensor, value: Tensor, asked: Asked) 
 
     key, value: `[1, Hkv, T, D]`. Raises InvalidInput where a step is captured for steps with longer requests.
     """
-    if torch.compiler.is_compiling() or type(cache) is not _CACHE:
+    # The cache of 5.18 shares its memory out in another way.
+    if torch.compiler.is_compiling() or type(cache) is not _CACHE or not hasattr(cache, "layer_index_to_group_indices"):
         return None
     kept: Kept = vars(cache).setdefault(_KEPT, Kept())
     # Tensors do not tell steps apart: the capture of a graph gets those of the eager step before it.

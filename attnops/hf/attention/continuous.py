@@ -35,6 +35,73 @@ def _keeps_what_it_is_given(cls: Any) -> bool:
     return usage is None or not usage.edits_cached
 
 
+def check_step(
+    module: Any,
+    attention_mask: Tensor | None,
+    is_causal: bool | None,
+    dropout: float,
+    others: dict[str, Any],
+    proven: bool,
+) -> None:
+    """Raise InvalidInput where a layer asks for what a step of continuous batching does not give.
+
+    Arguments: as `attention` below has them, and `proven` as `attention_function`.
+    """
+    if attention_mask is not None:
+        want = "None: continuous batching passes lengths"
+        fail(InvalidInput, "attention_mask", list(attention_mask.shape), want)
+    if is_causal is False or (dropout > 0.0 and module.training):
+        want = "causal, and no dropout, in continuous batching"
+        fail(InvalidInput, "is_causal, dropout", (is_causal, dropout), want)
+    if (why := refusal(type(module), proven)) is not None:
+        got = f"attnops in continuous batching, for {type(module).__name__}"
+        fail(InvalidInput, "attn_implementation", got, why)
+    check_others({name: given for name, given in others.items() if name not in _OF_THE_STEP})
+
+
+def refusal(cls: Any, proven: bool) -> str | None:
+    """What is wanted in place of layers of this class; None where continuous batching serves them."""
+    if (proven or routed(cls)) and _keeps_what_it_is_given(cls):
+        return None
+    known = "a model whose masks and cached keys transformers' own kernels know"
+    return f"{known}; generate() for this one"
+
+
+def window_of(module: Any, cache: Any = None) -> int:
+    """The tokens that the cache keeps of each request for this layer; 0: all of them.
+
+    cache: of transformers up to 5.17, which tells it.
+    """
+    if hasattr(cache, "sliding_windows"):
+        kept: int = cache.sliding_windows[module.layer_idx]
+        return kept if kept > 1 else 0
+    # As transformers' `group_layers_by_attn_type` shares the layers out.
+    config = module.config
+    kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    if window is None or (kinds is not None and kinds[module.layer_idx] != "sliding_attention"):
+        return 0
+    return int(window)
+
+
+def rules_of(
+    scaling: float | None,
+    window: int,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> dict[str, Any]:
+    """The rules of a step as the ops take them.
+
+    window: tokens that a query sees, its own included; 0: all before it.
+    """
+    return {
+        "scale": scaling,
+        "causal": True,
+        "window": (window - 1 if window else -1, -1),
+        "softcap": float(softcap or 0.0),
+        "sinks": None if sinks is None else sinks.reshape(-1),
+    }
+
+
 def continuous_function(kernel: str | None, proven: bool = False) -> Continuous:
     """A function for `AttentionInterface.register`, under a name with `PREFIX`. Arguments: as of `attention_function`."""
     packed, paged = own_kernel("varlen_attention", kernel), own_kernel("paged_attention", kernel)
@@ -80,31 +147,22 @@ def continuous_function(kernel: str | None, proven: bool = False) -> Continuous:
         if cache is None or cu_seq_lens_q is None or cu_seq_lens_k is None:
             want = 'the arguments of generate_batch(). Use "attnops" for an ordinary forward'
             fail(InvalidInput, "cache, cu_seq_lens_q, cu_seq_lens_k", None, want)
-        if attention_mask is not None:
-            fail(InvalidInput, "attention_mask", list(attention_mask.shape), "None: continuous batching passes lengths")
-        if is_causal is False or (dropout > 0.0 and module.training):
-            fail(InvalidInput, "is_causal, dropout", (is_causal, dropout), "causal, and no dropout, in continuous batching")
-        if not ((proven or routed(type(module))) and _keeps_what_it_is_given(type(module))):
-            want = "a model whose masks and cached keys transformers' own kernels know; generate() for this one"
-            fail(InvalidInput, "attn_implementation", f"{PREFIX}attnops for {type(module).__name__}", want)
-        check_others({name: given for name, given in others.items() if name not in _OF_THE_STEP})
-        if not hasattr(cache, "sliding_windows"):
-            fail(InvalidInput, "cache", type(cache).__name__, "transformers' PagedAttentionCache with `sliding_windows`, as up to 5.17")
+        check_step(module, attention_mask, is_causal, dropout, others, proven)
+        if not (hasattr(cache, "sliding_windows") or hasattr(cache, "layer_to_allocator")):
+            known = "`sliding_windows` (up to 5.17) or `layer_to_allocator` (5.18)"
+            want = f"transformers' PagedAttentionCache, with {known}"
+            fail(InvalidInput, "cache", type(cache).__name__, want)
         layer = module.layer_idx
-        kept = cache.sliding_windows[layer]  # 1 for a layer without a window
-        ring = kept if kept > 1 else 0
+        ring = window_of(module, cache)
         kind = "sliding_attention" if ring else "full_attention"
         window = sliding_window or ring
         starts_k: Any = cu_seq_lens_k[kind] if isinstance(cu_seq_lens_k, dict) else cu_seq_lens_k
         longest_k: Any = max_seqlen_k[kind] if isinstance(max_seqlen_k, dict) else max_seqlen_k
         if isinstance(scaling, Tensor):
             query, scaling = query * scaling, 1.0
-        sinks = s_aux if sinks is None else sinks
         tokens, starts_q, longest_q = query[0].transpose(0, 1), cu_seq_lens_q.to(torch.int32), int(max_seqlen_q)
-        rules: dict[str, Any] = {
-            "max_seqlen_q": longest_q, "scale": scaling, "causal": True, "window": (window - 1 if window else -1, -1),
-            "softcap": float(softcap or 0.0), "sinks": None if sinks is None else sinks.reshape(-1),
-        }  # fmt: skip
+        sinks = s_aux if sinks is None else sinks
+        rules = {"max_seqlen_q": longest_q, **rules_of(scaling, window, softcap, sinks)}
         asked = Asked(read_index, write_index, cu_seq_lens_q, starts_k, longest_q, int(longest_k), ring, block_table)
         blocks = None if ring and window != ring else blocks_of(cache, layer, key, value, asked)
         if blocks is None and block_table is not None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 
 from attnops.errors import InvalidInput, fail
-from attnops.ops.eager import capturing
+from attnops.ops.state import capturing
 
 FIELDS = 4
 DTYPE = torch.int64

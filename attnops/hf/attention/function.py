@@ -20,13 +20,16 @@ from attnops.hf.paged import attention as pages
 from attnops.hf.paged.cache import PagedKeyCache, View
 from attnops.kernel import _REGISTRY, own_kernel
 from attnops.kernels.torch import sdpa
+from attnops.ops import by_sdpa
 from attnops.ops.dense import ATTENTION as attend, Attention
-from attnops.ops.eager import KINDS, _profiling, autocasting, growth, overheard, side
+from attnops.ops.eager import KINDS, growth, side
+from attnops.ops.state import autocasting, overheard, profiling, tracing
 from attnops.ops.varlen import varlen_attention
 from attnops.problem import _OVERRIDE
 from attnops.reference.attention import scores
 from attnops.reference.rows import Rules, dense_visible, dequantise, wide
 from attnops.select import _ACTIVE, key_for
+from attnops.tracers import is_recorded
 
 # An argument with one of these words in its name changes the result, even if it is no tensor.
 _TELLING = ("window", "softcap", "chunk", "mask", "bias", "sink", "alibi", "indices", "block", "scale", "causal", "page", "cache")
@@ -117,7 +120,7 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
             compiling or attention_mask is not None or s_aux is not None or sinks is not None or position_bias is not None
             or cu_seq_lens_q is not None or attnops_cache is not None or output_attentions or (dropout and module.training)
             or type(scaling) not in _NUMBERS or type(query) is not Tensor or not others.keys() <= HARMLESS
-            or is_grad_enabled() or _len_torch_dispatch_stack() or _profiling() or _recorded(module, False)
+            or is_grad_enabled() or _len_torch_dispatch_stack() or profiling() or tracing() or _recorded(module, False)
         ):  # fmt: skip
             query_sizes, sizes, value_sizes = query.shape, key.shape, value.shape
             same = (
@@ -203,6 +206,8 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
             query, key, value, mask, sinks, None, None, start, end, scale=scale, causal=causal, window_left=side(left), softcap=cap,
             policy=key_for("attention", kernels[0]),
         )  # fmt: skip
+        if packed is None and is_recorded() and not (drops or weights_too):
+            return in_torchs_ops(call), None
         if packed is None and not (drops or weights_too):
             # Only a call whose keys were not cut off above is remembered.
             run = attend.find(call) if same is not None and key.shape[1] == keys and not (overheard() or autocasting()) else None
@@ -301,6 +306,13 @@ def apart(query: Tensor, key: Tensor, mask: Tensor | None, cu_seq_lens_q: Tensor
     if mask is None:
         return together
     return mask & together if mask.dtype == torch.bool else mask.masked_fill(~together, float("-inf"))
+
+
+def in_torchs_ops(call: Attention) -> Tensor:
+    """`[B, S, Hq, Dv]` for a tool that records the model: the attention that was replaced."""
+    if by_sdpa.says(call):
+        return by_sdpa.attention(call)[0]
+    return in_torch(call, 0.0)[0]
 
 
 def in_torch(call: Attention, p: float) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,8 @@ the device. Where it must not wait, the mask is dense: under a tracer, and in on
 Packed documents need a count and no check. A compiled graph of a training step counts them when it runs. In other compiled graphs, and
 while a CUDA graph is captured, layers without cumulative lengths write their mask out.
 
+Where torch.jit.trace or torch.onnx.export records the model, masks are dense or additive.
+
 A cache of pages gets a descriptor in every mode: pages hold a row's tokens without its padding, so that a mask may say only how much
 padding a row begins with; any other mask is an error. Where the host must not wait, the device asserts instead.
 
@@ -39,8 +41,9 @@ from attnops.errors import InvalidInput, fail
 from attnops.hf.attention import descriptor, packed
 from attnops.hf.attention.descriptor import Pattern
 from attnops.hf.generation import Verdict, current_generation
-from attnops.ops.eager import capturing
+from attnops.ops.state import capturing
 from attnops.problem import pretended
+from attnops.tracers import is_recorded
 
 Mode = Literal["auto", "dense", "explicit", "compact", "additive"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -91,10 +94,11 @@ def mask_function(mode: Mode) -> Callable[..., Tensor | None]:
         )  # fmt: skip
         if isinstance(kv_offset, Tensor) and kv_offset.dim() > 0:
             return _of_pages(request)
-        if mode in ("auto", "compact") and (documents := _documents(request)) is not None:
+        short = mode in ("auto", "compact") and not is_recorded()
+        if short and (documents := _documents(request)) is not None:
             return documents
-        compact = mode == "compact" or (mode == "auto" and (far(request.device) or (attention_mask is None and _trains(request))))
-        if compact and (pattern := pattern_of(request)) is not None:
+        compact = mode == "compact" or far(request.device) or (attention_mask is None and _trains(request))
+        if short and compact and (pattern := pattern_of(request)) is not None:
             exact, mask = _compact(request, pattern)
             if exact:
                 return mask

@@ -1,4 +1,4 @@
-"""`flashmla` and `flashmla_fp8`: dense decode of FlashMLA inside the sgl_kernel wheel, over latents of 512 + 64 on SM90, and its schedule.
+"""`flashmla` and `flashmla_fp8`: FlashMLA's dense decode (see sources.py) over latents of 512 + 64 on SM90, and its schedule.
 
 Called without a schedule, the raw ops make it on the device from this call's lengths: no state, no sync, and a captured graph follows
 its inputs. A plan of `decode_rows` made for the call's heads holds one, and every layer starts one kernel less. Every query token is a
@@ -24,7 +24,8 @@ from torch.nn.functional import pad
 
 from attnops.errors import InvalidInput
 from attnops.kernel import Core, Inline, Invariant, Kernel, Plan, Tolerance, arch, demand, one_of, register
-from attnops.kernels.sgl import wheel
+from attnops.kernels.sgl import sources
+from attnops.kernels.sgl.sources import PACKAGE
 from attnops.kernels.shared.tokens import BY_TOKEN, LATENT, adjoin, batch_by_token, blank, rows, whole
 from attnops.measured import Roofline, phases
 from attnops.problem import Problem, Refusal
@@ -34,9 +35,6 @@ from attnops.reference.data import MOST_SMS, PART_HEADS, PART_WORDS, rows_schedu
 if TYPE_CHECKING:
     from attnops.ops import metadata, mla
 
-LIBRARY = "flashmla_ops.*"
-PACKAGE = wheel.package("0.4.3")
-missing = functools.partial(wheel.lacks, pattern=LIBRARY)  # the probe of all FlashMLA kernels
 ALIGNMENT = PART_WORDS * 4
 FLOAT8 = torch.float8_e4m3fn
 MOST_FLOAT8_TOKENS = 4095
@@ -72,10 +70,10 @@ def _core(
     given = (whole(q_nope, q_pe)[:, None], latent_pages[:, :, None], LATENT, lengths, tables, scale, False)
     made: tuple[Any, Any] = (None, None) if schedule is None else split(schedule, tokens, heads)
     if q_scale is None or kv_scale is None:
-        out, z, _, _ = wheel.op("dense_decode_fwd", LIBRARY)(*given, *made)
+        out, z, _, _ = sources.op("dense_decode_fwd")(*given, *made)
     else:
         made = _schedule(lengths, heads, True) if schedule is None else made
-        out, z = wheel.op("fwd_kvcache_mla_fp8", LIBRARY)(*given, *made, q_scale.contiguous(), kv_scale.contiguous())
+        out, z = sources.op("fwd_kvcache_mla_fp8")(*given, *made, q_scale.contiguous(), kv_scale.contiguous())
     return out[:, 0], z[:, :, 0]
 
 
@@ -103,10 +101,10 @@ def _schedule(lengths: Tensor, q_heads: int, float8: bool) -> tuple[Tensor, Tens
     """(parts, splits) as the kernels take them. lengths: int32 `[T]`, T at least 1; for float8 each at least 1."""
     if not float8:
         # As dense_decode_fwd makes it: the same kernel, blocks of keys, overhead and number of parts.
-        return wheel.op("get_mla_decoding_metadata", LIBRARY)(lengths, q_heads, 1, q_heads, False, None)  # type: ignore[no-any-return]
+        return sources.op("get_mla_decoding_metadata")(lengths, q_heads, 1, q_heads, False, None)  # type: ignore[no-any-return]
     if lengths.shape[0] > MOST_FLOAT8_TOKENS:
         raise InvalidInput("q_nope.shape[0]", lengths.shape[0], f"<= {MOST_FLOAT8_TOKENS} tokens (flashmla_fp8)")
-    return wheel.op("get_mla_decoding_metadata_dense_fp8", LIBRARY)(lengths, q_heads, 1)  # type: ignore[no-any-return]
+    return sources.op("get_mla_decoding_metadata_dense_fp8")(lengths, q_heads, 1)  # type: ignore[no-any-return]
 
 
 def written(lengths: Tensor, q_heads: int, float8: bool) -> Tensor:
@@ -142,7 +140,7 @@ def _unread(p: Problem) -> Refusal | None:
     """flashmla computes no output from a schedule of zeros, so the reference, which writes zeros, is refused where flashmla may run."""
     if few_tokens(p) is not None:
         return None  # flashmla_fp8 has the same need and cannot run
-    if not p.q_heads or p.target.device != "cuda" or p.target.arch != 90 or PACKAGE.missing(p.target) or missing(p.target):
+    if not p.q_heads or p.target.device != "cuda" or p.target.arch != 90 or PACKAGE.missing(p.target):
         return None
     return Refusal("q_heads", p.q_heads, "0 where flashmla is: its schedule is made by flashmla")
 
@@ -177,14 +175,14 @@ ROWS_CORE = Core(
 )
 _dense = functools.partial(
     Kernel, op="mla_attention", run=mla_attention, needs=(arch(90), *BY_TOKEN, one_of("page_size", 64), few_tokens), packages=(PACKAGE,),
-    probe=missing, cost_us=_cost_us, plan=Plan(device=functools.partial(rows, schedule=True)), inline=Inline(core=CORE),
+    cost_us=_cost_us, plan=Plan(device=functools.partial(rows, schedule=True)), inline=Inline(core=CORE),
 )  # fmt: skip
 TAKES, HALVES = frozenset({"causal", "lse"}), (torch.float16, torch.bfloat16)
-register(_dense("flashmla", takes=TAKES, dtypes=HALVES, about="FlashMLA dense decode (sgl_kernel)"))
+register(_dense("flashmla", takes=TAKES, dtypes=HALVES, about="FlashMLA dense decode"))
 register(
     _dense(
         "flashmla_fp8", takes=TAKES | {"q_scale", "kv_scale"}, dtypes=(FLOAT8,), kv_dtypes=(FLOAT8,),
-        tolerance=Tolerance(16.0, rounded_sums=True), about="FlashMLA dense decode in float8 (sgl_kernel)",
+        tolerance=Tolerance(16.0, rounded_sums=True), about="FlashMLA dense decode in float8",
     )
 )  # fmt: skip
 # The dtype is that of the page table, or of the float8 query that the schedule is for. Rows depend on their own request alone. The
@@ -192,9 +190,9 @@ register(
 _rows = functools.partial(Kernel, op="decode_rows", dtypes=(torch.int32, FLOAT8), invariant=Invariant())
 register(
     _rows(
-        "flashmla", run=decode_rows, needs=(arch(90), few_tokens), packages=(PACKAGE,), probe=missing, inline=Inline(core=ROWS_CORE),
+        "flashmla", run=decode_rows, needs=(arch(90), few_tokens), packages=(PACKAGE,), inline=Inline(core=ROWS_CORE),
         cost_us=lambda p: 5.0,  # more than the reference, whose body serves a call without a schedule
-        about="the batch by token with FlashMLA's schedule (sgl_kernel)",
+        about="the batch by token with FlashMLA's schedule",
     )
 )  # fmt: skip
 register(

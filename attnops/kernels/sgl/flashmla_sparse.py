@@ -1,4 +1,4 @@
-"""`flashmla` of `sparse_mla_attention`: FlashMLA's sparse attention inside the sgl_kernel wheel, for latents of 512 + 64.
+"""`flashmla` of `sparse_mla_attention`: FlashMLA's sparse attention (see sources.py), for latents of 512 + 64.
 
 Which of two raw ops answers follows from the layout of the latents, not from decode or prefill: `sparse_decode_fwd` reads the pages of
 656 bytes a token and splits a token's keys among SMs, `sparse_prefill_fwd` reads bfloat16 and gives a token to one SM for every 64 heads.
@@ -17,8 +17,7 @@ from torch.nn.functional import pad
 
 from attnops.errors import InvalidInput
 from attnops.kernel import Invariant, Kernel, arch, at_most, demand, one_of, register
-from attnops.kernels.sgl import wheel
-from attnops.kernels.sgl.flashmla import LIBRARY, PACKAGE, missing
+from attnops.kernels.sgl import sources
 from attnops.kernels.shared.memory import PACK
 from attnops.kernels.shared.tokens import LATENT, LATENTS, ROPE, see_nothing, whole
 from attnops.problem import Problem
@@ -30,14 +29,15 @@ HEADS = (64, 128)
 PACKED_TILE, PLAIN_TILE = 64, 128
 """Lists are whole tiles: an assertion in the kernels."""
 LARGEST = 2**31 - 1
-PREFILL_LSE_BASE = 2.0
-"""Of `sparse_prefill_fwd`, as its docstring says and an H200 showed; tests/gpu/test_sparse.py holds it to that."""
 MOST_TOKENS = 512
 """Tokens of one `sparse_decode_fwd`. It makes a float32 output a token and head for splits that there may be, used or not."""
 
 
 def sparse_mla_attention(call: sparse.SparseMlaAttention) -> None:
-    """Raises InvalidInput when `latent_pages` does not start at a multiple of 16 bytes."""
+    """Raises InvalidInput when `latent_pages` does not start at a multiple of 16 bytes.
+
+    `sparse_decode_fwd` takes slots of pages that lie apart. `sparse_prefill_fwd` knows no pages: it counts the rows between them, too.
+    """
     pages, indices, sinks, scale, output, lse = call.latent_pages, call.indices, call.sinks, call.scale, call.output, call.lse
     if not (output.numel() and indices.numel() and pages.numel()):
         see_nothing(output, lse)
@@ -55,6 +55,7 @@ def sparse_mla_attention(call: sparse.SparseMlaAttention) -> None:
     logits = None if sinks is None else sinks.float()
     sinks = None if logits is None else logits.contiguous() if heads == have else pad(logits, (0, heads - have))
     quantised = pages.dtype == torch.uint8
+    every, apart = (pages, pages.shape[1]) if quantised else _every_row(pages)
     step = MOST_TOKENS if quantised else tokens
     for start in range(0, tokens, step):
         rows = slice(start, start + step)
@@ -62,19 +63,20 @@ def sparse_mla_attention(call: sparse.SparseMlaAttention) -> None:
         q, lists, length = query[rows], indices[rows], None if call.topk_length is None else call.topk_length[rows]
         if quantised:
             # The kernel asserts that it is given no lengths for these pages: entries past them become -1.
-            lists = _lists(lists, length, pages, PACKED_TILE, call.holes)
-            out, z, _, _ = wheel.op("sparse_decode_fwd", LIBRARY)(
+            lists = _lists(lists, length, pages, PACKED_TILE, call.holes, apart)
+            out, z, _, _ = sources.op("sparse_decode_fwd")(
                 q[:, None], pages[:, :, None], lists[:, None], None, sinks, None, None, None, None, None, LATENT, scale
             )
             out, z = out[:, 0], z[:, :, 0]
         else:
-            lists = _lists(lists, None, pages, PLAIN_TILE, call.holes)
+            lists = _lists(lists, None, pages, PLAIN_TILE, call.holes, apart)
             length = None if length is None else length.contiguous()
-            given = (q, pages.flatten(0, 1)[:, None], lists[:, None], scale, LATENT, sinks, length)
-            out, _, z = wheel.op("sparse_prefill_fwd", LIBRARY)(*given)
+            given = (q, every[:, None], lists[:, None], scale, LATENT, sinks, length)
+            out, _, z = sources.op("sparse_prefill_fwd")(*given)
         output[rows].copy_(out[:, :have])
         if lse is not None:
-            _write_lse(lse[rows], z[:, :have] if quantised else z[:, :have] * math.log(PREFILL_LSE_BASE), logits)
+            base = math.e if quantised else sources.source().lse_base
+            _write_lse(lse[rows], z[:, :have] if base == math.e else z[:, :have] * math.log(base), logits)
 
 
 def _query(q_nope: Tensor, q_pe: Tensor, heads: int) -> Tensor:
@@ -90,20 +92,43 @@ def _query(q_nope: Tensor, q_pe: Tensor, heads: int) -> Tensor:
     return query
 
 
-def _lists(indices: Tensor, length: Tensor | None, pages: Tensor, tile: int, holes: bool) -> Tensor:
-    """The lists in whole tiles, with -1 past their lengths and, if there may be `holes`, for entries that are no slot: one launch."""
-    slots = min(pages.shape[0] * pages.shape[1], LARGEST) if holes else LARGEST
-    if indices.is_cuda and (holes or length is not None):
+def _every_row(pages: Tensor) -> tuple[Tensor, int]:
+    """(`[rows, D]` from the first page's first row to the last page's last, the rows from one page's start to the next one's)."""
+    count, page, width = pages.shape
+    apart = page if count == 1 else pages.stride(0) // width
+    if apart == page:
+        return pages.flatten(0, 1), page
+    return pages.as_strided(((count - 1) * apart + page, width), (width, 1)), apart
+
+
+def _lists(
+    indices: Tensor,
+    length: Tensor | None,
+    pages: Tensor,
+    tile: int,
+    holes: bool,
+    apart: int,
+) -> Tensor:
+    """The lists in whole tiles, with -1 past their lengths and, if there may be `holes`, for entries that are no slot: one launch.
+
+    apart: rows from one page's start to the next one's, by which slots are counted.
+    """
+    page = pages.shape[1]
+    slots = min(pages.shape[0] * page, LARGEST) if holes else LARGEST
+    if indices.is_cuda and (holes or length is not None or apart != page):
         from attnops.kernels.triton.launch.data import make_lists
 
         out = indices.new_empty((indices.shape[0], -(-indices.shape[1] // tile) * tile))
-        make_lists(indices, length, slots, out)
+        make_lists(indices, length, slots, out, page, apart)
         return out
     if holes or length is not None:
         real = (indices >= 0) & (indices < slots)
         if length is not None:
             real &= torch.arange(indices.shape[1], device=indices.device) < length[:, None]
         indices = torch.where(real, indices, -1)
+    if apart != page:
+        between = torch.div(indices, page, rounding_mode="floor") * (apart - page)
+        indices = torch.where(indices < 0, -1, indices + between)
     if indices.shape[1] % tile:
         return pad(indices, (0, -indices.shape[1] % tile), value=-1)
     # They are loaded up to 32 bytes at a time.
@@ -137,7 +162,7 @@ register(
     Kernel(
         "flashmla", "sparse_mla_attention", sparse_mla_attention, takes=frozenset({"topk_length", "sinks", "lse", "holes"}),
         dtypes=(torch.bfloat16,), kv_dtypes=(torch.bfloat16, torch.uint8),
-        needs=(arch(90, 100), *LATENTS, at_most("q_heads", HEADS[-1]), one_of("pages_packed", True)), packages=(PACKAGE,), probe=missing,
-        cost_us=_cost_us, invariant=Invariant((UNSPLIT,)), about="FlashMLA sparse attention (sgl_kernel): packed or bfloat16 latents",
+        needs=(arch(90, 100), *LATENTS, at_most("q_heads", HEADS[-1]), one_of("pages_in_rows", True)), packages=(sources.PACKAGE,),
+        cost_us=_cost_us, invariant=Invariant((UNSPLIT,)), about="FlashMLA sparse attention: packed or bfloat16 latents",
     )
 )  # fmt: skip

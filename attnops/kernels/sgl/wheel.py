@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from attnops.kernel import Package
-from attnops.needs import parse, within
+from attnops.packages import parse, within
 from attnops.problem import Refusal, Target
 
 DISTS = ("sglang-kernel", "sgl-kernel")
@@ -22,8 +22,10 @@ OLDEST = "0.3.18"
 DROPPED = "0.4.7"
 """The first wheel without CUTLASS MLA and without vertical-slash attention."""
 WHEELS = {"2.11": ("0.4.2", "0.4.6.post1"), "2.13": ("0.4.6.post1", "0.4.9"), "2.14": ("0.4.9", "")}
-"""By minor version of torch, the first wheel built for it and the first that no longer is. From 0.4.7 on a wheel pins its torch exactly,
-and pip would replace the one that is installed."""
+"""By minor version of torch, the first wheel built for it and the first that no longer is. torch 2.12 and 2.15 have none. From 0.4.7 on a
+wheel pins its torch exactly, and pip would replace the one that is installed."""
+UNKNOWN = "0.4.11"
+"""Wheels from this version on were not looked into."""
 
 
 def package(at_least: str = OLDEST, below: str = "", holds: str = "") -> Package:
@@ -31,10 +33,22 @@ def package(at_least: str = OLDEST, below: str = "", holds: str = "") -> Package
     return Package("sgl_kernel", DISTS, at_least, install=hint(torch.__version__, at_least, below), below=below, holds=holds)
 
 
+def minor_of(torch_version: str) -> str:
+    """`2.13` of `2.13.0+cpu`; a text that is no version as it is."""
+    known = parse(torch_version)
+    return ".".join(map(str, (*known.release, 0)[:2])) if known is not None else torch_version
+
+
+def built_for(version: str) -> str | None:
+    """The minor version of torch that this wheel is built for; None where it is not known."""
+    if within(version, UNKNOWN, ""):
+        return None
+    return next((minor for minor, (first, end) in WHEELS.items() if within(version, first, end)), "before 2.11")
+
+
 def hint(torch_version: str, at_least: str = "", below: str = "") -> str:
     """The command that installs a wheel within the bounds for this torch, and leaves torch as it is."""
-    known = parse(torch_version)
-    minor = ".".join(map(str, (*known.release, 0)[:2])) if known is not None else torch_version
+    minor = minor_of(torch_version)
     if minor not in WHEELS:
         return f"a torch that sglang-kernel has wheels for ({', '.join(WHEELS)}), not {minor}"
     oldest, end = WHEELS[minor]
@@ -50,10 +64,10 @@ def common_ops(target: Target) -> str:
     return f"{'sm90' if target.arch == 90 else 'sm100'}/common_ops.*"
 
 
-def library(pattern: str) -> Path | None:
-    """The wheel's file that matches the glob `pattern`, or None."""
+def library(pattern: str, module: str = "sgl_kernel") -> Path | None:
+    """The file of the wheel that matches the glob `pattern`, or None."""
     try:
-        spec = find_spec("sgl_kernel")
+        spec = find_spec(module)
     except (ImportError, ValueError):
         return None
     folders = spec.submodule_search_locations if spec is not None else None
@@ -61,10 +75,20 @@ def library(pattern: str) -> Path | None:
 
 
 def lacks(target: Target, pattern: str) -> Refusal | None:
-    """A probe: the wheel may be installed without this library (a CPU build, a wheel cut down)."""
-    if target.assume is not None or library(pattern) is not None:
+    """A probe: the wheel may be installed without this library (a CPU build, a wheel cut down), or be built for another torch."""
+    if target.assume is not None:
         return None
-    return Refusal("package", f"sgl_kernel without {pattern}", f"a wheel that holds {pattern}")
+    if library(pattern) is None:
+        return Refusal("package", f"sgl_kernel without {pattern}", f"a wheel that holds {pattern}")
+    why = misfit()
+    return None if why is None else Refusal("package", f"sgl_kernel {why}", hint(torch.__version__))
+
+
+def misfit() -> str | None:
+    """Why the installed wheel does not go with this torch, by its version; None where it does, or its version says nothing."""
+    version = package().version()
+    built = None if version is None else built_for(version)
+    return None if built in (None, minor_of(torch.__version__)) else f"{version}, which torch {built} loads"
 
 
 def op(name: str, pattern: str) -> Any:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnops.errors import InvalidInput
 from attnops.kernel import Need, extent_at_most, one_of
-from attnops.needs import _installed
+from attnops.packages import _installed
 from attnops.reference.data import rows_schedule_words
 
 LATENT, ROPE = 512, 64

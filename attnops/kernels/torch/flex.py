@@ -214,7 +214,10 @@ def _flex(
     if sinks is None:
         return output, lse
     # The sink's logit joins the denominator: output shrinks by exp(lse - lse'), lse' = log(exp(lse) + exp(sink)).
-    joined = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None].expand_as(lse))
+    sink = sinks.to(lse.dtype)[None, :, None].expand_as(lse)
+    # A sink of +inf has all of the weight. Its derivative through logaddexp would be NaN.
+    whole = sink == float("inf")
+    joined = torch.where(whole, sink, torch.logaddexp(lse, torch.where(whole, 0.0, sink)))
     return output * torch.exp(lse - joined)[..., None].to(output.dtype), joined
 
 

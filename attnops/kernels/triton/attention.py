@@ -1,9 +1,10 @@
-"""`triton`: attention over pages and over latents, gradients, and merges, by attnops' own kernels, for any GPU that Triton compiles for.
+"""`triton`: attention, gradients, and merges, by attnops' own kernels, for any GPU that Triton compiles for.
 
-Attention has two stages: a tile of queries attends over one split of its request's keys, then the splits are merged by their log-sum-exps;
-docs/triton.md has the picture. The number of splits follows from shapes alone, so that a captured graph replays for other lengths.
-Gradients take every rule of visibility, soft caps, sinks and ranges of keys. Their tiles follow from head dims and the GPU, and no two
-programs add to one number, so that a request's gradients do not depend on the rest of the batch.
+Attention over pages, over latents and of dense and packed calls is one kernel. It has two stages: a tile of queries attends over one split
+of its request's keys, then the splits are merged by their log-sum-exps; docs/triton.md has the picture. The number of splits follows from
+shapes alone, so that a captured graph replays for other lengths. Gradients take every rule of visibility, soft caps, sinks and ranges of
+keys. Their tiles follow from head dims and the GPU, and no two programs add to one number, so that a request's gradients do not depend on
+the rest of the batch.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ import torch
 from attnops.kernel import Invariant, Kernel, Need, Package, arch_from, at_most, demand, one_of, register
 from attnops.kernels.shared import memory
 from attnops.measured import Roofline, phases
-from attnops.problem import Problem
+from attnops.problem import Problem, Refusal
 
 PACKAGE = Package("triton", ("triton",), "3.3", "pip install triton")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+QUERY = (*FLOATS, torch.float8_e4m3fn)
 STORED = (*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
 
@@ -84,23 +86,48 @@ def _merge_us(p: Problem) -> float:
 PAGED = phases(Roofline(8.2, 1.1, 0.45, 0.013, 590), Roofline(7.8, 0.71, 0.46, 0.034, 510))
 BACKWARD = Roofline(33.5, 0.093, 0.19)
 LATENTS = phases(Roofline(11.0, 1.1, 0.29, 0.032, 320), Roofline(8.7, 0.4, 0.38, 0.064, 250))
+# Not measured: half the rates of the same loop over pages, and the small tensors that say where keys begin.
+WITHOUT_PAGES = phases(Roofline(25.0, 0.5, 0.22, 0.013, 590), Roofline(25.0, 0.35, 0.23, 0.034, 510))
 
-_STORED = "float8_e5m2 | int8 | the query's (float8_e4m3fn from sm89 on)"
-_float8 = demand("kv_dtype", _STORED, lambda p: p.kv_dtype != torch.float8_e4m3fn or p.target.arch >= 89)
+
+def _by_query(cost_us: Callable[[Problem], float]) -> Callable[[Problem], float]:
+    """Of a float8 query twice the estimate: it is multiplied in bfloat16, at half the rate of float8, as are its keys. Not measured."""
+    return lambda p: cost_us(p) * (2.0 if p.dtype == torch.float8_e4m3fn else 1.0)
+
+
+def _float8(p: Problem) -> Refusal | None:
+    for field in ("dtype", "kv_dtype"):
+        if getattr(p, field) == torch.float8_e4m3fn and p.target.arch < 89:
+            return Refusal(field, torch.float8_e4m3fn, "another, or sm89 and later")
+    return None
+
+
 LAYOUT: tuple[Need, ...] = (_float8, one_of("last_dim_contiguous", True))
 HEADS: tuple[Need, ...] = (*LAYOUT, at_most("head_dim", 256), at_most("v_head_dim", 256))
+_halves = demand(
+    "dtype", "float16 | bfloat16 (head dims above 256)", lambda p: max(p.head_dim, p.v_head_dim) <= 256 or p.dtype.itemsize <= 2
+)
+WIDE_HEADS: tuple[Need, ...] = (*LAYOUT, at_most("head_dim", 576), at_most("v_head_dim", 512), _halves)
 LATENT_NEEDS: tuple[Need, ...] = (*LAYOUT, at_most("v_head_dim", 512), at_most("rope_dim", 64))
 
 RULES = frozenset({"causal", "window_left", "window_right", "softcap", "attention_chunk", "sinks"})
-LATENT_TAKES = {"causal", "window_left", "softcap", "sinks", "mask", "kv_scale", "lse"}
-PAGED_TAKES = RULES | {"mask", "k_scale", "v_scale", "temperature", "lse"}
+LATENT_TAKES = {"causal", "window_left", "softcap", "sinks", "mask", "q_scale", "kv_scale", "lse"}
+TAKES = RULES | {"mask", "q_scale", "k_scale", "v_scale"}
+PAGED_TAKES = TAKES | {"temperature", "lse"}
 
 attention = launched("attention", "attention")
 few_queries = launched("attention", "few_queries")
 """`attention` of the requests of at most `grids.DECODE_QUERIES` queries. All other rows keep what they hold."""
 
-own("paged_attention", attention, PAGED, "attnops' own, decode and extend", PAGED_TAKES, kv_dtypes=STORED, needs=HEADS)
-own("mla_attention", attention, LATENTS, "attnops' own, decode and extend over latents", LATENT_TAKES, kv_dtypes=STORED, needs=LATENT_NEEDS)
+for _op, _run, _us, _about, _takes, _needs in (
+    ("paged_attention", attention, PAGED, "decode and extend", PAGED_TAKES, WIDE_HEADS),
+    ("mla_attention", attention, LATENTS, "decode and extend over latents", LATENT_TAKES, LATENT_NEEDS),
+    ("attention", launched("attention", "dense_attention"), WITHOUT_PAGES, "any head dims and rules",
+     TAKES | {"kv_start", "kv_end", "return_lse"}, WIDE_HEADS),
+    ("varlen_attention", launched("attention", "varlen_attention"), WITHOUT_PAGES, "any head dims and rules",
+     TAKES | {"return_lse"}, WIDE_HEADS),
+):  # fmt: skip
+    own(_op, _run, _by_query(_us), f"attnops' own, {_about}", _takes, QUERY, STORED, _needs)
 for _op, _takes in (
     ("attention_backward", RULES | {"mask", "mask_grad", "kv_start", "kv_end"}),
     ("varlen_attention_backward", RULES | {"mask"}),

@@ -1,7 +1,8 @@
-"""Device function: stage one. A tile of query rows attends over the pages of its request, or over one split of them.
+"""Device function: stage one. A tile of query rows attends over the keys of its request, or over one split of them.
 
-A tile's rows are queries times the heads of one key head's group (GQA packing): every key is loaded once for all of them. FlashAttention-2,
-https://arxiv.org/abs/2307.08691, section 3.1, over pages; splits: https://pytorch.org/blog/flash-decoding/.
+The keys lie in pages, or follow one another in memory. A tile's rows are queries times the heads of one key head's group (GQA packing):
+every key is loaded once for all of them. FlashAttention-2, https://arxiv.org/abs/2307.08691, section 3.1, over pages; splits:
+https://pytorch.org/blog/flash-decoding/.
 """
 
 import triton
@@ -41,8 +42,10 @@ def load_keys(base, at, dims, seen, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MA
 
 @triton.jit
 def slots_of(page, key, keys, stride_p, stride_n, PAGE: tl.constexpr, TILE_N: tl.constexpr):
-    """Offsets of a tile's keys. One page holds the whole tile, or `page` holds an id for each key."""
-    if PAGE % TILE_N == 0:
+    """Offsets of a tile's keys. One page holds the whole tile, or `page` holds an id for each key. PAGE 0: there are no pages."""
+    if PAGE == 0:
+        return keys.to(tl.int64) * stride_n
+    elif PAGE % TILE_N == 0:
         return page.to(tl.int64) * stride_p + (key % PAGE + tl.arange(0, TILE_N)) * stride_n
     else:
         return page.to(tl.int64) * stride_p + (keys % PAGE) * stride_n
@@ -50,8 +53,10 @@ def slots_of(page, key, keys, stride_p, stride_n, PAGE: tl.constexpr, TILE_N: tl
 
 @triton.jit
 def pages_of(row_ptr, key, high, PAGE: tl.constexpr, TILE_N: tl.constexpr):
-    """The id of the page that holds a tile, or an id for each of its keys."""
-    if PAGE % TILE_N == 0:
+    """The id of the page that holds a tile, or an id for each of its keys. PAGE 0: a number that is not read."""
+    if PAGE == 0:
+        return key
+    elif PAGE % TILE_N == 0:
         return tl.load(row_ptr + key // PAGE, mask=key < high, other=0)
     else:
         keys = key + tl.arange(0, TILE_N)
@@ -60,12 +65,13 @@ def pages_of(row_ptr, key, high, PAGE: tl.constexpr, TILE_N: tl.constexpr):
 
 @triton.jit
 def attend_tile(
-    acc, top, total, page, q, q_rope, key, low, high, length, position,
+    acc, top, total, page, q, q_rest, key, low, high, first, length, position,
     k_ptr, v_ptr, row_ptr, mask_ptr, mask_row, live, scale, cap, temperature, left, right, chunk,
     k_p, k_n, v_p, v_n, mask_n,
     D: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_DR: tl.constexpr,
     PAGE: tl.constexpr, TILE_N: tl.constexpr, COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     CHUNKED: tl.constexpr, CAP: tl.constexpr, TEMPERED: tl.constexpr, MASK: tl.constexpr, LATENT: tl.constexpr, MASKED: tl.constexpr,
+    FIRST: tl.constexpr,
 ):  # fmt: skip
     """One step over the TILE_N keys in `page`. Also returns the page of the next step. MASKED: a row may not see every key."""
     keys = key + tl.arange(0, TILE_N)
@@ -74,10 +80,10 @@ def attend_tile(
     dims = tl.arange(0, BLOCK_D)
     k = load_keys(k_ptr, k_at, dims, seen, D, BLOCK_D, MASKED).to(COMPUTE)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
-    if LATENT:
+    if DR > 0:
         dims_r = tl.arange(0, BLOCK_DR)
-        k_rope = load_keys(k_ptr + D, k_at, dims_r, seen, DR, BLOCK_DR, MASKED).to(COMPUTE)
-        s = tl.dot(q_rope, tl.trans(k_rope), s, input_precision="ieee")
+        k_rest = load_keys(k_ptr + D, k_at, dims_r, seen, DR, BLOCK_DR, MASKED).to(COMPUTE)
+        s = tl.dot(q_rest, tl.trans(k_rest), s, input_precision="ieee")
     if CAP:
         s = tanh(s * scale) * cap
     else:
@@ -92,6 +98,8 @@ def attend_tile(
             s = s + in_base_2(bias)
     if MASKED:
         visible = (keys < length)[None, :]
+        if FIRST:
+            visible = visible & (keys >= first)[None, :]
         visible = sees(visible, position[:, None], keys[None, :], left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
         s = tl.where(visible, s, float("-inf"))
     higher = tl.maximum(top, tl.max(s, 1))
@@ -117,22 +125,23 @@ def attend_tile(
 LATE_ROWS = tl.constexpr(16)
 VARYING = [
     "left", "right", "chunk", "requests", "tokens", "tiles", "pads", "each", "steps", "splits", "split_keys", "width", "rows",
-    "fewest", "most", "table_b", "mask_t",
+    "fewest", "most", "capacity", "table_b", "mask_b", "mask_h", "mask_t", "q_b", "r_b",
 ]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=VARYING)
 def attend(
-    q_ptr, r_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, starts_ptr, mask_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
-    temperature_ptr,
+    q_ptr, r_ptr, k_ptr, v_ptr, table_ptr, first_ptr, lengths_ptr, starts_ptr, mask_ptr, sinks_ptr, q_scale_ptr, k_scale_ptr,
+    v_scale_ptr, temperature_ptr,
     out_ptr, lse_ptr, parts_ptr, scale, cap, left, right, chunk,
-    requests, tokens, tiles, pads, each, steps, splits, split_keys, width, rows, fewest, most,
-    q_t, q_h, r_t, r_h, k_p, k_n, k_h, v_p, v_n, v_h, k_scale_h, v_scale_h, table_b, mask_t, mask_n, out_t, out_h, out_d, lse_t, lse_h,
+    requests, tokens, tiles, pads, each, steps, splits, split_keys, width, rows, fewest, most, capacity,
+    q_b, q_t, q_h, r_b, r_t, r_h, k_p, k_n, k_h, v_p, v_n, v_h, q_scale_h, k_scale_h, v_scale_h, table_b, mask_b, mask_h, mask_t, mask_n,
+    out_t, out_h, out_d, lse_t, lse_h,
     D: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_DR: tl.constexpr,
     PAGE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CHUNKED: tl.constexpr,
     CAP: tl.constexpr, TEMPERED: tl.constexpr, MASK: tl.constexpr, LATENT: tl.constexpr,
-    RAGGED: tl.constexpr, SPLIT: tl.constexpr, PEEL: tl.constexpr, OVERLAP: tl.constexpr,
+    RAGGED: tl.constexpr, SPLIT: tl.constexpr, PEEL: tl.constexpr, OVERLAP: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """Grid: heads of keys * tiles of their group * (splits * tiles of queries + pads), the last tile first: it sees the most keys.
 
@@ -141,7 +150,10 @@ def attend(
     fewest, most: another launch serves requests with fewer or more queries.
     cap: soft cap in base 2; `scale` then holds scale / cap. TEMPERED: capped logits are multiplied by their token's temperature.
     PEEL: tiles that every row sees are not masked. OVERLAP: stage two is launched while this kernel runs.
-    LATENT: `k_ptr` holds the value, too.
+    DR: a key's numbers after the first D, which `r_ptr` has of the query. LATENT: `k_ptr` holds the value, too.
+    PAGE: 0 for requests whose keys follow one another. Then `table_ptr` tells how many times k_p and v_p a request's first key and value
+    lie past the first of all, and how many times q_b, r_b and mask_b to add to what its tokens say. At most `capacity` of its keys exist.
+    FIRST: `first_ptr` has the first key of each request that may be seen.
     """
     HEADS: tl.constexpr = GROUP if GROUP < TILE_M else TILE_M
     BLOCK_Q: tl.constexpr = TILE_M // HEADS
@@ -209,25 +221,42 @@ def attend(
     position = length - queries + i
     lowest = length - queries + first_q
     highest = length - queries + tl.minimum(first_q + BLOCK_Q, queries) - 1
-    low, high = span(lowest, highest, 0, length, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
-    all_low, all_high = span(highest, lowest, 0, length, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
+    earliest = 0
+    if FIRST:
+        earliest = tl.maximum(tl.load(first_ptr + request).to(tl.int32), 0)
+    last = length
+    if PAGE == 0:
+        last = tl.minimum(length, capacity)
+    low, high = span(lowest, highest, earliest, last, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
+    all_low, all_high = span(highest, lowest, earliest, last, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
     if SPLIT:
         high = tl.minimum(high, start + size)
     start = tl.maximum(start, low // TILE_N * TILE_N)
     high = tl.maximum(high, start)
 
     row_ptr = table_ptr + request.to(tl.int64) * table_b
+    mask_row = token * mask_t
+    if PAGE == 0:
+        place = tl.load(row_ptr).to(tl.int64)
+        q_ptr += place * q_b
+        k_ptr += place * k_p
+        v_ptr += place * v_p
+        mask_row += place * mask_b + head.to(tl.int64) * mask_h
+        if DR > 0:
+            r_ptr += place * r_b
     # Page ids are loaded one step before their keys, and the first ids before the query.
     page = pages_of(row_ptr, start, high, PAGE, TILE_N)
     dims = tl.arange(0, BLOCK_D)
     q_at = q_ptr + (token * q_t + head.to(tl.int64) * q_h)[:, None] + dims[None, :]
     q = tl.load(q_at, mask=live[:, None] & (dims < D)[None, :], other=0.0).to(COMPUTE)
-    q_rope = q
-    if LATENT:
+    q_rest = q
+    if DR > 0:
         dims_r = tl.arange(0, BLOCK_DR)
         r_at = r_ptr + (token * r_t + head.to(tl.int64) * r_h)[:, None] + dims_r[None, :]
-        q_rope = tl.load(r_at, mask=live[:, None] & (dims_r < DR)[None, :], other=0.0).to(COMPUTE)
+        q_rest = tl.load(r_at, mask=live[:, None] & (dims_r < DR)[None, :], other=0.0).to(COMPUTE)
     factor = scale
+    if q_scale_ptr is not None:
+        factor = factor * tl.load(q_scale_ptr + kv_head * q_scale_h)
     if k_scale_ptr is not None:
         factor = factor * tl.load(k_scale_ptr + kv_head * k_scale_h)
     temperature = scale
@@ -235,9 +264,9 @@ def attend(
         temperature = tl.load(temperature_ptr + token, mask=live, other=0.0)
     k_ptr += kv_head.to(tl.int64) * k_h
     v_ptr += kv_head.to(tl.int64) * v_h
-    mask_row = token * mask_t
     top = tl.full([TILE_M], float("-inf"), tl.float32)
-    if TILE_M <= LATE_ROWS and not LATENT:
+    LATE: tl.constexpr = TILE_M <= LATE_ROWS and not LATENT and BLOCK_DV <= 256
+    if LATE:
         total = tl.zeros([TILE_M, TILE_N], tl.float32)
     else:
         total = tl.zeros([TILE_M], tl.float32)
@@ -250,15 +279,15 @@ def attend(
         stop = tl.maximum(tl.minimum(all_high, high) // TILE_N * TILE_N, middle)
     bounds = (start, middle, stop, high)
     for part in tl.static_range(3):
-        if part == 2 or (PEEL and (part == 1 or LEFT or CHUNKED)):
+        if part == 2 or (PEEL and (part == 1 or LEFT or CHUNKED or FIRST)):
             for key in range(bounds[part], bounds[part + 1], TILE_N):
                 acc, top, total, page = attend_tile(
-                    acc, top, total, page, q, q_rope, key, low, high, length, position, k_ptr, v_ptr, row_ptr, mask_ptr, mask_row, live,
-                    factor, cap, temperature, left, right, chunk, k_p, k_n, v_p, v_n, mask_n, D, DV, DR, BLOCK_D, BLOCK_DV, BLOCK_DR,
-                    PAGE, TILE_N, COMPUTE, CAUSAL, LEFT, RIGHT, CHUNKED, CAP, TEMPERED, MASK, LATENT, part != 1,
+                    acc, top, total, page, q, q_rest, key, low, high, earliest, last, position, k_ptr, v_ptr, row_ptr, mask_ptr, mask_row,
+                    live, factor, cap, temperature, left, right, chunk, k_p, k_n, v_p, v_n, mask_n, D, DV, DR, BLOCK_D, BLOCK_DV, BLOCK_DR,
+                    PAGE, TILE_N, COMPUTE, CAUSAL, LEFT, RIGHT, CHUNKED, CAP, TEMPERED, MASK, LATENT, part != 1, FIRST,
                 )  # fmt: skip
 
-    if TILE_M <= LATE_ROWS and not LATENT:
+    if LATE:
         total = tl.sum(total, 1)
     factor_v, z = closed(top, total)
     if not SPLIT and sinks_ptr is not None:

@@ -181,7 +181,8 @@ def grad_queries(
     tl.store(stats_ptr + row * 2 + 1, delta, mask=live)
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
-        tl.store(sink_parts_ptr + row, -tl.exp2(sink - z) * delta, mask=live)
+        # A sink of +inf has all of the weight.
+        tl.store(sink_parts_ptr + row, -tl.where(sink == z, 1.0, tl.exp2(sink - z)) * delta, mask=live)
     if MASK != "none":
         mask_ptr += request * mask_b + begin * mask_t + head * mask_h + (wide + first) * mask_q
 

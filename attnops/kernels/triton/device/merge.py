@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from attnops.kernels.triton.device.softmax import LN2, LOG2E, await_previous, closed, finite, share, with_sink
+from attnops.kernels.triton.device.softmax import LN2, LOG2E, await_previous, closed, finite, occupied, share, with_sink
 
 VARYING = ["left", "chunk", "width", "splits", "split_keys", "rows", "fewest", "most", "tile"]
 
@@ -82,8 +82,8 @@ def merge(
     real = row < rows
     token = (row // HEADS).to(tl.int64)
     head = (row % HEADS).to(tl.int64)
-    za = tl.load(za_ptr + token * za_t + head * za_h, mask=real, other=float("-inf"))
-    zb = tl.load(zb_ptr + token * zb_t + head * zb_h, mask=real, other=float("-inf"))
+    za = occupied(tl.load(za_ptr + token * za_t + head * za_h, mask=real, other=float("-inf")))
+    zb = occupied(tl.load(zb_ptr + token * zb_t + head * zb_h, mask=real, other=float("-inf")))
     top = finite(tl.maximum(za, zb))
     wa = tl.exp2((za - top) * LOG2E)
     wb = tl.exp2((zb - top) * LOG2E)
@@ -123,7 +123,7 @@ def merge_all(
     acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
     for _ in range(parts):
         # Subtracted before the factor, which would make the lse of a faint row infinite.
-        z = tl.load(za_at, mask=real, other=float("-inf"))
+        z = occupied(tl.load(za_at, mask=real, other=float("-inf")))
         higher = tl.maximum(top, z)
         weight = tl.exp2((z - finite(higher)) * LOG2E)
         fade = tl.exp2((top - finite(higher)) * LOG2E)

@@ -17,6 +17,12 @@ def finite(top):
 
 
 @triton.jit
+def occupied(z):
+    """A log-sum-exp with -inf for +inf, which kernels of other packages write where no key is seen."""
+    return tl.where(z == float("inf"), float("-inf"), z)
+
+
+@triton.jit
 def in_base_2(bias):
     """float32 of an additive mask, in base 2. What is finite stays so: float32 ends at -2.36e38 in base 2."""
     wide = bias.to(tl.float32)
@@ -39,7 +45,8 @@ def with_sink(acc_factor, z, sink):
     """(factor on the output, log-sum-exp) with the logit `sink`, which has no value, among the others; all in base 2."""
     top = tl.maximum(z, sink)
     top = finite(top)
-    joined = tl.exp2(z - top) + tl.exp2(sink - top)
+    # A sink of +inf has all of the weight.
+    joined = tl.exp2(z - top) + tl.where(sink == top, 1.0, tl.exp2(sink - top))
     share = tl.where(joined > 0, tl.exp2(z - top) / joined, 0.0)
     return acc_factor * share, top + tl.log2(joined)
 

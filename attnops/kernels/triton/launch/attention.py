@@ -1,9 +1,12 @@
-"""Launches of attention over pages and over latents, and of merges. Importing this module imports triton."""
+"""Launches of attention, over pages, over latents and of dense and packed calls, and of merges.
+
+Importing this module imports triton.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,11 +17,19 @@ from attnops.kernel import deterministic
 from attnops.kernels.triton.device.attend import attend
 from attnops.kernels.triton.device.merge import combine, merge, merge_all
 from attnops.kernels.triton.launch import grids
-from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch, overlaps, ruled
-from attnops.reference.rows import Rules
+from attnops.kernels.triton.launch.gpu import (
+    computed_in,
+    flat,
+    gpu_of,
+    launch,
+    overlaps,
+    ruled,
+    strides,
+)
+from attnops.reference.rows import Rules, no_lse
 
 if TYPE_CHECKING:
-    from attnops.ops import merge as merges, mla, paged
+    from attnops.ops import dense, merge as merges, mla, paged, varlen
 
 MOST_PARTS_BYTES = 1 << 29
 """The most bytes of float32 that stage one leaves for stage two. Where a fixed split would leave more, requests take turns."""
@@ -29,97 +40,287 @@ STAGE_TWO = (
 )  # fmt: skip
 """The arguments of stage one that stage two takes, too."""
 
+BY_REQUEST = ("table_ptr", "lengths_ptr", "first_ptr")
+"""The arguments of stage one that have a row for each request."""
+
 _launches = functools.lru_cache(maxsize=4096)(grids.launches)
 
 
-def attention(call: paged.PagedAttention | mla.MlaAttention, choice: grids.Choice | None = None, most: int = 0) -> None:
-    """Write attention into the call's output and lse. Latents are keys and values of one head, which all query heads share.
+class Batch(NamedTuple):
+    """Requests, and where their queries and keys begin.
 
-    choice: a configuration to launch in place of the table's. most: serve only requests of at most so many queries, and leave padding
-    rows alone; 0 serves all.
+    Tensors are int32, and contiguous within a row; `first` may be int64.
+
+    starts: `[B + 1]`, of queries. lengths: `[B]`, keys.
+    table: `[B, M]`, the page table; or without pages `[B, 1]`, as `attend` reads it.
+    queries, capacity: queries and keys of one request at most.
+    page: keys of a page; 0: there are none. first: `[B]`, the first key that may be seen.
     """
-    output, rules = call.output, Rules.of(call)
-    if output.numel() == 0:
+
+    starts: Tensor
+    lengths: Tensor
+    table: Tensor
+    queries: int
+    capacity: int
+    page: int = 0
+    first: Tensor | None = None
+
+
+class Operands(NamedTuple):
+    """What is multiplied, and where results go.
+
+    query: `[..., Hq, D]`. key, value: `[..., Hkv, D]`, or latents, which are both.
+    rest: the query against a key's numbers after the first D, where there are more. Those of a latent
+        are its rotated part.
+    output, lse: by token.
+    """
+
+    query: Tensor
+    rest: Tensor | None
+    key: Tensor
+    value: Tensor
+    output: Tensor
+    lse: Tensor | None
+    latent: bool = False
+
+
+def attention(
+    call: paged.PagedAttention | mla.MlaAttention,
+    choice: grids.Choice | None = None,
+    most: int = 0,
+) -> None:
+    """Write attention into the call's output and lse.
+
+    Latents are keys and values of one head, which all query heads share.
+
+    choice: a configuration to launch in place of the table's.
+    most: serve only requests of at most so many queries, and leave padding rows alone; 0 serves all.
+    """
+    if call.output.numel() == 0:
         return
-    query, rope, k, _ = operands = _operands(call)
-    (tokens, heads, dims), kv_heads = query.shape, k.shape[2] if rope is None else 1
-    v_dims, page, gpu = output.shape[2], k.shape[1], gpu_of(output)
-    block_d, block_dv, block_dr = grids.padded(dims), grids.padded(v_dims), 0 if rope is None else grids.padded(rope.shape[2])
-    requests, width = call.page_table.shape
-    # How many keys before its own a query may see, -1 for all.
-    behind = min((n for n in (rules.left, rules.chunk - 1) if n >= 0), default=-1)
+    given = _over_pages(call)
+    table = call.page_table if call.page_table.stride(1) == 1 else call.page_table.contiguous()
+    page = given.key.shape[1]
+    refuse_far(("latent_pages" if given.latent else "k_pages", given.key, page))
+    refuse_far(("v_pages", given.value, page), ("mask", call.mask, table.shape[1] * page))
+    batch = Batch(
+        call.cu_seqlens_q.contiguous(),
+        call.seq_lens.contiguous(),
+        table,
+        min(call.max_seqlen_q, given.query.shape[0]),
+        table.shape[1] * page,
+        page,
+    )
+    _attend(call, batch, given, _masked(call.mask), choice, most)
+
+
+def few_queries(call: mla.MlaAttention) -> None:
+    """Attention of the requests of at most `DECODE_QUERIES` queries. No other row is touched."""
+    attention(call, most=grids.DECODE_QUERIES)
+
+
+def dense_attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
+    """Every row of the batch is a request, whose keys follow one another."""
+    (requests, queries), keys = call.query.shape[:2], call.key.shape[1]
+    output, lse = _fresh(call)
+    if output.numel() == 0:
+        return output, lse
+    at = torch.arange(requests + 1, dtype=torch.int32, device=output.device)
+    if call.kv_end is None:
+        lengths = torch.full((requests,), keys, dtype=torch.int32, device=output.device)
+    else:
+        lengths = call.kv_end.to(torch.int32).contiguous()
+    refuse_far(("mask", call.mask, keys))
+    batch = Batch(at * queries, lengths, at[:-1, None], queries, keys, first=flat(call.kv_start))
+    by_token = output.flatten(0, 1), lse.flatten(0, 1) if call.return_lse else None
+    given = _in_parts(call.query, call.key, call.value, *by_token)
+    _attend(call, batch, given, _masked(call.mask, queries))
+    return output, lse
+
+
+def varlen_attention(call: varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
+    """The keys of a request begin where `cu_seqlens_k` says."""
+    output, lse = _fresh(call)
+    if output.numel() == 0:
+        return output, lse
+    begins, most = call.cu_seqlens_k.contiguous(), call.max_seqlen_k
+    refuse_far(("mask", call.mask, most))
+    batch = Batch(
+        call.cu_seqlens_q.contiguous(),
+        begins[1:] - begins[:-1],
+        begins[:-1, None],
+        min(call.max_seqlen_q, call.query.shape[0]),
+        most,
+    )
+    given = _in_parts(call.query, call.key, call.value, output, lse if call.return_lse else None)
+    _attend(call, batch, given, _masked(call.mask))
+    return output, lse
+
+
+def _fresh(call: dense.Attention | varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
+    """(output, lse) of a call that returns them; lse is `[0]` where it is not asked for."""
+    query, shape = call.query, call.query.shape[:-1]
+    dtype = query.dtype if call.q_scale is None else torch.bfloat16
+    output = query.new_empty((*shape, call.value.shape[-1]), dtype=dtype)
+    return output, query.new_empty(shape, dtype=torch.float32) if call.return_lse else no_lse(query)
+
+
+def _over_pages(call: Any) -> Operands:
+    """Pages are `[P, page, Hkv, D]`, or of latents `[P, page, Dc + Dr]`."""
+    if call.spec.op == "paged_attention":
+        return _in_parts(call.query, call.k_pages, call.v_pages, call.output, call.lse)
+    pages = call.latent_pages
+    return Operands(call.q_nope, call.q_pe, pages, pages, call.output, call.lse, latent=True)
+
+
+def _in_parts(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor | None,
+) -> Operands:
+    """A head dim above 256 that is no power of two is read in two parts.
+
+    576 is 512 + 64, where the next power of two would not fit.
+    """
+    dims = grids.first_part(query.shape[-1])
+    if dims == query.shape[-1]:
+        return Operands(query, None, key, value, output, lse)
+    return Operands(query[..., :dims], query[..., dims:], key, value, output, lse)
+
+
+def _masked(mask: Tensor | None, queries: int = 0) -> dict[str, Any]:
+    """A mask as `attend` takes it: `[T, K]`, or `[1 | B, 1 | Hq, 1 | S, K]` of a dense call.
+
+    queries: S of a dense call.
+    """
+    found: dict[str, Any] = dict.fromkeys(("mask_b", "mask_h", "mask_t", "mask_n"), 0)
+    if mask is None:
+        return found | {"mask_ptr": None, "MASK": "none"}
+    found |= {"mask_ptr": mask, "MASK": "additive", "mask_n": mask.stride(-1)}
+    if mask.dtype == torch.bool:
+        found |= {"mask_ptr": mask.view(torch.uint8), "MASK": "bool"}
+    if mask.dim() == 2:
+        return found | {"mask_t": mask.stride(0)}
+    # A dim of one number serves all.
+    b, h, t = (0 if n == 1 else mask.stride(i) for i, n in enumerate(mask.shape[:3]))
+    # The first token of a request has offset `queries * t` for each request before it.
+    return found | {"mask_b": b - queries * t, "mask_h": h, "mask_t": t}
+
+
+def _attend(
+    call: Any,
+    batch: Batch,
+    given: Operands,
+    mask: dict[str, Any],
+    choice: grids.Choice | None = None,
+    most: int = 0,
+) -> None:
+    """Launch all that a call needs. mask: the result of `_masked`."""
+    output, rules, gpu = given.output, Rules.of(call), gpu_of(given.output)
+    heads, dims = given.query.shape[-2:]
+    kv_heads, v_dims = 1 if given.latent else given.key.shape[-2], output.shape[2]
+    block_d, block_dv = grids.padded(dims), grids.padded(v_dims)
+    block_dr = 0 if given.rest is None else grids.padded(given.rest.shape[-1])
+    requests, group = batch.table.shape[0], heads // kv_heads
     shape = grids.Shape(
-        tokens, requests, min(call.max_seqlen_q, tokens), width * page, kv_heads, heads // kv_heads, max(dims, v_dims), block_d + block_dr,
-        block_d + (block_dr or block_dv), query.dtype.itemsize, k.dtype.itemsize, call.mask is not None, behind, gpu.warpgroups,
-    )  # fmt: skip
-    given: dict[str, Any] = _arguments(call, operands, rules) | {
-        "D": dims, "DV": v_dims, "BLOCK_D": block_d, "BLOCK_DV": block_dv, "BLOCK_DR": block_dr or 16, "PAGE": page,
-        "KV_HEADS": kv_heads, "GROUP": heads // kv_heads,
-    }  # fmt: skip
+        tokens=output.shape[0],
+        requests=requests,
+        queries=batch.queries,
+        capacity=batch.capacity,
+        kv_heads=kv_heads,
+        group=group,
+        head_dim=max(dims, v_dims),
+        q_width=block_d + block_dr,
+        width=block_d + block_dr + (0 if given.latent else block_dv),
+        itemsize=_multiplied(given).dtype.itemsize,
+        stored=given.key.dtype.itemsize,
+        masked=call.mask is not None,
+        # How many keys before its own a query may see, -1 for all.
+        left=min((n for n in (rules.left, rules.chunk - 1) if n >= 0), default=-1),
+        warpgroups=gpu.warpgroups,
+        wide=not given.latent and max(dims, v_dims) > 256,
+        odd=any(x.shape[-1] * x.dtype.itemsize % 16 for x in (given.key, given.value)),
+    )
+    arguments: dict[str, Any] = {
+        **_arguments(call, batch, given, rules),
+        **mask,
+        "D": dims,
+        "DV": v_dims,
+        "BLOCK_D": block_d,
+        "BLOCK_DV": block_dv,
+        "BLOCK_DR": block_dr or 16,
+        "KV_HEADS": kv_heads,
+        "GROUP": group,
+    }
     for at in _launches(shape, deterministic(call.policy), gpu.multiprocessors, gpu.memory, choice):
         if most and at.most > most:
             continue
         part_bytes = at.queries * at.splits * heads * (v_dims + 1) * 4 if at.parts else 0
         turn = max(1, MOST_PARTS_BYTES // part_bytes) if part_bytes else requests
         if turn >= requests:
-            _stages(at, given)
+            _stages(at, arguments)
             continue
         for first in range(0, requests, turn):
             end = min(first + turn, requests)
-            some = {
-                "table_ptr": given["table_ptr"][first:end], "lengths_ptr": given["lengths_ptr"][first:end],
-                "starts_ptr": given["starts_ptr"][first : end + 1], "requests": end - first,
-            }  # fmt: skip
-            _stages(grids.part_of(at, end - first, end == requests), given | some)
+            some = {n: x[first:end] for n in BY_REQUEST if (x := arguments[n]) is not None}
+            some |= {"starts_ptr": arguments["starts_ptr"][first : end + 1], "requests": end - first}
+            _stages(grids.part_of(at, end - first, end == requests), arguments | some)
 
 
-def few_queries(call: mla.MlaAttention) -> None:
-    """Attention of the requests of at most `DECODE_QUERIES` queries. Other rows, those of no request included, are left alone."""
-    attention(call, most=grids.DECODE_QUERIES)
-
-
-def _operands(call: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """(query, its rotated part, keys, values): pages `[P, page, H, D]`, or latents `[P, page, Dc + Dr]`, which are both."""
-    if call.spec.op == "paged_attention":
-        return call.query, None, call.k_pages, call.v_pages
-    return call.q_nope, call.q_pe, call.latent_pages, call.latent_pages
-
-
-def _arguments(call: Any, operands: tuple[Tensor, Tensor | None, Tensor, Tensor], rules: Rules) -> dict[str, Any]:
-    """The arguments of `attend` that depend on neither tiles nor splits."""
-    query, rope, k, v = operands
-    k_scale, v_scale, warm = (call.k_scale, call.v_scale, call.temperature) if rope is None else (call.kv_scale, call.kv_scale, None)
-    latent, page, mask, output, lse = rope is not None, k.shape[1], call.mask, call.output, call.lse
-    table = call.page_table if call.page_table.stride(1) == 1 else call.page_table.contiguous()
-    refuse_far(("latent_pages" if latent else "k_pages", k, page), ("v_pages", v, page), ("mask", mask, table.shape[1] * page))
-    kind = "none" if mask is None else "additive"
-    if mask is not None and mask.dtype == torch.bool:
-        kind, mask = "bool", mask.view(torch.uint8)
+def _arguments(call: Any, batch: Batch, given: Operands, rules: Rules) -> dict[str, Any]:
+    """The arguments of `attend` that depend on neither tiles nor splits, but for the mask."""
+    query, rest, k, v, output, lse, latent = given
+    of_keys = (call.kv_scale, call.kv_scale) if latent else (call.k_scale, call.v_scale)
+    warm = flat(getattr(call, "temperature", None))
+    # Packed keys are the rows of one tensor, others have a dim for pages or requests before that.
+    row = 0 if batch.page == 0 and k.dim() == 3 else 1
+    requests, table = batch.table.shape[0], batch.table
     return {
         **ruled(rules),
-        "q_ptr": query, "r_ptr": rope, "k_ptr": k, "v_ptr": v, "table_ptr": table, "mask_ptr": mask,
-        "lengths_ptr": call.seq_lens.contiguous(), "starts_ptr": call.cu_seqlens_q.contiguous(),
-        "sinks_ptr": flat(call.sinks), "k_scale_ptr": flat(k_scale), "v_scale_ptr": flat(v_scale), "temperature_ptr": flat(warm),
-        "out_ptr": output, "lse_ptr": lse, "requests": table.shape[0], "tokens": query.shape[0], "steps": table.shape[0].bit_length(),
-        "q_t": query.stride(0), "q_h": query.stride(1),
-        "r_t": 0 if rope is None else rope.stride(0), "r_h": 0 if rope is None else rope.stride(1),
-        "k_p": k.stride(0), "k_n": k.stride(1), "k_h": 0 if latent else k.stride(2),
-        "v_p": v.stride(0), "v_n": v.stride(1), "v_h": 0 if latent else v.stride(2),
-        # From one head's scale to the next; 0 where one serves all.
-        "k_scale_h": int(k_scale is not None and k_scale.shape[0] > 1), "v_scale_h": int(v_scale is not None and v_scale.shape[0] > 1),
-        "table_b": table.stride(0), "mask_t": 0 if mask is None else mask.stride(0), "mask_n": 0 if mask is None else mask.stride(1),
+        **_scaled(q_scale=call.q_scale, k_scale=of_keys[0], v_scale=of_keys[1]),
+        **strides(q=query),
+        **(strides(r=rest) if rest is not None else {"r_b": 0, "r_t": 0, "r_h": 0}),
+        "q_ptr": query, "r_ptr": rest, "k_ptr": k, "v_ptr": v, "out_ptr": output, "lse_ptr": lse,
+        "table_ptr": table, "first_ptr": batch.first, "lengths_ptr": batch.lengths,
+        "starts_ptr": batch.starts, "sinks_ptr": flat(call.sinks), "temperature_ptr": warm, "requests": requests,
+        "tokens": output.shape[0], "steps": requests.bit_length(), "capacity": batch.capacity,
+        "k_p": k.stride(0), "k_n": k.stride(row), "k_h": 0 if latent else k.stride(-2),
+        "v_p": v.stride(0), "v_n": v.stride(row), "v_h": 0 if latent else v.stride(-2), "table_b": table.stride(0),
         "out_t": output.stride(0), "out_h": output.stride(1), "out_d": output.stride(2),
         "lse_t": 0 if lse is None else lse.stride(0), "lse_h": 0 if lse is None else lse.stride(1),
-        "DR": 0 if rope is None else rope.shape[2], "COMPUTE": computed_in(query), "TEMPERED": warm is not None, "MASK": kind,
-        "LATENT": latent,
+        "DR": 0 if rest is None else rest.shape[-1], "COMPUTE": computed_in(_multiplied(given)),
+        "PAGE": batch.page, "LATENT": latent, "FIRST": batch.first is not None, "TEMPERED": warm is not None,
     }  # fmt: skip
 
 
+def _multiplied(given: Operands) -> Tensor:
+    """A tensor of the dtype of matrix products: one byte a number would round the weights of keys."""
+    return given.output if given.query.dtype.itemsize == 1 else given.query
+
+
+def _scaled(**given: Tensor | None) -> dict[str, Any]:
+    """Scales `[1]` or `[Hkv]` by name: where each lies, and how far it is from one key head's to the next."""
+    found: dict[str, Any] = {}
+    for name, scale in given.items():
+        by_head = scale is not None and scale.shape[0] > 1
+        found |= {f"{name}_ptr": flat(scale), f"{name}_h": int(by_head)}
+    return found
+
+
 def refuse_far(*given: tuple[str, Tensor | None, int]) -> None:
-    """Raise InvalidInput for a (field, tensor, keys) whose keys, along its second dim, are too far apart for offsets of 32 bits."""
+    """Raise InvalidInput for a (field, tensor, keys) whose keys lie too far apart.
+
+    Their offsets have 32 bits. Keys are the second dim of pages, and the last one of a mask.
+    """
     for field, x, most in given:
-        if x is not None and x.stride(1) * most >= 2**31:
-            raise InvalidInput(f"{field}.stride(1)", x.stride(1), f"< 2**31 / {most} (triton counts a page's keys in 32 bits)")
+        if x is None:
+            continue
+        dim = x.dim() - 1 if field == "mask" else 1
+        if x.stride(dim) * most >= 2**31:
+            want = f"< 2**31 / {most} (triton counts a page's keys in 32 bits)"
+            raise InvalidInput(f"{field}.stride({dim})", x.stride(dim), want)
 
 
 def _stages(at: grids.Launch, given: dict[str, Any]) -> None:

@@ -162,13 +162,25 @@ def named_pages(call: metadata.NamedPages) -> tuple[Tensor, Tensor]:
 # For other kernels ----------------------------------------------------------------------------------------------------
 
 
-def make_lists(indices: Tensor, lengths: Tensor | None, slots: int, out: Tensor) -> None:
-    """Write `[T, width]` lists of slots below `slots`, and -1 elsewhere, from `[T, topk]` lists, each within its length."""
+def make_lists(
+    indices: Tensor,
+    lengths: Tensor | None,
+    slots: int,
+    out: Tensor,
+    page: int = 1,
+    apart: int = 1,
+) -> None:
+    """Write `[T, width]` lists of slots below `slots`, and -1 elsewhere, from `[T, topk]` lists, each within its length.
+
+    page: slots of a page. apart: slots from one page's start to the next one's in what is written.
+    """
     if out.numel() == 0:
         return
     (tokens, width), block = out.shape, _columns(out.shape[1])
-    args = (indices, lengths, out, indices.shape[1], width, slots, *indices.stride(), 0 if lengths is None else lengths.stride(0))
-    launch(tables.lists, (tokens, -(-width // block)), {"LENGTHS": lengths is not None, "BLOCK": block}, args)
+    strides = (*indices.stride(), 0 if lengths is None else lengths.stride(0))
+    args = (indices, lengths, out, indices.shape[1], width, slots, page, apart, *strides)
+    constants = {"LENGTHS": lengths is not None, "APART": apart != page, "BLOCK": block}
+    launch(tables.lists, (tokens, -(-width // block)), constants, args)
 
 
 def clear_rows(parts: tuple[tuple[Tensor, Tensor, float], ...]) -> None:

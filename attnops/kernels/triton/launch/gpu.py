@@ -115,3 +115,15 @@ def ruled(rules: Rules) -> dict[str, Any]:
         "scale": scale, "cap": cap, "left": left, "right": right, "chunk": chunk, "CAUSAL": causal, "LEFT": left >= 0,
         "RIGHT": right >= 0 and not causal, "CHUNKED": chunk > 0, "CAP": softcap > 0,
     }  # fmt: skip
+
+
+def strides(**given: Tensor) -> dict[str, int]:
+    """Strides by token and by head of packed `[T, H, D]` or dense `[B, S, H, D]` tensors, as the device functions take them.
+
+    x_b is what a request adds to the offset that its first token has in one long batch: 0 where the dense batch is one.
+    """
+    found: dict[str, int] = {}
+    for name, x in given.items():
+        found |= {f"{name}_b": x.stride(0) - x.shape[1] * x.stride(1) if x.dim() == 4 else 0}
+        found |= {f"{name}_t": x.stride(-3), f"{name}_h": x.stride(-2)}
+    return found

@@ -11,7 +11,7 @@ from torch import Tensor
 from attnops.kernel import deterministic
 from attnops.kernels.triton.device.gradient import grad_keys, grad_queries
 from attnops.kernels.triton.device.gradient_mask import grad_mask
-from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch, ruled, steady
+from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch, ruled, steady, strides
 from attnops.kernels.triton.launch.grids import Tile, padded
 from attnops.kernels.triton.launch.tiles import power
 from attnops.reference.rows import Rules
@@ -148,18 +148,6 @@ def of_mask(shared: dict[str, Any], mask: Tensor) -> Tensor:
         "ALL_REQUESTS": of_all[0], "ALL_HEADS": of_all[1], "ALL_QUERIES": of_all[2], "TILE_Q": tile.rows, "TILE_K": tile.keys,
         "num_stages": tile.stages,
     }, warps=tile.warps)  # fmt: skip
-    return found
-
-
-def strides(**given: Tensor) -> dict[str, int]:
-    """Strides by token and by head of packed `[T, H, D]` or dense `[B, S, H, D]` tensors, as the device functions take them.
-
-    x_b is what a request adds to the offset that its first token has in one long batch: 0 where the dense batch is one.
-    """
-    found: dict[str, int] = {}
-    for name, x in given.items():
-        found |= {f"{name}_b": x.stride(0) - x.shape[1] * x.stride(1) if x.dim() == 4 else 0}
-        found |= {f"{name}_t": x.stride(-3), f"{name}_h": x.stride(-2)}
     return found
 
 

@@ -35,6 +35,9 @@ MOST_ROUNDS, MERGE_COST = 4, 0.1
 MASKED_ROWS = 64
 """The most rows that leave registers for a tile of the mask, in eight warps."""
 
+ODD_ROWS = 64
+"""The most rows that leave registers for keys that are loaded through them."""
+
 UNBOUNDED = 2**31 - 1
 
 
@@ -70,6 +73,8 @@ class Shape(NamedTuple):
     itemsize, stored: bytes of a number in a product, and in the pages. masked: is there a mask?
     left: keys before its own that a query may see, -1 for all.
     warpgroups: do warpgroups multiply, as on SM90? Elsewhere the widest tiles run out of registers.
+    wide: are more than 256 numbers of a key and of its value loaded, each for itself? A latent is both.
+    odd: are keys or values no whole multiples of 16 bytes? Their loads take registers, which the tallest tiles have not.
     """
 
     tokens: int
@@ -86,6 +91,8 @@ class Shape(NamedTuple):
     masked: bool = False
     left: int = -1
     warpgroups: bool = False
+    wide: bool = False
+    odd: bool = False
 
 
 class Launch(NamedTuple):
@@ -176,15 +183,28 @@ TABLE: dict[tuple[str, int], tuple[Tile, ...]] = {
 }
 """The committed table. A call has the narrowest class that holds its head dim, and in it the first tile with enough rows, else the last."""
 
+WIDE: dict[str, tuple[Tile, ...]] = {
+    "half": (Tile(16, 32, 4, 2), Tile(32, 32, 4, 2), Tile(64, 32, 8, 2)),
+    "quantised": (Tile(16, 32, 4, 2), Tile(32, 32, 8, 2)),
+}
+"""Of ordinary keys above 256 numbers, whose values take as much room again. Not measured: as many registers as latents have."""
+
 
 def padded(n: int) -> int:
     """The next power of two, at least 16, the least that a matrix product takes."""
     return max(16, power(n))
 
 
+def first_part(dims: int) -> int:
+    """Numbers of a query and key that one product takes: all, or the largest power of two of more than 256. Another takes the rest."""
+    return dims if dims <= 256 else power(dims + 1) // 2
+
+
 def tiles_of(s: Shape) -> tuple[Tile, ...]:
     """The table's row for a shape. Raises ValueError for a head dim beyond the table."""
     quantised = s.stored < s.itemsize
+    if s.wide and s.itemsize == 2:
+        return WIDE["quantised" if quantised else "half"]
     for kind in ("float32",) if s.itemsize == 4 else ("quantised", "half") if quantised else ("half",):
         # The table has no quantised class of 64 or 256: those of half serve.
         fits = [dim for of, dim in TABLE if of == kind and padded(s.head_dim) <= dim and (kind != "quantised" or padded(s.head_dim) == dim)]
@@ -195,7 +215,8 @@ def tiles_of(s: Shape) -> tuple[Tile, ...]:
 
 def pick(s: Shape, rows: int, memory: int) -> Tile:
     """The tile for `rows` rows, within `memory` bytes of shared memory a program."""
-    table = tuple(t for t in tiles_of(s) if t.rows <= 128 or s.warpgroups)
+    most = ODD_ROWS if s.odd else UNBOUNDED if s.warpgroups else 128
+    table = tuple(t for t in tiles_of(s) if t.rows <= most)
     tile = next((t for t in table if t.rows >= rows), table[-1])
     while shared_bytes(tile, s) > memory:
         smaller = [t for t in table if t.rows < tile.rows]
@@ -212,7 +233,7 @@ def pick(s: Shape, rows: int, memory: int) -> Tile:
 
 def shared_bytes(tile: Tile, s: Shape) -> int:
     """An upper bound of a program's shared memory: the query's rows, the weights, and the keys of all loads in flight."""
-    in_flight = max(1, tile.stages - 1) + (tile.rows >= 64 and s.head_dim <= 256)
+    in_flight = max(1, tile.stages - 1) + (tile.rows >= 64 and (s.wide or s.head_dim <= 256))
     # Keys keep their stored dtype in shared memory. Latents, which are also the values, are converted first.
     stored = s.itemsize if s.head_dim > 256 else s.stored
     return (tile.rows * s.q_width + tile.rows * tile.keys) * s.itemsize + in_flight * tile.keys * s.width * stored + 2048

@@ -1,0 +1,133 @@
+"""Written arguments that are views of other memory: what torch's compiler makes wrong of them is mended here, or refused.
+
+Functionalisation names a written view by its base and either an as_strided, whose offset may be a symbol that aten.sym_storage_offset
+reads, or a slice. Both offsets count from the start of the memory, and a base that is a graph input may begin later.
+"""
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+from ..call import Arg, Call, changed, values
+from ..errors import InvalidInput
+from ..reference.rows import surely
+
+aten = torch.ops.aten
+
+
+def install() -> None:
+    """Mend how views are named and placed. Idempotent; leaves lowerings of users as they are."""
+    _lower_storage_offset()
+    _slice_from_the_start()
+
+
+def _lower_storage_offset() -> None:
+    # Without a lowering Inductor falls back to a call whose answer it takes to be 0.
+    from torch._inductor.lowering import lowerings, register_lowering
+
+    if aten.sym_storage_offset.default not in lowerings:
+        register_lowering(aten.sym_storage_offset.default, type_promotion_kind=None)(_storage_offset)
+
+
+def _storage_offset(_: Any) -> Any:
+    from torch._inductor.virtualized import V
+
+    return _expression(V.graph.current_node.meta["val"])
+
+
+def _slice_from_the_start() -> None:
+    # A slice of a base that begins later would be taken that much too far, so such a base is left to as_strided.
+    from torch._higher_order_ops import auto_functionalize
+
+    original = getattr(auto_functionalize, "try_use_slice", None)
+    if original is None or hasattr(original, "original"):
+        return
+
+    def try_use_slice(base: Tensor, tensor: Tensor) -> Any:
+        return original(base, tensor) if surely(base.storage_offset() == 0) else None
+
+    vars(try_use_slice)["original"] = original
+    auto_functionalize.try_use_slice = try_use_slice
+
+
+def placed(nodes: Call, lowered: Call) -> Call:
+    """The call with each written view at its place in memory. Raises InvalidInput for one that the compiler would misplace.
+
+    Args:
+        nodes: the call with the FX nodes of its tensors.
+        lowered: the same call with their IR.
+    """
+    pairs = zip(nodes.spec.args, values(nodes), values(lowered), strict=True)
+    written = [(a, node, ir) for a, node, ir in pairs if a.written and isinstance(node, fx.Node)]
+    return changed(lowered, **{a.name: _placed(a, node, ir) for a, node, ir in written})
+
+
+def of_another_dtype(nodes: Call) -> bool:
+    """Is an argument that the call writes a view of memory of another dtype? Inductor's index_put reads such memory wrongly."""
+    pairs = zip(nodes.spec.args, values(nodes), strict=True)
+    written = [node for a, node in pairs if a.written and isinstance(node, fx.Node)]
+    return any(view.target is aten.view.dtype for node in written for view in _behind(node))
+
+
+def _placed(a: Arg, node: fx.Node, ir: Any) -> Any:
+    base = _base(node)
+    *_, memory = _behind(base)
+    if memory.op == "placeholder":
+        return _moved(node, memory, ir)
+    # Inductor may copy what the base shows, and then looks for it where it was in the memory as a whole.
+    if not surely(base.meta["val"].storage_offset() == 0):
+        got = "a view, detached or of another dtype, of a part of what the compiled function computes"
+        raise InvalidInput(a.name, got, "a view of all of it, or one made outside of that function")
+    return ir
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """The node that functionalisation takes for the base of a written argument: to autograd it is no view."""
+    if node.target in (aten.as_strided.default, aten.slice.Tensor, aten.alias.default):
+        node = _source(node)
+    # Of a base that may not be written in place it copies the whole memory.
+    if node.target is aten.clone.default and _source(node).target is aten.as_strided.default:
+        node = _source(_source(node))
+    return node
+
+
+def _behind(node: fx.Node) -> Iterator[fx.Node]:
+    """The node, what it is a view of, and so on."""
+    yield node
+    while _is_view(node):
+        node = _source(node)
+        yield node
+
+
+def _source(node: fx.Node) -> fx.Node:
+    return cast(fx.Node, node.args[0])
+
+
+def _is_view(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    schema = node.target._schema
+    return not schema.is_mutable and bool(schema.returns) and schema.returns[0].alias_info is not None
+
+
+def _moved(node: fx.Node, base: fx.Node, ir: Any) -> Any:
+    """`ir`, a view of the graph input `base`, whose pointer counts from where the input begins. torch 2.11 counts that twice."""
+    from torch._inductor import ir as inductor
+    from torch._inductor.virtualized import V
+
+    here, start = node.meta["val"], base.meta["val"]
+    if not inductor.is_storage_and_layout(ir):
+        return ir
+    storage, layout = inductor.as_storage_and_layout(ir)
+    begin = _expression(start.storage_offset()) * start.element_size() // here.element_size()
+    error = V.graph.sizevars.simplify(_expression(here.storage_offset()) - begin - layout.offset)
+    if error == 0:
+        return ir
+    right = inductor.FixedLayout(layout.device, layout.dtype, layout.size, layout.stride, layout.offset + error)
+    return inductor.TensorBox(inductor.ReinterpretView(data=storage, layout=right))
+
+
+def _expression(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else int(size)

@@ -1,0 +1,99 @@
+"""Log-sum-exps and sinks of +inf, in every kernel that runs on a CPU."""
+
+import pytest
+import torch
+
+from attnops.inputs import Call, equip
+from attnops.kernel import Kernel, all_kernels
+from attnops.ops import OPS
+from attnops.problem import Target
+from attnops.testing import CASES, Source, builders
+
+INF = float("inf")
+SUNK = [name for name, op in OPS.items() if any(a.name == "sinks" and a.tensor for a in op.spec.args)]
+
+
+def first_call(kernel: Kernel, *wanted: str) -> Call | None:
+    """The first call of the grid that the kernel takes and that has these arguments."""
+    calls = (case.call() for case in CASES[kernel.op])
+    given = (equip(kernel, call) for call in calls if all(call.arguments.get(n) is not None for n in wanted))
+    return next((call for call in given if not kernel.refusals(call.problem)), None)
+
+
+def results_of(kernel: Kernel, call: Call) -> dict[str, torch.Tensor]:
+    """Results and written tensors of a call by name, from buffers that held 0."""
+    fresh = call.map(lambda name, x: torch.zeros_like(x) if name in call.writes else x.clone())
+    with torch.no_grad():
+        returned = kernel.run(fresh.record)
+    results = returned if isinstance(returned, tuple) else () if returned is None else (returned,)
+    named = dict(zip((r.name for r in call.spec.results), results, strict=True))
+    return named | {n: fresh.arguments[n] for n in fresh.mutated}
+
+
+def check_sinks(kernel: Kernel, call: Call) -> None:
+    """The first head's sink is +inf: the head gives 0 and lse +inf, and other heads give what they give without."""
+    infinite = call.arguments["sinks"].clone()
+    infinite[0] = INF
+    want, got = results_of(kernel, call), results_of(kernel, call.with_(sinks=infinite))
+    assert torch.equal(got["output"][..., 1:, :], want["output"][..., 1:, :])
+    assert (got["output"][..., 0, :] == 0).all()
+    if (lse := got.get("lse")) is not None and lse.numel():
+        assert torch.equal(lse[..., 1:], want["lse"][..., 1:])
+        assert torch.equal(lse[..., 0] == INF, want["lse"][..., 0] > -INF)
+
+
+def check_gradients(kernel: Kernel, call: Call) -> None:
+    """A head whose sink is +inf hands on no gradient, and the others hand on theirs."""
+    given = {n: x for n, x in call.arguments.items() if n in OPS[kernel.op.removesuffix("_backward")].spec.names}
+    infinite = given["sinks"].clone()
+    infinite[0] = INF
+    forward = Call(kernel.op.removesuffix("_backward"), given | {"sinks": infinite}, call.free)
+    want = results_of(kernel, call)
+    got = results_of(kernel, builders.backward(Source(0, "cpu"), forward).with_(grad_output=call.arguments["grad_output"]))
+    assert all(x.isfinite().all() for x in got.values())
+    assert (got["grad_query"][..., 0, :] == 0).all() and got["grad_sinks"][0] == 0
+    torch.testing.assert_close(got["grad_query"][..., 1:, :], want["grad_query"][..., 1:, :])
+
+
+def check_merge(kernel: Kernel, call: Call) -> None:
+    """A part with an lse of +inf is as empty as one with -inf, whatever its output holds."""
+    lse, output = ("lse_a", "output_a") if kernel.op == "merge_state" else ("lses", "outputs")
+    empty = torch.rand(call.arguments[lse].shape) < 0.5
+    outputs = call.arguments[output].masked_fill(empty[..., None], float("nan"))
+    found = [results_of(kernel, call.with_(**{lse: call.arguments[lse].masked_fill(empty, sign), output: outputs})) for sign in (-INF, INF)]
+    for name, x in found[0].items():
+        assert torch.equal(found[1][name], x), name
+        assert not x.isnan().any()
+
+
+CHECKS = {op: check_gradients if op.endswith("_backward") else check_sinks for op in SUNK}
+CHECKS |= {"merge_state": check_merge, "merge_states": check_merge}
+
+
+def cases_of(kernel: Kernel) -> list[Call]:
+    """A call of the kernel, and one with a log-sum-exp where an op has one."""
+    sinks = ("sinks",) if kernel.op in SUNK else ()
+    calls = [first_call(kernel, *sinks), *(first_call(kernel, *sinks, n) for n in ("lse", "return_lse") if n in OPS[kernel.op].spec.names)]
+    return [call for call in calls if call is not None]
+
+
+def runs_here(kernel: Kernel) -> bool:
+    return not kernel.absences(Target("cpu")) and (kernel.op not in SUNK or "sinks" in kernel.takes)
+
+
+@pytest.mark.parametrize("kernel", [pytest.param(k, id=f"{k.op}.{k.name}") for k in all_kernels() if k.op in CHECKS and runs_here(k)])
+def test_infinity_is_no_nan(kernel):
+    calls = cases_of(kernel)
+    if not calls:
+        pytest.skip(f"it takes no call of the grid here: {kernel.refusals(CASES[kernel.op][0].call().problem)}")
+    for call in calls:
+        CHECKS[kernel.op](kernel, call)
+
+
+def test_a_merged_part_of_plus_infinity_has_no_gradient():
+    outputs = torch.randn(4, 3, 2, 8, dtype=torch.float64, requires_grad=True)
+    lses = torch.randn(4, 3, 2).masked_fill_(torch.rand(4, 3, 2) < 0.4, INF).requires_grad_()
+    output, lse = OPS["merge_states"](OPS["merge_states"].call(outputs, lses))
+    grads = torch.autograd.grad((output.sum() + lse[lse > -INF].sum()), (outputs, lses))
+    assert all(g.isfinite().all() for g in grads)
+    assert (grads[0][lses == INF] == 0).all() and (grads[1][lses == INF] == 0).all()
