@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 import attnops
-from attnops.errors import AttnopsError
+from attnops.errors import AttnopsError, PatchError
 from attnops.hf.cache_names import argument, argument_of
 from benchmarks.census import inputs as given_inputs
 from benchmarks.census.inputs import PADDINGS, Inputs, padded, padding, parameters, tokens
@@ -108,9 +109,12 @@ def distance(ours: Found, eager: Found) -> float:
 class Subject:
     """One model with its inputs, eager's answers and the bound on differences from them."""
 
-    def __init__(self, model: Any, chosen: Callable[[], dict[str, str]] = dict, given: Inputs | None = None) -> None:
-        """chosen: tells transformers' own choices of attention, see `models.chosen`. given: inputs to try before those of the census."""
-        self.model, self.chosen = model, chosen
+    def __init__(self, model: Any, chosen: Callable[[], dict[str, str]] = dict, given: Inputs | None = None, whole: Any = None) -> None:
+        """chosen: tells transformers' own choices of attention, see `models.chosen`. given: inputs to try before those of the census.
+
+        whole: the model to patch, where `model` is a part of it.
+        """
+        self.model, self.chosen, self.patch = model, chosen, functools.partial(attnops.patch, model if whole is None else whole)
         self.names = parameters(model)
         self.given = given_inputs.first_that_runs(model, given)
         brought = given or {}
@@ -354,7 +358,7 @@ def sensitive(subject: Subject) -> None:
 
 
 def forward(subject: Subject, kind: str, mode: str) -> None:
-    with attnops.patch(subject.model, mask=mode):
+    with subject.patch(mask=mode):
         ours = run(subject.model, subject.cases[kind])
     subject.compare(kind, ours)
 
@@ -380,7 +384,7 @@ def generate(subject: Subject, cache: str, options: dict[str, Any]) -> None:
             kept[cache] = Eager(short(error))
     if isinstance(kept[cache], Eager):
         raise kept[cache]
-    with attnops.patch(subject.model, **options):
+    with subject.patch(**options):
         ours = generation(subject.model, given, cache)
     subject.settle(
         lambda want: same_generation(ours, want, 2 * subject.limit), kept[cache], lambda: generation(subject.model, given, cache)
@@ -406,7 +410,7 @@ def steps(subject: Subject, mode: str) -> None:
         eager = by_hand()
     except Exception as error:
         raise Eager(short(error)) from error
-    with attnops.patch(model, mask=mode):
+    with subject.patch(mask=mode):
         ours = by_hand()
 
     def judge(want: Found) -> None:
@@ -428,7 +432,7 @@ def same_gradients(subject: Subject, kind: str, mode: str) -> None:
     if "error" in kept:
         raise kept["error"]
     limit = 4 * FLOOR + TIMES_NOISE * max(kept["noise"], subject.noise)
-    with attnops.patch(subject.model, mask=mode):
+    with subject.patch(mask=mode):
         ours = gradients(subject.model, subject.cases[kind])
 
     def judge(want: Found) -> None:
@@ -441,7 +445,7 @@ def same_gradients(subject: Subject, kind: str, mode: str) -> None:
 def compiled(subject: Subject, kind: str, backend: str) -> None:
     torch._dynamo.reset()
     try:
-        with attnops.patch(subject.model):
+        with subject.patch():
             ours = run(torch.compile(subject.model, backend=backend, dynamic=False), subject.cases[kind])
     except Exception:
         torch._dynamo.reset()
@@ -462,7 +466,7 @@ def copies(subject: Subject) -> None:
         copy.deepcopy(subject.model)
     except Exception as error:
         raise Eager(short(error)) from error
-    with attnops.patch(subject.model, mask="compact"):
+    with subject.patch(mask="compact"):
         want = run(subject.model, subject.given)
         for twin in (copy.deepcopy(subject.model), pickle.loads(pickle.dumps(subject.model))):
             if (off := distance(run(twin, subject.given), want)) > FLOOR:
@@ -476,16 +480,24 @@ def unpatched(subject: Subject) -> None:
             if not torch.equal(torch.nan_to_num(value), torch.nan_to_num(subject.eager[kind][name])):
                 raise Wrong(f"{name} ({kind}) is not what it was before patch()")
     left = [name for name in vars(subject.model) if "attnops" in name]
-    if left or subject.model.config._attn_implementation != "eager":
-        raise Wrong(f"left behind: {left}, {subject.model.config._attn_implementation}")
+    names = {module.config._attn_implementation for module in subject.model.modules() if hasattr(module, "config")}
+    if left or names - {"eager"}:
+        raise Wrong(f"left behind: {left}, {names}")
 
 
-def patches(model: Any) -> dict[str, Any]:
-    """What patch() says of the model: how many modules are patched, and why others are not. Raises PatchError."""
+def patches(model: Any, part: str = "") -> dict[str, Any]:
+    """What patch() says of the model: how many modules are patched, and why others are not. Raises PatchError.
+
+    part: the path of a module, "" for all of the model. Of a part without attention this raises PatchError, too.
+    """
     with attnops.patch(model) as handle:
-        report = handle.report()
-    reasons = sorted({row.status.removeprefix("skipped: ") for row in report.skipped})
-    return {"patched": len(report.patched), "modules": len(report.rows), "skipped": reasons}
+        rows = [row for row in handle.report().rows if f"{row.path}.".startswith(f"{part}." if part else "")]
+    patched = [row for row in rows if row.status == "patched"]
+    reasons = sorted({row.status.removeprefix("skipped: ") for row in rows if row not in patched})
+    if part and not patched:
+        why = "; ".join(reasons) or "it has no attention module"
+        raise PatchError(f"patch: nothing to patch in {type(model.get_submodule(part)).__name__}: {why}")
+    return {"patched": len(patched), "modules": len(rows), "skipped": reasons}
 
 
 def quiet() -> None:

@@ -82,12 +82,20 @@ def _pixels(config: Any) -> Iterator[torch.Tensor]:
         yield torch.randn(ROWS, frames, channels, edge, edge, generator=seeded())
 
 
+def _flat_patches(config: Any) -> torch.Tensor:
+    """Images as rows of flat patches."""
+    patch = size_of(config, "patch_size", default=8)
+    count = (size_of(config, "image_size", "img_size", default=32) // patch) ** 2
+    return torch.randn(ROWS, count, size_of(config, "num_channels", default=3) * patch * patch, generator=seeded())
+
+
 def _features(config: Any) -> Iterator[torch.Tensor]:
     mels = size_of(config, "num_mel_bins", "feature_size", "num_mel_bands", "n_mels", "input_feat_per_channel", "input_size", default=16)
     frames = 2 * size_of(config, "max_source_positions", default=32)
     for length in dict.fromkeys((frames, 64, 128, 200)):
         yield torch.randn(ROWS, mels, length, generator=seeded())
         yield torch.randn(ROWS, length, mels, generator=seeded())
+    yield torch.randn(ROWS, 64, size_of(config, "input_size", default=mels), generator=seeded())
 
 
 def _patches(model: Any) -> Iterator[Inputs]:
@@ -95,7 +103,7 @@ def _patches(model: Any) -> Iterator[Inputs]:
     config = model.config
     patch = size_of(config, "patch_size", default=8)
     channels = size_of(config, "in_channels", "num_channels", "in_chans", default=3)
-    times = size_of(config, "temporal_patch_size", default=1)
+    times = size_of(config, "temporal_patch_size", "patch_temporal", default=1)
     grid = torch.tensor([[1, 4, 4], [1, 4, 8]])
     count = int(grid.prod(1).sum())
     names = parameters(model)
@@ -105,6 +113,8 @@ def _patches(model: Any) -> Iterator[Inputs]:
         for name in ("grid_thw", "image_grid_thw", "grid_hws"):
             if name in names:
                 yield {first: flat, name: grid}
+                if width % channels == 0:
+                    yield {first: flat.view(count, channels, -1, patch), name: grid}
 
 
 def _padded_patches(config: Any) -> Inputs:
@@ -134,12 +144,14 @@ def candidates(model: Any) -> Iterator[Inputs]:
                 yield {"input_ids": tokens(), "pixel_values": pixels, **base}
         if "bbox" in names:
             yield {"input_ids": tokens(), "bbox": torch.randint(0, 30, (ROWS, LENGTH, 4), generator=seeded()).sort(-1).values, **base}
+    yield from _of_parts(config, names)
     if "spatial_shapes" in names:
         yield {**({"input_ids": tokens()} if "input_ids" in names else {}), **_padded_patches(config)}
     if any(name in names for name in ("grid_thw", "image_grid_thw", "grid_hws")):
         yield from _patches(model)
     if "pixel_values" in names:
         yield from ({"pixel_values": pixels, **base} for pixels in _pixels(config))
+        yield {"pixel_values": _flat_patches(config)}
     if "pixel_values_videos" in names:
         yield from ({"pixel_values_videos": pixels, **base} for pixels in _pixels(config) if pixels.dim() == 5)
     for name in ("input_features", "audio_features", "input_values"):
@@ -148,6 +160,8 @@ def candidates(model: Any) -> Iterator[Inputs]:
                 yield {name: torch.randn(ROWS, 1600, generator=seeded()), **base}
                 yield {name: torch.randn(ROWS, 1, 1600, generator=seeded()), **base}
             yield from ({name: features, **base} for features in _features(config))
+            if f"{name}_mask" in names:
+                yield from ({name: x, f"{name}_mask": torch.ones(x.shape[:2], dtype=torch.int64), **base} for x in _features(config))
     if "inputs_embeds" in names:
         width = size_of(config, "hidden_size", "d_model", "n_embd", default=32)
         yield {"inputs_embeds": torch.randn(ROWS, LENGTH, width, generator=seeded()), **base}
@@ -156,6 +170,63 @@ def candidates(model: Any) -> Iterator[Inputs]:
         yield {"hidden_states": torch.randn(ROWS, LENGTH, width, generator=seeded()), **base}
     if "past_values" in names:
         yield from _series(model)
+    if "context_input_ids" in names:
+        found = size_of(config, "n_docs", default=5)
+        context, scores = tokens(ROWS * found, seed=4), torch.randn(ROWS, found, generator=seeded())
+        asked = {"context_input_ids": context, "context_attention_mask": torch.ones_like(context)}
+        yield {"input_ids": tokens(), **asked, "doc_scores": scores, **base}
+
+
+def _of_parts(config: Any, names: dict[str, Any]) -> Iterator[Inputs]:
+    """What models hand to their parts, or take in few families."""
+    width = size_of(config, "hidden_size", "d_model", default=32)
+    if "latents" in names:
+        width = size_of(config, "latent_dim", "hidden_size", default=32)
+        yield {"latents": torch.randn(ROWS, width, LENGTH, generator=seeded())}
+        yield {"latents": torch.randn(ROWS, LENGTH, width, generator=seeded())}
+    if "chunk_sample_lengths" in names:
+        lengths = torch.full((ROWS,), 64 * size_of(config, "hop_length", default=160))
+        yield from ({"input_features": x, "chunk_sample_lengths": lengths} for x in _features(config))
+    if "target_sizes" in names:
+        patch = size_of(config, "patch_size", default=8)
+        for rows in (ROWS, 1):
+            strips = torch.randn(rows, 3, patch, ROWS // rows * 16 * patch, generator=seeded())
+            yield {"pixel_values": strips, "target_sizes": torch.full((ROWS, 2), 4, dtype=torch.int32)}
+    if "pooled_patches_idx" in names:
+        wide = width * len(getattr(config, "vision_feature_layer", None) or [0])
+        pooled = torch.randint(0, 32, (6, 4), generator=seeded())
+        yield {"image_features": torch.randn(2, 16, wide, generator=seeded()), "pooled_patches_idx": pooled}
+    if "box_embeddings" in names:
+        boxes = {"box_embeddings": torch.rand(2, 3, 4, generator=seeded()), "box_mask": torch.ones(2, 3, dtype=torch.bool)}
+        features = (torch.randn(2, width, 8, 8, generator=seeded()),)
+        yield {**boxes, "box_labels": torch.tensor([[0, 1, 1]] * 2), "img_feats": features}
+    if "dense_prompt_embeddings" in names:
+        yield _prompts(width)
+    if "question_type_ids" in names:
+        asked = {"marks": torch.tensor([[3, 6]]), "num_options": torch.tensor([[2, 2]])}
+        yield {"input_ids": tokens(1), **asked, "question_type_ids": torch.tensor([[0, 0]])}
+    if {"input_ids", "pixel_values_videos", "input_values"} <= names.keys():
+        yield from ({"input_ids": tokens(), "pixel_values_videos": x} for x in _pixels(config) if x.dim() == 5)
+    if {"hidden_states", "mask"} <= names.keys():
+        for size in (width, size_of(config, "input_size", default=width)):
+            yield {"hidden_states": torch.randn(ROWS, 64, size, generator=seeded()), "mask": None}
+    if {"input_ids", "last_hidden_state"} <= names.keys():
+        length = size_of(config, "num_codebooks", default=4)
+        state = torch.randn(ROWS, 1, size_of(config, "input_size", "hidden_size", default=32), generator=seeded())
+        yield {"input_ids": tokens(length=length), "last_hidden_state": state}
+    if {"input_features", "input_values"} <= names.keys():
+        sound = torch.randn(ROWS, 1, 1280, generator=seeded())
+        yield from ({"input_values": sound, "input_features": x} for x in _features(config))
+
+
+def _prompts(width: int) -> Inputs:
+    """A mask decoder of the SAM family: an image and two points."""
+    draw = seeded()
+    image, positions, dense = (torch.randn(1, width, 8, 8, generator=draw) for _ in range(3))
+    given = {"image_embeddings": image, "image_positional_embeddings": positions, "dense_prompt_embeddings": dense}
+    features = [torch.randn(1, width // 8, 32, 32, generator=draw), torch.randn(1, width // 4, 16, 16, generator=draw)]
+    points = {"sparse_prompt_embeddings": torch.randn(1, 1, 2, width, generator=draw), "multimask_output": False}
+    return {**given, **points, "high_resolution_features": features}
 
 
 def _series(model: Any) -> Iterator[Inputs]:

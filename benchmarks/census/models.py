@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from attnops.hf import tiny
-from benchmarks.census import testers
 
 VOCAB = 99
-LARGEST = 40_000_000
+LARGEST = 45_000_000
 """A model that still has more parameters than this after shrinking is not tiny."""
 
 # The head that a type is built with: the first mapping that has the type.
@@ -49,7 +48,10 @@ _INTS: tuple[tuple[str, int], ...] = (
         r"hidden_size_\w+|embedding_dim|projection_dim|\w+_embed_dim|projection_size|output_dim|d_embed|model_in_dim|query_dim|attention_hidden_size",
         32,
     ),
-    (r"word_embed_proj_dim|classifier_proj_size|lru_width|state_size|linear_head_dim|feature_projection_input_dim|encoder_dim", 32),
+    (
+        r"word_embed_proj_dim|pooler_output_size|classifier_proj_size|lru_width|state_size|linear_head_dim|feature_projection_input_dim|encoder_dim",
+        32,
+    ),
     (r"(\w+_)?num_key_value_heads|num_kv_heads|\w*num_kv_heads|\w*key_value_heads", 2),
     (r"index_n_heads|linear_num_key_heads|mamba_n_groups|n_groups|mamba_ngroups", 2),
     (r"num_attention_heads|\w*attention_heads|n_head|num_heads|n_heads|\w+_num_heads|mamba_n_heads|linear_num_value_heads|num_\w*heads", 4),
@@ -80,11 +82,26 @@ _MROPES = ("glm4v_text", "glm_image_text", "glm_ocr_text", "hunyuan_vl_text", "p
 _MROPES += ("qwen2_5_omni_talker", "qwen2_5_omni_text")
 _ROPES = {kind: {**_ROPE, "mrope_section": [1, 1, 2]} for kind in ("full_attention", "sliding_attention")}
 
-# What a type needs besides, or instead. A string in place of a config is the type that stands there.
+_FLOW = {"condition_dim": 32, "latent_dim": 32}
+_CODEC = {"num_filters": 2}
+
+# What a type needs besides, or instead. A string in place of a config is the type that stands there, and a pair such a type and its fields.
 _OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(_MROPES, _MROPE),
+    **dict.fromkeys(("PocketTTSFlowHeadConfig", "GradiumPhononTTSFlowHeadConfig"), _FLOW),
+    **{f"vibevoice_{part}": _CODEC for part in ("acoustic_tokenizer", "acoustic_tokenizer_encoder", "acoustic_tokenizer_decoder")},
+    "FunAsrNanoAdaptorConfig": {"intermediate_size": 8},
+    "apertus1p5": {"image_token_offset": 40, "audio_token_offset": 56},
+    "apertus1p5_vision_tokenizer": {"base_channels": 32, "embed_dim": 32, "latent_channels": 32},
     "autoformer": {**_TIMES, "label_length": 2, "num_time_features": 1},
-    "bailing_hybrid": {"num_hidden_layers": 4, "layer_group_size": 2, "n_group": 1, "topk_group": 1},
+    "bailing_hybrid": {
+        "num_hidden_layers": 4,
+        "layer_group_size": 2,
+        "layer_types": None,
+        "mlp_layer_types": None,
+        "num_expert_group": 1,
+        "num_experts_per_token": 2,
+    },
     "bamba": {**_MAMBA, "num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
     "bridgetower": {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2},
     "bridgetower_text_model": {"hidden_size": 64},
@@ -108,7 +125,12 @@ _OWN: dict[str, dict[str, Any]] = {
         "altup_num_inputs": 2,
         "vocab_size_per_layer_input": VOCAB,
     },
-    "dots3_note_audio_encoder": {"adapter_input_size": 32, "adapter_out_dim": 32},
+    "dots3_note_audio_encoder": {
+        "adapter_input_size": 32,
+        "adapter_out_dim": 32,
+        "downsample_hidden_size": 480,
+        "feature_size": 128,
+    },
     "dots3_note_vision_encoder": {"adapter_in_dim": 32, "adapter_out_dim": 32},
     "emu3": {"vocabulary_map": {f"<image{i}>": i for i in range(60, 90)} | {"<image>": 96}},
     "glm4v_moe_text": {**_MROPE, "head_dim": 16},
@@ -118,12 +140,22 @@ _OWN: dict[str, dict[str, Any]] = {
     "informer": {**_TIMES, "num_time_features": 1, "distil": False},
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "llama4_vision_model": {
+        "intermediate_size": 128,
+        "vision_output_dim": 32,
+        "projector_input_dim": 32,
+        "projector_output_dim": 32,
+    },
     "luke": {"entity_emb_size": 32},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "expand": 2},
     "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
+    "molmo2_adapter": {"vision_feature_layer": [1, 0]},
+    "molmo2_vision": {"image_size": [32, 32], "num_position_embeddings": 16},
     "moonshine_streaming": {"num_key_value_heads": 4},
+    "muse_spark_audio": {"num_hidden_layers": 4, "hidden_sizes": [16] * 4, "out_hidden_size": 32},
     "musicgen": {"text_encoder": "t5", "audio_encoder": "encodec", "decoder": "musicgen_decoder"},
     "musicgen_melody": {"text_encoder": "t5", "audio_encoder": "encodec", "decoder": "musicgen_melody_decoder"},
+    "nemotron_h_omni": {"vision_config": ("radio", {"video_temporal_patch_size": 2})},
     "neomme": {"head_dim": 16},
     "perceiver": {"d_latents": 32, "num_latents": 8, "qk_channels": 32, "v_channels": 32},
     "qwen4_exp_text": {
@@ -137,6 +169,8 @@ _OWN: dict[str, dict[str, Any]] = {
         "ngram_vocab_size_base": 64,
         "split_ngram_parts": 2,
     },
+    "qwen2_5_omni_bigvgan": {"upsample_initial_channel": 128},
+    "Qwen3OmniMoeTalkerConfig": {"spatial_merge_size": 2},
     "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 16},
     "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 8]},
     "speech-encoder-decoder": {"encoder": "wav2vec2", "decoder": "bert"},
@@ -201,6 +235,8 @@ def shrunk(cls: Any, **more: Any) -> Any:
     for name, value in own.items():
         if isinstance(value, str) and value in CONFIG_MAPPING:
             own[name] = shrunk(CONFIG_MAPPING[value], **(_DECODER if (name, value) == ("decoder", "bert") else {}))
+        elif isinstance(value, tuple):
+            own[name] = shrunk(CONFIG_MAPPING[value[0]], **value[1])
     whole = {name: value for name, value in own.items() if isinstance(value, PreTrainedConfig)}
     if whole and getattr(cls, "has_no_defaults_at_init", False):
         return cls(**{name: value.to_dict() for name, value in whole.items()}, **more)
@@ -324,7 +360,7 @@ class Recipe:
 
     cls: its class. config: makes its config. inputs: those to try first, or None.
     source: where they come from, "" where the census made them.
-    part: the path of a module, where that is what is looked at, and not the whole model.
+    part: the path of the module that is looked at, "" for the whole model. All of it is patched.
     """
 
     cls: Any
@@ -334,47 +370,16 @@ class Recipe:
     part: str = ""
 
 
-def recipes(kind: Kind, tests: bool = False) -> Iterator[Callable[[], Recipe]]:
-    """What makes the recipes of a type: the census's own, then with `tests` those of transformers' tests, of a folder that is open."""
-    yield lambda: own(kind)
-    if not tests:
-        return
-    config_class = _config_class(kind)
-    for made in testers.of_type(testers.family_of(config_class), config_class):
-        for cls in _classes(kind, made):
-            yield partial(Recipe, cls, partial(testers.spread, made.config), made.inputs_for(cls), testers.SOURCE)
-        if isinstance(made, testers.Part) and not _classes(kind, made):
-            yield from (partial(_within, made, whole) for whole in made.wholes)
-
-
-def _within(part: testers.Part, whole: type) -> Recipe:
-    """A part that is no model of transformers, in a whole one. Raises ValueError: it is not there."""
-    path, inputs = part.within(whole)
-    return Recipe(whole, partial(testers.spread, part.whole.config), inputs, testers.SOURCE, path)
-
-
 def own(kind: Kind) -> Recipe:
     """The recipe of the census. Raises ValueError: the type has no class."""
     return Recipe(class_of(kind), partial(config_of, kind))
 
 
-def _config_class(kind: Kind) -> Any:
+def config_class(kind: Kind) -> Any:
+    """The class of its config."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     return CONFIG_MAPPING[kind.name]
-
-
-MOST_CLASSES = 3
-
-
-def _classes(kind: Kind, made: testers.Made | testers.Part) -> list[Any]:
-    """The classes to try with what tests have made, the type's own first."""
-    try:
-        first = [class_of(kind)]
-    except ValueError:
-        first = []
-    tested = [cls for cls in made.classes if cls not in first]
-    return [*(cls for cls in first if cls in made.classes), *tested, *first][:MOST_CLASSES] if tested else first
 
 
 def chosen(recipe: Recipe) -> dict[str, str]:
@@ -415,4 +420,4 @@ def build(recipe: Recipe, seed: int = 0) -> Any:
         # Weights that start at zero, as gates and sinks do, would hide what they gate.
         if parameter.is_floating_point() and (not torch.isfinite(parameter).all() or not parameter.any()):
             torch.nn.init.normal_(parameter, std=0.1)
-    return model.eval().get_submodule(recipe.part)
+    return model.eval()

@@ -33,7 +33,7 @@ import torch
 
 import attnops.hf  # noqa: F401, in the parent, so that no child imports it
 from attnops.errors import AttnopsError, PatchError
-from benchmarks.census import checks, models, results, testers
+from benchmarks.census import checks, models, recipes, results, testers
 
 ROOT = Path(__file__).resolve().parents[2]
 INDUCTOR = ("llama", "gpt_oss", "deepseek_v3", "qwen3_next", "t5", "bert")
@@ -97,17 +97,18 @@ def attempt(kind: models.Kind, make: Callable[[], models.Recipe]) -> tuple[Head,
         model = models.build(recipe)
     except BaseException as error:
         return {"built": False, "reason": checks.short(error), "cls": kind.cls}, None
-    head = {"built": True, "cls": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())}
+    module = model.get_submodule(recipe.part)
+    head = {"built": True, "cls": type(module).__name__, "parameters": sum(p.numel() for p in module.parameters())}
     head |= {"source": recipe.source} if recipe.source else {}
     try:
-        head |= checks.patches(model)
+        head |= checks.patches(model, recipe.part)
     except AttnopsError as error:
         text = " ".join(str(error).split()) if isinstance(error, PatchError) else checks.short(error)
         return head | {"refused": text}, None
     except Exception as error:
         return head | {"foreign": checks.short(error), "patched": 0, "modules": 0, "skipped": []}, None
     try:
-        subject = checks.Subject(model, functools.partial(models.chosen, recipe), recipe.inputs)
+        subject = checks.Subject(module, functools.partial(models.chosen, recipe), recipe.inputs, model)
     except ValueError as error:
         return head | {"unrun": str(error)}, None
     except Exception as error:  # of eager, from run to run
@@ -122,7 +123,7 @@ def first_that_runs(kind: models.Kind, tests: bool) -> tuple[Head, checks.Subjec
     """
     found: Head = {}
     try:
-        for make in models.recipes(kind, tests):
+        for make in recipes.recipes(kind, tests):
             head, subject = attempt(kind, make)
             if subject is not None or "foreign" in head:
                 return head, subject

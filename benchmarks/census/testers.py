@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import copy
 import importlib
-import inspect
 import random
 import re
 import sys
 import types
 import unittest
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ PACKAGE = "transformers_tests"
 SOURCE = "transformers' tests"
 _COMMON = ("test_modeling_common", "causal_lm_tester", "vlm_tester", "alm_tester")
 _SPREAD = ("initializer_range", "init_std")
-_NO_INPUTS = ("labels", "return_loss", "use_cache", "output_attentions", "output_hidden_states")
+NO_INPUTS = ("labels", "return_loss", "use_cache", "output_attentions", "output_hidden_states")
 
 
 @dataclass(frozen=True)
@@ -48,86 +47,11 @@ class Made:
         if self.inputs is None:
             return None
         found = self.test._prepare_for_class(self.inputs, cls)
-        return {n: x for n, x in found.items() if x is not None and n not in _NO_INPUTS}
+        return {n: x for n, x in found.items() if x is not None and n not in NO_INPUTS}
 
-
-@dataclass(frozen=True)
-class Part:
-    """A config below that of a whole model that tests make.
-
-    classes: none, for the tests have no class of models for it.
-    """
-
-    config: Any
-    whole: Made
-    classes: tuple[type, ...] = ()
-
-    def inputs_for(self, cls: type) -> dict[str, Any] | None:
-        """What a whole model hands to its first part of this class."""
-        for whole in self.wholes:
-            try:
-                found = _handed(whole, self.whole, lambda module: type(module) is cls)[1]
-            except Exception:  # of the tests' own code, and of models that they skip
-                continue
-            if found:
-                return found
-        return None
-
-    @property
-    def wholes(self) -> tuple[type, ...]:
-        """Classes of whole models to look into."""
-        return self.whole.classes[:MOST_WHOLES]
-
-    def within(self, whole: type) -> tuple[str, dict[str, Any]]:
-        """The path of the part in a model of class `whole`, and what this hands to it.
-
-        Raises ValueError: there is none.
-        """
-        stem = type(self.config).__name__.removesuffix("Config")
-
-        def is_it(module: Any) -> bool:
-            return type(getattr(module, "config", None)) is type(self.config) or type(module).__name__ == stem
-
-        path, inputs = _handed(whole, self.whole, is_it)
-        if not path:
-            raise ValueError(f"no module of {whole.__name__} has its config")
-        return path, inputs
-
-
-MOST_WHOLES = 4
-
-
-def _handed(whole: Any, made: Made, wanted: Callable[[Any], bool]) -> tuple[str, dict[str, Any]]:
-    """The path and the inputs of the first module of this kind in a model of class `whole`; "", {}: there is none."""
-    model = whole._from_config(spread(made.config), attn_implementation="eager", dtype=torch.float32)
-    paths = [path for path, module in model.eval().named_modules() if path and wanted(module)]
-    seen: list[dict[str, Any]] = []
-
-    def keep(module: Any, args: Any, kwargs: Any) -> None:
-        bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
-        named = {n: x for n, x in bound.items() if n not in ("self", "kwargs")}
-        named |= bound.get("kwargs", {})
-        seen.append({n: _seeing(copy.deepcopy(x)) for n, x in named.items() if _is_input(n, x)})
-
-    for path in paths[:1]:
-        model.get_submodule(path).register_forward_pre_hook(keep, with_kwargs=True)
-        with torch.no_grad():
-            model(**(made.inputs_for(whole) or {}))
-    return (paths[0] if paths else ""), (seen[0] if seen else {})
-
-
-def _is_input(name: str, value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return bool(value) and all(_is_input(name, x) for x in value)
-    return name not in _NO_INPUTS and isinstance(value, (torch.Tensor, bool, int, float))
-
-
-def _seeing(value: Any) -> Any:
-    """A float mask whose rows that see no key see all: what such a row gives is not specified, see `attnops.attention`."""
-    if not (isinstance(value, torch.Tensor) and value.dim() == 4 and value.is_floating_point()):
-        return value
-    hidden = (value <= torch.finfo(value.dtype).min).all(-1, keepdim=True)
-    return value.masked_fill(hidden, 0.0)
+    def tries(self, model: Any) -> Iterable[dict[str, Any]]:
+        """The inputs of this model."""
+        return [self.inputs_for(type(model)) or {}]
 
 
 def open_folder(folder: Path) -> str:
@@ -157,7 +81,10 @@ def family_of(config: Any) -> str:
 def made(family: str) -> Iterator[Made]:
     """What the tests of a family make. Those that raise, or need the network, are left out."""
     for path in _files(family):
-        module = importlib.import_module(f"{PACKAGE}.models.{family}.{path.stem}")
+        try:
+            module = importlib.import_module(f"{PACKAGE}.models.{family}.{path.stem}")
+        except ImportError:  # of a package that is not installed
+            continue
         for cls in vars(module).values():
             own = isinstance(cls, type) and cls.__module__ == module.__name__
             if own and issubclass(cls, unittest.TestCase) and (found := _made(cls)) is not None:
@@ -202,27 +129,18 @@ def _seed() -> None:
 def spread(config: Any) -> Any:
     """A copy of the config with wide random weights: else outputs would hardly depend on attention."""
     config = copy.deepcopy(config)
-    for part in _parts(config):
+    for part in parts(config):
         for name in _SPREAD:
             if isinstance(getattr(part, name, None), float):
                 setattr(part, name, 0.2)
     return config
 
 
-def _parts(config: Any) -> Iterator[Any]:
+def parts(config: Any) -> Iterator[Any]:
+    """The config, and those below it."""
     from transformers import PreTrainedConfig
 
     yield config
     for below in vars(config).values():
         if isinstance(below, PreTrainedConfig):
-            yield from _parts(below)
-
-
-def of_type(family: str, cls: type) -> Iterator[Made | Part]:
-    """Those whose config is of exactly this class, whole models first."""
-    within: list[Part] = []
-    for one in made(family):
-        if type(one.config) is cls:
-            yield one
-        within += [Part(part, one) for part in _parts(one.config) if type(part) is cls]
-    yield from within
+            yield from parts(below)

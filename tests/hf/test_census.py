@@ -247,7 +247,7 @@ def test_a_refusal_is_believed_when_those_of_the_tests_agree(folder, monkeypatch
     testers.open_folder(folder)
     refused = []
 
-    def patches(most, model):
+    def patches(most, model, part):
         refused.append(model)
         if len(refused) <= most:
             raise PatchError(f"no. {len(refused)}")
@@ -261,13 +261,62 @@ def test_a_refusal_is_believed_when_those_of_the_tests_agree(folder, monkeypatch
 
 
 def test_a_foreign_error_of_patch_is_wrong(tmp_path, monkeypatch):
-    def patches(model):
+    def patches(model, part):
         raise AttributeError("no x")
 
     monkeypatch.setattr(checks, "patches", patches)
     run.survey(KINDS["bert"], tmp_path, tests=False)
     found = results.one(run.read(tmp_path / "bert.jsonl"))
     assert (found["state"], found["wrong"]) == ("ran", {"patch": "AttributeError: no x"})
+
+
+PARTS = """
+import unittest
+
+import torch
+from transformers import T5GemmaConfig, T5GemmaModel, T5GemmaModuleConfig
+
+SIZES = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES |= {"intermediate_size": 37, "head_dim": 8}
+
+
+class Tester:
+    def prepare_config_and_inputs_for_common(self):
+        encoder, decoder = T5GemmaModuleConfig(**SIZES), T5GemmaModuleConfig(**SIZES, cross_attention_hidden_size=32)
+        ids = torch.full((2, 5), 7)
+        return T5GemmaConfig(encoder=encoder, decoder=decoder, vocab_size=99), {"input_ids": ids, "decoder_input_ids": ids}
+
+
+class T5GemmaModelTest(unittest.TestCase):
+    all_model_classes = (T5GemmaModel,)
+
+    def setUp(self):
+        self.model_tester = Tester()
+
+    def _prepare_for_class(self, inputs, cls):
+        return dict(inputs)
+"""
+
+
+def test_a_part_is_looked_at_in_a_whole_model(folder, tmp_path):
+    """No class of transformers takes the config of T5Gemma's encoder alone: all of the model is patched, and the encoder compared."""
+    family = folder / "tests" / "models" / "t5gemma"
+    family.mkdir()
+    (family / "test_modeling_t5gemma.py").write_text(PARTS)
+    testers.open_folder(folder)
+    head, subject = run.first_that_runs(KINDS["t5_gemma_module"], tests=True)
+    assert subject is not None and (head["cls"], head["patched"], head["modules"]) == ("T5GemmaEncoder", 1, 1)
+    assert subject.given.keys() >= {"input_ids"} and subject.given["input_ids"].shape == (2, 5)
+    for name, check in checks.checks_of(subject):
+        if name.startswith(("forward none", "unpatch")):
+            check()
+
+
+def test_a_part_without_attention_is_refused():
+    model = models.build(models.own(KINDS["sam"]))
+    with pytest.raises(PatchError, match="nothing to patch in SamPromptEncoder: it has no attention module"):
+        checks.patches(model, "prompt_encoder")
+    assert checks.patches(model, "mask_decoder")["patched"] > 0
 
 
 def test_a_folder_without_tests_is_refused(tmp_path):
