@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnops
 from attnops.errors import AttnopsError, PatchError
 from attnops.hf.cache_names import argument, argument_of
+from attnops.reference.rows import FAINT
 from benchmarks.census import inputs as given_inputs
 from benchmarks.census.inputs import PADDINGS, Inputs, padded, padding, parameters, tokens
 
@@ -448,7 +450,31 @@ def same_gradients(subject: Subject, kind: str, mode: str) -> None:
         if not (off := gradient_distance(ours, want)) <= limit:
             raise Wrong(f"gradients off by {off:.1e}, bound {limit:.1e}")
 
-    subject.settle(judge, kept["eager"], lambda: gradients(subject.model, subject.cases[kind]))
+    try:
+        subject.settle(judge, kept["eager"], lambda: gradients(subject.model, subject.cases[kind]))
+    except Wrong as wrong:
+        largest = largest_logit(subject, kind)
+        if largest <= -FAINT:
+            raise
+        raise Eager(f"{wrong}, and eager's logits reach {largest:.1e}, where float32 cannot tell one from another") from None
+
+
+class Logits(TorchDispatchMode):
+    """Within the block `largest` is the largest argument of any softmax so far."""
+
+    largest = 0.0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._softmax.default and args[0].numel():
+            self.largest = max(self.largest, float(args[0].max()))
+        return function(*args, **(kwargs or {}))
+
+
+def largest_logit(subject: Subject, kind: str) -> float:
+    """Of eager. A gradient takes weights from logits and their log-sum-exp, and a weight is as far off as the last bit of these."""
+    with Logits() as seen:
+        run(subject.model, subject.cases[kind])
+    return seen.largest
 
 
 def compiled(subject: Subject, kind: str, backend: str) -> None:
