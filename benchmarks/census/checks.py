@@ -474,7 +474,7 @@ def largest_logit(subject: Subject, kind: str) -> float:
     """Of eager. A gradient takes weights from logits and their log-sum-exp, and a weight is as far off as the last bit of these."""
     with Logits() as seen:
         run(subject.model, subject.cases[kind])
-    return seen.largest
+    return float(seen.largest)
 
 
 def compiled(subject: Subject, kind: str, backend: str) -> None:
