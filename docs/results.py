@@ -126,12 +126,17 @@ def proven(data: dict[str, Any]) -> str:
     if failed := data.get("failed_tests"):
         text += f"\n\nTests that failed in this run: {', '.join(f'`{name}`' for name in failed)}."
     if skipped := data.get("skipped_tests"):
-        text += "\n\nSkipped: " + "; ".join(f"{len(names)} because {why[:160]}" for why, names in sorted(skipped.items())) + "."
+        text += "\n\nSkipped: " + "; ".join(f"{len(names)} because {brief(why)}" for why, names in sorted(skipped.items())) + "."
     if missing := data.get("not_run"):
         text += f"\n\nNot run: {', '.join(f'`{name}`' for name in missing)}."
     if cut := data.get("unfinished"):
         text += f"\n\nProcesses of this run that were ended before all their tests were: {', '.join(f'`{name}`' for name in cut)}."
     return text + (f"\n\nNo case of the grid runs there: {', '.join(idle)}." if idle else "")
+
+
+def brief(text: str) -> str:
+    """The start of a text, up to the end of a word."""
+    return text if len(text) <= 160 else text[:160].rpartition(" ")[0]
 
 
 def why_left(data: dict[str, Any]) -> str:

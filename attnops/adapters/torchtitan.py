@@ -18,8 +18,11 @@ import spmd_types as spmd
 import torch
 from spmd_types.runtime import get_partition_spec
 from torch import Tensor, nn
-from torchtitan.config import derive, override
-from torchtitan.distributed.utils import get_spmd_backend, is_in_batch_invariant_mode
+from torchtitan.config import derive, override  # pyright: ignore[reportAttributeAccessIssue]
+from torchtitan.distributed.utils import (
+    get_spmd_backend,  # pyright: ignore[reportAttributeAccessIssue]
+    is_in_batch_invariant_mode,  # pyright: ignore[reportAttributeAccessIssue]
+)
 from torchtitan.models.common import attention as theirs
 from torchtitan.protocols.module import Module
 

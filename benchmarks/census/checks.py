@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnops
 from attnops.errors import AttnopsError, PatchError
 from attnops.hf.cache_names import argument, argument_of
+from attnops.reference.rows import FAINT
 from benchmarks.census import inputs as given_inputs
 from benchmarks.census.inputs import PADDINGS, Inputs, padded, padding, parameters, tokens
 
@@ -82,8 +84,8 @@ def visible(found: Found, given: Inputs) -> Found:
         mask = next((mask for mask in masks if value.shape[:2] == mask.shape and ("encoder" not in name or mask is masks[0])), None)
         if mask is not None and "pool" not in name:
             kept[name] = value[mask.bool() & some[:, None]]
-        elif value.shape == (len(whole), len(whole)):
-            kept[name] = value[whole][:, whole]  # similarities, of the rows to each other
+        elif value.shape[:2] == (len(whole), len(whole)):
+            kept[name] = value[whole][:, whole]  # of the rows to each other, as similarities are
         elif value.shape[:1] == whole.shape and value.dim() > 1:
             kept[name] = value[whole]
     return kept
@@ -346,15 +348,24 @@ def sensitive(subject: Subject) -> None:
         given["attention_mask"] = mask
     else:
         name = next(iter(given))
-        changed = given[name].clone()
-        changed.view(-1)[: max(1, changed.numel() // 4)] = 0.5 if changed.is_floating_point() else 7
-        given[name] = changed
+        given[name] = changed(given[name])
     try:
         off = distance(run(subject.model, given), subject.eager["none"])
     except Exception as error:
         raise Eager(short(error)) from error
     if off < TEETH * subject.limit:
         raise Eager(f"its output changes by {off:.1e} when a token is hidden, and the bound is {subject.limit:.1e}")
+
+
+def changed(value: Any) -> Any:
+    """A copy of an input whose first quarter is another, that of each tensor of a list."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(changed(one) for one in value)
+    if not isinstance(value, Tensor):
+        return value
+    flat = value.flatten().clone()
+    flat[: max(1, flat.numel() // 4)] = 0.5 if flat.is_floating_point() else 7
+    return flat.view(value.shape)
 
 
 def forward(subject: Subject, kind: str, mode: str) -> None:
@@ -439,7 +450,31 @@ def same_gradients(subject: Subject, kind: str, mode: str) -> None:
         if not (off := gradient_distance(ours, want)) <= limit:
             raise Wrong(f"gradients off by {off:.1e}, bound {limit:.1e}")
 
-    subject.settle(judge, kept["eager"], lambda: gradients(subject.model, subject.cases[kind]))
+    try:
+        subject.settle(judge, kept["eager"], lambda: gradients(subject.model, subject.cases[kind]))
+    except Wrong as wrong:
+        largest = largest_logit(subject, kind)
+        if largest <= -FAINT:
+            raise
+        raise Eager(f"{wrong}, and eager's logits reach {largest:.1e}, where float32 cannot tell one from another") from None
+
+
+class Logits(TorchDispatchMode):
+    """Within the block `largest` is the largest argument of any softmax so far."""
+
+    largest = 0.0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._softmax.default and args[0].numel():
+            self.largest = max(self.largest, float(args[0].max()))
+        return function(*args, **(kwargs or {}))
+
+
+def largest_logit(subject: Subject, kind: str) -> float:
+    """Of eager. A gradient takes weights from logits and their log-sum-exp, and a weight is as far off as the last bit of these."""
+    with Logits() as seen:
+        run(subject.model, subject.cases[kind])
+    return float(seen.largest)
 
 
 def compiled(subject: Subject, kind: str, backend: str) -> None:
@@ -456,7 +491,26 @@ def compiled(subject: Subject, kind: str, backend: str) -> None:
         raise
     finally:
         torch._dynamo.reset()
-    subject.compare(kind, ours)
+    try:
+        subject.compare(kind, ours)
+    except Wrong as wrong:
+        as_compiled(subject, kind, backend, ours, wrong)
+
+
+def as_compiled(subject: Subject, kind: str, backend: str, ours: Found, wrong: Wrong) -> None:
+    """Raise Eager where the compiler changes transformers' unpatched model, and ours equals that one compiled; else `wrong`."""
+    case = subject.cases[kind]
+    try:
+        stock = run(torch.compile(subject.model, backend=backend, dynamic=False), case)
+        changes = distance(visible(stock, case), visible(subject.eager[kind], case))
+        off = distance(visible(ours, case), visible(stock, case))
+    except Exception:
+        raise wrong from None
+    finally:
+        torch._dynamo.reset()
+    if not (changes > subject.limit and off <= subject.limit):
+        raise wrong
+    raise Eager(f"torch.compile changes the unpatched model by {changes:.1e}, and the bound is {subject.limit:.1e}") from None
 
 
 def copies(subject: Subject) -> None:

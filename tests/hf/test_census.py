@@ -170,6 +170,49 @@ def test_what_eager_does_not_compile_either_is_no_refusal(stock_fails, monkeypat
     assert verdicts(one, "compile aot_eager none")["compile aot_eager none"][0] == status
 
 
+@pytest.mark.parametrize(("stock", "status"), [(2.0, "eager"), (1.0, "wrong"), (3.0, "wrong")])
+def test_what_the_compiler_changes_without_a_patch_is_no_fault(stock, status, monkeypatch):
+    one = subject("bert")
+    real = checks.run
+
+    def run_scaled(model, given):
+        if not isinstance(model, torch._dynamo.OptimizedModule):
+            return real(model, given)
+        by = 2.0 if one.model.config._attn_implementation != "eager" else stock
+        return {name: by * value for name, value in real(one.model, given).items()}
+
+    monkeypatch.setattr(checks, "run", run_scaled)
+    assert verdicts(one, "compile aot_eager none")["compile aot_eager none"][0] == status
+
+
+@pytest.mark.parametrize(("scale", "status"), [(1e4, "eager"), (1.0, "wrong")])
+def test_gradients_of_logits_that_float32_does_not_tell_apart(scale, status, monkeypatch):
+    model = models.build(models.own(KINDS["bert"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("query.weight", "key.weight")):
+                parameter.mul_(scale)
+    one = checks.Subject(model)
+    found = iter([0.0, 2.0, 2.0])  # of eager with other last bits, of ours, and of ours from transformers' choice
+    monkeypatch.setattr(checks, "gradient_distance", lambda ours, eager: next(found))
+    one.noise = 0.0
+    assert verdicts(one, "gradients auto")["gradients auto"][0] == status
+
+
+def test_inputs_that_are_lists_or_not_contiguous_are_changed():
+    turned, maps = torch.zeros(4, 6).mT, [torch.zeros(1, 2, 2), torch.zeros(1, 1)]
+    other = checks.changed([turned, *maps, 3])
+    assert [int((one != 0).sum()) for one in other[:3]] == [6, 1, 1] and other[3] == 3
+    assert not turned.any() and not maps[0].any(), "the inputs themselves are left alone"
+
+
+def test_a_text_with_padding_is_left_out_beside_every_image():
+    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 0]])
+    found = {"logits": torch.arange(9.0).view(3, 3), "text_embeds": torch.arange(18.0).view(3, 3, 2)}
+    kept = checks.visible(found, {"attention_mask": mask})
+    assert kept["logits"].tolist() == [[4.0]] and kept["text_embeds"].tolist() == [[[8.0, 9.0]]]
+
+
 def test_weights_that_a_class_leaves_open_are_drawn():
     drawn = [{n: p.clone() for n, p in models.build(models.own(KINDS["qwen3_omni_moe_talker_text"])).named_parameters()} for _ in range(2)]
     assert all(torch.equal(first, drawn[1][name]) and first.abs().max() < 10 for name, first in drawn[0].items())

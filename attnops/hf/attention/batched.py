@@ -204,7 +204,7 @@ class _Step:
 
 # Keys and values are overlapping views of one tensor, which the compiler would take apart by
 # copies of all of it.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable()  # type: ignore[untyped-decorator]
 def _over_blocks(
     layer: int,
     new: tuple[Tensor, Tensor, Tensor],

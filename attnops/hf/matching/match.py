@@ -39,11 +39,13 @@ class Usage:
 
     foreign: arguments it passes that attnops does not know.
     edits_mask, edits_cached: it computes with the mask that it is given, or with the keys and values that its cache returns.
+    moves: it keeps its keys in another layer of its cache than that of its own number, as a module does that runs in a loop.
     """
 
     foreign: tuple[str, ...]
     edits_mask: bool
     edits_cached: bool = False
+    moves: bool = False
 
 
 @dataclass
@@ -176,7 +178,7 @@ def usage_of(cls: Any) -> Usage | None:
             if isinstance(function, ast.FunctionDef) and (calls := _interface_calls(function)):
                 foreign = {keyword.arg for call in calls for keyword in call.keywords if keyword.arg} - _KNOWN
                 edits = any(_edits_mask(function, call) for call in calls)
-                return Usage(tuple(sorted(foreign)), edits, _edits_cached(function, calls))
+                return Usage(tuple(sorted(foreign)), edits, _edits_cached(function, calls), _moves(function))
         if "forward" in vars(base) and "super().forward(" not in text:
             break  # a method that this class replaces does not count
     return None
@@ -244,6 +246,19 @@ def _edits_cached(function: ast.FunctionDef, calls: list[ast.Call]) -> bool:
     last = max(node.lineno for node, _ in updates)
     later = any(node.lineno > last and names & kept and not _is_module_call(node.value) for node, names in assigned)
     return later or len(calls) > 1
+
+
+def _moves(function: ast.FunctionDef) -> bool:
+    """Is a layer's number in a call of `update(...)` anything but an attribute of the module?"""
+    updates: list[Any] = [node.value for node, _ in _assigned(function) if isinstance(node, ast.Assign) and _asks_cache(node)]
+    numbers = [number for call in updates if (number := _layer_number(call)) is not None]
+    return any(not (isinstance(number, ast.Attribute) and ast.unparse(number.value) == "self") for number in numbers)
+
+
+def _layer_number(call: ast.Call) -> ast.expr | None:
+    """The argument `layer_idx` of `update(key_states, value_states, layer_idx)`."""
+    named = {keyword.arg: keyword.value for keyword in call.keywords}
+    return call.args[2] if len(call.args) > 2 else named.get("layer_idx")
 
 
 def _asks_cache(node: ast.Assign) -> bool:

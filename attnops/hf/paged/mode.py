@@ -108,6 +108,9 @@ class PagedMode:
     def _check(self, sites: list[Site], found: Match) -> None:
         """Raise PatchError with the first reason against pages that is known before layers are looked at."""
         model = type(self._owner).__name__
+        moving = [type(site.module).__name__ for site in sites if site.usage and site.usage.moves]
+        got = f"{model}, whose {''.join(moving[:1])} keeps keys in other layers of its cache than its own, as in a loop"
+        refuse_unless(not moving, f'got {got}; want cache="hf"')
         if self.latents:
             others = [f"{site.path} ({type(site.module).__name__})" for site in sites if not paged_models.is_latent(site.module)]
             names = "\n  ".join(others[:8] + [f"and {len(others) - 8} more"] * (len(others) > 8))

@@ -152,7 +152,7 @@ def attend(
     PEEL: tiles that every row sees are not masked. OVERLAP: stage two is launched while this kernel runs.
     DR: a key's numbers after the first D, which `r_ptr` has of the query. LATENT: `k_ptr` holds the value, too.
     PAGE: 0 for requests whose keys follow one another. Then `table_ptr` tells how many times k_p and v_p a request's first key and value
-    lie past the first of all, and how many times q_b, r_b and mask_b to add to what its tokens say. At most `capacity` of its keys exist.
+    lie past the first, and how many times q_b, r_b and mask_b to add to what its tokens say. At most `capacity` of its keys exist.
     FIRST: `first_ptr` has the first key of each request that may be seen.
     """
     HEADS: tl.constexpr = GROUP if GROUP < TILE_M else TILE_M
