@@ -117,7 +117,7 @@ class Subject:
         whole: the model to patch, where `model` is a part of it.
         """
         self.model, self.chosen, self.patch = model, chosen, functools.partial(attnops.patch, model if whole is None else whole)
-        self.names = parameters(model)
+        self.names, self.implementations = parameters(model), implementations(model)
         self.given = given_inputs.first_that_runs(model, given)
         brought = given or {}
         self.brought = any(value is brought.get(name) for name, value in self.given.items())
@@ -534,9 +534,15 @@ def unpatched(subject: Subject) -> None:
             if not torch.equal(torch.nan_to_num(value), torch.nan_to_num(subject.eager[kind][name])):
                 raise Wrong(f"{name} ({kind}) is not what it was before patch()")
     left = [name for name in vars(subject.model) if "attnops" in name]
-    names = {module.config._attn_implementation for module in subject.model.modules() if hasattr(module, "config")}
-    if left or names - {"eager"}:
-        raise Wrong(f"left behind: {left}, {names}")
+    names = implementations(subject.model)
+    if left or names != subject.implementations:
+        raise Wrong(f"left behind: {left}, {sorted(set(names.values()))}")
+
+
+def implementations(model: Any) -> dict[str, str]:
+    """The implementation of attention of each module that has a config, by path."""
+    found = {path: getattr(getattr(module, "config", None), "_attn_implementation", None) for path, module in model.named_modules()}
+    return {path: name for path, name in found.items() if name is not None}
 
 
 def patches(model: Any, part: str = "") -> dict[str, Any]:
@@ -544,8 +550,11 @@ def patches(model: Any, part: str = "") -> dict[str, Any]:
 
     part: the path of a module, "" for all of the model. Of a part without attention this raises PatchError, too.
     """
+    before = implementations(model)
     with attnops.patch(model) as handle:
         rows = [row for row in handle.report().rows if f"{row.path}.".startswith(f"{part}." if part else "")]
+    if implementations(model) != before:
+        raise Wrong(f"unpatch() leaves {sorted(set(implementations(model).values()))}")
     patched = [row for row in rows if row.status == "patched"]
     reasons = sorted({row.status.removeprefix("skipped: ") for row in rows if row not in patched})
     if part and not patched:

@@ -127,12 +127,16 @@ def _seed() -> None:
 
 
 def spread(config: Any) -> Any:
-    """A copy of the config with wide random weights: else outputs would hardly depend on attention."""
+    """A copy of the config with wide random weights: else outputs would hardly depend on attention.
+
+    Those of deep convolutions before attention multiply: logits beyond a million are hidden keys to attnops.
+    """
     config = copy.deepcopy(config)
+    width = 0.2 if getattr(config, "backbone_config", None) is None else 0.1
     for part in parts(config):
         for name in _SPREAD:
             if isinstance(getattr(part, name, None), float):
-                setattr(part, name, 0.2)
+                setattr(part, name, width)
     return config
 
 
