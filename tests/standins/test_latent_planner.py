@@ -138,7 +138,7 @@ def test_a_step_that_no_planning_kernel_takes_gets_no_plan(record):
     assert set(record()) == {"get_mla_decoding_metadata"}
 
 
-def test_the_faster_kernel_gets_its_plan(record):
+def test_the_faster_kernel_gets_its_plan(record, all_have_run):
     """Kernels that a host's plan shuts out are weighed against those that need one."""
     small, large = cache(), cache(workspace_bytes=WORKSPACE)
     with target(100, "flashinfer"):

@@ -250,7 +250,7 @@ def test_unknown_sizes_count_as_their_hints():
 
 
 @pytest.mark.parametrize("name", ["xqa", "trtllm"])
-def test_compiled_with_a_workspace_that_no_one_copies(name):
+def test_compiled_with_a_workspace_that_no_one_copies(name, all_have_run):
     call = DECODE["float8"]()
     given = {n: t for n, t in call.tensors().items() if n != "output"}
 
