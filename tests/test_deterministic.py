@@ -1,5 +1,6 @@
 """Deterministic policies: one kernel whatever the sizes, and bits of a request that do not depend on its mates."""
 
+import inspect
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -220,8 +221,9 @@ def test_rows(op):
 @pytest.mark.parametrize(("policy", "each"), [("", 5), (POLICY, 1)])
 def test_a_judge_of_experts_takes_tokens_one_at_a_time_only_then(op, policy, each):
     kernel, rows = kernels_of(op)["reference"], []
-    [reference] = kernel.run.args
-    counting = partial(kernel.run.func, lambda call: rows.append(call.x.shape[0]) or reference(call))
+    body = inspect.unwrap(kernel.run)
+    [reference] = body.args
+    counting = partial(body.func, lambda call: rows.append(call.x.shape[0]) or reference(call))
     sizes = {"experts": (24, 20, 28, 3, 2), "mxfp4_experts": (64, 64, 16, 3, 2)}[op]
     call = getattr(testing_experts, op)(Source(1), 5, sizes)
     counting(changed(call.record, policy=policy))

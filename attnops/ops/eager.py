@@ -11,11 +11,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 # Read as attributes: a function that hands one out costs more than the read.
@@ -24,8 +26,18 @@ from attnops.checks import python_number
 from attnops.errors import InvalidInput, NoGradient, fail
 from attnops.kernel import _REGISTRY, Capture
 from attnops.ops.foreign import answering
+from attnops.ops.patterns import Pattern, pattern, picker
 from attnops.ops.rules import FURTHEST
-from attnops.ops.state import autocasting, capturing, debug_mode, of_a_batch, overheard, uncast
+from attnops.ops.state import (
+    autocasting,
+    capturing,
+    debug_mode,
+    of_a_batch,
+    profiling,
+    tracing,
+    transformed,
+    uncast,
+)
 from attnops.problem import _OVERRIDE, Problem, alike, altered, problem_of
 from attnops.select import _ACTIVE, choose, key_for as _key_for
 from attnops.subclasses import plain_only, refuse_foreign
@@ -118,7 +130,7 @@ def guards_of(tensors: tuple[Tensor, ...], grown: Growth | None = None) -> Any:
     firsts = [known.setdefault(id(t), i) for i, t in enumerate(tensors)]
     again = tuple((i, first) for i, first in enumerate(firsts) if i != first)
     of_all, each = _guards([*enumerate(tensors)], grown), [*known.values()]
-    return Repeats(of_all, _guards([(i, tensors[i]) for i in each], grown), _picker(each), again) if again else of_all
+    return Repeats(of_all, _guards([(i, tensors[i]) for i in each], grown), picker(each), again) if again else of_all
 
 
 def _guards(places: list[tuple[int, Tensor]], grown: Growth | None) -> Any:
@@ -134,48 +146,6 @@ def _guards(places: list[tuple[int, Tensor]], grown: Growth | None) -> Any:
     guards = (_TensorGuards or Likeness)(*tensors, **given)
     repeats = len({*map(id, tensors)}) < len(tensors)
     return guards if repeats or guards.check(*tensors) else Likeness(*tensors, **given)
-
-
-@dataclass(frozen=True)
-class Pattern:
-    """How calls whose arguments have these types are told apart.
-
-    number: tells patterns apart in a key. tensors, scalars: pick the tensors that are given, and all else, from a call.
-    grows: for each of these tensors the dim whose size grows from call to call (`Spec.grows`), -1 if there is none.
-    """
-
-    number: int
-    tensors: Callable[[Any], tuple[Any, ...]]
-    scalars: Callable[[Any], tuple[Any, ...]]
-    grows: tuple[int, ...]
-
-
-_PLAIN: dict[str, tuple[type, ...]] = {
-    "Tensor": (Tensor, torch.nn.Parameter),
-    "Tensor | None": (Tensor, torch.nn.Parameter, type(None)),
-    "int": (int,),
-    "float": (float,),
-    "bool": (bool,),
-    "str": (str,),
-}
-
-
-def pattern(spec: Spec, types: tuple[type, ...], number: int) -> Pattern | None:
-    """The Pattern of calls with arguments of these types; None where one is of a type that is not compared (a subclass, an int for a
-    float), so that such a call takes the dispatcher's way."""
-    if any(t not in _PLAIN[a.kind] for a, t in zip(spec.args, types, strict=True)):
-        return None
-    tensors = [i for i, (a, t) in enumerate(zip(spec.args, types, strict=True)) if a.tensor and t is not type(None)]
-    others = [i for i, a in enumerate(spec.args) if not a.tensor]
-    layouts = [[size.text for size in spec.args[i].layout] for i in tensors]
-    grows = tuple(layout.index(spec.grows) if spec.grows in layout else -1 for layout in layouts)
-    return Pattern(number, _picker(tensors), _picker(others), grows)
-
-
-def _picker(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
-    if len(places) > 1:
-        return itemgetter(*places)
-    return (lambda call: (call[places[0]],)) if places else (lambda call: ())
 
 
 class Eager:
@@ -318,6 +288,21 @@ def checked(op: Eager, call: Call) -> Run:
 # Who must see a call --------------------------------------------------------------------------------------------------------
 
 
+def overheard() -> bool:
+    """Must a call pass the dispatcher?
+
+    Forward-mode or torch.func's gradient is possible, or a mode or a tool has to see the call.
+    """
+    return bool(
+        _len_torch_dispatch_stack()
+        or _len_torch_function_stack()
+        or profiling()
+        or forward_ad._current_level >= 0
+        or transformed()
+        or tracing()
+    )
+
+
 def direct(overload: Any, run: Callable[..., Any]) -> Callable[..., Any]:
     """`overload` without the dispatcher, which takes 9 us to carry two dozen named arguments into C++ and back; compiled code calls this.
 
@@ -353,7 +338,9 @@ def tensors(**given: Any) -> None:
 
 def mask(value: Any) -> None:
     """Raise InvalidInput unless a mask is a plain tensor or None. Of a function, as flex_attention takes one, the error says what to do."""
-    if value is None or isinstance(value, Tensor):
+    if value is None:
+        return
+    if isinstance(value, Tensor):
         refuse_foreign("mask", value)
         return
     want = "a tensor, bool or additive"
@@ -364,6 +351,8 @@ def mask(value: Any) -> None:
 
 def window(value: Any) -> tuple[int, int]:
     """(left, right), each as `side` gives it."""
+    if value == (-1, -1):  # as nearly always, at the cost of no call
+        return -1, -1
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         fail(InvalidInput, "window", value, "(left, right) in keys, -1: unbounded")
     return side(value[0]), side(value[1])
@@ -371,13 +360,15 @@ def window(value: Any) -> tuple[int, int]:
 
 def side(value: Any) -> Any:
     """One side of a window; -1 for one so wide that it hides no key, as 2**31 - 1 often says."""
-    value = python_number(value)
+    if type(value) is not int:
+        value = python_number(value)
     return -1 if isinstance(value, int) and value > FURTHEST else value
 
 
 def chunk(value: Any) -> Any:
     """The length of a chunk; 0 for one so long that it hides no key."""
-    value = python_number(value)
+    if type(value) is not int:
+        value = python_number(value)
     return 0 if isinstance(value, int) and value > FURTHEST else value
 
 

@@ -195,7 +195,8 @@ def mla_attention(
     """
     if output is None:
         output = fresh_output(q_nope)
-    eager.mask(mask)
+    if mask is not None:
+        eager.mask(mask)
     window_left = eager.side(window_left)
     if holes and plan is None and torch.compiler.is_compiling():
         seen = Rules(0.0, causal, window_left)

@@ -128,7 +128,8 @@ def paged_attention(
     """
     left, right = eager.window(window)
     attention_chunk = eager.chunk(attention_chunk)
-    eager.mask(mask)
+    if mask is not None:
+        eager.mask(mask)
     if output is None:
         eager.tensors(query=query, v_pages=v_pages)
         dtype = query.dtype if query.dtype in FLOATS else torch.bfloat16

@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
-from torch.autograd import forward_ad
 
-_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
+transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def _publicly_autocasting() -> bool:
@@ -57,18 +55,3 @@ debug_mode: Callable[[], int] = torch.get_deterministic_debug_mode
 def capturing(tensor: Tensor) -> bool:
     """Does a call on `tensor` become part of a CUDA graph?"""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def overheard() -> bool:
-    """Must a call pass the dispatcher?
-
-    Forward-mode or torch.func's gradient is possible, or a mode or a tool has to see the call.
-    """
-    return bool(
-        _len_torch_dispatch_stack()
-        or _len_torch_function_stack()
-        or profiling()
-        or forward_ad._current_level >= 0
-        or _transformed()
-        or tracing()
-    )

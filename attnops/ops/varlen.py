@@ -124,7 +124,8 @@ def varlen_attention(
     """
     left, right = eager.window(window)
     attention_chunk = eager.chunk(attention_chunk)
-    eager.mask(mask)
+    if mask is not None:
+        eager.mask(mask)
     output, lse = VARLEN(VarlenAttention(
         query, key, value, cu_seqlens_q, cu_seqlens_k, mask, sinks, k_scale, v_scale, max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k, scale=eager.default_scale(query, scale), causal=causal, window_left=left, window_right=right,

@@ -22,8 +22,8 @@ from attnops.kernel import _REGISTRY, own_kernel
 from attnops.kernels.torch import sdpa
 from attnops.ops import by_sdpa
 from attnops.ops.dense import ATTENTION as attend, Attention
-from attnops.ops.eager import KINDS, growth, side
-from attnops.ops.state import autocasting, overheard, profiling, tracing
+from attnops.ops.eager import KINDS, growth, overheard, side
+from attnops.ops.state import autocasting, profiling, tracing
 from attnops.ops.varlen import varlen_attention
 from attnops.problem import _OVERRIDE
 from attnops.reference.attention import scores
