@@ -89,7 +89,7 @@ def test_the_file_of_a_wrapped_or_bound_function_counts(copy):
     before = digests_of(copy)
     for file, name in {
         "kernels/torch/by_request.py": "attention.reference",
-        "kernels/torch/experts.py": "experts.reference",
+        "reference/experts.py": "experts.reference",
         "reference/mxfp4.py": "mxfp4_experts.reference",
         "kernels/sgl/flashmla.py": "mla_attention.flashmla",
         "kernels/shared/tokens.py": "mla_attention.flashinfer_mla_fa2",

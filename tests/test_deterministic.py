@@ -2,7 +2,6 @@
 
 import inspect
 from dataclasses import replace
-from functools import partial
 from itertools import product
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from attnops.call import changed
 from attnops.kernel import Invariant, Kernel, all_kernels, extent_at_most, kernels_of
 from attnops.kernels.torch import aten_flash
+from attnops.kernels.torch.by_request import by_token
 from attnops.measured import Table, in_force
 from attnops.ops import OPS
 from attnops.problem import Extent, Problem, Target, altered
@@ -221,9 +221,8 @@ def test_rows(op):
 @pytest.mark.parametrize(("policy", "each"), [("", 5), (POLICY, 1)])
 def test_a_judge_of_experts_takes_tokens_one_at_a_time_only_then(op, policy, each):
     kernel, rows = kernels_of(op)["reference"], []
-    body = inspect.unwrap(kernel.run)
-    [reference] = body.args
-    counting = partial(body.func, lambda call: rows.append(call.x.shape[0]) or reference(call))
+    reference = inspect.unwrap(kernel.run)
+    counting = by_token(lambda call: rows.append(call.x.shape[0]) or reference(call))
     sizes = {"experts": (24, 20, 28, 3, 2), "mxfp4_experts": (64, 64, 16, 3, 2)}[op]
     call = getattr(testing_experts, op)(Source(1), 5, sizes)
     counting(changed(call.record, policy=policy))
