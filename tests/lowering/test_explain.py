@@ -18,7 +18,7 @@ def test_table_of_a_model_for_another_machine(capsys):
     model = nn.Sequential(Dense(), Dense(), Dense(5.0)).eval()
     explanation = attnops.explain(model, torch.randn(2, 8, HQ * D), target="sm90")
     assert capsys.readouterr().out.strip() == str(explanation).strip()
-    assert explanation.chosen() == ("attention.sdpa", "attention.flex")
+    assert explanation.chosen() == ("attention.sdpa", "attention.triton")
     assert [site.count for site in explanation.sites] == [2, 1]
     for site in explanation.sites:
         named = {site.decision.kernel.name, *site.decision.passed_over, *site.decision.refused}
