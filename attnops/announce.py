@@ -2,8 +2,8 @@
 
 `from_pretrained(..., attn_implementation="attnops")` works after `import attnops` alone, which
 stays light: the functions behind the names load `attnops.hf` when a model first calls them. Where
-transformers comes later, a finder in front of `sys.meta_path` waits for its `modeling_utils`, the
-module that holds the table of names, and goes once that module is loaded.
+transformers comes later, `attnops.on_import` waits for its `modeling_utils`, the module that holds
+the table of names.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 from torch.compiler import is_dynamo_compiling
 
+from attnops.on_import import once_imported
 from attnops.packages import parse
 from attnops.tried import OLDEST
 
@@ -32,8 +31,8 @@ def announce() -> None:
     """Register the names with transformers: now if it is loaded, else once it is. Idempotent."""
     if hasattr(sys.modules.get(WHERE), "AttentionInterface"):
         _register()
-    elif not any(type(finder).__name__ == Finder.__name__ for finder in sys.meta_path):
-        sys.meta_path.insert(0, Finder())
+    else:
+        once_imported(WHERE, _loaded_now)
 
 
 # The functions behind the names ------------------------------------------------------------------
@@ -96,59 +95,10 @@ def _register() -> None:
         known.setdefault(f"paged|{NAME}", batches)
 
 
-# The hook ----------------------------------------------------------------------------------------
-
-
-class Finder:
-    """Finds `transformers.modeling_utils` as the finders behind it do, and sees when it is loaded.
-
-    It stays where loading fails, so that a second try is met, too.
-    """
-
-    def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None = None,
-        target: ModuleType | None = None,
-    ) -> ModuleSpec | None:
-        """The spec of that one module, with a loader around its own; None for all others."""
-        if fullname != WHERE or self not in sys.meta_path:
-            return None
-        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
-            find = getattr(finder, "find_spec", None)
-            spec: ModuleSpec | None = None if find is None else find(fullname, path, target)
-            if spec is not None:
-                if hasattr(spec.loader, "exec_module"):
-                    spec.loader = Loader(spec.loader, self)  # type: ignore[assignment]
-                return spec
-        return None
-
-
-class Loader:
-    """The loader of one module, and what comes after it. The module keeps no trace of it."""
-
-    def __init__(self, loader: Any, finder: Finder) -> None:
-        self.loader, self.finder = loader, finder
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """As the loader itself makes it."""
-        made: ModuleType | None = self.loader.create_module(spec)
-        return made
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Load the module as its own loader does, whose errors are the caller's."""
-        module.__loader__ = self.loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self.loader
-        self.loader.exec_module(module)
-        if self.finder in sys.meta_path:
-            sys.meta_path.remove(self.finder)
-        try:
-            _register()
-        except Exception as error:
-            # An import of transformers must not end here.
-            text = f"attnops: transformers knows the name {NAME!r} from `import attnops.hf` on"
-            warnings.warn(f"{text}, not from `import attnops`: {error}", stacklevel=2)
+def _loaded_now(modeling: ModuleType) -> None:
+    try:
+        _register()
+    except Exception as error:
+        # An import of transformers must not end here.
+        text = f"attnops: transformers knows the name {NAME!r} from `import attnops.hf` on"
+        warnings.warn(f"{text}, not from `import attnops`: {error}", stacklevel=2)

@@ -17,6 +17,7 @@ RANKS = {
     "attnops.checks": 0,
     "attnops.layout": 0,
     "attnops.extent": 0,
+    "attnops.on_import": 0,
     "attnops.problem": 0,
     "attnops.errors": 0,
     "attnops.subclasses": 0,

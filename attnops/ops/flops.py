@@ -6,17 +6,15 @@ reads: a query is counted with as many keys as the shapes allow, whatever mask, 
 
 from __future__ import annotations
 
-import importlib.util
 import sys
-from collections.abc import Sequence
 from functools import partial
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 from attnops.call import sizes_of
+from attnops.kernel import Kernel, on_register
 from attnops.layout import evaluate
+from attnops.on_import import once_imported
 from attnops.ops.op import OPS, Op
 
 COUNTER = "torch.utils.flop_counter"
@@ -30,27 +28,23 @@ def flops_of(op: Op, *args: Any, out_val: Any = None, **kwargs: Any) -> Any:
 def register_formulas(counter: ModuleType) -> None:
     """Give torch's counter a formula for every op that has one."""
     for op in OPS.values():
-        if op.flops and op.packet not in counter.flop_registry:
-            counter.register_flop_formula(op.packet, get_raw=True)(partial(flops_of, op))
+        _register(counter, op)
 
 
-class _OnImport(MetaPathFinder):
-    """Registers the formulas once torch's counter is imported."""
+def _register(counter: ModuleType, op: Op) -> None:
+    if op.flops and op.packet not in counter.flop_registry:
+        counter.register_flop_formula(op.packet, get_raw=True)(partial(flops_of, op))
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname != COUNTER:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
 
-            def exec_module(module: ModuleType) -> None:
-                load(module)
-                register_formulas(module)
+def _of_op(kernel: Kernel) -> None:
+    """Give torch's counter the formula of the kernel's op again.
 
-            vars(spec.loader)["exec_module"] = exec_module
-        return spec
+    A kernel is one more overload of its op, and torch hashes an op by its overloads: the counter no
+    longer finds what it has.
+    """
+    op = OPS.get(kernel.op)
+    if op is not None and COUNTER in sys.modules:
+        _register(sys.modules[COUNTER], op)
 
 
 def install() -> None:
@@ -58,4 +52,5 @@ def install() -> None:
     if COUNTER in sys.modules:
         register_formulas(sys.modules[COUNTER])
     else:
-        sys.meta_path.insert(0, _OnImport())
+        once_imported(COUNTER, register_formulas)
+    on_register(_of_op, lambda kernel: None)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from attnops import announce
+from attnops.on_import import Finder
 from tests.helpers import ROOT, fresh_process
 
 TABLES = "(AttentionInterface, AttentionMaskInterface)"
@@ -36,7 +37,7 @@ def toy(tmp_path):
             (folder / f"{name}.py").write_text(text)
         path = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n"
         prelude = "from importlib import import_module, reload\nimport attnops\n"
-        hooks = 'hooks = lambda: [f for f in sys.meta_path if type(f).__name__ == "Finder"]\n'
+        hooks = 'hooks = lambda: [f for f in sys.meta_path if getattr(f, "name", "") == "transformers.modeling_utils"]\n'
         return fresh_process(path + prelude + hooks + textwrap.dedent(code))
 
     return run
@@ -57,7 +58,7 @@ def test_a_model_by_name():
 import sys, attnops, torch
 from transformers import AttentionInterface, AttentionMaskInterface
 {FOUND}
-print("attnops.hf" in sys.modules, [f for f in sys.meta_path if type(f).__name__ == "Finder"])
+print("attnops.hf" in sys.modules, [f for f in sys.meta_path if getattr(f, "name", "") == "transformers.modeling_utils"])
 {MODEL}
 mask[0, :3] = 0
 ours = model(ids, attention_mask=mask).logits[mask.bool()]
@@ -220,8 +221,9 @@ def test_a_name_that_is_taken_stays(monkeypatch):
 
 def test_the_hook_that_is_left_over_finds_nothing():
     """A list of finders may be restored by a test's cleanup, or hold no hook of ours any more."""
-    assert announce.Finder().find_spec(announce.WHERE, None) is None
-    assert announce.Finder().find_spec("json") is None
+    left_over = Finder(announce.WHERE, lambda module: None)
+    assert left_over.find_spec(announce.WHERE, None) is None
+    assert left_over.find_spec("json") is None
 
 
 def test_the_oldest_version_is_the_extras():
