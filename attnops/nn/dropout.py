@@ -10,7 +10,7 @@ from attnops.errors import InvalidInput, fail
 from attnops.ops import eager
 from attnops.ops.bias import as_rule
 from attnops.ops.by_sdpa import attend
-from attnops.ops.dense import Attention
+from attnops.ops.dense import Attention, with_leading_dims
 
 
 def refuse(dropout: float, **given: tuple[object, object]) -> None:
@@ -43,9 +43,9 @@ def dropped(
         InvalidInput: as `attnops.attention`.
     """
     mask, causal = as_rule(mask, causal, query, key)
-    eager.mask(mask)
-    if mask is not None and 2 <= mask.dim() < 4:
-        mask = mask[(None,) * (4 - mask.dim())]
+    if mask is not None:
+        eager.mask(mask)
+        mask = with_leading_dims(mask, query)
     if not is_dynamo_compiling():  # it cannot trace the check
         check(Attention(query, key, value, mask, scale=scale, causal=causal))
     return attend(query, key, value, scale=scale, causal=causal, mask=mask, dropout=dropout)

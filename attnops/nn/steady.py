@@ -113,15 +113,15 @@ def _is_last(x: Tensor, dim: Any) -> bool:
 def _sum(input: Tensor, dim: Any = None, keepdim: bool = False, **more: Any) -> Tensor | None:
     if more or not _is_last(input, dim):
         return None
-    found = sums(input).to(input.dtype)
-    return found if keepdim else found.squeeze(-1)
+    total = sums(input).to(input.dtype)
+    return total if keepdim else total.squeeze(-1)
 
 
 def _mean(input: Tensor, dim: Any = None, keepdim: bool = False, **more: Any) -> Tensor | None:
     if more or not _is_last(input, dim):
         return None
-    found = (sums(input) / input.shape[-1]).to(input.dtype)
-    return found if keepdim else found.squeeze(-1)
+    mean = (sums(input) / input.shape[-1]).to(input.dtype)
+    return mean if keepdim else mean.squeeze(-1)
 
 
 def _layer_norm(

@@ -178,17 +178,24 @@ def attention(
     left, right = eager.window(window)
     attention_chunk = eager.chunk(attention_chunk)
     mask, causal = as_rule(mask, causal, query, key, kv_end)
-    eager.mask(mask)
-    if mask is not None and 2 <= mask.dim() < 4:
-        if not torch.compiler.is_compiling():
-            _refuse_mask_of_batch(mask, query)
-        mask = mask[(None,) * (4 - mask.dim())]
+    if mask is not None:
+        eager.mask(mask)
+        mask = with_leading_dims(mask, query)
     output, lse = ATTENTION(Attention(
         query, key, value, mask, sinks, k_scale, v_scale, kv_start, kv_end, scale=eager.default_scale(query, scale), causal=causal,
         window_left=left, window_right=right, softcap=softcap, attention_chunk=attention_chunk, return_lse=return_lse, q_scale=q_scale,
         policy=key_for("attention", kernel),
     ))  # fmt: skip
     return (output, lse) if return_lse else output
+
+
+def with_leading_dims(mask: Tensor, query: Tensor) -> Tensor:
+    """A mask as `[B or 1, Hq or 1, S or 1, K]`. Raises InvalidInput for one of `[B, K]`."""
+    if not 2 <= mask.dim() < 4:
+        return mask  # the op refuses other numbers of dims
+    if not torch.compiler.is_compiling():
+        _refuse_mask_of_batch(mask, query)
+    return mask[(None,) * (4 - mask.dim())]
 
 
 def _refuse_mask_of_batch(mask: Tensor, query: Tensor) -> None:

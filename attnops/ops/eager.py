@@ -31,8 +31,9 @@ from attnops.ops.rules import FURTHEST
 from attnops.ops.state import (
     autocasting,
     capturing,
-    debug_mode,
+    must_repeat,
     of_a_batch,
+    only_warns,
     profiling,
     tracing,
     transformed,
@@ -152,7 +153,7 @@ class Eager:
     """The eager side of an Op: its cache, and the way of a call past the dispatcher.
 
     patterns: by the types of the arguments, which are compared before the scalars: 1, 1.0 and True are equal. seen: by pattern, scalars,
-    registered kernels, `pretend`'s target and torch's debug mode, up to SHAPES of (guards of the
+    registered kernels, `pretend`'s target and what torch.use_deterministic_algorithms asks, up to SHAPES of (guards of the
     tensors, the function that runs, the size that may grow).
     """
 
@@ -211,7 +212,7 @@ class Eager:
         if kind is None:
             return None
         scalars, tensors = kind.scalars(call), kind.tensors(call)
-        key = kind.number, scalars, _REGISTRY.generation, _OVERRIDE.target, debug_mode()
+        key = kind.number, scalars, _REGISTRY.generation, _OVERRIDE.target, must_repeat(), only_warns()
         if any(map(_nested, tensors)):
             return None  # the guards would abort the process: a nested tensor has no sizes
         for guards, run, grown in self.seen.get(key, ()):
@@ -337,9 +338,10 @@ def tensors(**given: Any) -> None:
 
 
 def mask(value: Any) -> None:
-    """Raise InvalidInput unless a mask is a plain tensor or None. Of a function, as flex_attention takes one, the error says what to do."""
-    if value is None:
-        return
+    """Raise InvalidInput unless a mask that is given is a plain tensor.
+
+    Of a function, as flex_attention takes one, the error says what to do.
+    """
     if isinstance(value, Tensor):
         refuse_foreign("mask", value)
         return
@@ -351,11 +353,12 @@ def mask(value: Any) -> None:
 
 def window(value: Any) -> tuple[int, int]:
     """(left, right), each as `side` gives it."""
-    if value == (-1, -1):  # as nearly always, at the cost of no call
-        return -1, -1
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         fail(InvalidInput, "window", value, "(left, right) in keys, -1: unbounded")
-    return side(value[0]), side(value[1])
+    left, right = value
+    if type(left) is int and type(right) is int and max(left, right) <= FURTHEST:
+        return left, right  # as nearly always, at the cost of no call
+    return side(left), side(right)
 
 
 def side(value: Any) -> Any:

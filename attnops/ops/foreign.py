@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ def is_foreign(kernel: Kernel) -> bool:
     return str(origin(kernel.run).__module__).partition(".")[0] != PACKAGE
 
 
+@functools.cache
 def answering(kernel: Kernel) -> Callable[[Any], Any]:
     """`kernel.run`. That of a foreign kernel raises WrongResult where its first results are not those of the op."""
     if not is_foreign(kernel):

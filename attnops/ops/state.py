@@ -48,8 +48,16 @@ tracing: Callable[[], bool]
 tracing = vars(torch._C).get("_is_tracing", torch.jit.is_tracing)  # type: ignore[attr-defined]
 """Does torch.jit.trace record the call?"""
 
-debug_mode: Callable[[], int] = torch.get_deterministic_debug_mode
-"""0, or whether torch.use_deterministic_algorithms warns (1) or raises (2)."""
+must_repeat: Callable[[], bool]
+must_repeat = vars(torch._C).get("_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled)
+"""Is torch.use_deterministic_algorithms on?"""
+
+only_warns: Callable[[], bool]
+only_warns = vars(torch._C).get(
+    "_get_deterministic_algorithms_warn_only",
+    torch.is_deterministic_algorithms_warn_only_enabled,
+)
+"""Does it only warn?"""
 
 
 def capturing(tensor: Tensor) -> bool:
