@@ -134,3 +134,20 @@ def ready_process(code: str, *arguments: str, env: Mapping[str, str] | None = No
     if process.exitcode:
         raise AssertionError(f"the process ended with {process.exitcode}\n{stdout}\n{stderr}")
     return stdout
+
+
+@contextmanager
+def where_kernels_ran(record: str) -> Iterator[None]:
+    """Within the block `record` is the text of attnops/measured/hardware.json."""
+    from attnops.measured import store
+
+    before = store.HARDWARE
+    with TemporaryDirectory() as folder:
+        store.HARDWARE = Path(folder, "hardware.json")
+        store.HARDWARE.write_text(record)
+        store.forget()
+        try:
+            yield
+        finally:
+            store.HARDWARE = before
+            store.forget()

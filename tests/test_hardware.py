@@ -17,20 +17,16 @@ from attnops.measured.table import version_of
 from attnops.problem import Target
 from attnops.select import select, select_by
 from attnops.testing import Features, Source, builders
+from tests.helpers import where_kernels_ran
 
 SM90, SM100 = Target.parse("sm90"), Target.parse("sm100")
 
 
 @pytest.fixture
-def file(monkeypatch, tmp_path):
+def file():
     """The file, with two of the kernels in it, one of which ran."""
-    path = tmp_path / "hardware.json"
-    path.write_text('{"paged_attention.fa3": ["sm90"], "paged_attention.fa4": []}')
-    monkeypatch.setattr(store, "HARDWARE", path)
-    store.forget()
-    yield
-    monkeypatch.undo()
-    store.forget()
+    with where_kernels_ran('{"paged_attention.fa3": ["sm90"], "paged_attention.fa4": []}'):
+        yield
 
 
 def test_what_is_said_of_a_kernel(file):

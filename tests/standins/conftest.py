@@ -2,16 +2,11 @@
 
 import pytest
 
-from attnops.measured import store
+from tests.helpers import where_kernels_ran
 
 
 @pytest.fixture
-def all_have_run(monkeypatch, tmp_path):
+def all_have_run():
     """No kernel has a record of where it ran, so that estimates alone decide."""
-    path = tmp_path / "hardware.json"
-    path.write_text("{}")
-    monkeypatch.setattr(store, "HARDWARE", path)
-    store.forget()
-    yield
-    monkeypatch.undo()
-    store.forget()
+    with where_kernels_ran("{}"):
+        yield
