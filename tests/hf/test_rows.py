@@ -84,6 +84,7 @@ GENERATED = [
 ]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("family", "way"), GENERATED)
 @deterministic
 def test_generate(family, way):
@@ -94,6 +95,7 @@ def test_generate(family, way):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @deterministic
 def test_compiled(backend):

@@ -59,7 +59,7 @@ def test_weights_of_other_models(name):
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_weights_of_generate(cache):
     model = tiny.model("gpt_oss")
-    more = {"output_attentions": True, "return_dict_in_generate": True, "new": 3, "cache": cache, "attention_mask": None}
+    more = {"output_attentions": True, "return_dict_in_generate": True, "new": 3, "kind": cache, "attention_mask": None}
     want = generated(model, **more)
     for how in ({}, {"mask": "compact"}, {"cache": "paged"}):
         with attnops.patch(model, **how):
