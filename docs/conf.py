@@ -74,6 +74,8 @@ intersphinx_mapping = {
 ALIASES = {
     "attnops.graphs.breakable": "attnops.graphs.Graphed",
     "attnops.graphs.piecewise": "attnops.graphs.modes.Piecewise",
+    "GraphReport": "attnops.graphs.Report",
+    "Tensor": "torch.Tensor",
     "F.scaled_dot_product_attention": "torch.nn.functional.scaled_dot_product_attention",
     "nn.Module": "torch.nn.Module",
     "torch.fx.graph.Graph": "torch.fx.Graph",

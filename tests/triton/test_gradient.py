@@ -19,7 +19,7 @@ from tests.triton.process import interpreted
 
 SM90 = Target("cuda", 90, assume=("triton",))
 OPS = ("attention_backward", "varlen_attention_backward")
-REFUSED = {"dtype", "last_dim_contiguous"}
+REFUSED = {"dtype", "head_dim", "last_dim_contiguous"}
 
 
 def check(call):
