@@ -49,7 +49,10 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     cases, kept, left = Counter[str](), list[pytest.Item](), list[pytest.Item]()
     for item in items:
         test, mark = item.nodeid.partition("[")[0], item.get_closest_marker("sweep")
-        stays = cases[test] % mark.args[0] == 0 if mark else not item.get_closest_marker("full")
+        if item.get_closest_marker("full"):
+            stays = False
+        else:
+            stays = mark is None or cases[test] % mark.args[0] == 0
         cases[test] += 1
         (kept if stays else left).append(item)
     items[:] = kept

@@ -79,7 +79,7 @@ def test_the_version_is_printed():
     assert result.exit_code == 0 and result.stdout == f"attnops {VERSION}\n"
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.full
 @pytest.mark.parametrize("module", ["attnops", "attnops.cli"])
 def test_the_module_is_the_command(module):
     done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True)
@@ -158,6 +158,7 @@ def test_doctor_without_optional_packages():
     assert any(k["usable"] for k in report["kernels"])
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("absent", ["typer", "rich"])
 def test_without_the_extra(absent):
     code = """
@@ -300,7 +301,7 @@ def test_an_amd_gpu_is_no_cuda_device(monkeypatch):
     assert (found.device, str(found), found.title) == ("hip", "gfx942", "AMD Instinct MI300X (gfx942)")
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape_is_answered(shape):
     for phase, found in explained(shape, "--target", "sm100", "--tokens", 300).items():
@@ -413,6 +414,7 @@ def test_names_are_bundled():
 # demo -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_demo_without_compiling():
     result = attnops("demo", "--no-compile", "--tokens", 3, "--json")
     report = json.loads(result.stdout)

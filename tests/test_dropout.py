@@ -92,7 +92,7 @@ def test_it_is_linear_in_the_values_and_its_mean_is_attention():
     assert ((many.mean(0) - module.eval()(q, k, v)).abs() <= 5 * many.std(0) / 20 + 1e-6).all()
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("mask", ["none", "by head", "wide"])
 def test_gradients(mask):
     module, given = core(causal=mask == "none"), heads(3, 4)
@@ -126,6 +126,7 @@ def test_a_mask_keeps_its_precision():
     torch.testing.assert_close(got, module.eval()(*given, mask=mask), atol=2**-7, rtol=2**-7)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ["self", "latent"])
 def test_layers(name):
     layer, x = layers()[name], torch.randn(B, S, E, **DOUBLE, requires_grad=True)

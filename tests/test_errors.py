@@ -180,6 +180,7 @@ def breaking():
     _drop([kernel])
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("fullgraph", [True, False], ids=["whole", "broken"])
 @pytest.mark.parametrize("stage", CALLS)
 def test_an_error_is_found_in_what_a_compiler_raises(breaking, stage, fullgraph):

@@ -226,6 +226,7 @@ def exporter():
     return pytest.importorskip("onnx.reference", reason=reason)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dynamo", [True, False])

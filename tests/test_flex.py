@@ -77,7 +77,7 @@ def test_torch_is_given_the_tile(monkeypatch):
 RANGES = torch.tensor([0, 5, 120], dtype=torch.int32), torch.tensor([1, 290, 150], dtype=torch.int32)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.full
 @pytest.mark.parametrize("recorded", [True, False], ids=["backward", "forward"])
 def test_inductor_finds_the_same_blocks(recorded):
     """Those of eager code, in rows: flex multiplies the request by the stride of the heads. Of sizes that change, and do not at first."""

@@ -125,7 +125,7 @@ def test_compiled_whole(name):
     assert len(counts) == 1, "Dynamo may start a frame with nested tensors anew, but not for other lengths"
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["multihead", "self"])
 def test_compiled_with_a_break_at_the_longest_length(name):
     model, x = Twice(name), values(E)

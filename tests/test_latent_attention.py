@@ -94,6 +94,7 @@ def test_left_padding():
 BEFORE = (9, 0, 5)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("absorb", [0, 99], ids=["expanded", "absorbed"])
 @pytest.mark.parametrize("prefix_tokens", [1, 3, 6, 100, None])
 @pytest.mark.parametrize("page_size", [1, 4])
@@ -341,6 +342,7 @@ def formula(module, x):
     return module.o_proj(torch.einsum("hst,thd->shd", weights, v).flatten(1))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("more", "compiled"), [({}, False), ({"q_lora_rank": None, "bias": False}, False), ({"rope": None}, False), ({}, True)],
     ids=["low rank", "full rank", "no rope", "compiled"],
@@ -462,7 +464,7 @@ def test_compiled_dense_and_packed():
         assert counter.frame_count == 4
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["decode", "extend"])
 def test_generated_code(kind):
     """What Inductor writes names the kernels, and copies neither the pages nor the weight whose halves are absorbed."""

@@ -584,6 +584,7 @@ def test_compiled_dense():
     assert counter.frame_count == 2
 
 
+@pytest.mark.full
 def test_compiled_packed():
     model = Model()
     counter, compiled = counted(model)
@@ -594,7 +595,7 @@ def test_compiled_packed():
     assert counter.frame_count == 2
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
 def test_compiled_paged(name, mode):
@@ -633,6 +634,7 @@ def test_compiled_paged(name, mode):
         torch.testing.assert_close(pool, other, equal_nan=True, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_compiled_from_the_start_dynamic():
     model = Model()
     counter, compiled = counted(model, dynamic=True)

@@ -594,6 +594,7 @@ for more in ({}, {"softcap": 1.0}):
     assert passed >= 50, done.stdout[-2000:]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_wrong_kernel_in_a_scratch_file_fails_the_numerics(tmp_path):
     env = installed(tmp_path, "scratch_kernels", SCRATCH.replace("> position", ">= position"))

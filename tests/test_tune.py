@@ -90,7 +90,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(20)
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_timed_call_keeps_the_contract_and_lies_in_its_shape(plan):
     at = smallest(plan)._replace(batch=min(plan.batch[-1], 2.0))

@@ -122,6 +122,7 @@ def test_a_graph_for_tensorboard(tmp_path):
     assert list(tmp_path.iterdir())
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dynamo", [True, False])

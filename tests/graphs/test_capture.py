@@ -40,6 +40,7 @@ def rows_of(mode, device, forward=lambda x: x * 2, sizes=(1, 2, 4, 8), **more):
     return graphed(mode, forward, Buckets(tokens=sizes), tokens=("x",), graphs=device, **more)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_all_buckets_share_a_session_and_what_was_compiled(mode, monkeypatch):
     device, prepared = Counting(), []

@@ -21,7 +21,7 @@ def pattern(step):
     return [seen.setdefault(structure(part), len(seen)) for part in found.split.parts if part.compiled]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("name", "layers", "want"),
     [
@@ -87,6 +87,7 @@ class Packed(nn.Module):
         return hidden
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("touch", "times"), [(lambda cu: None, 1), (lambda cu: cu.add_(0), 3), (lambda cu: cu[1:].mul_(1), 3)])
 def test_metadata_that_every_layer_asks_for_are_made_once(touch, times):
     torch.manual_seed(0)

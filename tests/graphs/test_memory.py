@@ -186,6 +186,7 @@ def test_a_capture_that_fails_leaves_nothing_behind(mode):
     pair.agree("ab")
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kernel", [None, BOUNDARY], ids=["whole", "split"])
 def test_what_is_held_does_not_grow_with_layers(kernel):
     """A value that no later layer reads gives its memory back within the graph, and when a bucket runs without one."""

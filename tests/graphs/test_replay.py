@@ -19,7 +19,7 @@ from tests.graphs.models import BOUNDARY, HIDDEN, VOCAB, decoder, paged_cache
 KERNELS = [None, BOUNDARY]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("kernel", KERNELS, ids=["whole", "split"])
 @pytest.mark.parametrize("mode", MODES)
 def test_changing_batches(mode, kernel):

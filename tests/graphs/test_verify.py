@@ -53,7 +53,7 @@ def test_batches_without_a_bucket():
         graphed(piecewise, lambda tokens: tokens, Buckets(decode=(1,), verify=(2,)))
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("kernel", [None, BOUNDARY], ids=["whole", "split"])
 @pytest.mark.parametrize("mode", MODES)
 def test_changing_batches(mode, kernel):

@@ -33,7 +33,7 @@ def called(counter):
     return sum(target.startswith("attnops.attention") for target in counter.targets())
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_one_graph(name):
     """A whole padded prefill, masks included, is one graph that calls the op once a layer."""
@@ -56,7 +56,7 @@ def in_generate(model, batch, counter):
     return model.generate(tokens(batch, 9), **options)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in LIKE_ANOTHER])
 def test_generate_does_not_recompile(name):
     model = tiny.model(name)
@@ -72,6 +72,7 @@ def test_generate_does_not_recompile(name):
     assert len(counter) == warm
 
 
+@pytest.mark.full
 def test_generate_with_lengths_does_not_recompile():
     """As above with compact masks: what a step is given has one shape, however long the context, and padding does not matter."""
     model = tiny.model("gemma3")
@@ -104,7 +105,7 @@ class Both:
         return self.call(*args, **kwargs)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "cache", "mode"), [("llama", "dynamic", "dense"), ("mistral", "dynamic", "compact"), ("mistral", "static", "dense")]
 )
@@ -124,7 +125,7 @@ def test_a_loop_by_hand_does_not_recompile(name, cache, mode):
     assert len(counter) == warm > 0
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("mode", ["dense", "compact"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_no_mask_at_all(name, mode):
@@ -203,6 +204,7 @@ class Logits(torch.nn.Module):
         return self.model(ids, use_cache=False, **({} if starts is None else packed)).logits
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("lengths", [False, True], ids=["rows", "lengths"])
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "grad"])
 def test_an_exported_program_counts_no_documents(grad, lengths):
@@ -221,6 +223,7 @@ def test_an_exported_program_counts_no_documents(grad, lengths):
         torch.testing.assert_close(program.module()(*longer), module(*longer), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("lengths", [False, True], ids=["positions", "lengths"])
 def test_documents_without_gradients(lengths):
     """A compiled pass that trains nothing does not wait for their number: positions are a mask, and lengths are used as they are."""

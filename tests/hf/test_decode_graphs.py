@@ -61,6 +61,7 @@ def nan_pages(monkeypatch):
 KINDS = ("llama", "gpt_oss", "deepseek_v3")
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", KINDS)
 def test_tokens_of_changing_batches(name, nan_pages):
     """Fewer rows than before, rows that nobody has, longer texts, pages that are made anew; windows; experts; latents."""

@@ -41,7 +41,7 @@ def model_of(name, layers):
     return tiny.model(name, num_hidden_layers=layers, **({"layer_types": full[name]} if name in full else {}))
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     ("name", "layers", "kinds"),
     [("llama", 6, 1), ("phi3", 3, 1), ("gpt_oss", 3, 2), ("gemma3", 4, 2), ("deepseek_v3", 3, 2)],
@@ -80,7 +80,7 @@ def test_a_second_cache_and_a_single_row():
             assert len(traced(handle)) == 2, "a size of one is a constant"
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.full
 @pytest.mark.parametrize("pack", [True, False])
 def test_linears_of_a_layer_are_fused(pack):
     """Those of all layers, by the code of one: each is guarded by where its own weights lie."""
@@ -150,6 +150,7 @@ def test_what_a_layer_was_compiled_for_stays_with_it():
         assert len(traced(handle)) == 4 and regions(handle).refusal == ""
 
 
+@pytest.mark.full
 def test_one_hook_that_layers_call_in_two_ways():
     """Dynamo guards neither hooks nor the arguments that they asked for."""
     model = model_of("llama", 2)
@@ -206,7 +207,7 @@ def own(model):
     mlp.forward = lambda x: type(mlp).forward(mlp, x)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     ("change", "why"),
     [

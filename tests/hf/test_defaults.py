@@ -47,7 +47,7 @@ def test_on_a_cpu_nothing_but_attention_changes():
                 use()
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokens(name):
     """Batches of 1 to 4 rows with padding on the left, in breakable and then in compiled steps, whose number is fixed."""
@@ -370,6 +370,7 @@ def test_idle_pages_are_bounded(monkeypatch):
         assert torch.equal(generated(model, *CALL), generated(tiny.model("llama"), *CALL))
 
 
+@pytest.mark.full
 def test_two_runs_have_the_same_modes():
     """The switch comes at a number of steps, also within a call."""
     model, found = tiny.model("llama"), []

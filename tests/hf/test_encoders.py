@@ -107,7 +107,7 @@ def skip_unless_it_compiles_as_it_is(model, inputs):
     torch._dynamo.reset()
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", INPUTS)
 def test_fullgraph(name):
     model = tiny.model(name)

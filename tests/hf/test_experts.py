@@ -66,6 +66,7 @@ def test_generated_code_calls_the_kernel(family):
     assert all(relative(a, b) < LIMIT for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.full
 @interpreted
 def test_decode_steps_by_triton():
     model = tiny.model("qwen3_moe")

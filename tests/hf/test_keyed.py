@@ -56,7 +56,7 @@ def small_pages(monkeypatch):
 # Numbers --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", KEYED)
 def test_tokens(name, small_pages):
     model = tiny.model(name)

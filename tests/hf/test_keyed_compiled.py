@@ -64,6 +64,7 @@ def test_windows_that_give_pages_back_do_not_recompile():
     assert sum("slot_mapping" in target for target in counter.targets()) == 2 * 2
 
 
+@pytest.mark.full
 def test_a_loop_by_hand():
     """The whole model compiled: prefill, decode, and a chunk that is longer than what a window's pages have room for."""
     steps, ids, mask = ((0, 9), (9, 10), (10, 60)), tokens(2, 60), left_padded(2, 60)

@@ -101,7 +101,7 @@ class Fusing:
         return judged
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_linears_of_a_layer(family):
     layers = {"layer_types": ["sliding_attention"]} if family in ("gemma2", "gemma3") else {}
@@ -157,6 +157,7 @@ def test_decode_steps_on_a_cpu_keep_torchs_operations():
         assert not any(note.startswith("linears") for note in handle.report().notes)
 
 
+@pytest.mark.full
 @interpreted
 def test_decode_steps_by_triton():
     model = tiny.model("llama", num_hidden_layers=2)

@@ -91,7 +91,7 @@ def shared(model):
         yield twin, handle
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(("name", "ends"), [*((name, True) for name in OPTIONS), ("greedy", False), ("all", False)])
 def test_tokens_and_random_numbers(name, ends, model, shared):
     ours, handle = shared
@@ -161,6 +161,7 @@ def test_streams(more, model, shared):
     assert got.got == want.got and got.got[-1] is None and handle.took.loop == ""
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("whose", ["returned", "the caller's"])
 def test_caches_that_live_on(whose, model):
     """After a row's end and after the length, a cache holds as many positions as transformers' does, and a second turn goes on."""

@@ -138,6 +138,7 @@ def test_generated_code_calls_the_kernel():
     assert all(relative(a, b) < LIMIT for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.full
 def test_steps_in_graphs():
     model = gpt_oss()
     want = generated(model, 2, 4, 2)

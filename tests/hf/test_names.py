@@ -71,6 +71,7 @@ print(hasattr(own, "attnops_late"), "attnops.hf" in sys.modules)
     assert told[-3:] == ["True True", "False []", "False True"]
 
 
+@pytest.mark.full
 def test_a_model_that_is_compiled_first_and_a_transformers_that_was_there():
     """The functions behind the names load in the trace, and what they load is not put in their
     place there: the trace is guarded by them."""
@@ -175,6 +176,7 @@ def test_a_transformers_that_is_too_old_gets_no_name(toy):
     assert toy(code, "5.3.0") == "False []\n"
 
 
+@pytest.mark.full
 def test_names_that_cannot_be_registered_are_a_warning(toy):
     code = """
     import warnings

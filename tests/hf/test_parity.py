@@ -36,7 +36,7 @@ def eager_tokens(name, cache):
     return generated(untouched(name), kind=cache)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("name", DECODERS)
 def test_logits(name, cache):
@@ -61,7 +61,7 @@ def test_logits_compact(name, cache):
         assert all(call["mask"] is None for call in calls)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize(("mask", "name"), [*(("dense", name) for name in DECODERS), *(("compact", name) for name in COMPACT)])
 def test_generate(mask, name, cache):

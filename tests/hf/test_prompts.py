@@ -61,7 +61,7 @@ def test_tokens(nan_pages, few):
     assert "forward" not in vars(model)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "kinds"), [("qwen3", 1), ("gemma3", 2), ("gpt_oss", 2), ("gpt2", 1), ("phi3", 1), ("qwen3_moe", 1)])
 def test_logits(name, kinds, nan_pages, monkeypatch):
@@ -156,7 +156,7 @@ def test_the_first_part_of_a_long_request_in_a_graph(nan_pages, monkeypatch):
         assert prompts(handle).took == "captured" and relative(got, want) < LIMIT
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @torch.no_grad()
 @pytest.mark.parametrize("took", ["compiled", "captured"])
 @pytest.mark.parametrize("padded", [False, True])
@@ -211,7 +211,7 @@ def test_parts():
     assert [part.begin for part in found[1:]] == [part.end for part in found[:-1]] and found[-1].end == sum(counts)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["auto", "piecewise"])
 def test_compiled_after_a_fixed_number_of_tokens(mode):
     """So that two runs give the same tokens. Steps are compiled first. With mode "auto" prompts wait for capture()."""
@@ -231,7 +231,7 @@ def test_compiled_after_a_fixed_number_of_tokens(mode):
             assert took[-1] == Took("paged", "piecewise", prompt="compiled")
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     ("name", "more", "why"),
     [
@@ -293,6 +293,7 @@ def test_capture_compiles_prompts():
         assert handle.took.prompt == "compiled" and len(layers(handle)) == made == 1
 
 
+@pytest.mark.full
 def test_graphs_over_pages_that_are_gone(few, monkeypatch):
     monkeypatch.setattr(pool, "MOST_IDLE", 1)
     model = tiny.model("llama")

@@ -65,6 +65,7 @@ def test_a_model_that_needs_eagers_masks(name):
             handle.unpatch() or attnops.patch(model, cache="paged", mask="auto")
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", [*MODELS])
 def test_other_masks_are_found_out(name):
     """The trial is worth something only if masks that are wrong fail it."""

@@ -37,6 +37,7 @@ def traceable():
         pytest.skip("masks of this transformers cannot be traced, without attnops either")
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace")
 @pytest.mark.usefixtures("traceable")
 @pytest.mark.parametrize("target", [None, SM90], ids=["deterministic", "sm90"])

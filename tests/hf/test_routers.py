@@ -113,7 +113,7 @@ def test_router_logits_are_recorded(calls):
     assert relative(got.aux_loss, want.aux_loss) < LIMIT
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3", "mixtral"])
 @torch.no_grad()
 def test_generated_code_calls_the_kernel(family):
@@ -129,7 +129,7 @@ def test_generated_code_calls_the_kernel(family):
     assert all(relative(a, b) < LIMIT for a, b in pairs)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize("mode", ["piecewise", "breakable"])
 @interpreted

@@ -95,7 +95,7 @@ def test_generate(family, way):
 
 
 @pytest.mark.slow
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @deterministic
 def test_compiled(backend):
@@ -105,6 +105,7 @@ def test_compiled(backend):
         same_bits(run, lambda model, ids: (model(ids).logits,), rows_of=((1,),))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "deepseek_v3"])
 def test_gradients(family):
     """Of the embeddings: those of weights are sums over the batch."""
@@ -232,6 +233,7 @@ def test_experts_that_no_kernel_serves_run_one_after_the_other(monkeypatch):
         same_bits(model, called)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("fixed", [True, False])
 @torch.no_grad()
 def test_bits_do_not_follow_from_the_number_of_steps(fixed):

@@ -95,7 +95,7 @@ def only_packed(calls):
     return bool(calls) and all(call["op"] == "varlen_attention" and call["mask"] is None for call in calls)
 
 
-@pytest.mark.sweep(7)
+@pytest.mark.sweep(28)
 @pytest.mark.parametrize("form", [*PACKED, *PADDED])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_fifty_steps(name, form):
@@ -117,7 +117,7 @@ def test_positions_alone_do_not_tell_documents_of_gpt_oss_apart():
         assert relative(model(**one, use_cache=False).loss, eager(**one, use_cache=False).loss) < LIMIT
 
 
-@pytest.mark.sweep(10)
+@pytest.mark.sweep(20)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", ["positions", "left", "right"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
@@ -133,7 +133,7 @@ def test_half_precision(name, form, dtype):
     assert (ours - eager).abs().mean() <= 2 * (sdpa - eager).abs().mean()
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("form", ["positions", "left", "lengths"])
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "gemma2"])
 def test_whole_models_in_bfloat16(name, form):
@@ -212,7 +212,7 @@ def test_trainer(name, lengths, tmp_path):
     torch.testing.assert_close(ours, want, rtol=DRIFT, atol=2e-4)  # the log is rounded
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(15)
 @pytest.mark.parametrize("form", ["lengths", "positions", "left", "right"])
 @pytest.mark.parametrize("name", ["mistral", "llama", "gemma2"])
 def test_compiled_steps(name, form):
@@ -225,6 +225,7 @@ def test_compiled_steps(name, form):
     assert len(counter) == 1 and ops == ["varlen_attention" if form in PACKED else "attention"] * model.config.num_hidden_layers
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("form", ["lengths", "positions"])
 def test_compiled_steps_of_other_documents(form):
     """Sizes become symbolic when they first change: no number of documents, tokens, or length of one compiles a third graph."""
@@ -244,6 +245,7 @@ def cut(row, *lengths):
     return row | {"position_ids": torch.cat([torch.arange(n) for n in (*lengths, rest)])[None]}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "checkpointing"),
     [
@@ -273,6 +275,7 @@ def test_inductor_counts_documents(name, checkpointing):
     assert f"{size}, {size})" not in text
 
 
+@pytest.mark.full
 def test_cumulative_lengths_leave_nothing_to_count():
     """They take the place of documents by position, so that the host does not wait for their number."""
     model = tiny.model("llama")

@@ -82,6 +82,7 @@ def test_a_kernel_gets_the_arguments_that_the_dispatcher_would_give(name, given)
     assert [*map(type, named.values())] == [*map(type, got[0][1].values())]
 
 
+@pytest.mark.full
 def test_an_ir_node_that_has_no_such_name_keeps_the_dispatcher(monkeypatch):
     from torch._inductor.ir import FallbackKernel
 

@@ -23,7 +23,7 @@ ALIKE = {"num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2}
 NOT = "not fused, query and key are not both rotated by halves"
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     ("name", "calls", "found"),
     [

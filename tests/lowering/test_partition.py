@@ -57,6 +57,7 @@ def test_an_uncapturable_kernel_splits_the_graph(uncapturable, monkeypatch):
     assert partitions(uncapturable, monkeypatch) == 4
 
 
+@pytest.mark.full
 def test_a_capturable_kernel_does_not(monkeypatch):
     assert partitions("sdpa", monkeypatch) == 1
 

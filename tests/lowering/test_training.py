@@ -72,6 +72,7 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_both_graphs_name_their_kernels(dynamic):
     model, x = Dense(), inputs()
@@ -135,6 +136,7 @@ def test_checkpoints(selective):
     torch.testing.assert_close(gradients(layers, run, x), plain)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("selective", [False, True])
 def test_checkpoints_compiled(selective):
     layers, x = nn.ModuleList(Dense() for _ in range(2)), inputs()

@@ -110,7 +110,7 @@ WAYS = ("views of the middle of a storage", "views of all of a storage", "views 
 CASES_OF_VIEWS = [(way, dynamic, op) for way in WAYS for dynamic in (True, False) for op in WRITING]
 
 
-@pytest.mark.sweep(11)
+@pytest.mark.sweep(33)
 @pytest.mark.parametrize(("way", "dynamic", "op"), CASES_OF_VIEWS)
 def test_what_eager_leaves_in_memory_is_what_compiled_code_leaves(way, dynamic, op):
     call, policy = case_of(op), f"kernel={op}:reference"
@@ -204,7 +204,7 @@ def memory_for(run) -> Tensor:
     return torch.zeros(shape).to(E4M3) if "bytes" in run.__name__ else torch.zeros(shape, dtype=torch.int16)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize("run", RIGHT, ids=lambda run: run.__name__)
 def test_pages_may_be_views_of_another_dtype(run, dynamic):
@@ -262,8 +262,8 @@ def memories_of(calls: list[Call], kind: str, times: int) -> list[dict[str, Tens
     return [{n: late(KINDS[kind].place(x)) for n, x in given.items()} for given in longer]
 
 
+@pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", ["leading index", "middle index"])
 def test_a_package_of_aot_inductor_writes_where_eager_does(tmp_path, kind):
     """Loaded by another process, with memory of another length than that of the export."""

@@ -37,6 +37,7 @@ def negated(x: Tensor) -> Tensor:
 # What is written -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("way", ["eager", "dispatcher"])
 @pytest.mark.parametrize("spoil", [repeated, negated])
 @pytest.mark.parametrize(("op", "a"), arguments(lambda a: a.written))

@@ -147,6 +147,7 @@ def test_switched_off_by_public_torch(asked, monkeypatch):
         assert torch.is_autocast_enabled("cpu")
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("op", DIFFERENTIABLE)
 def test_one_answer_eager_and_compiled(op, grad):

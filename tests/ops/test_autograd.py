@@ -101,7 +101,7 @@ def check(call, kernel):
 # Finite differences ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("kernel", backward_kernels("attention"))
 @pytest.mark.parametrize("case", [*CASES, *MASKED])
 def test_dense(case, kernel):
@@ -121,7 +121,7 @@ def test_dense_ranges(kernel):
     check(builders.dense(Source(5), 2, 2, 5, CASES["all"], start=(1, 0), end=(5, 3)), kernel)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("kernel", backward_kernels("varlen_attention"))
 @pytest.mark.parametrize("case", [c for c in CASES if c != "mha"])
 def test_packed(case, kernel):
@@ -135,7 +135,7 @@ def test_packed_shapes(lengths, kernel):
 
 
 # lse is float32 by contract, so its differences need a wide step; the exact comparison is further down.
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("kernel", backward_kernels("attention"))
 @pytest.mark.parametrize("case", ["plain", "causal", "softcap", "sinks", "all"])
 @pytest.mark.parametrize("make", [dense, packed])

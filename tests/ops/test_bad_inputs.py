@@ -625,7 +625,7 @@ COMPILED = [
 BROKEN = [*{(b.function, b.error): b for b in reversed(TRACED) if b.function in ("attention", "write_kv")}.values()]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     ("bad", "fullgraph"),
     [

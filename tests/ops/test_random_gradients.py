@@ -15,7 +15,7 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 BLOCK, BLOCKS = 100, 20
 
 
-@pytest.mark.sweep(7)
+@pytest.mark.sweep(21)
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_random_gradients(block):
     taken = Counter()

@@ -110,6 +110,7 @@ def test_a_layer_needs_no_planner(record):
     assert record() == {"dense_decode_fwd": 2, "get_mla_decoding_metadata": 2}
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("mode", [piecewise, breakable])
 def test_graphs_make_it_once_a_step_of_the_lengths_at_hand(mode, record):
     mine = cache()

@@ -552,6 +552,7 @@ def test_without_the_package_nothing_is_allocated_or_planned():
     assert plan(batch).plan is None
 
 
+@pytest.mark.full
 def test_the_plan_enters_no_cuda_graph(sm90, monkeypatch):
     """Inductor would record a copy of the CPU tensor and write to it after it is freed; split around the call, it never sees it."""
     import torch._inductor.scheduler as scheduler

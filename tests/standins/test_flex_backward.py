@@ -47,7 +47,7 @@ def kernel(op):
     return kernels_of(op)["flex"]
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(27)
 @pytest.mark.parametrize("lse_grad", [False, True], ids=["output", "lse"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rules", RULES)
@@ -60,7 +60,7 @@ def test_gradients(on_cpu, rules, shape, lse_grad):
     assert not figures.refused and figures.worst <= 1.0, figures
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(27)
 @pytest.mark.parametrize("case", [pytest.param(c, id=str(c)) for op in OPS for c in CASES[op]])
 def test_grid(on_cpu, case):
     right_or_skipped(kernel(case.op), case.call())

@@ -99,7 +99,7 @@ def test_verify(name, n):
     check(name, call(name, (n, n, n), (60 + n, n, 130)))
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("n", range(1, WIDE + 1))
 @interpreted
 def test_verify_in_triton(n):

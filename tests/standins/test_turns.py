@@ -52,6 +52,7 @@ INSTALLED = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("name", "shape"), TURNS)
 def test_a_larger_batch_takes_turns(name, shape, monkeypatch):
     monkeypatch.setattr(parts, "MOST_REQUESTS", 2)

@@ -194,14 +194,14 @@ def check(name, arch, limit):
             assert ("wgmma" in ptx) == (arch == 90 and given["TILE_M"] >= 64)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", CALLS)
 @compiled
 def test_sm90(name):
     check(name, 90, CALLS[name][1])
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(("arch", "name"), ELSEWHERE)
 @compiled
 def test_other_gpus(arch, name):
@@ -217,6 +217,7 @@ def test_stage_two_begins_early():
     assert not any(given["OVERLAP"] for _, given in launched(CALLS["decode"][0](), 80))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @compiled
 def test_merge(dtype):
@@ -243,7 +244,7 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize(("arch", "name"), [(90, name) for name in GRADIENTS] + [(80, "d128"), (89, "d64_window"), (100, "d64_window")])
 @compiled
 def test_gradients(arch, name):
@@ -266,6 +267,7 @@ def test_gradients(arch, name):
         assert ("wgmma" in binary.asm["ptx"]) == (arch == 90 and f.dtype != F32)
 
 
+@pytest.mark.full
 @compiled
 def test_gradients_of_far_rows():
     """Offsets within a tile have 64 bits where a tensor's rows are that far apart; registers may spill."""

@@ -72,7 +72,7 @@ def test_heads_may_lie_far_apart():
     assert torch.equal(pages[1, 14].half(), key[0]) and torch.equal(pages[0, 3].half(), key[3])
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("op", DATA)
 @interpreted
 def test_random_calls(op):
@@ -219,6 +219,7 @@ def test_copies_that_overlap(entries):
         tiles.SCRATCH = before
 
 
+@pytest.mark.full
 @interpreted
 def test_long_tables():
     source = Source(5)

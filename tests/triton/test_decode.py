@@ -44,7 +44,7 @@ def check(call, refused=(), kernel=KERNEL):
     return figures
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("way", ["whole", "split", "deterministic"])
 @interpreted
 def test_grid(way):
@@ -77,6 +77,7 @@ def sloped(call, slope):
     return call.with_(query=torch.ones_like(given["query"]), k_pages=pages, scale=1.0)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("slope", [0.1, -0.1])
 @interpreted
 def test_splits_of_other_sizes(slope):
@@ -168,7 +169,7 @@ STEPS = {
 }  # fmt: skip
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize(("arch", "name", "rows"), [(90, n, 1) for n in STEPS] + [(90, "llama", 64), (80, "llama", 1), (89, "gemma2", 1)])
 @compiled
 def test_compiles(arch, name, rows):

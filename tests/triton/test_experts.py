@@ -167,6 +167,7 @@ def launched(name, tokens, arch, dtype=BF16):
     return found
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("arch", "name", "tokens", "dtype"), [
     (90, "gpt-oss", 1, BF16), (90, "gpt-oss", 32, BF16), (90, "qwen3", 1, BF16), (90, "qwen3", 32, BF16), (80, "qwen3", 64, BF16),
     (89, "gpt-oss", 8, BF16), (90, "qwen3", 1, F16), (90, "gpt-oss", 8, F16),
@@ -186,6 +187,7 @@ def test_nothing_spills(arch, name, tokens, dtype):
         assert ("cp.async.bulk.tensor" in ptx) == (arch == 90 and not one), "which tiles are described"
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("tokens", [1, 8])
 @compiled

@@ -136,6 +136,7 @@ def test_every_op_is_called():
     assert {k.op for k in all_kernels() if k.name == "triton"} == set(CALLS)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("op", "number"), [(op, n) for op, calls in CALLS.items() for n in range(len(calls))])
 @interpreted
 def test_far_tensors(op, number):

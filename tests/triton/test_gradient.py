@@ -53,7 +53,7 @@ LONG = {
 }
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", LONG)
 @interpreted
 def test_several_tiles(name):
@@ -99,7 +99,7 @@ def test_no_result_is_returned_twice(keys):
     assert len({id(x) for x in results}) == len(results)
 
 
-@pytest.mark.sweep(10)
+@pytest.mark.sweep(40)
 @pytest.mark.parametrize("seed", range(150))
 @interpreted
 def test_random_calls(seed):

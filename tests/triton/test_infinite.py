@@ -14,6 +14,7 @@ from tests.triton.test_numerics import SM90, mode
 WAYS = {"whole": nullcontext, "split": lambda: mode("split"), "many splits": many_splits}
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("op", [op for op in CHECKS if "triton" in kernels_of(op)])
 @interpreted
 def test_infinity_is_no_nan(op):

@@ -119,6 +119,7 @@ def test_a_deterministic_policy_takes_it():
 # In graphs ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("op", OURS)
 @interpreted
 def test_opcheck(op):

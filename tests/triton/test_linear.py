@@ -59,7 +59,7 @@ def tile_of(tile):
         yield
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.full
 @pytest.mark.parametrize("split", [2, 4, 8])
 @interpreted
 def test_columns_split_among_warps(split):
@@ -238,7 +238,7 @@ def launched(call, arch):
     return function, arguments
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize(("arch", "rows", "name"), [
     *((90, rows, name) for rows in (1, 64) for name in ("qkv", "gate_up")), (90, 8, "o"), (80, 1, "qkv"), (89, 64, "gate_up"),
 ])  # fmt: skip
@@ -256,7 +256,7 @@ def test_nothing_spills(arch, rows, name):
     assert waits_first(ptx) == arguments.get("launch_pdl", False) == (arch == 90 and launches_overlap())
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize(("arch", "described"), [(90, True), (90, False), (80, False)])
 @pytest.mark.parametrize("given", [{"residual": True}, {"norm": 0.0}, {"norm": 0.0, "activation": "silu"}], ids=str)
 @compiled

@@ -79,7 +79,7 @@ def launched(tokens, arch):
     return found
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("arch", "tokens"), [(90, 1), (90, 8), (80, 1), (89, 8)])
 @compiled
 def test_nothing_spills(arch, tokens):

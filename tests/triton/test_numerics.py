@@ -75,7 +75,7 @@ TELLING = (
 )  # fmt: skip
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", MODES[1:])
 @pytest.mark.parametrize(
     ("op", "label"), [pytest.param(op, case.label, id=str(case)) for op in ATTENTION for case in CASES[op] if case.label in TELLING]
@@ -121,7 +121,7 @@ TILES = ("plain", "window", "window_both", "chunk_all_keys", "softcap_sinks")
 BATCHES_OF = {f: [*BATCHES] if f in TILES else ["mixed"] if f == "group_of_70" else ["mixed", "verify"] for f in LONG}
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(("features", "batch"), [(f, b) for f, batches in BATCHES_OF.items() for b in batches])
 @interpreted
 def test_long(features, batch):
@@ -166,7 +166,7 @@ def test_ragged(name):
     check(call, name)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     ("heads", "queries", "name"), [(1, 1, "split"), (16, 2, "split"), (24, 2, "deterministic"), (128, 1, "as_is"), (32, 3, "split")]
 )
@@ -237,7 +237,7 @@ def transposed(t, dim):
     return raw.transpose(dim, dim - 1).contiguous().transpose(dim, dim - 1).view(t.dtype)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("op", OPS)
 @interpreted
 def test_any_layout(op):
