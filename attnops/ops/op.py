@@ -38,6 +38,12 @@ UNREAD = "unread"
 
 _WATCHERS: list[Callable[[Op, Problem, Any], None]] = []
 _TRACE_HOOKS: list[Callable[[], None]] = []
+_REPLACED: list[Any] = []
+"""Functions of packets that a further overload has replaced.
+
+torch.jit knows an op by the address of such a function, and never forgets one. Each stays here, so that
+no other object gets its address: a list of a module that did would be "a builtin" to torch.jit.script.
+"""
 
 
 @dataclass(eq=False)
@@ -141,6 +147,8 @@ def _define_overload(op: Op, name: str, run: Callable[[Any], Any], chooses: bool
                 return run(call)
         return run(call)
 
+    if hasattr(torch.ops.attnops, op.name):
+        _REPLACED.append(op.packet._op)
     # A custom lowering loses the default constraint on strides; the tag brings it back.
     _LIB.define(f"{name}{schema(op.spec)}", tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag, *tags))
     _LIB.impl(name, _without_grad(op, body) if op.autograd is None else body, "CompositeExplicitAutograd")

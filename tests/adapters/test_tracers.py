@@ -11,7 +11,6 @@ from tests.adapters.helpers import Calls, Layer
 from tests.adapters.test_vision import START, VISION
 from tests.helpers import fresh_process
 
-# torch compiles `conv2d` no more once torch.fx has traced it, so scripts are made first.
 VIT = """
 from torchvision.models.feature_extraction import create_feature_extractor
 from torchvision.models.vision_transformer import VisionTransformer
@@ -41,6 +40,21 @@ LOAD = """
 import torch, sys
 print(torch.jit.load(PATH)(torch.ones(1, 3, 16, 16)).shape, "attnops" in sys.modules)
 """
+
+
+ADDRESSES = """
+import gc
+import torch, attnops
+from torch.jit._builtins import _get_builtin_table
+
+alive = {id(x) for x in gc.get_objects()}
+print([name for address, name in _get_builtin_table().items() if name.startswith("attnops::") and address not in alive])
+"""
+
+
+def test_torch_jit_knows_no_op_by_the_address_of_what_is_gone():
+    """Another object may get that address, which torch.jit.script then takes for the op."""
+    assert fresh_process(ADDRESSES) == "[]\n"
 
 
 @pytest.mark.slow
