@@ -319,8 +319,7 @@ def refuse_far(*given: tuple[str, Tensor | None, int]) -> None:
             continue
         dim = x.dim() - 1 if field == "mask" else 1
         if x.stride(dim) * most >= 2**31:
-            of = "the keys of a mask" if field == "mask" else "a page's keys"
-            want = f"< 2**31 / {most} (triton counts {of} in 32 bits)"
+            want = f"< 2**31 / {most} (triton counts a page's keys in 32 bits)"
             raise InvalidInput(f"{field}.stride({dim})", x.stride(dim), want)
 
 
