@@ -25,7 +25,7 @@ HERE = [(*run, False) for run in RUNS if run[1] in ON_CPU and run[:2] not in ON_
 OURS = [run for run in RUNS if run[1] == "triton"]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("op", "name", "way", "dtype", "standin"), HERE)
 def test_a_faint_row_harms_no_other(op, name, way, dtype, standin):
     target = (WITH_FA4 if name == "fa4" else SM90) if standin else None
@@ -33,7 +33,7 @@ def test_a_faint_row_harms_no_other(op, name, way, dtype, standin):
         faint.checked(kernels_of(op)[name], way, dtype)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(("op", "name", "way", "dtype"), OURS)
 @interpreted
 def test_triton(op, name, way, dtype):

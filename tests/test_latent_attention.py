@@ -449,6 +449,7 @@ def test_layers_share_one_graph():
     assert counter.frame_count == 1
 
 
+@pytest.mark.full
 def test_compiled_dense_and_packed():
     model = layer(F32)
     counter = CompileCounterWithBackend("eager")

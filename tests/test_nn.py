@@ -575,6 +575,7 @@ def counted(model, **options):
     return counter, torch.compile(model, backend=counter, fullgraph=True, **options)
 
 
+@pytest.mark.full
 def test_compiled_dense():
     model = Model()
     counter, compiled = counted(model)

@@ -194,6 +194,7 @@ def test_compiled_calls_follow_the_flag(hasty):
                 assert bool((compiled(query) == 7.0).all()) == (mode == "no"), mode
 
 
+@pytest.mark.full
 def test_compiled_steps_of_training_follow_the_flag(hasty):
     query = torch.randn(1, 5, 2, 8, requires_grad=True)
 

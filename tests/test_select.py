@@ -246,7 +246,7 @@ def test_a_judge_ranks_behind_every_kernel(lab):
     assert select_by(None, replace(GPU, target=Target()), "allow=plain").rank < slow.rank
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("op", list(OPS))
 def test_every_reference_is_lowered_in_place_or_judges(op, arch):

@@ -258,7 +258,7 @@ def test_another_model_of_other_sizes_is_traced_once_too():
         assert pair.step.traces == {"decode": 1}
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS, ids=["whole", "split"])
 def test_inductor(kernel):

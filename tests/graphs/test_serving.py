@@ -17,6 +17,7 @@ def pages():
     return PagedCache(2, 12, 4, num_kv_heads=2, head_dim=16, max_requests=4, max_pages_per_request=8, dtype=torch.float32, device="cpu")
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_requests_join_and_leave(mode):
     model, cache, steps = EXAMPLE["Decoder"]().requires_grad_(False), pages(), []

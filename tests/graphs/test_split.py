@@ -74,6 +74,7 @@ def test_every_attention_is_a_cut():
     assert set(ATTENTION) == {n for n in OPS if n.endswith("attention") and not n.startswith("plan_")}
 
 
+@pytest.mark.full
 def test_by_kind_where_it_is_asked_for():
     """Whole steps for decode, pieces for the rest; neighbours that are both outside are one part."""
     pair = Pair(piecewise, layers=2, eager={"mixed": ("write_kv", "paged_attention")})
@@ -121,6 +122,7 @@ class Times(nn.Module):
         return x * self.factor
 
 
+@pytest.mark.full
 def test_layers_of_other_numbers_are_compiled_each():
     factors = iter((2.0, 2.0, 3.0, 2))
     pair = Pair(piecewise, model=decoder(4, kernel=BOUNDARY, mlp=lambda: Times(next(factors))))

@@ -33,7 +33,7 @@ def called(counter):
     return sum(target.startswith("attnops.attention") for target in counter.targets())
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(24)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_one_graph(name):
     """A whole padded prefill, masks included, is one graph that calls the op once a layer."""
@@ -156,6 +156,7 @@ def test_layers_share_one_graph():
     assert relative(ours, want) < LIMIT
 
 
+@pytest.mark.full
 def test_a_forced_kernel_is_in_the_graph():
     model, ids = tiny.model("llama"), tokens()
     policies = []
@@ -204,7 +205,7 @@ class Logits(torch.nn.Module):
         return self.model(ids, use_cache=False, **({} if starts is None else packed)).logits
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("lengths", [False, True], ids=["rows", "lengths"])
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "grad"])
 def test_an_exported_program_counts_no_documents(grad, lengths):

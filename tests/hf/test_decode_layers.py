@@ -64,6 +64,7 @@ def test_one_trace_for_each_kind_of_layer(name, layers, kinds, nan_pages):
         assert report.compiled["decode"] <= 2 * kinds + beside
 
 
+@pytest.mark.full
 @torch._dynamo.config.patch(accumulated_recompile_limit=1)
 def test_a_second_cache_and_a_single_row():
     """Also where torch's own limit of compilations, which all models of a process count to, is reached."""
@@ -98,6 +99,7 @@ def test_linears_of_a_layer_are_fused(pack):
             assert len(traced(handle)) == 2, "a layer whose weights lie apart is another kind"
 
 
+@pytest.mark.full
 def test_graphs_are_cut_where_a_kernel_may_not_be_captured():
     kernel, model = boundary(), model_of("llama", 3)
     want = generated(model, *CALLS[0])
@@ -107,6 +109,7 @@ def test_graphs_are_cut_where_a_kernel_may_not_be_captured():
         assert len(row.breaks) == 3 and row.graphs == 4 and calls(handle) == {f"paged_attention.{kernel}"}
 
 
+@pytest.mark.full
 def test_a_cache_that_another_kernel_is_faster_for(monkeypatch):
     """Not the kernel of the first cache for all: that of a short text may be slow over a long one."""
     model, name = model_of("llama", 2), boundary()

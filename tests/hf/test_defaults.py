@@ -47,7 +47,7 @@ def test_on_a_cpu_nothing_but_attention_changes():
                 use()
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokens(name):
     """Batches of 1 to 4 rows with padding on the left, in breakable and then in compiled steps, whose number is fixed."""

@@ -88,6 +88,7 @@ def test_a_loop_by_hand():
             by_hand(compiled, cache, ids, spoilt, steps[1:2])
 
 
+@pytest.mark.full
 def test_generated_code():
     """A layer's decode step names its kernels, and nothing as large as the pages is allocated or copied."""
     model, ids, mask = tiny.model("mistral", num_hidden_layers=1), tokens(2, 62), left_padded(2, 62)

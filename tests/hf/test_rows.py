@@ -67,6 +67,7 @@ def same_bits(model, run, ids=IDS, rows_of=ROWS):
             assert torch.equal(alone, among[list(rows)]), f"rows {rows} differ when they are alone"
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 @deterministic

@@ -18,6 +18,7 @@ from tests.lowering.models import PagedModel, compiled_code, decode
 KERNEL = "paged_attention:reference"
 
 
+@pytest.mark.full
 def test_compiled_code_names_its_kernel_and_a_profiler_sees_it():
     model, given = PagedModel(2).eval(), decode()
     with torch.no_grad(), attnops.use(kernel=KERNEL):

@@ -43,6 +43,7 @@ Dense  x1
     )
 
 
+@pytest.mark.full
 def test_this_machine_agrees_with_the_compiled_graph():
     from tests.lowering.models import compiled_code, kernel_calls
 

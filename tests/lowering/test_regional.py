@@ -10,6 +10,7 @@ from attnops.errors import InvalidInput
 from tests.lowering.models import HQ, D, Dense, PagedModel, decode, prefill
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("layers", [2, 8, 24])
 def test_identical_layers_give_one_piece(layers):
     pieces = []

@@ -82,6 +82,7 @@ def test_both_graphs_name_their_kernels(dynamic):
     torch.testing.assert_close(got, want)
 
 
+@pytest.mark.full
 def test_packed_documents_with_every_rule():
     model, x = Packed(), inputs()
     want = gradients(model, model, x)
@@ -148,6 +149,7 @@ def test_checkpoints_compiled(selective):
     torch.testing.assert_close(got, want)
 
 
+@pytest.mark.full
 def test_compiled_autograd():
     model, x = Dense(), inputs()
     want = gradients(model, model, x)

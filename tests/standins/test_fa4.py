@@ -150,6 +150,7 @@ def test_opcheck(standin, op):
     assert standin
 
 
+@pytest.mark.full
 def test_a_compiled_model_calls_it(standin):
     model, given = PagedModel(2).to(BF16).eval(), decode()
     given = given._replace(x=given.x.to(BF16))

@@ -504,6 +504,7 @@ def test_one_plan_a_step_however_many_layers(sm90, layers):
     assert calls == ["paged_attention.flashinfer"] * layers
 
 
+@pytest.mark.full
 def test_a_plan_in_every_layer_is_made_in_every_layer(sm90):
     """The op writes its buffers, and the compiler removes no write: a plan belongs at the model's entry, made once."""
     call = paged((1, 1), (9, 30), padding=0)

@@ -334,7 +334,7 @@ class Layers(nn.Module):
         return q_nope
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("layers", [1, 3])
 def test_one_plan_a_step_however_many_layers(kernel, layers):
     spec = LatentSpec(16, 64, BF16)

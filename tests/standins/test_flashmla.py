@@ -82,7 +82,7 @@ def body(code):
     return [line for line in lines if re.search(r"cpp_fused|extern_kernels|torch\.ops", line)]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("joined", [True, False])
 @pytest.mark.parametrize("planned", PLANS)
 def test_what_is_left_in_compiled_code(joined, planned):
@@ -138,6 +138,7 @@ def test_a_query_in_one_piece_is_not_copied(kind):
     torch.testing.assert_close(got, run(query))
 
 
+@pytest.mark.full
 def test_dynamic_sizes():
     def run(**tensors):
         return mla_attention(**tensors, max_seqlen_q=1, scale=SCALE, kernel="flashmla") * 2
@@ -345,6 +346,7 @@ def test_parts_that_lie_side_by_side():
         torch.testing.assert_close(tokens.whole(a, b), torch.cat([a, b], -1))
 
 
+@pytest.mark.full
 def test_tune_times_it_compiled_with_its_bound_known():
     """A bound on the queries that became symbolic would be refused, for the rows of a token are its own."""
     shape = replace(shapes.MLA, q_heads=16, decode=True)

@@ -113,6 +113,7 @@ def batch(q_lens=(1, 1, 1), seq_lens=(70, 3, 130), f=DEEPSEEK) -> Call:
     return builders.mla(Source(0), q_lens, seq_lens, 64, f, 0)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("float8", [False, True])
 def test_planned_and_compiled(float8):
     """The schedule comes from the second wheel, too, and the compiled code calls it."""

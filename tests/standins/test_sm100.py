@@ -149,7 +149,7 @@ COMPILED = {"cutlass": 1, "float8": 2}
 """The step whose generated code is read: one token of each request, or drafts to verify."""
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.full
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled(name):
     """Generated code calls the kernel by name, once a layer."""

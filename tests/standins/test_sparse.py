@@ -274,6 +274,7 @@ def test_inductor_names_the_kernel(packed):
     torch.testing.assert_close(got, want)
 
 
+@pytest.mark.full
 def test_a_written_cache_is_read_back_in_one_graph():
     latent, k_pe, query = torch.randn(130, 512).bfloat16(), torch.randn(130, 64).bfloat16(), torch.randn(3, 16, 576).bfloat16()
     slots, indices = torch.randperm(4 * 64)[:130], torch.full((3, 130), -1, dtype=torch.int32)

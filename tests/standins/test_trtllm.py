@@ -157,6 +157,7 @@ def test_the_pages_are_not_copied(calls):
         assert [p.data_ptr() for p in pages] == [call.arguments[n].data_ptr() for n in ("k_pages", "v_pages")]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ["xqa", "trtllm"])
 def test_opcheck(name):
     with pretend(TARGETS[name]):
@@ -249,6 +250,7 @@ def test_unknown_sizes_count_as_their_hints():
 # Compiled -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ["xqa", "trtllm"])
 def test_compiled_with_a_workspace_that_no_one_copies(name, all_have_run):
     call = DECODE["float8"]()

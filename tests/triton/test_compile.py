@@ -194,7 +194,7 @@ def check(name, arch, limit):
             assert ("wgmma" in ptx) == (arch == 90 and given["TILE_M"] >= 64)
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(18)
 @pytest.mark.parametrize("name", CALLS)
 @compiled
 def test_sm90(name):
@@ -244,7 +244,7 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(18)
 @pytest.mark.parametrize(("arch", "name"), [(90, name) for name in GRADIENTS] + [(80, "d128"), (89, "d64_window"), (100, "d64_window")])
 @compiled
 def test_gradients(arch, name):

@@ -188,7 +188,7 @@ def test_any_layout(op):
             check_bits(call.with_(**{n: transposed(t, dim)}))
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.full
 @pytest.mark.parametrize("op", WRITES)
 @interpreted
 def test_many_tokens(op):
@@ -204,7 +204,7 @@ def test_many_tokens(op):
     check_bits(call)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("entries", [1, 5, 256, 257, 600])
 @interpreted
 def test_copies_that_overlap(entries):
@@ -235,7 +235,7 @@ def test_long_tables():
 # In graphs ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("op", DATA)
 @interpreted
 def test_opcheck(op):
