@@ -19,6 +19,7 @@ from ..problem import Problem, altered
 from ..select import choose, select
 from ..traced import equal_calls
 from . import cache_key, written_views
+from .outputs import become, results_of
 
 log = logging.getLogger("attnops.lowering")
 _LOCK = threading.Lock()
@@ -137,7 +138,17 @@ def _inline(op: Op, kernel: Kernel, call: Any, lowered: Any) -> Any:
         graph = make_fx(run, decomposition_table=select_decomp_table())(*[getattr(call, n) for n in dynamic])
     for node in graph.graph.nodes:
         node.meta["from_node"] = [source]
-    out = inline_subgraph_to_ir_nodes(graph, [getattr(lowered, n) for n in dynamic], f"attnops_{kernel.op}")
+    given = [getattr(lowered, n) for n in dynamic]
+    outputs = results_of(graph.graph, given)
+    answer = graph.graph.output_node().args[0]
+    if outputs:
+        graph.graph.output_node().args = ((answer, *(result for _, result in outputs)),)
+        graph.recompile()
+    out = inline_subgraph_to_ir_nodes(graph, given, f"attnops_{kernel.op}")
+    if outputs:
+        out, *results = out
+        for (output, _), result in zip(outputs, results, strict=True):
+            become(output, result)
     return None if out == () else out
 
 

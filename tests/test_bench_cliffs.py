@@ -13,9 +13,23 @@ from tests.graphs.standin import StandIn
 from tests.test_bench import TOY
 
 
+def peft_is_too_old():
+    """Why transformers takes no adapter of this peft; "" where it does."""
+    from transformers.integrations.peft import MIN_PEFT_VERSION
+    from transformers.utils.peft_utils import check_peft_version
+
+    try:
+        check_peft_version(MIN_PEFT_VERSION)
+    except ValueError as error:
+        return f"transformers' check_peft_version: {error}"
+    return ""
+
+
 @pytest.fixture
 def captures(monkeypatch):
     """By change, whether the first call captured, and the second."""
+    if why := peft_is_too_old():
+        pytest.skip(why)
     device = StandIn()
     decode = Decode("breakable", inner="eager", graphs=device)
     monkeypatch.setattr(cliffs, "ways_of", lambda setup: {"attnops_breakable": {"cache": "paged", "decode": decode}})
@@ -41,6 +55,17 @@ def test_changes_are_met_once(captures):
     assert not any(again for _, again in captures.values())
     assert not any(captures[change][0] for change in ("a second cache of the same size", "a second thread"))
     assert captures["eight times the batch"][0] and captures[cliffs.ADAPTER][0], "the call before the change was warm, and this one is not"
+
+
+def test_an_older_peft_leaves_adapters_out(monkeypatch):
+    from transformers import PreTrainedModel
+
+    def refuse(self, config, name):
+        raise ValueError("The version of PEFT is not compatible")
+
+    monkeypatch.setattr(PreTrainedModel, "add_adapter", refuse)
+    with pytest.raises(LeftOut, match="not compatible"):
+        cliffs.cases(TOY)[f"llama 2x12, attnops_paged, {cliffs.ADAPTER}"]()
 
 
 def test_adapters_need_peft(monkeypatch):

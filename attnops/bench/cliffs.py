@@ -105,7 +105,10 @@ def cases(setup: Setup) -> dict[str, Case]:
 def measure(
     setup: Setup, kept: models.Kept, name: str, point: Point, way: str = "attnops", adapters: bool = False
 ) -> list[Row]:  # fmt: skip
-    """The changes of one way, one after the other. adapters: of another adapter alone. Raises LeftOut without peft."""
+    """The changes of one way, one after the other. adapters: of another adapter alone.
+
+    Raises LeftOut without a peft that transformers takes.
+    """
     one = models.twin(kept(name))
     if adapters:
         add_adapters(one)
@@ -139,5 +142,8 @@ def add_adapters(model: Any) -> None:
     from peft import LoraConfig
 
     for adapter in ADAPTERS:
-        model.add_adapter(LoraConfig(r=8, target_modules=["q_proj", "v_proj"]), adapter)
+        try:
+            model.add_adapter(LoraConfig(r=8, target_modules=["q_proj", "v_proj"]), adapter)
+        except ValueError as error:  # of a peft that is older than transformers wants
+            raise LeftOut(str(error)) from None
     model.set_adapter(ADAPTERS[0])

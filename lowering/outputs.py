@@ -1,0 +1,89 @@
+"""A kernel's result becomes the output that it was given, without a copy, where the kernel is lowered in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+
+def results_of(graph: Graph, outer: Sequence[Any]) -> list[tuple[Any, Node]]:
+    """Take each `output.copy_(result)` out of a traced graph whose output is empty memory: (output's IR node, result).
+
+    A kernel fills `call.output`, which the caller has allocated. A foreign op that returns its result makes
+    a copy of this. Inductor of torch 2.13 gives the output the memory of the result; that of 2.15 copies, because another
+    tensor may be written later that shares the result's memory. Here none is.
+
+    Args:
+        graph: of the kernel's torch ops. It is changed.
+        outer: the IR nodes of its placeholders.
+    """
+    found = []
+    placeholders = graph.find_nodes(op="placeholder")
+    for placed, box in zip(placeholders, outer, strict=True):
+        [copy] = placed.users if len(placed.users) == 1 else [None]
+        if copy is None or copy.target is not torch.ops.aten.copy_.default or copy.args[0] is not placed:
+            continue
+        result = copy.args[1]
+        if isinstance(result, Node) and _is_empty(box) and _may_be(placed, result, placeholders):
+            graph.erase_node(copy)
+            found.append((box, result))
+    return found
+
+
+def become(output: Any, result: Any) -> None:
+    """Let an output of empty memory, an IR node, be the memory of the result."""
+    from torch._inductor.ir import StorageBox
+    from torch._inductor.lowering import mutate_to
+
+    if isinstance(result.data, StorageBox):
+        result.data.realize()
+        output.data.data = result.data.data
+    else:
+        mutate_to(output, result)
+
+
+def _is_empty(box: Any) -> bool:
+    """Is an IR node memory of its own that nothing has written? False where this torch has no word for it."""
+    from torch._inductor.ir import ComputedBuffer, StorageBox, TensorBox
+    from torch._inductor.virtualized import V
+
+    if not isinstance(box, TensorBox) or not isinstance(box.data, StorageBox):
+        return False
+    buffer = box.data.data
+    is_no_op = getattr(buffer, "is_no_op", None)
+    if not isinstance(buffer, ComputedBuffer) or is_no_op is None:
+        return False
+    return bool(is_no_op()) and buffer.get_name() not in V.graph.mutated_buffers
+
+
+def _may_be(output: Node, result: Node, placeholders: Sequence[Node]) -> bool:
+    """Is `result` made here and laid out as the output, and does nothing else read or write its memory?"""
+    made, wanted = result.meta.get("val"), output.meta.get("val")
+    if result in placeholders or len(result.users) != 1:
+        return False
+    if not isinstance(made, Tensor) or not isinstance(wanted, Tensor):
+        return False
+    if made.dtype != wanted.dtype or made.device != wanted.device or not _same_layout(made, wanted):
+        return False
+    memory = made.untyped_storage()._cdata
+    sharing = [node for node in result.graph.nodes if _lies_in(node, memory)]
+    return sharing == [result]
+
+
+def _lies_in(node: Node, memory: int) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.untyped_storage()._cdata == memory
+
+
+def _same_layout(made: Tensor, wanted: Tensor) -> bool:
+    """Are size and strides the same, whatever the sizes that are symbols will be? Without a guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    if made.dim() != wanted.dim():
+        return False
+    pairs = zip((*made.shape, *made.stride()), (*wanted.shape, *wanted.stride()), strict=True)
+    return all(statically_known_true(one == other) for one, other in pairs)
