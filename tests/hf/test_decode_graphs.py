@@ -1,16 +1,18 @@
 """Decode steps of generate() in graphs, on a stand-in for the device: eager's tokens over changing batches, and nothing else touched."""
 
 import copy
+import functools
 import gc
 import inspect
 import threading
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 import attnops
-from attnops.errors import InvalidInput, PatchError
+from attnops.errors import InvalidInput, NotFast, PatchError
 from attnops.hf import Decode, tiny
 from attnops.hf.cache_names import named
 from attnops.hf.paged import decode, mode as paged, pool
@@ -100,6 +102,33 @@ def test_a_prompt_of_one_token_is_followed_by_graphs(far, monkeypatch):
             text = model.generate(text, attention_mask=torch.ones_like(text), **named(cache), **more)
             assert replays(handle) == 3 * turn
         assert torch.equal(text, want)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["kept", "dropped"])
+def test_captures_draw_no_random_numbers(fails, monkeypatch):
+    """Sampled tokens of a model that draws, too, are those without graphs: whether captures are kept, or tried and dropped."""
+    model = tiny.model("llama")
+    model.model.layers[0].mlp.act_fn = torch.nn.Sequential(model.model.layers[0].mlp.act_fn, torch.nn.Dropout(0.4))
+    ids, given = asked(2, 9, 6)
+    given["do_sample"], found, real = True, [], decode.breakable
+
+    def failing(step, *given, **more):
+        @functools.wraps(step)
+        def failed(*args, **kwargs):
+            step(*args, **kwargs)
+            raise RuntimeError("a step that cannot be captured")
+
+        return real(failed, *given, **more)
+
+    for ours in (False, True):
+        with attnops.patch(model, cache="paged", decode=how("auto")) if ours else nullcontext() as handle:
+            if ours and fails:
+                monkeypatch.setattr(decode, "breakable", failing)
+            torch.manual_seed(3)
+            with pytest.warns(NotFast) if ours and fails else nullcontext():
+                found.append(model.generate(ids, **given))
+            assert handle is None or handle.took.decode == ("hf" if fails else "breakable")
+    assert torch.equal(*found)
 
 
 def test_only_steps_of_generate_are_in_graphs():

@@ -12,6 +12,9 @@ from attnops.hf.methods import Method, is_compiled, is_replaced
 from attnops.hf.paged.models import has_blocks
 from attnops.hf.paged.pages import ALL, DRAFTS
 
+# Words in the names of fractions by which modules of transformers draw in training mode: attention_dropout, resid_pdrop, layerdrop,
+# router_jitter_noise.
+_DRAWN = ("drop", "jitter", "noise")
 REPLACED = "the model's forward was replaced or compiled, and its steps are left to it"
 
 
@@ -98,6 +101,7 @@ def against_pages_unasked(call: Call, forward: Method | None) -> list[Reason]:
     replaced = forward is not None and vars(owner).get("forward") is not forward
     custom = generation is not None and generation.custom
     hooked = _hooked(owner)
+    drawing = "" if owner.training else in_training(owner)
     padded = _left_padded(call.given.get("attention_mask"))
     reasons = {
         "a loop of the caller's (custom_generate) may change its cache": custom,
@@ -107,6 +111,7 @@ def against_pages_unasked(call: Call, forward: Method | None) -> list[Reason]:
         REPLACED: replaced or is_compiled(owner),
         "output_hidden_states=True": call.asks("output_hidden_states"),
         "the model is in training mode": owner.training,
+        f"dropout is on in {drawing}, which is in training mode": drawing,
         "assisted generation has steps of several tokens": call.assisted,
         "the attention_mask has zeros between or behind ones, which pages do not hold": not padded,
     }
@@ -150,6 +155,28 @@ def _hooked(owner: Any) -> str:
                 if not str(getattr(hook, "__module__", "")).startswith(known):
                     return type(module).__name__
     return ""
+
+
+def in_training(owner: Any) -> str:
+    """The class of a part of a model that is in training mode and may draw random numbers there; "" without.
+
+    Steps over pages have no dropout, and a capture draws numbers that no token is made of.
+    """
+    trained = (module for module in owner.modules() if module.training)
+    return next((type(module).__name__ for module in trained if _draws(module)), "")
+
+
+def _draws(module: Any) -> bool:
+    """Has this module, or its config, a fraction above 0 of what training drops or shakes?"""
+    if "Dropout" in type(module).__name__:
+        return getattr(module, "p", 1.0) > 0.0
+    config = getattr(module, "config", None)
+    fields = [*vars(module).items(), *(vars(config).items() if hasattr(config, "__dict__") else ())]
+    return any(_is_above_0(value) for name, value in fields if any(word in name for word in _DRAWN))
+
+
+def _is_above_0(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
 
 
 def _left_padded(mask: Tensor | None) -> bool:
