@@ -35,6 +35,7 @@ from attnops.hf.report import UNSETTLED, Report, Took, evaluating, notes_of, swi
 from attnops.hf.routers import Routers
 from attnops.hf.rows import Rows
 from attnops.tried import warn_if_newer
+from attnops.hf.weights import let_configs_ask
 
 _SETTLING = threading.Lock()
 _OPTIONS = "_attnops_options"
@@ -61,6 +62,7 @@ class Patched(Handle):
         self._switched = [(config, config._attn_implementation_internal) for config in found.configs]
         switch(found.configs, self.implementation)
         self._parts = Experts(model), Routers(model), Rows(model)
+        let_configs_ask(found.configs)
         # Each module may be pickled without the rest of the model, and options register themselves where they are loaded.
         switched = {id(config) for config in found.configs}
         self._marked = [module for module in owner.modules() if id(getattr(module, "config", None)) in switched]
