@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -126,6 +127,25 @@ def test_a_config_that_asks_for_weights_after_the_patch(tmp_path):
     other.config._output_attentions = True
     with pytest.raises(StrictDataclassError, match="validate_output_attentions"):
         other.config.validate()
+
+
+@pytest.mark.filterwarnings("ignore:attnops")
+@pytest.mark.parametrize("cache", [False, True], ids=["all keys", "an empty static cache"])
+def test_gradients_of_weights(cache):
+    """The output is made of the weights that are returned."""
+    found = []
+    for ours in (False, True):
+        model = tiny.model("llama")
+        given = named(StaticCache(config=model.config, max_cache_len=32)) if cache else {}
+        with attnops.patch(model) if ours else nullcontext():
+            made = model(tokens(), **given, output_attentions=True)
+            for weights in made.attentions:
+                weights.retain_grad()
+            made.logits.sum().backward()
+        found.append([weights.grad for weights in made.attentions])
+    for want, got in zip(*found, strict=True):
+        # Weights of keys that are not there yet have a gradient of their own in transformers' way.
+        assert got is not None and relative(got[..., : tokens().shape[1]], want[..., : tokens().shape[1]]) < LIMIT
 
 
 @pytest.mark.filterwarnings("ignore:attnops")
