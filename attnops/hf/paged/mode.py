@@ -43,7 +43,7 @@ from attnops.hf.paged.reasons import Call, Reason, against_pages, against_pages_
 from attnops.hf.paged.unpaged import unpaged
 from attnops.hf.private import PREPARE
 from attnops.kernel import check_kernel
-from attnops.nn.absorb import HELD
+from attnops.nn.absorb import HELD, expire
 from attnops.nn.packed import Packed, pack_linears
 from attnops.ops.ahead import start
 from attnops.ops.plan import LatentSpec, PagedSpec
@@ -307,6 +307,10 @@ class PagedMode:
             for field, got, most in (("rows", rows, given.max_batch), ("length", max_cache_length, given.max_length)):
                 need(got <= most, f"{cache_names.NAME}, {field}", got, f"at most {most}, the size of this cache")
             need(beams <= 1, "num_beams", beams, "1 with a paged cache: rows keep their pages")
+        if self.latents:
+            # A prompt that goes on with a cache may be one token, which no layer can tell from a step.
+            for module in self.windows:
+                expire(module.kv_b_proj)
         call = Call(self._owner, generation_config, generation_mode, model_kwargs)
         reasons = self._reasons(call, elsewhere, rows)
         if not reasons:
