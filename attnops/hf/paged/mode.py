@@ -39,7 +39,7 @@ from attnops.hf.paged.models import refuse_unless
 from attnops.hf.paged.pages import DRAFTS, ModelPages, Sizes
 from attnops.hf.paged.pool import MOST_IDLE, Pool
 from attnops.hf.paged.prompt import is_prompt
-from attnops.hf.paged.reasons import Call, Reason, against_pages, against_pages_unasked, drafts
+from attnops.hf.paged.reasons import PREPARES, Call, Reason, against_pages, against_pages_unasked, drafts, hooked_by_row, prepares
 from attnops.hf.paged.unpaged import unpaged
 from attnops.hf.private import PREPARE
 from attnops.kernel import check_kernel
@@ -302,10 +302,7 @@ class PagedMode:
         names = (module.config._attn_implementation_internal for module in self.windows)
         elsewhere = next((str(name) for name in names if name != self.implementation), None)
         if isinstance(given, PagedModelCache):
-            want = "another cache: the attention of this model, or of one that holds the same config, was switched in the meantime"
-            need(elsewhere is None, cache_names.NAME, f"{type(given).__name__} with attention {elsewhere!r}", want)
-            for field, got, most in (("rows", rows, given.max_batch), ("length", max_cache_length, given.max_length)):
-                need(got <= most, f"{cache_names.NAME}, {field}", got, f"at most {most}, the size of this cache")
+            self._check_given(given, elsewhere, rows, max_cache_length)
             need(beams <= 1, "num_beams", beams, "1 with a paged cache: rows keep their pages")
         if self.latents:
             # A prompt that goes on with a cache may be one token, which no layer can tell from a step.
@@ -335,6 +332,19 @@ class PagedMode:
             generation.why = "" if isinstance(given, PagedModelCache) else whole
         self._warn(reasons if given is None else [])
         return method.original(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+
+    def _check_given(self, given: PagedModelCache, elsewhere: str | None, rows: int, length: int) -> None:
+        """Raise InvalidInput unless `generate()` can go on with this cache, which the caller passed. elsewhere: see `_reasons`."""
+        want = "another cache: the attention of this model, or of one that holds the same config, was switched in the meantime"
+        need(elsewhere is None, cache_names.NAME, f"{type(given).__name__} with attention {elsewhere!r}", want)
+        for field, got, most in (("rows", rows, given.max_batch), ("length", length, given.max_length)):
+            need(got <= most, f"{cache_names.NAME}, {field}", got, f"at most {most}, the size of this cache")
+        own = "transformers' own cache, or none"
+        need(not prepares(self._owner), cache_names.NAME, f"{type(given).__name__} where {PREPARES}", own)
+        by_row = hooked_by_row(self._owner)
+        alone = not by_row or self.decode.mode == "hf"
+        got = f"{type(given).__name__} where hooks on {by_row} hand each row an argument of its own, and graphs add rows"
+        need(alone, cache_names.NAME, got, f"{own}, or a model patched with decode='hf'")
 
     def _warn(self, reasons: Sequence[Reason]) -> None:
         """Warn of pages that a call does not get, where the caller may not know."""
