@@ -90,13 +90,7 @@ class PagedMode:
             raise PatchError(f'patch: cache="paged" cannot make a cache for {model}: {error}') from error
         if hasattr(owner, "generate"):
             paged_models.check_generate(owner)
-        states = [number for number, layer in others.items() if has_states(layer)]
-        if decode.mode != "hf" and states:
-            got = f"decode={decode.mode!r} for {model}, whose layers {states} have states that move"
-            fail(PatchError, f"patch: got {got}; want decode='hf'")
-        if decode.mode != "hf" and "position_ids" not in inspect.signature(type(owner).forward).parameters:
-            got = f"decode={decode.mode!r} for {model}, which counts positions by its masks"
-            fail(PatchError, f"patch: got {got}; want decode='hf', or a model that takes position_ids")
+        self._check_steps([number for number, layer in others.items() if has_states(layer)])
         self._decoder: Decoder | None = None
         self._forward: Method | None = None
         self.loop = Loop(self.decoder)
@@ -104,6 +98,18 @@ class PagedMode:
         self._changes: list[Method | RemovableHandle] = []
         self._pool: Pool | None = None
         self._kept: tuple[PagedSpec, ...] | None = None
+
+    def _check_steps(self, states: list[int]) -> None:
+        """Raise PatchError where graphs are asked for that cannot be made. states: the layers that keep states."""
+        model, mode, device = type(self._owner).__name__, self.decode.mode, paged_models.where(next(iter(self.windows)), self._owner)[0]
+        if mode != "hf" and states:
+            fail(PatchError, f"patch: got decode={mode!r} for {model}, whose layers {states} have states that move; want decode='hf'")
+        if mode != "hf" and "position_ids" not in inspect.signature(type(self._owner).forward).parameters:
+            got = f"decode={mode!r} for {model}, which counts positions by its masks"
+            fail(PatchError, f"patch: got {got}; want decode='hf', or a model that takes position_ids")
+        if mode in ("piecewise", "breakable") and self.decode.graphs is None and device.type not in ("cuda", "meta"):
+            want = "a model on a GPU, or decode='auto', which makes graphs where there is one"
+            fail(PatchError, f"patch: got decode={mode!r} for {model} on {device}; want {want}")
 
     def _check(self, sites: list[Site], found: Match) -> None:
         """Raise PatchError with the first reason against pages that is known before layers are looked at."""
