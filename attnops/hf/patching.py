@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from attnops.adapters.handle import MARK, Handle
+from attnops.adapters.handle import MARK, Handle, refuse_other_options
 from attnops.adapters.report import PATCHED, Row, Verification, compare, output_of
 from attnops.call import need
 from attnops.errors import PatchError, UnknownKernel, fail, one_line
@@ -31,11 +31,11 @@ from attnops.hf.paged.decode import Decoder
 from attnops.hf.paged.how import Decode
 from attnops.hf.paged.mode import PagedMode, give_back
 from attnops.hf.paged.reasons import callers_choice
-from attnops.hf.report import UNSETTLED, Report, Took, evaluating, notes_of, switch
+from attnops.hf.report import UNSETTLED, Report, Took, evaluating, notes_of, said, switch
 from attnops.hf.routers import Routers
 from attnops.hf.rows import Rows
-from attnops.tried import warn_if_newer
 from attnops.hf.weights import let_configs_ask
+from attnops.tried import warn_if_newer
 
 _SETTLING = threading.Lock()
 _OPTIONS = "_attnops_options"
@@ -61,8 +61,8 @@ class Patched(Handle):
             self._settle()
         self._switched = [(config, config._attn_implementation_internal) for config in found.configs]
         switch(found.configs, self.implementation)
-        self._parts = Experts(model), Routers(model), Rows(model)
         let_configs_ask(found.configs)
+        self._parts = Experts(model), Routers(model), Rows(model)
         # Each module may be pickled without the rest of the model, and options register themselves where they are loaded.
         switched = {id(config) for config in found.configs}
         self._marked = [module for module in owner.modules() if id(getattr(module, "config", None)) in switched]
@@ -381,9 +381,7 @@ def patch(
         fail(PatchError, f"patch: {type(model).__name__} holds no transformers.PreTrainedModel")
     there: Patched | None = owner.__dict__.get(MARK)
     if there is not None:
-        if (there.asked, there.decode) != (asked, how):
-            got = f"patched with {there.asked} and {there.decode}, asked now for {asked} and {how}"
-            fail(PatchError, f"patch: this model is {got}; call unpatch() first")
+        refuse_other_options(said(asked, how), said(there.asked, there.decode))
         return there
     found = match(model)
     if all(site.reason is not None for site in found.sites):

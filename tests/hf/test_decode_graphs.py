@@ -7,6 +7,7 @@ import inspect
 import threading
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -384,6 +385,21 @@ def test_what_patch_refuses(name, given, text):
     with pytest.raises((InvalidInput, PatchError), match=text):
         attnops.patch(model, **given)
     assert "forward" not in vars(model)
+
+
+def test_a_second_patch_names_the_options_that_differ():
+    model, given = tiny.model("llama"), {"cache": "paged", "decode": how()}
+    with attnops.patch(model, **given) as handle:
+        assert attnops.patch(model, **given) is handle
+        for other, got in (
+            ({**given, "mask": "dense"}, "got mask='dense' for a model that is patched with mask='auto'"),
+            ({**given, "decode": replace(given["decode"], mode="piecewise", check_every=3)},
+             "got decode='piecewise', decode.check_every=3 for a model that is patched with decode='breakable', decode.check_every=0"),
+            ({**given, "decode": replace(given["decode"], graphs=StandIn(), inner=torch.compile)},
+             r"got decode.inner=compile, decode.graphs=StandIn at \w+ for .* with decode.inner='eager', decode.graphs=StandIn at \w+"),
+        ):  # fmt: skip
+            with pytest.raises(PatchError, match=rf"^patch: {got}; call unpatch\(\) on its handle first, or patch\(\) with the options"):
+                attnops.patch(model, **other)
 
 
 def test_decode_says_what_is_wrong():
