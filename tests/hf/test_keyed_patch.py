@@ -103,7 +103,7 @@ REFUSED = {
     "llama4": "chunked attention",
     "t5": "encoder-decoder",
     "bart": "encoder-decoder",
-    "bert": "no attention of which is handed a cache",
+    "bert": "BertSelfAttention may see tokens on both sides",
     "falcon": "nothing to patch",
     "deepseek_v32": "indices",
 }
@@ -116,6 +116,23 @@ def test_models_that_pages_cannot_serve(name):
     with pytest.raises(PatchError, match=REFUSED[name]):
         attnops.patch(model, cache="paged")
     assert everything(model) == before and model.config._attn_implementation == "eager"
+
+
+def test_attention_that_sees_both_ways_and_has_a_cache():
+    """PaliGemma's prompts are seen on both sides, by layers that are handed a cache."""
+    text = {
+        "model_type": "gemma", "vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    }  # fmt: skip
+    vision = {
+        "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "image_size": 16, "patch_size": 8,
+    }  # fmt: skip
+    config = transformers.PaliGemmaConfig(text_config=text, vision_config=vision, projection_dim=64)
+    model = transformers.PaliGemmaForConditionalGeneration(config).eval()
+    why = r"GemmaAttention may see tokens on both sides \(is_causal is False\), and pages are for causal attention; want cache=\"hf\""
+    with pytest.raises(PatchError, match=why):
+        attnops.patch(model, cache="paged")
 
 
 def test_layers_that_share_their_keys():

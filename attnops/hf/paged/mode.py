@@ -128,8 +128,11 @@ class PagedMode:
         takes = getattr(self._owner, "_supports_default_dynamic_cache", lambda: True)
         editors = [type(site.module).__name__ for site in sites if site.usage and site.usage.edits_cached]
         editor = f"{''.join(editors[:1])} computes with all the keys that its cache returns, and pages return the new ones only"
+        both = [type(site.module).__name__ for site in found.sites if site.reason is None and paged_models.sees_both_ways(site.module)]
+        two_ways = f"{''.join(both[:1])} may see tokens on both sides (is_causal is False), and pages are for causal attention"
         reasons = {
             f"got {model}, an encoder-decoder model; want a decoder": getattr(self._owner.config, "is_encoder_decoder", False),
+            f'got {model}, whose {two_ways}; want cache="hf"': both and not sites,
             f"got {model}, no attention of which is handed a cache": not sites,
             f'got {model}, whose {editor}; want cache="hf"': editors,
             f'got {model}, which takes only a cache of its own class; want cache="hf"': not takes(),
