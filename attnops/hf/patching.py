@@ -19,6 +19,7 @@ from attnops.graphs import Graphed, Report as GraphReport
 from attnops.graphs.graphed import Progress
 from attnops.hf import batching, cache_names, not_fast
 from attnops.hf.attention.mask import Mode
+from attnops.hf.attention.positions import note
 from attnops.hf.experts import Experts
 from attnops.hf.generation import Generation, growing, watch
 from attnops.hf.interface import Kept, Options, implementation
@@ -69,10 +70,10 @@ class Patched(Handle):
         for module in self._marked:
             module.__dict__[_OPTIONS] = self._options
         owner.__dict__[MARK] = self
-        self._watching: list[Method | RemovableHandle] = []
+        self._watching: list[Method | RemovableHandle] = [owner.register_forward_pre_hook(note, with_kwargs=True)]
         # The masks of generate() only grow, so that most of its steps need no check.
         if hasattr(owner, "generate"):
-            self._watching = [Method(owner, "generate", _generate), *watch(owner)]
+            self._watching += [Method(owner, "generate", _generate), *watch(owner)]
         if hasattr(owner, batching.ENTRY):
             self._watching.append(Method(owner, batching.ENTRY, batching.begin))
         self.active = True
