@@ -121,7 +121,7 @@ def explain_config(
 def tokens_of(config: Any) -> int:
     """Tokens of a prompt that fits the model: a power of two, of at most half its positions, which some models count from 2 on."""
     half = (_positions(config) or 2 * TOKENS) // 2
-    return min(TOKENS, 2 ** max(0, half.bit_length() - 1))
+    return min(TOKENS, 1 << max(0, half.bit_length() - 1))
 
 
 def _positions(config: Any) -> int | None:

@@ -352,8 +352,8 @@ class PagedMode:
         need(not prepares(self._owner), cache_names.NAME, f"{type(given).__name__} where {PREPARES}", own)
         by_row = hooked_by_row(self._owner)
         alone = not by_row or self.decode.mode == "hf"
-        got = f"{type(given).__name__} where hooks on {by_row} hand each row an argument of its own, and graphs add rows"
-        need(alone, cache_names.NAME, got, f"{own}, or a model patched with decode='hf'")
+        where = f"{type(given).__name__} where hooks on {by_row} hand each row an argument of its own, and graphs add rows"
+        need(alone, cache_names.NAME, where, f"{own}, or a model patched with decode='hf'")
 
     def _warn(self, reasons: Sequence[Reason]) -> None:
         """Warn of pages that a call does not get, where the caller may not know."""
