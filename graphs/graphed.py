@@ -51,7 +51,12 @@ class Graphed(Setup):
     `Piecewise`, but for `inner`, `one_differs` and `passes`.
 
     The results of a call are views of memory that the next call writes: use or copy them before. Calls from two threads are unsafe.
+
+    draws: does the model draw random numbers? Those of captures are then drawn again later, and so are those that other threads
+    draw meanwhile.
     """
+
+    draws = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -256,7 +261,7 @@ class Graphed(Setup):
     @contextmanager
     def _capturing(self, values: Values) -> Iterator[Device]:
         device, _ = self._initialised(values)
-        drawn = drawing_nothing(values[(*self.tokens, *self.requests)[0]].device)
+        drawn = drawing_nothing(values[(*self.tokens, *self.requests)[0]].device) if self.draws else nullcontext()
         try:
             with CAPTURING, drawn, device.session(), ordinary(), uncached_casts(), unchanged(self.state):
                 yield device

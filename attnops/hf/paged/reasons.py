@@ -107,7 +107,7 @@ def against_pages_unasked(call: Call, forward: Method | None) -> list[Reason]:
     replaced = forward is not None and vars(owner).get("forward") is not forward
     custom = generation is not None and generation.custom
     hooked = _hooked(owner)
-    drawing = "" if owner.training else in_training(owner)
+    dropping = "" if owner.training else drawing(owner)
     padded = _left_padded(call.given.get("attention_mask"))
     reasons = {
         "a loop of the caller's (custom_generate) may change its cache": custom,
@@ -115,7 +115,7 @@ def against_pages_unasked(call: Call, forward: Method | None) -> list[Reason]:
         REPLACED: replaced or is_compiled(owner),
         "output_hidden_states=True": call.asks("output_hidden_states"),
         "the model is in training mode": owner.training,
-        f"dropout is on in {drawing}, which is in training mode": drawing,
+        f"dropout is on in {dropping}, which is in training mode": dropping,
         "assisted generation has steps of several tokens": call.assisted,
         "the attention_mask has zeros between or behind ones, which pages do not hold": not padded,
     }
@@ -178,7 +178,7 @@ def _callers_hooks(owner: Any) -> Iterator[tuple[Any, Any]]:
                     yield module, hook
 
 
-def in_training(owner: Any) -> str:
+def drawing(owner: Any) -> str:
     """The class of a part of a model that is in training mode and may draw random numbers there; "" without.
 
     Steps over pages have no dropout, and a capture draws numbers that no token is made of.
