@@ -173,6 +173,23 @@ def frozen() -> Iterator[None]:
                 _frozen = False
 
 
+@contextmanager
+def drawing_nothing(device: torch.device) -> Iterator[None]:
+    """The device's random numbers go on after the block as if it had drawn none.
+
+    Other devices may draw in other threads meanwhile.
+    """
+    generator = torch.default_generator
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generator = torch.cuda.default_generators[index]
+    state = generator.get_state()
+    try:
+        yield
+    finally:
+        generator.set_state(state)
+
+
 class CudaGraphs:
     """CUDA graphs, captured on a side stream into one memory pool.
 

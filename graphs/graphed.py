@@ -18,7 +18,7 @@ from ..cache.paged import ordinary
 from ..call import need
 from ..errors import InvalidInput, OverBudget, StaleGraph, fail
 from .buckets import Bucket
-from .device import CAPTURING, CudaGraphs, Device, Recorded
+from .device import CAPTURING, CudaGraphs, Device, Recorded, drawing_nothing
 from .eager_capture import CaptureMode
 from .guard import compare, described, restore, uncached_casts, unchanged
 from .inputs import Inputs, Setup, Values
@@ -51,7 +51,12 @@ class Graphed(Setup):
     `Piecewise`, but for `inner`, `one_differs` and `passes`.
 
     The results of a call are views of memory that the next call writes: use or copy them before. Calls from two threads are unsafe.
+
+    draws: does the model draw random numbers? Those of captures are then drawn again later, and so are those that other threads
+    draw meanwhile.
     """
+
+    draws = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -256,8 +261,9 @@ class Graphed(Setup):
     @contextmanager
     def _capturing(self, values: Values) -> Iterator[Device]:
         device, _ = self._initialised(values)
+        drawn = drawing_nothing(values[(*self.tokens, *self.requests)[0]].device) if self.draws else nullcontext()
         try:
-            with CAPTURING, device.session(), ordinary(), uncached_casts(), unchanged(self.state):
+            with CAPTURING, drawn, device.session(), ordinary(), uncached_casts(), unchanged(self.state):
                 yield device
         except BaseException:
             # Without the buffers of a first capture that failed, later calls may differ from it.

@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 
 from attnops.errors import InvalidInput
 from attnops.nn import absorbed_weights
+from attnops.nn.absorb import expire, renew
 
 H, NOPE, V, DC = 3, 4, 5, 8
 ROWS = H * (NOPE + V)
@@ -212,6 +213,39 @@ def test_what_has_not_changed_is_kept(counted):
     counted.thing = object()  # nobody knows what it does
     absorbed_weights(counted, NOPE, V, LIKE), absorbed_weights(counted, NOPE, V, LIKE)
     assert len(Counted.calls) == 4
+
+
+WRITES = {
+    "data": lambda p: p.data.mul_(-1.5),
+    "numpy": lambda p: p.detach().numpy().__imul__(-1.5),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("kind", ["lora", "nested", "parametrised"])
+@torch.no_grad()
+def test_writes_that_change_no_version_are_renewed(kind, write):
+    """In the memory of before, which CUDA graphs read; now, or by the next call. Copies of the module have memory of their own."""
+    module = KINDS[kind]()
+    first = absorbed_weights(module, NOPE, V, LIKE)
+    twin = copy.deepcopy(module)
+    kept = absorbed_weights(twin, NOPE, V, LIKE)[0].clone()
+    for how in (renew, lambda module, like: expire(module)):
+        for p in module.parameters():
+            WRITES[write](p)
+        how(module, LIKE)
+        right(module)
+        for got, old in zip(absorbed_weights(module, NOPE, V, LIKE), first, strict=True):
+            assert got.data_ptr() == old.data_ptr() and torch.equal(got, old)
+    assert torch.equal(absorbed_weights(twin, NOPE, V, LIKE)[0], kept)
+
+
+@torch.no_grad()
+def test_nothing_is_kept_of_a_plain_weight_nor_where_it_cannot_be_told():
+    for module in (linear(), hooked()):
+        renew(module, LIKE)
+        expire(module)
+        assert "_attnops_absorbed" not in vars(module)
 
 
 @torch.no_grad()

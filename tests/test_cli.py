@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from attnops import attention, configs as models, explain, problem
 from attnops.cli import doctor, features
 from attnops.cli.app import app
-from attnops.cli.explain import linear_sites
+from attnops.cli.explain import linear_sites, tokens_of
 from attnops.configs import SHAPES
 from attnops.hf import tiny
 from attnops.kernel import all_kernels, kernels_of
@@ -345,6 +345,21 @@ def test_a_config_file(tmp_path, folder):
     found = explained(tmp_path if folder else tmp_path / "config.json", "--target", "cpu", "--phase", "prefill")
     [call] = found["prefill"]["calls"]
     assert call["count"] == 3
+
+
+@pytest.mark.parametrize(("positions", "tokens"), [(512, 256), (514, 256), (1024, 512), (4096, 512), (3, 1), (None, 512)])
+def test_the_default_prompt_fits_the_model(positions, tokens):
+    config = SimpleNamespace(get_text_config=lambda decoder: SimpleNamespace(max_position_embeddings=positions))
+    assert tokens_of(config) == tokens
+
+
+def test_a_model_of_few_positions(tmp_path):
+    """BERT's table of positions has 512 rows, and a step follows the prompt."""
+    shape = {"model_type": "bert", "num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 2, "max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    assert {phase: len(found["calls"]) for phase, found in explained(tmp_path, "--target", "h100").items()} == {"prefill": 1, "decode": 1}
+    result = attnops("explain", tmp_path, "--target", "h100", "--tokens", 512)
+    assert result.exit_code == 2 and "want at most 511: the model has 512 positions" in " ".join(result.stderr.split())
 
 
 def test_a_vision_model_gives_its_text_model():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from torch import nn
 
 from attnops.adapters.callers import calls_sdpa
-from attnops.adapters.handle import MARK, Handle as Handle
+from attnops.adapters.handle import MARK, Handle as Handle, refuse_other_options
 from attnops.adapters.report import Report as Report, Verification as Verification
 from attnops.adapters.served import is_served
 from attnops.adapters.swap import Change, Site, Swapped as Swapped
@@ -84,8 +84,7 @@ def patch(
     uncompiled = getattr(model, "_orig_mod", model)
     there = vars(uncompiled).get(MARK)
     if isinstance(there, Swapped):
-        if there.options != options:
-            fail(PatchError, f"patch: this model is patched with {there.options}, asked now for {options}; call unpatch() first")
+        refuse_other_options(options, there.options)
         return there
     handle: Handle
     transformers = sys.modules.get("transformers.modeling_utils")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from attnops.adapters.report import Report, Verification
@@ -19,6 +20,22 @@ if TYPE_CHECKING:
 
 MARK = "_attnops"
 """The attribute by which a patched model holds its handle."""
+
+
+def refuse_other_options(asked: Mapping[str, Any], held: Mapping[str, Any]) -> None:
+    """Raise PatchError, with the options that differ, unless a patched model is asked for the options that it has, `held`."""
+    others = [field for field, value in asked.items() if value != held[field]]
+    if others:
+        got, has = (", ".join(f"{field}={_shown(options[field])}" for field in others) for options in (asked, held))
+        want = "call unpatch() on its handle first, or patch() with the options that it has"
+        fail(PatchError, f"patch: got {got} for a model that is patched with {has}; {want}")
+
+
+def _shown(value: Any) -> str:
+    if value is None or isinstance(value, (str, int, float)):
+        return repr(value)
+    named: str = getattr(value, "__name__", f"{type(value).__name__} at {id(value):#x}")
+    return named
 
 
 class Handle(ABC):

@@ -103,7 +103,9 @@ def explain(
         list[str] | None, typer.Option(help="Modules installed on the target: a,b or repeated; '' is none. Default: all.")
     ] = None,
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
-    tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 512,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens of each prompt. Default: 512, or fewer where the model has fewer positions than 1024.")
+    ] = None,
     phase: Annotated[Phase, typer.Option(help="A prompt, one token more, or both.")] = Phase.both,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     cache: Annotated[Cache, typer.Option(help='transformers\' static cache, or the pages of patch(cache="paged").')] = Cache.hf,

@@ -19,6 +19,7 @@ from attnops.problem import Target, pretend
 from attnops.select import Decision, select
 from attnops.tune.linears import products
 
+TOKENS = 512
 PHASES, CACHES = ("prefill", "decode"), ("hf", "paged")
 LINEARS = {
     "qkv": "norm, then q, k and v", "o": "o and the residual", "gate_up": "norm, then gate and up with their activation",
@@ -35,13 +36,15 @@ class CannotExplain(AttnopsError, RuntimeError):
 
 
 def explain_model(
-    model: str, *, target: str = "", assume: tuple[str, ...] | None = None, batch: int = 1, tokens: int = 512, phase: str = "both",
+    model: str, *, target: str = "", assume: tuple[str, ...] | None = None, batch: int = 1, tokens: int | None = None,
+    phase: str = "both",
     dtype: str = "bfloat16", cache: str = "hf", op: str = "",
 ) -> dict[str, Explanation]:  # fmt: skip
     """Explain a patched model per phase, on fake tensors: a prompt of `tokens` tokens (prefill), then one more token (decode).
 
     model: as `configs.config_of` takes it. target: as `attnops.explain` takes it; "" is this machine. assume: packages taken to
-    be installed, None for all. batch: sequences. phase: "prefill", "decode" or "both". dtype: of the weights, hence of the Problems.
+    be installed, None for all. batch: sequences. tokens: None takes those of `tokens_of`.
+    phase: "prefill", "decode" or "both". dtype: of the weights, hence of the Problems.
     cache: "hf", a static cache of transformers, or "paged", the pages of `patch(cache="paged")`. op: calls of this op alone; "" is all.
 
     Raises InvalidInput: an unknown model, target, phase, dtype, cache or op, or a number below 1. PatchError: attnops cannot serve the
@@ -54,7 +57,7 @@ def explain_model(
     if op and op not in OPS:
         raise InvalidInput("op", repr(op), " | ".join(sorted(OPS)))
     for field, value in (("batch", batch), ("tokens", tokens)):
-        if value < 1:
+        if value is not None and value < 1:
             raise InvalidInput(field, value, ">= 1")
     if target:
         Target.parse(target)
@@ -69,8 +72,8 @@ def explain_model(
 
 
 def explain_config(
-    config: Any, *, dtype: torch.dtype, target: str = "", assume: tuple[str, ...] | None = None, batch: int = 1, tokens: int = 512,
-    cache: str = "hf",
+    config: Any, *, dtype: torch.dtype, target: str = "", assume: tuple[str, ...] | None = None, batch: int = 1,
+    tokens: int | None = None, cache: str = "hf",
 ) -> dict[str, Explanation]:  # fmt: skip
     """As `explain_model`, of a transformers config: both phases, with a cache of `tokens + 1`."""
     from transformers import StaticCache
@@ -85,6 +88,7 @@ def explain_config(
     # of a named GPU are CPU tensors and patch needs the option.
     mask: Any = "compact" if named is not None and named.on_gpu else "auto"
     found = {}
+    tokens = tokens_of(config) if tokens is None else tokens
     try:
         with mode, here, torch.no_grad():
             model = configs.build_fake(config, dtype)
@@ -103,12 +107,27 @@ def explain_config(
     except AttnopsError:
         raise
     except Exception as error:  # a model raises any error for the sizes of an unknown config
+        if tokens >= (positions := _positions(config) or tokens + 1):
+            want = f"at most {positions - 1}: the model has {positions} positions, and decode takes one more"
+            raise InvalidInput("tokens", f"{tokens} ({one_line(error)})", want) from error
         got = f"{type(config).__name__} ({one_line(error)})"
         raise InvalidInput("model", got, "a config that transformers can build and run") from error
     if cache == "paged":
         linears = linear_sites(config.get_text_config(decoder=True), dtype, batch, named or Target.of(here))
         found["decode"] = replace(found["decode"], sites=(*found["decode"].sites, *linears))
     return found
+
+
+def tokens_of(config: Any) -> int:
+    """Tokens of a prompt that fits the model: a power of two, of at most half its positions, which some models count from 2 on."""
+    half = (_positions(config) or 2 * TOKENS) // 2
+    return min(TOKENS, 1 << max(0, half.bit_length() - 1))
+
+
+def _positions(config: Any) -> int | None:
+    """The positions that the decoder of a config has a table for, or was trained on. None: it does not say."""
+    found = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
 
 
 def linear_sites(config: Any, dtype: torch.dtype, rows: int, target: Target) -> Iterator[Site[Decision]]:

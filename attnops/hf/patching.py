@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from attnops.adapters.handle import MARK, Handle
+from attnops.adapters.handle import MARK, Handle, refuse_other_options
 from attnops.adapters.report import PATCHED, Row, Verification, compare, output_of
 from attnops.call import need
 from attnops.errors import PatchError, UnknownKernel, fail, one_line
@@ -19,6 +19,7 @@ from attnops.graphs import Graphed, Report as GraphReport
 from attnops.graphs.graphed import Progress
 from attnops.hf import batching, cache_names, not_fast
 from attnops.hf.attention.mask import Mode
+from attnops.hf.attention.positions import note
 from attnops.hf.experts import Experts
 from attnops.hf.generation import Generation, growing, watch
 from attnops.hf.interface import Kept, Options, implementation
@@ -31,9 +32,10 @@ from attnops.hf.paged.decode import Decoder
 from attnops.hf.paged.how import Decode
 from attnops.hf.paged.mode import PagedMode, give_back
 from attnops.hf.paged.reasons import callers_choice
-from attnops.hf.report import UNSETTLED, Report, Took, evaluating, notes_of, switch
+from attnops.hf.report import UNSETTLED, Report, Took, evaluating, notes_of, said, switch
 from attnops.hf.routers import Routers
 from attnops.hf.rows import Rows
+from attnops.hf.weights import let_configs_ask
 from attnops.tried import warn_if_newer
 
 _SETTLING = threading.Lock()
@@ -60,6 +62,7 @@ class Patched(Handle):
             self._settle()
         self._switched = [(config, config._attn_implementation_internal) for config in found.configs]
         switch(found.configs, self.implementation)
+        let_configs_ask(found.configs)
         self._parts = Experts(model), Routers(model), Rows(model)
         # Each module may be pickled without the rest of the model, and options register themselves where they are loaded.
         switched = {id(config) for config in found.configs}
@@ -67,10 +70,10 @@ class Patched(Handle):
         for module in self._marked:
             module.__dict__[_OPTIONS] = self._options
         owner.__dict__[MARK] = self
-        self._watching: list[Method | RemovableHandle] = []
+        self._watching: list[Method | RemovableHandle] = [owner.register_forward_pre_hook(note, with_kwargs=True)]
         # The masks of generate() only grow, so that most of its steps need no check.
         if hasattr(owner, "generate"):
-            self._watching = [Method(owner, "generate", _generate), *watch(owner)]
+            self._watching += [Method(owner, "generate", _generate), *watch(owner)]
         if hasattr(owner, batching.ENTRY):
             self._watching.append(Method(owner, batching.ENTRY, batching.begin))
         self.active = True
@@ -379,9 +382,7 @@ def patch(
         fail(PatchError, f"patch: {type(model).__name__} holds no transformers.PreTrainedModel")
     there: Patched | None = owner.__dict__.get(MARK)
     if there is not None:
-        if (there.asked, there.decode) != (asked, how):
-            got = f"patched with {there.asked} and {there.decode}, asked now for {asked} and {how}"
-            fail(PatchError, f"patch: this model is {got}; call unpatch() first")
+        refuse_other_options(said(asked, how), said(there.asked, there.decode))
         return there
     found = match(model)
     if all(site.reason is not None for site in found.sites):

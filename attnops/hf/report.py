@@ -14,6 +14,7 @@ from attnops.adapters import report
 if TYPE_CHECKING:
     from attnops.hf.interface import Options
     from attnops.hf.matching.match import Match
+    from attnops.hf.paged.how import Decode
     from attnops.hf.paged.mode import PagedMode
 
 UNSETTLED = "the first generate() chooses its cache"
@@ -52,6 +53,12 @@ class Report(report.Report):
 
     def _options(self) -> str:
         return f"{super()._options()}, mask={self.mask}, cache={self.cache}"
+
+
+def said(asked: Options, how: Decode) -> dict[str, Any]:
+    """The arguments of `patch`, by name; of a Decode each field, and its mode as `decode`."""
+    fields = {f"decode.{field}": value for field, value in vars(how).items() if field != "mode"}
+    return {"kernel": asked.kernel, "mask": asked.mask, "cache": asked.cache, "decode": how.mode, **fields}
 
 
 def switch(configs: Iterable[Any], name: str) -> None:

@@ -7,6 +7,7 @@ DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1.2.
 
 from __future__ import annotations
 
+import contextlib
 import types
 import weakref
 from typing import Any
@@ -32,8 +33,8 @@ def absorbed_weights(kv_b: nn.Module, nope: int, v: int, like: Tensor) -> tuple[
     are the module's outputs for the unit vectors. Compiled code computes them at every call, at the price of unfolding Dc tokens.
     Eager calls without gradients keep them on the module, outside its state_dict, while its parameters and buffers have the same versions
     and the plain attributes of all submodules and of their classes are as they were; a module with hooks, a forward of its own instance or
-    other attributes is asked anew each time. A write through `.data` changes no version and is not seen, and a CUDA graph captured from
-    eager code replays the weights of its capture.
+    other attributes is asked anew each time. A write through `.data` or numpy changes no version: `renew` brings it in. What was kept is
+    overwritten by what follows it, so a CUDA graph captured from eager code reads what the last eager call or `renew` made.
 
     Args:
         kv_b: Dc numbers in, H * (nope + v) out, linear and without bias.
@@ -43,8 +44,7 @@ def absorbed_weights(kv_b: nn.Module, nope: int, v: int, like: Tensor) -> tuple[
     Raises:
         InvalidInput: kv_b has a bias, or its rows are not whole heads.
     """
-    # A parametrisation or a wrapper is another type, a quantised weight another type of tensor, an offloaded one is on meta.
-    linear = is_linear(kv_b) and type(kv_b.weight) in PLAIN and not kv_b.weight.is_meta and not changed(kv_b)
+    linear = _is_viewed(kv_b)
     # A tensor: wrappers keep flags and words of this name.
     biased = any(isinstance(getattr(module, "bias", None), Tensor) for module in ((kv_b,) if linear else kv_b.modules()))
     need(not biased, "kv_b.bias", "a bias", "None, for it cannot be absorbed")
@@ -54,11 +54,44 @@ def absorbed_weights(kv_b: nn.Module, nope: int, v: int, like: Tensor) -> tuple[
     elif torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(p.requires_grad for p in kv_b.parameters())):
         weight = _effective(kv_b, like)
     else:
-        weight = _kept(kv_b, like)
+        try:
+            weight = _kept(kv_b, like)
+        except _Unknown:
+            weight = _effective(kv_b, like)
     rows, latent = weight.shape
     need(rows % (nope + v) == 0, "kv_b.weight.shape[0]", rows, f"a multiple of {nope} + {v}, the key and value of one head")
     heads = weight.view(rows // (nope + v), nope + v, latent)
     return heads[:, :nope], heads[:, nope:]
+
+
+def renew(kv_b: nn.Module, like: Tensor) -> None:
+    """Make what eager calls of `absorbed_weights` keep of `kv_b` anew, for writes that change no version (`.data`, numpy).
+
+    To be called at every prompt, and with the autocast of the steps that follow. The new weights take the place of the old ones in
+    memory, so CUDA graphs read them. No effect where nothing is kept: for a plain Linear, in compiled code, and for a module that is
+    asked at every call. It costs as much as unfolding Dc tokens.
+
+    Args:
+        kv_b, like: as in `absorbed_weights`.
+    """
+    if torch.compiler.is_compiling() or _is_viewed(kv_b):
+        return
+    expire(kv_b)
+    with contextlib.suppress(_Unknown):
+        _kept(kv_b, like)
+
+
+def expire(kv_b: nn.Module) -> None:
+    """The next eager call without gradients makes the weights that are kept of `kv_b` anew, as `renew` does now."""
+    held: _Held | None = vars(kv_b).get(HELD)
+    if held is not None:
+        held.key = None
+
+
+def _is_viewed(kv_b: nn.Module) -> bool:
+    """Are the absorbed weights views of its weight?"""
+    # A parametrisation or a wrapper is another type, a quantised weight another type of tensor, an offloaded one is on meta.
+    return is_linear(kv_b) and type(kv_b.weight) in PLAIN and not kv_b.weight.is_meta and not changed(kv_b)
 
 
 def changed(module: nn.Module) -> bool:
@@ -73,7 +106,10 @@ def _effective(kv_b: nn.Module, like: Tensor) -> Tensor:
 
 
 class _Held:
-    """An effective weight and its sources. A copy of the module, or its pickle, begins without one."""
+    """An effective weight and its sources. A copy of the module, or its pickle, begins without one.
+
+    key: the state of the sources that the weight was made of; None: it is to be made anew.
+    """
 
     key: Any = None
     tensors: tuple[weakref.ref[Tensor], ...] = ()
@@ -84,23 +120,31 @@ class _Held:
 
 
 def _kept(kv_b: nn.Module, like: Tensor) -> Tensor:
+    """`[rows, Dc]`, made anew where something has changed. Raises _Unknown."""
     tensors: list[Tensor] = []
     kind = like.device.type
-    try:
-        cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-        key = (like.shape[-1], like.dtype, like.device, cast, _state(kv_b, tensors))
-    except _Unknown:
-        return _effective(kv_b, like)
+    cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    key = (like.shape[-1], like.dtype, like.device, cast, _state(kv_b, tensors))
     held: _Held = vars(kv_b).setdefault(HELD, _Held())
     same = held.key == key and all(ref() is tensor for ref, tensor in zip(held.tensors, tensors, strict=True))
     if held.weight is not None and same:
         return held.weight
-    held.weight = None  # two of them need not fit
+    held.key = None
     with torch.inference_mode(False), torch.no_grad():
-        weight = _effective(kv_b, like).contiguous()
-    if type(weight) is Tensor:  # not one of a fake mode
-        held.key, held.tensors, held.weight = key, tuple(map(weakref.ref, tensors)), weight
-    return weight
+        weight = _effective(kv_b, like)
+        if type(weight) is not Tensor:  # one of a fake mode
+            return weight.contiguous()
+        if held.weight is None or _layout(held.weight) != _layout(weight):
+            held.weight = None  # two of them need not fit
+            held.weight = weight.contiguous()
+        else:
+            held.weight.copy_(weight)
+    held.key, held.tensors = key, tuple(map(weakref.ref, tensors))
+    return held.weight
+
+
+def _layout(weight: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return weight.shape, weight.dtype, weight.device
 
 
 class _Unknown(Exception):

@@ -19,7 +19,7 @@ from attnops.call import need
 from attnops.errors import InvalidInput, fail
 from attnops.kernel import deterministic
 from attnops.nn import arguments as check
-from attnops.nn.absorb import absorbed_weights
+from attnops.nn.absorb import absorbed_weights, renew
 from attnops.nn.rotary import RotaryEmbedding, rope_of
 from attnops.nn.steady import product
 from attnops.ops import eager, merge_state, mla_attention, rope_quantize_latent, varlen_attention, write_latent
@@ -171,6 +171,7 @@ def attend_latents(
             sizes, heads, page = (dims.nope, dims.rope, dims.latent, dims.v), int(q_nope.shape[1]), int(latent_pages.shape[1])
             absorb_up_to = crossover(sizes, heads, (q_nope.dtype, latent_pages.dtype), page, q_nope.device, before, policies)
         if batch.max_seqlen_q > absorb_up_to:
+            renew(kv_b, latent)
             return attend_expanded(dims, new, kv_b, latent_pages, batch, scale=scale, kv_scale=kv_scale, kernel=expanding)
     weights = absorbed_weights(kv_b, dims.nope, dims.v, latent)
     return attend_absorbed(dims, q_nope, q_pe, weights, latent_pages, batch, scale=scale, kv_scale=kv_scale, kernel=absorbing)

@@ -1,16 +1,19 @@
 """Decode steps of generate() in graphs, on a stand-in for the device: eager's tokens over changing batches, and nothing else touched."""
 
 import copy
+import functools
 import gc
 import inspect
 import threading
 import time
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 
 import attnops
-from attnops.errors import InvalidInput, PatchError
+from attnops.errors import InvalidInput, NotFast, PatchError
 from attnops.hf import Decode, tiny
 from attnops.hf.cache_names import named
 from attnops.hf.paged import decode, mode as paged, pool
@@ -100,6 +103,33 @@ def test_a_prompt_of_one_token_is_followed_by_graphs(far, monkeypatch):
             text = model.generate(text, attention_mask=torch.ones_like(text), **named(cache), **more)
             assert replays(handle) == 3 * turn
         assert torch.equal(text, want)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["kept", "dropped"])
+def test_captures_draw_no_random_numbers(fails, monkeypatch):
+    """Sampled tokens of a model that draws, too, are those without graphs: whether captures are kept, or tried and dropped."""
+    model = tiny.model("llama")
+    model.model.layers[0].mlp.act_fn = torch.nn.Sequential(model.model.layers[0].mlp.act_fn, torch.nn.Dropout(0.4))
+    ids, given = asked(2, 9, 6)
+    given["do_sample"], found, real = True, [], decode.breakable
+
+    def failing(step, *given, **more):
+        @functools.wraps(step)
+        def failed(*args, **kwargs):
+            step(*args, **kwargs)
+            raise RuntimeError("a step that cannot be captured")
+
+        return real(failed, *given, **more)
+
+    for ours in (False, True):
+        with attnops.patch(model, cache="paged", decode=how("auto")) if ours else nullcontext() as handle:
+            if ours and fails:
+                monkeypatch.setattr(decode, "breakable", failing)
+            torch.manual_seed(3)
+            with pytest.warns(NotFast) if ours and fails else nullcontext():
+                found.append(model.generate(ids, **given))
+            assert handle is None or handle.took.decode == ("hf" if fails else "breakable")
+    assert torch.equal(*found)
 
 
 def test_only_steps_of_generate_are_in_graphs():
@@ -345,21 +375,31 @@ def test_a_copy_of_a_patched_model_has_graphs_of_its_own():
         ("llama", {"cache": "hf", "decode": "piecewise"}, "decode: got 'piecewise'"),
         ("llama", {"decode": "piecewise", "mask": "additive"}, "mask: got 'additive'"),
         ("llama", {"cache": "paged", "decode": "whole"}, "decode: got 'whole'"),
-        ("llama", {"cache": "paged", "decode": Decode("piecewise")}, None),
         ("qwen3_next", {"cache": "paged", "decode": "breakable"}, "have states that move"),
+        ("llama", {"decode": "piecewise"}, "got decode='piecewise' for LlamaForCausalLM on cpu; want a model on a GPU, or decode='auto'"),
+        ("llama", {"cache": "paged", "decode": Decode("breakable")}, "got decode='breakable' for LlamaForCausalLM on cpu"),
     ],
 )
 def test_what_patch_refuses(name, given, text):
     model = tiny.model(name)
-    if text is None:
-        attnops.patch(model, **given)
-        assert attnops.patch(model, **given) is attnops.patch(model, cache="paged", decode="piecewise")
-        with pytest.raises(PatchError, match="call unpatch"):
-            attnops.patch(model, cache="paged", decode="breakable")
-        return
     with pytest.raises((InvalidInput, PatchError), match=text):
         attnops.patch(model, **given)
     assert "forward" not in vars(model)
+
+
+def test_a_second_patch_names_the_options_that_differ():
+    model, given = tiny.model("llama"), {"cache": "paged", "decode": how()}
+    with attnops.patch(model, **given) as handle:
+        assert attnops.patch(model, **given) is handle
+        for other, got in (
+            ({**given, "mask": "dense"}, "got mask='dense' for a model that is patched with mask='auto'"),
+            ({**given, "decode": replace(given["decode"], mode="piecewise", check_every=3)},
+             "got decode='piecewise', decode.check_every=3 for a model that is patched with decode='breakable', decode.check_every=0"),
+            ({**given, "decode": replace(given["decode"], graphs=StandIn(), inner=torch.compile)},
+             r"got decode.inner=compile, decode.graphs=StandIn at \w+ for .* with decode.inner='eager', decode.graphs=StandIn at \w+"),
+        ):  # fmt: skip
+            with pytest.raises(PatchError, match=rf"^patch: {got}; call unpatch\(\) on its handle first, or patch\(\) with the options"):
+                attnops.patch(model, **other)
 
 
 def test_decode_says_what_is_wrong():

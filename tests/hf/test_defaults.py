@@ -107,6 +107,20 @@ def in_training(model):
     return asked(*CALL)
 
 
+def dropping(part):
+    """A sampled call of a model of which one part was left in training mode, with dropout."""
+
+    def spoil(model):
+        layer = model.model.layers[1]
+        layer.self_attn.attention_dropout = 0.4
+        layer.mlp.act_fn = torch.nn.Sequential(layer.mlp.act_fn, torch.nn.Dropout(0.4)).eval()
+        layer.get_submodule(part).train()
+        torch.manual_seed(3)
+        return spoilt(do_sample=True)
+
+    return spoil
+
+
 REASONS = {
     "the caller passed a cache": lambda model: spoilt(**named(DynamicCache(config=model.config))),
     "use_cache is False": lambda model: spoilt(use_cache=False),
@@ -114,6 +128,8 @@ REASONS = {
     "beam search": lambda model: spoilt(num_beams=2),
     "output_hidden_states=True": lambda model: spoilt(output_hidden_states=True, return_dict_in_generate=True),
     "the model is in training mode": in_training,
+    "dropout is on in LlamaAttention": dropping("self_attn"),
+    "dropout is on in Dropout": dropping("mlp"),
     "steps of several tokens": lambda model: (asked(1, 9, 6)[0], {"max_new_tokens": 6, "do_sample": False, "prompt_lookup_num_tokens": 3}),
     "the attention_mask has zeros": lambda model: holes(),
     "custom_generate": lambda model: spoilt(custom_generate=by_own_loop),
@@ -127,13 +143,16 @@ def test_calls_that_run_as_stock_say_why(why, recwarn):
     model = tiny.model("llama")
     ids, given = REASONS[why](model)
     want = model.generate(ids, **given)
-    if NAME in given:
+    drawn = torch.get_rng_state()
+    if NAME in given or given["do_sample"]:
+        model = model if NAME in given else tiny.model("llama")
         ids, given = REASONS[why](model)
     recwarn.clear()
     with attnops.patch(model, decode=auto()) as handle:
         got = model.generate(ids, **given)
         assert torch.equal(*(x if isinstance(x, torch.Tensor) else x.sequences for x in (got, want)))
         assert handle.took.cache == handle.took.decode == "hf" and why in handle.took.why
+        assert not given["do_sample"] or torch.equal(torch.get_rng_state(), drawn), "as many random numbers as without attnops"
         chosen = why != "want one dtype and one device"
         told = [w.category for w in recwarn if "attnops" in str(w.message)]
         assert told == ([] if chosen else [NotFast]), "the caller chose the rest"

@@ -11,13 +11,14 @@ from transformers import DynamicCache
 
 import attnops
 from attnops.errors import InvalidInput, NoGradient, PageSizeConflict, PatchError, UnknownKernel
-from attnops.hf import PagedKeyCache, tiny
+from attnops.hf import Decode, PagedKeyCache, tiny
 from attnops.hf.attention import descriptor
 from attnops.hf.cache_names import named
 from attnops.hf.matching.match import usage_of
 from attnops.hf.paged.models import where
 from attnops.lowering.explain import packages_of_kernels
 from attnops.problem import Target, pretend
+from tests.graphs.standin import StandIn
 from tests.hf.helpers import (
     LIMIT,
     STEPS,
@@ -102,7 +103,7 @@ REFUSED = {
     "llama4": "chunked attention",
     "t5": "encoder-decoder",
     "bart": "encoder-decoder",
-    "bert": "no attention of which is handed a cache",
+    "bert": "BertSelfAttention may see tokens on both sides",
     "falcon": "nothing to patch",
     "deepseek_v32": "indices",
 }
@@ -115,6 +116,23 @@ def test_models_that_pages_cannot_serve(name):
     with pytest.raises(PatchError, match=REFUSED[name]):
         attnops.patch(model, cache="paged")
     assert everything(model) == before and model.config._attn_implementation == "eager"
+
+
+def test_attention_that_sees_both_ways_and_has_a_cache():
+    """PaliGemma's prompts are seen on both sides, by layers that are handed a cache."""
+    text = {
+        "model_type": "gemma", "vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    }  # fmt: skip
+    vision = {
+        "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "image_size": 16, "patch_size": 8,
+    }  # fmt: skip
+    config = transformers.PaliGemmaConfig(text_config=text, vision_config=vision, projection_dim=64)
+    model = transformers.PaliGemmaForConditionalGeneration(config).eval()
+    why = r"GemmaAttention may see tokens on both sides \(is_causal is False\), and pages are for causal attention; want cache=\"hf\""
+    with pytest.raises(PatchError, match=why):
+        attnops.patch(model, cache="paged")
 
 
 def test_layers_that_share_their_keys():
@@ -189,6 +207,51 @@ def test_adapters():
     assert calls["paged"]
     handle.unpatch()
     assert torch.equal(by_name(model), want)
+
+
+def learnt(kind):
+    def wrap(peft):
+        return peft.get_peft_model(tiny.model("llama"), getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
+
+    return wrap
+
+
+def of_each_row(peft):
+    options = peft.LoraConfig(target_modules=["k_proj", "v_proj"], r=4, init_lora_weights=False, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(tiny.model("llama"), options)
+    model.add_adapter("other", options)
+    return model.eval()
+
+
+ADAPTED = {
+    "prefix": (learnt("PrefixTuningConfig"), {}, "prepare_inputs_for_generation was replaced"),
+    "prompt": (learnt("PromptTuningConfig"), {}, "prepare_inputs_for_generation was replaced"),
+    "rows": (of_each_row, {"adapter_names": ["default", "other", "__base__"]}, "hooks on Linear hand each row"),
+}
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.filterwarnings("ignore:Position ids")
+@pytest.mark.parametrize("graphs", [False, True], ids=["plain", "graphs"])
+@pytest.mark.parametrize("kind", ADAPTED)
+def test_adapters_that_pages_do_not_follow(kind, graphs):
+    """Prompts that are learnt, and adapters by row: transformers' own cache, with a warning, as by default. A cache of pages is refused."""
+    peft = pytest.importorskip("peft", reason="the package peft (extra dev) is not installed")
+    wrap, more, why = ADAPTED[kind]
+    model = wrap(peft)
+    given = {"input_ids": tokens()[:, :9], "max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, **more}
+    want = model.generate(**given)
+    decode = Decode("breakable", graphs=StandIn()) if graphs else "hf"
+    with attnops.patch(model, cache="paged", decode=decode) as handle:
+        with pytest.warns(UserWarning, match=f"{why}.*transformers' own cache and not pages"):
+            assert torch.equal(model.generate(**given), want)
+        assert handle.took.cache == "hf" and why in handle.took.why
+        cache = handle.new_cache(3, 32)
+        if kind == "rows" and not graphs:
+            assert torch.equal(model.generate(**given, **named(cache)), want), "its rows are those of the call"
+        else:
+            with pytest.raises(InvalidInput, match=why):
+                model.generate(**given, **named(cache))
 
 
 def test_a_shard_of_the_heads():

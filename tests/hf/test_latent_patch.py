@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils import parametrize
 from transformers import DynamicCache
 
 import attnops
 from attnops.errors import InvalidInput, NoGradient, PatchError, UnknownKernel
-from attnops.hf import tiny
+from attnops.hf import Decode, tiny
 from attnops.hf.attention import mask as masks
 from attnops.hf.cache_names import named
 from attnops.lowering.explain import packages_of_kernels
 from attnops.problem import Target, pretend
+from tests.graphs.standin import StandIn
 from tests.hf.helpers import (
     LIMIT,
     STEPS,
@@ -314,6 +316,51 @@ def test_adapters(order):
     handle.unpatch()
     assert torch.equal(by_name(wrapped), want)
     assert not any("_attnops" in name for m in wrapped.modules() for name in vars(m))
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def parametrised(model):
+    for layer in model.model.layers:
+        parametrize.register_parametrization(layer.self_attn.kv_b_proj, "weight", Doubled())
+    return model
+
+
+@torch.no_grad()
+def unseen_writes(model):
+    """To what makes kv_b_proj in place of its weight: no version of a parameter tells."""
+    for name, p in model.named_parameters():
+        if "kv_b_proj" in name and "lora_B" not in name:
+            p.data.mul_(1.5)
+        if "kv_b_proj" in name and "lora_B" in name:
+            array = p.detach().numpy()
+            array *= -3
+
+
+@pytest.mark.parametrize("wrap", [lora, parametrised])
+@pytest.mark.parametrize("decode", ["hf", "breakable"])
+def test_writes_that_no_version_tells_are_seen_at_the_next_prompt(wrap, decode):
+    """Also at the prompt of one token by which a conversation goes on. Graphs are replayed, and read what was made anew."""
+    model, stock, device = wrap(tiny.model("deepseek_v3")), wrap(tiny.model("deepseek_v3")), StandIn()
+    more = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    with attnops.patch(model, cache="paged", decode=Decode(decode, graphs=device)) as handle:
+        ours, theirs = handle.new_cache(1, 40), DynamicCache(config=stock.config)
+        text, captured = torch.full((1, 5), 7), 0
+        for turn in range(3):
+            for each in (model, stock) if turn else ():
+                unseen_writes(each)
+            given = {"input_ids": text, "attention_mask": torch.ones_like(text), **more}
+            text = stock.generate(**given, **named(theirs))
+            assert torch.equal(model.generate(**given, **named(ours)), text), turn
+            for each in (model, stock):
+                unseen_writes(each)
+            assert torch.equal(by_name(model), by_name(stock)), turn
+            captured = captured or len(device.graphs)
+        assert len(device.graphs) == captured
+    assert not any("_attnops" in name for m in model.modules() for name in vars(m))
 
 
 def test_a_shard_of_the_heads():

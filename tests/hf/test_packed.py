@@ -21,7 +21,9 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+import attnops
 from attnops.errors import InvalidInput, NoKernel
+from attnops.hf import tiny
 from attnops.hf.attention import descriptor, mask as masks, packed
 from attnops.hf.attention.function import attention_function
 from attnops.ops import eager
@@ -31,6 +33,7 @@ from tests.hf.test_attention import close, plain, qkv
 MODULE, TRAINED = types.SimpleNamespace(training=False, is_causal=True), types.SimpleNamespace(training=True, is_causal=True)
 attend = attention_function(None)
 CPU = torch.device("cpu")
+STARTS = torch.tensor([0, 3, 6], dtype=torch.int32)
 
 
 def make(rule, batch, length, **more) -> Any:
@@ -204,6 +207,26 @@ def test_rows_of_one_request_each_are_dense():
         ours = attend(MODULE, q, k, v, packed.whole(2, 6, 3, CPU))[0]
     assert [(call["op"], call["mask"], call["window"]) for call in calls] == [("attention", None, (2, -1))]
     close(ours, plain(q, k, v, see=torch.ones(6, 6, dtype=torch.bool).tril().triu(-2)))
+
+
+@pytest.mark.parametrize("mask", ["auto", "dense"])
+@pytest.mark.parametrize(("name", "cached"), [("gpt_oss", False), ("llama", True)])
+def test_documents_that_positions_do_not_keep_apart_are_told(name, cached, mask):
+    """gpt-oss makes its masks without positions, and every model does so beside a cache. Once, and for no other call."""
+    model, ids, packed_rows = tiny.model(name), torch.full((2, 6), 5), torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5]])
+    one, lengths = {"input_ids": ids, "use_cache": cached}, {"cu_seq_lens_q": STARTS, "cu_seq_lens_k": STARTS}
+    with torch.no_grad(), attnops.patch(model, mask=mask):
+        model(**one)
+        model(**one, position_ids=torch.arange(6)[None])
+        model(**one, position_ids=packed_rows, attention_mask=torch.ones_like(ids))
+        model(input_ids=ids[:1], position_ids=packed_rows[:1], use_cache=False, **lengths, max_length_q=3, max_length_k=3)
+        tiny.model("llama")(input_ids=ids, position_ids=packed_rows)  # not patched
+        if name == "llama":
+            model(input_ids=ids, position_ids=packed_rows, use_cache=False)
+        with pytest.warns(UserWarning, match=f"within a row of {type(model).__name__}.*return_flash_attn_kwargs=True") as told:
+            model(**one, position_ids=packed_rows)
+        assert [w.filename for w in told] == [__file__]
+        model(**one, position_ids=packed_rows)
 
 
 @pytest.mark.parametrize(

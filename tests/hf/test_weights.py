@@ -1,10 +1,13 @@
 """output_attentions=True gives attention weights back, as eager attention does, for that call alone."""
 
+import json
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import StaticCache
 
 import attnops
@@ -103,9 +106,46 @@ def test_a_config_that_asks_for_weights():
             handle.unpatch()
         with attnops.patch(model, cache="paged"):
             model.generate(tokens(), max_new_tokens=2)
-    plain = tiny.model("llama")
-    with attnops.patch(plain), pytest.raises(ValueError, match="output_attentions"):
-        plain.config.output_attentions = True  # transformers' own refusal
+
+
+@pytest.mark.filterwarnings("ignore:attnops")
+def test_a_config_that_asks_for_weights_after_the_patch(tmp_path):
+    """As the argument does. The config is saved as it says, and other attention is refused as before."""
+    model = tiny.model("llama")
+    with torch.no_grad():
+        eager = model(tokens(), output_attentions=True)
+        with attnops.patch(model):
+            model.config.output_attentions = True
+            assert same(model(tokens()), eager)
+            model.save_pretrained(tmp_path)
+            model.config.output_attentions = False
+            assert not model(tokens()).attentions
+    assert json.loads((tmp_path / "config.json").read_text())["output_attentions"] is True
+    other = transformers.LlamaForCausalLM(tiny.config("llama", attn_implementation="sdpa"))
+    with pytest.raises(ValueError, match="output_attentions"):
+        other.config.output_attentions = True
+    other.config._output_attentions = True
+    with pytest.raises(StrictDataclassError, match="validate_output_attentions"):
+        other.config.validate()
+
+
+@pytest.mark.filterwarnings("ignore:attnops")
+@pytest.mark.parametrize("cache", [False, True], ids=["all keys", "an empty static cache"])
+def test_gradients_of_weights(cache):
+    """The output is made of the weights that are returned."""
+    found = []
+    for ours in (False, True):
+        model = tiny.model("llama")
+        given = named(StaticCache(config=model.config, max_cache_len=32)) if cache else {}
+        with attnops.patch(model) if ours else nullcontext():
+            made = model(tokens(), **given, output_attentions=True)
+            for weights in made.attentions:
+                weights.retain_grad()
+            made.logits.sum().backward()
+        found.append([weights.grad for weights in made.attentions])
+    for want, got in zip(*found, strict=True):
+        # Weights of keys that are not there yet have a gradient of their own in transformers' way.
+        assert got is not None and relative(got[..., : tokens().shape[1]], want[..., : tokens().shape[1]]) < LIMIT
 
 
 @pytest.mark.filterwarnings("ignore:attnops")

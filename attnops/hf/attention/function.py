@@ -222,12 +222,12 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
                 return straight(*given), None
             return run(call)[0], None
         if packed is None:
-            output, weights = in_torch(call, dropout if drops else 0.0)
+            output, weights = in_torch(call, dropout if drops else 0.0, keys)
             if not weights_too:
                 return output, None
             if not compiling:
                 warnings.warn(_WEIGHTS, stacklevel=2)
-            return output, pad(weights, (0, keys - weights.shape[3]))
+            return output, weights
         if drops or weights_too:
             field, got, want = ("dropout", dropout, "0") if drops else ("output_attentions", True, "False")
             fail(InvalidInput, field, got, f"{want} for packed requests without a mask: no kernel does that")
@@ -315,9 +315,11 @@ def in_torchs_ops(call: Attention) -> Tensor:
     return in_torch(call, 0.0)[0]
 
 
-def in_torch(call: Attention, p: float) -> tuple[Tensor, Tensor]:
+def in_torch(call: Attention, p: float, keys: int | None = None) -> tuple[Tensor, Tensor]:
     """(`[B, S, Hq, Dv]`, weights `[B, Hq, S, T]`) in plain torch: the formula of attnops.reference, with dropout on the probabilities,
-    not rescaled after it.
+    not rescaled after it. The output is made of these weights, so that they have gradients.
+
+    keys: T, where zeros shall follow the weights of the call's keys; None: as many as the call has.
 
     The random numbers are drawn for `[B, Hq, S, T]` in the query's dtype, as transformers' eager attention draws them, so the
     same seed drops the same weights.
@@ -336,5 +338,9 @@ def in_torch(call: Attention, p: float) -> tuple[Tensor, Tensor]:
     weights = drop(weights.to(query.dtype), p, training=p > 0.0)
     b, h, s, t = weights.shape
     groups = value.shape[2]
-    output = torch.einsum("bhgst,bthd->bshgd", weights.reshape(b, groups, h // groups, s, t), value)
+    used = weights
+    if keys is not None and keys > t:
+        weights = pad(weights, (0, keys - t))
+        used = weights[..., :t]
+    output = torch.einsum("bhgst,bthd->bshgd", used.reshape(b, groups, h // groups, s, t), value)
     return output.reshape(b, s, h, value.shape[3]).contiguous(), weights

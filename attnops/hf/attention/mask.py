@@ -38,7 +38,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from attnops.call import need
 from attnops.errors import InvalidInput, fail
-from attnops.hf.attention import descriptor, packed
+from attnops.hf.attention import descriptor, packed, positions
 from attnops.hf.attention.descriptor import Pattern
 from attnops.hf.generation import Verdict, current_generation
 from attnops.ops.state import capturing
@@ -94,6 +94,8 @@ def mask_function(mode: Mode) -> Callable[..., Tensor | None]:
         )  # fmt: skip
         if isinstance(kv_offset, Tensor) and kv_offset.dim() > 0:
             return _of_pages(request)
+        if mask_function is not bidirectional_mask_function and not torch.compiler.is_compiling():
+            positions.look(mask_function, q_length)
         short = mode in ("auto", "compact") and not is_recorded()
         if short and (documents := _documents(request)) is not None:
             return documents

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnops.cache.paged import ordinary
 from attnops.errors import NotCapturable, one_line
-from attnops.graphs.device import CAPTURING, Device, Recorded, frozen
+from attnops.graphs.device import CAPTURING, Device, Recorded, drawing_nothing, frozen
 from attnops.hf.loop.plain import Asked, held
 
 
@@ -56,17 +56,6 @@ def _copied(processor: Any, device: torch.device) -> Any:
     return ours
 
 
-@contextmanager
-def _drawing_nothing(device: torch.device) -> Iterator[None]:
-    """The device's random numbers go on after the block as if it had drawn none. Other devices may draw in other threads meanwhile."""
-    generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
-    state = generator.get_state()
-    try:
-        yield
-    finally:
-        generator.set_state(state)
-
-
 class Tail:
     """The tensors of one `generate()` at a time, and the graph that chooses and appends a token for each row.
 
@@ -100,7 +89,7 @@ class Tail:
 
     def capture(self, graphs: Device) -> None:
         """Capture the graph, before `begin`. Its random numbers do not count."""
-        drawn = _drawing_nothing(self._scores.device) if self.choice.sampled else nullcontext()
+        drawn = drawing_nothing(self._scores.device) if self.choice.sampled else nullcontext()
         recorded = Recorded(graphs)
         recorded.current = "the choice of a token"
         try:

@@ -13,6 +13,7 @@ beside copies of the window's tokens, whose pages the step overwrites.
 from __future__ import annotations
 
 import contextlib
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +23,9 @@ from attnops.call import name
 from attnops.errors import InvalidInput, fail
 from attnops.hf.attention import descriptor
 from attnops.hf.attention.descriptor import Range
+from attnops.hf.generation import running_generation
 from attnops.hf.paged.cache import PagedModelCache, View
-from attnops.nn.absorb import absorbed_weights
+from attnops.nn.absorb import absorbed_weights, renew
 from attnops.nn.latent import LatentDims, attend_absorbed
 from attnops.ops import decode_attention, paged_attention, write_kv, write_latent
 from attnops.ops.dense import attention as dense_attention
@@ -86,6 +88,9 @@ def attend(asked: Asked, dense: str | None, paged: str | None, latent: str | Non
     latents, rotated = (x.flatten(0, 3).to(pages.dtype) for x in (asked.key, asked.value))
     write_latent(latents, rotated, pages, view.batch.slots)
     cache.wrote(layer)
+    if view.fresh or (asked.query.shape[2] > 1 and running_generation() is None):  # a prompt: see `PagedMode.prepare` for others
+        with _exactly(asked.query.device.type):
+            renew(asked.module.kv_b_proj, asked.key[0])
     # In expanded form where the cache has no tokens but the step's own, which need no gather.
     return None if view.fresh and view.batch.max_seqlen_q > ABSORB_UP_TO else absorbed(asked, view, found.window_left, latent)
 
@@ -168,17 +173,20 @@ def dims_of(module: Any) -> LatentDims:
 
 def absorbed(asked: Asked, view: View, window_left: int, kernel: str | None) -> Tensor:
     """`[B, S, H, v]`: attention of the step's tokens to the pages, without unfolding them."""
-    module, query, kind = asked.module, asked.query, asked.query.device.type
+    module, query = asked.module, asked.query
     batch, heads, queries, _ = query.shape
     dims, [pages] = dims_of(module), view.pages
     tokens = query.transpose(1, 2).reshape(batch * queries, heads, -1).to(pages.dtype)
     scale = query.shape[3] ** -0.5 if asked.scale is None else asked.scale
-    # Autocast would compute the products in another dtype than that of the pages.
-    off = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
-    with off:
+    with _exactly(query.device.type):
         w_uk, w_uv = (w.to(pages.dtype) for w in absorbed_weights(module.kv_b_proj, dims.nope, dims.v, asked.key[0]))
         q_nope, q_pe = tokens.split([dims.nope, dims.rope], -1)
         out = attend_absorbed(
             dims, q_nope, q_pe, (w_uk, w_uv), pages, view.batch, scale=scale, window_left=window_left, softcap=asked.softcap, kernel=kernel,
         )  # fmt: skip
     return out.to(query.dtype).reshape(batch, queries, heads, dims.v)
+
+
+def _exactly(kind: str) -> AbstractContextManager[Any]:
+    """No autocast on devices of this kind: it would compute the products in another dtype than that of the pages."""
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()

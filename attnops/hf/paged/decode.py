@@ -35,6 +35,7 @@ from attnops.hf.paged.how import Decode
 from attnops.hf.paged.layers import layered, starts
 from attnops.hf.paged.pages import ModelPages
 from attnops.hf.paged.prompt import Over, Prompts
+from attnops.hf.paged.reasons import drawing
 from attnops.kernel import deterministic
 from attnops.lowering import Product, fuse_linears, fuse_rotation, use_linears
 from attnops.lowering.use_linears import summary
@@ -218,6 +219,7 @@ class Decoder:
         if key not in made:
             cache = self._make(state.pages)
             made[key] = Over(cache, self.prompts.graphed(cache, self.how.graphs, self.how.budget_bytes))
+            made[key].graphed.draws = bool(drawing(self._model))
         return made[key]
 
     def capture(self, cache: PagedModelCache, progress: Progress | None = None) -> Report:
@@ -339,6 +341,7 @@ class Decoder:
                 requests=("input_ids", "position_ids", "live"), returns="requests", state=state.pages.counters,
                 budget_bytes=how.budget_bytes, over_budget=how.over_budget, check_every=how.check_every, graphs=how.graphs,
             )  # fmt: skip
+            graphed.draws = bool(drawing(self._model))
             with ordinary():
                 live = torch.ones(cache.max_batch, dtype=torch.int64, device=state.pages.seen.device)
             over = made[state.pages, mode] = Over(cache, graphed, mode, live)

@@ -31,8 +31,8 @@ def guarded_state(model: nn.Module) -> tuple[Any, ...]:
             if (words := _words(value)) is not None:
                 found += field, words
         if (absorbed := own.get(HELD)) is not None:
-            # Made from the parameters, and kept until these are written.
-            found += id(absorbed.weight), tuple(0 if p.is_inference() else p._version for p in module.parameters())
+            # Made from the parameters, and made anew in the same memory at every prompt.
+            found.append(id(absorbed.weight))
         for field, t in (*module._parameters.items(), *module._buffers.items()):
             if t is not None and t.is_meta:
                 want = "weights that stay on the device; decode='hf' for a model that is offloaded"

@@ -39,11 +39,11 @@ from attnops.hf.paged.models import refuse_unless
 from attnops.hf.paged.pages import DRAFTS, ModelPages, Sizes
 from attnops.hf.paged.pool import MOST_IDLE, Pool
 from attnops.hf.paged.prompt import is_prompt
-from attnops.hf.paged.reasons import Call, Reason, against_pages, against_pages_unasked, drafts
+from attnops.hf.paged.reasons import PREPARES, Call, Reason, against_pages, against_pages_unasked, drafts, hooked_by_row, prepares
 from attnops.hf.paged.unpaged import unpaged
 from attnops.hf.private import PREPARE
 from attnops.kernel import check_kernel
-from attnops.nn.absorb import HELD
+from attnops.nn.absorb import HELD, expire
 from attnops.nn.packed import Packed, pack_linears
 from attnops.ops.ahead import start
 from attnops.ops.plan import LatentSpec, PagedSpec
@@ -90,13 +90,7 @@ class PagedMode:
             raise PatchError(f'patch: cache="paged" cannot make a cache for {model}: {error}') from error
         if hasattr(owner, "generate"):
             paged_models.check_generate(owner)
-        states = [number for number, layer in others.items() if has_states(layer)]
-        if decode.mode != "hf" and states:
-            got = f"decode={decode.mode!r} for {model}, whose layers {states} have states that move"
-            fail(PatchError, f"patch: got {got}; want decode='hf'")
-        if decode.mode != "hf" and "position_ids" not in inspect.signature(type(owner).forward).parameters:
-            got = f"decode={decode.mode!r} for {model}, which counts positions by its masks"
-            fail(PatchError, f"patch: got {got}; want decode='hf', or a model that takes position_ids")
+        self._check_steps([number for number, layer in others.items() if has_states(layer)])
         self._decoder: Decoder | None = None
         self._forward: Method | None = None
         self.loop = Loop(self.decoder)
@@ -104,6 +98,18 @@ class PagedMode:
         self._changes: list[Method | RemovableHandle] = []
         self._pool: Pool | None = None
         self._kept: tuple[PagedSpec, ...] | None = None
+
+    def _check_steps(self, states: list[int]) -> None:
+        """Raise PatchError where graphs are asked for that cannot be made. states: the layers that keep states."""
+        model, mode, device = type(self._owner).__name__, self.decode.mode, paged_models.where(next(iter(self.windows)), self._owner)[0]
+        if mode != "hf" and states:
+            fail(PatchError, f"patch: got decode={mode!r} for {model}, whose layers {states} have states that move; want decode='hf'")
+        if mode != "hf" and "position_ids" not in inspect.signature(type(self._owner).forward).parameters:
+            got = f"decode={mode!r} for {model}, which counts positions by its masks"
+            fail(PatchError, f"patch: got {got}; want decode='hf', or a model that takes position_ids")
+        if mode in ("piecewise", "breakable") and self.decode.graphs is None and device.type not in ("cuda", "meta"):
+            want = "a model on a GPU, or decode='auto', which makes graphs where there is one"
+            fail(PatchError, f"patch: got decode={mode!r} for {model} on {device}; want {want}")
 
     def _check(self, sites: list[Site], found: Match) -> None:
         """Raise PatchError with the first reason against pages that is known before layers are looked at."""
@@ -122,8 +128,11 @@ class PagedMode:
         takes = getattr(self._owner, "_supports_default_dynamic_cache", lambda: True)
         editors = [type(site.module).__name__ for site in sites if site.usage and site.usage.edits_cached]
         editor = f"{''.join(editors[:1])} computes with all the keys that its cache returns, and pages return the new ones only"
+        both = [type(site.module).__name__ for site in found.sites if site.reason is None and paged_models.sees_both_ways(site.module)]
+        two_ways = f"{''.join(both[:1])} may see tokens on both sides (is_causal is False), and pages are for causal attention"
         reasons = {
             f"got {model}, an encoder-decoder model; want a decoder": getattr(self._owner.config, "is_encoder_decoder", False),
+            f'got {model}, whose {two_ways}; want cache="hf"': both and not sites,
             f"got {model}, no attention of which is handed a cache": not sites,
             f'got {model}, whose {editor}; want cache="hf"': editors,
             f'got {model}, which takes only a cache of its own class; want cache="hf"': not takes(),
@@ -302,11 +311,12 @@ class PagedMode:
         names = (module.config._attn_implementation_internal for module in self.windows)
         elsewhere = next((str(name) for name in names if name != self.implementation), None)
         if isinstance(given, PagedModelCache):
-            want = "another cache: the attention of this model, or of one that holds the same config, was switched in the meantime"
-            need(elsewhere is None, cache_names.NAME, f"{type(given).__name__} with attention {elsewhere!r}", want)
-            for field, got, most in (("rows", rows, given.max_batch), ("length", max_cache_length, given.max_length)):
-                need(got <= most, f"{cache_names.NAME}, {field}", got, f"at most {most}, the size of this cache")
+            self._check_given(given, elsewhere, rows, max_cache_length)
             need(beams <= 1, "num_beams", beams, "1 with a paged cache: rows keep their pages")
+        if self.latents:
+            # A prompt that goes on with a cache may be one token, which no layer can tell from a step.
+            for module in self.windows:
+                expire(module.kv_b_proj)
         call = Call(self._owner, generation_config, generation_mode, model_kwargs)
         reasons = self._reasons(call, elsewhere, rows)
         if not reasons:
@@ -331,6 +341,19 @@ class PagedMode:
             generation.why = "" if isinstance(given, PagedModelCache) else whole
         self._warn(reasons if given is None else [])
         return method.original(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+
+    def _check_given(self, given: PagedModelCache, elsewhere: str | None, rows: int, length: int) -> None:
+        """Raise InvalidInput unless `generate()` can go on with this cache, which the caller passed. elsewhere: see `_reasons`."""
+        want = "another cache: the attention of this model, or of one that holds the same config, was switched in the meantime"
+        need(elsewhere is None, cache_names.NAME, f"{type(given).__name__} with attention {elsewhere!r}", want)
+        for field, got, most in (("rows", rows, given.max_batch), ("length", length, given.max_length)):
+            need(got <= most, f"{cache_names.NAME}, {field}", got, f"at most {most}, the size of this cache")
+        own = "transformers' own cache, or none"
+        need(not prepares(self._owner), cache_names.NAME, f"{type(given).__name__} where {PREPARES}", own)
+        by_row = hooked_by_row(self._owner)
+        alone = not by_row or self.decode.mode == "hf"
+        where = f"{type(given).__name__} where hooks on {by_row} hand each row an argument of its own, and graphs add rows"
+        need(alone, cache_names.NAME, where, f"{own}, or a model patched with decode='hf'")
 
     def _warn(self, reasons: Sequence[Reason]) -> None:
         """Warn of pages that a call does not get, where the caller may not know."""

@@ -125,9 +125,16 @@ def check_module(path: str, module: Any) -> None:
 
 def keeps_keys(module: Any) -> bool:
     """Does this attention module take a cache and know its layer number? Encoders make no use of theirs."""
-    if not isinstance(getattr(module, "layer_idx", None), int) or getattr(module, "is_causal", True) is False:
-        return False
-    return cache_names.layer_takes_cache(type(module))
+    return _takes_cache(module) and getattr(module, "is_causal", True) is not False
+
+
+def sees_both_ways(module: Any) -> bool:
+    """Does this attention module take a cache, and see tokens on both sides? So do encoders, and PaliGemma the tokens of a prompt."""
+    return _takes_cache(module) and getattr(module, "is_causal", True) is False
+
+
+def _takes_cache(module: Any) -> bool:
+    return isinstance(getattr(module, "layer_idx", None), int) and cache_names.layer_takes_cache(type(module))
 
 
 def has_blocks(inputs: dict[str, Any]) -> bool:

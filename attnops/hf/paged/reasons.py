@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -12,6 +13,11 @@ from attnops.hf.methods import Method, is_compiled, is_replaced
 from attnops.hf.paged.models import has_blocks
 from attnops.hf.paged.pages import ALL, DRAFTS
 
+# Words in the names of fractions by which modules of transformers draw in training mode: attention_dropout, resid_pdrop, layerdrop,
+# router_jitter_noise.
+_DRAWN = ("drop", "jitter", "noise")
+# As PEFT does for prompts that are learnt.
+PREPARES = "prepare_inputs_for_generation was replaced, and may bring positions of its own"
 REPLACED = "the model's forward was replaced or compiled, and its steps are left to it"
 
 
@@ -68,6 +74,7 @@ def against_pages(call: Call, elsewhere: str | None, blocks: bool) -> list[Reaso
     config = call.config
     named = config.cache_implementation
     beams = (config.num_beams or 1) > 1
+    by_row = hooked_by_row(call.owner)
     reasons = [
         (cache_in(call.given) is not None, Reason("the caller passed a cache")),
         (config.use_cache is False, Reason("use_cache is False")),
@@ -84,6 +91,8 @@ def against_pages(call: Call, elsewhere: str | None, blocks: bool) -> list[Reaso
             blocks and has_blocks(call.given),
             Reason("tokens of an image see each other both ways", told=True, chosen=False),
         ),
+        (prepares(call.owner), Reason(PREPARES, told=True)),
+        (by_row, Reason(f"hooks on {by_row} hand each row an argument of its own, as PEFT's adapter_names", told=True)),
     ]
     return [reason for holds, reason in reasons if holds]
 
@@ -98,15 +107,15 @@ def against_pages_unasked(call: Call, forward: Method | None) -> list[Reason]:
     replaced = forward is not None and vars(owner).get("forward") is not forward
     custom = generation is not None and generation.custom
     hooked = _hooked(owner)
+    dropping = "" if owner.training else drawing(owner)
     padded = _left_padded(call.given.get("attention_mask"))
     reasons = {
         "a loop of the caller's (custom_generate) may change its cache": custom,
-        # As PEFT does for prompts that are learnt.
-        "prepare_inputs_for_generation was replaced, and may bring positions of its own": _prepares(owner),
         f"hooks of the caller on {hooked} run at every step": hooked,
         REPLACED: replaced or is_compiled(owner),
         "output_hidden_states=True": call.asks("output_hidden_states"),
         "the model is in training mode": owner.training,
+        f"dropout is on in {dropping}, which is in training mode": dropping,
         "assisted generation has steps of several tokens": call.assisted,
         "the attention_mask has zeros between or behind ones, which pages do not hold": not padded,
     }
@@ -135,7 +144,7 @@ def _of_named_cache(call: Call, named: Any) -> Reason:
     return Reason(why, told=own, chosen=not own)
 
 
-def _prepares(owner: Any) -> bool:
+def prepares(owner: Any) -> bool:
     """Was its method that prepares the inputs of a step replaced by another than ours?"""
     inputs = vars(owner).get("prepare_inputs_for_generation")
     return inputs is not None and (not isinstance(inputs, Method) or inputs.own is not None)
@@ -143,13 +152,52 @@ def _prepares(owner: Any) -> bool:
 
 def _hooked(owner: Any) -> str:
     """The class of a module within `owner` with hooks that are neither ours nor transformers', which no replay runs; "" without."""
+    return next((type(module).__name__ for module, _ in _callers_hooks(owner)), "")
+
+
+def hooked_by_row(owner: Any) -> str:
+    """The class of a module within `owner` with hooks that hand it something for each row of one batch; "" without.
+
+    They fit no batch of another size: the step by which the first cache of a model is measured, or a graph with rows of padding.
+    """
+    found = (module for module, hook in _callers_hooks(owner) if any(map(_is_list, getattr(hook, "keywords", {}).values())))
+    return next((type(module).__name__ for module in found), "")
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
+
+
+def _callers_hooks(owner: Any) -> Iterator[tuple[Any, Any]]:
+    """Each hook within `owner` that is neither ours nor transformers', with its module."""
     known = ("attnops.", "transformers.")
     for module in owner.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks) if module is not owner else ():
             for hook in hooks.values():
                 if not str(getattr(hook, "__module__", "")).startswith(known):
-                    return type(module).__name__
-    return ""
+                    yield module, hook
+
+
+def drawing(owner: Any) -> str:
+    """The class of a part of a model that is in training mode and may draw random numbers there; "" without.
+
+    Steps over pages have no dropout, and a capture draws numbers that no token is made of.
+    """
+    trained = (module for module in owner.modules() if module.training)
+    return next((type(module).__name__ for module in trained if _draws(module)), "")
+
+
+def _draws(module: Any) -> bool:
+    """Has this module, or its config, a fraction above 0 of what training drops or shakes?"""
+    if "Dropout" in type(module).__name__:
+        return getattr(module, "p", 1.0) > 0.0
+    config = getattr(module, "config", None)
+    fields = [*vars(module).items(), *(vars(config).items() if hasattr(config, "__dict__") else ())]
+    return any(_is_above_0(value) for name, value in fields if any(word in name for word in _DRAWN))
+
+
+def _is_above_0(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
 
 
 def _left_padded(mask: Tensor | None) -> bool:
