@@ -184,12 +184,14 @@ class PagedMode:
         return f"{held}: at most {MOST_IDLE} sets of pages and an eighth of the GPU, until release()", *of_steps
 
     def release(self) -> None:
-        """Free idle pages and the graphs over them. Graphs that could not be made, as when memory was short, are tried again."""
+        """Free idle pages, and every graph. Graphs that could not be made, as when memory was short, are tried again."""
         self.pool.clear()
         if self._decoder is not None:
-            self._decoder.failed.clear()
-            self._decoder.prompts.refusal = ""
-        self.loop.free()
+            self._decoder.free()
+            with self._decoder.turn:
+                self.loop.free()
+        else:
+            self.loop.free()
 
     def undo(self) -> None:
         """Take them away again."""

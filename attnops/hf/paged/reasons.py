@@ -9,10 +9,13 @@ from torch import Tensor
 from attnops.hf.cache_names import cache_in
 from attnops.hf.generation import running_generation
 from attnops.hf.methods import Method, is_compiled, is_replaced
+from attnops.hf.paged.around import global_hooks
 from attnops.hf.paged.models import has_blocks
 from attnops.hf.paged.pages import ALL, DRAFTS
 
 REPLACED = "the model's forward was replaced or compiled, and its steps are left to it"
+
+HOOKED = "hooks of the caller on {} run at every step"
 
 
 def callers_choice(owner: Any, mask: str) -> str:
@@ -97,13 +100,13 @@ def against_pages_unasked(call: Call, forward: Method | None) -> list[Reason]:
     generation = running_generation()
     replaced = forward is not None and vars(owner).get("forward") is not forward
     custom = generation is not None and generation.custom
-    hooked = _hooked(owner)
+    hooked = hooks_of_the_caller(owner)
     padded = _left_padded(call.given.get("attention_mask"))
     reasons = {
         "a loop of the caller's (custom_generate) may change its cache": custom,
         # As PEFT does for prompts that are learnt.
         "prepare_inputs_for_generation was replaced, and may bring positions of its own": _prepares(owner),
-        f"hooks of the caller on {hooked} run at every step": hooked,
+        HOOKED.format(hooked): hooked,
         REPLACED: replaced or is_compiled(owner),
         "output_hidden_states=True": call.asks("output_hidden_states"),
         "the model is in training mode": owner.training,
@@ -141,8 +144,10 @@ def _prepares(owner: Any) -> bool:
     return inputs is not None and (not isinstance(inputs, Method) or inputs.own is not None)
 
 
-def _hooked(owner: Any) -> str:
+def hooks_of_the_caller(owner: Any) -> str:
     """The class of a module within `owner` with hooks that are neither ours nor transformers', which no replay runs; "" without."""
+    if global_hooks():
+        return "every module"
     known = ("attnops.", "transformers.")
     for module in owner.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks) if module is not owner else ():
