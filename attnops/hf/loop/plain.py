@@ -130,14 +130,17 @@ def not_plain(asked: Asked, decoder: Decoder) -> str:
 
 
 def fields(processors: Any) -> tuple[Any, ...]:
-    """The types, code and fields of plain processors, of tensors the shapes: equal ones do the same to equal tensors, and numbers of `held`."""
+    """The types, fields and code of plain processors, of tensors the shapes.
+
+    Equal ones do the same to equal tensors, and numbers of `held`.
+    """
 
     def of(processor: Any) -> tuple[Any, ...]:
         if type(processor) in _HELD:
             return (processor.eos_token_id.numel(),)
         return tuple((name, x.shape if isinstance(x, Tensor) else x) for name, x in sorted(vars(processor).items()))
 
-    return tuple((type(each), type(each).__call__, *of(each)) for each in processors)
+    return tuple((type(each), *of(each), type(each).__call__) for each in processors)
 
 
 def held(processor: Any) -> tuple[Tensor, int] | None:

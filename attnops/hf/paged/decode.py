@@ -7,7 +7,6 @@ cache without a request: they store no token, and stay unused.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
 from collections import Counter
@@ -481,7 +480,8 @@ def _modes() -> tuple[Any, ...]:
 def _positions(state: State, rows: int) -> Tensor:
     """`[B, 1]`, of the next token of each row."""
     with torch.no_grad(), ordinary():
-        return (state.pages.seen - state.pages.pad[:rows])[:, None]
+        found: Tensor = (state.pages.seen - state.pages.pad[:rows])[:, None]
+    return found
 
 
 def _kind(rows: int) -> Kind:

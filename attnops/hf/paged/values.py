@@ -37,8 +37,8 @@ _VALUES = frozenset((*SIMPLE, complex, range, slice, torch.Size, torch.layout, t
 # Their objects do not change, or their changes are none of a computation.
 _FIXED = (
     type, types.ModuleType, types.BuiltinFunctionType, types.MethodDescriptorType,
-    types.WrapperDescriptorType, types.MethodWrapperType, types.GetSetDescriptorType, property,
-    staticmethod, classmethod, weakref.ref, Enum, GenerationConfig,
+    types.WrapperDescriptorType, types.MethodWrapperType, types.GetSetDescriptorType,
+    types.MemberDescriptorType, property, staticmethod, classmethod, weakref.ref, Enum, GenerationConfig,
 )  # fmt: skip
 _FIXED_FROM = frozenset(
     (
