@@ -20,6 +20,7 @@ MOST_FUNCTIONS = 1000
 
 # What the call of a module begins with.
 _ENTRIES = ("forward", "__call__", "_call_impl")
+_CODE = (types.FunctionType, types.BuiltinFunctionType, type, property, staticmethod, classmethod)
 _LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "attnops", "numpy"))
 
 Holder = Mapping[str, Any]
@@ -29,6 +30,7 @@ class Code:
     """The places of the names that a model's code looks up.
 
     places: (the dictionary that holds a name, whose it is, the name), in the order of the walk.
+    state: their values. functions: those of them that are code.
     """
 
     def __init__(self, classes: Iterable[type], values: Values) -> None:
@@ -37,6 +39,7 @@ class Code:
         self._values = values
         self.places: dict[tuple[int, str], tuple[Holder, str, str]] = {}
         self.state: list[Any] = []
+        self.functions: list[Itself] = []
         self.unknown = ""
         self._classes = list(dict.fromkeys(chain.from_iterable(c.__mro__[:-1] for c in classes)))
         self._held_by: dict[type, Holder] = {base: vars(base) for base in self._classes}
@@ -89,6 +92,8 @@ class Code:
             return value
         self.places[key] = holder, whose, name
         self.state.append(self._compared(value, f"{whose}.{name}", follow))
+        if isinstance(value, _CODE):
+            self.functions.append(Itself(value))
         self._enter(value)
         return value
 

@@ -415,6 +415,10 @@ class Decoder:
                 self.anew = before.changed(glance) or "the policy or autocast"
             self._keep(given, taken)
         self.prompts.changed()
+        if before is not None and before.code != glance.code:
+            # Dynamo does not guard on it.
+            self.regions = None
+            self.prompts.forget()
         self._glance = glance
 
     def _keep(self, given: tuple[Any, ...], taken: Counter[Kind]) -> None:

@@ -37,6 +37,8 @@ class Glance:
     hooks for all modules. It holds the modules and their attributes, and no parameter.
 
     state: hashable; equal for models whose graphs may be exchanged.
+    code: hashable; compiled code for a model with another one is not used, for Dynamo does not guard on it: functions, methods, forwards
+        of instances, and the contents of tuples.
     unknown: why the model cannot be compared, with the attribute's name; "" where it can.
     """
 
@@ -57,6 +59,8 @@ class Glance:
         self._places += [*code, (-1, "torch's flags"), (-1, "torch's global module hooks")]
         self._found += [*self._code.state, flags(), global_hooks()]
         self.state = tuple(self._found)
+        forwards = [found for (_, name), found in zip(self._places, self._found, strict=True) if name == "forward"]
+        self.code = (*self._code.functions, *forwards, *self._values.unguarded)
         self._prepare()
 
     def _take(self, number: int, module: nn.Module, names: list[str]) -> None:

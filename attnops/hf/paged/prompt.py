@@ -158,6 +158,10 @@ class Prompts:
         self._layers: dict[nn.Module, int] = {}
         self._twins: dict[nn.Module, Twin] = {}
 
+    def forget(self) -> None:
+        """Forget the compiled layers, and why there were none: the code of the model has changed."""
+        self.regions, self.refusal = None, ""
+
     def notes(self) -> tuple[str, ...]:
         """How the last prompt ran, for the report; no line before the first."""
         ran = f"the model's own layers ({self.why})" if self.why else f"{self.took} layers" if self.took else ""

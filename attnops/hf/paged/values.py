@@ -38,7 +38,7 @@ _VALUES = frozenset((*SIMPLE, complex, range, slice, torch.Size, torch.layout, t
 _FIXED = (
     type, types.ModuleType, types.BuiltinFunctionType, types.MethodDescriptorType,
     types.WrapperDescriptorType, types.MethodWrapperType, types.GetSetDescriptorType,
-    types.MemberDescriptorType, property, staticmethod, classmethod, weakref.ref, Enum, GenerationConfig,
+    types.MemberDescriptorType, property, staticmethod, classmethod, weakref.ref, Enum,
 )  # fmt: skip
 _FIXED_FROM = frozenset(
     (
@@ -75,7 +75,7 @@ class Values:
     """The values that were followed, to compare them later.
 
     tensors: those found. functions: of Python. classes: of objects that were followed, but those of
-    libraries. All in the order in which they were met.
+    libraries. unguarded: the contents of tuples that may change, which Dynamo takes for constants. All in the order in which they were met.
     """
 
     def __init__(self, known: Iterable[nn.Module]) -> None:
@@ -84,6 +84,7 @@ class Values:
         self.tensors: list[Tensor] = []
         self.functions: list[types.FunctionType] = []
         self.classes: dict[type, None] = {}
+        self.unguarded: list[Any] = []
         self._dicts: list[dict[Any, Any]] = []
         self._sequences: list[Collection[Any]] = []
         self._cells: list[types.CellType] = []
@@ -110,6 +111,8 @@ class Values:
     def _followed(self, x: Any, kind: type, depth: int) -> Any:
         if isinstance(x, Tensor):
             return self._tensor(x)
+        if isinstance(x, GenerationConfig):
+            return kind  # generate() reads it, and no forward
         of_ours = kind.__module__.startswith("attnops.")
         if of_ours or id(x) in self._known or isinstance(x, _FIXED) or depth > MOST_DEPTH:
             return Itself(x)
@@ -121,6 +124,8 @@ class Values:
             if not isinstance(x, (tuple, frozenset)):
                 self._sequences.append(x)
             found = [self.of(value, depth + 1) for value in x]
+            if isinstance(x, tuple) and not all(type(value) in _VALUES for value in x):
+                self.unguarded.append(tuple(found))
             return kind, frozenset(found) if isinstance(x, (set, frozenset)) else tuple(found)
         if isinstance(x, types.FunctionType):
             return self._function(x, depth)
