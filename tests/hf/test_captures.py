@@ -1,5 +1,6 @@
 """What captured steps and captured prompts of generate() see of a model that changes between two calls, and what they leave alone."""
 
+import copy
 import gc
 import itertools
 
@@ -10,7 +11,7 @@ from torch.nn.modules import module as of_modules
 from torch.overrides import TorchFunctionMode
 
 import attnops
-from attnops.errors import NotCapturable, NotFast
+from attnops.errors import InvalidInput, NotCapturable, NotFast
 from attnops.hf import tiny
 from attnops.hf.cache_names import named
 from attnops.hf.paged import prompt
@@ -153,6 +154,27 @@ def test_a_model_that_does_not_change_is_captured_once(name):
             generated(model, *CALL)
         assert captures(handle) == before and handle.took.decode == "breakable" and handle.plain_steps == 0
         assert "captured anew" not in str(handle.report())
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_another_number_of_layers(count):
+    models = tiny.model("llama"), tiny.model("llama")
+    model, twin = models
+    with patched(model, "auto") as handle:
+        generated(model, *CALL)
+        for each in models:
+            layers = list(each.model.layers)
+            layers.append(copy.deepcopy(layers[1]))
+            layers[2].self_attn.layer_idx = 2
+            each.model.layers, each.config.num_hidden_layers = nn.ModuleList(layers[:count]), count
+        assert relative(logits(model, *CALL), logits(twin, *CALL)) < LIMIT
+        why = f"model.layers has {count} layers, and had 2 at patch()"
+        assert (handle.took.cache, handle.took.why) == ("hf", why)
+    model = tiny.model("llama")
+    with patched(model, "breakable"):
+        model.model.layers = model.model.layers[:1]
+        with pytest.raises(InvalidInput, match=r"has 1 layers, and had 2 at patch.*call unpatch"):
+            generated(model, *CALL)
 
 
 # Side effects --------------------------------------------------------------------------------------------------------

@@ -84,6 +84,7 @@ class PagedMode:
         self.blocks = not self.latents and "block_sequence_ids" in inspect.getsource(sys.modules[type(owner).__module__])
         windows = (0,) * len(modules) if self.latents else paged_models.windows_of(owner, self._config, self.layers)
         self.windows = dict(zip(modules, windows, strict=True))
+        self._lists = paged_models.lists_of(owner, self.windows)
         try:
             others = layers_without_pages(self._config, self.layers)
         except InvalidInput as error:
@@ -303,6 +304,9 @@ class PagedMode:
         # The attention implementation of a layer that was switched after the patch does not know pages.
         names = (module.config._attn_implementation_internal for module in self.windows)
         elsewhere = next((str(name) for name in names if name != self.implementation), None)
+        relisted = paged_models.relisted(self._owner, self._lists)
+        told = not self.chosen or isinstance(given, PagedModelCache)
+        need(not (relisted and told), "layers", relisted, "as many as the pages have; after a change call unpatch(), then patch()")
         if isinstance(given, PagedModelCache):
             want = "another cache: the attention of this model, or of one that holds the same config, was switched in the meantime"
             need(elsewhere is None, cache_names.NAME, f"{type(given).__name__} with attention {elsewhere!r}", want)
@@ -310,7 +314,7 @@ class PagedMode:
                 need(got <= most, f"{cache_names.NAME}, {field}", got, f"at most {most}, the size of this cache")
             need(beams <= 1, "num_beams", beams, "1 with a paged cache: rows keep their pages")
         call = Call(self._owner, generation_config, generation_mode, model_kwargs)
-        reasons = self._reasons(call, elsewhere, rows)
+        reasons = [Reason(relisted)] if relisted else self._reasons(call, elsewhere, rows)
         if not reasons:
             try:
                 cache = self.lend(rows, max_cache_length, *drafts(call))

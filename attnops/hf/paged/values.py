@@ -33,7 +33,12 @@ MOST_BYTES = 1 << 16
 """Bytes of an array that is compared by value."""
 
 # Compared by value, and without parts that change.
-_VALUES = frozenset((*SIMPLE, complex, range, slice, torch.Size, torch.layout, torch.memory_format))
+_VALUES = frozenset(
+    (
+        *SIMPLE, complex, range, slice, torch.Size, torch.layout, torch.memory_format,
+        type(Ellipsis), type(NotImplemented),
+    )
+)  # fmt: skip
 # Their objects do not change, or their changes are none of a computation.
 _FIXED = (
     type, types.ModuleType, types.BuiltinFunctionType, types.MethodDescriptorType,
@@ -43,7 +48,7 @@ _FIXED = (
 _FIXED_FROM = frozenset(
     (
         "torch", "attnops", "logging", "threading", "_thread", "weakref", "re", "typing",
-        "functools", "contextvars", "_contextvars",
+        "functools", "contextvars", "_contextvars", "types", "inspect", "abc", "warnings",
     )
 )  # fmt: skip
 # Of types: classes of Python have it, those of C that keep their parts to themselves have not.
