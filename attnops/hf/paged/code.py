@@ -91,21 +91,25 @@ class Code:
         if key in self.places:
             return value
         self.places[key] = holder, whose, name
-        self.state.append(self._compared(value, f"{whose}.{name}", follow))
+        found, why = self._compared(value, follow)
+        self.state.append(found)
+        # Files of transformers keep nothing in such values that changes.
+        if why and not str(holder.get("__module__", holder.get("__name__"))).startswith("transformers."):
+            self.unknown = self.unknown or f"{whose}.{name} holds {why}"
         if isinstance(value, _CODE):
             self.functions.append(Itself(value))
         self._enter(value)
         return value
 
-    def _compared(self, value: Any, place: str, follow: bool) -> Any:
-        of_library = isinstance(value, types.FunctionType) and _home(value) in _LIBRARIES
-        if not follow or of_library or isinstance(value, (types.ModuleType, type)):
-            return Itself(value)
+    def _compared(self, value: Any, follow: bool) -> tuple[Any, str]:
+        """(what is compared of a value, why its contents cannot be or "")."""
+        shared = isinstance(value, types.FunctionType) and not _is_model_code(value)
+        if not follow or shared or isinstance(value, (types.ModuleType, type)):
+            return Itself(value), ""
         try:
-            return self._values.of(value)
+            return self._values.of(value), ""
         except Unknown as why:
-            self.unknown = self.unknown or f"{place} holds {why}"
-            return Itself(value)
+            return Itself(value), str(why)
 
     def _enter(self, value: Any) -> None:
         """Follow the code of a function later, and of those within it."""
@@ -176,6 +180,8 @@ def _file(function: types.FunctionType) -> str:
 
 def _is_model_code(function: types.FunctionType) -> bool:
     """Is it of a model's file, or of the caller's, and not of a library that all models share?"""
-    home = _file(function)
-    shared = home.partition(".")[0] == "transformers"
-    return not shared or home.startswith("transformers.models.")
+    file = _file(function)
+    home = file.partition(".")[0]
+    if home == "transformers":
+        return file.startswith("transformers.models.")
+    return home not in _LIBRARIES
