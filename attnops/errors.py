@@ -304,6 +304,10 @@ class NotCapturable(GraphError):
         self.what, self.why = what, why
 
 
+class SideEffect(NotCapturable):
+    """A step that changes the model as it runs, as one that counts its calls does. A replay would not. The text names the attribute."""
+
+
 class OverBudget(GraphError):
     """Graphs would take more memory than they may. All figures in bytes; `need` is measured by running the bucket without a graph."""
 

@@ -229,7 +229,7 @@ class Graphed(Setup):
             if not self._fits(bucket, need):
                 return None
             recorded = Recorded(device)
-            with recorded.whole():
+            with recorded.whole(), self.watch():
                 out = self._record(bucket, static, recorded)
             leaves, spec = pytree.tree_flatten(out)
             # The next bucket's graphs may reuse the memory of the outputs.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -43,6 +44,7 @@ class Setup:
     tolerance: float | None = None
     graphs: Device | None = None
     state: Sequence[Tensor] = ()
+    watch: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def __post_init__(self) -> None:
         rows = (*self.tokens, *self.requests)

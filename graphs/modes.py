@@ -58,6 +58,7 @@ class Piecewise(Graphed):
         graphs: the device side; default CUDA's.
         state: further tensors that a step changes in place, for instance of recurrent layers. Their addresses are static. Captures and
             comparisons run the model several times and restore them.
+        watch: returns a context for the run that is captured. It may raise SideEffect at its end, for a run that a replay cannot repeat.
 
     Raises:
         InvalidInput: an argument is out of its range, or is not the name of an argument of the model.

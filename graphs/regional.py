@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from ..errors import AttnopsError, NotCapturable, find, one_line
+from ..errors import AttnopsError, NotCapturable, SideEffect, find, one_line
 from .buckets import Bucket
 from .device import Recorded
 from .eager_capture import capture_mode
@@ -33,6 +33,8 @@ MOST_CODE = 64
 
 NUMBER = "layer_idx"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+# What a module and its twin do not share.
+_APART = frozenset((*vars(nn.Module()), NUMBER, "forward"))
 
 
 class NotRegional(AttnopsError):
@@ -85,6 +87,22 @@ def twin(module: nn.Module) -> Twin:
         children = copy.__dict__["_modules"]
         copy.__dict__["_modules"] = {name: child if child is None else made[child] for name, child in children.items()}
     return made[module], functions
+
+
+def write_back(module: nn.Module, same: nn.Module) -> bool:
+    """Give the module the attributes that a run of its twin `same` has set, as its own run would have. Returns whether there were any."""
+    found = False
+    for part, copy in zip(module.modules(), same.modules(), strict=True):
+        own, run = vars(part), vars(copy)
+        for name in (own.keys() | run.keys()) - _APART:
+            if own.get(name) is run.get(name):
+                continue
+            found = True
+            if name in run:
+                own[name] = run[name]
+            else:
+                del own[name]
+    return found
 
 
 class Regions:
@@ -148,7 +166,14 @@ class Regions:
                 self.seconds += time.perf_counter() - began
 
     def _traced(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], apart: str, found: Twin | None) -> Any:
-        found = found or (twin(call) if isinstance(call, nn.Module) else (call, [call]))
+        if found is not None or not isinstance(call, nn.Module):
+            return self._traced_twice(found or (call, [call]), args, kwargs, apart)
+        found = twin(call)
+        out = self._traced_twice(found, args, kwargs, apart)
+        write_back(call, found[0])
+        return out
+
+    def _traced_twice(self, found: Twin, args: tuple[Any, ...], kwargs: dict[str, Any], apart: str) -> Any:
         try:
             return self._traced_once(found, args, kwargs, apart)
         except RuntimeError as e:
@@ -233,7 +258,7 @@ class Regional(Piecewise):
         try:
             return super()._captured(bucket, values)
         except (NotRegional, NotCapturable) as e:
-            if self.regions.refusal:
+            if self.regions.refusal or isinstance(e, SideEffect):
                 raise
             self.regions.refusal = str(e)  # code between layers that only a trace can capture
         return super()._captured(bucket, values)

@@ -170,8 +170,9 @@ class Patched(Handle):
         return self._took
 
     def release(self) -> None:
-        """Free the pages that `generate()` and dropped caches have left for later calls, with the graphs over them. Graphs that could not
-        be made, as when memory was short, are tried again by the next call."""
+        """Free the pages that `generate()` and dropped caches have left for later calls, and every graph: of steps, of prompts and of the
+        choice of tokens, over pages that a cache uses, too. The next call captures anew what it needs, after any change of the model. It
+        also tries graphs again that could not be made, as when memory was short."""
         if self._paged is not None:
             self._paged.release()
 

@@ -14,6 +14,7 @@ from attnops.hf import tiny
 from attnops.hf.cache_names import cache_in, named
 from attnops.kernel import _REGISTRY, Capture
 from tests.graphs.models import boundary
+from tests.hf.helpers import of_a_library
 from tests.hf.test_decode_graphs import generated, how, nan_pages, replays
 
 assert nan_pages, "a fixture"
@@ -144,7 +145,7 @@ def test_what_a_layer_was_compiled_for_stays_with_it():
             same()
             assert "paged_attention.reference" in calls(handle)
         for by in (2.0, 3.0):
-            hooks = [m.model.layers[1].mlp.register_forward_hook(scaled(by)) for m in (model, twin)]
+            hooks = [m.model.layers[1].mlp.register_forward_hook(of_a_library(scaled(by))) for m in (model, twin)]
             same()
             for hook in hooks:
                 hook.remove()
@@ -158,7 +159,7 @@ def test_one_hook_that_layers_call_in_two_ways():
     """Dynamo guards neither hooks nor the arguments that they asked for."""
     model = model_of("llama", 2)
     for layer, kwargs_too in zip(model.model.layers, (False, True), strict=True):
-        layer.mlp.register_forward_hook(times_given, with_kwargs=kwargs_too)
+        layer.mlp.register_forward_hook(of_a_library(times_given), with_kwargs=kwargs_too)
     want = generated(model, *CALLS[0])
     with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
         assert torch.equal(generated(model, *CALLS[0]), want)
@@ -172,7 +173,7 @@ def times_given(module, *given):
 def asked_for_more(model):
     """A layer to which it matters what kind of cache it has."""
     for layer in model.model.layers:
-        layer.self_attn.register_forward_hook(times_two_if_layered, with_kwargs=True)
+        layer.self_attn.register_forward_hook(of_a_library(times_two_if_layered), with_kwargs=True)
 
 
 def times_two_if_layered(module, args, kwargs, out):
@@ -183,13 +184,13 @@ def scaled(model):
     """Layers that each have a number of their own in their code."""
     for i, layer in enumerate(model.model.layers):
         layer.mlp.by = 1.0 + i
-        layer.mlp.register_forward_hook(lambda module, given, out: out * module.by)
+        layer.mlp.register_forward_hook(of_a_library(lambda module, given, out: out * module.by))
 
 
 def read(model):
     """Code between layers whose shapes follow from values: a trace knows them, a capture of code that runs does not."""
     embed = model.model.embed_tokens
-    embed.register_forward_hook(lambda module, given, out: out * given[0].new_ones(()).item())
+    embed.register_forward_hook(of_a_library(lambda module, given, out: out * given[0].new_ones(()).item()))
 
 
 def looked_up(model):
@@ -197,7 +198,7 @@ def looked_up(model):
     scales = {0: 1.0, 1: 2.0}
     for layer in model.model.layers:
         layer.mlp.layer_idx = layer.self_attn.layer_idx
-        layer.mlp.register_forward_hook(lambda module, given, out: out * scales.get(module.layer_idx, 5.0))
+        layer.mlp.register_forward_hook(of_a_library(lambda module, given, out: out * scales.get(module.layer_idx, 5.0)))
 
 
 def compiled(model):
@@ -277,7 +278,7 @@ def test_code_of_hooks_that_are_gone_is_freed(monkeypatch):
                 return out * factor
 
             alive.append(weakref.ref(hook))
-            handles = [layer.mlp.register_forward_hook(hook) for layer in model.model.layers]
+            handles = [layer.mlp.register_forward_hook(of_a_library(hook)) for layer in model.model.layers]
             generated(model, 2, 9, 3)
             for each in handles:
                 each.remove()

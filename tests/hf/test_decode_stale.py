@@ -14,7 +14,7 @@ from attnops.errors import InvalidInput, StaleGraph
 from attnops.graphs.guard import Guard
 from attnops.hf import cache_names, tiny
 from attnops.hf.paged.guarded import Glance, guarded_state
-from tests.hf.helpers import LIMIT, relative
+from tests.hf.helpers import LIMIT, of_a_library, relative
 from tests.hf.test_decode_graphs import asked, generated, how, replays
 
 CALL = (2, 9, 5)
@@ -84,7 +84,7 @@ def answered(model):
     model.model.layers[0].mlp.forward = torch.zeros_like
 
 
-CHANGES = (assigned, replaced, written, another_head, hooked, merged, scaled, answered)
+CHANGES = (assigned, replaced, written, another_head, merged, scaled, answered)
 
 
 @pytest.mark.sweep(3)
@@ -292,7 +292,7 @@ def test_a_capture_that_fails_leaves_nothing_behind(mode, failing, monkeypatch):
         for cache in (ours, other):
             model(ids, **cache_names.named(cache))
         want = model(ids[:, :1], **cache_names.named(other)).logits
-        model.model.layers[0].mlp.register_forward_hook(lambda module, given, out: out_of_memory(out))
+        model.model.layers[0].mlp.register_forward_hook(of_a_library(lambda module, given, out: out_of_memory(out)))
         with pytest.raises(torch.OutOfMemoryError):
             handle.step(ids[:, :1], ours)
         assert int(ours.get_seq_length()) == 6 and ours.state.unfinished == 0

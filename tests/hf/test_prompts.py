@@ -15,7 +15,7 @@ from attnops.hf.paged import decode, pool, prompt
 from attnops.hf.paged.decode import Decoder
 from attnops.hf.paged.prompt import parts_of
 from attnops.hf.report import Took
-from tests.hf.helpers import LIMIT, left_padded, positions, relative, tokens
+from tests.hf.helpers import LIMIT, left_padded, of_a_library, positions, relative, tokens
 from tests.hf.test_decode_graphs import asked, generated, how, nan_pages
 
 assert nan_pages, "a fixture"
@@ -110,7 +110,7 @@ def test_no_work_on_padding():
     mask = (torch.arange(20) >= torch.tensor([[15], [0], [9]])).long()
     where = positions(mask)
     want = model(ids, attention_mask=mask, position_ids=where).logits
-    model.model.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[:2]))
+    model.model.norm.register_forward_pre_hook(of_a_library(lambda module, args: seen.append(args[0].shape[:2])))
     with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
         handle._paged.decoder()._at_once = True
         cache = handle.new_cache(3, 24)
@@ -192,7 +192,7 @@ def test_the_host_reads_once_and_sends_once(took, padded, monkeypatch):
                 watched(torch, "tensor", "list")
                 watched(prompt, "modules_of", "search")
                 watched(prompt.Prompts, "_part", "chunk")
-                watched(decode, "guarded_state", "search")
+                watched(decode, "Glance", "search")
             got = model(ids, **named(cache), logits_to_keep=1, **given).logits
         now = list(seen)
         assert relative(got, want) < LIMIT and (prompts(handle).took, prompts(handle).why) == (took, "")

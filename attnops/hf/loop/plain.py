@@ -25,6 +25,7 @@ from transformers import (
 
 from attnops.hf.cache_names import cache_in
 from attnops.hf.methods import Method, is_compiled
+from attnops.hf.paged.around import function_modes
 from attnops.hf.paged.cache import PagedModelCache
 from attnops.hf.paged.decode import Decoder
 
@@ -121,6 +122,7 @@ def not_plain(asked: Asked, decoder: Decoder) -> str:
         "its text may not fit the cache": columns + most - ids.shape[-1] > cache.max_length + 1,
         "its text may be longer than the model's positions": any(most > limit + 1 for limit in limits),
         "the caller's hooks or forward want each call of the model": not ours,
+        "a function mode sees each operation of the loop": bool(function_modes()),
         "the caller compiles the model": is_compiled(owner),
         "graphs cannot be made": bool(decoder.why_not(ids.shape[0])) or (decoder.how.graphs is None and device.type != "cuda"),
     }
@@ -128,14 +130,17 @@ def not_plain(asked: Asked, decoder: Decoder) -> str:
 
 
 def fields(processors: Any) -> tuple[Any, ...]:
-    """The types and fields of plain processors, of tensors the shapes: equal ones do the same to equal tensors, and numbers of `held`."""
+    """The types, fields and code of plain processors, of tensors the shapes.
+
+    Equal ones do the same to equal tensors, and numbers of `held`.
+    """
 
     def of(processor: Any) -> tuple[Any, ...]:
         if type(processor) in _HELD:
             return (processor.eos_token_id.numel(),)
         return tuple((name, x.shape if isinstance(x, Tensor) else x) for name, x in sorted(vars(processor).items()))
 
-    return tuple((type(each), *of(each)) for each in processors)
+    return tuple((type(each), *of(each), type(each).__call__) for each in processors)
 
 
 def held(processor: Any) -> tuple[Tensor, int] | None:

@@ -19,6 +19,7 @@ from attnops.hf.cache_names import cache_in, named
 from attnops.hf.generation import running_generation
 from attnops.hf.loop.plain import FOLLOWED, Asked, fields, not_plain, not_sampled
 from attnops.hf.loop.tail import Choice, Tail
+from attnops.hf.paged.around import flags
 from attnops.hf.paged.decode import Decoder
 from attnops.hf.private import changed
 
@@ -87,7 +88,7 @@ class Loop:
         # Rounded up, so that caches of like lengths share a graph.
         room = 1 << cache_in(given).max_length.bit_length()
         ends = sum(tokens.numel() for tokens in asked.eos)
-        choice = Choice(ids.shape[0], room, logits.shape[-1], ends, bool(config.do_sample), fields(processors))
+        choice = Choice(ids.shape[0], room, logits.shape[-1], ends, bool(config.do_sample), fields(processors), flags())
         with decoder.turn:
             tail = self._tails.pop(choice, None) or self._made(choice, asked, decoder)
         try:

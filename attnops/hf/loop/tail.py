@@ -23,7 +23,8 @@ class Choice(NamedTuple):
     rows, room, vocab: sizes of its buffers.
     ends: tokens that end a row; 0: none does.
     sampled: draw the token, where a greedy choice takes the likeliest.
-    processors: for each the type and its fields, sorted by name.
+    processors: for each the type, its fields, sorted by name, and its code.
+    flags: of torch.
     """
 
     rows: int
@@ -32,6 +33,7 @@ class Choice(NamedTuple):
     ends: int
     sampled: bool
     processors: tuple[Any, ...]
+    flags: tuple[Any, ...] = ()
 
 
 class Held:

@@ -7,7 +7,6 @@ cache without a request: they store no token, and stay unused.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
 from collections import Counter
@@ -18,24 +17,26 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_function_stack
 
 from attnops.cache.paged import ordinary
 from attnops.call import name, need
-from attnops.errors import InvalidInput, fail, one_line
+from attnops.errors import InvalidInput, NotCapturable, SideEffect, fail, one_line
 from attnops.graphs import Buckets, Graphed, Report, breakable, guard
 from attnops.graphs.buckets import decode_sizes
 from attnops.graphs.graphed import Progress
 from attnops.graphs.regional import Regional, Regions
 from attnops.hf import cache_names, not_fast
 from attnops.hf.cache_names import argument_of, cache_in
+from attnops.hf.paged.around import function_modes
 from attnops.hf.paged.cache import PagedModelCache, State
 from attnops.hf.paged.failed import Failed
-from attnops.hf.paged.guarded import Glance, guarded_state
+from attnops.hf.paged.guarded import Glance
 from attnops.hf.paged.how import Decode
 from attnops.hf.paged.layers import layered, starts
 from attnops.hf.paged.pages import ModelPages
 from attnops.hf.paged.prompt import Over, Prompts
-from attnops.hf.paged.reasons import drawing
+from attnops.hf.paged.reasons import HOOKED, drawing, hooks_of_the_caller
 from attnops.kernel import deterministic
 from attnops.lowering import Product, fuse_linears, fuse_rotation, use_linears
 from attnops.lowering.use_linears import summary
@@ -76,7 +77,9 @@ class Decoder:
     prompts: the compiled layers of prompts.
     products: the linears of compiled steps and the kernels of their calls, equal ones of all traces once.
     failed: with mode "auto", why graphs of a kind of step cannot be made, until `Patched.release`.
-    look: weights may have been replaced: the next step looks at them. So it is after a call of the model's own layers, and at every prompt.
+    look: the model may have changed: the next step looks at it. So it is after a call of the model's own layers, and at every prompt.
+    aside: why steps and prompts of the model as it is run without graphs; "" where they may have some.
+    anew: what had changed when steps were last captured anew, "" before that.
     """
 
     def __init__(self, model: Any, how: Decode, forward: Callable[..., Any], make: Callable[[Any], PagedModelCache]) -> None:
@@ -95,6 +98,11 @@ class Decoder:
         self._looked: weakref.WeakSet[State] = weakref.WeakSet()  # caches that stepped since the weights were looked at
         self._modes: tuple[Any, ...] = ()  # the policy and autocast of the last step
         self._glance: Glance | None = None  # the model when it was looked at
+        self.aside = self.anew = ""
+        # The attributes that steps were found to write, and why models without them, by a hash, have no graphs.
+        self._written: set[str] = set()
+        self._effects: dict[int, str] = {}
+        self._without: weakref.WeakSet[State] = weakref.WeakSet()  # caches whose last prompt or step had no graphs
         self._at_once, self._rows = False, 0  # rows of the last step
         # One buffer set a set of pages, and one tracer.
         self._lock = threading.RLock()
@@ -128,21 +136,27 @@ class Decoder:
 
     def notes(self) -> tuple[str, ...]:
         """How prompts ran, the linears of compiled steps, and the kinds of steps without graphs, for the report."""
-        return *self.prompts.notes(), *summary(self.products), *dict.fromkeys(f"{kind}: {why}" for kind, why in self.failed.items())
+        aside = (f"decode steps and prompts have no graphs: {self.aside}",) if self.aside else ()
+        anew = (f"graphs were last captured anew for a change of {self.anew}",) if self.anew else ()
+        failed = dict.fromkeys(f"{kind}: {why}" for kind, why in self.failed.items())
+        return *self.prompts.notes(), *summary(self.products), *aside, *anew, *failed
 
     @property
     def why(self) -> str:
         """Why the kind of the last step has no graphs, or none that are compiled."""
         kinds = [Failed(state, _kind(self._rows), mode) for state in (None, self._state) for mode in ("piecewise", "breakable")]
-        return "; ".join(dict.fromkeys(self.failed[kind] for kind in kinds if kind in self.failed))
+        return self.aside or "; ".join(dict.fromkeys(self.failed[kind] for kind in kinds if kind in self.failed))
 
     def why_not(self, rows: int) -> str:
         """Why steps of so many rows, of the model as it is now, get no graphs; "" where they may be tried."""
-        state = None
-        if self.failed:
-            with contextlib.suppress(InvalidInput):
-                state = hash(guarded_state(self._model))
-        return self.failed.get(Failed(state, _kind(rows), "breakable"), "")
+        if not self.failed and not self.aside:
+            return ""
+        with self._lock:
+            try:
+                self._see(_modes())
+            except InvalidInput:  # weights on meta
+                return self.failed.get(Failed(None, _kind(rows), "breakable"), "")
+            return self.aside or self.failed.get(Failed(self._state, _kind(rows), "breakable"), "")
 
     def step(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None = None) -> Tensor:
         """Logits `[B, 1, V]` of one token more for each row. See `Patched.step`.
@@ -155,38 +169,95 @@ class Decoder:
         if not _are_positions(position_ids, input_ids):
             fail(InvalidInput, "position_ids", _shown(position_ids), f"int64 [{input_ids.shape[0]}, 1], or None")
         need(state.whole, cache_names.NAME, "empty or half written", "a cache with a prompt in it, whose last step was whole")
+        with self._lock:
+            self._look(state)
+            if not self.aside:
+                try:
+                    return self._replayed(input_ids, state, position_ids)
+                except SideEffect as error:
+                    self._set_aside(error, state)
+            return self._plain(input_ids, cache, position_ids)
+
+    def _replayed(self, input_ids: Tensor, state: State, position_ids: Tensor | None) -> Tensor:
         with self._graphs_of(state, input_ids.shape[0]) as found:
             live = found.live[: input_ids.shape[0]]
             if position_ids is None:
-                with torch.no_grad(), ordinary():
-                    position_ids = (state.pages.seen - state.pages.pad[: live.shape[0]])[:, None]
+                position_ids = _positions(state, live.shape[0])
             logits: Tensor = found.graphed(input_ids=input_ids, position_ids=position_ids, live=live, cache=found.cache)
             self._kept.taken[_kind(input_ids.shape[0])] += 1
             # Another thread's step may write the memory of the graphs as soon as it has its turn.
             return logits.clone()
 
+    def _plain(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None) -> Tensor:
+        """The step by the model's own forward."""
+        if position_ids is None:
+            position_ids = _positions(cache.state, input_ids.shape[0])
+        given: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, argument_of(self._model): cache}
+        with torch.no_grad():
+            logits: Tensor = self._forward(**given, use_cache=True, return_dict=True).logits
+        return logits
+
     def try_step(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None) -> Tensor | None:
-        """As `step`. With mode "auto", None where graphs cannot be made: `failed` then has the reason, and the cache is as before."""
-        if self.how.mode != "auto":
-            return self.step(input_ids, cache, position_ids)
+        """As `step`. None where the model's own forward is to run the step, and the cache is as before: the step is set `aside`, or, with
+        mode "auto", graphs cannot be made, and `failed` has the reason."""
         with self._lock:
-            rows = self._rows = input_ids.shape[0]
-            while Failed(None, _kind(rows), "breakable") not in self.failed:
-                mode = "breakable"
-                try:
-                    self._look(cache.state)
-                    mode = self._mode(rows)
-                    return None if mode == "hf" else self.step(input_ids, cache, position_ids)
-                except Exception as error:
-                    over = self._kept.over.get((cache.state.pages, mode))
-                    if over is not None and over.captured(rows):
-                        raise  # of a replay, not of a capture
-                    self.failed[Failed(self._state, _kind(rows), mode)] = one_line(error)
-                    self.forget(cache.state.pages)
-                    compiled = mode == "piecewise"
-                    loss = not_fast.COMPILED if compiled else not_fast.GRAPHS
-                    not_fast.warn(self._model, loss, one_line(error))
+            if cache.state in self._without:
+                return None
+            try:
+                if self.how.mode == "auto":
+                    return self._tried(input_ids, cache, position_ids)
+                self._look(cache.state)
+                return None if self._is_aside(cache.state) else self._replayed(input_ids, cache.state, position_ids)
+            except SideEffect as error:
+                self._set_aside(error, cache.state)
         return None
+
+    def _tried(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None) -> Tensor | None:
+        rows = self._rows = input_ids.shape[0]
+        while Failed(None, _kind(rows), "breakable") not in self.failed:
+            mode = "breakable"
+            try:
+                self._look(cache.state)
+                if self._is_aside(cache.state) or (mode := self._mode(rows)) == "hf":
+                    return None
+                return self._replayed(input_ids, cache.state, position_ids)
+            except SideEffect:
+                raise
+            except Exception as error:
+                over = self._kept.over.get((cache.state.pages, mode))
+                if over is not None and over.captured(rows):
+                    raise  # of a replay, not of a capture
+                self.failed[Failed(self._state, _kind(rows), mode)] = one_line(error)
+                self.forget(cache.state.pages)
+                compiled = mode == "piecewise"
+                loss = not_fast.COMPILED if compiled else not_fast.GRAPHS
+                not_fast.warn(self._model, loss, one_line(error))
+        return None
+
+    def _is_aside(self, state: State) -> bool:
+        """Are the steps of this cache left to the model's own forward? It is not looked at again before its next prompt."""
+        if self.aside:
+            self._without.add(state)
+        return bool(self.aside)
+
+    def _set_aside(self, error: SideEffect, state: State) -> None:
+        """Leave the model as it is without graphs, for its steps have a side effect that no replay has."""
+        self.forget(state.pages)
+        glance = self._glance
+        assert glance is not None
+        self._written.add(error.what)
+        self.aside = self._effects[glance.without(self._written)] = f"the model's own forward writes {error.what}"
+        self._without.add(state)
+        not_fast.warn(self._model, not_fast.GRAPHS, self.aside)
+
+    @contextmanager
+    def _watch(self) -> Iterator[None]:
+        """Raises SideEffect where the run in the block has changed the model."""
+        before = Glance(self._model)
+        yield
+        after = Glance(self._model)
+        if before.state != after.state:
+            fail(SideEffect, before.changed(after), "the model's own forward writes it")
 
     def try_prompt(self, given: dict[str, Any]) -> Tensor | None:
         """Logits `[B, 1, V]` of a prompt, by compiled layers. None where the model's own are to run it: `prompts` has the reason.
@@ -195,6 +266,7 @@ class Decoder:
         """
         cache, ids = cache_in(given), given["input_ids"]
         with self._lock:
+            self._without.discard(cache.state)
             why = "it asks for more than logits" if self.asks_more(given) else self.prompts.against(given)
             broken = any(kind.mode == "piecewise" and kind.state in (None, self._state) for kind in self.failed)
             if not why and (self.how.mode == "breakable" or broken or not (self.regions or self._at_once)):
@@ -204,21 +276,29 @@ class Decoder:
             # The state of the last look, until its tokens are enough for a compiler.
             for look in (False, True) if not why else ():
                 if look:
-                    self.look = True  # weights may have been replaced since the last prompt
+                    self.look = True  # the model may have changed since the last prompt
                     self._look(cache.state)
+                    why = self.aside
                 most = 0 if self._at_once else PROMPT * self.how.compile_after
                 if not why and self._kept.taken["prompt"] < most:
                     why = f"{self._kept.taken['prompt']} tokens of prompts have run, compiled are those after {most}"
                     self._kept.taken["prompt"] += ids.numel()
             self.prompts.why = why
-            return None if why else self.prompts.run(given, partial(self._prompt_graphs, cache.state))
+            if why:
+                return None
+            try:
+                return self.prompts.run(given, partial(self._prompt_graphs, cache.state))
+            except SideEffect as error:
+                self._set_aside(error, cache.state)
+                self.prompts.why = self.aside
+                return None
 
     def _prompt_graphs(self, state: State) -> Over:
         """The graphs of prompts over these pages."""
         made, key = self._kept.over, (state.pages, "prompt")
         if key not in made:
             cache = self._make(state.pages)
-            made[key] = Over(cache, self.prompts.graphed(cache, self.how.graphs, self.how.budget_bytes))
+            made[key] = Over(cache, self.prompts.graphed(cache, self.how.graphs, self.how.budget_bytes, self._watch))
             made[key].graphed.draws = bool(drawing(self._model))
         return made[key]
 
@@ -228,6 +308,10 @@ class Decoder:
         The cache's tokens stay. Raises as `Graphed`.
         """
         self._at_once = True
+        with self._lock:
+            self._look(_state_of(cache))
+            if self.aside:
+                fail(NotCapturable, "decode steps", self.aside)
         with self._graphs_of(_state_of(cache), cache.max_batch) as found:
             one = found.live[:1]
             report = found.graphed.capture(
@@ -288,34 +372,73 @@ class Decoder:
         self._latest = None if self._latest is over else self._latest
 
     def free(self) -> None:
-        """Free all graphs."""
-        for pages in {pages for kept in self._states.values() for pages, _ in kept.over}:
-            self.forget(pages)
+        """Free all graphs. Compiled code is kept."""
+        with self._lock:
+            for pages in {pages for kept in self._states.values() for pages, _ in kept.over}:
+                self.forget(pages)
+            # The next call looks at the model as if for the first time.
+            self._glance, self.look, self.aside = None, True, ""
+            self._written.clear()
+            self._effects.clear()
+            self._without.clear()
+            self.failed.clear()
+            self.prompts.refusal = ""
+            self.prompts.changed()
 
     def _look(self, state: State) -> None:
         """Look at the model if its state may have changed since the last step over this cache."""
-        modes = guard.in_force()
+        modes = _modes()
         if self.look or state not in self._looked or modes != self._modes:
-            if modes != self._modes or self._glance is None or not self._glance.same():
-                self._look_closely(modes)
+            self._see(modes)
             self._looked = self._looked if not self.look else weakref.WeakSet()
             self._looked.add(state)
             self.look = False
 
+    def _see(self, modes: tuple[Any, ...]) -> None:
+        """Look at the model now."""
+        if modes != self._modes or self._glance is None or not self._glance.same():
+            self._look_closely(modes)
+
     def _look_closely(self, modes: tuple[Any, ...]) -> None:
         """Take the graphs of the model's state."""
-        self._state = self._glance = None
-        given, self._modes = guarded_state(self._model), modes
-        self._state = hash(given)
+        before, self._state, self._glance = self._glance, None, None
+        glance = Glance(self._model)
+        given = (modes, *glance.state)
+        self._state, self._modes = hash(given), modes
+        self.aside = self._against(glance)
         taken = self._taken[self._state] = self._taken.pop(self._state, Counter())
         if len(self._taken) > MOST_COUNTED:
             self._taken.pop(next(iter(self._taken)))
+        if self.aside:
+            self._kept = _Kept({}, taken)  # graphs of other states stay
+        else:
+            if before is not None and given not in self._states:
+                self.anew = before.changed(glance) or "the policy or autocast"
+            self._keep(given, taken)
+        self.prompts.changed()
+        if before is not None and before.code != glance.code:
+            # Dynamo does not guard on it.
+            self.regions = None
+            self.prompts.forget()
+        self._glance = glance
+
+    def _keep(self, given: tuple[Any, ...], taken: Counter[Kind]) -> None:
+        """Take the graphs of a state, and free those of a state that was not met for long."""
         self._kept = self._states[given] = self._states.pop(given, _Kept({}, taken))
         while len(self._states) > MOST_STATES:
             for unused in self._states.pop(next(iter(self._states))).over.values():
                 self._drop(unused)
-        self.prompts.changed()
-        self._glance = Glance(self._model)
+
+    def _against(self, glance: Glance) -> str:
+        """Why the model as it is may not be captured; "" where it may be tried."""
+        if modes := function_modes():
+            return f"the function mode {modes[0]} sees each operation of a step"
+        if hooked := hooks_of_the_caller(self._model):
+            return HOOKED.format(hooked)
+        if glance.unknown:
+            not_fast.warn(self._model, not_fast.GRAPHS, f"{glance.unknown}, which cannot be compared")
+            return f"{glance.unknown}, which cannot be compared"
+        return self._effects.get(glance.without(self._written), "") if self._effects else ""
 
     def _of(self, state: State, rows: int) -> Over:
         """The graphs over these pages, made now if they were not before."""
@@ -340,6 +463,7 @@ class Decoder:
                 step, Buckets(decode=decode_sizes(cache.max_batch)), batch=None, tokens=(),
                 requests=("input_ids", "position_ids", "live"), returns="requests", state=state.pages.counters,
                 budget_bytes=how.budget_bytes, over_budget=how.over_budget, check_every=how.check_every, graphs=how.graphs,
+                watch=self._watch,
             )  # fmt: skip
             graphed.draws = bool(drawing(self._model))
             with ordinary():
@@ -352,6 +476,18 @@ def _state_of(cache: Any) -> State:
     if not isinstance(cache, PagedModelCache):
         fail(InvalidInput, cache_names.NAME, type(cache).__name__, "a cache of Patched.new_cache")
     return cache.state
+
+
+def _modes() -> tuple[Any, ...]:
+    """What is looked at before every step. No name of a function mode: there is none in nearly every call."""
+    return (*guard.in_force(), function_modes() if _len_torch_function_stack() else ())
+
+
+def _positions(state: State, rows: int) -> Tensor:
+    """`[B, 1]`, of the next token of each row."""
+    with torch.no_grad(), ordinary():
+        found: Tensor = (state.pages.seen - state.pages.pad[:rows])[:, None]
+    return found
 
 
 def _kind(rows: int) -> Kind:

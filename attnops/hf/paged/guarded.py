@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import chain
 from typing import Any
 
@@ -10,91 +10,163 @@ from torch import Tensor, nn
 
 from attnops.errors import InvalidInput, fail
 from attnops.graphs.guard import in_force
+from attnops.hf.paged.around import flags, global_hooks
+from attnops.hf.paged.code import Code
+from attnops.hf.paged.values import Itself, Unknown, Values, address, alike, getter
 from attnops.nn.absorb import HELD, INTERNAL, PLAIN
+
+# What torch's linear holds and its forward does not read.
+_UNREAD = ("in_features", "out_features")
+_NOT_READ = INTERNAL | {HELD, "_is_hf_initialized"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def guarded_state(model: nn.Module) -> tuple[Any, ...]:
     """The state that graphs of a model's steps depend on besides their arguments: graphs captured at an equal state may be replayed.
 
-    It is what is `in_force`, and for each module its identity, its hooks, a forward of its own, its
-    strings, flags and fractions (`training`, names and scales of adapters) and the addresses of its
-    tensors. Whole numbers are left out: they may count calls. It takes some microseconds a module.
-    Raises InvalidInput for a weight on meta (offloaded).
+    It is what is `in_force` and the `state` of a `Glance`. Raises InvalidInput for a weight on meta (offloaded).
     """
-    found: list[Any] = [*in_force()]
-    for module in model.modules():
-        own = vars(module)
-        found += id(module), type(module), module.training, tuple(module._forward_hooks), tuple(module._forward_pre_hooks)
-        forward = own.get("forward")
-        found.append(forward if isinstance(forward, Hashable) else id(forward))
-        for field, value in ((field, own[field]) for field in own.keys() - INTERNAL):
-            if (words := _words(value)) is not None:
-                found += field, words
-        if (absorbed := own.get(HELD)) is not None:
-            # Made from the parameters, and made anew in the same memory at every prompt.
-            found.append(id(absorbed.weight))
-        for field, t in (*module._parameters.items(), *module._buffers.items()):
-            if t is not None and t.is_meta:
-                want = "weights that stay on the device; decode='hf' for a model that is offloaded"
-                fail(InvalidInput, "decode", f"graphs over {type(module).__name__}.{field}, which is on meta", want)
-            if t is not None:
-                found.append(_address(t))
-    return tuple(found)
-
-
-def _words(value: Any) -> Any:
-    """What an attribute says of a module's state: a flag, text or fraction, several texts, or fractions by name. None: nothing."""
-    if isinstance(value, (bool, str, float)):
-        return value
-    if isinstance(value, dict) and all(isinstance(x, float) for x in value.values()):
-        return tuple(value.items())
-    return tuple(value) if isinstance(value, (list, tuple)) and all(isinstance(x, str) for x in value) else None
+    return (*in_force(), *Glance(model).state)
 
 
 class Glance:
-    """A model as it is now, to see later that nothing has changed: in a fifth of the time of `guarded_state`, because no Python code runs
-    for each attribute.
+    """A model as it is now, and a way to see later, in far less time, that nothing has changed.
 
-    It holds the modules and their attributes, and no parameter.
+    The state has of each module its identity, its hooks, its attributes (see `Values`) and the
+    addresses of its tensors; the code that the model may run (see `Code`), torch's flags and its
+    hooks for all modules. It holds the modules and their attributes, and no parameter.
+
+    state: hashable; equal for models whose graphs may be exchanged.
+    code: hashable; compiled code for a model with another one is not used, for Dynamo does not guard on it: functions, methods, forwards
+        of instances, and the contents of tuples.
+    unknown: why the model cannot be compared, with the attribute's name; "" where it can.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        """Raises InvalidInput for a weight on meta."""
+        self._model = model
         self._modules = list(model.modules())
+        self._values = Values(self._modules)
+        self.unknown = ""
+        self._places: list[tuple[int, str]] = []
+        self._found: list[Any] = []
+        self._getters: list[tuple[Callable[[Any], tuple[Any, ...]], dict[str, Any]]] = []
+        for number, module in enumerate(self._modules):
+            self._take(number, module, _names(vars(module)))
+        self._code = Code([*map(type, self._modules), *self._values.classes], self._values)
+        self.unknown = self.unknown or self._code.unknown
+        code = [(-1, f"{whose}.{name}") for _, whose, name in self._code.places.values()]
+        self._places += [*code, (-1, "torch's flags"), (-1, "torch's global module hooks")]
+        self._found += [*self._code.state, flags(), global_hooks()]
+        self.state = tuple(self._found)
+        forwards = [found for (_, name), found in zip(self._places, self._found, strict=True) if name == "forward"]
+        self.code = (*self._code.functions, *forwards, *self._values.unguarded)
+        self._prepare()
+
+    def _take(self, number: int, module: nn.Module, names: list[str]) -> None:
+        """names: of its own attributes."""
+        own = vars(module)
+        read = ["training", *names]
+        if type(module) is nn.Linear:
+            read = [name for name in names if name not in _UNREAD]
+        if read:
+            self._getters.append((getter(read), own))
+        hooks = [tuple(own[name]) for name in _HOOKS]
+        self._note(number, "", (id(module), type(module), module.training, *hooks))
+        for name in names:
+            try:
+                found = self._values.of(own[name])
+            except Unknown as why:
+                self.unknown = self.unknown or f"{type(module).__name__}.{name} holds {why}"
+                found = Itself(own[name])
+            self._note(number, name, found)
+        if (absorbed := own.get(HELD)) is not None:
+            # Made from the parameters, and made anew in the same memory at every prompt.
+            self._note(number, HELD, id(absorbed.weight))
+        for name, t in (*module._parameters.items(), *module._buffers.items()):
+            if t is None:
+                continue
+            if t.is_meta:
+                got = f"graphs over {type(module).__name__}.{name}, which is on meta"
+                want = "weights that stay on the device; decode='hf' for a model that is offloaded"
+                fail(InvalidInput, "decode", got, want)
+            self._note(number, name, address(t))
+
+    def _note(self, number: int, name: str, found: Any) -> None:
+        self._places.append((number, name))
+        self._found.append(found)
+
+    def _names(self) -> list[str]:
+        """Of each part of the state the attribute, from the model on, or the name in its code."""
+        paths = {id(module): path for path, module in self._model.named_modules()}
+        paths = {number: paths.get(id(each), type(each).__name__) for number, each in enumerate(self._modules)}
+        found = (".".join(filter(None, (paths.get(number), name))) for number, name in self._places)
+        return [name or type(self._model).__name__ for name in found]
+
+    def changed(self, later: Glance) -> str:
+        """The name of what differs in a later glance at the model; "" where nothing does."""
+        before, after = (dict(zip(glance._names(), glance.state, strict=True)) for glance in (self, later))
+        names = dict.fromkeys((*before, *after))
+        return next((name for name in names if before.get(name) != after.get(name)), "")
+
+    def without(self, names: Collection[str]) -> int:
+        """A hash of the state, of these attributes only of their kind, or which function they are."""
+        named = zip(self._names(), self.state, strict=True)
+        return hash(tuple(_kind(value) if name in names else value for name, value in named))
+
+    def _prepare(self) -> None:
         owned = [vars(module) for module in self._modules]
-        inside = [own[name] for own in owned for name in ("_modules", "_forward_hooks", "_forward_pre_hooks")]
+        inside = [own[name] for own in owned for name in ("_modules", *_HOOKS)]
         tensors = [own[name] for own in owned for name in ("_parameters", "_buffers")]
-        # Of empty ones, most of them, the length says all.
-        self._dicts, self._attributes, self._tensors = inside + tensors, [*owned, *filter(len, inside)], list(filter(len, tensors))
-        self._lists = [x for own in owned for field in own.keys() - INTERNAL if isinstance(x := own[field], (dict, list))]
-        # Parts of other tensors, and versions of weights, are for `guarded_state`.
-        plain = all(type(t) in PLAIN for t in _flat(self._tensors) if t is not None)
+        self._owned, self._empty = owned, [held for held in inside + tensors if not held]
+        self._inside, self._tensors = list(filter(None, inside)), list(filter(None, tensors))
+        held = [t for t in self._all_tensors() if t is not None]
+        # Parts of other tensors, and versions of weights, are for the state.
+        plain = all(type(t) in PLAIN for t in held)
         self._plain = plain and not any(HELD in own for own in owned)
-        self._seen = self._look() if self._plain else ()
+        if self._plain:
+            self._values.keep()
+            self._seen, self._attributes = self._look(), self._held()
 
     def same(self) -> bool:
         """Has nothing changed? False may also be the answer where only what does not count has."""
         try:
-            return self._plain and self._look() == self._seen
-        except Exception:  # attributes that cannot be compared
+            return self._plain and not any(self._empty) and self._is_as_seen()
+        except Exception:  # attributes that cannot be compared, or are gone
             return False
 
+    def _is_as_seen(self) -> bool:
+        if self._look() != self._seen or not alike(self._held(), self._attributes):
+            return False
+        return self._values.same() and self._code.same()
+
+    def _held(self) -> list[Any]:
+        return list(chain.from_iterable([get(own) for get, own in self._getters]))
+
+    def _all_tensors(self) -> list[Any]:
+        return _flat(self._tensors) + self._values.tensors
+
     def _look(self) -> tuple[Any, ...]:
-        found = [t for t in _flat(self._tensors) if t is not None]
+        found = [t for t in self._all_tensors() if t is not None]
         return (
             list(map(Tensor.data_ptr, found)), [t.shape for t in found], list(map(Tensor.stride, found)), [t.dtype for t in found],
-            list(map(type, found)), list(map(type, self._modules)), list(map(_words, self._lists)),
-            list(map(len, self._dicts)), _flat(self._attributes),
+            list(map(type, found)), list(map(type, self._modules)), list(map(len, self._owned)), _flat(self._inside), flags(),
+            global_hooks(),
         )  # fmt: skip
+
+
+def _kind(value: Any) -> Any:
+    """Of the state of an attribute: the class of its value, or the function that it is; None for a tensor."""
+    while isinstance(value, tuple) and value:
+        value = value[0]
+    return value if isinstance(value, (type, Itself)) else None
+
+
+def _names(own: dict[str, Any]) -> list[str]:
+    """The attributes of a module that are its own. Sorted, for one may be taken away and set again."""
+    return sorted(own.keys() - _NOT_READ)
 
 
 def _flat(dicts: Iterable[dict[str, Any]]) -> list[Any]:
     """All their values."""
     return list(chain.from_iterable(map(dict.values, dicts)))
-
-
-def _address(t: Tensor) -> Any:
-    """The place and layout of a tensor's numbers; those of a tensor subclass are in tensors of its own."""
-    if type(t) in PLAIN:
-        return t.data_ptr(), t.dtype, t.shape, t.stride()
-    flatten = getattr(t, "__tensor_flatten__", None)
-    return id(t), *(_address(getattr(t, inner)) for inner in (flatten()[0] if flatten is not None else ()))

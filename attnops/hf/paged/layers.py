@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from attnops.cache.batch import PagedBatch
-from attnops.graphs.regional import NUMBER, NotRegional, Regions, Twin, twin, varying
+from attnops.graphs.regional import NUMBER, NotRegional, Regions, Twin, twin, varying, write_back
 from attnops.hf.attention import descriptor
 from attnops.hf.cache_names import argument
 from attnops.hf.methods import is_replaced
@@ -127,10 +127,12 @@ class Here:
         for t in pytree.tree_leaves((args, kwargs)) if self.packed else ():
             if isinstance(t, Tensor) and t.dim() > 1 and t.shape[:2] == (1, self.rows):
                 varying(t, 1)
-        same = None
-        if self.twins is not None and (same := self.twins.get(layer)) is None:
-            same = self.twins[layer] = twin(layer)
+        same = kept = None if self.twins is None else self.twins.get(layer)
+        if self.twins is not None and kept is None:
+            same = twin(layer)
         out = self.regions(layer, self.rows, args, kwargs, apart=pages.kernels[at], same=same)
+        if self.twins is not None and kept is None and same is not None and not write_back(layer, same[0]):
+            self.twins[layer] = same
         cache.wrote(number)
         return out
 

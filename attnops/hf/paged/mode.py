@@ -84,6 +84,7 @@ class PagedMode:
         self.blocks = not self.latents and "block_sequence_ids" in inspect.getsource(sys.modules[type(owner).__module__])
         windows = (0,) * len(modules) if self.latents else paged_models.windows_of(owner, self._config, self.layers)
         self.windows = dict(zip(modules, windows, strict=True))
+        self._lists = paged_models.lists_of(owner, self.windows)
         try:
             others = layers_without_pages(self._config, self.layers)
         except InvalidInput as error:
@@ -193,12 +194,14 @@ class PagedMode:
         return f"{held}: at most {MOST_IDLE} sets of pages and an eighth of the GPU, until release()", *of_steps
 
     def release(self) -> None:
-        """Free idle pages and the graphs over them. Graphs that could not be made, as when memory was short, are tried again."""
+        """Free idle pages, and every graph. Graphs that could not be made, as when memory was short, are tried again."""
         self.pool.clear()
         if self._decoder is not None:
-            self._decoder.failed.clear()
-            self._decoder.prompts.refusal = ""
-        self.loop.free()
+            self._decoder.free()
+            with self._decoder.turn:
+                self.loop.free()
+        else:
+            self.loop.free()
 
     def undo(self) -> None:
         """Take them away again."""
@@ -310,6 +313,9 @@ class PagedMode:
         # The attention implementation of a layer that was switched after the patch does not know pages.
         names = (module.config._attn_implementation_internal for module in self.windows)
         elsewhere = next((str(name) for name in names if name != self.implementation), None)
+        relisted = paged_models.relisted(self._owner, self._lists)
+        told = not self.chosen or isinstance(given, PagedModelCache)
+        need(not (relisted and told), "layers", relisted, "as many as the pages have; after a change call unpatch(), then patch()")
         if isinstance(given, PagedModelCache):
             self._check_given(given, elsewhere, rows, max_cache_length)
             need(beams <= 1, "num_beams", beams, "1 with a paged cache: rows keep their pages")
@@ -318,7 +324,7 @@ class PagedMode:
             for module in self.windows:
                 expire(module.kv_b_proj)
         call = Call(self._owner, generation_config, generation_mode, model_kwargs)
-        reasons = self._reasons(call, elsewhere, rows)
+        reasons = [Reason(relisted)] if relisted else self._reasons(call, elsewhere, rows)
         if not reasons:
             try:
                 cache = self.lend(rows, max_cache_length, *drafts(call))

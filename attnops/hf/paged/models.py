@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -118,6 +118,26 @@ def check_module(path: str, module: Any) -> None:
     except (InvalidInput, RuntimeError, TypeError, ValueError) as error:
         raise PatchError(f'patch: cache="paged" cannot absorb the projection of {name}: {error}') from error
     refuse_unless(same, f"got {name}, whose expand_kv does more than unfold latents by its kv_b_proj")
+
+
+# The layers of a model -------------------------------------------------------------------------------------------------
+
+
+def lists_of(owner: nn.Module, modules: Iterable[nn.Module]) -> dict[str, int]:
+    """The lists of layers that hold these modules, by their paths: how many layers each has."""
+    wanted = {id(module) for module in modules}
+    paths = [path for path, module in owner.named_modules() if id(module) in wanted]
+    lists = [(path, each) for path, each in owner.named_modules() if isinstance(each, nn.ModuleList)]
+    return {path: len(each) for path, each in lists if any(p.startswith(f"{path}.") for p in paths)}
+
+
+def relisted(owner: nn.Module, lists: Mapping[str, int]) -> str:
+    """Which of these lists has more or fewer layers now; "" where none has."""
+    for path, count in lists.items():
+        found: Any = owner.get_submodule(path)
+        if len(found) != count:
+            return f"{path} has {len(found)} layers, and had {count} at patch()"
+    return ""
 
 
 # Models of keys and values --------------------------------------------------------------------------------------------

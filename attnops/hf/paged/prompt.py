@@ -11,6 +11,7 @@ import inspect
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from torch.nn.functional import pad
 from attnops.cache.batch import PagedBatch
 from attnops.cache.paged import ordinary
 from attnops.cache.step import Tokens
-from attnops.errors import InvalidInput, NoKernel, NotCapturable, one_line
+from attnops.errors import InvalidInput, NoKernel, NotCapturable, SideEffect, one_line
 from attnops.graphs import Buckets, Graphed, breakable
 from attnops.graphs.device import Device
 from attnops.graphs.guard import uncached_casts
@@ -157,6 +158,10 @@ class Prompts:
         self._layers: dict[nn.Module, int] = {}
         self._twins: dict[nn.Module, Twin] = {}
 
+    def forget(self) -> None:
+        """Forget the compiled layers, and why there were none: the code of the model has changed."""
+        self.regions, self.refusal = None, ""
+
     def notes(self) -> tuple[str, ...]:
         """How the last prompt ran, for the report; no line before the first."""
         ran = f"the model's own layers ({self.why})" if self.why else f"{self.took} layers" if self.took else ""
@@ -216,6 +221,8 @@ class Prompts:
                     self._part(part, graphs, sent[4 * i : 4 * i + 4], tokens, positions, cache, took)
                     for i, (part, graphs) in enumerate(zip(parts, over, strict=True))
                 ]
+        except SideEffect:
+            raise
         except Exception as error:
             traced = isinstance(error, (NotRegional, NotCapturable, NoKernel))
             if isinstance(error, InvalidInput) or (self._ran and not traced):
@@ -239,6 +246,8 @@ class Prompts:
         if over is not None and not self._uncaptured:
             try:
                 logits: Tensor = over.graphed(tokens=tokens, positions=positions, counts=counts, cache=over.cache)
+            except SideEffect:
+                raise
             except (NotCapturable, torch.OutOfMemoryError) as error:
                 self._uncaptured = one_line(error)
             else:
@@ -284,8 +293,10 @@ class Prompts:
         except Exception as error:
             self.refusal = one_line(error)
 
-    def graphed(self, cache: PagedModelCache, device: Device | None, budget_bytes: int | None) -> Graphed:
-        """Graphs of first chunks, over a cache of ours."""
+    def graphed(
+        self, cache: PagedModelCache, device: Device | None, budget_bytes: int | None, watch: Callable[[], AbstractContextManager[Any]]
+    ) -> Graphed:
+        """Graphs of first chunks, over a cache of ours. watch: as `Graphed` takes it."""
 
         def step(tokens: Tensor, positions: Tensor, counts: Tensor, cache: PagedModelCache) -> Tensor:
             last = (counts.cumsum(0) - 1).clamp(min=0)
@@ -294,6 +305,7 @@ class Prompts:
         return breakable(
             step, Buckets(tokens=CAPTURED, requests=cache.max_batch, over="eager"), batch=None, tokens=("tokens", "positions"),
             requests=("counts",), returns="requests", graphs=device, budget_bytes=budget_bytes, over_budget="drop",
+            watch=watch,
         )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from attnops.hf.cache_names import cache_in
 from attnops.hf.generation import running_generation
 from attnops.hf.methods import Method, is_compiled, is_replaced
+from attnops.hf.paged.around import global_hooks
 from attnops.hf.paged.models import has_blocks
 from attnops.hf.paged.pages import ALL, DRAFTS
 
@@ -19,6 +20,8 @@ _DRAWN = ("drop", "jitter", "noise")
 # As PEFT does for prompts that are learnt.
 PREPARES = "prepare_inputs_for_generation was replaced, and may bring positions of its own"
 REPLACED = "the model's forward was replaced or compiled, and its steps are left to it"
+
+HOOKED = "hooks of the caller on {} run at every step"
 
 
 def callers_choice(owner: Any, mask: str) -> str:
@@ -106,12 +109,12 @@ def against_pages_unasked(call: Call, forward: Method | None) -> list[Reason]:
     generation = running_generation()
     replaced = forward is not None and vars(owner).get("forward") is not forward
     custom = generation is not None and generation.custom
-    hooked = _hooked(owner)
+    hooked = hooks_of_the_caller(owner)
     dropping = "" if owner.training else drawing(owner)
     padded = _left_padded(call.given.get("attention_mask"))
     reasons = {
         "a loop of the caller's (custom_generate) may change its cache": custom,
-        f"hooks of the caller on {hooked} run at every step": hooked,
+        HOOKED.format(hooked): hooked,
         REPLACED: replaced or is_compiled(owner),
         "output_hidden_states=True": call.asks("output_hidden_states"),
         "the model is in training mode": owner.training,
@@ -150,8 +153,10 @@ def prepares(owner: Any) -> bool:
     return inputs is not None and (not isinstance(inputs, Method) or inputs.own is not None)
 
 
-def _hooked(owner: Any) -> str:
+def hooks_of_the_caller(owner: Any) -> str:
     """The class of a module within `owner` with hooks that are neither ours nor transformers', which no replay runs; "" without."""
+    if global_hooks():
+        return "every module"
     return next((type(module).__name__ for module, _ in _callers_hooks(owner)), "")
 
 
