@@ -430,7 +430,6 @@ def test_names_are_bundled():
 # demo -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
 def test_demo_without_compiling():
     result = attnops("demo", "--no-compile", "--tokens", 3, "--json")
     report = json.loads(result.stdout)
@@ -447,6 +446,7 @@ def test_demo_without_compiling():
     assert "The gain is on a GPU: " in result.stderr and re.search(r"^https://\S+/docs/performance.md ", result.stderr, re.M)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_demo_compiles():
     from attnops.cli.demo import Clock, _one

@@ -20,7 +20,7 @@ def found(tmp_path_factory):
     return cache(lambda backend: results("cpu", backend, RUNS[backend], tmp_path_factory.mktemp("ranks")))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "name"),

@@ -100,6 +100,7 @@ for line, count in kernel_lines().items():
 """
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p.read_text())], ids=place)
 def test_blocks_run_and_print_the_text_below_them(page):
@@ -174,7 +175,7 @@ def test_the_gallery_has_every_example():
     assert found == {*EXAMPLES.ORDER, "own_kernel_package"}
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.slow
 @pytest.mark.parametrize("example", [name for name in EXAMPLES.ORDER if name != "aoti_export"])  # tests/lowering/test_modes.py runs it
 def test_example_prints_what_the_gallery_shows(example):
@@ -196,7 +197,7 @@ def test_a_kernel_in_a_package_is_found_and_keeps_its_contract(tmp_path):
     assert " passed" in printed
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda p: p.stem)
 def test_tutorial_runs(tutorial):

@@ -109,7 +109,7 @@ class Twice(nn.Module):
         return x
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["self", "latent"])
 def test_compiled_whole(name):
     """With max_seqlen= one graph serves any lengths."""

@@ -298,6 +298,7 @@ def test_an_empty_step():
     assert out[0].shape == (0, HQ, D)
 
 
+@pytest.mark.full
 def test_sinks_start_neutral_and_learn():
     assert [p.tolist() for p in Attention(HQ, head_dim=D, sinks=True).parameters()] == [[0.0] * HQ]
     assert not list(Attention(HQ, head_dim=D).parameters())

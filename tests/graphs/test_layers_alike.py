@@ -21,7 +21,7 @@ def pattern(step):
     return [seen.setdefault(structure(part), len(seen)) for part in found.split.parts if part.compiled]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     ("name", "layers", "want"),
     [

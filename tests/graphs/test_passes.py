@@ -17,7 +17,7 @@ def linears(pair, kind):
     return [n for part in parts if (n := sum(node.target is F.linear for node in part.module.graph.nodes))]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.full
 @pytest.mark.parametrize("kernel", [None, BOUNDARY], ids=["whole", "split"])
 def test_fused_steps_agree(kernel):
     model = decoder(2, kernel=kernel)

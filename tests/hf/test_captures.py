@@ -61,6 +61,7 @@ def test_each_change_is_seen(mode, monkeypatch):
     compared(mode, steered.CHANGES, monkeypatch)
 
 
+@pytest.mark.full
 def test_changes_that_compiled_code_is_not_guarded_on(monkeypatch):
     """Dynamo takes tuples for constants, and looks for no other method of a class. Prompts are captured, too."""
     compared("piecewise", ("a list in a tuple", "a method of a class"), monkeypatch)

@@ -100,6 +100,7 @@ def test_tied_embeddings_stay_tied():
 FLASH = "_scaled_dot_product_flash_attention_for_cpu.default("
 
 
+@pytest.mark.full
 def test_a_decode_step_copies_no_slice():
     """One kernel rotates queries and keys and stores them and the values, which are read where the product left them."""
     from torch._inductor.utils import run_and_get_code

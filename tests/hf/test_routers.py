@@ -129,7 +129,7 @@ def test_generated_code_calls_the_kernel(family):
     assert all(relative(a, b) < LIMIT for a, b in pairs)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize("mode", ["piecewise", "breakable"])
 @interpreted

@@ -107,6 +107,7 @@ def test_the_pretended_target_ends_with_the_call():
     assert pretended() is None
 
 
+@pytest.mark.full
 def test_torch_logs_shows_decisions():
     code = (
         "import sys, torch, attnops\n"

@@ -137,7 +137,7 @@ def test_checkpoints(selective):
     torch.testing.assert_close(gradients(layers, run, x), plain)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.full
 @pytest.mark.parametrize("selective", [False, True])
 def test_checkpoints_compiled(selective):
     layers, x = nn.ModuleList(Dense() for _ in range(2)), inputs()

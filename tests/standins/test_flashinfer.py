@@ -476,6 +476,7 @@ def planner():
     return Planner(SPEC, max_tokens=64, max_requests=4, max_pages=8, device="cpu", kernel="flashinfer")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layers", [3])
 def test_one_plan_a_step_however_many_layers(sm90, layers):
     model = Model(layers).eval()

@@ -213,6 +213,7 @@ while not built:
 """
 
 
+@pytest.mark.full
 def test_a_process_ends_after_the_kernels_that_threads_have_begun():
     done = subprocess.run([sys.executable, "-c", END], capture_output=True, text=True, timeout=LIMIT, check=True)
     assert 1 <= done.stdout.count("built") <= beside.MOST_THREADS, done.stderr
