@@ -16,7 +16,7 @@ import attnops
 from attnops.errors import InvalidInput, NotFast, PatchError
 from attnops.hf import Decode, tiny
 from attnops.hf.cache_names import named
-from attnops.hf.paged import decode, mode as paged, pool
+from attnops.hf.paged import decode, mode as paged, pool, steps
 from attnops.hf.paged.pages import EMPTY
 from tests.graphs.standin import StandIn
 from tests.hf.helpers import LIMIT, relative
@@ -111,7 +111,7 @@ def test_captures_draw_no_random_numbers(fails, monkeypatch):
     model = tiny.model("llama")
     model.model.layers[0].mlp.act_fn = torch.nn.Sequential(model.model.layers[0].mlp.act_fn, torch.nn.Dropout(0.4))
     ids, given = asked(2, 9, 6)
-    given["do_sample"], found, real = True, [], decode.breakable
+    given["do_sample"], found, real = True, [], steps.breakable
 
     def failing(step, *given, **more):
         @functools.wraps(step)
@@ -124,7 +124,7 @@ def test_captures_draw_no_random_numbers(fails, monkeypatch):
     for ours in (False, True):
         with attnops.patch(model, cache="paged", decode=how("auto")) if ours else nullcontext() as handle:
             if ours and fails:
-                monkeypatch.setattr(decode, "breakable", failing)
+                monkeypatch.setattr(steps, "breakable", failing)
             torch.manual_seed(3)
             with pytest.warns(NotFast) if ours and fails else nullcontext():
                 found.append(model.generate(ids, **given))

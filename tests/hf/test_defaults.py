@@ -16,7 +16,7 @@ import attnops
 from attnops.errors import NotFast, PatchError
 from attnops.hf import Decode, Took, tiny
 from attnops.hf.cache_names import NAME, argument, cache_in, cache_of, named
-from attnops.hf.paged import decode, mode as paged, pool
+from attnops.hf.paged import mode as paged, pool, steps
 from attnops.select import active_policy
 from tests.graphs.standin import StandIn
 from tests.hf import test_decode_graphs as decode_graphs
@@ -297,14 +297,14 @@ def test_graphs_that_cannot_be_made(monkeypatch):
     model, broken = tiny.model("llama"), {"piecewise"}
     want = generated(model, *CALL)
     for mode, name in (("piecewise", "Regional"), ("breakable", "breakable")):
-        real = getattr(decode, name)
+        real = getattr(steps, name)
 
         def failing(*given, mode=mode, real=real, **more):
             if mode in broken:
                 raise RuntimeError(f"no {mode} here")
             return real(*given, **more)
 
-        monkeypatch.setattr(decode, name, failing)
+        monkeypatch.setattr(steps, name, failing)
     with attnops.patch(model, decode=auto(compile_after=4)) as handle:
         with pytest.warns(NotFast, match="LlamaForCausalLM has no compiled CUDA graphs.*no piecewise here"):
             assert torch.equal(generated(model, *CALL), want)
@@ -327,7 +327,7 @@ def test_graphs_that_cannot_be_made(monkeypatch):
 
 def test_graphs_of_one_kind_of_step_that_cannot_be_made(monkeypatch):
     """Steps of several rows, and those of another policy, have graphs all the same."""
-    model, real, why = tiny.model("llama"), decode.breakable, "RuntimeError: no graph of one row"
+    model, real, why = tiny.model("llama"), steps.breakable, "RuntimeError: no graph of one row"
 
     def failing(step, *given, **more):
         @functools.wraps(step)
@@ -338,7 +338,7 @@ def test_graphs_of_one_kind_of_step_that_cannot_be_made(monkeypatch):
 
         return real(checked, *given, **more)
 
-    monkeypatch.setattr(decode, "breakable", failing)
+    monkeypatch.setattr(steps, "breakable", failing)
     one, two = (1, 9, 3), (2, 9, 3)
     want = {call: generated(model, *call) for call in (one, two)}
     with attnops.patch(model, decode=auto()) as handle:

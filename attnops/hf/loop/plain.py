@@ -27,6 +27,7 @@ from attnops.hf.cache_names import cache_in
 from attnops.hf.methods import Method, is_compiled
 from attnops.hf.paged.around import function_modes
 from attnops.hf.paged.cache import PagedModelCache
+from attnops.hf.paged.calls import more
 from attnops.hf.paged.decode import Decoder
 
 # Their results depend on the logits and the tokens so far, and on no Python number that changes from step to step.
@@ -115,7 +116,7 @@ def not_plain(asked: Asked, decoder: Decoder) -> str:
         f"{''.join(unknown[:1])} is code of its own": unknown or not lists,
         f"{''.join(outputs[:1])}=True": outputs,
         "a repetition penalty leaves the prompt out": any(_leaves_out(x, ids) for x in asked.processors),
-        "the model gets arguments that change from step to step": decoder.asks_more(given) or not config.use_cache,
+        "the model gets arguments that change from step to step": bool(more(given)) or not config.use_cache,
         "its tokens are not int64 on the device of the pages": not tokens,
         "it has no positions for each row": not of_rows,
         "a token ends rows and none pads them": asked.eos and not (isinstance(pad, Tensor) and pad.dim() == 0),

@@ -13,36 +13,31 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_function_stack
 
 from attnops.cache.paged import ordinary
-from attnops.call import name, need
 from attnops.errors import InvalidInput, NotCapturable, SideEffect, fail, one_line
-from attnops.graphs import Buckets, Graphed, Report, breakable, guard
-from attnops.graphs.buckets import decode_sizes
+from attnops.graphs import Graphed, Report
 from attnops.graphs.graphed import Progress
-from attnops.graphs.regional import Regional, Regions
-from attnops.hf import cache_names, not_fast
+from attnops.graphs.regional import Regions
+from attnops.hf import not_fast
 from attnops.hf.cache_names import argument_of, cache_in
-from attnops.hf.paged.around import function_modes
 from attnops.hf.paged.cache import PagedModelCache, State
+from attnops.hf.paged.calls import Kind, kind_of, modes_now, more, plain_step, positions, state_of, state_of_step
 from attnops.hf.paged.failed import Failed
 from attnops.hf.paged.guarded import Glance
 from attnops.hf.paged.how import Decode
-from attnops.hf.paged.layers import layered, starts
 from attnops.hf.paged.pages import ModelPages
 from attnops.hf.paged.prompt import Over, Prompts
-from attnops.hf.paged.reasons import HOOKED, drawing, hooks_of_the_caller
+from attnops.hf.paged.reasons import drawing
+from attnops.hf.paged.steps import against_graphs, graphed_steps, passes_of, watched
 from attnops.kernel import deterministic
-from attnops.lowering import Product, fuse_linears, fuse_rotation, use_linears
+from attnops.lowering import Product
 from attnops.lowering.use_linears import summary
 from attnops.select import active_policy
-
-Kind = Literal["one row", "more rows", "prompt"]
 
 # States of a model, such as adapters in use, whose graphs are kept.
 MOST_STATES = 2
@@ -50,12 +45,6 @@ MOST_STATES = 2
 MOST_COUNTED = 64
 # Tokens of prompts for each of `compile_after`: it takes so many to win a compiler's time back.
 PROMPT = 64
-# Arguments of generate() at a step of one token. Masks are known, the last four have one meaning for one token, and tokenizers are for
-# stopping criteria, though transformers hands them on to the model.
-_KNOWN = (
-    "input_ids", "position_ids", cache_names.NAME, "attention_mask", "tokenizer", "assistant_tokenizer", "use_cache",
-    "return_dict", "logits_to_keep", "cache_position",
-)  # fmt: skip
 
 
 class _Kept(NamedTuple):
@@ -129,10 +118,10 @@ class Decoder:
         # Compiled code rounds in other places, and under such a policy bits may not follow from the
         # steps before.
         counts = not deterministic(active_policy())
-        due = counts and self._kept.taken[_kind(rows)] >= self.how.compile_after
+        due = counts and self._kept.taken[kind_of(rows)] >= self.how.compile_after
         compiled = self._at_once or due
         modes = ("piecewise", "breakable") if compiled else ("breakable",)
-        return next((mode for mode in modes if Failed(self._state, _kind(rows), mode) not in self.failed), "hf")
+        return next((mode for mode in modes if Failed(self._state, kind_of(rows), mode) not in self.failed), "hf")
 
     def notes(self) -> tuple[str, ...]:
         """How prompts ran, the linears of compiled steps, and the kinds of steps without graphs, for the report."""
@@ -144,7 +133,7 @@ class Decoder:
     @property
     def why(self) -> str:
         """Why the kind of the last step has no graphs, or none that are compiled."""
-        kinds = [Failed(state, _kind(self._rows), mode) for state in (None, self._state) for mode in ("piecewise", "breakable")]
+        kinds = [Failed(state, kind_of(self._rows), mode) for state in (None, self._state) for mode in ("piecewise", "breakable")]
         return self.aside or "; ".join(dict.fromkeys(self.failed[kind] for kind in kinds if kind in self.failed))
 
     def why_not(self, rows: int) -> str:
@@ -153,22 +142,17 @@ class Decoder:
             return ""
         with self._lock:
             try:
-                self._see(_modes())
+                self._see(modes_now())
             except InvalidInput:  # weights on meta
-                return self.failed.get(Failed(None, _kind(rows), "breakable"), "")
-            return self.aside or self.failed.get(Failed(self._state, _kind(rows), "breakable"), "")
+                return self.failed.get(Failed(None, kind_of(rows), "breakable"), "")
+            return self.aside or self.failed.get(Failed(self._state, kind_of(rows), "breakable"), "")
 
     def step(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None = None) -> Tensor:
         """Logits `[B, 1, V]` of one token more for each row. See `Patched.step`.
 
         cache: of this model, with a first step behind it, of as many rows.
         """
-        state, most = _state_of(cache), cache.max_batch
-        if not _is_one_token(input_ids) or not 1 <= input_ids.shape[0] <= most or input_ids.dtype != torch.int64:
-            fail(InvalidInput, "input_ids", _shown(input_ids), f"int64 [B, 1] with B of at most {most}, the rows of the cache")
-        if not _are_positions(position_ids, input_ids):
-            fail(InvalidInput, "position_ids", _shown(position_ids), f"int64 [{input_ids.shape[0]}, 1], or None")
-        need(state.whole, cache_names.NAME, "empty or half written", "a cache with a prompt in it, whose last step was whole")
+        state = state_of_step(input_ids, cache, position_ids)
         with self._lock:
             self._look(state)
             if not self.aside:
@@ -176,26 +160,17 @@ class Decoder:
                     return self._replayed(input_ids, state, position_ids)
                 except SideEffect as error:
                     self._set_aside(error, state)
-            return self._plain(input_ids, cache, position_ids)
+            return plain_step(self._forward, input_ids, cache, position_ids, argument_of(self._model))
 
     def _replayed(self, input_ids: Tensor, state: State, position_ids: Tensor | None) -> Tensor:
         with self._graphs_of(state, input_ids.shape[0]) as found:
             live = found.live[: input_ids.shape[0]]
             if position_ids is None:
-                position_ids = _positions(state, live.shape[0])
+                position_ids = positions(state, live.shape[0])
             logits: Tensor = found.graphed(input_ids=input_ids, position_ids=position_ids, live=live, cache=found.cache)
-            self._kept.taken[_kind(input_ids.shape[0])] += 1
+            self._kept.taken[kind_of(input_ids.shape[0])] += 1
             # Another thread's step may write the memory of the graphs as soon as it has its turn.
             return logits.clone()
-
-    def _plain(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None) -> Tensor:
-        """The step by the model's own forward."""
-        if position_ids is None:
-            position_ids = _positions(cache.state, input_ids.shape[0])
-        given: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, argument_of(self._model): cache}
-        with torch.no_grad():
-            logits: Tensor = self._forward(**given, use_cache=True, return_dict=True).logits
-        return logits
 
     def try_step(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None) -> Tensor | None:
         """As `step`. None where the model's own forward is to run the step, and the cache is as before: the step is set `aside`, or, with
@@ -214,7 +189,7 @@ class Decoder:
 
     def _tried(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None) -> Tensor | None:
         rows = self._rows = input_ids.shape[0]
-        while Failed(None, _kind(rows), "breakable") not in self.failed:
+        while Failed(None, kind_of(rows), "breakable") not in self.failed:
             mode = "breakable"
             try:
                 self._look(cache.state)
@@ -227,7 +202,7 @@ class Decoder:
                 over = self._kept.over.get((cache.state.pages, mode))
                 if over is not None and over.captured(rows):
                     raise  # of a replay, not of a capture
-                self.failed[Failed(self._state, _kind(rows), mode)] = one_line(error)
+                self.failed[Failed(self._state, kind_of(rows), mode)] = one_line(error)
                 self.forget(cache.state.pages)
                 compiled = mode == "piecewise"
                 loss = not_fast.COMPILED if compiled else not_fast.GRAPHS
@@ -250,15 +225,6 @@ class Decoder:
         self._without.add(state)
         not_fast.warn(self._model, not_fast.GRAPHS, self.aside)
 
-    @contextmanager
-    def _watch(self) -> Iterator[None]:
-        """Raises SideEffect where the run in the block has changed the model."""
-        before = Glance(self._model)
-        yield
-        after = Glance(self._model)
-        if before.state != after.state:
-            fail(SideEffect, before.changed(after), "the model's own forward writes it")
-
     def try_prompt(self, given: dict[str, Any]) -> Tensor | None:
         """Logits `[B, 1, V]` of a prompt, by compiled layers. None where the model's own are to run it: `prompts` has the reason.
 
@@ -267,7 +233,7 @@ class Decoder:
         cache, ids = cache_in(given), given["input_ids"]
         with self._lock:
             self._without.discard(cache.state)
-            why = "it asks for more than logits" if self.asks_more(given) else self.prompts.against(given)
+            why = "it asks for more than logits" if more(given) else self.prompts.against(given)
             broken = any(kind.mode == "piecewise" and kind.state in (None, self._state) for kind in self.failed)
             if not why and (self.how.mode == "breakable" or broken or not (self.regions or self._at_once)):
                 why = "steps are not compiled"
@@ -298,7 +264,7 @@ class Decoder:
         made, key = self._kept.over, (state.pages, "prompt")
         if key not in made:
             cache = self._make(state.pages)
-            made[key] = Over(cache, self.prompts.graphed(cache, self.how.graphs, self.how.budget_bytes, self._watch))
+            made[key] = Over(cache, self.prompts.graphed(cache, self.how.graphs, self.how.budget_bytes, partial(watched, self._model)))
             made[key].graphed.draws = bool(drawing(self._model))
         return made[key]
 
@@ -309,10 +275,10 @@ class Decoder:
         """
         self._at_once = True
         with self._lock:
-            self._look(_state_of(cache))
+            self._look(state_of(cache))
             if self.aside:
                 fail(NotCapturable, "decode steps", self.aside)
-        with self._graphs_of(_state_of(cache), cache.max_batch) as found:
+        with self._graphs_of(state_of(cache), cache.max_batch) as found:
             one = found.live[:1]
             report = found.graphed.capture(
                 input_ids=one[:, None], position_ids=one[:, None], live=one, cache=found.cache, progress=progress
@@ -331,28 +297,6 @@ class Decoder:
             finally:
                 # A capture that failed half way leaves no step behind.
                 found.cache.state.end_step()
-
-    @staticmethod
-    def could_serve(given: dict[str, Any]) -> bool:
-        """Is this call of the model one token more for the rows of a cache?"""
-        ids, cache = given.get("input_ids"), cache_in(given)
-        return _is_one_token(ids) and isinstance(cache, PagedModelCache) and cache.state.filled
-
-    def serves(self, given: dict[str, Any]) -> bool:
-        """Could it serve this call, and does the call ask for logits only?"""
-        if not self.could_serve(given) or not cache_in(given).state.whole:
-            return False
-        ids = given["input_ids"]
-        return ids.dtype == torch.int64 and _are_positions(given.get("position_ids"), ids) and not self.asks_more(given)
-
-    @staticmethod
-    def more(given: dict[str, Any]) -> list[str]:
-        """The names of those arguments of the model by which it may return more than logits, or other ones."""
-        return [name for name, value in given.items() if name not in _KNOWN and not _is_nothing(value)]
-
-    def asks_more(self, given: dict[str, Any]) -> bool:
-        """Do these arguments of the model ask for more than logits?"""
-        return bool(self.more(given))
 
     @property
     def graph_bytes(self) -> int:
@@ -387,7 +331,7 @@ class Decoder:
 
     def _look(self, state: State) -> None:
         """Look at the model if its state may have changed since the last step over this cache."""
-        modes = _modes()
+        modes = modes_now()
         if self.look or state not in self._looked or modes != self._modes:
             self._see(modes)
             self._looked = self._looked if not self.look else weakref.WeakSet()
@@ -405,7 +349,9 @@ class Decoder:
         glance = Glance(self._model)
         given = (modes, *glance.state)
         self._state, self._modes = hash(given), modes
-        self.aside = self._against(glance)
+        self.aside = against_graphs(self._model, glance.unknown)
+        if not self.aside and self._effects:
+            self.aside = self._effects.get(glance.without(self._written), "")
         taken = self._taken[self._state] = self._taken.pop(self._state, Counter())
         if len(self._taken) > MOST_COUNTED:
             self._taken.pop(next(iter(self._taken)))
@@ -429,17 +375,6 @@ class Decoder:
             for unused in self._states.pop(next(iter(self._states))).over.values():
                 self._drop(unused)
 
-    def _against(self, glance: Glance) -> str:
-        """Why the model as it is may not be captured; "" where it may be tried."""
-        if modes := function_modes():
-            return f"the function mode {modes[0]} sees each operation of a step"
-        if hooked := hooks_of_the_caller(self._model):
-            return HOOKED.format(hooked)
-        if glance.unknown:
-            not_fast.warn(self._model, not_fast.GRAPHS, f"{glance.unknown}, which cannot be compared")
-            return f"{glance.unknown}, which cannot be compared"
-        return self._effects.get(glance.without(self._written), "") if self._effects else ""
-
     def _of(self, state: State, rows: int) -> Over:
         """The graphs over these pages, made now if they were not before."""
         self._look(state)
@@ -449,78 +384,14 @@ class Decoder:
         if mode == "piecewise" and before in made and not waits:
             self._drop(made.pop(before))
         if over is None:
-            cache, how = self._make(state.pages), self.how
-            step, capture = _step_of(self._forward, argument_of(self._model)), cast(Callable[..., Graphed], breakable)
+            cache, passes = self._make(state.pages), passes_of(self.how, self.products)
             if mode == "piecewise":
-                products = self.products
-                packed = (fuse_linears, fuse_rotation, lambda gm: products.update(dict.fromkeys(use_linears(gm))))
-                passes = packed if how.pack else (fuse_rotation,)
-                self.regions = self.regions or Regions(how.inner, passes)
-                in_layers = layered(self._forward, self._model, self.regions)
-                # Positions of one row are broadcast over, those of several are not.
-                capture = partial(Regional, inner=how.inner, one_differs=True, passes=passes, regions=self.regions, layered=in_layers)
-            graphed = capture(
-                step, Buckets(decode=decode_sizes(cache.max_batch)), batch=None, tokens=(),
-                requests=("input_ids", "position_ids", "live"), returns="requests", state=state.pages.counters,
-                budget_bytes=how.budget_bytes, over_budget=how.over_budget, check_every=how.check_every, graphs=how.graphs,
-                watch=self._watch,
-            )  # fmt: skip
+                self.regions = self.regions or Regions(self.how.inner, passes)
+            regions = self.regions if mode == "piecewise" else None
+            watch = partial(watched, self._model)
+            graphed = graphed_steps(self._model, self._forward, cache, self.how, passes, regions, watch)
             graphed.draws = bool(drawing(self._model))
             with ordinary():
                 live = torch.ones(cache.max_batch, dtype=torch.int64, device=state.pages.seen.device)
             over = made[state.pages, mode] = Over(cache, graphed, mode, live)
         return over
-
-
-def _state_of(cache: Any) -> State:
-    if not isinstance(cache, PagedModelCache):
-        fail(InvalidInput, cache_names.NAME, type(cache).__name__, "a cache of Patched.new_cache")
-    return cache.state
-
-
-def _modes() -> tuple[Any, ...]:
-    """What is looked at before every step. No name of a function mode: there is none in nearly every call."""
-    return (*guard.in_force(), function_modes() if _len_torch_function_stack() else ())
-
-
-def _positions(state: State, rows: int) -> Tensor:
-    """`[B, 1]`, of the next token of each row."""
-    with torch.no_grad(), ordinary():
-        found: Tensor = (state.pages.seen - state.pages.pad[:rows])[:, None]
-    return found
-
-
-def _kind(rows: int) -> Kind:
-    return "one row" if rows == 1 else "more rows"
-
-
-def _is_nothing(value: Any) -> bool:
-    """Does an argument ask for nothing? Of a text alone, transformers 5.24 hands a model of images an empty dict of what they encode to."""
-    return value is None or value is False or (isinstance(value, dict) and not value)
-
-
-def _is_one_token(ids: Any) -> bool:
-    return isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] == 1
-
-
-def _are_positions(given: Any, ids: Tensor) -> bool:
-    return given is None or (given.shape, given.dtype) == (ids.shape, torch.int64)
-
-
-def _shown(given: Any) -> str:
-    return f"{name(given.dtype)} {list(given.shape)}"
-
-
-def _step_of(forward: Callable[..., Any], argument: str) -> Callable[..., Any]:
-    """argument: the name of the model's cache."""
-
-    def step(input_ids: Tensor, position_ids: Tensor, live: Tensor, cache: PagedModelCache) -> Any:
-        """live: int64 `[B]`, 1 for a row of the batch, 0 for one that fills the bucket."""
-        state, pages = cache.state, cache.state.pages
-        state.start, state.real = starts(pages, live)
-        given: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, argument: cache}
-        out = forward(**given, use_cache=True, return_dict=True)
-        state.start = state.real = None
-        return out.logits
-
-    return step

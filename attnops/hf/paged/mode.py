@@ -29,7 +29,7 @@ from attnops.hf.generation import current_generation, running_generation
 from attnops.hf.loop.sample import Loop
 from attnops.hf.matching.match import Match, Site
 from attnops.hf.methods import Method
-from attnops.hf.paged import models as paged_models
+from attnops.hf.paged import calls, models as paged_models
 from attnops.hf.paged.ahead import begin
 from attnops.hf.paged.attention import dims_of, hand_over
 from attnops.hf.paged.cache import PagedKeyCache, PagedLatentCache, PagedModelCache, Returned, has_states, layers_without_pages
@@ -39,7 +39,7 @@ from attnops.hf.paged.models import refuse_unless
 from attnops.hf.paged.pages import DRAFTS, ModelPages, Sizes
 from attnops.hf.paged.pool import MOST_IDLE, Pool
 from attnops.hf.paged.prompt import is_prompt
-from attnops.hf.paged.reasons import PREPARES, Call, Reason, against_pages, against_pages_unasked, drafts, hooked_by_row, prepares
+from attnops.hf.paged.reasons import Call, Reason, against_pages, against_pages_unasked, drafts, refuse_given
 from attnops.hf.paged.unpaged import unpaged
 from attnops.hf.private import PREPARE
 from attnops.kernel import check_kernel
@@ -284,14 +284,14 @@ class PagedMode:
             # The prompt's mask was checked, and generate() only appends ones to it. Each chunk of a prompt brings more of the mask.
             mask, prompt = kwargs.get("attention_mask"), generation.prompt
             if prompt is None or (isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] > prompt):
-                served = decoder.serves(kwargs) and generation.checked is cache.state.pages.pad
+                served = calls.serves(kwargs) and generation.checked is cache.state.pages.pad
                 if served and (logits := decoder.try_step(kwargs["input_ids"], cache, kwargs.get("position_ids"))) is not None:
                     generation.graphs = decoder.last_mode
                     return CausalLMOutputWithPast(logits=cast(Any, logits), **named(cache))
                 # Not a prompt of one token without padding, of which transformers 5.23 hands no mask on.
-                if generation.checked is not None and decoder.could_serve(kwargs):
+                if generation.checked is not None and calls.could_serve(kwargs):
                     decoder.plain_steps += 1
-                    self._warn_of_arguments(decoder.more(kwargs))
+                    self._warn_of_arguments(calls.more(kwargs))
         given = {"input_ids": args[0], **kwargs} if len(args) == 1 else kwargs
         if is_prompt(given) and (found := decoder.try_prompt(given)) is not None:
             if generation is not None:
@@ -317,7 +317,7 @@ class PagedMode:
         told = not self.chosen or isinstance(given, PagedModelCache)
         need(not (relisted and told), "layers", relisted, "as many as the pages have; after a change call unpatch(), then patch()")
         if isinstance(given, PagedModelCache):
-            self._check_given(given, elsewhere, rows, max_cache_length)
+            refuse_given(self._owner, given, elsewhere, (rows, max_cache_length), self.decode.mode != "hf")
             need(beams <= 1, "num_beams", beams, "1 with a paged cache: rows keep their pages")
         if self.latents:
             # A prompt that goes on with a cache may be one token, which no layer can tell from a step.
@@ -347,19 +347,6 @@ class PagedMode:
             generation.why = "" if isinstance(given, PagedModelCache) else whole
         self._warn(reasons if given is None else [])
         return method.original(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
-
-    def _check_given(self, given: PagedModelCache, elsewhere: str | None, rows: int, length: int) -> None:
-        """Raise InvalidInput unless `generate()` can go on with this cache, which the caller passed. elsewhere: see `_reasons`."""
-        want = "another cache: the attention of this model, or of one that holds the same config, was switched in the meantime"
-        need(elsewhere is None, cache_names.NAME, f"{type(given).__name__} with attention {elsewhere!r}", want)
-        for field, got, most in (("rows", rows, given.max_batch), ("length", length, given.max_length)):
-            need(got <= most, f"{cache_names.NAME}, {field}", got, f"at most {most}, the size of this cache")
-        own = "transformers' own cache, or none"
-        need(not prepares(self._owner), cache_names.NAME, f"{type(given).__name__} where {PREPARES}", own)
-        by_row = hooked_by_row(self._owner)
-        alone = not by_row or self.decode.mode == "hf"
-        where = f"{type(given).__name__} where hooks on {by_row} hand each row an argument of its own, and graphs add rows"
-        need(alone, cache_names.NAME, where, f"{own}, or a model patched with decode='hf'")
 
     def _warn(self, reasons: Sequence[Reason]) -> None:
         """Warn of pages that a call does not get, where the caller may not know."""

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from attnops.call import need
+from attnops.hf import cache_names
 from attnops.hf.cache_names import cache_in
 from attnops.hf.generation import running_generation
 from attnops.hf.methods import Method, is_compiled, is_replaced
@@ -98,6 +100,26 @@ def against_pages(call: Call, elsewhere: str | None, blocks: bool) -> list[Reaso
         (by_row, Reason(f"hooks on {by_row} hand each row an argument of its own, as PEFT's adapter_names", told=True)),
     ]
     return [reason for holds, reason in reasons if holds]
+
+
+def refuse_given(owner: Any, given: Any, elsewhere: str | None, sizes: tuple[int, int], graphed: bool) -> None:
+    """Raise InvalidInput unless `generate()` can go on with a cache of pages that the caller passed.
+
+    Args:
+        elsewhere: see `against_pages`.
+        sizes: the rows and the length that the call asks for.
+        graphed: are graphs asked for?
+    """
+    kind = type(given).__name__
+    want = "another cache: the attention of this model, or of one that holds the same config, was switched in the meantime"
+    need(elsewhere is None, cache_names.NAME, f"{kind} with attention {elsewhere!r}", want)
+    for field, got, most in (("rows", sizes[0], given.max_batch), ("length", sizes[1], given.max_length)):
+        need(got <= most, f"{cache_names.NAME}, {field}", got, f"at most {most}, the size of this cache")
+    own = "transformers' own cache, or none"
+    need(not prepares(owner), cache_names.NAME, f"{kind} where {PREPARES}", own)
+    by_row = hooked_by_row(owner)
+    beside = f"{kind} where hooks on {by_row} hand each row an argument of its own, and graphs add rows"
+    need(not by_row or not graphed, cache_names.NAME, beside, f"{own}, or a model patched with decode='hf'")
 
 
 def against_pages_unasked(call: Call, forward: Method | None) -> list[Reason]:

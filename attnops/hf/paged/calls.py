@@ -1,0 +1,125 @@
+"""A decode step as a call: which calls of a model are one, and what it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch._C import _len_torch_function_stack
+
+from attnops.cache.paged import ordinary
+from attnops.call import name, need
+from attnops.errors import InvalidInput, fail
+from attnops.graphs import guard
+from attnops.hf import cache_names
+from attnops.hf.cache_names import cache_in
+from attnops.hf.paged.around import function_modes
+from attnops.hf.paged.cache import PagedModelCache, State
+from attnops.hf.paged.layers import starts
+
+Kind = Literal["one row", "more rows", "prompt"]
+
+# Arguments of generate() at a step of one token. Masks are known, the last four have one meaning for one token, and tokenizers are for
+# stopping criteria, though transformers hands them on to the model.
+KNOWN = (
+    "input_ids", "position_ids", cache_names.NAME, "attention_mask", "tokenizer", "assistant_tokenizer", "use_cache",
+    "return_dict", "logits_to_keep", "cache_position",
+)  # fmt: skip
+
+
+def state_of(cache: Any) -> State:
+    if not isinstance(cache, PagedModelCache):
+        fail(InvalidInput, cache_names.NAME, type(cache).__name__, "a cache of Patched.new_cache")
+    return cache.state
+
+
+def modes_now() -> tuple[Any, ...]:
+    """What is looked at before every step. No name of a function mode: there is none in nearly every call."""
+    return (*guard.in_force(), function_modes() if _len_torch_function_stack() else ())
+
+
+def positions(state: State, rows: int) -> Tensor:
+    """`[B, 1]`, of the next token of each row."""
+    with torch.no_grad(), ordinary():
+        found: Tensor = (state.pages.seen - state.pages.pad[:rows])[:, None]
+    return found
+
+
+def kind_of(rows: int) -> Kind:
+    return "one row" if rows == 1 else "more rows"
+
+
+def could_serve(given: dict[str, Any]) -> bool:
+    """Is this call of the model one token more for the rows of a cache?"""
+    ids, cache = given.get("input_ids"), cache_in(given)
+    return is_one_token(ids) and isinstance(cache, PagedModelCache) and cache.state.filled
+
+
+def serves(given: dict[str, Any]) -> bool:
+    """Could a graph serve this call, and does the call ask for logits only?"""
+    if not could_serve(given) or not cache_in(given).state.whole:
+        return False
+    ids = given["input_ids"]
+    return ids.dtype == torch.int64 and are_positions(given.get("position_ids"), ids) and not more(given)
+
+
+def more(given: dict[str, Any]) -> list[str]:
+    """The names of those arguments of the model by which it may return more than logits, or other ones."""
+    return [name for name, value in given.items() if name not in KNOWN and not is_nothing(value)]
+
+
+def state_of_step(input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None) -> State:
+    """The state of the cache that a step is asked for with. Raises InvalidInput where it cannot be one."""
+    state, most = state_of(cache), cache.max_batch
+    if not is_one_token(input_ids) or not 1 <= input_ids.shape[0] <= most or input_ids.dtype != torch.int64:
+        fail(InvalidInput, "input_ids", shown(input_ids), f"int64 [B, 1] with B of at most {most}, the rows of the cache")
+    if not are_positions(position_ids, input_ids):
+        fail(InvalidInput, "position_ids", shown(position_ids), f"int64 [{input_ids.shape[0]}, 1], or None")
+    need(state.whole, cache_names.NAME, "empty or half written", "a cache with a prompt in it, whose last step was whole")
+    return state
+
+
+def is_nothing(value: Any) -> bool:
+    """Does an argument ask for nothing? Of a text alone, transformers 5.24 hands a model of images an empty dict of what they encode to."""
+    return value is None or value is False or (isinstance(value, dict) and not value)
+
+
+def is_one_token(ids: Any) -> bool:
+    return isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] == 1
+
+
+def are_positions(given: Any, ids: Tensor) -> bool:
+    return given is None or (given.shape, given.dtype) == (ids.shape, torch.int64)
+
+
+def shown(given: Any) -> str:
+    return f"{name(given.dtype)} {list(given.shape)}"
+
+
+def plain_step(
+    forward: Callable[..., Any], input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None, argument: str
+) -> Tensor:
+    """The logits of a step by the model's own forward. argument: the name of the model's cache."""
+    if position_ids is None:
+        position_ids = positions(cache.state, input_ids.shape[0])
+    given: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, argument: cache}
+    with torch.no_grad():
+        logits: Tensor = forward(**given, use_cache=True, return_dict=True).logits
+    return logits
+
+
+def step_of(forward: Callable[..., Any], argument: str) -> Callable[..., Any]:
+    """argument: the name of the model's cache."""
+
+    def step(input_ids: Tensor, position_ids: Tensor, live: Tensor, cache: PagedModelCache) -> Any:
+        """live: int64 `[B]`, 1 for a row of the batch, 0 for one that fills the bucket."""
+        state, pages = cache.state, cache.state.pages
+        state.start, state.real = starts(pages, live)
+        given: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, argument: cache}
+        out = forward(**given, use_cache=True, return_dict=True)
+        state.start = state.real = None
+        return out.logits
+
+    return step

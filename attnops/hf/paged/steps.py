@@ -1,0 +1,84 @@
+"""The graphs of decode steps over one set of pages, before any is captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+from attnops.errors import SideEffect, fail
+from attnops.graphs import Buckets, Graphed, breakable
+from attnops.graphs.buckets import decode_sizes
+from attnops.graphs.regional import Regional, Regions
+from attnops.hf import not_fast
+from attnops.hf.cache_names import argument_of
+from attnops.hf.paged.around import function_modes
+from attnops.hf.paged.cache import PagedModelCache
+from attnops.hf.paged.calls import step_of
+from attnops.hf.paged.guarded import Glance
+from attnops.hf.paged.how import Decode
+from attnops.hf.paged.layers import layered
+from attnops.hf.paged.reasons import HOOKED, hooks_of_the_caller
+from attnops.lowering import Product, fuse_linears, fuse_rotation, use_linears
+
+Passes = tuple[Callable[[Any], Any], ...]
+
+
+def passes_of(how: Decode, products: dict[Product, None]) -> Passes:
+    """The passes over the graph of a compiled step. products: takes the linears that they find."""
+    if not how.pack:
+        return (fuse_rotation,)
+    return fuse_linears, fuse_rotation, lambda gm: products.update(dict.fromkeys(use_linears(gm)))
+
+
+def graphed_steps(
+    model: Any,
+    forward: Callable[..., Any],
+    cache: PagedModelCache,
+    how: Decode,
+    passes: Passes,
+    regions: Regions | None,
+    watch: Callable[[], Any],
+) -> Graphed:
+    """The graphs of steps over a cache.
+
+    Args:
+        forward: the model's own.
+        passes: of compiled steps.
+        regions: the layers that are compiled; None: steps are captured from eager code.
+        watch: see `Graphed`.
+    """
+    capture = cast(Callable[..., Graphed], breakable)
+    if regions is not None:
+        in_layers = layered(forward, model, regions)
+        # Positions of one row are broadcast over, those of several are not.
+        capture = partial(Regional, inner=how.inner, one_differs=True, passes=passes, regions=regions, layered=in_layers)
+    return capture(
+        step_of(forward, argument_of(model)), Buckets(decode=decode_sizes(cache.max_batch)), batch=None, tokens=(),
+        requests=("input_ids", "position_ids", "live"), returns="requests", state=cache.state.pages.counters,
+        budget_bytes=how.budget_bytes, over_budget=how.over_budget, check_every=how.check_every, graphs=how.graphs,
+        watch=watch,
+    )  # fmt: skip
+
+
+@contextmanager
+def watched(model: Any) -> Iterator[None]:
+    """Raises SideEffect where the run in the block has changed the model."""
+    before = Glance(model)
+    yield
+    after = Glance(model)
+    if before.state != after.state:
+        fail(SideEffect, before.changed(after), "the model's own forward writes it")
+
+
+def against_graphs(model: Any, unknown: str) -> str:
+    """Why the model as it is may not be captured; "" where it may be tried. unknown: see `Glance`."""
+    if modes := function_modes():
+        return f"the function mode {modes[0]} sees each operation of a step"
+    if hooked := hooks_of_the_caller(model):
+        return HOOKED.format(hooked)
+    if unknown:
+        not_fast.warn(model, not_fast.GRAPHS, f"{unknown}, which cannot be compared")
+        return f"{unknown}, which cannot be compared"
+    return ""
