@@ -190,9 +190,14 @@ class Links(SphinxTransform):
         node.replace_self(link)
 
 
-def public(app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, text: nodes.Element) -> None:
-    """The name under which another project documents a class."""
-    node["reftarget"] = ALIASES.get(node.get("reftarget"), node.get("reftarget"))
+def public(app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, text: nodes.Element) -> nodes.Element | None:
+    """The entry of a class under its public name. Intersphinx looks for those of other projects, under the name set here."""
+    target = node.get("reftarget")
+    alias = node["reftarget"] = ALIASES.get(target, target)
+    if alias == target or not alias.startswith("attnops."):
+        return None
+    python = env.get_domain("py")
+    return python.resolve_xref(env, node["refdoc"], app.builder, node["reftype"], alias, node, text)
 
 
 def plain(app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, text: nodes.Element) -> nodes.Element | None:
