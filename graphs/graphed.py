@@ -51,12 +51,7 @@ class Graphed(Setup):
     `Piecewise`, but for `inner`, `one_differs` and `passes`.
 
     The results of a call are views of memory that the next call writes: use or copy them before. Calls from two threads are unsafe.
-
-    draws: does the model draw random numbers? Those of captures are then drawn again later, and so are those that other threads
-    draw meanwhile.
     """
-
-    draws = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

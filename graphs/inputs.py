@@ -45,6 +45,7 @@ class Setup:
     graphs: Device | None = None
     state: Sequence[Tensor] = ()
     watch: Callable[[], AbstractContextManager[Any]] = nullcontext
+    draws: bool = False
 
     def __post_init__(self) -> None:
         rows = (*self.tokens, *self.requests)

@@ -59,6 +59,8 @@ class Piecewise(Graphed):
         state: further tensors that a step changes in place, for instance of recurrent layers. Their addresses are static. Captures and
             comparisons run the model several times and restore them.
         watch: returns a context for the run that is captured. It may raise SideEffect at its end, for a run that a replay cannot repeat.
+        draws: does the model draw random numbers? Those of captures are then drawn again later, and so are those that other threads
+            draw meanwhile.
 
     Raises:
         InvalidInput: an argument is out of its range, or is not the name of an argument of the model.

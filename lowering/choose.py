@@ -140,15 +140,12 @@ def _inline(op: Op, kernel: Kernel, call: Any, lowered: Any) -> Any:
         node.meta["from_node"] = [source]
     given = [getattr(lowered, n) for n in dynamic]
     outputs = results_of(graph.graph, given)
-    answer = graph.graph.output_node().args[0]
-    if outputs:
-        graph.graph.output_node().args = ((answer, *(result for _, result in outputs)),)
-        graph.recompile()
-    out = inline_subgraph_to_ir_nodes(graph, given, f"attnops_{kernel.op}")
-    if outputs:
-        out, *results = out
-        for (output, _), result in zip(outputs, results, strict=True):
-            become(output, result)
+    last = graph.graph.output_node()
+    last.args = ((last.args[0], *(result for _, result in outputs)),)
+    graph.recompile()
+    out, *results = inline_subgraph_to_ir_nodes(graph, given, f"attnops_{kernel.op}")
+    for (output, _), result in zip(outputs, results, strict=True):
+        become(output, result)
     return None if out == () else out
 
 

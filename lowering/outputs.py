@@ -47,17 +47,16 @@ def become(output: Any, result: Any) -> None:
 
 
 def _is_empty(box: Any) -> bool:
-    """Is an IR node memory of its own that nothing has written? False where this torch has no word for it."""
+    """Is an IR node memory of its own that nothing has written?"""
     from torch._inductor.ir import ComputedBuffer, StorageBox, TensorBox
     from torch._inductor.virtualized import V
 
     if not isinstance(box, TensorBox) or not isinstance(box.data, StorageBox):
         return False
     buffer = box.data.data
-    is_no_op = getattr(buffer, "is_no_op", None)
-    if not isinstance(buffer, ComputedBuffer) or is_no_op is None:
+    if not isinstance(buffer, ComputedBuffer) or not buffer.is_no_op():
         return False
-    return bool(is_no_op()) and buffer.get_name() not in V.graph.mutated_buffers
+    return buffer.get_name() not in V.graph.mutated_buffers
 
 
 def _may_be(output: Node, result: Node, placeholders: Sequence[Node]) -> bool:

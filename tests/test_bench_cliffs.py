@@ -58,12 +58,12 @@ def test_changes_are_met_once(captures):
 
 
 def test_an_older_peft_leaves_adapters_out(monkeypatch):
-    from transformers import PreTrainedModel
+    from transformers.utils import peft_utils
 
-    def refuse(self, config, name):
+    def refuse(min_version):
         raise ValueError("The version of PEFT is not compatible")
 
-    monkeypatch.setattr(PreTrainedModel, "add_adapter", refuse)
+    monkeypatch.setattr(peft_utils, "check_peft_version", refuse)
     with pytest.raises(LeftOut, match="not compatible"):
         cliffs.cases(TOY)[f"llama 2x12, attnops_paged, {cliffs.ADAPTER}"]()
 

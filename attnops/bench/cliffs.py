@@ -140,10 +140,13 @@ def add_adapters(model: Any) -> None:
     if find_spec("peft") is None:
         raise LeftOut("peft is not installed")
     from peft import LoraConfig
+    from transformers.integrations.peft import MIN_PEFT_VERSION
+    from transformers.utils import peft_utils
 
+    try:
+        peft_utils.check_peft_version(MIN_PEFT_VERSION)
+    except ValueError as error:
+        raise LeftOut(str(error)) from None
     for adapter in ADAPTERS:
-        try:
-            model.add_adapter(LoraConfig(r=8, target_modules=["q_proj", "v_proj"]), adapter)
-        except ValueError as error:  # of a peft that is older than transformers wants
-            raise LeftOut(str(error)) from None
+        model.add_adapter(LoraConfig(r=8, target_modules=["q_proj", "v_proj"]), adapter)
     model.set_adapter(ADAPTERS[0])

@@ -11,9 +11,9 @@ from transformers import DynamicCache
 
 import attnops
 from attnops.errors import InvalidInput, StaleGraph
-from attnops.graphs.guard import Guard
+from attnops.graphs.guard import Guard, in_force
 from attnops.hf import cache_names, tiny
-from attnops.hf.paged.guarded import Glance, guarded_state
+from attnops.hf.paged.guarded import Glance
 from tests.hf.helpers import LIMIT, of_a_library, relative
 from tests.hf.test_decode_graphs import asked, generated, how, replays
 
@@ -151,6 +151,10 @@ def test_a_glance_sees_each_change(change):
     change(model)
     assert not glance.same()
     assert Glance(model).same()
+
+
+def guarded_state(model):
+    return (*in_force(), *Glance(model).state)
 
 
 @pytest.mark.parametrize("change", SEEN)

@@ -108,7 +108,7 @@ def in_training(model):
 
 
 def dropping(part):
-    """A sampled call of a model of which one part was left in training mode, with dropout."""
+    """A sampled call of a model. One part of it is in training mode, with dropout."""
 
     def spoil(model):
         layer = model.model.layers[1]

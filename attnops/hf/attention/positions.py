@@ -27,10 +27,12 @@ def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """A forward pre-hook of a model: the positions by which its documents may be packed are for the next mask of this thread."""
     if is_dynamo_compiling():
         return
+    _THREAD.given = None
     positions = kwargs.get("position_ids")
-    others = any(kwargs.get(name) is not None for name in ("attention_mask", "cu_seq_lens_q"))
-    may_be_packed = isinstance(positions, Tensor) and positions.dim() == 2 and positions.shape[1] > 1
-    _THREAD.given = (type(module).__name__, weakref.ref(positions)) if may_be_packed and not others else None
+    if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] == 1:
+        return
+    if kwargs.get("attention_mask") is None and kwargs.get("cu_seq_lens_q") is None:
+        _THREAD.given = type(module).__name__, weakref.ref(positions)
 
 
 def look(rule: Any, queries: int) -> None:

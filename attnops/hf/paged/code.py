@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-from attnops.hf.paged.values import Itself, Unknown, Values, alike, getter
+from attnops.hf.paged.values import Itself, Unknown, Values, alike, content, getter
 
 MOST_FUNCTIONS = 1000
 """Functions whose code is followed."""
@@ -119,7 +119,7 @@ class Code:
             self._entered.add(function)
             self._waiting.append(function)
             for cell in function.__closure__ or ():
-                self._enter(_content(cell))
+                self._enter(content(cell))
 
     def _prepare(self) -> None:
         names: dict[int, tuple[Holder, list[str]]] = {}
@@ -157,13 +157,6 @@ def _functions(value: Any) -> list[types.FunctionType]:
     wrapped = vars(value).get("__wrapped__") if isinstance(value, types.FunctionType) else None
     found = [value] if isinstance(value, types.FunctionType) else []
     return found + ([wrapped] if isinstance(wrapped, types.FunctionType) else [])
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a name without a value yet
-        return None
 
 
 def _home(value: Any) -> str:

@@ -32,7 +32,6 @@ from attnops.hf.paged.guarded import Glance
 from attnops.hf.paged.how import Decode
 from attnops.hf.paged.pages import ModelPages
 from attnops.hf.paged.prompt import Over, Prompts
-from attnops.hf.paged.reasons import drawing
 from attnops.hf.paged.steps import against_graphs, graphed_steps, passes_of, watched
 from attnops.kernel import deterministic
 from attnops.lowering import Product
@@ -67,7 +66,7 @@ class Decoder:
     products: the linears of compiled steps and the kernels of their calls, equal ones of all traces once.
     failed: with mode "auto", why graphs of a kind of step cannot be made, until `Patched.release`.
     look: the model may have changed: the next step looks at it. So it is after a call of the model's own layers, and at every prompt.
-    aside: why steps and prompts of the model as it is run without graphs; "" where they may have some.
+    aside: why the model's steps and prompts run without graphs; "" where they may have some.
     anew: what had changed when steps were last captured anew, "" before that.
     """
 
@@ -216,7 +215,7 @@ class Decoder:
         return bool(self.aside)
 
     def _set_aside(self, error: SideEffect, state: State) -> None:
-        """Leave the model as it is without graphs, for its steps have a side effect that no replay has."""
+        """Run the model without graphs until it changes. Its steps have a side effect, which a replay would leave out."""
         self.forget(state.pages)
         glance = self._glance
         assert glance is not None
@@ -265,7 +264,6 @@ class Decoder:
         if key not in made:
             cache = self._make(state.pages)
             made[key] = Over(cache, self.prompts.graphed(cache, self.how.graphs, self.how.budget_bytes, partial(watched, self._model)))
-            made[key].graphed.draws = bool(drawing(self._model))
         return made[key]
 
     def capture(self, cache: PagedModelCache, progress: Progress | None = None) -> Report:
@@ -390,7 +388,6 @@ class Decoder:
             regions = self.regions if mode == "piecewise" else None
             watch = partial(watched, self._model)
             graphed = graphed_steps(self._model, self._forward, cache, self.how, passes, regions, watch)
-            graphed.draws = bool(drawing(self._model))
             with ordinary():
                 live = torch.ones(cache.max_batch, dtype=torch.int64, device=state.pages.seen.device)
             over = made[state.pages, mode] = Over(cache, graphed, mode, live)

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from attnops.errors import InvalidInput, fail
-from attnops.graphs.guard import in_force
 from attnops.hf.paged.around import flags, global_hooks
 from attnops.hf.paged.code import Code
 from attnops.hf.paged.values import Itself, Unknown, Values, address, alike, getter
@@ -21,16 +20,8 @@ _NOT_READ = INTERNAL | {HELD, "_is_hf_initialized"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
-def guarded_state(model: nn.Module) -> tuple[Any, ...]:
-    """The state that graphs of a model's steps depend on besides their arguments: graphs captured at an equal state may be replayed.
-
-    It is what is `in_force` and the `state` of a `Glance`. Raises InvalidInput for a weight on meta (offloaded).
-    """
-    return (*in_force(), *Glance(model).state)
-
-
 class Glance:
-    """A model as it is now, and a way to see later, in far less time, that nothing has changed.
+    """A model as it is now. `same` says later, in far less time than a new one takes, whether the model has changed.
 
     The state has of each module its identity, its hooks, its attributes (see `Values`) and the
     addresses of its tensors; the code that the model may run (see `Code`), torch's flags and its

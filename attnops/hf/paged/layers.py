@@ -127,12 +127,17 @@ class Here:
         for t in pytree.tree_leaves((args, kwargs)) if self.packed else ():
             if isinstance(t, Tensor) and t.dim() > 1 and t.shape[:2] == (1, self.rows):
                 varying(t, 1)
-        same = kept = None if self.twins is None else self.twins.get(layer)
-        if self.twins is not None and kept is None:
+        apart = pages.kernels[at]
+        if self.twins is None:
+            out = self.regions(layer, self.rows, args, kwargs, apart=apart)
+        elif layer in self.twins:
+            out = self.regions(layer, self.rows, args, kwargs, apart=apart, same=self.twins[layer])
+        else:
             same = twin(layer)
-        out = self.regions(layer, self.rows, args, kwargs, apart=pages.kernels[at], same=same)
-        if self.twins is not None and kept is None and same is not None and not write_back(layer, same[0]):
-            self.twins[layer] = same
+            out = self.regions(layer, self.rows, args, kwargs, apart=apart, same=same)
+            # A twin whose run set attributes is not the layer's any more.
+            if not write_back(layer, same[0]):
+                self.twins[layer] = same
         cache.wrote(number)
         return out
 

@@ -33,6 +33,7 @@ from attnops.hf.cache_names import argument, cache_in
 from attnops.hf.paged.cache import PagedModelCache, Step
 from attnops.hf.paged.layers import Here, modules_of
 from attnops.hf.paged.pages import ModelPages
+from attnops.hf.paged.reasons import drawing
 from attnops.kernel import deterministic
 from attnops.lowering import fuse_linears
 from attnops.select import active_policy
@@ -305,7 +306,7 @@ class Prompts:
         return breakable(
             step, Buckets(tokens=CAPTURED, requests=cache.max_batch, over="eager"), batch=None, tokens=("tokens", "positions"),
             requests=("counts",), returns="requests", graphs=device, budget_bytes=budget_bytes, over_budget="drop",
-            watch=watch,
+            watch=watch, draws=bool(drawing(self._model)),
         )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from attnops.hf.paged.calls import step_of
 from attnops.hf.paged.guarded import Glance
 from attnops.hf.paged.how import Decode
 from attnops.hf.paged.layers import layered
-from attnops.hf.paged.reasons import HOOKED, hooks_of_the_caller
+from attnops.hf.paged.reasons import HOOKED, drawing, hooks_of_the_caller
 from attnops.lowering import Product, fuse_linears, fuse_rotation, use_linears
 
 Passes = tuple[Callable[[Any], Any], ...]
@@ -58,7 +58,7 @@ def graphed_steps(
         step_of(forward, argument_of(model)), Buckets(decode=decode_sizes(cache.max_batch)), batch=None, tokens=(),
         requests=("input_ids", "position_ids", "live"), returns="requests", state=cache.state.pages.counters,
         budget_bytes=how.budget_bytes, over_budget=how.over_budget, check_every=how.check_every, graphs=how.graphs,
-        watch=watch,
+        watch=watch, draws=bool(drawing(model)),
     )  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def watched(model: Any) -> Iterator[None]:
 
 
 def against_graphs(model: Any, unknown: str) -> str:
-    """Why the model as it is may not be captured; "" where it may be tried. unknown: see `Glance`."""
+    """Why the model's steps and prompts may not be captured now; "" where they may be. unknown: see `Glance`."""
     if modes := function_modes():
         return f"the function mode {modes[0]} sees each operation of a step"
     if hooked := hooks_of_the_caller(model):

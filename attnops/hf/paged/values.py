@@ -155,7 +155,7 @@ class Values:
         self.functions.append(x)
         cells = x.__closure__ or ()
         self._cells += cells
-        parts = (x.__defaults__, x.__kwdefaults__, *map(_content, cells))
+        parts = (x.__defaults__, x.__kwdefaults__, *map(content, cells))
         held = tuple(self.of(part, depth + 1) for part in parts)
         return Itself(x), Itself(x.__code__), *held
 
@@ -240,7 +240,7 @@ def _slots(base: type) -> Iterable[str]:
     return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
-def _content(cell: types.CellType) -> Any:
+def content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # a name without a value yet
