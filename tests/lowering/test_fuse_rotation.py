@@ -8,7 +8,7 @@ from torch._inductor.compile_fx import compile_fx
 import attnops
 from attnops.hf import tiny
 from attnops.hf.cache_names import named
-from attnops.hf.paged import attention as paged, decode
+from attnops.hf.paged import attention as paged, steps
 from attnops.hf.paged.pages import ModelPages, Sizes
 from attnops.kernels.shared.memory import COUNTERS
 from attnops.lowering import fuse_rotation
@@ -34,7 +34,7 @@ NOT = "not fused, query and key are not both rotated by halves"
 def test_models(name, calls, found, monkeypatch):
     """Recognised or left alone, in the trace of one row or in that of several; the tokens are eager's."""
     told = []
-    monkeypatch.setattr(decode, "fuse_rotation", lambda graph: told.extend(fuse_rotation(graph)))
+    monkeypatch.setattr(steps, "fuse_rotation", lambda graph: told.extend(fuse_rotation(graph)))
     model = tiny.model(name, **(ALIKE if name in ("gpt_oss", "gemma3") else {}))
     want = [generated(model, *call) for call in calls]
     with attnops.use(kernel=FORCED), attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
