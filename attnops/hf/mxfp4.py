@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attnops.adapt import on_device_of
 from attnops.call import name as name_of
 from attnops.errors import PatchError, fail
 from attnops.hf import experts as plain
@@ -119,19 +120,20 @@ def _encoded(module: Any, name: str) -> tuple[Tensor, Tensor]:
     if rows % ROWS or columns % COLUMNS:
         fail(PatchError, f"pack_experts: {name} got {rows} rows and {columns} columns, want multiples of {ROWS} and {COLUMNS}")
     parts = []
-    for one in weight:  # an expert at a time, because numbers on the way take ten times the memory
-        codes = encoded(one)
-        if codes is None or int(codes[1].max()) > MOST_SCALE:
-            fail(PatchError, f"pack_experts: {name} of {type(module).__name__} got numbers that are none of MXFP4")
-        parts.append(arranged(codes[0][None], codes[1][None], name == "gate_up_proj"))
-    blocks, scales = zip(*parts, strict=True)
-    return torch.cat(blocks), torch.cat(scales)
+    with on_device_of(weight):
+        for one in weight:  # an expert at a time, because numbers on the way take ten times the memory
+            codes = encoded(one)
+            if codes is None or int(codes[1].max()) > MOST_SCALE:
+                fail(PatchError, f"pack_experts: {name} of {type(module).__name__} got numbers that are none of MXFP4")
+            parts.append(arranged(codes[0][None], codes[1][None], name == "gate_up_proj"))
+        blocks, scales = zip(*parts, strict=True)
+        return torch.cat(blocks), torch.cat(scales)
 
 
 def _whole(module: Any, name: str) -> Tensor:
     blocks, scales = (getattr(module, f"_{name}_{part}") for part in ("blocks", "scales"))
     pairs, dtype = name == "gate_up_proj", getattr(module, _LIKE).dtype
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), on_device_of(blocks):
         one = [decoded(*restored(b[None], s[None], pairs), dtype) for b, s in zip(blocks, scales, strict=True)]
         weight = torch.cat(one)
         return weight.transpose(1, 2).contiguous() if module.is_transposed else weight

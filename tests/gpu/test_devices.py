@@ -43,3 +43,19 @@ def test_numerics_on_each_in_turn(kernel: Kernel, found: dict[str, Any]) -> None
         worst = max(worst, figures.worst)
     assert worst <= 1.0
     found.setdefault("another_gpu", {})[f"{kernel.op}.{kernel.name}"] = round(worst, 4)
+
+
+def test_experts_are_packed_where_they_lie() -> None:
+    """Weights of MXFP4 on a GPU that is not the current one, and back."""
+    from attnops.hf import pack_experts, unpack_experts
+    from tests.hf.test_mxfp4 import gpt_oss
+
+    for _ in range(3):
+        model = gpt_oss()
+        want = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        model.to("cuda:1")
+        with torch.cuda.device(0):
+            assert pack_experts(model) == len(model.model.layers)
+            unpack_experts(model)
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor.cpu(), want[name]), name

@@ -76,7 +76,8 @@ FIRST_USES = {n: lambda n=n: LONG[n](Source(1, "cuda")) for n in ("decode", "ext
 def test_first_use_compiles_no_more_than_it_launches(found: dict[str, Any], tmp_path: Any) -> None:
     uses = first_use("tests.gpu.test_triton", tmp_path)
     found["triton_first_use_s"] = {name: use.seconds for name, use in uses.items()}
-    assert {name: use.compiled for name, use in uses.items() if use.compiled > MOST} == {}
+    # Before them, a kernel finds the pages that ids name.
+    assert {name: use.compiled for name, use in uses.items() if use.compiled > 1 + MOST} == {}
     assert any(use.compiled for use in uses.values()), "no compiled kernel was found in Triton's cache"
 
 

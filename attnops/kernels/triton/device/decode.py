@@ -181,7 +181,11 @@ def decode(
         page = pages_of(row_ptr, begin + TILE_N, high, PAGE, TILE_N)
 
     # The new key, as it is stored. To all but the last split it is -inf.
-    s = logits(tl.sum(q.to(tl.float32) * new_key.to(tl.float32), 1), scale, cap, CAP)
+    products = q.to(tl.float32) * new_key.to(tl.float32)
+    if BLOCK_D <= 32:
+        # A thread that holds one product fuses it into the first step of the sum. Those that hold copies of a sum then differ.
+        products = products.to(tl.float64)
+    s = logits(tl.sum(products, 1).to(tl.float32), scale, cap, CAP)
     s = tl.where(last, s, float("-inf"))
     higher = tl.maximum(top, s)
     base = finite(higher)
