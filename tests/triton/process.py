@@ -39,6 +39,14 @@ def _prepare(interpret: bool) -> None:
 
         numpy.seterr(all="ignore")  # log2(0) is what is meant
         patch_tensor, patch_language = interpreter._patch_lang_tensor, interpreter._patch_lang
+        create_splat = interpreter.InterpreterBuilder.create_splat
+
+        def splat(builder: Any, kind: Any, value: Any) -> Any:
+            # Triton makes int32 of a flag that it spreads over a block. From 3.9 on it refuses such a mask.
+            found = create_splat(builder, kind, value)
+            if value.data.dtype == bool:
+                found.data = found.data.astype(bool)
+            return found
 
         def patched(tensor: Any, scope: Any) -> None:
             # Triton 3.6 makes an int of an array of one number, which numpy no longer does.
@@ -56,6 +64,7 @@ def _prepare(interpret: bool) -> None:
             return SimpleNamespace(restore=lambda: None)
 
         interpreter._patch_lang_tensor, interpreter._patch_lang = patched, patched_once
+        interpreter.InterpreterBuilder.create_splat = splat
 
 
 def _run(module: str, name: str, given: dict[str, Any]) -> tuple[str, str]:
