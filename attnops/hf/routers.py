@@ -44,6 +44,7 @@ class Rule:
 
     weight, added, bias: names of its tensors: the weight, what is added to the product, and what is added for the choice; "" for none.
     wide: logits are a product in float32, whatever the weight is. float32: the dtype of the weights, and not that of the tokens.
+    mixed: the rule holds for a weight that stays in float32 where tokens are bfloat16, too.
     flattens: tokens may come as `[B, S, H]`. said: attributes of the router by which the rule was found, and their values.
     """
 
@@ -60,6 +61,7 @@ class Rule:
     eps: float = 0.0
     scale: float = 1.0
     float32: bool = False
+    mixed: bool = False
     flattens: bool = False
     said: tuple[tuple[str, Any], ...] = ()
 
@@ -141,7 +143,9 @@ def _serves(module: Any, x: Tensor, rule: Rule) -> bool:
     # An adapter of LoRA puts its own tensor in the parameter's place for the time of a call. Some routers add noise in training.
     if torch.is_grad_enabled() or module.training or not plain(weight) or torch.is_autocast_enabled(x.device.type):
         return False
-    if (x.dim() != 2 and not rule.flattens) or x.dtype != weight.dtype or x.device != weight.device or x.shape[-1] != weight.shape[1]:
+    if x.dtype != weight.dtype and not (rule.mixed and weight.dtype == torch.float32):
+        return False
+    if (x.dim() != 2 and not rule.flattens) or x.device != weight.device or x.shape[-1] != weight.shape[1]:
         return False
     if any(getattr(module, field, None) != value for field, value in rule.said):
         return False
@@ -217,7 +221,8 @@ def rule_of(module: nn.Module) -> Rule | None:
         found = _tried(_Trial.of(module, torch.float32), None)
         if found is None or (again := _tried(_Trial.of(module, torch.bfloat16), found)) is None:
             return None
-        return again
+        # Some models keep the weights of routers in float32 when the rest is cast.
+        return replace(again, mixed=_tried(_Trial.of(module, torch.float32, torch.bfloat16), again) == again)
 
 
 TOKENS = 64
@@ -236,7 +241,8 @@ class _Trial:
     flattens: bool
 
     @classmethod
-    def of(cls, module: nn.Module, dtype: torch.dtype) -> _Trial:
+    def of(cls, module: nn.Module, dtype: torch.dtype, tokens: torch.dtype | None = None) -> _Trial:
+        """dtype: of the parameters. tokens: that of the tokens; None: the same."""
         source = torch.Generator("cpu").manual_seed(0)
 
         def random(*shape: int) -> Tensor:
@@ -250,7 +256,7 @@ class _Trial:
         weight: Any = parameters[name]
         weight *= 8 * weight.shape[1] ** -0.5
         weight[:, 0] = 4.0
-        x = random(TOKENS + len(LOWEST), weight.shape[1]).to(dtype)
+        x = random(TOKENS + len(LOWEST), weight.shape[1]).to(tokens or dtype)
         x[:, 0] = 0.0
         x[TOKENS:] = 0.0
         x[TOKENS:, 0] = torch.tensor(LOWEST, device="cpu")

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import importlib
 import io
 import re
 from contextlib import contextmanager
@@ -15,7 +16,9 @@ from attnops.hf.attention import function as attention_module
 from attnops.hf.cache_names import named
 from attnops.hf.paged import attention as paged_attention
 
-NOT_THROUGH_THE_INTERFACE = ("gptj", "falcon", "bloom", "mpt")
+# Newer versions of transformers run GPT-J through the interface.
+_ITSELF = () if "ALL_ATTENTION_FUNCTIONS" in vars(importlib.import_module("transformers.models.gptj.modeling_gptj")) else ("gptj",)
+NOT_THROUGH_THE_INTERFACE = (*_ITSELF, "falcon", "bloom", "mpt")
 SPARSE = ("deepseek_v32",)
 PARTLY = ("kimi_linear",)  # some of its modules are attention by name and not through the interface
 ENCODERS = ("t5", "bart", "whisper", "bert", "llava")
