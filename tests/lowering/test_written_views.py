@@ -224,10 +224,13 @@ def test_a_view_that_the_compiler_would_misplace_is_refused(run):
     memory = memory_for(run)
     with torch.no_grad(), pytest.raises(Exception) as caught:
         torch.compile(run, fullgraph=True)(key, value, memory, slots)
+    assert (bits(memory) == 0).all()
     error = find(caught.value)
+    if error is None:  # from torch 2.15 on the compiler refuses such a view itself, whatever op it is given to
+        assert "realized as its own buffer; clone the base" in str(caught.value)
+        return
     assert isinstance(error, InvalidInput) and error.field in ("k_pages", "v_pages")
     assert "detached or of another dtype" in str(error)
-    assert (bits(memory) == 0).all()
 
 
 # AOTInductor -----------------------------------------------------------------------------------------------------------

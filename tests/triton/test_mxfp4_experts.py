@@ -13,7 +13,7 @@ from attnops.testing import CASES, Source, check_kernel
 from attnops.testing.experts import SHAPED, mxfp4_experts
 from tests.mates import same_bits
 from tests.triton.process import compiled, interpreted
-from tests.triton.test_compile import MEMORY, compile_for, launches_overlap, recorded, spilled, waits_first
+from tests.triton.test_compile import MEMORY, compile_for, from_3_9, launches_overlap, recorded, spilled, waits_first
 
 SM90 = Target("cuda", 90, assume=("triton",))
 BF16 = torch.bfloat16
@@ -91,5 +91,5 @@ def test_nothing_spills(arch, tokens):
         ptx = binary.asm["ptx"]
         assert ("mma.sync" in ptx) == (function.__name__ != "combine")
         assert waits_first(ptx) == arguments.get("launch_pdl", False) == (arch == 90 and launches_overlap())
-        if "mma.sync" in ptx:
+        if "mma.sync" in ptx and not from_3_9():
             assert loaded_ahead(binary.asm["sass"]) > 0
