@@ -1,5 +1,6 @@
 """Masks of packed requests: what they show, which rules they stand for, and the calls that need all pairs of tokens after all."""
 
+import inspect
 import random
 import types
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from transformers import masking_utils
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
@@ -26,6 +28,7 @@ from attnops.errors import InvalidInput, NoKernel
 from attnops.hf import tiny
 from attnops.hf.attention import descriptor, mask as masks, packed
 from attnops.hf.attention.function import attention_function
+from attnops.hf.cache_names import named
 from attnops.ops import eager
 from tests.hf.helpers import watched
 from tests.hf.test_attention import close, plain, qkv
@@ -237,3 +240,22 @@ def test_another_int32_mask_is_an_error(shape):
         attend(MODULE, *qkv(), torch.zeros(shape, dtype=torch.int32))
     with pytest.raises(InvalidInput, match="attention_mask"):
         attend(MODULE, *qkv(6, 9), packed_mask())
+
+
+def test_blocks_that_see_both_ways_are_no_documents_to_a_compiler():
+    """PaliGemma's prompts, and the prefix of pi0."""
+    if "block_sequence_ids" not in inspect.signature(masking_utils.create_causal_mask).parameters:
+        pytest.skip("this transformers has no such blocks")
+    config = tiny.config("llama")
+    config._attn_implementation = "attnops"
+    x, places = torch.zeros(2, 6, 8), torch.arange(6)[None]
+    blocks = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 0]])
+
+    def masked(x):
+        return masking_utils.create_causal_mask(
+            config=config, inputs_embeds=x, attention_mask=None, position_ids=places, block_sequence_ids=blocks, **named(None)
+        )
+
+    want = masked(x)
+    assert want.dtype == torch.bool and want[0, 0, 0].tolist() == [True, True, True, False, False, False]
+    assert torch.equal(torch.compile(masked, backend="eager", fullgraph=True)(x), want)

@@ -17,6 +17,8 @@ pytestmark = [
     pytest.mark.filterwarnings("error::FutureWarning:attnops"),
     pytest.mark.filterwarnings("error:.*(autograd kernel|alias|requires_grad|non-leaf|not writable):UserWarning"),
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
+    # Of torch 2.15, which looks at the gradients of all inputs.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 
 CALLS, OF_A_KERNEL = 5, 2

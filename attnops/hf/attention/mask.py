@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from transformers import masking_utils
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
 
 from attnops.call import need
@@ -44,6 +45,12 @@ from attnops.hf.generation import Verdict, current_generation
 from attnops.ops.state import capturing
 from attnops.problem import pretended
 from attnops.tracers import is_recorded
+
+_JOINED_LAST = hasattr(masking_utils, "remap_positions_for_packed_sequence")
+"""Does transformers join documents to a rule last, after blocks whose tokens see both ways? A tracer has to tell such a rule apart."""
+
+_SHOWN = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+"""Does Dynamo show the variables of a closure?"""
 
 Mode = Literal["auto", "dense", "explicit", "compact", "additive"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -164,6 +171,7 @@ def _documents(request: Request) -> Tensor | None:
     if torch.compiler.is_compiling():
         # A tracer hides closures. Without the skip, transformers itself joins causal rules by "and" with documents or chunks alone.
         plain = request.bidirectional_skip is None and getattr(request.config, "attention_chunk_size", None) is None
+        plain = plain and not (_JOINED_LAST and _may_see_ahead(rule))
         pattern = Pattern(True, request.window or 0) if plain else None
     else:
         pattern = pattern_of(request._replace(rule=packed.of_rule(rule), causal_skip=True))
@@ -171,6 +179,11 @@ def _documents(request: Request) -> Tensor | None:
         return None
     begins = packed.documents(rule, request.batch, request.queries, request.device)
     return packed.build(begins, pattern.window, tracing(begins), counted=_counted(begins))
+
+
+def _may_see_ahead(rule: Any) -> bool:
+    """May the pattern that is joined with documents let a token see those after it? While a compiler traces."""
+    return not _SHOWN or getattr(packed.of_rule(rule), "__name__", "or_mask") == "or_mask"
 
 
 def _counted(begins: Tensor) -> bool:
