@@ -212,8 +212,12 @@ class Kind:
     cls: str | None
 
 
+_NO_MODEL = ("layoutxlm", "nougat")
+"""Types of configs that no model class has: their checkpoints are of other types."""
+
+
 def kinds() -> dict[str, Kind]:
-    """Every type, by name."""
+    """Every type that a model has, by name."""
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -221,6 +225,8 @@ def kinds() -> dict[str, Kind]:
     tables = [getattr(modeling_auto, name, {}) for name in (*_MAPPINGS, *rest)]
     found = {}
     for name, config in CONFIG_MAPPING_NAMES.items():
+        if name in _NO_MODEL:
+            continue
         cls = _CLASSES.get(name) or next((table[name] for table in tables if name in table), None)
         found[name] = Kind(name, config, cls[0] if isinstance(cls, (tuple, list)) else cls)
     return dict(sorted(found.items()))
