@@ -101,6 +101,11 @@ class Decoder:
         return self._lock
 
     @property
+    def compiled(self) -> bool:
+        """Were layers compiled for steps or prompts?"""
+        return self.regions is not None or self.prompts.regions is not None
+
+    @property
     def graphed(self) -> Graphed | None:
         """The graphs of the last step, for reports."""
         return None if self._latest is None else self._latest.graphed

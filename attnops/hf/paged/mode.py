@@ -8,6 +8,7 @@ of the instance; the model gets the method by which `generate()` makes its cache
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import sys
 import threading
@@ -94,7 +95,7 @@ class PagedMode:
         self._check_steps([number for number, layer in others.items() if has_states(layer)])
         self._decoder: Decoder | None = None
         self._forward: Method | None = None
-        self.loop = Loop(self.decoder)
+        self.loop = Loop()
         self.packed: Packed | None = None
         self._changes: list[Method | RemovableHandle] = []
         self._pool: Pool | None = None
@@ -212,10 +213,14 @@ class PagedMode:
             module.__dict__.pop("expand_kv", None)
             for part in module.modules():
                 part.__dict__.pop(HELD, None)
+        compiled = self._decoder is not None and self._decoder.compiled
         if self._decoder is not None:
             self._decoder.free()
         self.loop.free()
         self._decoder = self._pool = None  # pages that are still lent come back to a pool that is gone
+        if compiled:
+            # A trace of Dynamo may leave cycles of objects behind, which hold the layers' weights.
+            gc.collect()
         if self.packed is not None:
             # Groups that were contiguous before are not ours.
             replace(self.packed, groups=tuple(group for group in self.packed.groups if group.moved)).unpack()
