@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 MARK = "_attnops"
 """The attribute by which a patched model holds its handle."""
+
+PATCHING = threading.RLock()
+"""Held while a model is patched or unpatched: what both write lies in the model's modules, its configs and its class."""
 
 
 def refuse_other_options(asked: Mapping[str, Any], held: Mapping[str, Any]) -> None:

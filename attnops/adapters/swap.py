@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnops.adapters.handle import MARK, Handle
+from attnops.adapters.handle import MARK, PATCHING, Handle
 from attnops.adapters.report import PATCHED, Report, Row, Verification, compare, output_of
 from attnops.adapters.served import put_in_place, served, taken_out
 from attnops.errors import PatchError, fail, one_line
@@ -94,11 +94,11 @@ class Swapped(Handle):
         attnops' class, as fully_shard and parametrisations do it, is made anew over the module's
         own. An object of a class that cannot be made anew stays patched.
         """
-        if not self.active:
-            return
-        self._switch_back()
-        self._last = self._report()
-        self._let_go()
+        with PATCHING:
+            if self.active:
+                self._switch_back()
+                self._last = self._report()
+                self._let_go()
 
     def _switch_back(self) -> None:
         for change, before in self._done:

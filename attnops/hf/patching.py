@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from attnops.adapters.handle import MARK, Handle, refuse_other_options
+from attnops.adapters.handle import MARK, PATCHING, Handle, refuse_other_options
 from attnops.adapters.report import PATCHED, Row, Verification, compare, output_of
 from attnops.call import need
 from attnops.errors import PatchError, UnknownKernel, fail, one_line
@@ -131,8 +131,11 @@ class Patched(Handle):
 
     def unpatch(self) -> None:
         """Give the model back as it was. A config that was switched to something else since then is left at that. Idempotent."""
-        if not self.active:
-            return
+        with PATCHING:
+            if self.active:
+                self._undo()
+
+    def _undo(self) -> None:
         for config, before in self._switched:
             if config._attn_implementation_internal in batching.names_of(self):
                 switch((config,), before)
@@ -365,6 +368,11 @@ def patch(
     owner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if owner is None:
         fail(PatchError, f"patch: {type(model).__name__} holds no transformers.PreTrainedModel")
+    with PATCHING:
+        return _patched(model, owner, asked, how)
+
+
+def _patched(model: nn.Module, owner: Any, asked: Options, how: Decode) -> Patched:
     there: Patched | None = owner.__dict__.get(MARK)
     if there is not None:
         refuse_other_options(said(asked, how), said(there.asked, there.decode))

@@ -2,13 +2,17 @@
 
 import gc
 import itertools
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
+from torch import nn
 
 import attnops
-from attnops.hf import tiny
+from attnops import adapters
+from attnops.hf import patching, tiny
 from tests.hf.test_decode_graphs import generated, how
 from tests.hf.test_defaults import auto
 
@@ -76,3 +80,60 @@ def test_a_patched_model_is_freed_by_a_collection(way):
     del model
     gc.collect()
     assert not alive(held)
+
+
+class Late:
+    """In place of a function: its first call waits for `second`, which another thread sets unless it waits itself."""
+
+    def __init__(self, real):
+        self.real, self.calls, self.came, self.second = real, 0, threading.Event(), threading.Event()
+
+    def __call__(self, *args):
+        self.calls += 1
+        (self.came if self.calls == 1 else self.second).set()
+        if self.calls == 1:
+            self.second.wait(1)
+        return self.real(*args)
+
+
+def in_turn(late, first, second):
+    """The results of two functions, of which the second begins while the first waits."""
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(first)
+        assert late.came.wait(60)
+        two = pool.submit(second)
+        return one.result(), two.result()
+
+
+MODELS = {
+    "transformers": (lambda: tiny.model("llama"), patching, "match"),
+    "another": (lambda: nn.Sequential(nn.MultiheadAttention(8, 2)), adapters, "_sites"),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_threads_patch_in_turn(kind, monkeypatch):
+    make, where, name = MODELS[kind]
+    model, late = make(), Late(getattr(where, name))
+    monkeypatch.setattr(where, name, late)
+    one, two = in_turn(late, lambda: attnops.patch(model), lambda: attnops.patch(model))
+    assert one is two and late.calls == 1
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_threads_unpatch_and_patch_in_turn(kind, monkeypatch):
+    model = MODELS[kind][0]()
+    handle = attnops.patch(model)
+    patched = [(type(each), set(vars(each))) for each in model.modules()]
+    where, name = (handle, "_give_back") if kind == "another" else (handle._parts[-1], "undo")
+    late = Late(getattr(where, name))
+    monkeypatch.setattr(where, name, late)
+
+    def patch_again():
+        again = attnops.patch(model)
+        late.second.set()
+        return again
+
+    _, again = in_turn(late, handle.unpatch, patch_again)
+    assert again is not handle and again.active and not handle.active
+    assert [(type(each), set(vars(each))) for each in model.modules()] == patched
