@@ -228,7 +228,7 @@ class PagedMode:
 
     def new_cache(self, rows: int, length: int, page_size: int | None = None) -> PagedModelCache:
         """A cache of exactly these sizes. Raises InvalidInput, PageSizeConflict, torch.OutOfMemoryError."""
-        return self._lent(self._sizes(rows, length), page_size, exact=True)
+        return self.pool.lend(self._over, self._sizes(rows, length), page_size, exact=True)
 
     def lend(self, rows: int, length: int, drafts: int = 0, back: int = 0) -> PagedModelCache:
         """A cache of these sizes at least. `give_back` takes its pages back, else they come back when the cache is dropped, as one is
@@ -236,13 +236,7 @@ class PagedMode:
 
         drafts: positions past `length` for which there shall be room. back: positions of a step that may be taken back.
         """
-        return self._lent(self._sizes(rows, length + drafts, back))
-
-    def _lent(self, sizes: Sizes, page_size: int | None = None, exact: bool = False) -> PagedModelCache:
-        pool = self.pool
-        cache = self._over(pool.take(sizes, page_size, exact=exact))
-        pool.lend(cache.state)
-        return cache
+        return self.pool.lend(self._over, self._sizes(rows, length + drafts, back))
 
     def _over(self, pages: ModelPages, filled: bool = False) -> PagedModelCache:
         kind = PagedLatentCache if self.latents else PagedKeyCache
