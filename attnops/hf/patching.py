@@ -22,7 +22,7 @@ from attnops.hf.attention.mask import Mode
 from attnops.hf.attention.positions import note
 from attnops.hf.experts import Experts
 from attnops.hf.generate import NO_CACHE, generate
-from attnops.hf.generation import Generation, watch
+from attnops.hf.generation import Generation, is_generating, watch
 from attnops.hf.interface import Kept, Options, implementation
 from attnops.hf.matching.match import Match, match
 from attnops.hf.matching.proof import served
@@ -130,10 +130,17 @@ class Patched(Handle):
         self._paged = paged
 
     def unpatch(self) -> None:
-        """Give the model back as it was. A config that was switched to something else since then is left at that. Idempotent."""
+        """Give the model back as it was. A config that was switched to something else since then is left at that. Idempotent.
+
+        Caches of `new_cache` are of no more use. Raises PatchError within a `generate()` of the model, as in a streamer.
+        """
         with PATCHING:
-            if self.active:
-                self._undo()
+            if not self.active:
+                return
+            if is_generating(self._owner):
+                got = f"{type(self._owner).__name__} within a call of its generate(), as in a streamer or a logits processor"
+                fail(PatchError, f"unpatch: got {got}; want unpatch() after generate() has returned")
+            self._undo()
 
     def _undo(self) -> None:
         for config, before in self._switched:

@@ -8,11 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
+import torch
 from torch import nn
+from transformers.generation.streamers import BaseStreamer
 
 import attnops
 from attnops import adapters
+from attnops.errors import InvalidInput, PatchError
 from attnops.hf import patching, tiny
+from attnops.hf.cache_names import named
 from tests.hf.test_decode_graphs import generated, how
 from tests.hf.test_defaults import auto
 
@@ -137,3 +141,64 @@ def test_threads_unpatch_and_patch_in_turn(kind, monkeypatch):
     _, again = in_turn(late, handle.unpatch, patch_again)
     assert again is not handle and again.active and not handle.active
     assert [(type(each), set(vars(each))) for each in model.modules()] == patched
+
+
+class Unpatches(BaseStreamer):
+    """Calls `unpatch()` at the third token."""
+
+    def __init__(self, handle):
+        self.handle, self.tokens = handle, 0
+
+    def put(self, value):
+        self.tokens += 1
+        if self.tokens == 3:
+            self.handle.unpatch()
+
+    def end(self):
+        pass
+
+
+ONE = torch.full((1, 9), 5)
+
+
+@pytest.mark.parametrize("way", ["default", "paged", "breakable"])
+def test_unpatch_within_generate(way):
+    model = tiny.model("llama")
+    given = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    want = model.generate(ONE, **given)
+    handle = attnops.patch(model, **WAYS[way]())
+    with pytest.raises(PatchError, match=r"want unpatch\(\) after generate\(\) has returned"):
+        model.generate(ONE, **given, streamer=Unpatches(handle))
+    other = tiny.model("llama")
+
+    def another(ids, scores):
+        other.generate(ONE, **given, streamer=Unpatches(handle))
+
+    with attnops.patch(other), pytest.raises(PatchError, match="LlamaForCausalLM within a call"):
+        model.generate(ONE, **given, logits_processor=[another])
+    assert handle.active and torch.equal(model.generate(ONE, **given), want)
+    handle.unpatch()
+    assert torch.equal(model.generate(ONE, **given), want)
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_a_cache_after_unpatch(name):
+    """Its pages are free, too."""
+    model = tiny.model(name)
+    handle = attnops.patch(model, cache="paged")
+    kept = handle.new_cache(1, 40)
+    with torch.no_grad():
+        model(ONE, **named(kept))
+    pages = weakref.ref(kept.state.pages)
+    handle.unpatch()
+    gc.collect()
+    assert pages() is None
+    whole = torch.ones(1, 1, 1, 10, dtype=torch.bool)
+    for use in (
+        lambda: model(ONE[:, :1], **named(kept)),
+        lambda: model(ONE[:, :1], attention_mask=whole, position_ids=torch.tensor([[9]]), **named(kept)),
+        lambda: model.generate(ONE, max_new_tokens=2, **named(kept)),
+        lambda: kept.crop(-1),
+    ):
+        with torch.no_grad(), pytest.raises(InvalidInput, match="a cache of a model that was unpatched since"):
+            use()

@@ -217,7 +217,9 @@ class PagedMode:
         if self._decoder is not None:
             self._decoder.free()
         self.loop.free()
-        self._decoder = self._pool = None  # pages that are still lent come back to a pool that is gone
+        if self._pool is not None:
+            self._pool.end()
+        self._decoder = self._pool = None
         if compiled:
             # A trace of Dynamo may leave cycles of objects behind, which hold the layers' weights.
             gc.collect()
@@ -384,5 +386,6 @@ def give_back(cache: PagedModelCache) -> None:
     """Take the pages from a cache that was lent, so that others may use them. Later uses of the cache raise InvalidInput."""
     state = cache.state
     if state.give_back is not None:
-        state.pages, state.step = Returned(), None
+        want = "return_dict_in_generate=True, or a cache of Patched.new_cache, to keep it"
+        state.pages, state.step = Returned("the cache of a generate() call that has ended", want), None
         state.give_back()

@@ -10,7 +10,7 @@ from math import inf
 
 import torch
 
-from attnops.hf.paged.cache import PagedModelCache
+from attnops.hf.paged.cache import PagedModelCache, Returned, State
 from attnops.hf.paged.pages import ModelPages, Sizes
 
 MOST_IDLE = 2
@@ -36,6 +36,7 @@ class Pool:
         self._drop, self._lock = drop, threading.Lock()
         # Appended to without the lock: a finalizer may run in a thread that holds it.
         self._idle: deque[ModelPages] = deque()
+        self._lent: weakref.WeakSet[State] = weakref.WeakSet()
 
     @property
     def idle_bytes(self) -> int:
@@ -73,6 +74,7 @@ class Pool:
             state = cache.state
             state.give_back = finalizer = weakref.finalize(state, self._idle.append, state.pages)
             finalizer.atexit = False
+            self._lent.add(state)
             return cache
 
     def _new(self, sizes: Sizes, least: Sizes, page_size: int | None) -> ModelPages:
@@ -101,6 +103,15 @@ class Pool:
                 sizes = both
                 self._free(pages)
         return sizes
+
+    def end(self) -> None:
+        """Take the pages from every cache, whose later uses raise InvalidInput: the model no longer knows them."""
+        want = "transformers' own cache, or after patch() one of new_cache()"
+        with self._lock:
+            for state in tuple(self._lent):
+                if state.give_back is not None and state.give_back.detach() is not None:
+                    state.pages, state.step = Returned("a cache of a model that was unpatched since", want), None
+            self._idle.clear()
 
     def trim(self) -> None:
         """Free the oldest idle pages, down to the bounds."""
