@@ -17,7 +17,7 @@ from attnops.errors import InvalidInput, NotFast, PatchError
 from attnops.hf import Decode, tiny
 from attnops.hf.cache_names import named
 from attnops.hf.paged import decode, failed, mode as paged, pool, steps
-from attnops.hf.paged.pages import EMPTY
+from attnops.hf.paged.pages import EMPTY, ModelPages
 from tests.graphs.standin import StandIn
 from tests.hf.helpers import LIMIT, relative
 
@@ -321,7 +321,7 @@ def test_larger_pages_do_not_lie_beside_the_old_ones(monkeypatch):
         assert sizes == [0], "freed before the larger ones were made"
 
 
-INTERRUPTED = {"made": (pool.ModelPages, "clear", (1, 9, 3)), "freed": (decode.Decoder, "forget", (2, 12, 3))}
+INTERRUPTED = {"made": (ModelPages, "clear", (1, 9, 3)), "freed": (decode.Decoder, "forget", (2, 12, 3))}
 
 
 @pytest.mark.parametrize("when", INTERRUPTED)
