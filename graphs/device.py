@@ -162,10 +162,10 @@ def frozen() -> Iterator[None]:
     global _frozen
     with CAPTURING:
         freezes = not _frozen and gc.get_freeze_count() < _EXEMPT
-        if freezes:
-            gc.freeze()
-            _frozen = True
         try:
+            if freezes:
+                _frozen = True
+                gc.freeze()
             yield
         finally:
             if freezes:
@@ -194,9 +194,9 @@ class CudaGraphs:
     """CUDA graphs, captured on a side stream into one memory pool.
 
     Work of other threads does not end a capture (mode "thread_local"). Python collects no garbage during a capture, because the
-    destructor of a tensor or graph may make a forbidden call. A session starts with a collection of young objects, and of all where
-    memory is short, because that takes longer than a capture. A nested one looks at objects made since the outer session began, unless
-    the program froze objects of its own.
+    destructor of a tensor or graph may make a forbidden call; while pieces compile, between captures, it does. A session starts with a
+    collection of young objects, and of all where memory is short, because that takes longer than a capture. A nested one looks at objects
+    made since the outer session began, unless the program froze objects of its own.
     """
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
@@ -206,30 +206,33 @@ class CudaGraphs:
         self._pool: Any = None
         self._live: weakref.WeakSet[_Captured] = weakref.WeakSet()
         self._open: torch.cuda.CUDAGraph | None = None
-        self._sessions = 0
+        self._in_session = self._collects = False
 
     @contextmanager
     def session(self) -> Iterator[None]:
         """Run the block on the side stream, after the work queued on the caller's stream and before the work to come."""
-        if self._sessions:
+        if self._in_session:
             if self._open is None:
                 gc.collect()
             yield
             return
         outer = torch.cuda.current_stream(self.device)
         gc.collect(*(() if _is_short(self.device) else (1,)))
-        collects = gc.isenabled()
-        gc.disable()
         self._stream.wait_stream(outer)
-        self._sessions += 1
         try:
+            self._in_session = True
             with frozen(), torch.cuda.stream(self._stream):
                 yield
         finally:
-            self._sessions -= 1
+            self._collect_again()
+            self._in_session = False
             outer.wait_stream(self._stream)
-            if collects:
-                gc.enable()
+
+    def _collect_again(self) -> None:
+        """Let Python collect garbage after a capture, if it did before."""
+        if self._collects:
+            gc.enable()
+        self._collects = False
 
     def begin(self) -> None:
         """Begin a capture, on an idle stream: a capture may not wait for the allocator's blocks of other streams."""
@@ -239,6 +242,8 @@ class CudaGraphs:
             self._pool = torch.cuda.graph_pool_handle()
         _clear_workspaces()
         graph = torch.cuda.CUDAGraph()
+        self._collects = gc.isenabled()
+        gc.disable()
         graph.capture_begin(self._pool, capture_error_mode="thread_local")
         self._open = graph
 
@@ -247,6 +252,7 @@ class CudaGraphs:
         if graph is None:
             raise RuntimeError("end() without begin()")
         graph.capture_end()
+        self._collect_again()
         _clear_workspaces()
         captured = _Captured(graph, self._live)
         self._live.add(captured)
@@ -261,6 +267,7 @@ class CudaGraphs:
             _clear_workspaces()
             with contextlib.suppress(RuntimeError):
                 graph.reset()
+        self._collect_again()
 
     def weak(self, tensor: Tensor) -> Tensor:
         """A tensor over the same bytes that does not own them. `tensor` itself where torch cannot make one: memory is then not shared."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from torch import nn
 
 from attnops.adapters.callers import calls_sdpa
-from attnops.adapters.handle import MARK, Handle as Handle, refuse_other_options
+from attnops.adapters.handle import MARK, PATCHING, Handle as Handle, refuse_other_options
 from attnops.adapters.report import Report as Report, Verification as Verification
 from attnops.adapters.served import is_served
 from attnops.adapters.swap import Change, Site, Swapped as Swapped
@@ -80,7 +80,11 @@ def patch(
     if not isinstance(model, nn.Module):
         inside = ", ".join(f".{name}" for name, value in getattr(model, "__dict__", {}).items() if isinstance(value, nn.Module))
         fail(PatchError, f"patch: got {type(model).__name__}, want a torch.nn.Module{inside and f', as its {inside}'}")
-    options = {"kernel": kernel, "mask": mask, "cache": cache, "decode": decode}
+    with PATCHING:
+        return _patched(model, {"kernel": kernel, "mask": mask, "cache": cache, "decode": decode})
+
+
+def _patched(model: nn.Module, options: dict[str, Any]) -> Handle:
     uncompiled = getattr(model, "_orig_mod", model)
     there = vars(uncompiled).get(MARK)
     if isinstance(there, Swapped):
@@ -95,8 +99,10 @@ def patch(
             handle = import_module("attnops.hf").patch(model, **options)
         return handle
     warn_if_newer("torch")
-    for field, value in (("mask", mask), ("cache", cache), ("decode", decode)):
+    for field in ("mask", "cache", "decode"):
+        value = options[field]
         need(value == "auto", field, repr(value), f"'auto': {type(model).__name__} holds no transformers.PreTrainedModel")
+    kernel = options["kernel"]
     if kernel is not None:
         check_kernel(kernel, ("attention",))
     model = uncompiled

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
 
 MARK = "_attnops"
 """The attribute by which a patched model holds its handle."""
+
+PATCHING = threading.RLock()
+"""Held while a model is patched or unpatched: what both write lies in the model's modules, its configs and its class."""
 
 
 def refuse_other_options(asked: Mapping[str, Any], held: Mapping[str, Any]) -> None:
@@ -41,11 +46,20 @@ def _shown(value: Any) -> str:
 class Handle(ABC):
     """A patched model, and the way back; also a context manager that unpatches at its end.
 
-    model: as it was given. active: is it patched? False after `unpatch()`.
+    active: is the model patched? False after `unpatch()`, when the handle holds the model no longer.
     """
 
-    model: Any
     active: bool
+    _held: Any
+
+    @property
+    def model(self) -> Any:
+        """As it was given to `patch`. None where `unpatch()` left no other reference to it."""
+        return self._held() if isinstance(self._held, weakref.ref) else self._held
+
+    def _let_go(self) -> None:
+        """Keep only a weak reference to the model."""
+        self._held = weakref.ref(self._held)
 
     @abstractmethod
     def unpatch(self) -> None:

@@ -69,15 +69,13 @@ class Embedder(Swapped):
         if self.changes and isinstance(self.model, SentenceTransformer):
             vars(self.model)[_METHOD] = partial(_encode, self.model)
 
-    def unpatch(self) -> None:
-        """Give the model back as it was. Idempotent."""
-        if self.active:
-            vars(self.model).pop(_METHOD, None)
-        super().unpatch()
+    def _switch_back(self) -> None:
+        vars(self.model).pop(_METHOD, None)
+        super()._switch_back()
 
-    def report(self) -> Report:
-        """Every attention module with its status, and whether texts are packed."""
-        reports, packing = [handle.report() for handle in self.inner], super().report()
+    def _report(self) -> Report:
+        """With whether texts are packed."""
+        reports, packing = [handle.report() for handle in self.inner], super()._report()
         packed = (f"{row.path or row.cls}: {'texts are packed' if row.status == PATCHED else row.status}" for row in packing.rows)
         notes = dict.fromkeys((*packed, *(note for each in reports for note in each.notes)))
         return Report(packing.model, self.kernel, tuple(row for each in reports for row in each.rows), tuple(notes))

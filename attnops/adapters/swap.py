@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnops.adapters.handle import MARK, Handle
+from attnops.adapters.handle import MARK, PATCHING, Handle
 from attnops.adapters.report import PATCHED, Report, Row, Verification, compare, output_of
 from attnops.adapters.served import put_in_place, served, taken_out
 from attnops.errors import PatchError, fail, one_line
@@ -60,12 +60,13 @@ class Swapped(Handle):
     """
 
     def __init__(self, model: nn.Module, options: Mapping[str, Any], sites: list[Site]) -> None:
-        self.model, self.options, self.kernel, self.sites, self.active = model, options, options["kernel"], sites, False
+        self._held, self.options, self.kernel, self.sites, self.active = model, options, options["kernel"], sites, False
         self._rows = tuple(
             Row(site.path, type(site.module).__name__, f"skipped: {site.change}" if isinstance(site.change, str) else PATCHED)
             for site in sites
         )
         self.inner: list[Handle] = []  # of parts
+        self._last: Report | None = None
         self.changes = [site.change for site in sites if isinstance(site.change, Change)]
         self._switch()
 
@@ -93,14 +94,24 @@ class Swapped(Handle):
         attnops' class, as fully_shard and parametrisations do it, is made anew over the module's
         own. An object of a class that cannot be made anew stays patched.
         """
-        if not self.active:
-            return
+        with PATCHING:
+            if self.active:
+                self._switch_back()
+                self._last = self._report()
+                self._let_go()
+
+    def _switch_back(self) -> None:
         for change, before in self._done:
             self._give_back(change, before)
         for handle in self.inner:
             handle.unpatch()
         vars(self.model).pop(MARK, None)
         self.active = False
+
+    def _let_go(self) -> None:
+        super()._let_go()
+        for held in (self.sites, self.inner, self.changes, self._done):
+            held.clear()
 
     def _give_back(self, change: Change, before: _Before) -> None:
         target, own = change.target, vars(change.target)
@@ -117,7 +128,13 @@ class Swapped(Handle):
                     own[name] = before.attributes[name]
 
     def report(self) -> Report:
-        """Every attention module with its status. `print` it, give it to rich, or take `Report.to_dict()`."""
+        """Every attention module with its status. `print` it, give it to rich, or take `Report.to_dict()`.
+
+        After `unpatch()` it is that of the moment of `unpatch()`.
+        """
+        return self._last or self._report()
+
+    def _report(self) -> Report:
         notes = ["in training mode, layers with attention dropout above 0 are computed by torch", *(c.note for c in self.changes if c.note)]
         return Report(type(self.model).__name__, self.kernel, self._rows, tuple(dict.fromkeys(notes)))
 
@@ -149,7 +166,7 @@ class Swapped(Handle):
             with torch.no_grad():
                 name, ours = output_of(self._run(inputs, named))
                 ours = ours.clone()  # the other run may write into the same memory
-                self.unpatch()
+                self._switch_back()
                 _, own = output_of(self._run(inputs, named))
         finally:
             if not self.active:

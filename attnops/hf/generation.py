@@ -46,6 +46,7 @@ class Generation:
     loop: why the loop around its steps is transformers' own, "" where it is not (attnops.hf.loop).
     last: (the mask that the last step left behind,), or () before the first.
     prepared: (the mask of the next step's forward,) from its preparation to its end, else ().
+    around: the generation in whose call this one began, as in a LogitsProcessor.
     """
 
     owner: nn.Module | None = None
@@ -61,6 +62,7 @@ class Generation:
     loop: str = ""
     last: tuple[Any, ...] = ()
     prepared: tuple[Any, ...] = ()
+    around: Generation | None = None
 
     def note(self, new: Verdict) -> None:
         """Take the check of one more mask into account."""
@@ -78,6 +80,14 @@ def running_generation() -> Generation | None:
     return running
 
 
+def is_generating(owner: nn.Module) -> bool:
+    """Is a `generate()` of this model under way in this thread?"""
+    running = running_generation()
+    while running is not None and running.owner is not owner:
+        running = running.around
+    return running is not None
+
+
 def current_generation() -> Generation | None:
     """The running generation while a step of its owner is under way."""
     running = running_generation()
@@ -87,7 +97,8 @@ def current_generation() -> Generation | None:
 @contextmanager
 def growing(owner: nn.Module | None = None) -> Iterator[Generation]:
     """Within the block (and this thread) the steps of `owner` are those of one `generate()`. None: so is every call of any model."""
-    before, _THREAD.running = running_generation(), Generation(owner, inside=owner is None)
+    before = running_generation()
+    _THREAD.running = Generation(owner, inside=owner is None, around=before)
     try:
         yield _THREAD.running
     finally:

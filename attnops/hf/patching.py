@@ -11,17 +11,18 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from attnops.adapters.handle import MARK, Handle, refuse_other_options
+from attnops.adapters.handle import MARK, PATCHING, Handle, refuse_other_options
 from attnops.adapters.report import PATCHED, Row, Verification, compare, output_of
 from attnops.call import need
 from attnops.errors import PatchError, UnknownKernel, fail, one_line
 from attnops.graphs import Graphed, Report as GraphReport
 from attnops.graphs.graphed import Progress
-from attnops.hf import batching, cache_names, not_fast
+from attnops.hf import batching, not_fast
 from attnops.hf.attention.mask import Mode
 from attnops.hf.attention.positions import note
 from attnops.hf.experts import Experts
-from attnops.hf.generation import Generation, growing, watch
+from attnops.hf.generate import NO_CACHE, generate
+from attnops.hf.generation import Generation, is_generating, watch
 from attnops.hf.interface import Kept, Options, implementation
 from attnops.hf.matching.match import Match, match
 from attnops.hf.matching.proof import served
@@ -30,7 +31,7 @@ from attnops.hf.paged import models as paged_models
 from attnops.hf.paged.cache import PagedModelCache
 from attnops.hf.paged.decode import Decoder
 from attnops.hf.paged.how import Decode
-from attnops.hf.paged.mode import PagedMode, give_back
+from attnops.hf.paged.mode import PagedMode
 from attnops.hf.paged.reasons import callers_choice
 from attnops.hf.report import UNSETTLED, Report, Took, evaluating, notes_of, said, switch
 from attnops.hf.routers import Routers
@@ -40,7 +41,6 @@ from attnops.tried import warn_if_newer
 
 _SETTLING = threading.Lock()
 _OPTIONS = "_attnops_options"
-_NO_CACHE = "generate() made no cache for this model"
 
 
 class Patched(Handle):
@@ -51,19 +51,20 @@ class Patched(Handle):
 
     def __init__(self, model: nn.Module, owner: Any, asked: Options, decode: Decode, found: Match) -> None:
         self._options, self._proof = served(owner, found, asked)
-        self.model, self.asked, self.decode = model, asked, decode
+        self._held, self.asked, self.decode = model, asked, decode
         self.implementation, self._owner, self._found = implementation(self._options), owner, found
         self._paged: PagedMode | None = None
         self._settled: tuple[bool, str] | None = None
         self._took: Took | None = None
         self._why = UNSETTLED
         self._lost: not_fast.Loss | None = None
+        self._last: Report | None = None
         if _forced(asked, decode):
             self._settle()
         self._switched = [(config, config._attn_implementation_internal) for config in found.configs]
         switch(found.configs, self.implementation)
         let_configs_ask(found.configs)
-        self._parts = Experts(model), Routers(model), Rows(model)
+        self._parts: tuple[Experts | Routers | Rows, ...] = Experts(model), Routers(model), Rows(model)
         # Each module may be pickled without the rest of the model, and options register themselves where they are loaded.
         switched = {id(config) for config in found.configs}
         self._marked = [module for module in owner.modules() if id(getattr(module, "config", None)) in switched]
@@ -73,7 +74,7 @@ class Patched(Handle):
         self._watching: list[Method | RemovableHandle] = [owner.register_forward_pre_hook(note, with_kwargs=True)]
         # The masks of generate() only grow, so that most of its steps need no check.
         if hasattr(owner, "generate"):
-            self._watching += [Method(owner, "generate", _generate), *watch(owner)]
+            self._watching += [Method(owner, "generate", generate), *watch(owner)]
         if hasattr(owner, batching.ENTRY):
             self._watching.append(Method(owner, batching.ENTRY, batching.begin))
         self.active = True
@@ -129,9 +130,19 @@ class Patched(Handle):
         self._paged = paged
 
     def unpatch(self) -> None:
-        """Give the model back as it was. A config that was switched to something else since then is left at that. Idempotent."""
-        if not self.active:
-            return
+        """Give the model back as it was. A config that was switched to something else since then is left at that. Idempotent.
+
+        Caches of `new_cache` are of no more use. Raises PatchError within a `generate()` of the model, as in a streamer.
+        """
+        with PATCHING:
+            if not self.active:
+                return
+            if is_generating(self._owner):
+                got = f"{type(self._owner).__name__} within a call of its generate(), as in a streamer or a logits processor"
+                fail(PatchError, f"unpatch: got {got}; want unpatch() after generate() has returned")
+            self._undo()
+
+    def _undo(self) -> None:
         for config, before in self._switched:
             if config._attn_implementation_internal in batching.names_of(self):
                 switch((config,), before)
@@ -145,9 +156,24 @@ class Patched(Handle):
         for each in self._watching:
             each.remove()
         self.active = False
+        self._last = self._report()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        super()._let_go()
+        self._owner, self._paged, self._parts, self._marked = None, None, (), []
+        self._found = replace(self._found, sites=[], configs=[])
+        self._watching.clear()
+        self._switched.clear()
 
     def report(self) -> Report:
-        """Every attention module with its status, and how `generate()` runs. `print` it, give it to rich, or take `Report.to_dict()`."""
+        """Every attention module with its status, and how `generate()` runs. `print` it, give it to rich, or take `Report.to_dict()`.
+
+        After `unpatch()` it is that of the moment of `unpatch()`.
+        """
+        return self._last or self._report()
+
+    def _report(self) -> Report:
         options, rows, others = self._options, list[Row](), {id(config): name for config, name in self._others()}
         for site in self._found.sites:
             phases = paged_models.phases(site.module, None if self._paged is None else self._paged.windows.get(site.module))
@@ -252,7 +278,7 @@ class Patched(Handle):
         paged = self._paged
         failed = "" if paged is None or paged._decoder is None else paged._decoder.why
         if paged is None or generation.why != "":
-            no_cache = None if paged is None else _NO_CACHE
+            no_cache = None if paged is None else NO_CACHE
             return Took("hf", "hf", generation.why or self._why or no_cache or "")
         no_step = "" if generation.graphs or paged.decode.mode == "hf" else "it had no step of one token that asks for logits only"
         why = self._why or failed
@@ -288,38 +314,6 @@ class Patched(Handle):
         if strict and not figures.passed:
             fail(PatchError, f"verify {figures}")
         return figures
-
-
-def _generate(method: Method, *args: Any, **kwargs: Any) -> Any:
-    """`generate()` of a patched model: the model's own, with the promise that masks only grow (see attnops.hf.generation)."""
-    handle: Patched = method.owner.__dict__[MARK]
-    kwargs = cache_names.renamed(kwargs)
-    handle._settle()
-    handle._tell()
-    with growing(method.owner) as generation:
-        generation.custom = kwargs.get("custom_generate") is not None
-        result: Any = None
-        paged = handle._paged
-        if paged is not None and paged.decode.mode != "hf":
-            kwargs = paged.loop.kwargs(method.owner, args, kwargs)
-        try:
-            result = method.original(*args, **kwargs)
-            if paged is not None and paged.chosen and generation.why is None and not generation.custom:
-                not_fast.warn(method.owner, not_fast.PAGES, _NO_CACHE)
-            return result
-        except torch.OutOfMemoryError:
-            handle.release()  # for the next try
-            raise
-        finally:
-            for cache in generation.lent:
-                returned = cache_names.cache_of(result) is cache
-                if not returned:
-                    give_back(cache)
-                elif paged is not None and paged.chosen:
-                    setattr(result, cache_names.NAME, paged.unpaged(cache))
-            if paged is not None:
-                paged.pool.trim()
-            handle._took = handle._taken(generation)
 
 
 def _forced(asked: Options, how: Decode) -> bool:
@@ -381,6 +375,11 @@ def patch(
     owner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if owner is None:
         fail(PatchError, f"patch: {type(model).__name__} holds no transformers.PreTrainedModel")
+    with PATCHING:
+        return _patched(model, owner, asked, how)
+
+
+def _patched(model: nn.Module, owner: Any, asked: Options, how: Decode) -> Patched:
     there: Patched | None = owner.__dict__.get(MARK)
     if there is not None:
         refuse_other_options(said(asked, how), said(there.asked, there.decode))

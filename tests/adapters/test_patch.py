@@ -2,10 +2,12 @@
 
 import copy
 import functools
+import gc
 import io
 import json
 import pickle
 import sys
+import weakref
 
 import pytest
 import torch
@@ -63,6 +65,23 @@ def attnops_ops(module, *inputs):
 
 
 X = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0))
+
+
+def test_an_unpatched_model_is_freed_at_once():
+    """By reference counts, while the handle and its report live on."""
+    ours = model()
+    gc.disable()
+    try:
+        handle = attnops.patch(ours)
+        handle.verify(X)
+        handle.unpatch()
+        assert handle.model is ours and len(handle.report().rows) == 3
+        held = [weakref.ref(part) for part in (*ours.modules(), *ours.parameters())]
+        del ours
+        assert handle.model is None and not any(part() is not None for part in held)
+        assert len(handle.report().rows) == 3 and "unpatched" in repr(handle)
+    finally:
+        gc.enable()
 
 
 def test_patch_and_back():

@@ -11,6 +11,7 @@ import torch
 
 from attnops.errors import InvalidInput
 from attnops.graphs import CudaGraphs
+from attnops.graphs.device import Recorded
 
 
 @pytest.fixture
@@ -182,7 +183,7 @@ def test_sessions_within_one_collect_what_was_made_since(cuda, thawed):
                 seen = len(died)
                 assert captured(device, run)[1] == seen
             ring("between")
-        assert len(died) == 5 and not gc.isenabled()
+        assert len(died) == 5
     assert gc.isenabled() and gc.get_freeze_count() == before
     assert cuda.log.count("on side") == cuda.log.count("off side") == 1
     gc.collect()
@@ -224,6 +225,60 @@ def test_a_session_within_a_capture_collects_nothing(cuda):
 
     with device.session():
         assert captured(device, run)[1] == 0
+
+
+class Interrupt(BaseException):
+    """As a KeyboardInterrupt."""
+
+
+WHERE = {
+    "wait_stream": lambda device: type(device._stream),
+    "capture_begin": lambda device: torch.cuda.CUDAGraph,
+    "capture_end": lambda device: torch.cuda.CUDAGraph,
+    "freeze": lambda device: gc,
+}
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_an_interrupt_leaves_the_collector_and_the_device_as_they_were(cuda, thawed, monkeypatch, where):
+    device, before = CudaGraphs(), gc.get_freeze_count()
+    owner = WHERE[where](device)
+    real = getattr(owner, where)
+
+    def interrupted(*args, **named):
+        real(*args, **named)
+        raise Interrupt
+
+    with monkeypatch.context() as now:
+        now.setattr(owner, where, interrupted)
+        with pytest.raises(Interrupt), device.session():
+            recorded = Recorded(device)
+            with recorded.whole():
+                recorded.begin()
+    assert gc.isenabled() and gc.get_freeze_count() == before
+    cuda.log.clear()
+    with device.session():
+        captured(device, lambda: None)
+    assert "on side" in cuda.log and any(line.endswith("thread_local gc=False") for line in cuda.log)
+
+
+def test_garbage_is_collected_between_captures(cuda):
+    """Pieces compile there, for seconds, while other threads go on."""
+    device = CudaGraphs()
+    with device.session():
+        assert gc.isenabled()
+        captured(device, lambda: None)
+        assert gc.isenabled()
+        with pytest.raises(ZeroDivisionError):
+            captured(device, lambda: 1 / 0)
+        assert gc.isenabled()
+    gc.disable()
+    try:
+        with device.session():
+            captured(device, lambda: None)
+        assert not gc.isenabled(), "a program without collections keeps none"
+    finally:
+        gc.enable()
 
 
 def test_a_session_that_fails_leaves_the_collector_as_it_was(cuda, thawed):

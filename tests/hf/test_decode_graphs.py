@@ -16,8 +16,8 @@ import attnops
 from attnops.errors import InvalidInput, NotFast, PatchError
 from attnops.hf import Decode, tiny
 from attnops.hf.cache_names import named
-from attnops.hf.paged import decode, mode as paged, pool, steps
-from attnops.hf.paged.pages import EMPTY
+from attnops.hf.paged import decode, failed, mode as paged, pool, steps
+from attnops.hf.paged.pages import EMPTY, ModelPages
 from tests.graphs.standin import StandIn
 from tests.hf.helpers import LIMIT, relative
 
@@ -319,6 +319,45 @@ def test_larger_pages_do_not_lie_beside_the_old_ones(monkeypatch):
         monkeypatch.setattr(pool, "ModelPages", lambda *given: (gc.collect(), sizes.append(len(before)), real(*given))[2])
         generated(model, 2, 12, 3)
         assert sizes == [0], "freed before the larger ones were made"
+
+
+INTERRUPTED = {"made": (ModelPages, "clear", (1, 9, 3)), "freed": (decode.Decoder, "forget", (2, 12, 3))}
+
+
+@pytest.mark.parametrize("when", INTERRUPTED)
+def test_an_interrupt_loses_no_pages(when, monkeypatch):
+    """Where a cache is made over idle pages, and where these are freed for larger ones: graphs over lost ones would stay for good."""
+    owner, name, call = INTERRUPTED[when]
+    model, real = tiny.model("llama"), getattr(owner, name)
+    want = generated(model, *call)
+    with attnops.patch(model, cache="paged", decode=how()) as handle:
+        generated(model, 1, 9, 3)
+        [before] = handle._paged.pool._idle
+
+        def interrupted(*args):
+            if name == "clear":
+                real(*args)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as now, pytest.raises(KeyboardInterrupt):
+            now.setattr(owner, name, interrupted)
+            generated(model, *call)
+        assert [*handle._paged.pool._idle] == [before]
+        assert torch.equal(generated(model, *call), want)
+        assert {pages for pages, _ in handle._paged.decoder()._kept.over} == {*handle._paged.pool._idle}
+
+
+def test_reasons_of_many_states_do_not_pile_up(monkeypatch):
+    model = tiny.model("llama")
+    monkeypatch.setattr(failed, "MOST", 2)
+    monkeypatch.setattr(steps, "breakable", lambda *given, **more: 1 / 0)
+    with attnops.patch(model, cache="paged", decode=how("auto")) as handle:
+        for number in range(4):
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+            with pytest.warns(NotFast) if number == 0 else nullcontext():
+                generated(model, 2, 9, 3)
+            assert "ZeroDivisionError" in handle.took.why
+        assert len(handle._paged.decoder().failed) == 2
 
 
 def test_few_sets_of_pages_are_kept():

@@ -458,8 +458,9 @@ def test_unpatched():
     before = set(vars(model))
     handle = patched(model)
     generated(model)
+    loop = loop_of(handle)
     handle.unpatch()
-    assert set(vars(model)) == before and not loop_of(handle)._tails
+    assert set(vars(model)) == before and not loop._tails
 
 
 def test_the_distribution(model):

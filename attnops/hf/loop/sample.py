@@ -28,13 +28,9 @@ _MOST = 4
 
 
 class Loop:
-    """The loop of one model.
+    """The loop of one model."""
 
-    decoder: returns the graphs of the model's steps.
-    """
-
-    def __init__(self, decoder: Callable[[], Decoder]) -> None:
-        self._decoder = decoder
+    def __init__(self) -> None:
         self._tails: dict[Choice, Tail] = {}
         self._device: Device | None = None
 
@@ -53,8 +49,11 @@ class Loop:
         if self._device is not None:
             self._device.release()
 
-    def kwargs(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments with which `generate()` of the model runs in this loop, where it may."""
+    def kwargs(self, decoder: Callable[[], Decoder], owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments with which `generate()` of the model runs in this loop, where it may.
+
+        decoder: returns the graphs of the model's steps.
+        """
         if why := changed(*FOLLOWED):
             not_fast.warn(owner, not_fast.CHOICE, why)
         if why := why or not_sampled(owner, args, kwargs):
@@ -66,12 +65,12 @@ class Loop:
         def decode(
             self: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **model_kwargs: Any
         ) -> Any:
-            return sample(Asked(self, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs))
+            asked = Asked(self, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
+            return sample(asked, decoder())
 
         return {**kwargs, "custom_generate": decode}
 
-    def _sample(self, asked: Asked) -> Any:
-        decoder = self._decoder()
+    def _sample(self, asked: Asked, decoder: Decoder) -> Any:
         if not (why := not_plain(asked, decoder)):
             return self._run(asked, decoder)
         _note(why)

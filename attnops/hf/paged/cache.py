@@ -95,13 +95,18 @@ class View:
 
 
 class Returned:
-    """In place of the pages after `generate()` took them back: any use raises InvalidInput."""
+    """In place of pages that were taken back: any use raises InvalidInput.
+
+    got, want: of the error.
+    """
+
+    def __init__(self, got: str, want: str) -> None:
+        self._got, self._want = got, want
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        want = "return_dict_in_generate=True, or a cache of Patched.new_cache, to keep it"
-        fail(InvalidInput, cache_names.NAME, "the cache of a generate() call that has ended", want)
+        fail(InvalidInput, cache_names.NAME, self._got, self._want)
 
 
 @dataclass(eq=False)
@@ -173,7 +178,11 @@ class PagedLayer(CacheLayerMixin):
         self.state, self.first, self.is_initialized = state, first, True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """The new keys and values, `[1, B, ...]` of `[B, ...]`. They are not stored yet."""
+        """The new keys and values, `[1, B, ...]` of `[B, ...]`. They are not stored yet.
+
+        Raises InvalidInput: the pages were taken back.
+        """
+        self.state.pages.sizes  # noqa: B018 - raises
         return key_states[None], value_states[None]
 
     def get_seq_length(self) -> Any:

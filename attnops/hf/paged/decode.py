@@ -27,7 +27,7 @@ from attnops.hf import not_fast
 from attnops.hf.cache_names import argument_of, cache_in
 from attnops.hf.paged.cache import PagedModelCache, State
 from attnops.hf.paged.calls import Kind, kind_of, modes_now, more, plain_step, positions, state_of, state_of_step
-from attnops.hf.paged.failed import Failed
+from attnops.hf.paged.failed import Failed, remember
 from attnops.hf.paged.guarded import Glance
 from attnops.hf.paged.how import Decode
 from attnops.hf.paged.pages import ModelPages
@@ -99,6 +99,11 @@ class Decoder:
     def turn(self) -> AbstractContextManager[Any]:
         """A thread's turn to capture and replay."""
         return self._lock
+
+    @property
+    def compiled(self) -> bool:
+        """Were layers compiled for steps or prompts?"""
+        return self.regions is not None or self.prompts.regions is not None
 
     @property
     def graphed(self) -> Graphed | None:
@@ -201,7 +206,7 @@ class Decoder:
                 over = self._kept.over.get((cache.state.pages, mode))
                 if over is not None and over.captured(rows):
                     raise  # of a replay, not of a capture
-                self.failed[Failed(self._state, kind_of(rows), mode)] = one_line(error)
+                remember(self.failed, Failed(self._state, kind_of(rows), mode), one_line(error))
                 self.forget(cache.state.pages)
                 compiled = mode == "piecewise"
                 loss = not_fast.COMPILED if compiled else not_fast.GRAPHS
@@ -220,7 +225,8 @@ class Decoder:
         glance = self._glance
         assert glance is not None
         self._written.add(error.what)
-        self.aside = self._effects[glance.without(self._written)] = f"the model's own forward writes {error.what}"
+        why = f"the model's own forward writes {error.what}"
+        self.aside = remember(self._effects, glance.without(self._written), why)
         self._without.add(state)
         not_fast.warn(self._model, not_fast.GRAPHS, self.aside)
 

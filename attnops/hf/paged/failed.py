@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Hashable
+from typing import NamedTuple, TypeVar
+
+MOST = 64
+"""Reasons that are kept: a model whose weights are replaced before every call has a new state each time."""
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 class Failed(NamedTuple):
@@ -17,3 +23,12 @@ class Failed(NamedTuple):
 
     def __str__(self) -> str:
         return f"decode steps of {self.kind} have no {self.mode} graphs until release()"
+
+
+def remember(found: dict[Key, str], key: Key, why: str) -> str:
+    """Add a reason, and forget the oldest of too many. What is forgotten is tried again. Returns the reason."""
+    found.pop(key, None)
+    found[key] = why
+    while len(found) > MOST:
+        del found[next(iter(found))]
+    return why

@@ -8,6 +8,7 @@ of the instance; the model gets the method by which `generate()` makes its cache
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import sys
 import threading
@@ -94,7 +95,7 @@ class PagedMode:
         self._check_steps([number for number, layer in others.items() if has_states(layer)])
         self._decoder: Decoder | None = None
         self._forward: Method | None = None
-        self.loop = Loop(self.decoder)
+        self.loop = Loop()
         self.packed: Packed | None = None
         self._changes: list[Method | RemovableHandle] = []
         self._pool: Pool | None = None
@@ -212,10 +213,16 @@ class PagedMode:
             module.__dict__.pop("expand_kv", None)
             for part in module.modules():
                 part.__dict__.pop(HELD, None)
+        compiled = self._decoder is not None and self._decoder.compiled
         if self._decoder is not None:
             self._decoder.free()
         self.loop.free()
-        self._decoder = self._pool = None  # pages that are still lent come back to a pool that is gone
+        if self._pool is not None:
+            self._pool.end()
+        self._decoder = self._pool = None
+        if compiled:
+            # A trace of Dynamo may leave cycles of objects behind, which hold the layers' weights.
+            gc.collect()
         if self.packed is not None:
             # Groups that were contiguous before are not ours.
             replace(self.packed, groups=tuple(group for group in self.packed.groups if group.moved)).unpack()
@@ -223,7 +230,7 @@ class PagedMode:
 
     def new_cache(self, rows: int, length: int, page_size: int | None = None) -> PagedModelCache:
         """A cache of exactly these sizes. Raises InvalidInput, PageSizeConflict, torch.OutOfMemoryError."""
-        return self._lent(self._sizes(rows, length), page_size, exact=True)
+        return self.pool.lend(self._over, self._sizes(rows, length), page_size, exact=True)
 
     def lend(self, rows: int, length: int, drafts: int = 0, back: int = 0) -> PagedModelCache:
         """A cache of these sizes at least. `give_back` takes its pages back, else they come back when the cache is dropped, as one is
@@ -231,13 +238,7 @@ class PagedMode:
 
         drafts: positions past `length` for which there shall be room. back: positions of a step that may be taken back.
         """
-        return self._lent(self._sizes(rows, length + drafts, back))
-
-    def _lent(self, sizes: Sizes, page_size: int | None = None, exact: bool = False) -> PagedModelCache:
-        pool = self.pool
-        cache = self._over(pool.take(sizes, page_size, exact=exact))
-        pool.lend(cache.state)
-        return cache
+        return self.pool.lend(self._over, self._sizes(rows, length + drafts, back))
 
     def _over(self, pages: ModelPages, filled: bool = False) -> PagedModelCache:
         kind = PagedLatentCache if self.latents else PagedKeyCache
@@ -385,5 +386,6 @@ def give_back(cache: PagedModelCache) -> None:
     """Take the pages from a cache that was lent, so that others may use them. Later uses of the cache raise InvalidInput."""
     state = cache.state
     if state.give_back is not None:
-        state.pages, state.step = Returned(), None
+        want = "return_dict_in_generate=True, or a cache of Patched.new_cache, to keep it"
+        state.pages, state.step = Returned("the cache of a generate() call that has ended", want), None
         state.give_back()

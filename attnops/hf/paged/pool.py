@@ -10,7 +10,7 @@ from math import inf
 
 import torch
 
-from attnops.hf.paged.cache import State
+from attnops.hf.paged.cache import PagedModelCache, Returned, State
 from attnops.hf.paged.pages import ModelPages, Sizes
 
 MOST_IDLE = 2
@@ -26,7 +26,7 @@ def most_idle_bytes(device: torch.device) -> float:
 
 
 class Pool:
-    """The idle sets of pages of one model, within the bounds after each call of `take` and `trim`.
+    """The idle sets of pages of one model, within the bounds after each call of `lend` and `trim`.
 
     drop: frees what was captured over a set of pages. A finalizer never calls it: a cache may be collected at any time, in the middle of a
     capture too.
@@ -36,30 +36,54 @@ class Pool:
         self._drop, self._lock = drop, threading.Lock()
         # Appended to without the lock: a finalizer may run in a thread that holds it.
         self._idle: deque[ModelPages] = deque()
+        self._lent: weakref.WeakSet[State] = weakref.WeakSet()
 
     @property
     def idle_bytes(self) -> int:
         """Bytes of the idle pages, graphs over them not counted."""
         return sum(pages.nbytes for pages in tuple(self._idle))
 
-    def take(self, wanted: Sizes, page_size: int | None = None, *, exact: bool = False) -> ModelPages:
-        """Idle pages that fit, else new ones, for which idle pages are freed when memory is short.
+    def lend(
+        self,
+        over: Callable[[ModelPages], PagedModelCache],
+        wanted: Sizes,
+        page_size: int | None = None,
+        *,
+        exact: bool = False,
+    ) -> PagedModelCache:
+        """A cache over idle pages that fit, else over new ones, for which idle pages are freed when memory is short.
 
-        wanted: their sizes. page_size: as a caller forces it. exact: the rows and the length are those of a cache that says so.
+        The pages come back when the cache is gone, or when `state.give_back` is called. After an error or an interrupt idle pages are idle
+        still.
+
+        Args:
+            over: makes a cache over pages.
+            wanted: the sizes of the pages.
+            page_size: as a caller forces it.
+            exact: the rows and the length are those of a cache that says so.
+
         Raises PageSizeConflict, torch.OutOfMemoryError.
         """
         with self._lock:
-            if (found := self._fitting(wanted, page_size, exact)) is not None:
-                self._idle.remove(found)
+            found = self._fitting(wanted, page_size, exact)
             sizes = wanted if exact or found is not None else self._merged(_rounded(wanted), page_size)
-            self._shrink(MOST_IDLE)
+            self._shrink(MOST_IDLE, found)
+            cache = over(found or self._new(sizes, wanted, page_size))
             if found is not None:
-                return found
-            try:
-                return ModelPages(sizes, page_size)
-            except torch.OutOfMemoryError:
-                self._shrink(0)
-            return ModelPages(wanted, page_size)
+                self._idle.remove(found)
+            state = cache.state
+            state.give_back = finalizer = weakref.finalize(state, self._idle.append, state.pages)
+            finalizer.atexit = False
+            self._lent.add(state)
+            return cache
+
+    def _new(self, sizes: Sizes, least: Sizes, page_size: int | None) -> ModelPages:
+        """least: the sizes where memory is short."""
+        try:
+            return ModelPages(sizes, page_size)
+        except torch.OutOfMemoryError:
+            self._shrink(0)
+        return ModelPages(least, page_size)
 
     def _alike(self, wanted: Sizes, page_size: int | None) -> list[ModelPages]:
         return [p for p in tuple(self._idle) if (p.sizes[2:], p.forced) == (wanted[2:], page_size)]
@@ -77,14 +101,17 @@ class Pool:
             both = sizes._replace(rows=max(sizes.rows, pages.sizes.rows), length=max(sizes.length, pages.sizes.length))
             if _area(both) <= MOST_FOR_BOTH * max(_area(sizes), _area(pages.sizes)):
                 sizes = both
-                self._idle.remove(pages)
-                self._drop(pages)
+                self._free(pages)
         return sizes
 
-    def lend(self, state: State) -> None:
-        """Let the pages of a cache come back when the cache is gone, or when `state.give_back` is called."""
-        state.give_back = finalizer = weakref.finalize(state, self._idle.append, state.pages)
-        finalizer.atexit = False
+    def end(self) -> None:
+        """Take the pages from every cache, whose later uses raise InvalidInput: the model no longer knows them."""
+        want = "transformers' own cache, or after patch() one of new_cache()"
+        with self._lock:
+            for state in tuple(self._lent):
+                if state.give_back is not None and state.give_back.detach() is not None:
+                    state.pages, state.step = Returned("a cache of a model that was unpatched since", want), None
+            self._idle.clear()
 
     def trim(self) -> None:
         """Free the oldest idle pages, down to the bounds."""
@@ -96,9 +123,17 @@ class Pool:
         with self._lock:
             self._shrink(0)
 
-    def _shrink(self, most: int) -> None:
-        while self._idle and (len(self._idle) > most or self.idle_bytes > most_idle_bytes(self._idle[0].sizes.device)):
-            self._drop(self._idle.popleft())
+    def _shrink(self, most: int, kept: ModelPages | None = None) -> None:
+        """Free the oldest idle pages but `kept`, down to so many sets and to the bytes."""
+        while others := [pages for pages in tuple(self._idle) if pages is not kept]:
+            if len(others) <= most and sum(pages.nbytes for pages in others) <= most_idle_bytes(others[0].sizes.device):
+                break
+            self._free(others[0])
+
+    def _free(self, pages: ModelPages) -> None:
+        # Graphs first: after an interrupt the pages are idle still, and freed later.
+        self._drop(pages)
+        self._idle.remove(pages)
 
 
 def _area(sizes: Sizes) -> int:
