@@ -43,12 +43,13 @@ class Pool:
         return sum(pages.nbytes for pages in tuple(self._idle))
 
     def take(self, wanted: Sizes, page_size: int | None = None, *, exact: bool = False) -> ModelPages:
-        """Idle pages that fit, else new ones, for which idle pages are freed when memory is short.
+        """Idle pages that fit, else new ones, for which idle pages are freed when memory is short. Those on another device are freed.
 
         wanted: their sizes. page_size: as a caller forces it. exact: the rows and the length are those of a cache that says so.
         Raises PageSizeConflict, torch.OutOfMemoryError.
         """
         with self._lock:
+            self._leave(wanted.device)
             if (found := self._fitting(wanted, page_size, exact)) is not None:
                 self._idle.remove(found)
             sizes = wanted if exact or found is not None else self._merged(_rounded(wanted), page_size)
@@ -60,6 +61,13 @@ class Pool:
             except torch.OutOfMemoryError:
                 self._shrink(0)
             return ModelPages(wanted, page_size)
+
+    def _leave(self, device: torch.device) -> None:
+        """Free idle pages that are not on this device, to which the model has moved."""
+        for pages in tuple(self._idle):
+            if pages.sizes.device != device:
+                self._idle.remove(pages)
+                self._drop(pages)
 
     def _alike(self, wanted: Sizes, page_size: int | None) -> list[ModelPages]:
         return [p for p in tuple(self._idle) if (p.sizes[2:], p.forced) == (wanted[2:], page_size)]

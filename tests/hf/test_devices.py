@@ -1,0 +1,62 @@
+"""Patched models that are moved to another device, and those that are split over several: a CPU with the meta device beside it."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import torch
+
+from attnops.hf.loop import sample
+from attnops.hf.loop.plain import Asked
+from attnops.hf.loop.sample import Loop
+from attnops.hf.paged import pool
+from attnops.hf.paged.pool import Pool
+from tests.graphs.standin import StandIn
+
+CPU, META = (torch.device(name) for name in ("cpu", "meta"))
+
+
+def test_the_choice_of_tokens_follows_a_model_that_moves(monkeypatch):
+    """Its buffers on the old device gave the first step there its token, and no graph could be made of that."""
+    made = {}
+
+    def graphs(device):
+        made[device] = StandIn()
+        return made[device]
+
+    monkeypatch.setattr(sample, "CudaGraphs", graphs)
+    decoder = SimpleNamespace(turn=nullcontext(), how=SimpleNamespace(graphs=None), why_not=lambda rows: "")
+    loop, logits = Loop(lambda: decoder), SimpleNamespace(logits=torch.zeros(2, 3, 16))
+    seen = []
+
+    def decoded(asked, decoder, tail, logits):
+        tensors = (tail.tokens, tail.token, tail.position, tail._scores, tail._news)
+        seen.append((tail, {t.device for t in tensors}))
+
+    monkeypatch.setattr(sample, "_decoded", decoded)
+    for device in (CPU, CPU, META, CPU):
+        owner = SimpleNamespace(_prefill=lambda *args, **kwargs: logits, _optimize_model_for_decode=nullcontext)
+        cache = SimpleNamespace(max_length=16)
+        monkeypatch.setattr(sample, "cache_in", lambda given, cache=cache: cache)
+        ids = torch.zeros(2, 3, dtype=torch.int64, device=device)
+        asked = Asked(owner, ids, [], [], SimpleNamespace(do_sample=False), None, {})
+        loop._run(asked, decoder)
+        assert seen[-1][1] == {device}
+        assert all(graph.alive == (where == device) for where, each in made.items() for graph in each.graphs[-1:])
+    assert seen[0][0] is seen[1][0] and made.keys() == {CPU, META}
+
+
+def test_pages_on_the_device_that_a_model_has_left_are_freed(monkeypatch):
+    monkeypatch.setattr(pool, "ModelPages", lambda sizes, page_size: SimpleNamespace(sizes=sizes, forced=page_size, nbytes=8))
+    monkeypatch.setattr(pool, "most_idle_bytes", lambda device: 1000)
+    dropped = []
+    kept = Pool(dropped.append)
+
+    def used(device):
+        pages = kept.take(pool.Sizes(2, 16, (), device, None))
+        kept._idle.append(pages)
+        return pages
+
+    first = used(CPU)
+    assert used(CPU) is first and not dropped
+    second = used(META)
+    assert second is not first and dropped == [first] and list(kept._idle) == [second]
