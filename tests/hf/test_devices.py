@@ -3,14 +3,20 @@
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import pytest
 import torch
+from torch import nn
 
+import attnops
+from attnops.hf import tiny
 from attnops.hf.loop import sample
 from attnops.hf.loop.plain import Asked
 from attnops.hf.loop.sample import Loop
 from attnops.hf.paged import pool
 from attnops.hf.paged.pool import Pool
 from tests.graphs.standin import StandIn
+from tests.hf.test_decode_graphs import generated
+from tests.hf.test_defaults import auto
 
 CPU, META = (torch.device(name) for name in ("cpu", "meta"))
 
@@ -60,3 +66,32 @@ def test_pages_on_the_device_that_a_model_has_left_are_freed(monkeypatch):
     assert used(CPU) is first and not dropped
     second = used(META)
     assert second is not first and dropped == [first] and list(kept._idle) == [second]
+
+
+class Far(nn.Parameter):
+    """A weight that says it lies on a GPU."""
+
+    device = torch.device("cuda:1")  # type: ignore[assignment]
+
+
+def split(model):
+    """As accelerate does it: a forward of the instance's own that moves inputs, and weights on another device."""
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    projection = model.model.layers[-1].mlp.up_proj
+    projection.weight = Far(projection.weight.detach())
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_model_that_is_split_goes_without_and_says_so(order):
+    model = tiny.model("llama")
+    want = generated(model, 2, 9, 4)
+    if order == "before":
+        split(model)
+    with attnops.patch(model, decode=auto()) as handle:
+        if order == "after":
+            assert torch.equal(generated(model, 2, 9, 4), want) and handle.took.decode == "breakable"
+            split(model)
+        assert torch.equal(generated(model, 2, 9, 4), want)
+        assert (handle.took.cache, handle.took.decode) == ("hf", "hf")
+        assert handle.took.why == "the model is split over several devices: cpu, cuda:1"
