@@ -5,7 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import _functional_collectives as functional
 
 import attnops
 from attnops.hf import tiny
@@ -15,7 +17,7 @@ from attnops.hf.loop.sample import Loop
 from attnops.hf.paged import pool
 from attnops.hf.paged.pool import Pool
 from tests.graphs.standin import StandIn
-from tests.hf.test_decode_graphs import generated
+from tests.hf.test_decode_graphs import generated, how
 from tests.hf.test_defaults import auto
 
 CPU, META = (torch.device(name) for name in ("cpu", "meta"))
@@ -95,3 +97,43 @@ def test_a_model_that_is_split_goes_without_and_says_so(order):
         assert torch.equal(generated(model, 2, 9, 4), want)
         assert (handle.took.cache, handle.took.decode) == ("hf", "hf")
         assert handle.took.why == "the model is split over several devices: cpu, cuda:1"
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Summed(nn.Module):
+    """A projection whose input features are spread over ranks."""
+
+    def __init__(self, own, kind):
+        super().__init__()
+        self.own, self.kind = own, kind
+
+    def forward(self, x):
+        out = self.own(x)
+        if self.kind == "functional":
+            return functional.all_reduce(out, "sum", dist.group.WORLD)
+        dist.all_reduce(out)
+        return out
+
+
+@pytest.mark.filterwarnings("ignore::attnops.errors.NotFast")
+@pytest.mark.parametrize("kind", ["in place", "functional", "none"])
+def test_steps_that_wait_for_other_ranks_have_graphs_by_decode_alone(kind, one_rank):
+    model = tiny.model("llama")
+    if kind != "none":
+        model.model.layers[0].mlp.down_proj = Summed(model.model.layers[0].mlp.down_proj, kind)
+    want = generated(model, 2, 9, 4)
+    with attnops.patch(model, decode=auto()) as handle:
+        for _ in range(2):
+            assert torch.equal(generated(model, 2, 9, 4), want)
+            assert handle.took.decode == ("breakable" if kind == "none" else "hf")
+            assert ("c10d" in handle.took.why and "decode=" in handle.took.why) is (kind != "none")
+    if kind == "in place":  # a capture takes no AsyncCollectiveTensor
+        with attnops.patch(model, cache="paged", decode=how("breakable")) as handle:
+            generated(model, 2, 9, 4)
+            assert handle.took.decode == "breakable"
