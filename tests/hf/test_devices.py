@@ -73,7 +73,7 @@ def test_pages_on_the_device_that_a_model_has_left_are_freed(monkeypatch):
 class Far(nn.Parameter):
     """A weight that says it lies on a GPU."""
 
-    device = torch.device("cuda:1")  # type: ignore[assignment]
+    device = torch.device("cuda:1")
 
 
 def split(model):
