@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -123,6 +124,12 @@ def _clear_workspaces() -> None:
     torch._C._cuda_clearCublasWorkspaces()
 
 
+def _check_allocator() -> None:
+    if (backend := torch.cuda.get_allocator_backend()) != "native":
+        want = "want 'native', torch's default (PYTORCH_CUDA_ALLOC_CONF), whose tensors keep the addresses that a replay reads"
+        raise NotCapturable("CUDA graphs", f"got the allocator {backend!r}, {want}")
+
+
 def _is_short(device: torch.device) -> bool:
     """Is less than an eighth of the memory free, blocks of the allocator included that hold no tensor?"""
     free, total = torch.cuda.mem_get_info(device)
@@ -197,16 +204,28 @@ class CudaGraphs:
     destructor of a tensor or graph may make a forbidden call; while pieces compile, between captures, it does. A session starts with a
     collection of young objects, and of all where memory is short, because that takes longer than a capture. A nested one looks at objects
     made since the outer session began, unless the program froze objects of its own.
+
+    device: a CUDA device. One without an index is the current one at the first use, and stays that.
+
+    A session raises NotCapturable under the allocator cudaMallocAsync: a replay relies on addresses that it may give to other tensors.
     """
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
-        self.device = torch.device(device)
-        need(self.device.type == "cuda", "device", self.device, "a CUDA device, or a Device of your own in graphs=")
-        self._stream = torch.cuda.Stream(self.device)
+        self._given = torch.device(device)
+        need(self._given.type == "cuda", "device", self._given, "a CUDA device, or a Device of your own in graphs=")
         self._pool: Any = None
         self._live: weakref.WeakSet[_Captured] = weakref.WeakSet()
         self._open: torch.cuda.CUDAGraph | None = None
         self._in_session = self._collects = False
+
+    @cached_property
+    def device(self) -> torch.device:
+        """With an index."""
+        return self._given if self._given.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.device)
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -216,6 +235,7 @@ class CudaGraphs:
                 gc.collect()
             yield
             return
+        _check_allocator()
         outer = torch.cuda.current_stream(self.device)
         gc.collect(*(() if _is_short(self.device) else (1,)))
         self._stream.wait_stream(outer)

@@ -346,3 +346,14 @@ def test_a_change_of_the_class_is_seen(monkeypatch):
     right(module)
     monkeypatch.setattr(LoRA, "forward", lambda self, x: -self.base(x))
     right(module)
+
+
+def test_a_replica_keeps_its_own():
+    """torch.nn.DataParallel copies the `__dict__` of a module; other weights follow in that of the replica."""
+    module = LoRA(linear())
+    first, before = absorbed_weights(module, NOPE, V, LIKE)[0], effective(module)[0]
+    replica = module._replicate_for_data_parallel()
+    replica.base, replica.a, replica.b = linear(), module.a, module.b
+    right(replica)
+    torch.testing.assert_close(first, before)
+    assert absorbed_weights(module, NOPE, V, LIKE)[0].data_ptr() == first.data_ptr()

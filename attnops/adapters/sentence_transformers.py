@@ -13,6 +13,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules.transformer import Transformer
 from transformers import DataCollatorWithFlattening
 
+from attnops.adapters.replicas import place, take_back
 from attnops.adapters.report import PATCHED, Report
 from attnops.adapters.swap import Change, Site, Swapped
 from attnops.errors import PatchError, fail, one_line
@@ -67,10 +68,10 @@ class Embedder(Swapped):
             super()._switch()
             undo.pop_all()
         if self.changes and isinstance(self.model, SentenceTransformer):
-            vars(self.model)[_METHOD] = partial(_encode, self.model)
+            place(self.model, _METHOD, partial(_encode, self.model))
 
     def _switch_back(self) -> None:
-        vars(self.model).pop(_METHOD, None)
+        take_back(self.model, _METHOD, vars(self.model).get(_METHOD))
         super()._switch_back()
 
     def _report(self) -> Report:

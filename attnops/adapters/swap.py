@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from attnops.adapters.handle import MARK, PATCHING, Handle
+from attnops.adapters.replicas import place, take_back
 from attnops.adapters.report import PATCHED, Report, Row, Verification, compare, output_of
 from attnops.adapters.served import put_in_place, served, taken_out
 from attnops.errors import PatchError, fail, one_line
@@ -72,7 +73,8 @@ class Swapped(Handle):
 
     def _switch(self) -> None:
         self._done: list[tuple[Change, _Before]] = []
-        vars(self.model)[MARK], self.active = self, True
+        place(self.model, MARK, self)
+        self.active = True
         try:
             for change in self.changes:
                 own = vars(change.target)
@@ -105,7 +107,7 @@ class Swapped(Handle):
             self._give_back(change, before)
         for handle in self.inner:
             handle.unpatch()
-        vars(self.model).pop(MARK, None)
+        take_back(self.model, MARK, self)
         self.active = False
 
     def _let_go(self) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from attnops.adapters.replicas import place, take_back
+
 
 class Method:
     """A function in place of a method of one model. It holds data only, so that a deep copy of the model has one of its own.
@@ -20,7 +22,7 @@ class Method:
     def __init__(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         self.owner, self.name, self.own = owner, name, owner.__dict__.get(name)
         self.function: Callable[..., Any] | None = function
-        owner.__dict__[name] = self
+        place(owner, name, self)
 
     @property
     def original(self) -> Callable[..., Any]:
@@ -39,10 +41,7 @@ class Method:
     def remove(self) -> None:
         """Put the method from before back, unless another has replaced this one."""
         self.function = None
-        if self.owner.__dict__.get(self.name) is self:
-            del self.owner.__dict__[self.name]
-            if self.own is not None:
-                self.owner.__dict__[self.name] = self.own
+        take_back(self.owner, self.name, self, self.own)
 
 
 def is_compiled(module: nn.Module) -> bool:

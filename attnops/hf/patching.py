@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from attnops.adapters.handle import MARK, PATCHING, Handle, refuse_other_options
+from attnops.adapters.replicas import place, take_back
 from attnops.adapters.report import PATCHED, Row, Verification, compare, output_of
 from attnops.call import need
 from attnops.errors import PatchError, UnknownKernel, fail, one_line
@@ -70,7 +71,7 @@ class Patched(Handle):
         self._marked = [module for module in owner.modules() if id(getattr(module, "config", None)) in switched]
         for module in self._marked:
             module.__dict__[_OPTIONS] = self._options
-        owner.__dict__[MARK] = self
+        place(owner, MARK, self)
         self._watching: list[Method | RemovableHandle] = [owner.register_forward_pre_hook(note, with_kwargs=True)]
         # The masks of generate() only grow, so that most of its steps need no check.
         if hasattr(owner, "generate"):
@@ -148,7 +149,7 @@ class Patched(Handle):
                 switch((config,), before)
         for module in self._marked:
             module.__dict__.pop(_OPTIONS, None)
-        self._owner.__dict__.pop(MARK, None)
+        take_back(self._owner, MARK, self)
         for part in self._parts:
             part.undo()
         if self._paged is not None:

@@ -108,9 +108,11 @@ def _effective(kv_b: nn.Module, like: Tensor) -> Tensor:
 class _Held:
     """An effective weight and its sources. A copy of the module, or its pickle, begins without one.
 
+    module: whose weight it is: a replica of torch.nn.DataParallel begins with that of the module that it copies.
     key: the state of the sources that the weight was made of; None: it is to be made anew.
     """
 
+    module: weakref.ref[nn.Module] | None = None
     key: Any = None
     tensors: tuple[weakref.ref[Tensor], ...] = ()
     weight: Tensor | None = None
@@ -125,7 +127,7 @@ def _kept(kv_b: nn.Module, like: Tensor) -> Tensor:
     kind = like.device.type
     cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
     key = (like.shape[-1], like.dtype, like.device, cast, _state(kv_b, tensors))
-    held: _Held = vars(kv_b).setdefault(HELD, _Held())
+    held = _held_of(kv_b)
     same = held.key == key and all(ref() is tensor for ref, tensor in zip(held.tensors, tensors, strict=True))
     if held.weight is not None and same:
         return held.weight
@@ -141,6 +143,14 @@ def _kept(kv_b: nn.Module, like: Tensor) -> Tensor:
             held.weight.copy_(weight)
     held.key, held.tensors = key, tuple(map(weakref.ref, tensors))
     return held.weight
+
+
+def _held_of(kv_b: nn.Module) -> _Held:
+    held: _Held | None = vars(kv_b).get(HELD)
+    if held is None or held.module is None or held.module() is not kv_b:
+        held = vars(kv_b)[HELD] = _Held()
+        held.module = weakref.ref(kv_b)
+    return held
 
 
 def _layout(weight: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attnops.errors import InvalidInput
+from attnops.errors import InvalidInput, NotCapturable
 from attnops.graphs import CudaGraphs
 from attnops.graphs.device import Recorded
 
@@ -46,13 +46,22 @@ def cuda(monkeypatch):
         yield
         log.append(f"off {s.name}")
 
-    state = SimpleNamespace(log=log, broken=False, pools=itertools.count())
+    state = SimpleNamespace(log=log, broken=False, pools=itertools.count(), current=0, allocator="native", devices=[])
+
+    def of_device(answer):
+        def ask(device):
+            state.devices.append(device)
+            return answer
+
+        return ask
+
     for name, value in {
-        "Stream": lambda device: Stream(), "CUDAGraph": Graph, "stream": stream, "current_stream": lambda device: Stream("main"),
+        "Stream": of_device(Stream()), "CUDAGraph": Graph, "stream": stream, "current_stream": lambda device: Stream("main"),
         "graph_pool_handle": lambda: f"pool {next(state.pools)}", "synchronize": lambda device: log.append("synchronize"),
-        "reset_peak_memory_stats": lambda device: log.append("reset peak"), "memory_allocated": lambda device: 100,
-        "max_memory_allocated": lambda device: 350, "mem_get_info": lambda device: (600, 1000), "memory_reserved": lambda device: 150,
-        "empty_cache": lambda: log.append("empty cache"),
+        "reset_peak_memory_stats": lambda device: log.append("reset peak"), "memory_allocated": of_device(100),
+        "max_memory_allocated": lambda device: 350, "mem_get_info": of_device((600, 1000)), "memory_reserved": lambda device: 150,
+        "empty_cache": lambda: log.append("empty cache"), "current_device": lambda: state.current,
+        "get_allocator_backend": lambda: state.allocator,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: log.append("clear workspaces"), raising=False)
@@ -142,6 +151,26 @@ def test_weak_memory_is_not_held(cuda, monkeypatch):
 def test_only_cuda_has_cuda_graphs():
     with pytest.raises(InvalidInput, match="device: got cpu"):
         CudaGraphs("cpu")
+
+
+@pytest.mark.parametrize("given", ["cuda", "cuda:1"])
+def test_the_device_is_bound_at_the_first_use(cuda, given):
+    """torch.cuda.set_device() between two captures changes which device `cuda` is."""
+    device = CudaGraphs(given)
+    for cuda.current in (1, 0):
+        with device.session():
+            captured(device, lambda: None)
+        device.measured(lambda: None)
+        device.used()
+    assert set(cuda.devices) == {torch.device("cuda:1")}
+
+
+def test_an_allocator_whose_addresses_change_is_refused(cuda):
+    """Before anything is begun, as a reason that a patched model's report can say."""
+    device, cuda.allocator = CudaGraphs(), "cudaMallocAsync"
+    with pytest.raises(NotCapturable, match="got the allocator 'cudaMallocAsync', want 'native'"), device.session():
+        pass
+    assert not cuda.log and gc.isenabled()
 
 
 @pytest.fixture

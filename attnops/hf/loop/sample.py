@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -33,6 +34,7 @@ class Loop:
     def __init__(self) -> None:
         self._tails: dict[Choice, Tail] = {}
         self._device: Device | None = None
+        self._place: torch.device | None = None  # of the tails
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_tails": {}, "_device": None}
@@ -87,9 +89,10 @@ class Loop:
         # Rounded up, so that caches of like lengths share a graph.
         room = 1 << cache_in(given).max_length.bit_length()
         ends = sum(tokens.numel() for tokens in asked.eos)
-        choice = Choice(ids.shape[0], room, logits.shape[-1], ends, bool(config.do_sample), fields(processors), flags())
+        sampled = bool(config.do_sample)
+        choice = Choice(ids.device, ids.shape[0], room, logits.shape[-1], ends, sampled, fields(processors), flags())
         with decoder.turn:
-            tail = self._tails.pop(choice, None) or self._made(choice, asked, decoder)
+            tail = self._taken(choice, asked, decoder)
         try:
             _note(tail.reason)
             with owner._optimize_model_for_decode():
@@ -102,10 +105,16 @@ class Loop:
                 while len(self._tails) > _MOST:
                     self._tails.pop(next(iter(self._tails))).reset()
 
+    def _taken(self, choice: Choice, asked: Asked, decoder: Decoder) -> Tail:
+        """The tail of this choice. A model that has moved has left those on its old device."""
+        if choice.device != self._place:
+            self.free()
+            self._place, self._device = choice.device, None
+        return self._tails.pop(choice, None) or self._made(choice, asked, decoder)
+
     def _made(self, choice: Choice, asked: Asked, decoder: Decoder) -> Tail:
-        device = asked.input_ids.device
-        self._device = self._device or decoder.how.graphs or CudaGraphs(device)
-        tail = Tail(choice, asked.processors, device)
+        self._device = self._device or decoder.how.graphs or CudaGraphs(choice.device)
+        tail = Tail(choice, asked.processors)
         tail.capture(self._device)
         if tail.reason:
             not_fast.warn(asked.owner, not_fast.CHOICE, tail.reason)

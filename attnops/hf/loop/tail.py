@@ -20,6 +20,7 @@ from attnops.hf.loop.plain import Asked, held
 class Choice(NamedTuple):
     """The constants of a tail. Equal ones share a graph.
 
+    device: of its buffers.
     rows, room, vocab: sizes of its buffers.
     ends: tokens that end a row; 0: none does.
     sampled: draw the token, where a greedy choice takes the likeliest.
@@ -27,6 +28,7 @@ class Choice(NamedTuple):
     flags: of torch.
     """
 
+    device: torch.device
     rows: int
     room: int
     vocab: int
@@ -68,8 +70,9 @@ class Tail:
     reason: why there is no graph, so that operations are launched one by one; "" where there is.
     """
 
-    def __init__(self, choice: Choice, processors: Sequence[Callable[..., Any]], device: torch.device) -> None:
-        self.choice, rows, far = choice, choice.rows, device.type == "cuda"
+    def __init__(self, choice: Choice, processors: Sequence[Callable[..., Any]]) -> None:
+        self.choice, rows, device = choice, choice.rows, choice.device
+        far = device.type == "cuda"
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)

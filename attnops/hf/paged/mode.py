@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from attnops.adapters.replicas import place, take_back
 from attnops.call import name, need
 from attnops.errors import AttnopsError, InvalidInput, PatchError, fail, one_line
 from attnops.hf import cache_names, not_fast, supported
@@ -159,7 +160,7 @@ class PagedMode:
             changes.append(module.register_forward_pre_hook(hand_over, with_kwargs=True))
             if self.latents:
                 # A partial and not a bound method, which would be pickled as a name that the module's class does not have.
-                module.__dict__["expand_kv"] = functools.partial(paged_models.let_through, module)
+                place(module, "expand_kv", functools.partial(paged_models.let_through, module))
         if hasattr(owner, "generate"):
             changes.append(Method(owner, PREPARE, self.prepare))
         if self.decode.mode != "hf":
@@ -210,7 +211,7 @@ class PagedMode:
             change.remove()
         self._changes.clear()
         for module in self.windows:
-            module.__dict__.pop("expand_kv", None)
+            take_back(module, "expand_kv", vars(module).get("expand_kv"))
             for part in module.modules():
                 part.__dict__.pop(HELD, None)
         compiled = self._decoder is not None and self._decoder.compiled

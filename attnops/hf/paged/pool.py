@@ -53,6 +53,8 @@ class Pool:
     ) -> PagedModelCache:
         """A cache over idle pages that fit, else over new ones, for which idle pages are freed when memory is short.
 
+        Idle pages on another device, from which the model has moved, are freed.
+
         The pages come back when the cache is gone, or when `state.give_back` is called. After an error or an interrupt idle pages are idle
         still.
 
@@ -65,6 +67,7 @@ class Pool:
         Raises PageSizeConflict, torch.OutOfMemoryError.
         """
         with self._lock:
+            self._leave(wanted.device)
             found = self._fitting(wanted, page_size, exact)
             sizes = wanted if exact or found is not None else self._merged(_rounded(wanted), page_size)
             self._shrink(MOST_IDLE, found)
@@ -84,6 +87,13 @@ class Pool:
         except torch.OutOfMemoryError:
             self._shrink(0)
         return ModelPages(least, page_size)
+
+    def _leave(self, device: torch.device) -> None:
+        """Free idle pages that are not on this device, to which the model has moved."""
+        for pages in tuple(self._idle):
+            if pages.sizes.device != device:
+                self._idle.remove(pages)
+                self._drop(pages)
 
     def _alike(self, wanted: Sizes, page_size: int | None) -> list[ModelPages]:
         return [p for p in tuple(self._idle) if (p.sizes[2:], p.forced) == (wanted[2:], page_size)]

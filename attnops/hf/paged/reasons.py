@@ -30,12 +30,18 @@ def callers_choice(owner: Any, mask: str) -> str:
     """Why the caller's changes to a model, or the masks asked for, leave no place for pages and graphs; "" where they do."""
     if mask == "additive":
         return "additive masks were asked for, and pages take none"
-    if is_replaced(owner):
-        return REPLACED
+    if (split := split_over(owner)) or is_replaced(owner):
+        return split or REPLACED
     others = sorted({type(p).__name__ for p in owner.parameters()} - {"Parameter"})
     if "DTensor" in others:
         return f"weights are {', '.join(others)}, whose products are not captured"
     return ""
+
+
+def split_over(owner: Any) -> str:
+    """The reason against graphs of a model on several devices, as accelerate splits it, with their names; "" for one device."""
+    devices = sorted({str(p.device) for p in owner.parameters() if p.device.type != "meta"})
+    return f"the model is split over several devices: {', '.join(devices)}" if len(devices) > 1 else ""
 
 
 class Reason(NamedTuple):
@@ -129,7 +135,8 @@ def against_pages_unasked(call: Call, forward: Method | None) -> list[Reason]:
     """
     owner = call.owner
     generation = running_generation()
-    replaced = forward is not None and vars(owner).get("forward") is not forward
+    replaced = is_compiled(owner) or (forward is not None and vars(owner).get("forward") is not forward)
+    elsewhere = (split_over(owner) or REPLACED) if replaced else ""
     custom = generation is not None and generation.custom
     hooked = hooks_of_the_caller(owner)
     dropping = "" if owner.training else drawing(owner)
@@ -137,7 +144,7 @@ def against_pages_unasked(call: Call, forward: Method | None) -> list[Reason]:
     reasons = {
         "a loop of the caller's (custom_generate) may change its cache": custom,
         HOOKED.format(hooked): hooked,
-        REPLACED: replaced or is_compiled(owner),
+        elsewhere: elsewhere,
         "output_hidden_states=True": call.asks("output_hidden_states"),
         "the model is in training mode": owner.training,
         f"dropout is on in {dropping}, which is in training mode": dropping,

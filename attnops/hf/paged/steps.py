@@ -16,6 +16,7 @@ from attnops.hf.cache_names import argument_of
 from attnops.hf.paged.around import function_modes
 from attnops.hf.paged.cache import PagedModelCache
 from attnops.hf.paged.calls import step_of
+from attnops.hf.paged.collectives import refused
 from attnops.hf.paged.guarded import Glance
 from attnops.hf.paged.how import Decode
 from attnops.hf.paged.layers import layered
@@ -49,13 +50,16 @@ def graphed_steps(
         regions: the layers that are compiled; None: steps are captured from eager code.
         watch: see `Graphed`.
     """
-    capture = cast(Callable[..., Graphed], breakable)
+    capture, step = cast(Callable[..., Graphed], breakable), step_of(forward, argument_of(model))
+    # Compiled steps follow those of eager code, or are asked for by capture().
+    if how.mode == "auto" and regions is None:
+        step = refused(step)
     if regions is not None:
         in_layers = layered(forward, model, regions)
         # Positions of one row are broadcast over, those of several are not.
         capture = partial(Regional, inner=how.inner, one_differs=True, passes=passes, regions=regions, layered=in_layers)
     return capture(
-        step_of(forward, argument_of(model)), Buckets(decode=decode_sizes(cache.max_batch)), batch=None, tokens=(),
+        step, Buckets(decode=decode_sizes(cache.max_batch)), batch=None, tokens=(),
         requests=("input_ids", "position_ids", "live"), returns="requests", state=cache.state.pages.counters,
         budget_bytes=how.budget_bytes, over_budget=how.over_budget, check_every=how.check_every, graphs=how.graphs,
         watch=watch, draws=bool(drawing(model)),

@@ -1,0 +1,139 @@
+"""Patched models that are moved to another device, and those that are split over several: a CPU with the meta device beside it."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import _functional_collectives as functional
+
+import attnops
+from attnops.hf import tiny
+from attnops.hf.loop import sample
+from attnops.hf.loop.plain import Asked
+from attnops.hf.loop.sample import Loop
+from attnops.hf.paged import pool
+from attnops.hf.paged.pool import Pool
+from tests.graphs.standin import StandIn
+from tests.hf.test_decode_graphs import generated, how
+from tests.hf.test_defaults import auto
+
+CPU, META = (torch.device(name) for name in ("cpu", "meta"))
+
+
+def test_the_choice_of_tokens_follows_a_model_that_moves(monkeypatch):
+    """Its buffers on the old device gave the first step there its token, and no graph could be made of that."""
+    made = {}
+
+    def graphs(device):
+        made[device] = StandIn()
+        return made[device]
+
+    monkeypatch.setattr(sample, "CudaGraphs", graphs)
+    decoder = SimpleNamespace(turn=nullcontext(), how=SimpleNamespace(graphs=None), why_not=lambda rows: "")
+    loop, logits = Loop(lambda: decoder), SimpleNamespace(logits=torch.zeros(2, 3, 16))
+    seen = []
+
+    def decoded(asked, decoder, tail, logits):
+        tensors = (tail.tokens, tail.token, tail.position, tail._scores, tail._news)
+        seen.append((tail, {t.device for t in tensors}))
+
+    monkeypatch.setattr(sample, "_decoded", decoded)
+    for device in (CPU, CPU, META, CPU):
+        owner = SimpleNamespace(_prefill=lambda *args, **kwargs: logits, _optimize_model_for_decode=nullcontext)
+        cache = SimpleNamespace(max_length=16)
+        monkeypatch.setattr(sample, "cache_in", lambda given, cache=cache: cache)
+        ids = torch.zeros(2, 3, dtype=torch.int64, device=device)
+        asked = Asked(owner, ids, [], [], SimpleNamespace(do_sample=False), None, {})
+        loop._run(asked, decoder)
+        assert seen[-1][1] == {device}
+        assert all(graph.alive == (where == device) for where, each in made.items() for graph in each.graphs[-1:])
+    assert seen[0][0] is seen[1][0] and made.keys() == {CPU, META}
+
+
+def test_pages_on_the_device_that_a_model_has_left_are_freed(monkeypatch):
+    monkeypatch.setattr(pool, "ModelPages", lambda sizes, page_size: SimpleNamespace(sizes=sizes, forced=page_size, nbytes=8))
+    monkeypatch.setattr(pool, "most_idle_bytes", lambda device: 1000)
+    dropped = []
+    kept = Pool(dropped.append)
+
+    def used(device):
+        pages = kept.take(pool.Sizes(2, 16, (), device, None))
+        kept._idle.append(pages)
+        return pages
+
+    first = used(CPU)
+    assert used(CPU) is first and not dropped
+    second = used(META)
+    assert second is not first and dropped == [first] and list(kept._idle) == [second]
+
+
+class Far(nn.Parameter):
+    """A weight that says it lies on a GPU."""
+
+    device = torch.device("cuda:1")
+
+
+def split(model):
+    """As accelerate does it: a forward of the instance's own that moves inputs, and weights on another device."""
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    projection = model.model.layers[-1].mlp.up_proj
+    projection.weight = Far(projection.weight.detach())
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_model_that_is_split_goes_without_and_says_so(order):
+    model = tiny.model("llama")
+    want = generated(model, 2, 9, 4)
+    if order == "before":
+        split(model)
+    with attnops.patch(model, decode=auto()) as handle:
+        if order == "after":
+            assert torch.equal(generated(model, 2, 9, 4), want) and handle.took.decode == "breakable"
+            split(model)
+        assert torch.equal(generated(model, 2, 9, 4), want)
+        assert (handle.took.cache, handle.took.decode) == ("hf", "hf")
+        assert handle.took.why == "the model is split over several devices: cpu, cuda:1"
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Summed(nn.Module):
+    """A projection whose input features are spread over ranks."""
+
+    def __init__(self, own, kind):
+        super().__init__()
+        self.own, self.kind = own, kind
+
+    def forward(self, x):
+        out = self.own(x)
+        if self.kind == "functional":
+            return functional.all_reduce(out, "sum", dist.group.WORLD)
+        dist.all_reduce(out)
+        return out
+
+
+@pytest.mark.filterwarnings("ignore::attnops.errors.NotFast")
+@pytest.mark.parametrize("kind", ["in place", "functional", "none"])
+def test_steps_that_wait_for_other_ranks_have_graphs_by_decode_alone(kind, one_rank):
+    model = tiny.model("llama")
+    if kind != "none":
+        model.model.layers[0].mlp.down_proj = Summed(model.model.layers[0].mlp.down_proj, kind)
+    want = generated(model, 2, 9, 4)
+    with attnops.patch(model, decode=auto()) as handle:
+        for _ in range(2):
+            assert torch.equal(generated(model, 2, 9, 4), want)
+            assert handle.took.decode == ("breakable" if kind == "none" else "hf")
+            assert ("c10d" in handle.took.why and "decode=" in handle.took.why) is (kind != "none")
+    if kind == "in place":  # a capture takes no AsyncCollectiveTensor
+        with attnops.patch(model, cache="paged", decode=how("breakable")) as handle:
+            generated(model, 2, 9, 4)
+            assert handle.took.decode == "breakable"
