@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from transformers import AttentionInterface
 
 import attnops
@@ -133,6 +134,9 @@ def test_the_committed_census_has_no_wrong_row():
         pytest.skip("no census is committed")
     found = json.loads(run.RESULTS.read_text())
     assert not found["counts"]["checks"].get("wrong")
+    states = found["counts"]["types"]
+    assert states["unrun"] + states["unbuilt"] <= 30
+    assert Version(found["transformers"]) >= Version("5.24")
     ran = {name: one["compiled"] for name, one in found["types"].items() if one["state"] == "ran"}
     assert not [name for name, backends in ran.items() if "aot_eager" not in backends]
     assert {name for name, backends in ran.items() if "inductor" in backends} == set(run.INDUCTOR)

@@ -33,7 +33,7 @@ def test_the_choice_of_tokens_follows_a_model_that_moves(monkeypatch):
 
     monkeypatch.setattr(sample, "CudaGraphs", graphs)
     decoder = SimpleNamespace(turn=nullcontext(), how=SimpleNamespace(graphs=None), why_not=lambda rows: "")
-    loop, logits = Loop(lambda: decoder), SimpleNamespace(logits=torch.zeros(2, 3, 16))
+    loop, logits = Loop(), SimpleNamespace(logits=torch.zeros(2, 3, 16))
     seen = []
 
     def decoded(asked, decoder, tail, logits):
@@ -53,6 +53,13 @@ def test_the_choice_of_tokens_follows_a_model_that_moves(monkeypatch):
     assert seen[0][0] is seen[1][0] and made.keys() == {CPU, META}
 
 
+class State:
+    """Of a cache over pages."""
+
+    def __init__(self, pages):
+        self.pages = pages
+
+
 def test_pages_on_the_device_that_a_model_has_left_are_freed(monkeypatch):
     monkeypatch.setattr(pool, "ModelPages", lambda sizes, page_size: SimpleNamespace(sizes=sizes, forced=page_size, nbytes=8))
     monkeypatch.setattr(pool, "most_idle_bytes", lambda device: 1000)
@@ -60,9 +67,9 @@ def test_pages_on_the_device_that_a_model_has_left_are_freed(monkeypatch):
     kept = Pool(dropped.append)
 
     def used(device):
-        pages = kept.take(pool.Sizes(2, 16, (), device, None))
-        kept._idle.append(pages)
-        return pages
+        cache = kept.lend(lambda pages: SimpleNamespace(state=State(pages)), pool.Sizes(2, 16, (), device, None))
+        cache.state.give_back()
+        return cache.state.pages
 
     first = used(CPU)
     assert used(CPU) is first and not dropped
