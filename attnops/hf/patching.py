@@ -53,7 +53,8 @@ class Patched(Handle):
     def __init__(self, model: nn.Module, owner: Any, asked: Options, decode: Decode, found: Match) -> None:
         self._options, self._proof = served(owner, found, asked)
         self._held, self.asked, self.decode = model, asked, decode
-        self.implementation, self._owner, self._found = implementation(self._options), owner, found
+        self.implementation, self._found = implementation(self._options), found
+        self._owner: Any = owner  # None after `unpatch()`
         self._paged: PagedMode | None = None
         self._settled: tuple[bool, str] | None = None
         self._took: Took | None = None
