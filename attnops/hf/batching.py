@@ -137,7 +137,21 @@ def begin(method: Method, *args: Any, **kwargs: Any) -> Any:
         raise
     if not isinstance(vars(manager).get("stop"), Method):  # a manager that is kept comes back
         Method(manager, "stop", functools.partial(_stop, handle))
+        if hasattr(manager, "warmup"):
+            Method(manager, "warmup", _warm_up)
     return manager
+
+
+def _warm_up(method: Method, *args: Any, **kwargs: Any) -> Any:
+    """Wait for the steps of the warm-up, as transformers 5.24 does.
+
+    They read buffers of inputs, and write into them. In older versions the inputs of the first
+    batch, copied on another stream, could come too early, and its requests got other tokens.
+    """
+    result = method.original(*args, **kwargs)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return result
 
 
 def _stop(handle: Patched, method: Method, *args: Any, **kwargs: Any) -> Any:

@@ -152,6 +152,25 @@ def test_a_manager_of_the_users_own():
     assert "init_continuous_batching" not in vars(model)
 
 
+def test_the_first_batch_waits_for_the_warm_up(monkeypatch):
+    """It would write the inputs that the steps of the warm-up read."""
+    if not hasattr(continuous_api.ContinuousBatchingManager, "warmup"):
+        pytest.skip("this transformers has no warm-up")
+    order = []
+    kind = continuous_api.ContinuousBatchingManager
+    monkeypatch.setattr(kind, "warmup", lambda manager: order.append("steps"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("waits"))
+    model = tiny.model("llama")
+    with attnops.patch(model):
+        manager = model.init_continuous_batching(continuous_batching_config=settings())
+        # Only from here on, for nothing else may look for a GPU.
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        manager.warmup()
+        monkeypatch.undo()
+        manager.stop()
+    assert order == ["steps", "waits"]
+
+
 def test_a_config_that_transformers_refuses_leaves_the_model_as_it_was():
     model = tiny.model("llama")
     with attnops.patch(model, cache="hf") as handle:
