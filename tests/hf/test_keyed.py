@@ -127,8 +127,9 @@ def test_no_two_tokens_of_a_step_go_to_one_place(monkeypatch):
     with attnops.patch(model, cache="paged") as handle:
         cache = handle.new_cache(3, LONG, page_size=4)
         by_hand(model, cache, tokens(3, LONG), left_padded(3, LONG), ((0, 60), (60, LONG)))
+        room = 3 * cache.state.pages.tables[0].shape[1] * 4
     assert all(len(slots) == len(slots.unique()) for slots in given)
-    assert len(given[0]) == 3 * cache.state.pages.tables[0].shape[1] * 4, "as many as there is room for"
+    assert len(given[0]) == room, "as many as there is room for"
 
 
 def test_what_is_stored():
