@@ -1,8 +1,8 @@
-"""Replicas of `torch.nn.DataParallel` without those names of attnops that hold the module of which they are copies.
+"""Replicas that `torch.nn.DataParallel` makes of a patched module.
 
-A replica begins with a copy of the module's `__dict__`. A method that attnops put there would run the module's weights, pages and graphs
-in place of the replica's weights. Data by which a class or function of attnops serves the module that it is called for, as the rule of
-a router, serves replicas as well and stays.
+A replica begins with a copy of the module's `__dict__`. A method that attnops put there holds the module,
+and would run its weights, pages and graphs in place of the replica's weights: replicas leave it out.
+They keep attnops' data, such as the rule of a router. It serves whichever module it is looked up on.
 """
 
 from __future__ import annotations

@@ -149,8 +149,9 @@ def _warm_up(method: Method, *args: Any, **kwargs: Any) -> Any:
     batch, copied on another stream, could come too early, and its requests got other tokens.
     """
     result = method.original(*args, **kwargs)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    device = method.owner.model.device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return result
 
 

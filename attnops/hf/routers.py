@@ -222,7 +222,8 @@ def rule_of(module: nn.Module) -> Rule | None:
         if found is None or (again := _tried(_Trial.of(module, torch.bfloat16), found)) is None:
             return None
         # Some models keep the weights of routers in float32 when the rest is cast.
-        return replace(again, mixed=_tried(_Trial.of(module, torch.float32, torch.bfloat16), again) == again)
+        wide = _Trial.of(module, torch.float32, tokens=torch.bfloat16)
+        return replace(again, mixed=_tried(wide, again) == again)
 
 
 TOKENS = 64

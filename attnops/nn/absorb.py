@@ -112,10 +112,12 @@ class _Held:
     key: the state of the sources that the weight was made of; None: it is to be made anew.
     """
 
-    module: weakref.ref[nn.Module] | None = None
     key: Any = None
     tensors: tuple[weakref.ref[Tensor], ...] = ()
     weight: Tensor | None = None
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self.module = None if module is None else weakref.ref(module)
 
     def __reduce__(self) -> Any:
         return _Held, ()
@@ -146,10 +148,10 @@ def _kept(kv_b: nn.Module, like: Tensor) -> Tensor:
 
 
 def _held_of(kv_b: nn.Module) -> _Held:
+    """That of the module itself, and not of one that it is a copy of."""
     held: _Held | None = vars(kv_b).get(HELD)
     if held is None or held.module is None or held.module() is not kv_b:
-        held = vars(kv_b)[HELD] = _Held()
-        held.module = weakref.ref(kv_b)
+        held = vars(kv_b)[HELD] = _Held(kv_b)
     return held
 
 

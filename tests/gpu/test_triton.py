@@ -10,7 +10,7 @@ from attnops.kernel import kernels_of
 from attnops.kernels.triton.launch import grids
 from attnops.testing import Features, Source, builders, check_kernel
 from attnops.testing.latent import DEEPSEEK
-from tests.gpu.first_use import MOST, first_use
+from tests.gpu.first_use import first_use
 
 BF16, F16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 LLAMA = Features(dtype=BF16, head_dim=128, q_heads=32, kv_heads=8, causal=True, lse=True)
@@ -72,12 +72,15 @@ def test_stages_that_overlap_give_what_stages_in_turn_give(op: str) -> None:
 FIRST_USES = {n: lambda n=n: LONG[n](Source(1, "cuda")) for n in ("decode", "extend", "mla", "mla_128_heads")}
 
 
+# The pages that ids name are found first. Attention has two stages, and one of a prompt.
+LAUNCHED = {"decode": 3, "extend": 2, "mla": 3, "mla_128_heads": 3}
+
+
 @pytest.mark.alone
 def test_first_use_compiles_no_more_than_it_launches(found: dict[str, Any], tmp_path: Any) -> None:
     uses = first_use("tests.gpu.test_triton", tmp_path)
     found["triton_first_use_s"] = {name: use.seconds for name, use in uses.items()}
-    # Before them, a kernel finds the pages that ids name.
-    assert {name: use.compiled for name, use in uses.items() if use.compiled > 1 + MOST} == {}
+    assert {name: use.compiled for name, use in uses.items() if use.compiled > LAUNCHED[name]} == {}
     assert any(use.compiled for use in uses.values()), "no compiled kernel was found in Triton's cache"
 
 

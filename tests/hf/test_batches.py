@@ -159,16 +159,17 @@ def test_the_first_batch_waits_for_the_warm_up(monkeypatch):
     order = []
     kind = continuous_api.ContinuousBatchingManager
     monkeypatch.setattr(kind, "warmup", lambda manager: order.append("steps"))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("waits"))
-    model = tiny.model("llama")
+    monkeypatch.setattr(torch.cuda, "synchronize", order.append)
+    model, gpu = tiny.model("llama"), torch.device("cuda", 1)
     with attnops.patch(model):
         manager = model.init_continuous_batching(continuous_batching_config=settings())
-        # Only from here on, for nothing else may look for a GPU.
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         manager.warmup()
-        monkeypatch.undo()
+        assert order == ["steps"], "on a CPU there is nothing to wait for"
+        with monkeypatch.context() as moved:
+            moved.setattr(manager, "model", SimpleNamespace(device=gpu))
+            manager.warmup()
         manager.stop()
-    assert order == ["steps", "waits"]
+    assert order == ["steps", "steps", gpu]
 
 
 def test_a_config_that_transformers_refuses_leaves_the_model_as_it_was():

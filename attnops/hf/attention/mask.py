@@ -171,7 +171,7 @@ def _documents(request: Request) -> Tensor | None:
     if torch.compiler.is_compiling():
         # A tracer hides closures. Without the skip, transformers itself joins causal rules by "and" with documents or chunks alone.
         plain = request.bidirectional_skip is None and getattr(request.config, "attention_chunk_size", None) is None
-        plain = plain and not (_JOINED_LAST and _may_see_ahead(rule))
+        plain = plain and not _may_see_ahead(rule)
         pattern = Pattern(True, request.window or 0) if plain else None
     else:
         pattern = pattern_of(request._replace(rule=packed.of_rule(rule), causal_skip=True))
@@ -183,7 +183,12 @@ def _documents(request: Request) -> Tensor | None:
 
 def _may_see_ahead(rule: Any) -> bool:
     """May the pattern that is joined with documents let a token see those after it? While a compiler traces."""
-    return not _SHOWN or getattr(packed.of_rule(rule), "__name__", "or_mask") == "or_mask"
+    if not _JOINED_LAST:
+        return False
+    if not _SHOWN:
+        return True
+    pattern = packed.of_rule(rule)
+    return pattern is None or getattr(pattern, "__name__", "") == "or_mask"
 
 
 def _counted(begins: Tensor) -> bool:

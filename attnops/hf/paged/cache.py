@@ -182,7 +182,7 @@ class PagedLayer(CacheLayerMixin):
 
         Raises InvalidInput: the pages were taken back.
         """
-        self.state.pages.sizes  # noqa: B018 - raises
+        _ = self.state.pages.sizes  # any attribute of pages that were taken back raises
         return key_states[None], value_states[None]
 
     def get_seq_length(self) -> Any:

@@ -16,18 +16,21 @@ _WHY = "its graphs are for the caller to ask for by decode=: one rank alone may 
 
 
 class _Collectives(TorchDispatchMode):
-    """Notes the collectives of a run. found: the name of the first one."""
+    """Notes the collectives of a run. first: the name of the first one."""
 
-    found = ""
+    first = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in func.namespace:
-            self.found = self.found or str(func)
+            self.first = self.first or str(func)
         return func(*args, **(kwargs or {}))
 
 
-def refused(step: Callable[..., Any]) -> Callable[..., Any]:
-    """`step`, of which a warm-up raises NotCapturable if it ran a collective: at its end, so that every rank has run them all."""
+def without_collectives(step: Callable[..., Any]) -> Callable[..., Any]:
+    """`step`, whose warm-up raises NotCapturable if it ran a collective.
+
+    It raises at the end of the warm-up: by then every rank has run every collective.
+    """
 
     @functools.wraps(step)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -36,8 +39,8 @@ def refused(step: Callable[..., Any]) -> Callable[..., Any]:
             return step(*args, **kwargs)
         with _Collectives() as seen:
             out = step(*args, **kwargs)
-        if seen.found:
-            fail(NotCapturable, seen.found, _WHY)
+        if seen.first:
+            fail(NotCapturable, seen.first, _WHY)
         return out
 
     return run

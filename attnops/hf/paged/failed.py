@@ -25,10 +25,13 @@ class Failed(NamedTuple):
         return f"decode steps of {self.kind} have no {self.mode} graphs until release()"
 
 
-def remember(found: dict[Key, str], key: Key, why: str) -> str:
-    """Add a reason, and forget the oldest of too many. What is forgotten is tried again. Returns the reason."""
-    found.pop(key, None)
-    found[key] = why
-    while len(found) > MOST:
-        del found[next(iter(found))]
+def remember(reasons: dict[Key, str], key: Key, why: str) -> str:
+    """Add a reason, and drop the oldest ones above MOST. attnops tries again what it dropped.
+
+    Returns the reason.
+    """
+    reasons.pop(key, None)
+    reasons[key] = why
+    while len(reasons) > MOST:
+        del reasons[next(iter(reasons))]
     return why

@@ -92,8 +92,7 @@ class Pool:
         """Free idle pages that are not on this device, to which the model has moved."""
         for pages in tuple(self._idle):
             if pages.sizes.device != device:
-                self._idle.remove(pages)
-                self._drop(pages)
+                self._free(pages)
 
     def _alike(self, wanted: Sizes, page_size: int | None) -> list[ModelPages]:
         return [p for p in tuple(self._idle) if (p.sizes[2:], p.forced) == (wanted[2:], page_size)]

@@ -30,8 +30,10 @@ def callers_choice(owner: Any, mask: str) -> str:
     """Why the caller's changes to a model, or the masks asked for, leave no place for pages and graphs; "" where they do."""
     if mask == "additive":
         return "additive masks were asked for, and pages take none"
-    if (split := split_over(owner)) or is_replaced(owner):
-        return split or REPLACED
+    if split := split_over(owner):
+        return split
+    if is_replaced(owner):
+        return REPLACED
     others = sorted({type(p).__name__ for p in owner.parameters()} - {"Parameter"})
     if "DTensor" in others:
         return f"weights are {', '.join(others)}, whose products are not captured"
@@ -136,7 +138,7 @@ def against_pages_unasked(call: Call, forward: Method | None) -> list[Reason]:
     owner = call.owner
     generation = running_generation()
     replaced = is_compiled(owner) or (forward is not None and vars(owner).get("forward") is not forward)
-    elsewhere = (split_over(owner) or REPLACED) if replaced else ""
+    why_replaced = (split_over(owner) or REPLACED) if replaced else ""
     custom = generation is not None and generation.custom
     hooked = hooks_of_the_caller(owner)
     dropping = "" if owner.training else drawing(owner)
@@ -144,7 +146,7 @@ def against_pages_unasked(call: Call, forward: Method | None) -> list[Reason]:
     reasons = {
         "a loop of the caller's (custom_generate) may change its cache": custom,
         HOOKED.format(hooked): hooked,
-        elsewhere: elsewhere,
+        why_replaced: replaced,
         "output_hidden_states=True": call.asks("output_hidden_states"),
         "the model is in training mode": owner.training,
         f"dropout is on in {dropping}, which is in training mode": dropping,

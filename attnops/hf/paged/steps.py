@@ -16,7 +16,7 @@ from attnops.hf.cache_names import argument_of
 from attnops.hf.paged.around import function_modes
 from attnops.hf.paged.cache import PagedModelCache
 from attnops.hf.paged.calls import step_of
-from attnops.hf.paged.collectives import refused
+from attnops.hf.paged.collectives import without_collectives
 from attnops.hf.paged.guarded import Glance
 from attnops.hf.paged.how import Decode
 from attnops.hf.paged.layers import layered
@@ -50,10 +50,11 @@ def graphed_steps(
         regions: the layers that are compiled; None: steps are captured from eager code.
         watch: see `Graphed`.
     """
-    capture, step = cast(Callable[..., Graphed], breakable), step_of(forward, argument_of(model))
+    capture = cast(Callable[..., Graphed], breakable)
+    step = step_of(forward, argument_of(model))
     # Compiled steps follow those of eager code, or are asked for by capture().
     if how.mode == "auto" and regions is None:
-        step = refused(step)
+        step = without_collectives(step)
     if regions is not None:
         in_layers = layered(forward, model, regions)
         # Positions of one row are broadcast over, those of several are not.
