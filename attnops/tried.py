@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from attnops.errors import UntriedVersion, warn_once
 from attnops.packages import parse
 
-OLDEST = {"torch": "2.11", "transformers": "5.4"}
+OLDEST = {"torch": "2.11", "transformers": "5.15"}
 """pyproject.toml says the same."""
 
 NEWEST = {"torch": "2.15", "transformers": "5.24"}

@@ -6,11 +6,9 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib.metadata import version
 from typing import Any
 
 import pytest
-from packaging.version import Version
 
 from tests.helpers import ROOT, ready_process
 
@@ -37,12 +35,10 @@ OPTIONAL = {"diffusers", "peft", "sentence_transformers", "timm", "torchtitan", 
 
 
 def skip_unless_installed(code):
-    """Skip where a package that the code imports is missing, or transformers is too old for the pages that it asks for."""
+    """Skip where a package that the code imports is missing."""
     for package in sorted(OPTIONAL & {*re.findall(r"^(?:from|import) (\w+)", code, re.M)}):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
-    if 'cache="paged"' in code and Version(version("transformers")) < Version("5.15"):
-        pytest.skip('cache="paged" wants transformers 5.15')
 
 
 def place(page):

@@ -350,8 +350,8 @@ def patch(
         cache: "auto": `generate()` on a GPU keeps its cache in pages where that makes it faster, and transformers' cache elsewhere:
             `Patched.took` says which it was, and why. "hf": transformers' caches. "paged": `generate()` keeps its cache in pages that
             attnops owns, and so does a call with a cache made by the handle; other caches work as before. The pages hold keys and values
-            (of a sliding window no more than the window), or the latents of Multi-head Latent Attention (DeepSeek-V2, V3 and their kin,
-            with transformers from 5.15), to which decode attends without unfolding. They are allocated for the whole length, as a static
+            (of a sliding window no more than the window), or the latents of Multi-head Latent Attention (DeepSeek-V2, V3 and their kin),
+            to which decode attends without unfolding. They are allocated for the whole length, as a static
             cache, and a few sets are kept for later calls until `Patched.release()`. Masks may have padding on the left only.
         decode: how the steps of `generate()` after the prompt run: "piecewise" or "breakable" CUDA graphs (docs/graphs.md) over pages,
             captured when a bucket of rows is first met; "hf", as transformers does it; "auto": on a GPU breakable graphs, which need no

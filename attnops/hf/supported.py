@@ -7,10 +7,7 @@ from attnops.errors import UnsupportedVersion, fail
 from attnops.packages import parse
 
 OLDEST = tried.OLDEST["transformers"]
-"""Older ones call mask functions with other arguments."""
-
-PAGED = "5.15"
-"""Older ones ask a cache for other methods, and unfold latents before they cache them."""
+"""Older ones ask a cache for other methods, and unfold latents before they cache them: they could have no pages."""
 
 
 def older_than(bound: str) -> str | None:

@@ -102,6 +102,7 @@ class Spec:
     """The base of `PagedSpec` and `LatentSpec`. attention: the layers' op; the op `plan_<attention>` plans for it."""
 
     attention: ClassVar[str]
+    __dataclass_fields__: ClassVar[dict[str, Any]]
     q_heads: int
     head_dim: int
     page_size: int
@@ -118,7 +119,9 @@ class Spec:
     @property
     def statics(self) -> dict[str, Any]:
         """The plan op's static arguments."""
-        given = {**vars(self), **self.facts, "dtype": name(self.dtype), "kv_dtype": name(self.kv_dtype or self.dtype)}
+        # One by one: Dynamo of torch 2.11 under Python 3.10 cannot unpack vars(self).
+        given = {field: getattr(self, field) for field in self.__dataclass_fields__}
+        given |= {**self.facts, "dtype": name(self.dtype), "kv_dtype": name(self.kv_dtype or self.dtype)}
         given["window_left"], given["window_right"] = given.get("window", rules.UNBOUNDED)
         return {n: given[n] for n in OPS[f"plan_{self.attention}"].spec.names if n in given}
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import cache_utils
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
 
 from attnops.cache.batch import PagedBatch
 from attnops.cache.step import Tokens
@@ -28,8 +28,7 @@ from attnops.graphs.regional import NotRegional
 from attnops.hf import cache_names
 from attnops.hf.paged.pages import EMPTY, ModelPages, Past
 
-# transformers 5.4 has no layers of states, and those for layers without a cache came later.
-_STATES: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "LinearAttentionCacheLayerMixin", None)]))
+# transformers 5.15 has no layers without a cache.
 _NOTHING: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 
 
@@ -368,4 +367,4 @@ def layers_without_pages(config: Any, paged_layers: Sequence[int]) -> dict[int, 
 
 def has_states(layer: Any) -> bool:
     """Does a layer of a cache keep states of linear attention, and no keys?"""
-    return isinstance(layer, _STATES) and not isinstance(layer, CacheLayerMixin)
+    return isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(layer, CacheLayerMixin)

@@ -25,7 +25,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from attnops.adapters.replicas import place, take_back
 from attnops.call import name, need
 from attnops.errors import AttnopsError, InvalidInput, PatchError, fail, one_line
-from attnops.hf import cache_names, not_fast, supported
+from attnops.hf import cache_names, not_fast
 from attnops.hf.cache_names import cache_in, named
 from attnops.hf.generation import current_generation, running_generation
 from attnops.hf.loop.sample import Loop
@@ -65,8 +65,6 @@ class PagedMode:
 
         chosen: pages were not asked for, and serve only calls that they make faster.
         """
-        old = supported.older_than(supported.PAGED)
-        refuse_unless(not old, f'got transformers {old}, want >={supported.PAGED}, or cache="hf"')
         self._owner, self._config = owner, owner.config.get_text_config(decoder=True)
         self.kernel, self.implementation, self.decode, self.chosen = kernel, implementation, decode, chosen
         sites = [site for site in found.sites if site.reason is None]
