@@ -27,7 +27,7 @@ from attnops.lowering.explain import packages_of_kernels
 from attnops.measured import MEASURED
 from attnops.problem import LEAVES, Target
 from attnops.version import VERSION
-from tests.helpers import torch_process, ready_process
+from tests.helpers import ready_process, torch_process
 
 
 def attnops(*arguments):

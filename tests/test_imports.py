@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.helpers import ROOT, fresh_process, runtime_nodes, sources, torch_process
+from tests.helpers import ROOT, fresh_process, ready_process, runtime_nodes, sources, torch_process
 
 OPTIONAL = ["triton", "transformers", "flashinfer", "sgl_kernel", "flash_attn", "typer", "rich", "numpy"]
 LATER = ["bench", "cli", "graphs", "hf", "nn", "testing", "tune"]
@@ -64,7 +64,7 @@ try:
 except AttributeError as e:
     print(e)
 """
-    assert "has no attribute 'nonsense'" in torch_process(code)
+    assert "has no attribute 'nonsense'" in ready_process(code)
 
 
 def test_a_bare_name_is_refused():

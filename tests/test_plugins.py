@@ -49,7 +49,7 @@ from attnops.packages import parse, within
 from attnops.problem import Extent, Problem, Refusal, Target
 from attnops.select import choose, select, workspace_bytes
 from attnops.testing import CASES
-from tests.helpers import torch_process, ready_process
+from tests.helpers import ready_process, torch_process
 from tests.test_select import installed
 
 PLAIN = Problem("attention", Target(), q_heads=4, kv_heads=2, head_dim=8, v_head_dim=8)

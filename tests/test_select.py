@@ -46,7 +46,7 @@ from attnops.ops import OPS, op as op_module
 from attnops.problem import LEAVES, Extent, Problem, Refusal, Target, altered, leaf, pretend, pretended
 from attnops.select import Policy, active_policy, choose, key_for, parse_policy, select, select_by, use
 from attnops.testing import CASES
-from tests.helpers import ROOT, torch_process, ready_process
+from tests.helpers import ROOT, ready_process, torch_process
 
 F64 = torch.float64
 DECODE = altered(
