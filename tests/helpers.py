@@ -149,25 +149,44 @@ def ready_process(code: str, *arguments: str, env: Mapping[str, str] | None = No
     It is forked from one that did, which saves the seconds they take. For tests that do not ask what is loaded, or what happens while
     it is: those variables in `env` that torch reads when it is imported come too late. arguments: sys.argv after its first.
     """
-    return _printed(lambda given: _ended(ready().Process(target=_execute, args=given), timeout_s), code, arguments, env)
+
+    def run(given: tuple[Any, ...]) -> int | None:
+        return _ended(ready().Process(target=_execute, args=given), timeout_s)
+
+    return _printed(run, code, arguments, env)
 
 
 def torch_process(
-    code: str, *arguments: str, block: Iterable[str] = (), env: Mapping[str, str] | None = None, timeout_s: float = 240
+    code: str,
+    *arguments: str,
+    block: Iterable[str] = (),
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 240,
 ) -> str:
-    """As `ready_process`, in a process that has loaded torch and nothing that torch itself does not load. block: as of `fresh_process`."""
+    """As `ready_process`, in a process that has loaded torch and nothing that torch does not load.
+
+    block: as of `fresh_process`.
+    """
     prelude = _BLOCK.format(names=frozenset(block)) if block else ""
-    return _printed(lambda given: _with_torch().submit(_forked, given, timeout_s).result(), prelude + code, arguments, env)
+
+    def run(given: tuple[Any, ...]) -> int | None:
+        return _with_torch().submit(_forked, given, timeout_s).result()
+
+    return _printed(run, prelude + code, arguments, env)
 
 
 def _printed(
-    run: Callable[[tuple[Any, ...]], int | None], code: str, arguments: tuple[str, ...], env: Mapping[str, str] | None
+    run: Callable[[tuple[Any, ...]], int | None],
+    code: str,
+    arguments: tuple[str, ...],
+    env: Mapping[str, str] | None,
 ) -> str:
     """What code prints where `run` has a process execute it."""
     given = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     with TemporaryDirectory() as out:
         exitcode = run((code, ["-c", *arguments], given, out))
-        stdout, stderr = (path.read_text() if (path := Path(out, name)).exists() else "" for name in ("stdout", "stderr"))
+        paths = Path(out, "stdout"), Path(out, "stderr")
+        stdout, stderr = (path.read_text() if path.exists() else "" for path in paths)
     if exitcode:
         raise AssertionError(f"the process ended with {exitcode}\n{stdout}\n{stderr}")
     return stdout
