@@ -1,13 +1,17 @@
 """What several tests need: where the code lies, how it names itself, and a Python that has imported nothing yet."""
 
 import ast
+import gc
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
@@ -105,7 +109,30 @@ def ready() -> Any:
     return context
 
 
+@cache
+def _with_torch() -> ProcessPoolExecutor:
+    """A process that has loaded torch alone, which forks those of `torch_process`."""
+    return ProcessPoolExecutor(1, get_context("spawn"), import_module, ("torch",))
+
+
+def _ended(process: BaseProcess, timeout_s: float) -> int | None:
+    """Start a process and wait until it ends, by itself or after timeout_s: its exit code."""
+    process.start()
+    process.join(timeout_s)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    return process.exitcode
+
+
+def _forked(given: tuple[Any, ...], timeout_s: float) -> int | None:
+    return _ended(get_context("fork").Process(target=_execute, args=given), timeout_s)
+
+
 def _execute(code: str, arguments: list[str], env: dict[str, str], out: str) -> None:
+    # As in tests/conftest.py: compilers allocate by the million.
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
     for name, fd in (("stdout", 1), ("stderr", 2)):
         os.dup2(os.open(f"{out}/{name}", os.O_WRONLY | os.O_CREAT), fd)
     os.chdir(ROOT)
@@ -122,17 +149,46 @@ def ready_process(code: str, *arguments: str, env: Mapping[str, str] | None = No
     It is forked from one that did, which saves the seconds they take. For tests that do not ask what is loaded, or what happens while
     it is: those variables in `env` that torch reads when it is imported come too late. arguments: sys.argv after its first.
     """
+
+    def run(given: tuple[Any, ...]) -> int | None:
+        return _ended(ready().Process(target=_execute, args=given), timeout_s)
+
+    return _printed(run, code, arguments, env)
+
+
+def torch_process(
+    code: str,
+    *arguments: str,
+    block: Iterable[str] = (),
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 240,
+) -> str:
+    """As `ready_process`, in a process that has loaded torch and nothing that torch does not load.
+
+    block: as of `fresh_process`.
+    """
+    prelude = _BLOCK.format(names=frozenset(block)) if block else ""
+
+    def run(given: tuple[Any, ...]) -> int | None:
+        return _with_torch().submit(_forked, given, timeout_s).result()
+
+    return _printed(run, prelude + code, arguments, env)
+
+
+def _printed(
+    run: Callable[[tuple[Any, ...]], int | None],
+    code: str,
+    arguments: tuple[str, ...],
+    env: Mapping[str, str] | None,
+) -> str:
+    """What code prints where `run` has a process execute it."""
     given = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     with TemporaryDirectory() as out:
-        process = ready().Process(target=_execute, args=(code, ["-c", *arguments], given, out))
-        process.start()
-        process.join(timeout_s)
-        if process.is_alive():
-            process.kill()
-            process.join()
-        stdout, stderr = (path.read_text() if (path := Path(out, name)).exists() else "" for name in ("stdout", "stderr"))
-    if process.exitcode:
-        raise AssertionError(f"the process ended with {process.exitcode}\n{stdout}\n{stderr}")
+        exitcode = run((code, ["-c", *arguments], given, out))
+        paths = Path(out, "stdout"), Path(out, "stderr")
+        stdout, stderr = (path.read_text() if path.exists() else "" for path in paths)
+    if exitcode:
+        raise AssertionError(f"the process ended with {exitcode}\n{stdout}\n{stderr}")
     return stdout
 
 

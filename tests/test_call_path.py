@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.helpers import fresh_process
+from tests.helpers import torch_process
 
 LOOK = """
 import os, sys
@@ -49,7 +49,7 @@ report(lambda: layer(torch.randn(7, 64), batch=batch, latent_pages=cache.latent_
 
 def lines(tmp_path, script):
     """Of each call: files, Python calls before the kernel's own, and the files by name."""
-    return [line.split() for line in fresh_process(LOOK + script, env={"ATTNOPS_CACHE_DIR": str(tmp_path)}).splitlines()]
+    return [line.split() for line in torch_process(LOOK + script, env={"ATTNOPS_CACHE_DIR": str(tmp_path)}).splitlines()]
 
 
 def test_a_paged_call(tmp_path):

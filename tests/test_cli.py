@@ -27,7 +27,7 @@ from attnops.lowering.explain import packages_of_kernels
 from attnops.measured import MEASURED
 from attnops.problem import LEAVES, Target
 from attnops.version import VERSION
-from tests.helpers import fresh_process, ready_process
+from tests.helpers import ready_process, torch_process
 
 
 def attnops(*arguments):
@@ -154,7 +154,7 @@ def test_doctor_on_a_gpu(monkeypatch):
 
 def test_doctor_without_optional_packages():
     code = "from attnops.cli import main; import sys; sys.argv = ['attnops', 'doctor', '--json']; main()"
-    report = json.loads(fresh_process(code, block=["transformers", "triton"]))
+    report = json.loads(torch_process(code, block=["transformers", "triton"]))
     assert report["machine"]["triton"] is None and report["machine"]["transformers"] is None
     assert any(k["usable"] for k in report["kernels"])
 
@@ -171,7 +171,7 @@ try:
 except SystemExit as end:
     print("exit", end.code)
 """
-    printed = fresh_process(code, block=[absent])
+    printed = torch_process(code, block=[absent])
     assert re.search(rf"got no [\w, ]*{absent}.*pip install 'attnops\[cli\]'", printed) and "exit 2" in printed
 
 
@@ -187,7 +187,7 @@ try:
 except SystemExit as end:
     print("exit", end.code)
 """
-    line, end = fresh_process(code, block=absent).splitlines()
+    line, end = torch_process(code, block=absent).splitlines()
     extras = "hf,cli" if "typer" in absent else "hf"
     assert line.startswith("attnops: packages: got no ") and line.endswith(f"pip install 'attnops[{extras}]'") and end == "exit 2"
 
@@ -199,7 +199,7 @@ from attnops.cli.app import app
 result = CliRunner().invoke(app, ["explain", "llama", "--target", "sm90"])
 print(result.exit_code, result.stderr)
 """
-    printed = fresh_process(code, block=["transformers"])
+    printed = torch_process(code, block=["transformers"])
     assert printed.startswith("2 attnops: ") and "attnops[hf]" in printed
 
 

@@ -96,7 +96,7 @@ for line, count in kernel_lines().items():
 """
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p.read_text())], ids=place)
 def test_blocks_run_and_print_the_text_below_them(page):
@@ -181,6 +181,7 @@ def test_example_prints_what_the_gallery_shows(example):
     assert EXAMPLES.comparable(printed) == EXAMPLES.comparable(SHOWN[example])
 
 
+@pytest.mark.full  # tests/test_plugins.py loads kernels by the same entry points, and test_select.py one in files of its own
 @pytest.mark.slow
 def test_a_kernel_in_a_package_is_found_and_keeps_its_contract(tmp_path):
     source, site = tmp_path / "source", tmp_path / "site"

@@ -214,7 +214,7 @@ def test_a_results_file_that_is_none_is_one_line(tmp_path, kind):
     assert len(str(caught.value).splitlines()) == 1
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(5)
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 @pytest.mark.parametrize("command", [["doctor", "--json"], ["doctor"], ["doctor", "--all"], ["--help"], []], ids=" ".join)
 def test_a_full_disk_ends_a_command_cleanly(command):

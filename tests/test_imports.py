@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.helpers import ROOT, fresh_process, runtime_nodes, sources
+from tests.helpers import ROOT, fresh_process, ready_process, runtime_nodes, sources, torch_process
 
 OPTIONAL = ["triton", "transformers", "flashinfer", "sgl_kernel", "flash_attn", "typer", "rich", "numpy"]
 LATER = ["bench", "cli", "graphs", "hf", "nn", "testing", "tune"]
@@ -43,7 +43,7 @@ print(json.dumps([*({*sys.modules} - before)]))
 import attnops.kernels.triton.attention
 print(json.dumps(["triton" in sys.modules, torch.cuda.is_initialized()]))
 """
-    loaded, later = map(json.loads, fresh_process(code).splitlines())
+    loaded, later = map(json.loads, torch_process(code).splitlines())
     assert not [name for name in loaded if name.partition(".")[0] != "attnops"], "whatever is installed"
     assert not [name for name in loaded if name.split(".")[1:2] and name.split(".")[1] in LATER]
     assert "attnops.needs" in loaded and later == [False, False]
@@ -64,7 +64,7 @@ try:
 except AttributeError as e:
     print(e)
 """
-    assert "has no attribute 'nonsense'" in fresh_process(code)
+    assert "has no attribute 'nonsense'" in ready_process(code)
 
 
 def test_a_bare_name_is_refused():
@@ -76,7 +76,7 @@ for folder in ("lowering", "graphs"):
         print(e)
     __import__(f"attnops.{folder}")
 """
-    assert fresh_process(code).count("attempted relative import beyond top-level package") == 2
+    assert torch_process(code).count("attempted relative import beyond top-level package") == 2
 
 
 def reads_environment(tree):

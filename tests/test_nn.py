@@ -667,6 +667,7 @@ def test_layers_share_one_graph():
     assert counter.frame_count == 1
 
 
+@pytest.mark.full  # test_compiled_paged has the steps, and tests/lowering/test_choose.py a model over pages in Inductor
 @pytest.mark.slow
 def test_inductor_decode():
     model = Model("gpt_oss")

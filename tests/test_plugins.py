@@ -49,7 +49,7 @@ from attnops.packages import parse, within
 from attnops.problem import Extent, Problem, Refusal, Target
 from attnops.select import choose, select, workspace_bytes
 from attnops.testing import CASES
-from tests.helpers import fresh_process, ready_process
+from tests.helpers import ready_process, torch_process
 from tests.test_select import installed
 
 PLAIN = Problem("attention", Target(), q_heads=4, kv_heads=2, head_dim=8, v_head_dim=8)
@@ -477,7 +477,7 @@ def test_versions_compare_where_torch_has_no_copy_of_packaging():
     block = "import sys, torch; sys.modules['torch._vendor.packaging.version'] = None; "
     compared = "within('0.4.0rc1', '0.3', '0.4'), within('0.3', '0.3', '')"
     code = f"{block}from attnops.packages import Version, within; print(Version.__module__, {compared})"
-    assert fresh_process(code).split() == ["packaging.version", "False", "True"]
+    assert torch_process(code).split() == ["packaging.version", "False", "True"]
 
 
 def test_a_failure_is_a_refusal_like_any_other():

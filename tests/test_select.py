@@ -46,7 +46,7 @@ from attnops.ops import OPS, op as op_module
 from attnops.problem import LEAVES, Extent, Problem, Refusal, Target, altered, leaf, pretend, pretended
 from attnops.select import Policy, active_policy, choose, key_for, parse_policy, select, select_by, use
 from attnops.testing import CASES
-from tests.helpers import ROOT, fresh_process, ready_process
+from tests.helpers import ROOT, ready_process, torch_process
 
 F64 = torch.float64
 DECODE = altered(
@@ -104,7 +104,7 @@ assert not torch.cuda.is_initialized()
 foreign = {"triton", "transformers", "flashinfer", "sgl_kernel", "torch._inductor", "torch._dynamo"} & set(sys.modules)
 assert not foreign, foreign
 """
-    printed = fresh_process(code, env={"CUDA_VISIBLE_DEVICES": ""}).splitlines()
+    printed = torch_process(code, env={"CUDA_VISIBLE_DEVICES": ""}).splitlines()
     assert len(printed) == 15
 
 

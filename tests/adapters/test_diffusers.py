@@ -14,7 +14,7 @@ import attnops
 import attnops.adapters.diffusers
 from attnops.errors import InvalidInput, PatchError, UnknownKernel
 from tests.adapters.helpers import Calls, Graphs, block, grads, same_grads
-from tests.helpers import fresh_process
+from tests.helpers import ready_process
 
 MASKS = {
     "right": [[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0, 0]],
@@ -150,7 +150,7 @@ import torch
 model = torch.load({str(tmp_path / "flux.pt")!r}, weights_only=False)
 print(model.transformer_blocks[0].attn.processor._attention_backend.value, len(model._attnops.report().patched))
 """
-    assert fresh_process(code).strip() == "attnops_reference 2"
+    assert ready_process(code).strip() == "attnops_reference 2"
 
 
 def test_what_is_refused():

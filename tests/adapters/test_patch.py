@@ -20,7 +20,7 @@ import attnops
 from attnops import adapters
 from attnops.errors import InvalidInput, PatchError, UnknownKernel
 from tests.adapters.helpers import Calls, Graphs, Layer, grads, same_grads
-from tests.helpers import fresh_process
+from tests.helpers import torch_process
 
 
 def attend(q, k, v):
@@ -427,4 +427,4 @@ print(attnops.patch(encoder).report().patched[0].path)
 import sys
 assert "transformers" not in sys.modules
 """
-    assert fresh_process(code, block=["transformers", "diffusers", "timm", "torchtitan"]).strip() == "self_attn"
+    assert torch_process(code, block=["transformers", "diffusers", "timm", "torchtitan"]).strip() == "self_attn"

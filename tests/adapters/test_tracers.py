@@ -9,7 +9,7 @@ from torch import nn
 import attnops
 from tests.adapters.helpers import Calls, Layer
 from tests.adapters.test_vision import START, VISION
-from tests.helpers import fresh_process
+from tests.helpers import ready_process, torch_process
 
 VIT = """
 from torchvision.models.feature_extraction import create_feature_extractor
@@ -54,7 +54,7 @@ print([name for address, name in _get_builtin_table().items() if name.startswith
 
 def test_torch_jit_knows_no_op_by_the_address_of_what_is_gone():
     """Another object may get that address, which torch.jit.script then takes for the op."""
-    assert fresh_process(ADDRESSES) == "[]\n"
+    assert torch_process(ADDRESSES) == "[]\n"
 
 
 @pytest.mark.slow
@@ -62,8 +62,8 @@ def test_a_vit_of_torchvision(tmp_path):
     if not VISION.exists():
         pytest.skip(f"torchvision is not in {VISION}, where `make` puts it")
     path = f"PATH = {str(tmp_path / 'vit.pt')!r}\n"
-    assert fresh_process("\n".join([START, path, VIT])).endswith("done\n")
-    assert fresh_process(path + LOAD) == "torch.Size([1, 1000]) False\n"
+    assert ready_process("\n".join([START, path, VIT])).endswith("done\n")
+    assert torch_process(path + LOAD) == "torch.Size([1, 1000]) False\n"
 
 
 class Traced(Layer):

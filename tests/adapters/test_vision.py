@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.adapters.helpers import block
-from tests.helpers import fresh_process
+from tests.helpers import ready_process
 
 VISION = Path(sys.prefix) / "vision"
 
@@ -84,4 +84,4 @@ same_grads(ours, grads(model, model(images).square().sum()))
 def test_vision_transformers():
     if not VISION.exists():
         pytest.skip(f"torchvision and timm are not in {VISION}, where `make` puts them")
-    fresh_process("\n".join([START, VIT, TIMM, block("torchvision"), block("timm")]))
+    ready_process("\n".join([START, VIT, TIMM, block("torchvision"), block("timm")]))

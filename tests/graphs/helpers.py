@@ -1,5 +1,6 @@
 """A model in graphs beside the same model without, each with a cache of its own that is given the same requests."""
 
+import pytest
 import torch
 
 from attnops.graphs import Buckets, breakable, piecewise
@@ -72,3 +73,6 @@ class Pair:
 
 
 MODES = [piecewise, breakable]
+# Where the trace of a mode is no part of what is proven: batches of every kind in both modes are test_changing_batches' of steps and of
+# verification.
+ANY_MODE = [breakable, pytest.param(piecewise, marks=pytest.mark.full)]

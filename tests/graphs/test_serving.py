@@ -7,7 +7,7 @@ import torch
 
 from attnops.cache import PagedCache
 from attnops.graphs import Buckets
-from tests.graphs.helpers import MODES, graphed
+from tests.graphs.helpers import ANY_MODE, graphed
 from tests.helpers import ROOT
 
 EXAMPLE = runpy.run_path(str(ROOT / "examples" / "serve.py"))
@@ -17,8 +17,7 @@ def pages():
     return PagedCache(2, 12, 4, num_kv_heads=2, head_dim=16, max_requests=4, max_pages_per_request=8, dtype=torch.float32, device="cpu")
 
 
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ANY_MODE)
 def test_requests_join_and_leave(mode):
     model, cache, steps = EXAMPLE["Decoder"]().requires_grad_(False), pages(), []
     step = graphed(mode, model, Buckets(decode=(2, 4), tokens=(64,), requests=4), batch="batch", cache=cache)

@@ -40,7 +40,7 @@ submod_6: captured, 5 operations""",
 
 def test_for_the_compiler_alone_where_every_kernel_may_be_captured():
     """Attention is called as it is between what is compiled, and all of it is one graph."""
-    pair = Pair(piecewise, layers=8)
+    pair = Pair(piecewise, layers=4)
     found = splits(pair)["decode"]
     lines = str(found).splitlines()
     assert_expected_inline(
@@ -51,16 +51,16 @@ submod_1: captured, paged_attention.sdpa
 submod_2: captured, 41 operations
 submod_3: captured, paged_attention.sdpa
 ...
-submod_15: captured, paged_attention.sdpa
-submod_16: captured, 5 operations""",
+submod_7: captured, paged_attention.sdpa
+submod_8: captured, 5 operations""",
     )
     report = pair.step.report()
     assert report.modes == {"decode": "whole"} and pair.device.calls == ["begin", "end", "replay"]
-    assert report.compiled == {"decode": 3} and report.parts == {"decode": 9}
+    assert report.compiled == {"decode": 3} and report.parts == {"decode": 5}
     # In the order of the model, with nothing between that the model does not do.
     [graph] = pair.device.graphs
     ours = [name for name, _ in graph.log if name.startswith("attnops::")]
-    assert ours == ["attnops::write_kv", "attnops::paged_attention"] * 8
+    assert ours == ["attnops::write_kv", "attnops::paged_attention"] * 4
 
 
 def test_a_model_without_attention_is_one_piece():

@@ -11,7 +11,7 @@ from attnops.graphs import Bucket, Buckets, piecewise
 from attnops.kernel import Capture, extent_at_most, kernels_of, register
 from attnops.problem import Extent, Problem
 from attnops.select import _select
-from tests.graphs.helpers import MODES, Pair, close, graphed, pools
+from tests.graphs.helpers import ANY_MODE, MODES, Pair, close, graphed, pools
 from tests.graphs.models import BOUNDARY, VOCAB
 
 BUCKETS = Buckets(decode=(1, 2, 4), tokens=(16, 32), requests=4, verify=(3, 5))
@@ -74,7 +74,7 @@ def test_changing_batches(mode, kernel):
         assert set(pair.step.report().compiled) == {"mixed", "verify 3", "verify 5", "decode"}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ANY_MODE)
 def test_the_problem_of_a_capture_is_that_of_eager(mode):
     """8 requests of 4 drafts: not 32 queries of a request, for which such a kernel would refuse."""
     pair = Pair(mode, Buckets(decode=(2, 8), verify=(4,)), kernel=few())
@@ -89,7 +89,7 @@ def test_the_problem_of_a_capture_is_that_of_eager(mode):
     assert all({b.kernel for b in breaks} == {FEW} for breaks in rows.values())
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ANY_MODE)
 def test_an_eager_op_between_verify_graphs_is_asked_for_by_kind(mode):
     pair = Pair(mode, replace(BUCKETS, verify=(3,)), eager={"verify": ("paged_attention",)})
     pair.agree("ab", 3)
@@ -97,7 +97,7 @@ def test_an_eager_op_between_verify_graphs_is_asked_for_by_kind(mode):
     assert pair.step.report().modes == {"verify": "piecewise", "decode": "whole"}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ANY_MODE)
 def test_idle_steps_write_nothing_and_disturb_nobody(mode):
     """Of a rank that has no token, or no request, while others have some."""
     pair = Pair(mode, BUCKETS)

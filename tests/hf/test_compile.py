@@ -181,6 +181,7 @@ def test_unpatching_is_seen_by_compiled_code():
     assert len(counter) == 2 and called(counter) == 2
 
 
+@pytest.mark.full  # test_compiled_steps of test_training_steps.py has gradients of compiled models, padded ones among them
 def test_a_compiled_training_step():
     model, ids, mask = tiny.model("llama"), tokens(), left_padded()
     model.train()

@@ -235,6 +235,7 @@ def test_layers_that_share_no_code_are_traced_with_the_model(change, why, monkey
         assert replays(handle) == 3 and not any("forward" in vars(layer) for layer in model.model.layers)
 
 
+@pytest.mark.full  # test_decode_graphs.py has threads over one model, and the lock of a trace is one for all models
 def test_two_models_in_two_threads():
     models = [tiny.model("llama"), tiny.model("llama", num_hidden_layers=3)]
     want = [generated(model, 2, 9, 4) for model in models]

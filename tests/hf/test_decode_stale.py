@@ -274,7 +274,7 @@ def test_offloaded_weights_are_refused():
         assert replays(handle) == CALL[2] - 1
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("mode", ["breakable", "piecewise"])
 @pytest.mark.parametrize("failing", [1, 2])
 def test_a_capture_that_fails_leaves_nothing_behind(mode, failing, monkeypatch):

@@ -12,7 +12,7 @@ import pytest
 
 from attnops import announce
 from attnops.on_import import Finder
-from tests.helpers import ROOT, fresh_process
+from tests.helpers import ROOT, torch_process
 
 TABLES = "(AttentionInterface, AttentionMaskInterface)"
 FOUND = f'print(*("attnops" in table._global_mapping for table in {TABLES}))'
@@ -38,7 +38,7 @@ def toy(tmp_path):
         path = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n"
         prelude = "from importlib import import_module, reload\nimport attnops\n"
         hooks = 'hooks = lambda: [f for f in sys.meta_path if getattr(f, "name", "") == "transformers.modeling_utils"]\n'
-        return fresh_process(path + prelude + hooks + textwrap.dedent(code))
+        return torch_process(path + prelude + hooks + textwrap.dedent(code))
 
     return run
 
@@ -67,7 +67,7 @@ model.set_attn_implementation("eager")
 torch.testing.assert_close(model(ids, attention_mask=mask).logits[mask.bool()], ours)
 print(hasattr(own, "attnops_late"), "attnops.hf" in sys.modules)
 """
-    told = fresh_process(code).splitlines()
+    told = torch_process(code).splitlines()
     assert told[-3:] == ["True True", "False []", "False True"]
 
 
@@ -90,7 +90,7 @@ with torch.no_grad():
     torch.testing.assert_close(model(ids).logits, again)
 print(hasattr(AttentionInterface._global_mapping["attnops"], "attnops_late"))
 """
-    assert fresh_process(code).splitlines()[-2:] == ["1 True", "False"]
+    assert torch_process(code).splitlines()[-2:] == ["1 True", "False"]
 
 
 def test_the_module_is_loaded_as_without_the_hook(toy):
@@ -203,7 +203,7 @@ try:
 except ImportError as error:
     print(error.name)
 """
-    assert fresh_process(code, block=["transformers"]).splitlines() == ["transformers"] * 2
+    assert torch_process(code, block=["transformers"]).splitlines() == ["transformers"] * 2
 
 
 def test_a_name_that_is_taken_stays(monkeypatch):

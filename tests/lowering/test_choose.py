@@ -89,20 +89,6 @@ def test_the_choice_follows_the_problem(softcap, kernel):
     assert kernel_calls(code) == [f"attention.{kernel}"]
 
 
-def test_training_graphs_name_forward_and_backward_kernels():
-    model, x = Dense(), torch.randn(2, 8, HQ * D, requires_grad=True)
-    (want,) = torch.autograd.grad(model(x).square().sum(), x)
-    compiled = torch.compile(model, fullgraph=True)
-    grads = []
-
-    def step():
-        grads.append(torch.autograd.grad(compiled(x).square().sum(), x)[0])
-
-    _, code = compiled_code(step)
-    torch.testing.assert_close(grads[0], want)
-    assert kernel_calls(code) == ["attention.aten_flash", "attention_backward.aten_flash"]
-
-
 def test_a_region_forces_the_kernel_and_its_end_is_noticed():
     model, x = Dense().eval(), torch.randn(2, 8, HQ * D)
     compiled = torch.compile(model, fullgraph=True)

@@ -43,9 +43,9 @@ def test_installing_adds_our_lowerings_once_and_nothing_else():
 
 
 def test_eager_import_does_not_load_the_compiler():
-    from tests.helpers import fresh_process
+    from tests.helpers import torch_process
 
-    out = fresh_process(
+    out = torch_process(
         "import sys, torch, attnops\n"
         "q = torch.randn(1, 3, 2, 8)\n"
         "attnops.attention(q, q, q)\n"

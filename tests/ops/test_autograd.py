@@ -121,7 +121,7 @@ def test_dense_ranges(kernel):
     check(builders.dense(Source(5), 2, 2, 5, CASES["all"], start=(1, 0), end=(5, 3)), kernel)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(13)
 @pytest.mark.parametrize("kernel", backward_kernels("varlen_attention"))
 @pytest.mark.parametrize("case", [c for c in CASES if c != "mha"])
 def test_packed(case, kernel):

@@ -81,42 +81,50 @@ def run(op, name, call):
     return [*values, *(call.arguments[n] for n in call.mutated)]
 
 
+@pytest.mark.parametrize("examples", [7, pytest.param(20, marks=pytest.mark.full)])
 @pytest.mark.parametrize("op", list(OPS))
-@given(data=st.data())
-@settings(max_examples=20)
-def test_fake_equals_real(op, data):
-    call = relaid(data.draw, data.draw(CALLS[op]))
-    check(call.record)
-    with FakeTensorMode(shape_env=ShapeEnv() if op in BY_DATA else None, static_shapes=True) as mode:
-        fakes = {name: described(run(op, name, call.map(lambda _, t: mode.from_tensor(t)))) for _, name in OVERLOADS if _ == op}
-    problem = call.problem
-    ran = 0
-    for name, fake in fakes.items():
-        if name == "default" or not kernels_of(op)[name].refusals(problem):
-            ran += 1
-            found = described(run(op, name, call.map(lambda _, t: clone(t))))
-            assert op not in BY_DATA or (isinstance(fake[0][0][0], torch.SymInt) and found[0][0][0] >= 2)
-            assert [x[op in BY_DATA :] for x in found] == [x[op in BY_DATA :] for x in fake], name
-    assert ran >= 2  # default and at least the reference
+def test_fake_equals_real(op, examples):
+    @given(data=st.data())
+    @settings(max_examples=examples)
+    def run_all(data):
+        call = relaid(data.draw, data.draw(CALLS[op]))
+        check(call.record)
+        with FakeTensorMode(shape_env=ShapeEnv() if op in BY_DATA else None, static_shapes=True) as mode:
+            fakes = {name: described(run(op, name, call.map(lambda _, t: mode.from_tensor(t)))) for _, name in OVERLOADS if _ == op}
+        problem = call.problem
+        ran = 0
+        for name, fake in fakes.items():
+            if name == "default" or not kernels_of(op)[name].refusals(problem):
+                ran += 1
+                found = described(run(op, name, call.map(lambda _, t: clone(t))))
+                assert op not in BY_DATA or (isinstance(fake[0][0][0], torch.SymInt) and found[0][0][0] >= 2)
+                assert [x[op in BY_DATA :] for x in found] == [x[op in BY_DATA :] for x in fake], name
+        assert ran >= 2  # default and at least the reference
+
+    run_all()
 
 
+@pytest.mark.parametrize("examples", [5, pytest.param(15, marks=pytest.mark.full)])
 @pytest.mark.parametrize("op", list(OPS))
-@given(data=st.data())
-@settings(max_examples=15)
-def test_layout_does_not_change_the_result(op, data):
-    call = data.draw(CALLS[op])
-    other = relaid(data.draw, call)
-    if "output" in call.mutated:
-        for c in (call, other):
-            for n in c.mutated:
-                c.arguments[n].zero_()
-    for name, kernel in kernels_of(op).items():
-        if not kernel.refusals(call.problem) and not kernel.refusals(other.problem):
-            for a, b in zip(run(op, name, call), run(op, name, other), strict=True):
-                if a.is_floating_point():
-                    torch.testing.assert_close(b.double(), a.double(), rtol=3e-3, atol=3e-3, equal_nan=True)
-                else:
-                    assert torch.equal(a, b)
+def test_layout_does_not_change_the_result(op, examples):
+    @given(data=st.data())
+    @settings(max_examples=examples)
+    def run_all(data):
+        call = data.draw(CALLS[op])
+        other = relaid(data.draw, call)
+        if "output" in call.mutated:
+            for c in (call, other):
+                for n in c.mutated:
+                    c.arguments[n].zero_()
+        for name, kernel in kernels_of(op).items():
+            if not kernel.refusals(call.problem) and not kernel.refusals(other.problem):
+                for a, b in zip(run(op, name, call), run(op, name, other), strict=True):
+                    if a.is_floating_point():
+                        torch.testing.assert_close(b.double(), a.double(), rtol=3e-3, atol=3e-3, equal_nan=True)
+                    else:
+                        assert torch.equal(a, b)
+
+    run_all()
 
 
 # Zero sizes -----------------------------------------------------------------------------------------------------------

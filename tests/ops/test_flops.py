@@ -9,7 +9,7 @@ import attnops
 from attnops.kernel import _REGISTRY, Kernel, register
 from attnops.ops import OPS
 from attnops.testing import CASES
-from tests.helpers import fresh_process
+from tests.helpers import torch_process
 
 
 def counted(run) -> int:
@@ -107,7 +107,7 @@ with FlopCounterMode(display=False) as counter:
     attnops.attention(q, q, q)
 print(counter.get_total_flops(), [type(f).__name__ for f in sys.meta_path if getattr(f, "name", "") == "torch.utils.flop_counter"])
 """
-    assert fresh_process(code).split() == [str(2 * 2 * 2 * (4 + 4)), "[]"]
+    assert torch_process(code).split() == [str(2 * 2 * 2 * (4 + 4)), "[]"]
 
 
 def test_a_kernel_that_is_registered_later_leaves_the_counts():

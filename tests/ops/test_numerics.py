@@ -34,7 +34,7 @@ def points(kernel):
 GRID = [pytest.param(k, c, id=f"{c.op}-{k.name}-{c.label}") for k in all_kernels() for c in points(k)]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(7)
 @pytest.mark.parametrize(("kernel", "case"), GRID)
 def test_kernel(kernel, case):
     right_or_skipped(kernel, case.call())

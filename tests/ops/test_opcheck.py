@@ -79,7 +79,7 @@ def check(op, name, call):
         raise AssertionError(f"opcheck of {overload}: {', '.join(failed)}") from why
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(17)
 @pytest.mark.parametrize(("op", "name", "nth"), [(op, name, n) for op, name in OVERLOADS for n in range(calls_of(name))])
 def test_opcheck(op, name, nth):
     cases = telling(op, name)
@@ -119,7 +119,7 @@ def grad_call(op, name) -> Call:
     return call.map(lambda n, t: t.requires_grad_() if n in differentiable and t.is_floating_point() else t)
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(17)
 @pytest.mark.parametrize("features", GRAD_FEATURES, ids=str)
 @pytest.mark.parametrize(("op", "name"), DIFFERENTIABLE, ids=lambda v: v)
 def test_opcheck_with_gradients(op, name, features):

@@ -236,6 +236,7 @@ def test_opcheck(standin, op):
     assert done == 4 and standin
 
 
+@pytest.mark.full  # tests/lowering/test_choose.py has the model, and test_fa3_mla.py compiled calls of this stand-in
 def test_a_compiled_model_calls_it(standin):
     model, given = PagedModel(2).to(BF16).eval(), prefill()
     given = given._replace(x=given.x.to(BF16))

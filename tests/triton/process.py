@@ -5,10 +5,12 @@ has at most one of each.
 """
 
 import functools
+import gc
 import os
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing import get_context
@@ -63,8 +65,25 @@ def _prepare(interpret: bool) -> None:
                 patch_language(function)
             return SimpleNamespace(restore=lambda: None)
 
+        numpy_types, numpy_type = dict[str, Any](), interpreter._get_np_dtype
+
+        def numpy_type_once(kind: Any) -> Any:
+            # Triton makes its table of all types at every question, a tenth of the time it takes.
+            name = kind.scalar.name
+            if name not in numpy_types:
+                numpy_types[name] = numpy_type(kind)
+            return numpy_types[name]
+
         interpreter._patch_lang_tensor, interpreter._patch_lang = patched, patched_once
+        interpreter._get_np_dtype = numpy_type_once
         interpreter.InterpreterBuilder.create_splat = splat
+        # Without `debug` Triton computes whether each sum of integers overflows, a third of the time it takes, and drops the answer.
+        options = interpreter.interpreter_builder.options
+        assert not options.debug
+        interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
+    # As in tests/conftest.py: Triton allocates by the million.
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def _run(module: str, name: str, given: dict[str, Any]) -> tuple[str, str]:

@@ -31,7 +31,7 @@ def check(call):
     assert figures.worst <= 1.0, figures
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(7)
 @pytest.mark.parametrize(("op", "label"), [pytest.param(op, case.label, id=str(case)) for op in OPS for case in CASES[op]])
 @interpreted
 def test_grid(op, label):
