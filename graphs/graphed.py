@@ -128,6 +128,17 @@ class Graphed(Setup):
         held, dropped = self._inputs.bytes if self._inputs else 0, tuple(sorted(self.buckets.dropped, reverse=True))
         return Report(rows, {}, {}, self._compile_seconds, held, self._eager_calls, dropped, self.budget_bytes, self._compared)
 
+    @property
+    def captured(self) -> int:
+        """The number of captured buckets."""
+        return len(self._entries)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the graphs and their buffers hold."""
+        held = 0 if self._inputs is None else self._inputs.bytes
+        return held + sum(sum(entry.recorded.bytes_of) for entry in self._entries.values())
+
     def free(self) -> None:
         """Free all graphs and buffers, which invalidates earlier results. Compiled code is kept, and the next call captures again."""
         if self.graphs is not None and self._entries:

@@ -200,6 +200,7 @@ def test_a_thousand_mixed_steps_take_no_more_memory(mode: str, found: dict[str, 
     mine, _ = pair.batches("a", 1)
     tokens = torch.zeros(1, dtype=torch.long, device="cuda")
     report = pair.graphed.capture(tokens, batch=mine, k_pages=pair.cache.k_pages, v_pages=pair.cache.v_pages)
+    assert 0 < report.graph_bytes <= torch.cuda.memory_reserved()
     pair.free("a")
     rng, held = random.Random(0), None
     for at in range(1000):

@@ -46,7 +46,7 @@ def cuda(monkeypatch):
         yield
         log.append(f"off {s.name}")
 
-    state = SimpleNamespace(log=log, broken=False, pools=itertools.count(), current=0, allocator="native", devices=[])
+    state = SimpleNamespace(log=log, broken=False, pools=itertools.count(), current=0, allocator="native", devices=[], held={})
 
     def of_device(answer):
         def ask(device):
@@ -62,6 +62,7 @@ def cuda(monkeypatch):
         "max_memory_allocated": lambda device: 350, "mem_get_info": of_device((600, 1000)), "memory_reserved": lambda device: 150,
         "empty_cache": lambda: log.append("empty cache"), "current_device": lambda: state.current,
         "get_allocator_backend": lambda: state.allocator,
+        "memory_snapshot": lambda pool, include_traces: [{"total_size": size} for size in state.held.get(pool, ())],
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: log.append("clear workspaces"), raising=False)
@@ -129,10 +130,34 @@ def test_a_pool_is_as_old_as_its_graphs(cuda):
 
 def test_memory(cuda):
     device = CudaGraphs("cuda:0")
-    assert device.measured(lambda: cuda.log.append("run")) == 250 and device.used() == 400
+    assert device.measured(lambda: cuda.log.append("run")) == 250
     assert cuda.log == ["synchronize", "reset peak", "run", "synchronize", "empty cache"]
     device.release()
     assert cuda.log[-1] == "empty cache"
+
+
+def test_the_bytes_of_graphs_are_those_of_their_pool(cuda):
+    """Not of another process, which the driver counts, nor of tensors that another thread makes meanwhile."""
+    device = CudaGraphs()
+    cuda.held = {"pool 9": [1 << 30]}
+    recorded = Recorded(device)
+
+    def captures(*segments):
+        recorded.begin()
+        cuda.held.setdefault(device._pool, []).extend(segments)
+        recorded.end()
+
+    captures(3, 4)
+    captures()
+    captures(5)
+    assert recorded.bytes_of == [7, 0, 5] and device.used() == 12
+    recorded.reset()
+    assert device.used() == 0, "the next capture takes another pool"
+    again = Recorded(device)
+    again.begin()
+    cuda.held[device._pool] = [2]
+    again.end()
+    assert again.bytes_of == [2]
 
 
 def test_weak_memory_is_not_held(cuda, monkeypatch):
@@ -161,7 +186,6 @@ def test_the_device_is_bound_at_the_first_use(cuda, given):
         with device.session():
             captured(device, lambda: None)
         device.measured(lambda: None)
-        device.used()
     assert set(cuda.devices) == {torch.device("cuda:1")}
 
 

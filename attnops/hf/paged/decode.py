@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,25 +32,17 @@ from attnops.hf.paged.guarded import Glance
 from attnops.hf.paged.how import Decode
 from attnops.hf.paged.pages import ModelPages
 from attnops.hf.paged.prompt import Over, Prompts
+from attnops.hf.paged.states import Kept, States
 from attnops.hf.paged.steps import against_graphs, graphed_steps, passes_of, watched
 from attnops.kernel import deterministic
 from attnops.lowering import Product
 from attnops.lowering.use_linears import summary
 from attnops.select import active_policy
 
-# States of a model, such as adapters in use, whose graphs are kept.
-MOST_STATES = 2
-# States whose steps are counted: those of more than MOST_STATES adapters in turn are compiled, too.
+# States whose steps are counted: those of adapters in turn whose graphs are freed are compiled, too.
 MOST_COUNTED = 64
 # Tokens of prompts for each of `compile_after`: it takes so many to win a compiler's time back.
 PROMPT = 64
-
-
-class _Kept(NamedTuple):
-    """Of one state of a model. over: the graphs by their pages and mode. taken: the steps so far, by kind, and the tokens of prompts."""
-
-    over: dict[tuple[ModelPages, str], Over]
-    taken: Counter[Kind]
 
 
 class Decoder:
@@ -77,9 +69,8 @@ class Decoder:
         self.prompts = Prompts(model, forward, how.inner, how.pack)
         self.products: dict[Product, None] = {}
         self._model, self._forward, self._make = model, forward, make
-        # Graphs by the state of the model that they were captured in: adapters and policies are switched to and fro.
-        self._states: dict[tuple[Any, ...], _Kept] = {}
-        self._kept = _Kept({}, Counter())
+        self._states = States(how.budget_bytes, self._drop)
+        self._kept = Kept({}, Counter())
         self._taken: dict[int, Counter[Kind]] = {}  # by the hash of a state, which may hold thousands of addresses
         self._state: int | None = None  # the hash of the present state
         self._latest: Over | None = None
@@ -132,7 +123,7 @@ class Decoder:
         aside = (f"decode steps and prompts have no graphs: {self.aside}",) if self.aside else ()
         anew = (f"graphs were last captured anew for a change of {self.anew}",) if self.anew else ()
         failed = dict.fromkeys(f"{kind}: {why}" for kind, why in self.failed.items())
-        return *self.prompts.notes(), *summary(self.products), *aside, *anew, *failed
+        return *self.prompts.notes(), *summary(self.products), *aside, *anew, *self._states.notes(), *failed
 
     @property
     def why(self) -> str:
@@ -258,7 +249,9 @@ class Decoder:
             if why:
                 return None
             try:
-                return self.prompts.run(given, partial(self._prompt_graphs, cache.state))
+                logits = self.prompts.run(given, partial(self._prompt_graphs, cache.state))
+                self._bound(self._kept.over.get((cache.state.pages, "prompt")))
+                return logits
             except SideEffect as error:
                 self._set_aside(error, cache.state)
                 self.prompts.why = self.aside
@@ -301,19 +294,22 @@ class Decoder:
             finally:
                 # A capture that failed half way leaves no step behind.
                 found.cache.state.end_step()
+            self._bound(found)
+
+    def _bound(self, over: Over | None) -> None:
+        """Free graphs of other states where a capture has taken more memory than there is for all."""
+        if over is not None and over.grew():
+            self._states.fit()
 
     @property
     def graph_bytes(self) -> int:
         """Bytes that all graphs and their buffers hold."""
-        found = [over.graphed.report() for kept in tuple(self._states.values()) for over in tuple(kept.over.values())]
-        return sum(report.graph_bytes + report.input_bytes for report in found)
+        return self._states.nbytes
 
     def forget(self, pages: ModelPages) -> None:
         """Free the graphs over these pages. The next step over them captures anew."""
         with self._lock:
-            for kept in self._states.values():
-                for key in [key for key in kept.over if key[0] is pages]:
-                    self._drop(kept.over.pop(key))
+            self._states.forget(pages)
 
     def _drop(self, over: Over) -> None:
         over.graphed.free()
@@ -322,8 +318,7 @@ class Decoder:
     def free(self) -> None:
         """Free all graphs. Compiled code is kept."""
         with self._lock:
-            for pages in {pages for kept in self._states.values() for pages, _ in kept.over}:
-                self.forget(pages)
+            self._states.free()
             # The next call looks at the model as if for the first time.
             self._glance, self.look, self.aside = None, True, ""
             self._written.clear()
@@ -360,24 +355,17 @@ class Decoder:
         if len(self._taken) > MOST_COUNTED:
             self._taken.pop(next(iter(self._taken)))
         if self.aside:
-            self._kept = _Kept({}, taken)  # graphs of other states stay
+            self._kept = Kept({}, taken)  # graphs of other states stay
         else:
             if before is not None and given not in self._states:
                 self.anew = before.changed(glance) or "the policy or autocast"
-            self._keep(given, taken)
+            self._kept = self._states.use(given, taken)
         self.prompts.changed()
         if before is not None and before.code != glance.code:
             # Dynamo does not guard on it.
             self.regions = None
             self.prompts.forget()
         self._glance = glance
-
-    def _keep(self, given: tuple[Any, ...], taken: Counter[Kind]) -> None:
-        """Take the graphs of a state, and free those of a state that was not met for long."""
-        self._kept = self._states[given] = self._states.pop(given, _Kept({}, taken))
-        while len(self._states) > MOST_STATES:
-            for unused in self._states.pop(next(iter(self._states))).over.values():
-                self._drop(unused)
 
     def _of(self, state: State, rows: int) -> Over:
         """The graphs over these pages, made now if they were not before."""

@@ -20,9 +20,14 @@ MOST_IDLE = 2
 MOST_FOR_BOTH = 2
 
 
+def gpu_bytes(device: torch.device) -> float:
+    """A GPU's memory. Of another device it is not known, and without a bound."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else inf
+
+
 def most_idle_bytes(device: torch.device) -> float:
     """An eighth of a GPU's memory."""
-    return torch.cuda.get_device_properties(device).total_memory / 8 if device.type == "cuda" else inf
+    return gpu_bytes(device) / 8
 
 
 class Pool:

@@ -60,6 +60,7 @@ class Over:
 
     cache: a cache of ours over the pages. mode: of the steps; "prompt": of chunks.
     live: ones int64 `[rows]`, which mark rows of a step; empty for chunks. seen: chunks that ran, by bucket.
+    counted: buckets that `grew` has seen.
     """
 
     cache: PagedModelCache
@@ -67,6 +68,12 @@ class Over:
     mode: str = "prompt"
     live: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     seen: Counter[Any] = field(default_factory=Counter)
+    counted: int = 0
+
+    def grew(self) -> bool:
+        """Was a bucket captured since it was asked last?"""
+        before, self.counted = self.counted, self.graphed.captured
+        return self.counted != before
 
     def captured(self, rows: int) -> bool:
         """Is there a graph for so many rows?"""

@@ -1,0 +1,104 @@
+"""`States`: the graphs of a model by the state that it was captured in."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from attnops.hf.paged.calls import Kind
+from attnops.hf.paged.pages import ModelPages
+from attnops.hf.paged.pool import gpu_bytes
+from attnops.hf.paged.prompt import Over
+
+MOST_STATES = 64
+"""States whose graphs are kept, however small these are."""
+
+State = tuple[Any, ...]
+
+
+def most_graph_bytes(device: torch.device) -> float:
+    """A twentieth of a GPU's memory."""
+    return gpu_bytes(device) / 20
+
+
+class Kept(NamedTuple):
+    """Of one state of a model.
+
+    over: the graphs by their pages and mode. taken: the steps so far, by kind, and the tokens of prompts.
+    """
+
+    over: dict[tuple[ModelPages, str], Over]
+    taken: Counter[Kind]
+
+
+class States:
+    """The graphs of one model, of adapters and policies that are switched to and fro.
+
+    Those of the state in use stay. Those of the states that were used last stay with them, within the budget.
+
+    budget_bytes: of the graphs of all states, their buffers included. None: `most_graph_bytes`.
+    drop: frees graphs.
+    freed: states whose graphs were freed for the budget.
+    """
+
+    def __init__(self, budget_bytes: int | None, drop: Callable[[Over], None]) -> None:
+        self._budget, self._drop, self.freed = budget_bytes, drop, 0
+        self._kept: dict[State, Kept] = {}  # the state in use is the last
+
+    def __contains__(self, state: State) -> bool:
+        return state in self._kept
+
+    def __iter__(self) -> Iterator[Over]:
+        """All graphs."""
+        return (over for kept in tuple(self._kept.values()) for over in tuple(kept.over.values()))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all graphs and their buffers hold."""
+        return sum(over.graphed.nbytes for over in self)
+
+    @property
+    def budget(self) -> float:
+        """Bytes."""
+        if self._budget is not None:
+            return self._budget
+        devices = {over.cache.state.pages.sizes.device for over in self}
+        return min(map(most_graph_bytes, devices), default=0)
+
+    def notes(self) -> tuple[str, ...]:
+        """What was freed, for the report."""
+        bound = f"the budget of {self.budget / 2**20:.1f} MiB (Decode.budget_bytes) or {MOST_STATES} states"
+        return (f"graphs of {self.freed} states of the model were freed, over {bound}",) if self.freed else ()
+
+    def use(self, state: State, taken: Counter[Kind]) -> Kept:
+        """The graphs of a state, which is in use from now on. taken: its steps so far, where it has no graphs."""
+        kept = self._kept[state] = self._kept.pop(state, Kept({}, taken))
+        self.fit()
+        return kept
+
+    def fit(self) -> None:
+        """Free the graphs of the states that were not used for longest, down to the budget."""
+        held, budget = self.nbytes, self.budget
+        for state in list(self._kept)[:-1]:
+            kept = self._kept[state]
+            if kept.over and len(self._kept) <= MOST_STATES and held <= budget:
+                continue
+            held -= sum(over.graphed.nbytes for over in kept.over.values())
+            self.freed += bool(kept.over)  # without any, its pages are gone
+            del self._kept[state]
+            for over in kept.over.values():
+                self._drop(over)
+
+    def forget(self, pages: ModelPages) -> None:
+        """Free the graphs over these pages."""
+        for kept in self._kept.values():
+            for key in [key for key in kept.over if key[0] is pages]:
+                self._drop(kept.over.pop(key))
+
+    def free(self) -> None:
+        """Free all graphs."""
+        for pages in {pages for kept in self._kept.values() for pages, _ in kept.over}:
+            self.forget(pages)

@@ -1,0 +1,135 @@
+"""The graphs of several states of a model, as of adapters in turn, share a budget of bytes."""
+
+import pytest
+import torch
+from torch import nn
+
+import attnops
+from attnops.hf import tiny
+from attnops.hf.paged import prompt, states
+from tests.hf.helpers import LIMIT, left_padded, relative, tokens
+from tests.hf.test_captures import logits
+from tests.hf.test_decode_graphs import how
+from tests.hf.test_defaults import auto
+
+CALL = (2, 9, 3)
+
+
+def captures(handle):
+    return handle.decode.graphs.calls.count("begin")
+
+
+@pytest.mark.parametrize("mode", ["auto", "breakable"])
+def test_three_adapters_in_turn_are_captured_once_each(mode):
+    peft = pytest.importorskip("peft", reason="the package peft (extra dev) is not installed")
+    options = peft.LoraConfig(target_modules=["k_proj", "v_proj"], r=4, init_lora_weights=False)
+    model, names = peft.get_peft_model(tiny.model("llama"), options), ("default", "second", "third")
+    for name in names[1:]:
+        model.add_adapter(name, options)
+    model.eval()
+    given = {"input_ids": tokens()[:2, :9], "attention_mask": left_padded()[:2, :9], "max_new_tokens": 3, "do_sample": False}
+
+    def texts():
+        for name in names:
+            model.set_adapter(name)
+            yield model.generate(**given)
+
+    want = list(texts())
+    more = {"decode": auto(compile_after=99)} if mode == "auto" else {"cache": "paged", "decode": how()}
+    with attnops.patch(model, **more) as handle:
+        found = [list(texts())]
+        made = captures(handle)
+        found += [list(texts()) for _ in range(3)]
+        # Of the step for each adapter. The choice of a token is the same for all.
+        assert captures(handle) == made == len(names) + 1
+        assert handle.took.decode == "breakable" and "were freed" not in str(handle.report())
+        assert all(torch.equal(*pair) for each in found for pair in zip(each, want, strict=True))
+
+
+class Scaled(nn.Linear):
+    """A linear with a state for each number."""
+
+    def __init__(self, own):
+        super().__init__(own.in_features, own.out_features, bias=False)
+        self.weight, self.by = own.weight, 1.0
+
+    def forward(self, x):
+        return self.by * super().forward(x)
+
+
+@pytest.fixture
+def model():
+    found = tiny.model("llama")
+    found.lm_head = Scaled(found.lm_head)
+    return found
+
+
+def of_state(model, by):
+    """The logits of one state."""
+    model.lm_head.by = by
+    return logits(model, *CALL)
+
+
+@pytest.mark.parametrize("asked", [True, False], ids=["budget_bytes", "of the device"])
+def test_those_that_were_not_used_for_longest_are_freed(asked, model, monkeypatch):
+    with attnops.patch(model, cache="paged", decode=how()) as handle:
+        plain = of_state(model, 1.0)
+        one = handle._paged.decoder().graph_bytes
+    assert one > 0
+    budget = int(2.5 * one)
+    if not asked:
+        monkeypatch.setattr(states, "most_graph_bytes", lambda device: budget)
+    with attnops.patch(model, cache="paged", decode=how(budget_bytes=budget if asked else None)) as handle:
+        made, held = [], []
+        for by in (1.0, 2.0, 3.0, 2.0, 3.0, 1.0, 3.0, 2.0):
+            assert relative(of_state(model, by), by * plain) < LIMIT
+            made.append(len(handle.decode.graphs.graphs))
+            held.append(handle._paged.decoder().graph_bytes <= budget)
+        # The third frees the first, the first frees the second when it is met again, and the second the first.
+        new = [after - before for before, after in zip([0, *made], made, strict=False)]
+        assert new == [1, 1, 1, 0, 0, 1, 0, 1] and all(held)
+        assert sum(graph.alive for graph in handle.decode.graphs.graphs) == 2
+        assert "graphs of 3 states of the model were freed, over the budget of" in str(handle.report())
+
+
+def test_the_state_in_use_stays(model, monkeypatch):
+    """However small the budget is."""
+    monkeypatch.setattr(states, "most_graph_bytes", lambda device: 0)
+    with attnops.patch(model, cache="paged", decode=how()) as handle:
+        plain = of_state(model, 1.0)
+        for by in (1.0, 1.0, 2.0, 2.0):
+            assert relative(of_state(model, by), by * plain) < LIMIT
+        assert [graph.alive for graph in handle.decode.graphs.graphs] == [False, True]
+        logits(model, 1, 9, 3)
+        assert [graph.alive for graph in handle.decode.graphs.graphs] == [False, True, True], "of another bucket"
+
+
+def test_small_states_are_not_kept_for_ever(model, monkeypatch):
+    monkeypatch.setattr(states, "MOST_STATES", 3)
+    with attnops.patch(model, cache="paged", decode=how()) as handle:
+        for by in range(5):
+            of_state(model, float(by))
+            assert sum(graph.alive for graph in handle.decode.graphs.graphs) <= 3
+        assert sum(graph.alive for graph in handle.decode.graphs.graphs) == 3
+        handle.release()
+        of_state(model, 1.0)
+        assert len(handle._paged.decoder()._states._kept) == 1, "states without graphs are forgotten"
+
+
+@pytest.mark.full
+def test_graphs_of_prompts_count(model, monkeypatch):
+    """They are most of the bytes."""
+    monkeypatch.setattr(prompt, "CAPTURED", (32,))
+    monkeypatch.setattr(prompt, "CAPTURE_AFTER", 0)
+    bound = [float("inf")]
+    monkeypatch.setattr(states, "most_graph_bytes", lambda device: bound[0])
+    with attnops.patch(model, cache="paged", decode=how("piecewise", compile_after=0)) as handle:
+        plain = of_state(model, 1.0)
+        of_state(model, 1.0)  # the first prompt comes before the first step, which compiles
+        assert handle.took.prompt == "captured"
+        decoder, graphs = handle._paged.decoder(), handle.decode.graphs.graphs
+        steps = sum(over.graphed.nbytes for (_, mode), over in decoder._kept.over.items() if mode != "prompt")
+        assert steps < decoder.graph_bytes
+        before, bound[0] = len(graphs), decoder.graph_bytes + steps
+        assert relative(of_state(model, 2.0), 2 * plain) < LIMIT and handle.took.prompt == "captured"
+        assert not any(graph.alive for graph in graphs[:before])
