@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,11 +27,11 @@ from attnops.hf import not_fast
 from attnops.hf.cache_names import argument_of, cache_in
 from attnops.hf.paged.cache import PagedModelCache, State
 from attnops.hf.paged.calls import Kind, kind_of, modes_now, more, plain_step, positions, state_of, state_of_step
-from attnops.hf.paged.failed import Failed, remember
+from attnops.hf.paged.failed import Failed, Tries, remember
 from attnops.hf.paged.guarded import Glance
 from attnops.hf.paged.how import Decode
 from attnops.hf.paged.pages import ModelPages
-from attnops.hf.paged.prompt import Over, Prompts
+from attnops.hf.paged.prompt import Kept, Over, Prompts
 from attnops.hf.paged.steps import against_graphs, graphed_steps, passes_of, watched
 from attnops.kernel import deterministic
 from attnops.lowering import Product
@@ -46,13 +46,6 @@ MOST_COUNTED = 64
 PROMPT = 64
 
 
-class _Kept(NamedTuple):
-    """Of one state of a model. over: the graphs by their pages and mode. taken: the steps so far, by kind, and the tokens of prompts."""
-
-    over: dict[tuple[ModelPages, str], Over]
-    taken: Counter[Kind]
-
-
 class Decoder:
     """The graphs of one model, over each set of pages that a cache uses or that waits in the pool.
 
@@ -65,6 +58,7 @@ class Decoder:
     prompts: the compiled layers of prompts.
     products: the linears of compiled steps and the kernels of their calls, equal ones of all traces once.
     failed: with mode "auto", why graphs of a kind of step cannot be made, until `Patched.release`.
+    tries: with mode "auto", failures that do not count as such yet.
     look: the model may have changed: the next step looks at it. So it is after a call of the model's own layers, and at every prompt.
     aside: why the model's steps and prompts run without graphs; "" where they may have some.
     anew: what had changed when steps were last captured anew, "" before that.
@@ -73,13 +67,14 @@ class Decoder:
     def __init__(self, model: Any, how: Decode, forward: Callable[..., Any], make: Callable[[Any], PagedModelCache]) -> None:
         self.how, self.plain_steps, self.look = how, 0, True
         self.failed: dict[Failed, str] = {}
+        self.tries = Tries()
         self.regions: Regions | None = None
         self.prompts = Prompts(model, forward, how.inner, how.pack)
         self.products: dict[Product, None] = {}
         self._model, self._forward, self._make = model, forward, make
         # Graphs by the state of the model that they were captured in: adapters and policies are switched to and fro.
-        self._states: dict[tuple[Any, ...], _Kept] = {}
-        self._kept = _Kept({}, Counter())
+        self._states: dict[tuple[Any, ...], Kept] = {}
+        self._kept = Kept({}, Counter())
         self._taken: dict[int, Counter[Kind]] = {}  # by the hash of a state, which may hold thousands of addresses
         self._state: int | None = None  # the hash of the present state
         self._latest: Over | None = None
@@ -138,7 +133,7 @@ class Decoder:
     def why(self) -> str:
         """Why the kind of the last step has no graphs, or none that are compiled."""
         kinds = [Failed(state, kind_of(self._rows), mode) for state in (None, self._state) for mode in ("piecewise", "breakable")]
-        return self.aside or "; ".join(dict.fromkeys(self.failed[kind] for kind in kinds if kind in self.failed))
+        return self.aside or self.tries.why or "; ".join(dict.fromkeys(self.failed[kind] for kind in kinds if kind in self.failed))
 
     def why_not(self, rows: int) -> str:
         """Why steps of so many rows, of the model as it is now, get no graphs; "" where they may be tried."""
@@ -193,25 +188,34 @@ class Decoder:
 
     def _tried(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None) -> Tensor | None:
         rows = self._rows = input_ids.shape[0]
-        while Failed(None, kind_of(rows), "breakable") not in self.failed:
+        while cache.state not in self._without and Failed(None, kind_of(rows), "breakable") not in self.failed:
             mode = "breakable"
             try:
                 self._look(cache.state)
                 if self._is_aside(cache.state) or (mode := self._mode(rows)) == "hf":
                     return None
-                return self._replayed(input_ids, cache.state, position_ids)
+                logits = self._replayed(input_ids, cache.state, position_ids)
+                self.tries.done(Failed(self._state, kind_of(rows), mode))
+                return logits
             except SideEffect:
                 raise
             except Exception as error:
                 over = self._kept.over.get((cache.state.pages, mode))
                 if over is not None and over.captured(rows):
                     raise  # of a replay, not of a capture
-                remember(self.failed, Failed(self._state, kind_of(rows), mode), one_line(error))
-                self.forget(cache.state.pages)
-                compiled = mode == "piecewise"
-                loss = not_fast.COMPILED if compiled else not_fast.GRAPHS
-                not_fast.warn(self._model, loss, one_line(error))
+                self._note(error, Failed(self._state, kind_of(rows), mode), cache.state)
         return None
+
+    def _note(self, error: Exception, kind: Failed, state: State) -> None:
+        """Note that a capture failed: for the rest of this call, or until `release()`."""
+        self.forget(state.pages)
+        loss = not_fast.COMPILED if kind.mode == "piecewise" else not_fast.GRAPHS
+        if self.tries.again(kind, error):
+            self._without.add(state)
+            why = self.tries.why
+        else:
+            why = remember(self.failed, kind, one_line(error))
+        not_fast.warn(self._model, loss, why)
 
     def _is_aside(self, state: State) -> bool:
         """Are the steps of this cache left to the model's own forward? It is not looked at again before its next prompt."""
@@ -330,7 +334,8 @@ class Decoder:
             self._effects.clear()
             self._without.clear()
             self.failed.clear()
-            self.prompts.refusal = ""
+            self.tries.clear()
+            self.prompts.forgive()
             self.prompts.changed()
 
     def _look(self, state: State) -> None:
@@ -360,7 +365,7 @@ class Decoder:
         if len(self._taken) > MOST_COUNTED:
             self._taken.pop(next(iter(self._taken)))
         if self.aside:
-            self._kept = _Kept({}, taken)  # graphs of other states stay
+            self._kept = Kept({}, taken)  # graphs of other states stay
         else:
             if before is not None and given not in self._states:
                 self.anew = before.changed(glance) or "the policy or autocast"
@@ -374,7 +379,7 @@ class Decoder:
 
     def _keep(self, given: tuple[Any, ...], taken: Counter[Kind]) -> None:
         """Take the graphs of a state, and free those of a state that was not met for long."""
-        self._kept = self._states[given] = self._states.pop(given, _Kept({}, taken))
+        self._kept = self._states[given] = self._states.pop(given, Kept({}, taken))
         while len(self._states) > MOST_STATES:
             for unused in self._states.pop(next(iter(self._states))).over.values():
                 self._drop(unused)
