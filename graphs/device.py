@@ -140,9 +140,7 @@ def _is_short(device: torch.device) -> bool:
 class _Captured:
     """A graph that is a member of `live` until it is reset or deleted."""
 
-    def __init__(
-        self, graph: torch.cuda.CUDAGraph, live: weakref.WeakSet[_Captured], device: torch.device
-    ) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, live: weakref.WeakSet[_Captured], device: torch.device) -> None:
         self._graph, self._live, self._device = graph, live, device
 
     def replay(self) -> None:

@@ -112,6 +112,7 @@ class Tail:
             self.reason = self.tries.why if again else one_line(error)
             return
         self._recorded, self.reason = recorded, ""
+        self.tries.done("")
 
     @property
     def nbytes(self) -> int:

@@ -31,7 +31,7 @@ from attnops.hf.paged.failed import Failed, Tries, remember
 from attnops.hf.paged.guarded import Glance
 from attnops.hf.paged.how import Decode
 from attnops.hf.paged.pages import ModelPages
-from attnops.hf.paged.prompt import Kept, Over, Prompts
+from attnops.hf.paged.prompt import PROMPT, Kept, Over, Prompts
 from attnops.hf.paged.steps import against_graphs, graphed_steps, passes_of, watched
 from attnops.kernel import deterministic
 from attnops.lowering import Product
@@ -42,8 +42,6 @@ from attnops.select import active_policy
 MOST_STATES = 2
 # States whose steps are counted: those of more than MOST_STATES adapters in turn are compiled, too.
 MOST_COUNTED = 64
-# Tokens of prompts for each of `compile_after`: it takes so many to win a compiler's time back.
-PROMPT = 64
 
 
 class Decoder:
@@ -57,8 +55,7 @@ class Decoder:
     regions: the compiled layers, for graphs over any pages; None before the first piecewise step.
     prompts: the compiled layers of prompts.
     products: the linears of compiled steps and the kernels of their calls, equal ones of all traces once.
-    failed: with mode "auto", why graphs of a kind of step cannot be made, until `Patched.release`.
-    tries: with mode "auto", failures that do not count as such yet.
+    failed, tries: with mode "auto", why graphs of a kind of step cannot be made, until `Patched.release`, and what is tried again.
     look: the model may have changed: the next step looks at it. So it is after a call of the model's own layers, and at every prompt.
     aside: why the model's steps and prompts run without graphs; "" where they may have some.
     anew: what had changed when steps were last captured anew, "" before that.
@@ -117,8 +114,8 @@ class Decoder:
         # Compiled code rounds in other places, and under such a policy bits may not follow from the
         # steps before.
         counts = not deterministic(active_policy())
-        due = counts and self._kept.taken[kind_of(rows)] >= self.how.compile_after
-        compiled = self._at_once or due
+        due = self._kept.taken[kind_of(rows)] >= self.how.compile_after
+        compiled = self._at_once or (counts and due)
         modes = ("piecewise", "breakable") if compiled else ("breakable",)
         return next((mode for mode in modes if Failed(self._state, kind_of(rows), mode) not in self.failed), "hf")
 
@@ -210,11 +207,9 @@ class Decoder:
         """Note that a capture failed: for the rest of this call, or until `release()`."""
         self.forget(state.pages)
         loss = not_fast.COMPILED if kind.mode == "piecewise" else not_fast.GRAPHS
-        if self.tries.again(kind, error):
+        if again := self.tries.again(kind, error):
             self._without.add(state)
-            why = self.tries.why
-        else:
-            why = remember(self.failed, kind, one_line(error))
+        why = self.tries.why if again else remember(self.failed, kind, one_line(error))
         not_fast.warn(self._model, loss, why)
 
     def _is_aside(self, state: State) -> bool:

@@ -49,6 +49,9 @@ CAPTURED = (64, *range(128, 2049, 128))
 CAPTURE_AFTER = 3
 """Chunks of a bucket that the model's own layers run before it is captured."""
 
+PROMPT = 64
+"""Tokens of prompts for each of `compile_after`: it takes so many to win a compiler's time back."""
+
 # Tokens of a trial, which compiles layers ahead.
 _TRIAL = 256
 
