@@ -7,7 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..call import need
 from ..errors import AttnopsError, NotCapturable
+from .capturing import DRAWS, begins, capture_stream, clean_up, mend, quiet
 from .graph_breaks import Break
 
 
@@ -139,15 +140,16 @@ def _is_short(device: torch.device) -> bool:
 class _Captured:
     """A graph that is a member of `live` until it is reset or deleted."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, live: weakref.WeakSet[_Captured]) -> None:
-        self._graph, self._live = graph, live
+    def __init__(self, graph: torch.cuda.CUDAGraph, live: weakref.WeakSet[_Captured], device: torch.device) -> None:
+        self._graph, self._live, self._device = graph, live, device
 
     def replay(self) -> None:
         self._graph.replay()
 
     def reset(self) -> None:
         self._live.discard(self)
-        self._graph.reset()
+        with quiet(self._device):
+            self._graph.reset()
 
 
 CAPTURING = threading.RLock()
@@ -182,19 +184,25 @@ def frozen() -> Iterator[None]:
 
 @contextmanager
 def drawing_nothing(device: torch.device) -> Iterator[None]:
-    """The device's random numbers go on after the block as if it had drawn none.
+    """The device's random numbers go on after the block as if it had drawn none, and captures in it may draw.
 
-    Other devices may draw in other threads meanwhile.
+    Other devices may draw in other threads meanwhile; on torch below 2.13 no other thread may draw on this one during a capture.
     """
-    generator = torch.default_generator
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generator = torch.cuda.default_generators[index]
-    state = generator.get_state()
+    generator = _generator(device)
+    state, before = generator.get_state(), DRAWS.set(True)
     try:
         yield
     finally:
+        DRAWS.reset(before)
         generator.set_state(state)
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """The device's default generator."""
+    if device.type != "cuda":
+        return torch.default_generator
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
 
 
 class CudaGraphs:
@@ -216,78 +224,89 @@ class CudaGraphs:
         self._pool: Any = None
         self._live: weakref.WeakSet[_Captured] = weakref.WeakSet()
         self._open: torch.cuda.CUDAGraph | None = None
-        self._in_session = self._collects = False
+        self._began = self._in_session = False
+        # What a capture under way has taken: the lock of the device, and Python's collections.
+        self._taken = ExitStack()
 
     @cached_property
     def device(self) -> torch.device:
         """With an index."""
-        return self._given if self._given.index is not None else torch.device("cuda", torch.cuda.current_device())
+        if self._given.index is not None:
+            return self._given
+        return torch.device("cuda", torch.cuda.current_device())
 
-    @cached_property
+    @property
     def _stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self.device)
+        return capture_stream(self.device.index)
 
     @contextmanager
     def session(self) -> Iterator[None]:
         """Run the block on the side stream, after the work queued on the caller's stream and before the work to come."""
-        if self._in_session:
-            if self._open is None:
-                gc.collect()
-            yield
-            return
-        _check_allocator()
-        outer = torch.cuda.current_stream(self.device)
-        gc.collect(*(() if _is_short(self.device) else (1,)))
-        self._stream.wait_stream(outer)
-        try:
-            self._in_session = True
-            with frozen(), torch.cuda.stream(self._stream):
+        # Before the stream is touched, on which another thread may capture.
+        with CAPTURING, ExitStack() as undo:
+            if self._in_session:
+                if self._open is None:
+                    gc.collect()
                 yield
-        finally:
-            self._collect_again()
-            self._in_session = False
-            outer.wait_stream(self._stream)
+                return
+            _check_allocator()
+            outer, stream = torch.cuda.current_stream(self.device), self._stream
+            gc.collect(*(() if _is_short(self.device) else (1,)))
+            undo.callback(outer.wait_stream, stream)
+            stream.wait_stream(outer)
+            undo.callback(self._leave)
+            self._in_session = True
+            with frozen(), torch.cuda.stream(stream):
+                yield
 
-    def _collect_again(self) -> None:
-        """Let Python collect garbage after a capture, if it did before."""
-        if self._collects:
-            gc.enable()
-        self._collects = False
+    def _leave(self) -> None:
+        self._in_session = False
+        self._taken.close()
 
     def begin(self) -> None:
         """Begin a capture, on an idle stream: a capture may not wait for the allocator's blocks of other streams."""
+        self._taken.enter_context(quiet(self.device))
         self._stream.synchronize()
         # The allocator refuses the handle of a pool whose last graph was freed.
-        if not self._live:
+        if self._pool is None or not self._live:
             self._pool = torch.cuda.graph_pool_handle()
         _clear_workspaces()
         graph = torch.cuda.CUDAGraph()
-        self._collects = gc.isenabled()
-        gc.disable()
-        graph.capture_begin(self._pool, capture_error_mode="thread_local")
-        self._open = graph
+        if gc.isenabled():
+            self._taken.callback(gc.enable)
+            gc.disable()
+        self._open, self._began = graph, False
+        with begins(_generator(self.device)):
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+        self._began = True
 
     def end(self) -> Graph:
-        graph, self._open = self._open, None
+        graph = self._open
         if graph is None:
             raise RuntimeError("end() without begin()")
         graph.capture_end()
-        self._collect_again()
+        self._open = None
         _clear_workspaces()
-        captured = _Captured(graph, self._live)
+        self._taken.close()
+        captured = _Captured(graph, self._live, self.device)
         self._live.add(captured)
         return captured
 
     def abort(self) -> None:
-        """End a capture that failed; CUDA reports the failure again."""
+        """End a capture that failed; CUDA reports the failure again. The device is then as it was before `begin`."""
         graph, self._open = self._open, None
-        if graph is not None:
-            with contextlib.suppress(RuntimeError):
-                graph.capture_end()
-            _clear_workspaces()
-            with contextlib.suppress(RuntimeError):
-                graph.reset()
-        self._collect_again()
+        try:
+            if graph is not None:
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
+                _clear_workspaces()
+                clean_up(graph, self._pool, self.device, self._began)
+                if DRAWS.get():
+                    mend(_generator(self.device), self.device)
+                # What the capture has made may live on in its pool, which no later one takes.
+                self._pool, self._live = None, weakref.WeakSet()
+        finally:
+            self._taken.close()
 
     def weak(self, tensor: Tensor) -> Tensor:
         """A tensor over the same bytes that does not own them. `tensor` itself where torch cannot make one: memory is then not shared."""
@@ -302,12 +321,13 @@ class CudaGraphs:
     def warm(self, run: Callable[[], Any]) -> None:
         """Empties the allocator's cache afterwards, because a capture can neither use nor free cached memory."""
         run()
-        torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()
+        with quiet(self.device):
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
 
     def measured(self, run: Callable[[], Any]) -> int:
         """By the allocator's statistics, of which it resets the peaks."""
-        torch.cuda.synchronize(self.device)
+        self.settle()
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         self.warm(run)
@@ -326,8 +346,10 @@ class CudaGraphs:
 
     def settle(self) -> None:
         """Synchronise: a running graph may not be destroyed."""
-        torch.cuda.synchronize(self.device)
+        with quiet(self.device):
+            torch.cuda.synchronize(self.device)
 
     def release(self) -> None:
         """Empty the allocator's cache, which holds the memory of a pool without graphs."""
-        torch.cuda.empty_cache()
+        with quiet(self.device):
+            torch.cuda.empty_cache()

@@ -16,8 +16,9 @@ from torch.utils import _pytree as pytree
 from ..cache.batch import PagedBatch
 from ..cache.paged import ordinary
 from ..call import need
-from ..errors import InvalidInput, OverBudget, StaleGraph, fail
+from ..errors import InvalidInput, NotCapturable, OverBudget, StaleGraph, fail
 from .buckets import Bucket
+from .capturing import drew
 from .device import CAPTURING, CudaGraphs, Device, Recorded, drawing_nothing
 from .eager_capture import CaptureMode
 from .guard import compare, described, restore, uncached_casts, unchanged
@@ -224,6 +225,15 @@ class Graphed(Setup):
 
     def _captured(self, bucket: Bucket, values: Values) -> Entry | None:
         """Capture one bucket on padding rows. None where the budget drops it."""
+        try:
+            return self._captured_once(bucket, values)
+        except NotCapturable as error:
+            if self.draws or not drew(error):
+                raise
+        self.draws = True
+        return self._captured_once(bucket, values)
+
+    def _captured_once(self, bucket: Bucket, values: Values) -> Entry | None:
         with self._capturing(values) as device:
             self._compile(bucket, values)
             began, compiled = time.perf_counter(), self._compile_seconds

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import threading
 import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -10,8 +11,8 @@ import pytest
 import torch
 
 from attnops.errors import InvalidInput, NotCapturable
-from attnops.graphs import CudaGraphs
-from attnops.graphs.device import Recorded
+from attnops.graphs import CudaGraphs, capturing
+from attnops.graphs.device import Recorded, drawing_nothing
 
 
 @pytest.fixture
@@ -29,16 +30,76 @@ def cuda(monkeypatch):
             log.append(f"{self.name} idle")
 
     class Graph:
+        """As torch's: it registers the state that the generator has, allocates for it, and takes it into the capture."""
+
+        captured = False
+
         def capture_begin(self, pool, capture_error_mode):
+            self.registered, self.of = generator.state, pool
+            torch.empty(1)
+            self.registered["capturing"] = not capturing.has_capture_states()
             log.append(f"begin {pool} {capture_error_mode} gc={gc.isenabled()}")
+            state.recording.append(pool)
 
         def capture_end(self):
             log.append("end")
+            if self.captured:
+                raise RuntimeError("no capture is under way")
             if state.broken:
+                state.broken -= 1
+                if capturing.version() >= (2, 13) and self.of in state.recording:
+                    state.recording.remove(self.of)
                 raise RuntimeError("capture was invalidated")
+            state.recording.remove(self.of)
+            self.captured, self.registered["capturing"] = True, False
+
+        def pool(self):
+            if not self.captured:
+                raise RuntimeError("without a preceding successful capture")
+            return self.of
 
         def reset(self):
             log.append("reset")
+            if self.captured or capturing.version() >= (2, 14):
+                release(0, self.of)
+            self.captured = False
+
+    class Generator:
+        """`state` may be exchanged, as torch's."""
+
+        def __init__(self, of):
+            self.state = of
+
+        def graphsafe_get_state(self):
+            return Generator(self.state)
+
+        def graphsafe_set_state(self, other):
+            self.state = other.state
+
+        def clone_state(self):
+            return Generator({**self.state, "capturing": False})
+
+        def get_state(self):
+            return torch.tensor(self.state["offset"])
+
+        def set_state(self, offset):
+            self.state["offset"] = int(offset)
+
+        def draw(self):
+            if self.state["capturing"]:
+                raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
+            self.state["offset"] += 4
+
+    generator = Generator({"offset": 8, "capturing": False})
+
+    def end_pool(index, pool):
+        if pool not in state.recording:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        log.append(f"end {pool} by hand")
+        state.recording.remove(pool)
+
+    def release(index, pool):
+        state.released.append(pool)
 
     @contextmanager
     def stream(s):
@@ -46,7 +107,10 @@ def cuda(monkeypatch):
         yield
         log.append(f"off {s.name}")
 
-    state = SimpleNamespace(log=log, broken=False, pools=itertools.count(), current=0, allocator="native", devices=[], held={})
+    state = SimpleNamespace(
+        log=log, broken=0, pools=itertools.count(), current=0, allocator="native", devices=[], recording=[], released=[],
+        generator=generator, held={},
+    )  # fmt: skip
 
     def of_device(answer):
         def ask(device):
@@ -56,17 +120,30 @@ def cuda(monkeypatch):
         return ask
 
     for name, value in {
-        "Stream": of_device(Stream()), "CUDAGraph": Graph, "stream": stream, "current_stream": lambda device: Stream("main"),
+        "CUDAGraph": Graph, "stream": stream, "current_stream": lambda device: Stream("main"),
         "graph_pool_handle": lambda: f"pool {next(state.pools)}", "synchronize": lambda device: log.append("synchronize"),
         "reset_peak_memory_stats": lambda device: log.append("reset peak"), "memory_allocated": of_device(100),
         "max_memory_allocated": lambda device: 350, "mem_get_info": of_device((600, 1000)), "memory_reserved": lambda device: 150,
         "empty_cache": lambda: log.append("empty cache"), "current_device": lambda: state.current,
-        "get_allocator_backend": lambda: state.allocator,
+        "get_allocator_backend": lambda: state.allocator, "default_generators": [generator, generator],
         "memory_snapshot": lambda pool, include_traces: [{"total_size": size} for size in state.held.get(pool, ())],
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: log.append("clear workspaces"), raising=False)
+    for name, value in {
+        "_cuda_clearCublasWorkspaces": lambda: log.append("clear workspaces"), "_cuda_endAllocateToPool": end_pool,
+        "_cuda_releasePool": release,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch._C, name, value, raising=False)
+    # Of the capture that takes a generator out of another.
+    monkeypatch.setattr(torch, "zeros", lambda *given, real=torch.zeros, **more: real(*given))
+    monkeypatch.setattr("attnops.graphs.device.capture_stream", lambda index: of_device(Stream())(torch.device("cuda", index)))
     return state
+
+
+@pytest.fixture(params=[(2, 11), (2, 13), (2, 14), (2, 15)], ids=str)
+def release_of_torch(request, monkeypatch):
+    monkeypatch.setattr(capturing, "version", lambda: request.param)
+    return request.param
 
 
 def captured(device, run):
@@ -91,8 +168,8 @@ def test_a_capture(cuda):
     ]  # fmt: skip
 
 
-def test_a_capture_that_fails_is_ended_and_the_error_is_the_callers(cuda):
-    device, cuda.broken = CudaGraphs(), True
+def test_a_capture_that_fails_is_ended_and_the_error_is_the_callers(cuda, release_of_torch):
+    device = CudaGraphs()
 
     def run():
         raise ValueError("mine")
@@ -100,10 +177,138 @@ def test_a_capture_that_fails_is_ended_and_the_error_is_the_callers(cuda):
     with pytest.raises(ValueError, match="mine"), device.session():
         captured(device, run)
     assert cuda.log[-4:] == ["end", "clear workspaces", "reset", "main waits for side"]
-    assert gc.isenabled()
+    assert gc.isenabled() and cuda.released == ["pool 0"] and not cuda.recording
     with pytest.raises(RuntimeError, match="without begin"):
         device.end()
     device.abort()  # nothing is open
+
+
+@pytest.mark.parametrize("when", ["in the step", "at its end"])
+def test_a_capture_that_was_invalidated_leaves_nothing_behind(cuda, release_of_torch, when):
+    """A synchronise in the step, or in another thread: torch's allocator and its generator may still be in the capture."""
+    device = CudaGraphs()
+    kept, _ = captured(device, lambda: None)
+    cuda.broken = 2  # at every try to end it
+
+    def run():
+        if when == "in the step":
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(NotCapturable), device.session():
+        recorded = Recorded(device)
+        with recorded.whole():
+            recorded.begin()
+            run()
+    assert cuda.log.count("end pool 0 by hand") == (release_of_torch < (2, 13))
+    assert cuda.released == ["pool 0"] and not cuda.recording, "once, for the graph that lives holds the pool for itself"
+    cuda.generator.draw()
+    assert gc.isenabled()
+    cuda.broken = 0
+    after, _ = captured(device, lambda: None)
+    assert cuda.log[-2].startswith("end") and any("begin pool 1" in line for line in cuda.log), "a pool of its own"
+    kept.reset()
+    after.reset()
+    assert cuda.released == ["pool 0", "pool 0", "pool 1"]
+
+
+def test_a_capture_that_does_not_begin_takes_nothing_from_its_pool(cuda, release_of_torch, monkeypatch):
+    device = CudaGraphs()
+    kept = captured(device, lambda: None)
+
+    def refused(self, pool, capture_error_mode):
+        self.of = "none"
+        raise RuntimeError("refused")
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", refused)
+    cuda.broken = 1
+    with pytest.raises(NotCapturable), device.session():
+        recorded = Recorded(device)
+        with recorded.whole():
+            recorded.begin()
+    assert "pool 0" not in cuda.released, kept
+
+
+@pytest.mark.parametrize("broken", [1, 2, 9], ids=["once", "twice", "always"])
+def test_a_generator_that_a_capture_drew_from_is_taken_out_of_it(cuda, monkeypatch, broken):
+    """By a capture that succeeds, with the state that other graphs follow; where none does, by a copy of the state."""
+    monkeypatch.setattr(capturing, "version", lambda: (2, 11))
+    device, own = CudaGraphs(), cuda.generator.state
+    with pytest.raises(ZeroDivisionError), drawing_nothing(torch.device("cuda:0")), device.session():
+        cuda.broken = broken
+        captured(device, lambda: 1 / 0)
+    cuda.generator.draw()
+    assert cuda.generator.state["offset"] == 12
+    assert (cuda.generator.state is own) is (broken < 9)
+    assert not cuda.recording and len(set(cuda.released)) == len(cuda.released), "each pool once"
+
+
+def test_other_threads_draw_while_a_capture_runs(cuda, monkeypatch):
+    """On torch below 2.13, whose generator refuses that once a capture has registered its state. The numbers are not drawn again."""
+    monkeypatch.setattr(capturing, "version", lambda: (2, 11))
+    device, generator, own = CudaGraphs(), cuda.generator, cuda.generator.state
+    drawn, real = [], torch.empty
+
+    def empty(*given, **more):
+        generator.draw()  # before the allocation, from what stands in
+        drawn.append(generator.state is own)
+        return real(*given, **more)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    captured(device, generator.draw)
+    assert drawn == [False] and generator.state is own and own == {"offset": 16, "capturing": False}
+    with drawing_nothing(torch.device("cuda:0")), pytest.raises(RuntimeError, match="outside graph capture"):
+        captured(device, generator.draw)
+
+
+def test_no_thread_waits_for_the_device_or_frees_within_a_capture_of_another(cuda):
+    """Through an object of its own, as another model has one."""
+    ours, theirs, began, may_end = CudaGraphs("cuda:0"), CudaGraphs("cuda:0"), threading.Event(), threading.Event()
+    graph, _ = captured(theirs, lambda: None)
+
+    def capture():
+        with ours.session():
+            captured(ours, lambda: (began.set(), may_end.wait(60)))
+
+    def free():
+        theirs.settle()
+        graph.reset()
+        theirs.release()
+        theirs.warm(lambda: None)
+
+    first, second = threading.Thread(target=capture), threading.Thread(target=free)
+    first.start()
+    assert began.wait(60)
+    second.start()
+    second.join(0.1)
+    cuda.log.append("still captures")
+    may_end.set()
+    first.join(60)
+    second.join(60)
+    after = cuda.log[cuda.log.index("still captures") :]
+    assert [line for line in after if line in ("synchronize", "reset", "empty cache")] == [
+        "synchronize", "reset", "empty cache", "synchronize", "empty cache"
+    ]  # fmt: skip
+    assert cuda.log.count("synchronize") == 2 and after.index("end") < after.index("synchronize")
+
+
+def test_sessions_on_one_stream_take_turns(cuda):
+    """A wait for the caller's stream, in another thread's capture, would become part of it."""
+    device, began, may_end = CudaGraphs(), threading.Event(), threading.Event()
+
+    def capture(wait):
+        with device.session():
+            captured(device, wait)
+
+    threads = [threading.Thread(target=capture, args=(wait,)) for wait in (lambda: (began.set(), may_end.wait(60)), lambda: None)]
+    threads[0].start()
+    assert began.wait(60)
+    threads[1].start()
+    threads[1].join(0.1)
+    may_end.set()
+    for thread in threads:
+        thread.join(60)
+    one = ["side waits for main", "on side", "off side", "main waits for side"]
+    assert [line for line in cuda.log if line in one] == one * 2
 
 
 def test_a_pool_is_as_old_as_its_graphs(cuda):

@@ -6,6 +6,7 @@ import gc
 import inspect
 import threading
 import time
+import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -358,6 +359,73 @@ def test_reasons_of_many_states_do_not_pile_up(monkeypatch):
                 generated(model, 2, 9, 3)
             assert "ZeroDivisionError" in handle.took.why
         assert len(handle._paged.decoder().failed) == 2
+
+
+OUTSIDE = {
+    "invalidated": lambda: RuntimeError("CUDA error: operation failed due to a previous error during capture\nmore"),
+    "generator": lambda: RuntimeError("Offset increment outside graph capture encountered unexpectedly."),
+    "memory": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried"),
+    "own": lambda: RuntimeError("CUDA error: operation not permitted when stream is capturing"),
+}
+
+
+class Failing(StandIn):
+    """Fails at the end of the first captures of each Graphed or tail that is made on it, and before them where `early`."""
+
+    def __init__(self, error, times, early=False):
+        super().__init__()
+        self.error, self.times, self.early, self.tried = error, times, early, 0
+
+    def warm(self, run):
+        if self.early and self.tried < self.times:
+            self.tried += 1
+            raise self.error()
+        super().warm(run)
+
+    def end(self):
+        if not self.early and self.tried < self.times:
+            self.tried += 1
+            raise self.error()
+        return super().end()
+
+
+@pytest.mark.parametrize("kind", OUTSIDE)
+@pytest.mark.parametrize("times", [2, 50])
+def test_captures_that_fail_for_no_fault_of_the_model_are_tried_again(kind, times):
+    """Three times at most, each at the next generate(), and pages stay. A failure of the model's own is kept at once."""
+    model, device = tiny.model("llama"), Failing(OUTSIDE[kind], times)
+    want = generated(model, 2, 9, 4)
+    with attnops.patch(model, cache="paged", decode=how("auto", graphs=device)) as handle:
+        took = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NotFast)
+            for _ in range(6):
+                assert torch.equal(generated(model, 2, 9, 4), want)
+                took.append(handle.took)
+        assert {each.cache for each in took} == {"paged"}
+        found = [each.decode for each in took]
+        if times == 50 or kind == "own":
+            assert found == ["hf"] * 6
+            steps = handle._paged.decoder().failed
+            assert len(steps) == 1 and "release()" in str(next(iter(steps)))
+            assert "tries again" not in took[-1].why
+        else:
+            assert found[-1] == "breakable" and not handle._paged.decoder().failed
+            assert "tries again" in took[0].why and not took[-1].why
+        handle.release()
+        device.times = 0
+        assert torch.equal(generated(model, 2, 9, 4), want)
+        assert handle.took.decode == "breakable" and not handle.took.why
+
+
+def test_a_wait_that_another_capture_refuses_is_tried_again():
+    """Before our own capture: then it is none of the model's."""
+    model, device = tiny.model("llama"), Failing(OUTSIDE["own"], 1, early=True)
+    with attnops.patch(model, cache="paged", decode=how("auto", graphs=device)) as handle:
+        with pytest.warns(NotFast, match="tries again"):
+            generated(model, 2, 9, 4)
+        generated(model, 2, 9, 4)
+        assert handle.took.decode == "breakable" and not handle.took.why
 
 
 def test_few_sets_of_pages_are_kept():

@@ -110,11 +110,13 @@ class Loop:
         if choice.device != self._place:
             self.free()
             self._place, self._device = choice.device, None
-        return self._tails.pop(choice, None) or self._made(choice, asked, decoder)
+        tail = self._tails.pop(choice, None)
+        if tail is None or tail.tries.why:
+            tail = self._captured(tail or Tail(choice, asked.processors), asked, decoder)
+        return tail
 
-    def _made(self, choice: Choice, asked: Asked, decoder: Decoder) -> Tail:
-        self._device = self._device or decoder.how.graphs or CudaGraphs(choice.device)
-        tail = Tail(choice, asked.processors)
+    def _captured(self, tail: Tail, asked: Asked, decoder: Decoder) -> Tail:
+        self._device = self._device or decoder.how.graphs or CudaGraphs(tail.choice.device)
         tail.capture(self._device)
         if tail.reason:
             not_fast.warn(asked.owner, not_fast.CHOICE, tail.reason)

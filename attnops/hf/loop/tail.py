@@ -15,6 +15,7 @@ from attnops.cache.paged import ordinary
 from attnops.errors import NotCapturable, one_line
 from attnops.graphs.device import CAPTURING, Device, Recorded, drawing_nothing, frozen
 from attnops.hf.loop.plain import Asked, held
+from attnops.hf.paged.failed import Tries, passing
 
 
 class Choice(NamedTuple):
@@ -91,6 +92,7 @@ class Tail:
         self._heard = False
         self._recorded: Recorded | None = None
         self.reason = ""
+        self.tries = Tries()
 
     def capture(self, graphs: Device) -> None:
         """Capture the graph, before `begin`. Its random numbers do not count."""
@@ -103,10 +105,14 @@ class Tail:
                 with recorded.whole():
                     recorded.begin()
                     self._choose()
-        except (NotCapturable, torch.OutOfMemoryError) as error:
-            self.reason = one_line(error)
+        except Exception as error:
+            if not (isinstance(error, NotCapturable) or passing(error)):
+                raise
+            again = self.tries.again("", error)
+            self.reason = self.tries.why if again else one_line(error)
             return
-        self._recorded = recorded
+        self._recorded, self.reason = recorded, ""
+        self.tries.done("")
 
     @property
     def nbytes(self) -> int:

@@ -27,12 +27,12 @@ from attnops.hf import not_fast
 from attnops.hf.cache_names import argument_of, cache_in
 from attnops.hf.paged.cache import PagedModelCache, State
 from attnops.hf.paged.calls import Kind, kind_of, modes_now, more, plain_step, positions, state_of, state_of_step
-from attnops.hf.paged.failed import Failed, remember
+from attnops.hf.paged.failed import Failed, Tries, remember
 from attnops.hf.paged.guarded import Glance
 from attnops.hf.paged.how import Decode
 from attnops.hf.paged.pages import ModelPages
-from attnops.hf.paged.prompt import Over, Prompts
-from attnops.hf.paged.states import Kept, States
+from attnops.hf.paged.prompt import PROMPT, Kept, Over, Prompts
+from attnops.hf.paged.states import States
 from attnops.hf.paged.steps import against_graphs, graphed_steps, passes_of, watched
 from attnops.kernel import deterministic
 from attnops.lowering import Product
@@ -41,8 +41,6 @@ from attnops.select import active_policy
 
 # States whose steps are counted: those of adapters in turn whose graphs are freed are compiled, too.
 MOST_COUNTED = 64
-# Tokens of prompts for each of `compile_after`: it takes so many to win a compiler's time back.
-PROMPT = 64
 
 
 class Decoder:
@@ -56,7 +54,7 @@ class Decoder:
     regions: the compiled layers, for graphs over any pages; None before the first piecewise step.
     prompts: the compiled layers of prompts.
     products: the linears of compiled steps and the kernels of their calls, equal ones of all traces once.
-    failed: with mode "auto", why graphs of a kind of step cannot be made, until `Patched.release`.
+    failed, tries: with mode "auto", why graphs of a kind of step cannot be made, until `Patched.release`, and what is tried again.
     look: the model may have changed: the next step looks at it. So it is after a call of the model's own layers, and at every prompt.
     aside: why the model's steps and prompts run without graphs; "" where they may have some.
     anew: what had changed when steps were last captured anew, "" before that.
@@ -65,6 +63,7 @@ class Decoder:
     def __init__(self, model: Any, how: Decode, forward: Callable[..., Any], make: Callable[[Any], PagedModelCache]) -> None:
         self.how, self.plain_steps, self.look = how, 0, True
         self.failed: dict[Failed, str] = {}
+        self.tries = Tries()
         self.regions: Regions | None = None
         self.prompts = Prompts(model, forward, how.inner, how.pack)
         self.products: dict[Product, None] = {}
@@ -113,8 +112,8 @@ class Decoder:
         # Compiled code rounds in other places, and under such a policy bits may not follow from the
         # steps before.
         counts = not deterministic(active_policy())
-        due = counts and self._kept.taken[kind_of(rows)] >= self.how.compile_after
-        compiled = self._at_once or due
+        due = self._kept.taken[kind_of(rows)] >= self.how.compile_after
+        compiled = self._at_once or (counts and due)
         modes = ("piecewise", "breakable") if compiled else ("breakable",)
         return next((mode for mode in modes if Failed(self._state, kind_of(rows), mode) not in self.failed), "hf")
 
@@ -129,7 +128,7 @@ class Decoder:
     def why(self) -> str:
         """Why the kind of the last step has no graphs, or none that are compiled."""
         kinds = [Failed(state, kind_of(self._rows), mode) for state in (None, self._state) for mode in ("piecewise", "breakable")]
-        return self.aside or "; ".join(dict.fromkeys(self.failed[kind] for kind in kinds if kind in self.failed))
+        return self.aside or self.tries.why or "; ".join(dict.fromkeys(self.failed[kind] for kind in kinds if kind in self.failed))
 
     def why_not(self, rows: int) -> str:
         """Why steps of so many rows, of the model as it is now, get no graphs; "" where they may be tried."""
@@ -184,25 +183,32 @@ class Decoder:
 
     def _tried(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None) -> Tensor | None:
         rows = self._rows = input_ids.shape[0]
-        while Failed(None, kind_of(rows), "breakable") not in self.failed:
+        while cache.state not in self._without and Failed(None, kind_of(rows), "breakable") not in self.failed:
             mode = "breakable"
             try:
                 self._look(cache.state)
                 if self._is_aside(cache.state) or (mode := self._mode(rows)) == "hf":
                     return None
-                return self._replayed(input_ids, cache.state, position_ids)
+                logits = self._replayed(input_ids, cache.state, position_ids)
+                self.tries.done(Failed(self._state, kind_of(rows), mode))
+                return logits
             except SideEffect:
                 raise
             except Exception as error:
                 over = self._kept.over.get((cache.state.pages, mode))
                 if over is not None and over.captured(rows):
                     raise  # of a replay, not of a capture
-                remember(self.failed, Failed(self._state, kind_of(rows), mode), one_line(error))
-                self.forget(cache.state.pages)
-                compiled = mode == "piecewise"
-                loss = not_fast.COMPILED if compiled else not_fast.GRAPHS
-                not_fast.warn(self._model, loss, one_line(error))
+                self._note(error, Failed(self._state, kind_of(rows), mode), cache.state)
         return None
+
+    def _note(self, error: Exception, kind: Failed, state: State) -> None:
+        """Note that a capture failed: for the rest of this call, or until `release()`."""
+        self.forget(state.pages)
+        loss = not_fast.COMPILED if kind.mode == "piecewise" else not_fast.GRAPHS
+        if again := self.tries.again(kind, error):
+            self._without.add(state)
+        why = self.tries.why if again else remember(self.failed, kind, one_line(error))
+        not_fast.warn(self._model, loss, why)
 
     def _is_aside(self, state: State) -> bool:
         """Are the steps of this cache left to the model's own forward? It is not looked at again before its next prompt."""
@@ -325,7 +331,8 @@ class Decoder:
             self._effects.clear()
             self._without.clear()
             self.failed.clear()
-            self.prompts.refusal = ""
+            self.tries.clear()
+            self.prompts.forgive()
             self.prompts.changed()
 
     def _look(self, state: State) -> None:

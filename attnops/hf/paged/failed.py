@@ -1,9 +1,15 @@
-"""The kinds of decode steps whose graphs cannot be made."""
+"""The kinds of decode steps whose graphs cannot be made, and failures that say nothing of the model."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from attnops.errors import NotCapturable, one_line
+from attnops.graphs.capturing import chain_of
 
 MOST = 64
 """Reasons that are kept: a model whose weights are replaced before every call has a new state each time."""
@@ -35,3 +41,59 @@ def remember(reasons: dict[Key, str], key: Key, why: str) -> str:
     while len(reasons) > MOST:
         del reasons[next(iter(reasons))]
     return why
+
+
+TRIES = 3
+"""How often a capture is tried again after failures that say nothing of the model."""
+
+# Texts of errors of CUDA and of torch, in lower case.
+_PASSING = (
+    "out of memory",
+    "operation failed due to a previous error during capture",  # which another thread may have made
+    "offset increment outside graph capture",
+    "generator not in capture mode",
+)
+_REFUSED = "operation not permitted when stream is capturing"
+
+
+def passing(error: BaseException) -> bool:
+    """Does this failure of a capture say nothing of the model, so that a later capture may succeed?
+
+    So it is where memory was short, where CUDA had ended the capture before the error (a wait for the whole device in another thread does
+    that), and where a generator of random numbers was in another capture, or was left in one. A call that CUDA refuses because a
+    stream captures is the model's own where our capture was open (`NotCapturable`), and another's where none was.
+    """
+    for each in chain_of(error):
+        text = str(each).lower()
+        if isinstance(each, torch.OutOfMemoryError) or any(words in text for words in _PASSING):
+            return True
+    return not isinstance(error, NotCapturable) and _REFUSED in str(error)
+
+
+class Tries:
+    """Counts the failures that pass, by what failed. why: of the last one, until a success; "" before."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[Any] = Counter()
+        self.why = ""
+
+    def again(self, key: Hashable, error: BaseException) -> bool:
+        """Note a failure. Returns whether the next `generate()` tries again."""
+        again = passing(error) and self._counts[key] < TRIES
+        self.why = f"{one_line(error)}; the next generate() tries again" if again else ""
+        if again:
+            self._counts[key] += 1
+        else:
+            self._counts.pop(key, None)
+        return again
+
+    def done(self, key: Hashable) -> None:
+        """Note a success."""
+        if self.why:
+            self.why = ""
+            self._counts.pop(key, None)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._counts.clear()
+        self.why = ""

@@ -31,6 +31,8 @@ from attnops.graphs.regional import NotRegional, Regions, Twin
 from attnops.hf.attention.mask import padding_of, tracing
 from attnops.hf.cache_names import argument, cache_in
 from attnops.hf.paged.cache import PagedModelCache, Step
+from attnops.hf.paged.calls import Kind
+from attnops.hf.paged.failed import Tries, passing
 from attnops.hf.paged.layers import Here, modules_of
 from attnops.hf.paged.pages import ModelPages
 from attnops.hf.paged.reasons import drawing
@@ -46,6 +48,9 @@ CAPTURED = (64, *range(128, 2049, 128))
 
 CAPTURE_AFTER = 3
 """Chunks of a bucket that the model's own layers run before it is captured."""
+
+PROMPT = 64
+"""Tokens of prompts for each of `compile_after`: it takes so many to win a compiler's time back."""
 
 # Tokens of a trial, which compiles layers ahead.
 _TRIAL = 256
@@ -85,6 +90,13 @@ class Over:
         bucket = self.graphed.buckets.find("mixed", tokens, 1)
         self.seen[bucket] += 1
         return self.seen[bucket] > CAPTURE_AFTER
+
+
+class Kept(NamedTuple):
+    """Of one state of a model. over: the graphs by their pages and mode. taken: the steps so far, by kind, and the tokens of prompts."""
+
+    over: dict[tuple[ModelPages, str], Over]
+    taken: Counter[Kind]
 
 
 class Part(NamedTuple):
@@ -158,13 +170,20 @@ class Prompts:
         config: Any = getattr(model, "config", None)
         rope = str(getattr(config.get_text_config(decoder=True), "rope_parameters", ""))
         self._of_length = any(kind in rope for kind in _OF_LENGTH)
-        self._uncaptured = "rotations depend on the length of the text" if self._of_length else ""
+        self.tries = Tries()
+        self.forgive()
         self._chooses = "logits_to_keep" in inspect.signature(type(model).forward).parameters
 
     def changed(self) -> None:
         """Forget the layers as they were: the model may have changed."""
         self._layers: dict[nn.Module, int] = {}
         self._twins: dict[nn.Module, Twin] = {}
+
+    def forgive(self) -> None:
+        """Forget why there were no compiled layers, or no graphs of them."""
+        self.refusal = ""
+        self._uncaptured = "rotations depend on the length of the text" if self._of_length else ""
+        self.tries.clear()
 
     def forget(self) -> None:
         """Forget the compiled layers, and why there were none: the code of the model has changed."""
@@ -235,7 +254,9 @@ class Prompts:
             traced = isinstance(error, (NotRegional, NotCapturable, NoKernel))
             if isinstance(error, InvalidInput) or (self._ran and not traced):
                 raise
-            self.why = self.refusal = one_line(error)
+            self.why = one_line(error)
+            if not self.tries.again("layers", error):
+                self.refusal = self.why
             return None
         pages.advance(start, columns)
         cache.state.filled, cache.state.unfinished, self._ran, self.took = True, 0, True, min(took)
@@ -256,9 +277,13 @@ class Prompts:
                 logits: Tensor = over.graphed(tokens=tokens, positions=positions, counts=counts, cache=over.cache)
             except SideEffect:
                 raise
-            except (NotCapturable, torch.OutOfMemoryError) as error:
-                self._uncaptured = one_line(error)
+            except Exception as error:
+                if not (isinstance(error, NotCapturable) or passing(error)):
+                    raise
+                if not self.tries.again("graphs", error):
+                    self._uncaptured = one_line(error)
             else:
+                self.tries.done("graphs")
                 took.add("captured")
                 return logits[ends]  # a copy: graphs write their memory again
         # Compiled code is guarded on the place of a slice. Without a last token, the logits of some other one are dropped.

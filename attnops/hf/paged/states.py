@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from attnops.hf.paged.calls import Kind
 from attnops.hf.paged.pages import ModelPages
 from attnops.hf.paged.pool import gpu_bytes
-from attnops.hf.paged.prompt import Over
+from attnops.hf.paged.prompt import Kept, Over
 
 MOST_STATES = 64
 """States whose graphs are kept, however small these are."""
@@ -22,16 +22,6 @@ State = tuple[Any, ...]
 def most_graph_bytes(device: torch.device) -> float:
     """A twentieth of a GPU's memory."""
     return gpu_bytes(device) / 20
-
-
-class Kept(NamedTuple):
-    """Of one state of a model.
-
-    over: the graphs by their pages and mode. taken: the steps so far, by kind, and the tokens of prompts.
-    """
-
-    over: dict[tuple[ModelPages, str], Over]
-    taken: Counter[Kind]
 
 
 class States:
