@@ -17,6 +17,7 @@ from torch import Tensor
 from ..call import need
 from ..errors import AttnopsError, NotCapturable
 from .graph_breaks import Break
+from .streams import LastStream
 
 
 class Graph(Protocol):
@@ -56,6 +57,9 @@ class Device(Protocol):
     def measured(self, run: Callable[[], Any]) -> int:
         """As `warm`. Returns the peak of bytes that it allocated."""
         ...
+
+    def follow(self) -> None:
+        """Let work to come on the current stream follow the work so far on the graphs, whose memory they share."""
 
     def used(self) -> int:
         """Bytes in use on the device."""
@@ -227,6 +231,10 @@ class CudaGraphs:
     def _stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self.device)
 
+    @cached_property
+    def _last(self) -> LastStream:
+        return LastStream(self.device)
+
     @contextmanager
     def session(self) -> Iterator[None]:
         """Run the block on the side stream, after the work queued on the caller's stream and before the work to come."""
@@ -312,6 +320,9 @@ class CudaGraphs:
         before = torch.cuda.memory_allocated(self.device)
         self.warm(run)
         return torch.cuda.max_memory_allocated(self.device) - before
+
+    def follow(self) -> None:
+        self._last.use()
 
     def used(self) -> int:
         """As the driver counts it, graph nodes and other processes included."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from attnops.cache.paged import ordinary
 from attnops.errors import NotCapturable, one_line
 from attnops.graphs.device import CAPTURING, Device, Recorded, frozen
+from attnops.graphs.streams import LastStream
 from attnops.hf.loop.numbers import Number, field_of
 from attnops.hf.loop.plain import Asked, held
 
@@ -106,15 +107,24 @@ class Tail:
             # The tokens of a step, and whether a row is unfinished: one copy to the host.
             self._news = ints(rows + 1)
             self._host = torch.zeros(rows + 1, dtype=torch.int64, device="cpu", pin_memory=far)
+        self._stream = LastStream(device, self._tensors())
         self._arrived = torch.cuda.Event() if far else None
         self._heard = False
         self._recorded: Recorded | None = None
         self.reason = ""
 
+    def _tensors(self) -> tuple[Tensor, ...]:
+        """Those of one size of a batch or of a text, whose memory counts."""
+        noise = () if self._noise is None else (self._noise,)
+        buffers = self.tokens, self.token, self.position, self._length, self._unfinished, self._eos, self._pad, self._news
+        return self._scores, *noise, *buffers
+
     def capture(self, graphs: Device) -> None:
         """Capture the graph, before `begin`. It draws no random number."""
         recorded = Recorded(graphs)
         recorded.current = "the choice of a token"
+        self._stream.use()
+        graphs.follow()
         try:
             with CAPTURING, frozen(), graphs.session(), ordinary():
                 self._choose()
@@ -129,8 +139,7 @@ class Tail:
     @property
     def nbytes(self) -> int:
         """Bytes of its buffers and of its graph."""
-        noise = 0 if self._noise is None else self._noise.nbytes
-        return self._scores.nbytes + noise + self.tokens.nbytes + (0 if self._recorded is None else sum(self._recorded.bytes_of))
+        return sum(each.nbytes for each in self._tensors()) + (0 if self._recorded is None else sum(self._recorded.bytes_of))
 
     def reset(self) -> None:
         """Free the graph."""
@@ -141,6 +150,7 @@ class Tail:
 
     def begin(self, asked: Asked, heard: bool) -> None:
         """Take a prompt. heard: will `news` be called after each choice?"""
+        self._stream.use()
         input_ids, eos = asked.input_ids, asked.eos
         length = input_ids.shape[1]
         self.tokens.copy_(input_ids[:, -1:].expand_as(self.tokens))
@@ -161,6 +171,7 @@ class Tail:
 
     def choose(self, logits: Tensor) -> None:
         """Append a token to each row. logits: `[B, S, V]`, of which the last position counts."""
+        self._stream.use()
         # Not in the graph: each step returns its logits at another address.
         self._scores.copy_(logits[:, -1])
         if self._noise is not None:
@@ -168,6 +179,7 @@ class Tail:
         if self._recorded is None:
             self._choose()
         else:
+            self._recorded.device.follow()
             for step in self._recorded.steps:
                 step()
         if self._heard:
