@@ -1,7 +1,7 @@
 """Streams on a CPU: nothing runs beside anything, but what would race on a device is found.
 
 Each operation belongs to the stream that is current. Two uses of a storage, one of which writes, by operations of two streams that
-no wait and no read by the host orders, are a race.
+no wait and no read by the host orders, are a race. The host waits for all that it does on stream 0.
 """
 
 from collections import Counter
@@ -61,7 +61,7 @@ class Races(TorchDispatchMode):
             self._use(t, id(t) in written, func.name(), after)
         for t in _tensors(out):
             self._use(t, False, func.name(), after)
-        if func.name().startswith(WAITING):
+        if func.name().startswith(WAITING) or self.stream == 0:
             self._host |= after
         return out
 

@@ -9,6 +9,7 @@ import attnops
 from attnops.graphs import streams
 from attnops.hf import Decode, tiny
 from attnops.hf.cache_names import named
+from attnops.hf.paged import prompt
 from attnops.hf.paged.unpaged import unpaged
 from tests.graphs.races import Races
 from tests.graphs.standin import StandIn
@@ -54,6 +55,7 @@ def turns_of_a_conversation(model, handle, turn):
     for _ in range(3):
         with turn():
             text = model.generate(text, attention_mask=mask, **named(cache), max_new_tokens=4, do_sample=False)
+        text = torch.tensor(text.tolist())  # the caller's own tensors are for the caller to order
         mask = torch.cat([mask, torch.ones(2, 4, dtype=torch.int64)], 1)
         yield text
 
@@ -106,9 +108,11 @@ def test_streams_in_turn(mode, use, model, races, turn):
     assert not races.found, "\n".join(dict.fromkeys(races.found))
 
 
-def test_compiled_and_captured_prompts(model, races, turn):
-    with ours(model, "piecewise") as handle:
-        for _ in range(5):
+def test_compiled_and_captured_prompts(model, races, turn, monkeypatch):
+    monkeypatch.setattr(prompt, "CAPTURED", (32, 64))
+    monkeypatch.setattr(prompt, "CAPTURE_AFTER", 1)
+    with ours(model, "piecewise", compile_after=0) as handle:
+        for _ in range(4):
             want = generated(model)
         assert handle.took.prompt == "captured"
         with races:
