@@ -7,7 +7,6 @@ no wait and no read by the host orders, are a race. The host waits for all that 
 from collections import Counter
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -12,7 +12,7 @@ import transformers
 from transformers.generation import logits_process
 
 from attnops.hf import tiny
-from attnops.hf.loop import numbers, sample, tail
+from attnops.hf.loop import numbers, tail
 from tests.hf.test_loop import drawn, generated, loop_of, patched
 
 CPU = torch.device("cpu")
@@ -101,8 +101,13 @@ def test_the_reciprocal_of_a_number_is_that_of_float32():
 
 def test_requests_with_numbers_of_their_own_share_a_graph(model):
     names = {"temperature": "temperature", "top_p": "top_p", "min_p": "min_p", "penalty": "repetition_penalty"}
-    calls = [{names[name]: float(value) for name, value in random_numbers(seed).items()} for seed in range(40)]
-    more = {"do_sample": True, "max_new_tokens": 3, "top_k": 50}
+    calls = [{names[name]: value for name, value in random_numbers(seed).items()} for seed in range(40)]
+    more = {"rows": 1, "do_sample": True, "max_new_tokens": 2, "top_k": 50}
+
+    def drawn(model, **given):
+        torch.manual_seed(7)
+        return generated(model, **given).tolist()
+
     want = [drawn(model, **call, **more) for call in calls]
     with patched(twin := copy.deepcopy(model)) as handle:
         device = handle.decode.graphs
@@ -150,11 +155,11 @@ def test_threads_of_equal_options_capture_one_tail_each(model, monkeypatch):
     monkeypatch.setattr(tail.Tail, "capture", lambda self, graphs: captured.append(self) or real(self, graphs))
 
     class Meets:
-        met = False
+        puts = 0
 
         def put(self, tokens):
-            if not self.met:
-                self.met = True
+            self.puts += 1
+            if self.puts == 2:  # the first is the prompt, before the loop
                 meet.wait(60)
 
         def end(self):

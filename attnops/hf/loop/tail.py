@@ -123,8 +123,6 @@ class Tail:
         """Capture the graph, before `begin`. It draws no random number."""
         recorded = Recorded(graphs)
         recorded.current = "the choice of a token"
-        self._stream.use()
-        graphs.follow()
         try:
             with CAPTURING, frozen(), graphs.session(), ordinary():
                 self._choose()
@@ -171,7 +169,6 @@ class Tail:
 
     def choose(self, logits: Tensor) -> None:
         """Append a token to each row. logits: `[B, S, V]`, of which the last position counts."""
-        self._stream.use()
         # Not in the graph: each step returns its logits at another address.
         self._scores.copy_(logits[:, -1])
         if self._noise is not None:
