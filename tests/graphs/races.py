@@ -16,11 +16,11 @@ WAITING = ("aten::_local_scalar_dense", "aten::equal")
 
 
 class Races(TorchDispatchMode):
-    """found: the races so far, as texts. used: (stream, address) of each tensor whose memory is to wait for the stream."""
+    """found: the races so far, as texts, each once. used: (stream, address) of each tensor whose memory is to wait for the stream."""
 
     def __init__(self):
         super().__init__()
-        self.stream, self.found, self.used = 0, [], []
+        self.stream, self.found, self.used = 0, {}, []
         # What each stream, and the host, comes after: of each stream the operations so far.
         self._after = {}
         self._host = Counter()
@@ -69,7 +69,7 @@ class Races(TorchDispatchMode):
         _, before = self._uses.setdefault(at, (tensor.detach(), {}))
         for (stream, wrote), (time, other) in before.items():
             if (writes or wrote) and stream != self.stream and after[stream] < time:
-                self.found.append(f"{name} on stream {self.stream}, {other} on stream {stream}, {list(tensor.shape)}")
+                self.found[f"{name} on stream {self.stream}, {other} on stream {stream}, {list(tensor.shape)}"] = None
         before[self.stream, writes] = after[self.stream], name
 
 
