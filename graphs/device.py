@@ -59,7 +59,10 @@ class Device(Protocol):
         ...
 
     def follow(self) -> None:
-        """Let work to come on the current stream follow the work so far on the graphs, whose memory they share."""
+        """Let work to come on the current stream follow the work so far on the graphs.
+
+        They share memory, and may have run on another stream.
+        """
 
     def used(self) -> int:
         """Bytes in use on the device."""

@@ -1,6 +1,7 @@
 """`LastStream`: memory that several streams of a device use in turn.
 
-A host lock orders threads, and not the streams on which they work: the kernels of two streams run beside each other.
+A host lock orders threads, and not the streams on which they work: the kernels of two streams run
+beside each other.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-# An int, in a tenth of the time that torch takes to make a stream. None: this torch has another name for it.
+# Of the index of a device: the current stream as an int, without the object that torch makes of it.
+# None: this torch has another name for it.
 _raw: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
@@ -34,7 +36,7 @@ class Streams(Protocol):
         """Work to come on `stream` waits for the work so far on `other`."""
 
     def uses(self, stream: Any, tensor: Tensor) -> None:
-        """The memory of a tensor that is deleted stays its own until the work so far on `stream` is done."""
+        """Should the tensor be deleted, its memory waits for the work so far on `stream`."""
 
 
 class Cuda:
@@ -82,7 +84,8 @@ class LastStream:
     def use(self) -> None:
         """Work to come on the current stream waits for the work so far on the last one.
 
-        Threads that use it at once take turns by a lock of theirs. In a capture it has no effect: the uses around it are ordered.
+        Threads that use it at once take turns by a lock of theirs. In a capture it has no effect:
+        the uses around it are ordered.
         """
         streams = self._streams
         if streams is not None and streams.number(self._device) != self._number:

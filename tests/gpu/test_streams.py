@@ -1,6 +1,7 @@
-"""Streams and threads in turn on one patched model, and a captured choice of tokens against transformers' own, bit for bit.
+"""Streams and threads in turn on one patched model; a captured choice of tokens, bit for bit.
 
-Every turn begins with a kernel that keeps its stream busy, so that what does not wait for the stream runs ahead of it.
+Every turn begins with a kernel that keeps its stream busy, so that what does not wait for the
+stream runs ahead of it.
 """
 
 import random
@@ -26,6 +27,7 @@ BUSY = 40_000_000
 """Cycles of the kernel that keeps a stream busy: some 20 ms."""
 
 Turn = Callable[[], AbstractContextManager[Any]]
+Use = Callable[[Any, Any, Turn], Iterator[Tensor]]
 
 
 def busy() -> None:
@@ -54,7 +56,8 @@ def model_of(dtype: torch.dtype = torch.float32) -> Any:
 
 def text(rows: int, length: int = 12) -> tuple[Tensor, Tensor]:
     """Tokens and a mask, with padding in the first row."""
-    ids = torch.randint(3, 90, (rows, length), generator=torch.Generator().manual_seed(rows), device="cpu")
+    generator = torch.Generator().manual_seed(rows)
+    ids = torch.randint(3, 90, (rows, length), generator=generator, device="cpu")
     mask = torch.ones_like(ids)
     mask[0, : 2 + rows] = 0
     return ids.to(DEVICE), mask.to(DEVICE)
@@ -64,22 +67,34 @@ def calls_of_generate(model: Any, handle: Any, turn: Turn) -> Iterator[Tensor]:
     """Other rows and so another padding; drawn tokens; and rows that end."""
     given = {rows: text(rows) for rows in (1, 2, 3)}
     torch.cuda.synchronize()
-    for rows, more in ((2, {}), (3, {}), (1, {"do_sample": True, "top_k": 20}), (3, {"eos_token_id": [*range(3, 128, 5)]}), (2, {})) * 2:
+    for rows, more in (
+        (2, {}),
+        (3, {}),
+        (1, {"do_sample": True, "top_k": 20}),
+        (3, {"eos_token_id": [*range(3, 128, 5)]}),
+        (2, {}),
+    ) * 2:
         ids, mask = given[rows]
         torch.manual_seed(rows)
         with turn():
-            yield model.generate(ids, attention_mask=mask, **{"do_sample": False, "max_new_tokens": 6, "pad_token_id": 1, **more})
+            yield model.generate(
+                ids,
+                attention_mask=mask,
+                **{"do_sample": False, "max_new_tokens": 6, "pad_token_id": 1, **more},
+            )
 
 
 def turns_of_a_conversation(model: Any, handle: Any, turn: Turn) -> Iterator[Tensor]:
     """On one cache. The texts are given, so that none waits for the stream of the turn before."""
     cache = handle.new_cache(2, 80)
-    texts = [torch.randint(3, 90, (2, 8 * n), generator=torch.Generator().manual_seed(4)).to(DEVICE) for n in (1, 2, 3, 4)]
+    whole = torch.randint(3, 90, (2, 32), generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    texts = [whole[:, :length].clone() for length in (8, 16, 24, 32)]
     masks = [torch.ones_like(each) for each in texts]
     torch.cuda.synchronize()
     for ids, mask in zip(texts, masks, strict=True):
         with turn():
-            yield model.generate(ids, attention_mask=mask, **named(cache), do_sample=False, max_new_tokens=4)
+            given = {**named(cache), "do_sample": False, "max_new_tokens": 4}
+            yield model.generate(ids, attention_mask=mask, **given)
 
 
 def steps_by_hand(model: Any, handle: Any, turn: Turn) -> Iterator[Tensor]:
@@ -111,10 +126,15 @@ def calls_of_the_model(model: Any, handle: Any, turn: Turn) -> Iterator[Tensor]:
             yield cache.get_seq_length().clone()
 
 
-USES = (calls_of_generate, turns_of_a_conversation, steps_by_hand, calls_of_the_model)
+USES: tuple[Any, ...] = (
+    calls_of_generate,
+    turns_of_a_conversation,
+    steps_by_hand,
+    calls_of_the_model,
+)
 
 
-def run(use: Callable[..., Iterator[Tensor]], mode: str, *streams: torch.cuda.Stream) -> list[Tensor]:
+def run(use: Use, mode: str, *streams: torch.cuda.Stream) -> list[Tensor]:
     """What a use gives on these streams, in turn."""
     import attnops
 
@@ -129,7 +149,7 @@ def run(use: Callable[..., Iterator[Tensor]], mode: str, *streams: torch.cuda.St
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
 @pytest.mark.parametrize("mode", ["breakable", "hf"])
-def test_two_streams_in_turn(mode: str, use: Callable[..., Iterator[Tensor]]) -> None:
+def test_two_streams_in_turn(mode: str, use: Any) -> None:
     """What one stream gives."""
     if mode == "hf" and use is steps_by_hand:
         pytest.skip("decode='hf' has no steps")
@@ -138,12 +158,13 @@ def test_two_streams_in_turn(mode: str, use: Callable[..., Iterator[Tensor]]) ->
     got = run(use, mode, first, second)
     assert len(got) == len(want)
     for number, (ours, theirs) in enumerate(zip(got, want, strict=True)):
-        text = f"{use.__name__}, {mode}, result {number}:\n{ours.flatten()[:40].tolist()}\n{theirs.flatten()[:40].tolist()}"
-        assert ours.shape == theirs.shape, text
+        shown = [each.flatten()[:40].tolist() for each in (ours, theirs)]
+        where = f"{use.__name__}, {mode}, result {number}:\n{shown[0]}\n{shown[1]}"
+        assert ours.shape == theirs.shape, where
         if ours.is_floating_point():
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, msg=lambda why, text=text: f"{text}\n{why}")
+            assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4), where
         else:
-            assert torch.equal(ours, theirs), text
+            assert torch.equal(ours, theirs), where
 
 
 def test_pages_that_are_freed_while_a_stream_reads_them() -> None:
@@ -162,7 +183,9 @@ def test_pages_that_are_freed_while_a_stream_reads_them() -> None:
                 model(ids, **named(cache))
             torch.cuda.synchronize()
             pages = weakref.ref(cache.state.pages)
-            sizes = [tuple(whole.shape) for _, each in cache.state.pages._allocations for whole in each]
+            allocations = [each for _, alike in cache.state.pages._allocations for each in alike]
+            sizes = [tuple(each.shape) for each in allocations]
+            del allocations
             late = model.model.layers[0].register_forward_pre_hook(lambda *_: busy())
             with torch.cuda.stream(second):
                 logits = model(ids[:, :1], **named(cache)).logits
@@ -200,7 +223,7 @@ def together(runs: list[Callable[[], None]]) -> None:
 
 
 def test_threads_on_streams_of_their_own() -> None:
-    """Prompts, steps and choices of two threads at once: the tokens of one thread after the other."""
+    """Prompts, steps and choices of two threads at once give the tokens of one after the other."""
     import attnops
 
     model = model_of()
@@ -209,7 +232,8 @@ def test_threads_on_streams_of_their_own() -> None:
 
     def generated(number: int) -> list[int]:
         ids, mask = given[number]
-        tokens: list[int] = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=24).tolist()
+        out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=24)
+        tokens: list[int] = out.tolist()
         return tokens
 
     with attnops.patch(model, cache="paged", decode="breakable"):
@@ -228,7 +252,7 @@ def test_threads_on_streams_of_their_own() -> None:
 
 
 class Meets:
-    """A streamer that waits for those of other threads while a choice of tokens is its thread's own."""
+    """A streamer that waits for those of other threads, while each has a choice of tokens."""
 
     def __init__(self, barrier: threading.Barrier) -> None:
         self.barrier, self.puts = barrier, 0
@@ -247,8 +271,14 @@ def test_threads_of_equal_options_capture_one_choice_each(monkeypatch: pytest.Mo
     import attnops
     from attnops.hf.loop.tail import Tail
 
-    count, rounds, captured, real = 4, 4, [], Tail.capture
-    monkeypatch.setattr(Tail, "capture", lambda self, graphs: captured.append(self) or real(self, graphs))  # type: ignore[func-returns-value]
+    count, rounds, real = 4, 4, Tail.capture
+    captured: list[Tail] = []
+
+    def capture(self: Tail, graphs: Any) -> None:
+        captured.append(self)
+        real(self, graphs)
+
+    monkeypatch.setattr(Tail, "capture", capture)
     model, (ids, mask), barrier = model_of(), text(2), threading.Barrier(count)
     found = []
     with attnops.patch(model, cache="paged", decode="breakable") as handle:
@@ -268,38 +298,55 @@ def test_the_draw_is_that_of_multinomial() -> None:
     from attnops.hf.loop.tail import _drawn
 
     for seed, shape in enumerate([(1, 7), (3, 128), (2, 50257), (16, 128256)] * 3):
-        scores = torch.randn(shape, device=DEVICE) * 4
-        probabilities = torch.softmax(scores.masked_fill(torch.rand(shape, device=DEVICE) < 0.3, -torch.inf), -1)
+        gone = torch.rand(shape, device=DEVICE) < 0.3
+        scores = torch.randn(shape, device=DEVICE).mul(4).masked_fill(gone, -torch.inf)
+        probabilities = torch.softmax(scores, -1)
         torch.manual_seed(seed)
-        want, after = torch.multinomial(probabilities, 1).squeeze(1), torch.cuda.get_rng_state(DEVICE)
+        want, after = (
+            torch.multinomial(probabilities, 1).squeeze(1),
+            torch.cuda.get_rng_state(DEVICE),
+        )
         torch.manual_seed(seed)
         got = _drawn(probabilities, torch.ones_like(probabilities).exponential_())
         assert torch.equal(got, want), (shape, got.tolist(), want.tolist())
         assert torch.equal(torch.cuda.get_rng_state(DEVICE), after), shape
 
 
+NAMES = (
+    "TemperatureLogitsWarper",
+    "TopPLogitsWarper",
+    "MinPLogitsWarper",
+    "RepetitionPenaltyLogitsProcessor",
+)
+
+
 def numbers_of(seed: int) -> dict[str, float]:
     """Numbers of a request, by the class of the processor."""
     draw = random.Random(seed).uniform
-    kinds = {"TemperatureLogitsWarper": (0.05, 3), "TopPLogitsWarper": (0, 1), "MinPLogitsWarper": (0, 1)}
-    return {name: draw(*bounds) for name, bounds in kinds.items()} | {"RepetitionPenaltyLogitsProcessor": draw(0.3, 3)}
+    bounds = ((0.05, 3), (0, 1), (0, 1), (0.3, 3))
+    return {name: draw(*each) for name, each in zip(NAMES, bounds, strict=True)}
 
 
-NAMES = ("TemperatureLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "RepetitionPenaltyLogitsProcessor")
-
-
-@pytest.mark.parametrize("names", [*((name,) for name in NAMES), NAMES], ids=lambda names: "+".join(names)[:40])
-def test_numbers_of_a_request_give_transformers_own_bits(names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("name", [*NAMES, "all"])
+def test_numbers_of_a_request_give_transformers_own_bits(name: str) -> None:
     """Logits after the processors."""
     from attnops.hf.loop.numbers import FIELDS, Number, field_of
     from attnops.hf.loop.tail import _copied, _follow
 
-    made = [[getattr(transformers, name)(numbers_of(seed)[name]) for name in names] for seed in range(60)]
-    assert all(field_of(each, DEVICE) == FIELDS[type(each)] for each in made[0]), "a trial on the GPU failed"
-    ours = [_copied(each, DEVICE) for each in made[0]]
-    assert sum(isinstance(value, Number) for each in ours for value in vars(each).values()) == len(names)
+    names = NAMES if name == "all" else (name,)
+
+    def processors(seed: int) -> list[Any]:
+        given = numbers_of(seed)
+        return [getattr(transformers, each)(given[each]) for each in names]
+
+    for each in processors(0):
+        assert field_of(each, DEVICE) == FIELDS[type(each)], "a trial on the GPU failed"
+    ours = [_copied(each, DEVICE) for each in processors(0)]
+    values = [value for each in ours for value in vars(each).values()]
+    assert sum(isinstance(value, Number) for value in values) == len(names)
     tokens = torch.randint(0, 32000, (4, 60), device=DEVICE)
-    for seed, theirs in enumerate(made):
+    for seed in range(60):
+        theirs = processors(seed)
         want = got = torch.randn(4, 32000, device=DEVICE) * 6
         for own, each in zip(ours, theirs, strict=True):
             _follow(own, each)
@@ -309,7 +356,7 @@ def test_numbers_of_a_request_give_transformers_own_bits(names: tuple[str, ...])
 
 
 def test_a_captured_choice_draws_transformers_tokens() -> None:
-    """One graph for requests with numbers of their own; random numbers in the order of transformers' loop."""
+    """One graph for requests with numbers of their own; random numbers in transformers' order."""
     from attnops.graphs import CudaGraphs
     from attnops.hf.loop.plain import Asked, fields
     from attnops.hf.loop.tail import Choice, Tail
@@ -319,7 +366,12 @@ def test_a_captured_choice_draws_transformers_tokens() -> None:
 
     def processors(seed: int) -> list[Any]:
         given = numbers_of(seed)
-        order = ("RepetitionPenaltyLogitsProcessor", "TemperatureLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper")
+        order = (
+            "RepetitionPenaltyLogitsProcessor",
+            "TemperatureLogitsWarper",
+            "TopPLogitsWarper",
+            "MinPLogitsWarper",
+        )
         made = [getattr(transformers, name)(given[name]) for name in order]
         return [*made[:2], transformers.TopKLogitsWarper(50), *made[2:]]
 
@@ -348,18 +400,25 @@ def test_a_captured_choice_draws_transformers_tokens() -> None:
         for each in logits:
             tail.choose(each)
         got = tail.tokens[:, : length + steps]
-        assert torch.equal(got, want), f"{numbers_of(seed)}\n{got[:, length:].tolist()}\n{want[:, length:].tolist()}"
+        new = [each[:, length:].tolist() for each in (got, want)]
+        assert torch.equal(got, want), f"{numbers_of(seed)}\n{new[0]}\n{new[1]}"
         assert torch.equal(torch.cuda.get_rng_state(DEVICE), after)
     tail.reset()
 
 
 def test_sampled_tokens_of_generate_are_those_of_transformers() -> None:
-    """Of a float32 model, with numbers of several requests: each has its own, and none captures a choice of its own."""
+    """Of a float32 model. Requests have numbers of their own, and one captured choice."""
     import attnops
 
     model, (ids, mask) = model_of(), text(3)
     calls: list[dict[str, Any]] = [
-        {"temperature": 0.3 + 0.2 * n, "top_p": 0.95 - 0.06 * n, "min_p": 0.01 * n, "repetition_penalty": 1.05 + 0.03 * n} for n in range(6)
+        {
+            "temperature": 0.3 + 0.2 * n,
+            "top_p": 0.95 - 0.06 * n,
+            "min_p": 0.01 * n,
+            "repetition_penalty": 1.05 + 0.03 * n,
+        }
+        for n in range(6)
     ]
 
     def drawn(more: dict[str, Any]) -> list[list[int]]:

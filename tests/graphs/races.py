@@ -1,7 +1,8 @@
 """Streams on a CPU: nothing runs beside anything, but what would race on a device is found.
 
-Each operation belongs to the stream that is current. Two uses of a storage, one of which writes, by operations of two streams that
-no wait and no read by the host orders, are a race. The host waits for all that it does on stream 0.
+Each operation belongs to the stream that is current. Two uses of a storage, one of which writes, by
+operations of two streams that no wait and no read by the host orders, are a race. The host waits
+for all that it does on stream 0.
 """
 
 from collections import Counter
@@ -16,7 +17,11 @@ WAITING = ("aten::_local_scalar_dense", "aten::equal")
 
 
 class Races(TorchDispatchMode):
-    """found: the races so far, as texts, each once. used: (stream, address) of each tensor whose memory is to wait for the stream."""
+    """A mode, in which streams take the place of torch.cuda's.
+
+    found: the races so far, as texts, each once.
+    used: (stream, address) of each tensor whose memory is to wait for the stream.
+    """
 
     def __init__(self):
         super().__init__()
@@ -24,7 +29,9 @@ class Races(TorchDispatchMode):
         # What each stream, and the host, comes after: of each stream the operations so far.
         self._after = {}
         self._host = Counter()
-        self._uses = {}  # by storage: a tensor, which keeps the address, and (stream, time, write, name) of the last ones
+        # By storage: a tensor, which keeps the address, and by (stream, is it written?) the last
+        # use, as (time, name).
+        self._uses = {}
 
     @contextmanager
     def on(self, stream):
@@ -55,7 +62,8 @@ class Races(TorchDispatchMode):
         out = func(*args, **kwargs)
         after = self._after[self.stream] = self._after.get(self.stream, Counter()) | self._host
         after[self.stream] += 1
-        written = {id(t) for name, value in _given(func, args, kwargs) if name for t in _tensors(value)}
+        given = _given(func, args, kwargs)
+        written = {id(t) for writes, value in given if writes for t in _tensors(value)}
         for t in _tensors((args, kwargs)):
             self._use(t, id(t) in written, func.name(), after)
         for t in _tensors(out):
@@ -69,7 +77,8 @@ class Races(TorchDispatchMode):
         _, before = self._uses.setdefault(at, (tensor.detach(), {}))
         for (stream, wrote), (time, other) in before.items():
             if (writes or wrote) and stream != self.stream and after[stream] < time:
-                self.found[f"{name} on stream {self.stream}, {other} on stream {stream}, {list(tensor.shape)}"] = None
+                two = f"{name} on stream {self.stream}, {other} on stream {stream}"
+                self.found[f"{two}, {list(tensor.shape)}"] = None
         before[self.stream, writes] = after[self.stream], name
 
 

@@ -1,4 +1,4 @@
-"""One step in graphs, called on two streams in turn, on the stand-in: replays, captures and state follow each other."""
+"""One step in graphs on two streams in turn: replays, captures and state follow each other."""
 
 import pytest
 import torch
@@ -16,7 +16,12 @@ def test_calls_on_streams_in_turn(ordered, monkeypatch):
     monkeypatch.setitem(streams.STREAMS, "cpu", races)
     model, given = Decaying(), torch.randn(4, 3)
     step = breakable(
-        model, Buckets(tokens=(2, 4)), batch=None, tokens=("x",), state=(model.state, model.steps), graphs=StandIn()
+        model,
+        Buckets(tokens=(2, 4)),
+        batch=None,
+        tokens=("x",),
+        state=(model.state, model.steps),
+        graphs=StandIn(),
     )
     if not ordered:
         monkeypatch.setattr(streams.LastStream, "use", lambda self: None)

@@ -1,4 +1,4 @@
-"""Streams in turn on one patched model: every use of pages and graphs on another stream waits for those before it."""
+"""Streams in turn on one patched model: each use of pages and graphs waits for those before it."""
 
 import itertools
 
@@ -25,7 +25,7 @@ def races(monkeypatch):
 
 @pytest.fixture
 def turn(races):
-    """Each call is the next stream's turn. Not the first one's: tensors of the test are made there."""
+    """Each call is the next stream's turn. Not stream 0's, on which the test makes its tensors."""
     numbers = itertools.cycle((1, 2))
 
     def on():
@@ -45,7 +45,14 @@ def ours(model, mode="breakable", **more):
 
 
 def calls_of_generate(model, handle, turn):
-    for rows, more in ((2, {}), (2, {}), (1, {}), (2, {"do_sample": True}), (2, {"eos_token_id": [5]}), (2, {})):
+    for rows, more in (
+        (2, {}),
+        (2, {}),
+        (1, {}),
+        (2, {"do_sample": True}),
+        (2, {"eos_token_id": [5]}),
+        (2, {}),
+    ):
         with turn():
             yield generated(model, rows, max_new_tokens=3, **more)
 
@@ -54,7 +61,8 @@ def turns_of_a_conversation(model, handle, turn):
     cache, (text, mask) = handle.new_cache(2, 60), asked(2)
     for _ in range(3):
         with turn():
-            text = model.generate(text, attention_mask=mask, **named(cache), max_new_tokens=4, do_sample=False)
+            given = {**named(cache), "max_new_tokens": 4, "do_sample": False}
+            text = model.generate(text, attention_mask=mask, **given)
         text = torch.tensor(text.tolist())  # the caller's own tensors are for the caller to order
         mask = torch.cat([mask, torch.ones(2, 4, dtype=torch.int64)], 1)
         yield text
@@ -103,7 +111,13 @@ def steps_of_two_caches(model, handle, turn):
                 yield handle.step(ids[:, :1], cache)
 
 
-USES = (calls_of_generate, turns_of_a_conversation, steps_by_hand, calls_of_the_model, steps_of_two_caches)
+USES = (
+    calls_of_generate,
+    turns_of_a_conversation,
+    steps_by_hand,
+    calls_of_the_model,
+    steps_of_two_caches,
+)
 
 
 def found(use, model, handle, turn):
@@ -141,7 +155,13 @@ def test_two_tails_of_one_pool(model, races, turn):
         caches = [handle.new_cache(2, 40) for _ in range(2)]
         for top_k, number in ((5, 0), (5, 1), (6, 0), (5, 1), (6, 0)):
             with turn():
-                generated(model, do_sample=True, top_k=top_k, **named(cache := caches[number]), max_new_tokens=3)
+                generated(
+                    model,
+                    do_sample=True,
+                    top_k=top_k,
+                    **named(cache := caches[number]),
+                    max_new_tokens=3,
+                )
                 cache.reset()
     assert not races.found, "\n".join(races.found)
 
@@ -153,7 +173,12 @@ def test_the_memory_of_pages_waits_for_each_stream(model, races, turn):
             with turn():
                 model(ids, **named(cache))
         pages = cache.state.pages
-        tensors = [*(x for _, whole in pages._allocations for x in whole), *pages.tables, pages.pad, pages.seen]
+        tensors = [
+            *(x for _, whole in pages._allocations for x in whole),
+            *pages.tables,
+            pages.pad,
+            pages.seen,
+        ]
         wanted = [(stream, x.untyped_storage().data_ptr()) for stream in (0, 1, 2) for x in tensors]
         assert len(races.used) == len(set(races.used)) and set(wanted) <= set(races.used)
 

@@ -1,4 +1,4 @@
-"""What follows the model in a captured loop: the draw, the numbers of a request, and the graphs that threads share."""
+"""What follows the model in a captured loop: the draw, numbers of a request, and threads."""
 
 import copy
 import random
@@ -27,7 +27,8 @@ def model():
 def test_the_draw_is_that_of_multinomial(shape):
     """Its tokens, and the state in which it leaves the generator."""
     for seed in range(20):
-        probabilities = torch.softmax(torch.randn(shape).mul(4).masked_fill(torch.rand(shape) < 0.3, -torch.inf), -1)
+        scores = torch.randn(shape).mul(4).masked_fill(torch.rand(shape) < 0.3, -torch.inf)
+        probabilities = torch.softmax(scores, -1)
         noise = torch.ones(shape)
         torch.manual_seed(seed)
         want, after = torch.multinomial(probabilities, 1).squeeze(1), torch.get_rng_state()
@@ -62,7 +63,12 @@ def test_logits_that_are_no_distribution(value, model):
 
 def random_numbers(seed):
     draw = random.Random(seed).uniform
-    return {"temperature": draw(0.05, 3), "top_p": draw(0, 1), "min_p": draw(0, 1), "penalty": draw(0.3, 3)}
+    return {
+        "temperature": draw(0.05, 3),
+        "top_p": draw(0, 1),
+        "min_p": draw(0, 1),
+        "penalty": draw(0.3, 3),
+    }
 
 
 EDGES = (
@@ -75,11 +81,15 @@ def processors(given, kinds=tuple(numbers.FIELDS)):
     return [kind(given[numbers.FIELDS[kind]]) for kind in kinds]
 
 
-@pytest.mark.parametrize("kinds", [*((kind,) for kind in numbers.FIELDS), tuple(numbers.FIELDS)], ids=lambda kinds: kinds[0].__name__)
+@pytest.mark.parametrize(
+    "kinds",
+    [*((kind,) for kind in numbers.FIELDS), tuple(numbers.FIELDS)],
+    ids=lambda kinds: kinds[0].__name__,
+)
 def test_the_numbers_of_a_request_give_transformers_own_bits(kinds):
     ours = [tail._copied(each, CPU) for each in processors(random_numbers(0), kinds)]
-    held = [value for each in ours for value in vars(each).values() if isinstance(value, numbers.Number)]
-    assert len(held) == len(kinds)
+    values = [value for each in ours for value in vars(each).values()]
+    assert sum(isinstance(value, numbers.Number) for value in values) == len(kinds)
     torch.manual_seed(5)
     tokens = torch.randint(0, 700, (3, 40))
     for given in (*map(random_numbers, range(60)), *EDGES):
@@ -100,8 +110,14 @@ def test_the_reciprocal_of_a_number_is_that_of_float32():
 
 
 def test_requests_with_numbers_of_their_own_share_a_graph(model):
-    names = {"temperature": "temperature", "top_p": "top_p", "min_p": "min_p", "penalty": "repetition_penalty"}
-    calls = [{names[name]: value for name, value in random_numbers(seed).items()} for seed in range(40)]
+    names = {
+        "temperature": "temperature",
+        "top_p": "top_p",
+        "min_p": "min_p",
+        "penalty": "repetition_penalty",
+    }
+    requests = map(random_numbers, range(40))
+    calls = [{names[name]: value for name, value in each.items()} for each in requests]
     more = {"rows": 1, "do_sample": True, "max_new_tokens": 2, "top_k": 50}
 
     def drawn(model, **given):
@@ -129,7 +145,11 @@ def of_transformers(function):
     return types.FunctionType(function.__code__, vars(logits_process))
 
 
-@pytest.mark.parametrize("code", [compares, of_transformers(compares)], ids=["somebody's", "another transformers'"])
+@pytest.mark.parametrize(
+    "code",
+    [compares, of_transformers(compares)],
+    ids=["somebody's", "another transformers'"],
+)
 def test_code_that_is_not_known_keeps_its_numbers(code, model, monkeypatch):
     monkeypatch.setattr(transformers.TopPLogitsWarper, "__call__", code)
     calls = [{"do_sample": True, "max_new_tokens": 2, "top_p": top_p} for top_p in (0.3, 0.8)]
@@ -141,7 +161,7 @@ def test_code_that_is_not_known_keeps_its_numbers(code, model, monkeypatch):
 
 def test_code_that_counts_tokens_and_is_somebodys(model, monkeypatch):
     kind = transformers.MinNewTokensLengthLogitsProcessor
-    monkeypatch.setattr(kind, "__call__", lambda self, input_ids, scores: scores * self.min_new_tokens)
+    monkeypatch.setattr(kind, "__call__", lambda self, ids, scores: scores * self.min_new_tokens)
     call = {"do_sample": True, "min_new_tokens": 3, "eos_token_id": [5]}
     want = drawn(model, **call)
     with patched(twin := copy.deepcopy(model)) as handle:
@@ -152,7 +172,12 @@ def test_threads_of_equal_options_capture_one_tail_each(model, monkeypatch):
     """All of them choose at once, in five rounds."""
     count, rounds = 4, 5
     meet, captured, found, real = threading.Barrier(count), [], [], tail.Tail.capture
-    monkeypatch.setattr(tail.Tail, "capture", lambda self, graphs: captured.append(self) or real(self, graphs))
+
+    def capture(self, graphs):
+        captured.append(self)
+        real(self, graphs)
+
+    monkeypatch.setattr(tail.Tail, "capture", capture)
 
     class Meets:
         puts = 0

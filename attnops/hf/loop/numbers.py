@@ -1,6 +1,7 @@
-"""Numbers of a request, such as its temperature, in tensors: one graph serves requests that differ in them alone.
+"""Numbers of a request, such as its temperature, in tensors.
 
-`Number` stands for a Python number in transformers' own code, and gives the bits that torch gives for the number itself.
+One graph serves requests that differ in them alone. `Number` stands for a Python number in
+transformers' own code, and gives the bits that torch gives for the number itself.
 """
 
 from __future__ import annotations
@@ -25,17 +26,19 @@ FIELDS: dict[type, str] = {
     MinPLogitsWarper: "min_p",
     RepetitionPenaltyLogitsProcessor: "penalty",
 }
-"""The number of each processor. Others, such as `top_k`, are sizes of tensors, and stay constants of a graph."""
+"""The number of each processor. Others, such as `top_k`, are sizes, and constants of a graph."""
 
-# Any number that all of these processors take, and by which division and multiplication round apart.
+# A number that all of these processors take. To divide by it and to multiply by its reciprocal
+# gives other bits.
 _TRIAL = 0.7
 
 
 class Number:
     """A Python number n in `scores * n`, `n * scores`, `scores / n` and `1 - n`, of float32 scores.
 
-    torch rounds a Python number to float32 before it computes. A GPU multiplies by the float32 reciprocal where it divides by a Python
-    number, and divides where it divides by a tensor. Any other use raises TypeError.
+    torch rounds a Python number to float32 before it computes. Where scores on a GPU are divided
+    by a Python number, they are multiplied by its float32 reciprocal; by a tensor they are divided.
+    Any other use raises TypeError.
 
     device: of the tensors. It stands for 1 until `set`.
     """
@@ -76,7 +79,7 @@ class Number:
 
 
 def field_of(processor: Any, device: torch.device) -> str | None:
-    """The field of a processor for which a `Number` may stand; None: its numbers are constants of a graph."""
+    """The field of a processor for which a `Number` may stand. None: its numbers are constants."""
     kind = type(processor)
     field = FIELDS.get(kind)
     if field is None or type(vars(processor).get(field)) not in (int, float):
@@ -92,7 +95,10 @@ def is_theirs(kind: type) -> bool:
 
 @functools.cache
 def _holds(kind: type, code: Callable[..., Any], device: torch.device) -> bool:
-    """Does this code give the same bits with a `Number`? It is tried once: another transformers may have other code."""
+    """Does this code give the same bits with a `Number`?
+
+    It is tried once: another transformers may have other code.
+    """
     try:
         theirs, ours = kind(_TRIAL), kind(_TRIAL)
         number = Number(device)

@@ -24,8 +24,8 @@ from attnops.hf.paged.around import flags
 from attnops.hf.paged.decode import Decoder
 from attnops.hf.private import changed
 
-# Idle tails that are kept, the last used ones, several of one choice where threads used them at once. More are kept while all of them
-# hold no more than so many bytes.
+# Idle tails that are kept, the last used ones: several of one choice, where threads used them at
+# once. More are kept while all of them hold no more than so many bytes.
 _MOST = 4
 _MOST_BYTES = 2**28
 
@@ -92,7 +92,8 @@ class Loop:
         room = 1 << cache_in(given).max_length.bit_length()
         ends = sum(tokens.numel() for tokens in asked.eos)
         sampled = bool(config.do_sample)
-        choice = Choice(ids.device, ids.shape[0], room, logits.shape[-1], ends, sampled, fields(processors, ids.device), flags())
+        rows, vocab, known = ids.shape[0], logits.shape[-1], fields(processors, ids.device)
+        choice = Choice(ids.device, rows, room, vocab, ends, sampled, known, flags())
         with decoder.turn:
             tail = self._taken(choice, asked, decoder)
         try:
@@ -104,7 +105,10 @@ class Loop:
                 self._put_back(tail)
 
     def _taken(self, choice: Choice, asked: Asked, decoder: Decoder) -> Tail:
-        """A tail of this choice, of which no other call knows meanwhile. A model that has moved has left those on its old device."""
+        """A tail of this choice, which no other call has meanwhile.
+
+        A model that has moved has left those on its old device.
+        """
         if choice.device != self._place:
             self.free()
             self._place, self._device = choice.device, None

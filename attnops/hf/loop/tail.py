@@ -28,7 +28,8 @@ class Choice(NamedTuple):
     rows, room, vocab: sizes of its buffers.
     ends: tokens that end a row; 0: none does.
     sampled: draw the token, where a greedy choice takes the likeliest.
-    processors: for each the type, its fields, sorted by name, and its code; without numbers that tensors hold.
+    processors: for each the type, its fields, sorted by name, and its code; `Number` in the place
+        of a number that tensors hold.
     flags: of torch.
     """
 
@@ -58,7 +59,7 @@ class Held:
 
 
 def _copied(processor: Any, device: torch.device) -> Any:
-    """A copy of a processor whose tensors keep their addresses, and whose number is in tensors, where it may be."""
+    """A copy of a processor whose tensors keep their addresses, with a `Number` where one may be."""
     ours = copy.copy(processor)
     theirs = vars(processor).items()
     tensors = {name: x.to(device, copy=True) for name, x in theirs if isinstance(x, Tensor)}
@@ -97,7 +98,8 @@ class Tail:
 
         with ordinary():
             self._scores = torch.zeros(rows, choice.vocab, dtype=torch.float32, device=device)
-            # As torch.multinomial draws it. It is drawn before a replay: a graph that draws would make a capture take the generator.
+            # As torch.multinomial draws it, before a replay: the capture of a graph that draws would
+            # keep other threads from the generator.
             self._noise = torch.ones_like(self._scores) if choice.sampled else None
             self.tokens, self.token, self.position = ints(rows, choice.room), ints(rows, 1), ints(rows, 1)
             self._length, self._unfinished, self._eos, self._pad = ints(1), ints(rows), ints(choice.ends), ints()
@@ -114,10 +116,10 @@ class Tail:
         self.reason = ""
 
     def _tensors(self) -> tuple[Tensor, ...]:
-        """Those of one size of a batch or of a text, whose memory counts."""
+        """Its buffers, without those of its processors, which are small or the caller's."""
         noise = () if self._noise is None else (self._noise,)
-        buffers = self.tokens, self.token, self.position, self._length, self._unfinished, self._eos, self._pad, self._news
-        return self._scores, *noise, *buffers
+        text = self.tokens, self.token, self.position, self._length
+        return self._scores, *noise, *text, self._unfinished, self._eos, self._pad, self._news
 
     def capture(self, graphs: Device) -> None:
         """Capture the graph, before `begin`. It draws no random number."""
@@ -137,7 +139,8 @@ class Tail:
     @property
     def nbytes(self) -> int:
         """Bytes of its buffers and of its graph."""
-        return sum(each.nbytes for each in self._tensors()) + (0 if self._recorded is None else sum(self._recorded.bytes_of))
+        graph = [] if self._recorded is None else self._recorded.bytes_of
+        return sum(each.nbytes for each in self._tensors()) + sum(graph)
 
     def reset(self) -> None:
         """Free the graph."""
@@ -211,7 +214,7 @@ class Tail:
 
 
 def _drawn(probabilities: Tensor, noise: Tensor) -> Tensor:
-    """int64 `[B]`, what `torch.multinomial(probabilities, 1)` draws where its random numbers are `noise`.
+    """int64 `[B]`, what `torch.multinomial(probabilities, 1)` draws by the random numbers `noise`.
 
     probabilities: `[B, V]`. noise: of its shape, exponentially distributed.
     Raises RuntimeError as torch.multinomial does, on a GPU as an assertion of the device.

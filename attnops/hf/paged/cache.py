@@ -137,7 +137,7 @@ class State:
         return self.filled and not self.unfinished
 
     def use(self) -> None:
-        """As `ModelPages.use`. Without effect in the trace or the capture of a step, around which the pages are used."""
+        """As `ModelPages.use`, but for the trace or capture of a step, around which they are used."""
         if self.start is None and not torch.compiler.is_compiling():
             self.pages.use()
 

@@ -120,7 +120,8 @@ class ModelPages(Pages):
         # Slices of one allocation are not known to the allocator.
         whole = [each for _, tensors in self._allocations for each in tensors]
         scratch = () if self.workspace is None else (self.workspace,)
-        self._stream = LastStream(sizes.device, (*whole, *scratch, *self.tables, self.seq_lens, *self.counters, self.most))
+        small = *self.tables, self.seq_lens, *self.counters, self.most
+        self._stream = LastStream(sizes.device, (*whole, *scratch, *small))
         self.use()
         fix_address(self.seen, self.high, self.most)
         for tensors, dims in ((self.tables, (0, 1)), (self.pools, (0,)), ((self.pad,), (0,))):
@@ -192,7 +193,10 @@ class ModelPages(Pages):
         return sum(pool.nbytes for pool in self.pools) + (0 if self.workspace is None else self.workspace.nbytes)
 
     def use(self) -> None:
-        """Let work to come on the current stream follow the work so far on the pages. To be called before each use of them."""
+        """Let work to come on the current stream follow the work so far on the pages.
+
+        To be called before each use of them.
+        """
         self._stream.use()
 
     def clear(self) -> None:
