@@ -18,6 +18,7 @@ from ..call import need
 from ..errors import AttnopsError, NotCapturable
 from .capturing import DRAWS, begins, capture_stream, clean_up, mend, quiet
 from .graph_breaks import Break
+from .streams import LastStream
 
 
 class Graph(Protocol):
@@ -57,6 +58,12 @@ class Device(Protocol):
     def measured(self, run: Callable[[], Any]) -> int:
         """As `warm`. Returns the peak of bytes that it allocated."""
         ...
+
+    def follow(self) -> None:
+        """Let work to come on the current stream follow the work so far on the graphs.
+
+        They share memory, and may have run on another stream.
+        """
 
     def used(self) -> int:
         """Bytes that the graphs of this Device hold, those of no other process or Device."""
@@ -239,6 +246,10 @@ class CudaGraphs:
     def _stream(self) -> torch.cuda.Stream:
         return capture_stream(self.device.index)
 
+    @cached_property
+    def _last(self) -> LastStream:
+        return LastStream(self.device)
+
     @contextmanager
     def session(self) -> Iterator[None]:
         """Run the block on the side stream, after the work queued on the caller's stream and before the work to come."""
@@ -332,6 +343,9 @@ class CudaGraphs:
         before = torch.cuda.memory_allocated(self.device)
         self.warm(run)
         return torch.cuda.max_memory_allocated(self.device) - before
+
+    def follow(self) -> None:
+        self._last.use()
 
     def used(self) -> int:
         """The segments of the pool of graphs, as torch's allocator counts them. What the driver keeps for the nodes of graphs is left out.

@@ -185,6 +185,8 @@ class Graphed(Setup):
 
     def _replay(self, entry: Entry, values: Values, tokens: int, requests: int) -> Any:
         assert self._inputs is not None
+        if self.graphs is not None:
+            self.graphs.follow()
         every, name = self.check_every, self.batch
         due = every > 0 and (entry.replays + 1) % every == 0
         if due and self.cache is not None and name is not None:
@@ -277,6 +279,7 @@ class Graphed(Setup):
     @contextmanager
     def _capturing(self, values: Values) -> Iterator[Device]:
         device, _ = self._initialised(values)
+        device.follow()
         drawn = drawing_nothing(values[(*self.tokens, *self.requests)[0]].device) if self.draws else nullcontext()
         try:
             with CAPTURING, drawn, device.session(), ordinary(), uncached_casts(), unchanged(self.state):

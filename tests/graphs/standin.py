@@ -15,6 +15,8 @@ from torch._C import _len_torch_dispatch_stack
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
+from attnops.graphs.streams import LastStream
+
 ALLOCATIONS = ("aten::empty", "aten::new_empty")
 
 
@@ -59,6 +61,7 @@ class Recorded:
         assert self.alive, "a graph was replayed after reset()"
         self.replays += 1
         self.device.calls.append("replay")
+        self.device.pool.zero_()  # all graphs of a device use the memory of one pool
         for t in self.over:
             poison(t)
         for name, run, out in self.work:
@@ -95,6 +98,8 @@ class StandIn:
         self.need = need
         self.open, self.calls, self.graphs, self.made = None, [], [], {}
         self.recorder = _Recorder(self)
+        self.last = LastStream(torch.device("cpu"))
+        self.pool = torch.zeros(1, device="cpu")
 
     @contextmanager
     def session(self):
@@ -164,6 +169,9 @@ class StandIn:
     def measured(self, run):
         self.warm(run)
         return self.need()
+
+    def follow(self):
+        self.last.use()
 
     def used(self):
         return sum(g.bytes for g in self.graphs if g.alive)

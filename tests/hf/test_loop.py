@@ -276,7 +276,7 @@ def test_what_goes_to_transformers_loop(why, model, shared):
         out = generated(each, **call)
         found.append(getattr(out, "sequences", out))
     assert torch.equal(*found)
-    assert why.strip() in handle.took.loop + handle.took.why and not loop_of(handle)._tails
+    assert why.strip() in handle.took.loop + handle.took.why and not loop_of(handle)._idle
 
 
 def given(asked, **more):
@@ -349,7 +349,7 @@ def test_the_fields_that_choose_a_method_are_known():
 def test_a_tail_that_cannot_be_captured(model):
     class Refuses(StandIn):
         def end(self):
-            if any("multinomial" in name for name, _ in self.open.log):
+            if any("argmax" in name for name, _ in self.open.log):
                 raise RuntimeError("operation not permitted")
             return super().end()
 
@@ -376,7 +376,7 @@ def test_a_transformers_with_other_methods(method, why, model, monkeypatch):
     with patched(twin := copy.deepcopy(model)) as handle:
         with pytest.warns(NotFast, match=f"choice of its tokens: transformers .* {why}"):
             assert torch.equal(generated(twin), want)
-        assert why in handle.took.loop and handle.took.decode == "breakable" and not loop_of(handle)._tails
+        assert why in handle.took.loop and handle.took.decode == "breakable" and not loop_of(handle)._idle
 
 
 def test_a_model_of_images_with_a_text_alone():
@@ -413,24 +413,34 @@ def test_a_generate_within_generate(model, shared):
     for _ in range(2):  # with a tail that is made, and with one that was kept
         assert torch.equal(generated(ours, streamer=Nested()), generated(model))
     assert all(torch.equal(each, generated(model, **other)) for each in inner)
-    assert reasons == ["", ""] and len(loop_of(handle)._tails) <= sample._MOST
+    assert reasons == ["", ""] and len(loop_of(handle)._idle) <= sample._MOST
 
 
-def test_few_tails_are_kept(model):
+def test_few_tails_are_kept(model, monkeypatch):
+    monkeypatch.setattr(sample, "_MOST_BYTES", 0)
     with patched(model := copy.deepcopy(model)) as handle:
         device = handle.decode.graphs
-        for temperature in (0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 0.7):
-            drawn(model, do_sample=True, temperature=temperature, max_new_tokens=2)
-        kept = list(loop_of(handle)._tails)
-        assert len(kept) == sample._MOST and [choice.processors[0][1][1] for choice in kept] == [0.8, 0.9, 1.1, 0.7]
+        for top_k in (5, 6, 7, 8, 9, 11, 7):
+            drawn(model, do_sample=True, top_k=top_k, max_new_tokens=2)
+        kept = [tail.choice for tail in loop_of(handle)._idle]
+        assert len(kept) == sample._MOST
+        assert [dict(choice.processors[0][1:-1])["top_k"] for choice in kept] == [8, 9, 11, 7]
         assert sum(graph.alive for graph in device.graphs) == sample._MOST + 1
         twin = copy.deepcopy(model)
-        assert not vars(twin)["_attnops"]._paged.loop._tails
+        assert not vars(twin)["_attnops"]._paged.loop._idle
         assert torch.equal(generated(twin), generated(model))
     assert not any(graph.alive for graph in device.graphs)
 
 
-def test_the_capture_of_a_greedy_choice_leaves_random_numbers_to_other_threads(model):
+def test_more_tails_are_kept_where_they_are_small(model):
+    with patched(model := copy.deepcopy(model)) as handle:
+        for top_k in range(5, 5 + sample._MOST + 2):
+            drawn(model, do_sample=True, top_k=top_k, max_new_tokens=2)
+        assert len(loop_of(handle)._idle) == sample._MOST + 2
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_the_capture_of_a_choice_leaves_random_numbers_to_other_threads(sampled, model):
     class Another(StandIn):
         def end(self):
             graph = super().end()
@@ -441,7 +451,7 @@ def test_the_capture_of_a_greedy_choice_leaves_random_numbers_to_other_threads(m
     for device in (StandIn(), Another()):
         torch.manual_seed(3)
         with attnops.patch(twin := copy.deepcopy(model), cache="paged", decode=Decode("breakable", graphs=device)):
-            generated(twin)
+            generated(twin, do_sample=sampled)
         found.append(torch.rand(3).tolist())
     assert found[0][2:] == found[1][:1], "one draw in the capture of the step, one in that of the choice"
 
@@ -460,7 +470,7 @@ def test_unpatched():
     generated(model)
     loop = loop_of(handle)
     handle.unpatch()
-    assert set(vars(model)) == before and not loop._tails
+    assert set(vars(model)) == before and not loop._idle
 
 
 def test_the_distribution(model):

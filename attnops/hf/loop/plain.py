@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from attnops.hf.cache_names import cache_in
+from attnops.hf.loop.numbers import Number, field_of, is_theirs
 from attnops.hf.methods import Method, is_compiled
 from attnops.hf.paged.around import function_modes
 from attnops.hf.paged.cache import PagedModelCache
@@ -102,7 +103,8 @@ def not_plain(asked: Asked, decoder: Decoder) -> str:
     if not isinstance(cache, PagedModelCache):
         return f"its cache is a {type(cache).__name__}"
     device, pad, most = cache.state.pages.seen.device, getattr(config, "_pad_token_tensor", None), asked.max_length
-    unknown = [type(each).__name__ for each in (*asked.processors, *asked.criteria) if type(each) not in (*_PROCESSORS, *_HELD, *_CRITERIA)]
+    given_code = (*asked.processors, *asked.criteria)
+    unknown = [type(each).__name__ for each in given_code if not _is_known(each)]
     lists = type(asked.processors) is LogitsProcessorList and type(asked.criteria) is StoppingCriteriaList
     outputs = [name for name in _OUTPUTS if getattr(config, name, None)]
     hooks = (*owner._forward_pre_hooks.values(), *owner._forward_hooks.values())
@@ -130,16 +132,21 @@ def not_plain(asked: Asked, decoder: Decoder) -> str:
     return next((why for why, holds in reasons.items() if holds), "")
 
 
-def fields(processors: Any) -> tuple[Any, ...]:
+def fields(processors: Any, device: torch.device) -> tuple[Any, ...]:
     """The types, fields and code of plain processors, of tensors the shapes.
 
-    Equal ones do the same to equal tensors, and numbers of `held`.
+    Equal ones do the same to equal tensors on this device. Numbers of `held` and of
+    `attnops.hf.loop.numbers` are tensors.
     """
 
     def of(processor: Any) -> tuple[Any, ...]:
         if type(processor) in _HELD:
             return (processor.eos_token_id.numel(),)
-        return tuple((name, x.shape if isinstance(x, Tensor) else x) for name, x in sorted(vars(processor).items()))
+        fields = vars(processor).items()
+        constants = {name: x.shape if isinstance(x, Tensor) else x for name, x in fields}
+        if (name := field_of(processor, device)) is not None:
+            constants[name] = Number
+        return tuple(sorted(constants.items(), key=lambda field: field[0]))
 
     return tuple((type(each), *of(each), type(each).__call__) for each in processors)
 
@@ -151,6 +158,12 @@ def held(processor: Any) -> tuple[Tensor, int] | None:
     if type(processor) is MinNewTokensLengthLogitsProcessor:
         return processor.eos_token_id.reshape(-1), processor.prompt_length_to_skip + processor.min_new_tokens
     return None
+
+
+def _is_known(each: Any) -> bool:
+    """Is the effect of this processor or criterion known?"""
+    kind = type(each)
+    return kind in (*_PROCESSORS, *_CRITERIA) or (kind in _HELD and is_theirs(kind))
 
 
 def _leaves_out(processor: Any, ids: Tensor) -> bool:

@@ -24,30 +24,32 @@ from attnops.hf.paged.around import flags
 from attnops.hf.paged.decode import Decoder
 from attnops.hf.private import changed
 
-# Tails that are kept, the last used ones.
+# Idle tails that are kept, the last used ones: several of one choice, where threads used them at
+# once. More are kept while all of them hold no more than so many bytes.
 _MOST = 4
+_MOST_BYTES = 2**28
 
 
 class Loop:
     """The loop of one model."""
 
     def __init__(self) -> None:
-        self._tails: dict[Choice, Tail] = {}
+        self._idle: list[Tail] = []  # the last used one last
         self._device: Device | None = None
         self._place: torch.device | None = None  # of the tails
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tails": {}, "_device": None}
+        return {**self.__dict__, "_idle": [], "_device": None}
 
     @property
     def nbytes(self) -> int:
         """Bytes of the graphs and their buffers."""
-        return sum(tail.nbytes for tail in tuple(self._tails.values()))
+        return sum(tail.nbytes for tail in tuple(self._idle))
 
     def free(self) -> None:
         """Free the graphs, and the memory of their pool."""
-        while self._tails:
-            self._tails.popitem()[1].reset()
+        while self._idle:
+            self._idle.pop().reset()
         if self._device is not None:
             self._device.release()
 
@@ -90,7 +92,8 @@ class Loop:
         room = 1 << cache_in(given).max_length.bit_length()
         ends = sum(tokens.numel() for tokens in asked.eos)
         sampled = bool(config.do_sample)
-        choice = Choice(ids.device, ids.shape[0], room, logits.shape[-1], ends, sampled, fields(processors), flags())
+        rows, vocab, known = ids.shape[0], logits.shape[-1], fields(processors, ids.device)
+        choice = Choice(ids.device, rows, room, vocab, ends, sampled, known, flags())
         with decoder.turn:
             tail = self._taken(choice, asked, decoder)
         try:
@@ -99,21 +102,31 @@ class Loop:
                 return _decoded(asked, decoder, tail, logits)
         finally:
             with decoder.turn:
-                if (other := self._tails.pop(choice, None)) is not None:
-                    other.reset()
-                self._tails[choice] = tail
-                while len(self._tails) > _MOST:
-                    self._tails.pop(next(iter(self._tails))).reset()
+                self._put_back(tail)
 
     def _taken(self, choice: Choice, asked: Asked, decoder: Decoder) -> Tail:
-        """The tail of this choice. A model that has moved has left those on its old device."""
+        """A tail of this choice, which no other call has meanwhile.
+
+        A model that has moved has left those on its old device.
+        """
         if choice.device != self._place:
             self.free()
             self._place, self._device = choice.device, None
-        tail = self._tails.pop(choice, None)
-        if tail is None or tail.tries.why:
-            tail = self._captured(tail or Tail(choice, asked.processors), asked, decoder)
-        return tail
+        for tail in reversed(self._idle):
+            if tail.choice == choice:
+                self._idle.remove(tail)
+                # What was not the choice's own fault is tried again.
+                return self._captured(tail, asked, decoder) if tail.tries.why else tail
+        return self._captured(Tail(choice, asked.processors), asked, decoder)
+
+    def _put_back(self, tail: Tail) -> None:
+        """Keep a tail for later calls, and free those that were not used for long."""
+        if tail.choice.device != self._place:  # the model has moved meanwhile
+            tail.reset()
+            return
+        self._idle.append(tail)
+        while len(self._idle) > _MOST and self.nbytes > _MOST_BYTES:
+            self._idle.pop(0).reset()
 
     def _captured(self, tail: Tail, asked: Asked, decoder: Decoder) -> Tail:
         self._device = self._device or decoder.how.graphs or CudaGraphs(tail.choice.device)

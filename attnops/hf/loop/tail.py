@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +12,14 @@ from torch import Tensor
 
 from attnops.cache.paged import ordinary
 from attnops.errors import NotCapturable, one_line
-from attnops.graphs.device import CAPTURING, Device, Recorded, drawing_nothing, frozen
+from attnops.graphs.device import CAPTURING, Device, Recorded, frozen
+from attnops.graphs.streams import LastStream
+from attnops.hf.loop.numbers import Number, field_of
 from attnops.hf.loop.plain import Asked, held
 from attnops.hf.paged.failed import Tries, passing
+
+# The error of torch.multinomial, where a step's logits are NaN or infinite.
+_INVALID = "probability tensor contains either `inf`, `nan` or element < 0"
 
 
 class Choice(NamedTuple):
@@ -25,7 +29,8 @@ class Choice(NamedTuple):
     rows, room, vocab: sizes of its buffers.
     ends: tokens that end a row; 0: none does.
     sampled: draw the token, where a greedy choice takes the likeliest.
-    processors: for each the type, its fields, sorted by name, and its code.
+    processors: for each the type, its fields, sorted by name, and its code; `Number` in the place
+        of a number that tensors hold.
     flags: of torch.
     """
 
@@ -55,10 +60,24 @@ class Held:
 
 
 def _copied(processor: Any, device: torch.device) -> Any:
-    """A copy of a processor whose tensors keep their addresses."""
+    """A copy of a processor whose tensors keep their addresses, with a `Number` where one may be."""
     ours = copy.copy(processor)
-    vars(ours).update({name: x.to(device, copy=True) for name, x in vars(processor).items() if isinstance(x, Tensor)})
+    theirs = vars(processor).items()
+    tensors = {name: x.to(device, copy=True) for name, x in theirs if isinstance(x, Tensor)}
+    vars(ours).update(tensors)
+    if (name := field_of(processor, device)) is not None:
+        setattr(ours, name, Number(device))
     return ours
+
+
+def _follow(ours: Any, theirs: Any) -> None:
+    """Take the tensors and the number of a processor into a copy of one like it."""
+    for name, value in vars(theirs).items():
+        own = getattr(ours, name)
+        if isinstance(own, Number):
+            own.set(value)
+        elif isinstance(value, Tensor):
+            own.copy_(value)
 
 
 class Tail:
@@ -80,6 +99,9 @@ class Tail:
 
         with ordinary():
             self._scores = torch.zeros(rows, choice.vocab, dtype=torch.float32, device=device)
+            # As torch.multinomial draws it, before a replay: the capture of a graph that draws would
+            # keep other threads from the generator.
+            self._noise = torch.ones_like(self._scores) if choice.sampled else None
             self.tokens, self.token, self.position = ints(rows, choice.room), ints(rows, 1), ints(rows, 1)
             self._length, self._unfinished, self._eos, self._pad = ints(1), ints(rows), ints(choice.ends), ints()
             self._processors = [
@@ -88,19 +110,25 @@ class Tail:
             # The tokens of a step, and whether a row is unfinished: one copy to the host.
             self._news = ints(rows + 1)
             self._host = torch.zeros(rows + 1, dtype=torch.int64, device="cpu", pin_memory=far)
+        self._stream = LastStream(device, self._tensors())
         self._arrived = torch.cuda.Event() if far else None
         self._heard = False
         self._recorded: Recorded | None = None
         self.reason = ""
         self.tries = Tries()
 
+    def _tensors(self) -> tuple[Tensor, ...]:
+        """Its buffers, without those of its processors, which are small or the caller's."""
+        noise = () if self._noise is None else (self._noise,)
+        text = self.tokens, self.token, self.position, self._length
+        return self._scores, *noise, *text, self._unfinished, self._eos, self._pad, self._news
+
     def capture(self, graphs: Device) -> None:
-        """Capture the graph, before `begin`. Its random numbers do not count."""
-        drawn = drawing_nothing(self._scores.device) if self.choice.sampled else nullcontext()
+        """Capture the graph, before `begin`. It draws no random number."""
         recorded = Recorded(graphs)
         recorded.current = "the choice of a token"
         try:
-            with CAPTURING, frozen(), drawn, graphs.session(), ordinary():
+            with CAPTURING, frozen(), graphs.session(), ordinary():
                 self._choose()
                 with recorded.whole():
                     recorded.begin()
@@ -117,7 +145,8 @@ class Tail:
     @property
     def nbytes(self) -> int:
         """Bytes of its buffers and of its graph."""
-        return self._scores.nbytes + self.tokens.nbytes + (0 if self._recorded is None else sum(self._recorded.bytes_of))
+        graph = [] if self._recorded is None else self._recorded.bytes_of
+        return sum(each.nbytes for each in self._tensors()) + sum(graph)
 
     def reset(self) -> None:
         """Free the graph."""
@@ -128,6 +157,7 @@ class Tail:
 
     def begin(self, asked: Asked, heard: bool) -> None:
         """Take a prompt. heard: will `news` be called after each choice?"""
+        self._stream.use()
         input_ids, eos = asked.input_ids, asked.eos
         length = input_ids.shape[1]
         self.tokens.copy_(input_ids[:, -1:].expand_as(self.tokens))
@@ -143,17 +173,19 @@ class Tail:
                 ours.ids.copy_(found[0])
                 ours.least.fill_(found[1])
             else:
-                for name in (name for name, value in vars(theirs).items() if isinstance(value, Tensor)):
-                    getattr(ours, name).copy_(getattr(theirs, name))
+                _follow(ours, theirs)
         self._heard = heard
 
     def choose(self, logits: Tensor) -> None:
         """Append a token to each row. logits: `[B, S, V]`, of which the last position counts."""
         # Not in the graph: each step returns its logits at another address.
         self._scores.copy_(logits[:, -1])
+        if self._noise is not None:
+            self._noise.exponential_()
         if self._recorded is None:
             self._choose()
         else:
+            self._recorded.device.follow()
             for step in self._recorded.steps:
                 step()
         if self._heard:
@@ -173,8 +205,8 @@ class Tail:
         choice, scores, unfinished = self.choice, self._scores, self._unfinished
         for processor in self._processors:
             scores = processor(self.tokens, scores)
-        if choice.sampled:
-            chosen = torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+        if self._noise is not None:
+            chosen = _drawn(torch.softmax(scores, dim=-1), self._noise)
         else:
             chosen = torch.argmax(scores, dim=-1)
         if choice.ends:
@@ -185,3 +217,14 @@ class Tail:
         self.position.add_(1)
         self._length.add_(1)
         torch.cat((chosen, unfinished.amax(0, keepdim=True)), out=self._news)
+
+
+def _drawn(probabilities: Tensor, noise: Tensor) -> Tensor:
+    """int64 `[B]`, what `torch.multinomial(probabilities, 1)` draws by the random numbers `noise`.
+
+    probabilities: `[B, V]`. noise: of its shape, exponentially distributed.
+    Raises RuntimeError as torch.multinomial does, on a GPU as an assertion of the device.
+    """
+    valid = (probabilities.max() < math.inf) & (probabilities.min() >= 0)
+    torch.ops.aten._assert_async.msg(valid, _INVALID)
+    return torch.argmax(probabilities / noise, dim=-1)

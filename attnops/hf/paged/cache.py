@@ -135,6 +135,11 @@ class State:
         """Are there tokens, and has every layer those of the last step?"""
         return self.filled and not self.unfinished
 
+    def use(self) -> None:
+        """As `ModelPages.use`, but for the trace or capture of a step, around which they are used."""
+        if self.start is None and not torch.compiler.is_compiling():
+            self.pages.use()
+
     def end_step(self) -> None:
         """End the step under way: its last layer has written, or it does not count."""
         self.step = self.start = self.real = self.before = None
@@ -151,6 +156,7 @@ class State:
 
         Raises InvalidInput when a sliding window needs tokens whose pages have been used again.
         """
+        self.pages.use()
         seen: Tensor = self.pages.seen
         asked = torch.as_tensor(tokens_to_remove, dtype=seen.dtype, device=seen.device).reshape(())
         left = torch.where(asked > 0, torch.minimum(seen, asked), (seen + asked).clamp(min=0))
@@ -186,6 +192,7 @@ class PagedLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> Any:
         """int64 `[]`, positions so far, padding included."""
+        self.state.use()
         return self.state.pages.seen if self.state.before is None else self.state.before
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, Any]:
@@ -193,6 +200,7 @@ class PagedLayer(CacheLayerMixin):
 
         The padding is `[B, 1]` in a captured step, which makes no check of the mask.
         """
+        self.state.use()
         start = self.state.start
         return self.state.pages.sizes.length, self.state.pages.pad if start is None else start[:, None]
 
@@ -315,6 +323,7 @@ class PagedModelCache(Cache):
         state, unfinished = self.state, self.state.unfinished
         got = f"a cache whose last step, of {unfinished} positions, did not reach every layer"
         need(not unfinished, cache_names.NAME, got, f"reset(), or crop(-{unfinished}), before it is used again")
+        state.use()
         pages, real, fresh, before = state.pages, state.real, not state.filled, state.pages.seen - start
         batch = described(pages, before, real, count, heads)
         long = not fresh and count > pages.sizes.drafts

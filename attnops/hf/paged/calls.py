@@ -42,6 +42,7 @@ def modes_now() -> tuple[Any, ...]:
 
 def positions(state: State, rows: int) -> Tensor:
     """`[B, 1]`, of the next token of each row."""
+    state.pages.use()
     with torch.no_grad(), ordinary():
         found: Tensor = (state.pages.seen - state.pages.pad[:rows])[:, None]
     return found

@@ -294,6 +294,7 @@ class Decoder:
     def _graphs_of(self, state: State, rows: int) -> Iterator[Over]:
         """The graphs over these pages, for the block alone."""
         with self._lock:
+            state.pages.use()
             found = self._latest = self._of(state, rows)
             try:
                 yield found

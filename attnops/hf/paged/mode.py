@@ -280,6 +280,8 @@ class PagedMode:
             return method.original(*args, **kwargs)
         kwargs = cache_names.renamed(kwargs, cache_names.argument_of(self._owner))
         decoder, cache = self.decoder(), cache_in(kwargs)
+        if isinstance(cache, PagedModelCache):
+            cache.state.pages.use()
         generation = None if args or torch.is_grad_enabled() else current_generation()
         if generation is not None:
             # The prompt's mask was checked, and generate() only appends ones to it. Each chunk of a prompt brings more of the mask.

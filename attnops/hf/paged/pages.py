@@ -21,6 +21,7 @@ from attnops.cache.page_size import negotiate_page_size
 from attnops.cache.paged import Pages, fix_address, ordinary
 from attnops.cache.planner import device_plan
 from attnops.cache.step import Tokens
+from attnops.graphs.streams import LastStream
 from attnops.kernel import Kernel
 from attnops.kernels.shared.memory import COUNTERS
 from attnops.ops import slot_mapping
@@ -116,6 +117,12 @@ class ModelPages(Pages):
             self.most = torch.full((), length, dtype=torch.int64, device=sizes.device)
             self.pad = torch.full((rows,), EMPTY, dtype=torch.int64, device=sizes.device)
         self.counters = self.seen, self.pad, self.high
+        # Slices of one allocation are not known to the allocator.
+        whole = [each for _, tensors in self._allocations for each in tensors]
+        scratch = () if self.workspace is None else (self.workspace,)
+        small = *self.tables, self.seq_lens, *self.counters, self.most
+        self._stream = LastStream(sizes.device, (*whole, *scratch, *small))
+        self.use()
         fix_address(self.seen, self.high, self.most)
         for tensors, dims in ((self.tables, (0, 1)), (self.pools, (0,)), ((self.pad,), (0,))):
             fix_address(*tensors, dynamic=() if sizes.fixed else dims)
@@ -185,8 +192,16 @@ class ModelPages(Pages):
         """Bytes of the pages and the workspace."""
         return sum(pool.nbytes for pool in self.pools) + (0 if self.workspace is None else self.workspace.nbytes)
 
+    def use(self) -> None:
+        """Let work to come on the current stream follow the work so far on the pages.
+
+        To be called before each use of them.
+        """
+        self._stream.use()
+
     def clear(self) -> None:
         """Forget every token."""
+        self.use()
         with ordinary():
             self.seen.zero_()
             self.high.zero_()

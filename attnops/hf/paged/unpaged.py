@@ -18,6 +18,7 @@ def unpaged(cache: PagedModelCache, config: Any) -> DynamicCache:
     config: of the text model. Layers without pages are not copied. Raises torch.OutOfMemoryError.
     """
     pages, made = cache.state.pages, DynamicCache(config=config)
+    pages.use()
     pad, length = pages.pad[pages.pad < EMPTY], int(pages.seen)
     # Of each page table: the slots of the positions that its window keeps, and which of them hold a token, `[B, positions]`.
     found = []

@@ -1,0 +1,104 @@
+"""`LastStream`: memory that several streams of a device use in turn.
+
+A host lock orders threads, and not the streams on which they work: the kernels of two streams run
+beside each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+# Of the index of a device: the current stream as an int, without the object that torch makes of it.
+# None: this torch has another name for it.
+_raw: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+class Streams(Protocol):
+    """The streams of a kind of device."""
+
+    def number(self, device: torch.device) -> int:
+        """The current stream, as an int that no other stream of the device has."""
+        ...
+
+    def current(self, device: torch.device) -> Any:
+        """The current stream."""
+        ...
+
+    def capturing(self) -> bool:
+        """Is the work of the current stream captured?"""
+        ...
+
+    def wait(self, stream: Any, other: Any) -> None:
+        """Work to come on `stream` waits for the work so far on `other`."""
+
+    def uses(self, stream: Any, tensor: Tensor) -> None:
+        """Should the tensor be deleted, its memory waits for the work so far on `stream`."""
+
+
+class Cuda:
+    """Those of torch.cuda."""
+
+    def number(self, device: torch.device) -> int:
+        if _raw is not None and device.index is not None:
+            return _raw(device.index)
+        return int(torch.cuda.current_stream(device).cuda_stream)
+
+    def current(self, device: torch.device) -> Any:
+        return torch.cuda.current_stream(device)
+
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def wait(self, stream: Any, other: Any) -> None:
+        stream.wait_stream(other)
+
+    def uses(self, stream: Any, tensor: Tensor) -> None:
+        tensor.record_stream(stream)
+
+
+STREAMS: dict[str, Streams] = {"cuda": Cuda()}
+"""By the type of the device. Others run their work in the order of the host."""
+
+
+class LastStream:
+    """The last stream on which something was used. `use` before each use.
+
+    device: where it lies.
+    tensors: those that it owns, of torch's allocator.
+    """
+
+    def __init__(self, device: torch.device, tensors: tuple[Tensor, ...] = ()) -> None:
+        self._device, self._tensors = device, tensors
+        self._streams = STREAMS.get(device.type)
+        self._last: Any = None
+        self._number: int | None = None
+        self._met: set[int] = set()
+
+    def __reduce__(self) -> Any:
+        return LastStream, (self._device, self._tensors)
+
+    def use(self) -> None:
+        """Work to come on the current stream waits for the work so far on the last one.
+
+        Threads that use it at once take turns by a lock of theirs. In a capture it has no effect:
+        the uses around it are ordered.
+        """
+        streams = self._streams
+        if streams is not None and streams.number(self._device) != self._number:
+            self._change(streams)
+
+    def _change(self, streams: Streams) -> None:
+        if streams.capturing():
+            return
+        stream, number = streams.current(self._device), streams.number(self._device)
+        if self._last is not None:
+            streams.wait(stream, self._last)
+        if number not in self._met:
+            for tensor in self._tensors:
+                streams.uses(stream, tensor)
+            self._met.add(number)
+        self._last, self._number = stream, number

@@ -1,0 +1,206 @@
+"""What follows the model in a captured loop: the draw, numbers of a request, and threads."""
+
+import copy
+import random
+import threading
+import types
+
+import numpy
+import pytest
+import torch
+import transformers
+from transformers.generation import logits_process
+
+from attnops.hf import tiny
+from attnops.hf.loop import numbers, tail
+from tests.hf.test_loop import drawn, generated, loop_of, patched
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny.model("llama")
+
+
+@pytest.mark.parametrize("shape", [(1, 7), (3, 128), (2, 50000)])
+def test_the_draw_is_that_of_multinomial(shape):
+    """Its tokens, and the state in which it leaves the generator."""
+    for seed in range(20):
+        scores = torch.randn(shape).mul(4).masked_fill(torch.rand(shape) < 0.3, -torch.inf)
+        probabilities = torch.softmax(scores, -1)
+        noise = torch.ones(shape)
+        torch.manual_seed(seed)
+        want, after = torch.multinomial(probabilities, 1).squeeze(1), torch.get_rng_state()
+        torch.manual_seed(seed)
+        assert torch.equal(tail._drawn(probabilities, noise.exponential_()), want)
+        assert torch.equal(torch.get_rng_state(), after)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_logits_that_are_no_distribution(value, model):
+    """The error of torch.multinomial, from a graph as from transformers' loop."""
+    model = copy.deepcopy(model)
+
+    def error():
+        with pytest.raises(RuntimeError, match="contains either `inf`, `nan`") as raised:
+            generated(model, do_sample=True)
+        return str(raised.value)
+
+    weight = model.lm_head.weight
+    with torch.no_grad():
+        kept = weight[3].clone()
+        weight[3] = value
+    want = error()
+    with torch.no_grad():
+        weight[3] = kept
+    with patched(model) as handle:
+        generated(model, do_sample=True)
+        with torch.no_grad():
+            weight[3] = value
+        assert error() == want and handle.took.loop == ""
+
+
+def random_numbers(seed):
+    draw = random.Random(seed).uniform
+    return {
+        "temperature": draw(0.05, 3),
+        "top_p": draw(0, 1),
+        "min_p": draw(0, 1),
+        "penalty": draw(0.3, 3),
+    }
+
+
+EDGES = (
+    {"temperature": 1e-300, "top_p": 0, "min_p": 0, "penalty": 1e300},
+    {"temperature": 1e300, "top_p": 1.0, "min_p": 1, "penalty": 1e-45},
+)
+
+
+def processors(given, kinds=tuple(numbers.FIELDS)):
+    return [kind(given[numbers.FIELDS[kind]]) for kind in kinds]
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [*((kind,) for kind in numbers.FIELDS), tuple(numbers.FIELDS)],
+    ids=lambda kinds: kinds[0].__name__,
+)
+def test_the_numbers_of_a_request_give_transformers_own_bits(kinds):
+    ours = [tail._copied(each, CPU) for each in processors(random_numbers(0), kinds)]
+    values = [value for each in ours for value in vars(each).values()]
+    assert sum(isinstance(value, numbers.Number) for value in values) == len(kinds)
+    torch.manual_seed(5)
+    tokens = torch.randint(0, 700, (3, 40))
+    for given in (*map(random_numbers, range(60)), *EDGES):
+        scores = torch.randn(3, 700) * 6
+        want, got = scores, scores
+        for theirs, own in zip(processors(given, kinds), ours, strict=True):
+            tail._follow(own, theirs)
+            want, got = theirs(tokens, want), own(tokens, got)
+        assert torch.equal(want.view(torch.int32), got.view(torch.int32)), given
+
+
+def test_the_reciprocal_of_a_number_is_that_of_float32():
+    """A GPU multiplies by it. tests/gpu/test_streams.py compares the bits there."""
+    number = numbers.Number(CPU)
+    for n in (0.7, 1 / 3, 1.1, 3.3e-7, 6e29):
+        number.set(n)
+        assert number._reciprocal.item() == numpy.float32(1) / numpy.float32(n)
+
+
+def test_requests_with_numbers_of_their_own_share_a_graph(model):
+    names = {
+        "temperature": "temperature",
+        "top_p": "top_p",
+        "min_p": "min_p",
+        "penalty": "repetition_penalty",
+    }
+    requests = map(random_numbers, range(40))
+    calls = [{names[name]: value for name, value in each.items()} for each in requests]
+    more = {"rows": 1, "do_sample": True, "max_new_tokens": 2, "top_k": 50}
+
+    def drawn(model, **given):
+        torch.manual_seed(7)
+        return generated(model, **given).tolist()
+
+    want = [drawn(model, **call, **more) for call in calls]
+    with patched(twin := copy.deepcopy(model)) as handle:
+        device = handle.decode.graphs
+        drawn(twin, **calls[-1], **more)
+        captured = len(device.graphs)
+        for call, tokens in zip(calls, want, strict=True):
+            assert drawn(twin, **call, **more) == tokens
+            assert handle.took.loop == ""
+        assert len(device.graphs) == captured
+        drawn(twin, **{**calls[0], **more, "top_k": 49})
+        assert len(device.graphs) == captured + 1, "a size is a constant"
+
+
+def compares(self, input_ids, scores):
+    return scores * 2 if self.top_p > 0.5 else scores  # a number of a tensor cannot be compared
+
+
+def of_transformers(function):
+    return types.FunctionType(function.__code__, vars(logits_process))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [compares, of_transformers(compares)],
+    ids=["somebody's", "another transformers'"],
+)
+def test_code_that_is_not_known_keeps_its_numbers(code, model, monkeypatch):
+    monkeypatch.setattr(transformers.TopPLogitsWarper, "__call__", code)
+    calls = [{"do_sample": True, "max_new_tokens": 2, "top_p": top_p} for top_p in (0.3, 0.8)]
+    want = [drawn(model, **call) for call in calls]
+    with patched(twin := copy.deepcopy(model)) as handle:
+        assert [drawn(twin, **call) for call in calls] == want
+        assert len(loop_of(handle)._idle) == 2 and handle.took.loop == ""
+
+
+def test_code_that_counts_tokens_and_is_somebodys(model, monkeypatch):
+    kind = transformers.MinNewTokensLengthLogitsProcessor
+    monkeypatch.setattr(kind, "__call__", lambda self, ids, scores: scores * self.min_new_tokens)
+    call = {"do_sample": True, "min_new_tokens": 3, "eos_token_id": [5]}
+    want = drawn(model, **call)
+    with patched(twin := copy.deepcopy(model)) as handle:
+        assert drawn(twin, **call) == want and "is code of its own" in handle.took.loop
+
+
+def test_threads_of_equal_options_capture_one_tail_each(model, monkeypatch):
+    """All of them choose at once, in five rounds."""
+    count, rounds = 4, 5
+    meet, captured, found, real = threading.Barrier(count), [], [], tail.Tail.capture
+
+    def capture(self, graphs):
+        captured.append(self)
+        real(self, graphs)
+
+    monkeypatch.setattr(tail.Tail, "capture", capture)
+
+    class Meets:
+        puts = 0
+
+        def put(self, tokens):
+            self.puts += 1
+            if self.puts == 2:  # the first is the prompt, before the loop
+                meet.wait(60)
+
+        def end(self):
+            pass
+
+    want = generated(model, max_new_tokens=3).tolist()
+    with patched(twin := copy.deepcopy(model)) as handle:
+
+        def run():
+            for _ in range(rounds):
+                found.append(generated(twin, max_new_tokens=3, streamer=Meets()).tolist())
+
+        threads = [threading.Thread(target=run) for _ in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [want] * (count * rounds)
+        assert len(captured) == count and len(loop_of(handle)._idle) == count
