@@ -28,16 +28,16 @@ FIELDS: dict[type, str] = {
 }
 """The number of each processor. Others, such as `top_k`, are sizes, and constants of a graph."""
 
-# A number that all of these processors take. To divide by it and to multiply by its reciprocal
-# gives other bits.
-_TRIAL = 0.7
+# A number that all of these processors take. To divide by it, to multiply by the float32
+# reciprocal of its float32, and by that of its float64 gives three results.
+_TRIAL = 2.870301102073286
 
 
 class Number:
     """A Python number n in `scores * n`, `n * scores`, `scores / n` and `1 - n`, of float32 scores.
 
     torch rounds a Python number to float32 before it computes. Where scores on a GPU are divided
-    by a Python number, they are multiplied by its float32 reciprocal; by a tensor they are divided.
+    by a Python number, they are multiplied by its reciprocal; by a tensor they are divided.
     Any other use raises TypeError.
 
     device: of the tensors. It stands for 1 until `set`.
@@ -47,13 +47,13 @@ class Number:
         def one() -> Tensor:
             return torch.ones((), dtype=torch.float32, device=device)
 
-        self._value, self._reciprocal, self._rest = one(), one(), one().zero_()
+        self._one, self._value, self._reciprocal, self._rest = one(), one(), one(), one().zero_()
 
     def set(self, number: float) -> None:
         """Stand for this number from now on. The tensors keep their addresses."""
-        value = _float32(number)
-        self._value.fill_(value.item())
-        self._reciprocal.fill_((1 / value).item())
+        self._value.fill_(_float32(number).item())
+        # On a GPU the very reciprocal that torch multiplies by, however a version rounds it.
+        torch.div(self._one, number, out=self._reciprocal)
         self._rest.fill_(_float32(1 - number).item())
 
     def __mul__(self, scores: Any) -> Any:
