@@ -270,10 +270,8 @@ class Machine(RuleBasedStateMachine):
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
-
-@pytest.mark.full
-class TestMachineForLonger(Machine.TestCase):
-    settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+LONGER = {"settings": settings(max_examples=120, stateful_step_count=40, deadline=None)}
+TestMachineForLonger = pytest.mark.full(type("TestMachineForLonger", (Machine.TestCase,), LONGER))
 
 
 # By hand ----------------------------------------------------------------------------------------------------------------
