@@ -227,7 +227,8 @@ class Adapted(nn.Module):
     def __init__(self, own):
         super().__init__()
         self.own, self.active = own, []
-        self.deltas = nn.ModuleDict({name: nn.Linear(own.in_features, own.out_features, bias=False) for name in ADAPTERS})
+        sizes = own.in_features, own.out_features
+        self.deltas = nn.ModuleDict({name: nn.Linear(*sizes, bias=False) for name in ADAPTERS})
 
     def forward(self, x):
         out = self.own(x)
@@ -239,7 +240,8 @@ class Adapted(nn.Module):
 def flip():
     """A flag that changes nothing on a CPU."""
     matmul = torch.backends.cuda.matmul
-    matmul.allow_bf16_reduced_precision_reduction = not matmul.allow_bf16_reduced_precision_reduction
+    before = matmul.allow_bf16_reduced_precision_reduction
+    matmul.allow_bf16_reduced_precision_reduction = not before
 
 
 def check_flag(handle, model):
@@ -252,7 +254,8 @@ def check_flag(handle, model):
     assert captures(handle) > made
     flip()
     outcome(model)
-    assert handle.graphs is before or handle.took.decode != mode, "steps of each state are compiled after as many"
+    # Steps of each state are compiled after as many.
+    assert handle.graphs is before or handle.took.decode != mode
 
 
 def _scaled(mlp, by):
