@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -212,10 +213,15 @@ def no_step(x):
     return x
 
 
-WRONG = (
-    ("fractions", []), ("fractions", None), ("vector", torch.zeros(3)), ("settings", None), ("names", {}), ("function", no_step),
+WRONG: tuple[tuple[str, Any], ...] = (
+    ("fractions", []),
+    ("fractions", None),
+    ("vector", torch.zeros(3)),
+    ("settings", None),
+    ("names", {}),
+    ("function", no_step),
     ("function", None),
-)  # fmt: skip
+)
 """Attributes with which the model's forward raises."""
 
 ADAPTERS = ("first", "second", "third")
