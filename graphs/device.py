@@ -348,13 +348,14 @@ class CudaGraphs:
         self._last.use()
 
     def used(self) -> int:
-        """The segments of the pool of graphs, as torch's allocator counts them. What the driver keeps for the nodes of graphs is left out.
+        """The segments of the pool of graphs, as torch's allocator counts them.
 
-        0 where no graph is alive: the next capture takes another pool.
+        What the driver keeps for the nodes of graphs is left out. 0 where no graph is alive: the
+        next capture takes another pool.
         """
         if not self._live:
             return 0
-        # Without the traces of allocations, and of one pool: a few blocks, where a process has thousands.
+        # Of one pool, and without traces of allocations: a few blocks, of thousands.
         segments = torch.cuda.memory_snapshot(self._pool, include_traces=False)
         return sum(segment["total_size"] for segment in segments)
 

@@ -124,6 +124,8 @@ class Piecewise(Graphed):
             if (ours := find(e)) is not None and ours is not e:
                 raise ours from e
             if isinstance(e, (Unsupported, UserError)):
+                if self._into is None:
+                    self.model(**self._planned(bucket, values))  # an error of its own comes first
                 raise NotCapturable("the model", f"it cannot be traced whole: {str(e).strip().splitlines()[0]}") from e
             raise
 

@@ -126,7 +126,7 @@ def cuda(monkeypatch):
         "max_memory_allocated": lambda device: 350, "mem_get_info": of_device((600, 1000)), "memory_reserved": lambda device: 150,
         "empty_cache": lambda: log.append("empty cache"), "current_device": lambda: state.current,
         "get_allocator_backend": lambda: state.allocator, "default_generators": [generator, generator],
-        "memory_snapshot": lambda pool, include_traces: [{"total_size": size} for size in state.held.get(pool, ())],
+        "memory_snapshot": lambda pool, include_traces: state.held.get(pool, ()),
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     for name, value in {
@@ -342,14 +342,15 @@ def test_memory(cuda):
 
 
 def test_the_bytes_of_graphs_are_those_of_their_pool(cuda):
-    """Not of another process, which the driver counts, nor of tensors that another thread makes meanwhile."""
+    """Not of another process, which the driver counts, nor of tensors of another thread."""
     device = CudaGraphs()
-    cuda.held = {"pool 9": [1 << 30]}
+    cuda.held = {"pool 9": [{"total_size": 1 << 30}]}
     recorded = Recorded(device)
 
     def captures(*segments):
         recorded.begin()
-        cuda.held.setdefault(device._pool, []).extend(segments)
+        held = cuda.held.setdefault(device._pool, [])
+        held += [{"total_size": size} for size in segments]
         recorded.end()
 
     captures(3, 4)
@@ -360,7 +361,7 @@ def test_the_bytes_of_graphs_are_those_of_their_pool(cuda):
     assert device.used() == 0, "the next capture takes another pool"
     again = Recorded(device)
     again.begin()
-    cuda.held[device._pool] = [2]
+    cuda.held[device._pool] = [{"total_size": 2}]
     again.end()
     assert again.bytes_of == [2]
 

@@ -187,6 +187,24 @@ def test_piecewise_says_what_cannot_be_traced():
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_an_error_of_the_model_is_the_callers(mode):
+    """Dynamo cannot trace what raises, and has an error of its own for it."""
+
+    class Mine(Exception):
+        pass
+
+    def forward(tokens):
+        if tokens.shape[0] > 2:
+            raise Mine
+        return tokens * 2
+
+    step = graphed(mode, forward, Buckets(tokens=(4,)))
+    with pytest.raises(Mine):
+        step(torch.ones(3))
+    assert not step.report().rows and step.graphs.open is None
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_functions_marked_outside(mode):
     seen = []
 

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from attnops.hf.paged import prompt
 from tests.hf import steered
 from tests.hf.helpers import LIMIT, relative
 from tests.hf.steered import Settings, Steered, times
-from tests.hf.test_captures import CALL, MODES, Doubled, logits, patched
+from tests.hf.test_captures import CALL, MODES, Doubled, captures, logits, patched
 
 CHANGES = {"auto": 30, "breakable": 30, "piecewise": 6}
 """Of one case of each mode: 60 in `make test`, which leaves out the compiled ones, of seconds each."""
@@ -27,9 +28,10 @@ class Drawn:
 
     def __init__(self, seed, models, monkeypatch):
         self.draw, self.models, self.patch = random.Random(seed), models, monkeypatch
+        self.hooks, self.states = [], 0
         self.kinds = (
-            self.attribute, self.attribute, self.vector, self.in_place, self.of_all, self.function, self.forward, self.weight, self.config,
-            self.hook, self.flag, self.unread, self.wrong, self.around,
+            self.attribute, self.attribute, self.vector, self.in_place, self.of_all, self.function, self.forward, self.weight, self.buffer,
+            self.adapter, self.config, self.hook, self.kept_hook, self.flag, self.unread, self.wrong, self.around,
         )  # fmt: skip
 
     def number(self):
@@ -113,6 +115,21 @@ class Drawn:
                 model.lm_head = nn.Linear(own.shape[1], own.shape[0], bias=False)
                 model.lm_head.load_state_dict({"weight": new})
 
+    def buffer(self):
+        by, anew = self.number(), self.draw.random() < 0.5
+        for model in self.models:
+            rotation = model.model.rotary_emb
+            if anew:
+                rotation.inv_freq = rotation.inv_freq * by
+            else:
+                rotation.inv_freq.mul_(by)
+
+    def adapter(self):
+        """Switch to another, as PEFT does it."""
+        name = self.draw.choice([*ADAPTERS, None])
+        for model in self.models:
+            model.model.layers[0].mlp.up_proj.active = [name] if name else []
+
     def config(self):
         name, by = self.draw.choice(["logits_scaling", "residual_multiplier"]), self.number()
         for model in self.models:
@@ -127,21 +144,38 @@ class Drawn:
 
     @contextlib.contextmanager
     def _with_hooks(self, by, every):
-        def scaled(module, given, out):
-            return by * out if isinstance(module, Steered) else None
-
-        if every:
-            hooks = [of_modules.register_module_forward_hook(scaled)]
-        else:
-            hooks = [mlp.register_forward_hook(scaled) for mlp in self.mlps()]
+        hooks = self._hooked(by, every)
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
 
+    def _hooked(self, by, every):
+        def scaled(module, given, out):
+            return by * out if isinstance(module, Steered) else None
+
+        if every:
+            return [of_modules.register_module_forward_hook(scaled)]
+        return [mlp.register_forward_hook(scaled) for mlp in self.mlps()]
+
+    def kept_hook(self):
+        """Until another change takes it away again."""
+        if not self.hooks:
+            self.hooks = self._hooked(self.number(), self.draw.random() < 0.5)
+        else:
+            self.close()
+
+    def close(self):
+        """What monkeypatch does not take back."""
+        while self.hooks:
+            self.hooks.pop().remove()
+
     def flag(self):
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = self.draw.random() < 0.5
+        """A state that was not there before, for `check_flag`."""
+        self.states += 1
+        for mlp in self.mlps():
+            mlp.state = self.states
 
     def unread(self):
         """What no code reads."""
@@ -150,23 +184,84 @@ class Drawn:
             setattr(mlp, name, copy.copy(value))
 
     def wrong(self):
-        """For one call: stock raises."""
-        return self._without_fractions()
+        """For one call: stock raises, in the prompt or after it."""
+        return self._with(*self.draw.choice(WRONG))
 
     @contextlib.contextmanager
-    def _without_fractions(self):
-        kept = [mlp.fractions for mlp in self.mlps()]
+    def _with(self, name, value):
+        kept = [getattr(mlp, name) for mlp in self.mlps()]
         for mlp in self.mlps():
-            mlp.fractions = []
+            setattr(mlp, name, copy.deepcopy(value))
         try:
             yield
         finally:
-            for mlp, fractions in zip(self.mlps(), kept, strict=True):
-                mlp.fractions = fractions
+            for mlp, before in zip(self.mlps(), kept, strict=True):
+                setattr(mlp, name, before)
 
     def around(self):
         """For one call: a function mode."""
         return Doubled()
+
+
+class Interrupted(Exception):
+    """Of a caller's own code."""
+
+
+def no_step(x):
+    if x.shape[-2] == 1:
+        raise Interrupted
+    return x
+
+
+WRONG: tuple[tuple[str, Any], ...] = (
+    ("fractions", []),
+    ("fractions", None),
+    ("vector", torch.zeros(3)),
+    ("settings", None),
+    ("names", {}),
+    ("function", no_step),
+    ("function", None),
+)
+"""Attributes with which the model's forward raises."""
+
+ADAPTERS = ("first", "second", "third")
+
+
+class Adapted(nn.Module):
+    """A linear with adapters, of which those that are active count."""
+
+    def __init__(self, own):
+        super().__init__()
+        self.own, self.active = own, []
+        sizes = own.in_features, own.out_features
+        self.deltas = nn.ModuleDict({name: nn.Linear(*sizes, bias=False) for name in ADAPTERS})
+
+    def forward(self, x):
+        out = self.own(x)
+        for name in self.active:
+            out = out + self.deltas[name](x)
+        return out
+
+
+def flip():
+    """A flag that changes nothing on a CPU."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_bf16_reduced_precision_reduction
+    matmul.allow_bf16_reduced_precision_reduction = not before
+
+
+def check_flag(handle, model):
+    """Another value of the flag is captured for, and the value from before meets its graphs."""
+    before, mode, made = handle.graphs, handle.took.decode, captures(handle)
+    if mode == "hf":
+        return
+    flip()
+    outcome(model)
+    assert captures(handle) > made
+    flip()
+    outcome(model)
+    # Steps of each state are compiled after as many.
+    assert handle.graphs is before or handle.took.decode != mode
 
 
 def _scaled(mlp, by):
@@ -199,10 +294,9 @@ def outcome(model):
 def test_random_changes(mode, seed, monkeypatch):
     monkeypatch.setattr(prompt, "CAPTURED", (32,))
     monkeypatch.setattr(prompt, "CAPTURE_AFTER", 0)
-    models = steered.twins(tie_word_embeddings=False)
+    model, twin = models = twins()
     drawn, done = Drawn(seed, models, monkeypatch), []
-    model, twin = models
-    with patched(model, mode):
+    with contextlib.closing(drawn), patched(model, mode) as handle:
         assert relative(outcome(model), outcome(twin)) < LIMIT
         for _ in range(CHANGES[mode]):
             what, around = drawn.change()
@@ -213,3 +307,12 @@ def test_random_changes(mode, seed, monkeypatch):
                 assert isinstance(got, torch.Tensor) and relative(got, want) < LIMIT, done
             else:
                 assert got is want, done
+            if what == "flag":
+                check_flag(handle, model)
+
+
+def twins():
+    model = steered.model(tie_word_embeddings=False)
+    mlp = model.model.layers[0].mlp
+    mlp.up_proj = Adapted(mlp.up_proj)
+    return model, copy.deepcopy(model)

@@ -27,7 +27,8 @@ def test_three_adapters_in_turn_are_captured_once_each(mode):
     for name in names[1:]:
         model.add_adapter(name, options)
     model.eval()
-    given = {"input_ids": tokens()[:2, :9], "attention_mask": left_padded()[:2, :9], "max_new_tokens": 3, "do_sample": False}
+    given = {"input_ids": tokens()[:2, :9], "attention_mask": left_padded()[:2, :9]}
+    given |= {"max_new_tokens": 3, "do_sample": False}
 
     def texts():
         for name in names:
@@ -35,7 +36,8 @@ def test_three_adapters_in_turn_are_captured_once_each(mode):
             yield model.generate(**given)
 
     want = list(texts())
-    more = {"decode": auto(compile_after=99)} if mode == "auto" else {"cache": "paged", "decode": how()}
+    breakable = {"cache": "paged", "decode": how()}
+    more = {"decode": auto(compile_after=99)} if mode == "auto" else breakable
     with attnops.patch(model, **more) as handle:
         found = [list(texts())]
         made = captures(handle)
@@ -79,17 +81,19 @@ def test_those_that_were_not_used_for_longest_are_freed(asked, model, monkeypatc
     budget = int(2.5 * one)
     if not asked:
         monkeypatch.setattr(states, "most_graph_bytes", lambda device: budget)
-    with attnops.patch(model, cache="paged", decode=how(budget_bytes=budget if asked else None)) as handle:
+    given = how(budget_bytes=budget if asked else None)
+    with attnops.patch(model, cache="paged", decode=given) as handle:
         made, held = [], []
         for by in (1.0, 2.0, 3.0, 2.0, 3.0, 1.0, 3.0, 2.0):
             assert relative(of_state(model, by), by * plain) < LIMIT
             made.append(len(handle.decode.graphs.graphs))
             held.append(handle._paged.decoder().graph_bytes <= budget)
-        # The third frees the first, the first frees the second when it is met again, and the second the first.
+        # The third frees the first. Met again, the first frees the second, and that the first.
         new = [after - before for before, after in zip([0, *made], made, strict=False)]
         assert new == [1, 1, 1, 0, 0, 1, 0, 1] and all(held)
         assert sum(graph.alive for graph in handle.decode.graphs.graphs) == 2
-        assert "graphs of 3 states of the model were freed, over the budget of" in str(handle.report())
+        told = "graphs of 3 states of the model were freed, over the budget of"
+        assert told in str(handle.report())
 
 
 def test_the_state_in_use_stays(model, monkeypatch):
@@ -101,7 +105,8 @@ def test_the_state_in_use_stays(model, monkeypatch):
             assert relative(of_state(model, by), by * plain) < LIMIT
         assert [graph.alive for graph in handle.decode.graphs.graphs] == [False, True]
         logits(model, 1, 9, 3)
-        assert [graph.alive for graph in handle.decode.graphs.graphs] == [False, True, True], "of another bucket"
+        # Of another bucket.
+        assert [graph.alive for graph in handle.decode.graphs.graphs] == [False, True, True]
 
 
 def test_small_states_are_not_kept_for_ever(model, monkeypatch):
@@ -113,7 +118,8 @@ def test_small_states_are_not_kept_for_ever(model, monkeypatch):
         assert sum(graph.alive for graph in handle.decode.graphs.graphs) == 3
         handle.release()
         of_state(model, 1.0)
-        assert len(handle._paged.decoder()._states._kept) == 1, "states without graphs are forgotten"
+        # States without graphs are forgotten.
+        assert len(handle._paged.decoder()._states._kept) == 1
 
 
 @pytest.mark.full
@@ -128,8 +134,10 @@ def test_graphs_of_prompts_count(model, monkeypatch):
         of_state(model, 1.0)  # the first prompt comes before the first step, which compiles
         assert handle.took.prompt == "captured"
         decoder, graphs = handle._paged.decoder(), handle.decode.graphs.graphs
-        steps = sum(over.graphed.nbytes for (_, mode), over in decoder._kept.over.items() if mode != "prompt")
+        held = decoder._kept.over.items()
+        steps = sum(over.graphed.nbytes for (_, mode), over in held if mode != "prompt")
         assert steps < decoder.graph_bytes
         before, bound[0] = len(graphs), decoder.graph_bytes + steps
-        assert relative(of_state(model, 2.0), 2 * plain) < LIMIT and handle.took.prompt == "captured"
+        assert relative(of_state(model, 2.0), 2 * plain) < LIMIT
+        assert handle.took.prompt == "captured"
         assert not any(graph.alive for graph in graphs[:before])

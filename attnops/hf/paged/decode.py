@@ -39,7 +39,7 @@ from attnops.lowering import Product
 from attnops.lowering.use_linears import summary
 from attnops.select import active_policy
 
-# States whose steps are counted: those of adapters in turn whose graphs are freed are compiled, too.
+# States whose steps are counted: those whose graphs are freed for others in turn are compiled, too.
 MOST_COUNTED = 64
 
 
@@ -122,7 +122,8 @@ class Decoder:
         aside = (f"decode steps and prompts have no graphs: {self.aside}",) if self.aside else ()
         anew = (f"graphs were last captured anew for a change of {self.anew}",) if self.anew else ()
         failed = dict.fromkeys(f"{kind}: {why}" for kind, why in self.failed.items())
-        return *self.prompts.notes(), *summary(self.products), *aside, *anew, *self._states.notes(), *failed
+        of_steps = *summary(self.products), *aside, *anew, *self._states.notes(), *failed
+        return *self.prompts.notes(), *of_steps
 
     @property
     def why(self) -> str:
@@ -304,7 +305,7 @@ class Decoder:
             self._bound(found)
 
     def _bound(self, over: Over | None) -> None:
-        """Free graphs of other states where a capture has taken more memory than there is for all."""
+        """Free graphs of other states where a capture has taken more memory than all may have."""
         if over is not None and over.grew():
             self._states.fit()
 

@@ -25,9 +25,10 @@ class Decode:
         policy neither happens by itself: steps of mode "auto" stay "breakable", and prompts run the model's own layers.
     pack: of piecewise steps, pack the weights of linears that share an input, so that they are one matrix product, and call one kernel for
         a linear with its norm, activation and residual where it is faster (docs/linear.md).
-    budget_bytes: the most memory of the graphs of steps and prompts. For it attnops frees the graphs of those states of the model
-        (adapters, policies, replaced weights) that were used least recently, never those of the state in use: these may take as much for each
-        set of pages, see `over_budget`. None: 5% of the GPU's memory for all states together, and no bound for the state in use.
+    budget_bytes: the most memory of the graphs of steps and prompts. attnops frees for it those of
+        the states of the model (adapters, policies, replaced weights) that were used least lately.
+        Those of the state in use stay, and may take as much for each set of pages, see
+        `over_budget`. None: 5% of the GPU's memory for all states, and no bound for the one in use.
         Graphs of 64 states are kept at most.
     """
 

@@ -191,8 +191,7 @@ class PagedMode:
         graphs = 0 if self._decoder is None else self._decoder.graph_bytes + self.loop.nbytes
         held = f"{idle / 2**20:.1f} MiB of pages are kept for later calls, {graphs / 2**20:.1f} MiB of graphs"
         of_steps = () if self._decoder is None else self._decoder.notes()
-        most = f"at most {MOST_IDLE} sets of pages and an eighth of the GPU, for graphs of all states {_budget(self.decode)}"
-        return f"{held}: {most}, until release()", *of_steps
+        return f"{held}: at most {MOST_IDLE} sets of pages and an eighth of the GPU, until release()", *of_steps
 
     def release(self) -> None:
         """Free idle pages, and every graph. Graphs that could not be made, as when memory was short, are tried again."""
@@ -382,10 +381,6 @@ class PagedMode:
                 # The call whose graphs failed has warned.
                 found.append(Reason(f"graphs cannot be made: {failed}"))
         return found
-
-
-def _budget(how: Decode) -> str:
-    return "5% of it" if how.budget_bytes is None else f"{how.budget_bytes / 2**20:.1f} MiB"
 
 
 def give_back(cache: PagedModelCache) -> None:

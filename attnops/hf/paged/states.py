@@ -27,7 +27,7 @@ def most_graph_bytes(device: torch.device) -> float:
 class States:
     """The graphs of one model, of adapters and policies that are switched to and fro.
 
-    Those of the state in use stay. Those of the states that were used last stay with them, within the budget.
+    Those of the state in use stay, and with them, within the budget, those that were used last.
 
     budget_bytes: of the graphs of all states, their buffers included. None: `most_graph_bytes`.
     drop: frees graphs.
@@ -60,11 +60,17 @@ class States:
 
     def notes(self) -> tuple[str, ...]:
         """What was freed, for the report."""
-        bound = f"the budget of {self.budget / 2**20:.1f} MiB (Decode.budget_bytes) or {MOST_STATES} states"
-        return (f"graphs of {self.freed} states of the model were freed, over {bound}",) if self.freed else ()
+        if not self.freed:
+            return ()
+        budget = f"the budget of {self.budget / 2**20:.1f} MiB (Decode.budget_bytes)"
+        freed = f"graphs of {self.freed} states of the model were freed"
+        return (f"{freed}, over {budget} or {MOST_STATES} states",)
 
     def use(self, state: State, taken: Counter[Kind]) -> Kept:
-        """The graphs of a state, which is in use from now on. taken: its steps so far, where it has no graphs."""
+        """The graphs of a state, which is in use from now on.
+
+        taken: its steps so far, where it has no graphs.
+        """
         kept = self._kept[state] = self._kept.pop(state, Kept({}, taken))
         self.fit()
         return kept
