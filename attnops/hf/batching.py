@@ -19,6 +19,7 @@ from attnops.adapters.handle import MARK
 from attnops.announce import NAME
 from attnops.call import need
 from attnops.errors import InvalidInput, fail
+from attnops.graphs.capturing import quiet
 from attnops.hf.attention.batched import ENDING, FILLS, name_for_batches
 from attnops.hf.attention.continuous import PREFIX, refusal
 from attnops.hf.methods import Method
@@ -151,7 +152,8 @@ def _warm_up(method: Method, *args: Any, **kwargs: Any) -> Any:
     result = method.original(*args, **kwargs)
     device = method.owner.model.device
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        with quiet(device):
+            torch.cuda.synchronize(device)
     return result
 
 
