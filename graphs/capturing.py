@@ -36,9 +36,10 @@ def quiet(device: torch.device) -> AbstractContextManager[Any]:
     A capture holds it from begin to end, for milliseconds, and never while a compiler runs. Locks are taken in this order: a decoder's
     turn, `CAPTURING`, this one. A block within it takes none of the others.
 
-    device: a CUDA device with an index.
+    device: a CUDA device; the current one where it has no index.
     """
-    return _LOCKS.setdefault(device.index, threading.RLock())
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _LOCKS.setdefault(index, threading.RLock())
 
 
 @functools.cache

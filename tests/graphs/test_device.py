@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from attnops.errors import InvalidInput, NotCapturable
-from attnops.graphs import CudaGraphs, capturing
+from attnops.graphs import Buckets, CudaGraphs, breakable, capturing
 from attnops.graphs.device import Recorded, drawing_nothing
+from tests.graphs.standin import StandIn
 
 
 @pytest.fixture
@@ -258,6 +259,24 @@ def test_other_threads_draw_while_a_capture_runs(cuda, monkeypatch):
     assert drawn == [False] and generator.state is own and own == {"offset": 16, "capturing": False}
     with drawing_nothing(torch.device("cuda:0")), pytest.raises(RuntimeError, match="outside graph capture"):
         captured(device, generator.draw)
+
+
+def test_a_step_that_draws_without_saying_so_is_captured_as_one_that_does():
+    class Refusing(StandIn):
+        """As torch below 2.13, where a capture was begun as one that draws nothing."""
+
+        def end(self):
+            if not capturing.DRAWS.get():
+                raise RuntimeError("Attempt to increase offset for a CUDA generator not in capture mode.")
+            return super().end()
+
+    def step(x):
+        return x + torch.rand_like(x)
+
+    device = Refusing()
+    graphed = breakable(step, Buckets(tokens=(4,)), batch=None, tokens=("x",), graphs=device)
+    assert graphed(x=torch.zeros(4)).shape == (4,) and graphed.draws
+    assert device.calls.count("abort") == 1 and len(device.graphs) == 1
 
 
 def test_no_thread_waits_for_the_device_or_frees_within_a_capture_of_another(cuda):

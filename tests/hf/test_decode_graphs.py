@@ -392,17 +392,18 @@ class Failing(StandIn):
 @pytest.mark.parametrize("kind", OUTSIDE)
 @pytest.mark.parametrize("times", [2, 50])
 def test_captures_that_fail_for_no_fault_of_the_model_are_tried_again(kind, times):
-    """Three times at most, each at the next generate(), and pages stay. A failure of the model's own is kept at once."""
+    """Three times at most, each at the next generate(), and pages stay meanwhile. A failure of the model's own is kept at once."""
     model, device = tiny.model("llama"), Failing(OUTSIDE[kind], times)
     want = generated(model, 2, 9, 4)
-    with attnops.patch(model, cache="paged", decode=how("auto", graphs=device)) as handle:
+    with attnops.patch(model, decode=how("auto", graphs=device)) as handle:
         took = []
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NotFast)
             for _ in range(6):
                 assert torch.equal(generated(model, 2, 9, 4), want)
                 took.append(handle.took)
-        assert {each.cache for each in took} == {"paged"}
+        paged_calls = 6 if times == 2 and kind != "own" else 1 if kind == "own" else 1 + failed.TRIES
+        assert [each.cache for each in took] == ["paged"] * paged_calls + ["hf"] * (6 - paged_calls)
         found = [each.decode for each in took]
         if times == 50 or kind == "own":
             assert found == ["hf"] * 6

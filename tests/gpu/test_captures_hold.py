@@ -1,0 +1,320 @@
+"""Captures that fail, and captures beside other threads, on a real GPU: what they leave behind, and what they take from others."""
+
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from attnops.graphs import Buckets, CudaGraphs, breakable
+from attnops.graphs.capturing import capture_stream
+
+pytest.importorskip("transformers", reason="the hf extra is not installed")
+pytestmark = [
+    pytest.mark.alone,  # what is invalidated, drawn and reserved is the process's
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="captures need a GPU"),
+    pytest.mark.filterwarnings("ignore::attnops.errors.NotFast"),
+]
+
+LIMIT = 120
+"""Seconds after which a test no longer waits for a thread."""
+CALLS = 8
+"""Calls of generate() after which what is tried again has succeeded: three for the steps, and as many for the tail."""
+BIG = 2 * 2**30
+"""Bytes that must come back to the driver."""
+
+
+class Synchronising(nn.Module):
+    """An activation that waits for the device, which no graph may hold."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.cuda.synchronize()
+        out: Tensor = self.inner(x)
+        return out
+
+
+def model_of(seed: int) -> Any:
+    from attnops.hf import tiny
+
+    return tiny.model("llama", seed=seed).cuda().eval()
+
+
+def asked(seed: int = 1) -> tuple[Tensor, dict[str, Any]]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(2, 90, (2, 9), generator=generator, device="cpu").cuda()
+    more = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "min_new_tokens": 8}
+    return ids, {**more, "do_sample": False}
+
+
+def generated(model: Any, seed: int = 1) -> Tensor:
+    ids, more = asked(seed)
+    found: Tensor = model.generate(ids, **more)
+    return found
+
+
+def check_tokens(got: Tensor, want: Tensor, handle: Any) -> None:
+    text = f"\ngot {got.tolist()}\nwant {want.tolist()}\ntook {handle.took}\n{handle.report()}"
+    assert torch.equal(got, want), text
+
+
+def check_draws() -> None:
+    """The default generator draws, outside a capture."""
+    chosen = torch.multinomial(torch.full((3, 5), 0.2, device="cuda"), 1)
+    assert chosen.shape == (3, 1)
+    assert torch.empty(1000, device="cuda").normal_().isfinite().all()
+    assert torch.rand(1000, device="cuda").unique().numel() > 900
+
+
+def check_memory() -> None:
+    """What is freed goes back to the driver: no pool is still open."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    x = torch.empty(BIG, dtype=torch.uint8, device="cuda")
+    del x
+    torch.cuda.empty_cache()
+    after = torch.cuda.memory_reserved()
+    assert after - before < BIG // 4, f"{before} bytes reserved before, {after} after\n{torch.cuda.memory_summary(abbreviated=True)}"
+
+
+def check_captures(seed: int = 5) -> None:
+    """A model that is patched now has its graphs at once."""
+    import attnops
+
+    model = model_of(seed)
+    want = generated(model)
+    with attnops.patch(model) as handle:
+        for _ in range(2):
+            check_tokens(generated(model), want, handle)
+            took = handle.took
+            assert (took.cache, took.decode, took.why, took.loop) == ("paged", "breakable", "", ""), str(took)
+
+
+@contextmanager
+def beside(run: Callable[[], None]) -> Iterator[list[str]]:
+    """Call `run` again and again in a thread, until the block ends. Yields the errors of that thread."""
+    errors: list[str] = []
+    ends, began = threading.Event(), threading.Event()
+
+    def loop() -> None:
+        while not ends.is_set():
+            try:
+                run()
+            except Exception:
+                errors.append(traceback.format_exc())
+            began.set()
+
+    thread = threading.Thread(target=loop, daemon=True)
+    thread.start()
+    try:
+        assert began.wait(LIMIT)
+        yield errors
+    finally:
+        ends.set()
+        thread.join(LIMIT)
+    assert not thread.is_alive()
+
+
+def test_a_model_that_synchronises_in_its_forward() -> None:
+    """Its captures fail each time, and nothing else does."""
+    import attnops
+
+    model = model_of(2)
+    mlp = model.model.layers[0].mlp
+    mlp.act_fn = Synchronising(mlp.act_fn)
+    want = generated(model)
+    with attnops.patch(model) as handle:
+        for _ in range(3):
+            check_tokens(generated(model), want, handle)
+            assert handle.took.decode == "hf" and handle.took.why, str(handle.took)
+            check_draws()
+        check_memory()
+        check_captures()
+        check_tokens(generated(model), want, handle)
+    check_memory()
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_captures_that_another_thread_invalidates(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait for the whole device, in the midst of the first captures. They are tried again, and pages and graphs stay."""
+    import attnops
+
+    model, left, real = model_of(3), [times], CudaGraphs.begin
+    want, refused = generated(model), []
+
+    def synchronise() -> None:
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    def begin(self: CudaGraphs) -> None:
+        real(self)
+        if left[0] > 0:
+            left[0] -= 1
+            thread = threading.Thread(target=synchronise)
+            thread.start()
+            thread.join(LIMIT)
+
+    monkeypatch.setattr(CudaGraphs, "begin", begin)
+    took = []
+    with attnops.patch(model) as handle:
+        for _ in range(CALLS):
+            check_tokens(generated(model), want, handle)
+            took.append(handle.took)
+            check_draws()
+        text = "\n".join(map(str, [*took, *refused]))
+        assert not left[0], text
+        assert {each.cache for each in took} == {"paged"}, text
+        assert (took[-1].decode, took[-1].why, took[-1].loop) == ("breakable", "", ""), text
+        check_memory()
+        check_captures()
+
+
+def test_a_thread_that_synchronises_all_the_time() -> None:
+    """Captures may fail for as long as it does. Tokens are right meanwhile, and graphs come after release()."""
+    import attnops
+
+    model = model_of(4)
+    want = generated(model)
+
+    with attnops.patch(model) as handle:
+        # Its own errors are those of CUDA, which refuses a wait for a device that captures.
+        with beside(torch.cuda.synchronize):
+            for _ in range(CALLS):
+                check_tokens(generated(model), want, handle)
+        handle.release()
+        check_draws()
+        check_memory()
+        check_tokens(generated(model), want, handle)
+        took = handle.took
+        assert (took.cache, took.decode, took.why, took.loop) == ("paged", "breakable", "", ""), str(took)
+        check_captures()
+
+
+def test_two_threads_with_two_models() -> None:
+    """Each captures, frees and captures again, while the other does."""
+    import attnops
+
+    models = [model_of(seed) for seed in (6, 7)]
+    wants = [generated(model) for model in models]
+    handles = [attnops.patch(model) for model in models]
+    start, errors, seen = threading.Barrier(2), [], []
+
+    def work(number: int) -> None:
+        model, want, handle = models[number], wants[number], handles[number]
+        try:
+            start.wait(LIMIT)
+            for again in range(6):
+                check_tokens(generated(model), want, handle)
+                seen.append(handle.took)
+                if again % 2:
+                    handle.release()
+        except BaseException:
+            errors.append(traceback.format_exc())
+
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    assert not any(thread.is_alive() for thread in threads), "a thread waits for ever"
+    assert not errors, "\n".join(errors)
+    kept = {(took.cache, took.decode, took.why, took.loop) for took in seen}
+    assert kept == {("paged", "breakable", "", "")} and len(seen) == 12, "\n".join(map(str, seen))
+    for handle in handles:
+        handle.unpatch()
+    check_draws()
+    check_memory()
+
+
+def test_a_thread_draws_while_another_captures() -> None:
+    import attnops
+
+    model = model_of(8)
+    want, drawn, took = generated(model), list[Tensor](), []
+
+    def draw() -> None:
+        drawn.append(torch.rand(16, device="cuda"))
+        time.sleep(0.0001)
+
+    with attnops.patch(model) as handle:
+        with beside(draw) as errors:
+            for _ in range(10):
+                check_tokens(generated(model), want, handle)
+                took.append(handle.took)
+                handle.release()
+        text = "\n".join([f"{len(errors)} of {len(drawn) + len(errors)} draws failed", *map(str, took), *errors[:2]])
+        assert not errors, text
+        assert {(each.cache, each.decode, each.why, each.loop) for each in took} == {("paged", "breakable", "", "")}, text
+    every = torch.stack(drawn)
+    again = len(drawn) - every.unique(dim=0).shape[0]
+    assert again <= 0.01 * len(drawn), f"{again} of {len(drawn)} draws came twice"
+
+
+def test_captures_draw_nothing() -> None:
+    import attnops
+
+    model = model_of(9)
+    found = []
+    with attnops.patch(model):
+        for captures in (False, True):
+            torch.cuda.manual_seed(11)
+            first = torch.rand(8, device="cuda")
+            if captures:
+                generated(model)
+            found.append(torch.cat([first, torch.rand(8, device="cuda")]))
+    assert torch.equal(*found), str(found)
+
+
+def test_a_step_that_draws_is_captured_all_the_same() -> None:
+    """Whether it says so or not. Its replays follow the generator, also after a capture that failed."""
+    fails = [False]
+
+    def step(x: Tensor) -> Tensor:
+        out = x + torch.rand_like(x)
+        if fails[0]:
+            torch.cuda.synchronize()
+        return out
+
+    x = torch.zeros(4, 1024, device="cuda")
+    for draws in (True, False):
+        fails[0] = False
+        ours, other = (
+            breakable(step, Buckets(requests=4), batch=None, tokens=(), requests=("x",), returns="requests", draws=draws) for _ in range(2)
+        )
+        ours(x=x)
+        fails[0] = True
+        with pytest.raises(Exception, match="cannot be captured"):
+            other(x=x)
+        fails[0] = False
+        found = []
+        for _ in range(2):
+            torch.cuda.manual_seed(5)
+            found.append([ours(x=x).clone() for _ in range(3)])
+        for first, second in zip(*found, strict=True):
+            assert torch.equal(first, second), f"draws={draws}"
+        assert not torch.equal(found[0][0], found[0][1]), f"draws={draws}"
+        check_draws()
+        ours.free()
+        other.free()
+    check_memory()
+
+
+def test_the_capture_stream_is_not_one_that_others_get() -> None:
+    stream = capture_stream(torch.cuda.current_device())
+    assert isinstance(stream, torch.cuda.ExternalStream), "the driver made no stream"
+    assert stream is capture_stream(torch.cuda.current_device())
+    others = {torch.cuda.Stream(priority=priority).cuda_stream for priority in (0, -1) for _ in range(40)}
+    assert stream.cuda_stream not in others
+    assert stream.cuda_stream != torch.cuda.default_stream().cuda_stream
+    check_captures(10)
