@@ -104,6 +104,8 @@ def calls_of_the_model(model, handle, turn):
         model(ids[:, :2], **named(cache))
     with turn():
         yield from (layer.keys for layer in unpaged(cache, model.config).layers)
+    with turn():
+        model(ids[:, :2], **named(cache))
     start = torch.zeros(2, dtype=torch.int64)
     with turn():
         cache.step_of(cache.first_layer, start, 1, 4)
