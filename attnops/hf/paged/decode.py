@@ -208,8 +208,7 @@ class Decoder:
                     raise  # of a replay, not of a capture
                 remember(self.failed, Failed(self._state, kind_of(rows), mode), one_line(error))
                 self.forget(cache.state.pages)
-                compiled = mode == "piecewise"
-                loss = not_fast.COMPILED if compiled else not_fast.GRAPHS
+                loss = not_fast.COMPILED if mode == "piecewise" else not_fast.GRAPHS
                 not_fast.warn(self._model, loss, one_line(error))
         return None
 
