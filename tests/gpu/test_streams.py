@@ -32,7 +32,7 @@ Use = Callable[[Any, Any, Turn], Iterator[Tensor]]
 
 def busy() -> None:
     """Keep the current stream busy, and not the host."""
-    torch.cuda._sleep(BUSY)  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(BUSY)
 
 
 def turns(*streams: torch.cuda.Stream) -> Turn:
@@ -134,7 +134,7 @@ USES: tuple[Any, ...] = (
 )
 
 
-def run(use: Use, mode: str, *streams: torch.cuda.Stream) -> list[Tensor]:
+def run(use: Use, mode: Any, *streams: torch.cuda.Stream) -> list[Tensor]:
     """What a use gives on these streams, in turn."""
     import attnops
 

@@ -69,7 +69,7 @@ def turns_of_a_conversation(model, handle, turn):
 
 
 def steps_by_hand(model, handle, turn):
-    """With crops in between; the prompt is a call of the model."""
+    """With crops in between; the prompt is a call of the model. The last steps have no graphs."""
     cache, (ids, _) = handle.new_cache(2, 60), asked(2)
     with turn():
         model(ids, **named(cache))
@@ -84,6 +84,11 @@ def steps_by_hand(model, handle, turn):
         cache.reset()
     with turn():
         model(ids, **named(cache))
+    hook = model.model.layers[0].register_forward_hook(lambda *_: None)
+    for _ in range(2):
+        with turn():
+            yield handle.step(ids[:, :1], cache)
+    hook.remove()
 
 
 def calls_of_the_model(model, handle, turn):
@@ -94,9 +99,16 @@ def calls_of_the_model(model, handle, turn):
     with turn():
         yield cache.get_seq_length() + 0
     with turn():
+        yield cache.layers[0].get_mask_sizes(1)[1] + 0
+    with turn():
         model(ids[:, :2], **named(cache))
     with turn():
         yield from (layer.keys for layer in unpaged(cache, model.config).layers)
+    with turn():
+        model(ids[:, :2], **named(cache))
+    start = torch.zeros(2, dtype=torch.int64)
+    with turn():
+        cache.step_of(cache.first_layer, start, 1, 4)
 
 
 def steps_of_two_caches(model, handle, turn):

@@ -80,7 +80,7 @@ class Number:
 
 def field_of(processor: Any, device: torch.device) -> str | None:
     """The field of a processor for which a `Number` may stand. None: its numbers are constants."""
-    kind = type(processor)
+    kind: Any = type(processor)
     field = FIELDS.get(kind)
     if field is None or type(vars(processor).get(field)) not in (int, float):
         return None

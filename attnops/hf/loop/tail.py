@@ -127,6 +127,7 @@ class Tail:
         """Capture the graph, before `begin`. It draws no random number."""
         recorded = Recorded(graphs)
         recorded.current = "the choice of a token"
+        self._stream.use()
         try:
             with CAPTURING, frozen(), graphs.session(), ordinary():
                 self._choose()

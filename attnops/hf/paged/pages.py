@@ -118,10 +118,10 @@ class ModelPages(Pages):
             self.pad = torch.full((rows,), EMPTY, dtype=torch.int64, device=sizes.device)
         self.counters = self.seen, self.pad, self.high
         # Slices of one allocation are not known to the allocator.
-        whole = [each for _, tensors in self._allocations for each in tensors]
+        pages = [each for _, alike in self._allocations for each in alike]
         scratch = () if self.workspace is None else (self.workspace,)
         small = *self.tables, self.seq_lens, *self.counters, self.most
-        self._stream = LastStream(sizes.device, (*whole, *scratch, *small))
+        self._stream = LastStream(sizes.device, (*pages, *scratch, *small))
         self.use()
         fix_address(self.seen, self.high, self.most)
         for tensors, dims in ((self.tables, (0, 1)), (self.pools, (0,)), ((self.pad,), (0,))):
