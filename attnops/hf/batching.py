@@ -19,6 +19,7 @@ from attnops.adapters.handle import MARK
 from attnops.announce import NAME
 from attnops.call import need
 from attnops.errors import InvalidInput, fail
+from attnops.graphs.capturing import quiet
 from attnops.hf.attention.batched import ENDING, FILLS, name_for_batches
 from attnops.hf.attention.continuous import PREFIX, refusal
 from attnops.hf.methods import Method
@@ -32,6 +33,8 @@ ENTRY = "init_continuous_batching"
 
 _TABLES = "max_blocks_per_request"
 _CONFIG = "continuous_batching_config"
+# The method of a manager that makes what holds the inputs of batches, or resets it in the thread that runs them.
+_MAKE = "_create_batch_processor"
 _COMPILES = ("default_compile_level", "varlen_compile_config", "decode_compile_config")
 _OLD_CACHE = "transformers.generation.continuous_batching.cache_manager"
 
@@ -137,21 +140,23 @@ def begin(method: Method, *args: Any, **kwargs: Any) -> Any:
         raise
     if not isinstance(vars(manager).get("stop"), Method):  # a manager that is kept comes back
         Method(manager, "stop", functools.partial(_stop, handle))
-        if hasattr(manager, "warmup"):
-            Method(manager, "warmup", _warm_up)
+        if hasattr(manager, _MAKE):
+            Method(manager, _MAKE, _settled)
     return manager
 
 
-def _warm_up(method: Method, *args: Any, **kwargs: Any) -> Any:
-    """Wait for the steps of the warm-up, as transformers 5.24 does.
+def _settled(method: Method, *args: Any, **kwargs: Any) -> Any:
+    """What holds the inputs of batches, made or reset, once the device has done so.
 
-    They read buffers of inputs, and write into them. In older versions the inputs of the first
-    batch, copied on another stream, could come too early, and its requests got other tokens.
+    transformers resets inputs on the current stream and copies those of a batch on another one, which
+    waits for neither the reset nor the steps of the warm-up. On a busy GPU the reset could come
+    after the copy: the first requests then got other tokens, or ended in a device-side assertion.
     """
     result = method.original(*args, **kwargs)
     device = method.owner.model.device
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        with quiet(device):
+            torch.cuda.synchronize(device)
     return result
 
 

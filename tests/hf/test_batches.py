@@ -3,6 +3,7 @@
 The tokens are those of `generate()` with eager attention.
 """
 
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from transformers import GenerationConfig
 import attnops
 from attnops.announce import NAME
 from attnops.errors import InvalidInput
-from attnops.hf import batching_config, tiny
+from attnops.hf import batching, batching_config, tiny
 from attnops.hf.attention import batched, continuous
 from attnops.hf.attention.batched import ENDING, FILLS, MASKED, name_for_batches
 from tests.graphs.standin import StandIn
@@ -152,24 +153,30 @@ def test_a_manager_of_the_users_own():
     assert "init_continuous_batching" not in vars(model)
 
 
-def test_the_first_batch_waits_for_the_warm_up(monkeypatch):
-    """It would write the inputs that the steps of the warm-up read."""
-    if not hasattr(continuous_api.ContinuousBatchingManager, "warmup"):
-        pytest.skip("this transformers has no warm-up")
+def test_the_first_batch_waits_for_the_reset_of_its_inputs(monkeypatch):
+    """On the GPU of the model. The reset is on another stream than the copy of the inputs."""
     order = []
     kind = continuous_api.ContinuousBatchingManager
-    monkeypatch.setattr(kind, "warmup", lambda manager: order.append("steps"))
+    monkeypatch.setattr(kind, batching._MAKE, lambda manager: order.append("reset"))
     monkeypatch.setattr(torch.cuda, "synchronize", order.append)
     model, gpu = tiny.model("llama"), torch.device("cuda", 1)
     with attnops.patch(model):
         manager = model.init_continuous_batching(continuous_batching_config=settings())
-        manager.warmup()
-        assert order == ["steps"], "on a CPU there is nothing to wait for"
+        getattr(manager, batching._MAKE)()
+        assert order == ["reset"], "on a CPU there is nothing to wait for"
         with monkeypatch.context() as moved:
             moved.setattr(manager, "model", SimpleNamespace(device=gpu))
-            manager.warmup()
+            getattr(manager, batching._MAKE)()
         manager.stop()
-    assert order == ["steps", "steps", gpu]
+    assert order == ["reset", "reset", gpu]
+
+
+def test_transformers_resets_inputs_where_it_is_waited_for():
+    """Each way to a first batch: the thread that runs batches, and a warm-up."""
+    kind = continuous_api.ContinuousBatchingManager
+    assert batching._MAKE in inspect.unwrap(kind._run_generation_loop).__code__.co_names
+    if hasattr(kind, "warmup"):
+        assert batching._MAKE in inspect.unwrap(kind.warmup).__code__.co_names
 
 
 def test_a_config_that_transformers_refuses_leaves_the_model_as_it_was():
