@@ -290,7 +290,7 @@ def test_a_step_that_draws_is_captured_all_the_same() -> None:
     for draws in (True, False):
         fails[0] = False
         ours, other = (
-            breakable(step, Buckets(requests=4), batch=None, tokens=(), requests=("x",), returns="requests", draws=draws) for _ in range(2)
+            breakable(step, Buckets(decode=(4,)), batch=None, tokens=(), requests=("x",), returns="requests", draws=draws) for _ in range(2)
         )
         ours(x=x)
         fails[0] = True
