@@ -19,8 +19,7 @@ from attnops.hf.cache_names import named
 
 transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
 
-if not torch.cuda.is_available():
-    pytest.skip("streams need a GPU", allow_module_level=True)
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="streams need a GPU")
 
 DEVICE = torch.device("cuda", 0)
 BUSY = 40_000_000

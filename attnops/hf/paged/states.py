@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 
@@ -30,12 +31,14 @@ class States:
     Those of the state in use stay, and with them, within the budget, those that were used last.
 
     budget_bytes: of the graphs of all states, their buffers included. None: `most_graph_bytes`.
-    drop: frees graphs.
+    drop: frees graphs; a method, which is not kept alive.
     freed: states whose graphs were freed for the budget.
     """
 
     def __init__(self, budget_bytes: int | None, drop: Callable[[Over], None]) -> None:
-        self._budget, self._drop, self.freed = budget_bytes, drop, 0
+        self._budget, self.freed = budget_bytes, 0
+        # The method of what holds these, which a model is to be freed with by its last reference.
+        self._dropping = WeakMethod(drop)
         self._kept: dict[State, Kept] = {}  # the state in use is the last
 
     def __contains__(self, state: State) -> bool:
@@ -74,6 +77,10 @@ class States:
         kept = self._kept[state] = self._kept.pop(state, Kept({}, taken))
         self.fit()
         return kept
+
+    def _drop(self, over: Over) -> None:
+        if (drop := self._dropping()) is not None:
+            drop(over)
 
     def fit(self) -> None:
         """Free the graphs of the states that were not used for longest, down to the budget."""
