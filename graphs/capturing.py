@@ -188,9 +188,9 @@ def mend(generator: torch.Generator, device: torch.device) -> None:
 
 def _captures_nothing(device: torch.device) -> bool:
     """Capture a write to a number of its own. Returns whether that succeeded."""
-    number, pool = torch.zeros(1, device=device), torch.cuda.graph_pool_handle()
-    graph, began = torch.cuda.CUDAGraph(), False
+    pool, graph, began = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph(), False
     try:
+        number = torch.zeros(1, device=device)
         graph.capture_begin(pool, capture_error_mode="thread_local")
         began = True
         number.zero_()

@@ -311,11 +311,12 @@ class CudaGraphs:
                 with contextlib.suppress(RuntimeError):
                     graph.capture_end()
                 _clear_workspaces()
-                clean_up(graph, self._pool, self.device, self._began)
-                if DRAWS.get():
-                    mend(_generator(self.device), self.device)
+                pool = self._pool
                 # What the capture has made may live on in its pool, which no later one takes.
                 self._pool, self._live = None, weakref.WeakSet()
+                clean_up(graph, pool, self.device, self._began)
+                if DRAWS.get():
+                    mend(_generator(self.device), self.device)
         finally:
             self._taken.close()
 

@@ -64,6 +64,8 @@ class Graphed(Setup):
         need(known, "batch, tokens, requests", unknown, f"arguments of the model: {', '.join(self._names)}")
         want = "() where the model takes no batch: only a batch has the tokens of each request"
         need(self.batch is not None or not self.buckets.verify, "verify", self.buckets.verify, want)
+        known = self.graphs is None or hasattr(self.graphs, "follow")
+        need(known, "graphs", type(self.graphs).__name__, "a Device with a method follow(), which orders streams")
         self._entries: dict[Bucket, Entry] = {}
         self._prepared: set[str] = set()
         self._inputs: Inputs | None = None
@@ -138,7 +140,7 @@ class Graphed(Setup):
     def nbytes(self) -> int:
         """Bytes that the graphs and their buffers hold."""
         held = 0 if self._inputs is None else self._inputs.bytes
-        return held + sum(sum(entry.recorded.bytes_of) for entry in self._entries.values())
+        return held + sum(sum(entry.recorded.bytes_of) for entry in tuple(self._entries.values()))
 
     def free(self) -> None:
         """Free all graphs and buffers, which invalidates earlier results. Compiled code is kept, and the next call captures again."""

@@ -28,7 +28,7 @@ class Streams(Protocol):
         """The current stream."""
         ...
 
-    def capturing(self) -> bool:
+    def capturing(self, device: torch.device) -> bool:
         """Is the work of the current stream captured?"""
         ...
 
@@ -50,8 +50,9 @@ class Cuda:
     def current(self, device: torch.device) -> Any:
         return torch.cuda.current_stream(device)
 
-    def capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+    def capturing(self, device: torch.device) -> bool:
+        with torch.cuda.device(device):
+            return torch.cuda.is_current_stream_capturing()
 
     def wait(self, stream: Any, other: Any) -> None:
         stream.wait_stream(other)
@@ -92,7 +93,7 @@ class LastStream:
             self._change(streams)
 
     def _change(self, streams: Streams) -> None:
-        if streams.capturing():
+        if streams.capturing(self._device):
             return
         stream, number = streams.current(self._device), streams.number(self._device)
         if self._last is not None:

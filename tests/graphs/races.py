@@ -48,7 +48,7 @@ class Races(TorchDispatchMode):
     def current(self, device):
         return self.stream
 
-    def capturing(self):
+    def capturing(self, device):
         return False
 
     def wait(self, stream, other):

@@ -432,6 +432,14 @@ def test_few_tails_are_kept(model, monkeypatch):
     assert not any(graph.alive for graph in device.graphs)
 
 
+def test_many_tails_are_bounded_where_they_are_small(model, monkeypatch):
+    monkeypatch.setattr(sample, "_MOST_SMALL", 5)
+    with patched(model := copy.deepcopy(model)) as handle:
+        for top_k in range(5, 12):
+            drawn(model, do_sample=True, top_k=top_k, max_new_tokens=2)
+        assert len(loop_of(handle)._idle) == 5
+
+
 def test_more_tails_are_kept_where_they_are_small(model):
     with patched(model := copy.deepcopy(model)) as handle:
         for top_k in range(5, 5 + sample._MOST + 2):

@@ -12,7 +12,10 @@ import transformers
 from transformers.generation import logits_process
 
 from attnops.hf import tiny
+from attnops.hf.cache_names import named
 from attnops.hf.loop import numbers, tail
+from attnops.hf.paged.failed import MOST, TRIES, Tries
+from tests.hf.test_decode_graphs import Failing
 from tests.hf.test_loop import drawn, generated, loop_of, patched
 
 CPU = torch.device("cpu")
@@ -204,3 +207,49 @@ def test_threads_of_equal_options_capture_one_tail_each(model, monkeypatch):
             thread.join()
         assert found == [want] * (count * rounds)
         assert len(captured) == count and len(loop_of(handle)._idle) == count
+
+
+@pytest.mark.filterwarnings("ignore::attnops.errors.NotFast")
+def test_a_tail_that_is_full_is_captured_again(model, monkeypatch):
+    """A capture that failed in passing is tried again on the buffers of a text that has filled them."""
+    captured, short = tail.Tail.capture, Failing(lambda: torch.OutOfMemoryError("CUDA out of memory"), 1)
+    devices = []
+
+    def capture(self, graphs):
+        devices.append(graphs if devices else short)
+        captured(self, devices[-1])
+
+    monkeypatch.setattr(tail.Tail, "capture", capture)
+    with patched(model := copy.deepcopy(model)) as handle:
+        cache = handle.new_cache(1, 15)
+        for call in range(3):
+            cache.reset()
+            given = {**named(cache), "max_new_tokens": 10, "do_sample": True, "eos_token_id": None}
+            out = model.generate(torch.arange(3, 9)[None], pad_token_id=0, **given)
+            assert out.shape == (1, 16)
+            assert ("tries again" in handle.took.loop) == (call == 0)
+        assert len(devices) == 2
+
+
+def test_failures_in_turn_with_successes_are_none_in_a_row():
+    tries, short = Tries(), torch.OutOfMemoryError("CUDA out of memory")
+    for _ in range(2 * TRIES):
+        assert tries.again("a", short) and "tries again" in tries.why("a")
+        tries.done("b")
+        tries.done("a")
+        assert not tries
+    assert [tries.again("a", short) for _ in range(TRIES + 1)] == [True] * TRIES + [False]
+    for key in range(2 * MOST):
+        tries.again(key, short)
+    assert len(tries._failed) == MOST
+
+
+def test_numbers_are_tried_in_the_dtype_of_scores(monkeypatch):
+    numbers._holds.cache_clear()
+    torch.set_default_dtype(torch.float64)
+    try:
+        for kind, field in numbers.FIELDS.items():
+            assert numbers.field_of(kind(0.5), CPU) == field
+    finally:
+        torch.set_default_dtype(torch.float32)
+        numbers._holds.cache_clear()

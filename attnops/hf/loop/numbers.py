@@ -105,7 +105,7 @@ def _holds(kind: type, code: Callable[..., Any], device: torch.device) -> bool:
         number.set(_TRIAL)
         setattr(ours, FIELDS[kind], number)
         tokens = torch.arange(0, 1024, 3, device=device).view(2, -1)
-        scores = torch.arange(2048, device=device).sin().mul(9).view(2, -1)
+        scores = torch.arange(2048, dtype=torch.float32, device=device).sin().mul(9).view(2, -1)
         return torch.equal(theirs(tokens, scores), ours(tokens, scores))
     except (AttributeError, TypeError):
         return False

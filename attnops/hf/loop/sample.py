@@ -25,9 +25,10 @@ from attnops.hf.paged.decode import Decoder
 from attnops.hf.private import changed
 
 # Idle tails that are kept, the last used ones: several of one choice, where threads used them at
-# once. More are kept while all of them hold no more than so many bytes.
+# once. More, up to _MOST_SMALL, are kept while all of them hold no more than so many bytes.
 _MOST = 4
 _MOST_BYTES = 2**28
+_MOST_SMALL = 64
 
 
 class Loop:
@@ -116,7 +117,7 @@ class Loop:
             if tail.choice == choice:
                 self._idle.remove(tail)
                 # What was not the choice's own fault is tried again.
-                return self._captured(tail, asked, decoder) if tail.tries.why else tail
+                return self._captured(tail, asked, decoder) if tail.tries else tail
         return self._captured(Tail(choice, asked.processors), asked, decoder)
 
     def _put_back(self, tail: Tail) -> None:
@@ -125,14 +126,14 @@ class Loop:
             tail.reset()
             return
         self._idle.append(tail)
-        while len(self._idle) > _MOST and self.nbytes > _MOST_BYTES:
+        while len(self._idle) > _MOST_SMALL or (len(self._idle) > _MOST and self.nbytes > _MOST_BYTES):
             self._idle.pop(0).reset()
 
     def _captured(self, tail: Tail, asked: Asked, decoder: Decoder) -> Tail:
         self._device = self._device or decoder.how.graphs or CudaGraphs(tail.choice.device)
         tail.capture(self._device)
         if tail.reason:
-            not_fast.warn(asked.owner, not_fast.CHOICE, tail.reason)
+            not_fast.warn(asked.owner, not_fast.CHOICE, tail.reason, once=bool(tail.tries))
         return tail
 
 

@@ -123,6 +123,13 @@ class Tail:
         text = self.tokens, self.token, self.position, self._length
         return self._scores, *noise, *text, self._unfinished, self._eos, self._pad, self._news
 
+    def _empty(self) -> None:
+        """As if no text had been in it: the last one may have filled it."""
+        self._length.zero_()
+        self._scores.zero_()
+        if self._noise is not None:
+            self._noise.fill_(1)
+
     def capture(self, graphs: Device) -> None:
         """Capture the graph, before `begin`. It draws no random number."""
         recorded = Recorded(graphs)
@@ -130,6 +137,7 @@ class Tail:
         self._stream.use()
         try:
             with CAPTURING, frozen(), graphs.session(), ordinary():
+                self._empty()
                 self._choose()
                 with recorded.whole():
                     recorded.begin()
@@ -138,7 +146,7 @@ class Tail:
             if not (isinstance(error, NotCapturable) or passing(error)):
                 raise
             again = self.tries.again("", error)
-            self.reason = self.tries.why if again else one_line(error)
+            self.reason = self.tries.why("") if again else one_line(error)
             return
         self._recorded, self.reason = recorded, ""
         self.tries.done("")

@@ -129,7 +129,7 @@ class Decoder:
     def why(self) -> str:
         """Why the kind of the last step has no graphs, or none that are compiled."""
         kinds = [Failed(state, kind_of(self._rows), mode) for state in (None, self._state) for mode in ("piecewise", "breakable")]
-        return self.aside or self.tries.why or "; ".join(dict.fromkeys(self.failed[kind] for kind in kinds if kind in self.failed))
+        return self.aside or "; ".join(dict.fromkeys(why for kind in kinds if (why := self.tries.why(kind) or self.failed.get(kind))))
 
     def why_not(self, rows: int) -> str:
         """Why steps of so many rows, of the model as it is now, get no graphs; "" where they may be tried."""
@@ -184,14 +184,15 @@ class Decoder:
 
     def _tried(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None) -> Tensor | None:
         rows = self._rows = input_ids.shape[0]
-        while cache.state not in self._without and Failed(None, kind_of(rows), "breakable") not in self.failed:
+        while Failed(None, kind_of(rows), "breakable") not in self.failed:
             mode = "breakable"
             try:
                 self._look(cache.state)
                 if self._is_aside(cache.state) or (mode := self._mode(rows)) == "hf":
                     return None
                 logits = self._replayed(input_ids, cache.state, position_ids)
-                self.tries.done(Failed(self._state, kind_of(rows), mode))
+                if self.tries:
+                    self.tries.done(Failed(self._state, kind_of(rows), mode))
                 return logits
             except SideEffect:
                 raise
@@ -199,17 +200,19 @@ class Decoder:
                 over = self._kept.over.get((cache.state.pages, mode))
                 if over is not None and over.captured(rows):
                     raise  # of a replay, not of a capture
-                self._note(error, Failed(self._state, kind_of(rows), mode), cache.state)
+                if self._noted(error, Failed(self._state, kind_of(rows), mode), cache.state):
+                    return None
         return None
 
-    def _note(self, error: Exception, kind: Failed, state: State) -> None:
-        """Note that a capture failed: for the rest of this call, or until `release()`."""
+    def _noted(self, error: Exception, kind: Failed, state: State) -> bool:
+        """Note that a capture failed. Returns whether that costs the rest of this call its graphs, and no more."""
         self.forget(state.pages)
         loss = not_fast.COMPILED if kind.mode == "piecewise" else not_fast.GRAPHS
         if again := self.tries.again(kind, error):
             self._without.add(state)
-        why = self.tries.why if again else remember(self.failed, kind, one_line(error))
-        not_fast.warn(self._model, loss, why)
+        why = self.tries.why(kind) if again else remember(self.failed, kind, one_line(error))
+        not_fast.warn(self._model, loss, why, once=again)
+        return again
 
     def _is_aside(self, state: State) -> bool:
         """Are the steps of this cache left to the model's own forward? It is not looked at again before its next prompt."""

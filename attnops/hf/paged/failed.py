@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -71,29 +70,32 @@ def passing(error: BaseException) -> bool:
 
 
 class Tries:
-    """Counts the failures that pass, by what failed. why: of the last one, until a success; "" before."""
+    """Counts the failures that pass, by what failed, until a success of the same: at most MOST of them."""
 
     def __init__(self) -> None:
-        self._counts: Counter[Any] = Counter()
-        self.why = ""
+        self._failed: dict[Hashable, tuple[int, str]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._failed)
+
+    def why(self, key: Hashable) -> str:
+        """Why this failed last; "" after a success."""
+        return self._failed.get(key, (0, ""))[1]
 
     def again(self, key: Hashable, error: BaseException) -> bool:
         """Note a failure. Returns whether the next `generate()` tries again."""
-        again = passing(error) and self._counts[key] < TRIES
-        self.why = f"{one_line(error)}; the next generate() tries again" if again else ""
+        count, _ = self._failed.pop(key, (0, ""))
+        again = passing(error) and count < TRIES
         if again:
-            self._counts[key] += 1
-        else:
-            self._counts.pop(key, None)
+            self._failed[key] = count + 1, f"{one_line(error)}; the next generate() tries again"
+            while len(self._failed) > MOST:
+                del self._failed[next(iter(self._failed))]
         return again
 
     def done(self, key: Hashable) -> None:
         """Note a success."""
-        if self.why:
-            self.why = ""
-            self._counts.pop(key, None)
+        self._failed.pop(key, None)
 
     def clear(self) -> None:
         """Forget all."""
-        self._counts.clear()
-        self.why = ""
+        self._failed.clear()

@@ -196,11 +196,13 @@ class PagedMode:
     def release(self) -> None:
         """Free idle pages, and every graph. Graphs that could not be made, as when memory was short, are tried again."""
         self.pool.clear()
-        if self._decoder is not None:
-            self._decoder.free()
-            with self._decoder.turn:
-                self.loop.free()
-        else:
+        self._free_graphs()
+
+    def _free_graphs(self) -> None:
+        if self._decoder is None:
+            return self.loop.free()
+        self._decoder.free()
+        with self._decoder.turn:
             self.loop.free()
 
     def undo(self) -> None:
@@ -213,9 +215,7 @@ class PagedMode:
             for part in module.modules():
                 part.__dict__.pop(HELD, None)
         compiled = self._decoder is not None and self._decoder.compiled
-        if self._decoder is not None:
-            self._decoder.free()
-        self.loop.free()
+        self._free_graphs()
         if self._pool is not None:
             self._pool.end()
         self._decoder = self._pool = None

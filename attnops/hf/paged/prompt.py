@@ -260,6 +260,7 @@ class Prompts:
             return None
         pages.advance(start, columns)
         cache.state.filled, cache.state.unfinished, self._ran, self.took = True, 0, True, min(took)
+        self.tries.done("layers")
         return torch.cat(logits) if len(logits) > 1 else logits[0]
 
     def _part(
@@ -324,7 +325,8 @@ class Prompts:
             with torch.no_grad(), ordinary(), uncached_casts():
                 self.step(padding, padding, none, none, none[:1], True, cache)
         except Exception as error:
-            self.refusal = one_line(error)
+            if not self.tries.again("layers", error):
+                self.refusal = one_line(error)
 
     def graphed(
         self, cache: PagedModelCache, device: Device | None, budget_bytes: int | None, watch: Callable[[], AbstractContextManager[Any]]

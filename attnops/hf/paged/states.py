@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from math import isfinite
 from typing import Any
 from weakref import WeakMethod
 
@@ -65,9 +66,9 @@ class States:
         """What was freed, for the report."""
         if not self.freed:
             return ()
-        budget = f"the budget of {self.budget / 2**20:.1f} MiB (Decode.budget_bytes)"
         freed = f"graphs of {self.freed} states of the model were freed"
-        return (f"{freed}, over {budget} or {MOST_STATES} states",)
+        budget = f"the budget of {self.budget / 2**20:.1f} MiB (Decode.budget_bytes) or "
+        return (f"{freed}, over {budget if isfinite(self.budget) else ''}{MOST_STATES} states",)
 
     def use(self, state: State, taken: Counter[Kind]) -> Kept:
         """The graphs of a state, which is in use from now on.
@@ -105,3 +106,4 @@ class States:
         """Free all graphs."""
         for pages in {pages for kept in self._kept.values() for pages, _ in kept.over}:
             self.forget(pages)
+        self.freed = 0
