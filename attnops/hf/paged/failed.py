@@ -70,7 +70,7 @@ def passing(error: BaseException) -> bool:
 
 
 class Tries:
-    """Counts the failures that pass, by what failed, until a success of the same: at most MOST of them."""
+    """Counts the failures that pass, by what failed, until a success of the same. MOST kinds at most are kept."""
 
     def __init__(self) -> None:
         self._failed: dict[Hashable, tuple[int, str]] = {}
