@@ -207,7 +207,7 @@ def test_a_stream_that_is_captured_waits_for_nothing(races, monkeypatch):
     monkeypatch.setattr(races, "wait", lambda *given: waits.append(given))
     last = streams.LastStream(torch.device("cpu"))
     for stream, captured in ((1, False), (2, True), (1, False), (3, False), (3, False)):
-        monkeypatch.setattr(races, "capturing", lambda captured=captured: captured)
+        monkeypatch.setattr(races, "capturing", lambda device, captured=captured: captured)
         with races.on(stream):
             last.use()
     assert waits == [(3, 1)]
