@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..packages import parse
+
 _LOCKS: dict[int, AbstractContextManager[Any]] = {}
 """By the index of a device."""
 
@@ -76,8 +78,10 @@ def chain_of(error: BaseException) -> Iterator[BaseException]:
 
 def version() -> tuple[int, int]:
     """(major, minor) of torch."""
-    major, minor, *_ = torch.__version__.split(".")
-    return int(major), int(minor)
+    parsed = parse(torch.__version__)
+    assert parsed is not None, torch.__version__
+    major, minor, *_ = parsed.release
+    return major, minor
 
 
 # What a failed capture leaves undone, by version of torch. Below 2.13 CUDAGraph.capture_end raises

@@ -64,8 +64,8 @@ class Graphed(Setup):
         need(known, "batch, tokens, requests", unknown, f"arguments of the model: {', '.join(self._names)}")
         want = "() where the model takes no batch: only a batch has the tokens of each request"
         need(self.batch is not None or not self.buckets.verify, "verify", self.buckets.verify, want)
-        known = self.graphs is None or hasattr(self.graphs, "follow")
-        need(known, "graphs", type(self.graphs).__name__, "a Device with a method follow(), which orders streams")
+        follows = self.graphs is None or hasattr(self.graphs, "follow")
+        need(follows, "graphs", type(self.graphs).__name__, "a Device with a method follow(), which orders streams")
         self._entries: dict[Bucket, Entry] = {}
         self._prepared: set[str] = set()
         self._inputs: Inputs | None = None

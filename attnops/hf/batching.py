@@ -33,7 +33,7 @@ ENTRY = "init_continuous_batching"
 
 _TABLES = "max_blocks_per_request"
 _CONFIG = "continuous_batching_config"
-# The method of a manager that makes what holds the inputs of batches, or resets it in the thread that runs them.
+# The method of a manager that makes the buffers of inputs, or resets them in the thread that runs batches.
 _MAKE = "_create_batch_processor"
 _COMPILES = ("default_compile_level", "varlen_compile_config", "decode_compile_config")
 _OLD_CACHE = "transformers.generation.continuous_batching.cache_manager"
@@ -146,11 +146,11 @@ def begin(method: Method, *args: Any, **kwargs: Any) -> Any:
 
 
 def _settled(method: Method, *args: Any, **kwargs: Any) -> Any:
-    """What holds the inputs of batches, made or reset, once the device has done so.
+    """Make the buffers of inputs, or reset them, and wait until the device has done so.
 
-    transformers resets inputs on the current stream and copies those of a batch on another one, which
-    waits for neither the reset nor the steps of the warm-up. On a busy GPU the reset could come
-    after the copy: the first requests then got other tokens, or ended in a device-side assertion.
+    transformers resets them on the current stream and copies the inputs of a batch on another one.
+    That stream waits for neither the reset nor the steps of the warm-up. On a busy GPU the reset
+    could come after the copy: the first requests got other tokens, or a device-side assertion.
     """
     result = method.original(*args, **kwargs)
     device = method.owner.model.device

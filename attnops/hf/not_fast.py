@@ -23,19 +23,19 @@ COMPILED = Loss("compiled CUDA graphs for its decode steps", 'decode="breakable"
 CHOICE = Loss("CUDA graph for the choice of its tokens", "")
 
 
-def warn(model: Any, loss: Loss, why: str, *, once: bool = False) -> None:
+def warn(model: Any, loss: Loss, why: str, *, passing: bool = False) -> None:
     """Warn, once a process for each class of model and for what it does not get.
 
     Args:
         model: the transformers model.
         loss: PAGES, GRAPHS, COMPILED or CHOICE.
         why: the reason, with what would be wanted instead.
-        once: the loss is that of one call, and the next one tries again. It leaves the warning of a
-            loss that stays.
+        passing: the next call tries again. A loss that stays has a warning of its own.
     """
     kind = type(model)
     text = f"attnops: generate() of {kind.__name__} has no {loss.what}: {why}."
     text += " Its results are right, and it is slower."
     if loss.instead:
         text += f" attnops.patch(model, {loss.instead}) asks for no more, and does not warn."
-    warn_once(NotFast, f"{kind.__module__}.{kind.__qualname__}: {loss.what}{' once' * once}", text)
+    lasts = "for a call" if passing else "until release()"
+    warn_once(NotFast, f"{kind.__module__}.{kind.__qualname__}: {loss.what} {lasts}", text)

@@ -1,8 +1,8 @@
 """Streams on a CPU: nothing runs beside anything, but what would race on a device is found.
 
-Each operation belongs to the stream that is current. Two uses of a storage, one of which writes, by
-operations of two streams that no wait and no read by the host orders, are a race. The host waits
-for all that it does on stream 0.
+Each operation belongs to the current stream. Two operations of two streams race where both use a
+storage, one of them writes it, and nothing orders them: no wait of a stream and no read by the
+host. The host waits for all that it does on stream 0.
 """
 
 from collections import Counter

@@ -228,7 +228,7 @@ ADAPTERS = ("first", "second", "third")
 
 
 class Adapted(nn.Module):
-    """A linear with adapters, of which those that are active count."""
+    """A linear that adds the output of each active adapter."""
 
     def __init__(self, own):
         super().__init__()

@@ -49,9 +49,14 @@ def test_sinks_matter(name):
         assert not torch.allclose(model(ids).logits, before)
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in tiny.NAMES if "sliding_window" in tiny.config(n).to_dict() and tiny.config(n).sliding_window == 8]
-)
+def slides(name):
+    try:
+        return tiny.config(name).to_dict().get("sliding_window") == 8
+    except InvalidInput:  # of a later transformers: test_config has the reason
+        return False
+
+
+@pytest.mark.parametrize("name", filter(slides, tiny.NAMES))
 def test_windows_are_shorter_than_the_tests_texts(name):
     """A window that never bites would prove nothing."""
     config = tiny.config(name)

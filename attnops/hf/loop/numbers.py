@@ -1,7 +1,7 @@
 """Numbers of a request, such as its temperature, in tensors.
 
-One graph serves requests that differ in them alone. `Number` stands for a Python number in
-transformers' own code, and gives the bits that torch gives for the number itself.
+Requests that differ in these numbers alone share a graph. transformers' own code computes with a
+`Number` in the place of the Python number, and gets the same bits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Number:
     by a Python number, they are multiplied by its reciprocal; by a tensor they are divided.
     Any other use raises TypeError.
 
-    device: of the tensors. It stands for 1 until `set`.
+    device: of the tensors. The number is 1 until `set` gives another.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -88,7 +88,7 @@ def field_of(processor: Any, device: torch.device) -> str | None:
 
 
 def is_theirs(kind: type) -> bool:
-    """Is the code of a processor that of its file, which nobody has replaced?"""
+    """Was `__call__` of a processor defined in the file of its class? False where somebody has replaced it."""
     code: Any = kind.__call__
     return getattr(code, "__globals__", None) is vars(sys.modules[kind.__module__])
 

@@ -103,8 +103,7 @@ def not_plain(asked: Asked, decoder: Decoder) -> str:
     if not isinstance(cache, PagedModelCache):
         return f"its cache is a {type(cache).__name__}"
     device, pad, most = cache.state.pages.seen.device, getattr(config, "_pad_token_tensor", None), asked.max_length
-    given_code = (*asked.processors, *asked.criteria)
-    unknown = [type(each).__name__ for each in given_code if not _is_known(each)]
+    unknown = [type(each).__name__ for each in (*asked.processors, *asked.criteria) if not _is_known(each)]
     lists = type(asked.processors) is LogitsProcessorList and type(asked.criteria) is StoppingCriteriaList
     outputs = [name for name in _OUTPUTS if getattr(config, name, None)]
     hooks = (*owner._forward_pre_hooks.values(), *owner._forward_hooks.values())
@@ -142,8 +141,7 @@ def fields(processors: Any, device: torch.device) -> tuple[Any, ...]:
     def of(processor: Any) -> tuple[Any, ...]:
         if type(processor) in _HELD:
             return (processor.eos_token_id.numel(),)
-        fields = vars(processor).items()
-        constants = {name: x.shape if isinstance(x, Tensor) else x for name, x in fields}
+        constants = {name: x.shape if isinstance(x, Tensor) else x for name, x in vars(processor).items()}
         if (name := field_of(processor, device)) is not None:
             constants[name] = Number
         return tuple(sorted(constants.items(), key=lambda field: field[0]))

@@ -133,7 +133,7 @@ class Loop:
         self._device = self._device or decoder.how.graphs or CudaGraphs(tail.choice.device)
         tail.capture(self._device)
         if tail.reason:
-            not_fast.warn(asked.owner, not_fast.CHOICE, tail.reason, once=bool(tail.tries))
+            not_fast.warn(asked.owner, not_fast.CHOICE, tail.reason, passing=bool(tail.tries))
         return tail
 
 

@@ -94,9 +94,15 @@ def _subjects(model: Any) -> Iterator[tuple[Subject, str]]:
         configs = match(one).configs
         for feed in _feeds(one):
             subject = Subject(one, configs, feed)
-            with evaluating(one, configs), suppress(Exception):  # a class may raise anything at inputs that it does not like
-                if _outputs(subject, "eager", feed, False):
-                    yield subject, name
+            if _runs_eager(subject):
+                yield subject, name
+
+
+def _runs_eager(subject: Subject) -> bool:
+    # A class may raise anything at inputs that it does not like.
+    with evaluating(subject.model, subject.configs), suppress(Exception):
+        return bool(_outputs(subject, "eager", subject.feed, False))
+    return False
 
 
 def _fails(subject: Subject, mode: Mode) -> str | None:

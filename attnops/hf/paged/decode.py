@@ -31,8 +31,8 @@ from attnops.hf.paged.failed import Failed, Tries, remember
 from attnops.hf.paged.guarded import Glance
 from attnops.hf.paged.how import Decode
 from attnops.hf.paged.pages import ModelPages
-from attnops.hf.paged.prompt import PROMPT, Kept, Over, Prompts
-from attnops.hf.paged.states import States
+from attnops.hf.paged.prompt import PROMPT, Over, Prompts
+from attnops.hf.paged.states import Kept, States
 from attnops.hf.paged.steps import against_graphs, graphed_steps, passes_of, watched
 from attnops.kernel import deterministic
 from attnops.lowering import Product
@@ -122,14 +122,14 @@ class Decoder:
         aside = (f"decode steps and prompts have no graphs: {self.aside}",) if self.aside else ()
         anew = (f"graphs were last captured anew for a change of {self.anew}",) if self.anew else ()
         failed = dict.fromkeys(f"{kind}: {why}" for kind, why in self.failed.items())
-        of_steps = *summary(self.products), *aside, *anew, *self._states.notes(), *failed
-        return *self.prompts.notes(), *of_steps
+        return *self.prompts.notes(), *summary(self.products), *aside, *anew, *self._states.notes(), *failed
 
     @property
     def why(self) -> str:
         """Why the kind of the last step has no graphs, or none that are compiled."""
         kinds = [Failed(state, kind_of(self._rows), mode) for state in (None, self._state) for mode in ("piecewise", "breakable")]
-        return self.aside or "; ".join(dict.fromkeys(why for kind in kinds if (why := self.tries.why(kind) or self.failed.get(kind))))
+        reasons = dict.fromkeys(self.tries.why(kind) or self.failed.get(kind, "") for kind in kinds)
+        return self.aside or "; ".join(filter(None, reasons))
 
     def why_not(self, rows: int) -> str:
         """Why steps of so many rows, of the model as it is now, get no graphs; "" where they may be tried."""
@@ -211,7 +211,7 @@ class Decoder:
         if again := self.tries.again(kind, error):
             self._without.add(state)
         why = self.tries.why(kind) if again else remember(self.failed, kind, one_line(error))
-        not_fast.warn(self._model, loss, why, once=again)
+        not_fast.warn(self._model, loss, why, passing=again)
         return again
 
     def _is_aside(self, state: State) -> bool:

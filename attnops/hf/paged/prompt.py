@@ -31,7 +31,6 @@ from attnops.graphs.regional import NotRegional, Regions, Twin
 from attnops.hf.attention.mask import padding_of, tracing
 from attnops.hf.cache_names import argument, cache_in
 from attnops.hf.paged.cache import PagedModelCache, Step
-from attnops.hf.paged.calls import Kind
 from attnops.hf.paged.failed import Tries, passing
 from attnops.hf.paged.layers import Here, modules_of
 from attnops.hf.paged.pages import ModelPages
@@ -90,13 +89,6 @@ class Over:
         bucket = self.graphed.buckets.find("mixed", tokens, 1)
         self.seen[bucket] += 1
         return self.seen[bucket] > CAPTURE_AFTER
-
-
-class Kept(NamedTuple):
-    """Of one state of a model. over: the graphs by their pages and mode. taken: the steps so far, by kind, and the tokens of prompts."""
-
-    over: dict[tuple[ModelPages, str], Over]
-    taken: Counter[Kind]
 
 
 class Part(NamedTuple):

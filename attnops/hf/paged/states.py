@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakMethod
 
 import torch
@@ -13,12 +13,24 @@ import torch
 from attnops.hf.paged.calls import Kind
 from attnops.hf.paged.pages import ModelPages
 from attnops.hf.paged.pool import gpu_bytes
-from attnops.hf.paged.prompt import Kept, Over
+from attnops.hf.paged.prompt import Over
 
 MOST_STATES = 64
 """States whose graphs are kept, however small these are."""
 
-State = tuple[Any, ...]
+ModelState = tuple[Any, ...]
+"""What `Glance` sees of a model, the policy and autocast."""
+
+
+class Kept(NamedTuple):
+    """Of one state of a model.
+
+    over: the graphs by their pages and mode.
+    taken: the steps so far, by kind, and the tokens of prompts.
+    """
+
+    over: dict[tuple[ModelPages, str], Over]
+    taken: Counter[Kind]
 
 
 def most_graph_bytes(device: torch.device) -> float:
@@ -40,9 +52,9 @@ class States:
         self._budget, self.freed = budget_bytes, 0
         # The method of what holds these, which a model is to be freed with by its last reference.
         self._dropping = WeakMethod(drop)
-        self._kept: dict[State, Kept] = {}  # the state in use is the last
+        self._kept: dict[ModelState, Kept] = {}  # the state in use is the last
 
-    def __contains__(self, state: State) -> bool:
+    def __contains__(self, state: ModelState) -> bool:
         return state in self._kept
 
     def __iter__(self) -> Iterator[Over]:
@@ -70,7 +82,7 @@ class States:
         budget = f"the budget of {self.budget / 2**20:.1f} MiB (Decode.budget_bytes) or "
         return (f"{freed}, over {budget if isfinite(self.budget) else ''}{MOST_STATES} states",)
 
-    def use(self, state: State, taken: Counter[Kind]) -> Kept:
+    def use(self, state: ModelState, taken: Counter[Kind]) -> Kept:
         """The graphs of a state, which is in use from now on.
 
         taken: its steps so far, where it has no graphs.
