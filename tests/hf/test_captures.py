@@ -387,7 +387,7 @@ def test_function_modes(mode):
 # The cure ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", FEW)
+@pytest.mark.parametrize("mode", MODES)
 def test_release_drops_every_graph(mode):
     """Of steps, of prompts and of the choice of tokens, over pages that a cache uses, too."""
     model = tiny.model("llama")
