@@ -125,6 +125,28 @@ def test_an_error_of_a_thread_leaves_the_kernel_to_its_launch():
     settled(found)
 
 
+@pytest.mark.parametrize("before", [0, 1], ids=["no thread", "a second thread"])
+def test_a_thread_that_cannot_start_leaves_kernels_to_their_launches(before, monkeypatch):
+    """As at a limit of processes. Else each launch would be looked at from then on."""
+    compiler, kernels, given = Compiler(held=True), [Kernel(), Kernel()], {"rows": 32, "WIDE": 8}
+    found = begun(Beside(compiler), *((kernel, None, given) for kernel in kernels[:before]))
+
+    def none(self):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as now:
+        now.setattr(threading.Thread, "start", none)
+        found.start()
+        begun(found, (kernels[1], None, given))
+    assert found._threads == before and found.looks is bool(before)
+    compiler.free.set()
+    settled(found)
+    assert not found.takes(kernels[1], (1,), (None,), given)
+    begun(found, (Kernel(), None, given))
+    settled(found)
+    assert len(compiler.built) == 1 + 2 * before
+
+
 def test_an_error_of_the_host_side_notes_no_launch():
     def run(call):
         raise InvalidInput("x", 1, 2)

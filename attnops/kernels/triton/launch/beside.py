@@ -100,6 +100,16 @@ def build(launch: Launch) -> None:
         active.launcher_cls(made.src, made.metadata)
 
 
+def _begun(run: Callable[[], None]) -> bool:
+    """Run this in a thread. False where the process gets no thread, as at a limit of its container."""
+    try:
+        threading.Thread(target=run, name="attnops-compile").start()
+    except RuntimeError as error:
+        log.debug("kernels are compiled at their launches: %s", error)
+        return False
+    return True
+
+
 class Beside:
     """Kernels that threads compile. looks: must a launch ask `takes`?"""
 
@@ -122,7 +132,7 @@ class Beside:
         with self._lock:
             starts, self._started = not self._started, True
         if starts:
-            threading.Thread(target=self._start, name="attnops-compile").start()
+            _begun(self._start)
 
     def _start(self) -> None:
         try:
@@ -180,8 +190,12 @@ class Beside:
             self._look()
             starts = self._threads < MOST_THREADS
             self._threads += starts
-        if starts:
-            threading.Thread(target=self._work, name="attnops-compile").start()
+        if starts and not _begun(self._work):
+            with self._lock:
+                self._threads -= 1
+                # Launches that nobody would begin: each is compiled when it is made.
+                while self._waiting and not self._threads:
+                    self._end(self._waiting.popleft())
 
     def _work(self) -> None:
         while (launch := self._next()) is not None:
