@@ -12,8 +12,10 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from attnops.errors import InvalidInput
+from attnops.graphs.streams import STREAMS
 from attnops.nn import absorbed_weights
 from attnops.nn.absorb import expire, renew
+from tests.graphs.races import Races
 
 H, NOPE, V, DC = 3, 4, 5, 8
 ROWS = H * (NOPE + V)
@@ -241,6 +243,22 @@ def test_writes_that_change_no_version_are_renewed(kind, write):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("again", [renew, absorbed_weights], ids=["renewed", "read"])
+def test_streams_in_turn(monkeypatch, again):
+    """A stream waits for the one that made the weight."""
+    races, module = Races(), LoRA(linear())
+    monkeypatch.setitem(STREAMS, "cpu", races)
+    with races:
+        for stream in (1, 2, 1):
+            with races.on(stream):
+                if again is renew:
+                    renew(module, LIKE)
+                w_uk, w_uv = absorbed_weights(module, NOPE, V, LIKE)
+                w_uk.add(1), w_uv.add(1)
+    assert not races.found
+    assert {stream for stream, at in races.used if at == w_uk.untyped_storage().data_ptr()} == {1, 2}
+
+
 def test_nothing_is_kept_of_a_plain_weight_nor_where_it_cannot_be_told():
     for module in (linear(), hooked()):
         renew(module, LIKE)

@@ -10,13 +10,16 @@ from __future__ import annotations
 import contextlib
 import types
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from attnops.call import need
 from attnops.nn.steady import is_linear
+
+if TYPE_CHECKING:
+    from attnops.graphs.streams import LastStream
 
 PLAIN = (Tensor, nn.Parameter)
 INTERNAL = frozenset(vars(nn.Module()))
@@ -110,11 +113,13 @@ class _Held:
 
     module: whose weight it is: a replica of torch.nn.DataParallel begins with that of the module that it copies.
     key: the state of the sources that the weight was made of; None: it is to be made anew.
+    stream: the last stream on which the weight was made or handed out.
     """
 
     key: Any = None
     tensors: tuple[weakref.ref[Tensor], ...] = ()
     weight: Tensor | None = None
+    stream: LastStream | None = None
 
     def __init__(self, module: nn.Module | None = None) -> None:
         self.module = None if module is None else weakref.ref(module)
@@ -130,6 +135,8 @@ def _kept(kv_b: nn.Module, like: Tensor) -> Tensor:
     cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
     key = (like.shape[-1], like.dtype, like.device, cast, _state(kv_b, tensors))
     held = _held_of(kv_b)
+    if held.stream is not None:
+        held.stream.use()
     same = held.key == key and all(ref() is tensor for ref, tensor in zip(held.tensors, tensors, strict=True))
     if held.weight is not None and same:
         return held.weight
@@ -141,10 +148,19 @@ def _kept(kv_b: nn.Module, like: Tensor) -> Tensor:
         if held.weight is None or _layout(held.weight) != _layout(weight):
             held.weight = None  # two of them need not fit
             held.weight = weight.contiguous()
+            held.stream = _stream_of(held.weight)
         else:
             held.weight.copy_(weight)
     held.key, held.tensors = key, tuple(map(weakref.ref, tensors))
     return held.weight
+
+
+def _stream_of(weight: Tensor) -> LastStream:
+    from attnops.graphs.streams import LastStream  # a model without wrapped weights needs no graphs
+
+    stream = LastStream(weight.device, (weight,))
+    stream.use()
+    return stream
 
 
 def _held_of(kv_b: nn.Module) -> _Held:
