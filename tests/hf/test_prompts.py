@@ -16,7 +16,7 @@ from attnops.hf.paged.decode import Decoder
 from attnops.hf.paged.prompt import parts_of
 from attnops.hf.report import Took
 from tests.hf.helpers import LIMIT, left_padded, of_a_library, positions, relative, tokens
-from tests.hf.test_decode_graphs import asked, generated, how, nan_pages
+from tests.hf.test_decode_graphs import Failing, asked, generated, how, nan_pages
 
 assert nan_pages, "a fixture"
 
@@ -154,6 +154,24 @@ def test_the_first_part_of_a_long_request_in_a_graph(nan_pages, monkeypatch):
         handle._paged.decoder()._at_once = True
         got = model(ids, **named(handle.new_cache(2, 24)), logits_to_keep=1).logits
         assert prompts(handle).took == "captured" and relative(got, want) < LIMIT
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore::attnops.errors.NotFast")
+def test_a_prompt_tries_one_capture_that_fails(monkeypatch):
+    """The three tries are those of three prompts, and not of three chunks of one."""
+    monkeypatch.setattr(prompt, "CHUNK", 12)
+    monkeypatch.setattr(prompt, "CAPTURED", (12,))
+    monkeypatch.setattr(prompt, "CAPTURE_AFTER", 0)
+    model, ids, device = tiny.model("llama"), tokens(4, 10), Failing(lambda: torch.OutOfMemoryError("CUDA out of memory"), 0)
+    want = model(ids, logits_to_keep=1).logits
+    with attnops.patch(model, cache="paged", decode=how("piecewise", graphs=device)) as handle:
+        handle._paged.decoder()._at_once = True
+        device.times = 2
+        for took in ("compiled", "compiled", "captured"):
+            got = model(ids, **named(handle.new_cache(4, 12)), logits_to_keep=1).logits
+            assert prompts(handle).took == took and relative(got, want) < LIMIT
+        assert device.tried == 2 and not prompts(handle).tries
 
 
 @pytest.mark.sweep(6)

@@ -157,6 +157,7 @@ class Prompts:
     def __init__(self, model: nn.Module, forward: Callable[..., Any], inner: str | Inner, pack: bool) -> None:
         self._model, self._forward, self._inner, self._passes = model, forward, inner, (fuse_linears,) if pack else ()
         self.why, self.took, self.refusal, self._ran = "", "", "", False
+        self._failed = False  # has a capture of this prompt failed? Its later chunks try none
         self.changed()
         self.regions: Regions | None = None  # which starts the compiler's workers
         config: Any = getattr(model, "config", None)
@@ -231,6 +232,7 @@ class Prompts:
         if all(short) and over == [None]:
             self.why = f"over these pages, {CAPTURE_AFTER} prompts as short have not run before"
             return None
+        self._failed = False
         try:
             with ordinary(), uncached_casts():
                 # At once and before the first chunk: a copy from the host's own memory waits until the device is idle.
@@ -265,7 +267,7 @@ class Prompts:
         """
         counts, before, ends, last = sent
         tokens, positions = (x[part.begin : part.end] for x in (tokens, positions))
-        if over is not None and not self._uncaptured:
+        if over is not None and not self._uncaptured and not self._failed:
             try:
                 logits: Tensor = over.graphed(tokens=tokens, positions=positions, counts=counts, cache=over.cache)
             except SideEffect:
@@ -273,6 +275,7 @@ class Prompts:
             except Exception as error:
                 if not (isinstance(error, NotCapturable) or passing(error)):
                     raise
+                self._failed = True
                 if not self.tries.again("graphs", error):
                     self._uncaptured = one_line(error)
             else:
