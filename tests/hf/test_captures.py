@@ -365,6 +365,28 @@ def test_hooks_of_the_caller_run_at_every_step(every, mode):
         assert handle.took.why == "" and handle.took.decode != "hf"
 
 
+def test_a_step_by_hand_runs_the_hooks_of_the_model():
+    """As a call of the model does, and as generate() does: a hook may change what they return."""
+    model, ids = tiny.model("llama"), asked(*CALL)[0]
+
+    def steps(handle):
+        cache = handle.new_cache(2, 20)
+        with torch.no_grad():
+            model(ids, **named(cache))
+        return torch.cat([handle.step(ids[:, at : at + 1], cache) for at in range(2)])
+
+    with patched(model, "breakable") as handle:
+        want = steps(handle)
+        with model.register_forward_pre_hook(lambda *_: None), model.register_forward_hook(_doubled):
+            assert relative(steps(handle), 2 * want) < LIMIT
+        assert relative(steps(handle), want) < LIMIT
+
+
+def _doubled(module, given, out):
+    out.logits = 2 * out.logits
+    return out
+
+
 class Doubled(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))

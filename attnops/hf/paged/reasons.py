@@ -204,14 +204,18 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, (list, tuple))
 
 
+def hooks_on(module: Any) -> list[Any]:
+    """The hooks on this module alone that are not ours."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("attnops.")]
+
+
 def _callers_hooks(owner: Any) -> Iterator[tuple[Any, Any]]:
     """Each hook within `owner` that is neither ours nor transformers', with its module."""
-    known = ("attnops.", "transformers.")
     for module in owner.modules():
-        for hooks in (module._forward_hooks, module._forward_pre_hooks) if module is not owner else ():
-            for hook in hooks.values():
-                if not str(getattr(hook, "__module__", "")).startswith(known):
-                    yield module, hook
+        for hook in hooks_on(module) if module is not owner else ():
+            if not str(getattr(hook, "__module__", "")).startswith("transformers."):
+                yield module, hook
 
 
 def drawing(owner: Any) -> str:
