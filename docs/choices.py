@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from itertools import groupby
 
 from results import ROOT, table
@@ -11,9 +12,15 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.choices import kinds
 
 
+@cache
+def decided() -> list[dict[str, str]]:
+    """A row a call, of the table and of the file beside the calls."""
+    return kinds.rows()
+
+
 def choices_full() -> str:
     """A row a kind and kernel, then the kinds that no kernel takes, with the reason."""
-    found, lines = kinds.rows(), []
+    found, lines = decided(), []
     for (op, kind), rows in groupby(found, lambda row: (row["op"], row["kind"])):
         by_kernels: dict[tuple[str, ...], list[str]] = {}
         for row in rows:

@@ -18,6 +18,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import attnops
@@ -34,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
 from census import census_full  # noqa: E402, a file of this folder
 from changed import CHANGED, SAME, UNKNOWN, stamp_all  # noqa: E402
-from choices import choices_full, kinds  # noqa: E402
+from choices import choices_full, decided, kinds  # noqa: E402
 from linears import linears_full  # noqa: E402
 from performance import costs, performance_full, performance_short, picture, pictures_full, stale_plots  # noqa: E402, a file of this folder
 from results import compared, devices, hardware, hardware_text, results_full, results_short, table  # noqa: E402
@@ -52,11 +53,17 @@ def supports(op: str) -> list[Support]:
     return [support(kernel) for kernel in kernels_of(op).values()]
 
 
+@cache
+def by_results() -> dict[str, dict[str, str]]:
+    """What the results tell of every kernel."""
+    return compared(f"{kernel.op}.{kernel.name}" for kernel in all_kernels())
+
+
 def ran(found: Support) -> dict[str, str]:
     """The targets on which the kernel was compared with its reference: a CPU by `make test`, a GPU by committed results, each with
     what became of the code that ran there."""
     name = f"{found.kernel.op}.{found.kernel.name}"
-    return {**({"cpu": SAME} if "cpu" in found.runs else {}), **compared([name])[name]}
+    return {**({"cpu": SAME} if "cpu" in found.runs else {}), **by_results()[name]}
 
 
 SINCE = {SAME: "", CHANGED: " (changed since)", UNKNOWN: " (unknown whether changed since)"}
@@ -270,7 +277,7 @@ def stale(check: bool) -> Iterator[str]:
         yield str(HARDWARE.relative_to(ROOT))
         if not check:
             HARDWARE.write_text(text)
-    text = kinds.text(kinds.rows())
+    text = kinds.text(decided())
     if not kinds.FILE.exists() or kinds.FILE.read_text() != text:
         yield str(kinds.FILE.relative_to(ROOT))
         if not check:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,12 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
 
+@cache
+def _read(path: Path, changed: int) -> Any:
+    """The file as it was when it last changed, read once: the tables ask for every machine a thousand times. No reader writes to it."""
+    return json.loads(path.read_text())
+
+
 def machines(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(folder name, its files by stem), the machines in order of name, GPUs first. A file that is no JSON object is left out."""
     folders = [f for f in (root / "benchmarks" / "results").glob("*") if f.is_dir() and f.name != "local"]
@@ -30,7 +37,7 @@ def machines(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         found = {}
         for path in sorted(folder.glob("*.json")):
             try:
-                data = json.loads(path.read_text())
+                data = _read(path, path.stat().st_mtime_ns)
             except ValueError:
                 continue
             if isinstance(data, dict):

@@ -108,6 +108,7 @@ def test_blocks_run_and_print_the_text_below_them(page):
     assert not compiled or lines.strip() == part(text, "graph").strip()
 
 
+@pytest.mark.full  # test_generated_parts_are_fresh makes the same lines, and tests/test_cli.py runs the command
 @pytest.mark.slow
 def test_readme_shows_what_explain_prints():
     command, _, shown = part(README, "explain").partition("\n")

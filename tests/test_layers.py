@@ -110,26 +110,32 @@ def test_every_module_has_a_rank():
     assert not unknown, f"say in tests/test_layers.py and docs/architecture.md where these stand: {unknown}"
 
 
-def test_nobody_imports_upward():
-    found = [(module, target) for module, path in sources().items() for target in imports(ast.parse(path.read_text()), sources(), module)]
+@pytest.fixture(scope="module")
+def trees():
+    """The syntax tree of every module."""
+    return {module: ast.parse(path.read_text()) for module, path in sources().items()}
+
+
+def test_nobody_imports_upward(trees):
+    found = [(module, target) for module, tree in trees.items() for target in imports(tree, sources(), module)]
     assert not [text for pair in found if (text := wrong(*pair))]
 
 
-def test_no_circle_below_the_ops():
+def test_no_circle_below_the_ops(trees):
     """Imports inside functions count, and an import of a module runs its packages, but for those that hold the importer."""
     modules = {m: path for m, path in sources().items() if (own := rank(m)) is not None and own < RANKS["attnops.ops"]}
-    graph = {m: {t for t in imports(ast.parse(path.read_text()), modules, m) if t in modules and t != m} for m, path in modules.items()}
+    graph = {m: {t for t in imports(trees[m], modules, m) if t in modules and t != m} for m in modules}
     for module, targets in graph.items():
         packages = {".".join(t.split(".")[:n]) for t in targets for n in range(1, t.count(".") + 1)}
         targets |= {p for p in packages if p in modules and not within(module, p)}
     TopologicalSorter(graph).prepare()  # raises CycleError, with the circle
 
 
-def test_imports_are_relative_in_the_linked_folders_alone():
+def test_imports_are_relative_in_the_linked_folders_alone(trees):
     """There they make a bare `import graphs` fail; the same modules twice would register every op twice."""
     found = []
     for module, path in sources().items():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(trees[module]):
             names = (
                 [n.name for n in node.names]
                 if isinstance(node, ast.Import)

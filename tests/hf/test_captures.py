@@ -56,7 +56,8 @@ def short(monkeypatch):
     monkeypatch.setattr(prompt, "CAPTURE_AFTER", 0)
 
 
-@pytest.mark.parametrize("mode", FEW)
+# test_a_glance_sees_each_change has each, and tests/hf/test_captures_fuzz.py breakable steps of models that change.
+@pytest.mark.parametrize("mode", ["auto", *(pytest.param(mode, marks=pytest.mark.full) for mode in ("breakable", "piecewise"))])
 def test_each_change_is_seen(mode, monkeypatch):
     compared(mode, steered.CHANGES, monkeypatch)
 
@@ -151,7 +152,7 @@ STEADY = [
 ]
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(9)
 @pytest.mark.filterwarnings("ignore::attnops.errors.NotFast")
 @pytest.mark.parametrize(("name", "mode"), STEADY)
 def test_a_model_that_does_not_change_is_captured_once(name, mode):
@@ -409,7 +410,8 @@ def test_function_modes(mode):
 # The cure ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
+# tests/hf/test_defaults.py releases compiled steps: test_memory_is_given_back.
+@pytest.mark.parametrize("mode", FEW)
 def test_release_drops_every_graph(mode):
     """Of steps, of prompts and of the choice of tokens, over pages that a cache uses, too."""
     model = tiny.model("llama")

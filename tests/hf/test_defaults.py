@@ -173,7 +173,7 @@ def test_calls_that_run_as_stock_say_why(why, recwarn):
     ],
 )
 def test_models_that_run_as_stock_say_why(name, spoil, why, chosen):
-    model = tiny.model(name)
+    model = tiny.model(name, **({"num_hidden_layers": 1} if name == "llama" else {}))
     spoil(model)
     ids = torch.full((1, 6), 5)
     told = nullcontext() if chosen else pytest.warns(NotFast, match=f"{type(model).__name__} has no pages.*{why}")
@@ -369,7 +369,7 @@ def test_idle_pages_are_bounded(monkeypatch):
     """By their bytes, and after an error for which memory was short none is left."""
     model, bound = tiny.model("llama"), [float("inf")]
     monkeypatch.setattr(pool, "most_idle_bytes", lambda device: bound[0])
-    with attnops.patch(model, decode=auto()) as handle:
+    with attnops.patch(model, decode=auto(compile_after=99)) as handle:
         generated(model, *CALL)
         held = handle._paged.pool.idle_bytes
         assert held > 0

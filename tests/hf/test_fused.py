@@ -55,6 +55,7 @@ def test_groups_of_llama():
     )
 
 
+@pytest.mark.full  # llama's are the same, and test_generation_over_pages_gives_the_same_tokens has this model
 def test_groups_of_qwen3():
     assert_expected_inline(
         fused_groups("qwen3", 1),

@@ -340,8 +340,15 @@ def unseen_writes(model):
             array *= -3
 
 
-@pytest.mark.parametrize("wrap", [lora, parametrised])
-@pytest.mark.parametrize("decode", ["hf", "breakable"])
+@pytest.mark.parametrize(
+    ("decode", "wrap"),
+    [
+        ("hf", lora),
+        pytest.param("hf", parametrised, marks=pytest.mark.full),  # each way and each wrap once
+        pytest.param("breakable", lora, marks=pytest.mark.full),
+        ("breakable", parametrised),
+    ],
+)
 def test_writes_that_no_version_tells_are_seen_at_the_next_prompt(wrap, decode):
     """Also at the prompt of one token by which a conversation goes on. Graphs are replayed, and read what was made anew."""
     model, stock, device = wrap(tiny.model("deepseek_v3")), wrap(tiny.model("deepseek_v3")), StandIn()

@@ -112,14 +112,15 @@ def test_the_reciprocal_of_a_number_is_what_torch_makes_of_one():
         assert number._reciprocal.item() == (torch.ones(()) / n).item() == numpy.float32(1) / numpy.float32(n)
 
 
-def test_requests_with_numbers_of_their_own_share_a_graph(model):
+@pytest.mark.parametrize("count", [12, pytest.param(40, marks=pytest.mark.full)])
+def test_requests_with_numbers_of_their_own_share_a_graph(model, count):
     names = {
         "temperature": "temperature",
         "top_p": "top_p",
         "min_p": "min_p",
         "penalty": "repetition_penalty",
     }
-    requests = map(random_numbers, range(40))
+    requests = map(random_numbers, range(count))
     calls = [{names[name]: value for name, value in each.items()} for each in requests]
     more = {"rows": 1, "do_sample": True, "max_new_tokens": 2, "top_k": 50}
 

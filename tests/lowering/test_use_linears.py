@@ -163,6 +163,7 @@ SUMS = {
 }
 
 
+@pytest.mark.sweep(3)  # each body and each shape
 @pytest.mark.parametrize("body", SUMS.values(), ids=SUMS)
 @pytest.mark.parametrize("shape", [(K,), (5, K), (2, 3, K), (2, 1, 3, K)], ids=lambda s: f"{len(s)}d")
 def test_residuals(body, shape):
@@ -426,7 +427,15 @@ def test_another_policy(before):
     assert backend.calls == [0, 2]
 
 
-@pytest.mark.parametrize(("shape", "calls"), [((2,), [0, 2]), ((), [0, 2]), ((3,), [0])], ids=["one size", "rows", "two sizes"])
+@pytest.mark.parametrize(
+    ("shape", "calls"),
+    [
+        pytest.param((2,), [0, 2], marks=pytest.mark.full),  # as "rows", with a dim that does not change
+        ((), [0, 2]),
+        ((3,), [0]),
+    ],
+    ids=["one size", "rows", "two sizes"],
+)
 def test_few_rows_and_many_are_compiled_apart(shape, calls):
     """Of two dynamic sizes no guard bounds the product, and torch's operations serve any number of rows."""
     backend = Using(SM90)

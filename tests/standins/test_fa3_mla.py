@@ -107,7 +107,7 @@ def test_opcheck(standin):
         assert set(checked.values()) == {"SUCCESS"}
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.full  # test_mla.py has the same of kernels like this one: test_inductor_names_the_kernel
 @pytest.mark.parametrize("q_lens", [(1, 1, 1), (9, 1, 30)], ids=["decode", "extend"])
 def test_compiled(standin, q_lens):
     given = {n: t for n, t in call(q_lens, padding=2).tensors().items() if n != "output"}

@@ -1,7 +1,6 @@
 """`fa4` through a stand-in of the function it wraps: layouts, lse, padding, refusals, warming, and the code of a compiled model."""
 
 import inspect
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -19,6 +18,7 @@ from attnops.packages import _installed
 from attnops.problem import Target, altered, pretend
 from attnops.select import select
 from attnops.testing import CASES, Features, Mismatch, Source, builders, check_kernel
+from tests.helpers import torch_process
 from tests.lowering.models import PagedModel, compiled_code, decode, kernel_calls
 from tests.mates import POLICY
 from tests.standins import flash_attn_cute, test_fa3
@@ -262,8 +262,7 @@ def test_a_submodule_is_looked_for_without_importing_its_parent(tmp_path):
     (package / "cute" / "__init__.py").write_text("")
     code = "from attnops.packages import _installed as i; print(i('flash_attn.cute'), i('flash_attn.cutie'), i('torch.nn'), i('flash_x.y'))"
     path = f"{tmp_path}:{':'.join(filter(None, sys.path))}"
-    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": path}, capture_output=True, text=True)
-    assert done.stdout.split() == ["True", "False", "True", "False"], done.stderr
+    assert torch_process(code, env={"PYTHONPATH": path}).split() == ["True", "False", "True", "False"]
 
 
 @pytest.mark.parametrize(("version", "old"), [("4.0.0b36", False), ("4.0.0b19", True), ("4.0.0", False), ("4.1.2", False)])

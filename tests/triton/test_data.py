@@ -74,10 +74,11 @@ def test_heads_may_lie_far_apart():
 
 @pytest.mark.sweep(9)
 @pytest.mark.parametrize("op", DATA)
+@pytest.mark.parametrize("examples", [20, pytest.param(40, marks=pytest.mark.full)])
 @interpreted
-def test_random_calls(op):
+def test_random_calls(op, examples):
     @given(data=st.data())
-    @settings(max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     def run(data):
         check(data.draw(CALLS[op]))
 

@@ -53,10 +53,11 @@ def test_grid(way):
             check(case.call(), refused=("dtype",), kernel=invariant(KERNEL) if way == "deterministic" else KERNEL)
 
 
+@pytest.mark.parametrize("examples", [12, pytest.param(25, marks=pytest.mark.full)])
 @interpreted
-def test_random_calls():
+def test_random_calls(examples):
     @given(data=st.data())
-    @settings(max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     def run(data):
         with many_splits():
             check(data.draw(CALLS["decode_attention"]), refused=("dtype", "last_dim_contiguous"))

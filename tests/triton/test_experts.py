@@ -44,10 +44,11 @@ def test_grid(label):
         pytest.skip(str(figures))
 
 
+@pytest.mark.parametrize("examples", [12, pytest.param(25, marks=pytest.mark.full)])
 @interpreted
-def test_random_calls():
+def test_random_calls(examples):
     @given(call=CALLS["experts"])
-    @settings(max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     def run(call):
         check(call)
 

@@ -87,10 +87,11 @@ def test_a_split_changes_no_more_than_the_order_of_sums():
     torch.testing.assert_close(results[0], results[1])
 
 
+@pytest.mark.parametrize("examples", [15, pytest.param(30, marks=pytest.mark.full)])
 @interpreted
-def test_random_calls():
+def test_random_calls(examples):
     @given(call=CALLS["linear"])
-    @settings(max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     def run(call):
         check(call)
 

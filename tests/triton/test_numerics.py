@@ -215,10 +215,11 @@ def ran(call, name):
 
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("examples", [20, pytest.param(40, marks=pytest.mark.full)])
 @interpreted
-def test_random_calls(op):
+def test_random_calls(op, examples):
     @given(data=st.data())
-    @settings(max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     def run(data):
         check(data.draw(CALLS[op]), data.draw(st.sampled_from(MODES)), refused=("dtype", "kv_dtype", "last_dim_contiguous"))
 

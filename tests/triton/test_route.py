@@ -41,10 +41,11 @@ def test_grid(label):
         pytest.skip(str(figures))
 
 
+@pytest.mark.parametrize("examples", [20, pytest.param(40, marks=pytest.mark.full)])
 @interpreted
-def test_random_calls():
+def test_random_calls(examples):
     @given(call=CALLS["route"])
-    @settings(max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     def run(call):
         check(call)
 
