@@ -45,9 +45,7 @@ MOST_COUNTED = 64
 
 
 class Decoder:
-    """The graphs of one model, over each set of pages that a cache uses or that waits in the pool.
-
-    Threads take turns: a step waits for that of another thread.
+    """The graphs of one model, over each set of pages that a cache uses or that waits in the pool. A step waits for that of another thread.
 
     forward: the model's own, which `decode=` replaced.
     make: returns a cache over given pages, which keep their tokens.
@@ -110,8 +108,7 @@ class Decoder:
         """The mode of the next step; "hf" where graphs cannot be made. The model's state was looked at."""
         if self.how.mode != "auto":
             return self.how.mode
-        # Compiled code rounds in other places, and under such a policy bits may not follow from the
-        # steps before.
+        # Compiled code rounds in other places, and under such a policy bits may not follow from the steps before.
         counts = not deterministic(active_policy())
         due = self._kept.taken[kind_of(rows)] >= self.how.compile_after
         compiled = self._at_once or (counts and due)
@@ -377,8 +374,7 @@ class Decoder:
             self._kept = self._states.use(given, taken)
         self.prompts.changed()
         if before is not None and before.code != glance.code:
-            # Dynamo does not guard on it.
-            self.regions = None
+            self.regions = None  # Dynamo does not guard on the code
             self.prompts.forget()
         self._glance = glance
 
