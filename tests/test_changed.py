@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -205,7 +206,8 @@ def test_a_page_of_kernels_and_the_front_page_say_it(pages, monkeypatch):
     generate = import_module("generate")
     found = next(s for s in generate.supports("attention_backward") if s.kernel.name == "triton")
     for state, text, mark in (("", "sm90", ""), ("changed", "sm90 (changed since)", "\\*"), ("unknown", "sm90 (unknown", "?")):
-        monkeypatch.setattr(generate, "compared", lambda names, state=state: {name: {"sm90": state} for name in names})
+        told = defaultdict(lambda state=state: {"sm90": state})
+        monkeypatch.setattr(generate, "by_results", lambda told=told: told)
         front = generate.backends()
         assert generate.met(found).startswith(text) and f"`fa3`{mark}, `sgl_sparse`{mark} |" in front
         assert ("changed since it ran" in front, "unknown whether" in front) == (state == "changed", state == "unknown")
