@@ -16,7 +16,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,72 +23,77 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent.parent
 KINDS = ("generate()", "steps")
+FEWEST = 3
+"""Rounds, for quartiles."""
+
+Row = dict[str, Any]
 
 
 # The process of a checkout ---------------------------------------------------------------------------------------------
 
 
 def serve(asked: argparse.Namespace) -> None:
-    """Answer each line of stdin, the name of a kind, with microseconds a token. The first answer says how good the logits are."""
+    """Answer each line of stdin, the name of a kind, with microseconds a token. The first answer has the facts of a row.
+
+    What it imports of attnops is there in both checkouts.
+    """
     import torch
 
-    torch.set_grad_enabled(False)
-    from attnops.bench import Point, Setup, models
+    import attnops
+    from attnops.bench import Point, Setup, generate, models
+    from attnops.hf.cache_names import argument
+    from attnops.tune.clock import seconds
 
+    torch.set_grad_enabled(False)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     setup, point = Setup(device, quick=True, layers=asked.layers), Point(1, asked.context)
     model = models.build(setup, asked.model, point)
-    one, handle = models.patched(model, "paged", decode="piecewise" if setup.on_gpu else "hf")
-    prompt = models.tokens(setup, model, 1, asked.context)
-    given = {
-        "max_new_tokens": asked.new,
-        "do_sample": False,
-        "pad_token_id": 0,
-        "eos_token_id": model.config.vocab_size,
-        "attention_mask": torch.ones_like(prompt),
-    }
+    patched, handle = models.patched(model, "paged", decode="piecewise" if setup.on_gpu else "hf")
+    given = generate.arguments(setup, model, "attnops", point) | {"max_new_tokens": asked.new}
+    prompt, new = given["inputs"], models.tokens(setup, model, 1, asked.new, seed=1)
     cache = handle.new_cache(1, asked.context + asked.new + 1)
-    one(prompt, past_key_values=cache)
-    new = models.tokens(setup, model, 1, asked.new, seed=1)
+    patched(prompt, **argument(patched, cache))
 
-    def generate() -> Any:
-        return one.generate(prompt, **given)
+    def step(token: Any) -> Any:
+        if setup.on_gpu:
+            return handle.step(token, cache)
+        return patched(token, **argument(patched, cache)).logits
 
     def steps() -> Any:
         logits = [step(new[:, at : at + 1]) for at in range(asked.new)]
         cache.crop(-asked.new)
         return torch.cat(logits, 1)
 
-    def step(token: Any) -> Any:
-        if setup.on_gpu:
-            return handle.step(token, cache)
-        return one(token, past_key_values=cache).logits
-
-    runs: dict[str, Callable[[], Any]] = dict(zip(KINDS, (generate, steps), strict=True))
+    runs: dict[str, Callable[[], Any]] = {"generate()": lambda: patched.generate(**given), "steps": steps}
     for _ in range(3):
         for run in runs.values():
             run()
     exact = models.exactly(model, prompt, new)
-    eager = torch.cat([model(torch.cat([prompt, new], 1)).logits[:, asked.context :]], 1)
+    eager = model(torch.cat([prompt, new], 1)).logits[:, asked.context :]
     off = models.distance(model, eager)
-    error, budget = off(steps(), exact), models.budget(model, off(eager, exact))
-    print(
-        json.dumps({"error": error, "budget": budget, "took": str(handle.took.decode), "layers": model.config.num_hidden_layers}),
-        flush=True,
+    _say(
+        {
+            "code": attnops.__file__,
+            "error": round(off(steps(), exact), 5),
+            "budget": round(models.budget(model, off(eager, exact)), 5),
+            "decode": handle.took.decode,
+            "layers": model.config.num_hidden_layers,
+            "new_tokens": asked.new,
+        }
     )
     for line in sys.stdin:
-        run, wait = runs[line.strip()], torch.cuda.synchronize if setup.on_gpu else lambda: None
-        wait()
-        begin = time.perf_counter()
-        run()
-        wait()
-        print(json.dumps((time.perf_counter() - begin) * 1e6 / asked.new), flush=True)
+        _say(seconds(runs[line.strip()]) * 1e6 / asked.new)
+
+
+def _say(answer: Any) -> None:
+    print(json.dumps(answer), flush=True)
 
 
 class Side:
     """A process of one checkout."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
             [sys.executable, __file__, *sys.argv[1:], "--serve"],
@@ -137,41 +141,54 @@ def sides(folder: Path) -> Iterator[dict[str, Side]]:
 # Both of them ----------------------------------------------------------------------------------------------------------
 
 
-def rows_of(case: str, times: dict[str, list[float]], facts: dict[str, Any], new: int) -> list[dict[str, Any]]:
+def rows_of(case: str, times: dict[str, list[float]], facts: dict[str, Row]) -> list[Row]:
     """A row for each side. of_before: the median over the rounds of the ratio within a round, and its quartiles."""
+    from attnops.tune.clock import spread
+
+    rows = {way: {"case": case, "way": way, **spread(us), **facts[way], "rounds": len(us)} for way, us in times.items()}
     ratios = [now / before for now, before in zip(times["now"], times["before"], strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    rows = []
-    for way, us in times.items():
-        first, median, third = statistics.quantiles(us, n=4)
-        row = {"case": case, "way": way, "median_us": round(median, 2), "spread_us": round((third - first) / 2, 2), "new_tokens": new}
-        row |= {"error": round(facts[way]["error"], 5), "budget": round(facts[way]["budget"], 5), "layers": facts[way]["layers"]}
-        rows.append(row | {"decode": facts[way]["took"], "rounds": len(us)})
-    return [rows[0], rows[1] | {"of_before": round(middle, 4), "of_before_low": round(low, 4), "of_before_high": round(high, 4)}]
+    low, middle, high = (round(ratio, 4) for ratio in statistics.quantiles(ratios, n=4))
+    rows["now"] |= {"of_before": middle, "of_before_low": low, "of_before_high": high}
+    return list(rows.values())
 
 
-def measure(asked: argparse.Namespace) -> dict[str, Any]:
+def facts_of(way: str, side: Side) -> Row:
+    """What the process tells of itself. Ends this one where it runs other code than its checkout's, or its logits are wrong."""
+    facts: Row = side.answer()
+    code = facts.pop("code")
+    if not Path(code).is_relative_to(side.folder):
+        raise SystemExit(f"{way}: got the code of {code}, want that of {side.folder}: is attnops found before PYTHONPATH?")
+    if not facts["error"] <= facts["budget"]:
+        raise SystemExit(f"{way}: got logits that are off by {facts['error']}, want {facts['budget']} at most")
+    return facts
+
+
+def measure(asked: argparse.Namespace) -> Row:
     """A results file."""
+    import torch
+
+    from attnops.bench import Point
+    from attnops.bench.files import environment
+    from attnops.bench.run import SUITES
+    from attnops.measured.digests import candidates, digests
+    from attnops.problem import Target
+
     times: dict[str, dict[str, list[float]]] = {kind: {"before": [], "now": []} for kind in KINDS}
-    begin = time.perf_counter()
     with sides(asked.folder) as both:
-        facts = {way: side.answer() for way, side in both.items()}
+        facts = {way: facts_of(way, side) for way, side in both.items()}
         for number in range(asked.rounds):
             order = list(both) if number % 2 else list(both)[::-1]
             for kind in KINDS:
                 for way in order:
                     times[kind][way].append(both[way].ask(kind))
-    wrong = [f"{way}: {fact}" for way, fact in facts.items() if not fact["error"] <= fact["budget"]]
-    if wrong:
-        raise SystemExit(f"the logits are wrong: {wrong}")
-    rows = [row for kind in KINDS for row in rows_of(f"{asked.model} 1x{asked.context}, {kind}", times[kind], facts, asked.new)]
-    import torch
-
-    from attnops.bench.files import environment
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    head = environment(device, asked.commit)
+    suite = next(suite for suite in SUITES if suite.name == "generate")
+    code = digests(candidates(Target.of(device), suite.ops, head["packages"]))
     note = f"In turn with {asked.before}, {asked.rounds} rounds of {asked.new} tokens of each."
-    return {**environment(device, asked.commit), "suite": "generate", "note": note, "seconds": time.perf_counter() - begin, "rows": rows}
+    case = f"{asked.model} {Point(1, asked.context)}"
+    rows = [row for kind in KINDS for row in rows_of(f"{case}, {kind}", times[kind], facts)]
+    return {**head, "suite": suite.name, "code": code, "note": note, "rows": rows}
 
 
 def main() -> None:
@@ -190,12 +207,19 @@ def main() -> None:
     if asked.serve:
         serve(asked)
         return
+    asked.folder = asked.folder.resolve()
+    if not (asked.folder / "attnops").is_dir():
+        parser.error(f"FOLDER: got {asked.folder}, want a checkout of attnops")
+    if asked.rounds < FEWEST:
+        parser.error(f"--rounds: got {asked.rounds}, want at least {FEWEST}")
     sys.path.insert(0, str(HERE))
-    text = json.dumps(measure(asked), indent=1)
+    from attnops.bench.files import text_of
+
+    text = text_of(measure(asked))
     if asked.out:
         asked.out.write_text(text)
     else:
-        print(text)
+        print(text, end="")
 
 
 if __name__ == "__main__":
