@@ -152,7 +152,7 @@ STEADY = [
 ]
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(5)
 @pytest.mark.filterwarnings("ignore::attnops.errors.NotFast")
 @pytest.mark.parametrize(("name", "mode"), STEADY)
 def test_a_model_that_does_not_change_is_captured_once(name, mode):
@@ -410,8 +410,7 @@ def test_function_modes(mode):
 # The cure ------------------------------------------------------------------------------------------------------------
 
 
-# tests/hf/test_defaults.py releases compiled steps: test_memory_is_given_back.
-@pytest.mark.parametrize("mode", FEW)
+@pytest.mark.parametrize("mode", MODES)
 def test_release_drops_every_graph(mode):
     """Of steps, of prompts and of the choice of tokens, over pages that a cache uses, too."""
     model = tiny.model("llama")

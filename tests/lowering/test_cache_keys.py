@@ -75,7 +75,8 @@ def test_other_circumstances_miss_and_the_same_ones_hit(tmp_path):
     assert run(tmp_path, path=str(site)) == [(["attention.newcomer"], False)]
     # The same graph, kernels and versions, with measured times: by these the reference is faster.
     write_table(tmp_path / "mine", sdpa=9.0, reference=5.0)
-    assert run(tmp_path, {}, {}, tables=str(tmp_path / "mine")) == [(reference, False), (reference, True)]
+    assert run(tmp_path, tables=str(tmp_path / "mine")) == [(reference, False)]
+    assert run(tmp_path, tables=str(tmp_path / "mine")) == [(reference, True)]
     assert run(tmp_path, {}, {"kernel": "reference"}) == [(sdpa, True), (reference, True)], "without newcomer and table, as at first"
 
 
