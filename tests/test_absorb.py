@@ -259,6 +259,7 @@ def test_streams_in_turn(monkeypatch, again):
     assert {stream for stream, at in races.used if at == w_uk.untyped_storage().data_ptr()} == {1, 2}
 
 
+@torch.no_grad()
 def test_nothing_is_kept_of_a_plain_weight_nor_where_it_cannot_be_told():
     for module in (linear(), hooked()):
         renew(module, LIKE)
