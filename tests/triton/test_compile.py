@@ -174,7 +174,7 @@ def spilled(binary, arch, text=""):
 
 # Bytes that spill on SM90 where the bounds above, which are those of Triton 3.7, do not allow them. Triton 3.6 compiled what is
 # measured. No code of 3.9 is measured yet.
-SPILLS_IN_3_6 = {"extend_d576": 288}
+SPILLS_TO_3_6 = {"extend_d576": 288}
 SPILLS_FROM_3_9 = {"extend_d576": 512, "d128": 64, "d128_window": 64, "unlike_dims": 448, "softcap": 256}
 
 
@@ -190,8 +190,11 @@ def from_3_9():
 
 def allowed(name, arch, limit):
     """The bound of bytes that spill."""
-    spills = SPILLS_FROM_3_9 if from_3_9() else SPILLS_IN_3_6 if release() <= (3, 6) else {}
-    return spills.get(name, limit) if arch == 90 else limit
+    if arch == 90 and from_3_9():
+        return SPILLS_FROM_3_9.get(name, limit)
+    if arch == 90 and release() <= (3, 6):
+        return SPILLS_TO_3_6.get(name, limit)
+    return limit
 
 
 def waits_first(ptx):

@@ -193,7 +193,7 @@ class Beside:
         if starts and not _begun(self._work):
             with self._lock:
                 self._threads -= 1
-                # Launches that nobody would begin: each is compiled when it is made.
+                # No thread will begin these. Each kernel is compiled at its first launch.
                 while self._waiting and not self._threads:
                     self._end(self._waiting.popleft())
 
