@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -70,7 +70,7 @@ class Code:
                 self._enter(function)
 
     def _names_of(self, function: types.FunctionType) -> None:
-        names = dict.fromkeys(_names(function.__code__))
+        names = _names(function.__code__)
         follow, of_file = _is_model_code(function), function.__globals__
         modules = []
         for name in names:
@@ -80,7 +80,7 @@ class Code:
             for base in self._members.get(name, ()):
                 self._place(self._held_by[base], base.__qualname__, name, follow)
         for module in modules:  # grows in the loop
-            for name in names.keys() & vars(module).keys():
+            for name in vars(module).keys() & names:
                 value = self._place(vars(module), module.__name__, name, follow=False)
                 if isinstance(value, types.ModuleType) and value not in modules:
                     modules.append(value)
@@ -137,13 +137,16 @@ class Code:
         return list(chain.from_iterable([get(holder) for get, holder in self._getters]))
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
+@functools.lru_cache(2 * MOST_FUNCTIONS)
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    """The names that code looks up, each once. Code never changes, and most of a model's is looked at again."""
+    found = dict.fromkeys(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+            found.update(dict.fromkeys(_names(constant)))
         elif isinstance(constant, str) and constant.isidentifier():
-            yield constant  # of getattr
+            found[constant] = None  # of getattr
+    return tuple(found)
 
 
 def _functions(value: Any) -> list[types.FunctionType]:
