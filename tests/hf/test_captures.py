@@ -3,6 +3,7 @@
 import copy
 import gc
 import itertools
+import sys
 
 import pytest
 import torch
@@ -97,9 +98,31 @@ def test_a_glance_sees_each_change(what, monkeypatch):
         harmless()
         assert glance.same() and glance.unknown == ""
     steered.CHANGES[what](model, monkeypatch)
-    later = Glance(model)
+    later = Glance(model, glance)
     assert not glance.same() and glance.state != later.state and glance.changed(later)
+    assert later.same() and later.state == Glance(model).state
+
+
+OF_THIS_FILE = 1.0
+
+
+@pytest.mark.parametrize("where", ["the function", "what it closes over"])
+def test_new_code_of_a_function_is_walked_again(where, monkeypatch):
+    model, module = steered.model(), sys.modules[__name__]
+
+    def inner(x):
+        return x
+
+    def outer(x):
+        return inner(x)
+
+    model.model.layers[1].mlp.function = inner if where == "the function" else outer
+    glance = Glance(model)
+    inner.__code__ = (lambda x: x * OF_THIS_FILE).__code__
+    later = Glance(model, glance)
     assert later.same()
+    monkeypatch.setattr(module, "OF_THIS_FILE", 2.0)
+    assert not later.same() and Glance(model, later).state != later.state
 
 
 def test_experts_of_a_router():

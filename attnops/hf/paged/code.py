@@ -9,9 +9,11 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
+
+from torch import nn
 
 from attnops.hf.paged.values import Itself, Unknown, Values, alike, content, getter
 
@@ -31,12 +33,13 @@ class Code:
 
     places: (the dictionary that holds a name, whose it is, the name), in the order of the walk.
     state: their values. functions: those of them that are code.
+    values: the contents of these functions, and of the globals that the files of models look up.
     """
 
-    def __init__(self, classes: Iterable[type], values: Values) -> None:
-        """values: has the functions that the model's attributes hold. Their contents, and those of the
-        globals that the files of models look up, are followed there."""
-        self._values = values
+    def __init__(self, classes: Sequence[type], given: Sequence[types.FunctionType], modules: Iterable[nn.Module]) -> None:
+        """given: the functions that the model's attributes hold. modules: are compared elsewhere."""
+        self._of = _with_code(classes, given)
+        self.values = Values(modules)
         self.places: dict[tuple[int, str], tuple[Holder, str, str]] = {}
         self.state: list[Any] = []
         self.functions: list[Itself] = []
@@ -50,22 +53,24 @@ class Code:
                 self._members.setdefault(name, []).append(base)
         self._entered: set[types.FunctionType] = set()
         self._waiting: list[types.FunctionType] = []
-        self._walk()
+        self._walk(given)
         self._prepare()
 
-    def _walk(self) -> None:
+    def _walk(self, given: Iterable[types.FunctionType]) -> None:
         for base in self._classes:
             for name in _ENTRIES:
                 if name in self._held_by[base]:
                     follow = _home(base) not in _LIBRARIES
                     self._place(self._held_by[base], base.__qualname__, name, follow)
+        for function in given:
+            self._enter(function)
         done = 0
-        while self._waiting or done < len(self._values.functions):
+        while self._waiting or done < len(self.values.functions):
             while self._waiting and len(self._entered) < MOST_FUNCTIONS:
                 self._names_of(self._waiting.pop())
             self._waiting.clear()
             # Following contents may meet functions.
-            for function in self._values.functions[done:]:
+            for function in self.values.functions[done:]:
                 done += 1
                 self._enter(function)
 
@@ -107,7 +112,7 @@ class Code:
         if not follow or shared or isinstance(value, (types.ModuleType, type)):
             return Itself(value), ""
         try:
-            return self._values.of(value), ""
+            return self.values.of(value), ""
         except Unknown as why:
             return Itself(value), str(why)
 
@@ -128,13 +133,30 @@ class Code:
         self._getters = [(getter(found), holder) for holder, found in names.values()]
         self._proxies = [self._held_by[base] for base in self._own]
         self._sizes, self._seen = list(map(len, self._proxies)), self._held()
+        self.values.keep()
 
     def same(self) -> bool:
-        """Do all names have their values still? Raises KeyError for one that is gone."""
-        return list(map(len, self._proxies)) == self._sizes and alike(self._held(), self._seen)
+        """Do all names have their values still, with their contents? Raises where one is gone or cannot be looked at.
+
+        Not compared are the addresses of tensors among the contents.
+        """
+        if list(map(len, self._proxies)) != self._sizes or not alike(self._held(), self._seen):
+            return False
+        return self.values.same()
+
+    def holds(self, classes: Sequence[type], given: Sequence[types.FunctionType]) -> bool:
+        """Would a new walk from these classes and functions find the same?"""
+        try:
+            return not self.values.tensors and _with_code(classes, given) == self._of and self.same()
+        except Exception:  # a name is gone, or a value cannot be compared
+            return False
 
     def _held(self) -> list[Any]:
         return list(chain.from_iterable([get(holder) for get, holder in self._getters]))
+
+
+def _with_code(classes: Iterable[type], given: Iterable[types.FunctionType]) -> tuple[Any, ...]:
+    return list(classes), [(function, function.__code__) for function in given]
 
 
 @functools.lru_cache(2 * MOST_FUNCTIONS)

@@ -357,7 +357,7 @@ class Decoder:
     def _look_closely(self, modes: tuple[Any, ...]) -> None:
         """Take the graphs of the model's state."""
         before, self._state, self._glance = self._glance, None, None
-        glance = Glance(self._model)
+        glance = Glance(self._model, before)
         given = (modes, *glance.state)
         self._state, self._modes = hash(given), modes
         self.aside = against_graphs(self._model, glance.unknown)

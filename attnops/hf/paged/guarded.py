@@ -37,8 +37,11 @@ class Glance:
     unknown: why the model cannot be compared, with the attribute's name; "" where it can.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        """Raises InvalidInput for a weight on meta."""
+    def __init__(self, model: nn.Module, before: Glance | None = None) -> None:
+        """before: an earlier glance at the model; its walk over the code is kept where that has not changed.
+
+        Raises InvalidInput for a weight on meta.
+        """
         self._model = model
         self._modules = _modules(model)
         self._values = Values(self._modules)
@@ -51,14 +54,20 @@ class Glance:
         self._layouts: dict[tuple[type, tuple[str, ...]], Layout] = {}
         for number, module in enumerate(self._modules):
             self._take(number, module)
-        self._code = Code([*map(type, self._modules), *self._values.classes], self._values)
+        self._code = self._walk(before)
         self.unknown = self.unknown or self._code.unknown
         code = [f"{whose}.{name}" for _, whose, name in self._code.places.values()]
         self._places.append((-1, (*code, "torch's flags", "torch's global module hooks")))
         self._found += [*self._code.state, flags(), global_hooks()]
         self.state = tuple(self._found)
-        self.code = (*self._code.functions, *self._forwards, *self._values.unguarded)
+        self.code = (*self._code.functions, *self._forwards, *self._values.unguarded, *self._code.values.unguarded)
         self._prepare()
+
+    def _walk(self, before: Glance | None) -> Code:
+        classes, given = [*map(type, self._modules), *self._values.classes], self._values.functions
+        if before is not None and before._code.holds(classes, given):
+            return before._code
+        return Code(classes, given, self._modules)
 
     def _take(self, number: int, module: nn.Module) -> None:
         own, kind = vars(module), type(module)
@@ -80,17 +89,23 @@ class Glance:
             self._found.append(found)
             if name == "forward":
                 self._forwards.append(found)
-        places = ["", *names]
-        if (absorbed := own.get(HELD)) is not None:
+        absorbed = (HELD,) if HELD in own else ()
+        if absorbed:
             # Made from the parameters, and made anew in the same memory at every prompt.
-            places.append(HELD)
-            self._found.append(id(absorbed.weight))
-        for held in (own["_parameters"], own["_buffers"]):
-            for name, t in held.items():
-                if t is not None:
-                    places.append(name)
-                    self._found.append(_address(kind, name, t))
-        self._places.append((number, places))
+            self._found.append(id(own[HELD].weight))
+        parameters, buffers = own["_parameters"], own["_buffers"]
+        if parameters or buffers:
+            tensors = (*parameters.values(), *buffers.values())
+            self._found += [None if t is None else address(t) for t in tensors]
+        self._places.append((number, ("", *names, *absorbed, *parameters, *buffers)))
+
+    def _refuse_meta(self) -> None:
+        for module in self._modules:
+            for name, t in (*module._parameters.items(), *module._buffers.items()):
+                if t is not None and t.is_meta:
+                    got = f"graphs over {type(module).__name__}.{name}, which is on meta"
+                    want = "weights that stay on the device; decode='hf' for a model that is offloaded"
+                    fail(InvalidInput, "decode", got, want)
 
     def _names(self) -> list[str]:
         """Of each part of the state the attribute, from the model on, or the name in its code."""
@@ -118,6 +133,8 @@ class Glance:
         self._owned, self._empty = owned, [held for held in inside + tensors if not held]
         self._inside, self._tensors = list(filter(None, inside)), list(filter(None, tensors))
         held = [t for t in self._all_tensors() if t is not None]
+        if any(t.is_meta for t in held):
+            self._refuse_meta()
         # Parts of other tensors, and versions of weights, are for the state.
         plain = all(type(t) in PLAIN for t in held)
         self._plain = plain and not any(HELD in own for own in owned)
@@ -141,7 +158,7 @@ class Glance:
         return list(chain.from_iterable([get(own) for get, own in self._getters]))
 
     def _all_tensors(self) -> list[Any]:
-        return _flat(self._tensors) + self._values.tensors
+        return _flat(self._tensors) + self._values.tensors + self._code.values.tensors
 
     def _look(self) -> tuple[Any, ...]:
         found = [t for t in self._all_tensors() if t is not None]
@@ -172,19 +189,11 @@ def _modules(model: nn.Module) -> list[nn.Module]:
 
 def _layout(kind: type, held: tuple[str, ...]) -> Layout:
     """For a class of modules that hold these names. Sorted, for one may be taken away and set again."""
-    names = sorted(name for name in held if name not in _NOT_READ)
-    read = ["training", *names]
-    if kind is nn.Linear:
-        read = [name for name in names if name not in _UNREAD]
-    return names, getter(read) if read else None
-
-
-def _address(kind: type, name: str, t: Tensor) -> Any:
-    if t.is_meta:
-        got = f"graphs over {kind.__name__}.{name}, which is on meta"
-        want = "weights that stay on the device; decode='hf' for a model that is offloaded"
-        fail(InvalidInput, "decode", got, want)
-    return address(t)
+    unread = _NOT_READ.union(_UNREAD) if kind is nn.Linear else _NOT_READ
+    names = sorted(name for name in held if name not in unread)
+    if kind is nn.Linear and not names:
+        return names, None
+    return names, getter(["training", *names])
 
 
 def _flat(dicts: Iterable[dict[str, Any]]) -> list[Any]:

@@ -72,7 +72,7 @@ def watched(model: Any) -> Iterator[None]:
     """Raises SideEffect where the run in the block has changed the model."""
     before = Glance(model)
     yield
-    after = Glance(model)
+    after = Glance(model, before)
     if before.state != after.state:
         fail(SideEffect, before.changed(after), "the model's own forward writes it")
 
