@@ -403,7 +403,13 @@ def test_a_step_by_hand_runs_the_hooks_of_the_model():
         want = steps(handle)
         with model.register_forward_pre_hook(lambda *_: None), model.register_forward_hook(_doubled):
             assert relative(steps(handle), 2 * want) < LIMIT
+        with of_modules.register_module_forward_hook(_doubled_of_models):
+            assert relative(steps(handle), 2 * want) < LIMIT
         assert relative(steps(handle), want) < LIMIT
+
+
+def _doubled_of_models(module, given, out):
+    return _doubled(module, given, out) if hasattr(out, "logits") else out
 
 
 def _doubled(module, given, out):

@@ -30,7 +30,7 @@ from attnops.hf.paged.around import function_modes
 from attnops.hf.paged.cache import PagedModelCache
 from attnops.hf.paged.calls import more
 from attnops.hf.paged.decode import Decoder
-from attnops.hf.paged.reasons import hooks_on
+from attnops.hf.paged.reasons import runs_hooks
 
 # Their results depend on the logits and the tokens so far, and on no Python number that changes from step to step.
 _PROCESSORS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, RepetitionPenaltyLogitsProcessor)
@@ -107,7 +107,7 @@ def not_plain(asked: Asked, decoder: Decoder) -> str:
     unknown = [type(each).__name__ for each in (*asked.processors, *asked.criteria) if not _is_known(each)]
     lists = type(asked.processors) is LogitsProcessorList and type(asked.criteria) is StoppingCriteriaList
     outputs = [name for name in _OUTPUTS if getattr(config, name, None)]
-    ours = isinstance(owner.__dict__.get("forward"), Method) and not hooks_on(owner)
+    ours = isinstance(owner.__dict__.get("forward"), Method) and not runs_hooks(owner)
     tokens = ids.dtype == torch.int64 and ids.device == device and ids.dim() == 2 and ids.numel() > 0
     of_rows = isinstance(positions, Tensor) and positions.dtype == torch.int64 and positions.shape[:-1] == ids.shape[:1]
     # Tokens of earlier turns may be in the mask and not in the text. transformers drops a mask without zeros, and keeps its length.

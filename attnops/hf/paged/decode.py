@@ -32,7 +32,7 @@ from attnops.hf.paged.guarded import Glance
 from attnops.hf.paged.how import Decode
 from attnops.hf.paged.pages import ModelPages
 from attnops.hf.paged.prompt import PROMPT, Over, Prompts
-from attnops.hf.paged.reasons import hooks_on
+from attnops.hf.paged.reasons import runs_hooks
 from attnops.hf.paged.states import Kept, States
 from attnops.hf.paged.steps import against_graphs, graphed_steps, passes_of, watched
 from attnops.kernel import deterministic
@@ -148,7 +148,7 @@ class Decoder:
         state = state_of_step(input_ids, cache, position_ids)
         with self._lock:
             self._look(state)
-            if hooks_on(self._model):  # which see calls of the model; those of its parts set steps aside
+            if runs_hooks(self._model):  # which see calls of the model; those of its parts set steps aside
                 return plain_step(self._model, input_ids, cache, position_ids, argument_of(self._model))
             if not self.aside:
                 try:

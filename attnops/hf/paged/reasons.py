@@ -210,6 +210,11 @@ def hooks_on(module: Any) -> list[Any]:
     return [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("attnops.")]
 
 
+def runs_hooks(model: Any) -> bool:
+    """Does a call of the model itself run hooks of the caller's?"""
+    return bool(hooks_on(model) or global_hooks())
+
+
 def _callers_hooks(owner: Any) -> Iterator[tuple[Any, Any]]:
     """Each hook within `owner` that is neither ours nor transformers', with its module."""
     for module in owner.modules():
