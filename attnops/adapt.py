@@ -1,10 +1,9 @@
-"""Adapters around a kernel's function: arguments one by one (contract 1), tables without holes, and the GPU it runs on."""
+"""Adapters around a kernel's function: tables without holes, and the GPU it runs on."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -12,62 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.call import Call, Spec, changed, same
-from attnops.errors import RegistrationError
+from attnops.call import changed
 from attnops.reference.rows import Rules, how, refuse_plan_of_holes
 
-PAGE = "docs/add-a-kernel.md, Kernels of contract 1"
 PLACES = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def warn_of_contract_1(name: str, run: Callable[..., Any]) -> None:
-    """Warn that the next release refuses the kernel. Raises RegistrationError for one that cannot be adapted."""
-    kinds = kinds_of(getattr(run, "of_arguments", run))
-    if swallow := next((name for name, kind in kinds.items() if kind is inspect.Parameter.VAR_KEYWORD), ""):
-        want = f"run(call), and takes= with the arguments that it handles, which **{swallow} does not say: {PAGE}"
-        raise RegistrationError(f"kernel {name}: run got **{swallow}, want {want}")
-    text = f"kernel {name}: run takes the op's arguments one by one (contract 1), which the next release refuses; write run(call): {PAGE}"
-    warnings.warn(text, FutureWarning, stacklevel=3)
-
-
-def adapted(run: Callable[..., Any]) -> Callable[[Call], Any]:
-    """`run` of contract 1 as a function of a call. It gets the keyword arguments that it names. The last positional ones are left out where
-    `run` has no place for them and they are at their defaults."""
-    known = kinds_of(run)
-    endless = inspect.Parameter.VAR_POSITIONAL in known.values()
-    places = [name for name, kind in known.items() if kind in PLACES]
-
-    @functools.wraps(run)
-    def call(call: Any) -> Any:
-        spec: Spec = call.spec
-        n = spec.positional
-        room = n if endless else sum(name not in spec.names[n:] for name in places)
-        if all(same(call[i], spec.args[i].default) for i in range(room, n)):
-            n = min(n, room)
-        return run(*call[:n], **{name: call[i] for i, name in enumerate(spec.names) if i >= spec.positional and name in known})
-
-    call.of_arguments, call.adapted = run, call  # type: ignore[attr-defined]
-    return call
-
-
-@functools.cache
-def kinds_of(run: Callable[..., Any]) -> dict[str, Any]:
-    """The kinds of a function's parameters, by name."""
-    return {p.name: p.kind for p in inspect.signature(run).parameters.values()}
-
-
-def takes_a_call(run: Callable[..., Any]) -> bool:
-    """Has the function one parameter, as those of contract 2? One of contract 1 is given the policy beside the op's tensors."""
-    kinds = [*kinds_of(run).values()]
-    return len(kinds) == 1 and kinds[0] in PLACES
-
-
-def readable(run: object) -> bool:
-    """Is it a function whose parameters can be read?"""
+def takes_a_call(run: object) -> bool:
+    """Is it a function with one parameter, the call?"""
     try:
-        return callable(run) and bool(inspect.signature(run))
+        kinds = [p.kind for p in inspect.signature(run).parameters.values()]  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return False
+    return len(kinds) == 1 and kinds[0] in PLACES
 
 
 def filled(op: str, run: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from attnops.adapt import KNOW_HOLES, adapted as adapted, filled, kinds_of, origin, placed, readable, takes_a_call, warn_of_contract_1
+from attnops.adapt import KNOW_HOLES, filled, origin, placed, takes_a_call
 from attnops.call import name as name_of
 from attnops.errors import ContractMismatch, RegistrationError, UnknownKernel, fail
 from attnops.needs import (
@@ -68,7 +68,7 @@ class Kernel:
     name: also the overload's name, the `kernel=` argument and the test id. op: the op it implements.
     run: takes a call, the op's record, and returns the op's results; torch tensors in the op's own layouts.
     takes: the optional arguments that the kernel understands, hints and promises apart. A call that asks for another is refused.
-    dtypes: those of the op's first tensor (the query, where there is one); required, except by a kernel of contract 1.
+    dtypes: those of the op's first tensor (the query, where there is one).
     kv_dtypes: those of keys, values and pages; None: the dtype of the first tensor, no other.
     needs: further demands on the Problem. packages: must be installed. probe: a further check of the machine, no imports.
     cost_us: estimated device microseconds, for calls that no table of measured times covers; the least of the op's kernels wins.
@@ -79,7 +79,7 @@ class Kernel:
     invariant: None: results depend on the batch. inline: None: the kernel is called. capture, tolerance, plan: see the records.
     repeats: further demands on the Problem for equal bits at every run, where its field `repeatable`
         asks for them. None: never, for programs add to a number in the order in which they come.
-    contract: the version that the kernel was written for. None: 2 where `run` takes one argument, else 1 (see `adapted`).
+    contract: the version that the kernel was written for.
     """
 
     name: str
@@ -100,21 +100,13 @@ class Kernel:
     invariant: Invariant | None = None
     inline: Inline | None = None
     plan: Plan = field(default_factory=Plan)
-    contract: int | None = None
+    contract: int = CONTRACT
     about: str = ""
     repeats: tuple[Need, ...] | None = ()
 
     def __post_init__(self) -> None:
-        if not readable(self.run):  # `register` says so
-            object.__setattr__(self, "contract", self.contract or CONTRACT)
-            return
-        if self.contract is None:
-            object.__setattr__(self, "contract", 2 if takes_a_call(self.run) else 1)
-        fresh = not hasattr(self.run, "adapted")  # `replace`, or a run of another kernel
-        if self.contract == 1 and (fresh or not self.takes):
-            object.__setattr__(self, "takes", frozenset(kinds_of(self.run)))
-        if self.contract == 1 and fresh:
-            object.__setattr__(self, "run", adapted(self.run))
+        if not takes_a_call(self.run):
+            return  # `register` says so
         if self.op in KNOW_HOLES and "holes" not in self.takes:
             object.__setattr__(self, "run", filled(self.op, self.run))
         if self.foreign:
@@ -150,8 +142,6 @@ class Kernel:
         yield from (refusal for refusal, arguments in features(problem) if self.takes.isdisjoint(arguments))
         for a in sorted(problem.asks - self.takes):
             yield Refusal(a, "asked for", f"not, for the kernel does not list {a}")
-        if not self.dtypes:
-            return  # a kernel of contract 1 has needs in their place
         if problem.dtype not in self.dtypes:
             yield Refusal("dtype", problem.dtype, " | ".join(map(name_of, self.dtypes)))
         stored = (problem.dtype,) if self.kv_dtypes is None else self.kv_dtypes
@@ -275,8 +265,8 @@ _REGISTRY = Registry()
 
 def register(kernel: Kernel) -> Kernel:
     """Add `kernel` to the registry. Raises ContractMismatch or RegistrationError; a refused kernel leaves no trace."""
-    if kernel.contract not in (1, CONTRACT):
-        raise ContractMismatch(kernel.name, kernel.contract or 0, CONTRACT)
+    if kernel.contract != CONTRACT:
+        raise ContractMismatch(kernel.name, kernel.contract, CONTRACT)
     if not isinstance(kernel.name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", kernel.name) or kernel.name == "default":
         raise RegistrationError(f"kernel name: got {kernel.name!r}, want lower-case letters, digits and _, and not 'default'")
     with _REGISTRY.lock:
@@ -285,8 +275,6 @@ def register(kernel: Kernel) -> Kernel:
             want = f"one not yet registered for {kernel.op} ({', '.join(known)})"
             raise RegistrationError(f"kernel name: got {kernel.name!r}, want {want}")
         check_fields(kernel)
-        if kernel.contract == 1:
-            warn_of_contract_1(kernel.name, kernel.run)
         for check in _REGISTRY.checks:
             check(kernel)
         with together() if _REGISTRY.waiting is None else nullcontext(_REGISTRY.waiting) as new:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnops.adapt import readable
+from attnops.adapt import takes_a_call
 from attnops.errors import RegistrationError
 from attnops.packages import Package
 from attnops.problem import FEATURES, LEAVES, Problem, Refusal, leaf
@@ -248,9 +248,8 @@ def check_fields(kernel: Kernel) -> None:
     optional += ["inline.when"] * (kernel.inline is not None) + ["invariant.cost_us"] * (kernel.invariant is not None)
     for name in optional:
         want(attrgetter(name)(kernel) is None or callable(attrgetter(name)(kernel)), name, "a function or None")
-    want(readable(kernel.run), "run", "a function whose parameters can be read")
-    # Contract 1 has needs in place of dtypes.
-    want(_dtypes(kernel.dtypes) and (kernel.contract == 1 or bool(kernel.dtypes)), "dtypes", DTYPES)
+    want(takes_a_call(kernel.run), "run", "a function of one parameter, the call (contract 2)")
+    want(_dtypes(kernel.dtypes) and bool(kernel.dtypes), "dtypes", DTYPES)
     want(kernel.kv_dtypes is None or (_dtypes(kernel.kv_dtypes) and bool(kernel.kv_dtypes)), "kv_dtypes", f"{DTYPES}, or None")
 
 

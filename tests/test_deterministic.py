@@ -68,7 +68,16 @@ def test_the_default_policy_looks_at_sizes():
 
 
 def test_a_kernel_of_few_queries_refuses_a_decode_step_too():
-    few = Kernel("few", "paged_attention", lambda call: None, needs=(extent_at_most("queries", 8),), invariant=Invariant())
+    triton = kernels_of("paged_attention")["triton"]
+    few = Kernel(
+        "few",
+        "paged_attention",
+        lambda call: None,
+        takes=triton.takes,
+        dtypes=triton.dtypes,
+        needs=(extent_at_most("queries", 8),),
+        invariant=Invariant(),
+    )
     problem = sized(replace(CALLS["paged_attention"], op="paged_attention"), 8, 1, 4096)
     assert not few.refusals(problem)
     [refusal] = few.refusals(without_sizes(problem))

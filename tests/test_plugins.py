@@ -15,6 +15,7 @@ from packaging.version import InvalidVersion, Version as Theirs
 
 import attnops
 from attnops import kernel as registry_module
+from attnops.call import FLOATS
 from attnops.errors import NoKernel, RegistrationError, WrongResult
 from attnops.kernel import (
     Capture,
@@ -26,7 +27,6 @@ from attnops.kernel import (
     Plan,
     Registry,
     Tolerance,
-    adapted,
     all_kernels,
     arch,
     at_most,
@@ -44,7 +44,6 @@ from attnops.kernel import (
 )
 from attnops.needs import features
 from attnops.ops import eager
-from attnops.ops.dense import Attention
 from attnops.packages import parse, within
 from attnops.problem import Extent, Problem, Refusal, Target
 from attnops.select import choose, select, workspace_bytes
@@ -387,7 +386,7 @@ def test_a_kernel_whose_first_results_were_right_is_not_checked_again(lab):
 def test_a_kernel_that_lists_nothing_knows_nothing(case):
     problem = case.call().problem
     asked = {refusal.field for refusal, _ in features(problem)}
-    swallower = Kernel("theirs", case.op, run)
+    swallower = Kernel("theirs", case.op, run, dtypes=FLOATS)
     assert {r.field for r in swallower.refusals(problem)} == asked
     # The same with the names: it knows them all.
     assert not replace(kernels_of(case.op)["reference"], name="theirs").unmet(problem)
@@ -401,25 +400,18 @@ def test_a_kernel_that_lists_nothing_knows_nothing(case):
 def test_it_is_never_handed_what_it_does_not_know(lab, options):
     handed = []
 
-    def taking(query, key, value, *rest, scale):
-        handed.append(rest)
-        return query.clone(), query.new_empty(0, dtype=torch.float32)
+    def taking(call):
+        handed.append(call)
+        return call.query.clone(), call.query.new_empty(0, dtype=torch.float32)
 
-    with pytest.warns(FutureWarning, match="kernel theirs: .*contract 1"):
-        register(Kernel("theirs", "attention", taking, cost_us=lambda p: 1.0))
+    register(Kernel("theirs", "attention", taking, dtypes=(torch.float32,), cost_us=lambda p: 1.0))
     q = torch.randn(1, 3, 2, 8)
     for _ in range(3):
         attnops.attention(q, q, q, **options)
     assert not handed
     for _ in range(3):
         attnops.attention(q, q, q)
-    assert len(handed) == 3 and not any(x is not None for rest in handed for x in rest)
-
-
-def test_a_kernel_of_contract_1_is_told_what_it_names():
-    x = torch.zeros(1, 1, 1, 1)
-    call = Attention(x, x, x, scale=1.0, causal=True)
-    assert adapted(lambda *args, scale, softcap: {"scale": scale, "softcap": softcap})(call) == {"scale": 1.0, "softcap": 0.0}
+    assert len(handed) == 3 and all(call.softcap == 0 and call.sinks is call.mask is None for call in handed)
 
 
 # Versions -------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from hypothesis import given, strategies as st
 
 import attnops
 from attnops import kernel as registry_module
+from attnops.call import FLOATS
 from attnops.errors import AttnopsError, ContractMismatch, InvalidInput, NoKernel, RegistrationError, UnknownKernel
 from attnops.kernel import (
     CONTRACT,
@@ -58,8 +59,14 @@ SINKS = Problem.of("attention", Target(), q_heads=4, kv_heads=2, head_dim=8, v_h
 _unique = itertools.count(-1, -1)
 
 
-def nothing(*args, causal=False, softcap=0.0, sinks=None):
+def nothing(call):
     raise AssertionError("selection runs no kernel")
+
+
+def idle(name, op="attention", **more):
+    """A kernel that is not run."""
+    takes = frozenset({"causal", "softcap", "sinks"}) if op == "attention" else frozenset()
+    return Kernel(name, op, nothing, **{"takes": takes, "dtypes": FLOATS, **more})
 
 
 @pytest.fixture
@@ -69,10 +76,10 @@ def lab(monkeypatch):
     monkeypatch.setattr(registry_module, "_REGISTRY", lab)
     parse_policy.cache_clear()
     kernels = (
-        Kernel("slow", "attention", nothing, cost_us=lambda p: 100.0),
-        Kernel("fast", "attention", nothing, needs=without("sinks", "softcap"), cost_us=lambda p: 1.0),
-        Kernel("steady", "attention", nothing, cost_us=lambda p: 50.0, invariant=Invariant()),
-        Kernel("other", "varlen_attention", nothing),
+        idle("slow", cost_us=lambda p: 100.0),
+        idle("fast", needs=without("sinks", "softcap"), cost_us=lambda p: 1.0),
+        idle("steady", cost_us=lambda p: 50.0, invariant=Invariant()),
+        idle("other", "varlen_attention"),
     )
     for kernel in kernels:
         lab.kernels.setdefault(kernel.op, {})[kernel.name] = kernel
@@ -117,15 +124,13 @@ def test_a_problem_is_answered_once():
 
 def test_a_new_kernel_is_asked(lab):
     assert choose(PLAIN).name == "fast"
-    register(Kernel("faster", "attention", nothing, cost_us=lambda p: 0.5))
+    register(idle("faster", cost_us=lambda p: 0.5))
     assert choose(PLAIN).name == "faster"
 
 
 def test_selection_has_no_side_effects(lab):
     asked = []
-    lab.kernels["attention"]["curious"] = Kernel(
-        "curious", "attention", nothing, needs=(lambda p: asked.append(p),), cost_us=lambda p: 70.0
-    )
+    lab.kernels["attention"]["curious"] = idle("curious", needs=(lambda p: asked.append(p),), cost_us=lambda p: 70.0)
     before = Problem.of(**{n: leaf(PLAIN, n) for n in LEAVES})
     decision = select(PLAIN)
     select(PLAIN)
@@ -205,7 +210,7 @@ GPU = Problem("attention", Target("cuda", 90, assume=()), q_heads=4, kv_heads=2,
 
 def judged(lab, **us):
     """The lab with a judge that promises to be the fastest by far, and a table that holds these times."""
-    lab.kernels["attention"]["plain"] = Kernel("plain", "attention", nothing, cost_us=lambda p: 1e-3, judge=True, invariant=Invariant())
+    lab.kernels["attention"]["plain"] = idle("plain", cost_us=lambda p: 1e-3, judge=True, invariant=Invariant())
     shape = Shape("attention", "float32", "float32", 4, 2, 8, 8, causal=False, decode=True)
     grid = Grid(shape, (1.0,), (1.0,), (1.0,), {n: (t,) for n, t in us.items()})
     return Table("Some GPU", "sm90", {f"attention.{n}": "any" for n in us}, (grid,)) if us else None
@@ -407,17 +412,17 @@ def trace():
 @pytest.mark.parametrize(
     ("kernel", "error", "text"),
     [
-        (Kernel("reference", "attention", nothing), RegistrationError, "got 'reference', want one not yet registered for attention"),
-        (Kernel("mine", "attention", nothing, contract=CONTRACT + 1), ContractMismatch, f"contract got {CONTRACT + 1}, want {CONTRACT}"),
-        (Kernel("mine", "attention", nothing, contract=0), ContractMismatch, "kernel mine: contract got 0"),
-        (Kernel("mine", "convolution", nothing), RegistrationError, "kernel mine: op got 'convolution', want one of "),
+        (idle("reference"), RegistrationError, "got 'reference', want one not yet registered for attention"),
+        (idle("mine", contract=CONTRACT + 1), ContractMismatch, f"contract got {CONTRACT + 1}, want {CONTRACT}"),
+        (idle("mine", contract=1), ContractMismatch, f"kernel mine: contract got 1, want {CONTRACT}"),
+        (idle("mine", "convolution"), RegistrationError, "kernel mine: op got 'convolution', want one of "),
         *(
-            (Kernel(name, "attention", nothing), RegistrationError, f"kernel name: got {name!r}, want lower-case")
+            (idle(name), RegistrationError, f"kernel name: got {name!r}, want lower-case")
             for name in ("", "Mine", "my-kernel", "1st", "a.b", "a b", "default", "kernel;deny=sdpa", "a:b", "mine\n")
         ),
         # These would be overloads that no code can name: attributes of every torch op, and words of Python.
         *(
-            (Kernel(name, "attention", nothing), RegistrationError, f"kernel name: got {name!r}, want no word of Python")
+            (idle(name), RegistrationError, f"kernel name: got {name!r}, want no word of Python")
             for name in ("overloads", "op", "import", "is", "lambda")
         ),
     ],
@@ -440,7 +445,7 @@ def test_a_kernel_whose_listener_fails_leaves_no_trace(lab):
     before = {op: dict(table) for op, table in lab.kernels.items()}
     for op in ("attention", "merge_state"):
         with pytest.raises(OSError, match="disk full"):
-            register(Kernel("mine", op, nothing))
+            register(idle("mine", op))
     assert {op: dict(table) for op, table in lab.kernels.items()} == before
 
 
@@ -517,27 +522,24 @@ SCRATCH = '''
 
 import torch
 
-from attnops.kernel import Kernel, register, without
+from attnops.kernel import Kernel, register
 
 
-def paged_attention(
-    query, k_pages, v_pages, page_table, seq_lens, cu_seqlens_q, mask=None, sinks=None, k_scale=None, v_scale=None, plan=None, *,
-    max_seqlen_q, scale, causal=True, window_left=-1, window_right=-1, softcap=0.0, policy="", output, lse=None, workspace=None,
-):
+def paged_attention(call):
+    output, lse, starts = call.output, call.lse, call.cu_seqlens_q
     output.zero_()
     if lse is not None:
         lse.fill_(float("-inf"))
-    page = k_pages.shape[1]
-    for b, length in enumerate(seq_lens.tolist()):
-        rows = slice(int(cu_seqlens_q[b]), int(cu_seqlens_q[b + 1]))
-        pages = page_table[b, : -(-length // page)].long()
-        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-        k, v = (p[pages].flatten(0, 1)[:length].to(wide) for p in (k_pages, v_pages))
-        q = query[rows].to(wide)
+    for b, length in enumerate(call.seq_lens.tolist()):
+        rows = slice(int(starts[b]), int(starts[b + 1]))
+        pages = call.page_table[b, : -(-length // call.k_pages.shape[1])].long()
+        wide = torch.float64 if call.query.dtype == torch.float64 else torch.float32
+        k, v = (p[pages].flatten(0, 1)[:length].to(wide) for p in (call.k_pages, call.v_pages))
+        q = call.query[rows].to(wide)
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        s = torch.einsum("nhd,lhd->hnl", q, k) * scale
+        s = torch.einsum("nhd,lhd->hnl", q, k) * call.scale
         position = torch.arange(q.shape[0], device=q.device)[:, None] + length - q.shape[0]
-        if causal:
+        if call.causal:
             s = s.masked_fill(torch.arange(length, device=q.device) > position, float("-inf"))
         if length:
             z = torch.logsumexp(s, -1)
@@ -552,7 +554,8 @@ register(
         "scratchpad",
         "paged_attention",
         paged_attention,
-        needs=without("mask", "sinks", "softcap", "kv_scales", "windowed"),
+        takes=frozenset({"causal", "lse"}),
+        dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
         cost_us=lambda p: 5e5,
         about="a loop over requests",
     )
@@ -710,10 +713,10 @@ def test_a_probe_is_asked_only_where_the_packages_are():
         asked.append(target)
         return Refusal("driver", "none", "a driver")
 
-    away = Kernel("mine", "attention", nothing, packages=(Package("surely_not_installed", ("surely-not",)),), probe=probe)
+    away = idle("mine", packages=(Package("surely_not_installed", ("surely-not",)),), probe=probe)
     assert [r.field for r in away.refusals(PLAIN)] == ["package"]
     assert not asked
-    here = Kernel("mine", "attention", nothing, probe=probe, needs=without("sinks"))
+    here = idle("mine", probe=probe, needs=without("sinks"))
     assert [r.field for r in here.refusals(SINKS)] == ["driver", "sinks"]
     assert asked == [Target()]
 

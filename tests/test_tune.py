@@ -11,7 +11,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from attnops import kernel as registry_module
-from attnops.call import check
+from attnops.call import FLOATS, check
 from attnops.errors import InvalidInput
 from attnops.inputs import Pool, build, call_of, lengths
 from attnops.kernel import Capture, Core, Inline, Kernel, Registry, kernels_of, without
@@ -33,15 +33,15 @@ def needs_plan(p):
     return None if p.step.plan == "host" else Refusal("plan", p.step.plan, "host")
 
 
-def work(*args, causal=False, **kwargs):
+def work(call):
     return torch.zeros(1)
 
 
-def fails(*args, causal=False, **kwargs):
+def fails(call):
     raise RuntimeError("no such\nluck")
 
 
-def runs_out(*args, causal=False, **kwargs):
+def runs_out(call):
     raise torch.OutOfMemoryError("too large")
 
 
@@ -52,7 +52,7 @@ def lab(monkeypatch):
     monkeypatch.setattr(registry_module, "_REGISTRY", lab)
 
     def add(name, run=work, op="attention", **more):
-        lab.kernels.setdefault(op, {})[name] = Kernel(name, op, run, **more)
+        lab.kernels.setdefault(op, {})[name] = Kernel(name, op, run, **{"takes": frozenset({"causal"}), "dtypes": FLOATS, **more})
 
     return add
 
@@ -207,8 +207,8 @@ def test_a_kernel_that_fails_is_named(lab, body, broken):
 
 
 def test_a_kernel_that_raises_at_one_size_is_not_trusted_at_others(lab):
-    def picky(query, *args, causal=False, **kwargs):
-        if query.shape[0] == 2:
+    def picky(call):
+        if call.query.shape[0] == 2:
             raise ValueError("one only")
 
     lab("a")
@@ -244,7 +244,7 @@ def test_a_kernel_that_compiled_once_goes_on(lab, monkeypatch):
     lab("slow")
     now, first = [0.0], [30.0]
 
-    def compiles_once(*_, causal=False, **__):
+    def compiles_once(call):
         now[0] += first[0]
         first[0] = 0.0
 
@@ -407,7 +407,7 @@ def test_first_calls_do_not_go_on_for_ever(lab, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(run.time, "monotonic", lambda: now[0])
 
-    def slow(*args, causal=False, **kwargs):
+    def slow(call):
         now[0] += 5.0
 
     lab("a", slow)
@@ -419,7 +419,7 @@ def test_first_calls_do_not_go_on_for_ever(lab, monkeypatch):
 
 def test_kernels_are_called_ahead_at_every_kind_of_size(lab):
     seen = []
-    lab("a", run=lambda q, k, v, causal=False, **_: seen.append((q.shape[0], q.shape[1])))
+    lab("a", run=lambda call: seen.append(call.query.shape[:2]))
     lab("b", run=fails)
     assert run.compile_for([PLAN], ("a",), CPU) == 6 and seen == [(b, q) for q in (4, 8, 16) for b in (1, 2)]
     assert run.compile_for([PLAN], ("b",), CPU) == 0

@@ -7,6 +7,7 @@ import torch
 
 from attnops import kernel as registry_module
 from attnops.cache import PagedCache
+from attnops.call import FLOATS
 from attnops.errors import InvalidInput, NoKernel
 from attnops.kernel import Kernel, Registry, one_of
 from attnops.kernels.shared import memory
@@ -25,7 +26,7 @@ def run(call):
 
 
 NEEDY = Kernel(
-    "needy", "paged_attention", run, takes=OPS["paged_attention"].spec.optional, needs=(one_of("page_size", 16),),
+    "needy", "paged_attention", run, takes=OPS["paged_attention"].spec.optional, dtypes=FLOATS, needs=(one_of("page_size", 16),),
     workspace_bytes=lambda p: SIZE, cost_us=lambda p: 0.1,
 )  # fmt: skip
 

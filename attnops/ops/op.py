@@ -18,7 +18,7 @@ from attnops.adapt import on_device_of
 from attnops.call import Call, changed, check, fake, schema, split, values
 from attnops.checks import check_written
 from attnops.errors import NoGradient, NotCapturable, NotRecordable, RegistrationError, fail
-from attnops.kernel import CONTRACT, Capture, Core, Kernel, on_register
+from attnops.kernel import Capture, Core, Kernel, on_register
 from attnops.ops.eager import Eager, direct, grad_fields
 from attnops.ops.foreign import answering
 from attnops.ops.layouts import refuse_others
@@ -96,7 +96,7 @@ def check_binding(kernel: Kernel) -> None:
         fail(RegistrationError, f"kernel {kernel.name}: op got {kernel.op!r}, want one of {', '.join(OPS)}")
     spec = OPS[kernel.op].spec
     listable = spec.optional | {a.name for a in spec.args if a.hint}  # `holes`: the kernel looks for ids of no page itself
-    if wrong := sorted(kernel.takes - listable) if kernel.contract == CONTRACT else ():
+    if wrong := sorted(kernel.takes - listable):
         want = f"arguments of {kernel.op}: {', '.join(sorted(listable))}"
         fail(RegistrationError, f"kernel {kernel.name}: takes got {wrong[0]!r}, want {want}")
     if hasattr(OPS[kernel.op].packet, kernel.name) or keyword.iskeyword(kernel.name):

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnops
+from attnops.call import FLOATS
 from attnops.errors import InvalidInput, NoGradient, NoKernel
 from attnops.kernel import _REGISTRY, Kernel, generation
 from attnops.kernels.torch import flex
@@ -205,13 +206,12 @@ def test_numbers_that_the_dispatcher_converts_are_the_call_that_they_become(look
 
 
 @torch.no_grad()
-def test_arguments_a_kernel_does_not_know_are_left_out(looked):
-    def old(query, key, value, mask=None, sinks=None, k_scale=None, v_scale=None, kv_start=None, kv_end=None, *, scale, causal=False,
-            window_left=-1, window_right=-1, softcap=0.0, return_lse=False, policy=""):  # fmt: skip
-        return query * 2, query.new_empty(0)
+def test_arguments_that_a_kernel_does_not_know_are_refused(looked):
+    def twice(call):
+        return call.query * 2, call.query.new_empty(0)
 
-    name = f"old_times{next(NUMBERS)}"
-    kernel = Kernel(name, "attention", old, cost_us=lambda p: 1e9)
+    name = f"twice{next(NUMBERS)}"
+    kernel = Kernel(name, "attention", twice, dtypes=FLOATS, cost_us=lambda p: 1e9)
     attnops.kernel.register(kernel)
     try:
         q, k, v = qkv()

@@ -15,8 +15,6 @@ from attnops.kernel import Kernel, Registry, all_kernels, kernels_of, register
 from attnops.ops import OPS
 from attnops.ops.op import check_binding
 from attnops.problem import Problem, Target, altered, problem_of
-from attnops.select import choose, select
-from tests.helpers import ROOT
 
 PLAIN = Problem("attention", Target(), q_heads=4, kv_heads=2, head_dim=8, v_head_dim=8)
 
@@ -156,43 +154,16 @@ def registry(monkeypatch):
         monkeypatch.setattr(f"{name}._REGISTRY", Registry())
 
 
-def test_a_kernel_of_contract_1_is_adapted_with_a_warning(registry):
-    def run(query, key, value, *rest, scale, causal=False):
-        return query
-
-    with pytest.warns(FutureWarning, match=r"kernel old: run takes .* \(contract 1\).* write run\(call\): docs/add-a-kernel.md"):
-        kernel = register(Kernel("old", "attention", run, cost_us=lambda p: 0.0))
-    assert choose(altered(PLAIN, causal=True)) is kernel
-    assert [r.field for r in select(altered(PLAIN, softcap=True)).refused["old"]] == ["softcap"]
+def one_by_one(query, key, value, *rest, scale, causal=False):
+    return query
 
 
-def test_a_kernel_that_does_not_say_what_it_takes_is_refused_by_name(registry):
-    def run(query, key, value, **features):
-        return query
-
-    with pytest.raises(RegistrationError, match=r"kernel new: run got \*\*features, want run\(call\), .*docs/add-a-kernel.md"):
-        register(Kernel("new", "attention", run))
+@pytest.mark.parametrize("run", [one_by_one, lambda *call: call, lambda **call: call, lambda: None, None, 3])
+def test_a_run_takes_the_call(registry, run):
+    """The form of contract 1, the arguments one by one, is refused by name."""
+    with pytest.raises(RegistrationError, match=r"kernel new: run got .*, want a function of one parameter, the call \(contract 2\)"):
+        register(Kernel("new", "attention", run, dtypes=FLOATS))
     assert "new" not in kernels_of("attention")
-    assert "## Kernels of contract 1" in (ROOT / "docs" / "add-a-kernel.md").read_text()
-
-
-def test_a_kernel_of_contract_1_is_handed_its_arguments():
-    def run(query, key, value, *rest, scale, causal):
-        return query, key, rest, scale, causal
-
-    kernel = Kernel("one", "attention", run)
-    assert (kernel.contract, kernel.run.of_arguments) == (1, run)
-    assert "causal" in kernel.takes
-    assert kernel.unmet(altered(PLAIN, softcap=True))
-    q = torch.zeros(1, 2, 4, 8)
-    call = OPS["attention"].call(q, q, q, scale=0.5, causal=True, softcap=0.0)
-    query, _, rest, scale, causal = kernel.run(call)
-    assert query is q
-    assert set(rest) <= {None}
-    assert (scale, causal) == (0.5, True)
-    # What is adapted stays so, and lists as much, in another kernel.
-    assert Kernel("other", "attention", kernel.run).takes == kernel.takes
-    assert replace(kernel, name="again").run(call)[3] == 0.5
 
 
 def test_an_annotation_that_no_schema_says_is_no_record():
