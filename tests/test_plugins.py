@@ -15,7 +15,6 @@ from packaging.version import InvalidVersion, Version as Theirs
 
 import attnops
 from attnops import kernel as registry_module
-from attnops.call import FLOATS
 from attnops.errors import NoKernel, RegistrationError, WrongResult
 from attnops.kernel import (
     Capture,
@@ -386,10 +385,11 @@ def test_a_kernel_whose_first_results_were_right_is_not_checked_again(lab):
 def test_a_kernel_that_lists_nothing_knows_nothing(case):
     problem = case.call().problem
     asked = {refusal.field for refusal, _ in features(problem)}
-    swallower = Kernel("theirs", case.op, run, dtypes=FLOATS)
+    known = replace(kernels_of(case.op)["reference"], name="theirs")
+    swallower = Kernel("theirs", case.op, run, dtypes=known.dtypes, kv_dtypes=known.kv_dtypes)
     assert {r.field for r in swallower.refusals(problem)} == asked
     # The same with the names: it knows them all.
-    assert not replace(kernels_of(case.op)["reference"], name="theirs").unmet(problem)
+    assert not known.unmet(problem)
 
 
 @pytest.mark.parametrize(
