@@ -35,12 +35,15 @@ from attnops.layout import (
     REQUIRED,
     STORED as STORED,
     Arg as Arg,
+    Fact as Fact,
     Result as Result,
     Size,
     Sizes as Sizes,
     arg as arg,
     compiled,
     evaluate as evaluate,
+    is_given as is_given,
+    itself as itself,
     layout_of,
 )
 from attnops.reference.rows import surely
@@ -68,6 +71,7 @@ class Spec:
     Problem's `kv_dtype`. facts: further fields of the Problem, or a function of the call and its sizes that returns them.
     grows: the size that callers raise from call to call, as a decode step does with the keys. Checks, rules and facts must not tell two
     values of it apart that have one extent and differ from all other sizes.
+    without_holes: takes a call whose table or list may have holes, and returns it without; None for ops without such tables.
     """
 
     op: str
@@ -79,6 +83,7 @@ class Spec:
     stored: str = ""
     facts: Callable[[Any, Sizes], Mapping[str, Any]] | Mapping[str, Any] | None = None
     grows: str = ""
+    without_holes: Callable[[Any], Any] | None = None
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -95,9 +100,32 @@ class Spec:
         """The arguments that a kernel lists: those with a default, but for hints and those that every kernel takes."""
         return frozenset(a.name for a in self.args if a.default is not REQUIRED and not (a.hint or a.always or a.name == "policy"))
 
+    @cached_property
+    def features(self) -> dict[Fact, tuple[Arg, ...]]:
+        """What a kernel lists one of these arguments for, where it is asked for."""
+        found: dict[Fact, tuple[Arg, ...]] = {}
+        for a in self.args:
+            for fact in a.facts:
+                if fact.feature and a.name in self.optional:
+                    found[fact] = (*found.get(fact, ()), a)
+        return found
+
+    @cached_property
+    def told(self) -> frozenset[str]:
+        """The arguments of which the fields of a Problem tell."""
+        return frozenset(a.name for args in self.features.values() for a in args)
+
+    @cached_property
+    def weights(self) -> tuple[str, ...]:
+        """The arguments whose bytes are most of a call's."""
+        return tuple(a.name for a in self.args if a.weight)
+
     def __getitem__(self, name: str) -> Arg:
         return next(a for a in self.args if a.name == name)
 
+
+RECORDS: dict[str, Spec] = {}
+"""What follows from each op's record, by the op's name."""
 
 T = TypeVar("T")
 
@@ -132,6 +160,7 @@ def record(
     facts: Callable[[Any, Sizes], Mapping[str, Any]] | Mapping[str, Any] | None = None,
     grows: str = "",
     keywords: str = "",
+    without_holes: Callable[[Any], Any] | None = None,
 ) -> Callable[[type[C]], type[C]]:
     """Make a record of a class whose annotations, inherited ones first, are the op's arguments; `_: KW_ONLY` begins those given by name.
 
@@ -154,7 +183,9 @@ def record(
         place = next((i for i, a in enumerate(named) if a.written), len(named))
         args += [*named[:place], policy, *named[place:]]
         base = namedtuple(cls.__name__, [a.name for a in args], defaults=[a.default for a in args])  # type: ignore[misc]
-        spec = Spec(op, tuple(args), results, least or {}, rules, _measures(args, problem or {}), stored, facts, grows)
+        measures = _measures(args, problem or {})
+        spec = Spec(op, tuple(args), results, least or {}, rules, measures, stored, facts, grows, without_holes)
+        RECORDS[op] = spec
         # All that is derived hangs on one attribute, because `key`, `output` and `args` are or may become arguments.
         members = {"__slots__": (), "__doc__": cls.__doc__, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "spec": spec}
         return cast(type[C], type(cls.__name__, (base, Call), members))

@@ -33,6 +33,33 @@ Sizes = dict[str, Any]
 REQUIRED: Any = Parameter.empty
 
 
+def is_given(value: Any) -> bool:
+    """Of an argument that is a tensor, or a flag, or left out."""
+    return value is not None and value is not False
+
+
+def itself(value: Any) -> Any:
+    """The value of an argument as the Problem's field has it."""
+    return value
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What a Problem says of an argument. Several arguments may share one: the greatest of their values counts.
+
+    field: of the Problem. of: the field's value, from the argument's. part: the place in a field that is a tuple.
+    feature: a kernel that is asked for another value than the neutral one lists an argument with this fact.
+    unless: Problems in which a kernel need not list it. refused: the field that a refusal names; "": `field`.
+    """
+
+    field: str
+    of: Callable[[Any], Any] = is_given
+    part: int | None = None
+    feature: bool = True
+    unless: Callable[[Any], bool] | None = None
+    refused: str = ""
+
+
 @dataclass(frozen=True)
 class Arg:
     """One argument of an op.
@@ -43,6 +70,7 @@ class Arg:
     any_device: the tensor need not be on the first tensor's device. unit_stride: the last dim's stride is a fact of the Problem.
     hint: a promise, a plan or scratch that a kernel may ignore without changing the result; it never makes a kernel refuse.
     always: every kernel of the op takes every value of the argument, so `Kernel.takes` need not list it.
+    facts: what the Problem says of it. weight: its bytes are most of a call's, and a step of a model reads them once.
 
     `record` fills in the rest. tensor: is it a tensor, or None in a tensor's place? neutral: `off`, or else the default.
     """
@@ -60,6 +88,8 @@ class Arg:
     hint: bool = False
     always: bool = False
     unit_stride: bool = False
+    weight: bool = False
+    facts: tuple[Fact, ...] = ()
     name: str = ""
     kind: str = ""
     keyword: bool = False

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnops.adapt import takes_a_call
+from attnops.call import RECORDS
 from attnops.errors import RegistrationError
 from attnops.packages import Package
-from attnops.problem import FEATURES, LEAVES, Problem, Refusal, leaf
+from attnops.problem import LEAVES, Problem, Refusal, leaf
 
 if TYPE_CHECKING:
     from attnops.kernel import Kernel
@@ -140,25 +141,18 @@ def all_of(needs: Iterable[Need]) -> Need:
     return lambda p: next((r for need in needs if (r := need(p))), None)
 
 
-ASKED = ("attention", "attention_backward", "varlen_attention", "varlen_attention_backward", "paged_attention", "decode_attention",
-         "mla_attention", "sparse_mla_attention", "write_kv", "write_latent")  # fmt: skip
-"""Ops whose results depend on the features. To an op that plans they are hints, and a merge always has its lse."""
-
-
 def features(p: Problem) -> Iterator[tuple[Refusal, tuple[str, ...]]]:
     """(its refusal, the op's arguments that carry it) of each feature that `p` asks for; a kernel that takes it names one of them."""
-    if p.op not in ASKED:
-        return
-    # Attention over pages is causal by default.
-    if p.rules.causal is (p.op not in ("paged_attention", "mla_attention")) and p.sizes.queries.hi != 1 and "write" not in p.op:
-        yield Refusal("causal", p.rules.causal, str(not p.rules.causal)), ("causal",)
-    if p.rules.window[0] >= 0:
-        yield Refusal("windowed", True, "no"), ("window_left",)
-    if p.rules.window[1] >= 0 and not p.rules.causal:
-        yield Refusal("windowed", True, "no"), ("window_right",)
-    for field, arguments in FEATURES.items():
-        if (got := leaf(p, field)) not in (False, 0, "none"):
-            yield Refusal(field, got, {bool: "no", int: "0", str: "none"}[type(got)]), arguments
+    record = RECORDS.get(p.op)
+    for fact, arguments in record.features.items() if record is not None else ():
+        got, neutral = leaf(p, fact.field), fact.of(arguments[0].neutral)
+        asked = (got if fact.part is None else got[fact.part]) != neutral
+        if not asked or (fact.unless is not None and fact.unless(p)):
+            continue
+        if fact.refused:
+            got, neutral = True, False
+        want = ("no", "yes")[neutral] if isinstance(neutral, bool) else str(neutral)
+        yield Refusal(fact.refused or fact.field, got, want), tuple(a.name for a in arguments)
 
 
 # Further traits of a kernel -------------------------------------------------------------------------------------------

@@ -278,17 +278,6 @@ def altered(problem: Problem, **leaves: Any) -> Problem:
     return replace(problem, **own)
 
 
-FEATURES = {
-    "softcap": ("softcap",), "attention_chunk": ("attention_chunk",), "temperature": ("temperature",), "mask": ("mask",),
-    "mask_grad": ("mask_grad",), "sinks": ("sinks",), "kv_range": ("kv_start", "kv_end"),
-    "kv_scales": ("k_scale", "v_scale", "kv_scale"), "lse": ("return_lse", "lse"),
-}  # fmt: skip
-"""Fields of a Problem that a kernel lists as features, and the arguments that carry them."""
-
-_TOLD = {"causal", "window_left", "window_right", "q_scale", "plan", "padded", "workspace", "grad_lse"}.union(*FEATURES.values())
-"""Arguments that a field of the Problem tells of."""
-
-
 def problem_of(call: Call) -> Problem:
     """The Problem of a call that keeps its op's contract. Heads, head dims and page size become ints, each a guard under a compiler."""
     spec, sizes = call.spec, sizes_of(call)
@@ -304,33 +293,23 @@ def problem_of(call: Call) -> Problem:
     strides = [given[a.name].stride(-1) for a in spec.args if a.unit_stride and given[a.name] is not None]
     found["last_dim_contiguous"] = all(isinstance(n, int) and n == 1 for n in strides)
     more = spec.facts(call, sizes) if callable(spec.facts) else spec.facts or {}
-    return Problem.of(**{**found, **_features(given), "asks": asked(call) - _TOLD, **more})
+    return Problem.of(**{**found, **_told(call), "asks": asked(call) - spec.told, **more})
 
 
-def _features(given: dict[str, Any]) -> dict[str, Any]:
-    """The fields that follow from the arguments of these names."""
-
-    def tensors(*names: str) -> list[torch.Tensor]:
-        return [given[n] for n in names if isinstance(given.get(n), torch.Tensor)]
-
-    sinks, mask, plan, gradient = given.get("sinks"), given.get("mask"), given.get("plan"), "grad_output" in given
-    return {
-        **{n: given[n] for n in ("causal", "attention_chunk", "mask_grad", "padded", "holes") if n in given},
-        "window": (given.get("window_left", -1), given.get("window_right", -1)),
-        "softcap": given.get("softcap", 0.0) > 0,
-        "temperature": given.get("temperature") is not None,
-        "sinks": sinks is not None and sinks is not False,
-        "sinks_dtype": sinks.dtype if isinstance(sinks, torch.Tensor) else None,
-        "mask": "none" if mask is None else "bool" if mask.dtype == torch.bool else "additive",
-        "kv_range": bool(tensors("kv_start", "kv_end")),
-        "kv_scales": bool(tensors("k_scale", "v_scale", "kv_scale", "q_scale")),
-        "per_head_scales": any(s.shape[0] != 1 for s in tensors("k_scale", "v_scale")),
-        "lse": given.get("return_lse", given.get("lse") is not None and "output" in given and not gradient),
-        "grad": gradient,
-        "lse_grad": given.get("grad_lse") is not None,
-        "plan": "none" if plan is None else "host" if plan.dtype == torch.int64 else "device",
-        "workspace": bytes_of(given.get("workspace")),
-    }
+def _told(call: Call) -> dict[str, Any]:
+    """The fields of which the record's arguments tell."""
+    found: dict[str, Any] = {}
+    for a, value in zip(call.spec.args, values(call), strict=True):
+        for fact in a.facts:
+            told = fact.of(value)
+            if fact.part is not None:
+                parts = list(found.get(fact.field, LEAVES[fact.field].default))
+                parts[fact.part] = told
+                told = tuple(parts)
+            elif fact.field in found:
+                told = max(told, found[fact.field])
+            found[fact.field] = told
+    return found
 
 
 def repeatable() -> str:

@@ -46,15 +46,15 @@ class DecodeAttention(Call):
     sin: Tensor | None = arg(ANGLES, "cos", default=None)
     q_norm: Tensor | None = arg("D", FLOATS, default=None)
     k_norm: Tensor | None = arg("D", FLOATS, default=None)
-    sinks: Tensor | None = arg("Hq", FLOATS, default=None)
+    sinks: Tensor | None = arg("Hq", FLOATS, default=None, facts=rules.SINKS)
     _: KW_ONLY
     scale: float = arg()
-    window_left: int = arg(default=-1, least=-1, most=rules.FURTHEST)
-    softcap: float = arg(default=0.0, least=0, most=rules.SOFTEST)
+    window_left: int = arg(default=-1, least=-1, most=rules.FURTHEST, facts=rules.WINDOW_LEFT)
+    softcap: float = arg(default=0.0, least=0, most=rules.SOFTEST, facts=rules.SOFTCAP)
     eps: float = arg(default=1e-6, least=0, always=True)
-    holes: bool = arg(default=True, off=False)
+    holes: bool = arg(default=True, off=False, facts=rules.HOLES)
     output: Tensor = arg("B, Hq, D", "query", written=True)
-    workspace: Tensor | None = arg("bytes", (torch.uint8,), default=None, written=True, hint=True)
+    workspace: Tensor | None = arg("bytes", (torch.uint8,), default=None, written=True, hint=True, facts=rules.WORKSPACE)
 
 
 DECODE = define(

@@ -68,15 +68,15 @@ class Attention(rules.Visible):
     query: Tensor = arg("B, S, Hq, D", QUERY, unit_stride=True)
     key: Tensor = arg("B, K, Hkv, D", STORED, unit_stride=True)
     value: Tensor = arg("B, K, Hkv, Dv", "key", unit_stride=True)
-    mask: Tensor | None = arg("1 | B, 1 | Hq, 1 | S, K", MASK, default=None)
-    sinks: Tensor | None = arg("Hq", FLOATS, default=None)
-    k_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None)
-    v_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None)
-    kv_start: Tensor | None = arg("B", INDEX, default=None)
-    kv_end: Tensor | None = arg("B", INDEX, default=None)
+    mask: Tensor | None = arg("1 | B, 1 | Hq, 1 | S, K", MASK, default=None, facts=rules.MASK_FACTS)
+    sinks: Tensor | None = arg("Hq", FLOATS, default=None, facts=rules.SINKS)
+    k_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALES)
+    v_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALES)
+    kv_start: Tensor | None = arg("B", INDEX, default=None, facts=rules.KV_RANGE)
+    kv_end: Tensor | None = arg("B", INDEX, default=None, facts=rules.KV_RANGE)
     _: KW_ONLY
-    return_lse: bool = False
-    q_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None)
+    return_lse: bool = arg(default=False, facts=rules.LSE)
+    q_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALE)
 
 
 ATTENTION = define(
@@ -98,19 +98,19 @@ GRADIENTS = rules.gradients("query", "key", "value", "mask", "sinks")
 class AttentionBackward(rules.Visible):
     """The gradient of dense attention."""
 
-    grad_output: Tensor = arg("B, S, Hq, Dv", FLOATS)
-    grad_lse: Tensor | None = arg("B, S, Hq", FLOAT32)
+    grad_output: Tensor = arg("B, S, Hq, Dv", FLOATS, facts=rules.GRADIENT)
+    grad_lse: Tensor | None = arg("B, S, Hq", FLOAT32, facts=rules.LSE_GRAD)
     query: Tensor = arg("B, S, Hq, D", QUERY, unit_stride=True)
     key: Tensor = arg("B, K, Hkv, D", STORED, unit_stride=True)
     value: Tensor = arg("B, K, Hkv, Dv", "key", unit_stride=True)
     output: Tensor = arg("B, S, Hq, Dv", FLOATS)
     lse: Tensor = arg("B, S, Hq", FLOAT32)
-    mask: Tensor | None = arg("1 | B, 1 | Hq, 1 | S, K", MASK, default=None)
-    sinks: Tensor | None = arg("Hq", FLOATS, default=None)
-    kv_start: Tensor | None = arg("B", INDEX, default=None)
-    kv_end: Tensor | None = arg("B", INDEX, default=None)
+    mask: Tensor | None = arg("1 | B, 1 | Hq, 1 | S, K", MASK, default=None, facts=rules.MASK_FACTS)
+    sinks: Tensor | None = arg("Hq", FLOATS, default=None, facts=rules.SINKS)
+    kv_start: Tensor | None = arg("B", INDEX, default=None, facts=rules.KV_RANGE)
+    kv_end: Tensor | None = arg("B", INDEX, default=None, facts=rules.KV_RANGE)
     _: KW_ONLY
-    mask_grad: bool = False
+    mask_grad: bool = arg(default=False, facts=rules.MASK_GRAD)
 
 
 BACKWARD = define(

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 
 from attnops.call import INDEX, INT32, KW_ONLY, Call, Result, Sizes, arg, need, record
 from attnops.kernel import Core
+from attnops.ops import rules
 from attnops.ops.eager import key_for, side
 from attnops.ops.op import UNREAD, Op, define, define_core
 from attnops.ops.rules import FURTHEST
@@ -169,7 +170,7 @@ class DecodeRows(Call):
     cu_seqlens_q: Tensor = arg("B + 1", INT32)
     _: KW_ONLY
     num_tokens: int = arg(least=0, symbolic=True)
-    causal: bool = arg(default=True, always=True)
+    causal: bool = arg(default=True, always=True, facts=rules.CAUSAL)
     q_heads: int = arg(default=0, least=0, always=True)
     float8: bool = arg(default=False, always=True)
 
@@ -225,7 +226,7 @@ class NamedPages(Call):
     num_pages: int = arg(least=0, symbolic=True)
     page_size: int = arg(least=1)
     squeeze: bool = arg(default=True, always=True)
-    window_left: int = arg(default=-1, least=-1, most=FURTHEST, always=True)
+    window_left: int = arg(default=-1, least=-1, most=FURTHEST, always=True, facts=rules.WINDOW_LEFT)
 
 
 NAMED_PAGES = define(Op(NamedPages, data.named_pages, about="page table without holes"))

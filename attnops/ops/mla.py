@@ -55,7 +55,7 @@ class WriteLatent(Call):
     k_pe: Tensor = arg("T, Dr", "latent", unit_stride=True)
     latent_pages: Tensor = arg("P, page, Dc + Dr", (*FLOATS, *STORED), written=True, unit_stride=True)
     slots: Tensor = arg("T", INDEX)
-    kv_scale: Tensor | None = arg("1", FLOAT32, default=None)
+    kv_scale: Tensor | None = arg("1", FLOAT32, default=None, facts=rules.KV_SCALE)
 
 
 WRITE_LATENT = define(Op(WriteLatent, attention.write_latent, about="write of new latents and rotated keys into pages"))
@@ -119,20 +119,20 @@ class MlaAttention(rules.Queries):
     page_table: Tensor = arg("B, max_pages", INT32)
     seq_lens: Tensor = arg("B", INT32)
     cu_seqlens_q: Tensor = arg("B + 1", INT32)
-    mask: Tensor | None = arg("T, >= max_pages * page", MASK, default=None)
-    sinks: Tensor | None = arg("H", FLOATS, default=None)
-    q_scale: Tensor | None = arg("1", FLOAT32, default=None)
-    kv_scale: Tensor | None = arg("1", FLOAT32, default=None)
-    plan: Tensor | None = arg("words", rules.PLAN, default=None, hint=True, any_device=True)
+    mask: Tensor | None = arg("T, >= max_pages * page", MASK, default=None, facts=rules.MASK_FACTS)
+    sinks: Tensor | None = arg("H", FLOATS, default=None, facts=rules.SINKS)
+    q_scale: Tensor | None = arg("1", FLOAT32, default=None, facts=rules.KV_SCALE)
+    kv_scale: Tensor | None = arg("1", FLOAT32, default=None, facts=rules.KV_SCALE)
+    plan: Tensor | None = arg("words", rules.PLAN, default=None, hint=True, any_device=True, facts=rules.PLAN_FACTS)
     _: KW_ONLY
     scale: float = arg()
-    causal: bool = arg(default=True, off=False)
-    window_left: int = arg(default=-1, least=-1, most=rules.FURTHEST)
-    softcap: float = arg(default=0.0, least=0, most=rules.SOFTEST)
-    holes: bool = arg(default=True, hint=True)
+    causal: bool = arg(default=True, facts=rules.CAUSAL)
+    window_left: int = arg(default=-1, least=-1, most=rules.FURTHEST, facts=rules.WINDOW_LEFT)
+    softcap: float = arg(default=0.0, least=0, most=rules.SOFTEST, facts=rules.SOFTCAP)
+    holes: bool = arg(default=True, hint=True, facts=rules.HOLES)
     output: Tensor = arg("T, H, Dc", output_dtypes, written=True)
-    lse: Tensor | None = arg("T, H", FLOAT32, default=None, written=True)
-    workspace: Tensor | None = arg("bytes", (torch.uint8,), default=None, written=True, hint=True)
+    lse: Tensor | None = arg("T, H", FLOAT32, default=None, written=True, facts=rules.LSE)
+    workspace: Tensor | None = arg("bytes", (torch.uint8,), default=None, written=True, hint=True, facts=rules.WORKSPACE)
 
 
 MLA = define(

@@ -40,20 +40,20 @@ class PagedAttention(rules.Visible, rules.Queries):
     page_table: Tensor = arg("B, max_pages", INT32)
     seq_lens: Tensor = arg("B", INT32)
     cu_seqlens_q: Tensor = arg("B + 1", INT32)
-    mask: Tensor | None = arg("T, >= max_pages * page", MASK, default=None)
-    sinks: Tensor | None = arg("Hq", FLOATS, default=None)
-    k_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None)
-    v_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None)
-    plan: Tensor | None = arg("words", rules.PLAN, default=None, hint=True, any_device=True)
+    mask: Tensor | None = arg("T, >= max_pages * page", MASK, default=None, facts=rules.MASK_FACTS)
+    sinks: Tensor | None = arg("Hq", FLOATS, default=None, facts=rules.SINKS)
+    k_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALES)
+    v_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALES)
+    plan: Tensor | None = arg("words", rules.PLAN, default=None, hint=True, any_device=True, facts=rules.PLAN_FACTS)
     _: KW_ONLY
-    causal: bool = arg(default=True, off=False)
-    q_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None)
-    padded: bool = arg(default=True, hint=True)
-    holes: bool = arg(default=True, hint=True)
+    causal: bool = arg(default=True, facts=rules.CAUSAL)
+    q_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALE)
+    padded: bool = arg(default=True, hint=True, facts=rules.PADDED)
+    holes: bool = arg(default=True, hint=True, facts=rules.HOLES)
     output: Tensor = arg("T, Hq, Dv", rules.result_dtypes, written=True)
-    lse: Tensor | None = arg("T, Hq", FLOAT32, default=None, written=True)
-    workspace: Tensor | None = arg("bytes", (torch.uint8,), default=None, written=True, hint=True)
-    temperature: Tensor | None = arg("T", FLOAT32, default=None)
+    lse: Tensor | None = arg("T, Hq", FLOAT32, default=None, written=True, facts=rules.LSE)
+    workspace: Tensor | None = arg("bytes", (torch.uint8,), default=None, written=True, hint=True, facts=rules.WORKSPACE)
+    temperature: Tensor | None = arg("T", FLOAT32, default=None, facts=rules.TEMPERATURE)
 
 
 PAGED = define(
@@ -159,8 +159,8 @@ class WriteKV(Call):
     k_pages: Tensor = arg("P, page, Hkv, D", STORED, written=True, unit_stride=True)
     v_pages: Tensor = arg("P, page, Hkv, Dv", "k_pages", written=True, unit_stride=True)
     slots: Tensor = arg("T", INDEX)
-    k_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None)
-    v_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None)
+    k_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALES)
+    v_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALES)
 
 
 WRITE_KV = define(Op(WriteKV, data.write_kv, about="write of new keys and values into pages"))

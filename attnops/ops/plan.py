@@ -48,7 +48,7 @@ def _mla_rules(call: Any, sizes: Sizes) -> None:
 
 def _facts(call: Any, sizes: Sizes) -> dict[str, Any]:
     """The dtypes are those of the layers' calls."""
-    return {"plan": "none", "workspace": 0, "dtype": NAMES[call.dtype], "kv_dtype": NAMES[call.kv_dtype]}
+    return {"dtype": NAMES[call.dtype], "kv_dtype": NAMES[call.kv_dtype]}
 
 
 @group
@@ -67,7 +67,7 @@ class HostPlan(Call):
     page_size: int = arg(least=1)
     dtype: str = arg(choices=tuple(NAMES))
     kv_dtype: str = arg(choices=tuple(NAMES))
-    causal: bool = arg(default=True, always=True)
+    causal: bool = arg(default=True, always=True, facts=rules.CAUSAL)
     num_pages: int = arg(default=UNKNOWN, least=0, symbolic=True, always=True)
     plan: Tensor = arg("words", (torch.int64,), written=True, any_device=True)
     workspace: Tensor = arg("bytes", (torch.uint8,), written=True)
@@ -83,10 +83,10 @@ class PlanPagedAttention(HostPlan):
 
     _: KW_ONLY
     kv_heads: int = arg(least=1)
-    window_left: int = arg(default=-1, least=-1, most=FURTHEST, always=True)
-    window_right: int = arg(default=-1, least=-1, most=FURTHEST, always=True)
-    softcap: bool = arg(default=False, always=True)
-    sinks: bool = arg(default=False, always=True)
+    window_left: int = arg(default=-1, least=-1, most=FURTHEST, always=True, facts=rules.WINDOW_LEFT)
+    window_right: int = arg(default=-1, least=-1, most=FURTHEST, always=True, facts=rules.WINDOW_RIGHT)
+    softcap: bool = arg(default=False, always=True, facts=rules.SOFTCAP)
+    sinks: bool = arg(default=False, always=True, facts=rules.SINKS)
 
 
 @record("plan_mla_attention", rules=_mla_rules, facts=_facts, problem={**SIZES, "kv_heads": "1", "rope_dim": "head_dim - v_head_dim"})

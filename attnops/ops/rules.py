@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.call import FLOATS, KW_ONLY, QUANTISED, Call, Result, Sizes, arg, group, name, need, place
+from attnops.call import FLOATS, KW_ONLY, QUANTISED, Call, Fact, Result, Sizes, arg, group, itself, name, need, place
 from attnops.errors import InvalidInput, fail
+from attnops.problem import bytes_of
 from attnops.reference.rows import refuse_plan_of_holes
 
 UNBOUNDED = (-1, -1)
@@ -25,6 +26,56 @@ HEADS = {"Hkv": ">= 1 head", "D": ">= 1", "Dv": ">= 1"}
 
 PLAN = (torch.int32, torch.int64)
 SCALE = "1 | Hkv"
+
+
+def _one_query(p: Any) -> bool:
+    return bool(p.sizes.queries.hi == 1)
+
+
+def _is_causal(p: Any) -> bool:
+    return bool(p.rules.causal)
+
+
+def _is_on(number: float) -> bool:
+    return number > 0
+
+
+def _mask(mask: Tensor | None) -> str:
+    return "none" if mask is None else "bool" if mask.dtype == torch.bool else "additive"
+
+
+def _dtype(x: Any) -> torch.dtype | None:
+    return x.dtype if isinstance(x, Tensor) else None
+
+
+def _by_head(scale: Tensor | None) -> bool:
+    return scale is not None and scale.shape[0] != 1
+
+
+def _plan(plan: Tensor | None) -> str:
+    return "none" if plan is None else "host" if plan.dtype == torch.int64 else "device"
+
+
+# What a Problem says of the arguments of attention.
+CAUSAL = (Fact("causal", itself, unless=_one_query),)
+WINDOW_LEFT = (Fact("window", itself, part=0, refused="windowed"),)
+WINDOW_RIGHT = (Fact("window", itself, part=1, refused="windowed", unless=_is_causal),)
+SOFTCAP = (Fact("softcap", _is_on),)
+CHUNK = (Fact("attention_chunk", itself),)
+MASK_FACTS = (Fact("mask", _mask),)
+MASK_GRAD = (Fact("mask_grad", itself),)
+SINKS = (Fact("sinks"), Fact("sinks_dtype", _dtype, feature=False))
+KV_RANGE = (Fact("kv_range"),)
+KV_SCALE = (Fact("kv_scales"),)
+KV_SCALES = (*KV_SCALE, Fact("per_head_scales", _by_head, feature=False))
+LSE = (Fact("lse"),)
+TEMPERATURE = (Fact("temperature"),)
+GRADIENT = (Fact("grad"),)
+LSE_GRAD = (Fact("lse_grad"),)
+PADDED = (Fact("padded", itself, feature=False),)
+HOLES = (Fact("holes", itself, feature=False),)
+PLAN_FACTS = (Fact("plan", _plan, feature=False),)
+WORKSPACE = (Fact("workspace", bytes_of, feature=False),)
 
 
 @group
@@ -49,11 +100,11 @@ class Visible(Call):
 
     _: KW_ONLY
     scale: float = arg()
-    causal: bool = False
-    window_left: int = arg(default=-1, least=-1, most=FURTHEST)
-    window_right: int = arg(default=-1, least=-1, most=FURTHEST)
-    softcap: float = arg(default=0.0, least=0, most=SOFTEST)
-    attention_chunk: int = arg(default=0, least=0, most=FURTHEST)
+    causal: bool = arg(default=False, facts=CAUSAL)
+    window_left: int = arg(default=-1, least=-1, most=FURTHEST, facts=WINDOW_LEFT)
+    window_right: int = arg(default=-1, least=-1, most=FURTHEST, facts=WINDOW_RIGHT)
+    softcap: float = arg(default=0.0, least=0, most=SOFTEST, facts=SOFTCAP)
+    attention_chunk: int = arg(default=0, least=0, most=FURTHEST, facts=CHUNK)
 
 
 def gradients(*of: str) -> tuple[Result, ...]:

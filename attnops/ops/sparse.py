@@ -60,16 +60,16 @@ class SparseMlaAttention(Call):
     latent_pages: Tensor = arg("P, page, numbers", (*FLOATS, *STORED, *PACKED), unit_stride=True)
     indices: Tensor = arg("T, topk", INT32)
     topk_length: Tensor | None = arg("T", INT32, default=None)
-    sinks: Tensor | None = arg("H", FLOATS, default=None)
-    q_scale: Tensor | None = arg("1", FLOAT32, default=None)
-    kv_scale: Tensor | None = arg("1", FLOAT32, default=None)
-    plan: Tensor | None = arg("words", rules.PLAN, default=None, hint=True, any_device=True)
+    sinks: Tensor | None = arg("H", FLOATS, default=None, facts=rules.SINKS)
+    q_scale: Tensor | None = arg("1", FLOAT32, default=None, facts=rules.KV_SCALE)
+    kv_scale: Tensor | None = arg("1", FLOAT32, default=None, facts=rules.KV_SCALE)
+    plan: Tensor | None = arg("words", rules.PLAN, default=None, hint=True, any_device=True, facts=rules.PLAN_FACTS)
     _: KW_ONLY
     scale: float = arg()
-    holes: bool = arg(default=True, hint=True)
+    holes: bool = arg(default=True, hint=True, facts=rules.HOLES)
     output: Tensor = arg("T, H, Dc", output_dtypes, written=True)
-    lse: Tensor | None = arg("T, H", FLOAT32, default=None, written=True)
-    workspace: Tensor | None = arg("bytes", (torch.uint8,), default=None, written=True, hint=True)
+    lse: Tensor | None = arg("T, H", FLOAT32, default=None, written=True, facts=rules.LSE)
+    workspace: Tensor | None = arg("bytes", (torch.uint8,), default=None, written=True, hint=True, facts=rules.WORKSPACE)
 
 
 ABOUT = "attention of each token over latents picked for it (MLA), decode and prefill"

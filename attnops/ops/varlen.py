@@ -28,14 +28,14 @@ class VarlenAttention(rules.Visible, rules.Lengths):
     value: Tensor = arg("N, Hkv, Dv", "key", unit_stride=True)
     cu_seqlens_q: Tensor = arg("starts", INT32)
     cu_seqlens_k: Tensor = arg("starts", INT32)
-    mask: Tensor | None = arg("T, >= max_seqlen_k", MASK, default=None)
-    sinks: Tensor | None = arg("Hq", FLOATS, default=None)
-    k_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None)
-    v_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None)
+    mask: Tensor | None = arg("T, >= max_seqlen_k", MASK, default=None, facts=rules.MASK_FACTS)
+    sinks: Tensor | None = arg("Hq", FLOATS, default=None, facts=rules.SINKS)
+    k_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALES)
+    v_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALES)
     _: KW_ONLY
-    return_lse: bool = False
-    q_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None)
-    padded: bool = arg(default=True, hint=True)
+    return_lse: bool = arg(default=False, facts=rules.LSE)
+    q_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALE)
+    padded: bool = arg(default=True, hint=True, facts=rules.PADDED)
 
 
 VARLEN = define(
@@ -56,8 +56,8 @@ GRADIENTS = rules.gradients("query", "key", "value", "sinks")
 class VarlenAttentionBackward(rules.Visible, rules.Lengths):
     """The gradient of packed attention."""
 
-    grad_output: Tensor = arg("T, Hq, Dv", FLOATS)
-    grad_lse: Tensor | None = arg("T, Hq", FLOAT32)
+    grad_output: Tensor = arg("T, Hq, Dv", FLOATS, facts=rules.GRADIENT)
+    grad_lse: Tensor | None = arg("T, Hq", FLOAT32, facts=rules.LSE_GRAD)
     query: Tensor = arg("T, Hq, D", QUERY, unit_stride=True)
     key: Tensor = arg("N, Hkv, D", STORED, unit_stride=True)
     value: Tensor = arg("N, Hkv, Dv", "key", unit_stride=True)
@@ -65,10 +65,10 @@ class VarlenAttentionBackward(rules.Visible, rules.Lengths):
     lse: Tensor = arg("T, Hq", FLOAT32)
     cu_seqlens_q: Tensor = arg("starts", INT32)
     cu_seqlens_k: Tensor = arg("starts", INT32)
-    mask: Tensor | None = arg("T, >= max_seqlen_k", MASK, default=None)
-    sinks: Tensor | None = arg("Hq", FLOATS, default=None)
+    mask: Tensor | None = arg("T, >= max_seqlen_k", MASK, default=None, facts=rules.MASK_FACTS)
+    sinks: Tensor | None = arg("Hq", FLOATS, default=None, facts=rules.SINKS)
     _: KW_ONLY
-    padded: bool = arg(default=True, hint=True)
+    padded: bool = arg(default=True, hint=True, facts=rules.PADDED)
 
 
 BACKWARD = define(

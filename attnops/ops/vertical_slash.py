@@ -101,9 +101,9 @@ class VerticalSlashAttention(rules.Lengths):
     column_index: Tensor = arg(f"B, Hq, {ROWS}, V", INT32)
     _: KW_ONLY
     scale: float = arg()
-    padded: bool = arg(default=True, hint=True)
+    padded: bool = arg(default=True, hint=True, facts=rules.PADDED)
     output: Tensor = arg("T, Hq, Dv", "query", written=True)
-    lse: Tensor | None = arg("T, Hq", FLOAT32, default=None, written=True)
+    lse: Tensor | None = arg("T, Hq", FLOAT32, default=None, written=True, facts=rules.LSE)
 
 
 ABOUT = "packed causal attention over an index of blocks and columns"
