@@ -11,9 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.call import changed
-from attnops.reference.rows import Rules, how, refuse_plan_of_holes
-
 PLACES = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -26,13 +23,12 @@ def takes_a_call(run: object) -> bool:
     return len(kinds) == 1 and kinds[0] in PLACES
 
 
-def filled(op: str, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`run` for tables or lists with holes, too: a call that may have holes is cleared of them before `run` reads it."""
-    clean = KNOW_HOLES[op]
+def without_flag(flag: str, change: Callable[[Any], Any], run: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`run`, which does not know a flag of its op: `change` makes a call without of one with the flag, before `run` reads it."""
 
     @functools.wraps(run)
     def whole(call: Any) -> Any:
-        return run(clean(call) if call.holes else call)
+        return run(change(call) if getattr(call, flag) else call)
 
     return whole
 
@@ -81,23 +77,3 @@ def origin(run: Any) -> Any:
     while (inner := getattr(run, "__wrapped__", None) or getattr(run, "func", None)) is not None:
         run = inner
     return run
-
-
-# Holes ----------------------------------------------------------------------------------------------------------------
-
-
-def _pages(call: Any) -> Any:
-    refuse_plan_of_holes(call)
-    pages = call.k_pages if "k_pages" in call.spec.names else call.latent_pages
-    sizes = {"num_pages": pages.shape[0], "page_size": pages.shape[1], **how(Rules.of(call), call.mask)}
-    table, lengths = torch.ops.attnops.named_pages.default(call.page_table, call.seq_lens, call.cu_seqlens_q, **sizes)
-    return changed(call, page_table=table, seq_lens=lengths, holes=False)
-
-
-def _slots(call: Any) -> Any:
-    indices, slots = call.indices, call.latent_pages.shape[0] * call.latent_pages.shape[1]
-    return changed(call, indices=torch.where((indices >= 0) & (indices < slots), indices, -1), holes=False)
-
-
-KNOW_HOLES: dict[str, Callable[[Any], Any]] = {"paged_attention": _pages, "mla_attention": _pages, "sparse_mla_attention": _slots}
-"""The ops whose tables or lists may have holes, and the call without them."""

@@ -71,7 +71,7 @@ class Spec:
     Problem's `kv_dtype`. facts: further fields of the Problem, or a function of the call and its sizes that returns them.
     grows: the size that callers raise from call to call, as a decode step does with the keys. Checks, rules and facts must not tell two
     values of it apart that have one extent and differ from all other sizes.
-    without_holes: takes a call whose table or list may have holes, and returns it without; None for ops without such tables.
+    sums: its products are sums whose order, in plain torch, may follow from the whole batch.
     """
 
     op: str
@@ -83,7 +83,7 @@ class Spec:
     stored: str = ""
     facts: Callable[[Any, Sizes], Mapping[str, Any]] | Mapping[str, Any] | None = None
     grows: str = ""
-    without_holes: Callable[[Any], Any] | None = None
+    sums: bool = False
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -160,7 +160,7 @@ def record(
     facts: Callable[[Any, Sizes], Mapping[str, Any]] | Mapping[str, Any] | None = None,
     grows: str = "",
     keywords: str = "",
-    without_holes: Callable[[Any], Any] | None = None,
+    sums: bool = False,
 ) -> Callable[[type[C]], type[C]]:
     """Make a record of a class whose annotations, inherited ones first, are the op's arguments; `_: KW_ONLY` begins those given by name.
 
@@ -184,7 +184,7 @@ def record(
         args += [*named[:place], policy, *named[place:]]
         base = namedtuple(cls.__name__, [a.name for a in args], defaults=[a.default for a in args])  # type: ignore[misc]
         measures = _measures(args, problem or {})
-        spec = Spec(op, tuple(args), results, least or {}, rules, measures, stored, facts, grows, without_holes)
+        spec = Spec(op, tuple(args), results, least or {}, rules, measures, stored, facts, grows, sums)
         RECORDS[op] = spec
         # All that is derived hangs on one attribute, because `key`, `output` and `args` are or may become arguments.
         members = {"__slots__": (), "__doc__": cls.__doc__, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "spec": spec}

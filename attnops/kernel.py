@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from attnops.adapt import KNOW_HOLES, filled, origin, placed, takes_a_call
-from attnops.call import name as name_of
+from attnops.adapt import origin, placed, takes_a_call, without_flag
+from attnops.call import RECORDS, name as name_of
 from attnops.errors import ContractMismatch, RegistrationError, UnknownKernel, fail
 from attnops.needs import (
     Capture as Capture,
@@ -107,8 +107,9 @@ class Kernel:
     def __post_init__(self) -> None:
         if not takes_a_call(self.run):
             return  # `register` says so
-        if self.op in KNOW_HOLES and "holes" not in self.takes:
-            object.__setattr__(self, "run", filled(self.op, self.run))
+        for a in RECORDS[self.op].args if self.op in RECORDS else ():
+            if a.without is not None and a.name not in self.takes:
+                object.__setattr__(self, "run", without_flag(a.name, a.without, self.run))
         if self.foreign:
             object.__setattr__(self, "run", placed(self.run))
         if callable(self.ahead):

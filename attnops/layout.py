@@ -70,6 +70,7 @@ class Arg:
     any_device: the tensor need not be on the first tensor's device. unit_stride: the last dim's stride is a fact of the Problem.
     hint: a promise, a plan or scratch that a kernel may ignore without changing the result; it never makes a kernel refuse.
     always: every kernel of the op takes every value of the argument, so `Kernel.takes` need not list it.
+    without: returns a call like one with the flag on, with it off, for kernels that do not list the flag.
     facts: what the Problem says of it. weight: its bytes are most of a call's, and a step of a model reads them once.
 
     `record` fills in the rest. tensor: is it a tensor, or None in a tensor's place? neutral: `off`, or else the default.
@@ -89,6 +90,7 @@ class Arg:
     always: bool = False
     unit_stride: bool = False
     weight: bool = False
+    without: Callable[[Any], Any] | None = None
     facts: tuple[Fact, ...] = ()
     name: str = ""
     kind: str = ""

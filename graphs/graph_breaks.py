@@ -14,12 +14,6 @@ from ..kernel import Capture, Kernel, kernels_of
 from ..ops import OPS
 from ..select import choose
 
-ATTENTION = (
-    "attention", "varlen_attention", "paged_attention", "decode_attention", "mla_attention", "sparse_mla_attention",
-    "vertical_slash_attention",
-)  # fmt: skip
-"""Ops that a model calls once a layer and that a compiler does not fuse: cut there, the pieces of all layers are equal."""
-
 OUTSIDE = "marked outside"
 DATA = "depends on data"
 MARK = "_attnops_outside"

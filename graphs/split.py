@@ -18,7 +18,7 @@ from ..ops import OPS
 from ..ops.ahead import begin
 from ..select import parse_policy
 from ..traced import comparable, equal_calls, may_write, storages
-from .graph_breaks import ATTENTION, DATA, Break, break_of, depends_on_data, kernel_of
+from .graph_breaks import DATA, Break, break_of, depends_on_data, kernel_of
 
 # Nodes that launch no kernel may go to either side of a break, and allocations before it.
 _ALLOCATIONS = {torch.empty, torch.empty_like, torch.empty_strided}
@@ -181,7 +181,7 @@ def _cut(node: fx.Node, eager: Collection[str], begun: set[Any]) -> Cut | None:
     if any(depends_on_data(value_of(n)) for n in (*node.all_input_nodes, node)):
         return Break(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target)), "", DATA)
     # A call whose torch ops are inlined, to be fused, does not end a piece.
-    if kernel is None or kernel.op not in ATTENTION or (kernel.inline and kernel.inline.when is None):
+    if kernel is None or not OPS[kernel.op].per_layer or (kernel.inline and kernel.inline.when is None):
         return None
     return f"{kernel.op}.{kernel.name}"
 

@@ -10,12 +10,11 @@ from attnops.inputs.call import Call
 from attnops.inputs.pool import Pool
 from attnops.measured import LinearShape
 from attnops.measured.linears import PARTS
+from attnops.ops import OPS
 from attnops.problem import Extent, Extents, Problem, Target
 
 COLD_BYTES = 600_000_000
 """Bytes of all copies of a weight together: several times the L2 cache of any GPU."""
-WEIGHTS = {"linear": ("weight",)}
-"""By op, the arguments whose bytes are most of a call's, and which a step of a model reads once."""
 
 
 def build_linear(shape: LinearShape, rows: int, pool: Pool) -> Call:
@@ -45,7 +44,7 @@ def linear_problem(shape: LinearShape, rows: int, target: Target) -> Problem:
 
 def with_copies(call: Call, pool: Pool) -> list[Call]:
     """The call, and on a GPU calls with other weights, which make every read of a weight cold when all calls run in turn."""
-    names = WEIGHTS.get(call.op, ())
+    names = OPS[call.op].spec.weights
     if not names or pool.device.type != "cuda":
         return [call]
     given = call.tensors()

@@ -30,7 +30,7 @@ def _rules(call: Any, sizes: Sizes) -> None:
         need(call.sin.shape[1] == call.cos.shape[1], "sin.shape[1]", call.sin.shape[1], f"{call.cos.shape[1]}, as cos.shape[1]")
 
 
-@record("decode_attention", least=LEAST, rules=_rules, stored="k_pages", problem=SIZES)
+@record("decode_attention", least=LEAST, rules=_rules, stored="k_pages", problem=SIZES, sums=True)
 class DecodeAttention(Call):
     """Attention of one new token a request, which is normed, rotated and stored first. It sees itself, whatever the page table says."""
 
@@ -63,6 +63,7 @@ DECODE = define(
         decode.decode_attention,
         flops="4 * B * Hq * max_pages * page * D",
         about="norm, rotation, write and attention of a decode step",
+        per_layer=True,
     )
 )
 

@@ -61,7 +61,7 @@ def differentiable(run: Any, call: Any) -> tuple[Tensor, Tensor]:
 RESULTS = (Result("output", "B, S, Hq, Dv", rules.result_dtype), Result("lse", "B, S, Hq", when="return_lse"))
 
 
-@record("attention", *RESULTS, least=rules.HEADS, rules=rules.attention, facts=_facts, stored="key", problem=SIZES, grows="K")
+@record("attention", *RESULTS, least=rules.HEADS, rules=rules.attention, facts=_facts, stored="key", problem=SIZES, grows="K", sums=True)
 class Attention(rules.Visible):
     """Attention over a rectangular batch."""
 
@@ -86,6 +86,7 @@ ATTENTION = define(
         differentiable,
         flops="2 * B * Hq * S * K * (D + Dv)",
         about="dense attention",
+        per_layer=True,
         by_torch=by_sdpa.attention,
     )
 )
@@ -94,7 +95,7 @@ ATTENTION = define(
 GRADIENTS = rules.gradients("query", "key", "value", "mask", "sinks")
 
 
-@record("attention_backward", *GRADIENTS, least=rules.HEADS, rules=rules.attention, facts=_facts, stored="key", problem=SIZES)
+@record("attention_backward", *GRADIENTS, least=rules.HEADS, rules=rules.attention, facts=_facts, stored="key", problem=SIZES, sums=True)
 class AttentionBackward(rules.Visible):
     """The gradient of dense attention."""
 

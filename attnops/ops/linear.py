@@ -38,7 +38,7 @@ class Linear(Call):
     """A linear layer with its norm, activation and residual."""
 
     x: Tensor = arg("T, In", FLOATS, unit_stride=True)
-    weight: Tensor = arg("Out, In", "x", unit_stride=True)
+    weight: Tensor = arg("Out, In", "x", unit_stride=True, weight=True)
     bias: Tensor | None = arg("Out", "x", default=None)
     _: KW_ONLY
     norm_weight: Tensor | None = arg("In", "x", default=None)

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
 
-from attnops.call import INDEX, INT32, KW_ONLY, Call, Result, Sizes, arg, need, record
+from attnops.call import INDEX, INT32, KW_ONLY, Call, Result, Sizes, arg, changed, need, record
 from attnops.kernel import Core
 from attnops.ops import rules
 from attnops.ops.eager import key_for, side
 from attnops.ops.op import UNREAD, Op, define, define_core
 from attnops.ops.rules import FURTHEST
 from attnops.reference import data
-from attnops.reference.rows import Rules, how
+from attnops.reference.rows import Rules, how, refuse_plan_of_holes
 from attnops.select import active_policy
 
 INT = INT32[0]
@@ -266,6 +266,15 @@ def named_pages(
         window_left=side(window_left), policy=active_policy(),
     ))  # fmt: skip
     return out
+
+
+def without_holes(call: Any) -> Any:
+    """A call of attention over pages whose table may have holes, with the table and the lengths of `named_pages`."""
+    refuse_plan_of_holes(call)
+    sizes = dict(zip(("num_pages", "page_size"), getattr(call, call.spec.stored).shape, strict=False))
+    rules = how(Rules.of(call), call.mask)
+    table, lengths = NAMED_PAGES.packet.default(call.page_table, call.seq_lens, call.cu_seqlens_q, **sizes, **rules)
+    return changed(call, page_table=table, seq_lens=lengths, holes=False)
 
 
 def whole(

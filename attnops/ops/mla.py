@@ -11,7 +11,7 @@ from attnops.call import FLOAT32, FLOATS, INDEX, INT32, KW_ONLY, MASK, QUERY, Ca
 from attnops.errors import InvalidInput, fail
 from attnops.ops import eager, rules
 from attnops.ops.eager import key_for
-from attnops.ops.metadata import whole
+from attnops.ops.metadata import whole, without_holes
 from attnops.ops.op import Op, define
 from attnops.reference import attention, rope_quantize
 from attnops.reference.rows import Rules
@@ -109,7 +109,15 @@ def fresh_output(q_nope: Tensor) -> Tensor:
     return torch.empty(q_nope.shape, dtype=torch.bfloat16 if q_nope.dtype in STORED else q_nope.dtype, device=q_nope.device)
 
 
-@record("mla_attention", least=LEAST, rules=_rules, facts=facts, stored="latent_pages", problem={**SIZES, "context": "max_pages * page"})
+@record(
+    "mla_attention",
+    least=LEAST,
+    rules=_rules,
+    facts=facts,
+    stored="latent_pages",
+    problem={**SIZES, "context": "max_pages * page"},
+    sums=True,
+)
 class MlaAttention(rules.Queries):
     """Attention of new tokens over pages that hold their latents."""
 
@@ -129,7 +137,7 @@ class MlaAttention(rules.Queries):
     causal: bool = arg(default=True, facts=rules.CAUSAL)
     window_left: int = arg(default=-1, least=-1, most=rules.FURTHEST, facts=rules.WINDOW_LEFT)
     softcap: float = arg(default=0.0, least=0, most=rules.SOFTEST, facts=rules.SOFTCAP)
-    holes: bool = arg(default=True, hint=True, facts=rules.HOLES)
+    holes: bool = arg(default=True, hint=True, facts=rules.HOLES, without=without_holes)
     output: Tensor = arg("T, H, Dc", output_dtypes, written=True)
     lse: Tensor | None = arg("T, H", FLOAT32, default=None, written=True, facts=rules.LSE)
     workspace: Tensor | None = arg("bytes", (torch.uint8,), default=None, written=True, hint=True, facts=rules.WORKSPACE)
@@ -141,6 +149,7 @@ MLA = define(
         attention.mla_attention,
         flops="2 * T * H * max_pages * page * (2 * Dc + Dr)",
         about="attention over pages of latents (MLA), decode and extend",
+        per_layer=True,
     )
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import keyword
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,8 @@ class Op(Eager):
     autograd: takes (a function that runs a call, the call) where an input requires grad; without it such a call raises NoGradient.
     once: inputs may require grad, and the backward raises NoGradient: torch.func.grad has the inputs of every gradient require grad.
     flops: the operations of its products, as an expression of the names in the record's layouts; "" for an op without products.
+    per_layer: a model calls it once a layer, and no compiler fuses it. A compiled step is cut there: the pieces of all layers are equal.
+    typical: Problems of usual calls, by the fields of a Problem, the most usual first.
     by_torch: a function of a call in torch's own ops, for torch.onnx.export, which knows no others.
     """
 
@@ -63,6 +65,8 @@ class Op(Eager):
     once: bool = False
     flops: str = ""
     about: str = ""
+    per_layer: bool = False
+    typical: tuple[Mapping[str, Any], ...] = ()
     by_torch: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ from attnops.call import FLOAT32, FLOATS, INDEX, INT32, KW_ONLY, MASK, QUERY, ST
 from attnops.errors import InvalidInput, fail
 from attnops.ops import eager, rules
 from attnops.ops.eager import key_for
-from attnops.ops.metadata import whole
+from attnops.ops.metadata import whole, without_holes
 from attnops.ops.op import Op, define
 from attnops.reference import attention, data
 from attnops.reference.rows import Rules
@@ -30,7 +30,9 @@ def _facts(call: Any, sizes: Sizes) -> dict[str, Any]:
     return {"pages_alike": strides == call.v_pages.stride() and all(s % sizes["D"] == 0 for s in strides[:3])}
 
 
-@record("paged_attention", least=PAGED_LEAST, rules=_rules, facts=_facts, stored="k_pages", problem={"context": "max_pages * page"})
+@record(
+    "paged_attention", least=PAGED_LEAST, rules=_rules, facts=_facts, stored="k_pages", problem={"context": "max_pages * page"}, sums=True
+)
 class PagedAttention(rules.Visible, rules.Queries):
     """Attention of new tokens over pages that already hold their keys and values."""
 
@@ -49,7 +51,7 @@ class PagedAttention(rules.Visible, rules.Queries):
     causal: bool = arg(default=True, facts=rules.CAUSAL)
     q_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALE)
     padded: bool = arg(default=True, hint=True, facts=rules.PADDED)
-    holes: bool = arg(default=True, hint=True, facts=rules.HOLES)
+    holes: bool = arg(default=True, hint=True, facts=rules.HOLES, without=without_holes)
     output: Tensor = arg("T, Hq, Dv", rules.result_dtypes, written=True)
     lse: Tensor | None = arg("T, Hq", FLOAT32, default=None, written=True, facts=rules.LSE)
     workspace: Tensor | None = arg("bytes", (torch.uint8,), default=None, written=True, hint=True, facts=rules.WORKSPACE)
@@ -62,6 +64,7 @@ PAGED = define(
         attention.paged_attention,
         flops="2 * T * Hq * max_pages * page * (D + Dv)",
         about="attention over pages, decode and extend",
+        per_layer=True,
     )
 )
 

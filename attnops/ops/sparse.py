@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.call import FLOAT32, FLOATS, INDEX, INT32, KW_ONLY, QUERY, Call, Sizes, arg, need, record
+from attnops.call import FLOAT32, FLOATS, INDEX, INT32, KW_ONLY, QUERY, Call, Sizes, arg, changed, need, record
 from attnops.errors import InvalidInput, fail
 from attnops.ops import rules
 from attnops.ops.eager import key_for
@@ -50,8 +50,15 @@ def _rules(call: Any, sizes: Sizes) -> None:
     check_stored(pages, call.kv_scale, call.q_nope.dtype)
 
 
+def _without_holes(call: Any) -> Any:
+    indices, slots = call.indices, call.latent_pages.shape[0] * call.latent_pages.shape[1]
+    return changed(call, indices=torch.where((indices >= 0) & (indices < slots), indices, -1), holes=False)
+
+
 # uint8 says packed; the head dim is that of the unpacked latents.
-@record("sparse_mla_attention", least=LEAST, rules=_rules, facts=facts, stored="latent_pages", problem={**SIZES, "context": "topk"})
+@record(
+    "sparse_mla_attention", least=LEAST, rules=_rules, facts=facts, stored="latent_pages", problem={**SIZES, "context": "topk"}, sums=True
+)
 class SparseMlaAttention(Call):
     """Attention of each token over latents picked for it."""
 
@@ -66,7 +73,7 @@ class SparseMlaAttention(Call):
     plan: Tensor | None = arg("words", rules.PLAN, default=None, hint=True, any_device=True, facts=rules.PLAN_FACTS)
     _: KW_ONLY
     scale: float = arg()
-    holes: bool = arg(default=True, hint=True, facts=rules.HOLES)
+    holes: bool = arg(default=True, hint=True, facts=rules.HOLES, without=_without_holes)
     output: Tensor = arg("T, H, Dc", output_dtypes, written=True)
     lse: Tensor | None = arg("T, H", FLOAT32, default=None, written=True, facts=rules.LSE)
     workspace: Tensor | None = arg("bytes", (torch.uint8,), default=None, written=True, hint=True, facts=rules.WORKSPACE)
@@ -75,7 +82,7 @@ class SparseMlaAttention(Call):
 ABOUT = "attention of each token over latents picked for it (MLA), decode and prefill"
 FLOPS = "2 * T * H * topk * (2 * Dc + Dr)"
 
-SPARSE = define(Op(SparseMlaAttention, attention.sparse_mla_attention, flops=FLOPS, about=ABOUT))
+SPARSE = define(Op(SparseMlaAttention, attention.sparse_mla_attention, flops=FLOPS, about=ABOUT, per_layer=True))
 
 
 def sparse_mla_attention(

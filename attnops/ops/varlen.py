@@ -19,7 +19,7 @@ SIZES, LEAST = {"batch": "starts - 1"}, {"starts": ">= 1", **rules.HEADS}
 RESULTS = (Result("output", "T, Hq, Dv", rules.result_dtype), Result("lse", "T, Hq", when="return_lse"))
 
 
-@record("varlen_attention", *RESULTS, least=LEAST, rules=rules.attention, stored="key", problem=SIZES)
+@record("varlen_attention", *RESULTS, least=LEAST, rules=rules.attention, stored="key", problem=SIZES, sums=True)
 class VarlenAttention(rules.Visible, rules.Lengths):
     """Attention over requests packed one after the other."""
 
@@ -45,6 +45,7 @@ VARLEN = define(
         differentiable,
         flops="2 * T * Hq * max_seqlen_k * (D + Dv)",
         about="packed attention over ragged requests",
+        per_layer=True,
     )
 )
 
@@ -52,7 +53,7 @@ VARLEN = define(
 GRADIENTS = rules.gradients("query", "key", "value", "sinks")
 
 
-@record("varlen_attention_backward", *GRADIENTS, least=LEAST, rules=rules.attention, stored="key", problem=SIZES)
+@record("varlen_attention_backward", *GRADIENTS, least=LEAST, rules=rules.attention, stored="key", problem=SIZES, sums=True)
 class VarlenAttentionBackward(rules.Visible, rules.Lengths):
     """The gradient of packed attention."""
 

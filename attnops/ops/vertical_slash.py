@@ -86,7 +86,7 @@ def vertical_slash_indexes(
     return out
 
 
-@record("vertical_slash_attention", least={"Hkv": ">= 1 head"}, rules=rules.attention, facts={"causal": True}, stored="key")
+@record("vertical_slash_attention", least={"Hkv": ">= 1 head"}, rules=rules.attention, facts={"causal": True}, stored="key", sums=True)
 class VerticalSlashAttention(rules.Lengths):
     """Packed causal attention over an index of blocks and columns."""
 
@@ -109,7 +109,7 @@ class VerticalSlashAttention(rules.Lengths):
 ABOUT = "packed causal attention over an index of blocks and columns"
 FLOPS = f"2 * T * Hq * ({BLOCK} * S + V) * (D + Dv)"
 
-ATTENTION = define(Op(VerticalSlashAttention, vertical_slash.vertical_slash_attention, flops=FLOPS, about=ABOUT))
+ATTENTION = define(Op(VerticalSlashAttention, vertical_slash.vertical_slash_attention, flops=FLOPS, about=ABOUT, per_layer=True))
 
 
 def vertical_slash_attention(

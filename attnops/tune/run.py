@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from attnops.errors import one_line
-from attnops.inputs import WEIGHTS, Call, Pool, call_of, equip_as_used, planned, with_copies
+from attnops.inputs import Call, Pool, call_of, equip_as_used, planned, with_copies
 from attnops.kernel import Kernel, all_kernels, kernels_of
 from attnops.measured import Grid, LinearShape, Sizes, Table, cpu_name
 from attnops.measured.digests import digests
@@ -123,7 +123,7 @@ class Stopwatch:
         out: list[tuple[Kernel, Call, float | None]] = []
         for kernel in kernels_of(call.op).values():
             # The cost of plain torch lowered in place depends on the fusions of Inductor, except for ops that hold all that fuses.
-            left = kernel.judge if call.op in WEIGHTS else kernel.fused
+            left = kernel.judge if OPS[call.op].spec.weights else kernel.fused
             if left or (self.names and kernel.name not in self.names):
                 continue
             reasons = {r.field for r in kernel.refusals(call.problem)}

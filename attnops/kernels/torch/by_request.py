@@ -19,12 +19,6 @@ from attnops.kernel import deterministic
 from attnops.kernels.shared.parts import Rows, Run, joined, rows_named, tensors_of
 from attnops.kernels.shared.tokens import see_nothing
 
-MULTIPLY = frozenset({
-    "attention", "attention_backward", "varlen_attention", "varlen_attention_backward", "paged_attention", "mla_attention",
-    "sparse_mla_attention", "vertical_slash_attention", "decode_attention",
-})  # fmt: skip
-"""The ops that multiply matrices. Pointwise ops and those that count in integers do not depend on the batch."""
-
 
 def by_request(run: Run) -> Run:
     """`run`, a reference body, that takes the requests one by one where the policy is deterministic."""

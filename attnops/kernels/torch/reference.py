@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from attnops.call import RECORDS
 from attnops.kernel import Capture, Inline, Invariant, Kernel, device, register
-from attnops.kernels.torch.by_request import MULTIPLY, by_request
+from attnops.kernels.torch.by_request import by_request
 from attnops.measured import logits_us
 from attnops.problem import Problem
 from attnops.reference import attention, data, decode, rope_quantize, vertical_slash
@@ -80,7 +81,7 @@ def _fused_us(p: Problem) -> float:
 
 for _table, _inline in ((CALLED, None), (INLINE, Inline()), (BY_HOST, None)):
     for _op, _run, _dtypes, _kv_dtypes, _takes in _table:
-        _multiplies = _op in MULTIPLY
+        _multiplies = RECORDS[_op].sums
         register(
             Kernel(
                 "reference", _op, by_request(_run) if _multiplies else _run, takes=frozenset(_takes.split()), dtypes=_dtypes,
