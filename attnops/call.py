@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 import torch
 from torch import Tensor
 
-from attnops.checks import check_number, check_written, need as need, python_number
+from attnops.checks import check_number, check_written, name as name, need as need, python_number
 from attnops.errors import InvalidInput, RegistrationError, fail
 from attnops.layout import (
     FLOAT32 as FLOAT32,
@@ -42,8 +42,6 @@ from attnops.layout import (
     arg as arg,
     compiled,
     evaluate as evaluate,
-    is_given as is_given,
-    itself as itself,
     layout_of,
 )
 from attnops.reference.rows import surely
@@ -173,10 +171,11 @@ def record(
         found: dict[str, Arg] = {}
         for part in reversed(cls.__mro__[:-1]):
             keyword = False
-            for name, kind in get_annotations(part).items():
-                keyword |= name == "_"
-                if name not in ("_", "spec"):
-                    found[name] = _argument(op, name, kind, getattr(cls, name, REQUIRED), keyword)
+            for field_name, kind in get_annotations(part).items():
+                keyword |= field_name == "_"
+                if field_name not in ("_", "spec"):
+                    given = getattr(cls, field_name, REQUIRED)
+                    found[field_name] = _argument(op, field_name, kind, given, keyword)
         policy = found.pop("policy")
         args = [a for a in found.values() if not a.keyword]
         named = [found[name] for name in keywords.split()] or [a for a in found.values() if a.keyword]
@@ -368,11 +367,6 @@ def sizes_of(call: Call) -> Sizes:
                 if not size.options and size.text != "...":
                     sizes.setdefault(size.text, value.shape[i])
     return sizes
-
-
-def name(dtype: torch.dtype) -> str:
-    """`bfloat16`, not `torch.bfloat16`."""
-    return str(dtype).removeprefix("torch.")
 
 
 # The fake --------------------------------------------------------------------------------------------------------------

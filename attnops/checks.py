@@ -23,6 +23,11 @@ _TYPES: dict[str, tuple[type, ...]] = {
 """By kind of argument, the Python types that the dispatcher takes or converts."""
 
 
+def name(dtype: torch.dtype) -> str:
+    """`bfloat16`, not `torch.bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def need(ok: Any, field: str, got: object, want: str) -> None:
     """Raise InvalidInput unless `ok`. A symbolic `ok` that is not known yet becomes a check at run time."""
     if isinstance(ok, bool):

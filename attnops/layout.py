@@ -33,27 +33,18 @@ Sizes = dict[str, Any]
 REQUIRED: Any = Parameter.empty
 
 
-def is_given(value: Any) -> bool:
-    """Of an argument that is a tensor, or a flag, or left out."""
-    return value is not None and value is not False
-
-
-def itself(value: Any) -> Any:
-    """The value of an argument as the Problem's field has it."""
-    return value
-
-
 @dataclass(frozen=True)
 class Fact:
     """What a Problem says of an argument. Several arguments may share one: the greatest of their values counts.
 
-    field: of the Problem. of: the field's value, from the argument's. part: the place in a field that is a tuple.
+    field: of the Problem. part: the place in a field that is a tuple.
+    of: takes the argument's value and returns the field's; None: they are the same.
     feature: a kernel that is asked for another value than the neutral one lists an argument with this fact.
     unless: Problems in which a kernel need not list it. refused: the field that a refusal names; "": `field`.
     """
 
     field: str
-    of: Callable[[Any], Any] = is_given
+    of: Callable[[Any], Any] | None = None
     part: int | None = None
     feature: bool = True
     unless: Callable[[Any], bool] | None = None

@@ -141,11 +141,16 @@ def all_of(needs: Iterable[Need]) -> Need:
     return lambda p: next((r for need in needs if (r := need(p))), None)
 
 
+_ORDER = {name: place for place, name in enumerate(LEAVES)}
+
+
 def features(p: Problem) -> Iterator[tuple[Refusal, tuple[str, ...]]]:
     """(its refusal, the op's arguments that carry it) of each feature that `p` asks for; a kernel that takes it names one of them."""
-    record = RECORDS.get(p.op)
-    for fact, arguments in record.features.items() if record is not None else ():
-        got, neutral = leaf(p, fact.field), fact.of(arguments[0].neutral)
+    found = RECORDS[p.op].features if p.op in RECORDS else {}
+    for fact in sorted(found, key=lambda fact: _ORDER[fact.field]):
+        arguments = found[fact]
+        got, neutral = leaf(p, fact.field), arguments[0].neutral
+        neutral = neutral if fact.of is None else fact.of(neutral)
         asked = (got if fact.part is None else got[fact.part]) != neutral
         if not asked or (fact.unless is not None and fact.unless(p)):
             continue
@@ -236,8 +241,7 @@ def check_fields(kernel: Kernel) -> None:
     factor = kernel.tolerance.factor
     want(isinstance(factor, Real) and 0 < factor < inf, "tolerance", "a factor > 0")
     want(isinstance(kernel.takes, frozenset | set), "takes", "a frozenset of names of arguments")
-    for name in ("run", "cost_us"):
-        want(callable(getattr(kernel, name)), name, "a function")
+    want(callable(kernel.cost_us), "cost_us", "a function")
     optional = ["probe", "ahead", "workspace_bytes", "plan.sizes", "plan.device"]
     optional += ["inline.when"] * (kernel.inline is not None) + ["invariant.cost_us"] * (kernel.invariant is not None)
     for name in optional:

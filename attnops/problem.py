@@ -301,7 +301,7 @@ def _told(call: Call) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for a, value in zip(call.spec.args, values(call), strict=True):
         for fact in a.facts:
-            told = fact.of(value)
+            told = value if fact.of is None else fact.of(value)
             if fact.part is not None:
                 parts = list(found.get(fact.field, LEAVES[fact.field].default))
                 parts[fact.part] = told

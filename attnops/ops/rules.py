@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.call import FLOATS, KW_ONLY, QUANTISED, Call, Fact, Result, Sizes, arg, group, itself, name, need, place
+from attnops.call import FLOATS, KW_ONLY, QUANTISED, Call, Fact, Result, Sizes, arg, group, name, need, place
 from attnops.errors import InvalidInput, fail
 from attnops.problem import bytes_of
 from attnops.reference.rows import refuse_plan_of_holes
@@ -36,6 +36,10 @@ def _is_causal(p: Any) -> bool:
     return bool(p.rules.causal)
 
 
+def _is_given(x: Any) -> bool:
+    return x is not None and x is not False
+
+
 def _is_on(number: float) -> bool:
     return number > 0
 
@@ -57,23 +61,23 @@ def _plan(plan: Tensor | None) -> str:
 
 
 # What a Problem says of the arguments of attention.
-CAUSAL = (Fact("causal", itself, unless=_one_query),)
-WINDOW_LEFT = (Fact("window", itself, part=0, refused="windowed"),)
-WINDOW_RIGHT = (Fact("window", itself, part=1, refused="windowed", unless=_is_causal),)
+CAUSAL = (Fact("causal", unless=_one_query),)
+WINDOW_LEFT = (Fact("window", part=0, refused="windowed"),)
+WINDOW_RIGHT = (Fact("window", part=1, refused="windowed", unless=_is_causal),)
 SOFTCAP = (Fact("softcap", _is_on),)
-CHUNK = (Fact("attention_chunk", itself),)
+CHUNK = (Fact("attention_chunk"),)
 MASK_FACTS = (Fact("mask", _mask),)
-MASK_GRAD = (Fact("mask_grad", itself),)
-SINKS = (Fact("sinks"), Fact("sinks_dtype", _dtype, feature=False))
-KV_RANGE = (Fact("kv_range"),)
-KV_SCALE = (Fact("kv_scales"),)
+MASK_GRAD = (Fact("mask_grad"),)
+SINKS = (Fact("sinks", _is_given), Fact("sinks_dtype", _dtype, feature=False))
+KV_RANGE = (Fact("kv_range", _is_given),)
+KV_SCALE = (Fact("kv_scales", _is_given),)
 KV_SCALES = (*KV_SCALE, Fact("per_head_scales", _by_head, feature=False))
-LSE = (Fact("lse"),)
-TEMPERATURE = (Fact("temperature"),)
-GRADIENT = (Fact("grad"),)
-LSE_GRAD = (Fact("lse_grad"),)
-PADDED = (Fact("padded", itself, feature=False),)
-HOLES = (Fact("holes", itself, feature=False),)
+LSE = (Fact("lse", _is_given),)
+TEMPERATURE = (Fact("temperature", _is_given),)
+GRADIENT = (Fact("grad", _is_given),)
+LSE_GRAD = (Fact("lse_grad", _is_given),)
+PADDED = (Fact("padded", feature=False),)
+HOLES = (Fact("holes", feature=False),)
 PLAN_FACTS = (Fact("plan", _plan, feature=False),)
 WORKSPACE = (Fact("workspace", bytes_of, feature=False),)
 

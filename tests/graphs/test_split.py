@@ -8,7 +8,6 @@ from torch import nn
 import attnops
 from attnops.errors import NotCapturable
 from attnops.graphs import Buckets, breakable, outside, piecewise
-from attnops.graphs.graph_breaks import ATTENTION
 from attnops.graphs.pieces import compile_parts, eager
 from attnops.graphs.split import split
 from attnops.ops import OPS
@@ -71,7 +70,7 @@ def test_a_model_without_attention_is_one_piece():
 
 def test_every_attention_is_a_cut():
     """A new op of attention has to be named, and what only serves one may not be."""
-    assert set(ATTENTION) == {n for n in OPS if n.endswith("attention") and not n.startswith("plan_")}
+    assert {n for n, op in OPS.items() if op.per_layer} == {n for n in OPS if n.endswith("attention") and not n.startswith("plan_")}
 
 
 @pytest.mark.full

@@ -134,8 +134,10 @@ def varlen_attention(call: varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
 def paged_attention(call: paged.PagedAttention) -> None:
     if call.holes:
         # On a GPU the op chooses a kernel of one launch.
-        by_op = call.spec["holes"].without
-        call = without_holes(call, call.k_pages) if call.query.is_cpu or by_op is None else by_op(call)
+        if call.query.is_cpu:
+            call = without_holes(call, call.k_pages)
+        elif (by_op := call.spec["holes"].without) is not None:
+            call = by_op(call)
     query, table, mask, cu_seqlens, queries = call.query, call.page_table, call.mask, call.cu_seqlens_q, call.max_seqlen_q
     ends, rules = call.seq_lens.long(), Rules.of(call)
     keys = table.shape[1] * call.k_pages.shape[1]
