@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from attnops.kernel import Kernel, all_kernels
+from attnops.ops import OPS, typical
 from attnops.problem import Extent, Problem, Refusal, Target, altered
 
 TARGETS = ("cpu", "sm80", "sm90", "sm100")
@@ -18,93 +19,52 @@ ATTENTION = (DENSE, PACKED, PAGED, "attention_backward", "varlen_attention_backw
 BF16, F32, E4M3, I32, U8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int32, torch.uint8
 
 Change = dict[str, Any]
-_FLOAT8: Change = {"dtype": E4M3, "kv_dtype": E4M3, "kv_scales": True}
 _WIDE_KEYS: Change = {"q_heads": 128, "kv_heads": 128, "head_dim": 192, "v_head_dim": 128}
 
 
 class Feature(NamedTuple):
-    """A column of the table: `change` turns a typical Problem of one of `ops` into one that asks for the feature."""
+    """A column of the table: `change` turns a typical Problem into one that asks for the feature.
+
+    ops: those with this column; None: those whose record has an argument for each field that is changed.
+    """
 
     name: str
     change: Change
-    ops: tuple[str, ...] = ATTENTION
+    ops: tuple[str, ...] | None = None
 
 
+# fmt: off
 FEATURES = (
     Feature("float32", {"dtype": F32, "kv_dtype": F32}, (*ATTENTION, MLA, SPARSE, STEP, *WRITES[:2], "merge_state", "merge_states")),
-    Feature("window", {"window": (1023, -1)}, (*ATTENTION, MLA, STEP)),
-    Feature("softcap", {"softcap": True}, (*ATTENTION, MLA, STEP)),
-    Feature("sinks", {"sinks": True, "sinks_dtype": BF16}, (*ATTENTION, MLA, SPARSE, STEP)),
-    Feature("mask", {"mask": "additive"}, (*ATTENTION, MLA)),
-    Feature("padding", {"kv_range": True}, (DENSE, "attention_backward")),
-    Feature("lse", {"lse": True}, (DENSE, PACKED, PAGED, MLA, SPARSE)),
+    Feature("window", {"window": (1023, -1)}),
+    Feature("softcap", {"softcap": True}),
+    Feature("sinks", {"sinks": True, "sinks_dtype": BF16}),
+    Feature("mask", {"mask": "additive"}),
+    Feature("padding", {"kv_range": True}),
+    Feature("lse", {"lse": True}),
     Feature("heads 192/128", _WIDE_KEYS, ATTENTION[:2] + ATTENTION[3:]),
     Feature("float8 keys", {"kv_dtype": E4M3, "kv_scales": True}, (DENSE, PACKED, PAGED, MLA, SPARSE, *WRITES[:2])),
-    Feature("float8 query", _FLOAT8, (DENSE, PACKED, PAGED, MLA)),
+    Feature("float8 query", typical.FLOAT8, (DENSE, PACKED, PAGED, MLA)),
     Feature("equal bits", {"repeatable": "must"}, (*ATTENTION, MLA)),
     Feature("packed latents", {"kv_dtype": U8}, (SPARSE,)),
-    Feature("chunk", {"attention_chunk": 8192}, ATTENTION),
+    Feature("chunk", {"attention_chunk": 8192}),
     Feature("decode", {"queries": Extent(1, 1, 1), "tokens": Extent(8, 8, 8)}, (PAGED, MLA)),
     *(Feature(f"page {n}", {"page_size": n}, (PAGED, MLA, SPARSE, STEP, *WRITES)) for n in (1, 16, 64, 128)),
 )
+# fmt: on
 
-_NEW: Change = {"tokens": Extent.of(512)}
-_BF16: Change = {"dtype": BF16, "kv_dtype": BF16}
-_HEADS: Change = {**_BF16, "q_heads": 32, "kv_heads": 8, "head_dim": 128, "v_head_dim": 128}
-_SIZES: Change = {"tokens": Extent.of(4096), "batch": Extent.of(8), "queries": Extent.of(512), "context": Extent.of(512)}
-_PREFILL: Change = {**_HEADS, **_SIZES, "causal": True}
-_EQUAL: Change = {**_PREFILL, "sizes_equal": True}
-_DECODE: Change = {"tokens": Extent(8, 8, 8), "queries": Extent(1, 1, 1), "context": Extent.of(4096)}
-_LATENT: Change = {"q_heads": 128, "kv_heads": 1, "head_dim": 576, "v_head_dim": 512}
-_DEEPSEEK: Change = {**_BF16, **_LATENT, "rope_dim": 64, "page_size": 64}
-_LATENT_WRITE: Change = {**_DEEPSEEK, "q_heads": 0, **_NEW}
-_PAGES: Change = {**_HEADS, "q_heads": 0, "page_size": 64}
-_MERGE: Change = {**_BF16, "q_heads": 32, "v_head_dim": 128, "lse": True, **_NEW}
-# Large enough for any kernel. Callers allocate `attnops.explain(...).workspace_bytes`.
-_PLANS: tuple[Change, ...] = ({"workspace": 1 << 40}, {"workspace": 1 << 40, "plan": "host"})
-
-# Features are added to the first Problem that a kernel takes: a kernel for latents refuses the heads of a Llama.
-_BASES: dict[str, tuple[Change, ...]] = {
-    DENSE: (_EQUAL, _PREFILL | _DECODE),
-    PACKED: (_PREFILL,),
-    PAGED: tuple(
-        {**_PREFILL, **more, **plan, "page_size": page}
-        for plan in _PLANS
-        for page in (64, 16, 128)
-        for more in ({}, _DECODE, _DECODE | _LATENT)
-    ),
-    "plan_paged_attention": (_PREFILL | {"page_size": 64},),
-    "attention_backward": (_EQUAL | {"grad": True},),
-    "varlen_attention_backward": (_PREFILL | {"grad": True},),
-    MLA: tuple({**_SIZES, **_DEEPSEEK, **more, **plan, "causal": True} for plan in _PLANS for more in ({}, _DECODE, _DECODE | _FLOAT8)),
-    "plan_mla_attention": ({**_SIZES, **_DEEPSEEK, "causal": True},),
-    STEP: ({**_HEADS, **_SIZES, **_DECODE, "page_size": 64, "workspace": 1 << 40},),
-    SPARSE: ({**_DEEPSEEK, **_NEW, "context": Extent.of(2048)},),
-    "write_latent_packed": (_LATENT_WRITE | {"kv_dtype": U8},),
-    "rope_quantize_latent": ({**_DEEPSEEK, "kv_dtype": E4M3, "kv_scales": True, "page_size": 0, **_NEW},),
-    "write_latent": (_LATENT_WRITE,),
-    "write_kv": (_PAGES | _NEW,),
-    "copy_kv": (_PAGES | {"tokens": Extent.of(64)},),
-    "vertical_slash_attention": (_PREFILL,),
-    "request_starts": ({"dtype": torch.bool, "kv_dtype": torch.bool, "tokens": Extent.of(4096), "batch": Extent(1, 1, 1)},),
-    "merge_states": (_MERGE,),
-    "merge_state": (_MERGE,),
-    "mxfp4_experts": ({**_BF16, "in_features": 2880, "out_features": 2880, "experts": 32, "top_k": 4, "tokens": Extent(8, 8, 8)},),
-    "experts": ({**_BF16, "in_features": 2048, "out_features": 768, "experts": 128, "top_k": 8, "tokens": Extent(8, 8, 8)},),
-    "route": ({**_BF16, "experts": 128, "top_k": 8, "tokens": Extent(8, 8, 8)},),
-    "linear": ({**_BF16, "in_features": 4096, "out_features": 6144, "tokens": Extent(8, 8, 8)},),
-}
 _NUMBERS: tuple[Change, ...] = ({"dtype": I32, "kv_dtype": I32, "page_size": 64, "tokens": Extent.of(8)},)
 
 
 def problems(op: str, target: Target) -> tuple[Problem, ...]:
-    """Typical Problems of `op` on `target`, the most usual first. An op not known here gets the Problem of a table of integers."""
-    return tuple(Problem.of(op=op, target=target, **base) for base in _BASES.get(op, _NUMBERS))
+    """Typical Problems of `op` on `target`, the most usual first. An op that says none gets the Problem of a table of integers."""
+    return tuple(Problem.of(op=op, target=target, **base) for base in OPS[op].typical or _NUMBERS)
 
 
 def columns(op: str) -> tuple[Feature, ...]:
     """The features that make sense for `op`."""
-    return tuple(f for f in FEATURES if op in f.ops)
+    fields = {fact.field for a in OPS[op].spec.args if a.name in OPS[op].spec.told for fact in a.facts}
+    return tuple(f for f in FEATURES if (f.change.keys() <= fields if f.ops is None else op in f.ops))
 
 
 class Support(NamedTuple):

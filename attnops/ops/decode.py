@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnops.call import FLOATS, INDEX, INT32, KW_ONLY, Call, Sizes, arg, need, place, record
 from attnops.errors import InvalidInput, fail
-from attnops.ops import eager, rules
+from attnops.ops import eager, rules, typical
 from attnops.ops.eager import key_for
 from attnops.ops.op import Op, define
 from attnops.reference import decode
@@ -63,6 +63,7 @@ DECODE = define(
         decode.decode_attention,
         flops="4 * B * Hq * max_pages * page * D",
         about="norm, rotation, write and attention of a decode step",
+        typical=({**typical.HEADS, **typical.SIZES, **typical.DECODE, **typical.WORKSPACE, "page_size": 64},),
         per_layer=True,
     )
 )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnops.call import FLOAT32, FLOATS, INDEX, KW_ONLY, MASK, QUERY, STORED, Result, Sizes, arg, changed, record
 from attnops.errors import InvalidInput, NoGradient, fail
-from attnops.ops import by_sdpa, eager, rules
+from attnops.ops import by_sdpa, eager, rules, typical
 from attnops.ops.bias import as_rule
 from attnops.ops.eager import key_for
 from attnops.ops.op import OPS, Op, applied, below, blank, define, tensors_of
@@ -86,6 +86,7 @@ ATTENTION = define(
         differentiable,
         flops="2 * B * Hq * S * K * (D + Dv)",
         about="dense attention",
+        typical=({**typical.PREFILL, "sizes_equal": True}, {**typical.PREFILL, **typical.DECODE}),
         per_layer=True,
         by_torch=by_sdpa.attention,
     )
@@ -121,6 +122,7 @@ BACKWARD = define(
         once=True,
         flops="2 * B * Hq * S * K * (3 * D + 2 * Dv)",
         about="gradient of dense attention",
+        typical=({**typical.PREFILL, "sizes_equal": True, "grad": True},),
     )
 )
 

@@ -10,7 +10,7 @@ from torch._C import _len_torch_dispatch_stack
 
 from attnops.call import FLOATS, INDEX, KW_ONLY, Call, Sizes, arg, need, record
 from attnops.errors import InvalidInput, fail
-from attnops.ops import eager
+from attnops.ops import eager, typical
 from attnops.ops.eager import key_for
 from attnops.ops.op import Op, define
 from attnops.reference.experts import experts as reference
@@ -56,6 +56,7 @@ EXPERTS = define(
         reference,
         flops="2 * T * K * Inner * (2 * In + Out)",
         about="experts of a mixture: both products, the gated activation and the weighted sum",
+        typical=({**typical.BF16, **typical.STEP, "in_features": 2048, "out_features": 768, "experts": 128, "top_k": 8},),
     )
 )
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnops.call import FLOATS, KW_ONLY, Call, Sizes, arg, need, record
 from attnops.errors import InvalidInput, fail
-from attnops.ops import eager
+from attnops.ops import eager, typical
 from attnops.ops.eager import key_for
 from attnops.ops.op import Op, define
 from attnops.reference.linear import GATES, linear as reference
@@ -55,6 +55,7 @@ LINEAR = define(
         reference,
         flops="2 * T * In * Out",
         about="linear layer with its norm, gated activation and residual",
+        typical=({**typical.BF16, **typical.STEP, "in_features": 4096, "out_features": 6144},),
     )
 )
 

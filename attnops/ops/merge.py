@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attnops.call import FLOAT32, FLOATS, KW_ONLY, Call, Result, arg, changed, record
+from attnops.ops import typical
 from attnops.ops.eager import key_for
 from attnops.ops.op import OPS, Op, applied, below, blank, define, tensors_of
 from attnops.reference import data
@@ -52,7 +53,7 @@ class MergeState(Call):
     stale: bool = arg(default=True, hint=True)
 
 
-MERGE = define(Op(MergeState, data.merge_state, differentiable, about="merge of two partial results"))
+MERGE = define(Op(MergeState, data.merge_state, differentiable, about="merge of two partial results", typical=(typical.MERGE,)))
 
 
 def merge_state(
@@ -90,7 +91,9 @@ class MergeStates(Call):
     stale: bool = arg(default=True, hint=True)
 
 
-MERGE_STATES = define(Op(MergeStates, data.merge_states, differentiable, about="merge of any number of partial results"))
+MERGE_STATES = define(
+    Op(MergeStates, data.merge_states, differentiable, about="merge of any number of partial results", typical=(typical.MERGE,))
+)
 
 
 def merge_states(outputs: Tensor, lses: Tensor, *, stale: bool = True, kernel: str | None = None) -> tuple[Tensor, Tensor]:

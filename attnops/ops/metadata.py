@@ -14,6 +14,7 @@ from attnops.ops import rules
 from attnops.ops.eager import key_for, side
 from attnops.ops.op import UNREAD, Op, define, define_core
 from attnops.ops.rules import FURTHEST
+from attnops.problem import Extent
 from attnops.reference import data
 from attnops.reference.rows import Rules, how, refuse_plan_of_holes
 from attnops.select import active_policy
@@ -59,7 +60,14 @@ class RequestStarts(Call):
     begins: Tensor = arg("B, S", (torch.bool,))
 
 
-REQUEST_STARTS = define(Op(RequestStarts, data.request_starts, about="cumulative lengths of requests whose first tokens are marked"))
+REQUEST_STARTS = define(
+    Op(
+        RequestStarts,
+        data.request_starts,
+        about="cumulative lengths of requests whose first tokens are marked",
+        typical=({"dtype": torch.bool, "kv_dtype": torch.bool, "tokens": Extent.of(4096), "batch": Extent(1, 1, 1)},),
+    )
+)
 
 
 # In place of a call whose result no operation reads: assertions of its size would keep the call, and the wait, in the graph.

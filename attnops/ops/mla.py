@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnops.call import FLOAT32, FLOATS, INDEX, INT32, KW_ONLY, MASK, QUERY, Call, Result, Sizes, arg, name, need, record
 from attnops.errors import InvalidInput, fail
-from attnops.ops import eager, rules
+from attnops.ops import eager, rules, typical
 from attnops.ops.eager import key_for
 from attnops.ops.metadata import whole, without_holes
 from attnops.ops.op import Op, define
@@ -58,7 +58,9 @@ class WriteLatent(Call):
     kv_scale: Tensor | None = arg("1", FLOAT32, default=None, facts=rules.KV_SCALE)
 
 
-WRITE_LATENT = define(Op(WriteLatent, attention.write_latent, about="write of new latents and rotated keys into pages"))
+WRITE_LATENT = define(
+    Op(WriteLatent, attention.write_latent, about="write of new latents and rotated keys into pages", typical=(typical.LATENT_WRITE,))
+)
 
 
 def write_latent(
@@ -149,6 +151,11 @@ MLA = define(
         attention.mla_attention,
         flops="2 * T * H * max_pages * page * (2 * Dc + Dr)",
         about="attention over pages of latents (MLA), decode and extend",
+        typical=tuple(
+            {**typical.SIZES, **typical.DEEPSEEK, **more, **plan, "causal": True}
+            for plan in typical.PLANS
+            for more in ({}, typical.DECODE, {**typical.DECODE, **typical.FLOAT8})
+        ),
         per_layer=True,
     )
 )
@@ -246,7 +253,14 @@ class RopeQuantizeLatent(Call):
 
 
 ABOUT = "rotation, quantisation and joining of queries and latents (MLA)"
-ROPE_QUANTIZE = define(Op(RopeQuantizeLatent, rope_quantize.rope_quantize_latent, about=ABOUT))
+ROPE_QUANTIZE = define(
+    Op(
+        RopeQuantizeLatent,
+        rope_quantize.rope_quantize_latent,
+        about=ABOUT,
+        typical=({**typical.DEEPSEEK, **ROPE_FACTS, "page_size": 0, **typical.NEW},),
+    )
+)
 
 
 def rope_quantize_latent(

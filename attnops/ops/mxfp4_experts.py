@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attnops.call import FLOATS, INDEX, KW_ONLY, Call, Sizes, arg, need, record
+from attnops.ops import typical
 from attnops.ops.eager import key_for
 from attnops.ops.experts import prepared
 from attnops.ops.op import Op, define
@@ -55,6 +56,7 @@ MXFP4_EXPERTS = define(
         reference,
         flops="4 * T * K * Half * (2 * In + Out)",
         about="experts of a mixture with weights of MXFP4, four bits a number",
+        typical=({**typical.BF16, **typical.STEP, "in_features": 2880, "out_features": 2880, "experts": 32, "top_k": 4},),
     )
 )
 

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from attnops.call import FLOAT32, FLOATS, INDEX, INT32, KW_ONLY, MASK, QUERY, STORED, Call, Sizes, arg, need, record
 from attnops.errors import InvalidInput, fail
-from attnops.ops import eager, rules
+from attnops.ops import eager, rules, typical
 from attnops.ops.eager import key_for
 from attnops.ops.metadata import whole, without_holes
 from attnops.ops.op import Op, define
+from attnops.problem import Extent
 from attnops.reference import attention, data
 from attnops.reference.rows import Rules
 
@@ -64,6 +65,12 @@ PAGED = define(
         attention.paged_attention,
         flops="2 * T * Hq * max_pages * page * (D + Dv)",
         about="attention over pages, decode and extend",
+        typical=tuple(
+            {**typical.PREFILL, **more, **plan, "page_size": page}
+            for plan in typical.PLANS
+            for page in (64, 16, 128)
+            for more in ({}, typical.DECODE, {**typical.DECODE, **typical.LATENT})
+        ),
         per_layer=True,
     )
 )
@@ -166,7 +173,7 @@ class WriteKV(Call):
     v_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALES)
 
 
-WRITE_KV = define(Op(WriteKV, data.write_kv, about="write of new keys and values into pages"))
+WRITE_KV = define(Op(WriteKV, data.write_kv, about="write of new keys and values into pages", typical=({**typical.PAGES, **typical.NEW},)))
 
 
 def write_kv(
@@ -226,7 +233,14 @@ class CopyKV(Call):
     target: Tensor = arg("N", INDEX)
 
 
-COPY_KV = define(Op(CopyKV, data.copy_kv, about="copy of keys and values between slots, in all layers"))
+COPY_KV = define(
+    Op(
+        CopyKV,
+        data.copy_kv,
+        about="copy of keys and values between slots, in all layers",
+        typical=({**typical.PAGES, "tokens": Extent.of(64)},),
+    )
+)
 
 
 def copy_kv(k_pages: Tensor, v_pages: Tensor | None, source: Tensor, target: Tensor, *, kernel: str | None = None) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from attnops.call import FLOATS, INT32, KW_ONLY, QUANTISED, Call, Sizes, arg, changed, check, group, name, need, record
 from attnops.errors import InvalidInput, fail
 from attnops.kernel import deterministic, kernels_of
-from attnops.ops import eager, rules
+from attnops.ops import eager, rules, typical
 from attnops.ops.op import OPS, Op, define
 from attnops.ops.rules import FURTHEST
 from attnops.problem import Extent, Extents, Problem, Target, repeatable
@@ -94,8 +94,15 @@ class PlanMlaAttention(HostPlan):
     """The host plan of attention over latents."""
 
 
-define(Op(PlanPagedAttention, data.no_plan, about="host plan of paged attention"))
-define(Op(PlanMlaAttention, data.no_plan, about="host plan of attention over latents"))
+define(Op(PlanPagedAttention, data.no_plan, about="host plan of paged attention", typical=({**typical.PREFILL, "page_size": 64},)))
+define(
+    Op(
+        PlanMlaAttention,
+        data.no_plan,
+        about="host plan of attention over latents",
+        typical=({**typical.SIZES, **typical.DEEPSEEK, "causal": True},),
+    )
+)
 
 
 class Spec:

@@ -10,7 +10,7 @@ from torch import Tensor
 from attnops.call import FLOATS, KW_ONLY, Call, Sizes, arg, need, record
 from attnops.checks import python_number
 from attnops.errors import InvalidInput, fail
-from attnops.ops import eager
+from attnops.ops import eager, typical
 from attnops.ops.eager import key_for
 from attnops.ops.op import Op, define
 from attnops.reference.route import route as reference
@@ -55,7 +55,14 @@ class Route(Call):
     index: Tensor = arg("T, K", (torch.int64,), written=True)
 
 
-ROUTE = define(Op(Route, reference, about="routing of a mixture: the experts of each token and their weights, from its logits"))
+ROUTE = define(
+    Op(
+        Route,
+        reference,
+        about="routing of a mixture: the experts of each token and their weights, from its logits",
+        typical=({**typical.BF16, **typical.STEP, "experts": 128, "top_k": 8},),
+    )
+)
 
 
 def route(

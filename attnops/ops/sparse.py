@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnops.call import FLOAT32, FLOATS, INDEX, INT32, KW_ONLY, QUERY, Call, Sizes, arg, changed, need, record
 from attnops.errors import InvalidInput, fail
-from attnops.ops import rules
+from attnops.ops import rules, typical
 from attnops.ops.eager import key_for
 from attnops.ops.mla import (
     LEAST,
@@ -24,6 +24,7 @@ from attnops.ops.mla import (
     query_rules,
 )
 from attnops.ops.op import Op, define
+from attnops.problem import Extent
 from attnops.reference import attention
 from attnops.reference.latent_format import GROUP, packed_bytes
 
@@ -82,7 +83,16 @@ class SparseMlaAttention(Call):
 ABOUT = "attention of each token over latents picked for it (MLA), decode and prefill"
 FLOPS = "2 * T * H * topk * (2 * Dc + Dr)"
 
-SPARSE = define(Op(SparseMlaAttention, attention.sparse_mla_attention, flops=FLOPS, about=ABOUT, per_layer=True))
+SPARSE = define(
+    Op(
+        SparseMlaAttention,
+        attention.sparse_mla_attention,
+        flops=FLOPS,
+        about=ABOUT,
+        per_layer=True,
+        typical=({**typical.DEEPSEEK, **typical.NEW, "context": Extent.of(2048)},),
+    )
+)
 
 
 def sparse_mla_attention(
@@ -150,7 +160,9 @@ class WriteLatentPacked(Call):
 
 
 ABOUT_WRITE = "quantising write of new latents and rotated keys into packed pages"
-WRITE_PACKED = define(Op(WriteLatentPacked, attention.write_latent_packed, about=ABOUT_WRITE))
+WRITE_PACKED = define(
+    Op(WriteLatentPacked, attention.write_latent_packed, about=ABOUT_WRITE, typical=({**typical.LATENT_WRITE, "kv_dtype": torch.uint8},))
+)
 
 
 def write_latent_packed(latent: Tensor, k_pe: Tensor, latent_pages: Tensor, slots: Tensor, *, kernel: str | None = None) -> None:

@@ -7,7 +7,7 @@ from typing import Literal, overload
 from torch import Tensor
 
 from attnops.call import FLOAT32, FLOATS, INT32, KW_ONLY, MASK, QUERY, STORED, Result, arg, record
-from attnops.ops import eager, rules
+from attnops.ops import eager, rules, typical
 from attnops.ops.dense import differentiable
 from attnops.ops.eager import key_for
 from attnops.ops.op import Op, define
@@ -45,6 +45,7 @@ VARLEN = define(
         differentiable,
         flops="2 * T * Hq * max_seqlen_k * (D + Dv)",
         about="packed attention over ragged requests",
+        typical=(typical.PREFILL,),
         per_layer=True,
     )
 )
@@ -79,6 +80,7 @@ BACKWARD = define(
         once=True,
         flops="2 * T * Hq * max_seqlen_k * (3 * D + 2 * Dv)",
         about="gradient of packed attention",
+        typical=({**typical.PREFILL, "grad": True},),
     )
 )
 

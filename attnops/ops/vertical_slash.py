@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnops.call import FLOAT32, FLOATS, INT32, KW_ONLY, Result, Sizes, arg, record
 from attnops.errors import InvalidInput, fail
-from attnops.ops import eager, rules
+from attnops.ops import eager, rules, typical
 from attnops.ops.eager import key_for
 from attnops.ops.op import Op, define
 from attnops.reference import vertical_slash
@@ -109,7 +109,16 @@ class VerticalSlashAttention(rules.Lengths):
 ABOUT = "packed causal attention over an index of blocks and columns"
 FLOPS = f"2 * T * Hq * ({BLOCK} * S + V) * (D + Dv)"
 
-ATTENTION = define(Op(VerticalSlashAttention, vertical_slash.vertical_slash_attention, flops=FLOPS, about=ABOUT, per_layer=True))
+ATTENTION = define(
+    Op(
+        VerticalSlashAttention,
+        vertical_slash.vertical_slash_attention,
+        flops=FLOPS,
+        about=ABOUT,
+        per_layer=True,
+        typical=(typical.PREFILL,),
+    )
+)
 
 
 def vertical_slash_attention(

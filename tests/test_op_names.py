@@ -1,0 +1,72 @@
+"""An op carries its facts: outside its family no code asks for an op by its name."""
+
+import ast
+
+import pytest
+
+from attnops.ops import OPS
+from tests.helpers import sources
+
+ROOMS = ("measured", "tune", "bench", "cli", "testing", "inputs", "lowering", "graphs")
+
+# Suites of the benchmark, a demo and passes have ops of their own, and configs a field of this name. The others name ops still.
+NAMED = {
+    "attnops.bench.data",
+    "attnops.bench.decode",
+    "attnops.bench.direct",
+    "attnops.bench.engines",
+    "attnops.bench.experts",
+    "attnops.bench.kernels",
+    "attnops.bench.latent",
+    "attnops.bench.overhead",
+    "attnops.bench.regret",
+    "attnops.bench.run",
+    "attnops.bench.training",
+    "attnops.bench.training_regret",
+    "attnops.cli.demo",
+    "attnops.cli.features",
+    "attnops.configs",
+    "attnops.inputs.budget",
+    "attnops.inputs.sized",
+    "attnops.lowering.fuse_rotation",
+    "attnops.lowering.linear_parts",
+    "attnops.lowering.use_linears",
+    "attnops.measured.linears",
+    "attnops.measured.table",
+    "attnops.testing.builders",
+    "attnops.testing.cases",
+    "attnops.testing.check",
+    "attnops.testing.data_cases",
+    "attnops.testing.decode",
+    "attnops.testing.experts",
+    "attnops.testing.latent",
+    "attnops.testing.linear",
+    "attnops.testing.route",
+    "attnops.tune.shapes",
+}
+
+
+def looked_at():
+    """The modules of the core, which are single files, and of ROOMS."""
+    rooms = tuple(f"attnops.{room}" for room in ROOMS)
+    found = {}
+    for module, path in sources().items():
+        core = module.count(".") == 1 and path.name != "__init__.py"
+        if core or module in rooms or module.startswith(tuple(room + "." for room in rooms)):
+            found[module] = path
+    return found
+
+
+def named(path):
+    """The ops that a file's string constants name."""
+    constants = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
+    return {value for value in constants if isinstance(value, str) and value in OPS}
+
+
+@pytest.mark.parametrize("module", looked_at())
+def test_no_op_is_asked_for_by_name(module):
+    found = named(looked_at()[module])
+    if module in NAMED:
+        assert found, f"{module} names no op any more: take it out of the list"
+    else:
+        assert not found, f"{module} names {sorted(found)}: say it on the op or on its record"
