@@ -180,7 +180,9 @@ def test_reference_equals_loops(case):
 
 def spoilt(op, run, **more):
     """A kernel that claims to take every argument: it is run, and not refused."""
-    return Kernel("spoilt", op, run, takes=OPS[op].spec.optional, **more)
+    known = kernels_of(op)["reference"]
+    takes = {"takes": OPS[op].spec.optional, "dtypes": known.dtypes, "kv_dtypes": known.kv_dtypes}
+    return Kernel("spoilt", op, run, **takes, **more)
 
 
 # The reference, run on another call than it was given: what it changes in the call.
