@@ -19,7 +19,7 @@ from ..problem import Problem, altered
 from ..select import choose, select
 from ..traced import equal_calls
 from . import cache_key, written_views
-from .outputs import become, results_of
+from .remove_output_copies_pass import become, remove_output_copies_pass
 
 log = logging.getLogger("attnops.lowering")
 _LOCK = threading.Lock()
@@ -139,7 +139,7 @@ def _inline(op: Op, kernel: Kernel, call: Any, lowered: Any) -> Any:
     for node in graph.graph.nodes:
         node.meta["from_node"] = [source]
     given = [getattr(lowered, n) for n in dynamic]
-    outputs = results_of(graph.graph, given)
+    outputs = remove_output_copies_pass(graph.graph, given)
     last = graph.graph.output_node()
     last.args = ((last.args[0], *(result for _, result in outputs)),)
     graph.recompile()

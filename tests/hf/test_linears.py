@@ -11,7 +11,7 @@ from torch._inductor.graph import GraphLowering
 
 import attnops
 from attnops.hf import tiny
-from attnops.lowering import fuse_linears, use_linears
+from attnops.lowering import fuse_norm_linear_pass, merge_linears_pass
 from attnops.nn import pack_linears
 from attnops.ops.linear import LINEAR
 from attnops.problem import Target, pretend
@@ -89,8 +89,8 @@ class Fusing:
 
     def __call__(self, gm, inputs):
         with pretend(SM90):
-            fuse_linears(gm)
-            self.products += use_linears(gm)
+            merge_linears_pass(gm)
+            self.products += fuse_norm_linear_pass(gm)
             judged = fx.GraphModule(gm, copy.deepcopy(gm.graph))
             self.code += code_of(gm, inputs) if self.coded else ""
         self.left += len(judged.graph.find_nodes(op="call_function", target=torch.nn.functional.linear))

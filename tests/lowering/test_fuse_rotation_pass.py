@@ -1,4 +1,4 @@
-"""`fuse_rotation`: norms and rotations that feed `decode_attention`, found in models and in code that only resembles them."""
+"""`fuse_rotation_pass`: norms and rotations that feed `decode_attention`, found in models and in code that only resembles them."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from attnops.hf.cache_names import named
 from attnops.hf.paged import attention as paged, steps
 from attnops.hf.paged.pages import ModelPages, Sizes
 from attnops.kernels.shared.memory import COUNTERS
-from attnops.lowering import fuse_rotation
+from attnops.lowering import fuse_rotation_pass
 from attnops.ops import OPS, LatentSpec, PagedSpec, decode_attention
 from attnops.problem import Target, pretend
 from tests.hf.test_decode_graphs import generated, how
@@ -34,7 +34,7 @@ NOT = "not fused, query and key are not both rotated by halves"
 def test_models(name, calls, found, monkeypatch):
     """Recognised or left alone, in the trace of one row or in that of several; the tokens are eager's."""
     told = []
-    monkeypatch.setattr(steps, "fuse_rotation", lambda graph: told.extend(fuse_rotation(graph)))
+    monkeypatch.setattr(steps, "fuse_rotation_pass", lambda graph: told.extend(fuse_rotation_pass(graph)))
     model = tiny.model(name, **(ALIKE if name in ("gpt_oss", "gemma3") else {}))
     want = [generated(model, *call) for call in calls]
     with attnops.use(kernel=FORCED), attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
@@ -69,7 +69,7 @@ def test_a_model_compiled_whole_takes_the_op():
 
     def backend(graph, examples):
         calls.append(len(graph.graph.find_nodes(op="call_function", target=OPS["decode_attention"].packet.default)))
-        told.extend(fuse_rotation(graph))
+        told.extend(fuse_rotation_pass(graph))
         return graph.forward
 
     with torch.no_grad(), attnops.use(kernel=FORCED):
@@ -135,12 +135,12 @@ def run(step, dtype=torch.float32, compiled=False):
     told = []
 
     def backend(graph, examples):
-        told.extend(fuse_rotation(graph))
+        told.extend(fuse_rotation_pass(graph))
         return graph.forward
 
     def inductor(graph, examples):
         """Inductor up to the code that it makes of a graph, which takes seconds."""
-        options = {"pre_grad_custom_pass": lambda graph: told.extend(fuse_rotation(graph)), "force_disable_caches": True}
+        options = {"pre_grad_custom_pass": lambda graph: told.extend(fuse_rotation_pass(graph)), "force_disable_caches": True}
         return compile_fx(graph, examples, inner_compile=lambda gm, *_, **__: make_boxed_func(gm.forward), config_patches=options)
 
     torch._dynamo.reset()
@@ -231,7 +231,7 @@ def test_it_is_no_less_exact_than_the_models_own_code(norm):
     told, errors = [], {"own": 0.0, "fused": 0.0}
 
     def backend(graph, examples):
-        told.extend(fuse_rotation(graph))
+        told.extend(fuse_rotation_pass(graph))
         return graph.forward
 
     step = Step(norm=norm)

@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import attnops
-from attnops.lowering import fuse_linears
+from attnops.lowering import merge_linears_pass
 from attnops.nn import pack_linears
 from attnops.traced import may_write
 from tests.helpers import ready_process
@@ -38,7 +38,7 @@ class Fusing:
         self.told, self.linears, self.graphs = [], [], []
 
     def __call__(self, gm, inputs):
-        self.told.append(fuse_linears(gm))
+        self.told.append(merge_linears_pass(gm))
         self.linears.append(sum(n.target is F.linear for n in gm.graph.nodes))
         self.graphs.append(gm)
         return gm.forward
@@ -351,9 +351,9 @@ def test_nothing_is_done_where_nothing_can_be_guarded():
 
     with torch.no_grad():
         torch.compile(model, backend=later)(torch.randn(3, K))
-    [found] = fuse_linears(again.graphs[0])
+    [found] = merge_linears_pass(again.graphs[0])
     assert found.refusal == "no guard can be added here" and graph.code == before
-    assert fuse_linears(fx.symbolic_trace(model)) == ()
+    assert merge_linears_pass(fx.symbolic_trace(model)) == ()
 
 
 def anything(x):
@@ -382,7 +382,7 @@ class Products(Three):
 def test_inductor_reads_the_weights_in_place():
     model, x = Products(), torch.randn(3, K)
     pack_linears(model)
-    compiled = torch.compile(model, options={"pre_grad_custom_pass": fuse_linears})
+    compiled = torch.compile(model, options={"pre_grad_custom_pass": merge_linears_pass})
     with torch.no_grad(), torch._inductor.config.patch(fx_graph_cache=False):
         got, code = compiled_code(lambda: compiled(x))
         close(got, model(x))
@@ -396,9 +396,9 @@ CACHES = """
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
-from attnops.lowering import fuse_linears
+from attnops.lowering import merge_linears_pass
 from attnops.nn import pack_linears
-from tests.lowering.test_fuse_linears import K, Products, close
+from tests.lowering.test_merge_linears_pass import K, Products, close
 model, x = Products(), torch.randn(3, K)
 for packed, fused in ((0, 1), (1, 1), (1, 0), (0, 1), (1, 1)):
     torch._dynamo.reset()
@@ -406,7 +406,7 @@ for packed, fused in ((0, 1), (1, 1), (1, 0), (0, 1), (1, 1)):
     pack_linears(model).unpack()
     if packed:
         pack_linears(model)
-    options = {"pre_grad_custom_pass": fuse_linears} if fused else {}
+    options = {"pre_grad_custom_pass": merge_linears_pass} if fused else {}
     with torch.no_grad():
         close(torch.compile(model, options=options)(x), model(x))
     print(int(counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"] > 0), end=" ")
@@ -422,7 +422,7 @@ def test_caches_tell_fused_from_unfused(tmp_path):
 def looks(layers, monkeypatch):
     """How many times the value of a node is looked at, with all groups fused."""
     count = 0
-    fuse = sys.modules["attnops.lowering.fuse_linears"]
+    fuse = sys.modules["attnops.lowering.merge_linears_pass"]
     real = fuse.fake_of
 
     def counted(node):
