@@ -219,8 +219,8 @@ def _fake(inputs: Any) -> Iterator[Any]:
 
     # As without a ShapeEnv, but for our own ops.
     shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
-    mode = detect_fake_mode(pytree.tree_leaves(inputs))
-    mode = mode or FakeTensorMode(shape_env=shapes, static_shapes=True)
+    own = FakeTensorMode(shape_env=shapes, static_shapes=True)
+    mode = detect_fake_mode(pytree.tree_leaves(inputs)) or own
 
     def fake(x: torch.Tensor) -> torch.Tensor:
         return x if isinstance(x, FakeTensor) else mode.from_tensor(x)

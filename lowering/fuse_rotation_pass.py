@@ -37,17 +37,19 @@ class Rotated:
 class _Side:
     """The way back from an argument, query or key, to its input.
 
+    given: the value of the argument.
     x: how far back the way has come.
     inside: the nodes on it, which no other code may use.
     path: those to repeat.
     """
 
+    given: Any
     x: Any
     inside: dict[fx.Node, None] = field(default_factory=dict)
     path: list[fx.Node] = field(default_factory=list)
 
     def copy(self) -> "_Side":
-        return _Side(self.x, dict(self.inside), list(self.path))
+        return _Side(self.given, self.x, dict(self.inside), list(self.path))
 
     def take(self, node: Any, *names: str) -> fx.Node | None:
         """`node`, if it is a call of a torch function or method of one of these names."""
@@ -99,14 +101,14 @@ def fuse_rotation_pass(graph: fx.Graph | fx.GraphModule) -> tuple[Rotated, ...]:
 
 
 def _fuse(node: fx.Node, call: Any) -> Rotated:
-    sides: tuple[_Side, ...] = (_Side(call.query), _Side(call.key))
+    sides = [_Side(fake_of(x), x) for x in (call.query, call.key)]
     angles = [_turn(side) for side in sides]
-    if refusal := _refusal(angles, sides, call) or _kept(node, sides):
+    if refusal := _refusal(angles, sides) or _kept(node, sides):
         return Rotated(node.name, refusal=refusal)
     new, (cos, sin) = NewNodes(node), angles[0]
     # `[B, 1, 1, W]` becomes `[B, W]`.
     fused = {"cos": new.add("flatten", cos, 0, 2), "sin": new.add("flatten", sin, 0, 2)}
-    if found := _norms(node, sides, call):
+    if found := _norms(node, sides):
         sides, (of_query, of_key) = found
         fused |= {"q_norm": of_query.gain, "k_norm": of_key.gain, "eps": of_query.eps}
     query, key = (_again(new, side) for side in sides)
@@ -224,14 +226,14 @@ def _turn_of_parts(side: _Side) -> Any:
 # Whether it may be fused, and how ---------------------------------------------------------------
 
 
-def _refusal(angles: list[Any], sides: tuple[_Side, ...], call: Any) -> str:
+def _refusal(angles: list[Any], sides: list[_Side]) -> str:
     """The reason why these rotations may not be fused, or ""."""
     if None in angles:
         return "query and key are not both rotated by halves"
     if angles[0] != angles[1]:
         return "query and key are rotated by different angles"
-    for side, given in zip(sides, (call.query, call.key), strict=True):
-        if not _one_token(fake_of(given), fake_of(side.x), *map(number, angles[0])):
+    for side in sides:
+        if not _one_token(side.given, fake_of(side.x), *map(number, angles[0])):
             return "its angles are not one row a request, or its dtypes differ"
     return ""
 
@@ -250,13 +252,13 @@ def _one_token(given: Any, x: Any, cos: Any, sin: Any) -> bool:
     return all(t.shape[1:] == (1, 1, cos.shape[3]) for t in (cos, sin))
 
 
-def _norms(node: fx.Node, sides: tuple[_Side, ...], call: Any) -> Any:
+def _norms(node: fx.Node, sides: list[_Side]) -> Any:
     """The sides with the norms before the rotations, and the norms; None where they must stay."""
     # On copies, so that a rotation without norms is fused all the same.
-    sides, norms = tuple(side.copy() for side in sides), []
-    for side, given in zip(sides, (call.query, call.key), strict=True):
+    sides, norms = [side.copy() for side in sides], []
+    for side in sides:
         norm = norm_of(side.back())
-        if norm is None or not _alike(norm, fake_of(given)):
+        if norm is None or not _alike(norm, side.given):
             return None
         side.inside |= dict.fromkeys(norm.nodes)
         side.x = norm.x
@@ -270,7 +272,7 @@ def _alike(norm: Norm, given: Any) -> bool:
     return norm.is_wide and x.dtype == given.dtype and tuple(gain.shape) == tuple(given.shape[2:])
 
 
-def _kept(call: fx.Node, sides: tuple[_Side, ...]) -> str:
+def _kept(call: fx.Node, sides: list[_Side]) -> str:
     """Why the nodes inside may not leave, or ""."""
     inside = {node for side in sides for node in side.inside}
     for node in inside:

@@ -48,13 +48,13 @@ class NewNodes:
 
     def add(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Add a call of a function, or of a method by its name."""
-        graph, meta = self.before.graph, self.before.meta
+        graph = self.before.graph
         kind = "call_method" if isinstance(target, str) else "call_function"
         with graph.inserting_before(self.before):
             node = graph.create_node(kind, target, args, kwargs)
         values = pytree.tree_leaves([fake_of(n) for n in (*node.all_input_nodes, self.before)])
         mode = next(x.fake_mode for x in values if isinstance(x, FakeTensor))
-        node.meta = {**meta, VALUE: evaluate(node, mode, fake_of)}
+        node.meta = {**self.before.meta, VALUE: evaluate(node, mode, fake_of)}
         self.nodes.append(node)
         return node
 
@@ -98,8 +98,7 @@ def _create(builder: Any, guard: Any, *, code: list[str], why: str, names: Any) 
 
 def facts_of(value: Any) -> tuple[list[Any], list[Any]]:
     """Shapes, dtypes and devices of tensors, and other values; strides and offsets of tensors."""
-    facts: list[Any] = []
-    layouts: list[Any] = []
+    facts, layouts = list[Any](), list[Any]()
     for x in pytree.tree_leaves(value):
         if isinstance(x, Tensor):
             facts.append((str(x.shape), x.dtype, x.device))
