@@ -23,7 +23,7 @@ ALIKE = {"num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2}
 NOT = "not fused, query and key are not both rotated by halves"
 
 
-class Fusing(list):
+class Fusing(list[object]):
     """A backend that compiles no further, and a list of what the pass found."""
 
     def __call__(self, graph, examples):

@@ -9,7 +9,7 @@ from tests.helpers import ROOT
 
 
 def test_passes_are_listed_in_the_order_of_a_step(monkeypatch):
-    listed, ran = re.findall(r"^\d\. `(\w+)`", lowering.__doc__, re.M), []
+    listed, ran = re.findall(r"(?m)^\d\. `(\w+)`", lowering.__doc__), []
     assert {*listed} == {file.stem for file in ROOT.glob("lowering/*_pass.py")}
     for name in listed[:3]:
         monkeypatch.setattr(steps, name, lambda gm, name=name: ran.append(name) or ())
