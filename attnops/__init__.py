@@ -19,8 +19,8 @@ from attnops.select import Policy as Policy, use as use
 
 if TYPE_CHECKING:
     from attnops.adapters import patch as patch
+    from attnops.lowering.compile_layers import compile_layers as compile_layers
     from attnops.lowering.explain import explain as explain
-    from attnops.lowering.regional import compile_layers as compile_layers
 
 from attnops.version import VERSION as __version__  # noqa: F401
 
@@ -37,7 +37,11 @@ def _teach_inductor() -> None:
 
 _op.on_trace(_teach_inductor)
 
-_LAZY = {"patch": "attnops.adapters", "explain": "attnops.lowering.explain", "compile_layers": "attnops.lowering.regional"}
+_LAZY = {
+    "patch": "attnops.adapters",
+    "explain": "attnops.lowering.explain",
+    "compile_layers": "attnops.lowering.compile_layers",
+}
 _ROOMS = ("adapters", "cache", "graphs", "hf", "lowering", "nn", "testing")
 _MODULES = ("errors", "ops")
 

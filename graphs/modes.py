@@ -50,7 +50,8 @@ class Piecewise(Graphed):
             a module and fake inputs.
         one_differs: trace a bucket of one row by itself, for models that specialise on it, as most that broadcast do. Without it the
             first compilation of such a model is discarded.
-        passes: functions that change the traced module in place before the split, for instance `attnops.lowering.fuse_linears`.
+        passes: functions that change the traced module in place before the split, for instance
+            `attnops.lowering.merge_linears_pass`.
         budget_bytes: the most memory of all graphs, checked before each capture.
         over_budget: "raise" OverBudget, or "drop" the bucket.
         check_every: compare every so many replays of a bucket with the eager model, which writes the same slots again; 0: never.

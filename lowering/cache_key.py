@@ -1,4 +1,4 @@
-"""Adds everything that a choice of kernel depends on to the keys of Inductor's caches: a stale choice is then never found there."""
+"""Adds everything that a choice of kernel depends on to the keys of Inductor's caches."""
 
 import functools
 import glob
@@ -9,13 +9,16 @@ from typing import Any
 import torch
 
 from .. import problem
-from ..kernel import CONTRACT, all_kernels
+from ..kernel import CONTRACT, Kernel, all_kernels
 from ..measured.store import digests
 from ..problem import pretended, repeatable
 
 
 def code_files() -> list[Path]:
-    """The sources of attnops, those of lowering and graphs included: in a checkout these are links, which rglob does not follow."""
+    """The sources of attnops.
+
+    In a checkout lowering and graphs are links, which rglob does not follow.
+    """
     return sorted(map(Path, glob.glob(f"{Path(problem.__file__).parent}/**/*.py", recursive=True)))
 
 
@@ -26,17 +29,33 @@ def code_digest() -> str:
 
 
 def choice_inputs() -> tuple[str, ...]:
-    """Everything outside the graph that a choice depends on: code, kernels and their packages' versions, GPUs, pretended target,
-    torch.use_deterministic_algorithms, measured times. Policies are arguments of the ops, so the graph itself differs."""
-    kernels = tuple(f"{k.op}.{k.name}:{k.run.__module__}:{','.join(k.versions())}:{k.absences_key()}" for k in all_kernels())
-    devices = map(torch.cuda.get_device_name, range(torch.cuda.device_count() if torch.cuda.is_available() else 0))
-    return ("attnops", str(CONTRACT), code_digest(), *devices, repr(pretended()), repeatable(), *digests(), *kernels)
+    """Everything outside the graph that a choice depends on.
+
+    Code, kernels and their packages' versions, GPUs, pretended target, measured times, and
+    torch.use_deterministic_algorithms. Policies are arguments of the ops, so the graph differs.
+    """
+    gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    return (
+        "attnops",
+        str(CONTRACT),
+        code_digest(),
+        *map(torch.cuda.get_device_name, gpus),
+        repr(pretended()),
+        repeatable(),
+        *digests(),
+        *map(_version, all_kernels()),
+    )
+
+
+def _version(k: Kernel) -> str:
+    return f"{k.op}.{k.name}:{k.run.__module__}:{','.join(k.versions())}:{k.absences_key()}"
 
 
 def install() -> None:
-    """Have Inductor hash `choice_inputs()` into the keys of its caches: it hashes the uuid of every entry of `custom_backend_passes`.
+    """Have Inductor hash `choice_inputs()` into the keys of its caches.
 
-    An entry for a device that does not exist never runs, and takes no slot that a user may want.
+    It hashes the uuid of every entry of `custom_backend_passes`. An entry for a device that does
+    not exist never runs, and takes no slot that a user may want.
     """
     from torch._inductor.codegen.common import custom_backend_passes, init_backend_registration
     from torch._inductor.custom_graph_pass import CustomGraphModulePass

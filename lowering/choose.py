@@ -1,15 +1,16 @@
-"""Lowering of an op to the kernel chosen for it: `attnops.<op>.default` becomes a call of `attnops.<op>.<kernel>`."""
+"""Lowers an op to the kernel chosen for it: a call of `attnops.<op>.<kernel>`, or its torch ops."""
 
 import logging
 import operator
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from ..call import Call, changed, same, split, values
+from ..call import Arg, Call, changed, same, split, values
 from ..kernel import Kernel
 from ..ops import OPS, Op
 from ..ops.ahead import begin
@@ -19,11 +20,25 @@ from ..problem import Problem, altered
 from ..select import choose, select
 from ..traced import equal_calls
 from . import cache_key, written_views
-from .outputs import become, results_of
+from .remove_output_copies_pass import become, remove_output_copies_pass
 
 log = logging.getLogger("attnops.lowering")
 _LOCK = threading.Lock()
 _REGISTERED: set[str] = set()
+
+
+@dataclass
+class GraphNotes:
+    """What the lowerings remember of the graph that is lowered. `V.graph` holds it.
+
+    repeats: calls that repeat an earlier call, with that call.
+    lowered: the values of calls. Inductor drops them after their last use in the graph.
+    prebuilt: kernels that compile beside the lowering by now, with their problems.
+    """
+
+    repeats: dict[torch.fx.Node, torch.fx.Node]
+    lowered: dict[torch.fx.Node, Any] = field(default_factory=dict)
+    prebuilt: set[tuple[str, Problem]] = field(default_factory=set)
 
 
 def lowering_of(op: Op) -> Callable[..., Any]:
@@ -32,14 +47,14 @@ def lowering_of(op: Op) -> Callable[..., Any]:
         from torch._inductor.virtualized import V
 
         node, kept = V.graph.current_node, vars(V.graph)
-        if "attnops_equal" not in kept:
-            kept["attnops_equal"], kept["attnops_lowered"], kept["attnops_begun"] = equal_calls(node.graph, _value), {}, set()
-        # Inductor drops a node's value after its last use, so it is kept for equal calls.
-        lowered = kept["attnops_lowered"]
-        if (earlier := kept["attnops_equal"].get(node)) is not None:
-            return lowered[earlier]
+        if "attnops" not in kept:
+            kept["attnops"] = GraphNotes(equal_calls(node.graph, _value))
+        notes = kept["attnops"]
+        if (earlier := notes.repeats.get(node)) is not None:
+            return notes.lowered[earlier]
         if node.meta.get("unbacked_bindings") and _unread(node):
-            return fallback_handler(getattr(torch.ops.attnops, f"{op.name}__{UNREAD}").default, add_to_fallback_set=False)(*args)
+            unread = getattr(torch.ops.attnops, f"{op.name}__{UNREAD}").default
+            return fallback_handler(unread, add_to_fallback_set=False)(*args)
         given = pytree.tree_map_only(torch.fx.Node, _value, (node.args, node.kwargs))
         call: Any = op.call(*given[0], **given[1])
         # Heads, head dims and page size specialise: each is a guard.
@@ -50,20 +65,27 @@ def lowering_of(op: Op) -> Callable[..., Any]:
         keywords: Any = node.kwargs
         nodes = op.call(*node.args, **keywords)
         placed = written_views.placed(nodes, op.call(*args, **kwargs))
-        inline = _in_place(kernel, problem, call) and not written_views.of_another_dtype(nodes)
-        if not inline and (kernel.name, problem) not in kept["attnops_begun"]:
-            kept["attnops_begun"].add((kernel.name, problem))
-            begin(kernel, call)
-        lowered[node] = _inline(op, kernel, call, placed) if inline else _call(op, kernel, *split(placed))
-        return lowered[node]
+        if _in_place(kernel, problem, call) and not written_views.of_another_dtype(nodes):
+            result = _inline(op, kernel, call, placed)
+        else:
+            if (kernel.name, problem) not in notes.prebuilt:
+                notes.prebuilt.add((kernel.name, problem))
+                begin(kernel, call)
+            result = _call(op, kernel, *split(placed))
+        notes.lowered[node] = result
+        return result
 
     return lower
 
 
 def _unread(node: torch.fx.Node) -> bool:
     """Does nothing read the result, and nothing but assertions its size?"""
-    aten, compared = torch.ops.aten, (torch.ops.aten.sym_size.int, operator.ge, operator.le)
-    return all(user.target is aten._assert_scalar.default or (user.target in compared and _unread(user)) for user in node.users)
+    aten = torch.ops.aten
+    for user in node.users:
+        compared = user.target in (aten.sym_size.int, operator.ge, operator.le)
+        if user.target is not aten._assert_scalar.default and not (compared and _unread(user)):
+            return False
+    return True
 
 
 def _value(x: Any) -> Any:
@@ -78,8 +100,15 @@ def _in_place(kernel: Kernel, problem: Problem, call: Call) -> bool:
         return kernel.inline is not None
     if not kernel.inline.when(problem):
         return False
-    # Lowered torch ops need sizes at compile time. Unbacked ones are known at run time only, where the kernel's call reads them.
-    return not any(free_unbacked_symbols(x) for x in values(call) if isinstance(x, (torch.Tensor, torch.SymInt)))
+    # Lowered torch ops need sizes at compile time. Unbacked ones are known at run time only, where
+    # the kernel's call reads them.
+    return not any(map(free_unbacked_symbols, _sized(call).values()))
+
+
+def _sized(call: Any) -> dict[str, Any]:
+    """The arguments that are tensors or symbolic sizes."""
+    given = zip(call.spec.names, values(call), strict=True)
+    return {name: x for name, x in given if isinstance(x, (torch.Tensor, torch.SymInt))}
 
 
 def _call(op: Op, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -93,7 +122,8 @@ def _call(op: Op, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any])
         args, kwargs = as_dispatched(op, args, kwargs)
     before = len(graph.operations)
     result = fallback_handler(overload, add_to_fallback_set=False)(*args, **kwargs)
-    # The partitioner asks the FX node's target for the tag cudagraph_unsafe, so the target must be the kernel's overload.
+    # The partitioner asks the FX node's target for the tag cudagraph_unsafe, so the target must be
+    # the kernel's overload.
     node = torch.fx.Graph().call_function(overload)
     node.meta = dict(graph.current_node.meta)
     made: list[Any] = graph.operations[before:]
@@ -105,52 +135,78 @@ def _call(op: Op, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any])
     return result
 
 
-def as_dispatched(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call's arguments as the dispatcher gives them to a Python kernel: by position where the schema has a position, floats as
-    floats, and without those at their defaults, which a kernel need not know."""
-    given = list(zip(op.spec.args, values(op.call(*args, **kwargs)), strict=True))
-    given = [(a, float(x) if a.kind == "float" and type(x) is int else x) for a, x in given]
-    by_position = [(a, x) for a, x in given if not a.keyword]
+def as_dispatched(
+    op: Op,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call's arguments as the dispatcher gives them to a Python kernel.
+
+    They come by position where the schema has a position, floats as floats, and without those at
+    their defaults, which a kernel need not know.
+    """
+    by_position: list[tuple[Arg, Any]] = []
+    by_name: dict[str, Any] = {}
+    for a, x in zip(op.spec.args, values(op.call(*args, **kwargs)), strict=True):
+        x = float(x) if a.kind == "float" and type(x) is int else x
+        if not a.keyword:
+            by_position.append((a, x))
+        elif not same(x, a.default):
+            by_name[a.name] = x
     while by_position and same(by_position[-1][1], by_position[-1][0].default):
         by_position.pop()
-    return tuple(x for _, x in by_position), {a.name: x for a, x in given if a.keyword and not same(x, a.default)}
+    return tuple(x for _, x in by_position), by_name
 
 
-def _inline(op: Op, kernel: Kernel, call: Any, lowered: Any) -> Any:
-    """Lower the kernel's own torch ops in place of a call, so that they fuse with their neighbours. lowered: the call with IR nodes."""
+def _inline(op: Op, kernel: Kernel, call: Any, placed: Any) -> Any:
+    """Lower the kernel's own torch ops in place of a call, so that they fuse with their neighbours.
+
+    placed: the call with IR nodes.
+    """
     from torch._inductor.codegen.subgraph import inline_subgraph_to_ir_nodes
-    from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.virtualized import V
-    from torch.fx.experimental.proxy_tensor import make_fx
-    from torch.fx.traceback import NodeSource
 
-    answers = answering(kernel)
-    dynamic = [n for n, x in zip(op.spec.names, values(call), strict=True) if isinstance(x, (torch.Tensor, torch.SymInt))]
-
-    def run(*traced: Any) -> Any:
-        # torch 2.11 takes an output of None for a missing output node.
-        return () if (out := answers(changed(call, **dict(zip(dynamic, traced, strict=True))))) is None else out
-
-    # The comments of the generated code name the kernel.
-    source = NodeSource(V.graph.current_node, "attnops")
-    source.node_info = NodeSource.NodeInfo(f"attnops.{kernel.op}.{kernel.name}", str(op.packet), id(V.graph.current_node.graph))
-    with V.fake_mode:
-        graph = make_fx(run, decomposition_table=select_decomp_table())(*[getattr(call, n) for n in dynamic])
-    for node in graph.graph.nodes:
-        node.meta["from_node"] = [source]
-    given = [getattr(lowered, n) for n in dynamic]
-    outputs = results_of(graph.graph, given)
-    last = graph.graph.output_node()
+    module = _traced(op, kernel, call)
+    given = [getattr(placed, name) for name in _sized(call)]
+    outputs = remove_output_copies_pass(module.graph, given)
+    last = module.graph.output_node()
     last.args = ((last.args[0], *(result for _, result in outputs)),)
-    graph.recompile()
-    out, *results = inline_subgraph_to_ir_nodes(graph, given, f"attnops_{kernel.op}")
+    module.recompile()
+    out, *results = inline_subgraph_to_ir_nodes(module, given, f"attnops_{kernel.op}")
     for (output, _), result in zip(outputs, results, strict=True):
         become(output, result)
     return None if out == () else out
 
 
+def _traced(op: Op, kernel: Kernel, call: Any) -> torch.fx.GraphModule:
+    """The torch ops of a kernel, as a graph of the call's tensors and symbolic sizes."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.traceback import NodeSource
+
+    answers, sized = answering(kernel), _sized(call)
+
+    def run(*traced: Any) -> Any:
+        out = answers(changed(call, **dict(zip(sized, traced, strict=True))))
+        # torch 2.11 takes an output of None for a missing output node.
+        return () if out is None else out
+
+    with V.fake_mode:
+        module = make_fx(run, decomposition_table=select_decomp_table())(*sized.values())
+    # The comments of the generated code name the kernel.
+    node, name = V.graph.current_node, f"attnops.{kernel.op}.{kernel.name}"
+    source = NodeSource(node, "attnops")
+    source.node_info = NodeSource.NodeInfo(name, str(op.packet), id(node.graph))
+    for made in module.graph.nodes:
+        made.meta["from_node"] = [source]
+    return module
+
+
 def install() -> None:
-    """Register the lowerings and the cache key, when a compiler first traces an op. Idempotent; leaves lowerings of users as they are."""
+    """Register the lowerings and the cache key, when a compiler first traces an op.
+
+    Idempotent; leaves lowerings of users as they are.
+    """
     from torch._inductor.lowering import add_needs_realized_inputs, register_lowering
 
     with _LOCK:

@@ -1,4 +1,4 @@
-"""`explain`: the kernel of every attention call of a model, on this machine or another, and the reasons against the others."""
+"""`explain`: the kernel of every attention call of a model, and the reasons against the others."""
 
 import contextlib
 import dataclasses
@@ -27,7 +27,9 @@ D = TypeVar("D", Decision, FormDecision)
 
 @dataclass(frozen=True)
 class Site(Generic[D]):
-    """One or more calls with the same decision: on the kernel or, of latent attention (MLA), between absorbed and expanded.
+    """One or more calls with the same decision.
+
+    The decision is on the kernel or, of latent attention (MLA), between absorbed and expanded.
 
     where: module paths, with `*` for numbers.
     """
@@ -42,8 +44,8 @@ class Explanation:
     """The result of `explain`; `str()` is the table.
 
     sites: call sites in order of first use.
-    times: the measured times that the choices use; "" where all kernels are ranked by their own estimates.
-    forms: decisions between absorbed and expanded latents, printed before the calls that follow from them.
+    times: the measured times that the choices use; "" where all kernels are ranked by estimates.
+    forms: decisions between absorbed and expanded latents, printed before the calls that follow.
     """
 
     target: str
@@ -53,44 +55,66 @@ class Explanation:
     forms: tuple[Site[FormDecision], ...] = ()
 
     def __str__(self) -> str:
-        assumed = "" if self.assumed is None else f", assuming packages: {', '.join(self.assumed) or 'none'}"
-        lines = [f"target {self.target}{assumed}", *([self.times] if self.times else [])]
+        lines = [f"target {self.target}"]
+        if self.assumed is not None:
+            lines[0] += f", assuming packages: {', '.join(self.assumed) or 'none'}"
+        if self.times:
+            lines.append(self.times)
         first = {site.where: site for site in reversed(self.sites)}
         for site in self.sites:
-            entries: tuple[Site[Any], ...] = (*(form for form in self.forms if first.get(form.where) is site), site)
+            forms = (form for form in self.forms if first.get(form.where) is site)
+            entries: tuple[Site[Any], ...] = (*forms, site)
             for entry in entries:
                 lines += [f"\n{entry.where}  x{entry.count}", indent(str(entry.decision), "  ")]
         return "\n".join(lines if self.sites else [*lines, "no attnops call was made"])
 
     def chosen(self) -> tuple[str, ...]:
         """`op.kernel` of every call site, in order."""
-        return tuple(f"{s.decision.problem.op}.{s.decision.kernel.name if s.decision.kernel else 'none'}" for s in self.sites)
+        names = ((s.decision.problem.op, s.decision.kernel) for s in self.sites)
+        return tuple(f"{op}.{kernel.name if kernel else 'none'}" for op, kernel in names)
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of workspace with which every call gets the kernel that selection prefers; 0 where no call needs one."""
-        return max((workspace_bytes(s.decision.problem, s.decision.policy) for s in self.sites), default=0)
+        """Bytes of workspace with which every call gets the kernel that selection prefers.
+
+        0 where no call needs one.
+        """
+        decisions = (site.decision for site in self.sites)
+        return max((workspace_bytes(d.problem, d.policy) for d in decisions), default=0)
 
     def as_dict(self) -> dict[str, Any]:
         """The table as plain data, for JSON."""
-        forms = [
-            {
-                "where": f.where, "count": f.count, "form": f.decision.form, "new_tokens": f.decision.queries,
-                "absorb_up_to": f.decision.absorb_up_to, "us": {n: _short(us) for n, us in f.decision.costs.items()},
-            }
-            for f in self.forms
-        ]  # fmt: skip
-        calls = [
-            {
-                "where": s.where, "count": s.count, "op": d.problem.op, "problem": d.problem.summary(),
-                "kernel": d.kernel.name if d.kernel else None, "by_judge": d.by_judge, "can_run": list(d.passed_over),
-                "never_run": [n for n in d.costs if d.untried(n)],
-                "cost_us": {n: {"us": _short(c.us), "how": c.how} for n, c in d.costs.items()},
-                "refused": {n: [{"field": r.field, "got": str(r.got), "want": r.want} for r in found] for n, found in d.refused.items()},
-            }
-            for s in self.sites for d in [s.decision]
-        ]  # fmt: skip
-        return {"target": self.target, "assumed": self.assumed, "times": self.times, "calls": calls, "forms": forms}
+        calls = [{"where": s.where, "count": s.count, **_call(s.decision)} for s in self.sites]
+        forms = [{"where": s.where, "count": s.count, **_form(s.decision)} for s in self.forms]
+        return {
+            "target": self.target,
+            "assumed": self.assumed,
+            "times": self.times,
+            "calls": calls,
+            "forms": forms,
+        }
+
+
+def _call(d: Decision) -> dict[str, Any]:
+    return {
+        "op": d.problem.op,
+        "problem": d.problem.summary(),
+        "kernel": d.kernel.name if d.kernel else None,
+        "by_judge": d.by_judge,
+        "can_run": list(d.passed_over),
+        "never_run": [name for name in d.costs if d.untried(name)],
+        "cost_us": {name: {"us": _short(c.us), "how": c.how} for name, c in d.costs.items()},
+        "refused": {n: [{**vars(r), "got": str(r.got)} for r in rs] for n, rs in d.refused.items()},
+    }
+
+
+def _form(d: FormDecision) -> dict[str, Any]:
+    return {
+        "form": d.form,
+        "new_tokens": d.queries,
+        "absorb_up_to": d.absorb_up_to,
+        "us": {name: _short(us) for name, us in d.costs.items()},
+    }
 
 
 def _short(us: float) -> float:
@@ -99,7 +123,8 @@ def _short(us: float) -> float:
 
 def packages_of_kernels() -> tuple[str, ...]:
     """The modules that kernels need, sorted."""
-    return tuple(sorted({module for k in all_kernels() for p in k.packages for module in (each.module for each in p.each)}))
+    packages = (package for kernel in all_kernels() for package in kernel.packages)
+    return tuple(sorted({each.module for package in packages for each in package.each}))
 
 
 def explain(
@@ -110,93 +135,133 @@ def explain(
     quiet: bool = False,
     **kwargs: Any,
 ) -> Explanation:
-    """Run `model(*args, **kwargs)` on fake tensors and report, per call site, the kernel and the reasons against all others.
+    """Run `model(*args, **kwargs)` on fake tensors and report the kernel of every call site.
 
-    No kernel runs and no weight is read. Python state of the arguments, such as lengths in a cache object, changes as in a call. A
-    compiled model runs uncompiled, with the Problems of compiled code: plain torch that a compiler fuses is priced so.
+    The report has the reasons against all other kernels. No kernel runs and no weight is read.
+    Python state of the arguments, such as lengths in a cache object, changes as in a call. A
+    compiled model runs uncompiled, with the Problems of compiled code: plain torch that a compiler
+    fuses is priced so.
 
     Args:
         model: a module or function.
         args: its inputs, real or fake tensors.
         kwargs: its inputs by name.
-        target: None for this machine, or, on any machine, "cpu", a GPU ("h100", "h200", "b200", "rtx4090") or an architecture ("sm80",
-            "sm90", "sm100", "gfx942", ...). The two GPUs of SM90 have a table of measured times each.
-        assume: modules to treat as installed on a named target; default: all that kernels need. Not allowed with target=None.
+        target: None for this machine, or, on any machine, "cpu", a GPU ("h100", "h200", "b200",
+            "rtx4090") or an architecture ("sm80", "sm90", "sm100", "gfx942", ...). The two GPUs of
+            SM90 have a table of measured times each.
+        assume: modules to treat as installed on a named target; default: all that kernels need. Not
+            allowed with target=None.
         quiet: do not print.
 
     Returns:
         An Explanation, printed unless quiet.
 
     Raises:
-        InvalidInput: an unknown target, or assume without a target. Errors of the call itself pass through.
+        InvalidInput: an unknown target, or assume without a target. Errors of the call itself pass
+            through.
     """
-    from torch._guards import detect_fake_mode
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    need(target is None or isinstance(target, (str, Target)), "target", repr(target), 'a name such as "sm90", a Target, or None')
-    need(target is not None or assume is None, "assume", assume, "None without a target: packages of this machine are looked up")
-    named = Target.parse(target, assume) if isinstance(target, str) else target
-    if named is not None and named.assume is None:
-        named = dataclasses.replace(named, assume=packages_of_kernels())
-    found: dict[Any, Site[Decision]] = {}
-    formed: dict[Any, Site[FormDecision]] = {}
-    call = getattr(model, "_orig_mod", model)
-    compiled = call is not model or hasattr(model, "_torchdynamo_orig_callable")
+    named = _target(target, assume)
+    calls: dict[Any, Site[Decision]] = {}
+    forms: dict[Any, Site[FormDecision]] = {}
+    run = getattr(model, "_orig_mod", model)
+    compiled = run is not model or hasattr(model, "_torchdynamo_orig_callable")
     with contextlib.ExitStack() as stack:
         stack.enter_context(pretend(named))
-        path = stack.enter_context(_module_path(call))
-        shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)  # as without one, but for our own ops
-        mode = detect_fake_mode(pytree.tree_leaves((args, kwargs))) or FakeTensorMode(shape_env=shapes, static_shapes=True)
-        stack.callback(setattr, mode, "allow_non_fake_inputs", mode.allow_non_fake_inputs)
-        mode.allow_non_fake_inputs = True
-        stack.enter_context(mode)
-
-        def count(sites: dict[Any, Site[D]], decision: D, *facts: object) -> None:
-            site = sites.setdefault((path(), facts), Site(path(), 0, decision))
-            sites[path(), facts] = dataclasses.replace(site, count=site.count + 1)
+        path = stack.enter_context(_module_path(run))
 
         def on_call(op: Op, problem: Problem, call: Any) -> None:
             decision = select(altered(problem, compiled=compiled), call.policy)
-            count(found, decision, problem, decision.policy.key)
+            _count(calls, path(), decision, problem, decision.policy.key)
 
+        def on_form(decision: FormDecision) -> None:
+            _count(forms, path(), decision, decision.call, decision.queries)
+
+        given, rest = stack.enter_context(_fake((args, kwargs)))
         stack.callback(watch(on_call))
-        stack.callback(watch_forms(lambda decision: count(formed, decision, decision.call, decision.queries)))
+        stack.callback(watch_forms(on_form))
         if "torch._dynamo" in sys.modules:  # compiled submodules run uncompiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        if isinstance(call, nn.Module) and not call.training:
+        if isinstance(run, nn.Module) and not run.training:
             stack.enter_context(torch.no_grad())
-        given, rest = pytree.tree_map_only(torch.Tensor, lambda x: x if isinstance(x, FakeTensor) else mode.from_tensor(x), (args, kwargs))
-        call(*given, **rest)
-    here = named.title if named is not None else ("cuda" if torch.cuda.is_available() else "cpu") + " (this machine)"
-    sites = tuple(found.values())
-    explanation = Explanation(here, named.assume if named else None, sites, _times(sites), tuple(formed.values()))
+        run(*given, **rest)
+    machine = "cuda" if torch.cuda.is_available() else "cpu"
+    title = named.title if named else f"{machine} (this machine)"
+    assumed, sites = named.assume if named else None, tuple(calls.values())
+    explanation = Explanation(title, assumed, sites, _times(sites), tuple(forms.values()))
     if not quiet:
         print(explanation)
     return explanation
 
 
+def _target(target: str | Target | None, assume: tuple[str, ...] | None) -> Target | None:
+    wanted = 'a name such as "sm90", a Target, or None'
+    need(target is None or isinstance(target, (str, Target)), "target", repr(target), wanted)
+    wanted = "None without a target: packages of this machine are looked up"
+    need(target is not None or assume is None, "assume", assume, wanted)
+    named = Target.parse(target, assume) if isinstance(target, str) else target
+    if named is not None and named.assume is None:
+        return dataclasses.replace(named, assume=packages_of_kernels())
+    return named
+
+
+def _count(sites: dict[Any, Site[D]], where: str, decision: D, *facts: object) -> None:
+    """Count a call at the site of calls that have the same facts."""
+    site = sites.get((where, facts)) or Site(where, 0, decision)
+    sites[where, facts] = dataclasses.replace(site, count=site.count + 1)
+
+
+@contextlib.contextmanager
+def _fake(inputs: Any) -> Iterator[Any]:
+    """The inputs as fake tensors, in a mode that takes real weights beside them."""
+    from torch._guards import detect_fake_mode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    # As without a ShapeEnv, but for our own ops.
+    shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    own = FakeTensorMode(shape_env=shapes, static_shapes=True)
+    mode = detect_fake_mode(pytree.tree_leaves(inputs)) or own
+
+    def fake(x: torch.Tensor) -> torch.Tensor:
+        return x if isinstance(x, FakeTensor) else mode.from_tensor(x)
+
+    before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+    try:
+        with mode:
+            yield pytree.tree_map_only(torch.Tensor, fake, inputs)
+    finally:
+        mode.allow_non_fake_inputs = before
+
+
 def _times(sites: tuple[Site[Decision], ...]) -> str:
     """The source of the measured times, "" where no choice uses any."""
-    for site in sites:
-        if site.decision.measured and (table := (found := in_force(site.decision.problem.target)).table) is not None:
+    for problem in (site.decision.problem for site in sites if site.decision.measured):
+        found = in_force(problem.target)
+        if (table := found.table) is not None:
             kind = "the table shipped with attnops" if found.shipped else "this machine's table"
-            return f"measured times: {table.source or table.gpu}, {kind}" + (f", scaled to {table.gpu}" if table.source else "")
+            scaled = f", scaled to {table.gpu}" if table.source else ""
+            return f"measured times: {table.source or table.gpu}, {kind}{scaled}"
     return ""
 
 
 @contextlib.contextmanager
 def _module_path(model: Any) -> Iterator[Callable[[], str]]:
-    """A function that returns the dotted path of the innermost module being called, with `*` for numbers."""
-    names = {id(m): n or type(m).__name__ for n, m in model.named_modules()} if isinstance(model, nn.Module) else {}
+    """A function that returns the dotted path of the innermost module being called.
+
+    It has `*` for numbers.
+    """
+    modules = model.named_modules() if isinstance(model, nn.Module) else ()
+    names = {id(module): name for name, module in modules}
     called = ["(function)"]
 
     def enter(module: nn.Module, _: Any) -> None:
-        called.append(re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+", "*", names.get(id(module), type(module).__name__)))
+        name = names.get(id(module)) or type(module).__name__
+        called.append(re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+", "*", name))
 
     def leave(module: nn.Module, _: Any, __: Any) -> None:
         called.pop()
 
     hooks = nn.modules.module
-    with hooks.register_module_forward_pre_hook(enter), hooks.register_module_forward_hook(leave, always_call=True):
+    entering = hooks.register_module_forward_pre_hook(enter)
+    with entering, hooks.register_module_forward_hook(leave, always_call=True):
         yield lambda: called[-1]

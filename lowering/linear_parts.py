@@ -1,4 +1,4 @@
-"""Recognises a linear in a traced graph with the RMS norm before it, and the gated activation and the residual after it."""
+"""Recognises a linear in a traced graph with its RMS norm, gated activation and residual."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..reference.linear import GATES
 from ..traced import may_write, storages, writer
-from .fuse_linears import facts_of, fake_of, is_static, linear_arguments
-from .norms import call_of, norm_of, pairs, uncast
+from .graph_tools import arguments, facts_of, fake_of, is_parameter, linear_arguments
+from .patterns import call_of, norm_of, pairs, uncast
 
 ADAPTERS = ("_base_layer_", "_lora_")
 """In the names of weights: linears within an adapter of PEFT."""
@@ -20,7 +20,11 @@ ADAPTERS = ("_base_layer_", "_lora_")
 
 @dataclass
 class Match:
-    """A linear and the nodes around it that one call replaces. last: the one whose value the call gives. left: parts left, and why."""
+    """A linear and the nodes around it that one call replaces.
+
+    last: the node whose value the call gives.
+    left: parts that are left as they are, and why.
+    """
 
     node: fx.Node
     x: Any
@@ -35,27 +39,38 @@ class Match:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        named = (("norm", self.norm), ("linear", True), (self.activation, self.activation), ("residual", self.residual))
-        return tuple(name for name, there in named if there)
+        parts = {
+            "norm": self.norm,
+            "linear": True,
+            self.activation: self.activation,
+            "residual": self.residual,
+        }
+        return tuple(name for name, there in parts.items() if there)
 
     @property
     def inputs(self) -> dict[str, fx.Node | None]:
-        gain = None if self.norm is None else self.norm[0]
-        return {"x": self.x, "weight": self.weight, "bias": self.bias, "norm_weight": gain, "residual": self.residual}
+        return {
+            "x": self.x,
+            "weight": self.weight,
+            "bias": self.bias,
+            "norm_weight": self.norm and self.norm[0],
+            "residual": self.residual,
+        }
 
     def arguments(self, **changed: Any) -> dict[str, Any]:
         """The arguments of the record, but for the output."""
         _, eps, offset = self.norm or (None, 0.0, 0.0)
-        return {**self.inputs, "norm_eps": eps, "norm_offset": offset, "activation": self.activation, **changed}
+        numbers = {"norm_eps": eps, "norm_offset": offset, "activation": self.activation}
+        return {**self.inputs, **numbers, **changed}
 
 
 def match_linear(node: fx.Node) -> Match | str:
     """The linear with the parts beside it, or the reason why it must be left as it is."""
-    x, weight, bias = linear_arguments(*node.args, **node.kwargs)
-    base: list[Any] = [p.args[0] if isinstance(p, fx.Node) and p.target is torch.as_strided else p for p in (weight, bias) if p is not None]
-    if not isinstance(x, fx.Node) or not all(map(is_static, base)):
+    x, weight, bias = linear_arguments(node)
+    parameters = [_unmerged(p) for p in (weight, bias) if p is not None]
+    if not isinstance(x, fx.Node) or not all(map(is_parameter, parameters)):
         return "its weight or bias is no parameter of a module"
-    if any(word in p.name for p in base for word in ADAPTERS):
+    if any(word in p.name for p in parameters for word in ADAPTERS):
         return "it is within an adapter"
     if fake_of(weight).numel() == 0:
         return "its weight has no numbers"
@@ -63,12 +78,19 @@ def match_linear(node: fx.Node) -> Match | str:
     _take_norm(match)
     _take_activation(match)
     _take_residual(match)
-    for name, given in match.inputs.items():
-        if given is not None and (why := _unlike(fake_of(given), fake_of(weight))):
+    inputs = {name: given for name, given in match.inputs.items() if given is not None}
+    for name, given in inputs.items():
+        if why := _unlike(fake_of(given), fake_of(weight)):
             return f"{name} is {why}"
     # The residual is read where the call will be, and the others are read before.
-    read = [n for name, n in match.inputs.items() if n is not None and name != "residual"]
-    return writer(min(match.inner), match.last, read, fake_of) or match
+    inputs.pop("residual", None)
+    return writer(min(match.inner), match.last, inputs.values(), fake_of) or match
+
+
+def _unmerged(parameter: Any) -> Any:
+    """The graph input, of which `merge_linears_pass` reads more than its own memory."""
+    merged = isinstance(parameter, fx.Node) and parameter.target is torch.as_strided
+    return parameter.args[0] if merged else parameter
 
 
 def _unlike(given: Any, weight: Tensor) -> str:
@@ -81,11 +103,12 @@ def _unlike(given: Any, weight: Tensor) -> str:
 
 def _gain(factor: Any) -> tuple[fx.Node, float, tuple[fx.Node, ...]] | None:
     """(the parameter, the number added to it, the nodes) of the gain of a norm."""
-    if is_static(parameter := uncast(factor)):
+    if is_parameter(parameter := uncast(factor)):
         return parameter, 0.0, (factor,) if factor is not parameter else ()
     for offset, weight in pairs(factor, "add"):
-        if isinstance(offset, (int, float)) and is_static(parameter := uncast(weight)):
-            return parameter, float(offset), (factor, *((weight,) if weight is not parameter else ()))
+        if isinstance(offset, (int, float)) and is_parameter(parameter := uncast(weight)):
+            nodes = (factor, weight) if weight is not parameter else (factor,)
+            return parameter, float(offset), nodes
     return None
 
 
@@ -95,11 +118,13 @@ def _take_norm(match: Match) -> None:
     gain, offset, steps = found
     x, parameter, nodes = fake_of(norm.x), fake_of(gain), norm.nodes | set(steps)
     others = {user for node in nodes for user in node.users} - nodes - {match.node}
+    narrow = offset and any(fake_of(step).dtype != norm.dtype for step in steps)
+    like = {x.dtype, parameter.dtype} == {fake_of(match.weight).dtype}
     if others:
         match.left.append(f"norm: {min(others).name} reads it, too")
-    elif not norm.is_wide or (offset and any(fake_of(step).dtype != norm.dtype for step in steps)):
+    elif narrow or not norm.is_wide:
         match.left.append(f"norm: it is not computed in {norm.dtype}")
-    elif {x.dtype, parameter.dtype} != {fake_of(match.weight).dtype} or parameter.shape != x.shape[-1:]:
+    elif not like or parameter.shape != x.shape[-1:]:
         match.left.append(f"norm: of {x.dtype} by a gain of {parameter.dtype}")
     else:
         match.x, match.norm = norm.x, (gain, norm.eps, offset)
@@ -108,14 +133,8 @@ def _take_norm(match: Match) -> None:
 
 def _take_activation(match: Match) -> None:
     """The activation of one half of the result, times the other half."""
-    product, nodes, halves = match.last, set[fx.Node](), list[fx.Node]()
-    for user in product.users:
-        nodes.add(user)
-        halves += [user] if isinstance(fake_of(user), Tensor) else user.users
-    value, parts = fake_of(product), [fake_of(half) for half in halves]
-    views = {*storages(parts)} == {*storages(value)} and not any(map(may_write, nodes))
-    returned = any(node.op == "output" for node in nodes)
-    if len(halves) != 2 or any(len(half.users) != 1 for half in halves) or not views or returned:
+    product, value = match.last, fake_of(match.last)
+    if not (halves := _two_views(product)):
         return
     rows = value.shape[-1] // 2
     for gate, up in (halves, halves[::-1]):
@@ -123,12 +142,25 @@ def _take_activation(match: Match) -> None:
         name = _activation(act, gate)
         if not name or list(act.users) != [last] or (act, up) not in pairs(last, "mul"):
             continue
-        found = [facts_of(fake_of(half)) for half in (gate, up)]
-        if found == [facts_of(value.narrow(-1, at, rows)) for at in (0, rows)]:
+        layouts = [facts_of(fake_of(half)) for half in (gate, up)]
+        if layouts == [facts_of(value.narrow(-1, at, rows)) for at in (0, rows)]:
             match.activation, match.last = name, last
-            match.inner |= {*nodes, *halves, act, last}
+            match.inner |= {*product.users, *halves, act, last}
         else:
             match.left.append(f"{name}: not of the first half")
+
+
+def _two_views(product: fx.Node) -> list[fx.Node]:
+    """The two views, of one user each, that are all that is made of a result; or none."""
+    halves: list[fx.Node] = []
+    for user in product.users:
+        halves += [user] if isinstance(fake_of(user), Tensor) else user.users
+    if len(halves) != 2 or any(len(half.users) != 1 for half in halves):
+        return []
+    if any(user.op == "output" or may_write(user) for user in product.users):
+        return []
+    memory = {*storages([fake_of(half) for half in halves])}
+    return halves if memory == {*storages(fake_of(product))} else []
 
 
 def _activation(node: fx.Node, gate: fx.Node) -> str:
@@ -145,7 +177,8 @@ def _take_residual(match: Match) -> None:
     last, passed = match.last, set[fx.Node]()
     while len(last.users) == 1:
         [user] = last.users
-        if _is_dropout(user) or (uncast(user) is last and fake_of(user).dtype == fake_of(last).dtype):
+        same = uncast(user) is last and fake_of(user).dtype == fake_of(last).dtype
+        if same or _is_dropout(user):
             last = user
             passed.add(user)
             continue
@@ -162,6 +195,5 @@ def _take_residual(match: Match) -> None:
 
 def _is_dropout(node: fx.Node) -> bool:
     """Is it a dropout that is off?"""
-    name, args = call_of(node)
-    given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | node.kwargs
-    return name == "dropout" and given.get("training", True) is False and not given.get("inplace")
+    _, _, training, inplace = arguments(node, "input", "p", "training", "inplace")
+    return call_of(node)[0] == "dropout" and training is False and not inplace

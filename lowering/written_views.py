@@ -1,7 +1,8 @@
-"""Written arguments that are views of other memory: what torch's compiler makes wrong of them is mended here, or refused.
+"""Written arguments that are views: what torch's compiler makes wrong is mended, or refused.
 
-Functionalisation names a written view by its base and either an as_strided, whose offset may be a symbol that aten.sym_storage_offset
-reads, or a slice. Both offsets count from the start of the memory, and a base that is a graph input may begin later.
+Functionalisation names a written view by its base and either an as_strided, whose offset may be a
+symbol that aten.sym_storage_offset reads, or a slice. Both offsets count from the start of the
+memory, and a base that is a graph input may begin later.
 """
 
 from collections.abc import Iterator
@@ -27,8 +28,9 @@ def _lower_storage_offset() -> None:
     # Without a lowering Inductor falls back to a call whose answer it takes to be 0.
     from torch._inductor.lowering import lowerings, register_lowering
 
-    if aten.sym_storage_offset.default not in lowerings:
-        register_lowering(aten.sym_storage_offset.default, type_promotion_kind=None)(_storage_offset)
+    offset = aten.sym_storage_offset.default
+    if offset not in lowerings:
+        register_lowering(offset, type_promotion_kind=None)(_storage_offset)
 
 
 def _storage_offset(_: Any) -> Any:
@@ -38,7 +40,7 @@ def _storage_offset(_: Any) -> Any:
 
 
 def _slice_from_the_start() -> None:
-    # A slice of a base that begins later would be taken that much too far, so such a base is left to as_strided.
+    # A slice of a base that begins later would be taken that much too far: as_strided takes it.
     from torch._higher_order_ops import auto_functionalize
 
     original = getattr(auto_functionalize, "try_use_slice", None)
@@ -53,22 +55,28 @@ def _slice_from_the_start() -> None:
 
 
 def placed(nodes: Call, lowered: Call) -> Call:
-    """The call with each written view at its place in memory. Raises InvalidInput for one that the compiler would misplace.
+    """The call with each written view at its place in memory.
 
     Args:
         nodes: the call with the FX nodes of its tensors.
         lowered: the same call with their IR.
+
+    Raises:
+        InvalidInput: the compiler would misplace a view.
     """
-    pairs = zip(nodes.spec.args, values(nodes), values(lowered), strict=True)
-    written = [(a, node, ir) for a, node, ir in pairs if a.written and isinstance(node, fx.Node)]
-    return changed(lowered, **{a.name: _placed(a, node, ir) for a, node, ir in written})
+    irs = {a.name: _placed(a, node, getattr(lowered, a.name)) for a, node in _written(nodes)}
+    return changed(lowered, **irs)
 
 
 def of_another_dtype(nodes: Call) -> bool:
-    """Is an argument that the call writes a view of memory of another dtype? Inductor's index_put reads such memory wrongly."""
+    """Is a written argument a view of memory of another dtype? Inductor's index_put misreads it."""
+    views = (view for _, node in _written(nodes) for view in _behind(node))
+    return any(view.target is aten.view.dtype for view in views)
+
+
+def _written(nodes: Call) -> list[tuple[Arg, fx.Node]]:
     pairs = zip(nodes.spec.args, values(nodes), strict=True)
-    written = [node for a, node in pairs if a.written and isinstance(node, fx.Node)]
-    return any(view.target is aten.view.dtype for node in written for view in _behind(node))
+    return [(a, node) for a, node in pairs if a.written and isinstance(node, fx.Node)]
 
 
 def _placed(a: Arg, node: fx.Node, ir: Any) -> Any:
@@ -76,15 +84,19 @@ def _placed(a: Arg, node: fx.Node, ir: Any) -> Any:
     *_, memory = _behind(base)
     if memory.op == "placeholder":
         return _moved(node, memory, ir)
-    # Inductor may copy what the base shows, and then looks for it where it was in the memory as a whole.
+    # Inductor may copy what the base shows, and then looks for it where it was in the whole memory.
     if not surely(base.meta["val"].storage_offset() == 0):
-        got = "a view, detached or of another dtype, of a part of what the compiled function computes"
+        kind = "a view, detached or of another dtype,"
+        got = f"{kind} of a part of what the compiled function computes"
         raise InvalidInput(a.name, got, "a view of all of it, or one made outside of that function")
     return ir
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """The node that functionalisation takes for the base of a written argument: to autograd it is no view."""
+    """The node that functionalisation takes for the base of a written argument.
+
+    To autograd it is no view.
+    """
     if node.target in (aten.as_strided.default, aten.slice.Tensor, aten.alias.default):
         node = _source(node)
     # Of a base that may not be written in place it copies the whole memory.
@@ -109,11 +121,16 @@ def _is_view(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     schema = node.target._schema
-    return not schema.is_mutable and bool(schema.returns) and schema.returns[0].alias_info is not None
+    if schema.is_mutable or not schema.returns:
+        return False
+    return schema.returns[0].alias_info is not None
 
 
 def _moved(node: fx.Node, base: fx.Node, ir: Any) -> Any:
-    """`ir`, a view of the graph input `base`, whose pointer counts from where the input begins. torch 2.11 counts that twice."""
+    """`ir`, a view of the graph input `base`, whose pointer counts from where the input begins.
+
+    torch 2.11 counts that twice.
+    """
     from torch._inductor import ir as inductor
     from torch._inductor.virtualized import V
 
@@ -125,7 +142,8 @@ def _moved(node: fx.Node, base: fx.Node, ir: Any) -> Any:
     error = V.graph.sizevars.simplify(_expression(here.storage_offset()) - begin - layout.offset)
     if error == 0:
         return ir
-    right = inductor.FixedLayout(layout.device, layout.dtype, layout.size, layout.stride, layout.offset + error)
+    offset = layout.offset + error
+    right = inductor.FixedLayout(layout.device, layout.dtype, layout.size, layout.stride, offset)
     return inductor.TensorBox(inductor.ReinterpretView(data=storage, layout=right))
 
 

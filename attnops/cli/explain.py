@@ -131,8 +131,9 @@ def _positions(config: Any) -> int | None:
 
 
 def linear_sites(config: Any, dtype: torch.dtype, rows: int, target: Target) -> Iterator[Site[Decision]]:
-    """The linears of a decode step, which `use_linears` would find in the compiled layers, by the sizes in the config of the decoder.
+    """The linears of a decode step that `fuse_norm_linear_pass` would find in the compiled layers.
 
+    Their sizes are those in the config of the decoder.
     Without those of experts, and without any of a model that caches latents.
     """
     from attnops.bench.models import experts

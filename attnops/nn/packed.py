@@ -1,5 +1,7 @@
-"""`pack_linears`: places the weights of neighbouring linears in one contiguous memory, so that `attnops.lowering.fuse_linears` can read
-them as one weight. The parameters stay the same objects, with the same names and values.
+"""`pack_linears`: places the weights of neighbouring linears in one contiguous memory.
+
+`attnops.lowering.merge_linears_pass` can then read them as one weight. The parameters stay the same
+objects, with the same names and values.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from attnops.graphs import piecewise
-from attnops.lowering import fuse_linears
+from attnops.lowering import merge_linears_pass
 from attnops.nn import pack_linears
 from tests.graphs.helpers import Pair
 from tests.graphs.models import BOUNDARY, decoder
@@ -22,7 +22,7 @@ def linears(pair, kind):
 def test_fused_steps_agree(kernel):
     model = decoder(2, kernel=kernel)
     pack_linears(model)
-    pair = Pair(piecewise, model=model, passes=(fuse_linears,))
+    pair = Pair(piecewise, model=model, passes=(merge_linears_pass,))
     pair.agree("abc", [5, 3, 7])
     pair.agree("abc")
     pair.agree("ab")
@@ -36,7 +36,7 @@ def test_fused_steps_agree(kernel):
 def test_pieces_are_still_compiled_once():
     model = decoder(4, kernel=BOUNDARY)
     pack_linears(model)
-    pair = Pair(piecewise, model=model, passes=(fuse_linears,))
+    pair = Pair(piecewise, model=model, passes=(merge_linears_pass,))
     pair.agree("ab")
     report = pair.step.report()
     assert (report.compiled["decode"], report.parts["decode"]) == (3, 5)
@@ -45,7 +45,7 @@ def test_pieces_are_still_compiled_once():
 def test_a_bucket_captured_after_a_weight_moved():
     model = decoder(1)
     pack_linears(model)
-    pair = Pair(piecewise, model=model, passes=(fuse_linears,))
+    pair = Pair(piecewise, model=model, passes=(merge_linears_pass,))
     pair.agree("ab")
     weight = model.layers[0].k_proj.weight
     weight.data = torch.randn_like(weight)

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, StaticCache
 import attnops
 from attnops.hf import tiny
 from attnops.hf.cache_names import named
-from attnops.lowering import fuse_linears
+from attnops.lowering import merge_linears_pass
 from attnops.nn import pack_linears
 
 IDS = torch.arange(12)[None]
@@ -32,7 +32,7 @@ def fused_groups(family, layers=2):
     told = []
 
     def backend(gm, inputs):
-        told.extend(fuse_linears(gm))
+        told.extend(merge_linears_pass(gm))
         return gm.forward
 
     with torch.no_grad():
@@ -112,7 +112,7 @@ def test_a_decode_step_copies_no_slice():
     cache = StaticCache(config=model.config, max_cache_len=32)
     with torch.no_grad(), torch._inductor.config.patch(fx_graph_cache=False):
         model(IDS, **named(cache))
-        compiled = torch.compile(model, options={"pre_grad_custom_pass": fuse_linears})
+        compiled = torch.compile(model, options={"pre_grad_custom_pass": merge_linears_pass})
         _, code = run_and_get_code(compiled, IDS[:, :1], **named(cache))
     body = "\n".join(code).partition("def call(")[2]
     calls = [line.strip().partition("(")[0].rpartition(".")[2] for line in body.splitlines() if FLASH in line or "mm(" in line
@@ -128,7 +128,7 @@ def test_generation_over_pages_gives_the_same_tokens():
     more = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(ids)}
 
     def backend(gm, inputs):
-        told.append([f.refusal for f in fuse_linears(gm)])
+        told.append([f.refusal for f in merge_linears_pass(gm)])
         return gm.forward
 
     with torch.no_grad():

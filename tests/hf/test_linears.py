@@ -11,7 +11,7 @@ from torch._inductor.graph import GraphLowering
 
 import attnops
 from attnops.hf import tiny
-from attnops.lowering import fuse_linears, use_linears
+from attnops.lowering import fuse_norm_linear_pass, merge_linears_pass
 from attnops.nn import pack_linears
 from attnops.ops.linear import LINEAR
 from attnops.problem import Target, pretend
@@ -63,15 +63,21 @@ def code_of(gm, inputs):
     return "".join(code)
 
 
+def by_reference(gm, op):
+    """The graph with the reference of the op."""
+    judged = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    for node in judged.graph.find_nodes(op="call_function", target=op.packet.default):
+        node.kwargs = {**node.kwargs, "policy": f"kernel={op.name}:reference"}
+    judged.recompile()
+    return judged
+
+
 def judging(op):
     """(a backend that runs a graph with the reference of the op, the code that Inductor writes for each, with the kernels chosen)."""
     code = []
 
     def backend(gm, inputs):
-        judged = fx.GraphModule(gm, copy.deepcopy(gm.graph))
-        for node in judged.graph.find_nodes(op="call_function", target=op.packet.default):
-            node.kwargs = {**node.kwargs, "policy": f"kernel={op.name}:reference"}
-        judged.recompile()
+        judged = by_reference(gm, op)
         code.append(code_of(gm, inputs))
         return judged
 
@@ -89,15 +95,12 @@ class Fusing:
 
     def __call__(self, gm, inputs):
         with pretend(SM90):
-            fuse_linears(gm)
-            self.products += use_linears(gm)
-            judged = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+            merge_linears_pass(gm)
+            self.products += fuse_norm_linear_pass(gm)
+            judged = by_reference(gm, LINEAR)
             self.code += code_of(gm, inputs) if self.coded else ""
         self.left += len(judged.graph.find_nodes(op="call_function", target=torch.nn.functional.linear))
-        for node in judged.graph.find_nodes(op="call_function", target=LINEAR.packet.default):
-            self.calls += 1
-            node.kwargs = {**node.kwargs, "policy": "kernel=linear:reference"}
-        judged.recompile()
+        self.calls += len(judged.graph.find_nodes(op="call_function", target=LINEAR.packet.default))
         return judged
 
 

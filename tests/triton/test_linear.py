@@ -19,7 +19,7 @@ from attnops.problem import Extent, Target, altered, pretend
 from attnops.select import Policy, select
 from attnops.testing import CASES, Source, check_kernel
 from attnops.testing.linear import linear
-from tests.lowering import test_use_linears as norms
+from tests.lowering import test_fuse_norm_linear_pass as norms
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.mates import same_bits
 from tests.ops.strategies import CALLS
@@ -131,7 +131,7 @@ def own_code(norm, x, m, dtype):
 @pytest.mark.parametrize("norm", [norms.llama, norms.gpt_oss, norms.gemma, norms.torchs], ids=lambda f: f.__name__)
 @interpreted
 def test_it_is_no_less_exact_than_the_models_own_code(norm):
-    """Fewer roundings, with every norm that `use_linears` recognises. float16, for the interpreter cuts bfloat16 off."""
+    """Fewer roundings, with every norm that `fuse_norm_linear_pass` recognises. float16, for the interpreter cuts bfloat16 off."""
     source, shapes = Source(5), {"gain": (norms.K,), "weight": (96, norms.K), "bias": (96,), "residual": (40, 48)}
     m = SimpleNamespace(**{name: source.normal(*shape, dtype=F16) for name, shape in shapes.items()})
     more = {"norm_weight": m.gain, "norm_eps": norms.EPS, "norm_offset": float(norm is norms.gemma), "activation": "silu"}

@@ -37,7 +37,7 @@ from attnops.hf.paged.states import Kept, States
 from attnops.hf.paged.steps import against_graphs, graphed_steps, passes_of, watched
 from attnops.kernel import deterministic
 from attnops.lowering import Product
-from attnops.lowering.use_linears import summary
+from attnops.lowering.fuse_norm_linear_pass import summary
 from attnops.select import active_policy
 
 # States whose steps are counted: those whose graphs are freed for others in turn are compiled, too.

@@ -21,7 +21,7 @@ from attnops.hf.cache_names import argument
 from attnops.hf.methods import is_replaced
 from attnops.hf.paged.cache import PagedModelCache, Step, View, described
 from attnops.hf.paged.pages import EMPTY, ModelPages
-from attnops.lowering.regional import repeated_blocks
+from attnops.lowering.compile_layers import repeated_blocks
 from attnops.nn.steady import is_linear
 
 _STOP = "attnops: rows that the step before did not have, or a cache that is full"

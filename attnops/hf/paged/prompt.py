@@ -36,7 +36,7 @@ from attnops.hf.paged.layers import Here, modules_of
 from attnops.hf.paged.pages import ModelPages
 from attnops.hf.paged.reasons import drawing
 from attnops.kernel import deterministic
-from attnops.lowering import fuse_linears
+from attnops.lowering import merge_linears_pass
 from attnops.select import active_policy
 
 CHUNK = 4096
@@ -155,7 +155,8 @@ class Prompts:
     """
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any], inner: str | Inner, pack: bool) -> None:
-        self._model, self._forward, self._inner, self._passes = model, forward, inner, (fuse_linears,) if pack else ()
+        self._model, self._forward, self._inner = model, forward, inner
+        self._passes = (merge_linears_pass,) if pack else ()
         self.why, self.took, self.refusal, self._ran = "", "", "", False
         self._failed = False  # has a capture of this prompt failed? Its later chunks try none
         self.changed()

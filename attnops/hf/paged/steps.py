@@ -21,7 +21,7 @@ from attnops.hf.paged.guarded import Glance
 from attnops.hf.paged.how import Decode
 from attnops.hf.paged.layers import layered
 from attnops.hf.paged.reasons import HOOKED, drawing, hooks_of_the_caller
-from attnops.lowering import Product, fuse_linears, fuse_rotation, use_linears
+from attnops.lowering import Product, fuse_norm_linear_pass, fuse_rotation_pass, merge_linears_pass
 
 Passes = tuple[Callable[[Any], Any], ...]
 
@@ -29,8 +29,12 @@ Passes = tuple[Callable[[Any], Any], ...]
 def passes_of(how: Decode, products: dict[Product, None]) -> Passes:
     """The passes over the graph of a compiled step. products: takes the linears that they find."""
     if not how.pack:
-        return (fuse_rotation,)
-    return fuse_linears, fuse_rotation, lambda gm: products.update(dict.fromkeys(use_linears(gm)))
+        return (fuse_rotation_pass,)
+
+    def fuse(gm: Any) -> None:
+        products.update(dict.fromkeys(fuse_norm_linear_pass(gm)))
+
+    return merge_linears_pass, fuse_rotation_pass, fuse
 
 
 def graphed_steps(

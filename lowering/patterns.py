@@ -1,4 +1,4 @@
-"""Recognises calls of torch in a traced graph, and RMS norms: torch's own, and as models spell them out."""
+"""Recognises calls of torch in a traced graph, and RMS norms: torch's and those of models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .fuse_linears import fake_of
+from .graph_tools import arguments, fake_of
 
 _CASTS = {"to", "float", "half", "bfloat16", "double", "type", "type_as"}
 
@@ -40,26 +40,23 @@ class Norm:
 
 def norm_of(node: Any) -> Norm | None:
     """The RMS norm whose result the node is."""
-    name, args = call_of(node)
-    if name == "rms_norm":
-        x, shape, gain, eps = _rms_norm(*args, **node.kwargs)
+    if call_of(node)[0] == "rms_norm":
+        x, shape, gain, eps = arguments(node, "input", "normalized_shape", "weight", "eps")
         known = isinstance(gain, fx.Node) and is_float(eps) and len(shape) == 1
         return Norm(x, gain, float(number(eps)), frozenset({node})) if known else None
     scaled = uncast(node)
     for gain, normed in pairs(scaled, "mul"):
-        if not isinstance(gain, fx.Node) or not isinstance(fake_of(gain), Tensor) or fake_of(gain).dim() != 1:
+        value = number(gain)
+        if not isinstance(value, Tensor) or value.dim() != 1:
             continue
         ratio = uncast(normed)
-        for wide, root in pairs(ratio, "mul"):
-            if (square := _mean_square(root, wide)) is not None:
-                float32 = wide, *square[1], ratio
-                x = uncast(wide)
-                return Norm(x, gain, square[0], frozenset({node, scaled, normed, *float32} - {x}), float32)
+        for x, root in pairs(ratio, "mul"):
+            if (square := _mean_square(root, x)) is not None:
+                eps, nodes = square
+                wide = x, *nodes, ratio
+                inner = {node, scaled, normed, *wide} - {uncast(x)}
+                return Norm(uncast(x), gain, eps, frozenset(inner), wide)
     return None
-
-
-def _rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: Any = None) -> tuple[Any, Any, Any, Any]:
-    return input, normalized_shape, weight, eps
 
 
 def _mean_square(root: Any, x: Any) -> tuple[float, tuple[fx.Node, ...]] | None:
@@ -68,7 +65,9 @@ def _mean_square(root: Any, x: Any) -> tuple[float, tuple[fx.Node, ...]] | None:
     if (name, [*args[1:]]) not in (("rsqrt", []), ("pow", [-0.5])) or not args:
         return None
     for mean, eps in pairs(args[0], "add"):
-        squares, dim = _mean(mean)
+        if call_of(mean)[0] != "mean":
+            continue
+        squares, dim = arguments(mean, "input", "dim")
         if (
             dim in (-1, (-1,), [-1])
             and call_of(squares) in (("pow", (x, 2)), ("square", (x,)), ("mul", (x, x)))
@@ -79,19 +78,14 @@ def _mean_square(root: Any, x: Any) -> tuple[float, tuple[fx.Node, ...]] | None:
     return None
 
 
-def _mean(node: Any) -> tuple[Any, Any]:
-    """The operand of a mean and its dims; Nones for other nodes."""
-    name, args = call_of(node)
-    if name != "mean" or not args:
-        return None, None
-    return args[0], args[1] if len(args) > 1 else node.kwargs.get("dim")
-
-
-# Calls of torch --------------------------------------------------------------------------------------------------------
+# Calls of torch ---------------------------------------------------------------------------------
 
 
 def call_of(node: Any) -> tuple[str, tuple[Any, ...]]:
-    """The name of the torch function or method that a node calls, and its arguments by place; "" for other nodes."""
+    """The name of the torch function or method that a node calls, and its arguments by place.
+
+    "" for other nodes.
+    """
     if not isinstance(node, fx.Node) or node.op not in ("call_function", "call_method"):
         return "", ()
     target: Any = node.target
@@ -100,7 +94,9 @@ def call_of(node: Any) -> tuple[str, tuple[Any, ...]]:
     if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return "", ()  # a library's op may have the name of a torch function
     home = getattr(target, "__module__", None) or "torch"  # torch's functions of C name no module
-    return (getattr(target, "__name__", ""), node.args) if home.partition(".")[0] in ("torch", "_operator") else ("", ())
+    if home.partition(".")[0] not in ("torch", "_operator"):
+        return "", ()
+    return getattr(target, "__name__", ""), node.args
 
 
 def pairs(node: Any, called: str) -> Iterator[tuple[Any, Any]]:
@@ -112,7 +108,10 @@ def pairs(node: Any, called: str) -> Iterator[tuple[Any, Any]]:
 
 
 def number(x: Any) -> Any:
-    """The value of a node, and other things as they are. `float` of one that is symbolic, as with dynamic shapes, guards it."""
+    """The value of a node, and other things as they are.
+
+    `float` of one that is symbolic, as with dynamic shapes, guards it.
+    """
     return fake_of(x) if isinstance(x, fx.Node) else x
 
 
@@ -122,10 +121,12 @@ def is_float(x: Any) -> bool:
 
 
 def uncast(node: Any) -> Any:
-    """The operand of a conversion that changes the dtype, and strides at most, else the node itself."""
+    """The operand of a conversion that changes dtype and strides at most, else the node itself."""
     name, args = call_of(node)
     if name not in _CASTS or not isinstance(args[0], fx.Node):
         return node
     x, out = fake_of(args[0]), fake_of(node)
-    same = isinstance(x, Tensor) and isinstance(out, Tensor) and (x.shape, x.device) == (out.shape, out.device)
+    if not isinstance(x, Tensor) or not isinstance(out, Tensor):
+        return node
+    same = (x.shape, x.device) == (out.shape, out.device)
     return args[0] if same and out.is_floating_point() else node

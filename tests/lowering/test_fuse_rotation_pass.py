@@ -1,4 +1,4 @@
-"""`fuse_rotation`: norms and rotations that feed `decode_attention`, found in models and in code that only resembles them."""
+"""`fuse_rotation_pass`: norms and rotations that feed `decode_attention`, found in models and in code that only resembles them."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from attnops.hf.cache_names import named
 from attnops.hf.paged import attention as paged, steps
 from attnops.hf.paged.pages import ModelPages, Sizes
 from attnops.kernels.shared.memory import COUNTERS
-from attnops.lowering import fuse_rotation
+from attnops.lowering import fuse_rotation_pass
 from attnops.ops import OPS, LatentSpec, PagedSpec, decode_attention
 from attnops.problem import Target, pretend
 from tests.hf.test_decode_graphs import generated, how
@@ -21,6 +21,18 @@ CALLS = ((1, 14, 3), (3, 14, 3))
 ALIKE = {"num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2}
 """Layers of one kind have one trace."""
 NOT = "not fused, query and key are not both rotated by halves"
+
+
+class Fusing(list[object]):
+    """A backend that compiles no further, and a list of what the pass found."""
+
+    def __call__(self, graph, examples):
+        self.extend(fuse_rotation_pass(graph))
+        return graph.forward
+
+
+def said(told):
+    return {str(found).partition(": ")[2] for found in told}
 
 
 @pytest.mark.sweep(6)
@@ -34,14 +46,14 @@ NOT = "not fused, query and key are not both rotated by halves"
 def test_models(name, calls, found, monkeypatch):
     """Recognised or left alone, in the trace of one row or in that of several; the tokens are eager's."""
     told = []
-    monkeypatch.setattr(steps, "fuse_rotation", lambda graph: told.extend(fuse_rotation(graph)))
+    monkeypatch.setattr(steps, "fuse_rotation_pass", lambda graph: told.extend(fuse_rotation_pass(graph)))
     model = tiny.model(name, **(ALIKE if name in ("gpt_oss", "gemma3") else {}))
     want = [generated(model, *call) for call in calls]
     with attnops.use(kernel=FORCED), attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
         for call, tokens in zip(calls, want, strict=True):
             assert torch.equal(generated(model, *call), tokens), call
         assert handle.plain_steps == 0
-    assert len(told) >= len(calls) and {str(f).partition(": ")[2] for f in told} == {found}
+    assert len(told) >= len(calls) and said(told) == {found}
 
 
 def test_eager_steps_take_the_op(monkeypatch):
@@ -63,14 +75,13 @@ def test_eager_steps_take_the_op(monkeypatch):
 
 def test_a_model_compiled_whole_takes_the_op():
     """Steps that torch.compile traces: one graph for all of them, and what a pass finds in it."""
-    model, told, calls, (rows, length, new) = tiny.model("qwen3"), [], [], CALLS[1]
+    model, told, calls, (rows, length, new) = tiny.model("qwen3"), Fusing(), [], CALLS[1]
     ids = torch.arange(rows * (length + new)).view(rows, -1) % 90
     mask = torch.ones_like(ids)
 
     def backend(graph, examples):
         calls.append(len(graph.graph.find_nodes(op="call_function", target=OPS["decode_attention"].packet.default)))
-        told.extend(fuse_rotation(graph))
-        return graph.forward
+        return told(graph, examples)
 
     with torch.no_grad(), attnops.use(kernel=FORCED):
         want = model(ids).logits[:, length:]
@@ -81,7 +92,7 @@ def test_a_model_compiled_whole_takes_the_op():
                 got = step(ids[:, at : at + 1], **named(cache), position_ids=torch.full((rows, 1), at)).logits
                 torch.testing.assert_close(got[:, 0], want[:, at - length])
     assert calls == [model.config.num_hidden_layers]
-    assert {str(found).partition(": ")[2] for found in told} == {"norms and rotation"}
+    assert said(told) == {"norms and rotation"}
 
 
 # Code that resembles a rotation ----------------------------------------------------------------------------------------
@@ -132,23 +143,19 @@ def inputs(dtype=torch.float32, seed=0):
 
 def run(step, dtype=torch.float32, compiled=False):
     """(what was found, the difference from the code as it is written)."""
-    told = []
-
-    def backend(graph, examples):
-        told.extend(fuse_rotation(graph))
-        return graph.forward
+    told = Fusing()
 
     def inductor(graph, examples):
         """Inductor up to the code that it makes of a graph, which takes seconds."""
-        options = {"pre_grad_custom_pass": lambda graph: told.extend(fuse_rotation(graph)), "force_disable_caches": True}
+        options = {"pre_grad_custom_pass": lambda graph: told.extend(fuse_rotation_pass(graph)), "force_disable_caches": True}
         return compile_fx(graph, examples, inner_compile=lambda gm, *_, **__: make_boxed_func(gm.forward), config_patches=options)
 
     torch._dynamo.reset()
     mine, plain = inputs(dtype), inputs(dtype)
     with torch.no_grad():
-        got, want = torch.compile(step, fullgraph=True, backend=inductor if compiled else backend)(*mine), step(*plain)
-    torch.testing.assert_close(mine[5], plain[5], **({"rtol": 0.02, "atol": 0.02} if dtype != torch.float32 else {}))
-    torch.testing.assert_close(got, want, **({"rtol": 0.03, "atol": 0.03} if dtype != torch.float32 else {}))
+        got, want = torch.compile(step, fullgraph=True, backend=inductor if compiled else told)(*mine), step(*plain)
+    for one, other, bound in ((mine[5], plain[5], 0.02), (got, want, 0.03)):
+        torch.testing.assert_close(one, other, **({"rtol": bound, "atol": bound} if dtype != torch.float32 else {}))
     [found] = told
     return str(found).partition(": ")[2]
 
@@ -228,21 +235,17 @@ def torchs(x, weight):
 @pytest.mark.parametrize("norm", [normed, gained_wide, offset, torchs], ids=lambda f: f.__name__)
 def test_it_is_no_less_exact_than_the_models_own_code(norm):
     """The op rounds once, where the model rounds after a norm, a product or a rotation: errors of the output and of the new keys."""
-    told, errors = [], {"own": 0.0, "fused": 0.0}
-
-    def backend(graph, examples):
-        told.extend(fuse_rotation(graph))
-        return graph.forward
+    told, errors = Fusing(), {"own": 0.0, "fused": 0.0}
 
     step = Step(norm=norm)
     with torch.no_grad():
         for seed in range(6):
             exact = [x.double() if x.is_floating_point() else x for x in inputs(torch.bfloat16, seed)]
             want = step(*exact)
-            for name, call in {"own": step, "fused": torch.compile(step, fullgraph=True, backend=backend)}.items():
+            for name, call in {"own": step, "fused": torch.compile(step, fullgraph=True, backend=told)}.items():
                 given = inputs(torch.bfloat16, seed)
                 errors[name] += sum(float((x.double() - y).square().sum()) for x, y in ((call(*given), want), (given[5], exact[5])))
-    assert {str(found).partition(": ")[2] for found in told} == {"norms and rotation"}
+    assert said(told) == {"norms and rotation"}
     assert errors["fused"] <= errors["own"]
 
 

@@ -1,4 +1,4 @@
-"""A kernel's result becomes the output that it was given, without a copy, where the kernel is lowered in place."""
+"""`remove_output_copies_pass`: a kernel's result becomes the output without a copy."""
 
 from __future__ import annotations
 
@@ -10,22 +10,28 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 
-def results_of(graph: Graph, outer: Sequence[Any]) -> list[tuple[Any, Node]]:
-    """Take each `output.copy_(result)` out of a traced graph whose output is empty memory: (output's IR node, result).
+def remove_output_copies_pass(graph: Graph, outer: Sequence[Any]) -> list[tuple[Any, Node]]:
+    """Take each `output.copy_(result)` out of a traced graph whose output is empty memory.
 
-    A kernel fills `call.output`, which the caller has allocated. A foreign op that returns its result makes
-    a copy of this. Inductor of torch 2.13 gives the output the memory of the result; that of 2.15 copies, because another
-    tensor may be written later that shares the result's memory. Here none is.
+    A kernel fills `call.output`, which the caller has allocated. A foreign op that returns its
+    result makes a copy of this. Inductor of torch 2.13 gives the output the memory of the result;
+    that of 2.15 copies, because another tensor may be written later that shares the result's
+    memory. Here none is.
 
     Args:
-        graph: of the kernel's torch ops. It is changed.
+        graph: of the kernel's torch ops. Changed in place.
         outer: the IR nodes of its placeholders.
+
+    Returns:
+        For each copy the IR node of the output, and the result, which `become` makes one.
     """
     found = []
     placeholders = graph.find_nodes(op="placeholder")
     for placed, box in zip(placeholders, outer, strict=True):
         [copy] = placed.users if len(placed.users) == 1 else [None]
-        if copy is None or copy.target is not torch.ops.aten.copy_.default or copy.args[0] is not placed:
+        if copy is None or copy.target is not torch.ops.aten.copy_.default:
+            continue
+        if copy.args[0] is not placed:
             continue
         result = copy.args[1]
         if isinstance(result, Node) and _is_empty(box) and _may_be(placed, result, placeholders):
@@ -60,7 +66,7 @@ def _is_empty(box: Any) -> bool:
 
 
 def _may_be(output: Node, result: Node, placeholders: Sequence[Node]) -> bool:
-    """Is `result` made here and laid out as the output, and does nothing else read or write its memory?"""
+    """Is `result` made here, laid out as the output, and read and written by nothing else?"""
     made, wanted = result.meta.get("val"), output.meta.get("val")
     if result in placeholders or len(result.users) != 1:
         return False
@@ -79,7 +85,7 @@ def _lies_in(node: Node, memory: int) -> bool:
 
 
 def _same_layout(made: Tensor, wanted: Tensor) -> bool:
-    """Are size and strides the same, whatever the sizes that are symbols will be? Without a guard."""
+    """Are sizes and strides the same, whatever the symbols will be? No guard is installed."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     if made.dim() != wanted.dim():

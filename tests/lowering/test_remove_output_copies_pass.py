@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from attnops.lowering import outputs
+from attnops.lowering import remove_output_copies_pass as outputs
 
 X = torch.randn(3, 4)
 
@@ -38,10 +38,10 @@ def an_output_that_is_read(x, out):
 
 
 def taken(run, monkeypatch, empty=True, out=None):
-    """The graph of `run`, and what `results_of` takes of it."""
+    """The graph of `run`, and what the pass takes of it."""
     monkeypatch.setattr(outputs, "_is_empty", lambda box: empty)
     graph = make_fx(run, tracing_mode="fake")(X, torch.empty(3, 4) if out is None else out).graph
-    found = outputs.results_of(graph, ["x", "out"])
+    found = outputs.remove_output_copies_pass(graph, ["x", "out"])
     return found, [node for node in graph.nodes if node.target is torch.ops.aten.copy_.default]
 
 

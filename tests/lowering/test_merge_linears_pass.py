@@ -2,6 +2,7 @@
 
 import operator
 import sys
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import attnops
-from attnops.lowering import fuse_linears
+from attnops.lowering import merge_linears_pass
 from attnops.nn import pack_linears
 from attnops.traced import may_write
 from tests.helpers import ready_process
@@ -31,14 +32,14 @@ class Three(nn.Module):
         return self.combine(self.q(x), self.k(x), self.v(x))
 
 
-class Fusing:
-    """A backend that fuses and compiles no further. told: what each compilation found; linears: how many it left."""
+class Merging:
+    """A backend that merges and compiles no further. told: what each compilation found; linears: how many it left."""
 
     def __init__(self):
         self.told, self.linears, self.graphs = [], [], []
 
     def __call__(self, gm, inputs):
-        self.told.append(fuse_linears(gm))
+        self.told.append(merge_linears_pass(gm))
         self.linears.append(sum(n.target is F.linear for n in gm.graph.nodes))
         self.graphs.append(gm)
         return gm.forward
@@ -46,7 +47,8 @@ class Fusing:
 
 def close(got, want):
     # Sums of K products in two orders.
-    torch.testing.assert_close(got, want, rtol=2 * K * torch.finfo(torch.float32).eps, atol=2 * K * torch.finfo(torch.float32).eps)
+    bound = 2 * K * torch.finfo(torch.float32).eps
+    torch.testing.assert_close(got, want, rtol=bound, atol=bound)
 
 
 def agree(model, x=None, packed=True, grad=False, **more):
@@ -54,7 +56,7 @@ def agree(model, x=None, packed=True, grad=False, **more):
     if packed:
         pack_linears(model)
     x = torch.randn(3, 4, K) if x is None else x
-    backend = Fusing()
+    backend = Merging()
     compiled = torch.compile(model, backend=backend, fullgraph=True, **more)
     with torch.set_grad_enabled(grad):
         close(compiled(x), model(x))
@@ -178,7 +180,7 @@ class Changing(Three):
 def test_weights_written_in_the_graph():
     model = Changing()
     pack_linears(model)
-    backend, x = Fusing(), torch.randn(3, K)
+    backend, x = Merging(), torch.randn(3, K)
     with torch.no_grad():
         got = torch.compile(model, backend=backend)(x)
         close(got, Three.forward(model, x))  # the weight is what the compiled call left
@@ -231,9 +233,7 @@ def test_weights_without_gradient_in_a_graph_with_one():
     x = torch.randn(3, K, requires_grad=True)
     backend, compiled = agree(model, x, grad=True)
     assert backend.linears == [1]
-    [got] = torch.autograd.grad(sum(t.sum() for t in compiled(x)), x)
-    [want] = torch.autograd.grad(sum(t.sum() for t in model(x)), x)
-    close(got, want)
+    close(*(torch.autograd.grad(sum(t.sum() for t in run(x)), x) for run in (compiled, model)))
 
 
 class Autocast(Three):
@@ -244,7 +244,7 @@ class Autocast(Three):
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_autocast(inside):
-    model, x, backend = (Autocast if inside else Three)(), torch.randn(3, K), Fusing()
+    model, x, backend = (Autocast if inside else Three)(), torch.randn(3, K), Merging()
     pack_linears(model)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=not inside):
         got, want = torch.compile(model, backend=backend)(x), model(x)
@@ -254,15 +254,11 @@ def test_autocast(inside):
     assert bool(found.refusal) == inside
 
 
-def swap(model):
-    model.k = nn.Linear(K, 16)
-
-
 MOVES = {
     "data": lambda m, p: setattr(m.k.weight, "data", torch.randn(16, K)),
     "bias": lambda m, p: setattr(m.v.bias, "data", torch.randn(16)),
     "parameter": lambda m, p: setattr(m.q, "weight", nn.Parameter(torch.randn(32, K))),
-    "module": lambda m, p: swap(m),
+    "module": lambda m, p: setattr(m, "k", nn.Linear(K, 16)),
     "assign": lambda m, p: m.load_state_dict(Three().state_dict(), assign=True),
     "unpack": lambda m, p: p.unpack(),
     "float32 and back": lambda m, p: m.double().float(),
@@ -309,7 +305,7 @@ def test_layers_share_their_code():
     model = nn.Sequential(nn.ModuleList(Layer() for _ in range(12)))
     model.forward = lambda x: [x := layer(x) for layer in model[0]][-1]
     pack_linears(model)
-    backend, x = Fusing(), torch.randn(3, K)
+    backend, x = Merging(), torch.randn(3, K)
     with torch.no_grad():
         want = model.forward(x)
         attnops.compile_layers(model, backend=backend)
@@ -329,10 +325,9 @@ def test_what_is_no_parameter_of_a_module_is_left():
     def function(x, a, b):
         return F.linear(x, a) * 2, F.linear(x, b) + 1
 
-    backend = Fusing()
-    x = torch.randn(3, K)
+    backend, given = Merging(), (torch.randn(3, K), memory[:32], memory[32:])
     with torch.no_grad():
-        close(torch.compile(function, backend=backend)(x, memory[:32], memory[32:]), function(x, memory[:32], memory[32:]))
+        close(torch.compile(function, backend=backend)(*given), function(*given))
     assert backend.told == [()]
 
 
@@ -340,7 +335,7 @@ def test_nothing_is_done_where_nothing_can_be_guarded():
     backend, _ = agree(Three(bias=False))
     graph = backend.graphs[0]
     before = graph.code
-    again = Fusing()
+    again = Merging()
     torch._dynamo.reset()
     agree(model := Three(bias=False))
     torch._dynamo.reset()
@@ -351,9 +346,9 @@ def test_nothing_is_done_where_nothing_can_be_guarded():
 
     with torch.no_grad():
         torch.compile(model, backend=later)(torch.randn(3, K))
-    [found] = fuse_linears(again.graphs[0])
+    [found] = merge_linears_pass(again.graphs[0])
     assert found.refusal == "no guard can be added here" and graph.code == before
-    assert fuse_linears(fx.symbolic_trace(model)) == ()
+    assert merge_linears_pass(fx.symbolic_trace(model)) == ()
 
 
 def anything(x):
@@ -382,7 +377,7 @@ class Products(Three):
 def test_inductor_reads_the_weights_in_place():
     model, x = Products(), torch.randn(3, K)
     pack_linears(model)
-    compiled = torch.compile(model, options={"pre_grad_custom_pass": fuse_linears})
+    compiled = torch.compile(model, options={"pre_grad_custom_pass": merge_linears_pass})
     with torch.no_grad(), torch._inductor.config.patch(fx_graph_cache=False):
         got, code = compiled_code(lambda: compiled(x))
         close(got, model(x))
@@ -396,9 +391,9 @@ CACHES = """
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
-from attnops.lowering import fuse_linears
+from attnops.lowering import merge_linears_pass
 from attnops.nn import pack_linears
-from tests.lowering.test_fuse_linears import K, Products, close
+from tests.lowering.test_merge_linears_pass import K, Products, close
 model, x = Products(), torch.randn(3, K)
 for packed, fused in ((0, 1), (1, 1), (1, 0), (0, 1), (1, 1)):
     torch._dynamo.reset()
@@ -406,7 +401,7 @@ for packed, fused in ((0, 1), (1, 1), (1, 0), (0, 1), (1, 1)):
     pack_linears(model).unpack()
     if packed:
         pack_linears(model)
-    options = {"pre_grad_custom_pass": fuse_linears} if fused else {}
+    options = {"pre_grad_custom_pass": merge_linears_pass} if fused else {}
     with torch.no_grad():
         close(torch.compile(model, options=options)(x), model(x))
     print(int(counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"] > 0), end=" ")
@@ -419,29 +414,20 @@ def test_caches_tell_fused_from_unfused(tmp_path):
     assert printed.strip().splitlines()[-1].split() == ["0", "0", "0", "1", "1"]
 
 
-def looks(layers, monkeypatch):
-    """How many times the value of a node is looked at, with all groups fused."""
-    count = 0
-    fuse = sys.modules["attnops.lowering.fuse_linears"]
-    real = fuse.fake_of
-
-    def counted(node):
-        nonlocal count
-        count += 1
-        return real(node)
-
+def looks(layers):
+    """How many times the value of a node is looked at, with all groups merged."""
+    merge = sys.modules["attnops.lowering.merge_linears_pass"]
     model = nn.Sequential(*(Three(lambda q, k, v: torch.cat([q, k + v], -1)[..., :K]) for _ in range(layers)))
     for layer in model:
         pack_linears(layer)
-    backend = Fusing()
-    with torch.no_grad(), monkeypatch.context() as patched:
-        patched.setattr(fuse, "fake_of", counted)
+    backend = Merging()
+    with torch.no_grad(), patch.object(merge, "fake_of", wraps=merge.fake_of) as counted:
         torch.compile(model, backend=backend, fullgraph=True)(torch.ones(2, K))
     assert backend.linears == [layers]
-    return count
+    return counted.call_count
 
 
-def test_every_layer_adds_as_much(monkeypatch):
-    """Fusing linears of a model of many layers takes as long as there are layers, and not as long as their square."""
-    few, more, many = (looks(layers, monkeypatch) for layers in (1, 3, 5))
+def test_every_layer_adds_as_much():
+    """Merging linears of a model of many layers takes as long as there are layers, and not as long as their square."""
+    few, more, many = (looks(layers) for layers in (1, 3, 5))
     assert many - more == more - few
