@@ -206,6 +206,12 @@ BY_ARCH: Mapping[int, Rates] = {
 }
 """By compute capability, of a GPU of no name or not in RATES: the datasheets' figures of A100, RTX 3090, L40S, B200, B300 and RTX 5090."""
 
+RTX_PRO_6000 = Rates(1.79 * COPY, 500 * PRODUCT)
+"""The other GPU of compute capability 120, by its datasheet."""
+
+CPU = Rates(0.1 * COPY, 1.0 * PRODUCT)
+"""A few cores of a CPU."""
+
 
 def rates_of(target: Target) -> Rates:
     """For estimates. A CPU counts as an H200: kernels are compared with each other only."""
