@@ -58,6 +58,15 @@ class Route(Call):
 ROUTE = define(Op(Route, reference, about="routing of a mixture: the experts of each token and their weights, from its logits"))
 
 
+def is_allowed(call: Route, experts: int, top_k: int) -> bool:
+    """May a call of so many experts have these numbers, whatever its tensors are?"""
+    try:
+        _rules(call, {"E": experts, "K": top_k})
+    except InvalidInput:
+        return False
+    return True
+
+
 def route(
     logits: Tensor,
     top_k: int,
