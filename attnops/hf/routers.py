@@ -224,8 +224,9 @@ def rule_of(module: nn.Module) -> Rule | None:
     """The rule of a router, found by trying its own forward on a few tokens, in float32 and in bfloat16; None: the op has no such rule."""
     with _disable_current_modes(), torch.device("cpu"):  # without fake tensors
         first = _Trial.of(module, torch.float32)
-        found = first and _found(first)
-        again = found and _tried(_Trial.of(module, torch.bfloat16), found)
+        if first is None or (found := _found(first)) is None:
+            return None
+        again = _tried(_Trial.of(module, torch.bfloat16), found)
         if again is None:
             return None
         # Some models keep the weights of routers in float32 when the rest is cast.
