@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import product
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,55 +21,50 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import _disable_current_modes
 
-from attnops.call import name as name_of
+from attnops.call import asked, changed, name as name_of
 from attnops.graphs.regional import NUMBER
 from attnops.hf.experts import plain
 from attnops.hf.methods import is_replaced
 from attnops.kernels.triton.attention import FLOATS
 from attnops.nn.steady import apart
-from attnops.ops.route import SCORING, route
+from attnops.ops.route import SCORING, Route, is_allowed, route
 from attnops.problem import Extent, Problem, Target
 from attnops.reference.route import chosen, values, weighed
 from attnops.select import active_policy, select
 from attnops.tracers import is_recorded
 
 _RULE = "_attnops_route"
+_PLAIN: Route = cast(Any, Route)()
+"""A call without tensors, and with its numbers at their defaults."""
 HANDED = "_attnops_handed"
 """In place of the name of a bias that the caller hands to a router beside the tokens."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A router as arguments of the op, and how it makes logits.
+    """How a router makes logits, and how the op chooses by them as it does.
 
-    weight, added, bias: names of its tensors: the weight, what is added to the product, and what is added for the choice; "" for none.
-    wide: logits are a product in float32, whatever the weight is. float32: the dtype of the weights, and not that of the tokens.
+    given: the arguments of the op that are not at their defaults, without tensors.
+    top_k: experts of a token.
+    weight, added, bias: names of its tensors: the weight, what is added to the product, and what is
+    added for the choice; "" for none.
+    wide: logits are a product in float32, whatever the weight is.
+    float32: the dtype of the weights, and not that of the tokens.
     mixed: the rule holds for a weight that stays in float32 where tokens are bfloat16, too.
-    flattens: tokens may come as `[B, S, H]`. said: attributes of the router by which the rule was found, and their values.
+    flattens: tokens may come as `[B, S, H]`.
+    said: attributes of the router by which the rule was found, and their values.
     """
 
-    weight: str
+    given: dict[str, Any]
     top_k: int
+    weight: str
     added: str = ""
-    wide: bool = False
     bias: str = ""
-    scoring: str = "softmax"
-    groups: int = 1
-    top_groups: int = 1
-    group_best: int = 1
-    normalize: bool = False
-    eps: float = 0.0
-    scale: float = 1.0
+    wide: bool = False
     float32: bool = False
     mixed: bool = False
     flattens: bool = False
     said: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """The arguments of the op that are not at their defaults, without tensors."""
-        names = ("scoring", "groups", "top_groups", "group_best", "normalize", "eps", "scale")
-        return {n: value for n in names if (value := getattr(self, n)) != getattr(Rule, n)}
 
     def logits(self, module: Any, x: Tensor) -> Tensor:
         """Those of tokens `[T, H]`."""
@@ -118,9 +113,7 @@ def served(cls: Any) -> type:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         rule: Rule | None = self.__dict__.get(_RULE)
-        if rule is None or is_recorded() or kwargs or len(args) != 1 + (rule.bias == HANDED):
-            return apart(cls.forward, self, *args, **kwargs)
-        if not _serves(self, args[0], rule):
+        if rule is None or is_recorded() or kwargs or not _serves(self, args, rule):
             return apart(cls.forward, self, *args, **kwargs)
         x = args[0].reshape(-1, args[0].shape[-1])
         bias = args[1] if rule.bias == HANDED else getattr(self, rule.bias) if rule.bias else None
@@ -137,9 +130,11 @@ def _blank(cls: Any) -> Any:
     return object.__new__(served(cls))
 
 
-def _serves(module: Any, x: Tensor, rule: Rule) -> bool:
+def _serves(module: Any, args: tuple[Any, ...], rule: Rule) -> bool:
     """Does a kernel of ours serve the call?"""
-    weight = getattr(module, rule.weight)
+    if len(args) != 1 + (rule.bias == HANDED):
+        return False
+    x, weight = args[0], getattr(module, rule.weight)
     # An adapter of LoRA puts its own tensor in the parameter's place for the time of a call. Some routers add noise in training.
     if torch.is_grad_enabled() or module.training or not plain(weight) or torch.is_autocast_enabled(x.device.type):
         return False
@@ -156,8 +151,17 @@ def _serves(module: Any, x: Tensor, rule: Rule) -> bool:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _chosen(policy: str, device: torch.device, dtype: torch.dtype, count: int, top_k: int, *asks: str) -> bool:
     """Is a kernel chosen that is not torch's own ops?"""
-    sizes = {"experts": count, "top_k": top_k, "tokens": Extent(1, None, 8)}
-    kernel = select(Problem.of("route", Target.of(device), dtype=dtype, kv_dtype=dtype, asks=frozenset(asks), **sizes), policy).kernel
+    problem = Problem.of(
+        "route",
+        Target.of(device),
+        dtype=dtype,
+        kv_dtype=dtype,
+        experts=count,
+        top_k=top_k,
+        asks=frozenset(asks),
+        tokens=Extent(1, None, 8),
+    )
+    kernel = select(problem, policy).kernel
     return kernel is not None and kernel.name != "aten"
 
 
@@ -210,7 +214,8 @@ def _rule(module: nn.Module, known: dict[tuple[Any, ...], Rule | None]) -> Rule 
     if key not in known:
         # The number of a layer is another one in code that layers share.
         said = tuple((n, v) for n, v in plain_values if n != NUMBER)
-        known[key] = found if (found := rule_of(module)) is None else replace(found, said=said)
+        found = rule_of(module)
+        known[key] = found and replace(found, said=said)
     return known[key] or f"the op does not choose as {type(module).__name__} does"
 
 
@@ -218,8 +223,11 @@ def _rule(module: nn.Module, known: dict[tuple[Any, ...], Rule | None]) -> Rule 
 def rule_of(module: nn.Module) -> Rule | None:
     """The rule of a router, found by trying its own forward on a few tokens, in float32 and in bfloat16; None: the op has no such rule."""
     with _disable_current_modes(), torch.device("cpu"):  # without fake tensors
-        found = _tried(_Trial.of(module, torch.float32), None)
-        if found is None or (again := _tried(_Trial.of(module, torch.bfloat16), found)) is None:
+        first = _Trial.of(module, torch.float32)
+        if first is None or (found := _found(first)) is None:
+            return None
+        again = _tried(_Trial.of(module, torch.bfloat16), found)
+        if again is None:
             return None
         # Some models keep the weights of routers in float32 when the rest is cast.
         wide = _Trial.of(module, torch.float32, tokens=torch.bfloat16)
@@ -234,16 +242,21 @@ EPS = (0.0, 1e-20, 1e-12, 1e-6)
 
 @dataclass(frozen=True)
 class _Trial:
-    """A copy of a router with random tensors, tokens, and its answers; None where it has no such answers. flattens: as of a Rule."""
+    """A copy of a router with random tensors, tokens, and its answers. flattens: as of a Rule."""
 
     twin: Any
     x: Tensor
-    out: tuple[Tensor, ...] | None
     flattens: bool
+    logits: Tensor
+    weights: Tensor
+    index: Tensor
 
     @classmethod
-    def of(cls, module: nn.Module, dtype: torch.dtype, tokens: torch.dtype | None = None) -> _Trial:
-        """dtype: of the parameters. tokens: that of the tokens; None: the same."""
+    def of(cls, module: nn.Module, dtype: torch.dtype, tokens: torch.dtype | None = None) -> _Trial | None:
+        """None where the router has no such answers.
+
+        dtype: of the parameters. tokens: that of the tokens; None: the same.
+        """
         source = torch.Generator("cpu").manual_seed(0)
 
         def random(*shape: int) -> Tensor:
@@ -265,8 +278,11 @@ class _Trial:
             twin.__dict__[HANDED] = random(weight.shape[0]) / 4
         before = _seen(twin)
         flat = _answers(module, twin, x)
-        flattens = flat is not None and _answers(module, twin, x[None]) is not None
-        return cls(twin, x, flat if _seen(twin) == before else None, flattens)  # the op would not write what its forward writes
+        if flat is None:
+            return None
+        flattens = _answers(module, twin, x[None]) is not None
+        # The op would not write what its forward writes.
+        return cls(twin, x, flattens, *flat) if _seen(twin) == before else None
 
     def named(self, count: int) -> list[str]:
         """The twin's tensors of a number an expert."""
@@ -298,58 +314,63 @@ def _answers(module: nn.Module, twin: Any, x: Tensor) -> tuple[Tensor, ...] | No
     return out if fits and kinds else None
 
 
-def _tried(trial: _Trial, like: Rule | None) -> Rule | None:
-    """The rule by which all answers of the trial are right. like: the one that the answers in float32 were right by."""
-    if trial.out is None:
+def _tried(trial: _Trial | None, like: Rule) -> Rule | None:
+    """The rule by which all answers of the trial are right.
+
+    like: the one that the answers in float32 were right by.
+    """
+    if trial is None or {trial.logits.dtype, trial.weights.dtype} - {trial.x.dtype, torch.float32}:
         return None
-    logits, weights, index = trial.out
-    count, ours = logits.shape[1], trial.x.dtype
+    rule = replace(
+        like,
+        wide=trial.logits.dtype == torch.float32,
+        float32=trial.weights.dtype == torch.float32,
+        flattens=trial.flattens,
+    )
+    call = changed(_PLAIN, **rule.given)
+    chooses = _multiplies(trial, rule) and _chooses(trial, call, rule.bias)
+    return rule if chooses and _weighs(trial, call, 2.0**-6) else None
+
+
+def _found(trial: _Trial) -> Rule | None:
+    """The first rule with the router's own numbers by which the answers are right."""
+    count, top_k, [weight] = trial.logits.shape[1], trial.index.shape[1], _matrices(trial.twin)
     names = ["", *trial.named(count)]
-    if like is None:
-        numbers = [v for v in vars(trial.twin).values() if type(v) in (int, float)]
-        ints = sorted({v for v in numbers if type(v) is int and 1 <= v <= count})
-        grouped = [(g, top, best) for g, top, best in itertools.product(ints, ints, (1, 2)) if _groups(count, g, top, best, index.shape[1])]
-        first = Rule(_matrices(trial.twin)[0], index.shape[1])
-        rules = (
-            replace(first, added=added, bias=bias, scoring=scoring, groups=g, top_groups=top, group_best=best)
-            for added, (g, top, best), bias, scoring in itertools.product(names, [(1, 1, 1), *grouped], names, SCORING)
-        )
-        weighings = [
-            (normalize, eps, scale)
-            for normalize, eps, scale in itertools.product((False, True), EPS, dict.fromkeys((1.0, *map(float, numbers))))
-            if normalize or not eps
-        ]
-        for rule in rules:
-            if _chooses(trial, rule):
-                for normalize, eps, scale in weighings:
-                    last = replace(rule, normalize=normalize, eps=eps, scale=scale)
-                    if _weighs(trial, last, 1e-4):
-                        return last
-        return None
-    if {logits.dtype, weights.dtype} - {ours, torch.float32}:
-        return None
-    rule = replace(like, wide=logits.dtype == torch.float32, float32=weights.dtype == torch.float32, flattens=trial.flattens)
-    return rule if _chooses(trial, rule) and _weighs(trial, rule, 2.0**-6) else None
+    numbers = [v for v in vars(trial.twin).values() if type(v) in (int, float)]
+    ints = sorted({v for v in numbers if type(v) is int and 1 <= v <= count})
+    scales = dict.fromkeys((1.0, *map(float, numbers)))
+
+    def calls(like: Route, **choices: Iterable[Any]) -> list[Route]:
+        """Those that the op takes, with one of the choices for each of these arguments."""
+        given = (dict(zip(choices, each, strict=True)) for each in product(*choices.values()))
+        return [call for each in given if is_allowed(call := changed(like, **each), count, top_k)]
+
+    # The experts of all groups are those of one.
+    grouped = calls(_PLAIN, groups=ints, top_groups=ints, group_best=(1, 2))
+    groupings = [_PLAIN, *(call for call in grouped if call.top_groups < call.groups)]
+    for added, like, bias, scoring in product(names, groupings, names, SCORING):
+        rule, call = Rule({}, top_k, weight, added, bias), changed(like, scoring=scoring)
+        if _multiplies(trial, rule) and _chooses(trial, call, bias):
+            for each in calls(call, normalize=(False, True), eps=EPS, scale=scales):
+                if _weighs(trial, each, 1e-4):
+                    return replace(rule, given={n: getattr(each, n) for n in sorted(asked(each))})
+    return None
 
 
-def _groups(count: int, groups: int, top: int, best: int, top_k: int) -> bool:
-    return groups > 1 and top < groups and count % groups == 0 and best <= count // groups and top_k <= top * (count // groups)
+def _multiplies(trial: _Trial, rule: Rule) -> bool:
+    """Are the logits those of the rule?"""
+    return torch.equal(rule.logits(trial.twin, trial.x), trial.logits)
 
 
-def _chooses(trial: _Trial, rule: Rule) -> bool:
-    """Are the logits and the choice those of the rule? Of equal experts any may be chosen."""
-    assert trial.out is not None
-    logits, _, index = trial.out
-    if not torch.equal(rule.logits(trial.twin, trial.x), logits):
-        return False
-    wide, bias = logits.float(), getattr(trial.twin, rule.bias) if rule.bias else None
-    by = values(rule, wide, bias)
-    ours, theirs = (by.gather(1, i).sort(1).values for i in (chosen(rule, wide, bias, rule.top_k), index))
-    once = (index.sort(1).values.diff(dim=1) > 0).all()
+def _chooses(trial: _Trial, call: Route, bias: str) -> bool:
+    """Is the choice that of the call? Of equal experts any may be chosen."""
+    logits, added = trial.logits.float(), getattr(trial.twin, bias) if bias else None
+    by, own = values(call, logits, added), chosen(call, logits, added, trial.index.shape[1])
+    ours, theirs = (by.gather(1, i).sort(1).values for i in (own, trial.index))
+    once = (trial.index.sort(1).values.diff(dim=1) > 0).all()
     return bool(once) and torch.allclose(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
-def _weighs(trial: _Trial, rule: Rule, tolerance: float) -> bool:
-    assert trial.out is not None
-    logits, weights, index = trial.out
-    return torch.allclose(weighed(rule, logits.float(), index), weights.float(), rtol=tolerance, atol=1e-30, equal_nan=True)
+def _weighs(trial: _Trial, call: Route, tolerance: float) -> bool:
+    ours, theirs = weighed(call, trial.logits.float(), trial.index), trial.weights.float()
+    return torch.allclose(ours, theirs, rtol=tolerance, atol=1e-30, equal_nan=True)

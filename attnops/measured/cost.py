@@ -206,6 +206,12 @@ BY_ARCH: Mapping[int, Rates] = {
 }
 """By compute capability, of a GPU of no name or not in RATES: the datasheets' figures of A100, RTX 3090, L40S, B200, B300 and RTX 5090."""
 
+RTX_PRO_6000 = Rates(1.79 * COPY, 500 * PRODUCT)
+"""The other GPU of compute capability 120, by its datasheet."""
+
+CPU = Rates(0.09, 0.8)
+"""A few cores of a CPU."""
+
 
 def rates_of(target: Target) -> Rates:
     """For estimates. A CPU counts as an H200: kernels are compared with each other only."""
@@ -246,6 +252,14 @@ def phases(decode: Callable[[Problem], float], extend: Callable[[Problem], float
 def copy_us(p: Problem, numbers: float) -> float:
     """A pass that reads and writes so many numbers of the query's dtype."""
     return 2.0 * p.dtype.itemsize * numbers / (rates_of(p.target).bandwidth * 1e6)
+
+
+def multiply_us(p: Problem, moved: float, flops: float) -> float:
+    """A large product in the Problem's dtype that moves so many bytes."""
+    rates = rates_of(p.target)
+    # float32 without TF32 has no matrix units.
+    flops *= 16.0 if p.dtype.itemsize >= 4 else 1.0
+    return hypot(moved / rates.bandwidth, flops / rates.matmul) / 1e6
 
 
 def logits_us(launch_us: float, us_a_logit: float, p: Problem) -> float:

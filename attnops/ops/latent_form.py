@@ -17,6 +17,7 @@ import torch
 from attnops.errors import UnknownKernel, fail
 from attnops.kernel import generation, kernels_of, own_kernel
 from attnops.measured import Table, in_force
+from attnops.measured.cost import BY_ARCH, CPU, RTX_PRO_6000
 from attnops.problem import Extent, Extents, Problem, Target
 from attnops.select import Decision, parse_policy, select_by
 
@@ -40,12 +41,11 @@ STEPS = (*range(2, 8), *(m << k for k in range(9) for m in range(8, 16)), MOST)
 ALWAYS = 2**31 - 1
 """More tokens than a request can have."""
 
-PEAKS = {80: (312e6, 2.0e6), 90: (989e6, 4.8e6), 100: (2250e6, 8.0e6), 120: (500e6, 1.8e6), 0: (1e6, 0.1e6)}
-"""Operations and bytes a microsecond by architecture, an older one where it is not listed: bfloat16 without sparsity, of the data sheets of
-A100, H200, B200 and RTX PRO 6000; 0: a few cores of a CPU."""
+PRODUCTS, COPIES = 0.8137, 0.978
+"""The parts of the rates that products and copies reach: 650 TFLOP/s and 4.2 TB/s on an H200."""
 
-REACHED = (0.65, 0.87)
-"""The part of the peaks that a large product and a large copy reach: 650 TFLOP/s and 4.2 TB/s on an H200."""
+RATES = {0: CPU, 80: BY_ARCH[80], 90: BY_ARCH[90], 100: BY_ARCH[100], 120: RTX_PRO_6000}
+"""The rates by which forms are compared, from this compute capability on. 0: also GPUs of other makers."""
 
 UNFOLDING = 1.75
 """Unfolding a prefix takes this many times longer than at these rates: `forms` of benchmarks/results/h200/mla.json, an H200."""
@@ -235,8 +235,9 @@ def _unfold_us(call: LatentCall, tokens: int) -> float:
 
 def _product_us(call: LatentCall, flops: float, moved: float, launches: int = 1) -> float:
     arch = call.target.arch if call.target.device == "cuda" else 0
-    peak_flops, peak_bytes = PEAKS[max(a for a in PEAKS if a <= arch)]
-    flops_us, bytes_us = peak_flops * REACHED[0] * min(2 / call.dtype.itemsize, 1.0), peak_bytes * REACHED[1]
+    rates = RATES[max(a for a in RATES if a <= arch)]
+    flops_us = PRODUCTS * rates.matmul * 1e6 * min(2 / call.dtype.itemsize, 1.0)
+    bytes_us = COPIES * rates.bandwidth * 1e6
     return launches * LAUNCH_US + max(flops / flops_us, moved / bytes_us)
 
 

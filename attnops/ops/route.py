@@ -65,6 +65,15 @@ ROUTE = define(
 )
 
 
+def is_allowed(call: Route, experts: int, top_k: int) -> bool:
+    """May a call of so many experts have these numbers, whatever its tensors are?"""
+    try:
+        _rules(call, {"E": experts, "K": top_k})
+    except InvalidInput:
+        return False
+    return True
+
+
 def route(
     logits: Tensor,
     top_k: int,

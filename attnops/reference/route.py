@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,42 +19,42 @@ def route(call: Route) -> None:
     call.weights.copy_(weighed(call, logits, index))
 
 
-def by_logits(rule: Any, bias: object) -> bool:
+def by_logits(call: Route, bias: object) -> bool:
     """Do logits sort experts and groups as their scores do?"""
-    return bias is None and (rule.groups == 1 or rule.group_best == 1)
+    return bias is None and (call.groups == 1 or call.group_best == 1)
 
 
-def values(rule: Any, logits: Tensor, bias: Tensor | None) -> Tensor:
-    """The numbers by which experts are chosen, `[T, E]`. rule: the op's arguments that are no tensors."""
-    if by_logits(rule, bias):
+def values(call: Route, logits: Tensor, bias: Tensor | None) -> Tensor:
+    """The numbers by which experts are chosen, `[T, E]`. call: its tensors are not read."""
+    if by_logits(call, bias):
         return logits
-    scores = logits.sigmoid() if rule.scoring == "sigmoid" else logits.softmax(-1)
+    scores = logits.sigmoid() if call.scoring == "sigmoid" else logits.softmax(-1)
     return scores if bias is None else scores + bias.to(scores.dtype)
 
 
-def chosen(rule: Any, logits: Tensor, bias: Tensor | None, top_k: int) -> Tensor:
+def chosen(call: Route, logits: Tensor, bias: Tensor | None, top_k: int) -> Tensor:
     """int64 `[T, K]`, the experts of each token."""
-    value = values(rule, logits, bias)
+    value = values(call, logits, bias)
     number = torch.arange(value.shape[1], device=value.device).expand(value.shape)
-    if rule.groups > 1:
+    if call.groups > 1:
         # No masks: an expert of another group would be as good as one of -inf.
-        parts, numbers = (t.unflatten(1, (rule.groups, -1)) for t in (value, number))
-        best = parts.sort(-1, descending=True).values[..., : rule.group_best].sum(-1)
-        kept = _first(best, rule.top_groups).sort(-1).values[..., None].expand(-1, -1, parts.shape[2])
+        parts, numbers = (t.unflatten(1, (call.groups, -1)) for t in (value, number))
+        best = parts.sort(-1, descending=True).values[..., : call.group_best].sum(-1)
+        kept = _first(best, call.top_groups).sort(-1).values[..., None].expand(-1, -1, parts.shape[2])
         value, number = parts.gather(1, kept).flatten(1), numbers.gather(1, kept).flatten(1)
     return number.gather(1, _first(value, top_k))
 
 
-def weighed(rule: Any, logits: Tensor, index: Tensor) -> Tensor:
+def weighed(call: Route, logits: Tensor, index: Tensor) -> Tensor:
     """`[T, K]`, the weights of these experts."""
-    picked, scale = logits.gather(1, index), float(rule.scale)
-    if rule.scoring == "sigmoid":
+    picked, scale = logits.gather(1, index), float(call.scale)
+    if call.scoring == "sigmoid":
         weights = picked.sigmoid()
-    elif rule.normalize and not rule.eps:
+    elif call.normalize and not call.eps:
         return picked.softmax(-1) * scale  # the other logits cancel
     else:
         weights = logits.softmax(-1).gather(1, index)
-    return weights / (weights.sum(-1, keepdim=True) + float(rule.eps)) * scale if rule.normalize else weights * scale
+    return weights / (weights.sum(-1, keepdim=True) + float(call.eps)) * scale if call.normalize else weights * scale
 
 
 def _first(x: Tensor, n: int) -> Tensor:

@@ -165,7 +165,7 @@ def test_explain_of_a_config_without_weights():
 
 def served(model, x):
     module = routers_of(model)[0]
-    return routers._serves(module, x, vars(module)[routers._RULE])
+    return routers._serves(module, (x,), vars(module)[routers._RULE])
 
 
 def test_calls_that_are_left():

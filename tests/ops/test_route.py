@@ -1,12 +1,16 @@
 """`route`: the experts that its reference chooses, against plain Python, and numbers that are none."""
 
 import math
+from collections import Counter
+from itertools import product
 
 import pytest
 import torch
 
 from attnops import ops
+from attnops.errors import InvalidInput
 from attnops.kernel import kernels_of
+from attnops.ops.route import Route, is_allowed
 from attnops.problem import Extent, Target, altered
 from attnops.select import select
 from attnops.testing import CASES, Mismatch, check_kernel
@@ -142,3 +146,19 @@ def test_the_check_sees(fault):
 def test_which_kernel_is_chosen(target, change, chosen):
     problem = next(c for c in CASES["route"] if c.label == "deepseek_v3").call().problem
     assert select(altered(problem, target=target, **change)).kernel.name == chosen
+
+
+def test_the_op_takes_the_numbers_that_is_allowed_takes():
+    """Patched models ask for rules of routers before they have tensors."""
+    logits, allowed = torch.randn(2, 8), Counter()
+    names = "groups", "top_groups", "group_best", "normalize", "eps"
+    numbers = product((1, 2, 3, 4), (1, 2, 4), (1, 2, 4), (False, True), (0.0, 1e-6))
+    for given, top_k in product((dict(zip(names, each, strict=True)) for each in numbers), (1, 4, 8)):
+        try:
+            index = ops.route(logits, top_k, **given)[1]
+        except InvalidInput:
+            index = None
+        taken = is_allowed(Route(**given), logits.shape[1], top_k)
+        assert taken == (index is not None), (given, top_k)
+        allowed[taken] += 1
+    assert min(allowed[False], allowed[True]) > 20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import hypot
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +10,7 @@ from torch.nn import functional as F
 
 from attnops.kernel import Invariant, Kernel, device, register
 from attnops.kernels.torch.by_request import by_token
-from attnops.measured.cost import rates_of
+from attnops.measured.cost import multiply_us
 from attnops.problem import Problem
 from attnops.reference.experts import experts as reference, gated
 from attnops.reference.linear import saturated
@@ -75,10 +74,9 @@ def touched(p: Problem, tokens: int) -> float:
 
 def products_us(p: Problem, tokens: int) -> float:
     """Both products of so many tokens: every byte of the experts touched is read once."""
-    rates, numbers = rates_of(p.target), 3.0 * p.in_features * p.out_features
-    # float32 without TF32 has no matrix units.
-    flops = 2.0 * tokens * p.top_k * numbers * (16.0 if p.dtype.itemsize >= 4 else 1.0)
-    return hypot(p.dtype.itemsize * numbers * touched(p, tokens) / rates.bandwidth, flops / rates.matmul) / 1e6
+    numbers = 3.0 * p.in_features * p.out_features
+    moved = p.dtype.itemsize * numbers * touched(p, tokens)
+    return multiply_us(p, moved, 2.0 * tokens * p.top_k * numbers)
 
 
 def cost_us(p: Problem) -> float:

@@ -6,7 +6,6 @@ gain has an offset (Gemma); product, activation and residual are in the input's 
 
 from __future__ import annotations
 
-from math import hypot
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.nn import functional as F
 from attnops.call import changed
 from attnops.kernel import Inline, Invariant, Kernel, deterministic, device, register
 from attnops.kernels.torch.by_request import by_token
-from attnops.measured.cost import rates_of
+from attnops.measured.cost import multiply_us
 from attnops.problem import Problem
 from attnops.reference import linear as formulas
 
@@ -45,11 +44,9 @@ def linear(call: Linear) -> None:
 
 def product_us(p: Problem, rows: int) -> float:
     """The product of so many rows: every byte of the weight is read once."""
-    rates, numbers = rates_of(p.target), p.in_features * p.out_features
-    # float32 without TF32 has no matrix units.
-    flops = 2.0 * rows * numbers * (16.0 if p.dtype.itemsize >= 4 else 1.0)
+    numbers = p.in_features * p.out_features
     moved = p.dtype.itemsize * (numbers + rows * (p.in_features + p.out_features))
-    return hypot(moved / rates.bandwidth, flops / rates.matmul) / 1e6
+    return multiply_us(p, moved, 2.0 * rows * numbers)
 
 
 def cost_us(p: Problem) -> float:

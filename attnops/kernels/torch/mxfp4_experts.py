@@ -9,7 +9,7 @@ import torch
 from attnops.kernel import Invariant, Kernel, device, register
 from attnops.kernels.torch import experts as plain
 from attnops.kernels.torch.by_request import by_token
-from attnops.measured.cost import rates_of
+from attnops.measured import copy_us
 from attnops.problem import Problem
 from attnops.reference.mxfp4 import decoded_call, experts as reference
 
@@ -30,7 +30,7 @@ def experts(call: Mxfp4Experts) -> None:
 def cost_us(p: Problem) -> float:
     """A dozen passes over all weights, and the products."""
     weights = 3.0 * p.experts * p.in_features * p.out_features
-    return plain.cost_us(p) + 100.0 + 12 * weights * p.dtype.itemsize / rates_of(p.target).bandwidth / 1e6
+    return plain.cost_us(p) + 100.0 + copy_us(p, 6 * weights)
 
 
 register(
