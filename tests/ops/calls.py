@@ -53,16 +53,18 @@ SIZES: dict[str, dict[str, int]] = {
 """Sizes by the names of the records' layouts, in place of or beside those that most ops have."""
 
 NUMBERS: dict[str, Any] = {
-    "scale": 0.3, "max_seqlen_q": 2, "max_seqlen_k": 3, "num_tokens": 3, "page_size": 2, "num_pages": 4,
-    "q_heads": 4, "kv_heads": 2, "head_dim": 8, "v_head_dim": 8, "dtype": "float32", "kv_dtype": "float32",
+    "scale": 0.3, "max_seqlen_q": 2, "max_seqlen_k": 3, "num_tokens": 3, "page_size": 2,
+    "num_pages": 4, "q_heads": 4, "kv_heads": 2, "head_dim": 8, "v_head_dim": 8,
+    "dtype": "float32", "kv_dtype": "float32",
 }  # fmt: skip
 """Arguments that are no tensors and have no default."""
 
 DATA = {
-    "cu_seqlens": i(0, 1, 3), "cu_seqlens_q": i(0, 1, 3), "cu_seqlens_k": i(0, 2, 5), "seq_lens": i(2, 3),
-    "lengths": i(1, 2), "q_lens": i(2, 70), "k_lens": i(3, 90), "slots": i(1, 6, -1), "source": i(0, -1, 5),
-    "target": i(1, 2, 3), "positions": i(0, 1, 8), "indices": i(0, -1, 7, 3, -1, -1),
-    "page_table": i(0, 1, 2, 3), "top_k_index": i(0, 3, 1, 2, 3, 0), "block_count": i(1, 1, 1, 1, 1, 1, 1, 1),
+    "cu_seqlens": i(0, 1, 3), "cu_seqlens_q": i(0, 1, 3), "cu_seqlens_k": i(0, 2, 5),
+    "seq_lens": i(2, 3), "lengths": i(1, 2), "q_lens": i(2, 70), "k_lens": i(3, 90),
+    "slots": i(1, 6, -1), "source": i(0, -1, 5), "target": i(1, 2, 3), "positions": i(0, 1, 8),
+    "indices": i(0, -1, 7, 3, -1, -1), "page_table": i(0, 1, 2, 3),
+    "top_k_index": i(0, 3, 1, 2, 3, 0), "block_count": i(1, 1, 1, 1, 1, 1, 1, 1),
 }  # fmt: skip
 """Integers that are not all 0, as many as a call in order has room for, or more."""
 
@@ -122,7 +124,7 @@ def record_call(op: str, **changed: int) -> dict[str, Any]:
 
 
 def good(op: str, **changed: int) -> dict[str, Any]:
-    """The arguments of a call of the public function that is in order. changed: sizes in place of others."""
+    """Arguments of the public function that are in order. changed: sizes in place of others."""
     call, takes = record_call(op, **changed), PARAMETERS[op]
     if "indexes" in takes:
         call["indexes"] = tuple(x for n, x in call.items() if n.startswith(("block_", "column_")))
@@ -137,5 +139,5 @@ def written(op: str, arguments: Mapping[str, Any]) -> dict[str, bytes]:
     given = {a.name: arguments.get(a.name) for a in OPS[op].spec.args if a.written}
     plain = {n: x for n, x in given.items() if type(x) is Tensor and x.device.type == "cpu"}
     plain = {n: x for n, x in plain.items() if x.layout is torch.strided and not x.is_nested}
-    memory = {n: torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()) for n, x in plain.items()}
-    return {n: x.numpy().tobytes() for n, x in memory.items()}
+    memory = torch.empty(0, dtype=torch.uint8)
+    return {n: memory.set_(x.untyped_storage()).numpy().tobytes() for n, x in plain.items()}

@@ -1,7 +1,8 @@
 """Calls that break a contract.
 
-The error is typed, names the field, what was given and what is allowed, and nothing was written. `breaks`
-derives such calls from an op's record; `BAD` lists those that follow from no record.
+The error is typed, names the field, what was given and what is allowed, and nothing was written.
+`breaks` derives such calls from an op's record, whose layouts, dtypes and bounds docs/ops.md shows and
+tests/test_docs.py compares. `BAD` lists those that follow from no record.
 """
 
 from collections.abc import Iterator, Mapping
@@ -62,7 +63,7 @@ def in_order(op: str, public: bool, **changed: int) -> dict[str, Any]:
 
 
 def refuses(bad: Bad, public: bool = True, others: Mapping[str, Any] | None = None) -> None:
-    """The public function, or else the op, refuses the call. others: arguments that are in order."""
+    """The public function, or else the op, refuses the call. others: arguments in order."""
     call = FUNCTIONS[bad.function] if public else getattr(torch.ops.attnops, bad.function)
     arguments = {**(others or in_order(bad.function, public)), **bad.change}
     before = written(bad.function, arguments)
@@ -233,10 +234,40 @@ def test_what_breaks_the_record_is_refused(op, argument):
         refuses(bad, public, others)
 
 
-LEAST = [(op, letter) for op in OPS for letter in OPS[op].spec.least]
+ATTENTION = "Hkv D Dv"
+LATENTS_LEAST = "page Dc Dr"
+LEAST = {
+    "decode_attention": "page Hkv D",
+    "attention": ATTENTION,
+    "attention_backward": ATTENTION,
+    "experts": "E In Inner Out K",
+    "linear": "In Out",
+    "merge_states": "N",
+    "token_rows": "starts",
+    "write_latent": LATENTS_LEAST,
+    "mla_attention": f"{LATENTS_LEAST} H",
+    "rope_quantize_latent": "H Dc Dr",
+    "mxfp4_experts": "E In Half Out K",
+    "paged_attention": f"page {ATTENTION}",
+    "write_kv": "page",
+    "copy_kv": "page",
+    "route": "E K",
+    "sparse_mla_attention": f"{LATENTS_LEAST} H",
+    "write_latent_packed": LATENTS_LEAST,
+    "varlen_attention": f"starts {ATTENTION}",
+    "varlen_attention_backward": f"starts {ATTENTION}",
+    "vertical_slash_indexes": "V S",
+    "vertical_slash_attention": "Hkv",
+}
+"""The sizes of which the record wants some."""
 
 
-@pytest.mark.parametrize(("op", "letter"), LEAST)
+def test_what_the_docs_do_not_show_of_a_record():
+    assert {op: " ".join(OPS[op].spec.least) for op in OPS if OPS[op].spec.least} == LEAST
+    assert {a.name for op in OPS for a in OPS[op].spec.args if a.any_device} == {"plan"}
+
+
+@pytest.mark.parametrize(("op", "letter"), [(op, letter) for op in LEAST for letter in LEAST[op].split()])
 def test_a_size_below_the_least_is_refused(op, letter):
     bound = OPS[op].spec.least[letter]
     few = int(bound.split()[1]) - 1
@@ -365,9 +396,9 @@ BAD = [
     Bad("write_latent", {"latent": f(3, 6).to(E4M3), "k_pe": f(3, 2).to(E4M3)},
         "latent_pages.dtype", "float32", "float8_e4m3fn, as the latents"),
 
-    Bad("write_latent", {"latent": f(3, 6).to(INT8), "k_pe": f(3, 2).to(INT8),
-                         "latent_pages": f(4, 2, 8).to(INT8),
-                         "kv_scale": f(1)}, "kv_scale", "a tensor", "None, because the latents are int8 already"),
+    Bad("write_latent", {"latent": f(3, 6).to(INT8), "k_pe": f(3, 2).to(INT8), "kv_scale": f(1),
+                         "latent_pages": f(4, 2, 8).to(INT8)},
+        "kv_scale", "a tensor", "None, because the latents are int8 already"),
     Bad("rope_quantize_latent", {"q_pe": f(3, 4, 3), "k_pe": f(3, 3), "cos_sin": f(9, 3)},
         "q_pe.shape[2]", "3", "even"),
     Bad("rope_quantize_latent", {"q_scale": 0.0}, "q_scale", "0.0", "a finite number > 0"),
@@ -397,6 +428,7 @@ BAD = [
         "top_k_index", "4", "0 to 3, the experts of gate_up"),
     Bad("experts", {"top_k_index": torch.tensor([[0, 1], [-1, 2], [0, 1]])},
         "top_k_index", "-1", "0 to 3, the experts of gate_up"),
+    Bad("experts", {"activation": "relu"}, "activation", "'relu'", "silu | gelu | gelu_tanh"),
     Bad("experts", {"activation": "gelu", "alpha": 1.7},
         "alpha", "1.7", "1, because activation is not 'silu'"),
     Bad("mxfp4_experts", {"gate_up": f(4, 128, 2, 16, dtype=U8)},
@@ -416,6 +448,7 @@ BAD = [
     Bad("route", {"top_k": 0}, "top_k", "0", "1 to 8"),
     Bad("route", {"top_k": 2.0}, "top_k", "2.0", "a value of type int"),
     Bad("route", {"top_k": 5}, "index.shape[1]", "5", "<= 4, the experts of top_groups groups"),
+    Bad("route", {"scoring": "relu"}, "scoring", "'relu'", "softmax | sigmoid"),
     Bad("route", {"groups": 3}, "groups", "3", "a divisor of 8 (E, as logits.shape[1])"),
     Bad("route", {"groups": 1}, "top_groups", "2", "1, because groups is 1"),
     Bad("route", {"top_groups": 5}, "top_groups", "5", "<= 4 (groups)"),
@@ -425,6 +458,7 @@ BAD = [
     # linear layers
     Bad("linear", {"x": torch.tensor(1.0)}, "x", "shape ()", "[..., In]"),
     Bad("linear", {"weight": f(7, 8)}, "weight.shape[0]", "7", "a multiple of 2: rows of the gate"),
+    Bad("linear", {"activation": "relu"}, "activation", "'relu'", "silu | gelu | gelu_tanh"),
     Bad("linear", {"norm_eps": 0.0}, "norm_eps", "0.0", "> 0, because norm_weight is given"),
     Bad("linear", {"norm_weight": None}, "norm_eps", "1e-05", "0, because norm_weight is None"),
     Bad("linear", {**NO_NORM, "norm_offset": 1.0},
@@ -483,7 +517,7 @@ def test_the_good_call_is_good(op):
 
 
 def broken(op: str, argument: str, field: str = "", error: type[AttnopsError] = InvalidInput) -> Bad:
-    """The first call with a wrong tensor or float for the argument, and this error. field: its field."""
+    """The first call with a wrong tensor or float and this error. field: that of the error."""
     found = [b for b in breaks(op, OPS[op].spec[argument]) if b.error is error]
     tensors = [b for b in found if isinstance(b.change[argument], (Tensor, float))]
     return next(b for b in tensors if field in ("", b.field))
@@ -495,12 +529,12 @@ def first(op: str, floating: bool = False) -> str:
     return next(n for n, x in tensors.items() if x.is_floating_point() or not floating)
 
 
-# A compiler runs the same check on fake tensors, or traces it; the user must still read the sentence, and
-# find the error. One call of each kind. The functions that plan are left out: they are never compiled.
+# A compiler runs the same check on fake tensors, or traces it; the user must still read the sentence,
+# and find the error. One call of each kind. The functions that plan are never compiled.
 TRACED = [op for op in FUNCTIONS if not op.startswith("plan_")]
 NO_GRADIENT = [
-    *("decode_attention", "paged_attention", "mla_attention", "sparse_mla_attention", "write_kv", "copy_kv"),
-    *("rope_quantize_latent", "write_latent_packed", "vertical_slash_attention"),
+    *("decode_attention", "paged_attention", "mla_attention", "sparse_mla_attention"),
+    *("write_kv", "copy_kv", "rope_quantize_latent", "write_latent_packed", "vertical_slash_attention"),
     *("experts", "mxfp4_experts", "route", "linear"),
 ]
 FIELDS = ("window", "indexes", "q_scale", "softcap", "k_scale, v_scale")
@@ -510,7 +544,8 @@ COMPILED = [
     *[broken(op, "softcap") for op in ("attention", "varlen_attention", "decode_attention")],
     *[broken(f"{kind}_attention", "mask", "mask.shape[1]") for kind in ("varlen", "paged", "mla")],
     broken("attention", "key", "key.shape[3]"),
-    *[b for b in BAD if b.function in TRACED and (b.field in FIELDS or b.error is not InvalidInput)],
+    *[b for b in BAD if b.function in TRACED and b.field in FIELDS],
+    *[b for b in BAD if b.function in TRACED and b.error is not InvalidInput],
 ]
 
 # After a graph break the call is an eager one, whatever is wrong with it: a call of each error, of what
@@ -546,8 +581,8 @@ def test_message_and_error_survive_compilation(bad, fullgraph):
     assert written(bad.function, arguments) == before
 
 
-# What the dispatcher would turn down without a word of the field, or what the public functions would trip
-# over before the op's check.
+# What the dispatcher would turn down without a word of the field, or what the public functions would
+# trip over before the op's check.
 MALFORMED = [
     *(Bad(op, {first(op): None}, first(op), "None", "a tensor") for op in FUNCTIONS),
     *(Bad(op, {first(op): "x"}, first(op), "str", "a tensor") for op in FUNCTIONS),
