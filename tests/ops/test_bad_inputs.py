@@ -1,8 +1,8 @@
 """Calls that break a contract.
 
 The error is typed, names the field, what was given and what is allowed, and nothing was written.
-`breaks` derives such calls from an op's record, whose layouts, dtypes and bounds docs/ops.md shows and
-tests/test_docs.py compares. `BAD` lists those that follow from no record.
+`breaks` derives such calls from an op's record. What a record says is compared with docs/ops.md by
+tests/test_docs.py. `BAD` lists calls that follow from no record.
 """
 
 from collections.abc import Iterator, Mapping
@@ -69,14 +69,14 @@ def refuses(bad: Bad, public: bool = True, others: Mapping[str, Any] | None = No
     before = written(bad.function, arguments)
     with pytest.raises(bad.error) as caught:
         call(**arguments)
-    text = str(caught.value)
-    assert bad.got in text
-    assert bad.want in text
+    error: Any = caught.value
+    assert bad.got in str(error)
+    assert bad.want in str(error)
     if bad.error is InvalidInput:
-        assert caught.value.field == bad.field
-        assert text == f"{bad.field}: got {caught.value.got}, want {caught.value.want}"
-        assert bad.got in str(caught.value.got)
-        assert bad.want in caught.value.want
+        assert error.field == bad.field
+        assert str(error) == f"{bad.field}: got {error.got}, want {error.want}"
+        assert bad.got in str(error.got)
+        assert bad.want in error.want
     assert written(bad.function, arguments) == before, "the op wrote before it refused the call"
 
 
@@ -529,8 +529,8 @@ def first(op: str, floating: bool = False) -> str:
     return next(n for n, x in tensors.items() if x.is_floating_point() or not floating)
 
 
-# A compiler runs the same check on fake tensors, or traces it; the user must still read the sentence,
-# and find the error. One call of each kind. The functions that plan are never compiled.
+# A compiler runs the same check on fake tensors, or traces it. The user must still read the text and
+# find the error. One call of each kind. The functions that plan are never compiled.
 TRACED = [op for op in FUNCTIONS if not op.startswith("plan_")]
 NO_GRADIENT = [
     *("decode_attention", "paged_attention", "mla_attention", "sparse_mla_attention"),
@@ -548,8 +548,8 @@ COMPILED = [
     *[b for b in BAD if b.function in TRACED and b.error is not InvalidInput],
 ]
 
-# After a graph break the call is an eager one, whatever is wrong with it: a call of each error, of what
-# returns and of what writes.
+# After a graph break the call is an eager one, whatever is wrong with it. One of each error, of an
+# op that returns and of one that writes.
 NOPE = {"kernel": "nope"}
 BROKEN = [
     broken("attention", "query"),
@@ -581,8 +581,8 @@ def test_message_and_error_survive_compilation(bad, fullgraph):
     assert written(bad.function, arguments) == before
 
 
-# What the dispatcher would turn down without a word of the field, or what the public functions would
-# trip over before the op's check.
+# What the dispatcher would refuse without naming the field, or what the public functions would trip
+# over before the op's check.
 MALFORMED = [
     *(Bad(op, {first(op): None}, first(op), "None", "a tensor") for op in FUNCTIONS),
     *(Bad(op, {first(op): "x"}, first(op), "str", "a tensor") for op in FUNCTIONS),
