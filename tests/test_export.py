@@ -21,10 +21,10 @@ from attnops.nn import (
 )
 from attnops.ops.op import OPS
 from tests.adapters.helpers import Calls as Ops
-from tests.ops.test_bad_inputs import BAD, Bad, function, good
+from tests.ops.calls import FUNCTIONS as PUBLIC, good
 
 CU = torch.tensor([0, 2, 5], dtype=torch.int32)
-FUNCTIONS = sorted({b.function for b in BAD if not b.function.startswith("plan_")})
+FUNCTIONS = [name for name in PUBLIC if not name.startswith("plan_")]
 """The public functions of ops, but for plans, which are made outside of models."""
 
 
@@ -131,7 +131,7 @@ def test_scripts_of_functions_are_refused():
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_vmap_maps_what_writes_nothing(name):
     """By a loop over the batch, which is torch's; what writes into its arguments is refused."""
-    call, arguments = function(Bad(name, {}, "", "", "")), good(name)
+    call, arguments = PUBLIC[name], good(name)
     field = next(n for n, value in arguments.items() if isinstance(value, torch.Tensor))
     batch = torch.stack([arguments[field]] * 2)
     run = torch.vmap(lambda x: call(**(arguments | {field: x})))
@@ -207,7 +207,7 @@ def test_what_torchs_own_attention_cannot_say_is_refused(how, onnx):
 def test_other_ops_are_refused(name, onnx):
     refused = pytest.raises(NotRecordable, match=r"got torch.onnx.export, want the model without")
     with refused, Ops():
-        function(Bad(name, {}, "", "", ""))(**good(name))
+        PUBLIC[name](**good(name))
 
 
 def test_a_program_is_decomposed():

@@ -32,3 +32,22 @@ def _few_objects():
     # models have been compiled, which takes longer than the rest of most tests here.
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def small_pages(monkeypatch):
+    """The pages that generate() makes: of 4 tokens, so that windows of 8 are shorter than the text."""
+    from attnops.hf.paged import pool
+
+    made = []
+    real = pool.ModelPages
+
+    def small(sizes, page_size=None):
+        made.append(real(sizes, 4 if page_size is None else page_size))
+        made[-1].forced = page_size
+        for pages in made[-1].pools:
+            pages.fill_(float("nan"))
+        return made[-1]
+
+    monkeypatch.setattr(pool, "ModelPages", small)
+    return made

@@ -8,7 +8,7 @@ import re
 from contextlib import contextmanager
 
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import CompileConfig, DynamicCache, StaticCache
 
 import attnops
 from attnops.hf import tiny
@@ -253,3 +253,14 @@ def calls_of(monkeypatch, module, op):
     monkeypatch.setattr(module, op, counted)
     with attnops.use(kernel={op: "reference"}):
         yield made
+
+
+def in_generate(model, rows, length, new, counter, **more):
+    """What generate() gives, which compiles the one-token step by itself on GPUs, and here with a counter."""
+    mask = left_padded(rows, length, (0, 3, 1, 2, 0))
+    options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "attention_mask": mask, **more}
+    if counter is not None:
+        how = CompileConfig(fullgraph=True, backend=counter)
+        how.mode, how._compile_all_devices = None, True
+        options["compile_config"] = how
+    return model.generate(tokens(rows, length), **options)

@@ -8,15 +8,12 @@ when the window has filled, which happens inside those 20 tokens. After that: ba
 `fullgraph=True` makes a graph break an error, so a test that passes had none.
 """
 
-from typing import Any
-
 import pytest
 import torch
-from transformers import CompileConfig
 
 import attnops
 from attnops.hf import tiny
-from tests.hf.helpers import LIMIT, Counter, left_padded, logits, relative, tokens
+from tests.hf.helpers import LIMIT, Counter, in_generate, left_padded, logits, relative, tokens
 
 WHOLE = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "deepseek_v2", "deepseek_v3")
 MORE = ("mixtral", "qwen3_moe", "qwen3_next", "phi3", "gpt2", "opt", "cohere2", "qwen2_moe", "olmo2")
@@ -46,29 +43,25 @@ def test_one_graph(name):
     assert relative(ours, want) < LIMIT
 
 
-def in_generate(model, batch, counter):
-    """New tokens from generate(), which compiles the one-token step of a static cache by itself on GPUs, and here when told to."""
-    options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "attention_mask": left_padded(batch, 9, (0, 3, 0, 1))}
-    if counter is not None:
-        how: Any = CompileConfig(fullgraph=True, backend=counter)
-        how.mode, how._compile_all_devices = None, True
-        options |= {"cache_implementation": "static", "compile_config": how}
-    return model.generate(tokens(batch, 9), **options)
+def static_in_generate(model, batch, counter):
+    """With the static cache whose one-token step generate() compiles."""
+    more = {} if counter is None else {"cache_implementation": "static"}
+    return in_generate(model, batch, 9, NEW, counter, **more)
 
 
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in LIKE_ANOTHER])
 def test_generate_does_not_recompile(name):
     model = tiny.model(name)
-    want = {batch: in_generate(model, batch, None) for batch in AFTER}
+    want = {batch: static_in_generate(model, batch, None) for batch in AFTER}
     counter = Counter()
     with attnops.patch(model):
         for batch in WARM_UP:
-            assert torch.equal(in_generate(model, batch, counter), want[batch])
+            assert torch.equal(static_in_generate(model, batch, counter), want[batch])
         warm = len(counter)
         assert 0 < warm <= 3
         for batch in AFTER:
-            assert torch.equal(in_generate(model, batch, counter), want[batch])
+            assert torch.equal(static_in_generate(model, batch, counter), want[batch])
     assert len(counter) == warm
 
 
@@ -76,14 +69,14 @@ def test_generate_does_not_recompile(name):
 def test_generate_with_lengths_does_not_recompile():
     """As above with compact masks: what a step is given has one shape, however long the context, and padding does not matter."""
     model = tiny.model("gemma3")
-    want = {batch: in_generate(model, batch, None) for batch in AFTER}
+    want = {batch: static_in_generate(model, batch, None) for batch in AFTER}
     counter = Counter()
     with attnops.patch(model, mask="compact"):
         for batch in WARM_UP:
-            assert torch.equal(in_generate(model, batch, counter), want[batch])
+            assert torch.equal(static_in_generate(model, batch, counter), want[batch])
         warm = len(counter)
         for batch in AFTER:
-            assert torch.equal(in_generate(model, batch, counter), want[batch])
+            assert torch.equal(static_in_generate(model, batch, counter), want[batch])
     assert len(counter) == warm > 0
     masks = [node.meta["example_value"] for g in counter.graphs for node in g.graph.nodes if node.op == "placeholder"]
     assert not [m for m in masks if isinstance(m, torch.Tensor) and m.dtype == torch.bool], "no written-out mask enters the graph"

@@ -1,6 +1,5 @@
 """Models of ordinary attention over pages: eager's tokens and logits however one generates, windows that give their pages back."""
 
-import gc
 from typing import Any
 
 import pytest
@@ -9,10 +8,9 @@ import transformers
 from transformers import DynamicCache
 
 import attnops
-from attnops.errors import InvalidInput, NoGradient
-from attnops.hf import PagedKeyCache, tiny
-from attnops.hf.cache_names import cache_of, named
-from attnops.hf.paged import attention as paged_attention, pool
+from attnops.errors import InvalidInput
+from attnops.hf import tiny
+from attnops.hf.paged import attention as paged_attention
 from attnops.hf.paged.pages import DRAFTS
 from tests.hf.helpers import (
     KEYED,
@@ -20,8 +18,6 @@ from tests.hf.helpers import (
     SLIDING,
     STEPS,
     by_hand,
-    eager_logits,
-    eager_tokens,
     generated,
     left_padded,
     logits,
@@ -34,23 +30,6 @@ from tests.hf.helpers import (
 LONG = 100
 # Prefill; single tokens; more than a window's pages have room for, over an empty cache and a filled one; a step of a few.
 TURNS = ((0, 14), (14, 15), (15, 16), (16, 18), (18, 70), (70, 71), (71, 90), (90, 91), (91, LONG))
-
-
-@pytest.fixture
-def small_pages(monkeypatch):
-    """generate() makes pages of 4 tokens, so that windows of 8 are shorter than the text."""
-    made = []
-    real = pool.ModelPages
-
-    def small(sizes, page_size=None):
-        made.append(real(sizes, 4 if page_size is None else page_size))
-        made[-1].forced = page_size
-        for pages in made[-1].pools:
-            pages.fill_(float("nan"))
-        return made[-1]
-
-    monkeypatch.setattr(pool, "ModelPages", small)
-    return made
 
 
 # Numbers --------------------------------------------------------------------------------------------------------------
@@ -132,83 +111,7 @@ def test_no_two_tokens_of_a_step_go_to_one_place(monkeypatch):
     assert len(given[0]) == room, "as many as there is room for"
 
 
-def test_what_is_stored():
-    """Padding is not, and pages of rows that the batch has not are not touched."""
-    model = tiny.model("gpt_oss")
-    with attnops.patch(model, cache="paged") as handle:
-        cache = handle.new_cache(5, 60, page_size=4)
-        poison(cache)
-        assert torch.equal(generated(model, **named(cache)), eager_tokens("gpt_oss"))
-        state = cache.state.pages
-        lengths = (cache.get_seq_length() - state.pad[:3]).tolist()
-        for layer in range(2):
-            for pages in cache.pages_of(layer):
-                assert torch.isfinite(pages).flatten(2).all(-1).sum() == sum(lengths)
-
-
-def test_a_request_without_any_token():
-    model, ids, mask = tiny.model("mistral"), tokens(), left_padded()
-    mask[2] = 0
-    want = logits(model, "dynamic", ids, mask, steps=STEPS[:3])
-    with attnops.patch(model, cache="paged") as handle:
-        cache = handle.new_cache(3, 60, page_size=4)
-        poison(cache)
-        assert relative(by_hand(model, cache, ids, mask, STEPS[:3]), want) < LIMIT
-
-
-def test_half_precision_and_autocast():
-    model = tiny.model("llama").to(torch.bfloat16)
-    want = logits(model, "dynamic", tokens(), left_padded()).float()
-    with attnops.patch(model, cache="paged") as handle:
-        cache = handle.new_cache(3, 20)
-        assert cache.pages_of(0)[0].dtype == torch.bfloat16
-        assert relative(by_hand(model, cache, tokens(), left_padded()).float(), want) < 0.1
-    model = tiny.model("llama")
-    with torch.autocast("cpu", torch.bfloat16), attnops.patch(model, cache="paged") as handle:
-        ours = by_hand(model, handle.new_cache(3, 20), tokens(), left_padded())
-    assert relative(ours.float(), eager_logits("llama")) < 0.1
-
-
 # Ways to generate -----------------------------------------------------------------------------------------------------
-
-WAYS: list[dict[str, Any]] = [
-    {"prefill_chunk_size": 4},
-    {"prefill_chunk_size": 40},
-    {"num_return_sequences": 2, "do_sample": True, "max_new_tokens": 5},
-    {"prompt_lookup_num_tokens": 3, "rows": 1},
-    {"prompt_lookup_num_tokens": 50, "rows": 1},
-    {"use_cache": False},
-    {"cache_implementation": "static"},
-]
-
-
-@pytest.mark.sweep(3)
-@pytest.mark.parametrize("options", WAYS, ids=lambda options: "-".join(f"{k}_{v}" for k, v in options.items())[:32])
-def test_ways_to_generate(options, small_pages):
-    options = dict(options)
-    rows = options.pop("rows", 3)
-    model = tiny.model("gpt_oss")
-
-    def run():
-        torch.manual_seed(0)
-        more = {"max_new_tokens": 12, "do_sample": False, "attention_mask": left_padded(rows, 60), **options}
-        return model.generate(tokens(rows, 60), **more)
-
-    want = run()
-    with attnops.patch(model, cache="paged"), over_pages() as calls:
-        assert torch.equal(run(), want)
-    assert bool(calls["paged"]) == bool(small_pages) == ("use_cache" not in options and "cache_implementation" not in options)
-    assert all(pages.windows == (8, 0) for pages in small_pages)
-
-
-def test_assisted_generation(small_pages):
-    """The drafts that are rejected are taken back. The helper, patched too, keeps transformers' cache."""
-    model, helper = tiny.model("mistral"), tiny.model("mistral", seed=1)
-    one: dict[str, Any] = {"attention_mask": left_padded(1, 60), "max_new_tokens": 12, "do_sample": False}
-    want = model.generate(tokens(1, 60), assistant_model=helper, **one)
-    with attnops.patch(model, cache="paged"), attnops.patch(helper, cache="paged"), over_pages() as calls:
-        assert torch.equal(model.generate(tokens(1, 60), assistant_model=helper, **one), want)
-    assert calls["paged"] and len(small_pages) == 1
 
 
 @pytest.mark.full
@@ -225,17 +128,6 @@ def test_an_assistant_that_drafts_more_than_a_window_has_room_for(small_pages):
     assert [pages.windows for pages in small_pages] == [(0,), (8,)]
 
 
-def test_beam_search_keeps_transformers_cache():
-    model = tiny.model("gemma2")
-    want = generated(model, new=6, num_beams=2)
-    with attnops.patch(model, cache="paged") as handle, over_pages() as calls:
-        with pytest.warns(UserWarning, match="beam search"):
-            assert torch.equal(generated(model, new=6, num_beams=2), want)
-        assert not any(calls.values()) and any("but in beam search, as an assistant" in note for note in handle.report().notes)
-        with pytest.raises(InvalidInput, match="num_beams"):
-            generated(model, new=6, num_beams=2, **named(handle.new_cache(6, 40)))
-
-
 def test_a_cache_that_the_checkpoint_names_is_kept_and_told(recwarn):
     model, options = tiny.model("gemma2"), {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
     want = model.generate(tokens(), **options)
@@ -248,26 +140,6 @@ def test_a_cache_that_the_checkpoint_names_is_kept_and_told(recwarn):
         recwarn.clear()
         assert torch.equal(model.generate(tokens(), **options), want) and any(calls.values())
         assert not [w for w in recwarn if "asks for the cache" in str(w.message)]
-
-
-def test_turns():
-    """A second turn over the same cache, with the whole text given again; then the cache is emptied and used for another batch."""
-    model, options = tiny.model("gpt_oss"), {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
-    mask = left_padded(3, 40)
-    first = model.generate(tokens(3, 40), attention_mask=mask, **options)
-    text = torch.cat([first, tokens(3, 4, seed=7)], 1)
-    longer = torch.cat([mask, mask.new_ones(3, 24)], 1)
-    second = model.generate(text, attention_mask=longer, **options)
-    with attnops.patch(model, cache="paged") as handle:
-        cache = handle.new_cache(4, 100, page_size=4)
-        poison(cache)
-        assert torch.equal(model.generate(tokens(3, 40), attention_mask=mask, **named(cache), **options), first)
-        with over_pages() as calls:
-            assert torch.equal(model.generate(text, attention_mask=longer, **named(cache), **options), second)
-        assert not calls["alone"], "the cache was not empty"
-        cache.reset()
-        assert int(cache.get_seq_length()) == 0
-        assert torch.equal(generated(model, **named(cache)), eager_tokens("gpt_oss"))
 
 
 def test_rollback():
@@ -326,31 +198,6 @@ def test_all_layers_are_cropped_or_none():
         assert int(cache.get_seq_length()) == 14
 
 
-def test_a_step_that_ended_in_an_error():
-    """Half of the layers have its tokens: nothing goes on from there until they are taken back."""
-    model, ids, mask = tiny.model("gemma2"), tokens(), left_padded()
-
-    def fails(*_):
-        raise OSError
-
-    with attnops.patch(model, cache="paged") as handle:
-        cache = handle.new_cache(3, 60, page_size=4)
-        with pytest.raises(NoGradient):
-            model(ids, **named(cache))
-        cache.crop(-20)
-        by_hand(model, cache, ids, mask, ((0, 14),))
-        hook = model.model.layers[0].mlp.register_forward_pre_hook(fails)
-        with pytest.raises(OSError):
-            by_hand(model, cache, ids, mask, ((14, 16),))
-        hook.remove()
-        longer = torch.cat([mask, mask.new_ones(3, 9)], 1)
-        with pytest.raises(InvalidInput, match="did not reach every layer"):
-            by_hand(model, cache, ids, longer, ((16, 17),))
-        cache.crop(-2)
-        ours = by_hand(model, cache, ids, mask, STEPS[1:])
-    assert relative(ours, eager_logits("gemma2")[-len(ours) :]) < LIMIT
-
-
 def test_layers_without_any_cache():
     """Of experts alone, between others. To transformers 5.24 they are layers of another kind."""
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}
@@ -362,30 +209,3 @@ def test_layers_without_any_cache():
     want = generated(model)
     with attnops.patch(model, cache="paged") as handle:
         assert torch.equal(generated(model), want) and handle.took.cache == "paged"
-
-
-@pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
-def test_layers_of_other_kinds_keep_their_own_states(name):
-    """Whose shape is that of a batch, so that a reset makes them anew."""
-    model = tiny.model(name)
-    with attnops.patch(model, cache="paged") as handle:
-        assert sum(bool(row.phases) for row in handle.report().rows) < model.config.num_hidden_layers
-        cache = handle.new_cache(4, 40)
-        by_hand(model, cache, tokens(1), left_padded(1), STEPS[:2])
-        cache.reset()
-        assert torch.equal(generated(model, **named(cache)), eager_tokens(name))
-
-
-def test_a_cache_that_is_handed_out_stays_whole():
-    """What generate() returns belongs to the caller: the next call takes other pages."""
-    model = tiny.model("mistral")
-    with attnops.patch(model, cache="paged"):
-        cache = cache_of(generated(model, return_dict_in_generate=True))
-        assert isinstance(cache, PagedKeyCache)
-        before = cache.pages_of(0)[0].clone()
-        again = cache_of(generated(model, return_dict_in_generate=True))
-        assert again.pages_of(0)[0].data_ptr() != cache.pages_of(0)[0].data_ptr() and torch.equal(cache.pages_of(0)[0], before)
-        freed = again.pages_of(0)[0].data_ptr()
-        del again
-        gc.collect()
-        assert cache_of(generated(model, return_dict_in_generate=True)).pages_of(0)[0].data_ptr() == freed

@@ -1,29 +1,15 @@
 """Models of ordinary attention over pages, compiled: whatever batch and length come, nothing is compiled again."""
 
-from typing import Any
-
 import pytest
 import torch
-from transformers import CompileConfig
 
 import attnops
 from attnops.hf import tiny
 from attnops.hf.cache_names import named
-from tests.hf.helpers import LIMIT, Counter, allocated, by_hand, left_padded, logits, poison, relative, tokens
-from tests.lowering.models import compiled_code, kernel_calls
+from tests.hf.helpers import LIMIT, Counter, by_hand, in_generate, left_padded, logits, poison, relative, tokens
 
 # Rows, length of the prompt, new tokens. The first three, of each kind of batch, are what it takes to warm up.
 CALLS = ((3, 9, 4), (2, 9, 4), (1, 9, 4), (3, 12, 5), (2, 70, 6), (1, 30, 40), (5, 20, 4), (3, 9, 4), (4, 50, 30), (1, 100, 5))
-
-
-def in_generate(model, rows, length, new, counter, **more):
-    mask = left_padded(rows, length, (0, 3, 1, 2, 0))
-    options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "attention_mask": mask, **more}
-    if counter is not None:
-        how: Any = CompileConfig(fullgraph=True, backend=counter)
-        how.mode, how._compile_all_devices = None, True
-        options["compile_config"] = how
-    return model.generate(tokens(rows, length), **options)
 
 
 @pytest.fixture(autouse=True)
@@ -86,18 +72,3 @@ def test_a_loop_by_hand():
         by_hand(compiled, cache, ids, mask, steps[:1])
         with pytest.raises(RuntimeError, match="pages cannot follow"):
             by_hand(compiled, cache, ids, spoilt, steps[1:2])
-
-
-@pytest.mark.full
-def test_generated_code():
-    """A layer's decode step names its kernels, and nothing as large as the pages is allocated or copied."""
-    model, ids, mask = tiny.model("mistral", num_hidden_layers=1), tokens(2, 62), left_padded(2, 62)
-    want = logits(model, "dynamic", ids, mask, ((0, 60), (60, 61)))[-2:]
-    with attnops.patch(model, cache="paged") as handle:
-        cache = handle.new_cache(3, 90, page_size=4)
-        by_hand(model, cache, ids, mask, ((0, 60),))
-        model.model.layers[0].self_attn.compile(fullgraph=True)
-        ours, code = compiled_code(lambda: by_hand(model, cache, ids, mask, ((60, 61),)))
-    assert relative(ours, want) < LIMIT
-    assert [call for call in kernel_calls(code) if "paged" in call] in (["paged_attention.sdpa"], ["paged_attention.reference"])
-    assert tuple(cache.pages_of(0)[0].shape) not in allocated(code)

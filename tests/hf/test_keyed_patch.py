@@ -2,7 +2,6 @@
 
 import json
 import threading
-import warnings
 
 import pytest
 import torch
@@ -10,8 +9,8 @@ import transformers
 from transformers import DynamicCache
 
 import attnops
-from attnops.errors import InvalidInput, NoGradient, PageSizeConflict, PatchError, UnknownKernel
-from attnops.hf import Decode, PagedKeyCache, tiny
+from attnops.errors import InvalidInput, PageSizeConflict, PatchError, UnknownKernel
+from attnops.hf import Decode, tiny
 from attnops.hf.attention import descriptor
 from attnops.hf.cache_names import named
 from attnops.hf.matching.match import usage_of
@@ -20,33 +19,15 @@ from attnops.lowering.explain import packages_of_kernels
 from attnops.problem import Target, pretend
 from tests.graphs.standin import StandIn
 from tests.hf.helpers import (
-    LIMIT,
-    STEPS,
-    by_hand,
-    copies,
     eager_tokens,
     generated,
-    left_padded,
     over_pages,
-    relative,
     tokens,
 )
 from tests.hf.test_latent_patch import everything
 from tests.hf.test_robust import by_name
 
 # What pages cannot hold -----------------------------------------------------------------------------------------------
-
-
-def test_masks_that_change_and_rows_that_come_back():
-    model, ids, mask = tiny.model("gpt_oss"), tokens(), left_padded()
-    with attnops.patch(model, cache="paged") as handle, torch.no_grad():
-        cache = handle.new_cache(3, 20)
-        by_hand(model, cache, ids, mask, STEPS[:1])
-        with pytest.raises(InvalidInput, match="another padding"):
-            model(ids[:, 14:15], attention_mask=torch.ones_like(mask[:, :15]), **named(cache))
-        by_hand(model, cache, ids[:2], mask[:2], STEPS[1:3])
-        with pytest.raises(InvalidInput, match="rows that the step before left out"):
-            by_hand(model, cache, ids, mask, STEPS[3:4])
 
 
 def test_a_mask_that_sees_more_than_the_pages_keep():
@@ -58,32 +39,6 @@ def test_a_mask_that_sees_more_than_the_pages_keep():
             mask = descriptor.build(pattern, 3, 0, 14, 0, 0, torch.device("cpu"))
             with pytest.raises(InvalidInput, match=r"window of layer 0.*at most 8"):
                 model(tokens()[:, :14], attention_mask=mask, **named(cache))
-
-
-def test_training():
-    """Gradients and dropout need transformers' cache, or none. With pages they are an error."""
-    model, ids = tiny.model("llama", attention_dropout=0.3), tokens(3, 9)
-    with attnops.patch(model, cache="paged") as handle:
-        model.train()
-        model(ids, labels=ids, use_cache=False).loss.backward()
-        cache = handle.new_cache(3, 9)
-        assert model.training, "a look at what the layers keep leaves the mode as it was"
-        with pytest.raises(InvalidInput, match="dropout"):
-            model(ids, **named(cache))
-        model.eval()
-        with pytest.raises(NoGradient):
-            model(ids, **named(handle.new_cache(3, 9)))
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt_neox", "gpt_bigcode", "gemma2"])
-def test_a_consumer_that_does_not_know_pages_fails(name):
-    """Be it the mask function or the layer: never with numbers."""
-    model = tiny.model(name)
-    handle = attnops.patch(model, cache="paged")
-    cache = handle.new_cache(1, 20)
-    handle.unpatch()
-    with pytest.raises((RuntimeError, ValueError, IndexError)), torch.no_grad():
-        model(tokens(1), **named(cache))
 
 
 def test_a_layer_that_does_not_ask_its_cache():
@@ -254,31 +209,6 @@ def test_adapters_that_pages_do_not_follow(kind, graphs):
                 model.generate(**given, **named(cache))
 
 
-def test_a_shard_of_the_heads():
-    """As tensor parallelism leaves a layer: half the heads in its weights, all of them in its config."""
-    model = tiny.model("llama")
-    for layer in model.model.layers:
-        attention = layer.self_attn
-        for part, dim in (("q_proj", 0), ("k_proj", 0), ("v_proj", 0), ("o_proj", 1)):
-            linear = getattr(attention, part)
-            linear.weight = torch.nn.Parameter(linear.weight.detach().chunk(2, dim)[0].contiguous())
-    want = generated(model)
-    with attnops.patch(model, cache="paged") as handle, over_pages() as calls:
-        assert torch.equal(generated(model), want)
-        assert handle.new_cache(1, 9).pages_of(0)[0].shape[2] == 1
-    assert calls["paged"]
-
-
-def test_offloading():
-    accelerate = pytest.importorskip("accelerate", reason="the package accelerate (extra dev) is not installed")
-    model = tiny.model("gpt_oss")
-    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
-    with attnops.patch(model, cache="paged"), over_pages() as calls, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # transformers: the model is on meta
-        assert torch.equal(generated(model), eager_tokens("gpt_oss"))
-    assert calls["paged"]
-
-
 def test_where_a_quantised_layer_computes():
     """Weights of four bits have no dtype to tell, and lie where the model's others do."""
     packed, model = torch.nn.Module(), torch.nn.Module()
@@ -314,45 +244,6 @@ def test_threads(name):
         for thread in threads:
             thread.join()
     assert all(torch.equal(one, eager_tokens(name)) for some in got for one in some)
-
-
-def test_copies_and_pickles():
-    model = tiny.model("mistral")
-    handle = attnops.patch(model, cache="paged")
-    generated(model, new=2)
-    others = copies(model)
-    handle.unpatch()
-    for other in others:
-        with over_pages() as calls:
-            assert torch.equal(generated(other), eager_tokens("mistral"))
-        assert calls["paged"]
-        attnops.patch(other, cache="paged").unpatch()
-        assert not other.model.layers[0].self_attn._forward_pre_hooks
-        assert torch.equal(generated(other), eager_tokens("mistral"))
-
-
-def test_switched_to_another_implementation_while_patched():
-    """Whoever takes the model elsewhere in between gets what it gives, with transformers' caches."""
-    model = tiny.model("mistral")
-    with attnops.patch(model, cache="paged") as handle:
-        assert handle.verify(tokens(), attention_mask=left_padded()).passed
-        model.set_attn_implementation("sdpa")
-        assert torch.equal(generated(model), eager_tokens("mistral"))
-        with pytest.raises(InvalidInput, match="with attention 'sdpa'"):
-            generated(model, **named(handle.new_cache(3, 40)))
-
-
-def test_a_bare_model():
-    """Without generate() there is nothing to hook into: the cache is made by hand."""
-    model = tiny.model("gemma2")
-    bare = model.model
-    with torch.no_grad():
-        want = bare(tokens(), attention_mask=left_padded()).last_hidden_state[left_padded().bool()]
-        with attnops.patch(bare, cache="paged") as handle:
-            cache = handle.new_cache(3, 20)
-            assert isinstance(cache, PagedKeyCache)
-            ours = bare(tokens(), attention_mask=left_padded(), **named(cache)).last_hidden_state
-    assert relative(ours[left_padded().bool()], want) < LIMIT
 
 
 # Models that pages cannot serve ---------------------------------------------------------------------------------------

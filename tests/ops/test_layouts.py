@@ -11,7 +11,7 @@ import attnops
 from attnops.errors import InvalidInput, find
 from attnops.kernel import kernels_of
 from tests.adapters.helpers import Calls
-from tests.ops.test_bad_inputs import BAD, WRITTEN, Bad, function, good, i
+from tests.ops.calls import FUNCTIONS, good, i, written
 
 
 class Tagged(Tensor):
@@ -29,11 +29,6 @@ MADE: dict[str, Callable[[Tensor], Tensor]] = {
     "jagged": lambda t: torch.nested.nested_tensor(list(t.unbind()), layout=torch.jagged),
     "a class": lambda t: t.as_subclass(Tagged),
 }  # fmt: skip
-FUNCTIONS = sorted({b.function for b in BAD})
-
-
-def called(name):
-    return function(Bad(name, {}, "", "", ""))
 
 
 @pytest.mark.parametrize("kind", MADE)
@@ -41,7 +36,7 @@ def called(name):
 @pytest.mark.filterwarnings("ignore")
 def test_another_layout_is_refused_before_anything_is_written(name, kind):
     tried = 0
-    called(name)(**good(name))  # what is remembered of it must not be compared with tensors that have no sizes
+    FUNCTIONS[name](**good(name))  # what is remembered of it must not be compared with tensors that have no sizes
     for field, value in good(name).items():
         if not isinstance(value, Tensor):
             continue
@@ -51,14 +46,13 @@ def test_another_layout_is_refused_before_anything_is_written(name, kind):
         except (RuntimeError, ValueError, IndexError):
             continue  # torch has no such tensor of this shape and dtype
         tried += 1
-        before = {n: t.clone() for n in WRITTEN if n != field and isinstance(t := arguments.get(n), Tensor)}
+        before = written(name, arguments)
         for _ in range(2):
             with pytest.raises(InvalidInput) as caught:
-                called(name)(**arguments)
+                FUNCTIONS[name](**arguments)
             own = "a plain tensor, as x.as_subclass" if kind == "a class" else "strided"
             assert own in caught.value.want or ".dtype" in caught.value.field, field
-        for n, held in before.items():
-            assert torch.equal(arguments[n].view(torch.uint8), held.view(torch.uint8)), f"{n} was written"
+        assert written(name, arguments) == before
     assert tried or kind in ("csr", "mkldnn", "quantised", "jagged")
 
 
@@ -67,7 +61,7 @@ def test_another_layout_is_refused_before_anything_is_written(name, kind):
 def test_meta_tensors_reach_no_kernel(name):
     arguments = {n: v.to("meta") if isinstance(v, Tensor) else v for n, v in good(name).items()}
     for _ in range(3):  # the second goes another way than the first
-        out = called(name)(**arguments)
+        out = FUNCTIONS[name](**arguments)
     assert out is None or out.device.type == "meta"
 
 
@@ -163,14 +157,14 @@ def test_a_longest_request_that_is_longer_is_seen_on_the_host(name, change, grad
         for kernel in [None, *kernels_of(name)]:
             arguments = good(name) | {"kernel": kernel}
             try:
-                called(name)(**arguments)
+                FUNCTIONS[name](**arguments)
             except attnops.AttnopsError:
                 continue  # this kernel does not take the call
-            right = called(name)(**arguments)
+            right = FUNCTIONS[name](**arguments)
             arguments |= change
             before = arguments["output"].clone() if "output" in arguments else None
             try:
-                found = called(name)(**arguments)
+                found = FUNCTIONS[name](**arguments)
             except InvalidInput as error:
                 assert error.field == "max_seqlen" and "longest request" in error.want
                 assert before is None or torch.equal(before, arguments["output"])

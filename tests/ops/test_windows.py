@@ -16,7 +16,7 @@ from attnops.ops.eager import Eager
 from attnops.ops.rules import FURTHEST
 from attnops.problem import pretend
 from attnops.testing import CASES, Features, Source, builders, check_kernel
-from tests.ops.test_bad_inputs import good
+from tests.ops.calls import good
 from tests.triton.process import interpreted
 from tests.triton.test_numerics import SM90
 
