@@ -13,7 +13,6 @@ from attnops.errors import InvalidInput
 from attnops.inputs import plan_call, planned
 from attnops.kernel import Kernel, Plan, kernels_of, register
 from attnops.ops import named_pages
-from attnops.problem import pretend
 from attnops.reference.data import UNKNOWN
 from attnops.testing import Features, Source, builders, check_kernel
 from attnops.testing.latent import DEEPSEEK
@@ -102,10 +101,9 @@ def test_latents(name, queries, holes, ids):
 @pytest.mark.parametrize(("op", "name"), [(op, name) for op in ("paged", "mla") for name in PLANNING[op]])
 def test_a_plan_of_another_number_of_pages_is_for_promised_tables_alone(op, name):
     """It took ids past the pool for pages, or pages for ids past the pool."""
-    build, way = (builders.paged, PAGED) if op == "paged" else (builders.mla, LATENT)
+    build = builders.paged if op == "paged" else builders.mla
     call, kernel = build(Source(0), (1, 1), (9, 30), 64, HALF if op == "paged" else DEEPSEEK), kernels_of(f"{op}_attention")[name]
-    install, target = way[name]
-    with install(), pretend(target):
+    with running(name):
         for pages, said in ((UNKNOWN, "unknown"), (1, "1")):
             made = planned(kernel, call)
             maker = kernels_of(f"plan_{op}_attention")[name]
