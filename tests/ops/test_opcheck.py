@@ -38,11 +38,10 @@ def calls_of(name):
     return CALLS if name == "default" else OF_A_KERNEL
 
 
-@cache
-def telling(op, name):
-    """Some of the cases an overload takes, which together show as many words of the labels, hence features, as possible."""
-    left, seen, out = [c for c in CASES[op] if accepts(op, name, c)], set(), []
-    while left and len(out) < calls_of(name):
+def telling(cases, count):
+    """Some of the cases, which together show as many words of the labels, hence features, as possible."""
+    left, seen, out = [*cases], set(), []
+    while left and len(out) < count:
         best = max(left, key=lambda c: len(set(words(c)) - seen))
         left.remove(best)
         seen |= set(words(best))
@@ -52,6 +51,12 @@ def telling(op, name):
 
 def words(case):
     return case.label.replace("_", "-").split("-")
+
+
+@cache
+def accepted(op, name):
+    """Telling ones among the cases that an overload takes."""
+    return telling([c for c in CASES[op] if accepts(op, name, c)], calls_of(name))
 
 
 def accepts(op, name, case):
@@ -82,7 +87,7 @@ def check(op, name, call):
 @pytest.mark.sweep(17)
 @pytest.mark.parametrize(("op", "name", "nth"), [(op, name, n) for op, name in OVERLOADS for n in range(calls_of(name))])
 def test_opcheck(op, name, nth):
-    cases = telling(op, name)
+    cases = accepted(op, name)
     if not cases:
         why = kernels_of(op)[name].refusals(CASES[op][0].call().problem)
         pytest.skip("; ".join(map(str, why)) or "refuses every case")

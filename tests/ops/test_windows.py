@@ -17,8 +17,8 @@ from attnops.ops.rules import FURTHEST
 from attnops.problem import pretend
 from attnops.testing import CASES, Features, Source, builders, check_kernel
 from tests.ops.calls import good
+from tests.triton.checks import SM90
 from tests.triton.process import interpreted
-from tests.triton.test_numerics import SM90
 
 OFF = {"window_left": -1, "window_right": -1, "attention_chunk": 0}
 BOUNDED = [(op, name) for op in OPS for name in OFF if name in OPS[op].spec.names]

@@ -15,7 +15,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-INF, NAN = float("inf"), float("nan")
+from tests.standins.body import INF, attend, gradients, logits_of, of_heads
+
+NAN = float("nan")
 Called = list[str]
 
 
@@ -89,10 +91,9 @@ def _forward(
     out = torch.empty_like(q).fill_(NAN)
     lse = torch.full((q.shape[1], q.shape[0]) if cu_q is not None else (q.shape[0], q.shape[2], q.shape[1]), NAN)
     for rows, keys in _requests(q, k, cu_q, cu_k):
-        logits, values, _group = _logits(q[rows], k[keys], v[keys], scale, left, right)
-        total = torch.logsumexp(logits, -1)
-        weights = torch.exp(logits - torch.where(total == -INF, 0.0, total)[..., None]).to(q.dtype).float()
-        out[rows] = torch.einsum("hnk,khd->nhd", weights, values).to(q.dtype)
+        logits = _logits(q[rows], k[keys], scale, left, right)
+        found, total = attend(q[rows], v[keys], logits)
+        out[rows] = found.to(q.dtype)
         total = torch.where(total == -INF, INF, total)
         if cu_q is None:
             lse[rows] = total
@@ -101,11 +102,8 @@ def _forward(
     return out, lse, torch.empty(2, dtype=torch.uint64), torch.empty((), dtype=torch.uint64), q.new_empty(0)
 
 
-def _logits(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int, right: int) -> tuple[Tensor, Tensor, int]:
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
-    logits = torch.einsum("nhd,khd->hnk", q.float(), k) * scale
-    return logits.masked_fill(~_see(q.shape[0], k.shape[0], left, right), -INF), v, group
+def _logits(q: Tensor, k: Tensor, scale: float, left: int, right: int) -> Tensor:
+    return logits_of(q, k, scale).masked_fill(~_see(q.shape[0], k.shape[0], left, right), -INF)
 
 
 def _backward(
@@ -119,16 +117,10 @@ def _backward(
     left, right = _window(causal, window_size_left, window_size_right, max_q, max_k)
     grads = [torch.empty_like(x).fill_(NAN) for x in (q, k, v)]
     for rows, keys in _requests(q, k, cu_q, cu_k):
-        logits, values, group = _logits(q[rows], k[keys], v[keys], scale, left, right)
-        weights = torch.exp(logits - (lse[:, rows] if cu_q is not None else lse[rows])[..., None])
-        dout = g[rows].float()
-        delta = (dout * out[rows].float()).sum(-1).T
-        d_logits = weights * (torch.einsum("nhd,khd->hnk", dout, values) - delta[..., None]) * scale
-        wide_k = k[keys].float().repeat_interleave(group, 1)
-        grads[0][rows] = torch.einsum("hnk,khd->nhd", d_logits, wide_k).to(q.dtype)
-        for into, by_head in (
-            (grads[1], torch.einsum("hnk,nhd->khd", d_logits, q[rows].float())),
-            (grads[2], torch.einsum("hnk,nhd->khd", weights, dout)),
-        ):
-            into[keys] = by_head.to(q.dtype).unflatten(1, (-1, group)).sum(2).to(q.dtype)
+        logits = _logits(q[rows], k[keys], scale, left, right)
+        stats = lse[:, rows] if cu_q is not None else lse[rows]
+        found = gradients(g[rows], q[rows], k[keys], v[keys], out[rows], stats, logits, scale)
+        grads[0][rows] = found[0].to(q.dtype)
+        for into, by_head in zip(grads[1:], found[1:3], strict=True):
+            into[keys] = of_heads(by_head.to(q.dtype), k[keys]).to(q.dtype)
     return tuple(grads)

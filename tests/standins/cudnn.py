@@ -6,6 +6,7 @@ the strides of what they are like.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.standins.aten_flash import Called, replaced
+from tests.standins.body import INF, attend, gradients, logits_of, of_heads
 
 
 def installed() -> AbstractContextManager[Called]:
@@ -28,8 +30,13 @@ def _check(q: Tensor, *tensors: Tensor) -> None:
 
 
 def _logits(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
-    logits = torch.einsum("bhnd,bhkd->bhnk", q.float(), k.float().repeat_interleave(q.shape[1] // k.shape[1], 1)) * scale
-    return logits.masked_fill(~torch.ones(logits.shape[-2:], dtype=torch.bool).tril(), float("-inf")) if causal else logits
+    logits = logits_of(q, k, scale)
+    return logits.masked_fill(~torch.ones(logits.shape[-2:], dtype=torch.bool).tril(), -INF) if causal else logits
+
+
+def _requests(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Tokens first."""
+    return zip(*(x.transpose(1, 2) for x in tensors), strict=True)
 
 
 def _forward(
@@ -38,24 +45,23 @@ def _forward(
 ) -> tuple[Any, ...]:  # fmt: skip
     _check(q, k, v)
     assert bias is None and dropout == 0.0 and not debug
-    logits = _logits(q, k, scale, causal)
-    out = torch.softmax(logits, -1).to(q.dtype).float() @ v.float().repeat_interleave(q.shape[1] // k.shape[1], 1)
-    lse, seed = torch.logsumexp(logits, -1, keepdim=True) if with_lse else torch.empty(0), torch.empty((), dtype=torch.int64)
+    found = [attend(one, value, _logits(one, key, scale, causal)) for one, key, value in _requests(q, k, v)]
+    out, stats = (torch.stack(x) for x in zip(*found, strict=True))
+    lse, seed = stats[..., None] if with_lse else torch.empty(0), torch.empty((), dtype=torch.int64)
     like = torch.empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3], dtype=q.dtype).transpose(1, 2)
-    return like.copy_(out), lse, seed, seed.clone(), q.shape[2], k.shape[2], seed.clone(), seed.clone(), seed.clone()
+    return like.copy_(out.transpose(1, 2)), lse, seed, seed.clone(), q.shape[2], k.shape[2], seed.clone(), seed.clone(), seed.clone()
 
 
 def _backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seed: Tensor, offset: Tensor, bias: Tensor | None,
     cum_q: Tensor | None, cum_k: Tensor | None, max_q: int, max_k: int, dropout: float, causal: bool, *, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: skip
     _check(q, k, v, g, out)
     assert (bias, cum_q, cum_k, dropout) == (None, None, None, 0.0) and (max_q, max_k) == (q.shape[2], k.shape[2])
     assert lse.shape == (*q.shape[:3], 1) and lse.is_contiguous() and lse.dtype == torch.float32
-    group = q.shape[1] // k.shape[1]
-    wide_k, wide_v = (x.float().repeat_interleave(group, 1) for x in (k, v))
-    p = torch.exp(_logits(q, k, scale, causal) - lse)
-    ds = p * (g.float() @ wide_v.mT - (g.float() * out.float()).sum(-1, keepdim=True)) * scale
-    found = ds @ wide_k, (ds.mT @ q.float()).unflatten(1, (-1, group)).sum(2), (p.mT @ g.float()).unflatten(1, (-1, group)).sum(2)
-    grad_q, grad_k, grad_v = (torch.empty_like(x).copy_(y) for x, y in zip((q, k, v), found, strict=True))
-    return grad_q, grad_k, grad_v
+    grads = tuple(torch.empty_like(x) for x in (q, k, v))
+    for b, (one, key, value, dout, result) in enumerate(_requests(q, k, v, g, out)):
+        d_q, d_k, d_v, _ = gradients(dout, one, key, value, result, lse[b, ..., 0], _logits(one, key, scale, causal), scale)
+        for into, found in zip(grads, (d_q, of_heads(d_k, key), of_heads(d_v, key)), strict=True):
+            into[b] = found.transpose(0, 1)
+    return grads

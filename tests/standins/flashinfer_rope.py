@@ -9,15 +9,29 @@ calls an illegal address. That a tensor is on CUDA is the one thing it does not 
 from __future__ import annotations
 
 import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from attnops.kernels.flashinfer import modules
 from tests.standins.checks import ALL, LAST, check, laid_out
 
 CALLS: list[dict[str, Any]] = []
 """What each call was given, in order."""
+
+
+@contextmanager
+def installed() -> Iterator[list[dict[str, Any]]]:
+    """Put the stand-in where the wrapper looks within the block; gives the record of calls."""
+    CALLS.clear()
+    with patch.object(modules, "module", {"rope": sys.modules[__name__]}.__getitem__):
+        yield CALLS
+
 
 HALVES = (torch.float16, torch.bfloat16)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from tests.standins.aten_flash import Called, replaced
+from tests.standins.body import INF, attend, gradients, logits_of
 
-INF, NAN = float("inf"), float("nan")
+NAN = float("nan")
 
 
 def installed() -> AbstractContextManager[Called]:
@@ -36,11 +37,15 @@ def _check(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> None:
 
 
 def _logits(q: Tensor, k: Tensor, bias: Tensor | None, kind: int, scale: float) -> Tensor:
-    logits = torch.einsum("bnhd,bkhd->bhnk", q.float(), k.float()) * scale
-    logits = logits if bias is None else logits + bias.float()
+    """Of one request."""
     assert kind in (0, 2)
-    below = torch.ones(logits.shape[-2:], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+    logits = logits_of(q, k, scale) + (0.0 if bias is None else bias.float())
+    below = torch.ones(logits.shape[-2:], dtype=torch.bool).tril(k.shape[0] - q.shape[0])
     return logits.masked_fill(~below, -INF) if kind == 2 else logits
+
+
+def _biases(bias: Tensor | None, q: Tensor) -> Any:
+    return [None] * q.shape[0] if bias is None else bias
 
 
 def _forward(
@@ -49,12 +54,15 @@ def _forward(
 ) -> tuple[Any, ...]:  # fmt: skip
     _check(q, k, v, bias)
     assert (cu_q, cu_k, max_q, max_k, dropout, seqlen_k, window_size) == (None, None, None, None, 0.0, None, None)
-    logits = _logits(q, k, bias, kind, scale)
-    out = torch.einsum("bhnk,bkhd->bnhd", torch.softmax(logits, -1).to(q.dtype).float(), v.float()).to(q.dtype).contiguous()
+    found = [
+        attend(one, value, _logits(one, key, added, kind, scale)) for one, key, value, added in zip(q, k, v, _biases(bias, q), strict=True)
+    ]
+    out, stats = (torch.stack(x) for x in zip(*found, strict=True))
+    blind = stats == -INF
+    out = out.masked_fill(blind.transpose(1, 2)[..., None], NAN).to(q.dtype)
     lse = torch.full((q.shape[0], q.shape[2], -(-q.shape[1] // 32) * 32 if with_lse else 0), INF)
     if with_lse:
-        found = torch.logsumexp(logits, -1)
-        lse[..., : q.shape[1]] = found.masked_fill(found == -INF, NAN)
+        lse[..., : q.shape[1]] = stats.masked_fill(blind, NAN)
     seed = torch.empty((), dtype=torch.int64)
     return out, lse, seed, seed.clone(), q.shape[1], k.shape[1]
 
@@ -69,15 +77,11 @@ def _backward(
     assert (cu_q, cu_k, dropout, num_splits_key, window_size, shared_storage_dqdkdv) == (None, None, 0.0, None, None, False)
     assert lse.shape == (q.shape[0], q.shape[2], -(-q.shape[1] // 32) * 32) and lse.is_contiguous() and lse.dtype == torch.float32
     assert (lse[..., q.shape[1] :] == INF).all() and not (lse == -INF).any()
-    p = torch.exp(_logits(q, k, bias, kind, scale) - lse[..., : q.shape[1], None])
-    wide = g.float()
-    delta = (wide * out.float()).sum(-1).transpose(1, 2)
-    ds = p * (torch.einsum("bnhd,bkhd->bhnk", wide, v.float()) - delta[..., None])
-    grads = (
-        torch.einsum("bhnk,bkhd->bnhd", ds, k.float()) * scale,
-        torch.einsum("bhnk,bnhd->bkhd", ds, q.float()) * scale,
-        torch.einsum("bhnk,bnhd->bkhd", p, wide),
-    )
+    found = []
+    for b, added in enumerate(_biases(bias, q)):
+        logits = _logits(q[b], k[b], added, kind, scale)
+        found.append(gradients(g[b], q[b], k[b], v[b], out[b], lse[b, :, : q.shape[1]], logits, scale))
+    *grads, ds = (torch.stack(x) for x in zip(*found, strict=True))
     of_bias = q.new_empty(())
     if bias_grad:
         assert bias is not None

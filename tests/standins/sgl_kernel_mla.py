@@ -5,13 +5,27 @@ wheel cannot. Like the wheel they register one backend and no fake. Where the re
 these raise or return NaN. That a tensor is on CUDA is the one thing they do not check.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
 import torch
 
+from attnops.kernels.sgl import wheel
 from tests.standins.checks import ALL, LAST, architecture, check, laid_out
 from tests.standins.schemas import CUTLASS_DECODE, CUTLASS_SIZE, DECODE_FP8, DENSE_DECODE, METADATA_DENSE, METADATA_FP8
 
 CALLS: list[str] = []
 """The stand-ins called, in order."""
+
+
+@contextmanager
+def installed() -> Iterator[list[str]]:
+    """Within the block the wheel counts as loaded; gives the record of calls."""
+    CALLS.clear()
+    with patch.object(wheel, "load", lambda op, pattern: None):
+        yield CALLS
+
 
 HALVES, I32 = (torch.float16, torch.bfloat16), torch.int32
 SM_PARTS, METADATA_INTS = 132, 8

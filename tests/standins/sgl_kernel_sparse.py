@@ -10,9 +10,7 @@ import torch
 
 from tests.standins.checks import ALL, LAST, architecture, check, laid_out
 from tests.standins.schemas import SPARSE_DECODE, SPARSE_PREFILL
-
-CALLS: list[str] = []
-"""The stand-ins called, in order."""
+from tests.standins.sgl_kernel_mla import CALLS
 
 LOG_BASE_OF_PREFILL: float | None = 2.0
 """2 as the wheel's docstring says and an H200 showed; None: natural."""

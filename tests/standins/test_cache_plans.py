@@ -12,13 +12,12 @@ from torch import nn
 
 from attnops.cache import LatentCache, Planner
 from attnops.graphs import Buckets, breakable, piecewise
-from attnops.kernels.sgl import wheel
 from attnops.nn import LatentAttention
 from attnops.ops import LatentSpec, mla_attention
 from attnops.problem import Target, pretend
 from attnops.select import use
 from tests.graphs.standin import StandIn
-from tests.standins import sgl_kernel_mla as sgl
+from tests.standins.vendors import VENDORS
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 HEADS, SCALE = 16, 192**-0.5
@@ -26,12 +25,10 @@ SM90 = Target("cuda", 90, assume=("sgl_kernel",))
 
 
 @pytest.fixture(autouse=True)
-def record(monkeypatch):
+def record():
     """What the stand-ins were called for since, by name. fa3 has none here."""
-    monkeypatch.setattr(wheel, "load", lambda op, pattern: None)
-    with torch.no_grad(), pretend(SM90), use(deny=("fa3",)):
-        sgl.CALLS.clear()
-        yield lambda: Counter(sgl.CALLS)
+    with VENDORS["flashmla"].running() as calls, torch.no_grad(), use(deny=("fa3",)):
+        yield lambda: Counter(calls)
 
 
 def cache(dtype=BF16, layers=1, **more):

@@ -3,9 +3,10 @@
 import torch
 
 from attnops.testing import Features, Source, builders
-from tests.standins.test_fa3 import Ops, fa3, half, standin
+from tests.standins.test_fa3 import NAME, Ops, fa3
+from tests.standins.vendors import half
 
-__all__ = ["standin"]  # the fixture
+__all__ = ["NAME"]  # the vendor
 
 
 @torch.no_grad()

@@ -1,7 +1,6 @@
 """`fa3` over latents through a stand-in of the op it wraps: views, lse, padding, stale pages, refusals, and compiled code."""
 
 from dataclasses import replace
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -9,43 +8,18 @@ import torch
 from attnops.call import changed
 from attnops.kernel import kernels_of
 from attnops.ops import mla_attention
-from attnops.problem import Target, pretend
 from attnops.select import Policy, select
-from attnops.testing import CASES, Source, builders, check_kernel
+from attnops.testing import Source, builders, check_kernel
 from attnops.testing.latent import DEEPSEEK
-from tests.checks import right_or_skipped
 from tests.lowering.models import compiled_code, kernel_calls
-from tests.standins.sgl_kernel_fa3 import installed
 
-SM90 = Target("cuda", 90, assume=("sgl_kernel",))
+NAME = "fa3"
 FA3 = kernels_of("mla_attention")["fa3"]
 BF16, F32 = torch.bfloat16, torch.float32
 
 
-@pytest.fixture
-def standin():
-    if find_spec("sgl_kernel"):
-        pytest.skip("sgl_kernel is installed, and a stand-in under its name would hide it")
-    with installed() as calls, pretend(SM90):
-        yield calls
-
-
 def call(q_lens=(1, 2, 1), seq_lens=(70, 3, 130), page=64, f=DEEPSEEK, padding=1, **more):
     return builders.mla(Source(0), q_lens, seq_lens, page, f, padding, **more)
-
-
-DEEP = [c for c in CASES["mla_attention"] if c.label.startswith("deepseek")]
-
-
-@pytest.mark.sweep(3)
-@pytest.mark.parametrize("case", DEEP, ids=str)
-def test_grid(standin, case):
-    right_or_skipped(FA3, case.call())
-
-
-def test_what_the_grid_leaves_out(standin):
-    refused = {c.label for c in DEEP if FA3.refusals(c.call().problem)}
-    assert refused == {f"deepseek-{n}" for n in ("float8", "float8_both", "float8_both_heads_128", "sinks_heads_128")}
 
 
 @pytest.mark.sweep(3)
@@ -74,20 +48,6 @@ def test_tma_is_avoided_where_it_would_load_stale_rows(standin):
         assert (standin[-1]["leftpad_k"] is not None) == padded, (page, heads)
 
 
-def test_other_layouts_are_taken(standin):
-    given = call(f=replace(DEEPSEEK, lse=True))
-    query = torch.cat([given.arguments["q_nope"], given.arguments["q_pe"]], -1)
-    odd = given.with_(
-        q_nope=query[..., :512],
-        q_pe=query[..., 512:],
-        output=torch.empty(given.arguments["output"].transpose(1, 2).shape, dtype=BF16).transpose(1, 2),
-        page_table=given.arguments["page_table"].t().contiguous().t(),
-        seq_lens=given.arguments["seq_lens"].repeat_interleave(2)[::2],
-        lse=given.arguments["lse"].t().contiguous().t(),
-    )
-    assert check_kernel(FA3, odd).worst <= 1.0
-
-
 def test_one_split_under_a_deterministic_policy(standin):
     given = call((1, 1), (9, 30), padding=0)
     for policy, splits in (("", 0), ("deterministic", 1)):
@@ -99,12 +59,6 @@ def test_one_split_under_a_deterministic_policy(standin):
 def test_blind_queries_have_the_sinks_lse(standin):
     f = replace(DEEPSEEK, sinks=BF16, lse=True)
     assert check_kernel(FA3, call((4, 2), (3, 0), f=f)).worst <= 1.0
-
-
-def test_opcheck(standin):
-    for given in (call(), call((1, 1), (70, 3), 16, replace(DEEPSEEK, dtype=torch.float16, lse=True, q_heads=128), 0)):
-        checked = torch.library.opcheck(torch.ops.attnops.mla_attention.fa3, given.args, given.kwargs)
-        assert set(checked.values()) == {"SUCCESS"}
 
 
 # Code of both cases names the kernel alike.
@@ -120,25 +74,6 @@ def test_compiled(standin, q_lens):
         want = run(**given)
     assert kernel_calls(code) == ["mla_attention.fa3"] and len(standin) == 2
     torch.testing.assert_close(got, want)
-
-
-REFUSED = {
-    "arch": (call(), 100, ["target=sm100 (wants sm90)"]),
-    "dims": (call(f=replace(DEEPSEEK, head_dim=288, v_head_dim=256)), 90, ["v_head_dim=256 (wants 512)", "rope_dim=32 (wants 64)"]),
-    "mask": (call(f=replace(DEEPSEEK, mask="bool")), 90, ["mask=bool (wants none)"]),
-    "sinks": (call(f=replace(DEEPSEEK, sinks=BF16, q_heads=128)), 90, ["q_heads=128 (wants <= 64 (sinks))"]),
-    "sinks_lse": (call(f=replace(DEEPSEEK, sinks=F32, lse=True)), 90,
-                  ["sinks_dtype=float32 (wants bfloat16 (lse is exact to float32))"]),
-    "float8": (call(f=replace(DEEPSEEK, kv_dtype=torch.float8_e4m3fn)), 90,
-               ["kv_scales=True (wants no)", "kv_dtype=float8_e4m3fn (wants bfloat16)"]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("point", REFUSED)
-def test_refusals(point):
-    given, arch, want = REFUSED[point]
-    with pretend(Target("cuda", arch, assume=("sgl_kernel",))):
-        assert list(map(str, FA3.refusals(given.problem))) == want
 
 
 def test_prefill_is_its_own(standin):

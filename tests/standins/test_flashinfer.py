@@ -14,14 +14,14 @@ import attnops
 from attnops.cache import PagedCache, Planner
 from attnops.call import changed
 from attnops.errors import InvalidInput, NoKernel
-from attnops.kernel import Capture, kernels_of
+from attnops.kernel import kernels_of
 from attnops.kernels.flashinfer import modules as fi
 from attnops.kernels.flashinfer.build import build, parse
 from attnops.kernels.shared.plan import FIRST, HEADER, MAGIC
 from attnops.ops import PagedSpec, plan_paged_attention, plan_sizes
-from attnops.problem import Problem, Target, altered, pretend
+from attnops.problem import Problem, Target, pretend
 from attnops.select import Policy, select
-from attnops.testing import CASES, Features, Source, builders, check_kernel, planned
+from attnops.testing import Features, Source, builders, check_kernel, planned
 from attnops.testing.builders import Pages
 from attnops.testing.cases import FEATURES, PAGED, PAGED_SHAPES, VARLEN as RAGGED, VARLEN_SHAPES
 from attnops.testing.inputs import table
@@ -114,19 +114,6 @@ def test_blind_queries_have_the_sinks_lse_and_padding_has_none(calls, q_lens):
     torch.testing.assert_close(lse[: q_lens[0]], sinks.expand(q_lens[0], -1))
     assert (lse[-3:] == float("-inf")).all() and not call.arguments["output"][-3:].any()
     assert check_kernel(KERNEL, paged(q_lens, (0, 9), 4, f, padding=3)).worst <= 1.0
-
-
-def test_outputs_of_other_layouts_are_copied_into(sm90):
-    call = planned(KERNEL, paged(f=replace(LLAMA, lse=True)))
-    KERNEL.run(call.record)
-    odd = call.with_(
-        output=torch.empty(8, 9, 128, dtype=BF16).transpose(0, 1), lse=torch.empty(8, 9).t(),
-        page_table=call.arguments["page_table"].t().contiguous().t(),
-    )  # fmt: skip
-    odd = planned(KERNEL, odd.with_(plan=None, workspace=None))
-    KERNEL.run(odd.record)
-    for name in ("output", "lse"):
-        torch.testing.assert_close(odd.arguments[name], call.arguments[name])
 
 
 # Packed ---------------------------------------------------------------------------------------------------------------
@@ -354,31 +341,6 @@ def test_lengths_that_would_be_read_past_the_tables_are_refused(sm90, change, wa
         planned(KERNEL, call)
 
 
-REFUSED = {
-    "no_plan": (paged(), 90, ["plan=none (wants host: attnops.ops.plan_paged_attention)"]),
-    "arch": (paged(), 75, ["target=sm75 (wants sm80 | sm86 | sm87 | sm89 | sm90 | sm100 | sm103 | sm120 | sm121)"]),
-    "float32": (paged(f=replace(LLAMA, dtype=F32)), 90, ["dtype=float32 (wants float16 | bfloat16)"]),
-    "head_dim": (
-        paged(f=replace(LLAMA, head_dim=96)), 90, ["head_dim, v_head_dim=(96, 96) (wants 64 | 128 | 256, or 192 with 128)"]
-    ),
-    "right": (paged(f=replace(LLAMA, causal=False, window=(-1, 3))), 90, ["window=(-1, 3) (wants no right bound (but causal))"]),
-    "sinks": (paged(f=replace(LLAMA, sinks=BF16, softcap=2.0)), 90, ["softcap=True (wants no (sinks))"]),
-    "mask": (paged(f=replace(LLAMA, mask="bool")), 90, ["mask=bool (wants none)"]),
-    "unlike": (
-        paged().map(lambda n, t: torch.cat([t, t], 3)[..., :128] if n == "v_pages" else t), 90,
-        ["pages_alike=False (wants key and value pages of equal strides)"],
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("point", REFUSED)
-def test_refusals(point):
-    call, arch, want = REFUSED[point]
-    with pretend(Target("cuda", arch, assume=("flashinfer",))):
-        problem = call.problem if point == "no_plan" else altered(call.problem, plan="host")
-        assert list(map(str, KERNEL.refusals(problem))) == want
-
-
 def test_an_absent_package_is_named():
     assert "flashinfer missing" in str(KERNEL.absences(Target("cuda", 90, assume=()))[0])
     call = paged()
@@ -420,22 +382,6 @@ def test_modules_are_built_once(sm90):
 
 
 # Compiled -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.sweep(3)
-@pytest.mark.parametrize("op", ["paged_attention", "varlen_attention", "plan_paged_attention"])
-def test_opcheck(sm90, op):
-    overload = getattr(torch.ops.attnops, op).flashinfer
-    assert torch.Tag.cudagraph_unsafe in overload.tags
-    assert KERNEL.capture is Capture.NEVER
-    if op == "paged_attention":
-        checked = [planned(KERNEL, c) for c in (paged(f=replace(LLAMA, lse=True)), paged((1, 1), (9, 3)), paged((90,), (90,)))]
-    elif op == "varlen_attention":
-        checked = [builders.varlen(Source(0), (3, 4), (5, 6), replace(LLAMA, lse=lse)) for lse in (True, False)]
-    else:
-        checked = [c.call() for c in CASES[op]]
-    for call in checked:
-        assert set(torch.library.opcheck(overload, call.args, call.kwargs).values()) == {"SUCCESS"}
 
 
 HQ, HKV, D, PAGE = 8, 2, 64, 16

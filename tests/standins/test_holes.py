@@ -1,10 +1,9 @@
 """Page tables with entries that are no page: no kernel reads what the table does not name, and the keys are not seen."""
 
-from contextlib import ExitStack, contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,51 +12,20 @@ import attnops
 from attnops.errors import InvalidInput
 from attnops.inputs import plan_call, planned
 from attnops.kernel import Kernel, Plan, kernels_of, register
-from attnops.kernels.sgl import wheel
 from attnops.ops import named_pages
-from attnops.problem import Target, pretend
 from attnops.reference.data import UNKNOWN
 from attnops.testing import Features, Source, builders, check_kernel
 from attnops.testing.latent import DEEPSEEK
-from tests.standins import (
-    flash_attn_cute,
-    flashinfer_mla,
-    flashinfer_modules,
-    flashinfer_trtllm,
-    flashinfer_trtllm_mla,
-    sgl_kernel_fa3,
-    sgl_kernel_mla,
-)
-from tests.standins.test_fa4 import SM90 as FA4
+from tests.standins.vendors import VENDORS
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
-SGL, FLASHINFER = (Target("cuda", 90, assume=(name,)) for name in ("sgl_kernel", "flashinfer"))
 HALF = Features(dtype=BF16, head_dim=64, q_heads=8, kv_heads=2, causal=True)
 FLOAT8 = replace(DEEPSEEK, kv_dtype=E4M3)
 
 
-@contextmanager
-def sgl_mla():
-    assert sgl_kernel_mla
-    with patch.object(wheel, "load", lambda op, pattern: None):
-        yield
-
-
-@contextmanager
-def nothing():
-    yield
-
-
-PAGED = {
-    "reference": (nothing, None), "sdpa": (nothing, None), "fa3": (sgl_kernel_fa3.installed, SGL), "fa4": (flash_attn_cute.installed, FA4),
-    "flashinfer": (flashinfer_modules.installed, FLASHINFER), "xqa": (flashinfer_trtllm.installed, FLASHINFER),
-    "trtllm": (flashinfer_trtllm.installed, replace(FLASHINFER, arch=100)),
-}  # fmt: skip
-LATENT = {
-    "reference": (nothing, None), "fa3": (sgl_kernel_fa3.installed, SGL), "flashmla": (sgl_mla, SGL), "flashmla_fp8": (sgl_mla, SGL),
-    "cutlass_mla": (sgl_mla, replace(SGL, arch=100)), "trtllm_mla": (flashinfer_trtllm_mla.installed, replace(FLASHINFER, arch=100)),
-    "flashinfer_mla_fa2": (flashinfer_mla.installed, FLASHINFER), "flashinfer_mla_fa3": (flashinfer_mla.installed, FLASHINFER),
-}  # fmt: skip
+OF_TORCH = ("reference", "sdpa")
+PAGED = (*OF_TORCH, "fa3", "fa4", "flashinfer", "xqa", "trtllm")
+LATENT = ("reference", "fa3", "flashmla", "flashmla_fp8", "cutlass_mla", "trtllm_mla", "flashinfer_mla_fa2", "flashinfer_mla_fa3")
 PLANNING = {"paged": ("flashinfer",), "mla": ("flashinfer_mla_fa2", "flashinfer_mla_fa3")}
 INTERPRETED = ("triton",)
 """Tested where Triton interprets: tests/triton/test_numerics.py."""
@@ -82,12 +50,12 @@ def holed(call, holes, ids="negative"):
     return replace(call.with_(page_table=table), free={**call.free, **free})
 
 
-def check(op, name, way, call):
-    install, target = way
-    with ExitStack() as stack:
-        stack.enter_context(install())
-        if target is not None:
-            stack.enter_context(pretend(target))
+def running(name):
+    return nullcontext() if name in OF_TORCH else VENDORS[name].running()
+
+
+def check(op, name, call):
+    with running(name):
         # A device plan is for tables without holes.
         return check_kernel(replace(kernels_of(op)[name], plan=Plan()), call)
 
@@ -107,7 +75,7 @@ def test_every_kernel_over_pages_is_here():
 @pytest.mark.parametrize("name", PAGED)
 def test_paged(name, queries, holes, ids):
     call = holed(builders.paged(Source(0), queries, LENGTHS, 64, HALF), HOLES[holes], ids)
-    figures = check("paged_attention", name, PAGED[name], call)
+    figures = check("paged_attention", name, call)
     assert figures.worst <= 1.0 and (not figures.refused or (name == "xqa" and queries != (1, 1, 1))), figures
 
 
@@ -115,7 +83,7 @@ def test_paged(name, queries, holes, ids):
 @pytest.mark.parametrize("name", PAGED)
 def test_where_no_page_may_move(name, features):
     call = holed(builders.paged(Source(0), (1, 1, 1), LENGTHS, 64, replace(HALF, **features)), HOLES["first"], "past")
-    assert check("paged_attention", name, PAGED[name], call).worst <= 1.0
+    assert check("paged_attention", name, call).worst <= 1.0
 
 
 @pytest.mark.sweep(5)
@@ -126,17 +94,16 @@ def test_where_no_page_may_move(name, features):
 def test_latents(name, queries, holes, ids):
     f = replace(FLOAT8, q_dtype=E4M3) if name == "flashmla_fp8" else DEEPSEEK
     call = holed(builders.mla(Source(0), queries, LENGTHS, 64, f), HOLES[holes], ids)
-    figures = check("mla_attention", name, LATENT[name], call)
+    figures = check("mla_attention", name, call)
     assert figures.worst <= 1.0 and not figures.refused, figures
 
 
 @pytest.mark.parametrize(("op", "name"), [(op, name) for op in ("paged", "mla") for name in PLANNING[op]])
 def test_a_plan_of_another_number_of_pages_is_for_promised_tables_alone(op, name):
     """It took ids past the pool for pages, or pages for ids past the pool."""
-    build, way = (builders.paged, PAGED) if op == "paged" else (builders.mla, LATENT)
+    build = builders.paged if op == "paged" else builders.mla
     call, kernel = build(Source(0), (1, 1), (9, 30), 64, HALF if op == "paged" else DEEPSEEK), kernels_of(f"{op}_attention")[name]
-    install, target = way[name]
-    with install(), pretend(target):
+    with running(name):
         for pages, said in ((UNKNOWN, "unknown"), (1, "1")):
             made = planned(kernel, call)
             maker = kernels_of(f"plan_{op}_attention")[name]
@@ -268,7 +235,7 @@ def test_a_choice_says_that_the_table_may_have_holes():
 
 def test_a_promised_table_is_not_looked_at():
     call = builders.paged(Source(0), (1, 1), (9, 30), 4, HALF, padding=0)
-    with sgl_kernel_fa3.installed(), pretend(SGL), torch.profiler.profile() as profile:
+    with VENDORS["fa3"].running(), torch.profiler.profile() as profile:
         kernels_of("paged_attention")["fa3"].run(call.with_(holes=False).record)
     assert not [e.key for e in profile.key_averages() if "named_pages" in e.key]
 

@@ -6,9 +6,7 @@ Over stand-ins: aten ops that a wrap calls are counted, those of the stand-ins a
 import os
 import sys
 from collections import Counter
-from contextlib import ExitStack
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,10 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnops
 from attnops.kernel import kernels_of
-from attnops.kernels.sgl import wheel
-from attnops.problem import Target, pretend
 from attnops.testing import Features, Source, builders, equip, with_device_plan
-from tests.standins import sgl_kernel_fa3, sgl_kernel_small, test_speculative
+from tests.standins import test_speculative
+from tests.standins.vendors import VENDORS
 
 BF16 = torch.bfloat16
 # By import: a clone may lie in a folder of any name, and torch may be installed below it.
@@ -95,13 +92,7 @@ def a_call(op, name):
 @pytest.mark.parametrize(("op", "name", "planned"), EXTRA, ids=str)
 def test_a_wrap_launches_its_kernel_and_what_is_listed(op, name, planned):
     kernel = kernels_of(op)[name]
-    with ExitStack() as stack:
-        if op == "mla_attention":
-            stack.enter_context(test_speculative.ready(name))
-        else:
-            stack.enter_context(pretend(Target("cuda", 90, assume=("flashinfer", "sgl_kernel"))))
-            stack.enter_context(patch.object(wheel, "load", lambda op, pattern: None))
-            stack.enter_context((sgl_kernel_fa3 if name == "fa3" else sgl_kernel_small).installed())
+    with VENDORS[name].running():
         call = equip(kernel, a_call(op, name))
         call = with_device_plan(kernel, call) if planned else call
         assert (call.arguments.get("plan") is not None) == (planned or name.startswith("flashinfer_mla"))

@@ -9,12 +9,10 @@ import attnops
 from attnops.kernel import kernels_of
 from attnops.problem import Target, altered, pretend
 from attnops.select import select
-from attnops.testing import CASES, Features, Source, builders, check_kernel
-from tests.checks import right_or_skipped
-from tests.standins.mem_efficient import installed
+from attnops.testing import Features, Source, builders, check_kernel
 from tests.standins.shapes import DENSE
-from tests.standins.test_aten_flash import narrow
 
+NAME = "mem_efficient"
 OPS = ("attention", "attention_backward")
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SM90 = Target("cuda", 90, assume=())
@@ -34,12 +32,6 @@ SHAPES = {
 }
 
 
-@pytest.fixture
-def standin():
-    with installed() as calls, pretend(SM90):
-        yield calls
-
-
 def kernel(op):
     return kernels_of(op)["mem_efficient"]
 
@@ -56,24 +48,6 @@ def test_rules(standin, rules, shape):
     assert len(standin) == (0 if shape == "no_key" else 2)
 
 
-@pytest.mark.sweep(3)
-@pytest.mark.parametrize("case", [pytest.param(c, id=str(c)) for op in OPS for c in CASES[op]])
-def test_grid(standin, case):
-    right_or_skipped(kernel(case.op), narrow(case.call()))
-
-
-@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-def test_rows_that_do_not_start_at_16_bytes_are_copied(standin, dtype):
-    """Of tensors in one piece, too, which begin elsewhere."""
-    call = builders.dense(Source(1), 2, 5, 5, replace(PLAIN, dtype=dtype))
-    shifted = call.map(lambda n, t: torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape) if n in ("query", "value") else t)
-    odd = call.map(lambda n, t: torch.cat([t, t[..., :1]], -1)[..., :-1] if n in ("query", "value") else t)
-    for given in (shifted, odd):
-        for one in (given, builders.backward(Source(4), given)):
-            figures = check_kernel(kernel(one.op), one)
-            assert not figures.refused and figures.worst <= 1.0
-
-
 @pytest.mark.parametrize("dtype", [F32, torch.float64], ids=str)
 def test_a_training_step_with_a_mask_is_two_calls_of_aten(standin, dtype):
     q, k, v = (torch.randn(2, 6, n, 16, requires_grad=True) for n in (8, 2, 2))
@@ -88,19 +62,6 @@ def test_a_training_step_with_a_mask_is_two_calls_of_aten(standin, dtype):
 
 
 PROBLEM = altered(builders.backward(Source(0), builders.dense(Source(0), 2, 9, 9, PLAIN)).problem, target=SM90)
-
-
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [
-        ({"target": Target("cuda", 75, assume=())}, "target"), ({"head_dim": 12}, "head_dim, v_head_dim"), ({"sinks": True}, "sinks"),
-        ({"dtype": F32, "kv_dtype": F32, "v_head_dim": 6}, "head_dim, v_head_dim"), ({"softcap": True}, "softcap"),
-        ({"lse_grad": True}, "lse_grad"), ({"kv_range": True}, "kv_range"), ({"target": Target("cpu")}, "target"),
-    ],
-)  # fmt: skip
-def test_refusals(change, field):
-    assert not kernel("attention_backward").refusals(PROBLEM)
-    assert field in [r.field for r in kernel("attention_backward").refusals(altered(PROBLEM, **change))]
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -14,8 +14,8 @@ from torch._dynamo.backends.common import aot_autograd
 import attnops
 from attnops.cache import LatentCache
 from attnops.errors import NoKernel, PageSizeConflict
-from attnops.kernels.flashinfer import modules, trtllm
-from attnops.kernels.sgl import cutlass_mla, wheel
+from attnops.kernels.flashinfer import trtllm
+from attnops.kernels.sgl import cutlass_mla
 from attnops.nn import LatentAttention, PagedBatch, RotaryEmbedding
 from attnops.ops import mla_attention
 from attnops.problem import Target, pretend
@@ -90,19 +90,13 @@ def machine(way: Way) -> Iterator[Counter[str]]:
     """An SM100 with the kernel's package. Yields how often each foreign function was called, as is known in the end."""
     calls: Counter[str] = Counter()
     if way.package == "sgl_kernel":
-        sgl.CALLS.clear()
-        with pretend(way.target), patch.object(wheel, "load", lambda op, pattern: None):
+        with pretend(way.target), sgl.installed() as called:
             yield calls
-            calls.update(sgl.CALLS)
+            calls.update(called)
         return
-    flashinfer_rope.CALLS.clear()
-    with (
-        pretend(way.target),
-        patch.object(modules, "module", {"rope": flashinfer_rope}.get),
-        flashinfer_trtllm_mla.installed() as seen,
-    ):
+    with pretend(way.target), flashinfer_rope.installed() as turned, flashinfer_trtllm_mla.installed() as seen:
         yield calls
-        calls.update([name for name, _ in seen] + ["mla_rope_quantize_fp8"] * len(flashinfer_rope.CALLS))
+        calls.update([name for name, _ in seen] + ["mla_rope_quantize_fp8"] * len(turned))
 
 
 STEPS = ((40, 3, 17), (1, 1, 1), (3, 8, 1), (1, 1, 1))

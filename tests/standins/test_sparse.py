@@ -13,7 +13,7 @@ from attnops.kernel import kernels_of
 from attnops.kernels.sgl import flashmla_sparse, sources, wheel
 from attnops.ops import sparse_mla_attention, write_latent_packed
 from attnops.problem import Target, pretend
-from attnops.testing import CASES, Call, Source, builders, check_kernel
+from attnops.testing import Call, Source, builders, check_kernel
 from attnops.testing.latent import DEEPSEEK, SMALL
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins import schemas, sgl_kernel_sparse as standin
@@ -89,29 +89,6 @@ def test_the_foreign_op_refuses_other_devices(packed):
 
 
 # The path -------------------------------------------------------------------------------------------------------------
-
-GRID = [c for c in CASES[OP] if c.label.startswith("deepseek")]
-
-
-@pytest.mark.sweep(3)
-@pytest.mark.parametrize("target", [SM90, SM100], ids=str)
-@pytest.mark.parametrize("case", GRID, ids=str)
-def test_kernel(case, target):
-    with pretend(target):
-        figures = check_kernel(KERNEL, case.call())
-    assert not figures.refused
-    assert figures.worst <= 1.0
-    a_call = case.call()
-    if all(a_call.arguments[n].numel() for n in ("output", "indices", "latent_pages")):
-        assert set(standin.CALLS) == {FOREIGN[a_call.arguments["latent_pages"].dtype == torch.uint8]}
-    else:
-        assert not standin.CALLS
-
-
-def test_the_rest_of_the_grid_is_refused():
-    with pretend(SM90):
-        taken = {c.label for c in CASES[OP] if not KERNEL.refusals(c.call().problem)}
-    assert taken == {c.label for c in GRID}
 
 
 @pytest.mark.parametrize("scale", [0.05, 0.0, -0.05])
@@ -248,14 +225,6 @@ def test_pages_that_start_askew_are_refused():
 # Compiled -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_opcheck(packed):
-    overload = torch.ops.attnops.sparse_mla_attention.flashmla
-    for a_call in (call(packed=packed), call((100, 0), 100, packed=packed, lengths=True, f=replace(LSE, q_heads=64, sinks=F32))):
-        with pretend(SM90):
-            assert set(torch.library.opcheck(overload, a_call.args, a_call.kwargs).values()) == {"SUCCESS"}
-
-
 # The code around the kernel is the same for either cache.
 @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.full), True])
 def test_inductor_names_the_kernel(packed):
@@ -297,42 +266,11 @@ def test_a_written_cache_is_read_back_in_one_graph():
 
 # Refusals -------------------------------------------------------------------------------------------------------------
 
-NARROW = replace(DEEPSEEK, head_dim=160, v_head_dim=128)
-
 
 def lying(pages, apart, row):
     """The pages so many numbers apart, with rows so many numbers apart."""
     count, page, width = pages.shape
     return pages.new_zeros(count * apart + page * row).as_strided((count, page, width), (apart, row, 1)).copy_(pages)
-
-
-REFUSED: dict[str, tuple[Call, int, list[str]]] = {
-    "arch": (call(), 80, ["target=sm80 (wants sm90 | sm100)"]),
-    "sm103": (call(packed=True), 103, ["target=sm103 (wants sm90 | sm100)"]),
-    "float16": (call(f=replace(DEEPSEEK, dtype=F16)), 90, ["dtype=float16 (wants bfloat16)", "kv_dtype=float16 (wants bfloat16 | uint8)"]),
-    "packed_float16": (call(f=replace(DEEPSEEK, dtype=F16), packed=True), 90, ["dtype=float16 (wants bfloat16)"]),
-    "heads": (call(f=replace(DEEPSEEK, q_heads=192)), 90, ["q_heads=192 (wants <= 128)"]),
-    "dims": (call(f=NARROW), 90, ["v_head_dim=128 (wants 512)", "rope_dim=32 (wants 64)"]),
-    "packed_dims": (call(f=NARROW, packed=True), 90, ["v_head_dim=128 (wants 512)", "rope_dim=32 (wants 64)"]),
-    "float8": (call(f=replace(DEEPSEEK, kv_dtype=torch.float8_e4m3fn)), 90,
-               ["kv_scales=True (wants no)", "kv_dtype=float8_e4m3fn (wants bfloat16 | uint8)"]),
-    "gaps": (call(gap=1), 90, []),
-    "gaps_of_no_row": (call().map(lambda n, t: lying(t, 64 * 576 + 32, 576) if n == "latent_pages" else t), 90,
-                       ["pages_in_rows=False (wants True)"]),
-    "gaps_between_rows": (call().map(lambda n, t: lying(t, 64 * 608, 608) if n == "latent_pages" else t), 90,
-                          ["pages_in_rows=False (wants True)"]),
-    "strided": (call().map(lambda n, t: t.repeat_interleave(2, -1)[..., ::2] if n == "q_pe" else t), 90,
-                ["last_dim_contiguous=False (wants True)"]),
-    "sinks": (call(f=replace(LSE, sinks=BF16)), 90, []),
-    "page": (call(page=3, pages=80, packed=True), 90, []),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("point", REFUSED)
-def test_refusals(point):
-    a_call, arch, want = REFUSED[point]
-    with pretend(Target("cuda", arch, assume=("sgl_kernel",))):
-        assert list(map(str, KERNEL.refusals(a_call.problem))) == want
 
 
 def test_a_forced_kernel_says_why_not():
@@ -346,7 +284,3 @@ def test_no_gradient():
     a_call.arguments["q_nope"].requires_grad_()
     with pretend(SM90), pytest.raises(NoGradient, match="q_nope"):
         torch.ops.attnops.sparse_mla_attention.flashmla(*a_call.args, **a_call.kwargs)
-
-
-def test_absent_wheels_are_named():
-    assert "sgl_kernel missing" in str(KERNEL.absences(Target("cuda", 90, assume=()))[0])

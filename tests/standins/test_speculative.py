@@ -6,7 +6,6 @@ Every kernel that is here, Triton's through its interpreter, the foreign ones ov
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from importlib.util import find_spec
 from unittest.mock import patch
 
 import pytest
@@ -17,32 +16,19 @@ from attnops.cache import PagedBatch, Planner
 from attnops.graphs import Buckets, breakable
 from attnops.kernel import kernels_of
 from attnops.kernels.flashinfer import trtllm
-from attnops.kernels.sgl import wheel
 from attnops.ops import LatentSpec, mla_attention, token_rows
 from attnops.problem import Target, pretend
 from attnops.testing import Call, Source, builders, check_kernel, equip
 from attnops.testing.builders import Pages
 from attnops.testing.latent import DEEPSEEK, SMALL
 from tests.graphs.standin import StandIn
-from tests.standins import (
-    flashinfer_mla,
-    flashinfer_trtllm_mla,
-    sgl_kernel_fa3,
-    sgl_kernel_mla as _registers,  # noqa: F401
-)
+from tests.standins import flashinfer_trtllm_mla
+from tests.standins.vendors import VENDORS
 from tests.triton.process import interpreted
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 KERNELS = kernels_of("mla_attention")
-TARGETS = {
-    "reference": Target(),
-    "triton": Target("cuda", 90, assume=("triton",)),
-    **{n: Target("cuda", 90, assume=("sgl_kernel",)) for n in ("flashmla", "flashmla_fp8", "fa3")},
-    **{n: Target("cuda", 90, assume=("flashinfer",)) for n in ("flashinfer_mla_fa2", "flashinfer_mla_fa3")},
-    "cutlass_mla": Target("cuda", 100, assume=("sgl_kernel",)),
-    "trtllm_mla": Target("cuda", 100, assume=("flashinfer",)),
-}
-HERE = [n for n in TARGETS if n != "triton"]
+HERE = ("reference", "flashmla", "flashmla_fp8", "fa3", "flashinfer_mla_fa2", "flashinfer_mla_fa3", "cutlass_mla", "trtllm_mla")
 BY_TOKEN = ("flashmla", "flashmla_fp8", "cutlass_mla", "trtllm_mla")
 """Each token is a row of its own, and no request brings more than 8."""
 
@@ -52,21 +38,15 @@ WIDE = 8
 @contextmanager
 def ready(name: str) -> Iterator[None]:
     """As on a machine that has the kernel; with stand-ins for what is foreign in it."""
-    if name == "fa3" and find_spec("sgl_kernel"):
-        pytest.skip("sgl_kernel is installed, and a stand-in under its name would hide it")
     with ExitStack() as stack:
-        if name.startswith("flashinfer"):
-            stack.enter_context(flashinfer_mla.installed())
         if name == "trtllm_mla":
-            stack.enter_context(flashinfer_trtllm_mla.installed())
             # A GPU of few multiprocessors wants little scratch.
             stack.enter_context(patch.object(trtllm, "SMS", 16))
             stack.enter_context(patch.object(flashinfer_trtllm_mla, "SM_COUNT", 16))
-        if name == "fa3":
-            stack.enter_context(sgl_kernel_fa3.installed())
-        elif "sgl_kernel" in (TARGETS[name].assume or ()):
-            stack.enter_context(patch.object(wheel, "load", lambda op, pattern: None))
-        stack.enter_context(pretend(TARGETS[name]))
+        if name in VENDORS:
+            stack.enter_context(VENDORS[name].running())
+        else:
+            stack.enter_context(pretend(Target("cuda", 90, ("triton",)) if name == "triton" else Target()))
         yield
 
 
@@ -79,7 +59,7 @@ def call(name: str, q_lens, seq_lens, padding=0, **more) -> Call:
 
 
 def test_every_kernel_is_here():
-    assert {*TARGETS, "fa3_triton"} == set(KERNELS), "fa3_triton calls two of these, and tests/triton/test_fa3_triton.py that"
+    assert {*HERE, "triton", "fa3_triton"} == set(KERNELS), "fa3_triton calls two of these, and tests/triton/test_fa3_triton.py that"
 
 
 def check(name: str, given: Call) -> None:

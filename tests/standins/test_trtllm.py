@@ -124,20 +124,6 @@ def test_kernel(kernel, make):
     assert figures.worst <= 1.0
 
 
-@pytest.mark.parametrize("name", ["xqa", "trtllm"])
-def test_other_layouts(name):
-    call = paged()
-    t = call.arguments
-    odd = call.with_(
-        query=t["query"].transpose(0, 1).contiguous().transpose(0, 1),
-        output=torch.empty(t["output"].transpose(1, 2).shape, dtype=BF16).transpose(1, 2),
-        page_table=t["page_table"].t().contiguous().t(),
-        seq_lens=t["seq_lens"].repeat_interleave(2)[::2],
-    )
-    with pretend(TARGETS[name]):
-        assert check_kernel(PAGED[name], odd).worst <= 1.0
-
-
 def test_which_of_its_kernels_trtllm_calls(calls):
     with pretend(TARGETS["trtllm"]):
         for make, name in ((DECODE["page_16"], "decode"), (EXTEND["verify"], "decode"), (EXTEND["extend"], "context"),
@@ -155,18 +141,6 @@ def test_the_pages_are_not_copied(calls):
         given = calls[-1][1]
         pages = given["kv_cache"] if name == "trtllm" else (given["k_cache"], given["v_cache"])
         assert [p.data_ptr() for p in pages] == [call.arguments[n].data_ptr() for n in ("k_pages", "v_pages")]
-
-
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize("name", ["xqa", "trtllm"])
-def test_opcheck(name):
-    with pretend(TARGETS[name]):
-        for make in (DECODE["long"], DECODE["sinks"], DECODE["idle"]):
-            call = equip(PAGED[name], make())
-            assert set(torch.library.opcheck(getattr(OPS["paged_attention"].packet, name), call.args, call.kwargs).values()) == {"SUCCESS"}
-        if name == "trtllm":
-            call = PACKED["deepseek"]()
-            assert set(torch.library.opcheck(OPS["varlen_attention"].packet.trtllm, call.args, call.kwargs).values()) == {"SUCCESS"}
 
 
 # The workspace --------------------------------------------------------------------------------------------------------
@@ -316,48 +290,6 @@ def test_packed_prefill_compiled_and_with_a_gradient():
 
 
 # Refusals -------------------------------------------------------------------------------------------------------------
-
-LLAMA = replace(BASE, q_heads=32, kv_heads=8, head_dim=128)
-REFUSED = {
-    "xqa": [
-        ({"target": Target("cuda", 80, ("flashinfer",))}, "target=sm80"),
-        ({"dtype": F32, "kv_dtype": F32}, "dtype=float32"),
-        ({"kv_dtype": torch.int8, "kv_scales": True}, "kv_dtype=int8 (wants float16 | bfloat16 | float8_e4m3fn)"),
-        ({"kv_dtype": E4M3, "kv_scales": True, "per_head_scales": True}, "per_head_scales=True (wants no)"),
-        ({"kv_scales": True}, "kv_scales=True (wants no (but with a float8 cache))"),
-        ({"head_dim": 96, "v_head_dim": 96}, "head_dim=96 (wants 64 | 128 | 256)"),
-        ({"v_head_dim": 64}, "v_head_dim=64 (wants 128, the key's)"),
-        ({"q_heads": 136}, "group_size=17 (wants <= 16)"),
-        ({"page_size": 8}, "page_size=8 (wants 16 | 32 | 64 | 128)"),
-        ({"queries": Extent(2, 2, 2)}, "queries=2 (wants <= 1)"),
-        ({"pages_alike": False}, "pages_alike=False (wants True)"), ({"plan": "host"}, "plan=host (wants none"),
-        ({"mask": "bool"}, "mask=bool"), ({"softcap": True}, "softcap=True"), ({"lse": True}, "lse=True"),
-    ],
-    "trtllm": [
-        ({"target": Target("cuda", 90, ("flashinfer",))}, "target=sm90 (wants sm100 | sm103)"),
-        ({"kv_dtype": E4M3, "kv_scales": True, "dtype": F16}, "kv_dtype=float8_e4m3fn (wants the query's, or"),
-        ({"kv_dtype": E4M3, "kv_scales": True, "queries": Extent(9, 16, 16)}, "queries=9..16 (wants <= 8 and causal"),
-        ({"page_size": 24}, "page_size=24"), ({"head_dim": 192, "v_head_dim": 192}, "head_dim=192"),
-        ({"causal": False, "window": (5, -1)}, "window=(5, -1) (wants none (but with causal))"),
-        ({"lse": True, "sinks": True}, "lse=True (wants no (with sinks))"), ({"plan": "host"}, "plan=host"),
-        ({"pages_alike": False}, "pages_alike=False"),
-    ],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "change", "want"), [(n, *row) for n, rows in REFUSED.items() for row in rows])
-def test_refusals(name, change, want):
-    with pretend(TARGETS[name]):
-        problem = altered(paged(LLAMA).problem, workspace=1 << 40)
-    assert not PAGED[name].refusals(problem)
-    assert any(str(r).startswith(want) for r in PAGED[name].refusals(altered(problem, **change)))
-
-
-def test_packed_dims_are_refused():
-    with pretend(TARGETS["trtllm"]):
-        problem = PACKED["deepseek"]().problem
-    assert not VARLEN["trtllm"].refusals(problem)
-    assert str(VARLEN["trtllm"].refusals(replace(problem, head_dim=64))[0]).startswith("head_dim, v_head_dim=(64, 128) (wants (192, 128)")
 
 
 def test_pages_of_odd_strides_are_seen():

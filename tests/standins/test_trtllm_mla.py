@@ -12,48 +12,21 @@ from attnops.kernel import kernels_of
 from attnops.kernels.flashinfer import trtllm
 from attnops.kernels.shared import memory
 from attnops.ops import decode_rows, mla_attention
-from attnops.problem import Target, pretend
 from attnops.select import workspace_bytes
-from attnops.testing import CASES, Source, builders, check_kernel, equip, refusals
+from attnops.testing import Source, builders, check_kernel, equip
 from attnops.testing.builders import Pages
 from attnops.testing.latent import DEEPSEEK
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins import flashinfer_trtllm_mla as standin
 
 BF16, F16, F32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
-SM100 = Target("cuda", 100, assume=("flashinfer",))
-KERNEL = kernels_of("mla_attention")["trtllm_mla"]
+NAME = "trtllm_mla"
+KERNEL = kernels_of("mla_attention")[NAME]
 FLOAT8 = replace(DEEPSEEK, kv_dtype=E4M3)
-
-
-@pytest.fixture
-def calls():
-    with standin.installed() as record, pretend(SM100):
-        yield record
 
 
 def call(q_lens=(1, 2, 1), seq_lens=(70, 3, 130), page=64, f=DEEPSEEK, padding=1, **more):
     return builders.mla(Source(0), q_lens, seq_lens, page, f, padding, **more)
-
-
-DEEP = [c for c in CASES["mla_attention"] if c.label.startswith("deepseek")]
-
-
-@pytest.mark.sweep(4)
-@pytest.mark.parametrize("case", DEEP, ids=str)
-def test_grid(calls, case):
-    given = case.call()
-    figures = check_kernel(KERNEL, given)
-    if figures.refused:
-        pytest.skip(str(figures))
-    assert figures.worst <= (1.0 if given.arguments["q_nope"].dtype == E4M3 else 0.125), figures
-
-
-def test_what_the_grid_leaves_out(calls):
-    refused = {c.label.removeprefix("deepseek-") for c in DEEP if refusals(KERNEL, c.call())}
-    pages = {f"{kind}page_{n}" for kind in ("", "verify_") for n in (1, 16, 128)} | {"heads_128_page_128", "heads_8"}
-    extends = {"extend", "extend_float16", "extend_heads_128", "float16"}
-    assert refused == {"float8", "window", "softcap", "sinks"} | pages | extends
 
 
 def test_what_the_function_is_given(calls):
@@ -82,16 +55,6 @@ def test_sinks(calls, sinks):
         assert check_kernel(KERNEL, call((1, 1), (70, 2), f=replace(DEEPSEEK, sinks=sinks, q_heads=heads))).worst <= 0.125
     KERNEL.run(equip(KERNEL, call(f=replace(DEEPSEEK, sinks=sinks))).record)
     assert calls[-1][1]["sinks"].dtype == F32
-
-
-def test_other_layouts(calls):
-    given = call(f=replace(DEEPSEEK, lse=True))
-    query = torch.cat([given.arguments["q_nope"], given.arguments["q_pe"]], -1)
-    odd = given.with_(
-        q_nope=query[..., :512], q_pe=query[..., 512:], output=torch.empty(5, 512, 16, dtype=BF16).transpose(1, 2),
-        lse=torch.empty(16, 5).t(),
-    )  # fmt: skip
-    assert check_kernel(KERNEL, odd).worst <= 0.125
 
 
 def test_a_plan_says_the_same(calls):
@@ -130,27 +93,6 @@ def test_more_rows_than_counters(calls):
 
 # Refusals -------------------------------------------------------------------------------------------------------------
 
-REFUSED = {
-    "arch": (call(), 90, ["target=sm90 (wants sm100 | sm103)"]),
-    "page": (call(page=128), 100, ["page_size=128 (wants 32 | 64)"]),
-    "heads": (call(f=replace(DEEPSEEK, q_heads=96)), 100, ["q_heads=96 (wants <= 64, or 128)"]),
-    "queries": (call((9, 1, 1)), 100, ["queries=9..16 (wants <= 8)"]),
-    "float16": (call(f=replace(DEEPSEEK, dtype=F16)), 100,
-                ["dtype=float16 (wants bfloat16 | float8_e4m3fn)"]),
-    "mixed": (call(f=FLOAT8), 100, ["kv_dtype=float8_e4m3fn (wants bfloat16)"]),
-    "sinks_lse": (call(f=replace(DEEPSEEK, sinks=F32, lse=True)), 100, ["lse=True (wants no (with sinks))"]),
-    "features": (call(f=replace(DEEPSEEK, window=(5, -1), softcap=2.0, mask="bool")), 100,
-                 ["windowed=True (wants no)", "softcap=True (wants no)", "mask=bool (wants none)"]),
-    "gaps": (call().map(lambda n, t: t.repeat(1, 2, 1)[:, :64] if n == "latent_pages" else t), 100, ["pages_packed=False (wants True)"]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("point", REFUSED)
-def test_refusals(point):
-    given, arch, want = REFUSED[point]
-    with pretend(Target("cuda", arch, assume=("flashinfer",))):
-        assert list(map(str, KERNEL.refusals(given.problem))) == want
-
 
 @pytest.mark.parametrize(
     ("change", "text"), [({"q_heads": 96}, "does not support 64 < num_heads_q < 128"), ({}, r"block_size in \(32, 64\)")]
@@ -163,13 +105,6 @@ def test_the_function_refuses_the_same(calls, change, text):
 
 
 # Compiled -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.full
-def test_opcheck(calls):
-    for given in (call(), call(f=replace(DEEPSEEK, lse=True, q_heads=128))):
-        made = equip(KERNEL, given)
-        assert set(torch.library.opcheck(torch.ops.attnops.mla_attention.trtllm_mla, made.args, made.kwargs).values()) == {"SUCCESS"}
 
 
 def test_compiled(calls):

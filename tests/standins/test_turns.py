@@ -1,21 +1,17 @@
 """Kernels whose grids hold requests where CUDA takes 65,535: a larger batch in turns, over stand-ins, with a bound of two."""
 
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
-from torch.nn.attention import flex_attention as vendor
 
 from attnops.kernel import kernels_of
 from attnops.kernels.shared import parts
-from attnops.kernels.torch import aten_flash as flash, flex
-from attnops.problem import Target, altered, pretend
+from attnops.kernels.torch import aten_flash as flash
+from attnops.problem import altered
 from attnops.testing import Features, Source, builders, check_kernel
-from tests.standins import aten_flash, flash_attn_cute, mem_efficient
-from tests.standins.test_fa4 import SM90 as WITH_FA4
+from tests.standins.vendors import VENDORS
 
-SM90 = Target("cuda", 90, assume=())
 PLAIN = Features(dtype=torch.bfloat16, head_dim=64, q_heads=4, kv_heads=2, lse=True, causal=True)
 BIAS = replace(PLAIN, causal=False, mask="additive")
 CALLS = {
@@ -32,26 +28,6 @@ TURNS = [
 ]  # fmt: skip
 
 
-@contextmanager
-def flex_on_a_cpu():
-    """Its vendor's calls, of which each says its number of requests."""
-    calls = []
-
-    def call(query, *given, **more):
-        calls.append(len(query))
-        return vendor.flex_attention(query, *given, **more)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vendor, "_validate_device", lambda *given: None)
-        patch.setattr(flex, "_call", lambda device: call)
-        yield calls
-
-
-INSTALLED = {
-    "aten_flash": aten_flash.installed, "fa4": flash_attn_cute.installed, "flex": flex_on_a_cpu, "mem_efficient": mem_efficient.installed,
-}  # fmt: skip
-
-
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize(("name", "shape"), TURNS)
 def test_a_larger_batch_takes_turns(name, shape, monkeypatch):
@@ -60,7 +36,7 @@ def test_a_larger_batch_takes_turns(name, shape, monkeypatch):
     graded = "bias" in shape
     backward = builders.backward(Source(2), forward, mask_grad=graded)
     for call in (forward, backward):
-        with INSTALLED[name]() as calls, pretend(WITH_FA4 if name == "fa4" else SM90):
+        with VENDORS[name].running() as calls:
             figures = check_kernel(kernels_of(call.op)[name], call)
             assert not figures.refused and figures.worst <= 1.0, figures
             assert len(calls) == 3, "turns of 2, 2 and 1"
@@ -76,7 +52,7 @@ def test_sums_that_32_bits_do_not_index_take_turns():
 
 @pytest.mark.parametrize("name", ["aten_flash", "flex", "mem_efficient"])
 def test_more_heads_are_refused(name):
-    problem = altered(CALLS["dense"]().problem, target=SM90)
+    problem = altered(CALLS["dense"]().problem, target=VENDORS["flex"].target)
     most = dict.fromkeys(("q_heads", "kv_heads"), 65_536)
     kernel = kernels_of("attention")[name]
     assert not kernel.refusals(problem)

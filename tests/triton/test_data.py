@@ -5,24 +5,22 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
 
 import attnops
 from attnops import ops
 from attnops.kernel import kernels_of
 from attnops.kernels.triton.launch import tiles
 from attnops.ops import OPS
-from attnops.problem import Target, pretend
-from attnops.testing import CASES, Features, Source, builders, check_kernel, data_cases, latent
+from attnops.problem import pretend
+from attnops.testing import CASES, Features, Source, builders, data_cases, latent
 from attnops.testing.check import clone
-from tests.ops.strategies import CALLS
+from tests.triton.checks import SM90, check
 from tests.triton.process import interpreted
 from tests.triton.test_compile import OPTIONS, recorded
 from tests.triton.test_kernels import kind_of
 from tests.triton.test_numerics import strided, transposed
 from tests.triton.values import every_number
 
-SM90 = Target("cuda", 90, assume=("triton",))
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 WRITES = ("write_kv", "write_latent", "write_latent_packed")
@@ -34,24 +32,6 @@ DATA = (*WRITES, *MOVES, *TABLES)
 def ran(op, *args, **kwargs):
     """The kernel's results of an op's arguments."""
     return kernels_of(op)["triton"].run(OPS[op].call(*args, **kwargs))
-
-
-def check(call, refused=("dtype", "kv_dtype", "q_heads")):
-    with pretend(SM90):
-        figures = check_kernel(kernels_of(call.op)["triton"], call)
-    assert {r.field for r in figures.refused} <= set(refused), figures
-    assert figures.worst <= 1.0, figures
-    return figures
-
-
-@pytest.mark.sweep(3)
-@pytest.mark.parametrize(("op", "label"), [pytest.param(op, case.label, id=str(case)) for op in DATA for case in CASES[op]])
-@interpreted
-def test_grid(op, label):
-    [case] = [c for c in CASES[op] if c.label == label]
-    figures = check(case.call())
-    if figures.refused:
-        pytest.skip(str(figures))
 
 
 @interpreted
@@ -70,19 +50,6 @@ def test_heads_may_lie_far_apart():
     pool = pages[None]
     ran("copy_kv", pool, None, torch.tensor([3, 17]), torch.tensor([30, 3]))
     assert torch.equal(pages[1, 14].half(), key[0]) and torch.equal(pages[0, 3].half(), key[3])
-
-
-@pytest.mark.sweep(9)
-@pytest.mark.parametrize("op", DATA)
-@pytest.mark.parametrize("examples", [20, pytest.param(40, marks=pytest.mark.full)])
-@interpreted
-def test_random_calls(op, examples):
-    @given(data=st.data())
-    @settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-    def run(data):
-        check(data.draw(CALLS[op]))
-
-    run()
 
 
 def results(run, call):
@@ -234,19 +201,6 @@ def test_long_tables():
 
 
 # In graphs ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.sweep(9)
-@pytest.mark.parametrize("op", DATA)
-@interpreted
-def test_opcheck(op):
-    with pretend(SM90):
-        for case in CASES[op][:2]:
-            call = case.call()
-            if kernels_of(op)["triton"].refusals(call.problem):
-                continue
-            checked = torch.library.opcheck(OPS[op].packet.triton, call.args, call.kwargs)
-            assert set(checked.values()) == {"SUCCESS"}
 
 
 @interpreted

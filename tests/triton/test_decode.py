@@ -16,9 +16,10 @@ from attnops.testing import CASES, Features, Source, builders, check_kernel, equ
 from attnops.testing.builders import Angles
 from tests.mates import invariant, same_bits
 from tests.ops.strategies import CALLS
+from tests.triton.checks import SM90
 from tests.triton.process import compiled, interpreted
 from tests.triton.test_compile import MEMORY, TYPES, compile_for, launches_overlap, recorded, spilled, waits_first
-from tests.triton.test_numerics import SM90, strided, transposed
+from tests.triton.test_numerics import strided, transposed
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 TYPES |= {torch.int64: "i64"}

@@ -5,69 +5,35 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 
 from attnops.call import changed
 from attnops.kernel import kernels_of
 from attnops.problem import Extent, Target, altered, pretend
 from attnops.select import Policy, select
-from attnops.testing import CASES, Source, check_kernel
+from attnops.testing import Source
 from attnops.testing.experts import OSS, experts, mxfp4_experts
 from tests.mates import same_bits
-from tests.ops.strategies import CALLS
+from tests.triton.checks import SM90, triton
 from tests.triton.process import compiled, interpreted
 from tests.triton.test_compile import MEMORY, compile_for, launches_overlap, recorded, spilled, waits_first
 
-SM90 = Target("cuda", 90, assume=("triton",))
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 WIDE = (144, 72, 136)
-
-
-def kernel():
-    return kernels_of("experts")["triton"]
-
-
-def check(call):
-    with pretend(SM90):
-        figures = check_kernel(kernel(), call)
-    assert {r.field for r in figures.refused} <= {"dtype", "kv_dtype", "last_dim_contiguous"}, figures
-    assert figures.worst <= 1.0, figures
-    return figures
-
-
-@pytest.mark.sweep(3)
-@pytest.mark.parametrize("label", [case.label for case in CASES["experts"]])
-@interpreted
-def test_grid(label):
-    [case] = [c for c in CASES["experts"] if c.label == label]
-    if (figures := check(case.call())).refused:
-        pytest.skip(str(figures))
-
-
-@pytest.mark.parametrize("examples", [12, pytest.param(25, marks=pytest.mark.full)])
-@interpreted
-def test_random_calls(examples):
-    @given(call=CALLS["experts"])
-    @settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-    def run(call):
-        check(call)
-
-    run()
 
 
 @interpreted
 def test_a_token_does_not_see_its_mates():
     call = experts(Source(1), 40, (72, 20, 70, 5, 2), BF16, **OSS)
     with pretend(SM90):
-        assert select(call.problem, Policy(deterministic=True)).kernel is kernel()
-    same_bits(call, [(0,), (5,), (39,), range(17)], kernel())
+        assert select(call.problem, Policy(deterministic=True)).kernel is triton("experts")
+    same_bits(call, [(0,), (5,), (39,), range(17)], triton("experts"))
 
 
 @interpreted
 def test_more_tokens_than_a_program_has_are_left_to_torch():
     """A graph compiled for a few tokens may meet many."""
     call, other = (experts(Source(1), 65, (*WIDE, 6, 2), BF16) for _ in range(2))
-    kernel().run(call.record)
+    triton("experts").run(call.record)
     kernels_of("experts")["aten"].run(other.record)
     assert torch.equal(call.arguments["output"], other.arguments["output"])
 
@@ -117,7 +83,7 @@ def test_numbers_far_out_of_range_read_nothing():
     call = experts(Source(1), 3, (*WIDE, 6, 2), F32)
     index = call.arguments["top_k_index"]
     index[0, 0], index[1, 1], index[2] = 2**62, -(2**62), 6
-    kernel().run(call.record)
+    triton("experts").run(call.record)
     got = call.arguments["output"].clone()
     kernels_of("experts")["reference"].run(call.record)
     torch.testing.assert_close(got, call.arguments["output"])
@@ -164,7 +130,7 @@ def launched(name, tokens, arch, dtype=BF16):
 
     overlaps = patch.object(host, "overlaps", lambda device: arch == 90 and launches_overlap())
     with recorded(host, Gpu(132, MEMORY[arch], arch == 90, True)) as found, overlaps:
-        kernel().run(call.map(wide).record)
+        triton("experts").run(call.map(wide).record)
     return found
 
 

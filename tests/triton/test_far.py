@@ -19,9 +19,9 @@ from attnops.testing.cases import CASES
 from attnops.testing.experts import experts, mxfp4_experts
 from attnops.testing.linear import linear
 from attnops.testing.route import route
+from tests.triton.checks import mode
 from tests.triton.process import interpreted
 from tests.triton.test_decode import many_splits
-from tests.triton.test_numerics import mode
 
 F32 = torch.float32
 FAR = 1 << 31

@@ -11,32 +11,19 @@ from attnops.kernel import kernels_of
 from attnops.ops.varlen import VarlenAttentionBackward
 from attnops.problem import Target, pretend
 from attnops.select import select
-from attnops.testing import CASES, Features, Source, builders, check_kernel
+from attnops.testing import Features, Source, builders
 from tests.formula import agrees
 from tests.fuzz import TILES, drawn, features
 from tests.mates import POLICY, only, rows_of
+from tests.triton.checks import check as checked
 from tests.triton.process import interpreted
 
-SM90 = Target("cuda", 90, assume=("triton",))
 OPS = ("attention_backward", "varlen_attention_backward")
-REFUSED = {"dtype", "head_dim", "last_dim_contiguous"}
 
 
 def check(call):
-    with pretend(SM90):
-        figures = check_kernel(kernels_of(call.op)["triton"], call)
-    if figures.refused:
-        assert {r.field for r in figures.refused} <= REFUSED, figures
+    if (figures := checked(call)).refused:
         pytest.skip(str(figures))
-    assert figures.worst <= 1.0, figures
-
-
-@pytest.mark.sweep(7)
-@pytest.mark.parametrize(("op", "label"), [pytest.param(op, case.label, id=str(case)) for op in OPS for case in CASES[op]])
-@interpreted
-def test_grid(op, label):
-    [case] = [c for c in CASES[op] if c.label == label]
-    check(case.call())
 
 
 PLAIN = Features(dtype=torch.float16, head_dim=16, q_heads=4, kv_heads=2, causal=True)

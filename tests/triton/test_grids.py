@@ -15,9 +15,9 @@ from attnops.kernels.triton.launch import grids
 from attnops.kernels.triton.launch.grids import BLOCKS_PER_SM, DECODE_QUERIES, SPLIT_KEYS, TABLE, Shape, launches, pick, shared_bytes
 from attnops.problem import pretend
 from attnops.testing import equip
+from tests.triton.checks import SM90
 from tests.triton.process import interpreted
 from tests.triton.test_far import CALLS
-from tests.triton.test_numerics import SM90
 
 H200 = (132, 227 * 1024)
 SMALL_GPU = (20, 99 * 1024)

@@ -7,9 +7,9 @@ import pytest
 from attnops.kernel import kernels_of
 from attnops.problem import pretend
 from tests.ops.test_infinite import CHECKS, cases_of
+from tests.triton.checks import SM90, mode
 from tests.triton.process import interpreted
 from tests.triton.test_decode import many_splits
-from tests.triton.test_numerics import SM90, mode
 
 WAYS = {"whole": nullcontext, "split": lambda: mode("split"), "many splits": many_splits}
 

@@ -7,25 +7,20 @@ import torch
 
 import attnops
 from attnops.errors import InvalidInput
-from attnops.kernel import kernels_of
 from attnops.ops import OPS
 from attnops.problem import Extent, Problem, Target, altered, pretend
 from attnops.select import Policy, select
-from attnops.testing import CASES, Features, Source, builders
+from attnops.testing import Features, Source, builders
 from attnops.testing.latent import DEEPSEEK
 from tests.lowering.models import PagedModel, compiled_code, kernel_calls, prefill
 from tests.mates import same_bits
+from tests.triton.checks import SM90, mode, triton
 from tests.triton.process import interpreted, needs_triton
 from tests.triton.test_compile import OPTIONS
-from tests.triton.test_numerics import mode, ran
+from tests.triton.test_numerics import ran
 
-SM90 = Target("cuda", 90, assume=("triton",))
 BF16, F16, F32, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
 OURS = ("paged_attention", "mla_attention", "merge_state", "merge_states", "attention", "varlen_attention")
-
-
-def triton(op):
-    return kernels_of(op)["triton"]
 
 
 # Promises about batch mates -------------------------------------------------------------------------------------------
@@ -117,19 +112,6 @@ def test_a_deterministic_policy_takes_it():
 
 
 # In graphs ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.sweep(3)
-@pytest.mark.parametrize("op", OURS)
-@interpreted
-def test_opcheck(op):
-    labels = {"paged_attention": ("bfloat16_lse", "all_mask", "bfloat16_d576"), "mla_attention": ("sinks",)}
-    labels |= {"attention": ("all_mask", "range-all"), "varlen_attention": ("all_mask", "head_dim_3")}
-    with pretend(SM90):
-        for label in labels.get(op, ("plain",)):
-            call = next(c for c in CASES[op] if c.label == label).call()
-            checked = torch.library.opcheck(OPS[op].packet.triton, call.args, call.kwargs)
-            assert set(checked.values()) == {"SUCCESS"}
 
 
 @interpreted

@@ -8,48 +8,24 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 from torch.nn import functional as F
 
 from attnops import ops
-from attnops.kernel import kernels_of
 from attnops.kernels.triton.launch import linear_tiles as tiles
 from attnops.ops.linear import Linear
 from attnops.problem import Extent, Target, altered, pretend
 from attnops.select import Policy, select
-from attnops.testing import CASES, Source, check_kernel
+from attnops.testing import CASES, Source
 from attnops.testing.linear import linear
 from tests.lowering import test_fuse_norm_linear_pass as norms
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.mates import same_bits
-from tests.ops.strategies import CALLS
+from tests.triton.checks import SM90, check, triton
 from tests.triton.process import compiled, interpreted
 from tests.triton.test_compile import MEMORY, compile_for, launches_overlap, recorded, spilled, waits_first
 
-SM90 = Target("cuda", 90, assume=("triton",))
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 ALL = {"norm": 1.0, "bias": True, "activation": "silu", "residual": True}
-
-
-def kernel():
-    return kernels_of("linear")["triton"]
-
-
-def check(call):
-    with pretend(SM90):
-        figures = check_kernel(kernel(), call)
-    assert {r.field for r in figures.refused} <= {"dtype", "kv_dtype", "norm_weight", "last_dim_contiguous", "tokens"}, figures
-    assert figures.worst <= 1.0, figures
-    return figures
-
-
-@pytest.mark.sweep(3)
-@pytest.mark.parametrize("label", [case.label for case in CASES["linear"]])
-@interpreted
-def test_grid(label):
-    [case] = [c for c in CASES["linear"] if c.label == label]
-    if (figures := check(case.call())).refused:
-        pytest.skip(str(figures))
 
 
 @contextmanager
@@ -87,38 +63,20 @@ def test_a_split_changes_no_more_than_the_order_of_sums():
     torch.testing.assert_close(results[0], results[1])
 
 
-@pytest.mark.parametrize("examples", [15, pytest.param(30, marks=pytest.mark.full)])
-@interpreted
-def test_random_calls(examples):
-    @given(call=CALLS["linear"])
-    @settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-    def run(call):
-        check(call)
-
-    run()
-
-
-@interpreted
-def test_opcheck():
-    call = linear(Source(2), 3, 72, 40, **ALL)
-    checked = torch.library.opcheck(torch.ops.attnops.linear.triton, call.args, call.kwargs)
-    assert set(checked.values()) == {"SUCCESS"}
-
-
 @pytest.mark.parametrize("split", [1, 4])
 @pytest.mark.parametrize("rows", [64, 70])
 @interpreted
 def test_a_row_does_not_see_its_mates(rows, split):
     call = linear(Source(1), rows, 330, 40, BF16, **ALL)
     with pretend(SM90), tile_of(tiles.NARROWEST[0]._replace(split=split)):
-        assert select(call.problem, Policy(deterministic=True)).kernel is kernel()
-    same_bits(call, [(0,), (5,), (rows - 1,), range(17)], kernel())
+        assert select(call.problem, Policy(deterministic=True)).kernel is triton("linear")
+    same_bits(call, [(0,), (5,), (rows - 1,), range(17)], triton("linear"))
 
 
 @interpreted
 def test_sums_of_rows_do_not_see_their_mates():
     """As a norm takes its mean: a weight of one row, of ones."""
-    same_bits(linear(Source(1), 70, 330, 1, F32), [(0,), (69,), range(17)], kernel())
+    same_bits(linear(Source(1), 70, 330, 1, F32), [(0,), (69,), range(17)], triton("linear"))
 
 
 def own_code(norm, x, m, dtype):
@@ -140,7 +98,7 @@ def test_it_is_no_less_exact_than_the_models_own_code(norm):
     for x in (every, *every[:3].split(1)):
         exact, own = (own_code(norm, x, m, dtype).double() for dtype in (F64, F16))
         ours = torch.empty_like(own, dtype=F16)
-        kernel().run(Linear(x, m.weight, m.bias, residual=m.residual[: len(x)], output=ours, **more))
+        triton("linear").run(Linear(x, m.weight, m.bias, residual=m.residual[: len(x)], output=ours, **more))
         errors.append([float((y - exact).square().sum()) for y in (ours, own)])
     for ours, own in (errors[0], map(sum, zip(*errors[1:], strict=True))):
         assert ours <= own
@@ -150,10 +108,10 @@ def test_it_is_no_less_exact_than_the_models_own_code(norm):
 def test_weights_may_be_swapped_in_place():
     """The descriptor is that of the launch."""
     call = linear(Source(1), 3, 64, 600, F32)
-    kernel().run(call.record)
+    triton("linear").run(call.record)
     before, weight = call.arguments["output"].clone(), call.arguments["weight"]
     weight.data = weight.data.clone().neg_()
-    kernel().run(call.record)
+    triton("linear").run(call.record)
     assert torch.equal(call.arguments["output"], -before)
 
 
@@ -234,7 +192,7 @@ def launched(call, arch):
 
     overlaps = patch.object(host, "overlaps", lambda device: arch == 90 and launches_overlap())
     with recorded(host, Gpu(132, MEMORY[arch], arch == 90, True)) as found, overlaps:
-        kernel().run(call.record)
+        triton("linear").run(call.record)
     [(function, arguments)] = found
     return function, arguments
 

@@ -1,74 +1,27 @@
 """`triton` through the interpreter, against the exact result: every feature, split and unsplit, long and ragged batches, any layout."""
 
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
 
 from attnops.call import changed
 from attnops.kernel import kernels_of
 from attnops.kernels.triton.launch import grids
-from attnops.problem import Target, pretend
-from attnops.testing import CASES, Features, Source, builders, check_kernel
+from attnops.problem import pretend
+from attnops.testing import CASES, Features, Source, builders
 from attnops.testing.latent import DEEPSEEK
-from tests.mates import invariant
-from tests.ops.strategies import CALLS
 from tests.pairwise import pairwise
+from tests.triton.checks import MODES, SM90, check as checked, mode
 from tests.triton.process import interpreted
 
-SM90 = Target("cuda", 90, assume=("triton",))
 ATTENTION = ("paged_attention", "mla_attention", "attention", "varlen_attention")
 OPS = (*ATTENTION, "merge_state", "merge_states")
 BF16, F16, E4M3, INT8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
 
-# Small calls are not worth a split; in this mode they are split all the same.
-MODES = ("as_is", "split", "deterministic")
 
-
-@contextmanager
-def mode(name):
-    """What a mode changes, and back. In a process of one test at a time."""
-    from attnops.kernels.triton.launch import attention, gpu
-
-    before = grids.LEAST_KEYS, grids.LEAST_LATENTS, grids.SPLIT_KEYS, gpu.INTERPRETED
-    if name == "split":
-        grids.LEAST_KEYS, grids.LEAST_LATENTS, gpu.INTERPRETED = 1, 1, gpu.INTERPRETED._replace(multiprocessors=16)
-    if name == "deterministic":
-        grids.SPLIT_KEYS = 128
-    attention._launches.cache_clear()
-    try:
-        with pretend(SM90):
-            yield
-    finally:
-        grids.LEAST_KEYS, grids.LEAST_LATENTS, grids.SPLIT_KEYS, gpu.INTERPRETED = before
-        attention._launches.cache_clear()
-
-
-def check(call, name="as_is", refused=()):
-    kernel = kernels_of(call.op)["triton"]
-    if name == "deterministic":
-        kernel = invariant(kernel)
-    with mode(name):
-        figures = check_kernel(kernel, call)
-    if figures.refused:
-        assert {r.field for r in figures.refused} <= set(refused), figures
-    assert figures.worst <= 1.0, figures
-    return figures
-
-
-@pytest.mark.sweep(7)
-@pytest.mark.parametrize(("op", "label"), [pytest.param(op, case.label, id=str(case)) for op in OPS for case in CASES[op]])
-@interpreted
-def test_grid(op, label):
-    [case] = [c for c in CASES[op] if c.label == label]
-    figures = check(case.call(), refused=("dtype", "kv_dtype"))
-    if figures.refused:
-        pytest.skip(str(figures))
-
-
+check = partial(checked, refused=())
 TELLING = (
     "all", "all_mask", "lse_sinks", "decode_padded-all", "page_3-window_both", "no_table-all", "deepseek-verify", "window", "chunk_window",
     "range-all", "long-all", "mask_bool_h", "bfloat16_d576", "float8_query_windows", "deepseek-float8_both",
@@ -211,19 +164,6 @@ def ran(call, name):
     with mode(name):
         kernels_of(call.op)["triton"].run(changed(call.record, policy="deterministic" if name == "deterministic" else ""))
     return call.arguments["output"]
-
-
-@pytest.mark.sweep(3)
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("examples", [20, pytest.param(40, marks=pytest.mark.full)])
-@interpreted
-def test_random_calls(op, examples):
-    @given(data=st.data())
-    @settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-    def run(data):
-        check(data.draw(CALLS[op]), data.draw(st.sampled_from(MODES)), refused=("dtype", "kv_dtype", "last_dim_contiguous"))
-
-    run()
 
 
 def strided(t, dim):

@@ -4,52 +4,17 @@ import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 
 from attnops.kernel import kernels_of
-from attnops.problem import Target, pretend
-from attnops.testing import CASES, check_kernel
+from attnops.testing import CASES
 from attnops.testing.route import BF16, NORMAL, SIGMOID, V2, V3
-from tests.ops.strategies import CALLS
+from tests.triton.checks import check, triton
 from tests.triton.process import compiled, interpreted
 from tests.triton.test_compile import MEMORY, compile_for, launches_overlap, recorded, spilled, waits_first
-
-SM90 = Target("cuda", 90, assume=("triton",))
-
-
-def kernel():
-    return kernels_of("route")["triton"]
 
 
 def case(label):
     return next(c for c in CASES["route"] if c.label == label).call()
-
-
-def check(call):
-    with pretend(SM90):
-        figures = check_kernel(kernel(), call)
-    assert {r.field for r in figures.refused} <= {"dtype", "kv_dtype", "experts", "top_k"}, figures
-    assert figures.worst <= 1.0, figures
-    return figures
-
-
-@pytest.mark.sweep(3)
-@pytest.mark.parametrize("label", [case.label for case in CASES["route"]])
-@interpreted
-def test_grid(label):
-    if (figures := check(case(label))).refused:
-        pytest.skip(str(figures))
-
-
-@pytest.mark.parametrize("examples", [20, pytest.param(40, marks=pytest.mark.full)])
-@interpreted
-def test_random_calls(examples):
-    @given(call=CALLS["route"])
-    @settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-    def run(call):
-        check(call)
-
-    run()
 
 
 @pytest.mark.parametrize("rule", [{}, NORMAL, {**NORMAL, "eps": 0.1}, SIGMOID, V2, {n: v for n, v in V3.items() if n != "bias"}], ids=str)
@@ -82,11 +47,11 @@ def test_experts_chosen_by_a_bias_far_below_the_largest():
 @interpreted
 def test_a_token_does_not_see_its_mates():
     call = case("ties-all")
-    kernel().run(call.record)
+    triton("route").run(call.record)
     whole = [call.arguments[n].clone() for n in call.writes]
     for t in range(9):
         alone = call.map(lambda n, x, t=t: x if n == "bias" else x[t : t + 1].clone())
-        kernel().run(alone.record)
+        triton("route").run(alone.record)
         assert all(torch.equal(a[t : t + 1], alone.arguments[n]) for a, n in zip(whole, alone.writes, strict=True))
 
 
@@ -101,7 +66,7 @@ def test_a_warp_reduces_in_registers(label, arch):
     host.overlaps = lambda device: arch >= 90 and launches_overlap()
     try:
         with recorded(host, Gpu(132, MEMORY[arch], arch == 90, True)) as found:
-            kernel().run(call.record)
+            triton("route").run(call.record)
     finally:
         host.overlaps = before
     [(function, arguments)] = found

@@ -13,9 +13,9 @@ from attnops.testing import Features, Source, builders, equip
 from attnops.testing.linear import linear
 from attnops.testing.route import route
 from tests.mates import POLICY
+from tests.triton.checks import SM90
 from tests.triton.process import compiled
 from tests.triton.test_kernels import kind_of
-from tests.triton.test_numerics import SM90
 
 F = Features(dtype=torch.bfloat16, head_dim=64, q_heads=4, kv_heads=2)
 ODD = Features(dtype=torch.bfloat16, head_dim=40, q_heads=4, kv_heads=2)
