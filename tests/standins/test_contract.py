@@ -177,13 +177,13 @@ def test_a_training_step(name: str, packed: bool) -> None:
     sinks = torch.zeros(8, requires_grad=True) if "sinks" in kernels_of(op)[name].takes else None
     tensors = [torch.randn(2, 6, n, 64, dtype=BF16, requires_grad=True) for n in (8, 2, 2)]
     leaves, found = [x for x in (*tensors, sinks) if x is not None], []
-    cu, told = torch.tensor([0, 6, 12], dtype=torch.int32), {"max_seqlen_q": 6, "max_seqlen_k": 6}
+    cu = torch.tensor([0, 6, 12], dtype=torch.int32)
     for kernel in (name, "reference"):
         chosen = dict.fromkeys((op, f"{op}_backward"), kernel)
         with VENDORS[name].running() as calls, attnops.use(kernel=chosen):
             if packed:
-                flat = (x.flatten(0, 1) for x in tensors)
-                out = attnops.varlen_attention(*flat, cu, cu, **told, causal=True, padded=False, sinks=sinks)
+                q, k, v = (x.flatten(0, 1) for x in tensors)
+                out = attnops.varlen_attention(q, k, v, cu, cu, max_seqlen_q=6, max_seqlen_k=6, causal=True, padded=False, sinks=sinks)
             else:
                 out = attnops.attention(*tensors, causal=True, sinks=sinks)
             found.append(torch.autograd.grad(out.sum(), leaves))  # a gradient without strides

@@ -39,8 +39,8 @@ ANY: dict[str, dict[str, Any]] = {
     "strides": {"last_dim_contiguous": False},
 }
 FORWARD = {"lse": LSE, "sinks lse": SINKS | LSE, "wide sinks lse": WIDE_SINKS | LSE}
-GRADIENT = {"mask_grad": {"mask": "additive", "mask_grad": True}, "lse_grad": {"lse_grad": True}}
-ROWS = {
+GRADIENT: dict[str, dict[str, Any]] = {"mask_grad": {"mask": "additive", "mask_grad": True}, "lse_grad": {"lse_grad": True}}
+ROWS: dict[str, dict[str, Any]] = {
     "range": {"kv_range": True},
     "more keys": {"sizes_equal": False, "context": Extent.of(90)},
     "one query": {"queries": Extent.of(1)},
@@ -57,7 +57,7 @@ LATENTS = {
     "rope 32": {"head_dim": 544, "rope_dim": 32},
     **{f"{n} heads": {"q_heads": n} for n in (8, 20, 96, 192)},
 }
-PAGES = {
+PAGES: dict[str, dict[str, Any]] = {
     **{f"page {n}": {"page_size": n} for n in (1, 8, 24, 32, 48, 128)},
     **{f"{n} queries": {"queries": Extent.of(n)} for n in (2, 9)},
     **{f"{plan} plan": {"plan": plan} for plan in ("none", "host", "device")},
@@ -71,7 +71,7 @@ ATTENTION = (*NARROWED, *LATENT)
 
 def changes(op: str) -> dict[str, dict[str, Any]]:
     """One fact of a problem after another, by a name, of those that an op has."""
-    kinds = [ANY, LATENTS if op in LATENT else HEADS, GRADIENT if op in GRADIENTS else FORWARD]
+    kinds: list[dict[str, dict[str, Any]]] = [ANY, LATENTS if op in LATENT else HEADS, GRADIENT if op in GRADIENTS else FORWARD]
     kinds += [PAGES] * (op in OVER_PAGES) + [ROWS] * op.startswith("attention")
     return {name: change for kind in kinds for name, change in kind.items()}
 
