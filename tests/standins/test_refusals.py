@@ -38,7 +38,7 @@ ANY: dict[str, dict[str, Any]] = {
     "wide sinks": WIDE_SINKS,
     "strides": {"last_dim_contiguous": False},
 }
-FORWARD = {"lse": LSE, "sinks lse": SINKS | LSE, "wide sinks lse": WIDE_SINKS | LSE}
+FORWARD: dict[str, dict[str, Any]] = {"lse": LSE, "sinks lse": SINKS | LSE, "wide sinks lse": WIDE_SINKS | LSE}
 GRADIENT: dict[str, dict[str, Any]] = {"mask_grad": {"mask": "additive", "mask_grad": True}, "lse_grad": {"lse_grad": True}}
 ROWS: dict[str, dict[str, Any]] = {
     "range": {"kv_range": True},
