@@ -7,6 +7,7 @@ these raise or return NaN. That a tensor is on CUDA is the one thing they do not
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from unittest.mock import patch
 
 import torch
@@ -177,7 +178,8 @@ def cutlass_mla_decode(out, q_nope, q_pe, kv_c_and_k_pe_cache, seq_lens, page_ta
 
 
 LIBRARY = torch.library.Library("sgl_kernel", "FRAGMENT")
-if not hasattr(torch.ops.sgl_kernel, "dense_decode_fwd"):
+# The package itself, where it is installed, defines these once it is loaded.
+if not find_spec("sgl_kernel") and not hasattr(torch.ops.sgl_kernel, "dense_decode_fwd"):
     LIBRARY.define(DENSE_DECODE)
     LIBRARY.impl("dense_decode_fwd", dense_decode_fwd, "CPU")
     LIBRARY.define(METADATA_DENSE)
@@ -186,7 +188,7 @@ if not hasattr(torch.ops.sgl_kernel, "dense_decode_fwd"):
     LIBRARY.impl("get_mla_decoding_metadata_dense_fp8", get_mla_decoding_metadata_dense_fp8, "CPU")
     LIBRARY.define(DECODE_FP8)
     LIBRARY.impl("fwd_kvcache_mla_fp8", fwd_kvcache_mla_fp8, "CPU")
-if not hasattr(torch.ops.sgl_kernel, "cutlass_mla_decode"):
+if not find_spec("sgl_kernel") and not hasattr(torch.ops.sgl_kernel, "cutlass_mla_decode"):
     LIBRARY.define(CUTLASS_DECODE)
     LIBRARY.impl("cutlass_mla_decode", cutlass_mla_decode, "CPU")
     LIBRARY.define(CUTLASS_SIZE)
