@@ -5,7 +5,8 @@ A name that is no field of a Problem, or a value that such a field never has, is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import inf
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnops.adapt import takes_a_call
-from attnops.call import RECORDS
+from attnops.call import RECORDS, Arg, Fact
 from attnops.errors import RegistrationError
 from attnops.packages import Package
 from attnops.problem import LEAVES, Problem, Refusal, leaf
@@ -144,20 +145,45 @@ def all_of(needs: Iterable[Need]) -> Need:
 _ORDER = {name: place for place, name in enumerate(LEAVES)}
 
 
+@functools.cache
+def _features(records: int) -> tuple[Fact, ...]:
+    """Those of all records, in the order of a Problem's fields. records: how many there are."""
+    found = {fact for record in RECORDS.values() for fact in record.features}
+    return tuple(sorted(found, key=lambda fact: (_ORDER[fact.field], fact.part or 0)))
+
+
 def features(p: Problem) -> Iterator[tuple[Refusal, tuple[str, ...]]]:
-    """(its refusal, the op's arguments that carry it) of each feature that `p` asks for; a kernel that takes it names one of them."""
-    found = RECORDS[p.op].features if p.op in RECORDS else {}
-    for fact in sorted(found, key=lambda fact: _ORDER[fact.field]):
-        arguments = found[fact]
-        got, neutral = leaf(p, fact.field), arguments[0].neutral
-        neutral = neutral if fact.of is None else fact.of(neutral)
-        asked = (got if fact.part is None else got[fact.part]) != neutral
-        if not asked or (fact.unless is not None and fact.unless(p)):
+    """(its refusal, the op's arguments that carry it) of each feature that `p` asks for; a kernel that takes it names one of them.
+
+    No kernel takes a feature that the op has no argument for. To an op without features they are hints.
+    """
+    record = RECORDS.get(p.op)
+    if record is None or not record.features:
+        return
+    for fact in _features(len(RECORDS)):
+        carried = record.features.get(fact, ())
+        if not carried and isinstance(record.facts, Mapping) and fact.field in record.facts:
             continue
-        if fact.refused:
-            got, neutral = True, False
-        want = ("no", "yes")[neutral] if isinstance(neutral, bool) else str(neutral)
-        yield Refusal(fact.refused or fact.field, got, want), tuple(a.name for a in arguments)
+        if not (refusal := _asked(p, fact, carried)):
+            continue
+        yield refusal, tuple(a.name for a in carried)
+
+
+def _asked(p: Problem, fact: Fact, carried: Sequence[Arg]) -> Refusal | None:
+    """The refusal of a feature that `p` asks for with one of these arguments; None where it does not."""
+    got = leaf(p, fact.field)
+    neutral: Any = LEAVES[fact.field].default
+    part = got if fact.part is None else got[fact.part]
+    if carried:
+        neutral = carried[0].neutral if fact.of is None else fact.of(carried[0].neutral)
+    elif fact.part is not None:
+        neutral = neutral[fact.part]
+    if part == neutral or (fact.unless is not None and fact.unless(p)):
+        return None
+    if fact.refused:
+        return Refusal(fact.refused, True, "no")
+    want = ("no", "yes")[neutral] if isinstance(neutral, bool) else str(neutral)
+    return Refusal(fact.field, got, want)
 
 
 # Further traits of a kernel -------------------------------------------------------------------------------------------
