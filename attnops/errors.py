@@ -89,11 +89,12 @@ def find(error: BaseException | None) -> AttnopsError | None:
 def fail(kind: type[AttnopsError], *args: Any) -> NoReturn:
     """Raise `kind(*args)` in code that Dynamo traces, which cannot construct such an error: the graph breaks, or, under `fullgraph=True`,
     the compiler wraps the error as it wraps all others."""
-    error = kind(*args)
     if TracingContext.try_get() is None:
-        raise error
+        # No name holds the error: a frame that its traceback holds would hold it, and with it every caller's locals.
+        raise kind(*args)
     from torch._dynamo.exc import Unsupported
 
+    error = kind(*args)
     raise Unsupported(str(error)) from error
 
 

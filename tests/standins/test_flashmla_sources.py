@@ -20,7 +20,7 @@ from attnops.problem import Target, pretend
 from attnops.testing import CASES, Source, builders, check_kernel
 from attnops.testing.latent import DEEPSEEK
 from tests.lowering.models import compiled_code, kernel_calls
-from tests.standins import flash_mla_legacy as standin, schemas, sgl_kernel_mla, sgl_kernel_sparse
+from tests.standins import flash_mla_legacy as standin, schemas, sgl_kernel_mla
 
 SGL, FLASH = "sgl_kernel", "flash_mla"
 UNKNOWN = wheel.UNKNOWN
@@ -42,7 +42,7 @@ GRID = [
 
 @pytest.fixture(autouse=True)
 def records():
-    for each in (standin, sgl_kernel_mla, sgl_kernel_sparse):
+    for each in (standin, sgl_kernel_mla):
         each.CALLS.clear()
 
 
@@ -89,7 +89,7 @@ def test_kernel(kernel, case):
             pytest.skip("; ".join(map(str, refused)))
         assert check_kernel(kernel, case.call()).worst <= 1.0
     # Every op of the first wheel that ran was the body of one of the second's.
-    assert sgl_kernel_mla.CALLS + sgl_kernel_sparse.CALLS == standin.CALLS
+    assert sgl_kernel_mla.CALLS == standin.CALLS
 
 
 @pytest.mark.parametrize("packed", [False, True])
