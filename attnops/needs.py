@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnops.adapt import takes_a_call
-from attnops.call import RECORDS, Arg, Fact
+from attnops.call import RECORDS, Arg, Fact, Spec
 from attnops.errors import RegistrationError
 from attnops.packages import Package
-from attnops.problem import LEAVES, Problem, Refusal, leaf
+from attnops.problem import LEAVES, Problem, Refusal, Visibility, leaf
 
 if TYPE_CHECKING:
     from attnops.kernel import Kernel
@@ -162,11 +162,18 @@ def features(p: Problem) -> Iterator[tuple[Refusal, tuple[str, ...]]]:
         return
     for fact in _features(len(RECORDS)):
         carried = record.features.get(fact, ())
-        if not carried and isinstance(record.facts, Mapping) and fact.field in record.facts:
+        if not carried and _is_a_hint(record, fact):
             continue
-        if not (refusal := _asked(p, fact, carried)):
-            continue
-        yield refusal, tuple(a.name for a in carried)
+        if refusal := _asked(p, fact, carried):
+            yield refusal, tuple(a.name for a in carried)
+
+
+def _is_a_hint(record: Spec, fact: Fact) -> bool:
+    """Of a fact that no argument carries: does the record say it of all calls, or is it of keys that a query sees in an op without?"""
+    if isinstance(record.facts, Mapping) and fact.field in record.facts:
+        return True
+    sees = any(hasattr(Visibility, own.field) for own in record.features)
+    return not sees and hasattr(Visibility, fact.field)
 
 
 def _asked(p: Problem, fact: Fact, carried: Sequence[Arg]) -> Refusal | None:
