@@ -100,17 +100,17 @@ class Spec:
 
     @cached_property
     def features(self) -> dict[Fact, tuple[Arg, ...]]:
-        """What a kernel lists one of these arguments for, where it is asked for."""
-        found: dict[Fact, tuple[Arg, ...]] = {}
+        """The features of the op, each with its arguments. A kernel that takes the feature lists one of them."""
+        features: dict[Fact, tuple[Arg, ...]] = {}
         for a in self.args:
             for fact in a.facts:
                 if fact.feature and a.name in self.optional:
-                    found[fact] = (*found.get(fact, ()), a)
-        return found
+                    features[fact] = (*features.get(fact, ()), a)
+        return features
 
     @cached_property
-    def told(self) -> frozenset[str]:
-        """The arguments of which the fields of a Problem tell."""
+    def feature_names(self) -> frozenset[str]:
+        """The arguments of the features."""
         return frozenset(a.name for args in self.features.values() for a in args)
 
     @cached_property

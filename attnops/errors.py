@@ -90,7 +90,7 @@ def fail(kind: type[AttnopsError], *args: Any) -> NoReturn:
     """Raise `kind(*args)` in code that Dynamo traces, which cannot construct such an error: the graph breaks, or, under `fullgraph=True`,
     the compiler wraps the error as it wraps all others."""
     if TracingContext.try_get() is None:
-        # No name holds the error: a frame that its traceback holds would hold it, and with it every caller's locals.
+        # A local name would make a cycle of the error and its traceback, which holds the locals of every caller.
         raise kind(*args)
     from torch._dynamo.exc import Unsupported
 

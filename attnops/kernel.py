@@ -107,7 +107,8 @@ class Kernel:
     def __post_init__(self) -> None:
         if not takes_a_call(self.run):
             return  # `register` says so
-        for a in RECORDS[self.op].args if self.op in RECORDS else ():
+        record = RECORDS.get(self.op)  # `register` refuses an op that there is not
+        for a in record.args if record is not None else ():
             if a.without is not None and a.name not in self.takes:
                 object.__setattr__(self, "run", without_flag(a.name, a.without, self.run))
         if self.foreign:

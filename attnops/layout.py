@@ -39,8 +39,8 @@ class Fact:
 
     field: of the Problem. part: the place in a field that is a tuple.
     of: takes the argument's value and returns the field's; None: they are the same.
-    feature: a kernel that is asked for another value than the neutral one lists an argument with this fact.
-    unless: Problems in which a kernel need not list it. refused: the field that a refusal names; "": `field`.
+    feature: may a call ask a kernel for it? A kernel that takes it lists an argument with this fact.
+    unless: Problems in which no kernel need list it. refused: the field that a refusal names; "": `field`.
     """
 
     field: str
@@ -61,7 +61,7 @@ class Arg:
     any_device: the tensor need not be on the first tensor's device. unit_stride: the last dim's stride is a fact of the Problem.
     hint: a promise, a plan or scratch that a kernel may ignore without changing the result; it never makes a kernel refuse.
     always: every kernel of the op takes every value of the argument, so `Kernel.takes` need not list it.
-    without: returns a call like one with the flag on, with it off, for kernels that do not list the flag.
+    without: takes a call with the flag on, and returns one that means the same with the flag off. Kernels that do not list the flag get it.
     facts: what the Problem says of it. weight: its bytes are most of a call's, and a step of a model reads them once.
 
     `record` fills in the rest. tensor: is it a tensor, or None in a tensor's place? neutral: `off`, or else the default.

@@ -6,7 +6,7 @@ A name that is no field of a Problem, or a value that such a field never has, is
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from math import inf
@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnops.adapt import takes_a_call
-from attnops.call import RECORDS, Arg, Fact, Spec
+from attnops.call import RECORDS, Fact, Spec
 from attnops.errors import RegistrationError
 from attnops.packages import Package
-from attnops.problem import LEAVES, Problem, Refusal, Visibility, leaf
+from attnops.problem import LEAVES, Problem, Refusal, Visibility, leaf, told_by, value_of
 
 if TYPE_CHECKING:
     from attnops.kernel import Kernel
@@ -145,52 +145,60 @@ def all_of(needs: Iterable[Need]) -> Need:
 _ORDER = {name: place for place, name in enumerate(LEAVES)}
 
 
-@functools.cache
-def _features(records: int) -> tuple[Fact, ...]:
-    """Those of all records, in the order of a Problem's fields. records: how many there are."""
-    found = {fact for record in RECORDS.values() for fact in record.features}
-    return tuple(sorted(found, key=lambda fact: (_ORDER[fact.field], fact.part or 0)))
-
-
 def features(p: Problem) -> Iterator[tuple[Refusal, tuple[str, ...]]]:
     """(its refusal, the op's arguments that carry it) of each feature that `p` asks for; a kernel that takes it names one of them.
 
-    No kernel takes a feature that the op has no argument for. To an op without features they are hints.
+    No argument carries a feature that the op does not have, so no kernel takes it.
     """
     record = RECORDS.get(p.op)
-    if record is None or not record.features:
+    if record is None:
         return
-    for fact in _features(len(RECORDS)):
-        carried = record.features.get(fact, ())
-        if not carried and _is_a_hint(record, fact):
+    for fact, neutral, arguments in _looked_at(record, len(RECORDS)):
+        value = value_of(p, fact)
+        if value == neutral or (fact.unless is not None and fact.unless(p)):
             continue
-        if refusal := _asked(p, fact, carried):
-            yield refusal, tuple(a.name for a in carried)
+        yield _refusal(fact, value, neutral), arguments
+
+
+@functools.cache
+def _looked_at(record: Spec, records: int) -> tuple[tuple[Fact, Any, tuple[str, ...]], ...]:
+    """(a feature, its neutral value, the arguments that carry it), in the order of a Problem's fields.
+
+    They are the op's own and those of other ops. records: how many records there are.
+    """
+    if not record.features:
+        return ()
+    every = {fact for other in RECORDS.values() for fact in other.features}
+    foreign = {fact for fact in every if fact not in record.features and not _is_a_hint(record, fact)}
+    ordered = sorted({*record.features, *foreign}, key=lambda fact: (_ORDER[fact.field], fact.part or 0))
+    return tuple((fact, _neutral(record, fact), _carriers(record, fact)) for fact in ordered)
 
 
 def _is_a_hint(record: Spec, fact: Fact) -> bool:
-    """Of a fact that no argument carries: does the record say it of all calls, or is it of keys that a query sees in an op without?"""
+    """Does the field of another op's feature ask nothing of this op's kernels?"""
     if isinstance(record.facts, Mapping) and fact.field in record.facts:
-        return True
-    sees = any(hasattr(Visibility, own.field) for own in record.features)
-    return not sees and hasattr(Visibility, fact.field)
+        return True  # the record says so of every call
+    # An op that shows no keys, as a write into pages, has no rules of visibility.
+    shows_keys = any(hasattr(Visibility, own.field) for own in record.features)
+    return hasattr(Visibility, fact.field) and not shows_keys
 
 
-def _asked(p: Problem, fact: Fact, carried: Sequence[Arg]) -> Refusal | None:
-    """The refusal of a feature that `p` asks for with one of these arguments; None where it does not."""
-    got = leaf(p, fact.field)
-    neutral: Any = LEAVES[fact.field].default
-    part = got if fact.part is None else got[fact.part]
-    if carried:
-        neutral = carried[0].neutral if fact.of is None else fact.of(carried[0].neutral)
-    elif fact.part is not None:
-        neutral = neutral[fact.part]
-    if part == neutral or (fact.unless is not None and fact.unless(p)):
-        return None
+def _neutral(record: Spec, fact: Fact) -> Any:
+    if fact in record.features:
+        return told_by(fact, record.features[fact][0].neutral)
+    default: Any = LEAVES[fact.field].default
+    return default if fact.part is None else default[fact.part]
+
+
+def _carriers(record: Spec, fact: Fact) -> tuple[str, ...]:
+    return tuple(a.name for a in record.features.get(fact, ()))
+
+
+def _refusal(fact: Fact, value: Any, neutral: Any) -> Refusal:
     if fact.refused:
         return Refusal(fact.refused, True, "no")
     want = ("no", "yes")[neutral] if isinstance(neutral, bool) else str(neutral)
-    return Refusal(fact.field, got, want)
+    return Refusal(fact.field, value, want)
 
 
 # Further traits of a kernel -------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from attnops.call import EXTENTS, Call, asked, name, sizes_of, values
+from attnops.call import EXTENTS, Call, Fact, asked, name, sizes_of, values
 from attnops.errors import InvalidInput, fail, portable
 from attnops.extent import Extent as Extent, alike as alike
 from attnops.reference.rows import surely as surely
@@ -293,23 +293,34 @@ def problem_of(call: Call) -> Problem:
     strides = [given[a.name].stride(-1) for a in spec.args if a.unit_stride and given[a.name] is not None]
     found["last_dim_contiguous"] = all(isinstance(n, int) and n == 1 for n in strides)
     more = spec.facts(call, sizes) if callable(spec.facts) else spec.facts or {}
-    return Problem.of(**{**found, **_told(call), "asks": asked(call) - spec.told, **more})
+    return Problem.of(**{**found, **_fields_of(call), "asks": asked(call) - spec.feature_names, **more})
 
 
-def _told(call: Call) -> dict[str, Any]:
-    """The fields of which the record's arguments tell."""
-    found: dict[str, Any] = {}
-    for a, value in zip(call.spec.args, values(call), strict=True):
+def _fields_of(call: Call) -> dict[str, Any]:
+    """The fields that follow from single arguments, by their facts."""
+    fields: dict[str, Any] = {}
+    for a, argument in zip(call.spec.args, values(call), strict=True):
         for fact in a.facts:
-            told = value if fact.of is None else fact.of(value)
+            value = told_by(fact, argument)
             if fact.part is not None:
-                parts = list(found.get(fact.field, LEAVES[fact.field].default))
-                parts[fact.part] = told
-                told = tuple(parts)
-            elif fact.field in found:
-                told = max(told, found[fact.field])
-            found[fact.field] = told
-    return found
+                parts = list(fields.get(fact.field, LEAVES[fact.field].default))
+                parts[fact.part] = value
+                value = tuple(parts)
+            elif fact.field in fields:
+                value = max(value, fields[fact.field])
+            fields[fact.field] = value
+    return fields
+
+
+def told_by(fact: Fact, argument: Any) -> Any:
+    """The value of a fact's field, or of its part of a field that is a tuple, for an argument."""
+    return argument if fact.of is None else fact.of(argument)
+
+
+def value_of(problem: Problem, fact: Fact) -> Any:
+    """The field of a fact, or its part of a field that is a tuple."""
+    value = leaf(problem, fact.field)
+    return value if fact.part is None else value[fact.part]
 
 
 def repeatable() -> str:

@@ -45,7 +45,7 @@ class Product:
     parts: what one call computes, in order: "norm", "linear", the activation, "residual". Empty
         where the linear was not looked at.
     kernel: of the call. "aten": torch's own operations are the fastest, and the graph keeps them.
-    refusal: why the linear, or a part beside it, was left as it is; "" where all became one call.
+    refusal: why the linear, or a part beside it, has not changed; "" where all became one call.
     """
 
     weight: str
@@ -77,7 +77,7 @@ def fuse_norm_linear_pass(graph: fx.Graph | fx.GraphModule) -> tuple[Product, ..
 
     The parts are the RMS norm before a linear, and the gated activation and the residual after it.
     Where torch's own operations are the fastest kernel, as on a CPU and for long prompts, the graph
-    stays as it is. Where another kernel is faster for few rows, a graph of any number of rows is
+    does not change. Where another kernel is faster for few rows, a graph of any number of rows is
     guarded on their number. The policy in force is guarded, too.
 
     Args:
@@ -85,7 +85,7 @@ def fuse_norm_linear_pass(graph: fx.Graph | fx.GraphModule) -> tuple[Product, ..
             `merge_linears_pass`. Changed in place.
 
     Returns:
-        Every linear of the graph, in order. It is left as it is in grad mode and under autocast;
+        Every linear of the graph, in order. It does not change in grad mode and under autocast;
         where its weight is no parameter, of a tensor subclass, or in an adapter; where dtypes
         differ; and where the graph writes one of its inputs in between. A part is left where its
         value has another user, and the rounding of a norm must be that of float32.

@@ -88,7 +88,7 @@ def match_linear(node: fx.Node) -> Match | str:
 
 
 def _unmerged(parameter: Any) -> Any:
-    """The graph input, of which `merge_linears_pass` reads more than its own memory."""
+    """The graph input. Of merged linears it is the first, from which all are read."""
     merged = isinstance(parameter, fx.Node) and parameter.target is torch.as_strided
     return parameter.args[0] if merged else parameter
 

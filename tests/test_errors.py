@@ -1,11 +1,13 @@
 """Every class of error crosses processes and is copied; a compiler's error leads to the one it wraps."""
 
 import copy
+import gc
 import importlib
 import inspect
 import pickle
 import pkgutil
 import threading
+import weakref
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -17,7 +19,7 @@ import pytest
 import torch
 
 import attnops
-from attnops.errors import AttnopsError, BadTable, InvalidInput, NoKernel, NotCompiled, UnknownKernel, find
+from attnops.errors import AttnopsError, BadTable, InvalidInput, NoKernel, NotCompiled, UnknownKernel, fail, find
 from attnops.kernel import Kernel, _drop, kernels_of, register
 from attnops.problem import Problem, Refusal, Target
 from attnops.select import Decision, Policy, select
@@ -194,6 +196,21 @@ def test_an_error_is_found_in_what_a_compiler_raises(breaking, stage, fullgraph)
     ours = find(caught.value)
     assert type(ours) is kind
     assert str(ours).splitlines()[0] in str(caught.value)
+
+
+def test_a_caught_error_keeps_no_caller_alive():
+    def caught():
+        local = torch.nn.Linear(1, 1)
+        try:
+            fail(InvalidInput, "x", 1, "2")
+        except InvalidInput:
+            return weakref.ref(local)
+
+    gc.disable()
+    try:
+        assert caught()() is None
+    finally:
+        gc.enable()
 
 
 def test_other_errors_hold_none():

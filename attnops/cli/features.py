@@ -63,8 +63,12 @@ def problems(op: str, target: Target) -> tuple[Problem, ...]:
 
 def columns(op: str) -> tuple[Feature, ...]:
     """The features that make sense for `op`."""
-    fields = {fact.field for a in OPS[op].spec.args if a.name in OPS[op].spec.told for fact in a.facts}
-    return tuple(f for f in FEATURES if (f.change.keys() <= fields if f.ops is None else op in f.ops))
+    fields = {fact.field for args in OPS[op].spec.features.values() for a in args for fact in a.facts}
+
+    def has(feature: Feature) -> bool:
+        return feature.change.keys() <= fields if feature.ops is None else op in feature.ops
+
+    return tuple(filter(has, FEATURES))
 
 
 class Support(NamedTuple):

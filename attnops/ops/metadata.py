@@ -276,12 +276,13 @@ def named_pages(
     return out
 
 
-def without_holes(call: Any) -> Any:
+def with_named_pages(call: Any) -> Any:
     """A call of attention over pages whose table may have holes, with the table and the lengths of `named_pages`."""
     refuse_plan_of_holes(call)
-    sizes = dict(zip(("num_pages", "page_size"), getattr(call, call.spec.stored).shape, strict=False))
-    rules = how(Rules.of(call), call.mask)
-    table, lengths = NAMED_PAGES.packet.default(call.page_table, call.seq_lens, call.cu_seqlens_q, **sizes, **rules)
+    num_pages, page_size, *_ = getattr(call, call.spec.stored).shape
+    moves = how(Rules.of(call), call.mask)
+    given = call.page_table, call.seq_lens, call.cu_seqlens_q
+    table, lengths = NAMED_PAGES.packet.default(*given, num_pages=num_pages, page_size=page_size, **moves)
     return changed(call, page_table=table, seq_lens=lengths, holes=False)
 
 

@@ -11,7 +11,7 @@ from attnops.call import FLOAT32, FLOATS, INDEX, INT32, KW_ONLY, MASK, QUERY, Ca
 from attnops.errors import InvalidInput, fail
 from attnops.ops import eager, rules, typical
 from attnops.ops.eager import key_for
-from attnops.ops.metadata import whole, without_holes
+from attnops.ops.metadata import whole, with_named_pages
 from attnops.ops.op import Op, define
 from attnops.reference import attention, rope_quantize
 from attnops.reference.rows import Rules
@@ -139,7 +139,7 @@ class MlaAttention(rules.Queries):
     causal: bool = arg(default=True, facts=rules.CAUSAL)
     window_left: int = arg(default=-1, least=-1, most=rules.FURTHEST, facts=rules.WINDOW_LEFT)
     softcap: float = arg(default=0.0, least=0, most=rules.SOFTEST, facts=rules.SOFTCAP)
-    holes: bool = arg(default=True, hint=True, facts=rules.HOLES, without=without_holes)
+    holes: bool = arg(default=True, hint=True, facts=rules.HOLES, without=with_named_pages)
     output: Tensor = arg("T, H, Dc", output_dtypes, written=True)
     lse: Tensor | None = arg("T, H", FLOAT32, default=None, written=True, facts=rules.LSE)
     workspace: Tensor | None = arg("bytes", (torch.uint8,), default=None, written=True, hint=True, facts=rules.WORKSPACE)

@@ -11,7 +11,7 @@ from attnops.call import FLOAT32, FLOATS, INDEX, INT32, KW_ONLY, MASK, QUERY, ST
 from attnops.errors import InvalidInput, fail
 from attnops.ops import eager, rules, typical
 from attnops.ops.eager import key_for
-from attnops.ops.metadata import whole, without_holes
+from attnops.ops.metadata import whole, with_named_pages
 from attnops.ops.op import Op, define
 from attnops.problem import Extent
 from attnops.reference import attention, data
@@ -52,7 +52,7 @@ class PagedAttention(rules.Visible, rules.Queries):
     causal: bool = arg(default=True, facts=rules.CAUSAL)
     q_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALE)
     padded: bool = arg(default=True, hint=True, facts=rules.PADDED)
-    holes: bool = arg(default=True, hint=True, facts=rules.HOLES, without=without_holes)
+    holes: bool = arg(default=True, hint=True, facts=rules.HOLES, without=with_named_pages)
     output: Tensor = arg("T, Hq, Dv", rules.result_dtypes, written=True)
     lse: Tensor | None = arg("T, Hq", FLOAT32, default=None, written=True, facts=rules.LSE)
     workspace: Tensor | None = arg("bytes", (torch.uint8,), default=None, written=True, hint=True, facts=rules.WORKSPACE)
