@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attnops import announce as _announce, kernels as _kernels
-from attnops.errors import AttnopsError as AttnopsError
+from attnops import announce as _announce, errors as errors, kernels as _kernels
+from attnops.core import flops as _flops, op as _op
+from attnops.core.errors import AttnopsError as AttnopsError
+from attnops.core.select import Policy as Policy, use as use
 from attnops.ops import (
     attention as attention,
-    flops as _flops,
     merge_state as merge_state,
-    op as _op,
     paged_attention as paged_attention,
     varlen_attention as varlen_attention,
     write_kv as write_kv,
 )
-from attnops.select import Policy as Policy, use as use
 
 if TYPE_CHECKING:
     from attnops.adapters import patch as patch

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch.compiler import is_dynamo_compiling
 
+from attnops.core.packages import parse
 from attnops.on_import import once_imported
-from attnops.packages import parse
 from attnops.tried import OLDEST
 
 NAME = "attnops"

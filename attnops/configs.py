@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from attnops.errors import BadTable, InvalidInput, fail, one_line
+from attnops.core.errors import BadTable, InvalidInput, fail, one_line
+from attnops.core.packages import require
 from attnops.measured.store import read_text
-from attnops.packages import require
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     # meta-llama/Meta-Llama-3-8B

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from attnops.errors import UntriedVersion, warn_once
-from attnops.packages import parse
+from attnops.core.errors import UntriedVersion, warn_once
+from attnops.core.packages import parse
 
 OLDEST = {"torch": "2.11", "transformers": "5.15"}
 """pyproject.toml says the same."""

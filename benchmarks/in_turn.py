@@ -170,8 +170,8 @@ def measure(asked: argparse.Namespace) -> Row:
     from attnops.bench import Point
     from attnops.bench.files import environment
     from attnops.bench.run import SUITES
+    from attnops.core.problem import Target
     from attnops.measured.digests import candidates, digests
-    from attnops.problem import Target
 
     times: dict[str, dict[str, list[float]]] = {kind: {"before": [], "now": []} for kind in KINDS}
     with sides(asked.folder) as both:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from attnops.bench.run import SUITES
-from attnops.kernel import Kernel, all_kernels
+from attnops.core.kernel import Kernel, all_kernels
+from attnops.core.problem import Target
 from attnops.measured.digests import candidates, digests
-from attnops.problem import Target
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGETS = {"NVIDIA H200": "sm90", "NVIDIA H100 80GB HBM3": "sm90"}

@@ -44,9 +44,9 @@ nitpicky = True
 nitpick_ignore = {
     ("py:class", "Kept"),
     ("py:class", "Mode"),
-    ("py:class", "attnops.call.Call"),
+    ("py:class", "attnops.core.record.Call"),
     ("py:class", "attnops.cache.paged.Pages"),
-    ("py:class", "attnops.call.Spec"),
+    ("py:class", "attnops.core.record.Spec"),
     ("py:class", "attnops.graphs.graph_breaks.Break"),
     ("py:class", "attnops.graphs.eager_capture.R"),
     ("py:class", "attnops.measured.cost.Work"),

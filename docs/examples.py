@@ -31,7 +31,7 @@ attnops:
 
 ```text
 $ pip install ./examples/own_kernel_package
-$ python -c "import attnops.kernel as k; print(k.kernels_of('attention')['plain'].about)"
+$ python -c "import attnops.core.kernel as k; print(k.kernels_of('attention')['plain'].about)"
 two einsums
 ```
 """

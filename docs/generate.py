@@ -23,11 +23,11 @@ from pathlib import Path
 
 import attnops
 import attnops.ops
-from attnops.call import name as dtype_name
 from attnops.cli.features import TARGETS, Support, columns, ops_of_kernels, support
-from attnops.errors import AttnopsError
-from attnops.kernel import all_kernels, kernels_of
-from attnops.layout import REQUIRED, Arg
+from attnops.core.arguments import REQUIRED, Arg
+from attnops.core.errors import AttnopsError
+from attnops.core.kernel import all_kernels, kernels_of
+from attnops.core.record import name as dtype_name
 from attnops.measured.store import HARDWARE
 from attnops.ops import OPS, Op
 

@@ -12,7 +12,7 @@ from typing import Any
 from changed import CHANGED, SAME, TARGETS, UNKNOWN, sentence, since
 
 from attnops.bench.regret import summary
-from attnops.kernel import kernel_names
+from attnops.core.kernel import kernel_names
 from attnops.ops import OPS
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -6,8 +6,8 @@ import functools
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..call import need
-from ..errors import BatchTooLarge, fail
+from ..core.errors import BatchTooLarge, fail
+from ..core.record import need
 
 Kind = Literal["decode", "verify", "mixed"]
 """decode: every request brings at most one token. verify: every request brings at most a few, a number that is fixed at capture, e.g. the

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..call import need
-from ..errors import AttnopsError, NotCapturable
+from ..core.errors import AttnopsError, NotCapturable
+from ..core.record import need
 from .capturing import DRAWS, begins, capture_stream, clean_up, mend, quiet
 from .graph_breaks import Break
 from .streams import LastStream

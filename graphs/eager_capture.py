@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from ..errors import NotCapturable, fail
+from ..core.errors import NotCapturable, fail
 from .device import Recorded
 from .graph_breaks import MARK, OUTSIDE, Break, break_of, kernel_of
 

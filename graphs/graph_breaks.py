@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..kernel import Capture, Kernel, kernels_of
+from ..core.kernel import Capture, Kernel, kernels_of
+from ..core.select import choose
 from ..ops import OPS
-from ..select import choose
 
 OUTSIDE = "marked outside"
 DATA = "depends on data"

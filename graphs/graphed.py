@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 
 from ..cache.batch import PagedBatch
 from ..cache.paged import ordinary
-from ..call import need
-from ..errors import InvalidInput, NotCapturable, OverBudget, StaleGraph, fail
+from ..core.errors import InvalidInput, NotCapturable, OverBudget, StaleGraph, fail
+from ..core.record import need
 from .buckets import Bucket
 from .capturing import drew
 from .device import CAPTURING, CudaGraphs, Device, Recorded, drawing_nothing

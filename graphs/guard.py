@@ -13,10 +13,10 @@ from torch import Tensor
 from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
-from ..errors import ReplayMismatch, StaleGraph, fail
-from ..ops.state import autocasting
-from ..problem import repeatable
-from ..select import active_policy
+from ..core.errors import ReplayMismatch, StaleGraph, fail
+from ..core.private_torch import autocasting
+from ..core.problem import repeatable
+from ..core.select import active_policy
 
 _equal_pointers = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 

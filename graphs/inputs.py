@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..cache.batch import PagedBatch
 from ..cache.paged import Pages, ordinary
-from ..call import need
-from ..errors import InvalidInput, StaleGraph, fail
+from ..core.errors import InvalidInput, StaleGraph, fail
+from ..core.record import need
 from .buckets import Bucket, Buckets, Kind
 from .device import Device
 from .guard import Guard, described

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from ..cache.batch import PagedBatch
-from ..errors import AttnopsError, InvalidInput, NotCapturable, fail, find
+from ..core.errors import AttnopsError, InvalidInput, NotCapturable, fail, find
 from .buckets import Bucket
 from .device import Recorded
 from .graphed import Graphed

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..traced import comparable
+from ..core.fx_effects import comparable
 from .device import Recorded
 from .graph_breaks import depends_on_data
 from .guard import whole_guards

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from ..errors import AttnopsError, NotCapturable, SideEffect, find, one_line
+from ..core.errors import AttnopsError, NotCapturable, SideEffect, find, one_line
 from .buckets import Bucket
 from .device import Recorded
 from .eager_capture import capture_mode

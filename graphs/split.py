@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from ..errors import NotCapturable, fail
+from ..core.errors import NotCapturable, fail
+from ..core.fx_effects import comparable, equal_calls, may_write, storages
+from ..core.precompile import begin
+from ..core.select import parse_policy
 from ..ops import OPS
-from ..ops.ahead import begin
-from ..select import parse_policy
-from ..traced import comparable, equal_calls, may_write, storages
 from .graph_breaks import DATA, Break, break_of, depends_on_data, kernel_of
 
 # Nodes that launch no kernel may go to either side of a break, and allocations before it.

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from .. import problem
-from ..kernel import CONTRACT, Kernel, all_kernels
+from ..core import problem
+from ..core.kernel import CONTRACT, Kernel, all_kernels
+from ..core.problem import pretended, repeatable
 from ..measured.store import digests
-from ..problem import pretended, repeatable
 
 
 def code_files() -> list[Path]:

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..call import Arg, Call, changed, same, split, values
-from ..kernel import Kernel
+from ..core.foreign import answering
+from ..core.fx_effects import equal_calls
+from ..core.kernel import Kernel
+from ..core.op import UNREAD
+from ..core.precompile import begin
+from ..core.problem import Problem, altered
+from ..core.record import Arg, Call, changed, same, split, values
+from ..core.select import choose, select
 from ..ops import OPS, Op
-from ..ops.ahead import begin
-from ..ops.foreign import answering
-from ..ops.op import UNREAD
-from ..problem import Problem, altered
-from ..select import choose, select
-from ..traced import equal_calls
 from . import cache_key, written_views
 from .remove_output_copies_pass import become, remove_output_copies_pass
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from ..call import need
+from ..core.record import need
 
 
 def compile_layers(model: nn.Module, **options: Any) -> tuple[str, ...]:

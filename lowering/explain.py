@@ -13,14 +13,14 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..call import need
-from ..kernel import all_kernels
+from ..core.kernel import all_kernels
+from ..core.op import watch
+from ..core.problem import Problem, Target, altered, pretend
+from ..core.record import need
+from ..core.select import Decision, select, workspace_bytes
 from ..measured import in_force
 from ..ops import Op
-from ..ops.latent_form import FormDecision, watch_forms
-from ..ops.op import watch
-from ..problem import Problem, Target, altered, pretend
-from ..select import Decision, select, workspace_bytes
+from ..ops.latent.absorb_or_expand import FormDecision, watch_forms
 
 D = TypeVar("D", Decision, FormDecision)
 

@@ -14,11 +14,11 @@ from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols
 from torch.nn.functional import linear
 
-from ..call import check, split
-from ..errors import find, one_line
-from ..ops.linear import LINEAR, Linear
-from ..problem import Extent, Problem, altered
-from ..select import Decision, active_policy, select
+from ..core.errors import find, one_line
+from ..core.problem import Extent, Problem, altered
+from ..core.record import check, split
+from ..core.select import Decision, active_policy, select
+from ..ops.linear.record import LINEAR, Linear
 from .graph_tools import (
     NewNodes,
     add_guard,

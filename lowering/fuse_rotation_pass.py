@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from ..call import changed, split
+from ..core.fx_effects import writer
+from ..core.problem import surely
+from ..core.record import changed, split
 from ..ops import OPS
-from ..problem import surely
-from ..traced import writer
 from .graph_tools import NewNodes, arguments, fake_of, finish, graph_of, log
 from .patterns import Norm, call_of, norm_of, number, pairs
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..reference.linear import GATES
-from ..traced import may_write, storages, writer
+from ..core.fx_effects import may_write, storages, writer
+from ..ops.linear.reference import GATES
 from .graph_tools import arguments, facts_of, fake_of, is_parameter, linear_arguments
 from .patterns import call_of, norm_of, pairs, uncast
 

@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.nn.functional import linear
 from torch.utils import _pytree as pytree
 
-from ..traced import may_write, storages
+from ..core.fx_effects import may_write, storages
 from .graph_tools import (
     VALUE,
     NewNodes,

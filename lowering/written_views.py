@@ -11,9 +11,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from ..call import Arg, Call, changed, values
-from ..errors import InvalidInput
-from ..reference.rows import surely
+from ..core.errors import InvalidInput
+from ..core.record import Arg, Call, changed, values
+from ..core.tensors import surely
 
 aten = torch.ops.aten
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from attnops.kernel import Kernel
+from attnops.core.kernel import Kernel
 from attnops.testing import Call, check_kernel
 
 

@@ -96,7 +96,7 @@ def _same_start() -> Iterator[None]:
         # Where there is no device, torch.manual_seed would keep a seed and a traceback for one, longer than many a test takes.
         (torch if torch.cuda.is_available() else torch.default_generator).manual_seed(0)
         torch.set_num_threads(1)
-    if errors := sys.modules.get("attnops.errors"):
+    if errors := sys.modules.get("attnops.core.errors"):
         errors._WARNED.clear()  # what is said once a process is said in each test
     yield
     if dynamo := sys.modules.get("torch._dynamo"):

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnops.inputs.budget import allowance
-from attnops.kernel import Kernel, kernels_of
+from attnops.core.kernel import Kernel, kernels_of
 from attnops.testing import Call, Features, Source, builders, oracle
 from attnops.testing.check import compare
+from attnops.testing.error_bounds import allowance
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 PLAIN = Features(head_dim=64, q_heads=4, kv_heads=2, lse=True)

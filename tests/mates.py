@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnops.call import changed, split
-from attnops.inputs import planned
-from attnops.kernel import Kernel
-from attnops.select import Policy, select
+from attnops.core.kernel import Kernel
+from attnops.core.record import changed, split
+from attnops.core.select import Policy, select
 from attnops.testing import Call, Source
+from attnops.testing.calls import planned
 
 POLICY = "deterministic"
 BY_TOKEN = ("query", "q_nope", "q_pe", "mask", "temperature", "indices", "topk_length", "output", "lse")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from attnops.errors import InvalidInput
+from attnops.core.errors import InvalidInput
 from attnops.graphs.streams import STREAMS
 from attnops.nn import absorbed_weights
 from attnops.nn.absorb import expire, renew

@@ -18,7 +18,6 @@ pytest.importorskip("transformers", reason="most suites measure transformers mod
 from rich.console import Console
 from typer.testing import CliRunner
 
-from attnops import kernel as registry
 from attnops.bench import (
     Point,
     Setup,
@@ -35,15 +34,16 @@ from attnops.bench import (
 )
 from attnops.bench.files import bad, compare, environment, read, text_of
 from attnops.bench.rows import Way, largest_error, relative_error, time_if_right, with_ratios
-from attnops.call import check
 from attnops.cli import bench as command
 from attnops.cli.app import app
-from attnops.errors import InvalidInput
-from attnops.inputs import Pool
-from attnops.kernel import all_kernels, kernels_of
+from attnops.core import kernel as registry
+from attnops.core.errors import InvalidInput
+from attnops.core.kernel import all_kernels, kernels_of
+from attnops.core.record import check
+from attnops.core.select import use
 from attnops.measured.digests import digests
 from attnops.ops import OPS
-from attnops.select import use
+from attnops.testing.pool import Pool
 from attnops.tune.clock import Timed, spread, steps_us
 from tests.graphs.standin import StandIn
 from tests.helpers import ROOT

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from attnops.bench import Point, decode, generate, peers, run as suites
 from attnops.bench.files import bad
 from attnops.cli.app import app
-from attnops.errors import InvalidInput
+from attnops.core.errors import InvalidInput
 from tests.test_bench import TOY
 
 POINTS = (Point(1, 4), Point(2, 8))

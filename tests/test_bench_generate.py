@@ -11,12 +11,12 @@ import torch
 pytest.importorskip("transformers", reason="the suite measures transformers models")
 
 import attnops.hf
-from attnops import kernel as registry
 from attnops.bench import Point, Setup, generate, models
-from attnops.call import changed
-from attnops.errors import InvalidInput
+from attnops.core import kernel as registry
+from attnops.core.errors import InvalidInput
+from attnops.core.kernel import kernels_of
+from attnops.core.record import changed
 from attnops.hf import Decode
-from attnops.kernel import kernels_of
 from tests.graphs.standin import StandIn
 from tests.test_bench import TOY
 

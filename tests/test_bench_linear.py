@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from attnops.bench import Setup, linear
-from attnops.inputs import Pool
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
 from attnops.measured import LinearShape
+from attnops.testing.pool import Pool
 from attnops.tune import linears
 
 CPU = Setup(torch.device("cpu"), quick=True, backend="eager")

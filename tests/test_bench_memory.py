@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attnops.bench import Point, Setup, models
-from attnops.errors import InvalidInput
+from attnops.core.errors import InvalidInput
 
 CPU = torch.device("cpu")
 GIB = 1 << 30

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from attnops.bench import regret, training_regret
-from attnops.inputs import Pool, build, lengths, problem_of
-from attnops.kernel import Kernel, kernels_of
+from attnops.core.kernel import Kernel, kernels_of
+from attnops.core.problem import Target, altered
 from attnops.measured import MEASURED, Grid, Shape, Table, costs
 from attnops.measured.table import from_json
-from attnops.problem import Target, altered
+from attnops.testing.pool import Pool
+from attnops.testing.timed_calls import build, lengths, problem_of
 from attnops.tune import Stopwatch
 from attnops.tune.shapes import DENSE, FULL
 from tests.helpers import ROOT

@@ -16,7 +16,7 @@ from attnops.bench import run as suites
 from attnops.bench.files import bad, read
 from attnops.bench.rows import LeftOut
 from attnops.bench.run import LOST, SPENT
-from attnops.errors import InvalidInput
+from attnops.core.errors import InvalidInput
 from tests.test_bench import TOY
 
 

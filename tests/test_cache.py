@@ -11,16 +11,8 @@ from torch.utils import _pytree as pytree
 
 import attnops
 from attnops.cache import PagedBatch, PagedCache
-from attnops.errors import (
-    CacheError,
-    InvalidInput,
-    NoKernel,
-    OutOfPages,
-    RequestTooLong,
-    TooManyRequests,
-    UnknownRequest,
-)
-from attnops.kernel import kernels_of
+from attnops.core.errors import CacheError, InvalidInput, NoKernel, OutOfPages, RequestTooLong, TooManyRequests, UnknownRequest
+from attnops.core.kernel import kernels_of
 from attnops.ops import copy_kv
 
 

@@ -7,7 +7,7 @@ from tests.helpers import torch_process
 LOOK = """
 import os, sys
 import torch, attnops
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
 
 root = os.path.dirname(attnops.__file__)
 kernels = {kernel.run.__code__ for kernel in kernels_of("paged_attention").values()}

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from attnops.adapt import origin
-from attnops.kernel import Kernel, all_kernels, kernels_of
+from attnops.core.adapt import origin
+from attnops.core.kernel import Kernel, all_kernels, kernels_of
+from attnops.core.problem import Target
 from attnops.measured import digests as code
-from attnops.problem import Target
 from tests.helpers import ROOT
 
 GRADIENT = "attention_backward.triton"

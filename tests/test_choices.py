@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from attnops.kernel import _REGISTRY, kernels_of, renew
+from attnops.core.kernel import _REGISTRY, kernels_of, renew
 from benchmarks.choices import kinds
 from tests.helpers import ROOT
 

@@ -16,16 +16,17 @@ pytest.importorskip("transformers", reason="explain and demo build transformers 
 from rich.console import Console
 from typer.testing import CliRunner
 
-from attnops import attention, configs as models, explain, problem
+from attnops import attention, configs as models, explain
 from attnops.cli import doctor, features
 from attnops.cli.app import app
 from attnops.cli.explain import linear_sites, tokens_of
 from attnops.configs import SHAPES
+from attnops.core import problem
+from attnops.core.kernel import all_kernels, kernels_of
+from attnops.core.problem import LEAVES, Target
 from attnops.hf import tiny
-from attnops.kernel import all_kernels, kernels_of
 from attnops.lowering.explain import packages_of_kernels
 from attnops.measured import MEASURED
-from attnops.problem import LEAVES, Target
 from attnops.version import VERSION
 from tests.helpers import ready_process, torch_process
 
@@ -208,7 +209,7 @@ STRANGERS = """
 import json, sys, torch
 from typer.testing import CliRunner
 from attnops.cli.app import app
-from attnops.kernel import Kernel, Package, arch, register, report_broken
+from attnops.core.kernel import Kernel, Package, arch, register, report_broken
 package = Package("far_away", ("far-away",))
 takes, dtypes = frozenset({"causal"}), (torch.bfloat16,)
 register(Kernel("far", "attention", lambda call: None, takes, dtypes, needs=(arch(90),), packages=(package,), cost_us=lambda p: 0))

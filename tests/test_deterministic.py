@@ -7,14 +7,14 @@ from itertools import product
 import pytest
 import torch
 
-from attnops.call import changed
-from attnops.kernel import Invariant, Kernel, all_kernels, extent_at_most, kernels_of
+from attnops.core.kernel import Invariant, Kernel, all_kernels, extent_at_most, kernels_of
+from attnops.core.problem import Extent, Problem, Target, altered
+from attnops.core.record import changed
+from attnops.core.select import Policy, select, select_by, without_sizes
 from attnops.kernels.torch import aten_flash
 from attnops.kernels.torch.by_request import by_token
 from attnops.measured import Table, in_force
 from attnops.ops import OPS
-from attnops.problem import Extent, Problem, Target, altered
-from attnops.select import Policy, select, select_by, without_sizes
 from attnops.testing import CASES, Features, Source, builders, check_kernel, experts as testing_experts
 from attnops.testing.latent import DEEPSEEK
 from tests.mates import POLICY, invariant, may_be_chosen, only, rows_of, same_bits

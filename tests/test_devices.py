@@ -8,13 +8,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnops
-from attnops import adapt
-from attnops.kernel import Core, Inline, Kernel, _drop, all_kernels, kernels_of, register
+from attnops.core import adapt
+from attnops.core.kernel import Core, Inline, Kernel, _drop, all_kernels, kernels_of, register
+from attnops.core.precompile import begin
+from attnops.core.problem import Target
 from attnops.kernels.flash_attn4 import fa4
 from attnops.kernels.triton.launch import data
 from attnops.ops import OPS
-from attnops.ops.ahead import begin
-from attnops.problem import Target
 from attnops.testing import CASES, Source
 from tests.lowering.models import compiled_code, kernel_calls
 
@@ -176,7 +176,7 @@ def test_a_kernel_made_of_another_is_guarded_once(away):
 
 def test_a_device_without_a_number_is_the_current_one(entered, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr("attnops.problem._target_of", lambda kind, index: (kind, index))
+    monkeypatch.setattr("attnops.core.problem._target_of", lambda kind, index: (kind, index))
     assert Target.of(torch.device("cuda")) == ("cuda", 1) and Target.of(torch.device("cuda:0")) == ("cuda", 0)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from attnops.cache import PagedCache
-from attnops.errors import InvalidInput
+from attnops.core.errors import InvalidInput
 from attnops.nn import Attention, LatentAttention, MultiheadAttention, RotaryEmbedding, SelfAttention
 
 B, S, HQ, HKV, D, DV, E = 2, 6, 4, 2, 8, 5, 24

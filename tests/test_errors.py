@@ -19,10 +19,10 @@ import pytest
 import torch
 
 import attnops
-from attnops.errors import AttnopsError, BadTable, InvalidInput, NoKernel, NotCompiled, UnknownKernel, fail, find
-from attnops.kernel import Kernel, _drop, kernels_of, register
-from attnops.problem import Problem, Refusal, Target
-from attnops.select import Decision, Policy, select
+from attnops.core.errors import AttnopsError, BadTable, InvalidInput, NoKernel, NotCompiled, UnknownKernel, fail, find
+from attnops.core.kernel import Kernel, _drop, kernels_of, register
+from attnops.core.problem import Problem, Refusal, Target
+from attnops.core.select import Decision, Policy, select
 from tests.helpers import ready
 
 PLAIN = Problem("attention", Target(), torch.bfloat16, torch.bfloat16, q_heads=4, kv_heads=2, head_dim=8, v_head_dim=8)

@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 import attnops
 from attnops import ops
-from attnops.errors import InvalidInput, NotRecordable, find
+from attnops.core.errors import InvalidInput, NotRecordable, find
+from attnops.core.op import OPS
 from attnops.nn import (
     Attention,
     LatentAttention,
@@ -19,7 +20,6 @@ from attnops.nn import (
     RotaryEmbedding,
     SelfAttention,
 )
-from attnops.ops.op import OPS
 from tests.adapters.helpers import Calls as Ops
 from tests.ops.calls import FUNCTIONS as PUBLIC, good
 

@@ -6,9 +6,9 @@ from importlib import metadata
 import pytest
 from packaging.requirements import Requirement
 
-from attnops.kernel import Package, all_kernels
+from attnops.core.kernel import Package, all_kernels
+from attnops.core.problem import Target
 from attnops.kernels.sgl import sources, wheel
-from attnops.problem import Target
 from tests.helpers import ROOT
 
 BUILT = {"2.11": ("0.4.2", "0.4.3", "0.4.6"), "2.13": ("0.4.6.post1", "0.4.7", "0.4.8"), "2.14": ("0.4.9", "0.4.10")}

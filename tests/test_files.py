@@ -13,12 +13,12 @@ from attnops import configs as models
 from attnops.bench.files import read
 from attnops.cli.explain import explain_model
 from attnops.cli.tune import run as tune
-from attnops.errors import AttnopsError, BadTable, InvalidInput
+from attnops.core.errors import AttnopsError, BadTable, InvalidInput
+from attnops.core.problem import Problem, Target
+from attnops.core.select import select
 from attnops.measured import forget, in_force, store
 from attnops.measured.store import cpu_name, path_for
 from attnops.measured.table import from_json
-from attnops.problem import Problem, Target
-from attnops.select import select
 from tests.helpers import ROOT
 
 SHAPE = {"op": "attention", "dtype": "float32", "kv_dtype": "float32", "q_heads": 4, "kv_heads": 2, "head_dim": 16, "v_head_dim": 16}

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import Target, altered
 from attnops.kernels.torch import flex
 from attnops.kernels.torch.flex import Tile, shared_limit
-from attnops.problem import Target, altered
 from attnops.testing import Features, Source, builders
 
 BF16, F32 = torch.bfloat16, torch.float32

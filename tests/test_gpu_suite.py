@@ -10,10 +10,10 @@ from itertools import combinations
 import pytest
 import torch
 
-from attnops.call import check
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import Target, altered, leaf, pretend
+from attnops.core.record import check
 from attnops.lowering.explain import packages_of_kernels
-from attnops.problem import Target, altered, leaf, pretend
 from attnops.testing import CASES, Source
 from tests.gpu import run
 from tests.gpu.flashinfer_modules import is_built, suite

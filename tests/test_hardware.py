@@ -9,13 +9,13 @@ import torch
 
 import attnops
 from attnops.cli.features import ops_of_kernels, problems
-from attnops.kernel import Kernel, _drop, kernels_of, register
+from attnops.core.kernel import Kernel, _drop, kernels_of, register
+from attnops.core.problem import Target
+from attnops.core.select import select, select_by
 from attnops.lowering.cache_key import choice_inputs
 from attnops.lowering.explain import packages_of_kernels
 from attnops.measured import NOWHERE, Grid, Shape, Table, never_run, store
 from attnops.measured.table import version_of
-from attnops.problem import Target
-from attnops.select import select, select_by
 from attnops.testing import Features, Source, builders
 from tests.helpers import where_kernels_ran
 

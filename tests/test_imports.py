@@ -46,7 +46,7 @@ print(json.dumps(["triton" in sys.modules, torch.cuda.is_initialized()]))
     loaded, later = map(json.loads, torch_process(code).splitlines())
     assert not [name for name in loaded if name.partition(".")[0] != "attnops"], "whatever is installed"
     assert not [name for name in loaded if name.split(".")[1:2] and name.split(".")[1] in LATER]
-    assert "attnops.needs" in loaded and later == [False, False]
+    assert "attnops.core.needs" in loaded and later == [False, False]
 
 
 def test_every_public_name_is_reachable_after_the_import():

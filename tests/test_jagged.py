@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nested import nested_tensor, nested_tensor_from_jagged
 
-from attnops.errors import InvalidInput
+from attnops.core.errors import InvalidInput
 from attnops.nn import Attention, LatentAttention, MultiheadAttention, RotaryEmbedding, SelfAttention
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from attnops.inputs import problem_at, problem_of
+from attnops.core.problem import Extent, Problem, Target, altered
+from attnops.core.select import select_by
 from attnops.lowering.explain import packages_of_kernels
 from attnops.measured import in_force
-from attnops.problem import Extent, Problem, Target, altered
-from attnops.select import select_by
+from attnops.testing.timed_calls import problem_at, problem_of
 from attnops.tune.shapes import DENSE, FULL, MLA, PACKED, PAGED
 
 BF16 = torch.bfloat16

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from attnops.cache import LatentCache, PrefixChunk
-from attnops.errors import AttnopsError, NoGradient, UnknownKernel
-from attnops.kernel import kernels_of
+from attnops.core.errors import AttnopsError, NoGradient, UnknownKernel
+from attnops.core.kernel import kernels_of
 from attnops.nn import LatentAttention, LatentDims, NewTokens, RotaryEmbedding, attend_absorbed, attend_expanded, attend_latents
 from attnops.nn.absorb import absorbed_weights
 from attnops.nn.latent import gathered

@@ -9,7 +9,7 @@ from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.utils import _pytree as pytree
 
 from attnops.cache import LatentCache
-from attnops.errors import InvalidInput, OutOfPages, RequestTooLong, TooManyRequests, UnknownRequest
+from attnops.core.errors import InvalidInput, OutOfPages, RequestTooLong, TooManyRequests, UnknownRequest
 from attnops.ops import merge_state, mla_attention, write_latent
 
 BF16, F32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn

@@ -5,7 +5,7 @@ import torch
 
 import attnops
 from attnops.cache import LatentCache
-from attnops.errors import InvalidInput
+from attnops.core.errors import InvalidInput
 from attnops.nn import LatentAttention, LatentDims, NewTokens, RotaryEmbedding, attend_float8
 from attnops.ops import mla_attention, rope_quantize_latent
 

@@ -9,14 +9,14 @@ import torch
 
 import attnops
 from attnops.cache import LatentCache
-from attnops.errors import UnknownKernel
+from attnops.core.errors import UnknownKernel
+from attnops.core.problem import Target, pretend
+from attnops.core.select import key_for
 from attnops.lowering.explain import packages_of_kernels
 from attnops.measured import ESTIMATED
 from attnops.measured.cost import rates_of
 from attnops.nn import LatentAttention, RotaryEmbedding
-from attnops.ops.latent_form import ABSORBED, EXPANDED, MOST, PREFIX, LatentCall, LatentDims, crossover, kernel_for, latent_form
-from attnops.problem import Target, pretend
-from attnops.select import key_for
+from attnops.ops.latent.absorb_or_expand import ABSORBED, EXPANDED, MOST, PREFIX, LatentCall, LatentDims, crossover, kernel_for, latent_form
 
 BF16 = torch.bfloat16
 ROOT = Path(__file__).resolve().parents[1]

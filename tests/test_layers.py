@@ -13,54 +13,39 @@ from tests.helpers import runtime_nodes, sources
 
 # A module has the rank of its longest prefix here. The front, `attnops` itself, stands above all that it offers.
 RANKS = {
-    "attnops.call": 0,
-    "attnops.checks": 0,
-    "attnops.layout": 0,
-    "attnops.extent": 0,
-    "attnops.on_import": 0,
-    "attnops.problem": 0,
+    "attnops.core": 0,
+    "attnops.measured": 0,
     "attnops.errors": 0,
-    "attnops.subclasses": 0,
+    "attnops.on_import": 0,
+    "attnops.tried": 0,
     "attnops.version": 0,
-    "attnops.traced": 0,
-    "attnops.tracers": 0,
-    "attnops.reference": 0,
-    "attnops.adapt": 1,
-    "attnops.kernel": 1,
-    "attnops.registry": 1,
-    "attnops.needs": 1,
-    "attnops.packages": 1,
-    "attnops.tried": 1,
-    "attnops.measured": 1,
-    "attnops.select": 2,
-    "attnops.kernels": 2,
-    "attnops.ops": 3,
-    "attnops.lowering": 4,
-    "attnops.graphs": 4,
-    "attnops.nn": 4,
-    "attnops.cache": 4,
-    "attnops.inputs": 4,
-    "attnops.testing": 4,
-    "attnops.adapters": 5,
-    "attnops.announce": 5,
-    "attnops.hf": 5,
-    "attnops.configs": 5,
+    "attnops.kernels": 1,
+    "attnops.ops": 2,
+    "attnops.lowering": 3,
+    "attnops.graphs": 3,
+    "attnops.nn": 3,
+    "attnops.cache": 3,
+    "attnops.testing": 3,
+    "attnops.adapters": 4,
+    "attnops.announce": 4,
+    "attnops.hf": 4,
+    "attnops.configs": 4,
     "attnops.tune": 5,
     "attnops.bench": 5,
-    "attnops.cli": 6,
-    "attnops.__main__": 6,
+    "attnops.cli": 5,
+    "attnops.__main__": 5,
 }
-FRONT = 6
+OF_FAMILIES = ("reference", "_format", "bound")
+"""How the names of a family's modules end that rank with the core."""
+FRONT = 5
 DYNAMIC = ("import_module", "__import__")
 
 # Same rank or below, and still forbidden: (who, whom).
 STRANGERS = [
-    ("attnops.tune", "attnops.testing"),
-    ("attnops.bench", "attnops.testing"),
     ("attnops.lowering", "attnops.graphs"),
     ("attnops.graphs", "attnops.lowering"),
-    ("attnops.kernels", "attnops.select"),
-    ("attnops.kernels", "attnops.ops"),
+    ("attnops.kernels", "attnops.core.select"),
+    ("attnops.core", "attnops.ops"),
 ]
 
 
@@ -75,6 +60,8 @@ def within(module, package):
 def rank(module):
     if module == "attnops":
         return FRONT
+    if module.startswith("attnops.ops.") and module.endswith(OF_FAMILIES):
+        return 0
     return max(((len(prefix), r) for prefix, r in RANKS.items() if within(module, prefix)), default=(0, None))[1]
 
 
@@ -153,17 +140,19 @@ def test_imports_are_relative_in_the_linked_folders_alone(trees):
 @pytest.mark.parametrize(
     ("module", "code"),
     [
-        ("attnops.kernel", "import attnops.lowering"),
-        ("attnops.problem", "def f():\n    from attnops.kernel import Kernel"),
+        ("attnops.core.kernel", "import attnops.lowering"),
+        ("attnops.core.problem", "def f():\n    from attnops.kernels import load_own"),
+        ("attnops.core.problem", "from attnops.ops.attention.reference import attend"),
+        ("attnops.ops.attention.reference", "from attnops.ops.attention.record import Attention"),
         ("attnops.kernels.torch.sdpa", "from attnops import ops"),
-        ("attnops.kernels.torch.sdpa", "from attnops.select import Policy"),
+        ("attnops.kernels.torch.sdpa", "from attnops.core.select import Policy"),
         ("attnops.lowering.choose", "from attnops import graphs"),
         ("attnops.graphs.split", "from importlib import import_module\nimport_module('attnops.lowering.choose')"),
         ("attnops.graphs.split", "from ..lowering import choose"),
         ("attnops.graphs.split", "from .. import lowering"),
         ("attnops.lowering", "from ..graphs.split import split"),
         ("attnops.lowering.choose", "from ..nn import packed\nfrom ..hf import patch"),
-        ("attnops.ops.dense", "import attnops"),
+        ("attnops.ops.attention.record", "import attnops"),
     ],
 )
 def test_the_check_sees(module, code):
@@ -174,9 +163,9 @@ def test_the_check_sees(module, code):
 @pytest.mark.parametrize(
     ("module", "code"),
     [
-        ("attnops.kernel", "if TYPE_CHECKING:\n    from attnops.select import Policy"),
-        ("attnops.lowering.choose", "from attnops.select import select\nfrom attnops.ops import dense"),
-        ("attnops.lowering.choose", "from ..select import select\nfrom .key import circumstances"),
+        ("attnops.core.kernel", "if TYPE_CHECKING:\n    from attnops.core.select import Policy"),
+        ("attnops.lowering.choose", "from attnops.core.select import select\nfrom attnops.ops import attention"),
+        ("attnops.lowering.choose", "from ..core.select import select\nfrom .cache_key import circumstances"),
         ("attnops.cli.doctor", "import attnops"),
         ("attnops", "def __getattr__(name):\n    from attnops.hf import patch"),
     ],

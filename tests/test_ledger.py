@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from attnops.cache.ledger import Layer, Ledger, Room
-from attnops.errors import InvalidInput
+from attnops.core.errors import InvalidInput
 
 PAGE, NEW, WINDOW = 2, 3, 3
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from attnops.errors import BadTable
-from attnops.kernel import Kernel, Package, generation, kernels_of
+from attnops.core.errors import BadTable
+from attnops.core.kernel import Kernel, Package, generation, kernels_of
+from attnops.core.problem import Extent, Problem, Target, altered, pretend
+from attnops.core.select import select, select_by
 from attnops.measured import (
     ESTIMATED,
     MEASURED,
@@ -29,8 +31,6 @@ from attnops.measured import (
 )
 from attnops.measured.store import path_for, save
 from attnops.measured.table import HANDICAP, SCALED, TRITON_CODE, UNMEASURED, from_json, version_of
-from attnops.problem import Extent, Problem, Target, altered, pretend
-from attnops.select import select, select_by
 from tests.helpers import ROOT
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -422,7 +422,7 @@ def test_eager_calls_follow_the_table(cache, monkeypatch):
         found = kernels_of("attention")[name]
         spied = wraps(found.run)(lambda *a, name=name, run=found.run, **k: (ran.append(name), run(*a, **k))[1])
         spy = replace(found, run=spied)
-        monkeypatch.setitem(attnops.kernel._REGISTRY.kernels["attention"], name, spy)
+        monkeypatch.setitem(attnops.core.kernel._REGISTRY.kernels["attention"], name, spy)
     forget()
     q, k = torch.randn(1, 16, 4, 16), torch.randn(1, 16, 2, 16)
     attnops.attention(q, k, k, causal=True)
@@ -590,7 +590,7 @@ def test_shipped_tables_are_good():
 
 
 def test_a_gpu_says_its_name(monkeypatch):
-    from attnops import problem
+    from attnops.core import problem
 
     answers = {"is_available": True, "get_device_capability": (9, 0), "get_device_properties": SimpleNamespace(name="Some GPU")}
     for name, answer in answers.items():

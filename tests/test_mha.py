@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from attnops.errors import InvalidInput, UnknownKernel
+from attnops.core.errors import InvalidInput, UnknownKernel
 from attnops.nn import MultiheadAttention
 
 E, H, L, S, N = 12, 3, 5, 7, 2

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from attnops.kernel import kernel_names, kernels_of
+from attnops.core.kernel import kernel_names, kernels_of
 from attnops.ops import OPS
 from tests.helpers import ROOT
 from tests.test_docs import PAGES, place

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import attnops
 from attnops.cache import PagedCache
-from attnops.errors import AttnopsError, InvalidInput, NoGradient, UnknownKernel
+from attnops.core.errors import AttnopsError, InvalidInput, NoGradient, UnknownKernel
 from attnops.nn import Attention, RotaryEmbedding, SelfAttention
 
 NAN = float("nan")

@@ -7,7 +7,7 @@ import pytest
 from attnops.ops import OPS
 from tests.helpers import sources
 
-ROOMS = ("measured", "tune", "bench", "cli", "testing", "inputs", "lowering", "graphs")
+ROOMS = ("core", "measured", "tune", "bench", "cli", "testing", "lowering", "graphs")
 
 # Suites of the benchmark, a demo and passes have ops of their own, and configs a field of this name. The others name ops still.
 NAMED = {
@@ -26,8 +26,8 @@ NAMED = {
     "attnops.cli.demo",
     "attnops.cli.features",
     "attnops.configs",
-    "attnops.inputs.budget",
-    "attnops.inputs.sized",
+    "attnops.testing.error_bounds",
+    "attnops.testing.timed_calls",
     "attnops.lowering.fuse_norm_linear_pass",
     "attnops.lowering.fuse_rotation_pass",
     "attnops.lowering.linear_parts",
@@ -47,12 +47,12 @@ NAMED = {
 
 
 def looked_at():
-    """The modules of the core, which are single files, and of ROOMS."""
+    """The modules of ROOMS, and the single files beside them."""
     rooms = tuple(f"attnops.{room}" for room in ROOMS)
     found = {}
     for module, path in sources().items():
-        core = module.count(".") == 1 and path.name != "__init__.py"
-        if core or module in rooms or module.startswith(tuple(room + "." for room in rooms)):
+        single = module.count(".") == 1 and path.name != "__init__.py"
+        if single or module in rooms or module.startswith(tuple(room + "." for room in rooms)):
             found[module] = path
     return found
 

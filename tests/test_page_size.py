@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnops import kernel as registry
 from attnops.cache import LatentCache, negotiate_page_size
-from attnops.errors import InvalidInput, PageSizeConflict, UnknownKernel
-from attnops.kernel import kernels_of, one_of
+from attnops.core import kernel as registry
+from attnops.core.errors import InvalidInput, PageSizeConflict, UnknownKernel
+from attnops.core.kernel import kernels_of, one_of
+from attnops.core.problem import Target, pretend
+from attnops.core.select import use
 from attnops.ops import LatentSpec, PagedSpec
-from attnops.problem import Target, pretend
-from attnops.select import use
 from tests.graphs.models import BOUNDARY
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn

@@ -14,9 +14,9 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version as Theirs
 
 import attnops
-from attnops import kernel as registry_module
-from attnops.errors import NoKernel, RegistrationError, WrongResult
-from attnops.kernel import (
+from attnops.core import eager_cache, kernel as registry_module
+from attnops.core.errors import NoKernel, RegistrationError, WrongResult
+from attnops.core.kernel import (
     Capture,
     Core,
     Failed,
@@ -41,11 +41,10 @@ from attnops.kernel import (
     together,
     without,
 )
-from attnops.needs import features
-from attnops.ops import eager
-from attnops.packages import parse, within
-from attnops.problem import Extent, Problem, Refusal, Target
-from attnops.select import choose, select, workspace_bytes
+from attnops.core.needs import features
+from attnops.core.packages import parse, within
+from attnops.core.problem import Extent, Problem, Refusal, Target
+from attnops.core.select import choose, select, workspace_bytes
 from attnops.testing import CASES
 from tests.helpers import ready_process, torch_process
 from tests.test_select import installed
@@ -83,7 +82,7 @@ def lab(monkeypatch):
     """A registry with one kernel that can run everything, `good`."""
     lab = Registry(generation=next(_unique))
     monkeypatch.setattr(registry_module, "_REGISTRY", lab)
-    monkeypatch.setattr(eager, "_REGISTRY", lab)
+    monkeypatch.setattr(eager_cache, "_REGISTRY", lab)
     register(replace(kernels_of_real["reference"], name="good", judge=False, cost_us=lambda p: 100.0))
     return lab
 
@@ -272,8 +271,8 @@ def test_kernels_of_one_module_count_together(lab, error):
 
 
 HEAD = """import torch
-from attnops.kernel import *
-from attnops.kernel import Kernel, register
+from attnops.core.kernel import *
+from attnops.core.kernel import Kernel, register
 def run(call): return call.query, call.query
 def theirs(name, op="attention", **more): register(Kernel(name, op, run, dtypes=(torch.float32,), **more))
 """
@@ -299,9 +298,9 @@ def test_installed_plugins_that_fail_harm_no_call_no_doctor_and_no_import(tmp_pa
 import json, torch, attnops
 from attnops.cli import doctor
 from attnops.cli.tables import new_console, show_explanation
-from attnops.kernel import broken_kernels, kernels_of
+from attnops.core.kernel import broken_kernels, kernels_of
 from attnops.lowering import cache_key
-from attnops.select import select
+from attnops.core.select import select
 q = torch.randn(1, 3, 2, 8)
 attnops.attention(q, q, q)
 torch.compile(lambda q: attnops.attention(q, q, q), backend="aot_eager", fullgraph=True)(q)
@@ -457,9 +456,9 @@ def test_what_is_no_version_lies_in_no_bounds(text):
 
 
 def test_a_pre_release_is_older_than_its_release(monkeypatch):
-    monkeypatch.setattr("attnops.packages._installed", lambda module: True)
+    monkeypatch.setattr("attnops.core.packages._installed", lambda module: True)
     for version, at_least, found in (("0.4.0rc1", "0.4.0", False), ("4.0.0b36", "4.0.0b36", True), ("4.0.0b4", "4.0.0b36", False)):
-        monkeypatch.setattr("attnops.packages._version", lambda dist, version=version: version)
+        monkeypatch.setattr("attnops.core.packages._version", lambda dist, version=version: version)
         package = Package("theirs", ("theirs",), at_least)
         assert (package.missing(Target()) is None) == found
         assert found or package.missing(Target()) == Refusal("package", f"theirs {version}", f">= {at_least}")
@@ -468,7 +467,7 @@ def test_a_pre_release_is_older_than_its_release(monkeypatch):
 def test_versions_compare_where_torch_has_no_copy_of_packaging():
     block = "import sys, torch; sys.modules['torch._vendor.packaging.version'] = None; "
     compared = "within('0.4.0rc1', '0.3', '0.4'), within('0.3', '0.3', '')"
-    code = f"{block}from attnops.packages import Version, within; print(Version.__module__, {compared})"
+    code = f"{block}from attnops.core.packages import Version, within; print(Version.__module__, {compared})"
     assert torch_process(code).split() == ["packaging.version", "False", "True"]
 
 

@@ -7,12 +7,12 @@ from statistics import median
 import pytest
 import torch
 
-from attnops.inputs import problem_at, problem_of
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import Extent, Problem, Target, altered
 from attnops.measured import Roofline, Shape, scaled, sizes_of
 from attnops.measured.cost import BY_ARCH, RATES, rates_of
 from attnops.measured.table import from_json
-from attnops.problem import Extent, Problem, Target, altered
+from attnops.testing.timed_calls import problem_at, problem_of
 from tests.helpers import ROOT
 from tests.test_judge import H200
 
@@ -100,9 +100,9 @@ def test_scaled_times_are_near_those_measured():
 
 
 def test_worse_estimates_are_seen(monkeypatch):
-    import attnops.kernel
+    import attnops.core.kernel
 
-    kernels = attnops.kernel._REGISTRY.kernels["mla_attention"]
+    kernels = attnops.core.kernel._REGISTRY.kernels["mla_attention"]
     monkeypatch.setitem(kernels, "fa3", replace(kernels["fa3"], cost_us=lambda p: 1.0))
     assert rankings(TABLE, H200)["mla_attention"].mean_regret > BOUNDS["mla_attention"][0]
 

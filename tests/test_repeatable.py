@@ -10,13 +10,13 @@ import torch
 
 import attnops
 from attnops.cli.features import problems
-from attnops.errors import NoKernel, RegistrationError, StaleGraph
+from attnops.core.errors import NoKernel, RegistrationError, StaleGraph
+from attnops.core.kernel import Kernel, _drop, all_kernels, kernels_of, register
+from attnops.core.problem import Target, altered, repeatable
+from attnops.core.select import choose, select
 from attnops.graphs.guard import Guard
-from attnops.kernel import Kernel, _drop, all_kernels, kernels_of, register
 from attnops.lowering.cache_key import choice_inputs
 from attnops.ops import OPS
-from attnops.problem import Target, altered, repeatable
-from attnops.select import choose, select
 from tests.helpers import ROOT, sources
 from tests.lowering.models import compiled_code, kernel_calls
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from attnops.errors import InvalidInput
+from attnops.core.errors import InvalidInput
 from attnops.nn import RotaryEmbedding
 
 D, THETA = 16, 1000.0

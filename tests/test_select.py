@@ -15,10 +15,9 @@ import torch
 from hypothesis import given, strategies as st
 
 import attnops
-from attnops import kernel as registry_module
-from attnops.call import FLOATS
-from attnops.errors import AttnopsError, ContractMismatch, InvalidInput, NoKernel, RegistrationError, UnknownKernel
-from attnops.kernel import (
+from attnops.core import kernel as registry_module, op as op_module
+from attnops.core.errors import AttnopsError, ContractMismatch, InvalidInput, NoKernel, RegistrationError, UnknownKernel
+from attnops.core.kernel import (
     CONTRACT,
     Invariant,
     Kernel,
@@ -41,11 +40,12 @@ from attnops.kernel import (
     register,
     without,
 )
+from attnops.core.problem import LEAVES, Extent, Problem, Refusal, Target, altered, leaf, pretend, pretended
+from attnops.core.record import FLOATS
+from attnops.core.select import Policy, active_policy, choose, key_for, parse_policy, select, select_by, use
 from attnops.lowering.explain import packages_of_kernels
 from attnops.measured import Grid, Shape, Table
-from attnops.ops import OPS, op as op_module
-from attnops.problem import LEAVES, Extent, Problem, Refusal, Target, altered, leaf, pretend, pretended
-from attnops.select import Policy, active_policy, choose, key_for, parse_policy, select, select_by, use
+from attnops.ops import OPS
 from attnops.testing import CASES
 from tests.helpers import ROOT, ready_process, torch_process
 
@@ -96,9 +96,9 @@ PLAIN = Problem("attention", Target(), q_heads=4, kv_heads=2, head_dim=8, v_head
 def test_a_laptop_answers_for_any_machine():
     code = """
 import sys, torch, attnops
-from attnops.kernel import kernels_of
-from attnops.problem import Extent, Problem, Target
-from attnops.select import select
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import Extent, Problem, Target
+from attnops.core.select import select
 for text in ("cpu", "sm80", "sm90", "sm100", "sm120"):
     for op in ("attention", "paged_attention", "write_kv"):
         heads = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "v_head_dim": 128, "dtype": torch.bfloat16, "kv_dtype": torch.bfloat16}
@@ -390,7 +390,7 @@ def test_use_steers_eager_calls():
 def test_the_environment_gives_the_first_policy():
     code = """
 import threading, attnops
-from attnops.select import active_policy
+from attnops.core.select import active_policy
 print(active_policy())
 t = threading.Thread(target=lambda: print(active_policy())); t.start(); t.join()
 with attnops.use():
@@ -479,7 +479,7 @@ def installed(folder, module, source):
     return {"PYTHONPATH": path}
 
 
-MINE = "from attnops.kernel import Kernel, register\n"
+MINE = "from attnops.core.kernel import Kernel, register\n"
 BROKEN = {
     "raises_on_import": ("raise RuntimeError('no such driver')", "RuntimeError: no such driver"),
     "wants_a_package": ("import surely_not_installed", "ModuleNotFoundError: No module named 'surely_not_installed'"),
@@ -502,7 +502,7 @@ def test_broken_third_parties_are_reported_and_harm_nobody(tmp_path):
         installed(tmp_path, name, source)
     code = """
 import torch, attnops
-from attnops.kernel import broken_kernels, kernels_of, kernel_names
+from attnops.core.kernel import broken_kernels, kernels_of, kernel_names
 q = torch.randn(1, 3, 2, 8)
 assert attnops.attention(q, q, q).shape == q.shape
 print([list(kernels_of(op)) for op in ("attention", "merge_state")])
@@ -522,7 +522,7 @@ SCRATCH = '''
 
 import torch
 
-from attnops.kernel import Kernel, register
+from attnops.core.kernel import Kernel, register
 
 
 def paged_attention(call):
@@ -575,8 +575,8 @@ def test_a_kernel_in_a_scratch_file_is_everywhere(tmp_path):
     env = installed(tmp_path, "scratch_kernels", SCRATCH)
     code = """
 import torch, attnops
-from attnops.kernel import kernels_of
-from attnops.problem import Target
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import Target
 from attnops.testing import CASES
 cases = {c.label: c.call() for c in CASES["paged_attention"]}
 t = cases["plain"].arguments

@@ -18,14 +18,14 @@ API = ROOT / "docs" / "api"
 ROOMS = [
     "attnops",
     *sorted(f"attnops.{n}" for n in dir(attnops) if inspect.ismodule(getattr(attnops, n))),
-    "attnops.kernel",
+    "attnops.core.kernel",
     "attnops.measured",
 ]
 INVENTORIES = sorted((ROOT / "docs" / "inventories").glob("*.inv"))
 
 
 def public_names(room):
-    """`__all__`, or what a package exports as a name of its own (`import x as x`), or the errors of `attnops.errors`."""
+    """`__all__`, or what a package exports as a name of its own (`import x as x`), or the errors of `attnops.core.errors`."""
     module = importlib.import_module(room)
     if room == "attnops":
         return [n for n in dir(module) if not inspect.ismodule(getattr(module, n))]

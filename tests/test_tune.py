@@ -10,16 +10,17 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from attnops import kernel as registry_module
-from attnops.call import FLOATS, check
-from attnops.errors import InvalidInput
-from attnops.inputs import Pool, build, call_of, lengths
-from attnops.kernel import Capture, Core, Inline, Kernel, Registry, kernels_of, without
+from attnops.core import kernel as registry_module
+from attnops.core.errors import InvalidInput
+from attnops.core.kernel import Capture, Core, Inline, Kernel, Registry, kernels_of, without
+from attnops.core.problem import Refusal, Target
+from attnops.core.record import FLOATS, check
 from attnops.measured import Grid, Shape, Sizes, Table, cpu_name, forget, in_force, store
 from attnops.measured.store import path_for
 from attnops.measured.table import from_json
-from attnops.problem import Refusal, Target
 from attnops.testing import check_kernel
+from attnops.testing.pool import Pool
+from attnops.testing.timed_calls import build, call_of, lengths
 from attnops.tune import GRIDS, Stopwatch, Sweep, clock_for, measure, run, sweeps_of
 from attnops.tune.clock import GraphClock, Timed, host_clock
 from attnops.tune.shapes import powers

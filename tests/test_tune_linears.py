@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from attnops.inputs import Pool, call_of, problem_at, with_copies
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import Target
+from attnops.core.select import select_by
 from attnops.measured import MEASURED, Grid, LinearShape, Sizes, Table, costs, scaled
 from attnops.measured.table import from_json
-from attnops.problem import Target
-from attnops.select import select_by
+from attnops.testing.linear_calls import with_copies
+from attnops.testing.pool import Pool
+from attnops.testing.timed_calls import call_of, problem_at
 from attnops.tune import Stopwatch, Sweep, linears, measure, run, sweeps_of
 
 CPU, H200 = torch.device("cpu"), Target("cuda", 90, ("triton",), "NVIDIA H200")
@@ -69,7 +71,7 @@ def test_torchs_own_way_is_timed_compiled(rows):
 
 def test_weights_are_cold(monkeypatch):
     """A GPU runs through copies of the weight, which share no memory, and its time is that of one call."""
-    monkeypatch.setattr("attnops.inputs.linears.COLD_BYTES", 7 * 32 * 16 * 4 - 3)
+    monkeypatch.setattr("attnops.testing.linear_calls.COLD_BYTES", 7 * 32 * 16 * 4 - 3)
     pool = Pool("cpu")
     call = call_of(SMALL, Sizes(2, 1, 1), pool)
     assert with_copies(call, pool) == [call]

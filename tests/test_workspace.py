@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnops import kernel as registry_module
 from attnops.cache import PagedCache
-from attnops.call import FLOATS
-from attnops.errors import InvalidInput, NoKernel
-from attnops.kernel import Kernel, Registry, one_of
+from attnops.core import kernel as registry_module
+from attnops.core.errors import InvalidInput, NoKernel
+from attnops.core.kernel import Kernel, Registry, one_of
+from attnops.core.record import FLOATS
+from attnops.core.select import choose, parse_policy, select, workspace_bytes
 from attnops.kernels.shared import memory
 from attnops.ops import OPS
-from attnops.select import choose, parse_policy, select, workspace_bytes
 from attnops.testing import CASES, check_kernel, equip, refusals
 
 SIZE = 1000
@@ -92,7 +92,7 @@ def test_chosen_once_there_is_enough(needy):
 
 def test_an_unknown_size_counts_as_the_least_it_may_be(monkeypatch):
     seen = []
-    from attnops.ops.op import watch
+    from attnops.core.op import watch
     from tests.ops.test_fakes import FIXED, UNBACKED, symbolic
 
     end = watch(lambda op, problem, policy: seen.append(problem.step.workspace))

@@ -15,9 +15,9 @@ from attnops.adapters.handle import MARK, PATCHING, Handle as Handle, refuse_oth
 from attnops.adapters.report import Report as Report, Verification as Verification
 from attnops.adapters.served import is_served
 from attnops.adapters.swap import Change, Site, Swapped as Swapped
-from attnops.call import need
-from attnops.errors import PatchError, fail, one_line
-from attnops.kernel import check_kernel
+from attnops.core.errors import PatchError, fail, one_line
+from attnops.core.kernel import check_kernel
+from attnops.core.record import need
 from attnops.nn.multihead import MultiheadAttention
 from attnops.tried import warn_if_newer
 

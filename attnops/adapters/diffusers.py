@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from attnops.adapters.callers import calls_sdpa
 from attnops.adapters.sdpa import scaled_dot_product_attention
 from attnops.adapters.swap import Change
-from attnops.call import need
+from attnops.core.record import need
 
 NAME = "attnops"
 

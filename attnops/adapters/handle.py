@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from attnops.adapters.report import Report, Verification
-from attnops.errors import PatchError, fail
+from attnops.core.errors import PatchError, fail
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.errors import PatchError, fail
+from attnops.core.errors import PatchError, fail
 
 PATCHED = "patched"
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from attnops.adapters.callers import TORCHS
-from attnops.errors import InvalidInput, fail
-from attnops.kernel import check_kernel
+from attnops.core.errors import InvalidInput, fail
+from attnops.core.kernel import check_kernel
+from attnops.core.subclasses import is_foreign
+from attnops.core.tensors import surely
+from attnops.core.tracers import is_recorded
 from attnops.ops import attention
-from attnops.ops.bias import is_bias
-from attnops.reference.rows import surely
-from attnops.subclasses import is_foreign
-from attnops.tracers import is_recorded
+from attnops.ops.attention.bias import is_bias
 
 _HALVES = (torch.float16, torch.bfloat16)
 

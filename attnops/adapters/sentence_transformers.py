@@ -16,7 +16,7 @@ from transformers import DataCollatorWithFlattening
 from attnops.adapters.replicas import place, take_back
 from attnops.adapters.report import PATCHED, Report
 from attnops.adapters.swap import Change, Site, Swapped
-from attnops.errors import PatchError, fail, one_line
+from attnops.core.errors import PatchError, fail, one_line
 from attnops.hf import patch as patch_hf
 
 _padded = ContextVar("_padded", default=False)

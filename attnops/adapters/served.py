@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from attnops.adapters import recomputed
 from attnops.adapters.callers import TORCHS, callers
 from attnops.adapters.sdpa import scaled_dot_product_attention
-from attnops.tracers import is_recorded
+from attnops.core.tracers import is_recorded
 
 _SERVED = "_attnops_served"
 _OF_EVERY_CLASS = ("__dict__", "__weakref__")

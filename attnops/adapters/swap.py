@@ -13,7 +13,7 @@ from attnops.adapters.handle import MARK, PATCHING, Handle
 from attnops.adapters.replicas import place, take_back
 from attnops.adapters.report import PATCHED, Report, Row, Verification, compare, output_of
 from attnops.adapters.served import put_in_place, served, taken_out
-from attnops.errors import PatchError, fail, one_line
+from attnops.core.errors import PatchError, fail, one_line
 
 
 @dataclass(frozen=True)

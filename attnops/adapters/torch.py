@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnops.adapters.swap import Change
+from attnops.core.subclasses import is_foreign
+from attnops.core.tracers import is_recorded
 from attnops.nn.multihead import MultiheadAttention
-from attnops.subclasses import is_foreign
-from attnops.tracers import is_recorded
 
 NOTE = "torch.nn.MultiheadAttention returns weights by default; such calls run in plain torch, calls with need_weights=False in attnops"
 

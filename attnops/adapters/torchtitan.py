@@ -27,10 +27,10 @@ from torchtitan.models.common import attention as theirs
 from torchtitan.protocols.module import Module
 
 from attnops.adapters.swap import Change
-from attnops.errors import InvalidInput, fail
-from attnops.kernel import check_kernel, deterministic
-from attnops.ops.varlen import VARLEN as attend, VarlenAttention as Call
-from attnops.select import key_for
+from attnops.core.errors import InvalidInput, fail
+from attnops.core.kernel import check_kernel, deterministic
+from attnops.core.select import key_for
+from attnops.ops.attention.varlen import VARLEN as attend, VarlenAttention as Call
 
 OP = "varlen_attention"
 DOOR = "--override.imports attnops.adapters.torchtitan.varlen"

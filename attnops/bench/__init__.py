@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnops.errors import InvalidInput
+from attnops.core.errors import InvalidInput
 
 
 class Point(NamedTuple):

@@ -20,8 +20,8 @@ import torch
 import attnops.hf
 from attnops.bench import Point, Setup, generate, models
 from attnops.bench.rows import Case, LeftOut, Row
+from attnops.core.select import use
 from attnops.hf.cache_names import argument
-from attnops.select import use
 from attnops.tune.clock import Run, seconds
 
 STEPS = 4  # of a loop over a cache

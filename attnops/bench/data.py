@@ -15,11 +15,12 @@ from torch import Tensor
 
 from attnops.bench import Setup
 from attnops.bench.rows import Case, Make, Row, Way, time_if_right, with_ratios
-from attnops.inputs import Call, Pool, filled
-from attnops.kernel import Kernel, kernels_of
-from attnops.layout import Arg
+from attnops.core.arguments import Arg
+from attnops.core.kernel import Kernel, kernels_of
 from attnops.ops import OPS
-from attnops.reference.latent_format import packed_bytes
+from attnops.ops.sparse.packed_format import packed_bytes
+from attnops.testing.calls import Call, filled
+from attnops.testing.pool import Pool
 from attnops.tune.clock import Timed, kernels_us
 
 BF16, PAGE = torch.bfloat16, 16

@@ -38,10 +38,10 @@ from transformers import DynamicCache, StaticCache
 
 from attnops.bench import Point, Setup, known_ways, models, peers
 from attnops.bench.rows import Case, Row, Way
+from attnops.core.select import use
 from attnops.hf import Decode
 from attnops.hf.cache_names import argument
 from attnops.hf.paged.prompt import CAPTURE_AFTER
-from attnops.select import use
 from attnops.tune.clock import Timed, seconds, steps_us, synchronize
 
 # Tokens of a run. On a GPU only the first launch waits for the host, so more tokens reduce its share. A cache with windows can be rewound

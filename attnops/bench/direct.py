@@ -21,8 +21,8 @@ from torch.nn.functional import scaled_dot_product_attention
 import attnops.ops
 from attnops.bench import Setup
 from attnops.bench.rows import Row
-from attnops.inputs import Call
 from attnops.kernels.sgl.sources import source
+from attnops.testing.calls import Call
 from attnops.tune.clock import Run
 
 Inputs = Mapping[str, Tensor]

@@ -19,12 +19,13 @@ from torch import Tensor
 from attnops.bench import Setup
 from attnops.bench.linear import DETERMINISTIC, LESS, with_choice
 from attnops.bench.rows import Case, Row, Way, largest_error, time_if_right
-from attnops.call import changed
+from attnops.core.kernel import Kernel, kernels_of
+from attnops.core.record import changed
+from attnops.core.select import select
 from attnops.hf.experts import Gate, gate_of, weights_of
-from attnops.inputs import Call, allowance
-from attnops.kernel import Kernel, kernels_of
 from attnops.ops import OPS
-from attnops.select import select
+from attnops.testing.calls import Call
+from attnops.testing.error_bounds import allowance
 from attnops.tune.clock import Timed, Times, kernels_us
 
 

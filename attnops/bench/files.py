@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from attnops.bench.rows import WRONG
-from attnops.errors import InvalidInput
-from attnops.kernel import all_kernels
+from attnops.core.errors import InvalidInput
+from attnops.core.kernel import all_kernels
 from attnops.measured.store import read_text
 from attnops.tried import installed
 from attnops.version import VERSION

@@ -18,11 +18,14 @@ from torch import Tensor
 
 from attnops.bench import Setup, direct, rows
 from attnops.bench.rows import Row, Way, time_if_right, with_ratios
-from attnops.inputs import Call, Pool, allowance, build
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
+from attnops.core.select import select
 from attnops.measured import Shape, Sizes
 from attnops.ops import OPS
-from attnops.select import select
+from attnops.testing.calls import Call
+from attnops.testing.error_bounds import allowance
+from attnops.testing.pool import Pool
+from attnops.testing.timed_calls import build
 from attnops.tune.clock import Run, Timed, kernels_us
 from attnops.tune.run import COMPILED, Stopwatch, runner
 from attnops.tune.shapes import DENSE, F32, GPT_OSS, MLA, PACKED, PAGED, toy

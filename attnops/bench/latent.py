@@ -22,10 +22,10 @@ from attnops.bench.rows import Case, Make, Row, Way, largest_error, time_if_righ
 from attnops.cache import LatentCache, PagedBatch
 from attnops.configs import config_of
 from attnops.hf.cache_names import argument
-from attnops.inputs import Call
 from attnops.nn import LatentAttention, RotaryEmbedding
 from attnops.ops import mla_attention, write_latent
-from attnops.ops.latent_form import ALWAYS
+from attnops.ops.latent.absorb_or_expand import ALWAYS
+from attnops.testing.calls import Call
 from attnops.tune.clock import Run, Timed, kernels_us
 
 OFF = {torch.bfloat16: 0.02, torch.float32: 1e-5}

@@ -22,12 +22,16 @@ from torch import Tensor
 
 from attnops.bench import Setup, regret
 from attnops.bench.rows import Case, Row, Way, largest_error, time_if_right
-from attnops.call import changed
-from attnops.inputs import Call, Pool, allowance, call_of, with_copies
-from attnops.kernel import Kernel, kernels_of
+from attnops.core.kernel import Kernel, kernels_of
+from attnops.core.record import changed
+from attnops.core.select import select
 from attnops.measured import LinearShape, Sizes, in_force
 from attnops.ops import OPS
-from attnops.select import select
+from attnops.testing.calls import Call
+from attnops.testing.error_bounds import allowance
+from attnops.testing.linear_calls import with_copies
+from attnops.testing.pool import Pool
+from attnops.testing.timed_calls import call_of
 from attnops.tune import linears
 from attnops.tune.clock import Timed, Times, kernels_us
 from attnops.tune.run import runner, tracing

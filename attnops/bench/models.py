@@ -20,9 +20,9 @@ import attnops.hf
 from attnops.bench import Point, Setup
 from attnops.bench.rows import Case, Row, Way, relative_error, time_if_right, with_ratios
 from attnops.configs import SHAPES, config_of
-from attnops.errors import InvalidInput
+from attnops.core.errors import InvalidInput
 from attnops.hf.cache_names import argument
-from attnops.reference import mxfp4
+from attnops.ops.experts import mxfp4_reference
 from attnops.tune.clock import Run, steps_us
 
 ALIASES = {"llama-8b-shape": "llama-3-8b-shape"}
@@ -125,7 +125,7 @@ def build(setup: Setup, name: str, point: Point | None = None) -> Any:
                 nn.init.normal_(parameter)
             elif made.model_type == "gpt_oss" and parameter.dim() == 3:
                 for one in parameter.data:
-                    one.copy_(mxfp4.rounded(one.mT).mT)
+                    one.copy_(mxfp4_reference.rounded(one.mT).mT)
     return model.eval().requires_grad_(False)
 
 

@@ -16,10 +16,12 @@ import torch
 import attnops.ops
 from attnops.bench import Setup
 from attnops.bench.rows import Case, Row
-from attnops.inputs import Call, Pool, build
-from attnops.kernel import Kernel, register
+from attnops.core.kernel import Kernel, register
+from attnops.core.select import active_policy, use
 from attnops.measured import Shape
-from attnops.select import active_policy, use
+from attnops.testing.calls import Call
+from attnops.testing.pool import Pool
+from attnops.testing.timed_calls import build
 from attnops.tune.clock import Run, Times, host_us, spread
 from attnops.tune.run import done_within
 

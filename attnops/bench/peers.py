@@ -19,7 +19,7 @@ import torch
 
 from attnops.bench import Point, Setup, engines, models
 from attnops.bench.rows import Case, LeftOut, Row
-from attnops.errors import InvalidInput
+from attnops.core.errors import InvalidInput
 from attnops.tune.clock import spread
 
 LIMIT_S = 300.0  # of an engine with all of its points; a compilation may hang

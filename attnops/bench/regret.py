@@ -21,11 +21,13 @@ import torch
 
 from attnops.bench import Setup, kernels
 from attnops.bench.rows import Case, Row, time_if_right
-from attnops.inputs import Call, Pool, build
-from attnops.kernel import Kernel, kernels_of
+from attnops.core.kernel import Kernel, kernels_of
+from attnops.core.problem import Problem, Target, altered
+from attnops.core.select import select_by
 from attnops.measured import Shape, Sizes, Table, in_force
-from attnops.problem import Problem, Target, altered
-from attnops.select import select_by
+from attnops.testing.calls import Call
+from attnops.testing.pool import Pool
+from attnops.testing.timed_calls import build
 from attnops.tune.clock import clock_for
 from attnops.tune.run import COMPILED, Stopwatch, runner
 from attnops.tune.shapes import DENSE, MLA, PACKED, PAGED, toy

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.errors import one_line
+from attnops.core.errors import one_line
 from attnops.tune.clock import Timed
 
 Row = dict[str, Any]

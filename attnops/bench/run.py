@@ -35,10 +35,10 @@ from attnops.bench import (
 from attnops.bench.files import environment, text_of
 from attnops.bench.rows import Case, LeftOut
 from attnops.configs import quiet_transformers
-from attnops.errors import InvalidInput, one_line
+from attnops.core.errors import InvalidInput, one_line
+from attnops.core.problem import Target
 from attnops.measured.digests import candidates, digests
 from attnops.measured.store import write_text
-from attnops.problem import Target
 from attnops.tune.clock import ceilings, synchronize
 
 

@@ -24,11 +24,13 @@ import attnops.ops
 from attnops.bench import Setup, direct
 from attnops.bench.direct import RULES, Attend
 from attnops.bench.rows import Case, Make, Row, Way, time_if_right, with_ratios
-from attnops.inputs import Call, Pool, build
+from attnops.core.problem import altered
+from attnops.core.select import active_policy, choose, use
 from attnops.measured import Shape
 from attnops.ops import OPS
-from attnops.problem import altered
-from attnops.select import active_policy, choose, use
+from attnops.testing.calls import Call
+from attnops.testing.pool import Pool
+from attnops.testing.timed_calls import build
 from attnops.tune.clock import Timed, kernels_us, steps_us
 from attnops.tune.shapes import D64_MHA, DEEPSEEK, DENSE, PACKED, toy
 

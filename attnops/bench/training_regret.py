@@ -20,11 +20,11 @@ from attnops.bench import Setup, regret
 from attnops.bench.regret import Held
 from attnops.bench.rows import Case, Row
 from attnops.bench.training import documents
-from attnops.inputs import Pool, build
-from attnops.inputs.sized import GRADIENT
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import Target
 from attnops.measured import Shape, Table, in_force
-from attnops.problem import Target
+from attnops.testing.pool import Pool
+from attnops.testing.timed_calls import GRADIENT, build
 from attnops.tune.clock import clock_for
 from attnops.tune.run import COMPILED, Stopwatch
 from attnops.tune.shapes import GRADIENTS

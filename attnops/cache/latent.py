@@ -15,11 +15,11 @@ from attnops.cache.page_size import negotiate_page_size
 from attnops.cache.paged import Pages, count
 from attnops.cache.planner import device_plan
 from attnops.cache.step import common_pages, prefix_chunks, shared_prefix
-from attnops.call import need
-from attnops.kernel import kernels_of
-from attnops.ops.plan import LatentSpec
-from attnops.problem import Target, altered, bytes_of
-from attnops.select import key_for, select
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import Target, altered, bytes_of
+from attnops.core.record import need
+from attnops.core.select import key_for, select
+from attnops.ops.pages.plan import LatentSpec
 
 # Query heads of DeepSeek-V3.
 HEADS = 128

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from attnops.call import need
-from attnops.checks import python_number
-from attnops.errors import OutOfPages, RequestTooLong, TooManyRequests, UnknownRequest, fail
+from attnops.core.checks import python_number
+from attnops.core.errors import OutOfPages, RequestTooLong, TooManyRequests, UnknownRequest, fail
+from attnops.core.record import need
 
 # One count for the whole process: an id of one cache is never an id of another.
 _IDS = itertools.count(1)

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from attnops.cache.paged import check_dtype, count
-from attnops.call import FLOATS, need
-from attnops.errors import PageSizeConflict, UnknownKernel, fail
-from attnops.kernel import kernels_of
-from attnops.ops.mla import STORED
-from attnops.ops.plan import LatentSpec, PagedSpec
-from attnops.problem import Problem, Refusal, Target, altered
-from attnops.select import active_policy, select
+from attnops.core.errors import PageSizeConflict, UnknownKernel, fail
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import Problem, Refusal, Target, altered
+from attnops.core.record import FLOATS, need
+from attnops.core.select import active_policy, select
+from attnops.ops.latent.record import STORED
+from attnops.ops.pages.plan import LatentSpec, PagedSpec
 
 # The sizes that are tried. Of several equally good ones the nearest to the usual size is chosen.
 SIZES, USUAL = (1, 16, 32, 64, 128, 256), 64

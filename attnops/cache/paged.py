@@ -14,8 +14,8 @@ from torch import Tensor
 from attnops.cache.batch import PagedBatch
 from attnops.cache.ledger import Change, Layer, Ledger, Request, Room
 from attnops.cache.step import Tokens, describe
-from attnops.call import FLOATS, QUANTISED, name, need
-from attnops.errors import InvalidInput, fail
+from attnops.core.errors import InvalidInput, fail
+from attnops.core.record import FLOATS, QUANTISED, name, need
 from attnops.ops import copy_kv, cu_seqlens, token_rows
 
 

@@ -9,10 +9,10 @@ import torch
 
 from attnops.cache.batch import PagedBatch
 from attnops.cache.paged import fix_address, ordinary
-from attnops.kernel import Kernel, kernels_of
-from attnops.ops.plan import LatentSpec, PagedSpec, plan_paged_attention, plan_sizes
-from attnops.problem import Target, altered, bytes_of
-from attnops.select import choose, key_for, select
+from attnops.core.kernel import Kernel, kernels_of
+from attnops.core.problem import Target, altered, bytes_of
+from attnops.core.select import choose, key_for, select
+from attnops.ops.pages.plan import LatentSpec, PagedSpec, plan_paged_attention, plan_sizes
 
 
 class Planner:

@@ -7,8 +7,8 @@ import os
 import sys
 from importlib.util import find_spec
 
-from attnops.errors import MissingExtra
-from attnops.packages import require
+from attnops.core.errors import MissingExtra
+from attnops.core.packages import require
 
 
 def main() -> None:

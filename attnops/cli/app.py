@@ -12,9 +12,9 @@ import typer
 from rich.console import Console
 
 from attnops.cli import tables
-from attnops.errors import AttnopsError, InvalidInput
-from attnops.packages import require
-from attnops.problem import GPUS
+from attnops.core.errors import AttnopsError, InvalidInput
+from attnops.core.packages import require
+from attnops.core.problem import GPUS
 from attnops.version import VERSION
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help="Attention kernels under torch.compile.")

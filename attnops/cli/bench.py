@@ -14,7 +14,7 @@ from attnops.bench.rows import further
 from attnops.bench.run import named, run as run_suites
 from attnops.cli.tables import new_table
 from attnops.configs import quiet_transformers
-from attnops.errors import InvalidInput
+from attnops.core.errors import InvalidInput
 
 
 def run(

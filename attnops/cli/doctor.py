@@ -12,15 +12,15 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from attnops.adapt import origin
 from attnops.cli.features import ops_of_kernels, why_not
 from attnops.cli.tables import new_table, refusal
-from attnops.kernel import Kernel, all_kernels, broken_kernels, kernels_of
+from attnops.core.adapt import origin
+from attnops.core.kernel import Kernel, all_kernels, broken_kernels, kernels_of
+from attnops.core.packages import Package
+from attnops.core.problem import Target
+from attnops.core.select import active_policy
 from attnops.measured import in_force
 from attnops.measured.table import version_of
-from attnops.packages import Package
-from attnops.problem import Target
-from attnops.select import active_policy
 from attnops.version import VERSION
 
 LOOKED_FOR = ("triton", "transformers")

@@ -10,13 +10,13 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from attnops import configs
-from attnops.errors import AttnopsError, InvalidInput, one_line
-from attnops.inputs import problem_at
+from attnops.core.errors import AttnopsError, InvalidInput, one_line
+from attnops.core.problem import Target, pretend
+from attnops.core.select import Decision, select
 from attnops.lowering.explain import Explanation, Site, explain, packages_of_kernels
 from attnops.measured import Sizes
 from attnops.ops import OPS
-from attnops.problem import Target, pretend
-from attnops.select import Decision, select
+from attnops.testing.timed_calls import problem_at
 from attnops.tune.linears import products
 
 TOKENS = 512

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnops.kernel import Kernel, all_kernels
+from attnops.core.kernel import Kernel, all_kernels
+from attnops.core.problem import Extent, Problem, Refusal, Target, altered
 from attnops.ops import OPS, typical
-from attnops.problem import Extent, Problem, Refusal, Target, altered
 
 TARGETS = ("cpu", "sm80", "sm90", "sm100")
 DENSE, PACKED, PAGED = "attention", "varlen_attention", "paged_attention"

@@ -7,9 +7,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from attnops.core.problem import Refusal
+from attnops.core.select import Decision
 from attnops.lowering.explain import Explanation
-from attnops.problem import Refusal
-from attnops.select import Decision
 
 PIPE_COLUMNS = 120
 

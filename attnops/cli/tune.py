@@ -15,12 +15,12 @@ from rich.markup import escape
 
 from attnops.bench import device_of
 from attnops.cli.tables import new_table
-from attnops.errors import BadTable, InvalidInput
-from attnops.kernel import kernel_names
+from attnops.core.errors import BadTable, InvalidInput
+from attnops.core.kernel import kernel_names
+from attnops.core.problem import Target
 from attnops.measured import Grid, Table, in_force
 from attnops.measured.store import check_place, path_for, read_text, save
 from attnops.measured.table import from_json
-from attnops.problem import Target
 from attnops.tune.clock import ceilings, clock_for
 from attnops.tune.run import COMPILED, Report, Stopwatch, compile_ahead, gpu_name, measure
 from attnops.tune.shapes import asked_by, sweeps_of

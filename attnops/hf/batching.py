@@ -17,8 +17,8 @@ import transformers
 
 from attnops.adapters.handle import MARK
 from attnops.announce import NAME
-from attnops.call import need
-from attnops.errors import InvalidInput, fail
+from attnops.core.errors import InvalidInput, fail
+from attnops.core.record import need
 from attnops.graphs.capturing import quiet
 from attnops.hf.attention.batched import ENDING, FILLS, name_for_batches
 from attnops.hf.attention.continuous import PREFIX, refusal

@@ -18,17 +18,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import _disable_current_modes
 
-from attnops.call import name as name_of
-from attnops.kernel import deterministic
+from attnops.core.kernel import deterministic
+from attnops.core.problem import Extent, Problem, Target
+from attnops.core.record import name as name_of
+from attnops.core.select import active_policy, select
+from attnops.core.tracers import is_recorded
 from attnops.kernels.triton.attention import FLOATS
 from attnops.kernels.triton.launch.experts_tiles import MOST_TOKENS
 from attnops.nn.steady import apart
-from attnops.ops.experts import experts
-from attnops.problem import Extent, Problem, Target
-from attnops.reference.experts import gated
-from attnops.reference.linear import GATES
-from attnops.select import active_policy, select
-from attnops.tracers import is_recorded
+from attnops.ops.experts.record import experts
+from attnops.ops.experts.reference import gated
+from attnops.ops.linear.reference import GATES
 
 interface: Any = None
 try:

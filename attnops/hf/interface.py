@@ -11,11 +11,11 @@ from torch._guards import TracingContext
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from attnops.announce import LATE, NAME
-from attnops.call import need
+from attnops.core.kernel import check_kernel
+from attnops.core.record import need
 from attnops.hf.attention.batched import MASKED, function_for_batches, name_for_batches
 from attnops.hf.attention.function import attention_function
 from attnops.hf.attention.mask import MODES, Mode, mask_function
-from attnops.kernel import check_kernel
 
 Kept = Literal["auto", "hf", "paged"]
 CACHES: tuple[Kept, ...] = get_args(Kept)

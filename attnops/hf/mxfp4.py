@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnops.adapt import on_device_of
-from attnops.call import name as name_of
-from attnops.errors import PatchError, fail
+from attnops.core.adapt import on_device_of
+from attnops.core.errors import PatchError, fail
+from attnops.core.record import name as name_of
 from attnops.hf import experts as plain
 from attnops.hf.experts import PREFIX, Gate
-from attnops.ops.mxfp4_experts import WIDE, mxfp4_experts
-from attnops.reference.mxfp4 import COLUMNS, MOST_SCALE, ROWS, arranged, decoded, encoded, restored
+from attnops.ops.experts.mxfp4 import WIDE, mxfp4_experts
+from attnops.ops.experts.mxfp4_reference import COLUMNS, MOST_SCALE, ROWS, arranged, decoded, encoded, restored
 
 NAMES = ("gate_up_proj", "down_proj")
 _PACKED = "_attnops_mxfp4"
@@ -45,7 +45,7 @@ class Kept:
 def pack_experts(model: nn.Module) -> int:
     """Keep the experts of a model in four bits a number, in place of their parameters, until `unpack_experts`.
 
-    They are served by `attnops.ops.mxfp4_experts`, without gradients. Call it before `attnops.patch` and before anything is compiled or
+    They are served by `attnops.ops.experts.mxfp4`, without gradients. Call it before `attnops.patch` and before anything is compiled or
     captured. A state_dict has the weights as they were; loading one is refused. Memory: a quarter of the weights', and the numbers of one
     expert more while it runs.
 

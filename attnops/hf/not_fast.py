@@ -1,4 +1,4 @@
-"""Warns of a model that could have had pages or CUDA graphs and does not get them (`attnops.errors.NotFast`).
+"""Warns of a model that could have had pages or CUDA graphs and does not get them (`attnops.core.errors.NotFast`).
 
 What the caller chose needs no warning: a cache of their own, beam search, hooks, `decode="hf"`.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from attnops.errors import NotFast, warn_once
+from attnops.core.errors import NotFast, warn_once
 
 
 class Loss(NamedTuple):

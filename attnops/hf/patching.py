@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from attnops.adapters.handle import MARK, PATCHING, Handle, refuse_other_options
 from attnops.adapters.replicas import place, take_back
 from attnops.adapters.report import PATCHED, Row, Verification, compare, output_of
-from attnops.call import need
-from attnops.errors import PatchError, UnknownKernel, fail, one_line
+from attnops.core.errors import PatchError, UnknownKernel, fail, one_line
+from attnops.core.record import need
 from attnops.graphs import Graphed, Report as GraphReport
 from attnops.graphs.graphed import Progress
 from attnops.hf import batching, not_fast

@@ -21,17 +21,17 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import _disable_current_modes
 
-from attnops.call import asked, changed, name as name_of
+from attnops.core.problem import Extent, Problem, Target
+from attnops.core.record import asked, changed, name as name_of
+from attnops.core.select import active_policy, select
+from attnops.core.tracers import is_recorded
 from attnops.graphs.regional import NUMBER
 from attnops.hf.experts import plain
 from attnops.hf.methods import is_replaced
 from attnops.kernels.triton.attention import FLOATS
 from attnops.nn.steady import apart
-from attnops.ops.route import SCORING, Route, is_allowed, route
-from attnops.problem import Extent, Problem, Target
-from attnops.reference.route import chosen, values, weighed
-from attnops.select import active_policy, select
-from attnops.tracers import is_recorded
+from attnops.ops.experts.route import SCORING, Route, is_allowed, route
+from attnops.ops.experts.route_reference import chosen, values, weighed
 
 _RULE = "_attnops_route"
 _PLAIN: Route = cast(Any, Route)()

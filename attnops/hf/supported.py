@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from attnops import tried
-from attnops.errors import UnsupportedVersion, fail
-from attnops.packages import parse
+from attnops.core.errors import UnsupportedVersion, fail
+from attnops.core.packages import parse
 
 OLDEST = tried.OLDEST["transformers"]
 """Older ones ask a cache for other methods, and unfold latents before they cache them: they could have no pages."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attnops.call import need
+from attnops.core.record import need
 
 VOCAB = 128
 

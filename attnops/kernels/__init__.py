@@ -7,7 +7,7 @@ import importlib.metadata
 import os
 import pkgutil
 
-from attnops.kernel import FAILURES, report_broken, said, together
+from attnops.core.kernel import FAILURES, report_broken, said, together
 
 GROUP = "attnops.kernels"
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from attnops.problem import Problem, Target
+from attnops.core.problem import Problem, Target
 
 NEAR_HEAD_DIM = 2.0
 """A shape speaks for head dims up to this factor away from its own."""

@@ -1,7 +1,8 @@
 """Digests of the code of our kernels: a results file keeps them (`code`), so that its page can say
 later what has changed since.
 
-A kernel's code is the module of its functions and what that imports of `kernels` and `reference`.
+A kernel's code is the module of its functions and what that imports of `kernels`, of references and of
+`core.tensors`.
 A digest is of the syntax trees of those files, statement by statement: neither positions, comments,
 docstrings and imports count, nor in which of the files a statement stands, nor where.
 """
@@ -15,11 +16,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from attnops.kernel import Kernel, all_kernels
-from attnops.problem import Problem, Target
+from attnops.core.kernel import Kernel, all_kernels
+from attnops.core.problem import Problem, Target
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("attnops.kernels.", "attnops.reference.")
+FOLDERS = ("attnops.kernels.", "attnops.core.tensors", "attnops.reference.")
+"""Of what kernels run; in the trees of older commits the references had a folder."""
+OPS, OF_FAMILIES = "attnops.ops.", ("reference", "_format")
+"""How the names of a family's modules end that kernels run."""
+
 LENGTH = 12
 
 Read = Callable[[str], str | None]
@@ -96,7 +101,12 @@ def _text(module: str, read: Read) -> str | None:
 def modules_of(kernel: Kernel) -> set[str]:
     """The modules of what a kernel runs. Empty for a kernel of another package."""
     runs = [kernel.run, *([] if kernel.core is None else [kernel.core.run])]
-    return {m for run in runs for part in _parts(run) if (m := _module(part)).startswith(FOLDERS)}
+    return {m for run in runs for part in _parts(run) if _counts(m := _module(part))}
+
+
+def _counts(module: str) -> bool:
+    """Is its code a kernel's?"""
+    return module.startswith(FOLDERS) or (module.startswith(OPS) and module.endswith(OF_FAMILIES))
 
 
 def _parts(run: Any) -> Iterator[Any]:
@@ -131,7 +141,7 @@ def _imported(node: ast.AST) -> Iterator[str]:
         names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
     elif isinstance(node, ast.Import):
         names = [alias.name for alias in node.names]
-    yield from (name for name in names if name.startswith(FOLDERS))
+    yield from filter(_counts, names)
 
 
 def _shown(node: ast.AST) -> str:

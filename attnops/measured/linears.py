@@ -7,8 +7,8 @@ from math import inf
 
 import torch
 
+from attnops.core.problem import Problem
 from attnops.measured.cost import Sizes, Work, octaves
-from attnops.problem import Problem
 
 PARTS = {"norm": "norm_weight", "activation": "activation", "residual": "residual"}
 """Fields of a LinearShape, and the arguments of a call that they say are given."""

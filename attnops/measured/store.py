@@ -20,10 +20,10 @@ from pathlib import Path
 
 import torch
 
-from attnops.errors import BadTable, InvalidInput
-from attnops.kernel import renew
+from attnops.core.errors import BadTable, InvalidInput
+from attnops.core.kernel import renew
+from attnops.core.problem import Target, pretended
 from attnops.measured.table import Table, from_json, nearness, scaled
-from attnops.problem import Target, pretended
 
 SHIPPED = Path(__file__).resolve().parent.parent / "tables"
 HARDWARE = Path(__file__).resolve().parent / "hardware.json"

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnops.errors import BadTable
-from attnops.kernel import Kernel
+from attnops.core.errors import BadTable
+from attnops.core.kernel import Kernel
+from attnops.core.problem import Problem, Target, altered
 from attnops.measured.cost import RATES, Rates, Shape, Sizes, Work
 from attnops.measured.linears import LinearShape
-from attnops.problem import Problem, Target, altered
 
 FORMAT = 1
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from attnops.call import need
+from attnops.core.record import need
 from attnops.nn.steady import is_linear
 
 if TYPE_CHECKING:

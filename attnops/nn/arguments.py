@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from attnops.cache.batch import PagedBatch
-from attnops.call import need
-from attnops.checks import python_number
-from attnops.errors import NOT_SCRIPTED, InvalidInput, NotRecordable, fail
+from attnops.core.checks import python_number
+from attnops.core.errors import NOT_SCRIPTED, InvalidInput, NotRecordable, fail
+from attnops.core.record import need
+from attnops.core.tracers import wanted
 from attnops.ops import token_rows
-from attnops.tracers import wanted
 
 Given = Mapping[str, object]  # arguments by name
 

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from attnops.cache.batch import PagedBatch
-from attnops.call import need
+from attnops.core import eager_cache
+from attnops.core.record import need
 from attnops.nn import arguments as check
 from attnops.nn.dropout import dropped, refuse
 from attnops.nn.jagged import rows_of
-from attnops.ops import attention, eager, paged_attention, varlen_attention, write_kv
+from attnops.ops import attention, paged_attention, varlen_attention, write_kv
 
 
 class Attention(nn.Module):
@@ -58,9 +59,9 @@ class Attention(nn.Module):
         self.causal = causal
         pair = isinstance(window, (tuple, list)) and len(window) == 2 and all(type(side) is int and side >= -1 for side in window)
         need(pair, "window", repr(window), "(left, right), two ints >= -1 (-1: unbounded)")
-        self.window = eager.window(window)
+        self.window = eager_cache.window(window)
         self.softcap = check.number("softcap", softcap, 0.0)
-        self.attention_chunk = 0 if attention_chunk == 0 else eager.chunk(check.size("attention_chunk", attention_chunk))
+        self.attention_chunk = 0 if attention_chunk == 0 else eager_cache.chunk(check.size("attention_chunk", attention_chunk))
         self.dropout = check.number("dropout", dropout, 0.0, 1.0)
         self.kernel = kernel
         self.register_parameter("sinks", nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype)) if sinks else None)

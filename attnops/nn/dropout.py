@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from attnops.call import check
-from attnops.errors import InvalidInput, fail
-from attnops.ops import eager
-from attnops.ops.bias import as_rule
-from attnops.ops.by_sdpa import attend
-from attnops.ops.dense import Attention, with_leading_dims
+from attnops.core import eager_cache
+from attnops.core.errors import InvalidInput, fail
+from attnops.core.record import check
+from attnops.ops.attention.bias import as_rule
+from attnops.ops.attention.by_sdpa import attend
+from attnops.ops.attention.record import Attention, with_leading_dims
 
 
 def refuse(dropout: float, **given: tuple[object, object]) -> None:
@@ -44,7 +44,7 @@ def dropped(
     """
     mask, causal = as_rule(mask, causal, query, key)
     if mask is not None:
-        eager.mask(mask)
+        eager_cache.mask(mask)
         mask = with_leading_dims(mask, query)
     if not is_dynamo_compiling():  # it cannot trace the check
         check(Attention(query, key, value, mask, scale=scale, causal=causal))

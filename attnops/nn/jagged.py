@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnops.call import need
-from attnops.errors import InvalidInput, fail
+from attnops.core.errors import InvalidInput, fail
+from attnops.core.record import need
 from attnops.nn import arguments as check
 from attnops.ops import token_rows
 

@@ -2,7 +2,7 @@
 
 Absorbed: the query is projected into the space of the latents, and every head reads the latents themselves (`attnops.nn.absorb`).
 Expanded: latents are unfolded into the keys and values of each head. The two are the same sums in another order: DeepSeek-V2,
-https://arxiv.org/abs/2405.04434, section 2.1.2. `attnops.ops.latent_form` compares their costs.
+https://arxiv.org/abs/2405.04434, section 2.1.2. `attnops.ops.latent.absorb_or_expand` compares their costs.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from attnops.cache.batch import PagedBatch, PrefixChunk
-from attnops.call import need
-from attnops.errors import InvalidInput, fail
-from attnops.kernel import deterministic
+from attnops.core import eager_cache
+from attnops.core.errors import InvalidInput, fail
+from attnops.core.kernel import deterministic
+from attnops.core.problem import Target
+from attnops.core.record import need
+from attnops.core.select import active_policy, key_for
 from attnops.nn import arguments as check
 from attnops.nn.absorb import absorbed_weights, renew
 from attnops.nn.rotary import RotaryEmbedding, rope_of
 from attnops.nn.steady import product
-from attnops.ops import eager, merge_state, mla_attention, rope_quantize_latent, varlen_attention, write_latent
-from attnops.ops.latent_form import LatentCall, LatentDims as LatentDims, crossover, kernel_for, tell
-from attnops.ops.mla import check_stored
-from attnops.problem import Target
-from attnops.select import active_policy, key_for
+from attnops.ops import merge_state, mla_attention, rope_quantize_latent, varlen_attention, write_latent
+from attnops.ops.latent.absorb_or_expand import LatentCall, LatentDims as LatentDims, crossover, kernel_for, tell
+from attnops.ops.latent.record import check_stored
 
 
 class NewTokens(NamedTuple):
@@ -64,7 +65,7 @@ def attend_absorbed(
     Raises InvalidInput, NoGradient, UnknownKernel, NoKernel.
     """
     w_uk, w_uv = _checked(dims, q_nope, q_pe, weights)
-    query, window_left = by_head(q_nope, w_uk), eager.side(window_left)
+    query, window_left = by_head(q_nope, w_uk), eager_cache.side(window_left)
     attend = partial(
         mla_attention, query, q_pe, latent_pages, scale=scale, kv_scale=kv_scale, window_left=window_left, softcap=softcap,
         workspace=batch.workspace, holes=batch.holes, kernel=kernel,
@@ -153,8 +154,8 @@ def attend_latents(
 
     Args:
         dims, new, kv_b, latent_pages, batch, scale, kv_scale: as in `attend_expanded`; writes the pages.
-        absorb_up_to: new tokens of a request. None: as many as `attnops.ops.latent_form` finds cheaper absorbed, and any number under a
-            deterministic policy, where the choice must not depend on the other requests of the batch.
+        absorb_up_to: new tokens of a request. None: as many as `attnops.ops.latent.absorb_or_expand` finds cheaper absorbed, and any
+            number under a deterministic policy, where the choice must not depend on the other requests of the batch.
         kernel: force a kernel by name, on those of `mla_attention` and `varlen_attention` that have one of that name.
 
     Raises InvalidInput, NoGradient, UnknownKernel, NoKernel.

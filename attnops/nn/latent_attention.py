@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from attnops.cache.batch import PagedBatch
-from attnops.call import need
-from attnops.errors import InvalidInput, fail
+from attnops.core.errors import InvalidInput, fail
+from attnops.core.record import need
 from attnops.nn import arguments as check
 from attnops.nn.dropout import dropped, refuse
 from attnops.nn.jagged import rows
 from attnops.nn.latent import LatentDims, NewTokens, attend_float8, attend_latents, check_scales, scale_tensor, unfold
 from attnops.nn.rotary import RotaryEmbedding, rope_of
 from attnops.ops import attention, varlen_attention
-from attnops.ops.latent_form import kernel_for
+from attnops.ops.latent.absorb_or_expand import kernel_for
 
 
 class LatentAttention(nn.Module):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnops.call import need
-from attnops.errors import InvalidInput, fail
+from attnops.core.errors import InvalidInput, fail
+from attnops.core.record import need
 from attnops.nn import arguments as check
 from attnops.nn.dropout import dropped
 from attnops.nn.jagged import padded, rows_of, unpadded

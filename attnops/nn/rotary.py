@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from attnops.call import need
+from attnops.core.record import need
+from attnops.core.tensors import rotate
 from attnops.nn import arguments as check
-from attnops.reference.rows import rotate
 
 SCALINGS = ("none", "linear", "yarn")
 

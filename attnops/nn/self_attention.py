@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attnops.cache.batch import PagedBatch
-from attnops.call import need
+from attnops.core.record import need
 from attnops.nn import arguments as check
 from attnops.nn.attention import Attention
 from attnops.nn.dropout import refuse

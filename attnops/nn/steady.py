@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from attnops.kernel import deterministic
-from attnops.ops.linear import linear
-from attnops.select import _ACTIVE, use
-from attnops.tracers import is_recorded
+from attnops.core.kernel import deterministic
+from attnops.core.select import _ACTIVE, use
+from attnops.core.tracers import is_recorded
+from attnops.ops.linear.record import linear
 
 # Products ----------------------------------------------------------------------------------------
 

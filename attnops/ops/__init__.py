@@ -2,13 +2,21 @@
 
 from inspect import isfunction
 
-from attnops.errors import NOT_SCRIPTED
-from attnops.ops.decode import decode_attention as decode_attention
-from attnops.ops.dense import attention as attention
-from attnops.ops.experts import experts as experts
-from attnops.ops.linear import linear as linear
-from attnops.ops.merge import merge_state as merge_state, merge_states as merge_states
-from attnops.ops.metadata import (
+from attnops.core.errors import NOT_SCRIPTED
+from attnops.core.op import OPS as OPS, Op as Op, decompositions as decompositions
+from attnops.ops.attention.merge import merge_state as merge_state, merge_states as merge_states
+from attnops.ops.attention.record import attention as attention
+from attnops.ops.attention.varlen import varlen_attention as varlen_attention
+from attnops.ops.experts.mxfp4 import mxfp4_experts as mxfp4_experts
+from attnops.ops.experts.record import experts as experts
+from attnops.ops.experts.route import route as route
+from attnops.ops.latent.record import (
+    mla_attention as mla_attention,
+    rope_quantize_latent as rope_quantize_latent,
+    write_latent as write_latent,
+)
+from attnops.ops.linear.record import linear as linear
+from attnops.ops.metadata.record import (
     cu_seqlens as cu_seqlens,
     decode_rows as decode_rows,
     kv_indices as kv_indices,
@@ -17,21 +25,17 @@ from attnops.ops.metadata import (
     slot_mapping as slot_mapping,
     token_rows as token_rows,
 )
-from attnops.ops.mla import mla_attention as mla_attention, rope_quantize_latent as rope_quantize_latent, write_latent as write_latent
-from attnops.ops.mxfp4_experts import mxfp4_experts as mxfp4_experts
-from attnops.ops.op import OPS as OPS, Op as Op, decompositions as decompositions
-from attnops.ops.paged import copy_kv as copy_kv, paged_attention as paged_attention, write_kv as write_kv
-from attnops.ops.plan import (
+from attnops.ops.pages.decode import decode_attention as decode_attention
+from attnops.ops.pages.plan import (
     LatentSpec as LatentSpec,
     PagedSpec as PagedSpec,
     plan_mla_attention as plan_mla_attention,
     plan_paged_attention as plan_paged_attention,
     plan_sizes as plan_sizes,
 )
-from attnops.ops.route import route as route
-from attnops.ops.sparse import sparse_mla_attention as sparse_mla_attention, write_latent_packed as write_latent_packed
-from attnops.ops.varlen import varlen_attention as varlen_attention
-from attnops.ops.vertical_slash import (
+from attnops.ops.pages.record import copy_kv as copy_kv, paged_attention as paged_attention, write_kv as write_kv
+from attnops.ops.sparse.record import sparse_mla_attention as sparse_mla_attention, write_latent_packed as write_latent_packed
+from attnops.ops.sparse.vertical_slash import (
     vertical_slash_attention as vertical_slash_attention,
     vertical_slash_indexes as vertical_slash_indexes,
 )

@@ -7,16 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.call import FLOATS, KW_ONLY, QUANTISED, Call, Fact, Result, Sizes, arg, group, name, need, place
-from attnops.errors import InvalidInput, fail
-from attnops.problem import bytes_of
-from attnops.reference.rows import refuse_plan_of_holes
+from attnops.core.arguments import FURTHEST as FURTHEST
+from attnops.core.errors import InvalidInput, fail
+from attnops.core.problem import bytes_of
+from attnops.core.record import FLOATS, KW_ONLY, QUANTISED, Call, Fact, Result, Sizes, arg, group, name, need, place
+from attnops.core.tensors import refuse_plan_of_holes
 
 UNBOUNDED = (-1, -1)
 """The default window."""
-
-FURTHEST = (1 << 30) - 1
-"""The widest window and the longest chunk, in keys. Kernels add them to positions in 32 bits."""
 
 SOFTEST = 1e30
 """The largest soft cap. Products of it with logits stay finite in float32."""

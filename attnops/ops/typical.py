@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from attnops.problem import Extent
+from attnops.core.problem import Extent
 
 Leaves = dict[str, Any]
 

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnops.call import changed
-from attnops.inputs import filled
+from attnops.core.record import changed
+from attnops.core.tensors import compact, within
 from attnops.ops import OPS
-from attnops.reference.latent_format import GROUP, pack, packed_bytes
-from attnops.reference.rows import compact, within
-from attnops.testing.inputs import Call, Features, Source
+from attnops.ops.sparse.packed_format import GROUP, pack, packed_bytes
+from attnops.testing.calls import filled
+from attnops.testing.case import Call, Features, Source
 
 WRITTEN = ("output", "lse")
 BY_TOKEN, PAGES = ("query", "q_nope", "q_pe", "temperature"), ("k_pages", "v_pages", "latent_pages")

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from attnops.inputs import plan_call
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
 from attnops.testing import builders
 from attnops.testing.builders import Pages
+from attnops.testing.calls import plan_call
+from attnops.testing.case import Call, Case, Features as F, Rows, Source, crossed, table
 from attnops.testing.data_cases import DATA_CASES
 from attnops.testing.decode import DECODE_CASES
 from attnops.testing.experts import EXPERTS_CASES
-from attnops.testing.inputs import Call, Case, Features as F, Rows, Source, crossed, table
 from attnops.testing.latent import DEEPSEEK, LATENT_CASES
 from attnops.testing.linear import LINEAR_CASES
 from attnops.testing.route import ROUTE_CASES

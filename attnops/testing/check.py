@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.adapt import on_device_of
-from attnops.call import check, fake as empty
-from attnops.inputs import budget, equip, with_device_plan
-from attnops.kernel import Kernel
+from attnops.core.adapt import on_device_of
+from attnops.core.kernel import Kernel
+from attnops.core.problem import Refusal
+from attnops.core.record import check, fake as empty
 from attnops.ops import OPS
-from attnops.problem import Refusal
-from attnops.reference.data import rows_schedule_words
-from attnops.reference.latent_format import GROUP, LEAST, TOP, unpack
-from attnops.reference.rope_quantize import scaled
-from attnops.testing.inputs import Call
+from attnops.ops.latent.rope_reference import scaled
+from attnops.ops.metadata.reference import rows_schedule_words
+from attnops.ops.sparse.packed_format import GROUP, LEAST, TOP, unpack
+from attnops.testing import error_bounds
+from attnops.testing.calls import equip, with_device_plan
+from attnops.testing.case import Call
 
 Errors = dict[str, tuple[float, float]]
 
@@ -95,7 +96,7 @@ def _compared(kernel: Kernel, call: Call, results: Mapping[str, Tensor]) -> Erro
     expected, errors, a, start = oracle(call), {}, call.arguments, 0
     if kernel.op == "decode_rows":  # only FlashMLA reads the first words
         start = rows_schedule_words(a["num_tokens"], a.get("q_heads", 0), a.get("float8", False))
-    allowed = budget.allowance(call, expected, kernel.tolerance.rounded_sums)
+    allowed = error_bounds.allowance(call, expected, kernel.tolerance.rounded_sums)
     for name, got in results.items():
         if name in ("plan", "workspace"):
             continue  # private to the kernel
@@ -212,7 +213,7 @@ def _written(kernel: Kernel, call: Call, results: Mapping[str, Tensor]) -> Error
             allowed, found = _packed(what, parts[0], parts[1], rows)
         else:
             quantised = call.arguments[names[0]].dtype == got.dtype  # stored unchanged
-            exact, allowed = budget.stored(exact, torch.float64 if quantised else got.dtype)
+            exact, allowed = error_bounds.stored(exact, torch.float64 if quantised else got.dtype)
             found = rows.view(got.dtype).double()
         errors[pages] = compare(what, found, exact, allowed, 1.0)
     return errors
@@ -226,7 +227,7 @@ def _packed(what: str, latent: Tensor, k_pe: Tensor, rows: Tensor) -> tuple[Tens
     scale = torch.where(mantissa == 0, 2.0**LEAST, scale)
     found = rows[:, latent.shape[1] : rows.shape[1] - 2 * k_pe.shape[1]].clone(memory_format=torch.contiguous_format).view(torch.float32)
     compare(f"{what}: scale", found, scale, 0.0, 1.0)
-    step = (budget.stored(groups / scale[..., None], torch.float8_e4m3fn)[1] * scale[..., None]).flatten(-2)
+    step = (error_bounds.stored(groups / scale[..., None], torch.float8_e4m3fn)[1] * scale[..., None]).flatten(-2)
     return torch.cat([step, k_pe.abs() * 2.0**-8], -1), unpack(rows, latent.shape[1], k_pe.shape[1], torch.float64)
 
 
@@ -235,7 +236,7 @@ def _rotated(kernel: Kernel, call: Call, results: Mapping[str, Tensor]) -> Error
     wide = call.map(lambda _, t: t.double() if t.is_floating_point() else t)
     parts, errors = scaled(wide.record), {}
     for (name, got), exact in zip(results.items(), (torch.cat(parts[:2], -1), torch.cat(parts[2:], -1)), strict=True):
-        want, allowed = budget.stored(exact, got.dtype)
+        want, allowed = error_bounds.stored(exact, got.dtype)
         # A rotation keeps the length of a pair, so the largest number bounds the terms of its sums.
         allowed = allowed + 2.0**-21 * exact.abs().amax(-1, keepdim=True)
         errors[name] = compare(f"{kernel.op}.{kernel.name}: {name}", got.double(), want, allowed, 1.0)
@@ -246,7 +247,7 @@ def _decoded(kernel: Kernel, call: Call, results: Mapping[str, Tensor]) -> Error
     """Compare the output, and every slot of the pages: that of a new token holds its key and value, the others keep their bytes."""
     expected, slots = oracle(call), call.arguments["slots"]
     real = slots[(slots >= 0) & (call.arguments["seq_lens"] > 0)].long()
-    allowed = budget.allowance(call, expected)
+    allowed = error_bounds.allowance(call, expected)
     errors = {"output": compare(f"{kernel.op}.{kernel.name}: output", results["output"], expected["output"], allowed["output"], 1.0)}
     for name in ("k_pages", "v_pages"):
         what = f"{kernel.op}.{kernel.name}: {name}"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from attnops.testing import builders
-from attnops.testing.inputs import Call, Case, Features as F, Rows, Source, table
+from attnops.testing.case import Call, Case, Features as F, Rows, Source, table
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 E4M3, E5M2, INT8, U8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8

@@ -9,7 +9,7 @@ import torch
 
 from attnops.testing import builders
 from attnops.testing.builders import Angles, Pages
-from attnops.testing.inputs import Case, Features, Rows, table
+from attnops.testing.case import Case, Features, Rows, table
 
 F16, BF16, F32, F64, I32 = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32
 SMALL = Features()

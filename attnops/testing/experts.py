@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from attnops.testing.inputs import Call, Case, Rows, Source, table
+from attnops.testing.case import Call, Case, Rows, Source, table
 
 F16, BF16, F32, F64, I32 = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32
 

@@ -9,7 +9,7 @@ import torch
 
 from attnops.testing import builders
 from attnops.testing.builders import Pages
-from attnops.testing.inputs import Case, Features, Rows, crossed, table
+from attnops.testing.case import Case, Features, Rows, crossed, table
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 E4M3, INT8, I32 = torch.float8_e4m3fn, torch.int8, {"slot_dtype": torch.int32}

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from attnops.inputs import Call
-from attnops.kernel import Capture, Kernel
+from attnops.core.kernel import Capture, Kernel
+from attnops.testing.calls import Call
 
 Run = Callable[[], Any]
 Times = dict[str, dict[str, float]]

@@ -16,14 +16,17 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from attnops.errors import one_line
-from attnops.inputs import Call, Pool, call_of, equip_as_used, planned, with_copies
-from attnops.kernel import Kernel, all_kernels, kernels_of
+from attnops.core.errors import one_line
+from attnops.core.kernel import Kernel, all_kernels, kernels_of
+from attnops.core.problem import Target
 from attnops.measured import Grid, LinearShape, Sizes, Table, cpu_name
 from attnops.measured.digests import digests
 from attnops.measured.table import version_of
 from attnops.ops import OPS
-from attnops.problem import Target
+from attnops.testing.calls import Call, equip_as_used, planned
+from attnops.testing.linear_calls import with_copies
+from attnops.testing.pool import Pool
+from attnops.testing.timed_calls import call_of
 from attnops.tune.clock import Clock, Run, host_clock, seconds
 from attnops.tune.shapes import LARGEST_BYTES, Sweep, sweeps_of
 from attnops.version import VERSION

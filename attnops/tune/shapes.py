@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from attnops.errors import InvalidInput
-from attnops.inputs.sized import GRADIENT
+from attnops.core.errors import InvalidInput
 from attnops.measured import Shape, Sizes
 from attnops.measured.table import AnyShape, Axes, Axis
+from attnops.testing.timed_calls import GRADIENT
 from attnops.tune import linears
 
 LARGEST_BYTES = 5e9

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnops
-from attnops.errors import AttnopsError, PatchError
+from attnops.core.errors import AttnopsError, PatchError
+from attnops.core.tensors import FAINT
 from attnops.hf.cache_names import argument, argument_of
-from attnops.reference.rows import FAINT
 from benchmarks.census import inputs as given_inputs
 from benchmarks.census.inputs import PADDINGS, Inputs, padded, padding, parameters, tokens
 

@@ -32,7 +32,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 import attnops.hf  # noqa: F401, in the parent, so that no child imports it
-from attnops.errors import AttnopsError, PatchError
+from attnops.core.errors import AttnopsError, PatchError
 from benchmarks.census import checks, models, recipes, results, testers
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from attnops.problem import Target, pretend
-from attnops.select import Decision, select
+from attnops.core.problem import Target, pretend
+from attnops.core.select import Decision, select
 from attnops.testing import Features, Source, builders
-from attnops.testing.inputs import Case, Rows, table
+from attnops.testing.case import Case, Rows, table
 from attnops.testing.latent import DEEPSEEK
 
 FILE = Path(__file__).parent / "table.json"

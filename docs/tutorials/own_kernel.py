@@ -8,7 +8,7 @@ How to write a kernel in one file, register it, force it, see why it refuses a c
 import torch
 
 import attnops
-from attnops.kernel import Kernel, device, register
+from attnops.core.kernel import Kernel, device, register
 from attnops.testing import CASES, check_kernel
 
 # %%

@@ -2,7 +2,7 @@
 
 import torch
 
-from attnops.kernel import Kernel, device, register
+from attnops.core.kernel import Kernel, device, register
 
 
 def run(call):

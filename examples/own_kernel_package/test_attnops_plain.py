@@ -2,7 +2,7 @@
 
 import pytest
 
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
 from attnops.testing import CASES, check_kernel
 
 PLAIN = kernels_of("attention")["plain"]  # found by the entry point: nothing here imports it

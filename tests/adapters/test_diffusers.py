@@ -12,7 +12,7 @@ from diffusers.models.attention_processor import AttnProcessor
 
 import attnops
 import attnops.adapters.diffusers
-from attnops.errors import InvalidInput, PatchError, UnknownKernel
+from attnops.core.errors import InvalidInput, PatchError, UnknownKernel
 from tests.adapters.helpers import Calls, Graphs, block, grads, same_grads
 from tests.helpers import ready_process
 

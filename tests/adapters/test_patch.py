@@ -18,7 +18,7 @@ from torch.nn.utils.parametrize import register_parametrization
 
 import attnops
 from attnops import adapters
-from attnops.errors import InvalidInput, PatchError, UnknownKernel
+from attnops.core.errors import InvalidInput, PatchError, UnknownKernel
 from tests.adapters.helpers import Calls, Graphs, Layer, grads, same_grads
 from tests.helpers import torch_process
 
@@ -180,7 +180,7 @@ def test_a_forced_kernel():
         assert handle.verify(X).passed
     with pytest.raises(UnknownKernel, match="no_such"):
         attnops.patch(ours, kernel="no_such")
-    with attnops.patch(ours, kernel="fa3"), pytest.raises(attnops.errors.NoKernel):
+    with attnops.patch(ours, kernel="fa3"), pytest.raises(attnops.core.errors.NoKernel):
         ours(X)
 
 

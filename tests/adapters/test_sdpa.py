@@ -13,7 +13,7 @@ import attnops
 from attnops.adapters import recomputed
 from attnops.adapters.callers import callers
 from attnops.adapters.sdpa import scaled_dot_product_attention
-from attnops.errors import InvalidInput, NoKernel, PatchError, UnknownKernel
+from attnops.core.errors import InvalidInput, NoKernel, PatchError, UnknownKernel
 from tests.adapters import helpers
 from tests.adapters.helpers import Calls, Graphs
 

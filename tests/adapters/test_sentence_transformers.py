@@ -16,7 +16,7 @@ from sentence_transformers.sparse_encoder.modules import SpladePooling
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import attnops
-from attnops.errors import PatchError
+from attnops.core.errors import PatchError
 from tests.adapters.helpers import Calls, block
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "one", "two", "words", "some", "more", "a", "b", "c", "d", "e", "f", "g"]

@@ -26,7 +26,7 @@ from torchtitan.models.common import attention as theirs
 
 import attnops
 from attnops.adapters import torchtitan as ours
-from attnops.errors import InvalidInput, PatchError, UnknownKernel
+from attnops.core.errors import InvalidInput, PatchError, UnknownKernel
 from tests.adapters.helpers import Calls, Graphs, block, grads, same_grads
 from tests.helpers import fresh_process
 

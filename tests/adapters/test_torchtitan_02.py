@@ -13,7 +13,7 @@ from torchtitan.models.llama3.model.args import TransformerModelArgs
 from torchtitan.models.llama3.model.model import Transformer
 
 import attnops
-from attnops.errors import PatchError
+from attnops.core.errors import PatchError
 from tests.adapters.helpers import Calls, Graphs, block, grads, same_grads
 
 EOS = 0

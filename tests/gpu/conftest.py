@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from attnops.core.problem import Target
 from attnops.kernels.sgl import sources
-from attnops.problem import Target
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
 
 MOST = 2
 """Device kernels that one call launches, at most: attention has two stages. A call that compiles more tries variants."""

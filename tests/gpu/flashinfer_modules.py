@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import Problem, Target, altered, pretend
 from attnops.kernels.flashinfer.build import parse, timed
 from attnops.kernels.flashinfer.modules import FA2, FA3, NAMES, Module, Shape, path_of
-from attnops.problem import Problem, Target, altered, pretend
 from attnops.testing import CASES
 
 OWN = (

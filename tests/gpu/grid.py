@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from attnops.kernel import Kernel
-from attnops.problem import LEAVES, Problem, altered, leaf
+from attnops.core.kernel import Kernel
+from attnops.core.problem import LEAVES, Problem, altered, leaf
 from attnops.testing import Case, Source
 from tests.pairwise import cover
 

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from attnops.kernel import all_kernels
+from attnops.core.kernel import all_kernels
+from attnops.core.problem import Target
 from attnops.measured.digests import digests
-from attnops.problem import Target
 from tests.gpu.claims import Claims
 from tests.gpu.journal import FAILED, PASSED, SKIPPED, Journal, Pass
 

@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-from attnops.kernel import Kernel, all_kernels
+from attnops.core.kernel import Kernel, all_kernels
 from attnops.measured.digests import digests
 from attnops.testing import CASES, check_kernel
-from attnops.testing.inputs import Source
+from attnops.testing.case import Source
 
 ROOT = Path(__file__).resolve().parents[2]
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) errors?)|(?:RACECHECK SUMMARY: (\d+) hazards? displayed)")

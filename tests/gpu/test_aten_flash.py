@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import attnops
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
 from attnops.testing import Call, Features, Source, builders, check_kernel
 
 BF16, F16 = torch.bfloat16, torch.float16

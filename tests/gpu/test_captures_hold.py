@@ -18,7 +18,7 @@ pytest.importorskip("transformers", reason="the hf extra is not installed")
 pytestmark = [
     pytest.mark.alone,  # what is invalidated, drawn and reserved is the process's
     pytest.mark.skipif(not torch.cuda.is_available(), reason="captures need a GPU"),
-    pytest.mark.filterwarnings("ignore::attnops.errors.NotFast"),
+    pytest.mark.filterwarnings("ignore::attnops.core.errors.NotFast"),
 ]
 
 LIMIT = 120

@@ -9,11 +9,11 @@ import torch
 from torch.nn.functional import pad
 
 import attnops
-from attnops.call import changed
-from attnops.errors import NoKernel
+from attnops.core.errors import NoKernel
+from attnops.core.kernel import Kernel, all_kernels, kernels_of
+from attnops.core.record import changed
+from attnops.core.select import select
 from attnops.hf import tiny
-from attnops.kernel import Kernel, all_kernels, kernels_of
-from attnops.select import select
 from attnops.testing import CASES, Call, Features, Source, builders, equip
 from attnops.testing.builders import sparse
 from attnops.testing.latent import DEEPSEEK

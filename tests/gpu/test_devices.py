@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from attnops.kernel import Kernel, all_kernels
-from attnops.problem import Refusal
+from attnops.core.kernel import Kernel, all_kernels
+from attnops.core.problem import Refusal
 from attnops.testing import CASES, Call, Source, check_kernel, refusals
 
 pytestmark = pytest.mark.alone  # other processes of the suite see one GPU each

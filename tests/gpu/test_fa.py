@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import attnops
-from attnops.errors import NotCompiled
-from attnops.kernel import kernels_of
+from attnops.core.errors import NotCompiled
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import Target
 from attnops.kernels.flash_attn4 import fa4
 from attnops.kernels.sgl import fa3
-from attnops.problem import Target
 from attnops.testing import Call, Features, Source, builders, check_kernel
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn

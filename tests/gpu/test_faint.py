@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
 from tests import faint
 
 

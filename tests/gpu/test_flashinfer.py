@@ -18,11 +18,11 @@ import torch
 
 import attnops
 from attnops.cache import PagedCache, Planner
-from attnops.call import changed
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import altered
+from attnops.core.record import changed
 from attnops.kernels.flashinfer import modules as fi
 from attnops.ops import PagedSpec
-from attnops.problem import altered
 from attnops.testing import Features, Source, builders, check_kernel, planned
 from tests.standins import flashinfer_modules as standin
 

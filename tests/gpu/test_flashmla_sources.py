@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from attnops.kernel import Kernel, kernels_of
+from attnops.core.kernel import Kernel, kernels_of
+from attnops.core.problem import Target, pretend
 from attnops.kernels.sgl.sources import Source as Wheel, source
-from attnops.problem import Target, pretend
 from attnops.testing import CASES, Source, check_kernel
 from tests.standins.schemas import LEGACY_OPS
 

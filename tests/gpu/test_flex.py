@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
 from attnops.testing import Call, Features, Source, builders, check_kernel
 
 BF16, F32 = torch.bfloat16, torch.float32

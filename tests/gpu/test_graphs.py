@@ -12,11 +12,11 @@ from torch import Tensor
 
 import attnops
 from attnops.cache import PagedBatch, PagedCache, Planner
-from attnops.errors import NoKernel, OverBudget, StaleGraph
+from attnops.core.errors import NoKernel, OverBudget, StaleGraph
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import Target
 from attnops.graphs import Buckets, Graphed, breakable, piecewise
-from attnops.kernel import kernels_of
 from attnops.ops import PagedSpec
-from attnops.problem import Target
 from tests.graphs import helpers
 from tests.graphs.models import BOUNDARY, HEADS, KV_HEADS, VOCAB, Decaying, boundary, decoder, paged_cache
 

@@ -37,8 +37,8 @@ def test_generate_equals_eager(family: str, cache: str, found: dict[str, Any]) -
 def test_a_llama_shape_compiles_to_the_best_kernels(batch: int, found: dict[str, Any]) -> None:
     """Heads and head dim of Llama 3 8B, two layers, bfloat16: prefill and one-token steps over a static cache, compiled whole."""
     import attnops
-    from attnops.kernel import kernels_of
-    from attnops.problem import Target
+    from attnops.core.kernel import kernels_of
+    from attnops.core.problem import Target
     from tests.hf.helpers import relative, static
     from tests.lowering.models import compiled_code, kernel_calls
 

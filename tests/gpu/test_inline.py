@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from attnops.call import changed, split
-from attnops.kernel import Kernel, all_kernels
+from attnops.core.kernel import Kernel, all_kernels
+from attnops.core.record import changed, split
 from attnops.ops import OPS
 from attnops.testing import CASES, refusals
+from attnops.testing.case import Source
 from attnops.testing.check import check_kernel
-from attnops.testing.inputs import Source
 
 INLINE = [pytest.param(k, id=f"{k.op}.{k.name}") for k in all_kernels() if k.fused]
 

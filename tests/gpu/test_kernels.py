@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from attnops.inputs import equip
-from attnops.kernel import Capture, Kernel, all_kernels, kernels_of
+from attnops.core.kernel import Capture, Kernel, all_kernels, kernels_of
+from attnops.core.problem import Target
 from attnops.ops import OPS
-from attnops.problem import Target
 from attnops.testing import CASES, Case, Mismatch, check_kernel, refusals
-from attnops.testing.inputs import Source
+from attnops.testing.calls import equip
+from attnops.testing.case import Source
 from tests.gpu.flashinfer_modules import is_built as module_is_built
 from tests.gpu.grid import Share, share_of, shares
 from tests.gpu.wide import WIDE, DeviceSource

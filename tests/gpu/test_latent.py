@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
 from attnops.kernels.sgl import sources
 from attnops.kernels.sgl.flashmla import split
 from attnops.ops import decode_rows, mla_attention

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import attnops
 from attnops.cache import LatentCache, PagedBatch, Planner
-from attnops.errors import NoKernel, PageSizeConflict
+from attnops.core.errors import NoKernel, PageSizeConflict
+from attnops.core.kernel import kernels_of
 from attnops.graphs import Buckets, breakable
-from attnops.kernel import kernels_of
 from attnops.nn import LatentAttention, RotaryEmbedding
 from attnops.ops import LatentSpec
 from tests.lowering.models import compiled_code, kernel_calls

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
 from attnops.kernels.triton.launch import grids, linear_tiles as tiles
-from attnops.ops.linear import Linear
+from attnops.ops.linear.record import Linear
 from attnops.testing import Features, Source, builders, equip
 
 LAYERS, HEADS, DIM = 4, 16, 128

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from attnops.kernel import Kernel, kernels_of
-from attnops.problem import Target
+from attnops.core.kernel import Kernel, kernels_of
+from attnops.core.problem import Target
 from attnops.testing import Call, Features, Mismatch, check_kernel
 from tests.formula import agrees
 from tests.fuzz import OPS, TILES, drawn

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from attnops.core.problem import Target
 from attnops.kernels.sgl import wheel
-from attnops.problem import Target
 from tests.standins.schemas import COMMON, OPS, READ_IN, Foreign
 
 pytestmark = pytest.mark.skipif(find_spec("sgl_kernel") is None, reason="sgl_kernel is not installed, so its schemas cannot be compared")

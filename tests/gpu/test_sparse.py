@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import Target
 from attnops.kernels.sgl import flashmla_sparse, sources
 from attnops.ops import sparse_mla_attention, write_latent_packed
-from attnops.problem import Target
-from attnops.reference.latent_format import pack, unpack
+from attnops.ops.sparse.packed_format import pack, unpack
 from tests.lowering.models import compiled_code, kernel_calls
 
 KERNEL = kernels_of("sparse_mla_attention")["flashmla"]

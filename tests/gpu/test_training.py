@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import attnops
-from attnops.errors import NoKernel
-from attnops.kernel import Capture, kernels_of
+from attnops.core.errors import NoKernel
+from attnops.core.kernel import Capture, kernels_of
 
 BATCH, TOKENS, HEADS, KV_HEADS, D = 2, 256, 4, 2, 64
 RULES: dict[str, dict[str, Any]] = {"causal": {}, "window": {"window": (63, -1)}, "soft cap": {"softcap": 20.0}, "sinks": {}}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
 from attnops.kernels.triton.launch import grids
 from attnops.testing import Features, Source, builders, check_kernel
 from attnops.testing.latent import DEEPSEEK

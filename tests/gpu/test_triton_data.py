@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
 from attnops.testing import Call, Features, builders, latent
 from attnops.testing.check import clone
 from tests.gpu.first_use import MOST, first_use

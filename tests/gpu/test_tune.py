@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from attnops.inputs import Pool, build, problem_at
-from attnops.kernel import Capture, kernels_of
+from attnops.core.kernel import Capture, kernels_of
+from attnops.core.problem import Target
+from attnops.core.select import select_by
 from attnops.measured import MEASURED, LinearShape, Sizes, costs
 from attnops.measured.table import from_json
-from attnops.problem import Target
-from attnops.select import select_by
+from attnops.testing.pool import Pool
+from attnops.testing.timed_calls import build, problem_at
 from attnops.tune import Stopwatch, measure
 from attnops.tune.clock import GraphClock, Timed
 from attnops.tune.shapes import MLA, PAGED, Sweep

@@ -7,8 +7,8 @@ import torch
 
 import attnops
 from attnops import ops
-from attnops.kernel import kernels_of
-from attnops.ops.vertical_slash import VerticalSlashAttention
+from attnops.core.kernel import kernels_of
+from attnops.ops.sparse.vertical_slash import VerticalSlashAttention
 from attnops.testing import Source, builders, check_kernel
 from attnops.testing.data_cases import HALF
 

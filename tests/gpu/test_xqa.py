@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
 from attnops.kernels.flashinfer import devices
 from attnops.kernels.shared import memory
 from attnops.testing import Call, Features, Source, allowance, builders, check_kernel, equip, oracle, refusals

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnops.testing import builders, latent
-from attnops.testing.inputs import QUANTISED, Case, Features, Rows, Source, table
+from attnops.testing.case import QUANTISED, Case, Features, Rows, Source, table
 
 F16, BF16, F32, E4M3 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
 

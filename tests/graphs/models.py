@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from attnops.cache import PagedCache
-from attnops.kernel import Capture, kernels_of, register
+from attnops.core.kernel import Capture, kernels_of, register
 from attnops.nn import RotaryEmbedding, SelfAttention
 
 HIDDEN, HEADS, KV_HEADS, D, PAGE, VOCAB = 32, 4, 2, 8, 4, 50

@@ -2,7 +2,7 @@
 
 import pytest
 
-from attnops.errors import BatchTooLarge, InvalidInput
+from attnops.core.errors import BatchTooLarge, InvalidInput
 from attnops.graphs import Bucket, Buckets
 from attnops.graphs.buckets import decode_sizes, token_sizes
 

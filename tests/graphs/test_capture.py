@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from attnops.errors import InvalidInput
+from attnops.core.errors import InvalidInput
 from attnops.graphs import Buckets, breakable, eager_capture, modes, pieces, piecewise
 from tests.graphs.helpers import MODES, Pair, close, graphed
 from tests.graphs.standin import StandIn

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attnops.errors import InvalidInput, NotCapturable
+from attnops.core.errors import InvalidInput, NotCapturable
 from attnops.graphs import Buckets, CudaGraphs, breakable, capturing
 from attnops.graphs.device import Recorded, drawing_nothing
 from tests.graphs.standin import StandIn

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnops.errors import BatchTooLarge, NotCapturable, OverBudget, ReplayMismatch, StaleGraph
+from attnops.core.errors import BatchTooLarge, NotCapturable, OverBudget, ReplayMismatch, StaleGraph
 from attnops.graphs import Bucket, Buckets, Report, breakable, piecewise
 from attnops.graphs.graph_breaks import Break
 from attnops.graphs.report import Row

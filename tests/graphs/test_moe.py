@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from attnops.errors import NotCapturable
+from attnops.core.errors import NotCapturable
 from attnops.graphs import Buckets, breakable, outside, piecewise
 from tests.graphs.helpers import Pair
 from tests.graphs.models import HIDDEN, decoder

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnops.errors import StaleGraph
+from attnops.core.errors import StaleGraph
 from attnops.graphs import Buckets
 from tests.graphs.helpers import MODES, Pair, close, graphed
 

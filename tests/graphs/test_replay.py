@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import attnops
-from attnops.errors import BatchTooLarge, InvalidInput, NotCapturable, StaleGraph
+from attnops.core.errors import BatchTooLarge, InvalidInput, NotCapturable, StaleGraph
 from attnops.graphs import Buckets, breakable, piecewise
 from attnops.graphs.pieces import inductor
 from tests.graphs.helpers import ANY_MODE, MODES, Pair, close, graphed, pools

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attnops.errors import BatchTooLarge, InvalidInput
+from attnops.core.errors import BatchTooLarge, InvalidInput
 from attnops.graphs import Buckets, piecewise
 from tests.graphs.helpers import MODES, close, graphed
 from tests.graphs.models import VOCAB

@@ -6,7 +6,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 import attnops
-from attnops.errors import NotCapturable
+from attnops.core.errors import NotCapturable
 from attnops.graphs import Buckets, breakable, outside, piecewise
 from attnops.graphs.pieces import compile_parts, eager
 from attnops.graphs.split import split

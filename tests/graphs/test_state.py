@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attnops.errors import InvalidInput, NotCapturable, ReplayMismatch, StaleGraph
+from attnops.core.errors import InvalidInput, NotCapturable, ReplayMismatch, StaleGraph
 from attnops.graphs import Buckets, outside, piecewise
 from tests.graphs.helpers import MODES, close, graphed
 from tests.graphs.models import Decaying

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from attnops.errors import NotCapturable
+from attnops.core.errors import NotCapturable
 from attnops.graphs import Buckets, piecewise
 from tests.graphs.helpers import MODES, close, graphed
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from attnops.cache import PagedBatch
-from attnops.errors import BatchTooLarge, InvalidInput
+from attnops.core.errors import BatchTooLarge, InvalidInput
+from attnops.core.kernel import Capture, extent_at_most, kernels_of, register
+from attnops.core.problem import Extent, Problem
+from attnops.core.select import _select
 from attnops.graphs import Bucket, Buckets, piecewise
-from attnops.kernel import Capture, extent_at_most, kernels_of, register
-from attnops.problem import Extent, Problem
-from attnops.select import _select
 from tests.graphs.helpers import ANY_MODE, MODES, Pair, close, graphed, pools
 from tests.graphs.models import BOUNDARY, VOCAB
 

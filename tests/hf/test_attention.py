@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import GenerationConfig
 
 import attnops.hf
-from attnops.errors import InvalidInput, UnknownKernel
+from attnops.core.errors import InvalidInput, UnknownKernel
 from attnops.hf import tiny
 from attnops.hf.attention import descriptor
 from attnops.hf.attention.function import attention_function

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 
 import attnops
 from attnops.announce import NAME
-from attnops.errors import InvalidInput
+from attnops.core.errors import InvalidInput
 from attnops.hf import batching, batching_config, tiny
 from attnops.hf.attention import batched, continuous
 from attnops.hf.attention.batched import ENDING, FILLS, MASKED, name_for_batches

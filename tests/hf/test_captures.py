@@ -12,7 +12,7 @@ from torch.nn.modules import module as of_modules
 from torch.overrides import TorchFunctionMode
 
 import attnops
-from attnops.errors import InvalidInput, NotCapturable, NotFast, PatchError
+from attnops.core.errors import InvalidInput, NotCapturable, NotFast, PatchError
 from attnops.graphs.regional import twin, write_back
 from attnops.hf import tiny
 from attnops.hf.cache_names import named
@@ -176,7 +176,7 @@ STEADY = [
 
 
 @pytest.mark.sweep(5)
-@pytest.mark.filterwarnings("ignore::attnops.errors.NotFast")
+@pytest.mark.filterwarnings("ignore::attnops.core.errors.NotFast")
 @pytest.mark.parametrize(("name", "mode"), STEADY)
 def test_a_model_that_does_not_change_is_captured_once(name, mode):
     model = tiny.model(name)
@@ -315,7 +315,7 @@ def test_a_compiled_step_that_counts_its_calls():
         assert layer.mlp.calls == before + CALL[2] and captures(handle) == made
 
 
-@pytest.mark.filterwarnings("ignore::attnops.errors.NotFast")
+@pytest.mark.filterwarnings("ignore::attnops.core.errors.NotFast")
 def test_a_recording_forward_that_is_taken_away():
     """The same module: what it wrote no longer matters."""
     model = tiny.model("llama")

@@ -289,7 +289,7 @@ def outcome(model):
         return type(error)
 
 
-@pytest.mark.filterwarnings("ignore::attnops.errors.NotFast")
+@pytest.mark.filterwarnings("ignore::attnops.core.errors.NotFast")
 @pytest.mark.parametrize(("mode", "seed"), CASES)
 def test_random_changes(mode, seed, monkeypatch):
     monkeypatch.setattr(prompt, "CAPTURED", (32,))

@@ -15,7 +15,7 @@ from transformers import AttentionInterface
 
 import attnops
 import attnops.hf
-from attnops.errors import InvalidInput, PatchError
+from attnops.core.errors import InvalidInput, PatchError
 from benchmarks.census import checks, models, results, run, testers
 from tests.helpers import ROOT
 

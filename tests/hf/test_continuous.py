@@ -8,7 +8,7 @@ import torch
 from transformers import GenerationConfig
 
 import attnops
-from attnops.errors import InvalidInput
+from attnops.core.errors import InvalidInput
 from attnops.hf import batching_config, tiny
 from attnops.hf.attention import blocks, continuous
 from attnops.hf.attention.blocks import Asked

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import attnops
-from attnops.errors import InvalidInput, NotFast, PatchError
+from attnops.core.errors import InvalidInput, NotFast, PatchError
 from attnops.hf import Decode, tiny
 from attnops.hf.cache_names import named
 from attnops.hf.paged import decode, failed, mode as paged, pool, steps

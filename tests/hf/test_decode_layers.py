@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import attnops
+from attnops.core.kernel import _REGISTRY, Capture
 from attnops.graphs import regional
 from attnops.hf import tiny
 from attnops.hf.cache_names import cache_in, named
-from attnops.kernel import _REGISTRY, Capture
 from tests.graphs.models import boundary
 from tests.hf.helpers import of_a_library
 from tests.hf.test_decode_graphs import generated, how, nan_pages, replays

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import DynamicCache
 
 import attnops
-from attnops.errors import InvalidInput, StaleGraph
+from attnops.core.errors import InvalidInput, StaleGraph
 from attnops.graphs.guard import Guard, in_force
 from attnops.hf import cache_names, tiny
 from attnops.hf.paged.guarded import Glance

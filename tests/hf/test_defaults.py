@@ -13,11 +13,11 @@ import torch
 from transformers import DynamicCache
 
 import attnops
-from attnops.errors import NotFast, PatchError
+from attnops.core.errors import NotFast, PatchError
+from attnops.core.select import active_policy
 from attnops.hf import Decode, Took, tiny
 from attnops.hf.cache_names import NAME, argument, cache_in, cache_of, named
 from attnops.hf.paged import mode as paged, pool, states, steps
-from attnops.select import active_policy
 from tests.graphs.standin import StandIn
 from tests.hf import test_decode_graphs as decode_graphs
 from tests.hf.helpers import LIMIT, relative

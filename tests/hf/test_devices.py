@@ -128,7 +128,7 @@ class Summed(nn.Module):
         return out
 
 
-@pytest.mark.filterwarnings("ignore::attnops.errors.NotFast")
+@pytest.mark.filterwarnings("ignore::attnops.core.errors.NotFast")
 @pytest.mark.parametrize("kind", ["in place", "functional", "none"])
 def test_steps_that_wait_for_other_ranks_have_graphs_by_decode_alone(kind, one_rank):
     model = tiny.model("llama")

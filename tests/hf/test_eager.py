@@ -8,17 +8,17 @@ import torch
 from transformers import DynamicCache
 
 import attnops
+from attnops.core import eager_cache
+from attnops.core.kernel import _drop, kernels_of, one_of, register
+from attnops.core.problem import Extent
 from attnops.hf import tiny
 from attnops.hf.attention.function import attention_function
 from attnops.hf.cache_names import named
-from attnops.kernel import _drop, kernels_of, one_of, register
 from attnops.kernels.torch import sdpa
-from attnops.ops import eager
-from attnops.ops.dense import ATTENTION
-from attnops.problem import Extent
+from attnops.ops.attention.record import ATTENTION
 from tests.hf.helpers import LIMIT, left_padded, logits, relative, tokens
 
-if eager._TensorGuards is None:
+if eager_cache._TensorGuards is None:
     pytest.skip("this torch has no TensorGuards", allow_module_level=True)
 
 
@@ -26,14 +26,14 @@ if eager._TensorGuards is None:
 def looked(monkeypatch):
     """The shapes of queries and keys, heads first, of every call that was looked at; nothing is remembered at the start."""
     ATTENTION.seen.clear()
-    calls, real = [], eager.checked
+    calls, real = [], eager_cache.checked
 
     def checked(op, call):
         if op is ATTENTION:
             calls.append((tuple(call.query.transpose(1, 2).shape), tuple(call.key.transpose(1, 2).shape)))
         return real(op, call)
 
-    monkeypatch.setattr(eager, "checked", checked)
+    monkeypatch.setattr(eager_cache, "checked", checked)
     return calls
 
 
@@ -177,9 +177,9 @@ def test_a_known_call_follows_the_policy_and_the_layer(looked):
     with attnops.use(kernel="attention:reference"):
         assert relative(call(layer, query, key, value)[0], causal) < LIMIT
     assert len(looked) == count + 1
-    with pytest.raises(attnops.errors.InvalidInput, match="attention argument block_table"):
+    with pytest.raises(attnops.core.errors.InvalidInput, match="attention argument block_table"):
         call(layer, query, key, value, block_table=query)
-    with pytest.raises(attnops.errors.InvalidInput):
+    with pytest.raises(attnops.core.errors.InvalidInput):
         call(layer, query, key[:, :1].expand(1, 3, 5, 8), value)
 
 
@@ -202,7 +202,7 @@ def test_a_known_call_knows_the_shapes_of_key_and_value(queries):
     ]
     foreign = [(key.double(), key), (key, key.double()), (key.to("meta"), key), (key, key.to("meta"))]
     for other_key, value in [*others, *foreign, (key[..., :8], key), (torch.randn(2, 2, 40, 16, 16), key)]:
-        with pytest.raises(attnops.errors.InvalidInput):
+        with pytest.raises(attnops.core.errors.InvalidInput):
             call(layer, query, other_key, value)
     wide = torch.cat([key, -key], -1)
     assert torch.allclose(call(layer, query, key, wide)[0], torch.cat([want, -want], -1), atol=1e-5)

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import attnops
+from attnops.core.problem import Target, pretend
 from attnops.hf import experts, tiny
-from attnops.ops.experts import EXPERTS
-from attnops.problem import Target, pretend
+from attnops.ops.experts.record import EXPERTS
 from tests.hf.helpers import LIMIT, calls_of, relative
 from tests.hf.test_decode_graphs import generated, how
 from tests.hf.test_linears import judging

@@ -8,7 +8,7 @@ import transformers
 from transformers import DynamicCache
 
 import attnops
-from attnops.errors import InvalidInput
+from attnops.core.errors import InvalidInput
 from attnops.hf import tiny
 from attnops.hf.paged import attention as paged_attention
 from attnops.hf.paged.pages import DRAFTS

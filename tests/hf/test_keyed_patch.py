@@ -9,14 +9,14 @@ import transformers
 from transformers import DynamicCache
 
 import attnops
-from attnops.errors import InvalidInput, PageSizeConflict, PatchError, UnknownKernel
+from attnops.core.errors import InvalidInput, PageSizeConflict, PatchError, UnknownKernel
+from attnops.core.problem import Target, pretend
 from attnops.hf import Decode, tiny
 from attnops.hf.attention import descriptor
 from attnops.hf.cache_names import named
 from attnops.hf.matching.match import usage_of
 from attnops.hf.paged.models import where
 from attnops.lowering.explain import packages_of_kernels
-from attnops.problem import Target, pretend
 from tests.graphs.standin import StandIn
 from tests.hf.helpers import (
     eager_tokens,

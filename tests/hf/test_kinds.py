@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 
 import attnops
-from attnops.errors import InvalidInput, NoGradient, PatchError
+from attnops.core.errors import InvalidInput, NoGradient, PatchError
 from attnops.hf import PagedKeyCache, PagedLatentCache, tiny
 from attnops.hf.cache_names import cache_of, named
 from tests.hf.helpers import (

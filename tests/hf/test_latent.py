@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import attnops
-from attnops.errors import InvalidInput
+from attnops.core.errors import InvalidInput
 from attnops.hf import tiny
 from attnops.hf.cache_names import cache_in, cache_of, named
 from tests.hf.helpers import (

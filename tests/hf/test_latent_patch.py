@@ -9,12 +9,12 @@ from torch.nn.utils import parametrize
 from transformers import DynamicCache
 
 import attnops
-from attnops.errors import InvalidInput, PatchError, UnknownKernel
+from attnops.core.errors import InvalidInput, PatchError, UnknownKernel
+from attnops.core.problem import Target, pretend
 from attnops.hf import Decode, tiny
 from attnops.hf.attention import mask as masks
 from attnops.hf.cache_names import named
 from attnops.lowering.explain import packages_of_kernels
-from attnops.problem import Target, pretend
 from tests.graphs.standin import StandIn
 from tests.hf.helpers import (
     LIMIT,

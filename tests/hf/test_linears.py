@@ -10,11 +10,11 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.graph import GraphLowering
 
 import attnops
+from attnops.core.problem import Target, pretend
 from attnops.hf import tiny
 from attnops.lowering import fuse_norm_linear_pass, merge_linears_pass
 from attnops.nn import pack_linears
-from attnops.ops.linear import LINEAR
-from attnops.problem import Target, pretend
+from attnops.ops.linear.record import LINEAR
 from tests.hf.helpers import LIMIT, relative
 from tests.hf.test_decode_graphs import generated, how
 from tests.triton.process import interpreted

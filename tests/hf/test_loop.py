@@ -12,7 +12,7 @@ import transformers
 from transformers import GenerationConfig, GenerationMixin
 
 import attnops
-from attnops.errors import NotFast
+from attnops.core.errors import NotFast
 from attnops.hf import Decode, tiny
 from attnops.hf.cache_names import cache_in, cache_of, named
 from attnops.hf.loop import plain, sample

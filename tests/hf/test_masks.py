@@ -18,7 +18,7 @@ from transformers.masking_utils import (
 )
 
 import attnops
-from attnops.errors import InvalidInput
+from attnops.core.errors import InvalidInput
 from attnops.hf import tiny
 from attnops.hf.attention import descriptor, mask as masks, packed
 from attnops.hf.attention.descriptor import Pattern

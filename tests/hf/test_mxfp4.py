@@ -8,12 +8,12 @@ import torch
 
 import attnops
 from attnops.bench import models
-from attnops.errors import PatchError
+from attnops.core.errors import PatchError
+from attnops.core.problem import Target, pretend
 from attnops.hf import mxfp4, pack_experts, tiny, unpack_experts
 from attnops.hf.experts import SWITCH
-from attnops.ops.mxfp4_experts import MXFP4_EXPERTS
-from attnops.problem import Target, pretend
-from attnops.reference.mxfp4 import MOST_SCALE, VALUES, arranged, decoded, encoded, restored, rounded
+from attnops.ops.experts.mxfp4 import MXFP4_EXPERTS
+from attnops.ops.experts.mxfp4_reference import MOST_SCALE, VALUES, arranged, decoded, encoded, restored, rounded
 from tests.hf.helpers import LIMIT, relative
 from tests.hf.test_decode_graphs import generated, how
 from tests.hf.test_linears import judging

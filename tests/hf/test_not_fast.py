@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationMixin
 
 import attnops
-from attnops.errors import NotFast
+from attnops.core.errors import NotFast
 from attnops.hf import Took, not_fast, tiny
 from attnops.hf.paged import mode as paged
 from attnops.hf.private import PREPARE
@@ -67,7 +67,7 @@ def test_the_way_out_that_it_names(model, monkeypatch):
         [text] = told_by(lambda: model.generate(tokens(1, 6), **GIVEN))
         assert handle.took.cache == "hf" and "have states that move" in text
     assert 'attnops.patch(model, cache="hf")' in text
-    attnops.errors._WARNED.clear()
+    attnops.core.errors._WARNED.clear()
     with attnops.patch(model, cache="hf", decode=auto()) as handle:
         assert told_by(lambda: model.generate(tokens(1, 6), **GIVEN)) == [] and handle.took.cache == "hf"
 
@@ -100,7 +100,7 @@ def test_a_cache_that_the_checkpoint_names(model):
     with attnops.patch(model, decode=auto()) as handle:
         [text] = told_by(lambda: model.generate(tokens(1, 6), **GIVEN))
         assert "set model.generation_config.cache_implementation = None for pages" in text and handle.took.cache == "hf"
-        attnops.errors._WARNED.clear()
+        attnops.core.errors._WARNED.clear()
         # Beside the caller's own choice it is no reason.
         assert told_by(lambda: model.generate(tokens(1, 6), num_beams=2, **GIVEN)) == []
         model.generation_config.cache_implementation = None
@@ -124,7 +124,7 @@ def test_arguments_that_keep_steps_out_of_graphs(model):
     more = {"seq_idx": torch.zeros_like(ids)}
     model._validate_model_kwargs = lambda _: None  # the model takes them, and hands them to its layers
     for asked, told in ((more, 1), ({"output_hidden_states": True, "return_dict_in_generate": True}, 0)):
-        attnops.errors._WARNED.clear()
+        attnops.core.errors._WARNED.clear()
         with attnops.patch(model, cache="paged", decode=auto(mode="breakable")) as handle:
             texts = told_by(lambda asked=asked: model.generate(ids, **asked, **GIVEN))
             assert len(texts) == told and all("no CUDA graphs for its decode steps: they get seq_idx" in text for text in texts)
@@ -145,7 +145,7 @@ def test_a_method_that_makes_caches_otherwise(of_class, why, model, monkeypatch)
         return real(self, *given)
 
     monkeypatch.setattr(kind if of_class else GenerationMixin, PREPARE, own if of_class else other_arguments)
-    with pytest.raises(attnops.errors.PatchError, match=why):
+    with pytest.raises(attnops.core.errors.PatchError, match=why):
         attnops.patch(model, cache="paged")
     with attnops.patch(model, decode=auto()) as handle:
         [text] = settled(handle)

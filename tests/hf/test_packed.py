@@ -24,12 +24,12 @@ from transformers.masking_utils import (
 )
 
 import attnops
-from attnops.errors import InvalidInput, NoKernel
+from attnops.core import eager_cache
+from attnops.core.errors import InvalidInput, NoKernel
 from attnops.hf import tiny
 from attnops.hf.attention import descriptor, mask as masks, packed
 from attnops.hf.attention.function import attention_function
 from attnops.hf.cache_names import named
-from attnops.ops import eager
 from tests.hf.helpers import watched
 from tests.hf.test_attention import close, plain, qkv
 
@@ -102,7 +102,7 @@ def test_documents_that_cannot_be_counted_are_written_out(monkeypatch):
     """While a CUDA graph is captured the host must not wait, and fake tensors without symbols have no size for their number."""
     rule = and_masks(causal_mask_function, packed_sequence_mask_function(IDS))
     with monkeypatch.context() as patched:
-        for module in (masks, eager):
+        for module in (masks, eager_cache):
             patched.setattr(module, "capturing", lambda tensor: True)
         mask = make(rule, 2, 6)
     assert mask.shape[3] == 13 and torch.equal(packed.written_out(packed.read(mask, 2, 6, 6), 2, 6), SEE)

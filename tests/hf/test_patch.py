@@ -13,10 +13,10 @@ import transformers
 from torch import nn
 
 import attnops
-from attnops.errors import InvalidInput, NoKernel, PatchError, UnknownKernel
+from attnops.core.errors import InvalidInput, NoKernel, PatchError, UnknownKernel
+from attnops.core.select import key_for
 from attnops.hf import tiny
 from attnops.hf.matching.match import Usage, match, usage_of
-from attnops.select import key_for
 from tests.hf.helpers import (
     DECODERS,
     ENCODERS,

@@ -157,7 +157,7 @@ def test_the_first_part_of_a_long_request_in_a_graph(nan_pages, monkeypatch):
 
 
 @torch.no_grad()
-@pytest.mark.filterwarnings("ignore::attnops.errors.NotFast")
+@pytest.mark.filterwarnings("ignore::attnops.core.errors.NotFast")
 def test_a_prompt_tries_one_capture_that_fails(monkeypatch):
     """The three tries are those of three prompts, and not of three chunks of one."""
     monkeypatch.setattr(prompt, "CHUNK", 12)

@@ -6,7 +6,7 @@ import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnops
-from attnops.errors import InvalidInput, PatchError
+from attnops.core.errors import InvalidInput, PatchError
 from attnops.hf import tiny
 from attnops.hf.matching import proof
 from attnops.hf.matching.match import match

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import attnops
+from attnops.core.problem import Target, pretend
 from attnops.hf import tiny
-from attnops.problem import Target, pretend
 from tests.hf.helpers import LIMIT, left_padded, relative, tokens
 
 SM90 = Target("cuda", 90, assume=("triton",))

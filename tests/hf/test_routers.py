@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import attnops
+from attnops.core.problem import Target, pretend
 from attnops.hf import routers, tiny
 from attnops.nn.steady import class_of
-from attnops.ops.route import ROUTE
-from attnops.problem import Target, pretend
+from attnops.ops.experts.route import ROUTE
 from tests.hf.helpers import LIMIT, calls_of, relative
 from tests.hf.test_decode_graphs import generated, how
 from tests.hf.test_linears import judging

@@ -10,9 +10,9 @@ import torch
 
 import attnops
 from attnops import tried
-from attnops.errors import UnsupportedVersion, UntriedVersion
+from attnops.core.errors import UnsupportedVersion, UntriedVersion
+from attnops.core.packages import Version, parse
 from attnops.hf import supported, tiny
-from attnops.packages import Version, parse
 from tests.helpers import ROOT, torch_process
 
 
@@ -62,7 +62,7 @@ def test_newer_than_the_newest_that_was_tried(package, later, newer, monkeypatch
         for _ in range(2):
             attnops.patch(tiny.model("llama")).unpatch()
         # A model of another library rests on torch alone.
-        attnops.errors._WARNED.clear()
+        attnops.core.errors._WARNED.clear()
         attnops.patch(torch.nn.TransformerEncoderLayer(8, 2).eval()).unpatch()
     told = [w for w in found if w.category is UntriedVersion]
     assert len(told) == (0 if not newer else 2 if package == "torch" else 1)

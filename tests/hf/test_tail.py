@@ -210,7 +210,7 @@ def test_threads_of_equal_options_capture_one_tail_each(model, monkeypatch):
         assert len(captured) == count and len(loop_of(handle)._idle) == count
 
 
-@pytest.mark.filterwarnings("ignore::attnops.errors.NotFast")
+@pytest.mark.filterwarnings("ignore::attnops.core.errors.NotFast")
 def test_a_tail_that_is_full_is_captured_again(model, monkeypatch):
     """A capture that failed in passing is tried again on the buffers of a text that has filled them."""
     captured, short = tail.Tail.capture, Failing(lambda: torch.OutOfMemoryError("CUDA out of memory"), 1)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from attnops.errors import InvalidInput
+from attnops.core.errors import InvalidInput
 from attnops.hf import tiny
 from tests.hf.helpers import DEMO, tokens
 

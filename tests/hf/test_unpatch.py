@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import attnops
 from attnops import adapters
-from attnops.errors import InvalidInput, PatchError
+from attnops.core.errors import InvalidInput, PatchError
 from attnops.hf import patching, tiny
 from attnops.hf.cache_names import named
 from tests.hf.test_decode_graphs import generated, how

@@ -11,7 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import StaticCache
 
 import attnops
-from attnops.errors import InvalidInput
+from attnops.core.errors import InvalidInput
 from attnops.hf import tiny
 from attnops.hf.cache_names import named
 from tests.hf.helpers import LIMIT, generated, left_padded, relative, tokens, watched

@@ -2,7 +2,7 @@
 
 import json
 
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
 from attnops.measured import Grid, Shape, Table, cpu_name
 from attnops.measured.store import path_for
 from attnops.measured.table import version_of
@@ -13,7 +13,7 @@ PROGRAM = """
 import json, torch
 from torch._dynamo.utils import counters
 import attnops
-from attnops.problem import Target, pretend
+from attnops.core.problem import Target, pretend
 from tests.lowering.models import Dense, HQ, D, compiled_code, kernel_calls
 torch.manual_seed(0)
 model, x = Dense().eval(), torch.randn(2, 8, HQ * D)
@@ -30,7 +30,7 @@ for policy in {policies}:
 NEWCOMER = """
 from dataclasses import replace
 from functools import wraps
-from attnops.kernel import kernels_of, register
+from attnops.core.kernel import kernels_of, register
 body = kernels_of("attention")["sdpa"].run
 @wraps(body)
 def run(call):
@@ -81,8 +81,8 @@ def test_other_circumstances_miss_and_the_same_ones_hit(tmp_path):
 
 
 def test_circumstances_follow_target_registry_and_code():
+    from attnops.core.problem import Target, pretend
     from attnops.lowering import cache_key
-    from attnops.problem import Target, pretend
 
     here = cache_key.choice_inputs()
     with pretend(Target("cuda", 90)):

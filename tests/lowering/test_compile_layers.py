@@ -6,7 +6,7 @@ from torch import nn
 from torch._dynamo.testing import EagerAndRecordGraphs
 
 import attnops
-from attnops.errors import InvalidInput
+from attnops.core.errors import InvalidInput
 from tests.lowering.models import HQ, D, Dense, PagedModel, decode, prefill
 
 

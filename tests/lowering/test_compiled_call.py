@@ -9,10 +9,10 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnops
-from attnops.kernel import all_kernels
+from attnops.core.eager_cache import direct
+from attnops.core.kernel import all_kernels
 from attnops.lowering.choose import as_dispatched
 from attnops.ops import OPS
-from attnops.ops.eager import direct
 from tests.lowering.models import PagedModel, compiled_code, decode
 
 KERNEL = "paged_attention:reference"

@@ -9,8 +9,8 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 import attnops
-from attnops.errors import InvalidInput
-from attnops.kernel import kernels_of
+from attnops.core.errors import InvalidInput
+from attnops.core.kernel import kernels_of
 from tests.lowering.models import HQ, D, Dense, PagedModel, decode
 
 
@@ -100,7 +100,7 @@ def test_assume_needs_a_target():
 
 
 def test_the_pretended_target_ends_with_the_call():
-    from attnops.problem import pretended
+    from attnops.core.problem import pretended
 
     with pytest.raises(ZeroDivisionError):
         attnops.explain(lambda: 1 // 0, target="sm90", quiet=True)

@@ -7,10 +7,10 @@ from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 
 import attnops
+from attnops.core.problem import Target, pretend
 from attnops.lowering import fuse_norm_linear_pass
 from attnops.lowering.fuse_norm_linear_pass import summary
-from attnops.ops.linear import LINEAR
-from attnops.problem import Target, pretend
+from attnops.ops.linear.record import LINEAR
 
 K, M, EPS = 16, 24, 1e-5
 SM90 = Target("cuda", 90, assume=("triton",))

@@ -6,6 +6,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._inductor.compile_fx import compile_fx
 
 import attnops
+from attnops.core.problem import Target, pretend
 from attnops.hf import tiny
 from attnops.hf.cache_names import named
 from attnops.hf.paged import attention as paged, steps
@@ -13,7 +14,6 @@ from attnops.hf.paged.pages import ModelPages, Sizes
 from attnops.kernels.shared.memory import COUNTERS
 from attnops.lowering import fuse_rotation_pass
 from attnops.ops import OPS, LatentSpec, PagedSpec, decode_attention
-from attnops.problem import Target, pretend
 from tests.hf.test_decode_graphs import generated, how
 
 FORCED = {"decode_attention": "reference"}

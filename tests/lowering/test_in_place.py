@@ -8,8 +8,8 @@ from torch import nn
 from torch._inductor.compile_fx import compile_fx
 
 import attnops
-from attnops.kernel import all_kernels
-from attnops.problem import Problem, Target
+from attnops.core.kernel import all_kernels
+from attnops.core.problem import Problem, Target
 from tests.lowering.models import compiled_code, kernel_calls
 
 B, PAGE, W, HKV, D = 3, 4, 3, 2, 16

@@ -11,9 +11,9 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import attnops
+from attnops.core.fx_effects import may_write
 from attnops.lowering import merge_linears_pass
 from attnops.nn import pack_linears
-from attnops.traced import may_write
 from tests.helpers import ready_process
 from tests.lowering.models import compiled_code
 

@@ -13,7 +13,7 @@ import torch._inductor.utils as inductor_utils
 from torch._inductor import config as inductor
 
 import attnops
-from attnops.kernel import Capture, kernels_of, register
+from attnops.core.kernel import Capture, kernels_of, register
 from attnops.ops import request_starts
 from tests.lowering.models import PagedModel, compiled_code, decode, kernel_calls
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from attnops.kernel import all_kernels
-from attnops.reference.rows import rows_of
+from attnops.core.kernel import all_kernels
+from attnops.core.tensors import rows_of
 from attnops.testing import CASES
 
 VIEWS = ("slice", "select", "view", "alias", "as_strided", "_unsafe_view", "expand", "squeeze", "unsqueeze", "narrow")

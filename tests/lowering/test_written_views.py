@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.export import Dim
 
 import attnops
-from attnops.call import check
-from attnops.errors import InvalidInput, find
-from attnops.inputs import Call
+from attnops.core.errors import InvalidInput, find
+from attnops.core.record import check
 from attnops.ops import OPS
 from attnops.testing import CASES
+from attnops.testing.calls import Call
 
 WRITING = sorted(name for name, op in OPS.items() if any(a.written for a in op.spec.args))
 BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import attnops
 from attnops import ops
-from attnops.layout import REQUIRED, Arg, evaluate
+from attnops.core.arguments import REQUIRED, Arg, evaluate
 from attnops.ops import OPS
 
 FORWARD = [name for name in OPS if not name.endswith("_backward")]

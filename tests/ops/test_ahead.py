@@ -8,14 +8,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 import attnops
+from attnops.core.kernel import _REGISTRY, kernels_of
+from attnops.core.op import OPS
+from attnops.core.precompile import ahead, begin, start
 from attnops.graphs.split import split
 from attnops.hf.paged import ahead as first_steps
 from attnops.hf.paged.cache import PagedKeyCache
 from attnops.hf.paged.pages import ModelPages, Sizes
-from attnops.kernel import _REGISTRY, kernels_of
 from attnops.ops import PagedSpec, paged_attention, write_kv
-from attnops.ops.ahead import ahead, begin, start
-from attnops.ops.op import OPS
 
 OPS_OF_PAGES = ("write_kv", "paged_attention", "decode_attention")
 
@@ -27,10 +27,10 @@ def calls(monkeypatch):
     for op in OPS_OF_PAGES:
         kernels = {name: replace(kernel, ahead=lambda call: told.append(call)) for name, kernel in kernels_of(op).items()}
         monkeypatch.setitem(_REGISTRY.kernels, op, kernels)
-    attnops.kernel.renew()
+    attnops.core.kernel.renew()
     yield told
     monkeypatch.undo()
-    attnops.kernel.renew()
+    attnops.core.kernel.renew()
 
 
 def given(rows=3, dims=16):

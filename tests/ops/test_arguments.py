@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnops.errors import InvalidInput
-from attnops.inputs import Call
-from attnops.layout import FLOATS, Arg
+from attnops.core.arguments import FLOATS, Arg
+from attnops.core.errors import InvalidInput
 from attnops.ops import OPS
 from attnops.testing import CASES
+from attnops.testing.calls import Call
 
 
 def arguments(wanted):

@@ -8,13 +8,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import attnops
-import attnops.ops.op as op_module
-from attnops.call import changed, split
-from attnops.inputs import equip
-from attnops.kernel import all_kernels, kernels_of
-from attnops.ops import OPS, eager, state
-from attnops.select import key_for
+import attnops.core.op as op_module
+from attnops.core import eager_cache, private_torch
+from attnops.core.kernel import all_kernels, kernels_of
+from attnops.core.record import changed, split
+from attnops.core.select import key_for
+from attnops.ops import OPS
 from attnops.testing import CASES
+from attnops.testing.calls import equip
 from attnops.testing.check import refusals
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile:UserWarning")
@@ -132,13 +133,13 @@ def test_gradients_are_those_without_it(op, kernel, gradient):
         same(step(attend(op), True, True), want)
 
 
-@pytest.mark.parametrize("asked", [state._publicly_autocasting, lambda: True])
+@pytest.mark.parametrize("asked", [private_torch._publicly_autocasting, lambda: True])
 def test_switched_off_by_public_torch(asked, monkeypatch):
     """As where torch has moved its own switch, or asks for a device that the public one does not know."""
     run, given = attend("attention", "reference"), inputs(False)
     want = run(*given)
-    for module in (eager, op_module):
-        monkeypatch.setattr(module, "uncast", state._publicly_uncast)
+    for module in (eager_cache, op_module):
+        monkeypatch.setattr(module, "uncast", private_torch._publicly_uncast)
         monkeypatch.setattr(module, "autocasting", asked)
     with autocast():
         same([run(*given)], [want])

@@ -10,11 +10,11 @@ from torch.autograd import forward_ad, grad, gradcheck
 from torch.utils.checkpoint import checkpoint
 
 import attnops
-from attnops.errors import NoGradient, NoKernel
-from attnops.kernel import kernels_of
-from attnops.ops import eager
-from attnops.ops.op import OPS
-from attnops.select import active_policy
+from attnops.core import eager_cache
+from attnops.core.errors import NoGradient, NoKernel
+from attnops.core.kernel import kernels_of
+from attnops.core.op import OPS
+from attnops.core.select import active_policy
 from attnops.testing import Call, Features, Source, allowance, builders
 from attnops.testing.check import compare
 from tests.formula import formula
@@ -463,7 +463,7 @@ def test_torch_func_in_reverse(name):
 @pytest.mark.parametrize("name", ["attention", "lse", "varlen_attention", "layer"])
 def test_gradients_of_a_batch(name, likeness, monkeypatch):
     """Also after a gradient of one output, whose kernel is remembered."""
-    monkeypatch.setattr(eager, "_TensorGuards", None if likeness else eager._TensorGuards)
+    monkeypatch.setattr(eager_cache, "_TensorGuards", None if likeness else eager_cache._TensorGuards)
     for op in OPS.values():
         monkeypatch.setattr(op, "seen", {})
     f, q = differentiable()[name]

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 import attnops
-from attnops.errors import AttnopsError, InvalidInput, NoGradient, NoKernel, UnknownKernel, find
-from attnops.layout import REQUIRED, Arg
+from attnops.core.arguments import REQUIRED, Arg
+from attnops.core.errors import AttnopsError, InvalidInput, NoGradient, NoKernel, UnknownKernel, find
 from attnops.ops import OPS
 from tests.ops.calls import (
     FUNCTIONS,

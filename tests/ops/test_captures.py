@@ -8,10 +8,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnops
-from attnops.errors import NoKernel, NotCapturable
-from attnops.kernel import _REGISTRY, Capture, Kernel, kernels_of, register
-from attnops.problem import Target, altered, pretend
-from attnops.select import select
+from attnops.core.errors import NoKernel, NotCapturable
+from attnops.core.kernel import _REGISTRY, Capture, Kernel, kernels_of, register
+from attnops.core.problem import Target, altered, pretend
+from attnops.core.select import select
 from attnops.testing import CASES
 
 NEVER = "host_bound"

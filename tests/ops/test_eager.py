@@ -13,15 +13,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnops
-from attnops.call import FLOATS
-from attnops.errors import InvalidInput, NoGradient, NoKernel
-from attnops.kernel import _REGISTRY, Kernel, generation
+from attnops.core import eager_cache
+from attnops.core.errors import InvalidInput, NoGradient, NoKernel
+from attnops.core.kernel import _REGISTRY, Kernel, generation
+from attnops.core.problem import Target, pretend
+from attnops.core.record import FLOATS
 from attnops.kernels.torch import flex
-from attnops.ops import eager, merge_states
-from attnops.ops.dense import ATTENTION
-from attnops.ops.merge import MERGE, MERGE_STATES
-from attnops.ops.paged import PAGED
-from attnops.problem import Target, pretend
+from attnops.ops import merge_states
+from attnops.ops.attention.merge import MERGE, MERGE_STATES
+from attnops.ops.attention.record import ATTENTION
+from attnops.ops.pages.record import PAGED
 from attnops.testing import Features, Source, builders
 from tests.lowering.models import compiled_code, kernel_calls
 
@@ -30,10 +31,10 @@ from tests.lowering.models import compiled_code, kernel_calls
 def looked(request, monkeypatch):
     """How often each op looked at a call, checked it and chose a kernel; nothing is remembered at the start."""
     if request.param == "Likeness":
-        monkeypatch.setattr(eager, "_TensorGuards", None)
-    elif eager._TensorGuards is None:
+        monkeypatch.setattr(eager_cache, "_TensorGuards", None)
+    elif eager_cache._TensorGuards is None:
         pytest.skip("this torch has no TensorGuards")
-    counts, real = Counter(), eager.checked
+    counts, real = Counter(), eager_cache.checked
     for op in (ATTENTION, PAGED):
         op.seen.clear()
         op.patterns.clear()
@@ -42,7 +43,7 @@ def looked(request, monkeypatch):
         counts[op.name] += 1
         return real(op, call)
 
-    monkeypatch.setattr(eager, "checked", checked)
+    monkeypatch.setattr(eager_cache, "checked", checked)
     return counts
 
 
@@ -212,7 +213,7 @@ def test_arguments_that_a_kernel_does_not_know_are_refused(looked):
 
     name = f"twice{next(NUMBERS)}"
     kernel = Kernel(name, "attention", twice, dtypes=FLOATS, cost_us=lambda p: 1e9)
-    attnops.kernel.register(kernel)
+    attnops.core.kernel.register(kernel)
     try:
         q, k, v = qkv()
         for _ in range(3):
@@ -270,13 +271,13 @@ def python_calls(run):
 @torch.no_grad()
 def test_a_call_like_the_one_before_costs_the_same_in_every_op(looked, monkeypatch):
     """One tensor in two places is found as fast as two tensors are: one more function looks whether it is one."""
-    if eager._TensorGuards is None:
+    if eager_cache._TensorGuards is None:
         pytest.skip("Likeness is Python, and enters functions for every tensor")
 
     def stop(call):
         return call[0], call[1]
 
-    monkeypatch.setattr(eager, "checked", lambda op, call: stop)
+    monkeypatch.setattr(eager_cache, "checked", lambda op, call: stop)
     output, lse, (q, k, v) = torch.randn(3, 4, 8), torch.randn(3, 4), qkv()
     merged = {
         "merge_state": lambda: attnops.merge_state(output, lse, output.clone(), lse.clone()),
@@ -306,11 +307,11 @@ def test_what_is_remembered_is_bounded(looked):
     _, k, v = qkv()
     for s in range(1, 30):
         attnops.attention(torch.randn(2, s, 4, 8), k, v)
-    assert [len(kept) for kept in ATTENTION.seen.values()] == [eager.SHAPES]
-    for i in range(eager.KINDS + 5):
+    assert [len(kept) for kept in ATTENTION.seen.values()] == [eager_cache.SHAPES]
+    for i in range(eager_cache.KINDS + 5):
         attnops.attention(*qkv(), scale=1.0 + i)
-    assert len(ATTENTION.seen) <= eager.KINDS
-    assert len(ATTENTION.patterns) <= eager.KINDS
+    assert len(ATTENTION.seen) <= eager_cache.KINDS
+    assert len(ATTENTION.patterns) <= eager_cache.KINDS
 
 
 def test_threads_share_it(looked):

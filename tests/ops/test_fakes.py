@@ -10,11 +10,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import attnops
-from attnops.call import check, evaluate, sizes_of
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
+from attnops.core.op import watch
+from attnops.core.problem import Extent, Target
+from attnops.core.record import check, evaluate, sizes_of
 from attnops.ops import OPS
-from attnops.ops.op import watch
-from attnops.problem import Extent, Target
 from attnops.testing import CASES, Call, Features, Source, builders, latent, oracle
 from attnops.testing.check import clone
 from tests.ops.strategies import CALLS
@@ -261,7 +261,7 @@ def test_results_are_on_the_inputs_device(op, name):
 
 
 def test_a_forced_kernel_is_checked_while_tracing():
-    from attnops.errors import NoKernel
+    from attnops.core.errors import NoKernel
 
     with FakeTensorMode():
         q = torch.empty(1, 3, 2, 8)

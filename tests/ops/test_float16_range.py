@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
 from attnops.testing import Source
 from attnops.testing.experts import experts
 from attnops.testing.linear import linear

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count
 
 import attnops
-from attnops.kernel import _REGISTRY, Kernel, register
+from attnops.core.kernel import _REGISTRY, Kernel, register
 from attnops.ops import OPS
 from attnops.testing import CASES
 from tests.helpers import torch_process

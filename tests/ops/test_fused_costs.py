@@ -8,10 +8,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnops
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import Extent, Problem, Target, altered
+from attnops.core.select import DECODE, select
 from attnops.kernels.torch.reference import INLINE, LAUNCHES
-from attnops.problem import Extent, Problem, Target, altered
-from attnops.select import DECODE, select
 from attnops.testing import CASES
 
 TARGETS = [Target.parse(name, ("triton",)) for name in ("h100", "h200", "b200")]

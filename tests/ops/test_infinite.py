@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from attnops.inputs import Call, equip
-from attnops.kernel import Kernel, all_kernels
+from attnops.core.kernel import Kernel, all_kernels
+from attnops.core.problem import Target
 from attnops.ops import OPS
-from attnops.problem import Target
 from attnops.testing import CASES, Source, builders
+from attnops.testing.calls import Call, equip
 
 INF = float("inf")
 SUNK = [name for name, op in OPS.items() if any(a.name == "sinks" and a.tensor for a in op.spec.args)]

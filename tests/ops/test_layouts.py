@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import attnops
-from attnops.errors import InvalidInput, find
-from attnops.kernel import kernels_of
+from attnops.core.errors import InvalidInput, find
+from attnops.core.kernel import kernels_of
 from tests.adapters.helpers import Calls
 from tests.ops.calls import FUNCTIONS, good, i, written
 

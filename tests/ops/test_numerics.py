@@ -10,10 +10,10 @@ from hypothesis import given, settings, strategies as st
 
 import attnops
 from attnops import ops
-from attnops.call import changed
-from attnops.kernel import Kernel, Tolerance, all_kernels, kernels_of
+from attnops.core.kernel import Kernel, Tolerance, all_kernels, kernels_of
+from attnops.core.record import changed
 from attnops.ops import OPS
-from attnops.reference import attention as formulas
+from attnops.ops.attention import reference as formulas
 from attnops.testing import CASES, Call, Features, Mismatch, Source, builders, check_kernel, oracle
 from attnops.testing.builders import Pages
 from attnops.testing.check import clone, fill
@@ -340,7 +340,7 @@ def test_the_check_sees(op, label, run):
 
 
 def test_the_check_reports_refusals_and_runs_nothing():
-    from attnops.kernel import without
+    from attnops.core.kernel import without
 
     kernel = spoilt("attention", lambda call: pytest.fail("ran"), needs=without("sinks", "softcap"))
     [case] = [c for c in CASES["attention"] if c.label == "all"]

@@ -5,9 +5,9 @@ from functools import cache
 import pytest
 import torch
 
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
+from attnops.core.select import choose
 from attnops.ops import OPS
-from attnops.select import choose
 from attnops.testing import CASES, Call, Features, Source, builders, check_kernel
 from tests.helpers import ready_process
 
@@ -146,7 +146,7 @@ def test_opcheck_of_a_query_that_alone_requires_grad():
 def test_the_overloads_are_the_default_and_the_kernels():
     # In a process of its own: what tests register leaves its overloads behind, for torch has no way to take one back.
     ready_process("""
-from attnops.kernel import all_kernels
+from attnops.core.kernel import all_kernels
 from attnops.ops import OPS
 made = {(name, overload) for name, op in OPS.items() for overload in op.packet.overloads()}
 assert made == {(name, "default") for name in OPS} | {(k.op, k.name) for k in all_kernels()}, made

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
 from attnops.testing import Source, check_kernel
 from tests.formula import agrees, gradients
 from tests.fuzz import OPS, SHORT, drawn, features

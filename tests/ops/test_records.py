@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnops.call import FLOATS, KW_ONLY, Call, Result, arg, asked, check, fake, record, schema
-from attnops.errors import InvalidInput, RegistrationError
-from attnops.kernel import Kernel, Registry, all_kernels, kernels_of, register
+from attnops.core.errors import InvalidInput, RegistrationError
+from attnops.core.kernel import Kernel, Registry, all_kernels, kernels_of, register
+from attnops.core.op import check_binding
+from attnops.core.problem import Problem, Target, altered, problem_of
+from attnops.core.record import FLOATS, KW_ONLY, Call, Result, arg, asked, check, fake, record, schema
 from attnops.ops import OPS
-from attnops.ops.op import check_binding
-from attnops.problem import Problem, Target, altered, problem_of
 
 PLAIN = Problem("attention", Target(), q_heads=4, kv_heads=2, head_dim=8, v_head_dim=8)
 
@@ -150,7 +150,7 @@ def test_a_misspelt_argument_is_no_kernel():
 
 @pytest.fixture
 def registry(monkeypatch):
-    for name in ("attnops.kernel", "attnops.ops.eager"):
+    for name in ("attnops.core.kernel", "attnops.core.eager_cache"):
         monkeypatch.setattr(f"{name}._REGISTRY", Registry())
 
 

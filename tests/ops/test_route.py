@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from attnops import ops
-from attnops.errors import InvalidInput
-from attnops.kernel import kernels_of
-from attnops.ops.route import Route, is_allowed
-from attnops.problem import Extent, Target, altered
-from attnops.select import select
+from attnops.core.errors import InvalidInput
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import Extent, Target, altered
+from attnops.core.select import select
+from attnops.ops.experts.route import Route, is_allowed
 from attnops.testing import CASES, Mismatch, check_kernel
 from attnops.testing.route import V3
 from tests.mates import POLICY

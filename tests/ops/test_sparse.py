@@ -10,9 +10,9 @@ from hypothesis import given, settings, strategies as st
 
 import attnops
 from attnops import ops
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
 from attnops.ops import OPS
-from attnops.reference.latent_format import GROUP, pack, packed_bytes, unpack
+from attnops.ops.sparse.packed_format import GROUP, pack, packed_bytes, unpack
 from attnops.testing import CASES, Source, builders, latent, oracle
 from attnops.testing.check import clone, fill
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import attnops
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
 from attnops.testing import Features, Source, builders, oracle
 
 TAKE_IT = {"reference", "triton"}

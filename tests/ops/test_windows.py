@@ -8,13 +8,13 @@ import torch
 
 import attnops
 from attnops import nn, ops
-from attnops.call import changed, check, values
-from attnops.errors import InvalidInput
-from attnops.kernel import kernels_of
+from attnops.core.arguments import FURTHEST
+from attnops.core.eager_cache import Eager
+from attnops.core.errors import InvalidInput
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import pretend
+from attnops.core.record import changed, check, values
 from attnops.ops import OPS
-from attnops.ops.eager import Eager
-from attnops.ops.rules import FURTHEST
-from attnops.problem import pretend
 from attnops.testing import CASES, Features, Source, builders, check_kernel
 from tests.ops.calls import good
 from tests.triton.checks import SM90

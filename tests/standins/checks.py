@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.layout import evaluate, layout_of
-from attnops.problem import pretended
+from attnops.core.arguments import evaluate, layout_of
+from attnops.core.problem import pretended
 
 KINDS = {torch.int32: "torch::kInt32", torch.float32: "torch::kFloat32", torch.bfloat16: "torch::kBFloat16"}
 LAST, ALL = "have contiguous last dimension", "be contiguous"
@@ -24,7 +24,7 @@ def check(ok: bool, message: str, error: type[Exception] = RuntimeError) -> None
 
 
 def laid_out(*, sizes: dict[str, int] | None = None, **given: tuple[Tensor | None, str, torch.dtype | tuple[torch.dtype, ...], str]) -> Any:
-    """Check tensors by name, each with its layout (as attnops.layout writes it), dtypes, and LAST, ALL or "" for any strides.
+    """Check tensors by name, each with its layout (as attnops.core.arguments writes it), dtypes, and LAST, ALL or "" for any strides.
 
     The sizes by the layouts' names, in order of appearance. sizes: those that are known before.
     """

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from attnops.problem import Target
+from attnops.core.problem import Target
 from tests.helpers import importable
 from tests.standins.checks import ALL, LAST, check, laid_out
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import problem_of
+from attnops.core.select import choose, select
 from attnops.ops import OPS as OPS_BY_NAME
-from attnops.problem import problem_of
-from attnops.select import choose, select
 from attnops.testing import Features, Source, builders, check_kernel
 
 NAME = "aten_flash"

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from attnops.cache import LatentCache, Planner
+from attnops.core.problem import Target, pretend
+from attnops.core.select import use
 from attnops.graphs import Buckets, breakable, piecewise
 from attnops.nn import LatentAttention
 from attnops.ops import LatentSpec, mla_attention
-from attnops.problem import Target, pretend
-from attnops.select import use
 from tests.graphs.standin import StandIn
 from tests.standins.vendors import VENDORS
 

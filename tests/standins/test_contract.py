@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 import attnops
-from attnops.errors import InvalidInput
-from attnops.inputs import equip
-from attnops.kernel import Kernel, all_kernels, kernels_of
-from attnops.problem import Problem, altered
+from attnops.core.errors import InvalidInput
+from attnops.core.kernel import Kernel, all_kernels, kernels_of
+from attnops.core.problem import Problem, altered
 from attnops.testing import CASES, Call, Case, check_kernel
+from attnops.testing.calls import equip
 from tests.ops.test_opcheck import check as opcheck, telling
 from tests.standins.vendors import VENDORS, WIDE, narrow
 from tests.triton.test_numerics import strided, transposed

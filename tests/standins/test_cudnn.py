@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from attnops.kernel import kernels_of
-from attnops.problem import Target
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import Target
 from attnops.testing import Features, Source, builders, check_kernel
 
 NAME = "cudnn"

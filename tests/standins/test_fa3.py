@@ -8,12 +8,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnops
-from attnops.call import changed
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import Extent, Problem, Target, altered, pretend
+from attnops.core.record import changed
+from attnops.core.select import Policy, active_policy, select
 from attnops.kernels.sgl import fa3 as kernel, wheel
 from attnops.ops import OPS
-from attnops.problem import Extent, Problem, Target, altered, pretend
-from attnops.select import Policy, active_policy, select
 from attnops.testing import Features, Source, builders, check_kernel
 from tests.lowering.models import PagedModel, compiled_code, kernel_calls, prefill
 from tests.standins.schemas import FWD as SCHEMA

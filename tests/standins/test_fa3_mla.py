@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnops.call import changed
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
+from attnops.core.record import changed
+from attnops.core.select import Policy, select
 from attnops.ops import mla_attention
-from attnops.select import Policy, select
 from attnops.testing import Source, builders, check_kernel
 from attnops.testing.latent import DEEPSEEK
 from tests.lowering.models import compiled_code, kernel_calls

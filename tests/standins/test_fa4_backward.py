@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import attnops
-from attnops.call import changed
-from attnops.errors import NotCompiled
-from attnops.kernel import kernels_of
+from attnops.core.errors import NotCompiled
+from attnops.core.kernel import kernels_of
+from attnops.core.packages import _installed
+from attnops.core.problem import Extent, altered
+from attnops.core.record import changed
+from attnops.core.select import select
 from attnops.kernels.flash_attn4 import backward, fa4
-from attnops.packages import _installed
-from attnops.problem import Extent, altered
-from attnops.select import select
 from attnops.testing import Features, Source, builders, check_kernel
 from tests.mates import POLICY
 from tests.standins import flash_attn_cute_backward, shapes

@@ -12,19 +12,19 @@ from torch import nn
 
 import attnops
 from attnops.cache import PagedCache, Planner
-from attnops.call import changed
-from attnops.errors import InvalidInput, NoKernel
-from attnops.kernel import kernels_of
+from attnops.core.errors import InvalidInput, NoKernel
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import Problem, Target, pretend
+from attnops.core.record import changed
+from attnops.core.select import Policy, select
 from attnops.kernels.flashinfer import modules as fi
 from attnops.kernels.flashinfer.build import build, parse
 from attnops.kernels.shared.plan import FIRST, HEADER, MAGIC
 from attnops.ops import PagedSpec, plan_paged_attention, plan_sizes
-from attnops.problem import Problem, Target, pretend
-from attnops.select import Policy, select
 from attnops.testing import Features, Source, builders, check_kernel, planned
 from attnops.testing.builders import Pages
+from attnops.testing.case import table
 from attnops.testing.cases import FEATURES, PAGED, PAGED_SHAPES, VARLEN as RAGGED, VARLEN_SHAPES
-from attnops.testing.inputs import table
 from tests.gpu.flashinfer_modules import module_of
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins import flashinfer_modules as standin
@@ -137,7 +137,7 @@ def test_deepseek_prefill(calls, lens):
     f = replace(LLAMA, q_heads=4, kv_heads=4, head_dim=192, v_head_dim=128, lse=True)
     assert check_kernel(VARLEN, builders.varlen(Source(0), *lens, f)).worst <= 1.0
     long = lens[0][0] == 300
-    want = "fa3" if long and attnops.problem.pretended() == TARGETS[90] else "fa2"
+    want = "fa3" if long and attnops.core.problem.pretended() == TARGETS[90] else "fa2"
     assert calls == [f"{want}.plan", f"{want}.ragged_run"]
 
 

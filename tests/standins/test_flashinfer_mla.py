@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnops.errors import InvalidInput
-from attnops.kernel import kernels_of
+from attnops.core.errors import InvalidInput
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import Target, altered, pretend
+from attnops.core.select import select
 from attnops.kernels.flashinfer import mla as fm
 from attnops.kernels.shared.plan import FIRST, HEADER, host_lengths
 from attnops.ops import OPS, LatentSpec, mla_attention, plan_mla_attention, plan_sizes
-from attnops.problem import Target, altered, pretend
-from attnops.select import select
 from attnops.testing import Source, builders, check_kernel, planned
 from attnops.testing.builders import Pages
 from attnops.testing.latent import DEEPSEEK

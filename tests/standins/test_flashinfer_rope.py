@@ -8,14 +8,14 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from attnops.errors import InvalidInput
-from attnops.kernel import kernels_of
+from attnops.core.errors import InvalidInput
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import Extent, Target, altered
+from attnops.core.select import select
+from attnops.core.tensors import rotate
 from attnops.kernels.flashinfer import rope
 from attnops.kernels.shared.tokens import side_by_side
 from attnops.ops import mla_attention, rope_quantize_latent, write_latent
-from attnops.problem import Extent, Target, altered
-from attnops.reference.rows import rotate
-from attnops.select import select
 from attnops.testing import Source
 from attnops.testing.builders import rope_quantize
 from attnops.testing.latent import DEEPSEEK, SMALL

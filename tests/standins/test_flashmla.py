@@ -6,17 +6,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnops.errors import InvalidInput, NoKernel
-from attnops.inputs import Pool, build
-from attnops.kernel import kernels_of
+from attnops.core.errors import InvalidInput, NoKernel
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import Target, altered, pretend, problem_of
+from attnops.core.select import select, use
 from attnops.kernels.sgl import flashmla
 from attnops.kernels.shared import tokens
 from attnops.measured import Grid, Table, costs
 from attnops.ops import OPS, decode_rows, mla_attention
-from attnops.problem import Target, altered, pretend, problem_of
-from attnops.select import select, use
 from attnops.testing import Source, builders, check_kernel, with_device_plan
 from attnops.testing.latent import DEEPSEEK
+from attnops.testing.pool import Pool
+from attnops.testing.timed_calls import build
 from attnops.tune import shapes
 from attnops.tune.run import Stopwatch, runner
 from tests.lowering.models import compiled_code, kernel_calls

@@ -10,14 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attnops import packages
 from attnops.cli import doctor
-from attnops.inputs import Call
-from attnops.kernel import Package, kernels_of
+from attnops.core import packages
+from attnops.core.kernel import Package, kernels_of
+from attnops.core.problem import Target, pretend
 from attnops.kernels.sgl import sources, wheel
 from attnops.ops import decode_rows, mla_attention
-from attnops.problem import Target, pretend
 from attnops.testing import CASES, Source, builders, check_kernel
+from attnops.testing.calls import Call
 from attnops.testing.latent import DEEPSEEK
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins import flash_mla_legacy as standin, schemas, sgl_kernel_mla

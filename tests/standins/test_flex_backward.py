@@ -8,11 +8,11 @@ import torch
 from torch.nn.attention import flex_attention as vendor
 
 import attnops
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import Extent, Target, altered, pretend
+from attnops.core.select import select
 from attnops.kernels.torch import flex
 from attnops.ops import OPS as OPS_BY_NAME
-from attnops.problem import Extent, Target, altered, pretend
-from attnops.select import select
 from attnops.testing import Features, Source, builders, check_kernel
 from tests.standins import shapes
 

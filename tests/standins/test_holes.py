@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import attnops
-from attnops.errors import InvalidInput
-from attnops.inputs import plan_call, planned
-from attnops.kernel import Kernel, Plan, kernels_of, register
+from attnops.core.errors import InvalidInput
+from attnops.core.kernel import Kernel, Plan, kernels_of, register
 from attnops.ops import named_pages
-from attnops.reference.data import UNKNOWN
+from attnops.ops.metadata.reference import UNKNOWN
 from attnops.testing import Features, Source, builders, check_kernel
+from attnops.testing.calls import plan_call, planned
 from attnops.testing.latent import DEEPSEEK
 from tests.standins.vendors import VENDORS
 

@@ -8,11 +8,11 @@ import torch
 from torch._dynamo.testing import EagerAndRecordGraphs
 
 from attnops.cache import LatentCache, Planner
-from attnops.errors import NoKernel
+from attnops.core.errors import NoKernel
+from attnops.core.problem import Target, pretend
+from attnops.core.select import use
 from attnops.kernels.shared.plan import MAGIC
 from attnops.ops import LatentSpec, mla_attention
-from attnops.problem import Target, pretend
-from attnops.select import use
 from tests.standins import flashinfer_mla, flashinfer_trtllm_mla, sgl_kernel_mla as sgl
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnops
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
 from attnops.testing import Features, Source, builders, equip, with_device_plan
 from tests.standins import test_speculative
 from tests.standins.vendors import VENDORS

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import attnops
-from attnops.kernel import kernels_of
-from attnops.problem import Target, altered, pretend
-from attnops.select import select
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import Target, altered, pretend
+from attnops.core.select import select
 from attnops.testing import Features, Source, builders, check_kernel
 from tests.standins.shapes import DENSE
 

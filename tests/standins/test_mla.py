@@ -8,13 +8,13 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import EagerAndRecordGraphs
 
-from attnops.errors import NoKernel
-from attnops.kernel import Package, kernels_of
+from attnops.core.errors import NoKernel
+from attnops.core.kernel import Package, kernels_of
+from attnops.core.problem import Target, pretend
 from attnops.kernels.sgl import cutlass_mla, flashmla, wheel
 from attnops.kernels.sgl.sources import SGL as LIBRARY
 from attnops.kernels.shared.memory import COUNTERS, total
 from attnops.ops import mla_attention
-from attnops.problem import Target, pretend
 from attnops.testing import Call, Source, builders, check_kernel
 from attnops.testing.builders import Pages
 from attnops.testing.latent import DEEPSEEK
@@ -218,7 +218,7 @@ def test_absent_wheels_are_named(monkeypatch, tmp_path):
     assert str(wheel.lacks(Target("cuda", 90), LIBRARY)) == (
         "package=sgl_kernel without flashmla_ops.* (wants a wheel that holds flashmla_ops.*)"
     )
-    monkeypatch.setattr("attnops.packages._installed", lambda module: True)
+    monkeypatch.setattr("attnops.core.packages._installed", lambda module: True)
     here = Target("cuda", 100)
     monkeypatch.setattr(Package, "version", lambda self: "0.4.7")
     assert [str(r) for r in KERNELS["cutlass_mla"].absences(here)] == [

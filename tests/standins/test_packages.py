@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import Target
 from attnops.kernels.flashinfer import modules
 from attnops.kernels.sgl import sources, wheel
-from attnops.problem import Target
 
 
 def test_what_is_absent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

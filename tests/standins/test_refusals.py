@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from attnops.kernel import Kernel, kernels_of
-from attnops.problem import Extent, Problem, Target, altered
+from attnops.core.kernel import Kernel, kernels_of
+from attnops.core.problem import Extent, Problem, Target, altered
 from attnops.testing import CASES
 from tests.standins.test_contract import GRADIENTS, KERNELS, LATENT, NARROWED, gridded, named, serviced
 from tests.standins.vendors import VENDORS, half

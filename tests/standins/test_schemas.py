@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attnops.kernel import all_kernels
+from attnops.core.kernel import all_kernels
 from attnops.kernels.sgl import wheel
 from tests.helpers import ROOT
 from tests.standins import schemas
@@ -105,7 +105,7 @@ def test_an_installed_wheel_holds_these_schemas(foreign):
 
 
 def test_both_names_of_the_wheel_are_known(monkeypatch):
-    from attnops import packages
+    from attnops.core import packages
 
     for dist in wheel.DISTS:
         monkeypatch.setattr(packages, "_version", {dist: "0.3.21"}.get)

@@ -13,12 +13,12 @@ from torch._dynamo.backends.common import aot_autograd
 
 import attnops
 from attnops.cache import LatentCache
-from attnops.errors import NoKernel, PageSizeConflict
+from attnops.core.errors import NoKernel, PageSizeConflict
+from attnops.core.problem import Target, pretend
 from attnops.kernels.flashinfer import trtllm
 from attnops.kernels.sgl import cutlass_mla
 from attnops.nn import LatentAttention, PagedBatch, RotaryEmbedding
 from attnops.ops import mla_attention
-from attnops.problem import Target, pretend
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins import flashinfer_rope, flashinfer_trtllm_mla, sgl_kernel_mla as sgl
 

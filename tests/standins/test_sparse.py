@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnops.errors import InvalidInput, NoGradient, NoKernel
-from attnops.kernel import kernels_of
+from attnops.core.errors import InvalidInput, NoGradient, NoKernel
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import Target, pretend
 from attnops.kernels.sgl import flashmla_sparse, sources, wheel
 from attnops.ops import sparse_mla_attention, write_latent_packed
-from attnops.problem import Target, pretend
 from attnops.testing import Call, Source, builders, check_kernel
 from attnops.testing.latent import DEEPSEEK, SMALL
 from tests.lowering.models import compiled_code, kernel_calls

@@ -13,11 +13,11 @@ import torch
 from torch._dynamo.testing import EagerAndRecordGraphs
 
 from attnops.cache import PagedBatch, Planner
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import Target, pretend
 from attnops.graphs import Buckets, breakable
-from attnops.kernel import kernels_of
 from attnops.kernels.flashinfer import trtllm
 from attnops.ops import LatentSpec, mla_attention, token_rows
-from attnops.problem import Target, pretend
 from attnops.testing import Call, Source, builders, check_kernel, equip
 from attnops.testing.builders import Pages
 from attnops.testing.latent import DEEPSEEK, SMALL

@@ -13,13 +13,13 @@ from torch._dynamo.testing import EagerAndRecordGraphs
 
 import attnops
 from attnops.cache import PagedCache
-from attnops.errors import InvalidInput, NoKernel, NotLoaded
-from attnops.kernel import all_kernels, generation, kernels_of
+from attnops.core.errors import InvalidInput, NoKernel, NotLoaded
+from attnops.core.kernel import all_kernels, generation, kernels_of
+from attnops.core.problem import Extent, Target, altered, pretend
+from attnops.core.select import choose, select, workspace_bytes
 from attnops.kernels.flashinfer import devices, modules, trtllm
 from attnops.kernels.shared import memory
 from attnops.ops import OPS
-from attnops.problem import Extent, Target, altered, pretend
-from attnops.select import choose, select, workspace_bytes
 from attnops.testing import Features, Mismatch, Source, builders, check_kernel, equip
 from attnops.testing.builders import Pages
 from tests.lowering.models import compiled_code, kernel_calls

@@ -7,12 +7,12 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from attnops.errors import InvalidInput
-from attnops.kernel import kernels_of
+from attnops.core.errors import InvalidInput
+from attnops.core.kernel import kernels_of
+from attnops.core.select import workspace_bytes
 from attnops.kernels.flashinfer import trtllm
 from attnops.kernels.shared import memory
 from attnops.ops import decode_rows, mla_attention
-from attnops.select import workspace_bytes
 from attnops.testing import Source, builders, check_kernel, equip
 from attnops.testing.builders import Pages
 from attnops.testing.latent import DEEPSEEK

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import altered
 from attnops.kernels.shared import parts
 from attnops.kernels.torch import aten_flash as flash
-from attnops.problem import altered
 from attnops.testing import Features, Source, builders, check_kernel
 from tests.standins.vendors import VENDORS
 

@@ -8,11 +8,11 @@ from hypothesis import given, settings, strategies as st
 
 import attnops
 from attnops import ops
-from attnops.errors import InvalidInput
-from attnops.kernel import kernels_of
+from attnops.core.errors import InvalidInput
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import Extent, Problem, Target, altered
+from attnops.core.select import select
 from attnops.ops import OPS
-from attnops.problem import Extent, Problem, Target, altered
-from attnops.select import select
 from attnops.testing import CASES, Source, builders, check_kernel
 from attnops.testing.data_cases import HALF, SLASH as SMALL
 from tests.lowering.models import compiled_code, kernel_calls
@@ -185,7 +185,7 @@ def test_the_wheel_is_chosen_where_it_is():
 def test_wheels_that_dropped_it_are_told(monkeypatch):
     [package] = sgl("vertical_slash_attention").packages
     monkeypatch.setattr(type(package), "version", lambda self: "0.4.7")
-    monkeypatch.setattr("attnops.packages._installed", lambda module: True)
+    monkeypatch.setattr("attnops.core.packages._installed", lambda module: True)
     assert str(package.missing(Target("cuda", 90))) == (
         "package=sgl_kernel 0.4.7 (wants >= 0.3.18, < 0.4.7 (holds vertical-slash attention))"
     )

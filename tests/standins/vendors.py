@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention as vendor
 
+from attnops.core.problem import Target, pretend
 from attnops.kernels.flash_attn4 import fa4
 from attnops.kernels.torch import flex
 from attnops.ops import OPS
-from attnops.problem import Target, pretend
 from attnops.testing import Call
 from attnops.testing.check import clone
 from tests.standins import (

@@ -3,9 +3,9 @@
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
-from attnops.kernel import Kernel, kernels_of
+from attnops.core.kernel import Kernel, kernels_of
+from attnops.core.problem import Target, pretend
 from attnops.kernels.triton.launch import grids
-from attnops.problem import Target, pretend
 from attnops.testing import Call, Figures, check_kernel
 from tests.mates import invariant
 

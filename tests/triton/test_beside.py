@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attnops.errors import InvalidInput
+from attnops.core.errors import InvalidInput
 from attnops.kernels.triton.launch import beside
 from attnops.kernels.triton.launch.beside import Beside
 
@@ -244,7 +244,7 @@ def test_a_process_ends_after_the_kernels_that_threads_have_begun():
 def test_calls_on_fake_tensors_are_compiled_and_not_launched():
     triton = pytest.importorskip("triton")
     from attnops.kernels.triton.launch import data
-    from attnops.ops.paged import WriteKV
+    from attnops.ops.pages.record import WriteKV
 
     noted = Beside(Compiler())
     noted._add = lambda launch: launches.append(launch)

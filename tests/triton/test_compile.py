@@ -10,7 +10,7 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
 from attnops.testing import Features, Source, builders
 from attnops.testing.latent import DEEPSEEK
 from tests.triton.process import compiled

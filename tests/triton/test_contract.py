@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from attnops.inputs import equip
-from attnops.kernel import all_kernels
-from attnops.problem import pretend
+from attnops.core.kernel import all_kernels
+from attnops.core.problem import pretend
 from attnops.testing import CASES
+from attnops.testing.calls import equip
 from tests.ops.strategies import CALLS
 from tests.ops.test_opcheck import check as opcheck, telling
 from tests.triton.checks import MODES, SM90, check, triton

@@ -8,10 +8,10 @@ import torch
 
 import attnops
 from attnops import ops
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import pretend
 from attnops.kernels.triton.launch import tiles
 from attnops.ops import OPS
-from attnops.problem import pretend
 from attnops.testing import CASES, Features, Source, builders, data_cases, latent
 from attnops.testing.check import clone
 from tests.triton.checks import SM90, check

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
 from attnops.ops import OPS
 from attnops.testing import Features, Source, builders, latent
 from tests.triton.process import compiled

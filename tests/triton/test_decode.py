@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from attnops.kernel import kernels_of
-from attnops.problem import Target, pretend
-from attnops.select import Policy, select
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import Target, pretend
+from attnops.core.select import Policy, select
 from attnops.testing import CASES, Features, Source, builders, check_kernel, equip
 from attnops.testing.builders import Angles
 from tests.mates import invariant, same_bits

@@ -6,10 +6,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from attnops.call import changed
-from attnops.kernel import kernels_of
-from attnops.problem import Extent, Target, altered, pretend
-from attnops.select import Policy, select
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import Extent, Target, altered, pretend
+from attnops.core.record import changed
+from attnops.core.select import Policy, select
 from attnops.testing import Source
 from attnops.testing.experts import OSS, experts, mxfp4_experts
 from tests.mates import same_bits

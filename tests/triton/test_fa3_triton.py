@@ -6,9 +6,9 @@ from importlib.util import find_spec
 
 import pytest
 
-from attnops.kernel import kernels_of
-from attnops.problem import Extent, Target, altered, pretend
-from attnops.select import select
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import Extent, Target, altered, pretend
+from attnops.core.select import select
 from attnops.testing import Source, builders, check_kernel
 from attnops.testing.latent import DEEPSEEK
 from tests.mates import POLICY, same_bits

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnops.errors import InvalidInput
-from attnops.kernel import all_kernels, kernels_of
+from attnops.core.arguments import Arg
+from attnops.core.errors import InvalidInput
+from attnops.core.kernel import all_kernels, kernels_of
 from attnops.kernels.triton.launch import tiles
-from attnops.layout import Arg
 from attnops.testing import Call, Features, Source, builders, equip
 from attnops.testing.builders import Angles
 from attnops.testing.cases import CASES

@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 import torch
 
-from attnops.kernel import kernels_of
-from attnops.ops.varlen import VarlenAttentionBackward
-from attnops.problem import Target, pretend
-from attnops.select import select
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import Target, pretend
+from attnops.core.select import select
+from attnops.ops.attention.varlen import VarlenAttentionBackward
 from attnops.testing import Features, Source, builders
 from tests.formula import agrees
 from tests.fuzz import TILES, drawn, features

@@ -7,14 +7,14 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from attnops.call import changed, sizes_of
-from attnops.inputs import filled
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import pretend
+from attnops.core.record import changed, sizes_of
 from attnops.kernels.shared.parts import GRID
 from attnops.kernels.triton.launch import grids
 from attnops.kernels.triton.launch.grids import BLOCKS_PER_SM, DECODE_QUERIES, SPLIT_KEYS, TABLE, Shape, launches, pick, shared_bytes
-from attnops.problem import pretend
 from attnops.testing import equip
+from attnops.testing.calls import filled
 from tests.triton.checks import SM90
 from tests.triton.process import interpreted
 from tests.triton.test_far import CALLS

@@ -4,8 +4,8 @@ from contextlib import nullcontext
 
 import pytest
 
-from attnops.kernel import kernels_of
-from attnops.problem import pretend
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import pretend
 from tests.ops.test_infinite import CHECKS, cases_of
 from tests.triton.checks import SM90, mode
 from tests.triton.process import interpreted

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import attnops
-from attnops.errors import InvalidInput
+from attnops.core.errors import InvalidInput
+from attnops.core.problem import Extent, Problem, Target, altered, pretend
+from attnops.core.select import Policy, select
 from attnops.ops import OPS
-from attnops.problem import Extent, Problem, Target, altered, pretend
-from attnops.select import Policy, select
 from attnops.testing import Features, Source, builders
 from attnops.testing.latent import DEEPSEEK
 from tests.lowering.models import PagedModel, compiled_code, kernel_calls, prefill

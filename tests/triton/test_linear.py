@@ -11,10 +11,10 @@ import torch
 from torch.nn import functional as F
 
 from attnops import ops
+from attnops.core.problem import Extent, Target, altered, pretend
+from attnops.core.select import Policy, select
 from attnops.kernels.triton.launch import linear_tiles as tiles
-from attnops.ops.linear import Linear
-from attnops.problem import Extent, Target, altered, pretend
-from attnops.select import Policy, select
+from attnops.ops.linear.record import Linear
 from attnops.testing import CASES, Source
 from attnops.testing.linear import linear
 from tests.lowering import test_fuse_norm_linear_pass as norms

@@ -6,9 +6,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from attnops.kernel import kernels_of
-from attnops.problem import pretend
-from attnops.select import Policy, select
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import pretend
+from attnops.core.select import Policy, select
 from attnops.testing import Source
 from attnops.testing.experts import SHAPED, mxfp4_experts
 from tests.mates import same_bits

@@ -6,10 +6,10 @@ from functools import partial
 import pytest
 import torch
 
-from attnops.call import changed
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import pretend
+from attnops.core.record import changed
 from attnops.kernels.triton.launch import grids
-from attnops.problem import pretend
 from attnops.testing import CASES, Features, Source, builders
 from attnops.testing.latent import DEEPSEEK
 from tests.pairwise import pairwise

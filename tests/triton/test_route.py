@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from attnops.kernel import kernels_of
+from attnops.core.kernel import kernels_of
 from attnops.testing import CASES
 from attnops.testing.route import BF16, NORMAL, SIGMOID, V2, V3
 from tests.triton.checks import check, triton

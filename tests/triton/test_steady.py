@@ -6,9 +6,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from attnops.call import changed
-from attnops.kernel import kernels_of
-from attnops.problem import pretend
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import pretend
+from attnops.core.record import changed
 from attnops.testing import Features, Source, builders, equip
 from attnops.testing.linear import linear
 from attnops.testing.route import route

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
-from attnops.errors import InvalidInput, fail
+from attnops.core.errors import InvalidInput, fail
+from attnops.core.kernel import own_kernel
 from attnops.hf.attention.blocks import _CACHE
 from attnops.hf.attention.continuous import (
     PREFIX,
@@ -33,9 +34,8 @@ from attnops.hf.attention.continuous import (
     window_of,
 )
 from attnops.hf.attention.function import AttentionFunction
-from attnops.kernel import own_kernel
 from attnops.ops import paged_attention, slot_mapping, write_kv
-from attnops.ops.varlen import varlen_attention
+from attnops.ops.attention.varlen import varlen_attention
 
 ENDING = "_flash"
 FILLS = _CACHE is not None and "kwargs" in inspect.signature(_CACHE.update).parameters

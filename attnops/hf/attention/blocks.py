@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnops.errors import InvalidInput, fail
+from attnops.core.errors import InvalidInput, fail
+from attnops.core.private_torch import capturing
 from attnops.ops import slot_mapping
-from attnops.ops.state import capturing
 
 _CACHE: Any = None
 with contextlib.suppress(ImportError):  # another version, whose cache gathers the keys by its own `update`

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 
-from attnops.errors import InvalidInput, fail
-from attnops.ops.state import capturing
+from attnops.core.errors import InvalidInput, fail
+from attnops.core.private_torch import capturing
 
 FIELDS = 4
 DTYPE = torch.int64

@@ -13,23 +13,23 @@ from torch.compiler import is_dynamo_compiling
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.functional import dropout as drop, pad
 
-from attnops.errors import InvalidInput, fail
+from attnops.core.eager_cache import KINDS, growth, overheard, side
+from attnops.core.errors import InvalidInput, fail
+from attnops.core.kernel import _REGISTRY, own_kernel
+from attnops.core.private_torch import autocasting, profiling, tracing
+from attnops.core.problem import _OVERRIDE
+from attnops.core.select import _ACTIVE, key_for
+from attnops.core.tensors import Rules, dense_visible, dequantise, wide
+from attnops.core.tracers import is_recorded
 from attnops.hf.attention import descriptor, packed as requests
 from attnops.hf.matching.match import HANDLED, HARMLESS, cached_routed, routed
 from attnops.hf.paged import attention as pages
 from attnops.hf.paged.cache import PagedKeyCache, View
-from attnops.kernel import _REGISTRY, own_kernel
 from attnops.kernels.torch import sdpa
-from attnops.ops import by_sdpa
-from attnops.ops.dense import ATTENTION as attend, Attention
-from attnops.ops.eager import KINDS, growth, overheard, side
-from attnops.ops.state import autocasting, profiling, tracing
-from attnops.ops.varlen import varlen_attention
-from attnops.problem import _OVERRIDE
-from attnops.reference.attention import scores
-from attnops.reference.rows import Rules, dense_visible, dequantise, wide
-from attnops.select import _ACTIVE, key_for
-from attnops.tracers import is_recorded
+from attnops.ops.attention import by_sdpa
+from attnops.ops.attention.record import ATTENTION as attend, Attention
+from attnops.ops.attention.reference import scores
+from attnops.ops.attention.varlen import varlen_attention
 
 # An argument with one of these words in its name changes the result, even if it is no tensor.
 _TELLING = ("window", "softcap", "chunk", "mask", "bias", "sink", "alibi", "indices", "block", "scale", "causal", "page", "cache")
@@ -316,7 +316,7 @@ def in_torchs_ops(call: Attention) -> Tensor:
 
 
 def in_torch(call: Attention, p: float, keys: int | None = None) -> tuple[Tensor, Tensor]:
-    """(`[B, S, Hq, Dv]`, weights `[B, Hq, S, T]`) in plain torch: the formula of attnops.reference, with dropout on the probabilities,
+    """(`[B, S, Hq, Dv]`, weights `[B, Hq, S, T]`) in plain torch: the formula of the reference, with dropout on the probabilities,
     not rescaled after it. The output is made of these weights, so that they have gradients.
 
     keys: T, where zeros shall follow the weights of the call's keys; None: as many as the call has.

@@ -37,14 +37,14 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from transformers import masking_utils
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
 
-from attnops.call import need
-from attnops.errors import InvalidInput, fail
+from attnops.core.errors import InvalidInput, fail
+from attnops.core.private_torch import capturing
+from attnops.core.problem import pretended
+from attnops.core.record import need
+from attnops.core.tracers import is_recorded
 from attnops.hf.attention import descriptor, packed, positions
 from attnops.hf.attention.descriptor import Pattern
 from attnops.hf.generation import Verdict, current_generation
-from attnops.ops.state import capturing
-from attnops.problem import pretended
-from attnops.tracers import is_recorded
 
 _JOINED_LAST = hasattr(masking_utils, "remap_positions_for_packed_sequence")
 """Does transformers join documents to a rule last, after blocks whose tokens see both ways? A tracer has to tell such a rule apart."""

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from attnops.errors import InvalidInput, fail
+from attnops.core.errors import InvalidInput, fail
 from attnops.ops import request_starts
 
 DTYPE = torch.int32

@@ -14,11 +14,11 @@ from typing import Any
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from attnops.errors import warn_once
+from attnops.core.errors import warn_once
+from attnops.core.private_torch import capturing
+from attnops.core.tracers import is_recorded
 from attnops.hf.attention import packed
 from attnops.hf.generation import running_generation
-from attnops.ops.state import capturing
-from attnops.tracers import is_recorded
 
 _THREAD = threading.local()
 

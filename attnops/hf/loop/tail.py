@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnops.cache.paged import ordinary
-from attnops.errors import NotCapturable, one_line
+from attnops.core.errors import NotCapturable, one_line
 from attnops.graphs.device import CAPTURING, Device, Recorded, frozen
 from attnops.graphs.streams import LastStream
 from attnops.hf.loop.numbers import Number, field_of

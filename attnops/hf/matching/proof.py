@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from attnops.adapters.report import TOLERANCES, compare, outputs_of
-from attnops.errors import PatchError, fail
+from attnops.core.errors import PatchError, fail
+from attnops.core.problem import pretend
 from attnops.hf import cache_names
 from attnops.hf.attention.mask import Mode
 from attnops.hf.interface import Options, implementation
 from attnops.hf.matching.match import Match, match, routed
 from attnops.hf.report import evaluating, switch
-from attnops.problem import pretend
 
 _TOLERANCE = {**TOLERANCES, torch.float32: 1e-4}
 

@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from attnops.core.kernel import own_kernel
+from attnops.core.precompile import ahead
+from attnops.core.select import active_policy
 from attnops.graphs.buckets import decode_sizes
 from attnops.hf.attention.descriptor import Range
 from attnops.hf.paged.attention import Asked, attend_keys
 from attnops.hf.paged.cache import PagedModelCache
 from attnops.hf.paged.pages import ModelPages
-from attnops.kernel import own_kernel
-from attnops.ops.ahead import ahead
-from attnops.ops.plan import PagedSpec
-from attnops.select import active_policy
+from attnops.ops.pages.plan import PagedSpec
 
 
 class _Layer(NamedTuple):

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnops.call import name
-from attnops.errors import InvalidInput, fail
+from attnops.core.errors import InvalidInput, fail
+from attnops.core.record import name
 from attnops.hf.attention import descriptor
 from attnops.hf.attention.descriptor import Range
 from attnops.hf.generation import running_generation
@@ -28,8 +28,8 @@ from attnops.hf.paged.cache import PagedModelCache, View
 from attnops.nn.absorb import absorbed_weights, renew
 from attnops.nn.latent import LatentDims, attend_absorbed
 from attnops.ops import decode_attention, paged_attention, write_kv, write_latent
-from attnops.ops.dense import attention as dense_attention
-from attnops.ops.varlen import varlen_attention
+from attnops.ops.attention.record import attention as dense_attention
+from attnops.ops.attention.varlen import varlen_attention
 
 # New tokens of a request, above which the first tokens of an empty cache are attended to in expanded form.
 ABSORB_UP_TO = 1

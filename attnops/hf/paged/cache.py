@@ -22,8 +22,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Linea
 
 from attnops.cache.batch import PagedBatch
 from attnops.cache.step import Tokens
-from attnops.call import need
-from attnops.errors import InvalidInput, fail
+from attnops.core.errors import InvalidInput, fail
+from attnops.core.record import need
 from attnops.graphs.regional import NotRegional
 from attnops.hf import cache_names
 from attnops.hf.paged.pages import EMPTY, ModelPages, Past

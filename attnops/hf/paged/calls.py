@@ -10,8 +10,8 @@ from torch import Tensor
 from torch._C import _len_torch_function_stack
 
 from attnops.cache.paged import ordinary
-from attnops.call import name, need
-from attnops.errors import InvalidInput, fail
+from attnops.core.errors import InvalidInput, fail
+from attnops.core.record import name, need
 from attnops.graphs import guard
 from attnops.hf import cache_names
 from attnops.hf.cache_names import cache_in

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnops.errors import NotCapturable, fail
+from attnops.core.errors import NotCapturable, fail
 from attnops.graphs.eager_capture import capture_mode
 
 _WHY = "its graphs are for the caller to ask for by decode=: one rank alone may fail to make them, and the others would wait for it"

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from attnops.cache.paged import ordinary
-from attnops.errors import InvalidInput, NotCapturable, SideEffect, fail, one_line
+from attnops.core.errors import InvalidInput, NotCapturable, SideEffect, fail, one_line
+from attnops.core.kernel import deterministic
+from attnops.core.select import active_policy
 from attnops.graphs import Graphed, Report
 from attnops.graphs.graphed import Progress
 from attnops.graphs.regional import Regions
@@ -35,10 +37,8 @@ from attnops.hf.paged.prompt import PROMPT, Over, Prompts
 from attnops.hf.paged.reasons import runs_hooks
 from attnops.hf.paged.states import Kept, States
 from attnops.hf.paged.steps import against_graphs, graphed_steps, passes_of, watched
-from attnops.kernel import deterministic
 from attnops.lowering import Product
 from attnops.lowering.fuse_norm_linear_pass import summary
-from attnops.select import active_policy
 
 # States whose steps are counted: those whose graphs are freed for others in turn are compiled, too.
 MOST_COUNTED = 64

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from attnops.errors import NotCapturable, one_line
+from attnops.core.errors import NotCapturable, one_line
 from attnops.graphs.capturing import chain_of
 
 MOST = 64

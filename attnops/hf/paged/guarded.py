@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from attnops.errors import InvalidInput, fail
+from attnops.core.errors import InvalidInput, fail
 from attnops.hf.paged.around import flags, global_hooks
 from attnops.hf.paged.code import Code
 from attnops.hf.paged.values import Itself, Unknown, Values, address, alike, getter

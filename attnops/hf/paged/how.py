@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from attnops.call import need
+from attnops.core.record import need
 from attnops.graphs.device import Device
 from attnops.graphs.pieces import INNER, Inner
 

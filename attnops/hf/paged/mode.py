@@ -23,8 +23,10 @@ from torch.utils.hooks import RemovableHandle
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from attnops.adapters.replicas import place, take_back
-from attnops.call import name, need
-from attnops.errors import AttnopsError, InvalidInput, PatchError, fail, one_line
+from attnops.core.errors import AttnopsError, InvalidInput, PatchError, fail, one_line
+from attnops.core.kernel import check_kernel
+from attnops.core.precompile import start
+from attnops.core.record import name, need
 from attnops.hf import cache_names, not_fast
 from attnops.hf.cache_names import cache_in, named
 from attnops.hf.generation import current_generation, running_generation
@@ -44,11 +46,9 @@ from attnops.hf.paged.prompt import is_prompt
 from attnops.hf.paged.reasons import Call, Reason, against_pages, against_pages_unasked, drafts, refuse_given
 from attnops.hf.paged.unpaged import unpaged
 from attnops.hf.private import PREPARE
-from attnops.kernel import check_kernel
 from attnops.nn.absorb import HELD, expire
 from attnops.nn.packed import Packed, pack_linears
-from attnops.ops.ahead import start
-from attnops.ops.plan import LatentSpec, PagedSpec
+from attnops.ops.pages.plan import LatentSpec, PagedSpec
 
 # Not an attribute of a model, whose copies and pickles would hold it.
 _MAKING = threading.Lock()

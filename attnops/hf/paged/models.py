@@ -19,16 +19,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
-from attnops.call import need
-from attnops.errors import InvalidInput, PatchError, fail
+from attnops.core.errors import InvalidInput, PatchError, fail
+from attnops.core.problem import pretend
+from attnops.core.record import need
 from attnops.hf import cache_names
 from attnops.hf.paged.attention import ABSORB_UP_TO, dims_of
 from attnops.hf.paged.cache import PagedKeyCache
 from attnops.hf.private import PREPARE, changed
 from attnops.hf.report import evaluating
 from attnops.nn.absorb import absorbed_weights
-from attnops.ops.plan import PagedSpec
-from attnops.problem import pretend
+from attnops.ops.pages.plan import PagedSpec
 
 # Of the largest number: how far two ways to unfold a latent may differ. Rounding of quantised weights is less, a mistake is more.
 ROUNDING = 0.05

@@ -21,13 +21,13 @@ from attnops.cache.page_size import negotiate_page_size
 from attnops.cache.paged import Pages, fix_address, ordinary
 from attnops.cache.planner import device_plan
 from attnops.cache.step import Tokens
+from attnops.core.kernel import Kernel
+from attnops.core.problem import Problem, Target, altered
+from attnops.core.select import active_policy, decode_us, key_for, parse_policy, select, workspace_bytes
 from attnops.graphs.streams import LastStream
-from attnops.kernel import Kernel
 from attnops.kernels.shared.memory import COUNTERS
 from attnops.ops import slot_mapping
-from attnops.ops.plan import LatentSpec, PagedSpec
-from attnops.problem import Problem, Target, altered
-from attnops.select import active_policy, decode_us, key_for, parse_policy, select, workspace_bytes
+from attnops.ops.pages.plan import LatentSpec, PagedSpec
 
 # Padding of a row without tokens: more than any position.
 EMPTY = 2**62

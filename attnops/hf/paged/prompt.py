@@ -22,7 +22,9 @@ from torch.nn.functional import pad
 from attnops.cache.batch import PagedBatch
 from attnops.cache.paged import ordinary
 from attnops.cache.step import Tokens
-from attnops.errors import InvalidInput, NoKernel, NotCapturable, SideEffect, one_line
+from attnops.core.errors import InvalidInput, NoKernel, NotCapturable, SideEffect, one_line
+from attnops.core.kernel import deterministic
+from attnops.core.select import active_policy
 from attnops.graphs import Buckets, Graphed, breakable
 from attnops.graphs.device import Device
 from attnops.graphs.guard import uncached_casts
@@ -35,9 +37,7 @@ from attnops.hf.paged.failed import Tries, passing
 from attnops.hf.paged.layers import Here, modules_of
 from attnops.hf.paged.pages import ModelPages
 from attnops.hf.paged.reasons import drawing
-from attnops.kernel import deterministic
 from attnops.lowering import merge_linears_pass
-from attnops.select import active_policy
 
 CHUNK = 4096
 """The most tokens of a chunk, which bounds the memory of a long prompt."""

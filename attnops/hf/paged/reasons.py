@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from attnops.call import need
+from attnops.core.record import need
 from attnops.hf import cache_names
 from attnops.hf.cache_names import cache_in
 from attnops.hf.generation import running_generation

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
-from attnops.errors import SideEffect, fail
+from attnops.core.errors import SideEffect, fail
 from attnops.graphs import Buckets, Graphed, breakable
 from attnops.graphs.buckets import decode_sizes
 from attnops.graphs.regional import Regional, Regions

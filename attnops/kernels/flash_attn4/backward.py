@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attnops.kernel import Invariant, Kernel, Need, Tolerance, arch, demand, deterministic, one_of, register
+from attnops.core.kernel import Invariant, Kernel, Need, Tolerance, arch, demand, deterministic, one_of, register
+from attnops.core.problem import Problem, Refusal, repeatable
+from attnops.core.tensors import Rules, without_faint
 from attnops.kernels.flash_attn4.fa4 import FAMILIES, HALF, PACKAGES, function_of, longest, once, one_family
 from attnops.kernels.shared.parts import in_turns
 from attnops.kernels.shared.tokens import clear, past, runs, zeroed
 from attnops.measured import Roofline, copy_us
-from attnops.problem import Problem, Refusal, repeatable
-from attnops.reference.rows import Rules, without_faint
 
 if TYPE_CHECKING:
-    from attnops.ops import dense, varlen
+    from attnops.ops.attention import record as dense, varlen
 
 USED = (
     "softmax_scale", "causal", "softcap", "window_size_left", "window_size_right", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q",

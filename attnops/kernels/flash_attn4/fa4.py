@@ -17,17 +17,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attnops.errors import NotCompiled
-from attnops.kernel import Invariant, Kernel, Need, Package, Tolerance, arch, demand, deterministic, one_of, register
+from attnops.core.errors import NotCompiled
+from attnops.core.kernel import Invariant, Kernel, Need, Package, Tolerance, arch, demand, deterministic, one_of, register
+from attnops.core.problem import Problem, Refusal, Target
+from attnops.core.tensors import Rules, compact, no_lse, result_dtype
 from attnops.kernels.shared.memory import PACK
 from attnops.kernels.shared.parts import in_turns
 from attnops.kernels.shared.tokens import blank, packed_lse, past, runs, see_nothing, with_sinks, zeroed
 from attnops.measured import Roofline, copy_us
-from attnops.problem import Problem, Refusal, Target
-from attnops.reference.rows import Rules, compact, no_lse, result_dtype
 
 if TYPE_CHECKING:
-    from attnops.ops import dense, paged, varlen
+    from attnops.ops.attention import record as dense, varlen
+    from attnops.ops.pages import record as paged
 
 FLOAT8 = torch.float8_e4m3fn
 HALF = (torch.float16, torch.bfloat16)

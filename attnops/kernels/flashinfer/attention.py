@@ -14,19 +14,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnops.errors import InvalidInput
-from attnops.kernel import Capture, Invariant, Kernel, Need, Plan, Tolerance, arch, demand, deterministic, one_of, register
+from attnops.core.errors import InvalidInput
+from attnops.core.kernel import Capture, Invariant, Kernel, Need, Plan, Tolerance, arch, demand, deterministic, one_of, register
+from attnops.core.problem import Target
+from attnops.core.tensors import no_lse
 from attnops.kernels.flashinfer import modules as fi
 from attnops.kernels.flashinfer.modules import I32, LN2, Layout, Places, Shape, gapless
 from attnops.kernels.shared.plan import HEADER, cut, host_lengths, host_plan, read_header, whole_table, within, write_header
 from attnops.kernels.shared.tokens import blank, past, see_nothing, with_sinks
 from attnops.measured import Roofline, phases
-from attnops.problem import Target
-from attnops.reference import data
-from attnops.reference.rows import no_lse
+from attnops.ops.metadata import reference as data
 
 if TYPE_CHECKING:
-    from attnops.ops import paged, plan, varlen
+    from attnops.ops.attention import varlen
+    from attnops.ops.pages import plan, record as paged
 
 MAKER = "attnops.ops.plan_paged_attention"
 

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from attnops.errors import InvalidInput
+from attnops.core.errors import InvalidInput
 from attnops.kernels.flashinfer.modules import NAMES, Module, load_paged
 
 WANT = "decode|fa2|fa3:float16|bfloat16:64|128|256|192x128[:window][:softcap][:sinks]"

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.errors import NotLoaded, one_line
-from attnops.kernel import renew
+from attnops.core.errors import NotLoaded, one_line
+from attnops.core.kernel import renew
+from attnops.core.problem import Refusal, Target
 from attnops.kernels.flashinfer.modules import no_compiler
-from attnops.problem import Refusal, Target
 
 ONE = "1 visible GPU (CUDA_VISIBLE_DEVICES)"
 

@@ -21,16 +21,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnops.errors import InvalidInput
-from attnops.kernel import Capture, Kernel, Need, Plan, Tolerance, arch, demand, register
+from attnops.core.errors import InvalidInput
+from attnops.core.kernel import Capture, Kernel, Need, Plan, Tolerance, arch, demand, register
+from attnops.core.problem import Problem
 from attnops.kernels.flashinfer.modules import FA2, FA3, HALVES, NAMES, PACKAGE, gapless, sm_count
 from attnops.kernels.shared.plan import HEADER, cut, host_lengths, host_plan, padded, read_header, whole_table, write_header
 from attnops.kernels.shared.tokens import LATENT, LATENTS, ROPE, blank
 from attnops.measured import Roofline, phases
-from attnops.problem import Problem
 
 if TYPE_CHECKING:
-    from attnops.ops import mla, plan
+    from attnops.ops.latent import record as mla
+    from attnops.ops.pages import plan
 
 MAKER = "attnops.ops.plan_mla_attention"
 TILE = 64

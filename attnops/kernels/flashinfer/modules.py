@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnops.kernel import Package, deterministic
+from attnops.core.kernel import Package, deterministic
+from attnops.core.problem import Refusal, Target
 from attnops.kernels.shared.plan import padded
-from attnops.problem import Refusal, Target
 
 if TYPE_CHECKING:
-    from attnops.ops import paged, plan
+    from attnops.ops.pages import plan, record as paged
 
 PACKAGE = Package("flashinfer", ("flashinfer-python",), "0.7.2")
 CUDA = "/usr/local/cuda/bin"

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attnops.errors import InvalidInput
-from attnops.kernel import Invariant, Kernel, arch, multiple_of, one_of, register
+from attnops.core.errors import InvalidInput
+from attnops.core.kernel import Invariant, Kernel, arch, multiple_of, one_of, register
+from attnops.core.problem import Problem, Refusal
 from attnops.kernels.flashinfer import modules as fi
 from attnops.kernels.shared.memory import aligned
-from attnops.problem import Problem, Refusal
-from attnops.reference.rope_quantize import STORED
+from attnops.ops.latent.rope_reference import STORED
 
 if TYPE_CHECKING:
-    from attnops.ops import mla
+    from attnops.ops.latent import record as mla
 
 ARCHS = (89, 90, 100, 103, 110, 120, 121)  # that round to float8 themselves
 GRID_Y, OFFSETS = 65535, 2**32

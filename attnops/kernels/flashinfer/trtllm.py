@@ -21,19 +21,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnops.call import changed
-from attnops.errors import InvalidInput
-from attnops.kernel import Kernel, Need, Plan, Tolerance, arch, at_most, demand, extent_at_most, one_of, register, without
+from attnops.core.errors import InvalidInput
+from attnops.core.kernel import Kernel, Need, Plan, Tolerance, arch, at_most, demand, extent_at_most, one_of, register, without
+from attnops.core.problem import Extent, Problem
+from attnops.core.record import changed
+from attnops.core.tensors import compact, lengths_of, no_lse, rows_of
 from attnops.kernels.flashinfer.devices import trtllm_missing, xqa_missing, xqa_module
 from attnops.kernels.flashinfer.modules import HALVES, LN2, PACKAGE, gapless
 from attnops.kernels.shared import memory
 from attnops.kernels.shared.tokens import BY_TOKEN, LATENT, ROPE, batch_by_token, blank, past, rows, runs, see_nothing, whole, zeroed
 from attnops.measured import Roofline
-from attnops.problem import Extent, Problem
-from attnops.reference.rows import compact, lengths_of, no_lse, rows_of
 
 if TYPE_CHECKING:
-    from attnops.ops import mla, paged, varlen
+    from attnops.ops.attention import varlen
+    from attnops.ops.latent import record as mla
+    from attnops.ops.pages import record as paged
 
 SMS = 256
 """More streaming multiprocessors than any GPU has, so that buffers sized by their number need no device to ask."""

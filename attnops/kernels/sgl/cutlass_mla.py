@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnops.kernel import Kernel, Plan, arch, at_most, one_of, register
+from attnops.core.kernel import Kernel, Plan, arch, at_most, one_of, register
+from attnops.core.problem import Problem
 from attnops.kernels.sgl import wheel
 from attnops.kernels.shared.memory import COUNTERS
 from attnops.kernels.shared.tokens import BY_TOKEN, LATENT, batch_by_token, blank, rows
 from attnops.measured import Roofline
-from attnops.problem import Problem
 
 if TYPE_CHECKING:
-    from attnops.ops import mla
+    from attnops.ops.latent import record as mla
 
 LIBRARY = "sm100/common_ops.*"
 TILE, HEADS = 128, 128

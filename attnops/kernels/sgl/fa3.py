@@ -20,16 +20,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attnops.kernel import Invariant, Kernel, arch, deterministic, one_of, register
+from attnops.core.kernel import Invariant, Kernel, arch, deterministic, one_of, register
+from attnops.core.problem import Problem
+from attnops.core.tensors import compact, no_lse, result_dtype
 from attnops.kernels.sgl import wheel
 from attnops.kernels.sgl.fa3_needs import FLOAT8, HALF, UNITS, bfloat16_sinks, chunk_rules, steady_tiles
 from attnops.kernels.shared.tokens import LATENTS as LATENT_NEEDS, blank, packed_lse, past, runs, with_sinks, zeroed
 from attnops.measured import Roofline, copy_us, phases
-from attnops.problem import Problem
-from attnops.reference.rows import compact, no_lse, result_dtype
 
 if TYPE_CHECKING:
-    from attnops.ops import dense, mla, paged, varlen
+    from attnops.ops.attention import record as dense, varlen
+    from attnops.ops.latent import record as mla
+    from attnops.ops.pages import record as paged
 
 # No wheel before 0.4.2 fits the torch that attnops asks for.
 PACKAGE = wheel.package("0.4.2")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from attnops.kernel import Need, all_of, at_most, demand, multiple_of
-from attnops.problem import Problem, Refusal
+from attnops.core.kernel import Need, all_of, at_most, demand, multiple_of
+from attnops.core.problem import Problem, Refusal
 
 FLOAT8 = torch.float8_e4m3fn
 HALF = (torch.float16, torch.bfloat16)

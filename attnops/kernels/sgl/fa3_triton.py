@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnops.call import changed
-from attnops.kernel import Invariant, register
+from attnops.core.kernel import Invariant, register
+from attnops.core.problem import Problem
+from attnops.core.record import changed
 from attnops.kernels.sgl import fa3
 from attnops.kernels.triton import attention as triton
 from attnops.kernels.triton.launch.grids import DECODE_QUERIES
-from attnops.problem import Problem
 
 if TYPE_CHECKING:
-    from attnops.ops import mla
+    from attnops.ops.latent import record as mla
 
 
 def mla_attention(call: mla.MlaAttention) -> None:

@@ -22,18 +22,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnops.errors import InvalidInput
-from attnops.kernel import Core, Inline, Invariant, Kernel, Plan, Tolerance, arch, demand, one_of, register
+from attnops.core.errors import InvalidInput
+from attnops.core.kernel import Core, Inline, Invariant, Kernel, Plan, Tolerance, arch, demand, one_of, register
+from attnops.core.problem import Problem, Refusal
 from attnops.kernels.sgl import sources
 from attnops.kernels.sgl.sources import PACKAGE
 from attnops.kernels.shared.tokens import BY_TOKEN, LATENT, adjoin, batch_by_token, blank, rows, whole
 from attnops.measured import Roofline, phases
-from attnops.problem import Problem, Refusal
-from attnops.reference import data
-from attnops.reference.data import MOST_SMS, PART_HEADS, PART_WORDS, rows_schedule_parts, rows_schedule_words
+from attnops.ops.metadata import reference as data
+from attnops.ops.metadata.reference import MOST_SMS, PART_HEADS, PART_WORDS, rows_schedule_parts, rows_schedule_words
 
 if TYPE_CHECKING:
-    from attnops.ops import metadata, mla
+    from attnops.ops.latent import record as mla
+    from attnops.ops.metadata import record as metadata
 
 ALIGNMENT = PART_WORDS * 4
 FLOAT8 = torch.float8_e4m3fn

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnops.errors import InvalidInput
-from attnops.kernel import Invariant, Kernel, arch, at_most, demand, one_of, register
+from attnops.core.errors import InvalidInput
+from attnops.core.kernel import Invariant, Kernel, arch, at_most, demand, one_of, register
+from attnops.core.problem import Problem
 from attnops.kernels.sgl import sources
 from attnops.kernels.shared.memory import PACK
 from attnops.kernels.shared.tokens import LATENT, LATENTS, ROPE, see_nothing, whole
-from attnops.problem import Problem
 
 if TYPE_CHECKING:
-    from attnops.ops import sparse
+    from attnops.ops.sparse import record as sparse
 
 HEADS = (64, 128)
 PACKED_TILE, PLAIN_TILE = 64, 128

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attnops.kernel import Invariant, Kernel, arch, one_of, register
+from attnops.core.kernel import Invariant, Kernel, arch, one_of, register
+from attnops.core.problem import Problem, Target
+from attnops.core.tensors import unpad
 from attnops.kernels.sgl import wheel
 from attnops.kernels.shared.memory import aligned
 from attnops.kernels.shared.tokens import see_nothing
-from attnops.problem import Problem, Target
-from attnops.reference.rows import unpad
-from attnops.reference.vertical_slash import BLOCK
+from attnops.ops.sparse.vertical_slash_reference import BLOCK
 
 if TYPE_CHECKING:
-    from attnops.ops import vertical_slash
+    from attnops.ops.sparse import vertical_slash
 
 
 def vertical_slash_indexes(call: vertical_slash.VerticalSlashIndexes) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from attnops.errors import one_line
-from attnops.kernel import Package
+from attnops.core.errors import one_line
+from attnops.core.kernel import Package
+from attnops.core.packages import within
+from attnops.core.problem import Target, pretended
 from attnops.kernels.sgl import wheel
-from attnops.packages import within
-from attnops.problem import Target, pretended
 
 
 def _sgl_unfit() -> str | None:

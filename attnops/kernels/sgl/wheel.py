@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from attnops.kernel import Package
-from attnops.packages import parse, within
-from attnops.problem import Refusal, Target
+from attnops.core.kernel import Package
+from attnops.core.packages import parse, within
+from attnops.core.problem import Refusal, Target
 
 DISTS = ("sglang-kernel", "sgl-kernel")
 OLDEST = "0.3.18"

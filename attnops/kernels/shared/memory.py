@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from attnops.errors import InvalidInput
-from attnops.kernel import demand
+from attnops.core.errors import InvalidInput
+from attnops.core.kernel import demand
 
 PACK = 16
 """Bytes that kernels move at a time; a workspace begins at a multiple of it too."""

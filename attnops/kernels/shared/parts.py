@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.call import Result, changed, sizes_of
-from attnops.kernel import demand
-from attnops.layout import layout_of
+from attnops.core.arguments import layout_of
+from attnops.core.kernel import demand
+from attnops.core.record import Result, changed, sizes_of
 
 Run = Callable[[Any], Any]
 Rows = dict[str, slice]

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.errors import InvalidInput
-from attnops.kernel import Need, demand
-from attnops.reference.data import UNKNOWN
+from attnops.core.errors import InvalidInput
+from attnops.core.kernel import Need, demand
+from attnops.ops.metadata.reference import UNKNOWN
 
 HEADER = 64
 FORMAT = 2

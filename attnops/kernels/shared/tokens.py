@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.errors import InvalidInput
-from attnops.kernel import Need, extent_at_most, one_of
-from attnops.packages import _installed
-from attnops.reference.data import rows_schedule_words
+from attnops.core.errors import InvalidInput
+from attnops.core.kernel import Need, extent_at_most, one_of
+from attnops.core.packages import _installed
+from attnops.ops.metadata.reference import rows_schedule_words
 
 LATENT, ROPE = 512, 64
 LATENTS: tuple[Need, ...] = (one_of("v_head_dim", LATENT), one_of("rope_dim", ROPE), one_of("last_dim_contiguous", True))

@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attnops.call import changed
-from attnops.kernel import Invariant, Kernel, demand, deterministic, device, register, without
+from attnops.core.kernel import Invariant, Kernel, demand, deterministic, device, register, without
+from attnops.core.problem import Problem
+from attnops.core.record import changed
+from attnops.core.tensors import Rules, compact, dense_visible, no_lse, without_faint
 from attnops.kernels.shared import parts
 from attnops.kernels.shared.memory import in_packs
 from attnops.kernels.shared.parts import in_turns, packed_in_turns
 from attnops.kernels.shared.tokens import clear, runs
 from attnops.measured import Roofline
-from attnops.problem import Problem
-from attnops.reference.rows import Rules, compact, dense_visible, no_lse, without_faint
 
 if TYPE_CHECKING:
-    from attnops.ops import dense, varlen
+    from attnops.ops.attention import record as dense, varlen
 
 _ATEN = torch.ops.aten
 INF = float("inf")

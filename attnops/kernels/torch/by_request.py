@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.call import changed, sizes_of
-from attnops.kernel import deterministic
+from attnops.core.kernel import deterministic
+from attnops.core.record import changed, sizes_of
 from attnops.kernels.shared.parts import Rows, Run, joined, rows_named, tensors_of
 from attnops.kernels.shared.tokens import see_nothing
 

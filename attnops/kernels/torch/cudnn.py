@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attnops.kernel import Kernel, Need, arch_from, demand, extent_at_least, multiple_of, one_of, register, without
+from attnops.core.kernel import Kernel, Need, arch_from, demand, extent_at_least, multiple_of, one_of, register, without
+from attnops.core.problem import Problem, Refusal, Target
+from attnops.core.tensors import compact, no_lse, without_faint
 from attnops.kernels.shared.memory import in_packs
 from attnops.measured import Roofline
-from attnops.problem import Problem, Refusal, Target
-from attnops.reference.rows import compact, no_lse, without_faint
 
 if TYPE_CHECKING:
-    from attnops.ops import dense
+    from attnops.ops.attention import record as dense
 
 _ATEN = torch.ops.aten
 OLDEST = 91000

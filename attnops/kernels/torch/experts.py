@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnops.kernel import Invariant, Kernel, device, register
+from attnops.core.kernel import Invariant, Kernel, device, register
+from attnops.core.problem import Problem
 from attnops.kernels.torch.by_request import by_token
 from attnops.measured.cost import multiply_us
-from attnops.problem import Problem
-from attnops.reference.experts import experts as reference, gated
-from attnops.reference.linear import saturated
+from attnops.ops.experts.reference import experts as reference, gated
+from attnops.ops.linear.reference import saturated
 
 if TYPE_CHECKING:
-    from attnops.ops.experts import Experts
+    from attnops.ops.experts.record import Experts
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 TAKES = frozenset({"gate_up_bias", "down_bias", "activation", "interleaved", "alpha", "limit", "offset"})

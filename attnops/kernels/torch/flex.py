@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnops.kernel import Invariant, Kernel, Need, demand, deterministic, device, register
+from attnops.core.kernel import Invariant, Kernel, Need, demand, deterministic, device, register
+from attnops.core.problem import Problem, Refusal, Target
+from attnops.core.tensors import LEAST, Rules, compact, in_range, lengths_of, near, no_lse, rows_of
 from attnops.kernels.shared.parts import FEW_HEADS, in_turns
 from attnops.kernels.triton.launch.grids import padded
 from attnops.measured import Roofline
-from attnops.problem import Problem, Refusal, Target
-from attnops.reference.rows import LEAST, Rules, compact, in_range, lengths_of, near, no_lse, rows_of
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-    from attnops.ops import dense, varlen
+    from attnops.ops.attention import record as dense, varlen
 
 BLOCK = 128
 WARP_GROUPS = (90, 100, 103, 110)

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attnops.call import changed
-from attnops.kernel import Capture, Kernel, demand, device, register
+from attnops.core.kernel import Capture, Kernel, demand, device, register
+from attnops.core.record import changed
+from attnops.core.tensors import compact
 from attnops.kernels.shared.parts import in_turns
 from attnops.kernels.torch.flex import NEEDS, TAKES, attended, dispatch_keys, packed_attended
 from attnops.measured import Roofline
-from attnops.reference.rows import compact
 
 if TYPE_CHECKING:
-    from attnops.ops import dense, varlen
+    from attnops.ops.attention import record as dense, varlen
 
 
 @in_turns

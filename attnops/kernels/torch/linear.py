@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional as F
 
-from attnops.call import changed
-from attnops.kernel import Inline, Invariant, Kernel, deterministic, device, register
+from attnops.core.kernel import Inline, Invariant, Kernel, deterministic, device, register
+from attnops.core.problem import Problem
+from attnops.core.record import changed
 from attnops.kernels.torch.by_request import by_token
 from attnops.measured.cost import multiply_us
-from attnops.problem import Problem
-from attnops.reference import linear as formulas
+from attnops.ops.linear import reference as formulas
 
 if TYPE_CHECKING:
-    from attnops.ops.linear import Linear
+    from attnops.ops.linear.record import Linear
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 TAKES = frozenset({"bias", "norm_weight", "norm_eps", "norm_offset", "activation", "residual"})

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attnops.kernel import Kernel, Need, arch_from, demand, one_of, register, without
+from attnops.core.kernel import Kernel, Need, arch_from, demand, one_of, register, without
+from attnops.core.problem import Problem
+from attnops.core.tensors import LEAST, Rules, compact, dense_visible, no_lse, without_faint
 from attnops.kernels.shared.memory import PACK, in_packs
 from attnops.kernels.shared.parts import FEW_HEADS, in_turns
 from attnops.kernels.torch.aten_flash import TORCH_REPEATS, sum_groups
 from attnops.measured import Roofline
-from attnops.problem import Problem
-from attnops.reference.attention import reduce_to
-from attnops.reference.rows import LEAST, Rules, compact, dense_visible, no_lse, without_faint
+from attnops.ops.attention.reference import reduce_to
 
 if TYPE_CHECKING:
-    from attnops.ops import dense
+    from attnops.ops.attention import record as dense
 
 _ATEN = torch.ops.aten
 INF = float("inf")

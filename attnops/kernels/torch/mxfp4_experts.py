@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnops.kernel import Invariant, Kernel, device, register
+from attnops.core.kernel import Invariant, Kernel, device, register
+from attnops.core.problem import Problem
 from attnops.kernels.torch import experts as plain
 from attnops.kernels.torch.by_request import by_token
 from attnops.measured import copy_us
-from attnops.problem import Problem
-from attnops.reference.mxfp4 import decoded_call, experts as reference
+from attnops.ops.experts.mxfp4_reference import decoded_call, experts as reference
 
 if TYPE_CHECKING:
-    from attnops.ops.mxfp4_experts import Mxfp4Experts
+    from attnops.ops.experts.mxfp4 import Mxfp4Experts
 
 FLOATS = (torch.bfloat16, torch.float32, torch.float64)
 TAKES = frozenset({"gate_up_bias", "down_bias", "alpha", "limit", "offset"})

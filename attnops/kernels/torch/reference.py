@@ -8,12 +8,16 @@ from typing import Any
 
 import torch
 
-from attnops.call import RECORDS
-from attnops.kernel import Capture, Inline, Invariant, Kernel, device, register
+from attnops.core.kernel import Capture, Inline, Invariant, Kernel, device, register
+from attnops.core.problem import Problem
+from attnops.core.record import RECORDS
 from attnops.kernels.torch.by_request import by_request
 from attnops.measured import logits_us
-from attnops.problem import Problem
-from attnops.reference import attention, data, decode, rope_quantize, vertical_slash
+from attnops.ops.attention import reference as attention
+from attnops.ops.latent import reference as latent, rope_reference as rope
+from attnops.ops.metadata import reference as metadata
+from attnops.ops.pages import decode_reference as decode, reference as pages
+from attnops.ops.sparse import reference as sparse, vertical_slash_reference as vertical_slash
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FLOAT8 = (torch.float8_e4m3fn,)
@@ -34,33 +38,33 @@ CALLED: tuple[Row, ...] = (
     ("attention_backward", attention.attention_backward, FLOATS, None, f"{VISIBLE} kv_start kv_end mask_grad"),
     ("varlen_attention", attention.varlen_attention, QUERY, STORED, f"{VISIBLE} {SCALED} return_lse"),
     ("varlen_attention_backward", attention.varlen_attention_backward, FLOATS, None, VISIBLE),
-    ("paged_attention", attention.paged_attention, QUERY, STORED, f"{VISIBLE} {SCALED} lse temperature holes"),
-    ("write_kv", data.write_kv, FLOATS, STORED, "k_scale v_scale"),
+    ("paged_attention", pages.paged_attention, QUERY, STORED, f"{VISIBLE} {SCALED} lse temperature holes"),
+    ("write_kv", pages.write_kv, FLOATS, STORED, "k_scale v_scale"),
     ("decode_attention", decode.decode_attention, FLOATS, None, "cos sin q_norm k_norm sinks window_left softcap holes"),
-    ("mla_attention", attention.mla_attention, QUERY, STORED, "mask sinks causal window_left softcap q_scale kv_scale lse holes"),
-    ("write_latent", attention.write_latent, STORED, STORED, "kv_scale"),
-    ("sparse_mla_attention", attention.sparse_mla_attention, QUERY, STORED + BYTES, "topk_length sinks q_scale kv_scale lse holes"),
-    ("write_latent_packed", attention.write_latent_packed, FLOATS, BYTES, ""),
-    ("rope_quantize_latent", rope_quantize.rope_quantize_latent, FLOATS, FLOAT8, "interleaved"),
-    ("copy_kv", data.copy_kv, STORED + BYTES, None, ""),
+    ("mla_attention", latent.mla_attention, QUERY, STORED, "mask sinks causal window_left softcap q_scale kv_scale lse holes"),
+    ("write_latent", latent.write_latent, STORED, STORED, "kv_scale"),
+    ("sparse_mla_attention", sparse.sparse_mla_attention, QUERY, STORED + BYTES, "topk_length sinks q_scale kv_scale lse holes"),
+    ("write_latent_packed", sparse.write_latent_packed, FLOATS, BYTES, ""),
+    ("rope_quantize_latent", rope.rope_quantize_latent, FLOATS, FLOAT8, "interleaved"),
+    ("copy_kv", pages.copy_kv, STORED + BYTES, None, ""),
     ("vertical_slash_indexes", vertical_slash.vertical_slash_indexes, INT32, None, "vertical_counts slash_counts"),
     ("vertical_slash_attention", vertical_slash.vertical_slash_attention, FLOATS, None, "lse"),
 )
 # Pointwise on small tensors: the compiler fuses these better than any call could.
 INLINE: tuple[Row, ...] = (
-    ("merge_state", data.merge_state, FLOATS, None, ""),
-    ("merge_states", data.merge_states, FLOATS, None, ""),
-    ("cu_seqlens", data.cu_seqlens, INDEX, None, ""),
-    ("token_rows", data.token_rows, INT32, None, ""),
-    ("slot_mapping", data.slot_mapping, INDEX, None, ""),
-    ("named_pages", data.named_pages, INT32, None, ""),
-    ("kv_indices", data.kv_indices, INT32, None, ""),
+    ("merge_state", attention.merge_state, FLOATS, None, ""),
+    ("merge_states", attention.merge_states, FLOATS, None, ""),
+    ("cu_seqlens", metadata.cu_seqlens, INDEX, None, ""),
+    ("token_rows", metadata.token_rows, INT32, None, ""),
+    ("slot_mapping", metadata.slot_mapping, INDEX, None, ""),
+    ("named_pages", metadata.named_pages, INT32, None, ""),
+    ("kv_indices", metadata.kv_indices, INT32, None, ""),
 )
 # The host reads or writes: a graph that held it would do so once, at its capture.
 BY_HOST: tuple[Row, ...] = (
-    ("request_starts", data.request_starts, (torch.bool,), None, ""),
-    ("plan_paged_attention", data.no_plan, QUERY, STORED, ""),
-    ("plan_mla_attention", data.no_plan, QUERY, STORED, ""),
+    ("request_starts", metadata.request_starts, (torch.bool,), None, ""),
+    ("plan_paged_attention", pages.no_plan, QUERY, STORED, ""),
+    ("plan_mla_attention", pages.no_plan, QUERY, STORED, ""),
 )
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from attnops.kernel import Inline, Invariant, Kernel, device, register
+from attnops.core.kernel import Inline, Invariant, Kernel, device, register
+from attnops.core.problem import Problem
 from attnops.kernels.torch.by_request import by_token
-from attnops.problem import Problem
-from attnops.reference.route import route as reference
+from attnops.ops.experts.route_reference import route as reference
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 TAKES = frozenset({"bias", "scoring", "groups", "top_groups", "group_best", "normalize", "eps", "scale"})

@@ -11,12 +11,13 @@ from functools import partial
 
 import torch
 
-from attnops.kernel import Inline, Invariant, Kernel, demand, register
+from attnops.core.kernel import Inline, Invariant, Kernel, demand, register
+from attnops.core.problem import Problem
 from attnops.measured import token_writes_us
-from attnops.problem import Problem
-from attnops.reference.attention import write_latent, write_latent_packed
-from attnops.reference.data import write_kv
-from attnops.reference.rope_quantize import rope_quantize_latent
+from attnops.ops.latent.reference import write_latent
+from attnops.ops.latent.rope_reference import rope_quantize_latent
+from attnops.ops.pages.reference import write_kv
+from attnops.ops.sparse.reference import write_latent_packed
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Triton makes float8_e4m3fn from SM89 on.

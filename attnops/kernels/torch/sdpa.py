@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from attnops.kernel import Inline, Kernel, register
-from attnops.measured import Roofline
-from attnops.problem import Problem, surely
-from attnops.reference.rows import (
+from attnops.core.kernel import Inline, Kernel, register
+from attnops.core.problem import Problem, surely
+from attnops.core.tensors import (
     Rules,
     compact,
     dense_visible,
@@ -30,9 +29,11 @@ from attnops.reference.rows import (
     visible,
     without_holes,
 )
+from attnops.measured import Roofline
 
 if TYPE_CHECKING:
-    from attnops.ops import dense, paged, varlen
+    from attnops.ops.attention import record as dense, varlen
+    from attnops.ops.pages import record as paged
 
 MANY = 4
 """Query heads a key head from which it pays on a CPU to have them as rows: the result is copied back into their order."""

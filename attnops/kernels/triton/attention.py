@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from attnops.kernel import Invariant, Kernel, Need, Package, arch_from, at_most, demand, one_of, register
+from attnops.core.kernel import Invariant, Kernel, Need, Package, arch_from, at_most, demand, one_of, register
+from attnops.core.problem import Problem, Refusal
 from attnops.kernels.shared import memory
 from attnops.measured import Roofline, phases
-from attnops.problem import Problem, Refusal
 
 PACKAGE = Package("triton", ("triton",), "3.3", "pip install triton")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)

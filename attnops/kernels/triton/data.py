@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from attnops.kernel import one_of
+from attnops.core.kernel import one_of
+from attnops.core.problem import Problem
 from attnops.kernels.triton.attention import FLOATS, STORED, launched, own
-from attnops.problem import Problem
 
 
 def _cost_us(p: Problem) -> float:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from attnops.kernel import demand, one_of
+from attnops.core.kernel import demand, one_of
+from attnops.core.problem import Problem, Refusal
 from attnops.kernels.torch.linear import TAKES, product_us
 from attnops.kernels.triton.attention import launched, own
 from attnops.kernels.triton.launch.linear_tiles import MOST_ROWS
-from attnops.problem import Problem, Refusal
 
 COLUMN_US = {8: (0.0009, 0.0026), 16: (0.0017, 0.0026), 32: (0.0021, 0.0038), MOST_ROWS: (0.0037, 0.0085)}
 """By rows of a program, the time of a column, without and with a norm: a program reads all columns in turn. Fitted to times on an H200."""

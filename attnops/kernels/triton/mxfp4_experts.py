@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from attnops.kernel import at_most, one_of
+from attnops.core.kernel import at_most, one_of
+from attnops.core.problem import Problem
 from attnops.kernels.torch.experts import products_us
 from attnops.kernels.torch.mxfp4_experts import BYTES, TAKES, cost_us
 from attnops.kernels.triton.attention import launched, own
 from attnops.kernels.triton.experts import MOST_CHOICES
 from attnops.kernels.triton.launch.experts_tiles import MOST_TOKENS
-from attnops.problem import Problem
 
 
 def _cost_us(p: Problem) -> float:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from attnops.kernel import at_most
+from attnops.core.kernel import at_most
+from attnops.core.problem import Problem
 from attnops.kernels.torch.route import TAKES
 from attnops.kernels.triton.attention import launched, own
 from attnops.kernels.triton.experts import MOST_CHOICES
-from attnops.problem import Problem
 
 MOST_EXPERTS = 512
 """A warp holds the logits of a token, at most four numbers of a thread for one of an expert where groups are padded to powers of two."""

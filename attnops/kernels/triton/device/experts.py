@@ -29,7 +29,7 @@ def glu(gate, up, alpha, limit, offset, ACT: tl.constexpr, SHAPED: tl.constexpr)
 
 @triton.jit
 def ranged(x, DTYPE: tl.constexpr):
-    """float32 `x` within the range of DTYPE, where that is float16: see `attnops.reference.experts`."""
+    """float32 `x` within the range of DTYPE, where that is float16: see `attnops.ops.experts.reference`."""
     if DTYPE == tl.float16:
         return saturated(x, 65504.0)
     else:

@@ -1,6 +1,7 @@
-"""Device functions: the experts of a mixture for few tokens, with weights of MXFP4 in the order of `attnops.reference.mxfp4.arranged`.
+"""Device functions: the experts of a mixture for few tokens, with weights of MXFP4.
 
-A lane's 16 bytes are its operand of the matrix units: 32 values of rows r and r + 8 of a tile of 16 rows, and of eight columns in each
+The weights are in the order of `attnops.ops.experts.mxfp4_reference.arranged`. A lane's 16
+bytes are its operand of the matrix units: 32 values of rows r and r + 8 of a tile of 16 rows, and of eight columns in each
 half of a chunk of 64. They go from memory through registers into the product; neither they nor the input pass through shared memory.
 The warps of a program share the columns of its rows. Weights are loaded a step ahead of their product.
 """

@@ -1,4 +1,4 @@
-"""Device functions: float32 numbers rounded to the dtype of pages, with the bits of `attnops.reference.data`.
+"""Device functions: float32 numbers rounded to the dtype of pages, with the bits of `attnops.ops.metadata.reference`.
 
 Numbers saturate, and round to the nearest, ties to even. The functions return bits, because pages are written as integers.
 HARDWARE: the GPU rounds to float8 itself (from SM89 on). Elsewhere, and in the interpreter, which truncates, integers do it.

@@ -7,7 +7,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e38)
 FAINT = tl.constexpr(-1e6 * (1 + 2.0**-13))
-"""See `attnops.reference.rows`: a log-sum-exp below this is a faint row's."""
+"""See `attnops.core.tensors`: a log-sum-exp below this is a faint row's."""
 
 
 @triton.jit

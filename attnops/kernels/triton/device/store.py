@@ -74,7 +74,7 @@ def store(
         )  # fmt: skip
 
 
-# Packed pages of latents. `attnops.reference.latent_format` describes them.
+# Packed pages of latents. `attnops.ops.sparse.packed_format` describes them.
 
 
 @triton.jit

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnops.call import values
-from attnops.errors import InvalidInput
-from attnops.kernel import deterministic
+from attnops.core.errors import InvalidInput
+from attnops.core.kernel import deterministic
+from attnops.core.record import values
+from attnops.core.tensors import Rules, no_lse
 from attnops.kernels.triton.device.attend import attend
 from attnops.kernels.triton.device.merge import combine, merge, merge_all
 from attnops.kernels.triton.launch import grids
@@ -26,10 +27,11 @@ from attnops.kernels.triton.launch.gpu import (
     ruled,
     strides,
 )
-from attnops.reference.rows import Rules, no_lse
 
 if TYPE_CHECKING:
-    from attnops.ops import dense, merge as merges, mla, paged, varlen
+    from attnops.ops.attention import merge as merges, record as dense, varlen
+    from attnops.ops.latent import record as mla
+    from attnops.ops.pages import record as paged
 
 MOST_PARTS_BYTES = 1 << 29
 """The most bytes of float32 that stage one leaves for stage two. Where a fixed split would leave more, requests take turns."""

@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attnops.adapt import on_device_of
+from attnops.core.adapt import on_device_of
 from attnops.kernels.triton.device import move, tables
 from attnops.kernels.triton.device.store import pack, store
 from attnops.kernels.triton.launch import tiles
 from attnops.kernels.triton.launch.gpu import flat, gpu_of, launch
-from attnops.reference.latent_format import GROUP, LEAST
+from attnops.ops.sparse.packed_format import GROUP, LEAST
 
 if TYPE_CHECKING:
-    from attnops.ops import metadata, mla, paged, sparse
+    from attnops.ops.latent import record as mla
+    from attnops.ops.metadata import record as metadata
+    from attnops.ops.pages import record as paged
+    from attnops.ops.sparse import record as sparse
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 COLUMNS = 1024

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnops.kernel import deterministic
+from attnops.core.kernel import deterministic
+from attnops.core.tensors import Rules
 from attnops.kernels.shared.memory import split
 from attnops.kernels.triton.device.decode import decode
 from attnops.kernels.triton.launch import grids, tiles
 from attnops.kernels.triton.launch.attention import refuse_far
 from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch, overlapped, overlaps, ruled, steady
-from attnops.reference.rows import Rules
 
 if TYPE_CHECKING:
-    from attnops.ops.decode import DecodeAttention
+    from attnops.ops.pages.decode import DecodeAttention
 
 
 def decode_attention(call: DecodeAttention, choice: grids.Choice | None = None) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attnops.kernel import deterministic
+from attnops.core.kernel import deterministic
 from attnops.kernels.shared.memory import address
 from attnops.kernels.shared.parts import GRID, turns_of
 from attnops.kernels.torch.experts import experts as composed
@@ -19,7 +19,7 @@ from attnops.kernels.triton.launch.linear import ALIGNED, descriptors
 from attnops.kernels.triton.launch.tiles import power
 
 if TYPE_CHECKING:
-    from attnops.ops.experts import Experts
+    from attnops.ops.experts.record import Experts
 
 BLOCK = 1024
 """Numbers of a program of the last launch, the sum."""

@@ -8,16 +8,16 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from attnops.kernel import deterministic
+from attnops.core.kernel import deterministic
+from attnops.core.tensors import Rules
 from attnops.kernels.triton.device.gradient import grad_keys, grad_queries
 from attnops.kernels.triton.device.gradient_mask import grad_mask
 from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch, ruled, steady, strides
 from attnops.kernels.triton.launch.grids import Tile, padded
 from attnops.kernels.triton.launch.tiles import power
-from attnops.reference.rows import Rules
 
 if TYPE_CHECKING:
-    from attnops.ops import dense, varlen
+    from attnops.ops.attention import record as dense, varlen
 
 
 # By kind of numbers, for padded dims of query and value together up to the width: (tile of queries, tile of keys), smaller where shared

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from attnops.kernel import deterministic
+from attnops.core.kernel import deterministic
 from attnops.kernels.shared.memory import address
 from attnops.kernels.triton.device import linear as device
 from attnops.kernels.triton.launch import linear_tiles as tiles
 from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch, overlapped, overlaps, steady
 
 if TYPE_CHECKING:
-    from attnops.ops.linear import Linear
+    from attnops.ops.linear.record import Linear
 
 ALIGNED = 16
 """Bytes. The tensor memory accelerator takes addresses and strides that are multiples of it."""

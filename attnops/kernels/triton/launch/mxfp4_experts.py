@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnops.kernel import deterministic
+from attnops.core.kernel import deterministic
 from attnops.kernels.shared.parts import GRID, turns_of
 from attnops.kernels.torch.experts import experts as composed
 from attnops.kernels.triton.device import experts as plain, mxfp4_experts as device
@@ -15,10 +15,10 @@ from attnops.kernels.triton.launch.experts import BLOCK
 from attnops.kernels.triton.launch.experts_tiles import LEAST_TOKENS, MOST_TOKENS, block_of
 from attnops.kernels.triton.launch.gpu import computed_in, flat, launch, overlapped, overlaps
 from attnops.kernels.triton.launch.tiles import power
-from attnops.reference.mxfp4 import Decoded
+from attnops.ops.experts.mxfp4_reference import Decoded
 
 if TYPE_CHECKING:
-    from attnops.ops.mxfp4_experts import Mxfp4Experts
+    from attnops.ops.experts.mxfp4 import Mxfp4Experts
 
 
 class Tile(NamedTuple):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attnops.kernel import deterministic
+from attnops.core.kernel import deterministic
 from attnops.kernels.triton.device.route import route as device
 from attnops.kernels.triton.launch.gpu import flat, launch, overlapped, overlaps, steady
 from attnops.kernels.triton.launch.tiles import power
-from attnops.reference.route import by_logits
+from attnops.ops.experts.route_reference import by_logits
 
 if TYPE_CHECKING:
-    from attnops.ops.route import Route
+    from attnops.ops.experts.route import Route
 
 
 def route(call: Route) -> None:

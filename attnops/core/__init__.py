@@ -1,0 +1,1 @@
+"""What an op is, and how its kernel is chosen: records, arguments, checks, problems, kernels and the choice among them."""

@@ -1,0 +1,1 @@
+"""Attention of dense and of packed tensors, and merges of partial results."""

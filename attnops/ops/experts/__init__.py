@@ -1,0 +1,1 @@
+"""Experts of a mixture, and the router that picks them."""

@@ -1,0 +1,1 @@
+"""Attention over pages of latents (MLA), and the writes into them."""

@@ -1,0 +1,38 @@
+"""Reference linear layers: the RMS norm, the product, the gated activation and the residual, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from attnops.ops.linear.record import Linear
+
+GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+"""By the op's `activation`, the function of a gate."""
+
+
+def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` within the range of `dtype` where that is float16, whose products overflow. NaN stays."""
+    if dtype != torch.float16:
+        return x
+    most = torch.finfo(dtype).max
+    return x.clamp(-most, most)
+
+
+def linear(call: Linear) -> None:
+    """The reference of `attnops.ops.linear`."""
+    wide = torch.float64 if call.x.dtype == torch.float64 else torch.float32
+    x = call.x.to(wide)
+    if call.norm_weight is not None:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + call.norm_eps) * (call.norm_offset + call.norm_weight.to(wide))
+    y = F.linear(x, call.weight.to(wide), None if call.bias is None else call.bias.to(wide))
+    if call.activation:
+        gate, up = y.chunk(2, -1)
+        y = GATES[call.activation](gate) * up
+    call.output.copy_(y if call.residual is None else y + call.residual)

@@ -1,0 +1,1 @@
+"""Tensors that say where tokens and pages are."""

@@ -1,0 +1,1 @@
+"""Attention over pages of a cache, the writes into them, and their plans."""

@@ -1,0 +1,270 @@
+"""Plans made on the host, once a step and outside CUDA graphs: ops that write two buffers, which the layers' attention then reads.
+
+`plan_paged_attention` plans for `paged_attention`, `plan_mla_attention` for `mla_attention`, attention over latents. An op `plan_X` has a
+record; a `Spec` holds the arguments that the layers' calls of `X` share; the public function makes a record of a spec and a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from attnops.core import eager_cache
+from attnops.core.arguments import FURTHEST
+from attnops.core.errors import InvalidInput, fail
+from attnops.core.kernel import deterministic, kernels_of
+from attnops.core.op import OPS, Op, define
+from attnops.core.problem import Extent, Extents, Problem, Target, repeatable
+from attnops.core.record import FLOATS, INT32, KW_ONLY, QUANTISED, Call, Sizes, arg, changed, check, group, name, need, record
+from attnops.core.select import active_policy, choose, key_for
+from attnops.core.subclasses import plain_only
+from attnops.ops import rules, typical
+from attnops.ops.metadata.reference import UNKNOWN
+from attnops.ops.pages import reference
+
+NAMES = {name(d): d for d in (*FLOATS, *QUANTISED)}
+SIZES = {"tokens": "num_tokens", "context": "max_pages * page_size"}
+
+
+def _buffers(call: Any) -> None:
+    """The plan is on the CPU, and neither buffer has gaps."""
+    if call.plan.device.type != "cpu":
+        fail(InvalidInput, "plan.device", call.plan.device, "cpu")
+    rules.contiguous("plan", call.plan)
+    rules.contiguous("workspace", call.workspace)
+
+
+def _paged_rules(call: Any, sizes: Sizes) -> None:
+    need(call.q_heads % call.kv_heads == 0, "q_heads", call.q_heads, f"a multiple of kv_heads = {call.kv_heads}")
+    _buffers(call)
+
+
+def _mla_rules(call: Any, sizes: Sizes) -> None:
+    need(call.head_dim > call.v_head_dim, "head_dim", call.head_dim, f"> v_head_dim = {call.v_head_dim}")
+    _buffers(call)
+
+
+def _facts(call: Any, sizes: Sizes) -> dict[str, Any]:
+    """The dtypes are those of the layers' calls."""
+    return {"dtype": NAMES[call.dtype], "kv_dtype": NAMES[call.kv_dtype]}
+
+
+@group
+class HostPlan(Call):
+    """The arguments of both ops."""
+
+    page_table: Tensor = arg("B, max_pages", INT32)
+    seq_lens: Tensor = arg("B", INT32)
+    cu_seqlens_q: Tensor = arg("B + 1", INT32)
+    _: KW_ONLY
+    num_tokens: int = arg(least=0, symbolic=True)
+    max_seqlen_q: int = arg(least=0, symbolic=True)
+    q_heads: int = arg(least=1)
+    head_dim: int = arg(least=1)
+    v_head_dim: int = arg(least=1)
+    page_size: int = arg(least=1)
+    dtype: str = arg(choices=tuple(NAMES))
+    kv_dtype: str = arg(choices=tuple(NAMES))
+    causal: bool = arg(default=True, always=True, facts=rules.CAUSAL)
+    num_pages: int = arg(default=UNKNOWN, least=0, symbolic=True, always=True)
+    plan: Tensor = arg("words", (torch.int64,), written=True, any_device=True)
+    workspace: Tensor = arg("bytes", (torch.uint8,), written=True)
+
+
+KEYWORDS = """num_tokens max_seqlen_q q_heads kv_heads head_dim v_head_dim page_size dtype kv_dtype causal window_left window_right softcap
+    sinks num_pages plan workspace"""
+
+
+@record("plan_paged_attention", rules=_paged_rules, facts=_facts, problem=SIZES, keywords=KEYWORDS)
+class PlanPagedAttention(HostPlan):
+    """The host plan of paged attention."""
+
+    _: KW_ONLY
+    kv_heads: int = arg(least=1)
+    window_left: int = arg(default=-1, least=-1, most=FURTHEST, always=True, facts=rules.WINDOW_LEFT)
+    window_right: int = arg(default=-1, least=-1, most=FURTHEST, always=True, facts=rules.WINDOW_RIGHT)
+    softcap: bool = arg(default=False, always=True, facts=rules.SOFTCAP)
+    sinks: bool = arg(default=False, always=True, facts=rules.SINKS)
+
+
+@record("plan_mla_attention", rules=_mla_rules, facts=_facts, problem={**SIZES, "kv_heads": "1", "rope_dim": "head_dim - v_head_dim"})
+class PlanMlaAttention(HostPlan):
+    """The host plan of attention over latents."""
+
+
+define(Op(PlanPagedAttention, reference.no_plan, about="host plan of paged attention", typical=({**typical.PREFILL, "page_size": 64},)))
+define(
+    Op(
+        PlanMlaAttention,
+        reference.no_plan,
+        about="host plan of attention over latents",
+        typical=({**typical.SIZES, **typical.DEEPSEEK, "causal": True},),
+    )
+)
+
+
+class Spec:
+    """The base of `PagedSpec` and `LatentSpec`. attention: the layers' op; the op `plan_<attention>` plans for it."""
+
+    attention: ClassVar[str]
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    q_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype | None
+    causal: bool
+    lse: bool
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Fields of the layers' Problem beside those above."""
+        raise NotImplementedError
+
+    @property
+    def statics(self) -> dict[str, Any]:
+        """The plan op's static arguments."""
+        # One by one: Dynamo of torch 2.11 under Python 3.10 cannot unpack vars(self).
+        given = {field: getattr(self, field) for field in self.__dataclass_fields__}
+        given |= {**self.facts, "dtype": name(self.dtype), "kv_dtype": name(self.kv_dtype or self.dtype)}
+        given["window_left"], given["window_right"] = given.get("window", rules.UNBOUNDED)
+        return {n: given[n] for n in OPS[f"plan_{self.attention}"].spec.names if n in given}
+
+    def problem(self, target: Target, num_tokens: int, requests: int, max_pages: int, max_seqlen_q: int) -> Problem:
+        """The Problem of a layer's call with a plan made on the host."""
+        kv_dtype = self.kv_dtype or self.dtype
+        sizes = Extents(*map(Extent.of, (num_tokens, requests, max_seqlen_q, max_pages * self.page_size)))
+        return Problem.of(
+            op=self.attention, target=target, dtype=self.dtype, kv_dtype=kv_dtype, q_heads=self.q_heads, head_dim=self.head_dim,
+            page_size=self.page_size, causal=self.causal, kv_scales=kv_dtype in QUANTISED, lse=self.lse, plan="host",
+            sizes=sizes, repeatable=repeatable(), **self.facts,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PagedSpec(Spec):
+    """The arguments of `paged_attention` that layers share a plan for, the same in every step. Layers that differ in one need a plan each.
+
+    dtype: of query and output. kv_dtype: of the pages; None: the query's.
+    window: (left, right). softcap, lse: do the layers ask for it? sinks: their dtype, or None.
+    """
+
+    attention = "paged_attention"
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+    v_head_dim: int | None = None
+    kv_dtype: torch.dtype | None = None
+    causal: bool = True
+    window: tuple[int, int] = (-1, -1)
+    softcap: bool = False
+    sinks: torch.dtype | None = None
+    lse: bool = False
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Fields of the layers' Problem, among them those of dense attention."""
+        v_head_dim = self.head_dim if self.v_head_dim is None else self.v_head_dim
+        sinks = {"sinks": self.sinks is not None, "sinks_dtype": self.sinks}
+        window = eager_cache.window(self.window)
+        return {"kv_heads": self.kv_heads, "v_head_dim": v_head_dim, "window": window, "softcap": self.softcap, **sinks}
+
+
+@dataclass(frozen=True)
+class LatentSpec(Spec):
+    """As `PagedSpec`, of `mla_attention`. head_dim: Dc + Dr, the numbers of a latent and its rotated key. v_head_dim: Dc."""
+
+    attention = "mla_attention"
+    q_heads: int
+    page_size: int
+    dtype: torch.dtype
+    head_dim: int = 576
+    v_head_dim: int = 512
+    kv_dtype: torch.dtype | None = None
+    causal: bool = True
+    lse: bool = False
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Fields of the layers' Problem, among them those of latents, which all heads share."""
+        return {"kv_heads": 1, "v_head_dim": self.v_head_dim, "rope_dim": self.head_dim - self.v_head_dim}
+
+
+def plan_sizes(
+    spec: PagedSpec | LatentSpec, *, max_tokens: int, max_requests: int, max_pages: int, device: torch.device | str = "cpu"
+) -> tuple[int, int]:
+    """The length of `plan` and the bytes of `workspace` that are enough for every kernel that plans, (0, 0) where no kernel does.
+
+    Args:
+        spec: the arguments that the layers share. device: of their tensors.
+        max_tokens: the most query tokens of a step. max_requests, max_pages: rows and columns of the page table.
+    """
+    device, sizes = torch.device(device), [(0, 0)]
+    maxima = {"max_tokens": max_tokens, "max_requests": max_requests, "max_pages": max_pages}
+    for kernel in kernels_of(f"plan_{spec.attention}").values():
+        if kernel.plan.sizes is not None and not kernel.absences(Target.of(device)):
+            sizes.append(kernel.plan.sizes(**spec.statics, **maxima, device=device))
+    return max(n for n, _ in sizes), max(b for _, b in sizes)
+
+
+def plan_paged_attention(
+    spec: PagedSpec | LatentSpec,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    num_tokens: int,
+    max_seqlen_q: int,
+    num_pages: int | None = None,
+    plan: Tensor,
+    workspace: Tensor,
+    kernel: str | None = None,
+) -> str | None:
+    """Write the plan of a step for the layers' attention, if the kernel that will run them plans on the host.
+
+    Call it once a step, outside CUDA graphs and on the model's stream, which it waits for: it copies the lengths to the CPU. It writes into
+    `plan` and `workspace` only, so that a captured model that reads them follows a later plan of the same sizes. The plan is for these
+    lengths. The page table of latents may change afterwards, its holes may not.
+
+    Args:
+        spec: the arguments that the layers share, of `paged_attention` or of `mla_attention`.
+        page_table, seq_lens, cu_seqlens_q, max_seqlen_q: as in `paged_attention`.
+        num_tokens: rows of the query, padding rows included.
+        num_pages: pages of the pool. None: unknown; the plan then serves calls with `holes=False` only.
+        plan: int64 on the CPU, of the length that `plan_sizes` gives. Pass it to the layers. Copies from a pinned plan do not wait.
+        workspace: uint8 on the device, likewise.
+        kernel: plan for this kernel only.
+
+    Returns:
+        The name of the kernel that the plan is for, or None where the layers will run a kernel that needs no plan. The buffers are then
+        unchanged.
+
+    Raises:
+        InvalidInput: a shape, dtype, device, number or length breaks the contract, or a buffer is too short.
+        UnknownKernel, NoKernel: `kernel` cannot run.
+    """
+    op = OPS[f"plan_{spec.attention}"]
+    make: Any = op.call
+    call = make(
+        page_table, seq_lens, cu_seqlens_q, num_tokens=num_tokens, max_seqlen_q=max_seqlen_q,
+        num_pages=UNKNOWN if num_pages is None else num_pages, plan=plan, workspace=workspace, **spec.statics,
+    )  # fmt: skip
+    plain_only(op.names, call)
+    check(call)
+    requests, pages = page_table.shape
+    problem = spec.problem(Target.of(page_table.device), num_tokens, requests, pages, max_seqlen_q)
+    found = kernels_of(op.name).get(choose(problem, key_for(problem.op, kernel)).name)
+    if found is None or found.plan.sizes is None:
+        return None
+    rest = ";deterministic" if deterministic(active_policy()) else ""
+    op(changed(call, policy=f"kernel={op.name}:{found.name}{rest}"))
+    return found.name
+
+
+plan_mla_attention = plan_paged_attention
+"""One function by the names of both ops: `spec` says which attention the plan is for."""

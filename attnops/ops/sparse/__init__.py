@@ -1,0 +1,1 @@
+"""Attention over keys that an index picks."""
