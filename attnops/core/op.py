@@ -6,6 +6,7 @@ import functools
 import keyword
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -76,6 +77,19 @@ class Op(Eager):
     def schema(self) -> str:
         """Arguments and results as torch.library writes them."""
         return schema(self.spec)
+
+    def of_family(self, file: str, table: str) -> Any:
+        """What a module of the op's family says of the op in a dict by op; None where there is no such module, or not this op in it.
+
+        The data of a family are imported when they are first asked for: `cases.CASES`, `bound.BOUNDS`, `timed.TIMED`, `vendors.VENDORS`.
+        """
+        module = f"{self.call.__module__.rpartition('.')[0]}.{file}"
+        try:
+            return getattr(import_module(module), table).get(self.name)
+        except ModuleNotFoundError as error:
+            if error.name != module:
+                raise
+            return None
 
     def in_torchs_ops(self, call: Any) -> Any:
         """The op's results for torch.onnx.export. Raises NotRecordable, InvalidInput."""
