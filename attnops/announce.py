@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.compiler import is_dynamo_compiling
 
-from attnops.core.packages import parse
+from attnops.core.needs import parse
 from attnops.on_import import once_imported
 from attnops.tried import OLDEST
 

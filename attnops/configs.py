@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from attnops.core.errors import BadTable, InvalidInput, fail, one_line
-from attnops.core.packages import require
+from attnops.core.needs import require
 from attnops.measured.store import read_text
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 
 from attnops.core.errors import UntriedVersion, warn_once
-from attnops.core.packages import parse
+from attnops.core.needs import parse
 
 OLDEST = {"torch": "2.11", "transformers": "5.15"}
 """pyproject.toml says the same."""

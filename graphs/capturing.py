@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..core.packages import parse
+from ..core.needs import parse
 
 _LOCKS: dict[int, AbstractContextManager[Any]] = {}
 """By the index of a device."""

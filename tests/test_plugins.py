@@ -41,8 +41,7 @@ from attnops.core.kernel import (
     together,
     without,
 )
-from attnops.core.needs import features
-from attnops.core.packages import parse, within
+from attnops.core.needs import features, parse, within
 from attnops.core.problem import Extent, Problem, Refusal, Target
 from attnops.core.select import choose, select, workspace_bytes
 from attnops.testing import CASES
@@ -456,9 +455,9 @@ def test_what_is_no_version_lies_in_no_bounds(text):
 
 
 def test_a_pre_release_is_older_than_its_release(monkeypatch):
-    monkeypatch.setattr("attnops.core.packages._installed", lambda module: True)
+    monkeypatch.setattr("attnops.core.needs._installed", lambda module: True)
     for version, at_least, found in (("0.4.0rc1", "0.4.0", False), ("4.0.0b36", "4.0.0b36", True), ("4.0.0b4", "4.0.0b36", False)):
-        monkeypatch.setattr("attnops.core.packages._version", lambda dist, version=version: version)
+        monkeypatch.setattr("attnops.core.needs._version", lambda dist, version=version: version)
         package = Package("theirs", ("theirs",), at_least)
         assert (package.missing(Target()) is None) == found
         assert found or package.missing(Target()) == Refusal("package", f"theirs {version}", f">= {at_least}")
@@ -467,7 +466,7 @@ def test_a_pre_release_is_older_than_its_release(monkeypatch):
 def test_versions_compare_where_torch_has_no_copy_of_packaging():
     block = "import sys, torch; sys.modules['torch._vendor.packaging.version'] = None; "
     compared = "within('0.4.0rc1', '0.3', '0.4'), within('0.3', '0.3', '')"
-    code = f"{block}from attnops.core.packages import Version, within; print(Version.__module__, {compared})"
+    code = f"{block}from attnops.core.needs import Version, within; print(Version.__module__, {compared})"
     assert torch_process(code).split() == ["packaging.version", "False", "True"]
 
 

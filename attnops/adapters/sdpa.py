@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from attnops.adapters.callers import TORCHS
+from attnops.core.checks import is_foreign
 from attnops.core.errors import InvalidInput, fail
 from attnops.core.kernel import check_kernel
-from attnops.core.subclasses import is_foreign
 from attnops.core.tensors import surely
 from attnops.core.tracers import is_recorded
 from attnops.ops import attention

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnops.adapters.swap import Change
-from attnops.core.subclasses import is_foreign
+from attnops.core.checks import is_foreign
 from attnops.core.tracers import is_recorded
 from attnops.nn.multihead import MultiheadAttention
 

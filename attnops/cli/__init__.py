@@ -8,7 +8,7 @@ import sys
 from importlib.util import find_spec
 
 from attnops.core.errors import MissingExtra
-from attnops.core.packages import require
+from attnops.core.needs import require
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from attnops.cli import tables
 from attnops.core.errors import AttnopsError, InvalidInput
-from attnops.core.packages import require
+from attnops.core.needs import require
 from attnops.core.problem import GPUS
 from attnops.version import VERSION
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from attnops.cli.explain import explain_config
 from attnops.cli.tables import new_table
 from attnops.configs import quiet_transformers
-from attnops.core.packages import require
+from attnops.core.needs import require
 
 MODELS = ("llama-small", "mistral-small")
 GPUS = ("h200", "b200")

@@ -16,7 +16,7 @@ from attnops.cli.features import ops_of_kernels, why_not
 from attnops.cli.tables import new_table, refusal
 from attnops.core.adapt import origin
 from attnops.core.kernel import Kernel, all_kernels, broken_kernels, kernels_of
-from attnops.core.packages import Package
+from attnops.core.needs import Package
 from attnops.core.problem import Target
 from attnops.core.select import active_policy
 from attnops.measured import in_force

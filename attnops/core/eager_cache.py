@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -21,18 +21,16 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from attnops.core.arguments import FURTHEST
-from attnops.core.checks import python_number
+from attnops.core.checks import plain_only, python_number, refuse_foreign
 from attnops.core.errors import InvalidInput, NoGradient, fail
 from attnops.core.foreign import answering
 from attnops.core.kernel import _REGISTRY, Capture
-from attnops.core.patterns import Pattern, pattern, picker
 from attnops.core.private_torch import autocasting, capturing, must_repeat, of_a_batch, only_warns, profiling, tracing, transformed, uncast
 from attnops.core.problem import _OVERRIDE, Problem, alike, altered, problem_of
 
 # Read as attributes: a function that hands one out costs more than the read.
 from attnops.core.record import Call, Spec, check, check_kinds, values, with_python_numbers
 from attnops.core.select import _ACTIVE, choose, key_for as _key_for
-from attnops.core.subclasses import plain_only, refuse_foreign
 from attnops.core.tracers import is_onnx, wanted
 
 Run = Callable[[Any], Any]
@@ -374,3 +372,49 @@ def default_scale(query: Any, scale: float | None) -> float:
         return scale
     dims = float(query.size(-1)) if query.dim() else 0.0
     return dims**-0.5 if dims else 1.0  # the op refuses a query without numbers
+
+
+# How calls are told apart by the types of their arguments ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """How calls whose arguments have these types are told apart.
+
+    number: tells patterns apart in a key. tensors, scalars: pick the tensors that are given, and all else, from a call.
+    grows: for each of these tensors the dim whose size grows from call to call (`Spec.grows`), -1 if there is none.
+    """
+
+    number: int
+    tensors: Callable[[Any], tuple[Any, ...]]
+    scalars: Callable[[Any], tuple[Any, ...]]
+    grows: tuple[int, ...]
+
+
+_PLAIN: dict[str, tuple[type, ...]] = {
+    "Tensor": (Tensor, torch.nn.Parameter),
+    "Tensor | None": (Tensor, torch.nn.Parameter, type(None)),
+    "int": (int,),
+    "float": (float,),
+    "bool": (bool,),
+    "str": (str,),
+}
+
+
+def pattern(spec: Spec, types: tuple[type, ...], number: int) -> Pattern | None:
+    """The Pattern of calls with arguments of these types; None where one is of a type that is not compared (a subclass, an int for a
+    float), so that such a call takes the dispatcher's way."""
+    if any(t not in _PLAIN[a.kind] for a, t in zip(spec.args, types, strict=True)):
+        return None
+    tensors = [i for i, (a, t) in enumerate(zip(spec.args, types, strict=True)) if a.tensor and t is not type(None)]
+    others = [i for i, a in enumerate(spec.args) if not a.tensor]
+    layouts = [[size.text for size in spec.args[i].layout] for i in tensors]
+    grows = tuple(layout.index(spec.grows) if spec.grows in layout else -1 for layout in layouts)
+    return Pattern(number, picker(tensors), picker(others), grows)
+
+
+def picker(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
+    """A function that picks these places of a call."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return (lambda call: (call[places[0]],)) if places else (lambda call: ())

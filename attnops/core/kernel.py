@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import inf
 from numbers import Real
+from threading import RLock
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -16,18 +17,12 @@ import torch
 from attnops.core.adapt import origin, placed, takes_a_call, without_flag
 from attnops.core.errors import ContractMismatch, RegistrationError, UnknownKernel, fail
 from attnops.core.needs import (
-    Capture as Capture,
-    Core as Core,
-    Inline as Inline,
-    Invariant as Invariant,
     Need as Need,
-    Plan as Plan,
-    Tolerance as Tolerance,
+    Package as Package,
     all_of as all_of,
     arch as arch,
     arch_from as arch_from,
     at_most as at_most,
-    check_fields,
     demand as demand,
     device as device,
     dtypes as dtypes,
@@ -38,10 +33,17 @@ from attnops.core.needs import (
     one_of as one_of,
     without as without,
 )
-from attnops.core.packages import Package as Package
 from attnops.core.problem import Problem, Refusal, Target, altered
 from attnops.core.record import RECORDS, name as name_of
-from attnops.core.registry import Registry as Registry
+from attnops.core.traits import (
+    Capture as Capture,
+    Core as Core,
+    Inline as Inline,
+    Invariant as Invariant,
+    Plan as Plan,
+    Tolerance as Tolerance,
+    check_fields,
+)
 
 __all__ = [
     "Capture", "CONTRACT", "Core", "Inline", "Invariant", "Kernel", "Need", "Package", "Plan", "Tolerance", "all_kernels", "all_of", "arch",
@@ -260,6 +262,37 @@ def said(error: BaseException) -> str:
         return f"{type(error).__name__}: {error}"
     except FAILURES:
         return type(error).__name__
+
+
+@dataclass
+class Registry:
+    """All kernels by op and name, and the checks and listeners for new ones. waiting: kernels of an open `together`.
+
+    Calls of other threads read `kernels` at any time, so a registration replaces it, under `lock`, and changes no dict in place.
+    """
+
+    kernels: dict[str, dict[str, Kernel]] = field(default_factory=dict)
+    broken: dict[str, str] = field(default_factory=dict)
+    checks: list[Callable[[Kernel], None]] = field(default_factory=list)
+    listeners: list[Callable[[Kernel], None]] = field(default_factory=list)
+    waiting: list[Kernel] | None = None
+    generation: int = 0
+    lock: RLock = field(default_factory=RLock)
+
+    def add(self, kernel: Kernel) -> None:
+        """Add a kernel."""
+        with self.lock:
+            table = {**self.kernels.get(kernel.op, {}), kernel.name: kernel}
+            self.kernels = {**self.kernels, kernel.op: table}
+            self.generation += 1
+
+    def remove(self, kernel: Kernel) -> None:
+        """Remove a kernel, and the table of its op with the last one."""
+        with self.lock:
+            table = {n: k for n, k in self.kernels.get(kernel.op, {}).items() if n != kernel.name}
+            others = {op: kernels for op, kernels in self.kernels.items() if op != kernel.op}
+            self.kernels = {**others, kernel.op: table} if table else others
+            self.generation += 1
 
 
 _REGISTRY = Registry()

@@ -1,29 +1,36 @@
-"""A kernel's declarations: its needs by the names of a Problem's fields, and the records of its further traits.
+"""What a kernel needs: of a call, by the names of a Problem's fields, and of the packages on the machine.
 
 A name that is no field of a Problem, or a value that such a field never has, is a RegistrationError where the need is built.
+Packages are looked for without an import. Versions compare as in torch's copy of `packaging`.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.metadata
+import importlib.util
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum
-from math import inf
-from numbers import Real
-from operator import attrgetter
+from importlib.machinery import ModuleSpec, PathFinder
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnops.core.adapt import takes_a_call
-from attnops.core.errors import RegistrationError
-from attnops.core.packages import Package
-from attnops.core.problem import LEAVES, Problem, Refusal, Visibility, leaf, told_by, value_of
+from attnops.core.errors import MissingExtra, RegistrationError
+from attnops.core.problem import LEAVES, Problem, Refusal, Target, Visibility, leaf, told_by, value_of
 from attnops.core.record import RECORDS, Fact, Spec
+from attnops.on_import import Finder
 
 if TYPE_CHECKING:
-    from attnops.core.kernel import Kernel
+    from packaging.version import InvalidVersion, Version as Version
+else:
+    try:
+        from torch._vendor.packaging.version import InvalidVersion, Version
+    except ImportError:  # torch's copy is not public; a torch without one needs the package itself
+        from packaging.version import InvalidVersion, Version
+
+_LONGEST = 200
 
 Need = Callable[[Problem], Refusal | None]
 """A demand on a Problem: None when it is met, the Refusal when it is not. Pure; it never imports and never touches a device."""
@@ -201,99 +208,140 @@ def _refusal(fact: Fact, value: Any, neutral: Any) -> Refusal:
     return Refusal(fact.field, value, want)
 
 
-# Further traits of a kernel -------------------------------------------------------------------------------------------
-
-
-class Capture(Enum):
-    """May the kernel live inside a CUDA graph? WHOLE: yes. NEVER: the graph is split around it."""
-
-    WHOLE = "whole"
-    NEVER = "never"
+# Packages ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Core:
-    """The foreign call amid the torch ops of an `Inline` kernel: an op `attnops::<op>__<kernel>` that writes nothing, which `run` calls."""
+class Package:
+    """A Python package a kernel needs. module: the name to import. dists: the names it is installed under.
 
-    schema: str
-    run: Callable[..., Any]
-    fake: Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Inline:
-    """`run` is plain torch ops that the compiler may fuse, so it is lowered in place and not called.
-
-    when: the Problems for which that is done; None: all. core: the one call that the compiler cannot look into.
+    at_least, below: the first version that has `holds`, and the first that no longer has it; "" leaves a side open.
+    unfit: why an installed package cannot be used on this machine, or None; it is asked for the machine at hand alone.
+    other: a package that serves as well where this one is absent.
     """
 
-    when: Callable[[Problem], bool] | None = None
-    core: Core | None = None
+    module: str
+    dists: tuple[str, ...]
+    at_least: str = ""
+    install: str = ""
+    below: str = ""
+    holds: str = ""
+    unfit: Callable[[], str | None] | None = None
+    other: Package | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("at_least", "below"):
+            if (bound := getattr(self, field)) and parse(bound) is None:
+                raise RegistrationError(f"package {self.module}: {field} got {bound!r}, want a version as PEP 440 writes it")
+
+    def missing(self, target: Target) -> Refusal | None:
+        """Is it absent on `target`, and its `other` with it? Looks for files and metadata, without an import."""
+        why = self.absent(target)
+        if why is None or self.other is None:
+            return why
+        beside = self.other.missing(target)
+        if beside is None:
+            return None
+        return Refusal("package", f"{why.got}, {beside.got}", f"{why.want}, or {beside.want}")
+
+    def absent(self, target: Target) -> Refusal | None:
+        """Is this package itself absent on `target`, or unfit for the machine at hand?"""
+        if target.assume is not None:
+            return None if self.module in target.assume else self._not_there()
+        if not _installed(self.module):
+            return self._not_there()
+        if (version := self.version()) is not None and not self.has(version):
+            return Refusal("package", f"{self.module} {version}", self._bounds())
+        if self.unfit is not None and (why := self.unfit()) is not None:
+            return Refusal("package", f"{self.module} {why}", self.install or self._bounds())
+        return None
+
+    def _not_there(self) -> Refusal:
+        bounds = ",".join(f"{sign}{v}" for sign, v in ((">=", self.at_least), ("<", self.below)) if v)
+        wanted = f"'{self.dists[0]}{bounds}'" if bounds else self.dists[0]
+        return Refusal("package", f"{self.module} missing", self.install or f"pip install {wanted}")
+
+    def used(self, target: Target) -> Package:
+        """This package, or the `other` where that one serves `target` in its place."""
+        if self.other is None or self.absent(target) is None or self.other.missing(target) is not None:
+            return self
+        return self.other.used(target)
+
+    @property
+    def each(self) -> tuple[Package, ...]:
+        """This package, its `other`, and so on."""
+        return (self, *(() if self.other is None else self.other.each))
+
+    def has(self, version: str) -> bool:
+        """Is this version within the bounds?"""
+        return within(version, self.at_least, self.below)
+
+    def versions(self) -> str:
+        """The bounds in words, "" when there are none: `>= 0.3.18, < 0.4.7 (holds cutlass_mla_decode)`, and those of its `other`."""
+        beside = "" if self.other is None else f", or {self.other.module} {self.other.versions()}".rstrip()
+        return self._bounds() + beside
+
+    def _bounds(self) -> str:
+        bounds = ", ".join(f"{sign} {v}" for sign, v in ((">=", self.at_least), ("<", self.below)) if v)
+        return f"{bounds} (holds {self.holds})" if bounds and self.holds else bounds
+
+    def version(self) -> str | None:
+        """The installed version under the first of `dists` that is installed, or None."""
+        return next((v for d in self.dists if (v := _version(d)) is not None), None)
 
 
-@dataclass(frozen=True)
-class Invariant:
-    """Under a deterministic policy a request's result does not depend, bit for bit, on the other requests of the batch.
-
-    needs: further demands on the Problem for that. cost_us: as `Kernel.cost_us`, where the policy costs time.
-    """
-
-    needs: tuple[Need, ...] = ()
-    cost_us: Callable[[Problem], float] | None = None
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a kernel plans for a batch.
-
-    sizes: (length of a host's plan, bytes of the workspace) from its op's statics and the largest sizes; see `attnops.ops.plan`.
-    device: takes the op's arguments by name and returns the `plan` that the kernel reads on the device, made once a step and timed with
-        the kernel. Without one the kernel makes the same in every layer: `cost_us` tells the two apart by `Problem.step.plan`.
-    """
-
-    sizes: Callable[..., tuple[int, int]] | None = None
-    device: Callable[..., torch.Tensor] | None = None
+@functools.cache
+def _installed(module: str) -> bool:
+    # A parent is not imported to look into it: importlib.util.find_spec would.
+    head, *parts = module.split(".")
+    try:
+        spec = sys.modules[head].__spec__ if head in sys.modules else _found(head)
+        for part in parts:
+            head = f"{head}.{part}"
+            spec = spec and PathFinder.find_spec(head, spec.submodule_search_locations)
+    except (ImportError, ValueError, AttributeError):
+        return False
+    return spec is not None
 
 
-@dataclass(frozen=True)
-class Tolerance:
-    """How far results may be off. factor: on the numerics budget. rounded_sums: the lse adds up weights rounded to the query's dtype."""
-
-    factor: float = 1.0
-    rounded_sums: bool = False
+def _found(name: str) -> ModuleSpec | None:
+    """The spec of a module without a parent. Finders that only wait for an import are not asked."""
+    finders = (finder for finder in sys.meta_path if not isinstance(finder, Finder))
+    return next((spec for finder in finders if (spec := finder.find_spec(name, None)) is not None), None)
 
 
-def check_fields(kernel: Kernel) -> None:
-    """Raise RegistrationError for a field of another type than it has."""
-
-    def want(ok: bool, field: str, text: str) -> None:
-        if not ok:
-            raise RegistrationError(f"kernel {kernel.name}: {field} got {attrgetter(field)(kernel)!r}, want {text}")
-
-    kinds: dict[str, Any] = {"capture": Capture, "tolerance": Tolerance, "plan": Plan}
-    for name, kind in (kinds | {"inline": Inline | None, "invariant": Invariant | None}).items():
-        want(isinstance(getattr(kernel, name), kind), name, f"a value of type {getattr(kind, '__name__', kind)}")
-    demands = ["invariant.needs"] * (kernel.invariant is not None)
-    demands += ["repeats"] * (kernel.repeats is not None)
-    for name in ("needs", *demands):
-        needs = attrgetter(name)(kernel)
-        want(isinstance(needs, tuple) and all(map(callable, needs)), name, "a tuple of functions of a Problem")
-    want(isinstance(kernel.packages, tuple) and all(isinstance(p, Package) for p in kernel.packages), "packages", "a tuple of Package")
-    factor = kernel.tolerance.factor
-    want(isinstance(factor, Real) and 0 < factor < inf, "tolerance", "a factor > 0")
-    want(isinstance(kernel.takes, frozenset | set), "takes", "a frozenset of names of arguments")
-    want(callable(kernel.cost_us), "cost_us", "a function")
-    optional = ["probe", "ahead", "workspace_bytes", "plan.sizes", "plan.device"]
-    optional += ["inline.when"] * (kernel.inline is not None) + ["invariant.cost_us"] * (kernel.invariant is not None)
-    for name in optional:
-        want(attrgetter(name)(kernel) is None or callable(attrgetter(name)(kernel)), name, "a function or None")
-    want(takes_a_call(kernel.run), "run", "a function of one parameter, the call (contract 2)")
-    want(_dtypes(kernel.dtypes) and bool(kernel.dtypes), "dtypes", DTYPES)
-    want(kernel.kv_dtypes is None or (_dtypes(kernel.kv_dtypes) and bool(kernel.kv_dtypes)), "kv_dtypes", f"{DTYPES}, or None")
+@functools.cache
+def _version(dist: str) -> str | None:
+    try:
+        return importlib.metadata.version(dist)
+    except Exception:  # damaged metadata raise anything, and name no version either
+        return None
 
 
-DTYPES = "a tuple of at least one torch.dtype"
+def require(packages: tuple[str, ...], extra: str) -> None:
+    """Raise MissingExtra unless every package can be found. Nothing is imported."""
+    absent = tuple(p for p in packages if importlib.util.find_spec(p) is None)
+    if absent:
+        raise MissingExtra(absent, extra)
 
 
-def _dtypes(value: object) -> bool:
-    return isinstance(value, tuple) and all(isinstance(d, torch.dtype) for d in value)
+@functools.lru_cache(maxsize=1024)
+def parse(text: str) -> Version | None:
+    """The version without its local part (`+cu130`), which no bound asks for; None where `text` is no version of PEP 440."""
+    try:
+        return Version(Version(text).public) if len(text) <= _LONGEST else None
+    except InvalidVersion:
+        return None
+
+
+def within(version: str, at_least: str, below: str) -> bool:
+    """Does `>=at_least, <below` admit the version? "" leaves a side open; a pre-release of `below` is not below it."""
+    if not at_least and not below:
+        return True
+    given, least, bound = parse(version), parse(at_least), parse(below)
+    if given is None or (at_least and least is None) or (below and bound is None) or (least is not None and given < least):
+        return False
+    if bound is None or bound.is_prerelease or bound.is_postrelease or not given.is_prerelease:
+        return bound is None or given < bound
+    # A pre-release of 1.0 is not below 1.0, though it came before it; below 1.0.post1 it is.
+    return given < bound and Version(given.base_version) != Version(bound.base_version)

@@ -42,9 +42,8 @@ from attnops.core.arguments import (
     evaluate as evaluate,
     layout_of,
 )
-from attnops.core.checks import check_number, check_written, name as name, need as need, python_number
+from attnops.core.checks import check_number, check_strided, check_written, name as name, need as need, python_number
 from attnops.core.errors import InvalidInput, RegistrationError, fail
-from attnops.core.subclasses import check_strided
 from attnops.core.tensors import surely
 from attnops.core.tracers import wanted
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attnops import tried
 from attnops.core.errors import UnsupportedVersion, fail
-from attnops.core.packages import parse
+from attnops.core.needs import parse
 
 OLDEST = tried.OLDEST["transformers"]
 """Older ones ask a cache for other methods, and unfold latents before they cache them: they could have no pages."""

@@ -11,7 +11,7 @@ import torch
 import attnops
 from attnops import tried
 from attnops.core.errors import UnsupportedVersion, UntriedVersion
-from attnops.core.packages import Version, parse
+from attnops.core.needs import Version, parse
 from attnops.hf import supported, tiny
 from tests.helpers import ROOT, torch_process
 

@@ -10,7 +10,7 @@ import torch
 import attnops
 from attnops.core.errors import NotCompiled
 from attnops.core.kernel import Package, kernels_of
-from attnops.core.packages import _installed
+from attnops.core.needs import _installed
 from attnops.core.problem import Target, altered, pretend
 from attnops.core.record import changed
 from attnops.core.select import select
@@ -189,7 +189,7 @@ def test_a_submodule_is_looked_for_without_importing_its_parent(tmp_path):
     (package / "__init__.py").write_text("raise SystemError('imported')")
     (package / "cute" / "__init__.py").write_text("")
     modules = ["flash_attn.cute", "flash_attn.cutie", "torch.nn", "flash_x.y"]
-    code = f"from attnops.core.packages import _installed; print(*map(_installed, {modules}))"
+    code = f"from attnops.core.needs import _installed; print(*map(_installed, {modules}))"
     path = f"{tmp_path}:{':'.join(filter(None, sys.path))}"
     assert torch_process(code, env={"PYTHONPATH": path}).split() == ["True", "False", "True", "False"]
 
@@ -197,7 +197,7 @@ def test_a_submodule_is_looked_for_without_importing_its_parent(tmp_path):
 @pytest.mark.parametrize(("version", "old"), [("4.0.0b36", False), ("4.0.0b19", True), ("4.0.0", False), ("4.1.2", False)])
 def test_betas_before_the_one_that_was_read_are_refused(monkeypatch, version, old):
     monkeypatch.setattr(Package, "version", lambda self: version)
-    monkeypatch.setattr("attnops.core.packages._installed", lambda module: True)
+    monkeypatch.setattr("attnops.core.needs._installed", lambda module: True)
     assert bool(kernel.PACKAGES[0].missing(Target("cuda", 90))) == old
     assert kernel.PACKAGES[0].missing(SM90) is None
 

@@ -9,7 +9,7 @@ import torch
 import attnops
 from attnops.core.errors import NotCompiled
 from attnops.core.kernel import kernels_of
-from attnops.core.packages import _installed
+from attnops.core.needs import _installed
 from attnops.core.problem import Extent, altered
 from attnops.core.record import changed
 from attnops.core.select import select

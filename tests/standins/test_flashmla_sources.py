@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from attnops.cli import doctor
-from attnops.core import packages
+from attnops.core import needs
 from attnops.core.kernel import Package, kernels_of
 from attnops.core.problem import Target, pretend
 from attnops.kernels.sgl import sources, wheel
@@ -177,7 +177,7 @@ def installed(monkeypatch, tmp_path):
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist}\nVersion: {version}\n")
 
     def forget():
-        for cached in (packages._installed, packages._version, sources.unfit, sources._found):
+        for cached in (needs._installed, needs._version, sources.unfit, sources._found):
             cached.cache_clear()
 
     monkeypatch.syspath_prepend(tmp_path)

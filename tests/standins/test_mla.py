@@ -218,7 +218,7 @@ def test_absent_wheels_are_named(monkeypatch, tmp_path):
     assert str(wheel.lacks(Target("cuda", 90), LIBRARY)) == (
         "package=sgl_kernel without flashmla_ops.* (wants a wheel that holds flashmla_ops.*)"
     )
-    monkeypatch.setattr("attnops.core.packages._installed", lambda module: True)
+    monkeypatch.setattr("attnops.core.needs._installed", lambda module: True)
     here = Target("cuda", 100)
     monkeypatch.setattr(Package, "version", lambda self: "0.4.7")
     assert [str(r) for r in KERNELS["cutlass_mla"].absences(here)] == [

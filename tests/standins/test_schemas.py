@@ -105,12 +105,12 @@ def test_an_installed_wheel_holds_these_schemas(foreign):
 
 
 def test_both_names_of_the_wheel_are_known(monkeypatch):
-    from attnops.core import packages
+    from attnops.core import needs
 
     for dist in wheel.DISTS:
-        monkeypatch.setattr(packages, "_version", {dist: "0.3.21"}.get)
-        monkeypatch.setattr(packages, "_installed", lambda module: True)
+        monkeypatch.setattr(needs, "_version", {dist: "0.3.21"}.get)
+        monkeypatch.setattr(needs, "_installed", lambda module: True)
         assert wheel.package().version() == "0.3.21"
-        refusal = wheel.package("0.4.3", holds="dense_decode_fwd").missing(packages.Target())
+        refusal = wheel.package("0.4.3", holds="dense_decode_fwd").missing(needs.Target())
         assert str(refusal) == "package=sgl_kernel 0.3.21 (wants >= 0.4.3 (holds dense_decode_fwd))"
     assert SimpleNamespace(**wheel.package(below="0.4.7").__dict__).below == "0.4.7"

@@ -185,7 +185,7 @@ def test_the_wheel_is_chosen_where_it_is():
 def test_wheels_that_dropped_it_are_told(monkeypatch):
     [package] = sgl("vertical_slash_attention").packages
     monkeypatch.setattr(type(package), "version", lambda self: "0.4.7")
-    monkeypatch.setattr("attnops.core.packages._installed", lambda module: True)
+    monkeypatch.setattr("attnops.core.needs._installed", lambda module: True)
     assert str(package.missing(Target("cuda", 90))) == (
         "package=sgl_kernel 0.4.7 (wants >= 0.3.18, < 0.4.7 (holds vertical-slash attention))"
     )

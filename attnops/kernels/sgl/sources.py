@@ -21,7 +21,7 @@ import torch
 
 from attnops.core.errors import one_line
 from attnops.core.kernel import Package
-from attnops.core.packages import within
+from attnops.core.needs import within
 from attnops.core.problem import Target, pretended
 from attnops.kernels.sgl import wheel
 

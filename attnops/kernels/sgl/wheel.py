@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from attnops.core.kernel import Package
-from attnops.core.packages import parse, within
+from attnops.core.needs import parse, within
 from attnops.core.problem import Refusal, Target
 
 DISTS = ("sglang-kernel", "sgl-kernel")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnops.core.errors import InvalidInput
 from attnops.core.kernel import Need, extent_at_most, one_of
-from attnops.core.packages import _installed
+from attnops.core.needs import _installed
 from attnops.ops.metadata.reference import rows_schedule_words
 
 LATENT, ROPE = 512, 64

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 
 from attnops.core import eager_cache
+from attnops.core.checks import check_strided
 from attnops.core.eager_cache import key_for
 from attnops.core.errors import InvalidInput, fail
 from attnops.core.op import Op, define
 from attnops.core.record import FLOATS, INDEX, KW_ONLY, Call, Sizes, arg, need, record
-from attnops.core.subclasses import check_strided
 from attnops.ops import typical
 from attnops.ops.experts.reference import experts as reference
 from attnops.ops.linear.reference import GATES

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from attnops.core import eager_cache
-from attnops.core.checks import python_number
+from attnops.core.checks import check_strided, python_number
 from attnops.core.eager_cache import key_for
 from attnops.core.errors import InvalidInput, fail
 from attnops.core.op import Op, define
 from attnops.core.record import FLOATS, KW_ONLY, Call, Sizes, arg, need, record
-from attnops.core.subclasses import check_strided
 from attnops.ops import typical
 from attnops.ops.experts.route_reference import route as reference
 

@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from attnops.core import eager_cache
+from attnops.core.checks import check_strided
 from attnops.core.eager_cache import key_for
 from attnops.core.errors import InvalidInput, fail
 from attnops.core.op import Op, define
 from attnops.core.record import FLOATS, KW_ONLY, Call, Sizes, arg, need, record
-from attnops.core.subclasses import check_strided
 from attnops.ops import typical
 from attnops.ops.linear.reference import GATES, linear as reference
 

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from attnops.core import eager_cache
 from attnops.core.arguments import FURTHEST
+from attnops.core.checks import plain_only
 from attnops.core.errors import InvalidInput, fail
 from attnops.core.kernel import deterministic, kernels_of
 from attnops.core.op import OPS, Op, define
 from attnops.core.problem import Extent, Extents, Problem, Target, repeatable
 from attnops.core.record import FLOATS, INT32, KW_ONLY, QUANTISED, Call, Sizes, arg, changed, check, group, name, need, record
 from attnops.core.select import active_policy, choose, key_for
-from attnops.core.subclasses import plain_only
 from attnops.ops import rules, typical
 from attnops.ops.metadata.reference import UNKNOWN
 from attnops.ops.pages import reference
