@@ -1,11 +1,15 @@
 """Calls of a patched model by the code of two checkouts, in turn: a busy host slows both alike.
 
-    python benchmarks/in_turn.py FOLDER [--model llama-3-8b-shape] [--layers 6] [--rounds 60] [--out FILE]
+    python benchmarks/in_turn.py FOLDER [--model llama-3-8b-shape] [--layers 6] [--batch 1] [--rounds 60] [--out FILE]
+    python benchmarks/in_turn.py FOLDER --calls [--rounds 60] [--out FILE]
 
 FOLDER is a checkout of another commit; this file's own checkout is compared with it. Each has a process that holds the
 model, and in each round both measure, the one that begins changing from round to round. `generate()`: a whole call, the
 prompt included, per token. `steps`: `handle.step` over one cache, per step, and the cache is cropped afterwards. The
 logits of the very graphs are compared with exact ones before the rounds, by the bounds of `attnops bench`.
+
+--calls: host time of one paged_attention of a decode step. `eager call` and `compiled call`: of many, without waiting for
+the device. `first call`: of the first in a process of its own, the device's work included.
 """
 
 from __future__ import annotations
@@ -23,6 +27,9 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent.parent
 KINDS = ("generate()", "steps")
+CALLS = ("eager call", "compiled call", "first call")
+REPEATS = 200
+"""Calls of a measurement, but for the first one."""
 FEWEST = 3
 """Rounds, for quartiles."""
 
@@ -33,10 +40,22 @@ Row = dict[str, Any]
 
 
 def serve(asked: argparse.Namespace) -> None:
-    """Answer each line of stdin, the name of a kind, with microseconds a token. The first answer has the facts of a row.
+    """Answer each line of stdin, the name of a kind, with microseconds. The first answer has the facts of a row.
 
     What it imports of attnops is there in both checkouts.
     """
+    import torch
+
+    torch.set_grad_enabled(False)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    facts, ask = calls_of(device) if asked.calls else tokens_of(asked, device)
+    _say(facts)
+    for line in sys.stdin:
+        _say(ask(line.strip()))
+
+
+def tokens_of(asked: argparse.Namespace, device: Any) -> tuple[Row, Callable[[str], float]]:
+    """(the facts of a model's process, a function that measures a kind of KINDS per token)."""
     import torch
 
     import attnops
@@ -44,14 +63,12 @@ def serve(asked: argparse.Namespace) -> None:
     from attnops.hf.cache_names import argument
     from attnops.tune.clock import seconds
 
-    torch.set_grad_enabled(False)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    setup, point = Setup(device, quick=True, layers=asked.layers), Point(1, asked.context)
+    setup, point = Setup(device, quick=True, layers=asked.layers), Point(asked.batch, asked.context)
     model = models.build(setup, asked.model, point)
     patched, handle = models.patched(model, "paged", decode="piecewise" if setup.on_gpu else "hf")
     given = generate.arguments(setup, model, "attnops", point) | {"max_new_tokens": asked.new}
-    prompt, new = given["inputs"], models.tokens(setup, model, 1, asked.new, seed=1)
-    cache = handle.new_cache(1, asked.context + asked.new + 1)
+    prompt, new = given["inputs"], models.tokens(setup, model, point.batch, asked.new, seed=1)
+    cache = handle.new_cache(point.batch, asked.context + asked.new + 1)
     patched(prompt, **argument(patched, cache))
 
     def step(token: Any) -> Any:
@@ -69,20 +86,80 @@ def serve(asked: argparse.Namespace) -> None:
         for run in runs.values():
             run()
     exact = models.exactly(model, prompt, new)
-    eager = model(torch.cat([prompt, new], 1)).logits[:, asked.context :]
+    # Row by row: the logits of all prompts at once are many.
+    eager = torch.cat([model(row[None]).logits[:, asked.context :] for row in torch.cat([prompt, new], 1)])
     off = models.distance(model, eager)
-    _say(
-        {
-            "code": attnops.__file__,
-            "error": round(off(steps(), exact), 5),
-            "budget": round(models.budget(model, off(eager, exact)), 5),
-            "decode": handle.took.decode,
-            "layers": model.config.num_hidden_layers,
-            "new_tokens": asked.new,
-        }
-    )
-    for line in sys.stdin:
-        _say(seconds(runs[line.strip()]) * 1e6 / asked.new)
+    facts = {
+        "code": attnops.__file__,
+        "error": round(off(steps(), exact), 5),
+        "budget": round(models.budget(model, off(eager, exact)), 5),
+        "decode": handle.took.decode,
+        "layers": model.config.num_hidden_layers,
+        "new_tokens": asked.new,
+    }
+    return facts, lambda kind: seconds(runs[kind]) * 1e6 / asked.new
+
+
+def calls_of(device: Any) -> tuple[Row, Callable[[str], float]]:
+    """(the facts of a process without a model, a function that measures a kind of CALLS per call)."""
+    import torch
+
+    import attnops
+    from attnops.tune.clock import seconds
+
+    given, options = arguments(device)
+    want = attended(*given[:4])
+
+    def eager() -> Any:
+        return attnops.paged_attention(*given, **options)
+
+    runs = {"eager call": eager, "compiled call": torch.compile(eager, fullgraph=True)}
+    off = max(float((run().float() - want).abs().max()) for run in runs.values())
+    facts = {"code": attnops.__file__, "error": round(off, 5), "budget": 0.02}
+    command = [sys.executable, __file__, ".", "--first"]
+
+    def ask(kind: str) -> float:
+        if kind == "first call":
+            return float(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()[-1])
+        seconds(runs[kind], 20)
+        return seconds(runs[kind], REPEATS, wait=False) * 1e6 / REPEATS
+
+    return facts, ask
+
+
+def arguments(device: Any) -> tuple[tuple[Any, ...], Row]:
+    """A decode step of a Llama of 8 billion parameters, 8 requests of 1,024 tokens each; pages in random order."""
+    import torch
+
+    some = torch.Generator(device).manual_seed(0)
+    dtype, table = torch.bfloat16, torch.randperm(512, generator=some, device=device).reshape(8, 64).int()
+    query = torch.randn(8, 32, 128, generator=some, device=device, dtype=dtype)
+    pages = [torch.randn(512, 16, 8, 128, generator=some, device=device, dtype=dtype) for _ in range(2)]
+    lengths = torch.full((8,), 1024, dtype=torch.int32, device=device)
+    starts = torch.arange(9, dtype=torch.int32, device=device)
+    return (query, *pages, table, lengths, starts), {"max_seqlen_q": 1, "holes": False}
+
+
+def attended(query: Any, k_pages: Any, v_pages: Any, page_table: Any) -> Any:
+    """What the call must give, float32 `[B, Hq, D]`: torch's own attention over all keys of the pages."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    table = page_table.long()
+    key, value = (pages[table].flatten(1, 2).transpose(1, 2).double() for pages in (k_pages, v_pages))
+    return scaled_dot_product_attention(query[:, :, None].double(), key, value, enable_gqa=True)[:, :, 0].to(torch.float32)
+
+
+def first() -> float:
+    """Microseconds of the first call in this process, the device's work included."""
+    import torch
+
+    import attnops
+    from attnops.tune.clock import seconds
+
+    torch.set_grad_enabled(False)
+    given, options = arguments(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return seconds(lambda: attnops.paged_attention(*given, **options)) * 1e6
 
 
 def _say(answer: Any) -> None:
@@ -173,21 +250,25 @@ def measure(asked: argparse.Namespace) -> Row:
     from attnops.core.problem import Target
     from attnops.measured.digests import candidates, digests
 
-    times: dict[str, dict[str, list[float]]] = {kind: {"before": [], "now": []} for kind in KINDS}
+    kinds = CALLS if asked.calls else KINDS
+    times: dict[str, dict[str, list[float]]] = {kind: {"before": [], "now": []} for kind in kinds}
     with sides(asked.folder) as both:
         facts = {way: facts_of(way, side) for way, side in both.items()}
         for number in range(asked.rounds):
             order = list(both) if number % 2 else list(both)[::-1]
-            for kind in KINDS:
+            for kind in kinds:
+                if kind == "first call" and number >= asked.firsts:
+                    continue
                 for way in order:
                     times[kind][way].append(both[way].ask(kind))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     head = environment(device, asked.commit)
     suite = next(suite for suite in SUITES if suite.name == "generate")
     code = digests(candidates(Target.of(device), suite.ops, head["packages"]))
-    note = f"In turn with {asked.before}, {asked.rounds} rounds of {asked.new} tokens of each."
-    case = f"{asked.model} {Point(1, asked.context)}"
-    rows = [row for kind in KINDS for row in rows_of(f"{case}, {kind}", times[kind], facts)]
+    what = "calls" if asked.calls else f"{asked.new} tokens"
+    note = f"In turn with {asked.before}, {asked.rounds} rounds of {what} of each."
+    case = "paged_attention 8x1k" if asked.calls else f"{asked.model} {Point(asked.batch, asked.context)}"
+    rows = [row for kind in kinds for row in rows_of(f"{case}, {kind}", times[kind], facts)]
     return {**head, "suite": suite.name, "code": code, "note": note, "rows": rows}
 
 
@@ -198,12 +279,19 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="of this checkout; asked of git if not given")
     parser.add_argument("--model", default="llama-3-8b-shape")
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--new", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--calls", action="store_true", help="single calls instead of a model's tokens")
+    parser.add_argument("--firsts", type=int, default=15, help="rounds in which a process makes its first call")
     parser.add_argument("--out", type=Path, help="a file; printed if not given")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--first", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    if asked.first:
+        print(first())
+        return
     if asked.serve:
         serve(asked)
         return

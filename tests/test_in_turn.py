@@ -14,7 +14,7 @@ from tests.helpers import ROOT
 
 SCRIPT = ROOT / "benchmarks" / "in_turn.py"
 FACTS = {"error": 0.1, "budget": 0.2, "layers": 1}
-TOY = {"model": "llama", "layers": 1, "context": 8, "new": 2}
+TOY = {"model": "llama", "layers": 1, "batch": 2, "context": 8, "new": 2}
 
 
 def test_a_slow_host_slows_both_alike():
@@ -31,11 +31,27 @@ def test_a_slow_host_slows_both_alike():
 @torch.no_grad()
 def test_a_process_answers_with_its_facts_and_then_with_times(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("steps\ngenerate()\n"))
-    in_turn.serve(argparse.Namespace(**TOY))
+    in_turn.serve(argparse.Namespace(**TOY, calls=False))
     facts, *times = map(json.loads, capsys.readouterr().out.splitlines())
     assert facts["code"].startswith(str(ROOT / "attnops")) and 0 <= facts["error"] <= facts["budget"] < 1e-3
     assert (facts["layers"], facts["new_tokens"]) == (1, 2)
     assert len(times) == 2 and min(times) > 0
+
+
+@torch.no_grad()
+def test_calls_are_compared_with_torchs_own_attention_and_timed(monkeypatch):
+    monkeypatch.setattr(in_turn, "REPEATS", 1)
+    facts, ask = in_turn.calls_of(torch.device("cpu"))
+    assert 0 < facts["error"] <= facts["budget"]
+    assert min(map(ask, in_turn.CALLS)) > 0
+
+
+def test_a_lost_page_is_over_the_bound_of_calls():
+    given, _ = in_turn.arguments(torch.device("cpu"))
+    want = in_turn.attended(*given[:4])
+    table = given[3].clone()
+    table[2, 5] = table[3, 5]
+    assert (in_turn.attended(*given[:3], table) - want).abs().max() > 0.02
 
 
 class Told:
@@ -84,5 +100,5 @@ def test_the_whole_way(tmp_path):
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["commit"] == "c0ffee" and found["suite"] == "generate" and found["code"]
     assert [(row["case"], row["way"], row["rounds"]) for row in found["rows"]] == [
-        (f"llama 1x8, {kind}", way, 3) for kind in in_turn.KINDS for way in ("before", "now")
+        (f"llama 2x8, {kind}", way, 3) for kind in in_turn.KINDS for way in ("before", "now")
     ]
