@@ -1,5 +1,6 @@
 """What the documents say is so: code blocks run, generated parts are fresh, shown output is what is printed, links lead somewhere."""
 
+import ast
 import importlib.util
 import os
 import re
@@ -10,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import ROOT, ready_process
+from attnops.ops import OPS
+from tests.helpers import ROOT, ready_process, sources
 
 PAGES = sorted([*ROOT.glob("*.md"), *(p for p in (ROOT / "docs").rglob("*.md") if "gallery" not in p.parts)])
 README = (ROOT / "README.md").read_text()
@@ -202,3 +204,14 @@ def test_tutorial_runs(tutorial):
     """Each asserts what it promises."""
     skip_unless_installed(tutorial.read_text())
     assert script(tutorial)
+
+
+def test_ops_that_nothing_imports_are_said_to_have_no_caller():
+    _, _, after = (ROOT / "docs" / "ops.md").read_text().partition("Nothing in attnops calls these ops yet")
+    said = {*re.findall(r"`(\w+)`", after.partition("\n\n")[0])}
+    rooms = tuple(f"attnops.{room}." for room in ("nn", "cache", "hf", "adapters", "lowering", "graphs"))
+    trees = [ast.parse(path.read_text()) for module, path in sources().items() if module.startswith(rooms)]
+    imported = {alias.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    # Autograd calls the gradients. Ops and plans call the others; one function makes both plans.
+    within = {op for op in OPS if op.endswith("_backward")} | {"named_pages", "decode_rows", "plan_mla_attention"}
+    assert said == OPS.keys() - imported - within
