@@ -152,8 +152,16 @@ def _op(op: Op) -> str:
             f"- writes: {', '.join(f'`{w}`' for w in writes) or 'nothing'}",
             f"- gradient: {'yes' if op.autograd else 'none; a call that asks for one raises `NoGradient`'}",
             f"- kernels: {', '.join(f'`{k}`' for k in kernels_of(op.name))}",
+            *_entry(op.name),
         ]
     )
+
+
+def _entry(op: str) -> list[str]:
+    """The docstring of the op's function, but where another page has it."""
+    if not hasattr(attnops.ops, op) or hasattr(attnops, op):
+        return []
+    return ["", "```{eval-rst}", f".. autofunction:: attnops.ops.{op}", "```"]
 
 
 def _argument(a: Arg) -> list[str]:

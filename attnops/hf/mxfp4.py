@@ -45,7 +45,7 @@ class Kept:
 def pack_experts(model: nn.Module) -> int:
     """Keep the experts of a model in four bits a number, in place of their parameters, until `unpack_experts`.
 
-    They are served by `attnops.ops.experts.mxfp4`, without gradients. Call it before `attnops.patch` and before anything is compiled or
+    They are served by `attnops.ops.mxfp4_experts`, without gradients. Call it before `attnops.patch` and before anything is compiled or
     captured. A state_dict has the weights as they were; loading one is refused. Memory: a quarter of the weights', and the numbers of one
     expert more while it runs.
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,13 +15,14 @@ from attnops.core.op import check_binding
 from attnops.core.problem import Problem, Target, altered, problem_of
 from attnops.core.record import FLOATS, KW_ONLY, Call, Result, arg, asked, check, fake, record, schema
 from attnops.ops import OPS
+from tests.helpers import ROOT
 
 PLAIN = Problem("attention", Target(), q_heads=4, kv_heads=2, head_dim=8, v_head_dim=8)
 
 
 def test_schemas_are_those_that_others_have_compiled_against():
-    listed = Path(__file__).with_name("schemas.txt").read_text().splitlines()
-    assert sorted(str(op.packet.default._schema) for op in OPS.values()) == sorted(listed)
+    listed = re.findall(r"^```text\n(.*?)\n```$", (ROOT / "docs" / "ops.md").read_text(), re.M | re.S)
+    assert sorted(str(op.packet.default._schema) for op in OPS.values()) == sorted(re.sub(r"\n +", " ", text) for text in listed)
 
 
 @record("toy", Result("out", "B + 1, H", "a"), problem={"tokens": "B", "batch": "0", "q_heads": "H"})

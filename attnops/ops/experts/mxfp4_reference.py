@@ -103,7 +103,7 @@ _SAME = ("x", "top_k_index", "top_k_weights", "gate_up_bias", "down_bias", "alph
 
 
 class Decoded(SimpleNamespace):
-    """A call of `attnops.ops.experts.mxfp4` as one of `attnops.ops.experts`, whose arguments these are."""
+    """A call of `attnops.ops.mxfp4_experts` as one of `attnops.ops.experts`, whose arguments these are."""
 
     @classmethod
     def of(cls, call: Mxfp4Experts, gate_up: Tensor, down: Tensor) -> Any:
@@ -119,5 +119,5 @@ def decoded_call(call: Mxfp4Experts) -> Any:
 
 
 def experts(call: Mxfp4Experts) -> None:
-    """The reference of `attnops.ops.experts.mxfp4`."""
+    """The reference of `attnops.ops.mxfp4_experts`."""
     plain(decoded_call(call))
