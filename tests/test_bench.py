@@ -24,7 +24,6 @@ from attnops.bench import (
     compile,
     data,
     decode,
-    direct,
     generate,
     kernels,
     overhead,
@@ -33,7 +32,7 @@ from attnops.bench import (
     training_steps,
 )
 from attnops.bench.files import bad, compare, environment, read, text_of
-from attnops.bench.rows import Way, largest_error, relative_error, time_if_right, with_ratios
+from attnops.bench.rows import Way, largest_error, relative_error, time_if_right, with_direct, with_ratios
 from attnops.cli import bench as command
 from attnops.cli.app import app
 from attnops.core import kernel as registry
@@ -277,7 +276,8 @@ def test_exact_gradients_are_those_of_the_reference(pair, monkeypatch):
     grad = torch.randn(*call.arguments["query"].shape)
     want = training.exact(call, grad)
     given = {n: call.arguments[n] for n in training.TRAINED if n in call.arguments}
-    torch.testing.assert_close(direct.flex(TOY, call)(given), OPS[call.op].reference(call.record)[0], atol=1e-5, rtol=1e-5)
+    flex = OPS[f"{call.op}_backward"].of_family("vendors", "VENDORS")["flex"]
+    torch.testing.assert_close(flex(call.record, TOY.compiled)(given), OPS[call.op].reference(call.record)[0], atol=1e-5, rtol=1e-5)
     assert training.relative(training.own(call, grad, partial(use, kernel="reference")).computed(), want) < 1e-5
     assert training.relative([1.1 * x for x in want], want) > 0.02
     assert training.relative([x * float("nan") for x in want], want) == float("inf")
@@ -308,12 +308,24 @@ def test_an_overhead_that_hangs_is_ended(monkeypatch):
         overhead.in_a_process(time.sleep, 60.0)
 
 
+def vendors_of(call):
+    """The vendors' own calls that answer it, or would if their package was here."""
+    found = set()
+    for name, make in OPS[call.op].of_family("vendors", "VENDORS").items():
+        try:
+            answers = make(call.record, TOY.compiled) is not None
+        except (ImportError, OSError):
+            answers = True
+        found |= {name.removeprefix("direct.")} if answers and name.startswith("direct.") else set()
+    return found
+
+
 def test_vendors_are_called_where_they_answer():
     pool = Pool("cpu")
     by_case = {}
     for case in (case.sized("toy") for case in kernels.CASES):
         call = case.call(pool)
-        by_case[f"{case.kind} {case.remark}".strip()] = {name.partition(".")[2] for name in direct.vendors_of(call)}
+        by_case[f"{case.kind} {case.remark}".strip()] = vendors_of(call)
     assert by_case == {
         "decode": {"fa3", "flashinfer_tensor_cores"}, "prefill": {"fa3"}, "extend": {"fa3", "flashinfer_fa2", "flashinfer_fa3"},
         "latent decode": {"flashmla", "flashinfer_fa2", "flashinfer_fa3"}, "decode float8 pages": set(), "decode window and sinks": set(),
@@ -324,13 +336,13 @@ def test_vendors_are_called_where_they_answer():
     float8 = replace(kernels.CASES[-1], batch=2, keys=64).call(pool)
     check(float8.record)
     assert {float8.arguments[n].dtype for n in ("q_nope", "q_pe", "latent_pages")} == {torch.float8_e4m3fn}
-    assert float8.arguments["output"].dtype == torch.bfloat16 and direct.vendors_of(float8).keys() == {"direct.flashmla_fp8"}
+    assert float8.arguments["output"].dtype == torch.bfloat16 and vendors_of(float8) == {"flashmla_fp8"}
 
 
 def test_kernels_are_beside_the_vendors_call_of_their_own_code():
     us = {"flashinfer": 8.0, "triton": 9.0, "fa3": 10.0, "direct.flashinfer_fa2": 6.0, "direct.flashinfer_fa3": 4.0, "direct.fa3": 11.0}
     rows = [*(entry("a", way, time) for way, time in us.items()), entry("a", "flashinfer_mla_fa2", wrong="wrong: off")]
-    rows = direct.with_direct(rows, direct.own_calls)
+    rows = with_direct(rows, kernels.own_calls)
     assert {row["way"]: row["of_direct"] for row in rows if "of_direct" in row} == {"flashinfer": 0.5, "fa3": 1.1}
 
 

@@ -13,7 +13,6 @@ ROOMS = ("core", "measured", "tune", "bench", "cli", "testing", "lowering", "gra
 NAMED = {
     "attnops.bench.data",
     "attnops.bench.decode",
-    "attnops.bench.direct",
     "attnops.bench.engines",
     "attnops.bench.experts",
     "attnops.bench.kernels",

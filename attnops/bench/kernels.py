@@ -1,7 +1,7 @@
 """Suite `kernels`: every kernel that can answer a call, the automatic choice, and torch's and the vendors' own calls.
 
 `automatic` is the plain op, `deterministic` the op under that policy; `kernel` in their rows names the chosen kernel. `torch.*` are SDPA,
-compiled flex_attention and varlen_attn; `direct.*` the vendors' own calls of their kernels (`attnops.bench.direct`). `of_direct` of a
+compiled flex_attention and varlen_attn; `direct.*` the vendors' own calls of their kernels (`vendors.py` of its family). `of_direct` of a
 kernel: the time of the vendor's fastest call of the same device code over its own. `of_automatic`: that of `automatic` over the row's.
 `of_bandwidth` and `of_flops` are shares of the ceilings measured in the same run, for the bytes a call must move and its operations.
 """
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.bench import Setup, direct, rows
-from attnops.bench.rows import Row, Way, time_if_right, with_ratios
+from attnops.bench import Setup, rows
+from attnops.bench.rows import Row, Way, time_if_right, with_direct, with_ratios
 from attnops.core.kernel import kernels_of
 from attnops.core.select import select
 from attnops.measured import Shape, Sizes
@@ -34,7 +34,14 @@ ROWS, REQUESTS = 32, 3  # the last queries of the first requests are compared. A
 
 PAGES = ("k_pages", "v_pages", "latent_pages")
 # Not measured on a GPU, where a plain body holds the scores of all pairs; at toy size, compilers are not measured.
-SLOW = ("reference", "flex")
+SLOW = ("reference", "flex", "torch.flex")
+
+
+OWN = {
+    "flashinfer": ("flashinfer_tensor_cores", "flashinfer_fa2", "flashinfer_fa3"),
+    "flashinfer_mla_fa2": ("flashinfer_fa2",), "flashinfer_mla_fa3": ("flashinfer_fa3",),
+}  # fmt: skip
+"""By kernel, the vendor's calls that run the same device code; of other kernels, the call of the kernel's name."""
 
 
 @dataclass(frozen=True)
@@ -113,15 +120,14 @@ def measure(setup: Setup, pool: Pool, case: Case) -> list[Row]:
             plain = way(op, part, allowed * chosen.tolerance.factor, call.arguments.get("output"))
             ways[name] = replace(plain, more={"kernel": chosen.name})
 
-    def other(make: Callable[[Call], Run | None]) -> Way | None:
+    def other(make: Callable[..., Run | None]) -> Way | None:
         # Other calls may round weights to the dtype; the budget has a factor of two for block-wise rescaling.
-        run = make(call)
+        run = make(call.record, setup.compiled)
         return None if run is None else way(run, part, 2 * allowed, call.arguments.get("output"))
 
-    others: dict[str, Callable[[Call], Run | None]]
-    others = {name: partial(direct.torch_call, name, setup) for name in direct.TORCH if name == "torch.sdpa" or not brief}
-    others |= direct.vendors_of(call) if setup.on_gpu else {}
-    ways |= {name: partial(other, make) for name, make in others.items()}
+    others = OPS[call.op].of_family("vendors", "VENDORS") or {}
+    left = () if setup.on_gpu else ("direct",)
+    ways |= {n: partial(other, make) for n, make in others.items() if n.partition(".")[0] not in left and not (brief and n in SLOW)}
 
     work = case.shape.work(Sizes(case.batch, case.queries, case.keys / case.queries))
 
@@ -131,7 +137,12 @@ def measure(setup: Setup, pool: Pool, case: Case) -> list[Row]:
         return {"of_bandwidth": round(moved, 4), "of_flops": round(done, 4), "of_ceiling": round(max(moved, done), 4)}
 
     found = time_if_right(case.name, ways, want, allowed, partial(kernels_us, setup.device), more=shares)
-    return with_ratios(direct.with_direct(found, direct.own_calls), "automatic")
+    return with_ratios(with_direct(found, own_calls), "automatic")
+
+
+def own_calls(way: str) -> list[str]:
+    """The vendors' calls of the device code of a kernel."""
+    return [f"direct.{name}" for name in OWN.get(way, (way,))]
 
 
 def way(run: Run, part: Callable[[Tensor], Tensor], allowed: float, output: Tensor | None = None) -> Way:

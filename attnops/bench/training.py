@@ -1,7 +1,7 @@
 """Suite `training`: attention forward and backward in one timing, dense and packed, with every rule that trains, and others' calls.
 
 `automatic` and `deterministic` (the same under that policy) are the public functions `attention` and `varlen_attention`; `kernel` names
-their forward and their gradient. The other ways are direct calls (`attnops.bench.direct`). The gradients of query, key, value, sinks and
+their forward and their gradient. The other ways are direct calls (the family's `vendors`). The gradients of query, key, value, sinks and
 mask of every way are compared with those in float32 before it is timed. Times are of the device, with a cold L2 cache; `host_us` is what
 a step takes until it is issued. `of_direct`: the time of the fastest direct call over the row's; above 1 is faster than that.
 """
@@ -21,23 +21,22 @@ import torch
 from torch import Tensor
 
 import attnops.ops
-from attnops.bench import Setup, direct
-from attnops.bench.direct import RULES, Attend
-from attnops.bench.rows import Case, Make, Row, Way, time_if_right, with_ratios
+from attnops.bench import Setup
+from attnops.bench.rows import Case, Make, Row, Way, time_if_right, with_direct, with_ratios
 from attnops.core.problem import altered
 from attnops.core.select import active_policy, choose, use
 from attnops.measured import Shape
 from attnops.ops import OPS
+from attnops.ops.attention.vendors import RULES, TRAINED, Attend, packed
 from attnops.testing.calls import Call
 from attnops.testing.pool import Pool
-from attnops.testing.timed_calls import build
+from attnops.testing.timed_calls import GRADIENT, build
 from attnops.tune.clock import Timed, kernels_us, steps_us
 from attnops.tune.shapes import D64_MHA, DEEPSEEK, DENSE, PACKED, toy
 
 MOST_ERROR = 0.02
 ROWS = 512
 """Queries whose logits the float32 gradients hold at a time."""
-TRAINED = ("query", "key", "value", "sinks", "mask")
 SHARED = ("sinks", "mask")
 """Of all requests, where the others have rows of tokens."""
 OURS = {"automatic": nullcontext, "deterministic": partial(use, deterministic=True)}
@@ -106,18 +105,19 @@ def measure(setup: Setup, pool: Pool, pair: Pair) -> list[Row]:
     ours: dict[str, Make] = {name: partial(own, call, grad, policy) for name, policy in OURS.items()}
 
     def peer(make: Any) -> Way | None:
-        attend = make(setup, call)
+        attend = make(call.record, setup.compiled)
         return None if attend is None else step(attend, call, grad)
 
+    vendors = OPS[call.op + GRADIENT].of_family("vendors", "VENDORS")
     left = ("flex",) if setup.size == "toy" else ()  # at toy size, compilers are not measured
-    others: dict[str, Make] = {name: partial(peer, make) for name, make in direct.DIRECT.items() if name not in left}
+    others: dict[str, Make] = {name: partial(peer, make) for name, make in vendors.items() if name not in left}
 
     def host(us: float, way: Way) -> Row:
         return {"host_us": steps_us({"": way.timed}, 5, inner=1, wait=False)[""]["median_us"]}
 
     clock = partial(kernels_us, setup.device, rounds=3, launched=True)
     rows = time_if_right(pair.name, ours | others, exact(call, grad), MOST_ERROR, clock, relative, host, own=OURS)
-    return with_ratios(direct.with_direct(rows, lambda way: others if way in OURS else ()), "flex")
+    return with_ratios(with_direct(rows, lambda way: others if way in OURS else ()), "flex")
 
 
 def own(call: Call, grad: Tensor, policy: Any) -> Way:
@@ -157,7 +157,7 @@ def exact(call: Call, grad: Tensor) -> tuple[Tensor, ...]:
     given: dict[str, Any] = {n: (a[n] if n in SHARED else a[n].flatten(0, -3)).to(wide, copy=True) for n in TRAINED if n in a}
     for x in given.values():
         x.requires_grad_()  # and x.grad sums what each part adds
-    ends = a["cu_seqlens_q"].tolist() if direct.packed(call) else range(0, len(given["query"]) + 1, a["query"].shape[1])
+    ends = a["cu_seqlens_q"].tolist() if packed(call.record) else range(0, len(given["query"]) + 1, a["query"].shape[1])
     flat, left, rules = grad.flatten(0, -3), a.get("window_left", -1), {n: a[n] for n in RULES if n in a}
     for start, end in pairwise(ends):
         for first in range(start, end, ROWS):
