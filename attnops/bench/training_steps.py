@@ -21,7 +21,7 @@ from torch import Tensor
 import attnops.hf
 from attnops.bench import Point, Setup, known_ways, models
 from attnops.bench.rows import Case, LeftOut, Make, Row, Way, time_if_right, with_ratios
-from attnops.bench.training import documents
+from attnops.ops.points import documents
 from attnops.tune.clock import Timed, steps_us
 
 LONG = Point(8, 4096)

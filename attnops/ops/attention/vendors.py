@@ -175,7 +175,7 @@ def of_one_length(c: Any, tensors: list[Tensor]) -> Attention | None:
 
 def joined(c: Any) -> VarlenAttention:
     """A prompt as a call of `varlen_attention`: requests one after the other."""
-    if packed(c):
+    if isinstance(c, VarlenAttention):
         return c
     (batch, queries), keys = c.query.shape[:2], c.key.shape[1]
     ends = torch.arange(batch + 1, dtype=torch.int32, device=c.query.device)
