@@ -41,6 +41,7 @@ def serve(asked: argparse.Namespace) -> None:
 
     import attnops
     from attnops.bench import Point, Setup, generate, models
+    from attnops.bench.ways import How
     from attnops.hf.cache_names import argument
     from attnops.tune.clock import seconds
 
@@ -48,8 +49,8 @@ def serve(asked: argparse.Namespace) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     setup, point = Setup(device, quick=True, layers=asked.layers), Point(1, asked.context)
     model = models.build(setup, asked.model, point)
-    patched, handle = models.patched(model, "paged", decode="piecewise" if setup.on_gpu else "hf")
-    given = generate.arguments(setup, model, "attnops", point) | {"max_new_tokens": asked.new}
+    patched, handle = models.patched(model, How({"cache": "paged", "decode": "piecewise" if setup.on_gpu else "hf"}))
+    given = generate.arguments(setup, model, point) | {"max_new_tokens": asked.new}
     prompt, new = given["inputs"], models.tokens(setup, model, 1, asked.new, seed=1)
     cache = handle.new_cache(1, asked.context + asked.new + 1)
     patched(prompt, **argument(patched, cache))

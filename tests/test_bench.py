@@ -30,6 +30,7 @@ from attnops.bench import (
     run as suites,
     training,
     training_steps,
+    ways as table,
 )
 from attnops.bench.files import bad, compare, environment, read, text_of
 from attnops.bench.rows import Way, largest_error, relative_error, time_if_right, with_direct, with_ratios
@@ -52,6 +53,8 @@ CPU = torch.device("cpu")
 TOY = Setup(CPU, quick=True, backend="eager", ceilings={"bandwidth_tb_s": 1.0, "matmul_tflop_s": 1.0})
 CEILINGS = {"bandwidth_tb_s", "matmul_tflop_s"}
 CALLS = [(op, ops.shorter(case, "toy")) for op, case in ops.listed("kernels")]
+GPU = Setup(torch.device("cuda"))
+STEPS = table.WAYS["training_steps"]
 PAIRS = [pair for _, pair in ops.listed("training")]
 
 
@@ -136,12 +139,12 @@ def test_only_the_ways_asked_for():
 
 def test_a_way_is_measured_under_its_policy(monkeypatch):
     """One with a kernel that no CPU has, after the prompt."""
-    monkeypatch.setitem(decode.WAYS, "attnops_eager", ("hf", None, None, {"kernel": {"attention": "fa3"}}))
+    monkeypatch.setitem(table.WAYS["decode"], "attnops_eager", table.How({"cache": "hf"}, policy={"kernel": {"attention": "fa3"}}))
     chosen = replace(TOY, ways=("attnops_eager",))
     row = decode.measure(chosen, decode.models.keeper(chosen), "llama", Point(2, 12))[1]
     assert "fa3" in row["wrong"] and "median_us" not in row
-    for kernel, apart in product(({}, decode.STOCK), ({}, decode.APART)):
-        assert [name for name, how in decode.ON_GPU.items() if how[0] and how[3] == kernel | apart], (
+    for kernel, apart in product(({}, table.STOCK), ({}, table.APART)):
+        assert [name for name, how in table.here(GPU, "decode").items() if how.patch and how.device and how.policy == kernel | apart], (
             "linears and attention, each on and off"
         )
 
@@ -167,10 +170,13 @@ def ways(report):
 
 def test_whole_models_are_beside_their_peers(reports_of):
     [step] = ways(reports_of[0]["decode"]).values()
-    assert set(step) == set(decode.WAYS), "what may be asked for is what there is"
+    assert set(step) == set(table.here(TOY, "decode")), "what may be asked for is what there is"
     [prompt] = ways(reports_of[0]["prefill"]).values()
-    assert [set(rows) for rows in ways(reports_of[0]["generate"]).values()] == [{*generate.WAYS, *generate.ON_CPU}, set(generate.FIRST)]
-    assert set(prompt) == {"hf_eager", "hf_compiled", "attnops_eager", "attnops_compiled"}
+    assert [set(rows) for rows in ways(reports_of[0]["generate"]).values()] == [
+        {*table.chosen(TOY, "generate")},
+        {*generate.FIRST} - {"attnops_piecewise"},
+    ]
+    assert set(prompt) == set(table.here(TOY, "prefill")) == {"hf_eager", "hf_compiled", "attnops_eager", "attnops_compiled"}
     for row in (*step.values(), *prompt.values()):
         assert row["budget"] < 1e-4, "that of float32"
         base = step if row["way"] in step and row is step[row["way"]] else prompt
@@ -254,10 +260,10 @@ def test_training_steps_agree_with_transformers(reports_of, monkeypatch):
     model = training_steps.models.build(TOY, "llama").requires_grad_(True)
     batch, count = training_steps.packed(TOY, model, Point(3, 12))
     assert count == 3 and (batch["labels"][batch["position_ids"] == 0] == -100).all() and (batch["position_ids"] == 0).sum() == 3
-    right, mine = (training_steps.step(TOY, model, way, batch) for way in ("hf_eager", "attnops"))
+    right, mine = (training_steps.step(TOY, model, STEPS[way], batch) for way in ("hf_eager", "attnops"))
     torch.testing.assert_close(mine.computed(), right.computed(), atol=1e-4, rtol=0)
     other = {**batch, "position_ids": torch.arange(36)[None]}
-    assert (training_steps.step(TOY, model, "attnops", other).computed() - right.computed()).abs().max() > 1e-3, "one document"
+    assert (training_steps.step(TOY, model, STEPS["attnops"], other).computed() - right.computed()).abs().max() > 1e-3, "one document"
 
 
 def test_a_whole_training_step_is_compiled(monkeypatch):
@@ -265,7 +271,7 @@ def test_a_whole_training_step_is_compiled(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda model: torch_compile(model, backend=counter))
     model = training_steps.models.build(TOY, "llama").requires_grad_(True)
     batch, _ = training_steps.packed(TOY, model, Point(3, 12))
-    right, mine = (training_steps.step(TOY, model, way, batch).computed() for way in ("attnops", "attnops_compiled"))
+    right, mine = (training_steps.step(TOY, model, STEPS[way], batch).computed() for way in ("attnops", "attnops_compiled"))
     torch.testing.assert_close(mine, right, atol=1e-4, rtol=0)
     assert len(counter) == 1
 
@@ -295,7 +301,7 @@ def test_every_kind_of_call_is_compared_with_the_exact_result():
 
 def test_compilation_is_timed(reports_of):
     found = ways(reports_of[0]["compile"])
-    assert set(found["llama, cold"]) == set(found["llama, warm"]) == set(compile.WAYS)
+    assert set(found["llama, cold"]) == set(found["llama, warm"]) == set(table.here(TOY, "compile"))
 
 
 def test_overhead(reports_of):
