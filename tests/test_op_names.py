@@ -16,7 +16,6 @@ NAMED = {
     "attnops.bench.ops",
     "attnops.bench.run",
     "attnops.cli.demo",
-    "attnops.cli.features",
     "attnops.configs",
     "attnops.testing.error_bounds",
     "attnops.testing.timed_calls",
