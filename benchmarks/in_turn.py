@@ -59,29 +59,33 @@ def tokens_of(asked: argparse.Namespace, device: Any) -> tuple[Row, Callable[[st
     import torch
 
     import attnops
-    from attnops.bench import Point, Setup, generate, models
+    import attnops.hf
+    from attnops.bench import Point, Setup, models
     from attnops.hf.cache_names import argument
     from attnops.tune.clock import seconds
 
     setup, point = Setup(device, quick=True, layers=asked.layers), Point(asked.batch, asked.context)
     model = models.build(setup, asked.model, point)
-    patched, handle = models.patched(model, "paged", decode="piecewise" if setup.on_gpu else "hf")
-    given = generate.arguments(setup, model, "attnops", point) | {"max_new_tokens": asked.new}
-    prompt, new = given["inputs"], models.tokens(setup, model, point.batch, asked.new, seed=1)
+    one = models.twin(model)
+    handle = attnops.hf.patch(one, cache="paged", decode="piecewise" if setup.on_gpu else "hf")
+    prompt, new = (models.tokens(setup, model, point.batch, n, seed) for seed, n in enumerate((asked.context, asked.new)))
+    # No token has the end's id, so that all calls are equally long, and the stopping test is made.
+    ends = {"pad_token_id": 0, "eos_token_id": model.config.vocab_size, "attention_mask": torch.ones_like(prompt)}
+    given = {"inputs": prompt, "max_new_tokens": asked.new, "do_sample": False, **ends}
     cache = handle.new_cache(point.batch, asked.context + asked.new + 1)
-    patched(prompt, **argument(patched, cache))
+    one(prompt, **argument(one, cache))
 
     def step(token: Any) -> Any:
         if setup.on_gpu:
             return handle.step(token, cache)
-        return patched(token, **argument(patched, cache)).logits
+        return one(token, **argument(one, cache)).logits
 
     def steps() -> Any:
         logits = [step(new[:, at : at + 1]) for at in range(asked.new)]
         cache.crop(-asked.new)
         return torch.cat(logits, 1)
 
-    runs: dict[str, Callable[[], Any]] = {"generate()": lambda: patched.generate(**given), "steps": steps}
+    runs: dict[str, Callable[[], Any]] = {"generate()": lambda: one.generate(**given), "steps": steps}
     for _ in range(3):
         for run in runs.values():
             run()

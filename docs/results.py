@@ -11,7 +11,7 @@ from typing import Any
 
 from changed import CHANGED, SAME, TARGETS, UNKNOWN, sentence, since
 
-from attnops.bench.regret import summary
+from attnops.bench.choices import summary
 from attnops.core.kernel import kernel_names
 from attnops.ops import OPS
 

@@ -22,18 +22,18 @@ from attnops.bench import (
     Point,
     Setup,
     compile,
-    data,
     decode,
-    direct,
+    exact,
     generate,
-    kernels,
+    ops,
     overhead,
     run as suites,
     training,
     training_steps,
+    ways as table,
 )
 from attnops.bench.files import bad, compare, environment, read, text_of
-from attnops.bench.rows import Way, largest_error, relative_error, time_if_right, with_ratios
+from attnops.bench.rows import Way, largest_error, relative_error, time_if_right, with_direct, with_ratios
 from attnops.cli import bench as command
 from attnops.cli.app import app
 from attnops.core import kernel as registry
@@ -52,6 +52,10 @@ from tests.hf.helpers import Counter
 CPU = torch.device("cpu")
 TOY = Setup(CPU, quick=True, backend="eager", ceilings={"bandwidth_tb_s": 1.0, "matmul_tflop_s": 1.0})
 CEILINGS = {"bandwidth_tb_s", "matmul_tflop_s"}
+CALLS = [(op, ops.shorter(case, "toy")) for op, case in ops.listed("kernels")]
+GPU = Setup(torch.device("cuda"))
+STEPS = table.WAYS["training_steps"]
+PAIRS = [pair for _, pair in ops.listed("training")]
 
 
 @pytest.fixture(scope="session")
@@ -135,12 +139,12 @@ def test_only_the_ways_asked_for():
 
 def test_a_way_is_measured_under_its_policy(monkeypatch):
     """One with a kernel that no CPU has, after the prompt."""
-    monkeypatch.setitem(decode.WAYS, "attnops_eager", ("hf", None, None, {"kernel": {"attention": "fa3"}}))
+    monkeypatch.setitem(table.WAYS["decode"], "attnops_eager", table.How({"cache": "hf"}, policy={"kernel": {"attention": "fa3"}}))
     chosen = replace(TOY, ways=("attnops_eager",))
     row = decode.measure(chosen, decode.models.keeper(chosen), "llama", Point(2, 12))[1]
     assert "fa3" in row["wrong"] and "median_us" not in row
-    for kernel, apart in product(({}, decode.STOCK), ({}, decode.APART)):
-        assert [name for name, how in decode.ON_GPU.items() if how[0] and how[3] == kernel | apart], (
+    for kernel, apart in product(({}, table.STOCK), ({}, table.APART)):
+        assert [name for name, how in table.here(GPU, "decode").items() if how.patch and how.device and how.policy == kernel | apart], (
             "linears and attention, each on and off"
         )
 
@@ -166,10 +170,13 @@ def ways(report):
 
 def test_whole_models_are_beside_their_peers(reports_of):
     [step] = ways(reports_of[0]["decode"]).values()
-    assert set(step) == set(decode.WAYS), "what may be asked for is what there is"
+    assert set(step) == set(table.here(TOY, "decode")), "what may be asked for is what there is"
     [prompt] = ways(reports_of[0]["prefill"]).values()
-    assert [set(rows) for rows in ways(reports_of[0]["generate"]).values()] == [{*generate.WAYS, *generate.ON_CPU}, set(generate.FIRST)]
-    assert set(prompt) == {"hf_eager", "hf_compiled", "attnops_eager", "attnops_compiled"}
+    assert [set(rows) for rows in ways(reports_of[0]["generate"]).values()] == [
+        {*table.chosen(TOY, "generate")},
+        {*generate.FIRST} - {"attnops_piecewise"},
+    ]
+    assert set(prompt) == set(table.here(TOY, "prefill")) == {"hf_eager", "hf_compiled", "attnops_eager", "attnops_compiled"}
     for row in (*step.values(), *prompt.values()):
         assert row["budget"] < 1e-4, "that of float32"
         base = step if row["way"] in step and row is step[row["way"]] else prompt
@@ -208,15 +215,16 @@ def test_overlaps_are_counted_once_and_gaps_are_found():
 
 
 def test_data_is_counted_and_compared_bit_for_bit(reports_of, monkeypatch):
-    calls = {name: make(Pool("cpu")) for name, make in data.CASES.items() if not name.endswith(("2048", "256"))}
-    for call, _ in calls.values():
-        check(call.record)
+    points = {point.name: (op, point) for op, point in ops.listed("data") if not point.name.endswith(("2048", "256"))}
+    tasks = {name: next(ops.moves_at(TOY, Pool("cpu"), *point)) for name, point in points.items()}
+    for task in tasks.values():
+        check(task.calls[0].record)
     row = 8 * 128 * 2
     want = {
         "write_kv 4096": 4 * 4096 * row, "write_kv float8 4096": 3 * 4096 * row, "write_latent 4096": 2 * 4096 * 576 * 2,
         "write_latent_packed 64": 64 * (576 * 2 + 656), "copy_kv of 32 layers 8": 4 * 8 * 32 * row, "kv_indices 64": 0,
     }  # fmt: skip
-    assert {name: calls[name][1] for name in want} == want
+    assert {name: tasks[name].moved for name in want} == want
     rows = ways(reports_of[0]["data"])
     assert set(rows["write_kv 64"]) == {"reference", "compiled", "copy"} and set(rows["kv_indices 64"]) == {"reference", "compiled"}
     right = kernels_of("write_kv")["reference"]
@@ -226,23 +234,23 @@ def test_data_is_counted_and_compared_bit_for_bit(reports_of, monkeypatch):
         call.k_pages.zero_()
 
     monkeypatch.setitem(registry._REGISTRY.kernels["write_kv"], "triton", replace(right, name="triton", run=off, contract=2))
-    found = {row["way"]: row for row in data.measure(TOY, Pool("cpu"), "write_kv float8 64")}
+    found = {row["way"]: row for row in ops.DATA.measure(TOY, Pool("cpu"), *points["write_kv float8 64"])}
     assert found["triton"]["wrong"].startswith("wrong: off by") and "median_us" not in found["triton"] and found["reference"]["median_us"]
     broken = replace(right, name="triton", run=lambda call: call.no_such_argument, contract=2)
     monkeypatch.setitem(registry._REGISTRY.kernels["write_kv"], "triton", broken)
-    rows = data.measure(TOY, Pool("cpu"), "write_kv float8 64")
+    rows = ops.DATA.measure(TOY, Pool("cpu"), *points["write_kv float8 64"])
     assert "AttributeError" in bad({"data": {"rows": rows}})[0], "a kernel of ours that does not run fails the case"
 
 
 def test_training_is_beside_others(reports_of, monkeypatch):
     found = ways(reports_of[0]["training"])
-    assert list(found) == [pair.name for pair in training.PAIRS[: training.COUNT["toy"]]]
+    assert list(found) == [pair.name for pair in PAIRS[: training.SUITE.count["toy"]]]
     for rows in found.values():
         assert all(rows[way]["kernel"] and rows[way]["host_us"] > 0 and rows[way]["error"] > 0 for way in training.OURS)
     plain, packed, *_ = found.values()
     assert plain["torch"]["error"] > 0 and plain["automatic"]["of_direct"] > 0 and "torch" not in packed
     monkeypatch.setattr(training, "relative", lambda got, want: 1.0)
-    for case in training.cases(TOY).values():
+    for case in training.SUITE.cases(TOY).values():
         assert all("wrong" in row and "median_us" not in row for row in case())
 
 
@@ -252,10 +260,10 @@ def test_training_steps_agree_with_transformers(reports_of, monkeypatch):
     model = training_steps.models.build(TOY, "llama").requires_grad_(True)
     batch, count = training_steps.packed(TOY, model, Point(3, 12))
     assert count == 3 and (batch["labels"][batch["position_ids"] == 0] == -100).all() and (batch["position_ids"] == 0).sum() == 3
-    right, mine = (training_steps.step(TOY, model, way, batch) for way in ("hf_eager", "attnops"))
+    right, mine = (training_steps.step(TOY, model, STEPS[way], batch) for way in ("hf_eager", "attnops"))
     torch.testing.assert_close(mine.computed(), right.computed(), atol=1e-4, rtol=0)
     other = {**batch, "position_ids": torch.arange(36)[None]}
-    assert (training_steps.step(TOY, model, "attnops", other).computed() - right.computed()).abs().max() > 1e-3, "one document"
+    assert (training_steps.step(TOY, model, STEPS["attnops"], other).computed() - right.computed()).abs().max() > 1e-3, "one document"
 
 
 def test_a_whole_training_step_is_compiled(monkeypatch):
@@ -263,35 +271,37 @@ def test_a_whole_training_step_is_compiled(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda model: torch_compile(model, backend=counter))
     model = training_steps.models.build(TOY, "llama").requires_grad_(True)
     batch, _ = training_steps.packed(TOY, model, Point(3, 12))
-    right, mine = (training_steps.step(TOY, model, way, batch).computed() for way in ("attnops", "attnops_compiled"))
+    right, mine = (training_steps.step(TOY, model, STEPS[way], batch).computed() for way in ("attnops", "attnops_compiled"))
     torch.testing.assert_close(mine, right, atol=1e-4, rtol=0)
     assert len(counter) == 1
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize("pair", training.PAIRS, ids=lambda pair: pair.name)
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
 def test_exact_gradients_are_those_of_the_reference(pair, monkeypatch):
     """In parts of a few queries. flex_attention, which has no gradient on a CPU, is compared forward."""
     monkeypatch.setattr(training, "ROWS", 10)
-    call = training.build(pair.sized("toy").shape, *[pair.sized("toy").lengths] * 2, Pool("cpu"))
+    short = training.shorter(pair, "toy")
+    call = training.build(short.shape, short.lengths, short.lengths, Pool("cpu"))
     grad = torch.randn(*call.arguments["query"].shape)
     want = training.exact(call, grad)
     given = {n: call.arguments[n] for n in training.TRAINED if n in call.arguments}
-    torch.testing.assert_close(direct.flex(TOY, call)(given), OPS[call.op].reference(call.record)[0], atol=1e-5, rtol=1e-5)
+    flex = OPS[f"{call.op}_backward"].of_family("vendors", "VENDORS")["flex"]
+    torch.testing.assert_close(flex(call.record, TOY.compiled)(given), OPS[call.op].reference(call.record)[0], atol=1e-5, rtol=1e-5)
     assert training.relative(training.own(call, grad, partial(use, kernel="reference")).computed(), want) < 1e-5
     assert training.relative([1.1 * x for x in want], want) > 0.02
     assert training.relative([x * float("nan") for x in want], want) == float("inf")
 
 
 def test_every_kind_of_call_is_compared_with_the_exact_result():
-    for case in (case.sized("toy") for case in kernels.CASES):
-        for row in kernels.measure(TOY, Pool("cpu"), case):
+    for op, case in CALLS:
+        for row in ops.KERNELS.measure(TOY, Pool("cpu"), op, case):
             assert "wrong" not in row and 0 < row["error"] < row["budget"], row
 
 
 def test_compilation_is_timed(reports_of):
     found = ways(reports_of[0]["compile"])
-    assert set(found["llama, cold"]) == set(found["llama, warm"]) == set(compile.WAYS)
+    assert set(found["llama, cold"]) == set(found["llama, warm"]) == set(table.here(TOY, "compile"))
 
 
 def test_overhead(reports_of):
@@ -308,12 +318,24 @@ def test_an_overhead_that_hangs_is_ended(monkeypatch):
         overhead.in_a_process(time.sleep, 60.0)
 
 
+def vendors_of(call):
+    """The vendors' own calls that answer it, or would if their package was here."""
+    found = set()
+    for name, make in OPS[call.op].of_family("vendors", "VENDORS").items():
+        try:
+            answers = make(call.record, TOY.compiled) is not None
+        except (ImportError, OSError):
+            answers = True
+        found |= {name.removeprefix("direct.")} if answers and name.startswith("direct.") else set()
+    return found
+
+
 def test_vendors_are_called_where_they_answer():
     pool = Pool("cpu")
     by_case = {}
-    for case in (case.sized("toy") for case in kernels.CASES):
-        call = case.call(pool)
-        by_case[f"{case.kind} {case.remark}".strip()] = {name.partition(".")[2] for name in direct.vendors_of(call)}
+    for _, case in CALLS:
+        call = ops.call_at(case, pool)
+        by_case[f"{case.kind} {case.remark}".strip()] = vendors_of(call)
     assert by_case == {
         "decode": {"fa3", "flashinfer_tensor_cores"}, "prefill": {"fa3"}, "extend": {"fa3", "flashinfer_fa2", "flashinfer_fa3"},
         "latent decode": {"flashmla", "flashinfer_fa2", "flashinfer_fa3"}, "decode float8 pages": set(), "decode window and sinks": set(),
@@ -321,16 +343,16 @@ def test_vendors_are_called_where_they_answer():
         "paged prefill": {"fa3", "flashinfer_fa2", "flashinfer_fa3"},
         "float8 latent decode": {"flashmla", "flashinfer_fa2", "flashinfer_fa3"},
     }  # fmt: skip
-    float8 = replace(kernels.CASES[-1], batch=2, keys=64).call(pool)
+    float8 = ops.call_at(replace(ops.listed("kernels")[-1][1], batch=2, keys=64), pool)
     check(float8.record)
     assert {float8.arguments[n].dtype for n in ("q_nope", "q_pe", "latent_pages")} == {torch.float8_e4m3fn}
-    assert float8.arguments["output"].dtype == torch.bfloat16 and direct.vendors_of(float8).keys() == {"direct.flashmla_fp8"}
+    assert float8.arguments["output"].dtype == torch.bfloat16 and vendors_of(float8) == {"flashmla_fp8"}
 
 
 def test_kernels_are_beside_the_vendors_call_of_their_own_code():
     us = {"flashinfer": 8.0, "triton": 9.0, "fa3": 10.0, "direct.flashinfer_fa2": 6.0, "direct.flashinfer_fa3": 4.0, "direct.fa3": 11.0}
     rows = [*(entry("a", way, time) for way, time in us.items()), entry("a", "flashinfer_mla_fa2", wrong="wrong: off")]
-    rows = direct.with_direct(rows, direct.own_calls)
+    rows = with_direct(rows, ops.own_calls)
     assert {row["way"]: row["of_direct"] for row in rows if "of_direct" in row} == {"flashinfer": 0.5, "fa3": 1.1}
 
 
@@ -353,13 +375,13 @@ def test_a_wrong_kernel_has_no_speed(monkeypatch):
     monkeypatch.setitem(registry._REGISTRY.kernels["attention"], "aten_flash", replace(flash, run=raises, contract=2))
     paged = kernels_of("paged_attention")["sdpa"]
     monkeypatch.setitem(registry._REGISTRY.kernels["paged_attention"], "sdpa", replace(paged, run=lambda *a, **k: None))
-    decode_case, prefill = (case.sized("toy") for case in kernels.CASES[:2])
-    found = {row["way"]: row for row in kernels.measure(TOY, Pool("cpu"), prefill)}
+    decode_case, prefill = CALLS[:2]
+    found = {row["way"]: row for row in ops.KERNELS.measure(TOY, Pool("cpu"), *prefill)}
     assert "median_us" not in found["sdpa"] and found["sdpa"]["wrong"].startswith("wrong: off by 0.00")
     assert found["sdpa"]["error"] > 10 * found["sdpa"]["budget"] and "of_flops" not in found["sdpa"]
     assert found["aten_flash"]["wrong"] == "RuntimeError: no such luck"
     assert found["reference"]["median_us"] > 0 and found["torch.sdpa"]["median_us"] > 0
-    found = {row["way"]: row for row in kernels.measure(TOY, Pool("cpu"), decode_case)}
+    found = {row["way"]: row for row in ops.KERNELS.measure(TOY, Pool("cpu"), *decode_case)}
     assert found["sdpa"]["wrong"] == "wrong: not finite, or of another shape" and "error" not in found["sdpa"]
     console = Console(width=150, record=True, file=io.StringIO())
     report = {**environment("cpu"), "suite": "kernels", "seconds": 0.0, "rows": list(found.values())}
@@ -442,7 +464,7 @@ def test_rows_that_are_not_compared_with_exact_ones_are_compared():
 
 def test_all_of_a_kernels_result_is_finite():
     out = torch.ones(4, 2, 1)
-    way = kernels.way(lambda: out, lambda whole: whole[:1], 0.0)
+    way = exact.way(lambda: out, lambda whole: whole[:1], 0.0)
     assert torch.equal(way.computed(), out[:1])
     out[3, 1] = float("inf")
     assert way.computed().isnan().all()

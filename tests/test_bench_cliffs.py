@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("transformers", reason="the suite measures transformers models")
 pytest.importorskip("peft", reason="a change is that of an adapter")
 
-from attnops.bench import cliffs
+from attnops.bench import cliffs, ways
 from attnops.bench.rows import LeftOut
 from attnops.hf import Decode
 from attnops.tune.clock import seconds
@@ -32,7 +32,7 @@ def captures(monkeypatch):
         pytest.skip(why)
     device = StandIn()
     decode = Decode("breakable", inner="eager", graphs=device)
-    monkeypatch.setattr(cliffs, "ways_of", lambda setup: {"attnops_breakable": {"cache": "paged", "decode": decode}})
+    monkeypatch.setitem(ways.WAYS, "cliffs", {"attnops_breakable": ways.How({"cache": "paged", "decode": decode})})
     taken: list[int] = []
 
     def counted(run):

@@ -224,4 +224,4 @@ def test_the_command_takes_engines(monkeypatch):
 
 def test_no_engine_is_a_case_without_the_option():
     assert not [name for name in generate.cases(TOY) if "vllm" in name or "sglang" in name]
-    assert json.loads(json.dumps(peers.cases(TOY, generate.PLACES, 6, 3))) == {}
+    assert json.loads(json.dumps(peers.cases(TOY, "generate", 6, 3))) == {}

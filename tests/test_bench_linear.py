@@ -1,20 +1,23 @@
 """The suite `linear`: its products, what is compared, and the regret of a choice."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from attnops.bench import Setup, linear
+from attnops.bench import Setup, choices, ops
 from attnops.core.kernel import kernels_of
 from attnops.measured import LinearShape
 from attnops.testing.pool import Pool
 from attnops.tune import linears
 
 CPU = Setup(torch.device("cpu"), quick=True, backend="eager")
+MODELS = {model.name: model.products for _, model in ops.models("linear")}
 SHAPE = LinearShape(dtype="float32", out_features=32, in_features=16, norm=True)
 
 
 def measured(setup=CPU):
-    return list(linear.product(setup, Pool("cpu"), "a", SHAPE))
+    return [row for task in ops.product_at(setup, Pool("cpu"), "a", SHAPE) for row in ops.LINEAR.rows(setup, task)]
 
 
 def row(way, us, **more):
@@ -31,10 +34,10 @@ def row(way, us, **more):
     ],
 )
 def test_the_regret_of_a_choice(times, chosen, regret, monkeypatch):
-    monkeypatch.setattr(linear.regret, "choices", lambda problem, table: {"automatic": chosen})
-    call = linear.call_of(SHAPE, linear.Sizes(1.0, 1.0, 1.0), Pool("cpu"))
+    monkeypatch.setattr(choices, "choices", lambda problem, table: {"automatic": chosen})
+    call = ops.call_of(SHAPE, ops.Sizes(1.0, 1.0, 1.0), Pool("cpu"))
     rows = [row(way, us) for way, us in times.items()]
-    found = linear.with_choice(CPU, rows, call)
+    found = choices.with_choice(rows, call)
     us = {n: t for n, t in times.items() if t and n in kernels_of("linear")}
     more = {} if regret is None else {"median_us": times[chosen], "regret_percent": regret}
     want = [{"case": "a x1", "way": "automatic", "us": us, "chosen": {"automatic": chosen}, **more}] if chosen else []
@@ -42,34 +45,35 @@ def test_the_regret_of_a_choice(times, chosen, regret, monkeypatch):
 
 
 def test_the_shapes_are_those_of_the_models():
-    sizes = {name: (s.out_features, s.in_features) for name, s in linear.MODELS["llama-3-8b"].items()}
+    sizes = {name: (s.out_features, s.in_features) for name, s in MODELS["llama-3-8b"].items()}
     assert sizes == {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336), "head": (128256, 4096)}
-    assert linear.MODELS["gpt-oss-20b"].keys() == {"qkv", "o", "head"}, "the rest are experts"
-    assert list(linear.cases(CPU)) == ["llama-3-8b"]
+    assert MODELS["gpt-oss-20b"].keys() == {"qkv", "o", "head"}, "the rest are experts"
+    assert list(ops.LINEAR.cases(CPU)) == ["llama-3-8b"]
     tuned = {s for model in linears.MODELS.values() for s in model.values()}
-    assert not any(tuned & set(model.values()) for model in linear.HELD.values())
+    assert not any(tuned & set(model.values()) for model in ops.HELD.values())
 
 
 def test_a_model_has_its_summary(monkeypatch):
     """Of its calls that two kernels answer."""
     row = {"case": "llama-3-8b qkv x1", "way": "automatic", "us": {"aten": 4.0, "triton": 5.0}, "chosen": {"automatic": "triton"}}
-    monkeypatch.setattr(linear, "product", lambda setup, pool, name, shape: [row] if name.endswith("qkv") else [{"case": name}])
-    [case] = linear.cases(CPU).values()
+    monkeypatch.setattr(ops, "product_at", lambda setup, pool, name, shape: [name])
+    rows = replace(ops.LINEAR, rows=lambda setup, name: [row] if name.endswith("qkv") else [{"case": name}])
+    [case] = rows.cases(CPU).values()
     *rows, automatic, by_estimates = case()
     assert [r["case"] for r in rows][1:] == [f"llama-3-8b {n}" for n in ("o", "gate_up", "down", "head")]
     assert (automatic["calls"], automatic["mean_percent"], by_estimates["unanswered"]) == (1, 25.0, 1)
 
 
 def test_the_run_of_a_cpu_is_small():
-    [case] = linear.cases(CPU).values()
+    [case] = ops.LINEAR.cases(CPU).values()
     rows = case()
-    assert {r["case"] for r in rows if r["way"] == "aten"} == {f"llama-3-8b {n} x{c}" for n in linear.MODELS["llama-3-8b"] for c in (1, 8)}
+    assert {r["case"] for r in rows if r["way"] == "aten"} == {f"llama-3-8b {n} x{c}" for n in MODELS["llama-3-8b"] for c in (1, 8)}
     assert all("median_us" in r for r in rows if r["case"].endswith("x8"))
 
 
 def test_a_wrong_result_has_no_time(monkeypatch):
-    honest = linear.runner
-    monkeypatch.setattr(linear, "runner", lambda *a, **k: lambda: honest(*a, **k)() * 1.01)
+    honest = ops.runner
+    monkeypatch.setattr(ops, "runner", lambda *a, **k: lambda: honest(*a, **k)() * 1.01)
     assert any(str(r.get("wrong")).startswith("wrong: off by") for r in measured() if r["way"] == "aten")
 
 
@@ -83,7 +87,7 @@ def test_what_the_timed_graph_leaves_is_compared(spoiled, monkeypatch):
                 step.call()
         return {name: {"median_us": 5.0} for name in steps}
 
-    monkeypatch.setattr(linear, "kernels_us", clock)
+    monkeypatch.setattr(ops, "kernels_us", clock)
     if spoiled:
         with pytest.raises(RuntimeError, match=r"a x1: the timed graph of aten left results that are off by inf"):
             measured()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from attnops.bench import regret, training_regret
+from attnops.bench import choices
 from attnops.core.kernel import Kernel, kernels_of
 from attnops.core.problem import Target, altered
 from attnops.measured import MEASURED, Grid, Shape, Table, costs
@@ -22,9 +22,9 @@ TINY = replace(DENSE, dtype="float32", kv_dtype="float32", q_heads=4, kv_heads=2
 
 
 def test_what_is_held_out():
-    held = regret.held_out(240)
-    assert held == regret.held_out(240) != regret.held_out(240, seed=2), "a seed gives the same calls"
-    assert {f: sum(h.family == f for h in held) for f in regret.FAMILIES} == dict.fromkeys(regret.FAMILIES, 48)
+    held = choices.held_out(240)
+    assert held == choices.held_out(240) != choices.held_out(240, seed=2), "a seed gives the same calls"
+    assert {f: sum(h.family == f for h in held) for f in choices.FAMILIES} == dict.fromkeys(choices.FAMILIES, 48)
     assert len({h.name for h in held}) == 240 and held[0].name == "dense 2x1072 of 1072"
     on_grid = {(p.shape, *at) for p in FULL for at in Grid(p.shape, p.batch, p.queries, p.ratio, {}).points()}
     for h in held:
@@ -40,37 +40,37 @@ def test_what_is_held_out():
 
 def test_the_problem_of_a_held_call_is_that_of_the_call():
     pool, seen = Pool("cpu"), set()
-    for held in (h.sized("toy") for h in regret.held_out(60, seed=3)):
+    for held in (h.sized("toy") for h in choices.held_out(60, seed=3)):
         call = build(held.shape, held.q_lens, held.k_lens, pool)
         assert problem_of(held.shape, held.q_lens, held.k_lens, Target()) == call.problem, held
         seen.add(held.family)
-    assert seen == set(regret.FAMILIES)
+    assert seen == set(choices.FAMILIES)
 
 
 def row(us, chosen):
-    return {"us": us, "chosen": dict.fromkeys(regret.WAYS, chosen)}
+    return {"us": us, "chosen": dict.fromkeys(choices.WAYS, chosen)}
 
 
 def test_regret_is_counted():
     rows = [row({"a": 10.0, "b": 12.0}, "a"), row({"a": 10.0, "b": 12.0}, "b"), row({"a": 10.0, "b": 12.0}, "gone")]
-    assert [regret.regret(one) for one in rows] == [0.0, pytest.approx(20.0), None]
-    found, by_estimates = regret.summary("mla", rows)
+    assert [choices.regret(one) for one in rows] == [0.0, pytest.approx(20.0), None]
+    found, by_estimates = choices.summary("mla", rows)
     assert found == {
         "case": "mla", "way": "automatic", "calls": 3, "mean_percent": 10.0, "worst_percent": 20.0, "best_chosen": 1, "over_10_percent": 1,
         "unanswered": 1,
     }  # fmt: skip
-    assert by_estimates == found | {"way": "by_estimates"} and "mean_percent" not in next(regret.summary("mla", []))
+    assert by_estimates == found | {"way": "by_estimates"} and "mean_percent" not in next(choices.summary("mla", []))
 
 
 def chosen_again(data, table):
     """The calls of a results file with the choices that are made now, by `table` and for the machine it is of."""
     target = replace(Target.parse(table.target, tuple(v.partition("==")[0] for v in data["packages"])), gpu=table.gpu)
-    known = {held.name: held for held in regret.held_out(1000)}
+    known = {held.name: held for held in choices.held_out(1000)}
     rows = []
     for timed in data["calls"]:
         (q, k), batch = (dict.fromkeys(map(str, timed[n])) for n in ("queries", "keys")), timed["batch"]
         held = known[f"{timed['family']} {batch}x{'-'.join(q)} of {'-'.join(k)}"]
-        rows.append(timed | {"chosen": regret.choices(problem_of(held.shape, held.q_lens, held.k_lens, target), table)})
+        rows.append(timed | {"chosen": choices.choices(problem_of(held.shape, held.q_lens, held.k_lens, target), table)})
     return rows
 
 
@@ -88,25 +88,25 @@ def test_the_shipped_table_chooses_as_the_committed_figures_say():
     table = from_json((ROOT / "attnops" / "tables" / "h200.json").read_text())
     rows = chosen_again(data, table)
     for family, then in ({**data["families"], "all": data["all"]}).items():
-        for now in regret.summary(family, [r for r in rows if family in ("all", r["family"])]):
+        for now in choices.summary(family, [r for r in rows if family in ("all", r["family"])]):
             assert now == {"case": family, "way": now["way"], "calls": then["calls"], **then[now["way"]]}
     # Times of gradients were added since, and `made` is of the run that added them: the others are those of then.
     made = {name: data["table"]["made"][name] for name in table.made if name in data["table"]["made"]}
-    assert data["table"]["digest"] == replace(of(table, regret.FAMILIES.values()), made=made).digest[:12]
+    assert data["table"]["digest"] == replace(of(table, choices.FAMILIES.values()), made=made).digest[:12]
     assert len(rows) == len(data["calls"])
-    found, by_estimates = regret.summary("all", rows)
+    found, by_estimates = choices.summary("all", rows)
     assert found["mean_percent"] < 2.0 < by_estimates["mean_percent"]
-    other, _ = regret.summary("all", chosen_again(data, replace(table, grids=table.grids[:5])))
+    other, _ = choices.summary("all", chosen_again(data, replace(table, grids=table.grids[:5])))
     assert other["mean_percent"] > found["mean_percent"], "fewer shapes were measured"
 
 
 def timed(held, stopwatch, checked):
-    return list(regret.timed(held, Pool("cpu"), stopwatch, checked, None))
+    return list(choices.timed(held, Pool("cpu"), stopwatch, checked, None))
 
 
 def test_a_kernel_that_is_wrong_is_no_candidate(monkeypatch):
     """Half as much again, which it is found to be once; later calls leave it out."""
-    held, sdpa = regret.Held("dense", TINY, (6, 6), (6, 6)), kernels_of("attention")["sdpa"]
+    held, sdpa = choices.Held("dense", TINY, (6, 6), (6, 6)), kernels_of("attention")["sdpa"]
     call = build(held.shape, held.q_lens, held.k_lens, Pool("cpu"))
 
     def off(call):
@@ -114,7 +114,7 @@ def test_a_kernel_that_is_wrong_is_no_candidate(monkeypatch):
         return output * 1.5, lse
 
     wrong = replace(sdpa, name="off", run=off, contract=2)
-    assert regret.failure(sdpa, call) == "" and regret.failure(wrong, call).startswith("wrong: off by")
+    assert choices.failure(sdpa, call) == "" and choices.failure(wrong, call).startswith("wrong: off by")
     stopwatch, checked = Stopwatch(lambda kernel, call, run: 10.0), {}
     monkeypatch.setattr(
         stopwatch, "candidates", lambda call: [(k, call, None) for k in (sdpa, wrong, kernels_of("attention")["reference"])]
@@ -126,20 +126,20 @@ def test_a_kernel_that_is_wrong_is_no_candidate(monkeypatch):
 
 
 def test_a_row_of_real_kernels():
-    held = regret.Held("dense", TINY, (6, 6), (6, 6))
+    held = choices.Held("dense", TINY, (6, 6), (6, 6))
     us = {"sdpa": 10.0, "reference": 30.0}
     stopwatch = Stopwatch(lambda kernel, call, run: us[kernel.name], names=tuple(us))
     [found] = timed(held, stopwatch, {})
     assert found == {
-        "case": "dense 2x6 of 6", "way": "automatic", "us": us, "chosen": dict.fromkeys(regret.WAYS, "sdpa"), "median_us": 10.0,
+        "case": "dense 2x6 of 6", "way": "automatic", "us": us, "chosen": dict.fromkeys(choices.WAYS, "sdpa"), "median_us": 10.0,
         "regret_percent": 0.0,
     }  # fmt: skip
 
 
 def test_pairs_that_are_held_out():
-    held = training_regret.held_out(120)
-    assert held == training_regret.held_out(120) and len({h.name for h in held}) == 120
-    assert {h.shape.op for h in held} == set(training_regret.FAMILIES.values())
+    held = choices.TRAINING.held_out(120)
+    assert held == choices.TRAINING.held_out(120) and len({h.name for h in held}) == 120
+    assert {h.shape.op for h in held} == set(choices.TRAINED.values())
     shapes = [h.shape for h in held]
     assert {s.head_dim for s in shapes} == {64, 96, 128, 192, 256} and {s.group_size for s in shapes} == {1, 2, 4, 8}
     assert all(any(getattr(s, fact) for s in shapes) for fact in ("sinks", "softcap")) and any(s.window >= 0 for s in shapes)
@@ -153,13 +153,13 @@ def test_pairs_that_are_held_out():
 
 
 def test_the_regret_of_a_pair():
-    held = regret.Held("dense", replace(TINY, causal=False), (6, 6), (6, 6))
+    held = choices.Held("dense", replace(TINY, causal=False), (6, 6), (6, 6))
     us = {("attention", "aten_flash"): 20.0, ("attention", "sdpa"): 10.0, ("attention", "reference"): 30.0}
     us |= {("attention_backward", "aten_flash"): 50.0, ("attention_backward", "reference"): 40.0}
     stopwatch = Stopwatch(lambda kernel, call, run: us[kernel.op, kernel.name], names=("aten_flash", "reference"))
-    [found] = training_regret.timed(held, Pool("cpu"), stopwatch, None)
+    [found] = choices.timed_pair(held, Pool("cpu"), stopwatch, {}, None)
     assert found["forward"] == {"aten_flash": 20.0, "reference": 30.0} and found["gradient"] == {"aten_flash": 50.0, "reference": 40.0}
-    assert found["chosen"] == dict.fromkeys(regret.WAYS, "aten_flash+aten_flash") and found["median_us"] == 70.0
+    assert found["chosen"] == dict.fromkeys(choices.WAYS, "aten_flash+aten_flash") and found["median_us"] == 70.0
     assert found["regret_percent"] == pytest.approx(100 * (70 / 60 - 1), abs=0.01)
 
 
@@ -213,7 +213,7 @@ def test_a_table_chooses_well_between_its_points():
     """The grid and the hints are fine enough: mean and worst regret on calls that the table does not contain."""
     table, exact, rough = made_up_table(), [], []
     assert len(table.to_json()) < 100_000
-    for held in regret.held_out(300, seed=5):
+    for held in choices.held_out(300, seed=5):
         kernels = [Kernel(n, held.shape.op, lambda call: None) for n in MADE_UP]
         us = {n: f(held.shape, held.q_lens, held.k_lens) for n, f in MADE_UP.items()}
         for change, regrets in ((lambda p: p, exact), (coarse, rough)):

@@ -11,20 +11,11 @@ ROOMS = ("core", "measured", "tune", "bench", "cli", "testing", "lowering", "gra
 
 # Suites of the benchmark, a demo and passes have ops of their own, and configs a field of this name. The others name ops still.
 NAMED = {
-    "attnops.bench.data",
     "attnops.bench.decode",
-    "attnops.bench.direct",
     "attnops.bench.engines",
-    "attnops.bench.experts",
-    "attnops.bench.kernels",
-    "attnops.bench.latent",
-    "attnops.bench.overhead",
-    "attnops.bench.regret",
+    "attnops.bench.ops",
     "attnops.bench.run",
-    "attnops.bench.training",
-    "attnops.bench.training_regret",
     "attnops.cli.demo",
-    "attnops.cli.features",
     "attnops.configs",
     "attnops.testing.error_bounds",
     "attnops.testing.timed_calls",

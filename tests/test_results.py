@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from attnops.bench import regret
+from attnops.bench import choices
 from attnops.measured import RATES, Grid, LinearShape, Table
 from tests.helpers import ROOT
 
 CALLS = [
-    {"case": "mla 1x1 of 9", "way": "automatic", "us": {"a": 10.0, "b": 12.0}, "chosen": dict.fromkeys(regret.WAYS, "b")},
-    {"case": "packed 1x9 of 9", "way": "automatic", "us": {"a": 10.0, "b": 11.0}, "chosen": dict.fromkeys(regret.WAYS, "a")},
+    {"case": "mla 1x1 of 9", "way": "automatic", "us": {"a": 10.0, "b": 12.0}, "chosen": dict.fromkeys(choices.WAYS, "b")},
+    {"case": "packed 1x9 of 9", "way": "automatic", "us": {"a": 10.0, "b": 11.0}, "chosen": dict.fromkeys(choices.WAYS, "a")},
 ]
 STAMP = {"device": "Some GPU", "torch": "2.11.0", "date": "2026-01-01", "commit": "0123456789abcdef", "packages": ["far==1.0"]}
 

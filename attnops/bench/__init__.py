@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -71,12 +71,6 @@ class Setup:
         given = {name: value for name, value in options.items() if inductor or name not in ("mode", "options")}
         made: Callable[..., Any] = torch.compile(function, backend=self.backend, **given)
         return made
-
-
-def known_ways(setup: Setup, known: Collection[str]) -> None:
-    """Raise InvalidInput for a way of `--ways` that is not among the `known` ones."""
-    if unknown := [way for way in setup.ways if way not in known]:
-        raise InvalidInput("ways", ", ".join(map(repr, unknown)), f"some of {', '.join(known)}")
 
 
 def device_of(name: str) -> torch.device:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 import attnops.hf
-from attnops.bench import Point, Setup, generate, models
+from attnops.bench import Point, Setup, generate, models, ways
 from attnops.bench.rows import Case, LeftOut, Row
 from attnops.core.select import use
 from attnops.hf.cache_names import argument
@@ -39,7 +39,7 @@ class Warm(NamedTuple):
     def generate(self, batch: int = 1, context: int = 1) -> Any:
         """A call with so many times the rows and the prompt's tokens."""
         point = Point(batch * self.point.batch, context * self.point.context)
-        return self.model.generate(**generate.arguments(self.setup, self.model, "", point))
+        return self.model.generate(**generate.arguments(self.setup, self.model, point))
 
     def filled(self) -> Any:
         """A new cache with the prompt in it, and with room for further steps."""
@@ -85,16 +85,10 @@ ADAPTER = "another adapter"
 SWITCH = "steps are compiled"
 
 
-def ways_of(setup: Setup) -> dict[str, Any]:
-    """The options of `patch` by way."""
-    return {"attnops": {}, **generate.ON_GPU} if setup.on_gpu else generate.ON_CPU
-
-
 def cases(setup: Setup) -> dict[str, Case]:
     """All changes of a way, and another adapter, at the first prompt of each model of the suite `generate`."""
-    places = {size: {name: points[:1] for name, points in some.items()} for size, some in generate.PLACES.items()}
-    measured: dict[str, Any] = models.over(setup, places, measure)
-    asked = [(way, adapters) for way in ways_of(setup) for adapters in (False, True)]
+    measured: dict[str, Any] = models.over(setup, "cliffs", measure)
+    asked = [(way, adapters) for way in ways.here(setup, "cliffs") for adapters in (False, True)]
     return {
         f"{case}, {way}" + (f", {ADAPTER}" if adapters else ""): partial(one, way=way, adapters=adapters)
         for way, adapters in asked for case, one in measured.items()
@@ -113,7 +107,7 @@ def measure(
     if adapters:
         add_adapters(one)
     rows = []
-    with attnops.hf.patch(one, **ways_of(setup)[way]) as handle:
+    with attnops.hf.patch(one, **(ways.WAYS["cliffs"][way].patch or {})) as handle:
         warm = Warm(setup, one, handle, point)
         for _ in range(generate.warm_calls(setup)):
             warm.generate()

@@ -15,15 +15,13 @@ from typing import Any
 import torch
 from torch._inductor.utils import clear_caches, fresh_cache
 
-import attnops.hf
-from attnops.bench import Setup, decode, models
+from attnops.bench import Setup, decode, models, ways
 from attnops.bench.rows import Case, LeftOut, Row
+from attnops.bench.ways import How
+from attnops.hf import Decode
 from attnops.hf.cache_names import argument
 from attnops.tune.clock import host_us, seconds, spread, synchronize
 
-WAYS = ("hf_compiled", "attnops_hf", "attnops_paged")
-# The alternatives on a GPU: Inductor's CUDA graphs over transformers' static cache and over pages, and those of `decode=`.
-ON_GPU = ("hf_compiled", "attnops_paged", "attnops_piecewise")
 LAYERS = 8  # default on a GPU; the suite `decode` has the first calls of whole models
 MODES = ("piecewise", "breakable")
 ROWS, LENGTH = 256, 128  # rows of the largest of 35 default buckets, and positions of a row: a run has more steps than the prompt tokens
@@ -33,7 +31,7 @@ def cases(setup: Setup) -> dict[str, Case]:
     """First calls."""
     name = models.asked(setup)
     kept = models.keeper(replace(setup, layers=setup.layers or LAYERS) if setup.on_gpu else setup)
-    return {f"{name}, compiled, {way}": partial(times, setup, kept, name, way) for way in (ON_GPU if setup.on_gpu else WAYS)}
+    return {f"{name}, compiled, {way}": partial(times, setup, kept, name, way) for way in ways.here(setup, "compile")}
 
 
 def times(setup: Setup, kept: models.Kept, name: str, way: str) -> list[Row]:
@@ -45,7 +43,7 @@ def times(setup: Setup, kept: models.Kept, name: str, way: str) -> list[Row]:
         for _ in range(2 if setup.quick else 3 if setup.on_gpu else 4):
             clear_caches()
             torch._dynamo.reset()
-            step = decode.ways_of(replace(setup, ways=(way,)), model, prompt, token)[way]().timed.call
+            step = decode.way_of(setup, model, prompt, token, ways.WAYS["compile"][way]).timed.call
             us.append(1e6 * seconds(step))
     found, layers = {"cold": spread(us[:1]), "warm": spread(us[1:])}, model.config.num_hidden_layers
     return [{"case": f"{name}, {start}", "way": way, **row, "layers": layers} for start, row in found.items()]
@@ -63,7 +61,7 @@ def capture(setup: Setup, kept: models.Kept, name: str, mode: Any, device: Any) 
     if not setup.on_gpu and device is None:
         raise LeftOut("there are no CUDA graphs on a CPU")
     inner = "inductor" if setup.backend == "inductor" else "eager"
-    model, handle = models.patched(kept(name), "paged", decode=attnops.hf.Decode(mode, inner=inner, graphs=device))
+    model, handle = models.patched(kept(name), How({**ways.PAGED, "decode": Decode(mode, inner=inner, graphs=device)}))
     cache = handle.new_cache(ROWS if setup.on_gpu else 4, LENGTH)
     with fresh_cache():
         began = perf_counter()

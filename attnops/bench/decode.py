@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,10 +36,10 @@ from torch._inductor.utils import fresh_cache
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, StaticCache
 
-from attnops.bench import Point, Setup, known_ways, models, peers
+from attnops.bench import Point, Setup, models, peers, ways
 from attnops.bench.rows import Case, Row, Way
+from attnops.bench.ways import How
 from attnops.core.select import use
-from attnops.hf import Decode
 from attnops.hf.cache_names import argument
 from attnops.hf.paged.prompt import CAPTURE_AFTER
 from attnops.tune.clock import Timed, seconds, steps_us, synchronize
@@ -49,43 +49,6 @@ from attnops.tune.clock import Timed, seconds, steps_us, synchronize
 NEW, NEW_ON_GPU, NEW_IN_WINDOWS = 4, 40, 16
 LESS, ROUNDS = 8, 5  # tokens of the calls of other engines that are subtracted, and their rounds
 
-ONE, EIGHT, MANY = Point(1, 1024), Point(8, 1024), Point(32, 2048)
-PLACES: models.Places = {
-    "toy": {"llama": (Point(2, 12),)},
-    "small": {name: (Point(1, 128), Point(4, 128)) for name in ("llama", "llama-small")},
-    "quick": {"llama-3-8b-shape": (ONE, EIGHT)},
-    "full": {
-        **dict.fromkeys(("llama-3-8b-shape", "qwen3-4b-shape"), (ONE, EIGHT, MANY)),
-        **dict.fromkeys(("gpt-oss-20b-shape", "deepseek-v3-shape"), (EIGHT,)),
-    },
-}
-
-PROMPTS = {"llama-3-8b-shape": (Point(1, 512), Point(1, 4096), Point(8, 1024))}
-PREFILL_PLACES: models.Places = {
-    "toy": PLACES["toy"], "small": {name: (Point(1, 128), Point(4, 256)) for name in PLACES["small"]}, "quick": PROMPTS, "full": PROMPTS,
-}  # fmt: skip
-
-# Of a way: the patch, options of torch.compile (None is eager), the graphs, the policy of `attnops.use`.
-MXFP4 = "attnops_mxfp4"
-How = tuple[str, Row | None, Decode | None, Row]
-STANDARD: Row = {}
-STOCK: Row = {"kernel": {"linear": "aten"}}
-APART: Row = {"deny": ("decode_attention:triton",)}
-GRAPHS: Row = {"mode": "reduce-overhead"}
-TUNED: Row = {"options": {"triton.cudagraphs": True, "coordinate_descent_tuning": True}}  # the second one is that of Decode(inner="tuned")
-WAYS: dict[str, How] = {
-    "hf_eager": ("", None, None, STANDARD), "hf_compiled": ("", GRAPHS, None, STANDARD), "attnops_eager": ("hf", None, None, STANDARD),
-    "attnops_hf": ("hf", GRAPHS, None, STANDARD), "attnops_paged": ("paged", GRAPHS, None, STANDARD),
-}  # fmt: skip
-ON_GPU: dict[str, How] = {
-    "attnops_piecewise": ("paged", None, Decode("piecewise"), STANDARD),
-    "attnops_tuned": ("paged", None, Decode("piecewise", inner="tuned"), STANDARD),
-    "attnops_apart": ("paged", None, Decode("piecewise"), STOCK | APART),
-    "attnops_linears": ("paged", None, Decode("piecewise"), APART),
-    "attnops_one_launch": ("paged", None, Decode("piecewise"), STOCK),
-    MXFP4: ("mxfp4", None, Decode("piecewise"), STANDARD),
-    "attnops_breakable": ("paged", None, Decode("breakable"), STANDARD), "hf_tuned": ("", TUNED, None, STANDARD),
-}  # fmt: skip
 Ran = tuple[float, float, str]  # a kernel that ran: its start and end in microseconds, and its name
 # The first pattern that a kernel's name matches gives its kind; other kernels are glue.
 KINDS = {
@@ -93,8 +56,6 @@ KINDS = {
     r"flash|attend|combine|attention|fmha|mla|xqa|sdpa|prepare_varlen|lean_reduction|^decode$": "attention",
     r"gemm|gemv|nvjet|splitk|cublas|cutlass|_mm_|triton_tem|^(one|few)_(row|token)": "matmul",
 }
-PREFILL_WAYS = ("hf_eager", "hf_compiled", "attnops_eager", "attnops_compiled", "attnops_paged", "attnops_prompt")
-NAMED = ("attnops_tuned", "hf_tuned", "attnops_linears", "attnops_one_launch")  # tuning takes a minute each
 
 
 def cases(setup: Setup) -> dict[str, Case]:
@@ -102,15 +63,14 @@ def cases(setup: Setup) -> dict[str, Case]:
 
     Raises InvalidInput for a way that this device does not have.
     """
-    known = WAYS | ON_GPU if setup.on_gpu else WAYS
-    known_ways(setup, known)
-    others = peers.cases(setup, PLACES, LESS + (NEW_ON_GPU if setup.on_gpu else NEW), ROUNDS, LESS)
-    return others | models.over(setup, PLACES, measure)
+    ways.check(setup, "decode")
+    others = peers.cases(setup, "decode", LESS + (NEW_ON_GPU if setup.on_gpu else NEW), ROUNDS, LESS)
+    return others | models.over(setup, "decode", measure)
 
 
 def prefill_cases(setup: Setup) -> dict[str, Case]:
     """Every model at its prompts."""
-    return models.over(setup, PREFILL_PLACES, prefill)
+    return models.over(setup, "prefill", prefill)
 
 
 def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Row]:
@@ -155,21 +115,20 @@ def bytes_of(model: Any, point: Point) -> int:
 def ways_of(setup: Setup, model: Any, prompt: Tensor, new: Tensor) -> dict[str, Callable[[], Way]]:
     """The makers of the chosen implementations of the step, over a full cache."""
     # In a full run these are as long to compile as `hf_compiled`, and slower than the graphs.
-    left = {*NAMED, *(("attnops_hf", "attnops_paged") if setup.size == "full" else ())}
-    left |= {MXFP4} if model.config.model_type != "gpt_oss" else set()
-    known = WAYS | ON_GPU if setup.on_gpu else WAYS
-    chosen = {"hf_eager", *setup.ways} if setup.ways else known.keys() - left
-    return {name: partial(_way, setup, model, prompt, new, *how) for name, how in known.items() if name in chosen}
+    slow = ("attnops_hf", "attnops_paged") if setup.size == "full" else ()
+    packed = model.config.model_type == "gpt_oss"
+    chosen = ways.chosen(setup, "decode", "hf_eager").items()
+    left = () if setup.ways else [name for name, how in chosen if name in slow or (how.packed and not packed)]
+    return {name: partial(way_of, setup, model, prompt, new, how) for name, how in chosen if name not in left}
 
 
-def _way(
-    setup: Setup, model: Any, prompt: Tensor, new: Tensor, patch: str, compiled: Row | None, graphs: Decode | None, policy: Row,
-) -> Way:  # fmt: skip
+def way_of(setup: Setup, model: Any, prompt: Tensor, new: Tensor, how: How) -> Way:
     """Steps for the tokens of `new`, one after the other, after `prompt`."""
-    one, handle = models.patched(model, patch, **({"decode": graphs} if graphs else {}))
+    one, handle = models.patched(model, how)
+    compiled, graphs, policy = how.compiled, (how.patch or {}).get("decode"), how.policy
     length, more = prompt.shape[1] + new.shape[1] + 1, dict[str, Any]()
     with use(**policy):
-        if patch in ("paged", "mxfp4"):
+        if (how.patch or {}).get("cache") == "paged":
             cache = handle.new_cache(prompt.shape[0], length)
         else:
             cache = DynamicCache(config=one.config) if compiled is None else StaticCache(config=one.config, max_cache_len=length)
@@ -217,26 +176,26 @@ def prefill(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
     """The time to the first token of one model at one point."""
     model, rows = kept(name), max(1, point.batch - 1)
     lengths = [point.context - point.context * 7 * row // (8 * rows) for row in range(point.batch)]  # without padding
-    prompt, (patched, _) = models.tokens(setup, model, *point), models.patched(model, "hf")
+    prompt = models.tokens(setup, model, *point)
     before = point.context - torch.tensor(lengths, device=setup.device)[:, None]
     mask = (torch.arange(point.context, device=setup.device) >= before).long()
     given: dict[str, Any] = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)} if len(lengths) > 1 else {}
-    forwards: dict[str, Callable[..., Any]] = {
-        "hf_eager": model, "hf_compiled": setup.compiled(model.forward),
-        "attnops_eager": patched, "attnops_compiled": setup.compiled(patched.forward),
-    }  # fmt: skip
 
     def first_token(forward: Callable[..., Any]) -> Any:
         # The graph makes the cache itself, so prompts of one length share a graph.
         return forward(prompt, use_cache=True, logits_to_keep=1, **given).logits
 
-    asked = {"hf_eager", *({*setup.ways} & {*PREFILL_WAYS} or PREFILL_WAYS)}  # `--ways` may name those of decode alone
-    ways = {way: Way(Timed(partial(first_token, forward))) for way, forward in forwards.items() if way in asked}
-    if setup.on_gpu:
-        modes: dict[str, Literal["breakable", "piecewise"]] = {"attnops_paged": "breakable", "attnops_prompt": "piecewise"}
-        ways |= {way: _prompt(setup, model, prompt, given, mode) for way, mode in modes.items() if way in asked}
-    more = partial(figures, setup, model, ways["hf_eager"], sum(lengths), {"of_matmul": (flop_of(model, lengths), "matmul_tflop_s")})
-    return models.compared(f"{name} {point}", model, ways, prompt, None, more, **given)
+    def way(how: How) -> Way:
+        if how.device:
+            return _prompt(setup, model, prompt, given, how)
+        one, _ = models.patched(model, how) if how.patch else (model, None)
+        return Way(Timed(partial(first_token, one if how.compiled is None else setup.compiled(one.forward, **how.compiled))))
+
+    known = ways.here(setup, "prefill")
+    asked = {"hf_eager", *({*setup.ways} & {*ways.WAYS["prefill"]} or known)}  # `--ways` may name those of decode alone
+    made = {name: way(how) for name, how in known.items() if name in asked}
+    more = partial(figures, setup, model, made["hf_eager"], sum(lengths), {"of_matmul": (flop_of(model, lengths), "matmul_tflop_s")})
+    return models.compared(f"{name} {point}", model, made, prompt, None, more, **given)
 
 
 def flop_of(model: Any, lengths: list[int]) -> int:
@@ -251,9 +210,9 @@ def flop_of(model: Any, lengths: list[int]) -> int:
     return int(2 * weights * sum(lengths) + 2 * config.num_hidden_layers * width * sum(n * n for n in lengths))
 
 
-def _prompt(setup: Setup, model: Any, prompt: Tensor, given: dict[str, Any], mode: Literal["breakable", "piecewise"]) -> Way:
+def _prompt(setup: Setup, model: Any, prompt: Tensor, given: dict[str, Any], how: How) -> Way:
     """The prompt over pages, whose compiled layers every call finds compiled, and captured where they are."""
-    one, handle = models.patched(model, "paged", decode=Decode(mode, compile_after=0))
+    one, handle = models.patched(model, how)
     cache, more = handle.new_cache(prompt.shape[0], prompt.shape[1] + 1), dict[str, Any]()
 
     def first_token() -> Tensor:
@@ -261,7 +220,7 @@ def _prompt(setup: Setup, model: Any, prompt: Tensor, given: dict[str, Any], mod
         found: Tensor = one(prompt, **argument(one, cache), use_cache=True, logits_to_keep=1, **given).logits
         return found
 
-    if mode == "piecewise":
+    if handle.decode.mode == "piecewise":
         first_token()
         handle.step(prompt[:, :1], cache)  # steps are compiled first
     return Way(Timed(first_token), partial(settled, setup, first_token, more, CAPTURE_AFTER + 1), more=more)

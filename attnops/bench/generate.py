@@ -22,27 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import attnops.hf
-from attnops.bench import Point, Setup, known_ways, models, peers
+from attnops.bench import Point, Setup, models, peers, ways
 from attnops.bench.overhead import in_a_process
 from attnops.bench.rows import Case, Make, Row, Way, time_if_right, with_ratios
 from attnops.hf import Decode
 from attnops.tune.clock import Timed, seconds, steps_us
 
-PLACES: models.Places = {
-    "toy": {"llama": (Point(2, 12),)}, "small": {"llama-small": (Point(1, 128),)},
-    **{size: {"llama-3-8b-shape": (Point(1, 1024), Point(8, 1024))} for size in ("quick", "full")},
-}  # fmt: skip
 NEW = {"toy": 6, "small": 16, "quick": 32, "full": 128}
 FIRST_NEW = NEW | {"quick": 16, "full": 16}  # of first calls, which are about the seconds before the tokens
 ROUNDS, MORE_ROUNDS = 3, 16
-WAYS: dict[str, Row | None] = {
-    "hf": None, "hf_static": None, "attnops": {}, "attnops_hf": {"cache": "hf", "decode": "hf"},
-}  # fmt: skip
-ON_CPU: dict[str, Row | None] = {"attnops_paged": {"cache": "paged", "decode": "hf"}}
-AGAIN = "hf_again"
-FIRST = ("hf", "attnops", "hf_static")  # ways whose first call is measured, in two processes each
-ON_GPU: dict[str, Row | None] = {f"attnops_{mode}": {"cache": "paged", "decode": mode} for mode in ("piecewise", "breakable")}
+FIRST = ("hf", "attnops", "hf_static", "attnops_piecewise")  # ways whose first call is measured, in two processes each
 
 
 def cases(setup: Setup) -> dict[str, Case]:
@@ -50,43 +39,30 @@ def cases(setup: Setup) -> dict[str, Case]:
 
     Raises InvalidInput for a way that this device does not have.
     """
-    known_ways(setup, every_way(setup))
-    steady = models.over(setup, PLACES, measure)
-    others = peers.cases(setup, PLACES, NEW[setup.size], ROUNDS)
+    ways.check(setup, "generate")
+    steady = models.over(setup, "generate", measure)
+    others = peers.cases(setup, "generate", NEW[setup.size], ROUNDS)
     if setup.ways:
         return others | steady
-    places = {size: {name: points[:1] for name, points in some.items()} for size, some in PLACES.items()}
-    first: dict[str, Any] = models.over(setup, places, first_call)
-    ways = (*FIRST, *(("attnops_piecewise",) if setup.on_gpu else ()))  # whose first call compiles
-    found = {f"{case}, first call, {way}": partial(one, way) for way in ways for case, one in first.items()}
+    first: dict[str, Any] = models.over(setup, "cliffs", first_call)  # has the first point of each model
+    known = ways.here(setup, "generate")
+    found = {f"{case}, first call, {way}": partial(one, way) for way in FIRST if way in known for case, one in first.items()}
     return others | steady | found
 
 
-def every_way(setup: Setup) -> dict[str, Row | None]:
-    """The options of `patch` by way; None: not patched."""
-    return WAYS | (ON_GPU if setup.on_gpu else ON_CPU) | {AGAIN: None}
-
-
-def ways_of(setup: Setup) -> dict[str, Row | None]:
-    """Those of the ways that run."""
-    chosen = {"hf", *setup.ways} if setup.ways else every_way(setup).keys() - {AGAIN}
-    return {way: options for way, options in every_way(setup).items() if way in chosen}
-
-
-def arguments(setup: Setup, model: Any, way: str, point: Point) -> Row:
+def arguments(setup: Setup, model: Any, point: Point) -> Row:
     """Of `generate()` with a random prompt."""
     prompt = models.tokens(setup, model, point.batch, point.context)
     # No token has the end's id, so that all calls are equally long, and the stopping test is made.
     given: Row = {"max_new_tokens": NEW[setup.size], "do_sample": False, "pad_token_id": 0, "eos_token_id": model.config.vocab_size}
-    given |= {"cache_implementation": "static"} if way == "hf_static" else {}
     return {"inputs": prompt, "attention_mask": torch.ones_like(prompt), **given}
 
 
 def prepared(setup: Setup, model: Any, way: str, point: Point) -> tuple[Callable[..., Any], Any]:
     """(`generate()` of a twin with its arguments, the handle of its patch)."""
-    one, options = models.twin(model), ways_of(setup)[way]
-    handle = None if options is None else attnops.hf.patch(one, **options)
-    return partial(one.generate, **arguments(setup, one, way, point)), handle
+    how = ways.here(setup, "generate")[way]
+    one, handle = models.patched(model, how)
+    return partial(one.generate, **arguments(setup, one, point), **how.given), handle
 
 
 def warm_calls(setup: Setup) -> int:
@@ -138,10 +114,10 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
     def figures(us: float, _: Way) -> Row:
         return {"tokens_s": round(point.batch / us * 1e6, 1), "layers": model.config.num_hidden_layers, "new_tokens": new}
 
-    ways: dict[str, Way | Make] = {"hf": hf, **{name: partial(way, name) for name in ways_of(setup) if name != "hf"}}
+    others: dict[str, Way | Make] = {name: partial(way, name) for name in ways.chosen(setup, "generate") if name != "hf"}
     allowed = models.budget(model, models.distance(model, logits)(logits, exact))
     clock = partial(steps_us, rounds=MORE_ROUNDS if setup.ways else ROUNDS, cap_s=40.0)
-    return with_ratios(time_if_right(f"{name} {point}", ways, text, allowed, clock, off, figures), "hf", "hf_static")
+    return with_ratios(time_if_right(f"{name} {point}", {"hf": hf, **others}, text, allowed, clock, off, figures), "hf", "hf_static")
 
 
 def first_call(setup: Setup, kept: models.Kept, name: str, point: Point, way: str = "attnops") -> list[Row]:

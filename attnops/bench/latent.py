@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
-from attnops.bench import Setup, kernels
+from attnops.bench import Setup
+from attnops.bench.exact import exact, way
 from attnops.bench.rows import Case, Make, Row, Way, largest_error, time_if_right, with_ratios
 from attnops.cache import LatentCache, PagedBatch
 from attnops.configs import config_of
@@ -25,6 +26,7 @@ from attnops.hf.cache_names import argument
 from attnops.nn import LatentAttention, RotaryEmbedding
 from attnops.ops import mla_attention, write_latent
 from attnops.ops.latent.absorb_or_expand import ALWAYS
+from attnops.ops.latent.record import MLA
 from attnops.testing.calls import Call
 from attnops.tune.clock import Run, Timed, kernels_us
 
@@ -152,17 +154,17 @@ def measure(setup: Setup, step: Step) -> list[Row]:
     run()  # writes the new tokens, which the op alone reads
     query = torch.randn(step.batch, step.heads, latents.shape[2], device=setup.device, dtype=setup.dtype)
     attended = torch.randn(step.batch, step.heads * hf.v_head_dim, device=setup.device, dtype=setup.dtype)
-    call = Call("mla_attention", {
+    call = Call(MLA.name, {
         "q_nope": query[..., :dim].contiguous(), "q_pe": query[..., dim:].contiguous(), "latent_pages": pages,
         "page_table": batch.page_table, "seq_lens": batch.seq_lens, "cu_seqlens_q": batch.cu_seqlens_q, "max_seqlen_q": 1, "scale": 0.1,
         "output": query.new_empty(step.batch, step.heads, dim),
     })  # fmt: skip
 
     def kernel() -> Way:
-        exact, most, part = kernels.exact(call)
+        want, most, part = exact(call)
         op = partial(mla_attention, **call.arguments, plan=batch.plan, workspace=batch.workspace, holes=batch.holes)
-        way = kernels.way(op, part, 2 * most, call.arguments["output"])
-        return replace(way, result=lambda: largest_error(way.computed(), exact))
+        made = way(op, part, 2 * most, call.arguments["output"])
+        return replace(made, result=lambda: largest_error(made.computed(), want))
 
     def matrices() -> Any:
         q = layer.q_b_proj(layer.q_a_layernorm(layer.q_a_proj(hidden)))

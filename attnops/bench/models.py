@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import attnops.hf
 from attnops.bench import Point, Setup
 from attnops.bench.rows import Case, Row, Way, relative_error, time_if_right, with_ratios
+from attnops.bench.ways import PLACES, How
 from attnops.configs import SHAPES, config_of
 from attnops.core.errors import InvalidInput
 from attnops.hf.cache_names import argument
@@ -142,19 +143,16 @@ def keeper(setup: Setup, point: Point | None = None) -> Kept:
     return kept
 
 
-Places = Mapping[str, Mapping[str, tuple[Point, ...]]]  # by size of the run: the models of a suite, and the points of each
-
-
-def points_of(setup: Setup, places: Places) -> dict[str, tuple[Point, ...]]:
-    """The points by model. A model named by the setup takes the first model's points if it has no points of its own."""
-    here = places[setup.size]
+def points_of(setup: Setup, suite: str) -> dict[str, tuple[Point, ...]]:
+    """A suite's points by model. A model named by the setup takes the first model's points if it has no points of its own."""
+    here = PLACES[suite][setup.size]
     names = [asked(setup)] if setup.model else list(here)
     return {name: setup.points or here.get(name, next(iter(here.values()))) for name in names}
 
 
-def over(setup: Setup, places: Places, measure: Callable[[Setup, Kept, str, Point], Iterable[Row]]) -> dict[str, Case]:
-    """Every model at its points."""
-    points = points_of(setup, places)
+def over(setup: Setup, suite: str, measure: Callable[[Setup, Kept, str, Point], Iterable[Row]]) -> dict[str, Case]:
+    """Every model of a suite at its points."""
+    points = points_of(setup, suite)
     kept = keeper(setup, largest(p for some in points.values() for p in some))
     return {f"{name} {point}": partial(measure, setup, kept, name, point) for name, some in points.items() for point in some}
 
@@ -169,16 +167,12 @@ def twin(model: Any) -> Any:
     return copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
 
 
-def patched(model: Any, how: Any, **options: Any) -> tuple[Any, Any]:
-    """(a twin, its patch). how: "" for none, "hf" over transformers' caches, "paged" over pages, "mxfp4" with packed experts, too.
-
-    options: of `patch`.
-    """
+def patched(model: Any, how: How) -> tuple[Any, Any]:
+    """(a twin, its patch; None for one that is not patched)."""
     one = twin(model)
-    if how == "mxfp4":
+    if how.packed:
         attnops.hf.pack_experts(one)
-        how = "paged"
-    return one, attnops.hf.patch(one, cache=how, **options) if how else None
+    return one, None if how.patch is None else attnops.hf.patch(one, **how.patch)
 
 
 def tokens(setup: Setup, model: Any, batch: int, length: int, seed: int = 0) -> Tensor:

@@ -19,6 +19,7 @@ from attnops.bench.rows import Case, Row
 from attnops.core.kernel import Kernel, register
 from attnops.core.select import active_policy, use
 from attnops.measured import Shape
+from attnops.ops.pages.record import PAGED
 from attnops.testing.calls import Call
 from attnops.testing.pool import Pool
 from attnops.testing.timed_calls import build
@@ -50,12 +51,12 @@ def in_a_process(function: Callable[..., T], *given: Any) -> T:
 @torch.no_grad()
 def measure(setup: Setup, repeats: int, inner: int, ops: tuple[int, int]) -> list[Row]:
     """All rows. repeats: of `inner` calls each. ops: of the two graphs that are compared."""
-    register(Kernel(NOOP, "paged_attention", lambda call: None, frozenset({"causal"}), dtypes=(setup.dtype,), cost_us=lambda problem: 1e9))
+    register(Kernel(NOOP, PAGED.name, lambda call: None, frozenset({"causal"}), dtypes=(setup.dtype,), cost_us=lambda problem: 1e9))
     torch.manual_seed(0)
     dtype = str(setup.dtype).removeprefix("torch.")
-    call = build(Shape("paged_attention", dtype, dtype, 8, 8, 64, 64, page_size=16), [1] * 4, [50] * 4, Pool(setup.device))
+    call = build(Shape(PAGED.name, dtype, dtype, 8, 8, 64, 64, page_size=16), [1] * 4, [50] * 4, Pool(setup.device))
     found = imports(1 if setup.size == "toy" else 3)
-    with use(kernel=f"paged_attention:{NOOP}"):
+    with use(kernel=f"{PAGED.name}:{NOOP}"):
         return found + eager(call, repeats, inner) + compiled(setup, call, repeats, max(1, inner // 8), ops)
 
 
@@ -78,7 +79,7 @@ def _rows(case: str, times: Times, figure: str, over: tuple[str, str], of: tuple
 
 def eager(call: Call, repeats: int, inner: int) -> list[Row]:
     """An eager paged call of a kernel that does nothing: a plain function, its overload, the op that selects, the public function."""
-    packet, function, args, kwargs = torch.ops.attnops.paged_attention, attnops.ops.paged_attention, call.args, call.kwargs
+    packet, function, args, kwargs = PAGED.packet, attnops.ops.paged_attention, call.args, call.kwargs
     public = {n: v for n, v in kwargs.items() if n in ("max_seqlen_q", "holes", "output")}
     policy, overload = active_policy(), getattr(packet, NOOP)
     calls: dict[str, Run] = {

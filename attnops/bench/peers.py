@@ -38,12 +38,12 @@ def parse(given: Iterable[str]) -> tuple[tuple[str, str], ...]:
     return tuple(found.items())
 
 
-def cases(setup: Setup, places: models.Places, new: int, rounds: int, less: int = 0) -> dict[str, Case]:
-    """One case for each engine and model, with all of the model's points.
+def cases(setup: Setup, suite: str, new: int, rounds: int, less: int = 0) -> dict[str, Case]:
+    """One case for each engine and model of a suite, with all of the model's points.
 
     new: tokens of a call. rounds: timed calls. less: tokens of a call whose time is subtracted, so that decode steps alone are timed.
     """
-    every = models.points_of(setup, places).items()
+    every = models.points_of(setup, suite).items()
     return {
         f"{name}, {engine}": partial(measure, setup, name, points, engine, python, new, rounds, less)
         for engine, python in setup.engines

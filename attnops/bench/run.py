@@ -16,20 +16,16 @@ import torch
 
 from attnops.bench import (
     Setup,
+    choices,
     cliffs,
     compile,
-    data,
     decode,
     device_of,
-    experts,
     generate,
-    kernels,
     latent,
-    linear,
+    ops,
     overhead,
-    regret,
     training,
-    training_regret,
     training_steps,
 )
 from attnops.bench.files import environment, text_of
@@ -39,6 +35,7 @@ from attnops.core.errors import InvalidInput, one_line
 from attnops.core.problem import Target
 from attnops.measured.digests import candidates, digests
 from attnops.measured.store import write_text
+from attnops.testing.timed_calls import GRADIENT
 from attnops.tune.clock import ceilings, synchronize
 
 
@@ -63,31 +60,29 @@ class Suite(NamedTuple):
         return "kernel_times" if self.name == "kernels" else self.name  # kernels.json holds numerics
 
 
-PAIRS = ("attention", "attention_backward", "varlen_attention", "varlen_attention_backward")
-CALLS = ("attention", "varlen_attention", "paged_attention", "mla_attention", "sparse_mla_attention")
-MOVES = ("write_kv", "write_latent", "write_latent_packed", "copy_kv", "kv_indices", "named_pages")
+CALLS, PAIRS = ops.KERNELS.ops, tuple(op.removesuffix(end) for op in training.SUITE.ops for end in (GRADIENT, ""))
 
 SUITES = (
-    Suite("kernels", "every kernel, the one chosen, and torch's own, by kinds of calls", kernels.cases, 2.0, False, ops=CALLS),
+    Suite("kernels", "every kernel, the one chosen, and torch's own, by kinds of calls", ops.KERNELS.cases, 2.0, False, ops=CALLS),
     Suite("decode", "one new token a request, of whole Hugging Face models", decode.cases, 8.0),
     Suite("prefill", "the time to the first token of whole Hugging Face models", decode.prefill_cases, 2.0),
     Suite("compile", "cold and warm compilation", compile.cases, 2.0),
     Suite("graphs", "capture of all default buckets, and a step's host time", compile.graph_cases),
     Suite("latent", "an attention layer of DeepSeek-V3 over latents", latent.cases, usual=False),
-    Suite("data", "kernels that move keys, values and latents", data.cases, 0.5, False, ops=MOVES),
-    Suite("linear", "the products of a decode step, with what is around them", linear.cases, 0.5, False, ops=("linear",)),
-    Suite("experts", "the experts of a mixture at few tokens", experts.cases, 0.5, ops=("experts", "mxfp4_experts")),
-    Suite("training", "attention forward and backward, beside others' calls", training.cases, 2.0, False, ops=PAIRS),
+    Suite("data", "kernels that move keys, values and latents", ops.DATA.cases, 0.5, False, ops=ops.DATA.ops),
+    Suite("linear", "the products of a decode step, with what is around them", ops.LINEAR.cases, 0.5, False, ops=ops.LINEAR.ops),
+    Suite("experts", "the experts of a mixture at few tokens", ops.EXPERTS.cases, 0.5, ops=ops.EXPERTS.ops),
+    Suite("training", "attention forward and backward, beside others' calls", training.SUITE.cases, 2.0, False, ops=PAIRS),
     Suite("generate", "whole calls of generate(), and the first one of a process", generate.cases, 4.0, usual=False),
     Suite("cliffs", "the cost of a change: another cache, batch, length, thread, adapter or policy", cliffs.cases, usual=False),
     Suite("overhead", "the host time of a call through attnops", overhead.cases, models=False),
     Suite(
-        "regret", "the automatic choice against the best kernel, on calls that no table has", regret.cases, models=False, usual=False,
-        ops=CALLS,
+        "regret", "the automatic choice against the best kernel, on calls that no table has", choices.REGRET.cases, models=False,
+        usual=False, ops=CALLS,
     ),
     Suite("training_steps", "training steps of whole Hugging Face models over packed documents", training_steps.cases, usual=False),
     Suite(
-        "training_regret", "the chosen forward and gradient against the best pair", training_regret.cases, models=False, usual=False,
+        "training_regret", "the chosen forward and gradient against the best pair", choices.TRAINING.cases, models=False, usual=False,
         ops=PAIRS,
     ),
 )  # fmt: skip

@@ -19,47 +19,36 @@ import torch
 from torch import Tensor
 
 import attnops.hf
-from attnops.bench import Point, Setup, known_ways, models
+from attnops.bench import Point, Setup, models, ways
 from attnops.bench.rows import Case, LeftOut, Make, Row, Way, time_if_right, with_ratios
-from attnops.bench.training import documents
+from attnops.bench.ways import How
+from attnops.ops.points import documents
 from attnops.tune.clock import Timed, steps_us
 
-LONG = Point(8, 4096)
-PLACES: models.Places = {
-    "toy": {"llama": (Point(2, 12),), "gpt_oss": (Point(2, 12),)}, "small": {"llama-small": (Point(2, 128),)},
-    **{size: {"llama-3.2-1b-shape": (LONG,), "gpt-oss-20b-shape": (Point(2, 4096), LONG)} for size in ("quick", "full")},
-}  # fmt: skip
-WAYS = {"hf_sdpa": "sdpa", "attnops": "", "hf_flex": "flex_attention", "hf_fa4": "flash_attention_4", "hf_eager": "eager"}
-"""By way the attention of transformers; "" is patched."""
-LIGER = {"hf_liger": "flex_attention", "attnops_liger": ""}
-COMPILED = {"hf_compiled": "flex_attention", "attnops_compiled": ""}
-EVERY = WAYS | LIGER | COMPILED
 PEERS = ("hf_sdpa", "hf_flex", "hf_eager")
-ON_GPU = ("hf_flex", "hf_fa4", "hf_compiled", *LIGER)
 DOCUMENT = 1820  # tokens of a document, on average
 SPREAD = 0.02  # between ways in bfloat16, of the loss and of the logarithm of the gradient's norm
 
 
 def cases(setup: Setup) -> dict[str, Case]:
     """Every model at its points. Raises InvalidInput for an unknown way."""
-    known_ways(setup, EVERY)
-    return models.over(setup, PLACES, measure)
+    ways.check(setup, "training_steps", everywhere=True)
+    return models.over(setup, "training_steps", measure)
 
 
 def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Row]:
     """The ways of one model, in turn."""
     model = kept(name).requires_grad_(True)
     batch, count = packed(setup, model, point)
-    asked = (*PEERS, *setup.ways) if setup.ways else WAYS
-    chosen = [way for way in EVERY if way in asked and (setup.on_gpu or way not in ON_GPU)]
-    ways: dict[str, Make] = {way: partial(step, setup, model, way, batch) for way in chosen}
-    want = stock(ways)
+    chosen = ways.chosen(setup, "training_steps", *PEERS)
+    made: dict[str, Make] = {way: partial(step, setup, model, how, batch) for way, how in chosen.items()}
+    want = stock(made)
 
     def more(us: float, way: Way) -> Row:
         return {"tokens_s": round(point.batch * point.context / us * 1e6, 1), "layers": model.config.num_hidden_layers, "documents": count}
 
     clock = partial(steps_us, rounds=5, cap_s=20.0, inner=1)
-    rows = time_if_right(f"{name} {point}", ways, want, SPREAD, clock, more=more, own=("attnops",))
+    rows = time_if_right(f"{name} {point}", made, want, SPREAD, clock, more=more, own=("attnops",))
     model.requires_grad_(False).zero_grad()
     return with_ratios(rows, *PEERS[:2])
 
@@ -84,22 +73,22 @@ def packed(setup: Setup, model: Any, point: Point) -> tuple[dict[str, Tensor], i
     return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}, len(lengths)
 
 
-def step(setup: Setup, model: Any, way: str, batch: dict[str, Tensor]) -> Way | None:
+def step(setup: Setup, model: Any, how: How, batch: dict[str, Tensor]) -> Way | None:
     """A training step without its optimizer. Its result: the loss and the logarithm of the gradient's norm. None where there is no SDPA."""
-    if way == "hf_sdpa" and not model._supports_sdpa:
+    if how.attention == "sdpa" and not model._supports_sdpa:
         return None
     one = models.twin(model).train()
     one.gradient_checkpointing_enable({"use_reentrant": False})
-    if way in LIGER:
+    if how.liger:
         from liger_kernel import transformers as liger
 
         # Its rotation would take the place of transformers' function, for every model.
         getattr(liger, f"apply_liger_kernel_to_{one.config.model_type}")(model=one, rope=False)
-    if how := EVERY[way]:
-        one.set_attn_implementation(how)
+    if how.patch is None:
+        one.set_attn_implementation(how.attention)
     else:
         attnops.hf.patch(one)
-    called = torch.compile(one) if way in COMPILED else one
+    called = one if how.compiled is None else torch.compile(one)
     found: Row = {}
 
     @torch.enable_grad()

@@ -12,10 +12,6 @@ from attnops.core.problem import Extent, Problem, Refusal, Target, altered
 from attnops.ops import OPS, typical
 
 TARGETS = ("cpu", "sm80", "sm90", "sm100")
-DENSE, PACKED, PAGED = "attention", "varlen_attention", "paged_attention"
-MLA, SPARSE, STEP = "mla_attention", "sparse_mla_attention", "decode_attention"
-WRITES = ("write_kv", "write_latent", "write_latent_packed")
-ATTENTION = (DENSE, PACKED, PAGED, "attention_backward", "varlen_attention_backward")
 BF16, F32, E4M3, I32, U8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int32, torch.uint8
 
 Change = dict[str, Any]
@@ -25,33 +21,30 @@ _WIDE_KEYS: Change = {"q_heads": 128, "kv_heads": 128, "head_dim": 192, "v_head_
 class Feature(NamedTuple):
     """A column of the table: `change` turns a typical Problem into one that asks for the feature.
 
-    ops: those with this column; None: those whose record has an argument for each field that is changed.
+    An op has it if its optional arguments ask for all that is changed, or if `Op.shown` names it.
     """
 
     name: str
     change: Change
-    ops: tuple[str, ...] | None = None
 
 
-# fmt: off
 FEATURES = (
-    Feature("float32", {"dtype": F32, "kv_dtype": F32}, (*ATTENTION, MLA, SPARSE, STEP, *WRITES[:2], "merge_state", "merge_states")),
+    Feature("float32", {"dtype": F32, "kv_dtype": F32}),
     Feature("window", {"window": (1023, -1)}),
     Feature("softcap", {"softcap": True}),
     Feature("sinks", {"sinks": True, "sinks_dtype": BF16}),
     Feature("mask", {"mask": "additive"}),
     Feature("padding", {"kv_range": True}),
     Feature("lse", {"lse": True}),
-    Feature("heads 192/128", _WIDE_KEYS, ATTENTION[:2] + ATTENTION[3:]),
-    Feature("float8 keys", {"kv_dtype": E4M3, "kv_scales": True}, (DENSE, PACKED, PAGED, MLA, SPARSE, *WRITES[:2])),
-    Feature("float8 query", typical.FLOAT8, (DENSE, PACKED, PAGED, MLA)),
-    Feature("equal bits", {"repeatable": "must"}, (*ATTENTION, MLA)),
-    Feature("packed latents", {"kv_dtype": U8}, (SPARSE,)),
+    Feature("heads 192/128", {"q_heads": 128, "kv_heads": 128, "head_dim": 192, "v_head_dim": 128}),
+    Feature("float8 keys", {"kv_dtype": E4M3, "kv_scales": True}),
+    Feature("float8 query", typical.FLOAT8),
+    Feature("equal bits", {"repeatable": "must"}),
+    Feature("packed latents", {"kv_dtype": U8}),
     Feature("chunk", {"attention_chunk": 8192}),
-    Feature("decode", {"queries": Extent(1, 1, 1), "tokens": Extent(8, 8, 8)}, (PAGED, MLA)),
-    *(Feature(f"page {n}", {"page_size": n}, (PAGED, MLA, SPARSE, STEP, *WRITES)) for n in (1, 16, 64, 128)),
+    Feature("decode", {"queries": Extent(1, 1, 1), "tokens": Extent(8, 8, 8)}),
+    *(Feature(f"page {n}", {"page_size": n}) for n in (1, 16, 64, 128)),
 )
-# fmt: on
 
 _NUMBERS: tuple[Change, ...] = ({"dtype": I32, "kv_dtype": I32, "page_size": 64, "tokens": Extent.of(8)},)
 
@@ -63,12 +56,10 @@ def problems(op: str, target: Target) -> tuple[Problem, ...]:
 
 def columns(op: str) -> tuple[Feature, ...]:
     """The features that make sense for `op`."""
-    fields = {fact.field for args in OPS[op].spec.features.values() for a in args for fact in a.facts}
-
-    def has(feature: Feature) -> bool:
-        return feature.change.keys() <= fields if feature.ops is None else op in feature.ops
-
-    return tuple(filter(has, FEATURES))
+    spec = OPS[op].spec
+    fields = {fact.field for args in spec.features.values() for a in args for fact in a.facts}
+    fields |= {"page_size"} & spec.measures.keys() if spec.stored else set()
+    return tuple(f for f in FEATURES if f.change.keys() <= fields or f.name in OPS[op].shown)
 
 
 class Support(NamedTuple):
@@ -104,6 +95,5 @@ def why_not(kernel: Kernel, target: Target) -> tuple[Refusal, ...]:
 
 
 def ops_of_kernels() -> tuple[str, ...]:
-    """Every op that has a kernel: the attention ops first, then the others in order of registration."""
-    ops = dict.fromkeys(k.op for k in all_kernels())
-    return (*(o for o in ATTENTION if o in ops), *(o for o in ops if o not in ATTENTION))
+    """Every op that has a kernel, in order of registration."""
+    return tuple(dict.fromkeys(k.op for k in all_kernels()))

@@ -57,6 +57,7 @@ class Op(Eager):
     flops: the operations of its products, as an expression of the names in the record's layouts; "" for an op without products.
     per_layer: a model calls it once a layer, and no compiler fuses it. A compiled step is cut there: the pieces of all layers are equal.
     typical: Problems of usual calls, by the fields of a Problem, the most usual first.
+    shown: features by name that tables of kernels have for it beside those of its optional arguments, which all have.
     by_torch: a function of a call in torch's own ops, for torch.onnx.export, which knows no others.
     """
 
@@ -68,6 +69,7 @@ class Op(Eager):
     about: str = ""
     per_layer: bool = False
     typical: tuple[Mapping[str, Any], ...] = ()
+    shown: tuple[str, ...] = ()
     by_torch: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:

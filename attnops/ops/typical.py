@@ -35,4 +35,7 @@ LATENT_WRITE: Leaves = {**DEEPSEEK, "q_heads": 0, **NEW}
 WORKSPACE: Leaves = {"workspace": 1 << 40}
 """Large enough for any kernel. Callers allocate `attnops.explain(...).workspace_bytes`."""
 
+SHOWN = ("float32", "float8 keys", "float8 query", "equal bits")
+"""For `Op.shown`, of attention."""
+
 PLANS: tuple[Leaves, ...] = (WORKSPACE, {**WORKSPACE, "plan": "host"})

@@ -8,6 +8,7 @@ import torch
 
 import attnops
 from attnops.bench import models
+from attnops.bench.ways import How
 from attnops.core.errors import PatchError
 from attnops.core.problem import Target, pretend
 from attnops.hf import mxfp4, pack_experts, tiny, unpack_experts
@@ -222,7 +223,7 @@ def test_the_bench_measures_packed_experts(monkeypatch):
     config.intermediate_size = 64
     monkeypatch.setattr(models, "fitted", lambda *_: config)
     model = models.build(TOY, "gpt_oss")
-    one, handle = models.patched(model, "mxfp4")
+    one, handle = models.patched(model, How({"cache": "paged"}, packed=True))
     with torch.no_grad():
         assert torch.equal(one.model.layers[0].mlp.experts.state_dict()["down_proj"], model.model.layers[0].mlp.experts.down_proj)
         assert relative(one(IDS).logits, model(IDS).logits) < LIMIT

@@ -53,7 +53,8 @@ class MergeState(Call):
     stale: bool = arg(default=True, hint=True)
 
 
-MERGE = define(Op(MergeState, reference.merge_state, differentiable, about="merge of two partial results", typical=(typical.MERGE,)))
+MERGED: dict[str, Any] = {"typical": (typical.MERGE,), "shown": ("float32",)}
+MERGE = define(Op(MergeState, reference.merge_state, differentiable, about="merge of two partial results", **MERGED))
 
 
 def merge_state(
@@ -91,9 +92,7 @@ class MergeStates(Call):
     stale: bool = arg(default=True, hint=True)
 
 
-MERGE_STATES = define(
-    Op(MergeStates, reference.merge_states, differentiable, about="merge of any number of partial results", typical=(typical.MERGE,))
-)
+MERGE_STATES = define(Op(MergeStates, reference.merge_states, differentiable, about="merge of any number of partial results", **MERGED))
 
 
 def merge_states(outputs: Tensor, lses: Tensor, *, stale: bool = True, kernel: str | None = None) -> tuple[Tensor, Tensor]:

@@ -88,6 +88,7 @@ ATTENTION = define(
         flops="2 * B * Hq * S * K * (D + Dv)",
         about="dense attention",
         typical=({**typical.PREFILL, "sizes_equal": True}, {**typical.PREFILL, **typical.DECODE}),
+        shown=(*typical.SHOWN, "heads 192/128"),
         per_layer=True,
         by_torch=by_sdpa.attention,
     )
@@ -124,6 +125,7 @@ BACKWARD = define(
         flops="2 * B * Hq * S * K * (3 * D + 2 * Dv)",
         about="gradient of dense attention",
         typical=({**typical.PREFILL, "sizes_equal": True, "grad": True},),
+        shown=("float32", "equal bits", "heads 192/128"),
     )
 )
 

@@ -47,6 +47,7 @@ VARLEN = define(
         flops="2 * T * Hq * max_seqlen_k * (D + Dv)",
         about="packed attention over ragged requests",
         typical=(typical.PREFILL,),
+        shown=(*typical.SHOWN, "heads 192/128"),
         per_layer=True,
     )
 )
@@ -82,6 +83,7 @@ BACKWARD = define(
         flops="2 * T * Hq * max_seqlen_k * (3 * D + 2 * Dv)",
         about="gradient of packed attention",
         typical=({**typical.PREFILL, "grad": True},),
+        shown=("float32", "equal bits", "heads 192/128"),
     )
 )
 

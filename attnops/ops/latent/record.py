@@ -60,7 +60,13 @@ class WriteLatent(Call):
 
 
 WRITE_LATENT = define(
-    Op(WriteLatent, reference.write_latent, about="write of new latents and rotated keys into pages", typical=(typical.LATENT_WRITE,))
+    Op(
+        WriteLatent,
+        reference.write_latent,
+        about="write of new latents and rotated keys into pages",
+        typical=(typical.LATENT_WRITE,),
+        shown=typical.SHOWN[:2],
+    )
 )
 
 
@@ -152,6 +158,7 @@ MLA = define(
         reference.mla_attention,
         flops="2 * T * H * max_pages * page * (2 * Dc + Dr)",
         about="attention over pages of latents (MLA), decode and extend",
+        shown=(*typical.SHOWN, "decode"),
         typical=tuple(
             {**typical.SIZES, **typical.DEEPSEEK, **more, **plan, "causal": True}
             for plan in typical.PLANS

@@ -64,6 +64,7 @@ DECODE = define(
         decode_reference.decode_attention,
         flops="4 * B * Hq * max_pages * page * D",
         about="norm, rotation, write and attention of a decode step",
+        shown=("float32",),
         typical=({**typical.HEADS, **typical.SIZES, **typical.DECODE, **typical.WORKSPACE, "page_size": 64},),
         per_layer=True,
     )

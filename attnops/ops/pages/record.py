@@ -66,6 +66,7 @@ PAGED = define(
         reference.paged_attention,
         flops="2 * T * Hq * max_pages * page * (D + Dv)",
         about="attention over pages, decode and extend",
+        shown=(*typical.SHOWN, "decode"),
         typical=tuple(
             {**typical.PREFILL, **more, **plan, "page_size": page}
             for plan in typical.PLANS
@@ -175,7 +176,13 @@ class WriteKV(Call):
 
 
 WRITE_KV = define(
-    Op(WriteKV, reference.write_kv, about="write of new keys and values into pages", typical=({**typical.PAGES, **typical.NEW},))
+    Op(
+        WriteKV,
+        reference.write_kv,
+        about="write of new keys and values into pages",
+        typical=({**typical.PAGES, **typical.NEW},),
+        shown=typical.SHOWN[:2],
+    )
 )
 
 

@@ -90,6 +90,7 @@ SPARSE = define(
         flops=FLOPS,
         about=ABOUT,
         per_layer=True,
+        shown=("float32", "float8 keys", "packed latents"),
         typical=({**typical.DEEPSEEK, **typical.NEW, "context": Extent.of(2048)},),
     )
 )

@@ -1,0 +1,87 @@
+"""Layers of experts as transformers makes them, for the suite `experts`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from attnops.bench import Setup
+from attnops.bench.ops import DETERMINISTIC, LESS, Task
+from attnops.core.select import select
+from attnops.hf.experts import Gate, gate_of, weights_of
+from attnops.ops import OPS
+from attnops.ops.experts.bench_points import Mixture
+from attnops.testing.calls import Call
+from attnops.testing.error_bounds import allowance
+
+TOKENS = {"toy": (1, 8), "small": (1, 8), "quick": (1, 8, 32), "full": (1, 2, 8, 32, 64)}
+CALLS, MOST_COPIED = 4, 30_000_000_000
+"""Calls of a measurement; bytes of weights that `batched_mm` may copy, above which it is left out."""
+
+
+def tasks(setup: Setup, op: str, mixture: Mixture) -> Iterator[Task]:
+    """A layer with every number of tokens."""
+    module = module_of(setup, mixture)
+    for tokens in TOKENS[setup.size]:
+        calls = calls_of(setup, op, module, tokens, mixture.sizes[1])
+        wide = [call.with_(output=call.arguments["output"].float()) for call in calls]
+        for call in wide:
+            OPS[op].reference(call.record)
+        want = [call.arguments["output"] for call in wide]
+        allowed: Any = [allowance(*given)["output"] for given in zip(calls, ({"output": x} for x in want), strict=True)]
+        chosen, expert = select(calls[0].problem, DETERMINISTIC).kernel, sum(int(t[0].nbytes) for t in weights_of(module))
+        touched = sum(len(call.arguments["top_k_index"].unique()) for call in calls) * expert / len(calls)
+        yield Task(
+            f"{mixture.name} x{tokens}", calls, torch.stack(want), torch.stack(allowed), moved=touched,
+            peers=stock(module, expert * calls[0].arguments["top_k_index"].numel()), steady=chosen is not None and not chosen.judge,
+        )  # fmt: skip
+
+
+def module_of(setup: Setup, m: Mixture) -> Any:
+    """transformers' module with random weights. Hidden and inner sizes are smaller where the run is, and multiples of 16 as theirs."""
+    found = import_module(f"transformers.models.{m.kind}.modeling_{m.kind}")
+    hidden, width = (max(n // LESS[setup.size] // 16, 1) * 16 for n in (m.hidden, m.sizes[2]))
+    config = getattr(import_module("transformers"), f"{m.of}Config")(
+        **{m.many: m.sizes[0], m.wide: width}, num_experts_per_tok=m.sizes[1], hidden_size=hidden
+    )
+    config._experts_implementation = "grouped_mm"
+    with torch.device(setup.device):
+        module = getattr(found, f"{m.of}Experts")(config).to(setup.dtype).requires_grad_(False)
+    source = torch.Generator(setup.device).manual_seed(0)
+    for weight in module.parameters():
+        weight.normal_(0.0, hidden**-0.5, generator=source)
+    return module
+
+
+def calls_of(setup: Setup, op: str, module: Any, tokens: int, k: int) -> list[Call]:
+    """Calls that choose other experts."""
+    (gate_up, down), gate = weights_of(module), cast(Gate, gate_of(module))
+    take, (count, outs, _) = partial(torch.randn, device=setup.device, dtype=setup.dtype), down.shape
+    biases = {n: b for n in ("gate_up", "down") if (b := getattr(module, f"{n}_proj_bias", None)) is not None}
+    given = {"x": take(tokens, gate_up.shape[2]), "gate_up": gate_up, "down": down, **{f"{n}_bias": b for n, b in biases.items()}}
+    given |= {n: getattr(gate, n) for n in gate.asks} | {"top_k_weights": take(tokens, k).abs()}
+    source, found = torch.Generator().manual_seed(0), []
+    order = torch.randperm(count, generator=source)
+    for i in range(CALLS):
+        chosen = [
+            order[i * k % (count - k + 1) :][:k] if tokens == 1 else torch.randperm(count, generator=source)[:k] for _ in range(tokens)
+        ]
+        index, output = torch.stack(chosen).to(setup.device), take(tokens, outs)
+        found.append(Call(op, {**given, "top_k_index": index, "output": output}))
+    return found
+
+
+def stock(module: Any, copied: int) -> dict[str, Callable[[Call], Callable[[], Tensor]]]:
+    """transformers' own functions by name: of a call, what runs them. copied: the bytes that `batched_mm` would copy."""
+    moe = import_module("transformers.integrations.moe")
+
+    def run(function: Callable[..., Tensor], call: Call) -> Callable[[], Tensor]:
+        return partial(function, module, *(call.arguments[n] for n in ("x", "top_k_index", "top_k_weights")))
+
+    names = ("grouped_mm", "batched_mm") if copied <= MOST_COPIED else ("grouped_mm",)
+    return {name: partial(run, getattr(moe, f"{name}_experts_forward")) for name in names}

@@ -1,0 +1,397 @@
+"""Suites of calls of ops, which their families list (`bench_points`, `vendors`): `kernels`, `data`, `linear` and `experts`.
+
+`kernels`: every kernel that can answer a call, the automatic choice, and torch's and the vendors' own calls. `automatic` is the
+plain op, `deterministic` the op under that policy; `kernel` in their rows names the chosen kernel. `torch.*` are SDPA, compiled
+flex_attention and varlen_attn; `direct.*` the vendors' own calls of their kernels. `of_direct` of a kernel: the time of the vendor's
+fastest call of the same device code over its own. `of_automatic`: that of `automatic` over the row's. `of_bandwidth` and `of_flops`
+are shares of the ceilings measured in the same run, for the bytes a call must move and its operations.
+
+`data`: kernels that move keys, values and latents, and what a copy of as many bytes takes. `compiled` is what Inductor makes of the
+torch ops that `reference` runs eagerly. `copy` is `copy_` of half the bytes that a case reads and writes, so it moves as many;
+`of_copy`: its time over the row's. Results must be equal in every bit.
+
+`linear`: the products of a decode step with the norm, activation and residual around them, by model and number of rows. `aten`: the
+torch ops of transformers, as Inductor compiles them. `triton`: one launch; `deterministic`: the kernel under that policy. `product`:
+torch's product alone. `us` of a row of `automatic` has all times of kernels, and its regret is the time of the chosen one over the
+best one's, less 1; the last rows of a model have the mean and the worst, and those of a choice by estimates alone. Of the models in
+HELD no table has the shapes, and of most no table has all the rows.
+
+`experts`: the experts of a mixture layer at few tokens. `grouped_mm`, `batched_mm`: transformers' functions, on the module that
+transformers makes; the other ways are as in `linear`.
+
+A measurement of these two is a CUDA graph that goes once through calls whose weights no cache holds together: copies of one weight,
+or experts that each call chooses at random, those of one token without a common one. So most reads are cold. The results that the
+last replay left are compared, too. `of_bandwidth`: the bytes of the weights over the time, as a share of the bandwidth measured in
+the same run. `error` is the largest one as a share of the error allowed there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnops.bench import Setup, choices
+from attnops.bench.exact import exact, way
+from attnops.bench.rows import Case, Make, Row, Way, largest_error, time_if_right, with_direct, with_ratios
+from attnops.core.arguments import REQUIRED, Arg
+from attnops.core.kernel import Kernel, kernels_of
+from attnops.core.record import changed
+from attnops.core.select import select
+from attnops.measured import LinearShape, Sizes
+from attnops.ops import OPS
+from attnops.ops.points import Requests
+from attnops.testing.calls import Call, filled
+from attnops.testing.error_bounds import allowance
+from attnops.testing.linear_calls import with_copies
+from attnops.testing.pool import Pool
+from attnops.testing.timed_calls import build, call_of
+from attnops.tune import linears
+from attnops.tune.clock import Run, Timed, Times, kernels_us
+from attnops.tune.run import COMPILED, Stopwatch, runner, tracing
+from attnops.tune.shapes import F32, toy
+
+DETERMINISTIC = "deterministic"
+"""The policy."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Calls that are alike, which a measurement makes one after the other, and what they should give.
+
+    allowed: the error of each number of `want`. moved, flops: the bytes and the operations of a call; 0
+    if unknown. peers: what others have for a call. alone: vendors' calls that give another result,
+    which is not compared. used: the parts of results that are compared. steady: is the deterministic
+    choice timed as well?
+    """
+
+    name: str
+    calls: Sequence[Call]
+    want: Any = None
+    allowed: Any = None
+    moved: float = 0.0
+    flops: float = 0.0
+    peers: Mapping[str, Callable[[Call], Run]] = field(default_factory=dict)
+    alone: Mapping[str, Callable[..., Run]] = field(default_factory=dict)
+    used: Callable[[list[Tensor]], list[Tensor]] = list
+    steady: bool = True
+
+    def shares(self, setup: Setup, us: float) -> Row:
+        """What is moved and done in `us`, of the ceilings that were measured."""
+        work = {"of_bandwidth": (self.moved, "bandwidth_tb_s"), "of_flops": (self.flops, "matmul_tflop_s")}
+        found = {n: done / us / 1e6 / setup.ceilings[c] for n, (done, c) in work.items() if done and c in setup.ceilings}
+        found |= {"of_ceiling": max(found.values())} if self.flops and found else {}
+        return {name: round(share, 4) for name, share in found.items()}
+
+
+def points_of(op: str) -> Mapping[str, tuple[Any, ...]]:
+    """By suite the calls that the op's family lists."""
+    found: Mapping[str, tuple[Any, ...]] | None = OPS[op].of_family("bench_points", "POINTS")
+    return found or {}
+
+
+def listed(suite: str) -> list[tuple[str, Any]]:
+    """(op, point) of all calls that are listed for a suite, in order."""
+    return sorted(((op, point) for op in OPS for point in points_of(op).get(suite, ())), key=lambda found: found[1].place)
+
+
+@dataclass(frozen=True)
+class OpSuite:
+    """A suite of the calls that families list for it.
+
+    tasks: what is compared at a point of an op, as a rule Tasks. rows: those of a task. count: by size of the run, how many
+    points. sized: a point at that size, None if it is left out. points: those of a suite with their ops. summary: do the rows
+    of a case end with the regret of its choices?
+    """
+
+    name: str
+    tasks: Callable[[Setup, Pool, str, Any], Iterable[Any]]
+    rows: Callable[[Setup, Any], list[Row]]
+    count: Mapping[str, int] = field(default_factory=dict)
+    sized: Callable[[Any, str], Any] = lambda point, size: point
+    points: Callable[[str], list[tuple[str, Any]]] = listed
+    summary: bool = False
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """The ops whose kernels it may run."""
+        return tuple(dict.fromkeys((*(op for op, _ in self.points(self.name)), *(op for op in OPS if self.name in points_of(op)))))
+
+    def cases(self, setup: Setup) -> dict[str, Case]:
+        """One a point."""
+        pool, some = Pool(setup.device), self.points(self.name)[: self.count.get(setup.size)]
+        sized = [(op, found) for op, point in some if (found := self.sized(point, setup.size)) is not None]
+        return {point.name: partial(self.measure, setup, pool, op, point) for op, point in sized}
+
+    @torch.no_grad()
+    def measure(self, setup: Setup, pool: Pool, op: str, point: Any) -> list[Row]:
+        """The rows of a point."""
+        rows = [row for task in self.tasks(setup, pool, op, point) for row in self.rows(setup, task)]
+        chosen = [row for row in rows if "us" in row]
+        return [*rows, *(choices.summary(point.name, chosen) if self.summary and chosen else ())]
+
+
+# Every kernel of attention --------------------------------------------------------------------------------------------
+
+# Not measured on a GPU, where a plain body holds the scores of all pairs; at toy size, compilers are not measured.
+SLOW = ("reference", "flex", "torch.flex")
+OWN = {
+    "flashinfer": ("flashinfer_tensor_cores", "flashinfer_fa2", "flashinfer_fa3"),
+    "flashinfer_mla_fa2": ("flashinfer_fa2",), "flashinfer_mla_fa3": ("flashinfer_fa3",),
+}  # fmt: skip
+"""By kernel, the vendor's calls that run the same device code; of other kernels, the call of the kernel's name."""
+
+
+def shorter(point: Requests, size: str) -> Requests:
+    """At the size of the run: shorter and float32 on a CPU."""
+    if size in ("full", "quick"):
+        return point
+    s, keys = point.shape, min(point.keys, 32 if size == "toy" else 512)
+    queries = min(point.queries, keys if point.queries == point.keys else keys // 2)
+    shape = replace(toy(s) if size == "toy" else replace(s, **F32), window=min(s.window, keys // 2))
+    shape = shape if s.kv_dtype == s.dtype else replace(shape, kv_dtype=s.kv_dtype)
+    return replace(point, shape=shape, batch=min(point.batch, 2), queries=queries, keys=keys)
+
+
+def call_at(point: Requests, pool: Pool) -> Call:
+    """The call of a point."""
+    return build(point.shape, [point.queries] * point.batch, [point.keys] * point.batch, pool).with_(**dict(point.more))
+
+
+def kernels_at(setup: Setup, pool: Pool, op: str, point: Requests) -> Iterator[Task]:
+    """A call, with its bytes and operations."""
+    work = point.shape.work(Sizes(point.batch, point.queries, point.keys / point.queries))
+    yield Task(point.name, [call_at(point, pool)], moved=work.bytes, flops=work.flops)
+
+
+def kernel_rows(setup: Setup, task: Task) -> list[Row]:
+    """Our kernels that are fast, the automatic choice, torch's calls and the vendors'."""
+    [call], brief = task.calls, setup.size == "toy"
+    want, allowed, part = exact(call)
+    ways: dict[str, Way | Make] = {}
+    slow = SLOW if setup.on_gpu else (*SLOW[1:], *COMPILED) if brief else ()
+    fast = tuple(n for n in kernels_of(call.op) if n not in slow)
+    for kernel, mine, _ in Stopwatch(names=fast).candidates(call):
+        ways[kernel.name] = way(runner(kernel, mine), part, allowed * kernel.tolerance.factor, mine.arguments.get("output"))
+    for name, policy in (("automatic", ""), (DETERMINISTIC, DETERMINISTIC)):
+        if (chosen := select(call.problem, policy).kernel) is not None:
+            op = partial(OPS[call.op].packet.default, *call.args, **call.kwargs, policy=policy)
+            plain = way(op, part, allowed * chosen.tolerance.factor, call.arguments.get("output"))
+            ways[name] = replace(plain, more={"kernel": chosen.name})
+
+    def other(make: Callable[..., Run | None]) -> Way | None:
+        # Other calls may round weights to the dtype; the budget has a factor of two for block-wise rescaling.
+        run = make(call.record, setup.compiled)
+        return None if run is None else way(run, part, 2 * allowed, call.arguments.get("output"))
+
+    others = OPS[call.op].of_family("vendors", "VENDORS") or {}
+    left = () if setup.on_gpu else ("direct",)
+    ways |= {n: partial(other, make) for n, make in others.items() if n.partition(".")[0] not in left and not (brief and n in SLOW)}
+    clock = partial(kernels_us, setup.device)
+    found = time_if_right(task.name, ways, want, allowed, clock, more=lambda us, way: task.shares(setup, us))
+    return with_ratios(with_direct(found, own_calls), "automatic")
+
+
+def own_calls(way: str) -> list[str]:
+    """The vendors' calls of the device code of a kernel."""
+    return [f"direct.{name}" for name in OWN.get(way, (way,))]
+
+
+# What moves data ------------------------------------------------------------------------------------------------------
+
+COMPILE = (" 64", " 4096")  # ends of the names of cases whose code Inductor makes, which takes seconds
+
+
+def short(point: Any, size: str) -> Any:
+    """On a CPU the short calls alone."""
+    return point if size in ("full", "quick") or point.name.endswith(COMPILE[0]) else None
+
+
+def moves_at(setup: Setup, pool: Pool, op: str, point: Any) -> Iterator[Task]:
+    """The call that a point fills."""
+    pool.reset()
+    dtype = getattr(torch, point.dtype)
+
+    def make(a: Arg, dims: list[int]) -> Tensor | None:
+        if a.default is not REQUIRED:  # a scale
+            return None if dtype == torch.bfloat16 else torch.full(dims, 1 / 32, device=pool.device)
+        if a.written:
+            return torch.zeros(dims, dtype=torch.uint8 if a.dtypes == (torch.uint8,) else dtype, device=pool.device)
+        return pool.take(*dims, dtype=torch.bfloat16)
+
+    sizes, given = point.filled(pool)
+    call = Call(op, filled(op, sizes, given, make))
+    yield Task(point.name, [call], used=point.used, moved=point.moved(call.tensors(), call.mutated))
+
+
+def move_rows(setup: Setup, task: Task) -> list[Row]:
+    """The kernels that can answer a call."""
+    [call] = task.calls
+    known, own = kernels_of(call.op), call.map(lambda _, t: t.clone())  # timed calls write their tensors again and again
+
+    def way(run: Callable[[Call], Any]) -> Way:
+        return Way(Timed(partial(run, own)), partial(results, task, run))
+
+    def by(kernel: Kernel, call: Call) -> Any:
+        return kernel.run(call.record)
+
+    def compiled() -> Way:
+        op, inline = OPS[call.op], next((k for k in known.values() if k.inline and not k.refusals(call.problem)), None)
+
+        def body(args: Any, kwargs: Any) -> Any:
+            if inline is None:
+                return op.reference(op.call(*args, **kwargs))
+            return op.packet.default(*args, **kwargs, policy=f"kernel={call.op}:{inline.name}")
+
+        made = setup.compiled(body, fullgraph=True, dynamic=False)
+        return way(lambda c: made(c.args, c.kwargs))
+
+    want = results(task, partial(by, known["reference"]))
+    chosen = [k for k in known.values() if (k.name == "reference" or not k.inline) and not k.refusals(call.problem)]
+    ways: dict[str, Way | Make] = {k.name: way(partial(by, k)) for k in chosen}
+    ways |= {"compiled": compiled} if task.name.endswith(COMPILE) else {}
+    if task.moved:
+        source, target = torch.zeros(2, int(task.moved) // 2, dtype=torch.uint8, device=setup.device)
+        ways["copy"] = Way(Timed(lambda: target.copy_(source)), lambda: want)
+
+    def differing(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
+        return float(sum(int((x != y).sum()) for x, y in zip(got, want, strict=True)))  # bytes
+
+    ours = [k.name for k in chosen]
+    return with_ratios(time_if_right(task.name, ways, want, 0.0, partial(kernels_us, setup.device), differing, own=ours), "copy")
+
+
+def results(task: Task, run: Callable[[Call], Any]) -> list[Tensor]:
+    """The bytes of the results that a call returns or writes; the call itself is not changed."""
+    mine = task.calls[0].map(lambda _, t: t.clone())
+    returned = run(mine)
+    values = [mine.arguments[n] for n in mine.mutated] if returned is None else list(returned)
+    return [x.contiguous().flatten().view(torch.uint8) for x in task.used(values)]
+
+
+# Weights that are read cold -------------------------------------------------------------------------------------------
+
+LESS = {"toy": 128, "small": 16, "quick": 1, "full": 1}
+"""By size of the run, the divisor of the weight's rows and columns."""
+ROWS = {"toy": (1, 8), "small": (1, 8), "quick": (1, 8, 64), "full": (1, 2, 3, 8, 16, 24, 32, 48, 64, 96, 512)}
+AT = (1, 8, 64)  # the rows at which the policy is timed
+BY_ROW = ("x", "residual", "output")
+HELD: Mapping[str, Mapping[str, LinearShape]] = {
+    "phi-3-mini": linears.products(3072, 32, 32, 8192, 32064, 96), "mistral-small-24b": linears.products(5120, 32, 8, 32768, 131072),
+}  # fmt: skip
+
+
+class Model(NamedTuple):
+    """The products of a model by name."""
+
+    name: str
+    products: Mapping[str, LinearShape]
+
+
+def models(suite: str) -> list[tuple[str, Model]]:
+    """Those whose products are timed, the ones that tables have first."""
+    return [(products["o"].op, Model(name, products)) for name, products in {**linears.MODELS, **HELD}.items()]
+
+
+def products_at(setup: Setup, pool: Pool, op: str, model: Model) -> Iterator[Task]:
+    """Every product of a model with every number of rows."""
+    for name, shape in model.products.items():
+        sizes = {n: getattr(shape, n) // LESS[setup.size] for n in ("out_features", "in_features")}
+        yield from product_at(setup, pool, f"{model.name} {name}", replace(shape, dtype=str(setup.dtype)[6:], **sizes))
+
+
+def product_at(setup: Setup, pool: Pool, name: str, shape: LinearShape) -> Iterator[Task]:
+    """One product with every number of rows."""
+    some = ROWS[setup.size]
+    calls = with_copies(call_of(shape, Sizes(float(some[-1]), 1.0, 1.0), pool), pool)
+    for call in calls[1:]:
+        call.arguments["weight"].copy_(calls[0].arguments["weight"])
+    wide = calls[0].map(lambda _, t: t.double())
+    OPS[shape.op].reference(wide.record)
+    want = wide.arguments["output"]
+    allowed: Any = allowance(calls[0], {"output": want})["output"]
+    moved, alone = calls[0].arguments["weight"].nbytes, OPS[shape.op].of_family("vendors", "VENDORS")
+    for count in some:
+        fewer = [call.with_(**{n: call.arguments[n][:count] for n in BY_ROW if n in call.arguments}) for call in calls]
+        yield Task(f"{name} x{count}", fewer, want[:count], allowed[:count], moved=moved, alone=alone, steady=count in AT)
+
+
+def mixtures_at(setup: Setup, pool: Pool, op: str, mixture: Any) -> Iterator[Task]:
+    """A layer with every number of tokens. Other suites do without transformers."""
+    from attnops.bench import mixtures
+
+    return mixtures.tasks(setup, op, mixture)
+
+
+def steady(setup: Setup, kernel: Kernel, call: Call, policy: str = DETERMINISTIC) -> Run:
+    """What runs a kernel under a policy, as an eager call does."""
+    return partial(kernel.run, changed(call.record, policy=policy))
+
+
+def in_graphs(setup: Setup, kernel: Kernel, call: Call) -> Run:
+    """What runs a kernel as users' graphs do."""
+    return runner(kernel, call, backend=setup.backend)
+
+
+def in_turn(runs: Iterable[Run]) -> list[Any]:
+    """The results of some runs."""
+    return [run() for run in runs]
+
+
+def cold_rows(setup: Setup, task: Task, run_of: Callable[[Setup, Kernel, Call], Run], rounds: int) -> list[Row]:
+    """The rows of calls that read their weights cold, and that of the choice."""
+    first, want, allowed = task.calls[0], task.want, task.allowed
+    left: dict[str, list[Tensor]] = {}
+
+    def way(name: str, run_of: Callable[[Call], Run]) -> Way:
+        outputs = first.arguments["output"].new_empty((len(task.calls), *first.arguments["output"].shape))
+        owned = [call.with_(output=output) for call, output in zip(task.calls, outputs, strict=True)]
+        runs, now = [run_of(call) for call in owned], left.setdefault(name, list(outputs))
+
+        def spoil() -> None:
+            for result in now:
+                result.fill_(float("nan"))
+
+        def run() -> None:
+            now[:] = [output if (result := one()) is None else result for one, output in zip(runs, outputs, strict=True)]
+
+        def results() -> Tensor:
+            spoil()
+            run()
+            return torch.stack(now)
+
+        return Way(Timed(run, before=spoil), results)
+
+    def share(got: Tensor, want: Tensor) -> float:
+        return largest_error(got.double() / allowed, (want / allowed).expand(got.shape))
+
+    def clock(steps: Mapping[str, Timed]) -> Times:
+        with tracing():
+            found = kernels_us(setup.device, steps, rounds)
+        for name in (name for name in steps if name in checked):
+            if not (off := share(torch.stack(left[name]), want)) <= 1:
+                raise RuntimeError(f"{task.name}: the timed graph of {name} left results that are off by {off:.3g} of the error allowed")
+        return {name: {figure: round(us / len(task.calls), 2) for figure, us in one.items()} for name, one in found.items()}
+
+    kernels = [k for k in kernels_of(first.op).values() if not (k.judge or k.refusals(first.problem))]
+    ways = {k.name: way(k.name, partial(run_of, setup, k)) for k in kernels}
+    if task.steady and (by_policy := select(first.problem, DETERMINISTIC).kernel) is not None:
+        ways[DETERMINISTIC] = way(DETERMINISTIC, partial(steady, setup, by_policy))
+    checked = tuple(ways)
+    ways |= {name: way(name, make) for name, make in task.peers.items()}
+    for name, make in task.alone.items():
+        ways[name] = Way(Timed(partial(in_turn, [make(call.record, setup.compiled) for call in task.calls])), lambda: want)
+    with tracing():
+        shares, own = (lambda us, way: task.shares(setup, us)), (*checked, *task.alone)
+        return choices.with_choice(time_if_right(task.name, ways, want, 1.0, clock, share, shares, own), first)
+
+
+KERNELS = OpSuite("kernels", kernels_at, kernel_rows, {"toy": 4, "small": 4, "quick": 6}, shorter)
+DATA = OpSuite("data", moves_at, move_rows, sized=short)
+COMPILED_ROWS, EAGER_ROWS = partial(cold_rows, run_of=in_graphs, rounds=3), partial(cold_rows, run_of=partial(steady, policy=""), rounds=5)
+LINEAR = OpSuite("linear", products_at, COMPILED_ROWS, {"toy": 1, "small": 1, "quick": 1}, points=models, summary=True)
+EXPERTS = OpSuite("experts", mixtures_at, EAGER_ROWS, {"toy": 2, "small": 2, "quick": 2})

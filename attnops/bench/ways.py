@@ -1,0 +1,130 @@
+"""The ways to run a model, and the models with their points: one table each, by suite.
+
+The modules of the suites say what the names of the ways mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from attnops.bench import Point, Setup
+from attnops.bench.rows import Row
+from attnops.core.errors import InvalidInput
+from attnops.hf import Decode
+from attnops.ops.linear.record import LINEAR
+
+
+@dataclass(frozen=True)
+class How:
+    """How a way runs a model.
+
+    patch: options of `attnops.patch`; None: not patched. packed: with packed experts. compiled: options of
+    torch.compile; None is eager. policy: of `attnops.use`. given: to `generate()`. attention: that of transformers.
+    liger: with Liger's modules. device: where it runs, "" everywhere. asked: only if `--ways` names it.
+    """
+
+    patch: Row | None = None
+    compiled: Row | None = None
+    policy: Row = field(default_factory=dict)
+    packed: bool = False
+    given: Row = field(default_factory=dict)
+    attention: str = ""
+    liger: bool = False
+    device: str = ""
+    asked: bool = False
+
+
+HF, PAGED, GRAPHS = {"cache": "hf"}, {"cache": "paged"}, {"mode": "reduce-overhead"}
+TUNED: Row = {"options": {"triton.cudagraphs": True, "coordinate_descent_tuning": True}}  # the second one is that of Decode(inner="tuned")
+STOCK: Row = {"kernel": {LINEAR.name: "aten"}}
+APART: Row = {"deny": ("decode_attention:triton",)}
+PIECES = How({**PAGED, "decode": Decode("piecewise")}, device="cuda")
+STEPS = {
+    "hf_eager": How(), "hf_compiled": How(compiled=GRAPHS), "attnops_eager": How(HF), "attnops_hf": How(HF, GRAPHS),
+    "attnops_paged": How(PAGED, GRAPHS), "attnops_piecewise": PIECES,
+    "attnops_tuned": How({**PAGED, "decode": Decode("piecewise", inner="tuned")}, device="cuda", asked=True),
+    "attnops_apart": replace(PIECES, policy=STOCK | APART), "attnops_linears": replace(PIECES, policy=APART, asked=True),
+    "attnops_one_launch": replace(PIECES, policy=STOCK, asked=True), "attnops_mxfp4": replace(PIECES, packed=True),
+    "attnops_breakable": How({**PAGED, "decode": Decode("breakable")}, device="cuda"),
+    "hf_tuned": How(compiled=TUNED, device="cuda", asked=True),
+}  # fmt: skip
+CALLS = {
+    "hf": How(), "hf_static": How(given={"cache_implementation": "static"}), "attnops": How({}),
+    "attnops_hf": How({**HF, "decode": "hf"}), "attnops_paged": How({**PAGED, "decode": "hf"}, device="cpu"),
+    **{f"attnops_{mode}": How({**PAGED, "decode": mode}, device="cuda") for mode in ("piecewise", "breakable")},
+    "hf_again": How(asked=True),
+}  # fmt: skip
+FLEX = How(attention="flex_attention", device="cuda")
+WAYS: dict[str, dict[str, How]] = {
+    "decode": STEPS,
+    "prefill": {
+        "hf_eager": How(), "hf_compiled": How(compiled={}), "attnops_eager": How(HF), "attnops_compiled": How(HF, {}),
+        "attnops_paged": How({**PAGED, "decode": Decode("breakable", compile_after=0)}, device="cuda"),
+        "attnops_prompt": How({**PAGED, "decode": Decode("piecewise", compile_after=0)}, device="cuda"),
+    },
+    # On a GPU Inductor's CUDA graphs over transformers' static cache and over pages, and those of `decode=`.
+    "compile": {
+        "hf_compiled": STEPS["hf_compiled"], "attnops_hf": replace(STEPS["attnops_hf"], device="cpu"),
+        "attnops_paged": STEPS["attnops_paged"], "attnops_piecewise": PIECES,
+    },
+    "generate": CALLS,
+    "cliffs": {
+        "attnops": replace(CALLS["attnops"], device="cuda"),
+        **{name: CALLS[name] for name in ("attnops_piecewise", "attnops_breakable", "attnops_paged")},
+    },
+    "training_steps": {
+        "hf_sdpa": How(attention="sdpa"), "attnops": How({}), "hf_flex": FLEX, "hf_fa4": replace(FLEX, attention="flash_attention_4"),
+        "hf_eager": How(attention="eager"), "hf_liger": replace(FLEX, liger=True, asked=True),
+        "attnops_liger": How({}, liger=True, device="cuda", asked=True), "hf_compiled": replace(FLEX, compiled={}, asked=True),
+        "attnops_compiled": How({}, {}, asked=True),
+    },
+}  # fmt: skip
+
+Places = Mapping[str, Mapping[str, tuple[Point, ...]]]
+"""By size of the run: the models of a suite, and the points of each."""
+
+LLAMA, TOY = "llama-3-8b-shape", (Point(2, 12),)
+ONE, EIGHT, MANY, LONG = Point(1, 1024), Point(8, 1024), Point(32, 2048), Point(8, 4096)
+PROMPTS = {LLAMA: (Point(1, 512), Point(1, 4096), EIGHT)}
+TRAINED = {"llama-3.2-1b-shape": (LONG,), "gpt-oss-20b-shape": (Point(2, 4096), LONG)}
+WHOLE: Places = {
+    "toy": {"llama": TOY}, "small": {"llama-small": (Point(1, 128),)}, "quick": {LLAMA: (ONE, EIGHT)}, "full": {LLAMA: (ONE, EIGHT)},
+}  # fmt: skip
+PLACES: dict[str, Places] = {
+    "decode": {
+        "toy": {"llama": TOY}, "small": dict.fromkeys(("llama", "llama-small"), (Point(1, 128), Point(4, 128))),
+        "quick": {LLAMA: (ONE, EIGHT)},
+        "full": {
+            **dict.fromkeys((LLAMA, "qwen3-4b-shape"), (ONE, EIGHT, MANY)),
+            **dict.fromkeys(("gpt-oss-20b-shape", "deepseek-v3-shape"), (EIGHT,)),
+        },
+    },
+    "prefill": {
+        "toy": {"llama": TOY}, "small": dict.fromkeys(("llama", "llama-small"), (Point(1, 128), Point(4, 256))), "quick": PROMPTS,
+        "full": PROMPTS,
+    },
+    "generate": WHOLE,
+    "cliffs": {size: {name: points[:1] for name, points in some.items()} for size, some in WHOLE.items()},
+    "training_steps": {
+        "toy": {"llama": TOY, "gpt_oss": TOY}, "small": {"llama-small": (Point(2, 128),)}, "quick": TRAINED, "full": TRAINED,
+    },
+}  # fmt: skip
+
+
+def here(setup: Setup, suite: str) -> dict[str, How]:
+    """A suite's ways on this device."""
+    return {name: how for name, how in WAYS[suite].items() if how.device in ("", setup.device.type)}
+
+
+def chosen(setup: Setup, suite: str, *always: str) -> dict[str, How]:
+    """Those of them that run: the ones of `--ways` and `always`, or all that need not be asked for."""
+    asked = {*always, *setup.ways}
+    return {name: how for name, how in here(setup, suite).items() if (name in asked if setup.ways else not how.asked)}
+
+
+def check(setup: Setup, suite: str, everywhere: bool = False) -> None:
+    """Raise InvalidInput for a way of `--ways` that the suite does not have here, or anywhere."""
+    known = WAYS[suite] if everywhere else here(setup, suite)
+    if unknown := [way for way in setup.ways if way not in known]:
+        raise InvalidInput("ways", ", ".join(map(repr, unknown)), f"some of {', '.join(known)}")
