@@ -8,6 +8,7 @@ import sys
 from collections import defaultdict
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from attnops.core.adapt import origin
 from attnops.core.kernel import Kernel, all_kernels, kernels_of
 from attnops.core.problem import Target
+from attnops.kernels.shared import parts
 from attnops.measured import digests as code
 from tests.helpers import ROOT
 
@@ -25,7 +27,7 @@ DEVICE = "kernels/triton/device/gradient.py"
 @pytest.fixture
 def copy(tmp_path) -> Path:
     """The files that digests look at."""
-    for folder in ("kernels", "reference"):
+    for folder in ("kernels", "ops", "core"):
         shutil.copytree(code.ROOT / folder, tmp_path / "attnops" / folder, ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path / "attnops"
 
@@ -68,6 +70,12 @@ def without_docstrings(tree):
             node.body[0].value.value = "Other words."
 
 
+def with_more(tree, name):
+    """One more statement in a function of a file."""
+    found = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
+    found.body.insert(1, ast.parse("more = 1").body[0])
+
+
 def differing(before, after):
     assert before.keys() == after.keys()
     return {name for name in before if before[name] != after[name]}
@@ -86,17 +94,44 @@ def test_a_constant_changes_the_kernels_of_its_file_alone(copy):
     assert differing(before, digests_of(copy)) == {GRADIENT, "varlen_attention_backward.triton"}
 
 
-def test_the_file_of_a_wrapped_or_bound_function_counts(copy):
+def test_what_a_wrapped_or_bound_function_runs_counts(copy):
     before = digests_of(copy)
-    for file, name in {
-        "kernels/torch/by_request.py": "attention.reference",
-        "reference/experts.py": "experts.reference",
-        "reference/mxfp4.py": "mxfp4_experts.reference",
-        "kernels/sgl/flashmla.py": "mla_attention.flashmla",
-        "kernels/shared/tokens.py": "mla_attention.flashinfer_mla_fa2",
-    }.items():
-        edit(copy / file, lambda tree: tree.body.append(ast.parse("MORE = 1").body[0]))
+    for file, function, name in (
+        ("kernels/torch/by_request.py", "_requests", "attention.reference"),
+        ("kernels/shared/parts.py", "in_turns", "attention.aten_flash"),
+        ("ops/experts/reference.py", "gated", "experts.reference"),
+        ("ops/experts/mxfp4_reference.py", "experts", "mxfp4_experts.reference"),
+        ("ops/pages/reference.py", "write_kv", "write_kv.scatter"),
+        ("core/tensors.py", "compact", "attention.sdpa"),
+        ("kernels/shared/tokens.py", "rows", "mla_attention.cutlass_mla"),
+        ("kernels/triton/device/softmax.py", "closed", "paged_attention.triton"),
+    ):
+        edit(copy / file, lambda tree, name=function: with_more(tree, name))
         assert name in differing(before, before := digests_of(copy)), file
+    edit(copy / "kernels/sgl/flashmla.py", lambda tree: tree.body.append(ast.parse("MORE = 1").body[0]))
+    assert "mla_attention.flashmla" in differing(before, digests_of(copy)), "all of the module of a kernel's own function"
+
+
+def test_a_statement_that_a_kernel_does_not_reach_does_not_count(copy):
+    before = digests_of(copy)
+    edit(copy / "ops/attention/reference.py", lambda tree: with_more(tree, "merge_state"))
+    assert differing(before, before := digests_of(copy)) == {"merge_state.reference"}
+    edit(copy / "kernels/triton/launch/data.py", lambda tree: with_more(tree, "copy_kv"))
+    assert differing(before, before := digests_of(copy)) == {"copy_kv.triton"}
+    edit(copy / "kernels/shared/tokens.py", lambda tree: tree.body.append(ast.parse("MORE = 1").body[0]))
+    assert digests_of(copy) == before
+
+
+def test_a_function_of_shared_counts_with_the_file_that_registers_it():
+    start = code.Name("attnops.kernels.shared.parts", "turns_of")
+    assert code.starts_of(Kernel("theirs", "attention", parts.turns_of)) == {start}
+    sys.modules["attnops.kernels.torch.toy"] = module = ModuleType("toy")
+    module.run = parts.turns_of
+    try:
+        found = code.starts_of(Kernel("theirs", "attention", parts.turns_of))
+    finally:
+        del sys.modules["attnops.kernels.torch.toy"]
+    assert found == {start, code.Name("attnops.kernels.torch.toy", code.WHOLE)}
 
 
 @pytest.mark.parametrize("change", [nothing, without_docstrings])
@@ -120,6 +155,90 @@ def test_moves_do_not_count(copy):
     assert digests_of(copy) == before
     edit(path.parent / "elsewhere.py", another_constant)
     assert GRADIENT in differing(before, digests_of(copy)), "and the file is looked at where it is now"
+
+
+# By name, in modules that are written here ------------------------------------------------------------------------------
+
+LIMIT = "from attnops.kernels.other.more import limit\n"
+USED = "def used(x):\n    return limit(x)\n"
+
+
+def digest_of(own, **others):
+    """Of a kernel of the module `own`, beside modules of `kernels/other`."""
+    texts = {"kernels/own.py": own, **{f"kernels/other/{name}.py": text for name, text in others.items()}}
+    return code.Tree(texts.get).digest([code.Name("attnops.kernels.own", code.WHOLE)])
+
+
+FOLLOWED = {
+    "a name": f"{LIMIT}RUN = limit",
+    "two imports": "from attnops.kernels.other.used import used\nRUN = used",
+    "passed on": "from attnops.kernels.other.used import limit\nRUN = limit",
+    "inside a function": f"def run(x):\n    {LIMIT}    return limit(x)",
+    "an alias": f"{LIMIT.strip()} as most\nRUN = most",
+    "a module": "from attnops.kernels.other import more\nRUN = more.limit",
+    "a module's alias": "import attnops.kernels.other.more as m\nRUN = m.limit",
+    "a module's full name": "import attnops.kernels.other.more\nRUN = attnops.kernels.other.more.limit",
+    "a default": f"{LIMIT}def run(limit=limit):\n    pass",
+    "a decorator": f"{LIMIT}@limit\ndef run(limit):\n    pass",
+    "the first of a comprehension": f"{LIMIT}RUN = [limit for limit in limit]",
+    "a name that a method has, too": f"{LIMIT}class Run:\n    def a(limit): pass\n    def b(x): limit(x)",
+    "either of two": f"try:\n    {LIMIT}except ImportError:\n    limit = None\nRUN = limit",
+}
+UNRESOLVED = {
+    "a star": "from attnops.kernels.other.more import *\nRUN = limit",
+    "a star of a module between": "from attnops.kernels.other.used import used\nRUN = used",
+    "getattr": "from attnops.kernels.other import more\nRUN = getattr(more, NAME)",
+    "an object": "from attnops.kernels.other import more as m\nRUN = [m]",
+    "inside": "def run():\n    from attnops.kernels.other import more\n    return vars(more)",
+    "a name that is not there": "from attnops.kernels.other.more import gone\nRUN = gone",
+    "an attribute that is not there": "from attnops.kernels.other import more\nRUN = more.gone",
+}
+
+
+@pytest.mark.parametrize("how", FOLLOWED)
+def test_a_name_is_followed(how):
+    def found(limit, other):
+        return digest_of(FOLLOWED[how], more=f"def limit(x):\n    return {limit}\nOTHER = {other}", used=LIMIT + USED)
+
+    assert found(1, 1) != found(2, 1), "what it names counts"
+    assert found(1, 1) == found(1, 2) or "full name" in how, "and nothing else of that module"
+
+
+@pytest.mark.parametrize("how", UNRESOLVED)
+def test_all_of_a_module_counts_where_a_name_cannot_be_followed(how):
+    used = f"from attnops.kernels.other.more import *\n{USED}"
+    one, other = (digest_of(UNRESOLVED[how], more=f"limit = 1\nOTHER = {value}", used=used) for value in (1, 2))
+    assert one != other
+
+
+@pytest.mark.parametrize(
+    ("more", "counts"),
+    [
+        ("limit = {}\nlimit['a'] = VALUE", True),
+        ("limit = []\nlimit.append(VALUE)", True),
+        ("limit = 1\nlimit += VALUE", True),
+        ("limit = None\ndef set():\n    global limit\n    limit = VALUE", True),
+        ("if VALUE:\n    limit = 1", True),
+        ("def limit(x):\n    return other\nother = VALUE", True),
+        ("def limit(x):\n    other = 1\n    return [other for _ in x]\nother = VALUE", False),
+        ("def limit(x):\n    return [other for other in x]\nother = VALUE", False),
+        ("def limit(other):\n    return lambda: other\nother = VALUE", False),
+        ("def limit(x):\n    return x\nregister(limit, VALUE)", False),
+        ("def limit(x):\n    return x\nfor one in (limit,):\n    register(one, VALUE)", False),
+    ],
+)
+def test_which_statements_of_another_module_count(more, counts):
+    one, other = (digest_of(f"{LIMIT}RUN = limit", more=more.replace("VALUE", value)) for value in ("1", "2"))
+    assert (one != other) == counts
+
+
+def test_aliases_do_not_count_and_what_they_name_does():
+    same = [FOLLOWED[how] for how in ("a name", "an alias", "a module", "a module's alias", "passed on")]
+    assert len({digest_of(own, more="limit = 1", used=LIMIT) for own in same}) == 1
+    assert digest_of("limit = 1\nRUN = limit") == digest_of(same[0], more="limit = 1"), "nor does a move"
+    two = "from attnops.kernels.other.{} import limit\nfrom attnops.kernels.other.{} import limit as most\nRUN = limit(most)"
+    one, other = (digest_of(two.format(*order), more="limit = 1", used="limit = 2") for order in (("more", "used"), ("used", "more")))
+    assert one != other, "two functions of one name in each other's place"
 
 
 def test_the_kernels_of_a_machine():

@@ -1,10 +1,11 @@
 """Digests of the code of our kernels: a results file keeps them (`code`), so that its page can say
 later what has changed since.
 
-A kernel's code is the module of its functions and what that imports of `kernels`, of references and of
-`core.tensors`.
-A digest is of the syntax trees of those files, statement by statement: neither positions, comments,
-docstrings and imports count, nor in which of the files a statement stands, nor where.
+A kernel's code is every statement of the file of a backend where its function stands and is
+registered, and of all other modules of `kernels`, of references and of `core.tensors` the statements
+that its function, or this file, reaches by name.
+A digest is of the set of the statements' syntax trees: neither positions, comments, docstrings and
+imports count, nor in which of the files a statement stands, nor by which alias it names another.
 """
 
 from __future__ import annotations
@@ -12,15 +13,20 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import sys
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from attnops.core.kernel import Kernel, all_kernels
 from attnops.core.problem import Problem, Target
+from attnops.measured.statements import WHOLE, File, Imported, Name, Statement, parsed, shown
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("attnops.kernels.", "attnops.core.tensors", "attnops.reference.")
+KERNELS, SHARED = "attnops.kernels.", "attnops.kernels.shared."
+FOLDERS = (KERNELS, "attnops.core.tensors", "attnops.reference.")
 """Of what kernels run; in the trees of older commits the references had a folder."""
 OPS, OF_FAMILIES = "attnops.ops.", ("reference", "_format")
 """How the names of a family's modules end that kernels run."""
@@ -34,23 +40,24 @@ Read = Callable[[str], str | None]
 def digests(kernels: Iterable[Kernel], read: Read | None = None) -> dict[str, str]:
     """By `op.kernel`, of those of `kernels` that are ours.
 
-    read: of the tree of another commit. A kernel whose modules it lacks has "", for its code was in
-    other files then.
+    read: of the tree of another commit. A kernel whose functions are not where they are in this tree
+    has "", for its code was in other files then.
     """
-    found = dict[frozenset[str], str]()
+    tree = Tree(read) if read else _today()
+    found = dict[frozenset[Name], str]()
     out = {}
     for kernel in kernels:
-        modules = frozenset(modules_of(kernel))
-        if modules and modules not in found:
-            found[modules] = digest(modules, read) if read else _here(modules)
-        if modules:
-            out[f"{kernel.op}.{kernel.name}"] = found[modules]
+        starts = frozenset(starts_of(kernel))
+        if starts and starts not in found:
+            found[starts] = tree.digest(starts)
+        if starts:
+            out[f"{kernel.op}.{kernel.name}"] = found[starts]
     return dict(sorted(out.items()))
 
 
 @functools.cache
-def _here(modules: frozenset[str]) -> str:
-    return digest(modules, here)
+def _today() -> Tree:
+    return Tree(here)
 
 
 def candidates(target: Target, ops: Collection[str] = (), packages: Iterable[str] = ()) -> list[Kernel]:
@@ -76,45 +83,37 @@ def here(path: str) -> str | None:
     return file.read_text() if file.is_file() else None
 
 
-def digest(modules: Iterable[str], read: Read) -> str:
-    """Of these modules and what they import; "" where one is missing."""
-    waiting, statements = sorted(modules), dict[str, tuple[str, ...]]()
-    if not all(_text(module, read) for module in waiting):
-        return ""
-    while waiting:
-        module = waiting.pop()
-        if module not in statements and (text := _text(module, read)) is not None:
-            statements[module], imported = _parsed(text)
-            waiting += imported
-    every = sorted(one for some in statements.values() for one in some)
-    return hashlib.sha256("\n".join(every).encode()).hexdigest()[:LENGTH]
-
-
-def _text(module: str, read: Read) -> str | None:
-    path = module.removeprefix("attnops.").replace(".", "/")
-    return read(f"{path}.py")
-
-
 # Where a kernel's functions are ----------------------------------------------------------------------------------------
 
 
-def modules_of(kernel: Kernel) -> set[str]:
-    """The modules of what a kernel runs. Empty for a kernel of another package."""
+def starts_of(kernel: Kernel) -> set[Name]:
+    """Where the code of a kernel begins: (module, WHOLE or a name). Empty for a kernel of another package.
+
+    Of its functions and of their wrappers it is the statement alone. A file of a backend that
+    registers them, with what they need and cost, is WHOLE.
+    """
     runs = [kernel.run, *([] if kernel.core is None else [kernel.core.run])]
-    return {m for run in runs for part in _parts(run) if _counts(m := _module(part))}
+    return {start for run in runs for start in _starts(run) if counts(start.module)}
 
 
-def _counts(module: str) -> bool:
-    """Is its code a kernel's?"""
-    return module.startswith(FOLDERS) or (module.startswith(OPS) and module.endswith(OF_FAMILIES))
+def _starts(run: Any) -> Iterator[Name]:
+    """Of a function, of those that it wraps, and of those that are bound into it."""
+    inner = [f for f in (getattr(run, "__wrapped__", None), getattr(run, "func", None), *getattr(run, "args", ())) if callable(f)]
+    module = _module(run)
+    yield Name(module, WHOLE if not inner and _of_backend(module) else _name(run, module))
+    if not inner and module.startswith(SHARED):
+        yield from (Name(name, WHOLE) for name, loaded in [*sys.modules.items()] if _of_backend(name) and _holds(loaded, run))
+    for one in inner:
+        yield from _starts(one)
 
 
-def _parts(run: Any) -> Iterator[Any]:
-    """A function, those that it wraps, and those that are bound into it."""
-    yield run
-    for inner in (getattr(run, "__wrapped__", None), getattr(run, "func", None), *getattr(run, "args", ())):
-        if callable(inner):
-            yield from _parts(inner)
+def _holds(module: ModuleType, function: Any) -> bool:
+    return any(value is function for value in vars(module).values())
+
+
+def _of_backend(module: str) -> bool:
+    """Is it a file that registers kernels?"""
+    return module.startswith(KERNELS) and not module.startswith(SHARED) and module.count(".") <= KERNELS.count(".") + 1
 
 
 def _module(function: Any) -> str:
@@ -123,50 +122,120 @@ def _module(function: Any) -> str:
     return str(found or "")
 
 
-# The statements of a file ---------------------------------------------------------------------------------------------
+def _name(function: Any, module: str) -> str:
+    """Of the statement of a module that defines a function, which may be an inner one; WHOLE where it has none."""
+    if isinstance(name := getattr(function, "name", None), str):
+        return name  # of one that is imported when it is called
+    file, code = _today().file(module), getattr(function, "__code__", None)
+    if file is None or code is None:
+        return WHOLE
+    around = [statement for statement in file.statements if statement.holds(code.co_firstlineno)]
+    return next((name for statement in around for name in sorted(statement.binds)), WHOLE)
 
 
-@functools.lru_cache(maxsize=4096)
-def _parsed(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(a digest of each statement, the modules of `FOLDERS` that may be imported) of a file."""
-    tree = ast.parse(text)
-    shown = (_shown(node) for node in tree.body)
-    statements = tuple(hashlib.sha256(one.encode()).hexdigest() for one in shown if one)
-    return statements, tuple(m for node in ast.walk(tree) for m in _imported(node))
+def counts(module: str) -> bool:
+    """Is its code a kernel's?"""
+    return module.startswith(FOLDERS) or (module.startswith(OPS) and module.endswith(OF_FAMILIES))
 
 
-def _imported(node: ast.AST) -> Iterator[str]:
-    names: list[str] = []
-    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-        names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    elif isinstance(node, ast.Import):
-        names = [alias.name for alias in node.names]
-    yield from filter(_counts, names)
+# What is reached from there -------------------------------------------------------------------------------------------
 
 
-def _shown(node: ast.AST) -> str:
-    """A node as text that is the same in every version of Python; "" for one that says nothing."""
-    if isinstance(node, (ast.Import, ast.ImportFrom)) or _is_text(node):
-        return ""
-    return f"{type(node).__name__}({','.join(_fields(node))})"
+class Tree:
+    """The modules of a commit, of which kernels take statements.
 
+    read: gives their texts.
+    """
 
-def _is_text(node: ast.AST) -> bool:
-    """Is it a docstring, of a constant, too?"""
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    def __init__(self, read: Read) -> None:
+        self._source = functools.cache(read)
+        self._texts = dict[tuple[ast.stmt, bool], str]()
 
+    def file(self, module: str) -> File | None:
+        """None where there is no such module, or where it is no kernel's code."""
+        path = module.removeprefix("attnops.").replace(".", "/")
+        text = self._source(f"{path}.py") if counts(module) else None
+        return None if text is None else parsed(text)
 
-def _fields(node: ast.AST) -> Iterator[str]:
-    # Fields that a later Python adds are empty in older code.
-    for name, value in ast.iter_fields(node):
-        shown = _value(value)
-        if name not in ("ctx", "kind", "type_comment") and shown:
-            yield f"{name}={shown}"
+    def digest(self, starts: Iterable[Name]) -> str:
+        """Of all that is reached; "" where a start is missing."""
+        waiting, seen, texts = sorted(starts), set[Name](), set[str]()
+        if not all(self._has(start) for start in waiting):
+            return ""
+        while waiting:
+            wanted = waiting.pop()
+            if wanted not in seen:
+                seen.add(wanted)
+                waiting += self._passed_on(wanted)
+                for statement in self._statements(wanted):
+                    texts.add(self._text(wanted.module, statement))
+                    waiting += (named for _, named in self._read(wanted.module, statement))
+        return hashlib.sha256("\n".join(sorted(texts)).encode()).hexdigest()[:LENGTH]
 
+    def _has(self, wanted: Name) -> bool:
+        file = self.file(wanted.module)
+        return file is not None and (wanted.name == WHOLE or wanted.name in file.binds or wanted.name in file.imports)
 
-def _value(value: Any) -> str:
-    if isinstance(value, ast.AST):
-        return _shown(value)
-    if isinstance(value, list):
-        return ";".join(filter(None, map(_value, value)))
-    return "" if value is None else repr(value)
+    def _statements(self, wanted: Name) -> list[Statement]:
+        file = self.file(wanted.module)
+        return [s for s in (file.statements if file else ()) if wanted.name == WHOLE or wanted.name in s.binds]
+
+    def _passed_on(self, wanted: Name) -> Iterator[Name]:
+        """What a module imports under a name; all of the module where it has no such name."""
+        file = self.file(wanted.module)
+        if file is not None and not self._has(wanted):
+            yield Name(wanted.module, WHOLE)
+        for imported in file.imports.get(wanted.name, ()) if file else ():
+            yield from (named for _, named in self._imported(imported, wanted.name, {WHOLE}))
+
+    def _read(self, module: str, statement: Statement) -> Iterator[tuple[str, Name]]:
+        """Whom a statement names, by the text of the use, as `f` or `data.f`."""
+        file = self.file(module)
+        if file is None:
+            return
+        for name, attributes in statement.uses.items():
+            if name in file.binds:
+                yield name, Name(module, name)
+            for imported in (*statement.imports.get(name, ()), *file.imports.get(name, ())):
+                yield from self._imported(imported, name, attributes)
+        # A star may bring any name.
+        for imported in file.imports.get(WHOLE, ()):
+            yield from self._imported(imported, WHOLE, ())
+
+    def _imported(self, imported: Imported, name: str, attributes: Iterable[str]) -> Iterator[tuple[str, Name]]:
+        module, member = imported
+        inner = f"{module}.{member}" if member else module
+        if member and self._has(Name(module, member)):
+            yield name, Name(module, member)
+        elif self.file(inner) is not None:
+            yield from ((f"{name}.{attribute}", Name(inner, attribute)) for attribute in attributes)
+        elif self.file(module) is not None:
+            yield name, Name(module, WHOLE)
+
+    def _text(self, module: str, statement: Statement, whole: bool = True) -> str:
+        """A digest of a statement, in which what a name names stands in place of the alias: its own name and, if `whole`, its text."""
+        key = statement.node, whole
+        if key not in self._texts:
+            called = {alias: self._called(named, whole) for alias, named in self._aliases(module, statement).items()}
+            self._texts[key] = hashlib.sha256(shown(statement.node, called).encode()).hexdigest()
+        return self._texts[key]
+
+    def _called(self, named: Name, whole: bool) -> str:
+        texts = sorted({self._text(named.module, s, whole=False) for s in self._statements(named)}) if whole else []
+        return " ".join([named.name, *texts])
+
+    def _aliases(self, module: str, statement: Statement) -> dict[str, Name]:
+        """The texts of uses that name one thing, wherever they stand in the statement."""
+        found = defaultdict[str, set[Name]](set)
+        for text, named in self._read(module, statement):
+            if text.partition(".")[0] not in statement.hidden:
+                found[text] |= self._defined(named)
+        return {text: names.pop() for text, names in found.items() if len(names) == 1}
+
+    def _defined(self, named: Name) -> set[Name]:
+        """Where a name is defined that modules may pass on."""
+        file = self.file(named.module)
+        if file is None or named.name in file.binds:
+            return {named}
+        imported = (one for i in file.imports.get(named.name, ()) for one in self._imported(i, named.name, {WHOLE}))
+        return {name for _, one in imported for name in self._defined(one)}
