@@ -44,6 +44,11 @@ class Extent:
         return str(self.lo) if self.lo == self.hi else f"{self.lo}..{'' if self.hi is None else self.hi}"
 
 
+ONE = Extent(1, 1, 1)
+OPEN = Extent(0, None, 1024)
+"""A size that is left open: any, more than one as a rule."""
+
+
 @functools.cache
 def _bucket(n: int) -> Extent:
     if n <= 2:

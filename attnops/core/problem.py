@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from attnops.core.errors import InvalidInput, fail, portable
-from attnops.core.extent import Extent as Extent, alike as alike
+from attnops.core.extent import ONE as ONE, OPEN, Extent as Extent, alike as alike
 from attnops.core.record import EXTENTS, Call, Fact, asked, name, sizes_of, values
 from attnops.core.tensors import surely as surely
 
@@ -209,9 +209,18 @@ class Extents:
     context: Extent = _NONE
 
 
+AS_OTHERS = {"kv_dtype": "dtype", "v_head_dim": "head_dim"}
+"""Fields of a kind that are as another, unless they are given."""
+
+ANY = Extents(OPEN, OPEN, OPEN, OPEN)
+"""Every size is left open."""
+
+
 @dataclass(frozen=True)
 class Problem:
-    """One call without its data. Hashable; two equal Problems get the same kernel. Fields that do not apply to an op keep their defaults.
+    """One call without its data, or a kind of call, whose sizes are left open. Hashable; two equal Problems get the same kernel.
+
+    Fields that do not apply to an op keep their defaults.
 
     `dtype` of the query (or of what is computed), `kv_dtype` of key, value and pages; uint8: latents in the packed format.
     Latents: the first `v_head_dim` of the `head_dim` numbers are the value, the other `rope_dim` the rotated key.
@@ -246,6 +255,15 @@ class Problem:
     def of(cls, op: str, target: Target, **leaves: Any) -> Problem:
         """The Problem with these fields, its own or those of its records, by name."""
         return altered(cls(op, target), **leaves)
+
+    @classmethod
+    def kind(cls, op: str, **leaves: Any) -> Problem:
+        """A kind of call: of any sizes but those among the fields, e.g. `queries=ONE` of a decode step, on any target.
+
+        Keys, values and pages have the query's dtype, and values the key's head dim, unless the fields say otherwise.
+        """
+        as_others = {field: leaves[other] for field, other in AS_OTHERS.items() if other in leaves}
+        return altered(cls(op, Target(), sizes=ANY), **{**as_others, **leaves})
 
     @property
     def group_size(self) -> int:
