@@ -9,10 +9,11 @@ from typing import Any
 from changed import sentence
 from results import ROOT, table
 
-from attnops.measured import Grid, LinearShape, Sizes
+from attnops.measured import Grid, Sizes, work
 from attnops.measured.cost import RATES
 from attnops.measured.table import from_json
-from attnops.tune.linears import MODELS
+from attnops.ops.linear.counted import PARTS
+from attnops.ops.linear.timed import MODELS
 
 NONE = "No table that ships has times of linears yet: `attnops tune --ops linear` measures them."
 ROWS = (1, 8, 32, 64)
@@ -23,7 +24,7 @@ def linears_full(root: Path = ROOT) -> str:
     parts = []
     for path in sorted((root / "attnops" / "tables").glob("*.json")):
         found = from_json(path.read_text())
-        if grids := [grid for grid in found.grids if isinstance(grid.shape, LinearShape)]:
+        if grids := [grid for grid in found.grids if grid.kind.in_features]:
             said = f"**{found.gpu}**, `triton` / `aten` in us, and the share of the bandwidth of the faster"
             parts.append(f"{said}. {sentence(of_linears(found.made))}.\n\n{times(found.gpu, grids)}")
     return "\n\n".join(parts) or NONE
@@ -35,14 +36,13 @@ def of_linears(made: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def times(gpu: str, grids: list[Grid]) -> str:
-    """A row a shape."""
+    """A row a kind of call."""
     rows = []
     for grid in grids:
-        shape = grid.shape
-        assert isinstance(shape, LinearShape)
-        users = [f"{model} {name}" for model, some in MODELS.items() for name, one in some.items() if one == shape]
-        parts = " + ".join(name for name in ("norm", "activation", "residual") if getattr(shape, name))
-        rows.append([f"{shape.out_features} x {shape.in_features}", parts or "-", ", ".join(users), *(cell(gpu, grid, n) for n in ROWS)])
+        kind = grid.kind
+        users = [f"{model} {name}" for model, some in MODELS.items() for name, one in some.items() if one == kind]
+        parts = " + ".join(word for part, word in PARTS.items() if part in kind.asks)
+        rows.append([f"{kind.out_features} x {kind.in_features}", parts or "-", ", ".join(users), *(cell(gpu, grid, n) for n in ROWS)])
     return table(["weight", "around it", "of", *(f"{n} row{'s' * (n > 1)}" for n in ROWS)], rows)
 
 
@@ -53,7 +53,7 @@ def cell(gpu: str, grid: Grid, rows: int) -> str:
     found = [t for t in us.values() if t is not None]
     if len(found) < 2 or at.batch not in grid.batch:
         return "-"
-    weight = grid.shape.work(Sizes(0.0, 1.0, 1.0)).bytes
+    weight = work(grid.kind, Sizes(0.0, 1.0, 1.0)).bytes
     share = f", {100 * weight / min(found) / 1e6 / RATES[gpu].bandwidth:.0f}%" if gpu in RATES else ""
     return " / ".join(f"**{t:.4g}**" if t == min(found) else f"{t:.4g}" for t in found) + share
 

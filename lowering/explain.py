@@ -174,7 +174,7 @@ def explain(
             _count(calls, path(), decision, problem, decision.policy.key)
 
         def on_form(decision: FormDecision) -> None:
-            _count(forms, path(), decision, decision.call, decision.queries)
+            _count(forms, path(), decision, decision.layer, decision.queries)
 
         given, rest = stack.enter_context(_fake((args, kwargs)))
         stack.callback(watch(on_call))

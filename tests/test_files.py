@@ -21,9 +21,9 @@ from attnops.measured.store import cpu_name, path_for
 from attnops.measured.table import from_json
 from tests.helpers import ROOT
 
-SHAPE = {"op": "attention", "dtype": "float32", "kv_dtype": "float32", "q_heads": 4, "kv_heads": 2, "head_dim": 16, "v_head_dim": 16}
-GRID = {"shape": SHAPE, "batch": [1], "queries": [8], "ratio": [1], "us": {"sdpa": [9.0]}}
-TABLE = {"format": 1, "gpu": cpu_name(), "target": "cpu", "made": {}, "versions": {}, "grids": [GRID]}
+KIND = {"op": "attention", "q_heads": 4, "kv_heads": 2, "head_dim": 16, "v_head_dim": 16}
+GRID = {"problem": KIND, "batch": [1], "queries": [8], "ratio": [1], "us": {"sdpa": [9.0]}}
+TABLE = {"format": 2, "gpu": cpu_name(), "target": "cpu", "made": {}, "versions": {}, "grids": [GRID]}
 HUGE = 10**400
 
 
@@ -32,17 +32,17 @@ def changed(**change):
 
 
 TEXTS = {
-    "head dim of 400 digits": changed(shape=SHAPE | {"head_dim": HUGE}),
+    "head dim of 400 digits": changed(problem=KIND | {"head_dim": HUGE}),
     "time of 400 digits": changed(us={"sdpa": [HUGE]}),
     "axis of 400 digits": changed(batch=[HUGE]),
-    "5,000 digits": f'{{"format": 1, "gpu": {"9" * 5000}}}',
+    "5,000 digits": f'{{"format": 2, "gpu": {"9" * 5000}}}',
     "nan": changed(us={"sdpa": [float("nan")]}),
     "inf": changed(batch=[float("inf")]),
     "plan of nan": changed(plan_us={"sdpa": float("nan")}),
     "plan of 400 digits": changed(plan_us={"sdpa": HUGE}),
     "plan of a list": changed(plan_us=[1]),
     "brackets": "[" * 100_000,
-    "nested": '{"format": 1, "made": ' + '{"a":' * 5000 + "1" + "}" * 5000 + "}",
+    "nested": '{"format": 2, "made": ' + '{"a":' * 5000 + "1" + "}" * 5000 + "}",
     "not utf-8": b"\xff\xfe\x00",
     "empty": "",
     "null": "null",

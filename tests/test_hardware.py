@@ -14,8 +14,10 @@ from attnops.core.problem import Target
 from attnops.core.select import select, select_by
 from attnops.lowering.cache_key import choice_inputs
 from attnops.lowering.explain import packages_of_kernels
-from attnops.measured import NOWHERE, Grid, Shape, Table, never_run, store
+from attnops.measured import NOWHERE, Grid, Table, never_run, store
 from attnops.measured.table import version_of
+from attnops.ops.latent.timed import MLA
+from attnops.ops.sweeps import decoding
 from attnops.testing import Features, Source, builders
 from tests.helpers import where_kernels_ran
 
@@ -110,23 +112,14 @@ def test_it_can_be_asked_for():
 
 
 def test_a_measured_time_makes_it_ordinary():
-    shape = Shape(
-        "mla_attention",
-        q_heads=128,
-        kv_heads=1,
-        head_dim=576,
-        v_head_dim=512,
-        rope_dim=64,
-        page_size=64,
-        decode=True,
-    )
+    kind = decoding(MLA)
     names = ("cutlass_mla", "triton")
     versions = {f"mla_attention.{n}": version_of(kernels_of("mla_attention")[n]) for n in names}
     for us, chosen in (
         ({"cutlass_mla": 20.0, "triton": 30.0}, "cutlass_mla"),
         ({"cutlass_mla": 40.0, "triton": 30.0}, "triton"),
     ):
-        grid = Grid(shape, (8.0,), (1.0,), (4096.0,), {n: (t,) for n, t in us.items()})
+        grid = Grid(kind, (8.0,), (1.0,), (4096.0,), {n: (t,) for n, t in us.items()})
         table = Table("NVIDIA B200", "sm100", versions, (grid,))
         assert select_by(table, DECODE).kernel.name == chosen
         # The times of a sibling were taken of a kernel that ran there.

@@ -1,7 +1,6 @@
 """Which calls of a grid an H200 leaves to the reference, and why: none, and without one of our kernels these, so that a change is seen."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -11,8 +10,11 @@ from attnops.core.problem import Extent, Problem, Target, altered
 from attnops.core.select import select_by
 from attnops.lowering.explain import packages_of_kernels
 from attnops.measured import in_force
+from attnops.ops.attention.timed import DENSE, PACKED
+from attnops.ops.latent.timed import MLA
+from attnops.ops.pages.timed import PAGED
 from attnops.testing.timed_calls import problem_at, problem_of
-from attnops.tune.shapes import DENSE, FULL, MLA, PACKED, PAGED
+from attnops.tune import sweeps_of
 
 BF16 = torch.bfloat16
 H200 = Target("cuda", 90, packages_of_kernels(), "NVIDIA H200")
@@ -30,7 +32,7 @@ SIZES = {"1x512": (1, 512), "2x4096": (2, 4096)}  # requests and tokens of each
 def problems() -> dict[str, Problem]:
     """The Problems of the grid on an H200, by name."""
     room = {"decode_attention": 1 << 30}  # without a workspace one kernel of this op remains
-    some = [(p.shape, at) for p in FULL for at in p.points() if p.allows(at)]
+    some = [(p.kind, at) for p in sweeps_of("full") for at in p.points() if p.allows(at)]
     timed = [altered(problem_at(shape, at, H200), workspace=room.get(shape.op, 0)) for shape, at in some]
     found = {f"{problem.op}: {problem.summary()}": problem for problem in timed}
     return found | {f"{problem.op}: {name}": problem for some in (_dense, _paged, _sparse) for name, problem in some()}
@@ -42,7 +44,7 @@ def _dense() -> Iterator[tuple[str, Problem]]:
     every = product((DENSE, PACKED), (0, 1), HEADS, RULES, SIZES.values(), (BF16,))
     for like, trained, heads, rule, (batch, length), dtype in (*every, wide):
         if trained or like is PACKED or "mask" in RULES[rule]:
-            shape = replace(like, causal=False, **dict(zip(("q_heads", "kv_heads", "head_dim", "v_head_dim"), HEADS[heads], strict=True)))
+            shape = altered(like, causal=False, **dict(zip(("q_heads", "kv_heads", "head_dim", "v_head_dim"), HEADS[heads], strict=True)))
             timed = problem_of(shape, [length] * batch, [length] * batch, H200)
             problem = altered(timed, dtype=dtype, kv_dtype=dtype, padded=True, **RULES[rule])
             name = f"{batch}x{length}, {heads}, {rule}" + ", float32" * (dtype != BF16) + ", trained" * trained
@@ -63,7 +65,7 @@ def _paged() -> Iterator[tuple[str, Problem]]:
 
 def _sparse() -> Iterator[tuple[str, Problem]]:
     """2048 latents a token, bfloat16 or packed in 656 bytes."""
-    like = altered(problem_of(replace(MLA, causal=False), [1], [2048], H200), op="sparse_mla_attention", padded=True, holes=True)
+    like = altered(problem_of(altered(MLA, causal=False), [1], [2048], H200), op="sparse_mla_attention", padded=True, holes=True)
     like = altered(like, batch=Extent(0, 0, 0), queries=Extent(0, 0, 0))
     for heads, stored, tokens, sinks in product((16, 64, 128), (BF16, torch.uint8), (1, 64, 4096), (False, True)):
         name = f"{tokens} tokens, {heads} heads, {'packed' if stored == torch.uint8 else 'bfloat16'} latents" + ", sinks" * sinks

@@ -16,7 +16,17 @@ from attnops.lowering.explain import packages_of_kernels
 from attnops.measured import ESTIMATED
 from attnops.measured.cost import rates_of
 from attnops.nn import LatentAttention, RotaryEmbedding
-from attnops.ops.latent.absorb_or_expand import ABSORBED, EXPANDED, MOST, PREFIX, LatentCall, LatentDims, crossover, kernel_for, latent_form
+from attnops.ops.latent.absorb_or_expand import (
+    ABSORBED,
+    EXPANDED,
+    MOST,
+    PREFIX,
+    LatentDims,
+    LatentForms,
+    crossover,
+    kernel_for,
+    latent_form,
+)
 
 BF16 = torch.bfloat16
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,7 +35,7 @@ DEEPSEEK = LatentDims(128, 64, 512, 128)
 
 def call(target="sm90", heads=128, before=True, **more):
     goal = Target.parse(target, packages_of_kernels() if target != "cpu" else None)
-    return LatentCall(DEEPSEEK, heads, BF16, BF16, 64, goal, before, **more)
+    return LatentForms.of(DEEPSEEK, heads, (BF16, BF16), 64, goal, before=before, **more)
 
 
 @pytest.mark.parametrize("heads", [16, 128])
@@ -37,7 +47,7 @@ def test_where_the_costs_cross(target, heads):
     assert empty.absorb_up_to < 128
     for decision in (long, empty):
         up_to = decision.absorb_up_to
-        below, above = (latent_form(decision.call, n) for n in (max(up_to, 1), up_to + max(up_to // 4, 1)))
+        below, above = (latent_form(decision.layer, n) for n in (max(up_to, 1), up_to + max(up_to // 4, 1)))
         assert up_to == 0 or (below.form == ABSORBED and below.absorbed_us <= below.expanded_us)
         assert above.form == EXPANDED and above.expanded_us < above.absorbed_us
     assert latent_form(call(target, heads), 1).form == ABSORBED
@@ -49,7 +59,7 @@ def test_every_cached_token_is_attended_to(target):
     """No time was measured there, and an estimate that took a causal call for a square one would spare half of the prefix."""
     decision = latent_form(call(target), 32)
     assert decision.absorbed.costs[decision.absorbed.kernel.name].how == ESTIMATED
-    rate = 0.6e6 * rates_of(decision.call.target).matmul  # no kernel there is said to reach more
+    rate = 0.6e6 * rates_of(decision.layer.target).matmul  # no kernel there is said to reach more
     assert decision.absorbed_us > 2 * 4 * 32 * PREFIX * 128 * (576 + 512) / rate
 
 
@@ -59,7 +69,7 @@ def test_the_form_is_the_faster_one_where_both_were_timed():
     h200 = Target("cuda", 90, packages_of_kernels(), "NVIDIA H200")
     for name, by_tokens in timed.items():
         heads, _, prefix = name.partition(" heads, ")
-        layer = LatentCall(DEEPSEEK, int(heads), BF16, BF16, 64, h200, before=not prefix.startswith("4x0 "))
+        layer = LatentForms.of(DEEPSEEK, int(heads), (BF16, BF16), 64, h200, before=not prefix.startswith("4x0 "))
         for tokens, found in by_tokens.items():
             us, form = found["us"], latent_form(layer, int(tokens)).form
             assert us[form] < 1.15 * min(us.values()), f"{name}, {tokens} new tokens: {form} of {us}"
@@ -170,7 +180,7 @@ def test_explain_shows_the_form(target):
     [entry] = json.loads(json.dumps(long.as_dict()))["forms"]
     assert entry["form"] == ABSORBED and set(entry["us"]) == {ABSORBED, EXPANDED} and entry["new_tokens"] == 4
     decode = explained(9, 1, target, None)
-    assert decode.forms[0].decision.call.before is None and set(decode.forms[0].decision.costs) == {ABSORBED}
+    assert decode.forms[0].decision.layer.before is None and set(decode.forms[0].decision.costs) == {ABSORBED}
 
 
 def test_explain_of_a_prompt_and_of_a_limit():

@@ -19,25 +19,30 @@ from attnops.measured import (
     MEASURED,
     RATES,
     Grid,
-    Shape,
     Sizes,
     Table,
     costs,
     cpu_name,
+    distance,
     forget,
     in_force,
+    place,
     sizes_of,
     store,
+    work,
 )
+from attnops.measured.kind_json import kind_of, leaves_of
 from attnops.measured.store import path_for, save
 from attnops.measured.table import HANDICAP, SCALED, TRITON_CODE, UNMEASURED, from_json, version_of
+from attnops.ops.attention.timed import DENSE
+from attnops.ops.pages.timed import PAGED
+from attnops.ops.sweeps import decoding, toy
+from attnops.tune import sweeps_of
 from tests.helpers import ROOT
 
 F32, BF16 = torch.float32, torch.bfloat16
 SM90 = Target("cuda", 90, assume=())
-STEP = Shape("paged_attention", page_size=16, decode=True)
-PAGED = Shape("paged_attention", page_size=16)
-SQUARE = Shape("attention", "float32", "float32", 4, 2, 16, 16, square=True)
+STEP, SQUARE = decoding(PAGED), toy(DENSE)
 
 
 def decode(batch=8, context=4096, **more):
@@ -54,7 +59,7 @@ def square(batch=1, length=16, target=None, **more):
 
 
 def table(*grids, gpu="Some GPU", target="sm90", versions=None):
-    names = {f"{g.shape.op}.{n}": "" for g in grids for n in g.us}
+    names = {f"{g.kind.op}.{n}": "" for g in grids for n in g.us}
     return Table(gpu, target, names if versions is None else versions, grids, {"date": "2026-01-01"})
 
 
@@ -178,7 +183,7 @@ def test_missing_points_follow_their_smaller_neighbours():
     ids=str,
 )
 def test_a_shape_speaks_for_its_neighbours(change, speaks):
-    found = STEP.distance(altered(decode(), **change))
+    found = distance(STEP, altered(decode(), **change))
     assert (found < float("inf")) == speaks
     same = ({}, {"dtype": torch.float16, "kv_dtype": torch.float16}, {"plan": "host"})
     assert (found == 0) == (change in same)
@@ -186,21 +191,20 @@ def test_a_shape_speaks_for_its_neighbours(change, speaks):
 
 def test_a_forward_that_is_trained_has_shapes_of_its_own():
     """Kernels that return no lse do not compete there; calls without lse never go by such a shape."""
-    plain, trained = replace(SQUARE, decode=False), replace(SQUARE, decode=False, lse=True)
+    plain, trained = SQUARE, altered(SQUARE, lse=True)
     call = altered(square(), lse=True)
-    assert trained.distance(call) == 0 < plain.distance(call) < float("inf") == trained.distance(square())
-    assert table(Grid(plain, (1.0,), (16.0,), (1.0,), {}), Grid(trained, (1.0,), (16.0,), (1.0,), {})).nearest(call)[0].shape == trained
+    assert distance(trained, call) == 0 < distance(plain, call) < float("inf") == distance(trained, square())
+    assert table(Grid(plain, (1.0,), (16.0,), (1.0,), {}), Grid(trained, (1.0,), (16.0,), (1.0,), {})).nearest(call)[0].kind == trained
 
 
 def test_dense_calls_with_and_without_a_mask_to_write_out():
-    shape = replace(SQUARE, decode=False)
-    assert shape.distance(square()) == 0
-    assert shape.distance(altered(square(), sizes_equal=False)) == float("inf")
-    assert replace(shape, causal=False).distance(altered(square(), causal=False, sizes_equal=False)) == 0
+    assert distance(SQUARE, square()) == 0
+    assert distance(SQUARE, altered(square(), sizes_equal=False)) == float("inf")
+    assert distance(altered(SQUARE, causal=False), altered(square(), causal=False, sizes_equal=False)) == 0
 
 
 DIFFERENCES = {
-    "window": ({"window": (127, 0)}, {"window": 127}, {"window": 1023}),
+    "window": ({"window": (127, 0)}, {"window": (127, -1)}, {"window": (1023, -1)}),
     "sinks": ({"sinks": True}, {"sinks": True}, {}),
     "softcap": ({"softcap": True}, {"softcap": True}, {}),
     "kv_heads": ({"q_heads": 8, "kv_heads": 2}, {"q_heads": 8, "kv_heads": 2}, {}),
@@ -214,15 +218,15 @@ DIFFERENCES = {
 @pytest.mark.parametrize(("change", "same", "other"), DIFFERENCES.values(), ids=DIFFERENCES)
 def test_every_difference_counts_in_the_distance(change, same, other):
     """Of two shapes the one that differs in nothing is asked, wherever it stands in the table."""
-    problem, near, far = altered(decode(), **change), replace(STEP, **same), replace(STEP, **other)
-    assert near.distance(problem) == 0 < far.distance(problem) < float("inf")
+    problem, near, far = altered(decode(), **change), altered(STEP, **same), altered(STEP, **other)
+    assert distance(near, problem) == 0 < distance(far, problem) < float("inf")
     for shapes in ((near, far), (far, near)):
         found = table(*(Grid(s, (1.0,), (1.0,), (1.0,), {"k": (1.0,)}) for s in shapes)).nearest(problem)
-        assert found is not None and found[0].shape == near
+        assert found is not None and found[0].kind == near
 
 
 def test_the_nearest_shape_is_asked():
-    near = [replace(STEP, q_heads=8 * g) for g in (1, 4, 8)] + [replace(STEP, page_size=256), replace(STEP, head_dim=64, v_head_dim=64)]
+    near = [altered(STEP, q_heads=8 * g) for g in (1, 4, 8)] + [altered(STEP, page_size=256), altered(STEP, head_dim=64, v_head_dim=64)]
     grids = [Grid(s, (1.0,), (1.0,), (1.0,), {"k": (1.0,)}) for s in near]
     for problem, shape in (
         (decode(), near[1]),
@@ -232,35 +236,36 @@ def test_the_nearest_shape_is_asked():
         (decode(head_dim=64, v_head_dim=64), near[4]),
     ):
         found = table(*grids).nearest(problem)
-        assert found is not None and found[0].shape == shape, problem
+        assert found is not None and found[0].kind == shape, problem
     assert table(*grids).nearest(square()) is None and table().nearest(decode()) is None
 
 
 def test_heads_count_as_requests():
-    assert STEP.place(decode(8, 4096)) == Sizes(8, 1, 4096)
-    assert STEP.place(decode(8, 4096, q_heads=64, kv_heads=16)) == Sizes(16, 1, 4096)
-    assert STEP.place(decode(8, 4096, head_dim=64, v_head_dim=64)) == Sizes(4, 1, 4096)
-    assert STEP.place(decode(1, 4096, q_heads=8, kv_heads=2)) == Sizes(1, 1, 1024), "less than a request is one with fewer keys"
+    assert place(STEP, decode(8, 4096)) == Sizes(8, 1, 4096)
+    assert place(STEP, decode(8, 4096, q_heads=64, kv_heads=16)) == Sizes(16, 1, 4096)
+    assert place(STEP, decode(8, 4096, head_dim=64, v_head_dim=64)) == Sizes(4, 1, 4096)
+    assert place(STEP, decode(1, 4096, q_heads=8, kv_heads=2)) == Sizes(1, 1, 1024), "less than a request is one with fewer keys"
     more = {"tokens": Extent.of(64), "queries": Extent.of(32), "batch": 4, "context": 1024}
     assert sizes_of(decode(**more)) == Sizes(4, 16, 32), "requests are smaller copies of the longest"
-    assert PAGED.place(decode(**more, q_heads=64)) == Sizes(4, 32, 16), "heads of a group count as queries"
-    assert SQUARE.place(square(4, 16, q_heads=8, kv_heads=4)) == Sizes(8, 16, 1)
-    assert SQUARE.place(square(1, 64, q_heads=1, kv_heads=1)) == Sizes(1, 32, 1)
+    assert place(PAGED, decode(**more, q_heads=64)) == Sizes(4, 32, 16), "heads of a group count as queries"
+    assert place(SQUARE, square(4, 16, q_heads=8, kv_heads=4)) == Sizes(8, 16, 1)
+    assert place(SQUARE, square(1, 64, q_heads=1, kv_heads=1)) == Sizes(1, 32, 1)
 
 
 def test_work():
-    work = STEP.work(Sizes(2, 1, 100))
-    assert work.bytes == 2 * (100 * 8 * 256 * 2 + 32 * 256 * 2)
-    assert work.flops == 2 * 2 * 100 * 32 * 256
-    assert replace(STEP, window=9).work(Sizes(2, 1, 100)).flops == work.flops / 10
-    assert SQUARE.work(Sizes(1, 100, 1)).flops == 2 * (100 * 101 / 2) * 4 * 32
+    found = work(STEP, Sizes(2, 1, 100))
+    assert found.bytes == 2 * (100 * 8 * 256 * 2 + 32 * 256 * 2)
+    assert found.flops == 2 * 2 * 100 * 32 * 256
+    assert work(altered(STEP, window=(9, -1)), Sizes(2, 1, 100)).flops == found.flops / 10
+    assert work(SQUARE, Sizes(1, 100, 1)).flops == 2 * (100 * 101 / 2) * 4 * 32
 
 
 @pytest.mark.parametrize("queries, keys", [(1, 1), (1, 50), (7, 50), (50, 50), (43, 50), (50, 7), (2, 1)])
 @pytest.mark.parametrize("window", [-1, 0, 4, 6, 42, 49, 80])
 def test_work_of_a_window(queries, keys, window):
     seen = sum(max(0, keys - at if window < 0 else min(keys - at, window + 1)) for at in range(queries))
-    assert replace(SQUARE, window=window).work(Sizes(3, queries, keys / queries)).flops == pytest.approx(3 * 2 * seen * 4 * 32)
+    found = work(altered(SQUARE, window=(window, -1)), Sizes(3, queries, keys / queries)).flops
+    assert found == pytest.approx(3 * 2 * seen * 4 * 32)
 
 
 # Costs ----------------------------------------------------------------------------------------------------------------
@@ -311,7 +316,7 @@ def test_another_version_is_not_what_was_timed():
 
 def full():
     us = {"a": (1.0, None, 3.25, 4000.0), "b": (2.0, None, None, None)}
-    grid = Grid(replace(STEP, sinks=True), (1.0, 2.0), (1.0,), (100.0, 200.5), us, {"a": 700.0}, {"c": "why"})
+    grid = Grid(altered(STEP, sinks=True), (1.0, 2.0), (1.0,), (100.0, 200.5), us, {"a": 700.0}, {"c": "why"})
     return table(GRID, grid)
 
 
@@ -324,6 +329,23 @@ def test_a_table_is_its_file():
     assert other != first and other.digest != first.digest
     assert len(first.to_json().splitlines()) < 30 and '"ratio":[100,200.5]' in first.to_json()
     assert '"b":[2]' in first.to_json()
+
+
+def test_a_kind_is_what_is_written_of_it():
+    """The fields that differ from a Problem's defaults; sizes that are left open are not said."""
+    for sweep in sweeps_of("full"):
+        written = json.loads(json.dumps(leaves_of(sweep.kind)))
+        assert kind_of(written) == sweep.kind and written["op"] == sweep.kind.op
+    assert leaves_of(SQUARE) == {
+        "op": "attention", "q_heads": 4, "kv_heads": 2, "head_dim": 16, "causal": True, "sizes_equal": True,
+    }  # fmt: skip
+    assert leaves_of(STEP)["queries"] == 1 and leaves_of(STEP)["dtype"] == "bfloat16"
+
+
+def test_a_table_of_the_format_before_says_what_to_do():
+    old = json.loads(full().to_json()) | {"format": 1}
+    with pytest.raises(BadTable, match="format: got 1, want 2: run `attnops tune` again"):
+        from_json(json.dumps(old))
 
 
 def damaged():
@@ -345,10 +367,16 @@ def damaged():
         "no grids": changed(lambda d: d.pop("grids")),
         "no gpu": changed(lambda d: d.pop("gpu")),
         "grids no list": changed(lambda d: d.update(grids=3)),
-        "unknown field of a shape": changed(lambda d: first(d)["shape"].update(colour="red")),
-        "wrong type in a shape": changed(lambda d: first(d)["shape"].update(q_heads="many")),
-        "no such dtype": changed(lambda d: first(d)["shape"].update(dtype="nn")),
-        "no heads": changed(lambda d: first(d)["shape"].update(kv_heads=0)),
+        "unknown field of a shape": changed(lambda d: first(d)["problem"].update(colour="red")),
+        "a target of a shape": changed(lambda d: first(d)["problem"].update(target="sm90")),
+        "window of one side": changed(lambda d: first(d)["problem"].update(window=[127])),
+        "window of words": changed(lambda d: first(d)["problem"].update(window=["a", "b"])),
+        "asks for no names": changed(lambda d: first(d)["problem"].update(asks=[3])),
+        "sizes of no number": changed(lambda d: first(d)["problem"].update(queries="1")),
+        "a bool for a number": changed(lambda d: first(d)["problem"].update(page_size=True)),
+        "wrong type in a shape": changed(lambda d: first(d)["problem"].update(q_heads="many")),
+        "no such dtype": changed(lambda d: first(d)["problem"].update(dtype="nn")),
+        "no heads": changed(lambda d: first(d)["problem"].update(kv_heads=0)),
         "too many times": changed(lambda d: first(d)["us"]["fast"].append(1.0)),
         "negative time": changed(lambda d: first(d)["us"]["fast"].__setitem__(0, -1.0)),
         "zero time": changed(lambda d: first(d)["us"]["fast"].__setitem__(0, 0)),
@@ -481,7 +509,7 @@ def test_a_sibling_is_served_by_scaled_times(cache):
     found = in_force(Target("cuda", 90, gpu=H100))
     assert found.shipped and (found.table.gpu, found.table.source) == (H100, H200)
     decode_us, prompt_us = (g.us for g in found.table.grids)
-    bytes_us = [STEP.work(at).bytes / 1e6 for at in steps.points()]
+    bytes_us = [work(STEP, at).bytes / 1e6 for at in steps.points()]
     longer = [x / RATES[H100].bandwidth - x / RATES[H200].bandwidth for x in bytes_us]
     assert decode_us["lean"] == (pytest.approx(10, rel=0.02), *(pytest.approx(90 + x) for x in longer[1:3]), None)
     assert decode_us["light"][1:] == tuple(pytest.approx(t + x) for t, x in zip((95, 95, 20_000), longer[1:], strict=True))
@@ -534,7 +562,7 @@ def test_times_with_lse_and_without_are_not_compared(cache):
     """A GPU whose own table has no step of training goes by its sibling's, of which each kernel was timed with lse."""
     kernels = kernels_of("attention")
     versions = {f"attention.{n}": version_of(kernels[n]) for n in ("flex", "reference")}
-    plain, trained = replace(SQUARE, decode=False), replace(SQUARE, decode=False, lse=True)
+    plain, trained = SQUARE, altered(SQUARE, lse=True)
     own = table(Grid(plain, (1.0,), (16.0,), (1.0,), {"flex": (1.0,), "reference": (90.0,)}), gpu=H100, versions=versions)
     times = Grid(trained, (1.0,), (16.0,), (1.0,), {"flex": (50.0,), "reference": (40.0,)})
     both = replace(own, sibling=replace(table(times, gpu=H100, versions=versions), source=H200))
@@ -584,7 +612,7 @@ def test_shipped_tables_are_good():
         assert path.stat().st_size < 100_000, path
         assert found.target.startswith("sm") and len(found.grids) > 10
         for grid in found.grids:
-            assert set(grid.us) <= set(kernels_of(grid.shape.op)), grid.shape
+            assert set(grid.us) <= set(kernels_of(grid.kind.op)), grid.kind
         own = {text.partition(";attnops==")[2] for text in found.versions.values() if ";attnops==" in text}
         assert own == {TRITON_CODE}, "measure the tables anew: they do not speak for the Triton kernels"
 

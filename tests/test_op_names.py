@@ -18,12 +18,9 @@ NAMED = {
     "attnops.cli.demo",
     "attnops.configs",
     "attnops.testing.error_bounds",
-    "attnops.testing.timed_calls",
     "attnops.lowering.fuse_norm_linear_pass",
     "attnops.lowering.fuse_rotation_pass",
     "attnops.lowering.linear_parts",
-    "attnops.measured.linears",
-    "attnops.measured.table",
     "attnops.testing.builders",
     "attnops.testing.cases",
     "attnops.testing.check",
@@ -33,7 +30,6 @@ NAMED = {
     "attnops.testing.latent",
     "attnops.testing.linear",
     "attnops.testing.route",
-    "attnops.tune.shapes",
 }
 
 

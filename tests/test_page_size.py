@@ -11,7 +11,7 @@ from attnops.core.errors import InvalidInput, PageSizeConflict, UnknownKernel
 from attnops.core.kernel import kernels_of, one_of
 from attnops.core.problem import Target, pretend
 from attnops.core.select import use
-from attnops.ops import LatentSpec, PagedSpec
+from attnops.ops import latent_layers, paged_layers
 from tests.graphs.models import BOUNDARY
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -22,7 +22,7 @@ ALL = (1, 16, 32, 64, 128, 256)
 
 
 def negotiate(arch=0, assume=EVERYTHING, latent_dim=512, rope_dim=64, q_heads=128, dtype=BF16, **more):
-    layers = LatentSpec(q_heads, 0, dtype, latent_dim + rope_dim, latent_dim)
+    layers = latent_layers(q_heads, 0, dtype, latent_dim + rope_dim, latent_dim)
     with pretend(Target("cuda", arch, assume=assume) if arch else None):
         return negotiate_page_size(layers, **SIZES, **more)
 
@@ -130,9 +130,9 @@ def test_a_size_that_a_kernel_does_not_take():
 @pytest.mark.parametrize(
     ("layers", "text"),
     [
-        (LatentSpec(8, 0, BF16, head_dim=512, v_head_dim=512), "^rope_dim: got 0, want an int >= 1"),
-        (LatentSpec(8, 0, BF16, head_dim=500, v_head_dim=512), "^rope_dim: got -12, want an int >= 1"),
-        (PagedSpec(8, 8, 64, 0, BF16, kv_dtype=E4M3), "^kv_dtype: got torch.float8_e4m3fn, want"),
+        (latent_layers(8, 0, BF16, head_dim=512, v_head_dim=512), "^rope_dim: got 0, want an int >= 1"),
+        (latent_layers(8, 0, BF16, head_dim=500, v_head_dim=512), "^rope_dim: got -12, want an int >= 1"),
+        (paged_layers(8, 8, 64, 0, BF16, kv_dtype=E4M3), "^kv_dtype: got torch.float8_e4m3fn, want"),
     ],
 )
 def test_layers_that_have_no_pages(layers, text):
@@ -151,7 +151,7 @@ def test_the_cache_says_what_it_chose():
 
 
 def negotiate_kv(arch=0, assume=EVERYTHING, page_size=None, kernels=None, kv_heads=8, dtype=BF16, **more):
-    layers = PagedSpec(32, kv_heads, 128, 0, dtype, **more)
+    layers = paged_layers(32, kv_heads, 128, 0, dtype, **more)
     with pretend(Target("cuda", arch, assume=assume) if arch else None):
         return negotiate_page_size(layers, **SIZES, page_size=page_size, kernels=kernels, workspace_bytes=2**30)
 

@@ -9,9 +9,11 @@ import torch
 
 from attnops.core.kernel import kernels_of
 from attnops.core.problem import Extent, Problem, Target, altered
-from attnops.measured import Roofline, Shape, scaled, sizes_of
+from attnops.measured import Roofline, scaled, sizes_of, work
 from attnops.measured.cost import BY_ARCH, RATES, rates_of
 from attnops.measured.table import from_json
+from attnops.ops.pages.timed import PAGED
+from attnops.ops.sweeps import decoding
 from attnops.testing.timed_calls import problem_at, problem_of
 from tests.helpers import ROOT
 from tests.test_judge import H200
@@ -36,7 +38,7 @@ def timed(table, target):
         for i, at in enumerate(grid.points()):
             us = {name: t for name, times in grid.us.items() if (t := times[i]) is not None}
             if len(us) > 1:
-                bare = problem_at(grid.shape, at, target)
+                bare = problem_at(grid.kind, at, target)
                 yield grid, at, altered(bare, plan="host", workspace=1 << 62), us
 
 
@@ -90,11 +92,11 @@ def test_they_rank_on_a_gpu_that_they_were_not_fitted_to():
 def test_scaled_times_are_near_those_measured():
     """The H200's, scaled to an H100, against the H100's own."""
     other = from_json((ROOT / "attnops" / "tables" / "h100.json").read_text())
-    grids = {g.shape: g for g in scaled(TABLE, other.gpu).grids}
+    grids = {g.kind: g for g in scaled(TABLE, other.gpu).grids}
     off = []
     for grid in other.grids:
-        for name, times in grid.us.items() if grid.shape in grids else ():
-            found = [(t, grids[grid.shape].at(name, at)) for t, at in zip(times, grid.points(), strict=True)]
+        for name, times in grid.us.items() if grid.kind in grids else ():
+            found = [(t, grids[grid.kind].at(name, at)) for t, at in zip(times, grid.points(), strict=True)]
             off += [abs(there / t - 1) for t, there in found if t is not None and there is not None]
     assert len(off) > 1500 and median(off) < 0.05
 
@@ -117,15 +119,15 @@ def test_estimates_are_of_the_size_of_what_was_measured():
     assert off < 0.02 * total
 
 
-STEP = Shape("paged_attention", page_size=16, decode=True)
+STEP = decoding(PAGED)
 
 
 def test_a_roofline():
     pace = Roofline(10.0, 0.5, 0.25, key_us=0.01, keys=1000)
     problem = problem_of(STEP, [1] * 8, [4096] * 8, H200)
-    work = STEP.work(sizes_of(problem))
+    needs = work(STEP, sizes_of(problem))
     rates = RATES["NVIDIA H200"]
-    parts = work.bytes / (0.5 * rates.bandwidth * 1e6), work.flops / (0.25 * rates.matmul * 1e6), 10.0
+    parts = needs.bytes / (0.5 * rates.bandwidth * 1e6), needs.flops / (0.25 * rates.matmul * 1e6), 10.0
     assert pace(problem) == pytest.approx(10 + sum(x * x for x in parts) ** 0.5)
     assert replace(pace, bandwidth=1.0)(problem) < pace(problem) < replace(pace, keys=2000)(problem)
     slower = replace(problem, target=Target("cuda", 90, gpu="NVIDIA H100 80GB HBM3"))

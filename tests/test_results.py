@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from attnops.bench import choices
-from attnops.measured import RATES, Grid, LinearShape, Table
+from attnops.measured import RATES, Grid, Table
+from attnops.ops.linear.timed import product
 from tests.helpers import ROOT
 
 CALLS = [
@@ -58,8 +59,7 @@ def test_tables_of_linears_are_those_that_ship(results, tmp_path):
     """The faster time is bold, with the share of the bandwidth that the weight's bytes reach in it."""
     linears = import_module("linears")
     assert linears.linears_full(tmp_path) == linears.NONE
-    shape = LinearShape(out_features=4096, in_features=4096, residual=True)
-    grid = Grid(shape, (1.0, 64.0), (1.0,), (1.0,), {"aten": (14.0, 15.0), "triton": (11.0, None)})
+    grid = Grid(product(4096, 4096, "residual"), (1.0, 64.0), (1.0,), (1.0,), {"aten": (14.0, 15.0), "triton": (11.0, None)})
     (tmp_path / "attnops" / "tables").mkdir(parents=True)
     (tmp_path / "attnops" / "tables" / "some.json").write_text(Table("NVIDIA H200", "sm90", {}, (grid,)).to_json())
     *_, row = linears.linears_full(tmp_path).splitlines()

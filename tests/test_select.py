@@ -40,11 +40,11 @@ from attnops.core.kernel import (
     register,
     without,
 )
-from attnops.core.problem import LEAVES, Extent, Problem, Refusal, Target, altered, leaf, pretend, pretended
+from attnops.core.problem import LEAVES, ONE, Extent, Problem, Refusal, Target, altered, leaf, pretend, pretended
 from attnops.core.record import FLOATS
 from attnops.core.select import Policy, active_policy, choose, key_for, parse_policy, select, select_by, use
 from attnops.lowering.explain import packages_of_kernels
-from attnops.measured import Grid, Shape, Table
+from attnops.measured import Grid, Table
 from attnops.ops import OPS
 from attnops.testing import CASES
 from tests.helpers import ROOT, ready_process, torch_process
@@ -211,8 +211,8 @@ GPU = Problem("attention", Target("cuda", 90, assume=()), q_heads=4, kv_heads=2,
 def judged(lab, **us):
     """The lab with a judge that promises to be the fastest by far, and a table that holds these times."""
     lab.kernels["attention"]["plain"] = idle("plain", cost_us=lambda p: 1e-3, judge=True, invariant=Invariant())
-    shape = Shape("attention", "float32", "float32", 4, 2, 8, 8, causal=False, decode=True)
-    grid = Grid(shape, (1.0,), (1.0,), (1.0,), {n: (t,) for n, t in us.items()})
+    kind = Problem.kind("attention", q_heads=4, kv_heads=2, head_dim=8, v_head_dim=8, queries=ONE)
+    grid = Grid(kind, (1.0,), (1.0,), (1.0,), {n: (t,) for n, t in us.items()})
     return Table("Some GPU", "sm90", {f"attention.{n}": "any" for n in us}, (grid,)) if us else None
 
 

@@ -13,21 +13,26 @@ from torch._dynamo.utils import counters
 from attnops.core import kernel as registry_module
 from attnops.core.errors import InvalidInput
 from attnops.core.kernel import Capture, Core, Inline, Kernel, Registry, kernels_of, without
-from attnops.core.problem import Refusal, Target
+from attnops.core.problem import Refusal, Target, altered
 from attnops.core.record import FLOATS, check
-from attnops.measured import Grid, Shape, Sizes, Table, cpu_name, forget, in_force, store
+from attnops.measured import Grid, Sizes, Table, cpu_name, distance, forget, in_force, place, store
+from attnops.measured.cost import decodes
 from attnops.measured.store import path_for
 from attnops.measured.table import from_json
+from attnops.ops import OPS
+from attnops.ops.attention.timed import DENSE, DENSE_GRADIENT
+from attnops.ops.pages.timed import PAGED
+from attnops.ops.sweeps import Sweep, decoding, powers, toy
 from attnops.testing import check_kernel
 from attnops.testing.pool import Pool
 from attnops.testing.timed_calls import build, call_of, lengths
-from attnops.tune import GRIDS, Stopwatch, Sweep, clock_for, measure, run, sweeps_of
+from attnops.tune import GRIDS, Stopwatch, clock_for, measure, run, sweeps_of
 from attnops.tune.clock import GraphClock, Timed, host_clock
-from attnops.tune.shapes import powers
 
 CPU = torch.device("cpu")
-SHAPE = Shape("attention", "float32", "float32", 4, 2, 16, 16, square=True)
-PLAN = Sweep(SHAPE, (1.0, 2.0), (4.0, 8.0, 16.0), (1.0,))
+KIND = toy(DENSE)
+STEP = altered(decoding(toy(PAGED)), page_size=4)
+PLAN = Sweep(KIND, (1.0, 2.0), (4.0, 8.0, 16.0), (1.0,))
 
 
 def needs_plan(p):
@@ -84,10 +89,10 @@ def smallest(plan):
 
 
 PLANS = [
-    pytest.param(p, id=f"{name}-{i}-{p.shape.op}")
-    for name, plans in GRIDS.items()
-    for i, p in enumerate(plans)
-    if isinstance(p.shape, Shape)  # tests/test_tune_linears.py has the others
+    pytest.param(p, id=f"{name}-{i}-{p.kind.op}")
+    for name in GRIDS
+    for i, p in enumerate(sweeps_of(name))
+    if not OPS[p.kind.op].spec.weights  # tests/test_tune_linears.py has the others
 ]
 
 
@@ -95,20 +100,20 @@ PLANS = [
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_timed_call_keeps_the_contract_and_lies_in_its_shape(plan):
     at = smallest(plan)._replace(batch=min(plan.batch[-1], 2.0))
-    call = build(plan.shape, *lengths(plan.shape, at), Pool("cpu"))
+    call = build(plan.kind, *lengths(plan.kind, at), Pool("cpu"))
     check(call.record)
-    assert plan.shape.distance(call.problem) == 0
-    placed = plan.shape.place(call.problem)
+    assert distance(plan.kind, call.problem) == 0
+    placed = place(plan.kind, call.problem)
     assert placed.batch == at.batch and placed.queries == pytest.approx(at.queries)
-    assert at.ratio <= placed.ratio <= at.ratio * 9 / 8 + plan.shape.page_size / at.queries
+    assert at.ratio <= placed.ratio <= at.ratio * 9 / 8 + plan.kind.page_size / at.queries
 
 
 def test_a_timed_call_is_right():
     """The tensors lie in one pool and do not overlap: a kernel's results on them are the reference's."""
     pool = Pool("cpu")
-    for plan in GRIDS["tiny"]:
-        q_lens, k_lens = ([5, 5], [5, 5]) if plan.shape.square else ([3, 2], [7, 3])
-        call = build(plan.shape, [1, 1] if plan.shape.decode else q_lens, k_lens, pool)
+    for plan in sweeps_of("tiny"):
+        q_lens, k_lens = ([5, 5], [5, 5]) if plan.kind.step.sizes_equal else ([3, 2], [7, 3])
+        call = build(plan.kind, [1, 1] if decodes(plan.kind) else q_lens, k_lens, pool)
         spans = sorted(
             (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in call.tensors().values() if t.is_floating_point()
         )
@@ -119,8 +124,7 @@ def test_a_timed_call_is_right():
 
 
 def test_pages_lie_in_random_order_and_are_whose_they_should_be():
-    shape = Shape("paged_attention", "float32", "float32", 4, 2, 16, 16, page_size=4, decode=True)
-    call = build(shape, [1] * 3, [33, 9, 4], Pool("cpu"))
+    call = build(STEP, [1] * 3, [33, 9, 4], Pool("cpu"))
     table, lengths = call.arguments["page_table"], call.arguments["seq_lens"].tolist()
     used = [p for row, n in zip(table.tolist(), lengths, strict=True) for p in row[: -(-n // 4)]]
     assert sorted(used) == list(range(13)) and used != sorted(used)
@@ -128,12 +132,11 @@ def test_pages_lie_in_random_order_and_are_whose_they_should_be():
 
 
 def test_requests_that_read_a_cache_are_of_several_lengths():
-    decode = replace(SHAPE, decode=True, square=False, kv_range=True)
+    decode = altered(decoding(KIND), kv_range=True)
     assert lengths(decode, Sizes(3, 1, 100)) == ([1, 1, 1], [100, 80, 60])
-    assert lengths(SHAPE, Sizes(3, 4, 1)) == ([4, 4, 4], [4, 4, 4])
-    paged = Shape("paged_attention", page_size=16)
-    assert lengths(paged, Sizes(2, 64, 4)) == ([64, 64], [256, 154])
-    assert lengths(paged, Sizes(2, 64, 1)) == ([64, 64], [64, 64])
+    assert lengths(KIND, Sizes(3, 4, 1)) == ([4, 4, 4], [4, 4, 4])
+    assert lengths(PAGED, Sizes(2, 64, 4)) == ([64, 64], [256, 154])
+    assert lengths(PAGED, Sizes(2, 64, 1)) == ([64, 64], [64, 64])
 
 
 def test_a_pool_grows_and_is_dealt_out_again():
@@ -147,22 +150,22 @@ def test_a_pool_grows_and_is_dealt_out_again():
 
 
 def test_plans():
-    assert {p.shape.op for p in sweeps_of("full")} == {
+    assert {p.kind.op for p in sweeps_of("full")} == {
         "attention", "varlen_attention", "paged_attention", "mla_attention", "decode_attention", "linear", "attention_backward",
         "varlen_attention_backward",
     }  # fmt: skip
-    assert {p.shape.op for p in sweeps_of("full", ("mla_attention",))} == {"mla_attention"}
-    assert len({p.shape for p in sweeps_of("full")}) == len(sweeps_of("full")), "every shape once"
+    assert {p.kind.op for p in sweeps_of("full", ("mla_attention",))} == {"mla_attention"}
+    assert len({p.kind for p in sweeps_of("full")}) == len(sweeps_of("full")), "every shape once"
     with pytest.raises(InvalidInput, match=r"grid: got 'huge', want full \| brief \| cpu \| tiny"):
         sweeps_of("huge")
     with pytest.raises(InvalidInput, match="ops: got write_kv"):
         sweeps_of("full", ("write_kv",))
     points = [sum(p.allows(Sizes(*at)) for at in product(p.batch, p.queries, p.ratio)) for p in sweeps_of("full")]
     assert min(points) > 5 and sum(points) < 4100, "about 30 ms for every point of them"
-    window = next(p for p in sweeps_of("full", ("paged_attention",)) if p.shape.window >= 0)
+    window = next(p for p in sweeps_of("full", ("paged_attention",)) if p.kind.rules.window[0] >= 0)
     assert not window.allows(Sizes(64.0, 2048.0, 4096.0)), "what a window does not read must be held all the same"
     brief = sweeps_of("brief")
-    assert [p.shape for p in brief] == [p.shape for p in sweeps_of("full")], "no shape is left out, and the order is that of use"
+    assert [p.kind for p in brief] == [p.kind for p in sweeps_of("full")], "no shape is left out, and the order is that of use"
     for few, all_ in zip(brief, sweeps_of("full"), strict=True):
         for axis, full in zip((few.batch, few.queries, few.ratio), (all_.batch, all_.queries, all_.ratio), strict=True):
             assert set(axis) <= set(full) and (axis[0], axis[-1]) == (full[0], full[-1]) and len(axis) <= 5
@@ -232,7 +235,7 @@ def test_a_kernel_that_compiles_at_every_call_is_left_out(lab, monkeypatch):
     for name, kernel in list(kernels_of("attention").items()):
         registry_module._REGISTRY.kernels["attention"][name] = replace(kernel, run=first_call(name))
     monkeypatch.setattr(run.time, "perf_counter", lambda: now[0])
-    other = replace(PLAN, shape=replace(SHAPE, causal=False))
+    other = replace(PLAN, kind=altered(KIND, causal=False))
     stopwatch = Stopwatch(Fake(lambda name, tokens: 10.0), first_calls_s=12.0)
     table, _ = measure([PLAN, other], stopwatch, CPU)
     assert stopwatch.slow_s("slow") == 15.0 and not stopwatch.slow_s("a")
@@ -276,7 +279,6 @@ def test_what_is_built_ahead_goes_on():
 
 
 def test_plans_and_workspaces_are_made_and_their_time_kept_apart(lab, monkeypatch):
-    shape = Shape("paged_attention", "float32", "float32", 4, 2, 16, 16, page_size=4, decode=True)
     lab("a", op="paged_attention")
     lab("planner", op="paged_attention", needs=(needs_plan,))
     lab("hopeless", op="paged_attention", needs=(needs_plan, *without("causal")))
@@ -295,12 +297,12 @@ def test_plans_and_workspaces_are_made_and_their_time_kept_apart(lab, monkeypatc
     monkeypatch.setattr(run.time, "perf_counter", lambda: now[0])
 
     stopwatch = Stopwatch(lambda kernel, call, run: 10.0 + (call.arguments.get("plan") is not None), equip=equip)
-    table, _ = measure([Sweep(shape, (1.0, 2.0), (1.0,), (8.0,))], stopwatch, CPU)
+    table, _ = measure([Sweep(STEP, (1.0, 2.0), (1.0,), (8.0,))], stopwatch, CPU)
     [grid] = table.grids
     assert grid.us == {"a": (10.0, 10.0), "planner": (11.0, 11.0)} and set(made) == {"planner"}
     assert grid.plan_us == {"planner": 700.0}, "the plan alone, not its buffers"
     # Nobody makes plans: the kernel is no candidate.
-    bare, _ = measure([Sweep(shape, (1.0,), (1.0,), (8.0,))], Stopwatch(lambda *_: 1.0, equip=lambda kernel, call: call), CPU)
+    bare, _ = measure([Sweep(STEP, (1.0,), (1.0,), (8.0,))], Stopwatch(lambda *_: 1.0, equip=lambda kernel, call: call), CPU)
     assert bare.grids == ()
 
 
@@ -312,7 +314,7 @@ def test_a_foreign_call_amid_torch_is_timed_compiled(monkeypatch):
     monkeypatch.setitem(registry_module._REGISTRY.kernels["paged_attention"], "reference", kernel)
     forget()
     try:
-        shape = GRIDS["tiny"][2].shape
+        shape = sweeps_of("tiny")[2].kind
         call = build(shape, [1, 1], [7, 5], Pool("cpu"))
         stopwatch = Stopwatch(clock_for(CPU))
         assert "reference" in [k.name for k, _, _ in stopwatch.candidates(call)]
@@ -341,13 +343,13 @@ def test_the_budget_ends_it(lab, monkeypatch):
         return 10.0
 
     monkeypatch.setattr(run.time, "monotonic", lambda: now[0])
-    other = replace(PLAN, shape=replace(SHAPE, causal=False))
+    other = replace(PLAN, kind=altered(KIND, causal=False))
     table, report = measure([PLAN, other], Stopwatch(clock), CPU, budget_s=16.0)
     # The first shape may take a good half of it, the second gets the rest: both are there.
     assert len(table.grids) == 2 and report.late == 3
     assert [sum(t is not None for t in g.us["a"]) for g in table.grids] == [6, 3]
     table, report = measure([PLAN, other], Stopwatch(clock), CPU, budget_s=12.0)
-    assert [g.shape for g in table.grids] == [SHAPE] and report.late == 5, "two sizes of six say nothing of the others"
+    assert [g.kind for g in table.grids] == [KIND] and report.late == 5, "two sizes of six say nothing of the others"
     assert measure([PLAN], Stopwatch(clock), CPU, budget_s=1e-9)[1].late in (5, 6)
 
 
@@ -363,10 +365,10 @@ def test_a_run_that_is_cut_off_leaves_a_table_of_what_it_had(lab, tmp_path):
         if len(seen) == 2:
             raise KeyboardInterrupt
 
-    plans = [replace(PLAN, shape=replace(SHAPE, q_heads=n)) for n in (4, 8, 16)]
+    plans = [replace(PLAN, kind=altered(KIND, q_heads=n)) for n in (4, 8, 16)]
     with pytest.raises(KeyboardInterrupt):
         measure(plans, Stopwatch(Fake(linear)), CPU, keep=keep)
-    assert [[g.shape.q_heads for g in t.grids] for t in seen] == [[4], [4, 8]]
+    assert [[g.kind.q_heads for g in t.grids] for t in seen] == [[4], [4, 8]]
     assert from_json((tmp_path / "table.json").read_text()).versions.keys() == {"attention.a", "attention.b"}
 
 
@@ -456,7 +458,7 @@ def test_times_are_short(lab):
 def test_the_host_clock_is_a_median(monkeypatch):
     now, taken = [0.0], iter((9e-3, 2e-3, 2e-3, 3e-3, 1e-3, 2e-3, 5e-3))
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    call, sdpa = build(SHAPE, [4], [4], Pool("cpu")), kernels_of("attention")["sdpa"]
+    call, sdpa = build(KIND, [4], [4], Pool("cpu")), kernels_of("attention")["sdpa"]
     assert host_clock(sdpa, call, lambda: now.__setitem__(0, now[0] + next(taken))) == 2000.0
     count = []
     host_clock(sdpa, call, lambda: (count.append(1), now.__setitem__(0, now[0] + 1.0)))
@@ -516,7 +518,7 @@ def test_the_graph_clock_replays_what_it_captured(monkeypatch):
     clock = GraphClock("cpu")
     assert clock.launch_us == pytest.approx(25.0)
     cuda.log.clear()
-    sdpa, call = kernels_of("attention")["sdpa"], build(SHAPE, [4], [4], Pool("cpu"))
+    sdpa, call = kernels_of("attention")["sdpa"], build(KIND, [4], [4], Pool("cpu"))
     assert clock(sdpa, call, cuda.run) == pytest.approx(25.0) and cuda.log == ["launched", "captured", *["replay"] * 8]
     cuda.log.clear()
     assert clock(replace(sdpa, capture=Capture.NEVER), call, cuda.run) == pytest.approx(100.0) and cuda.log == ["launched"] * 8
@@ -542,7 +544,7 @@ def test_the_graph_clock_takes_turns(monkeypatch):
 def test_a_real_table_of_this_cpu():
     table, report = measure(sweeps_of("tiny"), Stopwatch(clock_for(CPU), first_calls_s=0.5), CPU)
     assert not report.broken
-    assert {g.shape.op for g in table.grids} >= {"attention", "varlen_attention", "paged_attention", "attention_backward"}
+    assert {g.kind.op for g in table.grids} >= {"attention", "varlen_attention", "paged_attention", "attention_backward"}
     assert all("reference" in g.us and {"sdpa", "aten_flash"} & g.us.keys() for g in table.grids)
     assert from_json(table.to_json()) == table
 
@@ -586,8 +588,8 @@ def test_tune_and_doctor(cache):
     again = json.loads(command("tune", "--grid", "tiny", "--ops", "varlen_attention", "--kernels", "sdpa,reference", "--json").stdout)
     assert {g["shape"].split()[0] for g in again["grids"]} == {"varlen_attention"}, "what was measured"
     kept = in_force(Target()).table
-    assert kept.digest == again["digest"] and kept.grids[:-1] == tuple(g for g in table.grids if g.shape.op != "varlen_attention")
-    assert kept.grids[-1].shape.op == "varlen_attention" and set(kept.grids[-1].us) == {"sdpa", "reference"}
+    assert kept.digest == again["digest"] and kept.grids[:-1] == tuple(g for g in table.grids if g.kind.op != "varlen_attention")
+    assert kept.grids[-1].kind.op == "varlen_attention" and set(kept.grids[-1].us) == {"sdpa", "reference"}
     assert kept.versions["attention.sdpa"] == table.versions["attention.sdpa"]
 
 
@@ -595,13 +597,13 @@ def test_ops_that_are_timed_anew_keep_the_others():
     """The forward of a training step is timed with its gradient, and its op's other shapes are not."""
     from attnops.cli import tune as cli
 
-    def grid(op, lse=False, **us):
-        return Grid(Shape(op, square=True, lse=lse), (1.0,), (8.0,), (1.0,), {name: (time,) for name, time in us.items()})
+    def grid(kind, lse=False, **us):
+        return Grid(altered(kind, lse=lse), (1.0,), (8.0,), (1.0,), {name: (time,) for name, time in us.items()})
 
     def table(*grids, version="1"):
-        return Table("gpu", "sm90", {f"{g.shape.op}.{name}": version for g in grids for name in g.us}, grids)
+        return Table("gpu", "sm90", {f"{g.kind.op}.{name}": version for g in grids for name in g.us}, grids)
 
-    plain, trained, gradient = grid("attention", a=1.0, b=2.0), grid("attention", True, a=3.0, c=4.0), grid("attention_backward", a=5.0)
+    plain, trained, gradient = grid(DENSE, a=1.0, b=2.0), grid(DENSE, True, a=3.0, c=4.0), grid(DENSE_GRADIENT, a=5.0)
     before = table(plain, trained, gradient)
     assert cli.without(before, ("attention",)).grids == (trained, gradient)
     rest = cli.without(before, ("attention_backward",))
@@ -609,7 +611,7 @@ def test_ops_that_are_timed_anew_keep_the_others():
     assert cli.joined(rest, table(trained, gradient)).grids == before.grids
     # One version is kept of each kernel, so that times of another are not mistaken for its.
     newer = cli.joined(rest, table(trained, gradient, version="2"))
-    assert newer.grids == (grid("attention", b=2.0), trained, gradient)
+    assert newer.grids == (grid(DENSE, b=2.0), trained, gradient)
     assert newer.versions == {"attention.a": "2", "attention.b": "1", "attention.c": "2", "attention_backward.a": "2"}
     assert cli.joined(table(plain), table(plain, version="2")).grids == (plain,), "a shape without times leaves"
 

@@ -1,7 +1,6 @@
 """Measured times of linear layers: what is timed, how a call finds its times, and the choice by them."""
 
 import json
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,22 +8,32 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from attnops.core.kernel import kernels_of
-from attnops.core.problem import Target
+from attnops.core.problem import Target, altered
 from attnops.core.select import select_by
-from attnops.measured import MEASURED, Grid, LinearShape, Sizes, Table, costs, scaled
+from attnops.measured import MEASURED, Grid, Sizes, Table, costs, distance, place, scaled, work
 from attnops.measured.table import from_json
+from attnops.ops.linear import timed as linears
+from attnops.ops.sweeps import F32, Sweep
 from attnops.testing.linear_calls import with_copies
 from attnops.testing.pool import Pool
 from attnops.testing.timed_calls import call_of, problem_at
-from attnops.tune import Stopwatch, Sweep, linears, measure, run, sweeps_of
+from attnops.tune import Stopwatch, measure, run, sweeps_of
 
 CPU, H200 = torch.device("cpu"), Target("cuda", 90, ("triton",), "NVIDIA H200")
-PARTS = {"plain": {}, "norm": {"norm": True}, "gated": {"norm": True, "activation": True}, "residual": {"residual": True}}
-SMALL = LinearShape(dtype="float32", out_features=32, in_features=16)
+NORM, GATE, RESIDUAL = linears.NORM, linears.GATE, linears.RESIDUAL
+PARTS = {"plain": (), "norm": NORM, "gated": NORM + GATE, "residual": RESIDUAL}
 
 
-def problem(outs, width, rows=1, **parts):
-    return problem_at(LinearShape(out_features=outs, in_features=width, **parts), Sizes(rows, 1, 1), H200)
+def small(*asks, outs=32):
+    return altered(linears.product(outs, 16, *asks), **F32)
+
+
+SMALL = small()
+
+
+def problem(outs, width, *asks, rows=1, dtype=torch.bfloat16):
+    kind = altered(linears.product(outs, width, *asks), dtype=dtype, kv_dtype=dtype)
+    return problem_at(kind, Sizes(rows, 1, 1), H200)
 
 
 def grid(shape, us):
@@ -38,17 +47,17 @@ def table(*grids):
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
 @pytest.mark.parametrize("rows", [1, 5])
 def test_a_timed_call_is_of_its_shape(parts, rows):
-    shape, at = replace(SMALL, **parts), Sizes(rows, 1, 1)
-    call = call_of(shape, at, Pool("cpu"))
-    assert call.problem == problem_at(shape, at, Target.of(CPU))
-    assert shape.distance(call.problem) == 0 and shape.place(call.problem) == at
+    kind, at = small(*parts), Sizes(rows, 1, 1)
+    call = call_of(kind, at, Pool("cpu"))
+    assert call.problem == problem_at(kind, at, Target.of(CPU))
+    assert distance(kind, call.problem) == 0 and place(kind, call.problem) == at
     read = [t for n, t in call.tensors().items() if n != "norm_weight"]
-    assert shape.work(at).bytes == sum(t.nbytes for t in read)
-    assert shape.work(at).flops == 2 * rows * 32 * 16
+    assert work(kind, at).bytes == sum(t.nbytes for t in read)
+    assert work(kind, at).flops == 2 * rows * 32 * 16
 
 
 def test_every_linear_of_the_models_is_timed_once():
-    swept = [s.shape for s in sweeps_of("full", ("linear",))]
+    swept = [s.kind for s in sweeps_of("full", ("linear",))]
     assert len(set(swept)) == len(swept) > 25
     for model in linears.MODELS.values():
         assert set(model.values()) <= set(swept)
@@ -60,8 +69,7 @@ def test_torchs_own_way_is_timed_compiled(rows):
     """As one graph of norm, product, activation and residual, for any number of rows and of results."""
     counter = CompileCounter()
     for outs, more in ((32, 0), (48, rows > 1)):
-        shape = replace(SMALL, out_features=outs, norm=True, activation=True)
-        call = call_of(shape, Sizes(rows + more, 1, 1), Pool("cpu"))
+        call = call_of(small(*NORM, *GATE, outs=outs), Sizes(rows + more, 1, 1), Pool("cpu"))
         with torch.no_grad(), run.tracing():
             got = run.runner(kernels_of("linear")["aten"], call, counter)()
         kernels_of("linear")["reference"].run(call.record)
@@ -98,23 +106,23 @@ def test_measuring_leaves_the_judge_out(monkeypatch):
     assert measure([sweep], Stopwatch(), CPU)[0].grids == () and not seen
     monkeypatch.setattr(Stopwatch, "candidates", lambda self, call: [(k, call, None) for k in kernels_of("linear").values()])
     made, _ = measure([sweep], Stopwatch(), CPU)
-    assert made.grids[0].shape == SMALL and len(made.grids[0].us) == len(seen) == 3
+    assert made.grids[0].kind == SMALL and len(made.grids[0].us) == len(seen) == 3
 
 
-NEAR = LinearShape(out_features=4096, in_features=4096, residual=True), LinearShape(out_features=6144, in_features=4096, norm=True)
+NEAR = linears.product(4096, 4096, *RESIDUAL), linears.product(6144, 4096, *NORM)
 FAST, SLOW = (10.0, 20.0, 90.0), (12.0, 30.0, 40.0)
 
 
 @pytest.mark.parametrize(
     ("asked", "found"),
     [
-        (problem(4096, 4096, residual=True), 0),
-        (problem(4096, 4096, norm=True), 1),
-        (problem(3072, 2048, norm=True), 1),
-        (problem(2048, 2048, residual=True), 0),
+        (problem(4096, 4096, *RESIDUAL), 0),
+        (problem(4096, 4096, *NORM), 1),
+        (problem(3072, 2048, *NORM), 1),
+        (problem(2048, 2048, *RESIDUAL), 0),
         (problem(2048, 2048), 0),
-        (problem(2048, 2048, dtype="float32"), None),
-        (problem(2048, 2048, dtype="float16"), 0),
+        (problem(2048, 2048, dtype=torch.float32), None),
+        (problem(2048, 2048, dtype=torch.float16), 0),
     ],
 )
 def test_the_nearest_shape_speaks_for_a_call(asked, found):
@@ -127,23 +135,23 @@ def test_the_nearest_shape_speaks_for_a_call(asked, found):
 def test_the_choice_is_that_of_the_measured_times(rows, chosen):
     made = table(*(grid(shape, {"triton": FAST, "aten": SLOW}) for shape in NEAR))
     assert from_json(made.to_json()) == made
-    decision = select_by(made, problem(6144, 4096, rows, norm=True))
+    decision = select_by(made, problem(6144, 4096, *NORM, rows=rows))
     assert decision.kernel.name == chosen and decision.costs[chosen].how == MEASURED
     swapped = table(*(grid(shape, {"triton": SLOW, "aten": FAST}) for shape in NEAR))
-    assert select_by(swapped, problem(6144, 4096, rows, norm=True)).kernel.name == "aten"
+    assert select_by(swapped, problem(6144, 4096, *NORM, rows=rows)).kernel.name == "aten"
 
 
 def test_times_grow_with_the_weight_and_scale_to_a_sibling():
     made, kernels = table(grid(NEAR[0], {"triton": FAST, "aten": SLOW})), list(kernels_of("linear").values())[:1]
-    us = [costs(problem(outs, 4096, residual=True), kernels, made)["aten"].us for outs in (2048, 4096, 8192)]
+    us = [costs(problem(outs, 4096, *RESIDUAL), kernels, made)["aten"].us for outs in (2048, 4096, 8192)]
     assert us == [12.0, 12.0, 24.0]
     [here], [there] = made.grids, scaled(made, "NVIDIA H100 80GB HBM3").grids
     assert there.us["aten"][0] > here.us["aten"][0]
 
 
-@pytest.mark.parametrize("change", [{"in_features": 0}, {"out_features": "x"}, {"dtype": "nn"}, {"q_heads": 4}, {"in_features": 1 << 40}])
+@pytest.mark.parametrize("change", [{"in_features": 0}, {"out_features": "x"}, {"dtype": "nn"}, {"norm": True}, {"in_features": 1 << 40}])
 def test_a_damaged_shape_is_refused(change):
     data = json.loads(table(grid(NEAR[0], {"aten": SLOW})).to_json())
-    data["grids"][0]["shape"].update(change)
+    data["grids"][0]["problem"].update(change)
     with pytest.raises(Exception, match="want a file that `attnops tune` wrote"):
         from_json(json.dumps(data))

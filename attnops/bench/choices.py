@@ -18,7 +18,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 from typing import NamedTuple
@@ -30,14 +30,18 @@ from attnops.bench.rows import Case, Row, time_if_right
 from attnops.core.kernel import Kernel, kernels_of
 from attnops.core.problem import Problem, Target, altered
 from attnops.core.select import select_by
-from attnops.measured import Shape, Sizes, Table, in_force
+from attnops.measured import Sizes, Table, in_force, work
+from attnops.ops.attention.timed import DENSE, PACKED
+from attnops.ops.latent.timed import MLA
+from attnops.ops.pages.timed import PAGED
 from attnops.ops.points import documents
+from attnops.ops.sweeps import decoding, toy
 from attnops.testing.calls import Call
 from attnops.testing.pool import Pool
 from attnops.testing.timed_calls import GRADIENT, build
 from attnops.tune.clock import clock_for
+from attnops.tune.grids import sweeps_of
 from attnops.tune.run import COMPILED, Stopwatch, runner
-from attnops.tune.shapes import DENSE, GRADIENTS, MLA, PACKED, PAGED, toy
 
 LARGEST_BYTES, LARGEST_FLOPS = 4e9, 4e12
 SMALL_PAIRS, CHECKED = 1 << 25, 2  # pairs of a query and a key in a small call, and how many of them check a kernel
@@ -46,7 +50,7 @@ FAMILIES = {"dense": DENSE, "packed": PACKED, "paged decode": PAGED, "extend": P
 BATCHES = {"mla": 256, "paged decode": 256, "padded decode": 128, "extend": 48, "packed": 24}  # the most requests by kind; 16 of others
 DECODES = {"mla": 50_000, "paged decode": 60_000, "padded decode": 30_000}  # the most keys
 WAYS = ("automatic", "by_estimates")
-KINDS = tuple(sweep.shape for sweep in GRADIENTS if isinstance(sweep.shape, Shape))
+KINDS = tuple(sweep.kind for sweep in sweeps_of("full") if sweep.kind.results.grad)
 TRAINED = dict(zip(("dense", "packed"), dict.fromkeys(kind.op.removesuffix(GRADIENT) for kind in KINDS), strict=True))
 MOST = 65536  # tokens of a forward
 # Of the key heads of a kind: the number of query heads a key head stays, which kernels compile for.
@@ -57,7 +61,7 @@ class Held(NamedTuple):
     """A call that no table has: its family and shape, new tokens and keys of each request."""
 
     family: str
-    shape: Shape
+    shape: Problem
     q_lens: tuple[int, ...]
     k_lens: tuple[int, ...]
 
@@ -91,19 +95,19 @@ def _drawn(at: int, rng: random.Random) -> Held:
 
     kind = rng.choice(("prefill", "prefill", "padded prefill", "padded decode", "both sides")) if family == "dense" else family
     if family == "mla":
-        shape = replace(MLA, q_heads=rng.choice((16, 16, 32, 64, 128, 128)), page_size=rng.choice((64, 64, 64, 16)))
+        shape = altered(MLA, q_heads=rng.choice((16, 16, 32, 64, 128, 128)), page_size=rng.choice((64, 64, 64, 16)))
     else:
         (q_heads, kv_heads), dim = rng.choice(HEADS), rng.choice((128, 128, 128, 64))
-        shape = replace(FAMILIES[family], q_heads=q_heads, kv_heads=kv_heads, head_dim=dim, v_head_dim=dim, causal=kind != "both sides")
+        shape = altered(FAMILIES[family], q_heads=q_heads, kv_heads=kv_heads, head_dim=dim, v_head_dim=dim, causal=kind != "both sides")
     if kind.startswith("padded"):
-        shape = replace(shape, kv_range=True, square=False)
+        shape = altered(shape, kv_range=True, sizes_equal=False)
     elif family == "packed" and rng.random() < 0.2:
-        shape = replace(shape, q_heads=16, kv_heads=16, head_dim=192, v_head_dim=128)
+        shape = altered(shape, q_heads=16, kv_heads=16, head_dim=192, v_head_dim=128)
     elif shape.page_size and not shape.rope_dim:
-        shape = replace(shape, page_size=rng.choice((16, 16, 64, 64, 32, 128, 1)))
+        shape = altered(shape, page_size=rng.choice((16, 16, 64, 64, 32, 128, 1)))
     batch = log(1, BATCHES.get(kind, 16))
     if most := DECODES.get(kind):
-        return Held(family, replace(shape, decode=True), (1,) * batch, ragged(log(200, most), 0.3))
+        return Held(family, decoding(shape), (1,) * batch, ragged(log(200, most), 0.3))
     if kind == "extend":
         q_lens, past = ragged(log(2, 3000), 0.3), ragged(log(1, 30_000), 0.3)
         return Held(family, shape, q_lens, tuple(map(sum, zip(q_lens, past, strict=True))))
@@ -116,7 +120,7 @@ def _drawn_pair(at: int, rng: random.Random) -> Held:
     like = KINDS[at % len(KINDS)]
     op, group = like.op.removesuffix(GRADIENT), like.group_size
     kv_heads = max(round(like.kv_heads * rng.choice(SCALES)), 1)
-    shape = replace(like, op=op, q_heads=kv_heads * group, kv_heads=kv_heads)
+    shape = altered(like, op=op, grad=False, q_heads=kv_heads * group, kv_heads=kv_heads)
     family = next(family for family, its in TRAINED.items() if its == op)
     length = round(512 * 64 ** rng.random())
     batch = max(min(round(32 ** rng.random()), MOST // length), 1)
@@ -134,8 +138,8 @@ def held_out(
     while len(found) < count:
         held = draw(len(found), rng)
         batch, tokens = len(held.q_lens), sum(held.q_lens)
-        work = held.shape.work(Sizes(batch, tokens / batch, sum(held.k_lens) / tokens))
-        found += [held] if work.bytes <= LARGEST_BYTES and work.flops <= most_flops else []
+        needs = work(held.shape, Sizes(batch, tokens / batch, sum(held.k_lens) / tokens))
+        found += [held] if needs.bytes <= LARGEST_BYTES and needs.flops <= most_flops else []
     return found
 
 
@@ -208,11 +212,11 @@ def timed_pair(held: Held, pool: Pool, stopwatch: Stopwatch, checked: dict[str, 
     chosen: dict[str, list[str]] = {way: [] for way in WAYS}
     name = f"{held.name}, {held.shape.q_heads}/{held.shape.kv_heads} heads of {held.shape.head_dim}{_rules(held.shape)}"
     for part, ending in (("forward", ""), ("gradient", GRADIENT)):
-        shape = replace(held.shape, op=held.shape.op + ending)
+        shape = altered(held.shape, op=held.shape.op + ending, grad=bool(ending))
         call, us[part] = build(shape, held.q_lens, held.k_lens, pool), {}
         call = call if ending else call.with_(return_lse=True)
         for kernel, given, _ in stopwatch.candidates(call):
-            found = stopwatch.time(kernel, given, replace(shape, q_heads=shape.group_size, kv_heads=1))
+            found = stopwatch.time(kernel, given, altered(shape, q_heads=shape.group_size, kv_heads=1))
             if found.us is None:
                 yield {"case": name, "way": f"{part}.{kernel.name}", "wrong": found.reason}
             else:
@@ -227,8 +231,9 @@ def timed_pair(held: Held, pool: Pool, stopwatch: Stopwatch, checked: dict[str, 
         yield row | more
 
 
-def _rules(shape: Shape) -> str:
-    return f", window {shape.window}" * (shape.window >= 0) + ", soft cap" * shape.softcap + ", sinks" * shape.sinks
+def _rules(shape: Problem) -> str:
+    rules, window = shape.rules, shape.rules.window[0]
+    return f", window {window}" * (window >= 0) + ", soft cap" * rules.softcap + ", sinks" * rules.sinks
 
 
 def pairs(row: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

@@ -40,20 +40,21 @@ from attnops.bench.exact import exact, way
 from attnops.bench.rows import Case, Make, Row, Way, largest_error, time_if_right, with_direct, with_ratios
 from attnops.core.arguments import REQUIRED, Arg
 from attnops.core.kernel import Kernel, kernels_of
+from attnops.core.problem import Problem, altered
 from attnops.core.record import changed
 from attnops.core.select import select
-from attnops.measured import LinearShape, Sizes
+from attnops.measured import Sizes, work
 from attnops.ops import OPS
+from attnops.ops.linear import timed as linears
 from attnops.ops.points import Requests
+from attnops.ops.sweeps import F32, toy
 from attnops.testing.calls import Call, filled
 from attnops.testing.error_bounds import allowance
 from attnops.testing.linear_calls import with_copies
 from attnops.testing.pool import Pool
 from attnops.testing.timed_calls import build, call_of
-from attnops.tune import linears
 from attnops.tune.clock import Run, Timed, Times, kernels_us
 from attnops.tune.run import COMPILED, Stopwatch, runner, tracing
-from attnops.tune.shapes import F32, toy
 
 DETERMINISTIC = "deterministic"
 """The policy."""
@@ -152,8 +153,8 @@ def shorter(point: Requests, size: str) -> Requests:
         return point
     s, keys = point.shape, min(point.keys, 32 if size == "toy" else 512)
     queries = min(point.queries, keys if point.queries == point.keys else keys // 2)
-    shape = replace(toy(s) if size == "toy" else replace(s, **F32), window=min(s.window, keys // 2))
-    shape = shape if s.kv_dtype == s.dtype else replace(shape, kv_dtype=s.kv_dtype)
+    shape = altered(toy(s) if size == "toy" else altered(s, **F32), window=(min(s.rules.window[0], keys // 2), -1))
+    shape = shape if s.kv_dtype == s.dtype else altered(shape, kv_dtype=s.kv_dtype)
     return replace(point, shape=shape, batch=min(point.batch, 2), queries=queries, keys=keys)
 
 
@@ -164,8 +165,8 @@ def call_at(point: Requests, pool: Pool) -> Call:
 
 def kernels_at(setup: Setup, pool: Pool, op: str, point: Requests) -> Iterator[Task]:
     """A call, with its bytes and operations."""
-    work = point.shape.work(Sizes(point.batch, point.queries, point.keys / point.queries))
-    yield Task(point.name, [call_at(point, pool)], moved=work.bytes, flops=work.flops)
+    needs = work(point.shape, Sizes(point.batch, point.queries, point.keys / point.queries))
+    yield Task(point.name, [call_at(point, pool)], moved=needs.bytes, flops=needs.flops)
 
 
 def kernel_rows(setup: Setup, task: Task) -> list[Row]:
@@ -280,7 +281,7 @@ LESS = {"toy": 128, "small": 16, "quick": 1, "full": 1}
 ROWS = {"toy": (1, 8), "small": (1, 8), "quick": (1, 8, 64), "full": (1, 2, 3, 8, 16, 24, 32, 48, 64, 96, 512)}
 AT = (1, 8, 64)  # the rows at which the policy is timed
 BY_ROW = ("x", "residual", "output")
-HELD: Mapping[str, Mapping[str, LinearShape]] = {
+HELD: Mapping[str, Mapping[str, Problem]] = {
     "phi-3-mini": linears.products(3072, 32, 32, 8192, 32064, 96), "mistral-small-24b": linears.products(5120, 32, 8, 32768, 131072),
 }  # fmt: skip
 
@@ -289,7 +290,7 @@ class Model(NamedTuple):
     """The products of a model by name."""
 
     name: str
-    products: Mapping[str, LinearShape]
+    products: Mapping[str, Problem]
 
 
 def models(suite: str) -> list[tuple[str, Model]]:
@@ -301,10 +302,10 @@ def products_at(setup: Setup, pool: Pool, op: str, model: Model) -> Iterator[Tas
     """Every product of a model with every number of rows."""
     for name, shape in model.products.items():
         sizes = {n: getattr(shape, n) // LESS[setup.size] for n in ("out_features", "in_features")}
-        yield from product_at(setup, pool, f"{model.name} {name}", replace(shape, dtype=str(setup.dtype)[6:], **sizes))
+        yield from product_at(setup, pool, f"{model.name} {name}", altered(shape, dtype=setup.dtype, kv_dtype=setup.dtype, **sizes))
 
 
-def product_at(setup: Setup, pool: Pool, name: str, shape: LinearShape) -> Iterator[Task]:
+def product_at(setup: Setup, pool: Pool, name: str, shape: Problem) -> Iterator[Task]:
     """One product with every number of rows."""
     some = ROWS[setup.size]
     calls = with_copies(call_of(shape, Sizes(float(some[-1]), 1.0, 1.0), pool), pool)

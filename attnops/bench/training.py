@@ -30,11 +30,11 @@ from attnops.ops.attention import reference
 from attnops.ops.attention.record import Attention
 from attnops.ops.attention.vendors import RULES, TRAINED, Attend, packed
 from attnops.ops.points import Trained
+from attnops.ops.sweeps import toy
 from attnops.testing.calls import Call
 from attnops.testing.pool import Pool
 from attnops.testing.timed_calls import GRADIENT, build
 from attnops.tune.clock import Timed, kernels_us, steps_us
-from attnops.tune.shapes import toy
 
 MOST_ERROR = 0.02
 ROWS = 512
@@ -48,7 +48,7 @@ def shorter(pair: Trained, size: str) -> Trained:
     """At the size of the run: short, in float32 and with few heads on a CPU."""
     if size in ("full", "quick"):
         return pair
-    shape = replace(toy(pair.shape), window=min(pair.shape.window, 7))
+    shape = altered(toy(pair.shape), window=(min(pair.shape.rules.window[0], 7), -1))
     return replace(pair, shape=shape, lengths=tuple(min(n, 24) for n in pair.lengths[:3]), chunk=min(pair.chunk, 5))
 
 
@@ -57,7 +57,7 @@ def forward_of(pair: Trained, pool: Pool) -> Call:
     call = build(pair.shape, pair.lengths, pair.lengths, pool)
     more: dict[str, Any] = {"attention_chunk": pair.chunk} if pair.chunk else {}
     if pair.bias:
-        more["mask"] = pool.take(1, pair.shape.q_heads, pair.lengths[0], pair.lengths[0], dtype=getattr(torch, pair.shape.dtype))
+        more["mask"] = pool.take(1, pair.shape.q_heads, pair.lengths[0], pair.lengths[0], dtype=pair.shape.dtype)
     return call.with_(**more)
 
 

@@ -19,7 +19,7 @@ from attnops.core.kernel import kernels_of
 from attnops.core.problem import Target, altered, bytes_of
 from attnops.core.record import need
 from attnops.core.select import key_for, select
-from attnops.ops.pages.plan import LatentSpec
+from attnops.ops.pages.plan import latent_layers, step_of
 
 # Query heads of DeepSeek-V3.
 HEADS = 128
@@ -83,7 +83,7 @@ class LatentCache(Pages):
     ) -> None:
         layers, tokens = count("num_layers", num_layers, 1), count("num_tokens", num_tokens, 1, "tokens")
         latent, rope = count("latent_dim", latent_dim, 1), count("rope_dim", rope_dim, 1)
-        spec = LatentSpec(HEADS if q_heads is None else q_heads, 0, dtype, latent + rope, latent)
+        spec = latent_layers(HEADS if q_heads is None else q_heads, 0, dtype, latent + rope, latent)
         self.page_size_choice = negotiate_page_size(
             spec, max_requests=max_requests, max_tokens_per_request=max_tokens_per_request, page_size=page_size, kernels=kernels,
             device=device, workspace_bytes=workspace_bytes, max_new_tokens=max_new_tokens,
@@ -135,6 +135,6 @@ class LatentCache(Pages):
         reads = [k for k in kernels_of("mla_attention").values() if k.plan.device is not None and not k.absences(target)]
         if self._spec is None or not reads or not tokens:
             return None
-        problem = self._spec.problem(target, tokens, requests, self.page_table.shape[1], queries)
+        problem = step_of(self._spec, target, tokens, requests, self.page_table.shape[1], queries)
         kernel = select(altered(problem, plan="device", workspace=bytes_of(self.workspace)), key_for(problem.op, None)).kernel
         return None if kernel is None or kernel.plan.device is None else partial(device_plan, kernel, self._spec)

@@ -15,7 +15,7 @@ from attnops.core.problem import Problem, Refusal, Target, altered
 from attnops.core.record import FLOATS, need
 from attnops.core.select import active_policy, select
 from attnops.ops.latent.record import STORED
-from attnops.ops.pages.plan import LatentSpec, PagedSpec
+from attnops.ops.pages.plan import over_latents, step_of
 
 # The sizes that are tried. Of several equally good ones the nearest to the usual size is chosen.
 SIZES, USUAL = (1, 16, 32, 64, 128, 256), 64
@@ -49,7 +49,7 @@ class PageSizeChoice:
 
 
 def negotiate_page_size(
-    layers: PagedSpec | LatentSpec,
+    layers: Problem,
     *,
     max_requests: int,
     max_tokens_per_request: int,
@@ -62,8 +62,8 @@ def negotiate_page_size(
     """The page size for these layers, from the kernels of their op. It allocates no memory and calls no kernel.
 
     Args:
-        layers: the arguments that the layers share; its page_size is not read. Pages of keys and values are floats of 16 bits or more.
-            Quantised latents without `kv_dtype` are also tried with bfloat16 queries.
+        layers: what the layers share, of `paged_layers` or `latent_layers`; its page_size is not read. Pages of keys and values are
+            floats of 16 bits or more. Quantised latents of the query's dtype are also tried with bfloat16 queries.
         max_requests, max_tokens_per_request: of the cache.
         page_size: tokens; it is the result, if all of `kernels` take it. None: any.
         kernels: all of them must take the size. Their needs of the machine do not count, because pages may be meant for another one. None:
@@ -120,21 +120,20 @@ def negotiate_page_size(
 
 
 def _decode_steps(
-    layers: PagedSpec | LatentSpec, max_requests: int, max_tokens_per_request: int, max_new_tokens: int, device: torch.device, scratch: int
+    layers: Problem, max_requests: int, max_tokens_per_request: int, max_new_tokens: int, device: torch.device, scratch: int
 ) -> list[Problem]:
     """The decode step that kernels are compared on, in each way that a kernel may be called. Raises InvalidInput."""
-    stored, given = layers.kv_dtype or layers.dtype, {**vars(layers), **layers.facts}
-    known = (*FLOATS, *STORED) if isinstance(layers, LatentSpec) else FLOATS
-    check_dtype(stored, known, "dtype" if layers.kv_dtype is None else "kv_dtype")
-    for field in ("q_heads", "kv_heads", "head_dim", "v_head_dim", "rope_dim"):
-        count(field, given.get(field, 1), 1)
+    stored, latent = layers.kv_dtype, over_latents(layers)
+    check_dtype(stored, (*FLOATS, *STORED) if latent else FLOATS, "dtype" if stored == layers.dtype else "kv_dtype")
+    for field in ("q_heads", "kv_heads", "head_dim", "v_head_dim", *(("rope_dim",) if latent else ())):
+        count(field, getattr(layers, field), 1)
     batch, new = min(count("max_requests", max_requests, 1), STEP), count("max_new_tokens", max_new_tokens, 1, "tokens")
     context = count("max_tokens_per_request", max_tokens_per_request, 1, "tokens")
-    step = replace(layers, page_size=1).problem(Target.of(device), batch * new, batch, context, new)
+    step = step_of(replace(layers, page_size=1), Target.of(device), batch * new, batch, context, new)
     step = altered(step, workspace=count("workspace_bytes", scratch, 0))
-    if isinstance(layers, PagedSpec):
-        return [altered(step, plan="none", padded=False, pages_alike=given["head_dim"] == given["v_head_dim"])]
-    queries = (torch.bfloat16, layers.dtype) if layers.kv_dtype is None and stored in STORED else (layers.dtype,)
+    if not latent:
+        return [altered(step, plan="none", padded=False, pages_alike=layers.head_dim == layers.v_head_dim)]
+    queries = (torch.bfloat16, layers.dtype) if stored == layers.dtype and stored in STORED else (layers.dtype,)
     return [altered(step, dtype=q, plan=p) for q in queries if q.is_floating_point for p in ("none", "device", "host")]
 
 

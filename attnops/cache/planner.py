@@ -10,13 +10,13 @@ import torch
 from attnops.cache.batch import PagedBatch
 from attnops.cache.paged import fix_address, ordinary
 from attnops.core.kernel import Kernel, kernels_of
-from attnops.core.problem import Target, altered, bytes_of
+from attnops.core.problem import Problem, Target, altered, bytes_of
 from attnops.core.select import choose, key_for, select
-from attnops.ops.pages.plan import LatentSpec, PagedSpec, plan_paged_attention, plan_sizes
+from attnops.ops.pages.plan import over_latents, plan_paged_attention, plan_sizes, step_of
 
 
 class Planner:
-    """Plans the attention of the layers that share a `PagedSpec` or a `LatentSpec`, where their kernel reads a plan.
+    """Plans the attention of the layers that share a kind of call, where their kernel reads a plan.
 
     Call it once a step, outside compiled code, with the batch of the step. It returns the batch with `plan` and `workspace` set, or
     unchanged where the kernel of the layers reads no plan. Layers of another spec, e.g. another window, need another Planner.
@@ -26,7 +26,7 @@ class Planner:
     `prefix` gets none either, because a layer may unfold its latents: set prefix to None where the layers attend to latents.
 
     Args:
-        spec: the layers' arguments of `paged_attention` or `mla_attention`.
+        spec: what the layers share, of `paged_layers` or `latent_layers`.
         max_tokens: the most query tokens of a step.
         max_requests: the most requests of a step.
         max_pages: columns of the page table.
@@ -42,7 +42,7 @@ class Planner:
 
     def __init__(
         self,
-        spec: PagedSpec | LatentSpec,
+        spec: Problem,
         *,
         max_tokens: int,
         max_requests: int,
@@ -63,7 +63,7 @@ class Planner:
     def __call__(self, batch: PagedBatch) -> PagedBatch:
         """`batch` with its plan. Raises as `plan_paged_attention` does."""
         name = self.kernel
-        if isinstance(self.spec, LatentSpec):
+        if over_latents(self.spec):
             if batch.shared is not None or batch.prefix is not None:
                 return replace(batch, plan=None)
             kernel = self._answers(self.spec, batch)
@@ -77,10 +77,10 @@ class Planner:
         )  # fmt: skip
         return replace(batch, plan=self.plan, workspace=self.workspace) if found else replace(batch, plan=None)
 
-    def _answers(self, spec: LatentSpec, batch: PagedBatch) -> Kernel:
+    def _answers(self, spec: Problem, batch: PagedBatch) -> Kernel:
         """The best kernel for the layers. No call has plans of both kinds, so that the kernels of either kind are compared."""
         requests, pages = batch.page_table.shape
-        problem = spec.problem(Target.of(batch.page_table.device), batch.slots.shape[0], requests, pages, batch.max_seqlen_q)
+        problem = step_of(spec, Target.of(batch.page_table.device), batch.slots.shape[0], requests, pages, batch.max_seqlen_q)
         elsewhere = altered(problem, plan="device", workspace=bytes_of(batch.workspace))
         key = key_for(problem.op, self.kernel)
         hosts = _planned_by_host()
@@ -94,7 +94,7 @@ def _planned_by_host() -> tuple[str, ...]:
     return tuple(name for name, kernel in kernels_of("plan_mla_attention").items() if kernel.plan.sizes is not None)
 
 
-def device_plan(kernel: Kernel, spec: LatentSpec, batch: PagedBatch) -> Any:
+def device_plan(kernel: Kernel, spec: Problem, batch: PagedBatch) -> Any:
     """The plan that `kernel` reads on the device, made by torch ops that a graph may hold; None: it reads no plan."""
     if kernel.plan.device is None:
         return None
@@ -102,5 +102,5 @@ def device_plan(kernel: Kernel, spec: LatentSpec, batch: PagedBatch) -> Any:
     query = torch.empty((), dtype=spec.dtype, device=batch.page_table.device).expand(batch.slots.shape[0], spec.q_heads, spec.head_dim)
     return kernel.plan.device(
         q_nope=query[..., : spec.v_head_dim], q_pe=query[..., spec.v_head_dim :], page_table=batch.page_table, seq_lens=batch.seq_lens,
-        cu_seqlens_q=batch.cu_seqlens_q, max_seqlen_q=batch.max_seqlen_q, causal=spec.causal,
+        cu_seqlens_q=batch.cu_seqlens_q, max_seqlen_q=batch.max_seqlen_q, causal=spec.rules.causal,
     )  # fmt: skip

@@ -83,7 +83,7 @@ def measured_times(target: Target) -> dict[str, Any]:
     out: dict[str, Any] = {"path": found.path and str(found.path), "shipped": found.shipped, "ignored": ignored}
     if (table := found.table) is None:
         return out
-    ops = sorted({g.shape.op for g in table.grids})
+    ops = sorted({g.kind.op for g in table.grids})
     usable = {f"{k.op}.{k.name}": k for op in ops for k in kernels_of(op).values() if not k.fused and not why_not(k, target)}
     changed = {n: k for n, k in usable.items() if n in table.versions and not table.speaks_for(k, target)}
     return out | {

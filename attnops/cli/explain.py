@@ -11,13 +11,13 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from attnops import configs
 from attnops.core.errors import AttnopsError, InvalidInput, one_line
-from attnops.core.problem import Target, pretend
+from attnops.core.problem import Target, altered, pretend
 from attnops.core.select import Decision, select
 from attnops.lowering.explain import Explanation, Site, explain, packages_of_kernels
 from attnops.measured import Sizes
 from attnops.ops import OPS
+from attnops.ops.linear.timed import products
 from attnops.testing.timed_calls import problem_at
-from attnops.tune.linears import products
 
 TOKENS = 512
 PHASES, CACHES = ("prefill", "decode"), ("hf", "paged")
@@ -144,6 +144,6 @@ def linear_sites(config: Any, dtype: torch.dtype, rows: int, target: Target) -> 
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     inner = 0 if experts(config) else config.intermediate_size
-    for name, shape in products(config.hidden_size, heads, kv_heads, inner, config.vocab_size, head_dim).items():
-        problem = problem_at(replace(shape, dtype=str(dtype).removeprefix("torch.")), Sizes(float(rows), 1.0, 1.0), target)
+    for name, kind in products(config.hidden_size, heads, kv_heads, inner, config.vocab_size, head_dim).items():
+        problem = problem_at(altered(kind, dtype=dtype, kv_dtype=dtype), Sizes(float(rows), 1.0, 1.0), target)
         yield Site(LINEARS[name], 1 if name == "head" else layers, select(problem))

@@ -18,19 +18,19 @@ from attnops.cli.tables import new_table
 from attnops.core.errors import BadTable, InvalidInput
 from attnops.core.kernel import kernel_names
 from attnops.core.problem import Target
-from attnops.measured import Grid, Table, in_force
+from attnops.measured import Grid, Table, in_force, title
 from attnops.measured.store import check_place, path_for, read_text, save
 from attnops.measured.table import from_json
 from attnops.tune.clock import ceilings, clock_for
+from attnops.tune.grids import asked_by, sweeps_of
 from attnops.tune.run import COMPILED, Report, Stopwatch, compile_ahead, gpu_name, measure
-from attnops.tune.shapes import asked_by, sweeps_of
 
 
 def run(
     console: Console, *, ops: tuple[str, ...] = (), kernels: tuple[str, ...] = (), grid: str = "", budget_s: float = 150.0,
     first_calls_s: float = 20.0, output: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure this machine's GPU, or its CPU without one, and write the table after every shape. Options of the command; () is all.
+    """Measure this machine's GPU, or its CPU without one, and write the table after every kind of call. Options of the command; () is all.
 
     Raises InvalidInput: an unknown name, a budget of 0 or less, an output that is no file, or no call that two kernels can answer.
     """
@@ -61,7 +61,7 @@ def run(
         raise InvalidInput("kernels", ", ".join(kernels) or "all", f"two or more that can answer one call on {gpu_name(device)}")
     digest = keep(table).digest
     show(table, report, path, console)
-    grids = [{"shape": str(g.shape), "fastest": fastest(g), "skipped": dict(g.skipped), "plan_us": dict(g.plan_us)} for g in table.grids]
+    grids = [{"shape": title(g.kind), "fastest": fastest(g), "skipped": dict(g.skipped), "plan_us": dict(g.plan_us)} for g in table.grids]
     return {"path": str(path), "gpu": table.gpu, "digest": digest, **vars(report), "grids": grids}
 
 
@@ -78,30 +78,30 @@ def table_before(device: torch.device, output: Path | None) -> Table | None:
 
 
 def without(table: Table | None, ops: tuple[str, ...]) -> Table | None:
-    """A table less the shapes that are measured anew."""
+    """A table less the kinds that are measured anew."""
     if table is None:
         return None
-    grids = tuple(g for g in table.grids if asked_by(g.shape) not in ops)
-    timed = {f"{g.shape.op}.{name}" for g in grids for name in g.us}
+    grids = tuple(g for g in table.grids if asked_by(g.kind) not in ops)
+    timed = {f"{g.kind.op}.{name}" for g in grids for name in g.us}
     return replace(table, grids=grids, versions={name: v for name, v in table.versions.items() if name in timed})
 
 
 def joined(others: Table | None, table: Table) -> Table:
-    """`table` with the shapes of `others`, less their times of kernels that `table` has in another version."""
+    """`table` with the kinds of `others`, less their times of kernels that `table` has in another version."""
     if others is None:
         return table
     old = {name for name, version in others.versions.items() if table.versions.get(name, version) != version}
-    grids = [replace(g, us={n: us for n, us in g.us.items() if f"{g.shape.op}.{n}" not in old}) for g in others.grids]
+    grids = [replace(g, us={n: us for n, us in g.us.items() if f"{g.kind.op}.{n}" not in old}) for g in others.grids]
     versions = dict(sorted({**others.versions, **table.versions}.items()))
     return replace(table, grids=(*(g for g in grids if g.us), *table.grids), versions=versions)
 
 
 def show(table: Table, report: Report, path: Path, console: Console) -> None:
-    """Print a row a shape: how often each kernel was the fastest, and the kernels that were not timed."""
+    """Print a row a kind of call: how often each kernel was the fastest, and the kernels that were not timed."""
     rows = new_table("shape", "fastest at", "not timed")
     for grid in table.grids:
         wins = ", ".join(f"{name} {count}" for name, count in fastest(grid).items())
-        rows.add_row(escape(str(grid.shape)), wins, escape("; ".join(f"{n}: {why}" for n, why in grid.skipped.items())))
+        rows.add_row(escape(title(grid.kind)), wins, escape("; ".join(f"{n}: {why}" for n, why in grid.skipped.items())))
     console.print(rows)
     console.print(f"{report.timings} times at {report.points} sizes on {table.gpu} in {report.seconds:.0f} s: {path}", soft_wrap=True)
     if report.late:

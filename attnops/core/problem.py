@@ -56,6 +56,11 @@ class Extent:
         return str(self.lo) if self.lo == self.hi else f"{self.lo}..{'' if self.hi is None else self.hi}"
 
 
+ONE = Extent(1, 1, 1)
+OPEN = Extent(0, None, 1024)
+"""A size that is left open: any, more than one as a rule."""
+
+
 @functools.cache
 def _bucket(n: int) -> Extent:
     if n <= 2:
@@ -264,9 +269,18 @@ class Extents:
     context: Extent = _NONE
 
 
+AS_OTHERS = {"kv_dtype": "dtype", "v_head_dim": "head_dim"}
+"""Fields of a kind that are as another, unless they are given."""
+
+ANY = Extents(OPEN, OPEN, OPEN, OPEN)
+"""Every size is left open."""
+
+
 @dataclass(frozen=True)
 class Problem:
-    """One call without its data. Hashable; two equal Problems get the same kernel. Fields that do not apply to an op keep their defaults.
+    """One call without its data, or a kind of call, whose sizes are left open. Hashable; two equal Problems get the same kernel.
+
+    Fields that do not apply to an op keep their defaults.
 
     `dtype` of the query (or of what is computed), `kv_dtype` of key, value and pages; uint8: latents in the packed format.
     Latents: the first `v_head_dim` of the `head_dim` numbers are the value, the other `rope_dim` the rotated key.
@@ -301,6 +315,15 @@ class Problem:
     def of(cls, op: str, target: Target, **leaves: Any) -> Problem:
         """The Problem with these fields, its own or those of its records, by name."""
         return altered(cls(op, target), **leaves)
+
+    @classmethod
+    def kind(cls, op: str, **leaves: Any) -> Problem:
+        """A kind of call: of any sizes but those among the fields, e.g. `queries=ONE` of a decode step, on any target.
+
+        Keys, values and pages have the query's dtype, and values the key's head dim, unless the fields say otherwise.
+        """
+        as_others = {field: leaves[other] for field, other in AS_OTHERS.items() if other in leaves}
+        return altered(cls(op, Target(), sizes=ANY), **{**as_others, **leaves})
 
     @property
     def group_size(self) -> int:

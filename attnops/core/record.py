@@ -69,6 +69,7 @@ class Spec:
     grows: the size that callers raise from call to call, as a decode step does with the keys. Checks, rules and facts must not tell two
     values of it apart that have one extent and differ from all other sizes.
     sums: its products are sums whose order, in plain torch, may follow from the whole batch.
+    counted: a `measured.Counting`: how tables of measured times tell kinds of its calls apart; None: as those of attention.
     """
 
     op: str
@@ -81,6 +82,7 @@ class Spec:
     facts: Callable[[Any, Sizes], Mapping[str, Any]] | Mapping[str, Any] | None = None
     grows: str = ""
     sums: bool = False
+    counted: Any = None
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -158,6 +160,7 @@ def record(
     grows: str = "",
     keywords: str = "",
     sums: bool = False,
+    counted: Any = None,
 ) -> Callable[[type[C]], type[C]]:
     """Make a record of a class whose annotations, inherited ones first, are the op's arguments; `_: KW_ONLY` begins those given by name.
 
@@ -182,7 +185,7 @@ def record(
         args += [*named[:place], policy, *named[place:]]
         base = namedtuple(cls.__name__, [a.name for a in args], defaults=[a.default for a in args])  # type: ignore[misc]
         measures = _measures(args, problem or {})
-        spec = Spec(op, tuple(args), results, least or {}, rules, measures, stored, facts, grows, sums)
+        spec = Spec(op, tuple(args), results, least or {}, rules, measures, stored, facts, grows, sums, counted)
         RECORDS[op] = spec
         # All that is derived hangs on one attribute, because `key`, `output` and `args` are or may become arguments.
         members = {"__slots__": (), "__doc__": cls.__doc__, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "spec": spec}

@@ -3,15 +3,22 @@
 from attnops.measured.cost import (
     RATES as RATES,
     Roofline as Roofline,
-    Shape as Shape,
     Sizes as Sizes,
+    Work as Work,
     copy_us as copy_us,
     logits_us as logits_us,
     phases as phases,
     sizes_of as sizes_of,
     token_writes_us as token_writes_us,
 )
-from attnops.measured.linears import LinearShape as LinearShape
+from attnops.measured.kinds import (
+    Counting as Counting,
+    distance as distance,
+    octaves as octaves,
+    place as place,
+    title as title,
+    work as work,
+)
 from attnops.measured.store import (
     NOWHERE as NOWHERE,
     cpu_name as cpu_name,

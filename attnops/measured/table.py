@@ -1,7 +1,8 @@
-"""`Table`: the measured times of one GPU, a grid a shape, as JSON, too, and the cost of a call by them.
+"""`Table`: the measured times of one GPU, a grid a kind of call, as JSON, too, and the cost of a call by them.
 
-{"format": 1, "gpu": "NVIDIA H200", "target": "sm90", "made": {...}, "versions": {"paged_attention.fa3": "sgl_kernel==0.4.3"},
- "grids": [{"shape": {...}, "batch": [...], "queries": [...], "ratio": [...], "us": {"fa3": [...]}}]}
+{"format": 2, "gpu": "NVIDIA H200", "target": "sm90", "made": {...}, "versions": {"paged_attention.fa3": "sgl_kernel==0.4.3"},
+ "grids": [{"problem": {"op": "paged_attention", "queries": 1, ...}, "batch": [...], "queries": [...], "ratio": [...],
+            "us": {"fa3": [...]}}]}
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf, log, prod
 from operator import itemgetter
@@ -22,15 +23,14 @@ import torch
 from attnops.core.errors import BadTable
 from attnops.core.kernel import Kernel
 from attnops.core.problem import Problem, Target, altered
-from attnops.measured.cost import RATES, Rates, Shape, Sizes, Work
-from attnops.measured.linears import LinearShape
+from attnops.measured.cost import RATES, Rates, Sizes, Work
+from attnops.measured.kind_json import kind_of, leaves_of
+from attnops.measured.kinds import counting, work
 
-FORMAT = 1
+FORMAT = 2
 
 TRITON_CODE = "0.1.0"
 """The release in which the code of attnops' Triton kernels last became faster or slower: tables of other code do not speak for them."""
-
-LARGEST_INT = 1 << 31
 
 HANDICAP = 4.0
 """A kernel that was not timed must promise to be this much faster than the measured ones."""
@@ -47,16 +47,11 @@ POWERS = (1, 2, 1)
 """How work grows with batch, queries (whose keys grow with them) and ratio."""
 
 
-AnyShape = Shape | LinearShape
-SHAPES: Mapping[str, type[AnyShape]] = {"linear": LinearShape}
-"""By op, the class of its shapes; other ops have those of attention."""
-
-
 @dataclass(frozen=True)
 class Axes:
-    """A shape and its sizes."""
+    """A kind of call and its sizes."""
 
-    shape: AnyShape
+    kind: Problem
     batch: Axis
     queries: Axis
     ratio: Axis
@@ -102,8 +97,8 @@ class Grid(Axes):
 
     def _added(self, queries: float) -> float:
         """The work of this number of queries, in bytes: few queries wait for the keys, many for the products."""
-        work = self.shape.work(Sizes(1.0, queries, self.ratio[len(self.ratio) // 2]))
-        return max(work.bytes, work.flops / BALANCE)
+        added = work(self.kind, Sizes(1.0, queries, self.ratio[len(self.ratio) // 2]))
+        return max(added.bytes, added.flops / BALANCE)
 
     @functools.cached_property
     def _filled(self) -> dict[str, tuple[float, ...]]:
@@ -161,7 +156,7 @@ class Table:
 
     gpu: the device's name. target: as `str(Target)`. versions: by `op.kernel`, the version that was timed.
     made: date and software of the measurement. source: the sibling GPU whose times were scaled; "" where they are of `gpu` itself.
-    sibling: the scaled table of another GPU, for kernels and shapes that this one has no times of. No part of the JSON text.
+    sibling: the scaled table of another GPU, for kernels and kinds of calls that this one has no times of. No part of the JSON text.
     """
 
     gpu: str
@@ -184,9 +179,11 @@ class Table:
         return isinstance(other, Table) and other.digest == self.digest
 
     def nearest(self, problem: Problem) -> tuple[Grid, Sizes] | None:
-        """The grid of the shape nearest to `problem`, and the problem's sizes in it; None when no shape speaks for it."""
-        far, grid = min(((g.shape.distance(problem), g) for g in self.grids), key=itemgetter(0), default=(inf, None))
-        return None if grid is None or far == inf else (grid, grid.shape.place(problem))
+        """The grid of the kind nearest to `problem`, and the problem's sizes in it; None when no kind speaks for it."""
+        counts = counting(problem.op)
+        near = ((counts.distance(g.kind, problem), g) for g in self.grids if g.kind.op == problem.op)
+        far, grid = min(near, key=itemgetter(0), default=(inf, None))
+        return None if grid is None or far == inf else (grid, counts.place(grid.kind, problem))
 
     def speaks_for(self, kernel: Kernel, target: Target) -> bool:
         """Was this version of `kernel` timed? A target that assumes its packages has the table's versions."""
@@ -196,12 +193,12 @@ class Table:
     def floor_us(self, grid: Grid, at: Sizes) -> float:
         """The time of the work at the best rates any kernel reached anywhere, and never less than the shortest time in `grid`."""
         least = min((t for times in grid.us.values() for t in times if t is not None), default=0.0)
-        return max(least, *(need / rate for need, rate in zip(grid.shape.work(at), self._best_rates, strict=True) if rate))
+        return max(least, *(need / rate for need, rate in zip(work(grid.kind, at), self._best_rates, strict=True) if rate))
 
     @functools.cached_property
     def _best_rates(self) -> tuple[float, ...]:
-        points = ((g.shape.work(at), times) for g in self.grids for at, *times in zip(g.points(), *g.us.values(), strict=True))
-        rates = [(work.bytes / us, work.flops / us) for work, times in points for us in times if us]
+        points = ((work(g.kind, at), times) for g in self.grids for at, *times in zip(g.points(), *g.us.values(), strict=True))
+        rates = [(done.bytes / us, done.flops / us) for done, times in points for us in times if us]
         return tuple(map(max, zip((0.0, 0.0), *rates, strict=True)))
 
     def to_json(self) -> str:
@@ -216,7 +213,7 @@ def costs(problem: Problem, kernels: Sequence[Kernel], table: Table | None) -> d
     """The cost of each of `kernels`, which can all run `problem`.
 
     Measured times rank the kernels that the table covers, and its sibling's times those that the sibling alone covers. The sibling's come
-    first where it alone has shapes with lse for a call with lse. Another kernel costs HANDICAP times the larger of its own estimate and the
+    first where it alone has kinds with lse for a call with lse. Another kernel costs HANDICAP times the larger of its own estimate and the
     time of its work at the best rates measured: it is chosen only where all measured times are slow. Their own estimates rank all kernels
     where no table covers one.
     A kernel that reads a plan of the device was timed with it: a call without a plan takes longer by the kernel's own estimate.
@@ -225,7 +222,7 @@ def costs(problem: Problem, kernels: Sequence[Kernel], table: Table | None) -> d
     timed, floor = dict[str, Cost](), 0.0
     found_in = ((t, at) for t in (table, table and table.sibling) if t is not None and (at := t.nearest(problem)) is not None)
     # Times with lse and without are not compared where one of the tables has those that the call asks for.
-    for speaks, found in sorted(found_in, key=lambda one: isinstance(s := one[1][0].shape, Shape) and s.lse != problem.results.lse):
+    for speaks, found in sorted(found_in, key=lambda one: one[1][0].kind.results.lse != problem.results.lse):
         how = f"{SCALED} {speaks.source}" if speaks.source else MEASURED
         for k in (k for k in kernels if k.name not in timed and speaks.speaks_for(k, problem.target)):
             if (us := found[0].at(k.name, found[1])) is not None:
@@ -242,23 +239,13 @@ def version_of(kernel: Kernel) -> str:
     return ";".join(kernel.versions()) + own or f"torch=={'.'.join(torch.__version__.split('.')[:2])}"
 
 
-def shape_class(op: str) -> type[AnyShape]:
-    """The class of an op's shapes."""
-    return SHAPES.get(op, Shape)
-
-
-@functools.cache
-def _defaults(op: str) -> dict[str, Any]:
-    return {**asdict(shape_class(op)(op)), "op": ""}
-
-
 def _grid_dict(grid: Grid) -> dict[str, Any]:
     def short(values: Sequence[float | None]) -> list[float | None]:
         """Without the Nones at the end: a slow kernel has many."""
         count = max((i for i, x in enumerate(values, 1) if x is not None), default=0)
         return [int(x) if x is not None and x == int(x) else x for x in values[:count]]
 
-    out: dict[str, Any] = {"shape": {n: v for n, v in asdict(grid.shape).items() if v != _defaults(grid.shape.op)[n]}}
+    out: dict[str, Any] = {"problem": leaves_of(grid.kind)}
     out |= {n: short(axis) for n, axis in zip(AXES, grid.axes, strict=True)} | {"us": {n: short(us) for n, us in grid.us.items()}}
     return out | {n: dict(v) for n, v in (("plan_us", grid.plan_us), ("skipped", grid.skipped)) if v}
 
@@ -271,7 +258,7 @@ def from_json(text: str) -> Table:
     except (ValueError, RecursionError, MemoryError) as error:
         raise BadTable("file", f"no JSON ({error})", want) from None
     if (got := data.get("format") if isinstance(data, dict) else type(data).__name__) != FORMAT:
-        raise BadTable("format", got, str(FORMAT))
+        raise BadTable("format", got, f"{FORMAT}: run `attnops tune` again")
     try:
         table = Table(str(data["gpu"]), str(data["target"]), dict(data["versions"]), tuple(map(_grid, data["grids"])), dict(data["made"]))
         _ = table.digest  # a table that cannot be written again is refused
@@ -281,18 +268,13 @@ def from_json(text: str) -> Table:
 
 
 def _grid(data: dict[str, Any]) -> Grid:
-    shape = shape_class(str(data["shape"]["op"]))(**data["shape"])
-    facts = asdict(shape)
-    if any(type(value) is not type(_defaults(shape.op)[name]) for name, value in facts.items()):
-        raise ValueError(f"shape {data['shape']} has a field of another type")
+    kind = kind_of(data["problem"])
     batch, queries, ratio = axes = [tuple(map(float, data[name])) for name in AXES]
     count = prod(map(len, axes))
     times = {str(k): tuple(None if t is None else float(t) for t in row) for k, row in data["us"].items()}
     plans = {str(k): float(us) for k, us in data.get("plan_us", {}).items()}
     short = all(len(row) <= count and all(t is None or 0 < t < inf for t in row) for row in times.values())
     for text, holds in (
-        ("a number of the shape is too large", not any(isinstance(v, int) and abs(v) > LARGEST_INT for v in facts.values())),
-        (f"shape {data['shape']} has no such sizes or dtypes", shape.sound),
         ("an axis does not grow from 1 or more", all(a and a[0] >= 1 and list(a) == sorted(set(a)) and a[-1] < inf for a in axes)),
         (f"want at most {count} positive times a kernel", short),
         ("want finite times of plans", all(0 <= us < inf for us in plans.values())),
@@ -300,7 +282,7 @@ def _grid(data: dict[str, Any]) -> Grid:
         if not holds:
             raise ValueError(text)
     us = {name: row + (None,) * (count - len(row)) for name, row in times.items()}
-    return Grid(shape, batch, queries, ratio, us, plans, {str(k): str(why) for k, why in data.get("skipped", {}).items()})
+    return Grid(kind, batch, queries, ratio, us, plans, {str(k): str(why) for k, why in data.get("skipped", {}).items()})
 
 
 def nearness(gpu: str, other: str) -> tuple[float, int]:
@@ -324,10 +306,10 @@ def scaled(table: Table, gpu: str) -> Table:
 
 
 def _scaled(grid: Grid, here: Rates, there: Rates) -> Grid:
-    def us(work: Work, rates: Rates) -> float:
-        return max(work.bytes / (rates.bandwidth * 1e6), work.flops / (rates.matmul * 1e6))
+    def us(done: Work, rates: Rates) -> float:
+        return max(done.bytes / (rates.bandwidth * 1e6), done.flops / (rates.matmul * 1e6))
 
-    longer = [us(work, there) - us(work, here) for work in map(grid.shape.work, grid.points())]
+    longer = [us(done, there) - us(done, here) for at in grid.points() for done in (work(grid.kind, at),)]
 
     def on(times: tuple[float | None, ...]) -> tuple[float | None, ...]:
         launch = min((t for t in times if t is not None), default=0.0)

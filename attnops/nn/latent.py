@@ -26,7 +26,7 @@ from attnops.nn.absorb import absorbed_weights, renew
 from attnops.nn.rotary import RotaryEmbedding, rope_of
 from attnops.nn.steady import product
 from attnops.ops import merge_state, mla_attention, rope_quantize_latent, varlen_attention, write_latent
-from attnops.ops.latent.absorb_or_expand import LatentCall, LatentDims as LatentDims, crossover, kernel_for, tell
+from attnops.ops.latent.absorb_or_expand import LatentDims as LatentDims, LatentForms, crossover, kernel_for, tell
 from attnops.ops.latent.record import check_stored
 
 
@@ -230,12 +230,13 @@ def check_scales(field: str, scales: Any, want: str) -> None:
 def _told(
     dims: LatentDims, q_nope: Tensor, latent_pages: Tensor, batch: PagedBatch, kernel: str | None, **fields: Any
 ) -> tuple[str | None, str | None, tuple[str, str]]:
-    """The kernels forced on `mla_attention` and `varlen_attention`, and the policy keys of the two. Tells a LatentCall to the watchers."""
+    """The kernels forced on `mla_attention` and `varlen_attention`, and the policy keys of the two. Tells the layer to the watchers."""
     absorbing, expanding = kernel_for("mla_attention", kernel), kernel_for("varlen_attention", kernel)
     policies = key_for("mla_attention", absorbing), key_for("varlen_attention", expanding)
     if not torch.compiler.is_compiling():
         heads, page, target, queries = int(q_nope.shape[1]), int(latent_pages.shape[1]), Target.of(q_nope.device), batch.max_seqlen_q
-        tell(lambda: (LatentCall(dims, heads, q_nope.dtype, latent_pages.dtype, page, target, policies=policies, **fields), queries))
+        dtypes = q_nope.dtype, latent_pages.dtype
+        tell(lambda: (LatentForms.of(dims, heads, dtypes, page, target, policies=policies, **fields), queries))
     return absorbing, expanding, policies
 
 

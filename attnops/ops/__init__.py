@@ -27,8 +27,8 @@ from attnops.ops.metadata.record import (
 )
 from attnops.ops.pages.decode import decode_attention as decode_attention
 from attnops.ops.pages.plan import (
-    LatentSpec as LatentSpec,
-    PagedSpec as PagedSpec,
+    latent_layers as latent_layers,
+    paged_layers as paged_layers,
     plan_mla_attention as plan_mla_attention,
     plan_paged_attention as plan_paged_attention,
     plan_sizes as plan_sizes,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from attnops.measured import Shape
+from attnops.core.problem import Problem
 
 Points = Mapping[str, Mapping[str, tuple[Any, ...]]]
 NAMES = {"bfloat16": "", "float8_e4m3fn": " float8", "int8": " int8"}
@@ -20,11 +20,11 @@ NAMES = {"bfloat16": "", "float8_e4m3fn": " float8", "int8": " int8"}
 
 @dataclass(frozen=True)
 class Requests:
-    """A call of `batch` requests of `queries` new tokens with `keys` keys each. more: arguments that a Shape does not have."""
+    """A call of `batch` requests of `queries` new tokens with `keys` keys each. more: arguments that say more than a Problem does."""
 
     place: int
     kind: str
-    shape: Shape
+    shape: Problem
     batch: int
     queries: int
     keys: int
@@ -45,7 +45,7 @@ class Trained:
 
     place: int
     name: str
-    shape: Shape
+    shape: Problem
     lengths: tuple[int, ...]
     chunk: int = 0
     bias: bool = False

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from attnops.core.arguments import Arg, evaluate
 from attnops.core.kernel import Kernel, kernels_of
-from attnops.core.problem import LEAVES, Problem, altered, leaf
+from attnops.core.problem import Problem, altered
 from attnops.core.record import Spec, changed
 from attnops.ops import OPS
+from attnops.ops.pages.plan import statics_of
 
 Make = Callable[[Arg, list[int]], Tensor | None]
 
@@ -155,21 +156,14 @@ def planned(kernel: Kernel, call: Call, policy: str = "", buffers: tuple[Tensor,
 
 def plan_call(call: Call, maker: Kernel, buffers: tuple[Tensor, Tensor] | None = None) -> Call:
     """The call of the plan op for `call`. The static arguments come from the call's Problem."""
-    p = call.problem
     pool = call.arguments["k_pages" if "k_pages" in call.arguments else "latent_pages"]
-    known: dict[str, Any] = {
-        **{n: leaf(p, n) for n in LEAVES}, "window_left": p.rules.window[0], "window_right": p.rules.window[1],
-        "num_tokens": call.args[0].shape[0], "max_seqlen_q": call.arguments["max_seqlen_q"],
-        "dtype": str(p.dtype)[6:], "kv_dtype": str(p.kv_dtype)[6:], "num_pages": pool.shape[0],
-    }  # fmt: skip
-    op = f"plan_{call.op}"
-    statics = {n: known[n] for n in OPS[op].spec.names if n in known and n not in ("plan", "workspace")}
+    op, statics, tokens = f"plan_{call.op}", statics_of(call.problem), call.args[0].shape[0]
+    step = {"num_tokens": tokens, "max_seqlen_q": call.arguments["max_seqlen_q"], "num_pages": pool.shape[0]}
     tables = {n: call.arguments[n] for n in ("page_table", "seq_lens", "cu_seqlens_q")}
     device = tables["page_table"].device
     if buffers is None:
         requests, pages = tables["page_table"].shape
-        fixed = {n: v for n, v in statics.items() if n not in ("num_tokens", "max_seqlen_q", "num_pages")}
         assert maker.plan.sizes is not None
-        sizes = maker.plan.sizes(**fixed, max_tokens=known["num_tokens"], max_requests=requests, max_pages=pages, device=device)
+        sizes = maker.plan.sizes(**statics, max_tokens=tokens, max_requests=requests, max_pages=pages, device=device)
         buffers = torch.zeros(sizes[0], dtype=torch.int64), torch.zeros(sizes[1], dtype=torch.uint8, device=device)
-    return Call(op, {**tables, **statics, "plan": buffers[0], "workspace": buffers[1]}, writes=("plan", "workspace"))
+    return Call(op, {**tables, **statics, **step, "plan": buffers[0], "workspace": buffers[1]}, writes=("plan", "workspace"))

@@ -5,41 +5,38 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from attnops.core.problem import Extent, Extents, Problem, Target
-from attnops.measured import LinearShape
-from attnops.measured.linears import PARTS
+from attnops.core.arguments import REQUIRED, Arg
+from attnops.core.problem import Extent, Extents, Problem, Target, altered
 from attnops.ops import OPS
-from attnops.testing.calls import Call
+from attnops.testing.calls import Call, filled
 from attnops.testing.pool import Pool
 
 COLD_BYTES = 600_000_000
 """Bytes of all copies of a weight together: several times the L2 cache of any GPU."""
 
+WITH: dict[str, Any] = {"norm_eps": 1e-5, "activation": "silu"}
+"""The values of arguments that are no tensors, where a kind asks for them."""
 
-def build_linear(shape: LinearShape, rows: int, pool: Pool) -> Call:
-    """A call of `shape`. Resets the pool."""
+
+def build_linear(kind: Problem, rows: int, pool: Pool) -> Call:
+    """A call of `kind`. Resets the pool."""
     pool.reset()
-    dtype, outs = getattr(torch, shape.dtype), shape.out_features // 2 if shape.activation else shape.out_features
-    given: dict[str, Any] = {
-        "x": pool.take(rows, shape.in_features, dtype=dtype),
-        "weight": pool.take(shape.out_features, shape.in_features, dtype=dtype),
-        "output": torch.empty(rows, outs, dtype=dtype, device=pool.device),
-    }
-    given |= {"norm_weight": pool.take(shape.in_features, dtype=dtype), "norm_eps": 1e-5} if shape.norm else {}
-    given |= {"activation": "silu"} if shape.activation else {}
-    given |= {"residual": pool.take(rows, outs, dtype=dtype)} if shape.residual else {}
-    return Call(shape.op, given, writes=("output",))
+
+    def make(a: Arg, dims: list[int]) -> Tensor | None:
+        if a.written:
+            return torch.empty(dims, dtype=kind.dtype, device=pool.device)
+        return pool.take(*dims, dtype=kind.dtype) if a.default is REQUIRED or a.name in kind.asks else None
+
+    given = {n: value for n, value in WITH.items() if n in kind.asks}
+    sizes = {"T": rows, "In": kind.in_features, "Out": kind.out_features, "activation": "", **given}
+    return Call(kind.op, filled(kind.op, sizes, given, make), writes=("output",))
 
 
-def linear_problem(shape: LinearShape, rows: int, target: Target) -> Problem:
+def linear_problem(kind: Problem, rows: int, target: Target) -> Problem:
     """The Problem of the call that `build_linear` makes, on any target."""
-    dtype = getattr(torch, shape.dtype)
-    asks = {argument for part, argument in PARTS.items() if getattr(shape, part)} | ({"norm_eps"} if shape.norm else set())
-    return Problem(
-        shape.op, target, dtype, dtype, in_features=shape.in_features, out_features=shape.out_features, asks=frozenset(asks),
-        sizes=Extents(tokens=Extent.of(rows)),
-    )  # fmt: skip
+    return altered(kind, target=target, sizes=Extents(tokens=Extent.of(rows)))
 
 
 def with_copies(call: Call, pool: Pool) -> list[Call]:

@@ -19,16 +19,17 @@ import torch
 from attnops.core.errors import one_line
 from attnops.core.kernel import Kernel, all_kernels, kernels_of
 from attnops.core.problem import Target
-from attnops.measured import Grid, LinearShape, Sizes, Table, cpu_name
+from attnops.measured import Grid, Sizes, Table, cpu_name, work
 from attnops.measured.digests import digests
 from attnops.measured.table import version_of
 from attnops.ops import OPS
+from attnops.ops.sweeps import LARGEST_BYTES, Sweep
 from attnops.testing.calls import Call, equip_as_used, planned
 from attnops.testing.linear_calls import with_copies
 from attnops.testing.pool import Pool
 from attnops.testing.timed_calls import call_of
 from attnops.tune.clock import Clock, Run, host_clock, seconds
-from attnops.tune.shapes import LARGEST_BYTES, Sweep, sweeps_of
+from attnops.tune.grids import sweeps_of
 from attnops.version import VERSION
 
 T = TypeVar("T")
@@ -36,8 +37,8 @@ SLOW_FIRST_CALL_S = 0.5  # a first call that takes longer has compiled
 COMPILED = ("triton", "aten")  # kernels with many small variants that the compiler caches on disk
 SMALL_BYTES, SMALL_FLOPS = 4e8, 4e11
 TOO_SLOW = 8.0  # a kernel this many times slower than the best at a smaller size is not timed at a larger one
-LEAST_S, HARD = 5.0, 1.2  # seconds that every shape gets, and the limit in budgets of all timing and compilation together
-ENOUGH = 0.5  # the share of a shape's points that must be timed: fewer, the smallest ones, say too little about large calls
+LEAST_S, HARD = 5.0, 1.2  # seconds that every kind of call gets, and the limit in budgets of all timing and compilation together
+ENOUGH = 0.5  # the share of a kind's points that must be timed: fewer, the smallest ones, say too little about large calls
 
 
 def runner(kernel: Kernel, call: Call, backend: str = "inductor") -> Run:
@@ -86,7 +87,7 @@ def _fused(op: str, name: str, statics: tuple[tuple[str, Any], ...], backend: st
 
 @contextlib.contextmanager
 def tracing() -> Iterator[None]:
-    """Equal sizes stay separate symbols, so that one compilation of a shape serves most of its sizes."""
+    """Equal sizes stay separate symbols, so that one compilation of a kind serves most of its sizes."""
     symbolic: Any = importlib.import_module("torch.fx.experimental._config")
     with torch._dynamo.config.patch(recompile_limit=256), symbolic.patch(use_duck_shape=False):
         yield
@@ -195,13 +196,13 @@ def done_within(limit_s: float, pool: ProcessPoolExecutor, jobs: Sequence[Future
 
 def kinds(sweep: Sweep) -> Iterator[Sizes]:
     """Small sizes that cover the launch variants: one request and many, few and many queries, few and many keys; all rows of a linear."""
-    if isinstance(sweep.shape, LinearShape):
+    if OPS[sweep.kind.op].spec.weights:
         yield from filter(sweep.allows, sweep.points())
         return
     batches, ratios = (dict.fromkeys((axis[0], axis[len(axis) // 2], axis[-1])) for axis in (sweep.batch, sweep.ratio))
     for at in (Sizes(batch, queries, ratio) for queries in sweep.queries for batch in batches for ratio in ratios):
-        work = sweep.shape.work(at)
-        if sweep.allows(at) and work.bytes <= SMALL_BYTES and work.flops <= SMALL_FLOPS:
+        done = work(sweep.kind, at)
+        if sweep.allows(at) and done.bytes <= SMALL_BYTES and done.flops <= SMALL_FLOPS:
             yield at
 
 
@@ -212,8 +213,8 @@ def compile_for(sweeps: Sequence[Sweep], names: tuple[str, ...], device: torch.d
         inductor: Any = importlib.import_module("torch._inductor.config")
         inductor.compile_threads = 1  # this process is one of many
     pool, stopwatch, made = Pool(device), Stopwatch(names=names), 0
-    for shape, at in ((sweep.shape, at) for sweep in sweeps for at in kinds(sweep)):
-        for kernel, given, _ in stopwatch.candidates(call_of(shape, at, pool)):
+    for kind, at in ((sweep.kind, at) for sweep in sweeps for at in kinds(sweep)):
+        for kernel, given, _ in stopwatch.candidates(call_of(kind, at, pool)):
             with contextlib.suppress(Exception), torch.no_grad(), tracing():
                 runner(kernel, given)()
                 made += 1
@@ -237,10 +238,10 @@ def measure(
 ) -> tuple[Table, Report]:  # fmt: skip
     """Time every kernel of `stopwatch` that can run, at every size of every sweep, smaller sizes first.
 
-    Each shape gets its share of the rest of `budget_s` by its number of points, LEAST_S or more, first calls not counted; with them all
-    shapes together take at most HARD budgets. A late point has no time, and a table scales the time of its smaller neighbour. A shape
+    Each kind gets its share of the rest of `budget_s` by its number of points, LEAST_S or more, first calls not counted; with them all
+    kinds together take at most HARD budgets. A late point has no time, and a table scales the time of its smaller neighbour. A kind
     is left out if fewer than ENOUGH of its points were timed, or if one kernel alone answers it. progress: called with a line before every
-    point. keep: called with the table so far after every shape.
+    point. keep: called with the table so far after every kind.
     """
     start, report, pool, grids = time.monotonic(), Report(), Pool(device), list[Grid]()
     began, total, done = _timed_s(stopwatch), sum(p.allowed for p in sweeps), 0
@@ -258,7 +259,7 @@ def measure(
             "cuda": torch.version.cuda,
         }
         made |= {"seconds": report.seconds, "timings": report.timings} | ({} if launch is None else {"launch_us": round(launch, 2)})
-        timed = {f"{g.shape.op}.{name}": kernels_of(g.shape.op)[name] for g in grids for name in g.us}
+        timed = {f"{g.kind.op}.{name}": kernels_of(g.kind.op)[name] for g in grids for name in g.us}
         versions = {name: version_of(kernel) for name, kernel in timed.items()}
         made |= {"code": digests(timed.values())}
         return Table(gpu_name(device), str(Target.of(device)), dict(sorted(versions.items())), tuple(grids), made)
@@ -268,7 +269,7 @@ def measure(
         share = min(max(rest * 1.5 * sweep.allowed / max(total - done, 1), LEAST_S), rest)
 
         def step(within: int, sweep: Sweep = sweep, before: int = done) -> None:
-            progress(f"{sweep.shape.op}: {before + within} of {total} sizes")
+            progress(f"{sweep.kind.op}: {before + within} of {total} sizes")
 
         grid, cut = _measure(sweep, stopwatch, pool, (share, start + HARD * budget_s), report, step)
         if len(grid.us) > 1 and cut <= (1 - ENOUGH) * sweep.allowed:
@@ -280,7 +281,7 @@ def measure(
 
 
 def _timed_s(stopwatch: Stopwatch) -> float:
-    """A clock that stops during first calls: compilation must not cost a shape its other points."""
+    """A clock that stops during first calls: compilation must not cost a kind its other points."""
     return time.monotonic() - stopwatch.starting_s
 
 
@@ -298,7 +299,7 @@ def _measure(
             report.late, cut = report.late + 1, cut + 1
             continue
         try:
-            call = call_of(sweep.shape, at, pool)
+            call = call_of(sweep.kind, at, pool)
             candidates, copies = stopwatch.candidates(call), with_copies(call, pool)[1:]
         except torch.OutOfMemoryError:
             pool.drop()
@@ -311,7 +312,7 @@ def _measure(
             row = times.setdefault(kernel.name, [None] * len(points))
             if kernel.name in skipped or _hopeless(sweep, times, kernel.name, index):
                 continue
-            found = stopwatch.time(kernel, given, sweep.shape, copies)
+            found = stopwatch.time(kernel, given, sweep.kind, copies)
             if found.us is not None:
                 row[index] = _rounded(found.us)
                 report.timings += 1
@@ -321,11 +322,11 @@ def _measure(
                 skipped[kernel.name] = found.reason
             if found.broken:
                 size = f"(batch {int(at.batch)}, queries {int(at.queries)}, ratio {at.ratio:g})"
-                report.broken[f"{sweep.shape.op}.{kernel.name}"] = f"{found.reason} {size}"
+                report.broken[f"{sweep.kind.op}.{kernel.name}"] = f"{found.reason} {size}"
     # A kernel that raised at one size is not trusted at others, and a kernel that was given up has no times of large sizes.
     us = {name: tuple(row) for name, row in times.items() if name not in skipped and any(row)}
     host = {name: float(f"{statistics.median(all_us):.3g}") for name, all_us in plans_us.items() if name in us}
-    return Grid(sweep.shape, sweep.batch, sweep.queries, sweep.ratio, us, host, skipped), cut
+    return Grid(sweep.kind, sweep.batch, sweep.queries, sweep.ratio, us, host, skipped), cut
 
 
 def _rounded(us: float) -> float:

@@ -22,7 +22,7 @@ from attnops.core.kernel import kernels_of
 from attnops.core.problem import altered
 from attnops.core.record import changed
 from attnops.kernels.flashinfer import modules as fi
-from attnops.ops import PagedSpec
+from attnops.ops import paged_layers
 from attnops.testing import Features, Source, builders, check_kernel, planned
 from tests.standins import flashinfer_modules as standin
 
@@ -239,7 +239,7 @@ def test_plans_in_a_row_do_not_overtake_the_work_that_reads_them():
 
 
 HQ, HKV, D, PAGE, LAYERS = 8, 2, 64, 16, 3
-SPEC = PagedSpec(HQ, HKV, D, PAGE, BF16)
+SPEC = paged_layers(HQ, HKV, D, PAGE, BF16)
 
 
 class Model(torch.nn.Module):

@@ -16,7 +16,7 @@ from attnops.core.errors import NoKernel, OverBudget, StaleGraph
 from attnops.core.kernel import kernels_of
 from attnops.core.problem import Target
 from attnops.graphs import Buckets, Graphed, breakable, piecewise
-from attnops.ops import PagedSpec
+from attnops.ops import paged_layers
 from tests.graphs import helpers
 from tests.graphs.models import BOUNDARY, HEADS, KV_HEADS, VOCAB, Decaying, boundary, decoder, paged_cache
 
@@ -121,7 +121,7 @@ def bringing(name: str) -> Callable[[PagedBatch], PagedBatch] | None:
     """A function that gives a batch the plan or the workspace that the kernel asks for; None: it asks for none."""
     maker = kernels_of("plan_paged_attention").get(name)
     if maker is not None and maker.plan.sizes is not None:
-        spec = PagedSpec(q_heads=HEADS, kv_heads=KV_HEADS, head_dim=D, page_size=PAGE, dtype=torch.bfloat16)
+        spec = paged_layers(q_heads=HEADS, kv_heads=KV_HEADS, head_dim=D, page_size=PAGE, dtype=torch.bfloat16)
         return Planner(spec, max_tokens=256, max_requests=8, max_pages=16, device="cuda", kernel=name)
     if kernels_of("paged_attention")[name].workspace_bytes is None:
         return None
@@ -235,7 +235,7 @@ def test_a_capture_by_hand_runs_no_kernel_that_plans_on_the_host() -> None:
         pytest.skip(f"{name}: {'; '.join(map(str, kernel.absences(Target.of(torch.device('cuda')))))}")
     heads, kv_heads, dim = 8, 2, 128
     cache = PagedCache(1, 64, PAGE, kv_heads, dim, max_requests=4, max_pages_per_request=16, dtype=torch.bfloat16, device="cuda")
-    spec = PagedSpec(q_heads=heads, kv_heads=kv_heads, head_dim=dim, page_size=PAGE, dtype=torch.bfloat16)
+    spec = paged_layers(q_heads=heads, kv_heads=kv_heads, head_dim=dim, page_size=PAGE, dtype=torch.bfloat16)
     planner = Planner(spec, max_tokens=4, max_requests=4, max_pages=16, device="cuda", kernel=name)
     for pool in (*cache.k_pages, *cache.v_pages):
         pool.normal_()

@@ -17,7 +17,7 @@ from attnops.core.errors import NoKernel, PageSizeConflict
 from attnops.core.kernel import kernels_of
 from attnops.graphs import Buckets, breakable
 from attnops.nn import LatentAttention, RotaryEmbedding
-from attnops.ops import LatentSpec
+from attnops.ops import latent_layers
 from tests.lowering.models import compiled_code, kernel_calls
 
 DEVICE, E = "cuda", 512
@@ -52,7 +52,7 @@ def cache_for(heads: int, **more: Any) -> LatentCache:
 
 def planner_for(cache: LatentCache, heads: int, kernel: str | None = None, query: torch.dtype = torch.bfloat16) -> Planner:
     stored = cache.latent_pages[0].dtype
-    spec = LatentSpec(heads, cache.page_size, query, kv_dtype=None if stored == query else stored)
+    spec = latent_layers(heads, cache.page_size, query, kv_dtype=None if stored == query else stored)
     return Planner(spec, max_tokens=2048, max_requests=8, max_pages=cache.page_table.shape[1], device=DEVICE, kernel=kernel)
 
 

@@ -9,13 +9,16 @@ import torch
 from attnops.core.kernel import Capture, kernels_of
 from attnops.core.problem import Target
 from attnops.core.select import select_by
-from attnops.measured import MEASURED, LinearShape, Sizes, costs
+from attnops.measured import MEASURED, Sizes, costs
 from attnops.measured.table import from_json
+from attnops.ops.latent.timed import MLA
+from attnops.ops.linear.timed import NORM, product
+from attnops.ops.pages.timed import PAGED
+from attnops.ops.sweeps import Sweep
 from attnops.testing.pool import Pool
 from attnops.testing.timed_calls import build, problem_at
 from attnops.tune import Stopwatch, measure
 from attnops.tune.clock import GraphClock, Timed
-from attnops.tune.shapes import MLA, PAGED, Sweep
 
 STEP = Sweep(replace(PAGED, decode=True), (1.0, 16.0), (1.0,), (512.0, 4096.0))
 LATENT = Sweep(replace(MLA, q_heads=16, decode=True), (1.0, 16.0), (1.0,), (512.0, 4096.0))
@@ -41,7 +44,7 @@ def test_the_clock_times_a_copy(found: dict[str, Any]) -> None:
 @pytest.mark.alone
 def test_what_can_be_captured_is_timed_by_its_graph(found: dict[str, Any]) -> None:
     """And the same call by launches: the difference is the host's part."""
-    call = build(STEP.shape, [1] * 16, [4096] * 16, Pool("cuda"))
+    call = build(STEP.kind, [1] * 16, [4096] * 16, Pool("cuda"))
     clock = GraphClock("cuda")
     kernel = kernels_of("paged_attention")["sdpa"]
     run = lambda: kernel.run(call.record)  # noqa: E731
@@ -57,22 +60,22 @@ def test_a_small_table(sweep: Sweep, found: dict[str, Any]) -> None:
     assert not report.broken and not report.late
     assert from_json(table.to_json()) == table and table.gpu == torch.cuda.get_device_name()
     [grid] = table.grids
-    call = build(sweep.shape, [1] * 16, [4096] * 16, Pool("cuda"))
+    call = build(sweep.kind, [1] * 16, [4096] * 16, Pool("cuda"))
     assert call.problem.target == Target.of(torch.device("cuda", 0))
-    fits = [k for k in kernels_of(sweep.shape.op).values() if not k.refusals(call.problem)]
+    fits = [k for k in kernels_of(sweep.kind.op).values() if not k.refusals(call.problem)]
     assert all(c.how == MEASURED for c in costs(call.problem, [k for k in fits if k.name in grid.us], table).values())
     chosen = select_by(table, call.problem)
     assert chosen.costs[chosen.kernel.name].us == min(c.us for c in chosen.costs.values())
-    found.setdefault("tune", {})[sweep.shape.op] = {name: list(us) for name, us in grid.us.items()}
+    found.setdefault("tune", {})[sweep.kind.op] = {name: list(us) for name, us in grid.us.items()}
 
 
 def test_a_small_table_of_linears(found: dict[str, Any]) -> None:
     """Torch's own way is compiled and captured, as ours is."""
-    sweep = Sweep(LinearShape(out_features=6144, in_features=4096, norm=True), (1.0, 16.0), (1.0,), (1.0,))
+    sweep = Sweep(product(6144, 4096, *NORM), (1.0, 16.0), (1.0,), (1.0,))
     table, report = measure([sweep], Stopwatch(GraphClock("cuda")), torch.device("cuda", 0), budget_s=60)
     assert not report.broken and not report.late
     [grid] = table.grids
     assert set(grid.us) == {"aten", "triton"} and all(t for times in grid.us.values() for t in times)
-    problem = problem_at(sweep.shape, Sizes(16.0, 1.0, 1.0), Target.of(torch.device("cuda", 0)))
+    problem = problem_at(sweep.kind, Sizes(16.0, 1.0, 1.0), Target.of(torch.device("cuda", 0)))
     assert {cost.how for name, cost in select_by(table, problem).costs.items() if name in grid.us} == {MEASURED}
     found.setdefault("tune", {})["linear"] = {name: list(us) for name, us in grid.us.items()}

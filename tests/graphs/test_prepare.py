@@ -62,16 +62,17 @@ def test_a_plan_that_comes_and_goes_is_stale(mode):
 
 def test_a_host_plan_is_no_part_of_a_graph():
     """A plan op in the model itself lies between graphs."""
-    from attnops.ops import PagedSpec
+    from attnops.ops import paged_layers
+    from attnops.ops.pages.plan import statics_of
 
-    spec = PagedSpec(q_heads=2, kv_heads=1, head_dim=8, page_size=4, dtype=torch.float32)
+    spec = paged_layers(q_heads=2, kv_heads=1, head_dim=8, page_size=4, dtype=torch.float32)
     plan, workspace = torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.uint8)
 
     def planning(tokens, batch):
         y = tokens * 2
         torch.ops.attnops.plan_paged_attention(
             batch.page_table, batch.seq_lens, batch.cu_seqlens_q, num_tokens=tokens.shape[0], max_seqlen_q=1, plan=plan,
-            workspace=workspace, **spec.statics,
+            workspace=workspace, **statics_of(spec),
         )  # fmt: skip
         return y + 1
 

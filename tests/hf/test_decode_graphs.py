@@ -52,7 +52,7 @@ def nan_pages(monkeypatch):
     real = pool.ModelPages
 
     def made(sizes, page_size=None):
-        keyed = isinstance(sizes.layers[0], paged.PagedSpec)
+        keyed = sizes.layers[0].op == "paged_attention"
         pages = real(sizes, 4 if keyed and page_size is None else page_size)
         for each in pages.pools:
             each.fill_(float("nan"))

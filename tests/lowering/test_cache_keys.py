@@ -3,9 +3,12 @@
 import json
 
 from attnops.core.kernel import kernels_of
-from attnops.measured import Grid, Shape, Table, cpu_name
+from attnops.core.problem import altered
+from attnops.measured import Grid, Table, cpu_name
 from attnops.measured.store import path_for
 from attnops.measured.table import version_of
+from attnops.ops.attention.timed import DENSE
+from attnops.ops.sweeps import toy
 from tests.helpers import ready_process
 from tests.lowering.models import HKV, HQ, D
 
@@ -54,8 +57,8 @@ def run(tmp_path, *policies, path="", tables=""):
 def write_table(folder, **us):
     """Measured times of this CPU, as `attnops tune` leaves them under the cache folder."""
     kernels = kernels_of("attention")
-    shape = Shape("attention", "float32", "float32", HQ, HKV, D, D, square=True)
-    grid = Grid(shape, (1.0,), (8.0,), (1.0,), {name: (t,) for name, t in us.items()})
+    heads = {"q_heads": HQ, "kv_heads": HKV, "head_dim": D, "v_head_dim": D}
+    grid = Grid(altered(toy(DENSE), **heads), (1.0,), (8.0,), (1.0,), {name: (t,) for name, t in us.items()})
     versions = {f"attention.{name}": version_of(kernels[name]) for name in us}
     path = folder / "tables" / path_for(cpu_name()).name
     path.parent.mkdir(parents=True)

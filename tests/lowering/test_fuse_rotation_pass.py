@@ -13,7 +13,7 @@ from attnops.hf.paged import attention as paged, steps
 from attnops.hf.paged.pages import ModelPages, Sizes
 from attnops.kernels.shared.memory import COUNTERS
 from attnops.lowering import fuse_rotation_pass
-from attnops.ops import OPS, LatentSpec, PagedSpec, decode_attention
+from attnops.ops import OPS, decode_attention, latent_layers, paged_layers
 from tests.hf.test_decode_graphs import generated, how
 
 FORCED = {"decode_attention": "reference"}
@@ -255,7 +255,7 @@ def test_compiled():
 
 # Where the op is taken -------------------------------------------------------------------------------------------------
 
-LLAMA = PagedSpec(32, 8, 128, 0, torch.bfloat16)
+LLAMA = paged_layers(32, 8, 128, 0, torch.bfloat16)
 
 
 def pages(spec, kernel=None):
@@ -278,9 +278,9 @@ def test_it_is_taken_where_it_costs_less():
             with attnops.use(**policy):
                 assert made.one_launch() == (taken,), policy
         assert not any(pages(LLAMA, "triton").one_launch())
-        assert not any(pages(PagedSpec(32, 8, 128, 0, torch.bfloat16, v_head_dim=64)).one_launch())
-        assert not any(pages(PagedSpec(32, 1, 128, 0, torch.bfloat16)).one_launch()), "too many heads a group"
-        assert not any(pages(LatentSpec(16, 0, torch.bfloat16)).one_launch())
+        assert not any(pages(paged_layers(32, 8, 128, 0, torch.bfloat16, v_head_dim=64)).one_launch())
+        assert not any(pages(paged_layers(32, 1, 128, 0, torch.bfloat16)).one_launch()), "too many heads a group"
+        assert not any(pages(latent_layers(16, 0, torch.bfloat16)).one_launch())
     assert not any(pages(LLAMA).one_launch()), "a CPU has the plain body alone"
     with attnops.use(kernel=FORCED):
         assert all(pages(LLAMA).one_launch())

@@ -19,8 +19,8 @@ FUNCTIONS = {name: getattr(attnops, name, None) or getattr(ops, name) for name i
 
 PARAMETERS = {name: signature(function).parameters for name, function in FUNCTIONS.items()}
 
-SPEC = ops.PagedSpec(4, 2, 8, 2, torch.float32)
-LATENTS = ops.LatentSpec(4, 2, torch.float32)
+SPEC = ops.paged_layers(4, 2, 8, 2, torch.float32)
+LATENTS = ops.latent_layers(4, 2, torch.float32)
 
 
 def i(*values, dtype=torch.int32) -> Tensor:

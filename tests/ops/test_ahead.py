@@ -11,11 +11,12 @@ import attnops
 from attnops.core.kernel import _REGISTRY, kernels_of
 from attnops.core.op import OPS
 from attnops.core.precompile import ahead, begin, start
+from attnops.core.problem import altered
 from attnops.graphs.split import split
 from attnops.hf.paged import ahead as first_steps
 from attnops.hf.paged.cache import PagedKeyCache
 from attnops.hf.paged.pages import ModelPages, Sizes
-from attnops.ops import PagedSpec, paged_attention, write_kv
+from attnops.ops import paged_attention, paged_layers, write_kv
 
 OPS_OF_PAGES = ("write_kv", "paged_attention", "decode_attention")
 
@@ -85,8 +86,8 @@ def test_a_trace_tells_of_sizes_by_their_hints_and_of_equal_calls_once(calls):
 @pytest.mark.parametrize("window", [0, 8], ids=["whole", "window"])
 @pytest.mark.parametrize(("rows", "prompt"), [(1, 40), (3, 7)])
 def test_the_first_steps_of_new_pages(calls, rows, prompt, window):
-    whole = PagedSpec(4, 2, 16, 0, torch.float32, 16)
-    layers = (whole, replace(whole, window=(window - 1, -1)) if window else whole, whole)
+    whole = paged_layers(4, 2, 16, 0, torch.float32, 16)
+    layers = (whole, altered(whole, window=(window - 1, -1)) if window else whole, whole)
     pages = ModelPages(Sizes(rows, 64, layers, torch.device("cpu"), None, fixed=True))
 
     def cache():
@@ -107,7 +108,7 @@ def test_the_first_steps_of_new_pages(calls, rows, prompt, window):
 
 
 def test_each_kind_of_steps_begins_once_over_the_same_pages(monkeypatch):
-    spec, told = PagedSpec(4, 2, 16, 0, torch.float32, 16), []
+    spec, told = paged_layers(4, 2, 16, 0, torch.float32, 16), []
     pages = SimpleNamespace(sizes=Sizes(8, 64, (spec,), torch.device("cuda"), None, fixed=True), begun=set())
 
     def step(cache, rows, count):

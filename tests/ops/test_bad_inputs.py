@@ -18,6 +18,7 @@ from torch.nn.attention.bias import causal_lower_right
 import attnops
 from attnops.core.arguments import REQUIRED, Arg
 from attnops.core.errors import AttnopsError, InvalidInput, NoGradient, NoKernel, UnknownKernel, find
+from attnops.core.problem import altered
 from attnops.ops import OPS
 from tests.ops.calls import (
     FUNCTIONS,
@@ -375,7 +376,7 @@ BAD = [
         "workspace.stride()", "(2,)", "(1,)"),
     Bad("plan_paged_attention", {"spec": replace(SPEC, q_heads=3)},
         "q_heads", "3", "a multiple of kv_heads = 2"),
-    Bad("plan_paged_attention", {"spec": replace(SPEC, window=(-4, 1))},
+    Bad("plan_paged_attention", {"spec": altered(SPEC, window=(-4, 1))},
         "window_left", "-4", ">= -1"),
     Bad("plan_paged_attention", {"spec": replace(SPEC, dtype=I32)},
         "dtype", "'int32'", "float16 | bfloat16"),

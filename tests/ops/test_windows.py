@@ -15,6 +15,7 @@ from attnops.core.kernel import kernels_of
 from attnops.core.problem import pretend
 from attnops.core.record import changed, check, values
 from attnops.ops import OPS
+from attnops.ops.pages.plan import statics_of
 from attnops.testing import CASES, Features, Source, builders, check_kernel
 from tests.ops.calls import good
 from tests.triton.checks import SM90
@@ -72,8 +73,9 @@ def test_layers_and_specs(seen):
     layer = nn.Attention(4, head_dim=8, window=(NONE_OF_INT32, -1), attention_chunk=NONE_OF_INT32)
     layer(x, x, x)
     assert seen[-1].items() <= OFF.items() and (layer.window, layer.attention_chunk) == ((-1, -1), 0)
-    spec = ops.PagedSpec(4, 2, 8, 2, torch.float32, window=(NONE_OF_INT32, NONE_OF_INT32))
-    assert spec.facts == replace(spec, window=(-1, -1)).facts and spec.statics == replace(spec, window=(-1, -1)).statics
+    spec = ops.paged_layers(4, 2, 8, 2, torch.float32, window=(NONE_OF_INT32, NONE_OF_INT32))
+    assert spec == ops.paged_layers(4, 2, 8, 2, torch.float32)
+    assert statics_of(spec).items() >= {"window_left": -1, "window_right": -1}.items()
 
 
 WIDE = Features(dtype=torch.float16, lse=True, causal=False)

@@ -15,7 +15,7 @@ from attnops.core.problem import Target, pretend
 from attnops.core.select import use
 from attnops.graphs import Buckets, breakable, piecewise
 from attnops.nn import LatentAttention
-from attnops.ops import LatentSpec, mla_attention
+from attnops.ops import latent_layers, mla_attention
 from tests.graphs.standin import StandIn
 from tests.standins.vendors import VENDORS
 
@@ -78,7 +78,7 @@ def test_which_batches_bring_one():
     mine = cache()
     ids = [mine.alloc(100)]
     ids += [mine.fork(ids[0]), mine.alloc(3)]
-    planner = Planner(LatentSpec(HEADS, 64, BF16), max_tokens=64, max_requests=4, max_pages=4, device="cpu")
+    planner = Planner(latent_layers(HEADS, 64, BF16), max_tokens=64, max_requests=4, max_pages=4, device="cpu")
     batch = mine.batch(ids)
     assert torch.equal(batch.plan, planner(replace(batch, plan=None)).plan)
     assert mine.batch(ids, [8, 1, 0]).plan is not None

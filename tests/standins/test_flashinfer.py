@@ -14,13 +14,14 @@ import attnops
 from attnops.cache import PagedCache, Planner
 from attnops.core.errors import InvalidInput, NoKernel
 from attnops.core.kernel import kernels_of
-from attnops.core.problem import Problem, Target, pretend
+from attnops.core.problem import Problem, Target, altered, pretend
 from attnops.core.record import changed
 from attnops.core.select import Policy, select
 from attnops.kernels.flashinfer import modules as fi
 from attnops.kernels.flashinfer.build import build, parse
 from attnops.kernels.shared.plan import FIRST, HEADER, MAGIC
-from attnops.ops import PagedSpec, plan_paged_attention, plan_sizes
+from attnops.ops import paged_layers, plan_paged_attention, plan_sizes
+from attnops.ops.pages.plan import statics_of, step_of
 from attnops.testing import Features, Source, builders, check_kernel, planned
 from attnops.testing.builders import Pages
 from attnops.testing.case import table
@@ -233,7 +234,7 @@ def test_sizes_serve_every_smaller_call(sm90):
         if not tokens:
             continue
         cu = torch.tensor([sum(q_lens[:i]) for i in range(requests + 1)], dtype=torch.int32)
-        spec = PagedSpec(f.q_heads, kv, f.head_dim, page, BF16, causal=f.causal, window=f.window, sinks=f.sinks)
+        spec = paged_layers(f.q_heads, kv, f.head_dim, page, BF16, causal=f.causal, window=f.window, sinks=f.sinks)
         numbers, size = plan_sizes(spec, max_tokens=tokens + extra, max_requests=requests + extra, max_pages=width + extra)
         made = plan_paged_attention(
             spec, torch.zeros(requests, width, dtype=torch.int32), torch.tensor(lens, dtype=torch.int32), cu, num_tokens=tokens,
@@ -245,7 +246,7 @@ def test_sizes_serve_every_smaller_call(sm90):
 
 def test_the_workspace_of_a_large_server_is_small(monkeypatch):
     monkeypatch.setattr(fi, "sm_count", lambda device: 132)
-    statics = PagedSpec(32, 8, 128, 16, BF16).statics
+    statics = statics_of(paged_layers(32, 8, 128, 16, BF16))
     numbers, size = kernels_of("plan_paged_attention")["flashinfer"].plan.sizes(
         **statics, max_tokens=8192, max_requests=256, max_pages=8192, device=torch.device("cpu")
     )
@@ -255,7 +256,7 @@ def test_the_workspace_of_a_large_server_is_small(monkeypatch):
 def test_a_short_buffer_is_named(sm90):
     call = planned(KERNEL, paged())
     tables = {n: call.arguments[n] for n in ("page_table", "seq_lens", "cu_seqlens_q")}
-    spec = PagedSpec(8, 2, 128, 16, BF16)
+    spec = paged_layers(8, 2, 128, 16, BF16)
     for name in ("plan", "workspace"):
         buffers = {n: call.arguments[n] for n in ("plan", "workspace")}
         buffers[name] = buffers[name][:128]
@@ -385,7 +386,7 @@ def test_modules_are_built_once(sm90):
 
 
 HQ, HKV, D, PAGE = 8, 2, 64, 16
-SPEC = PagedSpec(HQ, HKV, D, PAGE, BF16)
+SPEC = paged_layers(HQ, HKV, D, PAGE, BF16)
 
 
 class Layer(nn.Module):
@@ -457,7 +458,8 @@ def test_a_plan_in_every_layer_is_made_in_every_layer(sm90):
     call = paged((1, 1), (9, 30), padding=0)
     names = ("page_table", "seq_lens", "cu_seqlens_q")
     tables = {n: call.arguments[n] for n in names}
-    numbers, size = plan_sizes(replace(SPEC, head_dim=128), max_tokens=2, max_requests=2, max_pages=4)
+    wide = altered(SPEC, head_dim=128, v_head_dim=128)
+    numbers, size = plan_sizes(wide, max_tokens=2, max_requests=2, max_pages=4)
     buffers = {"plan": torch.zeros(numbers, dtype=torch.int64), "workspace": torch.zeros(size, dtype=torch.uint8)}
 
     pages = call.arguments["k_pages"], call.arguments["v_pages"]
@@ -465,7 +467,7 @@ def test_a_plan_in_every_layer_is_made_in_every_layer(sm90):
     def model(query, layers):
         for _ in range(layers):
             torch.ops.attnops.plan_paged_attention.default(
-                **tables, num_tokens=2, max_seqlen_q=1, **replace(SPEC, head_dim=128).statics, **buffers, num_pages=pages[0].shape[0],
+                **tables, num_tokens=2, max_seqlen_q=1, **statics_of(wide), **buffers, num_pages=pages[0].shape[0],
                 policy="kernel=plan_paged_attention:flashinfer",
             )  # fmt: skip
             query = query + attnops.paged_attention(query, *pages, **tables, max_seqlen_q=1, kernel="flashinfer", **buffers)
@@ -488,7 +490,7 @@ def test_the_planner_plans_only_for_a_kernel_that_wants_it(sm90):
     with attnops.use(kernel="reference"):
         assert free(given).plan is None
     # None chooses it here: sgl_kernel is not assumed, flashinfer is, and it beats what is left.
-    assert (free(batch).plan is not None) == (select(replace(SPEC.problem(TARGETS[90], 5, 1, 8, 5))).kernel is KERNEL)
+    assert (free(batch).plan is not None) == (select(step_of(SPEC, TARGETS[90], 5, 1, 8, 5)).kernel is KERNEL)
 
 
 def test_without_the_package_nothing_is_allocated_or_planned():

@@ -15,7 +15,8 @@ from attnops.core.problem import Target, altered, pretend
 from attnops.core.select import select
 from attnops.kernels.flashinfer import mla as fm
 from attnops.kernels.shared.plan import FIRST, HEADER, host_lengths
-from attnops.ops import OPS, LatentSpec, mla_attention, plan_mla_attention, plan_sizes
+from attnops.ops import OPS, latent_layers, mla_attention, plan_mla_attention, plan_sizes
+from attnops.ops.pages.plan import statics_of, step_of
 from attnops.testing import Source, builders, check_kernel, planned
 from attnops.testing.builders import Pages
 from attnops.testing.latent import DEEPSEEK
@@ -108,7 +109,7 @@ def test_rows_of_a_plan():
 )
 def test_lengths_that_would_be_read_past_the_tables_are_refused(q_lens, seq_lens, want):
     tables = (torch.zeros(1, 4, dtype=torch.int32), *(torch.tensor(x, dtype=torch.int32) for x in (seq_lens, (0, *q_lens))))
-    given = {**LatentSpec(16, 64, BF16).statics, "plan": torch.zeros(1), "workspace": torch.zeros(1)}
+    given = {**statics_of(latent_layers(16, 64, BF16)), "plan": torch.zeros(1), "workspace": torch.zeros(1)}
     made = OPS["plan_mla_attention"].call(*tables, num_tokens=3, max_seqlen_q=9, **given)
     with pytest.raises(InvalidInput, match=f"^{want}"):
         host_lengths(made, made.seq_lens)
@@ -131,7 +132,7 @@ def test_the_bound_on_works_holds_what_the_planner_makes(calls):
 
 
 def test_more_work_than_a_plan_has_room_for_is_refused(calls):
-    spec = LatentSpec(128, 64, BF16)
+    spec = latent_layers(128, 64, BF16)
     tables = {"page_table": torch.zeros(1, 300, dtype=torch.int32), "seq_lens": torch.tensor([17000], dtype=torch.int32)}
     tables["cu_seqlens_q"] = torch.tensor([0, 17000], dtype=torch.int32)
     numbers, size = plan_sizes(spec, max_tokens=1, max_requests=1, max_pages=1)
@@ -141,7 +142,7 @@ def test_more_work_than_a_plan_has_room_for_is_refused(calls):
 
 
 def test_the_buffers_are_as_large_as_they_need_to_be(calls):
-    spec = LatentSpec(16, 64, BF16)
+    spec = latent_layers(16, 64, BF16)
     given = call((1, 1), (70, 130), padding=0)
     tables = {n: given.arguments[n] for n in ("page_table", "seq_lens", "cu_seqlens_q")}
     numbers, size = plan_sizes(spec, max_tokens=2, max_requests=2, max_pages=4)
@@ -222,7 +223,7 @@ def test_the_bug_that_is_refused_is_in_the_stand_in():
 
 def decode_of(heads, target):
     """64 requests of 8192 keys, planned for."""
-    return LatentSpec(heads, 64, BF16).problem(target, 64, 64, 128, 1)
+    return step_of(latent_layers(heads, 64, BF16), target, 64, 64, 128, 1)
 
 
 def test_both_can_be_chosen():
@@ -257,7 +258,7 @@ class Layers(nn.Module):
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize("layers", [1, 3])
 def test_one_plan_a_step_however_many_layers(kernel, layers):
-    spec = LatentSpec(16, 64, BF16)
+    spec = latent_layers(16, 64, BF16)
     numbers, size = plan_sizes(spec, max_tokens=16, max_requests=4, max_pages=8)
     buffers = {"plan": torch.zeros(numbers, dtype=torch.int64), "workspace": torch.zeros(size, dtype=torch.uint8)}
     compiled = torch.compile(Layers(layers, kernel.name), fullgraph=True)

@@ -14,11 +14,12 @@ from attnops.kernels.sgl import flashmla
 from attnops.kernels.shared import tokens
 from attnops.measured import Grid, Table, costs
 from attnops.ops import OPS, decode_rows, mla_attention
+from attnops.ops.latent.timed import MLA
+from attnops.ops.sweeps import decoding
 from attnops.testing import Source, builders, check_kernel, with_device_plan
 from attnops.testing.latent import DEEPSEEK
 from attnops.testing.pool import Pool
 from attnops.testing.timed_calls import build
-from attnops.tune import shapes
 from attnops.tune.run import Stopwatch, runner
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins import sgl_kernel_mla as standin
@@ -311,7 +312,7 @@ def test_a_plan_makes_it_cheaper():
 def test_measured_times_are_those_with_a_plan():
     """A call of no plan is taken to need as much longer as the kernel says; whoever plans on the host plans for the kernel chosen."""
     bare = batch().problem
-    shape = replace(shapes.MLA, q_heads=16, decode=True)
+    shape = altered(decoding(MLA), q_heads=16)
     times = {"flashmla": (30.0,), "reference": (90.0,)}
     table = Table("x", "sm90", {f"mla_attention.{n}": "" for n in times}, (Grid(shape, (3.0,), (1.0,), (192.0,), times),))
     us = {kind: costs(altered(bare, plan=kind), [KERNELS[n] for n in times], table) for kind in ("none", "host", "device")}
@@ -321,7 +322,7 @@ def test_measured_times_are_those_with_a_plan():
 
 
 def test_it_is_timed_with_its_plan():
-    call = build(replace(shapes.MLA, q_heads=16, decode=True), [1] * 3, [70] * 3, Pool("cpu"))
+    call = build(altered(decoding(MLA), q_heads=16), [1] * 3, [70] * 3, Pool("cpu"))
     found = {k.name: (given, plan_us) for k, given, plan_us in Stopwatch(lambda *_: 1.0).candidates(call)}
     given, plan_us = found["flashmla"]
     assert torch.equal(given.arguments["plan"], scheduled(call)) and plan_us is None
@@ -343,7 +344,7 @@ def test_parts_that_lie_side_by_side():
 @pytest.mark.full
 def test_tune_times_it_compiled_with_its_bound_known():
     """A bound on the queries that became symbolic would be refused, for the rows of a token are its own."""
-    shape = replace(shapes.MLA, q_heads=16, decode=True)
+    shape = altered(decoding(MLA), q_heads=16)
     for requests in (1, 3):
         call = build(shape, [1] * requests, [70] * requests, Pool("cpu"))
         runner(KERNELS["flashmla"], call)()

@@ -1,4 +1,4 @@
-"""`Planner` over a `LatentSpec`: one plan a step however many layers, by the host or on the device, for the kernel that then answers."""
+"""`Planner` over `latent_layers`: one plan a step however many layers, by the host or on the device, for the kernel that then answers."""
 
 from collections import Counter
 from contextlib import nullcontext
@@ -12,13 +12,13 @@ from attnops.core.errors import NoKernel
 from attnops.core.problem import Target, pretend
 from attnops.core.select import use
 from attnops.kernels.shared.plan import MAGIC
-from attnops.ops import LatentSpec, mla_attention
+from attnops.ops import latent_layers, mla_attention
 from tests.standins import flashinfer_mla, flashinfer_trtllm_mla, sgl_kernel_mla as sgl
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 HEADS, DC, DR = 16, 512, 64
 SCALE = 192**-0.5
-SPEC = LatentSpec(HEADS, 64, BF16)
+SPEC = latent_layers(HEADS, 64, BF16)
 WORKSPACE = 1 << 27
 RUNS = {
     "flashmla": ("dense_decode_fwd", "get_mla_decoding_metadata"),
@@ -87,7 +87,7 @@ def test_one_plan_a_step_however_many_layers(record, arch, packages, kernel, lay
     ids = [mine.alloc(n) for n in (70, 3, 130)]
     run, plan = RUNS[kernel]
     with target(arch, *packages), use(allow=(kernel, "mla_attention:reference")):
-        plans = planner(LatentSpec(HEADS, 64, dtype))
+        plans = planner(latent_layers(HEADS, 64, dtype))
         for steps, new in enumerate((1, 1, [4, 1, 2], 1), 1):
             batch = mine.batch(ids, new)
             given = plans(batch)
@@ -157,7 +157,7 @@ def test_the_faster_kernel_gets_its_plan(record, all_have_run):
         batch = wide.batch([wide.alloc(1) for _ in range(15)], 1)
         with use(allow=("flashinfer_mla_fa3", "flashmla")):
             for heads, kind in ((16, torch.int64), (128, torch.int32)):
-                assert planner(LatentSpec(heads, 64, BF16))(batch).plan.dtype == kind, "as measured: flashmla is faster with many heads"
+                assert planner(latent_layers(heads, 64, BF16))(batch).plan.dtype == kind, "as measured: flashmla is faster with many heads"
 
 
 def test_a_shared_prefix_gets_no_plan(record):

@@ -17,7 +17,7 @@ from attnops.core.kernel import kernels_of
 from attnops.core.problem import Target, pretend
 from attnops.graphs import Buckets, breakable
 from attnops.kernels.flashinfer import trtllm
-from attnops.ops import LatentSpec, mla_attention, token_rows
+from attnops.ops import latent_layers, mla_attention, token_rows
 from attnops.testing import Call, Source, builders, check_kernel, equip
 from attnops.testing.builders import Pages
 from attnops.testing.latent import DEEPSEEK, SMALL
@@ -159,7 +159,7 @@ def test_verify_steps_in_graphs(name):
 
     page, fixed, kernel = 16 if name == "reference" else 64, {}, KERNELS[name]
     with ready(name):
-        spec = LatentSpec(q_heads=16, page_size=64, dtype=BF16)
+        spec = latent_layers(q_heads=16, page_size=64, dtype=BF16)
         sizes = {"max_tokens": 16, "max_requests": 4, "max_pages": 10, "num_pages": 30}
         planner = Planner(spec, **sizes, device="cpu", kernel=name) if name.startswith("flashinfer") else None
         scratch = torch.zeros(2**24, dtype=torch.uint8) if kernel.workspace_bytes else None

@@ -26,6 +26,7 @@ from attnops.adapters.replicas import place, take_back
 from attnops.core.errors import AttnopsError, InvalidInput, PatchError, fail, one_line
 from attnops.core.kernel import check_kernel
 from attnops.core.precompile import start
+from attnops.core.problem import Problem
 from attnops.core.record import name, need
 from attnops.hf import cache_names, not_fast
 from attnops.hf.cache_names import cache_in, named
@@ -48,7 +49,7 @@ from attnops.hf.paged.unpaged import unpaged
 from attnops.hf.private import PREPARE
 from attnops.nn.absorb import HELD, expire
 from attnops.nn.packed import Packed, pack_linears
-from attnops.ops.pages.plan import LatentSpec, PagedSpec
+from attnops.ops.pages.plan import latent_layers
 
 # Not an attribute of a model, whose copies and pickles would hold it.
 _MAKING = threading.Lock()
@@ -98,7 +99,7 @@ class PagedMode:
         self.packed: Packed | None = None
         self._changes: list[Method | RemovableHandle] = []
         self._pool: Pool | None = None
-        self._kept: tuple[PagedSpec, ...] | None = None
+        self._kept: tuple[Problem, ...] | None = None
 
     def _check_steps(self, states: list[int]) -> None:
         """Raise PatchError where graphs are asked for that cannot be made. states: the layers that keep states."""
@@ -267,7 +268,7 @@ class PagedMode:
         if self.latents:
             dims = dims_of(module)
             heads = getattr(module, "num_heads", None) or self._config.num_attention_heads
-            layers = (LatentSpec(heads, 0, dtype, dims.latent + dims.rope, dims.latent),) * len(self.layers)
+            layers = (latent_layers(heads, 0, dtype, dims.latent + dims.rope, dims.latent),) * len(self.layers)
             return Sizes(rows, length, layers, device, self.kernel, fixed=fixed)
         if self._kept is None or self._kept[0].dtype != dtype:
             self._kept = paged_models.probe(self._owner, self._config, self.windows, dtype)

@@ -20,7 +20,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from attnops.core.errors import InvalidInput, PatchError, fail
-from attnops.core.problem import pretend
+from attnops.core.problem import Problem, pretend
 from attnops.core.record import need
 from attnops.hf import cache_names
 from attnops.hf.paged.attention import ABSORB_UP_TO, dims_of
@@ -28,7 +28,7 @@ from attnops.hf.paged.cache import PagedKeyCache
 from attnops.hf.private import PREPARE, changed
 from attnops.hf.report import evaluating
 from attnops.nn.absorb import absorbed_weights
-from attnops.ops.pages.plan import PagedSpec
+from attnops.ops.pages.plan import paged_layers
 
 # Of the largest number: how far two ways to unfold a latent may differ. Rounding of quantised weights is less, a mistake is more.
 ROUNDING = 0.05
@@ -202,7 +202,7 @@ _PROBING = threading.Lock()
 
 
 @torch.no_grad()
-def probe(owner: Any, config: Any, windows: Mapping[Any, int], like: torch.dtype) -> tuple[PagedSpec, ...]:
+def probe(owner: Any, config: Any, windows: Mapping[Any, int], like: torch.dtype) -> tuple[Problem, ...]:
     """The sizes of the keys and values of each module, given its window, from one step of one token over a cache of transformers' own.
 
     No attribute gives them for all models, nor for a model whose heads are spread over several GPUs.
@@ -225,5 +225,5 @@ def probe(owner: Any, config: Any, windows: Mapping[Any, int], like: torch.dtype
         sinks = getattr(module, "sinks", None)
         dtype, seen = sinks.dtype if isinstance(sinks, Tensor) else None, (window - 1 if window else -1, -1)
         sizes = heads, key.shape[1], key.shape[3], 0, like, value.shape[3]
-        found.append(PagedSpec(*sizes, window=seen, softcap=capped, sinks=dtype))
+        found.append(paged_layers(*sizes, window=seen, softcap=capped, sinks=dtype))
     return tuple(found)

@@ -27,7 +27,7 @@ from attnops.core.select import active_policy, decode_us, key_for, parse_policy,
 from attnops.graphs.streams import LastStream
 from attnops.kernels.shared.memory import COUNTERS
 from attnops.ops import slot_mapping
-from attnops.ops.pages.plan import LatentSpec, PagedSpec
+from attnops.ops.pages.plan import over_latents, step_of
 
 # Padding of a row without tokens: more than any position.
 EMPTY = 2**62
@@ -61,7 +61,7 @@ class Sizes(NamedTuple):
 
     rows: int
     length: int
-    layers: tuple[PagedSpec, ...] | tuple[LatentSpec, ...]
+    layers: tuple[Problem, ...]
     device: torch.device
     kernel: str | None
     drafts: int = DRAFTS
@@ -85,7 +85,7 @@ class ModelPages(Pages):
         self.sizes, rows, length, kernel = sizes, sizes.rows, sizes.length, sizes.kernel
         self.forced = page_size
         # One page size for all layers, by the kind of layer that most of them are.
-        kinds = Counter(replace(layer, window=(-1, -1)) if isinstance(layer, PagedSpec) else layer for layer in sizes.layers)
+        kinds = Counter(altered(layer, window=(-1, -1)) for layer in sizes.layers)
         self.choice = negotiate_page_size(
             kinds.most_common(1)[0][0], max_requests=rows, max_tokens_per_request=length, page_size=page_size,
             kernels=None if kernel is None else (kernel,), device=sizes.device, workspace_bytes=_PLENTY,
@@ -93,10 +93,10 @@ class ModelPages(Pages):
         size, first = self.choice.page_size, sizes.layers[0]
         whole = -(-length // size)
         # Two columns at least: the compiler specialises on a table of one.
-        columns = columns_of(length, size) if isinstance(first, LatentSpec) else max(2, whole)
+        columns = columns_of(length, size) if over_latents(first) else max(2, whole)
         layers = [
-            Layer(((layer.head_dim,),)) if isinstance(layer, LatentSpec)
-            else Layer(((layer.kv_heads, layer.head_dim), (layer.kv_heads, layer.v_head_dim or layer.head_dim)), layer.window[0] + 1)
+            Layer(((layer.head_dim,),)) if over_latents(layer)
+            else Layer(((layer.kv_heads, layer.head_dim), (layer.kv_heads, layer.v_head_dim)), layer.rules.window[0] + 1)
             for layer in sizes.layers
         ]  # fmt: skip
         super().__init__(
@@ -105,8 +105,8 @@ class ModelPages(Pages):
         for _ in range(rows):
             self.alloc(length)
         self.begun: set[Hashable] = set()
-        self._plan_of: tuple[Kernel, LatentSpec] | None = None
-        self._kinds: dict[PagedSpec | LatentSpec, int] = dict(zip(sizes.layers, self.table_of, strict=True))  # and a page table of each
+        self._plan_of: tuple[Kernel, Problem] | None = None
+        self._kinds: dict[Problem, int] = dict(zip(sizes.layers, self.table_of, strict=True))  # and a page table of each
         self.add_workspace(max(self._scratch(layer, table) for layer, table in self._kinds.items()))
         chosen = {layer: self._chosen(layer, table) for layer, table in self._kinds.items()}
         self.kernels = tuple(chosen[layer] for layer in sizes.layers)
@@ -127,21 +127,21 @@ class ModelPages(Pages):
         for tensors, dims in ((self.tables, (0, 1)), (self.pools, (0,)), ((self.pad,), (0,))):
             fix_address(*tensors, dynamic=() if sizes.fixed else dims)
 
-    def _decode(self, layer: PagedSpec | LatentSpec, table: int) -> Problem:
+    def _decode(self, layer: Problem, table: int) -> Problem:
         """The attention of a decode step of this layer."""
         spec, rows = replace(layer, page_size=self.page_size), self.sizes.rows
-        decode = spec.problem(Target.of(self.sizes.device), rows, rows, self.tables[table].shape[1], 1)
-        if isinstance(spec, LatentSpec):
+        decode = step_of(spec, Target.of(self.sizes.device), rows, rows, self.tables[table].shape[1], 1)
+        if over_latents(spec):
             return altered(decode, plan="device")
         return altered(decode, plan="none", padded=False, pages_alike=spec.head_dim == spec.v_head_dim)
 
-    def _scratch(self, layer: PagedSpec | LatentSpec, table: int) -> int:
+    def _scratch(self, layer: Problem, table: int) -> int:
         """Bytes that the kernel of a decode step of this layer asks for. Of latents, the kernel is kept: it may read a device plan."""
-        decode, key = self._decode(layer, table), key_for(layer.attention, self.sizes.kernel)
+        decode, key = self._decode(layer, table), key_for(layer.op, self.sizes.kernel)
         scratch = workspace_bytes(decode, key)
         if self._takes_one_launch(layer, table, _PLENTY):
             scratch = max(scratch, workspace_bytes(self._step(layer, table, _PLENTY), active_policy()))
-        if isinstance(layer, LatentSpec):
+        if over_latents(layer):
             kernel = select(altered(decode, workspace=scratch), key).kernel
             self._plan_of = None if kernel is None else (kernel, replace(layer, page_size=self.page_size))
         return scratch
@@ -162,12 +162,12 @@ class ModelPages(Pages):
             self._one_launch[key] = tuple(taken[layer] for layer in self.sizes.layers)
         return self._one_launch[key]
 
-    def _takes_one_launch(self, layer: PagedSpec | LatentSpec, table: int, room: int) -> bool:
-        if isinstance(layer, LatentSpec) or layer.v_head_dim not in (None, layer.head_dim):
+    def _takes_one_launch(self, layer: Problem, table: int, room: int) -> bool:
+        if over_latents(layer) or layer.v_head_dim != layer.head_dim:
             return False
-        apart, key = altered(self._decode(layer, table), workspace=room), key_for(layer.attention, self.sizes.kernel)
+        apart, key = altered(self._decode(layer, table), workspace=room), key_for(layer.op, self.sizes.kernel)
         whole, forced = select(self._step(layer, table, room), key), parse_policy(key).forced
-        if whole.kernel is None or forced(layer.attention):
+        if whole.kernel is None or forced(layer.op):
             return False
         if forced("decode_attention") or whole.kernel.judge:
             return forced("decode_attention") is not None
@@ -177,14 +177,14 @@ class ModelPages(Pages):
         # The compiler's rotation is a launch more, which moves about as many numbers as the write does.
         return decode_us(whole) < attention + 2 * written
 
-    def _step(self, layer: PagedSpec | LatentSpec, table: int, room: int) -> Problem:
+    def _step(self, layer: Problem, table: int, room: int) -> Problem:
         """As `_decode`, of `decode_attention`."""
         decode = self._decode(layer, table)
         return altered(decode, op="decode_attention", causal=False, padded=True, window=(decode.rules.window[0], -1), workspace=room)
 
-    def _chosen(self, layer: PagedSpec | LatentSpec, table: int) -> str:
+    def _chosen(self, layer: Problem, table: int) -> str:
         decode = altered(self._decode(layer, table), workspace=0 if self.workspace is None else self.workspace.nbytes)
-        kernel = select(decode, key_for(layer.attention, self.sizes.kernel)).kernel
+        kernel = select(decode, key_for(layer.op, self.sizes.kernel)).kernel
         return "" if kernel is None else kernel.name
 
     @property

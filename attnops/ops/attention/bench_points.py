@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
-from attnops.measured import Shape
+from attnops.core.problem import altered
+from attnops.ops.attention.timed import DENSE, PACKED, WINDOW
 from attnops.ops.points import Points, Requests, Trained, documents
+from attnops.ops.sweeps import D64_MHA, DEEPSEEK
 
-DENSE = Shape("attention", square=True)
-PACKED = Shape("varlen_attention")
-WINDOW = replace(DENSE, window=1023)
-D64: dict[str, Any] = {"q_heads": 16, "kv_heads": 16, "head_dim": 64, "v_head_dim": 64}
-WIDE_KEYS: dict[str, Any] = {"q_heads": 16, "kv_heads": 16, "head_dim": 192, "v_head_dim": 128}
+WINDOWED = altered(DENSE, **WINDOW)
 
 POINTS: Points = {
     "attention": {
         "kernels": (
             Requests(2, "prefill", DENSE, 1, 4096, 4096),
-            Requests(9, "prefill", WINDOW, 1, 4096, 4096, "window"),
+            Requests(9, "prefill", WINDOWED, 1, 4096, 4096, "window"),
             Requests(10, "prefill", DENSE, 1, 2048, 2048, "soft cap", (("softcap", 30.0),)),
             Requests(13, "prefill", DENSE, 1, 16384, 16384),
         )
@@ -27,13 +22,13 @@ POINTS: Points = {
     "attention_backward": {
         "training": (
             Trained(1, "2x4096, 32/8 heads, d128", DENSE, (4096,) * 2),
-            Trained(3, "window 1024, 1x16384", WINDOW, (16384,)),
-            Trained(4, "sinks, 2x4096", replace(DENSE, sinks=True), (4096,) * 2),
+            Trained(3, "window 1024, 1x16384", WINDOWED, (16384,)),
+            Trained(4, "sinks, 2x4096", altered(DENSE, sinks=True), (4096,) * 2),
             Trained(5, "chunks of 1024, 1x16384", DENSE, (16384,), chunk=1024),
-            Trained(6, "bias with its gradient, 2x2048, 16/16 heads, d64", replace(DENSE, **D64), (2048,) * 2, bias=True),
-            Trained(7, "8x1024, 16/16 heads, d64", replace(DENSE, **D64), (1024,) * 8),
-            Trained(8, "soft cap 30, 2x4096", replace(DENSE, softcap=True), (4096,) * 2),
-            Trained(9, "2x4096, 16/16 heads, d192/128", replace(DENSE, **WIDE_KEYS), (4096,) * 2),
+            Trained(6, "bias with its gradient, 2x2048, 16/16 heads, d64", altered(DENSE, **D64_MHA), (2048,) * 2, bias=True),
+            Trained(7, "8x1024, 16/16 heads, d64", altered(DENSE, **D64_MHA), (1024,) * 8),
+            Trained(8, "soft cap 30, 2x4096", altered(DENSE, softcap=True), (4096,) * 2),
+            Trained(9, "2x4096, 16/16 heads, d192/128", altered(DENSE, **DEEPSEEK), (4096,) * 2),
             Trained(10, "1x16384, 32/8 heads, d128", DENSE, (16384,)),
         )
     },

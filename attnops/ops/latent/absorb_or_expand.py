@@ -11,12 +11,13 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 import torch
 
 from attnops.core.errors import UnknownKernel, fail
 from attnops.core.kernel import generation, kernels_of, own_kernel
-from attnops.core.problem import Extent, Extents, Problem, Target
+from attnops.core.problem import Extent, Extents, Problem, Target, altered
 from attnops.core.select import Decision, parse_policy, select_by
 from attnops.measured import Table, in_force
 from attnops.measured.cost import BY_ARCH, CPU, RTX_PRO_6000
@@ -65,24 +66,57 @@ class LatentDims:
 
 
 @dataclass(frozen=True)
-class LatentCall:
-    """The facts of a layer's calls that the form depends on.
+class LatentForms:
+    """A layer's calls in both forms, as kinds of calls on one target, and what else the choice of a form depends on.
 
+    absorbed: of `mla_attention`; its dtype is the query's, which may be quantised. expanded: of `varlen_attention`, in the layer's dtype.
     before: have the requests cached tokens? None: the batch does not describe them, so that only the absorbed form is possible.
     policies: the keys of mla_attention and varlen_attention. absorb_up_to: the caller's own limit in place of a comparison of costs.
-    query_dtype: of mla_attention's query where it is quantised, i.e. not dtype.
     """
 
-    dims: LatentDims
-    heads: int
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-    page_size: int
-    target: Target
+    absorbed: Problem
+    expanded: Problem
     before: bool | None
     policies: tuple[str, str] = ("", "")
     absorb_up_to: int | None = None
-    query_dtype: torch.dtype | None = None
+
+    @classmethod
+    def of(
+        cls,
+        dims: LatentDims,
+        heads: int,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        page_size: int,
+        target: Target,
+        query_dtype: torch.dtype | None = None,
+        **more: Any,
+    ) -> LatentForms:
+        """Those of a layer. dtypes: of the layer and of the pages. query_dtype: of mla_attention's query where it is quantised.
+
+        more: `before`, and the other fields if they are given.
+        """
+        dtype, kv_dtype = dtypes
+        absorbed = Problem.kind(
+            "mla_attention", target=target, dtype=query_dtype or dtype, kv_dtype=kv_dtype, q_heads=heads, kv_heads=1,
+            head_dim=dims.latent + dims.rope, v_head_dim=dims.latent, rope_dim=dims.rope, page_size=page_size, causal=True,
+            kv_scales=kv_dtype != dtype,
+        )  # fmt: skip
+        expanded = Problem.kind(
+            "varlen_attention", target=target, dtype=dtype, q_heads=heads, kv_heads=heads, head_dim=dims.nope + dims.rope,
+            v_head_dim=dims.v, padded=False, lse=bool(more["before"]),
+        )  # fmt: skip
+        return cls(absorbed, expanded, **more)
+
+    @property
+    def target(self) -> Target:
+        """That of both kinds."""
+        return self.expanded.target
+
+    @property
+    def dims(self) -> LatentDims:
+        """The sizes of the heads."""
+        a, e = self.absorbed, self.expanded
+        return LatentDims(e.head_dim - a.rope_dim, a.rope_dim, a.v_head_dim, e.v_head_dim)
 
 
 @dataclass(frozen=True)
@@ -94,7 +128,7 @@ class FormDecision:
     absorbed, expanded: the Decisions on `mla_attention`, and on `varlen_attention` of the new tokens among themselves.
     """
 
-    call: LatentCall
+    layer: LatentForms
     queries: int
     form: str
     absorb_up_to: int
@@ -109,20 +143,20 @@ class FormDecision:
         return {form: us for form, us in ((ABSORBED, self.absorbed_us), (EXPANDED, self.expanded_us)) if us < inf}
 
     def __str__(self) -> str:
-        call = self.call
-        if call.before is None:
+        layer = self.layer
+        if layer.before is None:
             return f"form of {self.queries} new tokens a request -> {self.form} (the batch does not describe their cached tokens)"
-        why = "asked for" if call.absorb_up_to is not None else "policy.deterministic" if self.absorb_up_to == ALWAYS else "by cost"
-        had = f"{PREFIX} tokens before" if call.before else "no tokens before"
+        why = "asked for" if layer.absorb_up_to is not None else "policy.deterministic" if self.absorb_up_to == ALWAYS else "by cost"
+        had = f"{PREFIX} tokens before" if layer.before else "no tokens before"
         costs = ((ABSORBED, self.absorbed_us, self.absorbed), (EXPANDED, self.expanded_us, self.expanded))
         shown = (f"{form} {us:.4g} us with {d.problem.op}.{d.kernel.name if d.kernel else 'no kernel'}" for form, us, d in costs)
         head = f"form of {self.queries} new tokens a request, {had} -> {self.form}; absorb_up_to={self.absorb_up_to} ({why})"
         return f"{head}\n  {', '.join(shown)}"
 
 
-def latent_form(call: LatentCall, queries: int = 1) -> FormDecision:
+def latent_form(layer: LatentForms, queries: int = 1) -> FormDecision:
     """The form for requests that bring `queries` tokens. Pure and memoised, as `select`, given the kernels and the table in force."""
-    return _form(call, queries, generation(), in_force(call.target).table)
+    return _form(layer, queries, generation(), in_force(layer.target).table)
 
 
 def crossover(
@@ -134,9 +168,9 @@ def crossover(
     before: bool,
     policies: tuple[str, str],
 ) -> int:
-    """`absorb_up_to` of the LatentCall with these fields. Tuples: Dynamo guards the identity of a dataclass, not its fields."""
-    call = LatentCall(LatentDims(*dims), heads, *dtypes, page_size, Target.of(device), before, policies)
-    return _crossover(call, generation(), in_force(call.target).table)
+    """`absorb_up_to` of the LatentForms of these. Tuples: Dynamo guards the identity of a dataclass, not its fields."""
+    layer = LatentForms.of(LatentDims(*dims), heads, dtypes, page_size, Target.of(device), before=before, policies=policies)
+    return _crossover(layer, generation(), in_force(layer.target).table)
 
 
 def kernel_for(op: str, name: str | None) -> str | None:
@@ -160,83 +194,76 @@ def watch_forms(watcher: Callable[[FormDecision], None]) -> Callable[[], None]:
     return lambda: _WATCHERS.remove(watcher)
 
 
-def tell(call: Callable[[], tuple[LatentCall, int]]) -> None:
-    """Report a call and its new tokens a request to the watchers. `call` is evaluated only if there are any."""
+def tell(told: Callable[[], tuple[LatentForms, int]]) -> None:
+    """Report a layer and its new tokens a request to the watchers. `told` is evaluated only if there are any."""
     if _WATCHERS:
-        decision = latent_form(*call())
+        decision = latent_form(*told())
         for watcher in tuple(_WATCHERS):
             watcher(decision)
 
 
 @functools.lru_cache(maxsize=4096)
-def _form(call: LatentCall, queries: int, registered: int, table: Table | None) -> FormDecision:
-    up_to = _crossover(call, registered, table) if call.absorb_up_to is None else call.absorb_up_to
-    absorbed_us, absorbed = _absorbed(call, queries, table)
-    expanded_us, expanded = _expanded(call, queries, table)
-    form = ABSORBED if call.before is None or queries <= up_to else EXPANDED
-    return FormDecision(call, queries, form, up_to, absorbed_us, inf if call.before is None else expanded_us, absorbed, expanded)
+def _form(layer: LatentForms, queries: int, registered: int, table: Table | None) -> FormDecision:
+    up_to = _crossover(layer, registered, table) if layer.absorb_up_to is None else layer.absorb_up_to
+    absorbed_us, absorbed = _absorbed(layer, queries, table)
+    expanded_us, expanded = _expanded(layer, queries, table)
+    form = ABSORBED if layer.before is None or queries <= up_to else EXPANDED
+    return FormDecision(layer, queries, form, up_to, absorbed_us, inf if layer.before is None else expanded_us, absorbed, expanded)
 
 
 @functools.lru_cache(maxsize=1024)
-def _crossover(call: LatentCall, registered: int, table: Table | None) -> int:
+def _crossover(layer: LatentForms, registered: int, table: Table | None) -> int:
     """The last of STEPS before the first for which the expanded form is the cheaper."""
-    if call.before is None:
+    if layer.before is None:
         return MOST
-    if any(parse_policy(key).deterministic for key in call.policies):
+    if any(parse_policy(key).deterministic for key in layer.policies):
         return ALWAYS  # the longest request of a batch and the ends of chunks depend on the other requests
     last = 0
     for queries in STEPS:
-        if _absorbed(call, queries, table, brief=True)[0] > _expanded(call, queries, table, brief=True)[0]:
+        if _absorbed(layer, queries, table, brief=True)[0] > _expanded(layer, queries, table, brief=True)[0]:
             break
         last = queries
     return last
 
 
-def _absorbed(call: LatentCall, queries: int, table: Table | None, brief: bool = False) -> tuple[float, Decision]:
-    d, tokens, heads, width = call.dims, REQUESTS * queries, call.heads, call.dtype.itemsize
-    decision = select_by(table, Problem.of(
-        op="mla_attention", target=call.target, dtype=call.query_dtype or call.dtype, kv_dtype=call.kv_dtype, q_heads=heads,
-        kv_heads=1, head_dim=d.latent + d.rope, v_head_dim=d.latent, rope_dim=d.rope, page_size=call.page_size, causal=True,
-        kv_scales=call.kv_dtype != call.dtype, sizes=_sizes(queries, queries if call.before is False else queries + PREFIX),
-    ), call.policies[0], brief)  # fmt: skip
+def _absorbed(layer: LatentForms, queries: int, table: Table | None, brief: bool = False) -> tuple[float, Decision]:
+    d, tokens, heads, width = layer.dims, REQUESTS * queries, layer.expanded.q_heads, layer.expanded.dtype.itemsize
+    sizes = _sizes(queries, queries if layer.before is False else queries + PREFIX)
+    decision = select_by(table, altered(layer.absorbed, sizes=sizes), layer.policies[0], brief)
     weights, rows = heads * d.latent * (d.nope + d.v), tokens * heads * (d.nope + d.v + 2 * d.latent)
-    return _us(decision) + _product_us(call, 2.0 * tokens * weights, width * (weights + rows), launches=2), decision
+    return _us(decision) + _product_us(layer, 2.0 * tokens * weights, width * (weights + rows), launches=2), decision
 
 
-def _expanded(call: LatentCall, queries: int, table: Table | None, brief: bool = False) -> tuple[float, Decision]:
-    new, decision = _attend(call, queries, queries, True, table, brief)
-    unfold = _unfold_us(call, REQUESTS * queries)
-    if not call.before:
+def _expanded(layer: LatentForms, queries: int, table: Table | None, brief: bool = False) -> tuple[float, Decision]:
+    new, decision = _attend(layer, queries, queries, True, table, brief)
+    unfold = _unfold_us(layer, REQUESTS * queries)
+    if not layer.before:
         return new + unfold, decision
-    before, _ = _attend(call, queries, PREFIX, False, table, brief)
-    d, tokens = call.dims, REQUESTS * queries
-    merge = _product_us(call, 0.0, 3 * call.dtype.itemsize * tokens * call.heads * d.v)
-    return new + unfold + before + merge + UNFOLDING * _unfold_us(call, REQUESTS * PREFIX), decision
+    before, _ = _attend(layer, queries, PREFIX, False, table, brief)
+    d, tokens, kind = layer.dims, REQUESTS * queries, layer.expanded
+    merge = _product_us(layer, 0.0, 3 * kind.dtype.itemsize * tokens * kind.q_heads * d.v)
+    return new + unfold + before + merge + UNFOLDING * _unfold_us(layer, REQUESTS * PREFIX), decision
 
 
-def _attend(call: LatentCall, queries: int, keys: int, causal: bool, table: Table | None, brief: bool) -> tuple[float, Decision]:
-    d = call.dims
-    problem = Problem.of(
-        op="varlen_attention", target=call.target, dtype=call.dtype, kv_dtype=call.dtype, q_heads=call.heads, kv_heads=call.heads,
-        head_dim=d.nope + d.rope, v_head_dim=d.v, causal=causal, lse=bool(call.before), padded=False, sizes=_sizes(queries, keys),
-    )  # fmt: skip
-    decision = select_by(table, problem, call.policies[1], brief)
+def _attend(layer: LatentForms, queries: int, keys: int, causal: bool, table: Table | None, brief: bool) -> tuple[float, Decision]:
+    problem = altered(layer.expanded, causal=causal, sizes=_sizes(queries, keys))
+    decision = select_by(table, problem, layer.policies[1], brief)
     # Tables hold packed calls of as many keys as queries only; their times do not extend to calls of other shapes.
     return (_us(decision) if causal or decision.kernel is None else decision.kernel.cost_us(problem)), decision
 
 
-def _unfold_us(call: LatentCall, tokens: int) -> float:
+def _unfold_us(layer: LatentForms, tokens: int) -> float:
     """A product with W, and the pass that puts the rotated part behind each head's key."""
-    d, width = call.dims, call.dtype.itemsize
-    weights, made = call.heads * d.latent * (d.nope + d.v), tokens * call.heads * (d.nope + d.v)
-    keys = tokens * call.heads * (2 * d.nope + d.rope)
-    return _product_us(call, 2.0 * tokens * weights, width * (weights + made)) + _product_us(call, 0.0, width * keys)
+    d, heads, width = layer.dims, layer.expanded.q_heads, layer.expanded.dtype.itemsize
+    weights, made = heads * d.latent * (d.nope + d.v), tokens * heads * (d.nope + d.v)
+    keys = tokens * heads * (2 * d.nope + d.rope)
+    return _product_us(layer, 2.0 * tokens * weights, width * (weights + made)) + _product_us(layer, 0.0, width * keys)
 
 
-def _product_us(call: LatentCall, flops: float, moved: float, launches: int = 1) -> float:
-    arch = call.target.arch if call.target.device == "cuda" else 0
+def _product_us(layer: LatentForms, flops: float, moved: float, launches: int = 1) -> float:
+    arch = layer.target.arch if layer.target.device == "cuda" else 0
     rates = RATES[max(a for a in RATES if a <= arch)]
-    flops_us = PRODUCTS * rates.matmul * 1e6 * min(2 / call.dtype.itemsize, 1.0)
+    flops_us = PRODUCTS * rates.matmul * 1e6 * min(2 / layer.expanded.dtype.itemsize, 1.0)
     bytes_us = COPIES * rates.bandwidth * 1e6
     return launches * LAUNCH_US + max(flops / flops_us, moved / bytes_us)
 

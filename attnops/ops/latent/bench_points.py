@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import torch
 
-from attnops.measured import Shape
+from attnops.core.problem import altered
+from attnops.ops.latent.timed import MLA
 from attnops.ops.points import Points, Requests, Written
+from attnops.ops.sweeps import decoding
 
-MLA = Shape("mla_attention", q_heads=128, kv_heads=1, head_dim=576, v_head_dim=512, rope_dim=64, page_size=64)
-STEP = replace(MLA, decode=True)
-FLOAT8 = replace(STEP, dtype="float8_e4m3fn", kv_dtype="float8_e4m3fn")
+STEP = decoding(MLA)
+FLOAT8 = altered(STEP, dtype=torch.float8_e4m3fn, kv_dtype=torch.float8_e4m3fn)
 
 POINTS: Points = {
     "mla_attention": {
         "kernels": (
             Requests(4, "latent decode", STEP, 64, 1, 4096),
-            Requests(12, "latent decode", replace(STEP, q_heads=16), 64, 1, 4096),
+            Requests(12, "latent decode", altered(STEP, q_heads=16), 64, 1, 4096),
             Requests(15, "float8 latent decode", FLOAT8, 64, 1, 8192),
         )
     },

@@ -13,6 +13,7 @@ from attnops.core.errors import InvalidInput, fail
 from attnops.core.op import Op, define
 from attnops.core.record import FLOATS, KW_ONLY, Call, Sizes, arg, need, record
 from attnops.ops import typical
+from attnops.ops.linear.counted import COUNTING
 from attnops.ops.linear.reference import GATES, linear as reference
 
 RESULT = "T, Out // 2 if activation else Out"
@@ -34,7 +35,7 @@ def _facts(call: Any, sizes: Sizes) -> dict[str, Any]:
     return {"in_features": int(sizes["In"]), "out_features": int(sizes["Out"])}
 
 
-@record("linear", least=LEAST, rules=_rules, facts=_facts)
+@record("linear", least=LEAST, rules=_rules, facts=_facts, counted=COUNTING)
 class Linear(Call):
     """A linear layer with its norm, activation and residual."""
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from attnops.measured import Shape
+from attnops.core.problem import altered
+from attnops.ops.pages.timed import FP8, PAGED
 from attnops.ops.points import Filled, Points, Requests, Written
+from attnops.ops.sweeps import GPT_OSS, decoding
 
-PAGED = Shape("paged_attention", page_size=16)
-STEP = replace(PAGED, decode=True)
-GPT_OSS: dict[str, Any] = {"q_heads": 64, "kv_heads": 8, "head_dim": 64, "v_head_dim": 64, "window": 127, "sinks": True}
+STEP = decoding(PAGED)
 SIZES = {"Hkv": 8, "D": 128, "Dv": 128}
 
 
@@ -47,8 +47,8 @@ POINTS: Points = {
         "kernels": (
             Requests(1, "decode", STEP, 8, 1, 4096),
             Requests(3, "extend", PAGED, 4, 256, 4096),
-            Requests(5, "decode", replace(STEP, kv_dtype="float8_e4m3fn"), 8, 1, 4096, "float8 pages"),
-            Requests(6, "decode", replace(STEP, **GPT_OSS), 64, 1, 2048, "window and sinks"),
+            Requests(5, "decode", altered(STEP, **FP8), 8, 1, 4096, "float8 pages"),
+            Requests(6, "decode", altered(STEP, **GPT_OSS), 64, 1, 2048, "window and sinks"),
             Requests(7, "decode", STEP, 64, 1, 4096),
             Requests(8, "decode", STEP, 1, 1, 32768),
             Requests(14, "paged prefill", PAGED, 1, 8192, 8192),

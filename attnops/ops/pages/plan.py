@@ -1,13 +1,12 @@
 """Plans made on the host, once a step and outside CUDA graphs: ops that write two buffers, which the layers' attention then reads.
 
 `plan_paged_attention` plans for `paged_attention`, `plan_mla_attention` for `mla_attention`, attention over latents. An op `plan_X` has a
-record; a `Spec` holds the arguments that the layers' calls of `X` share; the public function makes a record of a spec and a step.
+record; a kind of call holds what the layers' calls of `X` share; the public function makes a record of it and a step.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from attnops.core.checks import plain_only
 from attnops.core.errors import InvalidInput, fail
 from attnops.core.kernel import deterministic, kernels_of
 from attnops.core.op import OPS, Op, define
-from attnops.core.problem import Extent, Extents, Problem, Target, repeatable
+from attnops.core.problem import LEAVES, Extent, Extents, Problem, Target, altered, leaf, repeatable
 from attnops.core.record import FLOATS, INT32, KW_ONLY, QUANTISED, Call, Sizes, arg, changed, check, group, name, need, record
 from attnops.core.select import active_policy, choose, key_for
 from attnops.ops import rules, typical
@@ -106,114 +105,84 @@ define(
 )
 
 
-class Spec:
-    """The base of `PagedSpec` and `LatentSpec`. attention: the layers' op; the op `plan_<attention>` plans for it."""
+def paged_layers(
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    v_head_dim: int | None = None,
+    *,
+    sinks: torch.dtype | None = None,
+    **more: Any,
+) -> Problem:
+    """The kind of `paged_attention` calls that layers share a plan for, the same in every step. Layers that differ in it need a plan each.
 
-    attention: ClassVar[str]
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-    q_heads: int
-    head_dim: int
-    page_size: int
-    dtype: torch.dtype
-    kv_dtype: torch.dtype | None
-    causal: bool
-    lse: bool
+    Args:
+        q_heads, kv_heads: of query and pages. head_dim, v_head_dim: of key and value; None: the key's.
+        page_size: in tokens. 0: not known yet.
+        dtype: of query and output.
+        sinks: their dtype, or None.
+        more: further fields of a Problem. kv_dtype: of the pages, unless it is the query's. causal: True unless given. window: (left,
+            right). softcap, lse: do the layers ask for it?
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Fields of the layers' Problem beside those above."""
-        raise NotImplementedError
-
-    @property
-    def statics(self) -> dict[str, Any]:
-        """The plan op's static arguments."""
-        # One by one: Dynamo of torch 2.11 under Python 3.10 cannot unpack vars(self).
-        given = {field: getattr(self, field) for field in self.__dataclass_fields__}
-        given |= {**self.facts, "dtype": name(self.dtype), "kv_dtype": name(self.kv_dtype or self.dtype)}
-        given["window_left"], given["window_right"] = given.get("window", rules.UNBOUNDED)
-        return {n: given[n] for n in OPS[f"plan_{self.attention}"].spec.names if n in given}
-
-    def problem(self, target: Target, num_tokens: int, requests: int, max_pages: int, max_seqlen_q: int) -> Problem:
-        """The Problem of a layer's call with a plan made on the host."""
-        kv_dtype = self.kv_dtype or self.dtype
-        sizes = Extents(*map(Extent.of, (num_tokens, requests, max_seqlen_q, max_pages * self.page_size)))
-        return Problem.of(
-            op=self.attention, target=target, dtype=self.dtype, kv_dtype=kv_dtype, q_heads=self.q_heads, head_dim=self.head_dim,
-            page_size=self.page_size, causal=self.causal, kv_scales=kv_dtype in QUANTISED, lse=self.lse, plan="host",
-            sizes=sizes, repeatable=repeatable(), **self.facts,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class PagedSpec(Spec):
-    """The arguments of `paged_attention` that layers share a plan for, the same in every step. Layers that differ in one need a plan each.
-
-    dtype: of query and output. kv_dtype: of the pages; None: the query's.
-    window: (left, right). softcap, lse: do the layers ask for it? sinks: their dtype, or None.
+    Raises:
+        InvalidInput: a window that is none. TypeError: another name.
     """
-
-    attention = "paged_attention"
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    page_size: int
-    dtype: torch.dtype
-    v_head_dim: int | None = None
-    kv_dtype: torch.dtype | None = None
-    causal: bool = True
-    window: tuple[int, int] = (-1, -1)
-    softcap: bool = False
-    sinks: torch.dtype | None = None
-    lse: bool = False
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Fields of the layers' Problem, among them those of dense attention."""
-        v_head_dim = self.head_dim if self.v_head_dim is None else self.v_head_dim
-        sinks = {"sinks": self.sinks is not None, "sinks_dtype": self.sinks}
-        window = eager_cache.window(self.window)
-        return {"kv_heads": self.kv_heads, "v_head_dim": v_head_dim, "window": window, "softcap": self.softcap, **sinks}
+    sizes = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim, "page_size": page_size, "dtype": dtype}
+    sizes |= {} if v_head_dim is None else {"v_head_dim": v_head_dim}
+    given = {"causal": True, "sinks": sinks is not None, "sinks_dtype": sinks, **more}
+    given["window"] = eager_cache.window(given.get("window", rules.UNBOUNDED))
+    return Problem.kind("paged_attention", **sizes, **given)
 
 
-@dataclass(frozen=True)
-class LatentSpec(Spec):
-    """As `PagedSpec`, of `mla_attention`. head_dim: Dc + Dr, the numbers of a latent and its rotated key. v_head_dim: Dc."""
-
-    attention = "mla_attention"
-    q_heads: int
-    page_size: int
-    dtype: torch.dtype
-    head_dim: int = 576
-    v_head_dim: int = 512
-    kv_dtype: torch.dtype | None = None
-    causal: bool = True
-    lse: bool = False
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Fields of the layers' Problem, among them those of latents, which all heads share."""
-        return {"kv_heads": 1, "v_head_dim": self.v_head_dim, "rope_dim": self.head_dim - self.v_head_dim}
+def latent_layers(
+    q_heads: int, page_size: int, dtype: torch.dtype, head_dim: int = 576, v_head_dim: int = 512, *, causal: bool = True, **more: Any
+) -> Problem:
+    """As `paged_layers`, of `mla_attention`. head_dim: Dc + Dr, the numbers of a latent and its rotated key. v_head_dim: Dc."""
+    return Problem.kind(
+        "mla_attention", q_heads=q_heads, kv_heads=1, head_dim=head_dim, v_head_dim=v_head_dim, rope_dim=head_dim - v_head_dim,
+        page_size=page_size, dtype=dtype, causal=causal, **more,
+    )  # fmt: skip
 
 
-def plan_sizes(
-    spec: PagedSpec | LatentSpec, *, max_tokens: int, max_requests: int, max_pages: int, device: torch.device | str = "cpu"
-) -> tuple[int, int]:
+def over_latents(layers: Problem) -> bool:
+    """Are they layers of `latent_layers`?"""
+    return layers.op == "mla_attention"
+
+
+def step_of(layers: Problem, target: Target, num_tokens: int, requests: int, max_pages: int, max_seqlen_q: int) -> Problem:
+    """The Problem of a layer's call with a plan made on the host."""
+    sizes = Extents(*map(Extent.of, (num_tokens, requests, max_seqlen_q, max_pages * layers.page_size)))
+    quantised = layers.kv_dtype in QUANTISED
+    return altered(layers, target=target, sizes=sizes, kv_scales=quantised, plan="host", repeatable=repeatable())
+
+
+def statics_of(layers: Problem) -> dict[str, Any]:
+    """The static arguments of the op `plan_<op>` that plans for these layers."""
+    left, right = layers.rules.window
+    told = {"dtype": name(layers.dtype), "kv_dtype": name(layers.kv_dtype), "window_left": left, "window_right": right}
+    fields = (a.name for a in OPS[f"plan_{layers.op}"].spec.args if not a.tensor and (a.name in told or a.name in LEAVES))
+    return {field: told[field] if field in told else leaf(layers, field) for field in fields}
+
+
+def plan_sizes(spec: Problem, *, max_tokens: int, max_requests: int, max_pages: int, device: torch.device | str = "cpu") -> tuple[int, int]:
     """The length of `plan` and the bytes of `workspace` that are enough for every kernel that plans, (0, 0) where no kernel does.
 
     Args:
-        spec: the arguments that the layers share. device: of their tensors.
+        spec: what the layers share, of `paged_layers` or `latent_layers`. device: of their tensors.
         max_tokens: the most query tokens of a step. max_requests, max_pages: rows and columns of the page table.
     """
     device, sizes = torch.device(device), [(0, 0)]
     maxima = {"max_tokens": max_tokens, "max_requests": max_requests, "max_pages": max_pages}
-    for kernel in kernels_of(f"plan_{spec.attention}").values():
+    for kernel in kernels_of(f"plan_{spec.op}").values():
         if kernel.plan.sizes is not None and not kernel.absences(Target.of(device)):
-            sizes.append(kernel.plan.sizes(**spec.statics, **maxima, device=device))
+            sizes.append(kernel.plan.sizes(**statics_of(spec), **maxima, device=device))
     return max(n for n, _ in sizes), max(b for _, b in sizes)
 
 
 def plan_paged_attention(
-    spec: PagedSpec | LatentSpec,
+    spec: Problem,
     page_table: Tensor,
     seq_lens: Tensor,
     cu_seqlens_q: Tensor,
@@ -232,7 +201,7 @@ def plan_paged_attention(
     lengths. The page table of latents may change afterwards, its holes may not.
 
     Args:
-        spec: the arguments that the layers share, of `paged_attention` or of `mla_attention`.
+        spec: what the layers share, of `paged_layers` or `latent_layers`.
         page_table, seq_lens, cu_seqlens_q, max_seqlen_q: as in `paged_attention`.
         num_tokens: rows of the query, padding rows included.
         num_pages: pages of the pool. None: unknown; the plan then serves calls with `holes=False` only.
@@ -248,16 +217,16 @@ def plan_paged_attention(
         InvalidInput: a shape, dtype, device, number or length breaks the contract, or a buffer is too short.
         UnknownKernel, NoKernel: `kernel` cannot run.
     """
-    op = OPS[f"plan_{spec.attention}"]
+    op = OPS[f"plan_{spec.op}"]
     make: Any = op.call
     call = make(
         page_table, seq_lens, cu_seqlens_q, num_tokens=num_tokens, max_seqlen_q=max_seqlen_q,
-        num_pages=UNKNOWN if num_pages is None else num_pages, plan=plan, workspace=workspace, **spec.statics,
+        num_pages=UNKNOWN if num_pages is None else num_pages, plan=plan, workspace=workspace, **statics_of(spec),
     )  # fmt: skip
     plain_only(op.names, call)
     check(call)
     requests, pages = page_table.shape
-    problem = spec.problem(Target.of(page_table.device), num_tokens, requests, pages, max_seqlen_q)
+    problem = step_of(spec, Target.of(page_table.device), num_tokens, requests, pages, max_seqlen_q)
     found = kernels_of(op.name).get(choose(problem, key_for(problem.op, kernel)).name)
     if found is None or found.plan.sizes is None:
         return None
