@@ -250,7 +250,7 @@ def test_training_is_beside_others(reports_of, monkeypatch):
     plain, packed, *_ = found.values()
     assert plain["torch"]["error"] > 0 and plain["automatic"]["of_direct"] > 0 and "torch" not in packed
     monkeypatch.setattr(training, "relative", lambda got, want: 1.0)
-    for case in training.SUITE.cases(TOY).values():
+    for case in training.SUITE(TOY).values():
         assert all("wrong" in row and "median_us" not in row for row in case())
 
 

@@ -22,7 +22,7 @@ def small(monkeypatch):
 
 
 def test_the_run_of_a_cpu_is_small(small):
-    rows = [row for case in ops.EXPERTS.cases(CPU).values() for row in case()]
+    rows = [row for case in ops.EXPERTS(CPU).values() for row in case()]
     assert {row["case"] for row in rows} == {f"{model} x{n}" for model in ("small", "oss") for n in (1, 8)}
     assert all({"aten", "grouped_mm", "batched_mm"} == {r["way"] for r in rows if r["case"] == case} for case in ("small x8", "oss x1"))
     assert all("median_us" in row and row["error"] <= 1.0 for row in rows), rows
@@ -31,7 +31,7 @@ def test_the_run_of_a_cpu_is_small(small):
 def test_a_wrong_result_has_no_time(small, monkeypatch):
     honest = ops.changed
     monkeypatch.setattr(ops, "changed", lambda call, **more: honest(call, x=call.x * 1.01, **more))
-    [case, _] = ops.EXPERTS.cases(CPU).values()
+    [case, _] = ops.EXPERTS(CPU).values()
     assert {str(r.get("wrong")).startswith("wrong: off by") for r in case() if r["way"] == "aten"} == {True}
 
 

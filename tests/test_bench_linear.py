@@ -48,7 +48,7 @@ def test_the_shapes_are_those_of_the_models():
     sizes = {name: (s.out_features, s.in_features) for name, s in MODELS["llama-3-8b"].items()}
     assert sizes == {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336), "head": (128256, 4096)}
     assert MODELS["gpt-oss-20b"].keys() == {"qkv", "o", "head"}, "the rest are experts"
-    assert list(ops.LINEAR.cases(CPU)) == ["llama-3-8b"]
+    assert list(ops.LINEAR(CPU)) == ["llama-3-8b"]
     tuned = {s for model in linears.MODELS.values() for s in model.values()}
     assert not any(tuned & set(model.values()) for model in ops.HELD.values())
 
@@ -58,14 +58,14 @@ def test_a_model_has_its_summary(monkeypatch):
     row = {"case": "llama-3-8b qkv x1", "way": "automatic", "us": {"aten": 4.0, "triton": 5.0}, "chosen": {"automatic": "triton"}}
     monkeypatch.setattr(ops, "product_at", lambda setup, pool, name, shape: [name])
     rows = replace(ops.LINEAR, rows=lambda setup, name: [row] if name.endswith("qkv") else [{"case": name}])
-    [case] = rows.cases(CPU).values()
+    [case] = rows(CPU).values()
     *rows, automatic, by_estimates = case()
     assert [r["case"] for r in rows][1:] == [f"llama-3-8b {n}" for n in ("o", "gate_up", "down", "head")]
     assert (automatic["calls"], automatic["mean_percent"], by_estimates["unanswered"]) == (1, 25.0, 1)
 
 
 def test_the_run_of_a_cpu_is_small():
-    [case] = ops.LINEAR.cases(CPU).values()
+    [case] = ops.LINEAR(CPU).values()
     rows = case()
     assert {r["case"] for r in rows if r["way"] == "aten"} == {f"llama-3-8b {n} x{c}" for n in MODELS["llama-3-8b"] for c in (1, 8)}
     assert all("median_us" in r for r in rows if r["case"].endswith("x8"))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -27,6 +28,13 @@ def made(name, *cases, share=1.0):
 
 def rows_of(name):
     return lambda: [{"case": name, "way": "way", "median_us": 1.0}]
+
+
+@pytest.mark.parametrize("suite", suites.SUITES, ids=lambda suite: suite.name)
+def test_a_worker_knows_a_suite_again(suite):
+    """It gets a copy with each case, and keeps what the cases share while the suite is the same."""
+    again = pickle.loads(pickle.dumps(suite))
+    assert again == suite and hash(again) == hash(suite)
 
 
 def test_a_spent_budget_cuts_and_says_so(tmp_path):

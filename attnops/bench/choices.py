@@ -18,7 +18,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
 from typing import NamedTuple
@@ -143,6 +143,11 @@ def held_out(
     return found
 
 
+def held_out_pairs(count: int) -> list[Held]:
+    """As `held_out`, of KINDS in turn; the operations are those of the forward."""
+    return held_out(count, draw=_drawn_pair, most_flops=1.5e12)
+
+
 def choices(problem: Problem, table: Table | None) -> dict[str, str]:
     """The chosen kernel by way, of a call with a host plan and workspace enough."""
     full = altered(problem, plan="host", workspace=1 << 62)
@@ -243,23 +248,23 @@ def pairs(row: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A suite of calls that no table has. families: the ops of each, whose kernels are timed.
+    """A suite of calls that no table has: a function of a Setup. families: the ops of each, whose kernels are timed.
 
     count: by size of the run, the calls of a family. seconds: of a family, and first_s of the slow first calls of a kernel in it, which are
     `apart` from the others or not. rows: of a call. reserved: the share of LARGEST_BYTES that inputs take. slow: kernels that a GPU leaves.
     """
 
-    families: Mapping[str, tuple[str, ...]]
+    families: Mapping[str, tuple[str, ...]] = field(hash=False)
     held_out: Callable[[int], list[Held]]
     rows: Callable[[Held, Pool, Stopwatch, dict[str, list[str]], Table | None], Iterator[Row]]
-    count: Mapping[str, int]
+    count: Mapping[str, int] = field(hash=False)
     seconds: float
     first_s: float
     apart: bool
     reserved: float
     slow: tuple[str, ...]
 
-    def cases(self, setup: Setup) -> dict[str, Case]:
+    def __call__(self, setup: Setup) -> dict[str, Case]:
         """One a family."""
         return {family: partial(self.measure, setup, family) for family in self.families}
 
@@ -286,7 +291,6 @@ REGRET = HeldOut(
     seconds=34.0, first_s=20.0, apart=False, reserved=1.1, slow=("reference",),
 )  # fmt: skip
 TRAINING = HeldOut(
-    {family: (op, op + GRADIENT) for family, op in TRAINED.items()}, partial(held_out, draw=_drawn_pair, most_flops=1.5e12), timed_pair,
+    {family: (op, op + GRADIENT) for family, op in TRAINED.items()}, held_out_pairs, timed_pair,
     {"toy": 1, "small": 4, "quick": 12, "full": 60}, seconds=70.0, first_s=60.0, apart=True, reserved=1.5, slow=("reference", "flex"),
 )  # fmt: skip
-"""Of KINDS in turn; the operations are those of the forward."""

@@ -60,6 +60,11 @@ DETERMINISTIC = "deterministic"
 """The policy."""
 
 
+def eager(kernel: Kernel, call: Call, policy: str = "") -> Run:
+    """What runs a kernel under a policy, as an eager call does."""
+    return partial(kernel.run, changed(call.record, policy=policy))
+
+
 @dataclass(frozen=True)
 class Task:
     """Calls that are alike, which a measurement makes one after the other, and what they should give.
@@ -67,7 +72,7 @@ class Task:
     allowed: the error of each number of `want`. moved, flops: the bytes and the operations of a call; 0
     if unknown. peers: what others have for a call. alone: vendors' calls that give another result,
     which is not compared. used: the parts of results that are compared. steady: is the deterministic
-    choice timed as well?
+    choice timed as well? run_of: what runs a kernel. rounds: of the clock.
     """
 
     name: str
@@ -80,6 +85,8 @@ class Task:
     alone: Mapping[str, Callable[..., Run]] = field(default_factory=dict)
     used: Callable[[list[Tensor]], list[Tensor]] = list
     steady: bool = True
+    run_of: Callable[[Kernel, Call], Run] = eager
+    rounds: int = 5
 
     def shares(self, setup: Setup, us: float) -> Row:
         """What is moved and done in `us`, of the ceilings that were measured."""
@@ -100,9 +107,14 @@ def listed(suite: str) -> list[tuple[str, Any]]:
     return sorted(((op, point) for op in OPS for point in points_of(op).get(suite, ())), key=lambda found: found[1].place)
 
 
+def as_it_is(point: Any, size: str) -> Any:
+    """A point of one size."""
+    return point
+
+
 @dataclass(frozen=True)
 class OpSuite:
-    """A suite of the calls that families list for it.
+    """A suite of the calls that families list for it: a function of a Setup.
 
     tasks: what is compared at a point of an op, as a rule Tasks. rows: those of a task. count: by size of the run, how many
     points. sized: a point at that size, None if it is left out. points: those of a suite with their ops. summary: do the rows
@@ -112,8 +124,8 @@ class OpSuite:
     name: str
     tasks: Callable[[Setup, Pool, str, Any], Iterable[Any]]
     rows: Callable[[Setup, Any], list[Row]]
-    count: Mapping[str, int] = field(default_factory=dict)
-    sized: Callable[[Any, str], Any] = lambda point, size: point
+    count: Mapping[str, int] = field(default_factory=dict, hash=False)
+    sized: Callable[[Any, str], Any] = as_it_is
     points: Callable[[str], list[tuple[str, Any]]] = listed
     summary: bool = False
 
@@ -122,7 +134,7 @@ class OpSuite:
         """The ops whose kernels it may run."""
         return tuple(dict.fromkeys((*(op for op, _ in self.points(self.name)), *(op for op in OPS if self.name in points_of(op)))))
 
-    def cases(self, setup: Setup) -> dict[str, Case]:
+    def __call__(self, setup: Setup) -> dict[str, Case]:
         """One a point."""
         pool, some = Pool(setup.device), self.points(self.name)[: self.count.get(setup.size)]
         sized = [(op, found) for op, point in some if (found := self.sized(point, setup.size)) is not None]
@@ -318,7 +330,8 @@ def product_at(setup: Setup, pool: Pool, name: str, shape: Problem) -> Iterator[
     moved, alone = calls[0].arguments["weight"].nbytes, OPS[shape.op].of_family("vendors", "VENDORS")
     for count in some:
         fewer = [call.with_(**{n: call.arguments[n][:count] for n in BY_ROW if n in call.arguments}) for call in calls]
-        yield Task(f"{name} x{count}", fewer, want[:count], allowed[:count], moved=moved, alone=alone, steady=count in AT)
+        facts: Row = {"run_of": partial(runner, backend=setup.backend), "rounds": 3, "steady": count in AT}
+        yield Task(f"{name} x{count}", fewer, want[:count], allowed[:count], moved=moved, alone=alone, **facts)
 
 
 def mixtures_at(setup: Setup, pool: Pool, op: str, mixture: Any) -> Iterator[Task]:
@@ -328,22 +341,12 @@ def mixtures_at(setup: Setup, pool: Pool, op: str, mixture: Any) -> Iterator[Tas
     return mixtures.tasks(setup, op, mixture)
 
 
-def steady(setup: Setup, kernel: Kernel, call: Call, policy: str = DETERMINISTIC) -> Run:
-    """What runs a kernel under a policy, as an eager call does."""
-    return partial(kernel.run, changed(call.record, policy=policy))
-
-
-def in_graphs(setup: Setup, kernel: Kernel, call: Call) -> Run:
-    """What runs a kernel as users' graphs do."""
-    return runner(kernel, call, backend=setup.backend)
-
-
 def in_turn(runs: Iterable[Run]) -> list[Any]:
     """The results of some runs."""
     return [run() for run in runs]
 
 
-def cold_rows(setup: Setup, task: Task, run_of: Callable[[Setup, Kernel, Call], Run], rounds: int) -> list[Row]:
+def cold_rows(setup: Setup, task: Task) -> list[Row]:
     """The rows of calls that read their weights cold, and that of the choice."""
     first, want, allowed = task.calls[0], task.want, task.allowed
     left: dict[str, list[Tensor]] = {}
@@ -372,16 +375,16 @@ def cold_rows(setup: Setup, task: Task, run_of: Callable[[Setup, Kernel, Call], 
 
     def clock(steps: Mapping[str, Timed]) -> Times:
         with tracing():
-            found = kernels_us(setup.device, steps, rounds)
+            found = kernels_us(setup.device, steps, task.rounds)
         for name in (name for name in steps if name in checked):
             if not (off := share(torch.stack(left[name]), want)) <= 1:
                 raise RuntimeError(f"{task.name}: the timed graph of {name} left results that are off by {off:.3g} of the error allowed")
         return {name: {figure: round(us / len(task.calls), 2) for figure, us in one.items()} for name, one in found.items()}
 
     kernels = [k for k in kernels_of(first.op).values() if not (k.judge or k.refusals(first.problem))]
-    ways = {k.name: way(k.name, partial(run_of, setup, k)) for k in kernels}
+    ways = {k.name: way(k.name, partial(task.run_of, k)) for k in kernels}
     if task.steady and (by_policy := select(first.problem, DETERMINISTIC).kernel) is not None:
-        ways[DETERMINISTIC] = way(DETERMINISTIC, partial(steady, setup, by_policy))
+        ways[DETERMINISTIC] = way(DETERMINISTIC, partial(eager, by_policy, policy=DETERMINISTIC))
     checked = tuple(ways)
     ways |= {name: way(name, make) for name, make in task.peers.items()}
     for name, make in task.alone.items():
@@ -393,6 +396,5 @@ def cold_rows(setup: Setup, task: Task, run_of: Callable[[Setup, Kernel, Call], 
 
 KERNELS = OpSuite("kernels", kernels_at, kernel_rows, {"toy": 4, "small": 4, "quick": 6}, shorter)
 DATA = OpSuite("data", moves_at, move_rows, sized=short)
-COMPILED_ROWS, EAGER_ROWS = partial(cold_rows, run_of=in_graphs, rounds=3), partial(cold_rows, run_of=partial(steady, policy=""), rounds=5)
-LINEAR = OpSuite("linear", products_at, COMPILED_ROWS, {"toy": 1, "small": 1, "quick": 1}, points=models, summary=True)
-EXPERTS = OpSuite("experts", mixtures_at, EAGER_ROWS, {"toy": 2, "small": 2, "quick": 2})
+LINEAR = OpSuite("linear", products_at, cold_rows, {"toy": 1, "small": 1, "quick": 1}, points=models, summary=True)
+EXPERTS = OpSuite("experts", mixtures_at, cold_rows, {"toy": 2, "small": 2, "quick": 2})

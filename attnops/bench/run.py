@@ -63,26 +63,26 @@ class Suite(NamedTuple):
 CALLS, PAIRS = ops.KERNELS.ops, tuple(op.removesuffix(end) for op in training.SUITE.ops for end in (GRADIENT, ""))
 
 SUITES = (
-    Suite("kernels", "every kernel, the one chosen, and torch's own, by kinds of calls", ops.KERNELS.cases, 2.0, False, ops=CALLS),
+    Suite("kernels", "every kernel, the one chosen, and torch's own, by kinds of calls", ops.KERNELS, 2.0, False, ops=CALLS),
     Suite("decode", "one new token a request, of whole Hugging Face models", decode.cases, 8.0),
     Suite("prefill", "the time to the first token of whole Hugging Face models", decode.prefill_cases, 2.0),
     Suite("compile", "cold and warm compilation", compile.cases, 2.0),
     Suite("graphs", "capture of all default buckets, and a step's host time", compile.graph_cases),
     Suite("latent", "an attention layer of DeepSeek-V3 over latents", latent.cases, usual=False),
-    Suite("data", "kernels that move keys, values and latents", ops.DATA.cases, 0.5, False, ops=ops.DATA.ops),
-    Suite("linear", "the products of a decode step, with what is around them", ops.LINEAR.cases, 0.5, False, ops=ops.LINEAR.ops),
-    Suite("experts", "the experts of a mixture at few tokens", ops.EXPERTS.cases, 0.5, ops=ops.EXPERTS.ops),
-    Suite("training", "attention forward and backward, beside others' calls", training.SUITE.cases, 2.0, False, ops=PAIRS),
+    Suite("data", "kernels that move keys, values and latents", ops.DATA, 0.5, False, ops=ops.DATA.ops),
+    Suite("linear", "the products of a decode step, with what is around them", ops.LINEAR, 0.5, False, ops=ops.LINEAR.ops),
+    Suite("experts", "the experts of a mixture at few tokens", ops.EXPERTS, 0.5, ops=ops.EXPERTS.ops),
+    Suite("training", "attention forward and backward, beside others' calls", training.SUITE, 2.0, False, ops=PAIRS),
     Suite("generate", "whole calls of generate(), and the first one of a process", generate.cases, 4.0, usual=False),
     Suite("cliffs", "the cost of a change: another cache, batch, length, thread, adapter or policy", cliffs.cases, usual=False),
     Suite("overhead", "the host time of a call through attnops", overhead.cases, models=False),
     Suite(
-        "regret", "the automatic choice against the best kernel, on calls that no table has", choices.REGRET.cases, models=False,
+        "regret", "the automatic choice against the best kernel, on calls that no table has", choices.REGRET, models=False,
         usual=False, ops=CALLS,
     ),
     Suite("training_steps", "training steps of whole Hugging Face models over packed documents", training_steps.cases, usual=False),
     Suite(
-        "training_regret", "the chosen forward and gradient against the best pair", choices.TRAINING.cases, models=False, usual=False,
+        "training_regret", "the chosen forward and gradient against the best pair", choices.TRAINING, models=False, usual=False,
         ops=PAIRS,
     ),
 )  # fmt: skip
