@@ -16,7 +16,7 @@ from attnops.lowering.cache_key import choice_inputs
 from attnops.lowering.explain import packages_of_kernels
 from attnops.measured import NOWHERE, Grid, Shape, Table, never_run, store
 from attnops.measured.table import version_of
-from attnops.testing import Features, Source, builders
+from attnops.testing import Features, Source, make_call
 from tests.helpers import where_kernels_ran
 
 SM90, SM100 = Target.parse("sm90"), Target.parse("sm100")
@@ -37,7 +37,8 @@ def test_what_is_said_of_a_kernel(file):
 
 
 def explained(target):
-    call = builders.paged(
+    call = make_call(
+        "paged_attention",
         Source(0),
         (1,) * 4,
         (300,) * 4,

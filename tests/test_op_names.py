@@ -33,15 +33,7 @@ NAMED = {
     "attnops.lowering.linear_parts",
     "attnops.measured.linears",
     "attnops.measured.table",
-    "attnops.testing.builders",
-    "attnops.testing.cases",
     "attnops.testing.check",
-    "attnops.testing.data_cases",
-    "attnops.testing.decode",
-    "attnops.testing.experts",
-    "attnops.testing.latent",
-    "attnops.testing.linear",
-    "attnops.testing.route",
     "attnops.tune.shapes",
 }
 

@@ -18,8 +18,7 @@ from attnops.ops.latent.rope_reference import scaled
 from attnops.ops.metadata.reference import rows_schedule_words
 from attnops.ops.sparse.packed_format import GROUP, LEAST, TOP, unpack
 from attnops.testing import error_bounds
-from attnops.testing.calls import equip, with_device_plan
-from attnops.testing.case import Call
+from attnops.testing.calls import Call, equip, with_device_plan
 
 Errors = dict[str, tuple[float, float]]
 
