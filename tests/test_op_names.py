@@ -26,14 +26,12 @@ NAMED = {
     "attnops.cli.demo",
     "attnops.cli.features",
     "attnops.configs",
-    "attnops.testing.error_bounds",
     "attnops.testing.timed_calls",
     "attnops.lowering.fuse_norm_linear_pass",
     "attnops.lowering.fuse_rotation_pass",
     "attnops.lowering.linear_parts",
     "attnops.measured.linears",
     "attnops.measured.table",
-    "attnops.testing.check",
     "attnops.tune.shapes",
 }
 

@@ -9,15 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.core.arguments import REQUIRED, Arg
+from attnops.core.arguments import Arg
 from attnops.core.kernel import kernels_of
 from attnops.core.record import changed
 from attnops.ops import OPS
 from attnops.ops.case_data import Features, Grid, Pages, Scene, Source
+from attnops.testing.by_role import dtype_of, number, tensor
 from attnops.testing.calls import Call, filled, plan_call
-
-SPREAD = {torch.int8: 3.0, torch.float8_e4m3fn: 60.0, torch.float8_e5m2: 9000.0}
-"""Of the rows of a write into quantised pages: some exceed the range of the dtype by far."""
 
 FREE = {"queries": "tokens", "new_keys": "tokens", "factors": "tokens", "keys": "keys", "pages": "pages"}
 """Which of a scene's masks says what is free, by what an argument holds."""
@@ -51,7 +49,7 @@ def gradient_call(source: Source, forward: Call, mask_grad: bool = False, lse_gr
     query = next(a.name for a in forward.spec.args if a.holds == "queries")
     wanted = {n for n, on in zip(GRADIENT, (mask_grad, lse_grad), strict=True) if on}
     for a in OPS[f"{forward.op}_backward"].spec.args:
-        of, dtype = a.name.removeprefix("grad_"), _dtype(a, forward.arguments[query].dtype)
+        of, dtype = a.name.removeprefix("grad_"), dtype_of(a, forward.arguments[query].dtype)
         asked = not wanted.isdisjoint(fact.field for fact in a.facts)
         if a.name in forward.arguments:
             arguments[a.name] = forward.arguments[a.name]
@@ -97,7 +95,7 @@ def _scene(op: str, source: Source, values: dict[str, Any]) -> tuple[Scene, dict
     scene.given = {n: values.pop(n) for n in spec.names if n in values}
     for a in spec.args:
         if a.tensor and isinstance(given := scene.given.get(a.name), Sequence):
-            made = source.ints(given, _dtype(a, scene.index))
+            made = source.ints(given, dtype_of(a, scene.index))
             scene.given[a.name] = made
             scene.sizes |= {s.text: n for s, n in zip(a.layout, made.shape, strict=True) if s.text.isidentifier()}
             if a.holds == "slots_of_tokens":
@@ -123,7 +121,7 @@ def _add_requests(scene: Scene) -> None:
         if a.holds in given:
             scene.given[a.name] = given[a.holds]
         elif a.holds == "lengths_of_keys" and scene.k_lens is not None:
-            scene.given[a.name] = source.ints(scene.k_lens, _dtype(a, scene.index))
+            scene.given[a.name] = source.ints(scene.k_lens, dtype_of(a, scene.index))
         elif a.holds == "page_ids" and scene.k_lens is not None and "page" in scene.sizes:
             table, used = page_table(source, scene.k_lens, scene.sizes["page"], scene.pages)
             scene.given[a.name], scene.free["pages"] = table, ~used
@@ -151,86 +149,34 @@ def page_table(source: Source, lengths: Sequence[int], page_size: int, pages: Pa
 
 def _call(scene: Scene) -> Call:
     """The call of a scene, with the arguments that are not yet given."""
+    spec, arguments = scene.spec, _arguments(scene)
+    pages = {a.name: arguments[a.name] for a in spec.args if a.holds == "pages" and a.name in arguments}
+    if scene.pages.interleaved and len(pages) == 2:
+        arguments |= _interleaved(pages)
+    free = {n: where for n, x in arguments.items() if (where := _free(scene, spec[n], x)) is not None}
+    writes = (n for n in arguments if spec[n].written and n not in pages and not spec[n].hint)
+    return Call(spec.op, arguments, free, tuple(writes))
+
+
+def _arguments(scene: Scene) -> dict[str, Any]:
     spec = scene.spec
     given = {n: x for n, x in scene.given.items() if not _is_asked(spec[n], x)}
-    for a in spec.args:
-        if not a.tensor and a.name not in given and (number := _number(scene, a)) is not None:
-            given[a.name] = number
+    numbers = {a.name: number(scene, a) for a in spec.args if not a.tensor and a.name not in given}
+    given |= {n: x for n, x in numbers.items() if x is not None}
     sizes = {a.name: a.default for a in spec.args if not a.tensor} | given | scene.sizes
-    arguments = filled(spec.op, sizes, given, lambda a, shape: _tensor(scene, a, shape), scene.f.narrow())
-    arguments = {n: x for n, x in arguments.items() if x is not None}
-    pages = [a.name for a in spec.args if a.holds == "pages" and a.name in arguments]
-    if scene.pages.interleaved and len(pages) == 2:
-        arguments |= _interleaved({n: arguments[n] for n in pages})
-    free = {}
-    for a in spec.args:
-        where = scene.free.get(a.name, scene.free.get(FREE.get(a.holds, "")))
-        if where is not None and a.name in arguments:
-            free[a.name] = where.reshape(*where.shape, *[1] * (arguments[a.name].dim() - where.dim()))
-    writes = (a.name for a in spec.args if a.written and a.holds != "pages" and not a.hint and a.name in arguments)
-    return Call(spec.op, arguments, free, tuple(writes))
+    arguments = filled(spec.op, sizes, given, lambda a, shape: tensor(scene, a, shape), scene.f.narrow())
+    return {n: x for n, x in arguments.items() if x is not None}
+
+
+def _free(scene: Scene, a: Arg, x: Any) -> Tensor | None:
+    """Where the argument is free, broadcastable to it."""
+    where = scene.free.get(a.name, scene.free.get(FREE.get(a.holds, "")))
+    return None if where is None else where.reshape(*where.shape, *[1] * (x.dim() - where.dim()))
 
 
 def _is_asked(a: Arg, value: Any) -> bool:
     """Does the value ask for a random tensor?"""
     return a.tensor and (value is True or value is False or isinstance(value, torch.dtype))
-
-
-def _number(scene: Scene, a: Arg) -> Any:
-    """The argument that is no tensor, None where it is left out."""
-    f = scene.f
-    if a.holds == "scale_of_logits":
-        return f.head_dim**-0.5 if f.scale is None else f.scale
-    for fact in a.facts:
-        if scene.padding is None and fact.field in ("padded", "holes"):
-            return False
-        value = getattr(f, fact.field, None)
-        value = value if fact.part is None or value is None else value[fact.part]
-        if value != a.default:
-            return value
-    return None
-
-
-def _dtype(a: Arg, dtype: torch.dtype) -> torch.dtype:
-    """The only dtype of an argument, or this one."""
-    return a.dtypes[0] if isinstance(a.dtypes, tuple) and len(a.dtypes) == 1 else dtype
-
-
-def _tensor(scene: Scene, a: Arg, shape: Sequence[int]) -> Tensor | None:
-    """The tensor of this argument as the features ask; None where they leave it out."""
-    source, f, wanted = scene.source, scene.f, scene.given.get(a.name)
-    dtype = wanted if isinstance(wanted, torch.dtype) else _dtype(a, f.dtype)
-    kv = torch.uint8 if a.dtypes == (torch.uint8,) else f.kv_dtype or f.dtype
-    facts = {fact.field for fact in a.facts}
-    if a.holds in ("pages", "keys"):
-        return source.stored(*shape, dtype=kv)
-    if a.holds == "queries":
-        return source.query(shape, f)
-    if a.holds == "new_keys":
-        return source.normal(*shape, dtype=f.dtype, spread=SPREAD.get(_stored_dtype(scene), 1.0))
-    if a.holds in ("scale_of_query", "scale_of_keys"):
-        quantised = f.q_dtype if a.holds == "scale_of_query" else f.kv_dtype
-        return None if quantised is None else source.scales(shape[0], quantised)
-    if a.holds == "weight_rows":
-        return source.stored(*shape, dtype=dtype) if dtype == torch.uint8 else source.normal(*shape, dtype=dtype, spread=shape[-1] ** -0.5)
-    if a.holds == "factors":
-        return source.normal(*shape).exp() if f.temperature else None
-    if a.holds == "shares":
-        return source.normal(*shape, dtype=dtype).abs()
-    if "mask" in facts:
-        return source.mask(shape, f)
-    if "sinks" in facts:
-        return None if f.sinks is None else source.normal(*shape, dtype=f.sinks)
-    if a.written:
-        absent = a.default is not REQUIRED and not ("lse" in facts and f.lse)
-        return None if absent else torch.empty(*shape, dtype=dtype, device=source.device)
-    return source.normal(*shape, dtype=dtype) if a.default is REQUIRED or wanted else None
-
-
-def _stored_dtype(scene: Scene) -> torch.dtype:
-    """That of the pages."""
-    packed = any(a.holds == "pages" and a.dtypes == (torch.uint8,) for a in scene.spec.args)
-    return torch.uint8 if packed else scene.f.kv_dtype or scene.f.dtype
 
 
 def _interleaved(pages: Mapping[str, Tensor]) -> dict[str, Tensor]:

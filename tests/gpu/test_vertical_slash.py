@@ -8,8 +8,8 @@ import torch
 import attnops
 from attnops import ops
 from attnops.core.kernel import kernels_of
-from attnops.ops.sparse.cases import HALF
 from attnops.ops.sparse.vertical_slash import VerticalSlashAttention
+from attnops.ops.sparse.vertical_slash_cases import HALF
 from attnops.testing import Source, check_kernel, make_call
 
 KERNEL = kernels_of("vertical_slash_attention")["sgl_sparse"]

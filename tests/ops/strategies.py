@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 
 from attnops.ops import OPS
-from attnops.ops.pages.cases import Angles
+from attnops.ops.pages.decode_cases import Angles
 from attnops.testing import CASES, Features, Pages, Source, gradient_call, make_call
 
 FEW, LENGTH, SOURCE, FLAG = st.integers(0, 2), st.integers(0, 5), st.builds(Source, st.integers(0, 99)), st.booleans()

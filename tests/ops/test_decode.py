@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnops.ops import OPS
-from attnops.ops.pages.cases import Angles
+from attnops.ops.pages.decode_cases import Angles
 from attnops.testing import Features, Source, make_call
 
 PAGE = 4

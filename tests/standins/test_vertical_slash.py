@@ -13,7 +13,7 @@ from attnops.core.kernel import kernels_of
 from attnops.core.problem import Extent, Problem, Target, altered
 from attnops.core.select import select
 from attnops.ops import OPS
-from attnops.ops.sparse.cases import HALF, SLASH as SMALL
+from attnops.ops.sparse.vertical_slash_cases import HALF, SLASH as SMALL
 from attnops.testing import CASES, Source, check_kernel, make_call
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins import sgl_kernel_small

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from attnops.core.kernel import kernels_of
 from attnops.core.problem import Target, pretend
 from attnops.core.select import Policy, select
-from attnops.ops.pages.cases import Angles
+from attnops.ops.pages.decode_cases import Angles
 from attnops.testing import CASES, Features, Source, check_kernel, equip, make_call
 from tests.mates import invariant, same_bits
 from tests.ops.strategies import CALLS

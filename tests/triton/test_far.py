@@ -13,7 +13,7 @@ from attnops.core.arguments import Arg
 from attnops.core.errors import InvalidInput
 from attnops.core.kernel import all_kernels, kernels_of
 from attnops.kernels.triton.launch import tiles
-from attnops.ops.pages.cases import Angles
+from attnops.ops.pages.decode_cases import Angles
 from attnops.testing import CASES, Call, Features, Source, equip, gradient_call, make_call
 from tests.triton.checks import mode
 from tests.triton.process import interpreted

@@ -231,7 +231,7 @@ class NamedPages(Call):
     seq_lens: Tensor = arg("B", INT32, holds="lengths_of_keys")
     cu_seqlens_q: Tensor = arg("B + 1", INT32, holds="starts_of_queries")
     _: KW_ONLY
-    num_pages: int = arg(least=0, symbolic=True)
+    num_pages: int = arg(least=0, symbolic=True, holds="page_count")
     page_size: int = arg(least=1)
     squeeze: bool = arg(default=True, always=True)
     window_left: int = arg(default=-1, least=-1, most=FURTHEST, always=True, facts=rules.WINDOW_LEFT)

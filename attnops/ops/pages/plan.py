@@ -69,7 +69,7 @@ class HostPlan(Call):
     dtype: str = arg(choices=tuple(NAMES))
     kv_dtype: str = arg(choices=tuple(NAMES))
     causal: bool = arg(default=True, always=True, facts=rules.CAUSAL)
-    num_pages: int = arg(default=UNKNOWN, least=0, symbolic=True, always=True)
+    num_pages: int = arg(default=UNKNOWN, least=0, symbolic=True, always=True, holds="page_count")
     plan: Tensor = arg("words", (torch.int64,), written=True, any_device=True)
     workspace: Tensor = arg("bytes", (torch.uint8,), written=True)
 
