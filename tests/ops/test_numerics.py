@@ -290,6 +290,10 @@ def typical_mistakes():
         write(c)
         c.k_pages[-1, -1] = 0
 
+    def touches_others(c):
+        write(c)
+        c.k_pages[1, 1] = 0
+
     def wraps(c):
         for rows, pages, scale in ((c.key, c.k_pages, c.k_scale), (c.value, c.v_pages, c.v_scale)):
             at = c.slots >= 0
@@ -321,6 +325,7 @@ def typical_mistakes():
     yield "sparse_mla_attention", "lse", base_2(sparse)
     yield "rope_quantize_latent", "saturated", lambda c: [x.float().clamp(-240, 240).to(x.dtype) for x in rope(c)]
     yield "write_kv", "plain", touches_skipped
+    yield "write_kv", "plain", touches_others
     yield "write_kv", "int8", wraps
     yield "merge_states", "some_empty", lambda c: (c.outputs.nan_to_num().mean(1), c.lses.logsumexp(1))
     yield "merge_states", "all_empty", lambda c: (torch.einsum("tnhd,tnh->thd", c.outputs, c.lses.softmax(1)), c.lses.logsumexp(1))
