@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnops.core.kernel import Kernel, kernels_of
-from attnops.testing import Call, Features, Source, builders, oracle
+from attnops.testing import Call, Features, Source, gradient_call, make_call, oracle
 from attnops.testing.check import compare
 from attnops.testing.error_bounds import allowance
 
@@ -29,12 +29,12 @@ WAYS = ("lowest", "billion", "products")
 def forward(op: str, f: Features, device: str) -> Call:
     source = Source(1, device)
     if op == "attention":
-        return builders.dense(source, 2, 5, 9, f)
+        return make_call("attention", source, 2, 5, 9, f)
     if op == "varlen_attention":
-        return builders.varlen(source, (5, 3), (9, 7), f, padding=(0, 0))
+        return make_call("varlen_attention", source, (5, 3), (9, 7), f, padding=(0, 0))
     if op == "paged_attention":
-        return builders.paged(source, (5, 3), (9, 7), 4, f, padding=0)
-    return builders.mla(source, (5, 3), (9, 7), 4, replace(f, head_dim=20, v_head_dim=16), padding=0)
+        return make_call("paged_attention", source, (5, 3), (9, 7), 4, f, padding=0)
+    return make_call("mla_attention", source, (5, 3), (9, 7), 4, replace(f, head_dim=20, v_head_dim=16), padding=0)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def gradients(of: Pair, kernel: Kernel, loud: bool, unseen: bool) -> Pair:
     loud: the faint rows' output has a gradient. unseen: their lse is -inf, as of a forward in which they see no key.
     """
     graded = "mask_grad" in kernel.takes and "mask" in of.wild.arguments
-    wild, calm = (builders.backward(Source(2, of.faint.device), call, mask_grad=graded) for call in (of.wild, of.calm))
+    wild, calm = (gradient_call(Source(2, of.faint.device), call, mask_grad=graded) for call in (of.wild, of.calm))
     here = of.faint[..., None]
     quiet = {"grad_output": wild.arguments["grad_output"].masked_fill(here, 0.0)}
     wild = wild if loud else wild.with_(**quiet)
@@ -152,7 +152,7 @@ def runs() -> list[tuple[str, str, str, torch.dtype]]:
 def merges(kernel: Kernel) -> None:
     """Of partial results whose lse is that of faint rows, in all parts of some rows and in one part of others."""
     shape = (5, 4, 16) if kernel.op == "merge_state" else (5, 3, 4, 16)
-    calm = builders.merge(Source(1), shape, F32)
+    calm = make_call(kernel.op, Source(1), shape, F32)
     lses = {n: t.clone() for n, t in calm.tensors().items() if n.startswith("lse")}
     for lse in lses.values():
         lse[0] = torch.finfo(F32).min

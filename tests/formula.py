@@ -46,6 +46,7 @@ def plain(
 def formula(call: Call) -> tuple[Tensor, Tensor]:
     """output and lse of a dense or packed call, float64, differentiable. Rows of no request are 0 and -inf."""
     t: dict[str, Any] = {n: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for n, v in call.arguments.items()}
+    t["causal"] = call.record.causal
     query, mask, sinks = t["query"], t.get("mask"), t.get("sinks")
     if call.op == "attention":
         batch, queries, heads, _ = query.shape

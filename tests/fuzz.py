@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from attnops.testing import Call, Features, Source, builders
+from attnops.testing import Call, Features, Source, gradient_call, make_call
 
 OPS = ("attention_backward", "varlen_attention_backward")
 SHORT, TILES = (0, 1, 2, 3, 5, 8), (0, 1, 3, 17, 64, 65, 100, 130, 200)
@@ -37,13 +37,15 @@ def drawn(draw: random.Random, source: Source, f: Features, lengths: Sequence[in
         pairs = [(draw.choice(lengths), draw.choice(lengths)) for _ in range(draw.randint(0, 4))]
         pairs += [(least + draw.choice(lengths), least + draw.choice(lengths))] * (least > 0)
         q_lens, k_lens = [q for q, _ in pairs], [k for _, k in pairs]
-        return builders.backward(
-            source, builders.varlen(source, q_lens, k_lens, f, padding=draw.choice([(0, 0), (2, 3)])), lse_grad=lse_grad
+        return gradient_call(
+            source, make_call("varlen_attention", source, q_lens, k_lens, f, padding=draw.choice([(0, 0), (2, 3)])), lse_grad=lse_grad
         )
     batch, queries, keys = draw.randint(1, 3), least + draw.choice(lengths), least + draw.choice(lengths)
     queries = keys if draw.random() < 0.6 else queries
     ends = [sorted((draw.randint(0, keys), draw.randint(0, keys))) for _ in range(batch)]
     ranged = draw.random() < 0.2
-    ranges: dict[str, Any] = {"start": [low for low, _ in ends], "end": [high for _, high in ends]} if ranged else {}
-    forward = builders.dense(source, batch, queries, keys, f, **ranges)
-    return builders.backward(source, forward, mask_grad=f.mask == "additive" and draw.random() < 0.7, lse_grad=lse_grad)
+    ranges: dict[str, Any] = (
+        {"kv_start": [low for low, _ in ends], "kv_end": [high for _, high in ends], "index": torch.int32} if ranged else {}
+    )
+    forward = make_call("attention", source, batch, queries, keys, f, **ranges)
+    return gradient_call(source, forward, mask_grad=f.mask == "additive" and draw.random() < 0.7, lse_grad=lse_grad)

@@ -15,8 +15,8 @@ from attnops.kernels.torch import aten_flash
 from attnops.kernels.torch.by_request import by_token
 from attnops.measured import Table, in_force
 from attnops.ops import OPS
-from attnops.testing import CASES, Features, Source, builders, check_kernel, experts as testing_experts
-from attnops.testing.latent import DEEPSEEK
+from attnops.ops.latent.cases import DEEPSEEK
+from attnops.testing import CASES, Features, Source, check_kernel, make_call
 from tests.mates import POLICY, invariant, may_be_chosen, only, rows_of, same_bits
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -138,7 +138,7 @@ def test_aten_flash_takes_dense_rows_as_requests(monkeypatch, window):
 
     monkeypatch.setattr(aten_flash, "forward", packed)
     monkeypatch.setattr(aten_flash, "on_cpu", lambda x: False)
-    call = builders.dense(Source(1), 3, 5, 9, replace(PLAIN, dtype=F32, window=(window, -1)))
+    call = make_call("attention", Source(1), 3, 5, 9, replace(PLAIN, dtype=F32, window=(window, -1)))
     found = aten_flash.attention(changed(call.record, policy=POLICY))
     for got, want in zip(found, OPS["attention"].reference(call.record), strict=True):
         assert got.stride() == want.stride()
@@ -162,10 +162,12 @@ FOUR = (3, 1, 9, 7)
 GROUPS = [FOUR, (0,), (5,), (6,), (6, 7), tuple(reversed(range(12)))]
 
 BATCHES = {
-    "attention": lambda f: builders.dense(Source(4), 12, 3, 90, f),
-    "attention_ranges": lambda f: builders.dense(Source(4), 12, 3, 90, f, start=range(12), end=range(70, 82)),
-    "varlen_attention": lambda f: builders.varlen(Source(4), TWELVE, LENGTHS, f),
-    "paged_attention": lambda f: builders.paged(Source(4), TWELVE, LENGTHS, 16, f),
+    "attention": lambda f: make_call("attention", Source(4), 12, 3, 90, f),
+    "attention_ranges": lambda f: make_call(
+        "attention", Source(4), 12, 3, 90, f, kv_start=range(12), kv_end=range(70, 82), index=torch.int32
+    ),
+    "varlen_attention": lambda f: make_call("varlen_attention", Source(4), TWELVE, LENGTHS, f),
+    "paged_attention": lambda f: make_call("paged_attention", Source(4), TWELVE, LENGTHS, 16, f),
 }
 
 
@@ -178,11 +180,11 @@ def test_attention(name, features):
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 def test_latents(dtype):
     f = replace(DEEPSEEK, dtype=dtype, head_dim=80, v_head_dim=64, q_heads=8, lse=True)
-    same_bits(builders.mla(Source(4), TWELVE, LENGTHS, 16, f), GROUPS)
+    same_bits(make_call("mla_attention", Source(4), TWELVE, LENGTHS, 16, f), GROUPS)
 
 
 def test_vertical_slash():
-    same_bits(builders.slash_attention(Source(4), TWELVE, LENGTHS, replace(PLAIN, causal=False)), GROUPS)
+    same_bits(make_call("vertical_slash_attention", Source(4), TWELVE, LENGTHS, replace(PLAIN, causal=False)), GROUPS)
 
 
 def test_ranges_do_not_follow_from_the_longest_mate():
@@ -202,7 +204,7 @@ def test_ranges_do_not_follow_from_the_longest_mate():
 
 
 def test_gradients():
-    forward = builders.varlen(Source(4), TWELVE, LENGTHS, replace(PLAIN, lse=False), padding=(0, 0))
+    forward = make_call("varlen_attention", Source(4), TWELVE, LENGTHS, replace(PLAIN, lse=False), padding=(0, 0))
     grads = []
     for chosen in (range(12), FOUR):
         call = only(forward, chosen)
@@ -233,7 +235,7 @@ def test_a_judge_of_experts_takes_tokens_one_at_a_time_only_then(op, policy, eac
     reference = inspect.unwrap(kernel.run)
     counting = by_token(lambda call: rows.append(call.x.shape[0]) or reference(call))
     sizes = {"experts": (24, 20, 28, 3, 2), "mxfp4_experts": (64, 64, 16, 3, 2)}[op]
-    call = getattr(testing_experts, op)(Source(1), 5, sizes)
+    call = make_call(op, Source(1), 5, sizes)
     counting(changed(call.record, policy=policy))
     assert rows == [each] * (5 // each)
 

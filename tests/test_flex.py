@@ -7,7 +7,7 @@ from attnops.core.kernel import kernels_of
 from attnops.core.problem import Target, altered
 from attnops.kernels.torch import flex
 from attnops.kernels.torch.flex import Tile, shared_limit
-from attnops.testing import Features, Source, builders
+from attnops.testing import Features, Source, make_call
 
 BF16, F32 = torch.bfloat16, torch.float32
 DIMS = [(16, 16), (64, 64), (80, 80), (128, 128), (192, 128), (192, 192), (224, 224), (256, 256), (512, 512), (576, 512), (1024, 1024)]
@@ -35,7 +35,7 @@ COMPILED = {
 
 
 def problem(d: int, dv: int, dtype: torch.dtype, arch: int, mask: str = "none"):
-    call = builders.dense(Source(), 1, 1, 1, Features(dtype=dtype, head_dim=d, v_head_dim=dv, q_heads=1, kv_heads=1))
+    call = make_call("attention", Source(), 1, 1, 1, Features(dtype=dtype, head_dim=d, v_head_dim=dv, q_heads=1, kv_heads=1))
     return altered(call.problem, target=Target("cuda", arch), mask=mask)
 
 

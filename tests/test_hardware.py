@@ -18,7 +18,7 @@ from attnops.measured import NOWHERE, Grid, Table, never_run, store
 from attnops.measured.table import version_of
 from attnops.ops.latent.timed import MLA
 from attnops.ops.sweeps import decoding
-from attnops.testing import Features, Source, builders
+from attnops.testing import Features, Source, make_call
 from tests.helpers import where_kernels_ran
 
 SM90, SM100 = Target.parse("sm90"), Target.parse("sm100")
@@ -39,7 +39,8 @@ def test_what_is_said_of_a_kernel(file):
 
 
 def explained(target):
-    call = builders.paged(
+    call = make_call(
+        "paged_attention",
         Source(0),
         (1,) * 4,
         (300,) * 4,

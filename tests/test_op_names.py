@@ -17,19 +17,9 @@ NAMED = {
     "attnops.bench.run",
     "attnops.cli.demo",
     "attnops.configs",
-    "attnops.testing.error_bounds",
     "attnops.lowering.fuse_norm_linear_pass",
     "attnops.lowering.fuse_rotation_pass",
     "attnops.lowering.linear_parts",
-    "attnops.testing.builders",
-    "attnops.testing.cases",
-    "attnops.testing.check",
-    "attnops.testing.data_cases",
-    "attnops.testing.decode",
-    "attnops.testing.experts",
-    "attnops.testing.latent",
-    "attnops.testing.linear",
-    "attnops.testing.route",
 }
 
 

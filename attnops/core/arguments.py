@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from inspect import Parameter
 from types import CodeType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -28,6 +28,20 @@ MASK = (torch.bool, *FLOATS)
 
 FURTHEST = (1 << 30) - 1
 """The widest window and the longest chunk, in keys. Kernels add them to positions in 32 bits."""
+
+Holds = Literal[
+    "", "queries", "keys", "new_keys", "pages", "page_ids", "slots_of_tokens", "starts_of_queries", "starts_of_keys", "lengths_of_queries",
+    "lengths_of_keys", "most_queries", "most_keys", "tokens", "page_count", "scale_of_logits", "scale_of_query", "scale_of_keys", "factors",
+    "shares", "weight_rows",
+]  # fmt: skip
+"""What the values of an argument are, where layout, dtypes and facts do not tell.
+
+keys: keys or values that queries see. new_keys: those of new tokens, which are stored. pages: the slots that hold keys. page_ids: the
+pages of each request. slots_of_tokens: where each token is stored, negative for nowhere. starts: 0 and the running sums of the requests'
+lengths. most: the greatest of these lengths, or more. tokens, page_count: how many there are in all. scale_of_query, scale_of_keys:
+factors by which stored numbers are multiplied. factors: of each token's logits. shares: of what is added up. weight_rows: their products
+with the input are the results.
+"""
 
 Dtypes = tuple[torch.dtype, ...]
 Sizes = dict[str, Any]
@@ -65,7 +79,7 @@ class Arg:
     hint: a promise, a plan or scratch that a kernel may ignore without changing the result; it never makes a kernel refuse.
     always: every kernel of the op takes every value of the argument, so `Kernel.takes` need not list it.
     without: takes a call with the flag on, and returns one that means the same with the flag off. Kernels that do not list the flag get it.
-    facts: what the Problem says of it. weight: its bytes are most of a call's, and a step of a model reads them once.
+    facts: what the Problem says of it. holds: see `Holds`. weight: its bytes are most of a call's, and a step of a model reads them once.
 
     `record` fills in the rest. tensor: is it a tensor, or None in a tensor's place? neutral: `off`, or else the default.
     """
@@ -86,6 +100,7 @@ class Arg:
     weight: bool = False
     without: Callable[[Any], Any] | None = None
     facts: tuple[Fact, ...] = ()
+    holds: Holds = ""
     name: str = ""
     kind: str = ""
     keyword: bool = False

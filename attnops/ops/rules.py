@@ -85,7 +85,7 @@ class Queries(Call):
     """The longest request's query tokens, at most."""
 
     _: KW_ONLY
-    max_seqlen_q: int = arg(least=0, symbolic=True)
+    max_seqlen_q: int = arg(least=0, symbolic=True, holds="most_queries")
 
 
 @group
@@ -93,7 +93,7 @@ class Lengths(Queries):
     """The longest request's tokens, at most."""
 
     _: KW_ONLY
-    max_seqlen_k: int = arg(least=0, symbolic=True)
+    max_seqlen_k: int = arg(least=0, symbolic=True, holds="most_keys")
 
 
 @group
@@ -101,7 +101,7 @@ class Visible(Call):
     """The rules that say which keys a query sees, and the form of the logits."""
 
     _: KW_ONLY
-    scale: float = arg()
+    scale: float = arg(holds="scale_of_logits")
     causal: bool = arg(default=False, facts=CAUSAL)
     window_left: int = arg(default=-1, least=-1, most=FURTHEST, facts=WINDOW_LEFT)
     window_right: int = arg(default=-1, least=-1, most=FURTHEST, facts=WINDOW_RIGHT)

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.core.arguments import Arg, evaluate
+from attnops.core.arguments import REQUIRED, Arg, evaluate
 from attnops.core.kernel import Kernel, kernels_of
-from attnops.core.problem import Problem, altered
+from attnops.core.problem import Problem, altered, leaf, value_of
 from attnops.core.record import Spec, changed
 from attnops.ops import OPS
-from attnops.ops.pages.plan import statics_of
 
 Make = Callable[[Arg, list[int]], Tensor | None]
 
@@ -74,6 +73,10 @@ class Call:
     def tensors(self) -> dict[str, Tensor]:
         """The tensor arguments by name."""
         return {n: v for n, v in self.arguments.items() if isinstance(v, Tensor)}
+
+    def held(self) -> dict[str, Any]:
+        """The arguments whose record says what they hold, by that."""
+        return {a.holds: self.arguments[a.name] for a in self.spec.args if a.holds and a.name in self.arguments}
 
     def with_(self, **arguments: Any) -> Call:
         """The same call with other arguments; None takes one away."""
@@ -151,19 +154,26 @@ def planned(kernel: Kernel, call: Call, policy: str = "", buffers: tuple[Tensor,
     made = plan_call(call, maker, buffers)
     with torch.no_grad():
         maker.run(changed(made.record, policy=policy))
-    return call.with_(plan=made.arguments["plan"], workspace=made.arguments["workspace"])
+    return call.with_(**{n: made.arguments[n] for n in made.writes})
 
 
 def plan_call(call: Call, maker: Kernel, buffers: tuple[Tensor, Tensor] | None = None) -> Call:
     """The call of the plan op for `call`. The static arguments come from the call's Problem."""
-    pool = call.arguments["k_pages" if "k_pages" in call.arguments else "latent_pages"]
-    op, statics, tokens = f"plan_{call.op}", statics_of(call.problem), call.args[0].shape[0]
-    step = {"num_tokens": tokens, "max_seqlen_q": call.arguments["max_seqlen_q"], "num_pages": pool.shape[0]}
-    tables = {n: call.arguments[n] for n in ("page_table", "seq_lens", "cu_seqlens_q")}
-    device = tables["page_table"].device
+    p, spec, held = call.problem, OPS[f"plan_{call.op}"].spec, call.held()
+    held |= {"tokens": call.args[0].shape[0], "page_count": held["pages"].shape[0]}
+
+    def value(a: Arg) -> Any:
+        if a.holds:
+            return held[a.holds]
+        found = value_of(p, a.facts[0]) if a.facts else leaf(p, a.name)
+        return str(found)[6:] if isinstance(found, torch.dtype) else found
+
+    arguments = {a.name: value(a) for a in spec.args if not a.written and (a.holds or a.facts or a.default is REQUIRED)}
     if buffers is None:
-        requests, pages = tables["page_table"].shape
+        device, (requests, pages) = held["page_ids"].device, held["page_ids"].shape
+        fixed = {n: x for n, x in arguments.items() if not (spec[n].tensor or spec[n].symbolic)}
         assert maker.plan.sizes is not None
-        sizes = maker.plan.sizes(**statics, max_tokens=tokens, max_requests=requests, max_pages=pages, device=device)
+        sizes = maker.plan.sizes(**fixed, max_tokens=held["tokens"], max_requests=requests, max_pages=pages, device=device)
         buffers = torch.zeros(sizes[0], dtype=torch.int64), torch.zeros(sizes[1], dtype=torch.uint8, device=device)
-    return Call(op, {**tables, **statics, **step, "plan": buffers[0], "workspace": buffers[1]}, writes=("plan", "workspace"))
+    writes = tuple(a.name for a in spec.args if a.written)
+    return Call(spec.op, arguments | dict(zip(writes, buffers, strict=True)), writes=writes)

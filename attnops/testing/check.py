@@ -14,12 +14,8 @@ from attnops.core.kernel import Kernel
 from attnops.core.problem import Refusal
 from attnops.core.record import check, fake as empty
 from attnops.ops import OPS
-from attnops.ops.latent.rope_reference import scaled
-from attnops.ops.metadata.reference import rows_schedule_words
-from attnops.ops.sparse.packed_format import GROUP, LEAST, TOP, unpack
-from attnops.testing import error_bounds
-from attnops.testing.calls import equip, with_device_plan
-from attnops.testing.case import Call
+from attnops.testing.calls import Call, equip, with_device_plan
+from attnops.testing.error_bounds import allowance
 
 Errors = dict[str, tuple[float, float]]
 
@@ -75,7 +71,7 @@ def check_kernel(kernel: Kernel, call: Call) -> Figures:
 
 def _check_run(kernel: Kernel, call: Call) -> Figures:
     # A workspace can be larger than all other arguments, so it is copied once for the run and once by the oracle.
-    clean = call.map(lambda n, t: fill(clone(t), call.free[n], False) if n in call.free else t if n == "workspace" else clone(t))
+    clean = call.map(lambda n, t: fill(clone(t), call.free[n], False) if n in call.free else t if _is_scratch(call, n) else clone(t))
     given = call.map(lambda n, t: _poisoned(call, n, t))
     before = {n: clone(t) for n, t in given.tensors().items() if n not in given.mutated}
     with torch.no_grad():
@@ -88,21 +84,49 @@ def _check_run(kernel: Kernel, call: Call) -> Figures:
             raise Mismatch(f"{where}: wrote into {name}, which the schema does not declare written")
     # References are called as ops call them: not all of torch's own functions find the GPU of their arguments.
     with on_device_of(next(iter(clean.tensors().values()))):
-        errors = CHECKS.get(kernel.op, _compared)(kernel, clean, results)
+        errors = _errors(kernel, clean, results)
     return Figures(kernel.name, kernel.op, errors=errors)
 
 
-def _compared(kernel: Kernel, call: Call, results: Mapping[str, Tensor]) -> Errors:
-    expected, errors, a, start = oracle(call), {}, call.arguments, 0
-    if kernel.op == "decode_rows":  # only FlashMLA reads the first words
-        start = rows_schedule_words(a["num_tokens"], a.get("q_heads", 0), a.get("float8", False))
-    allowed = error_bounds.allowance(call, expected, kernel.tolerance.rounded_sums)
-    for name, got in results.items():
-        if name in ("plan", "workspace"):
+def _errors(kernel: Kernel, call: Call, results: dict[str, Tensor]) -> Errors:
+    """(worst error, allowed error there) by result. call: as it was before the run, with zeros where it is free."""
+    written = _written_slots(call)
+    for name in results:
+        if written is not None and name in call.spec.names and call.spec[name].holds == "pages":
+            _check_kept(f"{kernel.op}.{kernel.name}: {name}", _poisoned(call, name, call.arguments[name]), results[name], written)
+    results = _cut(call, results, written)
+    compared = OPS[kernel.op].of_family("bound", "COMPARED")
+    if compared is not None:
+        found, factor = compared(call.record, results), 1.0
+    else:
+        whole = oracle(call)
+        allowed, factor = allowance(call, whole, kernel.tolerance.rounded_sums), kernel.tolerance.factor
+        expected = _cut(call, whole, written)
+        found = {name: (got, expected[name], allowed.get(name, 0.0)) for name, got in results.items()}
+    what = f"{kernel.op}.{kernel.name}"
+    return {name: compare(f"{what}: {name}", got, want, most, factor) for name, (got, want, most) in found.items()}
+
+
+def _written_slots(call: Call) -> Tensor | None:
+    """The slots where the call stores new keys, in the tokens' order; None where it is not told them."""
+    held = call.held()
+    slots: Tensor | None = held.get("slots_of_tokens")
+    lengths = held.get("lengths_of_keys")
+    if slots is None:
+        return None
+    return slots[slots >= 0 if lengths is None else (slots >= 0) & (lengths > 0)].long()
+
+
+def _cut(call: Call, results: Mapping[str, Tensor], written: Tensor | None) -> dict[str, Tensor]:
+    """The results without scratch; of pages, the slots that are written, if they are known."""
+    cut = {}
+    for name, x in results.items():
+        a = call.spec[name] if name in call.spec.names else None
+        if a is not None and a.hint:
             continue  # private to the kernel
-        what = f"{kernel.op}.{kernel.name}: {name}"
-        errors[name] = compare(what, got[start:], expected[name][start:], allowed.get(name, 0.0), kernel.tolerance.factor)
-    return errors
+        pages = a is not None and a.holds == "pages" and written is not None
+        cut[name] = x.flatten(0, 1).view(torch.uint8)[written].view(x.dtype) if pages else x
+    return cut
 
 
 def oracle(call: Call) -> dict[str, Tensor]:
@@ -154,6 +178,11 @@ def fill(t: Tensor, where: Tensor, poison: bool) -> Tensor:
     return t
 
 
+def _is_scratch(call: Call, name: str) -> bool:
+    a = call.spec[name]
+    return a.hint and a.written
+
+
 def _poisoned(call: Call, name: str, tensor: Tensor) -> Tensor:
     if name in call.writes:
         return fill(clone(tensor), torch.ones((), dtype=torch.bool, device=tensor.device), True)
@@ -189,82 +218,10 @@ def _check_layout(results: Mapping[str, Tensor], given: Call, where: str) -> Non
             raise Mismatch(f"{where}: {name} shares memory with an input")
 
 
-WRITES = {
-    "write_kv": (("k_pages", ("key",), "k_scale"), ("v_pages", ("value",), "v_scale")),
-    "write_latent": (("latent_pages", ("latent", "k_pe"), "kv_scale"),),
-    "write_latent_packed": (("latent_pages", ("latent", "k_pe"), ""),),
-}
-"""Ops that write slots: the pages, the arguments whose rows they store, end to end, and the scale."""
-
-
-def _written(kernel: Kernel, call: Call, results: Mapping[str, Tensor]) -> Errors:
-    """Compare every slot of the pages: a written one holds its row within half a step, the others keep their bytes."""
-    errors, slots = {}, call.arguments["slots"]
-    real = slots[slots >= 0].long()
-    for pages, names, scale in WRITES[kernel.op]:
-        what, got = f"{kernel.op}.{kernel.name}: {pages}", results[pages]
-        _kept(what, call.arguments[pages], got, real)
-        parts = [call.arguments[n][slots >= 0].double() for n in names]
-        rows = got.flatten(0, 1).view(torch.uint8)[real]
-        exact = torch.cat(parts, -1)
-        if call.arguments.get(scale) is not None:
-            exact = exact / call.arguments[scale].double().reshape(-1, 1)
-        if kernel.op == "write_latent_packed":
-            allowed, found = _packed(what, parts[0], parts[1], rows)
-        else:
-            quantised = call.arguments[names[0]].dtype == got.dtype  # stored unchanged
-            exact, allowed = error_bounds.stored(exact, torch.float64 if quantised else got.dtype)
-            found = rows.view(got.dtype).double()
-        errors[pages] = compare(what, found, exact, allowed, 1.0)
-    return errors
-
-
-def _packed(what: str, latent: Tensor, k_pe: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """(the allowed error, the numbers) of packed rows. Compares the scales, which are exact."""
-    groups = latent.unflatten(-1, (-1, GROUP))
-    mantissa, exponent = torch.frexp(groups.abs().amax(-1) / TOP)
-    scale = torch.exp2((exponent - (mantissa == 0.5).to(exponent.dtype)).clamp(min=LEAST).double())
-    scale = torch.where(mantissa == 0, 2.0**LEAST, scale)
-    found = rows[:, latent.shape[1] : rows.shape[1] - 2 * k_pe.shape[1]].clone(memory_format=torch.contiguous_format).view(torch.float32)
-    compare(f"{what}: scale", found, scale, 0.0, 1.0)
-    step = (error_bounds.stored(groups / scale[..., None], torch.float8_e4m3fn)[1] * scale[..., None]).flatten(-2)
-    return torch.cat([step, k_pe.abs() * 2.0**-8], -1), unpack(rows, latent.shape[1], k_pe.shape[1], torch.float64)
-
-
-def _rotated(kernel: Kernel, call: Call, results: Mapping[str, Tensor]) -> Errors:
-    """Compare stored numbers with exact ones: within half a step, plus float32's rounding of the rotation."""
-    wide = call.map(lambda _, t: t.double() if t.is_floating_point() else t)
-    parts, errors = scaled(wide.record), {}
-    for (name, got), exact in zip(results.items(), (torch.cat(parts[:2], -1), torch.cat(parts[2:], -1)), strict=True):
-        want, allowed = error_bounds.stored(exact, got.dtype)
-        # A rotation keeps the length of a pair, so the largest number bounds the terms of its sums.
-        allowed = allowed + 2.0**-21 * exact.abs().amax(-1, keepdim=True)
-        errors[name] = compare(f"{kernel.op}.{kernel.name}: {name}", got.double(), want, allowed, 1.0)
-    return errors
-
-
-def _decoded(kernel: Kernel, call: Call, results: Mapping[str, Tensor]) -> Errors:
-    """Compare the output, and every slot of the pages: that of a new token holds its key and value, the others keep their bytes."""
-    expected, slots = oracle(call), call.arguments["slots"]
-    real = slots[(slots >= 0) & (call.arguments["seq_lens"] > 0)].long()
-    allowed = error_bounds.allowance(call, expected)
-    errors = {"output": compare(f"{kernel.op}.{kernel.name}: output", results["output"], expected["output"], allowed["output"], 1.0)}
-    for name in ("k_pages", "v_pages"):
-        what = f"{kernel.op}.{kernel.name}: {name}"
-        _kept(what, fill(clone(call.arguments[name]), call.free[name], True), results[name], real)
-        got, want = results[name].flatten(0, 1)[real], expected[name].flatten(0, 1)[real]
-        errors[name] = compare(what, got, want, allowed.get(name, 0.0), 1.0)
-    return errors
-
-
-def _kept(what: str, before: Tensor, after: Tensor, written: Tensor) -> None:
+def _check_kept(what: str, before: Tensor, after: Tensor, written: Tensor) -> None:
     """Raise Mismatch where a slot of the pages has changed that is not among those written."""
     old, new = (t.flatten(0, 1).view(torch.uint8) for t in (before, after))
     changed = (new != old).flatten(1).any(1)
     changed[written] = False
     if changed.any():
         raise Mismatch(f"{what}: slot {int(changed.nonzero()[0])} changed, but no token is stored there")
-
-
-CHECKS = dict.fromkeys(WRITES, _written) | {"rope_quantize_latent": _rotated, "decode_attention": _decoded}
-"""By op, the comparison of results in place of `_compared`."""

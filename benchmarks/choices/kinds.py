@@ -14,15 +14,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from attnops.core.problem import Target, pretend
 from attnops.core.select import Decision, select
-from attnops.testing import Features, Source, builders
-from attnops.testing.case import Case, Rows, table
-from attnops.testing.latent import DEEPSEEK
+from attnops.ops.case_data import Rows
+from attnops.ops.latent.cases import DEEPSEEK
+from attnops.testing import Case, Features
+from attnops.testing.cases import table
 
 FILE = Path(__file__).parent / "table.json"
 PACKAGES = ("sgl_kernel", "triton")
@@ -43,19 +43,15 @@ DECODE, PROMPT, DENSE = ((1,) * 8, (400,) * 8, 64), ((300, 40), (300, 400), 16),
 PACKED = ((300, 40), (300, 400))
 
 
-def _gradients(source: Source, *lengths: Any, f: Features) -> Any:
-    return builders.backward(source, builders.dense(source, *lengths, f))
-
-
 Kinds = Mapping[str, tuple[Case, ...]]
 
 
-def _kinds(op: str, build: Any, kinds: Mapping[str, Rows]) -> dict[str, tuple[Case, ...]]:
-    return {kind: table(op, build, rows) for kind, rows in kinds.items()}
+def _kinds(op: str, kinds: Mapping[str, Rows]) -> dict[str, tuple[Case, ...]]:
+    return {kind: table(op, rows) for kind, rows in kinds.items()}
 
 
 KINDS: Kinds = {
-    **_kinds("sparse_mla_attention", builders.sparse, {
+    **_kinds("sparse_mla_attention", {
         "packed latents, rows between pages": {
             "64 heads, pages of 64": (*LISTS, (10, 64), PAIR, {"gap": 1}, SPARSE(q_heads=64, sinks=F32)),
             "128 heads, pages of 2": (*LISTS, (300, 2), PAIR, {"gap": 1}, SPARSE(q_heads=128, sinks=F32)),
@@ -69,7 +65,7 @@ KINDS: Kinds = {
             "rows between pages": (*LISTS, (10, 64), {"gap": 1}, SPARSE(q_heads=64, sinks=F32)),
         },
     }),
-    **_kinds("merge_state", builders.merge, {
+    **_kinds("merge_state", {
         "merges of two results, eager": {
             "64 rows": ((64, 8, 128), BF16),
             "613 rows, head dim 48": ((613, 8, 48), F16),
@@ -77,14 +73,14 @@ KINDS: Kinds = {
             "float32": ((256, 8, 32), F32),
         },
     }),
-    **_kinds("merge_states", builders.merge, {
+    **_kinds("merge_states", {
         "merges of many results, eager": {
             "2": ((64, 2, 8, 128), BF16),
             "133": ((64, 133, 8, 64), BF16),
             "133 of one token": ((1, 133, 8, 128), F16),
         },
     }),
-    **_kinds("paged_attention", builders.paged, {
+    **_kinds("paged_attention", {
         "keys of 576, values of 512": {
             "one key head, decode": (*DECODE, replace(WIDE, q_heads=16, kv_heads=1, lse=True)),
             "two key heads, decode": (*DECODE, WIDE),
@@ -111,7 +107,7 @@ KINDS: Kinds = {
             "soft cap, sinks": (*PROMPT, replace(LLAMA, dtype=F16, head_dim=40, softcap=30.0, sinks=F16, lse=True)),
         },
     }),
-    **_kinds("varlen_attention", builders.varlen, {
+    **_kinds("varlen_attention", {
         "float8, packed": {
             "query and keys": (*PACKED, FLOAT8),
             "keys alone": (*PACKED, replace(LLAMA, kv_dtype=E4M3)),
@@ -125,7 +121,7 @@ KINDS: Kinds = {
             "window": (*PACKED, replace(ODD, window=(50, -1), softcap=0.0)),
         },
     }),
-    **_kinds("attention", builders.dense, {
+    **_kinds("attention", {
         "float8 query with windows": {
             "causal": (*DENSE, replace(FLOAT8, window=(50, -1))),
             "to both sides": (*DENSE, replace(FLOAT8, causal=False, window=(50, 20), lse=True)),
@@ -145,7 +141,7 @@ KINDS: Kinds = {
             "causal": (*DENSE, DOUBLE),
         },
     }),
-    **_kinds("attention_backward", _gradients, {
+    **_kinds("attention_backward", {
         "gradients of head dims 2 and 3": {
             "2": (2, 30, 30, replace(TRAINED, dtype=F32, head_dim=2, lse=False)),
             "3": (2, 30, 30, replace(TRAINED, head_dim=3, lse=False)),

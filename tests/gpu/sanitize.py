@@ -24,8 +24,7 @@ import torch
 
 from attnops.core.kernel import Kernel, all_kernels
 from attnops.measured.digests import digests
-from attnops.testing import CASES, check_kernel
-from attnops.testing.case import Source
+from attnops.testing import CASES, Source, check_kernel
 
 ROOT = Path(__file__).resolve().parents[2]
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) errors?)|(?:RACECHECK SUMMARY: (\d+) hazards? displayed)")

@@ -7,7 +7,7 @@ import torch
 
 import attnops
 from attnops.core.kernel import kernels_of
-from attnops.testing import Call, Features, Source, builders, check_kernel
+from attnops.testing import Call, Features, Source, check_kernel, gradient_call, make_call
 
 BF16, F16 = torch.bfloat16, torch.float16
 LENGTHS = ((5, 0, 1, 130, 64, 7), (5, 3, 70, 130, 200, 0))
@@ -15,7 +15,7 @@ HEADS = ((4, 4), (4, 2), (6, 2), (8, 2), (8, 1))
 
 
 def checked(call: Call) -> None:
-    for one in (call, builders.backward(Source(4, "cuda"), call)):
+    for one in (call, gradient_call(Source(4, "cuda"), call)):
         figures = check_kernel(kernels_of(one.op)["aten_flash"], one)
         assert not figures.refused and figures.worst <= 1.0, figures
 
@@ -26,7 +26,7 @@ def test_ragged_requests(causal: bool, window: tuple[int, int]) -> None:
     for seed, (heads, dim) in enumerate(zip(HEADS, (64, 128, 96, 192, 256), strict=True)):
         f = Features(dtype=BF16, head_dim=dim, q_heads=heads[0], kv_heads=heads[1], causal=causal, window=window, lse=True)
         for padding in ((0, 0), (3, 70)):
-            checked(builders.varlen(Source(seed, "cuda"), *LENGTHS, f, padding=padding))
+            checked(make_call("varlen_attention", Source(seed, "cuda"), *LENGTHS, f, padding=padding))
 
 
 @pytest.mark.parametrize("lengths", [((1, 0, 1), (5, 3, 7)), ((1, 1), (9, 0)), ((0, 0), (3, 0)), ((300,), (2,))], ids=str)
@@ -34,7 +34,14 @@ def test_odd_batches(lengths: Any) -> None:
     for padding in ((0, 0), (1, 2)):
         q_lens, k_lens = lengths
         checked(
-            builders.varlen(Source(0, "cuda"), q_lens, k_lens, Features(dtype=F16, head_dim=64, causal=True, lse=True), padding=padding)
+            make_call(
+                "varlen_attention",
+                Source(0, "cuda"),
+                q_lens,
+                k_lens,
+                Features(dtype=F16, head_dim=64, causal=True, lse=True),
+                padding=padding,
+            )
         )
 
 
@@ -46,11 +53,11 @@ def test_dense(causal: bool, window: tuple[int, int], sizes: tuple[int, int, int
         pytest.skip("refused: more queries than keys")
     for heads, dim in zip(HEADS, (64, 128, 96, 192, 256), strict=True):
         f = Features(dtype=BF16, head_dim=dim, q_heads=heads[0], kv_heads=heads[1], causal=causal, window=window, lse=True)
-        checked(builders.dense(Source(1, "cuda"), *sizes, f))
+        checked(make_call("attention", Source(1, "cuda"), *sizes, f))
 
 
 def test_rows_that_do_not_start_at_16_bytes() -> None:
-    call = builders.dense(Source(1, "cuda"), 2, 50, 50, Features(dtype=BF16, head_dim=64, causal=True))
+    call = make_call("attention", Source(1, "cuda"), 2, 50, 50, Features(dtype=BF16, head_dim=64, causal=True))
     checked(call.map(lambda n, t: torch.cat([t, t[..., :1]], -1)[..., :-1] if n in ("query", "value") else t))
 
 

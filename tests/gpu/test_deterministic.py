@@ -14,9 +14,8 @@ from attnops.core.kernel import Kernel, all_kernels, kernels_of
 from attnops.core.record import changed
 from attnops.core.select import select
 from attnops.hf import tiny
-from attnops.testing import CASES, Call, Features, Source, builders, equip
-from attnops.testing.builders import sparse
-from attnops.testing.latent import DEEPSEEK
+from attnops.ops.latent.cases import DEEPSEEK
+from attnops.testing import CASES, Call, Features, Source, equip, make_call
 from tests.hf.test_rows import IDS, called, same_bits as rows_alone, steps
 from tests.mates import POLICY, may_be_chosen, only, results, rows_of, same_bits
 from tests.triton.test_steady import CALLS as STEADY, LAYOUTS
@@ -44,21 +43,23 @@ def source() -> Source:
 
 
 BATCHES: dict[str, Callable[[Features], Call]] = {
-    "attention": lambda f: builders.dense(source(), 12, 3, 900, f),
-    "attention.decode": lambda f: builders.dense(source(), 12, 1, 3000, f),
-    "attention.square": lambda f: builders.dense(source(), 12, 500, 500, f),
-    "attention.ranges": lambda f: builders.dense(source(), 12, 3, 900, f, start=range(12), end=range(700, 712)),
-    "varlen_attention": lambda f: builders.varlen(source(), QUERIES, LENGTHS, f),
-    "varlen_attention.decode": lambda f: builders.varlen(source(), (1,) * 12, LENGTHS, f),
-    "paged_attention": lambda f: builders.paged(source(), QUERIES, LENGTHS, 16, f),
-    "paged_attention.page_64": lambda f: builders.paged(source(), QUERIES, LENGTHS, 64, f),
-    "paged_attention.decode": lambda f: builders.paged(source(), (1,) * 12, LENGTHS, 64, f),
-    "decode_attention": lambda f: equip(kernels_of("decode_attention")["triton"], builders.decode(source(), LENGTHS, 64, f)),
+    "attention": lambda f: make_call("attention", source(), 12, 3, 900, f),
+    "attention.decode": lambda f: make_call("attention", source(), 12, 1, 3000, f),
+    "attention.square": lambda f: make_call("attention", source(), 12, 500, 500, f),
+    "attention.ranges": lambda f: make_call(
+        "attention", source(), 12, 3, 900, f, kv_start=range(12), kv_end=range(700, 712), index=torch.int32
+    ),
+    "varlen_attention": lambda f: make_call("varlen_attention", source(), QUERIES, LENGTHS, f),
+    "varlen_attention.decode": lambda f: make_call("varlen_attention", source(), (1,) * 12, LENGTHS, f),
+    "paged_attention": lambda f: make_call("paged_attention", source(), QUERIES, LENGTHS, 16, f),
+    "paged_attention.page_64": lambda f: make_call("paged_attention", source(), QUERIES, LENGTHS, 64, f),
+    "paged_attention.decode": lambda f: make_call("paged_attention", source(), (1,) * 12, LENGTHS, 64, f),
+    "decode_attention": lambda f: equip(kernels_of("decode_attention")["triton"], make_call("decode_attention", source(), LENGTHS, 64, f)),
 }
 LATENTS: dict[str, Callable[[], Call]] = {
-    "16 heads": lambda: builders.mla(source(), QUERIES, LENGTHS, 64, replace(DEEPSEEK, lse=True)),
-    "128 heads": lambda: builders.mla(source(), QUERIES, LENGTHS, 64, replace(DEEPSEEK, q_heads=128)),
-    "decode": lambda: builders.mla(source(), (1,) * 12, LENGTHS, 64, replace(DEEPSEEK, q_heads=128, lse=True)),
+    "16 heads": lambda: make_call("mla_attention", source(), QUERIES, LENGTHS, 64, replace(DEEPSEEK, lse=True)),
+    "128 heads": lambda: make_call("mla_attention", source(), QUERIES, LENGTHS, 64, replace(DEEPSEEK, q_heads=128)),
+    "decode": lambda: make_call("mla_attention", source(), (1,) * 12, LENGTHS, 64, replace(DEEPSEEK, q_heads=128, lse=True)),
 }
 COMPILED_FOR: dict[str, tuple[str, ...]] = {"flex": ("llama", "mask"), "flashinfer": ("llama",), "fa4": ("llama", "d64", "d256", "window")}
 INVARIANT = [k for k in all_kernels() if k.invariant]
@@ -98,7 +99,7 @@ def test_latents(name: str | None, batch: str) -> None:
 @pytest.mark.parametrize("name", kernels("vertical_slash_attention"))
 def test_vertical_slash(name: str | None) -> None:
     f = replace(LLAMA, q_heads=4, kv_heads=2, causal=False)
-    check(builders.slash_attention(source(), QUERIES, LENGTHS, f, verticals=40, slashes=10), GROUPS, name)
+    check(make_call("vertical_slash_attention", source(), QUERIES, LENGTHS, f, verticals=40, slashes=10), GROUPS, name)
 
 
 @pytest.mark.parametrize("lengths", [False, True])
@@ -106,7 +107,7 @@ def test_vertical_slash(name: str | None) -> None:
 def test_sparse_latents(heads: int, lengths: bool) -> None:
     """The automatic choice, over bfloat16 latents."""
     f = replace(DEEPSEEK, q_heads=heads, lse=True)
-    call = sparse(source(), (200, 1, 128, 0, 256, 77, 256, 3), 256, (40, 64), f, lengths=lengths)
+    call = make_call("sparse_mla_attention", source(), (200, 1, 128, 0, 256, 77, 256, 3), 256, (40, 64), f, lengths=lengths)
     check(call, [(0,), (4,), (7, 1), (2, 3, 5), tuple(reversed(range(8)))], None)
 
 
@@ -123,7 +124,9 @@ RUNS = 5
 def trained(op: str, features: Features) -> Call:
     f = replace(features, lse=False)
     return (
-        builders.dense(source(), 12, 300, 300, f) if op == "attention" else builders.varlen(source(), QUERIES, LENGTHS, f, padding=(0, 0))
+        make_call("attention", source(), 12, 300, 300, f)
+        if op == "attention"
+        else make_call("varlen_attention", source(), QUERIES, LENGTHS, f, padding=(0, 0))
     )
 
 
@@ -206,7 +209,7 @@ def test_gradients_where_torch_asks_for_equal_bits(op: str, name: str | None, fe
 
 def test_a_long_causal_sequence_where_torch_asks_for_equal_bits(asked: None) -> None:
     """1x8192, 32/8 heads: cudnn, the fastest of some sizes, gave another dq in each of five runs."""
-    call = builders.dense(source(), 1, 8192, 8192, replace(LLAMA, lse=False))
+    call = make_call("attention", source(), 1, 8192, 8192, replace(LLAMA, lse=False))
     first = gradients(call, (0,), None, "")
     for _ in range(RUNS - 1):
         for n, grad in gradients(call, (0,), None, "").items():
@@ -262,7 +265,7 @@ def gradients(call: Call, chosen: Sequence[int], name: str | None, policy: str |
 @pytest.mark.parametrize("features", ["llama", "d64", "window"])
 def test_paddings_of_a_dense_batch(features: str, queries: int) -> None:
     """The same keys with nothing beside them, behind a padding, before one, or both."""
-    given = builders.dense(source(), 2, queries, 700, FEATURES[features])
+    given = make_call("attention", source(), 2, queries, 700, FEATURES[features])
     found = []
     for before, after in ((0, 0), (64, 0), (13, 100), (0, 500)):
         keys = {n: pad(given.arguments[n], (0, 0, 0, 0, before, after)) for n in ("key", "value")}
@@ -314,5 +317,5 @@ def test_where_a_tensor_lies(name: str) -> None:
 def test_merges(name: str, op: str) -> None:
     if name not in kernels_of(op) or not kernels_of(op)[name].invariant:
         pytest.skip(f"{op} has no such kernel")
-    call = builders.merge(source(), (64, 32, 128), BF16) if op == "merge_state" else builders.merge(source(), (64, 5, 32, 128), BF16)
+    call = make_call(op, source(), (64, 32, 128) if op == "merge_state" else (64, 5, 32, 128), BF16)
     check(call, [(3,), (63,), (1, 5, 9), tuple(range(40))], name)

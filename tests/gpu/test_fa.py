@@ -14,7 +14,7 @@ from attnops.core.kernel import kernels_of
 from attnops.core.problem import Target
 from attnops.kernels.flash_attn4 import fa4
 from attnops.kernels.sgl import fa3
-from attnops.testing import Call, Features, Source, builders, check_kernel
+from attnops.testing import Call, Features, Source, check_kernel, make_call
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 LLAMA = Features(dtype=BF16, head_dim=128, q_heads=32, kv_heads=8, causal=True)
@@ -32,7 +32,7 @@ needs_fa4 = pytest.mark.skipif(not usable("fa4"), reason="no flash-attn-4 on SM9
 
 
 def paged(q_lens: Any, seq_lens: Any, page: int = 16, f: Features = LLAMA, seed: int = 0, **more: Any) -> Call:
-    return builders.paged(Source(seed, "cuda"), q_lens, seq_lens, page, f, **{"padding": None, **more})
+    return make_call("paged_attention", Source(seed, "cuda"), q_lens, seq_lens, page, f, **{"padding": None, **more})
 
 
 SHAPES: dict[str, Callable[[], Call]] = {
@@ -151,7 +151,7 @@ def test_a_compiled_step_adds_no_kernel(found: dict[str, Any]) -> None:
 def test_a_static_caches_decode(f: Features) -> None:
     kernel = kernels_of("attention")["fa3"]
     for start in (None, (3, 0, 700)):
-        call = builders.dense(Source(0, "cuda"), 3, 1, 1000, f, start=start, end=(9, 1000, 733))
+        call = make_call("attention", Source(0, "cuda"), 3, 1, 1000, f, kv_start=start, kv_end=(9, 1000, 733), index=torch.int32)
         assert check_kernel(kernel, call).worst <= 1.0
         assert not any("copy" in name.lower() for name in kernels_in(lambda c=call: kernel.run(c.record))) or f.lse
 
@@ -161,11 +161,11 @@ def test_chunks_over_many_tiles() -> None:
     f = replace(LLAMA, chunk=200, lse=True)
     source = Source(0, "cuda")
     for call in (
-        builders.dense(source, 2, 700, 700, f),
-        builders.dense(source, 2, 3, 1100, f),
-        builders.varlen(source, (300, 1), (900, 513), f),
-        builders.paged(source, (300, 1), (900, 513), 16, f),
-        builders.paged(source, (300, 1), (900, 513), 128, replace(f, window=(150, -1))),
+        make_call("attention", source, 2, 700, 700, f),
+        make_call("attention", source, 2, 3, 1100, f),
+        make_call("varlen_attention", source, (300, 1), (900, 513), f),
+        make_call("paged_attention", source, (300, 1), (900, 513), 16, f),
+        make_call("paged_attention", source, (300, 1), (900, 513), 128, replace(f, window=(150, -1))),
     ):
         assert check_kernel(kernels_of(call.op)["fa3"], call).worst <= 1.0
 
@@ -216,5 +216,5 @@ def test_fa4_in_cuda_graph_trees() -> None:
 @pytest.mark.parametrize("page", [1, 64, 256])
 def test_fa4_with_stale_pages(page: int) -> None:
     f = replace(LLAMA, lse=True)
-    call = builders.paged(Source(1, "cuda"), (130, 1, 40), (300, 129, 40), page, f)
+    call = make_call("paged_attention", Source(1, "cuda"), (130, 1, 40), (300, 129, 40), page, f)
     assert check_kernel(kernels_of("paged_attention")["fa4"], call).worst <= 1.0

@@ -23,7 +23,7 @@ from attnops.core.problem import altered
 from attnops.core.record import changed
 from attnops.kernels.flashinfer import modules as fi
 from attnops.ops import paged_layers
-from attnops.testing import Features, Source, builders, check_kernel, planned
+from attnops.testing import Features, Pages, Source, check_kernel, make_call, planned
 from tests.standins import flashinfer_modules as standin
 
 pytestmark = pytest.mark.skipif(find_spec("flashinfer") is None, reason="flashinfer is not installed")
@@ -43,7 +43,7 @@ def usable():
 
 
 def paged(f, q_lens=(1, 4, 0, 2), seq_lens=(6, 4, 0, 21), page=16, seed=0, **more):
-    return builders.paged(Source(seed, "cuda"), q_lens, seq_lens, page, f, **more)
+    return make_call("paged_attention", Source(seed, "cuda"), q_lens, seq_lens, page, f, **more)
 
 
 # The truth about the foreign functions --------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def test_deepseek_prefill(lens, found):
     # The first runs FA2, whose module for these dims is left to the grid at size.
     if lens[0][0] < 60:
         pytest.skip("FA2 with 192/128 is built by the grid at size")
-    figures = check_kernel(VARLEN, builders.varlen(Source(1, "cuda"), *lens, f))
+    figures = check_kernel(VARLEN, make_call("varlen_attention", Source(1, "cuda"), *lens, f))
     assert not figures.refused and figures.worst <= 1.0, figures
     found.setdefault("flashinfer_deepseek_prefill", {})[str(lens)] = round(figures.worst, 4)
 
@@ -179,7 +179,7 @@ def steps(name: str) -> list[Any]:
     out = []
     for seed, (q_lens, lens) in enumerate(points):
         counts = [-(-n // 16) for n in lens]
-        pages = builders.Pages(spare=260 - sum(counts), wider=64 - max(counts))
+        pages = Pages(spare=260 - sum(counts), wider=64 - max(counts))
         out.append(paged(f, q_lens, lens, 16, seed, padding=tokens - sum(q_lens), pages=pages).with_(max_seqlen_q=longest))
     return out
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attnops.core.kernel import kernels_of
-from attnops.testing import Call, Features, Source, builders, check_kernel
+from attnops.testing import Call, Features, Source, check_kernel, make_call
 
 BF16, F32 = torch.bfloat16, torch.float32
 NONE, WINDOW = (-1, -1), (100, 0)
@@ -32,7 +32,7 @@ CASES = {
 
 def dense(d: int, dv: int, dtype: torch.dtype, queries: int, keys: int, window: tuple[int, int], mask: str) -> Call:
     features = Features(dtype=dtype, head_dim=d, v_head_dim=dv, q_heads=4, kv_heads=2, causal=True, window=window, mask=mask, lse=True)
-    return builders.dense(Source(5, "cuda"), 2, queries, keys, features)
+    return make_call("attention", Source(5, "cuda"), 2, queries, keys, features)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -45,5 +45,5 @@ def test_dense(name: str) -> None:
 @pytest.mark.parametrize("lengths", [((511, 3), (1, 3)), ((100, 29), (300, 29))], ids=str)
 def test_packed(d: int, lengths: tuple[tuple[int, int], tuple[int, int]]) -> None:
     features = Features(dtype=BF16, head_dim=d, q_heads=4, kv_heads=2, causal=True, lse=True)
-    figures = check_kernel(kernels_of("varlen_attention")["flex"], builders.varlen(Source(6, "cuda"), *lengths, features))
+    figures = check_kernel(kernels_of("varlen_attention")["flex"], make_call("varlen_attention", Source(6, "cuda"), *lengths, features))
     assert figures.errors and not figures.refused, figures

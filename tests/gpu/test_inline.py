@@ -10,8 +10,7 @@ import torch
 from attnops.core.kernel import Kernel, all_kernels
 from attnops.core.record import changed, split
 from attnops.ops import OPS
-from attnops.testing import CASES, refusals
-from attnops.testing.case import Source
+from attnops.testing import CASES, Source, refusals
 from attnops.testing.check import check_kernel
 
 INLINE = [pytest.param(k, id=f"{k.op}.{k.name}") for k in all_kernels() if k.fused]

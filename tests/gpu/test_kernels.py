@@ -10,9 +10,8 @@ from torch.utils import _pytree as pytree
 from attnops.core.kernel import Capture, Kernel, all_kernels, kernels_of
 from attnops.core.problem import Target
 from attnops.ops import OPS
-from attnops.testing import CASES, Case, Mismatch, check_kernel, refusals
+from attnops.testing import CASES, Case, Mismatch, Source, check_kernel, refusals
 from attnops.testing.calls import equip
-from attnops.testing.case import Source
 from tests.gpu.flashinfer_modules import is_built as module_is_built
 from tests.gpu.grid import Share, share_of, shares
 from tests.gpu.wide import WIDE, DeviceSource

@@ -12,16 +12,15 @@ from attnops.core.kernel import kernels_of
 from attnops.kernels.sgl import sources
 from attnops.kernels.sgl.flashmla import split
 from attnops.ops import decode_rows, mla_attention
-from attnops.testing import Source, builders, check_kernel, planned, refusals
-from attnops.testing.builders import Pages
-from attnops.testing.latent import DEEPSEEK
+from attnops.ops.latent.cases import DEEPSEEK
+from attnops.testing import Pages, Source, check_kernel, make_call, planned, refusals
 from tests.lowering.models import compiled_code, kernel_calls
 
 SCALE = 192**-0.5
 
 
 def batch(heads: int, requests: int = 64, length: int = 8192) -> Any:
-    call = builders.mla(Source(0, "cuda"), (1,) * requests, (64,) * requests, 64, replace(DEEPSEEK, q_heads=heads), padding=0)
+    call = make_call("mla_attention", Source(0, "cuda"), (1,) * requests, (64,) * requests, 64, replace(DEEPSEEK, q_heads=heads), padding=0)
     pages = torch.randn(requests * length // 64, 64, 576, device="cuda", dtype=torch.bfloat16)
     table = torch.randperm(pages.shape[0], device="cuda").int().view(requests, -1)
     lens = torch.full((requests,), length, dtype=torch.int32, device="cuda")
@@ -179,7 +178,9 @@ def test_a_schedule_made_in_a_captured_graph_follows_the_lengths() -> None:
 @pytest.mark.parametrize("name", ["flashinfer_mla_fa2", "flashinfer_mla_fa3"])
 def test_a_later_plan_reaches_a_captured_graph(name: str, found: dict[str, Any]) -> None:
     lens = ((1, 1, 1), (700, 5, 90)), ((1, 0, 1), (90, 700, 5))
-    calls = [builders.mla(Source(i, "cuda"), q, k, 64, DEEPSEEK, 3 - sum(q), pages=Pages(wider=4)) for i, (q, k) in enumerate(lens)]
+    calls = [
+        make_call("mla_attention", Source(i, "cuda"), q, k, 64, DEEPSEEK, 3 - sum(q), pages=Pages(wider=4)) for i, (q, k) in enumerate(lens)
+    ]
     kernel = usable(name, calls[0])
     first = planned(kernel, calls[0])
     plan, workspace = first.arguments["plan"].pin_memory(), first.arguments["workspace"]

@@ -10,7 +10,7 @@ from torch import Tensor
 from attnops.core.kernel import kernels_of
 from attnops.kernels.triton.launch import grids, linear_tiles as tiles
 from attnops.ops.linear.record import Linear
-from attnops.testing import Features, Source, builders, equip
+from attnops.testing import Features, Source, equip, make_call
 
 LAYERS, HEADS, DIM = 4, 16, 128
 WIDTH = HEADS * DIM
@@ -40,7 +40,7 @@ def test_a_step_of_launches_that_overlap_gives_what_launches_in_turn_give(rows: 
 
     source = Source(1, "cuda")
     take = partial(source.normal, dtype=torch.bfloat16)
-    call = equip(kernels_of("decode_attention")["triton"], builders.decode(source, (900,) * rows, 64, LLAMA, holes=None))
+    call = equip(kernels_of("decode_attention")["triton"], make_call("decode_attention", source, (900,) * rows, 64, LLAMA, missing=None))
     query, attended = (call.arguments[n].view(rows, WIDTH) for n in ("query", "output"))
     weights = [[take(n * WIDTH, WIDTH, spread=WIDTH**-0.5) for n in (2, 1, 1)] for _ in range(LAYERS)]
     gain, x, inner, start = take(WIDTH), take(rows, WIDTH), take(rows, WIDTH), take(rows, WIDTH)

@@ -8,8 +8,8 @@ import torch
 
 from attnops.core.kernel import kernels_of
 from attnops.kernels.triton.launch import grids
-from attnops.testing import Features, Source, builders, check_kernel
-from attnops.testing.latent import DEEPSEEK
+from attnops.ops.latent.cases import DEEPSEEK
+from attnops.testing import Features, Source, check_kernel, make_call
 from tests.gpu.first_use import first_use
 
 BF16, F16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -17,22 +17,22 @@ LLAMA = Features(dtype=BF16, head_dim=128, q_heads=32, kv_heads=8, causal=True, 
 SMALL = Features(dtype=F16, head_dim=64, q_heads=8, kv_heads=2, causal=True, lse=True)
 
 LONG = {
-    "decode": lambda s: builders.paged(s, (1,) * 4, (8192, 1, 70, 3000), 16, LLAMA),
-    "decode_page_64": lambda s: builders.paged(s, (1,), (20000,), 64, LLAMA, padding=0),
-    "decode_page_1": lambda s: builders.paged(s, (1, 1), (900, 2000), 1, LLAMA),
-    "verify": lambda s: builders.paged(s, (8, 5), (4000, 900), 16, LLAMA),
-    "extend": lambda s: builders.paged(s, (700,), (3000,), 16, LLAMA),
-    "mixed": lambda s: builders.paged(s, (700, 1, 1, 30, 0, 1), (900, 4000, 5, 31, 7, 600), 16, LLAMA, padding=90),
-    "window": lambda s: builders.paged(s, (1, 300), (4000, 1500), 16, replace(LLAMA, window=(512, -1))),
-    "chunk": lambda s: builders.paged(s, (1, 300), (4000, 1500), 16, replace(LLAMA, chunk=512)),
-    "float8": lambda s: builders.paged(s, (1, 9), (3000, 200), 16, replace(LLAMA, kv_dtype=E4M3)),
-    "d256_softcap": lambda s: builders.paged(s, (1, 100), (3000, 200), 16, replace(LLAMA, head_dim=256, softcap=30.0)),
-    "tree": lambda s: builders.paged(s, (16, 60), (1500, 200), 16, replace(LLAMA, mask="bool")),
-    "group_20": lambda s: builders.paged(s, (1, 70), (3000, 200), 16, replace(LLAMA, q_heads=20, kv_heads=1)),
-    "mla": lambda s: builders.mla(s, (1, 1, 1), (8000, 70, 1), 64, DEEPSEEK),
-    "mla_128_heads": lambda s: builders.mla(s, (1, 2), (4000, 70), 64, replace(DEEPSEEK, q_heads=128, lse=True)),
-    "mla_verify": lambda s: builders.mla(s, (8, 5), (4000, 70), 64, replace(DEEPSEEK, window=(1000, -1), lse=True)),
-    "mla_float8": lambda s: builders.mla(s, (1, 2), (4000, 70), 64, replace(DEEPSEEK, q_heads=128, kv_dtype=E4M3)),
+    "decode": lambda s: make_call("paged_attention", s, (1,) * 4, (8192, 1, 70, 3000), 16, LLAMA),
+    "decode_page_64": lambda s: make_call("paged_attention", s, (1,), (20000,), 64, LLAMA, padding=0),
+    "decode_page_1": lambda s: make_call("paged_attention", s, (1, 1), (900, 2000), 1, LLAMA),
+    "verify": lambda s: make_call("paged_attention", s, (8, 5), (4000, 900), 16, LLAMA),
+    "extend": lambda s: make_call("paged_attention", s, (700,), (3000,), 16, LLAMA),
+    "mixed": lambda s: make_call("paged_attention", s, (700, 1, 1, 30, 0, 1), (900, 4000, 5, 31, 7, 600), 16, LLAMA, padding=90),
+    "window": lambda s: make_call("paged_attention", s, (1, 300), (4000, 1500), 16, replace(LLAMA, window=(512, -1))),
+    "chunk": lambda s: make_call("paged_attention", s, (1, 300), (4000, 1500), 16, replace(LLAMA, chunk=512)),
+    "float8": lambda s: make_call("paged_attention", s, (1, 9), (3000, 200), 16, replace(LLAMA, kv_dtype=E4M3)),
+    "d256_softcap": lambda s: make_call("paged_attention", s, (1, 100), (3000, 200), 16, replace(LLAMA, head_dim=256, softcap=30.0)),
+    "tree": lambda s: make_call("paged_attention", s, (16, 60), (1500, 200), 16, replace(LLAMA, mask="bool")),
+    "group_20": lambda s: make_call("paged_attention", s, (1, 70), (3000, 200), 16, replace(LLAMA, q_heads=20, kv_heads=1)),
+    "mla": lambda s: make_call("mla_attention", s, (1, 1, 1), (8000, 70, 1), 64, DEEPSEEK),
+    "mla_128_heads": lambda s: make_call("mla_attention", s, (1, 2), (4000, 70), 64, replace(DEEPSEEK, q_heads=128, lse=True)),
+    "mla_verify": lambda s: make_call("mla_attention", s, (8, 5), (4000, 70), 64, replace(DEEPSEEK, window=(1000, -1), lse=True)),
+    "mla_float8": lambda s: make_call("mla_attention", s, (1, 2), (4000, 70), 64, replace(DEEPSEEK, q_heads=128, kv_dtype=E4M3)),
 }
 
 
@@ -50,8 +50,12 @@ def test_stages_that_overlap_give_what_stages_in_turn_give(op: str) -> None:
     from attnops.kernels.triton.launch.attention import attention
 
     call = {
-        "paged_attention": lambda: builders.paged(Source(2, "cuda"), (1,) * 8, (20000, 1, 70, 3000, 9000, 4096, 17, 0), 16, LLAMA),
-        "mla_attention": lambda: builders.mla(Source(2, "cuda"), (1,) * 4, (20000, 70, 0, 5000), 64, replace(DEEPSEEK, lse=True)),
+        "paged_attention": lambda: make_call(
+            "paged_attention", Source(2, "cuda"), (1,) * 8, (20000, 1, 70, 3000, 9000, 4096, 17, 0), 16, LLAMA
+        ),
+        "mla_attention": lambda: make_call(
+            "mla_attention", Source(2, "cuda"), (1,) * 4, (20000, 70, 0, 5000), 64, replace(DEEPSEEK, lse=True)
+        ),
     }[op]()
     for splits in (2, 7, 40):
         choice = grids.Choice(grids.Tile(16, 32, 4, 2), splits)
@@ -98,7 +102,7 @@ def test_a_generate_run_compiles_few_kernels(found: dict[str, Any]) -> None:
     for queries in (1, 2, 7, 8, 33, 65, 300):
         for requests in (1, 2, 5, 16):
             for keys in (300, 700, 1100, 4096):
-                call = builders.paged(Source(0, "cuda"), (queries,) * requests, (keys,) * requests, 16, f)
+                call = make_call("paged_attention", Source(0, "cuda"), (queries,) * requests, (keys,) * requests, 16, f)
                 kernels_of("paged_attention")["triton"].run(call.record)
     found["triton_variants"] = {"attend": count(attend) - before[0], "combine": count(combine) - before[1]}
     assert count(attend) - before[0] <= 12

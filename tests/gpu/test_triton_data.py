@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from attnops.core.kernel import kernels_of
-from attnops.testing import Call, Features, builders, latent
+from attnops.ops.latent.cases import DEEPSEEK
+from attnops.testing import Call, Features, Pages, make_call
 from attnops.testing.check import clone
 from tests.gpu.first_use import MOST, first_use
 from tests.gpu.wide import DeviceSource
@@ -30,12 +31,12 @@ def scattered(tokens: int) -> list[int]:
 
 
 def write(f: Features, tokens: int, page: int = 16, **more: Any) -> Call:
-    return builders.write(source(), scattered(tokens), -(-tokens // page), page, f, **more)
+    return make_call("write_kv", source(), scattered(tokens), -(-tokens // page), page, f, **more)
 
 
 def copy(entries: int, layers: int = 4, f: Features = LLAMA, latents: bool = False) -> Call:
     pairs = tuple(enumerate(source().permutation(entries)))
-    return builders.copy(source(), pairs, layers, -(-entries // 16), 16, f, latents=latents)
+    return make_call("copy_kv", source(), pairs, layers, -(-entries // 16), 16, f, latents=latents)
 
 
 def table(op: str, batch: int, width: int, page: int) -> Call:
@@ -52,10 +53,10 @@ CALLS: dict[str, Callable[[], Call]] = {
     "write_kv_float16_float8": lambda: write(replace(LLAMA, dtype=F16, kv_dtype=E4M3, scale_per_head=False), 777),
     "write_kv_float32_int8": lambda: write(replace(LLAMA, dtype=F32, kv_dtype=INT8), 777),
     "write_kv_odd": lambda: write(replace(LLAMA, head_dim=80, v_head_dim=24, kv_heads=5), 999),
-    "write_kv_interleaved": lambda: write(LLAMA, 999, interleaved=True),
-    "write_latent": lambda: builders.write_latent(source(), scattered(4096), 64, 64, latent.DEEPSEEK),
-    "write_latent_float8": lambda: builders.write_latent(source(), scattered(4096), 64, 64, replace(latent.DEEPSEEK, kv_dtype=E4M3)),
-    "write_latent_packed": lambda: builders.write_packed(source(), scattered(4096), 64, 64, latent.DEEPSEEK),
+    "write_kv_interleaved": lambda: write(LLAMA, 999, pages=Pages(interleaved=True)),
+    "write_latent": lambda: make_call("write_latent", source(), scattered(4096), 64, 64, DEEPSEEK),
+    "write_latent_float8": lambda: make_call("write_latent", source(), scattered(4096), 64, 64, replace(DEEPSEEK, kv_dtype=E4M3)),
+    "write_latent_packed": lambda: make_call("write_latent_packed", source(), scattered(4096), 64, 64, DEEPSEEK),
     **{f"copy_kv_{n}": lambda n=n: copy(n) for n in (1, 7, 64, 256, 257, 4000)},
     "copy_kv_layers": lambda: copy(200, 40),
     "copy_kv_float8": lambda: copy(100, 8, replace(LLAMA, kv_dtype=E4M3)),

@@ -9,8 +9,8 @@ import attnops
 from attnops import ops
 from attnops.core.kernel import kernels_of
 from attnops.ops.sparse.vertical_slash import VerticalSlashAttention
-from attnops.testing import Source, builders, check_kernel
-from attnops.testing.data_cases import HALF
+from attnops.ops.sparse.vertical_slash_cases import HALF
+from attnops.testing import Source, check_kernel, make_call
 
 KERNEL = kernels_of("vertical_slash_attention")["sgl_sparse"]
 INDEX = kernels_of("vertical_slash_indexes")["sgl_sparse"]
@@ -25,9 +25,9 @@ def usable(call: Any) -> Any:
 @pytest.mark.parametrize(("q_lens", "k_lens"), [((2048,), (2048,)), ((1000, 3, 777), (3000, 64, 777)), ((1, 1, 130), (4096, 1, 131))])
 def test_long_requests(q_lens: tuple[int, ...], k_lens: tuple[int, ...], found: dict[str, Any]) -> None:
     source = Source(5, "cuda")
-    call = usable(builders.slash_attention(source, q_lens, k_lens, HALF, verticals=200, slashes=20))
+    call = usable(make_call("vertical_slash_attention", source, q_lens, k_lens, HALF, verticals=200, slashes=20))
     figures = check_kernel(KERNEL, call)
-    made = builders.slash_indexes(source, q_lens, k_lens, 4, 200, 20, counted=True)
+    made = make_call("vertical_slash_indexes", source, q_lens, k_lens, 4, 200, 20, counted=True)
     assert check_kernel(INDEX, made).worst == 0.0
     found.setdefault("vertical_slash", {})[f"{q_lens} of {k_lens}"] = round(figures.worst, 4)
     assert figures.worst <= 1.0, figures
@@ -39,7 +39,9 @@ def test_long_requests(q_lens: tuple[int, ...], k_lens: tuple[int, ...], found: 
 )
 def test_the_lse_of_ragged_requests(q_lens: tuple[int, ...], padding: int, slack: int) -> None:
     """The wheel's kernel writes `[B, Hq, max_seqlen_q]` into memory for `[Hq, T]`: what is allocated near it must stay as it was."""
-    call = usable(builders.slash_attention(Source(8, "cuda"), q_lens, [n + 70 for n in q_lens], HALF, padding=(padding, 0), slack=slack))
+    call = usable(
+        make_call("vertical_slash_attention", Source(8, "cuda"), q_lens, [n + 70 for n in q_lens], HALF, padding=(padding, 0), slack=slack)
+    )
     # Freed memory of the size of the kernel's own lse lies between the witnesses, so that it is allocated there.
     size = call.arguments["lse"].shape
     held = [torch.full(size, 7.0, device="cuda") for _ in range(65)]
@@ -52,7 +54,7 @@ def test_the_lse_of_ragged_requests(q_lens: tuple[int, ...], padding: int, slack
 
 def test_an_index_of_everything_is_plain_attention() -> None:
     source, lens = Source(6, "cuda"), (700, 65)
-    call = usable(builders.slash_attention(source, lens, lens, HALF, padding=(0, 0)))
+    call = usable(make_call("vertical_slash_attention", source, lens, lens, HALF, padding=(0, 0)))
     names = ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     given = {n: call.arguments[n] for n in names}
     every = torch.arange(max(lens), -1, -1, dtype=torch.int32, device="cuda").expand(2, HALF.q_heads, -1).contiguous()
@@ -63,7 +65,7 @@ def test_an_index_of_everything_is_plain_attention() -> None:
 
 
 def test_a_request_has_the_same_bits_alone() -> None:
-    call = usable(builders.slash_attention(Source(7, "cuda"), (300, 130, 1), (400, 130, 90), HALF, padding=(0, 0)))
+    call = usable(make_call("vertical_slash_attention", Source(7, "cuda"), (300, 130, 1), (400, 130, 90), HALF, padding=(0, 0)))
     KERNEL.run(call.record)
     a, one = call.arguments, Source(0, "cuda")
     (q0, q1), (k0, k1) = a["cu_seqlens_q"].tolist()[1:3], a["cu_seqlens_k"].tolist()[1:3]

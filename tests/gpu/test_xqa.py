@@ -13,8 +13,7 @@ import torch
 from attnops.core.kernel import kernels_of
 from attnops.kernels.flashinfer import devices
 from attnops.kernels.shared import memory
-from attnops.testing import Call, Features, Source, allowance, builders, check_kernel, equip, oracle, refusals
-from attnops.testing.builders import Pages
+from attnops.testing import Call, Features, Pages, Source, allowance, check_kernel, equip, make_call, oracle, refusals
 
 pytestmark = pytest.mark.skipif(find_spec("flashinfer") is None, reason="flashinfer is not installed")
 
@@ -40,7 +39,7 @@ LENGTHS = (1, 300, 77, 2047, 16, 4096)
 
 def decode(page: int, f: Features, lengths: tuple[int, ...] = LENGTHS, seed: int = 0, **more: Any) -> Call:
     more = {"q_lens": (1,) * len(lengths), "padding": 0} | more
-    return builders.paged(Source(seed, "cuda"), seq_lens=lengths, page_size=page, f=f, **more)
+    return make_call("paged_attention", Source(seed, "cuda"), k_lens=lengths, page=page, f=f, **more)
 
 
 def plain(page: int, f: Features) -> Call:

@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.testing import builders, latent
-from attnops.testing.case import QUANTISED, Case, Features, Rows, Source, table
+from attnops.core.arguments import QUANTISED
+from attnops.ops.case_data import Rows
+from attnops.ops.latent.cases import DEEPSEEK
+from attnops.testing import Case, Features, Source
+from attnops.testing.cases import table
 
 F16, BF16, F32, E4M3 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
@@ -72,13 +75,13 @@ def _points() -> dict[str, Rows]:
     dense: Rows = {f"square_{n}": (2, n, n, LLAMA) for n in (1, 77, 512, 4096)}
     dense |= {name: (2, 260, 260, f) for name, f in VARIANTS.items()}
     dense |= {"decode_32768": (1, 1, 32768, LLAMA), "extend_32768": (1, 64, 32768, LLAMA)}
-    dense |= {"lengths": (4, 1, 1024, {"end": (1, 1024, 300, 77)}, LLAMA), "batch": (16, 130, 130, LLAMA)}
+    dense |= {"lengths": (4, 1, 1024, {"kv_end": (1, 1024, 300, 77), "index": torch.int32}, LLAMA), "batch": (16, 130, 130, LLAMA)}
 
     varlen: Rows = {name: (*[(1, 300, 77, 513)] * 2, f) for name, f in VARIANTS.items()}
     varlen |= {"one": (*[(4096,)] * 2, LLAMA), "many": (*[tuple(range(1, 65))] * 2, LLAMA)}
     varlen |= {"extend": ((64, 1, 300), (32768, 5, 300), LLAMA), "plain": (*[(1, 300, 77, 513)] * 2, LLAMA)}
 
-    deepseek = replace(latent.DEEPSEEK, lse=True)
+    deepseek = replace(DEEPSEEK, lse=True)
     mla: Rows = {}
     for page in (1, 16, 64, 128):
         for heads in (16, 128):
@@ -91,12 +94,9 @@ def _points() -> dict[str, Rows]:
     mla["extend"] = (NEW, KNOWN, 64, deepseek)
     mla["float8_cache"] = (*_decode(64, *RAGGED), replace(deepseek, kv_dtype=E4M3))
     mla["float8"] = (*_decode(64, *RAGGED), replace(deepseek, q_dtype=E4M3, kv_dtype=E4M3))
-    mla["no_lse"] = (*_decode(64, *RAGGED), latent.DEEPSEEK)
+    mla["no_lse"] = (*_decode(64, *RAGGED), DEEPSEEK)
     return {"paged_attention": paged, "attention": dense, "varlen_attention": varlen, "mla_attention": mla}
 
 
-WIDE: dict[str, tuple[Case, ...]] = {
-    op: table(op, build, rows)
-    for (op, rows), build in zip(_points().items(), (builders.paged, builders.dense, builders.varlen, builders.mla), strict=True)
-}
+WIDE: dict[str, tuple[Case, ...]] = {op: table(op, rows) for op, rows in _points().items()}
 """The grid of each attention op by name."""

@@ -1,15 +1,14 @@
 """Random calls of every op, for hypothesis: lengths from 0, every feature with every other."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from hypothesis import strategies as st
 
 from attnops.ops import OPS
-from attnops.testing import CASES, Features, Source, builders
-from attnops.testing.experts import experts, mxfp4_experts
-from attnops.testing.linear import linear
-from attnops.testing.route import route
+from attnops.ops.pages.decode_cases import Angles
+from attnops.testing import CASES, Features, Pages, Source, gradient_call, make_call
 
 FEW, LENGTH, SOURCE, FLAG = st.integers(0, 2), st.integers(0, 5), st.builds(Source, st.integers(0, 99)), st.booleans()
 FLOAT = st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -17,6 +16,16 @@ INDEX = st.sampled_from([torch.int32, torch.int64])
 SCALES = st.sampled_from([0.02, 0.3, 1.0, 40.0])
 PAGE = st.sampled_from([1, 2, 4])
 QUANTISED = st.sampled_from([None, None, None, torch.float8_e4m3fn, torch.int8])
+
+
+def made(op, *row, **named):
+    """Calls of `op` of the values that these strategies give."""
+    return st.builds(partial(make_call, op), SOURCE, *row, **named)
+
+
+def by_lengths(op, pairs, *row, **named):
+    """As `made`; pairs: (new tokens, keys) of the requests."""
+    return st.builds(lambda source, lens, *row, **named: make_call(op, source, *lens, *row, **named), SOURCE, pairs, *row, **named)
 
 
 def lengths(new=LENGTH, before=LENGTH, of=lambda n, m: n + m):
@@ -62,8 +71,8 @@ LATENT = features().map(of_latents)
 
 def dense(kv=QUANTISED):
     def call(source, batch, queries, keys, f, ranged, index):
-        limits = {"start": [min(1, keys)] * batch, "end": [max(keys - 1, 0)] * batch, "range_dtype": index} if ranged else {}
-        return builders.dense(source, batch, queries, keys, f, **limits)
+        limits = {"kv_start": [min(1, keys)] * batch, "kv_end": [max(keys - 1, 0)] * batch, "index": index} if ranged else {}
+        return make_call("attention", source, batch, queries, keys, f, **limits)
 
     ranged = st.sampled_from([False, False, True]) if kv is QUANTISED else st.just(False)
     return st.builds(call, SOURCE, LENGTH, LENGTH, LENGTH, features(kv=kv), ranged, INDEX)
@@ -72,36 +81,34 @@ def dense(kv=QUANTISED):
 def varlen(kv=QUANTISED):
     padding, slack = st.sampled_from([(0, 0), (0, 2), (1, 0), (2, 1)]), st.sampled_from([0, 2])
     keys = lengths(of=lambda n, m: m)
-    return st.builds(lambda source, lens, *more: builders.varlen(source, *lens, *more), SOURCE, keys, features(kv=kv), padding, slack)
+    return by_lengths("varlen_attention", keys, features(kv=kv), padding, slack)
 
 
-def paged(build, f):
+def paged(op, f):
     lens, one = lengths(before=st.integers(0, 6)), st.integers(0, 1)
-    pages = {"padding": FEW, "slack": FEW, "pages": st.builds(builders.Pages, one, one)}
-    return st.builds(lambda source, lens, *rest, **more: build(source, *lens, *rest, **more), SOURCE, lens, PAGE, f, **pages)
+    pages = {"padding": FEW, "slack": FEW, "pages": st.builds(Pages, one, one)}
+    return by_lengths(op, lens, PAGE, f, **pages)
 
 
 @st.composite
-def writes(draw, build, f):
+def writes(draw, op, f):
     pages, page = draw(st.integers(0, 3)), draw(st.integers(1, 3))
     slots = draw(st.lists(st.integers(-1, pages * page - 1), unique_by=lambda s: s if s >= 0 else object(), max_size=5))
-    return build(draw(SOURCE), slots, pages, page, draw(f), draw(INDEX))
-
-
-def latents(source, slots, pages, page, f, index):
-    return builders.write_latent(source, slots, pages, page, f, index, quantised=f.kv_dtype is not None and f.scale_per_head)
+    f = draw(f)
+    ready = {"quantised": f.kv_dtype is not None and f.scale_per_head} if op == "write_latent" else {}
+    return make_call(op, draw(SOURCE), slots, pages, page, f, draw(INDEX), ready)
 
 
 @st.composite
 def decode(draw):
     f = draw(features(masks=False, kv=st.none()))
     turn = draw(st.sampled_from(["", "whole", "half"])) if f.head_dim % 2 == 0 else ""
-    angles = builders.Angles(turn, draw(FLAG), draw(st.sampled_from([(), (0,)])), draw(INDEX), draw(st.sampled_from([None, torch.float32])))
+    angles = Angles(turn, draw(FLAG), draw(st.sampled_from([(), (0,)])), draw(INDEX), draw(st.sampled_from([None, torch.float32])))
     lengths, one = draw(st.lists(st.integers(0, 9), max_size=3)), st.integers(0, 1)
     f, page = replace(f, v_head_dim=None, window=(f.window[0], -1)), draw(PAGE)
     entries = [(b, column) for b, n in enumerate(lengths) for column in range(-(-n // page))]
     holes = draw(st.none() | (st.lists(st.sampled_from(entries), unique=True, max_size=3) if entries else st.just([])))
-    return builders.decode(draw(SOURCE), lengths, page, f, angles, builders.Pages(draw(one), draw(one)), holes)
+    return make_call("decode_attention", draw(SOURCE), lengths, page, f, angles, Pages(draw(one), draw(one)), holes)
 
 
 @st.composite
@@ -109,26 +116,28 @@ def sparse_mla(draw):
     packed, topk, pages = draw(FLAG), draw(st.integers(0, 6)), draw(st.integers(0, 3))
     counts = draw(st.lists(st.integers(0, topk if pages else 0), max_size=4))
     f, flags = of_lists(draw(features()), packed), {n: draw(FLAG) for n in ("lengths", "twice", "whole")}
-    return builders.sparse(draw(SOURCE), counts, topk, (pages, draw(st.sampled_from([1, 3, 4]))), f, packed=packed, **flags)
+    return make_call(
+        "sparse_mla_attention", draw(SOURCE), counts, topk, (pages, draw(st.sampled_from([1, 3, 4]))), f, packed=packed, **flags
+    )
 
 
 def rotated():
     positions = st.lists(st.integers(0, 6), max_size=4)
     more = {"scales": st.tuples(SCALES, SCALES), "interleaved": FLAG, "index": INDEX, "fused": FLAG}
-    return st.builds(builders.rope_quantize, SOURCE, positions, LATENT, rows=st.just(7), **more)
+    return made("rope_quantize_latent", positions, LATENT, rows=st.just(7), **more)
 
 
 def slash_indexes():
     lens = lengths(st.sampled_from([0, 1, 63, 64, 65, 130]), st.sampled_from([0, 1, 64, 90]))
     sizes = st.integers(1, 3), st.integers(1, 9), st.integers(1, 9), FLAG, st.sampled_from([0, 70])
-    return st.builds(lambda source, lens, *more: builders.slash_indexes(source, *lens, *more), SOURCE, lens, *sizes)
+    return by_lengths("vertical_slash_indexes", lens, *sizes)
 
 
 def slash_attention():
     f = features(masks=False, kv=st.none()).map(lambda f: replace(f, softcap=0.0, window=(-1, -1), sinks=None))
     lens, slack = lengths(st.sampled_from([0, 1, 5, 66]), st.sampled_from([0, 1, 70])), st.sampled_from([0, 1, 70])
     sizes = st.integers(1, 6), st.integers(1, 4)
-    return st.builds(lambda s, lens, *rest, **more: builders.slash_attention(s, *lens, *rest, **more), SOURCE, lens, f, *sizes, slack=slack)
+    return by_lengths("vertical_slash_attention", lens, f, *sizes, slack=slack)
 
 
 @st.composite
@@ -137,13 +146,13 @@ def copy(draw):
     slot = st.integers(-1, pages * page - 1)
     target = draw(st.lists(slot, unique_by=lambda s: s if s >= 0 else object(), max_size=6))
     pairs = [(draw(slot), to) for to in target]
-    return builders.copy(draw(SOURCE), pairs, layers, pages, page, draw(features()), draw(INDEX), draw(FLAG))
+    return make_call("copy_kv", draw(SOURCE), pairs, layers, pages, page, draw(features()), draw(INDEX), draw(FLAG))
 
 
 def linears():
     rows, sizes = st.sampled_from([0, 1, 2, 3, 17, 64, 70]), st.sampled_from([1, 2, 7, 16, 40, 130])
     more = {"norm": st.sampled_from([None, 0.0, 1.0]), "activation": st.sampled_from(["", "", "silu", "gelu", "gelu_tanh"])}
-    return st.builds(linear, SOURCE, rows, sizes, sizes, FLOAT, **more, bias=FLAG, residual=FLAG)
+    return made("linear", rows, sizes, sizes, FLOAT, **more, bias=FLAG, residual=FLAG)
 
 
 @st.composite
@@ -154,7 +163,7 @@ def mixtures(draw):
     numbers |= {"alpha": st.sampled_from([1.0, 1.7]) if activation == "silu" else st.just(1.0), "weights": FLOAT}
     given = {name: draw(some) for name, some in (dict.fromkeys(("bias", "along", "odd"), FLAG) | numbers).items()}
     tokens, shape = draw(st.sampled_from([0, 1, 2, 17, 64, 70])), tuple(draw(sizes) for _ in range(3))
-    return experts(draw(SOURCE), tokens, (*shape, count, k), draw(FLOAT), activation=activation, **given)
+    return make_call("experts", draw(SOURCE), tokens, (*shape, count, k), draw(FLOAT), activation=activation, **given)
 
 
 @st.composite
@@ -166,7 +175,7 @@ def four_bits(draw):
     given = {name: draw(some) for name, some in numbers.items()}
     tokens, k = draw(st.sampled_from([0, 1, 2, 17])), draw(st.integers(1, min(count, 4)))
     dtype = draw(st.sampled_from([torch.bfloat16, torch.float32, torch.float64]))
-    return mxfp4_experts(draw(SOURCE), tokens, (*sizes, count, k), dtype, **given)
+    return make_call("mxfp4_experts", draw(SOURCE), tokens, (*sizes, count, k), dtype, **given)
 
 
 @st.composite
@@ -178,14 +187,14 @@ def routings(draw):
     given = {name: draw(some) for name, some in flags.items()} | {"groups": groups, "top_groups": top, "group_best": best}
     given |= {"normalize": normalize, "eps": given["eps"] if normalize else 0.0}
     k = draw(st.integers(1, min(top * size, 9)))
-    return route(draw(SOURCE), draw(st.sampled_from([0, 1, 2, 17])), groups * size, k, draw(FLOAT), **given)
+    return make_call("route", draw(SOURCE), draw(st.sampled_from([0, 1, 2, 17])), groups * size, k, draw(FLOAT), **given)
 
 
 def backward(forward):
     def call(source, call, lse_grad, mask_grad):
         mask = call.arguments.get("mask")
         additive = call.op == "attention" and mask is not None and mask.dtype != torch.bool
-        return builders.backward(source, call, mask_grad=mask_grad and additive, lse_grad=lse_grad)
+        return gradient_call(source, call, mask_grad=mask_grad and additive, lse_grad=lse_grad)
 
     return st.builds(call, SOURCE, forward(kv=st.none()), FLAG, FLAG)
 
@@ -198,16 +207,16 @@ CALLS |= {
     "attention_backward": backward(dense),
     "varlen_attention": varlen(),
     "varlen_attention_backward": backward(varlen),
-    "paged_attention": paged(builders.paged, features()),
+    "paged_attention": paged("paged_attention", features()),
     "decode_attention": decode(),
-    "write_kv": writes(builders.write, features()),
-    "mla_attention": paged(builders.mla, LATENT),
-    "write_latent": writes(latents, LATENT),
+    "write_kv": writes("write_kv", features()),
+    "mla_attention": paged("mla_attention", LATENT),
+    "write_latent": writes("write_latent", LATENT),
     "rope_quantize_latent": rotated(),
     "sparse_mla_attention": sparse_mla(),
-    "write_latent_packed": writes(builders.write_packed, features().map(lambda f: of_lists(f, True))),
-    "merge_state": st.builds(builders.merge, SOURCE, st.tuples(LENGTH, *MERGED[1:]), FLOAT),
-    "merge_states": st.builds(builders.merge, SOURCE, st.tuples(LENGTH, *MERGED), FLOAT, st.sampled_from([0.0, 0.4])),
+    "write_latent_packed": writes("write_latent_packed", features().map(lambda f: of_lists(f, True))),
+    "merge_state": made("merge_state", st.tuples(LENGTH, *MERGED[1:]), FLOAT),
+    "merge_states": made("merge_states", st.tuples(LENGTH, *MERGED), FLOAT, st.sampled_from([0.0, 0.4])),
     "vertical_slash_indexes": slash_indexes(),
     "vertical_slash_attention": slash_attention(),
     "copy_kv": copy(),

@@ -15,7 +15,7 @@ from attnops.core.errors import NoGradient, NoKernel
 from attnops.core.kernel import kernels_of
 from attnops.core.op import OPS
 from attnops.core.select import active_policy
-from attnops.testing import Call, Features, Source, allowance, builders
+from attnops.testing import Call, Features, Source, allowance, make_call
 from attnops.testing.check import compare
 from tests.formula import formula
 
@@ -82,11 +82,11 @@ def backward_kernels(op):
 
 def dense(features, shape="oblong"):
     batch, queries, keys = SHAPES[shape]
-    return builders.dense(Source(5), batch, queries, keys, features)
+    return make_call("attention", Source(5), batch, queries, keys, features)
 
 
 def packed(features, lengths="ragged"):
-    return builders.varlen(Source(5), *LENGTHS[lengths], features, padding=(1, 2))
+    return make_call("varlen_attention", Source(5), *LENGTHS[lengths], features, padding=(1, 2))
 
 
 def check(call, kernel):
@@ -118,7 +118,7 @@ def test_dense_shapes(shape, case, kernel):
 
 @pytest.mark.parametrize("kernel", backward_kernels("attention"))
 def test_dense_ranges(kernel):
-    check(builders.dense(Source(5), 2, 2, 5, CASES["all"], start=(1, 0), end=(5, 3)), kernel)
+    check(make_call("attention", Source(5), 2, 2, 5, CASES["all"], kv_start=(1, 0), kv_end=(5, 3), index=torch.int32), kernel)
 
 
 @pytest.mark.sweep(13)
@@ -219,7 +219,11 @@ FORWARD = [(op, f, b) for op in ("attention", "varlen_attention") for f in kerne
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
 def test_forward_and_backward_of_different_kernels_fit(op, forward, backward, dtype):
     f = Features(dtype=dtype, head_dim=16, q_heads=4, kv_heads=2, causal=True)
-    call = builders.dense(Source(2), 2, 6, 6, f) if op == "attention" else builders.varlen(Source(2), (4, 2), (4, 2), f, padding=(0, 0))
+    call = (
+        make_call("attention", Source(2), 2, 6, 6, f)
+        if op == "attention"
+        else make_call("varlen_attention", Source(2), (4, 2), (4, 2), f, padding=(0, 0))
+    )
     with attnops.use(kernel={op: forward, f"{op}_backward": backward}):
         try:
             names, got, want, weights = both_gradients(call, with_lse=False)
@@ -235,7 +239,7 @@ def test_forward_and_backward_of_different_kernels_fit(op, forward, backward, dt
 
 @pytest.mark.parametrize("kernel", backward_kernels("attention"))
 def test_keys_outside_a_range_have_gradient_zero(kernel):
-    call = builders.dense(Source(1), 2, 3, 8, Features(causal=True), start=(2, 0), end=(8, 5))
+    call = make_call("attention", Source(1), 2, 3, 8, Features(causal=True), kv_start=(2, 0), kv_end=(8, 5), index=torch.int32)
     outside = call.free["key"]
     call = leaves(call.map(lambda n, t: t.masked_fill(call.free[n], float("nan")) if n in call.free else t))
     run, values = function_of(call)
@@ -252,7 +256,7 @@ def test_keys_outside_a_range_have_gradient_zero(kernel):
 
 @pytest.mark.parametrize("kernel", backward_kernels("varlen_attention"))
 def test_padding_tokens_have_gradient_zero(kernel):
-    call = builders.varlen(Source(1), (3, 2), (3, 4), Features(causal=True), padding=(2, 3))
+    call = make_call("varlen_attention", Source(1), (3, 2), (3, 4), Features(causal=True), padding=(2, 3))
     call = leaves(call.map(lambda n, t: t.masked_fill(call.free[n], float("nan")) if n in call.free else t))
     run, values = function_of(call)
     with attnops.use(kernel={"varlen_attention_backward": kernel}):
@@ -340,7 +344,7 @@ def test_checkpointing_recomputes():
 def merges(parts, empty=0.0, stale=True):
     """`merge_state` for parts = 0, else `merge_states` of so many, in float64; empty entries hold NaN where `stale` allows it."""
     shape = (5, *[parts][: bool(parts)], 2, 3)
-    call = builders.merge(Source(7), shape, F64, empty, empty, stale)
+    call = make_call(f"merge_state{'s' * (len(shape) == 4)}", Source(7), shape, F64, empty, empty, stale=stale)
     return call.map(lambda n, t: t.masked_fill(call.free[n], float("nan")) if n in call.free else t)
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from attnops.ops import OPS
-from attnops.testing import Features, Source, builders
-from attnops.testing.builders import Angles
+from attnops.ops.pages.decode_cases import Angles
+from attnops.testing import Features, Source, make_call
 
 PAGE = 4
 HOLES = {
@@ -40,7 +40,7 @@ def test_what_a_new_token_sees(holes, window):
     """Lengths that end within a page, with its first and with its last token."""
     f = Features(dtype=torch.float64, head_dim=4, q_heads=4, kv_heads=2, window=(window, -1))
     for lengths in ((10, 3, 11), (9, 1, 9), (12, 4, 12)):
-        call = builders.decode(Source(3), lengths, PAGE, f, Angles(""), holes=holes)
+        call = make_call("decode_attention", Source(3), lengths, PAGE, f, Angles(""), missing=holes)
         want = [[attended(call, b, head) for head in range(4)] for b in range(3)]
         OPS["decode_attention"](call.with_(policy="kernel=decode_attention:reference").record)
         torch.testing.assert_close(call.arguments["output"], torch.stack([torch.stack(row) for row in want]))

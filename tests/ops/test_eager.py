@@ -23,7 +23,7 @@ from attnops.ops import merge_states
 from attnops.ops.attention.merge import MERGE, MERGE_STATES
 from attnops.ops.attention.record import ATTENTION
 from attnops.ops.pages.record import PAGED
-from attnops.testing import Features, Source, builders
+from attnops.testing import Features, Source, make_call
 from tests.lowering.models import compiled_code, kernel_calls
 
 
@@ -61,7 +61,7 @@ def test_the_second_call_goes_straight_and_gives_the_same(looked):
     assert torch.equal(first, second) and looked["attention"] == 1
     other = attnops.attention(*qkv(), causal=True)
     assert other.shape == first.shape and looked["attention"] == 1
-    call = builders.paged(Source(0), (1, 2), (5, 9), 4, Features(), padding=0)
+    call = make_call("paged_attention", Source(0), (1, 2), (5, 9), 4, Features(), padding=0)
     names = ("query", "k_pages", "v_pages", "page_table", "seq_lens", "cu_seqlens_q")
     given = [call.arguments[n] for n in names]
     a, b = (attnops.paged_attention(*given, max_seqlen_q=2) for _ in range(2))

@@ -15,7 +15,8 @@ from attnops.core.op import watch
 from attnops.core.problem import Extent, Target
 from attnops.core.record import check, evaluate, sizes_of
 from attnops.ops import OPS
-from attnops.testing import CASES, Call, Features, Source, builders, latent, oracle
+from attnops.ops.sparse.cases import PACKABLE
+from attnops.testing import CASES, Call, Features, Source, make_call, oracle
 from attnops.testing.check import clone
 from tests.ops.strategies import CALLS
 
@@ -163,28 +164,32 @@ FIXED = {"Half", "Hq", "H", "Hkv", "D", "Dv", "Dc", "Dr", "In", "Inner", "Out", 
 FULL = Features(causal=True, window=(3, -1), softcap=2.0, sinks=torch.float32, lse=True, mask="additive", mask_shape="b")
 
 
+NO_MASK = Features(causal=True, window=(3, -1), sinks=torch.float32, lse=True)
+RANGES = {"kv_start": (0, 1, 0, 2), "kv_end": (7, 6, 5, 7), "index": torch.int32}
+GRADIENTS = {"mask_grad": True, "lse_grad": True}
+FULL_ROWS = {
+    "attention": (4, 5, 7, FULL, RANGES),
+    "attention_backward": (4, 5, 7, FULL, GRADIENTS),
+    "varlen_attention": ((3, 4), (5, 6), FULL),
+    "varlen_attention_backward": ((3, 4), (5, 6), FULL, GRADIENTS),
+    "paged_attention": ((3, 4), (5, 6), 4, replace(NO_MASK, temperature=True)),
+    "write_kv": ((3, -1, 5), 4, 3, Features(kv_dtype=torch.int8)),
+    "mla_attention": ((3, 4), (5, 6), 4, replace(NO_MASK, head_dim=20, kv_dtype=torch.int8, v_head_dim=16)),
+    "write_latent": ((3, -1, 5), 4, 3, Features(kv_dtype=torch.int8, v_head_dim=12)),
+    "sparse_mla_attention": (
+        (5, 0, 7), 7, (4, 16), replace(PACKABLE, sinks=torch.float32, lse=True), {"lengths": True, "packed": True},
+    ),
+    "write_latent_packed": ((3, -1, 5), 4, 3, PACKABLE),
+    "merge_state": ((5, 2, 4), torch.float32),
+}  # fmt: skip
+FULL_CASES = {"experts": "all", "mxfp4_experts": "all", "route": "all", "linear": "all_offset"}
+
+
 def full_call(op) -> Call:
-    s = Source(0)
-    no_mask = Features(causal=True, window=(3, -1), sinks=torch.float32, lse=True)
-    make = {
-        "attention": lambda: builders.dense(s, 4, 5, 7, FULL, start=(0, 1, 0, 2), end=(7, 6, 5, 7)),
-        "attention_backward": lambda: builders.backward(s, builders.dense(s, 4, 5, 7, FULL), mask_grad=True, lse_grad=True),
-        "varlen_attention": lambda: builders.varlen(s, (3, 4), (5, 6), FULL),
-        "varlen_attention_backward": lambda: builders.backward(s, builders.varlen(s, (3, 4), (5, 6), FULL), lse_grad=True),
-        "paged_attention": lambda: builders.paged(s, (3, 4), (5, 6), 4, replace(no_mask, temperature=True)),
-        "write_kv": lambda: builders.write(s, (3, -1, 5), 4, 3, Features(kv_dtype=torch.int8)),
-        "mla_attention": lambda: builders.mla(s, (3, 4), (5, 6), 4, replace(no_mask, head_dim=20, kv_dtype=torch.int8, v_head_dim=16)),
-        "write_latent": lambda: builders.write_latent(s, (3, -1, 5), 4, 3, Features(kv_dtype=torch.int8, v_head_dim=12)),
-        "sparse_mla_attention": lambda: builders.sparse(s, (5, 0, 7), 7, (4, 16), replace(latent.PACKABLE, sinks=torch.float32, lse=True),
-                                                      lengths=True, packed=True),
-        "write_latent_packed": lambda: builders.write_packed(s, (3, -1, 5), 4, 3, latent.PACKABLE),
-        "merge_state": lambda: builders.merge(s, (5, 2, 4), torch.float32),
-        "experts": lambda: next(c for c in CASES["experts"] if c.label == "all").call(),
-        "mxfp4_experts": lambda: next(c for c in CASES["mxfp4_experts"] if c.label == "all").call(),
-        "route": lambda: next(c for c in CASES["route"] if c.label == "all").call(),
-        "linear": lambda: next(c for c in CASES["linear"] if c.label == "all_offset").call(),
-    }  # fmt: skip
-    return make[op]() if op in make else CASES[op][0].call()
+    if op in FULL_ROWS:
+        return make_call(op, Source(0), *FULL_ROWS[op])
+    label = FULL_CASES.get(op, CASES[op][0].label)
+    return next(case for case in CASES[op] if case.label == label).call()
 
 
 def symbolic(op, name, dynamic, call, device="cpu"):

@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from attnops.core.kernel import kernels_of
-from attnops.testing import Source
-from attnops.testing.experts import experts
-from attnops.testing.linear import linear
+from attnops.testing import Source, make_call
 from tests.triton.process import interpreted
 
 F16 = torch.float16
@@ -17,7 +15,7 @@ SHAPES = {"plain": {}, "oss": OSS, "gelu": {"activation": "gelu"}}
 
 def of_experts(tokens, more):
     """Both products overflow: gates, factors and results of either sign, and results of which two add up to 0."""
-    call = experts(Source(1), tokens, (24, 20, 28, 4, 2), F16, **more)
+    call = make_call("experts", Source(1), tokens, (24, 20, 28, 4, 2), F16, **more)
     x = call.arguments["x"].sign() * 200
     gate_up = call.arguments["gate_up"].sign() * 200
     gate_up[0] *= 1e-3  # an expert within the range
@@ -29,7 +27,7 @@ def of_experts(tokens, more):
 
 
 def of_linear(rows):
-    call = linear(Source(1), rows, 24, 40, F16, activation="silu", residual=True)
+    call = make_call("linear", Source(1), rows, 24, 40, F16, activation="silu", residual=True)
     x, weight = call.arguments["x"].sign() * 200, call.arguments["weight"].sign() * 200
     weight[40:] = 0  # a factor of 0 beside a gate past the range
     weight[60:] = call.arguments["weight"][60:].sign() * 200

@@ -6,7 +6,7 @@ import torch
 from attnops.core.kernel import Kernel, all_kernels
 from attnops.core.problem import Target
 from attnops.ops import OPS
-from attnops.testing import CASES, Source, builders
+from attnops.testing import CASES, Source, gradient_call
 from attnops.testing.calls import Call, equip
 
 INF = float("inf")
@@ -49,7 +49,7 @@ def check_gradients(kernel: Kernel, call: Call) -> None:
     infinite[0] = INF
     forward = Call(kernel.op.removesuffix("_backward"), given | {"sinks": infinite}, call.free)
     want = results_of(kernel, call)
-    got = results_of(kernel, builders.backward(Source(0, "cpu"), forward).with_(grad_output=call.arguments["grad_output"]))
+    got = results_of(kernel, gradient_call(Source(0, "cpu"), forward).with_(grad_output=call.arguments["grad_output"]))
     assert all(x.isfinite().all() for x in got.values())
     assert (got["grad_query"][..., 0, :] == 0).all() and got["grad_sinks"][0] == 0
     torch.testing.assert_close(got["grad_query"][..., 1:, :], want["grad_query"][..., 1:, :])

@@ -4,13 +4,13 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from attnops.ops import OPS
-from attnops.testing import Source, builders
+from attnops.testing import Source, make_call
 
 
 @given(st.integers(1, 5), st.integers(0, 99))
 @settings(max_examples=30)
 def test_many_at_once_are_two_at_a_time(parts, seed):
-    call = builders.merge(Source(seed), (3, parts, 2, 4), torch.float64, empty=0.4)
+    call = make_call("merge_states", Source(seed), (3, parts, 2, 4), torch.float64, empty=0.4)
     outputs, lses = call.arguments["outputs"], call.arguments["lses"]
     merged = outputs[:, 0], lses[:, 0]
     for n in range(1, parts):

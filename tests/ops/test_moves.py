@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from attnops import ops
-from attnops.testing import Features, Source, builders, data_cases
+from attnops.ops.pages.cases import PAIRS
+from attnops.testing import Features, Source, make_call
 from tests.helpers import ROOT
 from tests.ops.strategies import CALLS
 
@@ -35,7 +36,7 @@ def test_copies(data):
 
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
 def test_a_copy_back_restores(dtype):
-    call = builders.copy(Source(2), data_cases.PAIRS["cycle"], 3, 4, 3, Features(kv_dtype=dtype))
+    call = make_call("copy_kv", Source(2), PAIRS["cycle"], 3, 4, 3, Features(kv_dtype=dtype))
     t, before = call.arguments, raw(call.arguments["k_pages"]).clone()
     ops.copy_kv(t["k_pages"], t["v_pages"], t["source"], t["target"])
     assert not torch.equal(raw(t["k_pages"]), before)

@@ -14,11 +14,9 @@ from attnops.core.kernel import Kernel, Tolerance, all_kernels, kernels_of
 from attnops.core.record import changed
 from attnops.ops import OPS
 from attnops.ops.attention import reference as formulas
-from attnops.testing import CASES, Call, Features, Mismatch, Source, builders, check_kernel, oracle
-from attnops.testing.builders import Pages
+from attnops.ops.experts.cases import OSS
+from attnops.testing import CASES, Call, Features, Mismatch, Pages, Source, check_kernel, gradient_call, make_call, oracle
 from attnops.testing.check import clone, fill
-from attnops.testing.experts import OSS, experts
-from attnops.testing.linear import linear
 from tests.checks import right_or_skipped
 from tests.ops.strategies import CALLS
 
@@ -168,8 +166,8 @@ def test_reference_equals_loops(case):
     wanted = torch.zeros_like(got["output"])
     lse = torch.full(wanted.shape[:-1], -INF, dtype=torch.float64)
     for query, key, value, mask, start, where in requests(clean):
-        factors = clean.arguments.get("temperature")
-        wanted[where], lse[where] = by_hand(query, key, value, mask, start, clean.arguments, None if factors is None else factors[where])
+        factors, rules = clean.arguments.get("temperature"), {**clean.arguments, "causal": clean.record.causal}
+        wanted[where], lse[where] = by_hand(query, key, value, mask, start, rules, None if factors is None else factors[where])
     torch.testing.assert_close(got["output"], wanted, rtol=1e-12, atol=1e-12)
     if "lse" in call.arguments or "return_lse" in call.arguments:
         torch.testing.assert_close(got["lse"].double(), lse, rtol=1e-6, atol=1e-6)
@@ -292,6 +290,10 @@ def typical_mistakes():
         write(c)
         c.k_pages[-1, -1] = 0
 
+    def touches_others(c):
+        write(c)
+        c.k_pages[1, 1] = 0
+
     def wraps(c):
         for rows, pages, scale in ((c.key, c.k_pages, c.k_scale), (c.value, c.v_pages, c.v_scale)):
             at = c.slots >= 0
@@ -323,6 +325,7 @@ def typical_mistakes():
     yield "sparse_mla_attention", "lse", base_2(sparse)
     yield "rope_quantize_latent", "saturated", lambda c: [x.float().clamp(-240, 240).to(x.dtype) for x in rope(c)]
     yield "write_kv", "plain", touches_skipped
+    yield "write_kv", "plain", touches_others
     yield "write_kv", "int8", wraps
     yield "merge_states", "some_empty", lambda c: (c.outputs.nan_to_num().mean(1), c.lses.logsumexp(1))
     yield "merge_states", "all_empty", lambda c: (torch.einsum("tnhd,tnh->thd", c.outputs, c.lses.softmax(1)), c.lses.logsumexp(1))
@@ -355,7 +358,7 @@ def test_the_check_reports_refusals_and_runs_nothing():
 @pytest.mark.parametrize("fault", ["dropped", "wrong", "doubled"])
 def test_one_choice_of_a_mixture_is_seen(fault, more, dtype, share):
     """Of one token, among eight experts; also where its weight is a small share of all."""
-    call = experts(Source(0), 3, (256, 128, 256, 16, 8), dtype, **more)
+    call = make_call("experts", Source(0), 3, (256, 128, 256, 16, 8), dtype, **more)
     index, weights = call.arguments["top_k_index"], torch.full((3, 8), (1 - share) / 7)
     weights[:, 0] = share
 
@@ -376,7 +379,7 @@ def test_one_choice_of_a_mixture_is_seen(fault, more, dtype, share):
 @pytest.mark.parametrize("more", [{}, {"norm": 0.0, "activation": "silu"}, {"bias": True, "residual": True}], ids=str)
 def test_a_dropped_block_of_columns_is_seen(more):
     """A 32nd of a row of Llama's width, in bfloat16."""
-    call = linear(Source(0), 3, 4096, 64, torch.bfloat16, **more)
+    call = make_call("linear", Source(0), 3, 4096, 64, torch.bfloat16, **more)
 
     def run(honest):
         x = honest.x.clone()
@@ -503,7 +506,7 @@ def test_written_keys_are_read_back(data):
     lens = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
     source = Source(data.draw(st.integers(0, 99)))
     f = Features(dtype=torch.float64)
-    call = builders.paged(source, lens, lens, page, f, padding=0, pages=Pages(spare=1))
+    call = make_call("paged_attention", source, lens, lens, page, f, padding=0, pages=Pages(spare=1))
     t = dict(call.arguments)
     total = sum(lens)
     key, value = source.normal(total, 2, 16, dtype=torch.float64), source.normal(total, 2, 16, dtype=torch.float64)
@@ -611,7 +614,7 @@ def test_paged_attention_writes_into_what_it_is_given():
 @pytest.mark.parametrize("kernel", list(kernels_of("paged_attention")))
 def test_a_request_does_not_depend_on_its_neighbours(kernel):
     f = replace(Features(), dtype=torch.float64)
-    call = builders.paged(Source(3), (1, 2, 1), (5, 9, 3), 4, f, padding=0)
+    call = make_call("paged_attention", Source(3), (1, 2, 1), (5, 9, 3), 4, f, padding=0)
     if refused := kernels_of("paged_attention")[kernel].refusals(call.problem):
         pytest.skip("; ".join(map(str, refused)))
     t = dict(call.arguments)
@@ -628,13 +631,15 @@ def loud(op, sign, sinks):
     """A call whose logits are about 46,000, of one sign, and differ by little."""
     f = Features(dtype=torch.float64, q_heads=2, kv_heads=1, head_dim=4, causal=True, sinks=torch.float64 if sinks else None)
     if op == "attention":
-        call = builders.dense(Source(0), 1, 3, 5, f)
+        call = make_call("attention", Source(0), 1, 3, 5, f)
     elif op == "varlen_attention":
-        call = builders.varlen(Source(0), (2, 3), (4, 3), f, padding=(0, 0))
+        call = make_call("varlen_attention", Source(0), (2, 3), (4, 3), f, padding=(0, 0))
     elif op == "paged_attention":
-        call = builders.paged(Source(0), (1, 2), (5, 4), 2, f, padding=0, pages=Pages(wider=0, spare=0))
+        call = make_call("paged_attention", Source(0), (1, 2), (5, 4), 2, f, padding=0, pages=Pages(wider=0, spare=0))
     else:
-        call = builders.mla(Source(0), (1, 2), (5, 4), 2, replace(f, q_heads=2, head_dim=4, v_head_dim=3), 0, pages=Pages(wider=0, spare=0))
+        call = make_call(
+            "mla_attention", Source(0), (1, 2), (5, 4), 2, replace(f, q_heads=2, head_dim=4, v_head_dim=3), 0, pages=Pages(wider=0, spare=0)
+        )
 
     def change(n, t):
         t = t.double() if t.is_floating_point() else t
@@ -680,7 +685,7 @@ def test_the_reference_is_that_of_loops_at_large_logits(sign):
         returned = OPS[op].reference(given.record)
         got = given.arguments["output"] if returned is None else returned[0]
         for query, key, value, mask, start, rows in requests(call):
-            want, _ = by_hand(query, key, value, mask, start, call.arguments)
+            want, _ = by_hand(query, key, value, mask, start, {**call.arguments, "causal": call.record.causal})
             torch.testing.assert_close(got[rows], want, rtol=1e-9, atol=1e-9)
 
 
@@ -688,7 +693,7 @@ def test_the_reference_is_that_of_loops_at_large_logits(sign):
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_references_gradient_is_exact_at_large_logits(sign, sinks):
     call = loud("attention", sign, sinks).map(lambda n, t: t.float().double() if t.is_floating_point() else t)
-    back = builders.backward(Source(1), call)
+    back = gradient_call(Source(1), call)
     exact = OPS["attention_backward"].reference(back.record)
     # The gradient by finite differences of what the loops decide.
     names = ["query", "key", "value", *(["sinks"] if sinks else [])]

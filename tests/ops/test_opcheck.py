@@ -8,7 +8,7 @@ import torch
 from attnops.core.kernel import kernels_of
 from attnops.core.select import choose
 from attnops.ops import OPS
-from attnops.testing import CASES, Call, Features, Source, builders, check_kernel
+from attnops.testing import CASES, Call, Features, Source, check_kernel, make_call
 from tests.helpers import ready_process
 
 # What opcheck says of itself is noise; what our own code is told must be an error.
@@ -115,11 +115,11 @@ SQUARE = ("causal", "bfloat16")
 def grad_call(op, name) -> Call:
     source, features, square = Source(1), GRAD_FEATURES[name], name in SQUARE
     if op in MERGES:
-        return builders.merge(source, MERGES[op], features.dtype).map(lambda _, t: t.requires_grad_())
+        return make_call(op, source, MERGES[op], features.dtype).map(lambda _, t: t.requires_grad_())
     if op == "attention":
-        call = builders.dense(source, 2, 5, 5 if square else 7, features)
+        call = make_call("attention", source, 2, 5, 5 if square else 7, features)
     else:
-        call = builders.varlen(source, (3, 2), (3, 2) if square else (4, 3), features, padding=(0, 0))
+        call = make_call("varlen_attention", source, (3, 2), (3, 2) if square else (4, 3), features, padding=(0, 0))
     differentiable = ("query", "key", "value", "sinks") + (("mask",) if op == "attention" else ())
     return call.map(lambda n, t: t.requires_grad_() if n in differentiable and t.is_floating_point() else t)
 
@@ -139,7 +139,7 @@ def test_opcheck_with_gradients(op, name, features):
 
 
 def test_opcheck_of_a_query_that_alone_requires_grad():
-    call = builders.dense(Source(0), 1, 3, 4, Features(lse=True))
+    call = make_call("attention", Source(0), 1, 3, 4, Features(lse=True))
     check("attention", "default", call.map(lambda n, t: t.requires_grad_() if n == "query" else t))
 
 

@@ -12,9 +12,9 @@ from attnops.core.errors import InvalidInput
 from attnops.core.kernel import kernels_of
 from attnops.core.problem import Extent, Target, altered
 from attnops.core.select import select
+from attnops.ops.experts.cases import V3
 from attnops.ops.experts.route import Route, is_allowed
 from attnops.testing import CASES, Mismatch, check_kernel
-from attnops.testing.route import V3
 from tests.mates import POLICY
 
 NAN, INF = math.nan, math.inf

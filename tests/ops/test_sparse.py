@@ -12,12 +12,14 @@ import attnops
 from attnops import ops
 from attnops.core.kernel import kernels_of
 from attnops.ops import OPS
+from attnops.ops.latent.cases import SMALL
+from attnops.ops.sparse.cases import PAST
 from attnops.ops.sparse.packed_format import GROUP, pack, packed_bytes, unpack
-from attnops.testing import CASES, Source, builders, latent, oracle
+from attnops.testing import CASES, Source, make_call, oracle
 from attnops.testing.check import clone, fill
 
 INF = float("inf")
-SMALL = [c for c in CASES["sparse_mla_attention"] if not c.label.startswith("deepseek")]
+NARROW = [c for c in CASES["sparse_mla_attention"] if not c.label.startswith("deepseek")]
 E4M3 = [s * (m / 8 * 2.0**-6 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7)) for s in (1, -1) for e in range(16) for m in range(8)]
 """What each byte of float8_e4m3fn says; 0x7f and 0xff say NaN."""
 
@@ -64,7 +66,7 @@ def by_hand(t):
     return output, lse
 
 
-@pytest.mark.parametrize("case", SMALL, ids=str)
+@pytest.mark.parametrize("case", NARROW, ids=str)
 def test_reference_equals_loops(case):
     call = case.call()
     clean = call.map(lambda n, t: fill(clone(t), call.free[n], False) if n in call.free else t)
@@ -76,8 +78,8 @@ def test_reference_equals_loops(case):
 
 
 def small(counts=(5, 2), topk=6, **more):
-    f = replace(latent.SMALL, dtype=torch.float64, lse=True)
-    return dict(builders.sparse(Source(5), counts, topk, (4, 16), f, **more).arguments)
+    f = replace(SMALL, dtype=torch.float64, lse=True)
+    return dict(make_call("sparse_mla_attention", Source(5), counts, topk, (4, 16), f, **more).arguments)
 
 
 def attend(t, **more):
@@ -120,7 +122,7 @@ def test_a_token_without_entries(sinks):
     for more in (
         {"indices": torch.full((2, 6), -1, dtype=torch.int32)},
         {"indices": torch.empty((2, 0), dtype=torch.int32)},
-        {"topk_length": torch.zeros(2, dtype=torch.int32), "indices": torch.full((2, 6), builders.PAST, dtype=torch.int32)},
+        {"topk_length": torch.zeros(2, dtype=torch.int32), "indices": torch.full((2, 6), PAST, dtype=torch.int32)},
     ):
         output, lse = attend(t, sinks=sinks, **more)
         assert not output.any()
@@ -138,8 +140,8 @@ def test_sinks_are_those_of_attention():
 
 
 def test_a_quantised_query_gives_bfloat16():
-    f = replace(latent.SMALL, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn)
-    t = dict(builders.sparse(Source(1), (3, 1), 4, (4, 16), replace(f, q_dtype=torch.float8_e4m3fn)).arguments)
+    f = replace(SMALL, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn)
+    t = dict(make_call("sparse_mla_attention", Source(1), (3, 1), 4, (4, 16), replace(f, q_dtype=torch.float8_e4m3fn)).arguments)
     assert ops.sparse_mla_attention(**{n: v for n, v in t.items() if n != "output"}).dtype == torch.bfloat16
 
 

@@ -7,7 +7,7 @@ import torch
 
 import attnops
 from attnops.core.kernel import kernels_of
-from attnops.testing import Features, Source, builders, oracle
+from attnops.testing import Features, Source, make_call, oracle
 
 TAKE_IT = {"reference", "triton"}
 SOFTCAP = Features(causal=True, softcap=30.0, scale=4.0, temperature=True)
@@ -15,7 +15,7 @@ SHAPES = {"decode": ((1, 1, 1), (5, 40, 16)), "extend": ((3, 1, 7), (9, 40, 7))}
 
 
 def call_of(shape, features=SOFTCAP, padding=2):
-    return builders.paged(Source(2), *SHAPES[shape], 16, features, padding=padding)
+    return make_call("paged_attention", Source(2), *SHAPES[shape], 16, features, padding=padding)
 
 
 @pytest.mark.parametrize("name", kernels_of("paged_attention"))

@@ -16,7 +16,7 @@ from attnops.core.problem import pretend
 from attnops.core.record import changed, check, values
 from attnops.ops import OPS
 from attnops.ops.pages.plan import statics_of
-from attnops.testing import CASES, Features, Source, builders, check_kernel
+from attnops.testing import CASES, Features, Source, check_kernel, gradient_call, make_call
 from tests.ops.calls import good
 from tests.triton.checks import SM90
 from tests.triton.process import interpreted
@@ -89,8 +89,8 @@ FAR = {
 @interpreted
 def test_the_widest_of_triton_is_right(name):
     f = FAR[name]
-    dense, packed = builders.dense(Source(1), 2, 5, 9, f), builders.varlen(Source(1), (5, 3), (9, 2), f)
-    for call in (builders.paged(Source(1), (5, 1), (9, 40), 4, f), *(builders.backward(Source(2), c) for c in (dense, packed))):
+    dense, packed = make_call("attention", Source(1), 2, 5, 9, f), make_call("varlen_attention", Source(1), (5, 3), (9, 2), f)
+    for call in (make_call("paged_attention", Source(1), (5, 1), (9, 40), 4, f), *(gradient_call(Source(2), c) for c in (dense, packed))):
         with pretend(SM90):
             figures = check_kernel(kernels_of(call.op)["triton"], call)
         assert not figures.refused and figures.worst <= 1.0, figures

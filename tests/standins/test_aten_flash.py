@@ -7,7 +7,7 @@ from attnops.core.kernel import kernels_of
 from attnops.core.problem import problem_of
 from attnops.core.select import choose, select
 from attnops.ops import OPS as OPS_BY_NAME
-from attnops.testing import Features, Source, builders, check_kernel
+from attnops.testing import Features, Source, check_kernel, gradient_call, make_call
 
 NAME = "aten_flash"
 BF16, F16 = torch.bfloat16, torch.float16
@@ -22,8 +22,8 @@ def flash(op):
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (8, 1)], ids=str)
 def test_ragged_requests_with_windows_and_gradients(standin, heads, causal, window):
     f = Features(dtype=BF16, head_dim=64, q_heads=heads[0], kv_heads=heads[1], causal=causal, window=window, lse=True)
-    call = builders.varlen(Source(3), (5, 0, 1, 20, 4), (5, 3, 7, 4, 0), f, padding=(3, 4))
-    for one in (call, builders.backward(Source(4), call)):
+    call = make_call("varlen_attention", Source(3), (5, 0, 1, 20, 4), (5, 3, 7, 4, 0), f, padding=(3, 4))
+    for one in (call, gradient_call(Source(4), call)):
         figures = check_kernel(flash(one.op), one)
         assert not figures.refused and figures.worst <= 1.0, figures
     assert set(standin) == {"_flash_attention_forward", "_flash_attention_backward"}
@@ -39,7 +39,7 @@ def test_a_dense_window_with_more_queries_than_keys_is_refused_on_cuda(standin, 
 def test_one_query_a_request_and_an_idle_one(standin):
     f = Features(dtype=F16, head_dim=64, q_heads=4, kv_heads=2, causal=True, lse=True)
     for padding in ((0, 0), (1, 2)):
-        call = builders.varlen(Source(3), (1, 0, 1), (5, 3, 7), f, padding=padding)
+        call = make_call("varlen_attention", Source(3), (1, 0, 1), (5, 3, 7), f, padding=padding)
         assert check_kernel(flash("varlen_attention"), call).worst <= 1.0
 
 

@@ -5,7 +5,7 @@ import torch
 
 from attnops.core.kernel import kernels_of
 from attnops.core.problem import Target
-from attnops.testing import Features, Source, builders, check_kernel
+from attnops.testing import Features, Source, check_kernel, gradient_call, make_call
 
 NAME = "cudnn"
 BF16, F16 = torch.bfloat16, torch.float16
@@ -22,8 +22,8 @@ def cudnn(op):
 @pytest.mark.parametrize("causal", [True, False])
 def test_head_dims_and_groups(standin, causal, heads, dims):
     f = Features(dtype=F16, head_dim=dims[0], v_head_dim=dims[1], q_heads=heads[0], kv_heads=heads[1], causal=causal, lse=True)
-    call = builders.dense(Source(3), 2, 9, 9 if causal else 20, f)
-    for one in (call, builders.backward(Source(4), call)):
+    call = make_call("attention", Source(3), 2, 9, 9 if causal else 20, f)
+    for one in (call, gradient_call(Source(4), call)):
         figures = check_kernel(cudnn(one.op), one)
         assert not figures.refused and figures.worst <= 1.0, figures
     assert standin == ["_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"]

@@ -14,7 +14,7 @@ from attnops.core.record import changed
 from attnops.core.select import Policy, active_policy, select
 from attnops.kernels.sgl import fa3 as kernel, wheel
 from attnops.ops import OPS
-from attnops.testing import Features, Source, builders, check_kernel
+from attnops.testing import Features, Source, check_kernel, make_call
 from tests.lowering.models import PagedModel, compiled_code, kernel_calls, prefill
 from tests.standins.schemas import FWD as SCHEMA
 from tests.standins.sgl_kernel_fa3 import SCHEMA_37, installed
@@ -39,7 +39,7 @@ def test_the_schema_is_the_wheels_as_read(standin):
 @pytest.mark.parametrize("page_size", [1, 16, 64, 128, 256])
 def test_stale_pages_and_long_extends(standin, page_size):
     f = Features(dtype=BF16, head_dim=128, q_heads=8, kv_heads=1, causal=True, lse=True)
-    call = builders.paged(Source(1), (130, 1, 40), (300, 129, 40), page_size, f)
+    call = make_call("paged_attention", Source(1), (130, 1, 40), (300, 129, 40), page_size, f)
     assert check_kernel(fa3("paged_attention"), call).worst <= 1.0
 
 
@@ -47,9 +47,9 @@ def blind(op, f):
     """A call some of whose queries see no key."""
     source = Source(2)
     return {
-        "attention": lambda: builders.dense(source, 2, 7, 4, f),
-        "varlen_attention": lambda: builders.varlen(source, (5, 3, 2), (2, 0, 4), f),
-        "paged_attention": lambda: builders.paged(source, (3, 1), (3, 0), 4, f),
+        "attention": lambda: make_call("attention", source, 2, 7, 4, f),
+        "varlen_attention": lambda: make_call("varlen_attention", source, (5, 3, 2), (2, 0, 4), f),
+        "paged_attention": lambda: make_call("paged_attention", source, (3, 1), (3, 0), 4, f),
     }[op]()
 
 
@@ -63,19 +63,19 @@ def test_blind_queries_have_the_sinks_lse(standin, op):
 @pytest.mark.parametrize("given", [torch.float32, F16])
 def test_wider_sinks_are_rounded_unless_lse_is_asked_for(standin, given):
     f = Features(dtype=BF16, causal=True, sinks=given)
-    assert check_kernel(fa3("attention"), builders.dense(Source(3), 2, 5, 9, f)).worst <= 1.0
-    figures = check_kernel(fa3("attention"), builders.dense(Source(3), 2, 5, 9, replace(f, lse=True)))
+    assert check_kernel(fa3("attention"), make_call("attention", Source(3), 2, 5, 9, f)).worst <= 1.0
+    figures = check_kernel(fa3("attention"), make_call("attention", Source(3), 2, 5, 9, replace(f, lse=True)))
     assert [r.field for r in figures.refused] == ["sinks_dtype"]
 
 
 def test_the_output_is_written_in_place(standin):
-    call = builders.paged(Source(4), (1, 3), (9, 3), 4, Features(dtype=BF16, causal=True))
+    call = make_call("paged_attention", Source(4), (1, 3), (9, 3), 4, Features(dtype=BF16, causal=True))
     check_kernel(fa3("paged_attention"), call)
     assert standin[-1]["out"] is not None and standin[-1]["max_seqlen_k"] is None
 
 
 def test_one_split_under_a_deterministic_policy(standin):
-    call = builders.paged(Source(5), (1, 1), (9, 30), 4, Features(dtype=BF16, causal=True, head_dim=128), padding=0)
+    call = make_call("paged_attention", Source(5), (1, 1), (9, 30), 4, Features(dtype=BF16, causal=True, head_dim=128), padding=0)
     for policy, splits in (("", 0), ("deterministic", 1), ("kernel=fa3;deterministic", 1), ("prefer=fa3", 0)):
         fa3("paged_attention").run(changed(call.record, policy=policy))
         assert standin[-1]["num_splits"] == splits
@@ -84,18 +84,18 @@ def test_one_split_under_a_deterministic_policy(standin):
 
 def test_tiles_do_not_follow_from_mates_under_a_deterministic_policy(standin):
     """What the kernel picks its tiles by: the longest request, where a window ends, whether keys are said to end."""
-    alone = builders.varlen(Source(5), (1,), (9,), half_features(window=(30, -1)), padding=(0, 0))
-    among = builders.varlen(Source(5), (1, 7), (9, 90), half_features(window=(30, -1)), padding=(0, 0))
+    alone = make_call("varlen_attention", Source(5), (1,), (9,), half_features(window=(30, -1)), padding=(0, 0))
+    among = make_call("varlen_attention", Source(5), (1, 7), (9, 90), half_features(window=(30, -1)), padding=(0, 0))
     for call in (alone, among):
         fa3("varlen_attention").run(changed(call.record, policy="deterministic"))
         assert standin[-1]["max_seqlen_q"] > 1 and standin[-1]["max_seqlen_k"] > 31
     fa3("varlen_attention").run(alone.record)
     assert (standin[-1]["max_seqlen_q"], standin[-1]["max_seqlen_k"]) == (1, 9)
-    paged = builders.paged(Source(5), (1,), (9,), 4, half_features(), padding=0)
+    paged = make_call("paged_attention", Source(5), (1,), (9,), 4, half_features(), padding=0)
     fa3("paged_attention").run(changed(paged.record, policy="deterministic"))
     assert standin[-1]["max_seqlen_q"] > 1
-    for more in ({}, {"end": (9, 5)}, {"start": (0, 3)}):
-        dense = builders.dense(Source(5), 2, 1, 9, half_features(), **more)
+    for more in ({}, {"kv_end": (9, 5)}, {"kv_start": (0, 3)}):
+        dense = make_call("attention", Source(5), 2, 1, 9, half_features(), index=torch.int32, **more)
         fa3("attention").run(changed(dense.record, policy="deterministic"))
         assert standin[-1]["page_table"] is not None
     problem = altered(paged.problem, head_dim=256, v_head_dim=256, window=(30, -1))
@@ -112,7 +112,7 @@ def half_features(**more):
 def test_the_longer_schema_gets_its_two_arguments():
     if find_spec("sgl_kernel"):
         pytest.skip("sgl_kernel is installed, and a stand-in under its name would hide it")
-    case = builders.varlen(Source(6), (3, 1), (5, 4), Features(dtype=F16, causal=True))
+    case = make_call("varlen_attention", Source(6), (3, 1), (5, 4), Features(dtype=F16, causal=True))
     with installed(SCHEMA_37) as calls, pretend(SM90):
         assert check_kernel(fa3("varlen_attention"), case).worst <= 1.0
         assert calls[-1]["sparse_mask_fine"] is None and calls[-1]["only_qv"] is False
@@ -144,10 +144,10 @@ class Ops(TorchDispatchMode):
 def test_nothing_but_the_kernel_runs_where_nothing_is_padding(standin, float8):
     f = Features(dtype=BF16, head_dim=64, causal=True)
     f = replace(f, q_dtype=torch.float8_e4m3fn, kv_dtype=torch.float8_e4m3fn) if float8 else f
-    decode = builders.paged(Source(0), (1, 1), (9, 30), 16, f, padding=None)
-    extend = builders.paged(Source(0), (90, 70), (90, 100), 16, f, padding=None)
-    packed = builders.varlen(Source(0), (90, 70), (90, 100), f, padding=None)
-    dense = builders.dense(Source(0), 2, 1, 40, f)
+    decode = make_call("paged_attention", Source(0), (1, 1), (9, 30), 16, f, padding=None)
+    extend = make_call("paged_attention", Source(0), (90, 70), (90, 100), 16, f, padding=None)
+    packed = make_call("varlen_attention", Source(0), (90, 70), (90, 100), f, padding=None)
+    dense = make_call("attention", Source(0), 2, 1, 40, f)
     for call in (decode, extend, packed, dense):
         with Ops() as seen, torch.no_grad():
             fa3(call.op).run(call.record)
@@ -164,11 +164,11 @@ def test_nothing_but_the_kernel_runs_where_nothing_is_padding(standin, float8):
 def test_a_static_caches_decode_copies_no_value(standin, lse):
     f = Features(dtype=BF16, head_dim=64, q_heads=8, causal=True, lse=lse)
     for start in (None, (3, 0, 40)):
-        call = builders.dense(Source(0), 3, 1, 50, f, start=start, end=(9, 50, 33))
+        call = make_call("attention", Source(0), 3, 1, 50, f, kv_start=start, kv_end=(9, 50, 33), index=torch.int32)
         assert check_kernel(fa3("attention"), call).worst <= 1.0
         assert standin[-1]["page_table"].shape == (3, 1)
         assert standin[-1]["v"].data_ptr() != 0 and standin[-1]["v"].isnan().any()
-    prefill = builders.dense(Source(0), 3, 50, 60, f, end=(9, 50, 60))
+    prefill = make_call("attention", Source(0), 3, 50, 60, f, kv_end=(9, 50, 60), index=torch.int32)
     assert check_kernel(fa3("attention"), prefill).worst <= 1.0
     assert standin[-1]["page_table"] is None and not standin[-1]["v"].isnan().any()
 
@@ -176,7 +176,7 @@ def test_a_static_caches_decode_copies_no_value(standin, lse):
 def test_scales_are_read_where_they_lie(standin):
     f = Features(dtype=BF16, q_dtype=torch.float8_e4m3fn, kv_dtype=torch.float8_e4m3fn, head_dim=64)
     for one, strides in ((True, (0, 0)), (False, (0, 1))):
-        call = builders.dense(Source(0), 3, 2, 9, replace(f, scale_per_head=not one))
+        call = make_call("attention", Source(0), 3, 2, 9, replace(f, scale_per_head=not one))
         assert check_kernel(fa3("attention"), call).worst <= 1.0
         assert [standin[-1][f"{n}_descale"].stride() for n in "qkv"] == [strides] * 3
 
@@ -233,7 +233,7 @@ def test_the_stand_in_has_the_wheels_schema():
 @torch.no_grad()
 def test_a_repeated_promised_call_is_the_raw_op_alone(standin):
     """The eager cache serves calls like an earlier one, and no other."""
-    call = half(builders.paged(Source(3), (1, 1), (5, 9), 4, Features(head_dim=128), padding=None))
+    call = half(make_call("paged_attention", Source(3), (1, 1), (5, 9), 4, Features(head_dim=128), padding=None))
     others = ({"padded": True}, {"holes": True}, {"lse": torch.empty(2, 4)})
     for asked in ({}, {}, *others, {}):
         with Ops() as seen, attnops.use(kernel={"paged_attention": "fa3"}):

@@ -2,7 +2,7 @@
 
 import torch
 
-from attnops.testing import Features, Source, builders
+from attnops.testing import Features, Source, make_call
 from tests.standins.test_fa3 import NAME, Ops, fa3
 from tests.standins.vendors import half
 
@@ -12,7 +12,7 @@ __all__ = ["NAME"]  # the vendor
 @torch.no_grad()
 def test_heads_first_is_the_raw_op_on_views(standin):
     """Of all keys and without sinks, for any number of keys; the same tensors with heads last give the same."""
-    call = half(builders.dense(Source(3), 2, 1, 9, Features(head_dim=64, causal=True))).with_(window_left=3)
+    call = half(make_call("attention", Source(3), 2, 1, 9, Features(head_dim=64, causal=True))).with_(window_left=3)
     given = {n: call.arguments[n] for n in ("query", "key", "value")}
     for keys in (9, 7):
         last = {n: x if n == "query" else x[:, :keys] for n, x in given.items()}

@@ -9,8 +9,8 @@ from attnops.core.kernel import kernels_of
 from attnops.core.record import changed
 from attnops.core.select import Policy, select
 from attnops.ops import mla_attention
-from attnops.testing import Source, builders, check_kernel
-from attnops.testing.latent import DEEPSEEK
+from attnops.ops.latent.cases import DEEPSEEK
+from attnops.testing import Source, check_kernel, make_call
 from tests.lowering.models import compiled_code, kernel_calls
 
 NAME = "fa3"
@@ -19,7 +19,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 
 def call(q_lens=(1, 2, 1), seq_lens=(70, 3, 130), page=64, f=DEEPSEEK, padding=1, **more):
-    return builders.mla(Source(0), q_lens, seq_lens, page, f, padding, **more)
+    return make_call("mla_attention", Source(0), q_lens, seq_lens, page, f, padding, **more)
 
 
 @pytest.mark.sweep(3)

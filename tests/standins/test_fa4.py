@@ -16,7 +16,7 @@ from attnops.core.record import changed
 from attnops.core.select import select
 from attnops.kernels.flash_attn4 import fa4 as kernel
 from attnops.kernels.flash_attn4.fa4 import tile as tile_of
-from attnops.testing import CASES, Features, Mismatch, Source, builders, check_kernel
+from attnops.testing import CASES, Features, Mismatch, Source, check_kernel, make_call
 from tests.helpers import torch_process
 from tests.lowering.models import PagedModel, compiled_code, decode, kernel_calls
 from tests.mates import POLICY
@@ -54,13 +54,13 @@ def test_float8_on_sm100(case):
 @pytest.mark.parametrize("page_size", [1, 16, 64, 256])
 def test_stale_pages_and_long_extends(standin, page_size):
     f = Features(dtype=BF16, head_dim=128, q_heads=8, kv_heads=1, causal=True, lse=True)
-    call = builders.paged(Source(1), (130, 1, 40), (300, 129, 40), page_size, f)
+    call = make_call("paged_attention", Source(1), (130, 1, 40), (300, 129, 40), page_size, f)
     assert check_kernel(fa4("paged_attention"), call).worst <= 1.0
 
 
 def test_a_page_that_is_a_tile_is_refused_for_a_reason(standin):
     f = Features(dtype=BF16, head_dim=128, causal=True)
-    call = builders.paged(Source(1), (1, 1), (300, 129), 128, f)
+    call = make_call("paged_attention", Source(1), (1, 1), (300, 129), 128, f)
     assert [str(r) for r in fa4("paged_attention").refusals(call.problem)] == ["page_size=128 (wants not 128, a tile)"]
     with pytest.raises(Mismatch, match="got nan"):
         check_kernel(replace(fa4("paged_attention"), needs=()), call)
@@ -89,14 +89,14 @@ def test_blind_queries_have_the_sinks_lse(standin, op, sinks):
 
 def test_arguments_are_as_it_wants_them(standin):
     f = Features(dtype=BF16, causal=False, window=(3, -1))
-    check_kernel(fa4("attention"), builders.dense(Source(3), 2, 5, 9, f))
+    check_kernel(fa4("attention"), make_call("attention", Source(3), 2, 5, 9, f))
     last = standin[-1]
     assert (last["window_size_left"], last["window_size_right"], last["softcap"], last["lse"]) == (3, None, None, None)
     assert last["num_splits"] == 1 and set(last) - {"q", "k", "v"} <= set(PARAMETERS)
 
 
 def test_the_output_is_written_in_place(standin):
-    call = builders.paged(Source(4), (1, 3), (9, 3), 4, Features(dtype=BF16, causal=True))
+    call = make_call("paged_attention", Source(4), (1, 3), (9, 3), 4, Features(dtype=BF16, causal=True))
     fa4("paged_attention").run(call.record)
     assert standin[-1]["out"] is call.arguments["output"]
 
@@ -141,7 +141,7 @@ def test_a_new_kind_is_refused_in_a_capture(standin, monkeypatch):
     f = Features(dtype=BF16, causal=True)
 
     def run(page=16, f=f, lens=(9, 30), q_lens=(1, 1)):
-        call = builders.paged(Source(5), q_lens, lens, page, f, padding=0)
+        call = make_call("paged_attention", Source(5), q_lens, lens, page, f, padding=0)
         fa4("paged_attention").run(call.record)
 
     capture.on = True
@@ -164,7 +164,7 @@ def test_a_new_kind_is_refused_in_a_capture(standin, monkeypatch):
 def test_one_kernel_takes_short_and_long_requests_under_a_deterministic_policy(standin):
     kernel._kinds().clear()
     for lengths in ((1, 3), (9, 30), (9, 140), (300, 1)):
-        call = builders.varlen(Source(5), lengths, lengths, Features(dtype=BF16, causal=True), padding=None)
+        call = make_call("varlen_attention", Source(5), lengths, lengths, Features(dtype=BF16, causal=True), padding=None)
         fa4(call.op).run(changed(call.record, policy=POLICY))
     assert len(kernel._kinds()) == 1
     assert {call["max_seqlen_q"] for call in standin} == {257, 300}

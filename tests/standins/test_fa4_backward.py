@@ -14,7 +14,7 @@ from attnops.core.problem import Extent, altered
 from attnops.core.record import changed
 from attnops.core.select import select
 from attnops.kernels.flash_attn4 import backward, fa4
-from attnops.testing import Features, Source, builders, check_kernel
+from attnops.testing import Features, Source, check_kernel, gradient_call, make_call
 from tests.mates import POLICY
 from tests.standins import flash_attn_cute_backward, shapes
 from tests.standins.test_fa4 import NAME, SM90, SM100, Capturing
@@ -37,9 +37,9 @@ RULES = {
 }
 SHAPES = {
     **shapes.SHAPES,
-    "long": lambda f: builders.dense(Source(3), 1, 130, 140, f),
-    "padded": lambda f: builders.varlen(Source(3), (70, 3), (130, 9), f, padding=(200, 200)),
-    "tight": lambda f: builders.varlen(Source(3), (5, 8), (5, 70), f, padding=None),
+    "long": lambda f: make_call("attention", Source(3), 1, 130, 140, f),
+    "padded": lambda f: make_call("varlen_attention", Source(3), (70, 3), (130, 9), f, padding=(200, 200)),
+    "tight": lambda f: make_call("varlen_attention", Source(3), (5, 8), (5, 70), f, padding=None),
 }
 
 
@@ -52,14 +52,14 @@ def kernel(op):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rules", RULES)
 def test_gradients(standin, rules, shape, lse_grad):
-    call = builders.backward(Source(4), SHAPES[shape](RULES[rules]), lse_grad=lse_grad)
+    call = gradient_call(Source(4), SHAPES[shape](RULES[rules]), lse_grad=lse_grad)
     figures = check_kernel(kernel(call.op), call)
     assert not figures.refused and figures.worst <= 1.0, figures
     assert len(standin) == (not shape.startswith("no_key"))
 
 
 def test_promised_rows_are_neither_copied_nor_cleared(standin):
-    call = builders.backward(Source(4), SHAPES["tight"](PLAIN))
+    call = gradient_call(Source(4), SHAPES["tight"](PLAIN))
     kernel(call.op).run(call.record)
     assert standin[-1]["q"].data_ptr() == call.arguments["query"].data_ptr()
     assert type(standin[-1]["max_seqlen_q"]) is int
@@ -70,7 +70,7 @@ def test_a_new_kind_is_refused_in_a_capture(standin, monkeypatch):
     fa4._kinds().clear()
 
     def run(f=PLAIN, lens=(9, 30), lse_grad=False, policy=""):
-        call = builders.backward(Source(5), builders.varlen(Source(5), lens, lens, f, padding=None), lse_grad=lse_grad)
+        call = gradient_call(Source(5), make_call("varlen_attention", Source(5), lens, lens, f, padding=None), lse_grad=lse_grad)
         kernel(call.op).run(changed(call.record, policy=policy))
 
     capture.on = True
@@ -95,14 +95,14 @@ def test_a_new_kind_is_refused_in_a_capture(standin, monkeypatch):
 @pytest.mark.parametrize("shape", ["dense", "ragged"])
 @pytest.mark.parametrize("policy", ["", POLICY, f"{POLICY};kernel=fa4"])
 def test_programs_take_turns_under_a_deterministic_policy_alone(standin, policy, shape):
-    call = builders.backward(Source(4), SHAPES[shape](PLAIN))
+    call = gradient_call(Source(4), SHAPES[shape](PLAIN))
     kernel(call.op).run(changed(call.record, policy=policy))
     assert standin[-1]["deterministic"] is (POLICY in policy)
 
 
 @pytest.mark.parametrize("shape", ["dense", "ragged"])
 def test_programs_take_turns_where_torch_asks_for_it(standin, shape):
-    call = builders.backward(Source(4), SHAPES[shape](PLAIN))
+    call = gradient_call(Source(4), SHAPES[shape](PLAIN))
     for mode in (0, 2, 1):
         torch.set_deterministic_debug_mode(mode)
         try:
@@ -124,7 +124,7 @@ def test_one_kernel_takes_short_and_long_requests_under_a_deterministic_policy(s
     """The vendor compiles a kernel of its own for a batch of one tile, which a request among longer ones does not get."""
     fa4._kinds().clear()
     for lengths in ((1, 3), (9, 30), (9, 140), (300, 1)):
-        call = builders.backward(Source(5), builders.varlen(Source(5), lengths, lengths, PLAIN, padding=None))
+        call = gradient_call(Source(5), make_call("varlen_attention", Source(5), lengths, lengths, PLAIN, padding=None))
         kernel(call.op).run(changed(call.record, policy=POLICY))
     assert len(fa4._kinds()) == 1
     assert {call["max_seqlen_q"] for call in standin} == {257, 300}
@@ -144,7 +144,7 @@ def test_the_choice_under_a_deterministic_policy(change, field):
         assert not field or field in [r.field for r in decision.refused["fa4"]]
 
 
-PROBLEM = altered(builders.backward(Source(0), SHAPES["dense"](PLAIN)).problem, target=SM90)
+PROBLEM = altered(gradient_call(Source(0), SHAPES["dense"](PLAIN)).problem, target=SM90)
 
 
 @pytest.mark.parametrize("op", OPS)

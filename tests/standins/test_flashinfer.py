@@ -21,11 +21,10 @@ from attnops.kernels.flashinfer import modules as fi
 from attnops.kernels.flashinfer.build import build, parse
 from attnops.kernels.shared.plan import FIRST, HEADER, MAGIC
 from attnops.ops import paged_layers, plan_paged_attention, plan_sizes
+from attnops.ops.attention.cases import FEATURES, VARLEN as RAGGED, VARLEN_SHAPES
+from attnops.ops.pages.cases import PAGED, PAGED_SHAPES
 from attnops.ops.pages.plan import statics_of, step_of
-from attnops.testing import Features, Source, builders, check_kernel, planned
-from attnops.testing.builders import Pages
-from attnops.testing.case import table
-from attnops.testing.cases import FEATURES, PAGED, PAGED_SHAPES, VARLEN as RAGGED, VARLEN_SHAPES
+from attnops.testing import Features, Pages, Source, check_kernel, make_call, planned
 from tests.gpu.flashinfer_modules import module_of
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins import flashinfer_modules as standin
@@ -49,7 +48,7 @@ def sm90():
 
 
 def paged(q_lens=(1, 4, 0, 2), seq_lens=(6, 4, 0, 21), page=16, f=LLAMA, seed=0, **more):
-    return builders.paged(Source(seed), q_lens, seq_lens, page, f, **more)
+    return make_call("paged_attention", Source(seed), q_lens, seq_lens, page, f, **more)
 
 
 # Numerics -------------------------------------------------------------------------------------------------------------
@@ -65,8 +64,8 @@ def points(shapes, full):
     return [(shape, name) for shape in shapes for name in (FIT if shape in full else EVERYWHERE)]
 
 
-def made(build, row, f):
-    return table("", build, {"": (*row, f)})[0].call()
+def made(op, row, f):
+    return make_call(op, Source(0), *row, f)
 
 
 def narrow(name):
@@ -77,7 +76,7 @@ def narrow(name):
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize(("shape", "name"), points(SHAPES, PATHS), ids=lambda v: v)
 def test_grid(calls, shape, name):
-    figures = check_kernel(KERNEL, made(builders.paged, SHAPES[shape], narrow(name)))
+    figures = check_kernel(KERNEL, made("paged_attention", SHAPES[shape], narrow(name)))
     if figures.refused:
         assert name not in EVERYWHERE
         assert {r.field for r in figures.refused} <= {"window", "softcap", "plan", "attention_chunk"}
@@ -86,7 +85,7 @@ def test_grid(calls, shape, name):
 
 @pytest.mark.parametrize("shape", PATHS)
 def test_the_grid_takes_every_path(sm90, shape):
-    check_kernel(KERNEL, made(builders.paged, SHAPES[shape], narrow("causal")))
+    check_kernel(KERNEL, made("paged_attention", SHAPES[shape], narrow("causal")))
     assert {c.partition(".")[0] for c in sm90} == {PATHS[shape]}
 
 
@@ -126,7 +125,7 @@ PACKED = {"main": RAGGED, **VARLEN_SHAPES, "longer": ((140, 3), (200, 130)), "ta
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize(("shape", "name"), points(PACKED, ("main", "longer")), ids=lambda v: v)
 def test_packed_grid(calls, shape, name):
-    figures = check_kernel(VARLEN, made(builders.varlen, PACKED[shape], narrow(name)))
+    figures = check_kernel(VARLEN, made("varlen_attention", PACKED[shape], narrow(name)))
     if figures.refused:
         assert name not in EVERYWHERE
         assert {r.field for r in figures.refused} <= {"window", "softcap", "attention_chunk"}
@@ -136,14 +135,14 @@ def test_packed_grid(calls, shape, name):
 @pytest.mark.parametrize("lens", [((5, 3), (5, 3)), ((300, 3), (300, 40))])
 def test_deepseek_prefill(calls, lens):
     f = replace(LLAMA, q_heads=4, kv_heads=4, head_dim=192, v_head_dim=128, lse=True)
-    assert check_kernel(VARLEN, builders.varlen(Source(0), *lens, f)).worst <= 1.0
+    assert check_kernel(VARLEN, make_call("varlen_attention", Source(0), *lens, f)).worst <= 1.0
     long = lens[0][0] == 300
     want = "fa3" if long and attnops.core.problem.pretended() == TARGETS[90] else "fa2"
     assert calls == [f"{want}.plan", f"{want}.ragged_run"]
 
 
 def test_packed_calls_are_chosen_only_when_asked_for(sm90):
-    call = builders.varlen(Source(0), (30, 3), (30, 40), LLAMA)
+    call = make_call("varlen_attention", Source(0), (30, 3), (30, 40), LLAMA)
     with attnops.use(kernel="flashinfer"):
         attnops.varlen_attention(**{n: v for n, v in call.arguments.items() if n != "return_lse"})
     assert calls_of(sm90) == {"fa3.plan": 1, "fa3.ragged_run": 1}
@@ -152,7 +151,7 @@ def test_packed_calls_are_chosen_only_when_asked_for(sm90):
 
 
 def test_a_training_step_takes_it_too(sm90):
-    call = builders.varlen(Source(0), (30, 3), (30, 40), replace(LLAMA, lse=False), padding=(0, 0))
+    call = make_call("varlen_attention", Source(0), (30, 3), (30, 40), replace(LLAMA, lse=False), padding=(0, 0))
     given = {n: v.clone().requires_grad_() if n in ("query", "key", "value") else v for n, v in call.arguments.items()}
     grads = []
     for kernel in ("flashinfer", "reference"):
@@ -364,7 +363,7 @@ def test_modules_in_words(sm90):
             parse(wrong)
     made = build([parse(w) for w in words[:2]] * 2)
     assert sorted(map(str, made)) == words[:2] and len(standin.BUILT) == 2
-    for call in (paged(), paged((1, 1), (4, 4)), paged((170,), (200,)), builders.varlen(Source(0), (30, 3), (30, 40), LLAMA)):
+    for call in (paged(), paged((1, 1), (4, 4)), paged((170,), (200,)), make_call("varlen_attention", Source(0), (30, 3), (30, 40), LLAMA)):
         kernel = kernels_of(call.op)["flashinfer"]
         standin.forget()
         made = planned(kernel, call)

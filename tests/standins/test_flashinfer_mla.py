@@ -16,10 +16,9 @@ from attnops.core.select import select
 from attnops.kernels.flashinfer import mla as fm
 from attnops.kernels.shared.plan import FIRST, HEADER, host_lengths
 from attnops.ops import OPS, latent_layers, mla_attention, plan_mla_attention, plan_sizes
+from attnops.ops.latent.cases import DEEPSEEK
 from attnops.ops.pages.plan import statics_of, step_of
-from attnops.testing import Source, builders, check_kernel, planned
-from attnops.testing.builders import Pages
-from attnops.testing.latent import DEEPSEEK
+from attnops.testing import Pages, Source, check_kernel, make_call, planned
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins import flashinfer_mla as standin
 
@@ -37,7 +36,7 @@ def kernel(request, calls):
 
 
 def call(q_lens=(1, 4, 0, 2), seq_lens=(70, 4, 9, 130), page=64, f=DEEPSEEK, padding=2, seed=0, **more):
-    return builders.mla(Source(seed), q_lens, seq_lens, page, f, padding, **more)
+    return make_call("mla_attention", Source(seed), q_lens, seq_lens, page, f, padding, **more)
 
 
 # Numerics -------------------------------------------------------------------------------------------------------------

@@ -16,9 +16,8 @@ from attnops.core.tensors import rotate
 from attnops.kernels.flashinfer import rope
 from attnops.kernels.shared.tokens import side_by_side
 from attnops.ops import mla_attention, rope_quantize_latent, write_latent
-from attnops.testing import Source
-from attnops.testing.builders import rope_quantize
-from attnops.testing.latent import DEEPSEEK, SMALL
+from attnops.ops.latent.cases import DEEPSEEK, SMALL
+from attnops.testing import Source, make_call
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins import flashinfer_rope as standin
 
@@ -31,7 +30,7 @@ PARTS = ("q_nope", "q_pe", "latent", "k_pe", "cos_sin", "positions")
 
 
 def call(f=DEEPSEEK, positions=(3, 0, 8), **more):
-    return rope_quantize(Source(1), positions, f, interleaved=more.pop("interleaved", True), **more)
+    return make_call("rope_quantize_latent", Source(1), positions, f, interleaved=more.pop("interleaved", True), **more)
 
 
 # The wrap -------------------------------------------------------------------------------------------------------------
@@ -159,7 +158,7 @@ def test_the_kernel_is_called_by_name(calls):
 def test_what_is_stored_is_what_attention_reads():
     """Rotated, quantised, written and attended to: near what bfloat16 gives, and the query is handed on without a copy."""
     f, tokens = replace(SMALL, dtype=BF16), 6
-    given = rope_quantize(Source(3), range(tokens), f, scales=(0.125, 0.125), spread=1.0).arguments
+    given = make_call("rope_quantize_latent", Source(3), range(tokens), f, scales=(0.125, 0.125), spread=1.0).arguments
     table, lengths, starts = (torch.tensor(x, dtype=torch.int32) for x in ([[1, 0]], [tokens], [0, tokens]))
     slots = torch.tensor([4, 5, 6, 7, 0, 1])
 

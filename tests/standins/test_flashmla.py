@@ -14,10 +14,10 @@ from attnops.kernels.sgl import flashmla
 from attnops.kernels.shared import tokens
 from attnops.measured import Grid, Table, costs
 from attnops.ops import OPS, decode_rows, mla_attention
+from attnops.ops.latent.cases import DEEPSEEK
 from attnops.ops.latent.timed import MLA
 from attnops.ops.sweeps import decoding
-from attnops.testing import Source, builders, check_kernel, with_device_plan
-from attnops.testing.latent import DEEPSEEK
+from attnops.testing import Source, check_kernel, make_call, with_device_plan
 from attnops.testing.pool import Pool
 from attnops.testing.timed_calls import build
 from attnops.tune.run import Stopwatch, runner
@@ -38,7 +38,7 @@ def loaded():
 
 
 def batch(q_lens=(1, 1, 1), seq_lens=(70, 3, 130), f=DEEPSEEK, padding=0, **more):
-    return builders.mla(Source(0), q_lens, seq_lens, 64, f, padding, **more)
+    return make_call("mla_attention", Source(0), q_lens, seq_lens, 64, f, padding, **more)
 
 
 def rows(call, **more):

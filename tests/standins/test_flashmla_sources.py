@@ -16,9 +16,9 @@ from attnops.core.kernel import Package, kernels_of
 from attnops.core.problem import Target, pretend
 from attnops.kernels.sgl import sources, wheel
 from attnops.ops import decode_rows, mla_attention
-from attnops.testing import CASES, Source, builders, check_kernel
+from attnops.ops.latent.cases import DEEPSEEK
+from attnops.testing import CASES, Source, check_kernel, make_call
 from attnops.testing.calls import Call
-from attnops.testing.latent import DEEPSEEK
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins import flash_mla_legacy as standin, schemas, sgl_kernel_mla
 
@@ -99,7 +99,7 @@ def test_the_lse_of_either_wheel(packed):
     kernel = kernels_of("sparse_mla_attention")["flashmla"]
     found = []
     for assumed in (SGL, FLASH):
-        call = builders.sparse(Source(0), (128, 3), 128, (4, 64), f, packed=packed)
+        call = make_call("sparse_mla_attention", Source(0), (128, 3), 128, (4, 64), f, packed=packed)
         with pretend(replace(SM90, assume=(assumed,))):
             assert check_kernel(kernel, call).worst <= 1.0
             kernel.run(call.record)
@@ -110,7 +110,7 @@ def test_the_lse_of_either_wheel(packed):
 
 
 def batch(q_lens=(1, 1, 1), seq_lens=(70, 3, 130), f=DEEPSEEK) -> Call:
-    return builders.mla(Source(0), q_lens, seq_lens, 64, f, 0)
+    return make_call("mla_attention", Source(0), q_lens, seq_lens, 64, f, 0)
 
 
 @pytest.mark.sweep(2)

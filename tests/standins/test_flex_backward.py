@@ -13,7 +13,7 @@ from attnops.core.problem import Extent, Target, altered, pretend
 from attnops.core.select import select
 from attnops.kernels.torch import flex
 from attnops.ops import OPS as OPS_BY_NAME
-from attnops.testing import Features, Source, builders, check_kernel
+from attnops.testing import Features, Source, check_kernel, gradient_call, make_call
 from tests.standins import shapes
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -31,7 +31,7 @@ RULES = {
 }
 SHAPES = {
     **shapes.SHAPES,
-    "ranges": lambda f: builders.dense(Source(3), 2, 3, 9, f, start=(1, 0), end=(9, 4)),
+    "ranges": lambda f: make_call("attention", Source(3), 2, 3, 9, f, kv_start=(1, 0), kv_end=(9, 4), index=torch.int32),
 }
 
 
@@ -54,7 +54,7 @@ def test_gradients(on_cpu, rules, shape, lse_grad):
     f = RULES[rules]
     if f.mask != "none" and shape in ("ragged", "no_keys"):
         pytest.skip("flex takes no mask of packed calls")
-    call = builders.backward(Source(4), SHAPES[shape](f), lse_grad=lse_grad)
+    call = gradient_call(Source(4), SHAPES[shape](f), lse_grad=lse_grad)
     figures = check_kernel(kernel(call.op), call)
     assert not figures.refused and figures.worst <= 1.0, figures
 
@@ -71,7 +71,7 @@ def test_a_training_step_and_its_gradients(on_cpu):
 
 
 def test_the_gradient_of_a_mask_is_refused():
-    call = builders.backward(Source(4), builders.dense(Source(3), 2, 5, 11, RULES["mask"]), mask_grad=True)
+    call = gradient_call(Source(4), make_call("attention", Source(3), 2, 5, 11, RULES["mask"]), mask_grad=True)
     problem = altered(call.problem, target=SM90)
     assert "mask_grad" in [r.field for r in kernel(call.op).refusals(problem)]
     assert not kernel(call.op).refusals(altered(problem, mask_grad=False)) and select(problem).kernel is not kernel(call.op)
@@ -82,8 +82,8 @@ def test_the_gradient_of_a_mask_is_refused():
 def test_triton_is_before_it_by_estimate(op, dtype):
     """No GPU has timed its gradient yet."""
     packed = op.startswith("varlen")
-    call = builders.varlen(Source(0), (9,), (9,), PLAIN) if packed else builders.dense(Source(0), 2, 9, 9, PLAIN)
-    problem = builders.backward(Source(0), call).problem
+    call = make_call("varlen_attention", Source(0), (9,), (9,), PLAIN) if packed else make_call("attention", Source(0), 2, 9, 9, PLAIN)
+    problem = gradient_call(Source(0), call).problem
     for arch, n, window in product((80, 90, 100), (300, 4096, 32768), ((-1, -1), (1023, -1))):
         sizes = {name: Extent.of(n) for name in ("tokens", "queries", "context")}
         target = Target("cuda", arch, assume=("triton",))
@@ -121,7 +121,7 @@ def test_traced_by_a_compiler(on_cpu, monkeypatch, shape):
     monkeypatch.setattr(flex, "_on_cpu", lambda x: False)
     monkeypatch.setattr(flex, "_options", lambda *given: {})
     f = replace(PLAIN, causal=True, window=(4, -1), sinks=F32, softcap=2.0)
-    step = builders.backward(Source(4), SHAPES[shape](f), lse_grad=True)
+    step = gradient_call(Source(4), SHAPES[shape](f), lse_grad=True)
     with attnops.use(kernel={step.op: "flex"}):
         figures = check_kernel(replace(kernel(step.op), run=lambda record: OPS_BY_NAME[step.op](record)), step)
     assert not figures.refused and figures.worst <= 1.0, figures

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -12,10 +13,10 @@ import attnops
 from attnops.core.errors import InvalidInput
 from attnops.core.kernel import Kernel, Plan, kernels_of, register
 from attnops.ops import named_pages
+from attnops.ops.latent.cases import DEEPSEEK
 from attnops.ops.metadata.reference import UNKNOWN
-from attnops.testing import Features, Source, builders, check_kernel
+from attnops.testing import Features, Source, check_kernel, make_call
 from attnops.testing.calls import plan_call, planned
-from attnops.testing.latent import DEEPSEEK
 from tests.standins.vendors import VENDORS
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -74,7 +75,7 @@ def test_every_kernel_over_pages_is_here():
 @pytest.mark.parametrize("queries", [(1, 1, 1), (5, 1, 64)], ids=["decode", "extend"])
 @pytest.mark.parametrize("name", PAGED)
 def test_paged(name, queries, holes, ids):
-    call = holed(builders.paged(Source(0), queries, LENGTHS, 64, HALF), HOLES[holes], ids)
+    call = holed(make_call("paged_attention", Source(0), queries, LENGTHS, 64, HALF), HOLES[holes], ids)
     figures = check("paged_attention", name, call)
     assert figures.worst <= 1.0 and (not figures.refused or (name == "xqa" and queries != (1, 1, 1))), figures
 
@@ -82,7 +83,7 @@ def test_paged(name, queries, holes, ids):
 @pytest.mark.parametrize("features", [{"window": (70, -1)}, {"mask": "bool"}, {"chunk": 64}], ids=str)
 @pytest.mark.parametrize("name", PAGED)
 def test_where_no_page_may_move(name, features):
-    call = holed(builders.paged(Source(0), (1, 1, 1), LENGTHS, 64, replace(HALF, **features)), HOLES["first"], "past")
+    call = holed(make_call("paged_attention", Source(0), (1, 1, 1), LENGTHS, 64, replace(HALF, **features)), HOLES["first"], "past")
     assert check("paged_attention", name, call).worst <= 1.0
 
 
@@ -93,7 +94,7 @@ def test_where_no_page_may_move(name, features):
 @pytest.mark.parametrize("name", LATENT)
 def test_latents(name, queries, holes, ids):
     f = replace(FLOAT8, q_dtype=E4M3) if name == "flashmla_fp8" else DEEPSEEK
-    call = holed(builders.mla(Source(0), queries, LENGTHS, 64, f), HOLES[holes], ids)
+    call = holed(make_call("mla_attention", Source(0), queries, LENGTHS, 64, f), HOLES[holes], ids)
     figures = check("mla_attention", name, call)
     assert figures.worst <= 1.0 and not figures.refused, figures
 
@@ -101,7 +102,7 @@ def test_latents(name, queries, holes, ids):
 @pytest.mark.parametrize(("op", "name"), [(op, name) for op in ("paged", "mla") for name in PLANNING[op]])
 def test_a_plan_of_another_number_of_pages_is_for_promised_tables_alone(op, name):
     """It took ids past the pool for pages, or pages for ids past the pool."""
-    build = builders.paged if op == "paged" else builders.mla
+    build = partial(make_call, "paged_attention" if op == "paged" else "mla_attention")
     call, kernel = build(Source(0), (1, 1), (9, 30), 64, HALF if op == "paged" else DEEPSEEK), kernels_of(f"{op}_attention")[name]
     with running(name):
         for pages, said in ((UNKNOWN, "unknown"), (1, "1")):
@@ -117,7 +118,7 @@ def test_a_plan_of_another_number_of_pages_is_for_promised_tables_alone(op, name
 @pytest.mark.parametrize("queries", [(1, 1, 1), (5, 1, 2)], ids=["decode", "extend"])
 def test_the_keys_of_such_a_page_are_not_seen(queries):
     """Against dense attention of the keys that are left."""
-    call = holed(builders.paged(Source(0), queries, LENGTHS, 16, replace(HALF, dtype=torch.float64)), HOLES["middle"])
+    call = holed(make_call("paged_attention", Source(0), queries, LENGTHS, 16, replace(HALF, dtype=torch.float64)), HOLES["middle"])
     t = call.arguments
     given = [t[n] for n in ("query", "k_pages", "v_pages", "page_table", "seq_lens", "cu_seqlens_q")]
     out = attnops.paged_attention(*given, max_seqlen_q=max(queries), scale=t["scale"])
@@ -132,7 +133,7 @@ def test_the_keys_of_such_a_page_are_not_seen(queries):
 
 @pytest.mark.parametrize("name", kernels_of("write_kv"))
 def test_slots_outside_the_pages_are_not_written(name):
-    call = builders.write(Source(0), (7, -1, 0, 11, 5), 4, 3, replace(HALF, dtype=torch.float32))
+    call = make_call("write_kv", Source(0), (7, -1, 0, 11, 5), 4, 3, replace(HALF, dtype=torch.float32))
     kernel = kernels_of("write_kv")[name]
     if kernel.refusals(call.problem):
         pytest.skip("needs a GPU; tests/triton has the same")
@@ -145,7 +146,7 @@ def test_slots_outside_the_pages_are_not_written(name):
 
 @pytest.mark.parametrize("op", ["paged", "mla"])
 def test_a_device_plan_of_a_table_with_holes_is_refused(op):
-    build = builders.paged if op == "paged" else builders.mla
+    build = partial(make_call, "paged_attention" if op == "paged" else "mla_attention")
     call = build(Source(0), (1, 1), (9, 30), 64, HALF if op == "paged" else DEEPSEEK).with_(plan=torch.zeros(4, dtype=torch.int32))
     overloads = getattr(torch.ops.attnops, f"{op}_attention")
     kernels = ("default", "fa3", "reference", *["sdpa"] * (op == "paged"))
@@ -183,7 +184,10 @@ COUNT: list[Any] = []
 
 
 def layers_call(pools=5):
-    calls = [holed(builders.paged(Source(i), (1, 1, 1), LENGTHS, 64, HALF, padding=0), HOLES["first"], "past") for i in range(pools)]
+    calls = [
+        holed(make_call("paged_attention", Source(i), (1, 1, 1), LENGTHS, 64, HALF, padding=0), HOLES["first"], "past")
+        for i in range(pools)
+    ]
     t = calls[0].arguments
     pages = [tuple(c.arguments[n].nan_to_num() for n in ("k_pages", "v_pages")) for c in calls]
     return t["query"], pages, t["page_table"], t["seq_lens"], t["cu_seqlens_q"]
@@ -228,20 +232,20 @@ def test_a_table_written_between_two_layers_is_looked_at_again(counted):
 
 
 def test_a_choice_says_that_the_table_may_have_holes():
-    call = builders.paged(Source(0), (1, 1), (9, 30), 64, HALF)
+    call = make_call("paged_attention", Source(0), (1, 1), (9, 30), 64, HALF)
     assert "holes=True" in call.problem.summary()
     assert "holes" not in call.with_(holes=False).problem.summary()
 
 
 def test_a_promised_table_is_not_looked_at():
-    call = builders.paged(Source(0), (1, 1), (9, 30), 4, HALF, padding=0)
+    call = make_call("paged_attention", Source(0), (1, 1), (9, 30), 4, HALF, padding=0)
     with VENDORS["fa3"].running(), torch.profiler.profile() as profile:
         kernels_of("paged_attention")["fa3"].run(call.with_(holes=False).record)
     assert not [e.key for e in profile.key_averages() if "named_pages" in e.key]
 
 
 def test_who_names_pages_once_a_step_says_so():
-    call = holed(builders.paged(Source(0), (1, 1, 1), LENGTHS, 64, HALF, padding=0), HOLES["middle"])
+    call = holed(make_call("paged_attention", Source(0), (1, 1, 1), LENGTHS, 64, HALF, padding=0), HOLES["middle"])
     t = call.arguments
     table, lengths = named_pages(t["page_table"], t["seq_lens"], t["cu_seqlens_q"], num_pages=t["k_pages"].shape[0], page_size=64)
     rest = (t["cu_seqlens_q"],)

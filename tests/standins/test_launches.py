@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnops
 from attnops.core.kernel import kernels_of
-from attnops.testing import Features, Source, builders, equip, with_device_plan
+from attnops.testing import Features, Source, equip, make_call, with_device_plan
 from tests.standins import test_speculative
 from tests.standins.vendors import VENDORS
 
@@ -83,10 +83,10 @@ def a_call(op, name):
         both = torch.cat([t[n].view(torch.uint8) for n in ("q_nope", "q_pe")], -1).view(t["q_nope"].dtype)
         return call.with_(q_nope=both[..., :512], q_pe=both[..., 512:])
     if op == "attention":
-        return builders.dense(Source(0), 2, 5, 5, f)
+        return make_call("attention", Source(0), 2, 5, 5, f)
     if op == "varlen_attention":
-        return builders.varlen(Source(0), (5, 3), (5, 3), f, padding=None)
-    return builders.paged(Source(0), (1, 1), (9, 30), 16, f, padding=None)
+        return make_call("varlen_attention", Source(0), (5, 3), (5, 3), f, padding=None)
+    return make_call("paged_attention", Source(0), (1, 1), (9, 30), 16, f, padding=None)
 
 
 @pytest.mark.parametrize(("op", "name", "planned"), EXTRA, ids=str)

@@ -9,7 +9,7 @@ import attnops
 from attnops.core.kernel import kernels_of
 from attnops.core.problem import Target, altered, pretend
 from attnops.core.select import select
-from attnops.testing import Features, Source, builders, check_kernel
+from attnops.testing import Features, Source, check_kernel, gradient_call, make_call
 from tests.standins.shapes import DENSE
 
 NAME = "mem_efficient"
@@ -28,7 +28,7 @@ RULES = {
 }
 SHAPES = {
     **DENSE,
-    "long": lambda f: builders.dense(Source(3), 1, 40, 33, f),
+    "long": lambda f: make_call("attention", Source(3), 1, 40, 33, f),
 }
 
 
@@ -42,7 +42,7 @@ def kernel(op):
 def test_rules(standin, rules, shape):
     call = SHAPES[shape](RULES[rules])
     graded = RULES[rules].mask in ("additive", "biases")
-    for one in (call, builders.backward(Source(4), call, mask_grad=graded)):
+    for one in (call, gradient_call(Source(4), call, mask_grad=graded)):
         figures = check_kernel(kernel(one.op), one)
         assert not figures.refused and figures.worst <= 1.0, figures
     assert len(standin) == (0 if shape == "no_key" else 2)
@@ -61,7 +61,7 @@ def test_a_training_step_with_a_mask_is_two_calls_of_aten(standin, dtype):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-PROBLEM = altered(builders.backward(Source(0), builders.dense(Source(0), 2, 9, 9, PLAIN)).problem, target=SM90)
+PROBLEM = altered(gradient_call(Source(0), make_call("attention", Source(0), 2, 9, 9, PLAIN)).problem, target=SM90)
 
 
 @pytest.mark.parametrize("op", OPS)

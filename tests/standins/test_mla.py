@@ -15,9 +15,8 @@ from attnops.kernels.sgl import cutlass_mla, flashmla, wheel
 from attnops.kernels.sgl.sources import SGL as LIBRARY
 from attnops.kernels.shared.memory import COUNTERS, total
 from attnops.ops import mla_attention
-from attnops.testing import Call, Source, builders, check_kernel
-from attnops.testing.builders import Pages
-from attnops.testing.latent import DEEPSEEK
+from attnops.ops.latent.cases import DEEPSEEK
+from attnops.testing import Call, Pages, Source, check_kernel, make_call
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins import schemas, sgl_kernel_mla as standin
 
@@ -40,7 +39,7 @@ def loaded():
 
 
 def decode(q_lens=(1, 1, 1), seq_lens=(70, 3, 130), page=64, f=DEEPSEEK, padding=0, **more: Any) -> Call:
-    return builders.mla(Source(0), q_lens, seq_lens, page, f, padding, **more)
+    return make_call("mla_attention", Source(0), q_lens, seq_lens, page, f, padding, **more)
 
 
 def decode_for(name: str, f=DEEPSEEK, **more: Any) -> Call:

@@ -13,8 +13,9 @@ from attnops.core.kernel import kernels_of
 from attnops.core.problem import Target, pretend
 from attnops.kernels.sgl import flashmla_sparse, sources, wheel
 from attnops.ops import sparse_mla_attention, write_latent_packed
-from attnops.testing import Call, Source, builders, check_kernel
-from attnops.testing.latent import DEEPSEEK, SMALL
+from attnops.ops.latent.cases import DEEPSEEK, SMALL
+from attnops.ops.sparse.cases import PAST
+from attnops.testing import Call, Source, check_kernel, make_call
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins import schemas, sgl_kernel_sparse as standin
 
@@ -33,7 +34,7 @@ def loaded(monkeypatch):
 
 
 def call(counts=(128, 3), topk=128, pages=4, page=64, f=LSE, **more: Any) -> Call:
-    return builders.sparse(Source(0), counts, topk, (pages, page), f, **more)
+    return make_call("sparse_mla_attention", Source(0), counts, topk, (pages, page), f, **more)
 
 
 class Spy(TorchDispatchMode):
@@ -153,7 +154,7 @@ def test_lengths_become_none_where_the_kernel_takes_no_lengths():
     assert (spy.given[0][2][:, 0] >= 0).sum(1).tolist() == [5, 0]
     spy = spied(call((5, 0), lengths=True))
     assert spy.given[0][6].tolist() == [5, 0]
-    assert (spy.given[0][2][0, 0, 5:] == builders.PAST).all()
+    assert (spy.given[0][2][0, 0, 5:] == PAST).all()
 
 
 @pytest.mark.parametrize("lengths", [False, True])
@@ -182,7 +183,7 @@ def test_what_is_no_slot_is_not_seen(name, packed, lengths):
 
     kernel = replace(plain, name="another", run=body, takes=plain.takes - {"holes"}) if name == "another" else kernels_of(OP)[name]
     if name == "another" and lengths:
-        holed = holed.with_(indices=indices.masked_fill(indices == builders.PAST, -1))
+        holed = holed.with_(indices=indices.masked_fill(indices == PAST, -1))
     with pretend(SM90):
         assert check_kernel(kernel, holed).worst <= 1.0
 

@@ -18,9 +18,8 @@ from attnops.core.problem import Target, pretend
 from attnops.graphs import Buckets, breakable
 from attnops.kernels.flashinfer import trtllm
 from attnops.ops import latent_layers, mla_attention, token_rows
-from attnops.testing import Call, Source, builders, check_kernel, equip
-from attnops.testing.builders import Pages
-from attnops.testing.latent import DEEPSEEK, SMALL
+from attnops.ops.latent.cases import DEEPSEEK, SMALL
+from attnops.testing import Call, Pages, Source, check_kernel, equip, make_call
 from tests.graphs.standin import StandIn
 from tests.standins import flashinfer_trtllm_mla
 from tests.standins.vendors import VENDORS
@@ -53,9 +52,9 @@ def ready(name: str) -> Iterator[None]:
 def call(name: str, q_lens, seq_lens, padding=0, **more) -> Call:
     """A call that the kernel takes."""
     if name in ("reference", "triton"):
-        return builders.mla(Source(0), q_lens, seq_lens, 16, replace(SMALL, dtype=BF16), padding, **more)
+        return make_call("mla_attention", Source(0), q_lens, seq_lens, 16, replace(SMALL, dtype=BF16), padding, **more)
     f = replace(DEEPSEEK, q_dtype=E4M3, kv_dtype=E4M3) if name == "flashmla_fp8" else DEEPSEEK
-    return builders.mla(Source(0), q_lens, seq_lens, 64, f, padding, **more)
+    return make_call("mla_attention", Source(0), q_lens, seq_lens, 64, f, padding, **more)
 
 
 def test_every_kernel_is_here():

@@ -20,8 +20,7 @@ from attnops.core.select import choose, select, workspace_bytes
 from attnops.kernels.flashinfer import devices, modules, trtllm
 from attnops.kernels.shared import memory
 from attnops.ops import OPS
-from attnops.testing import Features, Mismatch, Source, builders, check_kernel, equip
-from attnops.testing.builders import Pages
+from attnops.testing import Features, Mismatch, Pages, Source, check_kernel, equip, make_call
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins import flashinfer_trtllm as standin
 
@@ -42,7 +41,7 @@ def calls():
 
 
 def paged(f=BASE, q_lens=(1, 1, 1), seq_lens=(70, 3, 33), page=16, padding=0, **more):
-    return builders.paged(Source(0), q_lens, seq_lens, page, f, padding, **more)
+    return make_call("paged_attention", Source(0), q_lens, seq_lens, page, f, padding, **more)
 
 
 def interleaved(f, **more):
@@ -97,16 +96,16 @@ def dims(d, dv=None, **more):
 
 
 PACKED = {
-    "deepseek": lambda: builders.varlen(Source(0), (5, 9), (5, 9), dims(192, 128)),
-    "d128": lambda: builders.varlen(Source(0), (5, 9), (7, 9), dims(128)),
-    "d256_float16": lambda: builders.varlen(Source(0), (5, 9), (7, 30), dims(256, dtype=F16), slack=3),
-    "no_lse": lambda: builders.varlen(Source(0), (5, 9), (5, 9), replace(dims(192, 128), lse=False)),
-    "all_keys": lambda: builders.varlen(Source(0), (5, 9), (7, 4), dims(128, causal=False)),
-    "window": lambda: builders.varlen(Source(0), (5, 9), (7, 20), dims(128, window=(3, -1))),
-    "fewer_keys": lambda: builders.varlen(Source(0), (5, 0, 3, 2), (2, 4, 0, 7), dims(192, 128)),
-    "last_without_keys": lambda: builders.varlen(Source(0), (5, 3), (9, 0), dims(192, 128), padding=(0, 0)),
-    "no_keys": lambda: builders.varlen(Source(0), (3, 1), (0, 0), dims(128), padding=(0, 0)),
-    "no_requests": lambda: builders.varlen(Source(0), (), (), dims(128)),
+    "deepseek": lambda: make_call("varlen_attention", Source(0), (5, 9), (5, 9), dims(192, 128)),
+    "d128": lambda: make_call("varlen_attention", Source(0), (5, 9), (7, 9), dims(128)),
+    "d256_float16": lambda: make_call("varlen_attention", Source(0), (5, 9), (7, 30), dims(256, dtype=F16), slack=3),
+    "no_lse": lambda: make_call("varlen_attention", Source(0), (5, 9), (5, 9), replace(dims(192, 128), lse=False)),
+    "all_keys": lambda: make_call("varlen_attention", Source(0), (5, 9), (7, 4), dims(128, causal=False)),
+    "window": lambda: make_call("varlen_attention", Source(0), (5, 9), (7, 20), dims(128, window=(3, -1))),
+    "fewer_keys": lambda: make_call("varlen_attention", Source(0), (5, 0, 3, 2), (2, 4, 0, 7), dims(192, 128)),
+    "last_without_keys": lambda: make_call("varlen_attention", Source(0), (5, 3), (9, 0), dims(192, 128), padding=(0, 0)),
+    "no_keys": lambda: make_call("varlen_attention", Source(0), (3, 1), (0, 0), dims(128), padding=(0, 0)),
+    "no_requests": lambda: make_call("varlen_attention", Source(0), (), (), dims(128)),
 }
 POINTS = [
     *(pytest.param(PAGED["xqa"], make, id=f"xqa-{n}") for n, make in DECODE.items()),

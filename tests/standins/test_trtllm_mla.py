@@ -13,9 +13,8 @@ from attnops.core.select import workspace_bytes
 from attnops.kernels.flashinfer import trtllm
 from attnops.kernels.shared import memory
 from attnops.ops import decode_rows, mla_attention
-from attnops.testing import Source, builders, check_kernel, equip
-from attnops.testing.builders import Pages
-from attnops.testing.latent import DEEPSEEK
+from attnops.ops.latent.cases import DEEPSEEK
+from attnops.testing import Pages, Source, check_kernel, equip, make_call
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins import flashinfer_trtllm_mla as standin
 
@@ -26,7 +25,7 @@ FLOAT8 = replace(DEEPSEEK, kv_dtype=E4M3)
 
 
 def call(q_lens=(1, 2, 1), seq_lens=(70, 3, 130), page=64, f=DEEPSEEK, padding=1, **more):
-    return builders.mla(Source(0), q_lens, seq_lens, page, f, padding, **more)
+    return make_call("mla_attention", Source(0), q_lens, seq_lens, page, f, padding, **more)
 
 
 def test_what_the_function_is_given(calls):

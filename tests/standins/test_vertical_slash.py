@@ -13,8 +13,8 @@ from attnops.core.kernel import kernels_of
 from attnops.core.problem import Extent, Problem, Target, altered
 from attnops.core.select import select
 from attnops.ops import OPS
-from attnops.testing import CASES, Source, builders, check_kernel
-from attnops.testing.data_cases import HALF, SLASH as SMALL
+from attnops.ops.sparse.vertical_slash_cases import HALF, SLASH as SMALL
+from attnops.testing import CASES, Source, check_kernel, make_call
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins import sgl_kernel_small
 from tests.standins.vendors import VENDORS
@@ -55,7 +55,7 @@ def test_an_index_by_hand():
 def test_the_index_covers_what_was_asked(queries, more, verticals, slashes, seed):
     """Every diagonal, every column up to the last run of blocks, nothing twice; blocks and columns ascend and begin among the keys."""
     keys = queries + more
-    call = builders.slash_indexes(Source(seed), (queries,), (keys,), 1, verticals, slashes)
+    call = make_call("vertical_slash_indexes", Source(seed), (queries,), (keys,), 1, verticals, slashes)
     count, offset, columns, column = (x[0, 0] for x in OPS["vertical_slash_indexes"].reference(call.record))
     for row in range(count.shape[0]):
         starts = offset[row, : count[row]].tolist()
@@ -78,7 +78,7 @@ def test_an_index_of_everything_is_plain_attention(case):
     q_lens, k_lens = made.arguments["q_lens"].tolist(), made.arguments["k_lens"].tolist()
     heads, longest = made.arguments["vertical"].shape[1], max(k_lens, default=0)
     f = replace(SMALL, q_heads=heads, kv_heads=1, dtype=torch.float64)
-    call = builders.slash_attention(Source(1), q_lens, k_lens, f)
+    call = make_call("vertical_slash_attention", Source(1), q_lens, k_lens, f)
     every = torch.arange(longest, -1, -1, dtype=I32).expand(len(q_lens), heads, -1).contiguous()
     given = {n: call.arguments[n] for n in ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")}
     index = ops.vertical_slash_indexes(
@@ -95,8 +95,14 @@ def test_an_index_of_everything_is_plain_attention(case):
 @settings(max_examples=60)
 def test_the_reference_walks_as_the_kernel_does(q_lens, more, data):
     sizes = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 20))
-    call = builders.slash_indexes(
-        Source(data.draw(st.integers(0, 99))), q_lens, [n + more for n in q_lens], 2, *sizes, data.draw(st.booleans())
+    call = make_call(
+        "vertical_slash_indexes",
+        Source(data.draw(st.integers(0, 99))),
+        q_lens,
+        [n + more for n in q_lens],
+        2,
+        *sizes,
+        data.draw(st.booleans()),
     )
     want = OPS["vertical_slash_indexes"].reference(call.record)
     given = [x.contiguous() for x in call.args]
@@ -128,13 +134,13 @@ def test_counts_take_the_other_op(standin):
 )
 def test_no_launch_has_more_requests_than_its_lse_has_room_for(standin, q_lens, padding, slack, launches):
     k_lens = [n + 70 for n in q_lens]
-    call = builders.slash_attention(Source(4), q_lens, k_lens, HALF, padding=(padding, 0), slack=slack)
+    call = make_call("vertical_slash_attention", Source(4), q_lens, k_lens, HALF, padding=(padding, 0), slack=slack)
     assert check_kernel(sgl("vertical_slash_attention"), call).worst <= 1.0
     assert standin == ["varlen_fwd_sparse"] * launches
 
 
 def test_one_launch_for_ragged_requests_writes_past_its_lse(standin):
-    a = builders.slash_attention(Source(4), (64, 3), (64, 3), HALF, padding=(0, 0)).arguments
+    a = make_call("vertical_slash_attention", Source(4), (64, 3), (64, 3), HALF, padding=(0, 0)).arguments
     index = [a[n] for n in ("block_count", "block_offset", "column_count", "column_index")]
     with pytest.raises(RuntimeError, match=r"illegal memory access was encountered \(lse\)"):
         torch.ops.sgl_kernel.varlen_fwd_sparse(
@@ -144,7 +150,7 @@ def test_one_launch_for_ragged_requests_writes_past_its_lse(standin):
 
 
 def test_misaligned_rows_are_refused_before_the_launch(standin):
-    call = builders.slash_attention(Source(4), (7,), (9,), HALF)
+    call = make_call("vertical_slash_attention", Source(4), (7,), (9,), HALF)
     key = call.arguments["key"]
     shifted = torch.zeros(key.numel() + 1, dtype=BF16)[1:].view(key.shape)
     with pytest.raises(InvalidInput, match=r"^key: got strides"):
@@ -153,9 +159,9 @@ def test_misaligned_rows_are_refused_before_the_launch(standin):
 
 
 def test_compiled(standin):
-    call = builders.slash_attention(Source(4), (70, 130), (90, 200), HALF, padding=(0, 0))
+    call = make_call("vertical_slash_attention", Source(4), (70, 130), (90, 200), HALF, padding=(0, 0))
     given = {n: call.arguments[n] for n in ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")}
-    made = builders.slash_indexes(Source(4), (70, 130), (90, 200), 4, 9, 4).arguments
+    made = make_call("vertical_slash_indexes", Source(4), (70, 130), (90, 200), 4, 9, 4).arguments
 
     def run(given):
         index = ops.vertical_slash_indexes(**made)

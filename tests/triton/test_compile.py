@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from attnops.core.kernel import kernels_of
-from attnops.testing import Features, Source, builders
-from attnops.testing.latent import DEEPSEEK
+from attnops.ops.latent.cases import DEEPSEEK
+from attnops.testing import Features, Source, gradient_call, make_call
 from tests.triton.process import compiled
 
 BF16, F16, F32, E4M3, INT8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int8
@@ -29,15 +29,15 @@ WIDE = replace(LLAMA, head_dim=576, v_head_dim=512, q_heads=8, kv_heads=2)
 
 
 def paged(f, q_len, page=16, keys=2048, **more):
-    return lambda: builders.paged(Source(), (q_len,), (max(keys, q_len),), page, f, padding=0, **more)
+    return lambda: make_call("paged_attention", Source(), (q_len,), (max(keys, q_len),), page, f, padding=0, **more)
 
 
 def dense(f, **ranges):
-    return lambda: builders.dense(Source(), 2, 300, 300, f, **ranges)
+    return lambda: make_call("attention", Source(), 2, 300, 300, f, **ranges)
 
 
 def mla(f, page=64):
-    return lambda: builders.mla(Source(), (1,), (2048,), page, f, padding=0)
+    return lambda: make_call("mla_attention", Source(), (1,), (2048,), page, f, padding=0)
 
 
 # What is served most: the call, and the bytes of registers that may spill on SM90.
@@ -65,12 +65,12 @@ CALLS = {
     "extend_d576": (paged(WIDE, 200), 256),
     "extend_d576_float8": (paged(replace(WIDE, kv_dtype=E4M3), 200), 0),
     "dense": (dense(LLAMA), 96),
-    "dense_ranges": (dense(replace(LLAMA, softcap=30.0, sinks=BF16), start=(3, 0), end=(300, 290)), 256),
+    "dense_ranges": (dense(replace(LLAMA, softcap=30.0, sinks=BF16), kv_start=(3, 0), kv_end=(300, 290), index=torch.int32), 256),
     # Keys of 222 bytes are loaded through registers.
     "dense_d111": (dense(replace(LLAMA, dtype=F16, head_dim=111, q_heads=6, kv_heads=2, window=(50, -1))), 256),
     "dense_float8_query": (dense(replace(LLAMA, q_dtype=E4M3, kv_dtype=E4M3, window=(50, -1))), 0),
     "packed_d256_mask": (
-        lambda: builders.varlen(Source(), (200, 100), (200, 150), replace(LLAMA, head_dim=256, mask="bool", softcap=30.0)),
+        lambda: make_call("varlen_attention", Source(), (200, 100), (200, 150), replace(LLAMA, head_dim=256, mask="bool", softcap=30.0)),
         0,
     ),
     "mla_16_heads": (mla(DEEPSEEK), 0),
@@ -247,7 +247,8 @@ def test_stage_two_begins_early():
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @compiled
 def test_merge(dtype):
-    for call in (builders.merge(Source(), (64, 32, 128), dtype), builders.merge(Source(), (64, 5, 32, 128), dtype)):
+    for op, shape in (("merge_state", (64, 32, 128)), ("merge_states", (64, 5, 32, 128))):
+        call = make_call(op, Source(), shape, dtype)
         [(kernel, given)] = launched(call, 90)
         assert spilled(compile_for(90, kernel, given, dtype), 90) == 0
 
@@ -278,8 +279,8 @@ def test_gradients(arch, name):
 
     f, limit = GRADIENTS[name]
     # A chunk is for packed requests.
-    forward = builders.varlen(Source(), (64,), (64,), f) if f.chunk else builders.dense(Source(), 1, 64, 64, f)
-    call = builders.backward(Source(), forward, **({"mask_grad": True} if f.mask == "additive" else {}))
+    forward = make_call("varlen_attention", Source(), (64,), (64,), f) if f.chunk else make_call("attention", Source(), 1, 64, 64, f)
+    call = gradient_call(Source(), forward, **({"mask_grad": True} if f.mask == "additive" else {}))
     with recorded(gradient, gpu.Gpu(132, MEMORY[arch], arch == 90, True)) as found:
         kernels_of(call.op)["triton"].run(call.record)
     assert [k.__name__ for k, _ in found] == ["grad_queries", "grad_keys", *["grad_mask"] * (f.mask == "additive")]
@@ -302,7 +303,7 @@ def test_gradients_of_far_rows():
     from attnops.kernels.triton.launch import gpu, gradient
 
     f = replace(LLAMA, head_dim=64, mask="additive")
-    call = builders.backward(Source(), builders.dense(Source(), 1, 64, 64, f), mask_grad=True)
+    call = gradient_call(Source(), make_call("attention", Source(), 1, 64, 64, f), mask_grad=True)
     near = call.arguments["query"]
     far = torch.empty_strided(near.shape, (0, 1 << 25, 64, 1), dtype=BF16, device="meta")
     with recorded(gradient, gpu.Gpu(132, MEMORY[90], True, True)) as found:

@@ -12,7 +12,10 @@ from attnops.core.kernel import kernels_of
 from attnops.core.problem import pretend
 from attnops.kernels.triton.launch import tiles
 from attnops.ops import OPS
-from attnops.testing import CASES, Features, Source, builders, data_cases, latent
+from attnops.ops.latent.cases import DEEPSEEK
+from attnops.ops.pages.cases import PAIRS
+from attnops.ops.sparse.cases import PACKABLE
+from attnops.testing import CASES, Features, Source, make_call
 from attnops.testing.check import clone
 from tests.triton.checks import SM90, check
 from tests.triton.process import interpreted
@@ -84,7 +87,7 @@ def test_quantised_bits(dtype, stored, scale):
     pages = torch.zeros(-(-x.shape[0] // 16), 16, 4, 64, dtype=stored)
     slots = torch.arange(x.shape[0], dtype=torch.int32)
     scales = torch.tensor(SCALES[scale])
-    call = builders.write(Source(), (0,), 1, 1, Features(kv_dtype=stored)).with_(
+    call = make_call("write_kv", Source(), (0,), 1, 1, Features(kv_dtype=stored)).with_(
         key=x, value=x.flip(0), k_pages=pages, v_pages=pages.clone(), slots=slots, k_scale=scales, v_scale=scales[:1].clone()
     )
     check_bits(call)
@@ -95,7 +98,7 @@ def test_float_pages_with_scales():
     for dtype in (BF16, F16, F32):
         x = Source(3).normal(40, 2, 16, dtype=dtype)
         for k_scale, v_scale in ((torch.tensor([0.3]), None), (None, torch.tensor([0.7, 3.0]))):
-            call = builders.write(Source(), range(40), 3, 16, Features(dtype=dtype)).with_(key=x, value=x.clone())
+            call = make_call("write_kv", Source(), range(40), 3, 16, Features(dtype=dtype)).with_(key=x, value=x.clone())
             check_bits(call.with_(**{n: s for n, s in (("k_scale", k_scale), ("v_scale", v_scale)) if s is not None}))
 
 
@@ -114,14 +117,14 @@ def test_same_bits_as_the_reference(op):
 def test_what_is_not_finite_stays_so():
     x = torch.tensor([float("nan"), float("inf"), -float("inf"), 1.0]).repeat(4).reshape(1, 1, 16)
     for stored in (E4M3, E5M2):
-        call = builders.write(Source(), (2,), 1, 4, Features(kv_heads=1, kv_dtype=stored)).with_(key=x, value=x.clone())
+        call = make_call("write_kv", Source(), (2,), 1, 4, Features(kv_heads=1, kv_dtype=stored)).with_(key=x, value=x.clone())
         call = call.with_(k_scale=torch.ones(1), v_scale=torch.ones(1))
         with pretend(SM90):
             kernels_of("write_kv")["triton"].run(call.record)
         top = torch.finfo(stored).max
         got = call.arguments["k_pages"][0, 2, 0].float()
         assert got[0].isnan() and got[1:4].tolist() == [top, -top, 1.0]
-    packed = builders.write_packed(Source(), (1,), 1, 2, latent.PACKABLE)
+    packed = make_call("write_latent_packed", Source(), (1,), 1, 2, PACKABLE)
     packed.arguments["latent"][0, 5] = float("inf")
     with pretend(SM90):
         kernels_of("write_latent_packed")["triton"].run(packed.record)
@@ -135,10 +138,10 @@ def spread(source):
     f = Features(dtype=F16, kv_dtype=INT8, head_dim=16, q_heads=4)
     small = replace(f, head_dim=20, v_head_dim=16)
     return {
-        "write_kv": builders.write(source, (7, -1, 0, 11), 4, 3, f),
-        "write_latent": builders.write_latent(source, (7, -1, 0, 11), 4, 3, small),
-        "write_latent_packed": builders.write_packed(source, (7, -1, 0, 11), 4, 3, latent.PACKABLE),
-        "copy_kv": builders.copy(source, data_cases.PAIRS["cycle"], 2, 4, 3, Features(dtype=F16)),
+        "write_kv": make_call("write_kv", source, (7, -1, 0, 11), 4, 3, f),
+        "write_latent": make_call("write_latent", source, (7, -1, 0, 11), 4, 3, small),
+        "write_latent_packed": make_call("write_latent_packed", source, (7, -1, 0, 11), 4, 3, PACKABLE),
+        "copy_kv": make_call("copy_kv", source, PAIRS["cycle"], 2, 4, 3, Features(dtype=F16)),
         **{op: CASES[op][0].call() for op in TABLES},
     }
 
@@ -164,9 +167,9 @@ def test_many_tokens(op):
     slots = [i if i % 7 else -1 for i in Source(2).permutation(300)]
     wide = Features(dtype=BF16, head_dim=128, kv_heads=12, v_head_dim=80)
     call = {
-        "write_kv": lambda: builders.write(Source(2), slots, 20, 16, wide),
-        "write_latent": lambda: builders.write_latent(Source(2), slots, 20, 16, latent.DEEPSEEK),
-        "write_latent_packed": lambda: builders.write_packed(Source(2), slots, 20, 16, latent.DEEPSEEK),
+        "write_kv": lambda: make_call("write_kv", Source(2), slots, 20, 16, wide),
+        "write_latent": lambda: make_call("write_latent", Source(2), slots, 20, 16, DEEPSEEK),
+        "write_latent_packed": lambda: make_call("write_latent_packed", Source(2), slots, 20, 16, DEEPSEEK),
     }[op]()
     check(call)
     check_bits(call)
@@ -178,7 +181,9 @@ def test_many_tokens(op):
 def test_copies_that_overlap(entries):
     """On both sides of the change from one launch to a scratch, and with a scratch that holds one layer at a time."""
     turned = Source(entries).permutation(entries)
-    call = builders.copy(Source(1), tuple(enumerate(turned)), 3, 40, 16, Features(dtype=BF16, head_dim=24, v_head_dim=40, kv_heads=3))
+    call = make_call(
+        "copy_kv", Source(1), tuple(enumerate(turned)), 3, 40, 16, Features(dtype=BF16, head_dim=24, v_head_dim=40, kv_heads=3)
+    )
     check_bits(call)
     before, tiles.SCRATCH = tiles.SCRATCH, 1
     try:

@@ -8,7 +8,8 @@ import torch
 
 from attnops.core.kernel import kernels_of
 from attnops.ops import OPS
-from attnops.testing import Features, Source, builders, latent
+from attnops.ops.latent.cases import DEEPSEEK
+from attnops.testing import Features, Source, make_call
 from tests.triton.process import compiled
 from tests.triton.test_compile import MEMORY, TYPES, compile_for, recorded, spilled
 
@@ -20,7 +21,7 @@ LLAMA = Features(dtype=BF16, head_dim=128, kv_heads=8, q_heads=32)
 
 
 def write(f, tokens=4096, page=16):
-    return lambda: builders.write(Source(), range(tokens), -(-tokens // page), page, f)
+    return lambda: make_call("write_kv", Source(), range(tokens), -(-tokens // page), page, f)
 
 
 def stored(dtype, tokens=4096):
@@ -29,7 +30,7 @@ def stored(dtype, tokens=4096):
 
 def copy(entries, f=LLAMA, latents=False):
     pairs = [(i, entries - 1 - i) for i in range(entries)]
-    return lambda: builders.copy(Source(), pairs, 2, -(-entries // 16), 16, f, latents=latents)
+    return lambda: make_call("copy_kv", Source(), pairs, 2, -(-entries // 16), 16, f, latents=latents)
 
 
 def indices():
@@ -49,13 +50,13 @@ CALLS = {
     "write_kv_float8": (stored(E4M3), (128, 64)),
     "write_kv_float8_e5m2": (stored(E5M2), (128, 64)),
     "write_kv_int8": (stored(INT8), (128, 64)),
-    "write_latent": (lambda: builders.write_latent(Source(), range(4096), 64, 64, latent.DEEPSEEK), (128, 128)),
-    "write_latent_1": (lambda: builders.write_latent(Source(), range(1), 1, 64, latent.DEEPSEEK), (64, 64)),
+    "write_latent": (lambda: make_call("write_latent", Source(), range(4096), 64, 64, DEEPSEEK), (128, 128)),
+    "write_latent_1": (lambda: make_call("write_latent", Source(), range(1), 1, 64, DEEPSEEK), (64, 64)),
     "write_latent_quantised": (
-        lambda: builders.write_latent(Source(), range(4096), 64, 64, replace(latent.DEEPSEEK, kv_dtype=E4M3), quantised=True),
+        lambda: make_call("write_latent", Source(), range(4096), 64, 64, replace(DEEPSEEK, kv_dtype=E4M3), quantised=True),
         (128, 128),
     ),
-    "write_latent_packed": (lambda: builders.write_packed(Source(), range(4096), 64, 64, latent.DEEPSEEK), (128, 64)),
+    "write_latent_packed": (lambda: make_call("write_latent_packed", Source(), range(4096), 64, 64, DEEPSEEK), (128, 64)),
     "copy_kv_4": (copy(4), (128, 128)),
     "copy_kv_64": (copy(64), (128, 128)),
     "copy_kv_256": (copy(256), (128, 128)),

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from attnops.core.kernel import kernels_of
 from attnops.core.problem import Target, pretend
 from attnops.core.select import Policy, select
-from attnops.testing import CASES, Features, Source, builders, check_kernel, equip
-from attnops.testing.builders import Angles
+from attnops.ops.pages.decode_cases import Angles
+from attnops.testing import CASES, Features, Source, check_kernel, equip, make_call
 from tests.mates import invariant, same_bits
 from tests.ops.strategies import CALLS
 from tests.triton.checks import SM90
@@ -88,18 +88,18 @@ def test_splits_of_other_sizes(slope):
     from tests.triton.test_numerics import check as check_paged
 
     few = {"MANY_SPLITS": 2, "FEW_SPLITS": 2}
-    call = sloped(builders.decode(Source(2), (300, 40), 16, LONG, Angles("")), slope)
+    call = sloped(make_call("decode_attention", Source(2), (300, 40), 16, LONG, Angles("")), slope)
     with many_splits(), patch.multiple(grids, **few, MERGED=64):
         for kernel in (KERNEL, invariant(KERNEL)):
             assert not check(call, kernel=kernel).refused
-    paged = sloped(builders.paged(Source(2), (1, 2), (300, 200), 16, replace(LONG, lse=True)), slope)
+    paged = sloped(make_call("paged_attention", Source(2), (1, 2), (300, 200), 16, replace(LONG, lse=True)), slope)
     with patch.multiple(grids, **few):
         assert not check_paged(paged, "split").refused
 
 
 @interpreted
 def test_any_layout():
-    call = builders.decode(Source(7), (40, 21), 4, replace(LONG, sinks=F32), Angles(norms=True))
+    call = make_call("decode_attention", Source(7), (40, 21), 4, replace(LONG, sinks=F32), Angles(norms=True))
     names = [n for n, t in call.tensors().items() if t.numel() > 1]
     with many_splits():
         for change in (partial(strided, dim=0), partial(transposed, dim=1)):
@@ -112,10 +112,10 @@ def test_any_layout():
 def test_counters_are_zero_after_every_launch():
     """One workspace serves steps of other lengths and batches."""
     with pretend(SM90):
-        workspace = equip(KERNEL, builders.decode(Source(), (5,), 4, LONG)).arguments["workspace"]
+        workspace = equip(KERNEL, make_call("decode_attention", Source(), (5,), 4, LONG)).arguments["workspace"]
     with many_splits(), pretend(SM90):
         for seed, lengths in enumerate([(300, 7, 129), (64,), (1, 290)]):
-            call = builders.decode(Source(seed), lengths, 16, LONG).with_(workspace=workspace)
+            call = make_call("decode_attention", Source(seed), lengths, 16, LONG).with_(workspace=workspace)
             KERNEL.run(call.record)
             assert not workspace.any()
             check(call)
@@ -126,7 +126,7 @@ def test_programs_in_any_order():
     """The last program to arrive merges, whichever it is; the interpreter runs the first one first."""
     from attnops.kernels.triton.device import decode
 
-    call, seen = builders.decode(Source(1), (300, 40), 16, LONG), []
+    call, seen = make_call("decode_attention", Source(1), (300, 40), 16, LONG), []
     with many_splits(), pretend(SM90):
         first, again = (equip(KERNEL, call).map(lambda _, t: t.clone()) for _ in range(2))
         KERNEL.run(first.record)
@@ -153,7 +153,7 @@ def test_programs_in_any_order():
 def test_a_request_does_not_see_its_mates(window):
     """Nor the width of the page table, however many splits it has room for."""
     f = replace(LONG, q_heads=6, window=(window, -1))
-    call = builders.decode(Source(4), (300, 1, 33, 129, 17), 16, f, Angles(norms=True))
+    call = make_call("decode_attention", Source(4), (300, 1, 33, 129, 17), 16, f, Angles(norms=True))
     with many_splits(), pretend(SM90):
         assert select(call.problem, Policy(deterministic=True)).refused["triton"][0].field == "workspace"
         call = equip(KERNEL, call)
@@ -178,7 +178,7 @@ def test_compiles(arch, name, rows):
     from attnops.kernels.triton.launch import decode as host, gpu
 
     f, angles, page = STEPS[name]
-    call = builders.decode(Source(), (1024,) * rows, page, f, angles, holes=None)
+    call = make_call("decode_attention", Source(), (1024,) * rows, page, f, angles, missing=None)
     on = gpu.Gpu(132, MEMORY[arch], arch == 90, arch >= 89)
     overlaps = patch.object(host, "overlaps", lambda device: arch == 90 and launches_overlap())
     with pretend(Target("cuda", arch, assume=("triton",))), recorded(host, on) as found, overlaps:

@@ -10,8 +10,8 @@ from attnops.core.kernel import kernels_of
 from attnops.core.problem import Extent, Target, altered, pretend
 from attnops.core.record import changed
 from attnops.core.select import Policy, select
-from attnops.testing import Source
-from attnops.testing.experts import OSS, experts, mxfp4_experts
+from attnops.ops.experts.cases import OSS
+from attnops.testing import Source, make_call
 from tests.mates import same_bits
 from tests.triton.checks import SM90, triton
 from tests.triton.process import compiled, interpreted
@@ -23,7 +23,7 @@ WIDE = (144, 72, 136)
 
 @interpreted
 def test_a_token_does_not_see_its_mates():
-    call = experts(Source(1), 40, (72, 20, 70, 5, 2), BF16, **OSS)
+    call = make_call("experts", Source(1), 40, (72, 20, 70, 5, 2), BF16, **OSS)
     with pretend(SM90):
         assert select(call.problem, Policy(deterministic=True)).kernel is triton("experts")
     same_bits(call, [(0,), (5,), (39,), range(17)], triton("experts"))
@@ -32,7 +32,7 @@ def test_a_token_does_not_see_its_mates():
 @interpreted
 def test_more_tokens_than_a_program_has_are_left_to_torch():
     """A graph compiled for a few tokens may meet many."""
-    call, other = (experts(Source(1), 65, (*WIDE, 6, 2), BF16) for _ in range(2))
+    call, other = (make_call("experts", Source(1), 65, (*WIDE, 6, 2), BF16) for _ in range(2))
     triton("experts").run(call.record)
     kernels_of("experts")["aten"].run(other.record)
     assert torch.equal(call.arguments["output"], other.arguments["output"])
@@ -43,15 +43,15 @@ def test_more_tokens_than_a_program_has_are_left_to_torch():
 def test_one_way_serves_every_number_of_tokens_under_a_deterministic_policy(op):
     from attnops.kernels.triton.launch import experts as plain, mxfp4_experts as host
 
-    host, make, sizes = {
-        "experts": (plain, experts, (24, 20, 28, 3, 2)),
-        "mxfp4_experts": (host, mxfp4_experts, (64, 64, 16, 3, 1)),
+    host, sizes = {
+        "experts": (plain, (24, 20, 28, 3, 2)),
+        "mxfp4_experts": (host, (64, 64, 16, 3, 1)),
     }[op]
     for policy in ("", "deterministic"):
         ways = []
         with patch.multiple(host, **{way: partial(record_way, ways, way) for way in ("_one_token", "_few_tokens", "composed")}):
             for tokens in (1, 2, 40, 66):
-                kernels_of(op)["triton"].run(changed(make(Source(1), tokens, sizes).record, policy=policy))
+                kernels_of(op)["triton"].run(changed(make_call(op, Source(1), tokens, sizes).record, policy=policy))
         assert [way for way, *_ in ways][:: len(ways) - 1] == (["_few_tokens"] * 2 if policy else ["_one_token", "composed"])
         assert len({*ways}) == (1 if policy else 4), ways
 
@@ -67,8 +67,8 @@ def test_more_tokens_than_a_grid_holds_take_turns(op, tokens):
     """The bits of one launch, of a grid of one block of tokens."""
     from attnops.kernels.triton.launch import experts as plain, mxfp4_experts as host
 
-    small = experts(Source(1), tokens, (24, 20, 28, 3, 2), bias=True)
-    call = small if op == "experts" else mxfp4_experts(Source(1), tokens, (64, 64, 16, 3, 1), bias=True)
+    small = make_call("experts", Source(1), tokens, (24, 20, 28, 3, 2), bias=True)
+    call = small if op == "experts" else make_call("mxfp4_experts", Source(1), tokens, (64, 64, 16, 3, 1), bias=True)
     found = []
     for most in (9, 1):
         with patch.object(plain, "GRID", most), patch.object(host, "GRID", most):
@@ -80,7 +80,7 @@ def test_more_tokens_than_a_grid_holds_take_turns(op, tokens):
 
 @interpreted
 def test_numbers_far_out_of_range_read_nothing():
-    call = experts(Source(1), 3, (*WIDE, 6, 2), F32)
+    call = make_call("experts", Source(1), 3, (*WIDE, 6, 2), F32)
     index = call.arguments["top_k_index"]
     index[0, 0], index[1, 1], index[2] = 2**62, -(2**62), 6
     triton("experts").run(call.record)
@@ -92,7 +92,7 @@ def test_numbers_far_out_of_range_read_nothing():
 
 # Selection ------------------------------------------------------------------------------------------------------------
 
-QWEN = experts(Source(), 8, (*WIDE, 16, 4), BF16).problem
+QWEN = make_call("experts", Source(), 8, (*WIDE, 16, 4), BF16).problem
 
 
 @pytest.mark.parametrize(("target", "tokens", "chosen"), [
@@ -115,7 +115,9 @@ def launched(name, tokens, arch, dtype=BF16):
     from attnops.kernels.triton.launch.gpu import Gpu
 
     sizes, k, more = MODELS[name]
-    call = experts(Source(), tokens, (64, 32, 64, 8, k), dtype, **more).map(lambda n, t: t.to(torch.int32) if n == "top_k_index" else t)
+    call = make_call("experts", Source(), tokens, (64, 32, 64, 8, k), dtype, **more).map(
+        lambda n, t: t.to(torch.int32) if n == "top_k_index" else t
+    )
     inner, out = sizes[1:]
     shapes = {"x": (tokens, sizes[0]), "gate_up": (8, 2 * inner, sizes[0]), "down": (8, out, inner), "output": (tokens, out)}
     shapes |= {"gate_up_bias": (8, 2 * inner), "down_bias": (8, out)}

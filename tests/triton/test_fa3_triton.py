@@ -9,8 +9,8 @@ import pytest
 from attnops.core.kernel import kernels_of
 from attnops.core.problem import Extent, Target, altered, pretend
 from attnops.core.select import select
-from attnops.testing import Source, builders, check_kernel
-from attnops.testing.latent import DEEPSEEK
+from attnops.ops.latent.cases import DEEPSEEK
+from attnops.testing import Source, check_kernel, make_call
 from tests.mates import POLICY, same_bits
 from tests.standins.sgl_kernel_fa3 import installed
 from tests.triton.process import interpreted
@@ -28,7 +28,7 @@ def standin():
 
 
 def call(q_lens, seq_lens, heads=16, page=16, padding=2):
-    return builders.mla(Source(0), q_lens, seq_lens, page, replace(DEEPSEEK, q_heads=heads, lse=True), padding)
+    return make_call("mla_attention", Source(0), q_lens, seq_lens, page, replace(DEEPSEEK, q_heads=heads, lse=True), padding)
 
 
 @pytest.mark.sweep(6)

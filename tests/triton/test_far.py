@@ -13,12 +13,8 @@ from attnops.core.arguments import Arg
 from attnops.core.errors import InvalidInput
 from attnops.core.kernel import all_kernels, kernels_of
 from attnops.kernels.triton.launch import tiles
-from attnops.testing import Call, Features, Source, builders, equip
-from attnops.testing.builders import Angles
-from attnops.testing.cases import CASES
-from attnops.testing.experts import experts, mxfp4_experts
-from attnops.testing.linear import linear
-from attnops.testing.route import route
+from attnops.ops.pages.decode_cases import Angles
+from attnops.testing import CASES, Call, Features, Source, equip, gradient_call, make_call
 from tests.triton.checks import mode
 from tests.triton.process import interpreted
 from tests.triton.test_decode import many_splits
@@ -35,7 +31,7 @@ MOVES = ((1, 2), (2, 3), (3, 1), (8, 0))
 
 
 def gradient(forward: Call) -> Call:
-    return builders.backward(Source(2), forward, mask_grad=forward.op == "attention", lse_grad=True)
+    return gradient_call(Source(2), forward, mask_grad=forward.op == "attention", lse_grad=True)
 
 
 def labelled(op: str, label: str) -> Call:
@@ -43,15 +39,15 @@ def labelled(op: str, label: str) -> Call:
 
 
 def dense(f: Features) -> Call:
-    return builders.dense(Source(1), 3, 5, 7, replace(f, lse=True))
+    return make_call("attention", Source(1), 3, 5, 7, replace(f, lse=True))
 
 
 def packed(f: Features) -> Call:
-    return builders.varlen(Source(1), (5, 3, 1), (7, 3, 4), replace(f, lse=True))
+    return make_call("varlen_attention", Source(1), (5, 3, 1), (7, 3, 4), replace(f, lse=True))
 
 
 def paged(f: Features) -> Call:
-    return builders.paged(Source(1), *LENGTHS, 4, replace(f, lse=True))
+    return make_call("paged_attention", Source(1), *LENGTHS, 4, replace(f, lse=True))
 
 
 BIAS = replace(PLAIN, mask="additive")
@@ -64,25 +60,25 @@ CALLS: dict[str, tuple[Callable[[], Call], ...]] = {
         lambda: gradient(packed(replace(PLAIN, head_dim=40))),
     ),
     "paged_attention": (lambda: paged(replace(PLAIN, temperature=True)), lambda: paged(BIAS)),
-    "mla_attention": (lambda: builders.mla(Source(1), *LENGTHS, 4, LATENT),),
-    "decode_attention": (lambda: builders.decode(Source(1), (9, 12, 0, 40), 4, PLAIN, Angles(norms=True)),),
-    "merge_state": (lambda: builders.merge(Source(1), (5, 4, 16), F32, 0.3),),
-    "merge_states": (lambda: builders.merge(Source(1), (5, 3, 4, 16), F32, 0.3),),
-    "linear": (lambda: linear(Source(1), 1, 48, 40, **GATED), lambda: linear(Source(1), 5, 48, 40, **GATED)),
-    "experts": (lambda: experts(Source(1), 1, EXPERTS, bias=True), lambda: experts(Source(1), 4, EXPERTS, bias=True)),
+    "mla_attention": (lambda: make_call("mla_attention", Source(1), *LENGTHS, 4, LATENT),),
+    "decode_attention": (lambda: make_call("decode_attention", Source(1), (9, 12, 0, 40), 4, PLAIN, Angles(norms=True)),),
+    "merge_state": (lambda: make_call("merge_state", Source(1), (5, 4, 16), F32, 0.3),),
+    "merge_states": (lambda: make_call("merge_states", Source(1), (5, 3, 4, 16), F32, 0.3),),
+    "linear": (lambda: make_call("linear", Source(1), 1, 48, 40, **GATED), lambda: make_call("linear", Source(1), 5, 48, 40, **GATED)),
+    "experts": tuple(lambda tokens=tokens: make_call("experts", Source(1), tokens, EXPERTS, bias=True) for tokens in (1, 4)),
     "mxfp4_experts": (
-        lambda: mxfp4_experts(Source(1), 1, (64, 64, 16, 3, 1), bias=True),
-        lambda: mxfp4_experts(Source(1), 3, (64, 64, 16, 3, 1), bias=True),
+        lambda: make_call("mxfp4_experts", Source(1), 1, (64, 64, 16, 3, 1), bias=True),
+        lambda: make_call("mxfp4_experts", Source(1), 3, (64, 64, 16, 3, 1), bias=True),
     ),
-    "route": (lambda: route(Source(1), 5, 24, 4, bias=F32),),
+    "route": (lambda: make_call("route", Source(1), 5, 24, 4, bias=F32),),
     "write_kv": tuple(
-        lambda kept=kept: builders.write(Source(1), (7, -1, 0, 11), 4, 3, replace(PLAIN, kv_dtype=kept))
+        lambda kept=kept: make_call("write_kv", Source(1), (7, -1, 0, 11), 4, 3, replace(PLAIN, kv_dtype=kept))
         for kept in (None, torch.int8)
     ),
-    "write_latent": (lambda: builders.write_latent(Source(1), (7, -1, 0, 11), 4, 3, LATENT),),
+    "write_latent": (lambda: make_call("write_latent", Source(1), (7, -1, 0, 11), 4, 3, LATENT),),
     "write_latent_packed": (lambda: labelled("write_latent_packed", "plain"),),
     "copy_kv": (
-        lambda: builders.copy(Source(1), MOVES[:3], 3, 4, 3, PLAIN), lambda: builders.copy(Source(1), MOVES, 3, 4, 3, PLAIN),
+        lambda: make_call("copy_kv", Source(1), MOVES[:3], 3, 4, 3, PLAIN), lambda: make_call("copy_kv", Source(1), MOVES, 3, 4, 3, PLAIN),
     ),
     "kv_indices": (lambda: labelled("kv_indices", "ragged-3-int32"),),
     "decode_rows": (lambda: labelled("decode_rows", "ragged-3-3-True-rows"),),

@@ -11,7 +11,7 @@ from attnops.core.kernel import kernels_of
 from attnops.core.problem import Target, pretend
 from attnops.core.select import select
 from attnops.ops.attention.varlen import VarlenAttentionBackward
-from attnops.testing import Features, Source, builders
+from attnops.testing import Features, Source, gradient_call, make_call
 from tests.formula import agrees
 from tests.fuzz import TILES, drawn, features
 from tests.mates import POLICY, only, rows_of
@@ -46,10 +46,12 @@ LONG = {
 def test_several_tiles(name):
     f = LONG[name]
     check(
-        builders.backward(Source(2), builders.varlen(Source(1), (150, 3, 0, 260), (290, 160, 9, 130), f, padding=(2, 3)), lse_grad=f.causal)
+        gradient_call(
+            Source(2), make_call("varlen_attention", Source(1), (150, 3, 0, 260), (290, 160, 9, 130), f, padding=(2, 3)), lse_grad=f.causal
+        )
     )
-    dense = builders.dense(Source(1), 2, 140, 300, replace(f, chunk=0), start=(5, 200), end=(300, 290))
-    check(builders.backward(Source(2), dense, mask_grad=f.mask == "additive"))
+    dense = make_call("attention", Source(1), 2, 140, 300, replace(f, chunk=0), kv_start=(5, 200), kv_end=(300, 290), index=torch.int32)
+    check(gradient_call(Source(2), dense, mask_grad=f.mask == "additive"))
 
 
 @pytest.mark.sweep(3)
@@ -57,31 +59,31 @@ def test_several_tiles(name):
 @interpreted
 def test_a_mask_gets_the_sum_over_all_that_it_serves(shape):
     f = replace(PLAIN, dtype=torch.float32, mask="additive", mask_shape=shape, sinks=torch.float32)
-    check(builders.backward(Source(2), builders.dense(Source(1), 2, 70, 100, f), mask_grad=True))
+    check(gradient_call(Source(2), make_call("attention", Source(1), 2, 70, 100, f), mask_grad=True))
 
 
 @interpreted
 def test_heads_first_tensors():
-    forward = builders.dense(Source(1), 2, 9, 12, replace(PLAIN, mask="additive"))
+    forward = make_call("attention", Source(1), 2, 9, 12, replace(PLAIN, mask="additive"))
 
     def heads_first(name, x):
         return x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 4 and name != "mask" else x
 
-    check(builders.backward(Source(2), forward, mask_grad=True).map(heads_first))
+    check(gradient_call(Source(2), forward, mask_grad=True).map(heads_first))
 
 
 @interpreted
 def test_without_keys_the_sinks_have_the_gradient_of_the_log_sum_exp():
     f = replace(PLAIN, sinks=torch.float32)
-    check(builders.backward(Source(2), builders.dense(Source(1), 2, 5, 0, f), lse_grad=True))
-    check(builders.backward(Source(2), builders.varlen(Source(1), (5, 2), (0, 0), f, padding=(0, 0)), lse_grad=True))
+    check(gradient_call(Source(2), make_call("attention", Source(1), 2, 5, 0, f), lse_grad=True))
+    check(gradient_call(Source(2), make_call("varlen_attention", Source(1), (5, 2), (0, 0), f, padding=(0, 0)), lse_grad=True))
 
 
 @pytest.mark.parametrize("keys", [0, 9])
 @interpreted
 def test_no_result_is_returned_twice(keys):
     """Neither mask nor sinks: both results are empty, and each is a tensor of its own."""
-    call = builders.backward(Source(2), builders.dense(Source(1), 2, 9, keys, replace(PLAIN, causal=False)))
+    call = gradient_call(Source(2), make_call("attention", Source(1), 2, 9, keys, replace(PLAIN, causal=False)))
     results = kernels_of(call.op)["triton"].run(call.record)
     assert len({id(x) for x in results}) == len(results)
 
@@ -100,7 +102,7 @@ def test_random_calls(seed):
 @pytest.mark.parametrize("groups", [[(0,), (3,), (2, 1)]], ids=str)
 @interpreted
 def test_requests_have_the_bits_they_have_alone(groups):
-    forward = builders.varlen(Source(1), (150, 3, 1, 140), (150, 160, 9, 140), replace(PLAIN, lse=True), padding=(0, 0))
+    forward = make_call("varlen_attention", Source(1), (150, 3, 1, 140), (150, 160, 9, 140), replace(PLAIN, lse=True), padding=(0, 0))
     grads = partial(_grads, Source(3).tensor((294, 4, 16), torch.float16) if hasattr(Source, "tensor") else torch.randn(294, 4, 16).half())
     among = grads(forward, range(4))
     keys = forward.arguments["cu_seqlens_k"].tolist()
@@ -125,9 +127,13 @@ def _grads(weight, forward, group):
 def test_a_deterministic_policy_has_gradients_on_a_gpu(op):
     installed = Target("cuda", 90, ("sgl_kernel", "triton"), "NVIDIA H200")
     f = replace(PLAIN, head_dim=128, lse=True)
-    forward = builders.varlen(Source(1), (9, 3), (9, 30), f) if op.startswith("varlen") else builders.dense(Source(1), 2, 9, 9, f)
+    forward = (
+        make_call("varlen_attention", Source(1), (9, 3), (9, 30), f)
+        if op.startswith("varlen")
+        else make_call("attention", Source(1), 2, 9, 9, f)
+    )
     with pretend(installed):
-        problem = builders.backward(Source(2), forward).problem
+        problem = gradient_call(Source(2), forward).problem
     assert select(problem, POLICY).kernel is kernels_of(op)["triton"]
     fastest = {"attention_backward": "cudnn", "varlen_attention_backward": "aten_flash"}  # by the H200's times
     assert select(problem).kernel is kernels_of(op)[fastest[op]]

@@ -10,8 +10,8 @@ from attnops.core.errors import InvalidInput
 from attnops.core.problem import Extent, Problem, Target, altered, pretend
 from attnops.core.select import Policy, select
 from attnops.ops import OPS
-from attnops.testing import Features, Source, builders
-from attnops.testing.latent import DEEPSEEK
+from attnops.ops.latent.cases import DEEPSEEK
+from attnops.testing import Features, Source, make_call
 from tests.lowering.models import PagedModel, compiled_code, kernel_calls, prefill
 from tests.mates import same_bits
 from tests.triton.checks import SM90, mode, triton
@@ -34,8 +34,8 @@ def test_a_request_does_not_see_its_mates(op):
     small = replace(DEEPSEEK, dtype=F16, head_dim=80, v_head_dim=64, lse=True)
     q_lens, lens = (1, 20, 1, 7, 1), (400, 130, 90, 300, 17)
     call = {
-        "paged_attention": lambda: builders.paged(Source(4), q_lens, lens, 16, f),
-        "mla_attention": lambda: builders.mla(Source(4), q_lens, lens, 16, small),
+        "paged_attention": lambda: make_call("paged_attention", Source(4), q_lens, lens, 16, f),
+        "mla_attention": lambda: make_call("mla_attention", Source(4), q_lens, lens, 16, small),
     }[op]()
     with mode("deterministic"):
         assert select(call.problem, Policy(deterministic=True)).kernel is triton(op)
@@ -47,8 +47,10 @@ def test_a_request_does_not_see_its_mates(op):
 def test_a_request_without_pages_does_not_see_its_mates(op):
     f = Features(dtype=F16, head_dim=24, q_heads=6, kv_heads=2, causal=True, window=(250, -1), sinks=F32, lse=True, mask="bool")
     call = {
-        "attention": lambda: builders.dense(Source(4), 4, 20, 300, f, start=(0, 40, 290, 0), end=(300, 280, 300, 7)),
-        "varlen_attention": lambda: builders.varlen(Source(4), (1, 20, 1, 7), (400, 130, 90, 300), f),
+        "attention": lambda: make_call(
+            "attention", Source(4), 4, 20, 300, f, kv_start=(0, 40, 290, 0), kv_end=(300, 280, 300, 7), index=torch.int32
+        ),
+        "varlen_attention": lambda: make_call("varlen_attention", Source(4), (1, 20, 1, 7), (400, 130, 90, 300), f),
     }[op]()
     with mode("deterministic"):
         assert not triton(op).refusals(call.problem) and not triton(op).varies(call.problem)
@@ -67,8 +69,8 @@ def test_parts_are_bounded(op):
     before = host.MOST_PARTS_BYTES
     for q_lens in ((1, 1, 0, 1, 1), (1, 20, 2, 7, 1)):
         call = {
-            "paged_attention": lambda q=q_lens: builders.paged(Source(4), q, (270, 130, 90, 140, 17), 16, f, padding=3),
-            "mla_attention": lambda q=q_lens: builders.mla(Source(4), q, (270, 130, 90, 140, 17), 16, small, padding=3),
+            "paged_attention": lambda q=q_lens: make_call("paged_attention", Source(4), q, (270, 130, 90, 140, 17), 16, f, padding=3),
+            "mla_attention": lambda q=q_lens: make_call("mla_attention", Source(4), q, (270, 130, 90, 140, 17), 16, small, padding=3),
         }[op]()
         results = []
         try:
@@ -88,7 +90,9 @@ def test_parts_are_bounded(op):
 @interpreted
 def test_heads_may_lie_far_apart():
     """Query and output with the heads first, of so many tokens that 32 bits do not hold a head's offset. Untouched memory is none."""
-    call = builders.paged(Source(0), (1, 2), (20, 7), 16, Features(dtype=F16, head_dim=16, q_heads=3, kv_heads=1, causal=True), padding=0)
+    call = make_call(
+        "paged_attention", Source(0), (1, 2), (20, 7), 16, Features(dtype=F16, head_dim=16, q_heads=3, kv_heads=1, causal=True), padding=0
+    )
     far = {n: torch.empty((1 << 31) + 4096, dtype=F16).as_strided((3, 3, 16), (16, 1 << 30, 1)) for n in ("query", "output")}
     far["query"].copy_(call.arguments["query"])
     given = call.with_(**far)
@@ -100,7 +104,7 @@ def test_heads_may_lie_far_apart():
 @interpreted
 def test_a_page_of_far_keys_is_refused():
     """Before any launch: the pages are no memory at all."""
-    call = builders.paged(Source(0), (1,), (20,), 16, Features(dtype=F16, head_dim=16, causal=True), padding=0)
+    call = make_call("paged_attention", Source(0), (1,), (20,), 16, Features(dtype=F16, head_dim=16, causal=True), padding=0)
     far = torch.empty_strided(call.arguments["k_pages"].shape, (1, 1 << 28, 1, 1), dtype=F16, device="meta")
     given = call.with_(k_pages=far)
     with pytest.raises(InvalidInput, match=r"k_pages.stride\(1\): got 268435456, want < 2\*\*31 / 16"):

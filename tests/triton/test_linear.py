@@ -15,8 +15,7 @@ from attnops.core.problem import Extent, Target, altered, pretend
 from attnops.core.select import Policy, select
 from attnops.kernels.triton.launch import linear_tiles as tiles
 from attnops.ops.linear.record import Linear
-from attnops.testing import CASES, Source
-from attnops.testing.linear import linear
+from attnops.testing import CASES, Source, make_call
 from tests.lowering import test_fuse_norm_linear_pass as norms
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.mates import same_bits
@@ -45,7 +44,7 @@ def test_columns_split_among_warps(split):
         for case in CASES["linear"]:
             check(case.call())
         for columns in (1, 17, 130, 256):
-            assert not check(linear(Source(columns), 9, columns, 21, BF16, **ALL)).refused
+            assert not check(make_call("linear", Source(columns), 9, columns, 21, BF16, **ALL)).refused
 
 
 @interpreted
@@ -53,7 +52,7 @@ def test_a_split_changes_no_more_than_the_order_of_sums():
     """The launch has the split that it is given; the same launch twice gives the same bits."""
     from attnops.kernels.triton.launch import linear as host
 
-    call, results = linear(Source(3), 8, 330, 40, F32, norm=0.0, residual=True), []
+    call, results = make_call("linear", Source(3), 8, 330, 40, F32, norm=0.0, residual=True), []
     for split in (1, 4, 4):
         host.linear(call.record, tiles.Tile(16, 512, 3, 4, split=split))
         results.append(call.arguments["output"].clone())
@@ -67,7 +66,7 @@ def test_a_split_changes_no_more_than_the_order_of_sums():
 @pytest.mark.parametrize("rows", [64, 70])
 @interpreted
 def test_a_row_does_not_see_its_mates(rows, split):
-    call = linear(Source(1), rows, 330, 40, BF16, **ALL)
+    call = make_call("linear", Source(1), rows, 330, 40, BF16, **ALL)
     with pretend(SM90), tile_of(tiles.NARROWEST[0]._replace(split=split)):
         assert select(call.problem, Policy(deterministic=True)).kernel is triton("linear")
     same_bits(call, [(0,), (5,), (rows - 1,), range(17)], triton("linear"))
@@ -76,7 +75,7 @@ def test_a_row_does_not_see_its_mates(rows, split):
 @interpreted
 def test_sums_of_rows_do_not_see_their_mates():
     """As a norm takes its mean: a weight of one row, of ones."""
-    same_bits(linear(Source(1), 70, 330, 1, F32), [(0,), (69,), range(17)], triton("linear"))
+    same_bits(make_call("linear", Source(1), 70, 330, 1, F32), [(0,), (69,), range(17)], triton("linear"))
 
 
 def own_code(norm, x, m, dtype):
@@ -107,7 +106,7 @@ def test_it_is_no_less_exact_than_the_models_own_code(norm):
 @interpreted
 def test_weights_may_be_swapped_in_place():
     """The descriptor is that of the launch."""
-    call = linear(Source(1), 3, 64, 600, F32)
+    call = make_call("linear", Source(1), 3, 64, 600, F32)
     triton("linear").run(call.record)
     before, weight = call.arguments["output"].clone(), call.arguments["weight"]
     weight.data = weight.data.clone().neg_()
@@ -137,7 +136,7 @@ def test_a_graph_of_several_numbers_of_tokens(few):
 
 # Selection ------------------------------------------------------------------------------------------------------------
 
-LLAMA = linear(Source(), 8, 64, 96, BF16, norm=0.0).problem
+LLAMA = make_call("linear", Source(), 8, 64, 96, BF16, norm=0.0).problem
 
 
 @pytest.mark.parametrize(("target", "tokens", "chosen"), [
@@ -204,7 +203,7 @@ def launched(call, arch):
 @compiled
 def test_nothing_spills(arch, rows, name):
     given = {"norm": 0.0, "activation": "silu"} if name == "gate_up" else {"norm": 0.0} if name == "qkv" else {"residual": True}
-    function, arguments = launched(linear(Source(), rows, 1024, OUTS[name], BF16, **given), arch)
+    function, arguments = launched(make_call("linear", Source(), rows, 1024, OUTS[name], BF16, **given), arch)
     binary = compile_for(arch, function, dict(arguments), BF16)
     assert binary.metadata.shared <= MEMORY[arch]
     assert spilled(binary, arch) <= (0 if arch == 90 else 512)
@@ -224,7 +223,7 @@ def test_warps_share_the_columns(given, arch, described):
     counts = []
     for split in (1, 4):
         with tile_of(tiles.Tile(16, 512, 3, 4, described, rows=8, split=split)):
-            function, arguments = launched(linear(Source(), 8, 1024, 2560, BF16, **given), arch)
+            function, arguments = launched(make_call("linear", Source(), 8, 1024, 2560, BF16, **given), arch)
         binary = compile_for(arch, function, dict(arguments), BF16)
         assert spilled(binary, arch) == 0
         assert waits_first(binary.asm["ptx"]) == arguments.get("launch_pdl", False)
@@ -237,13 +236,13 @@ def test_warps_share_the_columns(given, arch, described):
 @compiled
 def test_one_result_a_row(rows):
     """As the gate of a shared expert has. Triton makes a constant of a 1."""
-    compile_for(90, *launched(linear(Source(), rows, 48, 1, BF16, **ALL), 90), BF16)
+    compile_for(90, *launched(make_call("linear", Source(), rows, 48, 1, BF16, **ALL), 90), BF16)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 @compiled
 def test_addresses_are_int64(rows):
-    call = linear(Source(), rows, 48, 40, BF16, **ALL)
+    call = make_call("linear", Source(), rows, 48, 40, BF16, **ALL)
     columns = {name: torch.empty(40, 3, dtype=BF16).T[:rows] for name in ("residual", "output")}
     function, arguments = launched(replace(call, arguments=call.arguments | columns), 90)
     ir = compile_for(90, function, arguments, BF16).asm["ttir"]

@@ -9,8 +9,8 @@ import torch
 from attnops.core.kernel import kernels_of
 from attnops.core.problem import pretend
 from attnops.core.select import Policy, select
-from attnops.testing import Source
-from attnops.testing.experts import SHAPED, mxfp4_experts
+from attnops.ops.experts.cases import SHAPED
+from attnops.testing import Source, make_call
 from tests.mates import same_bits
 from tests.triton.checks import SM90, triton
 from tests.triton.process import compiled, interpreted
@@ -21,7 +21,7 @@ BF16 = torch.bfloat16
 
 @interpreted
 def test_a_token_does_not_see_its_mates():
-    call = mxfp4_experts(Source(1), 18, (64, 64, 16, 3, 2), BF16, **SHAPED)
+    call = make_call("mxfp4_experts", Source(1), 18, (64, 64, 16, 3, 2), BF16, **SHAPED)
     with pretend(SM90):
         assert select(call.problem, Policy(deterministic=True)).kernel is triton("mxfp4_experts")
     same_bits(call, [(0,), (17,), range(9)], triton("mxfp4_experts"))
@@ -29,7 +29,7 @@ def test_a_token_does_not_see_its_mates():
 
 @interpreted
 def test_numbers_far_out_of_range_read_nothing():
-    call = mxfp4_experts(Source(1), 3, (64, 64, 16, 3, 2))
+    call = make_call("mxfp4_experts", Source(1), 3, (64, 64, 16, 3, 2))
     index = call.arguments["top_k_index"]
     index[0, 0], index[1, 1], index[2] = 2**62, -(2**62), 6
     triton("mxfp4_experts").run(call.record)
@@ -55,7 +55,7 @@ def launched(tokens, arch):
     from attnops.kernels.triton.launch import mxfp4_experts as host
     from attnops.kernels.triton.launch.gpu import Gpu
 
-    call = mxfp4_experts(Source(), tokens, (2880, 2880, 64, 4, 4), BF16, index=torch.int32, **SHAPED)
+    call = make_call("mxfp4_experts", Source(), tokens, (2880, 2880, 64, 4, 4), BF16, index=torch.int32, **SHAPED)
     overlaps = patch.object(host, "overlaps", lambda device: arch == 90 and launches_overlap())
     with recorded(host, Gpu(132, MEMORY[arch], arch == 90, True)) as found, overlaps:
         triton("mxfp4_experts").run(call.record)

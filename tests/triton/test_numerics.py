@@ -10,8 +10,8 @@ from attnops.core.kernel import kernels_of
 from attnops.core.problem import pretend
 from attnops.core.record import changed
 from attnops.kernels.triton.launch import grids
-from attnops.testing import CASES, Features, Source, builders
-from attnops.testing.latent import DEEPSEEK
+from attnops.ops.latent.cases import DEEPSEEK
+from attnops.testing import CASES, Features, Source, make_call
 from tests.pairwise import pairwise
 from tests.triton.checks import MODES, SM90, check as checked, mode
 from tests.triton.process import interpreted
@@ -80,13 +80,13 @@ BATCHES_OF = {f: [*BATCHES] if f in TILES else ["mixed"] if f == "group_of_70" e
 def test_long(features, batch):
     """Tiles that are not masked, tiles that are, both launches of a mixed batch."""
     *sizes, name = BATCHES[batch]
-    check(builders.paged(Source(1), *sizes, LONG[features]), name)
+    check(make_call("paged_attention", Source(1), *sizes, LONG[features]), name)
 
 
 ROWS = {
-    "dense": lambda f: builders.dense(Source(2), 2, 150, 270, f),
-    "ranges": lambda f: builders.dense(Source(2), 3, 70, 200, f, start=(0, 130, 9), end=(200, 190, 140)),
-    "packed": lambda f: builders.varlen(Source(2), (70, 1, 33, 9), (300, 129, 40, 0), f),
+    "dense": lambda f: make_call("attention", Source(2), 2, 150, 270, f),
+    "ranges": lambda f: make_call("attention", Source(2), 3, 70, 200, f, kv_start=(0, 130, 9), kv_end=(200, 190, 140), index=torch.int32),
+    "packed": lambda f: make_call("varlen_attention", Source(2), (70, 1, 33, 9), (300, 129, 40, 0), f),
 }
 
 
@@ -102,7 +102,9 @@ def test_long_rows_without_pages(features, batch):
 def test_ranges_past_the_last_key_read_nothing():
     """A range may end after the keys; a query's position counts from its end all the same."""
     f = Features(dtype=F16, head_dim=16, causal=True, lse=True)
-    call = builders.dense(Source(3), 2, 5, 20, f, start=(0, 3), end=(20, 20)).with_(kv_end=torch.tensor([26, 23]))
+    call = make_call("attention", Source(3), 2, 5, 20, f, kv_start=(0, 3), kv_end=(20, 20), index=torch.int32).with_(
+        kv_end=torch.tensor([26, 23])
+    )
     check(replace(call, free={}), "split")
 
 
@@ -113,7 +115,7 @@ def test_ragged(name):
     """Many short requests and a long one: tiles look for their requests."""
     q_lens = (1, 0, 90, 1, 1, 9, 1, 0, 1, 1, 64, 1, 1)
     f = Features(head_dim=16, q_heads=4, kv_heads=1, causal=True, lse=True)
-    call = builders.paged(Source(3), q_lens, [n + 3 * i for i, n in enumerate(q_lens)], 16, f, padding=70)
+    call = make_call("paged_attention", Source(3), q_lens, [n + 3 * i for i, n in enumerate(q_lens)], 16, f, padding=70)
     shape = grids.Shape(sum(q_lens) + 70, len(q_lens), 90, 1024, 1, 4, 16, 16, 32, 4, 4)
     assert grids.launches(shape, False, 4, 10**6)[1].ragged
     check(call, name)
@@ -126,7 +128,7 @@ def test_ragged(name):
 @interpreted
 def test_latents(heads, queries, name):
     f = replace(DEEPSEEK, q_heads=heads, window=(100, -1) if heads == 16 else (-1, -1), lse=True)
-    check(builders.mla(Source(0), (queries, queries), (110, queries), 64, f, 1), name)
+    check(make_call("mla_attention", Source(0), (queries, queries), (110, queries), 64, f, 1), name)
 
 
 @interpreted
@@ -134,7 +136,7 @@ def test_more_parts_than_are_read_at_once():
     """Stage two in several steps: what is added up fades where a later part has the larger logits."""
     before, grids.MANY_SPLITS = grids.MANY_SPLITS, 2
     try:
-        check(builders.paged(Source(8), (1, 2), (600, 300), 16, WIDE), "deterministic")
+        check(make_call("paged_attention", Source(8), (1, 2), (600, 300), 16, WIDE), "deterministic")
     finally:
         grids.MANY_SPLITS = before
 
@@ -145,9 +147,9 @@ def test_more_parts_than_are_read_at_once():
 def test_stored_keys(kv):
     f = replace(WIDE, dtype=BF16, kv_dtype=kv, head_dim=128)
     for per_head in (True, False):
-        check(builders.paged(Source(5), (1, 2), (200, 33), 16, replace(f, scale_per_head=per_head)), "split")
+        check(make_call("paged_attention", Source(5), (1, 2), (200, 33), 16, replace(f, scale_per_head=per_head)), "split")
     if kv != torch.float8_e5m2:
-        check(builders.mla(Source(5), (1, 2), (100, 33), 16, replace(DEEPSEEK, kv_dtype=kv)), "split")
+        check(make_call("mla_attention", Source(5), (1, 2), (100, 33), 16, replace(DEEPSEEK, kv_dtype=kv)), "split")
 
 
 @pytest.mark.sweep(3)
@@ -156,7 +158,7 @@ def test_stored_keys(kv):
 def test_temperature_by_position(softcap, queries, name):
     """A logit is multiplied after the cap."""
     f = replace(WIDE, dtype=torch.float32, scale=4.0, softcap=softcap, temperature=True, sinks=torch.float32)
-    check(builders.paged(Source(6), (queries, 2), (300, 40), 16, f), name)
+    check(make_call("paged_attention", Source(6), (queries, 2), (300, 40), 16, f), name)
 
 
 def ran(call, name):
@@ -185,12 +187,12 @@ def test_any_layout(op):
     f = Features(dtype=F16, kv_dtype=INT8, head_dim=16, q_heads=4, causal=True, sinks=torch.float32, lse=True, mask="bool")
     source = Source(7)
     call = {
-        "paged_attention": lambda: builders.paged(source, (1, 3), (40, 21), 4, f),
-        "mla_attention": lambda: builders.mla(source, (1, 3), (40, 21), 4, replace(f, head_dim=20, v_head_dim=16)),
-        "attention": lambda: builders.dense(source, 2, 3, 40, f, start=(0, 5), end=(40, 33)),
-        "varlen_attention": lambda: builders.varlen(source, (1, 3), (40, 21), f),
-        "merge_state": lambda: builders.merge(source, (5, 4, 8), F16, 0.2, 0.2),
-        "merge_states": lambda: builders.merge(source, (5, 3, 4, 8), F16, 0.2),
+        "paged_attention": lambda: make_call("paged_attention", source, (1, 3), (40, 21), 4, f),
+        "mla_attention": lambda: make_call("mla_attention", source, (1, 3), (40, 21), 4, replace(f, head_dim=20, v_head_dim=16)),
+        "attention": lambda: make_call("attention", source, 2, 3, 40, f, kv_start=(0, 5), kv_end=(40, 33), index=torch.int32),
+        "varlen_attention": lambda: make_call("varlen_attention", source, (1, 3), (40, 21), f),
+        "merge_state": lambda: make_call("merge_state", source, (5, 4, 8), F16, 0.2, 0.2),
+        "merge_states": lambda: make_call("merge_states", source, (5, 3, 4, 8), F16, 0.2),
     }[op]()
     # Several at once, and no two in the same calls only, so that a stride of one that is taken for another's is seen.
     first, deep = [n for n, t in call.tensors().items() if t.numel() > 1], [n for n, t in call.tensors().items() if t.dim() > 1]

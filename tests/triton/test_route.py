@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from attnops.core.kernel import kernels_of
+from attnops.ops.experts.cases import BF16, NORMAL, SIGMOID, V2, V3
 from attnops.testing import CASES
-from attnops.testing.route import BF16, NORMAL, SIGMOID, V2, V3
 from tests.triton.checks import check, triton
 from tests.triton.process import compiled, interpreted
 from tests.triton.test_compile import MEMORY, compile_for, launches_overlap, recorded, spilled, waits_first

@@ -9,9 +9,7 @@ import torch
 from attnops.core.kernel import kernels_of
 from attnops.core.problem import pretend
 from attnops.core.record import changed
-from attnops.testing import Features, Source, builders, equip
-from attnops.testing.linear import linear
-from attnops.testing.route import route
+from attnops.testing import Features, Source, equip, gradient_call, make_call
 from tests.mates import POLICY
 from tests.triton.checks import SM90
 from tests.triton.process import compiled
@@ -22,19 +20,19 @@ ODD = Features(dtype=torch.bfloat16, head_dim=40, q_heads=4, kv_heads=2)
 
 
 def gradient(f):
-    return builders.backward(Source(2), builders.dense(Source(1), 2, 9, 9, f))
+    return gradient_call(Source(2), make_call("attention", Source(1), 2, 9, 9, f))
 
 
 # The arguments that a program sums over.
 CALLS = {
-    "linear": (("x",), lambda: linear(Source(1), 3, 48, 40, torch.bfloat16, norm=0.0)),
-    "linear of an odd width": (("x",), lambda: linear(Source(1), 3, 72, 40, torch.bfloat16, norm=0.0)),
-    "linear of one row": (("x",), lambda: linear(Source(1), 1, 72, 40, torch.bfloat16, norm=0.0)),
-    "decode": (("query", "key"), lambda: builders.decode(Source(1), (9, 12, 5), 16, F)),
-    "decode of odd heads": (("query", "key"), lambda: builders.decode(Source(1), (9, 12, 5), 16, ODD)),
+    "linear": (("x",), lambda: make_call("linear", Source(1), 3, 48, 40, torch.bfloat16, norm=0.0)),
+    "linear of an odd width": (("x",), lambda: make_call("linear", Source(1), 3, 72, 40, torch.bfloat16, norm=0.0)),
+    "linear of one row": (("x",), lambda: make_call("linear", Source(1), 1, 72, 40, torch.bfloat16, norm=0.0)),
+    "decode": (("query", "key"), lambda: make_call("decode_attention", Source(1), (9, 12, 5), 16, F)),
+    "decode of odd heads": (("query", "key"), lambda: make_call("decode_attention", Source(1), (9, 12, 5), 16, ODD)),
     "gradient": (("grad_output", "output"), lambda: gradient(F)),
     "gradient of odd heads": (("grad_output", "output"), lambda: gradient(ODD)),
-    "route": (("logits",), lambda: route(Source(1), 3, 48, 4)),
+    "route": (("logits",), lambda: make_call("route", Source(1), 3, 48, 4)),
 }  # fmt: skip
 
 

@@ -66,18 +66,18 @@ RESULTS = (Result("output", "B, S, Hq, Dv", rules.result_dtype), Result("lse", "
 class Attention(rules.Visible):
     """Attention over a rectangular batch."""
 
-    query: Tensor = arg("B, S, Hq, D", QUERY, unit_stride=True)
-    key: Tensor = arg("B, K, Hkv, D", STORED, unit_stride=True)
-    value: Tensor = arg("B, K, Hkv, Dv", "key", unit_stride=True)
+    query: Tensor = arg("B, S, Hq, D", QUERY, unit_stride=True, holds="queries")
+    key: Tensor = arg("B, K, Hkv, D", STORED, unit_stride=True, holds="keys")
+    value: Tensor = arg("B, K, Hkv, Dv", "key", unit_stride=True, holds="keys")
     mask: Tensor | None = arg("1 | B, 1 | Hq, 1 | S, K", MASK, default=None, facts=rules.MASK_FACTS)
     sinks: Tensor | None = arg("Hq", FLOATS, default=None, facts=rules.SINKS)
-    k_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALES)
-    v_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALES)
+    k_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALES, holds="scale_of_keys")
+    v_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALES, holds="scale_of_keys")
     kv_start: Tensor | None = arg("B", INDEX, default=None, facts=rules.KV_RANGE)
     kv_end: Tensor | None = arg("B", INDEX, default=None, facts=rules.KV_RANGE)
     _: KW_ONLY
     return_lse: bool = arg(default=False, facts=rules.LSE)
-    q_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALE)
+    q_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALE, holds="scale_of_query")
 
 
 ATTENTION = define(
@@ -104,9 +104,9 @@ class AttentionBackward(rules.Visible):
 
     grad_output: Tensor = arg("B, S, Hq, Dv", FLOATS, facts=rules.GRADIENT)
     grad_lse: Tensor | None = arg("B, S, Hq", FLOAT32, facts=rules.LSE_GRAD)
-    query: Tensor = arg("B, S, Hq, D", QUERY, unit_stride=True)
-    key: Tensor = arg("B, K, Hkv, D", STORED, unit_stride=True)
-    value: Tensor = arg("B, K, Hkv, Dv", "key", unit_stride=True)
+    query: Tensor = arg("B, S, Hq, D", QUERY, unit_stride=True, holds="queries")
+    key: Tensor = arg("B, K, Hkv, D", STORED, unit_stride=True, holds="keys")
+    value: Tensor = arg("B, K, Hkv, Dv", "key", unit_stride=True, holds="keys")
     output: Tensor = arg("B, S, Hq, Dv", FLOATS)
     lse: Tensor = arg("B, S, Hq", FLOAT32)
     mask: Tensor | None = arg("1 | B, 1 | Hq, 1 | S, K", MASK, default=None, facts=rules.MASK_FACTS)

@@ -24,18 +24,18 @@ RESULTS = (Result("output", "T, Hq, Dv", rules.result_dtype), Result("lse", "T, 
 class VarlenAttention(rules.Visible, rules.Lengths):
     """Attention over requests packed one after the other."""
 
-    query: Tensor = arg("T, Hq, D", QUERY, unit_stride=True)
-    key: Tensor = arg("N, Hkv, D", STORED, unit_stride=True)
-    value: Tensor = arg("N, Hkv, Dv", "key", unit_stride=True)
-    cu_seqlens_q: Tensor = arg("starts", INT32)
-    cu_seqlens_k: Tensor = arg("starts", INT32)
+    query: Tensor = arg("T, Hq, D", QUERY, unit_stride=True, holds="queries")
+    key: Tensor = arg("N, Hkv, D", STORED, unit_stride=True, holds="keys")
+    value: Tensor = arg("N, Hkv, Dv", "key", unit_stride=True, holds="keys")
+    cu_seqlens_q: Tensor = arg("starts", INT32, holds="starts_of_queries")
+    cu_seqlens_k: Tensor = arg("starts", INT32, holds="starts_of_keys")
     mask: Tensor | None = arg("T, >= max_seqlen_k", MASK, default=None, facts=rules.MASK_FACTS)
     sinks: Tensor | None = arg("Hq", FLOATS, default=None, facts=rules.SINKS)
-    k_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALES)
-    v_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALES)
+    k_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALES, holds="scale_of_keys")
+    v_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALES, holds="scale_of_keys")
     _: KW_ONLY
     return_lse: bool = arg(default=False, facts=rules.LSE)
-    q_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALE)
+    q_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALE, holds="scale_of_query")
     padded: bool = arg(default=True, hint=True, facts=rules.PADDED)
 
 
@@ -62,13 +62,13 @@ class VarlenAttentionBackward(rules.Visible, rules.Lengths):
 
     grad_output: Tensor = arg("T, Hq, Dv", FLOATS, facts=rules.GRADIENT)
     grad_lse: Tensor | None = arg("T, Hq", FLOAT32, facts=rules.LSE_GRAD)
-    query: Tensor = arg("T, Hq, D", QUERY, unit_stride=True)
-    key: Tensor = arg("N, Hkv, D", STORED, unit_stride=True)
-    value: Tensor = arg("N, Hkv, Dv", "key", unit_stride=True)
+    query: Tensor = arg("T, Hq, D", QUERY, unit_stride=True, holds="queries")
+    key: Tensor = arg("N, Hkv, D", STORED, unit_stride=True, holds="keys")
+    value: Tensor = arg("N, Hkv, Dv", "key", unit_stride=True, holds="keys")
     output: Tensor = arg("T, Hq, Dv", FLOATS)
     lse: Tensor = arg("T, Hq", FLOAT32)
-    cu_seqlens_q: Tensor = arg("starts", INT32)
-    cu_seqlens_k: Tensor = arg("starts", INT32)
+    cu_seqlens_q: Tensor = arg("starts", INT32, holds="starts_of_queries")
+    cu_seqlens_k: Tensor = arg("starts", INT32, holds="starts_of_keys")
     mask: Tensor | None = arg("T, >= max_seqlen_k", MASK, default=None, facts=rules.MASK_FACTS)
     sinks: Tensor | None = arg("Hq", FLOATS, default=None, facts=rules.SINKS)
     _: KW_ONLY

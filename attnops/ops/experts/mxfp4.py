@@ -35,12 +35,12 @@ class Mxfp4Experts(Call):
     """The experts of a mixture with weights of MXFP4, and those chosen for each token."""
 
     x: Tensor = arg("T, In", WIDE, unit_stride=True)
-    gate_up: Tensor = arg("E, 4 * Half, In // 2", BYTES)
+    gate_up: Tensor = arg("E, 4 * Half, In // 2", BYTES, holds="weight_rows")
     gate_up_scales: Tensor = arg("E, 4 * Half, In // 32", BYTES)
-    down: Tensor = arg("E, Out, Half", BYTES)
+    down: Tensor = arg("E, Out, Half", BYTES, holds="weight_rows")
     down_scales: Tensor = arg("E, Out, Half // 16", BYTES)
     top_k_index: Tensor = arg("T, K", INDEX)
-    top_k_weights: Tensor = arg("T, K", FLOATS)
+    top_k_weights: Tensor = arg("T, K", FLOATS, holds="shares")
     gate_up_bias: Tensor | None = arg("E, 4 * Half", "x", default=None)
     down_bias: Tensor | None = arg("E, Out", "x", default=None)
     _: KW_ONLY

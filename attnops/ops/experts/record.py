@@ -36,10 +36,10 @@ class Experts(Call):
     """The experts of a mixture, and those chosen for each token."""
 
     x: Tensor = arg("T, In", FLOATS, unit_stride=True)
-    gate_up: Tensor = arg("E, 2 * Inner, In", "x")
-    down: Tensor = arg("E, Out, Inner", "x")
+    gate_up: Tensor = arg("E, 2 * Inner, In", "x", holds="weight_rows")
+    down: Tensor = arg("E, Out, Inner", "x", holds="weight_rows")
     top_k_index: Tensor = arg("T, K", INDEX)
-    top_k_weights: Tensor = arg("T, K", FLOATS)
+    top_k_weights: Tensor = arg("T, K", FLOATS, holds="shares")
     gate_up_bias: Tensor | None = arg("E, 2 * Inner", "x", default=None)
     down_bias: Tensor | None = arg("E, Out", "x", default=None)
     _: KW_ONLY

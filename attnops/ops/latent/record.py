@@ -52,11 +52,11 @@ def _write_rules(call: Any, sizes: Sizes) -> None:
 class WriteLatent(Call):
     """The write of new latents and rotated keys into pages."""
 
-    latent: Tensor = arg("T, Dc", (*FLOATS, *STORED), unit_stride=True)
-    k_pe: Tensor = arg("T, Dr", "latent", unit_stride=True)
-    latent_pages: Tensor = arg("P, page, Dc + Dr", (*FLOATS, *STORED), written=True, unit_stride=True)
-    slots: Tensor = arg("T", INDEX)
-    kv_scale: Tensor | None = arg("1", FLOAT32, default=None, facts=rules.KV_SCALE)
+    latent: Tensor = arg("T, Dc", (*FLOATS, *STORED), unit_stride=True, holds="new_keys")
+    k_pe: Tensor = arg("T, Dr", "latent", unit_stride=True, holds="new_keys")
+    latent_pages: Tensor = arg("P, page, Dc + Dr", (*FLOATS, *STORED), written=True, unit_stride=True, holds="pages")
+    slots: Tensor = arg("T", INDEX, holds="slots_of_tokens")
+    kv_scale: Tensor | None = arg("1", FLOAT32, default=None, facts=rules.KV_SCALE, holds="scale_of_keys")
 
 
 WRITE_LATENT = define(
@@ -130,19 +130,19 @@ def fresh_output(q_nope: Tensor) -> Tensor:
 class MlaAttention(rules.Queries):
     """Attention of new tokens over pages that hold their latents."""
 
-    q_nope: Tensor = arg("T, H, Dc", QUERY, unit_stride=True)
-    q_pe: Tensor = arg("T, H, Dr", "q_nope", unit_stride=True)
-    latent_pages: Tensor = arg("P, page, Dc + Dr", (*FLOATS, *STORED), unit_stride=True)
-    page_table: Tensor = arg("B, max_pages", INT32)
-    seq_lens: Tensor = arg("B", INT32)
-    cu_seqlens_q: Tensor = arg("B + 1", INT32)
+    q_nope: Tensor = arg("T, H, Dc", QUERY, unit_stride=True, holds="queries")
+    q_pe: Tensor = arg("T, H, Dr", "q_nope", unit_stride=True, holds="queries")
+    latent_pages: Tensor = arg("P, page, Dc + Dr", (*FLOATS, *STORED), unit_stride=True, holds="pages")
+    page_table: Tensor = arg("B, max_pages", INT32, holds="page_ids")
+    seq_lens: Tensor = arg("B", INT32, holds="lengths_of_keys")
+    cu_seqlens_q: Tensor = arg("B + 1", INT32, holds="starts_of_queries")
     mask: Tensor | None = arg("T, >= max_pages * page", MASK, default=None, facts=rules.MASK_FACTS)
     sinks: Tensor | None = arg("H", FLOATS, default=None, facts=rules.SINKS)
-    q_scale: Tensor | None = arg("1", FLOAT32, default=None, facts=rules.KV_SCALE)
-    kv_scale: Tensor | None = arg("1", FLOAT32, default=None, facts=rules.KV_SCALE)
+    q_scale: Tensor | None = arg("1", FLOAT32, default=None, facts=rules.KV_SCALE, holds="scale_of_query")
+    kv_scale: Tensor | None = arg("1", FLOAT32, default=None, facts=rules.KV_SCALE, holds="scale_of_keys")
     plan: Tensor | None = arg("words", rules.PLAN, default=None, hint=True, any_device=True, facts=rules.PLAN_FACTS)
     _: KW_ONLY
-    scale: float = arg()
+    scale: float = arg(holds="scale_of_logits")
     causal: bool = arg(default=True, facts=rules.CAUSAL)
     window_left: int = arg(default=-1, least=-1, most=rules.FURTHEST, facts=rules.WINDOW_LEFT)
     softcap: float = arg(default=0.0, least=0, most=rules.SOFTEST, facts=rules.SOFTCAP)
@@ -248,15 +248,15 @@ ROPE_FACTS = {"kv_dtype": rope_reference.STORED, "kv_scales": True}
 class RopeQuantizeLatent(Call):
     """Rotation, quantisation and joining of queries and latents."""
 
-    q_nope: Tensor = arg("T, H, Dc", FLOATS, unit_stride=True)
-    q_pe: Tensor = arg("T, H, Dr", "q_nope", unit_stride=True)
-    latent: Tensor = arg("T, Dc", "q_nope", unit_stride=True)
-    k_pe: Tensor = arg("T, Dr", "q_nope", unit_stride=True)
+    q_nope: Tensor = arg("T, H, Dc", FLOATS, unit_stride=True, holds="queries")
+    q_pe: Tensor = arg("T, H, Dr", "q_nope", unit_stride=True, holds="queries")
+    latent: Tensor = arg("T, Dc", "q_nope", unit_stride=True, holds="new_keys")
+    k_pe: Tensor = arg("T, Dr", "q_nope", unit_stride=True, holds="new_keys")
     cos_sin: Tensor = arg("N, Dr", FLOAT32)
     positions: Tensor = arg("T", INDEX)
     _: KW_ONLY
-    q_scale: float = arg(default=1.0, always=True)
-    kv_scale: float = arg(default=1.0, always=True)
+    q_scale: float = arg(default=1.0, always=True, holds="scale_of_query")
+    kv_scale: float = arg(default=1.0, always=True, holds="scale_of_keys")
     interleaved: bool = False
 
 

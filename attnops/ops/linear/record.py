@@ -40,7 +40,7 @@ class Linear(Call):
     """A linear layer with its norm, activation and residual."""
 
     x: Tensor = arg("T, In", FLOATS, unit_stride=True)
-    weight: Tensor = arg("Out, In", "x", unit_stride=True, weight=True)
+    weight: Tensor = arg("Out, In", "x", unit_stride=True, weight=True, holds="weight_rows")
     bias: Tensor | None = arg("Out", "x", default=None)
     _: KW_ONLY
     norm_weight: Tensor | None = arg("In", "x", default=None)

@@ -91,9 +91,9 @@ def request_starts(begins: Tensor) -> Tensor:
 class TokenRows(Call):
     """The request of each token."""
 
-    cu_seqlens: Tensor = arg("starts", INT32)
+    cu_seqlens: Tensor = arg("starts", INT32, holds="starts_of_queries")
     _: KW_ONLY
-    num_tokens: int = arg(least=0, symbolic=True)
+    num_tokens: int = arg(least=0, symbolic=True, holds="tokens")
 
 
 TOKEN_ROWS = define(Op(TokenRows, reference.token_rows, about="the request of each token"))
@@ -111,7 +111,7 @@ class SlotMapping(Call):
 
     positions: Tensor = arg("T", INDEX)
     rows: Tensor = arg("T", INDEX)
-    page_table: Tensor = arg("B, max_pages", INT32)
+    page_table: Tensor = arg("B, max_pages", INT32, holds="page_ids")
     _: KW_ONLY
     page_size: int = arg(least=1)
 
@@ -136,8 +136,8 @@ INDICES = (Result("indptr", "B + 1", INT), Result("indices", "B * max_pages", IN
 class KVIndices(Call):
     """A page table as indptr and indices."""
 
-    page_table: Tensor = arg("B, max_pages", INT32)
-    seq_lens: Tensor = arg("B", INDEX)
+    page_table: Tensor = arg("B, max_pages", INT32, holds="page_ids")
+    seq_lens: Tensor = arg("B", INDEX, holds="lengths_of_keys")
     _: KW_ONLY
     page_size: int = arg(least=1)
 
@@ -173,11 +173,11 @@ def _row_facts(call: Any, sizes: Sizes) -> dict[str, Any]:
 class DecodeRows(Call):
     """The batch of a decode by token, and FlashMLA's schedule of it."""
 
-    page_table: Tensor = arg("B, max_pages", INT32)
-    seq_lens: Tensor = arg("B", INT32)
-    cu_seqlens_q: Tensor = arg("B + 1", INT32)
+    page_table: Tensor = arg("B, max_pages", INT32, holds="page_ids")
+    seq_lens: Tensor = arg("B", INT32, holds="lengths_of_keys")
+    cu_seqlens_q: Tensor = arg("B + 1", INT32, holds="starts_of_queries")
     _: KW_ONLY
-    num_tokens: int = arg(least=0, symbolic=True)
+    num_tokens: int = arg(least=0, symbolic=True, holds="tokens")
     causal: bool = arg(default=True, always=True, facts=rules.CAUSAL)
     q_heads: int = arg(default=0, least=0, always=True)
     float8: bool = arg(default=False, always=True)
@@ -227,11 +227,11 @@ def decode_rows(
 class NamedPages(Call):
     """A page table without holes, and the lengths that go with it."""
 
-    page_table: Tensor = arg("B, max_pages", INT32)
-    seq_lens: Tensor = arg("B", INT32)
-    cu_seqlens_q: Tensor = arg("B + 1", INT32)
+    page_table: Tensor = arg("B, max_pages", INT32, holds="page_ids")
+    seq_lens: Tensor = arg("B", INT32, holds="lengths_of_keys")
+    cu_seqlens_q: Tensor = arg("B + 1", INT32, holds="starts_of_queries")
     _: KW_ONLY
-    num_pages: int = arg(least=0, symbolic=True)
+    num_pages: int = arg(least=0, symbolic=True, holds="page_count")
     page_size: int = arg(least=1)
     squeeze: bool = arg(default=True, always=True)
     window_left: int = arg(default=-1, least=-1, most=FURTHEST, always=True, facts=rules.WINDOW_LEFT)

@@ -55,12 +55,12 @@ def _facts(call: Any, sizes: Sizes) -> dict[str, Any]:
 class HostPlan(Call):
     """The arguments of both ops."""
 
-    page_table: Tensor = arg("B, max_pages", INT32)
-    seq_lens: Tensor = arg("B", INT32)
-    cu_seqlens_q: Tensor = arg("B + 1", INT32)
+    page_table: Tensor = arg("B, max_pages", INT32, holds="page_ids")
+    seq_lens: Tensor = arg("B", INT32, holds="lengths_of_keys")
+    cu_seqlens_q: Tensor = arg("B + 1", INT32, holds="starts_of_queries")
     _: KW_ONLY
-    num_tokens: int = arg(least=0, symbolic=True)
-    max_seqlen_q: int = arg(least=0, symbolic=True)
+    num_tokens: int = arg(least=0, symbolic=True, holds="tokens")
+    max_seqlen_q: int = arg(least=0, symbolic=True, holds="most_queries")
     q_heads: int = arg(least=1)
     head_dim: int = arg(least=1)
     v_head_dim: int = arg(least=1)
@@ -68,7 +68,7 @@ class HostPlan(Call):
     dtype: str = arg(choices=tuple(NAMES))
     kv_dtype: str = arg(choices=tuple(NAMES))
     causal: bool = arg(default=True, always=True, facts=rules.CAUSAL)
-    num_pages: int = arg(default=UNKNOWN, least=0, symbolic=True, always=True)
+    num_pages: int = arg(default=UNKNOWN, least=0, symbolic=True, always=True, holds="page_count")
     plan: Tensor = arg("words", (torch.int64,), written=True, any_device=True)
     workspace: Tensor = arg("bytes", (torch.uint8,), written=True)
 

@@ -38,26 +38,26 @@ def _facts(call: Any, sizes: Sizes) -> dict[str, Any]:
 class PagedAttention(rules.Visible, rules.Queries):
     """Attention of new tokens over pages that already hold their keys and values."""
 
-    query: Tensor = arg("T, Hq, D", QUERY, unit_stride=True)
-    k_pages: Tensor = arg("P, page, Hkv, D", STORED, unit_stride=True)
-    v_pages: Tensor = arg("P, page, Hkv, Dv", "k_pages", unit_stride=True)
-    page_table: Tensor = arg("B, max_pages", INT32)
-    seq_lens: Tensor = arg("B", INT32)
-    cu_seqlens_q: Tensor = arg("B + 1", INT32)
+    query: Tensor = arg("T, Hq, D", QUERY, unit_stride=True, holds="queries")
+    k_pages: Tensor = arg("P, page, Hkv, D", STORED, unit_stride=True, holds="pages")
+    v_pages: Tensor = arg("P, page, Hkv, Dv", "k_pages", unit_stride=True, holds="pages")
+    page_table: Tensor = arg("B, max_pages", INT32, holds="page_ids")
+    seq_lens: Tensor = arg("B", INT32, holds="lengths_of_keys")
+    cu_seqlens_q: Tensor = arg("B + 1", INT32, holds="starts_of_queries")
     mask: Tensor | None = arg("T, >= max_pages * page", MASK, default=None, facts=rules.MASK_FACTS)
     sinks: Tensor | None = arg("Hq", FLOATS, default=None, facts=rules.SINKS)
-    k_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALES)
-    v_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALES)
+    k_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALES, holds="scale_of_keys")
+    v_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALES, holds="scale_of_keys")
     plan: Tensor | None = arg("words", rules.PLAN, default=None, hint=True, any_device=True, facts=rules.PLAN_FACTS)
     _: KW_ONLY
     causal: bool = arg(default=True, facts=rules.CAUSAL)
-    q_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALE)
+    q_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALE, holds="scale_of_query")
     padded: bool = arg(default=True, hint=True, facts=rules.PADDED)
     holes: bool = arg(default=True, hint=True, facts=rules.HOLES, without=with_named_pages)
     output: Tensor = arg("T, Hq, Dv", rules.result_dtypes, written=True)
     lse: Tensor | None = arg("T, Hq", FLOAT32, default=None, written=True, facts=rules.LSE)
     workspace: Tensor | None = arg("bytes", (torch.uint8,), default=None, written=True, hint=True, facts=rules.WORKSPACE)
-    temperature: Tensor | None = arg("T", FLOAT32, default=None, facts=rules.TEMPERATURE)
+    temperature: Tensor | None = arg("T", FLOAT32, default=None, facts=rules.TEMPERATURE, holds="factors")
 
 
 PAGED = define(
@@ -166,13 +166,13 @@ def _write_rules(call: Any, sizes: Sizes) -> None:
 class WriteKV(Call):
     """The write of new keys and values into pages."""
 
-    key: Tensor = arg("T, Hkv, D", FLOATS, unit_stride=True)
-    value: Tensor = arg("T, Hkv, Dv", FLOATS, unit_stride=True)
-    k_pages: Tensor = arg("P, page, Hkv, D", STORED, written=True, unit_stride=True)
-    v_pages: Tensor = arg("P, page, Hkv, Dv", "k_pages", written=True, unit_stride=True)
-    slots: Tensor = arg("T", INDEX)
-    k_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALES)
-    v_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALES)
+    key: Tensor = arg("T, Hkv, D", FLOATS, unit_stride=True, holds="new_keys")
+    value: Tensor = arg("T, Hkv, Dv", FLOATS, unit_stride=True, holds="new_keys")
+    k_pages: Tensor = arg("P, page, Hkv, D", STORED, written=True, unit_stride=True, holds="pages")
+    v_pages: Tensor = arg("P, page, Hkv, Dv", "k_pages", written=True, unit_stride=True, holds="pages")
+    slots: Tensor = arg("T", INDEX, holds="slots_of_tokens")
+    k_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALES, holds="scale_of_keys")
+    v_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALES, holds="scale_of_keys")
 
 
 WRITE_KV = define(
@@ -237,8 +237,8 @@ def _copy_facts(call: Any, sizes: Sizes) -> dict[str, Any]:
 class CopyKV(Call):
     """The copy of keys and values between slots, in all layers."""
 
-    k_pages: Tensor = arg("L, P, page, ...", PAGES, written=True, unit_stride=True)
-    v_pages: Tensor | None = arg("L, P, page, ...", "k_pages", written=True, unit_stride=True)
+    k_pages: Tensor = arg("L, P, page, ...", PAGES, written=True, unit_stride=True, holds="pages")
+    v_pages: Tensor | None = arg("L, P, page, ...", "k_pages", written=True, unit_stride=True, holds="pages")
     source: Tensor = arg("N", INDEX)
     target: Tensor = arg("N", INDEX)
 

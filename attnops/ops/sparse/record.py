@@ -63,17 +63,17 @@ def _without_holes(call: Any) -> Any:
 class SparseMlaAttention(Call):
     """Attention of each token over latents picked for it."""
 
-    q_nope: Tensor = arg("T, H, Dc", QUERY, unit_stride=True)
-    q_pe: Tensor = arg("T, H, Dr", "q_nope", unit_stride=True)
-    latent_pages: Tensor = arg("P, page, numbers", (*FLOATS, *STORED, *PACKED), unit_stride=True)
+    q_nope: Tensor = arg("T, H, Dc", QUERY, unit_stride=True, holds="queries")
+    q_pe: Tensor = arg("T, H, Dr", "q_nope", unit_stride=True, holds="queries")
+    latent_pages: Tensor = arg("P, page, numbers", (*FLOATS, *STORED, *PACKED), unit_stride=True, holds="pages")
     indices: Tensor = arg("T, topk", INT32)
     topk_length: Tensor | None = arg("T", INT32, default=None)
     sinks: Tensor | None = arg("H", FLOATS, default=None, facts=rules.SINKS)
-    q_scale: Tensor | None = arg("1", FLOAT32, default=None, facts=rules.KV_SCALE)
-    kv_scale: Tensor | None = arg("1", FLOAT32, default=None, facts=rules.KV_SCALE)
+    q_scale: Tensor | None = arg("1", FLOAT32, default=None, facts=rules.KV_SCALE, holds="scale_of_query")
+    kv_scale: Tensor | None = arg("1", FLOAT32, default=None, facts=rules.KV_SCALE, holds="scale_of_keys")
     plan: Tensor | None = arg("words", rules.PLAN, default=None, hint=True, any_device=True, facts=rules.PLAN_FACTS)
     _: KW_ONLY
-    scale: float = arg()
+    scale: float = arg(holds="scale_of_logits")
     holes: bool = arg(default=True, hint=True, facts=rules.HOLES, without=_without_holes)
     output: Tensor = arg("T, H, Dc", output_dtypes, written=True)
     lse: Tensor | None = arg("T, H", FLOAT32, default=None, written=True, facts=rules.LSE)
@@ -154,10 +154,10 @@ def _write_rules(call: Any, sizes: Sizes) -> None:
 class WriteLatentPacked(Call):
     """The quantising write of new latents and rotated keys into packed pages."""
 
-    latent: Tensor = arg("T, Dc", FLOATS, unit_stride=True)
-    k_pe: Tensor = arg("T, Dr", "latent", unit_stride=True)
-    latent_pages: Tensor = arg("P, page, bytes", PACKED, written=True)
-    slots: Tensor = arg("T", INDEX)
+    latent: Tensor = arg("T, Dc", FLOATS, unit_stride=True, holds="new_keys")
+    k_pe: Tensor = arg("T, Dr", "latent", unit_stride=True, holds="new_keys")
+    latent_pages: Tensor = arg("P, page, bytes", PACKED, written=True, holds="pages")
+    slots: Tensor = arg("T", INDEX, holds="slots_of_tokens")
 
 
 ABOUT_WRITE = "quantising write of new latents and rotated keys into packed pages"

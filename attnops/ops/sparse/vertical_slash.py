@@ -33,8 +33,8 @@ RESULTS = tuple(Result(name, f"B, H, {ROWS}{last}", torch.int32) for name, last 
 class VerticalSlashIndexes(rules.Queries):
     """The blocks and columns of keys that each block of queries sees."""
 
-    q_lens: Tensor = arg("B", INT32)
-    k_lens: Tensor = arg("B", INT32)
+    q_lens: Tensor = arg("B", INT32, holds="lengths_of_queries")
+    k_lens: Tensor = arg("B", INT32, holds="lengths_of_keys")
     vertical: Tensor = arg("B, H, V", INT32)
     slash: Tensor = arg("B, H, S", INT32)
     vertical_counts: Tensor | None = arg("H", INT32, default=None)
@@ -91,17 +91,17 @@ def vertical_slash_indexes(
 class VerticalSlashAttention(rules.Lengths):
     """Packed causal attention over an index of blocks and columns."""
 
-    query: Tensor = arg("T, Hq, D", FLOATS, unit_stride=True)
-    key: Tensor = arg("N, Hkv, D", "query", unit_stride=True)
-    value: Tensor = arg("N, Hkv, Dv", "query", unit_stride=True)
-    cu_seqlens_q: Tensor = arg("B + 1", INT32)
-    cu_seqlens_k: Tensor = arg("B + 1", INT32)
+    query: Tensor = arg("T, Hq, D", FLOATS, unit_stride=True, holds="queries")
+    key: Tensor = arg("N, Hkv, D", "query", unit_stride=True, holds="keys")
+    value: Tensor = arg("N, Hkv, Dv", "query", unit_stride=True, holds="keys")
+    cu_seqlens_q: Tensor = arg("B + 1", INT32, holds="starts_of_queries")
+    cu_seqlens_k: Tensor = arg("B + 1", INT32, holds="starts_of_keys")
     block_count: Tensor = arg(f"B, Hq, {ROWS}", INT32)
     block_offset: Tensor = arg(f"B, Hq, {ROWS}, S", INT32)
     column_count: Tensor = arg(f"B, Hq, {ROWS}", INT32)
     column_index: Tensor = arg(f"B, Hq, {ROWS}, V", INT32)
     _: KW_ONLY
-    scale: float = arg()
+    scale: float = arg(holds="scale_of_logits")
     padded: bool = arg(default=True, hint=True, facts=rules.PADDED)
     output: Tensor = arg("T, Hq, Dv", "query", written=True)
     lse: Tensor | None = arg("T, Hq", FLOAT32, default=None, written=True, facts=rules.LSE)

@@ -1,17 +1,25 @@
-"""`Features`: the options of an attention call. `Source`: random inputs. `Case`: a grid point."""
+"""What the cases of a family are written in: `Features`, `Source` of random numbers, and a `Grid` of rows for each op.
+
+`attnops.testing` builds calls from them: from sizes, from what the record says of its arguments, and from a function of the family for
+what is an op's own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnops.core.arguments import Arg
-from attnops.testing.calls import QUANTISED as QUANTISED, Call as Call
+from attnops.core.arguments import QUANTISED
+from attnops.core.record import Spec
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+E4M3, E5M2, INT8, U8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8
+I32, I64 = torch.int32, torch.int64
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,11 @@ class Features:
         """Of latents, the numbers that are rotated."""
         return self.head_dim - self.v_dim
 
+    @property
+    def attention_chunk(self) -> int:
+        """`chunk`, by a Problem's name."""
+        return self.chunk
+
     def sizes(self) -> dict[str, int]:
         """The sizes of heads by the letters of the records' layouts."""
         heads = {"Hq": self.q_heads, "H": self.q_heads, "Hkv": self.kv_heads}
@@ -65,17 +78,6 @@ class Features:
         """Those of the letters whose dims are 1 here where the layout leaves the choice."""
         mask = [size for letter, size in (("b", "B"), ("h", "Hq"), ("q", "S")) if letter not in self.mask_shape]
         return mask if self.scale_per_head else [*mask, "Hkv"]
-
-    def statics(self) -> dict[str, Any]:
-        """The scale, causality, and the other options that are on, by the records' names."""
-        scale, (left, right) = self.head_dim**-0.5 if self.scale is None else self.scale, self.window
-        given = {"window_left": left, "window_right": right, "softcap": self.softcap, "attention_chunk": self.chunk, "return_lse": self.lse}
-        off = dict(zip(given, (-1, -1, 0.0, 0, False), strict=True))
-        return {"scale": scale, "causal": self.causal} | {n: value for n, value in given.items() if value != off[n]}
-
-
-SPREAD = {torch.int8: 3.0, torch.float8_e4m3fn: 60.0, torch.float8_e5m2: 9000.0}
-"""Of the rows of a write into quantised pages: some exceed the range of the dtype by far."""
 
 
 class Source:
@@ -125,28 +127,6 @@ class Source:
         """A query in the dtype that `f` asks for."""
         return self.stored(*shape, dtype=f.q_dtype) if f.q_dtype else self.normal(*shape, dtype=f.dtype, spread=60.0 if f.loud else 1.0)
 
-    def argument(self, a: Arg, shape: Sequence[int], f: Features, stored: str) -> Tensor | None:
-        """The tensor of this argument as `f` asks; None where `f` or the lengths leave it out. stored: that of `Spec`."""
-        kv = torch.uint8 if a.dtypes == (torch.uint8,) else f.kv_dtype or f.dtype
-        quantised = {"k_scale": f.kv_dtype, "v_scale": f.kv_dtype, "kv_scale": f.kv_dtype, "q_scale": f.q_dtype}
-        if stored in (a.name, a.dtypes):
-            return self.stored(*shape, dtype=kv)
-        if a.name in ("query", "q_nope", "q_pe"):
-            return self.query(shape, f)
-        if a.name in ("key", "value", "latent", "k_pe"):
-            return self.normal(*shape, dtype=f.dtype, spread=SPREAD.get(kv, 1.0))
-        if (dtype := quantised.get(a.name)) is not None:
-            return self.scales(shape[0], dtype)
-        if a.name == "sinks" and f.sinks is not None:
-            return self.normal(*shape, dtype=f.sinks)
-        if a.name == "mask":
-            return self.mask(shape, f)
-        if a.name == "temperature" and f.temperature:
-            return self.normal(*shape).exp()
-        if a.name == "output" or (a.name == "lse" and f.lse):
-            return torch.empty(*shape, dtype=f.dtype if a.name == "output" else torch.float32, device=self.device)
-        return None
-
     def mask(self, shape: Sequence[int], f: Features) -> Tensor | None:
         """A mask of `shape` as `f` asks, whose first row (all dims but the last at 0) hides every key."""
         if f.mask == "none":
@@ -160,36 +140,70 @@ class Source:
         return self.normal(*shape, dtype=dtype, spread=spread).masked_fill(hidden, float("-inf"))
 
 
-@dataclass(frozen=True)
-class Case:
-    """One point of the grid. `label` is unique within the op and names its special features."""
+class Pages(NamedTuple):
+    """The pages of a call that reads or writes a cache.
 
-    op: str
-    label: str
-    build: Callable[[Source], Call]
+    spare: pages of no request. wider: columns of the table past the longest request; entries past a request's end are -1 or a spare
+    page. shared: the second request's first page is the first one's. interleaved: key and value pages are views of one buffer.
+    """
 
-    def call(self, seed: int = 0, device: torch.device | str = "cpu") -> Call:
-        """The call with fresh inputs from `seed`."""
-        return self.build(Source(seed, device))
+    spare: int = 2
+    wider: int = 1
+    shared: bool = False
+    interleaved: bool = False
 
-    def __str__(self) -> str:
-        return f"{self.op}:{self.label}"
+
+@dataclass
+class Scene:
+    """A call before its arguments are made: what a row says of it, and what follows from that.
+
+    q_lens, k_lens: new tokens and keys of each request. padding: (tokens, keys) past the last request, free; one number for both; None
+    is no padding, and the promises that there is none and that no page is missing. slack: how loose the maxima are.
+    index: the dtype of integers that may have two.
+    given: arguments. sizes: by the letters of the layouts.
+    free: bool, True where nothing may be read: "tokens" `[T]`, "keys" `[N]` or `[B, K]`, "slots" `[P, page]`.
+    """
+
+    source: Source
+    spec: Spec
+    f: Features = Features()
+    q_lens: Sequence[int] | None = None
+    k_lens: Sequence[int] | None = None
+    padding: int | tuple[int, int] | None = (2, 3)
+    slack: int = 0
+    pages: Pages = Pages()  # noqa: RUF009, a tuple
+    index: torch.dtype = torch.int64
+    given: dict[str, Any] = field(init=False, default_factory=dict)
+    sizes: dict[str, Any] = field(init=False, default_factory=dict)
+    free: dict[str, Tensor] = field(init=False, default_factory=dict)
+
+    @property
+    def past(self) -> tuple[int, int]:
+        """Tokens and keys of no request."""
+        return self.padding if isinstance(self.padding, tuple) else (self.padding or 0,) * 2
 
 
 Rows = dict[str, tuple[Any, ...]]
 
 
-def table(op: str, build: Callable[..., Call], rows: Rows) -> tuple[Case, ...]:
-    """A case a row, which holds the builder's arguments after the source: Features is `f`, a dict holds those given by name."""
+@dataclass(frozen=True)
+class Grid:
+    """The cases of an op.
 
-    def case(name: str, row: tuple[Any, ...]) -> Case:
-        named: dict[str, Any] = {}
-        for part in row:
-            named |= {"f": part} if isinstance(part, Features) else part if isinstance(part, dict) else {}
-        lengths = [part for part in row if not isinstance(part, (dict, Features))]
-        return Case(op, name, lambda source: build(source, *lengths, **named))
+    names: of the values of a row, in order; a row may leave out the last ones. A name is that of a field of `Scene`, of an argument, of a
+    size in the record's layouts, or of a parameter of `own`. `dtype` is that of the features. A list of integers given for a tensor is
+    made one, and True or a dtype asks for random numbers.
+    rows: by label. Features, and dicts of values by name, stand anywhere in a row.
+    own: what is neither data nor said by the record. Takes the scene and the values by names that are its parameters alone; returns
+    arguments, and may change the scene.
+    of: the op whose calls the rows are; a gradient is that of such a call. A plan is made for one, and `own` takes the device and
+    returns its two buffers.
+    """
 
-    return tuple(case(name, row) for name, row in rows.items())
+    names: str
+    rows: Rows
+    own: Callable[..., Any] | None = None
+    of: str = ""
 
 
 def crossed(shapes: Rows, features: Mapping[str, Features]) -> Rows:

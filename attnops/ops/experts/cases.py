@@ -1,0 +1,118 @@
+"""The cases of the experts of a mixture, and of their routing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnops.ops.case_data import BF16, F16, F32, F64, I32, Grid, Rows, Scene
+
+SMALL, WIDE = (24, 20, 28), (144, 72, 136)
+FEW = (*SMALL, 6, 2)
+OSS = {"bias": True, "along": True, "interleaved": True, "alpha": 1.702, "limit": 0.9, "offset": 1.0}
+ODD, BIAS, ALONG = {"odd": True}, {"bias": True}, {"along": True}
+EXPERTS: Rows = {
+    "plain": (3, FEW), "bias": (3, FEW, BIAS), "gelu": (3, FEW, {"activation": "gelu"}),
+    "gelu_tanh": (3, FEW, {"activation": "gelu_tanh"}), "interleaved": (3, FEW, {"interleaved": True}),
+    "limit": (3, FEW, {"limit": 0.5}), "alpha": (3, FEW, {"alpha": 1.702}), "offset": (3, FEW, {"offset": 1.0}),
+    "along": (3, FEW, ALONG), "all": (3, FEW, OSS), "odd": (7, (*SMALL, 6, 3), ODD), "int32": (3, FEW, {"index": I32}),
+    "no_tokens": (0, FEW), "one_number": (1, (1, 1, 1, 1, 1)), "one_expert": (3, (*SMALL, 1, 1)),
+    "float64": (3, FEW, F64, OSS),
+    "float32_one_token": (1, (*WIDE, 6, 3), OSS), "float32_one_token-odd": (2, (*SMALL, 6, 3), {**OSS, **ODD}),
+    **{f"{name}-{tokens}_tokens": (tokens, (*WIDE, 8, 3), BF16, {"weights": BF16}, *more) for tokens in (1, 2, 17, 64, 65)
+       for name, more in (("bfloat16", (ODD,)), ("bfloat16_all", (OSS,)))},
+    "float16": (2, (*WIDE, 20, 4), F16, BIAS), "float16_one_token": (1, (*WIDE, 20, 4), F16, ALONG),
+    "bfloat16_many": (2, (*SMALL, 40, 12), BF16),
+}  # fmt: skip
+
+SHAPED = {n: OSS[n] for n in ("bias", "alpha", "limit", "offset")}
+MXFP4: Rows = {
+    "plain": (3, (64, 64, 16, 3, 2)), "all": (3, (64, 64, 32, 3, 2), SHAPED), "one_token": (1, (576, 1024, 16, 3, 3), SHAPED),
+    "one_token-odd": (2, (64, 64, 16, 4, 3), ODD), "odd": (9, (64, 128, 16, 4, 3), {**SHAPED, **ODD, "index": I32}),
+    "no_tokens": (0, (64, 64, 16, 3, 2)), "float64": (3, (64, 64, 16, 3, 2), F64),
+    **{f"bfloat16-{tokens}_tokens": (tokens, (1088, 64, 16, 3, 2), BF16, {"weights": BF16, **SHAPED}) for tokens in (1, 17, 65)},
+}  # fmt: skip
+
+SIGMOID, NORMAL, SHIFTED = {"scoring": "sigmoid"}, {"normalize": True}, {"bias": F32}
+V2 = {"groups": 4, "top_groups": 2, "scale": 16.0}
+V3 = {**SIGMOID, **NORMAL, **SHIFTED, "groups": 4, "top_groups": 2, "group_best": 2, "eps": 1e-20, "scale": 2.5}
+TIES, EXTREME, APART = {"ties": True}, {"odd": True}, {"along": True}
+ROUTES: Rows = {
+    "plain": (3, 24, 4), "sigmoid": (3, 24, 4, SIGMOID), "normalize": (3, 24, 4, NORMAL), "scale": (3, 24, 4, {"scale": 2.5}),
+    "eps": (3, 24, 4, NORMAL | {"eps": 0.1}), "eps_sigmoid": (3, 24, 4, NORMAL | SIGMOID | {"eps": 0.1}), "bias": (3, 24, 4, SHIFTED),
+    "bias_sigmoid": (3, 24, 4, SHIFTED | SIGMOID), "groups": (3, 24, 4, V2), "group_best": (3, 24, 4, V2 | SIGMOID | {"group_best": 3}),
+    "all": (5, 24, 4, V3), "all_groups": (3, 24, 4, V3 | {"top_groups": 4}), "groups_of_one": (3, 6, 2, {"groups": 6, "top_groups": 3}),
+    "no_tokens": (0, 24, 4, V3), "one_expert": (3, 1, 1), "every_expert": (3, 7, 7, NORMAL), "along": (5, 24, 4, APART | V3),
+    "float64": (3, 24, 4, F64, V3), "float16": (3, 33, 5, F16, {"weights": F16}), "float16_bias": (3, 24, 4, F16, V3 | {"bias": F16}),
+    **{f"{name}-{kind}": (9, 24, 6, more | rule) for name, more in (("ties", TIES), ("odd", EXTREME))
+       for kind, rule in (("plain", {}), ("normalize", NORMAL), ("sigmoid", SIGMOID), ("groups", V2), ("all", V3))},
+    "ties-bfloat16": (9, 128, 8, BF16, TIES | NORMAL), "odd-bfloat16": (9, 128, 8, BF16, EXTREME | NORMAL),
+    "qwen3": (5, 128, 8, BF16, NORMAL | {"weights": BF16}), "gpt_oss": (5, 32, 4, BF16, NORMAL | {"weights": BF16}),
+    "deepseek_v3": (5, 256, 8, V3 | {"groups": 8, "top_groups": 4}), "deepseek_v2": (5, 160, 6, V2 | {"groups": 8, "top_groups": 3}),
+    "mixtral": (1, 8, 2, BF16, NORMAL), "most": (2, 512, 32, BF16, SIGMOID | NORMAL), "too_many": (2, 514, 33, SIGMOID),
+}  # fmt: skip
+
+
+def _mixture(
+    scene: Scene, sizes: tuple[int, int, int, int, int], bias: bool = False, along: bool = False, odd: bool = False,
+    weights: torch.dtype = F32,
+) -> dict[str, Any]:  # fmt: skip
+    """sizes: In, Inner, Out, the experts, and those that each token chooses.
+
+    along: rows of a weight are next to each other in memory. odd: some tokens choose one expert twice, or a number that is no expert.
+    """
+    source, tokens, (columns, inner, outs, count, k) = scene.source, scene.sizes["T"], sizes
+    scene.sizes |= {"In": columns, "Inner": inner, "Half": inner // 2, "Out": outs, "E": count, "K": k}
+    rows = [source.permutation(count)[:k] for _ in range(tokens)]
+    if odd:
+        rows = [[(row[0], count, -1, count + 7)[i % 4], *row[1:]] if i % 3 else [row[-1], *row[1:]] for i, row in enumerate(rows)]
+    chosen = source.ints(rows, scene.index).reshape(tokens, k)
+    made: dict[str, Any] = {"top_k_index": chosen, "top_k_weights": weights, "gate_up_bias": bias, "down_bias": bias}
+    unused = torch.tensor([e not in chosen for e in range(count)], device=source.device)
+    scene.free |= dict.fromkeys(("gate_up", "down", "gate_up_scales", "down_scales", "gate_up_bias", "down_bias"), unused)
+    scene.free["top_k_weights"] = (chosen < 0) | (chosen >= count)
+    if along:
+        made |= {n: _along(scene, *shape) for n, shape in (("gate_up", (2 * inner, columns)), ("down", (outs, inner)))}
+    return made
+
+
+def _along(scene: Scene, rows: int, columns: int) -> Tensor:
+    made = scene.source.normal(scene.sizes["E"], rows, columns, dtype=scene.f.dtype, spread=columns**-0.5)
+    return made.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _four_bits(scene: Scene, sizes: tuple[int, int, int, int, int], **more: Any) -> dict[str, Any]:
+    """As `_mixture`. Any byte is two numbers of a weight, and is read; scales are 2**-9 to 2**-5."""
+    made, (columns, inner, outs, count, _) = _mixture(scene, sizes, **more), sizes
+    scene.free = {n: where for n, where in scene.free.items() if n not in ("gate_up", "down", "gate_up_scales", "down_scales")}
+    for name, rows, width in (("gate_up_scales", 2 * inner, columns), ("down_scales", outs, inner)):
+        made[name] = scene.source.stored(count, rows, width // 32, dtype=torch.uint8) % 5 + 244
+    return made
+
+
+def _routed(scene: Scene, ties: bool = False, odd: bool = False, along: bool = False) -> dict[str, Any]:
+    """ties: many experts are equal. odd: some logits are -inf, and some 0 or -0. along: the logits of an expert are next to each other in
+    memory.
+    """
+    source, tokens, count = scene.source, scene.sizes["T"], scene.sizes["E"]
+
+    def numbers(*shape: int, dtype: torch.dtype) -> Tensor:
+        made = source.normal(*shape, dtype=dtype, spread=2.0)
+        return made.round() if ties else made
+
+    logits = numbers(tokens, count, dtype=scene.f.dtype)
+    if odd:
+        for value in (float("-inf"), -0.0, 0.0):
+            logits[:, 1:].masked_fill_(source.chance(tokens, count - 1, p=0.3), value)  # all at -inf would have no weights
+    bias = scene.given.get("bias")
+    made = {"logits": logits.T.contiguous().T if along else logits, "weights": scene.given.get("weights", F32)}
+    return made if bias is None else made | {"bias": numbers(count, dtype=bias) / 4}
+
+
+CASES = {
+    "experts": Grid("T sizes dtype", EXPERTS, _mixture),
+    "mxfp4_experts": Grid("T sizes dtype", MXFP4, _four_bits),
+    "route": Grid("T E K dtype", ROUTES, _routed),
+}

@@ -1,0 +1,39 @@
+"""The cases of linear layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attnops.ops.case_data import BF16, F16, F64, Grid, Rows, Scene
+
+NORM, GEMMA, BIAS, RES = {"norm": 0.0}, {"norm": 1.0}, {"bias": True}, {"residual": True}
+SILU, GELU, TANH = ({"activation": name} for name in ("silu", "gelu", "gelu_tanh"))
+ALL = NORM | BIAS | RES | SILU
+LINEARS: Rows = {
+    "plain": (3, 48, 40), "norm": (3, 48, 40, NORM), "norm_offset": (3, 48, 40, GEMMA), "bias": (3, 48, 40, BIAS),
+    "residual": (3, 48, 40, RES), "silu": (3, 48, 40, SILU), "gelu": (3, 48, 40, GELU), "gelu_tanh": (3, 48, 40, TANH),
+    "all": (5, 72, 40, ALL), "all_offset": (5, 72, 40, ALL | GEMMA | TANH), "no_rows": (0, 48, 40, ALL), "one_number": (1, 1, 1, ALL),
+    "float64": (3, 48, 40, F64, ALL),
+    **{f"{name}-{rows}_rows": (rows, 300, 136, *more) for rows in (1, 2, 17, 64, 65)
+       for name, more in (("bfloat16", (BF16,)), ("bfloat16_all", (BF16, ALL)))},
+    "bfloat16_one_row-offset": (1, 272, 33, BF16, GEMMA | TANH | BIAS), "float16": (2, 272, 33, F16, BIAS | RES | GELU),
+    "float16_one_row": (1, 1040, 33, F16, BIAS | SILU), "float16_norm": (3, 300, 33, F16, NORM),
+    "bfloat16_8_rows": (8, 300, 100, BF16, BIAS | RES), "float32_one_row": (1, 700, 50, ALL | GELU),
+    "float32_33_rows": (33, 700, 50, ALL), "bfloat16_wide": (4, 64, 8000, BF16, NORM),
+    "bfloat16_wide_silu": (4, 64, 8000, BF16, NORM | SILU),
+    "bfloat16_wide_one_row": (1, 64, 600, BF16, NORM | RES),
+}  # fmt: skip
+
+
+def _layer(scene: Scene, outs: int, norm: float | None = None) -> dict[str, Any]:
+    """outs: how many results. norm: the offset of the gain; None: no norm."""
+    source, columns, dtype = scene.source, scene.sizes["In"], scene.f.dtype
+    scene.sizes["Out"] = outs * (2 if scene.given.get("activation") else 1)
+    if norm is None:
+        return {}
+    gain = (source.normal(columns, spread=0.2) + 1.0 - norm).to(dtype)
+    x = source.normal(scene.sizes["T"], columns, dtype=dtype, spread=3.0)
+    return {"x": x, "norm_weight": gain, "norm_eps": 1e-5} | ({"norm_offset": norm} if norm else {})
+
+
+CASES = {"linear": Grid("T In outs dtype", LINEARS, _layer)}

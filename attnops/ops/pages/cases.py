@@ -1,0 +1,128 @@
+"""The cases of attention over pages, of writes and copies, and of host plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnops.ops.attention.cases import FEATURES, on_shapes
+from attnops.ops.case_data import BF16, E4M3, E5M2, F16, F32, F64, I32, INT8, U8, Features as F, Grid, Pages, Rows, Scene
+from attnops.ops.latent.cases import BY_PAGES, DEEPSEEK
+from attnops.ops.pages.decode_cases import STEPS, step
+
+PAGED = ((1, 4, 0, 2), (6, 4, 0, 21), 16)
+NO_TABLE, NO_PAGES = {"pages": Pages(wider=0)}, {"pages": Pages(spare=0)}
+PAGED_SHAPES: Rows = {
+    "page_1": ((1, 3, 2), (5, 3, 9), 1), "page_3": ((1, 3, 0, 2), (5, 3, 0, 7), 3, {"pages": Pages(interleaved=True)}),
+    "page_64": ((2, 1), (3, 70), 64), "decode": ((1, 1, 1, 1), (5, 1, 40, 16), 16, {"padding": 0}),
+    "tight": ((1, 0, 3), (5, 2, 70), 64, {"padding": None}), "decode_promised": ((1, 1, 1), (5, 0, 33), 16, {"padding": None}),
+    "decode_padded": ((1, 1, 1), (5, 0, 33), 16, {"padding": 3}), "prefill": ((6, 11), (6, 11), 4, {"slack": 2}),
+    "shared": ((2, 2), (9, 13), 4, {"pages": Pages(shared=True)}), "no_table": ((1, 1), (0, 0), 4, NO_TABLE),
+    "no_pages": ((1, 2), (0, 0), 4, NO_PAGES), "no_requests": ((), (), 4),
+    "nothing": ((), (), 4, {"padding": 0, "pages": Pages(spare=0, wider=0)}),
+}  # fmt: skip
+TEMPERED: Rows = {
+    f"{shape}temperature{name}": (*row, replace(f, temperature=True))
+    for shape, row in (("", PAGED), ("decode_padded-", PAGED_SHAPES["decode_padded"]))
+    for name, f in (("", F(causal=True)), ("_all", replace(FEATURES["all_mask"], softcap=30.0, scale=4.0)))
+}
+
+
+MIXED, RAGGED = (7, -1, 0, 11, -1, 5), (3, 8, 1)
+I32_SLOTS, INTERLEAVED = {"index": I32}, {"pages": Pages(interleaved=True)}
+WRITES: Rows = {
+    "plain": (MIXED, 4, 3, F()), "page_1": (RAGGED, 9, 1, F(v_head_dim=8)),
+    "page_16": (RAGGED, 2, 16, F(dtype=BF16, head_dim=64), I32_SLOTS),
+    "float16": (MIXED, 4, 3, F(dtype=F16), I32_SLOTS), "float64": (MIXED, 4, 3, F(dtype=F64)),
+    "interleaved": (MIXED, 4, 3, F(), INTERLEAVED),
+    "all_skipped": ((-1, -1, -1), 4, 3, F()), "first_slot_skipped": ((-1, 5, -2), 4, 3, F()), "last_slot": ((11,), 4, 3, F()),
+    "one_page": ((2, 0), 1, 4, F(q_heads=1, kv_heads=1)), "no_tokens": ((), 4, 3, F()), "no_pages": ((-1, -1), 0, 3, F()),
+    "float8": (MIXED, 4, 3, F(kv_dtype=E4M3)),
+    "float8_bfloat16": (MIXED, 4, 3, F(dtype=BF16, kv_dtype=E4M3, scale_per_head=False), INTERLEAVED),
+    "float8_e5m2": (MIXED, 4, 3, F(dtype=F32, kv_dtype=E5M2)), "float8_skipped": ((-1, -1), 4, 3, F(kv_dtype=E4M3)),
+    "int8": (MIXED, 4, 3, F(dtype=BF16, kv_dtype=INT8)),
+    "int8_float16": (MIXED, 4, 3, F(dtype=F16, kv_dtype=INT8, scale_per_head=False), INTERLEAVED),
+    "int8_float64": (MIXED, 4, 3, F(dtype=F64, kv_dtype=INT8)),
+    # Head dims of GPU kernels.
+    "bfloat16_d128": ((7, -1, 0, 33, -1, 45), 4, 16, F(dtype=BF16, head_dim=128, kv_heads=8, q_heads=8)),
+    "bfloat16_d64_interleaved": (MIXED, 4, 3, F(dtype=BF16, head_dim=64), INTERLEAVED),
+    "float16_d256": (MIXED, 4, 3, F(dtype=F16, head_dim=256), I32_SLOTS),
+    "bfloat16_d128_skipped": ((-1, -1), 4, 3, F(dtype=BF16, head_dim=128)),
+    "bfloat16_d128_no_tokens": ((), 4, 3, F(dtype=BF16, head_dim=128)),
+    "bfloat16_d128_no_pages": ((-1,), 0, 3, F(dtype=BF16, head_dim=128)),
+    "bfloat16_d128_page_1": (RAGGED, 9, 1, F(dtype=BF16, head_dim=128)),
+    "float8_d128": (MIXED, 4, 3, F(dtype=BF16, kv_dtype=E4M3, head_dim=128)),
+    "float8_e5m2_d64": (MIXED, 4, 3, F(dtype=F16, kv_dtype=E5M2, head_dim=64), INTERLEAVED),
+}  # fmt: skip
+# Slots of 4 pages of 3: moved up, turned about, one to many, some of them skipped.
+PAIRS: dict[str, tuple[tuple[int, int], ...]] = {
+    "apart": ((0, 7), (3, 8), (1, 11)), "up": tuple((i + 1, i) for i in range(11)), "down": tuple((i, i + 1) for i in range(11)),
+    "cycle": tuple((i, (i + 5) % 12) for i in range(12)), "to_many": ((4, 0), (4, 1), (4, 9), (0, 4)),
+    "to_itself": ((4, 4), (5, 6), (6, 5)), "skipped": ((-1, 3), (3, -1), (3, 5), (-1, -1), (5, 3), (11, 0)),
+    "first_skipped": ((-1, 0), (2, 1)), "all_skipped": ((-1, 3), (3, -1)), "none": (),
+}  # fmt: skip
+MOVED, LATENTS = PAIRS["skipped"], {"latents": True}
+COPIES: Rows = {
+    **{n: (pairs, 2, 4, 3, F()) for n, pairs in PAIRS.items()}, "one_layer": (MOVED, 1, 4, 3, F(dtype=BF16)),
+    "no_layers": (MOVED, 0, 4, 3, F()), "no_pages": (PAIRS["all_skipped"], 2, 0, 3, F()),
+    "page_1": (PAIRS["cycle"], 3, 12, 1, F(dtype=F16, v_head_dim=8), I32_SLOTS),
+    "page_16": (((0, 17), (17, 0), (30, 31)), 2, 2, 16, F(dtype=BF16, head_dim=64), I32_SLOTS), "float64": (MOVED, 2, 4, 3, F(dtype=F64)),
+    "float8": (PAIRS["cycle"], 2, 4, 3, F(kv_dtype=E4M3)), "float8_e5m2": (MOVED, 2, 4, 3, F(kv_dtype=E5M2)),
+    "int8": (MOVED, 2, 4, 3, F(kv_dtype=INT8), I32_SLOTS), "latents": (PAIRS["up"], 2, 4, 3, F(dtype=BF16, head_dim=576), LATENTS),
+    "latents_packed": (MOVED, 2, 4, 3, F(kv_dtype=U8, head_dim=656), LATENTS),
+    "bfloat16_d128": (MOVED, 3, 4, 16, F(dtype=BF16, head_dim=128, kv_heads=8)),
+    "many": (tuple((i, (i + 7) % 640) for i in range(640)), 2, 40, 16, F(dtype=BF16, head_dim=64)),
+    "odd_dims": (PAIRS["cycle"], 2, 4, 3, F(dtype=BF16, head_dim=80, v_head_dim=24, kv_heads=3)),
+}  # fmt: skip
+
+
+_LLAMA = F(dtype=BF16, head_dim=128, q_heads=8, causal=True)
+_NOTHING = {"padding": 0, "pages": Pages(0, 0)}
+PLANS: Rows = {
+    "decode": ((1, 1, 1), (5, 40, 16), 16, _LLAMA), "decode_padded": ((1, 0, 1), (5, 3, 33), 16, _LLAMA),
+    "extend": ((1, 4, 0, 2), (6, 4, 0, 21), 16, _LLAMA), "window": ((1, 4), (6, 40), 16, replace(_LLAMA, window=(7, -1))),
+    "sinks": ((1, 4), (6, 40), 16, replace(_LLAMA, sinks=BF16)),
+    "softcap": ((1, 4), (6, 40), 16, replace(_LLAMA, softcap=30.0, dtype=F16, head_dim=64)),
+    "not_causal": ((1, 4), (6, 40), 1, replace(_LLAMA, causal=False, head_dim=256)),
+    "unlike_dims": ((3, 4), (6, 40), 64, replace(_LLAMA, head_dim=192, v_head_dim=128)), "no_requests": ((), (), 4, _LLAMA),
+    "no_table": ((1, 1), (0, 0), 4, _LLAMA, NO_TABLE), "nothing": ((), (), 4, _LLAMA, _NOTHING),
+}  # fmt: skip
+LATENT_PLANS: Rows = {
+    "decode": ((1, 1, 1), (5, 40, 16), 16, DEEPSEEK), "decode_padded": ((1, 0, 1), (5, 3, 33), 64, DEEPSEEK),
+    "decode_heads_128": ((1, 1), (5, 300), 64, replace(DEEPSEEK, q_heads=128)), "extend": ((1, 4, 0, 2), (6, 4, 0, 21), 1, DEEPSEEK),
+    "not_causal": ((1, 4), (6, 40), 64, replace(DEEPSEEK, causal=False, dtype=F16)), "no_requests": ((), (), 64, DEEPSEEK),
+    "no_table": ((1, 1), (0, 0), 64, DEEPSEEK, NO_TABLE), "nothing": ((), (), 64, DEEPSEEK, _NOTHING),
+}  # fmt: skip
+
+
+def _copied(scene: Scene, pairs: Sequence[tuple[int, int]], latents: bool = False) -> dict[str, Any]:
+    """pairs: (source slot, target slot). latents: pages without heads, and no value pages."""
+    source, f = scene.source, scene.f
+    shape = [scene.sizes[n] for n in ("L", "P", "page")] + ([] if latents else [f.kv_heads])
+    dims = {"k_pages": f.head_dim} if latents else {"k_pages": f.head_dim, "v_pages": f.v_dim}
+    made: dict[str, Any] = {n: source.stored(*shape, dim, dtype=f.kv_dtype or f.dtype) for n, dim in dims.items()}
+    slots = (source.ints([pair[i] for pair in pairs], scene.index) for i in (0, 1))
+    return {"v_pages": None} | made | dict(zip(("source", "target"), slots, strict=True))
+
+
+def _buffers(words: int, gpu_bytes: int) -> Callable[[torch.device], tuple[Tensor, Tensor]]:
+    def made(device: torch.device) -> tuple[Tensor, Tensor]:
+        # Enough for any kernel: on a GPU, some bytes for each multiprocessor.
+        size = gpu_bytes if device.type == "cuda" else 1 << 21
+        return torch.zeros(words, dtype=torch.int64), torch.zeros(size, dtype=torch.uint8, device=device)
+
+    return made
+
+
+CASES = {
+    "paged_attention": Grid(BY_PAGES, on_shapes(PAGED, PAGED_SHAPES) | TEMPERED),
+    "decode_attention": Grid("k_lens page angles pages missing", STEPS, step),
+    "write_kv": Grid("slots P page index", WRITES),
+    "copy_kv": Grid("pairs L P page index latents", COPIES, _copied),
+    "plan_paged_attention": Grid(BY_PAGES, PLANS, _buffers(1 << 15, 1 << 26), of="paged_attention"),
+    "plan_mla_attention": Grid(BY_PAGES, LATENT_PLANS, _buffers(1 << 17, 1 << 25), of="mla_attention"),
+}

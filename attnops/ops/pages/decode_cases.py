@@ -1,0 +1,97 @@
+"""The cases of a decode step that norms, rotates, stores and attends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from attnops.ops.case_data import BF16, F16, F32, F64, I32, I64, Features as F, Pages, Rows, Scene
+
+
+class Angles(NamedTuple):
+    """The turn of a decode step's query and key, and its rows.
+
+    cos_sin: "whole", "half" (D / 2 wide) or "". wide: their dtype and that of norms, None for the query's. norms: are there any?
+    skipped: rows without a slot. slots: the slots' dtype.
+    """
+
+    cos_sin: str = "whole"
+    norms: bool = False
+    skipped: Sequence[int] = ()
+    slots: torch.dtype = I64
+    wide: torch.dtype | None = None
+
+
+SMALL = F()
+LLAMA = F(dtype=BF16, q_heads=8, kv_heads=2, head_dim=128)
+small, llama = partial(replace, SMALL), partial(replace, LLAMA)
+
+STEP_MAIN = ((5, 1, 40, 16), 16)
+WHOLE, NORMED, BARE = Angles(), Angles(norms=True), Angles("")
+STEP_FEATURES: Rows = {
+    "plain": (BARE, SMALL), "whole": (WHOLE, SMALL), "half": (Angles("half"), SMALL), "norms": (NORMED, SMALL),
+    "norms_alone": (Angles("", norms=True), SMALL), "window": (WHOLE, small(window=(3, -1))), "window_self": (WHOLE, small(window=(0, -1))),
+    "softcap": (WHOLE, small(softcap=1.5)), "sinks": (WHOLE, small(sinks=F32)), "scale": (WHOLE, small(scale=0.7)),
+    "loud": (WHOLE, small(loud=True)), "mha": (WHOLE, small(kv_heads=4)), "group_3": (NORMED, small(q_heads=6)),
+    "group_16": (WHOLE, small(q_heads=16, kv_heads=1)), "odd_dim": (Angles("", norms=True), small(head_dim=7)),
+    "dim_24": (Angles("half", norms=True), small(head_dim=24)), "float16": (NORMED, small(dtype=F16)),
+    "float64": (NORMED, small(dtype=F64)), "bfloat16": (NORMED, small(dtype=BF16)),
+    "wide_angles": (Angles(norms=True, wide=F32), small(dtype=BF16)),
+    "skipped": (Angles(skipped=(0, 2), slots=I32), SMALL), "all_skipped": (Angles(skipped=range(4)), SMALL),
+    "all": (Angles("half", True, (1,)), small(window=(9, -1), softcap=2.0, sinks=F32, q_heads=6, dtype=BF16)),
+    "holes": (WHOLE, SMALL, {"missing": ((2, 0), (2, 1))}), "holes_window": (WHOLE, small(window=(20, -1)), {"missing": ((2, 1),)}),
+    "holes_new": (NORMED, SMALL, {"missing": ((0, 0), (1, 0), (2, 2))}), "promised": (WHOLE, SMALL, {"missing": None}),
+}  # fmt: skip
+STEP_SHAPES: Rows = {
+    "page_1": ((5, 3, 9), 1), "page_3": ((5, 3, 0, 7), 3), "page_64": ((3, 70), 64),
+    "shared": ((9, 13), 4, {"pages": Pages(shared=True)}), "no_table": ((0, 0), 4, {"pages": Pages(wider=0)}),
+    "no_pages": ((0, 0), 4, {"pages": Pages(spare=0)}), "no_requests": ((), 4),
+}  # fmt: skip
+MODELS: Rows = {
+    "llama": ((300, 33), 16, WHOLE, LLAMA), "llama_page_64": ((300, 130, 1), 64, WHOLE, LLAMA, {"missing": None}),
+    "qwen3": ((200, 3), 16, NORMED, LLAMA), "gpt_oss": ((200, 9), 16, Angles("half"), llama(head_dim=64, sinks=BF16, window=(127, -1))),
+    "gemma2": ((90,), 16, WHOLE, llama(head_dim=256, q_heads=4, softcap=50.0, window=(64, -1))),
+    "phi3": ((90,), 16, WHOLE, llama(head_dim=96)),
+    "llama_float16": ((300,), 128, WHOLE, llama(dtype=F16)),
+}  # fmt: skip
+STEPS: Rows = {n: (*STEP_MAIN, *row) for n, row in STEP_FEATURES.items()} | MODELS
+STEPS |= {f"{n}-{name}": (*shape, *STEP_FEATURES[name]) for n, shape in STEP_SHAPES.items() for name in ("plain", "all")}
+
+
+def _last_slots(scene: Scene, skipped: Sequence[int]) -> list[int]:
+    """The slot of each request's last key, which becomes free; negative for those without one."""
+    table, page, slots = scene.given["page_table"], scene.sizes["page"], []
+    for b, length in enumerate(scene.k_lens or ()):
+        real = length > 0 and b not in skipped
+        slot = int(table[b, (length - 1) // page]) * page + (length - 1) % page if real else -1 - b
+        slots.append(slot)
+        if real:
+            scene.free["pages"][slot // page, slot % page] = True
+    return slots
+
+
+def step(scene: Scene, angles: Angles = Angles(), missing: Sequence[tuple[int, int]] | None = ()) -> dict[str, Any]:  # noqa: B008
+    """The slots of the new tokens are free, and so are the query, key and value of rows without one.
+
+    missing: (row, column) of the table's entries that are no page. None is the promise that there are none.
+    """
+    source, f = scene.source, scene.f
+    slots = _last_slots(scene, angles.skipped)
+    table, free = scene.given["page_table"], scene.free["pages"]
+    for b, column in missing or ():
+        free[table[b, column]] = True
+        table[b, column] = free.shape[0] + 7 if column % 2 else -1
+    given: dict[str, Any] = {"slots": source.ints(slots, angles.slots)} | ({"holes": False} if missing is None else {})
+    scene.free["tokens"] = given["slots"] < 0
+    wide = angles.wide or f.dtype
+    if angles.cos_sin:
+        dim = f.head_dim // 2 if angles.cos_sin == "half" else f.head_dim
+        turn = source.normal(len(slots), dim, dtype=F64, spread=3.0)
+        given |= {"cos": (1.2 * turn.cos()).to(wide), "sin": (1.2 * turn.sin()).to(wide)}
+    if angles.norms:
+        given |= {n: source.normal(f.head_dim, dtype=wide) for n in ("q_norm", "k_norm")} | {"eps": 0.25}
+    return given
