@@ -56,5 +56,5 @@ def _leaf(n: str, value: Any) -> Any:
     if of is int and max(map(abs, parts)) > LARGEST_INT:
         raise ValueError(f"{n}: got a number that is too large")
     if several:
-        return type(usual)(parts)
+        return tuple(parts) if isinstance(usual, tuple) else frozenset(parts)
     return Extent(value, value, value) if isinstance(usual, Extent) else DTYPES[value] if isinstance(usual, torch.dtype) else value
