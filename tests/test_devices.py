@@ -13,7 +13,7 @@ from attnops.core.kernel import Core, Inline, Kernel, _drop, all_kernels, kernel
 from attnops.core.precompile import begin
 from attnops.core.problem import Target
 from attnops.kernels.flash_attn4 import fa4
-from attnops.kernels.triton.launch import data
+from attnops.kernels.shared.launch import rows
 from attnops.ops import OPS
 from attnops.testing import CASES, Source
 from tests.lowering.models import compiled_code, kernel_calls
@@ -90,8 +90,8 @@ def test_a_kernel_is_compiled_ahead_on_the_gpu_of_its_call(entered):
 def test_rows_are_cleared_on_their_gpu(entered, monkeypatch):
     """Kernels of torch's own ops ask for it."""
     monkeypatch.setattr(adapt, "elsewhere", lambda x: True)
-    monkeypatch.setattr(data, "launch", lambda *given: entered.append("launched"))
-    data.clear_rows(((torch.zeros(2), torch.zeros(2, 3), 0.0),))
+    monkeypatch.setattr(rows, "launch", lambda *given: entered.append("launched"))
+    rows.clear_rows(((torch.zeros(2), torch.zeros(2, 3), 0.0),))
     assert entered == [None, "launched"]
 
 

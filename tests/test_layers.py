@@ -6,6 +6,7 @@ one under ``if TYPE_CHECKING:`` does not.
 
 import ast
 from graphlib import TopologicalSorter
+from pathlib import Path
 
 import pytest
 
@@ -50,6 +51,8 @@ STRANGERS = [
 
 
 LINKED = ("attnops.lowering", "attnops.graphs")
+BACKENDS, SHARED = "attnops.kernels", "shared"
+"""A module of a backend's folder imports no other backend, and what is shared imports none. A kernel of two stands beside the folders."""
 
 
 def within(module, package):
@@ -89,7 +92,15 @@ def wrong(module, target):
         return f"{module} (rank {low}) imports {target} (rank {high})"
     if any(within(module, who) and within(target, whom) for who, whom in STRANGERS):
         return f"{module} imports {target}: the two may not know each other"
+    if (own := backend(module)) and within(target, BACKENDS) and target != BACKENDS and backend(target) not in (SHARED, own):
+        return f"{module} imports {target}: it may import {SHARED} and its own folder"
     return None
+
+
+def backend(module):
+    """The folder of a kernel's module; "" for a module of another place."""
+    parts = module.removeprefix(f"{BACKENDS}.").split(".")
+    return parts[0] if within(module, BACKENDS) and sources().get(f"{BACKENDS}.{parts[0]}", Path()).name == "__init__.py" else ""
 
 
 def test_every_module_has_a_rank():
@@ -146,6 +157,13 @@ def test_imports_are_relative_in_the_linked_folders_alone(trees):
         ("attnops.ops.attention.reference", "from attnops.ops.attention.record import Attention"),
         ("attnops.kernels.torch.sdpa", "from attnops import ops"),
         ("attnops.kernels.torch.sdpa", "from attnops.core.select import Policy"),
+        ("attnops.kernels.sgl.flashmla", "def f():\n    from attnops.kernels.triton.launch.data import write_kv"),
+        ("attnops.kernels.triton.experts", "from attnops.kernels import torch"),
+        ("attnops.kernels.triton.experts", "from attnops.kernels.torch import experts"),
+        ("attnops.kernels.triton.launch.data", "import attnops.kernels.torch.sdpa"),
+        ("attnops.kernels.shared.parts", "from attnops.kernels.torch.by_request import by_token"),
+        ("attnops.kernels.shared.launch.gpu", "from attnops.kernels.triton.launch import tiles"),
+        ("attnops.kernels.shared.parts", "from attnops.kernels import fa3_triton"),
         ("attnops.lowering.choose", "from attnops import graphs"),
         ("attnops.graphs.split", "from importlib import import_module\nimport_module('attnops.lowering.choose')"),
         ("attnops.graphs.split", "from ..lowering import choose"),
@@ -167,6 +185,8 @@ def test_the_check_sees(module, code):
         ("attnops.lowering.choose", "from attnops.core.select import select\nfrom attnops.ops import attention"),
         ("attnops.lowering.choose", "from ..core.select import select\nfrom .cache_key import circumstances"),
         ("attnops.cli.doctor", "import attnops"),
+        ("attnops.kernels.sgl.fa3", "from attnops.kernels.sgl import wheel\nfrom attnops.kernels.shared.launch import rows"),
+        ("attnops.kernels.fa3_triton", "from attnops.kernels.sgl import fa3\nfrom attnops.kernels.triton import attention"),
         ("attnops", "def __getattr__(name):\n    from attnops.hf import patch"),
     ],
 )

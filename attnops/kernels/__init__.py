@@ -13,8 +13,8 @@ GROUP = "attnops.kernels"
 
 
 def load_own() -> None:
-    """Import the modules of this folder and of the backends' folders; each registers its kernels. Deeper folders hold what they import."""
-    for folder in ("", *(f"{module.name}." for module in pkgutil.iter_modules(__path__) if module.ispkg)):
+    """Import the modules of the backends' folders and of this one; each registers its kernels. Deeper folders hold what they import."""
+    for folder in (*(f"{module.name}." for module in pkgutil.iter_modules(__path__) if module.ispkg), ""):
         paths = [os.path.join(path, folder[:-1]) for path in __path__]
         for module in pkgutil.iter_modules(paths):
             if not module.ispkg:

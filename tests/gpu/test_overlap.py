@@ -34,8 +34,8 @@ def replays(run: Callable[[], None], results: tuple[Tensor, ...], start: Tensor)
 @pytest.mark.parametrize("rows", [1, 8, 64])
 def test_a_step_of_launches_that_overlap_gives_what_launches_in_turn_give(rows: int) -> None:
     """Every kernel reads what the one before it wrote, and writes over what that one read."""
+    from attnops.kernels.shared.launch.gpu import gpu_of
     from attnops.kernels.triton.launch.decode import decode_attention
-    from attnops.kernels.triton.launch.gpu import gpu_of
     from attnops.kernels.triton.launch.linear import linear
 
     source = Source(1, "cuda")

@@ -31,7 +31,8 @@ def triton(op: str) -> Kernel:
 @contextmanager
 def mode(name: str) -> Iterator[None]:
     """What a mode changes, and back. In a process of one test at a time."""
-    from attnops.kernels.triton.launch import attention, gpu
+    from attnops.kernels.shared.launch import gpu
+    from attnops.kernels.triton.launch import attention
 
     before = grids.LEAST_KEYS, grids.LEAST_LATENTS, grids.SPLIT_KEYS, gpu.INTERPRETED
     if name == "split":

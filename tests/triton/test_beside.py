@@ -9,8 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attnops.core.errors import InvalidInput
-from attnops.kernels.triton.launch import beside
-from attnops.kernels.triton.launch.beside import Beside
+from attnops.kernels.shared.launch import beside
+from attnops.kernels.shared.launch.beside import Beside
 
 LIMIT = 60
 """Seconds after which a test no longer waits."""
@@ -221,7 +221,7 @@ def test_after_a_fork_no_thread_is_waited_for():
 
 END = """
 import threading, time, types
-from attnops.kernels.triton.launch.beside import Beside
+from attnops.kernels.shared.launch.beside import Beside
 built = []
 def build(launch):
     built.append(launch)
@@ -250,7 +250,7 @@ def test_calls_on_fake_tensors_are_compiled_and_not_launched():
     noted._add = lambda launch: launches.append(launch)
     launches = []
     with FakeTensorMode(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("attnops.kernels.triton.launch.gpu.BESIDE", noted)
+        patch.setattr("attnops.kernels.shared.launch.gpu.BESIDE", noted)
         key, pages = torch.empty(5, 2, 16), torch.empty(3, 4, 2, 16)
         noted.begin(data.write_kv, WriteKV(key, key, pages, pages, torch.empty(5, dtype=torch.int64)))
     assert triton and [launch.grid for launch in launches] and all(launch.given["PAGE"] == 4 for launch in launches)

@@ -92,7 +92,8 @@ def launches_overlap():
 
 def launched(call, arch):
     """(device function, arguments) of everything that a call launches on `arch`; nothing is launched."""
-    from attnops.kernels.triton.launch import attention as host, gpu
+    from attnops.kernels.shared.launch import gpu
+    from attnops.kernels.triton.launch import attention as host
 
     with recorded(host, gpu.Gpu(132, MEMORY[arch], arch == 90, arch >= 89)) as found:
         before, host.overlaps = host.overlaps, lambda device: arch >= 90 and launches_overlap()
@@ -106,7 +107,7 @@ def launched(call, arch):
 @contextmanager
 def recorded(host, on):
     """(device function, arguments) of what the module `host` launches in the block, as on a GPU. Nothing is launched."""
-    from attnops.kernels.triton.launch import gpu
+    from attnops.kernels.shared.launch import gpu
 
     found = []
 
@@ -275,7 +276,8 @@ GRADIENTS = {
 @pytest.mark.parametrize(("arch", "name"), [(90, name) for name in GRADIENTS] + [(80, "d128"), (89, "d64_window"), (100, "d64_window")])
 @compiled
 def test_gradients(arch, name):
-    from attnops.kernels.triton.launch import gpu, gradient
+    from attnops.kernels.shared.launch import gpu
+    from attnops.kernels.triton.launch import gradient
 
     f, limit = GRADIENTS[name]
     # A chunk is for packed requests.
@@ -300,7 +302,8 @@ def test_gradients_of_far_rows():
     """Offsets within a tile have 64 bits where a tensor's rows are that far apart; registers may spill."""
     import triton.language as tl
 
-    from attnops.kernels.triton.launch import gpu, gradient
+    from attnops.kernels.shared.launch import gpu
+    from attnops.kernels.triton.launch import gradient
 
     f = replace(LLAMA, head_dim=64, mask="additive")
     call = gradient_call(Source(), make_call("attention", Source(), 1, 64, 64, f), mask_grad=True)

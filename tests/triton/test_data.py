@@ -10,6 +10,7 @@ import attnops
 from attnops import ops
 from attnops.core.kernel import kernels_of
 from attnops.core.problem import pretend
+from attnops.kernels.shared.sizes import power
 from attnops.kernels.triton.launch import tiles
 from attnops.ops import OPS
 from attnops.ops.latent.cases import DEEPSEEK
@@ -232,8 +233,8 @@ def test_a_compiled_function_calls_them():
 @interpreted
 def test_a_generate_run_compiles_few_kernels():
     """Every number of tokens of one model. The bounds are in docs/triton.md."""
+    from attnops.kernels.shared.launch.gpu import Gpu
     from attnops.kernels.triton.launch import data as host
-    from attnops.kernels.triton.launch.gpu import Gpu
 
     with recorded(host, Gpu(132, 227 * 1024, True, True)) as found:
         pages = torch.empty(1, 16, 8, 128, dtype=BF16)
@@ -264,8 +265,8 @@ def test_tiles_fill_the_gpu_before_they_grow():
 def test_blocks_waste_little():
     for columns in range(1, 3000):
         wide = tiles.block(columns)
-        assert wide == tiles.power(wide) and wide <= tiles.WIDEST
-        assert -columns % wide * 8 <= columns or wide == tiles.power(columns) or wide == tiles.WIDEST
+        assert wide == power(wide) and wide <= tiles.WIDEST
+        assert -columns % wide * 8 <= columns or wide == power(columns) or wide == tiles.WIDEST
 
 
 def test_a_copy_is_held_in_registers():
@@ -293,7 +294,7 @@ def test_slots_outside_the_pages_are_neither_written_nor_copied():
 @interpreted
 def test_rows_of_no_request_are_cleared(shape):
     """As what aten's flash kernels leave unwritten: the rest keeps its bits, in one tensor or two."""
-    from attnops.kernels.triton.launch.data import clear_rows
+    from attnops.kernels.shared.launch.rows import clear_rows
 
     for end in {0, 1, shape[0] - 1, shape[0], min(64, shape[0])}:
         for count in (1, 2, 3):
@@ -314,7 +315,7 @@ def test_rows_of_no_request_are_cleared(shape):
 @pytest.mark.parametrize("topk", [5, 128, 700])
 @interpreted
 def test_lists_name_slots_alone(topk, lengths, page, apart):
-    from attnops.kernels.triton.launch.data import make_lists
+    from attnops.kernels.shared.launch.rows import make_lists
 
     tokens, slots, width = 3, 40, -(-topk // 128) * 128
     given = torch.randint(-3, 50, (topk, tokens), dtype=torch.int32).T

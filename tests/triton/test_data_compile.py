@@ -71,8 +71,8 @@ ELSEWHERE += [(80, "write_latent_packed"), (100, "write_latent_packed"), (80, "c
 
 def launched(made, arch):
     """(device function, arguments) of everything that a call launches on `arch`; nothing is launched."""
+    from attnops.kernels.shared.launch.gpu import Gpu
     from attnops.kernels.triton.launch import data as host
-    from attnops.kernels.triton.launch.gpu import Gpu
 
     op, record = (made[0], OPS[made[0]].call(*made[1], **made[2])) if isinstance(made, tuple) else (made.op, made.record)
     with recorded(host, Gpu(132, MEMORY[arch], arch == 90, arch >= 89)) as found:
@@ -118,7 +118,7 @@ def test_other_gpus(arch, name):
 
 @compiled
 def test_rows_are_cleared_16_bytes_at_a_time():
-    from attnops.kernels.triton.device.move import clear
+    from attnops.kernels.shared.device.rows import clear
 
     starts, rows = torch.zeros(3, dtype=torch.int32), torch.zeros(130, 1024, dtype=BF16)
     given = {f"{n}_{k}": v for n in "abc" for k, v in {"starts_ptr": starts, "end": 2, "ptr": rows, "rows": 130, "fill": 0.0}.items()}

@@ -175,7 +175,8 @@ STEPS = {
 @pytest.mark.parametrize(("arch", "name", "rows"), [(90, n, 1) for n in STEPS] + [(90, "llama", 64), (80, "llama", 1), (89, "gemma2", 1)])
 @compiled
 def test_compiles(arch, name, rows):
-    from attnops.kernels.triton.launch import decode as host, gpu
+    from attnops.kernels.shared.launch import gpu
+    from attnops.kernels.triton.launch import decode as host
 
     f, angles, page = STEPS[name]
     call = make_call("decode_attention", Source(), (1024,) * rows, page, f, angles, missing=None)

@@ -111,8 +111,8 @@ MODELS = {"gpt-oss": ((2880, 2880, 2880), 4, OSS), "qwen3": ((2048, 768, 2048), 
 
 
 def launched(name, tokens, arch, dtype=BF16):
+    from attnops.kernels.shared.launch.gpu import Gpu
     from attnops.kernels.triton.launch import experts as host
-    from attnops.kernels.triton.launch.gpu import Gpu
 
     sizes, k, more = MODELS[name]
     call = make_call("experts", Source(), tokens, (64, 32, 64, 8, k), dtype, **more).map(

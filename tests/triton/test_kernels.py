@@ -195,8 +195,9 @@ def kind_of(x, varying):
 @interpreted
 def test_a_generate_run_compiles_few_kernels():
     """Every length of prompt, batch and context of one model. The bound is in docs/triton.md."""
+    from attnops.kernels.shared.launch import gpu
     from attnops.kernels.triton.device import attend, merge
-    from attnops.kernels.triton.launch import attention as host, gpu
+    from attnops.kernels.triton.launch import attention as host
 
     seen = {"attend": set(), "combine": set()}
 

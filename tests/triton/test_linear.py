@@ -186,8 +186,8 @@ def test_tiles_fit(normed, rows, itemsize, memory):
 
 
 def launched(call, arch):
+    from attnops.kernels.shared.launch.gpu import Gpu
     from attnops.kernels.triton.launch import linear as host
-    from attnops.kernels.triton.launch.gpu import Gpu
 
     overlaps = patch.object(host, "overlaps", lambda device: arch == 90 and launches_overlap())
     with recorded(host, Gpu(132, MEMORY[arch], arch == 90, True)) as found, overlaps:

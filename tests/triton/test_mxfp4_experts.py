@@ -52,8 +52,8 @@ def loaded_ahead(sass):
 
 
 def launched(tokens, arch):
+    from attnops.kernels.shared.launch.gpu import Gpu
     from attnops.kernels.triton.launch import mxfp4_experts as host
-    from attnops.kernels.triton.launch.gpu import Gpu
 
     call = make_call("mxfp4_experts", Source(), tokens, (2880, 2880, 64, 4, 4), BF16, index=torch.int32, **SHAPED)
     overlaps = patch.object(host, "overlaps", lambda device: arch == 90 and launches_overlap())

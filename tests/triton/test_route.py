@@ -59,8 +59,8 @@ def test_a_token_does_not_see_its_mates():
 @pytest.mark.parametrize("arch", [80, 90])
 @compiled
 def test_a_warp_reduces_in_registers(label, arch):
+    from attnops.kernels.shared.launch.gpu import Gpu
     from attnops.kernels.triton.launch import route as host
-    from attnops.kernels.triton.launch.gpu import Gpu
 
     call, before = case(label), host.overlaps
     host.overlaps = lambda device: arch >= 90 and launches_overlap()

@@ -87,7 +87,7 @@ def test_one_kernel_serves_every_layout(name):
 
 @compiled
 def test_what_is_loaded_alike_is_not_copied():
-    from attnops.kernels.triton.launch.gpu import steady
+    from attnops.kernels.shared.launch.gpu import steady
 
     for x in (torch.zeros(3, 48), apart(torch.zeros(3, 48), 16), torch.zeros(3, 72), torch.zeros(1, 48).expand(3, 48)):
         assert steady(x) is x

@@ -116,7 +116,7 @@ def _lists(
     page = pages.shape[1]
     slots = min(pages.shape[0] * page, LARGEST) if holes else LARGEST
     if indices.is_cuda and (holes or length is not None or apart != page):
-        from attnops.kernels.triton.launch.data import make_lists
+        from attnops.kernels.shared.launch.rows import make_lists
 
         out = indices.new_empty((indices.shape[0], -(-indices.shape[1] // tile) * tile))
         make_lists(indices, length, slots, out, page, apart)

@@ -101,7 +101,7 @@ def zeroed(value: Tensor, where: Tensor) -> Tensor:
 def clear(*parts: tuple[Tensor, Tensor, float]) -> None:
     """Set the rows of no request in place, of up to three (cu_seqlens, rows, fill): those from `cu_seqlens[B]` on. rows: contiguous."""
     if parts[0][1].is_cuda and _installed("triton"):
-        from attnops.kernels.triton.launch.data import clear_rows
+        from attnops.kernels.shared.launch.rows import clear_rows
 
         clear_rows(parts)
         return

@@ -19,7 +19,7 @@ from attnops.core.kernel import Invariant, Kernel, Need, demand, deterministic, 
 from attnops.core.problem import Problem, Refusal, Target
 from attnops.core.tensors import LEAST, Rules, compact, in_range, lengths_of, near, no_lse, rows_of
 from attnops.kernels.shared.parts import FEW_HEADS, in_turns
-from attnops.kernels.triton.launch.grids import padded
+from attnops.kernels.shared.sizes import padded
 from attnops.measured import Roofline
 
 if TYPE_CHECKING:

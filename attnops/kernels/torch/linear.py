@@ -14,15 +14,14 @@ from torch.nn import functional as F
 from attnops.core.kernel import Inline, Invariant, Kernel, deterministic, device, register
 from attnops.core.problem import Problem
 from attnops.core.record import changed
+from attnops.kernels.shared.linear import TAKES, product_us
 from attnops.kernels.torch.by_request import by_token
-from attnops.measured.cost import multiply_us
 from attnops.ops.linear import reference as formulas
 
 if TYPE_CHECKING:
     from attnops.ops.linear.record import Linear
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-TAKES = frozenset({"bias", "norm_weight", "norm_eps", "norm_offset", "activation", "residual"})
 
 
 def linear(call: Linear) -> None:
@@ -40,13 +39,6 @@ def linear(call: Linear) -> None:
         gate, up = formulas.saturated(y, y.dtype).chunk(2, -1)  # 0 times infinity is NaN
         y = formulas.GATES[call.activation](gate) * up
     call.output.copy_(y if call.residual is None else call.residual + y)
-
-
-def product_us(p: Problem, rows: int) -> float:
-    """The product of so many rows: every byte of the weight is read once."""
-    numbers = p.in_features * p.out_features
-    moved = p.dtype.itemsize * (numbers + rows * (p.in_features + p.out_features))
-    return multiply_us(p, moved, 2.0 * rows * numbers)
 
 
 def cost_us(p: Problem) -> float:

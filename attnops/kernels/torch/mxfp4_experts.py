@@ -7,30 +7,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnops.core.kernel import Invariant, Kernel, device, register
-from attnops.core.problem import Problem
-from attnops.kernels.torch import experts as plain
+from attnops.kernels.shared import experts as plain
+from attnops.kernels.shared.mxfp4_experts import TAKES, cost_us
 from attnops.kernels.torch.by_request import by_token
-from attnops.measured import copy_us
 from attnops.ops.experts.mxfp4_reference import decoded_call, experts as reference
 
 if TYPE_CHECKING:
     from attnops.ops.experts.mxfp4 import Mxfp4Experts
 
 FLOATS = (torch.bfloat16, torch.float32, torch.float64)
-TAKES = frozenset({"gate_up_bias", "down_bias", "alpha", "limit", "offset"})
-BYTES = 17 / 32
-"""Of a number of a weight: half a byte, and a 32nd of a scale."""
 
 
 def experts(call: Mxfp4Experts) -> None:
     """All experts' weights are written to memory and read again, however few are chosen."""
     plain.experts(decoded_call(call))
-
-
-def cost_us(p: Problem) -> float:
-    """A dozen passes over all weights, and the products."""
-    weights = 3.0 * p.experts * p.in_features * p.out_features
-    return plain.cost_us(p) + 100.0 + copy_us(p, 6 * weights)
 
 
 register(

@@ -6,11 +6,11 @@ import torch
 
 from attnops.core.kernel import Inline, Invariant, Kernel, device, register
 from attnops.core.problem import Problem
+from attnops.kernels.shared.route import TAKES
 from attnops.kernels.torch.by_request import by_token
 from attnops.ops.experts.route_reference import route as reference
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-TAKES = frozenset({"bias", "scoring", "groups", "top_groups", "group_best", "normalize", "eps", "scale"})
 
 
 def cost_us(p: Problem) -> float:

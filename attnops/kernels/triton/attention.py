@@ -51,7 +51,7 @@ class Launched:
 
     def ahead(self, call: Any | None) -> None:
         """Begin to compile what such a call launches: a kernel's `ahead`."""
-        from attnops.kernels.triton.launch.beside import BESIDE
+        from attnops.kernels.shared.launch.beside import BESIDE
 
         function = self.function  # imports triton: two threads that import one package may each find half of it
         if call is None:

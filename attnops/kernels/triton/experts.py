@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attnops.core.kernel import at_most, one_of
 from attnops.core.problem import Problem
-from attnops.kernels.torch.experts import TAKES, cost_us, products_us
+from attnops.kernels.shared.experts import TAKES, cost_us, products_us
 from attnops.kernels.triton.attention import launched, own
 from attnops.kernels.triton.launch.experts_tiles import MOST_TOKENS
 

@@ -6,7 +6,7 @@ import torch
 
 from attnops.core.kernel import demand, one_of
 from attnops.core.problem import Problem, Refusal
-from attnops.kernels.torch.linear import TAKES, product_us
+from attnops.kernels.shared.linear import TAKES, product_us
 from attnops.kernels.triton.attention import launched, own
 from attnops.kernels.triton.launch.linear_tiles import MOST_ROWS
 

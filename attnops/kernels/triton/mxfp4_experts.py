@@ -6,11 +6,14 @@ import torch
 
 from attnops.core.kernel import at_most, one_of
 from attnops.core.problem import Problem
-from attnops.kernels.torch.experts import products_us
-from attnops.kernels.torch.mxfp4_experts import BYTES, TAKES, cost_us
+from attnops.kernels.shared.experts import products_us
+from attnops.kernels.shared.mxfp4_experts import TAKES, cost_us
 from attnops.kernels.triton.attention import launched, own
 from attnops.kernels.triton.experts import MOST_CHOICES
 from attnops.kernels.triton.launch.experts_tiles import MOST_TOKENS
+
+BYTES = 17 / 32
+"""Of a number of a weight: half a byte, and a 32nd of a scale."""
 
 
 def _cost_us(p: Problem) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attnops.core.kernel import at_most
 from attnops.core.problem import Problem
-from attnops.kernels.torch.route import TAKES
+from attnops.kernels.shared.route import TAKES
 from attnops.kernels.triton.attention import launched, own
 from attnops.kernels.triton.experts import MOST_CHOICES
 

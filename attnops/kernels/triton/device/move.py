@@ -66,31 +66,3 @@ def through(
         tl.store(kept_ptr, tl.load(pages_ptr + at_layer * layer + place(source, p, n, PAGE)[:, None] + at, mask=real, other=0), mask=real)
     else:
         tl.store(pages_ptr + at_layer * layer + place(target, p, n, PAGE)[:, None] + at, tl.load(kept_ptr, mask=real, other=0), mask=real)
-
-
-@triton.jit
-def clear_part(starts_ptr, end_at, ptr, rows, fill, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr):
-    """Set the padding rows among the program's rows of `[rows, COLUMNS]` to `fill`."""
-    end = tl.load(starts_ptr + end_at)
-    first = tl.program_id(0) * BLOCK_R
-    if first + BLOCK_R > end:
-        row = first.to(tl.int64) + tl.arange(0, BLOCK_R)
-        here = ((row >= end) & (row < rows))[:, None]
-        for start in range(0, COLUMNS, BLOCK):
-            column = start + tl.arange(0, BLOCK)[None, :]
-            value = tl.full([BLOCK_R, BLOCK], 0.0, tl.float32) + fill
-            tl.store(ptr + (row * COLUMNS)[:, None] + column, value.to(ptr.dtype.element_ty), mask=here & (column < COLUMNS))
-
-
-@triton.jit(do_not_specialize=["a_end", "b_end", "c_end", "a_rows", "b_rows", "c_rows"])
-def clear(
-    a_starts_ptr, a_end, a_ptr, a_rows, a_fill, b_starts_ptr, b_end, b_ptr, b_rows, b_fill, c_starts_ptr, c_end, c_ptr, c_rows, c_fill,
-    A_COLUMNS: tl.constexpr, B_COLUMNS: tl.constexpr, C_COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Grid: (cdiv(most rows, BLOCK_R), 1 to 3 for a, b and c)."""
-    if tl.program_id(1) == 0:
-        clear_part(a_starts_ptr, a_end, a_ptr, a_rows, a_fill, A_COLUMNS, BLOCK_R, BLOCK)
-    elif tl.program_id(1) == 1:
-        clear_part(b_starts_ptr, b_end, b_ptr, b_rows, b_fill, B_COLUMNS, BLOCK_R, BLOCK)
-    else:
-        clear_part(c_starts_ptr, c_end, c_ptr, c_rows, c_fill, C_COLUMNS, BLOCK_R, BLOCK)

@@ -120,23 +120,3 @@ def named_pages(
         for at in range(0, width, BLOCK):
             column = at + tl.arange(0, BLOCK)
             tl.store(out_ptr + request * width + column, tl.zeros([BLOCK], tl.int32) + own, mask=(column >= done) & (column < width))
-
-
-@triton.jit(do_not_specialize=["topk", "width", "slots", "page", "apart"])
-def lists(
-    indices_ptr, lengths_ptr, out_ptr, topk, width, slots, page, apart, indices_t, indices_k, lengths_t,
-    LENGTHS: tl.constexpr, APART: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Grid: (tokens, cdiv(width, BLOCK)). out: int32 `[T, width]`, contiguous: the slots of a list, and -1 elsewhere.
-
-    APART: pages of `page` slots are `apart` slots apart in what is written.
-    """
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    at = tl.load(indices_ptr + token * indices_t + column.to(tl.int64) * indices_k, mask=column < topk, other=-1)
-    real = (at >= 0) & (at < slots)
-    if LENGTHS:
-        real = real & (column < tl.load(lengths_ptr + token * lengths_t))
-    if APART:
-        at = at + at // page * (apart - page)
-    tl.store(out_ptr + token * width + column, tl.where(real, at, -1), mask=column < width)

@@ -15,10 +15,7 @@ from attnops.core.errors import InvalidInput
 from attnops.core.kernel import deterministic
 from attnops.core.record import values
 from attnops.core.tensors import Rules, no_lse
-from attnops.kernels.triton.device.attend import attend
-from attnops.kernels.triton.device.merge import combine, merge, merge_all
-from attnops.kernels.triton.launch import grids
-from attnops.kernels.triton.launch.gpu import (
+from attnops.kernels.shared.launch.gpu import (
     computed_in,
     flat,
     gpu_of,
@@ -27,6 +24,10 @@ from attnops.kernels.triton.launch.gpu import (
     ruled,
     strides,
 )
+from attnops.kernels.shared.sizes import padded
+from attnops.kernels.triton.device.attend import attend
+from attnops.kernels.triton.device.merge import combine, merge, merge_all
+from attnops.kernels.triton.launch import grids
 
 if TYPE_CHECKING:
     from attnops.ops.attention import merge as merges, record as dense, varlen
@@ -223,8 +224,8 @@ def _attend(
     output, rules, gpu = given.output, Rules.of(call), gpu_of(given.output)
     heads, dims = given.query.shape[-2:]
     kv_heads, v_dims = 1 if given.latent else given.key.shape[-2], output.shape[2]
-    block_d, block_dv = grids.padded(dims), grids.padded(v_dims)
-    block_dr = 0 if given.rest is None else grids.padded(given.rest.shape[-1])
+    block_d, block_dv = padded(dims), padded(v_dims)
+    block_dr = 0 if given.rest is None else padded(given.rest.shape[-1])
     requests, group = batch.table.shape[0], heads // kv_heads
     shape = grids.Shape(
         tokens=output.shape[0],
@@ -365,7 +366,7 @@ def _merged(kernel: Any, tensors: tuple[Any, ...], shape: tuple[int, ...], numbe
     """(output of `shape` `[T, H, D]`, lse). tensors: outputs and lses in turn. numbers: those of one program, about."""
     output, lse = tensors[0].new_empty(shape), tensors[1].new_empty(shape[:2])
     if output.numel():
-        rows, block_d = lse.numel(), grids.padded(shape[2])
+        rows, block_d = lse.numel(), padded(shape[2])
         block_r = max(1, numbers // block_d)
         constants = {"HEADS": shape[1], "D": shape[2], "BLOCK_D": block_d, "BLOCK_R": block_r}
         launch(kernel, (-(-rows // block_r),), constants, (*tensors, output, lse, rows, *parts, *(n for x in tensors for n in x.stride())))

@@ -1,4 +1,4 @@
-"""Launches of the ops that move data, and of two helpers of other kernels. Importing this module imports triton."""
+"""Launches of the ops that move data. Importing this module imports triton."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attnops.core.adapt import on_device_of
+from attnops.kernels.shared.launch.gpu import flat, gpu_of, launch
+from attnops.kernels.shared.launch.rows import _columns
+from attnops.kernels.shared.sizes import power
 from attnops.kernels.triton.device import move, tables
 from attnops.kernels.triton.device.store import pack, store
 from attnops.kernels.triton.launch import tiles
-from attnops.kernels.triton.launch.gpu import flat, gpu_of, launch
 from attnops.ops.sparse.packed_format import GROUP, LEAST
 
 if TYPE_CHECKING:
@@ -21,20 +22,12 @@ if TYPE_CHECKING:
     from attnops.ops.sparse import record as sparse
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-COLUMNS = 1024
-"""The most columns of a table that a program writes. A table's width does not change from step to step."""
 REQUESTS = 512
 """Requests whose lengths a program adds up at once. One number serves all batches, so that one kernel is compiled."""
-CLEARED, CLEARED_COLUMNS = 64, 256
-"""Rows that a program of `clear_rows` covers, and columns of one store. Most programs read the last length only, and return."""
 
 
 def _bits(x: Tensor) -> Tensor:
     return x.view(BITS[x.dtype.itemsize])
-
-
-def _columns(width: int) -> int:
-    return max(64, min(COLUMNS, tiles.power(width)))
 
 
 # Writes ---------------------------------------------------------------------------------------------------------------
@@ -83,7 +76,7 @@ def write_latent_packed(call: sparse.WriteLatentPacked) -> None:
     rows = tiles.store_tile(tokens, [GROUP], latent.dtype.itemsize, gpu.multiprocessors).rows
     args = (slots, slots.stride(0), tokens, count * page, latent, rope, pages, *latent.stride(), *rope.stride(), *pages.stride())
     launch(pack, (-(-tokens // rows), dims // GROUP + 1), {
-        "PAGE": page, "DC": dims, "DR": rope.shape[1], "BLOCK_T": rows, "BLOCK_R": tiles.power(2 * rope.shape[1]), "GROUP": GROUP,
+        "PAGE": page, "DC": dims, "DR": rope.shape[1], "BLOCK_T": rows, "BLOCK_R": power(2 * rope.shape[1]), "GROUP": GROUP,
         "LEAST": LEAST, "HARDWARE": gpu.float8,
     }, args)  # fmt: skip
 
@@ -160,41 +153,3 @@ def named_pages(call: metadata.NamedPages) -> tuple[Tensor, Tensor]:
             starts.stride(0),
         ))  # fmt: skip
     return out, out_lengths
-
-
-# For other kernels ----------------------------------------------------------------------------------------------------
-
-
-def make_lists(
-    indices: Tensor,
-    lengths: Tensor | None,
-    slots: int,
-    out: Tensor,
-    page: int = 1,
-    apart: int = 1,
-) -> None:
-    """Write `[T, width]` lists of slots below `slots`, and -1 elsewhere, from `[T, topk]` lists, each within its length.
-
-    page: slots of a page. apart: slots from one page's start to the next one's in what is written.
-    """
-    if out.numel() == 0:
-        return
-    (tokens, width), block = out.shape, _columns(out.shape[1])
-    strides = (*indices.stride(), 0 if lengths is None else lengths.stride(0))
-    args = (indices, lengths, out, indices.shape[1], width, slots, page, apart, *strides)
-    constants = {"LENGTHS": lengths is not None, "APART": apart != page, "BLOCK": block}
-    launch(tables.lists, (tokens, -(-width // block)), constants, args)
-
-
-def clear_rows(parts: tuple[tuple[Tensor, Tensor, float], ...]) -> None:
-    """For each of up to three (starts, contiguous rows, fill): set the rows from `starts[-1]` on to `fill`."""
-    most = max(rows.shape[0] for _, rows, _ in parts)
-    if most == 0:
-        return
-    args: list[Any] = []
-    constants = {"BLOCK_R": CLEARED, "BLOCK": CLEARED_COLUMNS}
-    for name, (starts, rows, fill) in zip("ABC", (*parts, *[parts[0]] * (3 - len(parts))), strict=True):
-        args += [starts, starts.stride(0) * (starts.shape[0] - 1), rows, rows.shape[0], fill]
-        constants[f"{name}_COLUMNS"] = rows[0].numel() if rows.shape[0] else 1
-    with on_device_of(parts[0][1]):  # torch's own kernels call this, too
-        launch(move.clear, (-(-most // CLEARED), len(parts)), constants, tuple(args))

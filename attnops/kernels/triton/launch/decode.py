@@ -8,11 +8,12 @@ import torch
 
 from attnops.core.kernel import deterministic
 from attnops.core.tensors import Rules
+from attnops.kernels.shared.launch.gpu import computed_in, flat, gpu_of, launch, overlapped, overlaps, ruled, steady
 from attnops.kernels.shared.memory import split
+from attnops.kernels.shared.sizes import padded, power
 from attnops.kernels.triton.device.decode import decode
-from attnops.kernels.triton.launch import grids, tiles
+from attnops.kernels.triton.launch import grids
 from attnops.kernels.triton.launch.attention import refuse_far
-from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch, overlapped, overlaps, ruled, steady
 
 if TYPE_CHECKING:
     from attnops.ops.pages.decode import DecodeAttention
@@ -35,13 +36,13 @@ def decode_attention(call: DecodeAttention, choice: grids.Choice | None = None) 
     groups, itemsize = requests * kv_heads, query.dtype.itemsize
     at = choice or grids.decode(groups, dims, itemsize, keys, call.window_left, gpu.multiprocessors, gpu.memory, fixed)
     tile, splits, apart = at.tile, at.splits, fixed or at.splits > 1
-    least, most = (grids.SPLIT_KEYS, grids.MANY_SPLITS) if fixed else (grids.LEAST_DECODED, tiles.power(splits))
+    least, most = (grids.SPLIT_KEYS, grids.MANY_SPLITS) if fixed else (grids.LEAST_DECODED, power(splits))
     numbers = requests * heads * splits * dims
     parts = output.new_empty(numbers + numbers // dims, dtype=torch.float32) if apart else None
     counters = split(call.workspace, 0)[0].view(torch.int32) if apart else None
     table = call.page_table if call.page_table.stride(1) == 1 else call.page_table.contiguous()
     cos, sin = (x if x is None or x.stride(1) == 1 else x.contiguous() for x in (call.cos, call.sin))
-    rows, block = tiles.power(group), grids.padded(dims)
+    rows, block = power(group), padded(dims)
     launch(decode, (requests * kv_heads, splits), {
         **{name: given[name] for name in ("scale", "cap", "left", "LEFT", "CAP")},
         "q_ptr": query, "key_ptr": key, "value_ptr": value, "k_ptr": k, "v_ptr": v, "table_ptr": table, "lengths_ptr": call.seq_lens,

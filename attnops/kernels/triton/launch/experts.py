@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from attnops.core.kernel import deterministic
+from attnops.kernels.shared.experts import experts as composed
+from attnops.kernels.shared.launch.gpu import computed_in, flat, gpu_of, launch, overlapped, overlaps
 from attnops.kernels.shared.memory import address
 from attnops.kernels.shared.parts import GRID, turns_of
-from attnops.kernels.torch.experts import experts as composed
+from attnops.kernels.shared.sizes import power
 from attnops.kernels.triton.device import experts as device
 from attnops.kernels.triton.launch import experts_tiles as tiles
 from attnops.kernels.triton.launch.experts_tiles import Shape, Tile
-from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch, overlapped, overlaps
 from attnops.kernels.triton.launch.linear import ALIGNED, descriptors
-from attnops.kernels.triton.launch.tiles import power
 
 if TYPE_CHECKING:
     from attnops.ops.experts.record import Experts

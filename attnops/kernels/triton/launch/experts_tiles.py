@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from attnops.kernels.triton.launch.tiles import power
+from attnops.kernels.shared.sizes import power
 
 MOST_TOKENS = 64
 """The most tokens of one program. Of more, torch's grouped product is the faster; under a deterministic policy programs share them."""

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from attnops.core.kernel import deterministic
 from attnops.core.tensors import Rules
+from attnops.kernels.shared.launch.gpu import computed_in, flat, gpu_of, launch, ruled, steady, strides
+from attnops.kernels.shared.sizes import padded, power
 from attnops.kernels.triton.device.gradient import grad_keys, grad_queries
 from attnops.kernels.triton.device.gradient_mask import grad_mask
-from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch, ruled, steady, strides
-from attnops.kernels.triton.launch.grids import Tile, padded
-from attnops.kernels.triton.launch.tiles import power
+from attnops.kernels.triton.launch.grids import Tile
 
 if TYPE_CHECKING:
     from attnops.ops.attention import record as dense, varlen

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from attnops.kernels.triton.launch.tiles import power
+from attnops.kernels.shared.sizes import padded, power
 
 DECODE_QUERIES = 8
 """Where two launches serve a batch, the first serves requests of up to this many queries."""
@@ -188,11 +188,6 @@ WIDE: dict[str, tuple[Tile, ...]] = {
     "quantised": (Tile(16, 32, 4, 2), Tile(32, 32, 8, 2)),
 }
 """Of ordinary keys above 256 numbers, whose values take as much room again. Not measured: as many registers as latents have."""
-
-
-def padded(n: int) -> int:
-    """The next power of two, at least 16, the least that a matrix product takes."""
-    return max(16, power(n))
 
 
 def first_part(dims: int) -> int:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from attnops.core.kernel import deterministic
+from attnops.kernels.shared.launch.gpu import computed_in, flat, gpu_of, launch, overlapped, overlaps, steady
 from attnops.kernels.shared.memory import address
 from attnops.kernels.triton.device import linear as device
 from attnops.kernels.triton.launch import linear_tiles as tiles
-from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch, overlapped, overlaps, steady
 
 if TYPE_CHECKING:
     from attnops.ops.linear.record import Linear

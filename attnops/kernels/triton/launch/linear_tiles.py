@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from attnops.kernels.triton.launch.tiles import power
+from attnops.kernels.shared.sizes import power
 
 MOST_ROWS = 64
 """The most rows of one program. More are refused, for torch's own product is the faster; under a deterministic policy programs share

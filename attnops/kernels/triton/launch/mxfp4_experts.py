@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from attnops.core.kernel import deterministic
+from attnops.kernels.shared.experts import experts as composed
+from attnops.kernels.shared.launch.gpu import computed_in, flat, launch, overlapped, overlaps
 from attnops.kernels.shared.parts import GRID, turns_of
-from attnops.kernels.torch.experts import experts as composed
+from attnops.kernels.shared.sizes import power
 from attnops.kernels.triton.device import experts as plain, mxfp4_experts as device
 from attnops.kernels.triton.launch.experts import BLOCK
 from attnops.kernels.triton.launch.experts_tiles import LEAST_TOKENS, MOST_TOKENS, block_of
-from attnops.kernels.triton.launch.gpu import computed_in, flat, launch, overlapped, overlaps
-from attnops.kernels.triton.launch.tiles import power
 from attnops.ops.experts.mxfp4_reference import Decoded
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attnops.core.kernel import deterministic
+from attnops.kernels.shared.launch.gpu import flat, launch, overlapped, overlaps, steady
+from attnops.kernels.shared.sizes import power
 from attnops.kernels.triton.device.route import route as device
-from attnops.kernels.triton.launch.gpu import flat, launch, overlapped, overlaps, steady
-from attnops.kernels.triton.launch.tiles import power
 from attnops.ops.experts.route_reference import by_logits
 
 if TYPE_CHECKING:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from attnops.kernels.shared.sizes import power
+
 WIDEST = 1024
 """Columns of a program at most: 16 bytes a thread of four warps, in two-byte numbers."""
 WAVE = 4
@@ -29,11 +31,6 @@ class Tile(NamedTuple):
     rows: int
     columns: int
     warps: int
-
-
-def power(n: int) -> int:
-    """The next power of two."""
-    return 1 << max(n - 1, 0).bit_length()
 
 
 def block(columns: int) -> int:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from attnops.core.errors import InvalidInput
 from attnops.core.tensors import Rules
+from attnops.kernels.shared.launch.beside import ALIGNED, BESIDE
 from attnops.kernels.shared.memory import address
 from attnops.kernels.shared.parts import GRID
-from attnops.kernels.triton.launch.beside import ALIGNED, BESIDE
 
 LOG2E = 1.4426950408889634
 OPTIONS = {"enable_fp_fusion": True}
