@@ -330,6 +330,13 @@ def vendors_of(call):
     return found
 
 
+@pytest.mark.parametrize("suite", ["kernels", "data", "experts", "training"])
+def test_points_have_names_of_their_own(suite):
+    """Cases are told apart by them."""
+    names = [point.name for _, point in ops.listed(suite)]
+    assert names and len(set(names)) == len(names)
+
+
 def test_vendors_are_called_where_they_answer():
     pool = Pool("cpu")
     by_case = {}

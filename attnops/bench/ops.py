@@ -56,8 +56,7 @@ from attnops.testing.timed_calls import build, call_of
 from attnops.tune.clock import Run, Timed, Times, kernels_us
 from attnops.tune.run import COMPILED, Stopwatch, runner, tracing
 
-DETERMINISTIC = "deterministic"
-"""The policy."""
+DETERMINISTIC = "deterministic"  # the policy
 
 
 def eager(kernel: Kernel, call: Call, policy: str = "") -> Run:
@@ -292,7 +291,6 @@ LESS = {"toy": 128, "small": 16, "quick": 1, "full": 1}
 """By size of the run, the divisor of the weight's rows and columns."""
 ROWS = {"toy": (1, 8), "small": (1, 8), "quick": (1, 8, 64), "full": (1, 2, 3, 8, 16, 24, 32, 48, 64, 96, 512)}
 AT = (1, 8, 64)  # the rows at which the policy is timed
-BY_ROW = ("x", "residual", "output")
 HELD: Mapping[str, Mapping[str, Problem]] = {
     "phi-3-mini": linears.products(3072, 32, 32, 8192, 32064, 96), "mistral-small-24b": linears.products(5120, 32, 8, 32768, 131072),
 }  # fmt: skip
@@ -319,17 +317,19 @@ def products_at(setup: Setup, pool: Pool, op: str, model: Model) -> Iterator[Tas
 
 def product_at(setup: Setup, pool: Pool, name: str, shape: Problem) -> Iterator[Task]:
     """One product with every number of rows."""
-    some = ROWS[setup.size]
+    some, spec = ROWS[setup.size], OPS[shape.op].spec
     calls = with_copies(call_of(shape, Sizes(float(some[-1]), 1.0, 1.0), pool), pool)
+    weights, by_row = [calls[0].arguments[n] for n in spec.weights], [a.name for a in spec.args if a.tensor and a.layout[0].text == "T"]
     for call in calls[1:]:
-        call.arguments["weight"].copy_(calls[0].arguments["weight"])
-    wide = calls[0].map(lambda _, t: t.double())
+        for name_of, weight in zip(spec.weights, weights, strict=True):
+            call.arguments[name_of].copy_(weight)
+    wide, [written] = calls[0].map(lambda _, t: t.double()), calls[0].mutated
     OPS[shape.op].reference(wide.record)
-    want = wide.arguments["output"]
-    allowed: Any = allowance(calls[0], {"output": want})["output"]
-    moved, alone = calls[0].arguments["weight"].nbytes, OPS[shape.op].of_family("vendors", "VENDORS")
+    want = wide.arguments[written]
+    allowed: Any = allowance(calls[0], {written: want})[written]
+    moved, alone = sum(weight.nbytes for weight in weights), OPS[shape.op].of_family("vendors", "VENDORS")
     for count in some:
-        fewer = [call.with_(**{n: call.arguments[n][:count] for n in BY_ROW if n in call.arguments}) for call in calls]
+        fewer = [call.with_(**{n: call.arguments[n][:count] for n in by_row if n in call.arguments}) for call in calls]
         facts: Row = {"run_of": partial(runner, backend=setup.backend), "rounds": 3, "steady": count in AT}
         yield Task(f"{name} x{count}", fewer, want[:count], allowed[:count], moved=moved, alone=alone, **facts)
 
@@ -348,12 +348,12 @@ def in_turn(runs: Iterable[Run]) -> list[Any]:
 
 def cold_rows(setup: Setup, task: Task) -> list[Row]:
     """The rows of calls that read their weights cold, and that of the choice."""
-    first, want, allowed = task.calls[0], task.want, task.allowed
+    first, want, allowed, [written] = task.calls[0], task.want, task.allowed, task.calls[0].mutated
     left: dict[str, list[Tensor]] = {}
 
     def way(name: str, run_of: Callable[[Call], Run]) -> Way:
-        outputs = first.arguments["output"].new_empty((len(task.calls), *first.arguments["output"].shape))
-        owned = [call.with_(output=output) for call, output in zip(task.calls, outputs, strict=True)]
+        outputs = first.arguments[written].new_empty((len(task.calls), *first.arguments[written].shape))
+        owned = [call.with_(**{written: output}) for call, output in zip(task.calls, outputs, strict=True)]
         runs, now = [run_of(call) for call in owned], left.setdefault(name, list(outputs))
 
         def spoil() -> None:
