@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -73,7 +71,8 @@ def _mixture(
     chosen = source.ints(rows, scene.index).reshape(tokens, k)
     made: Given = {"top_k_index": chosen, "top_k_weights": weights, "gate_up_bias": bias, "down_bias": bias}
     unused = torch.tensor([e not in chosen for e in range(count)], device=source.device)
-    scene.free |= dict.fromkeys(("gate_up", "down", "gate_up_scales", "down_scales", "gate_up_bias", "down_bias"), unused)
+    # Weights of four bits are read, whatever they are.
+    scene.free |= {a.name: unused for a in scene.spec.args if a.dims.startswith("E,") and a.dtypes == "x"}
     scene.free["top_k_weights"] = (chosen < 0) | (chosen >= count)
     if along:
         made |= {n: _along(scene, *shape) for n, shape in (("gate_up", (2 * inner, columns)), ("down", (outs, inner)))}
@@ -83,15 +82,6 @@ def _mixture(
 def _along(scene: Scene, rows: int, columns: int) -> Tensor:
     made = scene.source.normal(scene.sizes["E"], rows, columns, dtype=scene.f.dtype, spread=columns**-0.5)
     return made.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def _four_bits(scene: Scene, sizes: tuple[int, int, int, int, int], **more: Any) -> Given:
-    """As `_mixture`. Any byte is two numbers of a weight, and is read; scales are 2**-9 to 2**-5."""
-    made, (columns, inner, outs, count, _) = _mixture(scene, sizes, **more), sizes
-    scene.free = {n: where for n, where in scene.free.items() if n not in ("gate_up", "down", "gate_up_scales", "down_scales")}
-    for name, rows, width in (("gate_up_scales", 2 * inner, columns), ("down_scales", outs, inner)):
-        made[name] = scene.source.stored(count, rows, width // 32, dtype=torch.uint8) % 5 + 244
-    return made
 
 
 def _routed(scene: Scene, ties: bool = False, odd: bool = False, along: bool = False) -> Given:
@@ -115,6 +105,6 @@ def _routed(scene: Scene, ties: bool = False, odd: bool = False, along: bool = F
 
 CASES = {
     "experts": Grid("T sizes dtype", EXPERTS, _mixture),
-    "mxfp4_experts": Grid("T sizes dtype", MXFP4, _four_bits),
+    "mxfp4_experts": Grid("T sizes dtype", MXFP4, _mixture),
     "route": Grid("T E K dtype", ROUTES, _routed),
 }
