@@ -15,10 +15,8 @@ from attnops.testing import Call, Source
 from attnops.testing.calls import planned
 
 POLICY = "deterministic"
-BY_TOKEN = ("query", "q_nope", "q_pe", "mask", "temperature", "indices", "topk_length", "output", "lse")
-RESULTS = ("output", "lse", "weights", "index")
-BY_REQUEST = ("page_table", "seq_lens", "block_count", "block_offset", "column_count", "column_index")
-WEIGHTS = ("weight", "norm_weight", "bias", "gate_up", "gate_up_scales", "gate_up_bias", "down", "down_scales", "down_bias")
+MOST = {"starts_of_queries": "most_queries", "starts_of_keys": "most_keys"}
+"""Which argument holds the greatest length, by what holds the lengths' sums."""
 
 
 def invariant(kernel: Kernel) -> Kernel:
@@ -29,46 +27,39 @@ def invariant(kernel: Kernel) -> Kernel:
 def rows_of(call: Call, chosen: Sequence[int]) -> Tensor:
     """The tokens of these requests; of a dense or a sparse call, and of a merge, requests are rows."""
     device = next(iter(call.tensors().values())).device
-    if "cu_seqlens_q" not in call.arguments:
-        return torch.tensor(list(chosen), device=device)
-    starts = call.arguments["cu_seqlens_q"].tolist()
-    return torch.cat([torch.arange(starts[b], starts[b + 1], device=device) for b in chosen])
+    starts = call.held().get("starts_of_queries")
+    return torch.tensor(list(chosen), device=device) if starts is None else within(starts, chosen)
+
+
+def within(starts: Tensor, chosen: Sequence[int]) -> Tensor:
+    """The rows of these requests among all."""
+    ends = starts.tolist()
+    return torch.cat([torch.arange(ends[b], ends[b + 1], device=starts.device) for b in chosen])
 
 
 def only(call: Call, chosen: Sequence[int], columns: int = 0) -> Call:
     """The call of these requests alone, in a page table of `columns` more columns. What is written is NaN beforehand."""
-    t, rows = call.arguments, rows_of(call, chosen)
+    held, named, source = call.held(), {a.holds: a.name for a in call.spec.args}, Source(device=rows_of(call, chosen).device)
+    rows = {"T": rows_of(call, chosen), "B": torch.tensor(list(chosen), device=source.device)}
     new: dict[str, Any] = {}
-    if "cu_seqlens_q" not in t:  # dense, sparse, merges: every tensor of rows
-        count = next(iter(call.tensors().values())).shape[0]
-        same = (
-            *("sinks", "k_scale", "v_scale", "kv_scale", "q_scale", "latent_pages", "k_pages", "v_pages"),
-            *("q_norm", "k_norm", "workspace", *WEIGHTS),
-        )
-        new = {n: x[rows] for n, x in call.tensors().items() if n not in same and x.shape[0] == count}
-        new |= {"page_table": pad(new["page_table"], (0, columns), value=-1)} if "page_table" in new else {}
-    else:
-        new = {n: t[n][rows] for n in BY_TOKEN if n in t}
-        new |= {n: t[n][list(chosen)] for n in BY_REQUEST if n in t}
-        source = Source(device=rows.device)
-        lengths = t["cu_seqlens_q"].diff()[list(chosen)].tolist()
-        new |= {"cu_seqlens_q": source.cumulative(lengths), "max_seqlen_q": max(lengths)}
-        if "cu_seqlens_k" in t:
-            starts = t["cu_seqlens_k"].tolist()
-            keys = torch.cat([torch.arange(starts[b], starts[b + 1], device=rows.device) for b in chosen])
-            lengths = t["cu_seqlens_k"].diff()[list(chosen)].tolist()
-            new |= {"key": t["key"][keys], "value": t["value"][keys]}
-            new |= {"cu_seqlens_k": source.cumulative(lengths), "max_seqlen_k": max(lengths)}
-        if "page_table" in t:
-            page = t["k_pages" if "k_pages" in t else "latent_pages"].shape[1]
-            new["page_table"] = pad(new["page_table"], (0, columns), value=-1)
-            new |= {"mask": pad(new["mask"], (0, columns * page))} if "mask" in new else {}
-    if "block_count" in t:  # as many blocks as the lists have
-        new |= {n: t[n] for n in ("max_seqlen_q", "max_seqlen_k")}
-    for name in RESULTS:
-        if name in call.mutated:
-            unwritten = float("nan") if new[name].is_floating_point() else -1
-            new[name] = torch.full_like(new[name], unwritten)
+    for role, starts in held.items():
+        if role in MOST:
+            lengths = starts.diff()[rows["B"]].tolist()
+            new[named[role]] = source.cumulative(lengths)
+            if "block_count" not in call.arguments:  # as many blocks as the lists have
+                new[named[MOST[role]]] = max(lengths)
+    if "starts_of_keys" in held:
+        rows["N"] = within(held["starts_of_keys"], chosen)
+    for name, x in call.tensors().items():
+        first = call.spec[name].layout[0].text
+        if (letter := first.removeprefix("1 | ")) in rows and (letter == first or x.shape[0] > 1):
+            new[name] = x[rows[letter]]
+    if "page_ids" in held:
+        new[named["page_ids"]] = pad(new[named["page_ids"]], (0, columns), value=-1)
+        new |= {"mask": pad(new["mask"], (0, columns * held["pages"].shape[1]))} if "mask" in new else {}
+    for name in call.writes:
+        if name in new:
+            new[name] = torch.full_like(new[name], float("nan") if new[name].is_floating_point() else -1)
     return call.with_(**new)
 
 
@@ -79,7 +70,7 @@ def results(call: Call, kernel: Kernel | None = None) -> list[Tensor]:
     args, kwargs = split(record)
     returned = getattr(torch.ops.attnops, call.op).default(*args, **kwargs) if kernel is None else kernel.run(record)
     if returned is None:
-        return [call.arguments[n] for n in RESULTS if n in call.mutated]
+        return [call.arguments[n] for n in call.writes if n in call.arguments]
     return [x for x in (returned if isinstance(returned, tuple) else (returned,)) if x.numel()]
 
 

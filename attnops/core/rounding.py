@@ -12,6 +12,9 @@ from attnops.core.arguments import QUANTISED
 Allowed = dict[str, "float | Tensor"]
 """The absolute error that each result may have."""
 
+Results = Mapping[str, Tensor]
+"""The results of a call by name."""
+
 Compared = Mapping[str, "tuple[Tensor, Tensor, float | Tensor]"]
 """What is compared in place of the whole results: (got, want, the allowed error) of each."""
 

@@ -184,6 +184,8 @@ class Scene:
 
 
 Rows = dict[str, tuple[Any, ...]]
+Given = dict[str, Any]
+"""Arguments by name."""
 
 
 @dataclass(frozen=True)

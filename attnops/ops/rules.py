@@ -10,7 +10,7 @@ from torch import Tensor
 from attnops.core.arguments import FURTHEST as FURTHEST
 from attnops.core.errors import InvalidInput, fail
 from attnops.core.problem import bytes_of
-from attnops.core.record import FLOATS, KW_ONLY, QUANTISED, Call, Fact, Result, Sizes, arg, group, name, need, place
+from attnops.core.record import FLOAT32, FLOATS, INT32, KW_ONLY, QUANTISED, Call, Fact, Result, Sizes, arg, group, name, need, place
 from attnops.core.tensors import refuse_plan_of_holes
 
 UNBOUNDED = (-1, -1)
@@ -71,6 +71,10 @@ KV_RANGE = (Fact("kv_range", _is_given),)
 KV_SCALE = (Fact("kv_scales", _is_given),)
 KV_SCALES = (*KV_SCALE, Fact("per_head_scales", _by_head, feature=False))
 LSE = (Fact("lse", _is_given),)
+KEY_SCALE = arg(SCALE, FLOAT32, default=None, facts=KV_SCALES, holds="scale_of_keys")
+QUERY_SCALE = arg(SCALE, FLOAT32, default=None, facts=KV_SCALE, holds="scale_of_query")
+LATENT_SCALE = arg("1", FLOAT32, default=None, facts=KV_SCALE, holds="scale_of_keys")
+LATENT_QUERY_SCALE = arg("1", FLOAT32, default=None, facts=KV_SCALE, holds="scale_of_query")
 TEMPERATURE = (Fact("temperature", _is_given),)
 GRADIENT = (Fact("grad", _is_given),)
 LSE_GRAD = (Fact("lse_grad", _is_given),)
@@ -94,6 +98,15 @@ class Lengths(Queries):
 
     _: KW_ONLY
     max_seqlen_k: int = arg(least=0, symbolic=True, holds="most_keys")
+
+
+@group
+class Paged(Call):
+    """The pages of each request, and which tokens are its own."""
+
+    page_table: Tensor = arg("B, max_pages", INT32, holds="page_ids")
+    seq_lens: Tensor = arg("B", INT32, holds="lengths_of_keys")
+    cu_seqlens_q: Tensor = arg("B + 1", INT32, holds="starts_of_queries")
 
 
 @group

@@ -83,6 +83,11 @@ def _weight_rows(scene: Scene, a: Arg, shape: Sequence[int]) -> Tensor:
     return scene.source.normal(*shape, dtype=dtype, spread=shape[-1] ** -0.5)
 
 
+def _exponents(scene: Scene, a: Arg, shape: Sequence[int]) -> Tensor:
+    """2**-9 to 2**-5."""
+    return scene.source.stored(*shape, dtype=torch.uint8) % 5 + 244
+
+
 ROLES: dict[str, Callable[[Scene, Arg, Sequence[int]], Tensor | None]] = {
     "pages": _stored,
     "keys": _stored,
@@ -93,5 +98,6 @@ ROLES: dict[str, Callable[[Scene, Arg, Sequence[int]], Tensor | None]] = {
     "factors": _factors,
     "shares": _shares,
     "weight_rows": _weight_rows,
+    "exponents": _exponents,
 }
 """How the tensor of an argument is made, by what it holds."""

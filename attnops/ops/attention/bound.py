@@ -22,7 +22,6 @@ The gradients of mask and sinks are also rounded to those' own dtypes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import sqrt
 from typing import Any
 
@@ -31,11 +30,9 @@ from torch import Tensor
 
 from attnops.core.arguments import QUANTISED
 from attnops.core.record import changed, values
-from attnops.core.rounding import Allowed, largest, roundoff
+from attnops.core.rounding import Allowed, Results, largest, roundoff
 from attnops.core.tensors import Rules, dense_visible
 from attnops.ops.attention.reference import padded, reduce_to, scores, softmax
-
-Results = Mapping[str, Tensor]
 
 FLOAT8_SUMS = 2.0**-14
 """Error of a sum of float8 products, as SM90's tensor cores add them: 14 bits. DeepSeek-V3, https://arxiv.org/abs/2412.19437, 3.3.2."""

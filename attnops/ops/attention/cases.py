@@ -2,58 +2,61 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnops.core.tensors import within
-from attnops.ops.case_data import BF16, E4M3, E5M2, F16, F32, F64, I32, INT8, Features as F, Grid, Rows, Scene, crossed
+from attnops.ops.case_data import BF16, E4M3, E5M2, F16, F32, F64, I32, INT8, Features as F, Given, Grid, Rows, Scene, crossed
 
+causal, half, causal_half = partial(F, causal=True), partial(F, dtype=BF16), partial(F, dtype=BF16, causal=True)
+float8 = partial(half, q_dtype=E4M3, kv_dtype=E4M3)
 # One feature at a time, then together; the last rows have the head dims and dtypes that GPU kernels are built for.
 FEATURES: dict[str, F] = {
-    "plain": F(), "causal": F(causal=True), "window_left": F(window=(3, -1)), "window_right": F(window=(-1, 1)),
-    "window_both": F(window=(2, 1)), "window_self": F(window=(0, 0)), "causal_window": F(causal=True, window=(3, -1)),
-    "causal_window_right": F(causal=True, window=(3, 2)), "softcap": F(softcap=1.5), "sinks": F(sinks=F32),
-    "sinks_narrow": F(sinks=BF16, dtype=BF16), "mask_bool": F(mask="bool"), "mask_additive": F(mask="additive"),
-    "mask_biases": F(mask="biases"), "mask_biases_bfloat16": F(mask="biases", dtype=BF16, causal=True),
-    "mask_causal": F(mask="bool", causal=True), "mask_softcap": F(mask="additive", softcap=2.0, window=(4, -1)), "lse": F(lse=True),
-    "lse_causal": F(lse=True, causal=True), "lse_sinks": F(lse=True, sinks=F32, causal=True), "lse_mask": F(lse=True, mask="bool"),
+    "plain": F(), "causal": causal(), "window_left": F(window=(3, -1)), "window_right": F(window=(-1, 1)),
+    "window_both": F(window=(2, 1)), "window_self": F(window=(0, 0)), "causal_window": causal(window=(3, -1)),
+    "causal_window_right": causal(window=(3, 2)), "softcap": F(softcap=1.5), "sinks": F(sinks=F32),
+    "sinks_narrow": half(sinks=BF16), "mask_bool": F(mask="bool"), "mask_additive": F(mask="additive"),
+    "mask_biases": F(mask="biases"), "mask_biases_bfloat16": causal_half(mask="biases"),
+    "mask_causal": causal(mask="bool"), "mask_softcap": F(mask="additive", softcap=2.0, window=(4, -1)), "lse": F(lse=True),
+    "lse_causal": causal(lse=True), "lse_sinks": causal(lse=True, sinks=F32), "lse_mask": F(lse=True, mask="bool"),
     "lse_softcap": F(lse=True, softcap=1.5), "scale": F(scale=0.7), "loud": F(loud=True, lse=True), "loud_sdpa": F(loud=True),
-    "mha": F(kv_heads=4), "one_head": F(q_heads=1, kv_heads=1), "group_3": F(q_heads=6, kv_heads=2, causal=True),
-    "group_8": F(q_heads=8, kv_heads=1, causal=True, lse=True), "v_wider": F(v_head_dim=24, causal=True),
-    "v_narrower": F(v_head_dim=8, lse=True), "head_dim_1": F(head_dim=1), "head_dim_odd": F(head_dim=17, causal=True),
-    "float16": F(dtype=F16), "float64": F(dtype=F64), "float64_lse": F(dtype=F64, causal=True, lse=True),
-    "bfloat16_lse": F(dtype=BF16, lse=True, causal=True), "bfloat16_mask": F(dtype=BF16, mask="additive", causal=True),
-    "float16_all": F(dtype=F16, causal=True, window=(4, -1), softcap=2.0, sinks=F16, lse=True, q_heads=8),
-    "all": F(causal=True, window=(4, -1), softcap=2.0, sinks=F32, lse=True, q_heads=8, v_head_dim=24),
-    "all_mask": F(causal=True, window=(4, -1), softcap=2.0, sinks=F32, lse=True, mask="additive"),
-    "float8": F(dtype=BF16, kv_dtype=E4M3, causal=True, head_dim=64),
+    "mha": F(kv_heads=4), "one_head": F(q_heads=1, kv_heads=1), "group_3": causal(q_heads=6, kv_heads=2),
+    "group_8": causal(q_heads=8, kv_heads=1, lse=True), "v_wider": causal(v_head_dim=24),
+    "v_narrower": F(v_head_dim=8, lse=True), "head_dim_1": F(head_dim=1), "head_dim_odd": causal(head_dim=17),
+    "float16": F(dtype=F16), "float64": F(dtype=F64), "float64_lse": causal(dtype=F64, lse=True),
+    "bfloat16_lse": causal_half(lse=True), "bfloat16_mask": causal_half(mask="additive"),
+    "float16_all": causal(dtype=F16, window=(4, -1), softcap=2.0, sinks=F16, lse=True, q_heads=8),
+    "all": causal(window=(4, -1), softcap=2.0, sinks=F32, lse=True, q_heads=8, v_head_dim=24),
+    "all_mask": causal(window=(4, -1), softcap=2.0, sinks=F32, lse=True, mask="additive"),
+    "float8": causal_half(kv_dtype=E4M3, head_dim=64),
     "float8_one_scale": F(dtype=F32, kv_dtype=E4M3, scale_per_head=False, lse=True),
-    "float8_e5m2": F(dtype=F16, kv_dtype=E5M2, causal=True), "int8": F(dtype=BF16, kv_dtype=INT8, causal=True),
-    "int8_all": F(dtype=F32, kv_dtype=INT8, causal=True, window=(4, -1), softcap=2.0, sinks=F32, lse=True, v_head_dim=8),
-    "chunk": F(causal=True, chunk=3), "chunk_both_sides": F(chunk=4, lse=True),
-    "chunk_window": F(causal=True, chunk=4, window=(2, -1), softcap=1.5, lse=True),
-    "bfloat16_d64_chunk": F(dtype=BF16, head_dim=64, q_heads=8, causal=True, chunk=5, lse=True),
-    "float8_query": F(dtype=BF16, q_dtype=E4M3, kv_dtype=E4M3, causal=True, head_dim=64),
-    "float8_query_lse": F(dtype=BF16, q_dtype=E4M3, kv_dtype=E4M3, causal=True, head_dim=128, q_heads=8, lse=True),
-    "float8_query_one_scale": F(dtype=BF16, q_dtype=E4M3, kv_dtype=E4M3, head_dim=64, scale_per_head=False, window=(4, -1)),
-    "float8_query_int8": F(dtype=BF16, q_dtype=E4M3, kv_dtype=INT8, softcap=2.0),
-    "bfloat16_d64": F(dtype=BF16, head_dim=64, q_heads=8, causal=True), "float16_d128": F(dtype=F16, head_dim=128, q_heads=8, causal=True),
-    "bfloat16_d128_lse": F(dtype=BF16, head_dim=128, q_heads=8, kv_heads=1, causal=True, lse=True),
-    "bfloat16_d64_window_sinks": F(dtype=BF16, head_dim=64, q_heads=8, kv_heads=1, causal=True, window=(7, -1), sinks=BF16),
-    "bfloat16_d128_softcap": F(dtype=BF16, head_dim=128, softcap=30.0, causal=True, scale=0.2),
+    "float8_e5m2": causal(dtype=F16, kv_dtype=E5M2), "int8": causal_half(kv_dtype=INT8),
+    "int8_all": causal(dtype=F32, kv_dtype=INT8, window=(4, -1), softcap=2.0, sinks=F32, lse=True, v_head_dim=8),
+    "chunk": causal(chunk=3), "chunk_both_sides": F(chunk=4, lse=True),
+    "chunk_window": causal(chunk=4, window=(2, -1), softcap=1.5, lse=True),
+    "bfloat16_d64_chunk": causal_half(head_dim=64, q_heads=8, chunk=5, lse=True),
+    "float8_query": float8(causal=True, head_dim=64),
+    "float8_query_lse": float8(causal=True, head_dim=128, q_heads=8, lse=True),
+    "float8_query_one_scale": float8(head_dim=64, scale_per_head=False, window=(4, -1)),
+    "float8_query_int8": half(q_dtype=E4M3, kv_dtype=INT8, softcap=2.0),
+    "bfloat16_d64": causal_half(head_dim=64, q_heads=8), "float16_d128": causal(dtype=F16, head_dim=128, q_heads=8),
+    "bfloat16_d128_lse": causal_half(head_dim=128, q_heads=8, kv_heads=1, lse=True),
+    "bfloat16_d64_window_sinks": causal_half(head_dim=64, q_heads=8, kv_heads=1, window=(7, -1), sinks=BF16),
+    "bfloat16_d128_softcap": causal_half(head_dim=128, softcap=30.0, scale=0.2),
     # What the tests of other projects ask for, and few kernels take.
-    "head_dim_2": F(head_dim=2, causal=True, lse=True), "head_dim_3": F(head_dim=3, mask="additive", lse=True),
-    "float16_d111_group_3": F(dtype=F16, head_dim=111, q_heads=6, kv_heads=2, causal=True, window=(5, -1), softcap=15.0, lse=True),
-    "bfloat16_d256_mask_softcap": F(dtype=BF16, head_dim=256, mask="additive", softcap=30.0, lse=True),
-    "bfloat16_d512": F(dtype=BF16, head_dim=512, causal=True, softcap=30.0, lse=True),
-    "bfloat16_d576": F(dtype=BF16, head_dim=576, v_head_dim=512, q_heads=6, kv_heads=2, causal=True, lse=True),
+    "head_dim_2": causal(head_dim=2, lse=True), "head_dim_3": F(head_dim=3, mask="additive", lse=True),
+    "float16_d111_group_3": causal(dtype=F16, head_dim=111, q_heads=6, kv_heads=2, window=(5, -1), softcap=15.0, lse=True),
+    "bfloat16_d256_mask_softcap": half(head_dim=256, mask="additive", softcap=30.0, lse=True),
+    "bfloat16_d512": causal_half(head_dim=512, softcap=30.0, lse=True),
+    "bfloat16_d576": causal_half(head_dim=576, v_head_dim=512, q_heads=6, kv_heads=2, lse=True),
     "float16_d320": F(dtype=F16, head_dim=320, v_head_dim=40, window=(2, 3), sinks=F32),
-    "float8_d576": F(dtype=BF16, kv_dtype=E4M3, head_dim=576, v_head_dim=512, q_heads=8, kv_heads=1, causal=True),
-    "float8_query_d40": F(dtype=BF16, q_dtype=E4M3, kv_dtype=E4M3, head_dim=40, causal=True, lse=True),
-    "float8_query_windows": F(dtype=BF16, q_dtype=E4M3, kv_dtype=E4M3, head_dim=64, v_head_dim=32, window=(3, 2), lse=True),
-    "float8_query_mask": F(dtype=BF16, q_dtype=E4M3, kv_dtype=E4M3, head_dim=64, mask="bool", softcap=5.0, sinks=F32),
+    "float8_d576": causal_half(kv_dtype=E4M3, head_dim=576, v_head_dim=512, q_heads=8, kv_heads=1),
+    "float8_query_d40": float8(head_dim=40, causal=True, lse=True),
+    "float8_query_windows": float8(head_dim=64, v_head_dim=32, window=(3, 2), lse=True),
+    "float8_query_mask": float8(head_dim=64, mask="bool", softcap=5.0, sinks=F32),
 }  # fmt: skip
 
 # The shapes below are tried with these besides the plain one.
@@ -89,7 +92,7 @@ def _gradients(main: tuple[Any, ...], shapes: Rows, *shaped: str) -> Rows:
     return rows | {f"{n}-lse_grad": (*main, FEATURES[n], {"lse_grad": True}) for n in telling}
 
 
-def _range(scene: Scene) -> dict[str, Any]:
+def _range(scene: Scene) -> Given:
     """Keys outside of the ranges are free."""
     ranges = [scene.given.get(n) for n in ("kv_start", "kv_end")]
     if ranges != [None, None]:
@@ -97,12 +100,12 @@ def _range(scene: Scene) -> dict[str, Any]:
     return {}
 
 
-def _wide_mask(scene: Scene) -> dict[str, Any]:
+def _wide_mask(scene: Scene) -> Given:
     """A mask is wider than it need be."""
     return {"mask": scene.source.mask((scene.sizes["T"], scene.given["max_seqlen_k"] + 2), scene.f)}
 
 
-def _merged(scene: Scene, shape: tuple[int, ...], empty: float = 0.0, empty_b: float = 0.0) -> dict[str, Any]:
+def _merged(scene: Scene, shape: tuple[int, ...], empty: float = 0.0, empty_b: float = 0.0) -> Given:
     """Outputs of `shape` `[T, H, D]`, or `[T, N, H, D]` for any number of them.
 
     empty, empty_b: the share of the entries without a key, empty_b the second output's; they are free, or 0 if not stale.

@@ -71,13 +71,13 @@ class Attention(rules.Visible):
     value: Tensor = arg("B, K, Hkv, Dv", "key", unit_stride=True, holds="keys")
     mask: Tensor | None = arg("1 | B, 1 | Hq, 1 | S, K", MASK, default=None, facts=rules.MASK_FACTS)
     sinks: Tensor | None = arg("Hq", FLOATS, default=None, facts=rules.SINKS)
-    k_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALES, holds="scale_of_keys")
-    v_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALES, holds="scale_of_keys")
+    k_scale: Tensor | None = rules.KEY_SCALE
+    v_scale: Tensor | None = rules.KEY_SCALE
     kv_start: Tensor | None = arg("B", INDEX, default=None, facts=rules.KV_RANGE)
     kv_end: Tensor | None = arg("B", INDEX, default=None, facts=rules.KV_RANGE)
     _: KW_ONLY
     return_lse: bool = arg(default=False, facts=rules.LSE)
-    q_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALE, holds="scale_of_query")
+    q_scale: Tensor | None = rules.QUERY_SCALE
 
 
 ATTENTION = define(

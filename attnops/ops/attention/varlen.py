@@ -31,11 +31,11 @@ class VarlenAttention(rules.Visible, rules.Lengths):
     cu_seqlens_k: Tensor = arg("starts", INT32, holds="starts_of_keys")
     mask: Tensor | None = arg("T, >= max_seqlen_k", MASK, default=None, facts=rules.MASK_FACTS)
     sinks: Tensor | None = arg("Hq", FLOATS, default=None, facts=rules.SINKS)
-    k_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALES, holds="scale_of_keys")
-    v_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALES, holds="scale_of_keys")
+    k_scale: Tensor | None = rules.KEY_SCALE
+    v_scale: Tensor | None = rules.KEY_SCALE
     _: KW_ONLY
     return_lse: bool = arg(default=False, facts=rules.LSE)
-    q_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALE, holds="scale_of_query")
+    q_scale: Tensor | None = rules.QUERY_SCALE
     padded: bool = arg(default=True, hint=True, facts=rules.PADDED)
 
 

@@ -20,19 +20,17 @@ the dtype may cut off.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import sqrt
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from attnops.core.rounding import Allowed, largest, product, roundoff, step
+from attnops.core.rounding import Allowed, Results, largest, product, roundoff, step
 from attnops.ops.experts.mxfp4_reference import decoded_call
 from attnops.ops.experts.reference import gated
 
 
-def _experts(t: Any, results: Mapping[str, Tensor]) -> Allowed:
+def _experts(t: Any, results: Results) -> Allowed:
     expected, index, x = results["output"], t.top_k_index, t.x.double()
     (count, _, inner), k, u = t.down.shape, index.shape[1], roundoff(t.x.dtype)
     a, half = min(u, roundoff(torch.float32)), step(t.x.dtype)
@@ -59,7 +57,7 @@ def _experts(t: Any, results: Mapping[str, Tensor]) -> Allowed:
     return {"output": total + squares.sqrt()}
 
 
-def _route(call: Any, expected: Mapping[str, Tensor]) -> Allowed:
+def _route(call: Any, expected: Results) -> Allowed:
     logits, dtype = call.logits, call.weights.dtype
     a = min(roundoff(logits.dtype), roundoff(torch.float32))
     share = 2 * roundoff(dtype) + a * (2 * sqrt(logits.shape[1]) + 16 + 4 * largest(logits))
@@ -67,7 +65,7 @@ def _route(call: Any, expected: Mapping[str, Tensor]) -> Allowed:
     return {"weights": share * expected["weights"].double().abs() + step(dtype) + least}
 
 
-def _four_bits(call: Any, expected: Mapping[str, Tensor]) -> Allowed:
+def _four_bits(call: Any, expected: Results) -> Allowed:
     return _experts(decoded_call(call), expected)
 
 

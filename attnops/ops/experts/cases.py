@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from attnops.ops.case_data import BF16, F16, F32, F64, I32, Grid, Rows, Scene
+from attnops.ops.case_data import BF16, F16, F32, F64, I32, Given, Grid, Rows, Scene
 
 SMALL, WIDE = (24, 20, 28), (144, 72, 136)
 FEW = (*SMALL, 6, 2)
@@ -39,13 +37,15 @@ SIGMOID, NORMAL, SHIFTED = {"scoring": "sigmoid"}, {"normalize": True}, {"bias":
 V2 = {"groups": 4, "top_groups": 2, "scale": 16.0}
 V3 = {**SIGMOID, **NORMAL, **SHIFTED, "groups": 4, "top_groups": 2, "group_best": 2, "eps": 1e-20, "scale": 2.5}
 TIES, EXTREME, APART = {"ties": True}, {"odd": True}, {"along": True}
+FEW_OF_24 = (3, 24, 4)
 ROUTES: Rows = {
-    "plain": (3, 24, 4), "sigmoid": (3, 24, 4, SIGMOID), "normalize": (3, 24, 4, NORMAL), "scale": (3, 24, 4, {"scale": 2.5}),
-    "eps": (3, 24, 4, NORMAL | {"eps": 0.1}), "eps_sigmoid": (3, 24, 4, NORMAL | SIGMOID | {"eps": 0.1}), "bias": (3, 24, 4, SHIFTED),
-    "bias_sigmoid": (3, 24, 4, SHIFTED | SIGMOID), "groups": (3, 24, 4, V2), "group_best": (3, 24, 4, V2 | SIGMOID | {"group_best": 3}),
-    "all": (5, 24, 4, V3), "all_groups": (3, 24, 4, V3 | {"top_groups": 4}), "groups_of_one": (3, 6, 2, {"groups": 6, "top_groups": 3}),
+    "plain": FEW_OF_24, "sigmoid": (*FEW_OF_24, SIGMOID), "normalize": (*FEW_OF_24, NORMAL), "scale": (*FEW_OF_24, {"scale": 2.5}),
+    "eps": (*FEW_OF_24, NORMAL | {"eps": 0.1}), "eps_sigmoid": (*FEW_OF_24, NORMAL | SIGMOID | {"eps": 0.1}), "bias": (*FEW_OF_24, SHIFTED),
+    "bias_sigmoid": (*FEW_OF_24, SHIFTED | SIGMOID), "groups": (*FEW_OF_24, V2),
+    "group_best": (*FEW_OF_24, V2 | SIGMOID | {"group_best": 3}),
+    "all": (5, 24, 4, V3), "all_groups": (*FEW_OF_24, V3 | {"top_groups": 4}), "groups_of_one": (3, 6, 2, {"groups": 6, "top_groups": 3}),
     "no_tokens": (0, 24, 4, V3), "one_expert": (3, 1, 1), "every_expert": (3, 7, 7, NORMAL), "along": (5, 24, 4, APART | V3),
-    "float64": (3, 24, 4, F64, V3), "float16": (3, 33, 5, F16, {"weights": F16}), "float16_bias": (3, 24, 4, F16, V3 | {"bias": F16}),
+    "float64": (*FEW_OF_24, F64, V3), "float16": (3, 33, 5, F16, {"weights": F16}), "float16_bias": (*FEW_OF_24, F16, V3 | {"bias": F16}),
     **{f"{name}-{kind}": (9, 24, 6, more | rule) for name, more in (("ties", TIES), ("odd", EXTREME))
        for kind, rule in (("plain", {}), ("normalize", NORMAL), ("sigmoid", SIGMOID), ("groups", V2), ("all", V3))},
     "ties-bfloat16": (9, 128, 8, BF16, TIES | NORMAL), "odd-bfloat16": (9, 128, 8, BF16, EXTREME | NORMAL),
@@ -58,7 +58,7 @@ ROUTES: Rows = {
 def _mixture(
     scene: Scene, sizes: tuple[int, int, int, int, int], bias: bool = False, along: bool = False, odd: bool = False,
     weights: torch.dtype = F32,
-) -> dict[str, Any]:  # fmt: skip
+) -> Given:  # fmt: skip
     """sizes: In, Inner, Out, the experts, and those that each token chooses.
 
     along: rows of a weight are next to each other in memory. odd: some tokens choose one expert twice, or a number that is no expert.
@@ -69,9 +69,10 @@ def _mixture(
     if odd:
         rows = [[(row[0], count, -1, count + 7)[i % 4], *row[1:]] if i % 3 else [row[-1], *row[1:]] for i, row in enumerate(rows)]
     chosen = source.ints(rows, scene.index).reshape(tokens, k)
-    made: dict[str, Any] = {"top_k_index": chosen, "top_k_weights": weights, "gate_up_bias": bias, "down_bias": bias}
+    made: Given = {"top_k_index": chosen, "top_k_weights": weights, "gate_up_bias": bias, "down_bias": bias}
     unused = torch.tensor([e not in chosen for e in range(count)], device=source.device)
-    scene.free |= dict.fromkeys(("gate_up", "down", "gate_up_scales", "down_scales", "gate_up_bias", "down_bias"), unused)
+    # Weights of four bits are read, whatever they are.
+    scene.free |= {a.name: unused for a in scene.spec.args if a.dims.startswith("E,") and a.dtypes == "x"}
     scene.free["top_k_weights"] = (chosen < 0) | (chosen >= count)
     if along:
         made |= {n: _along(scene, *shape) for n, shape in (("gate_up", (2 * inner, columns)), ("down", (outs, inner)))}
@@ -83,16 +84,7 @@ def _along(scene: Scene, rows: int, columns: int) -> Tensor:
     return made.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _four_bits(scene: Scene, sizes: tuple[int, int, int, int, int], **more: Any) -> dict[str, Any]:
-    """As `_mixture`. Any byte is two numbers of a weight, and is read; scales are 2**-9 to 2**-5."""
-    made, (columns, inner, outs, count, _) = _mixture(scene, sizes, **more), sizes
-    scene.free = {n: where for n, where in scene.free.items() if n not in ("gate_up", "down", "gate_up_scales", "down_scales")}
-    for name, rows, width in (("gate_up_scales", 2 * inner, columns), ("down_scales", outs, inner)):
-        made[name] = scene.source.stored(count, rows, width // 32, dtype=torch.uint8) % 5 + 244
-    return made
-
-
-def _routed(scene: Scene, ties: bool = False, odd: bool = False, along: bool = False) -> dict[str, Any]:
+def _routed(scene: Scene, ties: bool = False, odd: bool = False, along: bool = False) -> Given:
     """ties: many experts are equal. odd: some logits are -inf, and some 0 or -0. along: the logits of an expert are next to each other in
     memory.
     """
@@ -113,6 +105,6 @@ def _routed(scene: Scene, ties: bool = False, odd: bool = False, along: bool = F
 
 CASES = {
     "experts": Grid("T sizes dtype", EXPERTS, _mixture),
-    "mxfp4_experts": Grid("T sizes dtype", MXFP4, _four_bits),
+    "mxfp4_experts": Grid("T sizes dtype", MXFP4, _mixture),
     "route": Grid("T E K dtype", ROUTES, _routed),
 }

@@ -36,9 +36,9 @@ class Mxfp4Experts(Call):
 
     x: Tensor = arg("T, In", WIDE, unit_stride=True)
     gate_up: Tensor = arg("E, 4 * Half, In // 2", BYTES, holds="weight_rows")
-    gate_up_scales: Tensor = arg("E, 4 * Half, In // 32", BYTES)
+    gate_up_scales: Tensor = arg("E, 4 * Half, In // 32", BYTES, holds="exponents")
     down: Tensor = arg("E, Out, Half", BYTES, holds="weight_rows")
-    down_scales: Tensor = arg("E, Out, Half // 16", BYTES)
+    down_scales: Tensor = arg("E, Out, Half // 16", BYTES, holds="exponents")
     top_k_index: Tensor = arg("T, K", INDEX)
     top_k_weights: Tensor = arg("T, K", FLOATS, holds="shares")
     gate_up_bias: Tensor | None = arg("E, 4 * Half", "x", default=None)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from attnops.core.arguments import QUANTISED
-from attnops.core.rounding import Allowed, Compared, roundoff, stored
-from attnops.ops.attention.bound import Figures, Results, norm, wide
+from attnops.core.rounding import Allowed, Compared, Results, roundoff, stored
+from attnops.ops.attention.bound import Figures, norm, wide
 from attnops.ops.latent.rope_reference import scaled
 
 
@@ -24,7 +24,7 @@ def _mla(call: Any, expected: Results) -> Allowed:
     return latents(call, expected, call.latent_pages, call.page_table.shape[1] * call.latent_pages.shape[1])
 
 
-def _written(call: Any, results: dict[str, Tensor]) -> Compared:
+def _written(call: Any, results: Results) -> Compared:
     """Of the rows that are stored: within half a step, and unchanged where they are quantised already."""
     got, real = results["latent_pages"], call.slots >= 0
     exact = torch.cat([call.latent[real].double(), call.k_pe[real].double()], -1)
@@ -32,7 +32,7 @@ def _written(call: Any, results: dict[str, Tensor]) -> Compared:
     return {"latent_pages": (got.double(), *stored(exact, torch.float64 if call.latent.dtype == got.dtype else got.dtype))}
 
 
-def _rotated(call: Any, results: dict[str, Tensor]) -> Compared:
+def _rotated(call: Any, results: Results) -> Compared:
     """Within half a step, plus float32's rounding of the rotation."""
     parts, compared = scaled(wide(call)), {}
     for (name, got), exact in zip(results.items(), (torch.cat(parts[:2], -1), torch.cat(parts[2:], -1)), strict=True):

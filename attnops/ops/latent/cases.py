@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnops.core.tensors import compact
-from attnops.ops.case_data import BF16, E4M3, F16, F32, F64, I32, INT8, Features, Grid, Pages, Rows, Scene, crossed
+from attnops.ops.case_data import BF16, E4M3, F16, F32, F64, I32, INT8, Features, Given, Grid, Pages, Rows, Scene, crossed
 
 I32_SLOTS = {"index": I32}
 
@@ -18,6 +17,7 @@ SMALL = Features(head_dim=20, v_head_dim=16, causal=True)
 DEEPSEEK = Features(head_dim=576, v_head_dim=512, q_heads=16, dtype=BF16, causal=True, scale=192**-0.5)
 """The shape that GPU kernels support; the scale is that of the heads before absorption."""
 small, deepseek = partial(replace, SMALL), partial(replace, DEEPSEEK)
+LSE = deepseek(lse=True)
 
 FEATURES = {
     "plain": SMALL, "all_keys": small(causal=False), "window": small(window=(3, -1)), "window_self": small(window=(0, -1)),
@@ -28,41 +28,43 @@ FEATURES = {
     "float64": small(dtype=F64, lse=True), "float8": small(dtype=BF16, kv_dtype=E4M3, lse=True), "float8_float32": small(kv_dtype=E4M3),
     "int8": small(dtype=F16, kv_dtype=INT8), "all": small(window=(4, -1), softcap=2.0, sinks=F32, lse=True, mask="additive", q_heads=6),
 }  # fmt: skip
-TIGHT, NO_TABLE, NO_PAGES = {"padding": 0}, {"pages": Pages(wider=0)}, {"pages": Pages(spare=0)}
+TIGHT, ONE, TWO, THREE = ({"padding": n} for n in range(4))
+NO_TABLE, NO_PAGES, SHARED = ({"pages": pages} for pages in (Pages(wider=0), Pages(spare=0), Pages(shared=True)))
+NOTHING, SLACK = {"padding": 0, "pages": Pages(0, 0)}, {"slack": 1}
 MAIN = ((1, 4, 0, 2), (6, 4, 0, 21), 16)
 FLOAT8_QUERY, PAIR = ((1, 3), (6, 3), 4), ((1, 1), (70, 3), 64, TIGHT)
 SHAPES: Rows = {
     "page_1": ((1, 3, 2), (5, 3, 9), 1), "decode": ((1, 1, 1, 1), (5, 1, 40, 16), 16, TIGHT),
-    "decode_padded": ((1, 1, 1), (5, 0, 33), 16, {"padding": 3}), "decode_idle": ((1, 0, 1), (5, 7, 33), 4, {"padding": 1}),
-    "prefill": ((6, 11), (6, 11), 4, {"slack": 2}), "shared": ((2, 2), (9, 13), 4, {"pages": Pages(shared=True)}),
+    "decode_padded": ((1, 1, 1), (5, 0, 33), 16, THREE), "decode_idle": ((1, 0, 1), (5, 7, 33), 4, ONE),
+    "prefill": ((6, 11), (6, 11), 4, {"slack": 2}), "shared": ((2, 2), (9, 13), 4, SHARED),
     "no_table": ((1, 1), (0, 0), 4, NO_TABLE), "no_pages": ((1, 2), (0, 0), 4, NO_PAGES), "no_requests": ((), (), 4),
-    "nothing": ((), (), 4, {"padding": 0, "pages": Pages(spare=0, wider=0)}),
+    "nothing": ((), (), 4, NOTHING),
 }  # fmt: skip
 
 # The head dims of DeepSeek: one decode step on several page sizes, then one thing at a time.
 DECODE: Rows = {
     **{f"page_{n}": ((1, 1, 1), (70, 3, 130), n, TIGHT, DEEPSEEK) for n in (1, 16, 32, 64, 128)},
-    "lse": ((1, 1, 1), (64, 1, 200), 64, TIGHT, deepseek(lse=True)), "float16": (*PAIR, deepseek(dtype=F16)),
-    "padded": ((1, 1), (70, 3), 64, {"padding": 2}, deepseek(lse=True)), "idle": ((1, 0, 1), (70, 9, 3), 64, {"padding": 1}, DEEPSEEK),
-    "empty": ((1, 1), (0, 3), 64, TIGHT, deepseek(lse=True)), "no_keys": ((1, 1), (0, 0), 64, TIGHT, DEEPSEEK),
-    "no_table": ((1, 1), (0, 0), 64, {"padding": 0, "pages": Pages(wider=0)}, deepseek(lse=True)),
-    "no_pages": ((1,), (0,), 64, {"padding": 0, "pages": Pages(spare=0)}, DEEPSEEK), "no_requests": ((), (), 64, {"slack": 1}, DEEPSEEK),
-    "nothing": ((), (), 64, {"padding": 0, "pages": Pages(spare=0, wider=0), "slack": 1}, DEEPSEEK),
-    "wide_table": ((1, 1), (70, 3), 64, {"padding": 0, "pages": Pages(wider=4)}, DEEPSEEK),
-    "shared": ((1, 1), (70, 90), 64, {"padding": 0, "pages": Pages(shared=True)}, DEEPSEEK), "one_head": (*PAIR, deepseek(q_heads=1)),
+    "lse": ((1, 1, 1), (64, 1, 200), 64, TIGHT, LSE), "float16": (*PAIR, deepseek(dtype=F16)),
+    "padded": ((1, 1), (70, 3), 64, TWO, LSE), "idle": ((1, 0, 1), (70, 9, 3), 64, ONE, DEEPSEEK),
+    "empty": ((1, 1), (0, 3), 64, TIGHT, LSE), "no_keys": ((1, 1), (0, 0), 64, TIGHT, DEEPSEEK),
+    "no_table": ((1, 1), (0, 0), 64, TIGHT, NO_TABLE, LSE),
+    "no_pages": ((1,), (0,), 64, TIGHT, NO_PAGES, DEEPSEEK), "no_requests": ((), (), 64, SLACK, DEEPSEEK),
+    "nothing": ((), (), 64, NOTHING, SLACK, DEEPSEEK),
+    "wide_table": (*PAIR, {"pages": Pages(wider=4)}, DEEPSEEK),
+    "shared": ((1, 1), (70, 90), 64, TIGHT, SHARED, DEEPSEEK), "one_head": (*PAIR, deepseek(q_heads=1)),
     "heads_128": (*PAIR, deepseek(q_heads=128)), "heads_128_page_128": ((1, 1), (70, 140), 128, TIGHT, deepseek(q_heads=128)),
     "loud": (*PAIR, deepseek(loud=True, lse=True)), "all_keys": (*PAIR, deepseek(causal=False)),
-    "verify": ((3, 3), (70, 3), 64, TIGHT, deepseek(lse=True)),
-    **{f"verify_page_{n}": ((2, 4, 1, 3), (70, 9, 130, 64), n, {"padding": 2}, DEEPSEEK) for n in (1, 16, 128)},
-    "verify_heads_128": ((2, 0, 4), (70, 5, 200), 64, {"padding": 1}, deepseek(q_heads=128, lse=True)),
-    "verify_fewer_keys": ((4, 2), (2, 0), 64, TIGHT, deepseek(lse=True)), "verify_all_keys": ((4, 2), (9, 70), 64, deepseek(causal=False)),
+    "verify": ((3, 3), (70, 3), 64, TIGHT, LSE),
+    **{f"verify_page_{n}": ((2, 4, 1, 3), (70, 9, 130, 64), n, TWO, DEEPSEEK) for n in (1, 16, 128)},
+    "verify_heads_128": ((2, 0, 4), (70, 5, 200), 64, ONE, deepseek(q_heads=128, lse=True)),
+    "verify_fewer_keys": ((4, 2), (2, 0), 64, TIGHT, LSE), "verify_all_keys": ((4, 2), (9, 70), 64, deepseek(causal=False)),
     "heads_64": ((1, 1), (70, 130), 64, deepseek(q_heads=64)), "heads_8": ((1, 1), (70, 130), 16, deepseek(q_heads=8)),
-    "extend": ((70, 5), (130, 5), 64, {"padding": 3}, deepseek(lse=True)), "extend_float16": ((33, 40), (33, 170), 16, deepseek(dtype=F16)),
+    "extend": ((70, 5), (130, 5), 64, THREE, LSE), "extend_float16": ((33, 40), (33, 170), 16, deepseek(dtype=F16)),
     "extend_heads_128": ((9, 3), (9, 130), 64, deepseek(q_heads=128)), "long": ((1, 1), (1500, 700), 64, TIGHT, DEEPSEEK),
     "window": ((1, 3), (70, 130), 64, deepseek(window=(20, -1), lse=True)), "softcap": ((1, 3), (70, 130), 64, deepseek(softcap=5.0)),
     "sinks": ((1, 3), (70, 2), 64, deepseek(sinks=BF16, lse=True)),
     "sinks_heads_128": ((1, 1), (70, 2), 64, deepseek(sinks=F32, q_heads=128)),
-    "float8_both": ((1, 1, 1), (70, 3, 200), 64, {"padding": 1}, deepseek(q_dtype=E4M3, kv_dtype=E4M3, lse=True)),
+    "float8_both": ((1, 1, 1), (70, 3, 200), 64, ONE, deepseek(q_dtype=E4M3, kv_dtype=E4M3, lse=True)),
     "float8_both_heads_128": (*PAIR, deepseek(q_dtype=E4M3, kv_dtype=E4M3, q_heads=128)), "float8": (*PAIR, deepseek(kv_dtype=E4M3)),
 }  # fmt: skip
 ATTENTION: Rows = {n: (*MAIN, f) for n, f in FEATURES.items()} | crossed(
@@ -72,39 +74,40 @@ ATTENTION |= {f"float8_query-{n}": (*FLOAT8_QUERY, replace(FEATURES[n], q_dtype=
 ATTENTION |= {f"deepseek-{n}": row for n, row in DECODE.items()}
 
 MIXED, QUANTISED = (7, -1, 0, 11, -1, 5), {"quantised": True}
+SLOTS, FAR = (MIXED, 4, 3), ((70, -1, 3), 2, 64)
 WRITES: Rows = {
-    "plain": (MIXED, 4, 3, SMALL), "page_1": ((3, 8, 1), 9, 1, SMALL), "deepseek": ((70, -1, 3), 2, 64, DEEPSEEK, I32_SLOTS),
-    "float16": (MIXED, 4, 3, small(dtype=F16), I32_SLOTS), "float64": (MIXED, 4, 3, small(dtype=F64)),
-    "rope_1": (MIXED, 4, 3, small(head_dim=17)), "all_skipped": ((-1, -1, -1), 4, 3, SMALL),
+    "plain": (*SLOTS, SMALL), "page_1": ((3, 8, 1), 9, 1, SMALL), "deepseek": (*FAR, DEEPSEEK, I32_SLOTS),
+    "float16": (*SLOTS, small(dtype=F16), I32_SLOTS), "float64": (*SLOTS, small(dtype=F64)),
+    "rope_1": (*SLOTS, small(head_dim=17)), "all_skipped": ((-1, -1, -1), 4, 3, SMALL),
     "first_slot_skipped": ((-1, 5, -2), 4, 3, SMALL), "last_slot": ((11,), 4, 3, SMALL), "no_tokens": ((), 4, 3, SMALL),
-    "no_pages": ((-1, -1), 0, 3, SMALL), "float8": (MIXED, 4, 3, small(kv_dtype=E4M3)),
-    "float8_deepseek": ((70, -1, 3), 2, 64, deepseek(kv_dtype=E4M3)), "float8_skipped": ((-1, -1), 4, 3, small(kv_dtype=E4M3)),
-    "int8": (MIXED, 4, 3, small(dtype=BF16, kv_dtype=INT8)), "int8_float64": (MIXED, 4, 3, small(dtype=F64, kv_dtype=INT8)),
-    "quantised": (MIXED, 4, 3, small(kv_dtype=E4M3), QUANTISED),
-    "quantised_int8": (MIXED, 4, 3, small(kv_dtype=INT8), QUANTISED, I32_SLOTS),
-    "quantised_deepseek": ((70, -1, 3), 2, 64, deepseek(kv_dtype=E4M3), QUANTISED),
-    "quantised_rope_1": (MIXED, 4, 3, small(head_dim=17, kv_dtype=E4M3), QUANTISED),
+    "no_pages": ((-1, -1), 0, 3, SMALL), "float8": (*SLOTS, small(kv_dtype=E4M3)),
+    "float8_deepseek": (*FAR, deepseek(kv_dtype=E4M3)), "float8_skipped": ((-1, -1), 4, 3, small(kv_dtype=E4M3)),
+    "int8": (*SLOTS, small(dtype=BF16, kv_dtype=INT8)), "int8_float64": (*SLOTS, small(dtype=F64, kv_dtype=INT8)),
+    "quantised": (*SLOTS, small(kv_dtype=E4M3), QUANTISED),
+    "quantised_int8": (*SLOTS, small(kv_dtype=INT8), QUANTISED, I32_SLOTS),
+    "quantised_deepseek": (*FAR, deepseek(kv_dtype=E4M3), QUANTISED),
+    "quantised_rope_1": (*SLOTS, small(head_dim=17, kv_dtype=E4M3), QUANTISED),
     "quantised_skipped": ((-1, -1), 4, 3, small(kv_dtype=E4M3), QUANTISED),
     "quantised_no_tokens": ((), 4, 3, deepseek(kv_dtype=E4M3), QUANTISED),
 }  # fmt: skip
-SOME = (3, 0, 8, 5, 5)
+SOME, INTERLEAVED, FUSED = (3, 0, 8, 5, 5), {"interleaved": True}, {"fused": True}
 ROTATIONS: Rows = {
-    "plain": (SOME, {"f": SMALL}), "interleaved": (SOME, {"f": SMALL, "interleaved": True}),
-    "one_head": (SOME, {"f": small(q_heads=1), "index": I32}), "rope_2": (SOME, {"f": small(head_dim=18)}),
-    "rope_2_interleaved": (SOME, {"f": small(head_dim=18), "interleaved": True}), "rope_wider": (SOME, {"f": small(v_head_dim=4)}),
-    "latent_1": (SOME, {"f": small(head_dim=9, v_head_dim=1), "interleaved": True}),
-    "float16": (SOME, {"f": small(dtype=F16), "interleaved": True}), "float64": (SOME, {"f": small(dtype=F64)}),
-    "saturated": (SOME, {"f": SMALL, "scales": (0.01, 0.02)}),
-    "small": (SOME, {"f": SMALL, "scales": (500.0, 3000.0), "interleaved": True}), "fused": (SOME, {"f": small(dtype=BF16), "fused": True}),
-    "one_token": ((0,), {"f": SMALL, "rows": 1}), "no_tokens": ((), {"f": SMALL}),
+    "plain": (SOME, SMALL), "interleaved": (SOME, SMALL, INTERLEAVED),
+    "one_head": (SOME, small(q_heads=1), I32_SLOTS), "rope_2": (SOME, small(head_dim=18)),
+    "rope_2_interleaved": (SOME, small(head_dim=18), INTERLEAVED), "rope_wider": (SOME, small(v_head_dim=4)),
+    "latent_1": (SOME, small(head_dim=9, v_head_dim=1), INTERLEAVED),
+    "float16": (SOME, small(dtype=F16), INTERLEAVED), "float64": (SOME, small(dtype=F64)),
+    "saturated": (SOME, SMALL, {"scales": (0.01, 0.02)}),
+    "small": (SOME, SMALL, {"scales": (500.0, 3000.0)}, INTERLEAVED), "fused": (SOME, small(dtype=BF16), FUSED),
+    "one_token": ((0,), SMALL, {"rows": 1}), "no_tokens": ((), SMALL),
     # The shape that GPU kernels support.
-    "deepseek": (SOME, {"f": DEEPSEEK, "interleaved": True}), "deepseek_half_split": (SOME, {"f": DEEPSEEK, "index": I32}),
-    "deepseek_fused": (SOME, {"f": DEEPSEEK, "interleaved": True, "fused": True}), "deepseek_float16": ((7,), {"f": deepseek(dtype=F16)}),
-    "deepseek_heads_128": ((8, 1, 4), {"f": deepseek(q_heads=128), "interleaved": True, "fused": True}),
-    "deepseek_saturated": (SOME, {"f": DEEPSEEK, "scales": (0.02, 0.01), "interleaved": True}),
-    "deepseek_many": (tuple(i * 7 % 400 for i in range(300)), {"f": DEEPSEEK, "rows": 400, "interleaved": True}),
-    "deepseek_no_tokens": ((), {"f": DEEPSEEK}), "rope_32": (SOME, {"f": deepseek(head_dim=288, v_head_dim=256)}),
-    "tail": (SOME, {"f": deepseek(head_dim=144, v_head_dim=80), "interleaved": True}),
+    "deepseek": (SOME, DEEPSEEK, INTERLEAVED), "deepseek_half_split": (SOME, DEEPSEEK, I32_SLOTS),
+    "deepseek_fused": (SOME, DEEPSEEK, INTERLEAVED, FUSED), "deepseek_float16": ((7,), deepseek(dtype=F16)),
+    "deepseek_heads_128": ((8, 1, 4), deepseek(q_heads=128), INTERLEAVED, FUSED),
+    "deepseek_saturated": (SOME, DEEPSEEK, {"scales": (0.02, 0.01)}, INTERLEAVED),
+    "deepseek_many": (tuple(i * 7 % 400 for i in range(300)), DEEPSEEK, {"rows": 400}, INTERLEAVED),
+    "deepseek_no_tokens": ((), DEEPSEEK), "rope_32": (SOME, deepseek(head_dim=288, v_head_dim=256)),
+    "tail": (SOME, deepseek(head_dim=144, v_head_dim=80), INTERLEAVED),
 }  # fmt: skip
 
 
@@ -114,7 +117,7 @@ def parts(x: Tensor, f: Features, views: bool) -> tuple[Tensor, ...]:
     return both if views else tuple(map(compact, both))
 
 
-def _written(scene: Scene, quantised: bool = False) -> dict[str, Any]:
+def _written(scene: Scene, quantised: bool = False) -> Given:
     """quantised: the latents are of `f.kv_dtype` already, and views of one tensor."""
     if not quantised:
         return {}
@@ -123,9 +126,7 @@ def _written(scene: Scene, quantised: bool = False) -> dict[str, Any]:
     return dict(zip(("latent", "k_pe"), parts(rows, f, views=True), strict=True)) | {"kv_scale": None}
 
 
-def _rotated(
-    scene: Scene, rows: int = 9, scales: tuple[float, float] = (0.25, 0.125), spread: float = 8.0, fused: bool = False
-) -> dict[str, Any]:
+def _rotated(scene: Scene, rows: int = 9, scales: tuple[float, float] = (0.25, 0.125), spread: float = 8.0, fused: bool = False) -> Given:
     """rows: N of the table. fused: the parts are views of projections' results, as a model has them."""
     source, f, tokens = scene.source, scene.f, scene.sizes["T"]
     query = source.normal(tokens, f.q_heads, f.head_dim, dtype=f.dtype, spread=spread)

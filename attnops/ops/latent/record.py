@@ -56,7 +56,7 @@ class WriteLatent(Call):
     k_pe: Tensor = arg("T, Dr", "latent", unit_stride=True, holds="new_keys")
     latent_pages: Tensor = arg("P, page, Dc + Dr", (*FLOATS, *STORED), written=True, unit_stride=True, holds="pages")
     slots: Tensor = arg("T", INDEX, holds="slots_of_tokens")
-    kv_scale: Tensor | None = arg("1", FLOAT32, default=None, facts=rules.KV_SCALE, holds="scale_of_keys")
+    kv_scale: Tensor | None = rules.LATENT_SCALE
 
 
 WRITE_LATENT = define(
@@ -138,8 +138,8 @@ class MlaAttention(rules.Queries):
     cu_seqlens_q: Tensor = arg("B + 1", INT32, holds="starts_of_queries")
     mask: Tensor | None = arg("T, >= max_pages * page", MASK, default=None, facts=rules.MASK_FACTS)
     sinks: Tensor | None = arg("H", FLOATS, default=None, facts=rules.SINKS)
-    q_scale: Tensor | None = arg("1", FLOAT32, default=None, facts=rules.KV_SCALE, holds="scale_of_query")
-    kv_scale: Tensor | None = arg("1", FLOAT32, default=None, facts=rules.KV_SCALE, holds="scale_of_keys")
+    q_scale: Tensor | None = rules.LATENT_QUERY_SCALE
+    kv_scale: Tensor | None = rules.LATENT_SCALE
     plan: Tensor | None = arg("words", rules.PLAN, default=None, hint=True, any_device=True, facts=rules.PLAN_FACTS)
     _: KW_ONLY
     scale: float = arg(holds="scale_of_logits")

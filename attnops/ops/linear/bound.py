@@ -16,17 +16,15 @@ and with a residual r, delta(output) + u (|output| + |r|).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import sqrt
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from attnops.core.rounding import Allowed, product, roundoff, step
+from attnops.core.rounding import Allowed, Results, product, roundoff, step
 
 
-def _linear(call: Any, expected: Mapping[str, Tensor]) -> Allowed:
+def _linear(call: Any, expected: Results) -> Allowed:
     x, dtype, width = call.x.double(), call.x.dtype, call.x.shape[1]
     u = roundoff(dtype)
     a = min(u, roundoff(torch.float32))

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from attnops.ops.case_data import BF16, F16, F64, Given, Grid, Rows, Scene
 
-from attnops.ops.case_data import BF16, F16, F64, Grid, Rows, Scene
-
+MAIN = (3, 48, 40)
 NORM, GEMMA, BIAS, RES = {"norm": 0.0}, {"norm": 1.0}, {"bias": True}, {"residual": True}
 SILU, GELU, TANH = ({"activation": name} for name in ("silu", "gelu", "gelu_tanh"))
 ALL = NORM | BIAS | RES | SILU
 LINEARS: Rows = {
-    "plain": (3, 48, 40), "norm": (3, 48, 40, NORM), "norm_offset": (3, 48, 40, GEMMA), "bias": (3, 48, 40, BIAS),
-    "residual": (3, 48, 40, RES), "silu": (3, 48, 40, SILU), "gelu": (3, 48, 40, GELU), "gelu_tanh": (3, 48, 40, TANH),
+    "plain": MAIN, "norm": (*MAIN, NORM), "norm_offset": (*MAIN, GEMMA), "bias": (*MAIN, BIAS),
+    "residual": (*MAIN, RES), "silu": (*MAIN, SILU), "gelu": (*MAIN, GELU), "gelu_tanh": (*MAIN, TANH),
     "all": (5, 72, 40, ALL), "all_offset": (5, 72, 40, ALL | GEMMA | TANH), "no_rows": (0, 48, 40, ALL), "one_number": (1, 1, 1, ALL),
-    "float64": (3, 48, 40, F64, ALL),
+    "float64": (*MAIN, F64, ALL),
     **{f"{name}-{rows}_rows": (rows, 300, 136, *more) for rows in (1, 2, 17, 64, 65)
        for name, more in (("bfloat16", (BF16,)), ("bfloat16_all", (BF16, ALL)))},
     "bfloat16_one_row-offset": (1, 272, 33, BF16, GEMMA | TANH | BIAS), "float16": (2, 272, 33, F16, BIAS | RES | GELU),
@@ -25,7 +24,7 @@ LINEARS: Rows = {
 }  # fmt: skip
 
 
-def _layer(scene: Scene, outs: int, norm: float | None = None) -> dict[str, Any]:
+def _layer(scene: Scene, outs: int, norm: float | None = None) -> Given:
     """outs: how many results. norm: the offset of the gain; None: no norm."""
     source, columns, dtype = scene.source, scene.sizes["In"], scene.f.dtype
     scene.sizes["Out"] = outs * (2 if scene.given.get("activation") else 1)

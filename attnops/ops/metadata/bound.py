@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
-from attnops.core.rounding import Compared
+from attnops.core.rounding import Compared, Results
 from attnops.ops.metadata.reference import decode_rows, rows_schedule_words
 
 
-def _rows(call: Any, results: dict[str, Tensor]) -> Compared:
+def _rows(call: Any, results: Results) -> Compared:
     """Only FlashMLA reads the first words."""
     start = rows_schedule_words(call.num_tokens, call.q_heads, call.float8)
     ((name, got),) = results.items()

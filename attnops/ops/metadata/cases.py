@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from attnops.ops.case_data import I32, I64, Grid, Rows, Scene
+from attnops.ops.case_data import I32, I64, Given, Grid, Rows, Scene
 
 Named = dict[str, dict[str, Any]]
 LENGTHS, INTS = {"ragged": (3, 0, 5, 1), "one": (4,), "zeros": (0, 0), "none": ()}, (I32, I64)
@@ -30,24 +30,24 @@ def _points(*axes: Mapping[str, Any] | Sequence[Any]) -> Rows:
     return {"-".join(names): values for names, values in points}
 
 
-def _begins(scene: Scene, requests: Sequence[Sequence[int]]) -> dict[str, Any]:
+def _begins(scene: Scene, requests: Sequence[Sequence[int]]) -> Given:
     """requests: how long each request of a row is."""
     flags = [int(place == 0) for row in requests for length in row for place in range(length)]
     return {"begins": scene.source.ints(flags, torch.bool).reshape(len(requests), len(flags) // len(requests))}
 
 
-def _table(scene: Scene) -> dict[str, Any]:
+def _table(scene: Scene) -> Given:
     count = len(scene.k_lens or ())
     return {"page_table": scene.source.ints(scene.source.permutation(count * 5)).reshape(count, 5)}
 
 
-def _by_token(scene: Scene, width: int) -> dict[str, Any]:
+def _by_token(scene: Scene, width: int) -> Given:
     source, q_lens = scene.source, scene.q_lens or ()
     table = source.ints(n - 1 for n in source.permutation(len(q_lens) * width)).reshape(len(q_lens), width)
     return {"page_table": table, "seq_lens": source.ints(n + 2 * (i % 2) for i, n in enumerate(q_lens))}
 
 
-def _named(scene: Scene, holes: Sequence[int]) -> dict[str, Any]:
+def _named(scene: Scene, holes: Sequence[int]) -> Given:
     """holes: the columns that name no page."""
     source, q_lens, page, width = scene.source, scene.q_lens or (), 4, 5
     total = len(q_lens) * width

@@ -170,12 +170,9 @@ def _row_facts(call: Any, sizes: Sizes) -> dict[str, Any]:
 
 
 @record("decode_rows", Result("", _row_words, torch.int32), rules=_row_rules, facts=_row_facts, problem={"tokens": "num_tokens"})
-class DecodeRows(Call):
+class DecodeRows(rules.Paged):
     """The batch of a decode by token, and FlashMLA's schedule of it."""
 
-    page_table: Tensor = arg("B, max_pages", INT32, holds="page_ids")
-    seq_lens: Tensor = arg("B", INT32, holds="lengths_of_keys")
-    cu_seqlens_q: Tensor = arg("B + 1", INT32, holds="starts_of_queries")
     _: KW_ONLY
     num_tokens: int = arg(least=0, symbolic=True, holds="tokens")
     causal: bool = arg(default=True, always=True, facts=rules.CAUSAL)
@@ -224,12 +221,9 @@ def decode_rows(
 
 
 @record("named_pages", Result("named", like="page_table"), Result("lengths", like="seq_lens"), problem={"tokens": "B", "batch": "0"})
-class NamedPages(Call):
+class NamedPages(rules.Paged):
     """A page table without holes, and the lengths that go with it."""
 
-    page_table: Tensor = arg("B, max_pages", INT32, holds="page_ids")
-    seq_lens: Tensor = arg("B", INT32, holds="lengths_of_keys")
-    cu_seqlens_q: Tensor = arg("B + 1", INT32, holds="starts_of_queries")
     _: KW_ONLY
     num_pages: int = arg(least=0, symbolic=True, holds="page_count")
     page_size: int = arg(least=1)

@@ -11,10 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from attnops.core.rounding import Allowed, Compared, stored
-from attnops.ops.attention.bound import Figures, Results, norm, wide
+from attnops.core.rounding import Allowed, Compared, Results, stored
+from attnops.ops.attention.bound import Figures, norm, wide
 from attnops.ops.pages.decode_reference import turned
 
 
@@ -36,7 +35,7 @@ def _step(call: Any, expected: Results) -> Allowed:
     return figures.allowed(expected) | {"k_pages": key * once}
 
 
-def _written(call: Any, results: dict[str, Tensor]) -> Compared:
+def _written(call: Any, results: Results) -> Compared:
     """Of the rows that are stored: within half a step."""
     compared = {}
     for pages, rows, scale in (("k_pages", call.key, call.k_scale), ("v_pages", call.value, call.v_scale)):
@@ -46,7 +45,7 @@ def _written(call: Any, results: dict[str, Tensor]) -> Compared:
     return compared
 
 
-def _private(call: Any, results: dict[str, Tensor]) -> Compared:
+def _private(call: Any, results: Results) -> Compared:
     """A plan is private to its kernel."""
     return {}
 

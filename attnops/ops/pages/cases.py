@@ -4,26 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from attnops.ops.attention.cases import FEATURES, on_shapes
-from attnops.ops.case_data import BF16, E4M3, E5M2, F16, F32, F64, I32, INT8, U8, Features as F, Grid, Pages, Rows, Scene
-from attnops.ops.latent.cases import BY_PAGES, DEEPSEEK
+from attnops.ops.case_data import BF16, E4M3, E5M2, F16, F32, F64, INT8, U8, Features as F, Given, Grid, Pages, Rows, Scene
+from attnops.ops.latent.cases import BY_PAGES, DEEPSEEK, I32_SLOTS, MIXED, NO_PAGES, NO_TABLE, NOTHING, SHARED, TIGHT
 from attnops.ops.pages.decode_cases import STEPS, step
 
 PAGED = ((1, 4, 0, 2), (6, 4, 0, 21), 16)
-NO_TABLE, NO_PAGES = {"pages": Pages(wider=0)}, {"pages": Pages(spare=0)}
 PAGED_SHAPES: Rows = {
     "page_1": ((1, 3, 2), (5, 3, 9), 1), "page_3": ((1, 3, 0, 2), (5, 3, 0, 7), 3, {"pages": Pages(interleaved=True)}),
-    "page_64": ((2, 1), (3, 70), 64), "decode": ((1, 1, 1, 1), (5, 1, 40, 16), 16, {"padding": 0}),
+    "page_64": ((2, 1), (3, 70), 64), "decode": ((1, 1, 1, 1), (5, 1, 40, 16), 16, TIGHT),
     "tight": ((1, 0, 3), (5, 2, 70), 64, {"padding": None}), "decode_promised": ((1, 1, 1), (5, 0, 33), 16, {"padding": None}),
     "decode_padded": ((1, 1, 1), (5, 0, 33), 16, {"padding": 3}), "prefill": ((6, 11), (6, 11), 4, {"slack": 2}),
-    "shared": ((2, 2), (9, 13), 4, {"pages": Pages(shared=True)}), "no_table": ((1, 1), (0, 0), 4, NO_TABLE),
+    "shared": ((2, 2), (9, 13), 4, SHARED), "no_table": ((1, 1), (0, 0), 4, NO_TABLE),
     "no_pages": ((1, 2), (0, 0), 4, NO_PAGES), "no_requests": ((), (), 4),
-    "nothing": ((), (), 4, {"padding": 0, "pages": Pages(spare=0, wider=0)}),
+    "nothing": ((), (), 4, NOTHING),
 }  # fmt: skip
 TEMPERED: Rows = {
     f"{shape}temperature{name}": (*row, replace(f, temperature=True))
@@ -32,31 +31,32 @@ TEMPERED: Rows = {
 }
 
 
-MIXED, RAGGED = (7, -1, 0, 11, -1, 5), (3, 8, 1)
-I32_SLOTS, INTERLEAVED = {"index": I32}, {"pages": Pages(interleaved=True)}
+MAIN, RAGGED = (MIXED, 4, 3), (3, 8, 1)
+INTERLEAVED = {"pages": Pages(interleaved=True)}
+WIDE = F(dtype=BF16, head_dim=128)
 WRITES: Rows = {
-    "plain": (MIXED, 4, 3, F()), "page_1": (RAGGED, 9, 1, F(v_head_dim=8)),
+    "plain": (*MAIN, F()), "page_1": (RAGGED, 9, 1, F(v_head_dim=8)),
     "page_16": (RAGGED, 2, 16, F(dtype=BF16, head_dim=64), I32_SLOTS),
-    "float16": (MIXED, 4, 3, F(dtype=F16), I32_SLOTS), "float64": (MIXED, 4, 3, F(dtype=F64)),
-    "interleaved": (MIXED, 4, 3, F(), INTERLEAVED),
+    "float16": (*MAIN, F(dtype=F16), I32_SLOTS), "float64": (*MAIN, F(dtype=F64)),
+    "interleaved": (*MAIN, F(), INTERLEAVED),
     "all_skipped": ((-1, -1, -1), 4, 3, F()), "first_slot_skipped": ((-1, 5, -2), 4, 3, F()), "last_slot": ((11,), 4, 3, F()),
     "one_page": ((2, 0), 1, 4, F(q_heads=1, kv_heads=1)), "no_tokens": ((), 4, 3, F()), "no_pages": ((-1, -1), 0, 3, F()),
-    "float8": (MIXED, 4, 3, F(kv_dtype=E4M3)),
-    "float8_bfloat16": (MIXED, 4, 3, F(dtype=BF16, kv_dtype=E4M3, scale_per_head=False), INTERLEAVED),
-    "float8_e5m2": (MIXED, 4, 3, F(dtype=F32, kv_dtype=E5M2)), "float8_skipped": ((-1, -1), 4, 3, F(kv_dtype=E4M3)),
-    "int8": (MIXED, 4, 3, F(dtype=BF16, kv_dtype=INT8)),
-    "int8_float16": (MIXED, 4, 3, F(dtype=F16, kv_dtype=INT8, scale_per_head=False), INTERLEAVED),
-    "int8_float64": (MIXED, 4, 3, F(dtype=F64, kv_dtype=INT8)),
+    "float8": (*MAIN, F(kv_dtype=E4M3)),
+    "float8_bfloat16": (*MAIN, F(dtype=BF16, kv_dtype=E4M3, scale_per_head=False), INTERLEAVED),
+    "float8_e5m2": (*MAIN, F(dtype=F32, kv_dtype=E5M2)), "float8_skipped": ((-1, -1), 4, 3, F(kv_dtype=E4M3)),
+    "int8": (*MAIN, F(dtype=BF16, kv_dtype=INT8)),
+    "int8_float16": (*MAIN, F(dtype=F16, kv_dtype=INT8, scale_per_head=False), INTERLEAVED),
+    "int8_float64": (*MAIN, F(dtype=F64, kv_dtype=INT8)),
     # Head dims of GPU kernels.
     "bfloat16_d128": ((7, -1, 0, 33, -1, 45), 4, 16, F(dtype=BF16, head_dim=128, kv_heads=8, q_heads=8)),
-    "bfloat16_d64_interleaved": (MIXED, 4, 3, F(dtype=BF16, head_dim=64), INTERLEAVED),
-    "float16_d256": (MIXED, 4, 3, F(dtype=F16, head_dim=256), I32_SLOTS),
-    "bfloat16_d128_skipped": ((-1, -1), 4, 3, F(dtype=BF16, head_dim=128)),
-    "bfloat16_d128_no_tokens": ((), 4, 3, F(dtype=BF16, head_dim=128)),
-    "bfloat16_d128_no_pages": ((-1,), 0, 3, F(dtype=BF16, head_dim=128)),
-    "bfloat16_d128_page_1": (RAGGED, 9, 1, F(dtype=BF16, head_dim=128)),
-    "float8_d128": (MIXED, 4, 3, F(dtype=BF16, kv_dtype=E4M3, head_dim=128)),
-    "float8_e5m2_d64": (MIXED, 4, 3, F(dtype=F16, kv_dtype=E5M2, head_dim=64), INTERLEAVED),
+    "bfloat16_d64_interleaved": (*MAIN, F(dtype=BF16, head_dim=64), INTERLEAVED),
+    "float16_d256": (*MAIN, F(dtype=F16, head_dim=256), I32_SLOTS),
+    "bfloat16_d128_skipped": ((-1, -1), 4, 3, WIDE),
+    "bfloat16_d128_no_tokens": ((), 4, 3, WIDE),
+    "bfloat16_d128_no_pages": ((-1,), 0, 3, WIDE),
+    "bfloat16_d128_page_1": (RAGGED, 9, 1, WIDE),
+    "float8_d128": (*MAIN, F(dtype=BF16, kv_dtype=E4M3, head_dim=128)),
+    "float8_e5m2_d64": (*MAIN, F(dtype=F16, kv_dtype=E5M2, head_dim=64), INTERLEAVED),
 }  # fmt: skip
 # Slots of 4 pages of 3: moved up, turned about, one to many, some of them skipped.
 PAIRS: dict[str, tuple[tuple[int, int], ...]] = {
@@ -65,46 +65,46 @@ PAIRS: dict[str, tuple[tuple[int, int], ...]] = {
     "to_itself": ((4, 4), (5, 6), (6, 5)), "skipped": ((-1, 3), (3, -1), (3, 5), (-1, -1), (5, 3), (11, 0)),
     "first_skipped": ((-1, 0), (2, 1)), "all_skipped": ((-1, 3), (3, -1)), "none": (),
 }  # fmt: skip
-MOVED, LATENTS = PAIRS["skipped"], {"latents": True}
+MOVED, LATENTS, POOL = PAIRS["skipped"], {"latents": True}, (2, 4, 3)
 COPIES: Rows = {
-    **{n: (pairs, 2, 4, 3, F()) for n, pairs in PAIRS.items()}, "one_layer": (MOVED, 1, 4, 3, F(dtype=BF16)),
+    **{n: (pairs, *POOL, F()) for n, pairs in PAIRS.items()}, "one_layer": (MOVED, 1, 4, 3, F(dtype=BF16)),
     "no_layers": (MOVED, 0, 4, 3, F()), "no_pages": (PAIRS["all_skipped"], 2, 0, 3, F()),
     "page_1": (PAIRS["cycle"], 3, 12, 1, F(dtype=F16, v_head_dim=8), I32_SLOTS),
-    "page_16": (((0, 17), (17, 0), (30, 31)), 2, 2, 16, F(dtype=BF16, head_dim=64), I32_SLOTS), "float64": (MOVED, 2, 4, 3, F(dtype=F64)),
-    "float8": (PAIRS["cycle"], 2, 4, 3, F(kv_dtype=E4M3)), "float8_e5m2": (MOVED, 2, 4, 3, F(kv_dtype=E5M2)),
-    "int8": (MOVED, 2, 4, 3, F(kv_dtype=INT8), I32_SLOTS), "latents": (PAIRS["up"], 2, 4, 3, F(dtype=BF16, head_dim=576), LATENTS),
-    "latents_packed": (MOVED, 2, 4, 3, F(kv_dtype=U8, head_dim=656), LATENTS),
+    "page_16": (((0, 17), (17, 0), (30, 31)), 2, 2, 16, F(dtype=BF16, head_dim=64), I32_SLOTS), "float64": (MOVED, *POOL, F(dtype=F64)),
+    "float8": (PAIRS["cycle"], *POOL, F(kv_dtype=E4M3)), "float8_e5m2": (MOVED, *POOL, F(kv_dtype=E5M2)),
+    "int8": (MOVED, *POOL, F(kv_dtype=INT8), I32_SLOTS), "latents": (PAIRS["up"], *POOL, F(dtype=BF16, head_dim=576), LATENTS),
+    "latents_packed": (MOVED, *POOL, F(kv_dtype=U8, head_dim=656), LATENTS),
     "bfloat16_d128": (MOVED, 3, 4, 16, F(dtype=BF16, head_dim=128, kv_heads=8)),
     "many": (tuple((i, (i + 7) % 640) for i in range(640)), 2, 40, 16, F(dtype=BF16, head_dim=64)),
-    "odd_dims": (PAIRS["cycle"], 2, 4, 3, F(dtype=BF16, head_dim=80, v_head_dim=24, kv_heads=3)),
+    "odd_dims": (PAIRS["cycle"], *POOL, F(dtype=BF16, head_dim=80, v_head_dim=24, kv_heads=3)),
 }  # fmt: skip
 
 
 _LLAMA = F(dtype=BF16, head_dim=128, q_heads=8, causal=True)
-_NOTHING = {"padding": 0, "pages": Pages(0, 0)}
+llama, SOME = partial(replace, _LLAMA), ((1, 4), (6, 40))
 PLANS: Rows = {
     "decode": ((1, 1, 1), (5, 40, 16), 16, _LLAMA), "decode_padded": ((1, 0, 1), (5, 3, 33), 16, _LLAMA),
-    "extend": ((1, 4, 0, 2), (6, 4, 0, 21), 16, _LLAMA), "window": ((1, 4), (6, 40), 16, replace(_LLAMA, window=(7, -1))),
-    "sinks": ((1, 4), (6, 40), 16, replace(_LLAMA, sinks=BF16)),
-    "softcap": ((1, 4), (6, 40), 16, replace(_LLAMA, softcap=30.0, dtype=F16, head_dim=64)),
-    "not_causal": ((1, 4), (6, 40), 1, replace(_LLAMA, causal=False, head_dim=256)),
-    "unlike_dims": ((3, 4), (6, 40), 64, replace(_LLAMA, head_dim=192, v_head_dim=128)), "no_requests": ((), (), 4, _LLAMA),
-    "no_table": ((1, 1), (0, 0), 4, _LLAMA, NO_TABLE), "nothing": ((), (), 4, _LLAMA, _NOTHING),
+    "extend": ((1, 4, 0, 2), (6, 4, 0, 21), 16, _LLAMA), "window": (*SOME, 16, llama(window=(7, -1))),
+    "sinks": (*SOME, 16, llama(sinks=BF16)),
+    "softcap": (*SOME, 16, llama(softcap=30.0, dtype=F16, head_dim=64)),
+    "not_causal": (*SOME, 1, llama(causal=False, head_dim=256)),
+    "unlike_dims": ((3, 4), (6, 40), 64, llama(head_dim=192, v_head_dim=128)), "no_requests": ((), (), 4, _LLAMA),
+    "no_table": ((1, 1), (0, 0), 4, _LLAMA, NO_TABLE), "nothing": ((), (), 4, _LLAMA, NOTHING),
 }  # fmt: skip
 LATENT_PLANS: Rows = {
     "decode": ((1, 1, 1), (5, 40, 16), 16, DEEPSEEK), "decode_padded": ((1, 0, 1), (5, 3, 33), 64, DEEPSEEK),
     "decode_heads_128": ((1, 1), (5, 300), 64, replace(DEEPSEEK, q_heads=128)), "extend": ((1, 4, 0, 2), (6, 4, 0, 21), 1, DEEPSEEK),
-    "not_causal": ((1, 4), (6, 40), 64, replace(DEEPSEEK, causal=False, dtype=F16)), "no_requests": ((), (), 64, DEEPSEEK),
-    "no_table": ((1, 1), (0, 0), 64, DEEPSEEK, NO_TABLE), "nothing": ((), (), 64, DEEPSEEK, _NOTHING),
+    "not_causal": (*SOME, 64, replace(DEEPSEEK, causal=False, dtype=F16)), "no_requests": ((), (), 64, DEEPSEEK),
+    "no_table": ((1, 1), (0, 0), 64, DEEPSEEK, NO_TABLE), "nothing": ((), (), 64, DEEPSEEK, NOTHING),
 }  # fmt: skip
 
 
-def _copied(scene: Scene, pairs: Sequence[tuple[int, int]], latents: bool = False) -> dict[str, Any]:
+def _copied(scene: Scene, pairs: Sequence[tuple[int, int]], latents: bool = False) -> Given:
     """pairs: (source slot, target slot). latents: pages without heads, and no value pages."""
     source, f = scene.source, scene.f
     shape = [scene.sizes[n] for n in ("L", "P", "page")] + ([] if latents else [f.kv_heads])
     dims = {"k_pages": f.head_dim} if latents else {"k_pages": f.head_dim, "v_pages": f.v_dim}
-    made: dict[str, Any] = {n: source.stored(*shape, dim, dtype=f.kv_dtype or f.dtype) for n, dim in dims.items()}
+    made: Given = {n: source.stored(*shape, dim, dtype=f.kv_dtype or f.dtype) for n, dim in dims.items()}
     slots = (source.ints([pair[i] for pair in pairs], scene.index) for i in (0, 1))
     return {"v_pages": None} | made | dict(zip(("source", "target"), slots, strict=True))
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from attnops.ops.case_data import BF16, F16, F32, F64, I32, I64, Features as F, Pages, Rows, Scene
+from attnops.ops.case_data import BF16, F16, F32, F64, I32, I64, Features as F, Given, Pages, Rows, Scene
 
 
 class Angles(NamedTuple):
@@ -74,7 +74,7 @@ def _last_slots(scene: Scene, skipped: Sequence[int]) -> list[int]:
     return slots
 
 
-def step(scene: Scene, angles: Angles = Angles(), missing: Sequence[tuple[int, int]] | None = ()) -> dict[str, Any]:  # noqa: B008
+def step(scene: Scene, angles: Angles = Angles(), missing: Sequence[tuple[int, int]] | None = ()) -> Given:  # noqa: B008
     """The slots of the new tokens are free, and so are the query, key and value of rows without one.
 
     missing: (row, column) of the table's entries that are no page. None is the promise that there are none.
@@ -85,7 +85,7 @@ def step(scene: Scene, angles: Angles = Angles(), missing: Sequence[tuple[int, i
     for b, column in missing or ():
         free[table[b, column]] = True
         table[b, column] = free.shape[0] + 7 if column % 2 else -1
-    given: dict[str, Any] = {"slots": source.ints(slots, angles.slots)} | ({"holes": False} if missing is None else {})
+    given: Given = {"slots": source.ints(slots, angles.slots)} | ({"holes": False} if missing is None else {})
     scene.free["tokens"] = given["slots"] < 0
     wide = angles.wide or f.dtype
     if angles.cos_sin:

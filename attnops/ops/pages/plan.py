@@ -18,7 +18,7 @@ from attnops.core.errors import InvalidInput, fail
 from attnops.core.kernel import deterministic, kernels_of
 from attnops.core.op import OPS, Op, define
 from attnops.core.problem import LEAVES, Extent, Extents, Problem, Target, altered, leaf, repeatable
-from attnops.core.record import FLOATS, INT32, KW_ONLY, QUANTISED, Call, Sizes, arg, changed, check, group, name, need, record
+from attnops.core.record import FLOATS, KW_ONLY, QUANTISED, Sizes, arg, changed, check, group, name, need, record
 from attnops.core.select import active_policy, choose, key_for
 from attnops.ops import rules, typical
 from attnops.ops.metadata.reference import UNKNOWN
@@ -52,12 +52,9 @@ def _facts(call: Any, sizes: Sizes) -> dict[str, Any]:
 
 
 @group
-class HostPlan(Call):
+class HostPlan(rules.Paged):
     """The arguments of both ops."""
 
-    page_table: Tensor = arg("B, max_pages", INT32, holds="page_ids")
-    seq_lens: Tensor = arg("B", INT32, holds="lengths_of_keys")
-    cu_seqlens_q: Tensor = arg("B + 1", INT32, holds="starts_of_queries")
     _: KW_ONLY
     num_tokens: int = arg(least=0, symbolic=True, holds="tokens")
     max_seqlen_q: int = arg(least=0, symbolic=True, holds="most_queries")

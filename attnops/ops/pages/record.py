@@ -46,12 +46,12 @@ class PagedAttention(rules.Visible, rules.Queries):
     cu_seqlens_q: Tensor = arg("B + 1", INT32, holds="starts_of_queries")
     mask: Tensor | None = arg("T, >= max_pages * page", MASK, default=None, facts=rules.MASK_FACTS)
     sinks: Tensor | None = arg("Hq", FLOATS, default=None, facts=rules.SINKS)
-    k_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALES, holds="scale_of_keys")
-    v_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALES, holds="scale_of_keys")
+    k_scale: Tensor | None = rules.KEY_SCALE
+    v_scale: Tensor | None = rules.KEY_SCALE
     plan: Tensor | None = arg("words", rules.PLAN, default=None, hint=True, any_device=True, facts=rules.PLAN_FACTS)
     _: KW_ONLY
     causal: bool = arg(default=True, facts=rules.CAUSAL)
-    q_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALE, holds="scale_of_query")
+    q_scale: Tensor | None = rules.QUERY_SCALE
     padded: bool = arg(default=True, hint=True, facts=rules.PADDED)
     holes: bool = arg(default=True, hint=True, facts=rules.HOLES, without=with_named_pages)
     output: Tensor = arg("T, Hq, Dv", rules.result_dtypes, written=True)
@@ -171,8 +171,8 @@ class WriteKV(Call):
     k_pages: Tensor = arg("P, page, Hkv, D", STORED, written=True, unit_stride=True, holds="pages")
     v_pages: Tensor = arg("P, page, Hkv, Dv", "k_pages", written=True, unit_stride=True, holds="pages")
     slots: Tensor = arg("T", INDEX, holds="slots_of_tokens")
-    k_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALES, holds="scale_of_keys")
-    v_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None, facts=rules.KV_SCALES, holds="scale_of_keys")
+    k_scale: Tensor | None = rules.KEY_SCALE
+    v_scale: Tensor | None = rules.KEY_SCALE
 
 
 WRITE_KV = define(

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from attnops.core.rounding import Allowed, Compared, stored
-from attnops.ops.attention.bound import Results, attention
+from attnops.core.rounding import Allowed, Compared, Results, stored
+from attnops.ops.attention.bound import attention
 from attnops.ops.latent.bound import latents
 from attnops.ops.sparse.packed_format import GROUP, LEAST, TOP, unpack
 
@@ -19,7 +18,7 @@ def _listed(call: Any, expected: Results) -> Allowed:
     return latents(call, expected, pages, call.indices.shape[1])
 
 
-def _packed(call: Any, results: dict[str, Tensor]) -> Compared:
+def _packed(call: Any, results: Results) -> Compared:
     """The scales are exact, numbers within half a step of theirs."""
     rows, real = results["latent_pages"], call.slots >= 0
     latent, k_pe = (x[real].double() for x in (call.latent, call.k_pe))

@@ -69,8 +69,8 @@ class SparseMlaAttention(Call):
     indices: Tensor = arg("T, topk", INT32)
     topk_length: Tensor | None = arg("T", INT32, default=None)
     sinks: Tensor | None = arg("H", FLOATS, default=None, facts=rules.SINKS)
-    q_scale: Tensor | None = arg("1", FLOAT32, default=None, facts=rules.KV_SCALE, holds="scale_of_query")
-    kv_scale: Tensor | None = arg("1", FLOAT32, default=None, facts=rules.KV_SCALE, holds="scale_of_keys")
+    q_scale: Tensor | None = rules.LATENT_QUERY_SCALE
+    kv_scale: Tensor | None = rules.LATENT_SCALE
     plan: Tensor | None = arg("words", rules.PLAN, default=None, hint=True, any_device=True, facts=rules.PLAN_FACTS)
     _: KW_ONLY
     scale: float = arg(holds="scale_of_logits")
