@@ -7,21 +7,21 @@ import pytest
 import torch
 
 from attnops.core.kernel import Capture, kernels_of
-from attnops.core.problem import Target
+from attnops.core.problem import Target, altered
 from attnops.core.select import select_by
 from attnops.measured import MEASURED, Sizes, costs
 from attnops.measured.table import from_json
 from attnops.ops.latent.timed import MLA
 from attnops.ops.linear.timed import NORM, product
 from attnops.ops.pages.timed import PAGED
-from attnops.ops.sweeps import Sweep
+from attnops.ops.sweeps import Sweep, decoding
 from attnops.testing.pool import Pool
 from attnops.testing.timed_calls import build, problem_at
 from attnops.tune import Stopwatch, measure
 from attnops.tune.clock import GraphClock, Timed
 
-STEP = Sweep(replace(PAGED, decode=True), (1.0, 16.0), (1.0,), (512.0, 4096.0))
-LATENT = Sweep(replace(MLA, q_heads=16, decode=True), (1.0, 16.0), (1.0,), (512.0, 4096.0))
+STEP = Sweep(decoding(PAGED), (1.0, 16.0), (1.0,), (512.0, 4096.0))
+LATENT = Sweep(altered(decoding(MLA), q_heads=16), (1.0, 16.0), (1.0,), (512.0, 4096.0))
 
 
 @pytest.mark.alone
