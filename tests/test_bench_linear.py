@@ -5,12 +5,13 @@ import torch
 
 from attnops.bench import Setup, linear
 from attnops.core.kernel import kernels_of
-from attnops.measured import LinearShape
+from attnops.core.problem import altered
+from attnops.ops.linear import timed as linears
+from attnops.ops.sweeps import F32
 from attnops.testing.pool import Pool
-from attnops.tune import linears
 
 CPU = Setup(torch.device("cpu"), quick=True, backend="eager")
-SHAPE = LinearShape(dtype="float32", out_features=32, in_features=16, norm=True)
+SHAPE = altered(linears.product(32, 16, *linears.NORM), **F32)
 
 
 def measured(setup=CPU):

@@ -19,16 +19,20 @@ from torch import Tensor
 from attnops.bench import Setup, direct, rows
 from attnops.bench.rows import Row, Way, time_if_right, with_ratios
 from attnops.core.kernel import kernels_of
+from attnops.core.problem import Problem, altered
 from attnops.core.select import select
-from attnops.measured import Shape, Sizes
+from attnops.measured import Sizes, work
 from attnops.ops import OPS
+from attnops.ops.attention.timed import DENSE, PACKED
+from attnops.ops.latent.timed import MLA
+from attnops.ops.pages.timed import FP8, PAGED
+from attnops.ops.sweeps import F32, GPT_OSS, decoding, toy
 from attnops.testing.calls import Call
 from attnops.testing.error_bounds import allowance
 from attnops.testing.pool import Pool
 from attnops.testing.timed_calls import build
 from attnops.tune.clock import Run, Timed, kernels_us
 from attnops.tune.run import COMPILED, Stopwatch, runner
-from attnops.tune.shapes import DENSE, F32, GPT_OSS, MLA, PACKED, PAGED, toy
 
 ROWS, REQUESTS = 32, 3  # the last queries of the first requests are compared. All of them would take longer than the measurement.
 
@@ -39,10 +43,10 @@ SLOW = ("reference", "flex")
 
 @dataclass(frozen=True)
 class Case:
-    """A call of `batch` requests of `queries` new tokens with `keys` keys each. more: arguments that a Shape does not have."""
+    """A call of `batch` requests of `queries` new tokens with `keys` keys each. more: arguments that a kind does not have."""
 
     kind: str
-    shape: Shape
+    shape: Problem
     batch: int
     queries: int
     keys: int
@@ -66,28 +70,28 @@ class Case:
             return self
         s, keys = self.shape, min(self.keys, 32 if size == "toy" else 512)
         queries = min(self.queries, keys if self.queries == self.keys else keys // 2)
-        shape = replace(toy(s) if size == "toy" else replace(s, **F32), window=min(s.window, keys // 2))
-        shape = shape if s.kv_dtype == s.dtype else replace(shape, kv_dtype=s.kv_dtype)
+        shape = altered(toy(s) if size == "toy" else altered(s, **F32), window=(min(s.rules.window[0], keys // 2), -1))
+        shape = shape if s.kv_dtype == s.dtype else altered(shape, kv_dtype=s.kv_dtype)
         return replace(self, shape=shape, batch=min(self.batch, 2), queries=queries, keys=keys)
 
 
-STEP = replace(PAGED, decode=True)
+STEP = decoding(PAGED)
 CASES = (
     Case("decode", STEP, 8, 1, 4096),
     Case("prefill", DENSE, 1, 4096, 4096),
     Case("extend", PAGED, 4, 256, 4096),
-    Case("latent decode", replace(MLA, decode=True), 64, 1, 4096),
-    Case("decode", replace(STEP, kv_dtype="float8_e4m3fn"), 8, 1, 4096, "float8 pages"),
-    Case("decode", replace(STEP, **GPT_OSS), 64, 1, 2048, "window and sinks"),
+    Case("latent decode", decoding(MLA), 64, 1, 4096),
+    Case("decode", altered(STEP, **FP8), 8, 1, 4096, "float8 pages"),
+    Case("decode", altered(STEP, **GPT_OSS), 64, 1, 2048, "window and sinks"),
     Case("decode", STEP, 64, 1, 4096),
     Case("decode", STEP, 1, 1, 32768),
-    Case("prefill", replace(DENSE, window=1023), 1, 4096, 4096, "window"),
+    Case("prefill", altered(DENSE, window=(1023, -1)), 1, 4096, 4096, "window"),
     Case("prefill", DENSE, 1, 2048, 2048, "soft cap", (("softcap", 30.0),)),
     Case("packed prefill", PACKED, 4, 2048, 2048),
-    Case("latent decode", replace(MLA, q_heads=16, decode=True), 64, 1, 4096),
+    Case("latent decode", altered(decoding(MLA), q_heads=16), 64, 1, 4096),
     Case("prefill", DENSE, 1, 16384, 16384),
     Case("paged prefill", PAGED, 1, 8192, 8192),
-    Case("float8 latent decode", replace(MLA, decode=True, dtype="float8_e4m3fn", kv_dtype="float8_e4m3fn"), 64, 1, 8192),
+    Case("float8 latent decode", altered(decoding(MLA), **FP8, dtype=FP8["kv_dtype"]), 64, 1, 8192),
 )
 COUNT = {"toy": 4, "small": 4, "quick": 6, "full": len(CASES)}
 
@@ -123,11 +127,11 @@ def measure(setup: Setup, pool: Pool, case: Case) -> list[Row]:
     others |= direct.vendors_of(call) if setup.on_gpu else {}
     ways |= {name: partial(other, make) for name, make in others.items()}
 
-    work = case.shape.work(Sizes(case.batch, case.queries, case.keys / case.queries))
+    needs = work(case.shape, Sizes(case.batch, case.queries, case.keys / case.queries))
 
     def shares(us: float, way: Way) -> Row:
         ceilings = (setup.ceilings[name] for name in ("bandwidth_tb_s", "matmul_tflop_s"))
-        moved, done = (amount / us / 1e6 / ceiling for amount, ceiling in zip(work, ceilings, strict=True))
+        moved, done = (amount / us / 1e6 / ceiling for amount, ceiling in zip(needs, ceilings, strict=True))
         return {"of_bandwidth": round(moved, 4), "of_flops": round(done, 4), "of_ceiling": round(max(moved, done), 4)}
 
     found = time_if_right(case.name, ways, want, allowed, partial(kernels_us, setup.device), more=shares)

@@ -13,7 +13,6 @@ the same run. `error` is the largest one as a share of the error allowed there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,21 +22,22 @@ from torch import Tensor
 from attnops.bench import Setup, regret
 from attnops.bench.rows import Case, Row, Way, largest_error, time_if_right
 from attnops.core.kernel import Kernel, kernels_of
+from attnops.core.problem import Problem, altered
 from attnops.core.record import changed
 from attnops.core.select import select
-from attnops.measured import LinearShape, Sizes, in_force
+from attnops.measured import Sizes, in_force
 from attnops.ops import OPS
+from attnops.ops.linear import timed as linears
 from attnops.testing.calls import Call
 from attnops.testing.error_bounds import allowance
 from attnops.testing.linear_calls import with_copies
 from attnops.testing.pool import Pool
 from attnops.testing.timed_calls import call_of
-from attnops.tune import linears
 from attnops.tune.clock import Timed, Times, kernels_us
 from attnops.tune.run import runner, tracing
 
 DETERMINISTIC, AT = "deterministic", (1, 8, 64)  # the policy, and the rows at which it is timed
-HELD: Mapping[str, Mapping[str, LinearShape]] = {
+HELD: Mapping[str, Mapping[str, Problem]] = {
     "phi-3-mini": linears.products(3072, 32, 32, 8192, 32064, 96), "mistral-small-24b": linears.products(5120, 32, 8, 32768, 131072),
 }  # fmt: skip
 MODELS = {**linears.MODELS, **HELD}
@@ -60,12 +60,12 @@ def measure(setup: Setup, pool: Pool, model: str) -> list[Row]:
     rows, less = list[Row](), LESS[setup.size]
     for name, shape in MODELS[model].items():
         sizes = {n: getattr(shape, n) // less for n in ("out_features", "in_features")}
-        rows += product(setup, pool, f"{model} {name}", replace(shape, dtype=str(setup.dtype)[6:], **sizes))
+        rows += product(setup, pool, f"{model} {name}", altered(shape, dtype=setup.dtype, kv_dtype=setup.dtype, **sizes))
     chosen = [row for row in rows if "us" in row]
     return [*rows, *(regret.summary(model, chosen) if chosen else ())]
 
 
-def product(setup: Setup, pool: Pool, name: str, shape: LinearShape) -> Iterator[Row]:
+def product(setup: Setup, pool: Pool, name: str, shape: Problem) -> Iterator[Row]:
     """One product with every number of rows."""
     some = ROWS[setup.size]
     calls = with_copies(call_of(shape, Sizes(float(some[-1]), 1.0, 1.0), pool), pool)

@@ -17,8 +17,9 @@ import attnops.ops
 from attnops.bench import Setup
 from attnops.bench.rows import Case, Row
 from attnops.core.kernel import Kernel, register
+from attnops.core.problem import Problem
 from attnops.core.select import active_policy, use
-from attnops.measured import Shape
+from attnops.ops.sweeps import LLAMA
 from attnops.testing.calls import Call
 from attnops.testing.pool import Pool
 from attnops.testing.timed_calls import build
@@ -52,8 +53,9 @@ def measure(setup: Setup, repeats: int, inner: int, ops: tuple[int, int]) -> lis
     """All rows. repeats: of `inner` calls each. ops: of the two graphs that are compared."""
     register(Kernel(NOOP, "paged_attention", lambda call: None, frozenset({"causal"}), dtypes=(setup.dtype,), cost_us=lambda problem: 1e9))
     torch.manual_seed(0)
-    dtype = str(setup.dtype).removeprefix("torch.")
-    call = build(Shape("paged_attention", dtype, dtype, 8, 8, 64, 64, page_size=16), [1] * 4, [50] * 4, Pool(setup.device))
+    heads = {"q_heads": 8, "kv_heads": 8, "head_dim": 64, "v_head_dim": 64, "page_size": 16}
+    kind = Problem.kind("paged_attention", **LLAMA | heads | {"dtype": setup.dtype, "kv_dtype": setup.dtype})
+    call = build(kind, [1] * 4, [50] * 4, Pool(setup.device))
     found = imports(1 if setup.size == "toy" else 3)
     with use(kernel=f"paged_attention:{NOOP}"):
         return found + eager(call, repeats, inner) + compiled(setup, call, repeats, max(1, inner // 8), ops)

@@ -12,7 +12,6 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from statistics import fmean
 from typing import NamedTuple
@@ -24,13 +23,16 @@ from attnops.bench.rows import Case, Row, time_if_right
 from attnops.core.kernel import Kernel, kernels_of
 from attnops.core.problem import Problem, Target, altered
 from attnops.core.select import select_by
-from attnops.measured import Shape, Sizes, Table, in_force
+from attnops.measured import Sizes, Table, in_force, work
+from attnops.ops.attention.timed import DENSE, PACKED
+from attnops.ops.latent.timed import MLA
+from attnops.ops.pages.timed import PAGED
+from attnops.ops.sweeps import decoding, toy
 from attnops.testing.calls import Call
 from attnops.testing.pool import Pool
 from attnops.testing.timed_calls import build
 from attnops.tune.clock import clock_for
 from attnops.tune.run import COMPILED, Stopwatch, runner
-from attnops.tune.shapes import DENSE, MLA, PACKED, PAGED, toy
 
 LARGEST_BYTES, LARGEST_FLOPS = 4e9, 4e12
 SMALL_PAIRS, CHECKED = 1 << 25, 2  # pairs of a query and a key in a small call, and how many of them check a kernel
@@ -47,7 +49,7 @@ class Held(NamedTuple):
     """A call that no table has: its family and shape, new tokens and keys of each request."""
 
     family: str
-    shape: Shape
+    shape: Problem
     q_lens: tuple[int, ...]
     k_lens: tuple[int, ...]
 
@@ -86,19 +88,19 @@ def _drawn(at: int, rng: random.Random) -> Held:
 
     kind = rng.choice(("prefill", "prefill", "padded prefill", "padded decode", "both sides")) if family == "dense" else family
     if family == "mla":
-        shape = replace(MLA, q_heads=rng.choice((16, 16, 32, 64, 128, 128)), page_size=rng.choice((64, 64, 64, 16)))
+        shape = altered(MLA, q_heads=rng.choice((16, 16, 32, 64, 128, 128)), page_size=rng.choice((64, 64, 64, 16)))
     else:
         (q_heads, kv_heads), dim = rng.choice(HEADS), rng.choice((128, 128, 128, 64))
-        shape = replace(FAMILIES[family], q_heads=q_heads, kv_heads=kv_heads, head_dim=dim, v_head_dim=dim, causal=kind != "both sides")
+        shape = altered(FAMILIES[family], q_heads=q_heads, kv_heads=kv_heads, head_dim=dim, v_head_dim=dim, causal=kind != "both sides")
     if kind.startswith("padded"):
-        shape = replace(shape, kv_range=True, square=False)
+        shape = altered(shape, kv_range=True, sizes_equal=False)
     elif family == "packed" and rng.random() < 0.2:
-        shape = replace(shape, q_heads=16, kv_heads=16, head_dim=192, v_head_dim=128)
+        shape = altered(shape, q_heads=16, kv_heads=16, head_dim=192, v_head_dim=128)
     elif shape.op == "paged_attention":
-        shape = replace(shape, page_size=rng.choice((16, 16, 64, 64, 32, 128, 1)))
+        shape = altered(shape, page_size=rng.choice((16, 16, 64, 64, 32, 128, 1)))
     batch = log(1, BATCHES.get(kind, 16))
     if most := DECODES.get(kind):
-        return Held(family, replace(shape, decode=True), (1,) * batch, ragged(log(200, most), 0.3))
+        return Held(family, decoding(shape), (1,) * batch, ragged(log(200, most), 0.3))
     if kind == "extend":
         q_lens, past = ragged(log(2, 3000), 0.3), ragged(log(1, 30_000), 0.3)
         return Held(family, shape, q_lens, tuple(map(sum, zip(q_lens, past, strict=True))))
@@ -115,8 +117,8 @@ def held_out(
     while len(found) < count:
         held = draw(len(found), rng)
         batch, tokens = len(held.q_lens), sum(held.q_lens)
-        work = held.shape.work(Sizes(batch, tokens / batch, sum(held.k_lens) / tokens))
-        found += [held] if work.bytes <= LARGEST_BYTES and work.flops <= most_flops else []
+        needs = work(held.shape, Sizes(batch, tokens / batch, sum(held.k_lens) / tokens))
+        found += [held] if needs.bytes <= LARGEST_BYTES and needs.flops <= most_flops else []
     return found
 
 

@@ -24,15 +24,15 @@ import attnops.ops
 from attnops.bench import Setup, direct
 from attnops.bench.direct import RULES, Attend
 from attnops.bench.rows import Case, Make, Row, Way, time_if_right, with_ratios
-from attnops.core.problem import altered
+from attnops.core.problem import Problem, altered
 from attnops.core.select import active_policy, choose, use
-from attnops.measured import Shape
 from attnops.ops import OPS
+from attnops.ops.attention.timed import DENSE, PACKED
+from attnops.ops.sweeps import D64_MHA, DEEPSEEK, toy
 from attnops.testing.calls import Call
 from attnops.testing.pool import Pool
 from attnops.testing.timed_calls import build
 from attnops.tune.clock import Timed, kernels_us, steps_us
-from attnops.tune.shapes import D64_MHA, DEEPSEEK, DENSE, PACKED, toy
 
 MOST_ERROR = 0.02
 ROWS = 512
@@ -48,7 +48,7 @@ class Pair:
     """A forward and its backward. lengths: the tokens of each request. chunk: attention_chunk. bias: with a mask `[1, Hq, S, S]`, added."""
 
     name: str
-    shape: Shape
+    shape: Problem
     lengths: tuple[int, ...]
     chunk: int = 0
     bias: bool = False
@@ -57,7 +57,7 @@ class Pair:
         """At the size of the run: short, in float32 and with few heads on a CPU."""
         if size in ("full", "quick"):
             return self
-        shape = replace(toy(self.shape), window=min(self.shape.window, 7))
+        shape = altered(toy(self.shape), window=(min(self.shape.rules.window[0], 7), -1))
         return replace(self, shape=shape, lengths=tuple(min(n, 24) for n in self.lengths[:3]), chunk=min(self.chunk, 5))
 
     def build(self, pool: Pool) -> Call:
@@ -65,7 +65,7 @@ class Pair:
         call = build(self.shape, self.lengths, self.lengths, pool)
         more: dict[str, Any] = {"attention_chunk": self.chunk} if self.chunk else {}
         if self.bias:
-            more["mask"] = pool.take(1, self.shape.q_heads, self.lengths[0], self.lengths[0], dtype=getattr(torch, self.shape.dtype))
+            more["mask"] = pool.take(1, self.shape.q_heads, self.lengths[0], self.lengths[0], dtype=self.shape.dtype)
         return call.with_(**more)
 
 
@@ -81,13 +81,13 @@ def documents(count: int, tokens: int, seed: int = 0) -> tuple[int, ...]:
 PAIRS = (
     Pair("2x4096, 32/8 heads, d128", DENSE, (4096,) * 2),
     Pair("packed, 18 documents, 32k tokens", PACKED, documents(18, 32768)),
-    Pair("window 1024, 1x16384", replace(DENSE, window=1023), (16384,)),
-    Pair("sinks, 2x4096", replace(DENSE, sinks=True), (4096,) * 2),
+    Pair("window 1024, 1x16384", altered(DENSE, window=(1023, -1)), (16384,)),
+    Pair("sinks, 2x4096", altered(DENSE, sinks=True), (4096,) * 2),
     Pair("chunks of 1024, 1x16384", DENSE, (16384,), chunk=1024),
-    Pair("bias with its gradient, 2x2048, 16/16 heads, d64", replace(DENSE, **D64_MHA), (2048,) * 2, bias=True),
-    Pair("8x1024, 16/16 heads, d64", replace(DENSE, **D64_MHA), (1024,) * 8),
-    Pair("soft cap 30, 2x4096", replace(DENSE, softcap=True), (4096,) * 2),
-    Pair("2x4096, 16/16 heads, d192/128", replace(DENSE, **DEEPSEEK), (4096,) * 2),
+    Pair("bias with its gradient, 2x2048, 16/16 heads, d64", altered(DENSE, **D64_MHA), (2048,) * 2, bias=True),
+    Pair("8x1024, 16/16 heads, d64", altered(DENSE, **D64_MHA), (1024,) * 8),
+    Pair("soft cap 30, 2x4096", altered(DENSE, softcap=True), (4096,) * 2),
+    Pair("2x4096, 16/16 heads, d192/128", altered(DENSE, **DEEPSEEK), (4096,) * 2),
     Pair("1x16384, 32/8 heads, d128", DENSE, (16384,)),
 )
 COUNT = {"toy": 6, "small": 10, "quick": 4, "full": 10}

@@ -11,7 +11,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,15 +20,15 @@ from attnops.bench.regret import Held
 from attnops.bench.rows import Case, Row
 from attnops.bench.training import documents
 from attnops.core.kernel import kernels_of
-from attnops.core.problem import Target
-from attnops.measured import Shape, Table, in_force
+from attnops.core.problem import Problem, Target, altered
+from attnops.measured import Table, in_force
 from attnops.testing.pool import Pool
 from attnops.testing.timed_calls import GRADIENT, build
 from attnops.tune.clock import clock_for
+from attnops.tune.grids import sweeps_of
 from attnops.tune.run import COMPILED, Stopwatch
-from attnops.tune.shapes import GRADIENTS
 
-KINDS = tuple(sweep.shape for sweep in GRADIENTS if isinstance(sweep.shape, Shape))
+KINDS = tuple(sweep.kind for sweep in sweeps_of("full") if sweep.kind.results.grad)
 FAMILIES = {"dense": "attention", "packed": "varlen_attention"}
 SECONDS, FIRST_S = 70.0, 60.0  # of a family without first calls, and of the slow first calls of a kernel in it
 COUNT = {"toy": 1, "small": 4, "quick": 12, "full": 60}  # calls of a family
@@ -47,7 +46,7 @@ def _drawn(at: int, rng: random.Random) -> Held:
     like = KINDS[at % len(KINDS)]
     op, group = like.op.removesuffix(GRADIENT), like.group_size
     kv_heads = max(round(like.kv_heads * rng.choice(SCALES)), 1)
-    shape = replace(like, op=op, q_heads=kv_heads * group, kv_heads=kv_heads)
+    shape = altered(like, op=op, grad=False, q_heads=kv_heads * group, kv_heads=kv_heads)
     family = "packed" if op == FAMILIES["packed"] else "dense"
     length = round(512 * 64 ** rng.random())
     batch = max(min(round(32 ** rng.random()), MOST // length), 1)
@@ -82,11 +81,11 @@ def timed(held: Held, pool: Pool, stopwatch: Stopwatch, table: Table | None) -> 
     chosen: dict[str, list[str]] = {way: [] for way in regret.WAYS}
     name = f"{held.name}, {held.shape.q_heads}/{held.shape.kv_heads} heads of {held.shape.head_dim}{_rules(held.shape)}"
     for part, ending in (("forward", ""), ("gradient", GRADIENT)):
-        shape = replace(held.shape, op=held.shape.op + ending)
+        shape = altered(held.shape, op=held.shape.op + ending, grad=bool(ending))
         call, us[part] = build(shape, held.q_lens, held.k_lens, pool), {}
         call = call if ending else call.with_(return_lse=True)
         for kernel, given, _ in stopwatch.candidates(call):
-            found = stopwatch.time(kernel, given, replace(shape, q_heads=shape.group_size, kv_heads=1))
+            found = stopwatch.time(kernel, given, altered(shape, q_heads=shape.group_size, kv_heads=1))
             if found.us is None:
                 yield {"case": name, "way": f"{part}.{kernel.name}", "wrong": found.reason}
             else:
@@ -101,8 +100,9 @@ def timed(held: Held, pool: Pool, stopwatch: Stopwatch, table: Table | None) -> 
         yield row | more
 
 
-def _rules(shape: Shape) -> str:
-    return f", window {shape.window}" * (shape.window >= 0) + ", soft cap" * shape.softcap + ", sinks" * shape.sinks
+def _rules(shape: Problem) -> str:
+    rules, window = shape.rules, shape.rules.window[0]
+    return f", window {window}" * (window >= 0) + ", soft cap" * rules.softcap + ", sinks" * rules.sinks
 
 
 def pairs(row: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
