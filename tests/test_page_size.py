@@ -140,6 +140,11 @@ def test_layers_that_have_no_pages(layers, text):
         negotiate_page_size(layers, **SIZES)
 
 
+def test_none_is_as_the_query_and_the_key():
+    assert paged_layers(8, 2, 64, 16, BF16, None, kv_dtype=None) == paged_layers(8, 2, 64, 16, BF16, 64, kv_dtype=BF16)
+    assert latent_layers(8, 16, E4M3, kv_dtype=None).kv_dtype == E4M3
+
+
 def test_the_cache_says_what_it_chose():
     with pretend(Target("cuda", 90, assume=SGL)):
         cache = LatentCache(1, 1000, q_heads=16, dtype=BF16, **SIZES)

@@ -270,7 +270,7 @@ class Extents:
 
 
 AS_OTHERS = {"kv_dtype": "dtype", "v_head_dim": "head_dim"}
-"""Fields of a kind that are as another, unless they are given."""
+"""Fields of a kind that are as another, unless they are given and not None."""
 
 ANY = Extents(OPEN, OPEN, OPEN, OPEN)
 """Every size is left open."""
@@ -322,8 +322,8 @@ class Problem:
 
         Keys, values and pages have the query's dtype, and values the key's head dim, unless the fields say otherwise.
         """
-        as_others = {field: leaves[other] for field, other in AS_OTHERS.items() if other in leaves}
-        return altered(cls(op, Target(), sizes=ANY), **{**as_others, **leaves})
+        as_others = {n: leaves[other] for n, other in AS_OTHERS.items() if leaves.get(n) is None and other in leaves}
+        return altered(cls(op, Target(), sizes=ANY), **leaves | as_others)
 
     @property
     def group_size(self) -> int:

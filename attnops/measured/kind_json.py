@@ -47,7 +47,7 @@ def kind_of(leaves: Mapping[str, Any]) -> Problem:
 
 
 def _leaf(n: str, value: Any) -> Any:
-    usual = "" if n == "op" else LEAVES[n].default
+    usual: Any = "" if n == "op" else LEAVES[n].default
     several, of = isinstance(usual, tuple | frozenset), OF.get(type(usual), type(usual))
     parts = value if several else [value]
     right = type(parts) is list and all(type(part) is of for part in parts)

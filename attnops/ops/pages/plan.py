@@ -126,11 +126,12 @@ def paged_layers(
     Raises:
         InvalidInput: a window that is none. TypeError: another name.
     """
-    sizes = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim, "page_size": page_size, "dtype": dtype}
-    sizes |= {} if v_head_dim is None else {"v_head_dim": v_head_dim}
     given = {"causal": True, "sinks": sinks is not None, "sinks_dtype": sinks, **more}
     given["window"] = eager_cache.window(given.get("window", rules.UNBOUNDED))
-    return Problem.kind("paged_attention", **sizes, **given)
+    return Problem.kind(
+        "paged_attention", q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim, page_size=page_size, dtype=dtype,
+        **given,
+    )  # fmt: skip
 
 
 def latent_layers(
