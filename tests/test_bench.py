@@ -25,6 +25,7 @@ from attnops.bench import (
     decode,
     exact,
     generate,
+    op_suite,
     ops,
     overhead,
     run as suites,
@@ -52,10 +53,10 @@ from tests.hf.helpers import Counter
 CPU = torch.device("cpu")
 TOY = Setup(CPU, quick=True, backend="eager", ceilings={"bandwidth_tb_s": 1.0, "matmul_tflop_s": 1.0})
 CEILINGS = {"bandwidth_tb_s", "matmul_tflop_s"}
-CALLS = [(op, ops.shorter(case, "toy")) for op, case in ops.listed("kernels")]
+CALLS = [(op, ops.shorter(case, "toy")) for op, case in op_suite.listed("kernels")]
 GPU = Setup(torch.device("cuda"))
 STEPS = table.WAYS["training_steps"]
-PAIRS = [pair for _, pair in ops.listed("training")]
+PAIRS = [pair for _, pair in op_suite.listed("training")]
 
 
 @pytest.fixture(scope="session")
@@ -215,7 +216,7 @@ def test_overlaps_are_counted_once_and_gaps_are_found():
 
 
 def test_data_is_counted_and_compared_bit_for_bit(reports_of, monkeypatch):
-    points = {point.name: (op, point) for op, point in ops.listed("data") if not point.name.endswith(("2048", "256"))}
+    points = {point.name: (op, point) for op, point in op_suite.listed("data") if not point.name.endswith(("2048", "256"))}
     tasks = {name: next(ops.moves_at(TOY, Pool("cpu"), *point)) for name, point in points.items()}
     for task in tasks.values():
         check(task.calls[0].record)
@@ -333,7 +334,7 @@ def vendors_of(call):
 @pytest.mark.parametrize("suite", ["kernels", "data", "experts", "training"])
 def test_points_have_names_of_their_own(suite):
     """Cases are told apart by them."""
-    names = [point.name for _, point in ops.listed(suite)]
+    names = [point.name for _, point in op_suite.listed(suite)]
     assert names and len(set(names)) == len(names)
 
 
@@ -350,7 +351,7 @@ def test_vendors_are_called_where_they_answer():
         "paged prefill": {"fa3", "flashinfer_fa2", "flashinfer_fa3"},
         "float8 latent decode": {"flashmla", "flashinfer_fa2", "flashinfer_fa3"},
     }  # fmt: skip
-    float8 = ops.call_at(replace(ops.listed("kernels")[-1][1], batch=2, keys=64), pool)
+    float8 = ops.call_at(replace(op_suite.listed("kernels")[-1][1], batch=2, keys=64), pool)
     check(float8.record)
     assert {float8.arguments[n].dtype for n in ("q_nope", "q_pe", "latent_pages")} == {torch.float8_e4m3fn}
     assert float8.arguments["output"].dtype == torch.bfloat16 and vendors_of(float8) == {"flashmla_fp8"}

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnops.bench import Setup, mixtures, ops
+from attnops.bench import Setup, mixtures, op_suite, ops
 from attnops.ops.experts.bench_points import Mixture
 
 transformers = pytest.importorskip("transformers")
 
 CPU = Setup(torch.device("cpu"), quick=True, backend="eager")
-POINTS = {mixture.name: mixture for _, mixture in ops.listed("experts")}
+POINTS = {mixture.name: mixture for _, mixture in op_suite.listed("experts")}
 SMALL = Mixture(1, "small", "qwen3_moe", "Qwen3Moe", 2048, (8, 2, 768), "num_experts", "moe_intermediate_size")
 
 
@@ -29,8 +29,8 @@ def test_the_run_of_a_cpu_is_small(small):
 
 
 def test_a_wrong_result_has_no_time(small, monkeypatch):
-    honest = ops.changed
-    monkeypatch.setattr(ops, "changed", lambda call, **more: honest(call, x=call.x * 1.01, **more))
+    honest = op_suite.changed
+    monkeypatch.setattr(op_suite, "changed", lambda call, **more: honest(call, x=call.x * 1.01, **more))
     [case, _] = ops.EXPERTS(CPU).values()
     assert {str(r.get("wrong")).startswith("wrong: off by") for r in case() if r["way"] == "aten"} == {True}
 

@@ -20,7 +20,6 @@ SILENT = {
 }
 
 LONG = {
-    "attnops/bench/ops.py": 4156,
     "attnops/kernels/torch/flex.py": 3926,
     "attnops/kernels/triton/device/gradient.py": 3962,
     "attnops/kernels/triton/device/mxfp4_experts.py": 3760,

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from attnops.bench import Setup
-from attnops.bench.ops import DETERMINISTIC, LESS, Task
+from attnops.bench.op_suite import Task
+from attnops.bench.ops import DETERMINISTIC, LESS
 from attnops.core.select import select
 from attnops.hf.experts import Gate, gate_of, weights_of
 from attnops.ops import OPS

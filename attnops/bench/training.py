@@ -21,7 +21,7 @@ from torch import Tensor
 
 import attnops.ops
 from attnops.bench import Setup
-from attnops.bench.ops import OpSuite
+from attnops.bench.op_suite import OpSuite
 from attnops.bench.rows import Make, Row, Way, time_if_right, with_direct, with_ratios
 from attnops.core.problem import altered
 from attnops.core.select import active_policy, choose, use
