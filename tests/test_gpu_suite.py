@@ -35,7 +35,7 @@ def test_every_point_is_a_call_in_order_and_its_own_problem(op):
     seen = {}
     for case in WIDE[op]:
         if "32768" in case.label or "4096" in case.label:
-            continue  # large; the same builders
+            continue  # large; made the same way
         call = case.build(DeviceSource(0, "cpu"))
         check(call.record)
         assert seen.setdefault(str(call.problem), case) is case or "page" in case.label, (case, seen[str(call.problem)])

@@ -3,7 +3,7 @@
     python docs/generate.py    writes table.json beside this file, and its table in docs/kernels.md
 
 FlashAttention, FlashInfer, FlashMLA, sgl-kernel, vLLM and PyTorch have such calls. A kind is some calls,
-made by the builders of the numerics grid: the op, its features and its sizes. The kernel is chosen for it
+made as those of the numerics grid: the op, its features and its sizes. The kernel is chosen for it
 anew, for an H100 and an H200 with the packages in PACKAGES; no GPU is needed.
 """
 
