@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..core import problem
+from .. import version
 from ..core.kernel import CONTRACT, Kernel, all_kernels
 from ..core.problem import pretended, repeatable
 from ..measured.store import digests
@@ -19,7 +19,7 @@ def code_files() -> list[Path]:
 
     In a checkout lowering and graphs are links, which rglob does not follow.
     """
-    return sorted(map(Path, glob.glob(f"{Path(problem.__file__).parent}/**/*.py", recursive=True)))
+    return sorted(map(Path, glob.glob(f"{Path(version.__file__).parent}/**/*.py", recursive=True)))
 
 
 @functools.cache

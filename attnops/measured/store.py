@@ -15,7 +15,7 @@ import platform
 import re
 import stat
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -80,7 +80,7 @@ def _in_force(device: str, gpu: str, target: str) -> InForce:
     if not found:
         return InForce(ignored=tuple(ignored))
     (table, path), *others = found
-    return InForce(replace(table, sibling=others[0][0]) if others else table, path, tuple(ignored))
+    return InForce(table.beside(others[0][0]) if others else table, path, tuple(ignored))
 
 
 def read_text(path: Path) -> str:

@@ -168,9 +168,18 @@ class Table:
     sibling: Table | None = None
 
     @functools.cached_property
+    def text_digest(self) -> str:
+        """sha256 of the JSON text. A table that was read has that of its file, since writing it again takes longer."""
+        return _sha256(self.to_json())
+
+    @functools.cached_property
     def digest(self) -> str:
         """sha256 of the JSON text, and of the sibling's."""
-        return hashlib.sha256((self.to_json() + (self.sibling.digest if self.sibling else "")).encode()).hexdigest()
+        return self.text_digest if self.sibling is None else _sha256(self.text_digest + self.sibling.digest)
+
+    def beside(self, sibling: Table) -> Table:
+        """The same table with a sibling."""
+        return _with_digest(replace(self, sibling=sibling), self.text_digest)
 
     def __hash__(self) -> int:
         return hash(self.digest)
@@ -261,9 +270,17 @@ def from_json(text: str) -> Table:
         raise BadTable("format", got, f"{FORMAT}: run `attnops tune` again")
     try:
         table = Table(str(data["gpu"]), str(data["target"]), dict(data["versions"]), tuple(map(_grid, data["grids"])), dict(data["made"]))
-        _ = table.digest  # a table that cannot be written again is refused
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         raise BadTable("table", f"{type(error).__name__}: {error}", want) from None
+    return _with_digest(table, _sha256(text))
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _with_digest(table: Table, text_digest: str) -> Table:
+    vars(table)["text_digest"] = text_digest
     return table
 
 
@@ -302,7 +319,8 @@ def scaled(table: Table, gpu: str) -> Table:
     here, there = RATES.get(table.gpu), RATES.get(gpu)
     if here is None or there is None:
         return replace(table, gpu=gpu, source=table.gpu)
-    return replace(table, gpu=gpu, source=table.gpu, grids=tuple(_scaled(g, here, there) for g in table.grids))
+    found = replace(table, gpu=gpu, source=table.gpu, grids=tuple(_scaled(g, here, there) for g in table.grids))
+    return _with_digest(found, _sha256(f"{table.text_digest} for {gpu}"))
 
 
 def _scaled(grid: Grid, here: Rates, there: Rates) -> Grid:
