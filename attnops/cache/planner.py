@@ -69,7 +69,7 @@ class Planner:
             kernel = self._answers(self.spec, batch)
             if kernel.name not in _planned_by_host():
                 with ordinary():
-                    return replace(batch, plan=device_plan(kernel, self.spec, batch))
+                    return replace(batch, plan=device_plan(kernel, self.spec, batch, self.spec.q_heads))
             name = kernel.name
         found = plan_paged_attention(
             self.spec, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, num_tokens=batch.slots.shape[0],
@@ -94,12 +94,15 @@ def _planned_by_host() -> tuple[str, ...]:
     return tuple(name for name, kernel in kernels_of("plan_mla_attention").items() if kernel.plan.sizes is not None)
 
 
-def device_plan(kernel: Kernel, spec: Problem, batch: PagedBatch) -> Any:
-    """The plan that `kernel` reads on the device, made by torch ops that a graph may hold; None: it reads no plan."""
+def device_plan(kernel: Kernel, spec: Problem, batch: PagedBatch, q_heads: int) -> Any:
+    """The plan that `kernel` reads on the device, made by torch ops that a graph may hold; None: it reads no plan.
+
+    q_heads: in place of the kind's, because Dynamo of torch 2.11 traces no `replace` of a Problem.
+    """
     if kernel.plan.device is None:
         return None
     # A plan needs the query's shape, dtype and device, and there is no query yet.
-    query = torch.empty((), dtype=spec.dtype, device=batch.page_table.device).expand(batch.slots.shape[0], spec.q_heads, spec.head_dim)
+    query = torch.empty((), dtype=spec.dtype, device=batch.page_table.device).expand(batch.slots.shape[0], q_heads, spec.head_dim)
     return kernel.plan.device(
         q_nope=query[..., : spec.v_head_dim], q_pe=query[..., spec.v_head_dim :], page_table=batch.page_table, seq_lens=batch.seq_lens,
         cu_seqlens_q=batch.cu_seqlens_q, max_seqlen_q=batch.max_seqlen_q, causal=spec.rules.causal,

@@ -234,7 +234,7 @@ class ModelPages(Pages):
         batch = self.describe(tokens, before.shape[0], (before + tokens.longest).to(torch.int32))
         if self._plan_of is not None and tokens.longest <= _PLANNED:
             kernel, spec = self._plan_of
-            batch = replace(batch, plan=device_plan(kernel, replace(spec, q_heads=heads), batch))
+            batch = replace(batch, plan=device_plan(kernel, spec, batch, heads))
         return batch
 
     def past(self, before: Tensor, table: int) -> Past:
