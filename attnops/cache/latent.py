@@ -137,4 +137,6 @@ class LatentCache(Pages):
             return None
         problem = step_of(self._spec, target, tokens, requests, self.page_table.shape[1], queries)
         kernel = select(altered(problem, plan="device", workspace=bytes_of(self.workspace)), key_for(problem.op, None)).kernel
-        return None if kernel is None or kernel.plan.device is None else partial(device_plan, kernel, self._spec)
+        return (
+            None if kernel is None or kernel.plan.device is None else partial(device_plan, kernel, self._spec, q_heads=self._spec.q_heads)
+        )

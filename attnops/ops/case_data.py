@@ -180,7 +180,10 @@ class Scene:
     @property
     def past(self) -> tuple[int, int]:
         """Tokens and keys of no request."""
-        return self.padding if isinstance(self.padding, tuple) else (self.padding or 0,) * 2
+        if isinstance(self.padding, tuple):
+            return self.padding
+        tokens = self.padding or 0
+        return tokens, tokens
 
 
 Rows = dict[str, tuple[Any, ...]]

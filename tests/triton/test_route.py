@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from attnops.core.kernel import kernels_of
-from attnops.ops.experts.cases import BF16, NORMAL, SIGMOID, V2, V3
+from attnops.ops.case_data import BF16
+from attnops.ops.experts.cases import NORMAL, SIGMOID, V2, V3
 from attnops.testing import CASES
 from tests.triton.checks import check, triton
 from tests.triton.process import compiled, interpreted

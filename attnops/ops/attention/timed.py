@@ -40,13 +40,14 @@ LONG_PROMPTS = (32.0, 64.0, 128.0, 136.0, 192.0, 256.0, 272.0, 384.0, 512.0, 640
 TRAINED, LONG = powers(512, 32768), powers(512, 32768, 4)
 BOTH_SIDES: dict[str, Any] = {"causal": False}
 WINDOW: dict[str, Any] = {"window": (1023, -1)}
+GPT_OSS_WHOLE: dict[str, Any] = GPT_OSS | {"window": (-1, -1)}
 D96: dict[str, Any] = MHA | {"head_dim": 96, "v_head_dim": 96}
 TRAINING = 20
 """The turn of the first training steps. Each step has one; its forward is timed with it."""
 
 
 def _gradients(kind: Problem, *last: dict[str, Any]) -> tuple[Sweep, ...]:
-    kinds = (D64_4, GPT_OSS, WINDOW, DEEPSEEK, {"softcap": True}, D256, D64_MHA, MHA, *last)
+    kinds: tuple[dict[str, Any], ...] = (D64_4, GPT_OSS, WINDOW, DEEPSEEK, {"softcap": True}, D256, D64_MHA, MHA, *last)
     longer = (prefill(TRAINING + i, kind, (1.0, 4.0, 16.0), LONG, **more) for i, more in enumerate(kinds, 1))
     return prefill(TRAINING, kind, (1.0, 2.0, 4.0, 16.0), TRAINED), *longer
 
@@ -73,7 +74,7 @@ TIMED = {
         prefill(11, DENSE, SOME, **D64, **BOTH_SIDES),
         prefill(11, DENSE, **BOTH_SIDES),
         prefill(15, DENSE, **DEEPSEEK),
-        *(way(17, PADDED, **GPT_OSS | {"window": window}) for window in ((-1, -1), (127, -1)) for way in (decode, prefill)),
+        *(way(17, PADDED, **heads) for heads in (GPT_OSS_WHOLE, GPT_OSS) for way in (decode, prefill)),
         prefill(19, DENSE, **D256),
         *(forward(gradient, DENSE) for gradient in DENSE_GRADIENTS),
         prefill(0, DENSE, (1.0, 4.0), (64.0, 256.0), grid="cpu", **F32),

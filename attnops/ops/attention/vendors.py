@@ -188,7 +188,9 @@ def bound(make: Callable[[Any, Compiler], Attend | None], form: Callable[[Any], 
 
     def run(c: Any, compiler: Compiler) -> Run | None:
         taken = form(c)
-        attend = None if taken is None else make(taken, compiler)
+        if taken is None:
+            return None
+        attend = make(taken, compiler)
         return None if attend is None else partial(attend, given(taken, TRAINED))
 
     return run

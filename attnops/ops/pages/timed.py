@@ -44,14 +44,18 @@ KEY_HEADS: tuple[dict[str, Any], ...] = (
 )
 FP8: dict[str, Any] = {"kv_dtype": torch.float8_e4m3fn}
 
+LARGER: dict[str, Any] = {"page_size": 64}
+MORE_HEADS: dict[str, Any] = {"q_heads": 64}
+SIZES: tuple[dict[str, Any], ...] = ({"page_size": 1}, {"page_size": 128})
+
 TIMED = {
     "paged_attention": (
         decode(0, PAGED, *FINE),
         extend(1, PAGED, SOME, EACH_MANY),
         decode(5, PAGED, *USUAL, page_size=64),
         extend(5, PAGED, FEW, page_size=64),
-        *(decode(5, PAGED, *USUAL, **more) for more in (*KEY_HEADS, {"page_size": 1}, {"page_size": 128})),
-        *(extend(5, PAGED, **heads) for heads in ({"q_heads": 64}, MHA)),
+        *(decode(5, PAGED, *USUAL, **more) for more in (*KEY_HEADS, *SIZES)),
+        *(extend(5, PAGED, **heads) for heads in (MORE_HEADS, MHA)),
         extend(5, PAGED, FEW, **SMALL),
         extend(5, PAGED, FEW, STRIDES, **ONE_KEY_HEAD),
         *(decode(13, PAGED, *USUAL, **heads) for heads in (D64, D64_4, D64_MHA)),
@@ -66,7 +70,7 @@ TIMED = {
     ),
     "decode_attention": (
         decode(8, STEP, *FINE),
-        *(decode(8, STEP, *USUAL, **more) for more in ({"page_size": 64}, {"q_heads": 64}, MHA, D64, D64_4)),
+        *(decode(8, STEP, *USUAL, **more) for more in (LARGER, MORE_HEADS, MHA, D64, D64_4)),
         decode(8, STEP, **GPT_OSS),
     ),
 }
