@@ -14,7 +14,6 @@ from attnops.measured.cost import (
 from attnops.measured.kinds import (
     Counting as Counting,
     distance as distance,
-    octaves as octaves,
     place as place,
     title as title,
     work as work,

@@ -6,7 +6,8 @@ from math import inf
 
 from attnops.core.checks import name
 from attnops.core.problem import Problem
-from attnops.measured import Counting, Sizes, Work, octaves
+from attnops.measured import Counting, Sizes, Work
+from attnops.measured.kinds import octaves
 
 PARTS = {"norm_weight": "norm", "activation": "activation", "residual": "residual"}
 """The arguments that tell kinds of calls apart, each with its word in the title of a kind."""
