@@ -115,14 +115,15 @@ def _gradient(forward: Call, pool: Pool) -> Call:
 
 def problem_of(kind: Problem, q_lens: Sequence[int], k_lens: Sequence[int], target: Target) -> Problem:
     """The Problem of the call that `build` makes, on any target."""
-    names, queries, most = OPS[kind.op].spec.names, max(q_lens), max(k_lens)
+    spec, queries, most = OPS[kind.op].spec, max(q_lens), max(k_lens)
     keys = -(-most // kind.page_size) * kind.page_size if kind.page_size else most
-    dense = not {"cu_seqlens_q", "page_table"} & {*names}
+    dense = "context" in spec.measures and not {"cu_seqlens_q", "page_table"} & {*spec.names}
+    counts = {"tokens": sum(q_lens), "batch": len(q_lens), "queries": queries, "context": keys}
     return altered(
         kind,
         target=target,
-        sizes=Extents(*map(Extent.of, (sum(q_lens), len(q_lens), queries, keys))),
+        sizes=Extents(**{name: Extent.of(count if name in spec.measures else 0) for name, count in counts.items()}),
         sizes_equal=dense and queries == keys,
-        padded="padded" not in names,
+        padded="padded" not in spec.names,
         sinks_dtype=kind.dtype if kind.rules.sinks else None,
     )
