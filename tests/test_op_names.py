@@ -1,9 +1,10 @@
-"""An op carries its facts: outside its family no code asks for an op by its name."""
+"""An op carries its facts: outside its family no code asks for an op, or for an argument, by its name."""
 
 import ast
 
 import pytest
 
+from attnops.core.problem import LEAVES
 from attnops.ops import OPS
 from tests.helpers import sources
 
@@ -22,6 +23,40 @@ NAMED = {
     "attnops.lowering.linear_parts",
 }
 
+# Some of these words mean something else, too: fx nodes have an "output", torch a "squeeze", results files "rows". Passes look for
+# arguments of torch's own ops, graphs for the inputs of a step. The others name arguments still.
+NAMED_ARGUMENTS = {
+    "attnops.bench",
+    "attnops.bench.choices",
+    "attnops.bench.exact",
+    "attnops.bench.files",
+    "attnops.bench.latent",
+    "attnops.bench.mixtures",
+    "attnops.bench.ops",
+    "attnops.bench.overhead",
+    "attnops.bench.run",
+    "attnops.bench.training",
+    "attnops.cli.app",
+    "attnops.cli.bench",
+    "attnops.cli.explain",
+    "attnops.core.fx_effects",
+    "attnops.core.problem",
+    "attnops.core.record",
+    "attnops.core.tensors",
+    "attnops.measured.table",
+    "attnops.testing.linear_calls",
+    "attnops.testing.timed_calls",
+    "attnops.tune.run",
+    "attnops.lowering.fuse_norm_linear_pass",
+    "attnops.lowering.fuse_rotation_pass",
+    "attnops.lowering.graph_tools",
+    "attnops.lowering.linear_parts",
+    "attnops.lowering.merge_linears_pass",
+    "attnops.lowering.patterns",
+    "attnops.graphs.inputs",
+    "attnops.graphs.split",
+}
+
 
 def looked_at():
     """The modules of ROOMS, and the single files beside them."""
@@ -34,10 +69,10 @@ def looked_at():
     return found
 
 
-def named(path):
-    """The ops that a file's string constants name."""
+def named(path, names=OPS):
+    """The ops, or other names, that a file's string constants are."""
     constants = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
-    return {value for value in constants if isinstance(value, str) and value in OPS}
+    return {value for value in constants if isinstance(value, str) and value in names}
 
 
 @pytest.mark.parametrize("module", looked_at())
@@ -47,3 +82,16 @@ def test_no_op_is_asked_for_by_name(module):
         assert found, f"{module} names no op any more: take it out of the list"
     else:
         assert not found, f"{module} names {sorted(found)}: say it on the op or on its record"
+
+
+ARGUMENTS = {a.name for op in OPS.values() for a in op.spec.args} - LEAVES.keys() - {"policy"}
+"""Of all records. Words of a Problem are no one argument's, and every record has a policy."""
+
+
+@pytest.mark.parametrize("module", looked_at())
+def test_no_argument_is_asked_for_by_name(module):
+    found = named(looked_at()[module], ARGUMENTS)
+    if module in NAMED_ARGUMENTS:
+        assert found, f"{module} names no argument any more: take it out of the list"
+    else:
+        assert not found, f"{module} names {sorted(found)}: say it on the argument"
