@@ -193,7 +193,7 @@ def test_the_host_reads_once_and_sends_once(took, padded, monkeypatch):
 
         def call(*args, **kwargs):
             # Kernels of a CPU read what is theirs.
-            if not {"kernels", "reference"} & {*Path(sys._getframe(1).f_code.co_filename).parts}:
+            if not {"kernels", "reference.py", "tensors.py"} & {*Path(sys._getframe(1).f_code.co_filename).parts}:
                 seen.append(word)
             return real(*args, **kwargs)
 
