@@ -31,9 +31,10 @@ from attnops.measured import (
     store,
     work,
 )
+from attnops.measured.cost import SCALED, UNMEASURED
 from attnops.measured.kind_json import kind_of, leaves_of
 from attnops.measured.store import path_for, save
-from attnops.measured.table import HANDICAP, SCALED, TRITON_CODE, UNMEASURED, from_json, version_of
+from attnops.measured.table import HANDICAP, TRITON_CODE, from_json, version_of
 from attnops.ops.attention.timed import DENSE
 from attnops.ops.pages.timed import PAGED
 from attnops.ops.sweeps import decoding, toy

@@ -18,8 +18,8 @@ from attnops.core.errors import InvalidInput, NoKernel, UnknownKernel, fail
 from attnops.core.kernel import Failed, Kernel, all_kernels, generation, kernel_names, kernels_of
 from attnops.core.problem import Extent, Extents, Problem, Refusal, altered
 from attnops.measured import ESTIMATED, MEASURED, NOWHERE, Cost, Table, costs, in_force, never_run, ran_on
+from attnops.measured.cost import SCALED
 from attnops.measured.store import default_policy_key
-from attnops.measured.table import SCALED
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,10 @@
 """Tables of measured times, and the cost of a call by them. Selection reads the table in force; `attnops tune` makes tables."""
 
 from attnops.measured.cost import (
+    ESTIMATED as ESTIMATED,
+    MEASURED as MEASURED,
     RATES as RATES,
+    Cost as Cost,
     Roofline as Roofline,
     Sizes as Sizes,
     Work as Work,
@@ -27,9 +30,6 @@ from attnops.measured.store import (
     ran_on as ran_on,
 )
 from attnops.measured.table import (
-    ESTIMATED as ESTIMATED,
-    MEASURED as MEASURED,
-    Cost as Cost,
     Grid as Grid,
     Table as Table,
     costs as costs,

@@ -9,6 +9,23 @@ from typing import NamedTuple
 
 from attnops.core.problem import Problem, Target
 
+MEASURED, SCALED, ESTIMATED, UNMEASURED = "measured", "scaled from", "estimated", "not measured"
+
+
+class Cost(NamedTuple):
+    """Device microseconds. how: MEASURED, `SCALED <a sibling GPU>`, ESTIMATED, or UNMEASURED beside kernels that have times."""
+
+    us: float
+    how: str
+
+    @property
+    def timed(self) -> bool:
+        """Is it a measured time, of this GPU or of a sibling?"""
+        return self.how == MEASURED or self.how.startswith(SCALED)
+
+    def __str__(self) -> str:
+        return f"{self.us:.4g} us {self.how}" if self.how.startswith(SCALED) else f"{self.how} {self.us:.4g} us"
+
 
 class Sizes(NamedTuple):
     """Requests, new tokens of each, and keys of each per new token (for one new token: its keys). Each at least 1, except

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf, log, prod
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from attnops.core.errors import BadTable
 from attnops.core.kernel import Kernel
 from attnops.core.problem import Problem, Target, altered
-from attnops.measured.cost import RATES, Rates, Sizes, Work
+from attnops.measured.cost import ESTIMATED, MEASURED, RATES, SCALED, UNMEASURED, Cost, Rates, Sizes, Work
 from attnops.measured.kind_json import kind_of, leaves_of
 from attnops.measured.kinds import counting, work
 
@@ -34,8 +34,6 @@ TRITON_CODE = "0.1.0"
 
 HANDICAP = 4.0
 """A kernel that was not timed must promise to be this much faster than the measured ones."""
-
-MEASURED, SCALED, ESTIMATED, UNMEASURED = "measured", "scaled from", "estimated", "not measured"
 
 AXES = ("batch", "queries", "ratio")
 Axis = tuple[float, ...]
@@ -133,21 +131,6 @@ def _linear(ends: Ends, value: Callable[[int], float]) -> float:
     """Beyond the last point noise must not turn into a line that falls."""
     found = sum(weight * value(i) for i, weight in ends if weight)
     return found if len(ends) == 1 or ends[1][1] <= 1 else max(found, value(ends[1][0]))
-
-
-class Cost(NamedTuple):
-    """Device microseconds. how: MEASURED, `SCALED <a sibling GPU>`, ESTIMATED, or UNMEASURED beside kernels that have times."""
-
-    us: float
-    how: str
-
-    @property
-    def timed(self) -> bool:
-        """Is it a measured time, of this GPU or of a sibling?"""
-        return self.how == MEASURED or self.how.startswith(SCALED)
-
-    def __str__(self) -> str:
-        return f"{self.us:.4g} us {self.how}" if self.how.startswith(SCALED) else f"{self.how} {self.us:.4g} us"
 
 
 @dataclass(frozen=True, eq=False)
