@@ -10,7 +10,7 @@ from tests.helpers import sources
 
 ROOMS = ("core", "measured", "tune", "bench", "cli", "testing", "lowering", "graphs")
 
-# Suites of the benchmark, a demo and passes have ops of their own, and configs a field of this name. The others name ops still.
+# Suites of the benchmark, a demo and passes have ops of their own, and configs a field of this name.
 NAMED = {
     "attnops.bench.decode",
     "attnops.bench.engines",

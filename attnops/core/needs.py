@@ -305,9 +305,13 @@ def _installed(module: str) -> bool:
 
 
 def _found(name: str) -> ModuleSpec | None:
-    """The spec of a module without a parent. Finders that only wait for an import are not asked."""
-    finders = (finder for finder in sys.meta_path if not isinstance(finder, Finder))
-    return next((spec for finder in finders if (spec := finder.find_spec(name, None)) is not None), None)
+    """The spec of a module without a parent. Finders that only wait for an import, and those without `find_spec`, are not asked."""
+    for finder in sys.meta_path:
+        find = None if isinstance(finder, Finder) else getattr(finder, "find_spec", None)
+        spec: ModuleSpec | None = None if find is None else find(name, None)
+        if spec is not None:
+            return spec
+    return None
 
 
 @functools.cache

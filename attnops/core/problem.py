@@ -44,7 +44,7 @@ class Extent:
         if (known := node.maybe_as_int()) is not None:
             return _bucket(known)
         bounds = node.shape_env.bound_sympy(node.expr)
-        # An unbounded side is one of several infinities, none of them an Integer; the largest int64 stands for one too.
+        # Several infinities stand for an unbounded side, and so does the largest int64. No infinity is an Integer.
         lo = int(bounds.lower) if bounds.lower.is_Integer else 0
         hi = int(bounds.upper) if bounds.upper.is_Integer and int(bounds.upper) < 2**62 else None
         hint = node.hint if node.has_hint() else None

@@ -142,7 +142,7 @@ def counts(module: str) -> bool:
 
 
 class Tree:
-    """The modules of a commit, of which kernels take statements.
+    """The modules of one commit. A kernel takes statements of them.
 
     read: gives their texts.
     """

@@ -147,7 +147,7 @@ def _declared(node: ast.AST) -> Iterator[str]:
 
 
 def _changed(node: ast.stmt) -> Iterator[str]:
-    """The names whose objects a statement changes: `x[i] = y`, `x.a = y`, and `x.method(y)` where nobody reads the result."""
+    """The names whose objects a statement changes: by `x[i] = y`, by `x.a = y`, or by `x.method(y)` alone on its line."""
     for inner in _scope([node]):
         target = inner.value.func if isinstance(inner, ast.Expr) and isinstance(inner.value, ast.Call) else inner
         written = target is not inner or not isinstance(getattr(inner, "ctx", ast.Load()), ast.Load)

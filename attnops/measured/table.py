@@ -135,7 +135,7 @@ def _linear(ends: Ends, value: Callable[[int], float]) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Measured times. Two tables with the same content are equal.
+    """Measured times. Two tables of the same text are equal; `to_json` gives that of a table that was not read.
 
     gpu: the device's name. target: as `str(Target)`. versions: by `op.kernel`, the version that was timed.
     made: date and software of the measurement. source: the sibling GPU whose times were scaled; "" where they are of `gpu` itself.
@@ -253,9 +253,9 @@ def from_json(text: str) -> Table:
         raise BadTable("format", got, f"{FORMAT}: run `attnops tune` again")
     try:
         table = Table(str(data["gpu"]), str(data["target"]), dict(data["versions"]), tuple(map(_grid, data["grids"])), dict(data["made"]))
+        return _with_digest(table, _sha256(text))
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         raise BadTable("table", f"{type(error).__name__}: {error}", want) from None
-    return _with_digest(table, _sha256(text))
 
 
 def _sha256(text: str) -> str:

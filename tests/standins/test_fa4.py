@@ -183,6 +183,13 @@ def test_it_is_chosen_where_fa3_is_not_there_and_not_before_it():
     assert "flash_attn.cute missing" in str(select(replace(LLAMA, target=Target("cuda", 90, ()))).refused["fa4"][0])
 
 
+def test_a_finder_that_knows_no_specs_hides_no_package(monkeypatch):
+    _installed.cache_clear()
+    monkeypatch.setattr(sys, "meta_path", [object(), *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    assert _installed("this") and not _installed("that_is_nowhere")
+
+
 def test_a_submodule_is_looked_for_without_importing_its_parent(tmp_path):
     package = tmp_path / "flash_attn"
     (package / "cute").mkdir(parents=True)
