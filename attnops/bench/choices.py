@@ -7,7 +7,7 @@ the mean and the worst of both. On the first small calls every kernel is compare
 candidate.
 
 Those of `training_regret` are of the kinds that `attnops tune` times the gradients of, with other head counts and random lengths.
-What is chosen is a pair of a forward and its gradient, which takes the sum of both: every kernel saves the same output and lse. The
+A choice is a pair of a forward and its gradient, and takes the sum of both times. Every kernel saves the same output and lse. The
 suite `training` and the tests compare the gradients; these are not compared again. flex is left out there, because it compiles for
 every call.
 """
