@@ -37,7 +37,7 @@ demo pytest test-all test-quick docs docs-check census: export TORCHINDUCTOR_CAC
 demo pytest test-all test-quick docs docs-check census: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-quick test-newest test-oldest versions lint pytest docs docs-check dist census gpu-test gpu-bench gpu-tune gpu-sanitize
+.PHONY: help demo test test-all test-quick mutants test-newest test-oldest versions lint pytest docs docs-check dist census gpu-test gpu-bench gpu-tune gpu-sanitize
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -58,6 +58,9 @@ pytest: $(VENV)/.dev ## every test that needs no GPU, and of those that sweep ev
 	$(call phase,tests,$(PYTEST) --part)
 
 # The two ends of the ranges in pyproject.toml, each in an environment of its own.
+mutants: $(VENV)/.dev ## change one line of the package at a time and see a test fail, for every list of tests/mutants (an hour of one core; ONLY=text)
+	$(BIN)/python tests/mutants/run.py $(if $(ONLY),--only $(ONLY))
+
 test-newest: ## the tests with the newest torch, transformers and other libraries that pip finds (20 minutes of two cores)
 	@rm -f .venv-newest/.ready
 	$(MAKE) VENV=.venv-newest CONSTRAINTS=.ci/newest.txt UPGRADE=1 versions pytest
