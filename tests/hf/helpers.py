@@ -12,7 +12,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 
 import attnops
 from attnops.hf import tiny
-from attnops.hf.attention import function as attention_module
+from attnops.hf.attention import function as attention_module, straight
 from attnops.hf.cache_names import named
 from attnops.hf.paged import attention as paged_attention
 
@@ -118,7 +118,7 @@ class Counter:
 def watched():
     """Within the block: the calls of `attention` and `varlen_attention` by a model, as a list of their arguments and the op's name."""
     calls = []
-    dense, packed, profiling = attention_module.attend, attention_module.varlen_attention, attention_module.profiling
+    dense, packed, profiling = attention_module.attend, attention_module.varlen_attention, straight.profiling
 
     def spy(call):
         calls.append({"op": "attention", **call._asdict(), "window": (call.window_left, call.window_right)})
@@ -130,12 +130,12 @@ def watched():
         return packed(query, key, value, cu_seqlens_q, cu_seqlens_k, **rest)
 
     # So that no layer answers a call like one before by itself.
-    attention_module.attend, attention_module.profiling = spy, lambda: True
+    attention_module.attend, straight.profiling = spy, lambda: True
     attention_module.varlen_attention = spy_packed
     try:
         yield calls
     finally:
-        attention_module.attend, attention_module.profiling = dense, profiling
+        attention_module.attend, straight.profiling = dense, profiling
         attention_module.varlen_attention = packed
 
 
