@@ -1,6 +1,7 @@
 """FlashMLA's kernels over each wheel that is installed. The other tests take the first of them."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from attnops.core.kernel import Kernel, kernels_of
 from attnops.core.problem import Target, pretend
 from attnops.kernels.sgl.sources import Source as Wheel, source
-from attnops.testing import CASES, Source, check_kernel
+from attnops.testing import CASES, Source
+from tests.gpu.helpers import figures_of, judge
 from tests.standins.schemas import LEGACY_OPS
 
 KERNELS = [
@@ -23,20 +25,12 @@ KERNELS = [
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_numerics(kernel: Kernel, flashmla_wheel: Wheel, found: dict[str, Any]) -> None:
     module = flashmla_wheel.package.module
-    ran, worst, refused = 0, 0.0, ""
     with pretend(replace(Target.of(torch.device("cuda")), assume=(module, "triton"))):
         assert source() is flashmla_wheel
-        for seed, case in enumerate(CASES[kernel.op]):
-            figures = check_kernel(kernel, case.build(Source(seed, "cuda")))
-            if figures.refused:
-                refused = refused or str(figures)
-                continue
-            ran, worst = ran + 1, max(worst, figures.worst)
-            assert figures.worst <= 1.0, f"{case}: {figures}"
-    if not ran:
-        pytest.skip(f"takes no case on this GPU: {refused}")
-    done = {"cases": ran, "worst_share_of_budget": round(worst, 4)}
-    found.setdefault("flashmla_wheels", {})[f"{module}.{kernel.op}.{kernel.name}"] = done
+        calls = [(str(case), partial(case.build, Source(seed, "cuda"))) for seed, case in enumerate(CASES[kernel.op])]
+        done = figures_of(kernel, calls, [])
+    found["flashmla_wheels"] = {f"{module}.{kernel.op}.{kernel.name}": done}
+    judge(done)
 
 
 @pytest.mark.parametrize("schema", LEGACY_OPS, ids=lambda text: text.partition("(")[0])
