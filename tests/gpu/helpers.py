@@ -1,5 +1,6 @@
 """What several files of GPU tests do with a kernel: skip, check, count, capture, and list what the device runs."""
 
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -9,6 +10,9 @@ import torch
 from attnops.core.kernel import Kernel
 from attnops.core.problem import Target
 from attnops.testing import Call, Figures, Mismatch, check_kernel, refusals
+
+LIMIT = 120
+"""Seconds after which a test no longer waits for a thread."""
 
 
 def need(kernel: Kernel, call: Call | None = None) -> None:
@@ -83,3 +87,23 @@ def kernels_in(run: Callable[[], Any]) -> list[str]:
     if not names:
         pytest.skip("the profiler sees no device kernel here")
     return names
+
+
+def together(runs: Iterable[Callable[[], None]]) -> None:
+    """Run these in threads; raises the first error of any."""
+    errors: list[BaseException] = []
+
+    def guarded(one: Callable[[], None]) -> None:
+        try:
+            one()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(one,), daemon=True) for one in runs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    assert not any(thread.is_alive() for thread in threads), "a thread waits for ever"
+    if errors:
+        raise errors[0]

@@ -7,15 +7,16 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("transformers", reason="the hf extra is not installed")
+
+import transformers
+
 import attnops
 from attnops.core.kernel import kernels_of
 from attnops.core.problem import Target
 from attnops.hf import Decode, batching_config, tiny
-from attnops.hf.cache_names import named
-
-transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
-
 from attnops.hf.attention.batched import FILLS
+from attnops.hf.cache_names import named
 from attnops.hf.paged import pool
 from tests.hf.helpers import relative, static
 from tests.hf.test_loop import ENDS, OPTIONS, Streamer
