@@ -21,7 +21,7 @@ MODELS = {
 
 @pytest.mark.parametrize("how", ["bfloat16", "autocast", "compiled"])
 @pytest.mark.parametrize("name", MODELS)
-def test_forward_and_backward(name: str, how: str, found: dict[str, Any]) -> None:
+def test_forward_and_backward(name: str, how: str) -> None:
     torch.manual_seed(0)
     model = MODELS[name]().to(DEVICE, torch.float32 if how == "autocast" else torch.bfloat16)
     x = torch.randn(3, 77, WIDTH, device=DEVICE, dtype=next(model.parameters()).dtype)
@@ -40,9 +40,8 @@ def test_forward_and_backward(name: str, how: str, found: dict[str, Any]) -> Non
         got_grads = grads(model, got.float().square().mean())
     largest = max(float(grad.abs().max()) for grad in want_grads.values())
     worst = max(float((got_grads[n] - grad).abs().max()) for n, grad in want_grads.items()) / largest
-    off = float((got - want).detach().abs().max() / want.detach().abs().max())
-    found.setdefault("adapters", {})[f"{name}.{how}"] = {"output": off, "gradients": worst}
-    assert off < 2e-2 and worst < 1e-1
+    assert worst < 1e-1
+    assert float((got - want).detach().abs().max() / want.detach().abs().max()) < 2e-2
 
 
 @pytest.mark.parametrize("padding", ["left", "gaps"])

@@ -1,7 +1,5 @@
 """torch's own FlashAttention-2 on a real GPU: what the wrap of its dense and packed calls relies on, gradients included."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -48,8 +46,8 @@ def test_a_training_step_stays_off_the_formulas(packed: bool) -> None:
     with torch.profiler.profile() as profile:
         if packed:
             cu = torch.tensor([0, 512, 1024], dtype=torch.int32, device="cuda")
-            longest: dict[str, Any] = {"max_seqlen_q": 512, "max_seqlen_k": 512}
-            out = attnops.varlen_attention(*(x.flatten(0, 1) for x in (q, k, v)), cu, cu, causal=True, **longest)
+            a, b, c = (x.flatten(0, 1) for x in (q, k, v))
+            out = attnops.varlen_attention(a, b, c, cu, cu, max_seqlen_q=512, max_seqlen_k=512, causal=True)
         else:
             out = attnops.attention(q, k, v, causal=True)
         out.sum().backward()

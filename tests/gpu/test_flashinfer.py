@@ -5,9 +5,7 @@ Build the modules first, side by side: `python3 -m tests.gpu.flashinfer_modules`
 
 import inspect
 import re
-from collections import Counter
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,23 +13,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
-import attnops
-from attnops.cache import PagedCache, Planner
 from attnops.core.kernel import kernels_of
 from attnops.core.problem import altered
-from attnops.kernels.flashinfer import attention as maker, modules as fi
-from attnops.ops import paged_layers
+from attnops.kernels.flashinfer import modules as fi
+from attnops.ops.latent.cases import DEEPSEEK
 from attnops.testing import Features, Pages, Source, make_call, planned
-from tests.gpu.helpers import captured, right
+from tests.gpu.helpers import captured, need, right
 from tests.standins import flashinfer_modules as standin
 
 pytestmark = pytest.mark.skipif(find_spec("flashinfer") is None, reason="flashinfer is not installed")
 
 BF16 = torch.bfloat16
 PAGED = kernels_of("paged_attention")["flashinfer"]
-RESULTS = ("output", "lse")
 D64 = Features(dtype=BF16, head_dim=64, q_heads=8, kv_heads=2, causal=True, lse=True)
 D128 = Features(dtype=BF16, head_dim=128, q_heads=8, kv_heads=4, causal=True, lse=True)
 SINKS = replace(D64, window=(31, -1), sinks=torch.float32)
@@ -149,32 +143,44 @@ def steps(name: str) -> list[Any]:
     return out
 
 
-def run_alone(call):
+def run_alone(kernel, call):
     """Its results, by a plan of its own."""
-    mine = planned(PAGED, call.with_(**{n: torch.empty_like(call.arguments[n]) for n in RESULTS}))
-    PAGED.run(mine.record)
-    return [mine.arguments[n] for n in RESULTS]
+    mine = planned(kernel, call.with_(**{n: torch.empty_like(call.arguments[n]) for n in call.writes}))
+    kernel.run(mine.record)
+    return [mine.arguments[n] for n in call.writes]
+
+
+def latents() -> list[Any]:
+    """As `steps`, of latent attention."""
+    points, pages = (((1, 1, 1), (700, 5, 90), 0), ((1, 0, 1), (90, 700, 5), 1)), Pages(wider=4)
+    return [make_call("mla_attention", Source(more, "cuda"), q, k, 64, DEEPSEEK, more, pages=pages) for q, k, more in points]
+
+
+REPLAYED = [*(("paged_attention.flashinfer", name) for name in STEPS), *((f"mla_attention.flashinfer_mla_fa{n}", "") for n in (2, 3))]
 
 
 @hopper
-@pytest.mark.parametrize("name", STEPS)
-def test_a_captured_run_follows_new_plans(name):
+@pytest.mark.parametrize(("of", "name"), REPLAYED)
+def test_a_captured_run_follows_new_plans(of, name):
     """Capture one call by hand; for every later step change lengths, tables and contents, plan again, replay, compare with eager."""
-    calls = steps(name)
-    held = planned(PAGED, calls[0].map(lambda _, t: t.clone()))
-    buffers = held.arguments["plan"], held.arguments["workspace"]
-    graph, _ = captured(lambda: PAGED.run(held.record))
+    op, _, by = of.partition(".")
+    kernel, calls = kernels_of(op)[by], steps(name) if name else latents()
+    need(kernel, calls[0])
+    made = planned(kernel, calls[0]).arguments
+    buffers = made["plan"].pin_memory(), made["workspace"]
+    held = planned(kernel, calls[0].map(lambda _, t: t.clone()), buffers=buffers)
+    graph, _ = captured(lambda: kernel.run(held.record))
     for call in [*calls[1:], calls[0]]:
-        right(PAGED, call)
-        want = run_alone(call)
+        right(kernel, call)
+        want = run_alone(kernel, call)
         for n, tensor in call.tensors().items():
             held.arguments[n].copy_(tensor)
-        planned(PAGED, held.with_(plan=None, workspace=None), buffers=buffers)
-        for n in RESULTS:
+        planned(kernel, held.with_(plan=None, workspace=None), buffers=buffers)
+        for n in call.writes:
             held.arguments[n].fill_(float("nan"))
         graph.replay()
         torch.cuda.synchronize()
-        for n, each in zip(RESULTS, want, strict=True):
+        for n, each in zip(call.writes, want, strict=True):
             assert torch.equal(held.arguments[n], each), n
 
 
@@ -183,7 +189,7 @@ def test_plans_in_a_row_do_not_overtake_the_work_that_reads_them():
     calls = steps("decode_tensor_cores")
     first = planned(PAGED, calls[0])
     buffers = first.arguments["plan"].pin_memory(), first.arguments["workspace"]
-    want = [run_alone(call)[0] for call in calls]
+    want = [run_alone(PAGED, call)[0] for call in calls]
     busy = torch.randn(4096, 4096, device="cuda", dtype=BF16)
     got = []
     for call in calls * 4:
@@ -194,59 +200,3 @@ def test_plans_in_a_row_do_not_overtake_the_work_that_reads_them():
         got.append(mine.arguments["output"])
     for a, b in zip(got, want * 4, strict=True):
         assert torch.equal(a, b)
-
-
-HQ, HKV, D, PAGE, LAYERS = 8, 2, 64, 16, 3
-SPEC = paged_layers(HQ, HKV, D, PAGE, BF16)
-
-
-class Model(torch.nn.Module):
-    def __init__(self, kernel):
-        super().__init__()
-        make = lambda o: torch.nn.ModuleList(torch.nn.Linear(HQ * D, o, dtype=BF16) for _ in range(LAYERS))  # noqa: E731
-        self.qkv, self.out, self.kernel = make((HQ + 2 * HKV) * D), make(HQ * D), kernel
-
-    def forward(self, x, k_pages, v_pages, batch):
-        for i in range(LAYERS):
-            q, k, v = self.qkv[i](x).split([HQ * D, HKV * D, HKV * D], -1)
-            attnops.write_kv(k.reshape(-1, HKV, D), v.reshape(-1, HKV, D), k_pages[i], v_pages[i], batch.slots)
-            o = attnops.paged_attention(
-                q.reshape(-1, HQ, D), k_pages[i], v_pages[i], batch.page_table, batch.seq_lens, batch.cu_seqlens_q,
-                max_seqlen_q=batch.max_seqlen_q, plan=batch.plan, workspace=batch.workspace, holes=batch.holes, kernel=self.kernel,
-            )  # fmt: skip
-            x = x + self.out[i](o.flatten(1))
-        return x
-
-
-def count(calls, name, real, *args):
-    calls[name] += 1
-    return real(*args)
-
-
-@hopper
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_a_compiled_model_on_one_plan_a_step(mode, monkeypatch):
-    """CUDA graphs on both sides of every attention call, none skipped; each step plans once and follows its lengths and tables."""
-    model, plain = Model("flashinfer").cuda().eval(), Model("reference").cuda().eval()
-    plain.load_state_dict(model.state_dict())
-    ours, twin = (
-        PagedCache(LAYERS, 80, PAGE, HKV, D, max_requests=4, max_pages_per_request=16, dtype=BF16, device="cuda") for _ in range(2)
-    )
-    planner = Planner(SPEC, max_tokens=512, max_requests=4, max_pages=16, device="cuda", kernel="flashinfer")
-    assert planner.plan.is_pinned()
-    ids = [[cache.alloc() for _ in range(3)] for cache in (ours, twin)]
-    compiled = torch.compile(model, mode=mode, fullgraph=True)
-    calls = Counter()
-    for module, name in ((maker, "_call_planner"), (fi, "run")):
-        monkeypatch.setattr(module, name, partial(count, calls, name, getattr(module, name)))
-    counters.clear()
-    for step, new in enumerate(([30, 3, 9], *[1] * 12)):
-        batch, other = (cache.batch(i, new) for cache, i in zip((ours, twin), ids, strict=True))
-        x = torch.randn(batch.slots.shape[0], HQ * D, device="cuda", dtype=BF16)
-        with torch.no_grad():
-            want = plain(x, twin.k_pages, twin.v_pages, other)
-            got = compiled(x, ours.k_pages, ours.v_pages, planner(batch)).clone()
-        for a, b in zip((got, *ours.k_pages), (want, *twin.k_pages), strict=True):
-            torch.testing.assert_close(a.float(), b.float(), rtol=3e-2, atol=3e-2, msg=lambda m, s=step: f"step {s}: {m}")
-    assert calls == {"_call_planner": 13, "run": 13 * LAYERS}
-    assert counters["inductor"]["cudagraph_skips"] == 0, dict(counters["inductor"])

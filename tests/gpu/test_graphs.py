@@ -1,19 +1,23 @@
 """CUDA graphs on a real GPU: token-equal to eager over changing batches, safe against stale metadata, and of constant memory."""
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 import attnops
 from attnops.cache import PagedBatch, PagedCache, Planner
 from attnops.core.errors import NoKernel, OverBudget, StaleGraph
 from attnops.core.kernel import kernels_of
 from attnops.graphs import Buckets, Graphed, breakable, piecewise
+from attnops.kernels.flashinfer import attention as maker, modules
 from attnops.ops import paged_layers
 from tests.gpu.helpers import captured, need
 from tests.graphs import helpers
@@ -57,6 +61,7 @@ class Pair(helpers.Pair):
         tokens = torch.randint(VOCAB, (mine.slots.shape[0],), device="cuda")
         with torch.no_grad():
             want = self.call(self.model, self.twin, tokens, self.prepare(theirs))
+            mine = mine if isinstance(self.step, Graphed) else self.prepare(mine)  # what is Graphed prepares it
             return self.call(self.step, self.cache, tokens, mine).clone(), want
 
     def agree(self, names: str | list[str], new: int | list[int] = 1, tolerance: float = 2e-3) -> None:
@@ -153,6 +158,26 @@ def test_every_kernel_of_paged_attention(name: str) -> None:
     drafts: tuple[tuple[str, Any], ...] = (("abcd", 4), ("abc", [1, 4, 2]), ("ab", [3, 0]))
     for names, new in drafts if verify else ():
         pair.agree(names, new, tolerance=6e-2)
+
+
+def test_a_compiled_model_on_one_plan_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA graphs on both sides of every attention call, none skipped; each step plans once and follows its lengths and tables."""
+    need(kernels_of("paged_attention")["flashinfer"])
+    pair = Pair("inductor", "flashinfer", torch.bfloat16, prepare=bringing("flashinfer"))
+    calls = Counter[str]()
+
+    def count(name: str, real: Any, *args: Any) -> Any:
+        calls[name] += 1
+        return real(*args)
+
+    for module, name in ((maker, "_call_planner"), (modules, "run")):
+        monkeypatch.setattr(module, name, partial(count, name, getattr(module, name)))
+    counters.clear()
+    for new in ([30, 3, 9], *[1] * 12):
+        pair.agree("abc", new, tolerance=6e-2)
+    # With those of the model beside it, which is eager.
+    assert calls == {"_call_planner": 2 * 13, "run": 2 * 13 * LAYERS}
+    assert counters["inductor"]["cudagraph_skips"] == 0, dict(counters["inductor"])
 
 
 @pytest.mark.parametrize("mode", ["piecewise", "breakable"])

@@ -120,7 +120,8 @@ def test_tokens_by_own_linears_and_experts_equal_eagers(family: str) -> None:
 def llama(**more: Any) -> Any:
     """Heads and head dim of Llama 3 8B."""
     given = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 1024, **more}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**given)).cuda().eval()
+    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**given))
+    return model.cuda().eval()
 
 
 @pytest.mark.parametrize("kind", ["static", "paged"])

@@ -17,7 +17,7 @@ INLINE = [pytest.param(k, id=f"{k.op}.{k.name}") for k in all_kernels() if k.fus
 
 
 @pytest.mark.parametrize("kernel", INLINE)
-def test_compiled_in_place_keeps_the_contract(kernel: Kernel, found: dict[str, Any]) -> None:
+def test_compiled_in_place_keeps_the_contract(kernel: Kernel) -> None:
     """Compared with the reference as every kernel is; integers must be the same to the last one."""
     packet, policy = OPS[kernel.op].packet.default, f"kernel={kernel.op}:{kernel.name}"
 
@@ -32,4 +32,3 @@ def test_compiled_in_place_keeps_the_contract(kernel: Kernel, found: dict[str, A
         torch._dynamo.reset()
         with torch.no_grad():
             check_kernel(compiled, case.build(Source(seed, "cuda")))
-    found.setdefault("inline", {})[f"{kernel.op}.{kernel.name}"] = min(2, len(cases))
