@@ -17,8 +17,6 @@ BATCH, TOKENS, HEADS, KV_HEADS, D = 2, 256, 4, 2, 64
 RULES: dict[str, dict[str, Any]] = {"causal": {}, "window": {"window": (63, -1)}, "soft cap": {"softcap": 20.0}, "sinks": {}}
 OPS = ("attention", "varlen_attention")
 STEPS = [(op, name) for op in OPS for name, kernel in kernels_of(f"{op}_backward").items() if not kernel.judge]
-    (op, name) for op in ("attention", "varlen_attention") for name, kernel in kernels_of(f"{op}_backward").items() if not kernel.judge
-]
 REPLAYS = 4
 FAR = 0.02  # between two steps of one kernel in bfloat16, whose sums may come in another order
 
