@@ -1,4 +1,4 @@
-"""CUDA graphs on a real GPU: token-equal to eager over changing batches, safe against stale metadata, and of constant memory."""
+"""CUDA graphs on a real GPU: token-equal to eager over changing batches, without what others wrote, and of constant memory."""
 
 import random
 from collections import Counter
@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 import attnops
 from attnops.cache import PagedBatch, PagedCache, Planner
-from attnops.core.errors import NoKernel, OverBudget, StaleGraph
+from attnops.core.errors import NoKernel, OverBudget
 from attnops.core.kernel import kernels_of
 from attnops.graphs import Buckets, Graphed, breakable, piecewise
 from attnops.kernels.flashinfer import attention as maker, modules
@@ -178,24 +178,6 @@ def test_a_compiled_model_on_one_plan_a_step(monkeypatch: pytest.MonkeyPatch) ->
     # With those of the model beside it, which is eager.
     assert calls == {"_call_planner": 2 * 13, "run": 2 * 13 * LAYERS}
     assert counters["inductor"]["cudagraph_skips"] == 0, dict(counters["inductor"])
-
-
-@pytest.mark.parametrize("mode", ["piecewise", "breakable"])
-def test_stale_metadata_is_refused(mode: str) -> None:
-    pair = Pair(mode)
-    pair.agree("ab")
-    given = pair.example("ab")
-    other = paged_cache(LAYERS, pages=160, requests=12, width=16, device="cuda", page=PAGE, head_dim=D)
-    with pytest.raises(StaleGraph, match="k_pages"):
-        pair.step(**{**given, "k_pages": other.k_pages})
-    with pytest.raises(StaleGraph, match="policy"), attnops.use(deterministic=True):
-        pair.step(**given)
-    wide = torch.zeros(2, 17, dtype=torch.int32, device="cuda")
-    with pytest.raises(StaleGraph, match="page_table"):
-        pair.step(**{**given, "batch": replace(given["batch"], page_table=wide)})
-    pair.cache.k_pages[0].set_(torch.zeros_like(pair.cache.k_pages[0]))
-    with pytest.raises(StaleGraph, match="k_pages"):
-        pair.step(**given)
 
 
 @pytest.mark.parametrize("kernel", [None, BOUNDARY], ids=["whole", "split"])

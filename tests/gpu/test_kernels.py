@@ -1,6 +1,8 @@
 """Every kernel on a real GPU: numerics over the problem grid, opcheck, and proof that it may live in a CUDA graph."""
 
+import random
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,9 +12,11 @@ from torch.utils import _pytree as pytree
 
 from attnops.core.kernel import Capture, Kernel, all_kernels, kernels_of
 from attnops.core.problem import Target
+from attnops.core.record import changed, split
 from attnops.ops import OPS
 from attnops.testing import CASES, Call, Case, Source, check_kernel, refusals
 from attnops.testing.calls import equip
+from tests import faint
 from tests.gpu.flashinfer_modules import is_built as module_is_built
 from tests.gpu.grid import Share, share_of, shares
 from tests.gpu.helpers import captured, figures_of, judge
@@ -133,3 +137,27 @@ def test_replays_follow_their_inputs(kernel: Kernel, found: dict[str, Any]) -> N
     found["replay"] = {f"{kernel.op}.{kernel.name}": proven}
     if not proven:
         pytest.skip("no pair of cases with equal shapes on this GPU")
+
+
+@pytest.mark.parametrize("kernel", [pytest.param(k, id=f"{k.op}.{k.name}") for k in all_kernels() if k.fused])
+def test_compiled_in_place_keeps_the_contract(kernel: Kernel) -> None:
+    """What Inductor makes of torch ops that are lowered in place; integers must be the same to the last one."""
+    packet, policy = OPS[kernel.op].packet.default, f"kernel={kernel.op}:{kernel.name}"
+
+    def run(call: Any) -> Any:
+        return torch.compile(lambda a, k: packet(*a, **k), fullgraph=True, dynamic=False)(*split(changed(call, policy=policy)))
+
+    compiled = replace(kernel, run=run, contract=2)
+    cases = [c for c in CASES[kernel.op] if not refusals(kernel, c.build(Source(0, "cuda")))]
+    if not cases:
+        pytest.skip("takes no case on this GPU")
+    for seed, case in enumerate(random.Random(0).sample(cases, min(2, len(cases)))):
+        torch._dynamo.reset()
+        with torch.no_grad():
+            check_kernel(compiled, case.build(Source(seed, "cuda")))
+
+
+@pytest.mark.parametrize(("op", "name", "way", "dtype"), faint.runs())
+def test_a_faint_row_harms_no_other(op: str, name: str, way: str, dtype: torch.dtype) -> None:
+    """By every kernel that the machine has: the calls of tests/test_faint.py."""
+    faint.checked(kernels_of(op)[name], way, dtype, "cuda")

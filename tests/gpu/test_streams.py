@@ -5,7 +5,6 @@ stream runs ahead of it.
 """
 
 import random
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -24,7 +23,7 @@ import attnops
 from attnops.hf import tiny
 from attnops.hf.cache_names import named
 from attnops.hf.loop.numbers import FIELDS, Number, field_of
-from attnops.hf.loop.tail import Tail, _copied, _drawn, _follow
+from attnops.hf.loop.tail import _copied, _drawn, _follow
 from tests.gpu.helpers import together
 
 DEVICE = torch.device("cuda", 0)
@@ -191,45 +190,6 @@ def test_threads_on_streams_of_their_own() -> None:
                     assert generated(number) == want[number], f"thread {number}, call {call}"
 
         together([partial(work, number) for number in range(2)])
-
-
-class Meets:
-    """A streamer that waits for those of other threads, while each has a choice of tokens."""
-
-    def __init__(self, barrier: threading.Barrier) -> None:
-        self.barrier, self.puts = barrier, 0
-
-    def put(self, tokens: Tensor) -> None:
-        self.puts += 1
-        if self.puts == 2:  # the first is the prompt, before the loop
-            self.barrier.wait(120)
-
-    def end(self) -> None:
-        pass
-
-
-def test_threads_of_equal_options_capture_one_choice_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once, in four rounds."""
-    count, rounds, real = 4, 4, Tail.capture
-    captured: list[Tail] = []
-
-    def capture(self: Tail, graphs: Any) -> None:
-        captured.append(self)
-        real(self, graphs)
-
-    monkeypatch.setattr(Tail, "capture", capture)
-    model, (ids, mask), barrier = model_of(), text(2), threading.Barrier(count)
-    found = []
-    with attnops.patch(model, cache="paged", decode="breakable") as handle:
-
-        def work() -> None:
-            for _ in range(rounds):
-                more = {"do_sample": False, "max_new_tokens": 4, "streamer": Meets(barrier)}
-                found.append(model.generate(ids, attention_mask=mask, **more).tolist())
-
-        together([work] * count)
-        assert [each.reason for each in captured] == [""] * count, handle.took
-    assert len(found) == count * rounds and all(each == found[0] for each in found)
 
 
 def test_the_draw_is_that_of_multinomial() -> None:

@@ -26,7 +26,6 @@ BUILT: dict[str, tuple[int, Features]] = {
     "bf16_page16_d128_group4": (16, PLAIN),
     "bf16_page64_d64_group8_window": (64, replace(PLAIN, head_dim=64, kv_heads=1, window=(127, -1))),
     "fp16_page32_d256_group1": (32, replace(PLAIN, dtype=F16, head_dim=256, q_heads=4, kv_heads=4)),
-    "bf16_page128_d128_group3": (128, replace(PLAIN, q_heads=6)),
     "bf16_fp8_page64_d128_group4": (64, replace(PLAIN, kv_dtype=E4M3, scale_per_head=False)),
     "fp16_fp8_page128_d64_group16": (
         128, replace(PLAIN, dtype=F16, kv_dtype=E4M3, scale_per_head=False, head_dim=64, q_heads=16, kv_heads=1)
