@@ -61,7 +61,7 @@ def check(tool: str, command: str, count: int, limit_s: float) -> dict[str, Any]
         return {"finished": False, "seconds": round(limit_s), "last": (late.stdout or b"").decode(errors="replace")[-500:]}
     print(done.stdout[-4000:], done.stderr[-2000:])
     found = [int(a or b) for a, b in SUMMARY.findall(done.stdout)]
-    report = {
+    report: dict[str, Any] = {
         "finished": done.returncode == 0 and bool(found), "errors": sum(found), "seconds": round(time.monotonic() - start),
         "cases": sum(map(int, re.findall(r"^(\d+) cases$", done.stdout, re.M))),
     }  # fmt: skip

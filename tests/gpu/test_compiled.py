@@ -15,7 +15,7 @@ def step(seed: int) -> Step:
     table = (torch.randperm(64).reshape(4, 64 // PAGE) + 1).int()
     lengths = torch.randint(1, 60, (4,), dtype=torch.int32)
     given = (torch.randn(4, HQ * D), table, lengths, torch.ones(4, dtype=torch.int32), (lengths - 1).long())
-    return Step(*(x.cuda() for x in given), 1)
+    return Step(*(x.cuda() for x in given), longest=1)
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])

@@ -40,7 +40,8 @@ class Layer(nn.Module):
         else:
             q, k, v = (t.flatten(0, 1) for t in (q, k, v))
             longest: dict[str, int] = {"max_seqlen_q": BATCH * TOKENS, "max_seqlen_k": BATCH * TOKENS}
-            o = attnops.varlen_attention(q, k, v, self.cu, self.cu, causal=True, sinks=self.sinks, **longest, **self.rules)
+            given: dict[str, Any] = {"causal": True, "sinks": self.sinks, **longest, **self.rules}
+            o = attnops.varlen_attention(q, k, v, self.cu, self.cu, **given)
         return x + self.out(o.reshape(x.shape))
 
 
