@@ -160,7 +160,7 @@ def test_every_kernel_of_paged_attention(name: str) -> None:
         pair.agree(names, new, tolerance=6e-2)
 
 
-def test_a_compiled_model_on_one_plan_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_model_on_one_flashinfer_plan_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA graphs on both sides of every attention call, none skipped; each step plans once and follows its lengths and tables."""
     need(kernels_of("paged_attention")["flashinfer"])
     pair = Pair("inductor", "flashinfer", torch.bfloat16, prepare=bringing("flashinfer"))
