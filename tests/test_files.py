@@ -94,6 +94,8 @@ ODD = [
     ("num_attention_heads", 0),
     ("vocab_size", 10**30),
     ("model_type", [1]),
+    ("model_type", "no-such-thing"),
+    ("num_attention_heads", 3),
     ("num_local_experts", 10**8),
 ]
 
