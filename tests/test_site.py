@@ -58,10 +58,10 @@ def test_every_public_name_has_an_entry(room):
     assert without_entry(room, entries()) == []
 
 
-def test_a_name_without_an_entry_is_found():
-    assert without_entry("attnops.cache", entries() - {"attnops.cache.Planner"}) == ["Planner"]
-    assert without_entry("attnops.ops", entries() - {"attnops.ops.OPS"}) == ["OPS"]
-    assert without_entry("attnops.nn", entries() - {"attnops.cache.PagedCache"}) == ["PagedCache"]
+@pytest.mark.parametrize("name", ["attnops.cache.Planner", "attnops.ops.OPS"])
+def test_a_name_without_an_entry_is_found(name):
+    room, _, own = name.rpartition(".")
+    assert without_entry(room, entries() - {name}) == [own]
 
 
 def test_every_entry_is_there():
@@ -91,13 +91,11 @@ def conf():
 @pytest.mark.parametrize(
     "path, place",
     [
-        ("docs/graphs.md", "graphs"),
         ("docs/api/nn.md", "api/nn"),
         ("docs/tutorials/quickstart.py", "gallery/quickstart"),
         ("docs/tutorials", "tutorials/README"),
         ("CHANGELOG.md", "changelog"),
         ("examples/README.md", "examples"),
-        ("README.md", "https://host/a/blob/HEAD/README.md"),
         ("docs/generate.py", "https://host/a/blob/HEAD/docs/generate.py"),
         ("benchmarks/results", "https://host/a/tree/HEAD/benchmarks/results"),
     ],
@@ -121,8 +119,5 @@ def test_fields_of_a_dataclass_become_arguments(conf):
 
     lines = ["A size. tokens: of all requests. pages: in", "use: now.", "", "Raises:", "    ValueError: never."]
     conf.fields_as_arguments(None, "class", "Sizes", Sizes, {}, lines)
-    assert lines[:-2] == ["A size.", "", "Args:", "    tokens: of all requests.", "    pages: in use: now.", ""]
-    assert lines[-2:] == ["Raises:", "    ValueError: never."]
-    unchanged = ["A size of tokens."]
-    conf.fields_as_arguments(None, "class", "Sizes", Sizes, {}, unchanged)
-    assert unchanged == ["A size of tokens."]
+    said = ["A size.", "", "Args:", "    tokens: of all requests.", "    pages: in use: now.", ""]
+    assert lines == [*said, "Raises:", "    ValueError: never."]
