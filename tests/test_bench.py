@@ -189,16 +189,22 @@ def test_whole_models_are_beside_their_peers(reports_of):
     assert "bench_noop" not in kernels_of("paged_attention"), "it is registered in another process"
 
 
-def test_kernels_are_of_a_kind_by_their_names():
-    names = {
-        "nvjet_sm90_tst_64x8_64x16_2x1_v_bz_splitK_TNT": "matmul", "void cublasLt::splitKreduce_kernel<32, 16, int>": "matmul",
-        "void cutlass::Kernel2<cutlass_80_simt_sgemm_128x32_8x5_tn_align1>": "matmul", "triton_tem_fused_mm_3": "matmul",
-        "void cutlass::device_kernel<flash::FlashAttnFwdSm90<flash::Main>>": "attention", "attend": "attention", "combine": "attention",
-        "decode": "attention", "one_row": "matmul", "few_rows": "matmul", "few_tokens": "matmul",
-        "cudnn_generated_fort_native_sdpa_sm80_flash_fprop": "attention", "store": "glue",
-        "triton_poi_fused__scaled_dot_product_cudnn_attention__to_copy": "glue", "triton_red_fused_add_mean_mul_pow_rsqrt_13": "glue",
-    }  # fmt: skip
-    assert all(decode.shares([(0, 1, name)])[kind] == 1 for name, kind in names.items())
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvjet_sm90_tst_64x8_64x16_2x1_v_bz_splitK_TNT", "matmul"),
+        ("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x32_8x5_tn_align1>", "matmul"),
+        ("triton_tem_fused_mm_3", "matmul"),
+        ("few_rows", "matmul"),
+        ("void cutlass::device_kernel<flash::FlashAttnFwdSm90<flash::Main>>", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm80_flash_fprop", "attention"),
+        ("decode", "attention"),
+        ("triton_poi_fused__scaled_dot_product_cudnn_attention__to_copy", "glue"),
+        ("store", "glue"),
+    ],
+)
+def test_kernels_are_of_a_kind_by_their_names(name, kind):
+    assert decode.shares([(0, 1, name)])[kind] == 1
 
 
 def test_overlaps_are_counted_once_and_gaps_are_found():

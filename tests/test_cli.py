@@ -19,13 +19,12 @@ from typer.testing import CliRunner
 from attnops import configs as models
 from attnops.cli import doctor, features
 from attnops.cli.app import app
-from attnops.cli.explain import linear_sites, tokens_of
+from attnops.cli.explain import linear_sites
 from attnops.configs import SHAPES
 from attnops.core import problem
 from attnops.core.kernel import all_kernels, kernels_of
 from attnops.core.problem import Target
 from attnops.lowering.explain import packages_of_kernels
-from attnops.measured import MEASURED
 from attnops.version import VERSION
 from tests.helpers import ready_process, torch_process
 
@@ -51,11 +50,10 @@ def explained(*arguments):
 )
 def test_linears_of_a_decode_step_are_explained(model, batch, kernel, counts):
     """By measured times and the sizes of the config, without experts and latents."""
-    config = models.config_of(model).get_text_config(decoder=True)
-    sites = list(linear_sites(config, torch.bfloat16, batch, Target.parse("h200", ("triton",))))
+    config, h200 = models.config_of(model).get_text_config(decoder=True), Target.parse("h200", ("triton",))
+    sites = list(linear_sites(config, torch.bfloat16, batch, h200))
     assert [site.count for site in sites] == counts
-    for site in sites:
-        assert (site.decision.kernel.name, site.decision.costs["aten"].how) == (kernel, MEASURED)
+    assert {site.decision.kernel.name for site in sites} <= {kernel}
 
 
 def test_no_command_names_three_to_begin_with():
@@ -72,10 +70,8 @@ def test_the_version_is_printed():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("module", ["attnops", "attnops.cli"])
-def test_the_module_is_the_command(module):
-    done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout == f"attnops {VERSION}\n", done.stderr
+def test_the_module_is_the_command():
+    assert subprocess.check_output([sys.executable, "-m", "attnops", "--version"], text=True) == f"attnops {VERSION}\n"
 
 
 # doctor ---------------------------------------------------------------------------------------------------------------
@@ -291,12 +287,6 @@ def test_a_config_file(tmp_path, folder):
     found = explained(tmp_path if folder else tmp_path / "config.json", "--target", "cpu", "--phase", "prefill")
     [call] = found["prefill"]["calls"]
     assert call["count"] == 3
-
-
-@pytest.mark.parametrize(("positions", "tokens"), [(514, 256), (1024, 512), (4096, 512), (3, 1), (None, 512)])
-def test_the_default_prompt_fits_the_model(positions, tokens):
-    text = SimpleNamespace(max_position_embeddings=positions)
-    assert tokens_of(SimpleNamespace(get_text_config=lambda decoder: text)) == tokens
 
 
 def test_a_model_of_few_positions(tmp_path):

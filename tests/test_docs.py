@@ -112,13 +112,6 @@ def test_links_lead_somewhere(page):
     assert not [t for t in links(page) if not (page.parent / t).exists()]
 
 
-def test_readme_order():
-    order = ["<!-- picture:begin -->", "pip install", "attnops.patch(model)", "<!-- explain:begin -->", "## What for whom"]
-    order += ["<!-- backends:begin -->", "## Limits", "(LICENSE)"]
-    places = [README.index(mark) for mark in order]
-    assert places == sorted(places)
-
-
 def test_readme_is_short():
     lines = README.splitlines()
     assert len(lines) <= MOST_README_LINES and lines.index("<!-- explain:end -->") < FIRST_SCREEN

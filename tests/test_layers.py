@@ -148,20 +148,13 @@ def test_imports_are_relative_in_the_linked_folders_alone(trees):
 @pytest.mark.parametrize(
     ("module", "code"),
     [
-        ("attnops.core.kernel", "import attnops.lowering"),
         ("attnops.core.problem", "def f():\n    from attnops.kernels import load_own"),
         ("attnops.core.problem", "from attnops.ops.attention.reference import attend"),
-        ("attnops.ops.attention.reference", "from attnops.ops.attention.record import Attention"),
-        ("attnops.ops.attention.record", "import attnops"),
-        ("attnops.kernels.torch.sdpa", "from attnops.core.select import Policy"),
-        ("attnops.kernels.sgl.flashmla", "def f():\n    from attnops.kernels.triton.launch.data import write_kv"),
-        ("attnops.kernels.triton.experts", "from attnops.kernels import torch"),
-        ("attnops.kernels.shared.launch.gpu", "from attnops.kernels.triton.launch import tiles"),
+        ("attnops.kernels.sgl.flashmla", "from attnops.kernels.triton.launch.data import write_kv"),
         ("attnops.kernels.shared.parts", "from attnops.kernels import fa3_triton"),
         ("attnops.lowering.choose", "from attnops import graphs"),
         ("attnops.graphs.split", "from importlib import import_module\nimport_module('attnops.lowering.choose')"),
         ("attnops.graphs.split", "from .. import lowering"),
-        ("attnops.lowering", "from ..graphs.split import split"),
     ],
 )
 def test_the_check_sees(module, code):
@@ -173,12 +166,8 @@ def test_the_check_sees(module, code):
     ("module", "code"),
     [
         ("attnops.core.kernel", "if TYPE_CHECKING:\n    from attnops.core.select import Policy"),
-        ("attnops.lowering.choose", "from attnops.core.select import select\nfrom attnops.ops import attention"),
         ("attnops.lowering.choose", "from ..core.select import select\nfrom .cache_key import circumstances"),
-        ("attnops.cli.doctor", "import attnops"),
-        ("attnops.kernels.sgl.fa3", "from attnops.kernels.sgl import wheel\nfrom attnops.kernels.shared.launch import rows"),
         ("attnops.kernels.fa3_triton", "from attnops.kernels.sgl import fa3\nfrom attnops.kernels.triton import attention"),
-        ("attnops", "def __getattr__(name):\n    from attnops.hf import patch"),
     ],
 )
 def test_the_check_lets_pass(module, code):

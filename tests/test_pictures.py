@@ -68,12 +68,6 @@ def test_titles_are_of_the_figures(docs):
     assert choice.endswith("takes 1.00 to 2.00 times as long as the fastest of all")
 
 
-def test_ticks_are_round(docs):
-    ticks = import_module("plots").ticks
-    assert ticks(37.9) == [0, 10, 20, 30] and ticks(3.06) == [0, 0.5, 1, 1.5, 2, 2.5, 3]
-    assert all(3 <= len(ticks(0.1 * n)) <= 8 for n in range(1, 400))
-
-
 def test_the_picture_of_readme_follows_generate(docs, write, tmp_path):
     _, page = docs
 

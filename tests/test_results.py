@@ -10,15 +10,10 @@ from typing import Any
 
 import pytest
 
-from attnops.bench import choices
 from attnops.measured import RATES, Grid, Table
 from attnops.ops.linear.timed import product
 from tests.helpers import ROOT
 
-CALLS = [
-    {"case": f"{family} 1x9 of 9", "way": "automatic", "us": {"a": 10.0, "b": 12.0}, "chosen": dict.fromkeys(choices.WAYS, name)}
-    for family, name in (("mla", "b"), ("packed", "a"))
-]
 STAMP = {"device": "Some GPU", "torch": "2.11.0", "date": "2026-01-01", "commit": "0123456789abcdef", "packages": ["far==1.0"]}
 
 
@@ -101,13 +96,6 @@ def test_results_become_tables(results, tmp_path):
         assert shown in text, shown
     row = "| Some GPU | 1 of 1 | 1,219 / 2 | 0.50 to 1.25, median 0.88 of 2 calls | 50.0% / 100% of 2 calls | - |"
     assert row in short and "| zz | a file of another form |" in short
-
-
-def test_the_larger_grid_of_regret_is_shown(results, tmp_path):
-    write(tmp_path, "h200", "kernel_times", {"rows": [{"case": "a", "way": way, "median_us": 5.0} for way in ("fa3", "automatic")]})
-    assert "| 0.0% / 0% of 1 calls |" in results.results_short(tmp_path)
-    write(tmp_path, "h200", "regret", {"rows": CALLS})
-    assert "| 10.0% / 20% of 2 calls |" in results.results_short(tmp_path)
 
 
 def test_hardware_is_where_numerics_were_compared(results, tmp_path):

@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 FLOWS = {path.stem: YAML(typ="safe").load(path.read_text()) for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))}
 STEPS = [step for flow in FLOWS.values() for job in flow["jobs"].values() for step in job.get("steps", [])]
 MAKES = sorted({target for step in STEPS for target in re.findall(r"\bmake ([\w-]+)", step.get("run", ""))})
-PYPROJECT = (ROOT / "pyproject.toml").read_text()
+PYPROJECT, MAKEFILE = ((ROOT / name).read_text() for name in ("pyproject.toml", "Makefile"))
 
 SCHEMAS = {
     "vendor.github-workflows": [".github/workflows/*.yml"],
@@ -38,7 +38,14 @@ def test_files_are_what_their_schema_wants(schema):
 
 @pytest.mark.parametrize("target", MAKES)
 def test_make_has_the_target(target):
-    assert re.search(rf"^{target}:.* ## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert re.search(rf"^{target}:.* ## ", MAKEFILE, re.MULTILINE)
+
+
+def test_the_quick_list_names_files_of_every_room():
+    listed = re.search(r"^QUICK := (.*?[^\\])$", MAKEFILE, re.MULTILINE | re.DOTALL)[1]
+    files = listed.replace("\\", " ").split()
+    assert all((ROOT / file).is_file() for file in files) and len(files) == len(set(files))
+    assert {file.split("/")[1] for file in files} >= {"ops", "hf", "lowering", "graphs", "triton"}
 
 
 def test_workflows_install_through_make_alone():
