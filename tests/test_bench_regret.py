@@ -22,16 +22,24 @@ from tests.measuring import SM90, SQUARE as TINY, table as table_of
 FULL = sweeps_of("full")
 
 
+def drawn_well(draw, count, families):
+    """The calls of a seed, which bear names of their own."""
+    held = draw(count)
+    assert held == draw(count), "a seed gives the same calls"
+    assert {h.family for h in held} == {*families}
+    assert len({h.name for h in held}) == count
+    return held
+
+
 def test_what_is_held_out():
-    held = choices.held_out(240)
-    assert held == choices.held_out(240) != choices.held_out(240, seed=2), "a seed gives the same calls"
+    held = drawn_well(choices.held_out, 240, choices.FAMILIES)
     assert Counter(h.family for h in held) == dict.fromkeys(choices.FAMILIES, 48)
-    assert len({h.name for h in held}) == 240 and held[0].name == "dense 2x1072 of 1072"
+    assert held != choices.held_out(240, seed=2) and held[0].name == "dense 2x1072 of 1072"
     on_grid = {(sweep.kind, *at) for sweep in FULL for at in sweep.points()}
     for h in held:
         batch, queries, keys = len(h.q_lens), max(h.q_lens), max(h.k_lens)
         assert (h.shape, batch, queries, keys / queries) not in on_grid
-        assert len(h.k_lens) == batch and (h.shape.op != "attention" or len(set(h.q_lens)) == 1)
+        assert h.shape.op != "attention" or len(set(h.q_lens)) == 1
         assert all(1 <= q <= k or h.shape.rules.kv_range for q, k in zip(h.q_lens, h.k_lens, strict=True))
     assert {decodes(h.shape) for h in held if h.family == "dense"} == {True, False}
     assert sum(len(set(h.k_lens)) > 1 for h in held) > 60, "ragged"
@@ -130,14 +138,11 @@ def test_a_kernel_that_is_wrong_is_no_candidate(monkeypatch):
 
 
 def test_pairs_that_are_held_out():
-    held = choices.TRAINING.held_out(120)
-    assert held == choices.TRAINING.held_out(120) and len({h.name for h in held}) == 120
-    assert {h.shape.op for h in held} == set(choices.TRAINED.values())
-    shapes = [h.shape for h in held]
-    assert {s.head_dim for s in shapes} == {64, 96, 128, 192, 256} and {s.group_size for s in shapes} == {1, 2, 4, 8}
-    rules = [shape.rules for shape in shapes]
-    assert any(r.sinks for r in rules) and any(r.softcap for r in rules) and any(r.window[0] >= 0 for r in rules)
-    longest = [max(h.q_lens) for h in held]
+    held = drawn_well(choices.TRAINING.held_out, 120, choices.TRAINED)
+    kinds, longest = {h.shape for h in held}, [max(h.q_lens) for h in held]
+    assert {kind.head_dim for kind in kinds} == {64, 96, 128, 192, 256} and {kind.group_size for kind in kinds} == {1, 2, 4, 8}
+    for fact in ("sinks", "softcap", "windowed"):
+        assert any(getattr(kind.rules, fact) for kind in kinds), fact
     assert min(longest) < 1024 and max(longest) > 16384
     assert sum(len(set(h.q_lens)) > 1 for h in held) > 15, "ragged"
     pool = Pool("cpu")
@@ -175,7 +180,12 @@ def steady(s, q_lens, k_lens):
     return 12 + size / 3.9e6 + flops / 5e8
 
 
-MADE_UP = {"splitting": splitting, "steady": steady}
+def quick(s, q_lens, k_lens):
+    size, flops = moved(s, q_lens, k_lens)
+    return 5 + size / 2.5e6 + flops / 4e8
+
+
+MADE_UP = {"splitting": splitting, "steady": steady, "quick": quick}
 
 
 ATTENTION = [plan for plan in FULL if plan.kind.q_heads]

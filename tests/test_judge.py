@@ -52,7 +52,7 @@ def dense() -> Iterator[Problem]:
         if trained or like is PACKED or "mask" in rules:
             yield problem
         if trained:
-            yield altered(problem, op=f"{shape.op}_backward", grad=True)
+            yield altered(problem, op=f"{shape.op}_backward", lse=False, grad=True)
 
 
 def paged() -> Iterator[Problem]:
