@@ -81,7 +81,8 @@ def test_results_become_tables(results, tmp_path):
     ways = {"a": {"fa3": 4.0, "automatic": 4.0, "direct.fa3": 8.0}, "b": slow}
     times = [{"case": case, "way": way, "median_us": us} for case, by_way in ways.items() for way, us in by_way.items()]
     write(tmp_path, "h200", "kernel_times", {"rows": [*times, {"case": "c", "way": "automatic", "wrong": "wrong: off by 1"}]})
-    write(tmp_path, "zz", "regret", {})
+    for suite in ("regret", "kernel_times"):
+        write(tmp_path, "zz", suite, {})
     text, short = results.results_full(tmp_path), results.results_short(tmp_path)
     for shown in (
         "| `attention.fa3` | 19 (3 refused) | 0 | 17% | 1,200 (2 left out) | 0, 17% | 2 | - |",
