@@ -38,7 +38,7 @@ def test_the_ways_take_turns(dtype):
     assert list(found) == [*ways.chosen(TOY, "generate")], found
     for way, row in found.items():
         assert row["error"] <= row["budget"] < (1e-4 if dtype == torch.float32 else 0.05) and row["new_tokens"] == 6
-        assert row["tokens_s"] == pytest.approx(2e6 / row["median_us"], rel=1e-3) and ("of_hf" in row) == (way != "hf")
+        assert row["tokens_s"] == pytest.approx(2e6 / row["median_us"], rel=1e-3, abs=0.06) and ("of_hf" in row) == (way != "hf")
 
 
 def test_only_the_ways_asked_for():
