@@ -1,6 +1,5 @@
 """Other engines in the suite `generate`: scripts that stand for Pythons of other environments, and modules that stand for engines."""
 
-import json
 import os
 import subprocess
 import sys
@@ -124,10 +123,10 @@ def test_rows_are_of_what_the_process_printed(python, monkeypatch):
     steady, larger, first = outcome(python(ANSWER + config + "for point in spec['points']: answer(*point)"))["rows"]
     new = generate.NEW["toy"]
     assert (steady["case"], larger["case"], first["case"]) == ("llama 1x4", "llama 2x8", "llama 1x4, first call")
-    assert steady["median_us"] == pytest.approx(12000 / new) and steady["spread_us"] == pytest.approx(6000 / new)
+    assert (steady["median_us"], steady["spread_us"]) == pytest.approx((12000 / new, 6000 / new))
     assert larger["tokens_s"] == pytest.approx(2 * 1e6 / larger["median_us"], rel=1e-3) and larger["new_tokens"] == new
     assert (steady["version"], steady["how"], steady["layers"], steady["path"]) == ("1.2", "by heart", 1, None)
-    assert (first["way"], first["first_s"], first["median_us"], first["version"]) == ("vllm", 2.5, 2.5e6, "1.2")
+    assert (first["way"], first["first_s"], first["median_us"]) == ("vllm", 2.5, 2.5e6)
 
 
 @pytest.mark.parametrize(
@@ -210,18 +209,13 @@ def test_answers_of_another_length_have_no_time(real, monkeypatch):
 def test_engines_are_named_with_their_python(given):
     with pytest.raises(InvalidInput, match=r"NAME=PYTHON, with a NAME of vllm \| sglang"):
         peers.parse([given])
-    assert peers.parse(["vllm=a=b", "sglang=c"]) == (("vllm", "a=b"), ("sglang", "c"))
 
 
 def test_the_command_takes_engines(monkeypatch):
     seen = []
     monkeypatch.setattr("attnops.cli.bench.run_suites", lambda chosen, setup, **more: seen.append(setup.engines) or {})
-    options = ["--device", "cpu", "--engine", "vllm=a", "--engine", "sglang=b"]
-    assert CliRunner().invoke(app, ["bench", "generate", *options]).exit_code == 0 and seen == [(("vllm", "a"), ("sglang", "b"))]
+    options = ["--device", "cpu", "--engine", "vllm=a=b", "--engine", "sglang=c"]
+    assert CliRunner().invoke(app, ["bench", "generate", *options]).exit_code == 0
+    assert seen == [(("vllm", "a=b"), ("sglang", "c"))]
     other = CliRunner().invoke(app, ["bench", "overhead", *options])
-    assert other.exit_code != 0 and "generate or decode, for --engine" in " ".join(other.output.split()) and len(seen) == 1
-
-
-def test_no_engine_is_a_case_without_the_option():
-    assert not [name for name in generate.cases(TOY) if "vllm" in name or "sglang" in name]
-    assert json.loads(json.dumps(peers.cases(TOY, "generate", 6, 3))) == {}
+    assert other.exit_code != 0 and "generate or decode, for --engine" in " ".join(other.output.split())

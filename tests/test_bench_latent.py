@@ -15,12 +15,12 @@ def uncompiled(monkeypatch):
     monkeypatch.setattr(Setup, "compiled", lambda setup, function, **options: function)
 
 
-def step(name):
+def step(name="4 heads, 2x24"):
     return {row["way"]: row for row in latent.cases(UNCOMPILED)[name]()}
 
 
 def test_a_layer_is_beside_transformers():
-    rows = step("4 heads, 2x24")
+    rows = step()
     assert set(rows) == {"layer", "kernel", "projections", "hf_eager", "hf_compiled"}
     for way, row in rows.items():
         assert row["error"] <= row["budget"] and row["median_us"] > 0 and ("of_hf_eager" in row or way == "hf_eager")
@@ -37,9 +37,9 @@ def test_only_the_last_requests_are_compared_where_all_are_too_large(monkeypatch
         batch.seq_lens[-1] -= 9
         return pages, batch
 
-    assert "median_us" in step("4 heads, 2x24")["layer"]
+    assert "median_us" in step()["layer"]
     monkeypatch.setattr(latent, "filled", wrong)
-    assert step("4 heads, 2x24")["layer"]["wrong"].startswith("wrong: off by")
+    assert step()["layer"]["wrong"].startswith("wrong: off by")
 
 
 def test_a_layer_that_is_wrong_has_no_time(monkeypatch):
@@ -51,7 +51,7 @@ def test_a_layer_that_is_wrong_has_no_time(monkeypatch):
         return made
 
     monkeypatch.setattr(latent, "ours", wrong)
-    rows = step("4 heads, 2x24")
+    rows = step()
     assert rows["layer"]["wrong"].startswith("wrong: off by") and "glue_share" not in rows["layer"]
     assert all(rows[way]["median_us"] > 0 for way in ("kernel", "projections", "hf_eager"))
 
@@ -59,7 +59,7 @@ def test_a_layer_that_is_wrong_has_no_time(monkeypatch):
 def test_an_op_that_is_wrong_has_no_time(monkeypatch):
     right = latent.mla_attention
     monkeypatch.setattr(latent, "mla_attention", lambda **given: right(**given | {"scale": 0.2}))
-    rows = step("4 heads, 2x24")
+    rows = step()
     assert rows["kernel"]["wrong"].startswith("wrong: off by") and rows["layer"]["median_us"] > 0
 
 

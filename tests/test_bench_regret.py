@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -9,59 +10,63 @@ import pytest
 from attnops.bench import choices
 from attnops.core.kernel import Kernel, kernels_of
 from attnops.core.problem import Target, altered
-from attnops.measured import MEASURED, Grid, Table, costs
+from attnops.measured import MEASURED, Grid, costs
 from attnops.measured.cost import decodes
 from attnops.measured.table import from_json
-from attnops.ops.attention.timed import DENSE
-from attnops.ops.sweeps import toy
 from attnops.testing.pool import Pool
 from attnops.testing.timed_calls import build, lengths, problem_of
 from attnops.tune import Stopwatch, sweeps_of
 from tests.helpers import ROOT
+from tests.measuring import SM90, SQUARE as TINY, table as table_of
 
-SM90 = Target("cuda", 90, assume=())
-TINY, FULL = toy(DENSE), sweeps_of("full")
+FULL = sweeps_of("full")
+
+
+def drawn_well(draw, count, families):
+    """The calls of a seed, which bear names of their own."""
+    held = draw(count)
+    assert held == draw(count), "a seed gives the same calls"
+    assert {h.family for h in held} == {*families}
+    assert len({h.name for h in held}) == count
+    return held
 
 
 def test_what_is_held_out():
-    held = choices.held_out(240)
-    assert held == choices.held_out(240) != choices.held_out(240, seed=2), "a seed gives the same calls"
-    assert {f: sum(h.family == f for h in held) for f in choices.FAMILIES} == dict.fromkeys(choices.FAMILIES, 48)
-    assert len({h.name for h in held}) == 240 and held[0].name == "dense 2x1072 of 1072"
-    on_grid = {(p.kind, *at) for p in FULL for at in Grid(p.kind, p.batch, p.queries, p.ratio, {}).points()}
+    held = drawn_well(choices.held_out, 240, choices.FAMILIES)
+    assert Counter(h.family for h in held) == dict.fromkeys(choices.FAMILIES, 48)
+    assert held != choices.held_out(240, seed=2) and held[0].name == "dense 2x1072 of 1072"
+    on_grid = {(sweep.kind, *at) for sweep in FULL for at in sweep.points()}
     for h in held:
         batch, queries, keys = len(h.q_lens), max(h.q_lens), max(h.k_lens)
         assert (h.shape, batch, queries, keys / queries) not in on_grid
-        assert len(h.k_lens) == batch and all(1 <= q <= k or h.shape.rules.kv_range for q, k in zip(h.q_lens, h.k_lens, strict=True))
-        if h.shape.op == "attention":
-            assert len(set(h.q_lens)) == 1
+        assert h.shape.op != "attention" or len(set(h.q_lens)) == 1
+        assert all(1 <= q <= k or h.shape.rules.kv_range for q, k in zip(h.q_lens, h.k_lens, strict=True))
     assert {decodes(h.shape) for h in held if h.family == "dense"} == {True, False}
-    ragged = sum(len(set(h.k_lens)) > 1 for h in held if len(h.k_lens) > 1)
-    assert ragged > 60
+    assert sum(len(set(h.k_lens)) > 1 for h in held) > 60, "ragged"
+
+
+def is_the_problem_of(held, op, pool):
+    shape = altered(held.shape, op=op, grad=op != held.shape.op)
+    built = build(shape, held.q_lens, held.k_lens, pool).problem
+    assert problem_of(shape, held.q_lens, held.k_lens, Target()) == built, held
 
 
 def test_the_problem_of_a_held_call_is_that_of_the_call():
-    pool, seen = Pool("cpu"), set()
-    for held in (h.sized("toy") for h in choices.held_out(60, seed=3)):
-        call = build(held.shape, held.q_lens, held.k_lens, pool)
-        assert problem_of(held.shape, held.q_lens, held.k_lens, Target()) == call.problem, held
-        seen.add(held.family)
-    assert seen == set(choices.FAMILIES)
-
-
-def row(us, chosen):
-    return {"us": us, "chosen": dict.fromkeys(choices.WAYS, chosen)}
+    pool, held = Pool("cpu"), choices.held_out(60, seed=3)
+    assert {h.family for h in held} == set(choices.FAMILIES)
+    for h in held:
+        is_the_problem_of(h.sized("toy"), h.shape.op, pool)
 
 
 def test_regret_is_counted():
-    rows = [row({"a": 10.0, "b": 12.0}, "a"), row({"a": 10.0, "b": 12.0}, "b"), row({"a": 10.0, "b": 12.0}, "gone")]
+    us = {"a": 10.0, "b": 12.0}
+    rows = [{"us": us, "chosen": dict.fromkeys(choices.WAYS, name)} for name in ("a", "b", "gone")]
     assert [choices.regret(one) for one in rows] == [0.0, pytest.approx(20.0), None]
     found, by_estimates = choices.summary("mla", rows)
-    assert found == {
-        "case": "mla", "way": "automatic", "calls": 3, "mean_percent": 10.0, "worst_percent": 20.0, "best_chosen": 1, "over_10_percent": 1,
-        "unanswered": 1,
-    }  # fmt: skip
-    assert by_estimates == found | {"way": "by_estimates"} and "mean_percent" not in next(choices.summary("mla", []))
+    figures = {"mean_percent": 10.0, "worst_percent": 20.0, "best_chosen": 1, "over_10_percent": 1, "unanswered": 1}
+    assert found == {"case": "mla", "way": "automatic", "calls": 3, **figures}
+    assert by_estimates == found | {"way": "by_estimates"}
+    assert "mean_percent" not in next(choices.summary("mla", []))
 
 
 def chosen_again(data, table):
@@ -81,7 +86,7 @@ def of(table, shapes):
     ops = {shape.op for shape in shapes}
     grids = tuple(g for g in table.grids if g.kind.op in ops and not g.kind.results.lse)
     timed = {f"{g.kind.op}.{name}" for g in grids for name in g.us}
-    return replace(table, grids=grids, versions={name: version for name, version in table.versions.items() if name in timed})
+    return replace(table, grids=grids, versions={name: table.versions[name] for name in sorted(timed)})
 
 
 WRITTEN_NOW = {"ac22e7358d6c": "81df9f4c668a"}
@@ -93,6 +98,7 @@ def test_the_shipped_table_chooses_as_the_committed_figures_say():
     data = json.loads((ROOT / "benchmarks" / "results" / "h200" / "regret.json").read_text())
     table = from_json((ROOT / "attnops" / "tables" / "h200.json").read_text())
     rows = chosen_again(data, table)
+    assert len(rows) == len(data["calls"])
     for family, then in ({**data["families"], "all": data["all"]}).items():
         for now in choices.summary(family, [r for r in rows if family in ("all", r["family"])]):
             assert now == {"case": family, "way": now["way"], "calls": then["calls"], **then[now["way"]]}
@@ -100,20 +106,13 @@ def test_the_shipped_table_chooses_as_the_committed_figures_say():
     made = {name: data["table"]["made"][name] for name in table.made if name in data["table"]["made"]}
     then = data["table"]["digest"]
     assert WRITTEN_NOW.get(then, then) == replace(of(table, choices.FAMILIES.values()), made=made).digest[:12]
-    assert len(rows) == len(data["calls"])
-    found, by_estimates = choices.summary("all", rows)
-    assert found["mean_percent"] < 2.0 < by_estimates["mean_percent"]
-    other, _ = choices.summary("all", chosen_again(data, replace(table, grids=table.grids[:5])))
-    assert other["mean_percent"] > found["mean_percent"], "fewer shapes were measured"
-
-
-def timed(held, stopwatch, checked):
-    return list(choices.timed(held, Pool("cpu"), stopwatch, checked, None))
+    assert data["all"]["automatic"]["mean_percent"] < 2.0 < data["all"]["by_estimates"]["mean_percent"]
 
 
 def test_a_kernel_that_is_wrong_is_no_candidate(monkeypatch):
     """Half as much again, which it is found to be once; later calls leave it out."""
-    held, sdpa = choices.Held("dense", TINY, (6, 6), (6, 6)), kernels_of("attention")["sdpa"]
+    held, kernels = choices.Held("dense", TINY, (6, 6), (6, 6)), kernels_of("attention")
+    sdpa, us = kernels["sdpa"], {"off": 1.0, "sdpa": 10.0, "reference": 30.0}
     call = build(held.shape, held.q_lens, held.k_lens, Pool("cpu"))
 
     def off(call):
@@ -122,50 +121,42 @@ def test_a_kernel_that_is_wrong_is_no_candidate(monkeypatch):
 
     wrong = replace(sdpa, name="off", run=off, contract=2)
     assert choices.failure(sdpa, call) == "" and choices.failure(wrong, call).startswith("wrong: off by")
-    stopwatch, checked = Stopwatch(lambda kernel, call, run: 10.0), {}
-    monkeypatch.setattr(
-        stopwatch, "candidates", lambda call: [(k, call, None) for k in (sdpa, wrong, kernels_of("attention")["reference"])]
-    )
-    found, one = timed(held, stopwatch, checked)
-    assert found["way"] == "off" and "median_us" not in found and set(one["us"]) == {"sdpa", "reference"}
-    [one] = timed(held, stopwatch, checked)
-    assert set(one["us"]) == {"sdpa", "reference"} and checked["sdpa"] == ["", ""]
+    stopwatch, checked = Stopwatch(lambda kernel, call, run: us[kernel.name]), dict[str, list[str]]()
+    some = (sdpa, wrong, kernels["reference"])
+    monkeypatch.setattr(stopwatch, "candidates", lambda call: [(kernel, call, None) for kernel in some])
 
+    def timed():
+        return list(choices.timed(held, Pool("cpu"), stopwatch, checked, None))
 
-def test_a_row_of_real_kernels():
-    held = choices.Held("dense", TINY, (6, 6), (6, 6))
-    us = {"sdpa": 10.0, "reference": 30.0}
-    stopwatch = Stopwatch(lambda kernel, call, run: us[kernel.name], names=tuple(us))
-    [found] = timed(held, stopwatch, {})
-    assert found == {
-        "case": "dense 2x6 of 6", "way": "automatic", "us": us, "chosen": dict.fromkeys(choices.WAYS, "sdpa"), "median_us": 10.0,
-        "regret_percent": 0.0,
+    found, one = timed()
+    assert found["way"] == "off" and "median_us" not in found
+    assert one == {
+        "case": "dense 2x6 of 6", "way": "automatic", "us": {"sdpa": 10.0, "reference": 30.0},
+        "chosen": dict.fromkeys(choices.WAYS, "sdpa"), "median_us": 10.0, "regret_percent": 0.0,
     }  # fmt: skip
+    assert timed() == [one] and checked["sdpa"] == ["", ""]
 
 
 def test_pairs_that_are_held_out():
-    held = choices.TRAINING.held_out(120)
-    assert held == choices.TRAINING.held_out(120) and len({h.name for h in held}) == 120
-    assert {h.shape.op for h in held} == set(choices.TRAINED.values())
-    shapes = [h.shape for h in held]
-    assert {s.head_dim for s in shapes} == {64, 96, 128, 192, 256} and {s.group_size for s in shapes} == {1, 2, 4, 8}
-    assert all(any(getattr(s.rules, fact) for s in shapes) for fact in ("sinks", "softcap")) and any(s.rules.window[0] >= 0 for s in shapes)
-    assert min(max(h.q_lens) for h in held) < 1024 and max(max(h.q_lens) for h in held) > 16384
+    held = drawn_well(choices.TRAINING.held_out, 120, choices.TRAINED)
+    kinds, longest = {h.shape for h in held}, [max(h.q_lens) for h in held]
+    assert {kind.head_dim for kind in kinds} == {64, 96, 128, 192, 256} and {kind.group_size for kind in kinds} == {1, 2, 4, 8}
+    for fact in ("sinks", "softcap", "windowed"):
+        assert any(getattr(kind.rules, fact) for kind in kinds), fact
+    assert min(longest) < 1024 and max(longest) > 16384
     assert sum(len(set(h.q_lens)) > 1 for h in held) > 15, "ragged"
     pool = Pool("cpu")
-    for h in (h.sized("toy") for h in held[:40]):
+    for h in held[:40]:
         for op in (h.shape.op, f"{h.shape.op}_backward"):
-            shape = altered(h.shape, op=op, grad=op != h.shape.op)
-            assert problem_of(shape, h.q_lens, h.k_lens, Target()) == build(shape, h.q_lens, h.k_lens, pool).problem, h
+            is_the_problem_of(h.sized("toy"), op, pool)
 
 
 def test_the_regret_of_a_pair():
     held = choices.Held("dense", altered(TINY, causal=False), (6, 6), (6, 6))
-    us = {("attention", "aten_flash"): 20.0, ("attention", "sdpa"): 10.0, ("attention", "reference"): 30.0}
-    us |= {("attention_backward", "aten_flash"): 50.0, ("attention_backward", "reference"): 40.0}
-    stopwatch = Stopwatch(lambda kernel, call, run: us[kernel.op, kernel.name], names=("aten_flash", "reference"))
+    us = {"attention": {"aten_flash": 20.0, "reference": 30.0}, "attention_backward": {"aten_flash": 50.0, "reference": 40.0}}
+    stopwatch = Stopwatch(lambda kernel, call, run: us[kernel.op][kernel.name], names=("aten_flash", "reference"))
     [found] = choices.timed_pair(held, Pool("cpu"), stopwatch, {}, None)
-    assert found["forward"] == {"aten_flash": 20.0, "reference": 30.0} and found["gradient"] == {"aten_flash": 50.0, "reference": 40.0}
+    assert (found["forward"], found["gradient"]) == (*us.values(),)
     assert found["chosen"] == dict.fromkeys(choices.WAYS, "aten_flash+aten_flash") and found["median_us"] == 70.0
     assert found["regret_percent"] == pytest.approx(100 * (70 / 60 - 1), abs=0.01)
 
@@ -203,31 +194,21 @@ ATTENTION = [plan for plan in FULL if plan.kind.q_heads]
 def made_up_table():
     grids = []
     for plan in ATTENTION:
-        empty = Grid(plan.kind, plan.batch, plan.queries, plan.ratio, {})
-        at = [lengths(plan.kind, p) if plan.allows(p) else None for p in empty.points()]
-        us = {n: tuple(float(f"{f(plan.kind, *a):.3g}") if a else None for a in at) for n, f in MADE_UP.items()}
-        grids.append(replace(empty, us=us))
-    return Table("Made up", "sm90", {f"{p.kind.op}.{n}": "" for p in ATTENTION for n in MADE_UP}, tuple(grids))
-
-
-def coarse(problem):
-    """Hints at the top of their power-of-two bucket."""
-    sizes = {n: getattr(problem.sizes, n) for n in ("tokens", "batch", "queries", "context")}
-    return altered(problem, **{n: replace(x, hint=x.hi) for n, x in sizes.items() if x.hi})
+        at = [lengths(plan.kind, point) if plan.allows(point) else None for point in plan.points()]
+        us = {n: tuple(a and float(f"{f(plan.kind, *a):.3g}") for a in at) for n, f in MADE_UP.items()}
+        grids.append(Grid(plan.kind, *plan.axes, us))
+    return table_of(*grids)
 
 
 def test_a_table_chooses_well_between_its_points():
-    """The grid and the hints are fine enough: mean and worst regret on calls that the table does not contain."""
-    table, exact, rough = made_up_table(), [], []
-    assert len(table.to_json()) < 100_000
+    """The grid is fine enough: mean and worst regret on calls that the table does not contain."""
+    table, regrets = made_up_table(), []
     for held in choices.held_out(300, seed=5):
         kernels = [Kernel(n, held.shape.op, lambda call: None) for n in MADE_UP]
         us = {n: f(held.shape, held.q_lens, held.k_lens) for n, f in MADE_UP.items()}
-        for change, regrets in ((lambda p: p, exact), (coarse, rough)):
-            found = costs(change(problem_of(held.shape, held.q_lens, held.k_lens, SM90)), kernels, table)
-            assert all(c.how == MEASURED for c in found.values()), held
-            regrets.append(us[min(found, key=lambda n: found[n].us)] / min(us.values()) - 1)
+        found = costs(problem_of(held.shape, held.q_lens, held.k_lens, SM90), kernels, table)
+        assert all(c.how == MEASURED for c in found.values()), held
+        regrets.append(us[min(found, key=lambda n: found[n].us)] / min(us.values()) - 1)
     # The worst are calls of some 10 us between two points where one of the kernels stops splitting.
-    assert sum(exact) / len(exact) <= 0.01 and max(exact) <= 0.5
-    assert sum(r > 0.1 for r in exact) <= 0.03 * len(exact)
-    assert sum(rough) > 1.5 * sum(exact)
+    assert sum(regrets) / len(regrets) <= 0.01 and max(regrets) <= 0.5
+    assert sum(r > 0.1 for r in regrets) <= 0.03 * len(regrets)

@@ -1,6 +1,5 @@
 """Running suites of `attnops bench`: shares of the time, workers that share the cases, and cases that fail or whose worker dies."""
 
-import json
 import os
 import pickle
 import time
@@ -20,6 +19,8 @@ from attnops.bench.run import LOST, SPENT
 from attnops.core.errors import InvalidInput
 from tests.test_bench import TOY
 
+NO_NUMBER = "ZeroDivisionError: integer division or modulo by zero"
+
 
 def made(name, *cases, share=1.0):
     """A suite of cases that are functions without arguments."""
@@ -30,6 +31,25 @@ def rows_of(name):
     return lambda: [{"case": name, "way": "way", "median_us": 1.0}]
 
 
+def three():
+    """A suite of three cases that say nothing of note."""
+    return made("some", *((name, rows_of(name)) for name in "abc"))
+
+
+def left_out():
+    raise LeftOut("not here")
+
+
+@pytest.fixture
+def lost(monkeypatch):
+    """The device is lost after the first case."""
+
+    def reset():
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch._dynamo, "reset", reset)
+
+
 @pytest.mark.parametrize("suite", suites.SUITES, ids=lambda suite: suite.name)
 def test_a_worker_knows_a_suite_again(suite):
     """It gets a copy with each case, and keeps what the cases share while the suite is the same."""
@@ -38,23 +58,20 @@ def test_a_worker_knows_a_suite_again(suite):
 
 
 def test_a_spent_budget_cuts_and_says_so(tmp_path):
-    reports = suites.run(suites.named(("kernels", "decode")), TOY, budget_s=1e-9, out=tmp_path)
-    assert set(reports["decode"]["left_out"]) == {"llama 2x12"} and len(reports["kernels"]["left_out"]) == 4
-    assert set(reports["decode"]["left_out"].values()) == {SPENT} and not reports["decode"]["rows"]
-    assert read(tmp_path / "decode.json")["left_out"] == reports["decode"]["left_out"]
+    some = made("some", ("a", rows_of("a"))), made("others", ("b", rows_of("b")), ("c", rows_of("c")))
+    reports = suites.run(some, TOY, budget_s=1e-9, out=tmp_path)
+    assert reports["others"]["left_out"] == {"b": SPENT, "c": SPENT} and not reports["others"]["rows"]
+    for name, report in reports.items():
+        assert read(tmp_path / f"{name}.json")["left_out"] == report["left_out"]
 
 
 def test_what_a_case_raises_is_said_and_the_others_stand(tmp_path):
-    def here():
-        raise LeftOut("not here")
-
     broken = suites.Suite("broken", "of a test", lambda setup: 1 // 0)
-    some = made("some", ("a", rows_of("a")), ("b", lambda: 1 // 0), ("c", here), ("d", rows_of("d")))
+    some = made("some", ("a", rows_of("a")), ("b", lambda: 1 // 0), ("c", left_out), ("d", rows_of("d")))
     reports = suites.run((broken, some), TOY, out=tmp_path)
     found = reports["some"]
-    assert reports["broken"]["failed"] == {"broken": "ZeroDivisionError: integer division or modulo by zero"}
+    assert reports["broken"]["failed"] == {"broken": NO_NUMBER} and found["failed"] == {"b": NO_NUMBER}
     assert [row["case"] for row in found["rows"]] == ["a", "d"] and found["left_out"] == {"c": "not here"}
-    assert found["failed"] == {"b": "ZeroDivisionError: integer division or modulo by zero"}
     assert read(tmp_path / "some.json")["rows"] == found["rows"]
 
 
@@ -105,62 +122,47 @@ def test_a_process_that_ends_fails_its_case_and_the_other_goes_on():
     assert all(found[case].get("rows") and not found[case].get("failed") for case in "acd"), "the process of the other GPU does the others"
 
 
+class Workers(ThreadPoolExecutor):
+    """Threads that stand for processes. As many as `broken` died while they waited, as those that Linux kills for memory."""
+
+    broken = 0
+
+    def __init__(self, count, context, initializer, given):
+        super().__init__(count)
+        self.dead, Workers.broken = Workers.broken > 0, Workers.broken - 1
+
+    def submit(self, *given):
+        if self.dead:
+            raise BrokenProcessPool("terminated abruptly")
+        return super().submit(*given)
+
+
 def test_a_process_that_died_after_its_case_fails_the_next_alone(monkeypatch):
-    """As one that Linux killed for its memory while it waited."""
-
-    class Workers(ThreadPoolExecutor):
-        broken = True
-
-        def __init__(self, count, context, initializer, given):
-            super().__init__(count)
-            self.broken, Workers.broken = Workers.broken, False
-
-        def submit(self, *given):
-            if self.broken:
-                raise BrokenProcessPool("terminated abruptly")
-            return super().submit(*given)
-
+    monkeypatch.setattr(Workers, "broken", 1)
     monkeypatch.setattr(suites, "ProcessPoolExecutor", Workers)
-    whole, found = in_workers(made("some", *((name, rows_of(name)) for name in "abc")), "abc")
-    assert not whole and [case for case in "abc" if found[case].get("failed")] == ["a"] and found["b"]["rows"] and found["c"]["rows"]
+    whole, found = in_workers(three(), "abc")
+    assert not whole and [case for case in "abc" if found[case].get("failed")] == ["a"]
+    assert found["b"]["rows"] and found["c"]["rows"]
 
 
 def test_cases_that_no_process_is_left_for_say_so(tmp_path, monkeypatch):
-    class Broken(ThreadPoolExecutor):
-        def __init__(self, count, context, initializer, given):
-            super().__init__(count)
-
-        def submit(self, *given):
-            raise BrokenProcessPool("terminated abruptly")
-
-    monkeypatch.setattr(suites, "ProcessPoolExecutor", Broken)
-    some, inner = made("some", *((name, rows_of(name)) for name in "abc")), suites.measure
+    inner = suites.measure
+    monkeypatch.setattr(Workers, "broken", 2)
+    monkeypatch.setattr(suites, "ProcessPoolExecutor", Workers)
     monkeypatch.setattr(suites, "measure", lambda order, setup, gpus, *rest: inner(order, setup, 2, *rest))
-    found = suites.run((some,), TOY, out=tmp_path)["some"]
+    found = suites.run((three(),), TOY, out=tmp_path)["some"]
     assert set(found["failed"]) == {"a", "b"} and found["left_out"] == {"c": LOST} and not found["rows"]
     assert read(tmp_path / "some.json")["failed"] == found["failed"]
 
 
-def test_nothing_comes_after_a_device_that_is_lost(tmp_path, monkeypatch):
-    def reset():
-        raise RuntimeError("an illegal memory access was encountered")
-
-    some = made("some", ("a", lambda: 1 // 0), ("b", rows_of("b")))
-    monkeypatch.setattr(torch._dynamo, "reset", reset)
-    reports = suites.run((some,), TOY, out=tmp_path)
-    assert reports["some"]["failed"] == {"a": "ZeroDivisionError: integer division or modulo by zero"}
+def test_nothing_comes_after_a_device_that_is_lost(lost):
+    reports = suites.run((made("some", ("a", lambda: 1 // 0), ("b", rows_of("b"))),), TOY)
+    assert reports["some"]["failed"] == {"a": NO_NUMBER}
     assert reports["some"]["left_out"] == {"b": LOST} and bad(reports)
 
 
-def test_a_case_that_lost_its_device_failed_though_it_was_left_out(monkeypatch):
-    def here():
-        raise LeftOut("not here")
-
-    def reset():
-        raise RuntimeError("an illegal memory access was encountered")
-
-    monkeypatch.setattr(torch._dynamo, "reset", reset)
-    found = suites.outcome_of(made("some", ("a", here)), "a", TOY)
+def test_a_case_that_lost_its_device_failed_though_it_was_left_out(lost):
+    found = suites.outcome_of(made("some", ("a", left_out)), "a", TOY)
     assert found["failed"].startswith("RuntimeError: an illegal") and found["lost"] and "left_out" not in found
 
 
@@ -170,11 +172,6 @@ def test_an_ended_run_says_so(tmp_path, monkeypatch):
 
     monkeypatch.setattr(suites, "measure", ended)
     with pytest.raises(KeyboardInterrupt):
-        suites.run(suites.named(("kernels",)), TOY, out=tmp_path)
-    [path] = tmp_path.iterdir()
-    assert set(json.loads(path.read_text())["left_out"].values()) == {"the run was ended before"}
-
-
-def test_no_more_gpus_than_there_are():
-    with pytest.raises(InvalidInput, match="gpus: got 2, want 1 to 1"):
-        suites.run(suites.named(("kernels",)), TOY, gpus=2)
+        suites.run((three(),), TOY, out=tmp_path)
+    left = read(tmp_path / "some.json")["left_out"]
+    assert left == dict.fromkeys("abc", "the run was ended before")

@@ -5,7 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections import defaultdict
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +18,7 @@ from attnops.core.kernel import Kernel, all_kernels, kernels_of
 from attnops.core.problem import Target
 from attnops.kernels.shared import parts
 from attnops.measured import digests as code
-from tests.helpers import ROOT
+from tests.helpers import ROOT, importable
 
 GRADIENT = "attention_backward.triton"
 DEVICE = "kernels/triton/device/gradient.py"
@@ -94,44 +94,47 @@ def test_a_constant_changes_the_kernels_of_its_file_alone(copy):
     assert differing(before, digests_of(copy)) == {GRADIENT, "varlen_attention_backward.triton"}
 
 
+REACHED = [
+    ("kernels/torch/by_request.py", "_requests", "attention.reference"),
+    ("kernels/shared/parts.py", "in_turns", "attention.aten_flash"),
+    ("ops/experts/mxfp4_reference.py", "experts", "mxfp4_experts.reference"),
+    ("ops/pages/reference.py", "write_kv", "write_kv.scatter"),
+    ("core/tensors.py", "compact", "attention.sdpa"),
+    ("kernels/shared/tokens.py", "rows", "mla_attention.cutlass_mla"),
+    ("kernels/triton/device/softmax.py", "closed", "paged_attention.triton"),
+]
+
+
+def one_more(tree):
+    """A statement at the end of a file."""
+    tree.body.append(ast.parse("MORE = 1").body[0])
+
+
 def test_what_a_wrapped_or_bound_function_runs_counts(copy):
     before = digests_of(copy)
-    for file, function, name in (
-        ("kernels/torch/by_request.py", "_requests", "attention.reference"),
-        ("kernels/shared/parts.py", "in_turns", "attention.aten_flash"),
-        ("ops/experts/reference.py", "gated", "experts.reference"),
-        ("ops/experts/mxfp4_reference.py", "experts", "mxfp4_experts.reference"),
-        ("ops/pages/reference.py", "write_kv", "write_kv.scatter"),
-        ("core/tensors.py", "compact", "attention.sdpa"),
-        ("kernels/shared/tokens.py", "rows", "mla_attention.cutlass_mla"),
-        ("kernels/triton/device/softmax.py", "closed", "paged_attention.triton"),
-    ):
-        edit(copy / file, lambda tree, name=function: with_more(tree, name))
+    for file, function, name in REACHED:
+        edit(copy / file, partial(with_more, name=function))
         assert name in differing(before, before := digests_of(copy)), file
-    edit(copy / "kernels/sgl/flashmla.py", lambda tree: tree.body.append(ast.parse("MORE = 1").body[0]))
+    edit(copy / "kernels/sgl/flashmla.py", one_more)
     assert "mla_attention.flashmla" in differing(before, digests_of(copy)), "all of the module of a kernel's own function"
 
 
 def test_a_statement_that_a_kernel_does_not_reach_does_not_count(copy):
     before = digests_of(copy)
-    edit(copy / "ops/attention/reference.py", lambda tree: with_more(tree, "merge_state"))
-    assert differing(before, before := digests_of(copy)) == {"merge_state.reference"}
-    edit(copy / "kernels/triton/launch/data.py", lambda tree: with_more(tree, "copy_kv"))
-    assert differing(before, before := digests_of(copy)) == {"copy_kv.triton"}
-    edit(copy / "kernels/shared/tokens.py", lambda tree: tree.body.append(ast.parse("MORE = 1").body[0]))
-    assert digests_of(copy) == before
+    edit(copy / "ops/attention/reference.py", partial(with_more, name="merge_state"))
+    edit(copy / "kernels/triton/launch/data.py", partial(with_more, name="copy_kv"))
+    edit(copy / "kernels/shared/tokens.py", one_more)
+    assert differing(before, digests_of(copy)) == {"merge_state.reference", "copy_kv.triton"}
 
 
 def test_a_function_of_shared_counts_with_the_file_that_registers_it():
+    kernel, name = Kernel("theirs", "attention", parts.turns_of), "attnops.kernels.torch.toy"
     start = code.Name("attnops.kernels.shared.parts", "turns_of")
-    assert code.starts_of(Kernel("theirs", "attention", parts.turns_of)) == {start}
-    sys.modules["attnops.kernels.torch.toy"] = module = ModuleType("toy")
+    assert code.starts_of(kernel) == {start}
+    module = ModuleType("toy")
     module.run = parts.turns_of
-    try:
-        found = code.starts_of(Kernel("theirs", "attention", parts.turns_of))
-    finally:
-        del sys.modules["attnops.kernels.torch.toy"]
-    assert found == {start, code.Name("attnops.kernels.torch.toy", code.WHOLE)}
+    with importable({name: module}):
+        assert code.starts_of(kernel) == {start, code.Name(name, code.WHOLE)}
 
 
 @pytest.mark.parametrize("change", [nothing, without_docstrings])
@@ -146,14 +149,15 @@ def test_moves_do_not_count(copy):
     before, path = digests_of(copy), copy / DEVICE
     tree = ast.parse(path.read_text())
     first, second, *_ = functions(tree)
+    tree.body.remove(second)  # out of the file
     tree.body.remove(first)
-    tree.body.append(first)  # within the file
-    tree.body.remove(second)  # and out of it
-    (path.parent / "elsewhere.py").write_text("import triton\n" + ast.unparse(second))
-    module = "attnops.kernels.triton.device.elsewhere"
-    path.write_text(f"from {module} import {second.name}\n{ast.unparse(tree)}")
+    tree.body.append(first)  # and within it
+    elsewhere = path.parent / "elsewhere.py"
+    elsewhere.write_text("import triton\n" + ast.unparse(second))
+    imported = f"from attnops.kernels.triton.device.elsewhere import {second.name}"
+    path.write_text(f"{imported}\n{ast.unparse(tree)}")
     assert digests_of(copy) == before
-    edit(path.parent / "elsewhere.py", another_constant)
+    edit(elsewhere, another_constant)
     assert GRADIENT in differing(before, digests_of(copy)), "and the file is looked at where it is now"
 
 
@@ -242,12 +246,14 @@ def test_aliases_do_not_count_and_what_they_name_does():
 
 
 def test_the_kernels_of_a_machine():
-    h100 = Target.parse("h100", ())
-    found = code.candidates(h100, ("linear", "paged_attention"), ["triton==3.6.0", "sgl_kernel==0.4.3"])
-    names = {f"{k.op}.{k.name}" for k in found}
-    assert {"linear.triton", "linear.aten", "paged_attention.fa3", "paged_attention.triton"} <= names
-    assert not names & {"linear.reference", "paged_attention.flashinfer", "paged_attention.trtllm", "attention.sdpa"}
-    assert "attention.cudnn" not in {f"{k.op}.{k.name}" for k in code.candidates(Target())}
+    def names(*given):
+        return {f"{k.op}.{k.name}" for k in code.candidates(*given)}
+
+    there = ["triton==3.6.0", "sgl_kernel==0.4.3"]
+    found = names(Target.parse("h100", ()), ("linear", "paged_attention"), there)
+    assert {"linear.triton", "linear.aten", "paged_attention.fa3", "paged_attention.triton"} <= found
+    assert not found & {"linear.reference", "paged_attention.flashinfer", "paged_attention.trtllm", "attention.sdpa"}
+    assert "attention.cudnn" not in names(Target())
 
 
 # Pages ----------------------------------------------------------------------------------------------------------------
@@ -279,57 +285,20 @@ def test_a_page_says_which_kernels_have_changed(pages, copy, monkeypatch, tmp_pa
     changed, results = pages
     kept = {name: changed.today()[name] for name in (GRADIENT, "attention.sdpa")}
     commit(tmp_path, "kernels", {"numerics": dict.fromkeys(kept, RAN), "code": kept})
-    commit(tmp_path, "sanitizer", {"memcheck": {"cases": 1, "errors": 0, "seconds": 2}, "code": {GRADIENT: kept[GRADIENT]}})
-    page = results.results_full(tmp_path)
-    assert page.count("No kernel has changed since.") == 2 and page.count("| same |") == 2
-    assert "| 0 of 2 |" in results.results_short(tmp_path)
+
+    def says(*texts):
+        page = results.results_full(tmp_path) + results.results_short(tmp_path)
+        return all(text in page for text in texts)
+
+    assert says("No kernel has changed since.", "| same |", "| 0 of 2 |")
     edit(copy / DEVICE, another_constant)
     after = digests_of(copy)
     monkeypatch.setattr(changed, "today", lambda: after)
-    page = results.results_full(tmp_path)
-    assert page.count(f"Changed since: `{GRADIENT}`.") == 2
-    rows = {line.split("|")[1].strip(): line.split("|")[-2].strip() for line in page.splitlines() if line.startswith("| `")}
-    assert rows == {f"`{GRADIENT}`": "changed", "`attention.sdpa`": "same"}
-    assert "| 1 of 2 |" in results.results_short(tmp_path)
+    assert says(f"Changed since: `{GRADIENT}`.", "| same |", "| changed |", "| 1 of 2 |")
     assert results.compared(kept, tmp_path) == {GRADIENT: {"sm90": "changed"}, "attention.sdpa": {"sm90": ""}}
     # Another run of the code of today: the kernel has met the machine as it is.
     commit(tmp_path, "kernels-again", {"numerics": {GRADIENT: RAN}, "code": {GRADIENT: after[GRADIENT]}})
     assert results.compared(kept, tmp_path)[GRADIENT] == {"sm90": ""}
-
-
-def test_rows_of_what_is_gone_are_left_out(pages):
-    _, results = pages
-    ways = ("op.fa3", "op.flashmla_bare", "op.sgl_merge", "direct.sgl_merge")
-    rows = {way: {"median_us": 1.0, "rate": 2.0} for way in ways}
-    page = results.direct({"cases": {"merge of 64 tokens": {"unit": "TB/s", "gpu": rows}}})
-    assert [name for name in rows if f"`{name}`" in page] == ["op.fa3", "op.flashmla_bare", "direct.sgl_merge"]
-    times = {"gpu": {"triton": {"median_us": 1.0}}, "device_kernels": {}}
-    page = results.data_kernels({"cases": {"write_kv 64": times, "pad_queries 64 requests": times}, "launch_us": 3.7})
-    assert "write_kv 64" in page and "pad_queries" not in page and "left out: 1." in page
-
-
-def test_the_sentence_names_a_few_and_counts_many(pages):
-    changed, _ = pages
-    today = changed.today()
-    every = {"code": dict(today)}
-    assert changed.sentence(every) == "No kernel has changed since" and changed.share(every) == f"0 of {len(today)}"
-    some = {"code": {**today, GRADIENT: "", "write_kv.gone": "abc"}}
-    assert changed.sentence(some) == f"Changed since: `{GRADIENT}`, `write_kv.gone`"
-    most = {"code": dict.fromkeys(today, "abc") | {"attention.sdpa": today["attention.sdpa"]}}
-    want = f"Changed since: {len(today) - 1} of the {len(today)} kernels that it may have run, not `attention.sdpa`"
-    assert changed.sentence(most) == want
-    assert changed.sentence({"code": {}}) == "No kernel of ours ran"
-
-
-def test_a_page_of_kernels_and_the_front_page_say_it(pages, monkeypatch):
-    generate = import_module("generate")
-    found = next(s for s in generate.supports("attention_backward") if s.kernel.name == "triton")
-    for state, text, mark in (("", "sm90", ""), ("changed", "sm90 (changed since)", "\\*"), ("unknown", "sm90 (unknown", "?")):
-        told = defaultdict(lambda state=state: {"sm90": state})
-        monkeypatch.setattr(generate, "by_results", lambda told=told: told)
-        front = generate.backends()
-        assert generate.met(found).startswith(text) and f"`fa3`{mark}, `sgl_sparse`{mark} |" in front
-        assert ("changed since it ran" in front, "unknown whether" in front) == (state == "changed", state == "unknown")
 
 
 # Files without digests ------------------------------------------------------------------------------------------------
@@ -344,35 +313,35 @@ def git(root, *words):
 @pytest.mark.skipif(not shutil.which("git"), reason="git is not installed")
 def test_git_tells_of_files_without_digests(pages, copy, tmp_path):
     changed, _ = pages
+
+    def committed():
+        git(tmp_path, "add", "-A")
+        git(tmp_path, "commit", "-q", "-m", "a state")
+        return {"numerics": {GRADIENT: RAN, "attention.sdpa": RAN}, "commit": git(tmp_path, "rev-parse", "HEAD")}
+
     git(tmp_path, "init", "-q")
-    git(tmp_path, "add", "-A")
-    git(tmp_path, "commit", "-q", "-m", "measured")
-    head = git(tmp_path, "rev-parse", "HEAD")
-    data = {"numerics": {GRADIENT: RAN, "attention.sdpa": RAN}, "commit": head[:7]}
+    data = committed()
     edit(copy / DEVICE, another_constant)
-    git(tmp_path, "commit", "-q", "-a", "-m", "later")
     told = changed.code_of(data, tmp_path)
     assert told == {name: changed.today()[name] for name in data["numerics"]}, "of the commit, not of the tree"
     path = commit(tmp_path, "kernels", data)
     text = path.read_text()
     assert changed.stamp(path, tmp_path) and not changed.stamp(path, tmp_path)
-    assert json.loads(path.read_text()) == {**json.loads(text), "code": told} and path.read_text().startswith(text[:-2])
+    assert json.loads(path.read_text()) == {**json.loads(text), "code": told}
+    assert path.read_text().startswith(text[:-2])
     # A kernel whose code was in other files then.
-    git(tmp_path, "rm", "-q", "-r", "--cached", "attnops/kernels/torch")
-    git(tmp_path, "commit", "-q", "-m", "earlier")
-    before = {**data, "commit": git(tmp_path, "rev-parse", "HEAD")}
-    assert changed.code_of(before, tmp_path)["attention.sdpa"] == ""
-    assert changed.since(before, "attention.sdpa", tmp_path) == "changed"
+    shutil.rmtree(copy / "kernels" / "torch")
+    assert changed.since(committed(), "attention.sdpa", tmp_path) == "changed"
 
 
-@pytest.mark.parametrize("absent", ["commit", "git"])
-def test_without_history_it_is_unknown(pages, absent, monkeypatch, tmp_path):
+@pytest.mark.parametrize("program", ["git", "no-such-program"])
+def test_without_history_it_is_unknown(pages, program, monkeypatch, tmp_path):
     changed, results = pages
-    if absent == "git":
-        monkeypatch.setattr(changed.subprocess, "run", lambda *words, **options: (_ for _ in ()).throw(FileNotFoundError("git")))
+    inner = changed.subprocess.run
+    monkeypatch.setattr(changed.subprocess, "run", lambda words, **more: inner([program, *words[1:]], **more))
     path = commit(tmp_path, "kernels", {"numerics": {GRADIENT: RAN}, "commit": "f" * 40})
-    assert "It is unknown which kernels have changed since." in results.results_full(tmp_path)
-    assert "| unknown |" in results.results_full(tmp_path) and "| unknown |" in results.results_short(tmp_path)
+    page = results.results_full(tmp_path)
+    assert "It is unknown which kernels have changed since." in page and "| unknown |" in page
     assert not changed.stamp(path, tmp_path)
 
 

@@ -3,6 +3,7 @@
 import io
 import json
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -14,12 +15,12 @@ from attnops.core.problem import Target
 from attnops.core.select import select, select_by
 from attnops.lowering.cache_key import choice_inputs
 from attnops.lowering.explain import packages_of_kernels
-from attnops.measured import NOWHERE, Grid, Table, never_run, store
-from attnops.measured.table import version_of
+from attnops.measured import NOWHERE, never_run, store
 from attnops.ops.latent.timed import MLA
 from attnops.ops.sweeps import decoding
 from attnops.testing import Features, Source, make_call
 from tests.helpers import where_kernels_ran
+from tests.measuring import timed
 
 SM90, SM100 = Target.parse("sm90"), Target.parse("sm100")
 
@@ -34,40 +35,41 @@ def file():
         yield
 
 
-def test_what_is_said_of_a_kernel(file):
-    assert never_run("paged_attention", "fa3", SM90) == never_run("paged_attention", "fa3", Target("cpu")) == ""
-    assert never_run("paged_attention", "fa3", SM100) == "never run on sm100"
-    assert never_run("paged_attention", "fa4", SM100) == "never run on hardware"
-    assert never_run("paged_attention", "of_another_package", SM100) == ""
+@pytest.mark.parametrize(
+    ("kernel", "target", "text"),
+    [
+        ("fa3", SM90, ""),
+        ("fa3", Target("cpu"), ""),
+        ("fa3", SM100, "never run on sm100"),
+        ("fa4", SM100, NOWHERE),
+        ("of_another_package", SM100, ""),
+    ],
+)
+def test_what_is_said_of_a_kernel(file, kernel, target, text):
+    assert never_run("paged_attention", kernel, target) == text
 
 
-def explained(target):
-    call = make_call(
-        "paged_attention",
-        Source(0),
-        (1,) * 4,
-        (300,) * 4,
-        64,
-        Features(dtype=torch.bfloat16, head_dim=128, q_heads=8),
-        padding=0,
-    )
-    return attnops.explain(lambda: attnops.ops.paged_attention(*call.args, max_seqlen_q=1), target=target, quiet=True)
+@pytest.fixture
+def decode_step():
+    features = Features(dtype=torch.bfloat16, head_dim=128, q_heads=8)
+    call = make_call("paged_attention", Source(0), (1,) * 4, (300,) * 4, 64, features, padding=0)
+    return lambda: attnops.ops.paged_attention(*call.args, max_seqlen_q=1)
 
 
-def test_explain_says_it(file):
+@pytest.mark.parametrize("target", ["sm90", "sm100"])
+def test_explain_says_it(file, decode_step, target):
     pytest.importorskip("rich", reason="the cli extra prints tables")
     from rich.console import Console
 
     from attnops.cli import tables
 
-    for target in ("sm90", "sm100"):
-        found = explained(target)
-        console = Console(width=200, record=True, file=io.StringIO())
-        tables.show_explanation(found, console)
-        for text in (str(found), console.export_text()):
-            assert text.count("never run on") == 1 and "; never run on hardware" in next(x for x in text.splitlines() if "fa4" in x)
-        [call] = found.as_dict()["calls"]
-        assert call["never_run"] == ["fa4"]
+    found = attnops.explain(decode_step, target=target, quiet=True)
+    console = Console(width=200, record=True, file=io.StringIO())
+    tables.show_explanation(found, console)
+    for text in (str(found), console.export_text()):
+        [line] = [line for line in text.splitlines() if "never run on" in line]
+        assert "fa4" in line and "; never run on hardware" in line
+    assert found.as_dict()["calls"][0]["never_run"] == ["fa4"]
 
 
 # The choice -------------------------------------------------------------------------------------------------------------
@@ -80,18 +82,17 @@ DECODE = next(p for p in problems("mla_attention", B200) if p.sizes.queries.hi =
 
 def test_no_estimate_prefers_a_kernel_that_ran_nowhere():
     """Of all typical calls on all GPUs: the committed results decide which kernels those are."""
-    asked = [p for op in ops_of_kernels() for target in GPUS for p in problems(op, target)]
     passed_over = set()
-    for problem in asked:
-        for policy in ("", "deterministic"):
-            decision = select(problem, policy)
-            if decision.kernel is None:
-                continue
-            rivals = {n for n in decision.costs if not kernels_of(problem.op)[n].judge}
-            proven = {n for n in rivals if never_run(problem.op, n, problem.target) != NOWHERE}
-            assert decision.kernel.name in (proven or rivals or decision.costs), decision
-            least = min(rivals or decision.costs, key=lambda n: decision.costs[n].us)
-            passed_over |= {least} - {decision.kernel.name}
+    asked = [p for op in ops_of_kernels() for target in GPUS for p in problems(op, target)]
+    for problem, policy in product(asked, ("", "deterministic")):
+        decision = select(problem, policy)
+        if decision.kernel is None:
+            continue
+        rivals = {n for n in decision.costs if not kernels_of(problem.op)[n].judge} or {*decision.costs}
+        proven = {n for n in rivals if never_run(problem.op, n, problem.target) != NOWHERE}
+        assert decision.kernel.name in (proven or rivals), decision
+        least = min(rivals, key=lambda n: decision.costs[n].us)
+        passed_over |= {least} - {decision.kernel.name}
     assert passed_over, "the rule changes some choice"
 
 
@@ -115,40 +116,21 @@ def test_it_can_be_asked_for():
         assert select(DECODE, policy).kernel.name == "cutlass_mla"
 
 
-def test_a_measured_time_makes_it_ordinary():
-    kind = decoding(MLA)
-    names = ("cutlass_mla", "triton")
-    versions = {f"mla_attention.{n}": version_of(kernels_of("mla_attention")[n]) for n in names}
-    for us, chosen in (
-        ({"cutlass_mla": 20.0, "triton": 30.0}, "cutlass_mla"),
-        ({"cutlass_mla": 40.0, "triton": 30.0}, "triton"),
-    ):
-        grid = Grid(kind, (8.0,), (1.0,), (4096.0,), {n: (t,) for n, t in us.items()})
-        table = Table("NVIDIA B200", "sm100", versions, (grid,))
+@pytest.mark.parametrize(("us", "chosen"), [(20.0, "cutlass_mla"), (40.0, "triton")])
+def test_a_measured_time_makes_it_ordinary(us, chosen):
+    found = timed("NVIDIA B200", decoding(MLA), cutlass_mla=us, triton=30.0)
+    # The times of a sibling were taken of a kernel that ran there.
+    for table in (found, replace(found, source="NVIDIA B300")):
         assert select_by(table, DECODE).kernel.name == chosen
-        # The times of a sibling were taken of a kernel that ran there.
-        assert select_by(replace(table, source="NVIDIA B300"), DECODE).kernel.name == chosen
 
 
 def test_a_kernel_of_another_package_has_no_record_and_ranks_by_its_cost(file):
-    def run(call):
-        raise NotImplementedError
-
     triton, us = kernels_of("paged_attention")["triton"], [1.0]
-    name = "of_another_package"
-    other = Kernel(
-        name,
-        "paged_attention",
-        run,
-        takes=triton.takes,
-        dtypes=triton.dtypes,
-        cost_us=lambda p: us[0],
-    )
-    problem = problems("paged_attention", B200)[0]
-    policy = f"allow={name},paged_attention:triton"
-    register(other)
+    facts = {"takes": triton.takes, "dtypes": triton.dtypes, "cost_us": lambda p: us[0]}
+    other = register(Kernel("of_another_package", "paged_attention", lambda call: None, **facts))
+    problem, policy = problems("paged_attention", B200)[0], f"allow={other.name},paged_attention:triton"
     try:
-        assert select(problem, policy).kernel is other and never_run(other.op, name, B200) == ""
+        assert select(problem, policy).kernel is other
         us[0] = 1e9
         store.forget()
         assert select(problem, policy).kernel is triton
@@ -156,8 +138,7 @@ def test_a_kernel_of_another_package_has_no_record_and_ranks_by_its_cost(file):
         _drop([other])
 
 
-def test_where_all_ran_nowhere_their_estimates_decide_and_the_reference_stays_the_last(file):
-    store.HARDWARE.write_text(json.dumps({"mla_attention.reference": ["sm90"]}))
-    store.forget()
-    decision = select(DECODE)
+def test_where_all_ran_nowhere_their_estimates_decide_and_the_reference_stays_the_last():
+    with where_kernels_ran(json.dumps({"mla_attention.reference": ["sm90"]})):
+        decision = select(DECODE)
     assert decision.kernel.name == "cutlass_mla" and decision.passed_over[-1] == "reference"

@@ -11,8 +11,6 @@ from tests.helpers import ROOT
 from tests.test_docs import PAGES, place
 
 HISTORY = ("CHANGELOG.md",)
-VARIANTS = ("_bare", "_unplanned")
-"""At the end of a kernel's name in a file of results: the kernel called in another way."""
 ARGUMENTS = {a.name for op in OPS.values() for a in op.spec.args}
 SECTIONS = ("numerics", "numerics_at_size", "replay", "opcheck", "code")
 
@@ -25,9 +23,9 @@ def measured():
         found.update(part for section in SECTIONS for name in data.get(section, ()) for part in name.split("."))
         cases = data.get("cases")
         for case, figures in cases.items() if isinstance(cases, dict) else ():
-            found.update(way.removeprefix("op.") for way in figures["gpu"] if way.startswith("op."))
+            found |= {way.removeprefix("op.") for way in figures["gpu"] if way.startswith("op.")}
             found.add(case.partition(" ")[0])
-    return {re.sub("|".join(f"{variant}$" for variant in VARIANTS), "", name) for name in found if "_" in name}
+    return {re.sub("(_bare|_unplanned)$", "", name) for name in found if "_" in name}
 
 
 GONE = measured() - {*kernel_names(), *OPS, *ARGUMENTS}

@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 FLOWS = {path.stem: YAML(typ="safe").load(path.read_text()) for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))}
 STEPS = [step for flow in FLOWS.values() for job in flow["jobs"].values() for step in job.get("steps", [])]
 MAKES = sorted({target for step in STEPS for target in re.findall(r"\bmake ([\w-]+)", step.get("run", ""))})
-PYPROJECT = (ROOT / "pyproject.toml").read_text()
+PYPROJECT, MAKEFILE = ((ROOT / name).read_text() for name in ("pyproject.toml", "Makefile"))
 
 SCHEMAS = {
     "vendor.github-workflows": [".github/workflows/*.yml"],
@@ -38,7 +38,14 @@ def test_files_are_what_their_schema_wants(schema):
 
 @pytest.mark.parametrize("target", MAKES)
 def test_make_has_the_target(target):
-    assert re.search(rf"^{target}:.* ## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert re.search(rf"^{target}:.* ## ", MAKEFILE, re.MULTILINE)
+
+
+def test_the_quick_list_names_files_of_every_room():
+    listed = re.search(r"^QUICK := (.*?[^\\])$", MAKEFILE, re.MULTILINE | re.DOTALL)[1]
+    files = listed.replace("\\", " ").split()
+    assert all((ROOT / file).is_file() for file in files) and len(files) == len(set(files))
+    assert {file.split("/")[1] for file in files} >= {"ops", "hf", "lowering", "graphs", "triton"}
 
 
 def test_workflows_install_through_make_alone():
@@ -54,20 +61,6 @@ def test_the_matrix_is_what_pyproject_promises():
         assert matrix[package][0].startswith(f"{package}=={oldest}.*") and matrix[package][-1].startswith(f"{package}>=")
 
 
-TOOLS = {
-    "build",
-    "check-jsonschema",
-    "codespell",
-    "jinja2",
-    "mypy",
-    "proselint",
-    "pyright",
-    "ruff",
-    "setuptools",
-    "setuptools-scm",
-    "twine",
-    "wheel",
-}
 """What no test's numbers depend on."""
 
 
@@ -77,15 +70,14 @@ def pins(file):
 
 
 def test_the_oldest_versions_that_run_are_the_bounds_of_pyproject():
-    claims = [Requirement(text) for text in re.findall(r'"([A-Za-z][\w.-]*(?:\[\w+\])?>=[^"]+)"', PYPROJECT.split("[project.scripts]")[0])]
-    kernels = {"flashinfer-python", "sglang-kernel", "flash-attn-4", "sgl-flash-mla"}  # they need a GPU
-    tests = {"hypothesis", "expecttest", "onnxscript", "pytest", "pytest-timeout", "pytest-xdist"}
-    docs = {"myst-parser", "pydata-sphinx-theme", "sphinx", "sphinx-copybutton", "sphinx-gallery"}
+    """Of what tests need: tools, and packages of kernels for GPUs, are pinned by nothing."""
+    claims = [Requirement(text) for text in re.findall(r'"([A-Za-z][\w.-]*(?:\[\w+\])?>=[^"]+)"', PYPROJECT)]
     oldest = pins("oldest.txt")
-    for claim in claims:
-        if claim.name not in TOOLS | kernels | tests | docs:
-            [bound] = [spec.version for spec in claim.specifier if spec.operator == ">="]
-            assert oldest[claim.name].removesuffix(".*") == bound, claim
+    bounds = {claim.name: spec.version for claim in claims for spec in claim.specifier if spec.operator == ">="}
+    assert {name: version.removesuffix(".*") for name, version in oldest.items() if name in bounds} == {
+        name: bounds[name] for name in oldest if name in bounds
+    }
+    assert {"torch", "transformers", "triton", "typer", "rich", "accelerate", "diffusers", "peft"} <= oldest.keys()
 
 
 def test_the_newest_versions_are_pinned_by_nothing():
