@@ -1,7 +1,8 @@
-"""The paged cache: who owns which page, what the tables say, and that a call that raises changes nothing."""
+"""The caches of keys and of latents: who owns which page, what the tables say, and that a call that raises changes nothing."""
 
 import contextlib
 import copy
+import itertools
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch.utils import _pytree as pytree
 
 import attnops
-from attnops.cache import PagedBatch, PagedCache
+from attnops.cache import LatentCache, PagedBatch, PagedCache
 from attnops.core.errors import CacheError, InvalidInput, NoKernel, OutOfPages, RequestTooLong, TooManyRequests, UnknownRequest
 from attnops.core.kernel import kernels_of
 from attnops.ops import copy_kv
+from tests.modules import refused
 
 
 def make(num_pages=8, page_size=4, max_requests=4, max_pages_per_request=4, num_layers=2, dtype=torch.float32, **more):
@@ -29,7 +31,7 @@ def snapshot(cache):
 
 
 def tensors(cache):
-    return [cache.page_table, cache.seq_lens, *cache.k_pages, *cache.v_pages]
+    return [cache.page_table, cache.seq_lens, *itertools.chain(*cache.layers)]
 
 
 def same(a, b):
@@ -269,75 +271,38 @@ TestMachineForLonger = pytest.mark.full(type("TestMachineForLonger", (Machine.Te
 # By hand ----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_fork_shares_until_one_writes():
-    cache = make()
-    a = cache.alloc(0)
-    append(cache, a, [1, 2, 3, 4, 5, 6])
-    b = cache.fork(a)
-    assert cache.used_pages == 2
-    append(cache, b, [70])
-    assert cache.used_pages == 3, "the half-full page was copied, the full one is shared"
-    append(cache, a, [80])
-    assert cache.used_pages == 3, "what the copy left behind is nobody else's"
-    assert (read(cache, a), read(cache, b)) == ([1, 2, 3, 4, 5, 6, 80], [1, 2, 3, 4, 5, 6, 70])
-    cache.free(a)
-    assert read(cache, b) == [1, 2, 3, 4, 5, 6, 70] and cache.used_pages == 2
+def made(kind, **more):
+    """A cache of keys and values, or of latents, of 7 pages of 4 tokens."""
+    if kind == "keys":
+        return make(**more)
+    sizes = {"num_tokens": 28, "latent_dim": 6, "rope_dim": 2, "max_requests": 4, "max_tokens_per_request": 16, "page_size": 4}
+    return LatentCache(2, **sizes | {"dtype": torch.float32, "device": "cpu"} | more)
 
 
-def test_a_fork_at_a_page_end_copies_nothing():
-    cache = make()
-    a = cache.alloc(4)
-    write(cache, cache.slots(a), [1, 2, 3, 4])
-    b = cache.fork(a)
-    cache.batch([a, b], 1)
-    assert cache.used_pages == 3
+KINDS = pytest.mark.parametrize("kind", ["keys", "latents"])
 
 
-def test_of_three_that_outgrow_a_page_together_two_copy():
-    cache = make(page_size=4, num_pages=8)
-    a = cache.alloc(2)
-    write(cache, cache.slots(a), [1, 2])
-    family = [a, cache.fork(a), cache.fork(a)]
-    step = cache.batch(family, 1)
-    write(cache, step.slots, [10, 20, 30])
-    assert [read(cache, r) for r in family] == [[1, 2, 10], [1, 2, 20], [1, 2, 30]]
-    assert cache.used_pages == 3
-
-
-def test_truncate_into_a_shared_page_then_write():
-    cache = make()
-    a = cache.alloc(8)
-    write(cache, cache.slots(a), list(range(1, 9)))
-    b = cache.fork(a)
-    cache.truncate(b, 3)
-    append(cache, b, [50, 60])
-    assert (read(cache, a), read(cache, b)) == (list(range(1, 9)), [1, 2, 3, 50, 60])
-
-
-def test_a_copy_needs_a_page_too():
-    cache = make(num_pages=2)
-    a = cache.alloc(2)
-    b = cache.fork(a)
-    with unchanged(cache, OutOfPages) as caught:
-        cache.extend(b, 1)
-    assert (caught.value.needed, caught.value.free, caught.value.total) == (1, 0, 1)
-    cache.free(a)
-    cache.extend(b, 1)
-
-
-def test_float8_pages_are_copied_in_one_launch(monkeypatch):
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8], ids=str)
+def test_a_fork_shares_until_one_writes(kind, dtype, monkeypatch):
+    """The half-full page is then copied, of all layers in one launch. Of a last page that is full nothing is."""
     calls = []
     monkeypatch.setattr("attnops.cache.paged.copy_kv", lambda *given: calls.append(given) or copy_kv(*given))
-    cache = make(dtype=torch.float8_e4m3fn)
-    a = cache.alloc(2)
-    for pool in (*cache.k_pages, *cache.v_pages):
-        pool[1, :2, 0, 0] = torch.tensor([2.0, 3.0]).to(pool.dtype)
+    cache = made(kind, dtype=dtype)
+    pools = list(itertools.chain(*cache.layers))
+    a = cache.alloc(6)
+    for pool in pools:
+        pool[2, :2] = torch.full(pool[2, :2].shape, 3.0).to(dtype)
     b = cache.fork(a)
-    cache.extend(b, 1)
-    page = int(cache.page_table[cache.row(b), 0])
-    assert page != 1
-    assert all(pool[page, :2].flatten().tolist() == [2.0, 3.0] for pool in (*cache.k_pages, *cache.v_pages))
-    assert len(calls) == 1 and len({t.untyped_storage()._cdata for t in (*cache.k_pages, *cache.v_pages)}) == 4
+    assert cache.used_pages == 2
+    step = cache.batch([a, b], 1)
+    (first, copied), (again, kept) = step.page_table[:, :2].tolist()
+    assert first == again == 1 and copied != kept == 2 and cache.used_pages == 3
+    assert all(pool[copied, :2].float().eq(3).all() for pool in pools)
+    assert len(calls) == 1 and len({pool.untyped_storage()._cdata for pool in pools}) == len(pools)
+    full = cache.alloc(4)
+    cache.batch([full, cache.fork(full)], 1)
+    assert len(calls) == 1 and cache.used_pages == 6
 
 
 @pytest.mark.parametrize(
@@ -346,40 +311,42 @@ def test_float8_pages_are_copied_in_one_launch(monkeypatch):
 def test_a_failing_copy_leaves_the_cache_as_it_was(write):
     cache = make()
     fork = cache.fork(cache.alloc(5))
-    before = snapshot(cache)
-    with attnops.use(deny=tuple(f"copy_kv:{kernel}" for kernel in kernels_of("copy_kv"))), pytest.raises(NoKernel):
+    with attnops.use(deny=tuple(f"copy_kv:{kernel}" for kernel in kernels_of("copy_kv"))), unchanged(cache, NoKernel):
         write(cache, fork)
-    assert same(snapshot(cache), before)
     write(cache, fork)
     assert cache.length(fork) == 6
 
 
-def test_a_failing_metadata_op_leaves_the_cache_as_it_was(monkeypatch):
+@pytest.mark.parametrize("part", ["step.slot_mapping", "latent.prefix_chunks", "latent.shared_prefix"])
+def test_a_failing_description_leaves_the_cache_as_it_was(monkeypatch, part):
     def fail(*_, **__):
         raise MemoryError
 
-    cache = make()
-    a = cache.alloc(2)
+    cache = made("latents")
+    a = cache.alloc(6)
     b = cache.fork(a)
-    monkeypatch.setattr("attnops.cache.step.slot_mapping", fail)
     before = snapshot(cache)
+    monkeypatch.setattr(f"attnops.cache.{part}", fail)
     free = cache._ledger.pools[0].free
     with pytest.raises(MemoryError):
-        cache.batch([a, b], [3, 5])
-    after = snapshot(cache)
-    for pages in after[1][2:]:  # what free pages hold is nobody's
+        cache.batch([a, b], [3, 5], prefix_tokens=4, share=True)
+    for pages in itertools.chain(*cache.layers):  # what free pages hold is nobody's
         pages[free] = 0
-    assert same(before, after)
+    assert same(before, snapshot(cache))
     monkeypatch.undo()
     cache.batch([a, b], [3, 5])
 
 
-def test_made_and_used_in_any_mode():
+@KINDS
+def test_made_and_used_in_any_mode(kind):
     with torch.inference_mode():
-        cache = make()
-        a = cache.alloc(3)
-        step = cache.batch([a], 2)
-    assert not any(t.is_inference() for t in [*tensors(cache), step.page_table, step.slots, step.positions, cache.slots(a)])
+        cache = made(kind)
+        a = cache.alloc(9)
+        given = {"prefix_tokens": 4, "share": True} if kind == "latents" else {}
+        step = cache.batch([a, cache.fork(a)], 2, **given)
+    leaves = [x for x in pytree.tree_leaves(step) if isinstance(x, torch.Tensor)]
+    assert len(leaves) > 10 or kind == "keys"
+    assert not any(t.is_inference() for t in [*tensors(cache), *leaves, cache.slots(a)])
     with torch.enable_grad():
         cache.extend(a, 1)
     assert not any(t.requires_grad for t in tensors(cache))
@@ -387,29 +354,15 @@ def test_made_and_used_in_any_mode():
 
 @pytest.mark.parametrize(
     ("counts", "running", "fits"),
-    [
-        (8, (), True),
-        (9, (), False),
-        ((4, 4), (), True),
-        ((4, 5), (), False),
-        (9, (0,), True),
-        (12, (0,), False),
-        ((3, 8), (0,), True),
-        ((4, 8), (0,), False),
-        ((1, 1, 1), (0,), True),
-        ((0, 0, 0), (), False),
-        ((0, 0), (), True),
-        ((), (), True),
-    ],
+    [(8, 0, True), (9, 0, False), ((4, 5), 0, False), (9, 1, True), (12, 1, False), ((3, 8), 1, True), ((4, 8), 1, False),
+     ((1, 1, 1), 1, True), ((0, 0, 0), 0, False), ((), 0, True)],
     ids=str,
-)
+)  # fmt: skip
 def test_what_fits(counts, running, fits):
     """Beside a request of 5 tokens, in 2 of 4 pages and 1 of 3 rows; a request has at most 4 pages."""
     cache = make(num_pages=5, max_requests=3)
     request = cache.alloc(5)
-    before = snapshot(cache)
-    assert cache.fits(counts, [request] * len(running)) is fits
-    assert same(before, snapshot(cache))
+    assert cache.fits(counts, [request] * running) is fits
 
 
 def test_a_window_fits_whatever_its_length():
@@ -418,12 +371,16 @@ def test_a_window_fits_whatever_its_length():
 
 
 def test_shapes():
-    cache = PagedCache(3, 5, 2, 4, 8, 6, max_requests=7, max_pages_per_request=9, dtype=torch.bfloat16, device=torch.device("cpu"))
-    assert [tuple(t.shape) for t in cache.k_pages] == [(5, 2, 4, 8)] * 3
-    assert [tuple(t.shape) for t in cache.v_pages] == [(5, 2, 4, 6)] * 3
+    sizes = {"max_requests": 7, "dtype": torch.bfloat16, "device": torch.device("cpu")}
+    cache = PagedCache(3, 5, 2, 4, 8, 6, max_pages_per_request=9, **sizes)
+    assert [(*map(tuple, (k.shape, v.shape)),) for k, v in cache.layers] == [((5, 2, 4, 8), (5, 2, 4, 6))] * 3
     assert cache.page_table.shape == (7, 9) and cache.seq_lens.shape == (7,)
-    assert not any(t.any() for t in tensors(cache))
-    assert (cache.free_pages, cache.used_pages, cache.requests) == (4, 0, ())
+    latents = LatentCache(3, 1000, max_tokens_per_request=300, page_size=32, **sizes)
+    assert [tuple(t.shape) for t in latents.latent_pages] == [(33, 32, 576)] * 3, "32 pages hold 1000 tokens; page 0 is the null page"
+    assert latents.page_table.shape == (7, 12)
+    for each, pages in ((cache, 4), (latents, 32)):
+        assert not any(t.any() for t in tensors(each)) and each.workspace is None
+        assert (each.free_pages, each.used_pages, each.requests) == (pages, 0, ())
 
 
 def test_a_batch_is_frozen_and_a_pytree():
@@ -431,103 +388,90 @@ def test_a_batch_is_frozen_and_a_pytree():
     step = cache.batch([cache.alloc()], 3)
     with pytest.raises(AttributeError):
         setattr(step, "max_seqlen_q", 4)  # noqa: B010
-    leaves, spec = pytree.tree_flatten(step)
-    again = pytree.tree_unflatten(leaves, spec)
+    again = pytree.tree_unflatten(*reversed(pytree.tree_flatten(step)))
     assert isinstance(again, PagedBatch) and again.slots is step.slots
 
 
 # Errors -----------------------------------------------------------------------------------------------------------------
 
-GOOD = {
-    "num_layers": 1, "num_pages": 4, "page_size": 2, "num_kv_heads": 1, "head_dim": 2, "max_requests": 2, "max_pages_per_request": 3,
-    "dtype": torch.float32, "device": "cpu",
-}  # fmt: skip
+OTHER = 10**9
+BAD = [
+    ("num_tokens: got -1", lambda c, a, b: c.alloc(-1)),
+    ("num_tokens: got 2.5", lambda c, a, b: c.extend(a, 2.5)),
+    ("length: got 3", lambda c, a, b: c.truncate(a, 3)),
+    ("length: got -1", lambda c, a, b: c.truncate(a, -1)),
+    ("start, stop: got (0, 3)", lambda c, a, b: c.slots(a, 0, 3)),
+    ("start, stop: got (2, 1)", lambda c, a, b: c.slots(a, 2, 1)),
+    ("requests: got ()", lambda c, a, b: c.batch([], [])),
+    ("requests: got (", lambda c, a, b: c.batch([a, a], 1)),
+    ("requests: got ", lambda c, a, b: c.batch(a, 1)),
+    ("new_tokens: got 2 counts", lambda c, a, b: c.batch([a], [1, 2])),
+    ("new_tokens[0]: got -3", lambda c, a, b: c.batch([a], [-3])),
+    ("new_tokens[0]: got True", lambda c, a, b: c.batch([a], True)),
+    ("new_tokens[1]: got 2.5", lambda c, a, b: c.fits([1, 2.5])),
+    ("new_tokens: got 0 counts", lambda c, a, b: c.fits([], [a])),
+    ("requests: got (", lambda c, a, b: c.fits([1, 1], [a, a])),
+    ("requests: got ", lambda c, a, b: c.fits(1, a)),
+]
+OF_LATENTS = [
+    ("prefix_tokens: got 0", lambda c, a, b: c.batch([a], prefix_tokens=0)),
+    ("prefix_tokens: got 1.5", lambda c, a, b: c.batch([a], prefix_tokens=1.5)),
+    ("share: got 1", lambda c, a, b: c.batch([a], share=1)),
+]
+UNKNOWN = [
+    lambda c, a, b: c.extend(OTHER, 1),
+    lambda c, a, b: c.extend([a], 1),
+    lambda c, a, b: c.free(True),
+    lambda c, a, b: c.free(make().alloc()),
+    lambda c, a, b: c.fork(None),
+    lambda c, a, b: c.batch([a, OTHER], 1),
+    lambda c, a, b: c.fits([1, 1], [a, OTHER]),
+]
+FULL = [
+    (lambda c, a, b: c.alloc(17), RequestTooLong, {"got": 17, "limit": 16}),
+    (lambda c, a, b: c.batch([a, b], [1, 13]), RequestTooLong, {"got": 17, "limit": 16}),
+    (lambda c, a, b: c.alloc(9), OutOfPages, {"needed": 3, "free": 2, "total": 4}),
+    (lambda c, a, b: c.batch([a, b], [7, 4]), OutOfPages, {"needed": 3, "free": 2, "total": 4}),
+]
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "want"),
-    [
-        ("num_layers", 0, ">= 1"),
-        ("num_pages", 1, ">= 2 (pages, the null page included)"),
-        ("page_size", 0, ">= 1 (tokens)"),
-        ("page_size", 2.0, ">= 1 (tokens)"),
-        ("num_kv_heads", -1, ">= 1"),
-        ("head_dim", 0, ">= 1"),
-        ("v_head_dim", 0, ">= 1"),
-        ("max_requests", 0, ">= 1"),
-        ("max_pages_per_request", "3", ">= 1"),
-        ("max_requests", True, ">= 1"),
-        ("dtype", torch.int64, "bfloat16"),
-        ("dtype", "float32", "float32"),
-    ],
-    ids=str,
-)
-def test_bad_builds(field, value, want):
-    with pytest.raises(InvalidInput) as caught:
-        PagedCache(**{**GOOD, field: value})
-    assert caught.value.field == field and want in caught.value.want and str(value) in str(caught.value)
+def busy(kind):
+    """A cache of 4 pages of 4 tokens and 3 rows, and two requests, of 2 and 4 tokens."""
+    cache = made(kind, max_requests=3, **{"num_pages": 5} if kind == "keys" else {"num_tokens": 16})
+    return cache, cache.alloc(2), cache.alloc(4)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "found"),
-    [
-        (lambda c, a: c.alloc(-1), InvalidInput, {"field": "num_tokens", "got": -1}),
-        (lambda c, a: c.alloc(2.5), InvalidInput, {"field": "num_tokens", "got": "2.5"}),
-        (lambda c, a: c.alloc(17), RequestTooLong, {"got": 17, "limit": 16}),
-        (lambda c, a: c.alloc(13), OutOfPages, {"needed": 4, "free": 3, "total": 4}),
-        (lambda c, a: (c.alloc(), c.alloc()), TooManyRequests, {"limit": 2}),
-        (lambda c, a: (c.fork(a), c.fork(a)), TooManyRequests, {"limit": 2}),
-        (lambda c, a: c.extend(a, -1), InvalidInput, {"field": "num_tokens", "got": -1}),
-        (lambda c, a: c.extend(a, 15), RequestTooLong, {"request": ..., "got": 17, "limit": 16}),
-        (lambda c, a: c.extend(10**9, 1), UnknownRequest, {"request": 10**9}),
-        (lambda c, a: c.extend("a", 1), UnknownRequest, {"request": "a"}),
-        (lambda c, a: c.extend([a], 1), UnknownRequest, {"request": ...}),
-        (lambda c, a: c.free(True), UnknownRequest, {"request": True}),
-        (lambda c, a: c.free(make().alloc()), UnknownRequest, {"request": ...}),
-        (lambda c, a: c.fork(None), UnknownRequest, {"request": None}),
-        (lambda c, a: c.truncate(a, 3), InvalidInput, {"field": "length", "got": 3}),
-        (lambda c, a: c.truncate(a, -1), InvalidInput, {"field": "length", "got": -1}),
-        (lambda c, a: c.slots(a, 0, 3), InvalidInput, {"field": "start, stop", "got": (0, 3)}),
-        (lambda c, a: c.slots(a, 2, 1), InvalidInput, {"field": "start, stop", "got": (2, 1)}),
-        (lambda c, a: c.batch([], []), InvalidInput, {"field": "requests", "got": ()}),
-        (lambda c, a: c.batch(a, 1), InvalidInput, {"field": "requests"}),
-        (lambda c, a: c.batch([a, a], 1), InvalidInput, {"field": "requests"}),
-        (lambda c, a: c.batch([a], [1, 2]), InvalidInput, {"field": "new_tokens", "got": "2 counts"}),
-        (lambda c, a: c.batch([a], [-3]), InvalidInput, {"field": "new_tokens[0]", "got": -3}),
-        (lambda c, a: c.batch([a], True), InvalidInput, {"field": "new_tokens[0]", "got": True}),
-        (lambda c, a: c.batch([a, 10**9], 1), UnknownRequest, {"request": 10**9}),
-        (lambda c, a: c.batch([a], [15]), RequestTooLong, {"got": 17, "limit": 16}),
-        (lambda c, a: c.fits(-1), InvalidInput, {"field": "new_tokens[0]", "got": -1}),
-        (lambda c, a: c.fits([1, 2.5]), InvalidInput, {"field": "new_tokens[1]", "got": "2.5"}),
-        (lambda c, a: c.fits(1, a), InvalidInput, {"field": "requests"}),
-        (lambda c, a: c.fits([1, 1], [a, a]), InvalidInput, {"field": "requests"}),
-        (lambda c, a: c.fits([], [a]), InvalidInput, {"field": "new_tokens", "got": "0 counts"}),
-        (lambda c, a: c.fits([1, 1], [a, 10**9]), UnknownRequest, {"request": 10**9}),
-    ],
-)
-def test_bad_calls(call, error, found):
-    cache = make(num_pages=5, max_requests=2)
-    request = cache.alloc(2)
-    write(cache, cache.slots(request), [1, 2])
+@pytest.mark.parametrize(("text", "call"), BAD + OF_LATENTS)
+def test_bad_calls(text, call):
+    cache, *requests = busy("keys" if (text, call) in BAD else "latents")
     before = snapshot(cache)
-    with pytest.raises(error) as caught:
-        call(cache, request)
-    if error is not TooManyRequests:  # there the first of two calls went through
-        assert same(before, snapshot(cache))
-    assert isinstance(caught.value, CacheError | InvalidInput)
-    for name, value in found.items():
-        assert value is ... or getattr(caught.value, name) == value
-    assert str(found.get("got", "")) in str(caught.value)
+    refused(lambda: call(cache, *requests), text)
+    assert same(before, snapshot(cache))
 
 
-def test_a_batch_is_all_or_none():
-    cache = make(num_pages=5, max_requests=3)
-    a, b = cache.alloc(4), cache.alloc(4)
-    with unchanged(cache, OutOfPages) as caught:
-        cache.batch([a, b], [5, 4])
-    assert (caught.value.needed, caught.value.free, caught.value.total) == (3, 2, 4)
-    with unchanged(cache, RequestTooLong):
-        cache.batch([a, b], [1, 13])
+@pytest.mark.parametrize("call", UNKNOWN)
+def test_unknown_requests(call):
+    cache, *requests = busy("keys")
+    with unchanged(cache, UnknownRequest):
+        call(cache, *requests)
+
+
+@KINDS
+@pytest.mark.parametrize(("call", "error", "found"), FULL)
+def test_no_room(kind, call, error, found):
+    cache, *requests = busy(kind)
+    with unchanged(cache, error) as caught:
+        call(cache, *requests)
+    assert found.items() <= vars(caught.value).items() and isinstance(caught.value, CacheError)
+
+
+def test_no_rows():
+    cache = make(max_requests=1)
+    a = cache.alloc(3)
+    for call in (cache.alloc, lambda: cache.fork(a)):
+        with unchanged(cache, TooManyRequests) as caught:
+            call()
+        assert caught.value.limit == 1
 
 
 def test_double_free():
@@ -537,11 +481,3 @@ def test_double_free():
     with unchanged(cache, UnknownRequest) as caught:
         cache.free(a)
     assert str(a) in str(caught.value) and "freed twice" in str(caught.value)
-
-
-def test_forks_beyond_the_rows():
-    cache = make(max_requests=1)
-    a = cache.alloc(3)
-    for call in (cache.alloc, lambda: cache.fork(a)):
-        with unchanged(cache, TooManyRequests):
-            call()
