@@ -22,11 +22,12 @@ def cu(lengths):
 
 
 def refused(call, text):
-    """The call raises InvalidInput, and its text begins like this: `field: got ..., want ...`."""
+    """The InvalidInput that the call raises. Its text begins like this: `field: got ..., want ...`."""
     with pytest.raises(InvalidInput) as caught:
         call()
     assert str(caught.value).startswith(text)
     assert caught.value.field == text.partition(": got ")[0]
+    return caught.value
 
 
 def turned(x, positions, turns, interleaved=False, factor=1.0):

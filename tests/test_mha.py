@@ -171,8 +171,9 @@ def test_causal_hint_of_another_shape_follows_the_mask():
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_dropout_draws_as_torch_does(need_weights):
     theirs, ours = pair(dropout=0.4)
-    agree(theirs, ours, qkv(), need_weights=need_weights)
-    agree(theirs.eval(), ours.eval(), qkv(), need_weights=need_weights)
+    for training in (True, False):
+        mask = masking((2, "bool"), True)
+        agree(theirs.train(training), ours.train(training), qkv(), attn_mask=mask, need_weights=need_weights)
 
 
 def test_weights_start_as_torchs():
