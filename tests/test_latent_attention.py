@@ -8,11 +8,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from attnops.cache import LatentCache, PrefixChunk
+from attnops.cache import LatentCache
 from attnops.core.errors import AttnopsError, NoGradient, UnknownKernel
 from attnops.nn import LatentAttention, LatentDims, NewTokens, RotaryEmbedding, attend_absorbed, attend_expanded, attend_latents
 from attnops.nn.absorb import absorbed_weights
 from attnops.nn.latent import gathered
+from tests.formula import plain
 from tests.modules import NAN, close, cu, padded, pages_of, poisoned, refused
 
 F32, F64 = torch.float32, torch.float64
@@ -103,27 +104,6 @@ def test_extends_of_0_to_8_tokens(page_size, prefix_tokens, absorb):
             close(part, whole[start : start + n])
         for request, length in zip(ids, BEFORE, strict=True):
             cache.truncate(request, length)
-
-
-def test_chunks_made_by_hand():
-    """A request may be absent from a chunk, or split over several, whatever the order of its tokens."""
-    module, cache = layer(), cache_for()
-    sequences = [torch.randn(n, E, dtype=F64) for n in (9, 6, 3)]
-    ids = [cache.alloc() for _ in sequences]
-    feed(module, cache, ids, [7, 5, 0], sequences)
-    batch = cache.batch(ids, [2, 1, 3])
-
-    def chunk(*ranges):
-        slots = [cache.slots(r, start, stop) for r, (start, stop) in zip(ids, ranges, strict=True)]
-        return PrefixChunk(torch.cat(slots), cu([s.numel() for s in slots]), max(s.numel() for s in slots))
-
-    prefix = (chunk((2, 5), (0, 0), (0, 0)), chunk((0, 2), (4, 5), (0, 0)), chunk((5, 7), (0, 4), (0, 0)))
-    x = torch.cat([sequences[0][7:], sequences[1][5:], sequences[2]])
-    with torch.no_grad():
-        module.absorb_up_to = 0
-        got = module(x, batch=dataclasses.replace(batch, prefix=prefix), **pages_of(cache))
-    want = dense(module, sequences)
-    close(got, torch.cat([want[0][7:], want[1][5:], want[2]]))
 
 
 def test_no_more_than_a_chunk_is_unfolded_at_a_time():
@@ -246,19 +226,19 @@ def test_a_cascade_is_the_plain_batch():
         close(got, torch.cat([w[i : i + n] for w, i, n in zip(want, starts, counts, strict=True)]), 1e-5)
 
 
-def test_a_cascade_looks_at_the_shared_pages_once_and_knows_no_window():
+@pytest.mark.parametrize("more", [{"softcap": 2.0}, {"window_left": 3}], ids=str)
+def test_a_cascade_has_the_rules_of_the_plain_batch(more):
+    """Or there is none, as with a window."""
     module, cache = layer(F32), cache_for(F32)
     a = cache.alloc()
     feed(module, cache, [a], [8], [torch.randn(8, E)])
     batch = cache.batch([a, cache.fork(a)], 1, share=True)
     cache.latent_pages[0][batch.page_table[:, 2].long()] = 0.3
-    q = torch.randn(2, H, NOPE + ROPE)
     with torch.no_grad():
         weights = absorbed_weights(module.kv_b_proj, NOPE, V, torch.zeros(1, DC))
-        rest = (q[..., :NOPE], q[..., NOPE:], weights, cache.latent_pages[0])
-        for more in ({"softcap": 2.0}, {"window_left": 3}):
-            plain = attend_absorbed(DIMS, *rest, dataclasses.replace(batch, shared=None), scale=0.2, **more)
-            close(attend_absorbed(DIMS, *rest, batch, scale=0.2, **more), plain, 1e-5)
+        given = DIMS, torch.randn(2, H, NOPE), torch.randn(2, H, ROPE), weights, cache.latent_pages[0]
+        both = (attend_absorbed(*given, step, scale=0.2, **more) for step in (batch, dataclasses.replace(batch, shared=None)))
+        close(*both, 1e-5)
 
 
 # Gradients ----------------------------------------------------------------------------------------------------------------
@@ -276,10 +256,9 @@ def formula(module, x):
     if module.rope is not None:
         q_pe, k_pe = module.rope(q_pe, k_pe[:, None], torch.arange(len(x)))
         k_pe = k_pe[:, 0]
-    logits = torch.einsum("shd,thd->hst", q_nope, k_nope) + torch.einsum("shd,td->hst", q_pe, k_pe)
-    hidden = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
-    weights = (logits * module.scale).masked_fill(hidden, -torch.inf).softmax(-1)
-    return module.o_proj(torch.einsum("hst,thd->shd", weights, v).flatten(1))
+    k = torch.cat([k_nope, k_pe[:, None].expand(-1, H, -1)], -1)
+    attended, _ = plain(torch.cat([q_nope, q_pe], -1), k, v, None, None, {"scale": module.scale, "causal": True})
+    return module.o_proj(attended.flatten(1))
 
 
 @pytest.mark.sweep(2)

@@ -1,6 +1,5 @@
 """Attention and SelfAttention: the three forms agree, what nobody owns is never read, bad calls name what is wrong."""
 
-import itertools
 import random
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.nn import functional as F
 from attnops.cache import PagedCache
 from attnops.core.errors import InvalidInput, NoGradient, UnknownKernel
 from attnops.nn import Attention, RotaryEmbedding, SelfAttention
+from tests.formula import plain
 from tests.modules import NAN, close, cu, padded, pages_of, poisoned, refused, turned
 
 E, HQ, HKV, D = 24, 4, 2, 8
@@ -29,29 +29,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def formula(module, q, k, v, mask=None):
-    """`[S, Hq, D]`, `[K, Hkv, D]`, `[K, Hkv, Dv]` -> `[S, Hq, Dv]`, written down once more, one query and head at a time."""
-    s, kk = q.shape[0], k.shape[0]
-    out = torch.zeros(s, module.num_heads, v.shape[-1], dtype=q.dtype)
-    for i, h in itertools.product(range(s), range(module.num_heads)):
-        at, hk = i + kk - s, h // (module.num_heads // module.num_kv_heads)
-        left, right = module.window
-        seen = [
-            j
-            for j in range(kk)
-            if (j <= at or not module.causal) and (left < 0 or j >= at - left) and (right < 0 or j <= at + right)
-            and (mask is None or mask[i, j]) and (not module.attention_chunk or j // module.attention_chunk == at // module.attention_chunk)
-        ]  # fmt: skip
-        if not seen:
-            continue
-        logits = k[seen, hk] @ q[i, h] * module.scale
-        if module.softcap:
-            logits = module.softcap * torch.tanh(logits / module.softcap)
-        if module.sinks is not None:
-            p = torch.softmax(torch.cat([logits, module.sinks[h, None]]), 0)[:-1]
-        else:
-            p = torch.softmax(logits, 0)
-        out[i, h] = p @ v[seen, hk]
-    return out
+    """`[S, Hq, D]`, `[K, Hkv, D]`, `[K, Hkv, Dv]` -> `[S, Hq, Dv]`."""
+    left, right = module.window
+    rules = {"scale": module.scale, "causal": module.causal, "window_left": left, "window_right": right}
+    rules |= {"softcap": module.softcap, "attention_chunk": module.attention_chunk}
+    return plain(q, k, v, mask, module.sinks, rules)[0]
 
 
 def core(variant="gqa", dtype=torch.float64, **more):
@@ -84,30 +66,24 @@ def cache_for(module, page_size=4, num_layers=1, num_pages=64, dtype=torch.float
 def test_a_cache_with_windows_gives_the_same(page_size):
     """Layers that see 5 tokens, from a cache that keeps no more pages than they need: forks, texts of any length, drafts taken back."""
     module, rng = core("window"), random.Random(page_size)
-    whole, some = (
-        PagedCache(
-            2, 99, page_size, HKV, D, max_requests=4, max_pages_per_request=40, windows=windows, max_new_tokens=6, dtype=torch.float64,
-            device="cpu",
-        )
-        for windows in (None, (0, 5))
-    )  # fmt: skip
-    poisoned(some)
+    sizes = {"max_requests": 4, "max_pages_per_request": 40, "max_new_tokens": 6, "dtype": torch.float64, "device": "cpu"}
+    whole, some = (poisoned(PagedCache(2, 99, page_size, HKV, D, windows=windows, **sizes)) for windows in (None, (0, 5)))
     assert some.k_pages[1].shape[0] < some.k_pages[0].shape[0] and some.tables[1].shape[1] < some.tables[0].shape[1]
     live = [(whole.alloc(), some.alloc())]
     for turn in range(12):
         if turn in (3, 5):
             live.append((whole.fork(live[0][0]), some.fork(live[0][1])))
         counts = [rng.randint(1, 6 if turn % 2 else 1) for _ in live]
-        steps = [cache.batch(ids, counts) for cache, ids in zip((whole, some), zip(*live, strict=True), strict=True)]
+        of_whole, of_some = (cache.batch(ids, counts) for cache, ids in zip((whole, some), zip(*live, strict=True), strict=True))
         q, k, v = heads(module, sum(counts))
         with torch.no_grad():
-            want = module(q, k, v, batch=steps[0], **pages_of(whole))
+            want = module(q, k, v, batch=of_whole, **pages_of(whole))
             for layer in (0, 1):
-                close(module(q, k, v, batch=steps[1].of(some.table_of[layer]), **pages_of(some, layer)), want)
-        for a, b in live if turn % 3 == 2 else ():
+                close(module(q, k, v, batch=of_some.of(some.table_of[layer]), **pages_of(some, layer)), want)
+        for pair in live if turn % 3 == 2 else ():
             back = rng.randint(0, counts[0] if len(live) == 1 else min(counts))
-            whole.truncate(a, whole.length(a) - back)
-            some.truncate(b, some.length(b) - back)
+            for cache, request in zip((whole, some), pair, strict=True):
+                cache.truncate(request, cache.length(request) - back)
     assert whole.length(live[0][0]) > some.tables[1].shape[1] * page_size
     with pytest.raises(InvalidInput, match="Split the prompt"):
         some.batch([live[0][1]], 7)
@@ -128,24 +104,22 @@ def test_dense_mask_and_range():
     module = core("sinks")
     q, k, v = heads(module, 2, 6)
     mask = torch.rand(6, 6) < 0.6
-    close(module(q, k, v, mask=mask[None, None])[1], formula(module, q[1], k[1], v[1], mask))
+    close(module(q, k, v, mask=mask[None, None])[1], formula(module, q[1], k[1], v[1], mask[None]))
     start = torch.tensor([2, 0], dtype=torch.int32)
     k[0, :2], v[0, :2] = NAN, NAN
     with torch.no_grad():
         close(module(q, k, v, kv_start=start)[0, 2:], formula(module, q[0, 2:], k[0, 2:], v[0, 2:]))
 
 
+@pytest.mark.parametrize("key_lengths", [None, (3, 4, 7)], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_packed(variant):
-    module = core(variant)
-    lengths, key_lengths = [3, 1, 5], [3, 4, 7]
-    q, k, v = heads(module, 9, keys=14)
-    got = module(q, k, v, cu_seqlens_q=cu(lengths), cu_seqlens_k=cu(key_lengths), max_seqlen_q=5, max_seqlen_k=7)
-    parts = zip(q.split(lengths), k.split(key_lengths), v.split(key_lengths), strict=True)
+def test_packed(variant, key_lengths):
+    module, lengths = core(variant), (3, 1, 5)
+    q, k, v = heads(module, 9, keys=sum(key_lengths or lengths))
+    more = {"cu_seqlens_k": cu(key_lengths), "max_seqlen_k": 7} if key_lengths else {}
+    parts = zip(q.split(lengths), k.split(key_lengths or lengths), v.split(key_lengths or lengths), strict=True)
+    got = module(q, k, v, cu_seqlens_q=cu(lengths), max_seqlen_q=5, **more)
     close(got, torch.cat([formula(module, *part) for part in parts]))
-    q, k, v = heads(module, 9)
-    parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
-    close(module(q, k, v, cu_seqlens_q=cu(lengths), max_seqlen_q=5), torch.cat([formula(module, *part) for part in parts]))
 
 
 # Requests of 17, 3 and 9 tokens come and go between steps: prefill, mixed, nothing, decode.
@@ -190,7 +164,7 @@ def test_paged_mask():
     mask[4, 1] = mask[3, 3] = False
     with torch.no_grad():
         got = module(q, k, v, batch=cache.batch([cache.alloc()], 5), **pages_of(cache), mask=mask)
-    close(got, formula(module, q, k, v, mask))
+    close(got, formula(module, q, k, v, mask[None, :, :5]))
 
 
 def test_float8_pages():
@@ -251,8 +225,7 @@ def layer_formula(module, hidden, positions=None):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer_dense_packed_paged(name):
-    module = layer(name)
-    lengths = [7, 1, 4]
+    module, lengths = layer(name), (7, 1, 4)
     hidden = torch.randn(12, E, dtype=torch.float64)
     with torch.no_grad():
         want = torch.cat([layer_formula(module, x) for x in hidden.split(lengths)])
@@ -260,14 +233,9 @@ def test_layer_dense_packed_paged(name):
         close(module(hidden, cu_seqlens=cu(lengths), max_seqlen=7), want)
         cache = cache_for(module.attention)
         ids = [cache.alloc() for _ in lengths]
-        pages = pages_of(cache)
-        a, b, c = hidden.split(lengths)
-        first = module(torch.cat([a[:5], c[:2]]), batch=cache.batch([ids[0], ids[2]], [5, 2]), **pages)
-        second = module(torch.cat([a[5:6], b, c[2:3]]), batch=cache.batch(ids, 1), **pages)
-        third = module(torch.cat([c[3:], a[6:]]), batch=cache.batch([ids[2], ids[0]], 1), **pages)
-    close(torch.cat([first[:5], second[:1], third[1:]]), want[:7])
-    close(second[1:2], want[7:8])
-    close(torch.cat([first[5:], second[2:], third[:1]]), want[8:])
+        # The tokens of hidden that come in each step, and how many they are of each request.
+        for rows, counts in (([*range(5), 8, 9], (5, 0, 2)), ([5, 7, 10], (1, 1, 1)), ([6, 11], (1, 0, 1))):
+            close(module(hidden[rows], batch=cache.batch(ids, counts), **pages_of(cache)), want[rows])
 
 
 def test_positions():
