@@ -102,30 +102,19 @@ class Twice(nn.Module):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["self", "latent"])
-def test_compiled_whole(name):
-    """With max_seqlen= one graph serves any lengths."""
+@pytest.mark.parametrize(("name", "whole"), [("self", True), ("latent", True), ("self", False), ("multihead", False)])
+def test_compiled(name, whole):
+    """With max_seqlen= one graph serves any lengths. Without it the graph breaks where the longest length is read."""
     model, counter = Twice(name), CompileCounterWithBackend("aot_eager")
-    compiled, counts = torch.compile(model, backend=counter, fullgraph=True, dynamic=True), set()
-    for lengths in (LENGTHS, (3, 9, 2), (4, 4, 1, 7, 6)):
+    compiled, counts = torch.compile(model, backend=counter, fullgraph=whole, dynamic=True), set()
+    for lengths in (LENGTHS, (3, 9, 2), (4, 4, 1, 7, 6)) if whole else (LENGTHS,):
         x = values(E, lengths=lengths)
-        given = nested_tensor_from_jagged(x, offsets(lengths))
-        got, want = (run(given, max_seqlen=max(lengths)).values() for run in (compiled, model))
+        given, more = nested_tensor_from_jagged(x, offsets(lengths)), {"max_seqlen": max(lengths)} if whole else {}
+        got, want = (run(given, **more).values() for run in (compiled, model))
         close(got, want)
         close(gradients(model, got, x), gradients(model, want, x))
         counts.add(counter.frame_count)
     assert len(counts) == 1, "Dynamo may start a frame with nested tensors anew, but not for other lengths"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["multihead", "self"])
-def test_compiled_with_a_break_at_the_longest_length(name):
-    model, x = Twice(name), values(E)
-    given = nested_tensor_from_jagged(x, offsets())
-    compiled = torch.compile(model, backend="aot_eager")
-    got, want = (run(given).values() for run in (compiled, model))
-    close(got, want)
-    close(gradients(model, got, x), gradients(model, want, x))
 
 
 ROWS = [torch.randn(n, E) for n in LENGTHS]
