@@ -15,7 +15,7 @@ from attnops.cache import LatentCache, PagedBatch, PagedCache
 from attnops.core.errors import CacheError, InvalidInput, NoKernel, OutOfPages, RequestTooLong, TooManyRequests, UnknownRequest
 from attnops.core.kernel import kernels_of
 from attnops.ops import copy_kv
-from tests.modules import refused
+from tests.modules import cu, poisoned, refused
 
 
 def make(num_pages=8, page_size=4, max_requests=4, max_pages_per_request=4, num_layers=2, dtype=torch.float32, **more):
@@ -47,9 +47,8 @@ def unchanged(cache, error):
 
 
 def write(cache, slots, tokens):
-    """Token t's key is t in layer 0, t + 0.5 in layer 1 ..., its value the negative. slots: of each layer, or the same for all."""
-    for layer, (k, v) in enumerate(zip(cache.k_pages, cache.v_pages, strict=True)):
-        own = slots[layer] if isinstance(slots, list) else slots
+    """Token t's key is t in layer 0 and t + 0.5 in layer 1, its value the negative. slots: of each layer."""
+    for layer, ((k, v), own) in enumerate(zip(cache.layers, slots, strict=True)):
         new = torch.tensor(tokens, dtype=k.dtype)[own >= 0] + layer / 2
         k.view(-1)[own[own >= 0]] = new
         v.view(-1)[own[own >= 0]] = -new
@@ -59,27 +58,16 @@ def slots_of(cache, request, start=0):
     return [cache.slots(request, start, layer=layer) for layer in range(len(cache.layers))]
 
 
-def read(cache, request):
-    """The tokens of a request, found as a kernel finds them: through its row of the tables. Of a window the last ones must be there."""
-    row = cache.row(request)
+def read(cache, request, layer):
+    """The last tokens of a request, found as a kernel finds them: through its row of the tables. All of them without a window."""
+    row, (k, v), pool = cache.row(request), cache.layers[layer], cache.table_of[layer]
+    table, window = cache.tables[pool], cache.windows[pool]
     length = int(cache.seq_lens[row])
-    found = []
-    for layer, (k, v) in enumerate(zip(cache.k_pages, cache.v_pages, strict=True)):
-        table, window = cache.tables[cache.table_of[layer]], cache.windows[cache.table_of[layer]]
-        at = torch.arange(max(0, length - window + 1) if window else 0, length)
-        pages = table[row].long()[at // cache.page_size % table.shape[1]]
-        keys, values = (x[pages, at % cache.page_size].flatten() for x in (k, v))
-        assert torch.equal(keys, -values)
-        found.append((keys - layer / 2).int().tolist())
-    whole = found[0] if not cache.windows[cache.table_of[0]] else None
-    assert whole is None or all(tokens == whole[len(whole) - len(tokens) :] for tokens in found)
-    return found[0]
-
-
-def append(cache, request, tokens):
-    start = cache.length(request)
-    cache.extend(request, len(tokens))
-    write(cache, slots_of(cache, request, start), tokens)
+    at = torch.arange(max(0, length - window + 1) if window else 0, length)
+    pages = table[row].long()[at // cache.page_size % table.shape[1]]
+    keys, values = (x[pages, at % cache.page_size].flatten() for x in (k, v))
+    assert torch.equal(keys, -values)
+    return (keys - layer / 2).int().tolist()
 
 
 # The machine ------------------------------------------------------------------------------------------------------------
@@ -93,9 +81,7 @@ class Machine(RuleBasedStateMachine):
         window=st.sampled_from((0, 2, 5)),
     )  # fmt: skip
     def start(self, page_size, pages, rows, width, window):
-        self.cache = make(pages, page_size, rows, width, windows=(0, window), max_new_tokens=4)
-        for pool in (*self.cache.k_pages, *self.cache.v_pages):
-            pool.fill_(float("nan"))
+        self.cache = poisoned(make(pages, page_size, rows, width, windows=(0, window), max_new_tokens=4))
         self.model: dict[int, list[int]] = {}
         self.gone: list[int] = []
         self.next = 1
@@ -117,6 +103,10 @@ class Machine(RuleBasedStateMachine):
             raised.append(error)
             assert same(before, snapshot(self.cache))
 
+    def fits(self, *given):
+        with self.maybe():
+            return self.cache.fits(*given)
+
     def live(self, data):
         return data.draw(st.sampled_from(sorted(self.model)))
 
@@ -131,19 +121,14 @@ class Machine(RuleBasedStateMachine):
             write(self.cache, slots_of(self.cache, request), self.model[request])
         assert fits is not bool(raised)
 
-    def fits(self, *given):
-        before = snapshot(self.cache)
-        found = self.cache.fits(*given)
-        assert same(before, snapshot(self.cache))
-        return found
-
     @precondition(lambda self: self.model)
     @rule(data=st.data(), count=st.integers(0, 6))
     def extend(self, data, count):
         request = self.live(data)
         with self.maybe(OutOfPages, RequestTooLong):
+            self.cache.extend(request, count)
             tokens = self.tokens(count)
-            append(self.cache, request, tokens)
+            write(self.cache, slots_of(self.cache, request, len(self.model[request])), tokens)
             self.model[request] += tokens
 
     @precondition(lambda self: self.model)
@@ -155,24 +140,20 @@ class Machine(RuleBasedStateMachine):
         with self.maybe(OutOfPages, RequestTooLong) as raised:
             step = self.cache.batch(chosen, counts)
             tokens = [self.tokens(n) for n in counts]
-            slots = [step.of(table).slots for table in self.cache.table_of]
-            write(self.cache, slots, [t for new in tokens for t in new])
+            write(self.cache, [step.of(table).slots for table in self.cache.table_of], list(itertools.chain(*tokens)))
             for request, new in zip(chosen, tokens, strict=True):
                 self.model[request] += new
             self.describes(step, chosen, counts)
         assert fits is not bool(raised)
 
     def describes(self, step, chosen, counts):
-        rows = [self.cache.row(r) for r in chosen]
-        assert torch.equal(step.page_table, self.cache.page_table[rows])
+        assert torch.equal(step.page_table, self.cache.page_table[[self.cache.row(r) for r in chosen]])
         assert step.seq_lens.tolist() == [len(self.model[r]) for r in chosen]
-        assert step.cu_seqlens_q.tolist() == [sum(counts[:i]) for i in range(len(counts) + 1)]
-        assert step.max_seqlen_q == max(counts)
-        where = [(len(self.model[r]) - n + i) for r, n in zip(chosen, counts, strict=True) for i in range(n)]
-        assert step.positions.tolist() == where
-        slots = [self.cache.slots(r, len(self.model[r]) - n) for r, n in zip(chosen, counts, strict=True)]
-        assert torch.equal(step.slots, torch.cat(slots))
-        assert [t.dtype for t in (step.page_table, step.seq_lens, step.cu_seqlens_q)] == [torch.int32] * 3
+        assert torch.equal(step.cu_seqlens_q, cu(counts)) and step.max_seqlen_q == max(counts)
+        new = [(r, len(self.model[r]) - n, len(self.model[r])) for r, n in zip(chosen, counts, strict=True)]
+        assert step.positions.tolist() == [at for _, start, stop in new for at in range(start, stop)]
+        assert torch.equal(step.slots, torch.cat([self.cache.slots(*each) for each in new]))
+        assert {t.dtype for t in (step.page_table, step.seq_lens, step.cu_seqlens_q)} == {torch.int32}
         assert step.slots.dtype == step.positions.dtype == torch.int64
 
     @precondition(lambda self: self.model)
@@ -210,11 +191,9 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data(), call=st.sampled_from(["free", "fork", "length", "row", "slots", "batch", "extend", "truncate", "fits"]))
     def use_after_free(self, data, call):
         request = data.draw(st.sampled_from(self.gone))
-        given = {
-            "extend": (request, 1), "truncate": (request, 0), "batch": ([*self.model, request],), "fits": (1, [request]),
-        }.get(call, (request,))  # fmt: skip
+        many = {"extend": (request, 1), "truncate": (request, 0), "batch": ([*self.model, request],), "fits": (1, [request])}
         with unchanged(self.cache, UnknownRequest):
-            getattr(self.cache, call)(*given)
+            getattr(self.cache, call)(*many.get(call, (request,)))
 
     @precondition(lambda self: len(self.gone) > 5)
     @rule()
@@ -228,37 +207,33 @@ class Machine(RuleBasedStateMachine):
     def contents(self):
         for request, tokens in self.model.items():
             assert self.cache.length(request) == len(tokens)
-            assert read(self.cache, request) == tokens
+            assert read(self.cache, request, 0) == tokens
+            last = read(self.cache, request, 1)
+            assert last == tokens[len(tokens) - len(last) :]
 
     @invariant()
     def owners(self):
-        if not hasattr(self, "cache"):
-            return
         cache, ledger = self.cache, self.cache._ledger
         assert cache.requests == tuple(self.model)
         assert cache.free_pages + cache.used_pages == sum(pool.num_pages - 1 for pool in ledger.pools)
         for i, pool in enumerate(ledger.pools):
             owners = [page for entry in ledger.requests.values() for page in entry.pages[i]]
-            assert 0 not in owners and 0 not in pool.free
             assert pool.refs == [owners.count(page) for page in range(pool.num_pages)]
-            assert sorted({*owners} | {*pool.free}) == list(range(1, pool.num_pages))
+            assert sorted({*owners} | {*pool.free}) == list(range(1, pool.num_pages)), "not the null page"
             assert not {*owners} & {*pool.free} and len(pool.free) == len({*pool.free})
-        rows = [entry.row for entry in ledger.requests.values()]
-        assert sorted(rows + ledger.free_rows) == list(range(cache.seq_lens.shape[0]))
-        for entry in ledger.requests.values():
-            for table, pages in zip(cache.tables, entry.pages, strict=True):
-                line = table[entry.row].tolist()
-                assert len(pages) == min(-(-entry.length // cache.page_size), len(line)) and len(set(pages)) == len(pages)
+        rows = {entry.row: entry for entry in ledger.requests.values()}
+        assert sorted([*rows, *ledger.free_rows]) == list(range(cache.seq_lens.shape[0]))
+        for row, length in enumerate(cache.seq_lens.tolist()):
+            assert length == (rows[row].length if row in rows else 0)
+            for i, table in enumerate(cache.tables):
+                line, pages = table[row].tolist(), rows[row].pages[i] if row in rows else []
+                assert len(pages) == min(-(-length // cache.page_size), len(line)) and len(set(pages)) == len(pages)
                 assert line == pages + [0] * (len(line) - len(pages))
-            assert cache.seq_lens[entry.row] == entry.length
-        for row in ledger.free_rows:
-            assert not any(table[row].any() for table in cache.tables) and cache.seq_lens[row] == 0
 
     @invariant()
     def tensors_stay(self):
-        if hasattr(self, "cache"):
-            assert [t.data_ptr() for t in tensors(self.cache)] == self.addresses
-            assert all(pool[0].isnan().all() for pool in (*self.cache.k_pages, *self.cache.v_pages)), "the null page was written"
+        assert [t.data_ptr() for t in tensors(self.cache)] == self.addresses
+        assert all(pool[0].isnan().all() for pool in itertools.chain(*self.cache.layers)), "the null page was written"
 
 
 TestMachine = Machine.TestCase
