@@ -108,12 +108,9 @@ def test_a_deterministic_policy_leaves_no_choice_to_the_batch(before):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_deterministic_policy_knows_no_cascade(deterministic):
-    cache = LatentCache(2, 512, max_requests=2, max_tokens_per_request=128, page_size=64, dtype=BF16, device="cpu")
-    a = cache.alloc(70)
-    batch = cache.batch([a, cache.fork(a)], 1, share=True)
     with attnops.use(deterministic=deterministic):
-        found = attnops.explain(Layers().eval(), torch.zeros(2, 256, dtype=BF16), cache.latent_pages, batch, target="sm90", quiet=True)
-    assert batch.shared is not None and ("merge_state" in str(found)) != deterministic
+        found = explained(70, 1, "sm90", of=2, share=True)
+    assert ("merge_state" in str(found)) != deterministic
 
 
 def test_pure():
@@ -142,43 +139,32 @@ def test_kernels_by_name():
 # explain ------------------------------------------------------------------------------------------------------------------
 
 
-class Layers(torch.nn.Module):
-    def __init__(self, **more):
-        super().__init__()
-        rope = RotaryEmbedding(64, interleaved=True)
-        self.layers = torch.nn.ModuleList(LatentAttention(256, 16, q_lora_rank=64, rope=rope, dtype=BF16, **more) for _ in range(2))
-
-    def forward(self, x, latent_pages, batch):
-        for each, pages in zip(self.layers, latent_pages, strict=True):
-            x = x + each(x, latent_pages=pages, batch=batch)
-        return x
-
-
-def explained(before, new, target, prefix_tokens=64, **more):
-    cache = LatentCache(2, 256, max_requests=2, max_tokens_per_request=128, page_size=64, dtype=BF16, device="cpu")
-    a = cache.alloc(before)
-    batch = cache.batch([a], new, prefix_tokens=prefix_tokens)
-    x = torch.zeros(new, 256, dtype=BF16)
-    return attnops.explain(Layers(**more).eval(), x, cache.latent_pages, batch, target=target, quiet=True)
+def explained(before, new, target, absorb="auto", of=1, **how):
+    """`of` requests with tokens before, forks of each other, that bring new ones in a step over one layer."""
+    cache = LatentCache(1, 512, max_requests=2, max_tokens_per_request=128, page_size=64, dtype=BF16, device="cpu")
+    ids = [cache.alloc(before)]
+    ids += [cache.fork(ids[0]) for _ in range(of - 1)]
+    rope = RotaryEmbedding(64, interleaved=True)
+    layer = LatentAttention(256, 16, q_lora_rank=64, rope=rope, absorb=absorb, dtype=BF16).eval()
+    given = {"batch": cache.batch(ids, new, **how), "latent_pages": cache.latent_pages[0]}
+    return attnops.explain(layer, torch.zeros(of * new, 256, dtype=BF16), **given, target=target, quiet=True)
 
 
 @pytest.mark.parametrize("target", ["sm90", "sm100", "cpu"])
 def test_explain_shows_the_form(target):
-    long = explained(9, 4, target)
+    long = explained(9, 4, target, prefix_tokens=64)
     [form] = long.forms
-    assert (form.where, form.count, form.decision.form) == ("layers.*", 2, ABSORBED)
+    assert (form.count, form.decision.form) == (1, ABSORBED)
     assert {c.split(".")[0] for c in long.chosen()} == {"write_latent", "mla_attention"}
     assert f"absorb_up_to={form.decision.absorb_up_to} (by cost)" in str(long)
     [entry] = json.loads(json.dumps(long.as_dict()))["forms"]
     assert entry["form"] == ABSORBED and set(entry["us"]) == {ABSORBED, EXPANDED} and entry["new_tokens"] == 4
-    decode = explained(9, 1, target, None)
-    assert decode.forms[0].decision.layer.before is None and set(decode.forms[0].decision.costs) == {ABSORBED}
+    [decode] = explained(9, 1, target).forms
+    assert decode.decision.layer.before is None and set(decode.decision.costs) == {ABSORBED}
 
 
 def test_explain_of_a_prompt_and_of_a_limit():
-    prompt = explained(0, 120, "sm90")
-    assert prompt.forms[0].decision.form == EXPANDED
+    prompt, limited = explained(0, 120, "sm90"), explained(9, 4, "sm100", absorb=3, prefix_tokens=64)
+    assert prompt.forms[0].decision.form == limited.forms[0].decision.form == EXPANDED
     assert {c.split(".")[0] for c in prompt.chosen()} == {"write_latent", "varlen_attention"}
-    limited = explained(9, 4, "sm100", absorb=3)
-    assert limited.forms[0].decision.form == EXPANDED and "(asked for)" in str(limited)
-    assert "merge_state" in str(limited)
+    assert "(asked for)" in str(limited) and "merge_state" in str(limited)

@@ -28,7 +28,6 @@ from attnops.core.kernel import (
     demand,
     device,
     dtypes,
-    extent_at_least,
     extent_at_most,
     kernels_of,
     multiple_of,
@@ -162,10 +161,7 @@ def test_what_failed_is_asked_again_and_what_answered_is_not(lab):
 
 
 def test_a_plan_is_priced_with_the_call(lab):
-    def cost_us(p):
-        return 1.0 if p.step.plan == "none" else math.nan
-
-    theirs(cost_us=cost_us, plan=Plan(device=raises(ValueError())))
+    theirs(cost_us=lambda p: 1.0 if p.step.plan == "none" else math.nan, plan=Plan(device=raises(ValueError())))
     assert [r.field for r in select(PLAIN).refused["theirs"]] == ["theirs.cost_us"]
 
 
@@ -177,16 +173,13 @@ def test_a_plan_is_priced_with_the_call(lab):
     [
         lambda: one_of("head_dims", 64),
         lambda: one_of("dtype", "bfloat16"),
-        lambda: one_of("mask", None),
         lambda: dtypes("float32"),
         lambda: at_most("mask", 4),
         lambda: multiple_of("queries", 4),
         lambda: extent_at_most("head_dim", 4),
-        lambda: extent_at_least("query", 4),
         lambda: demand("head_dim, v_dim", "64", lambda p: True),
         lambda: without("mask", "sink"),
         lambda: device("gpu"),
-        lambda: Package("theirs", ("theirs",), "newest"),
         lambda: Package("theirs", ("theirs",), below="1.x"),
     ],
 )
@@ -401,7 +394,7 @@ def test_it_is_never_handed_what_it_does_not_know(lab, options):
 
 VERSIONS = [
     "0.4.0rc1", "0.4.0", "0.4", "0.4.0.post1", "0.4.0.dev3", "0.4.0rc1.dev2", "0.4.0b2.post3", "0.4.0+cu130", "0.4.0rc1+cu130", "1!0.1",
-    "4.0.0b36", "4.0.0b4", "4.0.0", "v1.0", "1.0-1", "1.0.post1.dev2", "2.11.0a0+git1", "10.0", "9.9", "0.4.7rc1", "1", "1.0c1", " 1.0 ", "0",
+    "4.0.0b36", "4.0.0", "v1.0", "1.0-1", "1.0.post1.dev2", "2.11.0a0+git1", "10.0", "9.9", "0.4.7rc1", "1", "1.0c1", " 1.0 ", "0",
 ]  # fmt: skip
 WRONG = ("", "unknown", "1.x", "1.0+", "1.0 beta", "==1.0", "1" * 300, "١.٠")
 

@@ -49,11 +49,8 @@ def zeros(size):
 
 def test_refused_without_and_with_too_little():
     call = DECODE.call()
-    assert [str(r) for r in NEEDY.refusals(call.problem)] == [
-        "workspace=0 bytes (wants >= 1000 bytes, zeroed once: attnops.explain(...).workspace_bytes)"
-    ]
-    assert [r.field for r in NEEDY.refusals(call.with_(workspace=zeros(SIZE - 1)).problem)] == ["workspace"]
-    assert not NEEDY.refusals(call.with_(workspace=zeros(SIZE)).problem)
+    assert str(NEEDY.refusals(call.problem)[0]).startswith("workspace=0 bytes (wants >= 1000 bytes, zeroed once: attnops.explain")
+    assert [len(NEEDY.refusals(call.with_(workspace=zeros(n)).problem)) for n in (SIZE - 1, SIZE)] == [1, 0]
 
 
 def test_the_size_is_not_asked_of_a_problem_that_does_not_meet_the_needs():
