@@ -6,15 +6,14 @@ import itertools
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from attnops.cache import LatentCache
-from attnops.core.errors import AttnopsError, NoGradient, UnknownKernel
+from attnops.core.errors import AttnopsError, UnknownKernel
 from attnops.nn import LatentAttention, LatentDims, NewTokens, RotaryEmbedding, attend_absorbed, attend_expanded, attend_latents
 from attnops.nn.absorb import absorbed_weights
 from attnops.nn.latent import gathered
 from tests.formula import plain
-from tests.modules import NAN, close, cu, padded, pages_of, poisoned, refused
+from tests.modules import close, cu, pages_of, poisoned, refused
 
 F32, F64 = torch.float32, torch.float64
 E, H, NOPE, ROPE, V, DC = 24, 4, 16, 8, 12, 32
@@ -63,9 +62,6 @@ def test_packed_is_dense(more):
     x = torch.randn(12, E, dtype=F64)
     with torch.no_grad():
         close(module(x, cu_seqlens=cu(lengths), max_seqlen=7), torch.cat(dense(module, x.split(lengths))))
-        padded = F.pad(x, (0, 0, 0, 2), value=NAN)
-        got = module(padded, cu_seqlens=cu(lengths), max_seqlen=9)
-    close(got[:12], torch.cat(dense(module, x.split(lengths))))
 
 
 def test_left_padding():
@@ -145,19 +141,6 @@ def test_the_absorbed_form_follows_the_weights(compiled):
             close(seen[-1], dense(module, [x])[0][6:], 1e-4)
             (module.kv_b_proj.base if around else module.kv_b_proj).weight.data.mul_(-1.5)
     assert not any(torch.allclose(a, b) for a, b in itertools.pairwise(seen))
-
-
-@pytest.mark.parametrize("absorb", [0, 99])
-def test_tokens_of_nobody(absorb):
-    module, cache = layer(absorb=absorb, bias=False), cache_for()
-    x = torch.randn(9, E, dtype=F64)
-    a = cache.alloc()
-    for start, stop in ((0, 6), (6, 9)):
-        batch = padded(cache.batch([a], stop - start, prefix_tokens=4), 2)
-        with torch.no_grad():
-            got = module(F.pad(x[start:stop], (0, 0, 0, 2), value=NAN), batch=batch, **pages_of(cache))
-        close(got[:-2], dense(module, [x])[0][start:stop])
-        assert got[-2:].eq(0).all()
 
 
 STEPS = {torch.int8: 0.05, torch.float8_e4m3fn: 0.02}
@@ -281,23 +264,6 @@ def test_gradients_are_those_of_the_formula(more, compiled):
     for found in (dense_, grads(run(x, cu_seqlens=cu(lengths), max_seqlen=5))):
         for got, right in zip(found, want, strict=True):
             close(got, right, 1e-6)
-
-
-@pytest.mark.parametrize("absorb", [0, 99])
-def test_paged_refuses_gradients(absorb):
-    module, cache = layer(absorb=absorb), cache_for()
-    with pytest.raises(NoGradient, match="no_grad"):
-        module(torch.randn(3, E, dtype=F64), batch=cache.batch([cache.alloc()], 3), **pages_of(cache))
-
-
-def test_autocast():
-    module, x = layer(F32), torch.randn(1, 6, E)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        got = module(x)
-        cache = cache_for(torch.bfloat16)
-        paged = module(x[0], batch=cache.batch([cache.alloc()], 6), **pages_of(cache))
-    close(got.float(), module(x), 0.25)
-    close(paged, got[0], 0.1)
 
 
 # Errors -------------------------------------------------------------------------------------------------------------------

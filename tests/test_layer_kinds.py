@@ -1,4 +1,4 @@
-"""Layers over keys or latents in compiled code: how many graphs there are, and that they compute what eager code does."""
+"""Layers over keys and over latents: what both owe, and their compiled code: how many graphs there are, and that it gives the same."""
 
 import re
 
@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as F
 
+from attnops.core.errors import NoGradient
 from attnops.core.kernel import kernels_of
 from tests import test_latent_attention as latents, test_nn as keys
 from tests.lowering.models import compiled_code, kernel_calls
-from tests.modules import close, cu, pages_of
+from tests.modules import NAN, close, cu, padded, pages_of
 
 E, F32 = 24, torch.float32
 BUILT = {
@@ -62,6 +64,41 @@ def both(runs, caches, counts, **how):
     for pages in zip(*(cache.layers for cache in caches), strict=True):
         close(*pages, 1e-5)
     return steps[0]["batch"]
+
+
+@pytest.mark.parametrize("kind", ["keys", "expanded", "latents"])
+def test_tokens_of_nobody(kind):
+    """Padding that holds NaN, of a packed step and of paged ones, gives 0 and reaches nobody."""
+    model = Model(kind, 1)
+    cache, x = model.cache(), torch.randn(9, E)
+    layer, a = model.layers[0], cache.alloc()
+    layer.load_state_dict({n: p * (n != "o_proj.bias") for n, p in layer.state_dict().items()})
+    with torch.no_grad():
+        want = layer(x[None])[0]
+        for start, stop in ((0, 6), (6, 9)):
+            how = {} if kind == "keys" else {"prefix_tokens": 4}
+            batch = padded(cache.batch([a], stop - start, **how), 2)
+            got = layer(F.pad(x[start:stop], (0, 0, 0, 2), value=NAN), batch=batch, **pages_of(cache))
+            close(got, F.pad(want[start:stop], (0, 0, 0, 2)), 1e-5)
+        got = layer(F.pad(x, (0, 0, 0, 2), value=NAN), cu_seqlens=cu([9]), max_seqlen=11)
+        close(got, F.pad(want, (0, 0, 0, 2)), 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["keys", "expanded", "latents"])
+def test_a_paged_call_has_no_gradient(kind):
+    model = Model(kind, 1)
+    with pytest.raises(NoGradient, match="no_grad"):
+        model(torch.randn(3, E), **given(model.cache(), [3]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast(kind):
+    layer, x = BUILT[kind](), torch.randn(1, 6, E)
+    cache = latents.cache_for(torch.bfloat16) if kind == "latents" else keys.cache_for(layer.attention, dtype=torch.bfloat16)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        dense, paged = layer(x), layer(x[0], batch=cache.batch([cache.alloc()], 6), **pages_of(cache))
+    close(dense.float(), layer(x), 0.25)
+    close(paged, dense[0], 0.1)
 
 
 @pytest.mark.full
