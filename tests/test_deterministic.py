@@ -1,6 +1,5 @@
 """Deterministic policies: one kernel whatever the sizes, and bits of a request that do not depend on its mates."""
 
-import inspect
 from dataclasses import replace
 from itertools import product
 
@@ -13,7 +12,6 @@ from attnops.core.problem import Extent, Problem, Target, altered
 from attnops.core.record import changed
 from attnops.core.select import Policy, select, select_by, without_sizes
 from attnops.kernels.torch import aten_flash
-from attnops.kernels.torch.by_request import by_token
 from attnops.measured import Table, in_force
 from attnops.ops import OPS
 from attnops.ops.latent.cases import DEEPSEEK
@@ -215,18 +213,6 @@ def test_rows(op):
         tokens = next(iter(call.tensors().values())).shape[0]
         if tokens > 2:
             same_bits(call, [(1,), (0, 2), tuple(range(tokens))])
-
-
-@pytest.mark.parametrize("op", ["experts", "mxfp4_experts"])
-@pytest.mark.parametrize(("policy", "each"), [("", 5), (POLICY, 1)])
-def test_a_judge_of_experts_takes_tokens_one_at_a_time_only_then(op, policy, each):
-    kernel, rows = kernels_of(op)["reference"], []
-    reference = inspect.unwrap(kernel.run)
-    counting = by_token(lambda call: rows.append(call.x.shape[0]) or reference(call))
-    sizes = {"experts": (24, 20, 28, 3, 2), "mxfp4_experts": (64, 64, 16, 3, 2)}[op]
-    call = make_call(op, Source(1), 5, sizes)
-    counting(changed(call.record, policy=policy))
-    assert rows == [each] * (5 // each)
 
 
 INVARIANT = [k for k in all_kernels() if k.op in BATCHES and k.invariant]

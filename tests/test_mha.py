@@ -119,21 +119,12 @@ BUILDS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("build", BUILDS, ids=lambda b: ",".join(f"{k}={v}" for k, v in b.items()))
 def test_constructor_arguments(build, masks):
     theirs, ours = pair(**build)
-    args = qkv(kdim=build.get("kdim", E), vdim=build.get("vdim", E))
+    # One tensor as query, key and value takes a way of its own.
+    same = E == build.get("kdim", E) == build.get("vdim", E)
+    args = qkv(kdim=build.get("kdim", E), vdim=build.get("vdim", E), same=same, queries=S if same else L)
+    given = {"key_padding_mask": padding(masks[0], True), "attn_mask": masking(masks[1], True, queries=len(args[0]))}
     for need_weights in (False, True):
-        agree(theirs, ours, args, key_padding_mask=padding(masks[0], True), attn_mask=masking(masks[1], True), need_weights=need_weights)
-
-
-@pytest.mark.parametrize("form", ["seq_first", "batch_first", "unbatched"])
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("need_weights", [False, True])
-def test_self_attention(form, training, need_weights):
-    batched = form != "unbatched"
-    theirs, ours = pair(batch_first=form == "batch_first")
-    args = qkv(form == "batch_first", batched, same=True)
-    agree(theirs.train(training), ours.train(training), args, need_weights=need_weights)
-    with torch.no_grad():  # torch's own inference path
-        agree(theirs, ours, args, grads=False, need_weights=need_weights)
+        agree(theirs, ours, args, **given, need_weights=need_weights)
 
 
 @pytest.mark.parametrize("need_weights", [False, True])
@@ -293,20 +284,6 @@ def test_torchs_inference_paths_call_it(when, padded, norm_first):
     with torch.no_grad():
         ours(x, **masks)
     assert calls == [padded and not norm_first] * 2
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_gradients_of_nested_tensors():
-    """Requests of different lengths, as they would be one by one."""
-    ours = MultiheadAttention(E, H, batch_first=True)
-    rows = [torch.randn(n, E, requires_grad=True) for n in (2, 4)]
-    nested = torch.nested.nested_tensor([row.detach() for row in rows], requires_grad=True)
-    got = ours(nested, nested, nested, need_weights=False)[0].unbind()
-    want = [ours(row, row, row, need_weights=False)[0] for row in rows]
-    close(got, want)
-    torch.cat(got).sum().backward()
-    torch.cat(want).sum().backward()
-    close(nested.grad.unbind(), [row.grad for row in rows])
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -11,7 +11,7 @@ import attnops
 from attnops.cli.features import problems
 from attnops.core.errors import NoKernel, RegistrationError, StaleGraph
 from attnops.core.kernel import Kernel, _drop, all_kernels, kernels_of, register
-from attnops.core.problem import Target, altered, repeatable
+from attnops.core.problem import Target, altered
 from attnops.core.select import select
 from attnops.graphs.guard import Guard
 from attnops.lowering.cache_key import choice_inputs
@@ -33,15 +33,6 @@ def asked(mode):
         yield
     finally:
         torch.set_deterministic_debug_mode(before)
-
-
-def test_the_fact_is_torchs_flag():
-    for mode in ("no", "warn", "must"):
-        with asked(mode):
-            assert repeatable() == mode
-            query = torch.randn(1, 2, 3, 4)
-            call = OPS["attention"].call(query, query, query, scale=1.0)
-            assert OPS["attention"].problem(call).step.repeatable == mode
 
 
 # The choice, by every table -------------------------------------------------------------------------------------------
