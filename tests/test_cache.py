@@ -1,7 +1,8 @@
-"""The paged cache: who owns which page, what the tables say, and that a call that raises changes nothing."""
+"""The caches of keys and of latents: who owns which page, what the tables say, and that a call that raises changes nothing."""
 
 import contextlib
 import copy
+import itertools
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch.utils import _pytree as pytree
 
 import attnops
-from attnops.cache import PagedBatch, PagedCache
+from attnops.cache import LatentCache, PagedBatch, PagedCache
 from attnops.core.errors import CacheError, InvalidInput, NoKernel, OutOfPages, RequestTooLong, TooManyRequests, UnknownRequest
 from attnops.core.kernel import kernels_of
 from attnops.ops import copy_kv
+from tests.modules import cu, poisoned, refused
 
 
 def make(num_pages=8, page_size=4, max_requests=4, max_pages_per_request=4, num_layers=2, dtype=torch.float32, **more):
@@ -29,7 +31,7 @@ def snapshot(cache):
 
 
 def tensors(cache):
-    return [cache.page_table, cache.seq_lens, *cache.k_pages, *cache.v_pages]
+    return [cache.page_table, cache.seq_lens, *itertools.chain(*cache.layers)]
 
 
 def same(a, b):
@@ -45,9 +47,8 @@ def unchanged(cache, error):
 
 
 def write(cache, slots, tokens):
-    """Token t's key is t in layer 0, t + 0.5 in layer 1 ..., its value the negative. slots: of each layer, or the same for all."""
-    for layer, (k, v) in enumerate(zip(cache.k_pages, cache.v_pages, strict=True)):
-        own = slots[layer] if isinstance(slots, list) else slots
+    """Token t's key is t in layer 0 and t + 0.5 in layer 1, its value the negative. slots: of each layer."""
+    for layer, ((k, v), own) in enumerate(zip(cache.layers, slots, strict=True)):
         new = torch.tensor(tokens, dtype=k.dtype)[own >= 0] + layer / 2
         k.view(-1)[own[own >= 0]] = new
         v.view(-1)[own[own >= 0]] = -new
@@ -57,27 +58,16 @@ def slots_of(cache, request, start=0):
     return [cache.slots(request, start, layer=layer) for layer in range(len(cache.layers))]
 
 
-def read(cache, request):
-    """The tokens of a request, found as a kernel finds them: through its row of the tables. Of a window the last ones must be there."""
-    row = cache.row(request)
+def read(cache, request, layer):
+    """The last tokens of a request, found as a kernel finds them: through its row of the tables. All of them without a window."""
+    row, (k, v), pool = cache.row(request), cache.layers[layer], cache.table_of[layer]
+    table, window = cache.tables[pool], cache.windows[pool]
     length = int(cache.seq_lens[row])
-    found = []
-    for layer, (k, v) in enumerate(zip(cache.k_pages, cache.v_pages, strict=True)):
-        table, window = cache.tables[cache.table_of[layer]], cache.windows[cache.table_of[layer]]
-        at = torch.arange(max(0, length - window + 1) if window else 0, length)
-        pages = table[row].long()[at // cache.page_size % table.shape[1]]
-        keys, values = (x[pages, at % cache.page_size].flatten() for x in (k, v))
-        assert torch.equal(keys, -values)
-        found.append((keys - layer / 2).int().tolist())
-    whole = found[0] if not cache.windows[cache.table_of[0]] else None
-    assert whole is None or all(tokens == whole[len(whole) - len(tokens) :] for tokens in found)
-    return found[0]
-
-
-def append(cache, request, tokens):
-    start = cache.length(request)
-    cache.extend(request, len(tokens))
-    write(cache, slots_of(cache, request, start), tokens)
+    at = torch.arange(max(0, length - window + 1) if window else 0, length)
+    pages = table[row].long()[at // cache.page_size % table.shape[1]]
+    keys, values = (x[pages, at % cache.page_size].flatten() for x in (k, v))
+    assert torch.equal(keys, -values)
+    return (keys - layer / 2).int().tolist()
 
 
 # The machine ------------------------------------------------------------------------------------------------------------
@@ -91,9 +81,7 @@ class Machine(RuleBasedStateMachine):
         window=st.sampled_from((0, 2, 5)),
     )  # fmt: skip
     def start(self, page_size, pages, rows, width, window):
-        self.cache = make(pages, page_size, rows, width, windows=(0, window), max_new_tokens=4)
-        for pool in (*self.cache.k_pages, *self.cache.v_pages):
-            pool.fill_(float("nan"))
+        self.cache = poisoned(make(pages, page_size, rows, width, windows=(0, window), max_new_tokens=4))
         self.model: dict[int, list[int]] = {}
         self.gone: list[int] = []
         self.next = 1
@@ -115,6 +103,10 @@ class Machine(RuleBasedStateMachine):
             raised.append(error)
             assert same(before, snapshot(self.cache))
 
+    def fits(self, *given):
+        with self.maybe():
+            return self.cache.fits(*given)
+
     def live(self, data):
         return data.draw(st.sampled_from(sorted(self.model)))
 
@@ -129,19 +121,14 @@ class Machine(RuleBasedStateMachine):
             write(self.cache, slots_of(self.cache, request), self.model[request])
         assert fits is not bool(raised)
 
-    def fits(self, *given):
-        before = snapshot(self.cache)
-        found = self.cache.fits(*given)
-        assert same(before, snapshot(self.cache))
-        return found
-
     @precondition(lambda self: self.model)
     @rule(data=st.data(), count=st.integers(0, 6))
     def extend(self, data, count):
         request = self.live(data)
         with self.maybe(OutOfPages, RequestTooLong):
+            self.cache.extend(request, count)
             tokens = self.tokens(count)
-            append(self.cache, request, tokens)
+            write(self.cache, slots_of(self.cache, request, len(self.model[request])), tokens)
             self.model[request] += tokens
 
     @precondition(lambda self: self.model)
@@ -153,24 +140,20 @@ class Machine(RuleBasedStateMachine):
         with self.maybe(OutOfPages, RequestTooLong) as raised:
             step = self.cache.batch(chosen, counts)
             tokens = [self.tokens(n) for n in counts]
-            slots = [step.of(table).slots for table in self.cache.table_of]
-            write(self.cache, slots, [t for new in tokens for t in new])
+            write(self.cache, [step.of(table).slots for table in self.cache.table_of], list(itertools.chain(*tokens)))
             for request, new in zip(chosen, tokens, strict=True):
                 self.model[request] += new
             self.describes(step, chosen, counts)
         assert fits is not bool(raised)
 
     def describes(self, step, chosen, counts):
-        rows = [self.cache.row(r) for r in chosen]
-        assert torch.equal(step.page_table, self.cache.page_table[rows])
+        assert torch.equal(step.page_table, self.cache.page_table[[self.cache.row(r) for r in chosen]])
         assert step.seq_lens.tolist() == [len(self.model[r]) for r in chosen]
-        assert step.cu_seqlens_q.tolist() == [sum(counts[:i]) for i in range(len(counts) + 1)]
-        assert step.max_seqlen_q == max(counts)
-        where = [(len(self.model[r]) - n + i) for r, n in zip(chosen, counts, strict=True) for i in range(n)]
-        assert step.positions.tolist() == where
-        slots = [self.cache.slots(r, len(self.model[r]) - n) for r, n in zip(chosen, counts, strict=True)]
-        assert torch.equal(step.slots, torch.cat(slots))
-        assert [t.dtype for t in (step.page_table, step.seq_lens, step.cu_seqlens_q)] == [torch.int32] * 3
+        assert torch.equal(step.cu_seqlens_q, cu(counts)) and step.max_seqlen_q == max(counts)
+        new = [(r, len(self.model[r]) - n, len(self.model[r])) for r, n in zip(chosen, counts, strict=True)]
+        assert step.positions.tolist() == [at for _, start, stop in new for at in range(start, stop)]
+        assert torch.equal(step.slots, torch.cat([self.cache.slots(*each) for each in new]))
+        assert {t.dtype for t in (step.page_table, step.seq_lens, step.cu_seqlens_q)} == {torch.int32}
         assert step.slots.dtype == step.positions.dtype == torch.int64
 
     @precondition(lambda self: self.model)
@@ -208,11 +191,9 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data(), call=st.sampled_from(["free", "fork", "length", "row", "slots", "batch", "extend", "truncate", "fits"]))
     def use_after_free(self, data, call):
         request = data.draw(st.sampled_from(self.gone))
-        given = {
-            "extend": (request, 1), "truncate": (request, 0), "batch": ([*self.model, request],), "fits": (1, [request]),
-        }.get(call, (request,))  # fmt: skip
+        many = {"extend": (request, 1), "truncate": (request, 0), "batch": ([*self.model, request],), "fits": (1, [request])}
         with unchanged(self.cache, UnknownRequest):
-            getattr(self.cache, call)(*given)
+            getattr(self.cache, call)(*many.get(call, (request,)))
 
     @precondition(lambda self: len(self.gone) > 5)
     @rule()
@@ -226,37 +207,33 @@ class Machine(RuleBasedStateMachine):
     def contents(self):
         for request, tokens in self.model.items():
             assert self.cache.length(request) == len(tokens)
-            assert read(self.cache, request) == tokens
+            assert read(self.cache, request, 0) == tokens
+            last = read(self.cache, request, 1)
+            assert last == tokens[len(tokens) - len(last) :]
 
     @invariant()
     def owners(self):
-        if not hasattr(self, "cache"):
-            return
         cache, ledger = self.cache, self.cache._ledger
         assert cache.requests == tuple(self.model)
         assert cache.free_pages + cache.used_pages == sum(pool.num_pages - 1 for pool in ledger.pools)
         for i, pool in enumerate(ledger.pools):
             owners = [page for entry in ledger.requests.values() for page in entry.pages[i]]
-            assert 0 not in owners and 0 not in pool.free
             assert pool.refs == [owners.count(page) for page in range(pool.num_pages)]
-            assert sorted({*owners} | {*pool.free}) == list(range(1, pool.num_pages))
+            assert sorted({*owners} | {*pool.free}) == list(range(1, pool.num_pages)), "not the null page"
             assert not {*owners} & {*pool.free} and len(pool.free) == len({*pool.free})
-        rows = [entry.row for entry in ledger.requests.values()]
-        assert sorted(rows + ledger.free_rows) == list(range(cache.seq_lens.shape[0]))
-        for entry in ledger.requests.values():
-            for table, pages in zip(cache.tables, entry.pages, strict=True):
-                line = table[entry.row].tolist()
-                assert len(pages) == min(-(-entry.length // cache.page_size), len(line)) and len(set(pages)) == len(pages)
+        rows = {entry.row: entry for entry in ledger.requests.values()}
+        assert sorted([*rows, *ledger.free_rows]) == list(range(cache.seq_lens.shape[0]))
+        for row, length in enumerate(cache.seq_lens.tolist()):
+            assert length == (rows[row].length if row in rows else 0)
+            for i, table in enumerate(cache.tables):
+                line, pages = table[row].tolist(), rows[row].pages[i] if row in rows else []
+                assert len(pages) == min(-(-length // cache.page_size), len(line)) and len(set(pages)) == len(pages)
                 assert line == pages + [0] * (len(line) - len(pages))
-            assert cache.seq_lens[entry.row] == entry.length
-        for row in ledger.free_rows:
-            assert not any(table[row].any() for table in cache.tables) and cache.seq_lens[row] == 0
 
     @invariant()
     def tensors_stay(self):
-        if hasattr(self, "cache"):
-            assert [t.data_ptr() for t in tensors(self.cache)] == self.addresses
-            assert all(pool[0].isnan().all() for pool in (*self.cache.k_pages, *self.cache.v_pages)), "the null page was written"
+        assert [t.data_ptr() for t in tensors(self.cache)] == self.addresses
+        assert all(pool[0].isnan().all() for pool in itertools.chain(*self.cache.layers)), "the null page was written"
 
 
 TestMachine = Machine.TestCase
@@ -269,75 +246,38 @@ TestMachineForLonger = pytest.mark.full(type("TestMachineForLonger", (Machine.Te
 # By hand ----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_fork_shares_until_one_writes():
-    cache = make()
-    a = cache.alloc(0)
-    append(cache, a, [1, 2, 3, 4, 5, 6])
-    b = cache.fork(a)
-    assert cache.used_pages == 2
-    append(cache, b, [70])
-    assert cache.used_pages == 3, "the half-full page was copied, the full one is shared"
-    append(cache, a, [80])
-    assert cache.used_pages == 3, "what the copy left behind is nobody else's"
-    assert (read(cache, a), read(cache, b)) == ([1, 2, 3, 4, 5, 6, 80], [1, 2, 3, 4, 5, 6, 70])
-    cache.free(a)
-    assert read(cache, b) == [1, 2, 3, 4, 5, 6, 70] and cache.used_pages == 2
+def made(kind, **more):
+    """A cache of keys and values, or of latents, of 7 pages of 4 tokens."""
+    if kind == "keys":
+        return make(**more)
+    sizes = {"num_tokens": 28, "latent_dim": 6, "rope_dim": 2, "max_requests": 4, "max_tokens_per_request": 16, "page_size": 4}
+    return LatentCache(2, **sizes | {"dtype": torch.float32, "device": "cpu"} | more)
 
 
-def test_a_fork_at_a_page_end_copies_nothing():
-    cache = make()
-    a = cache.alloc(4)
-    write(cache, cache.slots(a), [1, 2, 3, 4])
-    b = cache.fork(a)
-    cache.batch([a, b], 1)
-    assert cache.used_pages == 3
+KINDS = pytest.mark.parametrize("kind", ["keys", "latents"])
 
 
-def test_of_three_that_outgrow_a_page_together_two_copy():
-    cache = make(page_size=4, num_pages=8)
-    a = cache.alloc(2)
-    write(cache, cache.slots(a), [1, 2])
-    family = [a, cache.fork(a), cache.fork(a)]
-    step = cache.batch(family, 1)
-    write(cache, step.slots, [10, 20, 30])
-    assert [read(cache, r) for r in family] == [[1, 2, 10], [1, 2, 20], [1, 2, 30]]
-    assert cache.used_pages == 3
-
-
-def test_truncate_into_a_shared_page_then_write():
-    cache = make()
-    a = cache.alloc(8)
-    write(cache, cache.slots(a), list(range(1, 9)))
-    b = cache.fork(a)
-    cache.truncate(b, 3)
-    append(cache, b, [50, 60])
-    assert (read(cache, a), read(cache, b)) == (list(range(1, 9)), [1, 2, 3, 50, 60])
-
-
-def test_a_copy_needs_a_page_too():
-    cache = make(num_pages=2)
-    a = cache.alloc(2)
-    b = cache.fork(a)
-    with unchanged(cache, OutOfPages) as caught:
-        cache.extend(b, 1)
-    assert (caught.value.needed, caught.value.free, caught.value.total) == (1, 0, 1)
-    cache.free(a)
-    cache.extend(b, 1)
-
-
-def test_float8_pages_are_copied_in_one_launch(monkeypatch):
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8], ids=str)
+def test_a_fork_shares_until_one_writes(kind, dtype, monkeypatch):
+    """The half-full page is then copied, of all layers in one launch. Of a last page that is full nothing is."""
     calls = []
     monkeypatch.setattr("attnops.cache.paged.copy_kv", lambda *given: calls.append(given) or copy_kv(*given))
-    cache = make(dtype=torch.float8_e4m3fn)
-    a = cache.alloc(2)
-    for pool in (*cache.k_pages, *cache.v_pages):
-        pool[1, :2, 0, 0] = torch.tensor([2.0, 3.0]).to(pool.dtype)
+    cache = made(kind, dtype=dtype)
+    pools = list(itertools.chain(*cache.layers))
+    a = cache.alloc(6)
+    for pool in pools:
+        pool[2, :2] = torch.full(pool[2, :2].shape, 3.0).to(dtype)
     b = cache.fork(a)
-    cache.extend(b, 1)
-    page = int(cache.page_table[cache.row(b), 0])
-    assert page != 1
-    assert all(pool[page, :2].flatten().tolist() == [2.0, 3.0] for pool in (*cache.k_pages, *cache.v_pages))
-    assert len(calls) == 1 and len({t.untyped_storage()._cdata for t in (*cache.k_pages, *cache.v_pages)}) == 4
+    assert cache.used_pages == 2
+    step = cache.batch([a, b], 1)
+    (first, copied), (again, kept) = step.page_table[:, :2].tolist()
+    assert first == again == 1 and copied != kept == 2 and cache.used_pages == 3
+    assert all(pool[copied, :2].float().eq(3).all() for pool in pools)
+    assert len(calls) == 1 and len({pool.untyped_storage()._cdata for pool in pools}) == len(pools)
+    full = cache.alloc(4)
+    cache.batch([full, cache.fork(full)], 1)
+    assert len(calls) == 1 and cache.used_pages == 6
 
 
 @pytest.mark.parametrize(
@@ -346,40 +286,42 @@ def test_float8_pages_are_copied_in_one_launch(monkeypatch):
 def test_a_failing_copy_leaves_the_cache_as_it_was(write):
     cache = make()
     fork = cache.fork(cache.alloc(5))
-    before = snapshot(cache)
-    with attnops.use(deny=tuple(f"copy_kv:{kernel}" for kernel in kernels_of("copy_kv"))), pytest.raises(NoKernel):
+    with attnops.use(deny=tuple(f"copy_kv:{kernel}" for kernel in kernels_of("copy_kv"))), unchanged(cache, NoKernel):
         write(cache, fork)
-    assert same(snapshot(cache), before)
     write(cache, fork)
     assert cache.length(fork) == 6
 
 
-def test_a_failing_metadata_op_leaves_the_cache_as_it_was(monkeypatch):
+@pytest.mark.parametrize("part", ["step.slot_mapping", "latent.prefix_chunks", "latent.shared_prefix"])
+def test_a_failing_description_leaves_the_cache_as_it_was(monkeypatch, part):
     def fail(*_, **__):
         raise MemoryError
 
-    cache = make()
-    a = cache.alloc(2)
+    cache = made("latents")
+    a = cache.alloc(6)
     b = cache.fork(a)
-    monkeypatch.setattr("attnops.cache.step.slot_mapping", fail)
     before = snapshot(cache)
+    monkeypatch.setattr(f"attnops.cache.{part}", fail)
     free = cache._ledger.pools[0].free
     with pytest.raises(MemoryError):
-        cache.batch([a, b], [3, 5])
-    after = snapshot(cache)
-    for pages in after[1][2:]:  # what free pages hold is nobody's
+        cache.batch([a, b], [3, 5], prefix_tokens=4, share=True)
+    for pages in itertools.chain(*cache.layers):  # what free pages hold is nobody's
         pages[free] = 0
-    assert same(before, after)
+    assert same(before, snapshot(cache))
     monkeypatch.undo()
     cache.batch([a, b], [3, 5])
 
 
-def test_made_and_used_in_any_mode():
+@KINDS
+def test_made_and_used_in_any_mode(kind):
     with torch.inference_mode():
-        cache = make()
-        a = cache.alloc(3)
-        step = cache.batch([a], 2)
-    assert not any(t.is_inference() for t in [*tensors(cache), step.page_table, step.slots, step.positions, cache.slots(a)])
+        cache = made(kind)
+        a = cache.alloc(9)
+        given = {"prefix_tokens": 4, "share": True} if kind == "latents" else {}
+        step = cache.batch([a, cache.fork(a)], 2, **given)
+    leaves = [x for x in pytree.tree_leaves(step) if isinstance(x, torch.Tensor)]
+    assert len(leaves) > 10 or kind == "keys"
+    assert not any(t.is_inference() for t in [*tensors(cache), *leaves, cache.slots(a)])
     with torch.enable_grad():
         cache.extend(a, 1)
     assert not any(t.requires_grad for t in tensors(cache))
@@ -387,29 +329,15 @@ def test_made_and_used_in_any_mode():
 
 @pytest.mark.parametrize(
     ("counts", "running", "fits"),
-    [
-        (8, (), True),
-        (9, (), False),
-        ((4, 4), (), True),
-        ((4, 5), (), False),
-        (9, (0,), True),
-        (12, (0,), False),
-        ((3, 8), (0,), True),
-        ((4, 8), (0,), False),
-        ((1, 1, 1), (0,), True),
-        ((0, 0, 0), (), False),
-        ((0, 0), (), True),
-        ((), (), True),
-    ],
+    [(8, 0, True), ((4, 5), 0, False), (9, 1, True), (12, 1, False), ((3, 8), 1, True), ((4, 8), 1, False),
+     ((0, 0, 0), 0, False), ((), 0, True)],
     ids=str,
-)
+)  # fmt: skip
 def test_what_fits(counts, running, fits):
     """Beside a request of 5 tokens, in 2 of 4 pages and 1 of 3 rows; a request has at most 4 pages."""
     cache = make(num_pages=5, max_requests=3)
     request = cache.alloc(5)
-    before = snapshot(cache)
-    assert cache.fits(counts, [request] * len(running)) is fits
-    assert same(before, snapshot(cache))
+    assert cache.fits(counts, [request] * running) is fits
 
 
 def test_a_window_fits_whatever_its_length():
@@ -418,12 +346,14 @@ def test_a_window_fits_whatever_its_length():
 
 
 def test_shapes():
-    cache = PagedCache(3, 5, 2, 4, 8, 6, max_requests=7, max_pages_per_request=9, dtype=torch.bfloat16, device=torch.device("cpu"))
-    assert [tuple(t.shape) for t in cache.k_pages] == [(5, 2, 4, 8)] * 3
-    assert [tuple(t.shape) for t in cache.v_pages] == [(5, 2, 4, 6)] * 3
-    assert cache.page_table.shape == (7, 9) and cache.seq_lens.shape == (7,)
-    assert not any(t.any() for t in tensors(cache))
-    assert (cache.free_pages, cache.used_pages, cache.requests) == (4, 0, ())
+    sizes = {"max_requests": 7, "dtype": torch.bfloat16, "device": torch.device("cpu")}
+    keys = PagedCache(3, 5, 2, 4, 8, 6, max_pages_per_request=9, **sizes)
+    latents = LatentCache(3, 1000, max_tokens_per_request=300, page_size=32, **sizes)
+    for cache, shapes, table, pages in ((keys, ((5, 2, 4, 8), (5, 2, 4, 6)), (7, 9), 4), (latents, ((33, 32, 576),), (7, 12), 32)):
+        assert [tuple(tuple(x.shape) for x in layer) for layer in cache.layers] == [shapes] * 3
+        assert cache.page_table.shape == table and cache.seq_lens.shape == (7,)
+        assert not any(t.any() for t in tensors(cache)) and cache.workspace is None
+        assert (cache.free_pages, cache.used_pages, cache.requests) == (pages, 0, ())
 
 
 def test_a_batch_is_frozen_and_a_pytree():
@@ -431,117 +361,83 @@ def test_a_batch_is_frozen_and_a_pytree():
     step = cache.batch([cache.alloc()], 3)
     with pytest.raises(AttributeError):
         setattr(step, "max_seqlen_q", 4)  # noqa: B010
-    leaves, spec = pytree.tree_flatten(step)
-    again = pytree.tree_unflatten(leaves, spec)
+    again = pytree.tree_unflatten(*reversed(pytree.tree_flatten(step)))
     assert isinstance(again, PagedBatch) and again.slots is step.slots
 
 
 # Errors -----------------------------------------------------------------------------------------------------------------
 
-GOOD = {
-    "num_layers": 1, "num_pages": 4, "page_size": 2, "num_kv_heads": 1, "head_dim": 2, "max_requests": 2, "max_pages_per_request": 3,
-    "dtype": torch.float32, "device": "cpu",
-}  # fmt: skip
+BAD = [
+    ("num_tokens: got -1", lambda c, a, b: c.alloc(-1)),
+    ("num_tokens: got 2.5", lambda c, a, b: c.extend(a, 2.5)),
+    ("length: got 3", lambda c, a, b: c.truncate(a, 3)),
+    ("length: got -1", lambda c, a, b: c.truncate(a, -1)),
+    ("start, stop: got (0, 3)", lambda c, a, b: c.slots(a, 0, 3)),
+    ("start, stop: got (2, 1)", lambda c, a, b: c.slots(a, 2, 1)),
+    ("requests: got ()", lambda c, a, b: c.batch([], [])),
+    ("requests: got (", lambda c, a, b: c.batch([a, a], 1)),
+    ("requests: got ", lambda c, a, b: c.batch(a, 1)),
+    ("new_tokens: got 2 counts", lambda c, a, b: c.batch([a], [1, 2])),
+    ("new_tokens[0]: got -3", lambda c, a, b: c.batch([a], [-3])),
+    ("new_tokens[0]: got True", lambda c, a, b: c.batch([a], True)),
+    ("new_tokens[1]: got 2.5", lambda c, a, b: c.fits([1, 2.5])),
+    ("new_tokens: got 0 counts", lambda c, a, b: c.fits([], [a])),
+    ("requests: got (", lambda c, a, b: c.fits([1, 1], [a, a])),
+    ("requests: got ", lambda c, a, b: c.fits(1, a)),
+]
+OF_LATENTS = [
+    ("prefix_tokens: got 0", lambda c, a, b: c.batch([a], prefix_tokens=0)),
+    ("prefix_tokens: got 1.5", lambda c, a, b: c.batch([a], prefix_tokens=1.5)),
+    ("share: got 1", lambda c, a, b: c.batch([a], share=1)),
+]
+UNKNOWN = [
+    lambda c, a, b: c.extend([a], 1),
+    lambda c, a, b: c.free(True),
+    lambda c, a, b: c.free(make().alloc()),
+    lambda c, a, b: c.fork(None),
+]
+FULL = [
+    (lambda c, a, b: c.alloc(17), RequestTooLong, {"got": 17, "limit": 16}),
+    (lambda c, a, b: c.batch([a, b], [1, 13]), RequestTooLong, {"got": 17, "limit": 16}),
+    (lambda c, a, b: c.alloc(9), OutOfPages, {"needed": 3, "free": 2, "total": 4}),
+    (lambda c, a, b: c.batch([a, b], [7, 4]), OutOfPages, {"needed": 3, "free": 2, "total": 4}),
+]
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "want"),
-    [
-        ("num_layers", 0, ">= 1"),
-        ("num_pages", 1, ">= 2 (pages, the null page included)"),
-        ("page_size", 0, ">= 1 (tokens)"),
-        ("page_size", 2.0, ">= 1 (tokens)"),
-        ("num_kv_heads", -1, ">= 1"),
-        ("head_dim", 0, ">= 1"),
-        ("v_head_dim", 0, ">= 1"),
-        ("max_requests", 0, ">= 1"),
-        ("max_pages_per_request", "3", ">= 1"),
-        ("max_requests", True, ">= 1"),
-        ("dtype", torch.int64, "bfloat16"),
-        ("dtype", "float32", "float32"),
-    ],
-    ids=str,
-)
-def test_bad_builds(field, value, want):
-    with pytest.raises(InvalidInput) as caught:
-        PagedCache(**{**GOOD, field: value})
-    assert caught.value.field == field and want in caught.value.want and str(value) in str(caught.value)
+def busy(kind):
+    """A cache of 4 pages of 4 tokens and 3 rows, and two requests, of 2 and 4 tokens."""
+    cache = made(kind, max_requests=3, **{"num_pages": 5} if kind == "keys" else {"num_tokens": 16})
+    return cache, cache.alloc(2), cache.alloc(4)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "found"),
-    [
-        (lambda c, a: c.alloc(-1), InvalidInput, {"field": "num_tokens", "got": -1}),
-        (lambda c, a: c.alloc(2.5), InvalidInput, {"field": "num_tokens", "got": "2.5"}),
-        (lambda c, a: c.alloc(17), RequestTooLong, {"got": 17, "limit": 16}),
-        (lambda c, a: c.alloc(13), OutOfPages, {"needed": 4, "free": 3, "total": 4}),
-        (lambda c, a: (c.alloc(), c.alloc()), TooManyRequests, {"limit": 2}),
-        (lambda c, a: (c.fork(a), c.fork(a)), TooManyRequests, {"limit": 2}),
-        (lambda c, a: c.extend(a, -1), InvalidInput, {"field": "num_tokens", "got": -1}),
-        (lambda c, a: c.extend(a, 15), RequestTooLong, {"request": ..., "got": 17, "limit": 16}),
-        (lambda c, a: c.extend(10**9, 1), UnknownRequest, {"request": 10**9}),
-        (lambda c, a: c.extend("a", 1), UnknownRequest, {"request": "a"}),
-        (lambda c, a: c.extend([a], 1), UnknownRequest, {"request": ...}),
-        (lambda c, a: c.free(True), UnknownRequest, {"request": True}),
-        (lambda c, a: c.free(make().alloc()), UnknownRequest, {"request": ...}),
-        (lambda c, a: c.fork(None), UnknownRequest, {"request": None}),
-        (lambda c, a: c.truncate(a, 3), InvalidInput, {"field": "length", "got": 3}),
-        (lambda c, a: c.truncate(a, -1), InvalidInput, {"field": "length", "got": -1}),
-        (lambda c, a: c.slots(a, 0, 3), InvalidInput, {"field": "start, stop", "got": (0, 3)}),
-        (lambda c, a: c.slots(a, 2, 1), InvalidInput, {"field": "start, stop", "got": (2, 1)}),
-        (lambda c, a: c.batch([], []), InvalidInput, {"field": "requests", "got": ()}),
-        (lambda c, a: c.batch(a, 1), InvalidInput, {"field": "requests"}),
-        (lambda c, a: c.batch([a, a], 1), InvalidInput, {"field": "requests"}),
-        (lambda c, a: c.batch([a], [1, 2]), InvalidInput, {"field": "new_tokens", "got": "2 counts"}),
-        (lambda c, a: c.batch([a], [-3]), InvalidInput, {"field": "new_tokens[0]", "got": -3}),
-        (lambda c, a: c.batch([a], True), InvalidInput, {"field": "new_tokens[0]", "got": True}),
-        (lambda c, a: c.batch([a, 10**9], 1), UnknownRequest, {"request": 10**9}),
-        (lambda c, a: c.batch([a], [15]), RequestTooLong, {"got": 17, "limit": 16}),
-        (lambda c, a: c.fits(-1), InvalidInput, {"field": "new_tokens[0]", "got": -1}),
-        (lambda c, a: c.fits([1, 2.5]), InvalidInput, {"field": "new_tokens[1]", "got": "2.5"}),
-        (lambda c, a: c.fits(1, a), InvalidInput, {"field": "requests"}),
-        (lambda c, a: c.fits([1, 1], [a, a]), InvalidInput, {"field": "requests"}),
-        (lambda c, a: c.fits([], [a]), InvalidInput, {"field": "new_tokens", "got": "0 counts"}),
-        (lambda c, a: c.fits([1, 1], [a, 10**9]), UnknownRequest, {"request": 10**9}),
-    ],
-)
-def test_bad_calls(call, error, found):
-    cache = make(num_pages=5, max_requests=2)
-    request = cache.alloc(2)
-    write(cache, cache.slots(request), [1, 2])
+@pytest.mark.parametrize(("text", "call"), BAD + OF_LATENTS)
+def test_bad_calls(text, call):
+    cache, *requests = busy("keys" if (text, call) in BAD else "latents")
     before = snapshot(cache)
-    with pytest.raises(error) as caught:
-        call(cache, request)
-    if error is not TooManyRequests:  # there the first of two calls went through
-        assert same(before, snapshot(cache))
-    assert isinstance(caught.value, CacheError | InvalidInput)
-    for name, value in found.items():
-        assert value is ... or getattr(caught.value, name) == value
-    assert str(found.get("got", "")) in str(caught.value)
+    refused(lambda: call(cache, *requests), text)
+    assert same(before, snapshot(cache))
 
 
-def test_a_batch_is_all_or_none():
-    cache = make(num_pages=5, max_requests=3)
-    a, b = cache.alloc(4), cache.alloc(4)
-    with unchanged(cache, OutOfPages) as caught:
-        cache.batch([a, b], [5, 4])
-    assert (caught.value.needed, caught.value.free, caught.value.total) == (3, 2, 4)
-    with unchanged(cache, RequestTooLong):
-        cache.batch([a, b], [1, 13])
+@pytest.mark.parametrize("call", UNKNOWN)
+def test_unknown_requests(call):
+    cache, *requests = busy("keys")
+    with unchanged(cache, UnknownRequest):
+        call(cache, *requests)
 
 
-def test_double_free():
-    cache = make()
-    a = cache.alloc(3)
-    cache.free(a)
-    with unchanged(cache, UnknownRequest) as caught:
-        cache.free(a)
-    assert str(a) in str(caught.value) and "freed twice" in str(caught.value)
+@KINDS
+@pytest.mark.parametrize(("call", "error", "found"), FULL)
+def test_no_room(kind, call, error, found):
+    cache, *requests = busy(kind)
+    with unchanged(cache, error) as caught:
+        call(cache, *requests)
+    assert found.items() <= vars(caught.value).items() and isinstance(caught.value, CacheError)
 
 
-def test_forks_beyond_the_rows():
+def test_no_rows():
     cache = make(max_requests=1)
     a = cache.alloc(3)
     for call in (cache.alloc, lambda: cache.fork(a)):
-        with unchanged(cache, TooManyRequests):
+        with unchanged(cache, TooManyRequests) as caught:
             call()
+        assert caught.value.limit == 1

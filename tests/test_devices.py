@@ -71,7 +71,7 @@ def test_every_foreign_kernel_runs_on_the_gpu_of_its_tensors(kernel, entered):
         entered.clear()
 
 
-def test_kernels_of_torch_ops_alone_enter_nothing(entered):
+def test_kernels_of_torch_ops_alone_enter_nothing():
     plain = [k for k in all_kernels() if not k.packages and str(k.run.__module__).startswith("attnops.")]
     assert plain and not [k for k in plain if getattr(k.run, "placed", None)]
 

@@ -39,32 +39,28 @@ class Calls(nn.Module):
         return self.call(query)
 
 
-class Heads(nn.Module):
-    def __init__(self):
+def heads(x):
+    return x.unflatten(-1, (4, 8))
+
+
+class Around(nn.Module):
+    """A module of attention, called with its input as query, key and value."""
+
+    def __init__(self, attention, **more):
         super().__init__()
-        self.attention = Attention(4, head_dim=8)
+        self.attention, self.more = attention, more
 
     def forward(self, x):
-        return self.attention(*(x.unflatten(-1, (4, 8)),) * 3)
-
-
-class Torchs(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention = MultiheadAttention(32, 4, batch_first=True)
-
-    def forward(self, x):
-        return self.attention(x, x, x, need_weights=False)[0]
+        out = self.attention(*(x if self.more else heads(x),) * 3, **self.more)
+        return out[0] if self.more else out
 
 
 def attention(x):
-    return attnops.attention(*(x.unflatten(-1, (4, 8)),) * 3)
+    return attnops.attention(*(heads(x),) * 3)
 
 
 def varlen_attention(x):
-    heads = x[0].unflatten(-1, (4, 8))
-    sizes = {"max_seqlen_q": 3, "max_seqlen_k": 3}
-    return attnops.varlen_attention(heads, heads, heads, CU, CU, **sizes)
+    return attnops.varlen_attention(*(heads(x[0]),) * 3, CU, CU, max_seqlen_q=3, max_seqlen_k=3)
 
 
 def encoder():
@@ -84,10 +80,10 @@ LATENT = {
 MODULES = {
     "attention": lambda: Calls(attention),
     "varlen_attention": lambda: Calls(varlen_attention),
-    "Attention": Heads,
+    "Attention": lambda: Around(Attention(4, head_dim=8)),
     "SelfAttention": lambda: SelfAttention(32, 4, 2, qk_norm=True, rope=RotaryEmbedding(8)),
     "LatentAttention": lambda: LatentAttention(32, 4, **LATENT),
-    "MultiheadAttention": Torchs,
+    "MultiheadAttention": lambda: Around(MultiheadAttention(32, 4, batch_first=True), need_weights=False),
     "TransformerEncoder": encoder,
 }
 X, OTHER = torch.randn(2, 5, 32), torch.randn(3, 7, 32)

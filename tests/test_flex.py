@@ -8,28 +8,21 @@ from attnops.core.problem import Target, altered
 from attnops.kernels.torch import flex
 from attnops.kernels.torch.flex import Tile, shared_limit
 from attnops.testing import Features, Source, make_call
+from tests.modules import cu
 
 BF16, F32 = torch.bfloat16, torch.float32
-DIMS = [(16, 16), (64, 64), (80, 80), (128, 128), (192, 128), (192, 192), (224, 224), (256, 256), (512, 512), (576, 512), (1024, 1024)]
+DIMS = [(16, 16), (64, 64), (80, 80), (192, 128), (256, 256), (512, 512), (576, 512), (1024, 1024)]
 ARCHS = (75, 80, 86, 87, 89, 90, 100, 103, 110, 120, 121)
 
 # (arch, bytes of a number, head dims, additive float32 mask, tile) -> bytes of shared memory that Triton compiles of torch's template.
 COMPILED = {
     (90, 2, 64, 64, False, Tile(128, 128, 3, 4)): 114688,
     (90, 2, 64, 64, True, Tile(128, 128, 3, 4)): 245760,
-    (90, 2, 64, 64, True, Tile(128, 128, 2, 4)): 147456,
-    (90, 2, 128, 128, True, Tile(128, 64, 3, 8)): 196608,
-    (90, 2, 192, 192, True, Tile(64, 64, 3, 4)): 245760,
-    (90, 2, 512, 512, True, Tile(64, 32, 2, 8)): 204800,
     (90, 2, 512, 512, False, Tile(64, 32, 1, 4)): 98304,
-    (90, 2, 576, 512, False, Tile(64, 32, 1, 8)): 196608,
     (90, 2, 576, 512, True, Tile(32, 16, 2, 4)): 117760,
     (80, 2, 64, 64, False, Tile(128, 128, 3, 4)): 81920,
-    (80, 2, 128, 128, False, Tile(128, 64, 3, 8)): 98304,
-    (80, 2, 512, 512, False, Tile(64, 32, 3, 4)): 200704,
     (80, 4, 64, 64, True, Tile(128, 32, 3, 4)): 115200,
     (80, 4, 128, 128, False, Tile(32, 64, 3, 4)): 155776,
-    (80, 4, 192, 192, True, Tile(32, 64, 1, 8)): 106496,
     (90, 4, 512, 512, True, Tile(32, 16, 3, 4)): 202880,
 }
 
@@ -70,8 +63,6 @@ def test_torch_is_given_the_tile(monkeypatch):
     for masked in (False, True):
         given = flex._options(query, key, masked, False, 1)["kernel_options"]
         assert given == {"FORCE_USE_FLEX_ATTENTION": True, **flex.tile(224, 224, 2, 90, masked, 1)._asdict()}
-        assert given["BLOCK_N"] == 16
-    assert flex._options(torch.empty(1, 2, 3, 64), key, False, False, 1) == {}
 
 
 RANGES = torch.tensor([0, 5, 120], dtype=torch.int32), torch.tensor([1, 290, 150], dtype=torch.int32)
@@ -81,19 +72,17 @@ RANGES = torch.tensor([0, 5, 120], dtype=torch.int32), torch.tensor([1, 290, 150
 @pytest.mark.parametrize("recorded", [True, False], ids=["backward", "forward"])
 def test_inductor_finds_the_same_blocks(recorded):
     """Those of eager code, in rows: flex multiplies the request by the stride of the heads. Of sizes that change, and do not at first."""
+    dense, packed = flex.one_graph(flex.dense_blocks), flex.one_graph(flex.packed_blocks)
     causal, window, chunk = (flex.Rules(1.0, True, *more) for more in ((), (100, -1), (-1, -1, 0.0, 64)))
-    compiled = flex.one_graph(flex.dense_blocks), flex.one_graph(flex.packed_blocks)
-    dense = (300, (None, None), causal), (431, (None, None), causal), (431, RANGES, window), (300, (None, None), chunk)
-    for keys, (start, end), rules in dense:
+    for keys, (start, end), rules in (
+        (300, (None, None), causal), (431, (None, None), causal), (431, RANGES, window), (300, (None, None), chunk)
+    ):  # fmt: skip
         given = torch.empty(3, 130 + keys, 1, 1), keys, start, end, rules, recorded
-        found, want = compiled[0](*given), flex.dense_blocks(*given)
+        found = dense(*given)
+        torch.testing.assert_close(found, flex.dense_blocks(*given))
         mask = flex._block_mask(130 + keys, keys, found)
-        for x, y in zip(found, want, strict=True):
-            assert x.dtype == torch.int32 and torch.equal(x, y)
         for x in (mask.kv_num_blocks, mask.kv_indices, mask.q_num_blocks, mask.q_indices)[: 4 if recorded else 2]:
             assert x.stride(0) == x.stride(1) > 0
     for queries, keys in (((300, 9), (150, 290)), ((129, 0, 200), (3, 1, 500))):
-        cu_q, cu_k = (torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (queries, keys))
-        given = cu_q, cu_k, sum(queries) + 3, sum(keys) + 2, recorded
-        for found, want in zip(compiled[1](*given), flex.packed_blocks(*given), strict=True):
-            assert all(torch.equal(x, y) for x, y in zip(found, want, strict=True))
+        given = cu(queries), cu(keys), sum(queries) + 3, sum(keys) + 2, recorded
+        torch.testing.assert_close(packed(*given), flex.packed_blocks(*given))

@@ -5,9 +5,9 @@ import torch
 
 import attnops
 from attnops.cache import LatentCache
-from attnops.core.errors import InvalidInput
 from attnops.nn import LatentAttention, LatentDims, NewTokens, RotaryEmbedding, attend_float8
 from attnops.ops import mla_attention, rope_quantize_latent
+from tests.modules import pages_of, refused
 
 E, H, NOPE, DR, V, DC = 24, 4, 16, 8, 12, 32
 SCALES = (2.0**-5, 2.0**-6)
@@ -79,69 +79,63 @@ def test_explain_shows_the_form():
     assert chosen.problem.dtype == E4M3 and f"mla_attention.{chosen.kernel.name}" in {c.partition(" ")[0] for c in found.chosen()}
 
 
-BAD = {
-    "pair": ({"float8_scales": 0.5}, r"^float8_scales: got 0.5, want \(q_scale, kv_scale\)"),
-    "zero": ({"float8_scales": (0.0, 1.0)}, r"^float8_scales: got \(0.0, 1.0\), want .* finite host floats > 0"),
-    "tensors": ({"float8_scales": (torch.tensor(0.5), torch.tensor(0.5))}, r"^float8_scales: got .* host floats"),
-    "both": ({"kv_scale": torch.ones(1)}, r"^kv_scale: got .* want None with float8_scales"),
-    "pages": ({"latent_pages": torch.zeros(41, 4, DC + DR)}, r"^latent_pages.dtype: got torch.float32, want float8_e4m3fn"),
-    "form": ({"batch": None, "latent_pages": None}, r"^float8_scales: got .* want None without batch"),
-}
+def called(rope=True, tokens=1, **change):
+    """A decode step of the layer with one argument changed; of more tokens a prompt."""
+
+    def call():
+        cache = cache_for()
+        ids = [cache.alloc(4 * (tokens == 1))]
+        given = {"batch": cache.batch(ids, tokens), **pages_of(cache), "float8_scales": SCALES} | change
+        layer(rope=rope)(torch.randn(tokens, E), **given)
+
+    return call
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_arguments(name):
-    change, text = BAD[name]
-    cache = cache_for()
-    ids = [cache.alloc()]
-    cache.batch(ids, 4)
-    given = {"batch": cache.batch(ids, 1), "latent_pages": cache.latent_pages[0], "float8_scales": SCALES} | change
-    x = torch.randn(1, E) if given["batch"] is not None else torch.randn(1, 1, E)
-    with pytest.raises(InvalidInput, match=text):
-        layer()(x, **given)
+def attended(**change):
+    """`attend_float8` with one argument changed."""
+
+    def call():
+        cache = cache_for()
+        new = NewTokens(torch.randn(1, H, NOPE), torch.randn(1, H, DR), torch.randn(1, DC), torch.randn(1, DR))
+        given = {"dims": LatentDims(NOPE, DR, DC, V), "new": new, "kv_b": layer().kv_b_proj, "rope": RotaryEmbedding(DR)}
+        given |= {"positions": torch.zeros(1).int(), "batch": cache.batch([cache.alloc()], 1), **pages_of(cache)}
+        with torch.no_grad():
+            attend_float8(**given | {"scale": 0.2, "scales": (0.1, 0.1)} | change)
+
+    return call
 
 
-@pytest.mark.parametrize("scales", [(1.0, 0.0), (1.0, -1.0), (float("nan"), 1.0), (1.0, float("inf")), ("1", 1.0), (True, True)])
-def test_bad_scales_do_not_pass_in_a_prefill(scales):
-    """It hands one of them on as a tensor, which nobody looks into."""
-    cache = cache_for()
-    with pytest.raises(InvalidInput, match=r"^float8_scales: got .* want \(q_scale, kv_scale\), finite host floats > 0"):
-        layer()(torch.randn(4, E), batch=cache.batch([cache.alloc()], 4), latent_pages=cache.latent_pages[0], float8_scales=scales)
-
-
-@pytest.mark.parametrize("name", ["q_scale", "kv_scale"])
-def test_a_scale_on_the_device_is_not_fetched(name):
+def quantising(**scale):
     parts = torch.zeros(1, H, DC), torch.zeros(1, H, DR), torch.zeros(1, DC), torch.zeros(1, DR)
-    with pytest.raises(InvalidInput, match=f"^{name}: got a tensor"):
-        rope_quantize_latent(*parts, torch.zeros(1, DR), torch.zeros(1).int(), **{name: torch.tensor(0.5)})
+    return lambda: rope_quantize_latent(*parts, torch.zeros(1, DR), torch.zeros(1).int(), **scale)
 
 
-PARTS = {
-    "heads": ({"kv_b": torch.nn.Linear(DC, 2 * (NOPE + V), bias=False)}, r"^w_uk.shape\[0\]: got 2, want 4"),
-    "latent": ({"dims": LatentDims(NOPE, DR, DC + 1, V)}, r"^w_uk.shape\[2\]: got 32, want 33"),
-    "pages": ({"latent_pages": [0]}, r"^latent_pages: got list"),
-    "no rope": ({"rope": None}, r"^rope: got None, want a RotaryEmbedding"),
-    "rope of another width": ({"rope": RotaryEmbedding(DR * 2)}, r"^rope.head_dim: got"),
-    "one scale": ({"scales": (0.1,)}, r"^scales: got \(0.1,\), want \(q_scale, kv_scale\)"),
-    "no number": ({"scales": (0.1, float("nan"))}, r"^scales: got"),
+ON_DEVICE, INF = torch.tensor(0.5), float("inf")
+WANTED = ", want (q_scale, kv_scale), finite host floats > 0"
+BAD = {
+    "float8_scales: got 0.5" + WANTED: called(float8_scales=0.5),
+    "float8_scales: got (0.0, 1.0)" + WANTED: called(float8_scales=(0.0, 1.0)),
+    "float8_scales: got (tensor(0.5000), tensor(0.5000))" + WANTED: called(float8_scales=(ON_DEVICE, ON_DEVICE)),
+    # A prompt hands one of them on as a tensor, which nobody looks into.
+    "float8_scales: got (1.0, -1.0)" + WANTED: called(tokens=4, float8_scales=(1.0, -1.0)),
+    "float8_scales: got (nan, 1.0)" + WANTED: called(tokens=4, float8_scales=(float("nan"), 1.0)),
+    "float8_scales: got (1.0, inf)" + WANTED: called(tokens=4, float8_scales=(1.0, INF)),
+    "float8_scales: got ('1', 1.0)" + WANTED: called(tokens=4, float8_scales=("1", 1.0)),
+    "float8_scales: got (True, True)" + WANTED: called(tokens=4, float8_scales=(True, True)),
+    f"float8_scales: got {SCALES}, want None: this layer has no rope": called(rope=False),
+    "kv_scale: got shape (1,), want None with float8_scales": called(kv_scale=torch.ones(1)),
+    "latent_pages.dtype: got torch.float32, want float8_e4m3fn": called(latent_pages=torch.zeros(41, 4, DC + DR)),
+    "w_uk.shape[0]: got 2, want 4": attended(kv_b=torch.nn.Linear(DC, 2 * (NOPE + V), bias=False)),
+    "w_uk.shape[2]: got 32, want 33": attended(dims=LatentDims(NOPE, DR, DC + 1, V)),
+    "latent_pages: got list, want a tensor": attended(latent_pages=[0]),
+    "rope: got None, want a RotaryEmbedding": attended(rope=None),
+    "rope.head_dim: got 16, want 8": attended(rope=RotaryEmbedding(DR * 2)),
+    "scales: got (0.1,)" + WANTED: attended(scales=(0.1,)),
+    "q_scale: got a tensor": quantising(q_scale=ON_DEVICE),
+    "kv_scale: got a tensor": quantising(kv_scale=ON_DEVICE),
 }
 
 
-@pytest.mark.parametrize("name", PARTS)
-def test_bad_parts(name):
-    change, text = PARTS[name]
-    cache = cache_for()
-    new = NewTokens(torch.randn(1, H, NOPE), torch.randn(1, H, DR), torch.randn(1, DC), torch.randn(1, DR))
-    parts = {"dims": LatentDims(NOPE, DR, DC, V), "new": new, "kv_b": layer().kv_b_proj, "rope": RotaryEmbedding(DR)}
-    parts |= {"positions": torch.zeros(1).int(), "latent_pages": cache.latent_pages[0], "batch": cache.batch([cache.alloc()], 1)}
-    parts |= {"scale": 0.2, "scales": (0.1, 0.1)}
-    with pytest.raises(InvalidInput, match=text), torch.no_grad():
-        attend_float8(**parts | change)
-
-
-def test_without_rope_there_is_nothing_to_fuse():
-    cache = cache_for()
-    ids = [cache.alloc()]
-    cache.batch(ids, 4)
-    with pytest.raises(InvalidInput, match=r"^float8_scales: got .* want None: this layer has no rope"):
-        layer(rope=False)(torch.randn(1, E), batch=cache.batch(ids, 1), latent_pages=cache.latent_pages[0], float8_scales=SCALES)
+@pytest.mark.parametrize("text", BAD)
+def test_bad_arguments(text):
+    refused(BAD[text], text)

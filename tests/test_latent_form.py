@@ -86,13 +86,11 @@ def test_costs_grow_with_the_work():
 def test_only_the_absorbed_form_is_possible_where_nothing_is_said():
     decision = latent_form(call(before=None), 3000)
     assert (decision.form, decision.absorb_up_to, set(decision.costs)) == (ABSORBED, MOST, {ABSORBED})
-    assert str(decision) == "form of 3000 new tokens a request -> absorbed (the batch does not describe their cached tokens)"
 
 
 def test_what_is_asked_for_wins():
     asked = call(absorb_up_to=10)
     assert [latent_form(asked, n).form for n in (1, 10, 11)] == [ABSORBED, ABSORBED, EXPANDED]
-    assert "absorb_up_to=10 (asked for)" in str(latent_form(asked, 4))
     forced = replace(call(), policies=("kernel=mla_attention:triton", "kernel=varlen_attention:fa3"))
     assert latent_form(forced).absorbed.kernel.name == "triton" and latent_form(forced).expanded.kernel.name == "fa3"
 
@@ -110,27 +108,24 @@ def test_a_deterministic_policy_leaves_no_choice_to_the_batch(before):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_deterministic_policy_knows_no_cascade(deterministic):
-    cache = LatentCache(2, 512, max_requests=2, max_tokens_per_request=128, page_size=64, dtype=BF16, device="cpu")
-    a = cache.alloc(70)
-    batch = cache.batch([a, cache.fork(a)], 1, share=True)
     with attnops.use(deterministic=deterministic):
-        found = attnops.explain(Layers().eval(), torch.zeros(2, 256, dtype=BF16), cache.latent_pages, batch, target="sm90", quiet=True)
-    assert batch.shared is not None and ("merge_state" in str(found)) != deterministic
+        found = explained(70, 1, "sm90", of=2, share=True)
+    assert ("merge_state" in str(found)) != deterministic
 
 
 def test_pure():
     first = latent_form(call(), 7)
-    assert latent_form(call(), 7) is first
     with pretend(Target.parse("sm100", ())):
         assert latent_form(call(), 7) is first
     assert latent_form(call("sm100"), 7).absorb_up_to != first.absorb_up_to
 
 
-def test_the_crossover_is_that_of_the_decision():
-    goal = Target.parse("sm90", packages_of_kernels())
-    with pretend(goal):
-        got = crossover((128, 64, 512, 128), 128, (BF16, BF16), 64, torch.device("cuda"), True, ("", ""))
-    assert got == latent_form(call()).absorb_up_to
+def test_an_eager_call_takes_the_form_of_the_target_in_force():
+    """As it takes kernels."""
+    given = (128, 64, 512, 128), 128, (BF16, BF16), 64, torch.device("cpu"), True, ("", "")
+    with pretend(Target.parse("sm90", packages_of_kernels())):
+        here = crossover(*given)
+    assert here == latent_form(call()).absorb_up_to != crossover(*given)
 
 
 def test_kernels_by_name():
@@ -144,63 +139,32 @@ def test_kernels_by_name():
 # explain ------------------------------------------------------------------------------------------------------------------
 
 
-class Layers(torch.nn.Module):
-    def __init__(self, **more):
-        super().__init__()
-        rope = RotaryEmbedding(64, interleaved=True)
-        self.layers = torch.nn.ModuleList(LatentAttention(256, 16, q_lora_rank=64, rope=rope, dtype=BF16, **more) for _ in range(2))
-
-    def forward(self, x, latent_pages, batch):
-        for each, pages in zip(self.layers, latent_pages, strict=True):
-            x = x + each(x, latent_pages=pages, batch=batch)
-        return x
-
-
-def explained(before, new, target, prefix_tokens=64, **more):
-    cache = LatentCache(2, 256, max_requests=2, max_tokens_per_request=128, page_size=64, dtype=BF16, device="cpu")
-    a = cache.alloc(before)
-    batch = cache.batch([a], new, prefix_tokens=prefix_tokens)
-    x = torch.zeros(new, 256, dtype=BF16)
-    return attnops.explain(Layers(**more).eval(), x, cache.latent_pages, batch, target=target, quiet=True)
+def explained(before, new, target, absorb="auto", of=1, **how):
+    """`of` requests with tokens before, forks of each other, that bring new ones in a step over one layer."""
+    cache = LatentCache(1, 512, max_requests=2, max_tokens_per_request=128, page_size=64, dtype=BF16, device="cpu")
+    ids = [cache.alloc(before)]
+    ids += [cache.fork(ids[0]) for _ in range(of - 1)]
+    rope = RotaryEmbedding(64, interleaved=True)
+    layer = LatentAttention(256, 16, q_lora_rank=64, rope=rope, absorb=absorb, dtype=BF16).eval()
+    given = {"batch": cache.batch(ids, new, **how), "latent_pages": cache.latent_pages[0]}
+    return attnops.explain(layer, torch.zeros(of * new, 256, dtype=BF16), **given, target=target, quiet=True)
 
 
 @pytest.mark.parametrize("target", ["sm90", "sm100", "cpu"])
 def test_explain_shows_the_form(target):
-    long = explained(9, 4, target)
+    long = explained(9, 4, target, prefix_tokens=64)
     [form] = long.forms
-    assert (form.where, form.count, form.decision.form) == ("layers.*", 2, ABSORBED)
+    assert (form.count, form.decision.form) == (1, ABSORBED)
     assert {c.split(".")[0] for c in long.chosen()} == {"write_latent", "mla_attention"}
-    lines = str(long).splitlines()
-    at = lines.index("layers.*  x2")
-    assert lines[at + 1].strip() == (
-        f"form of 4 new tokens a request, 8192 tokens before -> absorbed; absorb_up_to={form.decision.absorb_up_to} (by cost)"
-    )
-    assert " us with mla_attention." in lines[at + 2] and " us with varlen_attention." in lines[at + 2]
-    assert "layers.*  x2" in lines[at + 3 :], "and then the calls"
+    assert f"absorb_up_to={form.decision.absorb_up_to} (by cost)" in str(long)
     [entry] = json.loads(json.dumps(long.as_dict()))["forms"]
     assert entry["form"] == ABSORBED and set(entry["us"]) == {ABSORBED, EXPANDED} and entry["new_tokens"] == 4
-    decode = explained(9, 1, target, None)
-    assert decode.forms[0].decision.layer.before is None and set(decode.forms[0].decision.costs) == {ABSORBED}
+    [decode] = explained(9, 1, target).forms
+    assert decode.decision.layer.before is None and set(decode.decision.costs) == {ABSORBED}
 
 
 def test_explain_of_a_prompt_and_of_a_limit():
-    prompt = explained(0, 120, "sm90")
-    assert prompt.forms[0].decision.form == EXPANDED
+    prompt, limited = explained(0, 120, "sm90"), explained(9, 4, "sm100", absorb=3, prefix_tokens=64)
+    assert prompt.forms[0].decision.form == limited.forms[0].decision.form == EXPANDED
     assert {c.split(".")[0] for c in prompt.chosen()} == {"write_latent", "varlen_attention"}
-    limited = explained(9, 4, "sm100", absorb=3)
-    assert limited.forms[0].decision.form == EXPANDED and "(asked for)" in str(limited)
-    assert "merge_state" in str(limited)
-
-
-def test_a_model_without_latents_has_no_forms():
-    q = torch.randn(1, 4, 2, 8)
-    found = attnops.explain(lambda q: attnops.attention(q, q, q), q, target="sm90", quiet=True)
-    assert found.forms == () and found.as_dict()["forms"] == []
-
-
-def test_an_eager_call_of_another_target_takes_its_form():
-    """The target in force decides, as it does for kernels."""
-    with pretend(Target.parse("sm90", packages_of_kernels())):
-        here = crossover((128, 64, 512, 128), 16, (BF16, BF16), 64, torch.device("cpu"), False, ("", ""))
-    there = crossover((128, 64, 512, 128), 16, (BF16, BF16), 64, torch.device("cpu"), False, ("", ""))
-    assert here != there
+    assert "(asked for)" in str(limited) and "merge_state" in str(limited)

@@ -87,14 +87,3 @@ def test_the_last_that_outgrows_a_shared_page_keeps_it(sharers):
     book.commit(change)
     assert book.get(family[-1]).pages[0] == [page]
     assert len({book.get(request).pages[0][0] for request in family}) == sharers and not book.pools[0].free
-
-
-def test_one_of_several_sharers_copies_and_the_others_do_not():
-    book = ledger()
-    family = [begin(book, 1)]
-    change = book.fork(family[0])
-    book.commit(change)
-    change = book.append([(family[0], 1)])
-    assert len(copies(book, change)) == 1
-    book.commit(change)
-    assert not copies(book, book.append([(request, 1) for request in book.requests]))

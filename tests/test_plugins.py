@@ -9,17 +9,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
 from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version as Theirs
+from packaging.version import Version as Theirs
 
 import attnops
 from attnops.core import eager_cache, kernel as registry_module
 from attnops.core.errors import NoKernel, RegistrationError, WrongResult
 from attnops.core.kernel import (
-    Capture,
     Core,
-    Failed,
     Inline,
     Kernel,
     Package,
@@ -27,12 +24,10 @@ from attnops.core.kernel import (
     Registry,
     Tolerance,
     all_kernels,
-    arch,
     at_most,
     demand,
     device,
     dtypes,
-    extent_at_least,
     extent_at_most,
     kernels_of,
     multiple_of,
@@ -42,7 +37,7 @@ from attnops.core.kernel import (
     without,
 )
 from attnops.core.needs import features, parse, within
-from attnops.core.problem import Extent, Problem, Refusal, Target
+from attnops.core.problem import Problem, Refusal, Target
 from attnops.core.select import choose, select, workspace_bytes
 from attnops.testing import CASES
 from tests.helpers import ready_process, torch_process
@@ -90,7 +85,6 @@ kernels_of_real = dict(kernels_of("attention"))
 
 PLACES = {
     "needs": lambda f: {"needs": (f,)},
-    "second need": lambda f: {"needs": (one_of("softcap", False), f)},
     "probe": lambda f: {"probe": f},
     "cost_us": lambda f: {"cost_us": f},
     "workspace_bytes": lambda f: {"workspace_bytes": f},
@@ -115,7 +109,7 @@ def test_a_kernel_that_raises_refuses(lab, place, error):
     decision = select(PLAIN)
     assert decision.kernel.name == "good"
     (reason,) = decision.refused["theirs"]
-    assert reason.field == f"theirs.{place.split()[-1].replace('need', 'needs').replace('needss', 'needs')}"
+    assert reason.field == f"theirs.{place}"
     assert type(error).__name__ in str(reason) and str(reason) in str(decision)
     with pytest.raises(NoKernel, match=r"theirs\.") as caught:
         choose(PLAIN, "kernel=theirs")
@@ -130,19 +124,19 @@ def test_a_user_may_stop_it(lab, place):
         select(PLAIN)
 
 
+NO_TIMES = (math.nan, math.inf, -1.0, "1", None, True, 10**400, torch.tensor(1.0), [1.0], 1j)
+NO_SIZES = (-1, 1.5, None, "8", math.nan)
+
+
 @pytest.mark.parametrize(
-    "us", [math.nan, math.inf, -1.0, "1", None, True, 10**400, torch.tensor(1.0), [1.0], 1j], ids=lambda v: repr(v)[:20]
+    ("field", "value"),
+    [*(("cost_us", us) for us in NO_TIMES), *(("workspace_bytes", size) for size in NO_SIZES)],
+    ids=lambda v: repr(v)[:20],
 )
-def test_a_cost_that_is_no_time_is_a_refusal(lab, us):
-    theirs(cost_us=lambda p: us)
+def test_a_number_that_is_none_is_a_refusal(lab, field, value):
+    theirs(**{field: lambda p: value})
     decision = select(PLAIN)
-    assert decision.kernel.name == "good" and [r.field for r in decision.refused["theirs"]] == ["theirs.cost_us"]
-
-
-@pytest.mark.parametrize("size", [-1, 1.5, None, "8", math.nan])
-def test_a_size_that_is_none_is_a_refusal(lab, size):
-    theirs(workspace_bytes=lambda p: size)
-    assert [r.field for r in select(PLAIN).refused["theirs"]] == ["theirs.workspace_bytes"]
+    assert decision.kernel.name == "good" and [r.field for r in decision.refused["theirs"]] == [f"theirs.{field}"]
 
 
 @pytest.mark.parametrize("answer", [True, False, "no", 0, ()], ids=repr)
@@ -167,10 +161,7 @@ def test_what_failed_is_asked_again_and_what_answered_is_not(lab):
 
 
 def test_a_plan_is_priced_with_the_call(lab):
-    def cost_us(p):
-        return 1.0 if p.step.plan == "none" else math.nan
-
-    theirs(cost_us=cost_us, plan=Plan(device=raises(ValueError())))
+    theirs(cost_us=lambda p: 1.0 if p.step.plan == "none" else math.nan, plan=Plan(device=raises(ValueError())))
     assert [r.field for r in select(PLAIN).refused["theirs"]] == ["theirs.cost_us"]
 
 
@@ -182,21 +173,13 @@ def test_a_plan_is_priced_with_the_call(lab):
     [
         lambda: one_of("head_dims", 64),
         lambda: one_of("dtype", "bfloat16"),
-        lambda: one_of("head_dim", "64"),
-        lambda: one_of("mask", None),
         lambda: dtypes("float32"),
-        lambda: at_most("heads", 4),
         lambda: at_most("mask", 4),
-        lambda: multiple_of("page", 4),
         lambda: multiple_of("queries", 4),
-        lambda: extent_at_most("tokens_", 4),
         lambda: extent_at_most("head_dim", 4),
-        lambda: extent_at_least("query", 4),
         lambda: demand("head_dim, v_dim", "64", lambda p: True),
-        lambda: without("soft_cap"),
         lambda: without("mask", "sink"),
         lambda: device("gpu"),
-        lambda: Package("theirs", ("theirs",), "newest"),
         lambda: Package("theirs", ("theirs",), below="1.x"),
     ],
 )
@@ -208,11 +191,9 @@ def test_a_misspelt_need_is_an_error_where_it_is_built(build):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("needs", one_of("head_dim", 64)), ("needs", (without("mask"),)), ("needs", [arch(90)]), ("packages", ("torch",)), ("run", None),
-        ("capture", "never"), ("tolerance", Tolerance(0.0)), ("tolerance", Tolerance("1")), ("tolerance", 1.0), ("cost_us", 1.0),
-        ("probe", True), ("inline", True), ("workspace_bytes", 8), ("run", type), ("dtypes", ()), ("dtypes", [torch.float32]),
-        ("takes", ("mask",)), ("takes", "mask"),
-        ("dtypes", ("float32",)), ("kv_dtypes", ()), ("kv_dtypes", torch.float32),
+        ("needs", one_of("head_dim", 64)), ("needs", (without("mask"),)), ("packages", ("torch",)), ("run", None), ("run", type),
+        ("capture", "never"), ("tolerance", Tolerance(0.0)), ("tolerance", 1.0), ("cost_us", 1.0), ("probe", True), ("inline", True),
+        ("workspace_bytes", 8), ("dtypes", ()), ("dtypes", ("float32",)), ("kv_dtypes", ()), ("takes", ("mask",)),
     ],
 )  # fmt: skip
 def test_a_field_of_another_kind_is_an_error_at_registration(lab, field, value):
@@ -253,16 +234,19 @@ def test_a_kernel_may_be_registered_while_a_call_selects(lab, op):
 # All or none ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["in the module", "in a listener"])
 @pytest.mark.parametrize("error", [ValueError("later"), SystemExit(1), KeyboardInterrupt()], ids=lambda e: type(e).__name__)
-def test_kernels_of_one_module_count_together(lab, error):
+def test_kernels_of_one_module_count_together(lab, error, late):
     heard = []
-    lab.listeners.append(lambda k: heard.append(k.name))
+    lab.listeners.append(raises(error) if late else lambda k: heard.append(k.name))
     with pytest.raises(type(error)), together():
         theirs("first")
         theirs("second", "merge_state")
         assert "first" in kernels_of("attention")
-        raise error
+        if not late:
+            raise error
     assert list(kernels_of("attention")) == ["good"] and not kernels_of("merge_state") and not heard and lab.waiting is None
+    lab.listeners[-1] = lambda k: heard.append(k.name)
     with together():
         theirs("first")
         assert not heard
@@ -275,23 +259,30 @@ from attnops.core.kernel import Kernel, register
 def run(call): return call.query, call.query
 def theirs(name, op="attention", **more): register(Kernel(name, op, run, dtypes=(torch.float32,), **more))
 """
-THEIRS = {
-    "two_then_raises": HEAD + "theirs('one_t')\ntheirs('two', 'merge_state')\n1 / 0  # [/t]",
-    "two_then_exits": HEAD + "theirs('one_e')\ntheirs('two')\nraise SystemExit(3)",
-    "second_is_misspelt": HEAD + "theirs('one_m')\ntheirs('two_m', 'atention')",
-    "need_is_misspelt": HEAD + "theirs('one_n', needs=without('soft_cap'))",
-    "exits_in_needs": HEAD + "def f(p): raise SystemExit\ntheirs('in_needs', needs=(f,))",
-    "raises_in_cost": HEAD + "theirs('in_cost', cost_us=lambda p: 1 / 0)",
-    "raises_in_probe": HEAD + "def f(t): raise OSError('no [/driver]')\ntheirs('in_probe', probe=f)",
-    "price_of_nan": HEAD + "theirs('priceless', cost_us=lambda p: float('nan'))",
-}  # fmt: skip
+BROKEN = {
+    "two_then_raises": (HEAD + "theirs('one_t')\ntheirs('two', 'merge_state')\n1 / 0  # [/t]", "ZeroDivisionError"),
+    "two_then_exits": (HEAD + "theirs('one_e')\ntheirs('two')\nraise SystemExit(3)", "SystemExit: 3"),
+    "second_is_misspelt": (HEAD + "theirs('one_m')\ntheirs('two_m', 'atention')", "RegistrationError: kernel two_m: op got"),
+    "need_is_misspelt": (HEAD + "theirs('one_n', needs=without('soft_cap'))", "RegistrationError: need"),
+    "wants_a_package": ("import surely_not_installed", "ModuleNotFoundError: No module named 'surely_not_installed'"),
+    "wrong_contract": (HEAD + "theirs('old', contract=99)", "ContractMismatch: kernel old: contract got 99, want"),
+    "taken_name": (HEAD + "theirs('sdpa')", "RegistrationError: kernel name: got 'sdpa'"),
+    "syntax": ("def f(:", "SyntaxError"),
+}
+"""Modules that cannot be loaded, and why."""
+FAILING = {
+    "in_needs": (HEAD + "def f(p): raise SystemExit\ntheirs('in_needs', needs=(f,))", "needs"),
+    "in_cost": (HEAD + "theirs('in_cost', cost_us=lambda p: 1 / 0)", "cost_us"),
+    "in_probe": (HEAD + "def f(t): raise OSError('no [/driver]')\ntheirs('in_probe', probe=f)", "probe"),
+    "priceless": (HEAD + "theirs('priceless', cost_us=lambda p: float('nan'))", "cost_us"),
+}
+"""Kernels that fail when they are asked, and where."""
 
 
 def test_installed_plugins_that_fail_harm_no_call_no_doctor_and_no_import(tmp_path):
-    for name, source in THEIRS.items():
+    for name, (source, _) in (BROKEN | FAILING).items():
         env = installed(tmp_path, name, source)
-    (tmp_path / "no_text-1.0.dist-info").mkdir()
-    (tmp_path / "no_text-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: no_text\nVersion: 1.0\n")
+    installed(tmp_path, "no_text", "")
     (tmp_path / "no_text-1.0.dist-info" / "entry_points.txt").write_text("[attnops.kernels]\nnothing_here = :::\n")
     code = """
 import json, torch, attnops
@@ -316,16 +307,12 @@ print(json.dumps({n: [r.field for r in rs] for n, rs in found.sites[0].decision.
 """
     names, broken, refused = ready_process(code, env=env).rpartition("names\n")[2].splitlines()
     attention, merge = ast.literal_eval(names.replace("] [", "], ["))
-    assert sorted(attention) == sorted([*kernels_of_real, "in_needs", "in_cost", "in_probe", "priceless"])
-    assert merge == list(kernels_of("merge_state"))
-    texts = ast.literal_eval(broken)
-    assert {k.partition(" ")[0] for k in texts} == {
-        "two_then_raises", "two_then_exits", "second_is_misspelt", "need_is_misspelt", "nothing_here"
-    }  # fmt: skip
-    assert texts["two_then_exits (two_then_exits)"] == "SystemExit: 3"
+    assert sorted(attention) == sorted([*kernels_of_real, *FAILING]) and merge == list(kernels_of("merge_state"))
+    texts = {name.partition(" ")[0]: text for name, text in ast.literal_eval(broken).items()}
+    assert texts.keys() == {*BROKEN, "nothing_here"}
+    assert all(texts[name].startswith(reason) for name, (_, reason) in BROKEN.items()), texts
     reasons = json.loads(refused)
-    for name, place in (("in_needs", "needs"), ("in_cost", "cost_us"), ("in_probe", "probe"), ("priceless", "cost_us")):
-        assert f"{name}.{place}" in reasons[name]
+    assert all(f"{name}.{place}" in reasons[name] for name, (_, place) in FAILING.items()), reasons
 
 
 # Results --------------------------------------------------------------------------------------------------------------
@@ -336,36 +323,29 @@ def right(call):
 
 
 PROMISES_BROKEN = {
-    "one tensor": ("attention", lambda call: right(call)[0], "result got a tensor, want a tuple of 2: output, lse"),
-    "three": ("attention", lambda call: (*right(call), None), "result got a tuple of 3, want a tuple of 2: output, lse"),
-    "no lse": ("attention", lambda call: (right(call)[0], None), "result got a tuple of 2, want a tuple of 2: output, lse"),
-    "shape": ("attention", lambda call: (call.query[0].clone(), right(call)[1]), r"output.shape got (3, 2, 8), want (1, 3, 2, 8)"),
-    "dtype": ("attention", lambda call: (right(call)[0].double(), right(call)[1]), "output.dtype got float64, want float32"),
-    "layout": (
-        "attention",
-        lambda call: (torch.zeros(1, 2, 3, 8).transpose(1, 2), right(call)[1]),
-        "output.stride() got (48, 8, 24, 1), want (48, 16, 8, 1)",
+    "result got a tensor, want a tuple of 2: output, lse": ("attention", lambda call: right(call)[0]),
+    "result got a tuple of 3, want a tuple of 2: output, lse": ("attention", lambda call: (*right(call), None)),
+    "output.shape got (3, 2, 8), want (1, 3, 2, 8)": ("attention", lambda call: (call.query[0].clone(), right(call)[1])),
+    "output.dtype got float64, want float32": ("attention", lambda call: (right(call)[0].double(), right(call)[1])),
+    "output.stride() got (48, 8, 24, 1), want (48, 16, 8, 1)": (
+        "attention", lambda call: (torch.zeros(1, 2, 3, 8).transpose(1, 2), right(call)[1]),
     ),
-    "device": ("attention", lambda call: (right(call)[0].to("meta"), right(call)[1]), "output.device got meta, want cpu"),
-    "one of one": ("cu_seqlens", lambda call: (torch.zeros(4, dtype=torch.int32),), "result got a tuple of 1, want a tensor"),
-    "written": ("write_kv", lambda call: call.k_pages, "result got a tensor, want None, because the op writes into its arguments"),
-}
+    "output.device got meta, want cpu": ("attention", lambda call: (right(call)[0].to("meta"), right(call)[1])),
+    "result got a tensor, want None, because the op writes into its arguments": ("write_kv", lambda call: call.k_pages),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("why", PROMISES_BROKEN)
-def test_results_that_the_op_does_not_promise_are_refused_by_name(lab, why):
-    op, wrong, text = PROMISES_BROKEN[why]
-    dtypes = (torch.int32,) if op == "cu_seqlens" else (torch.float32,)
-    theirs(op=op, run=wrong, dtypes=dtypes, cost_us=lambda p: 1.0)
+@pytest.mark.parametrize("text", PROMISES_BROKEN)
+def test_results_that_the_op_does_not_promise_are_refused_by_name(lab, text):
+    op, wrong = PROMISES_BROKEN[text]
+    theirs(op=op, run=wrong, cost_us=lambda p: 1.0)
     q, pages = torch.randn(1, 3, 2, 8), torch.zeros(2, 4, 2, 8)
-    calls = {
-        "attention": lambda: attnops.attention(q, q, q),
-        "cu_seqlens": lambda: attnops.ops.cu_seqlens(torch.tensor([1, 0, 2], dtype=torch.int32)),
-        "write_kv": lambda: attnops.write_kv(q[0], q[0], pages, pages.clone(), torch.arange(3)),
-    }
     for _ in range(2):
         with pytest.raises(WrongResult, match=re.escape(f"{op}.theirs: {text};")):
-            calls[op]()
+            if op == "attention":
+                attnops.attention(q, q, q)
+            else:
+                attnops.write_kv(q[0], q[0], pages, pages.clone(), torch.arange(3))
 
 
 def test_a_kernel_whose_first_results_were_right_is_not_checked_again(lab):
@@ -391,10 +371,8 @@ def test_a_kernel_that_lists_nothing_knows_nothing(case):
 
 
 @pytest.mark.parametrize(
-    "options", [{"softcap": 30.0}, {"causal": True}, {"window": (1, -1)}, {"window": (-1, 1)}, {"sinks": torch.zeros(2)},
-                {"mask": torch.ones(1, 1, 3, 3, dtype=torch.bool)}, {"attention_chunk": 2}],
-    ids=lambda o: next(iter(o)),
-)  # fmt: skip
+    "options", [{"softcap": 30.0}, {"window": (1, -1)}, {"mask": torch.ones(1, 1, 3, 3, dtype=torch.bool)}], ids=lambda o: next(iter(o))
+)
 def test_it_is_never_handed_what_it_does_not_know(lab, options):
     handed = []
 
@@ -415,52 +393,32 @@ def test_it_is_never_handed_what_it_does_not_know(lab, options):
 # Versions -------------------------------------------------------------------------------------------------------------
 
 VERSIONS = [
-    "0.4.0rc1", "0.4.0", "0.4", "0.4.0.post1", "0.4.0.dev3", "0.4.0rc1.dev2", "0.4.0a1", "0.4.0b2.post3", "0.4.0+cu130", "0.4.0rc1+cu130",
-    "4.0.0b36", "4.0.0b4", "4.0.0", "4.0.0b36.dev1", "1!0.1", "v1.0", "1.0-1", "1.0.post1.dev2", "2.11.0+cu130", "2.11.0a0+git1", "10.0",
-    "9.9",
-    "0.3.21", "0.4.6.post1", "0.4.7", "0.4.7rc1", "1.0.0.0", "1", "1.0alpha", "1.0-preview-2", "1.0c1", "1.0-r3", " 1.0 ",
-    "1.0.1.2.3", "0", "0.0",
+    "0.4.0rc1", "0.4.0", "0.4", "0.4.0.post1", "0.4.0.dev3", "0.4.0rc1.dev2", "0.4.0b2.post3", "0.4.0+cu130", "0.4.0rc1+cu130", "1!0.1",
+    "4.0.0b36", "4.0.0", "v1.0", "1.0-1", "1.0.post1.dev2", "2.11.0a0+git1", "10.0", "9.9", "0.4.7rc1", "1", "1.0c1", " 1.0 ", "0",
 ]  # fmt: skip
-WRONG = ["", "unknown", "1.x", "1..0", "1.0+", "1.0+a..b", "1.0 beta", "==1.0", "1" * 300, "١.٠"]
+WRONG = ("", "unknown", "1.x", "1.0+", "1.0 beta", "==1.0", "1" * 300, "١.٠")
 
 
 @pytest.mark.parametrize("a", VERSIONS)
-def test_versions_compare_as_packaging_compares_them(a):
-    for b in VERSIONS:
-        mine, theirs = (parse(a), parse(b)), (Theirs(Theirs(a).public), Theirs(Theirs(b).public))
-        assert (mine[0] < mine[1], mine[0] == mine[1]) == (theirs[0] < theirs[1], theirs[0] == theirs[1]), (a, b)
-        public = str(Theirs(b).public)
-        assert within(a, public, "") == SpecifierSet(f">={public}", prereleases=True).contains(a), (a, b)
-        if Theirs(b).is_postrelease:
-            continue  # whose pre-releases packaging has changed its mind about
-        assert within(a, "", public) == SpecifierSet(f"<{public}", prereleases=True).contains(a), (a, b)
-
-
-@given(
-    st.from_regex(r"\A(1!)?[0-2](\.[0-2]){0,3}((a|b|rc|c|alpha)[0-2]?)?(\.post[0-2]?|-[0-2])?(\.dev[0-2]?)?(\+[a-z0-9]{1,3})?\Z"), st.data()
-)
-def test_any_versions_do(a, data):
-    b = data.draw(st.sampled_from(VERSIONS))
-    theirs = Theirs(Theirs(a).public), Theirs(Theirs(b).public)
-    assert (parse(a) < parse(b)) == (theirs[0] < theirs[1])
+def test_versions_lie_in_bounds_as_packaging_says(a):
+    for bound in map(Theirs, VERSIONS):
+        public = str(bound.public)
+        assert within(a, public, "") == SpecifierSet(f">={public}", prereleases=True).contains(a), (a, public)
+        if not bound.is_postrelease:  # about whose pre-releases packaging has changed its mind
+            assert within(a, "", public) == SpecifierSet(f"<{public}", prereleases=True).contains(a), (a, public)
 
 
 @pytest.mark.parametrize("text", WRONG)
 def test_what_is_no_version_lies_in_no_bounds(text):
-    if (text and text[0] != "1") or text in ("1.x", "1..0"):
-        with pytest.raises(InvalidVersion):
-            Theirs(text)
     assert parse(text) is None or len(text) > 100
     assert not within(text, "0.1", "") and not within(text, "", "9") and within(text, "", "")
 
 
 def test_a_pre_release_is_older_than_its_release(monkeypatch):
     monkeypatch.setattr("attnops.core.needs._installed", lambda module: True)
-    for version, at_least, found in (("0.4.0rc1", "0.4.0", False), ("4.0.0b36", "4.0.0b36", True), ("4.0.0b4", "4.0.0b36", False)):
-        monkeypatch.setattr("attnops.core.needs._version", lambda dist, version=version: version)
-        package = Package("theirs", ("theirs",), at_least)
-        assert (package.missing(Target()) is None) == found
-        assert found or package.missing(Target()) == Refusal("package", f"theirs {version}", f">= {at_least}")
+    monkeypatch.setattr("attnops.core.needs._version", lambda dist: "0.4.0rc1")
+    assert Package("theirs", ("theirs",), "0.4.0").missing(Target()) == Refusal("package", "theirs 0.4.0rc1", ">= 0.4.0")
+    assert Package("theirs", ("theirs",), "0.4.0rc1").missing(Target()) is None
 
 
 def test_versions_compare_where_torch_has_no_copy_of_packaging():
@@ -468,8 +426,3 @@ def test_versions_compare_where_torch_has_no_copy_of_packaging():
     compared = "within('0.4.0rc1', '0.3', '0.4'), within('0.3', '0.3', '')"
     code = f"{block}from attnops.core.needs import Version, within; print(Version.__module__, {compared})"
     assert torch_process(code).split() == ["packaging.version", "False", "True"]
-
-
-def test_a_failure_is_a_refusal_like_any_other():
-    assert str(Failed("theirs.needs", "OSError: x", "no error")) == "theirs.needs=OSError: x (wants no error)"
-    assert Extent.of(1).hi == 1 and Capture.WHOLE.value == "whole"

@@ -7,7 +7,7 @@ import torch
 
 from attnops.cache import PagedCache
 from attnops.core import kernel as registry_module
-from attnops.core.errors import InvalidInput, NoKernel
+from attnops.core.errors import NoKernel
 from attnops.core.kernel import Kernel, Registry, one_of
 from attnops.core.record import FLOATS
 from attnops.core.select import choose, parse_policy, select, workspace_bytes
@@ -49,11 +49,8 @@ def zeros(size):
 
 def test_refused_without_and_with_too_little():
     call = DECODE.call()
-    assert [str(r) for r in NEEDY.refusals(call.problem)] == [
-        "workspace=0 bytes (wants >= 1000 bytes, zeroed once: attnops.explain(...).workspace_bytes)"
-    ]
-    assert [r.field for r in NEEDY.refusals(call.with_(workspace=zeros(SIZE - 1)).problem)] == ["workspace"]
-    assert not NEEDY.refusals(call.with_(workspace=zeros(SIZE)).problem)
+    assert str(NEEDY.refusals(call.problem)[0]).startswith("workspace=0 bytes (wants >= 1000 bytes, zeroed once: attnops.explain")
+    assert [len(NEEDY.refusals(call.with_(workspace=zeros(n)).problem)) for n in (SIZE - 1, SIZE)] == [1, 0]
 
 
 def test_the_size_is_not_asked_of_a_problem_that_does_not_meet_the_needs():
@@ -107,15 +104,9 @@ def test_an_unknown_size_counts_as_the_least_it_may_be(monkeypatch):
     assert len(seen) == 2 and all(0 <= n <= 2 for n in seen)
 
 
-def cache(**more):
-    return PagedCache(1, 8, 16, 2, 16, max_requests=3, max_pages_per_request=4, dtype=torch.float32, device="cpu", **more)
-
-
 def test_a_cache_owns_one_and_its_batches_carry_it():
-    assert cache().workspace is None
-    with pytest.raises(InvalidInput, match=r"^workspace_bytes: got -1, want an int >= 0"):
-        cache(workspace_bytes=-1)
-    pages = cache(workspace_bytes=SIZE)
+    sizes = {"max_requests": 3, "max_pages_per_request": 4, "dtype": torch.float32, "device": "cpu"}
+    pages = PagedCache(1, 8, 16, 2, 16, **sizes, workspace_bytes=SIZE)
     assert pages.workspace.shape == (SIZE,) and pages.workspace.dtype == torch.uint8 and not pages.workspace.any()
     assert pages.batch([pages.alloc()], 1).workspace is pages.workspace
 
