@@ -53,13 +53,13 @@ def test_the_second_run_is_known_and_the_same(name, mask, looked):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("name", "begin"), [("llama", 33), ("mistral", 5)])
-def test_layers_and_tokens_share_a_look(name, begin, looked):
+@pytest.mark.parametrize(("name", "begin", "runs"), [("llama", 33, 1), ("mistral", 5, 2)])
+def test_layers_and_tokens_share_a_look(name, begin, runs, looked):
     """Also where a window begins to bind."""
     model, ids = tiny.model(name), tokens(2, 80)
     want = model(ids).logits[:, begin - 1 :]
     with attnops.patch(model):
-        for _ in range(2):
+        for _ in range(runs):
             cache = DynamicCache(config=model.config)
             out = [model(ids[:, :begin], **named(cache)).logits[:, -1:]]
             out += [model(ids[:, at : at + 1], **named(cache)).logits for at in range(begin, 80)]

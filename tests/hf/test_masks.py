@@ -42,7 +42,7 @@ def shown(mask, queries, keys, batch):
     own = end - queries + query
     right = key <= own if found.causal else True
     left = key >= own - found.window_left if found.window_left >= 0 else True
-    return (start <= key) & (key < end) & right & left
+    return ((start <= key) & (key < end) & right & left).expand(batch, queries, keys)
 
 
 def case(rng):
