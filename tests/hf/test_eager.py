@@ -124,44 +124,24 @@ def test_sdpa_takes_the_tensors_of_plain_calls_as_they_are(monkeypatch):
 
 
 @torch.no_grad()
-def test_a_known_call_follows_the_policy_and_the_layer(looked):
-    layer, call = torch.nn.Linear(1, 1), attention_function(None, proven=True)
-    query, key, value = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
-    causal = call(layer, query, key, value)[0]
-    layer.is_causal = False
-    assert not torch.allclose(call(layer, query, key, value)[0], causal)
-    layer.is_causal = True
-    count = len(looked)
-    with attnops.use(kernel="attention:reference"):
-        assert relative(call(layer, query, key, value)[0], causal) < LIMIT
-    assert len(looked) == count + 1
-    with pytest.raises(InvalidInput, match="attention argument block_table"):
-        call(layer, query, key, value, block_table=query)
-    with pytest.raises(InvalidInput):
-        call(layer, query, key[:, :1].expand(1, 3, 5, 8), value)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("queries", [1, 5])
-def test_a_known_call_knows_the_shapes_of_key_and_value(queries):
+def test_a_known_call_knows_its_layer_and_the_shapes_of_key_and_value(queries):
     """SDPA itself broadcasts a key of another batch, and takes values of other heads or more tokens."""
-    layer = torch.nn.Linear(1, 1)
-    layer.is_causal = False
-    call = attention_function(None, proven=True)
+    layer, call = torch.nn.Linear(1, 1), attention_function(None, proven=True)
     query, key = torch.randn(2, 8, queries, 16), torch.randn(2, 2, 40, 16)
+    first = call(layer, query, key[:, :, :queries], key[:, :, :queries])[0]
+    layer.is_causal = False
+    assert queries == 1 or not torch.allclose(call(layer, query, key[:, :, :queries], key[:, :, :queries])[0], first)
     want = call(layer, query, key, key)[0]
     assert torch.equal(call(layer, query, key, key)[0], want)
-    others = [
-        (key[:1], key[:1]),
-        (key, key[:, :1]),
-        (key, torch.cat([key, key], 1)),
-        (key, torch.cat([key, key], 2)),
-        (key[None], key[None]),
-    ]
-    foreign = [(key.double(), key), (key, key.double()), (key.to("meta"), key), (key, key.to("meta"))]
-    for other_key, value in [*others, *foreign, (key[..., :8], key), (torch.randn(2, 2, 40, 16, 16), key)]:
+    twice = [torch.cat([key, key], dim) for dim in (1, 2)]
+    values = [key[:, :1], *twice, key.double(), key.to("meta")]
+    keys = [key.double(), key.to("meta"), key[..., :8], torch.randn(2, 2, 40, 16, 16)]
+    for pair in (*((key, value) for value in values), *((other, key) for other in keys), (key[:1], key[:1]), (key[None], key[None])):
         with pytest.raises(InvalidInput):
-            call(layer, query, other_key, value)
+            call(layer, query, *pair)
+    with pytest.raises(InvalidInput, match="attention argument block_table"):
+        call(layer, query, key, key, block_table=query)
     wide = torch.cat([key, -key], -1)
     assert torch.allclose(call(layer, query, key, wide)[0], torch.cat([want, -want], -1), atol=1e-5)
 

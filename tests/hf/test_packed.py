@@ -227,20 +227,22 @@ def test_rows_of_one_request_each_are_dense():
 @pytest.mark.parametrize(("name", "cached"), [("gpt_oss", False), ("llama", True)])
 def test_documents_that_positions_do_not_keep_apart_are_told(name, cached, mask):
     """gpt-oss makes its masks without positions, and every model does so beside a cache. Once, and for no other call."""
-    model, ids, packed_rows = tiny.model(name), torch.full((2, 6), 5), torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5]])
+    model, ids = tiny.model(name), torch.full((2, 6), 5)
+    where = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5]])
     one = {"input_ids": ids, "use_cache": cached}
+    kept_apart: list[dict[str, Any]] = [
+        {},
+        {"position_ids": torch.arange(6)[None]},
+        {"position_ids": where, "attention_mask": torch.ones_like(ids)},
+        {"input_ids": ids[:1], "position_ids": where[:1], "use_cache": False, **lengths_of(STARTS, 3)},
+    ]
     with torch.no_grad(), attnops.patch(model, mask=mask):
-        model(**one)
-        model(**one, position_ids=torch.arange(6)[None])
-        model(**one, position_ids=packed_rows, attention_mask=torch.ones_like(ids))
-        model(input_ids=ids[:1], position_ids=packed_rows[:1], use_cache=False, **lengths_of(STARTS, 3))
-        tiny.model("llama")(input_ids=ids, position_ids=packed_rows)  # not patched
-        if name == "llama":
-            model(input_ids=ids, position_ids=packed_rows, use_cache=False)
+        for more in (*kept_apart, *([{"position_ids": where, "use_cache": False}] if name == "llama" else [])):
+            model(**one | more)
         with pytest.warns(UserWarning, match=f"within a row of {type(model).__name__}.*return_flash_attn_kwargs=True") as told:
-            model(**one, position_ids=packed_rows)
+            model(**one, position_ids=where)
         assert [w.filename for w in told] == [__file__]
-        model(**one, position_ids=packed_rows)
+        model(**one, position_ids=where)
 
 
 @pytest.mark.parametrize(

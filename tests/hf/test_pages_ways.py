@@ -92,20 +92,6 @@ def test_beam_search_keeps_transformers_cache(name):
             generated(model, new=6, num_beams=2, **named(handle.new_cache(6, 40)))
 
 
-def test_a_cache_that_the_checkpoint_names_is_kept_and_told(recwarn):
-    model, options = tiny.model("gemma2"), {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
-    want = model.generate(tokens(), **options)
-    model.generation_config.cache_implementation = "static"
-    with attnops.patch(model, cache="paged"), attending("gemma2") as calls:
-        with pytest.warns(UserWarning, match="asks for the cache 'static'"):
-            assert torch.equal(model.generate(tokens(), **options), want)
-        assert not calls.later
-        model.generation_config.cache_implementation = None
-        recwarn.clear()
-        assert torch.equal(model.generate(tokens(), **options), want) and calls.later
-        assert not [w for w in recwarn if "asks for the cache" in str(w.message)]
-
-
 # Whose pages they are -------------------------------------------------------------------------------------------------
 
 
