@@ -10,12 +10,15 @@ import attnops
 from attnops.bench import models
 from attnops.bench.ways import How
 from attnops.core.errors import PatchError
-from attnops.core.problem import Target
+from attnops.core.problem import Target, pretend
 from attnops.hf import mxfp4, pack_experts, tiny, unpack_experts
 from attnops.hf.experts import SWITCH
+from attnops.ops.experts.mxfp4 import MXFP4_EXPERTS
 from attnops.ops.experts.mxfp4_reference import MOST_SCALE, VALUES, arranged, decoded, encoded, restored, rounded
 from tests.hf.helpers import LIMIT, relative
 from tests.hf.test_decode_graphs import generated, how
+from tests.hf.test_linears import judging
+from tests.lowering.models import kernel_calls
 from tests.test_bench import TOY
 
 SM90 = Target("cuda", 90, assume=("triton",))
@@ -125,6 +128,19 @@ def test_a_cast_after_packing():
     assert {p.dtype for layer in model.model.layers for p in layer.mlp.experts.parameters()} == {torch.bfloat16}
     assert {n for n in names if "experts" in n} and not any("experts" in n for n, _ in model.named_buffers())
     assert relative(model(IDS).logits, want) < 0.05
+
+
+@torch.no_grad()
+def test_generated_code_calls_the_kernel():
+    model, (backend, code) = gpt_oss(), judging(MXFP4_EXPERTS)
+    block, x = model.model.layers[1].mlp, torch.randn(1, 5, 64)
+    want = block(x)
+    pack_experts(model)
+    with attnops.patch(model), attnops.use(kernel={"route": "aten"}), torch._inductor.config.patch(fx_graph_cache=False), pretend(SM90):
+        got = torch.compile(block, backend=backend, fullgraph=True)(x)
+    [text] = code
+    assert kernel_calls(text).count("mxfp4_experts.triton") == 1
+    assert all(relative(a, b) < LIMIT for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.full

@@ -183,6 +183,11 @@ def test_verify(name, mode):
     assert model.training and model.config._attn_implementation == handle.implementation
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_verify_in_half_precision(dtype):
+    assert attnops.patch(tiny.model("llama").to(dtype)).verify(tokens(), attention_mask=left_padded()).passed
+
+
 def test_verify_fails_with_figures():
     handle = attnops.patch(tiny.model("llama"))
     with pytest.raises(PatchError, match=r"FAILED.*relative"):
