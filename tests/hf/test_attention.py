@@ -51,77 +51,74 @@ def lower(queries, keys):
     return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
 
 
-def test_the_names_transformers_uses():
-    q, k, v = qkv()
-    by_name, none = attend(module=MODULE, query=q, key=k, value=v, attention_mask=None)
-    assert none is None and by_name.shape == (2, 6, 4, 16) and by_name.is_contiguous()
-    close(by_name, plain(q, k, v, see=lower(6, 6)))
+LOWER = lower(6, 6)
+SINKS, BIAS, SEE = torch.randn(4), torch.randn(1, 4, 6, 6), torch.rand(2, 1, 6, 6) < 0.7
+SEE[..., 0] = True
+# A distance that no position can be added to in 32 bits is none.
+NO_WINDOW = descriptor.build(descriptor.Pattern(True, 2**31 - 1), 2, 0, 6, 0, 0, SEE.device)
+ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "none": ({}, {}),
+    "s_aux": ({"s_aux": SINKS}, {"sinks": SINKS}),
+    "sinks": ({"sinks": SINKS.view(1, 4, 1, 1)}, {"sinks": SINKS}),
+    "scaling": ({"scaling": 0.3}, {"scale": 0.3}),
+    "a tensor": ({"scaling": torch.tensor(0.3)}, {"scale": 0.3}),
+    "softcap": ({"softcap": 2.0}, {"softcap": 2.0}),
+    "not causal": ({"is_causal": False}, {"see": None}),
+    "window": ({"sliding_window": 3}, {"see": LOWER & ~LOWER.tril(-3)}),
+    "wide": ({"sliding_window": 6}, {}),
+    "wider": ({"sliding_window": 2**31 - 1}, {}),
+    "descriptor": ({"attention_mask": NO_WINDOW}, {}),
+    "mask": ({"attention_mask": SEE}, {"see": SEE}),
+    "bias": ({"position_bias": BIAS}, {"bias": BIAS}),
+    "weights": ({"output_attentions": True}, {}),
+}
 
 
-def test_a_window_that_says_none_of_int32():
-    """A distance that no position can be added to in 32 bits is none, as a descriptor or as an argument."""
-    q, k, v = qkv()
-    mask = descriptor.build(descriptor.Pattern(True, 2**31 - 1), 2, 0, 6, 0, 0, q.device)
-    for given in ({"attention_mask": mask}, {"attention_mask": None, "sliding_window": 2**31 - 1}):
-        close(attend(MODULE, q, k, v, **given)[0], plain(q, k, v, see=lower(6, 6)))
-
-
-@pytest.mark.parametrize("name", ["s_aux", "sinks"])
-@pytest.mark.parametrize("shape", [(4,), (1, 4, 1, 1)])
-def test_sinks(name, shape):
-    q, k, v = qkv()
-    sinks = torch.randn(4)
-    ours, _ = attend(MODULE, q, k, v, None, **{name: sinks.view(shape)})
-    close(ours, plain(q, k, v, see=lower(6, 6), sinks=sinks))
-
-
-@pytest.mark.parametrize("scaling", [0.3, torch.tensor(0.3)])
-def test_scaling_and_softcap(scaling):
-    q, k, v = qkv(v_dim=8)
-    ours, _ = attend(MODULE, q, k, v, None, scaling=scaling, softcap=2.0)
-    close(ours, plain(q, k, v, see=lower(6, 6), scale=0.3, softcap=2.0))
+@torch.no_grad()
+@pytest.mark.parametrize("v_dim", [16, 8])
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_arguments(case, v_dim):
+    """None is lost, nor is it on a function that knows a plain call of these sizes."""
+    given, words = ARGUMENTS[case]
+    q, k, v = qkv(v_dim=v_dim)
+    layer, knows = torch.nn.Linear(1, 1), attention_function(None, proven=True)
+    want = plain(q, k, v, **{"see": LOWER} | words)
+    for _ in range(2):
+        first = knows(layer, q, k, v, None)[0]
+    for function in (attend, knows):
+        ours, weights = function(layer, query=q, key=k, value=v, **{"attention_mask": None} | given)
+        close(ours, want)
+        assert ours.is_contiguous() and (weights is None) == (case != "weights")
+    assert torch.equal(knows(layer, q, k, v, None)[0], first)
 
 
 def test_is_causal_beats_the_module():
     q, k, v = qkv()
-    close(attend(MODULE, q, k, v, None, is_causal=False)[0], plain(q, k, v))
     free = types.SimpleNamespace(training=False, is_causal=False)
     close(attend(free, q, k, v, None)[0], plain(q, k, v))
-    close(attend(free, q, k, v, None, is_causal=True)[0], plain(q, k, v, see=lower(6, 6)))
+    close(attend(free, q, k, v, None, is_causal=True)[0], plain(q, k, v, see=LOWER))
 
 
 def test_no_mask_and_more_keys_than_queries():
     """As in transformers' sdpa: an empty static cache at its first tokens. One query, though, sees every key."""
     q, k, v = qkv(4, 9)
-    close(attend(MODULE, q, k, v, None)[0], plain(q, k[:, :, :4], v[:, :, :4], see=lower(4, 4)))
+    bias = torch.randn(1, 4, 4, 9)
+    for more, words in (({}, {}), ({"position_bias": bias}, {"bias": bias[..., :4]})):
+        close(attend(MODULE, q, k, v, None, **more)[0], plain(q, k[:, :, :4], v[:, :, :4], see=lower(4, 4), **words))
     q, k, v = qkv(1, 9)
     close(attend(MODULE, q, k, v, None)[0], plain(q, k, v))
 
 
-def test_a_window_without_a_mask():
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_masks_beside_a_bias(dtype):
+    """A row that sees nothing is zero."""
     q, k, v = qkv()
-    near = lower(6, 6) & ~lower(6, 6).tril(-3)
-    close(attend(MODULE, q, k, v, None, sliding_window=3)[0], plain(q, k, v, see=near))
-    close(attend(MODULE, q, k, v, None, sliding_window=6)[0], plain(q, k, v, see=lower(6, 6)))
-
-
-@pytest.mark.parametrize("kind", ["none", "bool", "float"])
-def test_position_bias(kind):
-    q, k, v = qkv(4, 9)
-    bias, see = torch.randn(1, 4, 4, 9), torch.rand(2, 1, 4, 9) < 0.7
-    see[..., 0] = True
-    mask = {"none": None, "bool": see, "float": torch.where(see, 0.0, torch.finfo(torch.float32).min)}[kind]
-    ours, _ = attend(MODULE, q, k, v, mask, position_bias=bias)
-    want = plain(q, k[:, :, :4], v[:, :, :4], bias=bias[..., :4], see=lower(4, 4)) if mask is None else plain(q, k, v, bias=bias, see=see)
-    close(ours, want)
-
-
-def test_a_row_that_sees_nothing_is_zero():
-    q, k, v = qkv()
-    see = torch.ones(2, 1, 6, 6, dtype=torch.bool)
+    see = SEE.clone()
     see[0, :, 2] = False
-    out, _ = attend(MODULE, q, k, v, see)
-    assert torch.isfinite(out).all() and not out[0, 2].any()
+    mask = see if dtype == torch.bool else torch.where(see, 0.0, float("-inf"))
+    ours, want = attend(MODULE, q, k, v, mask, position_bias=BIAS)[0], plain(q, k, v, bias=BIAS, see=see)
+    want[0, 2] = 0
+    close(ours, want)
 
 
 def test_packed():
@@ -132,42 +129,52 @@ def test_packed():
     ours, _ = attend(MODULE, q, k, v, None, **lengths)
     parts = [plain(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], see=lower(b - a, b - a)) for a, b in ((0, 2), (2, 6))]
     close(ours, torch.cat(parts, 1))
-    with pytest.raises(InvalidInput, match="cu_seq_lens_q"):
-        attend(MODULE, *qkv(), None, **lengths)
-    with pytest.raises(InvalidInput, match="dropout"):
-        attend(types.SimpleNamespace(training=True, is_causal=True), q, k, v, None, dropout=0.1, **lengths)
     # Beside a mask, too, requests do not see each other.
-    for mask in (lower(6, 6)[None, None], torch.zeros(1, 1, 6, 6).masked_fill(~lower(6, 6), float("-inf"))):
+    for mask in (LOWER[None, None], torch.zeros(1, 1, 6, 6).masked_fill(~LOWER, float("-inf"))):
         close(attend(MODULE, q, k, v, mask, **lengths)[0], ours)
-    with pytest.raises(InvalidInput, match="cu_seq_lens_q"):
-        attend(MODULE, q[:, :, :4], k, v, lower(6, 6)[None, None, 2:], **lengths)
+    trained = types.SimpleNamespace(training=True, is_causal=True)
+    for match, given, more in (
+        ("cu_seq_lens_q", (MODULE, *qkv(), None), {}),
+        ("dropout", (trained, q, k, v, None), {"dropout": 0.1}),
+        ("cu_seq_lens_q", (MODULE, q[:, :, :4], k, v, LOWER[None, None, 2:]), {}),
+    ):
+        with pytest.raises(InvalidInput, match=match):
+            attend(*given, **more, **lengths)
 
 
-@pytest.mark.parametrize(
-    "extra",
-    [
-        {"indices": torch.zeros(2, 6, 3, dtype=torch.int32)},
-        {"block_indices": torch.zeros(2, 6, 3, dtype=torch.int32)},
-        {"something_new": torch.zeros(1)},
-        {"several_new": (torch.zeros(1), None)},
-        {"window_of_another_name": 3},
-        {"block_table": [1, 2]},
-        {"alibi_slopes": 0.5},
-    ],
-    ids=lambda extra: next(iter(extra)),
-)
-def test_nothing_that_matters_is_swallowed(extra):
-    with pytest.raises(InvalidInput, match=next(iter(extra))):
-        attend(MODULE, *qkv(), None, **extra)
+@pytest.mark.parametrize("mode", ["dense", "compact", "explicit", "additive"])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "gemma3", "olmo3"])
+def test_packed_requests_of_a_model(name, mode):
+    """Every layer keeps them apart: those without a mask, and those whose window is written out as one."""
+    model, ids, cuts = tiny.model(name), tokens(1, 40), (0, 11, 13, 40)
+    cu = torch.tensor(cuts, dtype=torch.int32)
+    with torch.no_grad():
+        want = torch.cat([model(ids[:, a:b]).logits for a, b in itertools.pairwise(cuts)], 1)
+        with attnops.patch(model, mask=mode):
+            ours = model(ids, cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=27, max_length_k=27).logits
+    assert relative(ours, want) < LIMIT  # rotary positions are relative: the second request may begin at 11
+
+
+MATTERS = {
+    "indices": torch.zeros(2, 6, 3, dtype=torch.int32),
+    "something_new": torch.zeros(1),
+    "several_new": (torch.zeros(1), None),
+    "window_of_another_name": 3,
+    "block_table": [1, 2],
+    "alibi_slopes": 0.5,
+}
+
+
+@pytest.mark.parametrize("name", MATTERS)
+def test_nothing_that_matters_is_swallowed(name):
+    with pytest.raises(InvalidInput, match=name):
+        attend(MODULE, *qkv(), None, **{name: MATTERS[name]})
 
 
 def test_what_does_not_matter_is_let_pass():
+    """The generate() of CTC models hands its options down to its one forward."""
     tensors = {name: torch.zeros(1) for name in HARMLESS}
     attend(MODULE, *qkv(), None, **tensors, indices=None, output_attentions=False, a_flag_of_the_user=True, a_number=3)
-
-
-def test_options_of_generate_do_not_matter():
-    """The generate() of CTC models hands them down to its one forward."""
     attend(MODULE, *qkv(), None, **dict.fromkeys(vars(GenerationConfig()), "a value"))
 
 
@@ -191,27 +198,8 @@ def test_registered_once():
     assert implementation(Options("sdpa", "compact")) == name != implementation(Options("sdpa", "dense"))
     # transformers reads meaning into these.
     assert "flash" not in name and "/" not in name and "|" not in name
-
-
-def test_wrong_options():
     with pytest.raises(UnknownKernel, match="no_such"):
         implementation(Options("no_such"))
-    wrong: Any = "sparse"
-    with pytest.raises(InvalidInput, match="mask"):
-        implementation(Options(None, wrong))
-
-
-@pytest.mark.parametrize("mode", ["dense", "compact", "explicit", "additive"])
-@pytest.mark.parametrize("name", ["llama", "gpt_oss", "gemma3", "olmo3"])
-def test_packed_requests_of_a_model(name, mode):
-    """Every layer keeps them apart: those without a mask, and those whose window is written out as one."""
-    model, ids, cuts = tiny.model(name), tokens(1, 40), (0, 11, 13, 40)
-    cu = torch.tensor(cuts, dtype=torch.int32)
-    with torch.no_grad():
-        want = torch.cat([model(ids[:, a:b]).logits for a, b in itertools.pairwise(cuts)], 1)
-        with attnops.patch(model, mask=mode):
-            ours = model(ids, cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=27, max_length_k=27).logits
-    assert relative(ours, want) < LIMIT  # rotary positions are relative: the second request may begin at 11
 
 
 def test_weights_of_large_logits_are_exact():

@@ -1,9 +1,7 @@
 """`patch(model)` without options: pages and graphs where the device and the call allow, transformers' own way with a reason elsewhere."""
 
 import copy
-import functools
 import gc
-import pickle
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,14 +12,13 @@ from transformers import DynamicCache
 
 import attnops
 from attnops.core.errors import NotFast, PatchError
-from attnops.core.select import active_policy
 from attnops.hf import Decode, Took, tiny
 from attnops.hf.cache_names import NAME, argument, cache_in, cache_of, named
 from attnops.hf.paged import mode as paged, pool, states, steps
 from tests.graphs.standin import StandIn
 from tests.hf import test_decode_graphs as decode_graphs
 from tests.hf.helpers import LIMIT, relative
-from tests.hf.test_decode_graphs import asked, generated, replays
+from tests.hf.test_decode_graphs import asked, generated
 
 FAMILIES = (
     "llama", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "gpt_oss", "deepseek_v3", "qwen3_moe", "olmo2", "glm4", "starcoder2",
@@ -107,6 +104,12 @@ def in_training(model):
     return asked(*CALL)
 
 
+def preparing(model):
+    """As PEFT does for prompts that are learnt, which brings more positions."""
+    model.prepare_inputs_for_generation = model.prepare_inputs_for_generation
+    return asked(*CALL)
+
+
 def dropping(part):
     """A sampled call of a model. One part of it is in training mode, with dropout."""
 
@@ -134,6 +137,7 @@ REASONS = {
     "the attention_mask has zeros": lambda model: holes(),
     "custom_generate": lambda model: spoilt(custom_generate=by_own_loop),
     "want one dtype and one device": of_two_dtypes,
+    "positions of its own": preparing,
 }
 
 
@@ -157,7 +161,7 @@ def test_calls_that_run_as_stock_say_why(why, recwarn):
         told = [w.category for w in recwarn if "attnops" in str(w.message)]
         assert told == ([] if chosen else [NotFast]), "the caller chose the rest"
         model.eval()
-        if chosen:
+        if chosen and why != "positions of its own":  # which is the model's, and stays
             generated(model, *CALL)
             assert handle.took == Took("paged", "breakable")
 
@@ -195,47 +199,6 @@ def test_a_forward_that_is_replaced_after_the_first_call():
         assert (handle.took.cache, handle.took.decode) == ("hf", "hf") and "forward was replaced" in handle.took.why
         model.forward = before
         assert torch.equal(generated(model, *CALL), want) and handle.took == Took("paged", "breakable")
-
-
-def test_hooks_run_at_every_step():
-    model = tiny.model("llama")
-    want, seen = generated(model, *CALL), []
-    with attnops.patch(model, decode=auto(compile_after=99)) as handle:
-        generated(model, *CALL)
-        hook = model.model.layers[0].mlp.register_forward_hook(lambda module, given, out: seen.append(out.shape[1]))
-        assert torch.equal(generated(model, *CALL), want) and seen == [CALL[1]] + [1] * (CALL[2] - 1)
-        assert handle.took == Took("hf", "hf", "hooks of the caller on LlamaMLP run at every step")
-        hook.remove()
-        generated(model, *CALL, output_hidden_states=True, return_dict_in_generate=True)
-        assert torch.equal(generated(model, *CALL), want) and handle.took == Took("paged", "breakable")
-
-
-@pytest.mark.parametrize("patched_first", [True, False])
-def test_inputs_that_bring_more_positions(patched_first):
-    """As PEFT's prompts that are learnt do: embeddings before those of the prompt, at the first step."""
-    model = tiny.model("llama")
-    soft = torch.randn(2, 12, model.config.hidden_size, generator=torch.Generator().manual_seed(2))
-    own = type(model).prepare_inputs_for_generation
-
-    def prepare(*given, **more):
-        made = own(model, *given, **more)
-        length = cache_in(made).get_seq_length()
-        made["attention_mask"] = torch.ones(2, 21 if length == 0 else length + 1)
-        made["position_ids"] = None
-        if length == 0:
-            made["inputs_embeds"] = torch.cat([soft, model.get_input_embeddings()(made.pop("input_ids"))], 1)
-        return made
-
-    def tokens():
-        model.prepare_inputs_for_generation = prepare
-        return model.generate(torch.full((2, 9), 5), max_new_tokens=5, min_new_tokens=5, do_sample=False)
-
-    want = tokens()
-    if patched_first:
-        del model.prepare_inputs_for_generation
-    with attnops.patch(model, decode=auto()) as handle:
-        assert torch.equal(tokens(), want)
-        assert (handle.took.cache, handle.took.decode) == ("hf", "hf") and "positions of its own" in handle.took.why
 
 
 def test_what_no_pages_or_graphs_had_a_part_in():
@@ -325,36 +288,6 @@ def test_graphs_that_cannot_be_made(monkeypatch):
         generated(model, *CALL)
 
 
-def test_graphs_of_one_kind_of_step_that_cannot_be_made(monkeypatch):
-    """Steps of several rows, and those of another policy, have graphs all the same."""
-    model, real, why = tiny.model("llama"), steps.breakable, "RuntimeError: no graph of one row"
-
-    def failing(step, *given, **more):
-        @functools.wraps(step)
-        def checked(input_ids, *args, **kwargs):
-            if input_ids.shape[0] == 1 and not active_policy():
-                raise RuntimeError("no graph of one row")
-            return step(input_ids, *args, **kwargs)
-
-        return real(checked, *given, **more)
-
-    monkeypatch.setattr(steps, "breakable", failing)
-    one, two = (1, 9, 3), (2, 9, 3)
-    want = {call: generated(model, *call) for call in (one, two)}
-    with attnops.patch(model, decode=auto()) as handle:
-        for call, took in (
-            (one, Took("paged", "hf", why)), (two, Took("paged", "breakable")), (one, Took("hf", "hf", f"graphs cannot be made: {why}")),
-            (two, Took("paged", "breakable")),
-        ):  # fmt: skip
-            with nullcontext() if call == two or handle.took else pytest.warns(NotFast, match="no graph of one row"):
-                assert torch.equal(generated(model, *call), want[call])
-            assert handle.took == took
-        assert f"decode steps of one row have no breakable graphs until release(): {why}" in handle.report().notes
-        with attnops.use(deny=("flex",)):
-            assert torch.equal(generated(model, *one), want[one]) and handle.took == Took("paged", "breakable")
-        assert handle.plain_steps == one[2] - 1
-
-
 def test_memory_that_is_short(monkeypatch):
     model = tiny.model("llama")
     want = generated(model, *CALL)
@@ -387,47 +320,6 @@ def test_idle_pages_are_bounded(monkeypatch):
             generated(model, 20, 9, 4, logits_processor=[short])
         assert handle._paged.pool.idle_bytes <= 0
         assert torch.equal(generated(model, *CALL), generated(tiny.model("llama"), *CALL))
-
-
-@pytest.mark.full
-def test_two_runs_have_the_same_modes():
-    """The switch comes at a number of steps, also within a call."""
-    model, found = tiny.model("llama"), []
-    for _ in range(2):
-        with attnops.patch(model, decode=auto()) as handle:
-            tokens = generated(model, 2, 9, 12)
-            found.append((tokens.tolist(), handle.took, replays(handle)))
-    assert found[0] == found[1] and found[0][2] == 11 - 8, "of the compiled graphs"
-
-
-def test_a_model_that_moves(monkeypatch):
-    """To a GPU after the patch, and back."""
-    model = tiny.model("llama")
-    want = generated(model, *CALL)
-    device = [torch.device("cpu")]
-    monkeypatch.setattr(type(model), "device", property(lambda _: device[0]))
-    with attnops.patch(model) as handle:
-        handle.decode = Decode(inner="eager")
-        assert torch.equal(generated(model, *CALL), want) and handle.took.cache == "hf"
-        device[0] = torch.device("cuda")
-        handle._settle()
-        assert handle._paged is not None and "forward" in vars(model)
-        device[0] = torch.device("cpu")
-        assert torch.equal(generated(model, *CALL), want) and handle.took.cache == "hf"
-        assert "forward" not in vars(model)
-
-
-def test_copies_choose_by_themselves():
-    model = tiny.model("llama")
-    want = generated(model, *CALL)
-    with attnops.patch(model, decode=auto()) as handle:
-        generated(model, *CALL)
-        twin = copy.deepcopy(model)
-        assert torch.equal(generated(twin, *CALL), want)
-        assert vars(twin)["_attnops"].took == Took("paged", "breakable") and handle.took == Took("paged", "breakable")
-    with attnops.patch(model):
-        again = pickle.loads(pickle.dumps(model))
-    assert torch.equal(generated(again, *CALL), want)
 
 
 def test_options_narrow_and_force():

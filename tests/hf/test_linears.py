@@ -1,4 +1,4 @@
-"""Which linears of Hugging Face models become one call with their norm, activation and residual, and that the models answer as before."""
+"""Linears of Hugging Face models: which become one, or one call with their norm, activation and residual; models answer as before."""
 
 import copy
 from unittest.mock import patch
@@ -8,14 +8,17 @@ import torch
 from torch import fx
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.graph import GraphLowering
+from torch._inductor.utils import run_and_get_code
+from transformers import AutoModelForCausalLM
 
 import attnops
 from attnops.core.problem import Target, pretend
 from attnops.hf import tiny
+from attnops.hf.cache_names import named
 from attnops.lowering import fuse_norm_linear_pass, merge_linears_pass
 from attnops.nn import pack_linears
 from attnops.ops.linear.record import LINEAR
-from tests.hf.helpers import LIMIT, relative
+from tests.hf.helpers import LIMIT, relative, static
 from tests.hf.test_decode_graphs import generated, how
 from tests.triton.process import interpreted
 
@@ -169,3 +172,77 @@ def test_decode_steps_by_triton():
         assert torch.equal(generated(model, *CALL), want)
         assert handle.graphs.report().whole == ""
         assert {product.kernel for product in handle._paged.decoder().products} == {"triton"}
+
+
+# Linears that become one ----------------------------------------------------------------------------------------------
+
+
+def weights_of(fused):
+    """One line a group: modules and rows."""
+    # Dynamo names the model `self`, or `args[0]` where a decorator is around its forward, as transformers 5.24 has one.
+    paths = [w.replace("_modules_", ".").removesuffix("_parameters_weight_").partition(".layers.")[2] for w in fused.weights]
+    assert all(paths) and not fused.refusal
+    return " + ".join(f"{n}[{rows}]" for n, rows in zip(paths, fused.rows, strict=True))
+
+
+def attention_of(layer, rows, others):
+    names = ["q_proj", "k_proj", "v_proj"]
+    return " + ".join(f"{layer}.self_attn.{name}[{n}]" for name, n in zip(names, (rows, others, others), strict=True))
+
+
+MLP = "{0}.mlp.gate_proj[96] + {0}.mlp.up_proj[96]"
+GROUPS = {
+    "llama": [attention_of(0, 64, 32), MLP.format(0), attention_of(1, 64, 32), MLP.format(1)],
+    "gpt-oss-small": [attention_of(0, 256, 128)],
+    "deepseek_v3": ["0.self_attn.q_a_proj[24] + 0.self_attn.kv_a_proj_with_mqa[40]", MLP.format(0)],
+}
+
+
+@pytest.mark.parametrize("family", GROUPS)
+@torch.no_grad()
+def test_linears_that_become_one(family, tmp_path):
+    """The weights are saved as before, and loaded."""
+    model, told = tiny.model(family, num_hidden_layers=2 if family == "llama" else 1), []
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    attnops.patch(model)
+
+    def backend(gm, inputs):
+        told.extend(merge_linears_pass(gm))
+        return gm.forward
+
+    want = model(IDS).logits
+    assert pack_linears(model).groups
+    torch.testing.assert_close(model(IDS).logits, want, rtol=0, atol=0)
+    torch.testing.assert_close(torch.compile(model, backend=backend)(IDS).logits, want, rtol=1e-4, atol=1e-4)
+    assert list(map(weights_of, told)) == GROUPS[family]
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert list(loaded) == list(before) and all(torch.equal(loaded[n], before[n]) for n in before)
+
+
+def test_tied_embeddings_stay_tied():
+    model = tiny.model("llama", num_hidden_layers=1, tie_word_embeddings=True)
+    pack_linears(model)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+FLASH = "_scaled_dot_product_flash_attention_for_cpu.default("
+
+
+@pytest.mark.full
+@torch.no_grad()
+def test_a_decode_step_copies_no_slice():
+    """One kernel rotates queries and keys and stores them and the values, which are read where the product left them."""
+    model = tiny.model("llama", num_hidden_layers=1)
+    attnops.patch(model)
+    pack_linears(model)
+    cache = static(model, 32)
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        model(IDS, **named(cache))
+        compiled = torch.compile(model, options={"pre_grad_custom_pass": merge_linears_pass})
+        _, code = run_and_get_code(compiled, IDS[:, :1], **named(cache))
+    body = "\n".join(code).partition("def call(")[2]
+    calls = [line.strip().partition("(")[0].rpartition(".")[2] for line in body.splitlines() if FLASH in line or "mm(" in line
+             or line.strip().startswith("cpp_fused")]  # fmt: skip
+    kinds = ["kernel" if c.startswith("cpp_fused") else c for c in calls]
+    assert kinds == ["kernel", "mm", "kernel", "default", "mm", "kernel", "mm", "kernel", "mm", "kernel", "mm", "kernel"]

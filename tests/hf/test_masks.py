@@ -5,14 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.masking_utils import (
-    and_masks,
     bidirectional_mask_function,
     causal_mask_function,
-    chunked_causal_mask_function,
-    or_masks,
     sdpa_mask,
     sliding_window_causal_mask_function,
 )
@@ -30,31 +26,22 @@ def make(mode, *args, **kwargs) -> Any:
     return masks.mask_function(mode)(*args, **kwargs)
 
 
-def written_out(**kwargs) -> Any:
-    return sdpa_mask(**kwargs)
-
-
-def shown(mask, queries, keys, batch, window_if_none=None):
-    """bool `[B, S, T]` of what the attention function lets a causal or bidirectional call see, written out index by index."""
+def shown(mask, queries, keys, batch):
+    """bool `[B, S, T]` of what the attention function lets a causal or bidirectional call see."""
+    query, key = torch.arange(queries)[:, None], torch.arange(keys)
     if mask is None:
         offset = 0 if queries > 1 else keys - 1  # as the attention function reads None
-        return torch.tensor([[[k <= q + offset for k in range(keys)] for q in range(queries)]] * batch)
+        return (key <= query + offset).expand(batch, queries, keys)
     if mask.dtype == torch.bool:
         return mask[:, 0].expand(batch, queries, keys)
     if mask.dtype == packed.DTYPE:
-        assert queries == keys, "packed requests have no keys but their own"
         return packed.written_out(packed.read(mask, batch, queries, keys), batch, queries)[:, 0]
     found = descriptor.read(mask, batch)
-    out = torch.zeros(batch, queries, keys, dtype=torch.bool)
-    for b in range(batch):
-        start, end = int(found.start[b]), int(found.end[b])
-        for q in range(queries):
-            own = end - queries + q
-            for k in range(keys):
-                right = not found.causal or k <= own
-                left = found.window_left < 0 or k >= own - found.window_left
-                out[b, q, k] = start <= k < end and right and left
-    return out
+    start, end = found.start[:, None, None], found.end[:, None, None]
+    own = end - queries + query
+    right = key <= own if found.causal else True
+    left = key >= own - found.window_left if found.window_left >= 0 else True
+    return ((start <= key) & (key < end) & right & left).expand(batch, queries, keys)
 
 
 def case(rng):
@@ -83,26 +70,24 @@ def padding_for(rng, batch, columns):
     return rows
 
 
+def arguments(rng, batch=3):
+    """Those of a mask function for such a forward, without padding."""
+    queries, keys, q_offset, kv_offset, window = case(rng)
+    rule = sliding_window_causal_mask_function(window) if window else causal_mask_function
+    given = {"batch_size": batch, "q_length": queries, "kv_length": keys, "q_offset": q_offset, "kv_offset": kv_offset}
+    return given | {"mask_function": rule} | ({"local_size": window} if window else {})
+
+
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("seed", range(300))
 def test_compact_shows_what_dense_shows(seed, grad):
     rng = random.Random(seed)
-    queries, keys, q_offset, kv_offset, window = case(rng)
-    batch, total = 3, int(q_offset) + queries
+    common = arguments(rng)
+    batch, queries, keys = 3, common["q_length"], common["kv_length"]
+    total = int(common["q_offset"]) + queries
     padding = padding_for(rng, batch, total) if rng.random() < 0.8 else None
-    rule = sliding_window_causal_mask_function(window) if window else causal_mask_function
-    common = {
-        "batch_size": batch,
-        "q_length": queries,
-        "kv_length": keys,
-        "q_offset": q_offset,
-        "kv_offset": kv_offset,
-        "mask_function": rule,
-        "attention_mask": padding,
-        "device": torch.device("cpu"),
-        **({"local_size": window} if window else {}),
-    }
-    want = written_out(allow_is_causal_skip=False, **common)[:, 0]
+    common["attention_mask"] = padding
+    want = sdpa_mask(allow_is_causal_skip=False, **common)[:, 0]
     skip = rng.random() < 0.7
     with torch.set_grad_enabled(grad):
         ours = make("compact", allow_is_causal_skip=skip, config=None, dtype=torch.float32, **common)
@@ -125,7 +110,7 @@ def test_bidirectional(seed):
         "attention_mask": padding,
         "allow_is_causal_skip": False,
     }
-    want = written_out(**common)
+    want = sdpa_mask(**common)
     ours = make("compact", allow_is_bidirectional_skip=True, **common)
     if ours is None:
         assert want.all()
@@ -140,7 +125,7 @@ def test_a_mask_shorter_than_the_text(static, queries):
     padding = torch.tensor([[False, True, True, True], [True, True, True, True]])
     common = {"batch_size": 2, "q_length": queries, "kv_length": 12 if static else 4 + queries, "attention_mask": padding}
     common |= {"q_offset": torch.tensor(4) if static else 4, "mask_function": causal_mask_function}
-    want = written_out(allow_is_causal_skip=False, **common)[:, 0]
+    want = sdpa_mask(allow_is_causal_skip=False, **common)[:, 0]
     assert torch.equal(shown(make("compact", **common), queries, common["kv_length"], 2), want)
 
 
@@ -148,74 +133,27 @@ def test_while_a_compiler_traces_a_plain_mask_without_padding_is_none(monkeypatc
     """Sizes tell; transformers writes it out all the same. One that must be found every time, and `explicit`, stay tensors."""
     none = 0
     for seed in range(150):
-        rng = random.Random(seed)
-        queries, keys, q_offset, kv_offset, window = case(rng)
-        rule = sliding_window_causal_mask_function(window) if window else causal_mask_function
-        common = {"batch_size": 3, "q_length": queries, "kv_length": keys, "q_offset": q_offset, "kv_offset": kv_offset}
-        common |= {"mask_function": rule, **({"local_size": window} if window else {})}
-        want = written_out(allow_is_causal_skip=False, **common)[:, 0].expand(3, queries, keys)
+        common = arguments(random.Random(seed))
+        queries, keys = common["q_length"], common["kv_length"]
+        want = sdpa_mask(allow_is_causal_skip=False, **common)[:, 0].expand(3, queries, keys)
         with monkeypatch.context() as patched:
             patched.setattr(torch.compiler, "is_compiling", lambda: True)
             ours = make("auto", **common)
             for mode, more in (("auto", {"allow_is_causal_skip": False}), ("explicit", {})):
                 assert make(mode, **common, **more) is not None
-            assert make("auto", attention_mask=torch.ones(3, int(q_offset) + queries, dtype=torch.bool), **common) is not None
+            ones = torch.ones(3, int(common["q_offset"]) + queries, dtype=torch.bool)
+            assert make("auto", attention_mask=ones, **common) is not None
         none += ours is None
         assert torch.equal(shown(ours, queries, keys, 3), want)
     assert none > 20
 
 
-def test_a_compiled_prompt_is_attended_to_without_a_mask():
-    model, ids, backend = tiny.model("llama", num_hidden_layers=1), tokens(), EagerAndRecordGraphs()
-    with torch.no_grad():
-        want = model(ids).logits
-        attnops.patch(model)
-        got = torch.compile(model, fullgraph=True, backend=backend)(ids).logits
-    assert relative(got, want) < LIMIT
-    [call] = [n for gm in backend.graphs for n in gm.graph.nodes if "attnops.attention" in str(n.target)]
-    assert call.args[3] is None and call.kwargs["causal"] is True
-
-
-def test_both_kinds_occur():
-    """The random cases above are worth something only if neither kind of mask is rare."""
-    made = {"descriptor": 0, "bool": 0, "none": 0}
-    for seed in range(300):
-        rng = random.Random(seed)
-        queries, keys, q_offset, kv_offset, window = case(rng)
-        padding = padding_for(rng, 3, int(q_offset) + queries)
-        rule = sliding_window_causal_mask_function(window) if window else causal_mask_function
-        mask = make("compact", 3, queries, keys, q_offset, kv_offset, rule, padding)
-        made["none" if mask is None else "bool" if mask.dtype == torch.bool else "descriptor"] += 1
-    assert min(made.values()) > 5, made
-    assert made["descriptor"] > 50, made
-
-
-@pytest.mark.parametrize(
-    "rule",
-    [
-        chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.int64)),
-        and_masks(causal_mask_function, lambda b, h, q, k: k != 1),
-        or_masks(causal_mask_function, lambda b, h, q, k: k == 5),
-        or_masks(sliding_window_causal_mask_function(3), lambda b, h, q, k: k == 5),
-    ],
-    ids=["chunked", "and", "or", "sliding-or"],
-)
-@pytest.mark.parametrize("skip", [True, False])
-@pytest.mark.parametrize("queries", [1, 6])
-def test_other_patterns_are_written_out(rule, skip, queries):
-    common = {"batch_size": 2, "q_length": queries, "kv_length": 8, "q_offset": 8 - queries, "mask_function": rule, "local_size": 4}
-    ours = make("compact", allow_is_causal_skip=skip, **common)
-    assert ours is not None and ours.dtype == torch.bool
-    assert torch.equal(ours, written_out(allow_is_causal_skip=False, **common))
-
-
-def test_explicit_is_always_written_out():
-    assert make("dense", 2, 5, 5) is None
-    assert make("explicit", 2, 5, 5).shape == (2, 1, 5, 5)
+def described(start=1, end=7, window=0):
+    return descriptor.build(Pattern(True, window), 2, start, end, 3, 0, torch.device("cpu"))
 
 
 def test_the_descriptor_takes_no_room():
-    mask = descriptor.build(Pattern(True, 4096), 2, 0, 7, 3, 0, torch.device("cpu"))
+    mask = described(window=4096)
     assert mask.shape == (2, 1, 4097, 4) and mask.dtype == torch.int64
     assert mask.untyped_storage().nbytes() == 2 * 4 * 8
     found = descriptor.read(mask, 2)
@@ -223,27 +161,29 @@ def test_the_descriptor_takes_no_room():
     assert found.start.is_contiguous() and found.end.is_contiguous()
 
 
+def ranges(mask, batch=2):
+    found = descriptor.read_once(mask, batch)
+    return found.start.tolist(), found.end.tolist()
+
+
 def test_a_descriptor_is_read_once_a_step_and_anew_when_it_was_written():
-    mask = descriptor.build(Pattern(True, 0), 2, torch.tensor([0, 3]), 7, 3, 0, torch.device("cpu"))
+    mask = described(torch.tensor([0, 3]))
     found = descriptor.read_once(mask, 2)
-    assert descriptor.read_once(mask, 2) is found
-    assert (found.start.dtype, found.start.tolist(), found.end.tolist()) == (torch.int32, [0, 3], [7, 7])
-    assert descriptor.read(mask, 2).start.dtype == torch.int64
-    mask.copy_(descriptor.build(Pattern(True, 0), 2, 1, torch.tensor([5, 6]), 3, 0, torch.device("cpu")))
-    found = descriptor.read_once(mask, 2)
-    assert (found.start.tolist(), found.end.tolist()) == ([1, 1], [5, 6])
+    assert descriptor.read_once(mask, 2) is found and found.start.dtype == torch.int32
+    assert ranges(mask) == ([0, 3], [7, 7])
+    mask.copy_(described(end=torch.tensor([5, 6])))
+    assert ranges(mask) == ([1, 1], [5, 6])
     with pytest.raises(InvalidInput, match="attention_mask"):
         descriptor.read_once(mask, 3)
-    assert descriptor.read_once(mask[:1], 1).end.tolist() == [5]
+    assert ranges(mask[:1], 1) == ([1], [5])
     graphs = []
     compiled = torch.compile(lambda m: descriptor.read_once(m, 2).start * 2, backend=lambda g, _: graphs.append(g) or g.forward)
-    other = descriptor.build(Pattern(True, 0), 2, 4, 7, 3, 0, torch.device("cpu"))
-    assert compiled(mask).tolist() == [2, 2] and compiled(other).tolist() == [8, 8] and len(graphs) == 1
+    assert compiled(mask).tolist() == [2, 2] and compiled(described(4)).tolist() == [8, 8] and len(graphs) == 1
     with torch.inference_mode():
-        mask = descriptor.build(Pattern(True, 0), 2, 1, 7, 3, 0, torch.device("cpu"))
-        assert descriptor.read_once(mask, 2).start.tolist() == [1, 1]
+        mask = described()
+        assert ranges(mask)[0] == [1, 1]
         mask.fill_(3)
-        assert descriptor.read_once(mask, 2).start.tolist() == [3, 3]
+        assert ranges(mask)[0] == [3, 3]
 
 
 def test_a_descriptor_that_a_graph_makes_is_read_every_time():
@@ -254,15 +194,13 @@ def test_a_descriptor_that_a_graph_makes_is_read_every_time():
             return func(*args, **(kwargs or {}))
 
     with Recording():
-        mask = descriptor.build(Pattern(True, 0), 2, 1, 7, 3, 0, torch.device("cpu"))
-    eager = descriptor.build(Pattern(True, 0), 2, 1, 7, 3, 0, torch.device("cpu"))
-    make = torch.compile(lambda n: descriptor.build(Pattern(True, 0), 2, n, 7, 3, 0, torch.device("cpu")), backend="eager")
-    traced = make(torch.tensor(1))
-    for made, again in ((mask, 5), (mask.detach(), 5), (traced, 5), (eager, 1)):
+        mask = described()
+    traced = torch.compile(described, backend="eager")(torch.tensor(1))
+    for made, again in ((mask, 5), (mask.detach(), 5), (traced, 5), (described(), 1)):
+        assert ranges(made)[0] == [1, 1]
         before = made.clone()
-        assert descriptor.read_once(made, 2).start.tolist() == [1, 1]
-        made.data.copy_(descriptor.build(Pattern(True, 0), 2, 5, 7, 3, 0, torch.device("cpu")))
-        assert descriptor.read_once(made, 2).start.tolist() == [again, again]
+        made.data.copy_(described(5))
+        assert ranges(made)[0] == [again, again]
         made.data.copy_(before)
 
 
@@ -290,41 +228,34 @@ def impatient(monkeypatch):
     return looks
 
 
+# Are there masks of the prompt, and of the steps after it? Padding on the right ends a run of ones; with ones appended it is a hole.
+PROMPTS = {"left": (False, False), "holes": (True, True), "right": (False, True)}
+
+
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_generate_looks_at_the_prompt_only(impatient, name, cache):
-    model = tiny.model(name)
-    want = generated(model, kind=cache)
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_generate_looks_at_the_prompt_only(impatient, prompt, name, cache):
+    model, mask = tiny.model(name), left_padded()[:, :14]
+    if prompt == "holes":
+        mask[0, 5] = 0
+    if prompt == "right":
+        mask = mask.flip(1)
+    want = generated(model, kind=cache, attention_mask=mask)
     with attnops.patch(model, mask="auto"), watched() as calls:
-        assert torch.equal(generated(model, kind=cache), want)
-    assert impatient and set(impatient) == {14}
-    assert all(call["mask"] is None for call in calls)
-
-
-def test_generate_with_holes_in_the_prompt(impatient):
-    model, mask = tiny.model("llama"), left_padded()[:, :14]
-    mask[0, 5] = 0
-    want = generated(model, attention_mask=mask)
-    with attnops.patch(model, mask="auto"), watched() as calls:
-        assert torch.equal(generated(model, attention_mask=mask), want)
-    assert all(call["mask"] is not None for call in calls)
-
-
-def test_generate_with_right_padding_does_not_trust(impatient):
-    """A prompt with right padding is one run of ones; with ones appended it is not."""
-    model, mask = tiny.model("llama"), left_padded()[:, :14].flip(1)
-    with attnops.patch(model, mask="auto"), watched() as calls:
-        generated(model, attention_mask=mask)
-    assert all(call["mask"] is None for call in calls[:2])
-    assert all(call["mask"] is not None for call in calls[2:])
+        ours = generated(model, kind=cache, attention_mask=mask)
+    masked = [call["mask"] is not None for call in calls]
+    layers = model.config.num_hidden_layers
+    assert (set(masked[:layers]), set(masked[layers:])) == tuple({each} for each in PROMPTS[prompt])
+    if prompt != "right":
+        assert torch.equal(ours, want) and set(impatient) == {14}
 
 
 def test_generate_from_one_token(impatient):
-    model = tiny.model("llama")
-    ids, mask = tokens(2, 1), torch.ones(2, 1, dtype=torch.int64)
-    want = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    model, mask = tiny.model("llama"), torch.ones(3, 1, dtype=torch.int64)
+    want = generated(model, length=1, attention_mask=mask)
     with attnops.patch(model, mask="auto"):
-        assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False), want)
+        assert torch.equal(generated(model, length=1, attention_mask=mask), want)
     # From 5.23 on transformers hands on no mask without zeros.
     assert impatient in ([1], [])
 

@@ -66,30 +66,54 @@ def test_models_answer_and_save_as_before(stock):
     assert list(now) == list(saved) and all(torch.equal(now[n], saved[n]) for n in saved)
 
 
-@torch.no_grad()
-def test_numbers_of_another_format_are_refused():
-    model = gpt_oss()
-    last = model.model.layers[-1].mlp.experts
-    last.down_proj[1, 5, 7] = 0.3
-    saved = bits(model)
-    with pytest.raises(PatchError, match=r"down_proj of GptOssExperts got numbers that are none of MXFP4"):
-        pack_experts(model)
-    assert all(torch.equal(t, saved[n]) for n, t in model.state_dict().items())
-    assert not any(mxfp4._PACKED in vars(m) for m in model.modules())
-    with pytest.raises(PatchError, match=r"down_proj got 64 rows and 96 columns, want multiples of 16 and 64"):
-        pack_experts(gpt_oss(96))
-    for other, got in ((gpt_oss().half(), "float16 on cpu"), (gpt_oss().to("meta"), "float32 on meta")):
-        with pytest.raises(PatchError, match=rf"gate_up_proj got {got}, want bfloat16 \| float32 \| float64 with data"):
-            pack_experts(other)
-
-
-def test_a_weight_of_two_layers_is_refused():
-    model = gpt_oss()
+def shared(model):
+    """A weight of two layers."""
     first, second = (layer.mlp.experts for layer in model.model.layers)
     second.down_proj = first.down_proj
-    with pytest.raises(PatchError, match="GptOssExperts got a weight of another module, too, want weights of its own"):
+    return model
+
+
+def rounded_elsewhere(model):
+    model.model.layers[-1].mlp.experts.down_proj.data[1, 5, 7] = 0.3
+    return model
+
+
+def patched(model):
+    attnops.patch(model)
+    return model
+
+
+DTYPES = r"want bfloat16 \| float32 \| float64 with data"
+REFUSED = {
+    "down_proj of GptOssExperts got numbers that are none of MXFP4": lambda: rounded_elsewhere(gpt_oss()),
+    "down_proj got 64 rows and 96 columns, want multiples of 16 and 64": lambda: gpt_oss(96),
+    rf"gate_up_proj got float16 on cpu, {DTYPES}": lambda: gpt_oss().half(),
+    rf"gate_up_proj got float32 on meta, {DTYPES}": lambda: gpt_oss().to("meta"),
+    "GptOssExperts got a weight of another module, too, want weights of its own": lambda: shared(gpt_oss()),
+    r"GptOssForCausalLM got patched before, want pack_experts\(\) before": lambda: patched(gpt_oss()),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_models_that_are_refused_stay_as_they_are(why):
+    model = REFUSED[why]()
+    saved = {n: p.clone() for n, p in model.named_parameters()}
+    with pytest.raises(PatchError, match=why):
         pack_experts(model)
-    assert second.down_proj is first.down_proj
+    for n, p in model.named_parameters():
+        assert p.is_meta or torch.equal(p, saved[n])
+    assert (model.model.layers[0].mlp.experts.down_proj is model.model.layers[1].mlp.experts.down_proj) == ("another module" in why)
+    assert not any(mxfp4._PACKED in vars(m) for m in model.modules())
+
+
+@torch.no_grad()
+def test_loading_is_refused():
+    model = gpt_oss()
+    state = bits(model)
+    pack_experts(model)
+    with pytest.raises(PatchError, match=r"load_state_dict: model\.layers\.0\.mlp\.experts is packed; call unpack_experts"):
+        model.load_state_dict(state)
+    assert pack_experts(tiny.model("mixtral")) == 0, "experts of halves are left"
 
 
 @torch.no_grad()
@@ -104,26 +128,6 @@ def test_a_cast_after_packing():
     assert {p.dtype for layer in model.model.layers for p in layer.mlp.experts.parameters()} == {torch.bfloat16}
     assert {n for n in names if "experts" in n} and not any("experts" in n for n, _ in model.named_buffers())
     assert relative(model(IDS).logits, want) < 0.05
-
-
-@torch.no_grad()
-def test_loading_is_refused():
-    model = gpt_oss()
-    state = bits(model)
-    pack_experts(model)
-    with pytest.raises(PatchError, match=r"load_state_dict: model\.layers\.0\.mlp\.experts is packed; call unpack_experts"):
-        model.load_state_dict(state)
-
-
-def test_a_patched_model_is_refused():
-    model = gpt_oss()
-    with attnops.patch(model), pytest.raises(PatchError, match=r"GptOssForCausalLM got patched before, want pack_experts\(\) before"):
-        pack_experts(model)
-    assert pack_experts(model) == len(model.model.layers)
-
-
-def test_experts_of_halves_are_left():
-    assert pack_experts(tiny.model("mixtral")) == 0
 
 
 @torch.no_grad()
@@ -195,6 +199,7 @@ def signs(t):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
 def test_zeros_keep_their_signs(dtype):
     weight = torch.tensor([0.0, -0.0, 1.0, -1.0, -0.0, 0.5, -6.0, 0.0] * 8).view(1, 2, 32).to(dtype).repeat(1, 8, 2)
     weight[0, 5] = -0.0
@@ -204,18 +209,13 @@ def test_zeros_keep_their_signs(dtype):
     for interleaved in (False, True):
         again = restored(*arranged(blocks, scales, interleaved), interleaved)
         assert torch.equal(again[0], blocks) and torch.equal(again[1], scales)
-
-
-@torch.no_grad()
-def test_packed_zeros_keep_their_signs():
-    model = gpt_oss()
+    model = gpt_oss().to(dtype)
     for name in mxfp4.NAMES:
         getattr(model.model.layers[0].mlp.experts, name).data[0, :4] = -0.0
     saved = {n: signs(t) for n, t in model.state_dict().items()}
-    pack_experts(model)
-    assert {n: signs(t) for n, t in model.state_dict().items()} == saved
-    unpack_experts(model)
-    assert {n: signs(t) for n, t in model.state_dict().items()} == saved
+    for change in (pack_experts, unpack_experts):
+        change(model)
+        assert {n: signs(t) for n, t in model.state_dict().items()} == saved
 
 
 def test_the_bench_measures_packed_experts(monkeypatch):

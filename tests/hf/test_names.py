@@ -3,7 +3,6 @@
 The hook delegates: what loads the module, its errors and other hooks are as without attnops.
 """
 
-import json
 import sys
 import textwrap
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ import pytest
 
 from attnops import announce
 from attnops.on_import import Finder
-from tests.helpers import ROOT, torch_process
+from tests.helpers import torch_process
 
 TABLES = "(AttentionInterface, AttentionMaskInterface)"
 FOUND = f'print(*("attnops" in table._global_mapping for table in {TABLES}))'
@@ -226,9 +225,3 @@ def test_the_hook_that_is_left_over_finds_nothing():
     left_over = Finder(announce.WHERE, lambda module: None)
     assert left_over.find_spec(announce.WHERE, None) is None
     assert left_over.find_spec("json") is None
-
-
-def test_the_oldest_version_is_the_extras():
-    lines = (ROOT / "pyproject.toml").read_text().splitlines()
-    extra = next(line.partition("=")[2] for line in lines if line.startswith("hf = "))
-    assert json.loads(extra) == [f"transformers>={announce.OLDEST['transformers']}"]

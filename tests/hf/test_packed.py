@@ -44,6 +44,22 @@ def make(rule, batch, length, **more) -> Any:
     return masks.mask_function("auto")(batch, length, length, mask_function=rule, **given)
 
 
+IDS = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0]])
+SEE = (IDS[:, :, None] == IDS[:, None, :])[:, None] & torch.ones(6, 6, dtype=torch.bool).tril()
+
+
+def packed_mask(window=0, ids=IDS):
+    first = sliding_window_causal_mask_function(window) if window else causal_mask_function
+    return make(and_masks(first, packed_sequence_mask_function(ids)), len(ids), 6)
+
+
+CU = torch.tensor([0, 2, 5, 6], dtype=torch.int32)
+
+
+def lengths_of(cu, longest):
+    return {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": longest, "max_length_k": longest}
+
+
 def random_documents(rng, batch, length):
     """int64 `[B, S]`: the document of each token."""
     return (torch.tensor([[rng.random() < 0.3 for _ in range(length)] for _ in range(batch)]).cumsum(-1)).long()
@@ -69,42 +85,51 @@ def test_documents(seed, traced, monkeypatch):
     assert (found.starts.diff()[:-1] > 0).all()
 
 
-@pytest.mark.parametrize("compiling", [False, True])
-@pytest.mark.parametrize(
-    ("rule", "more"),
-    [
-        (or_masks(causal_mask_function, blockwise_overlay(torch.tensor([[0, 0, 1, 1, -1, -1]]))), {}),
-        (chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64)), {"local_size": 4, "config": True}),
-        (sliding_window_bidirectional_mask_function(3), {"local_size": 3, "allow_is_bidirectional_skip": False}),
-        (bidirectional_mask_function, {"allow_is_bidirectional_skip": False}),
-        (and_masks(causal_mask_function, lambda b, h, q, k: k != 1), {"use_vmap": True}),
-        (causal_mask_function, {}),
-    ],
-    ids=["blocks", "chunks", "both-sides", "bidirectional", "and", "edited"],
-)
-def test_other_rules_are_written_out(rule, more, compiling, monkeypatch):
-    config = types.SimpleNamespace(attention_chunk_size=4 if "config" in more else None)
-    want = sdpa_mask(1, 6, 6, mask_function=rule, allow_is_causal_skip=False, use_vmap=more.get("use_vmap", False))
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
-    mask = make(rule, 1, 6, **{**more, "config": config})
-    assert mask.dtype == torch.bool and torch.equal(mask, want)
+BLOCKS, CHUNKS = torch.tensor([[0, 0, 1, 1, -1, -1]]), torch.zeros(1, dtype=torch.int64)
+OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "blocks": (or_masks(causal_mask_function, blockwise_overlay(BLOCKS)), {}),
+    "chunks": (chunked_causal_mask_function(4, CHUNKS), {"local_size": 4, "config": types.SimpleNamespace(attention_chunk_size=4)}),
+    "both sides": (sliding_window_bidirectional_mask_function(3), {"local_size": 3, "allow_is_bidirectional_skip": False}),
+    "bidirectional": (bidirectional_mask_function, {"allow_is_bidirectional_skip": False}),
+    "and": (and_masks(causal_mask_function, lambda b, h, q, k: k != 1), {"use_vmap": True}),
+    "sliding or": (or_masks(sliding_window_causal_mask_function(3), lambda b, h, q, k: k == 5), {"local_size": 3}),
+    "edited": (causal_mask_function, {}),
+}
+
+
+# Of edited patterns transformers forbids the skip, and a step over a cache is compiled as any other.
+SKIPPING = [(name, queries, "skip") for name, (_, more) in OTHERS.items() for queries in (1, 6) if "local_size" in more]
+WRITTEN = [(name, queries, "no skip") for name in OTHERS for queries in (1, 6)]
+COMPILED = [(name, 6, "compiling") for name in OTHERS]
+
+
+@pytest.mark.parametrize(("name", "queries", "how"), [*SKIPPING, *WRITTEN, *COMPILED])
+def test_other_rules_are_written_out(name, queries, how, monkeypatch):
+    rule, more = OTHERS[name]
+    where = {"mask_function": rule, "q_offset": 6 - queries, "use_vmap": more.get("use_vmap", False)}
+    want = sdpa_mask(1, queries, 6, allow_is_causal_skip=False, **where)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: how == "compiling")
+    for mode in ("auto", "compact"):
+        mask = masks.mask_function(mode)(1, queries, 6, **{"config": None, **where, **more}, allow_is_causal_skip=how == "skip")
+        assert mask.dtype == torch.bool and torch.equal(mask, want)
 
 
 def test_other_modes_and_steps_over_a_cache_are_written_out():
-    rule = and_masks(causal_mask_function, packed_sequence_mask_function(torch.tensor([[0, 0, 1, 1, 1, 2]])))
+    rule = and_masks(causal_mask_function, packed_sequence_mask_function(IDS))
     for mode in ("dense", "explicit"):
-        assert masks.mask_function(mode)(1, 6, 6, mask_function=rule, allow_is_causal_skip=False).dtype == torch.bool
-    assert make(rule, 1, 6, q_offset=torch.tensor(0)).dtype == torch.bool
-    assert make(rule, 1, 6, attention_mask=torch.ones(1, 6, dtype=torch.bool)).dtype == torch.bool
+        assert masks.mask_function(mode)(2, 6, 6, mask_function=rule, allow_is_causal_skip=False).dtype == torch.bool
+    assert masks.mask_function("dense")(2, 5, 5) is None
+    assert masks.mask_function("explicit")(2, 5, 5).shape == (2, 1, 5, 5)
+    for more in ({"q_offset": torch.tensor(0)}, {"attention_mask": torch.ones(2, 6, dtype=torch.bool)}):
+        assert make(rule, 2, 6, **more).dtype == torch.bool
 
 
 def test_documents_that_cannot_be_counted_are_written_out(monkeypatch):
     """While a CUDA graph is captured the host must not wait, and fake tensors without symbols have no size for their number."""
-    rule = and_masks(causal_mask_function, packed_sequence_mask_function(IDS))
     with monkeypatch.context() as patched:
         for module in (masks, eager_cache):
             patched.setattr(module, "capturing", lambda tensor: True)
-        mask = make(rule, 2, 6)
+        mask = packed_mask()
     assert mask.shape[3] == 13 and torch.equal(packed.written_out(packed.read(mask, 2, 6, 6), 2, 6), SEE)
     for env, size in ((None, 13), (ShapeEnv(), None)):
         with FakeTensorMode(shape_env=env, static_shapes=True) as mode:
@@ -120,15 +145,6 @@ def test_padding_is_cut_in_short_requests():
     assert found.starts.tolist() == [0, 128, 256, 290, 300, 310, 440, 556, 600] and found.longest == 132
     [end] = packed.runs(torch.zeros(1, 8192, dtype=torch.bool)).nonzero()[-1:, 1].tolist()
     assert end == 8192 - 512, "a long row has longer pieces"
-
-
-IDS = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0]])
-SEE = (IDS[:, :, None] == IDS[:, None, :])[:, None] & torch.ones(6, 6, dtype=torch.bool).tril()
-
-
-def packed_mask(window=0, ids=IDS):
-    first = sliding_window_causal_mask_function(window) if window else causal_mask_function
-    return make(and_masks(first, packed_sequence_mask_function(ids)), len(ids), 6)
 
 
 @pytest.mark.parametrize("window", [0, 2])
@@ -161,12 +177,11 @@ def test_calls_that_need_all_pairs():
 
 def test_lengths_take_the_place_of_documents():
     q, k, v = (x[:1] for x in qkv())
-    cu = torch.tensor([0, 2, 5, 6], dtype=torch.int32)
-    lengths = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 3, "max_length_k": 3}
+    lengths = lengths_of(CU, 3)
     for mask in (packed_mask(ids=IDS[:1]), packed.whole(1, 6, 0, CPU)):
         with watched() as calls:
             ours = attend(MODULE, q, k, v, mask, **lengths)[0]
-        assert [call["cu_seqlens_q"] is cu for call in calls] == [True]
+        assert [call["cu_seqlens_q"] is CU for call in calls] == [True]
         close(ours, plain(q, k, v, see=SEE[:1]))
         close(attend(MODULE, q, k, v, mask, output_attentions=True, **lengths)[0], ours)
     with pytest.raises(InvalidInput, match="a batch of 2"):
@@ -180,8 +195,7 @@ def test_lengths_beside_padding_keep_it_hidden(window):
     """In grad mode as without it, where the mask of a padded row is a range of keys."""
     q, k, v = (x[:1] for x in qkv())
     text = torch.tensor([[False, False, True, True, True, True]])
-    cu = torch.tensor([0, 4, 6], dtype=torch.int32)
-    lengths = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 4, "max_length_k": 4}
+    lengths = lengths_of(torch.tensor([0, 4, 6], dtype=torch.int32), 4)
     rule, local = (sliding_window_causal_mask_function(window), {"local_size": window}) if window else (causal_mask_function, {})
     given = {"mask_function": rule, "attention_mask": text, "device": CPU, **local}
     see = sdpa_mask(1, 6, 6, mask_function=rule, attention_mask=text, allow_is_causal_skip=False)
@@ -196,12 +210,9 @@ def test_lengths_beside_padding_keep_it_hidden(window):
 
 def test_as_many_starts_as_keys_have_another_shape_than_a_mask():
     q, k, v = (x[:1] for x in qkv())
-    for mask in (packed_mask(ids=torch.tensor([[0, 0, 1, 2, 3, 4]])), packed.whole(5, 6, 0, CPU)):
-        assert mask.shape[3] == 7
-    close(
-        attend(MODULE, q, k, v, packed_mask(ids=torch.tensor([[0, 0, 1, 2, 3, 4]])))[0][:, 2:],
-        v.repeat_interleave(2, 1).transpose(1, 2)[:, 2:],
-    )
+    mask = packed_mask(ids=torch.tensor([[0, 0, 1, 2, 3, 4]]))
+    assert mask.shape[3] == packed.whole(5, 6, 0, CPU).shape[3] == 7
+    close(attend(MODULE, q, k, v, mask)[0][:, 2:], v.repeat_interleave(2, 1).transpose(1, 2)[:, 2:])
 
 
 def test_rows_of_one_request_each_are_dense():
@@ -216,20 +227,22 @@ def test_rows_of_one_request_each_are_dense():
 @pytest.mark.parametrize(("name", "cached"), [("gpt_oss", False), ("llama", True)])
 def test_documents_that_positions_do_not_keep_apart_are_told(name, cached, mask):
     """gpt-oss makes its masks without positions, and every model does so beside a cache. Once, and for no other call."""
-    model, ids, packed_rows = tiny.model(name), torch.full((2, 6), 5), torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5]])
-    one, lengths = {"input_ids": ids, "use_cache": cached}, {"cu_seq_lens_q": STARTS, "cu_seq_lens_k": STARTS}
+    model, ids = tiny.model(name), torch.full((2, 6), 5)
+    where = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5]])
+    one = {"input_ids": ids, "use_cache": cached}
+    kept_apart: list[dict[str, Any]] = [
+        {},
+        {"position_ids": torch.arange(6)[None]},
+        {"position_ids": where, "attention_mask": torch.ones_like(ids)},
+        {"input_ids": ids[:1], "position_ids": where[:1], "use_cache": False, **lengths_of(STARTS, 3)},
+    ]
     with torch.no_grad(), attnops.patch(model, mask=mask):
-        model(**one)
-        model(**one, position_ids=torch.arange(6)[None])
-        model(**one, position_ids=packed_rows, attention_mask=torch.ones_like(ids))
-        model(input_ids=ids[:1], position_ids=packed_rows[:1], use_cache=False, **lengths, max_length_q=3, max_length_k=3)
-        tiny.model("llama")(input_ids=ids, position_ids=packed_rows)  # not patched
-        if name == "llama":
-            model(input_ids=ids, position_ids=packed_rows, use_cache=False)
+        for more in (*kept_apart, *([{"position_ids": where, "use_cache": False}] if name == "llama" else [])):
+            model(**one | more)
         with pytest.warns(UserWarning, match=f"within a row of {type(model).__name__}.*return_flash_attn_kwargs=True") as told:
-            model(**one, position_ids=packed_rows)
+            model(**one, position_ids=where)
         assert [w.filename for w in told] == [__file__]
-        model(**one, position_ids=packed_rows)
+        model(**one, position_ids=where)
 
 
 @pytest.mark.parametrize(

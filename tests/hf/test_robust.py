@@ -1,10 +1,9 @@
 """What people do to models, before and after patching them: adapters, offloading, quantisation, copies, files, threads."""
 
-import copy
-import io
 import textwrap
-import threading
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -12,14 +11,35 @@ import transformers
 
 import attnops
 from attnops.hf import tiny
-from tests.helpers import ready, ready_process
-from tests.hf.helpers import LIMIT, generated, left_padded, relative, tokens, watched
+from tests.helpers import ready_process
+from tests.hf.helpers import LIMIT, copies, eager_tokens, generated, left_padded, relative, tokens, watched
+from tests.hf.kinds import attending
+
+DENSE: tuple[str, dict[str, Any]] = ("llama", {})
+COMPACT: tuple[str, dict[str, Any]] = ("gemma3", {"mask": "compact"})
+KEYS: tuple[str, dict[str, Any]] = ("gpt_oss", {"cache": "paged"})
+LATENTS: tuple[str, dict[str, Any]] = ("deepseek_v3", {"cache": "paged"})
+each = pytest.mark.parametrize(("name", "options"), [DENSE, COMPACT, KEYS, LATENTS], ids=["dense", "compact", "keys", "latents"])
 
 
-def lora(model):
+@contextmanager
+def served(name, options):
+    """Within the block attnops must serve a call."""
+    if "cache" in options:
+        with attending(name) as calls:
+            yield
+        assert calls.later
+    else:
+        with watched() as calls:
+            yield
+        assert calls
+
+
+def lora(model, *names):
+    """names: of the linears. The random numbers of adapters are those of a seed."""
     peft = pytest.importorskip("peft", reason="the package peft (extra dev) is not installed")
     torch.manual_seed(5)
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "kv_b_proj"], lora_alpha=16, init_lora_weights=False)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "kv_b_proj", *names], lora_alpha=16, init_lora_weights=False)
     return peft.get_peft_model(model, config).eval()
 
 
@@ -29,95 +49,96 @@ def by_name(model):
     return model.generate(input_ids=tokens()[:, :14], attention_mask=left_padded()[:, :14], **options)
 
 
-@pytest.mark.parametrize("mode", ["dense", "compact"])
-@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
-def test_adapters(name, mode):
-    want = by_name(lora(tiny.model(name)))
-    assert not torch.equal(want, by_name(tiny.model(name)))
-
-    outside = lora(tiny.model(name))
-    with attnops.patch(outside, mask=mode) as handle, watched() as calls:
-        assert torch.equal(by_name(outside), want)
-        assert calls and attnops.patch(outside.get_base_model(), mask=mode) is handle
-    assert torch.equal(by_name(outside), want)
-
-    inside = tiny.model(name)
-    handle = attnops.patch(inside, mask=mode)
-    wrapped = lora(inside)
-    assert attnops.patch(wrapped, mask=mode) is handle
-    assert torch.equal(by_name(wrapped), want)
+@each
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_adapters(name, options, order):
+    """LoRA also on what makes keys, values and absorbed weights. They follow when the adapter is switched off."""
+    want, plain = by_name(lora(tiny.model(name))), by_name(tiny.model(name))
+    assert not torch.equal(want, plain)
+    model = tiny.model(name)
+    if order == "before":
+        model = lora(model)
+    handle = attnops.patch(model, **options)
+    wrapped = model if order == "before" else lora(model)
+    assert attnops.patch(wrapped, **options) is handle is attnops.patch(wrapped.get_base_model(), **options)
+    with served(name, options):
+        assert torch.equal(by_name(wrapped), want)
+        with wrapped.disable_adapter():
+            assert torch.equal(by_name(wrapped), plain)
+        assert torch.equal(by_name(wrapped), want)
     handle.unpatch()
     assert torch.equal(by_name(wrapped), want) and wrapped.config._attn_implementation == "eager"
+    assert not any("_attnops" in name for m in wrapped.modules() for name in vars(m))
 
 
-def test_training_an_adapter():
-    model = lora(tiny.model("llama")).train()
-    with attnops.patch(model), watched() as calls:
-        model(input_ids=tokens(), labels=tokens()).loss.backward()
-    assert calls
-    grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    assert grads and all(grad is not None and torch.isfinite(grad).all() and grad.any() for grad in grads.values())
-
-
+@each
 @pytest.mark.parametrize("order", ["before", "after"])
-def test_offloading(order):
+def test_offloading(name, options, order):
     accelerate = pytest.importorskip("accelerate", reason="the package accelerate (extra dev) is not installed")
-    model = tiny.model("llama")
-    want = generated(model)
+    model = tiny.model(name)
     if order == "before":
         accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
-    handle = attnops.patch(model)
+    handle = attnops.patch(model, **options)
     if order == "after":
         accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
-    assert model.model.layers[0].self_attn.q_proj.weight.device.type == "meta"
-    with watched() as calls:
-        assert torch.equal(generated(model), want)
-    assert calls
+    assert model.model.layers[0].self_attn.o_proj.weight.device.type == "meta"
+    with served(name, options):
+        assert torch.equal(generated(model), eager_tokens(name))
     accelerate.hooks.remove_hook_from_submodules(model)
-    assert torch.equal(generated(model), want)
+    assert torch.equal(generated(model), eager_tokens(name))
     handle.unpatch()
-    assert torch.equal(generated(model), want)
+    assert torch.equal(generated(model), eager_tokens(name))
 
 
-def test_quantised_weights():
+@each
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_quantised_weights(name, options, order):
     quantization = pytest.importorskip("torchao.quantization", reason="the package torchao (extra dev) is not installed")
-    model = tiny.model("llama")
-    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
-    want = generated(model)
-    with attnops.patch(model), watched() as calls:
-        assert torch.equal(generated(model), want)
-    assert calls
-    patched_first = tiny.model("llama")
-    attnops.patch(patched_first)
-    quantization.quantize_(patched_first, quantization.Int8WeightOnlyConfig())
-    assert torch.equal(generated(patched_first), want)
+    stock, model = tiny.model(name), tiny.model(name)
+    quantization.quantize_(stock, quantization.Int8WeightOnlyConfig())
+    if order == "before":
+        quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    with attnops.patch(model, **options), served(name, options):
+        if order == "after":
+            quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+        assert torch.equal(generated(model), generated(stock))
 
 
-@pytest.mark.parametrize("mode", ["dense", "compact"])
-def test_a_deep_copy_is_a_patched_model_of_its_own(mode):
-    model = tiny.model("gemma3")
-    want = generated(model)
-    handle = attnops.patch(model, mask=mode)
-    twin = copy.deepcopy(model)
-    other = attnops.patch(twin, mask=mode)
-    assert other is not handle and other.model is twin
-    if mode == "compact":
-        assert twin.generate.owner is twin
+@each
+def test_copies_and_pickles(name, options):
+    """A patched model each, with a handle of its own and nothing of the first."""
+    model = tiny.model(name)
+    handle = attnops.patch(model, **options)
+    generated(model, new=2)
+    others = copies(model)
     handle.unpatch()
-    assert model.config._attn_implementation == "eager" and twin.config._attn_implementation == other.implementation
-    with watched() as calls:
-        assert torch.equal(generated(twin), want)
-    assert calls
-    other.unpatch()
-    assert twin.config._attn_implementation == "eager" and "_attnops" not in vars(twin) and "generate" not in vars(twin)
-    assert torch.equal(generated(twin), want)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    for other in others:
+        with served(name, options):
+            assert torch.equal(generated(other), eager_tokens(name))
+        again = attnops.patch(other, **options)
+        assert again is not handle and again.model is other
+        again.unpatch()
+        assert other.config._attn_implementation == "eager"
+        assert not {"expand_kv", "_attnops", "generate"} & {n for m in other.modules() for n in vars(m)}
+        assert not other.model.layers[0].self_attn._forward_pre_hooks
+        assert torch.equal(generated(other), eager_tokens(name))
 
 
-@pytest.mark.parametrize("options", [{}, {"kernel": "reference", "mask": "compact"}])
-def test_saved_files_know_nothing_of_it(options, tmp_path):
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
+def test_threads_over_pages(name):
+    model = tiny.model(name)
+    with attnops.patch(model, cache="paged"), ThreadPoolExecutor(2) as pool:
+        found = [pool.submit(generated, model) for _ in range(6)]
+        assert all(torch.equal(one.result(), eager_tokens(name)) for one in found)
+
+
+def test_saved_files_know_nothing_of_it(tmp_path):
     model = tiny.model("llama")
     keys = set(model.state_dict())
-    attnops.patch(model, **options)
+    attnops.patch(model, kernel="reference", mask="compact")
     assert set(model.state_dict()) == keys
     model.save_pretrained(tmp_path)
     assert "attnops" not in (tmp_path / "config.json").read_text()
@@ -125,35 +146,12 @@ def test_saved_files_know_nothing_of_it(options, tmp_path):
     assert again.config._attn_implementation in ("sdpa", "eager")
     with torch.no_grad():
         assert relative(again(tokens()).logits, model(tokens()).logits) < LIMIT
-    by_name = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="attnops")
-    with watched() as calls, torch.no_grad():
-        by_name(tokens())
-    assert calls
 
 
-def test_a_pickled_model():
-    model = tiny.model("llama")
-    attnops.patch(model, mask="compact")
-    written = io.BytesIO()
-    torch.save(model, written)
-    written.seek(0)
-    again = torch.load(written, weights_only=False)
-    assert torch.equal(generated(again), generated(model))
-    attnops.patch(again, mask="compact").unpatch()
-    assert again.config._attn_implementation == "eager"
-
-
-OPTIONS = [
-    {},
-    {"mask": "compact"},
-    {"mask": "explicit", "kernel": "reference"},
-    {"cache": "paged"},
-    {"cache": "paged", "mask": "compact"},
-]
+OPTIONS: list[dict[str, Any]] = [{}, {"mask": "explicit", "kernel": "reference"}, {"cache": "paged", "mask": "compact"}]
 
 
 def test_a_fresh_process_loads_patched_models(tmp_path):
-    want = generated(tiny.model("llama"))
     for i, options in enumerate(OPTIONS):
         model = tiny.model("llama")
         attnops.patch(model, **options)
@@ -172,28 +170,13 @@ def test_a_fresh_process_loads_patched_models(tmp_path):
             torch.save(generated(model), r"{tmp_path}/" + f"{{i}}.out")
     """
     ready_process(textwrap.dedent(code))
-    for i in range(len(OPTIONS)):
-        assert torch.equal(torch.load(tmp_path / f"{i}.out"), want), OPTIONS[i]
-
-
-def test_another_process_is_given_a_patched_model():
-    model = tiny.model("llama")
-    attnops.patch(model, mask="compact", kernel="reference")
-    with ProcessPoolExecutor(1, mp_context=ready()) as pool:
-        ours = pool.submit(generated, model).result()
-    assert torch.equal(ours, generated(model))
-
-
-def test_unpatched_modules_keep_no_options():
-    model = tiny.model("llama")
-    attnops.patch(model, mask="compact").unpatch()
-    assert not [name for module in model.modules() for name in vars(module) if "attnops" in name]
+    for i, options in enumerate(OPTIONS):
+        assert torch.equal(torch.load(tmp_path / f"{i}.out"), eager_tokens("llama")), options
 
 
 def test_a_compiled_wrapper_can_be_patched():
     model = tiny.model("llama")
-    wrapped = torch.compile(model, backend="eager")
-    handle = attnops.patch(wrapped)
+    handle = attnops.patch(torch.compile(model, backend="eager"))
     assert attnops.patch(model) is handle
     handle.unpatch()
     assert model.config._attn_implementation == "eager"
@@ -209,33 +192,6 @@ def test_a_generate_of_somebody_else():
         return own(*args, **kwargs)
 
     model.generate = mine
-    want = generated(model)
     with attnops.patch(model):
-        assert torch.equal(generated(model), want)
-    assert len(used) == 2 and model.generate is mine
-
-
-def test_threads():
-    """Two conversations at once, one with holes in its mask: neither is told about the other's."""
-    model = tiny.model("llama")
-    masks = [left_padded()[:, :14], left_padded()[:, :14].clone()]
-    masks[1][0, 6] = 0
-    want = [generated(model, attention_mask=mask) for mask in masks]
-    got: list[list[torch.Tensor]] = [[], []]
-
-    def work(i):
-        got[i] = [generated(model, attention_mask=masks[i]) for _ in range(3)]
-
-    with attnops.patch(model, mask="compact"):
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert all(len(got[i]) == 3 and all(torch.equal(one, want[i]) for one in got[i]) for i in range(2))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype):
-    model = tiny.model("llama").to(dtype)
-    assert attnops.patch(model).verify(tokens(), attention_mask=left_padded()).passed
+        assert torch.equal(generated(model), eager_tokens("llama"))
+    assert len(used) == 1 and model.generate is mine

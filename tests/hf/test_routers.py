@@ -1,17 +1,17 @@
-"""The routers of Hugging Face models: whose are taken over, that they route as before, and which calls stay transformers' own."""
+"""Routers and experts of Hugging Face models: models answer as before, what is left and why, copies, adapters, compiled blocks."""
 
 import copy
 import pickle
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch import nn
 
 import attnops
 from attnops.core.problem import Target, pretend
-from attnops.hf import routers, tiny
-from attnops.nn.steady import class_of
+from attnops.hf import experts, routers, tiny
+from attnops.ops.experts.record import EXPERTS
 from attnops.ops.experts.route import ROUTE
 from tests.hf.helpers import LIMIT, calls_of, relative
 from tests.hf.test_decode_graphs import generated, how
@@ -21,7 +21,6 @@ from tests.triton.process import interpreted
 
 SM90 = Target("cuda", 90, assume=("triton",))
 IDS = torch.arange(6).view(2, 3)
-REFERENCE = {"route": "reference"}
 
 # By family: changes of the tiny config, and what the rule asks beside the number of choices.
 NORMAL = {"normalize": True}
@@ -41,22 +40,43 @@ FAMILIES = {
 FEWER = {"deepseek_v2": 1, "deepseek_v2_groups": 1, "deepseek_v3": 1, "glm4_moe": 1, "kimi_linear": 3, "mimo_v2_flash": 1}
 
 
+class Part(NamedTuple):
+    """module: of attnops. op: that serves. weight: of mixtral's modules, by their path in a layer."""
+
+    name: str
+    module: Any
+    op: Any
+    weight: str
+
+    def of(self, layer: Any) -> Any:
+        return layer.mlp.get_submodule(self.weight.rpartition(".")[0])
+
+    def notes(self, handle: Any) -> list[str]:
+        return [note for note in handle.report().notes if note.startswith(self.name)]
+
+
+PARTS = (Part("routers", routers, ROUTE, "gate.weight"), Part("experts", experts, EXPERTS, "experts.down_proj"))
+each = pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
+
+
+@pytest.fixture
+def part(request):
+    return PARTS[0]
+
+
+@pytest.fixture
+def calls(part, monkeypatch):
+    """The rows of the calls of the part's op, which its reference serves."""
+    with calls_of(monkeypatch, part.module, part.op.name) as made:
+        yield made
+
+
 def model_of(family):
     return tiny.model(family.removesuffix("_groups"), **FAMILIES[family][0])
 
 
 def routers_of(model):
-    return [m for m in model.modules() if routers._RULE in vars(m)]
-
-
-def notes(handle):
-    return [note for note in handle.report().notes if note.startswith("routers")]
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    with calls_of(monkeypatch, routers, "route") as made:
-        yield made
+    return [m for m in model.modules() if routers.is_taken(m)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, None], ids=["float32", "bfloat16", "weight in float32"])
@@ -65,7 +85,7 @@ def calls(monkeypatch):
 def test_a_router_gives_what_its_own_code_gives(family, dtype, calls):
     """Logits to the bit, the same experts, their weights within rounding."""
     model = model_of(family)
-    with attnops.patch(model), attnops.use(kernel=REFERENCE):
+    with attnops.patch(model), attnops.use(kernel={"route": "reference"}):
         module = routers_of(model)[0]
         rule = vars(module)[routers._RULE]
         assert rule.given == FAMILIES[family][1]
@@ -74,7 +94,6 @@ def test_a_router_gives_what_its_own_code_gives(family, dtype, calls):
         kept, dtype = dtype or torch.float32, dtype or torch.bfloat16
         for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             t.copy_(torch.randn_like(t))
-        module.weight.data = module.weight.data.to(kept)
         for p in module._parameters.values():
             p.data = p.data.to(kept)
         x = torch.randn(200, module.weight.shape[1]).to(dtype)
@@ -92,18 +111,27 @@ def test_a_router_gives_what_its_own_code_gives(family, dtype, calls):
             torch.testing.assert_close(*weights, **({} if exact else {"rtol": 2.0**-6, "atol": 1e-3}))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+OF_EXPERTS = ("qwen3_moe", "gpt_oss", "deepseek_v3", "mixtral")
+CASES = [(PARTS[0], family, None) for family in FAMILIES]
+CASES += [(PARTS[1], family, stock) for family in OF_EXPERTS for stock in experts.STOCK]
+
+
+@pytest.mark.parametrize(("part", "family", "stock"), CASES)
 @torch.no_grad()
-def test_models_answer_as_before(family, calls):
+def test_models_answer_as_before(part, family, stock, calls):
     model, n = model_of(family), FEWER.get(family, 2)
-    classes = [type(m) for m in model.modules()]
-    want = model(IDS).logits
+    model.set_experts_implementation("eager")
+    want, stock = model(IDS).logits, stock or "eager"
+    model.set_experts_implementation(stock)
+    before = [(type(m), vars(m).keys()) for m in model.modules()]
     with attnops.patch(model) as handle:
         assert relative(model(IDS).logits, want) < LIMIT
         assert calls == [IDS.numel()] * n
-        assert [note.startswith(f"routers of {n} of {n} layers: ") for note in notes(handle)] == [True]
-    assert [type(m) for m in model.modules()] == classes and not routers_of(model)
-    assert torch.equal(model(IDS).logits, want) and len(calls) == n
+        [note] = part.notes(handle)
+        assert note.startswith(f"{part.name} of {n} of {n} layers: ") and (part.name == "routers" or repr(stock) in note)
+    assert [(type(m), vars(m).keys()) for m in model.modules()] == before
+    assert model.config._experts_implementation == stock
+    assert relative(model(IDS).logits, want) < LIMIT and len(calls) == n
 
 
 @torch.no_grad()
@@ -113,23 +141,27 @@ def test_router_logits_are_recorded(calls):
     with attnops.patch(model):
         got = model(IDS, output_router_logits=True)
     assert len(got.router_logits) == 2 and calls
-    for a, b in zip(got.router_logits, want.router_logits, strict=True):
+    for a, b in zip((*got.router_logits, got.aux_loss), (*want.router_logits, want.aux_loss), strict=True):
         assert relative(a, b) < LIMIT
-    assert relative(got.aux_loss, want.aux_loss) < LIMIT
 
 
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3", "mixtral"])
+@pytest.mark.sweep(4)
+@each
+@pytest.mark.parametrize("family", OF_EXPERTS)
 @torch.no_grad()
-def test_generated_code_calls_the_kernel(family):
-    model, (backend, code) = model_of(family), judging(ROUTE)
+def test_generated_code_calls_the_kernel(family, part):
+    """With the parameters themselves, which are not copied."""
+    model, (backend, code) = model_of(family), judging(part.op)
     block, x = model.model.layers[1].mlp, torch.randn(1, 5, 64)
-    want = block(x)
-    others = {"experts": "aten"}
-    with attnops.patch(model), attnops.use(kernel=others), torch._inductor.config.patch(fx_graph_cache=False), pretend(SM90):
+    want, other = block(x), {one.op.name: "aten" for one in PARTS if one is not part}
+    with attnops.patch(model), attnops.use(kernel=other), torch._inductor.config.patch(fx_graph_cache=False), pretend(SM90):
         got = torch.compile(block, backend=backend, fullgraph=True)(x)
     [text] = code
-    assert kernel_calls(text).count("route.triton") == 1 and "topk" not in text
+    assert kernel_calls(text).count(f"{part.op.name}.triton") == 1
+    if part.name == "routers":
+        assert "topk" not in text
+    else:
+        assert "bmm" not in text and f"empty_strided_cpu(({block.experts.num_experts}, " not in text
     pairs = zip(got, want, strict=True) if isinstance(want, tuple) else [(got, want)]
     assert all(relative(a, b) < LIMIT for a, b in pairs)
 
@@ -144,7 +176,7 @@ def test_decode_steps_by_triton(family, mode):
     model, launched = tiny.model(family), []
     want, launch = generated(model, 2, 4, 2), host.launch
     names = ("paged_attention", "attention", "write_kv", "mla_attention", "write_latent")
-    others = {"linear": "aten", "experts": "aten", **dict.fromkeys(names, "reference")}
+    others = {"linear": "aten", **dict.fromkeys(names, "reference")}
     counted = patch.object(host, "launch", lambda *args, **given: (launched.append(args[1]), launch(*args, **given)))
     with counted, attnops.use(kernel=others), pretend(SM90), attnops.patch(model, cache="paged", decode=how(mode)) as handle:
         assert torch.equal(generated(model, 2, 4, 2), want)
@@ -152,37 +184,81 @@ def test_decode_steps_by_triton(family, mode):
     assert launched.count((2,)) >= 3, "two rows, for three steps"
 
 
-def test_explain_of_a_config_without_weights():
+@pytest.mark.parametrize(("family", "op", "prefill"), [("deepseek_v3", "route", ["triton"]), ("gpt_oss", "experts", [])])
+def test_explain_of_a_config_without_weights(family, op, prefill):
     from attnops.cli.explain import explain_config
 
-    found = explain_config(tiny.config("deepseek_v3"), dtype=torch.bfloat16, target="h200", tokens=100)
-    chosen = {phase: [s.decision.kernel.name for s in one.sites if s.decision.problem.op == "route"] for phase, one in found.items()}
-    assert chosen == {"prefill": ["triton"], "decode": ["triton"]}
+    found = explain_config(tiny.config(family), dtype=torch.bfloat16, target="h200", tokens=100)
+    chosen = {phase: [s.decision.kernel.name for s in one.sites if s.decision.problem.op == op] for phase, one in found.items()}
+    assert chosen == {"prefill": prefill, "decode": ["triton"]}
 
 
 # Calls that stay transformers' own ------------------------------------------------------------------------------------
 
 
-def served(model, x):
-    module = routers_of(model)[0]
-    return routers._serves(module, (x,), vars(module)[routers._RULE])
+def served(part, module, x):
+    if part.name == "routers":
+        return routers._serves(module, (x,), vars(module)[routers._RULE])
+    return experts._serves(module, x, torch.zeros(x.shape[0], 2, dtype=torch.int64), vars(module)[experts._GATE])
 
 
-def test_calls_that_are_left():
-    model, x = tiny.model("mixtral"), torch.randn(3, 64)
+@each
+def test_calls_that_are_left(part):
+    model, x = tiny.model("mixtral"), torch.randn(64, 64)
     with attnops.patch(model), torch.no_grad():
-        assert not served(model, x), "on a CPU"
+        module = part.of(model.model.layers[0])
+        assert not served(part, module, x), "on a CPU"
         with pretend(SM90):
-            assert served(model, x) and served(model, torch.randn(4096, 64)) and served(model, x[None])
-            assert not served(model, x.bfloat16()) and not served(model, x[:, :9])
-            with attnops.use(kernel={"route": "aten"}):
-                assert not served(model, x)
-            with torch.autocast("cpu"):
-                assert not served(model, x)
-            with torch.enable_grad():
-                assert not served(model, x)
-            model.train()
-            assert not served(model, x), "routers may add noise"
+            assert served(part, module, x) and served(part, module, x[:1])
+            more = torch.randn(65, 64)
+            assert served(part, module, more) is (part.name == "routers"), "few tokens alone"
+            assert not served(part, module, x.bfloat16()), "another dtype than the weights'"
+            for region in (attnops.use(kernel={part.op.name: "aten"}), torch.autocast("cpu"), torch.enable_grad()):
+                with region:
+                    assert not served(part, module, x)
+            with attnops.use(deterministic=True):
+                assert served(part, module, more)
+            if part.name == "routers":
+                assert served(part, module, x[None]) and not served(part, module, x[:, :9])
+                model.train()
+                assert not served(part, module, x), "routers may add noise"
+
+
+@each
+def test_gradients(part, calls):
+    model = tiny.model("mixtral")
+    with attnops.patch(model):
+        model(IDS).logits.sum().backward()
+    assert not calls and model.model.layers[0].mlp.get_parameter(part.weight).grad.abs().sum() > 0
+
+
+@each
+@torch.no_grad()
+def test_an_adapter_of_the_weights(part, calls):
+    peft = pytest.importorskip("peft", reason="the package peft (extra dev) is not installed")
+    config = peft.LoraConfig(r=2, target_modules=[], target_parameters=[f"mlp.{part.weight}"])
+    model = peft.get_peft_model(tiny.model("mixtral"), config).eval()
+    for name, p in model.named_parameters():
+        p.data = torch.randn_like(p) if "lora_" in name else p.data
+    want = model(IDS).logits
+    with attnops.patch(model):
+        assert relative(model(IDS).logits, want) < LIMIT and not calls
+    assert torch.equal(model(IDS).logits, want)
+
+
+@each
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+@torch.no_grad()
+def test_copies(again, part, calls):
+    model = tiny.model("gpt_oss")
+    want = model(IDS).logits
+    attnops.patch(model)
+    other = again(model)
+    assert relative(other(IDS).logits, want) < LIMIT and len(calls) == 2
+    vars(other)["_attnops"].unpatch()
+    assert not routers_of(other) and routers_of(model)
+    assert other.config._experts_implementation != model.config._experts_implementation
+    assert torch.equal(other(IDS).logits, want) and len(calls) == 2
 
 
 @torch.no_grad()
@@ -210,28 +286,6 @@ def test_a_part_of_a_model_and_the_model_may_be_patched():
         assert {type(gate) for gate in gates} == {own}
 
 
-def test_a_router_that_writes_keeps_its_own_code():
-    model = tiny.model("mixtral")
-    gate = model.model.layers[0].mlp.gate
-
-    class CountingRouter(type(gate)):
-        def forward(self, hidden_states):
-            self.seen.add_(1)
-            return super().forward(hidden_states)
-
-    gate.__class__ = CountingRouter
-    gate.register_buffer("seen", torch.zeros(()))
-    [*found] = routers.sites(model)
-    assert isinstance(found[0].found, str) and isinstance(found[1].found, routers.Rule)
-
-
-def test_gradients(calls):
-    model = tiny.model("mixtral")
-    with attnops.patch(model):
-        model(IDS).logits.sum().backward()
-    assert not calls and model.model.layers[0].mlp.gate.weight.grad.abs().sum() > 0
-
-
 @torch.no_grad()
 def test_hooks_run_as_before(calls):
     model, seen = tiny.model("mixtral"), []
@@ -241,87 +295,9 @@ def test_hooks_run_as_before(calls):
     assert seen == [(6, 2)] and len(calls) == 2
 
 
-@torch.no_grad()
-def test_an_adapter_of_the_weight(calls):
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=[], target_parameters=["mlp.gate.weight"])
-    model = peft.get_peft_model(tiny.model("mixtral"), config).eval()
-    for name, p in model.named_parameters():
-        p.data = torch.randn_like(p) if "lora_" in name else p.data
-    want = model(IDS).logits
-    with attnops.patch(model):
-        assert relative(model(IDS).logits, want) < LIMIT and not calls
-    assert torch.equal(model(IDS).logits, want)
-
-
-def test_rules_that_the_op_has_not():
+def test_an_implementation_of_experts_that_is_set_later_stays():
     model = tiny.model("mixtral")
-    gates = [layer.mlp.gate for layer in model.model.layers]
-    own = type(gates[0])
-
-    class Squared(own):
-        def forward(self, hidden_states):
-            logits, weights, index = super().forward(hidden_states)
-            return logits, weights.square(), index
-
-    class Second(own):
-        """The second best to the third."""
-
-        def forward(self, hidden_states):
-            logits, weights, index = super().forward(hidden_states)
-            return logits, weights, (index + 1) % 4
-
-    for cls in (Squared, Second):
-        gates[0].__class__ = cls
-        with attnops.patch(model) as handle:
-            assert f"the op does not choose as {cls.__name__} does" in notes(handle)[1]
-            assert notes(handle)[0].startswith("routers of 1 of 2 layers: ") and class_of(gates[0]) is cls
-
-
-class Tagged(torch.Tensor):
-    """As a quantised weight."""
-
-
-def changed(module, how):
-    if how == "quantised":
-        module.weight = nn.Parameter(module.weight.data.as_subclass(Tagged), requires_grad=False)
-    elif how == "float64":
-        module.to(torch.float64)
-    elif how == "parametrised":
-        nn.utils.parametrize.register_parametrization(module, "weight", nn.Identity())
-    elif how == "instance":
-        module.forward = module.forward
-    else:
-        module.compile(backend="eager")
-
-
-@pytest.mark.parametrize(("change", "why"), [
-    ("quantised", "no plain parameters"), ("parametrised", "no plain parameters"), ("float64", "float64"),
-    ("instance", "forward is replaced"), ("compiled", "or compiled"),
-])  # fmt: skip
-def test_layers_that_are_left_say_why(change, why):
-    model = tiny.model("mixtral")
-    changed(model.model.layers[0].mlp.gate, change)
-    before = [(type(m), vars(m).keys()) for m in model.modules()]
     with attnops.patch(model) as handle:
-        assert len(notes(handle)) == 2 and why in notes(handle)[1], notes(handle)
-    assert [(type(m), vars(m).keys()) for m in model.modules()] == before
-
-
-@pytest.mark.parametrize("name", ["phimoe", "llama4", "longcat_flash"])
-def test_families_that_are_left_say_why(name):
-    with attnops.patch(tiny.model(name)) as handle:
-        assert len(notes(handle)) == 1 and "are left as they are: " in notes(handle)[0]
-
-
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-@torch.no_grad()
-def test_copies(again, calls):
-    model = tiny.model("gpt_oss")
-    want = model(IDS).logits
-    attnops.patch(model)
-    other = again(model)
-    assert relative(other(IDS).logits, want) < LIMIT and len(calls) == 2
-    vars(other)["_attnops"].unpatch()
-    assert not routers_of(other) and routers_of(model)
-    assert torch.equal(other(IDS).logits, want) and len(calls) == 2
+        model.set_experts_implementation("batched_mm")
+        assert "set to 'batched_mm' after patch()" in PARTS[1].notes(handle)[0]
+    assert model.config._experts_implementation == "batched_mm"

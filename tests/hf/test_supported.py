@@ -46,10 +46,6 @@ def test_the_import_says_so_and_imports_nothing_of_it(tmp_path):
         torch_process(code)
 
 
-def test_the_extra_says_the_same():
-    assert f'hf = ["transformers>={supported.OLDEST}"]' in (ROOT / "pyproject.toml").read_text()
-
-
 @pytest.mark.parametrize("package", tried.NEWEST)
 @pytest.mark.parametrize(("later", "newer"), [(0, False), (1, True), (1.0, True), (-1, False)])
 def test_newer_than_the_newest_that_was_tried(package, later, newer, monkeypatch):

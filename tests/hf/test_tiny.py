@@ -2,16 +2,10 @@
 
 import pytest
 import torch
-import transformers
 
 from attnops.core.errors import InvalidInput
 from attnops.hf import tiny
 from tests.hf.helpers import DEMO, tokens
-
-
-@pytest.mark.parametrize("name", tiny.NAMES)
-def test_config(name):
-    assert isinstance(tiny.config(name), transformers.PretrainedConfig)
 
 
 def test_names():
@@ -29,12 +23,6 @@ def test_seeds():
         assert torch.equal(one(ids).logits, same(ids).logits)
         assert not torch.equal(one(ids).logits, other(ids).logits)
     assert one.config._attn_implementation == "eager" and not one.training
-
-
-def test_overrides():
-    assert tiny.config("llama", num_hidden_layers=5).num_hidden_layers == 5
-    assert len(tiny.model("gpt2", n_layer=1).transformer.h) == 1
-    assert tiny.model("mistral", attn_implementation="sdpa").config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "mimo_v2_flash"])
