@@ -2,16 +2,13 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 
 from attnops.core.kernel import kernels_of
 from attnops.core.record import changed
 from attnops.core.select import Policy, select
-from attnops.ops import mla_attention
 from attnops.ops.latent.cases import DEEPSEEK
-from attnops.testing import Source, check_kernel, make_call
-from tests.lowering.models import compiled_code, kernel_calls
+from attnops.testing import Source, make_call
 
 NAME = "fa3"
 FA3 = kernels_of("mla_attention")["fa3"]
@@ -20,14 +17,6 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 def call(q_lens=(1, 2, 1), seq_lens=(70, 3, 130), page=64, f=DEEPSEEK, padding=1, **more):
     return make_call("mla_attention", Source(0), q_lens, seq_lens, page, f, padding, **more)
-
-
-@pytest.mark.sweep(3)
-@pytest.mark.parametrize("heads", [1, 16, 128])
-@pytest.mark.parametrize("page", [1, 16, 64, 128, 192])
-def test_stale_pages(standin, page, heads):
-    f = replace(DEEPSEEK, q_heads=heads, lse=True)
-    assert check_kernel(FA3, call((5, 0, 1, 3), (300, 9, 65, 40), page, f)).worst <= 1.0
 
 
 def test_parts_of_the_pages_are_views_and_the_output_is_written_in_place(standin):
@@ -54,26 +43,6 @@ def test_one_split_under_a_deterministic_policy(standin):
         FA3.run(changed(given.record, policy=policy))
         assert standin[-1]["num_splits"] == splits and (standin[-1]["leftpad_k"] is not None) == bool(splits)
     assert select(given.problem, Policy(deterministic=True)).kernel is FA3
-
-
-def test_blind_queries_have_the_sinks_lse(standin):
-    f = replace(DEEPSEEK, sinks=BF16, lse=True)
-    assert check_kernel(FA3, call((4, 2), (3, 0), f=f)).worst <= 1.0
-
-
-# Code of both cases names the kernel alike.
-@pytest.mark.parametrize("q_lens", [(1, 1, 1), pytest.param((9, 1, 30), marks=pytest.mark.full)], ids=["decode", "extend"])
-def test_compiled(standin, q_lens):
-    given = {n: t for n, t in call(q_lens, padding=2).tensors().items() if n != "output"}
-
-    def run(**tensors):
-        return mla_attention(**tensors, max_seqlen_q=max(q_lens), scale=192**-0.5, kernel="fa3") * 2
-
-    with torch.no_grad():
-        got, code = compiled_code(lambda: torch.compile(run, fullgraph=True)(**given))
-        want = run(**given)
-    assert kernel_calls(code) == ["mla_attention.fa3"] and len(standin) == 2
-    torch.testing.assert_close(got, want)
 
 
 def test_prefill_is_its_own(standin):

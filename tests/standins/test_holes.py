@@ -231,19 +231,6 @@ def test_a_table_written_between_two_layers_is_looked_at_again(counted):
     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
 
 
-def test_a_choice_says_that_the_table_may_have_holes():
-    call = make_call("paged_attention", Source(0), (1, 1), (9, 30), 64, HALF)
-    assert "holes=True" in call.problem.summary()
-    assert "holes" not in call.with_(holes=False).problem.summary()
-
-
-def test_a_promised_table_is_not_looked_at():
-    call = make_call("paged_attention", Source(0), (1, 1), (9, 30), 4, HALF, padding=0)
-    with VENDORS["fa3"].running(), torch.profiler.profile() as profile:
-        kernels_of("paged_attention")["fa3"].run(call.with_(holes=False).record)
-    assert not [e.key for e in profile.key_averages() if "named_pages" in e.key]
-
-
 def test_who_names_pages_once_a_step_says_so():
     call = holed(make_call("paged_attention", Source(0), (1, 1, 1), LENGTHS, 64, HALF, padding=0), HOLES["middle"])
     t = call.arguments

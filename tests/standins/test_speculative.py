@@ -28,8 +28,6 @@ from tests.triton.process import interpreted
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 KERNELS = kernels_of("mla_attention")
 HERE = ("reference", "flashmla", "flashmla_fp8", "fa3", "flashinfer_mla_fa2", "flashinfer_mla_fa3", "cutlass_mla", "trtllm_mla")
-BY_TOKEN = ("flashmla", "flashmla_fp8", "cutlass_mla", "trtllm_mla")
-"""Each token is a row of its own, and no request brings more than 8."""
 
 WIDE = 8
 
@@ -83,13 +81,6 @@ def test_verify(name, n):
 @interpreted
 def test_verify_in_triton(n):
     check("triton", call("triton", (n, n, n), (60 + n, n, 130)))
-
-
-def test_more_than_eight_are_refused_by_those_that_take_tokens_one_by_one():
-    for name in HERE:
-        with ready(name):
-            refused = KERNELS[name].refusals(equip(KERNELS[name], call(name, (9, 9), (60, 9))).problem)
-        assert [r.field for r in refused] == (["queries"] if name in BY_TOKEN else []), name
 
 
 # Drafts: as many tokens as were accepted of each -----------------------------------------------------------------------
