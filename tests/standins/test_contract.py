@@ -187,7 +187,7 @@ def test_opcheck(kernel: Kernel, nth: int) -> None:
         assert calls, "no foreign op was called"
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kernel", [k for k in LAID_OUT if k.op not in GRADIENTS and k.name not in OF_TORCH], ids=named)
 def test_compiled(kernel: Kernel) -> None:
     """Generated code calls the kernel by its name, and gives what eager code gives."""

@@ -14,6 +14,7 @@ from attnops.core.record import changed
 from attnops.core.select import Policy, active_policy, select
 from attnops.kernels.sgl import fa3 as kernel, wheel
 from attnops.ops import OPS
+from attnops.ops.latent.cases import DEEPSEEK
 from attnops.testing import Features, Source, check_kernel, make_call
 from tests.standins.schemas import FWD as SCHEMA
 from tests.standins.sgl_kernel_fa3 import SCHEMA_37, installed
@@ -130,16 +131,12 @@ LLAMA = Problem.of(
 
 
 def test_explain_names_it():
-    def dense(tokens, keys):
-        q, k = torch.empty(1, tokens, 32, 128, dtype=BF16), torch.empty(1, keys, 8, 128, dtype=BF16)
-        return attnops.explain(lambda: attnops.attention(q, k, k, causal=True), target="sm90", assume=("sgl_kernel",), quiet=True)
-
-    assert dense(4096, 4096).chosen() == ("attention.fa3",)
+    q, k = (torch.empty(1, 4096, heads, 128, dtype=BF16) for heads in (32, 8))
+    found = attnops.explain(lambda: attnops.attention(q, k, k, causal=True), target="sm90", assume=("sgl_kernel",), quiet=True)
+    assert found.chosen() == ("attention.fa3",)
     many = Extent.of(2048)
     for problem in (LLAMA, altered(LLAMA, tokens=many, queries=many, batch=Extent.of(1))):
         assert select(problem).kernel.name == "fa3"
-        absent = replace(problem, target=Target("cuda", 90, assume=()))
-        assert "sgl_kernel missing" in str(select(absent).refused["fa3"][0])
 
 
 def test_a_package_without_the_library_is_named(monkeypatch):
@@ -186,3 +183,44 @@ def test_heads_first_is_the_raw_op_on_views(standin):
         assert seen.names == ["fwd"]
         assert {n: standin[-1][n[0]].data_ptr() for n in first} == {n: x.data_ptr() for n, x in first.items()}, "nothing is copied"
         assert torch.equal(got, fa3("attention").run(call.with_(**last).record)[0])
+
+
+# Latents --------------------------------------------------------------------------------------------------------------
+
+LATENTS = kernels_of("mla_attention")["fa3"]
+
+
+def latent_call(q_lens=(1, 2, 1), seq_lens=(70, 3, 130), page=64, f=DEEPSEEK, padding=1):
+    return make_call("mla_attention", Source(0), q_lens, seq_lens, page, f, padding)
+
+
+def test_parts_of_the_pages_are_views_and_the_output_is_written_in_place(standin):
+    given = latent_call()
+    LATENTS.run(given.record)
+    seen, pages = standin[-1], given.arguments["latent_pages"]
+    assert (seen["k"].shape[2:], seen["v"].shape[2:]) == ((1, 64), (1, 512))
+    assert (seen["v"].data_ptr(), seen["k"].data_ptr()) == (pages.data_ptr(), pages[..., 512:].data_ptr())
+    assert seen["q_v"] is given.arguments["q_nope"] and seen["q"] is given.arguments["q_pe"]
+    assert seen["out"] is given.arguments["output"] and seen["max_seqlen_q"] == 2
+    assert (seen["softmax_scale"], seen["is_causal"], seen["num_splits"]) == (192**-0.5, True, 0)
+
+
+def test_tma_is_avoided_where_it_would_load_stale_rows(standin):
+    for page, heads, padded in ((64, 128, True), (64, 16, False), (16, 128, False), (96, 128, False), (128, 64, True)):
+        given = latent_call(page=page, f=replace(DEEPSEEK, q_heads=heads))
+        LATENTS.run(given.record)
+        assert (standin[-1]["leftpad_k"] is not None) == padded, (page, heads)
+
+
+def test_one_split_of_latents_under_a_deterministic_policy(standin):
+    given = latent_call((1, 1), (9, 30), padding=0)
+    for policy, splits in (("", 0), ("deterministic", 1)):
+        LATENTS.run(changed(given.record, policy=policy))
+        assert standin[-1]["num_splits"] == splits and (standin[-1]["leftpad_k"] is not None) == bool(splits)
+    assert select(given.problem, Policy(deterministic=True)).kernel is LATENTS
+
+
+def test_prefill_is_its_own(standin):
+    # FlashMLA takes one query a request at a time; of more, fa3 reads the latents once for all.
+    many = latent_call((300, 70), (300, 170), f=replace(DEEPSEEK, q_heads=128))
+    assert select(many.problem).kernel is LATENTS

@@ -128,23 +128,15 @@ def test_sizes_serve_every_smaller_call(sm90):
             dtype=BF16, head_dim=rng.choice((64, 128)), q_heads=kv * rng.choice((1, 2, 4, 8)), kv_heads=kv, causal=rng.random() < 0.7,
             window=rng.choice(((-1, -1), (33, -1))), sinks=rng.choice((None, BF16)),
         )  # fmt: skip
-        page, requests = rng.choice((1, 16, 64)), rng.randint(1, 40)
-        decode = rng.random() < 0.5
-        q_lens = [rng.randint(0, 1) if decode else rng.randint(0, rng.choice((3, 60))) for _ in range(requests)]
+        page, requests, longest = rng.choice((1, 16, 64)), rng.randint(1, 40), rng.choice((1, 3, 60))
+        q_lens = [rng.randint(0, longest) for _ in range(requests)]
         lens = [n + rng.randint(0, 400) for n in q_lens]
-        padding, extra = rng.randint(0, 40), rng.randint(0, 30)
-        tokens, width = sum(q_lens) + padding, -(-max(lens) // page) + 1
-        if not tokens:
-            continue
-        cu = torch.tensor([sum(q_lens[:i]) for i in range(requests + 1)], dtype=torch.int32)
+        padding, extra = rng.randint(1, 40), rng.randint(0, 30)
+        call = paged(q_lens, lens, page, f, padding=padding)
         spec = paged_layers(f.q_heads, kv, f.head_dim, page, BF16, causal=f.causal, window=f.window, sinks=f.sinks)
-        numbers, size = plan_sizes(spec, max_tokens=tokens + extra, max_requests=requests + extra, max_pages=width + extra)
-        made = plan_paged_attention(
-            spec, torch.zeros(requests, width, dtype=torch.int32), torch.tensor(lens, dtype=torch.int32), cu, num_tokens=tokens,
-            max_seqlen_q=max(1, max(q_lens)), plan=torch.zeros(numbers, dtype=torch.int64),
-            workspace=torch.zeros(size, dtype=torch.uint8), kernel="flashinfer",
-        )  # fmt: skip
-        assert made == "flashinfer"
+        sizes = {"max_tokens": sum(q_lens) + padding, "max_requests": requests, "max_pages": call.arguments["page_table"].shape[1]}
+        numbers, size = plan_sizes(spec, **{n: most + extra for n, most in sizes.items()})
+        planned(KERNEL, call, buffers=(torch.zeros(numbers, dtype=torch.int64), torch.zeros(size, dtype=torch.uint8)))
 
 
 def test_the_workspace_of_a_large_server_is_small(monkeypatch):

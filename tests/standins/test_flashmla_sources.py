@@ -67,8 +67,7 @@ def test_kernel(kernel, case):
         if refused:
             pytest.skip("; ".join(map(str, refused)))
         assert check_kernel(kernel, case.call()).worst <= 1.0
-    # Every op of the first wheel that ran was the body of one of the second's.
-    assert sgl_kernel_mla.CALLS == standin.CALLS
+    assert not sgl_kernel_mla.CALLS, "an op of the first wheel"
 
 
 @pytest.mark.parametrize("packed", [False, True])

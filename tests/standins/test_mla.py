@@ -107,9 +107,6 @@ def test_the_callers_workspace_is_used_behind_the_counters():
         assert not workspace.any()
 
 
-# Compiled -------------------------------------------------------------------------------------------------------------
-
-
 # Refusals -------------------------------------------------------------------------------------------------------------
 
 
@@ -119,9 +116,7 @@ def test_a_forced_kernel_says_why_not():
         mla_attention(**given, kernel="flashmla")
 
 
-def test_absent_wheels_are_named(monkeypatch, tmp_path):
-    for name in NAMES:
-        assert "sgl_kernel missing" in str(KERNELS[name].absences(Target("cuda", 90, assume=()))[0])
+def test_absent_wheels_are_named(monkeypatch):
     monkeypatch.setattr(wheel, "library", lambda pattern: None)
     assert str(wheel.lacks(Target("cuda", 90), LIBRARY)) == (
         "package=sgl_kernel without flashmla_ops.* (wants a wheel that holds flashmla_ops.*)"

@@ -9,7 +9,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
 
 import attnops
 from attnops.cache import LatentCache
@@ -18,7 +17,6 @@ from attnops.core.problem import Target, pretend
 from attnops.kernels.flashinfer import trtllm
 from attnops.kernels.sgl import cutlass_mla
 from attnops.nn import LatentAttention, PagedBatch, RotaryEmbedding
-from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins import flashinfer_rope, flashinfer_trtllm_mla, sgl_kernel_mla as sgl
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -138,49 +136,6 @@ def test_a_request_from_prefill_to_drafts(way):
     assert all(pages.any() for pages in written)
 
 
-COMPILED = {"cutlass": 1, "float8": 2}
-"""The step whose generated code is read: one token of each request, or drafts to verify."""
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", COMPILED)
-def test_compiled(name):
-    """Generated code calls the kernel by name, once a layer."""
-    way, size = WAYS[name], scratch(WAYS[name])
-    cache, twin = cache_for(way, size), cache_for(way, size)
-    compiled, eager = torch.compile(Model(), fullgraph=True), Model()
-    layer = [f"mla_attention.{way.kernel}"]
-    if way.scales is not None:
-        layer = ["rope_quantize_latent.flashinfer_rope", "write_latent.reference", *layer]
-    with machine(way), torch.no_grad():
-        for i, (step, other) in enumerate(zip(steps(way, cache), steps(way, twin), strict=True)):
-            if i == COMPILED[name]:
-                break
-            assert torch.equal(eager(*step), eager(*other))
-        got, code = compiled_code(lambda: compiled(*step))
-        torch.testing.assert_close(got, eager(*other), rtol=2**-6, atol=2**-6)
-    assert kernel_calls(code) == layer * LAYERS
-
-
-def test_compiled_prefill():
-    """The graph of a prefill unfolds the latents, attends to them as to any keys, and writes them for the steps to come."""
-    graphs = []
-
-    def keep(graph, inputs):
-        graphs.append(str(graph.graph))
-        return graph.forward
-
-    cache, twin = cache_for(TRTLLM), cache_for(TRTLLM)
-    compiled = torch.compile(Model(), backend=aot_autograd(fw_compiler=keep), fullgraph=True)
-    with machine(TRTLLM) as calls, torch.no_grad():
-        torch.testing.assert_close(compiled(*next(steps(TRTLLM, cache))), Model()(*next(steps(TRTLLM, twin))), rtol=2**-6, atol=2**-6)
-    [text] = graphs
-    assert text.count("torch.ops.attnops.varlen_attention.default") == LAYERS
-    assert "mla_attention" not in text and not calls
-    for a, b in zip(cache.latent_pages, twin.latent_pages, strict=True):
-        torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-6)
-
-
 # What the cache is for ------------------------------------------------------------------------------------------------
 
 
@@ -215,22 +170,3 @@ def test_without_the_workspace_that_explain_asks_for():
 
 
 # float8 ---------------------------------------------------------------------------------------------------------------
-
-
-def error(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want.double()).norm() / want.double().norm())
-
-
-def test_the_layer_in_float8(record_property):
-    """As much off as attention alone: rotated, quantised and cached by the layer, against the same layers on bfloat16 pages.
-
-    Its logits spread by less than 1, so that r sqrt(1 + 2 s^2) is less than 2^-4. A prefill attends to its own tokens as they come.
-    """
-    outs = {}
-    for way in (TRTLLM, FLOAT8):
-        cache = cache_for(way, scratch(way))
-        with machine(way), torch.no_grad():
-            outs[way] = [Model()(*step) - step[0] for step in steps(way, cache)]
-    figures = [error(a, b) for a, b in zip(outs[FLOAT8], outs[TRTLLM], strict=True)]
-    record_property("relative error of the layers by step", figures)
-    assert figures[0] == 0.0 and max(figures) < 2**-4, figures

@@ -20,7 +20,6 @@ from tests.standins.vendors import VENDORS
 BF16, I32 = torch.bfloat16, torch.int32
 NAME = "sgl_sparse"
 SM90 = VENDORS[NAME].target
-NAMES = ("vertical_slash_indexes", "vertical_slash_attention")
 
 
 def sgl(op):
@@ -135,6 +134,11 @@ def test_no_launch_has_more_requests_than_its_lse_has_room_for(standin, q_lens, 
     call = make_call("vertical_slash_attention", Source(4), q_lens, k_lens, HALF, padding=(padding, 0), slack=slack)
     assert check_kernel(sgl("vertical_slash_attention"), call).worst <= 1.0
     assert standin == ["varlen_fwd_sparse"] * launches
+
+
+def test_queries_without_keys(standin):
+    call = make_call("vertical_slash_attention", Source(4), (64, 3), (10, 0), HALF)
+    assert check_kernel(sgl("vertical_slash_attention"), call).worst <= 1.0
 
 
 PROBLEM = Problem.of(
