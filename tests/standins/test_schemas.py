@@ -2,7 +2,6 @@
 
 import re
 from importlib.util import find_spec
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -106,7 +105,6 @@ def test_both_names_of_the_wheel_are_known(monkeypatch):
         assert wheel.package().version() == "0.3.21"
         refusal = wheel.package("0.4.3", holds="dense_decode_fwd").missing(needs.Target())
         assert str(refusal) == "package=sgl_kernel 0.3.21 (wants >= 0.4.3 (holds dense_decode_fwd))"
-    assert SimpleNamespace(**wheel.package(below="0.4.7").__dict__).below == "0.4.7"
 
 
 def test_what_is_absent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

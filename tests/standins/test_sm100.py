@@ -118,44 +118,28 @@ def scratch(way: Way) -> int:
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 def test_a_request_from_prefill_to_drafts(way):
-    """The kernel answers every step but the prefill, which unfolds its latents; and as the reference would."""
+    """The kernel answers every step but the prefill, which unfolds its latents; and as the reference would.
+
+    It pads no table in any layer, for the cache's rows are whole tiles, though 200 tokens are no whole number of them.
+    """
     cache, twin = cache_for(way, scratch(way)), cache_for(way)
+    assert cache.page_size == way.page and cache.page_table.shape[1] * way.page == 256
+    module = cutlass_mla if way.kernel == "cutlass_mla" else trtllm
     model, plain = Model(), Model("reference")
     for i, (step, other) in enumerate(zip(steps(way, cache), steps(way, twin), strict=True)):
         with torch.no_grad():
-            with machine(way) as calls:
+            with machine(way) as calls, patch.object(module, "pad", wraps=module.pad) as pad:
                 got = model(*step)
             want = plain(*other)
         if i == 0:
             assert not calls, "prefill"
         else:
             assert calls == way.foreign, i
+            assert [by for (_, by), _ in pad.call_args_list] == [(0, 0)] * LAYERS
         # One more rounding of weights and queries to bfloat16, or of weights to float8.
         torch.testing.assert_close(got, want, rtol=2**-5, atol=2**-5 if way.scales is None else 2**-3)
     written = [pages.view(torch.uint8) for pages in cache.latent_pages]
     assert all(pages.any() for pages in written)
-
-
-# What the cache is for ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.sweep(3)
-@pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
-def test_rows_of_the_table_are_whole_tiles(way):
-    """So that the kernel pads no table in any layer, though 200 tokens are no whole number of tiles."""
-    cache = cache_for(way, scratch(way))
-    assert cache.page_size == way.page and cache.page_table.shape[1] * way.page == 256
-    module, widths = (cutlass_mla if way.kernel == "cutlass_mla" else trtllm), []
-    pad = module.pad
-
-    def seen(table, by):
-        widths.append(by)
-        return pad(table, by)
-
-    with machine(way), patch.object(module, "pad", seen), torch.no_grad():
-        for step in steps(way, cache):
-            Model()(*step)
-    assert widths == [(0, 0)] * LAYERS * (len(STEPS) - 1)
 
 
 def test_without_the_workspace_that_explain_asks_for():
@@ -167,6 +151,3 @@ def test_without_the_workspace_that_explain_asks_for():
         *_, step = steps(TRTLLM, cache)
         with machine(TRTLLM), torch.no_grad(), pytest.raises(NoKernel, match=rf"workspace={short} bytes \(wants >= {size} bytes"):
             Model("trtllm_mla")(*step)
-
-
-# float8 ---------------------------------------------------------------------------------------------------------------
