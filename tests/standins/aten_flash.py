@@ -15,7 +15,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from tests.standins.body import INF, attend, gradients, logits_of, of_heads
+from tests.standins.body import INF, attend, gradients, logits_of, of_heads, visible
+from tests.standins.libraries import noted
 
 NAN = float("nan")
 Called = list[str]
@@ -27,7 +28,7 @@ def replaced(**bodies: Any) -> Iterator[Called]:
     calls: Called = []
     library = torch.library.Library("aten", "IMPL")
     for name, body in bodies.items():
-        library.impl(name, _noted(calls, name, body), "CPU")
+        library.impl(name, noted(calls, name, body), "CPU")
     try:
         yield calls
     finally:
@@ -42,14 +43,6 @@ def installed() -> Iterator[Called]:
     ops = {"_flash_attention_forward": _forward, "_flash_attention_backward": _backward}
     with replaced(**ops) as calls, patch.object(aten_flash, "on_cpu", lambda x: False):
         yield calls
-
-
-def _noted(calls: Called, name: str, body: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        calls.append(name)
-        return body(*args, **kwargs)
-
-    return run
 
 
 def _check(q: Tensor, k: Tensor, *tensors: Tensor) -> None:
@@ -75,15 +68,10 @@ def _window(causal: bool, left: int | None, right: int | None, max_q: int, max_k
     return left, 0 if causal else max_k if left >= 0 and right < 0 else right
 
 
-def _see(n: int, count: int, left: int, right: int) -> Tensor:
-    i, j = torch.arange(n)[:, None] + count - n, torch.arange(count)[None]
-    return (j >= (i - left if left >= 0 else 0)) & (j <= (i + right if right >= 0 else count))
-
-
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, dropout: float, causal: bool,
-    debug: bool, *, scale: float, window_size_left: int | None = None, window_size_right: int | None = None, **_: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal,
+    debug, *, scale, window_size_left = None, window_size_right = None, **_,
+):  # fmt: skip
     _check(q, k, v)
     assert dropout == 0.0 and not debug
     assert cu_q is None or max_q > 1 or q.shape[0] == cu_q.shape[0] - 1, "shape is invalid for input"
@@ -92,7 +80,7 @@ def _forward(
     lse = torch.full((q.shape[1], q.shape[0]) if cu_q is not None else (q.shape[0], q.shape[2], q.shape[1]), NAN)
     for rows, keys in _requests(q, k, cu_q, cu_k):
         logits = _logits(q[rows], k[keys], scale, left, right)
-        found, total = attend(q[rows], v[keys], logits)
+        found, total, _ = attend(q[rows], v[keys], logits, rounded=q.dtype)
         out[rows] = found.to(q.dtype)
         total = torch.where(total == -INF, INF, total)
         if cu_q is None:
@@ -103,14 +91,14 @@ def _forward(
 
 
 def _logits(q: Tensor, k: Tensor, scale: float, left: int, right: int) -> Tensor:
-    return logits_of(q, k, scale).masked_fill(~_see(q.shape[0], k.shape[0], left, right), -INF)
+    return logits_of(q, k, scale).masked_fill(~visible(q.shape[0], k.shape[0], k.shape[0], left, right), -INF)
 
 
 def _backward(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int,
-    max_k: int, dropout: float, causal: bool, rng_state: Tensor, unused: Tensor, *, scale: float, window_size_left: int | None = None,
-    window_size_right: int | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    g, q, k, v, out, lse, cu_q, cu_k, max_q,
+    max_k, dropout, causal, rng_state, unused, *, scale, window_size_left = None,
+    window_size_right = None,
+):  # fmt: skip
     g, out = g.contiguous(), out.contiguous()
     _check(q, k, v, g, out)
     assert lse.dtype == torch.float32 and lse.is_contiguous() and not (lse == -INF).any()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,12 +39,12 @@ def _requests(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, with_lse: bool, dropout: float = 0.0, causal: bool = False, debug: bool = False,
-    *, scale: float,
-) -> tuple[Any, ...]:  # fmt: skip
+    q, k, v, bias, with_lse, dropout = 0.0, causal = False, debug = False,
+    *, scale,
+):  # fmt: skip
     _check(q, k, v)
     assert bias is None and dropout == 0.0 and not debug
-    found = [attend(one, value, _logits(one, key, scale, causal)) for one, key, value in _requests(q, k, v)]
+    found = [attend(one, value, _logits(one, key, scale, causal), rounded=q.dtype)[:2] for one, key, value in _requests(q, k, v)]
     out, stats = (torch.stack(x) for x in zip(*found, strict=True))
     lse, seed = stats[..., None] if with_lse else torch.empty(0), torch.empty((), dtype=torch.int64)
     like = torch.empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3], dtype=q.dtype).transpose(1, 2)
@@ -53,9 +52,9 @@ def _forward(
 
 
 def _backward(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seed: Tensor, offset: Tensor, bias: Tensor | None,
-    cum_q: Tensor | None, cum_k: Tensor | None, max_q: int, max_k: int, dropout: float, causal: bool, *, scale: float,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    g, q, k, v, out, lse, seed, offset, bias,
+    cum_q, cum_k, max_q, max_k, dropout, causal, *, scale,
+):  # fmt: skip
     _check(q, k, v, g, out)
     assert (bias, cum_q, cum_k, dropout) == (None, None, None, 0.0) and (max_q, max_k) == (q.shape[2], k.shape[2])
     assert lse.shape == (*q.shape[:3], 1) and lse.is_contiguous() and lse.dtype == torch.float32

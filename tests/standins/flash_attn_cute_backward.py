@@ -11,60 +11,61 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from tests.standins.body import INF, capped, gradients, logits_of, of_heads, visible
 from tests.standins.checks import ALL, LAST, laid_out
 
 HALVES, I32, F32 = (torch.float16, torch.bfloat16), torch.int32, torch.float32
-INF = float("inf")
 TILE_Q, TILE_K = 64, 128
 
 
 def flash_attn_bwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    softcap: float = 0.0,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-    m_block_size: int = 64,
-    n_block_size: int = 128,
-    num_threads: int = 256,
-    pack_gqa: bool = False,
-    num_stages_Q: int = 2,
-    num_stages_dO: int = 2,
-    SdP_swapAB: bool = False,
-    dKV_swapAB: bool = False,
-    dQ_swapAB: bool = False,
-    AtomLayoutMSdP: int = 2,
-    AtomLayoutNdKV: int = 2,
-    AtomLayoutMdQ: int = 2,
-    V_in_regs: bool = False,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    deterministic: bool = False,
-    dq: Tensor | None = None,
-    dk: Tensor | None = None,
-    dv: Tensor | None = None,
-    score_mod: Any = None,
-    score_mod_bwd: Any = None,
-    mask_mod: Any = None,
-    aux_tensors: Any = None,
-    aux_scalars: Any = None,
-    block_sparse_tensors: Any = None,
-    dlse: Tensor | None = None,
-    learnable_sink: Tensor | None = None,
+    q,
+    k,
+    v,
+    out,
+    dout,
+    lse,
+    softmax_scale=None,
+    causal=False,
+    softcap=0.0,
+    window_size_left=None,
+    window_size_right=None,
+    m_block_size=64,
+    n_block_size=128,
+    num_threads=256,
+    pack_gqa=False,
+    num_stages_Q=2,
+    num_stages_dO=2,
+    SdP_swapAB=False,
+    dKV_swapAB=False,
+    dQ_swapAB=False,
+    AtomLayoutMSdP=2,
+    AtomLayoutNdKV=2,
+    AtomLayoutMdQ=2,
+    V_in_regs=False,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    seqused_q=None,
+    seqused_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    deterministic=False,
+    dq=None,
+    dk=None,
+    dv=None,
+    score_mod=None,
+    score_mod_bwd=None,
+    mask_mod=None,
+    aux_tensors=None,
+    aux_scalars=None,
+    block_sparse_tensors=None,
+    dlse=None,
+    learnable_sink=None,
     *,
-    arch: int = 90,
-) -> tuple[Tensor, ...]:
+    arch=90,
+):
     assert softmax_scale is not None and dq is not None and dk is not None and dv is not None, "the stand-in wants these"
     assert not any(x.requires_grad for x in (q, k, v, out, dout, lse)), "the stand-in wants these detached"
     packed, half = cu_seqlens_q is not None, q.dtype
@@ -112,34 +113,21 @@ def flash_attn_bwd(
 def _request(n: int, keys: int, loaded: Any, read: Any, into: Any, rules: Any, sink: Tensor | None) -> Tensor:
     """Write the gradients of one request's rows; returns its part of the sinks'. loaded: whole tiles. read: the request's rows alone."""
     scale, softcap, (left, right) = rules
-    q, k, v, dout = (x.float() for x in loaded)
+    q, k, v, dout = loaded
     out, lse, dlse = read
-    group, heads = q.shape[1] // k.shape[1], q.shape[1]
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-    delta = (out.float() * dout[:n]).sum(-1).T
-    delta = delta if dlse is None else delta - dlse
-    raw = torch.einsum("nhd,khd->hnk", q, k) * scale
-    logits = softcap * torch.tanh(raw / softcap) if softcap else raw
-    i, j = torch.arange(q.shape[0])[:, None] + keys - n, torch.arange(k.shape[0])[None]
-    hidden = (j >= keys) | ((j < i - left) if left is not None else False) | ((j > i + right) if right is not None else False)
-    logits = logits.masked_fill(hidden, -INF)
-    stat, sums = torch.full((heads, q.shape[0]), INF), torch.zeros(heads, q.shape[0])
-    stat[:, :n], sums[:, :n] = torch.where(lse == -INF, 0.0, lse), delta
-    p = torch.exp(logits - stat[..., None])
-    ds = p * (torch.einsum("nhd,khd->hnk", dout, v) - sums[..., None])
-    ds = ds * (1 - (logits.masked_fill(hidden, 0.0) / softcap) ** 2) if softcap else ds
-    p, ds = p.to(loaded[0].dtype).float(), ds.to(loaded[0].dtype).float()
-    found = (
-        torch.einsum("hnk,khd->nhd", ds, k) * scale,
-        torch.einsum("hnk,nhd->khd", ds, q).unflatten(1, (-1, group)).sum(2) * scale,
-        torch.einsum("hnk,nhd->khd", p, dout).unflatten(1, (-1, group)).sum(2),
-    )
-    for x, grad in zip(into, found, strict=True):
+    past = q.shape[0] - n
+    see = visible(q.shape[0] - past, k.shape[0], keys, -1 if left is None else left, -1 if right is None else right)
+    logits = capped(logits_of(q, k, scale), softcap).masked_fill(~pad(see, (0, 0, 0, past)), -INF)
+    out, dlse = pad(out, (0, 0, 0, 0, 0, past)), None if dlse is None else pad(dlse, (0, past))
+    stat = pad(torch.where(lse == -INF, 0.0, lse), (0, past), value=INF)
+    found = gradients(dout, q, k, v, out, stat, logits, scale, dlse, softcap, q.dtype)
+    for x, grad in zip(into, (found[0], of_heads(found[1], k), of_heads(found[2], k)), strict=True):
         x.copy_(grad[: x.shape[0]])
     if sink is None:
-        return torch.zeros(heads)
+        return torch.zeros(q.shape[1])
+    delta = (out[:n].float() * dout[:n].float()).sum(-1).T
     mass = torch.where(lse == -INF, 1.0, torch.exp(sink.float()[:, None] - lse))
-    return -(mass * delta).sum(1)
+    return -(mass * (delta if dlse is None else delta - dlse[:, :n])).sum(1)
 
 
 PARAMETERS = flash_attn_bwd.__code__.co_varnames[: flash_attn_bwd.__code__.co_argcount]

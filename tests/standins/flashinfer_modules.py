@@ -17,6 +17,7 @@ import torch
 
 from attnops.core.problem import Target
 from tests.helpers import importable
+from tests.standins.body import attend, capped, logits_of, visible
 from tests.standins.checks import ALL, LAST, check, laid_out
 
 SMS = 8
@@ -24,22 +25,6 @@ BLOCKS_PER_SM = 16
 TILE = 128
 HALVES, I32 = (torch.float16, torch.bfloat16), torch.int32
 
-PREFILL_PLAN = (
-    "float_workspace_buffer", "int_workspace_buffer", "page_locked_int_workspace_buffer", "qo_indptr", "kv_indptr", "kv_len_arr",
-    "total_num_rows", "batch_size", "num_qo_heads", "num_kv_heads", "page_size", "enable_cuda_graph", "head_dim_qk", "head_dim_vo",
-    "causal", "window_left",
-)  # fmt: skip
-FA2_PLAN = (*PREFILL_PLAN, "fixed_split_size", "disable_split_kv", "num_colocated_ctas", "uniform_q_len")
-DECODE_PLAN = (
-    "float_workspace_buffer", "int_workspace_buffer", "page_locked_int_workspace_buffer", "indptr", "batch_size", "num_qo_heads",
-    "num_kv_heads", "page_size", "enable_cuda_graph", "window_left", "logits_soft_cap", "head_dim_qk", "head_dim_vo", "empty_q_data",
-    "empty_kv_data",
-)  # fmt: skip
-SINK_RUN = (
-    "float_workspace_buffer", "int_workspace_buffer", "plan_info_vec", "q", "paged_k_cache", "paged_v_cache", "qo_indptr",
-    "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len", "o", "maybe_lse", "mask_mode_code", "layout", "window_left",
-    "enable_pdl", "sink", "sm_scale",
-)  # fmt: skip
 
 CALLS: list[str] = []
 """The functions called, in order: `decode.plan`, `fa2.paged_run` and so on."""
@@ -363,36 +348,25 @@ def body(module, q, k, v, starts, kv_indptr, kv_indices, last, o, lse, causal, w
     check((window_left >= 0) == module.windowed or sink is not None, "window of the module")
     check((softcap > 0) == module.softcap, "softcap of the module")
     check(not (q.requires_grad or k.requires_grad or v.requires_grad), "Can't export tensors that require gradient, use tensor.detach()")
-    group, page = q.shape[1] // k.shape[2], k.shape[1]
+    page = k.shape[1]
     for b in range(starts.numel() - 1):
         rows = slice(int(starts[b]), int(starts[b + 1]))
         ids = kv_indices[int(kv_indptr[b]) : int(kv_indptr[b + 1])].long()
         check(bool(((ids >= 0) & (ids < k.shape[0])).all()), "CUDA error: an illegal memory access was encountered")
         keys = (len(ids) - 1) * page + int(last[b]) if len(ids) else 0
-        kk, vv = (x[ids].flatten(0, 1)[:keys].float().repeat_interleave(group, 1) for x in (k, v))
-        n = rows.stop - rows.start
-        s = torch.einsum("qhd,khd->hqk", q[rows].float(), kk) * scale
-        if softcap > 0:
-            s = softcap * torch.tanh(s / softcap)
-        i, j = torch.arange(n)[:, None] + keys - n, torch.arange(keys)[None]
-        hidden = (j > i) if causal else torch.zeros(n, keys, dtype=torch.bool)
-        if window_left >= 0:
-            hidden = hidden | (j < i - window_left)
-        s = s.masked_fill(hidden, float("-inf"))
-        if sink is not None and (keys or module.backend == "fa2"):
-            s = torch.cat([s, sink[:, None, None].expand(-1, n, 1)], -1)
-            vv = torch.cat([vv, torch.zeros(1, *vv.shape[1:])])
-        z = torch.logsumexp(s, -1)
-        p = torch.exp(s - torch.where(z == float("-inf"), 0.0, z)[..., None])
-        o[rows] = torch.einsum("hqk,khd->qhd", p, vv).to(o.dtype)
+        kk, vv = (x[ids].flatten(0, 1)[:keys] for x in (k, v))
+        see = visible(rows.stop - rows.start, keys, keys, window_left, 0 if causal else -1)
+        logits = capped(logits_of(q[rows], kk, scale), softcap).masked_fill(~see, float("-inf"))
+        found, alone, total = attend(q[rows], vv, logits, sink)
+        o[rows] = found.to(o.dtype)
         if lse is not None:
-            lse[rows] = z.T / math.log(2.0)
+            lse[rows] = (total if keys or module.backend == "fa2" else alone).T / math.log(2.0)
 
 
 # The modules ----------------------------------------------------------------------------------------------------------
 
 
-def _module(backend: str, dtype, kv_dtype, out_dtype, id_dtype, head_dim_qk, head_dim_vo, posenc, windowed, softcap, **functions):
+def _module(backend, dtype, kv_dtype, out_dtype, id_dtype, head_dim_qk, head_dim_vo, posenc, windowed, softcap, **functions):
     check(dtype in HALVES and out_dtype == dtype and id_dtype == torch.int32 and posenc == 0, "not in this stand-in")
     about = SimpleNamespace(
         backend=backend, dtype=dtype, kv_dtype=kv_dtype, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo, windowed=windowed,

@@ -45,22 +45,22 @@ def rows_aligned(x: Tensor) -> None:
 
 
 def mla_rope_quantize_fp8(
-    q_rope: Tensor,
-    k_rope: Tensor,
-    q_nope: Tensor,
-    k_nope: Tensor,
-    cos_sin_cache: Tensor,
-    pos_ids: Tensor,
-    is_neox: bool = True,
-    quantize_dtype: torch.dtype | None = None,
-    quant_scale_q: float = 1.0,
-    quant_scale_kv: float = 1.0,
-    q_rope_out: Tensor | None = None,
-    k_rope_out: Tensor | None = None,
-    q_nope_out: Tensor | None = None,
-    k_nope_out: Tensor | None = None,
-    enable_pdl: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q_rope,
+    k_rope,
+    q_nope,
+    k_nope,
+    cos_sin_cache,
+    pos_ids,
+    is_neox=True,
+    quantize_dtype=None,
+    quant_scale_q=1.0,
+    quant_scale_kv=1.0,
+    q_rope_out=None,
+    k_rope_out=None,
+    q_nope_out=None,
+    k_nope_out=None,
+    enable_pdl=False,
+):
     CALLS.append(dict(locals()))
     given = [x for x in (q_rope_out, k_rope_out, q_nope_out, k_nope_out) if x is not None]
     stored = quantize_dtype or (given[0].dtype if given else torch.float8_e4m3fn)

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from tests.helpers import importable
+from tests.standins import body
+from tests.standins.body import logits_of, visible
 from tests.standins.checks import ALL, LAST, architecture, check, laid_out
 
 SIGNATURES = {
@@ -109,17 +111,9 @@ def _trust(ok: bool, what: str) -> None:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """(output, lse in base 2) of one request: q `[n, Hq, D]`, k and v `[L, Hkv, D]`; NaN for a query that sees no key."""
-    n, group = q.shape[0], q.shape[1] // k.shape[1]
-    k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
-    logits = torch.einsum("nhd,khd->nhk", q.float(), k) * scale
-    i, j = torch.arange(n)[:, None] + k.shape[0] - n, torch.arange(k.shape[0])[None]
-    see = (j <= i if causal else j == j) & (j > i - window if window > 0 else True)
-    logits = logits.masked_fill(~see[:, None], float("-inf"))
-    total = torch.logsumexp(logits, -1)
-    if sinks is not None:
-        total = torch.logaddexp(total, sinks.float().expand_as(total))
-    out = torch.einsum("nhk,khd->nhd", torch.exp(logits - total[..., None]), v)
-    return out, torch.logsumexp(logits, -1) * LOG2E
+    see = visible(q.shape[0], k.shape[0], k.shape[0], window - 1, 0 if causal else -1)
+    out, alone, total = body.attend(q, v, logits_of(q, k, scale).masked_fill(~see, float("-inf")), sinks)
+    return out.masked_fill((total == float("-inf")).T[..., None], float("nan")), alone.T * LOG2E
 
 
 def _keys(pages: Tensor, ids: Tensor, length: int) -> Tensor:

@@ -49,13 +49,14 @@ def _biases(bias: Tensor | None, q: Tensor) -> Any:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int | None, max_k: int | None,
-    dropout: float, kind: int, with_lse: bool = False, *, scale: float, seqlen_k: Tensor | None = None, window_size: int | None = None,
-) -> tuple[Any, ...]:  # fmt: skip
+    q, k, v, bias, cu_q, cu_k, max_q, max_k,
+    dropout, kind, with_lse = False, *, scale, seqlen_k = None, window_size = None,
+):  # fmt: skip
     _check(q, k, v, bias)
     assert (cu_q, cu_k, max_q, max_k, dropout, seqlen_k, window_size) == (None, None, None, None, 0.0, None, None)
     found = [
-        attend(one, value, _logits(one, key, added, kind, scale)) for one, key, value, added in zip(q, k, v, _biases(bias, q), strict=True)
+        attend(one, value, _logits(one, key, added, kind, scale), rounded=q.dtype)[:2]
+        for one, key, value, added in zip(q, k, v, _biases(bias, q), strict=True)
     ]
     out, stats = (torch.stack(x) for x in zip(*found, strict=True))
     blind = stats == -INF
@@ -68,10 +69,10 @@ def _forward(
 
 
 def _backward(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int,
-    max_k: int, lse: Tensor, dropout: float, seed: Tensor, offset: Tensor, kind: int, bias_grad: bool, *, scale: float,
-    num_splits_key: int | None = None, window_size: int | None = None, shared_storage_dqdkdv: bool = False,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    g, q, k, v, bias, out, cu_q, cu_k, max_q,
+    max_k, lse, dropout, seed, offset, kind, bias_grad, *, scale,
+    num_splits_key = None, window_size = None, shared_storage_dqdkdv = False,
+):  # fmt: skip
     _check(q, k, v, bias)
     assert g.shape == out.shape == (*q.shape[:3], v.shape[3]) and g.dtype == out.dtype == q.dtype and out.is_contiguous()
     assert (cu_q, cu_k, dropout, num_splits_key, window_size, shared_storage_dqdkdv) == (None, None, 0.0, None, None, False)

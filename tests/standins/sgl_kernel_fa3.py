@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.standins.body import INF, attend, capped, visible, wide
 from tests.standins.checks import ALL, LAST, architecture, check, laid_out
 from tests.standins.schemas import FWD as SCHEMA
 
@@ -130,34 +131,19 @@ def _body(a: dict[str, Any], batch: int, out: Tensor, lse: Tensor) -> None:
         _request(rows, rows_v, keys[loaded], values[loaded], count, a, *to, b=b)
 
 
-def _request(q: Tensor, q_v: Tensor | None, k: Tensor, v: Tensor, count: int, a: dict[str, Any], out: Tensor, lse: Tensor, b: int) -> None:
+def _request(q, q_v, k, v, count, a, out, lse, b):
     """One request: q `[n, Hq, D]`, q_v `[n, Hq, Dv]` or None, k and v `[>= count, Hkv, ...]`: `count` keys are seen, the rest weigh 0."""
-    n, group = q.shape[0], q.shape[1] // k.shape[1]
+    group = q.shape[1] // k.shape[1]
     scales = [torch.ones(k.shape[1]) if a[x] is None else a[x][b] for x in ("q_descale", "k_descale", "v_descale")]
-    width = torch.float32 if q.dtype != FLOAT8 else FLOAT8
     q_scale, k_scale, v_scale = (x.repeat_interleave(group)[:, None] for x in scales)
-    k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
-    q, k = q.float() * q_scale, k * k_scale
-    scale = q.shape[-1] ** -0.5 if a["softmax_scale"] is None else a["softmax_scale"]
-    logits = torch.einsum("nhd,khd->hnk", q.float(), k)
+    logits = torch.einsum("nhd,khd->hnk", q.float() * q_scale, wide(k, q) * k_scale)
     if q_v is not None:
-        logits = logits + torch.einsum("nhd,khd->hnk", q_v.float(), v)
-    logits = logits * scale
-    if a["softcap"] > 0:
-        logits = a["softcap"] * torch.tanh(logits / a["softcap"])
-    i, j = torch.arange(n)[:, None] + count - n, torch.arange(k.shape[0])[None]
-    left, right = a["window_size_left"], 0 if a["is_causal"] else a["window_size_right"]
-    see = (j < count) & (j >= i - left if left >= 0 else True) & (j <= i + right if right >= 0 else True)
-    if chunk := a["attention_chunk"]:
-        see = see & (j // chunk == i // chunk)
-    logits = torch.where(see, logits, float("-inf"))
-    total = torch.logsumexp(logits, -1) if k.shape[0] else torch.full(logits.shape[:2], float("-inf"))
-    blind = total == float("-inf")
-    if a["sinks"] is not None:
-        total = torch.where(blind, total, torch.logaddexp(total, a["sinks"].float()[:, None].expand_as(total)))
-    weights = torch.exp(logits - torch.where(blind, 0.0, total)[..., None])
+        logits = logits + torch.einsum("nhd,khd->hnk", q_v.float(), wide(v, q))
+    logits = capped(logits * (q.shape[-1] ** -0.5 if a["softmax_scale"] is None else a["softmax_scale"]), a["softcap"])
+    right = 0 if a["is_causal"] else a["window_size_right"]
+    see = visible(q.shape[0], k.shape[0], count, a["window_size_left"], right, a["attention_chunk"])
+    rounded = FLOAT8 if q.dtype == FLOAT8 else None
+    found, alone, total = attend(q, v, torch.where(see, logits, -INF), a["sinks"], rounded)
     # A query block that sees no key at all is never multiplied.
-    weights = weights.to(width).float()
-    found = torch.einsum("hnk,khd->nhd", weights, v) * v_scale if count else torch.zeros(out.shape)
-    out.copy_(found)
-    lse.copy_(total)
+    out.copy_(found * v_scale if count else torch.zeros(out.shape))
+    lse.copy_(torch.where(alone == -INF, alone, total))

@@ -14,6 +14,7 @@ import torch
 
 from attnops.kernels.sgl import wheel
 from tests.standins.checks import ALL, LAST, architecture, check, laid_out
+from tests.standins.libraries import register
 from tests.standins.schemas import CUTLASS_DECODE, CUTLASS_SIZE, DECODE_FP8, DENSE_DECODE, METADATA_DENSE, METADATA_FP8
 
 CALLS: list[str] = []
@@ -55,7 +56,6 @@ def decoded(q, kcache, seqlens_k, block_table, dtypes) -> tuple[int, int, int]:
 
 
 def dense_decode_fwd(q, kcache, head_size_v, seqlens_k, block_table, softmax_scale, is_causal, tile_scheduler_metadata, num_splits):
-    CALLS.append("dense_decode_fwd")
     check(architecture() == 90, "Dense decode MLA is only supported on SM90a architecture")
     batch, queries, heads = decoded(q, kcache, seqlens_k, block_table, HALVES)
     check(q.shape[3] in (576, 512) and head_size_v == 512, "head_size_k must be 576 or 512, head_size_v must be 512")
@@ -104,7 +104,6 @@ def follows(lengths: torch.Tensor, tiles: torch.Tensor, splits: torch.Tensor, fl
 
 
 def get_mla_decoding_metadata(seqlens_k, num_q_tokens_per_head_k, h_k, h_q, is_fp8_kvcache, topk):
-    CALLS.append("get_mla_decoding_metadata")
     check(seqlens_k.dtype == torch.int32, "seqlens_k must have dtype int32")
     check(seqlens_k.is_contiguous(), "seqlens_k must be contiguous")
     check(seqlens_k.shape[0] > 0, "batch size must be positive")
@@ -114,7 +113,6 @@ def get_mla_decoding_metadata(seqlens_k, num_q_tokens_per_head_k, h_k, h_q, is_f
 
 
 def get_mla_decoding_metadata_dense_fp8(seqlens_k, num_heads_per_head_k, num_heads_k):
-    CALLS.append("get_mla_decoding_metadata_dense_fp8")
     check(seqlens_k.is_contiguous() and seqlens_k.dtype == torch.int32, "seqlens_k must be contiguous int32")
     check(seqlens_k.shape[0] < 4096, "params.batch_size < MaxBatchSize")
     parts = SM_PARTS // num_heads_k // -(-num_heads_per_head_k // 64)
@@ -124,7 +122,6 @@ def get_mla_decoding_metadata_dense_fp8(seqlens_k, num_heads_per_head_k, num_hea
 def fwd_kvcache_mla_fp8(
     q, kcache, head_size_v, seqlens_k, block_table, softmax_scale, is_causal, tile_scheduler_metadata, num_splits, descale_q, descale_k
 ):
-    CALLS.append("fwd_kvcache_mla_fp8")
     check(architecture() == 90, "Dense FP8 MLA is only supported on SM90")
     batch, queries, heads = decoded(q, kcache, seqlens_k, block_table, torch.float8_e4m3fn)
     check(q.shape[3] == 576 and head_size_v == 512, "Only head_size_k == 576 is supported")
@@ -154,7 +151,6 @@ def cutlass_mla_get_workspace_size(max_seq_len: int, num_batches: int, sm_count:
 
 
 def cutlass_mla_decode(out, q_nope, q_pe, kv_c_and_k_pe_cache, seq_lens, page_table, workspace, sm_scale, num_kv_splits):
-    CALLS.append("cutlass_mla_decode")
     sm = architecture()
     check(sm == 100, f"cutlass_mla_decode is only supported on compute capability 10.0, but found sm version {sm}")
     batch, page, dtype = q_nope.shape[0], kv_c_and_k_pe_cache.shape[1], q_nope.dtype
@@ -177,19 +173,14 @@ def cutlass_mla_decode(out, q_nope, q_pe, kv_c_and_k_pe_cache, seq_lens, page_ta
         out[b] = (torch.softmax(scores, -1) @ tile[:, :512]).to(out.dtype) if length else float("nan")
 
 
-LIBRARY = torch.library.Library("sgl_kernel", "FRAGMENT")
-# The package itself, where it is installed, defines these once it is loaded.
-if not find_spec("sgl_kernel") and not hasattr(torch.ops.sgl_kernel, "dense_decode_fwd"):
-    LIBRARY.define(DENSE_DECODE)
-    LIBRARY.impl("dense_decode_fwd", dense_decode_fwd, "CPU")
-    LIBRARY.define(METADATA_DENSE)
-    LIBRARY.impl("get_mla_decoding_metadata", get_mla_decoding_metadata, "CPU")
-    LIBRARY.define(METADATA_FP8)
-    LIBRARY.impl("get_mla_decoding_metadata_dense_fp8", get_mla_decoding_metadata_dense_fp8, "CPU")
-    LIBRARY.define(DECODE_FP8)
-    LIBRARY.impl("fwd_kvcache_mla_fp8", fwd_kvcache_mla_fp8, "CPU")
-if not find_spec("sgl_kernel") and not hasattr(torch.ops.sgl_kernel, "cutlass_mla_decode"):
-    LIBRARY.define(CUTLASS_DECODE)
-    LIBRARY.impl("cutlass_mla_decode", cutlass_mla_decode, "CPU")
+BODIES = {
+    DENSE_DECODE: dense_decode_fwd,
+    METADATA_DENSE: get_mla_decoding_metadata,
+    METADATA_FP8: get_mla_decoding_metadata_dense_fp8,
+    DECODE_FP8: fwd_kvcache_mla_fp8,
+    CUTLASS_DECODE: cutlass_mla_decode,
+}
+LIBRARY = register("sgl_kernel", BODIES, CALLS)
+if not find_spec("sgl_kernel") and not hasattr(torch.ops.sgl_kernel, "cutlass_mla_get_workspace_size"):
     LIBRARY.define(CUTLASS_SIZE)
     LIBRARY.impl("cutlass_mla_get_workspace_size", cutlass_mla_get_workspace_size, "CompositeImplicitAutograd")

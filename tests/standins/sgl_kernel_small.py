@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tests.standins import schemas
 from tests.standins.checks import ALL, LAST, check, laid_out
+from tests.standins.libraries import name_of, noted
 
 INF = float("inf")
 BLOCK, HALVES = 64, (torch.float16, torch.bfloat16)
@@ -31,23 +31,16 @@ def installed() -> Iterator[Called]:
     calls: Called = []
     library = torch.library.Library("sgl_kernel", "FRAGMENT")
 
-    def record(name: str, body: Any) -> Any:
-        def run(*args: Any) -> Any:
-            calls.append(name)
-            return body(*args)
-
-        return run
-
     for schema, body in BODIES.items():
         library.define(schema)
-        name = schema.partition("(")[0]
-        library.impl(name, record(name, body), "CPU")
+        name = name_of(schema)
+        library.impl(name, noted(calls, name, body), "CPU")
     try:
         yield calls
     finally:
         library._destroy()
         for schema in BODIES:
-            if (name := schema.partition("(")[0]) in vars(torch.ops.sgl_kernel):
+            if (name := name_of(schema)) in vars(torch.ops.sgl_kernel):
                 delattr(torch.ops.sgl_kernel, name)
 
 
@@ -106,11 +99,11 @@ def one_row(vertical: list[int], slash: list[int], past: int, keys: int) -> tupl
 
 
 def varlen_fwd_sparse(
-    q: Tensor, k: Tensor, v: Tensor, block_count: Tensor, block_offset: Tensor, column_count: Tensor, column_index: Tensor,
-    out: Tensor | None, cu_q: Tensor, cu_k: Tensor, seqused_k: Tensor | None, alibi_slopes: Tensor | None, max_seqlen_q: int,
-    max_seqlen_k: int, p_dropout: float, softmax_scale: float, zero_tensors: bool, is_causal: bool, softcap: float,
-    return_softmax: bool, gen: Any,
-) -> list[Tensor]:  # fmt: skip
+    q, k, v, block_count, block_offset, column_count, column_index,
+    out, cu_q, cu_k, seqused_k, alibi_slopes, max_seqlen_q,
+    max_seqlen_k, p_dropout, softmax_scale, zero_tensors, is_causal, softcap,
+    return_softmax, gen,
+):  # fmt: skip
     assert out is not None and seqused_k is None and alibi_slopes is None and not return_softmax and not zero_tensors and gen is None
     i32, rows, by_row = torch.int32, math.ceil(max_seqlen_q / BLOCK), "batch_size, num_heads, rows"
     s = laid_out(

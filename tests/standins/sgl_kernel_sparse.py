@@ -6,11 +6,10 @@ the one thing they do not check; what the real kernels do not check and read reg
 these raise for, and what comes of it there as garbage or NaN comes of it here as NaN.
 """
 
-from importlib.util import find_spec
-
 import torch
 
 from tests.standins.checks import ALL, LAST, architecture, check, laid_out
+from tests.standins.libraries import register
 from tests.standins.schemas import SPARSE_DECODE, SPARSE_PREFILL
 from tests.standins.sgl_kernel_mla import CALLS
 
@@ -48,7 +47,6 @@ def attend(q, keys, valid, scale, sinks):
 def sparse_decode_fwd(
     q, kv, indices, topk_length, attn_sink, tile_scheduler_metadata, num_splits, extra_kv, extra_indices, extra_topk_length, d_v, sm_scale
 ):
-    CALLS.append("sparse_decode_fwd")
     s = laid_out(
         q=(q, "b, s_q, h_q, d_qk", torch.bfloat16, LAST), kv=(kv, f"num_blocks, page_block_size, h_kv, {BYTES}", PACKED, LAST),
         indices=(indices, "b, s_q, topk", I32, LAST), topk_length=(topk_length, "b", I32, ALL),
@@ -85,7 +83,6 @@ def sparse_decode_fwd(
 
 
 def sparse_prefill_fwd(q, kv, indices, sm_scale, d_v, attn_sink=None, topk_length=None):
-    CALLS.append("sparse_prefill_fwd")
     good = architecture() in (90, 100)
     check(good, "Sparse Attention Forward Kernel is only supported on SM90a and SM100f architectures.")
     s = laid_out(
@@ -116,10 +113,4 @@ def sparse_prefill_fwd(q, kv, indices, sm_scale, d_v, attn_sink=None, topk_lengt
     return [out, top, lse]
 
 
-LIBRARY = torch.library.Library("sgl_kernel", "FRAGMENT")
-# The package itself, where it is installed, defines these once it is loaded.
-if not find_spec("sgl_kernel") and not hasattr(torch.ops.sgl_kernel, "sparse_decode_fwd"):
-    LIBRARY.define(SPARSE_DECODE)
-    LIBRARY.impl("sparse_decode_fwd", sparse_decode_fwd, "CPU")
-    LIBRARY.define(SPARSE_PREFILL)
-    LIBRARY.impl("sparse_prefill_fwd", sparse_prefill_fwd, "CPU")
+LIBRARY = register("sgl_kernel", {SPARSE_DECODE: sparse_decode_fwd, SPARSE_PREFILL: sparse_prefill_fwd}, CALLS)

@@ -1,18 +1,26 @@
-"""Every kernel that has a stand-in keeps its op's contract: on the grid, under opcheck, in any layout, in training."""
+"""Every kernel that has a stand-in keeps its op's contract: on the grid, under opcheck, compiled, in any layout, in training."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 import attnops
 from attnops.core.errors import InvalidInput
 from attnops.core.kernel import Kernel, all_kernels, kernels_of
 from attnops.core.problem import Problem, altered
-from attnops.testing import CASES, Call, Case, check_kernel
+from attnops.ops import OPS
+from attnops.ops.attention.cases import FEATURES, VARLEN, VARLEN_SHAPES
+from attnops.ops.latent.cases import DEEPSEEK
+from attnops.ops.pages.cases import PAGED, PAGED_SHAPES
+from attnops.testing import CASES, Call, Case, Features, Source, check_kernel, make_call
 from attnops.testing.calls import equip
+from tests.lowering.models import compiled_code, kernel_calls
 from tests.ops.test_opcheck import check as opcheck, telling
 from tests.standins.vendors import VENDORS, WIDE, narrow
 from tests.triton.test_numerics import strided, transposed
@@ -22,13 +30,13 @@ F16, BF16, F32, E4M3 = torch.float16, torch.bfloat16, torch.float32, torch.float
 GRADIENTS = ("attention_backward", "varlen_attention_backward")
 NARROWED = ("attention", "varlen_attention", "paged_attention", *GRADIENTS)
 LATENT = ("mla_attention", "sparse_mla_attention")
-OWN_GRID = ("flashinfer", "xqa", "trtllm")
-"""Their tests have points of their own: the grid holds few problems that these take."""
+FITTED = ("flashinfer", "xqa", "trtllm")
+"""They take few head dims and page sizes: their grid has the rows and features of the op's, in sizes that they take."""
 
 FOREIGN = [k for k in all_kernels() if k.name in VENDORS]
 KERNELS = [k for k in FOREIGN if k.name != "flex" or k.op in GRADIENTS]
 SWEEPS = {"cudnn": 1, "flex": 27, "sgl_sparse": 1, "flashinfer_rope": 1}
-ARCHS = {"sparse_mla_attention": (90, 100)}
+ARCHS = {"sparse_mla_attention": (90, 100), "flashinfer": (80, 90)}
 SHARE = {"trtllm_mla": 0.125}
 """Of its budget, what a stand-in of one precise sum takes."""
 
@@ -37,16 +45,45 @@ def named(kernel: Kernel) -> str:
     return f"{kernel.op}-{kernel.name}"
 
 
+# Those of more than a tile of queries, which have kernels of their own.
+LONG: dict[str, Any] = {"extend": ((40, 0, 70, 1), (45, 3, 90, 30), 16)}
+LONG_PACKED: dict[str, Any] = {"longer": ((140, 3), (200, 130)), "tall": ((200, 90), (70, 80))}
+ROWS = {"paged_attention": {"main": PAGED, **PAGED_SHAPES, **LONG}, "varlen_attention": {"main": VARLEN, **VARLEN_SHAPES, **LONG_PACKED}}
+WHOLE = ("main", "decode", "extend", "longer")
+"""Rows that are tried with every feature, the others with those that tell most."""
+
+
+def fitted(kernel: Kernel) -> list[Case]:
+    """Cases in sizes that the kernel takes."""
+    paged, cases = kernel.op == "paged_attention", []
+    for shape, row in ROWS[kernel.op].items():
+        for name in FEATURES if shape in WHOLE else ("plain", "lse_sinks", "lse_causal", "causal_window"):
+            f = FEATURES[name]
+            f = replace(f, head_dim=64 if paged else 128, v_head_dim=None, dtype=f.dtype if f.dtype in (F16, BF16) else BF16)
+            sized = (*row[:2], 16, *row[3:]) if paged and kernel.name != "flashinfer" else row
+            cases.append(Case(kernel.op, f"{shape}-{name}", lambda source, r=sized, f=f: laid_in(kernel.op, source, r, f)))
+    return cases
+
+
+def laid_in(op: str, source: Source, row: tuple[Any, ...], f: Features) -> Call:
+    """A call of a row of the grid, whose last entry may be what is given by name."""
+    more = row[-1] if isinstance(row[-1], dict) else {}
+    sizes = row[:-1] if more else row
+    return make_call(op, source, *sizes, f, **more)
+
+
 def gridded(kernel: Kernel) -> list[Case]:
-    if kernel.name in OWN_GRID or kernel.op.startswith("plan_"):
+    if kernel.op.startswith("plan_"):
         return []
+    if kernel.name in FITTED:
+        return fitted(kernel)
     every = kernel.op not in LATENT
     return [c for c in CASES[kernel.op] if every or c.label.startswith("deepseek")]
 
 
 def usual(kernel: Kernel, case: Case) -> Call:
     """The call, for a kernel of half precision in bfloat16."""
-    as_it_is = kernel.op not in NARROWED or kernel.name == "flex"
+    as_it_is = kernel.op not in NARROWED or kernel.name in ("flex", *FITTED)
     return case.call() if as_it_is else narrow(case.call())
 
 
@@ -67,7 +104,7 @@ def serviced(kernel: Kernel, problem: Problem) -> Problem:
 
 GRID = [
     pytest.param(k, c, arch, id=f"{k.name}-{c}-sm{arch}", marks=pytest.mark.sweep(SWEEPS.get(k.name, 3)))
-    for k in KERNELS for c in gridded(k) for arch in ARCHS.get(k.op, (VENDORS[k.name].arch,))
+    for k in KERNELS for c in gridded(k) for arch in ARCHS.get(k.op, ARCHS.get(k.name, (VENDORS[k.name].arch,)))
 ]  # fmt: skip
 
 
@@ -87,6 +124,41 @@ def test_grid(kernel: Kernel, case: Case, arch: int) -> None:
 
 
 OF_TORCH = ("aten_flash", "cudnn", "mem_efficient", "flex")
+LAID_OUT = [k for k in KERNELS if k.name != "flex" and not k.op.startswith("plan_")]
+LENGTHS = {"paged_attention": ((130, 1, 40), (300, 129, 40)), "mla_attention": ((25, 0, 1, 3), (300, 9, 65, 40))}
+STALE = [("paged_attention", n) for n in ("fa3", "fa4", "flashinfer")]
+STALE += [("mla_attention", n) for n in ("fa3", "flashinfer_mla_fa2", "flashinfer_mla_fa3")]
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("many_heads", [False, True])
+@pytest.mark.parametrize("page", [1, 16, 64, 192, 256])
+@pytest.mark.parametrize(("op", "name"), STALE)
+def test_stale_pages_and_long_extends(op: str, name: str, page: int, many_heads: bool) -> None:
+    """More queries than a tile has, and pages with NaN past a request's end."""
+    plain = Features(dtype=BF16, head_dim=64, q_heads=8, kv_heads=1 if many_heads else 4, causal=True, lse=True)
+    f = replace(DEEPSEEK, q_heads=128 if many_heads else 16, lse=True) if op in LATENT else plain
+    with VENDORS[name].running():
+        assert check_kernel(kernels_of(op)[name], make_call(op, Source(1), *LENGTHS[op], page, f)).worst <= 1.0
+
+
+BLIND: dict[str, tuple[Any, ...]] = {
+    "attention": (2, 7, 4), "varlen_attention": ((5, 3, 2), (2, 0, 4)), "paged_attention": ((3, 1), (3, 0), 4),
+    "mla_attention": ((4, 2), (3, 0), 64),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sinks", [F32, BF16], ids=str)
+@pytest.mark.parametrize(
+    "kernel", [k for k in KERNELS if k.op in BLIND and {"sinks", "lse", "return_lse"} & k.takes > {"sinks"}], ids=named
+)
+def test_queries_without_keys_have_the_sinks_lse(kernel: Kernel, sinks: torch.dtype) -> None:
+    plain = Features(dtype=BF16, head_dim=64, causal=True)
+    call = make_call(kernel.op, Source(2), *BLIND[kernel.op], replace(DEEPSEEK if kernel.op in LATENT else plain, sinks=sinks, lse=True))
+    with VENDORS[kernel.name].running():
+        figures = check_kernel(kernel, call)
+    assert figures.worst <= 1.0
+    assert {r.field for r in figures.refused} <= {"lse", "sinks_dtype", "page_size", "head_dim, v_head_dim"}
 
 
 EMPTY = ("no_", "empty", "nothing")
@@ -95,7 +167,7 @@ EMPTY = ("no_", "empty", "nothing")
 
 def telling_calls(kernel: Kernel) -> list[Call]:
     """Two that the kernel takes on the machine that is pretended."""
-    cases = [c for c in CASES[kernel.op] if not any(word in c.label for word in EMPTY)]
+    cases = [c for c in gridded(kernel) or CASES[kernel.op] if not any(word in c.label for word in EMPTY)]
     made = {c: usual(kernel, c) for c in cases}
     taken = [c for c in cases if not kernel.refusals(serviced(kernel, made[c].problem))]
     return [made[c] for c in telling(taken, 2)]
@@ -113,6 +185,24 @@ def test_opcheck(kernel: Kernel, nth: int) -> None:
         assert not kernel.refusals(call.problem)
         opcheck(kernel.op, kernel.name, call)
         assert calls, "no foreign op was called"
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("kernel", [k for k in LAID_OUT if k.op not in GRADIENTS and k.name not in OF_TORCH], ids=named)
+def test_compiled(kernel: Kernel) -> None:
+    """Generated code calls the kernel by its name, and gives what eager code gives."""
+    with VENDORS[kernel.name].running(), torch.no_grad():
+        call = equip(kernel, telling_calls(kernel)[0])
+        given = call.kwargs | {"policy": f"kernel={kernel.op}:{kernel.name}"}
+
+        def run(args: tuple[Any, ...], more: dict[str, Any]) -> Any:
+            found = OPS[kernel.op].packet.default(*args, **more)
+            return more["output"] if found is None else found
+
+        want = tree_map(torch.clone, run(call.args, given))
+        got, code = compiled_code(lambda: torch.compile(run, fullgraph=True)(call.args, given))
+    assert f"{kernel.op}.{kernel.name}" in kernel_calls(code)
+    torch.testing.assert_close(got, want, equal_nan=True)
 
 
 def unaligned(x: Tensor) -> Tensor:
@@ -145,9 +235,6 @@ def laid_otherwise(call: Call, turn: int) -> Call:
     return call.map(change)
 
 
-LAID_OUT = [k for k in KERNELS if k.name != "flex" and not k.op.startswith("plan_")]
-
-
 @pytest.mark.parametrize("kernel", LAID_OUT, ids=named)
 def test_any_layout(kernel: Kernel) -> None:
     """Right, or refused by the name of the layout, without a plan then."""
@@ -168,18 +255,21 @@ def test_any_layout(kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("name", [*OF_TORCH, "fa4"])
+@pytest.mark.parametrize("name", [*OF_TORCH, "fa4", "flashinfer", "trtllm"])
 def test_a_training_step(name: str, packed: bool) -> None:
-    """Two calls of the vendor, and the gradients of formulas."""
+    """A call of the vendor each way, and the gradients of formulas."""
     op = "varlen_attention" if packed else "attention"
-    if name not in kernels_of(f"{op}_backward"):
+    if name not in kernels_of(op):
+        pytest.skip("it has no kernel of such calls")
+    own = name in kernels_of(f"{op}_backward")
+    if name in OF_TORCH and not own:
         pytest.skip("no kernel of packed calls")
     sinks = torch.zeros(8, requires_grad=True) if "sinks" in kernels_of(op)[name].takes else None
-    tensors = [torch.randn(2, 6, n, 64, dtype=BF16, requires_grad=True) for n in (8, 2, 2)]
+    tensors = [torch.randn(2, 6, n, 128, dtype=BF16, requires_grad=True) for n in (8, 2, 2)]
     leaves, found = [x for x in (*tensors, sinks) if x is not None], []
     cu = torch.tensor([0, 6, 12], dtype=torch.int32)
     for kernel in (name, "reference"):
-        chosen = dict.fromkeys((op, f"{op}_backward"), kernel)
+        chosen = {op: kernel, f"{op}_backward": kernel if own else "reference"}
         with VENDORS[name].running() as calls, attnops.use(kernel=chosen):
             if packed:
                 q, k, v = (x.flatten(0, 1) for x in tensors)
@@ -187,6 +277,6 @@ def test_a_training_step(name: str, packed: bool) -> None:
             else:
                 out = attnops.attention(*tensors, causal=True, sinks=sinks)
             found.append(torch.autograd.grad(out.sum(), leaves))  # a gradient without strides
-            assert len(calls) == 2 * (kernel == name)
+            assert len(calls) == 2 if own and kernel == name else bool(calls) == (kernel == name)
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, want, rtol=3e-2, atol=3e-2)

@@ -14,50 +14,19 @@ from attnops.core.record import changed
 from attnops.core.select import Policy, active_policy, select
 from attnops.kernels.sgl import fa3 as kernel, wheel
 from attnops.ops import OPS
+from attnops.ops.latent.cases import DEEPSEEK
 from attnops.testing import Features, Source, check_kernel, make_call
-from tests.lowering.models import PagedModel, compiled_code, kernel_calls, prefill
 from tests.standins.schemas import FWD as SCHEMA
 from tests.standins.sgl_kernel_fa3 import SCHEMA_37, installed
 from tests.standins.vendors import VENDORS, half
 
 NAME = "fa3"
 SM90 = VENDORS[NAME].target
-ATTENTION = ("attention", "varlen_attention", "paged_attention")
 BF16, F16 = torch.bfloat16, torch.float16
 
 
 def fa3(op):
     return kernels_of(op)["fa3"]
-
-
-def test_the_schema_is_the_wheels_as_read(standin):
-    schema = torch.ops.sgl_kernel.fwd.default._schema
-    assert str(schema) == str(torch._C.parse_schema(f"sgl_kernel::{SCHEMA}"))
-    assert len(schema.arguments) == 35 and [a.name for a in schema.arguments if a.alias_info is not None] == ["out"]
-
-
-@pytest.mark.parametrize("page_size", [1, 16, 64, 128, 256])
-def test_stale_pages_and_long_extends(standin, page_size):
-    f = Features(dtype=BF16, head_dim=128, q_heads=8, kv_heads=1, causal=True, lse=True)
-    call = make_call("paged_attention", Source(1), (130, 1, 40), (300, 129, 40), page_size, f)
-    assert check_kernel(fa3("paged_attention"), call).worst <= 1.0
-
-
-def blind(op, f):
-    """A call some of whose queries see no key."""
-    source = Source(2)
-    return {
-        "attention": lambda: make_call("attention", source, 2, 7, 4, f),
-        "varlen_attention": lambda: make_call("varlen_attention", source, (5, 3, 2), (2, 0, 4), f),
-        "paged_attention": lambda: make_call("paged_attention", source, (3, 1), (3, 0), 4, f),
-    }[op]()
-
-
-@pytest.mark.parametrize("op", ATTENTION)
-def test_blind_queries_have_the_sinks_lse(standin, op):
-    call = blind(op, Features(dtype=BF16, causal=True, sinks=BF16, lse=True))
-    assert check_kernel(fa3(op), call).worst <= 1.0
-    assert standin
 
 
 @pytest.mark.parametrize("given", [torch.float32, F16])
@@ -66,12 +35,6 @@ def test_wider_sinks_are_rounded_unless_lse_is_asked_for(standin, given):
     assert check_kernel(fa3("attention"), make_call("attention", Source(3), 2, 5, 9, f)).worst <= 1.0
     figures = check_kernel(fa3("attention"), make_call("attention", Source(3), 2, 5, 9, replace(f, lse=True)))
     assert [r.field for r in figures.refused] == ["sinks_dtype"]
-
-
-def test_the_output_is_written_in_place(standin):
-    call = make_call("paged_attention", Source(4), (1, 3), (9, 3), 4, Features(dtype=BF16, causal=True))
-    check_kernel(fa3("paged_attention"), call)
-    assert standin[-1]["out"] is not None and standin[-1]["max_seqlen_k"] is None
 
 
 def test_one_split_under_a_deterministic_policy(standin):
@@ -140,26 +103,6 @@ class Ops(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize("float8", [False, True])
-def test_nothing_but_the_kernel_runs_where_nothing_is_padding(standin, float8):
-    f = Features(dtype=BF16, head_dim=64, causal=True)
-    f = replace(f, q_dtype=torch.float8_e4m3fn, kv_dtype=torch.float8_e4m3fn) if float8 else f
-    decode = make_call("paged_attention", Source(0), (1, 1), (9, 30), 16, f, padding=None)
-    extend = make_call("paged_attention", Source(0), (90, 70), (90, 100), 16, f, padding=None)
-    packed = make_call("varlen_attention", Source(0), (90, 70), (90, 100), f, padding=None)
-    dense = make_call("attention", Source(0), 2, 1, 40, f)
-    for call in (decode, extend, packed, dense):
-        with Ops() as seen, torch.no_grad():
-            fa3(call.op).run(call.record)
-        # What a kernel without lse still returns is an empty tensor.
-        assert seen.names == ["fwd"], call.op
-    for call in (decode, extend, packed):
-        told = call.with_(padded=True)
-        with Ops() as seen, torch.no_grad():
-            fa3(call.op).run(told.record)
-        assert len(seen.names) > 1
-
-
 @pytest.mark.parametrize("lse", [False, True])
 def test_a_static_caches_decode_copies_no_value(standin, lse):
     f = Features(dtype=BF16, head_dim=64, q_heads=8, causal=True, lse=lse)
@@ -181,20 +124,6 @@ def test_scales_are_read_where_they_lie(standin):
         assert [standin[-1][f"{n}_descale"].stride() for n in "qkv"] == [strides] * 3
 
 
-@pytest.mark.full  # tests/lowering/test_choose.py has the model, and test_fa3_mla.py compiled calls of this stand-in
-def test_a_compiled_model_calls_it(standin):
-    model, given = PagedModel(2).to(BF16).eval(), prefill()
-    given = given._replace(x=given.x.to(BF16))
-    with torch.no_grad():
-        want, pages = model(*given), model.pages()
-        model.clear()
-        got, code = compiled_code(lambda: torch.compile(model, fullgraph=True)(*given))
-    assert kernel_calls(code) == ["paged_attention.fa3"] * 2
-    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
-    for after, before in zip(model.pages(), pages, strict=True):
-        torch.testing.assert_close(after, before, rtol=2e-2, atol=2e-2)
-
-
 LLAMA = Problem.of(
     "paged_attention", SM90, dtype=BF16, kv_dtype=BF16, q_heads=32, kv_heads=8, head_dim=128, v_head_dim=128, page_size=16, causal=True,
     tokens=Extent.of(8), batch=Extent.of(8), queries=Extent.of(1), context=Extent.of(4096),
@@ -202,16 +131,12 @@ LLAMA = Problem.of(
 
 
 def test_explain_names_it():
-    def dense(tokens, keys):
-        q, k = torch.empty(1, tokens, 32, 128, dtype=BF16), torch.empty(1, keys, 8, 128, dtype=BF16)
-        return attnops.explain(lambda: attnops.attention(q, k, k, causal=True), target="sm90", assume=("sgl_kernel",), quiet=True)
-
-    assert dense(4096, 4096).chosen() == ("attention.fa3",)
+    q, k = (torch.empty(1, 4096, heads, 128, dtype=BF16) for heads in (32, 8))
+    found = attnops.explain(lambda: attnops.attention(q, k, k, causal=True), target="sm90", assume=("sgl_kernel",), quiet=True)
+    assert found.chosen() == ("attention.fa3",)
     many = Extent.of(2048)
     for problem in (LLAMA, altered(LLAMA, tokens=many, queries=many, batch=Extent.of(1))):
         assert select(problem).kernel.name == "fa3"
-        absent = replace(problem, target=Target("cuda", 90, assume=()))
-        assert "sgl_kernel missing" in str(select(absent).refused["fa3"][0])
 
 
 def test_a_package_without_the_library_is_named(monkeypatch):
@@ -243,3 +168,59 @@ def test_a_repeated_promised_call_is_the_raw_op_alone(standin):
     for policy in ("", "deterministic"):
         OPS["paged_attention"].run(changed(call.record, policy=policy))
         assert standin[-1]["num_splits"] == (policy == "deterministic")
+
+
+@torch.no_grad()
+def test_heads_first_is_the_raw_op_on_views(standin):
+    """Of all keys and without sinks, for any number of keys; the same tensors with heads last give the same."""
+    call = half(make_call("attention", Source(3), 2, 1, 9, Features(head_dim=64, causal=True))).with_(window_left=3)
+    given = {n: call.arguments[n] for n in ("query", "key", "value")}
+    for keys in (9, 7):
+        last = {n: x if n == "query" else x[:, :keys] for n, x in given.items()}
+        first = {n: x.transpose(1, 2).contiguous() for n, x in last.items()}
+        with Ops() as seen:
+            got = fa3("attention").run(call.with_(**{n: x.transpose(1, 2) for n, x in first.items()}).record)[0]
+        assert seen.names == ["fwd"]
+        assert {n: standin[-1][n[0]].data_ptr() for n in first} == {n: x.data_ptr() for n, x in first.items()}, "nothing is copied"
+        assert torch.equal(got, fa3("attention").run(call.with_(**last).record)[0])
+
+
+# Latents --------------------------------------------------------------------------------------------------------------
+
+LATENTS = kernels_of("mla_attention")["fa3"]
+
+
+def latent_call(q_lens=(1, 2, 1), seq_lens=(70, 3, 130), page=64, f=DEEPSEEK, padding=1):
+    return make_call("mla_attention", Source(0), q_lens, seq_lens, page, f, padding)
+
+
+def test_parts_of_the_pages_are_views_and_the_output_is_written_in_place(standin):
+    given = latent_call()
+    LATENTS.run(given.record)
+    seen, pages = standin[-1], given.arguments["latent_pages"]
+    assert (seen["k"].shape[2:], seen["v"].shape[2:]) == ((1, 64), (1, 512))
+    assert (seen["v"].data_ptr(), seen["k"].data_ptr()) == (pages.data_ptr(), pages[..., 512:].data_ptr())
+    assert seen["q_v"] is given.arguments["q_nope"] and seen["q"] is given.arguments["q_pe"]
+    assert seen["out"] is given.arguments["output"] and seen["max_seqlen_q"] == 2
+    assert (seen["softmax_scale"], seen["is_causal"], seen["num_splits"]) == (192**-0.5, True, 0)
+
+
+def test_tma_is_avoided_where_it_would_load_stale_rows(standin):
+    for page, heads, padded in ((64, 128, True), (64, 16, False), (16, 128, False), (96, 128, False), (128, 64, True)):
+        given = latent_call(page=page, f=replace(DEEPSEEK, q_heads=heads))
+        LATENTS.run(given.record)
+        assert (standin[-1]["leftpad_k"] is not None) == padded, (page, heads)
+
+
+def test_one_split_of_latents_under_a_deterministic_policy(standin):
+    given = latent_call((1, 1), (9, 30), padding=0)
+    for policy, splits in (("", 0), ("deterministic", 1)):
+        LATENTS.run(changed(given.record, policy=policy))
+        assert standin[-1]["num_splits"] == splits and (standin[-1]["leftpad_k"] is not None) == bool(splits)
+    assert select(given.problem, Policy(deterministic=True)).kernel is LATENTS
+
+
+def test_prefill_is_its_own(standin):
+    # FlashMLA takes one query a request at a time; of more, fa3 reads the latents once for all.
+    many = latent_call((300, 70), (300, 170), f=replace(DEEPSEEK, q_heads=128))
+    assert select(many.problem).kernel is LATENTS

@@ -1,4 +1,4 @@
-"""`fa4` through a stand-in of the function it wraps: layouts, lse, padding, refusals, warming, and the code of a compiled model."""
+"""`fa4` through stand-ins of the functions it wraps: arguments, refusals, warming, gradients, choices."""
 
 import inspect
 import sys
@@ -11,23 +11,21 @@ import attnops
 from attnops.core.errors import NotCompiled
 from attnops.core.kernel import Package, kernels_of
 from attnops.core.needs import _installed
-from attnops.core.problem import Target, altered, pretend
+from attnops.core.problem import Extent, Target, altered, pretend
 from attnops.core.record import changed
 from attnops.core.select import select
-from attnops.kernels.flash_attn4 import fa4 as kernel
+from attnops.kernels.flash_attn4 import backward, fa4 as kernel
 from attnops.kernels.flash_attn4.fa4 import tile as tile_of
-from attnops.testing import CASES, Features, Mismatch, Source, check_kernel, make_call
+from attnops.testing import CASES, Features, Mismatch, Source, check_kernel, gradient_call, make_call
 from tests.helpers import torch_process
-from tests.lowering.models import PagedModel, compiled_code, decode, kernel_calls
 from tests.mates import POLICY
-from tests.standins import flash_attn_cute, test_fa3
+from tests.standins import flash_attn_cute, flash_attn_cute_backward, shapes, test_fa3
 from tests.standins.flash_attn_cute import PARAMETERS, installed
-from tests.standins.test_fa3 import ATTENTION, blind
 from tests.standins.vendors import VENDORS
 
 NAME = "fa4"
 SM90, SM100 = (VENDORS[NAME].on(arch) for arch in (90, 100))
-BF16, F16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def fa4(op):
@@ -42,20 +40,15 @@ NOT_ON_SM100 = {
 """Cases of a float8 query that the kernel refuses, and the field of its reason."""
 
 
-@pytest.mark.parametrize("case", [c for op in ATTENTION for c in CASES[op] if "float8_query" in c.label], ids=str)
+@pytest.mark.parametrize(
+    "case", [c for op in ("attention", "varlen_attention", "paged_attention") for c in CASES[op] if "float8_query" in c.label], ids=str
+)
 def test_float8_on_sm100(case):
     with installed(100) as calls, pretend(SM100):
         figures = check_kernel(fa4(case.op), case.call())
         assert figures.refused or (figures.worst <= 1.0 and calls[-1]["q_descale"].is_contiguous())
         field = NOT_ON_SM100.get(case.label)
         assert field in {r.field for r in figures.refused} if field else not figures.refused
-
-
-@pytest.mark.parametrize("page_size", [1, 16, 64, 256])
-def test_stale_pages_and_long_extends(standin, page_size):
-    f = Features(dtype=BF16, head_dim=128, q_heads=8, kv_heads=1, causal=True, lse=True)
-    call = make_call("paged_attention", Source(1), (130, 1, 40), (300, 129, 40), page_size, f)
-    assert check_kernel(fa4("paged_attention"), call).worst <= 1.0
 
 
 def test_a_page_that_is_a_tile_is_refused_for_a_reason(standin):
@@ -79,14 +72,6 @@ def test_tiles(change, tile):
     assert tile_of(altered(LLAMA, **change)) == tile
 
 
-@pytest.mark.parametrize("op", ATTENTION)
-@pytest.mark.parametrize("sinks", [torch.float32, torch.float64, BF16])
-def test_blind_queries_have_the_sinks_lse(standin, op, sinks):
-    f = Features(dtype=BF16, causal=True, sinks=sinks, lse=True)
-    assert check_kernel(fa4(op), blind(op, f)).worst <= 1.0
-    assert standin
-
-
 def test_arguments_are_as_it_wants_them(standin):
     f = Features(dtype=BF16, causal=False, window=(3, -1))
     check_kernel(fa4("attention"), make_call("attention", Source(3), 2, 5, 9, f))
@@ -101,28 +86,6 @@ def test_the_output_is_written_in_place(standin):
     assert standin[-1]["out"] is call.arguments["output"]
 
 
-def test_training_gives_it_plain_tensors(standin):
-    q, k, v = (torch.randn(1, 5, 2, 16, dtype=BF16).requires_grad_() for _ in range(3))
-    sinks = torch.zeros(2, dtype=BF16).requires_grad_()
-    # The kernel that this target would choose for the gradient does not run on a CPU.
-    with attnops.use(kernel={"attention": "fa4", "attention_backward": "reference"}):
-        out = attnops.attention(q, k, v, causal=True, sinks=sinks)
-    out.float().sum().backward()
-    assert q.grad is not None and standin[-1]["lse"] is not None and not standin[-1]["learnable_sink"].requires_grad
-
-
-@pytest.mark.full
-def test_a_compiled_model_calls_it(standin):
-    model, given = PagedModel(2).to(BF16).eval(), decode()
-    given = given._replace(x=given.x.to(BF16))
-    with torch.no_grad(), attnops.use(kernel={"paged_attention": "fa4"}):
-        want = model(*given)
-        model.clear()
-        got, code = compiled_code(lambda: torch.compile(model, fullgraph=True)(*given))
-    assert kernel_calls(code) == ["paged_attention.fa4"] * 2
-    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
-
-
 # Warming --------------------------------------------------------------------------------------------------------------
 
 
@@ -135,14 +98,47 @@ class Capturing:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.on)
 
 
-def test_a_new_kind_is_refused_in_a_capture(standin, monkeypatch):
-    capture = Capturing(monkeypatch)
-    kernel._kinds().clear()
-    f = Features(dtype=BF16, causal=True)
+@pytest.fixture
+def kinds():
+    """The kinds of calls that count as compiled: none yet."""
+    known = kernel._kinds()
+    known.clear()
+    return known
 
-    def run(page=16, f=f, lens=(9, 30), q_lens=(1, 1)):
-        call = make_call("paged_attention", Source(5), q_lens, lens, page, f, padding=0)
-        fa4("paged_attention").run(call.record)
+
+def packed(f, lengths, way, **more):
+    """A packed call, or its gradient, without padding."""
+    call = make_call("varlen_attention", Source(5), lengths, lengths, f, padding=None)
+    return gradient_call(Source(5), call, **more) if way == "backward" else call
+
+
+def paged(f, lens, q_lens=(1, 1), page=16):
+    return make_call("paged_attention", Source(5), q_lens, lens, page, f, padding=0)
+
+
+HALF = Features(dtype=BF16, head_dim=64, q_heads=4, kv_heads=2)
+OTHERS = {
+    "forward": (
+        {"page": 64}, {"q_lens": (90, 1)}, {"f": replace(HALF, dtype=F16)}, {"f": replace(HALF, softcap=1.0)},
+        {"f": replace(HALF, lse=True)}, {"f": replace(HALF, sinks=BF16)}, {"f": replace(HALF, window=(3, -1))},
+        {"f": replace(HALF, head_dim=32)}, {"f": replace(HALF, kv_heads=4)}, {"f": replace(HALF, causal=True)},
+    ),
+    "backward": (
+        {"lse_grad": True}, {"lengths": (90, 2)}, {"policy": POLICY}, {"f": replace(HALF, dtype=F16)}, {"f": replace(HALF, softcap=1.0)},
+        {"f": replace(HALF, sinks=BF16)}, {"f": replace(HALF, window=(3, -1))}, {"f": replace(HALF, causal=True)},
+        {"f": replace(HALF, head_dim=96)}, {"f": replace(HALF, kv_heads=4)},
+    ),
+}  # fmt: skip
+"""What makes another kind of a call."""
+
+
+@pytest.mark.parametrize("way", OTHERS)
+def test_a_new_kind_is_refused_in_a_capture(standin, monkeypatch, kinds, way):
+    capture = Capturing(monkeypatch)
+
+    def run(f=HALF, policy="", **more):
+        call = packed(f, **{"lengths": (9, 30), **more}, way=way) if way == "backward" else paged(f, **{"lens": (90, 30), **more})
+        fa4(call.op).run(changed(call.record, policy=policy))
 
     capture.on = True
     with pytest.raises(NotCompiled, match=r"fa4: got a kind of call not yet compiled .* want one such call before"):
@@ -151,24 +147,22 @@ def test_a_new_kind_is_refused_in_a_capture(standin, monkeypatch):
     capture.on = False
     run()
     capture.on = True
-    run(lens=(50, 2))  # other lengths are no other kind
-    run(f=replace(f, scale=0.3))
-    for other in (
-        {"page": 64}, {"f": replace(f, dtype=F16)}, {"f": replace(f, softcap=1.0)}, {"f": replace(f, lse=True)}, {"q_lens": (90, 1)},
-        {"f": replace(f, sinks=BF16)}, {"f": replace(f, window=(3, -1))}, {"f": replace(f, head_dim=32)}, {"f": replace(f, kv_heads=4)},
-    ):  # fmt: skip
+    run(f=replace(HALF, scale=0.3))
+    run(**{"lengths": (40, 2)} if way == "backward" else {"lens": (50, 2)})  # other lengths are no other kind
+    for other in OTHERS[way]:
         with pytest.raises(NotCompiled):
-            run(**{"lens": (90, 2), **other})
+            run(**other)
 
 
-def test_one_kernel_takes_short_and_long_requests_under_a_deterministic_policy(standin):
-    kernel._kinds().clear()
+@pytest.mark.parametrize("way", OTHERS)
+def test_one_kernel_takes_short_and_long_requests_under_a_deterministic_policy(standin, kinds, way):
+    """The vendor compiles a kernel of its own for a batch of one tile, which a request among longer ones does not get."""
     for lengths in ((1, 3), (9, 30), (9, 140), (300, 1)):
-        call = make_call("varlen_attention", Source(5), lengths, lengths, Features(dtype=BF16, causal=True), padding=None)
+        call = packed(HALF, lengths, way)
         fa4(call.op).run(changed(call.record, policy=POLICY))
-    assert len(kernel._kinds()) == 1
+    assert len(kinds) == 1
     assert {call["max_seqlen_q"] for call in standin} == {257, 300}
-    assert {call["num_splits"] for call in standin} == {1}
+    assert {call.get("num_splits", 1) for call in standin} == {1}
 
 
 # The choice -----------------------------------------------------------------------------------------------------------
@@ -209,14 +203,96 @@ def test_betas_before_the_one_that_was_read_are_refused(monkeypatch, version, ol
     assert kernel.PACKAGES[0].missing(SM90) is None
 
 
-def test_what_is_used_is_in_the_signature():
-    assert set(kernel.USED) <= set(PARAMETERS)
+# Gradients ------------------------------------------------------------------------------------------------------------
+
+RULES = {
+    "causal": replace(HALF, causal=True, dtype=F16),
+    "window": replace(HALF, causal=True, window=(3, -1)),
+    "both_sides": replace(HALF, window=(2, 1)),
+    "softcap": replace(HALF, softcap=1.5, kv_heads=1),
+    "sinks": replace(HALF, sinks=F32, causal=True),
+    "all": replace(HALF, causal=True, window=(4, -1), softcap=2.0, sinks=BF16, kv_heads=4),
+    "mla": replace(HALF, causal=True, head_dim=192, v_head_dim=128, kv_heads=4),
+}
+SHAPES = {
+    **shapes.SHAPES,
+    "long": lambda f: make_call("attention", Source(3), 1, 130, 140, f),
+    "padded": lambda f: make_call("varlen_attention", Source(3), (70, 3), (130, 9), f, padding=(200, 200)),
+}
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("lse_grad", [False, True], ids=["output", "lse"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rules", RULES)
+def test_gradients(standin, rules, shape, lse_grad):
+    call = gradient_call(Source(4), SHAPES[shape](RULES[rules]), lse_grad=lse_grad)
+    figures = check_kernel(fa4(call.op), call)
+    assert not figures.refused and figures.worst <= 1.0, figures
+    assert len(standin) == (not shape.startswith("no_key"))
+
+
+def test_promised_rows_are_neither_copied_nor_cleared(standin):
+    call = packed(HALF, (5, 8), "backward")
+    fa4(call.op).run(call.record)
+    assert standin[-1]["q"].data_ptr() == call.arguments["query"].data_ptr()
+    assert type(standin[-1]["max_seqlen_q"]) is int
+
+
+@pytest.mark.parametrize("shape", ["dense", "ragged"])
+def test_programs_take_turns_under_a_deterministic_policy_or_where_torch_asks_for_it(standin, shape):
+    call = gradient_call(Source(4), SHAPES[shape](HALF))
+    for policy, mode in (("", 0), (POLICY, 0), (f"{POLICY};kernel=fa4", 0), ("", 2), ("", 1)):
+        torch.set_deterministic_debug_mode(mode)
+        try:
+            fa4(call.op).run(changed(call.record, policy=policy))
+        finally:
+            torch.set_deterministic_debug_mode(0)
+        assert standin[-1]["deterministic"] is (POLICY in policy or mode > 0)
+
+
+def test_a_step_of_training_hands_the_policy_on(standin):
+    q, k, v = (torch.randn(2, 6, n, 64, dtype=BF16, requires_grad=True) for n in (8, 2, 2))
+    for steady in (True, False):
+        with attnops.use(deterministic=steady, kernel={"attention": "aten_flash", "attention_backward": "fa4"}):
+            attnops.attention(q, k, v, causal=True).sum().backward()
+        assert standin[-1]["deterministic"] is steady
+
+
+MANY = dict.fromkeys(("queries", "context"), Extent.of(4096)) | {"tokens": Extent.of(8192), "batch": Extent.of(2)}
+
+
+@pytest.mark.parametrize("policy", ["", POLICY])
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [({}, ""), ({"sinks": True, "window": (1023, -1)}, ""), ({"target": SM100}, "target"), ({"kv_range": True}, "kv_range")],
+)
+def test_the_choice_of_a_gradient(policy, change, field):
+    """By estimate it is the choice on an H200. Its order of turns was read for SM90 alone."""
+    problem = gradient_call(Source(0), SHAPES["dense"](HALF)).problem
+    for op in ("attention_backward", "varlen_attention_backward"):
+        asked = altered(problem, op=op, head_dim=128, v_head_dim=128, q_heads=32, kv_heads=8, **{"target": SM90, **MANY, **change})
+        decision = select(asked, policy)
+        if policy or not change:
+            assert (decision.kernel is fa4(op)) is (not field), decision
+            assert not field or field in [r.field for r in decision.refused["fa4"]]
+
+
+PINNED = ((kernel, flash_attn_cute._flash_attn_fwd), (backward, flash_attn_cute_backward.flash_attn_bwd))
+"""The wraps of a function of the package, and its stand-in."""
+
+
+def signature_of(standin):
+    return {n: p.default for n, p in inspect.signature(standin).parameters.items() if n != "arch"}
+
+
+@pytest.mark.parametrize(("wrap", "standin"), PINNED, ids=["forward", "backward"])
+def test_what_is_used_is_in_the_signature(wrap, standin):
+    assert set(wrap.USED) <= set(signature_of(standin))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not _installed("flash_attn.cute"), reason="flash-attn-4 is not installed, so its signature cannot be compared")
-def test_the_stand_in_has_the_packages_signature():
-    real = inspect.signature(kernel.interface())
-    assert list(real.parameters) == list(PARAMETERS)
-    mine = inspect.signature(flash_attn_cute._flash_attn_fwd)
-    assert {n: p.default for n, p in real.parameters.items()} == {n: p.default for n, p in mine.parameters.items()}
+@pytest.mark.parametrize(("wrap", "standin"), PINNED, ids=["forward", "backward"])
+def test_the_stand_in_has_the_packages_signature(wrap, standin):
+    assert list(signature_of(wrap.interface()).items()) == list(signature_of(standin).items())

@@ -15,18 +15,14 @@ from attnops.core import needs
 from attnops.core.kernel import Package, kernels_of
 from attnops.core.problem import Target, pretend
 from attnops.kernels.sgl import sources, wheel
-from attnops.ops import decode_rows, mla_attention
 from attnops.ops.latent.cases import DEEPSEEK
 from attnops.testing import CASES, Source, check_kernel, make_call
-from attnops.testing.calls import Call
-from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins import flash_mla_legacy as standin, schemas, sgl_kernel_mla
 
 SGL, FLASH = "sgl_kernel", "flash_mla"
 UNKNOWN = wheel.UNKNOWN
 """A wheel whose version does not tell its torch: loading it does."""
 SM90 = Target("cuda", 90, assume=(FLASH,))
-E4M3 = torch.float8_e4m3fn
 OWN = (
     ("mla_attention", "flashmla"),
     ("mla_attention", "flashmla_fp8"),
@@ -60,23 +56,6 @@ def test_schemas(schema):
     assert path is None or schema.encode() in path.read_bytes()
 
 
-def test_what_is_given_comes_back():
-    """The schema says so of metadata; the ops of the first wheel do the same and do not say it."""
-    [written] = [
-        [a.name for a in parsed.arguments if a.alias_info is not None and a.alias_info.is_write]
-        for parsed in [torch._C.parse_schema(f"x::{schemas.LEGACY_DENSE_DECODE}")]
-    ]
-    assert written == ["tile_scheduler_metadata", "num_splits"]
-    lens = torch.tensor([5, 9], dtype=torch.int32)
-    ops = torch.ops.flash_mla_legacy
-    with pretend(SM90):
-        made = ops.get_mla_decoding_metadata(lens, 16, 1, 16, False, None)
-        query, pages = torch.randn(2, 1, 16, 576).bfloat16(), torch.randn(2, 64, 1, 576).bfloat16()
-        table = torch.arange(2, dtype=torch.int32)[:, None]
-        found = ops.dense_decode_fwd(query, pages, 512, lens, table, 0.1, False, *made)
-    assert [t.data_ptr() for t in found[2:]] == [t.data_ptr() for t in made]
-
-
 # The path ----------------------------------------------------------------------------------------
 
 
@@ -88,8 +67,7 @@ def test_kernel(kernel, case):
         if refused:
             pytest.skip("; ".join(map(str, refused)))
         assert check_kernel(kernel, case.call()).worst <= 1.0
-    # Every op of the first wheel that ran was the body of one of the second's.
-    assert sgl_kernel_mla.CALLS == standin.CALLS
+    assert not sgl_kernel_mla.CALLS, "an op of the first wheel"
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -107,34 +85,6 @@ def test_the_lse_of_either_wheel(packed):
     torch.testing.assert_close(*found)
     bases = [each.lse_base for each in sources.SOURCES]
     assert bases == [2.0, math.e]
-
-
-def batch(q_lens=(1, 1, 1), seq_lens=(70, 3, 130), f=DEEPSEEK) -> Call:
-    return make_call("mla_attention", Source(0), q_lens, seq_lens, 64, f, 0)
-
-
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize("float8", [False, True])
-def test_planned_and_compiled(float8):
-    """The schedule comes from the second wheel, too, and the compiled code calls it."""
-    f = replace(DEEPSEEK, q_heads=16, **({"q_dtype": E4M3, "kv_dtype": E4M3} if float8 else {}))
-    call, name = batch(f=f), "flashmla_fp8" if float8 else "flashmla"
-    given = {n: t for n, t in call.tensors().items() if n != "output"}
-    rows = {n: given[n] for n in ("page_table", "seq_lens", "cu_seqlens_q")}
-    with pretend(SM90), torch.no_grad():
-        plan = decode_rows(**rows, num_tokens=3, q_heads=16, float8=float8)
-
-        def run(**tensors):
-            more = {"max_seqlen_q": 1, "scale": 0.1, "holes": False, "kernel": name}
-            return mla_attention(**tensors, plan=plan, **more)
-
-        got, code = compiled_code(lambda: torch.compile(run, fullgraph=True)(**given))
-        assert kernel_calls(code) == [f"mla_attention.{name}"]
-        torch.testing.assert_close(got, run(**given))
-    metadata = "get_mla_decoding_metadata" + "_dense_fp8" * float8
-    decode = "fwd_kvcache_mla_fp8" if float8 else "dense_decode_fwd"
-    want = [metadata, decode, decode]
-    assert want == standin.CALLS
 
 
 # Which wheel -------------------------------------------------------------------------------------

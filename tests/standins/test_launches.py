@@ -28,7 +28,6 @@ FREE = {
 
 # By (op, kernel, planned): the ops besides the foreign ones, and why they are there.
 OWN_OUTPUT = "the foreign call returns a tensor of its own, and the op writes into the caller's"
-JOINS = "the foreign call wants the query in one piece; callers whose parts are views of one tensor pay nothing"
 BLIND = "the kernel reads before its table for a row without keys, which is given one key and cleared afterwards"
 ROWS = "one query token a row, made once a step where a plan is brought"
 EXTRA: dict[tuple[str, str, bool], tuple[dict[str, int], str]] = {

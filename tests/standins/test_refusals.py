@@ -1,7 +1,6 @@
 """What kernels that have a stand-in refuse, fact by fact, and how much of the grid that leaves to tests/standins/test_contract.py."""
 
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -9,9 +8,8 @@ import torch
 
 from attnops.core.kernel import Kernel, kernels_of
 from attnops.core.problem import Extent, Problem, Target, altered
-from attnops.testing import CASES
-from tests.standins.test_contract import GRADIENTS, KERNELS, LATENT, NARROWED, gridded, named, serviced
-from tests.standins.vendors import VENDORS, half
+from tests.standins.test_contract import GRADIENTS, KERNELS, LATENT, NARROWED, named, serviced
+from tests.standins.vendors import VENDORS
 
 F16, BF16, F32, E4M3 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
@@ -203,49 +201,34 @@ def test_what_is_refused(kernel: Kernel) -> None:
 RULED: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("cudnn", "attention", {"arch": 100, "head_dim": 192}, "head_dim, v_head_dim"),
     ("cudnn", "attention_backward", {"v_head_dim": 4}, "v_head_dim"),
-    ("mem_efficient", "attention_backward", {"dtype": F32, "kv_dtype": F32, "v_head_dim": 6}, "head_dim, v_head_dim"),
     ("fa3", "paged_attention", FLOAT8 | {"kv_dtype": torch.int8}, "kv_dtype"),
     ("fa3", "paged_attention", FLOAT8 | {"head_dim": 72, "v_head_dim": 72}, "head_dim"),
     ("fa3", "paged_attention", FLOAT8 | {"head_dim": 192}, "v_head_dim"),
     ("fa3", "paged_attention", FLOAT8 | {"arch": 80}, "dtype"),
     ("fa3", "paged_attention", FLOAT8 | SINKS, "dtype"),
-    ("fa3", "paged_attention", {"arch": 80, "head_dim": 192}, "v_head_dim"),
     ("fa3", "attention", {"attention_chunk": 64, "kv_range": True}, "kv_range"),
-    ("fa3", "attention", SINKS | {"dtype": F16, "kv_dtype": F16}, "dtype"),
     ("fa3", "mla_attention", SINKS | {"q_heads": 128}, "q_heads=128 (wants <= 64 (sinks))"),
     ("fa3", "mla_attention", WIDE_SINKS | LSE, "sinks_dtype=float32 (wants bfloat16 (lse is exact to float32))"),
     ("fa4", "paged_attention", {"arch": 100, "head_dim": 192, "v_head_dim": 192}, "head_dim"),
-    ("fa4", "paged_attention", {"arch": 100, "head_dim": 192}, ""),
     ("fa4", "paged_attention", {"arch": 100, "head_dim": 256, "v_head_dim": 256}, ""),
     ("fa4", "paged_attention", FLOAT8 | {"arch": 100}, ""),
     ("fa4", "paged_attention", FLOAT8 | {"arch": 100, "head_dim": 72, "v_head_dim": 72}, "head_dim"),
     ("fa4", "attention_backward", SINKS | {"arch": 100, "head_dim": 256, "v_head_dim": 256}, "head_dim"),
     ("fa4", "varlen_attention_backward", {"arch": 100, "head_dim": 192, "v_head_dim": 192}, "v_head_dim"),
     ("flashinfer", "paged_attention", SINKS | {"softcap": True}, "softcap=True (wants no (sinks))"),
-    ("flashinfer", "paged_attention", {"plan": "none"}, "plan=none (wants host: attnops.ops.plan_paged_attention)"),
-    ("flashinfer", "paged_attention", {"pages_alike": False}, "pages_alike=False (wants key and value pages of equal strides)"),
     ("flashinfer_mla_fa3", "mla_attention", ANY["float8 keys"] | {"dtype": F16}, "kv_dtype=float8_e4m3fn (wants the query's dtype"),
     ("flashinfer_mla_fa2", "mla_attention", ANY["float8 keys"] | {"arch": 100}, "kv_dtype=float8_e4m3fn (wants the query's dtype"),
     ("flashinfer_mla_fa3", "mla_attention", ANY["float8 keys"] | LSE, "lse=True (wants no (over float8 latents))"),
-    ("flashinfer_mla_fa3", "mla_attention", ANY["scales"], "kv_scales=True (wants no (but of float8 latents))"),
     *(
         ("flashinfer_mla_fa3", "mla_attention", {"q_heads": n, "queries": Extent.of(9)}, f"q_heads={n} (wants a divisor of 64, or 128")
         for n in (3, 20, 24, 96, 192, 256)
     ),
-    ("flashmla", "mla_attention", {"queries": Extent.of(9)}, "queries=9..16 (wants <= 8)"),
-    ("flashmla", "mla_attention", {"v_head_dim": 128, "rope_dim": 32}, "v_head_dim=128 (wants 512)"),
     ("flashmla_fp8", "mla_attention", {"tokens": Extent.of(4100)}, "tokens=4097..8192 (wants <= 4095)"),
-    ("flashmla_fp8", "mla_attention", {"dtype": BF16}, "dtype=bfloat16 (wants float8_e4m3fn)"),
     ("flashmla", "sparse_mla_attention", {"dtype": F16, "kv_dtype": torch.uint8}, "dtype=float16 (wants bfloat16)"),
-    ("cutlass_mla", "mla_attention", {"q_heads": 192}, "q_heads=192 (wants <= 128)"),
-    ("xqa", "paged_attention", {"q_heads": 136}, "group_size=17 (wants <= 16)"),
-    ("xqa", "paged_attention", ANY["float8 keys by head"], "per_head_scales=True (wants no)"),
-    ("xqa", "paged_attention", {"kv_scales": True}, "kv_scales=True (wants no (but with a float8 cache))"),
     ("trtllm", "paged_attention", ANY["float8 keys"] | {"dtype": F16}, "kv_dtype=float8_e4m3fn (wants the query's, or"),
     ("trtllm", "paged_attention", ANY["float8 keys"] | {"queries": Extent.of(9)}, "queries=9..16 (wants <= 8 and causal"),
     ("trtllm", "paged_attention", {"causal": False, "window": (5, -1)}, "window=(5, -1) (wants none (but with causal))"),
     ("trtllm", "varlen_attention", {"head_dim": 64}, "head_dim, v_head_dim=(64, 128) (wants (192, 128)"),
-    ("trtllm_mla", "mla_attention", {"q_heads": 96}, "q_heads=96 (wants <= 64, or 128)"),
     ("trtllm_mla", "mla_attention", SINKS | LSE, "lse=True (wants no (with sinks))"),
     *(
         ("flashinfer_rope", "rope_quantize_latent", change, want)
@@ -283,39 +266,3 @@ def test_an_absent_package_is_named(kernel: Kernel) -> None:
     vendor = VENDORS[kernel.name]
     assert f"{vendor.packages[0]} missing" in str(kernel.absences(Target("cuda", vendor.arch, assume=()))[0])
     assert not kernel.absences(vendor.target)
-
-
-@cache
-def problems(op: str, in_half: bool) -> dict[str, Problem]:
-    """Of the cases of an op."""
-    return {c.label: (half(c.call()) if in_half else c.call()).problem for c in CASES[op]}
-
-
-TAKEN = {
-    "aten_flash": [54, 68, 33, 39],
-    "cudnn": [15, 11],
-    "mem_efficient": [87, 56],
-    "flex": [67, 49],
-    "fa3": [80, 80, 88, 38],
-    "fa4": [65, 77, 85, 4, 4],
-    "flashmla": [23, 128, 60],
-    "flashmla_fp8": [2],
-    "cutlass_mla": [24],
-    "sgl_sparse": [10, 10],
-    "flashinfer_mla_fa2": [36],
-    "flashinfer_mla_fa3": [36],
-    "flashinfer_rope": [10],
-    "trtllm_mla": [26],
-}
-"""Cases of the grid that a kernel takes, op after op."""
-
-
-@pytest.mark.parametrize("name", TAKEN)
-def test_how_much_of_the_grid_is_taken(name: str) -> None:
-    """What it refuses of the grid is tested nowhere."""
-    counts = []
-    for kernel in KERNELS:
-        if kernel.name == name and gridded(kernel):
-            found = [serviced(kernel, p) for p in problems(kernel.op, kernel.op in NARROWED and name != "flex").values()]
-            counts.append(sum(not kernel.refusals(replace(p, target=VENDORS[name].target)) for p in found))
-    assert counts == TAKEN[name]

@@ -2,13 +2,14 @@
 
 import re
 from importlib.util import find_spec
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from attnops.core.kernel import all_kernels
-from attnops.kernels.sgl import wheel
+from attnops.core.kernel import all_kernels, kernels_of
+from attnops.core.problem import Target
+from attnops.kernels.flashinfer import modules
+from attnops.kernels.sgl import sources, wheel
 from tests.helpers import ROOT
 from tests.standins import schemas
 from tests.standins.schemas import BY_NAME, OPS
@@ -77,15 +78,6 @@ def test_a_kernel_asks_for_versions_that_have_its_ops(kernel):
         assert accepted == [v for v in VERSIONS if all(present(n, v) for n in names)], "leaves out versions that have it"
 
 
-def test_which_versions_have_which_op():
-    newest = {f.name for f in OPS if present(f.name, "0.4.10")}
-    assert {f.name for f in OPS} - newest == {
-        "cutlass_mla_decode", "cutlass_mla_get_workspace_size", "fwd_sparse", "varlen_fwd_sparse", "convert_vertical_slash_indexes",
-        "convert_vertical_slash_indexes_mergehead",
-    }  # fmt: skip
-    assert not present("dense_decode_fwd", "0.4.2.post2")
-
-
 def squeezed(raw: bytes) -> bytes:
     """Runs of spaces, which the wheel's authors align columns with, as one, and none after a bracket."""
     return re.sub(rb"\( ", b"(", re.sub(rb" +", b" ", raw))
@@ -113,4 +105,23 @@ def test_both_names_of_the_wheel_are_known(monkeypatch):
         assert wheel.package().version() == "0.3.21"
         refusal = wheel.package("0.4.3", holds="dense_decode_fwd").missing(needs.Target())
         assert str(refusal) == "package=sgl_kernel 0.3.21 (wants >= 0.4.3 (holds dense_decode_fwd))"
-    assert SimpleNamespace(**wheel.package(below="0.4.7").__dict__).below == "0.4.7"
+
+
+def test_what_is_absent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    nowhere = Target("cuda", 90, assume=())
+    kernel = kernels_of("mla_attention")["flashmla"]
+    either = f"{wheel.hint(torch.__version__, '0.4.3')}, or {sources.hint(torch.__version__)}"
+    said = f"package=sgl_kernel missing, flash_mla missing (wants {either})"
+    assert [str(r) for r in kernel.absences(nowhere)] == [said]
+    fa3 = f"package=sgl_kernel missing (wants {wheel.hint(torch.__version__, '0.4.2')})"
+    assert [str(r) for r in kernels_of("mla_attention")["fa3"].absences(nowhere)] == [fa3]
+    package = modules.PACKAGE
+    assert package.has("0.7.2.post1") and not package.has("0.6.13") and package.versions() == ">= 0.7.2"
+    monkeypatch.setattr(modules, "find_spec", lambda name: None)
+    assert str(modules.missing(Target("cuda", 90))) == "package=tvm_ffi missing (wants pip install apache-tvm-ffi)"
+    assert modules.missing(Target("cuda", 90, assume=("flashinfer",))) is None
+
+
+def test_each_gpu_has_its_build():
+    assert wheel.common_ops(Target("cuda", 90)) == "sm90/common_ops.*"
+    assert {wheel.common_ops(Target("cuda", a)) for a in (80, 89, 100, 120)} == {"sm100/common_ops.*"}

@@ -9,17 +9,14 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
 
 import attnops
 from attnops.cache import LatentCache
-from attnops.core.errors import NoKernel, PageSizeConflict
+from attnops.core.errors import NoKernel
 from attnops.core.problem import Target, pretend
 from attnops.kernels.flashinfer import trtllm
 from attnops.kernels.sgl import cutlass_mla
 from attnops.nn import LatentAttention, PagedBatch, RotaryEmbedding
-from attnops.ops import mla_attention
-from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins import flashinfer_rope, flashinfer_trtllm_mla, sgl_kernel_mla as sgl
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -121,87 +118,28 @@ def scratch(way: Way) -> int:
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 def test_a_request_from_prefill_to_drafts(way):
-    """The kernel answers every step but the prefill, which unfolds its latents; and as the reference would."""
+    """The kernel answers every step but the prefill, which unfolds its latents; and as the reference would.
+
+    It pads no table in any layer, for the cache's rows are whole tiles, though 200 tokens are no whole number of them.
+    """
     cache, twin = cache_for(way, scratch(way)), cache_for(way)
+    assert cache.page_size == way.page and cache.page_table.shape[1] * way.page == 256
+    module = cutlass_mla if way.kernel == "cutlass_mla" else trtllm
     model, plain = Model(), Model("reference")
     for i, (step, other) in enumerate(zip(steps(way, cache), steps(way, twin), strict=True)):
         with torch.no_grad():
-            with machine(way) as calls:
+            with machine(way) as calls, patch.object(module, "pad", wraps=module.pad) as pad:
                 got = model(*step)
             want = plain(*other)
         if i == 0:
             assert not calls, "prefill"
         else:
             assert calls == way.foreign, i
+            assert [by for (_, by), _ in pad.call_args_list] == [(0, 0)] * LAYERS
         # One more rounding of weights and queries to bfloat16, or of weights to float8.
         torch.testing.assert_close(got, want, rtol=2**-5, atol=2**-5 if way.scales is None else 2**-3)
     written = [pages.view(torch.uint8) for pages in cache.latent_pages]
     assert all(pages.any() for pages in written)
-
-
-COMPILED = {"cutlass": 1, "float8": 2}
-"""The step whose generated code is read: one token of each request, or drafts to verify."""
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", COMPILED)
-def test_compiled(name):
-    """Generated code calls the kernel by name, once a layer."""
-    way, size = WAYS[name], scratch(WAYS[name])
-    cache, twin = cache_for(way, size), cache_for(way, size)
-    compiled, eager = torch.compile(Model(), fullgraph=True), Model()
-    layer = [f"mla_attention.{way.kernel}"]
-    if way.scales is not None:
-        layer = ["rope_quantize_latent.flashinfer_rope", "write_latent.reference", *layer]
-    with machine(way), torch.no_grad():
-        for i, (step, other) in enumerate(zip(steps(way, cache), steps(way, twin), strict=True)):
-            if i == COMPILED[name]:
-                break
-            assert torch.equal(eager(*step), eager(*other))
-        got, code = compiled_code(lambda: compiled(*step))
-        torch.testing.assert_close(got, eager(*other), rtol=2**-6, atol=2**-6)
-    assert kernel_calls(code) == layer * LAYERS
-
-
-def test_compiled_prefill():
-    """The graph of a prefill unfolds the latents, attends to them as to any keys, and writes them for the steps to come."""
-    graphs = []
-
-    def keep(graph, inputs):
-        graphs.append(str(graph.graph))
-        return graph.forward
-
-    cache, twin = cache_for(TRTLLM), cache_for(TRTLLM)
-    compiled = torch.compile(Model(), backend=aot_autograd(fw_compiler=keep), fullgraph=True)
-    with machine(TRTLLM) as calls, torch.no_grad():
-        torch.testing.assert_close(compiled(*next(steps(TRTLLM, cache))), Model()(*next(steps(TRTLLM, twin))), rtol=2**-6, atol=2**-6)
-    [text] = graphs
-    assert text.count("torch.ops.attnops.varlen_attention.default") == LAYERS
-    assert "mla_attention" not in text and not calls
-    for a, b in zip(cache.latent_pages, twin.latent_pages, strict=True):
-        torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-6)
-
-
-# What the cache is for ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.sweep(3)
-@pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
-def test_rows_of_the_table_are_whole_tiles(way):
-    """So that the kernel pads no table in any layer, though 200 tokens are no whole number of tiles."""
-    cache = cache_for(way, scratch(way))
-    assert cache.page_size == way.page and cache.page_table.shape[1] * way.page == 256
-    module, widths = (cutlass_mla if way.kernel == "cutlass_mla" else trtllm), []
-    pad = module.pad
-
-    def seen(table, by):
-        widths.append(by)
-        return pad(table, by)
-
-    with machine(way), patch.object(module, "pad", seen), torch.no_grad():
-        for step in steps(way, cache):
-            Model()(*step)
-    assert widths == [(0, 0)] * LAYERS * (len(STEPS) - 1)
 
 
 def test_without_the_workspace_that_explain_asks_for():
@@ -213,63 +151,3 @@ def test_without_the_workspace_that_explain_asks_for():
         *_, step = steps(TRTLLM, cache)
         with machine(TRTLLM), torch.no_grad(), pytest.raises(NoKernel, match=rf"workspace={short} bytes \(wants >= {size} bytes"):
             Model("trtllm_mla")(*step)
-
-
-def test_pages_that_no_kernel_takes_are_refused_at_creation():
-    sizes = {"max_requests": 1, "max_tokens_per_request": 64, "page_size": 48}
-    with pytest.raises(PageSizeConflict, match="cutlass_mla"):
-        LatentCache(1, 64, **sizes, kernels=("cutlass_mla",), dtype=BF16, device="cpu")
-
-
-# float8 ---------------------------------------------------------------------------------------------------------------
-
-
-def error(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want.double()).norm() / want.double().norm())
-
-
-@pytest.mark.parametrize("queries", ["bfloat16", "float8"])
-def test_how_near_float8_comes(queries, record_property):
-    """Against the exact result over random numbers, DeepSeek's dims: a figure, and why it is no larger.
-
-    A float8_e4m3fn of 3 bits after the point is off by no more than r = 2^-4 / sqrt(3) of itself on the average (root mean square, all
-    errors up to half a step alike). Numbers that are off independently by r make sums of them off by r: so are the values, and so are
-    the logits, once for each side that was rounded, which have a spread of s: r s each, and the weights are off by as much.
-    """
-    torch.manual_seed(0)
-    heads, keys, scale = 16, 1024, 192**-0.5
-    q, pages = torch.randn(4, heads, 576), torch.randn(keys // 64, 64, 576)
-    table = torch.arange(keys // 64, dtype=torch.int32).expand(4, -1).contiguous()
-    lens, cu = torch.full((4,), keys, dtype=torch.int32), torch.arange(5, dtype=torch.int32)
-
-    def attend(q, pages, **scales):
-        return mla_attention(q[..., :512], q[..., 512:], pages, table, lens, cu, max_seqlen_q=1, scale=scale, **scales)
-
-    def stored(x):
-        return (x / SCALES[0]).to(E4M3)
-
-    one = torch.tensor([SCALES[0]])
-    want = attend(q.double(), pages.double())
-    query, given = (stored(q), {"q_scale": one}) if queries == "float8" else (q.to(BF16), {})
-    got = error(attend(query, stored(pages), kv_scale=one, **given), want)
-    plain = error(attend(q.to(BF16), pages.to(BF16)), want)
-    r, s, sides = 2**-4 / 3**0.5, scale * 576**0.5, 2 if queries == "float8" else 1
-    bound = r * (1 + sides * s**2) ** 0.5
-    record_property("relative error of float8", got)
-    record_property("relative error of bfloat16", plain)
-    assert bound / 2 < got < bound and plain < 2**-7, (got, plain, bound)
-
-
-def test_the_layer_in_float8(record_property):
-    """As much off as attention alone: rotated, quantised and cached by the layer, against the same layers on bfloat16 pages.
-
-    Its logits spread by less than 1, so that r sqrt(1 + 2 s^2) is less than 2^-4. A prefill attends to its own tokens as they come.
-    """
-    outs = {}
-    for way in (TRTLLM, FLOAT8):
-        cache = cache_for(way, scratch(way))
-        with machine(way), torch.no_grad():
-            outs[way] = [Model()(*step) - step[0] for step in steps(way, cache)]
-    figures = [error(a, b) for a, b in zip(outs[FLOAT8], outs[TRTLLM], strict=True)]
-    record_property("relative error of the layers by step", figures)
-    assert figures[0] == 0.0 and max(figures) < 2**-4, figures

@@ -10,16 +10,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch._dynamo.testing import EagerAndRecordGraphs
 
 from attnops.cache import PagedBatch, Planner
 from attnops.core.kernel import kernels_of
 from attnops.core.problem import Target, pretend
 from attnops.graphs import Buckets, breakable
 from attnops.kernels.flashinfer import trtllm
-from attnops.ops import latent_layers, mla_attention, token_rows
+from attnops.ops import latent_layers, mla_attention
 from attnops.ops.latent.cases import DEEPSEEK, SMALL
-from attnops.testing import Call, Pages, Source, check_kernel, equip, make_call
+from attnops.testing import Call, Pages, Source, check_kernel, make_call
 from tests.graphs.standin import StandIn
 from tests.standins import flashinfer_trtllm_mla
 from tests.standins.vendors import VENDORS
@@ -28,10 +27,10 @@ from tests.triton.process import interpreted
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 KERNELS = kernels_of("mla_attention")
 HERE = ("reference", "flashmla", "flashmla_fp8", "fa3", "flashinfer_mla_fa2", "flashinfer_mla_fa3", "cutlass_mla", "trtllm_mla")
-BY_TOKEN = ("flashmla", "flashmla_fp8", "cutlass_mla", "trtllm_mla")
-"""Each token is a row of its own, and no request brings more than 8."""
 
 WIDE = 8
+ACCEPTED = ((1, 8, 3, 0), (2, 2, 2, 2), (8, 1, 1, 5), (0, 0, 0, 1))
+LENGTHS = (70, 8, 130, 65)
 
 
 @contextmanager
@@ -79,72 +78,21 @@ def test_verify(name, n):
 
 
 @pytest.mark.sweep(9)
-@pytest.mark.parametrize("n", range(1, WIDE + 1))
+@pytest.mark.parametrize("q_lens", [*((n, n, n, n) for n in range(1, WIDE + 1)), *ACCEPTED], ids=str)
 @interpreted
-def test_verify_in_triton(n):
-    check("triton", call("triton", (n, n, n), (60 + n, n, 130)))
-
-
-def test_more_than_eight_are_refused_by_those_that_take_tokens_one_by_one():
-    for name in HERE:
-        with ready(name):
-            refused = KERNELS[name].refusals(equip(KERNELS[name], call(name, (9, 9), (60, 9))).problem)
-        assert [r.field for r in refused] == (["queries"] if name in BY_TOKEN else []), name
+def test_in_triton(q_lens):
+    check("triton", call("triton", q_lens, LENGTHS, padding=4 * WIDE - sum(q_lens), slack=WIDE - max(q_lens)))
 
 
 # Drafts: as many tokens as were accepted of each -----------------------------------------------------------------------
-
-ACCEPTED = ((1, 8, 3, 0), (2, 2, 2, 2), (8, 1, 1, 5), (0, 0, 0, 1))
-LENGTHS = (70, 8, 130, 65)
-
-
-def run(name: str, given: Call) -> torch.Tensor:
-    made = equip(KERNELS[name], given)
-    getattr(torch.ops.attnops.mla_attention, name)(*made.args, **made.kwargs)
-    return made.arguments["output"]
-
-
-def pad_queries(query: torch.Tensor, cu: torch.Tensor, *, max_seqlen_q: int) -> torch.Tensor:
-    """Ragged `[T, H, D]` as a rectangle `[B, max_seqlen_q, H, D]`, 0 past a request's end."""
-    at = cu[:-1, None] + torch.arange(max_seqlen_q)
-    real = at < cu[1:, None]
-    return torch.where(real[..., None, None], query[torch.where(real, at, 0)], 0)
-
-
-def unpad_queries(padded: torch.Tensor, cu: torch.Tensor, *, num_tokens: int) -> torch.Tensor:
-    """The way back."""
-    rows = token_rows(cu, num_tokens)
-    real, rows = rows >= 0, rows.clamp(min=0)
-    return torch.where(real[:, None, None], padded[rows, torch.where(real, torch.arange(num_tokens) - cu[rows], 0)], 0)
-
-
-def extend(name: str, accepted: tuple[int, ...]) -> None:
-    """Out of a rectangle of drafts and back into one, in sizes that do not tell what was accepted: as the ragged call alone."""
-    ragged = call(name, accepted, LENGTHS, slack=WIDE - max(accepted))
-    t, room = ragged.arguments, len(accepted) * WIDE
-    with ready(name):
-        want = pad_queries(run(name, ragged), t["cu_seqlens_q"], max_seqlen_q=WIDE)
-        drafts = {n: pad_queries(t[n], t["cu_seqlens_q"], max_seqlen_q=WIDE) for n in ("q_nope", "q_pe")}
-        parts = {n: unpad_queries(x, t["cu_seqlens_q"], num_tokens=room) for n, x in drafts.items()}
-        padded = ragged.with_(**parts, output=torch.empty(room, *t["output"].shape[1:], dtype=t["output"].dtype))
-        got = pad_queries(run(name, padded), t["cu_seqlens_q"], max_seqlen_q=WIDE)
-    for b, n in enumerate(accepted):
-        assert not got[b, n:].any()
-    torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6)
 
 
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("accepted", ACCEPTED, ids=str)
 @pytest.mark.parametrize("name", HERE)
 def test_draft_extend(name, accepted):
-    extend(name, accepted)
+    """In a rectangle of drafts, whose sizes do not tell what was accepted."""
     check(name, call(name, accepted, LENGTHS, padding=4 * WIDE - sum(accepted), slack=WIDE - max(accepted)))
-
-
-@pytest.mark.parametrize("accepted", ACCEPTED, ids=str)
-@interpreted
-def test_draft_extend_in_triton(accepted):
-    extend("triton", accepted)
 
 
 @pytest.mark.parametrize("name", HERE)
@@ -176,25 +124,3 @@ def test_verify_steps_in_graphs(name):
             got, want = graphed(**given).clone(), step(**given | {"batch": planner(batch) if planner else batch})
         torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6)
     assert [str(r.bucket) for r in graphed.report().rows] == ["verify 4 x4", "verify 4 x2"]
-
-
-def test_one_graph_serves_whatever_is_accepted():
-    """What is accepted is data: sizes stay those of the rectangle, so that a captured graph may be replayed."""
-    count = EagerAndRecordGraphs()
-
-    def step(q_nope, q_pe, pages, table, lengths, cu):
-        parts = (unpad_queries(x, cu, num_tokens=4 * WIDE) for x in (q_nope, q_pe))
-        out = mla_attention(*parts, pages, table, lengths, cu, max_seqlen_q=WIDE, scale=20**-0.5)
-        return pad_queries(out, cu, max_seqlen_q=WIDE)
-
-    compiled = torch.compile(step, backend=count, fullgraph=True)
-    for accepted in ACCEPTED:
-        t = call("reference", accepted, LENGTHS, pages=Pages(wider=0)).arguments
-        drafts = (pad_queries(t[n], t["cu_seqlens_q"], max_seqlen_q=WIDE) for n in ("q_nope", "q_pe"))
-        given = (*drafts, t["latent_pages"], t["page_table"], t["seq_lens"], t["cu_seqlens_q"])
-        with torch.no_grad():
-            got = compiled(*given)
-        alone = torch.empty_like(t["output"])
-        mla_attention(t["q_nope"], t["q_pe"], *given[2:], max_seqlen_q=WIDE, scale=20**-0.5, output=alone, kernel="reference")
-        assert torch.equal(got, pad_queries(alone, t["cu_seqlens_q"], max_seqlen_q=WIDE))
-    assert len(count.graphs) == 1

@@ -12,10 +12,9 @@ from attnops.core.kernel import kernels_of
 from attnops.core.select import workspace_bytes
 from attnops.kernels.flashinfer import trtllm
 from attnops.kernels.shared import memory
-from attnops.ops import decode_rows, mla_attention
+from attnops.ops import decode_rows
 from attnops.ops.latent.cases import DEEPSEEK
 from attnops.testing import Pages, Source, check_kernel, equip, make_call
-from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins import flashinfer_trtllm_mla as standin
 
 BF16, F16, F32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -93,30 +92,7 @@ def test_more_rows_than_counters(calls):
 # Refusals -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("change", "text"), [({"q_heads": 96}, "does not support 64 < num_heads_q < 128"), ({}, r"block_size in \(32, 64\)")]
-)
-def test_the_function_refuses_the_same(calls, change, text):
-    given = call(page=64 if change else 128, f=replace(DEEPSEEK, **change))
-    given = given.with_(workspace=torch.zeros(trtllm.workspace_bytes(given.problem), dtype=torch.uint8))
-    with pytest.raises(ValueError, match=text):
-        KERNEL.run(given.record)
-
-
 # Compiled -------------------------------------------------------------------------------------------------------------
-
-
-def test_compiled(calls):
-    given = {n: t for n, t in equip(KERNEL, call((1, 1, 1), padding=0)).tensors().items() if n != "output"}
-
-    def run(**tensors):
-        return mla_attention(**tensors, max_seqlen_q=1, scale=192**-0.5, kernel="trtllm_mla") * 2
-
-    with torch.no_grad():
-        got, code = compiled_code(lambda: torch.compile(run, fullgraph=True)(**given))
-        want = run(**given)
-    assert kernel_calls(code) == ["mla_attention.trtllm_mla"] and len(calls) == 2
-    torch.testing.assert_close(got, want)
 
 
 @pytest.mark.gpu

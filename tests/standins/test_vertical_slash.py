@@ -8,21 +8,18 @@ from hypothesis import given, settings, strategies as st
 
 import attnops
 from attnops import ops
-from attnops.core.errors import InvalidInput
 from attnops.core.kernel import kernels_of
 from attnops.core.problem import Extent, Problem, Target, altered
 from attnops.core.select import select
 from attnops.ops import OPS
 from attnops.ops.sparse.vertical_slash_cases import HALF, SLASH as SMALL
 from attnops.testing import CASES, Source, check_kernel, make_call
-from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins import sgl_kernel_small
 from tests.standins.vendors import VENDORS
 
 BF16, I32 = torch.bfloat16, torch.int32
 NAME = "sgl_sparse"
 SM90 = VENDORS[NAME].target
-NAMES = ("vertical_slash_indexes", "vertical_slash_attention")
 
 
 def sgl(op):
@@ -139,40 +136,9 @@ def test_no_launch_has_more_requests_than_its_lse_has_room_for(standin, q_lens, 
     assert standin == ["varlen_fwd_sparse"] * launches
 
 
-def test_one_launch_for_ragged_requests_writes_past_its_lse(standin):
-    a = make_call("vertical_slash_attention", Source(4), (64, 3), (64, 3), HALF, padding=(0, 0)).arguments
-    index = [a[n] for n in ("block_count", "block_offset", "column_count", "column_index")]
-    with pytest.raises(RuntimeError, match=r"illegal memory access was encountered \(lse\)"):
-        torch.ops.sgl_kernel.varlen_fwd_sparse(
-            a["query"], a["key"], a["value"], *index, a["output"], a["cu_seqlens_q"], a["cu_seqlens_k"], None, None, 64, 64, 0.0, 1.0,
-            False, True, 0.0, False, None,
-        )  # fmt: skip
-
-
-def test_misaligned_rows_are_refused_before_the_launch(standin):
-    call = make_call("vertical_slash_attention", Source(4), (7,), (9,), HALF)
-    key = call.arguments["key"]
-    shifted = torch.zeros(key.numel() + 1, dtype=BF16)[1:].view(key.shape)
-    with pytest.raises(InvalidInput, match=r"^key: got strides"):
-        sgl("vertical_slash_attention").run(call.with_(key=shifted).record)
-    assert not standin
-
-
-def test_compiled(standin):
-    call = make_call("vertical_slash_attention", Source(4), (70, 130), (90, 200), HALF, padding=(0, 0))
-    given = {n: call.arguments[n] for n in ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")}
-    made = make_call("vertical_slash_indexes", Source(4), (70, 130), (90, 200), 4, 9, 4).arguments
-
-    def run(given):
-        index = ops.vertical_slash_indexes(**made)
-        return ops.vertical_slash_attention(**given, indexes=index) * 2, ops.vertical_slash_attention(**given, indexes=index)
-
-    with torch.no_grad():
-        got, code = compiled_code(lambda: torch.compile(run, fullgraph=True)(given))
-        want = run(given)
-    assert kernel_calls(code) == ["vertical_slash_indexes.sgl_sparse"] + ["vertical_slash_attention.sgl_sparse"] * 2
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b)
+def test_queries_without_keys(standin):
+    call = make_call("vertical_slash_attention", Source(4), (64, 3), (10, 0), HALF)
+    assert check_kernel(sgl("vertical_slash_attention"), call).worst <= 1.0
 
 
 PROBLEM = Problem.of(
@@ -186,14 +152,3 @@ def test_the_wheel_is_chosen_where_it_is():
     assert select(replace(PROBLEM, target=Target("cuda", 90, ()))).kernel.name == "reference"
     index = altered(Problem("vertical_slash_indexes", SM90, I32, I32, 32), causal=True, queries=Extent.of(8192), batch=Extent.of(1))
     assert select(index).kernel.name == "sgl_sparse"
-
-
-def test_wheels_that_dropped_it_are_told(monkeypatch):
-    [package] = sgl("vertical_slash_attention").packages
-    monkeypatch.setattr(type(package), "version", lambda self: "0.4.7")
-    monkeypatch.setattr("attnops.core.needs._installed", lambda module: True)
-    assert str(package.missing(Target("cuda", 90))) == (
-        "package=sgl_kernel 0.4.7 (wants >= 0.3.18, < 0.4.7 (holds vertical-slash attention))"
-    )
-    monkeypatch.setattr(type(package), "version", lambda self: "0.4.6.post1")
-    assert package.missing(Target("cuda", 90)) is None
