@@ -13,6 +13,7 @@ from tests.ops.strategies import CALLS
 from tests.ops.test_opcheck import check as opcheck, telling
 from tests.triton.checks import MODES, SM90, check, triton
 from tests.triton.process import interpreted
+from tests.triton.test_decode import many_splits
 
 OWN_GRID = ("decode_attention",)
 """tests/triton/test_decode.py splits its calls in ways of its own."""
@@ -21,7 +22,7 @@ OPS = [k.op for k in all_kernels() if k.name == "triton" and k.op not in OWN_GRI
 ATTENTION = ("paged_attention", "mla_attention", "attention", "varlen_attention", "merge_state", "merge_states")
 GRADIENTS = ("attention_backward", "varlen_attention_backward")
 DATA = ("write_kv", "write_latent", "write_latent_packed", "copy_kv", "kv_indices", "decode_rows", "named_pages")
-RANDOM = dict.fromkeys((*ATTENTION, *DATA, "route"), 20) | {"linear": 15, "experts": 12}
+RANDOM = dict.fromkeys((*ATTENTION, *DATA, "route"), 20) | {"linear": 15, "experts": 12, "decode_attention": 12}
 """Random calls of an op. Gradients have calls of their own: tests/triton/test_gradient.py."""
 
 
@@ -52,7 +53,10 @@ def test_random_calls(op: str, examples: int) -> None:
     @settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     def run(data: Any) -> None:
         call = data.draw(CALLS[op])
-        if op in ATTENTION:
+        if op in OWN_GRID:
+            with many_splits():
+                check(call)
+        elif op in ATTENTION:
             check(call, data.draw(st.sampled_from(MODES)), refused=("dtype", "kv_dtype", "last_dim_contiguous"))
         else:
             check(call)

@@ -20,8 +20,6 @@ from attnops.testing import CASES, Features, Source, make_call
 from attnops.testing.check import clone
 from tests.triton.checks import SM90, check
 from tests.triton.process import interpreted
-from tests.triton.test_compile import OPTIONS, recorded
-from tests.triton.test_kernels import kind_of
 from tests.triton.test_numerics import strided, transposed
 from tests.triton.values import every_number
 
@@ -36,24 +34,6 @@ DATA = (*WRITES, *MOVES, *TABLES)
 def ran(op, *args, **kwargs):
     """The kernel's results of an op's arguments."""
     return kernels_of(op)["triton"].run(OPS[op].call(*args, **kwargs))
-
-
-@interpreted
-def test_heads_may_lie_far_apart():
-    """As in a pool whose heads come first: offsets of heads are more than 32 bits hold. Untouched memory is none."""
-    apart = 1_073_758_208
-    pages = torch.empty(2 * apart + 4096, dtype=INT8).as_strided((4, 16, 3, 16), (256, 16, apart, 1))
-    key, value = (torch.randint(-99, 99, (5, 3, 16), dtype=INT8).float().to(F16) for _ in range(2))
-    slots, one = torch.tensor([3, 60, -1, 17, 0]), torch.ones(1)
-    near = torch.zeros(4, 16, 3, 16, dtype=INT8)
-    ran("write_kv", key, value, pages, near, slots, one, one)
-    for token, slot in enumerate(slots.tolist()):
-        if slot >= 0:
-            stored = (x[slot // 16, slot % 16].half() for x in (pages, near))
-            assert all(map(torch.equal, stored, (key[token], value[token])))
-    pool = pages[None]
-    ran("copy_kv", pool, None, torch.tensor([3, 17]), torch.tensor([30, 3]))
-    assert torch.equal(pages[1, 14].half(), key[0]) and torch.equal(pages[0, 3].half(), key[3])
 
 
 def results(run, call):
@@ -114,24 +94,6 @@ def test_same_bits_as_the_reference(op):
                 check_bits(call)
 
 
-@interpreted
-def test_what_is_not_finite_stays_so():
-    x = torch.tensor([float("nan"), float("inf"), -float("inf"), 1.0]).repeat(4).reshape(1, 1, 16)
-    for stored in (E4M3, E5M2):
-        call = make_call("write_kv", Source(), (2,), 1, 4, Features(kv_heads=1, kv_dtype=stored)).with_(key=x, value=x.clone())
-        call = call.with_(k_scale=torch.ones(1), v_scale=torch.ones(1))
-        with pretend(SM90):
-            kernels_of("write_kv")["triton"].run(call.record)
-        top = torch.finfo(stored).max
-        got = call.arguments["k_pages"][0, 2, 0].float()
-        assert got[0].isnan() and got[1:4].tolist() == [top, -top, 1.0]
-    packed = make_call("write_latent_packed", Source(), (1,), 1, 2, PACKABLE)
-    packed.arguments["latent"][0, 5] = float("inf")
-    with pretend(SM90):
-        kernels_of("write_latent_packed")["triton"].run(packed.record)
-    assert packed.arguments["latent_pages"][0, 1, :128].view(E4M3).float().isnan().all()
-
-
 # Layouts, sizes -------------------------------------------------------------------------------------------------------
 
 
@@ -165,13 +127,8 @@ def test_any_layout(op):
 @interpreted
 def test_many_tokens(op):
     """Tiles of several tokens, ragged ends, rows wider than a tile."""
-    slots = [i if i % 7 else -1 for i in Source(2).permutation(300)]
-    wide = Features(dtype=BF16, head_dim=128, kv_heads=12, v_head_dim=80)
-    call = {
-        "write_kv": lambda: make_call("write_kv", Source(2), slots, 20, 16, wide),
-        "write_latent": lambda: make_call("write_latent", Source(2), slots, 20, 16, DEEPSEEK),
-        "write_latent_packed": lambda: make_call("write_latent_packed", Source(2), slots, 20, 16, DEEPSEEK),
-    }[op]()
+    f = Features(dtype=BF16, head_dim=128, kv_heads=12, v_head_dim=80) if op == "write_kv" else DEEPSEEK
+    call = make_call(op, Source(2), [i if i % 7 else -1 for i in Source(2).permutation(300)], 20, 16, f)
     check(call)
     check_bits(call)
 
@@ -228,28 +185,6 @@ def test_a_compiled_function_calls_them():
 
 
 # What is compiled, and tiles ------------------------------------------------------------------------------------------
-
-
-@interpreted
-def test_a_generate_run_compiles_few_kernels():
-    """Every number of tokens of one model. The bounds are in docs/triton.md."""
-    from attnops.kernels.shared.launch.gpu import Gpu
-    from attnops.kernels.triton.launch import data as host
-
-    with recorded(host, Gpu(132, 227 * 1024, True, True)) as found:
-        pages = torch.empty(1, 16, 8, 128, dtype=BF16)
-        for tokens in (*range(1, 70), 500, 512, 1000, 1024, 2000, 4096, 9999, 16384):
-            slots = torch.empty(tokens, dtype=torch.int64)
-            new = torch.empty(1, 8, 128, dtype=BF16).expand(tokens, -1, -1)
-            ran("write_kv", new, new, pages, pages, slots)
-    seen = set()
-    for _, launched in found:
-        key = {n: x if n.isupper() or n in OPTIONS else kind_of(x, n in VARYING) for n, x in launched.items()}
-        seen.add(tuple(sorted(key.items(), key=lambda item: item[0])))
-    assert len(seen) == 3
-
-
-VARYING = ("tokens", "total")
 
 
 def test_tiles_fill_the_gpu_before_they_grow():
