@@ -94,6 +94,17 @@ def test_same_bits_as_the_reference(op):
                 check_bits(call)
 
 
+@interpreted
+def test_what_is_not_finite_stays_so():
+    x = torch.tensor([float("nan"), float("inf"), -float("inf"), 1.0]).repeat(4).reshape(1, 1, 16)
+    for stored in (E4M3, E5M2):
+        call = make_call("write_kv", Source(), (2,), 1, 4, Features(kv_heads=1, kv_dtype=stored)).with_(key=x, value=x.clone())
+        call = call.with_(k_scale=torch.ones(1), v_scale=torch.ones(1))
+        kernels_of("write_kv")["triton"].run(call.record)
+        got, top = call.arguments["k_pages"][0, 2, 0].float(), torch.finfo(stored).max
+        assert got[0].isnan() and got[1:4].tolist() == [top, -top, 1.0]
+
+
 # Layouts, sizes -------------------------------------------------------------------------------------------------------
 
 

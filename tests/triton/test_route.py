@@ -26,6 +26,7 @@ def test_numbers_that_are_none(rule):
     odd = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0])
     logits = odd[torch.randint(6, (40, 24))]
     logits[:3] = odd[:3, None]
+    logits[3] = odd[3:5].repeat(12)
     call = case("plain").with_(logits=logits, weights=torch.empty(40, 4), index=torch.full((40, 4), -7), **rule)
     results = {}
     for name in ("reference", "triton"):
