@@ -1,6 +1,5 @@
 """What `attnops.testing` sees: arguments that a kernel leaves out of account, memory that is not its own, and sums that fall short."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -105,21 +104,6 @@ def test_another_call_is_seen(op, label, change):
 # Results ----------------------------------------------------------------------------------------------------------------
 
 
-def narrow_sum(c):
-    """Weights and sum in the dtype itself: what a kernel without wide accumulation does."""
-    query, key, value = (x.transpose(1, 2) for x in (c.query[:, :, :4], c.key.repeat_interleave(2, 2), c.value.repeat_interleave(2, 2)))
-    p = torch.softmax((query @ key.mT) * c.scale, -1)
-    out = torch.zeros_like(query)
-    for j in range(key.shape[2]):
-        out = out + p[..., j, None] * value[:, :, j, None]
-    return out.transpose(1, 2).contiguous(), c.query.new_empty(0, dtype=torch.float32)
-
-
-def of_float32(c):
-    narrow = dense(changed(c, query=c.query.float(), key=c.key.float(), value=c.value.float()))
-    return narrow[0].double(), dense(c)[1]
-
-
 def leaves_padding(c):
     kept, end = c.output.clone(), int(c.cu_seqlens_q[-1])
     OPS["paged_attention"].reference(c)
@@ -134,28 +118,10 @@ def touches_a_slot(page):
     return run
 
 
-def wraps(c):
-    for rows, pages, scale in ((c.key, c.k_pages, c.k_scale), (c.value, c.v_pages, c.v_scale)):
-        at = c.slots >= 0
-        stored = (rows / scale[:, None]).round().to(torch.int64).to(torch.int8)
-        pages[c.slots[at] // pages.shape[1], c.slots[at] % pages.shape[1]] = stored[at]
-
-
 def scribbles(c):
     out = dense(c)
     c.query.zero_()
     return out
-
-
-def in_base_2(c):
-    OPS["mla_attention"].reference(c)
-    c.lse.div_(math.log(2))
-
-
-def flips_its_choice(c):
-    OPS["route"].reference(c)
-    c.index.copy_(c.index.flip(1))
-    c.weights.copy_(c.weights.flip(1))
 
 
 def chooses_another(c):
@@ -163,34 +129,21 @@ def chooses_another(c):
     c.index[0, 3] = next(e for e in range(24) if e not in c.index[0])
 
 
-def biased(c):
-    OPS["route"].reference(c)
-    c.weights.mul_(1 + 1e-5)
-
-
 dense = OPS["attention"].reference
 MISTAKES = [
     ("attention", "tall-lse_causal", lambda c: (dense(c)[0], dense(c)[1].nan_to_num(neginf=-1e9))),
     ("attention", "plain", lambda c: tuple(x.half().to(x.dtype) for x in dense(c))),
-    ("attention", "float64", of_float32),
-    ("attention", "long-bfloat16_d64", narrow_sum),
     ("attention", "plain", lambda c: (dense(c)[0].transpose(1, 2).contiguous().transpose(1, 2), c.query.new_empty(0))),
     ("attention", "lse", lambda c: (dense(c)[0], dense(c)[1].double())),
     ("attention", "plain", lambda c: dense(c)[:1]),
-    ("attention", "mha", lambda c: (c.query, dense(c)[1])),
     ("attention", "plain", scribbles),
     ("paged_attention", "plain", leaves_padding),
     ("paged_attention", "plain", lambda c: c.output),
-    ("mla_attention", "lse", in_base_2),
     ("write_kv", "plain", touches_a_slot(-1)),
     ("write_kv", "plain", touches_a_slot(1)),
-    ("write_kv", "int8", wraps),
-    ("merge_states", "some_empty", lambda c: (c.outputs.nan_to_num().mean(1), c.lses.logsumexp(1))),
     ("cu_seqlens", "ragged-int32", lambda c: torch.cumsum(c.lengths, 0).to(torch.int32)),
     ("cu_seqlens", "ragged-int64", lambda c: torch.nn.functional.pad(torch.cumsum(c.lengths, 0), (1, 0))),
-    ("route", "all", flips_its_choice),
     ("route", "all", chooses_another),
-    ("route", "all", biased),
 ]
 
 

@@ -1,6 +1,5 @@
 """`triton`'s kernels that move data, through the interpreter: the grid, the reference's bits, any layout, overlap, opcheck."""
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -14,13 +13,10 @@ from attnops.kernels.shared.sizes import power
 from attnops.kernels.triton.launch import tiles
 from attnops.ops import OPS
 from attnops.ops.latent.cases import DEEPSEEK
-from attnops.ops.pages.cases import PAIRS
-from attnops.ops.sparse.cases import PACKABLE
 from attnops.testing import CASES, Features, Source, make_call
 from attnops.testing.check import clone
 from tests.triton.checks import SM90, check
 from tests.triton.process import interpreted
-from tests.triton.test_numerics import strided, transposed
 from tests.triton.values import every_number
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -106,31 +102,6 @@ def test_what_is_not_finite_stays_so():
 
 
 # Layouts, sizes -------------------------------------------------------------------------------------------------------
-
-
-def spread(source):
-    f = Features(dtype=F16, kv_dtype=INT8, head_dim=16, q_heads=4)
-    small = replace(f, head_dim=20, v_head_dim=16)
-    return {
-        "write_kv": make_call("write_kv", source, (7, -1, 0, 11), 4, 3, f),
-        "write_latent": make_call("write_latent", source, (7, -1, 0, 11), 4, 3, small),
-        "write_latent_packed": make_call("write_latent_packed", source, (7, -1, 0, 11), 4, 3, PACKABLE),
-        "copy_kv": make_call("copy_kv", source, PAIRS["cycle"], 2, 4, 3, Features(dtype=F16)),
-        **{op: CASES[op][0].call() for op in TABLES},
-    }
-
-
-@pytest.mark.parametrize("op", DATA)
-@interpreted
-def test_any_layout(op):
-    call = spread(Source(7))[op]
-    for n, t in call.tensors().items():
-        if t.numel() == 1:
-            continue
-        for dim in {0, t.dim() - 1}:
-            check_bits(call.with_(**{n: strided(t, dim)}))
-        for dim in range(1, t.dim()):
-            check_bits(call.with_(**{n: transposed(t, dim)}))
 
 
 @pytest.mark.full

@@ -2,7 +2,6 @@
 
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -16,7 +15,6 @@ from tests.mates import invariant
 from tests.triton.checks import SM90
 from tests.triton.compiling import built, launched, waits_as_told
 from tests.triton.process import compiled, interpreted
-from tests.triton.test_numerics import strided, transposed
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 KERNEL = kernels_of("decode_attention")["triton"]
@@ -79,17 +77,6 @@ def test_splits_of_other_sizes(slope):
     paged = sloped(make_call("paged_attention", Source(2), (1, 2), (300, 200), 16, replace(LONG, lse=True)), slope)
     with patch.multiple(grids, **few):
         assert not check_paged(paged, "split").refused
-
-
-@interpreted
-def test_any_layout():
-    call = make_call("decode_attention", Source(7), (40, 21), 4, replace(LONG, sinks=F32), Angles(norms=True))
-    names = [n for n, t in call.tensors().items() if t.numel() > 1]
-    with many_splits():
-        for change in (partial(strided, dim=0), partial(transposed, dim=1)):
-            for bit in range(len(names).bit_length()):
-                some = [n for at, n in enumerate(names, 1) if at >> bit & 1 and (change.func is strided or call.tensors()[n].dim() > 2)]
-                assert not check(call.with_(**{n: change(call.tensors()[n]) for n in some})).refused
 
 
 @interpreted

@@ -60,16 +60,6 @@ def test_a_mask_gets_the_sum_over_all_that_it_serves(shape):
 
 
 @interpreted
-def test_heads_first_tensors():
-    forward = make_call("attention", Source(1), 2, 9, 12, replace(PLAIN, mask="additive"))
-
-    def heads_first(name, x):
-        return x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 4 and name != "mask" else x
-
-    check(gradient_call(Source(2), forward, mask_grad=True).map(heads_first))
-
-
-@interpreted
 def test_without_keys_the_sinks_have_the_gradient_of_the_log_sum_exp():
     f = replace(PLAIN, sinks=torch.float32)
     check(gradient_call(Source(2), make_call("attention", Source(1), 2, 5, 0, f), lse_grad=True))

@@ -2,20 +2,16 @@
 
 import re
 from contextlib import contextmanager
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from attnops import ops
 from attnops.core.problem import Extent, Target, altered, pretend
 from attnops.core.select import Policy, select
 from attnops.kernels.triton.launch import linear_tiles as tiles
-from attnops.ops.linear.record import Linear
-from attnops.testing import CASES, Source, make_call
-from tests.lowering import test_fuse_norm_linear_pass as norms
+from attnops.testing import Source, make_call
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.triton.checks import SM90, check, triton
 from tests.triton.compiling import MEMORY, built, compile_for, launched, waits_as_told
@@ -37,10 +33,7 @@ def tile_of(tile):
 @interpreted
 def test_columns_split_among_warps(split):
     """Columns of fewer and of more than one step, and of parts of one; parts that have no columns at all."""
-    tile = tiles.Tile(16, 256, 3, 4, described=split < 8, rows=8, split=split)
-    with tile_of(tile):
-        for case in CASES["linear"]:
-            check(case.call())
+    with tile_of(tiles.Tile(16, 256, 3, 4, described=split < 8, rows=8, split=split)):
         for columns in (1, 17, 130, 256):
             assert not check(make_call("linear", Source(columns), 9, columns, 21, BF16, **ALL)).refused
 
@@ -58,31 +51,6 @@ def test_a_split_changes_no_more_than_the_order_of_sums():
     assert torch.equal(results[1], results[2])
     assert not torch.equal(results[0], results[1])
     torch.testing.assert_close(results[0], results[1])
-
-
-def own_code(norm, x, m, dtype):
-    """A layer as transformers has it: norm, gate and up, the product of both, a residual."""
-    wide = SimpleNamespace(**{name: t.to(dtype) for name, t in vars(m).items()})
-    gate, up = F.linear(norm(wide, x.to(dtype)), wide.weight, wide.bias).chunk(2, -1)
-    return wide.residual[: len(x)] + F.silu(gate) * up
-
-
-@pytest.mark.parametrize("norm", [norms.llama, norms.gpt_oss, norms.gemma, norms.torchs], ids=lambda f: f.__name__)
-@interpreted
-def test_it_is_no_less_exact_than_the_models_own_code(norm):
-    """Fewer roundings, with every norm that `fuse_norm_linear_pass` recognises. float16, for the interpreter cuts bfloat16 off."""
-    source, shapes = Source(5), {"gain": (norms.K,), "weight": (96, norms.K), "bias": (96,), "residual": (40, 48)}
-    m = SimpleNamespace(**{name: source.normal(*shape, dtype=F16) for name, shape in shapes.items()})
-    more = {"norm_weight": m.gain, "norm_eps": norms.EPS, "norm_offset": float(norm is norms.gemma), "activation": "silu"}
-    every = source.normal(40, norms.K, dtype=F16)
-    errors = []
-    for x in (every, *every[:3].split(1)):
-        exact, own = (own_code(norm, x, m, dtype).double() for dtype in (F64, F16))
-        ours = torch.empty_like(own, dtype=F16)
-        triton("linear").run(Linear(x, m.weight, m.bias, residual=m.residual[: len(x)], output=ours, **more))
-        errors.append([float((y - exact).square().sum()) for y in (ours, own)])
-    for ours, own in (errors[0], map(sum, zip(*errors[1:], strict=True))):
-        assert ours <= own
 
 
 @interpreted

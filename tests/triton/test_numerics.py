@@ -17,7 +17,6 @@ from tests.triton.checks import MODES, check as checked, mode
 from tests.triton.process import interpreted
 
 ATTENTION = ("paged_attention", "mla_attention", "attention", "varlen_attention")
-OPS = (*ATTENTION, "merge_state", "merge_states")
 BF16, F16, E4M3, INT8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
 
 
@@ -175,27 +174,3 @@ def strided(t, dim):
 def transposed(t, dim):
     raw = t.view(torch.uint8) if t.dtype.itemsize == 1 and t.dtype != torch.bool else t
     return raw.transpose(dim, dim - 1).contiguous().transpose(dim, dim - 1).view(t.dtype)
-
-
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize("op", OPS)
-@interpreted
-def test_any_layout(op):
-    f = Features(dtype=F16, kv_dtype=INT8, head_dim=16, q_heads=4, causal=True, sinks=torch.float32, lse=True, mask="bool")
-    source = Source(7)
-    call = {
-        "paged_attention": lambda: make_call("paged_attention", source, (1, 3), (40, 21), 4, f),
-        "mla_attention": lambda: make_call("mla_attention", source, (1, 3), (40, 21), 4, replace(f, head_dim=20, v_head_dim=16)),
-        "attention": lambda: make_call("attention", source, 2, 3, 40, f, kv_start=(0, 5), kv_end=(40, 33), index=torch.int32),
-        "varlen_attention": lambda: make_call("varlen_attention", source, (1, 3), (40, 21), f),
-        "merge_state": lambda: make_call("merge_state", source, (5, 4, 8), F16, 0.2, 0.2),
-        "merge_states": lambda: make_call("merge_states", source, (5, 3, 4, 8), F16, 0.2),
-    }[op]()
-    # Several at once, and no two in the same calls only, so that a stride of one that is taken for another's is seen.
-    first, deep = [n for n, t in call.tensors().items() if t.numel() > 1], [n for n, t in call.tensors().items() if t.dim() > 1]
-    for change, names in ((partial(strided, dim=0), first), (partial(transposed, dim=1), deep)):
-        for bit in range(len(names).bit_length()):
-            some = [n for at, n in enumerate(names, 1) if at >> bit & 1]
-            assert not check(call.with_(**{n: change(call.tensors()[n]) for n in some}), "split").refused
-    for n in deep:
-        check(call.with_(**{n: strided(call.tensors()[n], call.tensors()[n].dim() - 1)}), "split", refused=("last_dim_contiguous",))
