@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import func
-from torch.autograd import forward_ad, grad, gradcheck
+from torch.autograd import forward_ad, grad
 
 import attnops
 from attnops.core import eager_cache
@@ -199,23 +199,24 @@ def test_inputs_in_any_layout_get_gradients_of_their_shape():
 
 # Merges ---------------------------------------------------------------------------------------------------------------
 
-
-def merges(parts, empty=0.0, stale=True):
-    """`merge_state` for parts = 0, else `merge_states` of so many, in float64; empty entries hold NaN where `stale` allows it."""
-    shape = (5, *[parts][: bool(parts)], 2, 3)
-    call = make_call(f"merge_state{'s' * (len(shape) == 4)}", Source(7), shape, F64, empty, empty, stale=stale)
-    return call.map(lambda n, t: t.masked_fill(call.free[n], float("nan")) if n in call.free else t)
+MERGES = {
+    "merge_state": lambda outputs, lses: attnops.merge_state(outputs[:, 0], lses[:, 0], outputs[:, 1], lses[:, 1]),
+    "merge_states": attnops.ops.merge_states,
+}
 
 
-def exactly_merged(call):
+def parts(op, empty=0.0):
+    """Outputs in float64 and lses of the parts of a merge. Empty ones hold NaN."""
+    source, shape = Source(7), (5, 2 if op == "merge_state" else 4, 2)
+    hidden = source.chance(*shape, p=empty)
+    outputs, lses = source.normal(*shape, 3, dtype=F64), source.normal(*shape)
+    outputs, lses = outputs.masked_fill(hidden[..., None], float("nan")), lses.masked_fill(hidden, -INF)
+    return outputs.requires_grad_(), lses.requires_grad_()
+
+
+def exactly_merged(outputs, lses):
     """The merge written out in float64, without the guards for what is empty."""
-    a = call.arguments
-    pairs = ((a["output_a"], a["lse_a"]), (a["output_b"], a["lse_b"])) if call.op == "merge_state" else zip(
-        a["outputs"].unbind(1), a["lses"].unbind(1), strict=True
-    )  # fmt: skip
-    outputs, lses = zip(*pairs, strict=True)
-    lse = torch.stack([z.double() for z in lses]).logsumexp(0)
-    return sum((z.double() - lse).exp()[..., None] * o for o, z in zip(outputs, lses, strict=True)), lse
+    return (outputs * lses.double().softmax(1)[..., None]).sum(1), lses.double().logsumexp(1)
 
 
 def merged_loss(output, lse):
@@ -223,53 +224,34 @@ def merged_loss(output, lse):
     return (output * weights).sum() + torch.where(lse == -INF, 0.0, lse).double().sin().sum()
 
 
-def merge_leaves(call):
-    call = call.map(lambda _, t: t.detach().clone().requires_grad_())
-    run = getattr(torch.ops.attnops, call.op).default
-    return call, list(call.tensors().values()), lambda *values: run(*values, **call.kwargs)
+@pytest.mark.parametrize("op", MERGES)
+def test_gradients_of_a_merge(op):
+    """The second ones, too. lses are float32."""
+    run, given = MERGES[op], parts(op)
 
+    def derivatives(merge):
+        first = grad(merged_loss(*merge(*given)), given, create_graph=True)
+        alone = grad(merge(*given)[1].double().sum(), given, allow_unused=True, materialize_grads=True)
+        return *first, *alone, grad(first[0].square().sum(), given[1])[0]
 
-@pytest.mark.parametrize("parts", [0, 1, 4])
-def test_gradients_of_a_merge(parts):
-    call, values, run = merge_leaves(merges(parts))
-    got, want = grad(merged_loss(*run(*values)), values), grad(merged_loss(*exactly_merged(call)), values)
-    torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-6)  # lses are float32
-    outputs = [v for v in values if v.dtype == F64]
-    fixed = [v.detach() if v.dtype != F64 else v for v in values]
-    assert gradcheck(lambda *o: run(*(dict(zip(outputs, o, strict=True)).get(v, v) for v in fixed))[0], outputs)
-    alone = grad(run(*values)[1].sum(), values, allow_unused=True)
-    torch.testing.assert_close(alone, grad(exactly_merged(call)[1].sum(), values, allow_unused=True, materialize_grads=True))
-    wanted = [v.detach().requires_grad_(i == 1) for i, v in enumerate(values)]
-    torch.testing.assert_close(grad(merged_loss(*run(*wanted)), wanted[1])[0], want[1], atol=2e-6, rtol=2e-6)
-
-
-@pytest.mark.parametrize("parts", [0, 2])
-def test_empty_parts_of_a_merge_have_gradient_zero(parts):
-    call, values, run = merge_leaves(merges(parts, empty=0.6))
-    hidden = {n: t == -INF for n, t in call.tensors().items() if n.startswith("lse")}
-    both = torch.stack(list(hidden.values()), 1).all(1) if not parts else hidden["lses"].all(1)
-    assert both.any() and not all(h.all() for h in hidden.values())
-    grads = dict(zip(call.tensors(), grad(merged_loss(*run(*values)), values), strict=True))
-    for name, where in hidden.items():
-        assert (grads[name][where] == 0).all() and (grads[name.replace("lse", "output")][where] == 0).all()
-        assert (grads[name][~where] != 0).any() and torch.isfinite(grads[name]).all()
-
-
-@pytest.mark.parametrize("parts", [0, 4])
-def test_merges_compiled_and_in_torch_func(parts):
-    call, values, run = merge_leaves(merges(parts, empty=0.4))
-    want = grad(merged_loss(*run(*values)), values)
-    compiled = torch.compile(lambda *v: merged_loss(*run(*v)), backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(grad(compiled(*values), values), want)
-    plain = tuple(v.detach() for v in values)
-    every = tuple(range(len(plain)))
-    torch.testing.assert_close(func.grad(lambda *v: merged_loss(*run(*v)), every)(*plain), want)
-    with pytest.raises(NoGradient, match=rf"^{call.op}: got a forward-mode tangent"):
+    torch.testing.assert_close(derivatives(run), derivatives(exactly_merged), atol=2e-6, rtol=2e-6)
+    for one in range(2):
+        only = [x.detach().requires_grad_(i == one) for i, x in enumerate(given)]
+        torch.testing.assert_close(grad(merged_loss(*run(*only)), only[one])[0], derivatives(exactly_merged)[one], atol=2e-6, rtol=2e-6)
+    plain = tuple(x.detach() for x in given)
+    found = func.grad(lambda *x: merged_loss(*run(*x)), (0, 1))(*plain)
+    torch.testing.assert_close(found, derivatives(run)[:2])
+    with pytest.raises(NoGradient, match=rf"^{op}: got a forward-mode tangent"):
         func.jvp(run, plain, plain)
-    finite, values, run = merge_leaves(merges(parts))
-    second = grad(grad(merged_loss(*run(*values)), values[0], create_graph=True)[0].square().sum(), values[1])
-    exact = grad(grad(merged_loss(*exactly_merged(finite)), values[0], create_graph=True)[0].square().sum(), values[1])
-    torch.testing.assert_close(second, exact, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("op", MERGES)
+def test_empty_parts_of_a_merge_have_gradient_zero(op):
+    outputs, lses = parts(op, empty=0.6)
+    hidden = lses == -INF
+    assert hidden.all(1).any() and not hidden.all()
+    for g in grad(merged_loss(*MERGES[op](outputs, lses)), (outputs, lses)):
+        assert (g[hidden] == 0).all() and (g[~hidden] != 0).any() and torch.isfinite(g).all()
 
 
 # Where there is none --------------------------------------------------------------------------------------------------
@@ -389,27 +371,3 @@ def test_no_gradient(name):
         torch.compile(call, backend="aot_eager", fullgraph=True)()
     with torch.no_grad():
         call()
-
-
-# Compiled -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("case", ["dense", "bias", "packed"])
-def test_compiled_gradients_equal_eager(case):
-    run, values = function_of(leaves(clean(GRADED[case])).with_(return_lse=True))
-
-    def step(*v):
-        output, lse = run(*v)
-        return output.sin().sum() + torch.where(lse == -INF, 0.0, lse).sum()
-
-    want = grad(step(*values), values)
-    got = grad(torch.compile(step, backend="aot_eager", fullgraph=True)(*values), values)
-    torch.testing.assert_close(got, want)
-
-
-def test_compiled_gradients_with_dynamic_sizes():
-    compiled = torch.compile(lambda q, k, v: attnops.attention(q, k, v, causal=True), backend="aot_eager", fullgraph=True, dynamic=True)
-    for queries, keys in ((4, 4), (6, 6), (3, 9)):
-        leaves = [torch.randn(2, n, 2, 4, dtype=F64, requires_grad=True) for n in (queries, keys, keys)]
-        want = grad(attnops.attention(*leaves, causal=True).sin().sum(), leaves)
-        torch.testing.assert_close(grad(compiled(*leaves).sin().sum(), leaves), want)

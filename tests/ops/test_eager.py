@@ -206,9 +206,11 @@ def test_one_tensor_given_twice(looked):
         assert torch.equal(attnops.attention(q, k, v), want)
         assert torch.equal(attnops.attention(q, k, k), want)
     assert looked["attention"] == 1
+    with pytest.raises(InvalidInput, match="value"):
+        attnops.attention(q, k, v[:1])
     for _ in range(3):
         attnops.attention(q, q, q)
-    assert looked["attention"] == 2
+    assert looked["attention"] == 3
 
 
 def python_calls(run):

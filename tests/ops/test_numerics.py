@@ -50,7 +50,7 @@ def test_random_calls(op, examples):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_every_point_of_a_grid_is_answered(op):
+def test_every_grid_point_is_answered(op):
     """A point that the reference refuses would be left untested without a word. A label names one."""
     cases = CASES[op]
     assert len({case.label for case in cases}) == len(cases) > 0

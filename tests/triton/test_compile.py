@@ -32,27 +32,19 @@ def mla(f, page=64):
 # What is served most: the call, and the bytes of registers that may spill on SM90.
 CALLS = {
     "decode": (paged(LLAMA, 1), 0),
-    "decode_page_64": (paged(LLAMA, 1, 64), 0),
     "decode_page_1": (paged(LLAMA, 1, 1), 0),
-    "decode_d64": (paged(replace(LLAMA, head_dim=64), 1), 0),
     "decode_d256": (paged(replace(LLAMA, head_dim=256), 1), 16),
-    "decode_float8": (paged(replace(LLAMA, kv_dtype=E4M3), 1), 0),
     "decode_int8": (paged(replace(LLAMA, kv_dtype=INT8), 1), 0),
     "decode_every_feature": (paged(replace(LLAMA, window=(512, -1), softcap=30.0, sinks=BF16, lse=True), 1), 0),
     "decode_temperature": (paged(replace(LLAMA, softcap=30.0, temperature=True), 1), 0),
-    "decode_float32": (paged(replace(LLAMA, dtype=F32), 1), 0),
-    "verify": (paged(LLAMA, 8), 0),
     "verify_tree": (paged(replace(LLAMA, mask="bool"), 16), 0),
-    "verify_bias": (paged(replace(LLAMA, mask="additive"), 16), 0),
     # 256 rows spill and were the faster on an H200 all the same.
     "extend": (paged(LLAMA, 600), 96),
-    "extend_page_128": (paged(LLAMA, 600, 128), 96),
     "extend_window": (paged(replace(LLAMA, window=(512, -1)), 600), 192),
     "extend_d256": (paged(replace(LLAMA, head_dim=256), 600), 0),
     "decode_d576": (paged(WIDE, 1), 0),
     # The sum of 64 rows of 512 numbers takes all registers, as that of latents does.
     "extend_d576": (paged(WIDE, 200), 256),
-    "extend_d576_float8": (paged(replace(WIDE, kv_dtype=E4M3), 200), 0),
     "dense": (dense(LLAMA), 96),
     "dense_ranges": (dense(replace(LLAMA, softcap=30.0, sinks=BF16), kv_start=(3, 0), kv_end=(300, 290), index=torch.int32), 256),
     # Keys of 222 bytes are loaded through registers.
@@ -62,7 +54,6 @@ CALLS = {
         lambda: make_call("varlen_attention", Source(), (200, 100), (200, 150), replace(LLAMA, head_dim=256, mask="bool", softcap=30.0)),
         0,
     ),
-    "mla_16_heads": (mla(DEEPSEEK), 0),
     "mla_128_heads": (mla(V3), 256),
     "mla_float32": (mla(replace(DEEPSEEK, dtype=F32)), 0),
     "mla_128_heads_float8": (mla(replace(V3, kv_dtype=E4M3)), 0),
@@ -133,7 +124,6 @@ def test_merge():
 GRADIENTS = {
     "d128": (LLAMA, 32),
     "d128_window": (replace(LLAMA, window=(1023, -1)), 32),
-    "d128_chunk": (replace(LLAMA, chunk=1024), 32),
     "d64": (replace(LLAMA, head_dim=64, q_heads=16, kv_heads=16), 0),
     "d64_window": (replace(LLAMA, head_dim=64, window=(128, -1), sinks=BF16), 0),
     # Steps of 64 rows spill and were the faster on an H200 all the same.
@@ -152,9 +142,7 @@ GRADIENTS = {
 @compiled
 def test_gradients(arch, name):
     f, limit = GRADIENTS[name]
-    # A chunk is for packed requests.
-    forward = make_call("varlen_attention", Source(), (64,), (64,), f) if f.chunk else make_call("attention", Source(), 1, 64, 64, f)
-    call = gradient_call(Source(), forward, **({"mask_grad": True} if f.mask == "additive" else {}))
+    call = gradient_call(Source(), make_call("attention", Source(), 1, 64, 64, f), mask_grad=f.mask == "additive")
     found = launched(call, arch, "gradient")
     assert [k.__name__ for k, _ in found] == ["grad_queries", "grad_keys", *["grad_mask"] * (f.mask == "additive")]
     for kernel, given in found:

@@ -8,13 +8,14 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from attnops.core.kernel import all_kernels, kernels_of
 from attnops.core.problem import pretend
-from attnops.testing import CASES, Call
+from attnops.testing import CASES
 from attnops.testing.calls import equip
 from tests.ops.strategies import CALLS
 from tests.ops.test_opcheck import check as opcheck, telling
 from tests.triton.checks import MODES, SM90, check, triton
 from tests.triton.process import interpreted
 from tests.triton.test_decode import many_splits
+from tests.triton.test_far import taken
 from tests.triton.test_numerics import strided, transposed
 
 OWN_GRID = ("decode_attention",)
@@ -77,20 +78,12 @@ def test_opcheck(op: str) -> None:
             opcheck(op, "triton", equip(kernel, case.call()))
 
 
-def telling_call(op: str) -> Call:
-    """The call with the most arguments among those that the kernel takes, of a size that the interpreter is done with soon."""
-    kernel = triton(op)
-    with pretend(SM90):
-        calls = [equip(kernel, case.call()) for case in CASES[op] if "deepseek" not in case.label and "long" not in case.label]
-        return max((c for c in calls if not kernel.refusals(c.problem)), key=lambda c: len(c.arguments))
-
-
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("op", [op for op in CALLS if "triton" in kernels_of(op)])
 @interpreted
 def test_any_layout(op: str) -> None:
     """Several at once, and no two in the same calls only, so that a stride of one that is taken for another's is seen."""
-    call = telling_call(op)
+    call = max(taken(op), key=lambda call: len(call.arguments))
     given = {n: t for n, t in call.tensors().items() if not call.spec[n].hint}
     first, deep = ([n for n, t in given.items() if t.numel() > 1 and t.dim() > dim] for dim in (0, 1))
     for change, names in ((partial(strided, dim=0), first), (partial(transposed, dim=1), deep)):

@@ -1,12 +1,10 @@
 """`triton`'s kernels that move data, through the interpreter: the grid, the reference's bits, any layout, overlap, opcheck."""
 
-from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 import torch
 
-import attnops
-from attnops import ops
 from attnops.core.kernel import kernels_of
 from attnops.core.problem import pretend
 from attnops.kernels.shared.sizes import power
@@ -125,11 +123,8 @@ def test_copies_that_overlap(entries):
         "copy_kv", Source(1), tuple(enumerate(turned)), 3, 40, 16, Features(dtype=BF16, head_dim=24, v_head_dim=40, kv_heads=3)
     )
     check_bits(call)
-    before, tiles.SCRATCH = tiles.SCRATCH, 1
-    try:
+    with patch.object(tiles, "SCRATCH", 1):
         check_bits(call)
-    finally:
-        tiles.SCRATCH = before
 
 
 @pytest.mark.full
@@ -145,38 +140,12 @@ def test_long_tables():
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-# In graphs ------------------------------------------------------------------------------------------------------------
-
-
-@interpreted
-def test_a_compiled_function_calls_them():
-    pages, source, target = torch.randn(2, 4, 3, 2, 8), torch.tensor([0, 1, 5]), torch.tensor([1, 2, 0])
-
-    def step(k, v):
-        ops.copy_kv(k, v, source, target)
-        return k + v
-
-    with torch.no_grad():
-        want_k, want_v = pages.clone(), -2 * pages
-        want = step(want_k, want_v)
-        with pretend(SM90), attnops.use({"copy_kv": "triton"}):
-            k, v = pages.clone(), -2 * pages
-            got = torch.compile(step, fullgraph=True)(k, v)
-    for a, b in ((got, want), (k, want_k), (v, want_v)):
-        assert torch.equal(a, b)
-
-
-# What is compiled, and tiles ------------------------------------------------------------------------------------------
+# Tiles ------------------------------------------------------------------------------------------
 
 
 def test_tiles_fill_the_gpu_before_they_grow():
-    sizes = [tiles.store_tile(t, (1024, 1024), 2, 132) for t in (1, 64, 512, 4096, 65536)]
-    assert [s.rows for s in sizes] == [1, 1, 1, 4, 4]
-    assert {s.columns for s in sizes} == {1024}
-    for tokens, columns in ((1, (512, 64)), (4096, (512, 64)), (777, (640,)), (3, (17,)), (9, (4096, 4096))):
-        tile = tiles.store_tile(tokens, columns, 2, 132)
-        assert tile.rows >= 1 and tile.rows * tile.columns * 2 <= max(tiles.BYTES)
-        assert tile.columns <= tiles.WIDEST
+    sizes = [tiles.store_tile(t, (1024, 1024), 2, 132) for t in (1, 512, 4096, 65536)]
+    assert [(s.rows, s.columns) for s in sizes] == [(1, 1024), (1, 1024), (4, 1024), (4, 1024)]
 
 
 def test_blocks_waste_little():
@@ -187,10 +156,9 @@ def test_blocks_waste_little():
 
 
 def test_a_copy_is_held_in_registers():
-    for n, rows in pairwise((0, 1, 2, 16, 100, tiles.WHOLE)):
-        for entries in (n + 1, rows):
-            tile = tiles.copy_tile(entries, 4096, 2)
-            assert tile.rows >= entries and tile.rows * tile.columns * 2 <= tiles.HELD
+    for entries in (1, 2, 16, 100, tiles.WHOLE):
+        tile = tiles.copy_tile(entries, 4096, 2)
+        assert tile.rows >= entries and tile.rows * tile.columns * 2 <= tiles.HELD
     assert tiles.layers_at_once(80, 4096, 2048) == 4 and tiles.layers_at_once(3, 10**9, 2048) == 1
 
 

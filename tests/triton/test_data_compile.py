@@ -40,30 +40,24 @@ def indices():
 CALLS = {
     "write_kv": (write(LLAMA), (128, 128)),
     "write_kv_1": (write(LLAMA, 1), (128, 128)),
-    "write_kv_512": (write(LLAMA, 512), (128, 128)),
-    "write_kv_page_1": (write(LLAMA, page=1), (128, 128)),
-    "write_kv_d80": (write(Features(dtype=BF16, head_dim=80, kv_heads=8)), (128, 128)),
     "write_kv_float32": (write(Features(dtype=F32, head_dim=128, kv_heads=8)), (128, 128)),
     "write_kv_float8": (stored(E4M3), (128, 64)),
     "write_kv_float8_e5m2": (stored(E5M2), (128, 64)),
     "write_kv_int8": (stored(INT8), (128, 64)),
     "write_latent": (lambda: make_call("write_latent", Source(), range(4096), 64, 64, DEEPSEEK), (128, 128)),
-    "write_latent_1": (lambda: make_call("write_latent", Source(), range(1), 1, 64, DEEPSEEK), (64, 64)),
     "write_latent_quantised": (
         lambda: make_call("write_latent", Source(), range(4096), 64, 64, replace(DEEPSEEK, kv_dtype=E4M3), quantised=True),
         (128, 128),
     ),
     "write_latent_packed": (lambda: make_call("write_latent_packed", Source(), range(4096), 64, 64, DEEPSEEK), (128, 64)),
     "copy_kv_4": (copy(4), (128, 128)),
-    "copy_kv_64": (copy(64), (128, 128)),
     "copy_kv_256": (copy(256), (128, 128)),
-    "copy_kv_1000": (copy(1000), (128, 128)),
     "copy_kv_latents": (copy(64, Features(dtype=BF16, head_dim=576), True), (128, 128)),
     "kv_indices": (indices, (32, 32)),
 }
 ELSEWHERE = [(arch, name) for arch in (80, 89, 100) for name in ("write_kv", "write_kv_float8", "write_kv_float8_e5m2", "write_kv_int8")]
 ELSEWHERE += [(80, "write_latent_quantised")]
-ELSEWHERE += [(80, "write_latent_packed"), (100, "write_latent_packed"), (80, "copy_kv_64")]
+ELSEWHERE += [(80, "write_latent_packed"), (100, "write_latent_packed"), (80, "copy_kv_256")]
 
 
 def width(ptx, word):
