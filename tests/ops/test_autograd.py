@@ -205,12 +205,12 @@ MERGES = {
 }
 
 
-def parts(op, empty=0.0):
-    """Outputs in float64 and lses of the parts of a merge. Empty ones hold NaN."""
+def parts(op, empty=0.0, lse=-INF):
+    """Outputs in float64 and lses of the parts of a merge. Empty ones hold NaN, and the lse that is given."""
     source, shape = Source(7), (5, 2 if op == "merge_state" else 4, 2)
     hidden = source.chance(*shape, p=empty)
     outputs, lses = source.normal(*shape, 3, dtype=F64), source.normal(*shape)
-    outputs, lses = outputs.masked_fill(hidden[..., None], float("nan")), lses.masked_fill(hidden, -INF)
+    outputs, lses = outputs.masked_fill(hidden[..., None], float("nan")), lses.masked_fill(hidden, lse)
     return outputs.requires_grad_(), lses.requires_grad_()
 
 
@@ -245,10 +245,11 @@ def test_gradients_of_a_merge(op):
         func.jvp(run, plain, plain)
 
 
+@pytest.mark.parametrize("lse", [INF, -INF])
 @pytest.mark.parametrize("op", MERGES)
-def test_empty_parts_of_a_merge_have_gradient_zero(op):
-    outputs, lses = parts(op, empty=0.6)
-    hidden = lses == -INF
+def test_empty_parts_of_a_merge_have_gradient_zero(op, lse):
+    outputs, lses = parts(op, 0.6, lse)
+    hidden = lses == lse
     assert hidden.all(1).any() and not hidden.all()
     for g in grad(merged_loss(*MERGES[op](outputs, lses)), (outputs, lses)):
         assert (g[hidden] == 0).all() and (g[~hidden] != 0).any() and torch.isfinite(g).all()

@@ -40,6 +40,7 @@ CALLS = {
     "verify_tree": (paged(replace(LLAMA, mask="bool"), 16), 0),
     # 256 rows spill and were the faster on an H200 all the same.
     "extend": (paged(LLAMA, 600), 96),
+    "extend_page_128": (paged(LLAMA, 600, 128), 96),
     "extend_window": (paged(replace(LLAMA, window=(512, -1)), 600), 192),
     "extend_d256": (paged(replace(LLAMA, head_dim=256), 600), 0),
     "decode_d576": (paged(WIDE, 1), 0),

@@ -9,12 +9,10 @@ import pytest
 import torch
 
 from attnops.core.kernel import kernels_of
-from attnops.core.problem import Extent, Target, altered
 from attnops.core.record import changed
-from attnops.core.select import select
 from attnops.ops.experts.cases import OSS, SHAPED
 from attnops.testing import Source, make_call
-from tests.triton.checks import SM90, triton
+from tests.triton.checks import triton
 from tests.triton.compiling import built, from_3_9, launched, waits_as_told
 from tests.triton.process import compiled, interpreted
 
@@ -75,21 +73,6 @@ def test_numbers_far_out_of_range_read_nothing(op):
     kernels_of(op)["reference"].run(call.record)
     torch.testing.assert_close(got, call.arguments["output"])
     assert not got[2].any()
-
-
-# Selection ------------------------------------------------------------------------------------------------------------
-
-QWEN = make_call("experts", Source(), 8, (*WIDE, 16, 4), BF16).problem
-
-
-@pytest.mark.parametrize(("target", "tokens", "chosen"), [
-    (SM90, Extent.of(1), "triton"), (SM90, Extent.of(64), "triton"), (SM90, Extent(2, None, 8), "triton"), (SM90, Extent.of(512), "aten"),
-    (Target("cuda", 80, ("triton",)), Extent.of(8), "triton"), (Target("cuda", 90, ()), Extent.of(8), "aten"),
-    (Target(), Extent.of(8), "aten"),
-])  # fmt: skip
-def test_the_choice_follows_the_number_of_tokens(target, tokens, chosen):
-    problem = altered(QWEN, target=target, tokens=tokens, in_features=2048, out_features=768, experts=128, top_k=8)
-    assert select(problem).kernel.name == chosen
 
 
 # What is compiled -----------------------------------------------------------------------------------------------------

@@ -92,6 +92,7 @@ def results(call: Call) -> list[Tensor]:
     return list(found) if isinstance(found, tuple) else [found]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("op", OPS)
 @interpreted
 def test_far_tensors(op):

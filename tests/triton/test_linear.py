@@ -87,20 +87,32 @@ def test_a_graph_of_several_numbers_of_tokens(few):
 # Selection ------------------------------------------------------------------------------------------------------------
 
 LLAMA = make_call("linear", Source(), 8, 64, 96, BF16, norm=0.0).problem
+CALLS = {
+    "linear": altered(LLAMA, in_features=4096, out_features=6144),
+    "experts": altered(
+        make_call("experts", Source(), 8, (144, 72, 136, 16, 4), BF16).problem,
+        in_features=2048, out_features=768, experts=128, top_k=8,
+    ),
+}  # fmt: skip
+GRAPH = Extent(2, None, 8)
+CHOSEN = [
+    ("linear", SM90, 1, "triton"), ("linear", SM90, 32, "triton"), ("linear", SM90, GRAPH, "aten"), ("linear", SM90, 65, "aten"),
+    ("experts", SM90, 1, "triton"), ("experts", SM90, 64, "triton"), ("experts", SM90, GRAPH, "triton"), ("experts", SM90, 512, "aten"),
+    *((op, Target("cuda", 80, ("triton",)), 8, "triton") for op in CALLS),
+    *((op, target, 8, "aten") for op in CALLS for target in (Target(), Target("cuda", 90, ()))),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("target", "tokens", "chosen"), [
-    (SM90, Extent.of(1), "triton"), (SM90, Extent.of(32), "triton"), (SM90, Extent(2, None, 8), "aten"), (SM90, Extent.of(65), "aten"),
-    (Target("cuda", 80, ("triton",)), Extent.of(8), "triton"), (Target("cuda", 90, ()), Extent.of(8), "aten"),
-    (Target(), Extent.of(8), "aten"), (Target(), Extent.of(100_000), "aten"),
-])  # fmt: skip
-def test_the_choice_follows_the_number_of_tokens(target, tokens, chosen):
-    problem = altered(LLAMA, target=target, tokens=tokens, in_features=4096, out_features=6144)
+@pytest.mark.parametrize(("op", "target", "tokens", "chosen"), CHOSEN)
+def test_the_choice_follows_the_number_of_tokens(op, target, tokens, chosen):
+    tokens = tokens if tokens is GRAPH else Extent.of(tokens)
+    problem = altered(CALLS[op], target=target, tokens=tokens)
     found = select(problem)
     assert found.kernel.name == chosen
-    assert target != SM90 or (chosen == "triton") is ("triton" not in found.refused)
-    assert target != SM90 or "triton" not in select(altered(problem, tokens=Extent.of(64))).refused, "the most, whatever is faster there"
-    assert target != SM90 or select(problem, Policy(deterministic=True)).kernel.name == "triton"
+    if target == SM90 and op == "linear":
+        assert (chosen == "triton") is ("triton" not in found.refused)
+        assert "triton" not in select(altered(problem, tokens=Extent.of(64))).refused, "the most, whatever is faster there"
+        assert select(problem, Policy(deterministic=True)).kernel.name == "triton"
 
 
 def test_a_norm_of_float16_is_refused():

@@ -12,6 +12,7 @@ from attnops.core.record import changed
 from attnops.kernels.triton.launch import grids
 from attnops.ops.latent.cases import DEEPSEEK
 from attnops.testing import CASES, Features, Source, make_call
+from tests.ops import test_fakes as layouts
 from tests.pairwise import pairwise
 from tests.triton.checks import MODES, check as checked, mode
 from tests.triton.process import interpreted
@@ -165,12 +166,10 @@ def ran(call, name):
 
 
 def strided(t, dim):
-    """Every second entry of a buffer along `dim`; float8 tensors can be viewed and little else."""
-    raw = t.view(torch.uint8) if t.dtype.itemsize == 1 and t.dtype != torch.bool else t
-    room = torch.stack([raw, raw], dim + 1).flatten(dim, dim + 1)
-    return room[(slice(None),) * dim + (slice(None, None, 2),)].view(t.dtype)
+    """Every second entry of a buffer along `dim`."""
+    return layouts.raw(layouts.strided, t, dim)
 
 
 def transposed(t, dim):
-    raw = t.view(torch.uint8) if t.dtype.itemsize == 1 and t.dtype != torch.bool else t
-    return raw.transpose(dim, dim - 1).contiguous().transpose(dim, dim - 1).view(t.dtype)
+    """`dim` and the dim before it lie the other way round."""
+    return layouts.raw(layouts.transposed, t, dim - 1)
