@@ -124,6 +124,7 @@ def test_fake_equals_real_in_any_layout(op, examples):
 # Sizes of a model, which may specialise. All others are free: tokens, batch, pages, lengths.
 FIXED = {"Half", "Hq", "H", "Hkv", "D", "Dv", "Dc", "Dr", "In", "Inner", "Out", "E", "K", "page", "numbers", "bytes", "words", "..."}
 
+
 def full_call(op) -> Call:
     """The call of the grid with the most arguments."""
     return max((case.call() for case in CASES[op]), key=lambda call: len(call.arguments))
