@@ -12,8 +12,7 @@ from torch.autograd import forward_ad, grad
 
 import attnops
 from attnops.core import eager_cache
-from attnops.core.errors import NoGradient, NoKernel
-from attnops.core.kernel import kernels_of
+from attnops.core.errors import NoGradient
 from attnops.core.op import OPS
 from attnops.core.select import active_policy
 from attnops.testing import Call, Features, Source, make_call
@@ -27,7 +26,6 @@ INF = float("inf")
 SMALL: dict[str, Any] = {"dtype": F64, "head_dim": 3, "q_heads": 2, "kv_heads": 1}
 ALL = Features(**SMALL, causal=True, window=(2, -1), softcap=0.8, sinks=F64, v_head_dim=2)
 BIASED = Features(**SMALL, mask="additive", mask_shape="b", softcap=0.9)
-OP_NAMES = ("attention", "varlen_attention")
 LEAVES = ("query", "key", "value", "sinks", "mask")
 
 
@@ -41,17 +39,10 @@ def leaves(call, names=LEAVES):
     return call.map(change)
 
 
-def function_of(call):
-    """(the op as a function of its differentiable tensors, those tensors). Its value: output, and lse when the call asks for it."""
-    names = [n for n, t in call.tensors().items() if t.requires_grad]
-
-    op, given, with_lse = getattr(torch.ops.attnops, call.op).default, dict(call.arguments), call.arguments.get("return_lse", False)
-
-    def apply(*values) -> Any:
-        output, lse = op(**{**given, **dict(zip(names, values, strict=True))}, policy=active_policy())
-        return (output, lse) if with_lse else output
-
-    return apply, [call.arguments[n] for n in names]
+def outputs_of(call):
+    """(the op's output and lse, the tensors that require a gradient)."""
+    results = getattr(torch.ops.attnops, call.op).default(*call.args, **call.kwargs, policy=active_policy())
+    return results, {n: t for n, t in call.tensors().items() if t.requires_grad}
 
 
 def dense(features, sizes=(2, 3, 4)):
@@ -75,10 +66,6 @@ GRADED = {
 }
 
 
-def backward_kernels():
-    return [(op, name) for op in OP_NAMES for name in kernels_of(f"{op}_backward")]
-
-
 # The plain formula, differentiated by torch ---------------------------------------------------------------------------
 
 
@@ -88,68 +75,20 @@ def loss(output, lse):
     return (output.double() * a).sum() + (torch.where(lse == -INF, 0.0, lse.double()) * b).sum()
 
 
-def gradients_agree(call, with_lse, rtol):
-    call = leaves(clean(call).with_(return_lse=True))
-    values = [t for t in call.tensors().values() if t.requires_grad]
-
-    def of(output, lse):
-        return grad(loss(output, lse if with_lse else lse.detach()), values)
-
-    output, lse = getattr(torch.ops.attnops, call.op).default(*call.args, **call.kwargs, policy=active_policy())
-    for got, want in zip(of(output, lse), of(*formula(call)), strict=True):
-        torch.testing.assert_close(got, want, rtol=rtol, atol=rtol * (1 + float(want.abs().max())))
-
-
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("with_lse", [True, False], ids=["lse", "output"])
 @pytest.mark.parametrize("case", GRADED)
 @pytest.mark.parametrize(("dtype", "rtol"), [(F64, 1e-6), (torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)], ids=str)
 def test_gradients_equal_autograd_of_the_formula(dtype, rtol, case, with_lse):
-    gradients_agree(GRADED[case].map(lambda n, t: t.to(dtype) if t.dtype == F64 else t), with_lse, rtol)
+    call = clean(GRADED[case].map(lambda n, t: t.to(dtype) if t.dtype == F64 else t))
+    call = leaves(call.with_(return_lse=True))
+    results, given = outputs_of(call)
 
+    def of(output, lse):
+        return grad(loss(output, lse if with_lse else lse.detach()), list(given.values()))
 
-# Kernels, both ways ---------------------------------------------------------------------------------------------------
-
-FORWARD = [(op, f, b) for op, b in backward_kernels() for f in kernels_of(op)]
-
-
-@pytest.mark.sweep(3)
-@pytest.mark.parametrize(("op", "forward", "backward"), FORWARD, ids=lambda v: v)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
-def test_forward_and_backward_of_different_kernels_fit(op, forward, backward, dtype):
-    f = Features(dtype=dtype, head_dim=16, q_heads=4, kv_heads=2, causal=True)
-    sizes = (2, 6, 6) if op == "attention" else ((4, 2), (4, 2))
-    call = make_call(op, Source(2), *sizes, f, **({} if op == "attention" else {"padding": (0, 0)}))
-    with attnops.use(kernel={op: forward, f"{op}_backward": backward}):
-        try:
-            gradients_agree(call, False, 1e-5 if dtype == torch.float32 else 2e-2)
-        except NoKernel as error:
-            pytest.skip(str(error).replace("\n", " "))
-
-
-# What may hold anything does not reach a gradient ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("op", "kernel"), backward_kernels())
-def test_what_is_outside_has_gradient_zero(op, kernel):
-    """Keys outside a range and padding tokens, whose memory may hold NaN."""
-    if op == "attention":
-        call = make_call(op, Source(1), 2, 3, 8, Features(causal=True), kv_start=(2, 0), kv_end=(8, 5), index=torch.int32)
-        rows = slice(None)
-    else:
-        call = make_call(op, Source(1), (3, 2), (3, 4), Features(causal=True), padding=(2, 3))
-        rows = slice(5)
-    free, call = call.free, leaves(call.map(lambda n, t: t.masked_fill(call.free[n], float("nan")) if n in call.free else t))
-    run, values = function_of(call)
-    with attnops.use(kernel={f"{op}_backward": kernel}):
-        try:
-            grads = grad(run(*values)[rows].sum(), values)
-        except NoKernel as error:
-            pytest.skip(str(error).replace("\n", " "))
-    for name, g in zip(("query", "key", "value"), grads, strict=True):
-        outside = free[name].expand_as(g) if name in free else torch.zeros_like(g, dtype=torch.bool)
-        assert torch.isfinite(g).all()
-        assert (g[outside] == 0).all() and (g[~outside] != 0).any()
+    for got, want in zip(of(*results), of(*formula(call)), strict=True):
+        torch.testing.assert_close(got, want, rtol=rtol, atol=rtol * (1 + float(want.abs().max())))
 
 
 # Which gradients there are --------------------------------------------------------------------------------------------
@@ -158,12 +97,13 @@ def test_what_is_outside_has_gradient_zero(op, kernel):
 @pytest.mark.parametrize("names", [("query",), ("mask",), ("query", "mask"), ("key", "sinks")], ids="-".join)
 def test_only_what_is_asked_for(names):
     call = dense(Features(**SMALL, sinks=F64, mask="additive", mask_shape="b"))
-    whole = leaves(call)
-    run, values = function_of(whole)
-    every = dict(zip([n for n, t in whole.tensors().items() if t.requires_grad], grad(run(*values).sum(), values), strict=True))
-    run, values = function_of(leaves(call, names))
-    for n, got in zip([n for n in whole.tensors() if n in names], grad(run(*values).sum(), values), strict=True):
-        torch.testing.assert_close(got, every[n])
+    found = []
+    for some in (LEAVES, names):
+        (output, _), given = outputs_of(leaves(call, some))
+        found.append(dict(zip(given, grad(output.sum(), list(given.values())), strict=True)))
+    assert set(found[1]) == set(names)
+    for name, got in found[1].items():
+        torch.testing.assert_close(got, found[0][name])
 
 
 def test_lse_alone_and_output_alone():

@@ -1,6 +1,7 @@
 """Every op of `triton` over tensors that reach past 2^31 numbers, in the interpreter: the bits that it has over near ones."""
 
 import mmap
+from itertools import product
 from unittest.mock import patch
 
 import pytest
@@ -12,7 +13,7 @@ from attnops.core.errors import InvalidInput
 from attnops.core.kernel import all_kernels, kernels_of
 from attnops.core.problem import pretend
 from attnops.kernels.triton.launch import tiles
-from attnops.testing import CASES, Call, equip
+from attnops.testing import CASES, Call, Source, equip, make_call
 from tests.formula import clean
 from tests.triton.checks import SM90, mode, triton
 from tests.triton.process import interpreted
@@ -31,13 +32,13 @@ ROWS_OF_32_BITS = {"attention", "varlen_attention"}
 
 
 def far_dims(op: str, a: Arg, x: Tensor) -> list[int]:
-    """The dims of an argument that may have any stride, and are long enough for an offset that wraps."""
+    """The dims of an argument that may have any stride, and have more than one entry."""
     if a.hint:
         return []
     names = {i: a.layout[min(i, len(a.layout) - 1)].text for i in range(x.dim())}
     near_last = a.unit_stride or (a.name == "mask" and op in ROWS_OF_32_BITS)
     last = x.dim() - 1 if near_last else x.dim()
-    return [i for i, name in names.items() if x.shape[i] > 2 and i != last and name not in REFUSED]
+    return [i for i, name in names.items() if x.shape[i] > 1 and i != last and name not in REFUSED]
 
 
 def spread(x: Tensor, dim: int) -> Tensor:
@@ -57,24 +58,35 @@ def spread(x: Tensor, dim: int) -> Tensor:
     return torch.empty(0, dtype=x.dtype).set_(memory, FAR, x.shape, strides).copy_(x)
 
 
+MORE = {"mxfp4_experts": [make_call("mxfp4_experts", Source(1), 1, (64, 64, 16, 3, 1), bias=True)]}
+"""The grid's calls of one token are long."""
+
+
 def taken(op: str) -> list[Call]:
     """The calls of the grid that the kernel takes, but for long ones. What may hold anything holds 0."""
     kernel = triton(op)
     with pretend(SM90):
-        calls = [equip(kernel, case.call()) for case in CASES[op]]
-        calls = [c for c in calls if not kernel.refusals(c.problem) and sum(t.numel() for t in c.tensors().values()) < LONG]
-    return [clean(c) for c in calls]
+        calls = [equip(kernel, call) for call in (*(case.call() for case in CASES[op]), *MORE.get(op, ()))]
+        calls = [call for call in calls if not kernel.refusals(call.problem) and numbers(call) < LONG]
+    assert calls
+    return [clean(call) for call in calls]
 
 
-def places(call: Call) -> set[tuple[str, int]]:
-    """(argument, dim) of all that can be far."""
-    return {(n, dim) for n, t in call.tensors().items() for dim in far_dims(call.op, call.spec[n], t)}
+def numbers(call: Call) -> int:
+    return sum(t.numel() for n, t in call.tensors().items() if not call.spec[n].hint)
+
+
+def places(call: Call) -> set[tuple[str, int, bool]]:
+    """(argument, dim, is it a call of one row?) of all that can be far. Several ops have kernels of one row alone."""
+    tensors = call.tensors()
+    single = next(iter(tensors.values())).shape[0] == 1
+    return {(n, dim, single) for n, t in tensors.items() for dim in far_dims(call.op, call.spec[n], t)}
 
 
 def covering(op: str) -> list[Call]:
     """Few of those calls, which together have every place."""
-    calls, left = taken(op), set[tuple[str, int]]()
-    left, found = left.union(*map(places, calls)), list[Call]()
+    calls, found = taken(op), list[Call]()
+    left = set[tuple[str, int, bool]]().union(*map(places, calls))
     while left:
         found.append(max(calls, key=lambda call: len(places(call) & left)))
         left -= places(found[-1])
@@ -97,9 +109,10 @@ def results(call: Call) -> list[Tensor]:
 @interpreted
 def test_far_tensors(op):
     """One dim of every tensor at a time: the first of each, then the second, and so on."""
-    # Splits of decode steps, and copies by way of scratch, of so few keys and slots.
-    with mode("split"), many_splits(), patch.object(tiles, "WHOLE", 3):
-        for call in covering(op):
+    # Splits of decode steps of so few keys; copies of so few slots in one launch, and by way of scratch.
+    ways = product(covering(op), (1, tiles.WHOLE) if op == "copy_kv" else (1,))
+    for call, whole in ways:
+        with mode("split"), many_splits(), patch.object(tiles, "WHOLE", whole):
             dims = {a.name: far_dims(op, a, t) for a in call.spec.args if a.tensor and (t := call.arguments.get(a.name)) is not None}
             wanted = results(call.map(lambda _, t: near(t)))
             for turn in range(max(map(len, dims.values()))):
