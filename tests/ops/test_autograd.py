@@ -149,6 +149,7 @@ def parts(op, empty=0.0, lse=-INF):
     """Outputs in float64 and lses of the parts of a merge. Empty ones hold NaN, and the lse that is given."""
     source, shape = Source(7), (5, 2 if op == "merge_state" else 4, 2)
     hidden = source.chance(*shape, p=empty)
+    hidden[0] = empty > 0
     outputs, lses = source.normal(*shape, 3, dtype=F64), source.normal(*shape)
     outputs, lses = outputs.masked_fill(hidden[..., None], float("nan")), lses.masked_fill(hidden, lse)
     return outputs.requires_grad_(), lses.requires_grad_()
