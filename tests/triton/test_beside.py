@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -81,7 +82,13 @@ def test_a_launch_waits_for_the_thread_that_compiles_its_kernel():
 
 
 X = torch.zeros(8)
-OTHERS = [({"rows": 48}, True), ({"rows": 1}, False), ({"rows": 33}, False), ({"WIDE": 32}, False), ({"num_stages": 3}, False)]
+OTHERS: list[tuple[Any, bool]] = [
+    ({"rows": 48}, True),
+    ({"rows": 1}, False),
+    ({"rows": 33}, False),
+    ({"WIDE": 32}, False),
+    ({"num_stages": 3}, False),
+]
 OTHERS += [(X[4:], True), (X[1:], False), (X.double(), False), (None, False)]
 
 
