@@ -22,7 +22,7 @@ LIBRARIES := torch triton transformers accelerate diffusers peft sentence-transf
 WORDS := $(wildcard *.md) .github docs examples attnops lowering graphs
 # One file or more of every room, those that fail first when the room breaks, without their slow tests.
 QUICK := tests/test_layers.py tests/test_size.py tests/test_imports.py tests/test_errors.py tests/test_select.py tests/test_plugins.py \
-	tests/ops/test_records.py tests/ops/test_moves.py tests/test_packed.py tests/test_cache.py tests/test_rotary.py tests/test_cli.py \
+	tests/ops/test_records.py tests/ops/test_pages.py tests/test_packed.py tests/test_cache.py tests/test_rotary.py tests/test_cli.py \
 	tests/hf/test_tiny.py tests/hf/test_attention.py tests/lowering/test_choose.py \
 	tests/graphs/test_buckets.py tests/graphs/test_device.py tests/triton/test_grids.py tests/test_measured.py tests/test_tune.py \
 	tests/test_bench_memory.py

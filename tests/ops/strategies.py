@@ -6,6 +6,8 @@ from functools import partial
 import torch
 from hypothesis import strategies as st
 
+from attnops.core.errors import InvalidInput
+from attnops.core.record import check
 from attnops.ops import OPS
 from attnops.ops.pages.decode_cases import Angles
 from attnops.testing import CASES, Features, Pages, Source, gradient_call, make_call
@@ -149,45 +151,18 @@ def copy(draw):
     return make_call("copy_kv", draw(SOURCE), pairs, layers, pages, page, draw(features()), draw(INDEX), draw(FLAG))
 
 
-def linears():
-    rows, sizes = st.sampled_from([0, 1, 2, 3, 17, 64, 70]), st.sampled_from([1, 2, 7, 16, 40, 130])
-    more = {"norm": st.sampled_from([None, 0.0, 1.0]), "activation": st.sampled_from(["", "", "silu", "gelu", "gelu_tanh"])}
-    return made("linear", rows, sizes, sizes, FLOAT, **more, bias=FLAG, residual=FLAG)
-
-
 @st.composite
-def mixtures(draw):
-    sizes, count = st.sampled_from([1, 2, 7, 16, 40]), draw(st.integers(1, 9))
-    k, activation = draw(st.integers(1, min(count, 5))), draw(st.sampled_from(["silu", "silu", "gelu", "gelu_tanh"]))
-    numbers = {"limit": st.sampled_from([0.0, 0.5]), "offset": st.sampled_from([0.0, 1.0]), "interleaved": FLAG, "index": INDEX}
-    numbers |= {"alpha": st.sampled_from([1.0, 1.7]) if activation == "silu" else st.just(1.0), "weights": FLOAT}
-    given = {name: draw(some) for name, some in (dict.fromkeys(("bias", "along", "odd"), FLAG) | numbers).items()}
-    tokens, shape = draw(st.sampled_from([0, 1, 2, 17, 64, 70])), tuple(draw(sizes) for _ in range(3))
-    return make_call("experts", draw(SOURCE), tokens, (*shape, count, k), draw(FLOAT), activation=activation, **given)
-
-
-@st.composite
-def four_bits(draw):
-    count, inner = draw(st.integers(1, 6)), draw(st.sampled_from([64, 128]))
-    sizes = draw(st.sampled_from([64, 192])), inner, draw(st.sampled_from([16, 48]))
-    numbers = {"limit": st.sampled_from([0.0, 0.5]), "offset": st.sampled_from([0.0, 1.0]), "alpha": st.sampled_from([1.0, 1.7])}
-    numbers |= {"index": INDEX, "weights": FLOAT, "bias": FLAG, "odd": FLAG}
-    given = {name: draw(some) for name, some in numbers.items()}
-    tokens, k = draw(st.sampled_from([0, 1, 2, 17])), draw(st.integers(1, min(count, 4)))
-    dtype = draw(st.sampled_from([torch.bfloat16, torch.float32, torch.float64]))
-    return make_call("mxfp4_experts", draw(SOURCE), tokens, (*sizes, count, k), dtype, **given)
-
-
-@st.composite
-def routings(draw):
-    groups, size, normalize = draw(st.sampled_from([1, 1, 2, 3, 8])), draw(st.sampled_from([1, 2, 5, 32])), draw(FLAG)
-    top, best = (draw(st.integers(1, groups)), draw(st.integers(1, min(size, 3)))) if groups > 1 else (1, 1)
-    flags = dict.fromkeys(("ties", "odd", "along"), FLAG) | {"weights": FLOAT, "scoring": st.sampled_from(["softmax", "sigmoid"])}
-    flags |= {"bias": st.one_of(st.none(), FLOAT), "scale": st.sampled_from([1.0, 2.5]), "eps": st.sampled_from([0.0, 1e-20, 0.1])}
-    given = {name: draw(some) for name, some in flags.items()} | {"groups": groups, "top_groups": top, "group_best": best}
-    given |= {"normalize": normalize, "eps": given["eps"] if normalize else 0.0}
-    k = draw(st.integers(1, min(top * size, 9)))
-    return make_call("route", draw(SOURCE), draw(st.sampled_from([0, 1, 2, 17])), groups * size, k, draw(FLOAT), **given)
+def crossed(draw, op):
+    """The sizes of one case of the grid with the options of two others, or without where these do not go together."""
+    rows = [draw(st.sampled_from(CASES[op])).build.args[0] for _ in range(3)]
+    sizes, source = [x for x in rows[0] if not isinstance(x, dict)], draw(SOURCE)
+    options = {name: value for row in rows for x in row if isinstance(x, dict) for name, value in x.items()}
+    call = make_call(op, source, *sizes, options)
+    try:
+        check(call.record)
+    except InvalidInput:
+        return make_call(op, source, *sizes)
+    return call
 
 
 def backward(forward):
@@ -220,8 +195,5 @@ CALLS |= {
     "vertical_slash_indexes": slash_indexes(),
     "vertical_slash_attention": slash_attention(),
     "copy_kv": copy(),
-    "linear": linears(),
-    "experts": mixtures(),
-    "mxfp4_experts": four_bits(),
-    "route": routings(),
+    **{op: crossed(op) for op in ("linear", "experts", "mxfp4_experts", "route")},
 }

@@ -5,13 +5,11 @@ from __future__ import annotations
 import ast
 import sys
 from types import ModuleType
-from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor
 
-from attnops.core.arguments import Holds
 from attnops.core.op import Op
 from attnops.core.problem import LEAVES
 from attnops.core.record import FLOATS, KW_ONLY, RECORDS, Call, arg, record
@@ -62,11 +60,6 @@ def test_a_value_that_nothing_takes_is_refused(toy):
         make_call("toy", Source(), 3, 4, torch.float32, 5)
     with pytest.raises(TypeError, match="paddding"):
         make_call("paged_attention", Source(), (1,), (3,), 4, paddding=0)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_what_arguments_hold_has_a_name(op):
-    assert {a.holds for a in OPS[op].spec.args} <= set(get_args(Holds))
 
 
 @pytest.mark.parametrize("module", [m for m in sources() if m.startswith("attnops.testing.")])

@@ -1,6 +1,4 @@
-"""The reference of a decode step beside plain Python: which keys a new token sees, around holes in its page table."""
-
-import math
+"""The reference of a decode step beside the plain formula: which keys a new token sees, around holes in its page table."""
 
 import pytest
 import torch
@@ -8,6 +6,7 @@ import torch
 from attnops.ops import OPS
 from attnops.ops.pages.decode_cases import Angles
 from attnops.testing import Features, Source, make_call
+from tests.formula import plain
 
 PAGE = 4
 HOLES = {
@@ -19,19 +18,15 @@ HOLES = {
 }
 
 
-def attended(call, b, head):
-    """The output of a request and a head, a number at a time."""
-    given = call.arguments
-    length, left = int(given["seq_lens"][b]), given.get("window_left", -1)
-    own, seen = head // (given["query"].shape[1] // given["key"].shape[1]), []
-    for p in range(length):
-        page = int(given["page_table"][b, p // PAGE])
-        if p == length - 1:
-            seen.append((given["key"][b, own], given["value"][b, own]))
-        elif 0 <= page < given["k_pages"].shape[0] and (left < 0 or p >= length - 1 - left):
-            seen.append((given["k_pages"][page, p % PAGE, own], given["v_pages"][page, p % PAGE, own]))
-    weights = [math.exp(float(given["query"][b, head] @ key) * given["scale"]) for key, _ in seen]
-    return sum(w * value for w, (_, value) in zip(weights, seen, strict=True)) / sum(weights)
+def by_formula(call, b):
+    """The output `[Hq, D]` of a request: the keys of its holes are hidden by a mask, and the new token's are the last."""
+    t, length = call.arguments, int(call.arguments["seq_lens"][b])
+    ids = t["page_table"][b][torch.arange(length - 1) // PAGE]
+    there, at = (ids >= 0) & (ids < t["k_pages"].shape[0]), torch.arange(length - 1) % PAGE
+    pairs = ((t["k_pages"], t["key"]), (t["v_pages"], t["value"]))
+    key, value = (torch.cat([pages[ids.clamp(0, pages.shape[0] - 1), at].nan_to_num(), new[b : b + 1]]) for pages, new in pairs)
+    mask = torch.cat([there, torch.ones(1, dtype=torch.bool)])[None, None]
+    return plain(t["query"][b : b + 1], key, value, mask, None, {**t, "causal": True})[0][0]
 
 
 @pytest.mark.parametrize("window", [-1, 2, 5])
@@ -41,6 +36,6 @@ def test_what_a_new_token_sees(holes, window):
     f = Features(dtype=torch.float64, head_dim=4, q_heads=4, kv_heads=2, window=(window, -1))
     for lengths in ((10, 3, 11), (9, 1, 9), (12, 4, 12)):
         call = make_call("decode_attention", Source(3), lengths, PAGE, f, Angles(""), missing=holes)
-        want = [[attended(call, b, head) for head in range(4)] for b in range(3)]
+        want = torch.stack([by_formula(call, b) for b in range(3)])
         OPS["decode_attention"](call.with_(policy="kernel=decode_attention:reference").record)
-        torch.testing.assert_close(call.arguments["output"], torch.stack([torch.stack(row) for row in want]))
+        torch.testing.assert_close(call.arguments["output"], want)

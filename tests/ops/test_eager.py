@@ -1,9 +1,8 @@
 """Eager calls like one made before skip checks and selection, and the dispatcher too, unless something else must see them."""
 
-import itertools
 import sys
-import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,16 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import attnops
 from attnops.core import eager_cache
 from attnops.core.errors import InvalidInput, NoGradient, NoKernel
-from attnops.core.kernel import _REGISTRY, Kernel, generation
+from attnops.core.kernel import _REGISTRY, generation
 from attnops.core.problem import Target, pretend
-from attnops.core.record import FLOATS
 from attnops.kernels.torch import flex
-from attnops.ops import merge_states
-from attnops.ops.attention.merge import MERGE, MERGE_STATES
 from attnops.ops.attention.record import ATTENTION
 from attnops.ops.pages.record import PAGED
-from attnops.testing import Features, Source, make_call
+from attnops.testing import Features, Source, make_call, oracle
 from tests.lowering.models import compiled_code, kernel_calls
+from tests.ops.calls import good
 
 
 @pytest.fixture(autouse=True, params=["TensorGuards", "Likeness"])
@@ -47,9 +44,6 @@ def looked(request, monkeypatch):
     return counts
 
 
-NUMBERS = itertools.count()
-
-
 def qkv(b=2, s=3, k=5, **kw):
     return torch.randn(b, s, 4, 8, **kw), torch.randn(b, k, 2, 8, **kw), torch.randn(b, k, 2, 8, **kw)
 
@@ -61,34 +55,29 @@ def test_the_second_call_goes_straight_and_gives_the_same(looked):
     assert torch.equal(first, second) and looked["attention"] == 1
     other = attnops.attention(*qkv(), causal=True)
     assert other.shape == first.shape and looked["attention"] == 1
-    call = make_call("paged_attention", Source(0), (1, 2), (5, 9), 4, Features(), padding=0)
-    names = ("query", "k_pages", "v_pages", "page_table", "seq_lens", "cu_seqlens_q")
-    given = [call.arguments[n] for n in names]
-    a, b = (attnops.paged_attention(*given, max_seqlen_q=2) for _ in range(2))
+    given = good("paged_attention")
+    a, b = (attnops.paged_attention(**given).clone() for _ in range(2))
     assert torch.equal(a, b) and looked["paged_attention"] == 1
 
 
+CHANGES = [
+    lambda q: {"query": q[:, :2]},
+    lambda q: {"query": q.transpose(0, 1).contiguous().transpose(0, 1)},
+    lambda q: {"sinks": torch.zeros(4)},
+    lambda q: {"causal": True},
+    lambda q: {"scale": 0.25},
+    lambda q: {"return_lse": True},
+    lambda q: {"kernel": "reference"},
+    lambda q: {"softcap": True},
+]
+
+
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda q, k, v: ((q[:, :2], k, v), {}),
-        lambda q, k, v: ((q.transpose(0, 1).contiguous().transpose(0, 1), k, v), {}),
-        lambda q, k, v: ((q.double(), k.double(), v.double()), {}),
-        lambda q, k, v: ((q, k, v), {"causal": True}),
-        lambda q, k, v: ((q, k, v), {"scale": 0.25}),
-        lambda q, k, v: ((q, k, v), {"return_lse": True}),
-        lambda q, k, v: ((q, k, v), {"kernel": "reference"}),
-        lambda q, k, v: ((q, k, v), {"sinks": torch.zeros(4)}),
-        lambda q, k, v: ((q, k, v), {"softcap": True}),
-        lambda q, k, v: ((q, k, v), {"attention_chunk": 2}),
-    ],
-)
+@pytest.mark.parametrize("change", CHANGES)
 def test_another_call_is_looked_at_again(looked, change):
-    q, k, v = qkv()
-    attnops.attention(q, k, v)
-    args, kwargs = change(q, k, v)
-    attnops.attention(*args, **kwargs)
+    given = dict(zip(("query", "key", "value"), qkv(), strict=True))
+    attnops.attention(**given)
+    attnops.attention(**given | change(given["query"]))
     assert looked["attention"] == 2
 
 
@@ -207,60 +196,26 @@ def test_numbers_that_the_dispatcher_converts_are_the_call_that_they_become(look
 
 
 @torch.no_grad()
-def test_arguments_that_a_kernel_does_not_know_are_refused(looked):
-    def twice(call):
-        return call.query * 2, call.query.new_empty(0)
-
-    name = f"twice{next(NUMBERS)}"
-    kernel = Kernel(name, "attention", twice, dtypes=FLOATS, cost_us=lambda p: 1e9)
-    attnops.core.kernel.register(kernel)
-    try:
-        q, k, v = qkv()
-        for _ in range(3):
-            assert torch.equal(attnops.attention(q, k, v, kernel=name), q * 2)
-        assert looked["attention"] == 1
-        with pytest.raises(NoKernel, match="attention_chunk=2"):
-            attnops.attention(q, k, v, attention_chunk=2, kernel=name)
-    finally:
-        del _REGISTRY.kernels["attention"][name]
-        _REGISTRY.generation += 1
-
-
-@torch.no_grad()
 def test_one_tensor_given_twice(looked):
     q, k, _ = qkv()
+    v = k.clone()
+    want = attnops.attention(q, k, k)
     for _ in range(3):
-        attnops.attention(q, k, k)
+        assert torch.equal(attnops.attention(q, k, v), want)
+        assert torch.equal(attnops.attention(q, k, k), want)
     assert looked["attention"] == 1
+    with pytest.raises(InvalidInput, match="value"):
+        attnops.attention(q, k, v[:1])
     for _ in range(3):
         attnops.attention(q, q, q)
-    assert looked["attention"] == 2
-    v = k.clone()
-    for _ in range(2):
-        want = attnops.attention(q, k, k)
-        assert torch.equal(attnops.attention(q, k, v), want)
-    assert looked["attention"] == 2
-
-
-@torch.no_grad()
-def test_one_tensor_given_twice_after_calls_with_two(looked):
-    q, k, v = qkv()
-    attnops.attention(q, k, v)
-    for _ in range(3):
-        attnops.attention(q, k, k)
-        attnops.attention(q, k, v)
-    assert looked["attention"] <= 2
+    assert looked["attention"] == 3
 
 
 def python_calls(run):
-    """How many functions of Python a call enters, its kernel's own left out."""
+    """How many functions of Python a call enters before its kernel's own."""
     entered = []
-
-    def look(frame, event, arg):
-        if event == "call":
-            entered.append(frame.f_code.co_name)
-
-    sys.setprofile(look)
+    run()
+    sys.setprofile(lambda frame, event, arg: entered.append(frame.f_code.co_name) if event == "call" else None)
     try:
         run()
     finally:
@@ -269,8 +224,8 @@ def python_calls(run):
 
 
 @torch.no_grad()
-def test_a_call_like_the_one_before_costs_the_same_in_every_op(looked, monkeypatch):
-    """One tensor in two places is found as fast as two tensors are: one more function looks whether it is one."""
+def test_one_tensor_in_two_places_is_found_as_fast_as_two_tensors(looked, monkeypatch):
+    """One more function looks whether it is one."""
     if eager_cache._TensorGuards is None:
         pytest.skip("Likeness is Python, and enters functions for every tensor")
 
@@ -278,28 +233,9 @@ def test_a_call_like_the_one_before_costs_the_same_in_every_op(looked, monkeypat
         return call[0], call[1]
 
     monkeypatch.setattr(eager_cache, "checked", lambda op, call: stop)
-    output, lse, (q, k, v) = torch.randn(3, 4, 8), torch.randn(3, 4), qkv()
-    merged = {
-        "merge_state": lambda: attnops.merge_state(output, lse, output.clone(), lse.clone()),
-        "merge_states": lambda: merge_states(output[:, None], lse[:, None]),
-        "attention": lambda: ATTENTION(ATTENTION.call(q, k, v, scale=1.0)),
-    }
-    twice = {
-        "merge_state": lambda: attnops.merge_state(output, lse, output, lse),
-        "merge_state of one lse": lambda: attnops.merge_state(output, lse, output.clone(), lse),
-        "attention": lambda: ATTENTION(ATTENTION.call(q, k, k, scale=1.0)),
-    }
-
-    def counted(run):
-        for op in (ATTENTION, MERGE, MERGE_STATES):
-            op.seen.clear()
-        run()
-        return python_calls(run)
-
-    known, repeated = ({name: counted(run) for name, run in runs.items()} for runs in (merged, twice))
-    assert known["merge_state"] == known["merge_states"] and known["attention"] < known["merge_state"] <= 9
-    assert repeated["merge_state"] == repeated["merge_state of one lse"] == known["merge_state"] + 1
-    assert repeated["attention"] == known["attention"] + 1
+    q, k, v = qkv()
+    two, one = (python_calls(lambda x=x: ATTENTION(ATTENTION.call(q, k, x, scale=1.0))) for x in (v, k))
+    assert one == two + 1 <= 9
 
 
 @torch.no_grad()
@@ -318,20 +254,16 @@ def test_threads_share_it(looked):
     q, k, v = qkv()
     with torch.no_grad():
         want = attnops.attention(q, k, v)
-    wrong = []
 
     def work():
         with torch.no_grad():
             for s in range(1, 20):
-                if not torch.equal(attnops.attention(q, k, v), want) or attnops.attention(q[:, : s % 3], k, v).shape[1] != s % 3:
-                    wrong.append(s)
+                assert torch.equal(attnops.attention(q, k, v), want)
+                assert attnops.attention(q[:, : s % 3], k, v).shape[1] == s % 3
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert not wrong
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(work) for _ in range(4)]:
+            done.result()
 
 
 @torch.no_grad()
@@ -412,12 +344,18 @@ def test_gradients_of_lse_and_of_outputs_may_take_other_kernels():
     torch.testing.assert_close(both, torch.autograd.grad(out.sum() + lse.sum(), a)[0])
 
 
-def test_packed_training_calls_give_the_same_gradients():
-    cu = torch.tensor([0, 2, 5], dtype=torch.int32)
-    q, k, v = leaves(torch.randn(6, 4, 8), torch.randn(6, 2, 8), torch.randn(6, 2, 8))
-    found = []
-    for _ in range(3):
-        out = attnops.varlen_attention(q, k, v, cu, cu, max_seqlen_q=3, max_seqlen_k=3, causal=True)
-        found.append(torch.autograd.grad(out.square().sum(), (q, k, v)))
-    for other in found[1:]:
-        assert all(map(torch.equal, found[0], other))
+# What is data alone ---------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+def test_temperatures_are_those_of_the_call(looked, softcap):
+    """A call like one before goes straight to the kernel with its own factors; a call without any is another."""
+    f = Features(causal=True, softcap=softcap, scale=4.0, temperature=True)
+    first = make_call("paged_attention", Source(2), (3, 1, 7), (9, 40, 7), 16, f, padding=0)
+    second = first.with_(temperature=first.arguments["temperature"].flip(0) + 0.5)
+    for call in (first, first, second, first.with_(temperature=None), first):
+        output = torch.full_like(call.arguments["output"], float("nan"))
+        PAGED(call.with_(output=output).record)
+        torch.testing.assert_close(output.double(), oracle(call)["output"], rtol=1e-4, atol=1e-4)
+    assert looked["paged_attention"] == 2

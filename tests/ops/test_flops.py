@@ -39,14 +39,15 @@ def test_every_op_with_products_counts_them(name):
 
 
 def test_attention_and_its_gradient_count_as_torchs():
-    q, k, v = (torch.randn(2, n, 4, d, requires_grad=True) for n, d in ((5, 16), (11, 16), (11, 16)))
-
-    with torch.no_grad():
-        forward = counted(lambda: attnops.attention(q, k, v))
-    assert forward == torchs_attention(2, 4, 5, 11, 16, 16)
-    shapes = [x.transpose(1, 2).shape for x in (q, q, k, v)]
-    backward = sdpa_backward_flop_count(*shapes)
+    """Packed requests as those of a rectangle."""
+    q, k, v = (torch.randn(2, n, 4, 16, requires_grad=True) for n in (5, 11, 11))
+    forward = torchs_attention(2, 4, 5, 11, 16, 16)
+    backward = sdpa_backward_flop_count(*(x.transpose(1, 2).shape for x in (q, q, k, v)))
     assert counted(lambda: attnops.attention(q, k, v).sum().backward()) == forward + backward
+    lengths = [torch.tensor([0, n, 2 * n], dtype=torch.int32) for n in (5, 11)]
+    rows = [x.detach().flatten(0, 1).requires_grad_() for x in (q, k, v)]
+    packed = counted(lambda: attnops.varlen_attention(*rows, *lengths, max_seqlen_q=5, max_seqlen_k=11).sum().backward())
+    assert packed == forward + backward
 
 
 def like_attention(query, keys, v_dim) -> int:
@@ -87,14 +88,6 @@ LIKE_TORCH = {
 def test_an_op_counts_as_torchs_ops_of_the_sizes_that_its_shapes_allow(name):
     call = CASES[name][0].call()
     assert counted(lambda: OPS[name](call.record)) == LIKE_TORCH[name](call.record) > 0
-
-
-def test_the_gradient_of_packed_requests_counts_as_that_of_a_rectangle():
-    q, k, v = (torch.randn(2 * n, 4, 16, requires_grad=True) for n in (5, 11, 11))
-    lengths = [torch.tensor([0, n, 2 * n], dtype=torch.int32) for n in (5, 11)]
-    dense = [x.detach().unflatten(0, (2, -1)).requires_grad_() for x in (q, k, v)]
-    packed = counted(lambda: attnops.varlen_attention(q, k, v, *lengths, max_seqlen_q=5, max_seqlen_k=11).sum().backward())
-    assert packed == counted(lambda: attnops.attention(*dense).sum().backward())
 
 
 def test_formulas_come_with_the_counter_that_is_imported_later():

@@ -80,7 +80,7 @@ def test_a_pending_sign_is_resolved():
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize("shape", [(5, 7), (1, 7), (4, 5, 7), (1, 5, 7), (4, 1, 7)], ids=str)
+@pytest.mark.parametrize("shape", [(5, 7), (1, 7), (4, 1, 7)], ids=str)
 @pytest.mark.parametrize("kind", ["bool", "additive"])
 @pytest.mark.parametrize("grad", [False, True], ids=["direct", "autograd"])
 def test_masks_of_fewer_dims_mean_what_they_mean_in_sdpa(shape, kind, grad):
@@ -91,18 +91,10 @@ def test_masks_of_fewer_dims_mean_what_they_mean_in_sdpa(shape, kind, grad):
         mask[..., 0] = True
     want = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask).transpose(1, 2)
     with torch.set_grad_enabled(grad):
-        for _ in range(3):
-            torch.testing.assert_close(attnops.attention(q, k, v, mask=mask), want)
-        torch.testing.assert_close(attnops.attention(q, k, v, mask=mask, kernel="reference"), want)
+        for kernel in (None, None, "reference"):
+            torch.testing.assert_close(attnops.attention(q, k, v, mask=mask, kernel=kernel), want)
     compiled = torch.compile(lambda *a: attnops.attention(*a[:3], mask=a[3]), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(q, k, v, mask), want)
-
-
-def test_a_gradient_reaches_a_mask_of_two_dims():
-    q = torch.randn(2, 5, 4, 8)
-    mask = torch.zeros(5, 5, requires_grad=True)
-    attnops.attention(q, q, q, mask=mask).square().sum().backward()
-    assert mask.grad is not None and mask.grad.shape == (5, 5) and bool(mask.grad.abs().sum() > 0)
 
 
 # Causal biases of torch ------------------------------------------------------------------------------------------------

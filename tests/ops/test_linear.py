@@ -17,12 +17,10 @@ def layers(family, dtype):
     """(norm, what to add to its gain, MLP, activation) of a family, with random weights."""
     from transformers.models.gemma import modeling_gemma as gemma
     from transformers.models.llama import modeling_llama as llama
-    from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
     sizes = {"hidden_size": H, "intermediate_size": M, "num_attention_heads": 4, "num_key_value_heads": 2}
     made = {
         "llama": (llama.LlamaRMSNorm, llama.LlamaMLP, transformers.LlamaConfig(**sizes), "silu"),
-        "qwen3": (qwen3.Qwen3RMSNorm, qwen3.Qwen3MLP, transformers.Qwen3Config(**sizes), "silu"),
         "gemma": (
             gemma.GemmaRMSNorm,
             gemma.GemmaMLP,
@@ -38,7 +36,7 @@ def layers(family, dtype):
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
+@pytest.mark.parametrize("family", ["llama", "gemma"])
 @torch.no_grad()
 def test_the_bits_are_those_of_transformers(family, dtype):
     norm, offset, mlp, activation = layers(family, dtype)
@@ -54,7 +52,7 @@ def test_the_bits_are_those_of_transformers(family, dtype):
     assert torch.equal(inner, mlp.act_fn((n @ both.T)[..., :M]) * (n @ both.T)[..., M:])
 
 
-@pytest.mark.parametrize("lead", [(), (5,), (2, 3), (2, 1, 3), (0, 4)], ids=str)
+@pytest.mark.parametrize("lead", [(), (2, 1, 3), (0, 4)], ids=str)
 def test_leading_dims(lead):
     x, w, r = torch.randn(*lead, 8), torch.randn(6, 8), torch.randn(*lead, 6)
     want = torch.nn.functional.linear(x, w) + r

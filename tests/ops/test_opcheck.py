@@ -99,7 +99,6 @@ def test_opcheck(op, name, nth):
 # An operator checked by opcheck may not have a view for an output of no elements, so lse is asked for.
 GRAD_FEATURES = {
     "plain": Features(lse=True, head_dim=8),
-    "causal": Features(lse=True, causal=True, head_dim=8),
     "all": Features(lse=True, causal=True, window=(3, -1), softcap=2.0, sinks=torch.float32, v_head_dim=12, head_dim=8),
     "mask": Features(lse=True, mask="additive", head_dim=8),
     "no_lse": Features(head_dim=8),
@@ -108,7 +107,7 @@ GRAD_FEATURES = {
 
 
 MERGES = {"merge_state": (5, 2, 4), "merge_states": (5, 3, 2, 4)}
-SQUARE = ("causal", "bfloat16")
+SQUARE = ("bfloat16",)
 """As many queries as keys; the others have fewer. Some kernels differentiate one and not the other."""
 
 
@@ -138,11 +137,6 @@ def test_opcheck_with_gradients(op, name, features):
     check(op, name, call)
 
 
-def test_opcheck_of_a_query_that_alone_requires_grad():
-    call = make_call("attention", Source(0), 1, 3, 4, Features(lse=True))
-    check("attention", "default", call.map(lambda n, t: t.requires_grad_() if n == "query" else t))
-
-
 def test_the_overloads_are_the_default_and_the_kernels():
     # In a process of its own: what tests register leaves its overloads behind, for torch has no way to take one back.
     ready_process("""
@@ -153,19 +147,11 @@ assert made == {(name, "default") for name in OPS} | {(k.op, k.name) for k in al
 """)
 
 
-def test_ops_carry_a_layout_tag():
-    # A custom lowering loses the default constraint; without the tag inputs may arrive in other strides.
+def test_what_a_compiler_wants_of_an_overload():
+    """A custom lowering loses the default constraint; without the tag inputs may arrive in other strides."""
     for op, name in OVERLOADS:
-        assert torch.Tag.needs_exact_strides in getattr(OPS[op].packet, name).tags, (op, name)
-
-
-def test_no_argument_is_called_out():
-    # Inductor takes an op with such an argument for an out= variant and refuses to lower it.
-    for op in OPS.values():
-        assert "out" not in {a.name for a in op.packet.default._schema.arguments}
-
-
-def test_overloads_share_one_schema():
-    for op, name in OVERLOADS:
-        schema = str(getattr(OPS[op].packet, name)._schema)
-        assert schema.replace(f"{op}.{name}(", f"{op}(") == str(OPS[op].packet.default._schema)
+        overload, default = (getattr(OPS[op].packet, n) for n in (name, "default"))
+        assert torch.Tag.needs_exact_strides in overload.tags, (op, name)
+        assert str(overload._schema).replace(f"{op}.{name}(", f"{op}(") == str(default._schema)
+        # Inductor takes an op with such an argument for an out= variant and refuses to lower it.
+        assert "out" not in {a.name for a in default._schema.arguments}

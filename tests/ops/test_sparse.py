@@ -8,15 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-import attnops
 from attnops import ops
 from attnops.core.kernel import kernels_of
 from attnops.ops import OPS
 from attnops.ops.latent.cases import SMALL
-from attnops.ops.sparse.cases import PAST
 from attnops.ops.sparse.packed_format import GROUP, pack, packed_bytes, unpack
 from attnops.testing import CASES, Source, make_call, oracle
-from attnops.testing.check import clone, fill
+from tests.formula import clean, plain
 
 INF = float("inf")
 NARROW = [c for c in CASES["sparse_mla_attention"] if not c.label.startswith("deepseek")]
@@ -38,129 +36,49 @@ def read(row: list[int], latent_dim: int, rope_dim: int) -> list[float]:
 # The reference --------------------------------------------------------------------------------------------------------
 
 
-def by_hand(t):
-    """One token, one head at a time, in Python floats."""
+def by_formula(t):
+    """One token at a time, over the keys that it lists, as often as it lists them."""
     tokens, heads, latent_dim = t["q_nope"].shape
-    rope_dim = t["q_pe"].shape[2]
-    factor = float(t["q_scale"]) if "q_scale" in t else 1.0
-    pages, lists = t["latent_pages"], t["indices"].tolist()
-    output, lse = torch.zeros(tokens, heads, latent_dim, dtype=torch.float64), torch.full((tokens, heads), -INF, dtype=torch.float64)
+    factor = float(t.get("q_scale", 1.0))
+    query = torch.cat([t["q_nope"].double(), t["q_pe"].double()], -1)
+    rows, outputs, lses = t["latent_pages"].flatten(0, 1), [], []
     for i in range(tokens):
-        length = int(t["topk_length"][i]) if "topk_length" in t else len(lists[i])
-        keys = []
-        for slot in lists[i][:length]:
-            if slot >= 0:
-                row = pages[slot // pages.shape[1], slot % pages.shape[1]]
-                if pages.dtype == torch.uint8:
-                    keys.append(read(row.tolist(), latent_dim, rope_dim))
-                else:
-                    keys.append((row.double() * (t["kv_scale"].double() if "kv_scale" in t else 1.0)).tolist())
-        for h in range(heads):
-            query = [x * factor for x in (*t["q_nope"][i, h].double().tolist(), *t["q_pe"][i, h].double().tolist())]
-            scores = [t["scale"] * math.fsum(a * b for a, b in zip(query, key, strict=True)) for key in keys]
-            terms = scores + ([float(t["sinks"][h])] if "sinks" in t else [])
-            if terms:
-                lse[i, h] = max(terms) + math.log(math.fsum(math.exp(s - max(terms)) for s in terms))
-                for s, key in zip(scores, keys, strict=True):
-                    output[i, h] += math.exp(s - float(lse[i, h])) * torch.tensor(key[:latent_dim], dtype=torch.float64)
-    return output, lse
+        length = int(t["topk_length"][i]) if "topk_length" in t else t["indices"].shape[1]
+        listed = rows[[slot for slot in t["indices"][i, :length].tolist() if slot >= 0]]
+        if rows.dtype == torch.uint8:
+            numbers = [read(row, latent_dim, t["q_pe"].shape[2]) for row in listed.tolist()]
+            keys = torch.tensor(numbers, dtype=torch.float64).reshape(len(numbers), query.shape[2])
+        else:
+            keys = listed.double() * t["kv_scale"].double() if "kv_scale" in t else listed.double()
+        keys = keys[:, None]
+        sees_all = {"scale": t["scale"] * factor, "causal": False}
+        output, lse = plain(query[i : i + 1], keys, keys[..., :latent_dim], None, t.get("sinks"), sees_all)
+        outputs.append(output)
+        lses.append(lse)
+    none = query.new_zeros(0, heads)
+    return torch.cat([none[..., None].expand(-1, -1, latent_dim), *outputs]), torch.cat([none, *lses])
 
 
 @pytest.mark.parametrize("case", NARROW, ids=str)
-def test_reference_equals_loops(case):
-    call = case.call()
-    clean = call.map(lambda n, t: fill(clone(t), call.free[n], False) if n in call.free else t)
-    got = oracle(clean)
-    output, lse = by_hand(clean.arguments)
+def test_reference_equals_the_formula(case):
+    call = clean(case.call())
+    got, (output, lse) = oracle(call), by_formula(call.arguments)
     torch.testing.assert_close(got["output"], output, rtol=1e-11, atol=1e-11)
     if "lse" in got:
         torch.testing.assert_close(got["lse"].double(), lse, rtol=1e-6, atol=1e-6)
 
 
-def small(counts=(5, 2), topk=6, **more):
-    f = replace(SMALL, dtype=torch.float64, lse=True)
-    return dict(make_call("sparse_mla_attention", Source(5), counts, topk, (4, 16), f, **more).arguments)
-
-
-def attend(t, **more):
-    lse = torch.empty(t["q_nope"].shape[:2])
-    output = ops.sparse_mla_attention(**{n: v for n, v in t.items() if n not in ("output", "lse")} | more, lse=lse)
-    return output, lse
-
-
-def test_every_key_listed_is_latent_attention():
-    t = small()
-    length, tokens = 40, t["q_nope"].shape[0]
-    table = torch.tensor([[2, 0, 3]], dtype=torch.int32)
-    listed = (table.repeat_interleave(16, 1) * 16 + torch.arange(48) % 16)[:, :length].expand(tokens, -1).int()
-    lse = torch.empty(t["q_nope"].shape[:2])
-    want = ops.mla_attention(
-        t["q_nope"], t["q_pe"], t["latent_pages"], table, torch.tensor([length], dtype=torch.int32),
-        torch.tensor([0, tokens], dtype=torch.int32), max_seqlen_q=tokens, scale=t["scale"], causal=False, lse=lse,
-    )  # fmt: skip
-    got, z = attend(t, indices=listed)
-    torch.testing.assert_close(got, want)
-    torch.testing.assert_close(z, lse)
-
-
-def test_twice_listed_counts_twice():
-    t = small()
-    once, _ = attend(t, indices=torch.tensor([[3, 7, -1], [3, 7, -1]], dtype=torch.int32))
-    twice, z = attend(t, indices=torch.tensor([[3, 7, 3], [3, 3, 7]], dtype=torch.int32))
-    assert not torch.allclose(once, twice)
-    torch.testing.assert_close(twice[0], attend(t, indices=torch.tensor([[7, 3, 3]] * 2, dtype=torch.int32))[0][0])
-    a, la = attend(t, indices=torch.tensor([[3, 7], [3, 7]], dtype=torch.int32))
-    b, lb = attend(t, indices=torch.tensor([[3], [3]], dtype=torch.int32))
-    merged, lse = attnops.merge_state(a, la, b, lb)
-    torch.testing.assert_close(twice, merged, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(z, lse)
-
-
-@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -3.0, 2.0, 0.0])])
-def test_a_token_without_entries(sinks):
-    t = small()
-    for more in (
-        {"indices": torch.full((2, 6), -1, dtype=torch.int32)},
-        {"indices": torch.empty((2, 0), dtype=torch.int32)},
-        {"topk_length": torch.zeros(2, dtype=torch.int32), "indices": torch.full((2, 6), PAST, dtype=torch.int32)},
-    ):
-        output, lse = attend(t, sinks=sinks, **more)
-        assert not output.any()
-        assert torch.equal(lse, torch.full_like(lse, -INF) if sinks is None else sinks.expand_as(lse))
-
-
-def test_sinks_are_those_of_attention():
-    t, sinks = small(counts=(6, 6)), torch.tensor([0.5, -3.0, 2.0, 0.0])
-    keys = t["latent_pages"].flatten(0, 1)[t["indices"].long()][:, :, None]
-    query = torch.cat([t["q_nope"], t["q_pe"]], -1)[:, None]
-    want, lse = attnops.attention(query, keys, keys[..., :16], scale=t["scale"], sinks=sinks, return_lse=True)
-    got, z = attend(t, sinks=sinks)
-    torch.testing.assert_close(got, want[:, 0])
-    torch.testing.assert_close(z, lse[:, 0])
-
-
 def test_a_quantised_query_gives_bfloat16():
-    f = replace(SMALL, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn)
-    t = dict(make_call("sparse_mla_attention", Source(1), (3, 1), 4, (4, 16), replace(f, q_dtype=torch.float8_e4m3fn)).arguments)
+    f = replace(SMALL, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, q_dtype=torch.float8_e4m3fn)
+    t = make_call("sparse_mla_attention", Source(1), (3, 1), 4, (4, 16), f).arguments
     assert ops.sparse_mla_attention(**{n: v for n, v in t.items() if n != "output"}).dtype == torch.bfloat16
-
-
-def test_lists_of_positions_become_slots():
-    """As docs/ops.md says."""
-    page_table = torch.tensor([[4, 1], [0, 3]], dtype=torch.int32)
-    positions, rows = torch.tensor([[0, 17, -1], [3, 16, 1]], dtype=torch.int32), torch.tensor([0, 1])
-    slots = ops.slot_mapping(positions.flatten(), rows.repeat_interleave(3), page_table, page_size=16)
-    assert slots.int().view_as(positions).tolist() == [[64, 17, -1], [3, 48, 1]]
 
 
 # The packed format ----------------------------------------------------------------------------------------------------
 
 
-def test_a_token_of_deepseek_takes_656_bytes():
-    assert packed_bytes(512, 64) == 656
-
-
 def test_the_bytes_are_these():
+    assert packed_bytes(512, 64) == 656, "a token of DeepSeek"
     latent = torch.zeros(1, 256)
     latent[0, :4] = torch.tensor([448.0, -1.0, 0.5, 100.0])
     latent[0, 128] = 3 * 448.0
@@ -233,11 +151,6 @@ def test_reading_is_by_bytes():
     # Wherever the rows lie.
     askew = torch.nn.functional.pad(rows, (1, 2))[:, 1:-2]
     assert torch.equal(unpack(askew, 256, 3, torch.float64), want)
-
-
-def test_what_is_packed_is_exact_in_bfloat16():
-    back = unpack(pack(torch.randn(50, 512), torch.randn(50, 64)), 512, 64)
-    assert torch.equal(back.bfloat16().float(), back)
 
 
 @pytest.mark.parametrize("kernel", list(kernels_of("write_latent_packed")))

@@ -13,6 +13,7 @@ SM90 = Target("cuda", 90, assume=("triton",))
 MAY_REFUSE = {
     "attention_backward": {"head_dim", "last_dim_contiguous"},
     "varlen_attention_backward": {"head_dim", "last_dim_contiguous"},
+    "decode_attention": {"last_dim_contiguous"},
     "decode_rows": {"q_heads"},
     "experts": {"last_dim_contiguous"},
     "linear": {"norm_weight", "last_dim_contiguous", "tokens"},

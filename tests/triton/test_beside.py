@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -80,25 +81,26 @@ def test_a_launch_waits_for_the_thread_that_compiles_its_kernel():
     assert order == ["compiled", "launched"] and len(compiler.built) == 1
 
 
-@pytest.mark.parametrize(
-    ("change", "alike"),
-    [({"rows": 48}, True), ({"rows": 1}, False), ({"rows": 33}, False), ({"WIDE": 32}, False), ({"num_stages": 3}, False)],
-    ids=str,
-)
-def test_launches_of_one_compiled_kernel_are_compiled_once(change, alike):
+X = torch.zeros(8)
+OTHERS: list[tuple[Any, bool]] = [
+    ({"rows": 48}, True),
+    ({"rows": 1}, False),
+    ({"rows": 33}, False),
+    ({"WIDE": 32}, False),
+    ({"num_stages": 3}, False),
+]
+OTHERS += [(X[4:], True), (X[1:], False), (X.double(), False), (None, False)]
+
+
+@pytest.mark.parametrize(("other", "alike"), OTHERS, ids=str)
+def test_launches_of_one_compiled_kernel_are_compiled_once(other, alike):
+    """Numbers that Triton tells apart, addresses and dtypes make another kernel."""
     compiler, kernel, given = Compiler(held=True), Kernel(), {"rows": 32, "WIDE": 8, "num_stages": 2}
-    found = begun(Beside(compiler), *((kernel, torch.zeros(4), more) for more in (given, given | change)))
+    second = (kernel, X, given | other) if isinstance(other, dict) else (kernel, other, given)
+    found = begun(Beside(compiler), (kernel, X, given), second)
     compiler.free.set()
     settled(found)
     assert len(compiler.built) == 1 + (not alike)
-
-
-def test_addresses_and_dtypes_tell_kernels_apart():
-    compiler, kernel, x = Compiler(held=True), Kernel(), torch.zeros(8)
-    found = begun(Beside(compiler), *((kernel, y, {}) for y in (x, x[4:], x[1:], x.double(), None)))
-    compiler.free.set()
-    settled(found)
-    assert len(compiler.built) == 4
 
 
 def test_a_launch_does_not_wait_for_a_thread_that_has_not_begun():

@@ -1,28 +1,20 @@
 """`triton`'s kernels that move data, through the interpreter: the grid, the reference's bits, any layout, overlap, opcheck."""
 
-from dataclasses import replace
-from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 import torch
 
-import attnops
-from attnops import ops
 from attnops.core.kernel import kernels_of
 from attnops.core.problem import pretend
 from attnops.kernels.shared.sizes import power
 from attnops.kernels.triton.launch import tiles
 from attnops.ops import OPS
 from attnops.ops.latent.cases import DEEPSEEK
-from attnops.ops.pages.cases import PAIRS
-from attnops.ops.sparse.cases import PACKABLE
 from attnops.testing import CASES, Features, Source, make_call
 from attnops.testing.check import clone
 from tests.triton.checks import SM90, check
 from tests.triton.process import interpreted
-from tests.triton.test_compile import OPTIONS, recorded
-from tests.triton.test_kernels import kind_of
-from tests.triton.test_numerics import strided, transposed
 from tests.triton.values import every_number
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -36,24 +28,6 @@ DATA = (*WRITES, *MOVES, *TABLES)
 def ran(op, *args, **kwargs):
     """The kernel's results of an op's arguments."""
     return kernels_of(op)["triton"].run(OPS[op].call(*args, **kwargs))
-
-
-@interpreted
-def test_heads_may_lie_far_apart():
-    """As in a pool whose heads come first: offsets of heads are more than 32 bits hold. Untouched memory is none."""
-    apart = 1_073_758_208
-    pages = torch.empty(2 * apart + 4096, dtype=INT8).as_strided((4, 16, 3, 16), (256, 16, apart, 1))
-    key, value = (torch.randint(-99, 99, (5, 3, 16), dtype=INT8).float().to(F16) for _ in range(2))
-    slots, one = torch.tensor([3, 60, -1, 17, 0]), torch.ones(1)
-    near = torch.zeros(4, 16, 3, 16, dtype=INT8)
-    ran("write_kv", key, value, pages, near, slots, one, one)
-    for token, slot in enumerate(slots.tolist()):
-        if slot >= 0:
-            stored = (x[slot // 16, slot % 16].half() for x in (pages, near))
-            assert all(map(torch.equal, stored, (key[token], value[token])))
-    pool = pages[None]
-    ran("copy_kv", pool, None, torch.tensor([3, 17]), torch.tensor([30, 3]))
-    assert torch.equal(pages[1, 14].half(), key[0]) and torch.equal(pages[0, 3].half(), key[3])
 
 
 def results(run, call):
@@ -120,44 +94,12 @@ def test_what_is_not_finite_stays_so():
     for stored in (E4M3, E5M2):
         call = make_call("write_kv", Source(), (2,), 1, 4, Features(kv_heads=1, kv_dtype=stored)).with_(key=x, value=x.clone())
         call = call.with_(k_scale=torch.ones(1), v_scale=torch.ones(1))
-        with pretend(SM90):
-            kernels_of("write_kv")["triton"].run(call.record)
-        top = torch.finfo(stored).max
-        got = call.arguments["k_pages"][0, 2, 0].float()
+        kernels_of("write_kv")["triton"].run(call.record)
+        got, top = call.arguments["k_pages"][0, 2, 0].float(), torch.finfo(stored).max
         assert got[0].isnan() and got[1:4].tolist() == [top, -top, 1.0]
-    packed = make_call("write_latent_packed", Source(), (1,), 1, 2, PACKABLE)
-    packed.arguments["latent"][0, 5] = float("inf")
-    with pretend(SM90):
-        kernels_of("write_latent_packed")["triton"].run(packed.record)
-    assert packed.arguments["latent_pages"][0, 1, :128].view(E4M3).float().isnan().all()
 
 
 # Layouts, sizes -------------------------------------------------------------------------------------------------------
-
-
-def spread(source):
-    f = Features(dtype=F16, kv_dtype=INT8, head_dim=16, q_heads=4)
-    small = replace(f, head_dim=20, v_head_dim=16)
-    return {
-        "write_kv": make_call("write_kv", source, (7, -1, 0, 11), 4, 3, f),
-        "write_latent": make_call("write_latent", source, (7, -1, 0, 11), 4, 3, small),
-        "write_latent_packed": make_call("write_latent_packed", source, (7, -1, 0, 11), 4, 3, PACKABLE),
-        "copy_kv": make_call("copy_kv", source, PAIRS["cycle"], 2, 4, 3, Features(dtype=F16)),
-        **{op: CASES[op][0].call() for op in TABLES},
-    }
-
-
-@pytest.mark.parametrize("op", DATA)
-@interpreted
-def test_any_layout(op):
-    call = spread(Source(7))[op]
-    for n, t in call.tensors().items():
-        if t.numel() == 1:
-            continue
-        for dim in {0, t.dim() - 1}:
-            check_bits(call.with_(**{n: strided(t, dim)}))
-        for dim in range(1, t.dim()):
-            check_bits(call.with_(**{n: transposed(t, dim)}))
 
 
 @pytest.mark.full
@@ -165,13 +107,8 @@ def test_any_layout(op):
 @interpreted
 def test_many_tokens(op):
     """Tiles of several tokens, ragged ends, rows wider than a tile."""
-    slots = [i if i % 7 else -1 for i in Source(2).permutation(300)]
-    wide = Features(dtype=BF16, head_dim=128, kv_heads=12, v_head_dim=80)
-    call = {
-        "write_kv": lambda: make_call("write_kv", Source(2), slots, 20, 16, wide),
-        "write_latent": lambda: make_call("write_latent", Source(2), slots, 20, 16, DEEPSEEK),
-        "write_latent_packed": lambda: make_call("write_latent_packed", Source(2), slots, 20, 16, DEEPSEEK),
-    }[op]()
+    f = Features(dtype=BF16, head_dim=128, kv_heads=12, v_head_dim=80) if op == "write_kv" else DEEPSEEK
+    call = make_call(op, Source(2), [i if i % 7 else -1 for i in Source(2).permutation(300)], 20, 16, f)
     check(call)
     check_bits(call)
 
@@ -186,11 +123,8 @@ def test_copies_that_overlap(entries):
         "copy_kv", Source(1), tuple(enumerate(turned)), 3, 40, 16, Features(dtype=BF16, head_dim=24, v_head_dim=40, kv_heads=3)
     )
     check_bits(call)
-    before, tiles.SCRATCH = tiles.SCRATCH, 1
-    try:
+    with patch.object(tiles, "SCRATCH", 1):
         check_bits(call)
-    finally:
-        tiles.SCRATCH = before
 
 
 @pytest.mark.full
@@ -206,60 +140,12 @@ def test_long_tables():
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-# In graphs ------------------------------------------------------------------------------------------------------------
-
-
-@interpreted
-def test_a_compiled_function_calls_them():
-    pages, source, target = torch.randn(2, 4, 3, 2, 8), torch.tensor([0, 1, 5]), torch.tensor([1, 2, 0])
-
-    def step(k, v):
-        ops.copy_kv(k, v, source, target)
-        return k + v
-
-    with torch.no_grad():
-        want_k, want_v = pages.clone(), -2 * pages
-        want = step(want_k, want_v)
-        with pretend(SM90), attnops.use({"copy_kv": "triton"}):
-            k, v = pages.clone(), -2 * pages
-            got = torch.compile(step, fullgraph=True)(k, v)
-    for a, b in ((got, want), (k, want_k), (v, want_v)):
-        assert torch.equal(a, b)
-
-
-# What is compiled, and tiles ------------------------------------------------------------------------------------------
-
-
-@interpreted
-def test_a_generate_run_compiles_few_kernels():
-    """Every number of tokens of one model. The bounds are in docs/triton.md."""
-    from attnops.kernels.shared.launch.gpu import Gpu
-    from attnops.kernels.triton.launch import data as host
-
-    with recorded(host, Gpu(132, 227 * 1024, True, True)) as found:
-        pages = torch.empty(1, 16, 8, 128, dtype=BF16)
-        for tokens in (*range(1, 70), 500, 512, 1000, 1024, 2000, 4096, 9999, 16384):
-            slots = torch.empty(tokens, dtype=torch.int64)
-            new = torch.empty(1, 8, 128, dtype=BF16).expand(tokens, -1, -1)
-            ran("write_kv", new, new, pages, pages, slots)
-    seen = set()
-    for _, launched in found:
-        key = {n: x if n.isupper() or n in OPTIONS else kind_of(x, n in VARYING) for n, x in launched.items()}
-        seen.add(tuple(sorted(key.items(), key=lambda item: item[0])))
-    assert len(seen) == 3
-
-
-VARYING = ("tokens", "total")
+# Tiles ------------------------------------------------------------------------------------------
 
 
 def test_tiles_fill_the_gpu_before_they_grow():
-    sizes = [tiles.store_tile(t, (1024, 1024), 2, 132) for t in (1, 64, 512, 4096, 65536)]
-    assert [s.rows for s in sizes] == [1, 1, 1, 4, 4]
-    assert {s.columns for s in sizes} == {1024}
-    for tokens, columns in ((1, (512, 64)), (4096, (512, 64)), (777, (640,)), (3, (17,)), (9, (4096, 4096))):
-        tile = tiles.store_tile(tokens, columns, 2, 132)
-        assert tile.rows >= 1 and tile.rows * tile.columns * 2 <= max(tiles.BYTES)
-        assert tile.columns <= tiles.WIDEST
+    sizes = [tiles.store_tile(t, (1024, 1024), 2, 132) for t in (1, 512, 4096, 65536)]
+    assert [(s.rows, s.columns) for s in sizes] == [(1, 1024), (1, 1024), (4, 1024), (4, 1024)]
 
 
 def test_blocks_waste_little():
@@ -270,10 +156,9 @@ def test_blocks_waste_little():
 
 
 def test_a_copy_is_held_in_registers():
-    for n, rows in pairwise((0, 1, 2, 16, 100, tiles.WHOLE)):
-        for entries in (n + 1, rows):
-            tile = tiles.copy_tile(entries, 4096, 2)
-            assert tile.rows >= entries and tile.rows * tile.columns * 2 <= tiles.HELD
+    for entries in (1, 2, 16, 100, tiles.WHOLE):
+        tile = tiles.copy_tile(entries, 4096, 2)
+        assert tile.rows >= entries and tile.rows * tile.columns * 2 <= tiles.HELD
     assert tiles.layers_at_once(80, 4096, 2048) == 4 and tiles.layers_at_once(3, 10**9, 2048) == 1
 
 

@@ -6,16 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnops.core.kernel import kernels_of
-from attnops.ops import OPS
 from attnops.ops.latent.cases import DEEPSEEK
-from attnops.testing import Features, Source, make_call
+from attnops.testing import Call, Features, Source, make_call
+from tests.triton.compiling import built, launched
 from tests.triton.process import compiled
-from tests.triton.test_compile import MEMORY, TYPES, compile_for, recorded, spilled
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
-TYPES |= {torch.int16: "i16", torch.int64: "i64"}
 
 LLAMA = Features(dtype=BF16, head_dim=128, kv_heads=8, q_heads=32)
 
@@ -36,48 +33,31 @@ def copy(entries, f=LLAMA, latents=False):
 def indices():
     source, batch, width = Source(), 64, 256
     table = source.ints(range(batch * width)).reshape(batch, width)
-    return "kv_indices", (table, source.ints([17 * i for i in range(batch)])), {"page_size": 16}
+    return Call("kv_indices", {"page_table": table, "seq_lens": source.ints([17 * i for i in range(batch)]), "page_size": 16})
 
 
 # What is called, and the widest accesses that there are to be, in bits: (load, store).
 CALLS = {
     "write_kv": (write(LLAMA), (128, 128)),
     "write_kv_1": (write(LLAMA, 1), (128, 128)),
-    "write_kv_512": (write(LLAMA, 512), (128, 128)),
-    "write_kv_page_1": (write(LLAMA, page=1), (128, 128)),
-    "write_kv_d80": (write(Features(dtype=BF16, head_dim=80, kv_heads=8)), (128, 128)),
     "write_kv_float32": (write(Features(dtype=F32, head_dim=128, kv_heads=8)), (128, 128)),
     "write_kv_float8": (stored(E4M3), (128, 64)),
     "write_kv_float8_e5m2": (stored(E5M2), (128, 64)),
     "write_kv_int8": (stored(INT8), (128, 64)),
     "write_latent": (lambda: make_call("write_latent", Source(), range(4096), 64, 64, DEEPSEEK), (128, 128)),
-    "write_latent_1": (lambda: make_call("write_latent", Source(), range(1), 1, 64, DEEPSEEK), (64, 64)),
     "write_latent_quantised": (
         lambda: make_call("write_latent", Source(), range(4096), 64, 64, replace(DEEPSEEK, kv_dtype=E4M3), quantised=True),
         (128, 128),
     ),
     "write_latent_packed": (lambda: make_call("write_latent_packed", Source(), range(4096), 64, 64, DEEPSEEK), (128, 64)),
     "copy_kv_4": (copy(4), (128, 128)),
-    "copy_kv_64": (copy(64), (128, 128)),
     "copy_kv_256": (copy(256), (128, 128)),
-    "copy_kv_1000": (copy(1000), (128, 128)),
     "copy_kv_latents": (copy(64, Features(dtype=BF16, head_dim=576), True), (128, 128)),
     "kv_indices": (indices, (32, 32)),
 }
 ELSEWHERE = [(arch, name) for arch in (80, 89, 100) for name in ("write_kv", "write_kv_float8", "write_kv_float8_e5m2", "write_kv_int8")]
 ELSEWHERE += [(80, "write_latent_quantised")]
-ELSEWHERE += [(80, "write_latent_packed"), (100, "write_latent_packed"), (80, "copy_kv_64")]
-
-
-def launched(made, arch):
-    """(device function, arguments) of everything that a call launches on `arch`; nothing is launched."""
-    from attnops.kernels.shared.launch.gpu import Gpu
-    from attnops.kernels.triton.launch import data as host
-
-    op, record = (made[0], OPS[made[0]].call(*made[1], **made[2])) if isinstance(made, tuple) else (made.op, made.record)
-    with recorded(host, Gpu(132, MEMORY[arch], arch == 90, arch >= 89)) as found:
-        kernels_of(op)["triton"].run(record)
-    return found
+ELSEWHERE += [(80, "write_latent_packed"), (100, "write_latent_packed"), (80, "copy_kv_256")]
 
 
 def width(ptx, word):
@@ -86,13 +66,16 @@ def width(ptx, word):
     return max(int(n or 1) * int(bits) for n, bits in found)
 
 
-def check(name, arch, limit=0):
+ON = [(90, name) for name in CALLS] + ELSEWHERE
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize(("arch", "name"), ON)
+@compiled
+def test_accesses_are_wide(arch, name):
     make, (load, store) = CALLS[name]
-    for kernel, given in launched(make(), arch):
-        binary = compile_for(arch, kernel, dict(given), BF16)
-        ptx = binary.asm["ptx"]
-        assert binary.metadata.shared <= MEMORY[arch]
-        assert spilled(binary, arch) <= limit
+    for kernel, given in launched(make(), arch, "data"):
+        ptx = built(arch, kernel, given, BF16).asm["ptx"]
         assert width(ptx, "ld") >= load and width(ptx, "st") >= store, (name, width(ptx, "ld"), width(ptx, "st"))
         if "float8" in name:
             assert ("cvt.rn.satfinite.e" in ptx) == (arch >= 89)
@@ -102,20 +85,6 @@ def check(name, arch, limit=0):
             assert "bar.sync" in ptx, "writes may overtake reads"
 
 
-@pytest.mark.sweep(3)
-@pytest.mark.parametrize("name", CALLS)
-@compiled
-def test_sm90(name):
-    check(name, 90)
-
-
-@pytest.mark.sweep(4)
-@pytest.mark.parametrize(("arch", "name"), ELSEWHERE)
-@compiled
-def test_other_gpus(arch, name):
-    check(name, arch)
-
-
 @compiled
 def test_rows_are_cleared_16_bytes_at_a_time():
     from attnops.kernels.shared.device.rows import clear
@@ -123,6 +92,4 @@ def test_rows_are_cleared_16_bytes_at_a_time():
     starts, rows = torch.zeros(3, dtype=torch.int32), torch.zeros(130, 1024, dtype=BF16)
     given = {f"{n}_{k}": v for n in "abc" for k, v in {"starts_ptr": starts, "end": 2, "ptr": rows, "rows": 130, "fill": 0.0}.items()}
     tile = {**{f"{n}_COLUMNS": 1024 for n in "ABC"}, "BLOCK_R": 64, "BLOCK": 256, "num_warps": 4}
-    binary = compile_for(90, clear, {**given, **tile}, BF16)
-    assert spilled(binary, 90) == 0
-    assert width(binary.asm["ptx"], "st") == 128
+    assert width(built(90, clear, {**given, **tile}, BF16).asm["ptx"], "st") == 128

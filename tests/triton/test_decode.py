@@ -2,27 +2,21 @@
 
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
 
 from attnops.core.kernel import kernels_of
 from attnops.core.problem import Target, pretend
-from attnops.core.select import Policy, select
 from attnops.ops.pages.decode_cases import Angles
 from attnops.testing import CASES, Features, Source, check_kernel, equip, make_call
-from tests.mates import invariant, same_bits
-from tests.ops.strategies import CALLS
+from tests.mates import invariant
 from tests.triton.checks import SM90
+from tests.triton.compiling import built, launched, waits_as_told
 from tests.triton.process import compiled, interpreted
-from tests.triton.test_compile import MEMORY, TYPES, compile_for, launches_overlap, recorded, spilled, waits_first
-from tests.triton.test_numerics import strided, transposed
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-TYPES |= {torch.int64: "i64"}
 KERNEL = kernels_of("decode_attention")["triton"]
 LONG = Features(dtype=F32, head_dim=16, q_heads=4, kv_heads=2)
 
@@ -54,18 +48,6 @@ def test_grid(way):
             check(case.call(), refused=("dtype",), kernel=invariant(KERNEL) if way == "deterministic" else KERNEL)
 
 
-@pytest.mark.parametrize("examples", [12, pytest.param(25, marks=pytest.mark.full)])
-@interpreted
-def test_random_calls(examples):
-    @given(data=st.data())
-    @settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-    def run(data):
-        with many_splits():
-            check(data.draw(CALLS["decode_attention"]), refused=("dtype", "last_dim_contiguous"))
-
-    run()
-
-
 def sloped(call, slope):
     """The call with keys whose logits grow by `slope` from a token to the next, or fall."""
     given = call.arguments
@@ -95,17 +77,6 @@ def test_splits_of_other_sizes(slope):
     paged = sloped(make_call("paged_attention", Source(2), (1, 2), (300, 200), 16, replace(LONG, lse=True)), slope)
     with patch.multiple(grids, **few):
         assert not check_paged(paged, "split").refused
-
-
-@interpreted
-def test_any_layout():
-    call = make_call("decode_attention", Source(7), (40, 21), 4, replace(LONG, sinks=F32), Angles(norms=True))
-    names = [n for n, t in call.tensors().items() if t.numel() > 1]
-    with many_splits():
-        for change in (partial(strided, dim=0), partial(transposed, dim=1)):
-            for bit in range(len(names).bit_length()):
-                some = [n for at, n in enumerate(names, 1) if at >> bit & 1 and (change.func is strided or call.tensors()[n].dim() > 2)]
-                assert not check(call.with_(**{n: change(call.tensors()[n]) for n in some})).refused
 
 
 @interpreted
@@ -147,20 +118,6 @@ def test_programs_in_any_order():
         assert torch.equal(first.arguments[name].nan_to_num(), again.arguments[name].nan_to_num()), name
 
 
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize("window", [-1, 100])
-@interpreted
-def test_a_request_does_not_see_its_mates(window):
-    """Nor the width of the page table, however many splits it has room for."""
-    f = replace(LONG, q_heads=6, window=(window, -1))
-    call = make_call("decode_attention", Source(4), (300, 1, 33, 129, 17), 16, f, Angles(norms=True))
-    with many_splits(), pretend(SM90):
-        assert select(call.problem, Policy(deterministic=True)).refused["triton"][0].field == "workspace"
-        call = equip(KERNEL, call)
-        assert select(call.problem, Policy(deterministic=True)).kernel is KERNEL
-        same_bits(call, [(0,), (1,), (3,), (3, 0), (4, 2), (4, 3, 1, 0)], KERNEL)
-
-
 # Compiled ----------------------------------------------------------------------------------------------------------------
 
 LLAMA = Features(dtype=BF16, head_dim=128, q_heads=32, kv_heads=8)
@@ -175,20 +132,12 @@ STEPS = {
 @pytest.mark.parametrize(("arch", "name", "rows"), [(90, n, 1) for n in STEPS] + [(90, "llama", 64), (80, "llama", 1), (89, "gemma2", 1)])
 @compiled
 def test_compiles(arch, name, rows):
-    from attnops.kernels.shared.launch import gpu
-    from attnops.kernels.triton.launch import decode as host
-
     f, angles, page = STEPS[name]
     call = make_call("decode_attention", Source(), (1024,) * rows, page, f, angles, missing=None)
-    on = gpu.Gpu(132, MEMORY[arch], arch == 90, arch >= 89)
-    overlaps = patch.object(host, "overlaps", lambda device: arch == 90 and launches_overlap())
-    with pretend(Target("cuda", arch, assume=("triton",))), recorded(host, on) as found, overlaps:
-        KERNEL.run(equip(KERNEL, call).record)
-    [(kernel, given)] = found
+    with pretend(Target("cuda", arch, assume=("triton",))):
+        [(kernel, given)] = launched(equip(KERNEL, call), arch, "decode")
     assert given["SPLIT"] == (rows == 1 and not given["LEFT"])
-    binary = compile_for(arch, kernel, dict(given), f.dtype)
-    assert binary.metadata.shared <= MEMORY[arch]
-    assert spilled(binary, arch) <= 64
-    assert waits_first(binary.asm["ptx"]) == given.get("launch_pdl", False) == (arch == 90 and launches_overlap())
+    binary = built(arch, kernel, given, f.dtype, 64)
+    waits_as_told(binary, given, arch)
     assert "cp.async" in binary.asm["ptx"], "keys are not loaded ahead"
     assert ("mma" in binary.asm["ptx"]) == (f.dtype != F32)

@@ -31,8 +31,8 @@ def call(q_lens, seq_lens, heads=16, page=16, padding=2):
     return make_call("mla_attention", Source(0), q_lens, seq_lens, page, replace(DEEPSEEK, q_heads=heads, lse=True), padding)
 
 
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize(("heads", "q_lens"), [(16, (1, 2, 1)), (16, (3, 20, 0, 8, 9)), (128, (9, 12)), (3, (12,))])
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize(("heads", "q_lens"), [(16, (3, 20, 0, 8, 9)), (16, (1, 2, 1)), (128, (9, 12)), (3, (12,))])
 @interpreted
 def test_the_length_of_a_request_decides_who_serves_it(heads, q_lens):
     with standin() as calls:

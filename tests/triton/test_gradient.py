@@ -40,36 +40,23 @@ LONG = {
 }
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", LONG)
 @interpreted
 def test_several_tiles(name):
     f = LONG[name]
-    check(
-        gradient_call(
-            Source(2), make_call("varlen_attention", Source(1), (150, 3, 0, 260), (290, 160, 9, 130), f, padding=(2, 3)), lse_grad=f.causal
-        )
-    )
+    packed = make_call("varlen_attention", Source(1), (150, 3, 0, 260), (290, 160, 9, 130), f, padding=(2, 3))
+    check(gradient_call(Source(2), packed, lse_grad=f.causal))
     dense = make_call("attention", Source(1), 2, 140, 300, replace(f, chunk=0), kv_start=(5, 200), kv_end=(300, 290), index=torch.int32)
     check(gradient_call(Source(2), dense, mask_grad=f.mask == "additive"))
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize("shape", ["bhq", "b", "h", "q", "hq", ""])
+@pytest.mark.parametrize("shape", ["b", "hq", ""])
 @interpreted
 def test_a_mask_gets_the_sum_over_all_that_it_serves(shape):
     f = replace(PLAIN, dtype=torch.float32, mask="additive", mask_shape=shape, sinks=torch.float32)
     check(gradient_call(Source(2), make_call("attention", Source(1), 2, 70, 100, f), mask_grad=True))
-
-
-@interpreted
-def test_heads_first_tensors():
-    forward = make_call("attention", Source(1), 2, 9, 12, replace(PLAIN, mask="additive"))
-
-    def heads_first(name, x):
-        return x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 4 and name != "mask" else x
-
-    check(gradient_call(Source(2), forward, mask_grad=True).map(heads_first))
 
 
 @interpreted
@@ -99,14 +86,13 @@ def test_random_calls(seed):
     check(call)
 
 
-@pytest.mark.parametrize("groups", [[(0,), (3,), (2, 1)]], ids=str)
 @interpreted
-def test_requests_have_the_bits_they_have_alone(groups):
+def test_requests_have_the_bits_they_have_alone():
     forward = make_call("varlen_attention", Source(1), (150, 3, 1, 140), (150, 160, 9, 140), replace(PLAIN, lse=True), padding=(0, 0))
-    grads = partial(_grads, Source(3).tensor((294, 4, 16), torch.float16) if hasattr(Source, "tensor") else torch.randn(294, 4, 16).half())
+    grads = partial(_grads, torch.randn(294, 4, 16).half())
     among = grads(forward, range(4))
     keys = forward.arguments["cu_seqlens_k"].tolist()
-    for group in groups:
+    for group in ((0,), (3,), (2, 1)):
         rows = rows_of(forward, group)
         columns = torch.cat([torch.arange(keys[b], keys[b + 1]) for b in group])
         for whole, alone, at in zip(among, grads(forward, group), (rows, columns, columns), strict=True):
@@ -127,11 +113,8 @@ def _grads(weight, forward, group):
 def test_a_deterministic_policy_has_gradients_on_a_gpu(op):
     installed = Target("cuda", 90, ("sgl_kernel", "triton"), "NVIDIA H200")
     f = replace(PLAIN, head_dim=128, lse=True)
-    forward = (
-        make_call("varlen_attention", Source(1), (9, 3), (9, 30), f)
-        if op.startswith("varlen")
-        else make_call("attention", Source(1), 2, 9, 9, f)
-    )
+    sizes = ((9, 3), (9, 30)) if op.startswith("varlen") else (2, 9, 9)
+    forward = make_call(op.removesuffix("_backward"), Source(1), *sizes, f)
     with pretend(installed):
         problem = gradient_call(Source(2), forward).problem
     assert select(problem, POLICY).kernel is kernels_of(op)["triton"]

@@ -1,7 +1,6 @@
 """What is launched: from shapes alone, within the device, every token served once."""
 
 from contextlib import ExitStack
-from dataclasses import dataclass
 from unittest.mock import patch
 
 import pytest
@@ -11,13 +10,11 @@ from attnops.core.kernel import kernels_of
 from attnops.core.problem import pretend
 from attnops.core.record import changed, sizes_of
 from attnops.kernels.shared.parts import GRID
-from attnops.kernels.triton.launch import grids
 from attnops.kernels.triton.launch.grids import BLOCKS_PER_SM, DECODE_QUERIES, SPLIT_KEYS, TABLE, Shape, launches, pick, shared_bytes
-from attnops.testing import equip
 from attnops.testing.calls import filled
 from tests.triton.checks import SM90
 from tests.triton.process import interpreted
-from tests.triton.test_far import CALLS
+from tests.triton.test_far import OPS, covering
 
 H200 = (132, 227 * 1024)
 SMALL_GPU = (20, 99 * 1024)
@@ -36,14 +33,10 @@ def deepseek(requests, heads, keys, **more) -> Shape:
     ("shape", "splits"),
     [
         (llama(1, 1, 8192), 32),
-        (llama(1, 1, 32768), 66),
         (llama(8, 1, 4096), 8),
-        (llama(64, 1, 4096), 1),
-        (llama(1, 1, 128), 1),
         (llama(1, 1, 32768, left=1023), 4),
         (llama(1, 2048, 10240), 1),
         (deepseek(64, 16, 8192), 4),
-        (deepseek(64, 128, 8192), 1),
         (deepseek(1, 16, 8192), 64),
     ],
     ids=str,
@@ -84,45 +77,6 @@ def test_ragged_tiles_are_as_many_as_needed():
     decode, extend = launches(shape, False, *H200)
     assert extend.ragged and extend.tiles <= shape.tokens // 16 + 202
     assert not decode.ragged and decode.queries == DECODE_QUERIES
-
-
-@dataclass
-class Tiled:
-    """What the device function makes of a launch: which tile begins where."""
-
-    launch: grids.Launch
-    starts: list[int]
-    block_q: int
-    tokens: int
-
-    def rows(self):
-        requests = len(self.starts) - 1
-        for tile in range(self.launch.tiles):
-            if self.launch.ragged:
-                request = max(b for b in range(requests + 1) if self.starts[b] // self.block_q + b <= tile)
-                origin = self.starts[request] // self.block_q + request
-            else:
-                request = min(tile // self.launch.each, requests)
-                origin = request * self.launch.each
-            if request < requests:
-                first = (tile - origin) * self.block_q
-                end = min(first + self.block_q, self.starts[request + 1] - self.starts[request])
-                yield from (self.starts[request] + i for i in range(first, max(first, end)))
-            else:
-                left, step = self.tokens - self.starts[-1], (self.launch.tiles - origin) * self.block_q
-                for first in range((tile - origin) * self.block_q, left, step):
-                    yield from (self.starts[-1] + i for i in range(first, min(first + self.block_q, left)))
-
-
-@pytest.mark.parametrize("padding", [0, 1, 63, 64, 300])
-@pytest.mark.parametrize("lens", [(), (0,), (5,), (1, 0, 90, 1, 1, 9), (70, 33, 64, 1), (1,) * 90 + (500,)], ids=len)
-def test_every_token_has_one_tile(lens, padding):
-    starts = [sum(lens[:i]) for i in range(len(lens) + 1)]
-    tokens = starts[-1] + padding
-    for queries in (max(lens, default=0), max(lens, default=0) + 40):
-        launch = launches(llama(len(lens), queries, 4096, tokens=tokens), False, *H200)[-1]
-        served = sorted(Tiled(launch, starts, launch.tile.rows // 4, tokens).rows())
-        assert served == list(range(tokens))
 
 
 @pytest.mark.parametrize("memory", [H200[1], 163 * 1024, SMALL_GPU[1]])
@@ -166,7 +120,7 @@ def enlarged(call, name):
 
 
 @pytest.mark.parametrize("policy", ["", "deterministic"])
-@pytest.mark.parametrize("op", CALLS)
+@pytest.mark.parametrize("op", OPS)
 @interpreted
 def test_no_dim_of_a_grid_but_the_first_follows_from_the_batch(op, policy):
     """CUDA takes 65,535 programs there. Nothing is launched: tensors have no memory."""
@@ -185,8 +139,7 @@ def test_no_dim_of_a_grid_but_the_first_follows_from_the_batch(op, policy):
             patches.enter_context(patch.object(host, "composed", lambda call: None))  # torch's products
         with pretend(SM90):
             kernel = kernels_of(op)["triton"]
-            for build in () if op == "copy_kv" else CALLS[op]:
-                call = equip(kernel, build())
+            for call in () if op == "copy_kv" else covering(op):
                 for name in LARGE:
                     large = enlarged(call, name)
                     if large is not None and not (op == "linear" and kernel.refusals(large.problem) and not policy):

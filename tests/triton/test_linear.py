@@ -2,26 +2,20 @@
 
 import re
 from contextlib import contextmanager
-from dataclasses import replace
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from attnops import ops
 from attnops.core.problem import Extent, Target, altered, pretend
 from attnops.core.select import Policy, select
 from attnops.kernels.triton.launch import linear_tiles as tiles
-from attnops.ops.linear.record import Linear
-from attnops.testing import CASES, Source, make_call
-from tests.lowering import test_fuse_norm_linear_pass as norms
+from attnops.testing import Source, make_call
 from tests.lowering.models import compiled_code, kernel_calls
-from tests.mates import same_bits
 from tests.triton.checks import SM90, check, triton
+from tests.triton.compiling import MEMORY, built, compile_for, launched, waits_as_told
 from tests.triton.process import compiled, interpreted
-from tests.triton.test_compile import MEMORY, compile_for, launches_overlap, recorded, spilled, waits_first
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 ALL = {"norm": 1.0, "bias": True, "activation": "silu", "residual": True}
@@ -39,10 +33,7 @@ def tile_of(tile):
 @interpreted
 def test_columns_split_among_warps(split):
     """Columns of fewer and of more than one step, and of parts of one; parts that have no columns at all."""
-    tile = tiles.Tile(16, 256, 3, 4, described=split < 8, rows=8, split=split)
-    with tile_of(tile):
-        for case in CASES["linear"]:
-            check(case.call())
+    with tile_of(tiles.Tile(16, 256, 3, 4, described=split < 8, rows=8, split=split)):
         for columns in (1, 17, 130, 256):
             assert not check(make_call("linear", Source(columns), 9, columns, 21, BF16, **ALL)).refused
 
@@ -60,47 +51,6 @@ def test_a_split_changes_no_more_than_the_order_of_sums():
     assert torch.equal(results[1], results[2])
     assert not torch.equal(results[0], results[1])
     torch.testing.assert_close(results[0], results[1])
-
-
-@pytest.mark.parametrize("split", [1, 4])
-@pytest.mark.parametrize("rows", [64, 70])
-@interpreted
-def test_a_row_does_not_see_its_mates(rows, split):
-    call = make_call("linear", Source(1), rows, 330, 40, BF16, **ALL)
-    with pretend(SM90), tile_of(tiles.NARROWEST[0]._replace(split=split)):
-        assert select(call.problem, Policy(deterministic=True)).kernel is triton("linear")
-    same_bits(call, [(0,), (5,), (rows - 1,), range(17)], triton("linear"))
-
-
-@interpreted
-def test_sums_of_rows_do_not_see_their_mates():
-    """As a norm takes its mean: a weight of one row, of ones."""
-    same_bits(make_call("linear", Source(1), 70, 330, 1, F32), [(0,), (69,), range(17)], triton("linear"))
-
-
-def own_code(norm, x, m, dtype):
-    """A layer as transformers has it: norm, gate and up, the product of both, a residual."""
-    wide = SimpleNamespace(**{name: t.to(dtype) for name, t in vars(m).items()})
-    gate, up = F.linear(norm(wide, x.to(dtype)), wide.weight, wide.bias).chunk(2, -1)
-    return wide.residual[: len(x)] + F.silu(gate) * up
-
-
-@pytest.mark.parametrize("norm", [norms.llama, norms.gpt_oss, norms.gemma, norms.torchs], ids=lambda f: f.__name__)
-@interpreted
-def test_it_is_no_less_exact_than_the_models_own_code(norm):
-    """Fewer roundings, with every norm that `fuse_norm_linear_pass` recognises. float16, for the interpreter cuts bfloat16 off."""
-    source, shapes = Source(5), {"gain": (norms.K,), "weight": (96, norms.K), "bias": (96,), "residual": (40, 48)}
-    m = SimpleNamespace(**{name: source.normal(*shape, dtype=F16) for name, shape in shapes.items()})
-    more = {"norm_weight": m.gain, "norm_eps": norms.EPS, "norm_offset": float(norm is norms.gemma), "activation": "silu"}
-    every = source.normal(40, norms.K, dtype=F16)
-    errors = []
-    for x in (every, *every[:3].split(1)):
-        exact, own = (own_code(norm, x, m, dtype).double() for dtype in (F64, F16))
-        ours = torch.empty_like(own, dtype=F16)
-        triton("linear").run(Linear(x, m.weight, m.bias, residual=m.residual[: len(x)], output=ours, **more))
-        errors.append([float((y - exact).square().sum()) for y in (ours, own)])
-    for ours, own in (errors[0], map(sum, zip(*errors[1:], strict=True))):
-        assert ours <= own
 
 
 @interpreted
@@ -137,20 +87,32 @@ def test_a_graph_of_several_numbers_of_tokens(few):
 # Selection ------------------------------------------------------------------------------------------------------------
 
 LLAMA = make_call("linear", Source(), 8, 64, 96, BF16, norm=0.0).problem
+CALLS = {
+    "linear": altered(LLAMA, in_features=4096, out_features=6144),
+    "experts": altered(
+        make_call("experts", Source(), 8, (144, 72, 136, 16, 4), BF16).problem,
+        in_features=2048, out_features=768, experts=128, top_k=8,
+    ),
+}  # fmt: skip
+GRAPH = Extent(2, None, 8)
+CHOSEN = [
+    ("linear", SM90, 1, "triton"), ("linear", SM90, 32, "triton"), ("linear", SM90, GRAPH, "aten"), ("linear", SM90, 65, "aten"),
+    ("experts", SM90, 1, "triton"), ("experts", SM90, 64, "triton"), ("experts", SM90, GRAPH, "triton"), ("experts", SM90, 512, "aten"),
+    *((op, Target("cuda", 80, ("triton",)), 8, "triton") for op in CALLS),
+    *((op, target, 8, "aten") for op in CALLS for target in (Target(), Target("cuda", 90, ()))),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("target", "tokens", "chosen"), [
-    (SM90, Extent.of(1), "triton"), (SM90, Extent.of(32), "triton"), (SM90, Extent(2, None, 8), "aten"), (SM90, Extent.of(65), "aten"),
-    (Target("cuda", 80, ("triton",)), Extent.of(8), "triton"), (Target("cuda", 90, ()), Extent.of(8), "aten"),
-    (Target(), Extent.of(8), "aten"), (Target(), Extent.of(100_000), "aten"),
-])  # fmt: skip
-def test_the_choice_follows_the_number_of_tokens(target, tokens, chosen):
-    problem = altered(LLAMA, target=target, tokens=tokens, in_features=4096, out_features=6144)
+@pytest.mark.parametrize(("op", "target", "tokens", "chosen"), CHOSEN)
+def test_the_choice_follows_the_number_of_tokens(op, target, tokens, chosen):
+    tokens = tokens if tokens is GRAPH else Extent.of(tokens)
+    problem = altered(CALLS[op], target=target, tokens=tokens)
     found = select(problem)
     assert found.kernel.name == chosen
-    assert target != SM90 or (chosen == "triton") is ("triton" not in found.refused)
-    assert target != SM90 or "triton" not in select(altered(problem, tokens=Extent.of(64))).refused, "the most, whatever is faster there"
-    assert target != SM90 or select(problem, Policy(deterministic=True)).kernel.name == "triton"
+    if target == SM90 and op == "linear":
+        assert (chosen == "triton") is ("triton" not in found.refused)
+        assert "triton" not in select(altered(problem, tokens=Extent.of(64))).refused, "the most, whatever is faster there"
+        assert select(problem, Policy(deterministic=True)).kernel.name == "triton"
 
 
 def test_a_norm_of_float16_is_refused():
@@ -185,17 +147,6 @@ def test_tiles_fit(normed, rows, itemsize, memory):
 # What is compiled -----------------------------------------------------------------------------------------------------
 
 
-def launched(call, arch):
-    from attnops.kernels.shared.launch.gpu import Gpu
-    from attnops.kernels.triton.launch import linear as host
-
-    overlaps = patch.object(host, "overlaps", lambda device: arch == 90 and launches_overlap())
-    with recorded(host, Gpu(132, MEMORY[arch], arch == 90, True)) as found, overlaps:
-        triton("linear").run(call.record)
-    [(function, arguments)] = found
-    return function, arguments
-
-
 @pytest.mark.sweep(9)
 @pytest.mark.parametrize(("arch", "rows", "name"), [
     *((90, rows, name) for rows in (1, 64) for name in ("qkv", "gate_up")), (90, 8, "o"), (80, 1, "qkv"), (89, 64, "gate_up"),
@@ -203,15 +154,13 @@ def launched(call, arch):
 @compiled
 def test_nothing_spills(arch, rows, name):
     given = {"norm": 0.0, "activation": "silu"} if name == "gate_up" else {"norm": 0.0} if name == "qkv" else {"residual": True}
-    function, arguments = launched(make_call("linear", Source(), rows, 1024, OUTS[name], BF16, **given), arch)
-    binary = compile_for(arch, function, dict(arguments), BF16)
-    assert binary.metadata.shared <= MEMORY[arch]
-    assert spilled(binary, arch) <= (0 if arch == 90 else 512)
+    [(function, arguments)] = launched(make_call("linear", Source(), rows, 1024, OUTS[name], BF16, **given), arch, "linear")
+    binary = built(arch, function, arguments, BF16, 0 if arch == 90 else 512)
     ptx = binary.asm["ptx"]
     assert "cp.async" in ptx, "weights are not loaded ahead"
     assert ("mma" in ptx) == (rows > 1)
     assert ("cp.async.bulk.tensor" in ptx) == (arch == 90 and rows > 1), "which tiles are described"
-    assert waits_first(ptx) == arguments.get("launch_pdl", False) == (arch == 90 and launches_overlap())
+    waits_as_told(binary, arguments, arch)
 
 
 @pytest.mark.sweep(9)
@@ -223,10 +172,9 @@ def test_warps_share_the_columns(given, arch, described):
     counts = []
     for split in (1, 4):
         with tile_of(tiles.Tile(16, 512, 3, 4, described, rows=8, split=split)):
-            function, arguments = launched(make_call("linear", Source(), 8, 1024, 2560, BF16, **given), arch)
-        binary = compile_for(arch, function, dict(arguments), BF16)
-        assert spilled(binary, arch) == 0
-        assert waits_first(binary.asm["ptx"]) == arguments.get("launch_pdl", False)
+            [(function, arguments)] = launched(make_call("linear", Source(), 8, 1024, 2560, BF16, **given), arch, "linear")
+        binary = built(arch, function, arguments, BF16)
+        waits_as_told(binary, arguments, arch)
         counts.append(len(re.findall(r"mma\.sync", binary.asm["ptx"])))
         assert "ldmatrix" in binary.asm["ptx"]
     assert counts[0] == 4 * counts[1]
@@ -234,16 +182,11 @@ def test_warps_share_the_columns(given, arch, described):
 
 @pytest.mark.parametrize("rows", [1, 3])
 @compiled
-def test_one_result_a_row(rows):
-    """As the gate of a shared expert has. Triton makes a constant of a 1."""
-    compile_for(90, *launched(make_call("linear", Source(), rows, 48, 1, BF16, **ALL), 90), BF16)
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-@compiled
 def test_addresses_are_int64(rows):
-    call = make_call("linear", Source(), rows, 48, 40, BF16, **ALL)
-    columns = {name: torch.empty(40, 3, dtype=BF16).T[:rows] for name in ("residual", "output")}
-    function, arguments = launched(replace(call, arguments=call.arguments | columns), 90)
-    ir = compile_for(90, function, arguments, BF16).asm["ttir"]
-    assert "arith.muli" in ir and not re.search(r"arith\.muli.*tensor<.*xi32>", ir)
+    """Also of one result a row, as the gate of a shared expert has: Triton makes a constant of a 1."""
+    for outs in (1, 40):
+        columns = {name: torch.empty(outs, 3, dtype=BF16).T[:rows] for name in ("residual", "output")}
+        call = make_call("linear", Source(), rows, 48, outs, BF16, **ALL).with_(**columns)
+        [(function, arguments)] = launched(call, 90, "linear")
+        ir = compile_for(90, function, arguments, BF16).asm["ttir"]
+        assert "arith.muli" in ir and not re.search(r"arith\.muli.*tensor<.*xi32>", ir)

@@ -2,22 +2,22 @@
 
 from dataclasses import replace
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from attnops.core.kernel import kernels_of
-from attnops.core.problem import pretend
 from attnops.core.record import changed
 from attnops.kernels.triton.launch import grids
 from attnops.ops.latent.cases import DEEPSEEK
 from attnops.testing import CASES, Features, Source, make_call
+from tests.ops import test_fakes as layouts
 from tests.pairwise import pairwise
-from tests.triton.checks import MODES, SM90, check as checked, mode
+from tests.triton.checks import MODES, check as checked, mode
 from tests.triton.process import interpreted
 
 ATTENTION = ("paged_attention", "mla_attention", "attention", "varlen_attention")
-OPS = (*ATTENTION, "merge_state", "merge_states")
 BF16, F16, E4M3, INT8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
 
 
@@ -134,11 +134,8 @@ def test_latents(heads, queries, name):
 @interpreted
 def test_more_parts_than_are_read_at_once():
     """Stage two in several steps: what is added up fades where a later part has the larger logits."""
-    before, grids.MANY_SPLITS = grids.MANY_SPLITS, 2
-    try:
+    with patch.object(grids, "MANY_SPLITS", 2):
         check(make_call("paged_attention", Source(8), (1, 2), (600, 300), 16, WIDE), "deterministic")
-    finally:
-        grids.MANY_SPLITS = before
 
 
 @pytest.mark.sweep(3)
@@ -169,50 +166,10 @@ def ran(call, name):
 
 
 def strided(t, dim):
-    """Every second entry of a buffer along `dim`; float8 tensors can be viewed and little else."""
-    raw = t.view(torch.uint8) if t.dtype.itemsize == 1 and t.dtype != torch.bool else t
-    room = torch.stack([raw, raw], dim + 1).flatten(dim, dim + 1)
-    return room[(slice(None),) * dim + (slice(None, None, 2),)].view(t.dtype)
+    """Every second entry of a buffer along `dim`."""
+    return layouts.raw(layouts.strided, t, dim)
 
 
 def transposed(t, dim):
-    raw = t.view(torch.uint8) if t.dtype.itemsize == 1 and t.dtype != torch.bool else t
-    return raw.transpose(dim, dim - 1).contiguous().transpose(dim, dim - 1).view(t.dtype)
-
-
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize("op", OPS)
-@interpreted
-def test_any_layout(op):
-    f = Features(dtype=F16, kv_dtype=INT8, head_dim=16, q_heads=4, causal=True, sinks=torch.float32, lse=True, mask="bool")
-    source = Source(7)
-    call = {
-        "paged_attention": lambda: make_call("paged_attention", source, (1, 3), (40, 21), 4, f),
-        "mla_attention": lambda: make_call("mla_attention", source, (1, 3), (40, 21), 4, replace(f, head_dim=20, v_head_dim=16)),
-        "attention": lambda: make_call("attention", source, 2, 3, 40, f, kv_start=(0, 5), kv_end=(40, 33), index=torch.int32),
-        "varlen_attention": lambda: make_call("varlen_attention", source, (1, 3), (40, 21), f),
-        "merge_state": lambda: make_call("merge_state", source, (5, 4, 8), F16, 0.2, 0.2),
-        "merge_states": lambda: make_call("merge_states", source, (5, 3, 4, 8), F16, 0.2),
-    }[op]()
-    # Several at once, and no two in the same calls only, so that a stride of one that is taken for another's is seen.
-    first, deep = [n for n, t in call.tensors().items() if t.numel() > 1], [n for n, t in call.tensors().items() if t.dim() > 1]
-    for change, names in ((partial(strided, dim=0), first), (partial(transposed, dim=1), deep)):
-        for bit in range(len(names).bit_length()):
-            some = [n for at, n in enumerate(names, 1) if at >> bit & 1]
-            assert not check(call.with_(**{n: change(call.tensors()[n]) for n in some}), "split").refused
-    for n in deep:
-        check(call.with_(**{n: strided(call.tensors()[n], call.tensors()[n].dim() - 1)}), "split", refused=("last_dim_contiguous",))
-
-
-@interpreted
-def test_an_empty_side_of_a_merge_is_neutral():
-    import attnops
-
-    out, lse = torch.randn(3, 2, 4), torch.randn(3, 2)
-    nothing, none = torch.full_like(out, float("nan")), torch.full_like(lse, -float("inf"))
-    with pretend(SM90):
-        for sides in ((out, lse, nothing, none), (nothing, none, out, lse)):
-            merged = attnops.merge_state(*sides, kernel="triton")
-            assert torch.equal(merged[0], out) and torch.equal(merged[1], lse)
-        merged = attnops.merge_state(nothing, none, nothing, none, kernel="triton")
-    assert not merged[0].any() and torch.equal(merged[1], none)
+    """`dim` and the dim before it lie the other way round."""
+    return layouts.raw(layouts.transposed, t, dim - 1)

@@ -83,14 +83,3 @@ def test_one_kernel_serves_every_layout(name):
                 assert kinds(given, POLICY) == usual, argument
                 others.append(kinds(given, "") == free)
         assert not all(others), "nothing is copied without the policy"
-
-
-@compiled
-def test_what_is_loaded_alike_is_not_copied():
-    from attnops.kernels.shared.launch.gpu import steady
-
-    for x in (torch.zeros(3, 48), apart(torch.zeros(3, 48), 16), torch.zeros(3, 72), torch.zeros(1, 48).expand(3, 48)):
-        assert steady(x) is x
-    for x in (torch.zeros(3, 48).T, apart(torch.zeros(3, 72), 8), behind(torch.zeros(3, 48)), torch.zeros(1, 72).expand(3, 72)):
-        copy = steady(x)
-        assert copy is not x and copy.is_contiguous() and torch.equal(copy, x)
