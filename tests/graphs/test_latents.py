@@ -1,13 +1,12 @@
 """Layers over a cache of latents: the same graphs over another cache."""
 
-import pytest
 import torch
 from torch import nn
 
 from attnops.cache import LatentCache
 from attnops.graphs import Buckets, piecewise
 from attnops.nn import LatentAttention
-from tests.graphs.helpers import ANY_MODE, close, graphed
+from tests.graphs.helpers import any_mode, close, graphed
 
 
 class Layer(nn.Module):
@@ -19,16 +18,11 @@ class Layer(nn.Module):
         return hidden + self.attention(hidden, batch=batch, latent_pages=latent_pages)
 
 
-@pytest.mark.parametrize("mode", ANY_MODE)
+@any_mode
 def test_latents(mode):
     model = Layer().eval()
-    mine, theirs = (
-        LatentCache(
-            1, 256, latent_dim=16, rope_dim=8, max_requests=4, max_tokens_per_request=32, page_size=4, q_heads=4, dtype=torch.float32,
-            device="cpu",
-        )
-        for _ in range(2)
-    )  # fmt: skip
+    widths = {"latent_dim": 16, "rope_dim": 8, "max_requests": 4, "max_tokens_per_request": 32, "page_size": 4, "q_heads": 4}
+    mine, theirs = (LatentCache(1, 256, **widths, dtype=torch.float32, device="cpu") for _ in range(2))
     for cache in (mine, theirs):
         cache.latent_pages[0].fill_(float("nan"))
         cache.latent_pages[0][0] = 0

@@ -4,11 +4,12 @@ import pytest
 from torch import nn
 
 from attnops.core.errors import NotCapturable
-from attnops.graphs import Buckets, breakable, outside, piecewise
-from tests.graphs.helpers import Pair
+from attnops.graphs import Buckets, breakable, outside
+from tests.graphs.helpers import Pair, both_modes
 from tests.graphs.models import HIDDEN, decoder
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", reason="its layers are those of transformers")
+from attnops.hf import tiny
 
 BUCKETS = Buckets(decode=(2, 4), tokens=(16,), requests=4)
 
@@ -26,8 +27,6 @@ class Experts(nn.Module):
 
 
 def model_of(family, how, marked=False):
-    from attnops.hf import tiny
-
     model = tiny.model(family, hidden_size=HIDDEN, num_hidden_layers=1)
     model.set_experts_implementation(how)
     [layer] = model.model.layers
@@ -36,33 +35,24 @@ def model_of(family, how, marked=False):
     return decoder(1, mlp=lambda: Experts(layer.mlp))
 
 
-FAMILIES = pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-
-
 @pytest.mark.sweep(3)
-@FAMILIES
-@pytest.mark.parametrize("mode", [piecewise, breakable])
-def test_grouped_experts_lie_in_the_graph(mode, family):
-    pair = Pair(mode, BUCKETS, model=model_of(family, "grouped_mm"))
+@pytest.mark.parametrize("how", ["grouped_mm", "eager"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@both_modes
+def test_experts(mode, family, how):
+    """Grouped they lie in the graph. One by one they lie outside, if they are marked so."""
+    pair = Pair(mode, BUCKETS, model=model_of(family, how, marked=how == "eager"))
     if mode is breakable:
         pair.agree("abc", [2, 5, 3])
     for names in ("abc", "b", "ca"):
         pair.agree(names)
-    assert set(pair.step.report().modes.values()) == {"whole"}
+    report = pair.step.report()
+    assert set(report.modes.values()) == {"whole" if how == "grouped_mm" else "piecewise"}
+    [breaks] = {r.breaks for r in report.rows}
+    assert [b.op.rpartition(".")[2] for b in breaks] == ["forward"] * (how == "eager")
 
 
-@pytest.mark.sweep(3)
-@FAMILIES
-@pytest.mark.parametrize("mode", [piecewise, breakable])
-def test_experts_one_by_one_lie_outside(mode, family):
-    pair = Pair(mode, BUCKETS, model=model_of(family, "eager", marked=True))
-    for names in ("abc", "b", "ca"):
-        pair.agree(names)
-    [breaks] = {r.breaks for r in pair.step.report().rows}
-    assert [b.op.rpartition(".")[2] for b in breaks] == ["forward"] and "Experts" in breaks[0].op
-
-
-@pytest.mark.parametrize("mode", [piecewise, breakable])
+@both_modes
 def test_unmarked_they_are_refused(mode):
     with pytest.raises(NotCapturable):
         Pair(mode, BUCKETS, model=model_of("mixtral", "eager")).go("a")

@@ -174,7 +174,6 @@ STEPS = {
 }
 
 
-@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", STEPS)
 def test_found(name):
     """What is found, and the numbers of the code as it is written."""

@@ -1,57 +1,41 @@
-"""Every way PyTorch compiles a model: modes, dynamic shapes, export, AOTInductor."""
+"""Every way PyTorch compiles a model: dynamic shapes, export, AOTInductor. `test_choose.py` has torch.compile's modes."""
 
 import runpy
 import subprocess
+from functools import partial
 
 import pytest
 import torch
-from torch._dynamo.testing import EagerAndRecordGraphs
 from torch._dynamo.utils import counters
 
 from tests.helpers import ROOT
-from tests.lowering.models import HQ, D, Dense, PagedModel, Step, compiled_code, decode, kernel_calls
+from tests.lowering.models import HQ, D, Dense, PagedModel, Step, compiled_code, kernel_calls
 
 
-@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
-def test_modes(mode):
-    model, x = Dense().eval(), torch.randn(2, 8, HQ * D)
+def paged_step(batch):
+    rows, ones = torch.arange(batch), torch.ones(batch, dtype=torch.int32)
+    table = torch.stack([rows + 1, rows + 8], 1).to(torch.int32)
+    return Step(torch.randn(batch, HQ * D), table, 3 * ones, ones, torch.full((batch,), 2), 1)
+
+
+@pytest.mark.parametrize("kind", ["dense", "paged"])
+def test_sizes_that_change_keep_one_graph_and_the_kernel(kind):
+    """A batch and tokens, through Inductor; and the marked batch of a paged decode."""
+    dense = kind == "dense"
+    model = (Dense() if dense else PagedModel(2)).eval()
+    compiled = torch.compile(model, dynamic=True if dense else None, fullgraph=True)
+    sizes = [(2, 8), (3, 8), (2, 31), (5, 17)] if dense else [2, 3, 7, 5]
+    graphs, code = [], ""
     with torch.no_grad():
-        got, code = compiled_code(lambda: torch.compile(model, mode=mode, fullgraph=True)(x))
-        torch.testing.assert_close(got, model(x))
-    assert kernel_calls(code) == ["attention.sdpa"]
-
-
-def test_dynamic_through_inductor_keeps_one_graph_and_the_kernel():
-    model = Dense().eval()
-    compiled = torch.compile(model, dynamic=True, fullgraph=True)
-    with torch.no_grad():
-        x = torch.randn(2, 8, HQ * D)
-        _, code = compiled_code(lambda: compiled(x))
-        assert kernel_calls(code) == ["attention.sdpa"]
-        graphs = counters["stats"]["unique_graphs"]
-        for batch, tokens in [(3, 8), (2, 31), (5, 17), (4, 64)]:
-            x = torch.randn(batch, tokens, HQ * D)
-            torch.testing.assert_close(compiled(x), model(x))
-    assert counters["stats"]["unique_graphs"] == graphs
-
-
-def test_marked_batch_of_a_paged_decode_compiles_once():
-    backend = EagerAndRecordGraphs()
-    model = PagedModel(2).eval()
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
-    with torch.no_grad():
-        for batch in (2, 3, 7, 5):
-            step = decode()
-            rows = torch.arange(batch)
-            table = torch.stack([rows + 1, rows + 8], 1).to(torch.int32)
-            step = Step(
-                torch.randn(batch, HQ * D), table, torch.full((batch,), 3, dtype=torch.int32),
-                torch.ones(batch, dtype=torch.int32), torch.full((batch,), 2), 1,
-            )  # fmt: skip
-            for tensor in step[:5]:
+        for size in sizes:
+            given = (torch.randn(*size, HQ * D),) if dense else paged_step(size)
+            for tensor in given[: 0 if dense else 5]:
                 torch._dynamo.mark_dynamic(tensor, 0)
-            torch.testing.assert_close(compiled(*step), model(*step))
-    assert len(backend.graphs) == 1
+            got, made = compiled_code(partial(compiled, *given))
+            torch.testing.assert_close(got, model(*given))
+            code += made
+            graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs == [1] * 4 and set(kernel_calls(code)) == {"attention.sdpa" if dense else "paged_attention.sdpa"}
 
 
 def test_export_keeps_the_op_and_compiles_to_the_kernel():
