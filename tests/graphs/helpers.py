@@ -86,7 +86,6 @@ class Pair:
 
 
 both_modes = pytest.mark.parametrize("mode", [piecewise, breakable])
-# Where the trace of a mode is no part of what is proven: batches of every kind in both modes are test_changing_batches' of steps and of
-# verification.
+# Where the trace of a mode is no part of what is proven: test_changing_batches has batches of every kind in both modes.
 any_mode = pytest.mark.parametrize("mode", [breakable, pytest.param(piecewise, marks=pytest.mark.full)])
 whole_and_split = pytest.mark.parametrize("kernel", [None, BOUNDARY], ids=["whole", "split"])

@@ -4,10 +4,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from torch._inductor import async_compile, config
+from torch._inductor import config
 from torch._inductor.graph import GraphLowering
 
-from attnops.graphs import Buckets, breakable, eager_capture, modes, pieces, piecewise
+from attnops.graphs import Buckets, breakable, eager_capture, modes, piecewise
 from tests.graphs.helpers import Pair, both_modes, close, graphed
 from tests.graphs.standin import StandIn
 
@@ -77,16 +77,6 @@ def test_a_size_told_apart_is_one_more_trace_and_none_of_its_need():
     assert needs == [1, 1, 1, 2, 2], "the last bucket is measured once more, after it was compiled"
     close(step(torch.ones(1, 3)), torch.full((1, 3), 3.0))
     close(step(torch.ones(2, 3)), torch.full((2, 3), 2.0))
-
-
-def test_every_piece_that_differs_is_compiled_once_whatever_the_number_of_buckets_and_layers():
-    compiled = []
-    for layers, buckets in ((3, Buckets(decode=(2, 4))), (4, Buckets(decode=(2, 3, 4)))):
-        asked = []
-        pair = Pair(piecewise, buckets, layers=layers, inner=lambda module, _, asked=asked: asked.append(module) or module)
-        pair.step.capture(**pair.example("ab"))
-        compiled.append(len(asked))
-    assert compiled == [3, 3]
 
 
 @both_modes
@@ -187,12 +177,3 @@ def test_an_error_of_the_second_trace_is_raised_as_it_is(monkeypatch):
     monkeypatch.setattr(modes.Piecewise, "_backend", raising([modes._SizeSpecialises(), RuntimeError("out of memory")]))
     with pytest.raises(Exception, match="out of memory"):
         rows_of(piecewise, StandIn())(torch.ones(2))
-
-
-@pytest.mark.parametrize("gpu", [True, False])
-def test_workers_compile_for_gpus_alone(gpu, monkeypatch):
-    told = []
-    monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: told.append("warm"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    pieces.start_workers()
-    assert told == ["warm"] * gpu

@@ -13,7 +13,7 @@ import attnops
 from attnops.core.errors import BatchTooLarge, InvalidInput, NotCapturable, StaleGraph
 from attnops.graphs import Buckets, breakable, piecewise
 from attnops.graphs.pieces import inductor
-from tests.graphs.helpers import Pair, any_mode, both_modes, close, graphed, pools, whole_and_split
+from tests.graphs.helpers import BUCKETS, Pair, any_mode, both_modes, close, graphed, pools, whole_and_split
 from tests.graphs.models import BOUNDARY, HIDDEN, VOCAB, decoder, paged_cache
 
 
@@ -21,23 +21,33 @@ from tests.graphs.models import BOUNDARY, HIDDEN, VOCAB, decoder, paged_cache
 @whole_and_split
 @both_modes
 def test_changing_batches(mode, kernel):
-    pair = Pair(mode, kernel=kernel, layers=2)
-    pair.agree("abc", [5, 3, 7])  # prefill
+    pair = Pair(mode, replace(BUCKETS, verify=(3, 5)), kernel=kernel, layers=2)
+    pair.agree("abc", [6, 3, 7])  # prefill
     pair.agree("abc")
     pair.agree("ab")  # a shorter batch after a longer one
     pair.agree("b")
-    pair.agree("dbc", [4, 1, 1])  # mixed
+    pair.agree("dbc", [8, 1, 1])  # mixed
     pair.agree("cabd")  # other rows, and a full bucket
     pair.free("a")
     pair.agree("ebc", [6, 2, 3])  # pages that belonged to another
-    pair.agree("ebcd")
-    report = pair.step.report()
-    assert report.modes == dict.fromkeys(("decode", "mixed"), "whole" if kernel is None else "piecewise")
-    assert sum(r.replays for r in report.rows) == 8 and not report.eager_calls
+    pair.agree("ebc", 3)  # verification, rectangular
+    pair.agree("cb", [1, 3])  # a shorter one after a longer one, ragged
+    pair.agree("ebc", [2, 0, 3])  # a request without a draft
+    pair.agree("febd", [1, 5, 2, 4])  # the larger number of queries, with a prefill of few tokens
+    pair.agree("d", 4)
+    pair.agree("ebcd")  # decode between
+    pair.agree("eb", 3)
+    report, kinds = pair.step.report(), ("decode", "mixed", "verify")
+    assert report.modes == dict.fromkeys(kinds, "whole" if kernel is None else "piecewise")
+    assert {str(row.bucket): row.replays for row in report.rows} == {
+        "mixed 16 tokens x4": 3, "decode x4": 3, "decode x2": 1, "decode x1": 1,
+        "verify 3 x4": 2, "verify 3 x2": 2, "verify 5 x4": 1, "verify 5 x1": 1,
+    }  # fmt: skip
     # A bucket is captured once, and a model traced once a kind.
-    assert pair.device.calls.count("begin") == len(report.rows) * (1 if kernel is None else 3)
+    assert pair.device.calls.count("begin") == len(report.rows) * (1 if kernel is None else 3) and not report.eager_calls
     if mode is piecewise:
-        assert pair.step.traces == {"decode": 1, "mixed": 1}
+        assert pair.step.traces == dict.fromkeys(("decode", "mixed", "verify 3", "verify 5"), 1)
+        assert report.compiled.keys() == pair.step.traces.keys()
 
 
 @pytest.mark.sweep(3)

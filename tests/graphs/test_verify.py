@@ -10,10 +10,9 @@ from attnops.core.kernel import Capture, extent_at_most, kernels_of, register
 from attnops.core.problem import Extent, Problem
 from attnops.core.select import _select
 from attnops.graphs import Buckets, piecewise
-from tests.graphs.helpers import Pair, any_mode, both_modes, graphed, whole_and_split
+from tests.graphs.helpers import Pair, any_mode, graphed
 from tests.graphs.models import VOCAB
 
-BUCKETS = Buckets(decode=(1, 2, 4), tokens=(16, 32), requests=4, verify=(3, 5))
 FEW = "few_queries"
 SEEN: list[Problem] = []
 
@@ -25,27 +24,6 @@ def few():
         kernel = replace(kernels_of("paged_attention")["reference"], name=FEW, needs=needs, cost_us=lambda p: 1e9)
         register(replace(kernel, capture=Capture.NEVER))
     return FEW
-
-
-@pytest.mark.sweep(6)
-@whole_and_split
-@both_modes
-def test_changing_batches(mode, kernel):
-    pair = Pair(mode, BUCKETS, kernel=kernel)
-    pair.agree("abc", [9, 6, 7])
-    pair.agree("abc", 3)  # rectangular
-    pair.agree("cb", [1, 3])  # a shorter one after a longer one, ragged
-    pair.agree("abc", [2, 0, 3])  # a request without a draft
-    pair.agree("abcd", [1, 5, 2, 4])  # the larger number of queries, with a prefill of few tokens
-    pair.agree("d", 4)
-    pair.agree("dcba")  # decode between
-    pair.agree("ab", 3)
-    buckets = {str(r.bucket): r.replays for r in pair.step.report().rows}
-    assert buckets == {"mixed 32 tokens x4": 1, "verify 3 x4": 2, "verify 3 x2": 2, "verify 5 x4": 1, "verify 5 x1": 1, "decode x4": 1}
-    assert pair.step.report().modes["verify"] == ("piecewise" if kernel else "whole")
-    if mode is piecewise:
-        assert pair.step.traces == {"mixed": 1, "verify 3": 1, "verify 5": 1, "decode": 1}
-        assert set(pair.step.report().compiled) == {"mixed", "verify 3", "verify 5", "decode"}
 
 
 @any_mode
@@ -64,17 +42,9 @@ def test_the_problem_of_a_capture_is_that_of_eager(mode):
 
 
 @any_mode
-def test_an_eager_op_between_verify_graphs_is_asked_for_by_kind(mode):
-    pair = Pair(mode, replace(BUCKETS, verify=(3,)), eager={"verify": ("paged_attention",)})
-    pair.agree("ab", 3)
-    pair.agree("ab")
-    assert pair.step.report().modes == {"verify": "piecewise", "decode": "whole"}
-
-
-@any_mode
 def test_idle_steps_write_nothing_and_disturb_nobody(mode):
     """Of a rank that has no token, or no request, while others have some."""
-    pair = Pair(mode, BUCKETS)
+    pair = Pair(mode)
     pair.agree("abc", [4, 3, 5])
     for requests in (3, 0):
         b, _ = pair.batches("abc", 0)
