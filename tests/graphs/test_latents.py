@@ -29,9 +29,8 @@ def test_latents(mode):
     buckets = Buckets(decode=(2, 4), tokens=(16,), requests=4, verify=(3,))
     step = graphed(mode, model, buckets, batch="batch", tokens=("hidden",), cache=mine)
     ids, twins = ([c.alloc() for _ in range(3)] for c in (mine, theirs))
-    steps = [(slice(3), [4, 2, 5]), (slice(3), 1), (slice(1, 3), 1), (slice(2), [1, 3]), (slice(1), 1), (slice(3), 3), (slice(2), [1, 4])]
-    for who, new in steps:
-        batch, twin = mine.batch(ids[who], new), theirs.batch(twins[who], new)
+    for requests, new in ((3, [4, 2, 5]), (3, 1), (2, 1), (2, [1, 3]), (1, 1), (3, 3), (2, [1, 4])):
+        batch, twin = mine.batch(ids[-requests:], new), theirs.batch(twins[-requests:], new)
         hidden = torch.randn(batch.slots.shape[0], 32)
         with torch.no_grad():
             got = step(hidden, batch=batch, latent_pages=mine.latent_pages[0])

@@ -9,12 +9,10 @@ from attnops.graphs import Buckets, breakable
 from tests.graphs.helpers import Pair, both_modes, close, pools
 from tests.graphs.models import BOUNDARY, PAGE, VOCAB
 
-either_padding = pytest.mark.parametrize("padding", ["absent", "null"])
-
 
 @pytest.mark.sweep(3)
 @both_modes
-@either_padding
+@pytest.mark.parametrize("padding", ["absent", "null"])
 def test_a_step_writes_its_slots_and_reads_its_pages_alone(mode, padding):
     """A capture beforehand writes nothing."""
     pair = Pair(mode, Buckets(decode=(1, 4), tokens=(16,), requests=4, padding=padding), kernel=BOUNDARY if padding == "absent" else None)
@@ -41,25 +39,17 @@ def test_a_step_writes_its_slots_and_reads_its_pages_alone(mode, padding):
             assert {tuple(at) for at in (~same).nonzero().tolist()} == written
 
 
-@either_padding
-def test_what_a_bucket_holds_besides_a_batch(padding):
-    """The rows themselves, after a longer batch: nothing of it is left. Null rows are requests of one token on the null page."""
-    pair = Pair(breakable, Buckets(decode=(4,), tokens=(16,), requests=4, padding=padding))
-    null = padding == "null"
-    for pool in pools(pair.cache, pair.twin):
-        pool[[0] * null] = 0
+def test_rows_of_nobody_in_a_batch_of_its_own_tokens_of_nobody():
+    """Its last end is known to the device alone. Nothing of a longer batch is left."""
+    pair = Pair(breakable, Buckets(decode=(4,), tokens=(16,), requests=4))
     pair.agree("abcd", [4, 3, 2, 5])
     pair.agree("abcd")
-    pair.give(pair.batches("ab", 1)[0], torch.ones(2, dtype=torch.long))
-    [entry] = [entry for bucket, entry in pair.step._entries.items() if bucket.kind == "decode"]
-    rows, held = entry.values["tokens"], entry.values["batch"]
-    assert rows.tolist() == [1, 1, 0, 0]
-    assert held.padded is not null and held.seq_lens[2:].tolist() == [int(null)] * 2
-    assert held.cu_seqlens_q.tolist() == ([0, 1, 2, 3, 4] if null else [0, 1, 2, 2, 2])
-    assert held.slots[2:].tolist() == [-1, -1] and not held.page_table[2:].any() and not held.positions[2:].any()
-    if not null:
-        # A batch that brings tokens of nobody itself: its last end is known to the device alone.
+    held = pair.step._inputs._batch
+    for padded, ends in ((False, [0, 1, 2, 2, 2]), (True, [0, 1, 1, 1, 1])):
         batch, _ = pair.batches("ab", 1)
-        ends = torch.tensor([0, 1, 1], dtype=torch.int32)
-        pair.give(replace(batch, padded=True, slots=torch.tensor([batch.slots[0], -1]), cu_seqlens_q=ends))
-        assert held.cu_seqlens_q.tolist() == [0, 1, 1, 1, 1]
+        if padded:
+            slots = torch.tensor([batch.slots[0], -1])
+            batch = replace(batch, padded=True, slots=slots, cu_seqlens_q=torch.tensor(ends[:3], dtype=torch.int32))
+        pair.give(batch)
+        assert held.cu_seqlens_q.tolist() == ends and held.seq_lens[2:].tolist() == [0, 0]
+        assert held.slots[2:4].tolist() == [-1, -1] and not held.page_table[2:].any() and not held.positions[2:4].any()

@@ -10,12 +10,11 @@ from torch._inductor.compile_fx import compile_fx
 import attnops
 from attnops.core.problem import Target, pretend
 from attnops.hf import tiny
-from attnops.hf.cache_names import named
 from attnops.hf.paged import attention as paged, steps
 from attnops.hf.paged.pages import ModelPages, Sizes
 from attnops.kernels.shared.memory import COUNTERS
 from attnops.lowering import fuse_rotation_pass
-from attnops.ops import OPS, decode_attention, latent_layers, paged_layers
+from attnops.ops import decode_attention, latent_layers, paged_layers
 from tests.hf.test_decode_graphs import generated, how
 from tests.lowering.models import Passing
 from tests.lowering.test_fuse_norm_linear_pass import gemma, gpt_oss, llama, torchs
@@ -67,22 +66,6 @@ def test_eager_steps_take_the_op(monkeypatch):
                     assert torch.equal(generated(model, *call), tokens), call
             assert bool(taken) is (policy is FORCED)
             assert not taken or len(taken) == model.config.num_hidden_layers * sum(asked), "a question a step"
-
-
-def test_a_model_compiled_whole_takes_the_op():
-    """Steps that torch.compile traces: one graph for all of them, and what a pass finds in it."""
-    model, told, (rows, length, new) = tiny.model("qwen3"), Passing(fuse_rotation_pass), CALLS[1]
-    ids = torch.arange(rows * (length + new)).view(rows, -1) % 90
-    with torch.no_grad(), attnops.use(kernel=FORCED):
-        want = model(ids).logits
-        with attnops.patch(model, cache="paged", decode="hf") as handle:
-            step, cache = torch.compile(model, backend=told, fullgraph=True), handle.new_cache(rows, length + new)
-            model(ids[:, :length], attention_mask=torch.ones_like(ids[:, :length]), **named(cache))
-            for at in range(length, length + new):
-                got = step(ids[:, at : at + 1], **named(cache), position_ids=torch.full((rows, 1), at)).logits
-                torch.testing.assert_close(got[:, 0], want[:, at])
-    assert told.calls(OPS["decode_attention"].packet.default) == [model.config.num_hidden_layers]
-    assert said(told) == {"norms and rotation"}
 
 
 # Code that resembles a rotation ----------------------------------------------------------------------------------------

@@ -210,29 +210,20 @@ def test_weights_that_change_after_the_compilation(name):
     assert len(backend.found) == (1 if name in STAY else 2)
 
 
+def joined(m, x):
+    return torch.cat([m.q(x), m.k(x) + m.v(x)], -1)[..., :K]
+
+
+@torch.no_grad()
 def test_layers_share_their_code():
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gate, self.up, self.down = nn.Linear(K, 64), nn.Linear(K, 64), nn.Linear(64, K)
-
-        def forward(self, x):
-            return x + self.down(self.gate(x).sigmoid() * self.up(x))
-
-    model = nn.Sequential(nn.ModuleList(Layer() for _ in range(12)))
-    model.forward = lambda x: [x := layer(x) for layer in model[0]][-1]
-    pack_linears(model)
-    backend, x = Passing(merge_linears_pass), torch.randn(3, K)
-    with torch.no_grad():
-        want = model.forward(x)
-        attnops.compile_layers(model, backend=backend)
-        close(model.forward(x), want)
-        assert backend.calls(F.linear) == [2]  # of 12 layers
-        model[0][7].up.weight.data = torch.randn(64, K)
-        want = x
-        for layer in model[0]:
-            want = layer.forward(want)  # not compiled
-        close(model.forward(x), want)
+    """Also where a weight of one of them moves later."""
+    layers, x, backend = nn.ModuleList(Three(joined) for _ in range(12)), torch.randn(3, K), Passing(merge_linears_pass)
+    attnops.compile_layers(nn.ModuleDict({"layers": layers}), backend=backend)
+    for linears in ([1], [1, 3]):
+        for layer in layers:
+            close(layer(x), layer.forward(x))  # which is not compiled
+        assert backend.calls(F.linear) == linears
+        layers[7].k.weight.data = torch.randn(16, K)
 
 
 def test_what_is_no_parameter_of_a_module_is_left():
@@ -305,7 +296,7 @@ def test_caches_tell_fused_from_unfused(tmp_path):
 def looks(layers):
     """How many times the value of a node is looked at, with all groups merged."""
     merge = sys.modules["attnops.lowering.merge_linears_pass"]
-    model = nn.Sequential(*(Three(lambda m, x: torch.cat([m.q(x), m.k(x) + m.v(x)], -1)[..., :K]) for _ in range(layers)))
+    model = nn.Sequential(*(Three(joined) for _ in range(layers)))
     backend = Passing(merge_linears_pass)
     with torch.no_grad(), patch.object(merge, "fake_of", wraps=merge.fake_of) as counted:
         torch.compile(model, backend=backend, fullgraph=True)(torch.ones(2, K))

@@ -9,33 +9,19 @@ import torch
 from torch._dynamo.utils import counters
 
 from tests.helpers import ROOT
-from tests.lowering.models import HQ, D, Dense, PagedModel, Step, compiled_code, kernel_calls
+from tests.lowering.models import HQ, D, Dense, compiled_code, kernel_calls
 
 
-def paged_step(batch):
-    rows, ones = torch.arange(batch), torch.ones(batch, dtype=torch.int32)
-    table = torch.stack([rows + 1, rows + 8], 1).to(torch.int32)
-    return Step(torch.randn(batch, HQ * D), table, 3 * ones, ones, torch.full((batch,), 2), 1)
-
-
-@pytest.mark.parametrize("kind", ["dense", "paged"])
-def test_sizes_that_change_keep_one_graph_and_the_kernel(kind):
-    """A batch and tokens, through Inductor; and the marked batch of a paged decode."""
-    dense = kind == "dense"
-    model = (Dense() if dense else PagedModel(2)).eval()
-    compiled = torch.compile(model, dynamic=True if dense else None, fullgraph=True)
-    sizes = [(2, 8), (3, 8), (2, 31), (5, 17)] if dense else [2, 3, 7, 5]
-    graphs, code = [], ""
+def test_sizes_that_change_keep_one_graph_and_the_kernel():
+    model, graphs = Dense().eval(), []
+    compiled = torch.compile(model, dynamic=True, fullgraph=True)
     with torch.no_grad():
-        for size in sizes:
-            given = (torch.randn(*size, HQ * D),) if dense else paged_step(size)
-            for tensor in given[: 0 if dense else 5]:
-                torch._dynamo.mark_dynamic(tensor, 0)
-            got, made = compiled_code(partial(compiled, *given))
-            torch.testing.assert_close(got, model(*given))
-            code += made
-            graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs == [1] * 4 and set(kernel_calls(code)) == {"attention.sdpa" if dense else "paged_attention.sdpa"}
+        for batch, tokens in [(2, 8), (3, 8), (2, 31), (5, 17)]:
+            x = torch.randn(batch, tokens, HQ * D)
+            got, code = compiled_code(partial(compiled, x))
+            torch.testing.assert_close(got, model(x))
+            graphs.append((counters["stats"]["unique_graphs"], kernel_calls(code)))
+    assert graphs == [(1, ["attention.sdpa"])] + [(1, [])] * 3
 
 
 def test_export_keeps_the_op_and_compiles_to_the_kernel():
