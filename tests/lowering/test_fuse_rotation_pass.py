@@ -1,6 +1,6 @@
 """`fuse_rotation_pass`: norms and rotations that feed `decode_attention`, found in models and in code that only resembles them."""
 
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -96,6 +96,12 @@ def of_another_tensor(x, cos, sin):
     return x * cos + torch.cat((-y[..., D // 2 :], y[..., : D // 2]), dim=-1) * sin
 
 
+class Gain(NamedTuple):
+    """A norm of a layer."""
+
+    gain: torch.Tensor
+
+
 class Step:
     """A layer's step. turn: of query or key, given angles. between: runs before the attention. use: adds to the output."""
 
@@ -105,7 +111,7 @@ class Step:
     def __call__(self, qkv, cos, sin, q_norm, k_norm, k_pages, v_pages, table, lengths, slots):
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
         q, k, v = (x.view(B, 1, -1, D) for x in qkv.split([HQ * D, HKV * D, HKV * D], -1))
-        q, k = self.norm(SimpleNamespace(gain=q_norm), q).transpose(1, 2), self.norm(SimpleNamespace(gain=k_norm), k).transpose(1, 2)
+        q, k = self.norm(Gain(q_norm), q).transpose(1, 2), self.norm(Gain(k_norm), k).transpose(1, 2)
         query, key = self.turn_q(q, cos, sin), self.turn_k(k, cos, sin)
         self.between(qkv, k_pages)
         rows = [x.transpose(1, 2).flatten(0, 1) for x in (query, key[None][0], v.transpose(1, 2))]

@@ -2,7 +2,6 @@
 
 import runpy
 import subprocess
-from functools import partial
 
 import pytest
 import torch
@@ -13,15 +12,16 @@ from tests.lowering.models import HQ, D, Dense, compiled_code, kernel_calls
 
 
 def test_sizes_that_change_keep_one_graph_and_the_kernel():
-    model, graphs = Dense().eval(), []
+    model, x, graphs = Dense().eval(), torch.randn(2, 8, HQ * D), []
     compiled = torch.compile(model, dynamic=True, fullgraph=True)
     with torch.no_grad():
+        _, code = compiled_code(lambda: compiled(x))
+        assert kernel_calls(code) == ["attention.sdpa"]
         for batch, tokens in [(2, 8), (3, 8), (2, 31), (5, 17)]:
             x = torch.randn(batch, tokens, HQ * D)
-            got, code = compiled_code(partial(compiled, x))
-            torch.testing.assert_close(got, model(x))
-            graphs.append((counters["stats"]["unique_graphs"], kernel_calls(code)))
-    assert graphs == [(1, ["attention.sdpa"])] + [(1, [])] * 3
+            torch.testing.assert_close(compiled(x), model(x))
+            graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[-1]
 
 
 def test_export_keeps_the_op_and_compiles_to_the_kernel():

@@ -156,7 +156,7 @@ REFUSED = of_parts_of_memory_that_is_written, of_what_is_detached
 def test_pages_may_be_views_of_another_dtype(run, dynamic):
     """On a CPU, where the write would be lowered to torch's index_put, which Inductor compiles wrongly on such memory."""
     rows = *torch.randn(2, 6, 2, 16).to(BF16), torch.randperm(20)[:6]
-    want, got = torch.zeros(2, 2, 5, 4, 2, 16, dtype=torch.int16)
+    want, got = (torch.zeros(2, 5, 4, 2, 16, dtype=torch.int16) for _ in range(2))
     compiled = torch.compile(run, fullgraph=True, dynamic=dynamic)
     with torch.no_grad():
         if run in RIGHT:
