@@ -83,6 +83,7 @@ def test_widths_of_the_table(mode):
         pair.agree("a")  # from page 6 to 8 of 8
     assert pair.cache.length(pair.ids["a"][0]) == 32
     pair.agree("cd", [2, 3])
+    pair.agree("cd")  # a capture clears what the bucket holds
     batch, twin = pair.batches("cd", 1)
     wide = torch.zeros(2, 9, dtype=torch.int32)
     with pair.untouched(), pytest.raises(StaleGraph, match=r"batch.page_table: got 9 columns, want at most 8, as captured"):
