@@ -55,7 +55,7 @@ def qkv():
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("form", ["2-D bool", "4-D bool", "4-D float"])
 def test_masks(kind, form):
-    """`[B, K]` and what broadcasts to `[B, H, S, K]`. diffusers' own varlen backends take the first keys of a row, whatever its mask."""
+    """`[B, K]` and what broadcasts to `[B, H, S, K]`."""
     mask = torch.tensor(MASKS[kind]).bool()
     if form != "2-D bool":
         mask = mask[:, None, None].expand(-1, 1, 5, -1)
@@ -66,22 +66,6 @@ def test_masks(kind, form):
         got = dispatch_attention_fn(query, key, value, mask, backend=attnops.adapters.diffusers.backend(None))
     assert calls.names == ["attnops::attention"]
     torch.testing.assert_close(got, dispatch_attention_fn(query, key, value, mask, scale=16**-0.5))
-
-
-@pytest.mark.parametrize("kind", MASKS)
-def test_where_the_varlen_backends_of_diffusers_are_wrong(kind, monkeypatch):
-    """With a right stand-in for flash-attn they are right for padding on the right alone."""
-
-    def flash(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, **_):
-        sizes = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": int(max_seqlen_k)}
-        return attnops.varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, **sizes, scale=softmax_scale, causal=causal)
-
-    monkeypatch.setattr(attention_dispatch, "flash_attn_varlen_func", flash)
-    query, key, value = qkv()
-    mask = torch.tensor(MASKS[kind]).bool()
-    want = dispatch_attention_fn(query, key, value, mask)
-    theirs = attention_dispatch._flash_varlen_attention(query, key, value, mask)
-    assert torch.allclose(theirs, want, atol=1e-5) == (kind == "right")
 
 
 def test_dispatched_model():
@@ -115,27 +99,34 @@ def test_processors_that_call_torch():
         attnops.patch(ours)
 
 
-def test_by_name():
+@pytest.fixture
+def native_afterwards():
+    yield
+    attention_dispatch._AttentionBackendRegistry.set_active_backend(attention_dispatch.AttentionBackendName.NATIVE)
+
+
+def test_by_name(native_afterwards):
     """As diffusers' users choose a backend. The handle gives back the one from before."""
     ours = flux()
-    ours.set_attention_backend("_native_math")
-    try:
-        own = ours.transformer_blocks[0].attn.processor._attention_backend
-        with attnops.patch(ours, kernel="reference"), Calls() as calls:
-            ours(**flux_inputs())
-        assert calls.names == ["attnops::attention"] * 2 and ours.transformer_blocks[0].attn.processor._attention_backend is own
-        ours.set_attention_backend("attnops")
+
+    def ops():
         with Calls() as calls:
             ours(**flux_inputs())
-        assert calls.names == ["attnops::attention"] * 2
-        with pytest.raises(PatchError, match="FluxAttention: it calls attnops already"):
-            attnops.patch(ours)
-        ours.reset_attention_backend()
-    finally:
-        attention_dispatch._AttentionBackendRegistry.set_active_backend(attention_dispatch.AttentionBackendName.NATIVE)
-    with attention_backend("attnops"), Calls() as calls:
-        ours(**flux_inputs())
-    assert calls.names == ["attnops::attention"] * 2
+        return calls.names
+
+    both = ["attnops::attention"] * 2
+    ours.set_attention_backend("_native_math")
+    own = ours.transformer_blocks[0].attn.processor._attention_backend
+    with attnops.patch(ours, kernel="reference"):
+        assert ops() == both
+    assert ours.transformer_blocks[0].attn.processor._attention_backend is own
+    ours.set_attention_backend("attnops")
+    assert ops() == both
+    with pytest.raises(PatchError, match="FluxAttention: it calls attnops already"):
+        attnops.patch(ours)
+    ours.reset_attention_backend()
+    with attention_backend("attnops"):
+        assert ops() == both
     with pytest.raises(UnknownKernel):
         attnops.patch(ours, kernel="no_such")
 
@@ -168,6 +159,5 @@ def test_what_is_refused():
 
 
 @pytest.mark.parametrize("what", ["UNet2DConditionModel", "FluxTransformer2DModel"])
-def test_the_page(what):
+def test_the_page(what, native_afterwards):
     exec(block(what), {})
-    attention_dispatch._AttentionBackendRegistry.set_active_backend(attention_dispatch.AttentionBackendName.NATIVE)

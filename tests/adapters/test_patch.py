@@ -18,18 +18,9 @@ from torch.nn.utils.parametrize import register_parametrization
 
 import attnops
 from attnops import adapters
-from attnops.core.errors import InvalidInput, PatchError, UnknownKernel
+from attnops.core.errors import InvalidInput, NoKernel, PatchError, UnknownKernel
 from tests.adapters.helpers import Calls, Graphs, Layer, grads, same_grads
 from tests.helpers import torch_process
-
-
-def attend(q, k, v):
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v)
-
-
-class ByFunction(Layer):
-    def forward(self, x):
-        return self.out(attend(x, x, x))
 
 
 class ByHandAttention(nn.Module):
@@ -51,6 +42,10 @@ class AttentionBlock(nn.Module):
 
     def forward(self, x):
         return self.inner(x)
+
+
+def torchs():
+    return nn.MultiheadAttention(32, 4)
 
 
 def model(*layers):
@@ -95,7 +90,7 @@ def test_patch_and_back():
     torch.testing.assert_close(ours(X), theirs(X))
     same_grads(grads(ours, ours(X).square().sum()), grads(theirs, theirs(X).square().sum()))
     assert [p.data_ptr() for p in ours.parameters()] == pointers
-    assert ours.state_dict().keys() == state.keys() and all(torch.equal(ours.state_dict()[n], state[n]) for n in state)
+    torch.testing.assert_close(dict(ours.state_dict()), state, rtol=0, atol=0)
     assert all(isinstance(layer, Layer) for layer in ours) and repr(ours) == repr(theirs)
     handle.unpatch()
     handle.unpatch()
@@ -108,11 +103,12 @@ def test_a_handle_of_another_library_has_no_cache():
     with attnops.patch(model()) as handle:
         assert (handle.took, handle.graphs, handle.plain_steps) == (None, None, 0)
         handle.release()
-        calls = {"new_cache": (1, 8), "step": (X, None), "capture": (None,)}
-        for name, args in calls.items():
-            want = f"{name}: got Sequential, want a transformers model"
-            with pytest.raises(PatchError, match=want):
+        for name, args in {"new_cache": (1, 8), "step": (X, None), "capture": (None,)}.items():
+            with pytest.raises(PatchError, match=f"{name}: got Sequential, want a transformers model"):
                 getattr(handle, name)(*args)
+    for option in ("mask", "cache", "decode"):
+        with pytest.raises(InvalidInput, match=f"{option}: got 'hf', want 'auto': Sequential holds no transformers.PreTrainedModel"):
+            attnops.patch(model(), **{option: "hf"})
 
 
 def test_the_handle():
@@ -134,21 +130,27 @@ def test_the_handle():
     assert not handle.active and "unpatched" in repr(handle)
     with pytest.raises(PatchError, match="not patched any more"):
         handle.verify(X)
+    figures = attnops.patch(model(Layer(), nn.Flatten(), nn.Linear(288, 1), nn.Flatten(0))).verify(X)
+    assert figures.passed and figures.positions == 2, "an output of one dim"
 
 
-def test_verify_sees_a_difference(monkeypatch):
-    ours = model()
+class Static(nn.Module):
+    """Its output is the same memory at every run."""
+
+    memory = torch.zeros(2, 9, 32)
+
+    def forward(self, x):
+        return self.memory.copy_(x)
+
+
+@pytest.mark.parametrize("last", [Layer, Static])
+def test_verify_sees_a_difference(last, monkeypatch):
+    ours = model(Layer(), last())
     with attnops.patch(ours) as handle:
         monkeypatch.setattr(attnops.adapters.sdpa, "attention", lambda q, k, v, **_: v)
         with pytest.raises(PatchError, match="FAILED"):
             handle.verify(X)
         assert handle.active and not handle.verify(X, strict=False).passed
-
-
-def test_outputs_with_one_dim():
-    ours = model(Layer(), nn.Flatten(), nn.Linear(288, 1), nn.Flatten(0))
-    figures = attnops.patch(ours).verify(X)
-    assert figures.passed and figures.positions == 2
 
 
 def test_a_compiled_model_is_the_model():
@@ -161,12 +163,6 @@ def test_a_compiled_model_is_the_model():
     assert attnops.patch(ours) is handle and handle.report().rows[0].path == "0" and handle.verify(X).passed
 
 
-def test_functions_that_a_module_calls():
-    ours = model(ByFunction())
-    with attnops.patch(ours):
-        assert attnops_ops(ours, X) == 1
-
-
 def test_dropout_is_torchs_and_in_training_alone():
     ours = model(Layer(dropout=0.5))
     with attnops.patch(ours):
@@ -176,36 +172,40 @@ def test_dropout_is_torchs_and_in_training_alone():
 def test_a_forced_kernel():
     ours = model()
     with attnops.patch(ours, kernel="reference") as handle:
-        assert "kernel=reference" in str(handle.report())
-        assert handle.verify(X).passed
+        assert "kernel=reference" in str(handle.report()) and handle.verify(X).passed
     with pytest.raises(UnknownKernel, match="no_such"):
         attnops.patch(ours, kernel="no_such")
-    with attnops.patch(ours, kernel="fa3"), pytest.raises(attnops.core.errors.NoKernel):
+    with attnops.patch(ours, kernel="fa3"), pytest.raises(NoKernel):
         ours(X)
 
 
-def copied(module, way):
-    if way == "deepcopy":
-        return copy.deepcopy(module)
-    if way == "pickle":
-        return pickle.loads(pickle.dumps(module))
+def saved(module):
     file = io.BytesIO()
     torch.save(module, file)
     return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
 
 
-@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
-def test_copies_are_patched_and_have_their_own_handle(way):
-    ours = model()
+WAYS = {"deepcopy": copy.deepcopy, "pickle": lambda module: pickle.loads(pickle.dumps(module)), "torch.save": saved}
+
+
+@pytest.mark.parametrize("make", [torchs, Layer])
+@pytest.mark.parametrize("way", WAYS)
+def test_copies_are_patched_and_have_their_own_handle(make, way):
+    """Whatever writes names of classes writes those that code without attnops knows."""
+    ours = model(Layer(), make())
+    own = type(ours[1])
     handle = attnops.patch(ours)
-    other = copied(ours, way)
-    torch.testing.assert_close(other(X), ours(X))
-    assert attnops_ops(other, X) == 3
+    other = WAYS[way](ours)
+    for cls in (type(ours[1]), type(other[1])):
+        assert cls is not own and issubclass(cls, own)
+        assert (cls.__module__, cls.__name__, cls.__qualname__) == (own.__module__, own.__name__, own.__qualname__)
+    assert "attnops" not in repr(other)
+    torch.testing.assert_close(other[0](X), ours[0](X))
     handle.unpatch()
-    assert attnops_ops(ours, X) == 0 and attnops_ops(other, X) == 3
+    assert [attnops_ops(each[0], X) for each in (ours, other)] == [0, 1]
     attnops.patch(other).unpatch()
-    assert vars(other[0]).keys() == vars(Layer()).keys()
-    assert type(other[0]) is Layer and attnops_ops(other, X) == 0
+    assert [type(layer) for layer in other] == [Layer, own] and vars(other[1]).keys() == vars(make()).keys()
+    assert attnops_ops(other[0], X) == 0
 
 
 def test_what_has_changed_since_stays():
@@ -243,10 +243,10 @@ class Owner(nn.Module):
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, query, key, value, **_):
-        return (attend(query * self.scale, key, value),)
+        return (torch.nn.functional.scaled_dot_product_attention(query * self.scale, key, value),)
 
 
-@pytest.mark.parametrize("make", [lambda: nn.MultiheadAttention(32, 4), Owner])
+@pytest.mark.parametrize("make", [torchs, Owner])
 @pytest.mark.parametrize("over", [sharded, parametrised])
 @torch.no_grad()
 def test_a_class_made_over_ours_is_made_over_its_own_again(make, over, one_process):
@@ -266,7 +266,7 @@ def test_a_class_made_over_ours_is_made_over_its_own_again(make, over, one_proce
 
 
 def test_an_object_whose_class_cannot_be_made_anew_stays_patched():
-    ours = model(nn.MultiheadAttention(32, 4), Layer())
+    ours = model(torchs(), Layer())
     with attnops.patch(ours):
 
         class Over(type(ours[0])):
@@ -276,20 +276,6 @@ def test_an_object_whose_class_cannot_be_made_anew_stays_patched():
         ours[0].__class__ = Over
     assert type(ours[0]) is Over and type(ours[1]) is Layer
     assert ours[0](X, X, X, need_weights=False)[0].isfinite().all()
-
-
-@pytest.mark.parametrize("make", [lambda: nn.MultiheadAttention(32, 4), Layer])
-@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
-def test_a_patched_module_goes_by_the_name_of_its_own_class(make, way):
-    """Whatever writes names of classes writes those that code without attnops knows."""
-    layer = make()
-    own = type(layer)
-    with attnops.patch(layer):
-        for each in (layer, copied(layer, way)):
-            cls = type(each)
-            assert cls is not own and isinstance(each, own)
-            assert (cls.__module__, cls.__name__, cls.__qualname__) == (own.__module__, own.__name__, own.__qualname__)
-            assert "attnops" not in repr(each)
 
 
 def test_a_part_first():
@@ -310,7 +296,7 @@ def test_a_failed_patch_leaves_nothing(error):
         def __init_subclass__(cls):
             raise error("no subclasses")
 
-    ours = model(Layer(), Final(), nn.MultiheadAttention(8, 2))
+    ours = model(Layer(), Final(), torchs())
     before = [vars(layer).copy() for layer in ours]
     with pytest.raises(PatchError, match=f"Final takes no other class: {error.__name__}: no subclasses"):
         attnops.patch(ours)
@@ -318,42 +304,30 @@ def test_a_failed_patch_leaves_nothing(error):
     assert [vars(layer) for layer in ours] == before
 
 
-@pytest.mark.parametrize("what", ["class", "forward", "attribute"])
-def test_verify_has_no_own_attention_to_compare_with(what):
-    ours = model()
-    with attnops.patch(ours) as handle:
-        if what == "class":
-            ours[1].__class__ = type("FSDPLayer", (type(ours[1]),), {})
-        elif what == "forward":
-            replaced(ours[1])
-        else:
-            del ours[1]._attnops_switched
-        with pytest.raises(PatchError, match=r"verify: (FSDP)?Layer has changed since patch"):
-            handle.verify(X)
-        assert handle.active
-
-
-def test_an_output_that_both_runs_share(monkeypatch):
-    class Static(nn.Module):
-        memory = torch.zeros(2, 9, 32)
-
-        def forward(self, x):
-            return self.memory.copy_(x)
-
-    ours = model(Layer(), Static())
-    monkeypatch.setattr(attnops.adapters.sdpa, "attention", lambda q, k, v, **_: v)
-    with attnops.patch(ours) as handle:
-        assert not handle.verify(X, strict=False).passed
-
-
 def replaced(module):
     module.forward = functools.partial(type(module).forward, module)
     return module
 
 
+CHANGES = {
+    "class": lambda layer: setattr(layer, "__class__", type("FSDPLayer", (type(layer),), {})),
+    "forward": replaced,
+    "attribute": lambda layer: delattr(layer, "_attnops_switched"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_verify_has_no_own_attention_to_compare_with(what):
+    ours = model()
+    with attnops.patch(ours) as handle:
+        CHANGES[what](ours[1])
+        with pytest.raises(PatchError, match=r"verify: (FSDP)?Layer has changed since patch"):
+            handle.verify(X)
+        assert handle.active
+
+
 def test_a_forward_of_the_modules_own_stays():
-    ours = model(Layer(), replaced(Layer()))
-    attention = replaced(nn.MultiheadAttention(32, 4))
+    ours, attention = model(Layer(), replaced(Layer())), replaced(torchs())
     with attnops.patch(nn.ModuleList([ours, attention])) as handle:
         assert [row.path for row in handle.report().patched] == ["0.0"]
         assert all("its forward is replaced" in row.status for row in handle.report().skipped)
@@ -373,12 +347,6 @@ def test_a_forward_of_the_modules_own_stays():
 def test_nothing_to_patch(make, text):
     with pytest.raises(PatchError, match=text):
         attnops.patch(make())
-
-
-@pytest.mark.parametrize("option", ["mask", "cache", "decode"])
-def test_options_of_transformers_models(option):
-    with pytest.raises(InvalidInput, match=f"{option}: got 'hf', want 'auto': Sequential holds no transformers.PreTrainedModel"):
-        attnops.patch(model(), **{option: "hf"})
 
 
 def test_compiled_in_one_graph_and_layers_once():

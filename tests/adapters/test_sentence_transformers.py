@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import attnops
 from attnops.core.errors import PatchError
-from tests.adapters.helpers import Calls, block
+from tests.adapters.helpers import Calls, block, grads, same_grads
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "one", "two", "words", "some", "more", "a", "b", "c", "d", "e", "f", "g"]
 TEXTS = ["one two words", "a b c d e f g", "some", "more words a b " * 6]
@@ -129,62 +129,48 @@ def test_other_models(folders, make, inputs, status):
             assert handle.verify(inputs, show_progress_bar=True).passed
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "why"),
-    [
-        ("llama", {}, "its masks for causal layers are of one type"),
-        ("bert", {"unpad_inputs": False}, "unpad_inputs is False"),
-    ],
-)
-def test_padded_texts(folders, kind, options, why):
-    model = embedder(folders, kind, **options)
+PADDED = {
+    "causal": "its masks for causal layers are of one type",
+    "asked for": "unpad_inputs is False",
+    "a trial that fails": "PatchError: verify FAILED: output 0",
+    "an older version": "sentence-transformers is older than 6.0",
+}
+
+
+@pytest.mark.parametrize("case", PADDED)
+def test_padded_texts(folders, case, monkeypatch):
+    model = embedder(folders, "llama" if case == "causal" else "bert", **({"unpad_inputs": False} if case == "asked for" else {}))
     want = embed(model)
+    if case == "a trial that fails":
+        monkeypatch.setattr(Transformer, "_infer_flatten_position_offset", lambda self: 1)
+    if case == "an older version":
+        monkeypatch.delattr(Transformer, "_should_flatten_inputs")
     with attnops.patch(model) as handle:
-        assert f"texts stay padded, {why}" in str(handle.report())
-        got, ops, shape = run(model)
-        assert ops == {"attention"} and shape[0] == len(TEXTS)
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-
-
-def test_a_trial_that_fails_leaves_texts_padded(folders, monkeypatch):
-    model = embedder(folders, "bert")
-    want = embed(model)
-    monkeypatch.setattr(Transformer, "_infer_flatten_position_offset", lambda self: 1)
-    with attnops.patch(model) as handle:
-        assert "texts stay padded, PatchError: verify FAILED: output 0" in str(handle.report())
-        got, ops, _ = run(model)
-        assert ops == {"attention"}
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-
-
-def test_older_versions_stay_padded(folders, monkeypatch):
-    monkeypatch.delattr(Transformer, "_should_flatten_inputs")
-    with attnops.patch(embedder(folders, "bert")) as handle:
-        assert "texts stay padded, sentence-transformers is older than 6.0" in str(handle.report())
+        assert f"texts stay padded, {PADDED[case]}" in str(handle.report())
+        if case != "an older version":  # which this one is not
+            got, ops, shape = run(model)
+            assert ops == {"attention"} and shape[0] == len(TEXTS)
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 def test_training_with_dropout_is_padded(folders):
-    model = embedder(folders, "bert")
-    with attnops.patch(model):
+    model, theirs = embedder(folders, "bert"), embedder(folders, "bert").eval()
+    with attnops.patch(model, kernel="sdpa"):
         assert model.eval().preprocess(TEXTS)["input_ids"].shape[0] == 1
-        model.train()
-        features = model.preprocess(TEXTS)
+        with pytest.raises(PatchError, match="got kernel=None for a model that is patched with kernel='sdpa'"):
+            attnops.patch(model)
+        features = model.train().preprocess(TEXTS)
         assert features["input_ids"].shape[0] == len(TEXTS)
         model(features)["sentence_embedding"].sum().backward()
     model[0].model.config.attention_probs_dropout_prob = 0.0
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    theirs = embedder(folders, "bert").eval()
     with attnops.patch(model):
         features = model.train().preprocess(TEXTS)
         assert features["input_ids"].shape[0] == 1
-        model.zero_grad()
-        model(features)["sentence_embedding"].square().sum().backward()
-    theirs(theirs.preprocess(TEXTS))["sentence_embedding"].square().sum().backward()
-    for (name, ours), other in zip(model.named_parameters(), theirs.parameters(), strict=True):
-        if other.grad is not None:
-            torch.testing.assert_close(ours.grad, other.grad, rtol=1e-4, atol=1e-4, msg=name)
+        ours = grads(model, model(features)["sentence_embedding"].square().sum())
+    same_grads(ours, grads(theirs, theirs(theirs.preprocess(TEXTS))["sentence_embedding"].square().sum()))
 
 
 def files(model, folder):
@@ -201,14 +187,6 @@ def test_a_patched_model_is_saved_as_the_model(folders, tmp_path):
         assert "texts are packed" in str(handle.report())
         assert files(model, tmp_path / "patched") == own
     torch.testing.assert_close(embed(SentenceTransformer(str(tmp_path / "patched"), device="cpu")), want)
-
-
-def test_other_options(folders):
-    model = embedder(folders, "bert")
-    with attnops.patch(model, kernel="sdpa"):
-        assert run(model)[1] == PACKED
-        with pytest.raises(PatchError, match="got kernel=None for a model that is patched with kernel='sdpa'"):
-            attnops.patch(model)
 
 
 def test_the_page(folders):

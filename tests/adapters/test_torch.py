@@ -32,43 +32,33 @@ def encoder(batch_first=True, dropout=0.0):
 @pytest.mark.parametrize("mode", ["eval", "eval with gradients", "train"])
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_encoder(masks, mode, batch_first):
-    ours, theirs = encoder(batch_first), encoder(batch_first)
-    with attnops.patch(ours):
-        for each in (ours, theirs):
-            each.train(mode == "train")
-        seen = ~MASKS[masks].get("src_key_padding_mask", torch.zeros(2, 9, dtype=torch.bool))
-        x, seen = (X, seen) if batch_first else (X.transpose(0, 1), seen.t())
-        with torch.set_grad_enabled(mode != "eval"), Calls() as calls:
+    ours, theirs = (encoder(batch_first).train(mode == "train") for _ in range(2))
+    seen = ~MASKS[masks].get("src_key_padding_mask", torch.zeros(2, 9, dtype=torch.bool))
+    x, seen = (X, seen) if batch_first else (X.transpose(0, 1), seen.t())
+    packed = mode == "eval" and masks == "padding" and batch_first  # torch makes a nested tensor of it
+    with torch.set_grad_enabled(mode != "eval"), attnops.patch(ours):
+        want = theirs(x, **MASKS[masks])
+        with Calls() as calls:
             got = ours(x, **MASKS[masks])
-        packed = mode == "eval" and masks == "padding" and batch_first  # torch makes a nested tensor of it
         assert calls.names == ["attnops::varlen_attention" if packed else "attnops::attention"] * 2
-        with torch.set_grad_enabled(mode != "eval"):
-            want = theirs(x, **MASKS[masks])
         torch.testing.assert_close(got[seen], want[seen], rtol=1e-4, atol=1e-5)
         if mode != "eval":
             same_grads(grads(ours, got[seen].square().sum()), grads(theirs, want[seen].square().sum()))
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("masks", ["padding", "causal"])
-def test_compiled_encoder(masks):
-    ours = encoder().eval()
-    with torch.no_grad(), attnops.patch(ours):
-        graphs, want = Graphs(), ours(X, **MASKS[masks])
-        got = torch.compile(ours, fullgraph=True, backend=graphs)(X, **MASKS[masks])
-    assert graphs.count("attnops.") == [2]
-    seen = ~MASKS[masks].get("src_key_padding_mask", torch.zeros(2, 9, dtype=torch.bool))
-    torch.testing.assert_close(got[seen], want[seen], rtol=1e-4, atol=1e-5)
+        elif masks in ("padding", "causal") and batch_first:
+            graphs = Graphs()
+            got = torch.compile(ours, fullgraph=True, backend=graphs)(x, **MASKS[masks])
+            torch.testing.assert_close(got[seen], want[seen], rtol=1e-4, atol=1e-5)
+            assert graphs.count("attnops.") == [2]
 
 
 def test_the_parameters_are_shared():
-    ours = encoder()
-    weight = ours.layers[0].self_attn.in_proj_weight
-    keys = list(ours.state_dict())
-    with attnops.patch(ours):
-        assert ours.layers[0].self_attn.in_proj_weight is weight and list(ours.state_dict()) == keys
-        assert isinstance(ours.layers[0].self_attn, attnops.nn.MultiheadAttention)
+    ours = encoder(dropout=0.5)
     attention = ours.layers[0].self_attn
+    weight, keys = attention.in_proj_weight, list(ours.state_dict())
+    with attnops.patch(ours), Calls() as calls:
+        assert attention.in_proj_weight is weight and list(ours.state_dict()) == keys
+        assert isinstance(attention, attnops.nn.MultiheadAttention)
+        assert ours(X).isfinite().all() and not ours(X).equal(ours(X)) and not calls.names, "dropout is torch's"
     assert type(attention) is nn.MultiheadAttention and attention._qkv_same_embed_dim and "kernel" not in vars(attention)
 
 
@@ -82,10 +72,3 @@ def test_decoder_and_weights():
     _, want = attention(X, X, X)
     with attnops.patch(attention):
         torch.testing.assert_close(attention(X, X, X)[1], want)
-
-
-def test_training_with_dropout():
-    ours = encoder(dropout=0.5)
-    with attnops.patch(ours), Calls() as calls:
-        assert ours(X).isfinite().all() and not ours(X).equal(ours(X))
-    assert not calls.names

@@ -1,7 +1,5 @@
 """Patched models under tools that record them, which see the code that attnops replaced."""
 
-import contextlib
-
 import pytest
 import torch
 from torch import nn
@@ -121,19 +119,6 @@ class Attends(nn.Module):
 
     def forward(self, x):
         return self.attention(x, x, x, need_weights=False)[0]
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace", "ignore::torch.jit.TracerWarning")
-def test_a_graph_for_tensorboard(tmp_path):
-    reason = "tensorboard is not installed"
-    tensorboard = pytest.importorskip("torch.utils.tensorboard", reason=reason)
-    model = encoder().eval()
-    with (
-        attnops.patch(model),
-        contextlib.closing(tensorboard.SummaryWriter(str(tmp_path))) as writer,
-    ):
-        writer.add_graph(model, X)
-    assert list(tmp_path.iterdir())
 
 
 @pytest.mark.sweep(2)

@@ -1,10 +1,14 @@
 """Which bucket serves a batch, which sizes there are, and what is over the largest."""
 
+from dataclasses import replace
+
 import pytest
 
 from attnops.core.errors import BatchTooLarge, InvalidInput
 from attnops.graphs import Bucket, Buckets
 from attnops.graphs.buckets import decode_sizes, token_sizes
+
+BUCKETS = Buckets(decode=(1, 2, 4), tokens=(16, 32), requests=4, verify=(3, 5))
 
 
 def test_default_decode_sizes():
@@ -24,58 +28,66 @@ def test_default_token_sizes_pad_little_and_are_few():
 
 
 def test_the_next_bucket_serves():
-    buckets = Buckets(decode=(1, 2, 4, 8), tokens=(16, 32), requests=6)
-    assert buckets.find("decode", 3, 3) == Bucket(4, 4, "decode") == buckets.find("decode", 4, 4)
-    assert buckets.find("mixed", 17, 2) == Bucket(32, 6, "mixed")
-    assert [str(b) for b in buckets.all()] == [
-        "mixed 32 tokens x6", "mixed 16 tokens x6", "decode x8", "decode x4", "decode x2", "decode x1"
+    assert BUCKETS.find("decode", 3, 3) == Bucket(4, 4, "decode") == BUCKETS.find("decode", 4, 4)
+    assert BUCKETS.find("mixed", 17, 2) == Bucket(32, 4, "mixed")
+    assert [str(b) for b in BUCKETS.all()] == [
+        "mixed 32 tokens x4", "verify 5 x4", "mixed 16 tokens x4", "verify 3 x4", "verify 5 x2", "verify 3 x2", "verify 5 x1",
+        "decode x4", "verify 3 x1", "decode x2", "decode x1",
     ]  # fmt: skip
-    assert buckets.most == (32, 8)
-    assert Buckets(decode=(2, 4), tokens=(8,)).rows == 4
+    assert BUCKETS.most == (32, 4) and Buckets(decode=(2, 4), tokens=(8,)).rows == 4
+
+
+def test_verify_batches():
+    assert BUCKETS.kind(8, 4, 2) == BUCKETS.kind(20, 4, 5) == "verify"
+    assert BUCKETS.find("verify", 8, 4, 2) == Bucket(12, 4, "verify") and BUCKETS.find("verify", 5, 1, 5) == Bucket(5, 1, "verify")
+    assert BUCKETS.kind(4, 4, 1) == "decode" and BUCKETS.kind(5, 5, 2) == BUCKETS.kind(6, 1, 6) == "mixed"
+    # Rows of no request need room, too.
+    assert BUCKETS.find("verify", 7, 2, 3) == Bucket(12, 4, "verify") and BUCKETS.kind(30, 2, 3) == "mixed"
+    assert [b.queries for b in BUCKETS.of_trace("verify 3")] == [3, 3, 3]
 
 
 def test_a_dropped_bucket_serves_nobody():
-    buckets = Buckets(decode=(2, 4), dropped=frozenset({Bucket(4, 4, "decode")}))
-    assert buckets.find("decode", 2, 2) == Bucket(2, 2, "decode")
+    buckets = replace(BUCKETS, dropped=frozenset({Bucket(4, 4, "decode"), Bucket(12, 4, "verify")}))
+    assert buckets.find("decode", 2, 2) == Bucket(2, 2, "decode") and buckets.find("verify", 12, 4, 3) == Bucket(20, 4, "verify")
+    assert len(buckets.all()) == 9 and buckets.most == (32, 4)
     with pytest.raises(BatchTooLarge, match="decode batch: requests got 3, want at most 2"):
         buckets.find("decode", 3, 3)
-    assert buckets.all() == (Bucket(2, 2, "decode"),) and buckets.most == (4, 4)
 
 
 @pytest.mark.parametrize(
-    ("kind", "tokens", "requests", "text"),
+    ("given", "kind", "sizes", "text"),
     [
-        ("decode", 9, 9, "decode batch: requests got 9, want at most 8"),
-        ("mixed", 33, 2, "mixed batch: tokens got 33, want at most 32"),
-        ("mixed", 20, 7, "mixed batch: requests got 7, want at most 6"),
+        ({}, "decode", (9, 9), "decode batch: requests got 9, want at most 4"),
+        ({}, "mixed", (33, 2), "mixed batch: tokens got 33, want at most 32"),
+        ({}, "mixed", (20, 7), "mixed batch: requests got 7, want at most 4"),
+        ({"tokens": ()}, "verify", (10, 5, 2), "verify batch: requests got 5, want at most 4"),
+        ({"tokens": ()}, "mixed", (8, 2, 4), "mixed batch: tokens got 8, want a bucket for such batches"),
     ],
 )
-def test_over_the_largest(kind, tokens, requests, text):
+def test_over_the_largest(given, kind, sizes, text):
+    buckets = replace(BUCKETS, **given)
     with pytest.raises(BatchTooLarge, match=text):
-        Buckets(decode=(1, 8), tokens=(16, 32), requests=6).find(kind, tokens, requests)
-    assert Buckets(decode=(1, 8), tokens=(16, 32), requests=6, over="eager").find(kind, tokens, requests) is None
-
-
-def test_a_kind_without_buckets_says_so():
-    with pytest.raises(BatchTooLarge, match="want a bucket for such batches") as e:
-        Buckets(decode=(1,)).find("mixed", 2, 1)
-    assert (e.value.kind, e.value.field, e.value.got, e.value.largest) == ("mixed", "tokens", 2, 0)
+        buckets.find(kind, *sizes)
+    assert replace(buckets, over="eager").find(kind, *sizes) is None
 
 
 @pytest.mark.parametrize(
     ("given", "field"),
     [
-        ({}, "decode, tokens"),
+        ({"decode": ()}, "decode, tokens"),
         ({"decode": (2, 1)}, "decode"),
         ({"decode": (0, 1)}, "decode"),
         ({"decode": (1, 1)}, "decode"),
         ({"tokens": (True,)}, "tokens"),
-        ({"decode": (1,), "over": "wait"}, "over"),
-        ({"decode": (1,), "padding": "zeros"}, "padding"),
-        ({"decode": (1,), "requests": -1}, "requests"),
+        ({"over": "wait"}, "over"),
+        ({"padding": "zeros"}, "padding"),
+        ({"requests": -1}, "requests"),
+        ({"verify": (1,)}, "verify"),
+        ({"verify": (3, 2)}, "verify"),
+        ({"decode": (), "tokens": (8,), "verify": (2,)}, "verify"),
     ],
 )
 def test_bad_buckets_name_the_field(given, field):
     with pytest.raises(InvalidInput) as e:
-        Buckets(**given)
+        Buckets(**{"decode": (1,), **given})
     assert e.value.field == field

@@ -13,22 +13,22 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from attnops.graphs.guard import whole, whole_guards
 
 CASES = (
-    ("L['t0'] == 3 or L['t0'] == 1", "(L['t0'] == 3) | (L['t0'] == 1)"),
-    ("2 <= L['t0'] and min(3, L['t0']) == L['t0']", "2 <= L['t0'] and torch.sym_min(3, L['t0']) == L['t0']"),
-    ("max(2, L['t0'], 5) < 9", "torch.sym_max(torch.sym_max(2, L['t0']), 5) < 9"),
-    ("not (1 < L['t0'] <= 4) or L['t1'] % 8 == 0", "torch.sym_not((1 < L['t0']) & (L['t0'] <= 4)) | (L['t1'] % 8 == 0)"),
-    ("(L['t0'] if L['t1'] else 3) and L['t0'] > 1", "(L['t0'] if L['t1'] else 3) and L['t0'] > 1"),
-    ("(L['t0'] == 1 and L['t1'] == 2) or L['t0'] > 3", "(L['t0'] == 1) & (L['t1'] == 2) | (L['t0'] > 3)"),
+    "L['t0'] == 3 or L['t0'] == 1",
+    "2 <= L['t0'] and min(3, L['t0']) == L['t0']",
+    "max(2, L['t0'], 5) < 9",
+    "not (1 < L['t0'] <= 4) or L['t1'] % 8 == 0",
+    "(L['t0'] if L['t1'] else 3) and L['t0'] > 1",
+    "(L['t0'] == 1 and L['t1'] == 2) or L['t0'] > 3",
 )
 
 
-@pytest.mark.parametrize(("code", "want"), CASES)
-def test_the_whole_is_said_and_means_the_same(code, want):
-    assert whole(code) == want
-    rng = random.Random(0)
+@pytest.mark.parametrize("code", CASES)
+def test_the_whole_means_the_same(code):
+    rng, said = random.Random(0), whole(code)
+    assert " or " not in said and "max(" not in said.replace("sym_max(", "")
     for _ in range(50):
         sizes = {"t0": rng.randint(1, 9), "t1": rng.randint(1, 16)}
-        assert bool(eval(want, {"torch": torch, "L": sizes})) == bool(eval(code, {"L": sizes}))
+        assert bool(eval(said, {"torch": torch, "L": sizes})) == bool(eval(code, {"L": sizes}))
 
 
 def size(hint):

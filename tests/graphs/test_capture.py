@@ -4,10 +4,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch._inductor import config
+from torch._inductor.graph import GraphLowering
 
-from attnops.core.errors import InvalidInput
-from attnops.graphs import Buckets, breakable, eager_capture, modes, pieces, piecewise
-from tests.graphs.helpers import MODES, Pair, close, graphed
+from attnops.graphs import Buckets, breakable, eager_capture, modes, piecewise
+from tests.graphs.helpers import Pair, both_modes, close, graphed
 from tests.graphs.standin import StandIn
 
 BUCKETS = Buckets(decode=(1, 2, 4, 8), tokens=(16, 32), requests=8)
@@ -41,7 +42,7 @@ def rows_of(mode, device, forward=lambda x: x * 2, sizes=(1, 2, 4, 8), **more):
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("mode", MODES)
+@both_modes
 def test_all_buckets_share_a_session_and_what_was_compiled(mode, monkeypatch):
     device, prepared = Counting(), []
     method = modes.Piecewise if mode is piecewise else modes.Graphed
@@ -78,17 +79,7 @@ def test_a_size_told_apart_is_one_more_trace_and_none_of_its_need():
     close(step(torch.ones(2, 3)), torch.full((2, 3), 2.0))
 
 
-def test_every_piece_that_differs_is_compiled_once_whatever_the_number_of_buckets_and_layers():
-    compiled = []
-    for layers, buckets in ((3, Buckets(decode=(2, 4))), (4, Buckets(decode=(2, 3, 4)))):
-        asked = []
-        pair = Pair(piecewise, buckets, layers=layers, inner=lambda module, _, asked=asked: asked.append(module) or module)
-        pair.step.capture(**pair.example("ab"))
-        compiled.append(len(asked))
-    assert compiled == [3, 3]
-
-
-@pytest.mark.parametrize("mode", MODES)
+@both_modes
 def test_what_progress_does_stays_done(mode):
     """It is called between captures, which put back state and do not capture what is captured."""
     state = torch.zeros(())
@@ -107,7 +98,7 @@ def test_what_progress_does_stays_done(mode):
     assert float(state) == 2
 
 
-@pytest.mark.parametrize("mode", MODES)
+@both_modes
 def test_a_capture_that_fails_on_its_way_keeps_what_it_has(mode):
     device = Counting()
     real = device.warm
@@ -143,70 +134,46 @@ def test_an_op_is_asked_once_whether_it_may_be_captured(monkeypatch):
     assert asked.count("aten.exp.default") == 2 and len(step.report().rows[0].breaks) == 1
 
 
-class _Seen(Exception):
+class Seen(Exception):
     pass
+
+
+def raising(error):
+    """A method that raises an error, of those left if it is a list."""
+
+    def method(*_):
+        raise error.pop(0) if isinstance(error, list) else error
+
+    return method
 
 
 def test_pieces_are_tuned_as_torch_compile_tunes(monkeypatch):
     """At their first run. Compile-time tuning makes tensors like all inputs, pages among them, and compiles every kernel twice."""
-    from torch._inductor import config
-    from torch._inductor.graph import GraphLowering
-
     found = []
 
     def codegen(self):
         found.append(config.triton.autotune_at_compile_time)
-        raise _Seen
+        raise Seen
 
     monkeypatch.setattr(GraphLowering, "codegen", codegen)
     step = rows_of(piecewise, StandIn(), lambda x: x * 2 + 1, inner="inductor")
-    with torch._inductor.utils.fresh_cache(), pytest.raises(Exception, match="_Seen"):
+    with torch._inductor.utils.fresh_cache(), pytest.raises(Exception, match="Seen"):
         step(torch.ones(2))
     assert found == [None]
 
 
-@pytest.mark.parametrize(("inner", "want"), [("inductor", ["workers", "traced"]), ("tuned", ["workers", "traced"]), ("eager", ["traced"])])
-def test_workers_start_before_the_model_is_traced(inner, want, monkeypatch):
+@pytest.mark.parametrize(("inner", "starts"), [("inductor", True), ("tuned", True), ("eager", False)])
+def test_workers_start_before_the_model_is_traced(inner, starts, monkeypatch):
     told = []
-
-    class Stop(Exception):
-        pass
-
-    def backend(self, kind, gm):
-        told.append("traced")
-        raise Stop
-
     monkeypatch.setattr(modes, "start_workers", lambda: told.append("workers"))
-    monkeypatch.setattr(modes.Piecewise, "_backend", backend)
-    with pytest.raises(Exception, match="Stop"):
+    monkeypatch.setattr(modes.Piecewise, "_backend", lambda *_: (told.append("traced"), raising(Seen())()))
+    with pytest.raises(Exception, match="Seen"):
         rows_of(piecewise, StandIn(), inner=inner)(torch.ones(2))
-    assert told == want
+    assert told == ["workers"] * starts + ["traced"]
 
 
 def test_an_error_of_the_second_trace_is_raised_as_it_is(monkeypatch):
     """The first trace specialises a size, and the second fails for a reason of its own."""
-    errors = [modes._SizeSpecialises(), RuntimeError("out of memory")]
-
-    def backend(self, bucket, gm):
-        raise errors.pop(0)
-
-    monkeypatch.setattr(modes.Piecewise, "_backend", backend)
+    monkeypatch.setattr(modes.Piecewise, "_backend", raising([modes._SizeSpecialises(), RuntimeError("out of memory")]))
     with pytest.raises(Exception, match="out of memory"):
         rows_of(piecewise, StandIn())(torch.ones(2))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_ops_to_keep_out_of_graphs_are_named_in_a_sequence(mode):
-    with pytest.raises(InvalidInput, match="eager: got 'paged_attention', want a sequence of names of ops"):
-        rows_of(mode, StandIn(), eager={"mixed": "paged_attention"})
-
-
-@pytest.mark.parametrize("gpu", [True, False])
-def test_workers_compile_for_gpus_alone(gpu, monkeypatch):
-    from torch._inductor import async_compile
-
-    told = []
-    monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: told.append("warm"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    pieces.start_workers()
-    assert told == ["warm"] * gpu

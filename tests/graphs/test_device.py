@@ -169,47 +169,32 @@ def test_a_capture(cuda):
     ]  # fmt: skip
 
 
-def test_a_capture_that_fails_is_ended_and_the_error_is_the_callers(cuda, release_of_torch):
-    device = CudaGraphs()
-
-    def run():
-        raise ValueError("mine")
-
-    with pytest.raises(ValueError, match="mine"), device.session():
-        captured(device, run)
-    assert cuda.log[-4:] == ["end", "clear workspaces", "reset", "main waits for side"]
-    assert gc.isenabled() and cuda.released == ["pool 0"] and not cuda.recording
-    with pytest.raises(RuntimeError, match="without begin"):
-        device.end()
-    device.abort()  # nothing is open
-
-
-@pytest.mark.parametrize("when", ["in the step", "at its end"])
-def test_a_capture_that_was_invalidated_leaves_nothing_behind(cuda, release_of_torch, when):
-    """A synchronise in the step, or in another thread: torch's allocator and its generator may still be in the capture."""
+@pytest.mark.parametrize(("when", "broken"), [("in the step", 0), ("in the step", 2), ("at its end", 2)])
+def test_a_capture_that_fails_leaves_nothing_behind(cuda, release_of_torch, when, broken):
+    """Or was invalidated, by a synchronise in the step, or in another thread: torch's allocator and its generator may still be in it."""
     device = CudaGraphs()
     kept, _ = captured(device, lambda: None)
-    cuda.broken = 2  # at every try to end it
-
-    def run():
-        if when == "in the step":
-            raise RuntimeError("operation not permitted when stream is capturing")
-
+    cuda.broken = broken  # at every try to end it
     with pytest.raises(NotCapturable), device.session():
         recorded = Recorded(device)
         with recorded.whole():
             recorded.begin()
-            run()
-    assert cuda.log.count("end pool 0 by hand") == (release_of_torch < (2, 13))
+            if when == "in the step":
+                raise RuntimeError("operation not permitted when stream is capturing")
+    assert cuda.log[-1] == "main waits for side" and cuda.log.count("reset") == 1
+    assert cuda.log.count("end pool 0 by hand") == (broken > 0 and release_of_torch < (2, 13))
     assert cuda.released == ["pool 0"] and not cuda.recording, "once, for the graph that lives holds the pool for itself"
     cuda.generator.draw()
     assert gc.isenabled()
     cuda.broken = 0
     after, _ = captured(device, lambda: None)
-    assert cuda.log[-2].startswith("end") and any("begin pool 1" in line for line in cuda.log), "a pool of its own"
+    assert any("begin pool 1" in line for line in cuda.log), "a pool of its own"
     kept.reset()
     after.reset()
     assert cuda.released == ["pool 0", "pool 0", "pool 1"]
+    with pytest.raises(RuntimeError, match="without begin"):
+        device.end()
+    device.abort()  # nothing is open
 
 
 def test_a_capture_that_does_not_begin_takes_nothing_from_its_pool(cuda, release_of_torch, monkeypatch):
@@ -279,22 +264,15 @@ def test_a_step_that_draws_without_saying_so_is_captured_as_one_that_does():
     assert device.calls.count("abort") == 1 and len(device.graphs) == 1
 
 
-def test_no_thread_waits_for_the_device_or_frees_within_a_capture_of_another(cuda):
-    """Through an object of its own, as another model has one."""
-    ours, theirs, began, may_end = CudaGraphs("cuda:0"), CudaGraphs("cuda:0"), threading.Event(), threading.Event()
-    graph, _ = captured(theirs, lambda: None)
+def beside(cuda, device, other):
+    """Call `other` in a thread that begins while another captures. It ends after the capture."""
+    began, may_end = threading.Event(), threading.Event()
 
     def capture():
-        with ours.session():
-            captured(ours, lambda: (began.set(), may_end.wait(60)))
+        with device.session():
+            captured(device, lambda: (began.set(), may_end.wait(60)))
 
-    def free():
-        theirs.settle()
-        graph.reset()
-        theirs.release()
-        theirs.warm(lambda: None)
-
-    first, second = threading.Thread(target=capture), threading.Thread(target=free)
+    first, second = threading.Thread(target=capture), threading.Thread(target=other)
     first.start()
     assert began.wait(60)
     second.start()
@@ -303,29 +281,35 @@ def test_no_thread_waits_for_the_device_or_frees_within_a_capture_of_another(cud
     may_end.set()
     first.join(60)
     second.join(60)
+
+
+def test_no_thread_waits_for_the_device_or_frees_within_a_capture_of_another(cuda):
+    """Through an object of its own, as another model has one."""
+    theirs = CudaGraphs("cuda:0")
+    graph, _ = captured(theirs, lambda: None)
+
+    def free():
+        theirs.settle()
+        graph.reset()
+        theirs.release()
+        theirs.warm(lambda: None)
+
+    beside(cuda, CudaGraphs("cuda:0"), free)
     after = cuda.log[cuda.log.index("still captures") :]
-    assert [line for line in after if line in ("synchronize", "reset", "empty cache")] == [
-        "synchronize", "reset", "empty cache", "synchronize", "empty cache"
-    ]  # fmt: skip
+    done = [line for line in after if line in ("synchronize", "reset", "empty cache")]
+    assert done == ["synchronize", "reset", "empty cache", "synchronize", "empty cache"]
     assert cuda.log.count("synchronize") == 2 and after.index("end") < after.index("synchronize")
 
 
 def test_sessions_on_one_stream_take_turns(cuda):
     """A wait for the caller's stream, in another thread's capture, would become part of it."""
-    device, began, may_end = CudaGraphs(), threading.Event(), threading.Event()
+    device = CudaGraphs()
 
-    def capture(wait):
+    def capture():
         with device.session():
-            captured(device, wait)
+            captured(device, lambda: None)
 
-    threads = [threading.Thread(target=capture, args=(wait,)) for wait in (lambda: (began.set(), may_end.wait(60)), lambda: None)]
-    threads[0].start()
-    assert began.wait(60)
-    threads[1].start()
-    threads[1].join(0.1)
-    may_end.set()
-    for thread in threads:
-        thread.join(60)
+    beside(cuda, device, capture)
     one = ["side waits for main", "on side", "off side", "main waits for side"]
     assert [line for line in cuda.log if line in one] == one * 2
 
@@ -398,11 +382,6 @@ def test_weak_memory_is_not_held(cuda, monkeypatch):
     assert device.weak(x) is x
 
 
-def test_only_cuda_has_cuda_graphs():
-    with pytest.raises(InvalidInput, match="device: got cpu"):
-        CudaGraphs("cpu")
-
-
 @pytest.mark.parametrize("given", ["cuda", "cuda:1"])
 def test_the_device_is_bound_at_the_first_use(cuda, given):
     """torch.cuda.set_device() between two captures changes which device `cuda` is."""
@@ -414,12 +393,14 @@ def test_the_device_is_bound_at_the_first_use(cuda, given):
     assert set(cuda.devices) == {torch.device("cuda:1")}
 
 
-def test_an_allocator_whose_addresses_change_is_refused(cuda):
-    """Before anything is begun, as a reason that a patched model's report can say."""
+def test_what_is_refused(cuda):
+    """An allocator whose addresses change before anything is begun, as a reason that a patched model's report can say."""
     device, cuda.allocator = CudaGraphs(), "cudaMallocAsync"
     with pytest.raises(NotCapturable, match="got the allocator 'cudaMallocAsync', want 'native'"), device.session():
         pass
     assert not cuda.log and gc.isenabled()
+    with pytest.raises(InvalidInput, match="device: got cpu"):
+        CudaGraphs("cpu")
 
 
 @pytest.fixture
@@ -447,7 +428,8 @@ def test_sessions_within_one_collect_what_was_made_since(cuda, thawed):
 
     def run():
         ring("of a capture")
-        assert "of a capture" not in died[seen:], "no garbage is collected in a capture"
+        with device.session():
+            assert "of a capture" not in died[seen:], "no garbage is collected in a capture"
         return len(died)
 
     ring("of before")
@@ -493,18 +475,6 @@ def test_what_a_program_froze_stays_frozen(cuda, thawed):
     assert gc.get_freeze_count() > 0.9 * before
 
 
-def test_a_session_within_a_capture_collects_nothing(cuda):
-    device, died = CudaGraphs(), []
-
-    def run():
-        weakref.finalize(Ring(), died.append, 1)
-        with device.session():
-            return len(died)
-
-    with device.session():
-        assert captured(device, run)[1] == 0
-
-
 class Interrupt(BaseException):
     """As a KeyboardInterrupt."""
 
@@ -541,28 +511,17 @@ def test_an_interrupt_leaves_the_collector_and_the_device_as_they_were(cuda, tha
 
 
 def test_garbage_is_collected_between_captures(cuda):
-    """Pieces compile there, for seconds, while other threads go on."""
+    """Pieces compile there, for seconds, while other threads go on. A program without collections keeps none."""
     device = CudaGraphs()
-    with device.session():
-        assert gc.isenabled()
-        captured(device, lambda: None)
-        assert gc.isenabled()
-        with pytest.raises(ZeroDivisionError):
-            captured(device, lambda: 1 / 0)
-        assert gc.isenabled()
-    gc.disable()
-    try:
-        with device.session():
-            captured(device, lambda: None)
-        assert not gc.isenabled(), "a program without collections keeps none"
-    finally:
-        gc.enable()
-
-
-def test_a_session_that_fails_leaves_the_collector_as_it_was(cuda, thawed):
-    device, before = CudaGraphs(), gc.get_freeze_count()
-    for _ in range(2):
-        with pytest.raises(ZeroDivisionError), device.session(), device.session():
-            raise ZeroDivisionError
-        assert gc.isenabled() and gc.get_freeze_count() == before
-    assert cuda.log.count("side waits for main") == cuda.log.count("main waits for side") == 2
+    for collects in (True, False):
+        (gc.enable if collects else gc.disable)()
+        try:
+            with device.session():
+                captured(device, lambda: None)
+                assert gc.isenabled() is collects
+                with pytest.raises(ZeroDivisionError):
+                    captured(device, lambda: 1 / 0)
+                assert gc.isenabled() is collects
+            assert gc.isenabled() is collects
+        finally:
+            gc.enable()

@@ -1,13 +1,12 @@
 """Layers over a cache of latents: the same graphs over another cache."""
 
-import pytest
 import torch
 from torch import nn
 
 from attnops.cache import LatentCache
 from attnops.graphs import Buckets, piecewise
 from attnops.nn import LatentAttention
-from tests.graphs.helpers import ANY_MODE, close, graphed
+from tests.graphs.helpers import any_mode, close, graphed
 
 
 class Layer(nn.Module):
@@ -19,25 +18,19 @@ class Layer(nn.Module):
         return hidden + self.attention(hidden, batch=batch, latent_pages=latent_pages)
 
 
-@pytest.mark.parametrize("mode", ANY_MODE)
+@any_mode
 def test_latents(mode):
     model = Layer().eval()
-    mine, theirs = (
-        LatentCache(
-            1, 256, latent_dim=16, rope_dim=8, max_requests=4, max_tokens_per_request=32, page_size=4, q_heads=4, dtype=torch.float32,
-            device="cpu",
-        )
-        for _ in range(2)
-    )  # fmt: skip
+    widths = {"latent_dim": 16, "rope_dim": 8, "max_requests": 4, "max_tokens_per_request": 32, "page_size": 4, "q_heads": 4}
+    mine, theirs = (LatentCache(1, 256, **widths, dtype=torch.float32, device="cpu") for _ in range(2))
     for cache in (mine, theirs):
         cache.latent_pages[0].fill_(float("nan"))
         cache.latent_pages[0][0] = 0
     buckets = Buckets(decode=(2, 4), tokens=(16,), requests=4, verify=(3,))
     step = graphed(mode, model, buckets, batch="batch", tokens=("hidden",), cache=mine)
     ids, twins = ([c.alloc() for _ in range(3)] for c in (mine, theirs))
-    steps = [(slice(3), [4, 2, 5]), (slice(3), 1), (slice(1, 3), 1), (slice(2), [1, 3]), (slice(1), 1), (slice(3), 3), (slice(2), [1, 4])]
-    for who, new in steps:
-        batch, twin = mine.batch(ids[who], new), theirs.batch(twins[who], new)
+    for requests, new in ((3, [4, 2, 5]), (3, 1), (2, 1), (2, [1, 3]), (1, 1), (3, 3), (2, [1, 4])):
+        batch, twin = mine.batch(ids[-requests:], new), theirs.batch(twins[-requests:], new)
         hidden = torch.randn(batch.slots.shape[0], 32)
         with torch.no_grad():
             got = step(hidden, batch=batch, latent_pages=mine.latent_pages[0])

@@ -13,33 +13,41 @@ import attnops
 from attnops.core.errors import BatchTooLarge, InvalidInput, NotCapturable, StaleGraph
 from attnops.graphs import Buckets, breakable, piecewise
 from attnops.graphs.pieces import inductor
-from tests.graphs.helpers import ANY_MODE, MODES, Pair, close, graphed, pools
+from tests.graphs.helpers import BUCKETS, Pair, any_mode, both_modes, close, graphed, pools, whole_and_split
 from tests.graphs.models import BOUNDARY, HIDDEN, VOCAB, decoder, paged_cache
-
-KERNELS = [None, BOUNDARY]
 
 
 @pytest.mark.sweep(6)
-@pytest.mark.parametrize("kernel", KERNELS, ids=["whole", "split"])
-@pytest.mark.parametrize("mode", MODES)
+@whole_and_split
+@both_modes
 def test_changing_batches(mode, kernel):
-    pair = Pair(mode, kernel=kernel, layers=2)
-    pair.agree("abc", [5, 3, 7])  # prefill
+    pair = Pair(mode, replace(BUCKETS, verify=(3, 5)), kernel=kernel, layers=2)
+    pair.agree("abc", [6, 3, 7])  # prefill
     pair.agree("abc")
     pair.agree("ab")  # a shorter batch after a longer one
     pair.agree("b")
-    pair.agree("dbc", [4, 1, 1])  # mixed
+    pair.agree("dbc", [8, 1, 1])  # mixed
     pair.agree("cabd")  # other rows, and a full bucket
     pair.free("a")
     pair.agree("ebc", [6, 2, 3])  # pages that belonged to another
-    pair.agree("ebcd")
-    report = pair.step.report()
-    assert report.modes == dict.fromkeys(("decode", "mixed"), "whole" if kernel is None else "piecewise")
-    assert sum(r.replays for r in report.rows) == 8 and not report.eager_calls
+    pair.agree("ebc", 3)  # verification, rectangular
+    pair.agree("cb", [1, 3])  # a shorter one after a longer one, ragged
+    pair.agree("ebc", [2, 0, 3])  # a request without a draft
+    pair.agree("febd", [1, 5, 2, 4])  # the larger number of queries, with a prefill of few tokens
+    pair.agree("d", 4)
+    pair.agree("ebcd")  # decode between
+    pair.agree("eb", 3)
+    report, kinds = pair.step.report(), ("decode", "mixed", "verify")
+    assert report.modes == dict.fromkeys(kinds, "whole" if kernel is None else "piecewise")
+    assert {str(row.bucket): row.replays for row in report.rows} == {
+        "mixed 16 tokens x4": 3, "decode x4": 3, "decode x2": 1, "decode x1": 1,
+        "verify 3 x4": 2, "verify 3 x2": 2, "verify 5 x4": 1, "verify 5 x1": 1,
+    }  # fmt: skip
     # A bucket is captured once, and a model traced once a kind.
-    assert pair.device.calls.count("begin") == len(report.rows) * (1 if kernel is None else 3)
+    assert pair.device.calls.count("begin") == len(report.rows) * (1 if kernel is None else 3) and not report.eager_calls
     if mode is piecewise:
-        assert pair.step.traces == {"decode": 1, "mixed": 1}
+        assert pair.step.traces == dict.fromkeys(("decode", "mixed", "verify 3", "verify 5"), 1)
+        assert report.compiled.keys() == pair.step.traces.keys()
 
 
 @pytest.mark.sweep(3)
@@ -66,67 +74,64 @@ def test_many_random_steps(mode, padding):
     assert (pair.device.calls.count("begin"), pair.device.used(), len(pair.device.made)) == held
 
 
-@pytest.mark.parametrize("mode", ANY_MODE)
-def test_lengths_grow_to_the_width_of_the_table_and_never_past_it(mode):
+@any_mode
+def test_widths_of_the_table(mode):
+    """Lengths grow to it and never past it, and a narrower table leaves nothing of a wider one."""
     pair = Pair(mode)
     pair.agree("a", [20])
     for _ in range(12):
         pair.agree("a")  # from page 6 to 8 of 8
     assert pair.cache.length(pair.ids["a"][0]) == 32
-    batch = pair.cache.batch([pair.cache.alloc()], 1)
-    wide = torch.zeros(1, 9, dtype=torch.int32)
-    tokens = torch.zeros(1, dtype=torch.long)
-    before = [p.clone() for p in pair.cache.k_pages]
-    with pytest.raises(StaleGraph, match=r"batch.page_table: got 9 columns, want at most 8, as captured"):
-        pair.call(pair.step, pair.cache, tokens, replace(batch, page_table=wide))
-    for a, b in zip(pair.cache.k_pages, before, strict=True):
-        torch.testing.assert_close(a, b, equal_nan=True)
-
-
-@pytest.mark.parametrize("mode", ANY_MODE)
-def test_a_narrower_table_leaves_nothing_of_a_wider_one(mode):
-    pair = Pair(mode)
     pair.agree("cd", [2, 3])
-    pair.agree("ab", [14, 17])
-    pair.agree("ab")
-    mine, theirs = pair.batches("cd", 1)
+    pair.agree("cd")  # a capture clears what the bucket holds
+    batch, twin = pair.batches("cd", 1)
+    wide = torch.zeros(2, 9, dtype=torch.int32)
+    with pair.untouched(), pytest.raises(StaleGraph, match=r"batch.page_table: got 9 columns, want at most 8, as captured"):
+        pair.give(replace(batch, page_table=wide))
     tokens = torch.randint(VOCAB, (2,))
+    narrow = replace(batch, page_table=batch.page_table[:, :2].contiguous())
+    pair.step._inputs._batch.page_table.fill_(7)
     with torch.no_grad():
-        want = pair.call(pair.model, pair.twin, tokens, theirs)
-        narrow = replace(mine, page_table=mine.page_table[:, :2].contiguous())
-        close(pair.call(pair.step, pair.cache, tokens, narrow), want)
-    assert (pair.step._inputs._batch.page_table[:, 2:] == 0).all()
+        close(pair.give(narrow, tokens), pair.call(pair.model, pair.twin, tokens, twin))
+    assert (pair.step._inputs._batch.page_table[:2, 2:] == 0).all()
 
 
 def stale(field):
     return pytest.raises(StaleGraph, match=f"^{field}: got ")
 
 
-@pytest.mark.parametrize("mode", MODES)
+@both_modes
 def test_what_a_replay_refuses(mode):
-    pair = Pair(mode)
+    pair = Pair(mode, Buckets(decode=(2,), tokens=(16,), requests=2))
     pair.agree("ab")
     mine, _ = pair.batches("ab", 1)
-    tokens = torch.zeros(2, dtype=torch.long)
-    other = paged_cache(1)
+    tokens, other = torch.zeros(2, dtype=torch.long), paged_cache(1)
     replays = pair.device.calls.count("replay")
 
     with stale(r"k_pages\[0\]"):  # the pages of another cache
         pair.step(tokens, batch=mine, k_pages=other.k_pages, v_pages=pair.cache.v_pages)
     with stale("v_pages"):  # or another number of layers
         pair.step(tokens, batch=mine, k_pages=pair.cache.k_pages, v_pages=(*pair.cache.v_pages, *other.v_pages))
-    with attnops.use("reference"), stale("policy"):
-        pair.call(pair.step, pair.cache, tokens, mine)
     with stale("arguments"):
         pair.step(tokens, batch=mine, k_pages=pair.cache.k_pages)
+    with attnops.use("reference"), stale("policy"):
+        pair.give(mine)
     with stale("tokens"):  # would be rounded
-        pair.call(pair.step, pair.cache, tokens.double(), mine)
-    with pytest.raises(InvalidInput, match=r"tokens.shape\[0\]: got 3, want 2, as in the batch"):
-        pair.call(pair.step, pair.cache, tokens.new_zeros(3), mine)
-    with pytest.raises(InvalidInput, match="batch: got dict, want a PagedBatch"):
-        pair.call(pair.step, pair.cache, tokens, {})
+        pair.give(mine, tokens.double())
     with stale("batch.workspace"):
-        pair.call(pair.step, pair.cache, tokens, replace(mine, workspace=torch.zeros(8, dtype=torch.uint8)))
+        pair.give(replace(mine, workspace=torch.zeros(8, dtype=torch.uint8)))
+    with pytest.raises(InvalidInput, match=r"tokens.shape\[0\]: got 3, want 2, as in the batch"):
+        pair.give(mine, tokens.new_zeros(3))
+    with pytest.raises(InvalidInput, match="batch: got dict, want a PagedBatch"):
+        pair.give({}, tokens)
+    with pytest.raises(InvalidInput, match="prefix, shared"):
+        pair.give(replace(mine, prefix=(1,)))
+    with pytest.raises(InvalidInput, match="arguments: got 5 without a name"):
+        pair.step(tokens, mine, 1, 2, 3)
+    with pytest.raises(InvalidInput, match=r"arguments: got \['tokens'\], want each once"):
+        pair.step(tokens, mine, tokens=tokens)
+    with pytest.raises(BatchTooLarge, match="decode batch: requests got 3, want at most 2"):
+        pair.give(pair.batches("abc", 1)[0])
     # The same pages in another tuple are the same pages.
     pair.step(tokens, batch=mine, k_pages=tuple(pair.cache.k_pages[i] for i in range(1)), v_pages=pair.cache.v_pages)
     assert pair.device.calls.count("replay") == replays + 1
@@ -134,29 +139,21 @@ def test_what_a_replay_refuses(mode):
     pages = pair.cache.k_pages[0]
     pages.set_(torch.zeros_like(pages))  # the same object, somewhere else
     with stale(r"k_pages\[0\]"):
-        pair.call(pair.step, pair.cache, tokens, mine)
+        pair.give(mine)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@both_modes
 def test_a_list_that_holds_something_else_is_seen(mode):
-    """The same list is no longer the same tensors."""
-    step = graphed(mode, lambda tokens, scale: tokens * scale[0], Buckets(tokens=(2,)))
+    """The same list is no longer the same tensors. Buckets captured later are of the same circumstances."""
+    step = graphed(mode, lambda tokens, scale: tokens * scale[0], Buckets(tokens=(2, 4)))
     scale = [torch.ones(1)]
     step(torch.ones(2), scale)
-    step(torch.ones(2), scale)
+    with stale(r"scale\[0\]"):
+        step.capture(torch.ones(2), [torch.full((1,), 5.0)])
+    close(step(torch.ones(4), scale), torch.ones(4))
     scale[0] = torch.full((1,), 5.0)
     with stale(r"scale\[0\]"):
         step(torch.ones(2), scale)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_buckets_captured_later_are_of_the_same_circumstances(mode):
-    step = graphed(mode, lambda tokens, scale: tokens * scale, Buckets(tokens=(2, 4)))
-    scale = torch.ones(1)
-    step(torch.ones(2), scale)
-    with stale("scale"):
-        step.capture(torch.ones(2), torch.full((1,), 5.0))
-    close(step(torch.ones(4), scale), torch.ones(4))
 
 
 def test_a_first_capture_that_fails_binds_nobody():
@@ -178,20 +175,15 @@ def test_pages_held_by_the_model_are_watched_through_the_cache():
         return pair.model(tokens, batch, pair.cache.k_pages, pair.cache.v_pages)
 
     step = graphed(breakable, held, Buckets(decode=(2,)), batch="batch", cache=pair.cache)
-    batch = pair.batches("ab", 1)[0]
-    step(torch.zeros(2, dtype=torch.long), batch)
+    batch, tokens = pair.batches("ab", 1)[0], torch.zeros(2, dtype=torch.long)
+    step(tokens, batch)
     pair.cache.v_pages[0].set_(torch.zeros_like(pair.cache.v_pages[0]))
     with stale(r"cache.pages\[1\]"):
-        step(torch.zeros(2, dtype=torch.long), batch)
+        step(tokens, batch)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_over_the_largest_bucket(mode):
-    pair = Pair(mode, Buckets(decode=(2,), tokens=(16,), requests=2))
-    pair.agree("ab", [3, 4])
-    batch = pair.batches("abc", 1)[0]
-    with pytest.raises(BatchTooLarge, match="decode batch: requests got 3, want at most 2"):
-        pair.call(pair.step, pair.cache, torch.zeros(3, dtype=torch.long), batch)
+@both_modes
+def test_over_the_largest_bucket_it_runs_eager_where_that_is_asked_for(mode):
     pair = Pair(mode, Buckets(decode=(2,), tokens=(16,), requests=2, over="eager"))
     pair.agree("ab", [3, 4])
     pair.agree("abc", [1, 1, 9])
@@ -211,34 +203,29 @@ def test_all_sizes_are_one_trace():
     assert pair.step.traces == {"decode": 1, "mixed": 1}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@both_modes
 def test_modes_of_the_caller_change_nothing(mode):
     """Captured in inference mode, called outside of it, and the other way round."""
     pair = Pair(mode, Buckets(decode=(1, 2)))
-    with torch.inference_mode():
-        pair.agree("ab")
-    pair.agree("ab")
-    pair.agree("a")
-    with torch.inference_mode():
-        pair.agree("a")
+    for names, inside in (("ab", True), ("ab", False), ("a", False), ("a", True)):
+        with torch.inference_mode(inside):
+            pair.agree(names)
     if mode is piecewise:
         assert pair.step.traces == {"decode": 1}
 
 
-def test_a_bucket_of_one():
-    pair = Pair(piecewise, Buckets(decode=(1,)))
-    pair.agree("a")
-    pair.agree("b")
+@pytest.mark.parametrize(("sizes", "traces"), [((1, 2, 4), 2), ((2, 4), 1), ((1,), 1)])
+def test_a_model_that_tells_one_from_several_is_traced_for_each(sizes, traces):
+    """Which is known before anything is compiled."""
+    compiled = []
 
-
-def test_a_model_that_tells_one_from_several_is_traced_for_each():
     def forward(tokens):
         return tokens * 2 if tokens.shape[0] == 1 else tokens * 3
 
-    step = graphed(piecewise, forward, Buckets(tokens=(1, 2, 4)))
-    for n in (3, 1, 2, 4, 1):
-        close(step(torch.ones(n)), forward(torch.ones(n)))
-    assert step.traces == {"mixed": 2}
+    step = graphed(piecewise, forward, Buckets(tokens=sizes), inner=lambda module, _: compiled.append(module) or module)
+    for rows in (2, 1, 2, 1) if len(sizes) > 1 else (1, 1):
+        close(step(torch.ones(rows)), torch.full((rows,), 2.0 if rows == 1 == sizes[0] else 3.0))
+    assert step.traces == {"mixed": traces} and len(compiled) == traces
 
 
 def test_a_model_of_one_size_is_refused():
@@ -249,9 +236,9 @@ def test_a_model_of_one_size_is_refused():
 
 def test_another_model_of_other_sizes_is_traced_once_too():
     """Traces do not learn from each other which sizes change."""
-    for layers, pages in ((1, 64), (1, 16)):
-        pair = Pair(piecewise, Buckets(decode=(2, 16)), layers=layers)
-        pair.cache, pair.twin = paged_cache(layers, pages), paged_cache(layers, pages)
+    for pages in (64, 16):
+        pair = Pair(piecewise, Buckets(decode=(2, 16)))
+        pair.cache, pair.twin = paged_cache(1, pages), paged_cache(1, pages)
         pair.step.cache = pair.cache
         pair.agree("ab")
         pair.agree("a")
@@ -260,18 +247,18 @@ def test_another_model_of_other_sizes_is_traced_once_too():
 
 @pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", KERNELS, ids=["whole", "split"])
+@whole_and_split
 def test_inductor(kernel):
     """Pieces compiled by Inductor, three however many layers there are."""
     pair = Pair(piecewise, layers=4, kernel=kernel, inner=lambda *given: pair.device.opaque(inductor(*given)))
-    pair.agree("abc")
-    pair.agree("ab")
-    pair.agree("a")
+    for names in ("abc", "ab", "a"):
+        pair.agree(names)
     report = pair.step.report()
     assert report.compiled == {"decode": 3} and report.parts == {"decode": 5}
 
 
-def test_without_a_batch():
+@both_modes
+def test_without_a_batch(mode):
     """Any function of rows: causal attention over a padded prompt, results of other structures and of whole tensors."""
     model = torch.nn.Sequential(torch.nn.Embedding(VOCAB, HIDDEN), torch.nn.Linear(HIDDEN, HIDDEN)).eval()
 
@@ -280,33 +267,31 @@ def test_without_a_batch():
         q = x.view(1, -1, 4, 8)
         return {"out": x * scale + attnops.attention(q, q, q, causal=True).view(-1, HIDDEN), "weight": model[1].weight, "n": 3}
 
-    for mode in MODES:
-        step = graphed(mode, forward, Buckets(tokens=(4, 8)))
-        for n in (3, 7, 4, 2):
-            tokens = torch.randint(VOCAB, (n,))
-            got, want = step(tokens, 0.5), forward(tokens, 0.5)
-            close(got["out"], want["out"])
-            assert got["n"] == 3 and got["weight"].shape == (HIDDEN, HIDDEN)
-        with stale("scale"):
-            step(tokens, 0.25)
-        with pytest.raises(BatchTooLarge):
-            step(torch.zeros(9, dtype=torch.long), 0.5)
+    step = graphed(mode, forward, Buckets(tokens=(4, 8)))
+    for n in (3, 7, 4, 2):
+        tokens = torch.randint(VOCAB, (n,))
+        got, want = step(tokens, 0.5), forward(tokens, 0.5)
+        close(got["out"], want["out"])
+        assert got["n"] == 3 and got["weight"].shape == (HIDDEN, HIDDEN)
+    with stale("scale"):
+        step(tokens, 0.25)
+    with pytest.raises(BatchTooLarge):
+        step(torch.zeros(9, dtype=torch.long), 0.5)
 
 
-def test_results_of_requests():
+@both_modes
+def test_results_of_requests(mode):
     def last(tokens, batch, k_pages, v_pages):
         return model(tokens, batch, k_pages, v_pages)[(batch.cu_seqlens_q[1:].long() - 1).clamp(min=0)]
 
-    model = decoder(1)
-    cache, twin = paged_cache(1), paged_cache(1)
-    for mode in MODES:
-        step = graphed(mode, last, Buckets(tokens=(16,), requests=4), batch="batch", returns="requests")
-        ids = [[c.alloc() for _ in range(3)] for c in (cache, twin)]
-        tokens = torch.randint(VOCAB, (9,))
-        with torch.no_grad():
-            got = step(tokens, batch=cache.batch(ids[0], [2, 4, 3]), k_pages=cache.k_pages, v_pages=cache.v_pages)
-            close(got, last(tokens, twin.batch(ids[1], [2, 4, 3]), twin.k_pages, twin.v_pages))
-        assert got.shape == (3, VOCAB)
+    model, pair = decoder(1), Pair(mode)
+    pair.step = graphed(mode, last, Buckets(tokens=(16,), requests=4), batch="batch", returns="requests")
+    mine, theirs = pair.batches("abc", [2, 4, 3])
+    tokens = torch.randint(VOCAB, (9,))
+    with torch.no_grad():
+        got = pair.give(mine, tokens)
+        close(got, pair.call(last, pair.twin, tokens, theirs))
+    assert got.shape == (3, VOCAB)
 
 
 @pytest.mark.parametrize(
@@ -320,7 +305,10 @@ def test_results_of_requests():
         ({"over_budget": "wait"}, "over_budget"),
         ({"check_every": -1}, "check_every"),
         ({"eager": {"prefill": ()}}, "eager"),
+        ({"eager": {"mixed": "paged_attention"}}, "eager"),
         ({"inner": "nvfuser"}, "inner"),
+        ({"state": torch.zeros(2)}, "state"),
+        ({"state": [torch.zeros(2), 3]}, "state"),
     ],
 )
 def test_bad_arguments_name_themselves(given, field):
@@ -329,21 +317,10 @@ def test_bad_arguments_name_themselves(given, field):
     assert e.value.field == field
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_bad_calls_name_themselves(mode):
-    pair = Pair(mode)
-    batch = pair.batches("a", 1)[0]
-    tokens = torch.zeros(1, dtype=torch.long)
-    with pytest.raises(InvalidInput, match="arguments: got 5 without a name"):
-        pair.step(tokens, batch, 1, 2, 3)
-    with pytest.raises(InvalidInput, match=r"arguments: got \['tokens'\], want each once"):
-        pair.step(tokens, batch, tokens=tokens)
+def test_bad_first_calls_name_themselves():
+    pair = Pair(breakable, Buckets(decode=(2,), padding="null"))
+    batch, _ = pair.batches("ab", 1)
     with pytest.raises(InvalidInput, match="tokens: got NoneType, want a tensor"):
         pair.step(batch=batch, k_pages=pair.cache.k_pages, v_pages=pair.cache.v_pages)
-    with pytest.raises(InvalidInput, match="prefix, shared"):
-        pair.call(pair.step, pair.cache, tokens, replace(batch, prefix=(1,)))
-    if mode is breakable:
-        null = Pair(mode, Buckets(decode=(2,), padding="null"))
-        mine = null.batches("ab", 1)[0]
-        with pytest.raises(InvalidInput, match="one token a request and padded=False"):
-            null.call(null.step, null.cache, torch.zeros(2, dtype=torch.long), replace(mine, padded=True))
+    with pytest.raises(InvalidInput, match="one token a request and padded=False"):
+        pair.give(replace(batch, padded=True))

@@ -8,7 +8,22 @@ import torch
 
 from attnops.core.errors import NotCapturable
 from attnops.graphs import Buckets, piecewise
-from tests.graphs.helpers import MODES, close, graphed
+from tests.graphs.helpers import both_modes, close, graphed
+
+DEPENDS = {
+    "a tensor": lambda x: (x * 2, x[x > 0]),
+    "a number": lambda x: {"a": x.sum().item()},
+    "a whole number": lambda x: x.long().sum().item(),
+    "a size": lambda x: x.nonzero().shape[0],
+}
+
+
+@pytest.mark.parametrize("what", DEPENDS)
+def test_results_that_depend_on_data_are_refused(what):
+    """A caller would be given those of the capture at every step."""
+    step = graphed(piecewise, DEPENDS[what], Buckets(tokens=(4,)), tokens=("x",))
+    with pytest.raises(NotCapturable, match="the model returns it, and its size or value depends on data"):
+        step(torch.ones(4))
 
 
 def test_pieces_of_two_traces_are_compiled_each():
@@ -16,8 +31,7 @@ def test_pieces_of_two_traces_are_compiled_each():
 
     def known(module, examples):
         # As Inductor does: sizes that follow from what is known of the others are written into the code.
-        [end] = [n for n in module.graph.nodes if n.op == "output"]
-        rows = end.args[0][0].meta["example_value"].shape[0]
+        rows = module.graph.output_node().args[0][0].meta["example_value"].shape[0]
         fixed = int(rows) if str(rows).isdigit() else None
 
         def run(*given):
@@ -42,18 +56,7 @@ def test_pieces_of_two_traces_are_compiled_each():
     assert step.traces == {"mixed": 2}
 
 
-@pytest.mark.parametrize(
-    "forward",
-    [lambda x: (x * 2, x[x > 0]), lambda x: {"a": x.sum().item()}, lambda x: x.long().sum().item(), lambda x: x.nonzero().shape[0]],
-)
-def test_results_that_depend_on_data_are_refused(forward):
-    """A caller would be given those of the capture at every step."""
-    step = graphed(piecewise, forward, Buckets(tokens=(4,)), tokens=("x",))
-    with pytest.raises(NotCapturable, match="the model returns it, and its size or value depends on data"):
-        step(torch.ones(4))
-
-
-@pytest.mark.parametrize("mode", MODES)
+@both_modes
 def test_a_model_dies_with_its_step(mode):
     """Dynamo keeps what it compiled."""
     model = torch.nn.Linear(4, 4)

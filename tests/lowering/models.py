@@ -82,6 +82,22 @@ def decode() -> Step:
     return Step(torch.randn(2, HQ * D), table, lengths, new, torch.tensor([3, 2]), 1)
 
 
+class Passing:
+    """A backend that runs a pass and compiles no further. found: what the pass returned, by graph."""
+
+    def __init__(self, run_pass: Callable[[Any], Any]) -> None:
+        self.run_pass, self.found, self.graphs = run_pass, list[Any](), list[Any]()
+
+    def __call__(self, gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        self.found.append(self.run_pass(gm))
+        self.graphs.append(gm)
+        return gm.forward
+
+    def calls(self, target: Any) -> list[int]:
+        """How many calls of a function each graph has."""
+        return [len(gm.graph.find_nodes(op="call_function", target=target)) for gm in self.graphs]
+
+
 def compiled_code(call: Callable[[], Any]) -> tuple[Any, str]:
     """The result of the first call of something compiled, and all code Inductor wrote for it."""
     from torch._inductor.utils import run_and_get_code

@@ -1,45 +1,39 @@
 """The chosen kernel stands in the generated code, once a call, with no copy of the pages and with the metadata made once."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
+from torch import nn
+from torch._inductor import config as inductor
+from torch._inductor.codegen.common import custom_backend_passes
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.lowering import lowerings
 
 import attnops
+from attnops.core.errors import InvalidInput
+from attnops.lowering.choose import install
 from attnops.ops import request_starts, varlen_attention
-from tests.lowering.models import HQ, D, Dense, PagedModel, compiled_code, decode, kernel_calls, prefill
+from tests.helpers import torch_process
+from tests.lowering.models import HQ, D, Dense, PagedModel, Passing, compiled_code, decode, kernel_calls, prefill
 
 
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize("step", [prefill, decode], ids=["prefill", "decode"])
-def test_paged_model_equals_eager_and_names_its_kernels(step):
+@pytest.mark.parametrize("step", [prefill, decode])
+def test_a_paged_model(step):
+    """As eager, with its kernels by name, with no copy of the pages and with the metadata made once for all layers."""
     model, given = PagedModel().eval(), step()
     with torch.no_grad():
-        want = model(*given)
-        pages = model.pages()
+        want, pages = model(*given), model.pages()
         model.clear()
         got, code = compiled_code(lambda: torch.compile(model, fullgraph=True)(*given))
-    torch.testing.assert_close(got, want)
-    for after, before in zip(model.pages(), pages, strict=True):
-        torch.testing.assert_close(after, before)
-    assert_expected_inline("\n".join(kernel_calls(code)), "paged_attention.sdpa\npaged_attention.sdpa\npaged_attention.sdpa")
-
-
-def test_no_page_buffer_is_copied_and_metadata_are_made_once():
-    model = PagedModel().eval()
-    given = prefill()
-    with torch.no_grad():
-        _, code = compiled_code(lambda: torch.compile(model, fullgraph=True)(*given))
-    pages = tuple(model.layers[0].k_pages.shape)
-    allocated = [m for m in re.findall(r"empty_strided\w*\(\(([\d, ]+)\)", code) if tuple(map(int, re.findall(r"\d+", m))) == pages]
-    assert not allocated, "a buffer of the pages' size is allocated"
+    torch.testing.assert_close((got, model.pages()), (want, pages))
+    assert kernel_calls(code) == ["paged_attention.sdpa"] * 3
+    shape = ", ".join(map(str, pages[0].shape))
+    assert not re.search(rf"empty_strided\w*\(\(({shape})", code), "a buffer of the pages' size is allocated"
     assert not re.search(r"cpp_fused\w*(copy|clone)", code), re.findall(r"cpp_fused\w+", code)
-    # Three layers, one set of metadata: each name shows in the fused kernels' definitions of one place only.
+    # Each name shows in the fused kernels' definitions of one place only.
     defined = set(re.findall(r"^(cpp_fused\w+) =", code, re.M))
-    assert sum("cu_seqlens" in name for name in defined) == 1
-    assert sum("slot_mapping" in name for name in defined) == 1
+    assert [sum(name in each for each in defined) for name in ("cu_seqlens", "slot_mapping")] == [1, 1]
 
 
 def test_equal_calls_whose_size_the_data_decide_stay_two():
@@ -55,62 +49,81 @@ def test_equal_calls_whose_size_the_data_decide_stay_two():
     assert sum(call.startswith("request_starts") for call in kernel_calls(code)) == 2
 
 
-def test_the_graph_before_lowering_says_the_op_not_the_kernel():
-    seen = []
-
-    def backend(gm, inputs):
-        seen.append([str(n.target) for n in gm.graph.nodes if "attnops" in str(n.target)])
-        return gm.forward
-
-    model, given = PagedModel(2).eval(), decode()
-    with torch.no_grad():
-        torch.compile(model, backend=backend, fullgraph=True)(*given)
-    assert_expected_inline(
-        "\n".join(seen[0]),
-        """\
-attnops.cu_seqlens.default
-attnops.token_rows.default
-attnops.slot_mapping.default
-attnops.write_kv.default
-attnops.named_pages.default
-attnops.paged_attention.default
-attnops.write_kv.default
-attnops.named_pages.default
-attnops.paged_attention.default""",
-    )
-
-
-@pytest.mark.parametrize("softcap, kernel", [(0.0, "sdpa"), (5.0, "reference")])
-def test_the_choice_follows_the_problem(softcap, kernel):
+@pytest.mark.parametrize(
+    ("softcap", "mode", "kernel"),
+    [(0.0, "default", "sdpa"), (5.0, "default", "reference"), (0.0, "reduce-overhead", "sdpa"), (0.0, "max-autotune", "sdpa")],
+)
+def test_the_choice_follows_the_problem(softcap, mode, kernel):
     model, x = Dense(softcap).eval(), torch.randn(2, 8, HQ * D)
     with torch.no_grad():
-        got, code = compiled_code(lambda: torch.compile(model, fullgraph=True)(x))
+        got, code = compiled_code(lambda: torch.compile(model, mode=mode, fullgraph=True)(x))
         torch.testing.assert_close(got, model(x))
     assert kernel_calls(code) == [f"attention.{kernel}"]
 
 
 def test_a_region_forces_the_kernel_and_its_end_is_noticed():
-    model, x = Dense().eval(), torch.randn(2, 8, HQ * D)
+    model, x, found = Dense().eval(), torch.randn(2, 8, HQ * D), []
     compiled = torch.compile(model, fullgraph=True)
-    with torch.no_grad():
-        with attnops.use(kernel="reference"):
-            _, code = compiled_code(lambda: compiled(x))
-        assert kernel_calls(code) == ["attention.reference"]
-        _, code = compiled_code(lambda: compiled(x))
-        assert kernel_calls(code) == ["attention.sdpa"]
+    for policy in ({"kernel": "reference"}, {}):
+        with torch.no_grad(), attnops.use(**policy):
+            found += kernel_calls(compiled_code(lambda: compiled(x))[1])
+    assert found == ["attention.reference", "attention.sdpa"]
 
 
 def test_an_impossible_forced_kernel_fails_to_compile_with_every_reason():
     def call(q):
         return attnops.attention(q, q, q, softcap=2.0, sinks=q[0, 0, :, 0], kernel="sdpa")
 
-    with pytest.raises(Exception) as caught:
+    with pytest.raises(Exception, match=r"(?s)NoKernel.*softcap=True \(wants no\).*sinks=True \(wants no\)"):
         torch.compile(call)(torch.randn(1, 4, 2, 8))
-    text = str(caught.value)
-    assert "softcap=True (wants no)" in text and "sinks=True (wants no)" in text and "NoKernel" in text
 
 
-def test_only_lowering_knows_inductor():
-    root = Path(attnops.__file__).parent
-    knows = [str(f.relative_to(root)) for f in root.rglob("*.py") if "torch._inductor" in f.read_text() and f.parts[-2] != "lowering"]
-    assert all(name.startswith(("lowering", "graphs", "cli", "hf", "bench", "tune")) for name in knows), knows
+def test_identical_layers_give_one_piece_and_others_their_own():
+    pieces, model, given = Passing(lambda gm: None), PagedModel(8).eval(), decode()
+    with torch.no_grad():
+        want = model(*given)
+        model.clear()
+        names = attnops.compile_layers(model, backend=pieces, fullgraph=True)
+        torch.testing.assert_close(model(*given), want)
+        model.clear()
+        model(*prefill())
+    assert list(names) == [f"layers.{i}" for i in range(8)] and len(pieces.graphs) <= 5
+    pieces, layers = Passing(lambda gm: None), nn.ModuleList([Dense(0.0), Dense(0.0), Dense(3.0)])
+    attnops.compile_layers(nn.ModuleDict({"layers": layers}), backend=pieces)
+    for layer in layers:
+        layer(torch.randn(2, 8, HQ * D))
+    assert len(pieces.graphs) == 2
+    with pytest.raises(InvalidInput, match=r"model: got Linear, want a module with an nn.ModuleList"):
+        attnops.compile_layers(nn.Linear(2, 2))
+
+
+class CountPass(CustomGraphPass):
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        self.seen.append(sum("attnops" in str(n.target) for n in graph.nodes))
+
+    def uuid(self) -> str:
+        return "a user's pass"
+
+
+def test_passes_and_lowerings_of_a_user_stay():
+    """A pass of a user runs in every slot, and ours are registered once."""
+    model, x, before, after = Dense().eval(), torch.randn(2, 8, HQ * D), CountPass(), CountPass()
+    with torch.no_grad(), inductor.patch(post_grad_custom_pre_pass=before, post_grad_custom_post_pass=after, force_disable_caches=True):
+        compiled_code(lambda: torch.compile(model, fullgraph=True)(x))
+    assert before.seen == after.seen == [1]
+    known = dict(lowerings)
+    install()
+    assert lowerings == known and list(custom_backend_passes).count("attnops") == 1
+
+
+def test_eager_calls_do_not_load_the_compiler():
+    out = torch_process(
+        "import sys, torch, attnops\n"
+        "q = torch.randn(1, 3, 2, 8)\n"
+        "attnops.attention(q, q, q)\n"
+        "print([m for m in sys.modules if m.startswith(('torch._inductor', 'torch._dynamo', 'attnops.lowering'))])"
+    )
+    assert out.strip() == "[]"

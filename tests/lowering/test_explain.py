@@ -7,10 +7,13 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnops
 from attnops.core.errors import InvalidInput
 from attnops.core.kernel import kernels_of
+from attnops.core.problem import pretended
+from tests.helpers import fresh_process
 from tests.lowering.models import HQ, D, Dense, PagedModel, decode
 
 
@@ -23,6 +26,8 @@ def test_table_of_a_model_for_another_machine(capsys):
     for site in explanation.sites:
         named = {site.decision.kernel.name, *site.decision.passed_over, *site.decision.refused}
         assert named == set(kernels_of("attention")), "every declared kernel is named"
+    data = json.loads(json.dumps(explanation.as_dict()))
+    assert data["target"] == "sm90" and data["calls"][0]["kernel"] == "sdpa"
 
 
 def test_text():
@@ -43,83 +48,45 @@ Dense  x1
     )
 
 
-@pytest.mark.full
-def test_this_machine_agrees_with_the_compiled_graph():
-    from tests.lowering.models import compiled_code, kernel_calls
-
-    model, given = PagedModel(2).eval(), decode()
-    with torch.no_grad():
-        explanation = attnops.explain(model, *given, quiet=True)
-        _, code = compiled_code(lambda: torch.compile(model)(*given))
-    assert "paged_attention.sdpa" in explanation.chosen()
-    assert set(kernel_calls(code)) == {"paged_attention.sdpa"}
-
-
-def test_nothing_is_run_or_written():
+def test_nothing_is_run_or_written_and_the_target_ends_with_the_call():
     model, given = PagedModel(1).eval(), decode()
     model.layers[0].k_pages.fill_(7.0)
     with torch.no_grad():
-        attnops.explain(model, *given, quiet=True)
+        assert "paged_attention.sdpa" in attnops.explain(model, *given, quiet=True).chosen()
     assert (model.layers[0].k_pages == 7.0).all()
+    with pytest.raises(ZeroDivisionError):
+        attnops.explain(lambda: 1 // 0, target="sm90", quiet=True)
+    assert pretended() is None
 
 
 def test_compiled_modules_and_functions_are_explained_as_their_own_selves():
     model, x = Dense().eval(), torch.randn(2, 8, HQ * D)
-    direct = attnops.explain(model, x, target="sm90", quiet=True)
-    assert attnops.explain(torch.compile(model), x, target="sm90", quiet=True).chosen() == direct.chosen()
+    chosen = {attnops.explain(each, x, target="sm90", quiet=True).chosen() for each in (model, torch.compile(model))}
     model.compile()
-    assert attnops.explain(model, x, target="sm90", quiet=True).chosen() == direct.chosen()
-    called = attnops.explain(lambda q: attnops.attention(q, q, q), torch.randn(1, 4, 2, 8), target="sm80", quiet=True)
-    assert called.sites[0].where == "(function)"
-
-
-def test_fake_and_half_inputs():
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
+    assert chosen == {attnops.explain(model, x, target="sm90", quiet=True).chosen()}
     with FakeTensorMode():
         q = torch.empty(1, 128, 32, 128, dtype=torch.bfloat16)
-    explanation = attnops.explain(lambda q: attnops.attention(q, q, q, causal=True), q, target="sm90", quiet=True)
-    assert explanation.sites[0].decision.problem.dtype is torch.bfloat16
-
-
-def test_as_dict_is_json():
-    explanation = attnops.explain(Dense().eval(), torch.randn(2, 8, HQ * D), target="sm90", assume=(), quiet=True)
-    data = json.loads(json.dumps(explanation.as_dict()))
-    assert data["target"] == "sm90" and data["calls"][0]["kernel"] == "sdpa"
+    [site] = attnops.explain(lambda q: attnops.attention(q, q, q, causal=True), q, target="sm90", quiet=True).sites
+    assert site.where == "(function)" and site.decision.problem.dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("target", ["h1000", "sm", "gpu", "", 90])
 def test_unknown_targets(target):
     with pytest.raises(InvalidInput, match="target: got"):
         attnops.explain(lambda: None, target=target)
-
-
-def test_assume_needs_a_target():
     with pytest.raises(InvalidInput, match="assume: got"):
-        attnops.explain(lambda: None, assume=("flashinfer",))
-
-
-def test_the_pretended_target_ends_with_the_call():
-    from attnops.core.problem import pretended
-
-    with pytest.raises(ZeroDivisionError):
-        attnops.explain(lambda: 1 // 0, target="sm90", quiet=True)
-    assert pretended() is None
+        attnops.explain(lambda: None, assume=("flashinfer",))  # without a target
 
 
 @pytest.mark.full
 def test_torch_logs_shows_decisions():
     code = (
-        "import sys, torch, attnops\n"
+        "import sys\n"
         "sys.stderr = sys.stdout\n"
+        "import torch, attnops\n"
         "q = torch.randn(1, 4, 2, 8)\n"
         "torch.compile(lambda q: attnops.attention(q, q, q))(q)\n"
     )
-    import os
-    import subprocess
-    import sys
-
     # No lowering runs on a cache hit, so there would be nothing to log.
-    env = {**os.environ, "TORCH_LOGS": "attnops", "TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
-    assert "attention on cpu -> sdpa" in done.stderr + done.stdout
+    env = {"TORCH_LOGS": "attnops", "TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
+    assert "attention on cpu -> sdpa" in fresh_process(code, env=env)

@@ -1,5 +1,7 @@
 """`fuse_rotation_pass`: norms and rotations that feed `decode_attention`, found in models and in code that only resembles them."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch._functorch._aot_autograd.utils import make_boxed_func
@@ -8,31 +10,25 @@ from torch._inductor.compile_fx import compile_fx
 import attnops
 from attnops.core.problem import Target, pretend
 from attnops.hf import tiny
-from attnops.hf.cache_names import named
 from attnops.hf.paged import attention as paged, steps
 from attnops.hf.paged.pages import ModelPages, Sizes
 from attnops.kernels.shared.memory import COUNTERS
 from attnops.lowering import fuse_rotation_pass
-from attnops.ops import OPS, decode_attention, latent_layers, paged_layers
+from attnops.ops import decode_attention, latent_layers, paged_layers
 from tests.hf.test_decode_graphs import generated, how
+from tests.lowering.models import Passing
+from tests.lowering.test_fuse_norm_linear_pass import gemma, gpt_oss, llama, torchs
 
 FORCED = {"decode_attention": "reference"}
 CALLS = ((1, 14, 3), (3, 14, 3))
 ALIKE = {"num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2}
 """Layers of one kind have one trace."""
 NOT = "not fused, query and key are not both rotated by halves"
+OTHER_ANGLES = "not fused, query and key are rotated by different angles"
 
 
-class Fusing(list[object]):
-    """A backend that compiles no further, and a list of what the pass found."""
-
-    def __call__(self, graph, examples):
-        self.extend(fuse_rotation_pass(graph))
-        return graph.forward
-
-
-def said(told):
-    return {str(found).partition(": ")[2] for found in told}
+def said(backend):
+    return {str(each).partition(": ")[2] for found in backend.found for each in found}
 
 
 @pytest.mark.sweep(6)
@@ -45,21 +41,20 @@ def said(told):
 )  # fmt: skip
 def test_models(name, calls, found, monkeypatch):
     """Recognised or left alone, in the trace of one row or in that of several; the tokens are eager's."""
-    told = []
-    monkeypatch.setattr(steps, "fuse_rotation_pass", lambda graph: told.extend(fuse_rotation_pass(graph)))
+    told = Passing(fuse_rotation_pass)
+    monkeypatch.setattr(steps, "fuse_rotation_pass", lambda graph: told(graph, ()))
     model = tiny.model(name, **(ALIKE if name in ("gpt_oss", "gemma3") else {}))
     want = [generated(model, *call) for call in calls]
     with attnops.use(kernel=FORCED), attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
         for call, tokens in zip(calls, want, strict=True):
             assert torch.equal(generated(model, *call), tokens), call
         assert handle.plain_steps == 0
-    assert len(told) >= len(calls) and said(told) == {found}
+    assert len(told.found) >= len(calls) and said(told) == {found}
 
 
 def test_eager_steps_take_the_op(monkeypatch):
-    taken = []
+    taken, asked, once = [], [], ModelPages.one_launch
     monkeypatch.setattr(paged, "decode_attention", lambda *args, **more: taken.append(1) or decode_attention(*args, **more))
-    asked, once = [], ModelPages.one_launch
     monkeypatch.setattr(ModelPages, "one_launch", lambda self: asked.append(bool(self._one_launch)) or once(self))
     model = tiny.model("mistral")
     want = [generated(model, *call) for call in CALLS]
@@ -73,56 +68,50 @@ def test_eager_steps_take_the_op(monkeypatch):
             assert not taken or len(taken) == model.config.num_hidden_layers * sum(asked), "a question a step"
 
 
-def test_a_model_compiled_whole_takes_the_op():
-    """Steps that torch.compile traces: one graph for all of them, and what a pass finds in it."""
-    model, told, calls, (rows, length, new) = tiny.model("qwen3"), Fusing(), [], CALLS[1]
-    ids = torch.arange(rows * (length + new)).view(rows, -1) % 90
-    mask = torch.ones_like(ids)
-
-    def backend(graph, examples):
-        calls.append(len(graph.graph.find_nodes(op="call_function", target=OPS["decode_attention"].packet.default)))
-        return told(graph, examples)
-
-    with torch.no_grad(), attnops.use(kernel=FORCED):
-        want = model(ids).logits[:, length:]
-        with attnops.patch(model, cache="paged", decode="hf") as handle:
-            step, cache = torch.compile(model, backend=backend, fullgraph=True), handle.new_cache(rows, length + new)
-            model(ids[:, :length], attention_mask=mask[:, :length], **named(cache))
-            for at in range(length, length + new):
-                got = step(ids[:, at : at + 1], **named(cache), position_ids=torch.full((rows, 1), at)).logits
-                torch.testing.assert_close(got[:, 0], want[:, at - length])
-    assert calls == [model.config.num_hidden_layers]
-    assert said(told) == {"norms and rotation"}
-
-
 # Code that resembles a rotation ----------------------------------------------------------------------------------------
 
 B, HQ, HKV, D = 3, 4, 2, 8
 
 
-def rotate_half(x):
-    return torch.cat((-x[..., D // 2 :], x[..., : D // 2]), dim=-1)
+def turned(x, cos, sin):
+    return x * cos + torch.cat((-x[..., D // 2 :], x[..., : D // 2]), dim=-1) * sin
 
 
-def rotated(x, cos, sin):
-    return x * cos + rotate_half(x) * sin
+def swapped(x, cos, sin):
+    return sin * torch.cat((-x[..., D // 2 :], x[..., : D // 2]), dim=-1) + cos * x
 
 
-def normed(x, weight, eps=0.25):
-    wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+def by_parts(x, cos, sin):
+    first, second = torch.chunk(x, 2, dim=-1)
+    cos, sin = cos[..., : D // 2], sin[..., : D // 2]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def backwards(x, cos, sin):
+    return x * cos + torch.cat((x[..., D // 2 :], -x[..., : D // 2]), dim=-1) * sin
+
+
+def of_another_tensor(x, cos, sin):
+    y = x * 2
+    return x * cos + torch.cat((-y[..., D // 2 :], y[..., : D // 2]), dim=-1) * sin
+
+
+class Gain(NamedTuple):
+    """A norm of a layer."""
+
+    gain: torch.Tensor
 
 
 class Step:
     """A layer's step. turn: of query or key, given angles. between: runs before the attention. use: adds to the output."""
 
-    def __init__(self, turn_q=rotated, turn_k=rotated, between=lambda *_: None, use=lambda *_: 0.0, norm=lambda x, _: x):
+    def __init__(self, turn_q=turned, turn_k=turned, between=lambda *_: None, use=lambda *_: 0.0, norm=lambda m, x: x):
         self.turn_q, self.turn_k, self.between, self.use, self.norm = turn_q, turn_k, between, use, norm
 
     def __call__(self, qkv, cos, sin, q_norm, k_norm, k_pages, v_pages, table, lengths, slots):
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
         q, k, v = (x.view(B, 1, -1, D) for x in qkv.split([HQ * D, HKV * D, HKV * D], -1))
-        q, k = self.norm(q, q_norm).transpose(1, 2), self.norm(k, k_norm).transpose(1, 2)
+        q, k = self.norm(Gain(q_norm), q).transpose(1, 2), self.norm(Gain(k_norm), k).transpose(1, 2)
         query, key = self.turn_q(q, cos, sin), self.turn_k(k, cos, sin)
         self.between(qkv, k_pages)
         rows = [x.transpose(1, 2).flatten(0, 1) for x in (query, key[None][0], v.transpose(1, 2))]
@@ -141,103 +130,64 @@ def inputs(dtype=torch.float32, seed=0):
     return qkv, turn.cos(), turn.sin(), torch.randn(D, dtype=dtype), torch.randn(D, dtype=dtype), *pages, table, lengths, slots
 
 
-def run(step, dtype=torch.float32, compiled=False):
-    """(what was found, the difference from the code as it is written)."""
-    told = Fusing()
-
-    def inductor(graph, examples):
-        """Inductor up to the code that it makes of a graph, which takes seconds."""
-        options = {"pre_grad_custom_pass": lambda graph: told.extend(fuse_rotation_pass(graph)), "force_disable_caches": True}
-        return compile_fx(graph, examples, inner_compile=lambda gm, *_, **__: make_boxed_func(gm.forward), config_patches=options)
-
-    torch._dynamo.reset()
-    mine, plain = inputs(dtype), inputs(dtype)
-    with torch.no_grad():
-        got, want = torch.compile(step, fullgraph=True, backend=inductor if compiled else told)(*mine), step(*plain)
-    for one, other, bound in ((mine[5], plain[5], 0.02), (got, want, 0.03)):
-        torch.testing.assert_close(one, other, **({"rtol": bound, "atol": bound} if dtype != torch.float32 else {}))
-    [found] = told
-    return str(found).partition(": ")[2]
+def inductor(gm, given):
+    """Inductor up to the code that it makes of a graph, which takes seconds."""
+    return compile_fx(gm, given, inner_compile=lambda lowered, *_, **__: make_boxed_func(lowered.forward))
 
 
-def swapped(x, cos, sin):
-    return sin * rotate_half(x) + cos * x
+def other_eps(m, x):
+    return llama(m, x, 0.25 if x.shape[2] == HQ else 0.5)
 
 
-def by_parts(x, cos, sin):
-    first, second = torch.chunk(x, 2, dim=-1)
-    cos, sin = cos[..., : D // 2], sin[..., : D // 2]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-def backwards(x, cos, sin):
-    return x * cos + torch.cat((x[..., D // 2 :], -x[..., : D // 2]), dim=-1) * sin
-
-
-def doubled(x, cos, sin):
-    return x * cos + rotate_half(x * 2) * sin
+def narrow(m, x):
+    return m.gain * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.25))
 
 
 STEPS = {
     "plain": (Step(), "rotation"),
     "swapped": (Step(swapped, swapped), "rotation"),
-    "norms": (Step(norm=normed), "norms and rotation"),
-    "by parts, of other angles": (Step(by_parts, by_parts), "not fused, query and key are rotated by different angles"),
-    "other eps": (Step(norm=lambda x, w: normed(x, w, 0.25 if x.shape[2] == HQ else 0.5)), "rotation"),
+    "norms": (Step(norm=llama), "norms and rotation"),
+    "norms in Inductor": (Step(norm=llama), "norms and rotation"),
+    "by parts, of other angles": (Step(by_parts, by_parts), OTHER_ANGLES),
+    "other eps": (Step(norm=other_eps), "rotation"),
+    "norms in bfloat16": (Step(norm=narrow), "rotation"),
     "the other way": (Step(backwards, backwards), NOT),
-    "of another tensor": (Step(doubled, doubled), NOT),
+    "of another tensor": (Step(of_another_tensor, of_another_tensor), NOT),
     "query alone": (Step(turn_k=lambda x, cos, sin: x), NOT),
-    "other angles": (
-        Step(turn_k=lambda x, cos, sin: rotated(x, sin, cos)), "not fused, query and key are rotated by different angles",
-    ),
-    "one row of angles": (
-        Step(lambda x, cos, sin: x * cos[:1] + rotate_half(x) * sin, rotated), "not fused, query and key are rotated by different angles",
-    ),
+    "other angles": (Step(turn_k=lambda x, cos, sin: turned(x, sin, cos)), OTHER_ANGLES),
+    "one row of angles": (Step(lambda x, cos, sin: turned(x, cos[:1], sin)), OTHER_ANGLES),
     "used twice": (Step(use=lambda query, q, cos: query.sum()), "not fused, .., too"),
     "written in between": (Step(between=lambda qkv, k_pages: qkv.mul_(2)), "not fused, .. writes one of its inputs in between"),
     "others written in between": (Step(between=lambda qkv, k_pages: k_pages.mul_(2)), "rotation"),
     "its input used": (Step(use=lambda query, q, cos: q.sum() + cos.sum()), "rotation"),
-}  # fmt: skip
+}
 
 
-@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", STEPS)
 def test_found(name):
-    step, want = STEPS[name]
+    """What is found, and the numbers of the code as it is written."""
+    (step, want), dtype = STEPS[name], torch.bfloat16 if "bfloat16" in name else torch.float32
+    told = Passing(fuse_rotation_pass)
+    mine, plain = inputs(dtype), inputs(dtype)
+
+    def backend(gm, given):
+        run = told(gm, given)
+        return inductor(gm, given) if "Inductor" in name else run
+
+    with torch.no_grad():
+        got, exact = torch.compile(step, fullgraph=True, backend=backend)(*mine), step(*plain)
+    close = {"rtol": 0.03, "atol": 0.03} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close((got, mine[5]), (exact, plain[5]), **close)
+    [found] = said(told)
     # Dynamo names nodes as it likes.
     head, _, end = want.partition("..")
-    found = run(step)
     assert found == want if not end else found.startswith(head) and found.endswith(end)
 
 
-def narrow(x, weight):
-    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.25))
-
-
-def test_a_norm_in_low_precision_is_left():
-    assert run(Step(norm=narrow), torch.bfloat16) == "rotation"
-
-
-def gained_wide(x, weight):
-    wide = x.float()
-    return (weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 0.25))).to(x.dtype)
-
-
-def offset(x, weight):
-    wide = x.float()
-    return (wide * torch.pow(wide.square().mean(-1, keepdim=True) + 0.25, -0.5) * (1.0 + weight.float())).type_as(x)
-
-
-def torchs(x, weight):
-    return torch.nn.functional.rms_norm(x, (D,), weight, 0.25)
-
-
-@pytest.mark.parametrize("norm", [normed, gained_wide, offset, torchs], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("norm", [llama, gpt_oss, gemma, torchs], ids=lambda f: f.__name__)
 def test_it_is_no_less_exact_than_the_models_own_code(norm):
     """The op rounds once, where the model rounds after a norm, a product or a rotation: errors of the output and of the new keys."""
-    told, errors = Fusing(), {"own": 0.0, "fused": 0.0}
-
-    step = Step(norm=norm)
+    told, errors, step = Passing(fuse_rotation_pass), {"own": 0.0, "fused": 0.0}, Step(norm=norm)
     with torch.no_grad():
         for seed in range(6):
             exact = [x.double() if x.is_floating_point() else x for x in inputs(torch.bfloat16, seed)]
@@ -249,13 +199,11 @@ def test_it_is_no_less_exact_than_the_models_own_code(norm):
     assert errors["fused"] <= errors["own"]
 
 
-def test_compiled():
-    assert run(Step(norm=normed), compiled=True) == "norms and rotation"
-
-
 # Where the op is taken -------------------------------------------------------------------------------------------------
 
 LLAMA = paged_layers(32, 8, 128, 0, torch.bfloat16)
+NARROW_VALUES = paged_layers(32, 8, 128, 0, torch.bfloat16, v_head_dim=64)
+MANY_HEADS_A_GROUP = paged_layers(32, 1, 128, 0, torch.bfloat16)
 
 
 def pages(spec, kernel=None):
@@ -278,9 +226,8 @@ def test_it_is_taken_where_it_costs_less():
             with attnops.use(**policy):
                 assert made.one_launch() == (taken,), policy
         assert not any(pages(LLAMA, "triton").one_launch())
-        assert not any(pages(paged_layers(32, 8, 128, 0, torch.bfloat16, v_head_dim=64)).one_launch())
-        assert not any(pages(paged_layers(32, 1, 128, 0, torch.bfloat16)).one_launch()), "too many heads a group"
-        assert not any(pages(latent_layers(16, 0, torch.bfloat16)).one_launch())
+        for spec in (NARROW_VALUES, MANY_HEADS_A_GROUP, latent_layers(16, 0, torch.bfloat16)):
+            assert not any(pages(spec).one_launch())
     assert not any(pages(LLAMA).one_launch()), "a CPU has the plain body alone"
     with attnops.use(kernel=FORCED):
         assert all(pages(LLAMA).one_launch())

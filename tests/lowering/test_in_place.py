@@ -1,15 +1,18 @@
 """Kernels that are called on one machine and whose torch ops stand in the code of another: `Inline.when`."""
 
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
-from torch._inductor.compile_fx import compile_fx
+from torch._dynamo.utils import counters
 
 import attnops
 from attnops.core.kernel import all_kernels
 from attnops.core.problem import Problem, Target
+from attnops.ops import OPS
+from attnops.testing import CASES
 from tests.lowering.models import compiled_code, kernel_calls
 
 B, PAGE, W, HKV, D = 3, 4, 3, 2, 16
@@ -57,73 +60,53 @@ def test_decode_on_a_cpu_is_torchs_own_attention_and_the_glue_is_fused(heads, ma
     assert code.count(FLASH) == 2 and "torch.ops.attnops." not in code
 
 
-def test_every_form_of_a_mask_is_lowered_in_place_and_equals_the_reference():
-    make = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, n, h, D, generator=make) for n, h in ((5, 4), (9, HKV), (9, HKV)))
-    bias, narrow = torch.randn(2, 4, 5, 9, generator=make), v[..., :8].contiguous()
-    start, end = torch.tensor([0, 3]), torch.tensor([9, 6])
-    outside = (torch.arange(9)[None] < start[:, None]) | (torch.arange(9)[None] >= end[:, None])
-    hidden = [x.masked_fill(outside[..., None, None], torch.nan) for x in (k, v)]
-    one, _, _, _, *pages = given(4)
-    tree = torch.rand(B, W * PAGE, generator=make) < 0.7
+RULES = ("causal", "window_both", "chunk", "mask_biases", "mask_causal", "v_wider", "range_start-plain")
+PROMISED = ("decode_promised-window_both", "decode_promised-mask_additive")
 
-    def calls(kernel=None):
-        yield attnops.attention(q, k, v, causal=True, kernel=kernel)
-        yield attnops.attention(q, k, v, causal=True, window=(2, -1), kernel=kernel)
-        yield attnops.attention(q, k, v, attention_chunk=4, causal=True, kernel=kernel)
-        yield attnops.attention(q, k, v, mask=bias, kernel=kernel)
-        yield attnops.attention(q, k, narrow, causal=True, kernel=kernel)
-        yield attnops.attention(q, *hidden, kv_start=start, kv_end=end, causal=True, kernel=kernel)
-        yield attnops.paged_attention(one, *pages, max_seqlen_q=1, padded=False, window=(3, -1), mask=tree, kernel=kernel)
+
+def test_every_rule_is_lowered_in_place_and_equals_the_reference():
+    cases = [c for op in ("attention", "paged_attention") for c in CASES[op] if c.label in (RULES if op == "attention" else PROMISED)]
+    given = [case.call() for case in cases]
+
+    def calls(kernel):
+        policies = [f"kernel={call.op}:{kernel}" for call in given]
+        return tuple(OPS[c.op](OPS[c.op].call(**c.arguments, policy=p)) for c, p in zip(given, policies, strict=True))
 
     with torch.no_grad():
-        want, eager = tuple(calls("reference")), tuple(calls("sdpa"))
-        got, code = compiled_code(lambda: torch.compile(lambda: tuple(calls()), fullgraph=True)())
-    unit = torch.finfo(torch.float32).eps
-    for exact, found, compiled in zip(want, eager, got, strict=True):
-        torch.testing.assert_close(found, exact, rtol=8 * unit, atol=8 * unit)
-        torch.testing.assert_close(compiled, exact, rtol=8 * unit, atol=8 * unit)
-    assert "torch.ops.attnops." not in code and code.count(FLASH) == len(want) - 1, "a narrower value takes torch's plain way"
-
-
-def test_requests_that_may_be_padded_are_left_to_the_kernel():
-    arguments = given(4)
-    with torch.no_grad():
-        want = Both()(*arguments)[1]
-        got, code = compiled_code(lambda: torch.compile(lambda *a: Both()(*a, padded=True)[1], fullgraph=True)(*arguments))
+        want = calls("reference")
+        got, code = compiled_code(lambda: torch.compile(lambda: calls("sdpa"), fullgraph=True)())
     torch.testing.assert_close(got, want)
-    assert "torch.ops.attnops.paged_attention.sdpa" in code and FLASH not in code
+    assert len(want) == len(RULES + PROMISED) and "torch.ops.attnops." not in code
 
 
-def test_a_size_that_depends_on_data_is_left_to_the_kernel():
-    def some(x, pick):
-        few = x[pick.nonzero()[:, 0]]
-        return attnops.attention(few, few, few, causal=True, kernel="sdpa")
+def some(x, pick):
+    few = x[pick.nonzero()[:, 0]]
+    return attnops.attention(few, few, few, causal=True, kernel="sdpa")
 
-    x, pick = torch.randn(4, 3, 2, D), torch.tensor([1, 0, 1, 1])
+
+LEFT = {
+    "requests that may be padded": (lambda *given: Both()(*given, padded=True)[1], given(4)),
+    "a size that depends on data": (some, [torch.randn(4, 3, 2, D), torch.tensor([1, 0, 1, 1])]),
+}
+
+
+@pytest.mark.parametrize("what", LEFT)
+def test_left_to_the_kernel(what):
+    run, arguments = LEFT[what]
     with torch.no_grad(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        got, code = compiled_code(lambda: torch.compile(some, fullgraph=True)(x, pick))
-        torch.testing.assert_close(got, some(x, pick))
-    assert "torch.ops.attnops.attention.sdpa" in code and FLASH not in code
+        got, code = compiled_code(lambda: torch.compile(run, fullgraph=True)(*arguments))
+        torch.testing.assert_close(got, run(*arguments))
+    assert re.search(r"torch.ops.attnops.\w*attention.sdpa", code) and FLASH not in code
 
 
 def test_sizes_that_change_ask_for_no_further_graph():
     """Two lengths of a chunk over a growing context, and one where they are equal."""
-    graphs, compiled = [], []
-
-    def counting(gm, inputs):
-        graphs.append(gm)
-        return compile_fx(gm, inputs)
-
-    @torch.compile(backend=counting, fullgraph=True, dynamic=True)
-    def call(q, k):
-        return attnops.attention(q, k, k, causal=True)
-
+    call, compiled = torch.compile(attnops.attention, fullgraph=True, dynamic=True), []
     with torch.no_grad():
         for queries, keys in ((3, 7), (5, 9), (6, 6)):
             q, k = torch.randn(2, queries, 4, D), torch.randn(2, keys, HKV, D)
-            torch.testing.assert_close(call(q, k), attnops.attention(q, k, k, causal=True))
-            compiled.append(len(graphs))
+            torch.testing.assert_close(call(q, k, k, causal=True), attnops.attention(q, k, k, causal=True))
+            compiled.append(counters["stats"]["unique_graphs"])
     assert compiled[0] == compiled[-1]
 
 

@@ -5,7 +5,6 @@ GPU nodes makes the partitions of a CPU graph those of a GPU graph.
 """
 
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,17 +12,9 @@ import torch._inductor.utils as inductor_utils
 from torch._inductor import config as inductor
 
 import attnops
-from attnops.core.kernel import Capture, kernels_of, register
 from attnops.ops import request_starts
+from tests.graphs.models import boundary
 from tests.lowering.models import PagedModel, compiled_code, decode, kernel_calls
-
-
-@pytest.fixture(scope="module")
-def uncapturable():
-    name = "uncapturable"
-    if name not in kernels_of("paged_attention"):
-        register(replace(kernels_of("paged_attention")["reference"], name=name, capture=Capture.NEVER, cost_us=lambda p: 1e9))
-    return name
 
 
 def partitioned(call, monkeypatch):
@@ -53,19 +44,12 @@ def partitions(kernel, monkeypatch):
     return len(set(re.findall(r"def (partition_\d+)", code)))
 
 
-def test_an_uncapturable_kernel_splits_the_graph(uncapturable, monkeypatch):
-    assert partitions(uncapturable, monkeypatch) == 3
-
-
-@pytest.mark.full
-def test_a_capturable_kernel_does_not(monkeypatch):
-    assert partitions("sdpa", monkeypatch) == 1
-
-
-def test_the_tag_is_the_kernels(uncapturable):
-    packet = torch.ops.attnops.paged_attention
-    assert torch.Tag.cudagraph_unsafe in getattr(packet, uncapturable).tags
-    assert torch.Tag.cudagraph_unsafe not in packet.sdpa.tags and torch.Tag.cudagraph_unsafe not in packet.default.tags
+@pytest.mark.parametrize(("kernel", "count"), [(boundary(), 3), pytest.param("sdpa", 1, marks=pytest.mark.full)])
+def test_an_uncapturable_kernel_splits_the_graph(kernel, count, monkeypatch):
+    """By the kernel's tag."""
+    assert partitions(kernel, monkeypatch) == count
+    packet, unsafe = torch.ops.attnops.paged_attention, torch.Tag.cudagraph_unsafe
+    assert (unsafe in getattr(packet, kernel).tags) is (count > 1) and unsafe not in packet.default.tags
 
 
 def test_requests_are_counted_between_graphs(monkeypatch):

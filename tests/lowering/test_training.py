@@ -9,15 +9,14 @@ from torch import nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import attnops
+from tests.adapters.helpers import Calls
 from tests.lowering.models import HQ, D, Dense, compiled_code, kernel_calls
 
 ATTENTION = torch.ops.attnops.attention.default
 BATCH, TOKENS = 2, 24
-PAIR = ["attention.aten_flash", "attention_backward.aten_flash"]
 
 
 class Packed(nn.Module):
@@ -43,122 +42,84 @@ def gradients(model, run, x):
     return torch.autograd.grad(run(x).sin().sum(), [x, *model.parameters()])
 
 
-def one_by_one(layers, x, context=None):
-    """The layers, each a checkpoint."""
-    more = {} if context is None else {"context_fn": context}
-    for layer in layers:
-        x = checkpoint(layer, x, use_reentrant=False, **more)
-    return x
-
-
-def kept(of, ctx, op, *args, **kwargs):
-    return CheckpointPolicy.MUST_SAVE if op == of else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-KEEP = partial(create_selective_checkpoint_contexts, partial(kept, ATTENTION))
-"""Activation checkpointing that keeps the results of attention, which it finds by the op's name."""
-
-
-class Counted(TorchDispatchMode):
-    """Counts the calls of each op of ours."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "attnops":
-            self.calls.append(func.overloadpacket._qualified_op_name.partition("::")[2])
-        return func(*args, **(kwargs or {}))
+KERNELS = {Dense: ("attention", "aten_flash"), Packed: ("varlen_attention", "reference")}
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_both_graphs_name_their_kernels(dynamic):
-    model, x = Dense(), inputs()
+@pytest.mark.parametrize(("make", "dynamic"), [(Dense, False), (Packed, False), (Dense, True)])
+def test_both_graphs_name_their_kernels(make, dynamic):
+    model, x = make(), inputs()
     want = gradients(model, model, x)
     got, code = compiled_code(lambda: gradients(model, torch.compile(model, fullgraph=True, dynamic=dynamic), x))
-    assert kernel_calls(code) == PAIR
+    op, kernel = KERNELS[make]
+    assert kernel_calls(code) == [f"{op}.{kernel}", f"{op}_backward.{kernel}"]
     torch.testing.assert_close(got, want)
-
-
-@pytest.mark.full
-def test_packed_documents_with_every_rule():
-    model, x = Packed(), inputs()
-    want = gradients(model, model, x)
-    got, code = compiled_code(lambda: gradients(model, torch.compile(model, fullgraph=True), x))
-    assert kernel_calls(code) == ["varlen_attention.reference", "varlen_attention_backward.reference"]
-    torch.testing.assert_close(got, want)
-
-
-def test_no_copies_around_the_kernels():
-    """Nothing that Inductor generates runs between a product and the kernel, which reads slices of it, and the gradient, as they are."""
-    model, x = Dense(), inputs()
-    _, code = compiled_code(lambda: gradients(model, torch.compile(model, fullgraph=True), x))
-    launches = re.findall(r"^ +(?:\w+ = )?(?:torch\.ops\.attnops\.(\w+)\.|(cpp_fused\w+)\(|(extern_kernels\.\w+)\()", code, re.M)
-    order = ["".join(found) for found in launches]
-    assert order.index("extern_kernels.addmm") + 1 == order.index("attention"), order
-    before = order[order.index("attention") + 1 : order.index("attention_backward")]
-    # After the forward: the residual. Before the backward: the gradient of the loss.
-    assert len(before) <= 2 and not any(re.search("clone|copy|cat|contiguous|permute", name) for name in before), before
+    if make is Dense and not dynamic:
+        # Nothing that Inductor generates runs between a product and the kernel, which reads slices of it, and the gradient, as they are.
+        launches = re.findall(r"^ +(?:\w+ = )?(?:torch\.ops\.attnops\.(\w+)\.|(cpp_fused\w+)\(|(extern_kernels\.\w+)\()", code, re.M)
+        order = ["".join(found) for found in launches]
+        assert order.index("extern_kernels.addmm") + 1 == order.index("attention"), order
+        before = order[order.index("attention") + 1 : order.index("attention_backward")]
+        # After the forward: the residual. Before the backward: the gradient of the loss.
+        assert len(before) <= 2 and not any(re.search("clone|copy|cat|contiguous|permute", name) for name in before), before
 
 
 @pytest.mark.parametrize("make", [Dense, Packed])
 def test_output_and_lse_are_saved_and_no_mask(make):
-    saved = {}
+    saved = []
 
     def forward(graph, given):
         results = graph.graph.find_nodes(op="output")[0].args[0]
-        saved["forward"] = [tuple(n.meta["val"].shape) for n in results if isinstance(n, torch.fx.Node)]
+        saved.extend(tuple(n.meta["val"].shape) for n in results if isinstance(n, torch.fx.Node))
         return graph.forward
 
-    def backward(graph, given):
-        return graph.forward
-
-    backend = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=min_cut_rematerialization_partition)
+    backend = aot_autograd(
+        fw_compiler=forward, bw_compiler=lambda graph, given: graph.forward, partition_fn=min_cut_rematerialization_partition
+    )
     model, x = make(), inputs()
     want = gradients(model, model, x)
     torch.testing.assert_close(gradients(model, torch.compile(model, fullgraph=True, backend=backend), x), want)
     tokens = (BATCH, TOKENS) if make is Dense else (BATCH * TOKENS,)
-    assert saved["forward"].count((*tokens, HQ)) == 1 and saved["forward"].count((*tokens, HQ, D)) >= 1, saved
-    quadratic = [shape for shape in saved["forward"] if shape.count(TOKENS) > 1 or shape.count(BATCH * TOKENS) > 1]
+    assert saved.count((*tokens, HQ)) == 1 and saved.count((*tokens, HQ, D)) >= 1, saved
+    quadratic = [shape for shape in saved if shape.count(TOKENS) > 1 or shape.count(BATCH * TOKENS) > 1]
     assert not quadratic, "a mask or the logits"
 
 
+def kept(ctx, op, *args, **kwargs):
+    """Keeps the results of attention, which it finds by the op's name."""
+    return CheckpointPolicy.MUST_SAVE if op == ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("selective", [False, True])
-def test_checkpoints(selective):
-    """Attention runs once more in the backward, unless a policy keeps its results by its name."""
+def test_checkpoints(selective, compiled):
+    """Attention runs once more in the backward, unless a policy keeps its results."""
     layers, x = nn.ModuleList(Dense() for _ in range(2)), inputs()
-    run, forwards = partial(one_by_one, layers, context=KEEP if selective else None), 2 if selective else 4
-    with Counted() as counted:
-        gradients(layers, run, x)
-    assert counted.calls.count("attention") == forwards and counted.calls.count("attention_backward") == 2
-    plain = gradients(layers, lambda x: layers[1](layers[0](x)), x)
-    torch.testing.assert_close(gradients(layers, run, x), plain)
+    more = {"context_fn": partial(create_selective_checkpoint_contexts, kept)} if selective else {}
+
+    def run(x):
+        for layer in layers:
+            x = checkpoint(layer, x, use_reentrant=False, **more)
+        return x
+
+    if compiled:
+        got, code = compiled_code(lambda: gradients(layers, torch.compile(run, fullgraph=True), x))
+        names = [call.partition(".")[0] for call in kernel_calls(code)]
+    else:
+        with Calls() as calls:
+            got = gradients(layers, run, x)
+        names = [name.removeprefix("attnops::") for name in calls.names]
+    assert names.count("attention") == (2 if selective else 4) and names.count("attention_backward") == 2, names
+    torch.testing.assert_close(got, gradients(layers, lambda x: layers[1](layers[0](x)), x))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("selective", [False, True])
-def test_checkpoints_compiled(selective):
-    layers, x = nn.ModuleList(Dense() for _ in range(2)), inputs()
-    run, forwards = partial(one_by_one, layers, context=KEEP if selective else None), 2 if selective else 4
-    want = gradients(layers, run, x)
-    got, code = compiled_code(lambda: gradients(layers, torch.compile(run, fullgraph=True), x))
-    calls = kernel_calls(code)
-    assert calls.count("attention.aten_flash") == forwards and calls.count("attention_backward.aten_flash") == 2, calls
-    torch.testing.assert_close(got, want)
-
-
-@pytest.mark.full
-def test_compiled_autograd():
+@pytest.mark.parametrize("compiled", [True, False])
+def test_compiled_autograd(compiled):
+    """Also of an eager forward: the gradient's op is traced from the tape."""
     model, x = Dense(), inputs()
     want = gradients(model, model, x)
     with compiled_autograd._enable(torch.compile(backend="aot_eager")):
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-        compiled(x).sin().sum().backward()
-    torch.testing.assert_close((x.grad, *(p.grad for p in model.parameters())), want)
-    x.grad = None
-    model.zero_grad()
-    with compiled_autograd._enable(torch.compile(backend="aot_eager")):
-        model(x).sin().sum().backward()  # eager forward: the gradient's op is traced from the tape
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        run(x).sin().sum().backward()
     torch.testing.assert_close((x.grad, *(p.grad for p in model.parameters())), want)

@@ -46,6 +46,6 @@ def test_nothing_is_searched_in_a_view(kernel):
 
 def test_nothing_is_searched_where_there_is_nothing():
     """Triton fails to compile a search in an empty tensor."""
-    graph = make_fx(lambda x: rows_of(x, 3), tracing_mode="fake")(torch.zeros(1, dtype=torch.int32)).graph
-    assert not [n for n in graph.nodes if "searchsorted" in str(n.target)]
-    assert rows_of(torch.zeros(1, dtype=torch.int32), 3).tolist() == [0, 0, 0]
+    cu = torch.zeros(1, dtype=torch.int32)
+    assert "searchsorted" not in make_fx(lambda x: rows_of(x, 3), tracing_mode="fake")(cu).code
+    assert rows_of(cu, 3).tolist() == [0, 0, 0]
