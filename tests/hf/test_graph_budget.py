@@ -84,13 +84,13 @@ def test_those_that_were_not_used_for_longest_are_freed(asked, model, monkeypatc
     given = how(budget_bytes=budget if asked else None)
     with attnops.patch(model, cache="paged", decode=given) as handle:
         made, held = [], []
-        for by in (1.0, 2.0, 3.0, 2.0, 3.0, 1.0, 3.0, 2.0):
+        for by in (1.0, 2.0, 3.0, 2.0, 3.0, 1.0, 3.0, 2.0, 3.0):
             assert relative(of_state(model, by), by * plain) < LIMIT
             made.append(len(handle.decode.graphs.graphs))
             held.append(handle._paged.decoder().graph_bytes <= budget)
-        # The third frees the first. Met again, the first frees the second, and that the first.
+        # The third frees the first. Met again, the first frees the second, and that the first: the third was used after it.
         new = [after - before for before, after in zip([0, *made], made, strict=False)]
-        assert new == [1, 1, 1, 0, 0, 1, 0, 1] and all(held)
+        assert new == [1, 1, 1, 0, 0, 1, 0, 1, 0] and all(held)
         assert sum(graph.alive for graph in handle.decode.graphs.graphs) == 2
         told = "graphs of 3 states of the model were freed, over the budget of"
         assert told in str(handle.report())
