@@ -1,4 +1,4 @@
-"""A model with code of a caller's in it, and changes of it that no weight shows. Each is made to a model and to its twin."""
+"""A model with code of a caller's in it, and changes of it, most of which no weight shows. Each is made to a model and to its twin."""
 
 import copy
 import dataclasses
@@ -13,6 +13,8 @@ FACTOR = 1.0
 
 TABLE = {"by": [1.0]}
 """Numbers of the model's file."""
+
+ADAPTERS = ("first", "second", "third")
 
 
 def bent(x):
@@ -38,6 +40,22 @@ class Slotted:
 
     def __init__(self):
         self.scale = 1.0
+
+
+class Adapted(nn.Module):
+    """A linear that adds the output of each active adapter."""
+
+    def __init__(self, own):
+        super().__init__()
+        self.own, self.active = own, []
+        sizes = own.in_features, own.out_features
+        self.deltas = nn.ModuleDict({name: nn.Linear(*sizes, bias=False) for name in ADAPTERS})
+
+    def forward(self, x):
+        out = self.own(x)
+        for name in self.active:
+            out = out + self.deltas[name](x)
+        return out
 
 
 class Steered(nn.Module):
@@ -66,74 +84,119 @@ class Steered(nn.Module):
 
 
 def model(name="granite", **more):
-    found = tiny.model(name, **more)
-    layer = found.model.layers[1]
-    layer.mlp = Steered(layer.mlp)
+    found = tiny.model(name, tie_word_embeddings=False, **more)
+    first, last = found.model.layers[0].mlp, found.model.layers[1]
+    first.up_proj, last.mlp = Adapted(first.up_proj), Steered(last.mlp)
     return found
 
 
-def _mlp(model):
+def twins():
+    first = model()
+    return first, copy.deepcopy(first)
+
+
+def mlp_of(model):
     return model.model.layers[1].mlp
 
 
-def _vector(model, seed):
-    return torch.randn(model.config.hidden_size, generator=torch.Generator().manual_seed(seed))
+def _vector(model, by):
+    return torch.randn(model.config.hidden_size, generator=torch.Generator().manual_seed(int(100 * by)))
 
 
-def _forward(self, x):
-    return 0.5 * self.own(x)
+def _write(model, by, anew=False):
+    """In place, where there is a vector. anew: in other memory."""
+    vector = mlp_of(model).vector
+    if vector is not None and anew:
+        vector.data = vector * by
+    elif vector is not None:
+        vector.mul_(by)
 
 
-def _tilted(x):
-    return x * 1.5
+def _other(model, by):
+    """Other numbers for the head."""
+    own = model.lm_head.weight.detach()
+    return own + 0.1 * torch.randn(own.shape, generator=torch.Generator().manual_seed(int(100 * by)))
 
 
-def _normed(self, hidden_states):
-    return self.weight * hidden_states
+def _another_head(model, by):
+    weight = _other(model, by)
+    model.lm_head = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    model.lm_head.load_state_dict({"weight": weight})
 
 
-def _wrapped(mlp):
-    own = type(mlp).forward
-    mlp.forward = lambda x: 1.25 * own(mlp, x)
+def _turned(model):
+    """The same numbers at the same address, in another order."""
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    weight.data = weight.data.t()
+
+
+def _scaled(mlp, by):
+    return lambda x: by * type(mlp).forward(mlp, x)
+
+
+def _without_forward(mlp):
+    vars(mlp).pop("forward", None)
 
 
 HERE = "tests.hf.steered"
-# By name, in the order in which they are made: some need the one before.
+IN_PLACE = ("numbers of a parameter", "numbers of a buffer")
+"""What the same graphs read."""
+
+# By name: of a model, with pytest's monkeypatch for what is not the model's own, and a number that is not 1.
 CHANGES = {
-    "a vector is set": lambda m, p: setattr(_mlp(m), "vector", _vector(m, 1)),
-    "a vector is replaced": lambda m, p: setattr(_mlp(m), "vector", _vector(m, 2)),
-    "a vector is written": lambda m, p: _mlp(m).vector.mul_(-1),
-    "a vector has other numbers": lambda m, p: setattr(_mlp(m).vector, "data", _vector(m, 3)),
-    "a vector is taken away": lambda m, p: setattr(_mlp(m), "vector", None),
-    "a whole number": lambda m, p: setattr(_mlp(m), "count", 2),
-    "a fraction in a list": lambda m, p: _mlp(m).fractions.__setitem__(1, 0.5),
-    "a list in a tuple": lambda m, p: _mlp(m).pair[1].__setitem__(0, 1.5),
-    "a tuple": lambda m, p: setattr(_mlp(m), "pair", (1.0, [0.75])),
-    "a dictionary in a dictionary": lambda m, p: _mlp(m).names["a"].update(b=0.7),
-    "a field of a dataclass": lambda m, p: setattr(_mlp(m).settings, "scale", 1.4),
-    "a list in a dataclass": lambda m, p: _mlp(m).settings.inner.__setitem__(0, 0.8),
-    "a dataclass": lambda m, p: setattr(_mlp(m), "settings", Settings(0.6, [1.0])),
-    "a slot": lambda m, p: setattr(_mlp(m).slotted, "scale", 1.7),
-    "a function": lambda m, p: setattr(_mlp(m), "function", times(0.8)),
-    "a function of the same code": lambda m, p: setattr(_mlp(m), "function", times(1.3)),
-    "an attribute of a module of the model's": lambda m, p: setattr(m.model.layers[0], "residual_multiplier", 1.3),
-    "a field of the config": lambda m, p: setattr(m.config, "logits_scaling", 1.6),
-    "an attribute of a class": lambda m, p: p.setattr(Steered, "factor", 0.9),
-    "a number of a file": lambda m, p: p.setattr(f"{HERE}.FACTOR", 1.1),
-    "a number in a table of a file": lambda m, p: p.setitem(TABLE, "by", [0.9]),
-    "a function of a file": lambda m, p: p.setattr(f"{HERE}.bent", _tilted),
-    "a method of a class": lambda m, p: p.setattr(Steered, "scale", lambda self: 1.2),
-    "a forward of an instance": lambda m, p: _wrapped(_mlp(m)),
-    "no forward of an instance": lambda m, p: vars(_mlp(m)).pop("forward"),
-    "a forward of a class": lambda m, p: p.setattr(Steered, "forward", _forward),
-    "a forward of a class of the model's": lambda m, p: p.setattr(type(m.model.norm), "forward", _normed),
-    "a function of the model's file": lambda m, p: p.setattr(
-        f"{type(m).__module__}.rotate_half", lambda x: torch.cat((x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), -1)
-    ),
-    "a function of torch": lambda m, p: p.setattr(torch.nn.functional, "silu", torch.tanh),
+    "a vector is set": lambda m, p, by: setattr(mlp_of(m), "vector", _vector(m, by)),
+    "a vector is replaced": lambda m, p, by: setattr(mlp_of(m), "vector", _vector(m, by / 2)),
+    "a vector is written": lambda m, p, by: _write(m, by),
+    "a vector has other numbers": lambda m, p, by: _write(m, by, anew=True),
+    "a vector is taken away": lambda m, p, by: setattr(mlp_of(m), "vector", None),
+    "a whole number": lambda m, p, by: setattr(mlp_of(m), "count", 2),
+    "a list": lambda m, p, by: setattr(mlp_of(m), "fractions", [1.0, by]),
+    "a fraction in a list": lambda m, p, by: mlp_of(m).fractions.__setitem__(1, by / 2),
+    "a tuple": lambda m, p, by: setattr(mlp_of(m), "pair", (by, [by])),
+    "a list in a tuple": lambda m, p, by: mlp_of(m).pair[1].__setitem__(0, by / 2),
+    "a dictionary in a dictionary": lambda m, p, by: mlp_of(m).names["a"].update(b=by),
+    "a field of a dataclass": lambda m, p, by: setattr(mlp_of(m).settings, "scale", by),
+    "a list in a dataclass": lambda m, p, by: mlp_of(m).settings.inner.__setitem__(0, by),
+    "a dataclass": lambda m, p, by: setattr(mlp_of(m), "settings", Settings(by / 2)),
+    "a slot": lambda m, p, by: setattr(mlp_of(m).slotted, "scale", by),
+    "a function": lambda m, p, by: setattr(mlp_of(m), "function", times(by)),
+    "a function of the same code": lambda m, p, by: setattr(mlp_of(m), "function", times(by / 2)),
+    "an attribute of a module of the model's": lambda m, p, by: setattr(m.model.layers[0], "residual_multiplier", by),
+    "a field of the config": lambda m, p, by: setattr(m.config, "logits_scaling", by),
+    "an adapter": lambda m, p, by: setattr(m.model.layers[0].mlp.up_proj, "active", [ADAPTERS[int(2 * by) % 3]]),
+    "a parameter": lambda m, p, by: setattr(m.lm_head, "weight", nn.Parameter(_other(m, by))),
+    "the memory of a parameter": lambda m, p, by: setattr(m.lm_head.weight, "data", _other(m, by / 2)),
+    "numbers of a parameter": lambda m, p, by: m.lm_head.weight.data.copy_(_other(m, by)),
+    "another head": lambda m, p, by: _another_head(m, by),
+    "a buffer": lambda m, p, by: setattr(m.model.rotary_emb, "inv_freq", m.model.rotary_emb.inv_freq * by),
+    "numbers of a buffer": lambda m, p, by: m.model.rotary_emb.inv_freq.mul_(by),
+    "an attribute of a class": lambda m, p, by: p.setattr(Steered, "factor", by),
+    "a number of a file": lambda m, p, by: p.setattr(f"{HERE}.FACTOR", by),
+    "a number in a table of a file": lambda m, p, by: p.setitem(TABLE, "by", [by]),
+    "a function of a file": lambda m, p, by: p.setattr(f"{HERE}.bent", times(by)),
+    "a method of a class": lambda m, p, by: p.setattr(Steered, "scale", lambda self: by),
+    "a forward of an instance": lambda m, p, by: setattr(mlp_of(m), "forward", _scaled(mlp_of(m), by)),
+    "no forward of an instance": lambda m, p, by: _without_forward(mlp_of(m)),
 }
 
+# Nothing comes through after them.
+LAST = {
+    "a weight is turned": lambda m, p, by: _turned(m),
+    "a forward of a class": lambda m, p, by: p.setattr(Steered, "forward", lambda self, x: by * self.own(x)),
+    "a forward of a class of the model's": lambda m, p, by: p.setattr(type(m.model.norm), "forward", lambda self, x: self.weight * x),
+    "a function of the model's file": lambda m, p, by: p.setattr(f"{type(m).__module__}.rotate_half", lambda x: x.flip(-1)),
+    "a function of torch": lambda m, p, by: p.setattr(torch.nn.functional, "silu", torch.tanh),
+}
 
-def twins(name="granite", **more):
-    first = model(name, **more)
-    return first, copy.deepcopy(first)
+# They change no number, or are for the caller.
+UNFELT = {
+    "a hook": lambda m, p, by: mlp_of(m).register_forward_hook(lambda *_: None),
+    "a hook before": lambda m, p, by: mlp_of(m).register_forward_pre_hook(lambda *_: None),
+    "the training mode": lambda m, p, by: mlp_of(m).train(),
+    "a class": lambda m, p, by: setattr(m.model.norm, "__class__", type("Norm", (type(m.model.norm),), {})),
+    "its own forward on an instance": lambda m, p, by: setattr(mlp_of(m), "forward", mlp_of(m).forward),
+    "a bias": lambda m, p, by: m.lm_head.register_parameter("bias", nn.Parameter(torch.zeros(m.lm_head.out_features))),
+    "a longer list": lambda m, p, by: mlp_of(m).fractions.append(1.0),
+}
+
+EVERY = {**CHANGES, **LAST, **UNFELT}
