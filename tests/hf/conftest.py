@@ -51,8 +51,3 @@ def small_pages(monkeypatch):
 
     monkeypatch.setattr(pool, "ModelPages", small)
     return made
-
-
-@pytest.fixture
-def nan_pages(small_pages):
-    """As `small_pages`, for tests that do not look at them."""

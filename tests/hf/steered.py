@@ -96,7 +96,7 @@ def twins():
 
 
 def mlp_of(model):
-    return model.model.layers[1].mlp
+    return None if model is None else model.model.layers[1].mlp
 
 
 def _vector(model, by):
@@ -142,61 +142,75 @@ HERE = "tests.hf.steered"
 IN_PLACE = ("numbers of a parameter", "numbers of a buffer")
 """What the same graphs read."""
 
-# By name: of a model, with pytest's monkeypatch for what is not the model's own, and a number that is not 1.
-CHANGES = {
-    "a vector is set": lambda m, p, by: setattr(mlp_of(m), "vector", _vector(m, by)),
-    "a vector is replaced": lambda m, p, by: setattr(mlp_of(m), "vector", _vector(m, by / 2)),
-    "a vector is written": lambda m, p, by: _write(m, by),
-    "a vector has other numbers": lambda m, p, by: _write(m, by, anew=True),
-    "a vector is taken away": lambda m, p, by: setattr(mlp_of(m), "vector", None),
-    "a whole number": lambda m, p, by: setattr(mlp_of(m), "count", 2),
-    "a list": lambda m, p, by: setattr(mlp_of(m), "fractions", [1.0, by]),
-    "a fraction in a list": lambda m, p, by: mlp_of(m).fractions.__setitem__(1, by / 2),
-    "a tuple": lambda m, p, by: setattr(mlp_of(m), "pair", (by, [by])),
-    "a list in a tuple": lambda m, p, by: mlp_of(m).pair[1].__setitem__(0, by / 2),
-    "a dictionary in a dictionary": lambda m, p, by: mlp_of(m).names["a"].update(b=by),
-    "a field of a dataclass": lambda m, p, by: setattr(mlp_of(m).settings, "scale", by),
-    "a list in a dataclass": lambda m, p, by: mlp_of(m).settings.inner.__setitem__(0, by),
-    "a dataclass": lambda m, p, by: setattr(mlp_of(m), "settings", Settings(by / 2)),
-    "a slot": lambda m, p, by: setattr(mlp_of(m).slotted, "scale", by),
-    "a function": lambda m, p, by: setattr(mlp_of(m), "function", times(by)),
-    "a function of the same code": lambda m, p, by: setattr(mlp_of(m), "function", times(by / 2)),
-    "an attribute of a module of the model's": lambda m, p, by: setattr(m.model.layers[0], "residual_multiplier", by),
-    "a field of the config": lambda m, p, by: setattr(m.config, "logits_scaling", by),
-    "an adapter": lambda m, p, by: setattr(m.model.layers[0].mlp.up_proj, "active", [ADAPTERS[int(2 * by) % 3]]),
-    "a parameter": lambda m, p, by: setattr(m.lm_head, "weight", nn.Parameter(_other(m, by))),
-    "the memory of a parameter": lambda m, p, by: setattr(m.lm_head.weight, "data", _other(m, by / 2)),
-    "numbers of a parameter": lambda m, p, by: m.lm_head.weight.data.copy_(_other(m, by)),
-    "another head": lambda m, p, by: _another_head(m, by),
-    "a buffer": lambda m, p, by: setattr(m.model.rotary_emb, "inv_freq", m.model.rotary_emb.inv_freq * by),
-    "numbers of a buffer": lambda m, p, by: m.model.rotary_emb.inv_freq.mul_(by),
-    "an attribute of a class": lambda m, p, by: p.setattr(Steered, "factor", by),
-    "a number of a file": lambda m, p, by: p.setattr(f"{HERE}.FACTOR", by),
-    "a number in a table of a file": lambda m, p, by: p.setitem(TABLE, "by", [by]),
-    "a function of a file": lambda m, p, by: p.setattr(f"{HERE}.bent", times(by)),
-    "a method of a class": lambda m, p, by: p.setattr(Steered, "scale", lambda self: by),
-    "a forward of an instance": lambda m, p, by: setattr(mlp_of(m), "forward", _scaled(mlp_of(m), by)),
-    "no forward of an instance": lambda m, p, by: _without_forward(mlp_of(m)),
-}
 
-# Nothing comes through after them.
-LAST = {
-    "a weight is turned": lambda m, p, by: _turned(m),
-    "a forward of a class": lambda m, p, by: p.setattr(Steered, "forward", lambda self, x: by * self.own(x)),
-    "a forward of a class of the model's": lambda m, p, by: p.setattr(type(m.model.norm), "forward", lambda self, x: self.weight * x),
-    "a function of the model's file": lambda m, p, by: p.setattr(f"{type(m).__module__}.rotate_half", lambda x: x.flip(-1)),
-    "a function of torch": lambda m, p, by: p.setattr(torch.nn.functional, "silu", torch.tanh),
-}
+def changes(model, patch, by):
+    """By name a call that changes something. patch: pytest's monkeypatch, for what is not the model's own. by: a number that is not 1."""
+    mlp = mlp_of(model)
+    return {
+        "a vector is set": lambda: setattr(mlp, "vector", _vector(model, by)),
+        "a vector is replaced": lambda: setattr(mlp, "vector", _vector(model, by / 2)),
+        "a vector is written": lambda: _write(model, by),
+        "a vector has other numbers": lambda: _write(model, by, anew=True),
+        "a vector is taken away": lambda: setattr(mlp, "vector", None),
+        "a whole number": lambda: setattr(mlp, "count", 2),
+        "a list": lambda: setattr(mlp, "fractions", [1.0, by]),
+        "a fraction in a list": lambda: mlp.fractions.__setitem__(1, by / 2),
+        "a tuple": lambda: setattr(mlp, "pair", (by, [by])),
+        "a list in a tuple": lambda: mlp.pair[1].__setitem__(0, by / 2),
+        "a dictionary in a dictionary": lambda: mlp.names["a"].update(b=by),
+        "a field of a dataclass": lambda: setattr(mlp.settings, "scale", by),
+        "a list in a dataclass": lambda: mlp.settings.inner.__setitem__(0, by),
+        "a dataclass": lambda: setattr(mlp, "settings", Settings(by / 2)),
+        "a slot": lambda: setattr(mlp.slotted, "scale", by),
+        "a function": lambda: setattr(mlp, "function", times(by)),
+        "a function of the same code": lambda: setattr(mlp, "function", times(by / 2)),
+        "an attribute of a module of the model's": lambda: setattr(model.model.layers[0], "residual_multiplier", by),
+        "a field of the config": lambda: setattr(model.config, "logits_scaling", by),
+        "an adapter": lambda: setattr(model.model.layers[0].mlp.up_proj, "active", [ADAPTERS[int(2 * by) % 3]]),
+        "a parameter": lambda: setattr(model.lm_head, "weight", nn.Parameter(_other(model, by))),
+        "the memory of a parameter": lambda: setattr(model.lm_head.weight, "data", _other(model, by / 2)),
+        "numbers of a parameter": lambda: model.lm_head.weight.data.copy_(_other(model, by)),
+        "another head": lambda: _another_head(model, by),
+        "a buffer": lambda: setattr(model.model.rotary_emb, "inv_freq", model.model.rotary_emb.inv_freq * by),
+        "numbers of a buffer": lambda: model.model.rotary_emb.inv_freq.mul_(by),
+        "an attribute of a class": lambda: patch.setattr(Steered, "factor", by),
+        "a number of a file": lambda: patch.setattr(f"{HERE}.FACTOR", by),
+        "a number in a table of a file": lambda: patch.setitem(TABLE, "by", [by]),
+        "a function of a file": lambda: patch.setattr(f"{HERE}.bent", times(by)),
+        "a method of a class": lambda: patch.setattr(Steered, "scale", lambda self: by),
+        "a forward of an instance": lambda: setattr(mlp, "forward", _scaled(mlp, by)),
+        "no forward of an instance": lambda: _without_forward(mlp),
+    }
 
-# They change no number, or are for the caller.
-UNFELT = {
-    "a hook": lambda m, p, by: mlp_of(m).register_forward_hook(lambda *_: None),
-    "a hook before": lambda m, p, by: mlp_of(m).register_forward_pre_hook(lambda *_: None),
-    "the training mode": lambda m, p, by: mlp_of(m).train(),
-    "a class": lambda m, p, by: setattr(m.model.norm, "__class__", type("Norm", (type(m.model.norm),), {})),
-    "its own forward on an instance": lambda m, p, by: setattr(mlp_of(m), "forward", mlp_of(m).forward),
-    "a bias": lambda m, p, by: m.lm_head.register_parameter("bias", nn.Parameter(torch.zeros(m.lm_head.out_features))),
-    "a longer list": lambda m, p, by: mlp_of(m).fractions.append(1.0),
-}
 
-EVERY = {**CHANGES, **LAST, **UNFELT}
+def last_changes(model, patch, by):
+    """Nothing comes through after them."""
+    return {
+        "a weight is turned": lambda: _turned(model),
+        "a forward of a class": lambda: patch.setattr(Steered, "forward", lambda self, x: by * self.own(x)),
+        "a forward of a class of the model's": lambda: patch.setattr(type(model.model.norm), "forward", lambda self, x: self.weight * x),
+        "a function of the model's file": lambda: patch.setattr(f"{type(model).__module__}.rotate_half", lambda x: x.flip(-1)),
+        "a function of torch": lambda: patch.setattr(torch.nn.functional, "silu", torch.tanh),
+    }
+
+
+def unfelt_changes(model, patch, by):
+    """They change no number, or are for the caller."""
+    mlp = mlp_of(model)
+    return {
+        "a hook": lambda: mlp.register_forward_hook(lambda *_: None),
+        "a hook before": lambda: mlp.register_forward_pre_hook(lambda *_: None),
+        "the training mode": lambda: mlp.train(),
+        "a class": lambda: setattr(model.model.norm, "__class__", type("Norm", (type(model.model.norm),), {})),
+        "its own forward on an instance": lambda: setattr(mlp, "forward", mlp.forward),
+        "a bias": lambda: model.lm_head.register_parameter("bias", nn.Parameter(torch.zeros(model.lm_head.out_features))),
+        "a longer list": lambda: mlp.fractions.append(1.0),
+    }
+
+
+CHANGES, LAST, UNFELT = (tuple(of(None, None, 1)) for of in (changes, last_changes, unfelt_changes))
+
+
+def make(what, model, patch, by):
+    every = changes(model, patch, by) | last_changes(model, patch, by) | unfelt_changes(model, patch, by)
+    every[what]()

@@ -20,18 +20,13 @@ from attnops.hf.cache_names import named
 from attnops.hf.paged import prompt
 from attnops.hf.paged.guarded import Glance
 from tests.hf import steered
-from tests.hf.decoding import asked, auto, beside, captures, generated, how, logits, replays
+from tests.hf.decoding import asked, beside, captures, generated, how, logits, replays
 from tests.hf.helpers import DECODERS, LIMIT, relative
 
 CALL = (2, 14, 3)
 COMPILE_AFTER = {"auto": 6, "breakable": 0, "piecewise": 0}
 FEW = ("auto", "breakable", pytest.param("piecewise", marks=pytest.mark.full))
 """Compiled steps take seconds for each change."""
-
-
-def patched(model, mode):
-    given = how(mode, compile_after=COMPILE_AFTER[mode])
-    return attnops.patch(model, cache="auto" if mode == "auto" else "paged", decode=given)
 
 
 def both(mode, model="llama", twin=None):
@@ -51,9 +46,10 @@ def test_each_change_is_seen(mode, monkeypatch):
     """Also those that compiled code is not guarded on: Dynamo takes tuples for constants, and looks for no other method of a class."""
     with both(mode, steered.model()) as pair:
         want = pair.near(*CALL)
-        for number, (what, change) in enumerate({**steered.CHANGES, **steered.LAST}.items()):
+        for number, what in enumerate(steered.CHANGES + steered.LAST):
             before, graphs = want, pair.handle.graphs
-            pair.change(lambda model, change=change, by=1.3 + number / 50: change(model, monkeypatch, by))
+            for model in (pair.model, pair.twin):
+                steered.make(what, model, monkeypatch, 1.3 + number / 50)
             want = pair.near(*CALL)
             assert relative(before, want) > 10 * LIMIT, f"{what}: changes nothing"
             assert (pair.took.cache, pair.took.why) == ("paged", ""), what
@@ -62,17 +58,17 @@ def test_each_change_is_seen(mode, monkeypatch):
             assert mode != "piecewise" or pair.took.prompt == "captured" or "forward of" in what, what
 
 
-@pytest.mark.parametrize("what", steered.EVERY)
+@pytest.mark.parametrize("what", steered.CHANGES + steered.LAST + steered.UNFELT)
 def test_a_glance_sees_each_change(what, monkeypatch):
     """And the state in it, which decides, is another one."""
     model = steered.model()
     for earlier in itertools.takewhile(lambda name: name != what, steered.CHANGES):
-        steered.CHANGES[earlier](model, monkeypatch, 1.2)
+        steered.make(earlier, model, monkeypatch, 1.2)
     glance = Glance(model)
     for harmless in (lambda: logits(model, *CALL), lambda: model.load_state_dict(model.state_dict())):
         harmless()
         assert glance.same() and glance.unknown == ""
-    steered.EVERY[what](model, monkeypatch, 1.3)
+    steered.make(what, model, monkeypatch, 1.3)
     later, seen = Glance(model, glance), what not in steered.IN_PLACE
     assert glance.same() is not seen and (glance.state != later.state) is seen and bool(glance.changed(later)) is seen
     assert later.same() and later.state == Glance(model).state
@@ -159,11 +155,11 @@ def test_a_model_that_does_not_change_is_captured_once(name, mode):
     model = tiny.model(name)
     ids, given = asked(1, 6, 3)
     if mode != "auto" and name in WITHOUT:
-        with pytest.raises((PatchError, NotCapturable)), patched(model, mode):
+        with pytest.raises((PatchError, NotCapturable)), both(mode, model):
             model.generate(ids, **given)
         return
-    with attnops.patch(model, decode=auto(compile_after=99)) if mode == "auto" else patched(model, mode) as handle:
-        made = []
+    with beside(model, mode, model, compile_after=99 if mode == "auto" else 0) as pair:
+        made, handle = [], pair.handle
         for call in range(12):
             model.generate(ids, **{**given, "do_sample": call % 2 == 1})
             made.append(captures(handle))
@@ -280,16 +276,16 @@ def test_a_recording_forward_that_is_taken_away():
     model = tiny.model("llama")
     layer = model.model.layers[1]
     layer.mlp = closed_over(layer.mlp)
-    with patched(model, "breakable") as handle:
-        generated(model, *CALL)
-        assert "forward" in handle.took.why
+    with both("breakable", model) as pair:
+        pair.same(*CALL)
+        assert "forward" in pair.took.why
         del layer.mlp.forward
         layer.mlp.__class__ = Recording
-        generated(model, *CALL)
-        assert "seen" in handle.took.why
+        pair.same(*CALL)
+        assert "seen" in pair.took.why
         layer.mlp = layer.mlp.own
-        generated(model, *CALL)
-        assert handle.took.why == ""
+        pair.same(*CALL)
+        assert pair.took.why == ""
 
 
 def test_what_cannot_be_compared_is_not_captured():
@@ -352,7 +348,7 @@ def test_a_step_by_hand_runs_the_hooks_of_the_model():
             model(ids, **named(cache))
         return torch.cat([handle.step(ids[:, at : at + 1], cache) for at in range(2)])
 
-    with patched(model, "breakable") as handle:
+    with attnops.patch(model, cache="paged", decode=how()) as handle:
         want = steps(handle)
         with model.register_forward_pre_hook(lambda *_: None), model.register_forward_hook(_doubled):
             assert relative(steps(handle), 2 * want) < LIMIT

@@ -12,9 +12,9 @@ from tests.hf import steered
 from tests.hf.decoding import captures, logits
 from tests.hf.helpers import LIMIT, relative
 from tests.hf.steered import Steered, mlp_of
-from tests.hf.test_captures import CALL, Doubled, patched, short
+from tests.hf.test_captures import CALL, Doubled, both, short
 
-__all__ = ["short"]  # a fixture
+assert short, "a fixture"
 
 COUNTS = {"auto": 30, "breakable": 30, "piecewise": 6}
 """Changes of one case of each mode: 60 in `make test`, which leaves out the compiled ones, of seconds each."""
@@ -34,8 +34,7 @@ def no_step(x):
 
 
 WRONG = (
-    ("fractions", []), ("fractions", None), ("vector", torch.zeros(3)), ("settings", None), ("names", {}), ("function", no_step),
-    ("function", None),
+    ("fractions", []), ("vector", torch.zeros(3)), ("settings", None), ("names", {}), ("function", no_step),
 )  # fmt: skip
 """Attributes with which the model's forward raises, in the prompt or after it."""
 
@@ -56,7 +55,7 @@ class Drawn:
             return kind.__name__, kind() or contextlib.nullcontext()
         by = self.draw.choice([0.5, 0.75, 1.25, 1.5])
         for model in self.models:
-            steered.CHANGES[kind](model, self.patch, by)
+            steered.make(kind, model, self.patch, by)
         return f"{kind}: {by}", contextlib.nullcontext()
 
     @contextlib.contextmanager
@@ -146,7 +145,7 @@ def outcome(model):
 def test_random_changes(mode, seed, monkeypatch):
     model, twin = models = steered.twins()
     drawn, done = Drawn(seed, models, monkeypatch), []
-    with contextlib.closing(drawn), patched(model, mode) as handle:
+    with contextlib.closing(drawn), both(mode, model, twin) as pair:
         assert relative(outcome(model), outcome(twin)) < LIMIT
         for _ in range(COUNTS[mode]):
             what, around = drawn.change()
@@ -158,4 +157,4 @@ def test_random_changes(mode, seed, monkeypatch):
             else:
                 assert got is want, done
             if what == "flag":
-                check_flag(handle, model)
+                check_flag(pair.handle, model)

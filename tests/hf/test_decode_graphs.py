@@ -19,11 +19,8 @@ from attnops.hf.cache_names import named
 from attnops.hf.paged import decode, failed, mode as paged, pool, steps
 from attnops.hf.paged.pages import EMPTY, ModelPages
 from tests.graphs.standin import StandIn
-from tests.hf.conftest import nan_pages
 from tests.hf.decoding import CALL, Failing, asked, beside, generated, how, in_threads, replays
 from tests.hf.helpers import LIMIT, relative
-
-__all__ = ["asked", "generated", "how", "nan_pages", "replays"]  # for other files of tests
 
 CALLS = ((1, 14, 4), (3, 14, 6), (2, 14, 6), (1, 20, 6), (5, 9, 5), (2, 14, 6))
 """Rows, length of the prompt, new tokens."""
@@ -31,7 +28,7 @@ CALLS = ((1, 14, 4), (3, 14, 6), (2, 14, 6), (1, 20, 6), (5, 9, 5), (2, 14, 6))
 
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "deepseek_v3"])
-def test_tokens_of_changing_batches(name, nan_pages):
+def test_tokens_of_changing_batches(name, small_pages):
     """Fewer rows than before, rows that nobody has, longer texts, pages that are made anew; windows; experts; latents."""
     with beside(name) as pair:
         for call in CALLS:
@@ -42,7 +39,7 @@ def test_tokens_of_changing_batches(name, nan_pages):
     assert "forward" not in vars(pair.model)
 
 
-def test_a_prompt_in_chunks_of_one_token_is_no_decode_step(nan_pages):
+def test_a_prompt_in_chunks_of_one_token_is_no_decode_step(small_pages):
     """Its padding goes on: what a chunk brings may be more of it, which no step of graphs stores or counts."""
     with beside() as pair:
         pair.same(*CALLS[1], prefill_chunk_size=1)
@@ -121,7 +118,7 @@ def test_only_steps_of_generate_are_in_graphs():
         assert len(with_states.hidden_states) == CALL[2]
 
 
-def test_a_capture_leaves_the_cache_as_it_was(nan_pages):
+def test_a_capture_leaves_the_cache_as_it_was(small_pages):
     """Rows of nobody are what a capture runs on: neither tokens nor lengths of the requests that are there may change."""
     model = tiny.model("llama")
     ids, _ = asked(3, 9, 1)
@@ -206,7 +203,7 @@ def test_what_a_step_refuses():
         handle.step(ids, cache)
 
 
-def test_caches_side_by_side_and_threads_have_graphs_each(nan_pages):
+def test_caches_side_by_side_and_threads_have_graphs_each(small_pages):
     with beside() as pair:
         kept, failures = pair.handle.new_cache(2, 20), []
         pair.same(*CALL, **named(kept))
@@ -238,24 +235,6 @@ def test_a_cache_that_is_gone_leaves_its_graphs_to_the_next():
         assert handle.new_cache(2, 40, page_size=4).state.pages.page_size == 4
         handle.release()
         assert handle._paged.pool.idle_bytes == 0 and not handle._paged.decoder()._kept.over
-
-
-def test_steps_of_another_cache_are_no_reason_to_look_at_weights(monkeypatch):
-    model, looks, real = tiny.model("llama"), [], decode.Glance.same
-    monkeypatch.setattr(decode.Glance, "same", lambda glance: looks.append(1) or real(glance))
-    ids = torch.full((2, 9), 5)
-    with torch.no_grad(), attnops.patch(model, cache="paged", decode=how()) as handle:
-        ours = handle.new_cache(2, 40)
-        model(ids, **named(ours))
-        handle.step(ids[:, :1], ours)
-
-        def step(input_ids, scores):
-            handle.step(ids[:, :1], ours)
-            return scores
-
-        looks.clear()
-        model.generate(ids, max_new_tokens=8, min_new_tokens=8, do_sample=False, logits_processor=[step], **named(handle.new_cache(2, 40)))
-        assert handle.plain_steps == 0 and len(looks) == 2, "each once after the prompt"
 
 
 def test_larger_pages_do_not_lie_beside_the_old_ones(monkeypatch):
@@ -362,9 +341,10 @@ def test_few_sets_of_pages_are_kept():
         assert {pages for pages, _ in pair.decoder._kept.over} <= {*idle, kept.state.pages}
 
 
-def test_memory_that_is_short(monkeypatch):
+@pytest.mark.parametrize(("mode", "told"), [("breakable", UserWarning), ("auto", NotFast)])
+def test_memory_that_is_short(mode, told, monkeypatch):
     """Idle pages are freed for new ones; if that is not enough, the call has transformers' cache and says why."""
-    with beside() as pair:
+    with beside(mode=mode) as pair:
         pair.same(1, 40, 3)
         real, failing = pool.ModelPages, [False, True]
 
@@ -378,7 +358,7 @@ def test_memory_that_is_short(monkeypatch):
         assert pair.took.cache == "paged" and pair.handle._paged.pool.idle_bytes > 0
         pair.handle.release()
         failing[:] = [True, True]
-        with pytest.warns(UserWarning, match="there is no memory for pages"):
+        with pytest.warns(told, match="there is no memory for pages"):
             pair.same(*CALL)
         assert pair.took.cache == "hf" and "a test's" in pair.took.why
 

@@ -51,7 +51,7 @@ def compiled(model="llama", **more):
     ("name", "layers", "kinds"),
     [("llama", 6, 1), ("phi3", 3, 1), ("gpt_oss", 3, 2), ("gemma3", 4, 2), ("deepseek_v3", 3, 2)],
 )
-def test_one_trace_for_each_kind_of_layer(name, layers, kinds, nan_pages):
+def test_one_trace_for_each_kind_of_layer(name, layers, kinds, small_pages):
     """However many layers there are, and for all caches and batches: windows, latents, experts, weights that are one matrix or several."""
     with compiled(model_of(name, layers)) as pair:
         counts, handle = set(), pair.handle

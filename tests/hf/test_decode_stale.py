@@ -9,6 +9,7 @@ from attnops.core.errors import InvalidInput, StaleGraph
 from attnops.graphs.guard import Guard
 from attnops.hf import tiny
 from attnops.hf.cache_names import named
+from attnops.hf.paged import decode
 from tests.hf.decoding import CALL, asked, beside, generated, how, logits, replays
 from tests.hf.helpers import LIMIT, of_a_library, relative
 
@@ -54,6 +55,16 @@ def test_a_prompt_by_hand_is_when_one_looks(two):
             model(ids, **named(cache))
         want = model(ids[:, :1], **named(other)).logits
         assert relative(handle.step(ids[:, :1], ours), want) < LIMIT
+
+
+def test_steps_of_another_cache_are_no_reason_to_look_at_weights(two, monkeypatch):
+    """The first step takes a glance, which the other cache's first step looks at."""
+    _, handle, ids, caches = two
+    looks, real = [], decode.Glance.same
+    monkeypatch.setattr(decode.Glance, "same", lambda glance: looks.append(1) or real(glance))
+    for cache in 3 * caches:
+        handle.step(ids[:, :1], cache)
+    assert len(looks) == 1
 
 
 @pytest.mark.sweep(2)

@@ -12,7 +12,6 @@ from attnops.hf import tiny
 from attnops.hf.cache_names import named
 from attnops.hf.paged import decode, pool, prompt
 from attnops.hf.paged.decode import Decoder
-from attnops.hf.paged.prompt import parts_of
 from attnops.hf.report import Took
 from tests.hf.decoding import CALL, Failing, asked, beside, generated
 from tests.hf.helpers import LIMIT, left_padded, of_a_library, positions, relative, tokens
@@ -58,7 +57,7 @@ def called(pair, cache, ids, mask=None, begin=0):
     return pair.decoder.prompts.took, pair.decoder.prompts.why
 
 
-def test_tokens(nan_pages, bounds):
+def test_tokens(small_pages, bounds):
     """By one trace, whatever the number of rows and tokens, also of those in graphs. The first row has padding."""
     bounds((32, 64), after=1)
     with beside(mode="piecewise", compile_after=0) as pair:
@@ -74,7 +73,7 @@ def test_tokens(nan_pages, bounds):
 
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize(("name", "kinds"), [("qwen3", 1), ("gemma3", 2), ("gpt_oss", 2), ("gpt2", 1), ("phi3", 1), ("qwen3_moe", 1)])
-def test_logits(name, kinds, nan_pages, bounds):
+def test_logits(name, kinds, small_pages, bounds):
     """Of prompts longer than the windows, and of the next token, over what is in their pages then. In graphs, too."""
     ids, mask = tokens(3, 60), left_padded(3, 60)
     with by_hand(name) as pair:
@@ -87,7 +86,7 @@ def test_logits(name, kinds, nan_pages, bounds):
         assert len(layers(pair)) == kinds
 
 
-def test_a_weight_that_is_replaced_between_prompts(nan_pages, bounds):
+def test_a_weight_that_is_replaced_between_prompts(small_pages, bounds):
     """Over one cache, in graphs, where no call between them ran the model's own layers."""
     bounds((64,))
     ids = tokens(2, 21)
@@ -112,7 +111,7 @@ def test_no_work_on_padding():
             assert seen[-1] == (1, int(mask[:, begin:end].sum())) and int(cache.get_seq_length()) == end
 
 
-def test_chunks(nan_pages, bounds):
+def test_chunks(small_pages, bounds):
     """Long requests take several runs of one graph, which attends over pages, and so does a prompt that goes on with a cache."""
     bounds((1,), chunk=12)
     with beside(mode="piecewise", compile_after=0) as pair:
@@ -129,7 +128,7 @@ def test_chunks(nan_pages, bounds):
         assert pair.took.prompt == "compiled" and len(layers(pair)) == 2
 
 
-def test_the_first_part_of_a_long_request_in_a_graph(nan_pages, bounds):
+def test_the_first_part_of_a_long_request_in_a_graph(small_pages, bounds):
     """It ends no request, so that it gives no logits."""
     bounds((12,), chunk=12)
     with by_hand() as pair:
@@ -183,18 +182,6 @@ def test_the_host_reads_once_and_sends_once(took, padded, bounds, monkeypatch):
     assert seen == [*["read"] * padded, "list", *["chunk"] * 3]
 
 
-def test_parts():
-    """Whole requests while they fit, equal parts of long ones, and every token in one part."""
-    counts, before = [5, 3, 20, 4, 8, 1], [0, 0, 2, 0, 0, 0]
-    found = parts_of(counts, before, 9)
-    assert [sum(part.counts) for part in found] == [8, 6, 7, 7, 4, 9]
-    assert [part.last for part in found] == [[4, 7], [], [], [6], [3], [7, 8]]
-    assert [part.ends for part in found] == [[0, 1], [], [], [2], [3], [4, 5]]
-    assert [part.before[2] for part in found if part.counts[2]] == [2, 8, 15]
-    assert [sum(n) for n in zip(*(part.counts for part in found), strict=True)] == counts
-    assert [part.begin for part in found[1:]] == [part.end for part in found[:-1]] and found[-1].end == sum(counts)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("mode", ["auto", "piecewise"])
 def test_compiled_after_a_fixed_number_of_tokens(mode):
@@ -225,7 +212,7 @@ def test_compiled_after_a_fixed_number_of_tokens(mode):
         ("llama", {"prefill_chunk_size": 3}, "a row has no token"),
     ],
 )
-def test_prompts_that_the_model_runs_itself(name, more, why, nan_pages, monkeypatch):
+def test_prompts_that_the_model_runs_itself(name, more, why, small_pages, monkeypatch):
     whys, real, call = [], Decoder.try_prompt, (2, 64 if name == "gemma3" else 14, 1)
 
     def noted(decoder, given):
@@ -239,7 +226,7 @@ def test_prompts_that_the_model_runs_itself(name, more, why, nan_pages, monkeypa
         assert torch.equal(getattr(got, "sequences", got), generated(pair.twin, *call)) and why in whys
 
 
-def test_layers_that_cannot_be_compiled(nan_pages, monkeypatch):
+def test_layers_that_cannot_be_compiled(small_pages, monkeypatch):
     """The model runs its prompts, also after an error half way, of which no trace is left."""
     real, calls = prompt.Regions.__call__, []
 
