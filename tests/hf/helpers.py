@@ -54,7 +54,9 @@ def relative(ours, eager):
 
 
 def make_cache(kind, model, size=48):
-    return {None: lambda: None, "dynamic": lambda: DynamicCache(config=model.config), "static": lambda: static(model, size)}[kind]()
+    if kind is None:
+        return None
+    return static(model, size) if kind == "static" else DynamicCache(config=model.config)
 
 
 def static(model, size):

@@ -41,7 +41,7 @@ def short(monkeypatch):
 
 
 # test_a_glance_sees_each_change has each, and tests/hf/test_captures_fuzz.py breakable steps of models that change.
-@pytest.mark.parametrize("mode", ["auto", *(pytest.param(mode, marks=pytest.mark.full) for mode in ("breakable", "piecewise"))])
+@pytest.mark.parametrize("mode", ["auto", pytest.param("breakable", marks=pytest.mark.full), FEW[-1]])
 def test_each_change_is_seen(mode, monkeypatch):
     """Also those that compiled code is not guarded on: Dynamo takes tuples for constants, and looks for no other method of a class."""
     with both(mode, steered.model()) as pair:

@@ -71,4 +71,4 @@ def test_a_packing_that_fails_leaves_the_model_unpatched(monkeypatch):
     assert not any(module._forward_pre_hooks for module in model.modules())
     monkeypatch.undo()
     with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
-        assert handle.active and handle._paged.packed.holds()
+        assert handle._paged.packed.holds()

@@ -18,7 +18,6 @@ OTHERS = {
     "strides": torch.as_strided(FIXED, (3, 4), (5, 1)),
     "shape": FIXED.view(4, 3),
     "dtype": FIXED.view(torch.int32),
-    "address": FIXED.clone(),
 }
 
 

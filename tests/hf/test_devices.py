@@ -61,7 +61,6 @@ class State:
 
 def test_pages_on_the_device_that_a_model_has_left_are_freed(monkeypatch):
     monkeypatch.setattr(pool, "ModelPages", lambda sizes, page_size: SimpleNamespace(sizes=sizes, forced=page_size, nbytes=8))
-    monkeypatch.setattr(pool, "most_idle_bytes", lambda device: 1000)
     dropped = []
     kept = Pool(dropped.append)
 

@@ -1,6 +1,7 @@
 """Streams in turn on one patched model: each use of pages and graphs waits for those before it."""
 
 import itertools
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -37,6 +38,13 @@ def turn(races):
 @pytest.fixture
 def model():
     return tiny.model("llama")
+
+
+@contextmanager
+def no_race(races):
+    with races:
+        yield
+    assert not races.found, "\n".join(races.found)
 
 
 def ours(model, mode="breakable", **more):
@@ -126,9 +134,8 @@ def found(use, model, handle, turn):
 def test_streams_in_turn(mode, use, model, races, turn):
     if mode == "hf" and use in (steps_by_hand, steps_of_two_caches):
         pytest.skip("decode='hf' has no steps")
-    with torch.no_grad(), ours(model, mode) as handle, races:
+    with torch.no_grad(), ours(model, mode) as handle, no_race(races):
         found(use, model, handle, turn)
-    assert not races.found, "\n".join(races.found)
 
 
 def test_compiled_and_captured_prompts(model, races, turn, monkeypatch):
@@ -138,24 +145,22 @@ def test_compiled_and_captured_prompts(model, races, turn, monkeypatch):
         for _ in range(4):
             want = generated(model, max_new_tokens=3)
         assert handle.took.prompt == "captured"
-        with races:
+        with no_race(races):
             for _ in range(3):
                 with turn():
                     assert torch.equal(generated(model, max_new_tokens=3), want)
                     assert handle.took.prompt == "captured" and handle.took.loop == ""
-    assert not races.found, "\n".join(races.found)
 
 
 def test_two_tails_of_one_pool(model, races, turn):
     """Graphs of other pages and of other options share the memory of their device's pool."""
-    with ours(model) as handle, races:
+    with ours(model) as handle, no_race(races):
         caches = [handle.new_cache(2, 40) for _ in range(2)]
         for top_k, number in ((5, 0), (5, 1), (6, 0), (5, 1), (6, 0)):
             with turn():
                 cache = caches[number]
                 generated(model, do_sample=True, top_k=top_k, **named(cache), max_new_tokens=3)
                 cache.reset()
-    assert not races.found, "\n".join(races.found)
 
 
 def test_the_memory_of_pages_waits_for_each_stream(model, races, turn):
