@@ -175,7 +175,7 @@ def test_what_a_step_refuses():
     ids, _ = asked(3, 9, 1)
     one, name = ids[:2, :1], cache_names.NAME
     with torch.no_grad(), attnops.patch(model, cache="paged", decode=how()) as handle:
-        cache = handle.new_cache(2, 11)
+        cache = handle.new_cache(2, 12)
         with pytest.raises(InvalidInput, match="empty or half written"):
             handle.step(one, cache)
         model(ids[:2], **named(cache))
@@ -197,6 +197,7 @@ def test_what_a_step_refuses():
         handle.step(one[:1], cache)
         with pytest.raises(RuntimeError, match="rows that the step before did not have"):
             handle.step(one, cache)
+        handle.step(one[:1], cache)
         with pytest.raises(RuntimeError, match="a cache that is full"):
             handle.step(one[:1], cache)
     with pytest.raises(PatchError, match="step: got a model that is not patched any more"):
