@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def no_step(x):
     return x
 
 
-WRONG = (
+WRONG: tuple[tuple[str, Any], ...] = (
     ("fractions", []), ("vector", torch.zeros(3)), ("settings", None), ("names", {}), ("function", no_step),
 )  # fmt: skip
 """Attributes with which the model's forward raises, in the prompt or after it."""
