@@ -58,8 +58,8 @@ GRIDS = ("numerics", "numerics_at_size")
 
 
 def hardware(kernels: Iterable[str], root: Path = ROOT) -> dict[str, list[str]]:
-    """The targets on which each `op.kernel` was compared with its reference, by the results that are committed."""
-    return {name: sorted(targets) for name, targets in compared(kernels, root).items()}
+    """The targets on which each `op.kernel` was compared with its reference, by the results that are committed; without those of none."""
+    return {name: sorted(targets) for name, targets in compared(kernels, root).items() if targets}
 
 
 def compared(kernels: Iterable[str], root: Path = ROOT) -> dict[str, dict[str, str]]:

@@ -26,8 +26,11 @@ SM90, SM100 = Target.parse("sm90"), Target.parse("sm100")
 
 @pytest.fixture
 def file():
-    """The file, with two of the kernels in it, one of which ran."""
-    with where_kernels_ran('{"paged_attention.fa3": ["sm90"], "paged_attention.fa4": []}'):
+    """The file, as if all of paged_attention but fa3 had run on two GPUs, and fa4 on none."""
+    ran = {f"paged_attention.{n}": ["sm90", "sm100"] for n in kernels_of("paged_attention")}
+    ran["paged_attention.fa3"] = ["sm90"]
+    del ran["paged_attention.fa4"]
+    with where_kernels_ran(json.dumps(ran)):
         yield
 
 
@@ -102,7 +105,7 @@ def test_explain_says_which_kernel_ran_instead():
 
 def test_compiled_code_is_not_found_again_where_other_kernels_have_run(file):
     here = choice_inputs()
-    store.HARDWARE.write_text(store.HARDWARE.read_text().replace("[]", '["sm100"]'))
+    store.HARDWARE.write_text(store.HARDWARE.read_text().replace('["sm90"]', '["sm100"]'))
     store.forget()
     assert choice_inputs() != here
 
@@ -153,8 +156,8 @@ def test_a_kernel_of_another_package_has_no_record_and_ranks_by_its_cost(file):
         _drop([other])
 
 
-def test_where_all_ran_nowhere_their_estimates_decide_and_the_reference_stays_the_last(file, tmp_path):
-    every = {f"mla_attention.{n}": [] for n in kernels_of("mla_attention") if n != "reference"}
-    (tmp_path / "hardware.json").write_text(json.dumps(every | {"mla_attention.reference": ["sm90"]}))
+def test_where_all_ran_nowhere_their_estimates_decide_and_the_reference_stays_the_last(file):
+    store.HARDWARE.write_text(json.dumps({"mla_attention.reference": ["sm90"]}))
+    store.forget()
     decision = select(DECODE)
     assert decision.kernel.name == "cutlass_mla" and decision.passed_over[-1] == "reference"

@@ -23,38 +23,30 @@ NAMED = {
     "attnops.lowering.linear_parts",
 }
 
-# Some of these words mean something else, too: fx nodes have an "output", torch a "squeeze", results files "rows". Passes look for
-# arguments of torch's own ops, graphs for the inputs of a step. The others name arguments still.
+# Words that an argument has, too, and that mean something else here.
+OTHER_WORDS = {
+    "attnops.bench": "x joins sizes in names of cases",
+    "attnops.bench.choices": "x joins sizes in names of cases",
+    "attnops.bench.latent": "x joins sizes in names of cases",
+    "attnops.bench.files": "results files have rows",
+    "attnops.bench.run": "results files have rows, and a suite is called latent",
+    "attnops.cli.app": "an option of a command is called output",
+    "attnops.cli.bench": "results files have rows",
+    "attnops.core.fx_effects": "torch.fx has output nodes, torch a squeeze",
+    "attnops.core.problem": "x stands for hexadecimal in a format",
+    "attnops.measured.table": "files of tables have a source",
+    "attnops.graphs.inputs": "fields of a PagedBatch",
+    "attnops.graphs.split": "torch.fx has output nodes, torch a squeeze",
+}
+# Those that do name arguments: passes, of torch's own modules and of the ops that they write, and the rules of attention.
 NAMED_ARGUMENTS = {
-    "attnops.bench",
-    "attnops.bench.choices",
-    "attnops.bench.exact",
-    "attnops.bench.files",
-    "attnops.bench.latent",
-    "attnops.bench.mixtures",
-    "attnops.bench.ops",
-    "attnops.bench.overhead",
-    "attnops.bench.run",
-    "attnops.bench.training",
-    "attnops.cli.app",
-    "attnops.cli.bench",
-    "attnops.cli.explain",
-    "attnops.core.fx_effects",
-    "attnops.core.problem",
-    "attnops.core.record",
     "attnops.core.tensors",
-    "attnops.measured.table",
-    "attnops.testing.linear_calls",
-    "attnops.testing.timed_calls",
-    "attnops.tune.run",
     "attnops.lowering.fuse_norm_linear_pass",
     "attnops.lowering.fuse_rotation_pass",
     "attnops.lowering.graph_tools",
     "attnops.lowering.linear_parts",
     "attnops.lowering.merge_linears_pass",
     "attnops.lowering.patterns",
-    "attnops.graphs.inputs",
-    "attnops.graphs.split",
 }
 
 
@@ -91,7 +83,7 @@ ARGUMENTS = {a.name for op in OPS.values() for a in op.spec.args} - LEAVES.keys(
 @pytest.mark.parametrize("module", looked_at())
 def test_no_argument_is_asked_for_by_name(module):
     found = named(looked_at()[module], ARGUMENTS)
-    if module in NAMED_ARGUMENTS:
+    if module in NAMED_ARGUMENTS | OTHER_WORDS.keys():
         assert found, f"{module} names no argument any more: take it out of the list"
     else:
         assert not found, f"{module} names {sorted(found)}: say it on the argument"

@@ -14,9 +14,8 @@ from attnops.measured import MEASURED, Grid, Sizes, Table, costs, distance, plac
 from attnops.measured.table import from_json
 from attnops.ops.linear import timed as linears
 from attnops.ops.sweeps import F32, Sweep
-from attnops.testing.linear_calls import with_copies
 from attnops.testing.pool import Pool
-from attnops.testing.timed_calls import call_of, problem_at
+from attnops.testing.timed_calls import call_of, problem_at, with_copies
 from attnops.tune import Stopwatch, measure, run, sweeps_of
 
 CPU, H200 = torch.device("cpu"), Target("cuda", 90, ("triton",), "NVIDIA H200")
@@ -79,7 +78,7 @@ def test_torchs_own_way_is_timed_compiled(rows):
 
 def test_weights_are_cold(monkeypatch):
     """A GPU runs through copies of the weight, which share no memory, and its time is that of one call."""
-    monkeypatch.setattr("attnops.testing.linear_calls.COLD_BYTES", 7 * 32 * 16 * 4 - 3)
+    monkeypatch.setattr("attnops.testing.timed_calls.COLD_BYTES", 7 * 32 * 16 * 4 - 3)
     pool = Pool("cpu")
     call = call_of(SMALL, Sizes(2, 1, 1), pool)
     assert with_copies(call, pool) == [call]

@@ -172,7 +172,9 @@ def summary(family: str, rows: Sequence[Row]) -> Iterator[Row]:
 def failure(kernel: Kernel, call: Call) -> str:
     """Why the kernel is wrong on the call, or ""."""
     want, allowed = exact.oracle(call)
-    make = partial(exact.way, runner(kernel, call), lambda whole: whole, allowed * kernel.tolerance.factor, call.arguments.get("output"))
+    make = partial(
+        exact.way, runner(kernel, call), lambda whole: whole, allowed * kernel.tolerance.factor, call.arguments.get(call.spec.output)
+    )
     return str(time_if_right("", {kernel.name: make}, want, allowed, lambda steps: {})[0].get("wrong", ""))
 
 

@@ -16,10 +16,11 @@ from attnops.tune.clock import Run, Timed
 
 ROWS, REQUESTS = 32, 3  # the last queries of the first requests are compared. All of them would take longer than the measurement.
 
-PAGES = ("k_pages", "v_pages", "latent_pages")
+Part = Callable[[Tensor], Tensor]
+"""The rows of a whole result that are compared."""
 
 
-def way(run: Run, part: Callable[[Tensor], Tensor], allowed: float, output: Tensor | None = None) -> Way:
+def way(run: Run, part: Part, allowed: float, output: Tensor | None = None) -> Way:
     """A call that returns its output (and lse), or writes `output`, which is filled with NaN first, so that unwritten rows are wrong."""
 
     def result() -> Tensor:
@@ -33,25 +34,27 @@ def way(run: Run, part: Callable[[Tensor], Tensor], allowed: float, output: Tens
     return Way(Timed(run), result, allowed)
 
 
-def exact(call: Call) -> tuple[Tensor, float, Callable[[Tensor], Tensor]]:
+def exact(call: Call) -> tuple[Tensor, float, Part]:
     """(rows of the result in float64, the error allowed to a kernel, a function that takes these rows of a whole result)."""
-    small, part = _some(call)
+    small, part = _some_rows(call)
     return *oracle(small), part
 
 
 def oracle(call: Call) -> tuple[Tensor, float]:
     """(the result in float64, the error allowed to a kernel)."""
-    wide = call.map(lambda n, t: t.double() if t.is_floating_point() and t.dtype.itemsize > 1 else t)
+    wide = call.map(lambda _, t: t.double() if t.is_floating_point() and t.dtype.itemsize > 1 else t)
     returned = OPS[call.op].reference(wide.record)
-    found = wide.arguments["output"] if returned is None else returned[0]
-    return found.flatten(0, -3), float(torch.as_tensor(allowance(call, {"output": found})["output"]).max())
+    written = call.spec.output
+    found = wide.arguments[written] if returned is None else returned[0]
+    result = written or call.spec.results[0].name
+    return found.flatten(0, -3), float(torch.as_tensor(allowance(call, {result: found})[result]).max())
 
 
-def _some(call: Call) -> tuple[Call, Callable[[Tensor], Tensor]]:
-    """The call of the last ROWS queries of the first `REQUESTS` requests, all of one length as `build` makes them; and their rows."""
-    a = call.arguments
-    dense = "max_seqlen_q" not in a
-    requests, new = a["query"].shape[:2] if dense else (a["cu_seqlens_q"].shape[0] - 1, a["max_seqlen_q"])
+def _some_rows(call: Call) -> tuple[Call, Part]:
+    """The call of the last ROWS queries of the first REQUESTS requests, all of one length as `build` makes them; and their rows."""
+    held, spec = call.held(), call.spec
+    dense = "most_queries" not in held
+    requests, new = held["queries"].shape[:2] if dense else (held["starts_of_queries"].shape[0] - 1, held["most_queries"])
     batch, queries = min(REQUESTS, requests), min(ROWS, new)
 
     def part(out: Tensor) -> Tensor:
@@ -59,17 +62,36 @@ def _some(call: Call) -> tuple[Call, Callable[[Tensor], Tensor]]:
         return taken
 
     if dense:
-        return call.map(lambda n, t: t if n == "sinks" else t[:batch, -queries:] if n == "query" else t[:batch]), part
-    given: dict[str, Any] = {n: part(a[n]) for n in ("query", "q_nope", "q_pe", "output") if n in a}
-    ends = torch.arange(batch + 1, device=a["cu_seqlens_q"].device, dtype=torch.int32)
-    given |= {"cu_seqlens_q": ends * queries, "max_seqlen_q": queries}
-    if "page_table" in a:
-        table = a["page_table"][:batch]
-        # As bytes: older torch cannot index float8 tensors.
-        given |= {n: a[n].view(torch.uint8)[table.flatten().long()].view(a[n].dtype) for n in PAGES if n in a}
-        order = torch.arange(table.numel(), device=table.device, dtype=table.dtype)
-        given |= {"page_table": order.view(table.shape), "seq_lens": a["seq_lens"][:batch]}
-    else:
-        keys = a["max_seqlen_k"]
-        given |= {n: a[n][: batch * keys] for n in ("key", "value")} | {"cu_seqlens_k": ends * keys}
+        return call.map(lambda n, t: _of_first(spec[n].layout, t, batch, queries)), part
+    given: dict[str, Any] = {n: part(t) for n, t in call.tensors().items() if spec[n].layout[0].text == "T"}
+    for role, value in _first_requests(held, batch, queries).items():
+        given |= dict.fromkeys(spec.roles.get(role, ()), value)
+    for role, taken in _first_keys(held, batch).items():
+        given |= {n: taken(call.arguments[n]) for n in spec.roles.get(role, ())}
     return call.with_(**given), part
+
+
+def _of_first(layout: Any, t: Tensor, batch: int, queries: int) -> Tensor:
+    """The part of a tensor of dense attention; what all requests share stays whole."""
+    if layout[0].text != "B":
+        return t
+    return t[:batch, -queries:] if len(layout) > 1 and layout[1].text == "S" else t[:batch]
+
+
+def _first_requests(held: dict[str, Any], batch: int, queries: int) -> dict[str, Any]:
+    """What arguments hold of the first requests, with as many new tokens each."""
+    ends = torch.arange(batch + 1, device=held["starts_of_queries"].device, dtype=torch.int32)
+    found = {"starts_of_queries": ends * queries, "most_queries": queries}
+    if "page_ids" not in held:
+        return found | {"starts_of_keys": ends * held["most_keys"]}
+    table = held["page_ids"][:batch]
+    order = torch.arange(table.numel(), device=table.device, dtype=table.dtype)
+    return found | {"page_ids": order.view(table.shape), "lengths_of_keys": held["lengths_of_keys"][:batch]}
+
+
+def _first_keys(held: dict[str, Any], batch: int) -> dict[str, Part]:
+    """By role, what takes the keys of the first requests: their pages in order, or their rows."""
+    if "page_ids" not in held:
+        return {"keys": lambda t: t[: batch * held["most_keys"]]}
+    taken = held["page_ids"][:batch].flatten().long()
+    return {"pages": lambda t: t.view(torch.uint8)[taken].view(t.dtype)}  # as bytes: older torch cannot index float8 tensors

@@ -154,16 +154,24 @@ def measure(setup: Setup, step: Step) -> list[Row]:
     run()  # writes the new tokens, which the op alone reads
     query = torch.randn(step.batch, step.heads, latents.shape[2], device=setup.device, dtype=setup.dtype)
     attended = torch.randn(step.batch, step.heads * hf.v_head_dim, device=setup.device, dtype=setup.dtype)
-    call = Call(MLA.name, {
-        "q_nope": query[..., :dim].contiguous(), "q_pe": query[..., dim:].contiguous(), "latent_pages": pages,
-        "page_table": batch.page_table, "seq_lens": batch.seq_lens, "cu_seqlens_q": batch.cu_seqlens_q, "max_seqlen_q": 1, "scale": 0.1,
-        "output": query.new_empty(step.batch, step.heads, dim),
-    })  # fmt: skip
+    written = query.new_empty(step.batch, step.heads, dim)
+    call = Call.of(
+        MLA.name,
+        q_nope=query[..., :dim].contiguous(),
+        q_pe=query[..., dim:].contiguous(),
+        latent_pages=pages,
+        page_table=batch.page_table,
+        seq_lens=batch.seq_lens,
+        cu_seqlens_q=batch.cu_seqlens_q,
+        max_seqlen_q=1,
+        scale=0.1,
+        output=written,
+    )
 
     def kernel() -> Way:
         want, most, part = exact(call)
         op = partial(mla_attention, **call.arguments, plan=batch.plan, workspace=batch.workspace, holes=batch.holes)
-        made = way(op, part, 2 * most, call.arguments["output"])
+        made = way(op, part, 2 * most, written)
         return replace(made, result=lambda: largest_error(made.computed(), want))
 
     def matrices() -> Any:

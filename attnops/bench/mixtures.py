@@ -14,7 +14,7 @@ from attnops.bench import Setup
 from attnops.bench.op_suite import Task
 from attnops.bench.ops import DETERMINISTIC, LESS
 from attnops.core.select import select
-from attnops.hf.experts import Gate, gate_of, weights_of
+from attnops.hf.experts import Gate, biases_of, gate_of, weights_of
 from attnops.ops import OPS
 from attnops.ops.experts.bench_points import Mixture
 from attnops.testing.calls import Call
@@ -30,17 +30,28 @@ def tasks(setup: Setup, op: str, mixture: Mixture) -> Iterator[Task]:
     module = module_of(setup, mixture)
     for tokens in TOKENS[setup.size]:
         calls = calls_of(setup, op, module, tokens, mixture.sizes[1])
-        wide = [call.with_(output=call.arguments["output"].float()) for call in calls]
-        for call in wide:
-            OPS[op].reference(call.record)
-        want = [call.arguments["output"] for call in wide]
-        allowed: Any = [allowance(*given)["output"] for given in zip(calls, ({"output": x} for x in want), strict=True)]
-        chosen, expert = select(calls[0].problem, DETERMINISTIC).kernel, sum(int(t[0].nbytes) for t in weights_of(module))
-        touched = sum(len(call.arguments["top_k_index"].unique()) for call in calls) * expert / len(calls)
+        want, allowed = zip(*map(_exact, calls), strict=True)
+        chosen = select(calls[0].problem, DETERMINISTIC).kernel
+        expert = sum(int(t[0].nbytes) for t in weights_of(module))
+        touched = sum(len(call.record.top_k_index.unique()) for call in calls)
         yield Task(
-            f"{mixture.name} x{tokens}", calls, torch.stack(want), torch.stack(allowed), moved=touched,
-            peers=stock(module, expert * calls[0].arguments["top_k_index"].numel()), steady=chosen is not None and not chosen.judge,
-        )  # fmt: skip
+            f"{mixture.name} x{tokens}",
+            calls,
+            torch.stack(want),
+            torch.stack(allowed),
+            moved=touched * expert / len(calls),
+            peers=stock(module, expert * calls[0].record.top_k_index.numel()),
+            steady=chosen is not None and not chosen.judge,
+        )
+
+
+def _exact(call: Call) -> tuple[Tensor, Any]:
+    """(the result in float32, the error allowed of each number)."""
+    wide = call.with_(output=call.record.output.float())
+    OPS[call.op].reference(wide.record)
+    want: Tensor = wide.record.output
+    [allowed] = allowance(call, {call.spec.output: want}).values()
+    return want, allowed
 
 
 def module_of(setup: Setup, m: Mixture) -> Any:
@@ -63,9 +74,17 @@ def calls_of(setup: Setup, op: str, module: Any, tokens: int, k: int) -> list[Ca
     """Calls that choose other experts."""
     (gate_up, down), gate = weights_of(module), cast(Gate, gate_of(module))
     take, (count, outs, _) = partial(torch.randn, device=setup.device, dtype=setup.dtype), down.shape
-    biases = {n: b for n in ("gate_up", "down") if (b := getattr(module, f"{n}_proj_bias", None)) is not None}
-    given = {"x": take(tokens, gate_up.shape[2]), "gate_up": gate_up, "down": down, **{f"{n}_bias": b for n, b in biases.items()}}
-    given |= {n: getattr(gate, n) for n in gate.asks} | {"top_k_weights": take(tokens, k).abs()}
+    gate_up_bias, down_bias = biases_of(module)
+    made = Call.of(
+        op,
+        x=take(tokens, gate_up.shape[2]),
+        gate_up=gate_up,
+        down=down,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        top_k_weights=take(tokens, k).abs(),
+        **{n: getattr(gate, n) for n in gate.asks},
+    )
     source, found = torch.Generator().manual_seed(0), []
     order = torch.randperm(count, generator=source)
     for i in range(CALLS):
@@ -73,7 +92,7 @@ def calls_of(setup: Setup, op: str, module: Any, tokens: int, k: int) -> list[Ca
             order[i * k % (count - k + 1) :][:k] if tokens == 1 else torch.randperm(count, generator=source)[:k] for _ in range(tokens)
         ]
         index, output = torch.stack(chosen).to(setup.device), take(tokens, outs)
-        found.append(Call(op, {**given, "top_k_index": index, "output": output}))
+        found.append(made.with_(top_k_index=index, output=output))
     return found
 
 
@@ -82,7 +101,8 @@ def stock(module: Any, copied: int) -> dict[str, Callable[[Call], Callable[[], T
     moe = import_module("transformers.integrations.moe")
 
     def run(function: Callable[..., Tensor], call: Call) -> Callable[[], Tensor]:
-        return partial(function, module, *(call.arguments[n] for n in ("x", "top_k_index", "top_k_weights")))
+        given = call.record
+        return partial(function, module, given.x, given.top_k_index, given.top_k_weights)
 
     names = ("grouped_mm", "batched_mm") if copied <= MOST_COPIED else ("grouped_mm",)
     return {name: partial(run, getattr(moe, f"{name}_experts_forward")) for name in names}

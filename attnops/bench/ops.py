@@ -50,9 +50,8 @@ from attnops.ops.points import Requests
 from attnops.ops.sweeps import F32, toy
 from attnops.testing.calls import Call, filled
 from attnops.testing.error_bounds import allowance
-from attnops.testing.linear_calls import with_copies
 from attnops.testing.pool import Pool
-from attnops.testing.timed_calls import build, call_of
+from attnops.testing.timed_calls import build, call_of, with_copies
 from attnops.tune.clock import Run, Timed, Times, kernels_us
 from attnops.tune.run import COMPILED, Stopwatch, runner, tracing
 
@@ -99,17 +98,17 @@ def kernel_rows(setup: Setup, task: Task) -> list[Row]:
     slow = SLOW if setup.on_gpu else (*SLOW[1:], *COMPILED) if brief else ()
     fast = tuple(n for n in kernels_of(call.op) if n not in slow)
     for kernel, mine, _ in Stopwatch(names=fast).candidates(call):
-        ways[kernel.name] = way(runner(kernel, mine), part, allowed * kernel.tolerance.factor, mine.arguments.get("output"))
+        ways[kernel.name] = way(runner(kernel, mine), part, allowed * kernel.tolerance.factor, mine.arguments.get(mine.spec.output))
     for name, policy in (("automatic", ""), (DETERMINISTIC, DETERMINISTIC)):
         if (chosen := select(call.problem, policy).kernel) is not None:
             op = partial(OPS[call.op].packet.default, *call.args, **call.kwargs, policy=policy)
-            plain = way(op, part, allowed * chosen.tolerance.factor, call.arguments.get("output"))
+            plain = way(op, part, allowed * chosen.tolerance.factor, call.arguments.get(call.spec.output))
             ways[name] = replace(plain, more={"kernel": chosen.name})
 
     def other(make: Callable[..., Run | None]) -> Way | None:
         # Other calls may round weights to the dtype; the budget has a factor of two for block-wise rescaling.
         run = make(call.record, setup.compiled)
-        return None if run is None else way(run, part, 2 * allowed, call.arguments.get("output"))
+        return None if run is None else way(run, part, 2 * allowed, call.arguments.get(call.spec.output))
 
     others = OPS[call.op].of_family("vendors", "VENDORS") or {}
     left = () if setup.on_gpu else ("direct",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from collections.abc import Callable
@@ -82,7 +83,8 @@ def _rows(case: str, times: Times, figure: str, over: tuple[str, str], of: tuple
 def eager(call: Call, repeats: int, inner: int) -> list[Row]:
     """An eager paged call of a kernel that does nothing: a plain function, its overload, the op that selects, the public function."""
     packet, function, args, kwargs = PAGED.packet, attnops.ops.paged_attention, call.args, call.kwargs
-    public = {n: v for n, v in kwargs.items() if n in ("max_seqlen_q", "holes", "output")}
+    signature = inspect.signature(function).parameters
+    public = {n: v for n, v in kwargs.items() if n in signature}
     policy, overload = active_policy(), getattr(packet, NOOP)
     calls: dict[str, Run] = {
         "function": lambda: function(*args, **public),

@@ -28,7 +28,7 @@ from attnops.core.select import active_policy, choose, use
 from attnops.ops import OPS
 from attnops.ops.attention import reference
 from attnops.ops.attention.record import Attention
-from attnops.ops.attention.vendors import RULES, TRAINED, Attend, packed
+from attnops.ops.attention.vendors import RULES, TRAINED, Attend, packed, public
 from attnops.ops.points import Trained
 from attnops.ops.sweeps import toy
 from attnops.testing.calls import Call
@@ -73,7 +73,7 @@ class Pair(NamedTuple):
 def pair_at(setup: Setup, pool: Pool, op: str, pair: Trained) -> list[Pair]:
     """The one of a point."""
     call = forward_of(pair, pool)
-    return [Pair(pair.name, call, pool.take(*call.arguments["query"].shape[:-1], pair.shape.v_head_dim, dtype=setup.dtype), op)]
+    return [Pair(pair.name, call, pool.take(*call.record.query.shape[:-1], pair.shape.v_head_dim, dtype=setup.dtype), op)]
 
 
 def pair_rows(setup: Setup, pair: Pair) -> list[Row]:
@@ -99,9 +99,7 @@ def pair_rows(setup: Setup, pair: Pair) -> list[Row]:
 
 def own(call: Call, grad: Tensor, policy: Any) -> Way:
     """A public function under a policy, with the kernels that are chosen for it."""
-    function, given = getattr(attnops.ops, call.op), dict(call.arguments)
-    if "window_left" in given:
-        given["window"] = (given.pop("window_left"), -1)
+    function, given = getattr(attnops.ops, call.op), public(call.arguments)
 
     def attend(trained: Mapping[str, Tensor]) -> Tensor:
         with policy():
@@ -134,13 +132,14 @@ def exact(call: Call, grad: Tensor) -> tuple[Tensor, ...]:
     given: dict[str, Any] = {n: (a[n] if n in SHARED else a[n].flatten(0, -3)).to(wide, copy=True) for n in TRAINED if n in a}
     for x in given.values():
         x.requires_grad_()  # and x.grad sums what each part adds
-    ends = a["cu_seqlens_q"].tolist() if packed(call.record) else range(0, len(given["query"]) + 1, a["query"].shape[1])
-    flat, left, rules = grad.flatten(0, -3), a.get("window_left", -1), {n: a[n] for n in RULES if n in a}
+    c, [query] = call.record, call.spec.roles["queries"]
+    ends = c.cu_seqlens_q.tolist() if packed(c) else range(0, len(given[query]) + 1, c.query.shape[1])
+    flat, left, rules = grad.flatten(0, -3), c.window_left, {n: a[n] for n in RULES if n in a}
     for start, end in pairwise(ends):
         for first in range(start, end, ROWS):
             last = min(first + ROWS, end)
             low = max(start, first - left) if left >= 0 else start
-            part = {n: x if n in SHARED else x[None, first:last] if n == "query" else x[None, low:last] for n, x in given.items()}
+            part = {n: x if n in SHARED else x[None, first:last] if n == query else x[None, low:last] for n, x in given.items()}
             if "mask" in part:
                 part["mask"] = part["mask"][..., first - start : last - start, low - start : last - start]
             output, _ = reference.attention(Attention(**part, **rules))

@@ -16,15 +16,11 @@ from attnops.core.select import Decision, select
 from attnops.lowering.explain import Explanation, Site, explain, packages_of_kernels
 from attnops.measured import Sizes
 from attnops.ops import OPS
-from attnops.ops.linear.timed import products
+from attnops.ops.linear.timed import PARTS, products
 from attnops.testing.timed_calls import problem_at
 
 TOKENS = 512
 PHASES, CACHES = ("prefill", "decode"), ("hf", "paged")
-LINEARS = {
-    "qkv": "norm, then q, k and v", "o": "o and the residual", "gate_up": "norm, then gate and up with their activation",
-    "down": "down and the residual", "head": "norm, then the logits",
-}  # fmt: skip
 
 
 class CannotExplain(AttnopsError, RuntimeError):
@@ -146,4 +142,4 @@ def linear_sites(config: Any, dtype: torch.dtype, rows: int, target: Target) -> 
     inner = 0 if experts(config) else config.intermediate_size
     for name, kind in products(config.hidden_size, heads, kv_heads, inner, config.vocab_size, head_dim).items():
         problem = problem_at(altered(kind, dtype=dtype, kv_dtype=dtype), Sizes(float(rows), 1.0, 1.0), target)
-        yield Site(LINEARS[name], 1 if name == "head" else layers, select(problem))
+        yield Site(PARTS[name], 1 if name == "head" else layers, select(problem))

@@ -32,15 +32,16 @@ FURTHEST = (1 << 30) - 1
 Holds = Literal[
     "", "queries", "keys", "new_keys", "pages", "page_ids", "slots_of_tokens", "starts_of_queries", "starts_of_keys", "lengths_of_queries",
     "lengths_of_keys", "most_queries", "most_keys", "tokens", "page_count", "scale_of_logits", "scale_of_query", "scale_of_keys", "factors",
-    "shares", "weight_rows", "exponents",
+    "shares", "weight_rows", "exponents", "first_keys", "ends_of_keys",
 ]  # fmt: skip
 """What the values of an argument are, where layout, dtypes and facts do not tell.
 
 keys: keys or values that queries see. new_keys: those of new tokens, which are stored. pages: the slots that hold keys. page_ids: the
 pages of each request. slots_of_tokens: where each token is stored, negative for nowhere. starts: 0 and the running sums of the requests'
-lengths. most: the greatest of these lengths, or more. tokens, page_count: how many there are in all. scale_of_query, scale_of_keys:
-factors by which stored numbers are multiplied. factors: of each token's logits. shares: of what is added up. weight_rows: their products
-with the input are the results. exponents: of the powers of two that weights are multiplied by, 253 more each.
+lengths. most: the greatest of these lengths, or more. first_keys, ends_of_keys: of the keys that a request's queries see. tokens,
+page_count: how many there are in all. scale_of_query, scale_of_keys: factors by which stored numbers are multiplied. factors: of each
+token's logits. shares: of what is added up. weight_rows: their products with the input are the results. exponents: of the powers of two
+that weights are multiplied by, 253 more each.
 """
 
 Dtypes = tuple[torch.dtype, ...]

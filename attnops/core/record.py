@@ -115,6 +115,20 @@ class Spec:
         return frozenset(a.name for args in self.features.values() for a in args)
 
     @cached_property
+    def roles(self) -> dict[str, tuple[str, ...]]:
+        """The names of the arguments, by what they hold."""
+        roles: dict[str, tuple[str, ...]] = {}
+        for a in self.args:
+            if a.holds:
+                roles[a.holds] = (*roles.get(a.holds, ()), a.name)
+        return roles
+
+    @cached_property
+    def output(self) -> str:
+        """The argument that the result is written into; "" where results are returned, or pages are all that is written."""
+        return next((a.name for a in self.args if a.written and not a.hint and a.holds != "pages"), "")
+
+    @cached_property
     def weights(self) -> tuple[str, ...]:
         """The arguments whose bytes are most of a call's."""
         return tuple(a.name for a in self.args if a.weight)
@@ -202,8 +216,8 @@ def _argument(op: str, name: str, kind: str, given: Any, keyword: bool) -> Arg:
     return replace(a, name=name, kind=kind, keyword=keyword, layout=layout_of(a.dims), tensor=kind.startswith("Tensor"), neutral=neutral)
 
 
-EXTENTS = {"tokens": "T", "batch": "B", "queries": "max_seqlen_q", "context": "max_seqlen_k"}
-"""Sizes of a Problem that may be symbolic, and the names that they have in a layout."""
+EXTENTS = {"tokens": "T", "batch": "B", "queries": "most_queries", "context": "most_keys"}
+"""Sizes of a Problem that may be symbolic, and the names that they have in a layout, or what the argument holds that says them."""
 
 INTS = {"q_heads": "Hq", "kv_heads": "Hkv", "head_dim": "D", "v_head_dim": "Dv", "rope_dim": "Dr", "page_size": "page"}
 """As EXTENTS, of sizes that are always known."""
@@ -211,7 +225,11 @@ INTS = {"q_heads": "Hq", "kv_heads": "Hkv", "head_dim": "D", "v_head_dim": "Dv",
 
 def _measures(args: list[Arg], problem: Mapping[str, str]) -> dict[str, CodeType]:
     known = {a.name for a in args if not a.tensor} | {s.text for a in args if a.kind == "Tensor" for s in a.layout if not s.options}
-    found = {f: problem.get(f) or next((n for n in (f, name) if n in known), "") for f, name in (EXTENTS | INTS).items()}
+    held: dict[str, str] = {a.holds: a.name for a in args if not a.tensor}
+    found = {}
+    for f, letter in (EXTENTS | INTS).items():
+        names = f, letter, held.get(letter, "")
+        found[f] = problem.get(f) or next((n for n in names if n in known), "")
     return {f: compiled(expression) for f, expression in found.items() if expression}
 
 

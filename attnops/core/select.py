@@ -118,7 +118,7 @@ class Decision:
         if self.kernel is None or self.costs[self.kernel.name].us <= cost.us:
             return ""
         where = ran_on().get(f"{self.problem.op}.{self.kernel.name}")
-        known = "is of another package" if where is None else f"ran on {', '.join(where)}"
+        known = f"ran on {', '.join(where)}" if where else "is of another package"
         return f"{cost.how} {cost.us:.4g} us, but {self.kernel.name} {known}"
 
     def untried(self, name: str) -> str:

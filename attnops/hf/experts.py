@@ -19,10 +19,10 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import _disable_current_modes
 
 from attnops.core.kernel import deterministic
-from attnops.core.problem import Extent, Problem, Target
 from attnops.core.record import name as name_of
-from attnops.core.select import active_policy, select
+from attnops.core.select import active_policy
 from attnops.core.tracers import is_recorded
+from attnops.hf.chosen import is_ours
 from attnops.kernels.triton.attention import FLOATS
 from attnops.kernels.triton.launch.experts_tiles import MOST_TOKENS
 from attnops.nn.steady import apart
@@ -180,23 +180,16 @@ def _serves(module: Any, x: Tensor, index: Tensor, gate: Gate) -> bool:
         return False
     if torch.is_autocast_enabled(x.device.type) or not x.dtype == weight.dtype == module.down_proj.dtype or x.device != weight.device:
         return False
+    if x.shape[0] > MOST_TOKENS and not deterministic(policy):
+        return False
     asks = (*gate.asks, "gate_up_bias", "down_bias") if module.has_bias else gate.asks
-    sizes = weight.shape[0], index.shape[1], x.shape[1], weight.shape[2 if module.is_transposed else 1] // 2
-    return (x.shape[0] <= MOST_TOKENS or deterministic(policy)) and _chosen(policy, x.device, x.dtype, *sizes, *asks)
+    inner = weight.shape[2 if module.is_transposed else 1] // 2
+    sizes = ("in_features", x.shape[1]), ("out_features", inner), ("experts", weight.shape[0]), ("top_k", index.shape[1])
+    return bool(is_ours("experts", policy, x.device, x.dtype, MOST_TOKENS, sizes, asks))
 
 
 def plain(weight: Any) -> bool:
     return type(weight) is nn.Parameter or (isinstance(weight, FakeTensor) and isinstance(weight, nn.Parameter))
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _chosen(policy: str, device: torch.device, dtype: torch.dtype, count: int, top_k: int, columns: int, inner: int, *asks: str) -> bool:
-    """Is a kernel chosen that is not torch's own products?"""
-    kernel = select(Problem.of(
-        "experts", Target.of(device), dtype=dtype, kv_dtype=dtype, in_features=columns, out_features=inner, experts=count, top_k=top_k,
-        asks=frozenset(asks), tokens=Extent(1, MOST_TOKENS, 8),
-    ), policy).kernel  # fmt: skip
-    return kernel is not None and kernel.name != "aten"
 
 
 # Recognition ----------------------------------------------------------------------------------------------------------

@@ -21,11 +21,11 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import _disable_current_modes
 
-from attnops.core.problem import Extent, Problem, Target
 from attnops.core.record import asked, changed, name as name_of
-from attnops.core.select import active_policy, select
+from attnops.core.select import active_policy
 from attnops.core.tracers import is_recorded
 from attnops.graphs.regional import NUMBER
+from attnops.hf.chosen import is_ours
 from attnops.hf.experts import plain
 from attnops.hf.methods import is_replaced
 from attnops.kernels.triton.attention import FLOATS
@@ -145,24 +145,8 @@ def _serves(module: Any, args: tuple[Any, ...], rule: Rule) -> bool:
     if any(getattr(module, field, None) != value for field, value in rule.said):
         return False
     asks = (*rule.given, "bias") if rule.bias else tuple(rule.given)
-    return bool(_chosen(active_policy(), x.device, torch.float32 if rule.wide else x.dtype, weight.shape[0], rule.top_k, *asks))
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _chosen(policy: str, device: torch.device, dtype: torch.dtype, count: int, top_k: int, *asks: str) -> bool:
-    """Is a kernel chosen that is not torch's own ops?"""
-    problem = Problem.of(
-        "route",
-        Target.of(device),
-        dtype=dtype,
-        kv_dtype=dtype,
-        experts=count,
-        top_k=top_k,
-        asks=frozenset(asks),
-        tokens=Extent(1, None, 8),
-    )
-    kernel = select(problem, policy).kernel
-    return kernel is not None and kernel.name != "aten"
+    sizes = ("experts", weight.shape[0]), ("top_k", rule.top_k)
+    return bool(is_ours("route", active_policy(), x.device, torch.float32 if rule.wide else x.dtype, None, sizes, asks))
 
 
 # Recognition ----------------------------------------------------------------------------------------------------------

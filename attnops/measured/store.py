@@ -21,13 +21,14 @@ from pathlib import Path
 import torch
 
 from attnops.core.errors import BadTable, InvalidInput
-from attnops.core.kernel import renew
+from attnops.core.foreign import is_foreign
+from attnops.core.kernel import kernels_of, renew
 from attnops.core.problem import Target, pretended
 from attnops.measured.table import Table, from_json, nearness, scaled
 
 SHIPPED = Path(__file__).resolve().parent.parent / "tables"
 HARDWARE = Path(__file__).resolve().parent / "hardware.json"
-"""The GPUs on which each kernel has run its tests, from the committed results. Other kernels were tested against a stand-in alone."""
+"""The GPUs on which kernels have run their tests, from the committed results. Other kernels were tested against a stand-in alone."""
 LARGEST_BYTES = 10_000_000
 READ = os.O_RDONLY | (os.O_NONBLOCK | os.O_CLOEXEC if os.name == "posix" else 0)
 
@@ -122,10 +123,13 @@ NOWHERE = "never run on hardware"
 
 def never_run(op: str, kernel: str, target: Target) -> str:
     """NOWHERE, or `never run on sm100`; "" on a CPU, where it has run, and for kernels of other packages."""
-    found = ran_on().get(f"{op}.{kernel}")
-    if found is None or not target.on_gpu or str(target) in found:
+    found = ran_on().get(f"{op}.{kernel}", ())
+    if not target.on_gpu or str(target) in found:
         return ""
-    return f"never run on {target}" if found else NOWHERE
+    if found:
+        return f"never run on {target}"
+    known = kernels_of(op).get(kernel)
+    return "" if known is None or is_foreign(known) else NOWHERE
 
 
 def cpu_name() -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 from attnops.core.arguments import FURTHEST as FURTHEST
 from attnops.core.errors import InvalidInput, fail
 from attnops.core.problem import bytes_of
-from attnops.core.record import FLOAT32, FLOATS, INT32, KW_ONLY, QUANTISED, Call, Fact, Result, Sizes, arg, group, name, need, place
+from attnops.core.record import FLOAT32, FLOATS, INDEX, INT32, KW_ONLY, QUANTISED, Call, Fact, Result, Sizes, arg, group, name, need, place
 from attnops.core.tensors import refuse_plan_of_holes
 
 UNBOUNDED = (-1, -1)
@@ -71,6 +71,8 @@ KV_RANGE = (Fact("kv_range", _is_given),)
 KV_SCALE = (Fact("kv_scales", _is_given),)
 KV_SCALES = (*KV_SCALE, Fact("per_head_scales", _by_head, feature=False))
 LSE = (Fact("lse", _is_given),)
+FIRST_KEYS = arg("B", INDEX, default=None, facts=KV_RANGE, holds="first_keys")
+ENDS_OF_KEYS = arg("B", INDEX, default=None, facts=KV_RANGE, holds="ends_of_keys")
 KEY_SCALE = arg(SCALE, FLOAT32, default=None, facts=KV_SCALES, holds="scale_of_keys")
 QUERY_SCALE = arg(SCALE, FLOAT32, default=None, facts=KV_SCALE, holds="scale_of_query")
 LATENT_SCALE = arg("1", FLOAT32, default=None, facts=KV_SCALE, holds="scale_of_keys")

@@ -70,6 +70,12 @@ class Call:
         """The op's record of these arguments."""
         return OPS[self.op].call(*self.args, **self.kwargs)
 
+    @classmethod
+    def of(cls, op: str, **arguments: Any) -> Call:
+        """A call with these arguments, by name as a user gives them, which writes its output."""
+        output = OPS[op].spec.output
+        return cls(op, arguments, writes=(output,) if output in arguments else ())
+
     def tensors(self) -> dict[str, Tensor]:
         """The tensor arguments by name."""
         return {n: v for n, v in self.arguments.items() if isinstance(v, Tensor)}

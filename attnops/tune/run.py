@@ -25,9 +25,8 @@ from attnops.measured.table import version_of
 from attnops.ops import OPS
 from attnops.ops.sweeps import LARGEST_BYTES, Sweep
 from attnops.testing.calls import Call, equip_as_used, planned
-from attnops.testing.linear_calls import with_copies
 from attnops.testing.pool import Pool
-from attnops.testing.timed_calls import call_of
+from attnops.testing.timed_calls import call_of, with_copies
 from attnops.tune.clock import Clock, Run, host_clock, seconds
 from attnops.tune.grids import sweeps_of
 from attnops.version import VERSION
@@ -52,34 +51,35 @@ def runner(kernel: Kernel, call: Call, backend: str = "inductor") -> Run:
         return functools.partial(_fused(kernel.op, kernel.name, statics, backend), call.tensors())
     if kernel.core is None:
         return functools.partial(kernel.run, call.record)
-    kwargs = call.kwargs
     # Decode and extend are separate graphs in users' code. Here the bound would become symbolic, which kernels refuse.
-    compiled = _compiled(call.op, str(kwargs.pop("max_seqlen_q", "")))
+    bounds = tuple((n, str(call.kwargs[n])) for n in call.spec.roles.get("most_queries", ()) if n in call.kwargs)
+    kwargs = {n: value for n, value in call.kwargs.items() if n not in dict(bounds)}
+    compiled = _compiled(call.op, bounds, call.spec.output if call.spec.output in kwargs else "")
     return functools.partial(compiled, call.args, kwargs, f"kernel={kernel.op}:{kernel.name}")
 
 
 @functools.cache
-def _compiled(op: str, queries: str) -> Callable[..., Any]:
+def _compiled(op: str, bounds: tuple[tuple[str, str], ...], output: str) -> Callable[..., Any]:
     packet = OPS[op].packet.default
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any], policy: str) -> Any:
         # With dynamic shapes, Dynamo specialises on a string, but not on an int from outside.
-        given = {**kwargs, **({"max_seqlen_q": int(queries)} if queries else {})}
-        if "output" in given:  # the graph allocates it, and the foreign call writes it without a copy
-            given["output"] = torch.empty_like(given["output"])
+        given = {**kwargs, **{name: int(bound) for name, bound in bounds}}
+        if output:  # the graph allocates it, and the foreign call writes it without a copy
+            given[output] = torch.empty_like(given[output])
         result = packet(*args, **given, policy=policy)
-        return given.get("output", result)
+        return given[output] if output else result
 
     return torch.compile(run, fullgraph=True, dynamic=True)
 
 
 @functools.cache
 def _fused(op: str, name: str, statics: tuple[tuple[str, Any], ...], backend: str) -> Callable[..., Any]:
-    kernel, record = kernels_of(op)[name], OPS[op].call
+    kernel, record, written = kernels_of(op)[name], OPS[op].call, OPS[op].spec.output
 
     def run(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        output = torch.empty_like(tensors["output"])
-        kernel.run(record(**{**tensors, **dict(statics), "output": output}))
+        output = torch.empty_like(tensors[written])
+        kernel.run(record(**{**tensors, **dict(statics), written: output}))
         return output
 
     return torch.compile(run, fullgraph=True, dynamic=True, backend=backend)

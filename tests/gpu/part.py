@@ -1,16 +1,18 @@
 """A pytest plugin for one process of the GPU suite: which tests it takes, when it stops, and what it writes into the journal.
 
-run.py loads it with `-p tests.gpu.part` and says by the environment where the journal is (GPU_TEST_JOURNAL), which folder has the tests
-that other processes have taken (GPU_TEST_CLAIMS), when no further test begins (GPU_TEST_UNTIL, seconds since the epoch, 0 for never),
-whether this process runs what measures (GPU_TEST_ALONE), and which file is there once FlashInfer's modules are built (GPU_TEST_BUILT).
+run.py loads it with `-p tests.gpu.part` and says by the environment where the journal is (GPU_TEST_JOURNAL), which folder has a file for
+each test that a process has taken, and "built" once FlashInfer's modules are (GPU_TEST_FOLDER), when no further test begins
+(GPU_TEST_UNTIL, seconds since the epoch), and whether this process runs what measures (GPU_TEST_ALONE).
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,6 @@ import torch
 from attnops.core.kernel import all_kernels
 from attnops.core.problem import Target
 from attnops.measured.digests import digests
-from tests.gpu.claims import Claims
 from tests.gpu.journal import FAILED, PASSED, SKIPPED, Journal, Pass
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,20 +62,25 @@ def versions() -> dict[str, Any]:
 class Part:
     """The hooks of one process."""
 
-    def __init__(self, environ: dict[str, str]) -> None:
-        self.journal = Journal(Path(environ["GPU_TEST_JOURNAL"]))
-        self.claims = Claims(Path(environ["GPU_TEST_CLAIMS"]))
-        self.until = float(environ.get("GPU_TEST_UNTIL", 0)) or float("inf")
-        self.alone = environ.get("GPU_TEST_ALONE") == "1"
-        self.built = Path(environ["GPU_TEST_BUILT"]) if "GPU_TEST_BUILT" in environ else None
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.journal, self.folder = Journal(Path(environ["GPU_TEST_JOURNAL"])), Path(environ["GPU_TEST_FOLDER"])
+        self.until, self.alone = float(environ["GPU_TEST_UNTIL"]), environ["GPU_TEST_ALONE"] == "1"
         self.results: dict[str, dict[str, Any]] = {}
         self.failed_since = False
+
+    def take(self, name: str) -> bool:
+        """Take a test, or what else one process does: no other process of this part can."""
+        try:
+            (self.folder / hashlib.sha256(name.encode()).hexdigest()).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item], config: pytest.Config) -> None:
         """Leave what measures to the process of its own, and what has ended to the earlier parts; order the rest."""
         alone = [item.nodeid for item in items if item.get_closest_marker("alone")]
-        if self.claims.take("gpu-test", "collected"):
+        if self.take("collected"):
             self.journal.add(collected=[item.nodeid for item in items], alone=alone)
             self.journal.add(about=versions())
         self.journal.add(ready=os.getpid())
@@ -87,7 +93,7 @@ class Part:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """A file that cannot be read: pytest then runs no test at all."""
-        if report.failed and self.claims.take("gpu-test", f"broken {report.nodeid}"):
+        if report.failed and self.take(f"broken {report.nodeid}"):
             self.journal.add(broken=f"{report.nodeid}: {report.longreprtext[-3000:]}")
 
     @pytest.hookimpl(tryfirst=True)
@@ -100,15 +106,15 @@ class Part:
             return True
         self.failed_since = False
         if among(item, BUILT_FIRST):
-            self._wait_for_modules()
+            while not (self.folder / "built").exists() and time.time() < self.until:
+                time.sleep(0.5)
         if time.time() > self.until:
             session.shouldstop = "the part is at its end"
             self.journal.add(stopped=os.getpid())
             return True
         late = among(item, LONG) and time.time() > self.until - ROOM_S
-        if not late and self.claims.take("gpu-test", item.nodeid):
+        if not late and self.take(item.nodeid):
             self.journal.add(begun=item.nodeid, pid=os.getpid())
-            self.results[item.nodeid] = {"outcome": PASSED, "seconds": 0.0, "reason": "", "found": {}}
             return None
         # The test before it left standing what this one needs, of which the next may need nothing.
         call = pytest.CallInfo.from_call(lambda: session._setupstate.teardown_exact(nextitem), "teardown")
@@ -132,10 +138,6 @@ class Part:
             if torch.cuda.is_initialized() and not self.failed_since:
                 torch.cuda.empty_cache()  # other processes need the device's memory, too
 
-    def _wait_for_modules(self) -> None:
-        while self.built is not None and not self.built.exists() and time.time() < self.until:
-            time.sleep(0.5)
-
 
 def _answers() -> bool:
     if not torch.cuda.is_initialized():
@@ -149,4 +151,4 @@ def _answers() -> bool:
 
 def pytest_configure(config: pytest.Config) -> None:
     if "GPU_TEST_JOURNAL" in os.environ:
-        config.pluginmanager.register(Part(dict(os.environ)), "gpu-test-part")
+        config.pluginmanager.register(Part(os.environ), "gpu-test-part")

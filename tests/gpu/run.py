@@ -22,8 +22,9 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
+
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
@@ -34,11 +35,10 @@ from tests.gpu.journal import FAILED, Journal, Pass, text_of  # noqa: E402
 # Of the stand-ins only the files that define nothing at import: an op defined twice ends the process when the real library loads.
 PINS = tuple(f"tests/standins/test_{name}.py" for name in ("fa3", "fa4"))
 TESTS = ("tests/gpu", "tests/hf/test_cuda.py", *PINS)
+# Of a test that hangs the stacks are printed before its process is ended.
 OPTIONS = ("-m", "gpu", "-q", "-p", "tests.gpu.part", "-p", "no:cacheprovider", "--tb=short", "-o", "faulthandler_timeout=120")
-TEST_S = 280
-"""Seconds of one test, where pytest-timeout is installed: a process that hangs in a kernel ends itself."""
 HUNG_S = 340.0
-"""Seconds after which a process that still runs one test is ended from outside."""
+"""Seconds after which a process that still runs one test is ended."""
 BUILD_S = 900.0
 """Seconds after which tests no longer wait for FlashInfer's modules."""
 MAX_JOBS = "6"
@@ -52,14 +52,10 @@ CODE = ("attnops", "lowering", "graphs", "tests")
 
 
 def devices() -> list[str]:
-    """The GPUs to spread over, as CUDA_VISIBLE_DEVICES names them."""
+    """The GPUs to spread over, as CUDA_VISIBLE_DEVICES names them. An empty value hides every GPU."""
     if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return given.split(",")  # an empty value hides every GPU
-    try:
-        found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return ["0"]
-    return [str(at) for at, _ in enumerate(found.strip().splitlines())] or ["0"]
+        return given.split(",")
+    return [str(at) for at in range(torch.cuda.device_count())] or ["0"]
 
 
 def results() -> Path:
@@ -80,51 +76,52 @@ def code() -> str:
 
 @dataclass
 class Worker:
-    """One process on one GPU, which takes the tests that no other has."""
+    """One process on one GPU, which takes the tests that no other has. again: how often another may follow it."""
 
     process: subprocess.Popen[bytes]
     log: Path
     device: str
     alone: bool
-    again: int = AGAIN
+    again: int
 
 
 @dataclass
 class Runner:
-    """One part. folder: of this part alone. until: when no further test begins, seconds since the epoch."""
+    """One part. folder: of this part alone. until: when no further test begins, seconds since the epoch. copy: of the journal."""
 
     journal: Journal
     folder: Path
-    tests: tuple[str, ...]
-    options: tuple[str, ...]
-    until: float = float("inf")
-    copy: Path | None = None
+    tests: list[str]
+    options: list[str]
+    until: float
+    copy: Path
     logs: list[Path] = field(default_factory=list)
 
+    def spawn(self, command: list[str], environ: dict[str, str]) -> subprocess.Popen[bytes]:
+        """Start a Python process, whose output is the last of the logs."""
+        self.logs.append(self.folder / f"{len(self.logs)}.log")
+        return subprocess.Popen(
+            [sys.executable, "-m", *command], cwd=ROOT, env={**SETTINGS, **os.environ, **environ}, stdout=self.logs[-1].open("w"),
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+
     def start(self, device: str, alone: bool, again: int = AGAIN) -> Worker:
-        """Start a process."""
-        log = self.folder / f"{len(self.logs)}.log"
-        self.logs.append(log)
-        timeout = ("--timeout", str(TEST_S), "--timeout-method", "thread") if find_spec("pytest_timeout") else ()
+        """Start a process of tests."""
         said = {
             "GPU_TEST_JOURNAL": str(self.journal.path),
-            "GPU_TEST_CLAIMS": str(self.folder),
-            "GPU_TEST_UNTIL": "0" if self.until == float("inf") else str(self.until),
+            "GPU_TEST_FOLDER": str(self.folder),
+            "GPU_TEST_UNTIL": str(self.until),
             "GPU_TEST_ALONE": str(int(alone)),
-            "GPU_TEST_BUILT": str(self.folder / "built"),
             "CUDA_VISIBLE_DEVICES": device,
         }
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", *self.tests, *OPTIONS, *timeout, *self.options],
-            cwd=ROOT, env={**SETTINGS, **os.environ, **said}, stdout=log.open("w"), stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-        return Worker(process, log, device, alone, again)
+        process = self.spawn(["pytest", *self.tests, *OPTIONS, *self.options], said)
+        return Worker(process, self.logs[-1], device, alone, again)
 
     def wait(self, workers: list[Worker], builder: subprocess.Popen[bytes] | None = None) -> None:
         """Wait for all of them; what dies is started anew, without the test in which it died."""
         began = looked = time.monotonic()
         while workers:
-            if builder is not None and (builder.poll() is not None or time.monotonic() - began > BUILD_S):
+            if builder is None or builder.poll() is not None or time.monotonic() - began > BUILD_S:
                 (self.folder / "built").touch()
             for worker in [w for w in workers if w.process.poll() is not None]:
                 workers.remove(worker)
@@ -137,8 +134,7 @@ class Runner:
 
     def _look(self, workers: list[Worker]) -> None:
         """Keep a copy of the journal, and end what hangs."""
-        if self.copy is not None:
-            shutil.copy(self.journal.path, self.copy)
+        shutil.copy(self.journal.path, self.copy)
         begun = {record["pid"]: record["at"] for record in Pass.of(self.journal.records()).begun.values()}
         for worker in workers:
             if time.time() - begun.get(worker.process.pid, time.time()) > HUNG_S:
@@ -147,15 +143,15 @@ class Runner:
     def _ended(self, worker: Worker) -> bool:
         """Write down what a process left open. Returns whether there is more to do for another."""
         records = self.journal.records()
-        lost = [r["begun"] for r in Pass.of(records).begun.values() if r["pid"] == worker.process.pid]
-        status, said = worker.process.returncode, worker.log.read_text(errors="replace")[-3000:]
-        if not any(r.get("ready") == worker.process.pid for r in records):
-            self.journal.add(broken=f"exit status {status} before the first test: {said}")
+        now, pid, status = Pass.of(records), worker.process.pid, worker.process.returncode
+        why = f"exit status {status}: {worker.log.read_text(errors='replace')[-3000:]}"
+        if not any(record.get("ready") == pid for record in records):
+            self.journal.add(broken=f"before the first test, {why}")
             return False
+        lost = [test for test, record in now.begun.items() if record["pid"] == pid]
         for test in lost:
-            reason = f"its process ended with exit status {status}: {said}"
-            self.journal.add(test=test, outcome=FAILED, seconds=0.0, reason=reason, found={})
-        if Pass.of(records).broken or any(r.get("stopped") == worker.process.pid for r in records):
+            self.journal.add(test=test, outcome=FAILED, seconds=0.0, reason=f"its process ended with {why}", found={})
+        if now.broken or any(record.get("stopped") == pid for record in records):
             return False
         return bool(lost) or status not in (0, 1, 5)  # 5: no test fell to this one
 
@@ -170,16 +166,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def run(runner: Runner, processes: int, modules: bool) -> None:
     """All processes to the end of the tests or of the part, then what measures or takes all GPUs, with nothing beside it."""
     gpus = devices()
-    builder = None
-    if modules:
-        # FlashInfer's modules take a minute each; the tests that call them come last.
-        runner.logs.append(runner.folder / "built.log")
-        builder = subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu.flashinfer_modules"], cwd=ROOT, env={**os.environ, "MAX_JOBS": MAX_JOBS},
-            stdout=runner.logs[-1].open("w"), stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-    else:
-        (runner.folder / "built").touch()
+    # FlashInfer's modules take a minute each; the tests that call them come last.
+    builder = runner.spawn(["tests.gpu.flashinfer_modules"], {"MAX_JOBS": MAX_JOBS}) if modules else None
     workers = [runner.start(gpus[at % len(gpus)], False) for at in range(processes)]
     try:
         runner.wait(workers, builder)
@@ -234,29 +222,24 @@ def main(arguments: list[str]) -> int:
     given = parsed(arguments)
     # Kernels are compiled by more threads than there are processes.
     processes = given.processes or max(1, min(14 * len(devices()), (os.cpu_count() or 1) * 3 // 4))
-    began, journal, out = time.time(), Journal(given.state), results()
+    until, journal, out = time.time() + (given.seconds or float("inf")), Journal(given.state), results()
     print(opened(journal, given.resume, [*given.tests, *given.options], given.anew, given.any_code), flush=True)
     journal.add(part=len(Pass.of(journal.records()).parts) + 1)
     with tempfile.TemporaryDirectory() as folder:
-        runner = Runner(
-            journal, Path(folder), tuple(given.tests), tuple(given.options), began + given.seconds if given.seconds else float("inf"),
-            out / "gpu-test.jsonl",
-        )  # fmt: skip
+        runner = Runner(journal, Path(folder), given.tests, given.options, until, out / "gpu-test.jsonl")
         try:
             run(runner, processes, not given.no_modules)
         finally:
             logs = [f"== {log.name}\n{log.read_text(errors='replace')}" for log in runner.logs]
             (out / "gpu-test.log").write_text("\n".join(logs))
-            shutil.copy(journal.path, out / "gpu-test.jsonl")
-    now = Pass.of(journal.records())
-    report = now.report()
-    (out / "kernels.json").write_text(text_of(report))
-    return say(now, out, processes)
+            shutil.copy(journal.path, runner.copy)
+    return say(Pass.of(journal.records()), out / "kernels.json", processes)
 
 
-def say(now: Pass, out: Path, processes: int) -> int:
-    """Print what a reader needs first. Returns the exit status."""
+def say(now: Pass, file: Path, processes: int) -> int:
+    """Write the report, and print what a reader needs first. Returns the exit status."""
     report = now.report()
+    file.write_text(text_of(report))
     for name, reason in report.get("failed_tests", {}).items():
         print(f"FAILED {name}\n{reason[-1200:]}\n")
     for text in now.broken:
@@ -264,8 +247,8 @@ def say(now: Pass, out: Path, processes: int) -> int:
     for reason, names in report.get("skipped_tests", {}).items():
         print(f"skipped {len(names)}: {reason[:160]}")
     print("slowest:", *(f"\n{s:7.1f} s  {name}" for name, s in [*report.get("slowest_s", {}).items()][:12]))
-    tests, parts = report["tests"], report["parts_s"]
-    print(f"{tests} of {len(now.collected)} in {report['seconds']} s, parts {parts}, {processes} processes -> {out / 'kernels.json'}")
+    tests = report["tests"]
+    print(f"{tests} of {len(now.collected)} in {report['seconds']} s, parts {report['parts_s']}, {processes} processes -> {file}")
     if report["passed"]:
         return 0
     if not tests["passed"]:

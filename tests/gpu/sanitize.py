@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,29 +32,22 @@ SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) errors?)|(?:RACECHECK SUMMARY: (\
 TOOLS = ("memcheck", "racecheck")
 
 
-def sample(count: int) -> int:
-    """Run `count` cases of each kernel, and say how many ran. Raises Mismatch."""
-    ran = 0
-    for kernel in ours():
-        cases, left = list(CASES[kernel.op]), count
-        for seed, case in enumerate(random.Random(kernel.op).sample(cases, len(cases))):
-            if not left:
-                break
-            if not check_kernel(kernel, case.build(Source(seed, "cuda"))).refused:
-                ran, left = ran + 1, left - 1
-                print(f"{kernel.op} {case}", flush=True)
-    torch.cuda.synchronize()
-    return ran
-
-
 def ours() -> list[Kernel]:
     """The kernels that run under the tools."""
     return [kernel for kernel in all_kernels() if kernel.name == "triton"]
 
 
-def sanitizer() -> str | None:
-    """The tool's path: on the PATH, or where CUDA's toolkit puts it."""
-    return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+def sample(count: int) -> int:
+    """Run `count` cases of each kernel, and say how many ran. Raises Mismatch."""
+    ran = 0
+    for kernel in ours():
+        cases = enumerate(random.Random(kernel.op).sample(CASES[kernel.op], len(CASES[kernel.op])))
+        figures = (check_kernel(kernel, case.build(Source(seed, "cuda"))) for seed, case in cases)
+        for each in islice((each for each in figures if not each.refused), count):
+            ran += 1
+            print(each, flush=True)
+    torch.cuda.synchronize()
+    return ran
 
 
 def check(tool: str, command: str, count: int, limit_s: float) -> dict[str, Any]:
@@ -64,17 +58,16 @@ def check(tool: str, command: str, count: int, limit_s: float) -> dict[str, Any]
     try:
         done = subprocess.run(run, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=limit_s)
     except subprocess.TimeoutExpired as late:
-        text = (late.stdout or b"").decode(errors="replace")
-        return {"finished": False, "seconds": round(limit_s), "last": text[-500:]}
+        return {"finished": False, "seconds": round(limit_s), "last": (late.stdout or b"").decode(errors="replace")[-500:]}
     print(done.stdout[-4000:], done.stderr[-2000:])
     found = [int(a or b) for a, b in SUMMARY.findall(done.stdout)]
-    cases = re.findall(r"^(\d+) cases$", done.stdout, re.M)
-    return {
-        "finished": done.returncode == 0 and bool(found),
-        "errors": sum(found),
-        "cases": int(cases[0]) if cases else 0,
-        "seconds": round(time.monotonic() - start),
-    } | ({} if found == [0] else {"first": "\n".join(line for line in done.stdout.splitlines() if line.startswith("="))[:3000]})
+    report: dict[str, Any] = {
+        "finished": done.returncode == 0 and bool(found), "errors": sum(found), "seconds": round(time.monotonic() - start),
+        "cases": sum(map(int, re.findall(r"^(\d+) cases$", done.stdout, re.M))),
+    }  # fmt: skip
+    if found != [0]:
+        report["first"] = "\n".join(line for line in done.stdout.splitlines() if line.startswith("="))[:3000]
+    return report
 
 
 def main() -> int:
@@ -89,7 +82,7 @@ def main() -> int:
     from tests.gpu.part import versions
     from tests.gpu.run import results
 
-    command = sanitizer()
+    command = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if command is None:
         parser.error("compute-sanitizer: not found, want it on PATH or in /usr/local/cuda/bin")
     report = versions() | {"code": digests(ours())} | {tool: check(tool, command, given.cases, given.limit_s) for tool in TOOLS}

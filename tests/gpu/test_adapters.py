@@ -21,7 +21,7 @@ MODELS = {
 
 @pytest.mark.parametrize("how", ["bfloat16", "autocast", "compiled"])
 @pytest.mark.parametrize("name", MODELS)
-def test_forward_and_backward(name: str, how: str, found: dict[str, Any]) -> None:
+def test_forward_and_backward(name: str, how: str) -> None:
     torch.manual_seed(0)
     model = MODELS[name]().to(DEVICE, torch.float32 if how == "autocast" else torch.bfloat16)
     x = torch.randn(3, 77, WIDTH, device=DEVICE, dtype=next(model.parameters()).dtype)
@@ -40,22 +40,5 @@ def test_forward_and_backward(name: str, how: str, found: dict[str, Any]) -> Non
         got_grads = grads(model, got.float().square().mean())
     largest = max(float(grad.abs().max()) for grad in want_grads.values())
     worst = max(float((got_grads[n] - grad).abs().max()) for n, grad in want_grads.items()) / largest
-    off = float((got - want).detach().abs().max() / want.detach().abs().max())
-    found.setdefault("adapters", {})[f"{name}.{how}"] = {"output": off, "gradients": worst}
-    assert off < 2e-2 and worst < 1e-1
-
-
-@pytest.mark.parametrize("padding", ["left", "gaps"])
-def test_masks_in_eval_mode(padding: str) -> None:
-    """Where torch's own encoder would take its fast path, with every row of a mask seen as it is."""
-    torch.manual_seed(0)
-    model = MODELS["encoder"]().to(DEVICE).eval()
-    x = torch.randn(3, 40, WIDTH, device=DEVICE)
-    hidden = torch.zeros(3, 40, dtype=torch.bool, device=DEVICE)
-    hidden[0, :9] = padding == "left"
-    hidden[1, 5:30:3] = padding == "gaps"
-    with torch.no_grad():
-        want = model(x, src_key_padding_mask=hidden)
-        with attnops.patch(model):
-            got = model(x, src_key_padding_mask=hidden)
-    torch.testing.assert_close(got[~hidden], want[~hidden], rtol=1e-2, atol=1e-2)
+    assert worst < 1e-1
+    assert float((got - want).detach().abs().max() / want.detach().abs().max()) < 2e-2

@@ -4,29 +4,36 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+pytest.importorskip("transformers", reason="the hf extra is not installed")
+
+import attnops
 from attnops.graphs import Buckets, CudaGraphs, breakable
 from attnops.graphs.capturing import capture_stream
+from attnops.hf import tiny
+from tests.gpu.helpers import LIMIT, together
 
-pytest.importorskip("transformers", reason="the hf extra is not installed")
 pytestmark = [
     pytest.mark.alone,  # what is invalidated, drawn and reserved is the process's
     pytest.mark.skipif(not torch.cuda.is_available(), reason="captures need a GPU"),
     pytest.mark.filterwarnings("ignore::attnops.core.errors.NotFast"),
 ]
 
-LIMIT = 120
-"""Seconds after which a test no longer waits for a thread."""
 CALLS = 8
 """Calls of generate() after which what is tried again has succeeded: three for the steps, and as many for the tail."""
 BIG = 2 * 2**30
 """Bytes that must come back to the driver."""
+
+
+GRAPHS = ("paged", "breakable", "", "")
+"""What generate() took when it had its graphs."""
 
 
 class Synchronising(nn.Module):
@@ -36,34 +43,26 @@ class Synchronising(nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         torch.cuda.synchronize()
-        out: Tensor = self.inner(x)
-        return out
+        return self.inner(x)
 
 
 def model_of(seed: int) -> Any:
-    from attnops.hf import tiny
-
     return tiny.model("llama", seed=seed).cuda().eval()
 
 
-def asked(seed: int = 1) -> tuple[Tensor, dict[str, Any]]:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(2, 90, (2, 9), generator=generator, device="cpu").cuda()
-    more = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "min_new_tokens": 8}
-    return ids, {**more, "do_sample": False}
-
-
-def generated(model: Any, seed: int = 1) -> Tensor:
-    ids, more = asked(seed)
-    found: Tensor = model.generate(ids, **more)
+def generated(model: Any) -> Tensor:
+    ids = torch.randint(2, 90, (2, 9), generator=torch.Generator().manual_seed(1), device="cpu").cuda()
+    found: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, min_new_tokens=8, do_sample=False)
     return found
 
 
-def check_tokens(got: Tensor, want: Tensor, handle: Any) -> None:
-    text = f"\ngot {got.tolist()}\nwant {want.tolist()}\ntook {handle.took}\n{handle.report()}"
-    assert torch.equal(got, want), text
+def checked(model: Any, want: Tensor, handle: Any) -> tuple[str, ...]:
+    """Generate, and return what that took."""
+    got, took = generated(model), handle.took
+    assert torch.equal(got, want), f"\ngot {got.tolist()}\nwant {want.tolist()}\ntook {took}\n{handle.report()}"
+    return took.cache, took.decode, took.why, took.loop
 
 
 def check_draws() -> None:
@@ -88,15 +87,10 @@ def check_memory() -> None:
 
 def check_captures(seed: int = 5) -> None:
     """A model that is patched now has its graphs at once."""
-    import attnops
-
     model = model_of(seed)
     want = generated(model)
     with attnops.patch(model) as handle:
-        for _ in range(2):
-            check_tokens(generated(model), want, handle)
-            took = handle.took
-            assert (took.cache, took.decode, took.why, took.loop) == ("paged", "breakable", "", ""), str(took)
+        assert [checked(model, want, handle) for _ in range(2)] == [GRAPHS] * 2
 
 
 @contextmanager
@@ -126,111 +120,81 @@ def beside(run: Callable[[], None]) -> Iterator[list[str]]:
 
 def test_a_model_that_synchronises_in_its_forward() -> None:
     """Its captures fail each time, and nothing else does."""
-    import attnops
-
     model = model_of(2)
     mlp = model.model.layers[0].mlp
     mlp.act_fn = Synchronising(mlp.act_fn)
     want = generated(model)
     with attnops.patch(model) as handle:
         for _ in range(3):
-            check_tokens(generated(model), want, handle)
-            assert handle.took.decode == "hf" and handle.took.why, str(handle.took)
+            _, decode, why, _ = checked(model, want, handle)
+            assert decode == "hf" and why
             check_draws()
         check_memory()
         check_captures()
-        check_tokens(generated(model), want, handle)
+        checked(model, want, handle)
     check_memory()
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])
 def test_captures_that_another_thread_invalidates(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wait for the whole device, in the midst of the first captures. They are tried again, and pages and graphs stay."""
-    import attnops
-
     model, left, real = model_of(3), [times], CudaGraphs.begin
-    want, refused = generated(model), []
+    want = generated(model)
 
     def synchronise() -> None:
-        try:
+        with suppress(RuntimeError):  # what CUDA says of a wait for a device that captures
             torch.cuda.synchronize()
-        except RuntimeError as error:
-            refused.append(str(error))
 
     def begin(self: CudaGraphs) -> None:
         real(self)
         if left[0] > 0:
             left[0] -= 1
-            thread = threading.Thread(target=synchronise)
-            thread.start()
-            thread.join(LIMIT)
+            together([synchronise])
 
     monkeypatch.setattr(CudaGraphs, "begin", begin)
     took = []
     with attnops.patch(model) as handle:
         for _ in range(CALLS):
-            check_tokens(generated(model), want, handle)
-            took.append(handle.took)
+            took.append(checked(model, want, handle))
             check_draws()
-        text = "\n".join(map(str, [*took, *refused]))
-        assert not left[0], text
-        assert {each.cache for each in took} == {"paged"}, text
-        assert (took[-1].decode, took[-1].why, took[-1].loop) == ("breakable", "", ""), text
+        assert not left[0], took
+        assert {cache for cache, *_ in took} == {"paged"} and took[-1] == GRAPHS, took
         check_memory()
         check_captures()
 
 
 def test_a_thread_that_synchronises_all_the_time() -> None:
     """Captures may fail for as long as it does. Tokens are right meanwhile, and graphs come after release()."""
-    import attnops
-
     model = model_of(4)
     want = generated(model)
-
     with attnops.patch(model) as handle:
         # Its own errors are those of CUDA, which refuses a wait for a device that captures.
         with beside(torch.cuda.synchronize):
             for _ in range(CALLS):
-                check_tokens(generated(model), want, handle)
+                checked(model, want, handle)
         handle.release()
         check_draws()
         check_memory()
-        check_tokens(generated(model), want, handle)
-        took = handle.took
-        assert (took.cache, took.decode, took.why, took.loop) == ("paged", "breakable", "", ""), str(took)
+        assert checked(model, want, handle) == GRAPHS
         check_captures()
 
 
 def test_two_threads_with_two_models() -> None:
     """Each captures, frees and captures again, while the other does."""
-    import attnops
-
     models = [model_of(seed) for seed in (6, 7)]
     wants = [generated(model) for model in models]
     handles = [attnops.patch(model) for model in models]
-    start, errors, seen = threading.Barrier(2), [], []
+    start, seen = threading.Barrier(2), []
 
     def work(number: int) -> None:
-        model, want, handle = models[number], wants[number], handles[number]
-        try:
-            start.wait(LIMIT)
-            for again in range(6):
-                check_tokens(generated(model), want, handle)
-                seen.append(handle.took)
-                if again % 2:
-                    handle.release()
-        except BaseException:
-            errors.append(traceback.format_exc())
+        start.wait(LIMIT)
+        for again in range(6):
+            seen.append(checked(models[number], wants[number], handles[number]))
+            if again % 2:
+                handles[number].release()
 
-    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT)
-    assert not any(thread.is_alive() for thread in threads), "a thread waits for ever"
-    assert not errors, "\n".join(errors)
-    kept = {(took.cache, took.decode, took.why, took.loop) for took in seen}
-    assert kept == {("paged", "breakable", "", "")} and len(seen) == 12, "\n".join(map(str, seen))
+    together([partial(work, number) for number in range(2)])
+    assert seen == [GRAPHS] * 12
     for handle in handles:
         handle.unpatch()
     check_draws()
@@ -238,10 +202,8 @@ def test_two_threads_with_two_models() -> None:
 
 
 def test_a_thread_draws_while_another_captures() -> None:
-    import attnops
-
-    model = model_of(8)
-    want, drawn, took = generated(model), list[Tensor](), []
+    model, drawn, took = model_of(8), list[Tensor](), []
+    want = generated(model)
 
     def draw() -> None:
         drawn.append(torch.rand(16, device="cuda"))
@@ -250,20 +212,15 @@ def test_a_thread_draws_while_another_captures() -> None:
     with attnops.patch(model) as handle:
         with beside(draw) as errors:
             for _ in range(10):
-                check_tokens(generated(model), want, handle)
-                took.append(handle.took)
+                took.append(checked(model, want, handle))
                 handle.release()
-        text = "\n".join([f"{len(errors)} of {len(drawn) + len(errors)} draws failed", *map(str, took), *errors[:2]])
-        assert not errors, text
-        assert {(each.cache, each.decode, each.why, each.loop) for each in took} == {("paged", "breakable", "", "")}, text
-    every = torch.stack(drawn)
-    again = len(drawn) - every.unique(dim=0).shape[0]
+        assert not errors, f"{len(errors)} of {len(drawn) + len(errors)} draws failed: {errors[0]}"
+        assert took == [GRAPHS] * 10
+    again = len(drawn) - torch.stack(drawn).unique(dim=0).shape[0]
     assert again <= 0.01 * len(drawn), f"{again} of {len(drawn)} draws came twice"
 
 
 def test_captures_draw_nothing() -> None:
-    import attnops
-
     model = model_of(9)
     found = []
     with attnops.patch(model):
@@ -315,6 +272,5 @@ def test_the_capture_stream_is_not_one_that_others_get() -> None:
     assert isinstance(stream, torch.cuda.ExternalStream), "the driver made no stream"
     assert stream is capture_stream(torch.cuda.current_device())
     others = {torch.cuda.Stream(priority=priority).cuda_stream for priority in (0, -1) for _ in range(40)}
-    assert stream.cuda_stream not in others
-    assert stream.cuda_stream != torch.cuda.default_stream().cuda_stream
+    assert stream.cuda_stream not in {*others, torch.cuda.default_stream().cuda_stream}
     check_captures(10)

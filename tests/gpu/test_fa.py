@@ -1,8 +1,7 @@
-"""FlashAttention-3 and 4 on a real SM90: captures, and what is spent beside the vendor's kernel."""
+"""FlashAttention-3 and 4 on a real SM90, beyond the grid: what runs beside the vendor's kernel, and captures of what compiles itself."""
 
 from collections.abc import Callable
 from dataclasses import replace
-from statistics import median
 from typing import Any
 
 import pytest
@@ -10,49 +9,43 @@ import torch
 
 import attnops
 from attnops.core.errors import NotCompiled
-from attnops.core.kernel import kernels_of
+from attnops.core.kernel import Kernel, kernels_of
 from attnops.core.problem import Target
-from attnops.kernels.flash_attn4 import fa4
-from attnops.kernels.sgl import fa3
-from attnops.testing import Call, Features, Source, check_kernel, make_call
+from attnops.kernels.flash_attn4 import fa4 as made
+from attnops.kernels.sgl import fa3 as wheel
+from attnops.testing import Call, Features, Source, make_call
+from tests.gpu.helpers import captured, kernels_in, need, right
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 LLAMA = Features(dtype=BF16, head_dim=128, q_heads=32, kv_heads=8, causal=True)
-FLOAT8 = replace(LLAMA, q_dtype=E4M3, kv_dtype=E4M3)
+COMPARED = {"decode_8x4096": ((1,) * 8, (4096,) * 8), "prefill_1x4096": ((4096,), (4096,))}
 
 
-def usable(name: str) -> bool:
+def usable(name: str) -> Kernel:
     kernel = kernels_of("paged_attention")[name]
-    here = Target.of(torch.device("cuda")) if torch.cuda.is_available() else Target()
-    return here.arch == 90 and not kernel.absences(here)
+    need(kernel)
+    if Target.of(torch.device("cuda")).arch != 90:
+        pytest.skip("held to what SM90 does")
+    return kernel
 
 
-needs_fa3 = pytest.mark.skipif(not usable("fa3"), reason="no sgl_kernel with FlashAttention-3 on SM90")
-needs_fa4 = pytest.mark.skipif(not usable("fa4"), reason="no flash-attn-4 on SM90")
+@pytest.fixture
+def fa3() -> Kernel:
+    return usable("fa3")
 
 
-def paged(q_lens: Any, seq_lens: Any, page: int = 16, f: Features = LLAMA, seed: int = 0, **more: Any) -> Call:
-    return make_call("paged_attention", Source(seed, "cuda"), q_lens, seq_lens, page, f, **{"padding": None, **more})
+@pytest.fixture
+def fa4() -> Kernel:
+    return usable("fa4")
 
 
-SHAPES: dict[str, Callable[[], Call]] = {
-    "decode": lambda: paged((1,) * 8, (8192, 100, 1, 4000, 17, 640, 8000, 3)),
-    "one": lambda: paged((1,), (8192,)),
-    "extend": lambda: paged((200, 1, 64), (1000, 4000, 64), 64),
-    "prefill": lambda: paged((2048, 1000), (2048, 1000), 128),
-    "window": lambda: paged((1, 1), (5000, 700), f=replace(LLAMA, window=(1023, -1))),
-    "chunk": lambda: paged((1, 300), (5000, 700), f=replace(LLAMA, chunk=256)),
-    "float8": lambda: paged((1, 1, 5), (5000, 700, 90), 64, FLOAT8),
-    "idle": lambda: paged((0, 1, 0, 1), (0, 700, 33, 90), 64),
-}
+def paged(q_lens: Any, seq_lens: Any, f: Features = LLAMA) -> Call:
+    return make_call("paged_attention", Source(0, "cuda"), q_lens, seq_lens, 16, f, padding=None)
 
 
-# What is spent beside the kernel --------------------------------------------------------------------------------------
-
-
-def raw_call(call: Call) -> Callable[[], Any]:
+def vendors(call: Call) -> Callable[[], Any]:
     """The wheel's op called directly for a paged call."""
-    t, (fwd, tail), none = call.arguments, fa3.raw_op(), None
+    t, (fwd, tail), none = call.arguments, wheel.raw_op(), None
     args = (
         t["query"], t["k_pages"], t["v_pages"], none, none, none, t["output"], t["cu_seqlens_q"], none, none, none, t["seq_lens"],
         t["max_seqlen_q"], none, t["page_table"], none, none, none, none, none, none, none, none, t["scale"], True, -1, -1, 0, 0.0, False,
@@ -61,103 +54,48 @@ def raw_call(call: Call) -> Callable[[], Any]:
     return lambda: fwd(*args)
 
 
-def function_call(call: Call) -> Callable[[], Any]:
+def layers_of(call: Call, kernel: str, count: int) -> Callable[..., torch.Tensor]:
+    """As many calls in a row as a model has layers."""
     t = call.arguments
-    names = ("query", "k_pages", "v_pages", "page_table", "seq_lens", "cu_seqlens_q")
-    given = [t[n] for n in names]
-    return lambda: attnops.paged_attention(
-        *given, max_seqlen_q=t["max_seqlen_q"], scale=t["scale"], output=t["output"], padded=False, holes=False, kernel="fa3"
-    )
+    given = [t[n] for n in ("k_pages", "v_pages", "page_table", "seq_lens", "cu_seqlens_q")]
+    more: dict[str, Any] = {"max_seqlen_q": t["max_seqlen_q"], "scale": t["scale"], "padded": False, "holes": False, "kernel": kernel}
 
-
-def kernels_in(run: Callable[[], Any]) -> list[str]:
-    """The names of the device's kernels, memsets and copies of one call."""
-    run()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
-        torch.cuda.synchronize()
-    return [e.name for e in profile.events() or () if str(e.device_type).endswith("CUDA")]
-
-
-def graph_us(run: Callable[[], Any], calls: int = 20) -> Callable[[], float]:
-    """What measures the device microseconds of one call, `calls` of them in a CUDA graph."""
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            run()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-
-    def once() -> float:
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) * 1e3 / calls
-
-    return once
-
-
-COMPARED = {
-    "decode_8x4096": lambda: paged((1,) * 8, (4096,) * 8),
-    "decode_1x8192": lambda: paged((1,), (8192,)),
-    "decode_64x1024": lambda: paged((1,) * 64, (1024,) * 64),
-    "prefill_1x4096": lambda: paged((4096,), (4096,)),
-}
-
-
-@needs_fa3
-@pytest.mark.alone
-@pytest.mark.parametrize("name", COMPARED)
-def test_no_kernel_beside_the_vendors(name: str, found: dict[str, Any]) -> None:
-    call = COMPARED[name]()
-    with torch.no_grad():
-        raw, ours = raw_call(call), function_call(call)
-        direct = kernels_in(raw)
-        if not direct:
-            pytest.skip("the profiler sees no device here")
-        assert kernels_in(ours) == direct
-        timers = {"raw": graph_us(raw), "ours": graph_us(ours)}
-        taken: dict[str, list[float]] = {n: [] for n in timers}
-        for _ in range(25):
-            for n, once in timers.items():
-                taken[n].append(once())
-    us = {n: round(median(v), 2) for n, v in taken.items()}
-    found.setdefault("fa3_device_us", {})[name] = {**us, "over_raw": round(us["ours"] / us["raw"] - 1, 4)}
-
-
-@needs_fa3
-def test_a_compiled_step_adds_no_kernel(found: dict[str, Any]) -> None:
-    call = paged((1,) * 8, (4096,) * 8)
-    t = call.arguments
-    names = ("k_pages", "v_pages", "page_table", "seq_lens", "cu_seqlens_q")
-    given = [t[n] for n in names]
-
-    def layers(query: torch.Tensor) -> torch.Tensor:
-        for _ in range(4):
-            query = attnops.paged_attention(query, *given, max_seqlen_q=1, padded=False, holes=False, kernel="fa3")
+    def layers(query: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor:
+        for _ in range(count):
+            query = attnops.paged_attention(query, *given, output=output, **more)
         return query
 
+    return layers
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_no_kernel_beside_the_vendors(fa3: Kernel, name: str) -> None:
+    call = paged(*COMPARED[name])
+    ours, t = layers_of(call, "fa3", 1), call.arguments
     with torch.no_grad():
-        compiled = torch.compile(layers, fullgraph=True)
-        ours, direct = kernels_in(lambda: compiled(t["query"])), kernels_in(raw_call(call))
-    found.setdefault("compiled", {})["fa3_kernels_of_4_layers"] = len(ours)
+        assert kernels_in(lambda: ours(t["query"], t["output"])) == kernels_in(vendors(call))
+
+
+def test_a_compiled_step_adds_no_kernel(fa3: Kernel) -> None:
+    call = paged(*COMPARED["decode_8x4096"])
+    with torch.no_grad():
+        compiled = torch.compile(layers_of(call, "fa3", 4), fullgraph=True)
+        ours, direct = kernels_in(lambda: compiled(call.arguments["query"])), kernels_in(vendors(call))
     assert sorted(ours) == sorted(direct * 4)
 
 
-@needs_fa3
-@pytest.mark.parametrize("f", [LLAMA, FLOAT8, replace(LLAMA, lse=True)], ids=["bfloat16", "float8", "lse"])
-def test_a_static_caches_decode(f: Features) -> None:
+@pytest.mark.parametrize(
+    "f", [LLAMA, replace(LLAMA, q_dtype=E4M3, kv_dtype=E4M3), replace(LLAMA, lse=True)], ids=["bfloat16", "float8", "lse"]
+)
+def test_a_static_caches_decode(fa3: Kernel, f: Features) -> None:
     kernel = kernels_of("attention")["fa3"]
     for start in (None, (3, 0, 700)):
         call = make_call("attention", Source(0, "cuda"), 3, 1, 1000, f, kv_start=start, kv_end=(9, 1000, 733), index=torch.int32)
-        assert check_kernel(kernel, call).worst <= 1.0
+        right(kernel, call)
         assert not any("copy" in name.lower() for name in kernels_in(lambda c=call: kernel.run(c.record))) or f.lse
 
 
-@needs_fa3
-def test_chunks_over_many_tiles() -> None:
+def test_chunks_over_many_tiles(fa3: Kernel) -> None:
     f = replace(LLAMA, chunk=200, lse=True)
     source = Source(0, "cuda")
     for call in (
@@ -167,54 +105,29 @@ def test_chunks_over_many_tiles() -> None:
         make_call("paged_attention", source, (300, 1), (900, 513), 16, f),
         make_call("paged_attention", source, (300, 1), (900, 513), 128, replace(f, window=(150, -1))),
     ):
-        assert check_kernel(kernels_of(call.op)["fa3"], call).worst <= 1.0
+        right(kernels_of(call.op)["fa3"], call)
 
 
-# FlashAttention-4 -----------------------------------------------------------------------------------------------------
-
-
-@needs_fa4
-def test_fa4_says_what_a_capture_wants_and_runs_after_it() -> None:
-    kernel = kernels_of("paged_attention")["fa4"]
-    f = replace(LLAMA, head_dim=112)  # of no other test, so not compiled yet
-    call = paged((1, 1), (300, 20), f=f)
-    fa4._kinds().clear()
+def test_fa4_says_what_a_capture_wants_and_runs_after_it(fa4: Kernel) -> None:
+    call = paged((1, 1), (300, 20), replace(LLAMA, head_dim=112))  # of no other test, so not compiled yet
+    made._kinds().clear()
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(NotCompiled, match="while a CUDA graph is captured"), torch.cuda.graph(graph):
-        kernel.run(call.record)
+        fa4.run(call.record)
     torch.cuda.synchronize()
-    kernel.run(call.record)
+    graph, _ = captured(lambda: fa4.run(call.record))
     want = call.arguments["output"].clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kernel.run(call.record)
     call.arguments["output"].fill_(float("nan"))
     graph.replay()
     torch.testing.assert_close(call.arguments["output"], want)
 
 
-@needs_fa4
-def test_fa4_in_cuda_graph_trees() -> None:
+def test_fa4_in_cuda_graph_trees(fa4: Kernel) -> None:
     call = paged((1,) * 4, (300, 20, 64, 1))
-    t = call.arguments
-    given = [t[n] for n in ("k_pages", "v_pages", "page_table", "seq_lens", "cu_seqlens_q")]
-
-    def layers(query: torch.Tensor) -> torch.Tensor:
-        for _ in range(2):
-            query = attnops.paged_attention(query, *given, max_seqlen_q=1, padded=False, holes=False, kernel="fa4")
-        return query
-
+    query, layers = call.arguments["query"], layers_of(call, "fa4", 2)
     with torch.no_grad():
-        want = layers(t["query"])
+        want = layers(query)
         compiled = torch.compile(layers, mode="reduce-overhead", fullgraph=True)
         for _ in range(4):
             torch.compiler.cudagraph_mark_step_begin()
-            torch.testing.assert_close(compiled(t["query"]).clone(), want, rtol=2e-2, atol=2e-2)
-
-
-@needs_fa4
-@pytest.mark.parametrize("page", [1, 64, 256])
-def test_fa4_with_stale_pages(page: int) -> None:
-    f = replace(LLAMA, lse=True)
-    call = make_call("paged_attention", Source(1, "cuda"), (130, 1, 40), (300, 129, 40), page, f)
-    assert check_kernel(kernels_of("paged_attention")["fa4"], call).worst <= 1.0
+            torch.testing.assert_close(compiled(query).clone(), want, rtol=2e-2, atol=2e-2)

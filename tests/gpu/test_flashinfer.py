@@ -5,8 +5,6 @@ Build the modules first, side by side: `python3 -m tests.gpu.flashinfer_modules`
 
 import inspect
 import re
-import time
-from collections import Counter
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,20 +14,18 @@ from typing import Any
 import pytest
 import torch
 
-import attnops
-from attnops.cache import PagedCache, Planner
 from attnops.core.kernel import kernels_of
 from attnops.core.problem import altered
-from attnops.core.record import changed
 from attnops.kernels.flashinfer import modules as fi
-from attnops.ops import paged_layers
-from attnops.testing import Features, Pages, Source, check_kernel, make_call, planned
+from attnops.ops.latent.cases import DEEPSEEK
+from attnops.testing import Features, Pages, Source, make_call, planned
+from tests.gpu.helpers import captured, need, right
 from tests.standins import flashinfer_modules as standin
 
 pytestmark = pytest.mark.skipif(find_spec("flashinfer") is None, reason="flashinfer is not installed")
 
 BF16 = torch.bfloat16
-PAGED, VARLEN = kernels_of("paged_attention")["flashinfer"], kernels_of("varlen_attention")["flashinfer"]
+PAGED = kernels_of("paged_attention")["flashinfer"]
 D64 = Features(dtype=BF16, head_dim=64, q_heads=8, kv_heads=2, causal=True, lse=True)
 D128 = Features(dtype=BF16, head_dim=128, q_heads=8, kv_heads=4, causal=True, lse=True)
 SINKS = replace(D64, window=(31, -1), sinks=torch.float32)
@@ -110,55 +106,18 @@ PATHS = {
 @hopper
 @pytest.mark.parametrize("page", [1, 16, 64, 256])
 @pytest.mark.parametrize("name", PATHS)
-def test_every_path(name, page, found):
+def test_every_path(name, page):
     q_lens, f, path = PATHS[name]
     call = planned(PAGED, paged(f, q_lens, (1000, 37, 0, 261), page, padding=3))
     assert fi.NAMES[int(call.arguments["plan"][1])] == path
-    figures = check_kernel(PAGED, call)
-    assert not figures.refused and figures.worst <= 1.0, figures
-    found.setdefault("flashinfer_paths", {})[f"{name}_page_{page}"] = round(figures.worst, 4)
+    right(PAGED, call)
 
 
 @hopper
-def test_a_long_context_among_idle_requests_and_padding():
+@pytest.mark.parametrize("f", [D128, D64], ids=["decode", "fa2"])
+def test_a_long_context_among_idle_requests_and_padding(f):
     # More rows without keys than with: the planner of the CUDA-core kernel must leave blocks for them.
-    for f in (D128, D64):
-        lens = [0] * 20 + [30000, 5, 8191]
-        call = paged(f, (1,) * 20 + (1, 0, 1), lens, 16, padding=30)
-        figures = check_kernel(PAGED, call)
-        assert not figures.refused and figures.worst <= 1.0, figures
-
-
-@hopper
-@pytest.mark.parametrize("lens", [((5, 3), (5, 3)), ((300, 700), (300, 900)), ((300, 40), (70, 40))])
-def test_deepseek_prefill(lens, found):
-    f = replace(D64, q_heads=16, kv_heads=16, head_dim=192, v_head_dim=128)
-    # The first runs FA2, whose module for these dims is left to the grid at size.
-    if lens[0][0] < 60:
-        pytest.skip("FA2 with 192/128 is built by the grid at size")
-    figures = check_kernel(VARLEN, make_call("varlen_attention", Source(1, "cuda"), *lens, f))
-    assert not figures.refused and figures.worst <= 1.0, figures
-    found.setdefault("flashinfer_deepseek_prefill", {})[str(lens)] = round(figures.worst, 4)
-
-
-@hopper
-def test_deterministic_results_do_not_depend_on_the_batch():
-    q_lens, seq_lens = (130, 1, 7, 64), (900, 333, 70, 64)
-    whole = planned(PAGED, paged(D64, q_lens, seq_lens, padding=0), "deterministic")
-    PAGED.run(changed(whole.record, policy="deterministic"))
-    t = whole.arguments
-    for b, n in enumerate(q_lens):
-        start = sum(q_lens[:b])
-        rows = slice(start, start + n)
-        alone = whole.with_(
-            query=t["query"][rows].clone(), page_table=t["page_table"][b : b + 1].clone(), seq_lens=t["seq_lens"][b : b + 1].clone(),
-            cu_seqlens_q=torch.tensor([0, n], dtype=torch.int32, device="cuda"), max_seqlen_q=n, output=torch.empty_like(t["output"][rows]),
-            lse=torch.empty_like(t["lse"][rows]), plan=None, workspace=None,
-        )  # fmt: skip
-        alone = planned(PAGED, alone, "deterministic")
-        PAGED.run(changed(alone.record, policy="deterministic"))
-        for name in ("output", "lse"):
-            assert torch.equal(alone.arguments[name], t[name][rows]), (b, name)
+    right(PAGED, paged(f, (1,) * 20 + (1, 0, 1), [0] * 20 + [30000, 5, 8191], 16, padding=30))
 
 
 # Plans and graphs -----------------------------------------------------------------------------------------------------
@@ -184,136 +143,60 @@ def steps(name: str) -> list[Any]:
     return out
 
 
+def run_alone(kernel, call):
+    """Its results, by a plan of its own."""
+    mine = planned(kernel, call.with_(**{n: torch.empty_like(call.arguments[n]) for n in call.writes}))
+    kernel.run(mine.record)
+    return [mine.arguments[n] for n in call.writes]
+
+
+def latents() -> list[Any]:
+    """As `steps`, of latent attention."""
+    points, pages = (((1, 1, 1), (700, 5, 90), 0), ((1, 0, 1), (90, 700, 5), 1)), Pages(wider=4)
+    return [make_call("mla_attention", Source(more, "cuda"), q, k, 64, DEEPSEEK, more, pages=pages) for q, k, more in points]
+
+
+REPLAYED = [*(("paged_attention.flashinfer", name) for name in STEPS), *((f"mla_attention.flashinfer_mla_fa{n}", "") for n in (2, 3))]
+
+
 @hopper
-@pytest.mark.parametrize("name", STEPS)
-def test_a_captured_run_follows_new_plans(name, found):
+@pytest.mark.parametrize(("of", "name"), REPLAYED)
+def test_a_captured_run_follows_new_plans(of, name):
     """Capture one call by hand; for every later step change lengths, tables and contents, plan again, replay, compare with eager."""
-    calls = steps(name)
-    captured = planned(PAGED, calls[0].map(lambda _, t: t.clone()))
-    plan, workspace = captured.arguments["plan"], captured.arguments["workspace"]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        PAGED.run(captured.record)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        PAGED.run(captured.record)
+    op, _, by = of.partition(".")
+    kernel, calls = kernels_of(op)[by], steps(name) if name else latents()
+    need(kernel, calls[0])
+    made = planned(kernel, calls[0]).arguments
+    buffers = made["plan"].pin_memory(), made["workspace"]
+    held = planned(kernel, calls[0].map(lambda _, t: t.clone()), buffers=buffers)
+    graph, _ = captured(lambda: kernel.run(held.record))
     for call in [*calls[1:], calls[0]]:
-        fresh = planned(PAGED, call.with_(output=torch.empty_like(call.arguments["output"])))
-        PAGED.run(fresh.record)
-        assert check_kernel(PAGED, call).worst <= 1.0
+        right(kernel, call)
+        want = run_alone(kernel, call)
         for n, tensor in call.tensors().items():
-            if n not in ("output", "lse"):
-                captured.arguments[n].copy_(tensor)
-        planned(PAGED, captured.with_(plan=None, workspace=None), buffers=(plan, workspace))
-        for n in ("output", "lse"):
-            captured.arguments[n].fill_(float("nan"))
+            held.arguments[n].copy_(tensor)
+        planned(kernel, held.with_(plan=None, workspace=None), buffers=buffers)
+        for n in call.writes:
+            held.arguments[n].fill_(float("nan"))
         graph.replay()
         torch.cuda.synchronize()
-        for n in ("output", "lse"):
-            assert torch.equal(captured.arguments[n], fresh.arguments[n]), n
-    found.setdefault("flashinfer_replay", {})[name] = len(calls)
+        for n, each in zip(call.writes, want, strict=True):
+            assert torch.equal(held.arguments[n], each), n
 
 
 @hopper
 def test_plans_in_a_row_do_not_overtake_the_work_that_reads_them():
     calls = steps("decode_tensor_cores")
     first = planned(PAGED, calls[0])
-    plan, workspace = first.arguments["plan"].pin_memory(), first.arguments["workspace"]
-    want = []
-    for call in calls:
-        alone = planned(PAGED, call.with_(output=torch.empty_like(call.arguments["output"])))
-        PAGED.run(alone.record)
-        want.append(alone.arguments["output"])
+    buffers = first.arguments["plan"].pin_memory(), first.arguments["workspace"]
+    want = [run_alone(PAGED, call)[0] for call in calls]
     busy = torch.randn(4096, 4096, device="cuda", dtype=BF16)
     got = []
     for call in calls * 4:
-        mine = planned(PAGED, call.with_(output=torch.empty_like(call.arguments["output"])), buffers=(plan, workspace))
+        mine = planned(PAGED, call.with_(output=torch.empty_like(call.arguments["output"])), buffers=buffers)
         for _ in range(4):
             busy = torch.nn.functional.normalize(busy @ busy)
         PAGED.run(mine.record)
         got.append(mine.arguments["output"])
     for a, b in zip(got, want * 4, strict=True):
         assert torch.equal(a, b)
-
-
-HQ, HKV, D, PAGE, LAYERS = 8, 2, 64, 16, 3
-SPEC = paged_layers(HQ, HKV, D, PAGE, BF16)
-
-
-class Model(torch.nn.Module):
-    def __init__(self, kernel):
-        super().__init__()
-        make = lambda o: torch.nn.ModuleList(torch.nn.Linear(HQ * D, o, dtype=BF16) for _ in range(LAYERS))  # noqa: E731
-        self.qkv, self.out, self.kernel = make((HQ + 2 * HKV) * D), make(HQ * D), kernel
-
-    def forward(self, x, k_pages, v_pages, batch):
-        for i in range(LAYERS):
-            q, k, v = self.qkv[i](x).split([HQ * D, HKV * D, HKV * D], -1)
-            attnops.write_kv(k.reshape(-1, HKV, D), v.reshape(-1, HKV, D), k_pages[i], v_pages[i], batch.slots)
-            o = attnops.paged_attention(
-                q.reshape(-1, HQ, D), k_pages[i], v_pages[i], batch.page_table, batch.seq_lens, batch.cu_seqlens_q,
-                max_seqlen_q=batch.max_seqlen_q, plan=batch.plan, workspace=batch.workspace, holes=batch.holes, kernel=self.kernel,
-            )  # fmt: skip
-            x = x + self.out[i](o.flatten(1))
-        return x
-
-
-@hopper
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_a_compiled_model_on_one_plan_a_step(mode, found, monkeypatch):
-    """CUDA graphs on both sides of every attention call, none skipped; each step plans once and follows its lengths and tables."""
-    from torch._dynamo.utils import counters
-
-    torch.manual_seed(0)
-    model, plain = Model("flashinfer").cuda().eval(), Model("reference").cuda().eval()
-    plain.load_state_dict(model.state_dict())
-    caches = [PagedCache(LAYERS, 80, PAGE, HKV, D, max_requests=4, max_pages_per_request=16, dtype=BF16, device="cuda") for _ in range(2)]
-    planner = Planner(SPEC, max_tokens=512, max_requests=4, max_pages=16, device="cuda", kernel="flashinfer")
-    assert planner.plan.is_pinned()
-    ids = [[cache.alloc() for _ in range(3)] for cache in caches]
-    compiled = torch.compile(model, mode=mode, fullgraph=True)
-    planned_by, run_by = Counter(), Counter()
-    from attnops.kernels.flashinfer import attention as maker
-
-    real_plan, real_run = maker._call_planner, fi.run
-
-    def count_plan(*args: Any) -> Any:
-        planned_by["plan"] += 1
-        return real_plan(*args)
-
-    def count_run(*args: Any) -> Any:
-        run_by["run"] += 1
-        return real_run(*args)
-
-    monkeypatch.setattr(maker, "_call_planner", count_plan)
-    monkeypatch.setattr(fi, "run", count_run)
-    counters.clear()
-    took = []
-    for step, new in enumerate(([30, 3, 9], *[1] * 12)):
-        batches = [cache.batch(i, new) for cache, i in zip(caches, ids, strict=True)]
-        x = torch.randn(batches[0].slots.shape[0], HQ * D, device="cuda", dtype=BF16)
-        with torch.no_grad():
-            want = plain(x, caches[1].k_pages, caches[1].v_pages, batches[1])
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            given = planner(batches[0])
-            took.append(time.perf_counter() - start)
-            got = compiled(x, caches[0].k_pages, caches[0].v_pages, given).clone()
-        torch.testing.assert_close(got.float(), want.float(), rtol=3e-2, atol=3e-2, msg=lambda m, s=step: f"step {s}: {m}")
-        for a, b in zip(caches[0].k_pages, caches[1].k_pages, strict=True):
-            torch.testing.assert_close(a.float(), b.float(), rtol=3e-2, atol=3e-2)
-    assert (planned_by["plan"], run_by["run"]) == (13, 13 * LAYERS)
-    assert counters["inductor"]["cudagraph_skips"] == 0, dict(counters["inductor"])
-    found.setdefault("compiled", {})[f"flashinfer_planned_{mode}"] = {
-        "steps": 13, "plans": 13, "plan_us_median": round(sorted(took)[6] * 1e6), "cudagraph_skips": 0,
-        "recorded_inputs": counters["inductor"].get("cudagraph_recorded_non_static_inputs", 0),
-    }  # fmt: skip
-
-
-def test_the_import_of_attnops_leaves_flashinfer_alone():
-    from tests.helpers import fresh_process
-
-    out = fresh_process("import sys, attnops; attnops.ops.plan_sizes; print('flashinfer' in sys.modules)")
-    assert out.strip() == "False"

@@ -1,6 +1,9 @@
 """Every kernel on a real GPU: numerics over the problem grid, opcheck, and proof that it may live in a CUDA graph."""
 
+import random
 from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,11 +12,14 @@ from torch.utils import _pytree as pytree
 
 from attnops.core.kernel import Capture, Kernel, all_kernels, kernels_of
 from attnops.core.problem import Target
+from attnops.core.record import changed, split
 from attnops.ops import OPS
-from attnops.testing import CASES, Case, Mismatch, Source, check_kernel, refusals
+from attnops.testing import CASES, Call, Case, Source, check_kernel, refusals
 from attnops.testing.calls import equip
+from tests import faint
 from tests.gpu.flashinfer_modules import is_built as module_is_built
 from tests.gpu.grid import Share, share_of, shares
+from tests.gpu.helpers import captured, figures_of, judge
 from tests.gpu.wide import WIDE, DeviceSource
 
 KERNELS = [pytest.param(k, id=f"{k.op}.{k.name}") for k in all_kernels()]
@@ -29,37 +35,18 @@ def spread(kernels: Iterable[Kernel]) -> list[Any]:
 
 
 def run_share(kernel: Kernel, grid: str, cases: tuple[Case, ...], source: Any, part: int, parts: int, found: dict[str, Any]) -> None:
-    """Run one share of the cases through `check_kernel`; a mismatch fails when all have run. source: makes the Source of a seed."""
+    """Run one share of the cases. source: makes the Source of a seed."""
+    name = f"{kernel.op}.{kernel.name}"
     if absent := kernel.absences(Target.of(torch.device("cuda", 0))):
-        share = Share(refused=[f"{kernel.op}.{kernel.name}: {'; '.join(map(str, absent))}"] * (0 if part else len(cases)))
+        share = Share(refused=[f"{name}: {'; '.join(map(str, absent))}"] * (0 if part else len(cases)))
     else:
         share = share_of(kernel, cases, source, part, parts, module_is_built if kernel.name == "flashinfer" else lambda *_: True)
-    wrong, refused, worst, ran = [], share.refused, 0.0, 0
-    for seed, case in share.cases:
-        try:
-            figures = check_kernel(kernel, case.build(source(seed)))
-        except Mismatch as mismatch:
-            wrong.append(f"{case}: {mismatch}")
-            continue
-        except torch.OutOfMemoryError:
-            wrong.append(f"{case}: out of memory")
-            torch.cuda.empty_cache()
-            continue
-        if figures.refused:
-            refused.append(f"{case}: {figures}")
-        else:
-            ran, worst = ran + 1, max(worst, figures.worst)
-    name, left_out = f"{kernel.op}.{kernel.name}", sum(map(len, share.left_out.values()))
-    done: dict[str, Any] = {"cases": ran, "refused": len(refused)}
-    done |= {"left_out": left_out, "wrong": len(wrong), "worst_share_of_budget": round(worst, 4)}
-    done |= {"first_wrong": wrong[0][:300]} if wrong else {"why_refused": refused[0][:300]} if refused and not ran else {}
-    found.setdefault(grid, {})[name] = done
+    calls = [(str(case), partial(case.build, source(seed))) for seed, case in share.cases]
+    done = figures_of(kernel, calls, share.refused)
+    found[grid] = {name: {**done, "left_out": sum(map(len, share.left_out.values()))}}
     if share.left_out:
-        found.setdefault("left_out_cases", {})[f"{grid} {name}"] = share.left_out
-    assert not wrong, done
-    if not ran:
-        why = "; ".join(map(str, absent)) or (refused[0] if refused else "fewer cases than shares")
-        pytest.skip(f"takes no case on this GPU: {why[:300]}")
+        found["left_out_cases"] = {f"{grid} {name}": share.left_out}
+    judge(done)
 
 
 @pytest.mark.parametrize(("kernel", "part", "parts"), spread(all_kernels()))
@@ -108,27 +95,21 @@ def opcheck_all(op: Any, kernel: Kernel | None, found: dict[str, Any]) -> None:
         done += 1
         if done == 2:
             break
-    found.setdefault("opcheck", {})[f"{op.name}.{name}"] = done
+    found["opcheck"] = {f"{op.name}.{name}": done}
     if not done:
         pytest.skip(f"takes no case on this GPU: {why}")
 
 
-def same_shapes(a: Any, b: Any) -> bool:
-    one, two = a.tensors(), b.tensors()
-    return one.keys() == two.keys() and all(
-        (x.shape, x.stride(), x.dtype) == (two[n].shape, two[n].stride(), two[n].dtype) for n, x in one.items()
-    )
+def alike(one: Call, two: Call) -> bool:
+    """Have they tensors of one form, and are all other arguments equal?"""
+    a, b = ({n: (x.shape, x.stride(), x.dtype) for n, x in call.tensors().items()} for call in (one, two))
+    return a == b and all(one.kwargs[n] == two.kwargs.get(n) for n in one.kwargs.keys() - a.keys())
 
 
-def fresh(kernel: Kernel, call: Any) -> list[torch.Tensor]:
-    """The results of an eager call, and the tensors it writes."""
-    out = kernel.run(call.record)
-    return [t.clone() for t in pytree.tree_leaves((out, written(call))) if isinstance(t, torch.Tensor)]
-
-
-def written(call: Any) -> list[torch.Tensor]:
-    """What a call writes that means something afterwards."""
-    return [call.arguments[n] for n in call.mutated if n != "workspace"]
+def tensors_of(out: Any, call: Call) -> list[torch.Tensor]:
+    """What a call returned, and what it wrote that means something afterwards."""
+    held = (out, [call.arguments[n] for n in call.mutated if n != "workspace"])
+    return [t for t in pytree.tree_leaves(held) if isinstance(t, torch.Tensor)]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -138,31 +119,45 @@ def test_replays_follow_their_inputs(kernel: Kernel, found: dict[str, Any]) -> N
         pytest.skip("declared uncapturable")
     proven = 0
     for case in CASES[kernel.op]:
-        captured, later = (equip(kernel, case.call(seed=seed, device="cuda")) for seed in (11, 12))
-        if refusals(kernel, captured) or refusals(kernel, later) or not same_shapes(captured, later):
+        held, later = (equip(kernel, case.call(seed=seed, device="cuda")) for seed in (11, 12))
+        if refusals(kernel, held) or refusals(kernel, later) or not alike(held, later):
             continue
-        if any(captured.kwargs.get(n) != later.kwargs.get(n) for n in captured.kwargs if not isinstance(captured.kwargs[n], torch.Tensor)):
-            continue
-        want = fresh(kernel, later.map(lambda _, t: t.clone()))
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # what a kernel compiles or allocates at its first call must not be captured
-            for _ in range(2):
-                kernel.run(captured.record)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = kernel.run(captured.record)
-        for name, tensor in captured.tensors().items():
+        eager = later.map(lambda _, t: t.clone())
+        want = tensors_of(kernel.run(eager.record), eager)
+        graph, out = captured(partial(kernel.run, held.record))
+        for name, tensor in held.tensors().items():
             tensor.copy_(later.tensors()[name])
         graph.replay()
         torch.cuda.synchronize()
-        got = [t for t in pytree.tree_leaves((out, written(captured))) if isinstance(t, torch.Tensor)]
-        for a, b in zip(got, want, strict=True):
+        for a, b in zip(tensors_of(out, held), want, strict=True):
             torch.testing.assert_close(a.float(), b.float(), rtol=1e-3, atol=1e-3, equal_nan=True, msg=lambda m, c=case: f"{c}: {m}")
         proven += 1
         if proven == 6:
             break
-    found.setdefault("replay", {})[f"{kernel.op}.{kernel.name}"] = proven
+    found["replay"] = {f"{kernel.op}.{kernel.name}": proven}
     if not proven:
         pytest.skip("no pair of cases with equal shapes on this GPU")
+
+
+@pytest.mark.parametrize("kernel", [pytest.param(k, id=f"{k.op}.{k.name}") for k in all_kernels() if k.fused])
+def test_compiled_in_place_keeps_the_contract(kernel: Kernel) -> None:
+    """What Inductor makes of torch ops that are lowered in place; integers must be the same to the last one."""
+    packet, policy = OPS[kernel.op].packet.default, f"kernel={kernel.op}:{kernel.name}"
+
+    def run(call: Any) -> Any:
+        return torch.compile(lambda a, k: packet(*a, **k), fullgraph=True, dynamic=False)(*split(changed(call, policy=policy)))
+
+    compiled = replace(kernel, run=run, contract=2)
+    cases = [c for c in CASES[kernel.op] if not refusals(kernel, c.build(Source(0, "cuda")))]
+    if not cases:
+        pytest.skip("takes no case on this GPU")
+    for seed, case in enumerate(random.Random(0).sample(cases, min(2, len(cases)))):
+        torch._dynamo.reset()
+        with torch.no_grad():
+            check_kernel(compiled, case.build(Source(seed, "cuda")))
+
+
+@pytest.mark.parametrize(("op", "name", "way", "dtype"), faint.runs())
+def test_a_faint_row_harms_no_other(op: str, name: str, way: str, dtype: torch.dtype) -> None:
+    """By every kernel that the machine has: the calls of tests/test_faint.py."""
+    faint.checked(kernels_of(op)[name], way, dtype, "cuda")

@@ -18,6 +18,7 @@ from attnops.core.kernel import kernels_of
 from attnops.graphs import Buckets, breakable
 from attnops.nn import LatentAttention, RotaryEmbedding
 from attnops.ops import latent_layers
+from tests.gpu.helpers import captured
 from tests.lowering.models import compiled_code, kernel_calls
 
 DEVICE, E = "cuda", 512
@@ -27,6 +28,9 @@ FAR = 0.15
 """The same of float8: query and latents are rounded by 0.03 in the root of the mean square, and scores, of which a softmax is made, are
 sums of their products with a spread of some units."""
 FIRST, STEPS = (700, 65, 1, 300), ((1, 1, 1, 1), (1, 1, 1, 1), (4, 1, 2, 8))
+
+
+KERNELS = [None, *kernels_of("mla_attention")]
 
 
 def layer(heads: int, kernel: str | None = None, **more: Any) -> LatentAttention:
@@ -83,131 +87,120 @@ def new(counts: tuple[int, ...]) -> list[Tensor]:
     return [torch.randn(n, E, device=DEVICE, dtype=torch.bfloat16) for n in counts]
 
 
+class Served:
+    """A layer over a cache in which some requests have their prompts, the same for layers of as many heads."""
+
+    def __init__(self, heads: int, kernel: str | None = None, prompts: tuple[int, ...] = FIRST, **more: Any) -> None:
+        self.module, self.cache = layer(heads, kernel, **more), cache_for(heads, kernels=kernel and (kernel,))
+        self.planner = planner_for(self.cache, heads, kernel)
+        self.ids, self.texts = [self.cache.alloc() for _ in prompts], new(prompts)
+        self.result = self.run(self.texts, self.planner(self.cache.batch(self.ids, prompts)))
+
+    def run(self, rows: list[Tensor], batch: PagedBatch) -> Any:
+        return self.module(torch.cat(rows), batch=batch, latent_pages=self.cache.latent_pages[0])
+
+    def in_graphs(self, **more: Any) -> Any:
+        """The layer in graphs, captured for 4 requests of 4 drafts at most."""
+        return breakable(self.module, Buckets(decode=(2, 4), verify=(4,)), tokens=("hidden",), cache=self.cache, **more)
+
+
 @pytest.mark.parametrize("heads", [16, 128])
-@pytest.mark.parametrize("kernel", [None, *kernels_of("mla_attention")])
-def test_a_request_from_prefill_to_drafts(kernel: str | None, heads: int, found: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_request_from_prefill_to_drafts(kernel: str | None, heads: int) -> None:
     with skipping(kernel):
-        module, cache = layer(heads, kernel), cache_for(heads, kernels=kernel and (kernel,))
-        planner = planner_for(cache, heads, kernel)
-        texts = new(FIRST)
-        ids = [cache.alloc() for _ in FIRST]
+        one = Served(heads, kernel)
+        assert off(one.result, exact(one.module, one.texts, FIRST)) < NEAR
         # Batches that say what was before may be unfolded, and then no kernel over latents is asked.
-        steps = [(FIRST, {}), *((counts, {}) for counts in STEPS), ((40, 0, 3, 5), {"prefix_tokens": 500})]
-        worst = 0.0
-        for counts, how in steps:
-            batch = cache.batch(ids, counts, **how)
-            rows = texts if counts == FIRST else new(counts)
-            if counts != FIRST:
-                texts = [torch.cat(pair) for pair in zip(texts, rows, strict=True)]
-            got = module(torch.cat(rows), batch=planner(batch), latent_pages=cache.latent_pages[0])
-            worst = max(worst, off(got, exact(module, texts, counts)))
-    found.setdefault("latent_layer", {})[f"{kernel or 'chosen'}, {heads} heads"] = round(worst, 5)
-    assert worst < NEAR
+        for counts, how in (*((counts, {}) for counts in STEPS), ((40, 0, 3, 5), {"prefix_tokens": 500})):
+            rows = new(counts)
+            one.texts = [torch.cat(pair) for pair in zip(one.texts, rows, strict=True)]
+            got = one.run(rows, one.planner(one.cache.batch(one.ids, counts, **how)))
+            assert off(got, exact(one.module, one.texts, counts)) < NEAR
 
 
 @pytest.mark.parametrize("heads", [16, 128])
 def test_the_forms_agree(heads: int) -> None:
-    texts, results = new((1500, 400)), []
-    rows = new((48, 48))
+    rows, results = new((48, 48)), []
     for absorb in (0, 4096):
-        module, cache = layer(heads, absorb=absorb), cache_for(heads)
-        ids = [cache.alloc() for _ in texts]
-        pages = cache.latent_pages[0]
-        module(torch.cat(texts), batch=cache.batch(ids, [len(t) for t in texts]), latent_pages=pages)
-        results.append(module(torch.cat(rows), batch=cache.batch(ids, 48, prefix_tokens=512), latent_pages=pages))
+        one = Served(heads, prompts=(1500, 400), absorb=absorb)
+        results.append(one.run(rows, one.cache.batch(one.ids, 48, prefix_tokens=512)))
     assert off(results[0], results[1]) < NEAR
 
 
 @pytest.mark.parametrize("heads", [16, 128])
 def test_a_captured_decode_follows_lengths_and_tables(heads: int) -> None:
     """Compiled, captured, replayed with what another step brings; the result is that of an eager step."""
-    module, cache = layer(heads), cache_for(heads)
-    ids = [cache.alloc() for _ in FIRST]
-    pages = cache.latent_pages[0]
-    module(torch.cat(new(FIRST)), batch=cache.batch(ids, FIRST), latent_pages=pages)
-    step = torch.compile(module, fullgraph=True, dynamic=False)
+    one = Served(heads)
+    cache, ids, pages = one.cache, one.ids, one.cache.latent_pages[0]
+    step = torch.compile(one.module, fullgraph=True, dynamic=False)
     batch = cache.batch(ids, 1)
     fixed = {name: getattr(batch, name).clone() for name in ("page_table", "seq_lens", "cu_seqlens_q", "slots", "positions")}
-    hidden = torch.randn(len(ids), E, device=DEVICE, dtype=torch.bfloat16)
+    [hidden] = new((len(ids),))
     held = PagedBatch(**fixed, max_seqlen_q=1, padded=False)
-    step(hidden, batch=held, latent_pages=pages)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step(hidden, batch=held, latent_pages=pages)
+    graph, out = captured(lambda: step(hidden, batch=held, latent_pages=pages))
     cache.free(ids[1])
     ids[1] = cache.alloc()
-    module(torch.cat(new((900,))), batch=cache.batch([ids[1]], 900), latent_pages=pages)
+    one.run(new((900,)), cache.batch([ids[1]], 900))
     for _ in range(2):
         batch = cache.batch(ids, 1)
         hidden.normal_()
         for name, tensor in fixed.items():
             tensor.copy_(getattr(batch, name))
         graph.replay()
-        assert off(out, module(hidden, batch=batch, latent_pages=pages)) < NEAR
+        assert off(out, one.run([hidden], batch)) < NEAR
 
 
 @pytest.mark.parametrize("heads", [16, 128])
-@pytest.mark.parametrize("kernel", [None, *kernels_of("mla_attention")])
-def test_decode_and_verify_in_graphs(kernel: str | None, heads: int, found: dict[str, Any]) -> None:
-    """Captured for 4 requests of 4 drafts at most, then replayed on other lengths, fewer drafts and fewer requests."""
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_decode_and_verify_in_graphs(kernel: str | None, heads: int) -> None:
+    """Replayed on other lengths, fewer drafts and fewer requests."""
     with skipping(kernel):
-        module, cache = layer(heads, kernel), cache_for(heads, kernels=kernel and (kernel,))
-        planner, ids = planner_for(cache, heads, kernel), [cache.alloc() for _ in FIRST]
-        pages = cache.latent_pages[0]
-        module(torch.cat(new(FIRST)), batch=planner(cache.batch(ids, FIRST)), latent_pages=pages)
-        buckets = Buckets(decode=(2, 4), verify=(4,))
-        step = breakable(module, buckets, tokens=("hidden",), cache=cache, prepare=planner)
-        for who, counts in ((4, (4, 4, 4, 4)), (4, (1, 4, 2, 3)), (3, (1, 1, 1)), (2, (4, 2)), (4, (0, 1, 0, 4)), (4, (1, 1, 1, 1))):
-            batch, hidden = cache.batch(ids[:who], counts), torch.cat(new(counts))
-            got = step(hidden, batch=batch, latent_pages=pages).clone()
+        one = Served(heads, kernel)
+        step = one.in_graphs(prepare=one.planner)
+        for counts in ((4, 4, 4, 4), (1, 4, 2, 3), (1, 1, 1), (4, 2), (0, 1, 0, 4), (1, 1, 1, 1)):
+            batch, rows = one.cache.batch(one.ids[: len(counts)], counts), new(counts)
+            got = step(torch.cat(rows), batch=batch, latent_pages=one.cache.latent_pages[0]).clone()
             # Eager writes the same latents into the same slots again.
-            assert off(got, module(hidden, batch=planner(batch), latent_pages=pages)) < NEAR
-    found.setdefault("latent_layer", {})[f"graphs, {kernel or 'chosen'}, {heads} heads"] = str(step.report())
+            assert off(got, one.run(rows, one.planner(batch))) < NEAR
 
 
 @pytest.mark.parametrize("heads", [16, 128])
 def test_a_cache_brings_the_plan(heads: int) -> None:
     """No Planner: in eager out of the batch, in graphs made inside of them."""
     with skipping("flashmla"), attnops.use(kernel={"mla_attention": "flashmla"}):
-        module, cache = layer(heads, "flashmla"), cache_for(heads, kernels=("flashmla",))
-        ids, pages = [cache.alloc() for _ in FIRST], cache.latent_pages[0]
-        module(torch.cat(new(FIRST)), batch=cache.batch(ids, FIRST), latent_pages=pages)
-        step = breakable(module, Buckets(decode=(2, 4), verify=(4,)), tokens=("hidden",), cache=cache)
-        for who, counts in ((4, (1, 1, 1, 1)), (4, (1, 4, 2, 3)), (3, (1, 1, 1)), (2, (4, 2)), (4, (1, 1, 1, 1))):
-            batch, hidden = cache.batch(ids[:who], counts), torch.cat(new(counts))
+        one = Served(heads, "flashmla")
+        step = one.in_graphs()
+        for counts in ((1, 1, 1, 1), (1, 4, 2, 3), (1, 1, 1), (4, 2), (1, 1, 1, 1)):
+            batch, rows = one.cache.batch(one.ids[: len(counts)], counts), new(counts)
             assert batch.plan is not None
             bare = replace(batch, plan=None)
-            assert torch.equal(batch.plan, planner_for(cache, heads, "flashmla")(bare).plan)
-            want = module(hidden, batch=bare, latent_pages=pages)
-            assert off(module(hidden, batch=batch, latent_pages=pages), want) < NEAR
-            assert off(step(hidden, batch=batch, latent_pages=pages).clone(), want) < NEAR
+            assert torch.equal(batch.plan, one.planner(bare).plan)
+            want = one.run(rows, bare)
+            assert off(one.run(rows, batch), want) < NEAR
+            assert off(step(torch.cat(rows), batch=batch, latent_pages=one.cache.latent_pages[0]).clone(), want) < NEAR
 
 
 @pytest.mark.parametrize("kernel", [None, "flashmla", "fa3", "triton"])
 def test_a_shared_prefix(kernel: str | None) -> None:
-    heads, results = 16, []
-    text, rows = new((1000,))[0], new((1, 1, 3))
+    rows, results = new((1, 1, 3)), []
     for share in (False, True):
         with skipping(kernel):
-            module, cache = layer(heads, kernel), cache_for(heads, kernels=kernel and (kernel,))
-            first = cache.alloc()
-            module(text, batch=cache.batch([first], 1000), latent_pages=cache.latent_pages[0])
-            ids = [first, cache.fork(first), cache.fork(first)]
-            batch = cache.batch(ids, [len(r) for r in rows], share=share)
+            one = Served(16, kernel, prompts=(1000,))
+            [first] = one.ids
+            batch = one.cache.batch([first, one.cache.fork(first), one.cache.fork(first)], [len(r) for r in rows], share=share)
             assert (batch.shared is not None) == share
-            results.append(module(torch.cat(rows), batch=batch, latent_pages=cache.latent_pages[0]))
+            results.append(one.run(rows, batch))
     assert off(results[1], results[0]) < NEAR
 
 
 @pytest.mark.parametrize("heads", [16, 128])
-def test_float8(heads: int, found: dict[str, Any]) -> None:
+def test_float8(heads: int) -> None:
     """Pages of float8, with queries as they are and quantised, through whichever kernel is chosen."""
     module, scale = layer(heads), 1 / 32
     texts = new((700, 65))
-    for name, query, how in (
-        ("pages", torch.bfloat16, {"kv_scale": torch.full((1,), scale, device=DEVICE)}),
-        ("both", torch.float8_e4m3fn, {"float8_scales": (scale, scale)}),
+    for query, how in (
+        (torch.bfloat16, {"kv_scale": torch.full((1,), scale, device=DEVICE)}),
+        (torch.float8_e4m3fn, {"float8_scales": (scale, scale)}),
     ):
         cache = cache_for(heads, dtype=torch.float8_e4m3fn)
         planner, ids = planner_for(cache, heads, query=query), [cache.alloc() for _ in texts]
@@ -217,9 +210,7 @@ def test_float8(heads: int, found: dict[str, Any]) -> None:
             rows = new(counts)
             so_far = [torch.cat(pair) for pair in zip(so_far, rows, strict=True)]
             got = module(torch.cat(rows), batch=planner(cache.batch(ids, counts)), latent_pages=pages, **how)
-            error = off(got, exact(module, so_far, counts))
-            found.setdefault("latent_layer", {})[f"float8 {name}, {heads} heads"] = round(error, 5)
-            assert error < FAR, name
+            assert off(got, exact(module, so_far, counts)) < FAR, query
 
 
 def test_the_compiled_layer_copies_no_pages_and_no_weight() -> None:
@@ -237,8 +228,8 @@ def test_the_compiled_layer_copies_no_pages_and_no_weight() -> None:
 
 def test_a_batch_is_described_without_waiting() -> None:
     cache = cache_for(16)
-    ids = [cache.alloc(500)]
-    ids.append(cache.fork(ids[0]))
+    first = cache.alloc(500)
+    ids = [first, cache.fork(first)]
     cache.batch(ids, 1)
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")

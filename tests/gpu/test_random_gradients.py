@@ -1,17 +1,19 @@
 """500 random gradients a GPU: every kernel of the gradients against the reference in float64, and that against autograd of the formula."""
 
 import random
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from attnops.core.kernel import Kernel, kernels_of
-from attnops.core.problem import Target
-from attnops.testing import Call, Features, Mismatch, check_kernel
+from attnops.testing import Call, Features
 from tests.formula import agrees
 from tests.fuzz import OPS, TILES, drawn
+from tests.gpu.helpers import figures_of, judge, need
 from tests.gpu.wide import DeviceSource
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -43,34 +45,22 @@ def problem(seed: int, device: str) -> tuple[str, Call]:
     return name, drawn(random.Random(seed), DeviceSource(seed, device), KINDS[name], TILES, op, LEAST)
 
 
-def checked(kernel: Kernel, seeds: range, device: str) -> dict[str, Any]:
-    """The figures of `kernel` over the problems of its op. A mismatch is counted, and the others run all the same."""
-    ran, refused, wrong, worst = 0, list[str](), list[str](), 0.0
-    for seed in seeds:
-        name, call = problem(seed, device)
-        if call.op != kernel.op or name not in COMPILED.get(kernel.name, KINDS):
-            continue
-        try:
-            if kernel.judge:
-                agrees(call)
-            figures = check_kernel(kernel, call)
-        except Mismatch as mismatch:
-            wrong.append(f"seed {seed}, {name}: {mismatch}")
-            continue
-        if figures.refused:
-            refused.append(f"{name}: {figures}")
-        else:
-            ran, worst = ran + 1, max(worst, figures.worst)
-    done: dict[str, Any] = {"problems": ran, "refused": len(refused), "wrong": len(wrong), "worst_share_of_budget": round(worst, 4)}
-    return done | ({"first_wrong": wrong[0][:300]} if wrong else {"why_refused": refused[0][:300]} if refused and not ran else {})
-
-
 @pytest.mark.parametrize("kernel", [pytest.param(k, id=f"{op}.{k.name}") for op in OPS for k in kernels_of(op).values()])
 def test_random_gradients(kernel: Kernel, found: dict[str, Any]) -> None:
-    if absent := kernel.absences(Target.of(torch.device("cuda", 0))):
-        pytest.skip("; ".join(map(str, absent))[:300])
-    done = checked(kernel, range(COUNT), "cuda")
-    found.setdefault("random_gradients", {})[f"{kernel.op}.{kernel.name}"] = done
-    assert not done["wrong"], done
-    if not done["problems"]:
-        pytest.skip(f"takes no problem on this GPU: {done.get('why_refused', '')}")
+    need(kernel)
+
+    def calls() -> Iterator[tuple[str, Callable[[], Call]]]:
+        for seed in range(COUNT):
+            name, call = problem(seed, "cuda")
+            if call.op == kernel.op and name in COMPILED.get(kernel.name, KINDS):
+                yield f"seed {seed}, {name}", partial(agreed if kernel.judge else lambda given: given, call)
+
+    done = figures_of(kernel, calls(), [])
+    found["random_gradients"] = {f"{kernel.op}.{kernel.name}": done}
+    judge(done)
+
+
+def agreed(call: Call) -> Call:
+    """The call, on which the reference agrees with autograd of the formula. Raises Mismatch."""
+    agrees(call)
+    return call

@@ -11,10 +11,11 @@ from torch._dynamo.utils import counters
 import attnops
 from attnops.core.errors import NoKernel
 from attnops.core.kernel import Capture, kernels_of
+from tests.gpu.helpers import captured
 
 BATCH, TOKENS, HEADS, KV_HEADS, D = 2, 256, 4, 2, 64
 RULES: dict[str, dict[str, Any]] = {"causal": {}, "window": {"window": (63, -1)}, "soft cap": {"softcap": 20.0}, "sinks": {}}
-OPS = {"attention": "dense", "varlen_attention": "packed"}
+OPS = ("attention", "varlen_attention")
 STEPS = [(op, name) for op in OPS for name, kernel in kernels_of(f"{op}_backward").items() if not kernel.judge]
 REPLAYS = 4
 FAR = 0.02  # between two steps of one kernel in bfloat16, whose sums may come in another order
@@ -68,7 +69,7 @@ def cases(op: str, kernel: str, rule: str) -> tuple[Layer, list[Tensor], list[tu
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("op", "kernel"), STEPS)
-def test_steps_compiled_with_cuda_graphs(op: str, kernel: str, rule: str, found: dict[str, Any]) -> None:
+def test_steps_compiled_with_cuda_graphs(op: str, kernel: str, rule: str) -> None:
     """mode="reduce-overhead": the forward is one CUDA graph, and the backward another."""
     with attnops.use(kernel={f"{op}_backward": kernel}):
         layer, parameters, steps = cases(op, kernel, rule)
@@ -79,29 +80,21 @@ def test_steps_compiled_with_cuda_graphs(op: str, kernel: str, rule: str, found:
             torch.compiler.cudagraph_mark_step_begin()
             compare(tuple(g.clone() for g in gradients(compiled, parameters, x)), want)
     assert not counters["inductor"]["cudagraph_skips"]
-    found.setdefault("training_steps", {})[f"{op}.{kernel}, {rule}, compiled"] = f"equal over {REPLAYS} inputs"
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("op", "kernel"), STEPS)
-def test_steps_captured_eagerly(op: str, kernel: str, rule: str, found: dict[str, Any]) -> None:
+def test_steps_captured_eagerly(op: str, kernel: str, rule: str) -> None:
     """One CUDA graph of a whole step."""
     if kernels_of(f"{op}_backward")[kernel].capture is not Capture.WHOLE:
         pytest.skip("declared uncapturable")
     with attnops.use(kernel={f"{op}_backward": kernel}):
         layer, parameters, steps = cases(op, kernel, rule)
-        held, graph, stream = steps[0][0].clone(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        step = partial(gradients, layer, parameters, held)
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            step()
-        torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(graph):
-            got = step()
+        held = steps[0][0].clone()
+        graph, got = captured(partial(gradients, layer, parameters, held))
     for x, want in steps:
         held.copy_(x)
         for g in got:
             g.fill_(float("nan"))
         graph.replay()
         compare(got, want)
-    found.setdefault("training_steps", {})[f"{op}.{kernel}, {rule}, captured"] = f"equal over {REPLAYS} inputs"

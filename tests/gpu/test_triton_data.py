@@ -1,7 +1,8 @@
-"""`triton`'s kernels that move data on a GPU, at sizes that are served: the reference's bits, overlap, how long the first use takes."""
+"""`triton`'s kernels that move data on a GPU, at sizes that are served: the reference's bits, and copies that overlap."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ from attnops.core.kernel import kernels_of
 from attnops.ops.latent.cases import DEEPSEEK
 from attnops.testing import Call, Features, Pages, make_call
 from attnops.testing.check import clone
-from tests.gpu.first_use import MOST, first_use
 from tests.gpu.wide import DeviceSource
 from tests.triton.values import every_number
 
@@ -30,8 +30,8 @@ def scattered(tokens: int) -> list[int]:
     return [-1 if i % 9 == 5 else n for i, n in enumerate(source().permutation(tokens))]
 
 
-def write(f: Features, tokens: int, page: int = 16, **more: Any) -> Call:
-    return make_call("write_kv", source(), scattered(tokens), -(-tokens // page), page, f, **more)
+def write(f: Features, tokens: int, page: int = 16, op: str = "write_kv", **more: Any) -> Call:
+    return make_call(op, source(), scattered(tokens), -(-tokens // page), page, f, **more)
 
 
 def copy(entries: int, layers: int = 4, f: Features = LLAMA, latents: bool = False) -> Call:
@@ -39,30 +39,30 @@ def copy(entries: int, layers: int = 4, f: Features = LLAMA, latents: bool = Fal
     return make_call("copy_kv", source(), pairs, layers, -(-entries // 16), 16, f, latents=latents)
 
 
-def table(op: str, batch: int, width: int, page: int) -> Call:
+def table(batch: int, width: int = 512, page: int = 16) -> Call:
     s = source()
     lens = s.ints([(i * 7919) % (width * page + 1) for i in range(batch)])
-    return Call(op, {"page_table": s.ints(s.permutation(batch * width)).reshape(batch, width), "seq_lens": lens, "page_size": page})
+    given = {"page_table": s.ints(s.permutation(batch * width)).reshape(batch, width), "seq_lens": lens}
+    return Call("kv_indices", {**given, "page_size": page})
 
 
-TABLES = ("kv_indices",)
 CALLS: dict[str, Callable[[], Call]] = {
-    **{f"write_kv_{n}": lambda n=n: write(LLAMA, n) for n in (1, 3, 64, 512, 4096, 30000)},
-    **{f"write_kv_page_{n}": lambda n=n: write(LLAMA, 1000, n) for n in (1, 48, 64, 256)},
-    **{f"write_kv_{d}": lambda d=d: write(replace(LLAMA, kv_dtype=d), 4096) for d in (E4M3, E5M2, INT8)},
-    "write_kv_float16_float8": lambda: write(replace(LLAMA, dtype=F16, kv_dtype=E4M3, scale_per_head=False), 777),
-    "write_kv_float32_int8": lambda: write(replace(LLAMA, dtype=F32, kv_dtype=INT8), 777),
-    "write_kv_odd": lambda: write(replace(LLAMA, head_dim=80, v_head_dim=24, kv_heads=5), 999),
-    "write_kv_interleaved": lambda: write(LLAMA, 999, pages=Pages(interleaved=True)),
-    "write_latent": lambda: make_call("write_latent", source(), scattered(4096), 64, 64, DEEPSEEK),
-    "write_latent_float8": lambda: make_call("write_latent", source(), scattered(4096), 64, 64, replace(DEEPSEEK, kv_dtype=E4M3)),
-    "write_latent_packed": lambda: make_call("write_latent_packed", source(), scattered(4096), 64, 64, DEEPSEEK),
-    **{f"copy_kv_{n}": lambda n=n: copy(n) for n in (1, 7, 64, 256, 257, 4000)},
-    "copy_kv_layers": lambda: copy(200, 40),
-    "copy_kv_float8": lambda: copy(100, 8, replace(LLAMA, kv_dtype=E4M3)),
-    "copy_kv_latents": lambda: copy(33, 8, Features(dtype=BF16, head_dim=576), True),
-    "copy_kv_latents_packed": lambda: copy(300, 8, Features(kv_dtype=torch.uint8, head_dim=656), True),
-    **{f"{op}_{b}": lambda op=op, b=b: table(op, b, 512, 16) for op in TABLES for b in (1, 64, 2000)},
+    **{f"write_kv_{n}": partial(write, LLAMA, n) for n in (1, 3, 64, 512, 4096, 30000)},
+    **{f"write_kv_page_{n}": partial(write, LLAMA, 1000, n) for n in (1, 48, 64, 256)},
+    **{f"write_kv_{d}": partial(write, replace(LLAMA, kv_dtype=d), 4096) for d in (E4M3, E5M2, INT8)},
+    "write_kv_float16_float8": partial(write, replace(LLAMA, dtype=F16, kv_dtype=E4M3, scale_per_head=False), 777),
+    "write_kv_float32_int8": partial(write, replace(LLAMA, dtype=F32, kv_dtype=INT8), 777),
+    "write_kv_odd": partial(write, replace(LLAMA, head_dim=80, v_head_dim=24, kv_heads=5), 999),
+    "write_kv_interleaved": partial(write, LLAMA, 999, pages=Pages(interleaved=True)),
+    "write_latent": partial(write, DEEPSEEK, 4096, 64, op="write_latent"),
+    "write_latent_float8": partial(write, replace(DEEPSEEK, kv_dtype=E4M3), 4096, 64, op="write_latent"),
+    "write_latent_packed": partial(write, DEEPSEEK, 4096, 64, op="write_latent_packed"),
+    **{f"copy_kv_{n}": partial(copy, n) for n in (1, 7, 64, 256, 257, 4000)},
+    "copy_kv_layers": partial(copy, 200, 40),
+    "copy_kv_float8": partial(copy, 100, 8, replace(LLAMA, kv_dtype=E4M3)),
+    "copy_kv_latents": partial(copy, 33, 8, Features(dtype=BF16, head_dim=576), True),
+    "copy_kv_latents_packed": partial(copy, 300, 8, Features(kv_dtype=torch.uint8, head_dim=656), True),
+    **{f"kv_indices_{n}": partial(table, n) for n in (1, 64, 2000)},
 }
 
 
@@ -115,19 +115,3 @@ def test_a_copy_reads_before_it_writes(entries: int) -> None:
         for x in want:
             x[:, target] = x[:, t["source"]].clone()
         assert torch.equal(k.flatten(1, 2), want[0]) and torch.equal(v.flatten(1, 2), want[1]), f"run {nth}"
-
-
-FIRST_USES = {
-    name: CALLS[name]
-    for name in (
-        "write_kv_4096", "write_kv_torch.float8_e4m3fn", "write_latent", "write_latent_packed", "copy_kv_64", "copy_kv_4000",
-        )
-}  # fmt: skip
-
-
-@pytest.mark.alone
-def test_first_use_compiles_no_more_than_it_launches(found: dict[str, Any], tmp_path: Any) -> None:
-    uses = first_use("tests.gpu.test_triton_data", tmp_path)
-    found["triton_data_first_use_s"] = {name: use.seconds for name, use in uses.items()}
-    assert {name: use.compiled for name, use in uses.items() if use.compiled > MOST} == {}
-    assert any(use.compiled for use in uses.values()), "no compiled kernel was found in Triton's cache"

@@ -14,7 +14,7 @@ from attnops.ops.latent.cases import DEEPSEEK
 from attnops.testing import Case, Features, Source
 from attnops.testing.cases import table
 
-F16, BF16, F32, E4M3 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
+F16, BF16, E4M3 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
 
 TIGHT = {"padding": 0}
 
@@ -82,19 +82,19 @@ def _points() -> dict[str, Rows]:
     varlen |= {"extend": ((64, 1, 300), (32768, 5, 300), LLAMA), "plain": (*[(1, 300, 77, 513)] * 2, LLAMA)}
 
     deepseek = replace(DEEPSEEK, lse=True)
-    mla: Rows = {}
-    for page in (1, 16, 64, 128):
-        for heads in (16, 128):
-            mla[f"decode_page_{page}_heads_{heads}"] = (*_decode(page, *RAGGED), replace(deepseek, q_heads=heads))
-    for length in (1, 8192, 32768):
-        mla[f"decode_{length}"] = (*_decode(64, length), deepseek)
-    mla["heads_64_float16"] = (*_decode(64, *RAGGED), replace(deepseek, q_heads=64, dtype=F16))
-    mla["verify_2"] = ((2,) * 3, (70, 900, 333), 64, TIGHT, deepseek)
-    mla["verify_4_heads_128"] = ((4,) * 3, (70, 900, 333), 64, TIGHT, replace(deepseek, q_heads=128))
+    heads = {n: replace(deepseek, q_heads=n) for n in (16, 128)}
+    mla: Rows = {f"decode_page_{page}_heads_{n}": (*_decode(page, *RAGGED), f) for page in (1, 16, 64, 128) for n, f in heads.items()}
+    mla |= {f"decode_{length}": (*_decode(64, length), deepseek) for length in (1, 8192, 32768)}
+    for name, f in {
+        "heads_64_float16": replace(deepseek, q_heads=64, dtype=F16),
+        "float8_cache": replace(deepseek, kv_dtype=E4M3),
+        "float8": replace(deepseek, q_dtype=E4M3, kv_dtype=E4M3),
+        "no_lse": DEEPSEEK,
+    }.items():
+        mla[name] = (*_decode(64, *RAGGED), f)
+    for drafts, f in ((2, deepseek), (4, heads[128])):
+        mla[f"verify_{drafts}_heads_{f.q_heads}"] = ((drafts,) * 3, (70, 900, 333), 64, TIGHT, f)
     mla["extend"] = (NEW, KNOWN, 64, deepseek)
-    mla["float8_cache"] = (*_decode(64, *RAGGED), replace(deepseek, kv_dtype=E4M3))
-    mla["float8"] = (*_decode(64, *RAGGED), replace(deepseek, q_dtype=E4M3, kv_dtype=E4M3))
-    mla["no_lse"] = (*_decode(64, *RAGGED), DEEPSEEK)
     return {"paged_attention": paged, "attention": dense, "varlen_attention": varlen, "mla_attention": mla}
 
 

@@ -12,7 +12,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 
 import attnops
 from attnops.hf import tiny
-from attnops.hf.attention import function as attention_module
+from attnops.hf.attention import function as attention_module, straight
 from attnops.hf.cache_names import named
 from attnops.hf.paged import attention as paged_attention
 
@@ -148,7 +148,8 @@ def watched():
         return packed(query, key, value, cu_seqlens_q, cu_seqlens_k, **rest)
 
     # `profiling`: so that no layer answers a call like one before by itself.
-    with replaced(attention_module, attend=spy, varlen_attention=spy_packed, profiling=lambda: True):
+    ops = replaced(attention_module, attend=spy, varlen_attention=spy_packed)
+    with ops, replaced(straight, profiling=lambda: True):
         yield calls
 
 

@@ -20,9 +20,6 @@ from attnops.ops.case_data import Grid
 from attnops.testing import CASES, Source, allowance, make_call
 from tests.helpers import sources
 
-# Calls that are timed still name arguments.
-NAMED = {"attnops.testing.timed_calls", "attnops.testing.linear_calls"}
-
 
 @pytest.fixture
 def toy(monkeypatch):
@@ -77,4 +74,4 @@ def test_no_argument_is_asked_for_by_its_name(module):
     """Words of a Problem apart, which name arguments' facts."""
     names = {name for op in OPS.values() for name in op.names} - set(LEAVES)
     found = {node.value for node in ast.walk(ast.parse(sources()[module].read_text())) if isinstance(node, ast.Constant)} & names
-    assert bool(found) == (module in NAMED), f"{module}: {sorted(found)}"
+    assert not found, f"{module}: {sorted(found)}"

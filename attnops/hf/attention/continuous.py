@@ -16,7 +16,7 @@ from torch import Tensor
 from attnops.core.errors import InvalidInput, fail
 from attnops.core.kernel import own_kernel
 from attnops.hf.attention.blocks import Asked, blocks_of, pages_of
-from attnops.hf.attention.function import check_others
+from attnops.hf.attention.request import check_others
 from attnops.hf.matching.match import routed, usage_of
 from attnops.ops import paged_attention, write_kv
 from attnops.ops.attention.varlen import varlen_attention

@@ -12,7 +12,7 @@ from attnops.core.eager_cache import key_for
 from attnops.core.errors import InvalidInput, NoGradient, fail
 from attnops.core.op import OPS, Op, applied, below, blank, define, tensors_of
 from attnops.core.problem import surely
-from attnops.core.record import FLOAT32, FLOATS, INDEX, KW_ONLY, MASK, QUERY, STORED, Result, Sizes, arg, changed, record
+from attnops.core.record import FLOAT32, FLOATS, KW_ONLY, MASK, QUERY, STORED, Result, Sizes, arg, changed, record
 from attnops.ops import rules, typical
 from attnops.ops.attention import by_sdpa, reference
 from attnops.ops.attention.bias import as_rule
@@ -73,8 +73,8 @@ class Attention(rules.Visible):
     sinks: Tensor | None = arg("Hq", FLOATS, default=None, facts=rules.SINKS)
     k_scale: Tensor | None = rules.KEY_SCALE
     v_scale: Tensor | None = rules.KEY_SCALE
-    kv_start: Tensor | None = arg("B", INDEX, default=None, facts=rules.KV_RANGE)
-    kv_end: Tensor | None = arg("B", INDEX, default=None, facts=rules.KV_RANGE)
+    kv_start: Tensor | None = rules.FIRST_KEYS
+    kv_end: Tensor | None = rules.ENDS_OF_KEYS
     _: KW_ONLY
     return_lse: bool = arg(default=False, facts=rules.LSE)
     q_scale: Tensor | None = rules.QUERY_SCALE
@@ -111,8 +111,8 @@ class AttentionBackward(rules.Visible):
     lse: Tensor = arg("B, S, Hq", FLOAT32)
     mask: Tensor | None = arg("1 | B, 1 | Hq, 1 | S, K", MASK, default=None, facts=rules.MASK_FACTS)
     sinks: Tensor | None = arg("Hq", FLOATS, default=None, facts=rules.SINKS)
-    kv_start: Tensor | None = arg("B", INDEX, default=None, facts=rules.KV_RANGE)
-    kv_end: Tensor | None = arg("B", INDEX, default=None, facts=rules.KV_RANGE)
+    kv_start: Tensor | None = rules.FIRST_KEYS
+    kv_end: Tensor | None = rules.ENDS_OF_KEYS
     _: KW_ONLY
     mask_grad: bool = arg(default=False, facts=rules.MASK_GRAD)
 

@@ -51,6 +51,13 @@ def given(c: Call, names: tuple[str, ...]) -> dict[str, Any]:
     return {n: x for n in names if (x := getattr(c, n)) is not None}
 
 
+def public(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an op as its public function takes them, which has both sides of the window as one."""
+    given = dict(arguments)
+    sides = given.pop("window_left", -1), given.pop("window_right", -1)
+    return given | {"window": sides}
+
+
 def on_gpu(c: Any) -> bool:
     """Is the query on a GPU?"""
     return bool(c.query.is_cuda)

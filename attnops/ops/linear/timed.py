@@ -8,6 +8,9 @@ from attnops.core.problem import Problem
 from attnops.ops.sweeps import SINGLE, Sweep
 from attnops.ops.typical import BF16
 
+VALUES = {"linear": {"norm_eps": 1e-5, "activation": "silu"}}
+"""Of arguments that are no tensors, where a kind asks for them."""
+
 NORM, GATE, RESIDUAL = ("norm_weight", "norm_eps"), ("activation",), ("residual",)
 
 
@@ -26,6 +29,15 @@ def products(hidden: int, heads: int, kv_heads: int, inner: int, vocabulary: int
         "head": product(vocabulary, hidden, *NORM),
     }
 
+
+PARTS = {
+    "qkv": "norm, then q, k and v",
+    "o": "o and the residual",
+    "gate_up": "norm, then gate and up with their activation",
+    "down": "down and the residual",
+    "head": "norm, then the logits",
+}
+"""What each product is, with what is around it."""
 
 MODELS: Mapping[str, Mapping[str, Problem]] = {
     "llama-3-8b": products(4096, 32, 8, 14336, 128256),

@@ -1,0 +1,81 @@
+"""Plain calls that SDPA answers, remembered: the next one hands it the tensors as they are.
+
+In eager decoding the host is slower than the GPU, and the work between two layers drops this code from the processor's caches, so a
+layer's call makes few calls. What is remembered maps the facts by which the kernel of a plain call is chosen, less those that SDPA checks
+itself, to a function of query, key and value, and to the numbers of keys that no kernel tells apart. Autocast, torch.func and forward
+mode see SDPA itself. Policy, registry and target are attributes, which cost less than a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, is_grad_enabled
+from torch._C import _len_torch_dispatch_stack
+
+from attnops.core.eager_cache import KINDS, growth
+from attnops.core.kernel import _REGISTRY
+from attnops.core.private_torch import profiling, tracing
+from attnops.core.problem import _OVERRIDE
+from attnops.core.select import _ACTIVE
+from attnops.hf.attention.request import weights_recorded
+from attnops.hf.matching.match import HARMLESS
+from attnops.kernels.torch import sdpa
+from attnops.ops.attention.record import Attention
+
+Facts = tuple[Any, ...]
+Tensors = tuple[Tensor, Tensor, Tensor]
+Straight = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+_NUMBERS = (float, type(None))
+
+
+def is_plain(module: Any, query: Tensor, scaling: Any, others: dict[str, Any]) -> bool:
+    """May a call without a mask, dropout, sinks and weights be one that is remembered? Nothing records it or looks at it."""
+    if type(query) is not Tensor or type(scaling) not in _NUMBERS or not others.keys() <= HARMLESS:
+        return False
+    return not (is_grad_enabled() or _len_torch_dispatch_stack() or profiling() or tracing() or weights_recorded(module, False))
+
+
+def facts_of(module: Any, tensors: Tensors, is_causal: bool | None, scaling: float | None, window: int | None, softcap: Any) -> Facts:
+    """What a plain call is remembered by."""
+    query, key, value = tensors
+    return (
+        type(module), getattr(module, "is_causal", True), is_causal, scaling, window, softcap, _ACTIVE.key, _REGISTRY.generation,
+        _OVERRIDE.target, query.shape, key.shape[1], value.shape[-1], query.dtype, query.is_cpu,
+    )  # fmt: skip
+
+
+class StraightCalls:
+    """The plain calls of one attention function; at most KINDS of them."""
+
+    def __init__(self) -> None:
+        self._known: dict[Facts, tuple[range, Straight]] = {}
+
+    def find(self, facts: Facts, tensors: Tensors) -> Straight | None:
+        """The function that answers a call of these facts, or None. It raises RuntimeError for tensors that do not fit each other."""
+        found = self._known.get(facts)
+        if found is None:
+            return None
+        batch, (sizes, value_sizes) = tensors[0].shape[0], (tensors[1].shape, tensors[2].shape)
+        # SDPA would broadcast a key or a value of another batch, and heads of its own for the value. It refuses all else that differs.
+        fits = sizes[2] in found[0] and sizes[0] == batch and value_sizes[:3] == sizes[:3]
+        return found[1] if fits else None
+
+    def remember(self, facts: Facts, call: Attention, run: Any, tensors: Tensors, window: int | None) -> Straight | None:
+        """As `find`, from now on for all calls of these facts; None if `run`, the kernel chosen for `call`, is not SDPA as it is.
+
+        tensors: those of the call, heads first.
+        """
+        query, key, value = tensors
+        if not query.stride(3) == key.stride(3) == value.stride(3) == 1:
+            return None  # other strides may choose another kernel
+        if run is not sdpa.attention or (straight := sdpa.heads_first(call)) is None:
+            return None
+        if len(self._known) >= KINDS:
+            self._known.clear()
+        keys = key.shape[2]
+        grown = growth(tensors, (-1, 2, 2), (window or 0,))  # a window that begins to bind is another call
+        self._known[facts] = (range(keys, keys + 1) if grown is None else grown[0]), straight
+        return straight
