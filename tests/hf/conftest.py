@@ -36,14 +36,14 @@ def _few_objects():
 
 @pytest.fixture
 def small_pages(monkeypatch):
-    """The pages that generate() makes: of 4 tokens, so that windows of 8 are shorter than the text."""
+    """The pages that generate() makes: of 4 tokens, so that windows of 8 are shorter than the text. They hold NaN where none is stored."""
     from attnops.hf.paged import pool
 
-    made = []
-    real = pool.ModelPages
+    made, real = [], pool.ModelPages
 
     def small(sizes, page_size=None):
-        made.append(real(sizes, 4 if page_size is None else page_size))
+        keyed = sizes.layers[0].op == "paged_attention"
+        made.append(real(sizes, 4 if keyed and page_size is None else page_size))
         made[-1].forced = page_size
         for pages in made[-1].pools:
             pages.fill_(float("nan"))

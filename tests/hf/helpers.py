@@ -54,28 +54,35 @@ def relative(ours, eager):
 
 
 def make_cache(kind, model, size=48):
-    return {None: lambda: None, "dynamic": lambda: DynamicCache(config=model.config), "static": lambda: static(model, size)}[kind]()
+    if kind is None:
+        return None
+    return static(model, size) if kind == "static" else DynamicCache(config=model.config)
 
 
 def static(model, size):
     return StaticCache(config=model.config, max_cache_len=size)
 
 
-@torch.no_grad()
-def logits(model, cache, ids, mask, steps=((0, 14), (14, 15), (15, 16), (16, 18), (18, 19), (19, 20)), first=None):
-    """The logits of every position that is not padding, over prefill, one-token steps and a step of two. All must be finite."""
+STEPS = ((0, 14), (14, 15), (15, 16), (16, 18), (18, 19), (19, 20))
+"""Of 20 tokens: a prefill, one-token steps and a step of two."""
+
+
+def logits(model, cache, ids, mask, steps=STEPS, first=None):
+    """As `by_hand`, with a cache of a kind of transformers', or None. first: what runs the prefill."""
     past = make_cache(cache, model)
-    where = positions(mask)
-    out = []
-    for begin, end in steps if past is not None else steps[:1]:
-        call = first if first is not None and begin == 0 else model
-        result = call(
-            ids[:, begin:end],
-            attention_mask=mask[:, :end],
-            position_ids=where[:, begin:end],
-            **named(past),
-            use_cache=past is not None,
-        ).logits
+    return by_hand(model, past, ids, mask, steps if past is not None else steps[:1], first)
+
+
+@torch.no_grad()
+def by_hand(call, cache, ids, mask, steps=STEPS, first=None):
+    """The logits of every position that is not padding, with this cache. All must be finite."""
+    where, out = positions(mask), []
+    for begin, end in steps:
+        # Contiguous, as generate() makes them: a stride that happens to equal a length would be guarded.
+        ids_now, mask_now, where_now = (x.contiguous() for x in (ids[:, begin:end], mask[:, :end], where[:, begin:end]))
+        now = first if first is not None and begin == 0 else call
+        given = {"attention_mask": mask_now, "position_ids": where_now, **named(cache), "use_cache": cache is not None}
+        result = now(ids_now, **given).logits
         assert torch.isfinite(result).all(), "padding rows too shall stay finite"
         out.append(result[mask[:, begin:end].bool()])
     return torch.cat(out)
@@ -115,10 +122,21 @@ class Counter:
 
 
 @contextmanager
+def replaced(module, **functions):
+    """Within the block `module` has these functions."""
+    before = {name: getattr(module, name) for name in functions}
+    vars(module).update(functions)
+    try:
+        yield
+    finally:
+        vars(module).update(before)
+
+
+@contextmanager
 def watched():
     """Within the block: the calls of `attention` and `varlen_attention` by a model, as a list of their arguments and the op's name."""
     calls = []
-    dense, packed, profiling = attention_module.attend, attention_module.varlen_attention, straight.profiling
+    dense, packed = attention_module.attend, attention_module.varlen_attention
 
     def spy(call):
         calls.append({"op": "attention", **call._asdict(), "window": (call.window_left, call.window_right)})
@@ -129,20 +147,15 @@ def watched():
         calls.append({"op": "varlen_attention", "query": query, "key": key, "value": value, **starts, **rest})
         return packed(query, key, value, cu_seqlens_q, cu_seqlens_k, **rest)
 
-    # So that no layer answers a call like one before by itself.
-    attention_module.attend, straight.profiling = spy, lambda: True
-    attention_module.varlen_attention = spy_packed
-    try:
+    # `profiling`: so that no layer answers a call like one before by itself.
+    ops = replaced(attention_module, attend=spy, varlen_attention=spy_packed)
+    with ops, replaced(straight, profiling=lambda: True):
         yield calls
-    finally:
-        attention_module.attend, straight.profiling = dense, profiling
-        attention_module.varlen_attention = packed
 
 
 # MLA models over pages ------------------------------------------------------------------------------------------------
 
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "minicpm3", "youtu", "mistral4", "longcat_flash", "kimi_linear")
-STEPS = ((0, 14), (14, 15), (15, 16), (16, 18), (18, 19), (19, 20))
 
 
 @functools.cache
@@ -170,11 +183,8 @@ def counted():
         calls["expanded"] += 1
         return write(*args, **kwargs)
 
-    paged_attention.absorbed, paged_attention.write_latent = attend, written
-    try:
+    with replaced(paged_attention, absorbed=attend, write_latent=written):
         yield calls
-    finally:
-        paged_attention.absorbed, paged_attention.write_latent = absorbed, write
 
 
 # Models of ordinary attention over pages -------------------------------------------------------------------------------
@@ -200,11 +210,8 @@ def over_pages():
         calls["alone" if query.shape[1] == key.shape[1] else "beside"] += 1
         return dense(query, key, *args, **kwargs)
 
-    paged_attention.paged_attention, paged_attention.dense_attention = count_paged, count_dense
-    try:
+    with replaced(paged_attention, paged_attention=count_paged, dense_attention=count_dense):
         yield calls
-    finally:
-        paged_attention.paged_attention, paged_attention.dense_attention = paged, dense
 
 
 def allocated(code):
@@ -218,19 +225,6 @@ def poison(cache):
     """NaN wherever nothing is stored yet."""
     for pages in cache.state.pages.pools:
         pages.fill_(float("nan"))
-
-
-@torch.no_grad()
-def by_hand(call, cache, ids, mask, steps=STEPS):
-    """Logits of every position that is not padding, with this cache."""
-    where, out = positions(mask), []
-    for begin, end in steps:
-        # Contiguous, as generate() makes them: a stride that happens to equal a length would be guarded.
-        ids_now, mask_now, where_now = (x.contiguous() for x in (ids[:, begin:end], mask[:, :end], where[:, begin:end]))
-        result = call(ids_now, attention_mask=mask_now, position_ids=where_now, **named(cache), use_cache=True).logits
-        assert torch.isfinite(result).all(), "padding rows too shall stay finite"
-        out.append(result[mask[:, begin:end].bool()])
-    return torch.cat(out)
 
 
 def copies(model):

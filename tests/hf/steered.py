@@ -1,4 +1,4 @@
-"""A model with code of a caller's in it, and changes of it that no weight shows. Each is made to a model and to its twin."""
+"""A model with code of a caller's in it, and changes of it, most of which no weight shows. Each is made to a model and to its twin."""
 
 import copy
 import dataclasses
@@ -13,6 +13,8 @@ FACTOR = 1.0
 
 TABLE = {"by": [1.0]}
 """Numbers of the model's file."""
+
+ADAPTERS = ("first", "second", "third")
 
 
 def bent(x):
@@ -38,6 +40,22 @@ class Slotted:
 
     def __init__(self):
         self.scale = 1.0
+
+
+class Adapted(nn.Module):
+    """A linear that adds the output of each active adapter."""
+
+    def __init__(self, own):
+        super().__init__()
+        self.own, self.active = own, []
+        sizes = own.in_features, own.out_features
+        self.deltas = nn.ModuleDict({name: nn.Linear(*sizes, bias=False) for name in ADAPTERS})
+
+    def forward(self, x):
+        out = self.own(x)
+        for name in self.active:
+            out = out + self.deltas[name](x)
+        return out
 
 
 class Steered(nn.Module):
@@ -66,74 +84,133 @@ class Steered(nn.Module):
 
 
 def model(name="granite", **more):
-    found = tiny.model(name, **more)
-    layer = found.model.layers[1]
-    layer.mlp = Steered(layer.mlp)
+    found = tiny.model(name, tie_word_embeddings=False, **more)
+    first, last = found.model.layers[0].mlp, found.model.layers[1]
+    first.up_proj, last.mlp = Adapted(first.up_proj), Steered(last.mlp)
     return found
 
 
-def _mlp(model):
-    return model.model.layers[1].mlp
+def twins():
+    first = model()
+    return first, copy.deepcopy(first)
 
 
-def _vector(model, seed):
-    return torch.randn(model.config.hidden_size, generator=torch.Generator().manual_seed(seed))
+def mlp_of(model):
+    return None if model is None else model.model.layers[1].mlp
 
 
-def _forward(self, x):
-    return 0.5 * self.own(x)
+def _vector(model, by):
+    return torch.randn(model.config.hidden_size, generator=torch.Generator().manual_seed(int(100 * by)))
 
 
-def _tilted(x):
-    return x * 1.5
+def _write(model, by, anew=False):
+    """In place, where there is a vector. anew: in other memory."""
+    vector = mlp_of(model).vector
+    if vector is not None and anew:
+        vector.data = vector * by
+    elif vector is not None:
+        vector.mul_(by)
 
 
-def _normed(self, hidden_states):
-    return self.weight * hidden_states
+def _other(model, by):
+    """Other numbers for the head."""
+    own = model.lm_head.weight.detach()
+    return own + 0.1 * torch.randn(own.shape, generator=torch.Generator().manual_seed(int(100 * by)))
 
 
-def _wrapped(mlp):
-    own = type(mlp).forward
-    mlp.forward = lambda x: 1.25 * own(mlp, x)
+def _another_head(model, by):
+    weight = _other(model, by)
+    model.lm_head = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    model.lm_head.load_state_dict({"weight": weight})
+
+
+def _turned(model):
+    """The same numbers at the same address, in another order."""
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    weight.data = weight.data.t()
+
+
+def _scaled(mlp, by):
+    return lambda x: by * type(mlp).forward(mlp, x)
+
+
+def _without_forward(mlp):
+    vars(mlp).pop("forward", None)
 
 
 HERE = "tests.hf.steered"
-# By name, in the order in which they are made: some need the one before.
-CHANGES = {
-    "a vector is set": lambda m, p: setattr(_mlp(m), "vector", _vector(m, 1)),
-    "a vector is replaced": lambda m, p: setattr(_mlp(m), "vector", _vector(m, 2)),
-    "a vector is written": lambda m, p: _mlp(m).vector.mul_(-1),
-    "a vector has other numbers": lambda m, p: setattr(_mlp(m).vector, "data", _vector(m, 3)),
-    "a vector is taken away": lambda m, p: setattr(_mlp(m), "vector", None),
-    "a whole number": lambda m, p: setattr(_mlp(m), "count", 2),
-    "a fraction in a list": lambda m, p: _mlp(m).fractions.__setitem__(1, 0.5),
-    "a list in a tuple": lambda m, p: _mlp(m).pair[1].__setitem__(0, 1.5),
-    "a tuple": lambda m, p: setattr(_mlp(m), "pair", (1.0, [0.75])),
-    "a dictionary in a dictionary": lambda m, p: _mlp(m).names["a"].update(b=0.7),
-    "a field of a dataclass": lambda m, p: setattr(_mlp(m).settings, "scale", 1.4),
-    "a list in a dataclass": lambda m, p: _mlp(m).settings.inner.__setitem__(0, 0.8),
-    "a dataclass": lambda m, p: setattr(_mlp(m), "settings", Settings(0.6, [1.0])),
-    "a slot": lambda m, p: setattr(_mlp(m).slotted, "scale", 1.7),
-    "a function": lambda m, p: setattr(_mlp(m), "function", times(0.8)),
-    "a function of the same code": lambda m, p: setattr(_mlp(m), "function", times(1.3)),
-    "an attribute of a module of the model's": lambda m, p: setattr(m.model.layers[0], "residual_multiplier", 1.3),
-    "a field of the config": lambda m, p: setattr(m.config, "logits_scaling", 1.6),
-    "an attribute of a class": lambda m, p: p.setattr(Steered, "factor", 0.9),
-    "a number of a file": lambda m, p: p.setattr(f"{HERE}.FACTOR", 1.1),
-    "a number in a table of a file": lambda m, p: p.setitem(TABLE, "by", [0.9]),
-    "a function of a file": lambda m, p: p.setattr(f"{HERE}.bent", _tilted),
-    "a method of a class": lambda m, p: p.setattr(Steered, "scale", lambda self: 1.2),
-    "a forward of an instance": lambda m, p: _wrapped(_mlp(m)),
-    "no forward of an instance": lambda m, p: vars(_mlp(m)).pop("forward"),
-    "a forward of a class": lambda m, p: p.setattr(Steered, "forward", _forward),
-    "a forward of a class of the model's": lambda m, p: p.setattr(type(m.model.norm), "forward", _normed),
-    "a function of the model's file": lambda m, p: p.setattr(
-        f"{type(m).__module__}.rotate_half", lambda x: torch.cat((x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), -1)
-    ),
-    "a function of torch": lambda m, p: p.setattr(torch.nn.functional, "silu", torch.tanh),
-}
+IN_PLACE = ("numbers of a parameter", "numbers of a buffer")
+"""What the same graphs read."""
 
 
-def twins(name="granite", **more):
-    first = model(name, **more)
-    return first, copy.deepcopy(first)
+def changes(model, patch, by):
+    """By name a call that changes something. patch: pytest's monkeypatch, for what is not the model's own. by: a number that is not 1."""
+    mlp = mlp_of(model)
+    return {
+        "a vector is set": lambda: setattr(mlp, "vector", _vector(model, by)),
+        "a vector is replaced": lambda: setattr(mlp, "vector", _vector(model, by / 2)),
+        "a vector is written": lambda: _write(model, by),
+        "a vector has other numbers": lambda: _write(model, by, anew=True),
+        "a vector is taken away": lambda: setattr(mlp, "vector", None),
+        "a whole number": lambda: setattr(mlp, "count", 2),
+        "a list": lambda: setattr(mlp, "fractions", [1.0, by]),
+        "a fraction in a list": lambda: mlp.fractions.__setitem__(1, by / 2),
+        "a tuple": lambda: setattr(mlp, "pair", (by, [by])),
+        "a list in a tuple": lambda: mlp.pair[1].__setitem__(0, by / 2),
+        "a dictionary in a dictionary": lambda: mlp.names["a"].update(b=by),
+        "a field of a dataclass": lambda: setattr(mlp.settings, "scale", by),
+        "a list in a dataclass": lambda: mlp.settings.inner.__setitem__(0, by),
+        "a dataclass": lambda: setattr(mlp, "settings", Settings(by / 2)),
+        "a slot": lambda: setattr(mlp.slotted, "scale", by),
+        "a function": lambda: setattr(mlp, "function", times(by)),
+        "a function of the same code": lambda: setattr(mlp, "function", times(by / 2)),
+        "an attribute of a module of the model's": lambda: setattr(model.model.layers[0], "residual_multiplier", by),
+        "a field of the config": lambda: setattr(model.config, "logits_scaling", by),
+        "an adapter": lambda: setattr(model.model.layers[0].mlp.up_proj, "active", [ADAPTERS[int(2 * by) % 3]]),
+        "a parameter": lambda: setattr(model.lm_head, "weight", nn.Parameter(_other(model, by))),
+        "the memory of a parameter": lambda: setattr(model.lm_head.weight, "data", _other(model, by / 2)),
+        "numbers of a parameter": lambda: model.lm_head.weight.data.copy_(_other(model, by)),
+        "another head": lambda: _another_head(model, by),
+        "a buffer": lambda: setattr(model.model.rotary_emb, "inv_freq", model.model.rotary_emb.inv_freq * by),
+        "numbers of a buffer": lambda: model.model.rotary_emb.inv_freq.mul_(by),
+        "an attribute of a class": lambda: patch.setattr(Steered, "factor", by),
+        "a number of a file": lambda: patch.setattr(f"{HERE}.FACTOR", by),
+        "a number in a table of a file": lambda: patch.setitem(TABLE, "by", [by]),
+        "a function of a file": lambda: patch.setattr(f"{HERE}.bent", times(by)),
+        "a method of a class": lambda: patch.setattr(Steered, "scale", lambda self: by),
+        "a forward of an instance": lambda: setattr(mlp, "forward", _scaled(mlp, by)),
+        "no forward of an instance": lambda: _without_forward(mlp),
+    }
+
+
+def last_changes(model, patch, by):
+    """Nothing comes through after them."""
+    return {
+        "a weight is turned": lambda: _turned(model),
+        "a forward of a class": lambda: patch.setattr(Steered, "forward", lambda self, x: by * self.own(x)),
+        "a forward of a class of the model's": lambda: patch.setattr(type(model.model.norm), "forward", lambda self, x: self.weight * x),
+        "a function of the model's file": lambda: patch.setattr(f"{type(model).__module__}.rotate_half", lambda x: x.flip(-1)),
+        "a function of torch": lambda: patch.setattr(torch.nn.functional, "silu", torch.tanh),
+    }
+
+
+def unfelt_changes(model, patch, by):
+    """They change no number, or are for the caller."""
+    mlp = mlp_of(model)
+    return {
+        "a hook": lambda: mlp.register_forward_hook(lambda *_: None),
+        "a hook before": lambda: mlp.register_forward_pre_hook(lambda *_: None),
+        "the training mode": lambda: mlp.train(),
+        "a class": lambda: setattr(model.model.norm, "__class__", type("Norm", (type(model.model.norm),), {})),
+        "its own forward on an instance": lambda: setattr(mlp, "forward", mlp.forward),
+        "a bias": lambda: model.lm_head.register_parameter("bias", nn.Parameter(torch.zeros(model.lm_head.out_features))),
+        "a longer list": lambda: mlp.fractions.append(1.0),
+    }
+
+
+CHANGES, LAST, UNFELT = (tuple(of(None, None, 1)) for of in (changes, last_changes, unfelt_changes))
+
+
+def make(what, model, patch, by):
+    every = changes(model, patch, by) | last_changes(model, patch, by) | unfelt_changes(model, patch, by)
+    every[what]()

@@ -9,7 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from transformers import GenerationConfig
+
+if not hasattr(transformers, "ContinuousBatchingConfig"):
+    pytest.skip("this transformers has no continuous batching", allow_module_level=True)
+
+pytest.importorskip("psutil", reason="without the package psutil transformers finds no memory for its pages on a CPU")
+
+from transformers.generation.continuous_batching import continuous_api
 
 import attnops
 from attnops.announce import NAME
@@ -17,77 +23,16 @@ from attnops.core.errors import InvalidInput
 from attnops.hf import batching, batching_config, tiny
 from attnops.hf.attention import batched, continuous
 from attnops.hf.attention.batched import ENDING, FILLS, MASKED, name_for_batches
-from tests.graphs.standin import StandIn
+from tests.hf.batches import PADDED, PROMPTS, SIZES, asked, batch, capture_steps, check_captured, settings, spy_on_ops, stock
 from tests.hf.helpers import tokens
-
-if not hasattr(transformers, "ContinuousBatchingConfig"):
-    pytest.skip("this transformers has no continuous batching", allow_module_level=True)
-
-pytest.importorskip(
-    "psutil",
-    reason="without the package psutil transformers finds no memory for its pages on a CPU",
-)
-
-from transformers.generation.continuous_batching import continuous_api
 
 OLD = 'up to 5.18 transformers takes "paged|attnops": see test_continuous.py'
 by_name = pytest.mark.skipif(not FILLS, reason=OLD)
-# Steps take 24 tokens, so longer prompts are cut in chunks. The cache has room for 192, so requests
-# wait. The last prompt shares blocks with another.
-PROMPTS = [tokens(1, n, seed=n)[0].tolist() for n in (5, 31, 9, 40, 17, 3)]
-PROMPTS.append([*PROMPTS[1][:24], 7, 8, 9])
-NEW = 10
-PAGE = "page_size" if hasattr(transformers.ContinuousBatchingConfig, "page_size") else "block_size"
-SIZES = {
-    "num_blocks": 24,
-    "max_batch_tokens": 24,
-    "use_cuda_graph": False,
-    "use_async_batching": False,
-    PAGE: 8,
-}
-RINGS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 17)
-OPS = ("paged_attention", "varlen_attention")
-
-
-def settings(**more):
-    return transformers.ContinuousBatchingConfig(**{**SIZES, **more})
-
-
-def batch(model, how=None):
-    asked = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    more = {"generation_config": asked, "continuous_batching_config": how or settings()}
-    found = model.generate_batch(inputs=PROMPTS, **more)
-    assert not [result.error for result in found.values() if result.error]
-    order = sorted(found, key=lambda name: int(name.rsplit("_", 1)[1]))
-    return [found[request].generated_tokens for request in order]
-
-
-def stock(name):
-    """A model with eager attention, and the tokens of its generate()."""
-    if name != "llama" and not RINGS:
-        pytest.skip("before 5.17 generate_batch reads a full window's oldest key for its newest")
-    model, asked = tiny.model(name), {"max_new_tokens": NEW, "do_sample": False}
-    model.set_attn_implementation("eager")
-    found = [model.generate(torch.tensor([row]), **asked)[0].tolist() for row in PROMPTS]
-    return model, [row[len(given) :] for row, given in zip(found, PROMPTS, strict=True)]
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The calls of attention, by op, as the arguments by keyword."""
-    found = {name: [] for name in OPS}
-
-    def spied(name, real):
-        def spy(*args, **kwargs):
-            found[name].append(kwargs)
-            return real(*args, **kwargs)
-
-        return spy
-
-    for module in (batched, continuous):
-        for name in OPS:
-            monkeypatch.setattr(module, name, spied(name, getattr(module, name)))
-    return found
+    return spy_on_ops(monkeypatch)
 
 
 @pytest.mark.sweep(2)
@@ -134,8 +79,7 @@ def test_a_manager_of_the_users_own():
     model, want = stock("llama")
     handle = attnops.patch(model, cache="hf")
     within = name_for_batches(handle.implementation)
-    asked = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    more = {"generation_config": asked, "continuous_batching_config": settings()}
+    more = {"generation_config": asked(), "continuous_batching_config": settings()}
     for _ in range(2):
         manager = model.init_continuous_batching(**more)
         assert model.config._attn_implementation == within
@@ -233,33 +177,11 @@ def test_another_forward_under_the_name():
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_captured(name, calls, monkeypatch):
     """Steps that transformers captures and replays, padded to few sizes."""
-    from transformers.generation.continuous_batching import initialization, model_runner
-
-    device = StandIn()
-
-    def capture(self, forward, stream, *args):
-        forward(*args)
-        # A capture on a GPU runs nothing.
-        before = [(t, t.clone()) for t in (self.cache.cache_tensor, args[-1])]
-        device.begin()
-        forward(*args)
-        self.inputs_and_outputs.set_graph(device.end())
-        for t, kept in before:
-            t.copy_(kept)
-
     model, want = stock(name)
-    pools = "get_memory_pools" if hasattr(model_runner, "get_memory_pools") else "get_cuda_pools"
-    monkeypatch.setattr(model_runner.ModelRunner, "_capture_graph", capture)
-    monkeypatch.setattr(model_runner, pools, lambda: (None, None))
-    monkeypatch.setattr(
-        initialization,
-        "decide_use_cuda_graphs",
-        lambda cb_config, **_: setattr(cb_config, "use_cuda_graph", (True, True)),
-    )
+    device = capture_steps(monkeypatch)
     with attnops.patch(model, cache="hf"):
-        padded = settings(q_padding_interval_size=8, kv_padding_interval_size=64)
-        assert batch(model, padded) == want
-    assert device.calls.count("replay") > device.calls.count("begin") > 3
+        assert batch(model, settings(**PADDED)) == want
+    check_captured(device)
     assert bool(calls["paged_attention"]) == (name == "llama")
 
 

@@ -8,26 +8,27 @@ when the window has filled, which happens inside those 20 tokens. After that: ba
 `fullgraph=True` makes a graph break an error, so a test that passes had none.
 """
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
 import attnops
 from attnops.hf import tiny
-from tests.hf.helpers import LIMIT, Counter, in_generate, left_padded, logits, relative, tokens
+from tests.hf.helpers import LIMIT, Counter, by_hand, in_generate, left_padded, logits, make_cache, relative, tokens
 
-WHOLE = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "deepseek_v2", "deepseek_v3")
-MORE = ("mixtral", "qwen3_moe", "qwen3_next", "phi3", "gpt2", "opt", "cohere2", "qwen2_moe", "olmo2")
-FAMILIES = (*WHOLE, *MORE)
-# Their caches and masks are llama's, gemma3's, or deepseek_v3's.
-LIKE_ANOTHER = (
-    "qwen3", "mixtral", "qwen3_moe", "phi3", "opt", "olmo2", "gpt_oss", "cohere2", "gemma2", "qwen2_moe", "deepseek_v2",
+# The caches and masks of the others are llama's, gemma3's, or deepseek_v3's.
+KINDS = ("llama", "mistral", "gemma3", "deepseek_v3", "qwen3_next", "gpt2")
+FAMILIES = (
+    *KINDS, "qwen3", "gemma2", "gpt_oss", "deepseek_v2", "mixtral", "qwen3_moe", "phi3", "opt", "cohere2", "qwen2_moe", "olmo2",
 )  # fmt: skip
 WARM_UP, AFTER = (1, 2), (1, 2, 4)
 NEW = 20
 
 
-def called(counter):
-    return sum(target.startswith("attnops.attention") for target in counter.targets())
+def attending(counter):
+    """The calls of the op."""
+    return [node for g in counter.graphs for node in g.graph.nodes if str(node.target).startswith("attnops.attention")]
 
 
 @pytest.mark.sweep(24)
@@ -39,63 +40,39 @@ def test_one_graph(name):
     handle = attnops.patch(model)
     counter = Counter()
     ours = logits(torch.compile(model, fullgraph=True, backend=counter), None, ids, mask)
-    assert len(counter) == 1 and called(counter) == len(handle.report().patched)
+    assert len(counter) == 1 and len(attending(counter)) == len(handle.report().patched)
     assert relative(ours, want) < LIMIT
 
 
-def static_in_generate(model, batch, counter):
-    """With the static cache whose one-token step generate() compiles."""
-    more = {} if counter is None else {"cache_implementation": "static"}
-    return in_generate(model, batch, 9, NEW, counter, **more)
+@contextmanager
+def without_recompiles(model, call, **options):
+    """Patches the model; call: returns what a batch gives, by a compiler where there is a counter. Yields that."""
+    want = {batch: call(batch, None) for batch in AFTER}
+    counter = Counter()
+    with attnops.patch(model, **options):
+        for batches in (WARM_UP, AFTER):
+            warm = len(counter)
+            for batch in batches:
+                assert relative(call(batch, counter).float(), want[batch].float()) < LIMIT
+        assert len(counter) == warm > 0
+        yield counter
 
 
 @pytest.mark.sweep(6)
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in LIKE_ANOTHER])
-def test_generate_does_not_recompile(name):
+@pytest.mark.parametrize(("name", "mask"), [*((name, "auto") for name in KINDS), pytest.param("gemma3", "compact", marks=pytest.mark.full)])
+def test_generate_does_not_recompile(name, mask):
+    """With compact masks, what a step is given has one shape, however long the context, and padding does not matter."""
     model = tiny.model(name)
-    want = {batch: static_in_generate(model, batch, None) for batch in AFTER}
-    counter = Counter()
-    with attnops.patch(model):
-        for batch in WARM_UP:
-            assert torch.equal(static_in_generate(model, batch, counter), want[batch])
-        warm = len(counter)
-        assert 0 < warm <= 3
-        for batch in AFTER:
-            assert torch.equal(static_in_generate(model, batch, counter), want[batch])
-    assert len(counter) == warm
 
+    def call(batch, counter):
+        more = {} if counter is None else {"cache_implementation": "static"}
+        return in_generate(model, batch, 9, NEW, counter, **more)
 
-@pytest.mark.full
-def test_generate_with_lengths_does_not_recompile():
-    """As above with compact masks: what a step is given has one shape, however long the context, and padding does not matter."""
-    model = tiny.model("gemma3")
-    want = {batch: static_in_generate(model, batch, None) for batch in AFTER}
-    counter = Counter()
-    with attnops.patch(model, mask="compact"):
-        for batch in WARM_UP:
-            assert torch.equal(static_in_generate(model, batch, counter), want[batch])
-        warm = len(counter)
-        for batch in AFTER:
-            assert torch.equal(static_in_generate(model, batch, counter), want[batch])
-    assert len(counter) == warm > 0
-    masks = [node.meta["example_value"] for g in counter.graphs for node in g.graph.nodes if node.op == "placeholder"]
-    assert not [m for m in masks if isinstance(m, torch.Tensor) and m.dtype == torch.bool], "no written-out mask enters the graph"
-
-
-def conversation(call, model, batch, cache, first=None):
-    ids, mask = tokens(batch, 9 + NEW), left_padded(batch, 9 + NEW, (0, 3, 0, 1))
-    steps = [(0, 9), *((9 + i, 10 + i) for i in range(NEW))]
-    return logits(Both(call, model), cache, ids, mask, steps, first)
-
-
-class Both:
-    """A compiled callable with the config of its model."""
-
-    def __init__(self, call, model):
-        self.call, self.config = call, model.config
-
-    def __call__(self, *args, **kwargs):
-        return self.call(*args, **kwargs)
+    with without_recompiles(model, call, mask=mask) as counter:
+        assert len(counter) <= 3
+    if mask == "compact":
+        masks = [node.meta["example_value"] for g in counter.graphs for node in g.graph.nodes if node.op == "placeholder"]
+        assert not [m for m in masks if isinstance(m, torch.Tensor) and m.dtype == torch.bool], "no written-out mask enters the graph"
 
 
 @pytest.mark.full
@@ -104,18 +81,18 @@ class Both:
 )
 def test_a_loop_by_hand_does_not_recompile(name, cache, mode):
     """The model is compiled whole. The prefill of a static cache runs eager, as in generate(): transformers allocates there."""
-    model = tiny.model(name, num_hidden_layers=1)
-    want = {batch: conversation(model, model, batch, cache) for batch in AFTER}
-    counter = Counter()
-    first = model if cache == "static" else None
-    with attnops.patch(model, mask=mode):
-        compiled = torch.compile(model, fullgraph=True, backend=counter)
-        for batch in WARM_UP:
-            assert relative(conversation(compiled, model, batch, cache, first), want[batch]) < LIMIT
-        warm = len(counter)
-        for batch in AFTER:
-            assert relative(conversation(compiled, model, batch, cache, first), want[batch]) < LIMIT
-    assert len(counter) == warm > 0
+    model, compiled = tiny.model(name, num_hidden_layers=1), []
+    steps = [(0, 9), *((9 + i, 10 + i) for i in range(NEW))]
+
+    def call(batch, counter):
+        if counter is not None and not compiled:
+            compiled.append(torch.compile(model, fullgraph=True, backend=counter))
+        ids, mask = tokens(batch, 9 + NEW), left_padded(batch, 9 + NEW, (0, 3, 0, 1))
+        run = model if counter is None else compiled[0]
+        return by_hand(run, make_cache(cache, model), ids, mask, steps, model if cache == "static" else None)
+
+    with without_recompiles(model, call, mask=mode):
+        pass
 
 
 @pytest.mark.sweep(6)
@@ -130,36 +107,22 @@ def test_no_mask_at_all(name, mode):
             counter = Counter()
             ours = torch.compile(model, fullgraph=True, backend=counter)(ids, use_cache=True).logits
     assert relative(ours, want) < LIMIT
-    nodes = [node for g in counter.graphs for node in g.graph.nodes if "attnops.attention" in str(node.target)]
+    nodes = attending(counter)
     assert nodes and (mode == "dense" or not any(node.args[3] for node in nodes if len(node.args) > 3))
 
 
-def test_layers_share_one_graph():
-    """Compiled layer by layer, four layers are one graph: nothing that belongs to one layer is in it."""
-    model = tiny.model("llama", num_hidden_layers=4)
-    ids = tokens()
+@pytest.mark.parametrize("kernel", ["reference", pytest.param("sdpa", marks=pytest.mark.full)])
+def test_layers_share_one_graph(kernel):
+    """Compiled layer by layer, four layers are one graph: nothing that belongs to one layer is in it. The forced kernel is."""
+    model, ids, counter = tiny.model("llama", num_hidden_layers=4), tokens(), Counter()
     with torch.no_grad():
         want = model(ids).logits
-        attnops.patch(model, kernel="reference")
-        counter = Counter()
+        attnops.patch(model, kernel=kernel)
         for layer in model.model.layers:
             layer.compile(backend=counter, fullgraph=True)
-        ours = model(ids, use_cache=False).logits
-    assert len(counter) == 1 and called(counter) == 1
-    assert relative(ours, want) < LIMIT
-
-
-@pytest.mark.full
-def test_a_forced_kernel_is_in_the_graph():
-    model, ids = tiny.model("llama"), tokens()
-    policies = []
-    for kernel in ("reference", "sdpa"):
-        counter = Counter()
-        with attnops.patch(model, kernel=kernel), torch.no_grad():
-            torch.compile(model, fullgraph=True, backend=counter)(ids, use_cache=False)
-        nodes = [node for g in counter.graphs for node in g.graph.nodes if "attnops.attention" in str(node.target)]
-        policies.append({node.kwargs["policy"] for node in nodes})
-    assert policies == [{"kernel=attention:reference"}, {"kernel=attention:sdpa"}]
+        assert relative(model(ids, use_cache=False).logits, want) < LIMIT
+    assert len(counter) == 1
+    assert [node.kwargs["policy"] for node in attending(counter)] == [f"kernel=attention:{kernel}"]
 
 
 def test_unpatching_is_seen_by_compiled_code():
@@ -169,23 +132,9 @@ def test_unpatching_is_seen_by_compiled_code():
     with torch.no_grad():
         with attnops.patch(model):
             compiled(ids, use_cache=False)
-        assert called(counter) == 2
+        assert len(attending(counter)) == 2
         compiled(ids, use_cache=False)
-    assert len(counter) == 2 and called(counter) == 2
-
-
-@pytest.mark.full  # test_compiled_steps of test_training_steps.py has gradients of compiled models, padded ones among them
-def test_a_compiled_training_step():
-    model, ids, mask = tiny.model("llama"), tokens(), left_padded()
-    model.train()
-    inputs = {"attention_mask": mask, "labels": ids.masked_fill((mask == 0) | (mask.cumsum(-1) == 1), -100), "use_cache": False}
-    model(ids, **inputs).loss.backward()
-    want = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    attnops.patch(model)
-    torch.compile(model, fullgraph=True, backend="aot_eager")(ids, **inputs).loss.backward()
-    for name, p in model.named_parameters():
-        assert (p.grad - want[name]).abs().max() <= 2 * LIMIT * max(1.0, want[name].abs().max().item()), name
+    assert len(counter) == 2 and len(attending(counter)) == 2
 
 
 class Logits(torch.nn.Module):

@@ -5,18 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
+import transformers
 
-import attnops
-from attnops.core.errors import InvalidInput
-from attnops.hf import batching_config, tiny
-from attnops.hf.attention import blocks, continuous
-from attnops.hf.attention.blocks import Asked
-from attnops.hf.attention.continuous import continuous_function
-from tests.graphs.standin import StandIn
-from tests.hf.helpers import tokens
-
-transformers = pytest.importorskip("transformers")
 if not hasattr(transformers, "ContinuousBatchingConfig"):
     pytest.skip("this transformers has no continuous batching", allow_module_level=True)
 
@@ -27,55 +17,29 @@ pytest.importorskip(
     reason="from 5.18 on transformers shares blocks out in another way, and from 5.19 on it takes another name: see test_batches.py",
 )
 
-from transformers.generation.continuous_batching import PagedAttentionCache, cache as cache_module  # noqa: E402
-from transformers.generation.continuous_batching.cache_manager import FullAttentionCacheAllocator  # noqa: E402
+from transformers.generation.continuous_batching import PagedAttentionCache, cache as cache_module
+from transformers.generation.continuous_batching.cache_manager import FullAttentionCacheAllocator
 
-# Steps take 24 tokens, so longer prompts are cut in chunks. Most prompts are longer than the windows. The cache has room for 192 tokens, so
-# requests wait for others to end. The last prompt begins as another one.
-PROMPTS = [tokens(1, n, seed=n)[0].tolist() for n in (5, 31, 9, 40, 17, 3, 26)]
-PROMPTS.append([*PROMPTS[1][:24], 7, 8, 9])
-NEW = 14
-SIZES = {"num_blocks": 24, "max_batch_tokens": 24, "use_cuda_graph": False, "use_async_batching": False}
-# sdpa would drop the sinks.
-STOCK = {"gpt_oss": "paged|eager"}
-# Of a full window, transformers before 5.17 reads the oldest key in place of the newest: such windows are left to its own `update`.
-RINGS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 17)
+from attnops.core.errors import InvalidInput
+from attnops.hf import batching_config, tiny
+from attnops.hf.attention import blocks, continuous
+from attnops.hf.attention.blocks import Asked
+from attnops.hf.attention.continuous import continuous_function
+from tests.hf.batches import NEW, PADDED, PROMPTS, SIZES, batch, capture_steps, check_captured, settings, spied, spy_on_ops, stock
 
 
-def settings(**more):
-    return transformers.ContinuousBatchingConfig(**{"block_size": 8, **SIZES, **more})
-
-
-def batched(model, how, new=NEW):
-    asked = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    found = model.generate_batch(inputs=PROMPTS, generation_config=asked, continuous_batching_config=how, progress_bar=False)
-    return [found[request].generated_tokens for request in sorted(found, key=lambda name: int(name.rsplit("_", 1)[1]))]
-
-
-def stock(name, how):
-    model = tiny.model(name)
-    model.set_attn_implementation(STOCK.get(name, "paged|sdpa"))
-    want = batched(model, how)
-    assert all(len(row) == NEW for row in want)
+def ours(name):
+    """A model with our attention, and the tokens of its eager generate()."""
+    model, want = stock(name)
     model.set_attn_implementation("paged|attnops")
     return model, want
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What attention calls, by name: the arguments by keyword. Slots where nothing was written hold NaN."""
-    found = {"paged_attention": [], "varlen_attention": [], "update": [], "tables": []}
-
-    def spied(name, real):
-        def spy(*args, **kwargs):
-            found[name].append(kwargs)
-            return real(*args, **kwargs)
-
-        return spy
-
-    for name in ("paged_attention", "varlen_attention"):
-        monkeypatch.setattr(continuous, name, spied(name, getattr(continuous, name)))
-    monkeypatch.setattr(PagedAttentionCache, "update", spied("update", PagedAttentionCache.update))
+    """The calls of ops, of the cache's `update`, and the block tables of steps. Slots where nothing was written hold NaN."""
+    found = {"update": [], "tables": [], **spy_on_ops(monkeypatch)}
+    monkeypatch.setattr(PagedAttentionCache, "update", spied(found["update"], PagedAttentionCache.update))
     real, made = PagedAttentionCache.__init__, blocks._made
 
     def poisoned(cache, *args, **kwargs):
@@ -96,15 +60,10 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("block_size", [8, 5])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gpt_oss"])
 def test_tokens(name, block_size, calls):
-    model, want = stock(name, settings(block_size=block_size))
+    model, want = ours(name)
     layers = model.config.num_hidden_layers
-    for given in calls.values():
-        given.clear()
-    assert batched(model, settings(block_size=block_size)) == want
+    assert batch(model, settings(block_size=block_size)) == want
     paged, packed = calls["paged_attention"], calls["varlen_attention"]
-    if name in ("mistral", "gpt_oss") and not RINGS:
-        assert calls["update"] and not any(call["window"][0] > 0 for call in paged)
-        return
     # Only the first step of all sees no key but its own.
     gathered = {"llama": 0, "qwen3": 0}.get(name, len(packed) - layers)
     assert len(calls["update"]) == gathered and len(packed) == gathered + layers
@@ -125,32 +84,30 @@ def test_requests_wait_and_share(monkeypatch):
     assert sum(map(len, PROMPTS)) + NEW * len(PROMPTS) > 192
     shared, real = [], PagedAttentionCache.search_prefix_match
     monkeypatch.setattr(PagedAttentionCache, "search_prefix_match", lambda *args: shared.append(real(*args)) or shared[-1])
-    batched(tiny.model("llama"), settings(), new=1)
+    batch(tiny.model("llama"), new=1)
     assert max(shared) >= 16
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_block_tables(name, calls):
     """With `batching_config`, most steps of a model without windows hand over block tables and no places."""
-    model, want = stock(name, settings())
-    for given in calls.values():
-        given.clear()
-    assert batched(model, batching_config(model, block_size=8, **SIZES)) == want
+    model, want = ours(name)
+    assert batch(model, batching_config(model, **SIZES)) == want
     by_table = sum(tables is not None for tables in calls["tables"])
     assert by_table > len(calls["tables"]) // 2 if name == "llama" else by_table == 0
     calls["tables"].clear()
-    assert batched(model, batching_config(model, block_size=8, max_blocks_per_request=0, **SIZES)) == want
+    assert batch(model, batching_config(model, max_blocks_per_request=0, **SIZES)) == want
     assert all(tables is None for tables in calls["tables"])
     assert type(batching_config(model, varlen_compile_config=transformers.CompileConfig())) is transformers.ContinuousBatchingConfig
 
 
 def test_block_tables_are_for_our_attention_alone(calls):
     """The attention is known when a batch begins, and not when its config is made."""
-    model, want = stock("llama", settings())
-    how = batching_config(model, block_size=8, **SIZES)
+    model, want = ours("llama")
+    how = batching_config(model, **SIZES)
     for name in ("paged|sdpa", "paged|attnops"):
         model.set_attn_implementation(name)
-        assert batched(model, how) == want
+        assert batch(model, how) == want
     assert any(tables is not None for tables in calls["tables"])
 
 
@@ -163,31 +120,11 @@ def test_the_layers_of_a_text_model_inside_another_are_looked_at():
 @pytest.mark.parametrize(("name", "tables"), [("llama", False), ("llama", True), ("gemma3", False)])
 def test_captured(name, tables, calls, monkeypatch):
     """Steps that transformers captures and replays, padded to few sizes."""
-    runner = pytest.importorskip("transformers.generation.continuous_batching.model_runner")
-    from transformers.generation.continuous_batching import initialization
-
-    device = StandIn()
-
-    def capture(self, forward, stream, *args):
-        forward(*args)
-        # A capture on a GPU runs nothing.
-        before = [(t, t.clone()) for t in (*self.cache.key_cache, *self.cache.value_cache, args[-1])]
-        device.begin()
-        forward(*args)
-        self.inputs_and_outputs.set_graph(device.end())
-        for t, kept in before:
-            t.copy_(kept)
-
-    model, want = stock(name, settings())
-    monkeypatch.setattr(runner.ModelRunner, "_capture_graph", capture)
-    monkeypatch.setattr(runner, "get_cuda_pools", lambda: (None, None))
-    monkeypatch.setattr(initialization, "decide_use_cuda_graphs", lambda cb_config, **_: setattr(cb_config, "use_cuda_graph", (True, True)))
-    more = {"block_size": 8, **SIZES, "q_padding_interval_size": 8, "kv_padding_interval_size": 64}
-    how = batching_config(model, **more) if tables else settings(**more)
-    for given in calls.values():
-        given.clear()
-    assert batched(model, how) == want
-    assert device.calls.count("replay") > device.calls.count("begin") > 3
+    model, want = ours(name)
+    device = capture_steps(monkeypatch)
+    how = batching_config(model, **SIZES, **PADDED) if tables else settings(**PADDED)
+    assert batch(model, how) == want
+    check_captured(device)
     assert bool(calls["update"]) == (name == "gemma3")
     assert any(given is not None for given in calls["tables"]) == tables
 
@@ -219,7 +156,7 @@ class Mirrored(FullAttentionCacheAllocator):
 
 @pytest.mark.parametrize("other", ["layout", "field", "kind", "dtype"])
 def test_where_blocks_are_no_pages_the_keys_are_gathered(other, calls, monkeypatch):
-    model, want = stock("llama", settings())
+    model, want = ours("llama")
     if other == "layout":
         monkeypatch.setattr(cache_module, "FullAttentionCacheAllocator", Mirrored)
     elif other == "field":
@@ -229,9 +166,7 @@ def test_where_blocks_are_no_pages_the_keys_are_gathered(other, calls, monkeypat
     else:
         real = blocks.blocks_of
         monkeypatch.setattr(continuous, "blocks_of", lambda cache, layer, key, *rest: real(cache, layer, key.double(), *rest))
-    for given in calls.values():
-        given.clear()
-    assert batched(model, settings()) == want
+    assert batch(model) == want
     assert len(calls["update"]) == len(calls["varlen_attention"]) > 20 and not calls["paged_attention"]
 
 
@@ -262,34 +197,21 @@ def test_the_pages_of_a_ring(window, size):
     assert blocks._made(SimpleNamespace(block_size=size, num_blocks=64), asked._replace(longest_q=2), 0) is None
 
 
-def test_a_patched_model():
-    """Its own kernel goes on, and generate() is over pages again afterwards."""
-    model = tiny.model("llama")
-    model.set_attn_implementation("paged|sdpa")
-    want = batched(model, settings(), new=4)
-    model.set_attn_implementation("eager")
-    with attnops.patch(model, cache="paged", kernel="reference") as handle:
-        assert batched(model, settings(), new=4) == want
-        assert model.config._attn_implementation == handle.implementation
-
-
 def test_what_is_no_step_of_continuous_batching():
     model, call = tiny.model("llama"), continuous_function(None)
     module = model.model.layers[0].self_attn
-    query, key = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 3, 16)
-    with pytest.raises(InvalidInput, match="generate_batch"):
-        call(module, query, key, key)
-    given = {"cache": object(), "cu_seq_lens_q": torch.tensor([0, 3]), "cu_seq_lens_k": torch.tensor([0, 3])}
-    with pytest.raises(InvalidInput, match="sliding_windows"):
-        call(module, query, key, key, **given)
-    with pytest.raises(InvalidInput, match="attention_mask"):
-        call(module, query, key, key, attention_mask=torch.zeros(1, 1, 3, 3), **given)
-    with pytest.raises(InvalidInput, match="block_table"):
-        call(module, query, key, key, block_table=torch.zeros(1, 1, 1), **given | {"cache": SimpleNamespace(sliding_windows={0: 1})})
-    with pytest.raises(InvalidInput, match="position_bias"):
-        call(module, query, key, key, position_bias=torch.zeros(1), **given)
-    with pytest.raises(InvalidInput, match="causal"):
-        call(module, query, key, key, is_causal=False, **given)
+    query, key, cu = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 3, 16), torch.tensor([0, 3])
+    given = {"cache": object(), "cu_seq_lens_q": cu, "cu_seq_lens_k": cu}
+    for more, text in (
+        ({"cache": None}, "generate_batch"),
+        ({}, "sliding_windows"),
+        ({"attention_mask": torch.zeros(1, 1, 3, 3)}, "attention_mask"),
+        ({"block_table": torch.zeros(1, 1, 1), "cache": SimpleNamespace(sliding_windows={0: 1})}, "block_table"),
+        ({"position_bias": torch.zeros(1)}, "position_bias"),
+        ({"is_causal": False}, "causal"),
+    ):
+        with pytest.raises(InvalidInput, match=text):
+            call(module, query, key, key, **given | more)
 
 
 def test_layers_that_change_cached_keys_are_refused_by_name():

@@ -4,89 +4,46 @@ import copy
 import functools
 import gc
 import inspect
-import threading
 import time
-import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import attnops
 from attnops.core.errors import InvalidInput, NotFast, PatchError
-from attnops.hf import Decode, tiny
+from attnops.hf import Decode, cache_names, tiny
 from attnops.hf.cache_names import named
 from attnops.hf.paged import decode, failed, mode as paged, pool, steps
 from attnops.hf.paged.pages import EMPTY, ModelPages
 from tests.graphs.standin import StandIn
+from tests.hf.decoding import CALL, Failing, asked, beside, generated, how, in_threads, replays
 from tests.hf.helpers import LIMIT, relative
 
 CALLS = ((1, 14, 4), (3, 14, 6), (2, 14, 6), (1, 20, 6), (5, 9, 5), (2, 14, 6))
 """Rows, length of the prompt, new tokens."""
 
 
-def how(mode="breakable", **more):
-    return Decode(mode, **{"inner": "eager", "graphs": StandIn(), **more})
-
-
-def asked(rows, length, new):
-    ids = torch.randint(3, 90, (rows, length), generator=torch.Generator().manual_seed(length + rows), device="cpu")
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
-    return ids, {"attention_mask": mask, "max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
-
-
-def generated(model, *call, **more):
-    ids, given = asked(*call)
-    return model.generate(ids, **given, **more)
-
-
-def replays(handle):
-    return sum(row.replays for row in handle.graphs.report().rows)
-
-
-@pytest.fixture
-def nan_pages(monkeypatch):
-    """Pages hold NaN until something is stored, and are of 4 tokens, so that windows of 8 are shorter than the text."""
-    real = pool.ModelPages
-
-    def made(sizes, page_size=None):
-        keyed = sizes.layers[0].op == "paged_attention"
-        pages = real(sizes, 4 if keyed and page_size is None else page_size)
-        for each in pages.pools:
-            each.fill_(float("nan"))
-        pages.forced = page_size
-        return pages
-
-    monkeypatch.setattr(pool, "ModelPages", made)
-
-
-KINDS = ("llama", "gpt_oss", "deepseek_v3")
-
-
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize("name", KINDS)
-def test_tokens_of_changing_batches(name, nan_pages):
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "deepseek_v3"])
+def test_tokens_of_changing_batches(name, small_pages):
     """Fewer rows than before, rows that nobody has, longer texts, pages that are made anew; windows; experts; latents."""
-    model = tiny.model(name)
-    want = [generated(model, *call) for call in CALLS]
-    with attnops.patch(model, cache="paged", decode=how()) as handle:
-        for call, tokens in zip(CALLS, want, strict=True):
-            assert torch.equal(generated(model, *call), tokens), call
-        assert handle.plain_steps == 0
-        assert set(handle.graphs.report().modes.values()) == ({"whole"})
-    assert handle.graphs is None
-    assert "forward" not in vars(model)
+    with beside(name) as pair:
+        for call in CALLS:
+            pair.same(*call)
+        assert pair.handle.plain_steps == 0
+        assert set(pair.handle.graphs.report().modes.values()) == ({"whole"})
+    assert pair.handle.graphs is None
+    assert "forward" not in vars(pair.model)
 
 
-def test_a_prompt_in_chunks_of_one_token_is_no_decode_step(nan_pages):
+def test_a_prompt_in_chunks_of_one_token_is_no_decode_step(small_pages):
     """Its padding goes on: what a chunk brings may be more of it, which no step of graphs stores or counts."""
-    model = tiny.model("llama")
-    want = generated(model, *CALLS[1])
-    with attnops.patch(model, cache="paged", decode=how()) as handle:
-        assert torch.equal(generated(model, *CALLS[1], prefill_chunk_size=1), want)
-        assert replays(handle) == CALLS[1][2] - 1
+    with beside() as pair:
+        pair.same(*CALLS[1], prefill_chunk_size=1)
+        assert replays(pair.handle) == CALLS[1][2] - 1
 
 
 @pytest.mark.parametrize("far", [("cuda",), ("cuda", "cpu")])
@@ -94,25 +51,21 @@ def test_a_prompt_of_one_token_is_followed_by_graphs(far, monkeypatch):
     """The first of all, and that of a conversation that goes on with the one token whose keys the last turn has not stored."""
     # Devices that the host runs ahead of.
     monkeypatch.setattr("attnops.hf.attention.mask._FAR", far)
-    model, start = tiny.model("llama"), torch.full((2, 1), 7)
     more = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
-    want = model.generate(start, attention_mask=torch.ones_like(start), **more)
-    want = model.generate(want, attention_mask=torch.ones_like(want), **more)
-    with attnops.patch(model, cache="paged", decode=how()) as handle:
-        cache, text = handle.new_cache(2, 20), start
+    with beside() as pair:
+        cache = pair.handle.new_cache(2, 20)
+        text = want = torch.full((2, 1), 7)
         for turn in (1, 2):
-            text = model.generate(text, attention_mask=torch.ones_like(text), **named(cache), **more)
-            assert replays(handle) == 3 * turn
-        assert torch.equal(text, want)
+            want = pair.twin.generate(want, attention_mask=torch.ones_like(want), **more)
+            text = pair.model.generate(text, attention_mask=torch.ones_like(text), **named(cache), **more)
+            assert replays(pair.handle) == 3 * turn and torch.equal(text, want)
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["kept", "dropped"])
 def test_captures_draw_no_random_numbers(fails, monkeypatch):
     """Sampled tokens of a model that draws, too, are those without graphs: whether captures are kept, or tried and dropped."""
-    model = tiny.model("llama")
+    model, real = tiny.model("llama"), steps.breakable
     model.model.layers[0].mlp.act_fn = torch.nn.Sequential(model.model.layers[0].mlp.act_fn, torch.nn.Dropout(0.4))
-    ids, given = asked(2, 9, 6)
-    given["do_sample"], found, real = True, [], steps.breakable
 
     def failing(step, *given, **more):
         @functools.wraps(step)
@@ -122,55 +75,50 @@ def test_captures_draw_no_random_numbers(fails, monkeypatch):
 
         return real(failed, *given, **more)
 
-    for ours in (False, True):
-        with attnops.patch(model, cache="paged", decode=how("auto")) if ours else nullcontext() as handle:
-            if ours and fails:
-                monkeypatch.setattr(steps, "breakable", failing)
-            torch.manual_seed(3)
-            with pytest.warns(NotFast) if ours and fails else nullcontext():
-                found.append(model.generate(ids, **given))
-            assert handle is None or handle.took.decode == ("hf" if fails else "breakable")
-    assert torch.equal(*found)
+    def drawn(model):
+        ids, given = asked(2, 9, 6)
+        torch.manual_seed(3)
+        return model.generate(ids, **{**given, "do_sample": True})
+
+    if fails:
+        monkeypatch.setattr(steps, "breakable", failing)
+    with attnops.patch(twin := copy.deepcopy(model), cache="paged", decode=how("auto")) as handle:
+        with pytest.warns(NotFast) if fails else nullcontext():
+            found = drawn(twin)
+        assert handle.took.decode == ("hf" if fails else "breakable")
+    assert torch.equal(found, drawn(model))
 
 
 def test_only_steps_of_generate_are_in_graphs():
-    model = tiny.model("llama")
-    own = inspect.signature(model.forward)
-    with attnops.patch(model, cache="paged", decode=how()) as handle:
+    ids, given = asked(*CALL)
+    given["return_dict_in_generate"] = True
+    own = inspect.signature(tiny.model("llama").forward)
+    with beside() as pair:
+        model, twin, handle = pair.model, pair.twin, pair.handle
         assert inspect.signature(model.forward) == own, "transformers looks at it"
-        ids, given = asked(2, 9, 4)
         model(ids)
         with torch.no_grad():
             cache = handle.new_cache(2, 20)
             model(ids, **named(cache))
             model(ids[:, :1], **named(cache))
         assert handle.graphs is None
-        model.generate(ids, **given)
-        # The first token is the prompt's.
-        assert replays(handle) == given["max_new_tokens"] - 1
-        beams = model.generate(ids, **given, num_beams=2)
-        looked_up = model.generate(ids[:1], max_new_tokens=4, do_sample=False, prompt_lookup_num_tokens=3)
-        scores = model.generate(ids, **given, output_logits=True, return_dict_in_generate=True)
+        # generate() hands a tokenizer on to the model. The first token is the prompt's.
+        pair.same(*CALL, tokenizer=object())
+        assert replays(handle) == CALL[2] - 1
+        for more in ({"num_beams": 2}, {"output_logits": True}):
+            got, want = (each.generate(ids, **given, **more) for each in (model, twin))
+            assert torch.equal(got.sequences, want.sequences)
+        assert relative(torch.stack(got.logits), torch.stack(want.logits)) < LIMIT, "what is kept is not written over"
+        looked_up = {"max_new_tokens": 4, "do_sample": False}
+        found = model.generate(ids[:1], **looked_up, prompt_lookup_num_tokens=3)
+        assert torch.equal(found, twin.generate(ids[:1], **looked_up))
         assert handle.plain_steps == 0
-        with_states = model.generate(ids, **given, output_hidden_states=True, return_dict_in_generate=True)
-        assert handle.plain_steps == given["max_new_tokens"] - 1, "what graphs do not give is counted"
-    assert torch.equal(model.generate(ids, **given, num_beams=2), beams)
-    assert torch.equal(model.generate(ids[:1], max_new_tokens=4, do_sample=False), looked_up)
-    want = model.generate(ids, **given, output_logits=True, return_dict_in_generate=True)
-    assert relative(torch.stack(scores.logits), torch.stack(want.logits)) < LIMIT, "what is kept is not written over"
-    assert len(with_states.hidden_states) == given["max_new_tokens"]
+        with_states = model.generate(ids, **given, output_hidden_states=True)
+        assert handle.plain_steps == CALL[2] - 1, "what graphs do not give is counted"
+        assert len(with_states.hidden_states) == CALL[2]
 
 
-def test_a_tokenizer_is_no_reason_for_plain_steps():
-    """generate() hands it on to the model, for stopping criteria that read text."""
-    model = tiny.model("llama")
-    want = generated(model, 2, 9, 4)
-    with attnops.patch(model, cache="paged", decode=how()) as handle:
-        assert torch.equal(generated(model, 2, 9, 4, tokenizer=object()), want)
-        assert replays(handle) == 3 and handle.plain_steps == 0
-
-
-def test_a_capture_leaves_the_cache_as_it_was(nan_pages):
+def test_a_capture_leaves_the_cache_as_it_was(small_pages):
     """Rows of nobody are what a capture runs on: neither tokens nor lengths of the requests that are there may change."""
     model = tiny.model("llama")
     ids, _ = asked(3, 9, 1)
@@ -202,73 +150,73 @@ def test_steps_by_hand():
         cache.reset()
         found.append(model(ids[:, :3], **named(cache)).logits[:, -1:])
         found.append(step(ids[:, 3:4], cache))
-        return torch.cat([x.clone() for x in found])
+        return torch.cat(found)
 
     with torch.no_grad(), attnops.patch(model, cache="paged", decode=how(check_every=2)) as handle:
         want = run(lambda one, cache: model(one, **named(cache)).logits, handle.new_cache(3, 20))
-        kept = []
-        got = run(lambda one, cache: kept.append(handle.step(one, cache).clone()) or kept[-1], handle.new_cache(3, 20))
-        assert relative(got, want) < LIMIT
+        assert relative(run(handle.step, handle.new_cache(3, 20)), want) < LIMIT
         assert handle.graphs.report().compared == 3
 
 
 def test_all_captured_beforehand():
-    model, told = tiny.model("llama"), []
-    want = generated(model, 3, 9, 4)
-    with attnops.patch(model, cache="paged", decode=how()) as handle:
-        cache = handle.new_cache(3, 30)
-        report = handle.capture(cache, lambda done, of, bucket: told.append((done, of, bucket)))
-        assert [str(row.bucket) for row in report.rows] == ["decode x3", "decode x2", "decode x1"]
-        assert told == [(1, 3, "decode x3"), (2, 3, "decode x2"), (3, 3, "decode x1")]
+    told, names = [], ["decode x3", "decode x2", "decode x1"]
+    with beside() as pair:
+        cache = pair.handle.new_cache(3, 30)
+        report = pair.handle.capture(cache, lambda *progress: told.append(progress))
+        assert [str(row.bucket) for row in report.rows] == names
+        assert told == [(number, 3, name) for number, name in enumerate(names, 1)]
         assert int(cache.get_seq_length()) == 0
-        assert torch.equal(generated(model, 3, 9, 4, **named(cache)), want)
-        assert len(handle.graphs.report().rows) == 3
+        pair.same(3, 9, 4, **named(cache))
+        assert len(pair.handle.graphs.report().rows) == 3
 
 
 def test_what_a_step_refuses():
     model = tiny.model("llama")
     ids, _ = asked(3, 9, 1)
+    one, name = ids[:2, :1], cache_names.NAME
     with torch.no_grad(), attnops.patch(model, cache="paged", decode=how()) as handle:
-        cache = handle.new_cache(2, 20)
+        cache = handle.new_cache(2, 12)
         with pytest.raises(InvalidInput, match="empty or half written"):
-            handle.step(ids[:2, :1], cache)
+            handle.step(one, cache)
         model(ids[:2], **named(cache))
-        with pytest.raises(InvalidInput, match=r"input_ids: got int64 \[3, 1\]"):
-            handle.step(ids[:, :1], cache)
-        with pytest.raises(InvalidInput, match=r"input_ids: got int64 \[2, 2\]"):
-            handle.step(ids[:2, :2], cache)
-        handle.step(ids[:2, :1], cache)
-        handle.step(ids[:1, :1], cache)
+        for given, text in (
+            ((ids[:, :1], cache), r"input_ids: got int64 \[3, 1\]"),
+            ((ids[:2, :2], cache), r"input_ids: got int64 \[2, 2\]"),
+            ((one[0, 0], cache), r"input_ids: got int64 \[\]"),
+            ((one.float(), cache), r"input_ids: got float32 \[2, 1\]"),
+            ((one, DynamicCache()), f"{name}: got DynamicCache"),
+            ((one, cache, one[:, 0]), r"position_ids: got int64 \[2\]"),
+            ((one, cache, one[:1]), r"position_ids: got int64 \[1, 1\]"),
+        ):
+            with pytest.raises(InvalidInput, match=text):
+                handle.step(*given)
+        with pytest.raises(InvalidInput, match=f"{name}: got DynamicCache"):
+            handle.capture(DynamicCache())
+        assert handle.graphs is None
+        handle.step(one, cache)
+        handle.step(one[:1], cache)
         with pytest.raises(RuntimeError, match="rows that the step before did not have"):
-            handle.step(ids[:2, :1], cache)
+            handle.step(one, cache)
+        handle.step(one[:1], cache)
+        with pytest.raises(RuntimeError, match="a cache that is full"):
+            handle.step(one[:1], cache)
     with pytest.raises(PatchError, match="step: got a model that is not patched any more"):
         handle.step(ids, cache)
 
 
-def test_a_full_cache_is_not_stepped_over():
-    model = tiny.model("llama")
-    with torch.no_grad(), attnops.patch(model, cache="paged", decode=how()) as handle:
-        cache = handle.new_cache(1, 8)
-        model(torch.full((1, 7), 5), **named(cache))
-        handle.step(torch.full((1, 1), 5), cache)
-        with pytest.raises(RuntimeError, match="a cache that is full"):
-            handle.step(torch.full((1, 1), 5), cache)
+def test_caches_side_by_side_and_threads_have_graphs_each(small_pages):
+    with beside() as pair:
+        kept, failures = pair.handle.new_cache(2, 20), []
+        pair.same(*CALL, **named(kept))
 
+        def run():
+            try:
+                pair.same(*CALL)
+            except BaseException as error:
+                failures.append(error)
 
-def test_caches_side_by_side_and_threads_have_graphs_each(nan_pages):
-    model = tiny.model("llama")
-    want = generated(model, 2, 9, 4)
-    with attnops.patch(model, cache="paged", decode=how()) as handle:
-        kept = handle.new_cache(2, 20)
-        assert torch.equal(generated(model, 2, 9, 4, **named(kept)), want)
-        found = []
-        threads = [threading.Thread(target=lambda: found.append(generated(model, 2, 9, 4))) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(found) == 3 and all(torch.equal(each, want) for each in found)
-        assert handle.plain_steps == 0
+        in_threads(run)
+        assert not failures and pair.handle.plain_steps == 0
 
 
 def test_a_cache_that_is_gone_leaves_its_graphs_to_the_next():
@@ -290,35 +238,16 @@ def test_a_cache_that_is_gone_leaves_its_graphs_to_the_next():
         assert handle._paged.pool.idle_bytes == 0 and not handle._paged.decoder()._kept.over
 
 
-def test_steps_of_another_cache_are_no_reason_to_look_at_weights(monkeypatch):
-    model, looks, real = tiny.model("llama"), [], decode.Glance.same
-    monkeypatch.setattr(decode.Glance, "same", lambda glance: looks.append(1) or real(glance))
-    ids = torch.full((2, 9), 5)
-    with torch.no_grad(), attnops.patch(model, cache="paged", decode=how()) as handle:
-        ours = handle.new_cache(2, 40)
-        model(ids, **named(ours))
-        handle.step(ids[:, :1], ours)
-
-        def step(input_ids, scores):
-            handle.step(ids[:, :1], ours)
-            return scores
-
-        looks.clear()
-        model.generate(ids, max_new_tokens=8, min_new_tokens=8, do_sample=False, logits_processor=[step], **named(handle.new_cache(2, 40)))
-        assert handle.plain_steps == 0 and len(looks) == 2, "each once after the prompt"
-
-
 def test_larger_pages_do_not_lie_beside_the_old_ones(monkeypatch):
-    model = tiny.model("llama")
-    with attnops.patch(model, cache="paged", decode=how()) as handle:
-        generated(model, 1, 9, 3)
+    with beside() as pair:
+        pair.same(1, 9, 3)
         before = torch.utils.weak.WeakTensorKeyDictionary()
-        [over] = handle._paged.decoder()._kept.over.values()
+        [over] = pair.decoder._kept.over.values()
         before[over.cache.state.pages.pools[0]] = 1
         del over
         sizes, real = [], pool.ModelPages
         monkeypatch.setattr(pool, "ModelPages", lambda *given: (gc.collect(), sizes.append(len(before)), real(*given))[2])
-        generated(model, 2, 12, 3)
+        pair.same(2, 12, 3)
         assert sizes == [0], "freed before the larger ones were made"
 
 
@@ -329,11 +258,11 @@ INTERRUPTED = {"made": (ModelPages, "clear", (1, 9, 3)), "freed": (decode.Decode
 def test_an_interrupt_loses_no_pages(when, monkeypatch):
     """Where a cache is made over idle pages, and where these are freed for larger ones: graphs over lost ones would stay for good."""
     owner, name, call = INTERRUPTED[when]
-    model, real = tiny.model("llama"), getattr(owner, name)
-    want = generated(model, *call)
-    with attnops.patch(model, cache="paged", decode=how()) as handle:
-        generated(model, 1, 9, 3)
-        [before] = handle._paged.pool._idle
+    real = getattr(owner, name)
+    with beside() as pair:
+        pair.same(1, 9, 3)
+        idle = pair.handle._paged.pool._idle
+        [before] = idle
 
         def interrupted(*args):
             if name == "clear":
@@ -342,112 +271,83 @@ def test_an_interrupt_loses_no_pages(when, monkeypatch):
 
         with monkeypatch.context() as now, pytest.raises(KeyboardInterrupt):
             now.setattr(owner, name, interrupted)
-            generated(model, *call)
-        assert [*handle._paged.pool._idle] == [before]
-        assert torch.equal(generated(model, *call), want)
-        assert {pages for pages, _ in handle._paged.decoder()._kept.over} == {*handle._paged.pool._idle}
+            generated(pair.model, *call)
+        assert [*idle] == [before]
+        pair.same(*call)
+        assert {pages for pages, _ in pair.decoder._kept.over} == {*idle}
 
 
 def test_reasons_of_many_states_do_not_pile_up(monkeypatch):
-    model = tiny.model("llama")
     monkeypatch.setattr(failed, "MOST", 2)
     monkeypatch.setattr(steps, "breakable", lambda *given, **more: 1 / 0)
-    with attnops.patch(model, cache="paged", decode=how("auto")) as handle:
+    with beside(mode="auto") as pair:
+        head = pair.model.lm_head
         for number in range(4):
-            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+            head.weight = torch.nn.Parameter(head.weight.detach().clone())
             with pytest.warns(NotFast) if number == 0 else nullcontext():
-                generated(model, 2, 9, 3)
-            assert "ZeroDivisionError" in handle.took.why
-        assert len(handle._paged.decoder().failed) == 2
+                generated(pair.model, *CALL)
+            assert "ZeroDivisionError" in pair.took.why
+        assert len(pair.decoder.failed) == 2
 
 
 OUTSIDE = {
-    "invalidated": lambda: RuntimeError("CUDA error: operation failed due to a previous error during capture\nmore"),
-    "generator": lambda: RuntimeError("Offset increment outside graph capture encountered unexpectedly."),
-    "memory": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried"),
-    "own": lambda: RuntimeError("CUDA error: operation not permitted when stream is capturing"),
+    "invalidated": RuntimeError("CUDA error: operation failed due to a previous error during capture\nmore"),
+    "generator": RuntimeError("Offset increment outside graph capture encountered unexpectedly."),
+    "memory": torch.OutOfMemoryError("CUDA out of memory. Tried"),
+    "own": RuntimeError("CUDA error: operation not permitted when stream is capturing"),
 }
 
 
-class Failing(StandIn):
-    """Fails at the end of the first captures of each Graphed or tail that is made on it, and before them where `early`."""
+@pytest.mark.filterwarnings("ignore::attnops.core.errors.NotFast")
+@pytest.mark.parametrize(
+    ("kind", "early", "times"),
+    [*((kind, False, times) for kind in OUTSIDE for times in (2, 50)), ("own", True, 1)],
+)
+def test_captures_that_fail_for_no_fault_of_the_model_are_tried_again(kind, early, times):
+    """Three times at most, each at the next generate(), and pages stay meanwhile. A failure of the model's own is kept at once.
 
-    def __init__(self, error, times, early=False):
-        super().__init__()
-        self.error, self.times, self.early, self.tried = error, times, early, 0
-
-    def warm(self, run):
-        if self.early and self.tried < self.times:
-            self.tried += 1
-            raise self.error()
-        super().warm(run)
-
-    def end(self):
-        if not self.early and self.tried < self.times:
-            self.tried += 1
-            raise self.error()
-        return super().end()
-
-
-@pytest.mark.parametrize("kind", OUTSIDE)
-@pytest.mark.parametrize("times", [2, 50])
-def test_captures_that_fail_for_no_fault_of_the_model_are_tried_again(kind, times):
-    """Three times at most, each at the next generate(), and pages stay meanwhile. A failure of the model's own is kept at once."""
-    model, device = tiny.model("llama"), Failing(OUTSIDE[kind], times)
-    want = generated(model, 2, 9, 4)
-    with attnops.patch(model, decode=how("auto", graphs=device)) as handle:
+    What CUDA refuses before our own capture is for another one's sake, and none of the model's.
+    """
+    device, calls = Failing(lambda: OUTSIDE[kind], times, early), 6
+    own = kind == "own" and not early
+    with beside(mode="auto", graphs=device) as pair:
         took = []
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NotFast)
-            for _ in range(6):
-                assert torch.equal(generated(model, 2, 9, 4), want)
-                took.append(handle.took)
-        paged_calls = 6 if times == 2 and kind != "own" else 1 if kind == "own" else 1 + failed.TRIES
-        assert [each.cache for each in took] == ["paged"] * paged_calls + ["hf"] * (6 - paged_calls)
-        found = [each.decode for each in took]
-        if times == 50 or kind == "own":
-            assert found == ["hf"] * 6
-            steps = handle._paged.decoder().failed
-            assert len(steps) == 1 and "release()" in str(next(iter(steps)))
-            assert "tries again" not in took[-1].why
+        for _ in range(calls):
+            pair.same(*CALL)
+            took.append(pair.took)
+        with_pages = 1 if own else min(calls, 1 + failed.TRIES) if times == 50 else calls
+        assert [each.cache for each in took] == ["paged"] * with_pages + ["hf"] * (calls - with_pages)
+        assert ("tries again" in took[0].why) is not own and "tries again" not in took[-1].why
+        if times == 50 or own:
+            assert {each.decode for each in took} == {"hf"}
+            [step] = pair.decoder.failed
+            assert "release()" in str(step)
         else:
-            assert found[-1] == "breakable" and not handle._paged.decoder().failed
-            assert "tries again" in took[0].why and not took[-1].why
-        handle.release()
+            assert took[-1].decode == "breakable" and not pair.decoder.failed and not took[-1].why
+        pair.handle.release()
         device.times = 0
-        assert torch.equal(generated(model, 2, 9, 4), want)
-        assert handle.took.decode == "breakable" and not handle.took.why
-
-
-def test_a_wait_that_another_capture_refuses_is_tried_again():
-    """Before our own capture: then it is none of the model's."""
-    model, device = tiny.model("llama"), Failing(OUTSIDE["own"], 1, early=True)
-    with attnops.patch(model, cache="paged", decode=how("auto", graphs=device)) as handle:
-        with pytest.warns(NotFast, match="tries again"):
-            generated(model, 2, 9, 4)
-        generated(model, 2, 9, 4)
-        assert handle.took.decode == "breakable" and not handle.took.why
+        pair.same(*CALL)
+        assert pair.took.decode == "breakable" and not pair.took.why
 
 
 def test_few_sets_of_pages_are_kept():
     """Calls that are too unlike for one set have sets of their own, of which two wait."""
-    model = tiny.model("llama")
-    with attnops.patch(model, cache="paged", decode=how()) as handle:
+    with beside() as pair:
+        idle = pair.handle._paged.pool._idle
         for call in ((1, 100, 3), (9, 9, 3), (30, 4, 3), (1, 100, 3)):
-            generated(model, *call)
-            assert len(handle._paged.pool._idle) <= 1 + pool.MOST_IDLE
-        kept = handle.new_cache(1, 8)
-        assert len(handle._paged.pool._idle) <= pool.MOST_IDLE
-        assert {pages for pages, _ in handle._paged.decoder()._kept.over} <= {*handle._paged.pool._idle, kept.state.pages}
+            generated(pair.model, *call)
+            assert len(idle) <= 1 + pool.MOST_IDLE
+        kept = pair.handle.new_cache(1, 8)
+        assert len(idle) <= pool.MOST_IDLE
+        assert {pages for pages, _ in pair.decoder._kept.over} <= {*idle, kept.state.pages}
 
 
-def test_memory_that_is_short(monkeypatch):
+@pytest.mark.parametrize(("mode", "told"), [("breakable", UserWarning), ("auto", NotFast)])
+def test_memory_that_is_short(mode, told, monkeypatch):
     """Idle pages are freed for new ones; if that is not enough, the call has transformers' cache and says why."""
-    model = tiny.model("llama")
-    want = generated(model, 2, 9, 4)
-    with attnops.patch(model, cache="paged", decode=how()) as handle:
-        generated(model, 1, 40, 3)
-        real, failing = pool.ModelPages, [True]
+    with beside(mode=mode) as pair:
+        pair.same(1, 40, 3)
+        real, failing = pool.ModelPages, [False, True]
 
         def short(*given):
             if failing.pop():
@@ -455,26 +355,22 @@ def test_memory_that_is_short(monkeypatch):
             return real(*given)
 
         monkeypatch.setattr(pool, "ModelPages", short)
-        failing[:] = [False, True]
-        generated(model, 20, 9, 4)
-        assert handle.took.cache == "paged" and handle._paged.pool.idle_bytes > 0
-        handle.release()
+        pair.same(20, 9, 4)
+        assert pair.took.cache == "paged" and pair.handle._paged.pool.idle_bytes > 0
+        pair.handle.release()
         failing[:] = [True, True]
-        with pytest.warns(UserWarning, match="there is no memory for pages"):
-            assert torch.equal(generated(model, 2, 9, 4), want)
-        assert handle.took.cache == "hf" and "a test's" in handle.took.why
+        with pytest.warns(told, match="there is no memory for pages"):
+            pair.same(*CALL)
+        assert pair.took.cache == "hf" and "a test's" in pair.took.why
 
 
 def test_a_copy_of_a_patched_model_has_graphs_of_its_own():
-    model = tiny.model("llama")
-    want = generated(model, 2, 9, 4)
-    with attnops.patch(model, cache="paged", decode=how()) as handle:
-        generated(model, 2, 9, 4)
-        twin = copy.deepcopy(model)
-        assert torch.equal(generated(twin, 2, 9, 4), want)
-        assert replays(handle) == 3
-        other = vars(twin)["_attnops"]
-        assert other is not handle and replays(other) == 3
+    with beside() as pair:
+        pair.same(*CALL)
+        copied = copy.deepcopy(pair.model)
+        assert torch.equal(generated(copied, *CALL), generated(pair.twin, *CALL))
+        other = vars(copied)["_attnops"]
+        assert other is not pair.handle and replays(other) == replays(pair.handle) == 3
 
 
 @pytest.mark.parametrize(
@@ -493,44 +389,33 @@ def test_what_patch_refuses(name, given, text):
     with pytest.raises((InvalidInput, PatchError), match=text):
         attnops.patch(model, **given)
     assert "forward" not in vars(model)
+    with pytest.raises(InvalidInput, match=r"decode\.inner: got 'fast'"):
+        Decode("piecewise", inner="fast")
 
 
 def test_a_second_patch_names_the_options_that_differ():
     model, given = tiny.model("llama"), {"cache": "paged", "decode": how()}
     with attnops.patch(model, **given) as handle:
         assert attnops.patch(model, **given) is handle
-        for other, got in (
-            ({**given, "mask": "dense"}, "got mask='dense' for a model that is patched with mask='auto'"),
-            ({**given, "decode": replace(given["decode"], mode="piecewise", check_every=3)},
-             "got decode='piecewise', decode.check_every=3 for a model that is patched with decode='breakable', decode.check_every=0"),
-            ({**given, "decode": replace(given["decode"], graphs=StandIn(), inner=torch.compile)},
-             r"got decode.inner=compile, decode.graphs=StandIn at \w+ for .* with decode.inner='eager', decode.graphs=StandIn at \w+"),
-        ):  # fmt: skip
-            with pytest.raises(PatchError, match=rf"^patch: {got}; call unpatch\(\) on its handle first, or patch\(\) with the options"):
-                attnops.patch(model, **other)
-
-
-def test_decode_says_what_is_wrong():
-    with pytest.raises(InvalidInput, match=r"decode\.inner: got 'fast'"):
-        Decode("piecewise", inner="fast")
+        other = replace(given["decode"], mode="piecewise", check_every=3, inner=torch.compile, graphs=StandIn())
+        graphs = r"decode.graphs=StandIn at \w+"
+        got = f"mask='dense', decode='piecewise', decode.inner=compile, decode.check_every=3, {graphs}"
+        has = f"mask='auto', decode='breakable', decode.inner='eager', decode.check_every=0, {graphs}"
+        with pytest.raises(PatchError, match=rf"^patch: got {got} for a model that is patched with {has}; call unpatch\(\)"):
+            attnops.patch(model, mask="dense", cache="paged", decode=other)
 
 
 def test_threads_that_begin_together_share_one_decoder(monkeypatch):
     """Else graphs of two would be captured at once, of which the handle knows one."""
-    model, made = tiny.model("llama"), []
-    real = paged.Decoder
+    made = []
 
-    class Slow(real):
+    class Slow(paged.Decoder):
         def __init__(self, *given):
             made.append(self)
             time.sleep(0.05)
             super().__init__(*given)
 
     monkeypatch.setattr(paged, "Decoder", Slow)
-    with attnops.patch(model, cache="paged", decode=how()) as handle:
-        threads = [threading.Thread(target=handle._paged.decoder) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    with beside() as pair:
+        in_threads(pair.handle._paged.decoder)
         assert len(made) == 1

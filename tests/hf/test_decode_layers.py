@@ -3,6 +3,7 @@
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -14,10 +15,8 @@ from attnops.graphs import regional
 from attnops.hf import tiny
 from attnops.hf.cache_names import cache_in, named
 from tests.graphs.models import boundary
+from tests.hf.decoding import CALL, beside, generated, logits, replays
 from tests.hf.helpers import of_a_library
-from tests.hf.test_decode_graphs import generated, how, nan_pages, replays
-
-assert nan_pages, "a fixture"
 
 CALLS = ((2, 14, 4), (3, 14, 4), (2, 60, 4), (5, 9, 4))
 """Pages that are made anew for more rows and for a longer text; buckets of two sizes and more."""
@@ -32,7 +31,7 @@ def traced(handle):
     return [program for program in regions(handle).programs if any(part.calls or part.breaks for part in program.split.parts)]
 
 
-def calls(handle):
+def kernels(handle):
     """The calls of attention in what was compiled, as `op.kernel`."""
     return {str(cut) for program in regions(handle).programs for part in program.split.parts for cut in (*part.calls, *part.breaks)}
 
@@ -42,43 +41,43 @@ def model_of(name, layers):
     return tiny.model(name, num_hidden_layers=layers, **({"layer_types": full[name]} if name in full else {}))
 
 
+def compiled(model="llama", **more):
+    """model: with three layers by default."""
+    return beside(model_of(model, 3) if isinstance(model, str) else model, "piecewise", **more)
+
+
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     ("name", "layers", "kinds"),
     [("llama", 6, 1), ("phi3", 3, 1), ("gpt_oss", 3, 2), ("gemma3", 4, 2), ("deepseek_v3", 3, 2)],
 )
-def test_one_trace_for_each_kind_of_layer(name, layers, kinds, nan_pages):
+def test_one_trace_for_each_kind_of_layer(name, layers, kinds, small_pages):
     """However many layers there are, and for all caches and batches: windows, latents, experts, weights that are one matrix or several."""
-    model = model_of(name, layers)
-    want = [generated(model, *call) for call in CALLS]
-    with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
-        counts = set()
-        for call, tokens in zip(CALLS, want, strict=True):
-            assert torch.equal(generated(model, *call), tokens), call
+    with compiled(model_of(name, layers)) as pair:
+        counts, handle = set(), pair.handle
+        for call in CALLS:
+            pair.same(*call)
             counts.add(len(regions(handle).programs))
         # Pages that grow beyond the window have one table more, for which the beginning of a step is traced again.
         assert len(traced(handle)) == kinds and len(counts) == 1 + (name in ("gpt_oss", "gemma3"))
         report = handle.graphs.report()
         assert report.whole == "" and report.modes == {"decode": "whole"} and handle.plain_steps == 0
-        beside = report.parts["decode"] - 2 * layers
-        assert beside >= 3, "the beginning of the step, the rotation and the last norm"
-        assert report.compiled["decode"] <= 2 * kinds + beside
+        others = report.parts["decode"] - 2 * layers
+        assert others >= 3, "the beginning of the step, the rotation and the last norm"
+        assert report.compiled["decode"] <= 2 * kinds + others
 
 
 @pytest.mark.full
 @torch._dynamo.config.patch(accumulated_recompile_limit=1)
 def test_a_second_cache_and_a_single_row():
     """Also where torch's own limit of compilations, which all models of a process count to, is reached."""
-    model = model_of("llama", 3)
-    want = [generated(model, rows, 14, 4) for rows in (2, 1)]
-    with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
+    with compiled() as pair:
+        handle = pair.handle
         for most, length, traces in ((2, 30, 1), (4, 90, 0)):
-            cache = handle.new_cache(most, length)
-            assert torch.equal(generated(model, 2, 14, 4, **named(cache)), want[0])
+            pair.same(2, 14, 4, **named(handle.new_cache(most, length)))
             assert len(traced(handle)) == 1 and (handle.graphs.report().compile_seconds > 0) == traces
-            del cache
         for _ in range(2):
-            assert torch.equal(generated(model, 1, 14, 4), want[1])
+            pair.same(1, 14, 4)
             assert len(traced(handle)) == 2, "a size of one is a constant"
 
 
@@ -86,72 +85,61 @@ def test_a_second_cache_and_a_single_row():
 @pytest.mark.parametrize("pack", [True, False])
 def test_linears_of_a_layer_are_fused(pack):
     """Those of all layers, by the code of one: each is guarded by where its own weights lie."""
-    model = model_of("llama", 3)
-    want = generated(model, *CALLS[0])
-    with attnops.patch(model, cache="paged", decode=how("piecewise", pack=pack)) as handle:
-        assert torch.equal(generated(model, *CALLS[0]), want)
-        [program] = traced(handle)
+    with compiled(pack=pack) as pair:
+        pair.same(*CALL)
+        [program] = traced(pair.handle)
         nodes = [node for part in program.split.parts for node in part.module.graph.nodes]
         assert sum(node.target is torch.nn.functional.linear for node in nodes) == (4 if pack else 7)
         if pack:
-            other = model.model.layers[2].self_attn.k_proj
+            other = pair.model.model.layers[2].self_attn.k_proj
             other.weight.data = other.weight.data.clone()
-            assert torch.equal(generated(model, *CALLS[0]), want)
-            assert len(traced(handle)) == 2, "a layer whose weights lie apart is another kind"
+            pair.same(*CALL)
+            assert len(traced(pair.handle)) == 2, "a layer whose weights lie apart is another kind"
 
 
 @pytest.mark.full
 def test_graphs_are_cut_where_a_kernel_may_not_be_captured():
-    kernel, model = boundary(), model_of("llama", 3)
-    want = generated(model, *CALLS[0])
-    with attnops.patch(model, cache="paged", kernel=kernel, decode=how("piecewise")) as handle:
-        assert torch.equal(generated(model, *CALLS[0]), want)
-        [row] = handle.graphs.report().rows
-        assert len(row.breaks) == 3 and row.graphs == 4 and calls(handle) == {f"paged_attention.{kernel}"}
+    kernel = boundary()
+    with compiled(kernel=kernel) as pair:
+        pair.same(*CALL)
+        [row] = pair.handle.graphs.report().rows
+        assert len(row.breaks) == 3 and row.graphs == 4 and kernels(pair.handle) == {f"paged_attention.{kernel}"}
 
 
 @pytest.mark.full
 def test_a_cache_that_another_kernel_is_faster_for(monkeypatch):
     """Not the kernel of the first cache for all: that of a short text may be slow over a long one."""
-    model, name = model_of("llama", 2), boundary()
-    far = replace(
-        _REGISTRY.kernels["paged_attention"][name], capture=Capture.WHOLE, cost_us=lambda p: 0.0 if p.sizes.context.hint > 64 else 1e9
-    )
-    monkeypatch.setitem(_REGISTRY.kernels["paged_attention"], name, far)
+    name, known = boundary(), _REGISTRY.kernels["paged_attention"]
+    far = replace(known[name], capture=Capture.WHOLE, cost_us=lambda p: 0.0 if p.sizes.context.hint > 64 else 1e9)
+    monkeypatch.setitem(known, name, far)
     monkeypatch.setattr(_REGISTRY, "generation", _REGISTRY.generation + 1000)
-    want = [generated(model, 2, length, 3) for length in (14, 80, 14)]
-    with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
-        for length, new, tokens in zip((14, 80, 14), (1, 2, 2), want, strict=True):
-            cache = handle.new_cache(2, length + 3, page_size=8)
-            assert torch.equal(generated(model, 2, length, 3, **named(cache)), tokens)
-            assert len(traced(handle)) == new and (f"paged_attention.{name}" in calls(handle)) == (new == 2)
-            del cache
+    with compiled() as pair:
+        for length, new in ((14, 1), (80, 2), (14, 2)):
+            pair.same(2, length, 3, **named(pair.handle.new_cache(2, length + 3, page_size=8)))
+            assert len(traced(pair.handle)) == new and (f"paged_attention.{name}" in kernels(pair.handle)) == (new == 2)
 
 
 def test_what_a_layer_was_compiled_for_stays_with_it():
     """Policy, autocast and hooks, also those that differ in nothing but what their code closes over."""
-    model, twin = model_of("llama", 3), model_of("llama", 3)
+    with compiled() as pair:
 
-    def scaled(by):
-        return lambda module, given, out: by * out
+        def same():
+            got, want = (logits(model, *CALL) for model in (pair.model, pair.twin))
+            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
 
-    def same():
-        got, want = (generated(m, *CALLS[0], output_logits=True, return_dict_in_generate=True).logits for m in (model, twin))
-        torch.testing.assert_close(torch.stack(got), torch.stack(want), rtol=1e-3, atol=1e-3)
-
-    with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
         same()
         with attnops.use("reference"):
             same()
-            assert "paged_attention.reference" in calls(handle)
+            assert "paged_attention.reference" in kernels(pair.handle)
         for by in (2.0, 3.0):
-            hooks = [m.model.layers[1].mlp.register_forward_hook(of_a_library(scaled(by))) for m in (model, twin)]
+            scaled = of_a_library(lambda module, given, out, by=by: by * out)
+            hooks = [model.model.layers[1].mlp.register_forward_hook(scaled) for model in (pair.model, pair.twin)]
             same()
             for hook in hooks:
                 hook.remove()
             same()
         # Plain layers under two policies, and one layer with either hook.
-        assert len(traced(handle)) == 4 and regions(handle).refusal == ""
+        assert len(traced(pair.handle)) == 4 and regions(pair.handle).refusal == ""
 
 
 @pytest.mark.full
@@ -160,10 +148,9 @@ def test_one_hook_that_layers_call_in_two_ways():
     model = model_of("llama", 2)
     for layer, kwargs_too in zip(model.model.layers, (False, True), strict=True):
         layer.mlp.register_forward_hook(of_a_library(times_given), with_kwargs=kwargs_too)
-    want = generated(model, *CALLS[0])
-    with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
-        assert torch.equal(generated(model, *CALLS[0]), want)
-        assert len(traced(handle)) == 2
+    with compiled(model) as pair:
+        pair.same(*CALL)
+        assert len(traced(pair.handle)) == 2
 
 
 def times_given(module, *given):
@@ -201,7 +188,7 @@ def looked_up(model):
         layer.mlp.register_forward_hook(of_a_library(lambda module, given, out: out * scales.get(module.layer_idx, 5.0)))
 
 
-def compiled(model):
+def compiled_by_hand(model):
     for layer in model.model.layers:
         layer.compile(backend="eager")
 
@@ -218,72 +205,68 @@ def own(model):
         (read, "_local_scalar_dense"),
         (looked_up, "cannot be traced alone"),
         (asked_for_more, "cannot be traced alone"),
-        (compiled, "LlamaDecoderLayer has a forward of its own instance, or is compiled"),
+        (compiled_by_hand, "LlamaDecoderLayer has a forward of its own instance, or is compiled"),
         (scaled, "more than 2 layers of a step differ"),
         (own, "LlamaMLP has a forward of its own instance"),
     ],
 )
 def test_layers_that_share_no_code_are_traced_with_the_model(change, why, monkeypatch):
     monkeypatch.setattr("attnops.graphs.regional.MOST_KINDS", 2)
-    model = model_of("llama", 3)
+    model, twin = model_of("llama", 3), model_of("llama", 3)
     change(model)
-    want = generated(model, *CALLS[0])
-    with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
-        assert torch.equal(generated(model, *CALLS[0]), want)
-        report = handle.graphs.report()
+    change(twin)
+    with compiled(model, twin=twin) as pair:
+        pair.same(*CALL)
+        report = pair.handle.graphs.report()
         assert why in report.whole and f"traced whole: {report.whole}" in str(report)
-        assert replays(handle) == 3 and not any("forward" in vars(layer) for layer in model.model.layers)
+        assert replays(pair.handle) == 3 and not any("forward" in vars(layer) for layer in model.model.layers)
 
 
 @pytest.mark.full  # test_decode_graphs.py has threads over one model, and the lock of a trace is one for all models
 def test_two_models_in_two_threads():
-    models = [tiny.model("llama"), tiny.model("llama", num_hidden_layers=3)]
-    want = [generated(model, 2, 9, 4) for model in models]
-    handles = [attnops.patch(model, cache="paged", decode=how("piecewise")) for model in models]
-    with ThreadPoolExecutor(2) as pool:
-        got = list(pool.map(lambda model: generated(model, 2, 9, 4), models))
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    assert [regions(handle).refusal for handle in handles] == ["", ""]
+    with compiled(tiny.model("llama")) as first, compiled() as second, ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda pair: pair.same(*CALL), (first, second)))
+        assert [regions(pair.handle).refusal for pair in (first, second)] == ["", ""]
 
 
 def test_frames_that_torch_missed_run_again(monkeypatch):
     """torch's check of fullgraph reads a count that other threads reset."""
-    model, real, missed = tiny.model("llama"), torch.compile, []
+    real, missed = torch.compile, []
 
-    def compiled(function, **more):
+    def compiled_once(function, **more):
         run = real(function, **more)
 
         def called(*args):
             out = run(*args)
-            if len(missed) < 1:
+            if not missed:
                 missed.append(1)
                 raise RuntimeError("torch.compile with fullgraph=True found no compiled frames.")
             return out
 
         return called
 
-    want = generated(model, 2, 9, 4)
-    monkeypatch.setattr(torch, "compile", compiled)
-    with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
-        assert torch.equal(generated(model, 2, 9, 4), want) and missed and regions(handle).refusal == ""
+    monkeypatch.setattr(torch, "compile", compiled_once)
+    with compiled(tiny.model("llama")) as pair:
+        pair.same(*CALL)
+        assert missed and regions(pair.handle).refusal == ""
 
 
 @pytest.mark.full
 def test_code_of_hooks_that_are_gone_is_freed(monkeypatch):
     monkeypatch.setattr(regional, "MOST_CODE", 4)
-    model, alive = tiny.model("llama"), []
-    with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
+    alive = []
+    with compiled(tiny.model("llama")) as pair:
         for factor in (1.0, 2.0, 3.0, 4.0):
 
             def hook(module, given, out, factor=factor):
                 return out * factor
 
             alive.append(weakref.ref(hook))
-            handles = [layer.mlp.register_forward_hook(of_a_library(hook)) for layer in model.model.layers]
-            generated(model, 2, 9, 3)
-            for each in handles:
-                each.remove()
+            with ExitStack() as hooks:
+                for layer in pair.model.model.layers:
+                    hooks.enter_context(layer.mlp.register_forward_hook(of_a_library(hook)))
+                generated(pair.model, 2, 9, 3)
             del hook
-        handle.release()
+        pair.handle.release()
         gc.collect()
         assert sum(ref() is not None for ref in alive) < 3

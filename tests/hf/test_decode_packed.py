@@ -9,9 +9,7 @@ from torch import nn
 import attnops
 from attnops.hf import tiny
 from attnops.nn import pack_linears
-from tests.hf.test_decode_graphs import generated, how
-
-CALL = (2, 9, 3)
+from tests.hf.decoding import CALL, beside, how
 
 
 def storages(model):
@@ -19,18 +17,22 @@ def storages(model):
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in model.parameters()}.values())
 
 
+def alone(*weights):
+    return all(weight.untyped_storage().nbytes() == weight.nbytes for weight in weights)
+
+
 def test_weights_lie_together_while_patched():
     model = tiny.model("llama")
     before, bytes_before = copy.deepcopy(model.state_dict()), storages(model)
     q, k = (getattr(model.model.layers[0].self_attn, name).weight for name in ("q_proj", "k_proj"))
-    with attnops.patch(model, cache="paged", decode=how("piecewise")):
+    with beside(model, "piecewise") as pair:
         assert q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
-        generated(model, *CALL)
-    assert q.untyped_storage().data_ptr() != k.untyped_storage().data_ptr() and storages(model) == bytes_before
+        pair.same(*CALL)
+    assert alone(q, k) and storages(model) == bytes_before
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
-    for other in (how("breakable"), how("piecewise", pack=False)):
-        with attnops.patch(model, cache="paged", decode=other):
-            assert storages(model) == bytes_before and q.untyped_storage().nbytes() == q.nbytes
+    for mode, pack in (("breakable", True), ("piecewise", False)):
+        with beside(model, mode, pack=pack):
+            assert storages(model) == bytes_before and alone(q)
 
 
 def test_what_was_packed_before_stays_packed():
@@ -40,7 +42,7 @@ def test_what_was_packed_before_stays_packed():
     assert packed.holds()
 
 
-@pytest.mark.parametrize("other", [lambda own: nn.Sequential(own), lambda own: nn.Identity(), None])
+@pytest.mark.parametrize("other", [nn.Sequential, lambda own: nn.Identity(), None])
 def test_a_module_that_was_replaced_hinders_no_unpatch(other):
     model = tiny.model("llama")
     handle = attnops.patch(model, cache="paged", decode=how("piecewise"))
@@ -52,8 +54,7 @@ def test_a_module_that_was_replaced_hinders_no_unpatch(other):
     assert not handle._paged.packed.holds()
     handle.unpatch()
     assert not handle.active and "generate" not in vars(model)
-    k, v = (getattr(attention, name).weight for name in ("k_proj", "v_proj"))
-    assert k.untyped_storage().nbytes() == k.nbytes and v.untyped_storage().nbytes() == v.nbytes
+    assert alone(attention.k_proj.weight, attention.v_proj.weight)
 
 
 def test_a_packing_that_fails_leaves_the_model_unpatched(monkeypatch):
@@ -70,4 +71,4 @@ def test_a_packing_that_fails_leaves_the_model_unpatched(monkeypatch):
     assert not any(module._forward_pre_hooks for module in model.modules())
     monkeypatch.undo()
     with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
-        assert handle.active and handle._paged.packed.holds()
+        assert handle._paged.packed.holds()

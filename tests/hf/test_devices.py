@@ -1,5 +1,6 @@
 """Patched models that are moved to another device, and those that are split over several: a CPU with the meta device beside it."""
 
+import copy
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -9,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import _functional_collectives as functional
 
-import attnops
 from attnops.hf import tiny
 from attnops.hf.loop import sample
 from attnops.hf.loop.plain import Asked
@@ -17,8 +17,7 @@ from attnops.hf.loop.sample import Loop
 from attnops.hf.paged import pool
 from attnops.hf.paged.pool import Pool
 from tests.graphs.standin import StandIn
-from tests.hf.test_decode_graphs import generated, how
-from tests.hf.test_defaults import auto
+from tests.hf.decoding import CALL, beside
 
 CPU, META = (torch.device(name) for name in ("cpu", "meta"))
 
@@ -62,7 +61,6 @@ class State:
 
 def test_pages_on_the_device_that_a_model_has_left_are_freed(monkeypatch):
     monkeypatch.setattr(pool, "ModelPages", lambda sizes, page_size: SimpleNamespace(sizes=sizes, forced=page_size, nbytes=8))
-    monkeypatch.setattr(pool, "most_idle_bytes", lambda device: 1000)
     dropped = []
     kept = Pool(dropped.append)
 
@@ -94,16 +92,17 @@ def split(model):
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_a_model_that_is_split_goes_without_and_says_so(order):
     model = tiny.model("llama")
-    want = generated(model, 2, 9, 4)
+    twin = copy.deepcopy(model)
     if order == "before":
         split(model)
-    with attnops.patch(model, decode=auto()) as handle:
+    with beside(model, "auto", twin) as pair:
         if order == "after":
-            assert torch.equal(generated(model, 2, 9, 4), want) and handle.took.decode == "breakable"
+            pair.same(*CALL)
+            assert pair.took.decode == "breakable"
             split(model)
-        assert torch.equal(generated(model, 2, 9, 4), want)
-        assert (handle.took.cache, handle.took.decode) == ("hf", "hf")
-        assert handle.took.why == "the model is split over several devices: cpu, cuda:1"
+        pair.same(*CALL)
+        assert (pair.took.cache, pair.took.decode) == ("hf", "hf")
+        assert pair.took.why == "the model is split over several devices: cpu, cuda:1"
 
 
 @pytest.fixture
@@ -134,13 +133,12 @@ def test_steps_that_wait_for_other_ranks_have_graphs_by_decode_alone(kind, one_r
     model = tiny.model("llama")
     if kind != "none":
         model.model.layers[0].mlp.down_proj = Summed(model.model.layers[0].mlp.down_proj, kind)
-    want = generated(model, 2, 9, 4)
-    with attnops.patch(model, decode=auto()) as handle:
+    with beside(model, "auto") as pair:
         for _ in range(2):
-            assert torch.equal(generated(model, 2, 9, 4), want)
-            assert handle.took.decode == ("breakable" if kind == "none" else "hf")
-            assert ("c10d" in handle.took.why and "decode=" in handle.took.why) is (kind != "none")
+            pair.same(*CALL)
+            assert pair.took.decode == ("breakable" if kind == "none" else "hf")
+            assert ("c10d" in pair.took.why and "decode=" in pair.took.why) is (kind != "none")
     if kind == "in place":  # a capture takes no AsyncCollectiveTensor
-        with attnops.patch(model, cache="paged", decode=how("breakable")) as handle:
-            generated(model, 2, 9, 4)
-            assert handle.took.decode == "breakable"
+        with beside(model) as pair:
+            pair.same(*CALL)
+            assert pair.took.decode == "breakable"

@@ -2,11 +2,11 @@
 
 import copy
 import pickle
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
+from transformers import DynamicCache
 
 import attnops
 from attnops.hf import tiny
@@ -25,7 +25,7 @@ def impatient(monkeypatch):
     monkeypatch.setattr(masks, "_FAR", ("cpu",))
 
 
-class Beside(LogitsProcessor):
+class Beside:
     """Steps a model over a cache and masks of its own, and leaves the scores alone. logits: of every step."""
 
     def __init__(self, model, prepares):
@@ -35,12 +35,9 @@ class Beside(LogitsProcessor):
 
     @torch.no_grad()
     def __call__(self, input_ids, scores):
-        given = {"attention_mask": self.mask, **named(self.cache), "use_cache": True}
+        given = {"input_ids": self.ids, "attention_mask": self.mask, **named(self.cache), "use_cache": True}
         if self.prepares:  # as loops of one's own do
-            given = {"input_ids": self.ids, **given}
             given = self.model.prepare_inputs_for_generation(**given)
-        else:
-            given = {"input_ids": self.ids, **given}
         out = self.model(**given)
         self.logits.append(out.logits[:, -1])
         self.ids = self.logits[-1].argmax(-1, keepdim=True)
@@ -53,9 +50,9 @@ class Beside(LogitsProcessor):
 ONES = torch.ones(3, 14, dtype=torch.int64)
 
 
-def alone(model, prepares=False, steps=6):
+def alone(model, prepares):
     beside = Beside(model, prepares)
-    for _ in range(steps):
+    for _ in range(6):
         beside(None, None)
     return beside.logits
 
@@ -68,9 +65,9 @@ def test_a_model_that_is_stepped_inside_generate(impatient, same, prepares):
     attnops.patch(model)
     attnops.patch(other)
     beside = Beside(model if same else other, prepares)
-    got = generated(model, new=6, attention_mask=ONES, logits_processor=LogitsProcessorList([beside]))
+    got = generated(model, new=6, attention_mask=ONES, logits_processor=[beside])
     assert torch.equal(got, want)
-    assert max(relative(ours, eager) for ours, eager in zip(beside.logits, wanted, strict=True)) < LIMIT
+    assert relative(torch.stack(beside.logits), torch.stack(wanted)) < LIMIT
 
 
 def test_guidance_by_a_negative_prompt(impatient):
@@ -81,41 +78,29 @@ def test_guidance_by_a_negative_prompt(impatient):
         assert torch.equal(generated(model, **more), want)
 
 
-class Nested(LogitsProcessor):
-    """A generate() of the same model, with other masks, inside of each step."""
+def test_generate_inside_generate(impatient):
+    """Of the same model, with other masks, in each step."""
+    model, made = tiny.model("llama"), []
 
-    def __init__(self, model):
-        self.model, self.made = model, []
-
-    def __call__(self, input_ids, scores):
-        self.made.append(generated(self.model, new=3, attention_mask=HOLES))
+    def nested(input_ids, scores):
+        made.append(generated(model, new=3, attention_mask=HOLES))
         return scores
 
-
-def test_generate_inside_generate(impatient):
-    model = tiny.model("llama")
     want, inner = generated(model, new=4), generated(model, new=3, attention_mask=HOLES)
     with attnops.patch(model):
-        nested = Nested(model)
-        assert torch.equal(generated(model, new=4, logits_processor=LogitsProcessorList([nested])), want)
-    assert len(nested.made) == 4 and all(torch.equal(made, inner) for made in nested.made)
+        assert torch.equal(generated(model, new=4, logits_processor=[nested]), want)
+    assert len(made) == 4 and all(torch.equal(each, inner) for each in made)
 
 
 def test_threads(impatient):
-    model, found = tiny.model("llama"), {}
-    given = {"left": left_padded()[:, :14], "holes": HOLES}
-    want = {name: generated(model, new=8, attention_mask=mask) for name, mask in given.items()}
+    model, masks = tiny.model("llama"), (left_padded()[:, :14], HOLES)
 
-    def run(name):
-        found[name] = generated(model, new=8, attention_mask=given[name])
+    def run(mask):
+        return generated(model, new=8, attention_mask=mask)
 
-    with attnops.patch(model):
-        threads = [threading.Thread(target=run, args=(name,)) for name in given]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert all(torch.equal(found[name], want[name]) for name in given)
+    want = list(map(run, masks))
+    with attnops.patch(model), ThreadPoolExecutor(2) as pool:
+        assert all(map(torch.equal, pool.map(run, masks), want))
 
 
 def test_over_pages_another_model_is_looked_at(impatient):
@@ -125,14 +110,13 @@ def test_over_pages_another_model_is_looked_at(impatient):
     handle = attnops.patch(other, cache="paged")
     cache, seen = handle.new_cache(3, 40), []
 
-    class Steps(LogitsProcessor):
-        def __call__(self, input_ids, scores):
-            ids, count = (tokens(3, 14), 14) if not seen else (tokens(3, 1), 14 + len(seen))
-            other(ids, attention_mask=torch.ones(3, count, dtype=torch.int64), **named(cache))
-            seen.append(current_generation())
-            return scores
+    def steps(input_ids, scores):
+        ids, count = (tokens(3, 14), 14) if not seen else (tokens(3, 1), 14 + len(seen))
+        other(ids, attention_mask=torch.ones(3, count, dtype=torch.int64), **named(cache))
+        seen.append(current_generation())
+        return scores
 
-    generated(model, new=4, logits_processor=LogitsProcessorList([Steps()]))
+    generated(model, new=4, logits_processor=[steps])
     assert seen == [None] * 4
 
 

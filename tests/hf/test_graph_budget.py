@@ -7,16 +7,8 @@ from torch import nn
 import attnops
 from attnops.hf import tiny
 from attnops.hf.paged import prompt, states
-from tests.hf.helpers import LIMIT, left_padded, relative, tokens
-from tests.hf.test_captures import logits
-from tests.hf.test_decode_graphs import how
-from tests.hf.test_defaults import auto
-
-CALL = (2, 9, 3)
-
-
-def captures(handle):
-    return handle.decode.graphs.calls.count("begin")
+from tests.hf.decoding import CALL, asked, auto, captures, how, logits
+from tests.hf.helpers import LIMIT, relative
 
 
 @pytest.mark.parametrize("mode", ["auto", "breakable"])
@@ -27,25 +19,21 @@ def test_three_adapters_in_turn_are_captured_once_each(mode):
     for name in names[1:]:
         model.add_adapter(name, options)
     model.eval()
-    given = {"input_ids": tokens()[:2, :9], "attention_mask": left_padded()[:2, :9]}
-    given |= {"max_new_tokens": 3, "do_sample": False}
+    ids, given = asked(*CALL)
 
     def texts():
         for name in names:
             model.set_adapter(name)
-            yield model.generate(**given)
+            yield model.generate(input_ids=ids, **given)
 
     want = list(texts())
-    breakable = {"cache": "paged", "decode": how()}
-    more = {"decode": auto(compile_after=99)} if mode == "auto" else breakable
+    more = {"decode": auto(compile_after=99)} if mode == "auto" else {"cache": "paged", "decode": how()}
     with attnops.patch(model, **more) as handle:
-        found = [list(texts())]
-        made = captures(handle)
-        found += [list(texts()) for _ in range(3)]
-        # Of the step for each adapter. The choice of a token is the same for all.
-        assert captures(handle) == made == len(names) + 1
+        for _ in range(4):
+            assert all(map(torch.equal, texts(), want))
+            # Of the step for each adapter. The choice of a token is the same for all.
+            assert captures(handle) == len(names) + 1
         assert handle.took.decode == "breakable" and "were freed" not in str(handle.report())
-        assert all(torch.equal(*pair) for each in found for pair in zip(each, want, strict=True))
 
 
 class Scaled(nn.Linear):
@@ -84,13 +72,13 @@ def test_those_that_were_not_used_for_longest_are_freed(asked, model, monkeypatc
     given = how(budget_bytes=budget if asked else None)
     with attnops.patch(model, cache="paged", decode=given) as handle:
         made, held = [], []
-        for by in (1.0, 2.0, 3.0, 2.0, 3.0, 1.0, 3.0, 2.0):
+        for by in (1.0, 2.0, 3.0, 2.0, 3.0, 1.0, 3.0, 2.0, 3.0):
             assert relative(of_state(model, by), by * plain) < LIMIT
             made.append(len(handle.decode.graphs.graphs))
             held.append(handle._paged.decoder().graph_bytes <= budget)
-        # The third frees the first. Met again, the first frees the second, and that the first.
+        # The third frees the first. Met again, the first frees the second, and that the first: the third was used after it.
         new = [after - before for before, after in zip([0, *made], made, strict=False)]
-        assert new == [1, 1, 1, 0, 0, 1, 0, 1] and all(held)
+        assert new == [1, 1, 1, 0, 0, 1, 0, 1, 0] and all(held)
         assert sum(graph.alive for graph in handle.decode.graphs.graphs) == 2
         told = "graphs of 3 states of the model were freed, over the budget of"
         assert told in str(handle.report())
@@ -104,7 +92,7 @@ def test_the_state_in_use_stays(model, monkeypatch):
         for by in (1.0, 1.0, 2.0, 2.0):
             assert relative(of_state(model, by), by * plain) < LIMIT
         assert [graph.alive for graph in handle.decode.graphs.graphs] == [False, True]
-        logits(model, 1, 9, 3)
+        logits(model, 1, 9, 4)
         # Of another bucket.
         assert [graph.alive for graph in handle.decode.graphs.graphs] == [False, True, True]
 

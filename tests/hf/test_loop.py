@@ -18,6 +18,7 @@ from attnops.hf.cache_names import cache_in, cache_of, named
 from attnops.hf.loop import plain, sample
 from attnops.hf.paged.decode import Decoder
 from tests.graphs.standin import StandIn
+from tests.hf.decoding import CALL, beside, how
 
 SAMPLED = {"do_sample": True}
 ENDS = [*range(3, 128, 4)]
@@ -72,7 +73,7 @@ def drawn(model, **more):
 
 
 def patched(model, **more):
-    return attnops.patch(model, cache="paged", decode=Decode("breakable", graphs=StandIn(), **more))
+    return attnops.patch(model, cache="paged", decode=how(**more))
 
 
 def loop_of(handle):
@@ -86,7 +87,14 @@ def model():
 
 @pytest.fixture(scope="module")
 def shared(model):
-    """The tokens of the unpatched model for a call, and a handle."""
+    """A patched copy of the model, and its handle."""
+    with patched(twin := copy.deepcopy(model)) as handle:
+        yield twin, handle
+
+
+@pytest.fixture
+def fresh(model):
+    """As `shared`, for one test."""
     with patched(twin := copy.deepcopy(model)) as handle:
         yield twin, handle
 
@@ -132,24 +140,24 @@ def test_without_padding(model, shared):
             assert (handle.took.loop == "") is (not loop)
 
 
-@pytest.mark.sweep(3)
-@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "gemma2"])
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "gemma2", "llava"])
 def test_other_families(family):
+    """llava: a model of images, with a text alone."""
     model = tiny.model(family)
     calls = [{"rows": 3, **OPTIONS["all"], "eos_token_id": ENDS}, {"rows": 2, "prefill_chunk_size": 4}]
     want = [drawn(model, **call) for call in calls]
     with patched(model) as handle:
         for call, tokens in zip(calls, want, strict=True):
             assert drawn(model, **call) == tokens
-            assert handle.took.loop == ""
+            assert handle.took.loop == "" and handle.plain_steps == 0
 
 
 def test_the_prompts_own_token_ends_all(model, shared):
-    ours, _ = shared
     first = generated(model)[:, 9].tolist()
     for more in ({"eos_token_id": first}, {"max_new_tokens": 1}):
         want = generated(model, **more)
-        assert want.shape == (2, 10) and torch.equal(generated(ours, **more), want)
+        assert want.shape == (2, 10) and torch.equal(generated(shared[0], **more), want)
 
 
 @pytest.mark.parametrize("more", [{}, {"eos_token_id": ENDS}, {"eos_token_id": ENDS, "rows": 1}, {"max_new_tokens": 1}])
@@ -161,10 +169,15 @@ def test_streams(more, model, shared):
     assert got.got == want.got and got.got[-1] is None and handle.took.loop == ""
 
 
+def stock_cache(model):
+    return transformers.DynamicCache(config=model.config)
+
+
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("whose", ["returned", "the caller's"])
-def test_caches_that_live_on(whose, model):
+def test_caches_that_live_on(whose, model, fresh):
     """After a row's end and after the length, a cache holds as many positions as transformers' does, and a second turn goes on."""
+    kept = whose == "the caller's"
 
     def turns(model, cache):
         ids, mask = asked(2)
@@ -174,17 +187,17 @@ def test_caches_that_live_on(whose, model):
             out = model.generate(ids, attention_mask=mask, **named(cache), **given)
             found += [out.sequences.tolist(), int(cache_of(out).get_seq_length())]
             assert type(out).__name__ == "GenerateDecoderOnlyOutput" and out.logits is None
-            ids, cache = out.sequences, cache_of(out) if whose == "the caller's" else None
+            ids, cache = out.sequences, cache_of(out) if kept else None
             mask = torch.cat([mask, torch.ones(2, ids.shape[1] - mask.shape[1], dtype=torch.int64)], 1)
         return found
 
-    want = turns(model, transformers.DynamicCache(config=model.config) if whose == "the caller's" else None)
-    with patched(model := copy.deepcopy(model)) as handle:
-        assert turns(model, handle.new_cache(2, 80) if whose == "the caller's" else None) == want
-        assert handle.took.loop == "" and handle.plain_steps == 0
+    ours, handle = fresh
+    want = turns(model, stock_cache(model) if kept else None)
+    assert turns(ours, handle.new_cache(2, 80) if kept else None) == want
+    assert handle.took.loop == "" and handle.plain_steps == 0
 
 
-def test_a_cache_that_is_full_when_the_rows_end(model):
+def test_a_cache_that_is_full_when_the_rows_end(model, shared):
     """The step too many would have no room: such a text goes to transformers' loop."""
     ids, mask = asked(2)
     text = torch.cat([mask, torch.ones(2, 3, dtype=torch.int64)], 1)
@@ -195,39 +208,30 @@ def test_a_cache_that_is_full_when_the_rows_end(model):
         more = {"attention_mask": text, **named(cache), "max_new_tokens": 9, "do_sample": False, **more}
         return model.generate(torch.full((2, 2), 5), **more)
 
-    def fresh():
-        return transformers.DynamicCache(config=model.config)
-
-    end = {"eos_token_id": second(model, fresh())[:, 6].tolist(), "pad_token_id": 1}
-    want = second(model, fresh(), **end)
+    end = {"eos_token_id": second(model, stock_cache(model))[:, 6].tolist(), "pad_token_id": 1}
+    want = second(model, stock_cache(model), **end)
     assert want.shape[1] < 2 + 9
-    with patched(twin := copy.deepcopy(model)) as handle:
-        for room, reason in ((10 + want.shape[1] - 1, "its text may not fit the cache"), (10 + 2 + 9 - 1, "")):
-            assert torch.equal(second(twin, handle.new_cache(2, room), **end), want)
-            assert handle.took.loop == reason
+    ours, handle = shared
+    for room, reason in ((10 + want.shape[1] - 1, "its text may not fit the cache"), (10 + 2 + 9 - 1, "")):
+        assert torch.equal(second(ours, handle.new_cache(2, room), **end), want)
+        assert handle.took.loop == reason
 
 
-def test_an_error_of_the_streamer(model):
+def test_an_error_of_the_streamer(model, shared):
     """It leaves the cache where transformers' loop leaves it, and the loop free."""
+    ours, handle = shared
 
-    def run(model, cache):
+    def run(model, make):
         found = []
         for stop in (0, 1, 4):
+            cache = make()
             with pytest.raises(KeyError, match="the streamer's own"):
                 generated(model, **named(cache), streamer=Streamer(stop))
             found.append(int(cache.get_seq_length()))
-            if isinstance(cache, attnops.hf.PagedModelCache):
-                cache.reset()
-            else:
-                cache = transformers.DynamicCache(config=model.config)
         return found
 
-    want = run(model, transformers.DynamicCache(config=model.config))
-    with patched(model := copy.deepcopy(model)) as handle:
-        assert run(model, handle.new_cache(2, 40)) == want == [0, 9, 12]
-        tokens = generated(model)
-        assert handle.took.loop == "" and handle.plain_steps == 0
-    assert torch.equal(generated(model), tokens)
+    assert run(ours, lambda: handle.new_cache(2, 40)) == run(model, lambda: stock_cache(model)) == [0, 9, 12]
+    assert torch.equal(generated(ours), generated(model)) and handle.took.loop == "" and handle.plain_steps == 0
 
 
 def halves(input_ids, scores):
@@ -238,24 +242,17 @@ def ends(input_ids, scores, **_):
     return torch.full((2,), input_ids.shape[1] >= 12)
 
 
-def hook(*_):
-    return None
-
-
 OTHERS = {
     "function is code of its own": {"logits_processor": [halves]},
     "function is code": {"stopping_criteria": [ends]},
     "NoRepeatNGramLogitsProcessor is code": {"no_repeat_ngram_size": 2},
-    "TypicalLogitsWarper is code": {**SAMPLED, "typical_p": 0.5},
     "leaves the prompt out": {"logits_processor": [transformers.RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=9)]},
     "output_scores=True": {"output_scores": True, "return_dict_in_generate": True},
     "output_logits=True": {"output_logits": True, "return_dict_in_generate": True},
-    "output_hidden_states=True": {"output_hidden_states": True, "return_dict_in_generate": True},
     "asks for the cache 'dynamic'": {"cache_implementation": "dynamic"},
     "beam search": {"num_beams": 2},
     "beam search ": {"generation_config": GenerationConfig(num_beams=2)},
     "prompt_lookup_num_tokens=": {"prompt_lookup_num_tokens": 2, "rows": 1},
-    "synced_gpus=": {"synced_gpus": False},
     "custom_generate=": {"custom_generate": lambda self, input_ids, **_: input_ids},
     "longer than the model's positions": {"max_new_tokens": 249},
 }
@@ -290,10 +287,8 @@ def config(asked, **more):
 
 ALTERED = {
     "its cache is a NoneType": lambda asked: given(asked, **named(None)),
-    "float is code of its own": lambda asked: asked._replace(criteria=transformers.StoppingCriteriaList([*asked.criteria, 0.5])),
     "arguments that change from step to step": lambda asked: given(asked, output_attentions=True),
     "that change from": lambda asked: config(asked, use_cache=False),
-    "output_logits=True": lambda asked: config(asked, output_logits=True),
     "not int64 on the device": lambda asked: asked._replace(input_ids=asked.input_ids.int()),
     "no positions for each row": lambda asked: given(asked, position_ids=asked.given["position_ids"][:1]),
     "no positions": lambda asked: given(asked, position_ids=None),
@@ -319,25 +314,21 @@ def test_the_conditions_of_a_plain_loop(model, shared, monkeypatch):
     assert "graphs cannot be made" in plain.not_plain(asked, decoder)
 
 
-def test_what_looks_at_each_call_of_the_model(model):
+def test_what_looks_at_each_call_of_the_model(fresh):
     """Hooks, another forward, and a model that prepares its own inputs."""
-    calls = []
-    with patched(model := copy.deepcopy(model)) as handle:
-        generated(model)
-        hooked = model.register_forward_hook(lambda *_: calls.append(1))
+    calls, (model, handle) = [], fresh
+    generated(model)
+    with model.register_forward_hook(lambda *_: calls.append(1)):
         tokens = generated(model)
         assert len(calls) == 8 and "hooks or forward" in handle.took.loop
-        hooked.remove()
-        real = model.forward
-        model.forward = functools.wraps(real)(lambda *args, **kwargs: calls.append(1) or real(*args, **kwargs))
-        assert torch.equal(generated(model), tokens) and len(calls) == 16
-        model.forward = real
-        assert torch.equal(generated(model), tokens) and len(calls) == 16 and handle.took.loop == ""
-    other = tiny.model("phi3")
-    want = generated(other)
-    with patched(other) as handle:
-        assert torch.equal(generated(other), want)
-        assert handle.took.loop == "Phi3ForCausalLM has a prepare_inputs_for_generation of its own"
+    real = model.forward
+    model.forward = functools.wraps(real)(lambda *args, **kwargs: calls.append(1) or real(*args, **kwargs))
+    assert torch.equal(generated(model), tokens) and len(calls) == 16
+    model.forward = real
+    assert torch.equal(generated(model), tokens) and len(calls) == 16 and handle.took.loop == ""
+    with beside("phi3") as pair:
+        pair.same(*CALL)
+        assert pair.took.loop == "Phi3ForCausalLM has a prepare_inputs_for_generation of its own"
 
 
 def test_the_fields_that_choose_a_method_are_known():
@@ -354,10 +345,9 @@ def test_a_tail_that_cannot_be_captured(model):
             return super().end()
 
     call = {**OPTIONS["all"], "rows": 3, "eos_token_id": ENDS}
-    want = drawn(model, **call)
-    with attnops.patch(twin := copy.deepcopy(model), cache="paged", decode=Decode("breakable", graphs=Refuses())) as handle:
+    with patched(twin := copy.deepcopy(model), graphs=Refuses()) as handle:
         with pytest.warns(NotFast, match="no CUDA graph for the choice of its tokens.*operation not permitted"):
-            assert drawn(twin, **call) == want
+            assert drawn(twin, **call) == drawn(model, **call)
         assert "the choice of a token: cannot be captured" in handle.took.loop and "operation not permitted" in handle.took.loop
         assert handle.plain_steps == 0
 
@@ -367,35 +357,24 @@ def other_arguments(self, input_ids, generation_config, model_kwargs, is_first_i
 
 
 @pytest.mark.parametrize(("method", "why"), [(None, "has no _prefill"), (other_arguments, "has a _prefill of other arguments")])
-def test_a_transformers_with_other_methods(method, why, model, monkeypatch):
+def test_a_transformers_with_other_methods(method, why, model, fresh, monkeypatch):
     """Its own loop then runs around the graphs, and the user is told."""
-    want = generated(model)
+    want, (ours, handle) = generated(model), fresh
     real = GenerationMixin._prefill
     monkeypatch.setattr(type(model), "_prefill", real, raising=False)  # for transformers' own loop
     monkeypatch.setattr(GenerationMixin, "_prefill", method)
-    with patched(twin := copy.deepcopy(model)) as handle:
-        with pytest.warns(NotFast, match=f"choice of its tokens: transformers .* {why}"):
-            assert torch.equal(generated(twin), want)
-        assert why in handle.took.loop and handle.took.decode == "breakable" and not loop_of(handle)._idle
+    with pytest.warns(NotFast, match=f"choice of its tokens: transformers .* {why}"):
+        assert torch.equal(generated(ours), want)
+    assert why in handle.took.loop and handle.took.decode == "breakable" and not loop_of(handle)._idle
 
 
-def test_a_model_of_images_with_a_text_alone():
-    model = tiny.model("llava")
-    want = generated(model)
-    with patched(model) as handle:
-        assert torch.equal(generated(model), want)
-        assert handle.took.loop == "" and handle.plain_steps == 0
-
-
-def test_steps_without_graphs_in_the_middle(model, monkeypatch):
+def test_steps_without_graphs_in_the_middle(model, fresh, monkeypatch):
     """Where graphs are not to be had, a step is transformers' own, with the mask and the positions of its place."""
     call = {**OPTIONS["all"], "rows": 3, "eos_token_id": ENDS, "max_new_tokens": 20}
-    want = drawn(model, **call)
-    real, calls = Decoder.try_step, []
-    with patched(twin := copy.deepcopy(model)) as handle:
-        monkeypatch.setattr(Decoder, "try_step", lambda *given: calls.append(1) or (real(*given) if len(calls) % 4 == 1 else None))
-        assert drawn(twin, **call) == want
-        assert handle.took.loop == "" and handle.plain_steps > 0
+    real, calls, (ours, handle) = Decoder.try_step, [], fresh
+    monkeypatch.setattr(Decoder, "try_step", lambda *given: calls.append(1) or (real(*given) if len(calls) % 4 == 1 else None))
+    assert drawn(ours, **call) == drawn(model, **call)
+    assert handle.took.loop == "" and handle.plain_steps > 0
 
 
 def test_a_generate_within_generate(model, shared):
@@ -416,38 +395,20 @@ def test_a_generate_within_generate(model, shared):
     assert reasons == ["", ""] and len(loop_of(handle)._idle) <= sample._MOST
 
 
-def test_few_tails_are_kept(model, monkeypatch):
-    monkeypatch.setattr(sample, "_MOST_BYTES", 0)
-    monkeypatch.setattr(sample, "_MOST", 2)
-    with patched(model := copy.deepcopy(model)) as handle:
-        device = handle.decode.graphs
-        for top_k in (5, 6, 7, 8, 7):
-            drawn(model, do_sample=True, top_k=top_k, max_new_tokens=2)
-        kept = [tail.choice for tail in loop_of(handle)._idle]
-        assert len(kept) == sample._MOST
-        assert [dict(choice.processors[0][1:-1])["top_k"] for choice in kept] == [8, 7]
-        assert sum(graph.alive for graph in device.graphs) == sample._MOST + 1
-        twin = copy.deepcopy(model)
-        assert not vars(twin)["_attnops"]._paged.loop._idle
-        assert torch.equal(generated(twin), generated(model))
-    assert not any(graph.alive for graph in device.graphs)
-
-
-def test_many_tails_are_bounded_where_they_are_small(model, monkeypatch):
-    monkeypatch.setattr(sample, "_MOST", 1)
-    monkeypatch.setattr(sample, "_MOST_SMALL", 3)
-    with patched(model := copy.deepcopy(model)) as handle:
-        for top_k in range(5, 10):
-            drawn(model, do_sample=True, top_k=top_k, max_new_tokens=2)
-        assert len(loop_of(handle)._idle) == 3
-
-
-def test_more_tails_are_kept_where_they_are_small(model, monkeypatch):
-    monkeypatch.setattr(sample, "_MOST", 1)
-    with patched(model := copy.deepcopy(model)) as handle:
-        for top_k in range(5, 5 + sample._MOST + 2):
-            drawn(model, do_sample=True, top_k=top_k, max_new_tokens=2)
-        assert len(loop_of(handle)._idle) == sample._MOST + 2
+@pytest.mark.parametrize(("bounds", "kept"), [((2, 0, 64), [8, 7]), ((1, 2**28, 3), [5, 8, 7]), ((1, 2**28, 64), [6, 5, 8, 7])])
+def test_few_tails_are_kept(bounds, kept, fresh, monkeypatch):
+    """Those that were used last: more of them where they are small, up to a number. bounds: of those, of bytes, and that number."""
+    for name, bound in zip(("_MOST", "_MOST_BYTES", "_MOST_SMALL"), bounds, strict=True):
+        monkeypatch.setattr(sample, name, bound)
+    ours, handle = fresh
+    device = handle.decode.graphs
+    for top_k in (6, 5, 7, 8, 7):
+        drawn(ours, do_sample=True, top_k=top_k, max_new_tokens=2)
+    assert [dict(tail.choice.processors[0][1:-1])["top_k"] for tail in loop_of(handle)._idle] == kept
+    assert sum(graph.alive for graph in device.graphs) == len(kept) + 1
+    assert not vars(copy.deepcopy(ours))["_attnops"]._paged.loop._idle
+    handle.release()
+    assert device.calls[-2:] == ["settle", "release"] and not any(graph.alive for graph in device.graphs)
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -461,55 +422,7 @@ def test_the_capture_of_a_choice_leaves_random_numbers_to_other_threads(sampled,
     found = []
     for device in (StandIn(), Another()):
         torch.manual_seed(3)
-        with attnops.patch(twin := copy.deepcopy(model), cache="paged", decode=Decode("breakable", graphs=device)):
+        with patched(twin := copy.deepcopy(model), graphs=device):
             generated(twin, do_sample=sampled)
         found.append(torch.rand(3).tolist())
     assert found[0][2:] == found[1][:1], "one draw in the capture of the step, one in that of the choice"
-
-
-def test_the_memory_of_tails_is_given_back(model):
-    with patched(model := copy.deepcopy(model)) as handle:
-        generated(model)
-        handle.release()
-        assert handle.decode.graphs.calls[-2:] == ["settle", "release"]
-
-
-def test_unpatched():
-    model = tiny.model("llama")
-    before = set(vars(model))
-    handle = patched(model)
-    generated(model)
-    loop = loop_of(handle)
-    handle.unpatch()
-    assert set(vars(model)) == before and not loop._idle
-
-
-def test_the_distribution(model):
-    """Chi-square of drawn tokens against transformers' probabilities; it rejects a temperature that is 5% off."""
-    rows, calls = 1000, 30
-    ids = torch.tensor([[5, 17, 60, 33]]).expand(rows, -1)
-    given = {"do_sample": True, "temperature": 1.2, "top_k": 20, "top_p": 0.97, "repetition_penalty": 1.2, "max_new_tokens": 1}
-    with torch.no_grad():
-        logits = model(ids[:1]).logits[:, -1].float()
-
-    def p_value(temperature):
-        warp = [
-            transformers.RepetitionPenaltyLogitsProcessor(1.2), transformers.TemperatureLogitsWarper(temperature),
-            transformers.TopKLogitsWarper(20), transformers.TopPLogitsWarper(0.97),
-        ]  # fmt: skip
-        expected = torch.softmax(transformers.LogitsProcessorList(warp)(ids[:1], logits), -1)[0].double() * rows * calls
-        cells = expected > 0
-        if counts[~cells].any():
-            return 0.0
-        statistic = ((counts - expected)[cells] ** 2 / expected[cells]).sum()
-        assert expected[cells].min() > 5
-        return torch.special.gammaincc((cells.sum() - 1) / 2, statistic / 2).item()
-
-    with patched(model := copy.deepcopy(model)) as handle:
-        torch.manual_seed(11)
-        mask = torch.ones_like(ids)
-        drawn = [model.generate(ids, attention_mask=mask, **given)[:, -1] for _ in range(calls)]
-        assert handle.took.loop == ""
-    counts = torch.cat(drawn).bincount(minlength=128).double()
-    assert p_value(1.2) > 1e-3
-    assert p_value(1.2 * 1.05) < 1e-6 and p_value(1.2 / 1.05) < 1e-6

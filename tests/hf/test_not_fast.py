@@ -9,10 +9,9 @@ from transformers import GenerationMixin
 import attnops
 from attnops.core.errors import NotFast
 from attnops.hf import Took, not_fast, tiny
-from attnops.hf.paged import mode as paged
 from attnops.hf.private import PREPARE
+from tests.hf.decoding import auto, how
 from tests.hf.helpers import tokens
-from tests.hf.test_defaults import auto
 
 GIVEN = {"max_new_tokens": 3, "do_sample": False}
 
@@ -28,6 +27,11 @@ def told_by(call):
         warnings.simplefilter("always")
         call()
     return [str(w.message) for w in found if w.category is NotFast]
+
+
+def told_in(model, **more):
+    """Those of a generate()."""
+    return told_by(lambda: model.generate(tokens(1, 6), **GIVEN, **more))
 
 
 def test_tests_see_it_as_an_error(model):
@@ -56,7 +60,7 @@ def test_once_a_class_and_loss(model):
 def test_on_a_cpu_nobody_is_told(name):
     model = tiny.model(name)
     with attnops.patch(model) as handle:
-        assert told_by(lambda: model.generate(tokens(1, 6), **GIVEN)) == []
+        assert told_in(model) == []
         assert "pages and graphs are for a GPU" in handle.took.why
 
 
@@ -64,12 +68,12 @@ def test_the_way_out_that_it_names(model, monkeypatch):
     """What the text tells a user to do asks for the same, and is silent."""
     model = tiny.model("qwen3_next")
     with attnops.patch(model, decode=auto()) as handle:
-        [text] = told_by(lambda: model.generate(tokens(1, 6), **GIVEN))
+        [text] = told_in(model)
         assert handle.took.cache == "hf" and "have states that move" in text
     assert 'attnops.patch(model, cache="hf")' in text
     attnops.core.errors._WARNED.clear()
     with attnops.patch(model, cache="hf", decode=auto()) as handle:
-        assert told_by(lambda: model.generate(tokens(1, 6), **GIVEN)) == [] and handle.took.cache == "hf"
+        assert told_in(model) == [] and handle.took.cache == "hf"
 
 
 def test_pages_that_were_asked_for_without_graphs():
@@ -78,7 +82,7 @@ def test_pages_that_were_asked_for_without_graphs():
     [text] = told_by(lambda: handles.append(attnops.patch(model, cache="paged", decode=auto())))
     assert "Qwen3NextForCausalLM has no CUDA graphs" in text and 'decode="hf"' in text and "states that move" in text
     with handles[0] as handle:
-        assert told_by(lambda: model.generate(tokens(1, 6), **GIVEN)) == []
+        assert told_in(model) == []
         assert (handle.took.cache, handle.took.decode) == ("paged", "hf")
     assert told_by(lambda: attnops.patch(model, cache="paged", decode="hf").unpatch()) == []
 
@@ -98,35 +102,23 @@ def test_options_are_the_callers_choice(options, why, model):
 def test_a_cache_that_the_checkpoint_names(model):
     model.generation_config.cache_implementation = "static"
     with attnops.patch(model, decode=auto()) as handle:
-        [text] = told_by(lambda: model.generate(tokens(1, 6), **GIVEN))
+        [text] = told_in(model)
         assert "set model.generation_config.cache_implementation = None for pages" in text and handle.took.cache == "hf"
         attnops.core.errors._WARNED.clear()
         # Beside the caller's own choice it is no reason.
-        assert told_by(lambda: model.generate(tokens(1, 6), num_beams=2, **GIVEN)) == []
+        assert told_in(model, num_beams=2) == []
         model.generation_config.cache_implementation = None
         model.generate(tokens(1, 6), **GIVEN)
         assert handle.took == Took("paged", "breakable")
 
 
-def test_a_call_without_memory(model, monkeypatch):
-    def short(*_):
-        raise torch.OutOfMemoryError("a test's")
-
-    monkeypatch.setattr(paged.PagedMode, "lend", short)
-    with attnops.patch(model, decode=auto()):
-        [text] = told_by(lambda: model.generate(tokens(1, 6), **GIVEN))
-        assert "there is no memory for pages" in text
-
-
 def test_arguments_that_keep_steps_out_of_graphs(model):
     """As tokenizers bring them unasked. What the caller asks for is no surprise."""
-    ids = tokens(1, 6)
-    more = {"seq_idx": torch.zeros_like(ids)}
     model._validate_model_kwargs = lambda _: None  # the model takes them, and hands them to its layers
-    for asked, told in ((more, 1), ({"output_hidden_states": True, "return_dict_in_generate": True}, 0)):
+    for asked, told in (({"seq_idx": torch.zeros(1, 6)}, 1), ({"output_hidden_states": True, "return_dict_in_generate": True}, 0)):
         attnops.core.errors._WARNED.clear()
-        with attnops.patch(model, cache="paged", decode=auto(mode="breakable")) as handle:
-            texts = told_by(lambda asked=asked: model.generate(ids, **asked, **GIVEN))
+        with attnops.patch(model, cache="paged", decode=how()) as handle:
+            texts = told_in(model, **asked)
             assert len(texts) == told and all("no CUDA graphs for its decode steps: they get seq_idx" in text for text in texts)
             assert handle.plain_steps == GIVEN["max_new_tokens"] - 1
 

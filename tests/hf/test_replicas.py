@@ -9,11 +9,8 @@ from torch.nn.parallel import replicate
 
 import attnops
 from attnops.hf import tiny
+from tests.hf.decoding import CALL, beside, how
 from tests.hf.helpers import LIMIT, relative, tokens
-from tests.hf.test_decode_graphs import generated, how
-from tests.hf.test_defaults import auto
-
-CALL = (2, 9, 4)
 
 
 @pytest.fixture
@@ -38,15 +35,15 @@ def outputs(model):
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gpt_oss"])
 def test_replicas_run_their_own_weights(name, other_weights):
     """Ordinary attention; latents, whose modules get a method; routers and experts."""
-    model, twin = tiny.model(name), tiny.model(name)
-    with attnops.patch(model, decode=auto()) as handle:
-        want = generated(twin, *CALL)
-        assert torch.equal(generated(model, *CALL), want) and handle.took.cache == "paged"
+    with beside(name, "auto") as pair:
+        model, twin = pair.model, pair.twin
+        pair.same(*CALL)
+        assert pair.took.cache == "paged"
         before = outputs(model)
         for ours, theirs in zip(replicate(model, [0, 1]), replicate(twin, [0, 1]), strict=True):
             expected = outputs(theirs)
             assert relative(outputs(ours), expected) < LIMIT < relative(before, expected) / 10
-        assert torch.equal(generated(model, *CALL), want)
+        pair.same(*CALL)
     assert vars(model).keys() == vars(twin).keys()
 
 

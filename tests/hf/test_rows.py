@@ -13,8 +13,8 @@ from attnops.hf import tiny
 from attnops.hf.cache_names import NAME
 from attnops.hf.experts import SWITCH
 from attnops.nn.steady import is_steady, product, steady, unsteady
+from tests.hf.decoding import how
 from tests.hf.helpers import LIMIT, relative
-from tests.hf.test_decode_graphs import how
 
 IDS = torch.randint(2, 100, (4, 12), generator=torch.Generator().manual_seed(1), device="cpu")
 ROWS = ((0,), (3,), (2, 1))
@@ -54,10 +54,8 @@ def called(model, ids):
 
 def steps(model, ids):
     """The logits of a prompt's last token and of three steps of generate()."""
-    given = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "output_logits": True}
-    mask = torch.ones_like(ids)
-    found = model.generate(ids, attention_mask=mask, return_dict_in_generate=True, **given)
-    return (torch.stack(found.logits, 1),)
+    given = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    return (torch.stack(model.generate(ids, attention_mask=torch.ones_like(ids), **given).logits, 1),)
 
 
 def same_bits(model, run, ids=IDS, rows_of=ROWS):
@@ -126,7 +124,7 @@ def test_gradients(family):
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_of_a_product(dtype):
     """As torch's own, also under autocast, and of rows that are not next to each other."""
     shapes = ((2, 3, 8), (5, 8), (5,))

@@ -1,18 +1,19 @@
 """Streams in turn on one patched model: each use of pages and graphs waits for those before it."""
 
 import itertools
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 import attnops
 from attnops.graphs import streams
-from attnops.hf import Decode, tiny
+from attnops.hf import tiny
 from attnops.hf.cache_names import named
 from attnops.hf.paged import prompt
 from attnops.hf.paged.unpaged import unpaged
 from tests.graphs.races import Races
-from tests.graphs.standin import StandIn
+from tests.hf.decoding import how
 from tests.hf.test_loop import asked, generated
 
 
@@ -39,20 +40,19 @@ def model():
     return tiny.model("llama")
 
 
+@contextmanager
+def no_race(races):
+    with races:
+        yield
+    assert not races.found, "\n".join(races.found)
+
+
 def ours(model, mode="breakable", **more):
-    graphs = {} if mode == "hf" else {"graphs": StandIn(), "inner": "eager"}
-    return attnops.patch(model, cache="paged", decode=Decode(mode, **graphs, **more))
+    return attnops.patch(model, cache="paged", decode="hf" if mode == "hf" else how(mode, **more))
 
 
 def calls_of_generate(model, handle, turn):
-    for rows, more in (
-        (2, {}),
-        (2, {}),
-        (1, {}),
-        (2, {"do_sample": True}),
-        (2, {"eos_token_id": [5]}),
-        (2, {}),
-    ):
+    for rows, more in ((2, {}), (2, {}), (1, {}), (2, {"do_sample": True}), (2, {"eos_token_id": [5]}), (2, {})):
         with turn():
             yield generated(model, rows, max_new_tokens=3, **more)
 
@@ -117,19 +117,12 @@ def steps_of_two_caches(model, handle, turn):
     for cache in caches:
         with turn():
             model(ids, **named(cache))
-    for _ in range(2):
-        for cache in caches:
-            with turn():
-                yield handle.step(ids[:, :1], cache)
+    for cache in 2 * caches:
+        with turn():
+            yield handle.step(ids[:, :1], cache)
 
 
-USES = (
-    calls_of_generate,
-    turns_of_a_conversation,
-    steps_by_hand,
-    calls_of_the_model,
-    steps_of_two_caches,
-)
+USES = (calls_of_generate, turns_of_a_conversation, steps_by_hand, calls_of_the_model, steps_of_two_caches)
 
 
 def found(use, model, handle, turn):
@@ -141,9 +134,8 @@ def found(use, model, handle, turn):
 def test_streams_in_turn(mode, use, model, races, turn):
     if mode == "hf" and use in (steps_by_hand, steps_of_two_caches):
         pytest.skip("decode='hf' has no steps")
-    with torch.no_grad(), ours(model, mode) as handle, races:
+    with torch.no_grad(), ours(model, mode) as handle, no_race(races):
         found(use, model, handle, turn)
-    assert not races.found, "\n".join(races.found)
 
 
 def test_compiled_and_captured_prompts(model, races, turn, monkeypatch):
@@ -153,29 +145,22 @@ def test_compiled_and_captured_prompts(model, races, turn, monkeypatch):
         for _ in range(4):
             want = generated(model, max_new_tokens=3)
         assert handle.took.prompt == "captured"
-        with races:
+        with no_race(races):
             for _ in range(3):
                 with turn():
                     assert torch.equal(generated(model, max_new_tokens=3), want)
                     assert handle.took.prompt == "captured" and handle.took.loop == ""
-    assert not races.found, "\n".join(races.found)
 
 
 def test_two_tails_of_one_pool(model, races, turn):
     """Graphs of other pages and of other options share the memory of their device's pool."""
-    with ours(model) as handle, races:
+    with ours(model) as handle, no_race(races):
         caches = [handle.new_cache(2, 40) for _ in range(2)]
         for top_k, number in ((5, 0), (5, 1), (6, 0), (5, 1), (6, 0)):
             with turn():
-                generated(
-                    model,
-                    do_sample=True,
-                    top_k=top_k,
-                    **named(cache := caches[number]),
-                    max_new_tokens=3,
-                )
+                cache = caches[number]
+                generated(model, do_sample=True, top_k=top_k, **named(cache), max_new_tokens=3)
                 cache.reset()
-    assert not races.found, "\n".join(races.found)
 
 
 def test_the_memory_of_pages_waits_for_each_stream(model, races, turn):
@@ -185,12 +170,7 @@ def test_the_memory_of_pages_waits_for_each_stream(model, races, turn):
             with turn():
                 model(ids, **named(cache))
         pages = cache.state.pages
-        tensors = [
-            *(x for _, whole in pages._allocations for x in whole),
-            *pages.tables,
-            pages.pad,
-            pages.seen,
-        ]
+        tensors = [*(x for _, whole in pages._allocations for x in whole), *pages.tables, pages.pad, pages.seen]
         wanted = [(stream, x.untyped_storage().data_ptr()) for stream in (0, 1, 2) for x in tensors]
         assert len(races.used) == len(set(races.used)) and set(wanted) <= set(races.used)
 

@@ -11,19 +11,15 @@ import torch
 import transformers
 from transformers.generation import logits_process
 
-from attnops.hf import tiny
 from attnops.hf.cache_names import named
 from attnops.hf.loop import numbers, tail
 from attnops.hf.paged.failed import MOST, TRIES, Tries
-from tests.hf.test_decode_graphs import Failing
-from tests.hf.test_loop import drawn, generated, loop_of, patched
+from tests.hf.decoding import Failing, in_threads
+from tests.hf.test_loop import Streamer, drawn, fresh, generated, loop_of, model
+
+assert fresh and model, "fixtures"
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny.model("llama")
 
 
 @pytest.mark.parametrize("shape", [(1, 7), (3, 128), (2, 50000)])
@@ -41,37 +37,23 @@ def test_the_draw_is_that_of_multinomial(shape):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_logits_that_are_no_distribution(value, model):
+def test_logits_that_are_no_distribution(value, model, fresh):
     """The error of torch.multinomial, from a graph as from transformers' loop."""
-    model = copy.deepcopy(model)
 
-    def error():
+    def error(model):
+        model.lm_head.weight.data[3] = value
         with pytest.raises(RuntimeError, match="contains either `inf`, `nan`") as raised:
             generated(model, do_sample=True)
         return str(raised.value)
 
-    weight = model.lm_head.weight
-    with torch.no_grad():
-        kept = weight[3].clone()
-        weight[3] = value
-    want = error()
-    with torch.no_grad():
-        weight[3] = kept
-    with patched(model) as handle:
-        generated(model, do_sample=True)
-        with torch.no_grad():
-            weight[3] = value
-        assert error() == want and handle.took.loop == ""
+    ours, handle = fresh
+    generated(ours, do_sample=True)
+    assert error(ours) == error(copy.deepcopy(model)) and handle.took.loop == ""
 
 
 def random_numbers(seed):
     draw = random.Random(seed).uniform
-    return {
-        "temperature": draw(0.05, 3),
-        "top_p": draw(0, 1),
-        "min_p": draw(0, 1),
-        "penalty": draw(0.3, 3),
-    }
+    return {"temperature": draw(0.05, 3), "top_p": draw(0, 1), "min_p": draw(0, 1), "penalty": draw(0.3, 3)}
 
 
 EDGES = (
@@ -113,32 +95,21 @@ def test_the_reciprocal_of_a_number_is_what_torch_makes_of_one():
 
 
 @pytest.mark.parametrize("count", [12, pytest.param(40, marks=pytest.mark.full)])
-def test_requests_with_numbers_of_their_own_share_a_graph(model, count):
-    names = {
-        "temperature": "temperature",
-        "top_p": "top_p",
-        "min_p": "min_p",
-        "penalty": "repetition_penalty",
-    }
-    requests = map(random_numbers, range(count))
-    calls = [{names[name]: value for name, value in each.items()} for each in requests]
+def test_requests_with_numbers_of_their_own_share_a_graph(model, fresh, count):
+    calls = [random_numbers(seed) for seed in range(count)]
+    for call in calls:
+        call["repetition_penalty"] = call.pop("penalty")
     more = {"rows": 1, "do_sample": True, "max_new_tokens": 2, "top_k": 50}
-
-    def drawn(model, **given):
-        torch.manual_seed(7)
-        return generated(model, **given).tolist()
-
-    want = [drawn(model, **call, **more) for call in calls]
-    with patched(twin := copy.deepcopy(model)) as handle:
-        device = handle.decode.graphs
-        drawn(twin, **calls[-1], **more)
-        captured = len(device.graphs)
-        for call, tokens in zip(calls, want, strict=True):
-            assert drawn(twin, **call, **more) == tokens
-            assert handle.took.loop == ""
-        assert len(device.graphs) == captured
-        drawn(twin, **{**calls[0], **more, "top_k": 49})
-        assert len(device.graphs) == captured + 1, "a size is a constant"
+    ours, handle = fresh
+    graphs = handle.decode.graphs.graphs
+    drawn(ours, **calls[-1], **more)
+    captured = len(graphs)
+    for call in calls:
+        assert drawn(ours, **call, **more) == drawn(model, **call, **more)
+        assert handle.took.loop == ""
+    assert len(graphs) == captured
+    drawn(ours, **{**calls[0], **more, "top_k": 49})
+    assert len(graphs) == captured + 1, "a size is a constant"
 
 
 def compares(self, input_ids, scores):
@@ -154,27 +125,25 @@ def of_transformers(function):
     [compares, of_transformers(compares)],
     ids=["somebody's", "another transformers'"],
 )
-def test_code_that_is_not_known_keeps_its_numbers(code, model, monkeypatch):
+def test_code_that_is_not_known_keeps_its_numbers(code, model, fresh, monkeypatch):
     monkeypatch.setattr(transformers.TopPLogitsWarper, "__call__", code)
-    calls = [{"do_sample": True, "max_new_tokens": 2, "top_p": top_p} for top_p in (0.3, 0.8)]
-    want = [drawn(model, **call) for call in calls]
-    with patched(twin := copy.deepcopy(model)) as handle:
-        assert [drawn(twin, **call) for call in calls] == want
-        assert len(loop_of(handle)._idle) == 2 and handle.took.loop == ""
+    ours, handle = fresh
+    for top_p in (0.3, 0.8):
+        call = {"do_sample": True, "max_new_tokens": 2, "top_p": top_p}
+        assert drawn(ours, **call) == drawn(model, **call)
+    assert len(loop_of(handle)._idle) == 2 and handle.took.loop == ""
 
 
-def test_code_that_counts_tokens_and_is_somebodys(model, monkeypatch):
+def test_code_that_counts_tokens_and_is_somebodys(model, fresh, monkeypatch):
     kind = transformers.MinNewTokensLengthLogitsProcessor
     monkeypatch.setattr(kind, "__call__", lambda self, ids, scores: scores * self.min_new_tokens)
-    call = {"do_sample": True, "min_new_tokens": 3, "eos_token_id": [5]}
-    want = drawn(model, **call)
-    with patched(twin := copy.deepcopy(model)) as handle:
-        assert drawn(twin, **call) == want and "is code of its own" in handle.took.loop
+    call, (ours, handle) = {"do_sample": True, "min_new_tokens": 3, "eos_token_id": [5]}, fresh
+    assert drawn(ours, **call) == drawn(model, **call) and "is code of its own" in handle.took.loop
 
 
-def test_threads_of_equal_options_capture_one_tail_each(model, monkeypatch):
+def test_threads_of_equal_options_capture_one_tail_each(model, fresh, monkeypatch):
     """All of them choose at once, in five rounds."""
-    count, rounds = 4, 5
+    count, rounds, (ours, handle) = 4, 5, fresh
     meet, captured, found, real = threading.Barrier(count), [], [], tail.Tail.capture
 
     def capture(self, graphs):
@@ -183,53 +152,40 @@ def test_threads_of_equal_options_capture_one_tail_each(model, monkeypatch):
 
     monkeypatch.setattr(tail.Tail, "capture", capture)
 
-    class Meets:
-        puts = 0
-
+    class Meets(Streamer):
         def put(self, tokens):
-            self.puts += 1
-            if self.puts == 2:  # the first is the prompt, before the loop
+            super().put(tokens)
+            if len(self.got) == 2:  # the first is the prompt, before the loop
                 meet.wait(60)
 
-        def end(self):
-            pass
+    def run():
+        for _ in range(rounds):
+            found.append(generated(ours, max_new_tokens=3, streamer=Meets()).tolist())
 
-    want = generated(model, max_new_tokens=3).tolist()
-    with patched(twin := copy.deepcopy(model)) as handle:
-
-        def run():
-            for _ in range(rounds):
-                found.append(generated(twin, max_new_tokens=3, streamer=Meets()).tolist())
-
-        threads = [threading.Thread(target=run) for _ in range(count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert found == [want] * (count * rounds)
-        assert len(captured) == count and len(loop_of(handle)._idle) == count
+    in_threads(run, count)
+    assert found == [generated(model, max_new_tokens=3).tolist()] * (count * rounds)
+    assert len(captured) == count and len(loop_of(handle)._idle) == count
 
 
 @pytest.mark.filterwarnings("ignore::attnops.core.errors.NotFast")
-def test_a_tail_that_is_full_is_captured_again(model, monkeypatch):
+def test_a_tail_that_is_full_is_captured_again(fresh, monkeypatch):
     """A capture that failed in passing is tried again on the buffers of a text that has filled them."""
     captured, short = tail.Tail.capture, Failing(lambda: torch.OutOfMemoryError("CUDA out of memory"), 1)
-    devices = []
+    devices, (ours, handle) = [], fresh
 
     def capture(self, graphs):
         devices.append(graphs if devices else short)
         captured(self, devices[-1])
 
     monkeypatch.setattr(tail.Tail, "capture", capture)
-    with patched(model := copy.deepcopy(model)) as handle:
-        cache = handle.new_cache(1, 15)
-        for call in range(3):
-            cache.reset()
-            given = {**named(cache), "max_new_tokens": 10, "do_sample": True, "eos_token_id": None}
-            out = model.generate(torch.arange(3, 9)[None], pad_token_id=0, **given)
-            assert out.shape == (1, 16)
-            assert ("tries again" in handle.took.loop) == (call == 0)
-        assert len(devices) == 2
+    cache = handle.new_cache(1, 15)
+    for call in range(3):
+        cache.reset()
+        given = {**named(cache), "max_new_tokens": 10, "do_sample": True, "eos_token_id": None}
+        out = ours.generate(torch.arange(3, 9)[None], pad_token_id=0, **given)
+        assert out.shape == (1, 16)
+        assert ("tries again" in handle.took.loop) == (call == 0)
+    assert len(devices) == 2
 
 
 def test_failures_in_turn_with_successes_are_none_in_a_row():

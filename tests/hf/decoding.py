@@ -1,0 +1,117 @@
+"""What the tests of steps in graphs share: calls of generate(), a stand-in for the device, and a patched model beside its twin."""
+
+import copy
+import threading
+from contextlib import contextmanager
+
+import torch
+
+import attnops
+from attnops.hf import Decode, tiny
+from tests.graphs.standin import StandIn
+from tests.hf.helpers import LIMIT, relative
+
+CALL = (2, 9, 4)
+"""Rows, length of the prompt, new tokens."""
+
+
+def how(mode="breakable", **more):
+    return Decode(mode, **{"inner": "eager", "graphs": StandIn(), **more})
+
+
+def auto(**more):
+    """As on a GPU without options."""
+    return how("auto", **{"compile_after": 8, **more})
+
+
+def asked(rows, length, new):
+    ids = torch.randint(3, 90, (rows, length), generator=torch.Generator().manual_seed(length + rows), device="cpu")
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    return ids, {"attention_mask": mask, "max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+
+
+def generated(model, *call, **more):
+    ids, given = asked(*call)
+    return model.generate(ids, **given, **more)
+
+
+def logits(model, *call, **more):
+    return torch.stack(generated(model, *call, output_logits=True, return_dict_in_generate=True, **more).logits)
+
+
+def replays(handle):
+    return sum(row.replays for row in handle.graphs.report().rows)
+
+
+def captures(handle):
+    return handle.decode.graphs.calls.count("begin")
+
+
+def in_threads(run, count=3):
+    threads = [threading.Thread(target=run) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+class Beside:
+    """A patched model, its handle, and its twin, which is not patched and says what is right."""
+
+    def __init__(self, model, twin, handle):
+        self.model, self.twin, self.handle = model, twin, handle
+
+    def same(self, *call, **more):
+        """The tokens of a call are the twin's. more: for the patched model alone."""
+        assert torch.equal(generated(self.model, *call, **more), generated(self.twin, *call)), call
+
+    def near(self, *call):
+        """The logits of a call are the twin's, which are returned."""
+        want = logits(self.twin, *call)
+        assert relative(logits(self.model, *call), want) < LIMIT
+        return want
+
+    def change(self, change):
+        for model in (self.model, self.twin):
+            change(model)
+
+    @property
+    def took(self):
+        return self.handle.took
+
+    @property
+    def decoder(self):
+        return self.handle._paged.decoder()
+
+
+@contextmanager
+def beside(model="llama", mode="breakable", twin=None, kernel=None, **more):
+    """A patched model. model: or its family. twin: of it, by default a copy. more: fields of `Decode`."""
+    model = tiny.model(model) if isinstance(model, str) else model
+    twin = copy.deepcopy(model) if twin is None else twin
+    # Mode "auto" takes pages by itself, and gives them up with a reason.
+    cache = "auto" if mode == "auto" else "paged"
+    with attnops.patch(model, cache=cache, kernel=kernel, decode=how(mode, **more)) as handle:
+        yield Beside(model, twin, handle)
+
+
+class Failing(StandIn):
+    """Fails at the end of the first captures of each Graphed or tail that is made on it, and before them where `early`."""
+
+    def __init__(self, error, times, early=False):
+        super().__init__()
+        self.error, self.times, self.early, self.tried = error, times, early, 0
+
+    def _fail(self, early):
+        if self.early is early and self.tried < self.times:
+            self.tried += 1
+            raise self.error()
+
+    def warm(self, run):
+        self._fail(early=True)
+        super().warm(run)
+
+    def end(self):
+        self._fail(early=False)
+        return super().end()
