@@ -16,8 +16,8 @@ from attnops.hf import Decode, Took, tiny
 from attnops.hf.cache_names import NAME, argument, cache_in, cache_of, named
 from attnops.hf.paged import mode as paged, pool, states, steps
 from tests.graphs.standin import StandIn
+from tests.hf.decoding import asked, generated
 from tests.hf.helpers import LIMIT, relative
-from tests.hf.test_decode_graphs import asked, generated
 
 FAMILIES = (
     "llama", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "gpt_oss", "deepseek_v3", "qwen3_moe", "olmo2", "glm4", "starcoder2",

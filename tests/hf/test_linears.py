@@ -18,8 +18,8 @@ from attnops.hf.cache_names import named
 from attnops.lowering import fuse_norm_linear_pass, merge_linears_pass
 from attnops.nn import pack_linears
 from attnops.ops.linear.record import LINEAR
+from tests.hf.decoding import generated, how
 from tests.hf.helpers import LIMIT, relative, static
-from tests.hf.test_decode_graphs import generated, how
 from tests.triton.process import interpreted
 
 SM90 = Target("cuda", 90, assume=("triton",))

@@ -15,8 +15,8 @@ from attnops.hf import mxfp4, pack_experts, tiny, unpack_experts
 from attnops.hf.experts import SWITCH
 from attnops.ops.experts.mxfp4 import MXFP4_EXPERTS
 from attnops.ops.experts.mxfp4_reference import MOST_SCALE, VALUES, arranged, decoded, encoded, restored, rounded
+from tests.hf.decoding import generated, how
 from tests.hf.helpers import LIMIT, relative
-from tests.hf.test_decode_graphs import generated, how
 from tests.hf.test_linears import judging
 from tests.lowering.models import kernel_calls
 from tests.test_bench import TOY

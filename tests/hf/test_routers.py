@@ -13,8 +13,8 @@ from attnops.core.problem import Target, pretend
 from attnops.hf import experts, routers, tiny
 from attnops.ops.experts.record import EXPERTS
 from attnops.ops.experts.route import ROUTE
+from tests.hf.decoding import generated, how
 from tests.hf.helpers import LIMIT, calls_of, relative
-from tests.hf.test_decode_graphs import generated, how
 from tests.hf.test_linears import judging
 from tests.lowering.models import kernel_calls
 from tests.triton.process import interpreted

@@ -17,7 +17,7 @@ from attnops import adapters
 from attnops.core.errors import InvalidInput, PatchError
 from attnops.hf import patching, tiny
 from attnops.hf.cache_names import named
-from tests.hf.test_decode_graphs import generated, how
+from tests.hf.decoding import generated, how
 from tests.hf.test_defaults import auto
 
 CALL = (2, 14, 3)

@@ -15,7 +15,7 @@ from attnops.hf.paged.pages import ModelPages, Sizes
 from attnops.kernels.shared.memory import COUNTERS
 from attnops.lowering import fuse_rotation_pass
 from attnops.ops import decode_attention, latent_layers, paged_layers
-from tests.hf.test_decode_graphs import generated, how
+from tests.hf.decoding import generated, how
 from tests.lowering.models import Passing
 from tests.lowering.test_fuse_norm_linear_pass import gemma, gpt_oss, llama, torchs
 
