@@ -9,7 +9,7 @@ import torch
 from attnops.core.problem import Problem, Target, altered
 from attnops.core.select import select_by
 from attnops.lowering.explain import packages_of_kernels
-from attnops.measured import in_force
+from attnops.measured import Sizes, in_force
 from attnops.ops.attention.timed import DENSE, PACKED
 from attnops.ops.latent.timed import MLA
 from attnops.ops.pages.timed import PAGED
@@ -80,3 +80,15 @@ def test_what_an_h200_leaves_to_the_reference():
         assert p.rules.mask != "none" and p.results.lse
         assert decision.refused["aten_flash"][0].field == ("mask" if p.head_dim == p.v_head_dim else "v_head_dim")
         assert decision.by_judge == "no kernel can run this call" and not decision.passed_over
+
+
+def test_plain_torch_is_never_estimated_below_a_kernel_of_a_cpu():
+    """Estimates are those of GPUs. flex is left out: on a CPU its estimate counts its compilation."""
+    cpu = Target("cpu")
+    for sweep in sweeps_of("full"):
+        for batch, queries, ratio in ((1, 1, 131072), (64, 1, 131072), (8, 2048, 1), (64, 8192, 4)):
+            problem = problem_at(altered(sweep.kind, **FLOAT32), Sizes(float(batch), float(queries), float(ratio)), cpu)
+            decision = select_by(None, problem)
+            assert decision.kernel is not None
+            others = {n for n in decision.costs if n not in ("reference", "flex")}
+            assert decision.kernel.name != "reference" or not others, decision

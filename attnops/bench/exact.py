@@ -51,7 +51,7 @@ def oracle(call: Call) -> tuple[Tensor, float]:
 
 
 def _some_rows(call: Call) -> tuple[Call, Part]:
-    """The call of the last ROWS queries of the first REQUESTS requests, all of one length as `build` makes them; and their rows."""
+    """The call of the last ROWS queries of the first `REQUESTS`, all of one length as `build` makes them; and their rows."""
     held, spec = call.held(), call.spec
     dense = "most_queries" not in held
     requests, new = held["queries"].shape[:2] if dense else (held["starts_of_queries"].shape[0] - 1, held["most_queries"])

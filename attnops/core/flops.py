@@ -39,12 +39,17 @@ def _register(counter: ModuleType, op: Op) -> None:
 def _of_op(kernel: Kernel) -> None:
     """Give torch's counter the formula of the kernel's op again.
 
-    A kernel is one more overload of its op, and torch hashes an op by its overloads: the counter no
-    longer finds what it has.
+    A kernel is one more overload of its op, and torch hashes an op by its overloads: the counter's dict no
+    longer finds what it has, or finds it by chance, until it grows. So all its keys are hashed anew first.
     """
     op = OPS.get(kernel.op)
-    if op is not None and COUNTER in sys.modules:
-        _register(sys.modules[COUNTER], op)
+    if op is None or COUNTER not in sys.modules:
+        return
+    counter = sys.modules[COUNTER]
+    formulas = list(counter.flop_registry.items())
+    counter.flop_registry.clear()
+    counter.flop_registry.update(formulas)
+    _register(counter, op)
 
 
 def install() -> None:

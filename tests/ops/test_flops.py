@@ -1,12 +1,16 @@
 """The floating-point operations that torch's counter counts for our ops, beside those that it counts for torch's own."""
 
+import sys
+from types import ModuleType, SimpleNamespace
+
 import pytest
 import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count
 
 import attnops
-from attnops.core.kernel import _REGISTRY, Kernel, register
+from attnops.core import flops
+from attnops.core.kernel import _REGISTRY, Kernel, kernels_of, register
 from attnops.ops import OPS
 from attnops.testing import CASES
 from tests.helpers import torch_process
@@ -112,3 +116,23 @@ def test_a_kernel_that_is_registered_later_leaves_the_counts():
         assert counted(lambda: attnops.attention(q, q, q)) == before > 0
     finally:
         _REGISTRY.remove(kernel)
+
+
+def test_a_formula_is_found_after_the_op_got_another_hash(monkeypatch):
+    """torch hashes an op by its overloads. The new hash may lead to the op's old place by chance, until the dict grows."""
+
+    class Packet:
+        value = 1
+
+        def __hash__(self):
+            return self.value
+
+    op, packet = OPS["paged_attention"], Packet()
+    counter = ModuleType(flops.COUNTER)
+    counter.flop_registry = {packet: "formula"}
+    monkeypatch.setitem(sys.modules, flops.COUNTER, counter)
+    monkeypatch.setitem(OPS, "paged_attention", SimpleNamespace(flops=op.flops, packet=packet))
+    packet.value = 9  # the same place in a dict of eight
+    flops._of_op(kernels_of("paged_attention")["reference"])
+    counter.flop_registry.update(dict.fromkeys(range(100, 200)))
+    assert counter.flop_registry.get(packet) == "formula"
