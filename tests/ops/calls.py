@@ -59,6 +59,9 @@ NUMBERS: dict[str, Any] = {
 }  # fmt: skip
 """Arguments that are no tensors and have no default."""
 
+SIZE = 4
+"""Of a letter that is in none of these tables."""
+
 DATA = {
     "cu_seqlens": i(0, 1, 3), "cu_seqlens_q": i(0, 1, 3), "cu_seqlens_k": i(0, 2, 5),
     "seq_lens": i(2, 3), "lengths": i(1, 2), "q_lens": i(2, 70), "k_lens": i(3, 90),
@@ -88,7 +91,9 @@ HIDDEN: dict[str, dict[str, Any]] = {
 
 def sizes_of(op: str) -> dict[str, Any]:
     """The sizes of the call that is in order, by name, and its numbers."""
-    defaults = {a.name: a.default for a in OPS[op].spec.args if a.default is not REQUIRED}
+    spec = OPS[op].spec
+    letters = (size.text for a in spec.args for size in a.layout if size.text.isidentifier())
+    defaults = dict.fromkeys(letters, SIZE) | {a.name: a.default for a in spec.args if a.default is not REQUIRED}
     own = SIZES.get(op.removesuffix("_backward"), {})
     return defaults | REQUESTS | PAGES | NUMBERS | own | OPTIONS.get(op, {})
 

@@ -1,6 +1,9 @@
 """What is launched: from shapes alone, within the device, every token served once."""
 
 from contextlib import ExitStack
+from importlib import import_module
+from itertools import product
+from pkgutil import iter_modules
 from unittest.mock import patch
 
 import pytest
@@ -124,19 +127,20 @@ def enlarged(call, name):
 @interpreted
 def test_no_dim_of_a_grid_but_the_first_follows_from_the_batch(op, policy):
     """CUDA takes 65,535 programs there. Nothing is launched: tensors have no memory."""
-    from attnops.kernels.triton.launch import attention, data, decode, experts, gradient, linear, mxfp4_experts, route
+    from attnops.kernels.triton import launch as folder
 
-    grids_of, hosts = [], (attention, data, decode, experts, gradient, linear, mxfp4_experts, route)
+    hosts = [import_module(f"{folder.__name__}.{found.name}") for found in iter_modules(folder.__path__)]
+    grids_of = []
 
     def launch(kernel, grid, *given, **more):
         assert max(grid[1:], default=1) <= GRID and grid[0] < 2**31, (kernel.__name__, grid)
         grids_of.append(grid)
 
     with ExitStack() as patches:
-        for host in hosts:
-            patches.enter_context(patch.object(host, "launch", launch))
-        for host in (experts, mxfp4_experts):
-            patches.enter_context(patch.object(host, "composed", lambda call: None))  # torch's products
+        replaced = {"launch": launch, "composed": lambda call: None}  # of the last, torch's products
+        for host, name in product(hosts, replaced):
+            if hasattr(host, name):
+                patches.enter_context(patch.object(host, name, replaced[name]))
         with pretend(SM90):
             kernel = kernels_of(op)["triton"]
             for call in () if op == "copy_kv" else covering(op):
