@@ -105,7 +105,7 @@ def test_kernels_are_beside_others(reports_of):
         assert {rows["automatic"]["kernel"], rows["deterministic"]["kernel"]} <= set(rows)
         assert "of_automatic" in rows["deterministic"]
         for row in rows.values():
-            assert row["of_ceiling"] == max(row["of_bandwidth"], row["of_flops"]) > 0
+            assert row["of_ceiling"] == max(row["of_bandwidth"], row["of_flops"])
     moves = ways(reports["data"])
     assert moves["write_kv 64"].keys() == {"reference", "compiled", "copy"}
     assert moves["kv_indices 64"].keys() == {"reference", "compiled"}
