@@ -1,4 +1,4 @@
-"""Does a kernel of attnops answer for a module of transformers? Asked at every eager call, so that the answers are kept."""
+"""Does a kernel of attnops answer for a module of transformers? Asked at every eager call."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import functools
 
 import torch
 
-from attnops.core.kernel import generation
-from attnops.core.problem import Extent, Problem, Target, pretended, repeatable
+from attnops.core.problem import Extent, Problem, Target, pretended
 from attnops.core.select import select
 
 Sizes = tuple[tuple[str, int], ...]
@@ -28,25 +27,24 @@ def is_ours(op: str, policy: str, device: torch.device, dtype: torch.dtype, most
         sizes: fields of the Problem and their values.
         asks: the arguments that are not at their defaults.
     """
-    return _is_ours(generation(), pretended(), repeatable(), op, policy, device, dtype, most, sizes, asks)
+    problem = _problem(pretended(), op, device, dtype, most, sizes, asks)
+    kernel = select(problem, policy).kernel
+    return kernel is not None and kernel.name != STOCK
 
 
+# To build a Problem takes several times as long as to choose for one that `select` has seen. What is chosen is not kept here: a kernel
+# that failed to answer is asked again.
 @functools.lru_cache(maxsize=512)
-def _is_ours(
-    registered: int,
+def _problem(
     target: Target | None,
-    bits: str,
     op: str,
-    policy: str,
     device: torch.device,
     dtype: torch.dtype,
     most: int | None,
     sizes: Sizes,
     asks: tuple[str, ...],
-) -> bool:
-    """registered, target, bits: what a choice depends on beside the call: kernels and tables, `pretend`, and whether bits shall repeat."""
+) -> Problem:
+    """The Problem of these calls. target: the one of `pretend`, which `Target.of` follows."""
     given: dict[str, int] = dict(sizes)
     tokens = Extent(1, most, 8)
-    problem = Problem.of(op, Target.of(device), dtype=dtype, kv_dtype=dtype, asks=frozenset(asks), tokens=tokens, **given)
-    kernel = select(problem, policy).kernel
-    return kernel is not None and kernel.name != STOCK
+    return Problem.of(op, Target.of(device), dtype=dtype, kv_dtype=dtype, asks=frozenset(asks), tokens=tokens, **given)
