@@ -17,10 +17,18 @@ from attnops.core.private_torch import autocasting
 from attnops.core.select import key_for
 from attnops.core.tracers import is_recorded
 from attnops.hf.attention.in_torch import in_torch, in_torchs_ops
-from attnops.hf.attention.request import Lengths, Request, check_class, check_others, flat_sinks, weights_recorded
+from attnops.hf.attention.request import (
+    Lengths,
+    Request,
+    check_layer,
+    flat_sinks,
+    is_causal_call,
+    lengths_of,
+    scaled,
+    weights_recorded,
+)
 from attnops.hf.attention.straight import Facts, StraightCalls, Tensors, facts_of, is_plain
 from attnops.hf.attention.visibility import Visible, visible_of
-from attnops.hf.matching.match import HARMLESS
 from attnops.hf.paged import attention as pages
 from attnops.hf.paged.cache import PagedKeyCache, View
 from attnops.ops.attention.record import ATTENTION as attend, Attention
@@ -92,35 +100,25 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
         compiling = is_dynamo_compiling()
         drops = dropout > 0.0 and module.training
         facts: Facts | None = None
-        plain = attention_mask is None and s_aux is None and sinks is None and position_bias is None
-        plain = plain and cu_seq_lens_q is None and attnops_cache is None and not (compiling or drops or output_attentions)
-        if plain and is_plain(module, query, scaling, others):
-            given = query, key, value
-            facts = facts_of(module, given, is_causal, scaling, sliding_window, softcap)  # type: ignore[arg-type]
-            if (known := straight.find(facts, given)) is not None:
-                try:
-                    return known(query, key, value), None
-                except RuntimeError:
-                    facts = None  # the checks below name the argument
-        if others and (compiling or not others.keys() <= HARMLESS):
-            check_others(others)
-        if not (additive or proven):
-            check_class(type(module), compiling)
-        if isinstance(scaling, Tensor):
-            query, scaling = query * scaling, 1.0
+        if not (compiling or drops):
+            asks = attention_mask, s_aux, sinks, position_bias, cu_seq_lens_q, attnops_cache, output_attentions
+            if is_plain(module, query, scaling, asks, others):
+                given = query, key, value
+                facts, answer = straight.answer(facts_of(module, given, is_causal, scaling, sliding_window, softcap), given)
+                if answer is not None:
+                    return answer, None
+        check_layer(type(module), others, compiling, additive or proven)
+        query, scale = scaled(query, scaling)
+        lengths = lengths_of(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
         cap, sinks = float(softcap or 0.0), flat_sinks(s_aux, sinks)
         weights = bool(output_attentions) or weights_recorded(module, compiling)
-        if key.dim() == 5 or isinstance(attnops_cache, (PagedKeyCache, View)):
-            odd = {"position_bias": position_bias, "cu_seq_lens_q": cu_seq_lens_q, "output_attentions": weights or None}
-            asked = pages.Asked(module, query, key, value, attention_mask, attnops_cache, dropout, is_causal, scaling, cap, sinks, odd)
-            if (output := pages.attend(asked, *kernels)) is not None:
-                return output, None
-            key, value = type(module).expand_kv(module, key[0], value[0])
-        lengths = None if cu_seq_lens_q is None else Lengths(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
         p = dropout if drops else 0.0
-        request = Request(query, key, value, attention_mask, position_bias, lengths, sinks, scaling, cap, sliding_window, p, weights)
-        causal = not additive and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        visible = visible_of(request, causal, packs)
+        request = Request(query, key, value, attention_mask, position_bias, lengths, sinks, scale, cap, sliding_window, p, weights)
+        if key.dim() == 5 or isinstance(attnops_cache, (PagedKeyCache, View)):
+            output, request = over_pages(module, request, attnops_cache, is_causal, kernels)
+            if output is not None:
+                return output, None
+        visible = visible_of(request, not additive and is_causal_call(module, is_causal), packs)
         if visible.packed is not None:
             return packed(request, visible, visible.packed, kernel), None
         call, given = dense_call(request, visible, kernels[0])
@@ -129,14 +127,43 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
         if is_recorded():
             return in_torchs_ops(call), None
         # Only a call whose keys are not cut off is remembered.
-        run = attend.find(call) if facts is not None and visible.keys is None and not (overheard() or autocasting()) else None
-        if run is None or facts is None:
-            return attend(call)[0], None
-        if (known := straight.remember(facts, call, run, given, sliding_window)) is not None:
-            return known(*given), None
-        return run(call)[0], None
+        return dense(call, given, straight, facts if visible.keys is None else None, sliding_window), None
 
     return attention
+
+
+def over_pages(
+    module: Any, request: Request, cache: Any, is_causal: bool | None, kernels: tuple[str | None, ...]
+) -> tuple[Tensor | None, Request]:
+    """(`[B, S, Hq, Dv]`, the request) of new keys that go into pages.
+
+    Of the first latents of an empty cache None and the request with their keys and values expanded.
+    """
+    lengths = None if request.lengths is None else request.lengths.starts_q
+    odd = {"position_bias": request.bias, "cu_seq_lens_q": lengths, "output_attentions": request.weights or None}
+    asked = pages.Asked(
+        module, request.query, request.key, request.value, request.mask, cache, request.dropout, is_causal, request.scale, request.softcap,
+        request.sinks, odd,
+    )  # fmt: skip
+    output = pages.attend(asked, *kernels)
+    if output is not None:
+        return output, request
+    key, value = type(module).expand_kv(module, request.key[0], request.value[0])
+    return None, Request(request.query, key, value, *request[3:])
+
+
+def dense(call: Attention, given: Tensors, straight: StraightCalls, facts: Facts | None, window: int | None) -> Tensor:
+    """`[B, S, Hq, Dv]` of a call, which is remembered where there are facts to remember it by.
+
+    given: its query, key and value, heads first.
+    """
+    run = None if facts is None or overheard() or autocasting() else attend.find(call)
+    if run is None or facts is None:
+        output: Tensor = attend(call)[0]
+        return output
+    known = straight.remember(facts, call, run, given, window)
+    output = run(call)[0] if known is None else known(*given)
+    return output
 
 
 def dense_call(request: Request, visible: Visible, kernel: str | None) -> tuple[Attention, Tensors]:

@@ -61,6 +61,23 @@ class Request(NamedTuple):
     weights: bool
 
 
+def lengths_of(starts_q: Tensor | None, starts_k: Tensor | None, longest_q: int | None, longest_k: int | None) -> Lengths | None:
+    """The lengths that a caller passes; None where it passes none of the queries."""
+    return None if starts_q is None else Lengths(starts_q, starts_k, longest_q, longest_k)
+
+
+def scaled(query: Tensor, scale: float | Tensor | None) -> tuple[Tensor, float | None]:
+    """(the query, the factor on its logits). A factor that is a tensor is multiplied into the query."""
+    if isinstance(scale, Tensor):
+        return query * scale, 1.0
+    return query, scale
+
+
+def is_causal_call(module: Any, is_causal: bool | None) -> bool:
+    """Does a query see no key after its own in a call without a mask? `is_causal` says so, or else the module's own flag."""
+    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+
+
 def flat_sinks(s_aux: Tensor | None, sinks: Tensor | None) -> Tensor | None:
     """The sinks under either name, `[Hq]`."""
     found = s_aux if sinks is None else sinks
@@ -79,9 +96,14 @@ def weights_recorded(module: Any, compiling: bool) -> bool:
     return bool(found) and any(kind.endswith("attentions") for kind in found)
 
 
-def check_class(cls: Any, compiling: bool) -> None:
-    """Raise InvalidInput for a class whose masks transformers does not leave out, see `routed`."""
-    if not (routed(cls) if compiling else cached_routed(cls)):
+def check_layer(cls: Any, others: dict[str, Any], compiling: bool, trusted: bool) -> None:
+    """Raise InvalidInput for an argument that is not known, see `check_others`, or for a class that is not served, see `routed`.
+
+    trusted: every class is served.
+    """
+    if others and (compiling or not others.keys() <= HARMLESS):
+        check_others(others)
+    if not (trusted or (routed(cls) if compiling else cached_routed(cls))):
         want = "attnops.patch(model), which tries masks with this model: transformers does not route it through sdpa"
         fail(InvalidInput, "attn_implementation", f"attnops for {cls.__name__}", want)
 

@@ -31,14 +31,20 @@ Straight = Callable[[Tensor, Tensor, Tensor], Tensor]
 _NUMBERS = (float, type(None))
 
 
-def is_plain(module: Any, query: Tensor, scaling: Any, others: dict[str, Any]) -> bool:
-    """May a call without a mask, dropout, sinks and weights be one that is remembered? Nothing records it or looks at it."""
+def is_plain(module: Any, query: Tensor, scaling: Any, asks: tuple[Any, ...], others: dict[str, Any]) -> bool:
+    """May a call without dropout be one that is remembered? It asks for nothing else, and nothing records it or looks at it.
+
+    asks: the mask, sinks and other arguments that a plain call does not have.
+    """
+    for asked in asks:
+        if asked is not None and asked is not False:
+            return False
     if type(query) is not Tensor or type(scaling) not in _NUMBERS or not others.keys() <= HARMLESS:
         return False
     return not (is_grad_enabled() or _len_torch_dispatch_stack() or profiling() or tracing() or weights_recorded(module, False))
 
 
-def facts_of(module: Any, tensors: Tensors, is_causal: bool | None, scaling: float | None, window: int | None, softcap: Any) -> Facts:
+def facts_of(module: Any, tensors: Tensors, is_causal: bool | None, scaling: Any, window: int | None, softcap: Any) -> Facts:
     """What a plain call is remembered by."""
     query, key, value = tensors
     return (
@@ -53,20 +59,29 @@ class StraightCalls:
     def __init__(self) -> None:
         self._known: dict[Facts, tuple[range, Straight]] = {}
 
-    def find(self, facts: Facts, tensors: Tensors) -> Straight | None:
-        """The function that answers a call of these facts, or None. It raises RuntimeError for tensors that do not fit each other."""
-        found = self._known.get(facts)
-        if found is None:
-            return None
-        batch, (sizes, value_sizes) = tensors[0].shape[0], (tensors[1].shape, tensors[2].shape)
+    def answer(self, facts: Facts, tensors: Tensors) -> tuple[Facts | None, Tensor | None]:
+        """(the facts to remember the call by, `[B, S, H, Dv]`); no answer to a call that is not known.
+
+        No facts for tensors that SDPA refuses: the checks of the op name the argument.
+        """
+        known = self._known.get(facts)
+        if known is None:
+            return facts, None
+        keys, straight = known
+        query, key, value = tensors
+        sizes, value_sizes = key.shape, value.shape
         # SDPA would broadcast a key or a value of another batch, and heads of its own for the value. It refuses all else that differs.
-        fits = sizes[2] in found[0] and sizes[0] == batch and value_sizes[:3] == sizes[:3]
-        return found[1] if fits else None
+        if not (sizes[2] in keys and sizes[0] == query.shape[0] and value_sizes[:3] == sizes[:3]):
+            return facts, None
+        try:
+            return facts, straight(query, key, value)
+        except RuntimeError:
+            return None, None
 
     def remember(self, facts: Facts, call: Attention, run: Any, tensors: Tensors, window: int | None) -> Straight | None:
-        """As `find`, from now on for all calls of these facts; None if `run`, the kernel chosen for `call`, is not SDPA as it is.
+        """The function that answers all calls of these facts from now on. None: SDPA does not answer them as they are.
 
-        tensors: those of the call, heads first.
+        run: the kernel that is chosen for `call`. tensors: those of the call, heads first.
         """
         query, key, value = tensors
         if not query.stride(3) == key.stride(3) == value.stride(3) == 1:
