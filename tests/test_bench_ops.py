@@ -283,3 +283,11 @@ def test_the_experts_are_those_of_the_models(model, bytes_of_an_expert, monkeypa
     monkeypatch.setattr(torch.Tensor, "normal_", lambda t, *args, **more: t)
     found = mixtures.module_of(setup, MIXTURES[model])
     assert sum(2 * t[0].numel() for t in mixtures.weights_of(found)) == bytes_of_an_expert
+
+
+def test_shares_are_of_the_ceilings():
+    """A task that moves 3 GB and does 40 GFLOP in a millisecond, where the ceilings are 4 TB/s and 100 TFLOP/s."""
+    setup = replace(TOY, ceilings={"bandwidth_tb_s": 4.0, "matmul_tflop_s": 100.0})
+    task = op_suite.Task("", [], moved=3e9, flops=40e9)
+    assert task.shares(setup, 1000.0) == {"of_bandwidth": 0.75, "of_flops": 0.4, "of_ceiling": 0.75}
+    assert replace(task, flops=0.0).shares(setup, 1000.0) == {"of_bandwidth": 0.75}

@@ -4,10 +4,11 @@ Few kinds of them are left to the plain body, each with a reason.
 """
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from attnops.core.kernel import kernels_of
+from attnops.core.kernel import _REGISTRY, kernels_of, renew
 from benchmarks.choices import kinds
 from tests.helpers import ROOT
 
@@ -43,3 +44,52 @@ def test_every_call_of_the_table_can_run_and_is_another(made):
     problems = [decision.problem for _, _, by_target in made for decision in by_target.values()]
     assert not any(kernels_of(problem.op)["reference"].unmet(problem) for problem in problems)
     assert len({*problems}) == len(problems)
+
+
+@pytest.fixture
+def exchanged():
+    """A function that puts a kernel in the place of the one of its name, until the test ends."""
+    before = []
+
+    def exchange(kernel):
+        before.append(kernels_of(kernel.op)[kernel.name])
+        _REGISTRY.kernels[kernel.op][kernel.name] = kernel
+        renew()
+
+    yield exchange
+    for kernel in before:
+        _REGISTRY.kernels[kernel.op][kernel.name] = kernel
+    renew()
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "without", "kind"),
+    [
+        ("attention", "triton", {"dtypes": ()}, "head dims 2 and 3, trained"),
+        (
+            "varlen_attention",
+            "triton",
+            {"takes": {"mask"}},
+            "mask and soft cap, head dim 256, packed",
+        ),
+        (
+            "paged_attention",
+            "triton",
+            {"takes": {"q_scale", "softcap", "lse"}},
+            "head dim 512 over pages",
+        ),
+        (
+            "sparse_mla_attention",
+            "flashmla",
+            {"takes": {"sinks"}},
+            "packed latents, rows between pages",
+        ),
+    ],
+)
+def test_a_kernel_that_takes_less_changes_the_table(exchanged, op, name, without, kind):
+    """The table can fail: without the feature the kind would be left to the plain body."""
+    kernel = kernels_of(op)[name]
+    takes, dtypes = kernel.takes - without.get("takes", set()), without.get("dtypes", kernel.dtypes)
+    exchanged(replace(kernel, takes=frozenset(takes), dtypes=dtypes or kernel.dtypes[:1]))
+    answers = {d.kernel.name for _, _, by_target in kinds.decisions({kind: kinds.KINDS[kind]}) for d in by_target.values()}
+    assert "reference" in answers

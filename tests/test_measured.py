@@ -192,6 +192,19 @@ def nearest(shapes, problem):
     return found and found[0].kind
 
 
+def test_the_nearest_shape_is_asked():
+    shapes = [altered(STEP, q_heads=8 * g) for g in (1, 4, 8)] + [altered(STEP, page_size=256), altered(STEP, head_dim=64, v_head_dim=64)]
+    for problem, at in (
+        (decode(), 1),
+        (decode(q_heads=64), 2),
+        (decode(q_heads=56), 2),
+        (decode(page_size=128), 3),
+        (decode(head_dim=64, v_head_dim=64), 4),
+    ):
+        assert nearest(shapes, problem) == shapes[at], problem
+    assert nearest(shapes, square()) is None and nearest([], decode()) is None
+
+
 def test_heads_count_as_requests():
     assert place(STEP, decode(q_heads=64, kv_heads=16)) == Sizes(16, 1, 4096)
     assert place(STEP, decode(head_dim=64, v_head_dim=64)) == Sizes(4, 1, 4096)

@@ -7,7 +7,7 @@ import torch
 from torch._inductor import config
 from torch._inductor.graph import GraphLowering
 
-from attnops.graphs import Buckets, breakable, eager_capture, modes, piecewise
+from attnops.graphs import Buckets, breakable, eager_capture, modes, pieces, piecewise
 from tests.graphs.helpers import Pair, both_modes, close, graphed
 from tests.graphs.standin import StandIn
 
@@ -177,3 +177,14 @@ def test_an_error_of_the_second_trace_is_raised_as_it_is(monkeypatch):
     monkeypatch.setattr(modes.Piecewise, "_backend", raising([modes._SizeSpecialises(), RuntimeError("out of memory")]))
     with pytest.raises(Exception, match="out of memory"):
         rows_of(piecewise, StandIn())(torch.ones(2))
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_workers_compile_for_gpus_alone(gpu, monkeypatch):
+    from torch._inductor import async_compile
+
+    told = []
+    monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: told.append("warm"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    pieces.start_workers()
+    assert told == ["warm"] * gpu

@@ -1,7 +1,9 @@
 """`patch(model)` without options: pages and graphs where the device and the call allow, transformers' own way with a reason elsewhere."""
 
 import copy
+import functools
 import gc
+import pickle
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,6 +14,7 @@ from transformers import DynamicCache
 
 import attnops
 from attnops.core.errors import NotFast, PatchError
+from attnops.core.select import active_policy
 from attnops.hf import Decode, Took, tiny
 from attnops.hf.cache_names import NAME, argument, cache_in, cache_of, named
 from attnops.hf.paged import mode as paged, pool, states, steps
@@ -390,3 +393,46 @@ def test_steps_of_many_states_in_turn_are_compiled(monkeypatch):
                 generated(model, 2, 9, 6)
             modes.append(handle.took.decode[0])
     assert "".join(modes) == "bbbpppppp"
+
+
+def test_graphs_of_one_kind_of_step_that_cannot_be_made(monkeypatch):
+    """Steps of several rows, and those of another policy, have graphs all the same."""
+    model, real, why = tiny.model("llama"), steps.breakable, "RuntimeError: no graph of one row"
+
+    def failing(step, *given, **more):
+        @functools.wraps(step)
+        def checked(input_ids, *args, **kwargs):
+            if input_ids.shape[0] == 1 and not active_policy():
+                raise RuntimeError("no graph of one row")
+            return step(input_ids, *args, **kwargs)
+
+        return real(checked, *given, **more)
+
+    monkeypatch.setattr(steps, "breakable", failing)
+    one, two = (1, 9, 3), (2, 9, 3)
+    want = {call: generated(model, *call) for call in (one, two)}
+    with attnops.patch(model, decode=auto()) as handle:
+        for call, took in (
+            (one, Took("paged", "hf", why)), (two, Took("paged", "breakable")), (one, Took("hf", "hf", f"graphs cannot be made: {why}")),
+            (two, Took("paged", "breakable")),
+        ):  # fmt: skip
+            with nullcontext() if call == two or handle.took else pytest.warns(NotFast, match="no graph of one row"):
+                assert torch.equal(generated(model, *call), want[call])
+            assert handle.took == took
+        assert f"decode steps of one row have no breakable graphs until release(): {why}" in handle.report().notes
+        with attnops.use(deny=("flex",)):
+            assert torch.equal(generated(model, *one), want[one]) and handle.took == Took("paged", "breakable")
+        assert handle.plain_steps == one[2] - 1
+
+
+def test_copies_choose_by_themselves():
+    model = tiny.model("llama")
+    want = generated(model, *CALL)
+    with attnops.patch(model, decode=auto()) as handle:
+        generated(model, *CALL)
+        twin = copy.deepcopy(model)
+        assert torch.equal(generated(twin, *CALL), want)
+        assert vars(twin)["_attnops"].took == Took("paged", "breakable") and handle.took == Took("paged", "breakable")
+    with attnops.patch(model):
+        again = pickle.loads(pickle.dumps(model))
+    assert torch.equal(generated(again, *CALL), want)

@@ -1,6 +1,7 @@
 """The chosen kernel stands in the generated code, once a call, with no copy of the pages and with the metadata made once."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -127,3 +128,9 @@ def test_eager_calls_do_not_load_the_compiler():
         "print([m for m in sys.modules if m.startswith(('torch._inductor', 'torch._dynamo', 'attnops.lowering'))])"
     )
     assert out.strip() == "[]"
+
+
+def test_only_lowering_knows_inductor():
+    root = Path(attnops.__file__).parent
+    knows = [str(f.relative_to(root)) for f in root.rglob("*.py") if "torch._inductor" in f.read_text() and f.parts[-2] != "lowering"]
+    assert all(name.startswith(("lowering", "graphs", "cli", "hf", "bench", "tune")) for name in knows), knows
