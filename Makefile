@@ -57,10 +57,10 @@ test-quick: lint ## lint, types, and tests of every room (two minutes of two cor
 pytest: $(VENV)/.dev ## every test that needs no GPU, and of those that sweep every nth case
 	$(call phase,tests,$(PYTEST) --part)
 
-# The two ends of the ranges in pyproject.toml, each in an environment of its own.
 mutants: $(VENV)/.dev ## change one line of the package at a time and see a test fail, for every list of tests/mutants (an hour of one core; ONLY=text)
 	$(BIN)/python tests/mutants/run.py $(if $(ONLY),--only $(ONLY))
 
+# The two ends of the ranges in pyproject.toml, each in an environment of its own.
 test-newest: ## the tests with the newest torch, transformers and other libraries that pip finds (20 minutes of two cores)
 	@rm -f .venv-newest/.ready
 	$(MAKE) VENV=.venv-newest CONSTRAINTS=.ci/newest.txt UPGRADE=1 versions pytest

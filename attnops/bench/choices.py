@@ -172,9 +172,8 @@ def summary(family: str, rows: Sequence[Row]) -> Iterator[Row]:
 def failure(kernel: Kernel, call: Call) -> str:
     """Why the kernel is wrong on the call, or ""."""
     want, allowed = exact.oracle(call)
-    make = partial(
-        exact.way, runner(kernel, call), lambda whole: whole, allowed * kernel.tolerance.factor, call.arguments.get(call.spec.output)
-    )
+    output, most = call.arguments.get(call.spec.output), allowed * kernel.tolerance.factor
+    make = partial(exact.way, runner(kernel, call), lambda whole: whole, most, output)
     return str(time_if_right("", {kernel.name: make}, want, allowed, lambda steps: {})[0].get("wrong", ""))
 
 

@@ -83,7 +83,8 @@ class Op(Eager):
     def of_family(self, file: str, table: str) -> Any:
         """What a module of the op's family says of the op in a dict by op; None where there is no such module, or not this op in it.
 
-        They are imported when they are first asked for: `cases.CASES`, `bound.BOUNDS`, `bound.COMPARED`, `timed.TIMED`, `vendors.VENDORS`.
+        They are imported when they are first asked for: `cases.CASES`, `bound.BOUNDS`, `bound.COMPARED`, `timed.TIMED`,
+        `timed.VALUES`, `vendors.VENDORS`.
         """
         module = f"{self.call.__module__.rpartition('.')[0]}.{file}"
         try:

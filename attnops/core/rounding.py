@@ -43,7 +43,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def stored(exact: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(`exact` as a quantised `dtype` stores it, saturated; half a step, the allowed error). Another `dtype` stores it as it is: 0."""
+    """(`exact` as `dtype` stores it, the allowed error). A quantised dtype saturates and may be off by half a step, others by nothing."""
     if dtype not in QUANTISED:
         return exact, torch.zeros_like(exact)
     if dtype == torch.int8:

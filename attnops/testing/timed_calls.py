@@ -128,7 +128,8 @@ def _number(kind: Problem, a: Arg) -> Any:
     if a.tensor:
         return None
     if a.name in kind.asks:
-        return OPS[kind.op].of_family("timed", "VALUES").get(a.name)
+        values: dict[str, Any] = OPS[kind.op].of_family("timed", "VALUES") or {}
+        return values.get(a.name)
     for fact in a.facts:
         if fact.field in PROMISES:
             return False

@@ -31,7 +31,7 @@ def right(kernel: Kernel, call: Call) -> Figures:
 def figures_of(kernel: Kernel, calls: Iterable[tuple[str, Callable[[], Call]]], refused: list[str]) -> dict[str, Any]:
     """The figures over calls by label. A mismatch is counted, and the others run all the same.
 
-    refused: what was refused before, of which the first is told where nothing ran.
+    refused: the refusals so far. Where nothing ran, the skip tells the first.
     """
     wrong, worst, ran = list[str](), 0.0, 0
     for label, make in calls:

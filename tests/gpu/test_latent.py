@@ -52,7 +52,7 @@ def test_flashmla_compiled_is_the_foreign_call(heads: int, scheduled: bool) -> N
     with torch.no_grad():
         out = direct()[0]
         if scheduled:
-            # What decode makes of the lengths for itself, but for the padding of an entry, which nobody writes.
+            # The kernel computes this schedule from the lengths by itself. The padding of an entry is not written.
             _, _, own_tiles, own_splits = raw(query[:, None], cache, 512, lens, t["page_table"], SCALE, False, None, None)
             words = plan.shape[0] - 64 * (1 + t["page_table"].shape[1])
             given_tiles, given_splits = split(plan[:words], 64, heads)

@@ -25,7 +25,7 @@ def test_a_row_for_every_request_is_a_decode_step(mode):
     step = graphed(mode, by_request, Buckets(decode=(1, 2, 4)), tokens=(), requests=("input_ids", "position_ids", "live"))
     for requests in (3, 1, 4, 2, 3, 1):
         args = given(requests)
-        close(step(*args), by_request(*args))  # rows of nobody are zeros
+        close(step(*args), by_request(*args))  # padding rows are zeros
     assert [str(r.bucket) for r in step.report().rows] == ["decode x4", "decode x1", "decode x2"]
     assert step.graphs.calls.count("begin") == 3 and step.report().modes == {"decode": "whole"}
     with pytest.raises(BatchTooLarge, match="decode batch: requests got 5, want at most 4"):

@@ -38,7 +38,7 @@ submod_6: captured, 5 operations""",
 
 
 def test_for_the_compiler_alone_where_every_kernel_may_be_captured():
-    """Attention is called as it is between what is compiled, and all of it is one graph. The kernel that was chosen is forced."""
+    """The graph is compiled but for its attention calls, which run the chosen kernel by its name."""
     pair = Pair(piecewise, layers=4)
     found = splits(pair)["decode"]
     assert [part.calls for part in found.parts] == [(), ("paged_attention.sdpa",)] * 4 + [()]
@@ -143,7 +143,7 @@ def raises(tokens):
 
 @both_modes
 def test_an_error_of_the_model_is_the_callers(mode):
-    """Dynamo cannot trace what raises, and has an error of its own for it, which is told where the model has none."""
+    """Dynamo fails where the model raises. The model's own error is reported, or else that of Dynamo."""
     step = graphed(mode, raises, Buckets(tokens=(4,)))
     with pytest.raises(Mine):
         step(torch.ones(3))

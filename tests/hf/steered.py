@@ -1,4 +1,4 @@
-"""A model with code of a caller's in it, and changes of it, most of which no weight shows. Each is made to a model and to its twin."""
+"""A model that runs a caller's code, and changes of it that weights mostly do not show. A test makes each to a model and to its twin."""
 
 import copy
 import dataclasses
