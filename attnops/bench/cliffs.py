@@ -21,7 +21,7 @@ import attnops.hf
 from attnops.bench import Point, Setup, generate, models, ways
 from attnops.bench.rows import Case, LeftOut, Row
 from attnops.core.select import use
-from attnops.hf.cache_names import argument
+from attnops.hf.cache.names import argument
 from attnops.tune.clock import Run, seconds
 
 STEPS = 4  # of a loop over a cache

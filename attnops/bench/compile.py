@@ -19,7 +19,7 @@ from attnops.bench import Setup, decode, models, ways
 from attnops.bench.rows import Case, LeftOut, Row
 from attnops.bench.ways import How
 from attnops.hf import Decode
-from attnops.hf.cache_names import argument
+from attnops.hf.cache.names import argument
 from attnops.tune.clock import host_us, seconds, spread, synchronize
 
 LAYERS = 8  # default on a GPU; the suite `decode` has the first calls of whole models

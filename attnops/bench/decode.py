@@ -40,8 +40,8 @@ from attnops.bench import Point, Setup, models, peers, ways
 from attnops.bench.rows import Case, Row, Way
 from attnops.bench.ways import How
 from attnops.core.select import use
-from attnops.hf.cache_names import argument
-from attnops.hf.paged.prompt import CAPTURE_AFTER
+from attnops.hf.cache.names import argument
+from attnops.hf.steps.prompt import CAPTURE_AFTER
 from attnops.tune.clock import Timed, seconds, steps_us, synchronize
 
 # Tokens of a run. On a GPU only the first launch waits for the host, so more tokens reduce its share. A cache with windows can be rewound

@@ -22,7 +22,7 @@ from attnops.bench.exact import exact, way
 from attnops.bench.rows import Case, Make, Row, Way, largest_error, time_if_right, with_ratios
 from attnops.cache import LatentCache, PagedBatch
 from attnops.configs import config_of
-from attnops.hf.cache_names import argument
+from attnops.hf.cache.names import argument
 from attnops.nn import LatentAttention, RotaryEmbedding
 from attnops.ops import mla_attention, write_latent
 from attnops.ops.latent.absorb_or_expand import ALWAYS

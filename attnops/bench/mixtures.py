@@ -14,7 +14,7 @@ from attnops.bench import Setup
 from attnops.bench.op_suite import Task
 from attnops.bench.ops import DETERMINISTIC, LESS
 from attnops.core.select import select
-from attnops.hf.experts import Gate, biases_of, gate_of, weights_of
+from attnops.hf.models.experts import Gate, biases_of, gate_of, weights_of
 from attnops.ops import OPS
 from attnops.ops.experts.bench_points import Mixture
 from attnops.testing.calls import Call

@@ -22,7 +22,7 @@ from attnops.bench.rows import Case, Row, Way, relative_error, time_if_right, wi
 from attnops.bench.ways import PLACES, How
 from attnops.configs import SHAPES, config_of
 from attnops.core.errors import InvalidInput
-from attnops.hf.cache_names import argument
+from attnops.hf.cache.names import argument
 from attnops.ops.experts import mxfp4_reference
 from attnops.tune.clock import Run, steps_us
 

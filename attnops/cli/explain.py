@@ -75,7 +75,7 @@ def explain_config(
     from transformers import StaticCache
 
     from attnops.hf import patch
-    from attnops.hf.cache_names import argument
+    from attnops.hf.cache.names import argument
 
     mode = FakeTensorMode()
     here = torch.device("cuda" if not target and torch.cuda.is_available() else "cpu")

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import attnops
 from attnops.core.errors import AttnopsError, PatchError
 from attnops.core.tensors import FAINT
-from attnops.hf.cache_names import argument, argument_of
+from attnops.hf.cache.names import argument, argument_of
 from benchmarks.census import inputs as given_inputs
 from benchmarks.census.inputs import PADDINGS, Inputs, padded, padding, parameters, tokens
 
