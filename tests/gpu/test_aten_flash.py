@@ -6,7 +6,7 @@ import torch
 import attnops
 from attnops.core.kernel import kernels_of
 from attnops.testing import Call, Features, Source, gradient_call, make_call
-from tests.gpu.helpers import right
+from tests.checks import right
 
 BF16 = torch.bfloat16
 # (query heads, heads of keys, head dim)

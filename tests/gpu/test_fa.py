@@ -14,7 +14,8 @@ from attnops.core.problem import Target
 from attnops.kernels.flash_attn4 import fa4 as made
 from attnops.kernels.sgl import fa3 as wheel
 from attnops.testing import Call, Features, Source, make_call
-from tests.gpu.helpers import captured, kernels_in, need, right
+from tests.checks import right
+from tests.gpu.helpers import captured, kernels_in, need
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 LLAMA = Features(dtype=BF16, head_dim=128, q_heads=32, kv_heads=8, causal=True)

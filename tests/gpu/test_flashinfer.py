@@ -19,7 +19,8 @@ from attnops.core.problem import altered
 from attnops.kernels.flashinfer import modules as fi
 from attnops.ops.latent.cases import DEEPSEEK
 from attnops.testing import Features, Pages, Source, make_call, planned
-from tests.gpu.helpers import captured, need, right
+from tests.checks import right
+from tests.gpu.helpers import captured, need
 from tests.standins import flashinfer_modules as standin
 
 pytestmark = pytest.mark.skipif(find_spec("flashinfer") is None, reason="flashinfer is not installed")

@@ -7,7 +7,7 @@ import torch
 
 from attnops.core.kernel import kernels_of
 from attnops.testing import Features, Source, make_call
-from tests.gpu.helpers import right
+from tests.checks import right
 
 BF16, F32 = torch.bfloat16, torch.float32
 NONE, WINDOW = (-1, -1), (100, 0)

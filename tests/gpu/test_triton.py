@@ -11,7 +11,8 @@ from attnops.core.kernel import kernels_of
 from attnops.kernels.triton.launch import grids
 from attnops.ops.latent.cases import DEEPSEEK
 from attnops.testing import Call, Features, Source, make_call
-from tests.gpu.helpers import captured, right
+from tests.checks import right
+from tests.gpu.helpers import captured
 
 BF16 = torch.bfloat16
 LLAMA = Features(dtype=BF16, head_dim=128, q_heads=32, kv_heads=8, causal=True, lse=True)

@@ -8,7 +8,8 @@ from attnops import ops
 from attnops.core.kernel import kernels_of
 from attnops.ops.sparse.vertical_slash_cases import HALF
 from attnops.testing import Source, make_call
-from tests.gpu.helpers import need, right
+from tests.checks import right
+from tests.gpu.helpers import need
 
 KERNEL = kernels_of("vertical_slash_attention")["sgl_sparse"]
 INDEX = kernels_of("vertical_slash_indexes")["sgl_sparse"]

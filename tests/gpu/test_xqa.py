@@ -14,7 +14,8 @@ from attnops.core.kernel import kernels_of
 from attnops.kernels.flashinfer import devices
 from attnops.kernels.shared import memory
 from attnops.testing import Call, Features, Pages, Source, equip, make_call
-from tests.gpu.helpers import need, right
+from tests.checks import right
+from tests.gpu.helpers import need
 
 pytestmark = pytest.mark.skipif(find_spec("flashinfer") is None, reason="flashinfer is not installed")
 

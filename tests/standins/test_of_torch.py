@@ -10,7 +10,8 @@ from attnops.core.kernel import kernels_of
 from attnops.core.problem import Extent, Target, altered, problem_of
 from attnops.core.select import choose, select
 from attnops.ops import OPS
-from attnops.testing import Features, Source, check_kernel, gradient_call, make_call
+from attnops.testing import Features, Source, gradient_call, make_call
+from tests.checks import right
 from tests.standins.shapes import DENSE, SHAPES
 from tests.standins.vendors import VENDORS
 
@@ -22,8 +23,7 @@ def check_both_ways(name, call, mask_grad=False):
     """The call and its gradient. Returns the calls of aten's ops."""
     with VENDORS[name].running() as calls:
         for one in (call, gradient_call(Source(4), call, mask_grad=mask_grad)):
-            figures = check_kernel(kernels_of(one.op)[name], one)
-            assert not figures.refused and figures.worst <= 1.0, figures
+            right(kernels_of(one.op)[name], one)
     return calls
 
 

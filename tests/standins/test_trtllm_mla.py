@@ -14,8 +14,9 @@ from attnops.kernels.flashinfer import trtllm
 from attnops.kernels.shared import memory
 from attnops.ops import decode_rows
 from attnops.ops.latent.cases import DEEPSEEK
-from attnops.testing import Pages, Source, check_kernel, equip, make_call
+from attnops.testing import Pages, check_kernel, equip
 from tests.standins import flashinfer_trtllm_mla as standin
+from tests.standins.calls import latents
 
 BF16, F16, F32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 NAME = "trtllm_mla"
@@ -23,8 +24,8 @@ KERNEL = kernels_of("mla_attention")[NAME]
 FLOAT8 = replace(DEEPSEEK, kv_dtype=E4M3)
 
 
-def call(q_lens=(1, 2, 1), seq_lens=(70, 3, 130), page=64, f=DEEPSEEK, padding=1, **more):
-    return make_call("mla_attention", Source(0), q_lens, seq_lens, page, f, padding, **more)
+def call(q_lens=(1, 2, 1), *given, **more):
+    return latents(q_lens, *given, padding=1, **more)
 
 
 def test_what_the_function_is_given(calls):
@@ -87,12 +88,6 @@ def test_more_rows_than_counters(calls):
     many = torch.zeros(1, dtype=BF16).expand(16385 * 128 * 512).view(16385, 128, 512)
     with pytest.raises(InvalidInput, match=r"^q_nope.shape\[0\]: got 16385, want <= 16384 tokens of 128 heads"):
         KERNEL.run(given.with_(q_nope=many, output=many).record)
-
-
-# Refusals -------------------------------------------------------------------------------------------------------------
-
-
-# Compiled -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

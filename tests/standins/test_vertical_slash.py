@@ -14,6 +14,7 @@ from attnops.core.select import select
 from attnops.ops import OPS
 from attnops.ops.sparse.vertical_slash_cases import HALF, SLASH as SMALL
 from attnops.testing import CASES, Source, check_kernel, make_call
+from tests.checks import right
 from tests.standins import sgl_kernel_small
 from tests.standins.vendors import VENDORS
 
@@ -132,13 +133,13 @@ def test_counts_take_the_other_op(standin):
 def test_no_launch_has_more_requests_than_its_lse_has_room_for(standin, q_lens, padding, slack, launches):
     k_lens = [n + 70 for n in q_lens]
     call = make_call("vertical_slash_attention", Source(4), q_lens, k_lens, HALF, padding=(padding, 0), slack=slack)
-    assert check_kernel(sgl("vertical_slash_attention"), call).worst <= 1.0
+    right(sgl("vertical_slash_attention"), call)
     assert standin == ["varlen_fwd_sparse"] * launches
 
 
 def test_queries_without_keys(standin):
     call = make_call("vertical_slash_attention", Source(4), (64, 3), (10, 0), HALF)
-    assert check_kernel(sgl("vertical_slash_attention"), call).worst <= 1.0
+    right(sgl("vertical_slash_attention"), call)
 
 
 PROBLEM = Problem.of(
