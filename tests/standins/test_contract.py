@@ -37,7 +37,7 @@ FITTED = ("flashinfer", "xqa", "trtllm")
 FOREIGN = [k for k in all_kernels() if k.name in VENDORS]
 KERNELS = [k for k in FOREIGN if k.name != "flex" or k.op in GRADIENTS]
 SWEEPS = {"cudnn": 1, "flex": 27, "sgl_sparse": 1, "flashinfer_rope": 1}
-ARCHS = {"sparse_mla_attention": (90, 100), "flashinfer": (80, 90)}
+ARCHS = {"sparse_mla_attention": (90, 100), "flashinfer": (80, 90), "fa4": (90, 100)}
 SHARE = {"trtllm_mla": 0.125}
 """Of its budget, what a stand-in of one precise sum takes."""
 
@@ -57,12 +57,20 @@ WHOLE = ("main", "decode", "extend", "longer")
 def fitted(kernel: Kernel) -> list[Case]:
     """Cases in sizes that the kernel takes."""
     paged, cases = kernel.op == "paged_attention", []
+
+    def add(label: str, row: tuple[Any, ...], f: Features) -> None:
+        sized = (*row[:2], 16, *row[3:]) if paged and kernel.name != "flashinfer" else row
+        cases.append(Case(kernel.op, label, lambda source: laid_in(kernel.op, source, sized, f)))
+
     for shape, row in ROWS[kernel.op].items():
         for name in FEATURES if shape in WHOLE else ("plain", "lse_sinks", "lse_causal", "causal_window"):
             f = FEATURES[name]
             f = replace(f, head_dim=64 if paged else 128, v_head_dim=None, dtype=f.dtype if f.dtype in (F16, BF16) else BF16)
-            sized = (*row[:2], 16, *row[3:]) if paged and kernel.name != "flashinfer" else row
-            cases.append(Case(kernel.op, f"{shape}-{name}", lambda source, r=sized, f=f: laid_in(kernel.op, source, r, f)))
+            add(f"{shape}-{name}", row, f)
+    for d, dv in ((128, 128), (256, 256), (192, 128)):
+        dims = Features(dtype=BF16, head_dim=d, v_head_dim=dv, q_heads=4, kv_heads=4, causal=True, lse=True)
+        for shape, row in (LONG if paged else LONG_PACKED).items():
+            add(f"{shape}-{d}-{dv}", row, dims)
     return cases
 
 

@@ -198,7 +198,12 @@ def test_what_is_refused(kernel: Kernel) -> None:
         assert all(changed & {*r.field.split(", ")} for r in found), found
 
 
+FEWER_KEYS = {"causal": False, "sizes_equal": False, "queries": Extent.of(130), "context": Extent.of(70)}
 RULED: tuple[tuple[str, str, dict[str, Any], str], ...] = (
+    *((name, "attention", dict.fromkeys(("q_heads", "kv_heads"), 65_536), "q_heads") for name in ("aten_flash", "flex", "mem_efficient")),
+    *(
+        ("aten_flash", "attention", FEWER_KEYS | {"window": window}, "window") for window in ((33, -1), (-1, 8))
+    ),
     ("cudnn", "attention", {"arch": 100, "head_dim": 192}, "head_dim, v_head_dim"),
     ("cudnn", "attention_backward", {"v_head_dim": 4}, "v_head_dim"),
     ("fa3", "paged_attention", FLOAT8 | {"kv_dtype": torch.int8}, "kv_dtype"),

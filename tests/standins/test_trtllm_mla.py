@@ -9,8 +9,6 @@ import torch
 
 from attnops.core.errors import InvalidInput
 from attnops.core.kernel import kernels_of
-from attnops.core.select import workspace_bytes
-from attnops.kernels.flashinfer import trtllm
 from attnops.kernels.shared import memory
 from attnops.ops import decode_rows
 from attnops.ops.latent.cases import DEEPSEEK
@@ -64,23 +62,6 @@ def test_a_plan_says_the_same(calls):
 
 
 # The workspace --------------------------------------------------------------------------------------------------------
-
-
-def test_the_callers_workspace(calls):
-    given = call(f=replace(DEEPSEEK, lse=True))
-    size = workspace_bytes(given.problem, "kernel=trtllm_mla")
-    assert size == trtllm.workspace_bytes(given.problem) > memory.COUNTERS
-    workspace = torch.zeros(size, dtype=torch.uint8)
-    for _ in range(2):
-        assert check_kernel(KERNEL, given.with_(workspace=workspace)).worst <= 0.125
-    assert not workspace[: memory.COUNTERS].any()
-    KERNEL.run(given.with_(workspace=workspace).record)
-    assert workspace.any() and not workspace[: memory.COUNTERS].any()
-    for short, got in ((None, "None"), (workspace[: memory.COUNTERS], r"\d+ bytes")):
-        with pytest.raises(InvalidInput, match=rf"^workspace: got {got}, want >= \d+ bytes, aligned to 16, zero before the first call"):
-            KERNEL.run(given.with_(workspace=short).record)
-        asked = given.with_(workspace=short).problem
-        assert [r.field for r in KERNEL.refusals(asked)] == ["workspace"]
 
 
 def test_more_rows_than_counters(calls):

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from attnops.core.kernel import kernels_of
-from attnops.core.problem import altered
 from attnops.kernels.shared import parts
 from attnops.kernels.torch import aten_flash as flash
 from attnops.testing import Features, Source, gradient_call, make_call
@@ -48,12 +47,3 @@ def test_sums_that_32_bits_do_not_index_take_turns():
     wide = {n: torch.empty(shape, device="meta") for n, shape in (("query", (5, 65, 256, 128)), ("key", (5, 9, 256, 128)))}
     assert flash._indexed(call._replace(**wide)) == 512
     assert flash._indexed(call) == parts.MOST_REQUESTS
-
-
-@pytest.mark.parametrize("name", ["aten_flash", "flex", "mem_efficient"])
-def test_more_heads_are_refused(name):
-    problem = altered(CALLS["dense"]().problem, target=VENDORS["flex"].target)
-    most = dict.fromkeys(("q_heads", "kv_heads"), 65_536)
-    kernel = kernels_of("attention")[name]
-    assert not kernel.refusals(problem)
-    assert [r.field for r in kernel.refusals(altered(problem, **most))] == ["q_heads"]

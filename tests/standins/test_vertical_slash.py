@@ -34,20 +34,6 @@ def ints(*rows):
 # What the index means -------------------------------------------------------------------------------------------------
 
 
-def test_an_index_by_hand():
-    # 130 queries at the end of 200 keys: rows end at positions 134, 198 and 262.
-    blocks, offsets, columns, column = ops.vertical_slash_indexes(
-        ints(130), ints(200), ints([[0, 40, 69, 75, 150]]), ints([[90, 60, 0]]), max_seqlen_q=130
-    )
-    # Row 0: 134 - 90 = 44 is below 64, so keys 0 to 63; 134 - 60 = 74 reaches past, so 64 to 127; 134 past that, so 128 to 191.
-    assert offsets[0, 0, 0].tolist() == [0, 64, 128] and blocks[0, 0, 0] == 3 and columns[0, 0, 0] == 0
-    # Row 1: 198 - 90 = 108, hence 44 to 107; 138 joins 108 to 171; 198 joins 172 to 235. 0 and 40 lie before.
-    assert offsets[0, 0, 1].tolist() == [44, 108, 172] and column[0, 0, 1, : columns[0, 0, 1]].tolist() == [0, 40]
-    # Row 2: 262 - 90 = 172, hence 108 to 171; 202 joins 172 to 235; what 262 would join begins at 236, past the last key.
-    assert offsets[0, 0, 2].tolist() == [108, 172, 0] and blocks[0, 0, 2] == 2
-    assert column[0, 0, 2].tolist() == [0, 40, 69, 75, 0] and columns[0, 0, 2] == 4
-
-
 @given(st.integers(0, 300), st.integers(0, 300), st.integers(1, 12), st.integers(1, 12), st.integers(0, 99))
 @settings(max_examples=60)
 def test_the_index_covers_what_was_asked(queries, more, verticals, slashes, seed):
