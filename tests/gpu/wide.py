@@ -42,7 +42,7 @@ RAGGED = (1, 300, 2047, 4096)
 NEW, KNOWN = (17, 1, 130, 64), (17, 999, 130, 1500)
 
 VARIANTS: dict[str, Features] = {
-    **{f"heads_{q}_{kv}": replace(LLAMA, q_heads=q, kv_heads=kv) for q, kv in ((4, 4), (8, 4), (12, 4), (8, 1), (16, 1))},
+    **{f"heads_{q}_{kv}": replace(LLAMA, q_heads=q, kv_heads=kv) for q, kv in ((4, 4), (8, 4), (12, 4), (8, 1), (16, 1), (20, 1))},
     **{f"d{d}": replace(LLAMA, head_dim=d) for d in (64, 96, 192, 256)},
     "d192_128": replace(LLAMA, head_dim=192, v_head_dim=128, kv_heads=8),
     "float16": replace(LLAMA, dtype=F16),
@@ -50,6 +50,8 @@ VARIANTS: dict[str, Features] = {
     "no_lse": replace(LLAMA, lse=False),
     "all_keys": replace(LLAMA, causal=False),
     "window": replace(LLAMA, window=(127, -1)),
+    "chunk": replace(LLAMA, chunk=200),
+    "tree": replace(LLAMA, mask="bool"),
     "softcap": replace(LLAMA, softcap=30.0),
     "sinks": replace(LLAMA, sinks=BF16, lse=False),
     "sinks_window_d64": replace(LLAMA, sinks=BF16, window=(127, -1), head_dim=64, q_heads=16, lse=False),
@@ -71,6 +73,7 @@ def _points() -> dict[str, Rows]:
     paged["extend_32768"] = ((64,), (32768,), 64, LLAMA)
     paged["verify"] = ((4,) * 4, (70, 4, 900, 333), 64, TIGHT, LLAMA)
     paged["prefill"] = ((2048, 77), (2048, 77), 64, LLAMA)
+    paged["mixed"] = ((700, 1, 1, 30, 0, 1), (900, 4000, 5, 31, 7, 600), 16, LLAMA)
 
     dense: Rows = {f"square_{n}": (2, n, n, LLAMA) for n in (1, 77, 512, 4096)}
     dense |= {name: (2, 260, 260, f) for name, f in VARIANTS.items()}
@@ -95,6 +98,7 @@ def _points() -> dict[str, Rows]:
     for drafts, f in ((2, deepseek), (4, heads[128])):
         mla[f"verify_{drafts}_heads_{f.q_heads}"] = ((drafts,) * 3, (70, 900, 333), 64, TIGHT, f)
     mla["extend"] = (NEW, KNOWN, 64, deepseek)
+    mla["verify_window"] = ((8, 5), (4000, 70), 64, replace(deepseek, window=(1000, -1)))
     return {"paged_attention": paged, "attention": dense, "varlen_attention": varlen, "mla_attention": mla}
 
 

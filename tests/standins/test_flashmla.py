@@ -218,11 +218,7 @@ def test_it_is_timed_with_its_plan():
     assert standin.CALLS[len(before) :] == ["dense_decode_fwd"] and out.shape == call.arguments["output"].shape
 
 
-def test_parts_that_lie_side_by_side():
-    query = torch.randn(3, 4, 600)[..., :576]
-    assert tokens.side_by_side(query[..., :512], query[..., 512:])
-    assert tokens.whole(query[..., :512], query[..., 512:]).data_ptr() == query.data_ptr()
-    other = torch.randn(3, 4, 576)
+def test_parts_that_only_seem_to_lie_side_by_side():
+    query, other = torch.randn(3, 4, 600)[..., :576], torch.randn(3, 4, 576)
     for a, b in ((query[..., :512], other[..., 512:]), (query[..., 64:], query[..., :64]), (query[..., :512], query[..., 511:575])):
-        assert not tokens.side_by_side(a, b)
-        torch.testing.assert_close(tokens.whole(a, b), torch.cat([a, b], -1))
+        assert torch.equal(tokens.whole(a, b), torch.cat([a, b], -1))

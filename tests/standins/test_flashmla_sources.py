@@ -18,7 +18,7 @@ from attnops.kernels.sgl import sources, wheel
 from attnops.ops.latent.cases import DEEPSEEK
 from attnops.testing import CASES, Source, make_call
 from tests.checks import right
-from tests.standins import flash_mla_legacy as standin, schemas, sgl_kernel_mla
+from tests.standins import flash_mla_legacy as standin, sgl_kernel_mla
 
 SGL, FLASH = "sgl_kernel", "flash_mla"
 UNKNOWN = wheel.UNKNOWN
@@ -41,23 +41,6 @@ GRID = [
 def records():
     for each in (standin, sgl_kernel_mla):
         each.CALLS.clear()
-
-
-# The truth about the foreign ops -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("schema", schemas.LEGACY_OPS, ids=lambda text: text.partition("(")[0])
-def test_schemas(schema):
-    """As the library registers them: read from it under torch 2.11 and 2.15."""
-    parsed = torch._C.parse_schema(f"flash_mla_legacy::{schema}")
-    op = getattr(torch.ops.flash_mla_legacy, parsed.name.partition("::")[2]).default
-    assert str(op._schema) == str(parsed)
-    path = wheel.library(sources.LEGACY, FLASH)
-    # Schemas lie in a library as they were written; reading them loads nothing.
-    assert path is None or schema.encode() in path.read_bytes()
-
-
-# The path ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.sweep(3)
@@ -86,9 +69,6 @@ def test_the_lse_of_either_wheel(packed):
     torch.testing.assert_close(*found)
     bases = [each.lse_base for each in sources.SOURCES]
     assert bases == [2.0, math.e]
-
-
-# Which wheel -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """`trtllm_mla` through a stand-in of the function it calls: rows, tables, scales, workspace, lse, refusals, compiled code."""
 
-import inspect
 from dataclasses import replace
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from attnops.kernels.shared import memory
 from attnops.ops import decode_rows
 from attnops.ops.latent.cases import DEEPSEEK
 from attnops.testing import Pages, check_kernel, equip
-from tests.standins import flashinfer_trtllm_mla as standin
 from tests.standins.calls import latents
 
 BF16, F16, F32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -69,12 +66,3 @@ def test_more_rows_than_counters(calls):
     many = torch.zeros(1, dtype=BF16).expand(16385 * 128 * 512).view(16385, 128, 512)
     with pytest.raises(InvalidInput, match=r"^q_nope.shape\[0\]: got 16385, want <= 16384 tokens of 128 heads"):
         KERNEL.run(given.with_(q_nope=many, output=many).record)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(find_spec("flashinfer") is None, reason="flashinfer is not installed, so its signature cannot be compared")
-def test_the_stand_in_has_the_packages_signature():
-    from flashinfer.mla import trtllm_batch_decode_with_kv_cache_mla
-
-    names = [p.partition("=")[0] for p in standin.SIGNATURE.split(", ")]
-    assert list(inspect.signature(trtllm_batch_decode_with_kv_cache_mla).parameters) == names
