@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.helpers import importable
 from tests.standins.checks import ALL, architecture, check, laid_out
 from tests.standins.flashinfer_trtllm import E4M3, F32, I32, SM_COUNT, Called, _function, _keys, _number, _soil, _trust, counter_bytes
+from tests.standins.libraries import packages
 
 NAME = "trtllm_batch_decode_with_kv_cache_mla"
 SIGNATURE = (
@@ -78,8 +77,5 @@ def _decode(**a: Any) -> Any:
 def installed() -> Iterator[Called]:
     """`from flashinfer.mla import ...` finds the stand-in within the block; yields the calls, each with its arguments by name."""
     calls: Called = []
-    package, module = ModuleType("flashinfer"), ModuleType("flashinfer.mla")
-    package.__path__ = []
-    setattr(module, NAME, _function(NAME, SIGNATURE, _decode, calls))
-    with importable({"flashinfer": package, "flashinfer.mla": module}):
+    with packages({f"flashinfer.mla.{NAME}": _function(NAME, SIGNATURE, _decode, calls)}):
         yield calls
