@@ -1,6 +1,6 @@
 """FlashMLA's kernels over the second wheel, and which wheel is taken.
 
-The grids are those of test_mla.py and test_sparse.py, over stand-ins with the second wheel's ops.
+The grid is that of test_contract.py, over stand-ins with the second wheel's ops.
 """
 
 import math
