@@ -67,6 +67,12 @@ def test_queries_without_keys(kernel, causal):
         right(kernel, call(q_lens, seq_lens, f=f))
 
 
+def test_queries_without_keys_name_no_page():
+    lens, starts = (torch.tensor(x, dtype=torch.int32) for x in ((3, 0), (0, 4, 6)))
+    rows = fm.rows_of_plan(fm.Shape(6, 4, 16, 64, BF16, False), lens, starts)
+    assert [x.tolist() for x in rows] == [[0, 4, 6], [0, 0, 0], [3, 0]]
+
+
 def test_the_bound_on_works_holds_what_the_planner_makes(calls):
     generator = torch.Generator().manual_seed(3)
     for trial in range(40):
