@@ -14,7 +14,7 @@ from attnops.ops.latent.cases import DEEPSEEK
 from attnops.testing import Case, Features, Source
 from attnops.testing.cases import table
 
-F16, BF16, E4M3 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
+F16, BF16, F32, E4M3 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
 TIGHT = {"padding": 0}
 
@@ -79,9 +79,17 @@ def _points() -> dict[str, Rows]:
     dense |= {name: (2, 260, 260, f) for name, f in VARIANTS.items()}
     dense |= {"decode_32768": (1, 1, 32768, LLAMA), "extend_32768": (1, 64, 32768, LLAMA)}
     dense |= {"lengths": (4, 1, 1024, {"kv_end": (1, 1024, 300, 77), "index": torch.int32}, LLAMA), "batch": (16, 130, 130, LLAMA)}
+    dense |= {
+        "tall": (2, 511, 1, LLAMA), "biases": (2, 300, 400, replace(LLAMA, mask="biases")),
+        "d256_float32_additive": (2, 130, 200, replace(LLAMA, head_dim=256, dtype=F32, mask="additive")),
+        "d512_float32": (2, 40, 70, replace(LLAMA, head_dim=512, dtype=F32)),
+        "d512_window_tree": (2, 130, 257, replace(LLAMA, head_dim=512, window=(100, 0), mask="bool")),
+        "d576_512": (2, 40, 70, replace(LLAMA, head_dim=576, v_head_dim=512)),
+    }  # fmt: skip
 
     varlen: Rows = {name: (*[(1, 300, 77, 513)] * 2, f) for name, f in VARIANTS.items()}
     varlen |= {"one": (*[(4096,)] * 2, LLAMA), "many": (*[tuple(range(1, 65))] * 2, LLAMA)}
+    varlen |= {f"tall_d{d}": ((511, 3), (1, 3), replace(LLAMA, head_dim=d)) for d in (64, 224, 512)}
     varlen |= {"extend": ((64, 1, 300), (32768, 5, 300), LLAMA), "plain": (*[(1, 300, 77, 513)] * 2, LLAMA)}
 
     deepseek = replace(DEEPSEEK, lse=True)
