@@ -15,7 +15,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
 
 from tests.standins import flash_attn_cute_backward
 from tests.standins.checks import ALL, LAST, architecture, laid_out
@@ -32,15 +31,15 @@ def installed() -> Iterator[Called]:
 
     calls: Called = []
 
-    def fwd(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        calls.append(dict(zip(PARAMETERS, args, strict=False)) | kwargs)
-        return _flash_attn_fwd(*args, **kwargs)
+    def noted(function: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            calls.append(dict(zip(function.__code__.co_varnames, args, strict=False)) | kwargs)
+            return function(*args, **kwargs)
 
-    def bwd(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        calls.append(dict(zip(flash_attn_cute_backward.PARAMETERS, args, strict=False)) | kwargs)
-        return flash_attn_cute_backward.flash_attn_bwd(*args, **kwargs)
+        return lambda: run
 
-    with patch.object(fa4, "interface", lambda: fwd), patch.object(backward, "interface", lambda: bwd):
+    bwd = flash_attn_cute_backward.flash_attn_bwd
+    with patch.object(fa4, "interface", noted(_flash_attn_fwd)), patch.object(backward, "interface", noted(bwd)):
         yield calls
 
 
@@ -148,6 +147,3 @@ def _flash_attn_fwd(
             blind = to if learnable_sink is None else torch.where(to == float("-inf"), learnable_sink.float()[:, None], to)
             (lse[:, at] if cu_seqlens_q is not None else lse[b]).copy_(blind)
     return out, lse, None, None, None
-
-
-PARAMETERS = _flash_attn_fwd.__code__.co_varnames[: _flash_attn_fwd.__code__.co_argcount]

@@ -126,6 +126,3 @@ def _request(n: int, keys: int, loaded: Any, read: Any, into: Any, rules: Any, s
     delta = (out[:n].float() * dout[:n].float()).sum(-1).T
     mass = torch.where(lse == -INF, 1.0, torch.exp(sink.float()[:, None] - lse))
     return -(mass * (delta if dlse is None else delta - dlse[:, :n])).sum(1)
-
-
-PARAMETERS = flash_attn_bwd.__code__.co_varnames[: flash_attn_bwd.__code__.co_argcount]

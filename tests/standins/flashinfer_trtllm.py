@@ -208,6 +208,11 @@ def counter_bytes(rows: int) -> int:
     return 4 * -(-max(rows, SM_COUNT) // 8) * 8
 
 
+def stats_bytes(heads: int, batch: int, longest: int) -> int:
+    """The softmax's statistics, for tiles of 256 queries."""
+    return 8 * heads * batch * (-(-longest // 256) * 256) + (1 << 20)
+
+
 def _soil(counters: Tensor, scratch: Tensor, counted: int, used: int) -> None:
     _trust(counters.numel() >= counted and scratch.numel() >= used, f"{counters.numel()} and {scratch.numel()} bytes for {counted}, {used}")
     _trust(not counters.any(), "counters that are not zero")
@@ -238,7 +243,7 @@ def _paged(a: dict[str, Any], phase: str, batch: int, longest: int, causal: bool
     _trust(bool((lens > 0).all()) and bool((table >= 0).all()), "requests without keys, pages that are none")
     stats = 0
     if lse is not None:
-        stats = 8 * heads * batch * (-(-longest // 256) * 256) + (1 << 20)
+        stats = stats_bytes(heads, batch, longest)
         check(a["workspace_buffer"].numel() >= stats, "Buffer overflow when allocating memory for trtllm_gen_softmax_workspace")
     blocks = SM_COUNT * 256 * (2 * dim + 8) if phase == "decode" else 0
     _soil(counters, a["workspace_buffer"], needed if phase == "decode" else 0, stats + blocks)
@@ -289,7 +294,7 @@ def _ragged(**a: Any) -> Any:
     _trust(not value.isnan().any(), "what follows a request's values is multiplied by 0")
     _trust(a["is_causal"] or a["window_left"] < 0, "a window without causality")
     assert a["return_lse"] == (lse is not None) and a["attention_sinks"] is None and a["skip_all_rows_active_check"]
-    stats = 8 * query.shape[1] * batch * (-(-a["max_q_len"] // 256) * 256) + (1 << 20) if a["return_lse"] else 0
+    stats = stats_bytes(query.shape[1], batch, a["max_q_len"]) if a["return_lse"] else 0
     check(a["workspace_buffer"].numel() >= stats, "Buffer overflow when allocating memory for trtllm_gen_softmax_workspace")
     _trust(not a["workspace_buffer"].any(), "a workspace that is not zero")
     out.fill_(float("nan"))

@@ -10,7 +10,6 @@ from attnops.core.errors import InvalidInput
 from attnops.core.kernel import kernels_of
 from attnops.core.problem import Extent, Target, altered
 from attnops.core.select import select
-from attnops.core.tensors import rotate
 from attnops.kernels.flashinfer import rope
 from attnops.kernels.shared.tokens import side_by_side
 from attnops.ops import rope_quantize_latent
@@ -28,9 +27,6 @@ PARTS = ("q_nope", "q_pe", "latent", "k_pe", "cos_sin", "positions")
 
 def call(f=DEEPSEEK, positions=(3, 0, 8), **more):
     return make_call("rope_quantize_latent", Source(1), positions, f, interleaved=more.pop("interleaved", True), **more)
-
-
-# The wrap -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
@@ -59,21 +55,6 @@ def test_who_is_chosen():
     assert select(replace(problem, target=Target("cpu"))).kernel.name == "pointwise"
 
 
-# The rotation ---------------------------------------------------------------------------------------------------------
-
-
-def test_pairs_stay_in_their_places():
-    """Against complex numbers, which know nothing of halves; and the two layouts are one rotation of the same pairs."""
-    x, angle = torch.randn(5, 3, 8, dtype=torch.float64), torch.randn(5, 1, 4, dtype=torch.float64)
-    turned = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (4, 2))) * torch.polar(torch.ones_like(angle), angle)).flatten(-2)
-    torch.testing.assert_close(rotate(x, angle.cos(), angle.sin(), True), turned)
-
-    def split(y):
-        return torch.cat([y[..., ::2], y[..., 1::2]], -1)
-
-    torch.testing.assert_close(rotate(split(x), angle.cos(), angle.sin(), False), split(turned))
-
-
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("at", [-1, 9])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -93,9 +74,6 @@ def test_parts_are_views_of_one_tensor():
     assert side_by_side(q_nope, q_pe), "attention copies no query"
     assert q_nope.stride() == q_pe.stride() == (80, 20, 1) and q_pe.data_ptr() == q_nope.data_ptr() + 16
     assert latent.stride() == k_pe.stride() == (20, 1) and k_pe.data_ptr() == latent.data_ptr() + 16
-
-
-# Compiled -------------------------------------------------------------------------------------------------------------
 
 
 def step(q_nope, q_pe, latent, k_pe, cos_sin, positions):

@@ -43,7 +43,7 @@ POINTS = {
     **{f"page_{n}": lambda n=n: paged(page=n) for n in (64, 128)},
     "float8": lambda: paged(FLOAT8, page=64),
     "sinks": lambda: paged(replace(BASE, sinks=BF16, window=(15, -1))),
-    "group_and_dim": lambda: paged(replace(BASE, q_heads=16, kv_heads=1, head_dim=256)),
+    "group": lambda: paged(replace(BASE, q_heads=16, kv_heads=1)),
     "long_empty": lambda: paged(seq_lens=(300, 0, 513), page=64),
     "long_empty_sinks": lambda: paged(replace(BASE, sinks=F32), seq_lens=(300, 0, 513), page=64),
     "idle": lambda: paged(q_lens=(1, 0, 1), padding=1),
