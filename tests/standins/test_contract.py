@@ -268,23 +268,21 @@ def test_any_layout(kernel: Kernel) -> None:
 def test_a_training_step(name: str, packed: bool) -> None:
     """A call of the vendor each way, and the gradients of formulas."""
     op = "varlen_attention" if packed else "attention"
-    if name not in kernels_of(op):
-        pytest.skip("it has no kernel of such calls")
     own = name in kernels_of(f"{op}_backward")
-    if name in OF_TORCH and not own:
-        pytest.skip("no kernel of packed calls")
-    sinks = torch.zeros(8, requires_grad=True) if "sinks" in kernels_of(op)[name].takes else None
-    tensors = [torch.randn(2, 6, n, 128, dtype=BF16, requires_grad=True) for n in (8, 2, 2)]
-    leaves, found = [x for x in (*tensors, sinks) if x is not None], []
-    cu = torch.tensor([0, 6, 12], dtype=torch.int32)
+    if not own and (name in OF_TORCH or name not in kernels_of(op)):
+        pytest.skip("it has no kernel of such calls")
+    leaves = [torch.randn(2, 6, n, 128, dtype=BF16, requires_grad=True) for n in (8, 2, 2)]
+    leaves += [torch.zeros(8, requires_grad=True)] * ("sinks" in kernels_of(op)[name].takes)
+    cu, found = torch.tensor([0, 6, 12], dtype=torch.int32), []
     for kernel in (name, "reference"):
         chosen = {op: kernel, f"{op}_backward": kernel if own else "reference"}
         with VENDORS[name].running() as calls, attnops.use(kernel=chosen):
+            given: dict[str, Any] = {"causal": True, "sinks": leaves[3] if leaves[3:] else None}
             if packed:
-                q, k, v = (x.flatten(0, 1) for x in tensors)
-                out = attnops.varlen_attention(q, k, v, cu, cu, max_seqlen_q=6, max_seqlen_k=6, causal=True, padded=False, sinks=sinks)
+                q, k, v = (x.flatten(0, 1) for x in leaves[:3])
+                out = attnops.varlen_attention(q, k, v, cu, cu, max_seqlen_q=6, max_seqlen_k=6, padded=False, **given)
             else:
-                out = attnops.attention(*tensors, causal=True, sinks=sinks)
+                out = attnops.attention(*leaves[:3], **given)
             found.append(torch.autograd.grad(out.sum(), leaves))  # a gradient without strides
             assert len(calls) == 2 if own and kernel == name else bool(calls) == (kernel == name)
     for got, want in zip(*found, strict=True):

@@ -3,6 +3,7 @@
 import inspect
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -82,16 +83,13 @@ def paged(f, lens, q_lens=(1, 1), page=16):
 
 
 HALF = Features(dtype=BF16, head_dim=64, q_heads=4, kv_heads=2)
-OTHERS = {
-    "forward": (
-        {"page": 64}, {"q_lens": (90, 1)}, {"f": replace(HALF, dtype=F16)}, {"f": replace(HALF, softcap=1.0)},
-        {"f": replace(HALF, lse=True)}, {"f": replace(HALF, sinks=BF16)}, {"f": replace(HALF, window=(3, -1))},
-        {"f": replace(HALF, head_dim=32)}, {"f": replace(HALF, kv_heads=4)}, {"f": replace(HALF, causal=True)},
-    ),
+FEATURES: tuple[dict[str, Any], ...] = (
+    {"dtype": F16}, {"softcap": 1.0}, {"sinks": BF16}, {"window": (3, -1)}, {"causal": True}, {"kv_heads": 4},
+)  # fmt: skip
+OTHERS: dict[str, tuple[dict[str, Any], ...]] = {
+    "forward": ({"page": 64}, {"q_lens": (90, 1)}, *({"f": replace(HALF, **c)} for c in (*FEATURES, {"lse": True}, {"head_dim": 32}))),
     "backward": (
-        {"lse_grad": True}, {"lengths": (90, 2)}, {"policy": POLICY}, {"f": replace(HALF, dtype=F16)}, {"f": replace(HALF, softcap=1.0)},
-        {"f": replace(HALF, sinks=BF16)}, {"f": replace(HALF, window=(3, -1))}, {"f": replace(HALF, causal=True)},
-        {"f": replace(HALF, head_dim=96)}, {"f": replace(HALF, kv_heads=4)},
+        {"lse_grad": True}, {"lengths": (90, 2)}, {"policy": POLICY}, *({"f": replace(HALF, **c)} for c in (*FEATURES, {"head_dim": 96})),
     ),
 }  # fmt: skip
 """What makes another kind of a call."""
