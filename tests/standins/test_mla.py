@@ -179,15 +179,13 @@ def test_what_is_no_slot_is_not_seen(name, packed, lengths):
     """As if -1 stood there; the latents that nothing names are poisoned."""
     a_call = listed((128, 3, 0, 70), packed=packed, lengths=lengths)
     pages, indices = a_call.arguments["latent_pages"], a_call.arguments["indices"].clone()
-    slots, free = pages.shape[0] * pages.shape[1], a_call.free["latent_pages"].clone().flatten()
+    slots = pages.shape[0] * pages.shape[1]
     for i, wrong in enumerate((slots, -2, slots + 7, 2**31 - 1, -(2**31), 2**30)):
-        token, place = (0, 20 * i) if i % 2 else (3, 11 * i)
-        if (at := int(indices[token, place])) >= 0:
-            free[at] = True
-        indices[token, place] = wrong
-    for token, place in (indices >= 0).logical_and(indices < slots).nonzero().tolist():
-        if not lengths or place < a_call.arguments["topk_length"][token]:
-            free[int(indices[token, place])] = False
+        indices[(0, 20 * i) if i % 2 else (3, 11 * i)] = wrong
+    named, free = (indices >= 0) & (indices < slots), torch.ones(slots, dtype=torch.bool)
+    if lengths:
+        named &= torch.arange(indices.shape[1]) < a_call.arguments["topk_length"][:, None]
+    free[indices[named].long()] = False
     holed = replace(a_call.with_(indices=indices), free={"latent_pages": free.view(a_call.free["latent_pages"].shape)})
     # One of another project, which knows of no holes.
     plain = kernels_of(OP)["reference"]
