@@ -21,7 +21,7 @@ from attnops.ops.latent.cases import DEEPSEEK
 from attnops.testing import Features, Pages, Source, make_call, planned
 from tests.checks import right
 from tests.gpu.helpers import captured, need
-from tests.standins import flashinfer_modules as standin
+from tests.standins import flashinfer_modules as standin, flashinfer_planners as planners
 
 pytestmark = pytest.mark.skipif(find_spec("flashinfer") is None, reason="flashinfer is not installed")
 
@@ -62,9 +62,9 @@ def cpp_parameters(file: str, name: str) -> list[str]:
 @pytest.mark.parametrize(
     ("file", "name", "ours"),
     [
-        ("batch_decode.cu", "BatchDecodeWithPagedKVCachePlan", standin.decode_plan),
-        ("batch_prefill.cu", "BatchPrefillWithKVCachePlan", standin.fa2_plan),
-        ("batch_prefill_sm90.cu", "BatchPrefillWithKVCacheSM90Plan", standin.fa3_plan),
+        ("batch_decode.cu", "BatchDecodeWithPagedKVCachePlan", planners.decode_plan),
+        ("batch_prefill.cu", "BatchPrefillWithKVCachePlan", planners.fa2_plan),
+        ("batch_prefill_sm90.cu", "BatchPrefillWithKVCacheSM90Plan", planners.fa3_plan),
         ("batch_prefill_paged.cuh", "BatchPrefillWithPagedKVCacheRun", standin.sink_paged_run),
         ("batch_prefill.cu", "BatchPrefillWithRaggedKVCacheRun", standin.sink_ragged_run),
         ("batch_prefill_sm90.cu", "BatchPrefillWithPagedKVCacheSM90Run", standin.sink_paged_run),
