@@ -36,7 +36,7 @@ FITTED = ("flashinfer", "xqa", "trtllm")
 
 FOREIGN = [k for k in all_kernels() if k.name in VENDORS]
 KERNELS = [k for k in FOREIGN if k.name != "flex" or k.op in GRADIENTS]
-SWEEPS = {"cudnn": 1, "flex": 27, "sgl_sparse": 1, "flashinfer_rope": 1}
+SWEEPS = {"cudnn": 1, "mem_efficient": 1, "flex": 27, "sgl_sparse": 1, "flashinfer_rope": 1}
 ARCHS = {"sparse_mla_attention": (90, 100), "flashinfer": (80, 90), "fa4": (90, 100)}
 SHARE = {"trtllm_mla": 0.125}
 """Of its budget, what a stand-in of one precise sum takes."""
