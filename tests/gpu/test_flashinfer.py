@@ -1,4 +1,4 @@
-"""FlashInfer on a real GPU, beyond the grid: signatures, every path, captured graphs that follow new plans, one plan a compiled step.
+"""FlashInfer on a real GPU, beyond the grid: signatures, long contexts, and captured graphs that follow new plans.
 
 Build the modules first, side by side: `python3 -m tests.gpu.flashinfer_modules`.
 """

@@ -1,4 +1,4 @@
-"""Vertical-slash attention on a real GPU, beyond the grid: long requests, memory beside lse, a full index against plain attention."""
+"""Vertical-slash attention on a real GPU, beyond the grid: long requests, and memory beside lse."""
 
 import pytest
 import torch
