@@ -9,7 +9,7 @@ import torch
 
 from attnops.core.kernel import Kernel
 from attnops.core.problem import Target
-from attnops.testing import Call, Figures, Mismatch, check_kernel, refusals
+from attnops.testing import Call, Mismatch, check_kernel, refusals
 
 LIMIT = 120
 """Seconds after which a test no longer waits for a thread."""
@@ -19,13 +19,6 @@ def need(kernel: Kernel, call: Call | None = None) -> None:
     """Skip where the machine lacks what the kernel is made of, or where the kernel refuses the call."""
     if why := kernel.absences(Target.of(torch.device("cuda"))) if call is None else refusals(kernel, call):
         pytest.skip(f"{kernel.op}.{kernel.name}: {'; '.join(map(str, why))[:300]}")
-
-
-def right(kernel: Kernel, call: Call) -> Figures:
-    """The figures of a kernel that takes the call. Raises Mismatch."""
-    figures = check_kernel(kernel, call)
-    assert not figures.refused, figures
-    return figures
 
 
 def figures_of(kernel: Kernel, calls: Iterable[tuple[str, Callable[[], Call]]], refused: list[str]) -> dict[str, Any]:

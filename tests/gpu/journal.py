@@ -17,7 +17,6 @@ one ended, on the same machine or on another to which the file was carried, and 
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -37,12 +36,9 @@ class Journal:
 
     def add(self, **record: Any) -> None:
         """Append one record, in one write."""
-        line = (json.dumps({**record, "at": round(time.time(), 2)}, default=str) + "\n").encode()
-        file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            os.write(file, line)
-        finally:
-            os.close(file)
+        line = json.dumps({**record, "at": round(time.time(), 2)}, default=str) + "\n"
+        with self.path.open("ab", buffering=0) as file:
+            file.write(line.encode())
 
     def records(self) -> list[dict[str, Any]]:
         """All records. A line that was cut short is left out."""

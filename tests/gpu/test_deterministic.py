@@ -60,13 +60,21 @@ BATCHES: dict[str, tuple[Any, ...]] = {
 RANGES = {"kv_start": range(12), "kv_end": range(700, 712), "index": torch.int32}
 LATENT, SLASHED = replace(DEEPSEEK, lse=True), replace(LLAMA, q_heads=4, kv_heads=2, causal=False)
 MERGED = [(3,), (63,), (1, 5, 9), tuple(range(40))]
+GROUPS_OF = {"merge_state": MERGED, "merge_states": MERGED, "sparse_mla_attention": [(0,), (4,), (7, 1), (2, 3, 5), tuple(range(8))[::-1]]}
+LISTED = ((200, 1, 128, 0, 256, 77, 256, 3), 256, (40, 64))
 OTHERS: dict[str, tuple[Any, ...]] = {
     "mla_attention.16 heads": (QUERIES, LENGTHS, 64, LATENT),
     "mla_attention.128 heads": (QUERIES, LENGTHS, 64, replace(DEEPSEEK, q_heads=128)),
     "mla_attention.decode": (ONES, LENGTHS, 64, replace(LATENT, q_heads=128)),
     "vertical_slash_attention": (QUERIES, LENGTHS, SLASHED),
+    "sparse_mla_attention.16 heads": (*LISTED, LATENT),
+    "sparse_mla_attention.128 heads": (*LISTED, replace(LATENT, q_heads=128)),
     "merge_state": ((64, 32, 128), BF16),
     "merge_states": ((64, 5, 32, 128), BF16),
+}
+GIVEN: dict[str, dict[str, Any]] = {
+    "vertical_slash_attention": {"verticals": 40, "slashes": 10},
+    "sparse_mla_attention.128 heads": {"lengths": True},
 }
 COMPILED_FOR: dict[str, tuple[str, ...]] = {"flex": ("llama", "mask"), "flashinfer": ("llama",), "fa4": ("llama", "d64", "d256", "window")}
 
@@ -105,17 +113,7 @@ def test_attention(batch: str, op: str, name: str | None, features: str) -> None
 
 @pytest.mark.parametrize(("batch", "op", "name"), by_kernel(OTHERS))
 def test_other_ops(batch: str, op: str, name: str | None) -> None:
-    more = {"verticals": 40, "slashes": 10} if op == "vertical_slash_attention" else {}
-    check(make_call(op, source(), *OTHERS[batch], **more), MERGED if op.startswith("merge") else GROUPS, name)
-
-
-@pytest.mark.parametrize("lengths", [False, True])
-@pytest.mark.parametrize("heads", [16, 128])
-def test_sparse_latents(heads: int, lengths: bool) -> None:
-    """The automatic choice, over bfloat16 latents."""
-    f = replace(DEEPSEEK, q_heads=heads, lse=True)
-    call = make_call("sparse_mla_attention", source(), (200, 1, 128, 0, 256, 77, 256, 3), 256, (40, 64), f, lengths=lengths)
-    check(call, [(0,), (4,), (7, 1), (2, 3, 5), tuple(reversed(range(8)))], None)
+    check(make_call(op, source(), *OTHERS[batch], **GIVEN.get(batch, {})), GROUPS_OF.get(op, GROUPS), name)
 
 
 GRADIENTS = ("llama", "d64", "window", "softcap")

@@ -6,7 +6,7 @@ import torch
 from attnops.core.kernel import Kernel, all_kernels
 from attnops.core.problem import Refusal
 from attnops.testing import CASES, Call, Source, refusals
-from tests.gpu.helpers import right
+from tests.checks import right
 
 pytestmark = pytest.mark.alone  # other processes of the suite see one GPU each
 

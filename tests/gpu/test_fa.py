@@ -14,7 +14,7 @@ from attnops.core.problem import Target
 from attnops.kernels.flash_attn4 import fa4 as made
 from attnops.kernels.sgl import fa3 as wheel
 from attnops.testing import Call, Features, Source, make_call
-from tests.gpu.helpers import captured, kernels_in, need, right
+from tests.gpu.helpers import captured, kernels_in, need
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 LLAMA = Features(dtype=BF16, head_dim=128, q_heads=32, kv_heads=8, causal=True)
@@ -82,30 +82,6 @@ def test_a_compiled_step_adds_no_kernel(fa3: Kernel) -> None:
         compiled = torch.compile(layers_of(call, "fa3", 4), fullgraph=True)
         ours, direct = kernels_in(lambda: compiled(call.arguments["query"])), kernels_in(vendors(call))
     assert sorted(ours) == sorted(direct * 4)
-
-
-@pytest.mark.parametrize(
-    "f", [LLAMA, replace(LLAMA, q_dtype=E4M3, kv_dtype=E4M3), replace(LLAMA, lse=True)], ids=["bfloat16", "float8", "lse"]
-)
-def test_a_static_caches_decode(fa3: Kernel, f: Features) -> None:
-    kernel = kernels_of("attention")["fa3"]
-    for start in (None, (3, 0, 700)):
-        call = make_call("attention", Source(0, "cuda"), 3, 1, 1000, f, kv_start=start, kv_end=(9, 1000, 733), index=torch.int32)
-        right(kernel, call)
-        assert not any("copy" in name.lower() for name in kernels_in(lambda c=call: kernel.run(c.record))) or f.lse
-
-
-def test_chunks_over_many_tiles(fa3: Kernel) -> None:
-    f = replace(LLAMA, chunk=200, lse=True)
-    source = Source(0, "cuda")
-    for call in (
-        make_call("attention", source, 2, 700, 700, f),
-        make_call("attention", source, 2, 3, 1100, f),
-        make_call("varlen_attention", source, (300, 1), (900, 513), f),
-        make_call("paged_attention", source, (300, 1), (900, 513), 16, f),
-        make_call("paged_attention", source, (300, 1), (900, 513), 128, f),
-    ):
-        right(kernels_of(call.op)["fa3"], call)
 
 
 def test_fa4_says_what_a_capture_wants_and_runs_after_it(fa4: Kernel) -> None:

@@ -15,11 +15,15 @@ import pytest
 import torch
 
 from attnops.core.kernel import kernels_of
-from tests.gpu.test_triton import long
 from tests.gpu.test_triton_data import CALLS
+from tests.gpu.wide import WIDE, DeviceSource
 
 # Device kernels that one call launches, at most. The pages that ids name are found first; attention has two stages, one of a prompt.
-LAUNCHED = {"decode": 3, "extend": 2, "mla": 3, "mla_128_heads": 3}
+LAUNCHED = {
+    "paged_attention:decode_8192": 3, "paged_attention:prefill": 2, "mla_attention:decode_8192": 3,
+    "mla_attention:decode_page_64_heads_128": 3,
+}  # fmt: skip
+LONG = {str(case): case for op in ("paged_attention", "mla_attention") for case in WIDE[op]}
 DATA = ("write_kv_4096", "write_kv_torch.float8_e4m3fn", "write_latent", "write_latent_packed", "copy_kv_64", "copy_kv_4000")
 
 
@@ -40,7 +44,7 @@ def main(cache: Path) -> None:
     for name in ("attention", "data"):
         import_module(f"attnops.kernels.triton.launch.{name}")  # what is imported once is no part of a kernel's first use
     for name in (*LAUNCHED, *DATA):
-        call = long(name) if name in LAUNCHED else CALLS[name]()
+        call = LONG[name].build(DeviceSource(1, "cuda")) if name in LAUNCHED else CALLS[name]()
         kernel = kernels_of(call.op)["triton"]
         torch.cuda.synchronize()
         times, before = [], len([*cache.rglob("*.cubin")])

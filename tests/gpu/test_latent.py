@@ -12,7 +12,8 @@ from attnops.kernels.sgl.flashmla import split
 from attnops.ops import decode_rows, mla_attention
 from attnops.ops.latent.cases import DEEPSEEK
 from attnops.testing import Source, make_call
-from tests.gpu.helpers import captured, kernels_in, need, right
+from tests.checks import right
+from tests.gpu.helpers import captured, kernels_in, need
 from tests.lowering.models import compiled_code, kernel_calls
 
 SCALE = 192**-0.5

@@ -1,4 +1,4 @@
-"""`triton` on a GPU, beyond what every kernel is asked: long calls, stages that overlap, and how many kernels are compiled."""
+"""`triton` on a GPU, beyond what every kernel is asked: stages that overlap, and how many kernels are compiled."""
 
 from dataclasses import replace
 from functools import partial
@@ -10,41 +10,17 @@ import torch
 from attnops.core.kernel import kernels_of
 from attnops.kernels.triton.launch import grids
 from attnops.ops.latent.cases import DEEPSEEK
-from attnops.testing import Call, Features, Source, make_call
-from tests.gpu.helpers import captured, right
+from attnops.testing import Features, Source, make_call
+from tests.gpu.helpers import captured
 
 BF16 = torch.bfloat16
 LLAMA = Features(dtype=BF16, head_dim=128, q_heads=32, kv_heads=8, causal=True, lse=True)
 
 PAGED, LATENT = "paged_attention", "mla_attention"
-# By name: the op, lengths of queries and of texts, the page size, and features.
-LONG: dict[str, tuple[str, tuple[int, ...], tuple[int, ...], int, Features]] = {
-    "decode": (PAGED, (1,) * 4, (8192, 1, 70, 3000), 16, LLAMA),
-    "extend": (PAGED, (700,), (3000,), 16, LLAMA),
-    "mixed": (PAGED, (700, 1, 1, 30, 0, 1), (900, 4000, 5, 31, 7, 600), 16, LLAMA),
-    "chunk": (PAGED, (1, 300), (4000, 1500), 16, replace(LLAMA, chunk=512)),
-    "d256_softcap": (PAGED, (1, 100), (3000, 200), 16, replace(LLAMA, head_dim=256, softcap=30.0)),
-    "tree": (PAGED, (16, 60), (1500, 200), 16, replace(LLAMA, mask="bool")),
-    "group_20": (PAGED, (1, 70), (3000, 200), 16, replace(LLAMA, q_heads=20, kv_heads=1)),
-    "mla": (LATENT, (1, 1, 1), (8000, 70, 1), 64, DEEPSEEK),
-    "mla_128_heads": (LATENT, (1, 2), (4000, 70), 64, replace(DEEPSEEK, q_heads=128, lse=True)),
-    "mla_verify": (LATENT, (8, 5), (4000, 70), 64, replace(DEEPSEEK, window=(1000, -1), lse=True)),
-}
 OVERLAPPING = {
     PAGED: ((1,) * 8, (20000, 1, 70, 3000, 9000, 4096, 17, 0), 16, LLAMA),
     LATENT: ((1,) * 4, (20000, 70, 0, 5000), 64, replace(DEEPSEEK, lse=True)),
 }
-
-
-def long(name: str) -> Call:
-    op, *sizes, f = LONG[name]
-    return make_call(op, Source(1, "cuda"), *sizes, f)
-
-
-@pytest.mark.parametrize("name", LONG)
-def test_long(name: str) -> None:
-    call = long(name)
-    right(kernels_of(call.op)["triton"], call)
 
 
 @pytest.mark.parametrize("op", OVERLAPPING)

@@ -14,7 +14,8 @@ from attnops.core.kernel import kernels_of
 from attnops.kernels.flashinfer import devices
 from attnops.kernels.shared import memory
 from attnops.testing import Call, Features, Pages, Source, equip, make_call
-from tests.gpu.helpers import need, right
+from tests.checks import right
+from tests.gpu.helpers import need
 
 pytestmark = pytest.mark.skipif(find_spec("flashinfer") is None, reason="flashinfer is not installed")
 
@@ -94,6 +95,7 @@ def test_counters_are_zero_again(point: str) -> None:
 
 
 def test_signatures_are_those_the_stand_ins_have() -> None:
+    from tests.standins import flashinfer_rope as rope, flashinfer_trtllm_mla as mla
     from tests.standins.flashinfer_trtllm import SIGNATURES, XQA_SIGNATURE
 
     def bare(function: Any) -> str:
@@ -104,4 +106,7 @@ def test_signatures_are_those_the_stand_ins_have() -> None:
     for path, text in SIGNATURES.items():
         module, name = path.split(".")
         assert bare(getattr(import_module(f"flashinfer.{module}"), name)) == f"({text})", path
+    assert bare(import_module("flashinfer.rope").mla_rope_quantize_fp8) == bare(rope.mla_rope_quantize_fp8)
+    names = [parameter.partition("=")[0] for parameter in mla.SIGNATURE.split(", ")]
+    assert list(inspect.signature(getattr(import_module("flashinfer.mla"), mla.NAME)).parameters) == names
     assert bare(load(16, PLAIN).xqa) == f"({XQA_SIGNATURE})"

@@ -15,10 +15,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
 
 from tests.standins import flash_attn_cute_backward
-from tests.standins.checks import ALL, LAST, laid_out
+from tests.standins.checks import ALL, LAST, architecture, laid_out
 from tests.standins.sgl_kernel_fa3 import _request
 
 HALVES, FLOAT8, I32 = (torch.float16, torch.bfloat16), (torch.float8_e4m3fn, torch.float8_e5m2), torch.int32
@@ -26,21 +25,21 @@ Called = list[dict[str, Any]]
 
 
 @contextmanager
-def installed(arch: int = 90) -> Iterator[Called]:
+def installed() -> Iterator[Called]:
     """Put the stand-ins, of the backward too, where the wrappers look within the block; yields the arguments of every call by name."""
     from attnops.kernels.flash_attn4 import backward, fa4
 
     calls: Called = []
 
-    def fwd(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        calls.append(dict(zip(PARAMETERS, args, strict=False)) | kwargs)
-        return _flash_attn_fwd(*args, **kwargs, _arch=arch)
+    def noted(function: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            calls.append(dict(zip(function.__code__.co_varnames, args, strict=False)) | kwargs)
+            return function(*args, **kwargs)
 
-    def bwd(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        calls.append(dict(zip(flash_attn_cute_backward.PARAMETERS, args, strict=False)) | kwargs)
-        return flash_attn_cute_backward.flash_attn_bwd(*args, **kwargs, arch=arch)
+        return lambda: run
 
-    with patch.object(fa4, "interface", lambda: fwd), patch.object(backward, "interface", lambda: bwd):
+    bwd = flash_attn_cute_backward.flash_attn_bwd
+    with patch.object(fa4, "interface", noted(_flash_attn_fwd)), patch.object(backward, "interface", noted(bwd)):
         yield calls
 
 
@@ -87,7 +86,8 @@ def _flash_attn_fwd(
     disable_scheduler_metadata=False,
     gather_bwd_recompute_p=False,
 ):
-    assert q is not None and k is not None and out is not None and _arch is not None, "the stand-in wants these"
+    assert q is not None and k is not None and out is not None, "the stand-in wants these"
+    arch = architecture()
     assert not any(t.requires_grad for t in (q, k, v) if t is not None), "the real one would compile, and keep, what a gradient needs"
     assert page_table is None or cu_seqlens_k is None, "page_table is not supported with cu_seqlens_k"
     unit, float8 = 16 // v.element_size(), v.dtype in FLOAT8
@@ -100,18 +100,18 @@ def _flash_attn_fwd(
         cu_seqlens_q=(cu_seqlens_q, "batch + 1", I32, LAST), cu_seqlens_k=(cu_seqlens_k, "batch + 1", I32, LAST),
         seqused_k=(seqused_k, "batch", I32, LAST), learnable_sink=(learnable_sink, "heads", (*HALVES, torch.float32), ""),
         out=(out, f"{by_token}, heads, dv", torch.bfloat16 if float8 else v.dtype, ""), lse=(lse, by_head, torch.float32, ALL),
-        q_descale=(q_descale, "batch, kv_heads", torch.float32, ""), k_descale=(k_descale, "batch, kv_heads", torch.float32, ""),
+        q_descale=(q_descale, "batch, kv_heads", torch.float32, ALL), k_descale=(k_descale, "batch, kv_heads", torch.float32, ""),
         v_descale=(v_descale, "batch, kv_heads", torch.float32, ""),
     )  # fmt: skip
     batch, heads, d, dv = s.batch, s.heads, s.d, s.dv
     assert heads % s.kv_heads == 0, "num_head must be divisible by num_head_kv"
-    if _arch // 10 == 9:
+    if arch // 10 == 9:
         assert 8 <= d <= 256 and 8 <= dv <= 256 and d % unit == 0 and dv % unit == 0, "is not supported on SM90"
         assert num_splits <= 1, "SplitKV not supported on SM 9.0"
     else:
         fits = (d <= 128 and dv <= 128) or (d, dv) in ((192, 128), (256, 256))
         assert fits and d % unit == 0 and dv % unit == 0, "is not supported on SM100/SM110"
-    assert not float8 or _arch // 10 == 10, "FP8 is only supported on SM100 (compute capability 10.x) for FA4 CuTe."
+    assert not float8 or arch // 10 == 10, "FP8 is only supported on SM100 (compute capability 10.x) for FA4 CuTe."
     assert 0 not in out.stride() and (out.is_contiguous() or all(s * out.element_size() % 16 == 0 for s in out.stride()[:-1]))
     assert float8 or q_descale is k_descale is v_descale is None, "only supported for FP8 inputs"
     assert window_size_left is None or window_size_left >= 0, "a negative window is read as a number of keys"
@@ -147,6 +147,3 @@ def _flash_attn_fwd(
             blind = to if learnable_sink is None else torch.where(to == float("-inf"), learnable_sink.float()[:, None], to)
             (lse[:, at] if cu_seqlens_q is not None else lse[b]).copy_(blind)
     return out, lse, None, None, None
-
-
-PARAMETERS = _flash_attn_fwd.__code__.co_varnames[: _flash_attn_fwd.__code__.co_argcount]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tests.standins.body import INF, capped, gradients, logits_of, of_heads, visible
-from tests.standins.checks import ALL, LAST, laid_out
+from tests.standins.checks import ALL, LAST, architecture, laid_out
 
 HALVES, I32, F32 = (torch.float16, torch.bfloat16), torch.int32, torch.float32
 TILE_Q, TILE_K = 64, 128
@@ -63,8 +63,6 @@ def flash_attn_bwd(
     block_sparse_tensors=None,
     dlse=None,
     learnable_sink=None,
-    *,
-    arch=90,
 ):
     assert softmax_scale is not None and dq is not None and dk is not None and dv is not None, "the stand-in wants these"
     assert not any(x.requires_grad for x in (q, k, v, out, dout, lse)), "the stand-in wants these detached"
@@ -80,7 +78,7 @@ def flash_attn_bwd(
         cu_seqlens_k=(cu_seqlens_k, "batch + 1", I32, LAST), learnable_sink=(learnable_sink, "heads", (*HALVES, F32), ""),
     )  # fmt: skip
     assert s.heads % s.kv_heads == 0, "num_head must be divisible by num_head_kv"
-    if arch // 10 == 9:
+    if architecture() // 10 == 9:
         assert s.heads == s.kv_heads or s.d == s.dv, "GQA backward requires head_dim == head_dim_v"
         rows = -(-s.d // 32) * 32
         assert s.d > 128 or rows == -(-s.d // 16) * 16, "the sums of a query's gradient are read at other strides than written"
@@ -128,6 +126,3 @@ def _request(n: int, keys: int, loaded: Any, read: Any, into: Any, rules: Any, s
     delta = (out[:n].float() * dout[:n].float()).sum(-1).T
     mass = torch.where(lse == -INF, 1.0, torch.exp(sink.float()[:, None] - lse))
     return -(mass * (delta if dlse is None else delta - dlse[:, :n])).sum(1)
-
-
-PARAMETERS = flash_attn_bwd.__code__.co_varnames[: flash_attn_bwd.__code__.co_argcount]

@@ -8,14 +8,13 @@ tile that ends amid a query's heads loses a key. That a tensor is on CUDA or pin
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 import torch
 
-from tests.helpers import importable
 from tests.standins.checks import ALL, LAST, architecture, check, laid_out
-from tests.standins.flashinfer_modules import HALVES, I32, SMS, Allocator, host_ints, ints_at, store, upload
+from tests.standins.flashinfer_planners import HALVES, I32, SMS, Allocator, host_ints, ints_at, store, upload
+from tests.standins.libraries import packages
 
 TILE, TILE_KV, WORKS = 64, 64, 16384
 ARRAYS = ("q_indptr", "kv_indptr", "partial_indptr")
@@ -136,13 +135,11 @@ def installed() -> Iterator[list[str]]:
     """Within the block `import flashinfer` finds the stand-ins. Gives the record of calls."""
     from attnops.kernels.flashinfer import mla as _flashinfer_mla
 
-    modules = {n: ModuleType(n) for n in ("flashinfer", "flashinfer.jit")}
-    modules["flashinfer.jit"].gen_batch_mla_module = gen_batch_mla_module  # type: ignore[attr-defined]
     _flashinfer_mla.load.cache_clear()
     CALLS.clear()
     BUILT.clear()
     try:
-        with importable(modules):
+        with packages({"flashinfer.jit.gen_batch_mla_module": gen_batch_mla_module}):
             yield CALLS
     finally:
         _flashinfer_mla.load.cache_clear()

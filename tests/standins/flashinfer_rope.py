@@ -8,7 +8,6 @@ calls an illegal address. That a tensor is on CUDA is the one thing it does not 
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -111,6 +110,3 @@ def _turn(x: Tensor, table: Tensor, positions: Tensor, scale: float, out: Tensor
 def _store(out: Tensor, x: Tensor) -> None:
     top = torch.finfo(out.dtype).max
     out.copy_(x.clamp(-top, top).to(out.dtype))
-
-
-SIGNATURE = inspect.signature(mla_rope_quantize_fp8)

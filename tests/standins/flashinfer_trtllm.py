@@ -14,16 +14,16 @@ from functools import partial
 from math import ceil, log, sqrt
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.helpers import importable
 from tests.standins import body
 from tests.standins.body import logits_of, visible
 from tests.standins.checks import ALL, LAST, architecture, check, laid_out
+from tests.standins.libraries import packages
 
 SIGNATURES = {
     "decode.trtllm_batch_decode_with_kv_cache": (
@@ -80,18 +80,14 @@ Called = list[tuple[str, dict[str, Any]]]
 def installed() -> Iterator[Called]:
     """`import flashinfer` finds the stand-ins within the block; yields the calls, each with its arguments by name."""
     calls: Called = []
-    modules = {name: ModuleType(f"flashinfer.{name}") for name in ("decode", "prefill", "xqa", "utils")}
-    for path, parameters in SIGNATURES.items():
-        module, name = path.split(".")
-        setattr(modules[module], name, _function(name, parameters, BODIES[name], calls))
-    vars(modules["utils"]).update(get_device_sm_count=lambda device: SM_COUNT, device_support_pdl=lambda device: False)
-    package, modules["jit"], modules["jit.xqa"] = ModuleType("flashinfer"), ModuleType("flashinfer.jit"), ModuleType("flashinfer.jit.xqa")
-    package.__path__ = modules["jit"].__path__ = []
+    found = {path: _function(path.split(".")[1], parameters, BODIES[path], calls) for path, parameters in SIGNATURES.items()}
+    found |= {"utils.get_device_sm_count": lambda device: SM_COUNT, "utils.device_support_pdl": lambda device: False}
     parameters = SIGNATURES["xqa.get_xqa_module"].replace("q_seq_len,", "q_seq_len=1,")
-    with TemporaryDirectory() as folder, importable({"flashinfer": package, **{f"flashinfer.{n}": m for n, m in modules.items()}}):
+    with TemporaryDirectory() as folder:
         make = partial(_Spec, Path(folder), calls)
-        vars(modules["jit.xqa"])["gen_xqa_module"] = _function("gen_xqa_module", parameters, lambda **m: make(m), [])
-        yield calls
+        found["jit.xqa.gen_xqa_module"] = _function("gen_xqa_module", parameters, lambda **m: make(m), [])
+        with packages({f"flashinfer.{path}": function for path, function in found.items()}):
+            yield calls
 
 
 def _function(name: str, parameters: str, body: Callable[..., Any], calls: Called) -> Callable[..., Any]:
@@ -212,6 +208,11 @@ def counter_bytes(rows: int) -> int:
     return 4 * -(-max(rows, SM_COUNT) // 8) * 8
 
 
+def stats_bytes(heads: int, batch: int, longest: int) -> int:
+    """The softmax's statistics, for tiles of 256 queries."""
+    return 8 * heads * batch * (-(-longest // 256) * 256) + (1 << 20)
+
+
 def _soil(counters: Tensor, scratch: Tensor, counted: int, used: int) -> None:
     _trust(counters.numel() >= counted and scratch.numel() >= used, f"{counters.numel()} and {scratch.numel()} bytes for {counted}, {used}")
     _trust(not counters.any(), "counters that are not zero")
@@ -242,7 +243,7 @@ def _paged(a: dict[str, Any], phase: str, batch: int, longest: int, causal: bool
     _trust(bool((lens > 0).all()) and bool((table >= 0).all()), "requests without keys, pages that are none")
     stats = 0
     if lse is not None:
-        stats = 8 * heads * batch * (-(-longest // 256) * 256) + (1 << 20)
+        stats = stats_bytes(heads, batch, longest)
         check(a["workspace_buffer"].numel() >= stats, "Buffer overflow when allocating memory for trtllm_gen_softmax_workspace")
     blocks = SM_COUNT * 256 * (2 * dim + 8) if phase == "decode" else 0
     _soil(counters, a["workspace_buffer"], needed if phase == "decode" else 0, stats + blocks)
@@ -293,7 +294,7 @@ def _ragged(**a: Any) -> Any:
     _trust(not value.isnan().any(), "what follows a request's values is multiplied by 0")
     _trust(a["is_causal"] or a["window_left"] < 0, "a window without causality")
     assert a["return_lse"] == (lse is not None) and a["attention_sinks"] is None and a["skip_all_rows_active_check"]
-    stats = 8 * query.shape[1] * batch * (-(-a["max_q_len"] // 256) * 256) + (1 << 20) if a["return_lse"] else 0
+    stats = stats_bytes(query.shape[1], batch, a["max_q_len"]) if a["return_lse"] else 0
     check(a["workspace_buffer"].numel() >= stats, "Buffer overflow when allocating memory for trtllm_gen_softmax_workspace")
     _trust(not a["workspace_buffer"].any(), "a workspace that is not zero")
     out.fill_(float("nan"))
@@ -308,9 +309,4 @@ def _ragged(**a: Any) -> Any:
     return (out, lse) if a["return_lse"] else out
 
 
-BODIES: dict[str, Callable[..., Any]] = {
-    "trtllm_batch_decode_with_kv_cache": _decode,
-    "trtllm_batch_context_with_kv_cache": _context,
-    "trtllm_ragged_attention_deepseek": _ragged,
-    "get_xqa_module": _get_xqa_module,
-}
+BODIES: dict[str, Callable[..., Any]] = dict(zip(SIGNATURES, (_decode, _context, _ragged, _get_xqa_module), strict=True))

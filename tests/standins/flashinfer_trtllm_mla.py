@@ -8,15 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.helpers import importable
 from tests.standins.checks import ALL, architecture, check, laid_out
-from tests.standins.flashinfer_trtllm import E4M3, F32, I32, SM_COUNT, Called, _function, _keys, _number, _soil, _trust, counter_bytes
+from tests.standins.flashinfer_trtllm import (
+    E4M3,
+    F32,
+    I32,
+    SM_COUNT,
+    Called,
+    _function,
+    _keys,
+    _number,
+    _soil,
+    _trust,
+    counter_bytes,
+    stats_bytes,
+)
+from tests.standins.libraries import packages
 
 NAME = "trtllm_batch_decode_with_kv_cache_mla"
 SIGNATURE = (
@@ -55,7 +67,7 @@ def _decode(**a: Any) -> Any:
     _trust(table.shape[1] % (128 // page) == 0 and a["max_seq_len"] == table.shape[1] * page, "a table of whole tiles")
     _trust(bool((lens > 0).all()) and bool((table >= 0).all()), "requests without keys, pages that are none")
     _trust(not (a["return_lse"] and sinks is not None), "whether lse holds the sinks")
-    stats = 8 * heads * batch * 256 + (1 << 20) if a["return_lse"] else 0
+    stats = stats_bytes(heads, batch, 1) if a["return_lse"] else 0
     _soil(counters, a["workspace_buffer"], needed, stats + SM_COUNT * 256 * (2 * 512 + 8))
     scale, v_scale = _number(a["bmm1_scale"]), _number(a["bmm2_scale"])
     out.fill_(float("nan"))
@@ -78,8 +90,5 @@ def _decode(**a: Any) -> Any:
 def installed() -> Iterator[Called]:
     """`from flashinfer.mla import ...` finds the stand-in within the block; yields the calls, each with its arguments by name."""
     calls: Called = []
-    package, module = ModuleType("flashinfer"), ModuleType("flashinfer.mla")
-    package.__path__ = []
-    setattr(module, NAME, _function(NAME, SIGNATURE, _decode, calls))
-    with importable({"flashinfer": package, "flashinfer.mla": module}):
+    with packages({f"flashinfer.mla.{NAME}": _function(NAME, SIGNATURE, _decode, calls)}):
         yield calls

@@ -1,10 +1,14 @@
-"""How stand-ins register ops with torch, and note what is called."""
+"""How stand-ins register ops with torch or make modules to import, and note what is called."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
+
+from tests.helpers import importable
 
 
 def noted(calls: list[str], name: str, body: Callable[..., Any]) -> Callable[..., Any]:
@@ -30,3 +34,32 @@ def register(namespace: str, bodies: dict[str, Callable[..., Any]], calls: list[
             library.define(schema)
             library.impl(name, noted(calls, name, body), "CPU")
     return library
+
+
+@contextmanager
+def registered(bodies: dict[str, Callable[..., Any]]) -> Iterator[list[str]]:
+    """Within the block sgl_kernel has these ops, by schema; yields the names of those called, in order."""
+    calls: list[str] = []
+    library = torch.library.Library("sgl_kernel", "FRAGMENT")
+    names = [*map(name_of, bodies)]
+    for name, (schema, body) in zip(names, bodies.items(), strict=True):
+        library.define(schema)
+        library.impl(name, noted(calls, name, body), "CPU")
+    try:
+        yield calls
+    finally:
+        library._destroy()
+        for name in names:
+            vars(torch.ops.sgl_kernel).pop(name, None)
+
+
+def packages(functions: dict[str, Callable[..., Any]]) -> AbstractContextManager[None]:
+    """Within the block these can be imported, by dotted path, from packages that hold nothing else."""
+    modules: dict[str, ModuleType] = {}
+    for path, function in functions.items():
+        module, _, name = path.rpartition(".")
+        parts = module.split(".")
+        for at in range(len(parts)):
+            modules.setdefault(".".join(parts[: at + 1]), ModuleType(module)).__path__ = []
+        setattr(modules[module], name, function)
+    return importable(modules)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tests.standins.body import INF, attend, capped, visible, wide
 from tests.standins.checks import ALL, LAST, architecture, check, laid_out
+from tests.standins.libraries import registered
 from tests.standins.schemas import FWD as SCHEMA
 
 SCHEMA_37 = SCHEMA.replace("Tensor? sinks)", "Tensor? sinks, Tensor? sparse_mask_fine, bool only_qv)")
@@ -34,21 +35,17 @@ def installed(schema: str = SCHEMA) -> Iterator[Called]:
     from attnops.kernels.sgl import fa3
 
     calls: Called = []
-    library = torch.library.Library("sgl_kernel", "FRAGMENT")
-    library.define(schema)
-    names = [a.name for a in torch.ops.sgl_kernel.fwd.default._schema.arguments]
+    names = [a.name for a in torch._C.parse_schema(f"sgl_kernel::{schema}").arguments]
 
     def fwd(*args: Any) -> tuple[Tensor, ...]:
         calls.append(dict(zip(names, args, strict=True)))
         return _fwd(**calls[-1])
 
-    library.impl("fwd", fwd, "CPU")
     fa3.raw_op.cache_clear()
     try:
-        yield calls
+        with registered({schema: fwd}):
+            yield calls
     finally:
-        library._destroy()
-        vars(torch.ops.sgl_kernel).pop("fwd", None)
         fa3.raw_op.cache_clear()
 
 

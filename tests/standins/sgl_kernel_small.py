@@ -10,38 +10,17 @@ raises. That a tensor is on CUDA is the one thing not checked.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from tests.standins import schemas
 from tests.standins.checks import ALL, LAST, check, laid_out
-from tests.standins.libraries import name_of, noted
+from tests.standins.libraries import registered
 
 INF = float("inf")
 BLOCK, HALVES = 64, (torch.float16, torch.bfloat16)
-Called = list[str]
-
-
-@contextmanager
-def installed() -> Iterator[Called]:
-    """Register the stand-ins within the block; yields the names of the ops called, in order."""
-    calls: Called = []
-    library = torch.library.Library("sgl_kernel", "FRAGMENT")
-
-    for schema, body in BODIES.items():
-        library.define(schema)
-        name = name_of(schema)
-        library.impl(name, noted(calls, name, body), "CPU")
-    try:
-        yield calls
-    finally:
-        library._destroy()
-        for schema in BODIES:
-            if (name := name_of(schema)) in vars(torch.ops.sgl_kernel):
-                delattr(torch.ops.sgl_kernel, name)
 
 
 # convert_vertical_slash_indexes ---------------------------------------------------------------------------------------
@@ -152,3 +131,4 @@ BODIES = {
     schemas.CONVERT_MERGEHEAD: convert,
     schemas.VARLEN_FWD_SPARSE: varlen_fwd_sparse,
 }
+installed = partial(registered, BODIES)

@@ -20,6 +20,7 @@ from attnops.ops.latent.cases import DEEPSEEK
 from attnops.ops.pages.cases import PAGED, PAGED_SHAPES
 from attnops.testing import CASES, Call, Case, Features, Source, check_kernel, make_call
 from attnops.testing.calls import equip
+from tests.checks import right
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.ops.test_opcheck import check as opcheck, telling
 from tests.standins.vendors import VENDORS, WIDE, narrow
@@ -35,8 +36,8 @@ FITTED = ("flashinfer", "xqa", "trtllm")
 
 FOREIGN = [k for k in all_kernels() if k.name in VENDORS]
 KERNELS = [k for k in FOREIGN if k.name != "flex" or k.op in GRADIENTS]
-SWEEPS = {"cudnn": 1, "flex": 27, "sgl_sparse": 1, "flashinfer_rope": 1}
-ARCHS = {"sparse_mla_attention": (90, 100), "flashinfer": (80, 90)}
+SWEEPS = {"cudnn": 1, "mem_efficient": 1, "flex": 27, "sgl_sparse": 1, "flashinfer_rope": 1}
+ARCHS = {"sparse_mla_attention": (90, 100), "flashinfer": (80, 90), "fa4": (90, 100)}
 SHARE = {"trtllm_mla": 0.125}
 """Of its budget, what a stand-in of one precise sum takes."""
 
@@ -56,12 +57,20 @@ WHOLE = ("main", "decode", "extend", "longer")
 def fitted(kernel: Kernel) -> list[Case]:
     """Cases in sizes that the kernel takes."""
     paged, cases = kernel.op == "paged_attention", []
+
+    def add(label: str, row: tuple[Any, ...], f: Features) -> None:
+        sized = (*row[:2], 16, *row[3:]) if paged and kernel.name != "flashinfer" else row
+        cases.append(Case(kernel.op, label, lambda source: laid_in(kernel.op, source, sized, f)))
+
     for shape, row in ROWS[kernel.op].items():
         for name in FEATURES if shape in WHOLE else ("plain", "lse_sinks", "lse_causal", "causal_window"):
             f = FEATURES[name]
             f = replace(f, head_dim=64 if paged else 128, v_head_dim=None, dtype=f.dtype if f.dtype in (F16, BF16) else BF16)
-            sized = (*row[:2], 16, *row[3:]) if paged and kernel.name != "flashinfer" else row
-            cases.append(Case(kernel.op, f"{shape}-{name}", lambda source, r=sized, f=f: laid_in(kernel.op, source, r, f)))
+            add(f"{shape}-{name}", row, f)
+    for d, dv in ((128, 128), (256, 256), (192, 128)):
+        dims = Features(dtype=BF16, head_dim=d, v_head_dim=dv, q_heads=4, kv_heads=4, causal=True, lse=True)
+        for shape, row in (LONG if paged else LONG_PACKED).items():
+            add(f"{shape}-{d}-{dv}", row, dims)
     return cases
 
 
@@ -139,7 +148,7 @@ def test_stale_pages_and_long_extends(op: str, name: str, page: int, many_heads:
     plain = Features(dtype=BF16, head_dim=64, q_heads=8, kv_heads=1 if many_heads else 4, causal=True, lse=True)
     f = replace(DEEPSEEK, q_heads=128 if many_heads else 16, lse=True) if op in LATENT else plain
     with VENDORS[name].running():
-        assert check_kernel(kernels_of(op)[name], make_call(op, Source(1), *LENGTHS[op], page, f)).worst <= 1.0
+        right(kernels_of(op)[name], make_call(op, Source(1), *LENGTHS[op], page, f))
 
 
 BLIND: dict[str, tuple[Any, ...]] = {
@@ -259,23 +268,21 @@ def test_any_layout(kernel: Kernel) -> None:
 def test_a_training_step(name: str, packed: bool) -> None:
     """A call of the vendor each way, and the gradients of formulas."""
     op = "varlen_attention" if packed else "attention"
-    if name not in kernels_of(op):
-        pytest.skip("it has no kernel of such calls")
     own = name in kernels_of(f"{op}_backward")
-    if name in OF_TORCH and not own:
-        pytest.skip("no kernel of packed calls")
-    sinks = torch.zeros(8, requires_grad=True) if "sinks" in kernels_of(op)[name].takes else None
-    tensors = [torch.randn(2, 6, n, 128, dtype=BF16, requires_grad=True) for n in (8, 2, 2)]
-    leaves, found = [x for x in (*tensors, sinks) if x is not None], []
-    cu = torch.tensor([0, 6, 12], dtype=torch.int32)
+    if not own and (name in OF_TORCH or name not in kernels_of(op)):
+        pytest.skip("it has no kernel of such calls")
+    leaves = [torch.randn(2, 6, n, 128, dtype=BF16, requires_grad=True) for n in (8, 2, 2)]
+    leaves += [torch.zeros(8, requires_grad=True)] * ("sinks" in kernels_of(op)[name].takes)
+    cu, found = torch.tensor([0, 6, 12], dtype=torch.int32), []
     for kernel in (name, "reference"):
         chosen = {op: kernel, f"{op}_backward": kernel if own else "reference"}
         with VENDORS[name].running() as calls, attnops.use(kernel=chosen):
+            given: dict[str, Any] = {"causal": True, "sinks": leaves[3] if leaves[3:] else None}
             if packed:
-                q, k, v = (x.flatten(0, 1) for x in tensors)
-                out = attnops.varlen_attention(q, k, v, cu, cu, max_seqlen_q=6, max_seqlen_k=6, causal=True, padded=False, sinks=sinks)
+                q, k, v = (x.flatten(0, 1) for x in leaves[:3])
+                out = attnops.varlen_attention(q, k, v, cu, cu, max_seqlen_q=6, max_seqlen_k=6, padded=False, **given)
             else:
-                out = attnops.attention(*tensors, causal=True, sinks=sinks)
+                out = attnops.attention(*leaves[:3], **given)
             found.append(torch.autograd.grad(out.sum(), leaves))  # a gradient without strides
             assert len(calls) == 2 if own and kernel == name else bool(calls) == (kernel == name)
     for got, want in zip(*found, strict=True):

@@ -3,6 +3,7 @@
 import inspect
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,16 +12,16 @@ import attnops
 from attnops.core.errors import NotCompiled
 from attnops.core.kernel import Package, kernels_of
 from attnops.core.needs import _installed
-from attnops.core.problem import Extent, Target, altered, pretend
+from attnops.core.problem import Extent, Target, altered
 from attnops.core.record import changed
 from attnops.core.select import select
 from attnops.kernels.flash_attn4 import backward, fa4 as kernel
 from attnops.kernels.flash_attn4.fa4 import tile as tile_of
-from attnops.testing import CASES, Features, Mismatch, Source, check_kernel, gradient_call, make_call
+from attnops.testing import Features, Source, gradient_call, make_call
+from tests.checks import right
 from tests.helpers import torch_process
 from tests.mates import POLICY
-from tests.standins import flash_attn_cute, flash_attn_cute_backward, shapes, test_fa3
-from tests.standins.flash_attn_cute import PARAMETERS, installed
+from tests.standins import calls, flash_attn_cute, flash_attn_cute_backward, test_fa3
 from tests.standins.vendors import VENDORS
 
 NAME = "fa4"
@@ -30,33 +31,6 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 def fa4(op):
     return kernels_of(op)["fa4"]
-
-
-NOT_ON_SM100 = {
-    "float8_query_int8": "kv_dtype",
-    "float8_query_d40": "head_dim",
-    "float8_query_mask": "mask",
-}
-"""Cases of a float8 query that the kernel refuses, and the field of its reason."""
-
-
-@pytest.mark.parametrize(
-    "case", [c for op in ("attention", "varlen_attention", "paged_attention") for c in CASES[op] if "float8_query" in c.label], ids=str
-)
-def test_float8_on_sm100(case):
-    with installed(100) as calls, pretend(SM100):
-        figures = check_kernel(fa4(case.op), case.call())
-        assert figures.refused or (figures.worst <= 1.0 and calls[-1]["q_descale"].is_contiguous())
-        field = NOT_ON_SM100.get(case.label)
-        assert field in {r.field for r in figures.refused} if field else not figures.refused
-
-
-def test_a_page_that_is_a_tile_is_refused_for_a_reason(standin):
-    f = Features(dtype=BF16, head_dim=128, causal=True)
-    call = make_call("paged_attention", Source(1), (1, 1), (300, 129), 128, f)
-    assert [str(r) for r in fa4("paged_attention").refusals(call.problem)] == ["page_size=128 (wants not 128, a tile)"]
-    with pytest.raises(Mismatch, match="got nan"):
-        check_kernel(replace(fa4("paged_attention"), needs=()), call)
 
 
 @pytest.mark.parametrize(
@@ -70,14 +44,6 @@ def test_a_page_that_is_a_tile_is_refused_for_a_reason(standin):
 )  # fmt: skip
 def test_tiles(change, tile):
     assert tile_of(altered(LLAMA, **change)) == tile
-
-
-def test_arguments_are_as_it_wants_them(standin):
-    f = Features(dtype=BF16, causal=False, window=(3, -1))
-    check_kernel(fa4("attention"), make_call("attention", Source(3), 2, 5, 9, f))
-    last = standin[-1]
-    assert (last["window_size_left"], last["window_size_right"], last["softcap"], last["lse"]) == (3, None, None, None)
-    assert last["num_splits"] == 1 and set(last) - {"q", "k", "v"} <= set(PARAMETERS)
 
 
 def test_the_output_is_written_in_place(standin):
@@ -117,16 +83,13 @@ def paged(f, lens, q_lens=(1, 1), page=16):
 
 
 HALF = Features(dtype=BF16, head_dim=64, q_heads=4, kv_heads=2)
-OTHERS = {
-    "forward": (
-        {"page": 64}, {"q_lens": (90, 1)}, {"f": replace(HALF, dtype=F16)}, {"f": replace(HALF, softcap=1.0)},
-        {"f": replace(HALF, lse=True)}, {"f": replace(HALF, sinks=BF16)}, {"f": replace(HALF, window=(3, -1))},
-        {"f": replace(HALF, head_dim=32)}, {"f": replace(HALF, kv_heads=4)}, {"f": replace(HALF, causal=True)},
-    ),
+FEATURES: tuple[dict[str, Any], ...] = (
+    {"dtype": F16}, {"softcap": 1.0}, {"sinks": BF16}, {"window": (3, -1)}, {"causal": True}, {"kv_heads": 4},
+)  # fmt: skip
+OTHERS: dict[str, tuple[dict[str, Any], ...]] = {
+    "forward": ({"page": 64}, {"q_lens": (90, 1)}, *({"f": replace(HALF, **c)} for c in (*FEATURES, {"lse": True}, {"head_dim": 32}))),
     "backward": (
-        {"lse_grad": True}, {"lengths": (90, 2)}, {"policy": POLICY}, {"f": replace(HALF, dtype=F16)}, {"f": replace(HALF, softcap=1.0)},
-        {"f": replace(HALF, sinks=BF16)}, {"f": replace(HALF, window=(3, -1))}, {"f": replace(HALF, causal=True)},
-        {"f": replace(HALF, head_dim=96)}, {"f": replace(HALF, kv_heads=4)},
+        {"lse_grad": True}, {"lengths": (90, 2)}, {"policy": POLICY}, *({"f": replace(HALF, **c)} for c in (*FEATURES, {"head_dim": 96})),
     ),
 }  # fmt: skip
 """What makes another kind of a call."""
@@ -207,15 +170,14 @@ def test_betas_before_the_one_that_was_read_are_refused(monkeypatch, version, ol
 
 RULES = {
     "causal": replace(HALF, causal=True, dtype=F16),
-    "window": replace(HALF, causal=True, window=(3, -1)),
     "both_sides": replace(HALF, window=(2, 1)),
-    "softcap": replace(HALF, softcap=1.5, kv_heads=1),
     "sinks": replace(HALF, sinks=F32, causal=True),
     "all": replace(HALF, causal=True, window=(4, -1), softcap=2.0, sinks=BF16, kv_heads=4),
     "mla": replace(HALF, causal=True, head_dim=192, v_head_dim=128, kv_heads=4),
 }
 SHAPES = {
-    **shapes.SHAPES,
+    "dense": calls.dense,
+    "ragged": calls.ragged,
     "long": lambda f: make_call("attention", Source(3), 1, 130, 140, f),
     "padded": lambda f: make_call("varlen_attention", Source(3), (70, 3), (130, 9), f, padding=(200, 200)),
 }
@@ -227,9 +189,8 @@ SHAPES = {
 @pytest.mark.parametrize("rules", RULES)
 def test_gradients(standin, rules, shape, lse_grad):
     call = gradient_call(Source(4), SHAPES[shape](RULES[rules]), lse_grad=lse_grad)
-    figures = check_kernel(fa4(call.op), call)
-    assert not figures.refused and figures.worst <= 1.0, figures
-    assert len(standin) == (not shape.startswith("no_key"))
+    right(fa4(call.op), call)
+    assert len(standin) == 1
 
 
 def test_promised_rows_are_neither_copied_nor_cleared(standin):
@@ -269,7 +230,7 @@ MANY = dict.fromkeys(("queries", "context"), Extent.of(4096)) | {"tokens": Exten
 )
 def test_the_choice_of_a_gradient(policy, change, field):
     """By estimate it is the choice on an H200. Its order of turns was read for SM90 alone."""
-    problem = gradient_call(Source(0), SHAPES["dense"](HALF)).problem
+    problem = gradient_call(Source(0), calls.dense(HALF)).problem
     for op in ("attention_backward", "varlen_attention_backward"):
         asked = altered(problem, op=op, head_dim=128, v_head_dim=128, q_heads=32, kv_heads=8, **{"target": SM90, **MANY, **change})
         decision = select(asked, policy)
@@ -283,7 +244,7 @@ PINNED = ((kernel, flash_attn_cute._flash_attn_fwd), (backward, flash_attn_cute_
 
 
 def signature_of(standin):
-    return {n: p.default for n, p in inspect.signature(standin).parameters.items() if n != "arch"}
+    return {n: p.default for n, p in inspect.signature(standin).parameters.items()}
 
 
 @pytest.mark.parametrize(("wrap", "standin"), PINNED, ids=["forward", "backward"])

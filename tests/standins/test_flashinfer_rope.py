@@ -1,9 +1,7 @@
 """`flashinfer_rope` over a stand-in of the function it calls, and `pointwise` in generated code: rotation, quantisation, joining."""
 
-import inspect
 import re
 from dataclasses import replace
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -12,14 +10,12 @@ from attnops.core.errors import InvalidInput
 from attnops.core.kernel import kernels_of
 from attnops.core.problem import Extent, Target, altered
 from attnops.core.select import select
-from attnops.core.tensors import rotate
 from attnops.kernels.flashinfer import rope
 from attnops.kernels.shared.tokens import side_by_side
 from attnops.ops import rope_quantize_latent
 from attnops.ops.latent.cases import DEEPSEEK, SMALL
 from attnops.testing import Source, make_call
 from tests.lowering.models import compiled_code
-from tests.standins import flashinfer_rope as standin
 
 BF16, F16, F32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 OP = "rope_quantize_latent"
@@ -31,9 +27,6 @@ PARTS = ("q_nope", "q_pe", "latent", "k_pe", "cos_sin", "positions")
 
 def call(f=DEEPSEEK, positions=(3, 0, 8), **more):
     return make_call("rope_quantize_latent", Source(1), positions, f, interleaved=more.pop("interleaved", True), **more)
-
-
-# The wrap -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
@@ -62,30 +55,6 @@ def test_who_is_chosen():
     assert select(replace(problem, target=Target("cpu"))).kernel.name == "pointwise"
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(find_spec("flashinfer") is None, reason="flashinfer is not installed, so that its signature cannot be compared")
-def test_the_stand_in_has_the_packages_signature():
-    from flashinfer.rope import mla_rope_quantize_fp8
-
-    found = inspect.signature(mla_rope_quantize_fp8)
-    assert [(p.name, p.default) for p in found.parameters.values()] == [(p.name, p.default) for p in standin.SIGNATURE.parameters.values()]
-
-
-# The rotation ---------------------------------------------------------------------------------------------------------
-
-
-def test_pairs_stay_in_their_places():
-    """Against complex numbers, which know nothing of halves; and the two layouts are one rotation of the same pairs."""
-    x, angle = torch.randn(5, 3, 8, dtype=torch.float64), torch.randn(5, 1, 4, dtype=torch.float64)
-    turned = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (4, 2))) * torch.polar(torch.ones_like(angle), angle)).flatten(-2)
-    torch.testing.assert_close(rotate(x, angle.cos(), angle.sin(), True), turned)
-
-    def split(y):
-        return torch.cat([y[..., ::2], y[..., 1::2]], -1)
-
-    torch.testing.assert_close(rotate(split(x), angle.cos(), angle.sin(), False), split(turned))
-
-
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("at", [-1, 9])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -105,9 +74,6 @@ def test_parts_are_views_of_one_tensor():
     assert side_by_side(q_nope, q_pe), "attention copies no query"
     assert q_nope.stride() == q_pe.stride() == (80, 20, 1) and q_pe.data_ptr() == q_nope.data_ptr() + 16
     assert latent.stride() == k_pe.stride() == (20, 1) and k_pe.data_ptr() == latent.data_ptr() + 16
-
-
-# Compiled -------------------------------------------------------------------------------------------------------------
 
 
 def step(q_nope, q_pe, latent, k_pe, cos_sin, positions):

@@ -1,6 +1,6 @@
 """FlashMLA's kernels over the second wheel, and which wheel is taken.
 
-The grids are those of test_mla.py and test_sparse.py, over stand-ins with the second wheel's ops.
+The grid is that of test_contract.py, over stand-ins with the second wheel's ops.
 """
 
 import math
@@ -16,8 +16,9 @@ from attnops.core.kernel import Package, kernels_of
 from attnops.core.problem import Target, pretend
 from attnops.kernels.sgl import sources, wheel
 from attnops.ops.latent.cases import DEEPSEEK
-from attnops.testing import CASES, Source, check_kernel, make_call
-from tests.standins import flash_mla_legacy as standin, schemas, sgl_kernel_mla
+from attnops.testing import CASES, Source, make_call
+from tests.checks import right
+from tests.standins import flash_mla_legacy as standin, sgl_kernel_mla
 
 SGL, FLASH = "sgl_kernel", "flash_mla"
 UNKNOWN = wheel.UNKNOWN
@@ -42,23 +43,6 @@ def records():
         each.CALLS.clear()
 
 
-# The truth about the foreign ops -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("schema", schemas.LEGACY_OPS, ids=lambda text: text.partition("(")[0])
-def test_schemas(schema):
-    """As the library registers them: read from it under torch 2.11 and 2.15."""
-    parsed = torch._C.parse_schema(f"flash_mla_legacy::{schema}")
-    op = getattr(torch.ops.flash_mla_legacy, parsed.name.partition("::")[2]).default
-    assert str(op._schema) == str(parsed)
-    path = wheel.library(sources.LEGACY, FLASH)
-    # Schemas lie in a library as they were written; reading them loads nothing.
-    assert path is None or schema.encode() in path.read_bytes()
-
-
-# The path ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize(("kernel", "case"), GRID)
 def test_kernel(kernel, case):
@@ -66,7 +50,7 @@ def test_kernel(kernel, case):
         refused = kernel.refusals(case.call().problem)
         if refused:
             pytest.skip("; ".join(map(str, refused)))
-        assert check_kernel(kernel, case.call()).worst <= 1.0
+        right(kernel, case.call())
     assert not sgl_kernel_mla.CALLS, "an op of the first wheel"
 
 
@@ -79,15 +63,12 @@ def test_the_lse_of_either_wheel(packed):
     for assumed in (SGL, FLASH):
         call = make_call("sparse_mla_attention", Source(0), (128, 3), 128, (4, 64), f, packed=packed)
         with pretend(replace(SM90, assume=(assumed,))):
-            assert check_kernel(kernel, call).worst <= 1.0
+            right(kernel, call)
             kernel.run(call.record)
         found.append(call.arguments["lse"])
     torch.testing.assert_close(*found)
     bases = [each.lse_base for each in sources.SOURCES]
     assert bases == [2.0, math.e]
-
-
-# Which wheel -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +20,6 @@ from tests.standins.vendors import VENDORS
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 HALF = Features(dtype=BF16, head_dim=64, q_heads=8, kv_heads=2, causal=True)
-FLOAT8 = replace(DEEPSEEK, kv_dtype=E4M3)
 
 
 OF_TORCH = ("reference", "sdpa")
@@ -44,6 +42,11 @@ def holed(call, holes, ids="negative"):
         wrong = IDS[ids](call.arguments[names[0]].shape[0])
         table[request, column] = wrong[i % len(wrong)]
     return replace(call.with_(page_table=table), free={**call.free, **free})
+
+
+def over(op, q_lens, lens=LENGTHS, page=64, f=None, seed=0, **more):
+    """A call over pages of either op."""
+    return make_call(op, Source(seed), q_lens, lens, page, f or (HALF if op == "paged_attention" else DEEPSEEK), **more)
 
 
 def running(name):
@@ -71,30 +74,25 @@ QUERIES = {"decode": (1, 1, 1), "verify": (2, 1, 3), "extend": (5, 1, 64)}
 @pytest.mark.parametrize("queries", QUERIES)
 @pytest.mark.parametrize(("op", "name"), OVER)
 def test_no_page_is_read_that_is_not_named(op, name, queries, holes, ids):
-    f = HALF if op == "paged_attention" else replace(FLOAT8, q_dtype=E4M3) if name == "flashmla_fp8" else DEEPSEEK
-    figures = check(op, name, holed(make_call(op, Source(0), QUERIES[queries], LENGTHS, 64, f), HOLES[holes], ids))
-    assert figures.worst <= 1.0 and {r.field for r in figures.refused} <= {"queries"}, figures
+    f = replace(DEEPSEEK, q_dtype=E4M3, kv_dtype=E4M3) if name == "flashmla_fp8" else None
+    figures = check(op, name, holed(over(op, QUERIES[queries], f=f), HOLES[holes], ids))
+    assert {r.field for r in figures.refused} <= {"queries"}, figures
 
 
 @pytest.mark.parametrize("features", [{"window": (70, -1)}, {"mask": "bool"}, {"chunk": 64}], ids=str)
 @pytest.mark.parametrize("name", over_pages("paged_attention"))
 def test_where_no_page_may_move(name, features):
-    call = holed(make_call("paged_attention", Source(0), (1, 1, 1), LENGTHS, 64, replace(HALF, **features)), HOLES["first"], "past")
-    assert check("paged_attention", name, call).worst <= 1.0
+    check("paged_attention", name, holed(over("paged_attention", (1, 1, 1), f=replace(HALF, **features)), HOLES["first"], "past"))
 
 
-PLANNED = [("paged", "flashinfer"), ("mla", "flashinfer_mla_fa2"), ("mla", "flashinfer_mla_fa3")]
-
-
-@pytest.mark.parametrize(("op", "name"), PLANNED)
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op, name in OVER if name.startswith("flashinfer")])
 def test_a_plan_of_another_number_of_pages_is_for_promised_tables_alone(op, name):
     """It took ids past the pool for pages, or pages for ids past the pool."""
-    build = partial(make_call, "paged_attention" if op == "paged" else "mla_attention")
-    call, kernel = build(Source(0), (1, 1), (9, 30), 64, HALF if op == "paged" else DEEPSEEK), kernels_of(f"{op}_attention")[name]
+    call, kernel = over(op, (1, 1), (9, 30)), kernels_of(op)[name]
     with running(name):
         for pages, said in ((UNKNOWN, "unknown"), (1, "1")):
             made = planned(kernel, call)
-            maker = kernels_of(f"plan_{op}_attention")[name]
+            maker = kernels_of(f"plan_{op}")[name]
             plan = plan_call(call, maker, (made.arguments["plan"], made.arguments["workspace"])).with_(num_pages=pages)
             maker.run(plan.record)
             with pytest.raises(InvalidInput, match=rf"^plan.num_pages: got {said}, want \d+, the pages of this call: give .*holes=False"):
@@ -105,15 +103,16 @@ def test_a_plan_of_another_number_of_pages_is_for_promised_tables_alone(op, name
 @pytest.mark.parametrize("queries", [(1, 1, 1), (5, 1, 2)], ids=["decode", "extend"])
 def test_the_keys_of_such_a_page_are_not_seen(queries):
     """Against dense attention of the keys that are left."""
-    call = holed(make_call("paged_attention", Source(0), queries, LENGTHS, 16, replace(HALF, dtype=torch.float64)), HOLES["middle"])
+    call = holed(over("paged_attention", queries, page=16, f=replace(HALF, dtype=torch.float64)), HOLES["middle"])
     t = call.arguments
     given = [t[n] for n in ("query", "k_pages", "v_pages", "page_table", "seq_lens", "cu_seqlens_q")]
     out = attnops.paged_attention(*given, max_seqlen_q=max(queries), scale=t["scale"])
-    for b, (q0, q1) in enumerate(pairwise(t["cu_seqlens_q"].tolist())):
-        length, table = LENGTHS[b], t["page_table"][b].tolist()
-        seen = [j for j in range(length) if 0 <= table[j // 16] < t["k_pages"].shape[0]]
-        key, value = (torch.stack([pages[table[j // 16], j % 16] for j in seen]) for pages in (t["k_pages"], t["v_pages"]))
-        mask = torch.tensor(seen) <= torch.arange(length - (q1 - q0), length)[:, None]
+    for length, table, (q0, q1) in zip(LENGTHS, t["page_table"], pairwise(t["cu_seqlens_q"].tolist()), strict=True):
+        at = torch.arange(length)
+        ids = table.long()[at // 16]
+        at, ids = (x[(ids >= 0) & (ids < t["k_pages"].shape[0])] for x in (at, ids))
+        key, value = (t[n][ids, at % 16] for n in ("k_pages", "v_pages"))
+        mask = at <= torch.arange(length - (q1 - q0), length)[:, None]
         want = attnops.attention(t["query"][None, q0:q1], key[None], value[None], mask=mask[None, None], scale=t["scale"])[0]
         torch.testing.assert_close(out[q0:q1], want)
 
@@ -131,15 +130,13 @@ def test_slots_outside_the_pages_are_not_written(name):
     assert all(torch.equal(got[n], want[n]) for n in got)
 
 
-@pytest.mark.parametrize("op", ["paged", "mla"])
-def test_a_device_plan_of_a_table_with_holes_is_refused(op):
-    build = partial(make_call, "paged_attention" if op == "paged" else "mla_attention")
-    call = build(Source(0), (1, 1), (9, 30), 64, HALF if op == "paged" else DEEPSEEK).with_(plan=torch.zeros(4, dtype=torch.int32))
-    overloads = getattr(torch.ops.attnops, f"{op}_attention")
-    kernels = ("default", "fa3", "reference", *["sdpa"] * (op == "paged"))
-    for run in (getattr(overloads, name) for name in kernels):
-        with torch.no_grad(), pytest.raises(InvalidInput, match=r"^holes: got True, want False, because a device plan"):
-            run(*call.args, **call.kwargs)
+@pytest.mark.parametrize("op", ["paged_attention", "mla_attention"])
+@pytest.mark.parametrize("name", ["default", "fa3", "reference"])
+def test_a_device_plan_of_a_table_with_holes_is_refused(op, name):
+    call = over(op, (1, 1), (9, 30)).with_(plan=torch.zeros(4, dtype=torch.int32))
+    run = getattr(getattr(torch.ops.attnops, op), name)
+    with torch.no_grad(), pytest.raises(InvalidInput, match=r"^holes: got True, want False, because a device plan"):
+        run(*call.args, **call.kwargs)
 
 
 class Layers(torch.nn.Module):
@@ -171,10 +168,7 @@ COUNT: list[Any] = []
 
 
 def layers_call(pools=5):
-    calls = [
-        holed(make_call("paged_attention", Source(i), (1, 1, 1), LENGTHS, 64, HALF, padding=0), HOLES["first"], "past")
-        for i in range(pools)
-    ]
+    calls = [holed(over("paged_attention", (1, 1, 1), seed=i, padding=0), HOLES["first"], "past") for i in range(pools)]
     t = calls[0].arguments
     pages = [tuple(c.arguments[n].nan_to_num() for n in ("k_pages", "v_pages")) for c in calls]
     return t["query"], pages, t["page_table"], t["seq_lens"], t["cu_seqlens_q"]
@@ -219,10 +213,9 @@ def test_a_table_written_between_two_layers_is_looked_at_again(counted):
 
 
 def test_who_names_pages_once_a_step_says_so():
-    call = holed(make_call("paged_attention", Source(0), (1, 1, 1), LENGTHS, 64, HALF, padding=0), HOLES["middle"])
-    t = call.arguments
+    t = holed(over("paged_attention", (1, 1, 1), padding=0), HOLES["middle"]).arguments
     table, lengths = named_pages(t["page_table"], t["seq_lens"], t["cu_seqlens_q"], num_pages=t["k_pages"].shape[0], page_size=64)
-    rest = (t["cu_seqlens_q"],)
-    want = attnops.paged_attention(t["query"], t["k_pages"], t["v_pages"], t["page_table"], t["seq_lens"], *rest, max_seqlen_q=1)
-    got = attnops.paged_attention(t["query"], t["k_pages"], t["v_pages"], table, lengths, *rest, max_seqlen_q=1, holes=False)
+    pages = [t[n] for n in ("query", "k_pages", "v_pages")]
+    want = attnops.paged_attention(*pages, t["page_table"], t["seq_lens"], t["cu_seqlens_q"], max_seqlen_q=1)
+    got = attnops.paged_attention(*pages, table, lengths, t["cu_seqlens_q"], max_seqlen_q=1, holes=False)
     torch.testing.assert_close(got, want)

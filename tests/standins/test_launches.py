@@ -16,15 +16,12 @@ import attnops
 from attnops.core.kernel import kernels_of
 from attnops.testing import Features, Source, equip, make_call, with_device_plan
 from tests.standins import test_speculative
+from tests.standins.calls import is_free
 from tests.standins.vendors import VENDORS
 
 BF16 = torch.bfloat16
 # By import: a clone may lie in a folder of any name, and torch may be installed below it.
 PACKAGE, STANDINS = (str(Path(file).parent) + os.sep for file in (attnops.__file__, __file__))
-FREE = {
-    "view", "_unsafe_view", "select", "slice", "as_strided", "expand", "unsqueeze", "squeeze", "transpose", "permute", "split",
-    "split_with_sizes", "t", "alias", "detach", "_reshape_alias", "unbind", "empty", "empty_like", "empty_strided", "new_empty", "diagonal",
-}  # fmt: skip
 
 # By (op, kernel, planned): the ops besides the foreign ones, and why they are there.
 OWN_OUTPUT = "the foreign call returns a tensor of its own, and the op writes into the caller's"
@@ -69,7 +66,7 @@ class Launches(TorchDispatchMode):
         while not (file := frame.f_code.co_filename).startswith((PACKAGE, STANDINS)):
             frame = frame.f_back
         core = space == "attnops" and "__" in name
-        if file.startswith(PACKAGE) and space in ("aten", "attnops") and name not in FREE and not core:
+        if file.startswith(PACKAGE) and space in ("aten", "attnops") and not is_free(func) and not core:
             self.found[name] += 1
         return func(*args, **(kwargs or {}))
 

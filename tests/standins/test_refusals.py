@@ -100,11 +100,13 @@ FEW, MANY = ("2 queries",), ("2 queries", "9 queries")
 ANY_PAGE = ("page 1", "page 8", "page 24", "page 32", "page 48", "page 128")
 ANY_PLAN = ("none plan", "host plan", "device plan")
 LAID = ("gaps", "gaps of no row", "unlike pages")
+OVER = {*ANY_PAGE, *MANY, *ANY_PLAN, *LAID}
+FEW_HEADS = ("8 heads", "20 heads", "96 heads")
+OF_FLASHMLA = {*FEW_HEADS, "192 heads", *FEW, *ANY_PLAN, *LAID, "lse"}
 SM80, SM90, SM100 = (80, 89, 90, 100, 103, 120), (90,), (100, 103)
-FLASHINFER = (
-    "float16", "float8 keys", "float8 keys by head", "8 heads", "20 heads", "96 heads", "192 heads",
-    *ANY_PAGE, *MANY, "host plan", *LAID, "lse",
-)  # fmt: skip
+FLASHINFER = {
+    "float16", "float8 keys", "float8 keys by head", *FEW_HEADS, "192 heads", *(OVER - {"none plan", "device plan"}), "lse",
+}  # fmt: skip
 
 TAKES: dict[str, tuple[tuple[int, ...], set[str]]] = {
     "aten_flash": (SM80, {"float16", *WINDOWS, "strides", *EIGHTS, *COUNTS, "lse", *SHAPES}),
@@ -120,16 +122,14 @@ TAKES: dict[str, tuple[tuple[int, ...], set[str]]] = {
     }),
     "fa3": ((80, 89, 90), {
         "float16", "float8", *WINDOWS, "softcap", "chunk", *OF_SINKS, *EIGHTS, "d192 128",
-        "d64 512", *COUNTS, "lse", "sinks lse", "range", *SHAPES, *ANY_PAGE, *MANY, *ANY_PLAN,
-        *LAID,
+        "d64 512", *COUNTS, "lse", "sinks lse", "range", *SHAPES, *OVER,
     }),
     "fa3 mla_attention": (SM90, {
-        "float16", "window", "window of all", "softcap", *OF_SINKS, "8 heads", "20 heads",
-        "96 heads", "192 heads", *ANY_PAGE, *MANY, *ANY_PLAN, *LAID, "lse", "sinks lse",
+        "float16", "window", "window of all", "softcap", *OF_SINKS, *FEW_HEADS, "192 heads", *OVER, "lse", "sinks lse",
     }),
     "fa4": ((90, *SM100), {
         "float16", *WINDOWS, "softcap", *OF_SINKS, *EIGHTS, "d128 64", "d192 128", *COUNTS,
-        *OF_LSE, *SHAPES, *ANY_PAGE[:-1], *MANY, *ANY_PLAN, *LAID,
+        *OF_LSE, *SHAPES, *(OVER - {"page 128"}),
     }),
     "fa4 gradient": ((90, *SM100), {
         "float16", *WINDOWS, "softcap", *OF_SINKS, "d64", "d96", "d192", "d256", *COUNTS,
@@ -148,26 +148,22 @@ TAKES: dict[str, tuple[tuple[int, ...], set[str]]] = {
         "page 128", *MANY, "none plan", "device plan", *LAID[:2], "lse",
     }),
     "trtllm varlen_attention": (SM100, {"float16", "window", "d256", "d192 128", *COUNTS, "lse"}),
-    "flashinfer_mla_fa2": (SM80, {*FLASHINFER}),
-    "flashinfer_mla_fa3": (SM90, {*FLASHINFER}),
+    "flashinfer_mla_fa2": (SM80, FLASHINFER),
+    "flashinfer_mla_fa3": (SM90, FLASHINFER),
     "trtllm_mla": (SM100, {
         "float8", "scales", *OF_SINKS, "8 heads", "20 heads", "page 32", *FEW, "none plan",
         "device plan", *LAID[1:], "lse",
     }),
     "cutlass_mla": ((100,), {
-        "float16", "8 heads", "20 heads", "96 heads", "page 1", "page 8", "page 32", "page 128",
+        "float16", *FEW_HEADS, "page 1", "page 8", "page 32", "page 128",
         *FEW, *ANY_PLAN, *LAID[1:],
     }),
-    "flashmla": (SM90, {
-        "float16", "8 heads", "20 heads", "96 heads", "192 heads", *FEW, *ANY_PLAN, *LAID, "lse",
-    }),
+    "flashmla": (SM90, {"float16", *OF_FLASHMLA}),
     "flashmla sparse_mla_attention": ((90, 100), {
-        *OF_SINKS, "8 heads", "20 heads", "96 heads", *ANY_PAGE, *MANY, *ANY_PLAN, "gaps",
-        "unlike pages", *OF_LSE,
+        *OF_SINKS, *FEW_HEADS, *(OVER - {"gaps of no row"}), *OF_LSE,
     }),
     "flashmla_fp8": (SM90, {
-        "float8", "float8 keys", "float8 keys by head", "scales", "8 heads", "20 heads",
-        "96 heads", "192 heads", *FEW, *ANY_PLAN, *LAID, "lse",
+        "float8", "float8 keys", "float8 keys by head", "scales", *OF_FLASHMLA,
     }),
 }  # fmt: skip
 TAKES["flex varlen_attention_backward"] = TAKES["flex"][0], TAKES["flex"][1] - {"mask"}
@@ -198,7 +194,12 @@ def test_what_is_refused(kernel: Kernel) -> None:
         assert all(changed & {*r.field.split(", ")} for r in found), found
 
 
+FEWER_KEYS = {"causal": False, "sizes_equal": False, "queries": Extent.of(130), "context": Extent.of(70)}
 RULED: tuple[tuple[str, str, dict[str, Any], str], ...] = (
+    *((name, "attention", dict.fromkeys(("q_heads", "kv_heads"), 65_536), "q_heads") for name in ("aten_flash", "flex", "mem_efficient")),
+    *(
+        ("aten_flash", "attention", FEWER_KEYS | {"window": window}, "window") for window in ((33, -1), (-1, 8))
+    ),
     ("cudnn", "attention", {"arch": 100, "head_dim": 192}, "head_dim, v_head_dim"),
     ("cudnn", "attention_backward", {"v_head_dim": 4}, "v_head_dim"),
     ("fa3", "paged_attention", FLOAT8 | {"kv_dtype": torch.int8}, "kv_dtype"),

@@ -1,21 +1,17 @@
 """`trtllm_mla` through a stand-in of the function it calls: rows, tables, scales, workspace, lse, refusals, compiled code."""
 
-import inspect
 from dataclasses import replace
-from importlib.util import find_spec
 
 import pytest
 import torch
 
 from attnops.core.errors import InvalidInput
 from attnops.core.kernel import kernels_of
-from attnops.core.select import workspace_bytes
-from attnops.kernels.flashinfer import trtllm
 from attnops.kernels.shared import memory
 from attnops.ops import decode_rows
 from attnops.ops.latent.cases import DEEPSEEK
-from attnops.testing import Pages, Source, check_kernel, equip, make_call
-from tests.standins import flashinfer_trtllm_mla as standin
+from attnops.testing import Pages, check_kernel, equip
+from tests.standins.calls import latents
 
 BF16, F16, F32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 NAME = "trtllm_mla"
@@ -23,8 +19,8 @@ KERNEL = kernels_of("mla_attention")[NAME]
 FLOAT8 = replace(DEEPSEEK, kv_dtype=E4M3)
 
 
-def call(q_lens=(1, 2, 1), seq_lens=(70, 3, 130), page=64, f=DEEPSEEK, padding=1, **more):
-    return make_call("mla_attention", Source(0), q_lens, seq_lens, page, f, padding, **more)
+def call(q_lens=(1, 2, 1), *given, **more):
+    return latents(q_lens, *given, padding=1, **more)
 
 
 def test_what_the_function_is_given(calls):
@@ -65,40 +61,8 @@ def test_a_plan_says_the_same(calls):
 # The workspace --------------------------------------------------------------------------------------------------------
 
 
-def test_the_callers_workspace(calls):
-    given = call(f=replace(DEEPSEEK, lse=True))
-    size = workspace_bytes(given.problem, "kernel=trtllm_mla")
-    assert size == trtllm.workspace_bytes(given.problem) > memory.COUNTERS
-    workspace = torch.zeros(size, dtype=torch.uint8)
-    for _ in range(2):
-        assert check_kernel(KERNEL, given.with_(workspace=workspace)).worst <= 0.125
-    assert not workspace[: memory.COUNTERS].any()
-    KERNEL.run(given.with_(workspace=workspace).record)
-    assert workspace.any() and not workspace[: memory.COUNTERS].any()
-    for short, got in ((None, "None"), (workspace[: memory.COUNTERS], r"\d+ bytes")):
-        with pytest.raises(InvalidInput, match=rf"^workspace: got {got}, want >= \d+ bytes, aligned to 16, zero before the first call"):
-            KERNEL.run(given.with_(workspace=short).record)
-        asked = given.with_(workspace=short).problem
-        assert [r.field for r in KERNEL.refusals(asked)] == ["workspace"]
-
-
 def test_more_rows_than_counters(calls):
     given = equip(KERNEL, call((1,), (3,), f=replace(DEEPSEEK, q_heads=128)))
     many = torch.zeros(1, dtype=BF16).expand(16385 * 128 * 512).view(16385, 128, 512)
     with pytest.raises(InvalidInput, match=r"^q_nope.shape\[0\]: got 16385, want <= 16384 tokens of 128 heads"):
         KERNEL.run(given.with_(q_nope=many, output=many).record)
-
-
-# Refusals -------------------------------------------------------------------------------------------------------------
-
-
-# Compiled -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(find_spec("flashinfer") is None, reason="flashinfer is not installed, so its signature cannot be compared")
-def test_the_stand_in_has_the_packages_signature():
-    from flashinfer.mla import trtllm_batch_decode_with_kv_cache_mla
-
-    names = [p.partition("=")[0] for p in standin.SIGNATURE.split(", ")]
-    assert list(inspect.signature(trtllm_batch_decode_with_kv_cache_mla).parameters) == names

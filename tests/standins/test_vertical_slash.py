@@ -14,6 +14,7 @@ from attnops.core.select import select
 from attnops.ops import OPS
 from attnops.ops.sparse.vertical_slash_cases import HALF, SLASH as SMALL
 from attnops.testing import CASES, Source, check_kernel, make_call
+from tests.checks import right
 from tests.standins import sgl_kernel_small
 from tests.standins.vendors import VENDORS
 
@@ -31,20 +32,6 @@ def ints(*rows):
 
 
 # What the index means -------------------------------------------------------------------------------------------------
-
-
-def test_an_index_by_hand():
-    # 130 queries at the end of 200 keys: rows end at positions 134, 198 and 262.
-    blocks, offsets, columns, column = ops.vertical_slash_indexes(
-        ints(130), ints(200), ints([[0, 40, 69, 75, 150]]), ints([[90, 60, 0]]), max_seqlen_q=130
-    )
-    # Row 0: 134 - 90 = 44 is below 64, so keys 0 to 63; 134 - 60 = 74 reaches past, so 64 to 127; 134 past that, so 128 to 191.
-    assert offsets[0, 0, 0].tolist() == [0, 64, 128] and blocks[0, 0, 0] == 3 and columns[0, 0, 0] == 0
-    # Row 1: 198 - 90 = 108, hence 44 to 107; 138 joins 108 to 171; 198 joins 172 to 235. 0 and 40 lie before.
-    assert offsets[0, 0, 1].tolist() == [44, 108, 172] and column[0, 0, 1, : columns[0, 0, 1]].tolist() == [0, 40]
-    # Row 2: 262 - 90 = 172, hence 108 to 171; 202 joins 172 to 235; what 262 would join begins at 236, past the last key.
-    assert offsets[0, 0, 2].tolist() == [108, 172, 0] and blocks[0, 0, 2] == 2
-    assert column[0, 0, 2].tolist() == [0, 40, 69, 75, 0] and columns[0, 0, 2] == 4
 
 
 @given(st.integers(0, 300), st.integers(0, 300), st.integers(1, 12), st.integers(1, 12), st.integers(0, 99))
@@ -132,13 +119,13 @@ def test_counts_take_the_other_op(standin):
 def test_no_launch_has_more_requests_than_its_lse_has_room_for(standin, q_lens, padding, slack, launches):
     k_lens = [n + 70 for n in q_lens]
     call = make_call("vertical_slash_attention", Source(4), q_lens, k_lens, HALF, padding=(padding, 0), slack=slack)
-    assert check_kernel(sgl("vertical_slash_attention"), call).worst <= 1.0
+    right(sgl("vertical_slash_attention"), call)
     assert standin == ["varlen_fwd_sparse"] * launches
 
 
 def test_queries_without_keys(standin):
     call = make_call("vertical_slash_attention", Source(4), (64, 3), (10, 0), HALF)
-    assert check_kernel(sgl("vertical_slash_attention"), call).worst <= 1.0
+    right(sgl("vertical_slash_attention"), call)
 
 
 PROBLEM = Problem.of(
