@@ -18,7 +18,7 @@ from attnops.hf import Decode, page_model as paged, tiny
 from attnops.hf.cache import idle_pages as pool, names as cache_names
 from attnops.hf.cache.model_pages import EMPTY, ModelPages
 from attnops.hf.cache.names import named
-from attnops.hf.steps import decode, failed, graphed_steps as steps
+from attnops.hf.steps import captures as states, decode, graphed_steps as steps
 from tests.graphs.standin import StandIn
 from tests.hf.decoding import CALL, Failing, asked, beside, generated, how, in_threads, replays
 from tests.hf.helpers import LIMIT, relative
@@ -279,7 +279,7 @@ def test_an_interrupt_loses_no_pages(when, monkeypatch):
 
 
 def test_reasons_of_many_states_do_not_pile_up(monkeypatch):
-    monkeypatch.setattr(failed, "MOST", 2)
+    monkeypatch.setattr(states, "MOST", 2)
     monkeypatch.setattr(steps, "breakable", lambda *given, **more: 1 / 0)
     with beside(mode="auto") as pair:
         head = pair.model.lm_head
@@ -288,7 +288,7 @@ def test_reasons_of_many_states_do_not_pile_up(monkeypatch):
             with pytest.warns(NotFast) if number == 0 else nullcontext():
                 generated(pair.model, *CALL)
             assert "ZeroDivisionError" in pair.took.why
-        assert len(pair.decoder.failed) == 2
+        assert len(pair.decoder.failures.lasting) == 2
 
 
 OUTSIDE = {
@@ -316,15 +316,15 @@ def test_captures_that_fail_for_no_fault_of_the_model_are_tried_again(kind, earl
         for _ in range(calls):
             pair.same(*CALL)
             took.append(pair.took)
-        with_pages = 1 if own else min(calls, 1 + failed.TRIES) if times == 50 else calls
+        with_pages = 1 if own else min(calls, 1 + states.TRIES) if times == 50 else calls
         assert [each.cache for each in took] == ["paged"] * with_pages + ["hf"] * (calls - with_pages)
         assert ("tries again" in took[0].why) is not own and "tries again" not in took[-1].why
         if times == 50 or own:
             assert {each.decode for each in took} == {"hf"}
-            [step] = pair.decoder.failed
+            [step] = pair.decoder.failures.lasting
             assert "release()" in str(step)
         else:
-            assert took[-1].decode == "breakable" and not pair.decoder.failed and not took[-1].why
+            assert took[-1].decode == "breakable" and not pair.decoder.failures.lasting and not took[-1].why
         pair.handle.release()
         device.times = 0
         pair.same(*CALL)

@@ -6,7 +6,7 @@ from torch import nn
 
 import attnops
 from attnops.hf import tiny
-from attnops.hf.steps import graphs_by_state as states, prompt
+from attnops.hf.steps import captures as states, prompt
 from tests.hf.decoding import CALL, asked, auto, captures, how, logits
 from tests.hf.helpers import LIMIT, relative
 
@@ -98,7 +98,7 @@ def test_the_state_in_use_stays(model, monkeypatch):
 
 
 def test_small_states_are_not_kept_for_ever(model, monkeypatch):
-    monkeypatch.setattr(states, "MOST_STATES", 3)
+    monkeypatch.setattr(states, "MOST", 3)
     with attnops.patch(model, cache="paged", decode=how()) as handle:
         for by in range(5):
             of_state(model, float(by))
@@ -107,7 +107,7 @@ def test_small_states_are_not_kept_for_ever(model, monkeypatch):
         handle.release()
         of_state(model, 1.0)
         # States without graphs are forgotten.
-        assert len(handle._paged.decoder()._states._kept) == 1
+        assert len(handle._paged.decoder()._captures._kept) == 1
 
 
 @pytest.mark.full

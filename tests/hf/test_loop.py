@@ -300,18 +300,19 @@ ALTERED = {
 def test_the_conditions_of_a_plain_loop(model, shared, monkeypatch):
     """Each by itself, for a call that is plain but for it."""
     seen, (ours, _) = [], shared
-    monkeypatch.setattr(sample, "not_plain", lambda asked, decoder: seen.append((asked, decoder)) or plain.not_plain(asked, decoder))
+    monkeypatch.setattr(sample, "why_not_plain", lambda *given: seen.append(given) or plain.why_not_plain(*given))
     out = generated(ours, eos_token_id=ENDS, pad_token_id=1, return_dict_in_generate=True)
     [(asked, decoder)] = seen
     assert cache_of(out) is cache_in(asked.given), "it keeps its pages"
-    assert plain.not_plain(asked, decoder) == ""
+    assert not [*plain.why_not_plain(asked, decoder)]
     for why, altered in ALTERED.items():
-        assert why in plain.not_plain(altered(asked), decoder), why
+        [found] = plain.why_not_plain(altered(asked), decoder)
+        assert why in found
     compiled = copy.copy(asked.owner)
     object.__setattr__(compiled, "_compiled_call_impl", abs)
-    assert "compiles the model" in plain.not_plain(asked._replace(owner=compiled), decoder)
+    assert "compiles the model" in next(plain.why_not_plain(asked._replace(owner=compiled), decoder))
     monkeypatch.setattr(decoder, "how", Decode("hf"))
-    assert "graphs cannot be made" in plain.not_plain(asked, decoder)
+    assert "graphs cannot be made" in next(plain.why_not_plain(asked, decoder))
 
 
 def test_what_looks_at_each_call_of_the_model(fresh):

@@ -145,7 +145,7 @@ def test_a_prompt_tries_one_capture_that_fails(bounds):
         device.times = 2
         for took in ("compiled", "compiled", "captured"):
             assert called(pair, pair.handle.new_cache(4, 12), tokens(4, 10))[0] == took
-        assert device.tried == 2 and not pair.decoder.prompts.tries
+        assert device.tried == 2 and not pair.decoder.prompts.failures.passing
 
 
 @pytest.mark.sweep(6)

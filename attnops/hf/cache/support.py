@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from attnops.core.record import need
 from attnops.hf.attention.over_pages import ABSORB_UP_TO, dims_of
 from attnops.hf.cache import names as cache_names
 from attnops.hf.cache.paged_cache import PagedKeyCache
+from attnops.hf.models.attention_modules import Match, Site
 from attnops.hf.private import PREPARE, changed
 from attnops.hf.report import evaluating
 from attnops.nn.absorb import absorbed_weights
@@ -74,10 +75,55 @@ def refuse_unless(ok: object, why: str) -> None:
 def check_generate(owner: Any) -> None:
     """Raise PatchError unless `generate()` of the model asks transformers' own method for its cache, with the arguments that are known."""
     model, theirs = type(owner).__name__, getattr(GenerationMixin, PREPARE, None)
-    if why := changed(PREPARE):
-        refuse_unless(False, f"got {model}, for whose generate() it makes no cache: {why}")
+    why = changed(PREPARE)
+    refuse_unless(not why, f"got {model}, for whose generate() it makes no cache: {why}")
     own = getattr(type(owner), PREPARE, None) is not theirs
     refuse_unless(not own, f"got {model}, whose {PREPARE} is its own; want transformers', in whose place it makes the cache")
+
+
+def why_unsupported(owner: Any, found: Match, sites: Sequence[Site], latents: bool) -> Iterator[str]:
+    """Each reason against pages that is known before layers are looked at. Raises PatchError for a module of latents that differs.
+
+    sites: those that would have pages, of latents or of keys and values.
+    """
+    model = type(owner).__name__
+    if moving := _first(sites, lambda site: site.usage and site.usage.moves):
+        yield f'got {model}, whose {moving} keeps keys in other layers of its cache than its own, as in a loop; want cache="hf"'
+    if not latents:
+        yield from _why_no_keys(owner, found, sites)
+        return
+    others = [f"{site.path} ({type(site.module).__name__})" for site in sites if not is_latent(site.module)]
+    if others:
+        names = "\n  ".join(others[:8] + [f"and {len(others) - 8} more"] * (len(others) > 8))
+        got = f"{model} has some with expand_kv, and others:\n  {names}"
+        yield f"takes models whose every attention caches latents, or none. {got}"
+    for site in sites:
+        check_module(site.path, site.module)
+
+
+def _why_no_keys(owner: Any, found: Match, sites: Sequence[Site]) -> Iterator[str]:
+    model = type(owner).__name__
+    if getattr(owner.config, "is_encoder_decoder", False):
+        yield f"got {model}, an encoder-decoder model; want a decoder"
+    served = [site for site in found.sites if site.reason is None]
+    both = _first(served, lambda site: sees_both_ways(site.module))
+    if both and not sites:
+        two_ways = f"{both} may see tokens on both sides (is_causal is False), and pages are for causal attention"
+        yield f'got {model}, whose {two_ways}; want cache="hf"'
+    if not sites:
+        yield f"got {model}, no attention of which is handed a cache"
+    if editor := _first(sites, lambda site: site.usage and site.usage.edits_cached):
+        edits = f"{editor} computes with all the keys that its cache returns, and pages return the new ones only"
+        yield f'got {model}, whose {edits}; want cache="hf"'
+    if not getattr(owner, "_supports_default_dynamic_cache", lambda: True)():
+        yield f'got {model}, which takes only a cache of its own class; want cache="hf"'
+    if found.edits is not None:
+        yield f"cannot say its masks to {model}: {found.edits}"
+
+
+def _first(sites: Iterable[Site], holds: Callable[[Site], object]) -> str:
+    """The class of the first module of which this holds; "" without."""
+    return next((type(site.module).__name__ for site in sites if holds(site)), "")
 
 
 # Models of latents ----------------------------------------------------------------------------------------------------

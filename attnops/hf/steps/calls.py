@@ -14,7 +14,6 @@ from attnops.core.errors import InvalidInput, fail
 from attnops.core.record import name, need
 from attnops.graphs import guard
 from attnops.hf.cache import names as cache_names
-from attnops.hf.cache.names import cache_in
 from attnops.hf.cache.paged_cache import PagedModelCache, State
 from attnops.hf.steps.around import function_modes
 from attnops.hf.steps.compiled_layers import starts
@@ -52,15 +51,15 @@ def kind_of(rows: int) -> Kind:
     return "one row" if rows == 1 else "more rows"
 
 
-def could_serve(given: dict[str, Any]) -> bool:
-    """Is this call of the model one token more for the rows of a cache?"""
-    ids, cache = given.get("input_ids"), cache_in(given)
-    return is_one_token(ids) and isinstance(cache, PagedModelCache) and cache.state.filled
+def could_serve(given: dict[str, Any], cache: Any) -> bool:
+    """Is this call of the model one token more for the rows of its cache?"""
+    one = is_one_token(given.get("input_ids"))
+    return one and isinstance(cache, PagedModelCache) and cache.state.filled
 
 
-def serves(given: dict[str, Any]) -> bool:
+def serves(given: dict[str, Any], cache: Any) -> bool:
     """Could a graph serve this call, and does the call ask for logits only?"""
-    if not could_serve(given) or not cache_in(given).state.whole:
+    if not could_serve(given, cache) or not cache.state.whole:
         return False
     ids = given["input_ids"]
     return ids.dtype == torch.int64 and are_positions(given.get("position_ids"), ids) and not more(given)

@@ -21,7 +21,7 @@ from attnops.hf.generation import running_generation
 from attnops.hf.private import changed
 from attnops.hf.steps.around import flags
 from attnops.hf.steps.decode import Decoder
-from attnops.hf.steps.eligibility import FOLLOWED, Asked, fields, not_plain, not_sampled
+from attnops.hf.steps.eligibility import FOLLOWED, Asked, fields, why_not_plain, why_not_sampled
 from attnops.hf.steps.sampler_graph import Choice, Tail
 
 # Idle tails that are kept, the last used ones: several of one choice, where threads used them at
@@ -61,7 +61,7 @@ class Loop:
         """
         if why := changed(*FOLLOWED):
             not_fast.warn(owner, not_fast.CHOICE, why)
-        if why := why or not_sampled(owner, args, kwargs):
+        if why := why or next(why_not_sampled(owner, args, kwargs), ""):
             _note(why)
             return kwargs
         sample, streamer = self._sample, kwargs.get("streamer")
@@ -76,7 +76,7 @@ class Loop:
         return {**kwargs, "custom_generate": decode}
 
     def _sample(self, asked: Asked, decoder: Decoder) -> Any:
-        if not (why := not_plain(asked, decoder)):
+        if not (why := next(why_not_plain(asked, decoder), "")):
             return self._run(asked, decoder)
         _note(why)
         owner, ids, processors, criteria, config, streamer, given = asked
@@ -117,7 +117,7 @@ class Loop:
             if tail.choice == choice:
                 self._idle.remove(tail)
                 # What was not the choice's own fault is tried again.
-                return self._captured(tail, asked, decoder) if tail.tries else tail
+                return self._captured(tail, asked, decoder) if tail.failures.passing else tail
         return self._captured(Tail(choice, asked.processors), asked, decoder)
 
     def _put_back(self, tail: Tail) -> None:
@@ -133,7 +133,7 @@ class Loop:
         self._device = self._device or decoder.how.graphs or CudaGraphs(tail.choice.device)
         tail.capture(self._device)
         if tail.reason:
-            not_fast.warn(asked.owner, not_fast.CHOICE, tail.reason, passing=bool(tail.tries))
+            not_fast.warn(asked.owner, not_fast.CHOICE, tail.reason, passing=bool(tail.failures.passing))
         return tail
 
 

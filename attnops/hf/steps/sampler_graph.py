@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from attnops.cache.paged import ordinary
-from attnops.core.errors import NotCapturable, one_line
+from attnops.core.errors import NotCapturable
 from attnops.graphs.device import CAPTURING, Device, Recorded, frozen
 from attnops.graphs.streams import LastStream
+from attnops.hf.steps.captures import Failures, passing
 from attnops.hf.steps.eligibility import Asked, held
-from attnops.hf.steps.failed import Tries, passing
 from attnops.hf.steps.numbers import Number, field_of
 
 # The error of torch.multinomial, where a step's logits are NaN or infinite.
@@ -87,7 +87,7 @@ class Tail:
 
     tokens: int64 `[B, room]`, the text. The columns behind it repeat a token of the text, so that a penalty on `tokens` counts no other.
     token, position: int64 `[B, 1]`, the input of the next step.
-    reason: why there is no graph, so that operations are launched one by one; "" where there is.
+    failures: why there is no graph, so that operations are launched one by one.
     """
 
     def __init__(self, choice: Choice, processors: Sequence[Callable[..., Any]]) -> None:
@@ -114,8 +114,7 @@ class Tail:
         self._arrived = torch.cuda.Event() if far else None
         self._heard = False
         self._recorded: Recorded | None = None
-        self.reason = ""
-        self.tries = Tries()
+        self.failures = Failures[str]()
 
     def _tensors(self) -> tuple[Tensor, ...]:
         """Its buffers, without those of its processors, which are small or the caller's."""
@@ -145,11 +144,15 @@ class Tail:
         except Exception as error:
             if not (isinstance(error, NotCapturable) or passing(error)):
                 raise
-            again = self.tries.again("", error)
-            self.reason = self.tries.why("") if again else one_line(error)
+            self.failures.note("", error)
             return
-        self._recorded, self.reason = recorded, ""
-        self.tries.done("")
+        self._recorded = recorded
+        self.failures.done("")
+
+    @property
+    def reason(self) -> str:
+        """Why there is no graph; "" where there is."""
+        return self.failures.why("")
 
     @property
     def nbytes(self) -> int:
