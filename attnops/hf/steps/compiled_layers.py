@@ -108,38 +108,37 @@ class Here:
 
     def layer(self, layer: Any, number: int, *args: Any, **kwargs: Any) -> Any:
         """The layer's forward."""
-        cache, pages, step = self.cache, self.cache.state.pages, self.cache.state.step
         if threading.get_ident() != self.thread:
             return type(layer).forward(layer, *args, **kwargs)
-        assert step is not None
-        at, heads = cache.numbers[number], pages.sizes.layers[0].q_heads
-        # Sliding layers whose pages hold the whole text, or less, share code once their windows are compared.
-        window = cache.window_of(number)
-        window = 0 if _within(kwargs.get("attention_mask"), window) else window
-        if (batch := self.batches.get(pages.table_of[at])) is None:
-            batch = self.batches[pages.table_of[at]] = _any_sizes(step.batch.of(pages.table_of[at]))
-        own = tuple(varying(t.detach(), 0) for t in pages.layers[at])
-        one_launch = not self.packed and step.one_launch[at]
-        view = View(own, window, batch, fresh=step.fresh, heads=heads, packed=self.packed, one_launch=one_launch)
+        cache, pages = self.cache, self.cache.state.pages
+        at, view = cache.numbers[number], self._view(number, kwargs.get("attention_mask"))
         args = tuple(view if value is cache else value for value in args)
         kwargs = {name: view if value is cache else value for name, value in kwargs.items()}
         # The kernel is chosen at the trace, for all of its sizes. Pages for which another one is faster have a trace of their own.
         for t in pytree.tree_leaves((args, kwargs)) if self.packed else ():
             if isinstance(t, Tensor) and t.dim() > 1 and t.shape[:2] == (1, self.rows):
                 varying(t, 1)
-        apart = pages.kernels[at]
-        if self.twins is None:
-            out = self.regions(layer, self.rows, args, kwargs, apart=apart)
-        elif layer in self.twins:
-            out = self.regions(layer, self.rows, args, kwargs, apart=apart, same=self.twins[layer])
-        else:
-            same = twin(layer)
-            out = self.regions(layer, self.rows, args, kwargs, apart=apart, same=same)
-            # A twin whose run set attributes is not the layer's any more.
-            if not write_back(layer, same[0]):
-                self.twins[layer] = same
+        known = self.twins if self.twins is not None else {layer: None}
+        same = known[layer] if layer in known else twin(layer)
+        out = self.regions(layer, self.rows, args, kwargs, apart=pages.kernels[at], same=same)
+        # A twin whose run set attributes is not the layer's any more.
+        if layer not in known and not write_back(layer, same[0]):
+            known[layer] = same
         cache.wrote(number)
         return out
+
+    def _view(self, number: int, mask: Any) -> View:
+        cache, pages, step = self.cache, self.cache.state.pages, self.cache.state.step
+        assert step is not None
+        at, heads, window = cache.numbers[number], pages.sizes.layers[0].q_heads, cache.window_of(number)
+        table = pages.table_of[at]
+        if table not in self.batches:
+            self.batches[table] = _any_sizes(step.batch.of(table))
+        own = tuple(varying(t.detach(), 0) for t in pages.layers[at])
+        # Sliding layers whose pages hold the whole text, or less, share code once their windows are compared.
+        window = 0 if _within(mask, window) else window
+        one_launch = not self.packed and step.one_launch[at]
+        return View(own, window, self.batches[table], fresh=step.fresh, heads=heads, packed=self.packed, one_launch=one_launch)
 
     def module(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """The forward of a module beside the layers."""
