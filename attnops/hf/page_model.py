@@ -161,7 +161,7 @@ class PagedMode:
     def notes(self) -> tuple[str, ...]:
         """The bytes of pages and graphs that later calls find, and notes on steps, for the report."""
         idle = 0 if self._pool is None else self._pool.idle_bytes
-        graphs = 0 if self._decoder is None else self._decoder.graph_bytes + self.loop.nbytes
+        graphs = 0 if self._decoder is None else self._decoder.captures.nbytes + self.loop.nbytes
         held = f"{idle / 2**20:.1f} MiB of pages are kept for later calls, {graphs / 2**20:.1f} MiB of graphs"
         of_steps = () if self._decoder is None else self._decoder.notes()
         return f"{held}: at most {MOST_IDLE} sets of pages and an eighth of the GPU, until release()", *of_steps

@@ -9,7 +9,7 @@ import torch
 import attnops
 from attnops.hf import Decode, tiny
 from tests.graphs.standin import StandIn
-from tests.hf.helpers import LIMIT, relative
+from tests.hf.helpers import LIMIT, paged, relative
 
 CALL = (2, 9, 4)
 """Rows, length of the prompt, new tokens."""
@@ -22,6 +22,11 @@ def how(mode="breakable", **more):
 def auto(**more):
     """As on a GPU without options."""
     return how("auto", **{"compile_after": 8, **more})
+
+
+def graphed(model, mode="breakable", **more):
+    """A model patched for graphs over pages. more: fields of `Decode`."""
+    return paged(model, decode=how(mode, **more))
 
 
 def asked(rows, length, new):

@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.modules import module as of_modules
 from torch.overrides import TorchFunctionMode
 
-import attnops
 from attnops.core.errors import InvalidInput, NotCapturable, NotFast, PatchError
 from attnops.graphs.regional import twin, write_back
 from attnops.hf import tiny
@@ -20,7 +19,7 @@ from attnops.hf.cache.names import named
 from attnops.hf.steps import prompt
 from attnops.hf.steps.model_state import Glance
 from tests.hf import steered
-from tests.hf.decoding import asked, beside, captures, generated, how, logits, replays
+from tests.hf.decoding import asked, beside, captures, generated, graphed, logits, replays
 from tests.hf.helpers import DECODERS, LIMIT, relative
 
 CALL = (2, 14, 3)
@@ -348,7 +347,7 @@ def test_a_step_by_hand_runs_the_hooks_of_the_model():
             model(ids, **named(cache))
         return torch.cat([handle.step(ids[:, at : at + 1], cache) for at in range(2)])
 
-    with attnops.patch(model, cache="paged", decode=how()) as handle:
+    with graphed(model) as handle:
         want = steps(handle)
         with model.register_forward_pre_hook(lambda *_: None), model.register_forward_hook(_doubled):
             assert relative(steps(handle), 2 * want) < LIMIT

@@ -20,7 +20,7 @@ from attnops.hf.cache.model_pages import EMPTY, ModelPages
 from attnops.hf.cache.names import named
 from attnops.hf.steps import captures as states, decode, graphed_steps as steps
 from tests.graphs.standin import StandIn
-from tests.hf.decoding import CALL, Failing, asked, beside, generated, how, in_threads, replays
+from tests.hf.decoding import CALL, Failing, asked, beside, generated, graphed, how, in_threads, replays
 from tests.hf.helpers import LIMIT, relative
 
 CALLS = ((1, 14, 4), (3, 14, 6), (2, 14, 6), (1, 20, 6), (5, 9, 5), (2, 14, 6))
@@ -83,7 +83,7 @@ def test_captures_draw_no_random_numbers(fails, monkeypatch):
 
     if fails:
         monkeypatch.setattr(steps, "breakable", failing)
-    with attnops.patch(twin := copy.deepcopy(model), cache="paged", decode=how("auto")) as handle:
+    with graphed(twin := copy.deepcopy(model), "auto") as handle:
         with pytest.warns(NotFast) if fails else nullcontext():
             found = drawn(twin)
         assert handle.took.decode == ("hf" if fails else "breakable")
@@ -123,7 +123,7 @@ def test_a_capture_leaves_the_cache_as_it_was(small_pages):
     """Rows of nobody are what a capture runs on: neither tokens nor lengths of the requests that are there may change."""
     model = tiny.model("llama")
     ids, _ = asked(3, 9, 1)
-    with torch.no_grad(), attnops.patch(model, cache="paged", decode=how()) as handle:
+    with torch.no_grad(), graphed(model) as handle:
         ours, other = handle.new_cache(4, 30), handle.new_cache(4, 30)
         for cache in (ours, other):
             model(ids, **named(cache))
@@ -153,7 +153,7 @@ def test_steps_by_hand():
         found.append(step(ids[:, 3:4], cache))
         return torch.cat(found)
 
-    with torch.no_grad(), attnops.patch(model, cache="paged", decode=how(check_every=2)) as handle:
+    with torch.no_grad(), graphed(model, check_every=2) as handle:
         want = run(lambda one, cache: model(one, **named(cache)).logits, handle.new_cache(3, 20))
         assert relative(run(handle.step, handle.new_cache(3, 20)), want) < LIMIT
         assert handle.graphs.report().compared == 3
@@ -175,7 +175,7 @@ def test_what_a_step_refuses():
     model = tiny.model("llama")
     ids, _ = asked(3, 9, 1)
     one, name = ids[:2, :1], cache_names.NAME
-    with torch.no_grad(), attnops.patch(model, cache="paged", decode=how()) as handle:
+    with torch.no_grad(), graphed(model) as handle:
         cache = handle.new_cache(2, 12)
         with pytest.raises(InvalidInput, match="empty or half written"):
             handle.step(one, cache)
@@ -223,7 +223,7 @@ def test_caches_side_by_side_and_threads_have_graphs_each(small_pages):
 def test_a_cache_that_is_gone_leaves_its_graphs_to_the_next():
     model = tiny.model("llama")
     ids = torch.full((2, 9), 5)
-    with torch.no_grad(), attnops.patch(model, cache="paged", decode=how()) as handle:
+    with torch.no_grad(), graphed(model) as handle:
         captured = []
         for _ in range(3):
             cache = handle.new_cache(2, 40)

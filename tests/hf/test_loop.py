@@ -11,14 +11,13 @@ import torch
 import transformers
 from transformers import GenerationConfig, GenerationMixin
 
-import attnops
 from attnops.core.errors import NotFast
 from attnops.hf import Decode, tiny
 from attnops.hf.cache.names import cache_in, cache_of, named
 from attnops.hf.steps import decode_loop as sample, eligibility as plain
 from attnops.hf.steps.decode import Decoder
 from tests.graphs.standin import StandIn
-from tests.hf.decoding import CALL, beside, how
+from tests.hf.decoding import CALL, beside, graphed
 
 SAMPLED = {"do_sample": True}
 ENDS = [*range(3, 128, 4)]
@@ -72,10 +71,6 @@ def drawn(model, **more):
     return [*(x.tolist() for x in found), torch.get_rng_state().tolist()]
 
 
-def patched(model, **more):
-    return attnops.patch(model, cache="paged", decode=how(**more))
-
-
 def loop_of(handle):
     return handle._paged.loop
 
@@ -88,14 +83,14 @@ def model():
 @pytest.fixture(scope="module")
 def shared(model):
     """A patched copy of the model, and its handle."""
-    with patched(twin := copy.deepcopy(model)) as handle:
+    with graphed(twin := copy.deepcopy(model)) as handle:
         yield twin, handle
 
 
 @pytest.fixture
 def fresh(model):
     """As `shared`, for one test."""
-    with patched(twin := copy.deepcopy(model)) as handle:
+    with graphed(twin := copy.deepcopy(model)) as handle:
         yield twin, handle
 
 
@@ -147,7 +142,7 @@ def test_other_families(family):
     model = tiny.model(family)
     calls = [{"rows": 3, **OPTIONS["all"], "eos_token_id": ENDS}, {"rows": 2, "prefill_chunk_size": 4}]
     want = [drawn(model, **call) for call in calls]
-    with patched(model) as handle:
+    with graphed(model) as handle:
         for call, tokens in zip(calls, want, strict=True):
             assert drawn(model, **call) == tokens
             assert handle.took.loop == "" and handle.plain_steps == 0
@@ -346,7 +341,7 @@ def test_a_tail_that_cannot_be_captured(model):
             return super().end()
 
     call = {**OPTIONS["all"], "rows": 3, "eos_token_id": ENDS}
-    with patched(twin := copy.deepcopy(model), graphs=Refuses()) as handle:
+    with graphed(twin := copy.deepcopy(model), graphs=Refuses()) as handle:
         with pytest.warns(NotFast, match="no CUDA graph for the choice of its tokens.*operation not permitted"):
             assert drawn(twin, **call) == drawn(model, **call)
         assert "the choice of a token: cannot be captured" in handle.took.loop and "operation not permitted" in handle.took.loop
@@ -423,7 +418,7 @@ def test_the_capture_of_a_choice_leaves_random_numbers_to_other_threads(sampled,
     found = []
     for device in (StandIn(), Another()):
         torch.manual_seed(3)
-        with patched(twin := copy.deepcopy(model), graphs=device):
+        with graphed(twin := copy.deepcopy(model), graphs=device):
             generated(twin, do_sample=sampled)
         found.append(torch.rand(3).tolist())
     assert found[0][2:] == found[1][:1], "one draw in the capture of the step, one in that of the choice"

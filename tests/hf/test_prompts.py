@@ -266,6 +266,6 @@ def test_graphs_over_pages_that_are_gone(bounds, monkeypatch):
         for length in (14, 14, 14, 14, 40, 40, 40, 14, 14, 14):
             pair.same(2, length, 3)
         assert pair.took.prompt == "captured"
-        held = pair.decoder.graph_bytes
+        held = pair.decoder.captures.nbytes
         pair.handle.release()
-        assert held > pair.decoder.graph_bytes == 0
+        assert held > pair.decoder.captures.nbytes == 0

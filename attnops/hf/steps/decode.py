@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ from attnops.hf.cache.names import argument_of, cache_in
 from attnops.hf.cache.paged_cache import PagedModelCache, State
 from attnops.hf.steps.calls import Kind, kind_of, modes_now, more, plain_step, positions, state_of, state_of_step
 from attnops.hf.steps.captures import Captures, Failed, Failures, Kept, Over, remember
-from attnops.hf.steps.graphed_steps import against_graphs, graphed_steps, passes_of, watched
+from attnops.hf.steps.graphed_steps import against_graphs, graphed_steps, options_of, passes_of
 from attnops.hf.steps.model_state import Glance
 from attnops.hf.steps.options import Decode
 from attnops.hf.steps.prompt import PROMPT, Prompts
@@ -47,12 +47,13 @@ class Decoder:
     make: returns a cache over given pages, which keep their tokens.
     plain_steps: steps of `generate()` that ran without graphs, because they asked for more than logits or graphs could not be made.
     regions: the compiled layers, for graphs over any pages; None before the first piecewise step.
-    prompts: the compiled layers of prompts.
+    prompts: the compiled layers of prompts. captures: all graphs.
     products: the linears of compiled steps and the kernels of their calls, equal ones of all traces once.
     failures: with mode "auto", why graphs of a kind of step cannot be made, until `Patched.release`.
     look: the model may have changed: the next step looks at it. So it is after a call of the model's own layers, and at every prompt.
     aside: why the model's steps and prompts run without graphs; "" where they may have some.
     last_mode: of the last step.
+    turn: a thread's turn to capture and replay: there is one buffer set a set of pages, and one tracer.
     anew: what had changed when steps were last captured anew, "" before that.
     """
 
@@ -63,7 +64,7 @@ class Decoder:
         self.prompts = Prompts(model, forward, how.inner, how.pack)
         self.products: dict[Product, None] = {}
         self._model, self._forward, self._make = model, forward, make
-        self._captures = Captures(how.budget_bytes)
+        self.captures = Captures(how.budget_bytes)
         self._kept = Kept({}, Counter())
         # By the hash of a state, which may hold thousands of addresses. States whose graphs are freed for others in turn are compiled, too.
         self._taken: dict[int, Counter[Kind]] = {}
@@ -79,13 +80,7 @@ class Decoder:
         self._effects: dict[int, str] = {}
         self._without: weakref.WeakSet[State] = weakref.WeakSet()  # caches whose last prompt or step had no graphs
         self._at_once, self._rows = False, 0  # rows of the last step
-        # One buffer set a set of pages, and one tracer.
-        self._lock = threading.RLock()
-
-    @property
-    def turn(self) -> AbstractContextManager[Any]:
-        """A thread's turn to capture and replay."""
-        return self._lock
+        self.turn = threading.RLock()
 
     @property
     def compiled(self) -> bool:
@@ -103,19 +98,19 @@ class Decoder:
         if self.how.mode != "auto":
             return self.how.mode
         # Compiled code rounds in other places, and under such a policy bits may not follow from the steps before.
-        counts = not deterministic(active_policy())
-        due = self._kept.taken[kind_of(rows)] >= self.how.compile_after
-        compiled = self._at_once or (counts and due)
-        modes = ("piecewise", "breakable") if compiled else ("breakable",)
-        lasting = self.failures.lasting
-        return next((mode for mode in modes if Failed(self._state, kind_of(rows), mode) not in lasting), "hf")
+        due = self._kept.taken[kind_of(rows)] >= self.how.compile_after and not deterministic(active_policy())
+        modes = ("piecewise", "breakable") if self._at_once or due else ("breakable",)
+        return next((mode for mode in modes if self._kind(rows, mode) not in self.failures.lasting), "hf")
+
+    def _kind(self, rows: int, mode: str = "breakable") -> Failed:
+        return Failed(self._state, kind_of(rows), mode)
 
     def notes(self) -> tuple[str, ...]:
         """How prompts ran, the linears of compiled steps, and the kinds of steps without graphs, for the report."""
         aside = (f"decode steps and prompts have no graphs: {self.aside}",) if self.aside else ()
         anew = (f"graphs were last captured anew for a change of {self.anew}",) if self.anew else ()
         failed = dict.fromkeys(f"{kind}: {why}" for kind, why in self.failures.lasting.items())
-        return *self.prompts.notes(), *summary(self.products), *aside, *anew, *self._captures.notes(), *failed
+        return *self.prompts.notes(), *summary(self.products), *aside, *anew, *self.captures.notes(), *failed
 
     @property
     def why(self) -> str:
@@ -126,15 +121,11 @@ class Decoder:
 
     def why_not(self, rows: int) -> str:
         """Why steps of so many rows, of the model as it is now, get no graphs; "" where they may be tried."""
-        lasting = self.failures.lasting
-        if not lasting and not self.aside:
+        if not self.failures.lasting and not self.aside:
             return ""
-        with self._lock:
-            try:
-                self._see(modes_now())
-            except InvalidInput:  # weights on meta
-                return lasting.get(Failed(None, kind_of(rows), "breakable"), "")
-            return self.aside or lasting.get(Failed(self._state, kind_of(rows), "breakable"), "")
+        with self.turn, suppress(InvalidInput):  # weights on meta: a model without a state
+            self._see(modes_now())
+        return self.aside or self.failures.lasting.get(self._kind(rows), "")
 
     def step(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None = None) -> Tensor:
         """Logits `[B, 1, V]` of one token more for each row. See `Patched.step`.
@@ -142,7 +133,7 @@ class Decoder:
         cache: of this model, with a first step behind it, of as many rows.
         """
         state = state_of_step(input_ids, cache, position_ids)
-        with self._lock:
+        with self.turn:
             self._look(state)
             if runs_hooks(self._model):  # which see calls of the model; those of its parts set steps aside
                 return plain_step(self._model, input_ids, cache, position_ids, argument_of(self._model))
@@ -166,7 +157,7 @@ class Decoder:
     def try_step(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None) -> Tensor | None:
         """As `step`. None where the model's own forward is to run the step, and the cache is as before: the step is set `aside`, or, with
         mode "auto", graphs cannot be made, and `failures` has the reason."""
-        with self._lock:
+        with self.turn:
             if cache.state in self._without:
                 return None
             try:
@@ -188,7 +179,7 @@ class Decoder:
                     return None
                 logits = self._replayed(input_ids, cache.state, position_ids)
                 if self.failures.passing:
-                    self.failures.done(Failed(self._state, kind_of(rows), mode))
+                    self.failures.done(self._kind(rows, mode))
                 return logits
             except SideEffect:
                 raise
@@ -196,7 +187,7 @@ class Decoder:
                 over = self._kept.over.get((cache.state.pages, mode))
                 if over is not None and over.captured(rows):
                     raise  # of a replay, not of a capture
-                if self._noted(error, Failed(self._state, kind_of(rows), mode), cache.state):
+                if self._noted(error, self._kind(rows, mode), cache.state):
                     return None
         return None
 
@@ -232,7 +223,7 @@ class Decoder:
         given: the arguments of a call of the model, with a cache of ours.
         """
         state = cache_in(given).state
-        with self._lock:
+        with self.turn:
             self._without.discard(state)
             self.prompts.why = next(self._why_own_layers(given, state), "")
             if self.prompts.why:
@@ -278,7 +269,7 @@ class Decoder:
         made, key = self._kept.over, (state.pages, "prompt")
         if key not in made:
             cache = self._make(state.pages)
-            made[key] = Over(cache, self.prompts.graphed(cache, self.how.graphs, self.how.budget_bytes, partial(watched, self._model)))
+            made[key] = Over(cache, self.prompts.graphed(cache, options_of(self._model, self.how)))
         return made[key]
 
     def capture(self, cache: PagedModelCache, progress: Progress | None = None) -> Report:
@@ -287,7 +278,7 @@ class Decoder:
         The cache's tokens stay. Raises as `Graphed`.
         """
         self._at_once = True
-        with self._lock:
+        with self.turn:
             self._look(state_of(cache))
             if self.aside:
                 fail(NotCapturable, "decode steps", self.aside)
@@ -303,7 +294,7 @@ class Decoder:
     @contextmanager
     def _graphs_of(self, state: State, rows: int) -> Iterator[Over]:
         """The graphs over these pages, for the block alone."""
-        with self._lock:
+        with self.turn:
             state.pages.use()
             found = self._of(state, rows)
             self._latest, self.last_mode = weakref.ref(found), found.mode
@@ -317,22 +308,17 @@ class Decoder:
     def _bound(self, over: Over | None) -> None:
         """Free graphs of other states where a capture has taken more memory than all may have."""
         if over is not None and over.grew():
-            self._captures.fit()
-
-    @property
-    def graph_bytes(self) -> int:
-        """Bytes that all graphs and their buffers hold."""
-        return self._captures.nbytes
+            self.captures.fit()
 
     def forget(self, pages: ModelPages) -> None:
         """Free the graphs over these pages. The next step over them captures anew."""
-        with self._lock:
-            self._captures.forget(pages)
+        with self.turn:
+            self.captures.forget(pages)
 
     def free(self) -> None:
         """Free all graphs. Compiled code is kept."""
-        with self._lock:
-            self._captures.free()
+        with self.turn:
+            self.captures.free()
             # The next call looks at the model as if for the first time.
             self._glance, self.look, self.aside = None, True, ""
             self._written.clear()
@@ -358,7 +344,7 @@ class Decoder:
 
     def _look_closely(self, modes: tuple[Any, ...]) -> None:
         """Take the graphs of the model's state."""
-        before, self._state, self._glance = self._glance, None, None
+        before, self._state, self._glance, self.aside = self._glance, None, None, ""
         glance = Glance(self._model, before)
         given = (modes, *glance.state)
         self._state, self._modes = hash(given), modes
@@ -369,9 +355,9 @@ class Decoder:
         if self.aside:
             self._kept = Kept({}, taken)  # graphs of other states stay
         else:
-            if before is not None and given not in self._captures:
+            if before is not None and given not in self.captures:
                 self.anew = before.changed(glance) or "the policy or autocast"
-            self._kept = self._captures.use(given, taken)
+            self._kept = self.captures.use(given, taken)
         self.prompts.changed()
         if before is not None and before.code != glance.code:
             self.regions = None  # Dynamo does not guard on the code
@@ -391,8 +377,7 @@ class Decoder:
             if mode == "piecewise":
                 self.regions = self.regions or Regions(self.how.inner, passes)
             regions = self.regions if mode == "piecewise" else None
-            watch = partial(watched, self._model)
-            graphed = graphed_steps(self._model, self._forward, cache, self.how, passes, regions, watch)
+            graphed = graphed_steps(self._model, self._forward, cache, self.how, passes, regions)
             with ordinary():
                 live = torch.ones(cache.max_batch, dtype=torch.int64, device=state.pages.seen.device)
             over = made[state.pages, mode] = Over(cache, graphed, mode, live)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -25,7 +24,6 @@ from attnops.core.errors import InvalidInput, NoKernel, NotCapturable, SideEffec
 from attnops.core.kernel import deterministic
 from attnops.core.select import active_policy
 from attnops.graphs import Buckets, Graphed, breakable
-from attnops.graphs.device import Device
 from attnops.graphs.guard import uncached_casts
 from attnops.graphs.pieces import Inner
 from attnops.graphs.regional import NotRegional, Regions, Twin
@@ -35,7 +33,6 @@ from attnops.hf.cache.names import argument, cache_in
 from attnops.hf.cache.paged_cache import PagedModelCache, Step
 from attnops.hf.steps.captures import Failures, Over, passing
 from attnops.hf.steps.compiled_layers import Here, modules_of
-from attnops.hf.steps.reasons import drawing
 from attnops.lowering import merge_linears_pass
 
 CHUNK = 4096
@@ -296,19 +293,16 @@ class Prompts:
         except Exception as error:
             self.failures.note("layers", error)
 
-    def graphed(
-        self, cache: PagedModelCache, device: Device | None, budget_bytes: int | None, watch: Callable[[], AbstractContextManager[Any]]
-    ) -> Graphed:
-        """Graphs of first chunks, over a cache of ours. watch: as `Graphed` takes it."""
+    def graphed(self, cache: PagedModelCache, options: dict[str, Any]) -> Graphed:
+        """Graphs of first chunks, over a cache of ours. options: of `Graphed`."""
 
         def step(tokens: Tensor, positions: Tensor, counts: Tensor, cache: PagedModelCache) -> Tensor:
             last = (counts.cumsum(0) - 1).clamp(min=0)
             return self.step(tokens, positions, counts, torch.zeros_like(counts), last, True, cache)
 
         return breakable(
-            step, Buckets(tokens=CAPTURED, requests=cache.max_batch, over="eager"), batch=None, tokens=("tokens", "positions"),
-            requests=("counts",), returns="requests", graphs=device, budget_bytes=budget_bytes, over_budget="drop",
-            watch=watch, draws=bool(drawing(self._model)),
+            step, Buckets(tokens=CAPTURED, requests=cache.max_batch, over="eager"), tokens=("tokens", "positions"),
+            requests=("counts",), over_budget="drop", **options,
         )  # fmt: skip
 
 
