@@ -15,6 +15,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -69,20 +70,20 @@ class PagedMode:
         """
         self._owner, self._config = owner, owner.config.get_text_config(decoder=True)
         self.kernel, self.implementation, self.decode, self.chosen = kernel, implementation, decode, chosen
+        self._graphed = decode.mode != "hf"
         sites = [site for site in found.sites if site.reason is None]
         self.latents = any(paged_models.is_latent(site.module) for site in sites)
         if not self.latents:
-            sites = [site for site in sites if paged_models.keeps_keys(site.module)]
-        if why := next(paged_models.why_unsupported(owner, found, sites, self.latents), ""):
-            refuse_unless(False, why)
+            sites = [site for site in sites if paged_models.takes_cache(site.module, causal=True)]
+        why = next(paged_models.why_unsupported(owner, found, sites, self.latents), "")
+        refuse_unless(not why, why)
         if kernel is not None:
             check_kernel(kernel, ("mla_attention" if self.latents else "paged_attention",))
-        unordered: list[Any] = [site.module for site in sites]
-        modules = sorted(unordered, key=lambda module: module.layer_idx)
+        modules: list[Any] = sorted((site.module for site in sites), key=attrgetter("layer_idx"))
         self.layers: tuple[int, ...] = tuple(module.layer_idx for module in modules)
         model = type(owner).__name__
-        apart = len(set(self.layers)) == len(self.layers)
-        refuse_unless(apart, f"got layers {list(self.layers)} of {model}, want a layer_idx of its own in each module")
+        got = f"got layers {list(self.layers)} of {model}"
+        refuse_unless(len({*self.layers}) == len(modules), f"{got}, want a layer_idx of its own in each module")
         # Under the masks of some models blocks of tokens (of an image) see each other both ways. Their code then names them.
         self.blocks = not self.latents and "block_sequence_ids" in inspect.getsource(sys.modules[type(owner).__module__])
         windows = (0,) * len(modules) if self.latents else paged_models.windows_of(owner, self._config, self.layers)
@@ -105,15 +106,17 @@ class PagedMode:
 
     def _check_steps(self, states: list[int]) -> None:
         """Raise PatchError where graphs are asked for that cannot be made. states: the layers that keep states."""
-        model, mode, device = type(self._owner).__name__, self.decode.mode, paged_models.where(next(iter(self.windows)), self._owner)[0]
-        if mode != "hf" and states:
-            fail(PatchError, f"patch: got decode={mode!r} for {model}, whose layers {states} have states that move; want decode='hf'")
-        if mode != "hf" and "position_ids" not in inspect.signature(type(self._owner).forward).parameters:
-            got = f"decode={mode!r} for {model}, which counts positions by its masks"
-            fail(PatchError, f"patch: got {got}; want decode='hf', or a model that takes position_ids")
-        if mode in ("piecewise", "breakable") and self.decode.graphs is None and device.type not in ("cuda", "meta"):
+        if not self._graphed:
+            return
+        device, mode = paged_models.where(next(iter(self.windows)), self._owner)[0], self.decode.mode
+        got = f"patch: got decode={mode!r} for {type(self._owner).__name__}"
+        if states:
+            fail(PatchError, f"{got}, whose layers {states} have states that move; want decode='hf'")
+        if "position_ids" not in inspect.signature(type(self._owner).forward).parameters:
+            fail(PatchError, f"{got}, which counts positions by its masks; want decode='hf', or a model that takes position_ids")
+        if mode != "auto" and self.decode.graphs is None and device.type not in ("cuda", "meta"):
             want = "a model on a GPU, or decode='auto', which makes graphs where there is one"
-            fail(PatchError, f"patch: got decode={mode!r} for {model} on {device}; want {want}")
+            fail(PatchError, f"{got} on {device}; want {want}")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_pool": None, "_decoder": None}
@@ -134,7 +137,7 @@ class PagedMode:
                 place(module, "expand_kv", functools.partial(paged_models.let_through, module))
         if hasattr(owner, "generate"):
             changes.append(Method(owner, PREPARE, self.prepare))
-        if self.decode.mode != "hf":
+        if self._graphed:
             self._forward = Method(owner, "forward", self.forward)
             changes.append(self._forward)
 
@@ -160,10 +163,10 @@ class PagedMode:
 
     def notes(self) -> tuple[str, ...]:
         """The bytes of pages and graphs that later calls find, and notes on steps, for the report."""
-        idle = 0 if self._pool is None else self._pool.idle_bytes
-        graphs = 0 if self._decoder is None else self._decoder.captures.nbytes + self.loop.nbytes
+        idle, graphs, of_steps = 0 if self._pool is None else self._pool.idle_bytes, 0, tuple[str, ...]()
+        if self._decoder is not None:
+            graphs, of_steps = self._decoder.captures.nbytes + self.loop.nbytes, self._decoder.notes()
         held = f"{idle / 2**20:.1f} MiB of pages are kept for later calls, {graphs / 2**20:.1f} MiB of graphs"
-        of_steps = () if self._decoder is None else self._decoder.notes()
         return f"{held}: at most {MOST_IDLE} sets of pages and an eighth of the GPU, until release()", *of_steps
 
     def release(self) -> None:
@@ -215,7 +218,7 @@ class PagedMode:
     def _over(self, pages: ModelPages, filled: bool = False) -> PagedModelCache:
         kind = PagedLatentCache if self.latents else PagedKeyCache
         cache = kind(pages, self.layers, functools.partial(layers_without_pages, self._config, self.layers), filled)
-        if self.decode.mode != "hf":
+        if self._graphed:
             # transformers shall neither compile the step nor make the masks that a compiled one is given.
             for layer in cache.layers:
                 layer.is_compileable = False
@@ -235,16 +238,15 @@ class PagedMode:
         places = {paged_models.where(module, self._owner) for module in self.windows}
         got = ", ".join(sorted(f"{name(dtype)} on {device}" for device, dtype in places))
         need(len(places) == 1, "attention layers", got, "one dtype and one device for all pages")
-        device, dtype = next(iter(places))
-        fixed = self.decode.mode != "hf"
+        [(device, dtype)] = places
         if self.latents:
             dims = dims_of(module)
             heads = getattr(module, "num_heads", None) or self._config.num_attention_heads
             layers = (latent_layers(heads, 0, dtype, dims.latent + dims.rope, dims.latent),) * len(self.layers)
-            return Sizes(rows, length, layers, device, self.kernel, fixed=fixed)
+            return Sizes(rows, length, layers, device, self.kernel, fixed=self._graphed)
         if self._kept is None or self._kept[0].dtype != dtype:
             self._kept = paged_models.probe(self._owner, self._config, self.windows, dtype)
-        return Sizes(rows, length, self._kept, device, self.kernel, max(DRAFTS, back), fixed)
+        return Sizes(rows, length, self._kept, device, self.kernel, max(DRAFTS, back), self._graphed)
 
     def forward(self, method: Method, *args: Any, **kwargs: Any) -> Any:
         """The forward of the model: graphs for the decode steps of its `generate()`, compiled layers
@@ -295,7 +297,7 @@ class PagedMode:
         told = passed or not self.chosen
         need(not (relisted and told), "layers", relisted, "as many as the pages have; after a change call unpatch(), then patch()")
         if passed:
-            refuse_given(call, given, (rows, max_cache_length), self.decode.mode != "hf")
+            refuse_given(call, given, (rows, max_cache_length), self._graphed)
         if self.latents:
             # A prompt that goes on with a cache may be one token, which no layer can tell from a step.
             for module in self.windows:

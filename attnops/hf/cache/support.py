@@ -38,12 +38,13 @@ _LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head
 
 def phases(module: nn.Module, window: int | None) -> str:
     """The ways in which a layer attends, for the report. window: of its pages, 0: none; None: it has no pages."""
+    latent = is_latent(module)
     if window is None:
-        return "expanded in prefill and decode" if is_latent(module) else ""
-    if is_latent(module):
+        return "expanded in prefill and decode" if latent else ""
+    if latent:
         return f"prefill into an empty cache (more than {ABSORB_UP_TO} new token) expanded, decode and every later token absorbed"
-    phases = "prefill into an empty cache (more than 1 new token) among its own tokens, decode and every later token over pages"
-    return f"{phases}; pages behind the window of {window} are used again" if window else phases
+    again = f"; pages behind the window of {window} are used again" if window else ""
+    return f"prefill into an empty cache (more than 1 new token) among its own tokens, decode and every later token over pages{again}"
 
 
 def where(module: nn.Module, model: nn.Module | None = None) -> tuple[torch.device, torch.dtype]:
@@ -106,7 +107,7 @@ def _why_no_keys(owner: Any, found: Match, sites: Sequence[Site]) -> Iterator[st
     if getattr(owner.config, "is_encoder_decoder", False):
         yield f"got {model}, an encoder-decoder model; want a decoder"
     served = [site for site in found.sites if site.reason is None]
-    both = _first(served, lambda site: sees_both_ways(site.module))
+    both = _first(served, lambda site: takes_cache(site.module, causal=False))
     if both and not sites:
         two_ways = f"{both} may see tokens on both sides (is_causal is False), and pages are for causal attention"
         yield f'got {model}, whose {two_ways}; want cache="hf"'
@@ -189,18 +190,13 @@ def relisted(owner: nn.Module, lists: Mapping[str, int]) -> str:
 # Models of keys and values --------------------------------------------------------------------------------------------
 
 
-def keeps_keys(module: Any) -> bool:
-    """Does this attention module take a cache and know its layer number? Encoders make no use of theirs."""
-    return _takes_cache(module) and getattr(module, "is_causal", True) is not False
+def takes_cache(module: Any, causal: bool) -> bool:
+    """Does this attention module take a cache and know its layer number, and is it causal?
 
-
-def sees_both_ways(module: Any) -> bool:
-    """Does this attention module take a cache, and see tokens on both sides? So do encoders, and PaliGemma the tokens of a prompt."""
-    return _takes_cache(module) and getattr(module, "is_causal", True) is False
-
-
-def _takes_cache(module: Any) -> bool:
-    return isinstance(getattr(module, "layer_idx", None), int) and cache_names.layer_takes_cache(type(module))
+    Those that see tokens on both sides are encoders, which make no use of their cache, and PaliGemma's, at the tokens of a prompt.
+    """
+    known = isinstance(getattr(module, "layer_idx", None), int) and cache_names.layer_takes_cache(type(module))
+    return known and (getattr(module, "is_causal", True) is not False) is causal
 
 
 def has_blocks(inputs: dict[str, Any]) -> bool:

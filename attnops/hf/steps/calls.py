@@ -16,7 +16,7 @@ from attnops.graphs import guard
 from attnops.hf.cache import names as cache_names
 from attnops.hf.cache.paged_cache import PagedModelCache, State
 from attnops.hf.steps.around import function_modes
-from attnops.hf.steps.compiled_layers import starts
+from attnops.hf.steps.compiled_layers import logits_of, starts
 
 Kind = Literal["one row", "more rows", "prompt"]
 
@@ -29,9 +29,8 @@ KNOWN = (
 
 
 def state_of(cache: Any) -> State:
-    if not isinstance(cache, PagedModelCache):
-        fail(InvalidInput, cache_names.NAME, type(cache).__name__, "a cache of Patched.new_cache")
-    return cache.state
+    need(isinstance(cache, PagedModelCache), cache_names.NAME, type(cache).__name__, "a cache of Patched.new_cache")
+    return cache.state  # type: ignore[no-any-return]
 
 
 def modes_now() -> tuple[Any, ...]:
@@ -104,10 +103,8 @@ def plain_step(
     """The logits of a step by the model's own forward. argument: the name of the model's cache."""
     if position_ids is None:
         position_ids = positions(cache.state, input_ids.shape[0])
-    given: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, argument: cache}
     with torch.no_grad():
-        logits: Tensor = forward(**given, use_cache=True, return_dict=True).logits
-    return logits
+        return logits_of(forward, argument, input_ids, position_ids, cache)
 
 
 def step_of(forward: Callable[..., Any], argument: str) -> Callable[..., Any]:
@@ -115,11 +112,10 @@ def step_of(forward: Callable[..., Any], argument: str) -> Callable[..., Any]:
 
     def step(input_ids: Tensor, position_ids: Tensor, live: Tensor, cache: PagedModelCache) -> Any:
         """live: int64 `[B]`, 1 for a row of the batch, 0 for one that fills the bucket."""
-        state, pages = cache.state, cache.state.pages
-        state.start, state.real = starts(pages, live)
-        given: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, argument: cache}
-        out = forward(**given, use_cache=True, return_dict=True)
+        state = cache.state
+        state.start, state.real = starts(state.pages, live)
+        logits = logits_of(forward, argument, input_ids, position_ids, cache)
         state.start = state.real = None
-        return out.logits
+        return logits
 
     return step

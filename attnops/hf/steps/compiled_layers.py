@@ -18,7 +18,7 @@ from attnops.cache.batch import PagedBatch
 from attnops.graphs.regional import NUMBER, NotRegional, Regions, Twin, twin, varying, write_back
 from attnops.hf.attention import descriptor
 from attnops.hf.cache.model_pages import EMPTY, ModelPages
-from attnops.hf.cache.names import argument
+from attnops.hf.cache.names import argument_of
 from attnops.hf.cache.paged_cache import PagedModelCache, Step, View, described
 from attnops.hf.models.methods import is_replaced
 from attnops.lowering.compile_layers import repeated_blocks
@@ -39,13 +39,17 @@ def layered(forward: Callable[..., Any], model: nn.Module, regions: Regions) -> 
             here = Here(regions, cache, live.shape[0], threading.get_ident())
             here.begin(live)
             with here.calls(layers, beside):
-                given = {"input_ids": input_ids, "position_ids": position_ids, **argument(model, cache)}
-                out = forward(**given, use_cache=True, return_dict=True)
-            return out.logits
+                return logits_of(forward, argument_of(model), input_ids, position_ids, cache)
         finally:
             cache.state.end_step()
 
     return step
+
+
+def logits_of(forward: Callable[..., Any], argument: str, input_ids: Tensor, position_ids: Tensor, cache: PagedModelCache) -> Any:
+    """Of a step by a model's forward. argument: the name of the model's cache."""
+    given: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, argument: cache}
+    return forward(**given, use_cache=True, return_dict=True).logits
 
 
 def starts(pages: ModelPages, live: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,7 +102,8 @@ class Here:
 
     def begin(self, live: Tensor) -> None:
         """Begin the step of the cache."""
-        state, pages, rows = self.cache.state, self.cache.state.pages, self.rows
+        state, rows = self.cache.state, self.rows
+        pages = state.pages
         any_size = copy.copy(pages)
         any_size.pad = varying(pages.pad.detach(), 0)
         any_size.tables = tuple(varying(table[:rows], 0, 1) for table in pages.tables)
