@@ -258,26 +258,30 @@ class PagedMode:
         if isinstance(cache, PagedModelCache):
             cache.state.pages.use()
         generation = None if args or torch.is_grad_enabled() else current_generation()
-        logits = None
         if generation is not None and _goes_on(generation, kwargs.get("attention_mask")):
-            if calls.serves(kwargs, cache) and generation.checked is cache.state.pages.pad:
-                logits = decoder.try_step(kwargs["input_ids"], cache, kwargs.get("position_ids"))
+            logits = self._step(decoder, cache, generation, kwargs)
             if logits is not None:
                 generation.graphs = decoder.last_mode
                 return CausalLMOutputWithPast(logits=cast(Any, logits), **named(cache))
-            # Not a prompt of one token without padding, of which transformers 5.23 hands no mask on.
-            if generation.checked is not None and calls.could_serve(kwargs, cache):
-                decoder.plain_steps += 1
-                self._warn_of_arguments(calls.more(kwargs))
         given = {"input_ids": args[0], **kwargs} if len(args) == 1 else kwargs
-        if is_prompt(given):
-            logits = decoder.try_prompt(given)
+        logits = decoder.try_prompt(given) if is_prompt(given) else None
         if logits is None:
             decoder.look = True
             return method.original(*args, **kwargs)
         if generation is not None:
             generation.layers = decoder.prompts.took
         return CausalLMOutputWithPast(logits=cast(Any, logits), **named(cache))
+
+    def _step(self, decoder: Decoder, cache: Any, generation: Generation, kwargs: dict[str, Any]) -> Tensor | None:
+        """The logits of a step in graphs; None for another call, or where the model's own forward is to run it."""
+        logits = None
+        if calls.serves(kwargs, cache) and generation.checked is cache.state.pages.pad:
+            logits = decoder.try_step(kwargs["input_ids"], cache, kwargs.get("position_ids"))
+        # Not a prompt of one token without padding, of which transformers 5.23 hands no mask on.
+        if logits is None and generation.checked is not None and calls.could_serve(kwargs, cache):
+            decoder.plain_steps += 1
+            self._warn_of_arguments(calls.more(kwargs))
+        return logits
 
     def prepare(
         self, method: Method, generation_config: Any, model_kwargs: Any, generation_mode: Any, batch_size: int, max_cache_length: int
@@ -286,50 +290,50 @@ class PagedMode:
         given, generation, mask = cache_in(model_kwargs), running_generation(), model_kwargs.get("attention_mask")
         if generation is not None and mask is not None:
             generation.prompt = mask.shape[1]
-        beams, copies = generation_config.num_beams or 1, generation_config.num_return_sequences or 1
-        rows = batch_size * max(beams, copies)
-        # The attention implementation of a layer that was switched after the patch does not know pages.
-        names = (module.config._attn_implementation_internal for module in self.windows)
-        elsewhere = next((str(name) for name in names if name != self.implementation), None)
-        call = Call(self._owner, generation_config, generation_mode, model_kwargs, elsewhere, self.blocks)
-        relisted = paged_models.relisted(self._owner, self._lists)
-        passed = isinstance(given, PagedModelCache)
-        told = passed or not self.chosen
-        need(not (relisted and told), "layers", relisted, "as many as the pages have; after a change call unpatch(), then patch()")
+        call = Call(self._owner, generation_config, generation_mode, model_kwargs, self._elsewhere(), self.blocks)
+        rows, passed = batch_size * call.copies, isinstance(given, PagedModelCache)
+        relisted = self._relisted(passed)
         if passed:
             refuse_given(call, given, (rows, max_cache_length), self._graphed)
-        if self.latents:
-            # A prompt that goes on with a cache may be one token, which no layer can tell from a step.
-            for module in self.windows:
-                expire(module.kv_b_proj)
+        # A prompt that goes on with a cache may be one token, which no layer can tell from a step.
+        for module in self.windows if self.latents else ():
+            expire(module.kv_b_proj)
         reasons = [Reason(relisted)] if relisted else [*self._reasons(call, rows)]
-        if not reasons:
-            cache = self._lent(call, rows, max_cache_length)
-            if isinstance(cache, PagedModelCache):
-                model_kwargs.update(named(cache))
-                begin(cache.state.pages, self._over, rows, 1 if mask is None else mask.shape[1])
-                if generation is not None:
-                    generation.lent.append(cache)
-                    generation.why = ""
-                return None
-            reasons = [cache]
+        cache = None if reasons else self._lent(call, rows, max_cache_length, reasons)
         if generation is not None:
             generation.why = "" if passed else "; ".join(reason.why for reason in reasons)
-        if given is None:
-            self._warn(reasons)
-        return method.original(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+            generation.lent += [] if cache is None else [cache]
+        if cache is None:
+            self._warn(reasons if given is None else [])
+            return method.original(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+        model_kwargs.update(named(cache))
+        begin(cache.state.pages, self._over, rows, 1 if mask is None else mask.shape[1])
+        return None
 
-    def _lent(self, call: Call, rows: int, length: int) -> PagedModelCache | Reason:
-        """A cache for a call, or why there is none."""
+    def _elsewhere(self) -> str | None:
+        """An attention to which a layer was switched after the patch, and which does not know pages."""
+        names = (module.config._attn_implementation_internal for module in self.windows)
+        return next((str(name) for name in names if name != self.implementation), None)
+
+    def _relisted(self, passed: bool) -> str:
+        """Which list of layers has others than at patch(); "" for none. Raises InvalidInput where pages were asked for or passed."""
+        relisted = paged_models.relisted(self._owner, self._lists)
+        taken = passed or not self.chosen
+        need(not (relisted and taken), "layers", relisted, "as many as the pages have; after a change call unpatch(), then patch()")
+        return relisted
+
+    def _lent(self, call: Call, rows: int, length: int, reasons: list[Reason]) -> PagedModelCache | None:
+        """A cache for a call; None, and one reason more, where there is none."""
         try:
             return self.lend(rows, length, *drafts(call))
         except torch.OutOfMemoryError as error:
             why = f"there is no memory for pages ({one_line(error)})"
-            return Reason(why, told=True, chosen=False)
+            reasons.append(Reason(why, told=True, chosen=False))
         except AttnopsError as error:
             if not self.chosen:
                 raise
-            return Reason(f"pages cannot be made: {one_line(error)}", chosen=False)
+            reasons.append(Reason(f"pages cannot be made: {one_line(error)}", chosen=False))
+        return None
 
     def _warn(self, reasons: Sequence[Reason]) -> None:
         """Warn of pages that a call does not get, where the caller may not know."""

@@ -29,8 +29,9 @@ KNOWN = (
 
 
 def state_of(cache: Any) -> State:
-    need(isinstance(cache, PagedModelCache), cache_names.NAME, type(cache).__name__, "a cache of Patched.new_cache")
-    return cache.state  # type: ignore[no-any-return]
+    if not isinstance(cache, PagedModelCache):
+        fail(InvalidInput, cache_names.NAME, type(cache).__name__, "a cache of Patched.new_cache")
+    return cache.state
 
 
 def modes_now() -> tuple[Any, ...]:

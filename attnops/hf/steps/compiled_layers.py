@@ -119,10 +119,9 @@ class Here:
         at, view = cache.numbers[number], self._view(number, kwargs.get("attention_mask"))
         args = tuple(view if value is cache else value for value in args)
         kwargs = {name: view if value is cache else value for name, value in kwargs.items()}
+        if self.packed:
+            self._let_vary(args, kwargs)
         # The kernel is chosen at the trace, for all of its sizes. Pages for which another one is faster have a trace of their own.
-        for t in pytree.tree_leaves((args, kwargs)) if self.packed else ():
-            if isinstance(t, Tensor) and t.dim() > 1 and t.shape[:2] == (1, self.rows):
-                varying(t, 1)
         known = self.twins if self.twins is not None else {layer: None}
         same = known[layer] if layer in known else twin(layer)
         out = self.regions(layer, self.rows, args, kwargs, apart=pages.kernels[at], same=same)
@@ -131,6 +130,12 @@ class Here:
             known[layer] = same
         cache.wrote(number)
         return out
+
+    def _let_vary(self, *given: Any) -> None:
+        """Compiled code shall take any number of tokens."""
+        for t in pytree.tree_leaves(given):
+            if isinstance(t, Tensor) and t.dim() > 1 and t.shape[:2] == (1, self.rows):
+                varying(t, 1)
 
     def _view(self, number: int, mask: Any) -> View:
         cache, pages, step = self.cache, self.cache.state.pages, self.cache.state.step

@@ -87,7 +87,12 @@ def why_not_sampled(owner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     yield from (f"{type(owner).__name__} has a {name} of its own" for name in methods)
     if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         yield "several processes may have to stop together"
-    configs = kwargs.get("generation_config", args[1] if len(args) > 1 else None), getattr(owner, "generation_config", None)
+    config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+    yield from _why_another(kwargs, (config, getattr(owner, "generation_config", None)))
+
+
+def _why_another(kwargs: Mapping[str, Any], configs: Sequence[Any]) -> Iterator[str]:
+    """The fields by which transformers chooses another method than `_sample`."""
     for name in (*COUNTS, *CHOICES):
         given = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
         asked = next((value for value in given if value is not None), None)
@@ -112,14 +117,19 @@ def why_not_plain(asked: Asked, decoder: Decoder) -> Iterator[str]:
     if (ids.dtype, ids.device, ids.dim()) != (torch.int64, device, 2) or not ids.numel():
         yield "its tokens are not int64 on the device of the pages"
     yield from _why_misplaced(asked, cache)
+    yield from _why_watched(owner)
+    if decoder.why_not(ids.shape[0]) or (decoder.how.graphs is None and device.type != "cuda"):
+        yield "graphs cannot be made"
+
+
+def _why_watched(owner: Any) -> Iterator[str]:
+    """What is to see each call of the model."""
     if not isinstance(owner.__dict__.get("forward"), Method) or runs_hooks(owner):
         yield "the caller's hooks or forward want each call of the model"
     if function_modes():
         yield "a function mode sees each operation of the loop"
     if is_compiled(owner):
         yield "the caller compiles the model"
-    if decoder.why_not(ids.shape[0]) or (decoder.how.graphs is None and device.type != "cuda"):
-        yield "graphs cannot be made"
 
 
 def _why_unknown(asked: Asked) -> Iterator[str]:

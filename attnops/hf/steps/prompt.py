@@ -183,9 +183,7 @@ class Prompts:
         state, (rows, columns) = cache.state, ids.shape
         start, (seen, *starts) = padding_of(given.get("attention_mask"), state.pages, rows, columns, fresh=not state.filled)
         counts, before = [columns - max(s - seen, 0) for s in starts], [max(seen - s, 0) for s in starts]
-        padded = any(starts) and positions is None
-        self.why = "a row has no token" if min(counts) < 1 else "it is one token" if sum(counts) == 1 else ""
-        self.why = self.why or "padding, and no positions" * padded
+        self.why = _why_unpacked(counts, padded=positions is None and any(starts))
         if self.why:
             return None
         if positions is None:
@@ -196,22 +194,18 @@ class Prompts:
         if over == [None] and self._is_short(parts[0]):
             self.why = f"over these pages, {CAPTURE_AFTER} prompts as short have not run before"
             return None
-        self._failed = False
-        try:
-            logits = self._parts(parts, over, _unpadded(ids, positions, counts), cache)
-        except SideEffect:
-            raise
-        except Exception as error:
-            traced = isinstance(error, (NotRegional, NotCapturable, NoKernel))
-            if isinstance(error, InvalidInput) or (self._ran and not traced):
-                raise
-            self.why = one_line(error)
-            self.failures.note("layers", error)
+        logits = self._tried(parts, over, _unpadded(ids, positions, counts), cache)
+        if logits is None:
             return None
         state.pages.advance(start, columns)
         state.filled, state.unfinished, self._ran = True, 0, True
         self.failures.done("layers")
         return torch.cat(logits) if len(logits) > 1 else logits[0]
+
+    def _is_of_compiler(self, error: Exception) -> bool:
+        """Could layers not be compiled? An error of layers that ran before is one of the step."""
+        traced = isinstance(error, (NotRegional, NotCapturable, NoKernel))
+        return traced or not (self._ran or isinstance(error, InvalidInput))
 
     def _is_short(self, part: Part) -> bool:
         return part.fresh and part.size <= CAPTURED[-1] and not self._uncaptured
@@ -221,9 +215,22 @@ class Prompts:
         over = graphs() if self._is_short(part) else None
         return over if over is not None and over.chunks(part.size) > CAPTURE_AFTER else None
 
+    def _tried(self, *given: Any) -> list[Tensor] | None:
+        """As `_parts`; None, with the reason in `why`, where layers could not be compiled."""
+        try:
+            return self._parts(*given)
+        except SideEffect:
+            raise
+        except Exception as error:
+            if not self._is_of_compiler(error):
+                raise
+            self.why = one_line(error)
+            self.failures.note("layers", error)
+            return None
+
     def _parts(self, parts: list[Part], over: list[Over | None], tokens: Tensor, cache: PagedModelCache) -> list[Tensor]:
         """The logits of each chunk. tokens: see `_unpadded`."""
-        self.took, pages = "compiled", cache.state.pages
+        self.took, self._failed, pages = "compiled", False, cache.state.pages
         with ordinary(), uncached_casts():
             # At once and before the first chunk: a copy from the host's own memory waits until the device is idle.
             lists = [each for part in parts for each in part[2:]]
@@ -304,6 +311,15 @@ class Prompts:
             step, Buckets(tokens=CAPTURED, requests=cache.max_batch, over="eager"), tokens=("tokens", "positions"),
             requests=("counts",), over_budget="drop", **options,
         )  # fmt: skip
+
+
+def _why_unpacked(counts: Sequence[int], padded: bool) -> str:
+    """Why these tokens of each row are not packed; "" where they are. padded: without positions."""
+    if min(counts) < 1:
+        return "a row has no token"
+    if sum(counts) == 1:
+        return "it is one token"
+    return "padding, and no positions" if padded else ""
 
 
 def _unpadded(ids: Tensor, positions: Tensor, counts: Sequence[int]) -> Tensor:

@@ -71,6 +71,16 @@ class Call(NamedTuple):
     blocks: bool
 
     @property
+    def beams(self) -> int:
+        """Of beam search; 1 without."""
+        return int(self.config.num_beams or 1)
+
+    @property
+    def copies(self) -> int:
+        """Rows of the cache for each row of the batch."""
+        return max(self.beams, self.config.num_return_sequences or 1)
+
+    @property
     def assisted(self) -> bool:
         """Does another model, or a look at the prompt, draft its tokens?"""
         return bool(getattr(self.mode, "value", self.mode) == "assisted_generation")
@@ -94,7 +104,7 @@ def why_unpaged(call: Call) -> Iterator[Reason]:
     # An assistant is called again and again with one cache, for a few tokens more each time.
     if getattr(config, "is_assistant", False):
         yield Reason("the model is an assistant")
-    if (config.num_beams or 1) > 1:
+    if call.beams > 1:
         yield Reason("beam search reorders its cache", told=True)
     if call.asks("output_attentions"):
         yield Reason("output_attentions=True wants keys at hand", told=True)
@@ -145,8 +155,7 @@ def refuse_given(call: Call, given: Any, sizes: tuple[int, int], graphed: bool) 
     by_row = hooked_by_row(call.owner)
     beside = f"{kind} where hooks on {by_row} hand each row an argument of its own, and graphs add rows"
     need(not by_row or not graphed, cache_names.NAME, beside, f"{own}, or a model patched with decode='hf'")
-    beams = call.config.num_beams or 1
-    need(beams <= 1, "num_beams", beams, "1 with a paged cache: rows keep their pages")
+    need(call.beams <= 1, "num_beams", call.beams, "1 with a paged cache: rows keep their pages")
 
 
 def drafts(call: Call) -> tuple[int, int]:

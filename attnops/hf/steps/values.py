@@ -128,8 +128,7 @@ class Values:
             return self._tensor(x)
         if isinstance(x, GenerationConfig):
             return kind  # generate() reads it, and no forward
-        of_ours = kind.__module__.startswith("attnops.")
-        if of_ours or id(x) in self._known or isinstance(x, _FIXED) or depth > MOST_DEPTH:
+        if id(x) in self._known or isinstance(x, _FIXED) or depth > MOST_DEPTH or kind.__module__.startswith("attnops."):
             return Itself(x)
         if isinstance(x, dict):
             self.watch(x, iter, dict.values)
@@ -140,9 +139,7 @@ class Values:
             return self._function(x, depth)
         if isinstance(x, types.MethodType):
             return self.of(x.__func__, depth), self.of(x.__self__, depth)
-        if isinstance(x, functools.partial):
-            return kind, *(self.of(part, depth) for part in (x.func, x.args, x.keywords))
-        return (kind, x) if isinstance(x, (int, float, str, bytes)) else self._object(x, kind, depth)
+        return self._object(x, kind, depth)
 
     def _sequence(self, x: Collection[Any], kind: type, depth: int) -> Any:
         if not isinstance(x, (tuple, frozenset)):
@@ -172,18 +169,26 @@ class Values:
         return Itself(x), Itself(x.__code__), *held
 
     def _object(self, x: Any, kind: type, depth: int) -> Any:
-        home = kind.__module__.partition(".")[0]
-        of_python = isinstance(x, nn.Module)
-        if not of_python and home in _FIXED_FROM:
+        if isinstance(x, functools.partial):
+            return kind, *(self.of(part, depth) for part in (x.func, x.args, x.keywords))
+        if isinstance(x, (int, float, str, bytes)):
+            return kind, x
+        if isinstance(x, nn.Module):
+            return self._attributes(x, kind, depth)
+        if _home(kind) in _FIXED_FROM:
             return Itself(x)
-        if not of_python and (hasattr(kind, "tobytes") or isinstance(x, bytearray)):
+        if hasattr(kind, "tobytes") or isinstance(x, bytearray):
             return self._array(x, kind)
-        of_python = of_python or all(base.__flags__ & _OF_PYTHON for base in kind.__mro__[:-1])
+        if all(base.__flags__ & _OF_PYTHON for base in kind.__mro__[:-1]):
+            return self._attributes(x, kind, depth)
+        raise Unknown(f"an object of {kind.__module__}.{kind.__qualname__}")
+
+    def _attributes(self, x: Any, kind: type, depth: int) -> Any:
         own = getattr(x, "__dict__", None)
         slots = [name for base in kind.__mro__ for name in _slots(base) if hasattr(x, name)]
-        if not of_python or not (slots or isinstance(own, dict)):
+        if not slots and not isinstance(own, dict):
             raise Unknown(f"an object of {kind.__module__}.{kind.__qualname__}")
-        if home not in ("torch", "transformers"):
+        if _home(kind) not in ("torch", "transformers"):
             self.classes[kind] = None
         if slots:
             # Slots have no dictionary to look at again.
@@ -216,6 +221,11 @@ class Values:
 
     def _held(self) -> list[Any]:
         return list(chain.from_iterable([get(holder) for get, holder in self._parts]))
+
+
+def _home(kind: type) -> str:
+    """The package of a class."""
+    return kind.__module__.partition(".")[0]
 
 
 def _slots(base: type) -> Iterable[str]:
