@@ -8,6 +8,7 @@ import torch
 
 import attnops
 from attnops.hf import Decode, tiny
+from attnops.hf.steps import prompt
 from tests.graphs.standin import StandIn
 from tests.hf.helpers import LIMIT, paged, relative
 
@@ -45,6 +46,12 @@ def logits(model, *call, **more):
     return torch.stack(generated(model, *call, output_logits=True, return_dict_in_generate=True, **more).logits)
 
 
+def prompts_in_graphs(monkeypatch, *sizes, after=0):
+    """Prompts of these sizes are captured after so many of a size."""
+    monkeypatch.setattr(prompt, "CAPTURED", sizes)
+    monkeypatch.setattr(prompt, "CAPTURE_AFTER", after)
+
+
 def replays(handle):
     return sum(row.replays for row in handle.graphs.report().rows)
 
@@ -68,8 +75,9 @@ class Beside:
         self.model, self.twin, self.handle = model, twin, handle
 
     def same(self, *call, **more):
-        """The tokens of a call are the twin's. more: for the patched model alone."""
+        """The tokens of a call are the twin's. more: for the patched model alone. Returns how the call ran."""
         assert torch.equal(generated(self.model, *call, **more), generated(self.twin, *call)), call
+        return self.took
 
     def near(self, *call):
         """The logits of a call are the twin's, which are returned."""

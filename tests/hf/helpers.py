@@ -231,9 +231,9 @@ def poison(cache):
         pages.fill_(float("nan"))
 
 
-def poisoned(handle, rows, length):
-    """A new cache whose pages, of 4 tokens, hold NaN."""
-    cache = handle.new_cache(rows, length, page_size=4)
+def poisoned(handle, rows, length, page_size=4):
+    """A new cache whose pages hold NaN."""
+    cache = handle.new_cache(rows, length, page_size=page_size)
     poison(cache)
     return cache
 

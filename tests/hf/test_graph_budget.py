@@ -6,8 +6,8 @@ from torch import nn
 
 import attnops
 from attnops.hf import tiny
-from attnops.hf.steps import captures as states, prompt
-from tests.hf.decoding import CALL, asked, auto, captures, graphed, how, logits
+from attnops.hf.steps import captures as states
+from tests.hf.decoding import CALL, asked, auto, captures, graphed, how, logits, prompts_in_graphs
 from tests.hf.helpers import LIMIT, paged, relative
 
 
@@ -113,8 +113,7 @@ def test_small_states_are_not_kept_for_ever(model, monkeypatch):
 @pytest.mark.full
 def test_graphs_of_prompts_count(model, monkeypatch):
     """They are most of the bytes."""
-    monkeypatch.setattr(prompt, "CAPTURED", (32,))
-    monkeypatch.setattr(prompt, "CAPTURE_AFTER", 0)
+    prompts_in_graphs(monkeypatch, 32)
     bound = [float("inf")]
     monkeypatch.setattr(states, "most_graph_bytes", lambda device: bound[0])
     with graphed(model, "piecewise", compile_after=0) as handle:

@@ -10,9 +10,8 @@ from attnops.graphs import streams
 from attnops.hf import tiny
 from attnops.hf.cache.names import named
 from attnops.hf.cache.to_dynamic_cache import unpaged
-from attnops.hf.steps import prompt
 from tests.graphs.races import Races
-from tests.hf.decoding import graphed
+from tests.hf.decoding import graphed, prompts_in_graphs
 from tests.hf.test_loop import asked, generated
 
 
@@ -134,8 +133,7 @@ def test_streams_in_turn(mode, use, model, races, turn):
 
 
 def test_compiled_and_captured_prompts(model, races, turn, monkeypatch):
-    monkeypatch.setattr(prompt, "CAPTURED", (32, 64))
-    monkeypatch.setattr(prompt, "CAPTURE_AFTER", 1)
+    prompts_in_graphs(monkeypatch, 32, 64, after=1)
     with graphed(model, "piecewise", compile_after=0) as handle:
         for _ in range(4):
             want = generated(model, max_new_tokens=3)
