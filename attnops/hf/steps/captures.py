@@ -38,7 +38,8 @@ _REFUSED = "operation not permitted when stream is capturing"
 ModelState = tuple[Any, ...]
 """What `Glance` sees of a model, the policy and autocast."""
 
-Key, Value = TypeVar("Key", bound=Hashable), TypeVar("Value")
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
 
 
 @dataclass(eq=False)

@@ -46,10 +46,11 @@ def layered(forward: Callable[..., Any], model: nn.Module, regions: Regions) -> 
     return step
 
 
-def logits_of(forward: Callable[..., Any], argument: str, input_ids: Tensor, position_ids: Tensor, cache: PagedModelCache) -> Any:
+def logits_of(forward: Callable[..., Any], argument: str, input_ids: Tensor, position_ids: Tensor, cache: PagedModelCache) -> Tensor:
     """Of a step by a model's forward. argument: the name of the model's cache."""
     given: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, argument: cache}
-    return forward(**given, use_cache=True, return_dict=True).logits
+    logits: Tensor = forward(**given, use_cache=True, return_dict=True).logits
+    return logits
 
 
 def starts(pages: ModelPages, live: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,12 +123,12 @@ class Here:
         if self.packed:
             self._let_vary(args, kwargs)
         # The kernel is chosen at the trace, for all of its sizes. Pages for which another one is faster have a trace of their own.
-        known = self.twins if self.twins is not None else {layer: None}
-        same = known[layer] if layer in known else twin(layer)
+        twins = self.twins
+        same = None if twins is None else twins.get(layer) or twin(layer)
         out = self.regions(layer, self.rows, args, kwargs, apart=pages.kernels[at], same=same)
         # A twin whose run set attributes is not the layer's any more.
-        if layer not in known and not write_back(layer, same[0]):
-            known[layer] = same
+        if twins is not None and same is not None and layer not in twins and not write_back(layer, same[0]):
+            twins[layer] = same
         cache.wrote(number)
         return out
 

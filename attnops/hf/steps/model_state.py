@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -50,7 +50,7 @@ class Glance:
         self._places: list[tuple[int, Sequence[str]]] = []
         self._found: list[Any] = []
         self._forwards: list[Any] = []
-        self._layout = functools.cache(_layout)
+        self._layout: Callable[[type, tuple[str, ...]], Layout] = functools.cache(_layout)
         for number, module in enumerate(self._modules):
             self._take(number, module)
         self._code = self._walk(before)
