@@ -80,9 +80,10 @@ def with_block_tables(given: Any, model_config: Any) -> Any:
     `given` itself where the model, or this transformers, can have none.
     """
     config, base = model_config.get_text_config(), type(given)
-    sliding = "" if getattr(config, "sliding_window", None) is not None else "full_attention"
-    kinds = {*(getattr(config, "layer_types", None) or (sliding,))}
-    if kinds != {"full_attention"} or getattr(given, _TABLES) == 0 or not _keeps_tables(given):
+    slides = getattr(config, "sliding_window", None) is not None
+    if kinds := getattr(config, "layer_types", None):
+        slides = {*kinds} != {"full_attention"}
+    if slides or getattr(given, _TABLES) == 0 or not _keeps_tables(given):
         return given
 
     class BatchingConfig(base):  # type: ignore[misc, valid-type]
@@ -107,9 +108,7 @@ def _keeps_tables(given: Any) -> bool:
 
 def _is_ours(name: str) -> bool:
     """Is this the name of our attention in continuous batching?"""
-    if not FILLS:
-        return name.startswith(PREFIX + NAME)
-    return name.startswith(NAME) and name.endswith(ENDING)
+    return name.startswith(NAME) and name.endswith(ENDING) if FILLS else name.startswith(PREFIX + NAME)
 
 
 # A patched model ----------------------------------------------------------------------------------

@@ -13,8 +13,9 @@ import inspect
 import sys
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -30,15 +31,15 @@ from attnops.core.problem import Problem
 from attnops.core.record import name, need
 from attnops.hf import not_fast
 from attnops.hf.attention.over_pages import dims_of, hand_over
-from attnops.hf.cache import names as cache_names, support as paged_models
+from attnops.hf.cache import support as paged_models
 from attnops.hf.cache.idle_pages import MOST_IDLE, Pool
 from attnops.hf.cache.model_pages import DRAFTS, ModelPages, Sizes
-from attnops.hf.cache.names import cache_in, named
+from attnops.hf.cache.names import argument_of, cache_in, named, renamed
 from attnops.hf.cache.paged_cache import PagedKeyCache, PagedLatentCache, PagedModelCache, Returned, has_states, layers_without_pages
 from attnops.hf.cache.support import refuse_unless
 from attnops.hf.cache.to_dynamic_cache import unpaged
-from attnops.hf.generation import current_generation, running_generation
-from attnops.hf.models.attention_modules import Match, Site
+from attnops.hf.generation import Generation, current_generation, running_generation
+from attnops.hf.models.attention_modules import Match
 from attnops.hf.models.methods import Method
 from attnops.hf.private import PREPARE
 from attnops.hf.steps import calls
@@ -47,7 +48,7 @@ from attnops.hf.steps.decode_loop import Loop
 from attnops.hf.steps.options import Decode
 from attnops.hf.steps.precompile import begin
 from attnops.hf.steps.prompt import is_prompt
-from attnops.hf.steps.reasons import Call, Reason, against_pages, against_pages_unasked, drafts, refuse_given
+from attnops.hf.steps.reasons import Call, Reason, drafts, refuse_given, why_unpaged, why_unpaged_unasked
 from attnops.nn.absorb import HELD, expire
 from attnops.nn.packed import Packed, pack_linears
 from attnops.ops.pages.plan import latent_layers
@@ -69,19 +70,20 @@ class PagedMode:
         """
         self._owner, self._config = owner, owner.config.get_text_config(decoder=True)
         self.kernel, self.implementation, self.decode, self.chosen = kernel, implementation, decode, chosen
+        self._graphed = decode.mode != "hf"
         sites = [site for site in found.sites if site.reason is None]
         self.latents = any(paged_models.is_latent(site.module) for site in sites)
         if not self.latents:
-            sites = [site for site in sites if paged_models.keeps_keys(site.module)]
-        self._check(sites, found)
+            sites = [site for site in sites if paged_models.takes_cache(site.module, causal=True)]
+        why = next(paged_models.why_unsupported(owner, found, sites, self.latents), "")
+        refuse_unless(not why, why)
         if kernel is not None:
             check_kernel(kernel, ("mla_attention" if self.latents else "paged_attention",))
-        unordered: list[Any] = [site.module for site in sites]
-        modules = sorted(unordered, key=lambda module: module.layer_idx)
+        modules: list[Any] = sorted((site.module for site in sites), key=attrgetter("layer_idx"))
         self.layers: tuple[int, ...] = tuple(module.layer_idx for module in modules)
         model = type(owner).__name__
-        apart = len(set(self.layers)) == len(self.layers)
-        refuse_unless(apart, f"got layers {list(self.layers)} of {model}, want a layer_idx of its own in each module")
+        got = f"got layers {list(self.layers)} of {model}"
+        refuse_unless(len({*self.layers}) == len(modules), f"{got}, want a layer_idx of its own in each module")
         # Under the masks of some models blocks of tokens (of an image) see each other both ways. Their code then names them.
         self.blocks = not self.latents and "block_sequence_ids" in inspect.getsource(sys.modules[type(owner).__module__])
         windows = (0,) * len(modules) if self.latents else paged_models.windows_of(owner, self._config, self.layers)
@@ -104,45 +106,17 @@ class PagedMode:
 
     def _check_steps(self, states: list[int]) -> None:
         """Raise PatchError where graphs are asked for that cannot be made. states: the layers that keep states."""
-        model, mode, device = type(self._owner).__name__, self.decode.mode, paged_models.where(next(iter(self.windows)), self._owner)[0]
-        if mode != "hf" and states:
-            fail(PatchError, f"patch: got decode={mode!r} for {model}, whose layers {states} have states that move; want decode='hf'")
-        if mode != "hf" and "position_ids" not in inspect.signature(type(self._owner).forward).parameters:
-            got = f"decode={mode!r} for {model}, which counts positions by its masks"
-            fail(PatchError, f"patch: got {got}; want decode='hf', or a model that takes position_ids")
-        if mode in ("piecewise", "breakable") and self.decode.graphs is None and device.type not in ("cuda", "meta"):
-            want = "a model on a GPU, or decode='auto', which makes graphs where there is one"
-            fail(PatchError, f"patch: got decode={mode!r} for {model} on {device}; want {want}")
-
-    def _check(self, sites: list[Site], found: Match) -> None:
-        """Raise PatchError with the first reason against pages that is known before layers are looked at."""
-        model = type(self._owner).__name__
-        moving = [type(site.module).__name__ for site in sites if site.usage and site.usage.moves]
-        got = f"{model}, whose {''.join(moving[:1])} keeps keys in other layers of its cache than its own, as in a loop"
-        refuse_unless(not moving, f'got {got}; want cache="hf"')
-        if self.latents:
-            others = [f"{site.path} ({type(site.module).__name__})" for site in sites if not paged_models.is_latent(site.module)]
-            names = "\n  ".join(others[:8] + [f"and {len(others) - 8} more"] * (len(others) > 8))
-            got = f"{model} has some with expand_kv, and others:\n  {names}"
-            refuse_unless(not others, f"takes models whose every attention caches latents, or none. {got}")
-            for site in sites:
-                paged_models.check_module(site.path, site.module)
+        if not self._graphed:
             return
-        takes = getattr(self._owner, "_supports_default_dynamic_cache", lambda: True)
-        editors = [type(site.module).__name__ for site in sites if site.usage and site.usage.edits_cached]
-        editor = f"{''.join(editors[:1])} computes with all the keys that its cache returns, and pages return the new ones only"
-        both = [type(site.module).__name__ for site in found.sites if site.reason is None and paged_models.sees_both_ways(site.module)]
-        two_ways = f"{''.join(both[:1])} may see tokens on both sides (is_causal is False), and pages are for causal attention"
-        reasons = {
-            f"got {model}, an encoder-decoder model; want a decoder": getattr(self._owner.config, "is_encoder_decoder", False),
-            f'got {model}, whose {two_ways}; want cache="hf"': both and not sites,
-            f"got {model}, no attention of which is handed a cache": not sites,
-            f'got {model}, whose {editor}; want cache="hf"': editors,
-            f'got {model}, which takes only a cache of its own class; want cache="hf"': not takes(),
-            f"cannot say its masks to {model}: {found.edits}": found.edits is not None,
-        }
-        for why, holds in reasons.items():
-            refuse_unless(not holds, why)
+        device, mode = paged_models.where(next(iter(self.windows)), self._owner)[0], self.decode.mode
+        got = f"patch: got decode={mode!r} for {type(self._owner).__name__}"
+        if states:
+            fail(PatchError, f"{got}, whose layers {states} have states that move; want decode='hf'")
+        if "position_ids" not in inspect.signature(type(self._owner).forward).parameters:
+            fail(PatchError, f"{got}, which counts positions by its masks; want decode='hf', or a model that takes position_ids")
+        if mode != "auto" and self.decode.graphs is None and device.type not in ("cuda", "meta"):
+            want = "a model on a GPU, or decode='auto', which makes graphs where there is one"
+            fail(PatchError, f"{got} on {device}; want {want}")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_pool": None, "_decoder": None}
@@ -163,7 +137,7 @@ class PagedMode:
                 place(module, "expand_kv", functools.partial(paged_models.let_through, module))
         if hasattr(owner, "generate"):
             changes.append(Method(owner, PREPARE, self.prepare))
-        if self.decode.mode != "hf":
+        if self._graphed:
             self._forward = Method(owner, "forward", self.forward)
             changes.append(self._forward)
 
@@ -189,10 +163,10 @@ class PagedMode:
 
     def notes(self) -> tuple[str, ...]:
         """The bytes of pages and graphs that later calls find, and notes on steps, for the report."""
-        idle = 0 if self._pool is None else self._pool.idle_bytes
-        graphs = 0 if self._decoder is None else self._decoder.graph_bytes + self.loop.nbytes
+        idle, graphs, of_steps = 0 if self._pool is None else self._pool.idle_bytes, 0, tuple[str, ...]()
+        if self._decoder is not None:
+            graphs, of_steps = self._decoder.captures.nbytes + self.loop.nbytes, self._decoder.notes()
         held = f"{idle / 2**20:.1f} MiB of pages are kept for later calls, {graphs / 2**20:.1f} MiB of graphs"
-        of_steps = () if self._decoder is None else self._decoder.notes()
         return f"{held}: at most {MOST_IDLE} sets of pages and an eighth of the GPU, until release()", *of_steps
 
     def release(self) -> None:
@@ -244,7 +218,7 @@ class PagedMode:
     def _over(self, pages: ModelPages, filled: bool = False) -> PagedModelCache:
         kind = PagedLatentCache if self.latents else PagedKeyCache
         cache = kind(pages, self.layers, functools.partial(layers_without_pages, self._config, self.layers), filled)
-        if self.decode.mode != "hf":
+        if self._graphed:
             # transformers shall neither compile the step nor make the masks that a compiled one is given.
             for layer in cache.layers:
                 layer.is_compileable = False
@@ -264,100 +238,108 @@ class PagedMode:
         places = {paged_models.where(module, self._owner) for module in self.windows}
         got = ", ".join(sorted(f"{name(dtype)} on {device}" for device, dtype in places))
         need(len(places) == 1, "attention layers", got, "one dtype and one device for all pages")
-        device, dtype = next(iter(places))
-        fixed = self.decode.mode != "hf"
+        [(device, dtype)] = places
         if self.latents:
             dims = dims_of(module)
             heads = getattr(module, "num_heads", None) or self._config.num_attention_heads
             layers = (latent_layers(heads, 0, dtype, dims.latent + dims.rope, dims.latent),) * len(self.layers)
-            return Sizes(rows, length, layers, device, self.kernel, fixed=fixed)
+            return Sizes(rows, length, layers, device, self.kernel, fixed=self._graphed)
         if self._kept is None or self._kept[0].dtype != dtype:
             self._kept = paged_models.probe(self._owner, self._config, self.windows, dtype)
-        return Sizes(rows, length, self._kept, device, self.kernel, max(DRAFTS, back), fixed)
+        return Sizes(rows, length, self._kept, device, self.kernel, max(DRAFTS, back), self._graphed)
 
     def forward(self, method: Method, *args: Any, **kwargs: Any) -> Any:
-        """The forward of the model: graphs for the decode steps of its `generate()`, compiled layers for prompts, else the model's own."""
+        """The forward of the model: graphs for the decode steps of its `generate()`, compiled layers
+        for prompts, else the model's own."""
         if torch.compiler.is_compiling():
             return method.original(*args, **kwargs)
-        kwargs = cache_names.renamed(kwargs, cache_names.argument_of(self._owner))
+        kwargs = renamed(kwargs, argument_of(self._owner))
         decoder, cache = self.decoder(), cache_in(kwargs)
         if isinstance(cache, PagedModelCache):
             cache.state.pages.use()
         generation = None if args or torch.is_grad_enabled() else current_generation()
-        if generation is not None:
-            # The prompt's mask was checked, and generate() only appends ones to it. Each chunk of a prompt brings more of the mask.
-            mask, prompt = kwargs.get("attention_mask"), generation.prompt
-            if prompt is None or (isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] > prompt):
-                served = calls.serves(kwargs) and generation.checked is cache.state.pages.pad
-                if served and (logits := decoder.try_step(kwargs["input_ids"], cache, kwargs.get("position_ids"))) is not None:
-                    generation.graphs = decoder.last_mode
-                    return CausalLMOutputWithPast(logits=cast(Any, logits), **named(cache))
-                # Not a prompt of one token without padding, of which transformers 5.23 hands no mask on.
-                if generation.checked is not None and calls.could_serve(kwargs):
-                    decoder.plain_steps += 1
-                    self._warn_of_arguments(calls.more(kwargs))
+        if generation is not None and _goes_on(generation, kwargs.get("attention_mask")):
+            logits = self._step(decoder, cache, generation, kwargs)
+            if logits is not None:
+                generation.graphs = decoder.last_mode
+                return CausalLMOutputWithPast(logits=cast(Any, logits), **named(cache))
         given = {"input_ids": args[0], **kwargs} if len(args) == 1 else kwargs
-        if is_prompt(given) and (found := decoder.try_prompt(given)) is not None:
-            if generation is not None:
-                generation.layers = decoder.prompts.took
-            return CausalLMOutputWithPast(logits=cast(Any, found), **named(cache))
-        decoder.look = True
-        return method.original(*args, **kwargs)
+        logits = decoder.try_prompt(given) if is_prompt(given) else None
+        if logits is None:
+            decoder.look = True
+            return method.original(*args, **kwargs)
+        if generation is not None:
+            generation.layers = decoder.prompts.took
+        return CausalLMOutputWithPast(logits=cast(Any, logits), **named(cache))
+
+    def _step(self, decoder: Decoder, cache: Any, generation: Generation, kwargs: dict[str, Any]) -> Tensor | None:
+        """The logits of a step in graphs; None for another call, or where the model's own forward is to run it."""
+        logits = None
+        if calls.serves(kwargs, cache) and generation.checked is cache.state.pages.pad:
+            logits = decoder.try_step(kwargs["input_ids"], cache, kwargs.get("position_ids"))
+        # Not a prompt of one token without padding, of which transformers 5.23 hands no mask on.
+        if logits is None and generation.checked is not None and calls.could_serve(kwargs, cache):
+            decoder.plain_steps += 1
+            self._warn_of_arguments(calls.more(kwargs))
+        return logits
 
     def prepare(
         self, method: Method, generation_config: Any, model_kwargs: Any, generation_mode: Any, batch_size: int, max_cache_length: int
     ) -> Any:
         """`_prepare_cache_for_generation` of the model: a paged cache, where transformers would have made one of its own choice."""
-        given = cache_in(model_kwargs)
-        generation, mask = running_generation(), model_kwargs.get("attention_mask")
+        given, generation, mask = cache_in(model_kwargs), running_generation(), model_kwargs.get("attention_mask")
         if generation is not None and mask is not None:
             generation.prompt = mask.shape[1]
-        beams = generation_config.num_beams or 1
-        rows = batch_size * max(beams, generation_config.num_return_sequences or 1)
-        # The attention implementation of a layer that was switched after the patch does not know pages.
-        names = (module.config._attn_implementation_internal for module in self.windows)
-        elsewhere = next((str(name) for name in names if name != self.implementation), None)
-        relisted = paged_models.relisted(self._owner, self._lists)
-        told = not self.chosen or isinstance(given, PagedModelCache)
-        need(not (relisted and told), "layers", relisted, "as many as the pages have; after a change call unpatch(), then patch()")
-        if isinstance(given, PagedModelCache):
-            refuse_given(self._owner, given, elsewhere, (rows, max_cache_length), self.decode.mode != "hf")
-            need(beams <= 1, "num_beams", beams, "1 with a paged cache: rows keep their pages")
-        if self.latents:
-            # A prompt that goes on with a cache may be one token, which no layer can tell from a step.
-            for module in self.windows:
-                expire(module.kv_b_proj)
-        call = Call(self._owner, generation_config, generation_mode, model_kwargs)
-        reasons = [Reason(relisted)] if relisted else self._reasons(call, elsewhere, rows)
-        if not reasons:
-            try:
-                cache = self.lend(rows, max_cache_length, *drafts(call))
-            except torch.OutOfMemoryError as error:
-                why = f"there is no memory for pages ({one_line(error)})"
-                reasons = [Reason(why, told=True, chosen=False)]
-            except AttnopsError as error:
-                if not self.chosen:
-                    raise
-                reasons = [Reason(f"pages cannot be made: {one_line(error)}", chosen=False)]
-            else:
-                model_kwargs.update(named(cache))
-                begin(cache.state.pages, self._over, rows, 1 if mask is None else mask.shape[1])
-                if generation is not None:
-                    generation.lent.append(cache)
-                    generation.why = ""
-                return None
+        call = Call(self._owner, generation_config, generation_mode, model_kwargs, self._elsewhere(), self.blocks)
+        rows, passed = batch_size * call.copies, isinstance(given, PagedModelCache)
+        relisted = self._relisted(passed)
+        if passed:
+            refuse_given(call, given, (rows, max_cache_length), self._graphed)
+        # A prompt that goes on with a cache may be one token, which no layer can tell from a step.
+        for module in self.windows if self.latents else ():
+            expire(module.kv_b_proj)
+        reasons = [Reason(relisted)] if relisted else [*self._reasons(call, rows)]
+        cache = None if reasons else self._lent(call, rows, max_cache_length, reasons)
         if generation is not None:
-            whole = "; ".join(reason.why for reason in reasons)
-            generation.why = "" if isinstance(given, PagedModelCache) else whole
-        self._warn(reasons if given is None else [])
-        return method.original(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+            generation.why = "" if passed else "; ".join(reason.why for reason in reasons)
+            generation.lent += [] if cache is None else [cache]
+        if cache is None:
+            self._warn(reasons if given is None else [])
+            return method.original(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+        model_kwargs.update(named(cache))
+        begin(cache.state.pages, self._over, rows, 1 if mask is None else mask.shape[1])
+        return None
+
+    def _elsewhere(self) -> str | None:
+        """An attention to which a layer was switched after the patch, and which does not know pages."""
+        names = (module.config._attn_implementation_internal for module in self.windows)
+        return next((str(name) for name in names if name != self.implementation), None)
+
+    def _relisted(self, passed: bool) -> str:
+        """Which list of layers has others than at patch(); "" for none. Raises InvalidInput where pages were asked for or passed."""
+        relisted = paged_models.relisted(self._owner, self._lists)
+        taken = passed or not self.chosen
+        need(not (relisted and taken), "layers", relisted, "as many as the pages have; after a change call unpatch(), then patch()")
+        return relisted
+
+    def _lent(self, call: Call, rows: int, length: int, reasons: list[Reason]) -> PagedModelCache | None:
+        """A cache for a call; None, and one reason more, where there is none."""
+        try:
+            return self.lend(rows, length, *drafts(call))
+        except torch.OutOfMemoryError as error:
+            why = f"there is no memory for pages ({one_line(error)})"
+            reasons.append(Reason(why, told=True, chosen=False))
+        except AttnopsError as error:
+            if not self.chosen:
+                raise
+            reasons.append(Reason(f"pages cannot be made: {one_line(error)}", chosen=False))
+        return None
 
     def _warn(self, reasons: Sequence[Reason]) -> None:
         """Warn of pages that a call does not get, where the caller may not know."""
         if self.chosen:
             if reasons and not any(reason.chosen for reason in reasons):
-                why = "; ".join(reason.why for reason in reasons)
-                not_fast.warn(self._owner, not_fast.PAGES, why)
+                not_fast.warn(self._owner, not_fast.PAGES, "; ".join(reason.why for reason in reasons))
             return
         for reason in reasons:
             if reason.told:
@@ -371,18 +353,21 @@ class PagedMode:
             why = f"they get {', '.join(names)}, and graphs take tokens and positions alone"
             not_fast.warn(self._owner, not_fast.GRAPHS, why)
 
-    def _reasons(self, call: Call, elsewhere: str | None, rows: int) -> list[Reason]:
-        """Why this `generate()` gets no pages of ours.
-
-        elsewhere: an attention to which a layer was switched. rows: of the batch.
-        """
-        found = against_pages(call, elsewhere, self.blocks)
+    def _reasons(self, call: Call, rows: int) -> Iterator[Reason]:
+        """Why this `generate()`, of a batch of so many rows, gets no pages of ours."""
+        yield from why_unpaged(call)
         if self.chosen:
-            found += against_pages_unasked(call, self._forward)
+            yield from why_unpaged_unasked(call, self._forward)
             if self._decoder is not None and (failed := self._decoder.why_not(rows)):
                 # The call whose graphs failed has warned.
-                found.append(Reason(f"graphs cannot be made: {failed}"))
-        return found
+                yield Reason(f"graphs cannot be made: {failed}")
+
+
+def _goes_on(generation: Generation, mask: Any) -> bool:
+    """Is this the mask of a call behind the prompt? The prompt's mask was checked, and generate() only appends ones to it. Each chunk of
+    a prompt brings more of the mask."""
+    prompt = generation.prompt
+    return prompt is None or (isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] > prompt)
 
 
 def give_back(cache: PagedModelCache) -> None:

@@ -8,8 +8,9 @@ import torch
 
 import attnops
 from attnops.hf import Decode, tiny
+from attnops.hf.steps import prompt
 from tests.graphs.standin import StandIn
-from tests.hf.helpers import LIMIT, relative
+from tests.hf.helpers import LIMIT, paged, relative
 
 CALL = (2, 9, 4)
 """Rows, length of the prompt, new tokens."""
@@ -22,6 +23,11 @@ def how(mode="breakable", **more):
 def auto(**more):
     """As on a GPU without options."""
     return how("auto", **{"compile_after": 8, **more})
+
+
+def graphed(model, mode="breakable", **more):
+    """A model patched for graphs over pages. more: fields of `Decode`."""
+    return paged(model, decode=how(mode, **more))
 
 
 def asked(rows, length, new):
@@ -38,6 +44,12 @@ def generated(model, *call, **more):
 
 def logits(model, *call, **more):
     return torch.stack(generated(model, *call, output_logits=True, return_dict_in_generate=True, **more).logits)
+
+
+def prompts_in_graphs(monkeypatch, *sizes, after=0):
+    """Prompts of these sizes are captured after so many of a size."""
+    monkeypatch.setattr(prompt, "CAPTURED", sizes)
+    monkeypatch.setattr(prompt, "CAPTURE_AFTER", after)
 
 
 def replays(handle):
@@ -63,8 +75,9 @@ class Beside:
         self.model, self.twin, self.handle = model, twin, handle
 
     def same(self, *call, **more):
-        """The tokens of a call are the twin's. more: for the patched model alone."""
+        """The tokens of a call are the twin's. more: for the patched model alone. Returns how the call ran."""
         assert torch.equal(generated(self.model, *call, **more), generated(self.twin, *call)), call
+        return self.took
 
     def near(self, *call):
         """The logits of a call are the twin's, which are returned."""

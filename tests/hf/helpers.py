@@ -220,10 +220,22 @@ def allocated(code):
     return found
 
 
+def paged(model, **more):
+    """A model patched for pages. more: options of `patch`."""
+    return attnops.patch(model, cache="paged", **more)
+
+
 def poison(cache):
     """NaN wherever nothing is stored yet."""
     for pages in cache.state.pages.pools:
         pages.fill_(float("nan"))
+
+
+def poisoned(handle, rows, length, page_size=4):
+    """A new cache whose pages hold NaN."""
+    cache = handle.new_cache(rows, length, page_size=page_size)
+    poison(cache)
+    return cache
 
 
 def copies(model):

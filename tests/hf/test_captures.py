@@ -12,15 +12,13 @@ from torch import nn
 from torch.nn.modules import module as of_modules
 from torch.overrides import TorchFunctionMode
 
-import attnops
 from attnops.core.errors import InvalidInput, NotCapturable, NotFast, PatchError
 from attnops.graphs.regional import twin, write_back
 from attnops.hf import tiny
 from attnops.hf.cache.names import named
-from attnops.hf.steps import prompt
 from attnops.hf.steps.model_state import Glance
 from tests.hf import steered
-from tests.hf.decoding import asked, beside, captures, generated, how, logits, replays
+from tests.hf.decoding import asked, beside, captures, generated, graphed, logits, prompts_in_graphs, replays
 from tests.hf.helpers import DECODERS, LIMIT, relative
 
 CALL = (2, 14, 3)
@@ -36,8 +34,7 @@ def both(mode, model="llama", twin=None):
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     """Prompts are captured at once where they are compiled."""
-    monkeypatch.setattr(prompt, "CAPTURED", (32,))
-    monkeypatch.setattr(prompt, "CAPTURE_AFTER", 0)
+    prompts_in_graphs(monkeypatch, 32)
 
 
 # test_a_glance_sees_each_change has each, and tests/hf/test_captures_fuzz.py breakable steps of models that change.
@@ -246,8 +243,7 @@ def test_a_step_with_a_side_effect_is_not_captured(name, mode):
     layer.mlp = make(own)
     with both(mode, model, twin) as pair:
         with pytest.warns(NotFast, match="the model's own forward writes"):
-            pair.same(*CALL)
-        assert "the model's own forward writes" in pair.took.why
+            assert "the model's own forward writes" in pair.same(*CALL).why
         assert any(part in pair.took.why for part in name.split("|")), pair.took.why
         made = captures(pair.handle)
         for _ in range(2):
@@ -256,8 +252,8 @@ def test_a_step_with_a_side_effect_is_not_captured(name, mode):
             assert count(layer.mlp) == before + CALL[2], "each call of the model ran it once"
         assert captures(pair.handle) == made
         layer.mlp = own
-        pair.same(*CALL)
-        assert pair.took.why == "" and pair.took.decode != "hf"
+        took = pair.same(*CALL)
+        assert took.why == "" and took.decode != "hf"
 
 
 def test_what_a_twin_has_written_is_the_modules():
@@ -277,15 +273,12 @@ def test_a_recording_forward_that_is_taken_away():
     layer = model.model.layers[1]
     layer.mlp = closed_over(layer.mlp)
     with both("breakable", model) as pair:
-        pair.same(*CALL)
-        assert "forward" in pair.took.why
+        assert "forward" in pair.same(*CALL).why
         del layer.mlp.forward
         layer.mlp.__class__ = Recording
-        pair.same(*CALL)
-        assert "seen" in pair.took.why
+        assert "seen" in pair.same(*CALL).why
         layer.mlp = layer.mlp.own
-        pair.same(*CALL)
-        assert pair.took.why == ""
+        assert pair.same(*CALL).why == ""
 
 
 def test_what_cannot_be_compared_is_not_captured():
@@ -348,7 +341,7 @@ def test_a_step_by_hand_runs_the_hooks_of_the_model():
             model(ids, **named(cache))
         return torch.cat([handle.step(ids[:, at : at + 1], cache) for at in range(2)])
 
-    with attnops.patch(model, cache="paged", decode=how()) as handle:
+    with graphed(model) as handle:
         want = steps(handle)
         with model.register_forward_pre_hook(lambda *_: None), model.register_forward_hook(_doubled):
             assert relative(steps(handle), 2 * want) < LIMIT

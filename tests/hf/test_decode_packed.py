@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-import attnops
 from attnops.hf import tiny
 from attnops.nn import pack_linears
-from tests.hf.decoding import CALL, beside, how
+from tests.hf.decoding import CALL, beside, graphed
 
 
 def storages(model):
@@ -38,14 +37,14 @@ def test_weights_lie_together_while_patched():
 def test_what_was_packed_before_stays_packed():
     model = tiny.model("llama")
     packed = pack_linears(model)
-    attnops.patch(model, cache="paged", decode=how("piecewise")).unpatch()
+    graphed(model, "piecewise").unpatch()
     assert packed.holds()
 
 
 @pytest.mark.parametrize("other", [nn.Sequential, lambda own: nn.Identity(), None])
 def test_a_module_that_was_replaced_hinders_no_unpatch(other):
     model = tiny.model("llama")
-    handle = attnops.patch(model, cache="paged", decode=how("piecewise"))
+    handle = graphed(model, "piecewise")
     attention = model.model.layers[0].self_attn
     if other is None:
         del attention.q_proj
@@ -66,9 +65,9 @@ def test_a_packing_that_fails_leaves_the_model_unpatched(monkeypatch):
 
     monkeypatch.setattr("attnops.hf.page_model.pack_linears", fails)
     with pytest.raises(torch.OutOfMemoryError):
-        attnops.patch(model, cache="paged", decode=how("piecewise"))
+        graphed(model, "piecewise")
     assert (set(vars(model)), model.config._attn_implementation) == before
     assert not any(module._forward_pre_hooks for module in model.modules())
     monkeypatch.undo()
-    with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
+    with graphed(model, "piecewise") as handle:
         assert handle._paged.packed.holds()

@@ -10,8 +10,8 @@ from attnops.graphs.guard import Guard
 from attnops.hf import tiny
 from attnops.hf.cache.names import named
 from attnops.hf.steps import decode
-from tests.hf.decoding import CALL, asked, beside, generated, how, logits, replays
-from tests.hf.helpers import LIMIT, of_a_library, relative
+from tests.hf.decoding import CALL, asked, beside, generated, graphed, logits, replays
+from tests.hf.helpers import LIMIT, of_a_library, paged, relative
 
 FIXED = torch.arange(16.0)[:12].view(3, 4)
 OTHERS = {
@@ -33,7 +33,7 @@ def test_a_fixed_argument_with_another_layout_is_stale(other):
 def two():
     """A patched model, its handle, the tokens of a prompt, and two caches that the prompt has filled."""
     model, (ids, _) = tiny.model("llama"), asked(2, 6, 1)
-    with torch.no_grad(), attnops.patch(model, cache="paged", decode=how()) as handle:
+    with torch.no_grad(), graphed(model) as handle:
         yield model, handle, ids, filled(model, handle, ids)
 
 
@@ -70,7 +70,7 @@ def test_steps_of_another_cache_are_no_reason_to_look_at_weights(two, monkeypatc
 @pytest.mark.parametrize("mode", ["breakable", "piecewise"])
 def test_autocast_and_policy_of_the_call(mode):
     """Steps are of the modes of their own call, and no copy of a weight that autocast made outlives the block it was made in."""
-    with beside(mode=mode) as pair, attnops.patch(pair.twin, cache="paged"):
+    with beside(mode=mode) as pair, paged(pair.twin):
         for number, cast in enumerate((False, True, True, False)):
             pair.change(lambda model, by=1 + number / 8: model.lm_head.weight.data.mul_(by))
             with torch.autocast("cpu", torch.bfloat16, enabled=cast):
@@ -120,7 +120,7 @@ def test_a_capture_that_fails_leaves_nothing_behind(mode, failing):
         return x.clone()
 
     out_of_memory.register_fake(torch.empty_like)
-    with torch.no_grad(), attnops.patch(model, cache="paged", decode=how(mode)) as handle:
+    with torch.no_grad(), graphed(model, mode) as handle:
         ours, other = filled(model, handle, ids)
         want = model(ids[:, :1], **named(other)).logits
         model.model.layers[0].mlp.register_forward_hook(of_a_library(lambda module, given, out: out_of_memory(out)))

@@ -18,7 +18,7 @@ from attnops.core.select import active_policy
 from attnops.hf import Decode, Took, page_model as paged, tiny
 from attnops.hf.cache import idle_pages as pool
 from attnops.hf.cache.names import NAME, argument, cache_in, cache_of, named
-from attnops.hf.steps import graphed_steps as steps, graphs_by_state as states
+from attnops.hf.steps import captures as states, graphed_steps as steps
 from tests.graphs.standin import StandIn
 from tests.hf.decoding import asked, generated
 from tests.hf.helpers import LIMIT, relative

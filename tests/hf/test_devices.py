@@ -97,8 +97,7 @@ def test_a_model_that_is_split_goes_without_and_says_so(order):
         split(model)
     with beside(model, "auto", twin) as pair:
         if order == "after":
-            pair.same(*CALL)
-            assert pair.took.decode == "breakable"
+            assert pair.same(*CALL).decode == "breakable"
             split(model)
         pair.same(*CALL)
         assert (pair.took.cache, pair.took.decode) == ("hf", "hf")
@@ -135,10 +134,8 @@ def test_steps_that_wait_for_other_ranks_have_graphs_by_decode_alone(kind, one_r
         model.model.layers[0].mlp.down_proj = Summed(model.model.layers[0].mlp.down_proj, kind)
     with beside(model, "auto") as pair:
         for _ in range(2):
-            pair.same(*CALL)
-            assert pair.took.decode == ("breakable" if kind == "none" else "hf")
+            assert pair.same(*CALL).decode == ("breakable" if kind == "none" else "hf")
             assert ("c10d" in pair.took.why and "decode=" in pair.took.why) is (kind != "none")
     if kind == "in place":  # a capture takes no AsyncCollectiveTensor
         with beside(model) as pair:
-            pair.same(*CALL)
-            assert pair.took.decode == "breakable"
+            assert pair.same(*CALL).decode == "breakable"

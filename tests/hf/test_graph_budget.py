@@ -6,9 +6,9 @@ from torch import nn
 
 import attnops
 from attnops.hf import tiny
-from attnops.hf.steps import graphs_by_state as states, prompt
-from tests.hf.decoding import CALL, asked, auto, captures, how, logits
-from tests.hf.helpers import LIMIT, relative
+from attnops.hf.steps import captures as states
+from tests.hf.decoding import CALL, asked, auto, captures, graphed, how, logits, prompts_in_graphs
+from tests.hf.helpers import LIMIT, paged, relative
 
 
 @pytest.mark.parametrize("mode", ["auto", "breakable"])
@@ -62,20 +62,20 @@ def of_state(model, by):
 
 @pytest.mark.parametrize("asked", [True, False], ids=["budget_bytes", "of the device"])
 def test_those_that_were_not_used_for_longest_are_freed(asked, model, monkeypatch):
-    with attnops.patch(model, cache="paged", decode=how()) as handle:
+    with graphed(model) as handle:
         plain = of_state(model, 1.0)
-        one = handle._paged.decoder().graph_bytes
+        one = handle._paged.decoder().captures.nbytes
     assert one > 0
     budget = int(2.5 * one)
     if not asked:
         monkeypatch.setattr(states, "most_graph_bytes", lambda device: budget)
     given = how(budget_bytes=budget if asked else None)
-    with attnops.patch(model, cache="paged", decode=given) as handle:
+    with paged(model, decode=given) as handle:
         made, held = [], []
         for by in (1.0, 2.0, 3.0, 2.0, 3.0, 1.0, 3.0, 2.0, 3.0):
             assert relative(of_state(model, by), by * plain) < LIMIT
             made.append(len(handle.decode.graphs.graphs))
-            held.append(handle._paged.decoder().graph_bytes <= budget)
+            held.append(handle._paged.decoder().captures.nbytes <= budget)
         # The third frees the first. Met again, the first frees the second, and that the first: the third was used after it.
         new = [after - before for before, after in zip([0, *made], made, strict=False)]
         assert new == [1, 1, 1, 0, 0, 1, 0, 1, 0] and all(held)
@@ -87,7 +87,7 @@ def test_those_that_were_not_used_for_longest_are_freed(asked, model, monkeypatc
 def test_the_state_in_use_stays(model, monkeypatch):
     """However small the budget is."""
     monkeypatch.setattr(states, "most_graph_bytes", lambda device: 0)
-    with attnops.patch(model, cache="paged", decode=how()) as handle:
+    with graphed(model) as handle:
         plain = of_state(model, 1.0)
         for by in (1.0, 1.0, 2.0, 2.0):
             assert relative(of_state(model, by), by * plain) < LIMIT
@@ -98,8 +98,8 @@ def test_the_state_in_use_stays(model, monkeypatch):
 
 
 def test_small_states_are_not_kept_for_ever(model, monkeypatch):
-    monkeypatch.setattr(states, "MOST_STATES", 3)
-    with attnops.patch(model, cache="paged", decode=how()) as handle:
+    monkeypatch.setattr(states, "MOST", 3)
+    with graphed(model) as handle:
         for by in range(5):
             of_state(model, float(by))
             assert sum(graph.alive for graph in handle.decode.graphs.graphs) <= 3
@@ -107,25 +107,24 @@ def test_small_states_are_not_kept_for_ever(model, monkeypatch):
         handle.release()
         of_state(model, 1.0)
         # States without graphs are forgotten.
-        assert len(handle._paged.decoder()._states._kept) == 1
+        assert len(handle._paged.decoder().captures._kept) == 1
 
 
 @pytest.mark.full
 def test_graphs_of_prompts_count(model, monkeypatch):
     """They are most of the bytes."""
-    monkeypatch.setattr(prompt, "CAPTURED", (32,))
-    monkeypatch.setattr(prompt, "CAPTURE_AFTER", 0)
+    prompts_in_graphs(monkeypatch, 32)
     bound = [float("inf")]
     monkeypatch.setattr(states, "most_graph_bytes", lambda device: bound[0])
-    with attnops.patch(model, cache="paged", decode=how("piecewise", compile_after=0)) as handle:
+    with graphed(model, "piecewise", compile_after=0) as handle:
         plain = of_state(model, 1.0)
         of_state(model, 1.0)  # the first prompt comes before the first step, which compiles
         assert handle.took.prompt == "captured"
         decoder, graphs = handle._paged.decoder(), handle.decode.graphs.graphs
         held = decoder._kept.over.items()
         steps = sum(over.graphed.nbytes for (_, mode), over in held if mode != "prompt")
-        assert steps < decoder.graph_bytes
-        before, bound[0] = len(graphs), decoder.graph_bytes + steps
+        assert steps < decoder.captures.nbytes
+        before, bound[0] = len(graphs), decoder.captures.nbytes + steps
         assert relative(of_state(model, 2.0), 2 * plain) < LIMIT
         assert handle.took.prompt == "captured"
         assert not any(graph.alive for graph in graphs[:before])

@@ -18,7 +18,7 @@ from attnops.hf.cache.names import named
 from attnops.lowering import fuse_norm_linear_pass, merge_linears_pass
 from attnops.nn import pack_linears
 from attnops.ops.linear.record import LINEAR
-from tests.hf.decoding import generated, how
+from tests.hf.decoding import generated, graphed
 from tests.hf.helpers import LIMIT, relative, static
 from tests.triton.process import interpreted
 
@@ -146,7 +146,7 @@ CALL = (2, 4, 2)
 def test_decode_steps():
     model = tiny.model("llama")
     want = generated(model, *CALL)
-    with attnops.use(kernel={"linear": "reference"}), attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
+    with attnops.use(kernel={"linear": "reference"}), graphed(model, "piecewise") as handle:
         assert torch.equal(generated(model, *CALL), want)
         [note] = [note for note in handle.report().notes if note.startswith("linears")]
         assert note.startswith("linears of compiled layers, 5 of 5 recognised: 1 norm + linear by reference, ")
@@ -155,10 +155,10 @@ def test_decode_steps():
 
 def test_decode_steps_on_a_cpu_keep_torchs_operations():
     model = tiny.model("llama")
-    with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
+    with graphed(model, "piecewise") as handle:
         generated(model, *CALL)
         assert {product.kernel for product in handle._paged.decoder().products} == {"aten"}
-    with attnops.patch(model, cache="paged", decode=how("piecewise", pack=False)) as handle:
+    with graphed(model, "piecewise", pack=False) as handle:
         generated(model, *CALL)
         assert not any(note.startswith("linears") for note in handle.report().notes)
 
@@ -168,7 +168,7 @@ def test_decode_steps_on_a_cpu_keep_torchs_operations():
 def test_decode_steps_by_triton():
     model = tiny.model("llama", num_hidden_layers=2)
     want = generated(model, *CALL)
-    with pretend(SM90), attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
+    with pretend(SM90), graphed(model, "piecewise") as handle:
         assert torch.equal(generated(model, *CALL), want)
         assert handle.graphs.report().whole == ""
         assert {product.kernel for product in handle._paged.decoder().products} == {"triton"}

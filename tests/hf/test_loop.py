@@ -11,14 +11,13 @@ import torch
 import transformers
 from transformers import GenerationConfig, GenerationMixin
 
-import attnops
 from attnops.core.errors import NotFast
 from attnops.hf import Decode, tiny
 from attnops.hf.cache.names import cache_in, cache_of, named
 from attnops.hf.steps import decode_loop as sample, eligibility as plain
 from attnops.hf.steps.decode import Decoder
 from tests.graphs.standin import StandIn
-from tests.hf.decoding import CALL, beside, how
+from tests.hf.decoding import CALL, beside, graphed
 
 SAMPLED = {"do_sample": True}
 ENDS = [*range(3, 128, 4)]
@@ -72,10 +71,6 @@ def drawn(model, **more):
     return [*(x.tolist() for x in found), torch.get_rng_state().tolist()]
 
 
-def patched(model, **more):
-    return attnops.patch(model, cache="paged", decode=how(**more))
-
-
 def loop_of(handle):
     return handle._paged.loop
 
@@ -88,14 +83,14 @@ def model():
 @pytest.fixture(scope="module")
 def shared(model):
     """A patched copy of the model, and its handle."""
-    with patched(twin := copy.deepcopy(model)) as handle:
+    with graphed(twin := copy.deepcopy(model)) as handle:
         yield twin, handle
 
 
 @pytest.fixture
 def fresh(model):
     """As `shared`, for one test."""
-    with patched(twin := copy.deepcopy(model)) as handle:
+    with graphed(twin := copy.deepcopy(model)) as handle:
         yield twin, handle
 
 
@@ -147,7 +142,7 @@ def test_other_families(family):
     model = tiny.model(family)
     calls = [{"rows": 3, **OPTIONS["all"], "eos_token_id": ENDS}, {"rows": 2, "prefill_chunk_size": 4}]
     want = [drawn(model, **call) for call in calls]
-    with patched(model) as handle:
+    with graphed(model) as handle:
         for call, tokens in zip(calls, want, strict=True):
             assert drawn(model, **call) == tokens
             assert handle.took.loop == "" and handle.plain_steps == 0
@@ -300,18 +295,19 @@ ALTERED = {
 def test_the_conditions_of_a_plain_loop(model, shared, monkeypatch):
     """Each by itself, for a call that is plain but for it."""
     seen, (ours, _) = [], shared
-    monkeypatch.setattr(sample, "not_plain", lambda asked, decoder: seen.append((asked, decoder)) or plain.not_plain(asked, decoder))
+    monkeypatch.setattr(sample, "why_not_plain", lambda *given: seen.append(given) or plain.why_not_plain(*given))
     out = generated(ours, eos_token_id=ENDS, pad_token_id=1, return_dict_in_generate=True)
     [(asked, decoder)] = seen
     assert cache_of(out) is cache_in(asked.given), "it keeps its pages"
-    assert plain.not_plain(asked, decoder) == ""
+    assert not [*plain.why_not_plain(asked, decoder)]
     for why, altered in ALTERED.items():
-        assert why in plain.not_plain(altered(asked), decoder), why
+        [found] = plain.why_not_plain(altered(asked), decoder)
+        assert why in found
     compiled = copy.copy(asked.owner)
     object.__setattr__(compiled, "_compiled_call_impl", abs)
-    assert "compiles the model" in plain.not_plain(asked._replace(owner=compiled), decoder)
+    assert "compiles the model" in next(plain.why_not_plain(asked._replace(owner=compiled), decoder))
     monkeypatch.setattr(decoder, "how", Decode("hf"))
-    assert "graphs cannot be made" in plain.not_plain(asked, decoder)
+    assert "graphs cannot be made" in next(plain.why_not_plain(asked, decoder))
 
 
 def test_what_looks_at_each_call_of_the_model(fresh):
@@ -345,7 +341,7 @@ def test_a_tail_that_cannot_be_captured(model):
             return super().end()
 
     call = {**OPTIONS["all"], "rows": 3, "eos_token_id": ENDS}
-    with patched(twin := copy.deepcopy(model), graphs=Refuses()) as handle:
+    with graphed(twin := copy.deepcopy(model), graphs=Refuses()) as handle:
         with pytest.warns(NotFast, match="no CUDA graph for the choice of its tokens.*operation not permitted"):
             assert drawn(twin, **call) == drawn(model, **call)
         assert "the choice of a token: cannot be captured" in handle.took.loop and "operation not permitted" in handle.took.loop
@@ -422,7 +418,7 @@ def test_the_capture_of_a_choice_leaves_random_numbers_to_other_threads(sampled,
     found = []
     for device in (StandIn(), Another()):
         torch.manual_seed(3)
-        with patched(twin := copy.deepcopy(model), graphs=device):
+        with graphed(twin := copy.deepcopy(model), graphs=device):
             generated(twin, do_sample=sampled)
         found.append(torch.rand(3).tolist())
     assert found[0][2:] == found[1][:1], "one draw in the capture of the step, one in that of the choice"

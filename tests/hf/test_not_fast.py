@@ -10,8 +10,8 @@ import attnops
 from attnops.core.errors import NotFast
 from attnops.hf import Took, not_fast, tiny
 from attnops.hf.private import PREPARE
-from tests.hf.decoding import auto, how
-from tests.hf.helpers import tokens
+from tests.hf.decoding import auto, graphed
+from tests.hf.helpers import paged, tokens
 
 GIVEN = {"max_new_tokens": 3, "do_sample": False}
 
@@ -79,12 +79,12 @@ def test_the_way_out_that_it_names(model, monkeypatch):
 def test_pages_that_were_asked_for_without_graphs():
     """patch() itself says so, once the model is patched."""
     model, handles = tiny.model("qwen3_next"), []
-    [text] = told_by(lambda: handles.append(attnops.patch(model, cache="paged", decode=auto())))
+    [text] = told_by(lambda: handles.append(paged(model, decode=auto())))
     assert "Qwen3NextForCausalLM has no CUDA graphs" in text and 'decode="hf"' in text and "states that move" in text
     with handles[0] as handle:
         assert told_in(model) == []
         assert (handle.took.cache, handle.took.decode) == ("paged", "hf")
-    assert told_by(lambda: attnops.patch(model, cache="paged", decode="hf").unpatch()) == []
+    assert told_by(lambda: paged(model, decode="hf").unpatch()) == []
 
 
 def settled(handle):
@@ -117,7 +117,7 @@ def test_arguments_that_keep_steps_out_of_graphs(model):
     model._validate_model_kwargs = lambda _: None  # the model takes them, and hands them to its layers
     for asked, told in (({"seq_idx": torch.zeros(1, 6)}, 1), ({"output_hidden_states": True, "return_dict_in_generate": True}, 0)):
         attnops.core.errors._WARNED.clear()
-        with attnops.patch(model, cache="paged", decode=how()) as handle:
+        with graphed(model) as handle:
             texts = told_in(model, **asked)
             assert len(texts) == told and all("no CUDA graphs for its decode steps: they get seq_idx" in text for text in texts)
             assert handle.plain_steps == GIVEN["max_new_tokens"] - 1
@@ -138,7 +138,7 @@ def test_a_method_that_makes_caches_otherwise(of_class, why, model, monkeypatch)
 
     monkeypatch.setattr(kind if of_class else GenerationMixin, PREPARE, own if of_class else other_arguments)
     with pytest.raises(attnops.core.errors.PatchError, match=why):
-        attnops.patch(model, cache="paged")
+        paged(model)
     with attnops.patch(model, decode=auto()) as handle:
         [text] = settled(handle)
         assert why in text

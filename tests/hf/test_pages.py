@@ -7,7 +7,6 @@ import torch
 import transformers
 from transformers import DynamicCache
 
-import attnops
 from attnops.core.errors import InvalidInput, NoGradient
 from attnops.hf import tiny
 from attnops.hf.attention import over_pages as paged_attention
@@ -25,7 +24,8 @@ from tests.hf.helpers import (
     generated,
     left_padded,
     logits,
-    poison,
+    paged,
+    poisoned,
     relative,
     tokens,
 )
@@ -41,7 +41,7 @@ TURNS = ((0, 14), (14, 15), (15, 16), (16, 18), (18, 70), (70, 71), (71, 90), (9
 def test_tokens(name, small_pages):
     model = tiny.model(name)
     want = generated(model, new=5)
-    with attnops.patch(model, cache="paged") as handle, attending(name) as calls:
+    with paged(model) as handle, attending(name) as calls:
         assert torch.equal(generated(model, new=5), want)
         layers = sum(bool(row.phases) for row in handle.report().patched)
         assert (calls.later, calls.first, calls.beside) == (4 * layers, layers, 0)
@@ -55,9 +55,8 @@ def test_logits_of_long_texts(name):
     """In pages, then in transformers' own cache, of a model that is patched for pages."""
     model, ids, mask = tiny.model(name), tokens(3, LONG), left_padded(3, LONG)
     want = logits(model, "dynamic", ids, mask, TURNS)
-    with attnops.patch(model, cache="paged") as handle:
-        cache = handle.new_cache(5, LONG, page_size=4)
-        poison(cache)
+    with paged(model) as handle:
+        cache = poisoned(handle, 5, LONG)
         with attending(name) as calls:
             assert relative(by_hand(model, cache, ids, mask, TURNS), want) < LIMIT
         pages = cache.state.pages
@@ -69,45 +68,31 @@ def test_logits_of_long_texts(name):
         assert not calls.later + calls.first + calls.beside
 
 
-CUTS = (((0, 1), (1, 60), (60, 61)), ((0, 60), (60, 92), (92, 93)), ((0, 2), (2, 35), (35, 68), (68, 69)), ((0, 70),))
+CUTS = (((0, 1), (1, 60), (60, 61)), ((0, 60), (60, 92), (92, 93)), ((0, 2), (2, 35), (35, 68), (68, 69)), ((0, 70),), STEPS[:3])
 
 
 @both("mistral")
 @pytest.mark.parametrize("steps", CUTS)
 def test_however_the_text_is_cut(steps, name):
-    """The first step of one token is padding for some rows."""
+    """The first step of one token is padding for some rows. In the last text a row has no token at all."""
     model, end = tiny.model(name), steps[-1][1]
     ids, mask = tokens(3, end), left_padded(3, end, (3, 40, 0))
     want = logits(model, "dynamic", ids, mask, steps)
-    with attnops.patch(model, cache="paged") as handle:
+    with paged(model) as handle:
         for size in (1, 4, 16):
-            cache = handle.new_cache(3, end, page_size=size)
-            poison(cache)
-            assert relative(by_hand(model, cache, ids, mask, steps), want) < LIMIT
+            assert relative(by_hand(model, poisoned(handle, 3, end, size), ids, mask, steps), want) < LIMIT
 
 
 @both("gpt_oss")
 def test_what_is_stored(name):
     """Padding is not. What is in pages of rows that the batch has not, here NaN, is not read."""
     model = tiny.model(name)
-    with attnops.patch(model, cache="paged") as handle:
-        cache = handle.new_cache(5, 60, page_size=4)
-        poison(cache)
+    with paged(model) as handle:
+        cache = poisoned(handle, 5, 60)
         assert torch.equal(generated(model, **named(cache)), eager_tokens(name))
         stored = int((cache.get_seq_length() - cache.state.pages.pad[:3]).sum())
         for pages in (*pages_of(cache, 0), *pages_of(cache, 1)):
             assert torch.isfinite(pages).flatten(2).all(-1).sum() == stored
-
-
-@both("mistral")
-def test_a_request_without_any_token(name):
-    model, ids, mask = tiny.model(name), tokens(), left_padded()
-    mask[2] = 0
-    want = logits(model, "dynamic", ids, mask, steps=STEPS[:3])
-    with attnops.patch(model, cache="paged") as handle:
-        cache = handle.new_cache(3, 60, page_size=4)
-        poison(cache)
-        assert relative(by_hand(model, cache, ids, mask, STEPS[:3]), want) < LIMIT
 
 
 # Models without experts, which rounding would swap.
@@ -116,7 +101,7 @@ def test_a_request_without_any_token(name):
 def test_half_precision(name, dtype):
     model, cast = tiny.model(name), dtype == "autocast"
     dtype = torch.float32 if cast else dtype
-    with torch.autocast("cpu", torch.bfloat16, enabled=cast), attnops.patch(model.to(dtype), cache="paged") as handle:
+    with torch.autocast("cpu", torch.bfloat16, enabled=cast), paged(model.to(dtype)) as handle:
         cache = handle.new_cache(3, 20)
         assert pages_of(cache)[0].dtype == dtype
         ours = by_hand(model, cache, tokens(), left_padded()).float()
@@ -128,7 +113,7 @@ def test_half_precision(name, dtype):
 
 def test_pages_behind_the_window_are_used_again():
     """A sliding layer's pages are those of the window and a few tokens, however long the text; layers of a kind share a table."""
-    with attnops.patch(tiny.model("gemma3"), cache="paged") as handle:
+    with paged(tiny.model("gemma3")) as handle:
         short, long = (handle.new_cache(2, length, page_size=4).state.pages for length in (100, 1000))
     assert short.windows == long.windows == (8, 0) and short.table_of == (0, 0, 1)
     assert [t.shape[1] for t in short.tables] == [11, 25] and [t.shape[1] for t in long.tables] == [11, 250]
@@ -146,7 +131,7 @@ def test_no_two_tokens_of_a_step_go_to_one_place(monkeypatch):
         real(key, value, k_pages, v_pages, slots)
 
     monkeypatch.setattr(paged_attention, "write_kv", spy)
-    with attnops.patch(model, cache="paged") as handle:
+    with paged(model) as handle:
         cache = handle.new_cache(3, LONG, page_size=4)
         by_hand(model, cache, tokens(3, LONG), left_padded(3, LONG), ((0, 60), (60, LONG)))
         room = 3 * cache.state.pages.tables[0].shape[1] * 4
@@ -162,7 +147,7 @@ def test_rollback(name):
     model, ids, mask = tiny.model(name), tokens(3, LONG), left_padded(3, LONG)
     steps = tuple((i, i + 1) for i in range(80, 84))
     want = logits(model, "dynamic", ids, mask, ((0, 80), *steps))[-12:]
-    with attnops.patch(model, cache="paged") as handle:
+    with paged(model) as handle:
         cache = handle.new_cache(3, 80 + DRAFTS, page_size=4)
         by_hand(model, cache, tokens(seed=9), left_padded(), ((0, 3),))
         cache.crop(-3)
@@ -183,7 +168,7 @@ def test_what_crop_is_told():
     """As transformers' layers are: below 0 what to take back, be it a number or a tensor of one. Above 0 what to keep, as they were up to
     transformers 5.23."""
     model = tiny.model("llama")
-    with attnops.patch(model, cache="paged") as handle:
+    with paged(model) as handle:
         for said, left in ((-5, 9), (12, 12), (99, 14), (0, 14), (-99, 0)):
             for asked in (said, torch.tensor(said)):
                 caches: list[Any] = [handle.new_cache(3, 20)]
@@ -206,7 +191,7 @@ def test_what_crop_is_told():
 def test_all_layers_are_cropped_or_none():
     """Whichever comes first: states of linear attention cannot go back unless they were asked to beforehand."""
     model = tiny.model("qwen3_next", num_hidden_layers=2, layer_types=["full_attention", "linear_attention"])
-    with attnops.patch(model, cache="paged") as handle:
+    with paged(model) as handle:
         cache = handle.new_cache(3, 20)
         by_hand(model, cache, tokens(), left_padded(), STEPS[:1])
         with pytest.raises(RuntimeError, match="does not track past states"):
@@ -222,7 +207,7 @@ def test_a_step_that_ended_in_an_error(name):
     def fails(*_):
         raise OSError
 
-    with attnops.patch(model, cache="paged") as handle:
+    with paged(model) as handle:
         cache = handle.new_cache(3, 60, page_size=4)
         with pytest.raises(NoGradient):
             model(ids, **named(cache))
@@ -248,7 +233,7 @@ def test_a_step_that_ended_in_an_error(name):
 def test_layers_of_other_kinds_keep_their_own_states(name):
     """Whose shape is that of a batch, so that a reset makes them anew."""
     model = tiny.model(name)
-    with attnops.patch(model, cache="paged") as handle:
+    with paged(model) as handle:
         assert sum(bool(row.phases) for row in handle.report().rows) < model.config.num_hidden_layers
         cache = handle.new_cache(4, 40)
         by_hand(model, cache, tokens(1), left_padded(1), STEPS[:2])
@@ -266,5 +251,5 @@ def test_layers_without_any_cache():
     )  # fmt: skip
     model = transformers.NemotronHForCausalLM(config).eval()
     want = generated(model)
-    with attnops.patch(model, cache="paged") as handle:
+    with paged(model) as handle:
         assert torch.equal(generated(model), want) and handle.took.cache == "paged"

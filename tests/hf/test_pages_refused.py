@@ -7,7 +7,6 @@ import torch
 import transformers
 from transformers import DynamicCache
 
-import attnops
 from attnops.core.errors import InvalidInput, NoGradient, PatchError
 from attnops.hf import tiny
 from attnops.hf.attention import descriptor, mask as masks
@@ -22,6 +21,7 @@ from tests.hf.helpers import (
     left_padded,
     logits,
     over_pages,
+    paged,
     relative,
     tokens,
 )
@@ -38,7 +38,7 @@ def test_masks_that_are_no_left_padding(spoilt, name, mode):
     model, mask = tiny.model(name), left_padded()[:, :14]
     mask[spoilt] = 0
     want = logits(model, "dynamic", tokens(), mask, steps=STEPS[:1])
-    with attnops.patch(model, cache="paged", mask=mode) as handle:
+    with paged(model, mask=mode) as handle:
         with pytest.raises(InvalidInput, match="attention_mask"):
             generated(model, attention_mask=mask)
         with pytest.raises(InvalidInput, match="attention_mask"):
@@ -49,7 +49,7 @@ def test_masks_that_are_no_left_padding(spoilt, name, mode):
 @both("gpt_oss")
 def test_masks_that_change(name):
     model, ids, mask = tiny.model(name), tokens(), left_padded()
-    with attnops.patch(model, cache="paged") as handle, torch.no_grad():
+    with paged(model) as handle, torch.no_grad():
         cache = handle.new_cache(3, 20)
         by_hand(model, cache, ids, mask, STEPS[:1])
         for given, why in ((torch.ones(3, 15), "another padding"), (None, "another padding"), (mask[:, :14], "too few columns")):
@@ -65,7 +65,7 @@ def test_batches_that_shrink_and_grow(name):
     """A row that missed a step has a hole in its pages."""
     model, ids, mask = tiny.model(name), tokens(), left_padded()
     want = logits(model, "dynamic", ids[:2], mask[:2], STEPS[:3])
-    with attnops.patch(model, cache="paged") as handle:
+    with paged(model) as handle:
         cache = handle.new_cache(3, 20)
         by_hand(model, cache, ids, mask, STEPS[:1])
         ours = by_hand(model, cache, ids[:2], mask[:2], STEPS[1:3])
@@ -79,7 +79,7 @@ def test_where_the_host_must_not_wait(monkeypatch, name):
     """As on CUDA: in generate() the prompt's mask is looked at, elsewhere the device asserts at one-token steps."""
     monkeypatch.setattr(masks, "_FAR", ("cpu",))
     model, ids, mask = tiny.model(name), tokens(), left_padded()
-    with attnops.patch(model, cache="paged") as handle:
+    with paged(model) as handle:
         assert torch.equal(generated(model), eager_tokens(name))
         spoilt = mask[:, :14].clone()
         spoilt[0, 6] = 0
@@ -104,7 +104,7 @@ def test_the_host_trusts_only_what_it_has_seen(monkeypatch, mode):
             looks.append(relative(model(tokens()[:, :1], **named(handle.new_cache(3, 4))).logits, first))
         return scores
 
-    with attnops.patch(model, cache="paged", mask=mode) as handle:
+    with paged(model, mask=mode) as handle:
         assert torch.equal(generated(model, 4, length=9, prefill_chunk_size=1), want)
         assert torch.equal(generated(model, 4, length=9, logits_processor=[beside]), want) and max(looks) < LIMIT
         spoilt[1, 8] = 0
@@ -116,7 +116,7 @@ def test_the_host_trusts_only_what_it_has_seen(monkeypatch, mode):
 def test_calls_that_pages_cannot_serve(name):
     """Masks of the user's own, a larger window than that of the pages, a batch or a text without room."""
     model, see = tiny.model(name), torch.ones(3, 1, 9, 9, dtype=torch.bool).tril()
-    with attnops.patch(model, cache="paged") as handle, torch.no_grad():
+    with paged(model) as handle, torch.no_grad():
         for given in (see, torch.where(see, 0.0, -1e9)):
             with pytest.raises(InvalidInput, match=r"attention_mask.*2-D"):
                 model(tokens()[:, :9], attention_mask=given, **named(handle.new_cache(3, 9)))
@@ -137,7 +137,7 @@ def test_calls_that_pages_cannot_serve(name):
 def test_a_layer_that_does_not_ask_its_cache():
     """It would see the new tokens alone."""
     model = tiny.model("llama")
-    with attnops.patch(model, cache="paged") as handle, torch.no_grad():
+    with paged(model) as handle, torch.no_grad():
         cache = handle.new_cache(1, 20)
         cache.layers[1] = DynamicCache(config=model.config).layers[1]
         with pytest.raises(InvalidInput, match="did not ask"):
@@ -148,7 +148,7 @@ def test_a_layer_that_does_not_ask_its_cache():
 def test_training(name):
     """Gradients and dropout need transformers' cache, or none. With pages they are an error."""
     model, ids = tiny.model(name, attention_dropout=0.3), tokens(3, 9)
-    with attnops.patch(model, cache="paged") as handle:
+    with paged(model) as handle:
         model.train()
         model(ids, labels=ids, use_cache=False).loss.backward()
         cache = handle.new_cache(3, 9)
@@ -164,7 +164,7 @@ def test_training(name):
 def test_a_consumer_that_does_not_know_pages_fails(name, rows):
     """Be it the mask function or the layer: never with numbers."""
     model = tiny.model(name)
-    handle = attnops.patch(model, cache="paged")
+    handle = paged(model)
     cache = handle.new_cache(rows, 20)
     handle.unpatch()
     with pytest.raises((RuntimeError, ValueError, IndexError)), torch.no_grad():
@@ -209,7 +209,7 @@ def test_models_that_pages_cannot_serve(name):
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
     before = everything(model)
     with pytest.raises(PatchError, match=why):
-        attnops.patch(model, cache="paged")
+        paged(model)
     assert everything(model) == before and model.config._attn_implementation == "eager"
 
 
@@ -228,7 +228,7 @@ def test_models_with_latents_in_part():
     model = tiny.model("deepseek_v3")
     model.model.layers[1].self_attn = tiny.model("llama").model.layers[1].self_attn
     with pytest.raises(PatchError, match=r"caches latents, or none.*\n.*layers.1.self_attn \(LlamaAttention\)"):
-        attnops.patch(model, cache="paged")
+        paged(model)
     assert model.config._attn_implementation == "eager"
 
 
@@ -238,11 +238,11 @@ def test_a_projection_that_does_more(monkeypatch):
     own = type(module).expand_kv
     monkeypatch.setattr(type(module), "expand_kv", lambda self, c, k: tuple(2 * x for x in own(self, c, k)))
     with pytest.raises(PatchError, match=r"layers.0.self_attn.*does more"):
-        attnops.patch(model, cache="paged")
+        paged(model)
     monkeypatch.undo()
     module.kv_b_proj.bias = torch.nn.Parameter(torch.ones(module.kv_b_proj.out_features))
     with pytest.raises(PatchError, match=r"layers.1.self_attn.*bias"):
-        attnops.patch(model, cache="paged")
+        paged(model)
     assert "expand_kv" not in vars(module) and not module._forward_pre_hooks
 
 
@@ -260,7 +260,7 @@ def test_images_whose_tokens_see_each_other():
     shown[:, 3:7] = 120
     image = {**text, "token_type_ids": (shown == 120).long(), "pixel_values": torch.randn(2, 3, 16, 16)}
     want = model.generate(ids, **text), model.generate(shown, **image)
-    handle = attnops.patch(model, cache="paged")
+    handle = paged(model)
     with over_pages() as calls:
         assert torch.equal(model.generate(ids, **text), want[0]) and calls["paged"]
     with over_pages() as calls, pytest.warns(UserWarning, match="transformers' own cache"):

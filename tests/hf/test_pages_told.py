@@ -12,7 +12,7 @@ from attnops.core.problem import Target, pretend
 from attnops.hf import tiny
 from attnops.hf.cache.names import named
 from attnops.lowering.explain import packages_of_kernels
-from tests.hf.helpers import eager_tokens, generated, tokens
+from tests.hf.helpers import eager_tokens, generated, paged, tokens
 
 
 def test_kernels_and_options():
@@ -21,11 +21,11 @@ def test_kernels_and_options():
     with pytest.raises(InvalidInput, match="cache"):
         attnops.patch(model, cache=wrong)
     with pytest.raises(UnknownKernel, match="mla_attention"):
-        attnops.patch(model, cache="paged", kernel="varlen")
+        paged(model, kernel="varlen")
     with pytest.raises(UnknownKernel, match="op paged_attention"):
-        attnops.patch(model, cache="paged", kernel="flashmla")
-    with attnops.patch(model, cache="paged", kernel="reference") as handle:
-        assert attnops.patch(model, cache="paged", kernel="reference") is handle
+        paged(model, kernel="flashmla")
+    with paged(model, kernel="reference") as handle:
+        assert paged(model, kernel="reference") is handle
         with pytest.raises(PatchError, match="unpatch"):
             attnops.patch(model)
         assert torch.equal(generated(model), eager_tokens("llama"))
@@ -33,12 +33,12 @@ def test_kernels_and_options():
     with attnops.patch(model) as handle, pytest.raises(PatchError, match="without pages"):
         handle.new_cache(3, 20)
     model = tiny.model("llama", head_dim=64).to(torch.bfloat16)
-    with attnops.patch(model, cache="paged", kernel="xqa") as handle:
+    with paged(model, kernel="xqa") as handle:
         assert handle.new_cache(2, 100).state.pages.page_size in (16, 32, 64, 128)
         with pytest.raises(PageSizeConflict):
             handle.new_cache(2, 100, page_size=1)
     # Made as another machine's kernels want them, after a look at the model that runs here.
-    with attnops.patch(model, cache="paged") as handle, pretend(Target.parse("sm90", packages_of_kernels())):
+    with paged(model) as handle, pretend(Target.parse("sm90", packages_of_kernels())):
         choice = handle.new_cache(2, 100).state.pages.choice
     assert choice.target.arch == 90 and "triton" in choice.takes
 
@@ -53,7 +53,7 @@ REPORTS = {
 @pytest.mark.parametrize("name", REPORTS)
 def test_report(name):
     model, (said, ends, skipped, plain) = tiny.model(name), REPORTS[name]
-    with attnops.patch(model, cache="paged") as handle:
+    with paged(model) as handle:
         report = handle.report()
         assert len(report.skipped) == skipped, "states of linear attention stay as they are"
         for row, end in zip(report.patched, ends, strict=True):
@@ -69,7 +69,7 @@ def test_report(name):
 )
 def test_explain(name, attention, write):
     model = tiny.model(name)
-    with attnops.patch(model, cache="paged") as handle:
+    with paged(model) as handle:
         cache = handle.new_cache(3, 100, page_size=4)
         prefill = attnops.explain(model, tokens(), **named(cache), quiet=True)
         decode = attnops.explain(model, tokens()[:, :1], **named(cache), target="sm90", quiet=True)
@@ -84,7 +84,7 @@ def test_explain(name, attention, write):
 def test_a_kernel_that_reads_a_plan_gets_one():
     """FlashMLA's schedule, which every layer would work out for itself, is made once a step, and only for decode."""
     model = tiny.model("minicpm3", kv_lora_rank=512, qk_rope_head_dim=64, num_hidden_layers=3).to(torch.bfloat16)
-    with attnops.patch(model, cache="paged", kernel="flashmla") as handle:
+    with paged(model, kernel="flashmla") as handle:
         with pretend(Target.parse("sm90", packages_of_kernels())):
             cache = handle.new_cache(2, 100)
         assert cache.state.pages.page_size == 64

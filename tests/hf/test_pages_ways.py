@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-import attnops
 from attnops.core.errors import InvalidInput
 from attnops.hf import PagedKeyCache, PagedLatentCache, tiny
 from attnops.hf.cache.model_pages import DRAFTS
@@ -22,7 +21,9 @@ from tests.hf.helpers import (
     in_generate,
     left_padded,
     logits,
+    paged,
     poison,
+    poisoned,
     relative,
     tokens,
 )
@@ -53,7 +54,7 @@ def test_ways_to_generate(way, name, small_pages):
         return model.generate(tokens(rows, 60), **more)
 
     want = run()
-    with attnops.patch(model, cache="paged"), attending(name) as calls:
+    with paged(model), attending(name) as calls:
         assert torch.equal(run(), want)
     assert bool(calls.later) == bool(small_pages) == (way not in ("no cache", "static"))
     assert all(pages.windows == ((0,) if name in LATENT else (8, 0)) for pages in small_pages)
@@ -72,7 +73,7 @@ def test_assisted_generation(name, small_pages):
     helper.generation_config.assistant_confidence_threshold = 0
     one: dict[str, Any] = {"attention_mask": left_padded(1, 60), "max_new_tokens": 50, "min_new_tokens": 50, "do_sample": False}
     want = model.generate(tokens(1, 60), **one)
-    with attnops.patch(model, cache="paged"), attnops.patch(helper, cache="paged"), attending(name) as calls:
+    with paged(model), paged(helper), attending(name) as calls:
         assert torch.equal(model.generate(tokens(1, 60), assistant_model=helper, **one), want)
         assert calls.later and len(small_pages) == 1
         assert torch.equal(model.generate(tokens(1, 60), **one), want)
@@ -83,7 +84,7 @@ def test_assisted_generation(name, small_pages):
 def test_beam_search_keeps_transformers_cache(name):
     model = tiny.model(name)
     want = generated(model, new=6, num_beams=2)
-    with attnops.patch(model, cache="paged") as handle, attending(name) as calls:
+    with paged(model) as handle, attending(name) as calls:
         with pytest.warns(UserWarning, match="beam search"):
             assert torch.equal(generated(model, new=6, num_beams=2), want)
         assert not calls.later + calls.first
@@ -104,9 +105,8 @@ def test_turns(name):
     text = torch.cat([first, tokens(3, 4, seed=7)], 1)
     longer = torch.cat([mask, mask.new_ones(3, 24)], 1)
     second = model.generate(text, attention_mask=longer, **options)
-    with attnops.patch(model, cache="paged") as handle:
-        cache = handle.new_cache(4, 100, page_size=4)
-        poison(cache)
+    with paged(model) as handle:
+        cache = poisoned(handle, 4, 100)
         assert torch.equal(model.generate(tokens(3, 40), attention_mask=mask, **named(cache), **options), first)
         with attending(name) as calls:
             assert torch.equal(model.generate(text, attention_mask=longer, **named(cache), **options), second)
@@ -124,7 +124,7 @@ def test_pages_of_two_calls():
         cache = cache_of(model.generate(tokens(rows, 4), max_new_tokens=length - 3, **options))
         return cache.max_batch, cache.max_length
 
-    with attnops.patch(model, cache="paged"):
+    with paged(model):
         assert sizes(3, 10) == (3, 10)
         assert sizes(2, 16) == (3, 16) and sizes(3, 8) == (3, 16)
         assert sizes(1, 200) == (1, 208), "rounded up"
@@ -139,7 +139,7 @@ def test_a_cache_that_is_handed_out_stays_whole(name):
     def handed_out():
         return cache_of(generated(model, return_dict_in_generate=True))
 
-    with attnops.patch(model, cache="paged"):
+    with paged(model):
         cache = handed_out()
         assert isinstance(cache, PagedLatentCache if name in LATENT else PagedKeyCache)
         pages = pages_of(cache)[0]
@@ -154,7 +154,7 @@ def test_a_cache_that_is_handed_out_stays_whole(name):
 def test_a_cache_that_is_kept_in_secret_is_an_error():
     model, kept = tiny.model("deepseek_v3"), []
     model.register_forward_pre_hook(lambda module, args, kwargs: kept.append(cache_in(kwargs)), with_kwargs=True)
-    with attnops.patch(model, cache="paged"):
+    with paged(model):
         generated(model, new=2)
         with pytest.raises(InvalidInput, match="has ended"):
             generated(model, new=2, **named(kept[0]))
@@ -184,12 +184,11 @@ def test_generate_does_not_recompile(name, own):
     model, counter, graphs = tiny.model(name), Counter(), []
     calls = LONG_CALLS if own else CALLS
     want = [in_generate(model, *call, None) for call in calls]
-    with attnops.patch(model, cache="paged") as handle:
+    with paged(model) as handle:
         for call, eager in zip(calls, want, strict=True):
             more = {}
             if own:
-                cache = handle.new_cache(call[0] + 1, sum(call[1:]) + 5, page_size=4)
-                poison(cache)
+                cache = poisoned(handle, call[0] + 1, sum(call[1:]) + 5)
                 more = named(cache)
             assert torch.equal(in_generate(model, *call, counter, **more), eager)
             graphs.append(len(counter))
@@ -211,7 +210,7 @@ def test_a_loop_by_hand(name):
     model, counter, graphs = tiny.model(name, num_hidden_layers=1), Counter(), []
     masks = {batch: left_padded(batch, 60) for batch in batches}
     want = {batch: logits(model, "dynamic", tokens(batch, 60), mask, steps) for batch, mask in masks.items()}
-    with attnops.patch(model, cache="paged") as handle:
+    with paged(model) as handle:
         cache = handle.new_cache(3, 64, page_size=4)
         compiled = torch.compile(model, fullgraph=True, backend=counter)
         for batch in batches:
@@ -245,7 +244,7 @@ def test_generated_code(name, prompt, called):
     model, ids, mask = tiny.model(name, num_hidden_layers=1), tokens(2, prompt + 2), left_padded(2, prompt + 2)
     steps = ((0, prompt), (prompt, prompt + 1))
     want = logits(model, "dynamic", ids, mask, steps)[-2:]
-    with attnops.patch(model, cache="paged") as handle:
+    with paged(model) as handle:
         cache = handle.new_cache(3, 90, page_size=8)
         by_hand(model, cache, ids, mask, steps[:1])
         model.model.layers[0].self_attn.compile(fullgraph=True)

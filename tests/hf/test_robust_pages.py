@@ -7,13 +7,12 @@ import torch
 from torch.nn.utils import parametrize
 from transformers import DynamicCache
 
-import attnops
 from attnops.core.errors import InvalidInput
 from attnops.hf import Decode, tiny
 from attnops.hf.cache.names import named
 from attnops.hf.cache.support import where
 from tests.graphs.standin import StandIn
-from tests.hf.helpers import LATENT, LIMIT, eager_tokens, generated, left_padded, over_pages, relative, tokens
+from tests.hf.helpers import LATENT, LIMIT, eager_tokens, generated, left_padded, over_pages, paged, relative, tokens
 from tests.hf.kinds import attending, both
 from tests.hf.test_robust import by_name, lora
 
@@ -53,7 +52,7 @@ def test_adapters_that_pages_do_not_follow(kind, graphs):
     given = {"input_ids": tokens()[:, :9], "max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, **more}
     want = model.generate(**given)
     decode = Decode("breakable", graphs=StandIn()) if graphs else "hf"
-    with attnops.patch(model, cache="paged", decode=decode) as handle:
+    with paged(model, decode=decode) as handle:
         with pytest.warns(UserWarning, match=f"{why}.*transformers' own cache and not pages"):
             assert torch.equal(model.generate(**given), want)
         assert handle.took.cache == "hf" and why in handle.took.why
@@ -100,7 +99,7 @@ def test_writes_that_no_version_tells_are_seen_at_the_next_prompt(wrap, decode):
     """Also at the prompt of one token by which a conversation goes on. Graphs are replayed, and read what was made anew."""
     model, stock, device = wrap(tiny.model("deepseek_v3")), wrap(tiny.model("deepseek_v3")), StandIn()
     more = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
-    with attnops.patch(model, cache="paged", decode=Decode(decode, graphs=device)) as handle:
+    with paged(model, decode=Decode(decode, graphs=device)) as handle:
         ours, theirs = handle.new_cache(1, 40), DynamicCache(config=stock.config)
         text, captured = torch.full((1, 5), 7), 0
         for turn in range(3):
@@ -143,7 +142,7 @@ def test_a_shard_of_the_heads(name):
             linear = getattr(layer.self_attn, part)
             linear.weight = torch.nn.Parameter(linear.weight.detach().chunk(2, dim)[0].contiguous())
     want = generated(model)
-    with attnops.patch(model, cache="paged") as handle, attending(name) as calls:
+    with paged(model) as handle, attending(name) as calls:
         assert torch.equal(generated(model), want)
         assert name in LATENT or handle.new_cache(1, 9).pages_of(0)[0].shape[2] == 1
     assert calls.later
@@ -156,13 +155,13 @@ def test_a_method_that_was_wrapped_after_the_patch():
     """The wrapper still calls what the patch had put there, which then does what the model did before, also beneath a second patch."""
     model = tiny.model("gpt_oss")
     want = generated(model, new=3)
-    handle = attnops.patch(model, cache="paged")
+    handle = paged(model)
     for name in ("forward", "_prepare_cache_for_generation"):
         patched = getattr(model, name)
         setattr(model, name, lambda *args, patched=patched, **kwargs: patched(*args, **kwargs))
     handle.unpatch()
     assert torch.equal(generated(model, new=3), want)
-    with attnops.patch(model, cache="paged"):
+    with paged(model):
         assert torch.equal(generated(model, new=3), want)
 
 
@@ -171,7 +170,7 @@ def test_two_models_of_one_config():
     model = tiny.model("deepseek_v3")
     other = type(model)(model.config).eval()
     other.load_state_dict(model.state_dict())
-    first, second = attnops.patch(model, cache="paged"), attnops.patch(other, cache="paged")
+    first, second = paged(model), paged(other)
     first.unpatch()
     assert torch.equal(generated(other), eager_tokens("deepseek_v3"))
     second.unpatch()
@@ -182,7 +181,7 @@ def test_two_models_of_one_config():
 def test_switched_to_another_implementation_while_patched(name):
     """Whoever takes the model elsewhere meanwhile gets what it gives, with transformers' caches."""
     model = tiny.model(name)
-    with attnops.patch(model, cache="paged") as handle:
+    with paged(model) as handle:
         assert handle.verify(tokens(), attention_mask=left_padded()).passed
         model.set_attn_implementation("sdpa")
         with torch.no_grad():
@@ -199,7 +198,7 @@ def test_a_bare_model(name):
     bare, mask = tiny.model(name).model, left_padded()
     with torch.no_grad():
         want = bare(tokens(), attention_mask=mask).last_hidden_state[mask.bool()]
-        with attnops.patch(bare, cache="paged") as handle, warnings.catch_warnings():
+        with paged(bare) as handle, warnings.catch_warnings():
             warnings.simplefilter("error")
             ours = bare(tokens(), attention_mask=mask, **named(handle.new_cache(3, 20))).last_hidden_state
     assert relative(ours[mask.bool()], want) < LIMIT
@@ -209,7 +208,7 @@ def test_a_model_with_images():
     """The text's layers have pages, the image's layers need none."""
     model = tiny.model("llava")
     want = generated(model, new=4)
-    with attnops.patch(model, cache="paged") as handle, over_pages() as calls:
+    with paged(model) as handle, over_pages() as calls:
         assert torch.equal(generated(model, new=4), want)
         assert {bool(row.phases) for row in handle.report().patched if "vision" in row.path} == {False}
     assert calls["paged"] == 2 * 3

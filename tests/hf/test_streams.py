@@ -6,14 +6,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-import attnops
 from attnops.graphs import streams
 from attnops.hf import tiny
 from attnops.hf.cache.names import named
 from attnops.hf.cache.to_dynamic_cache import unpaged
-from attnops.hf.steps import prompt
 from tests.graphs.races import Races
-from tests.hf.decoding import how
+from tests.hf.decoding import graphed, prompts_in_graphs
 from tests.hf.test_loop import asked, generated
 
 
@@ -45,10 +43,6 @@ def no_race(races):
     with races:
         yield
     assert not races.found, "\n".join(races.found)
-
-
-def ours(model, mode="breakable", **more):
-    return attnops.patch(model, cache="paged", decode="hf" if mode == "hf" else how(mode, **more))
 
 
 def calls_of_generate(model, handle, turn):
@@ -134,14 +128,13 @@ def found(use, model, handle, turn):
 def test_streams_in_turn(mode, use, model, races, turn):
     if mode == "hf" and use in (steps_by_hand, steps_of_two_caches):
         pytest.skip("decode='hf' has no steps")
-    with torch.no_grad(), ours(model, mode) as handle, no_race(races):
+    with torch.no_grad(), graphed(model, mode) as handle, no_race(races):
         found(use, model, handle, turn)
 
 
 def test_compiled_and_captured_prompts(model, races, turn, monkeypatch):
-    monkeypatch.setattr(prompt, "CAPTURED", (32, 64))
-    monkeypatch.setattr(prompt, "CAPTURE_AFTER", 1)
-    with ours(model, "piecewise", compile_after=0) as handle:
+    prompts_in_graphs(monkeypatch, 32, 64, after=1)
+    with graphed(model, "piecewise", compile_after=0) as handle:
         for _ in range(4):
             want = generated(model, max_new_tokens=3)
         assert handle.took.prompt == "captured"
@@ -154,7 +147,7 @@ def test_compiled_and_captured_prompts(model, races, turn, monkeypatch):
 
 def test_two_tails_of_one_pool(model, races, turn):
     """Graphs of other pages and of other options share the memory of their device's pool."""
-    with ours(model) as handle, no_race(races):
+    with graphed(model) as handle, no_race(races):
         caches = [handle.new_cache(2, 40) for _ in range(2)]
         for top_k, number in ((5, 0), (5, 1), (6, 0), (5, 1), (6, 0)):
             with turn():
@@ -164,7 +157,7 @@ def test_two_tails_of_one_pool(model, races, turn):
 
 
 def test_the_memory_of_pages_waits_for_each_stream(model, races, turn):
-    with torch.no_grad(), ours(model) as handle:
+    with torch.no_grad(), graphed(model) as handle:
         cache, (ids, _) = handle.new_cache(2, 40), asked(2)
         for _ in range(4):
             with turn():
@@ -177,7 +170,7 @@ def test_the_memory_of_pages_waits_for_each_stream(model, races, turn):
 
 def test_the_detector_finds_what_nobody_orders(model, races, turn, monkeypatch):
     monkeypatch.setattr(streams.LastStream, "use", lambda self: None)
-    with torch.no_grad(), ours(model) as handle, races:
+    with torch.no_grad(), graphed(model) as handle, races:
         found(steps_by_hand, model, handle, turn)
     assert any("[2]" in each for each in races.found), "the padding of the rows"
 

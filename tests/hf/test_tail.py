@@ -13,7 +13,7 @@ from transformers.generation import logits_process
 
 from attnops.hf.cache.names import named
 from attnops.hf.steps import numbers, sampler_graph as tail
-from attnops.hf.steps.failed import MOST, TRIES, Tries
+from attnops.hf.steps.captures import MOST, TRIES, Failures
 from tests.hf.decoding import Failing, in_threads
 from tests.hf.test_loop import Streamer, drawn, fresh, generated, loop_of, model
 
@@ -189,16 +189,18 @@ def test_a_tail_that_is_full_is_captured_again(fresh, monkeypatch):
 
 
 def test_failures_in_turn_with_successes_are_none_in_a_row():
-    tries, short = Tries(), torch.OutOfMemoryError("CUDA out of memory")
+    failures, short = Failures(), torch.OutOfMemoryError("CUDA out of memory")
     for _ in range(2 * TRIES):
-        assert tries.again("a", short) and "tries again" in tries.why("a")
-        tries.done("b")
-        tries.done("a")
-        assert not tries
-    assert [tries.again("a", short) for _ in range(TRIES + 1)] == [True] * TRIES + [False]
+        assert failures.note("a", short) and "tries again" in failures.why("a")
+        failures.done("b")
+        failures.done("a")
+        assert not failures.passing
+    assert [failures.note("a", short) for _ in range(TRIES + 1)] == [True] * TRIES + [False]
+    assert failures.why("a") == failures.lasting["a"]
     for key in range(2 * MOST):
-        tries.again(key, short)
-    assert len(tries._failed) == MOST
+        failures.note(key, short)
+        failures.note(f"of the model {key}", ValueError())
+    assert len(failures.passing) == len(failures.lasting) == MOST
 
 
 def test_numbers_are_tried_in_the_dtype_of_scores(monkeypatch):

@@ -107,8 +107,8 @@ class ModelPages(Pages):
         self.begun: set[Hashable] = set()
         self._plan_of: tuple[Kernel, Problem] | None = None
         self._kinds: dict[Problem, int] = dict(zip(sizes.layers, self.table_of, strict=True))  # and a page table of each
-        self.add_workspace(max(self._scratch(layer, table) for layer, table in self._kinds.items()))
-        chosen = {layer: self._chosen(layer, table) for layer, table in self._kinds.items()}
+        self.add_workspace(max(map(self._scratch, self._kinds)))
+        chosen = {layer: self._chosen(layer) for layer in self._kinds}
         self.kernels = tuple(chosen[layer] for layer in sizes.layers)
         self._one_launch: dict[str, tuple[bool, ...]] = {}  # by the policy
         self.one_launch()
@@ -127,20 +127,25 @@ class ModelPages(Pages):
         for tensors, dims in ((self.tables, (0, 1)), (self.pools, (0,)), ((self.pad,), (0,))):
             fix_address(*tensors, dynamic=() if sizes.fixed else dims)
 
-    def _decode(self, layer: Problem, table: int) -> Problem:
+    @property
+    def _room(self) -> int:
+        """Bytes of the workspace."""
+        return 0 if self.workspace is None else self.workspace.nbytes
+
+    def _decode(self, layer: Problem) -> Problem:
         """The attention of a decode step of this layer."""
-        spec, rows = replace(layer, page_size=self.page_size), self.sizes.rows
-        decode = step_of(spec, Target.of(self.sizes.device), rows, rows, self.tables[table].shape[1], 1)
+        spec, rows, table = replace(layer, page_size=self.page_size), self.sizes.rows, self.tables[self._kinds[layer]]
+        decode = step_of(spec, Target.of(self.sizes.device), rows, rows, table.shape[1], 1)
         if over_latents(spec):
             return altered(decode, plan="device")
         return altered(decode, plan="none", padded=False, pages_alike=spec.head_dim == spec.v_head_dim)
 
-    def _scratch(self, layer: Problem, table: int) -> int:
+    def _scratch(self, layer: Problem) -> int:
         """Bytes that the kernel of a decode step of this layer asks for. Of latents, the kernel is kept: it may read a device plan."""
-        decode, key = self._decode(layer, table), key_for(layer.op, self.sizes.kernel)
+        decode, key = self._decode(layer), key_for(layer.op, self.sizes.kernel)
         scratch = workspace_bytes(decode, key)
-        if self._takes_one_launch(layer, table, _PLENTY):
-            scratch = max(scratch, workspace_bytes(self._step(layer, table, _PLENTY), active_policy()))
+        if self._takes_one_launch(layer, _PLENTY):
+            scratch = max(scratch, workspace_bytes(self._step(layer, _PLENTY), active_policy()))
         if over_latents(layer):
             kernel = select(altered(decode, workspace=scratch), key).kernel
             self._plan_of = None if kernel is None else (kernel, replace(layer, page_size=self.page_size))
@@ -157,16 +162,15 @@ class ModelPages(Pages):
         if key not in self._one_launch:
             if torch.compiler.is_compiling():
                 return ()
-            room = 0 if self.workspace is None else self.workspace.nbytes
-            taken = {layer: self._takes_one_launch(layer, table, room) for layer, table in self._kinds.items()}
+            taken = {layer: self._takes_one_launch(layer, self._room) for layer in self._kinds}
             self._one_launch[key] = tuple(taken[layer] for layer in self.sizes.layers)
         return self._one_launch[key]
 
-    def _takes_one_launch(self, layer: Problem, table: int, room: int) -> bool:
+    def _takes_one_launch(self, layer: Problem, room: int) -> bool:
         if over_latents(layer) or layer.v_head_dim != layer.head_dim:
             return False
-        apart, key = altered(self._decode(layer, table), workspace=room), key_for(layer.op, self.sizes.kernel)
-        whole, forced = select(self._step(layer, table, room), key), parse_policy(key).forced
+        apart, key = altered(self._decode(layer), workspace=room), key_for(layer.op, self.sizes.kernel)
+        whole, forced = select(self._step(layer, room), key), parse_policy(key).forced
         if whole.kernel is None or forced(layer.op):
             return False
         if forced("decode_attention") or whole.kernel.judge:
@@ -177,20 +181,19 @@ class ModelPages(Pages):
         # The compiler's rotation is a launch more, which moves about as many numbers as the write does.
         return decode_us(whole) < attention + 2 * written
 
-    def _step(self, layer: Problem, table: int, room: int) -> Problem:
+    def _step(self, layer: Problem, room: int) -> Problem:
         """As `_decode`, of `decode_attention`."""
-        decode = self._decode(layer, table)
+        decode = self._decode(layer)
         return altered(decode, op="decode_attention", causal=False, padded=True, window=(decode.rules.window[0], -1), workspace=room)
 
-    def _chosen(self, layer: Problem, table: int) -> str:
-        decode = altered(self._decode(layer, table), workspace=0 if self.workspace is None else self.workspace.nbytes)
-        kernel = select(decode, key_for(layer.op, self.sizes.kernel)).kernel
+    def _chosen(self, layer: Problem) -> str:
+        kernel = select(altered(self._decode(layer), workspace=self._room), key_for(layer.op, self.sizes.kernel)).kernel
         return "" if kernel is None else kernel.name
 
     @property
     def nbytes(self) -> int:
         """Bytes of the pages and the workspace."""
-        return sum(pool.nbytes for pool in self.pools) + (0 if self.workspace is None else self.workspace.nbytes)
+        return self._room + sum(pool.nbytes for pool in self.pools)
 
     def use(self) -> None:
         """Let work to come on the current stream follow the work so far on the pages.

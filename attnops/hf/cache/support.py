@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from attnops.core.record import need
 from attnops.hf.attention.over_pages import ABSORB_UP_TO, dims_of
 from attnops.hf.cache import names as cache_names
 from attnops.hf.cache.paged_cache import PagedKeyCache
+from attnops.hf.models.attention_modules import Match, Site
 from attnops.hf.private import PREPARE, changed
 from attnops.hf.report import evaluating
 from attnops.nn.absorb import absorbed_weights
@@ -37,12 +38,13 @@ _LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head
 
 def phases(module: nn.Module, window: int | None) -> str:
     """The ways in which a layer attends, for the report. window: of its pages, 0: none; None: it has no pages."""
+    latent = is_latent(module)
     if window is None:
-        return "expanded in prefill and decode" if is_latent(module) else ""
-    if is_latent(module):
+        return "expanded in prefill and decode" if latent else ""
+    if latent:
         return f"prefill into an empty cache (more than {ABSORB_UP_TO} new token) expanded, decode and every later token absorbed"
-    phases = "prefill into an empty cache (more than 1 new token) among its own tokens, decode and every later token over pages"
-    return f"{phases}; pages behind the window of {window} are used again" if window else phases
+    again = f"; pages behind the window of {window} are used again" if window else ""
+    return f"prefill into an empty cache (more than 1 new token) among its own tokens, decode and every later token over pages{again}"
 
 
 def where(module: nn.Module, model: nn.Module | None = None) -> tuple[torch.device, torch.dtype]:
@@ -74,10 +76,55 @@ def refuse_unless(ok: object, why: str) -> None:
 def check_generate(owner: Any) -> None:
     """Raise PatchError unless `generate()` of the model asks transformers' own method for its cache, with the arguments that are known."""
     model, theirs = type(owner).__name__, getattr(GenerationMixin, PREPARE, None)
-    if why := changed(PREPARE):
-        refuse_unless(False, f"got {model}, for whose generate() it makes no cache: {why}")
+    why = changed(PREPARE)
+    refuse_unless(not why, f"got {model}, for whose generate() it makes no cache: {why}")
     own = getattr(type(owner), PREPARE, None) is not theirs
     refuse_unless(not own, f"got {model}, whose {PREPARE} is its own; want transformers', in whose place it makes the cache")
+
+
+def why_unsupported(owner: Any, found: Match, sites: Sequence[Site], latents: bool) -> Iterator[str]:
+    """Each reason against pages that is known before layers are looked at. Raises PatchError for a module of latents that differs.
+
+    sites: those that would have pages, of latents or of keys and values.
+    """
+    model = type(owner).__name__
+    if moving := _first(sites, lambda site: site.usage and site.usage.moves):
+        yield f'got {model}, whose {moving} keeps keys in other layers of its cache than its own, as in a loop; want cache="hf"'
+    if not latents:
+        yield from _why_no_keys(owner, found, sites)
+        return
+    others = [f"{site.path} ({type(site.module).__name__})" for site in sites if not is_latent(site.module)]
+    if others:
+        names = "\n  ".join(others[:8] + [f"and {len(others) - 8} more"] * (len(others) > 8))
+        got = f"{model} has some with expand_kv, and others:\n  {names}"
+        yield f"takes models whose every attention caches latents, or none. {got}"
+    for site in sites:
+        check_module(site.path, site.module)
+
+
+def _why_no_keys(owner: Any, found: Match, sites: Sequence[Site]) -> Iterator[str]:
+    model = type(owner).__name__
+    if getattr(owner.config, "is_encoder_decoder", False):
+        yield f"got {model}, an encoder-decoder model; want a decoder"
+    served = [site for site in found.sites if site.reason is None]
+    both = _first(served, lambda site: takes_cache(site.module, causal=False))
+    if both and not sites:
+        two_ways = f"{both} may see tokens on both sides (is_causal is False), and pages are for causal attention"
+        yield f'got {model}, whose {two_ways}; want cache="hf"'
+    if not sites:
+        yield f"got {model}, no attention of which is handed a cache"
+    if editor := _first(sites, lambda site: site.usage and site.usage.edits_cached):
+        edits = f"{editor} computes with all the keys that its cache returns, and pages return the new ones only"
+        yield f'got {model}, whose {edits}; want cache="hf"'
+    if not getattr(owner, "_supports_default_dynamic_cache", lambda: True)():
+        yield f'got {model}, which takes only a cache of its own class; want cache="hf"'
+    if found.edits is not None:
+        yield f"cannot say its masks to {model}: {found.edits}"
+
+
+def _first(sites: Iterable[Site], holds: Callable[[Site], object]) -> str:
+    """The class of the first module of which this holds; "" without."""
+    return next((type(site.module).__name__ for site in sites if holds(site)), "")
 
 
 # Models of latents ----------------------------------------------------------------------------------------------------
@@ -143,18 +190,13 @@ def relisted(owner: nn.Module, lists: Mapping[str, int]) -> str:
 # Models of keys and values --------------------------------------------------------------------------------------------
 
 
-def keeps_keys(module: Any) -> bool:
-    """Does this attention module take a cache and know its layer number? Encoders make no use of theirs."""
-    return _takes_cache(module) and getattr(module, "is_causal", True) is not False
+def takes_cache(module: Any, causal: bool) -> bool:
+    """Does this attention module take a cache and know its layer number, and is it causal?
 
-
-def sees_both_ways(module: Any) -> bool:
-    """Does this attention module take a cache, and see tokens on both sides? So do encoders, and PaliGemma the tokens of a prompt."""
-    return _takes_cache(module) and getattr(module, "is_causal", True) is False
-
-
-def _takes_cache(module: Any) -> bool:
-    return isinstance(getattr(module, "layer_idx", None), int) and cache_names.layer_takes_cache(type(module))
+    Those that see tokens on both sides are encoders, which make no use of their cache, and PaliGemma's, at the tokens of a prompt.
+    """
+    known = isinstance(getattr(module, "layer_idx", None), int) and cache_names.layer_takes_cache(type(module))
+    return known and (getattr(module, "is_causal", True) is not False) is causal
 
 
 def has_blocks(inputs: dict[str, Any]) -> bool:

@@ -14,10 +14,9 @@ from attnops.core.errors import InvalidInput, fail
 from attnops.core.record import name, need
 from attnops.graphs import guard
 from attnops.hf.cache import names as cache_names
-from attnops.hf.cache.names import cache_in
 from attnops.hf.cache.paged_cache import PagedModelCache, State
 from attnops.hf.steps.around import function_modes
-from attnops.hf.steps.compiled_layers import starts
+from attnops.hf.steps.compiled_layers import logits_of, starts
 
 Kind = Literal["one row", "more rows", "prompt"]
 
@@ -52,15 +51,15 @@ def kind_of(rows: int) -> Kind:
     return "one row" if rows == 1 else "more rows"
 
 
-def could_serve(given: dict[str, Any]) -> bool:
-    """Is this call of the model one token more for the rows of a cache?"""
-    ids, cache = given.get("input_ids"), cache_in(given)
-    return is_one_token(ids) and isinstance(cache, PagedModelCache) and cache.state.filled
+def could_serve(given: dict[str, Any], cache: Any) -> bool:
+    """Is this call of the model one token more for the rows of its cache?"""
+    one = is_one_token(given.get("input_ids"))
+    return one and isinstance(cache, PagedModelCache) and cache.state.filled
 
 
-def serves(given: dict[str, Any]) -> bool:
+def serves(given: dict[str, Any], cache: Any) -> bool:
     """Could a graph serve this call, and does the call ask for logits only?"""
-    if not could_serve(given) or not cache_in(given).state.whole:
+    if not could_serve(given, cache) or not cache.state.whole:
         return False
     ids = given["input_ids"]
     return ids.dtype == torch.int64 and are_positions(given.get("position_ids"), ids) and not more(given)
@@ -105,10 +104,8 @@ def plain_step(
     """The logits of a step by the model's own forward. argument: the name of the model's cache."""
     if position_ids is None:
         position_ids = positions(cache.state, input_ids.shape[0])
-    given: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, argument: cache}
     with torch.no_grad():
-        logits: Tensor = forward(**given, use_cache=True, return_dict=True).logits
-    return logits
+        return logits_of(forward, argument, input_ids, position_ids, cache)
 
 
 def step_of(forward: Callable[..., Any], argument: str) -> Callable[..., Any]:
@@ -116,11 +113,10 @@ def step_of(forward: Callable[..., Any], argument: str) -> Callable[..., Any]:
 
     def step(input_ids: Tensor, position_ids: Tensor, live: Tensor, cache: PagedModelCache) -> Any:
         """live: int64 `[B]`, 1 for a row of the batch, 0 for one that fills the bucket."""
-        state, pages = cache.state, cache.state.pages
-        state.start, state.real = starts(pages, live)
-        given: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, argument: cache}
-        out = forward(**given, use_cache=True, return_dict=True)
+        state = cache.state
+        state.start, state.real = starts(state.pages, live)
+        logits = logits_of(forward, argument, input_ids, position_ids, cache)
         state.start = state.real = None
-        return out.logits
+        return logits
 
     return step

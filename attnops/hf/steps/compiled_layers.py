@@ -18,7 +18,7 @@ from attnops.cache.batch import PagedBatch
 from attnops.graphs.regional import NUMBER, NotRegional, Regions, Twin, twin, varying, write_back
 from attnops.hf.attention import descriptor
 from attnops.hf.cache.model_pages import EMPTY, ModelPages
-from attnops.hf.cache.names import argument
+from attnops.hf.cache.names import argument_of
 from attnops.hf.cache.paged_cache import PagedModelCache, Step, View, described
 from attnops.hf.models.methods import is_replaced
 from attnops.lowering.compile_layers import repeated_blocks
@@ -39,13 +39,18 @@ def layered(forward: Callable[..., Any], model: nn.Module, regions: Regions) -> 
             here = Here(regions, cache, live.shape[0], threading.get_ident())
             here.begin(live)
             with here.calls(layers, beside):
-                given = {"input_ids": input_ids, "position_ids": position_ids, **argument(model, cache)}
-                out = forward(**given, use_cache=True, return_dict=True)
-            return out.logits
+                return logits_of(forward, argument_of(model), input_ids, position_ids, cache)
         finally:
             cache.state.end_step()
 
     return step
+
+
+def logits_of(forward: Callable[..., Any], argument: str, input_ids: Tensor, position_ids: Tensor, cache: PagedModelCache) -> Tensor:
+    """Of a step by a model's forward. argument: the name of the model's cache."""
+    given: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, argument: cache}
+    logits: Tensor = forward(**given, use_cache=True, return_dict=True).logits
+    return logits
 
 
 def starts(pages: ModelPages, live: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,7 +103,8 @@ class Here:
 
     def begin(self, live: Tensor) -> None:
         """Begin the step of the cache."""
-        state, pages, rows = self.cache.state, self.cache.state.pages, self.rows
+        state, rows = self.cache.state, self.rows
+        pages = state.pages
         any_size = copy.copy(pages)
         any_size.pad = varying(pages.pad.detach(), 0)
         any_size.tables = tuple(varying(table[:rows], 0, 1) for table in pages.tables)
@@ -108,38 +114,42 @@ class Here:
 
     def layer(self, layer: Any, number: int, *args: Any, **kwargs: Any) -> Any:
         """The layer's forward."""
-        cache, pages, step = self.cache, self.cache.state.pages, self.cache.state.step
         if threading.get_ident() != self.thread:
             return type(layer).forward(layer, *args, **kwargs)
-        assert step is not None
-        at, heads = cache.numbers[number], pages.sizes.layers[0].q_heads
-        # Sliding layers whose pages hold the whole text, or less, share code once their windows are compared.
-        window = cache.window_of(number)
-        window = 0 if _within(kwargs.get("attention_mask"), window) else window
-        if (batch := self.batches.get(pages.table_of[at])) is None:
-            batch = self.batches[pages.table_of[at]] = _any_sizes(step.batch.of(pages.table_of[at]))
-        own = tuple(varying(t.detach(), 0) for t in pages.layers[at])
-        one_launch = not self.packed and step.one_launch[at]
-        view = View(own, window, batch, fresh=step.fresh, heads=heads, packed=self.packed, one_launch=one_launch)
+        cache, pages = self.cache, self.cache.state.pages
+        at, view = cache.numbers[number], self._view(number, kwargs.get("attention_mask"))
         args = tuple(view if value is cache else value for value in args)
         kwargs = {name: view if value is cache else value for name, value in kwargs.items()}
+        if self.packed:
+            self._let_vary(args, kwargs)
         # The kernel is chosen at the trace, for all of its sizes. Pages for which another one is faster have a trace of their own.
-        for t in pytree.tree_leaves((args, kwargs)) if self.packed else ():
-            if isinstance(t, Tensor) and t.dim() > 1 and t.shape[:2] == (1, self.rows):
-                varying(t, 1)
-        apart = pages.kernels[at]
-        if self.twins is None:
-            out = self.regions(layer, self.rows, args, kwargs, apart=apart)
-        elif layer in self.twins:
-            out = self.regions(layer, self.rows, args, kwargs, apart=apart, same=self.twins[layer])
-        else:
-            same = twin(layer)
-            out = self.regions(layer, self.rows, args, kwargs, apart=apart, same=same)
-            # A twin whose run set attributes is not the layer's any more.
-            if not write_back(layer, same[0]):
-                self.twins[layer] = same
+        twins = self.twins
+        same = None if twins is None else twins.get(layer) or twin(layer)
+        out = self.regions(layer, self.rows, args, kwargs, apart=pages.kernels[at], same=same)
+        # A twin whose run set attributes is not the layer's any more.
+        if twins is not None and same is not None and layer not in twins and not write_back(layer, same[0]):
+            twins[layer] = same
         cache.wrote(number)
         return out
+
+    def _let_vary(self, *given: Any) -> None:
+        """Compiled code shall take any number of tokens."""
+        for t in pytree.tree_leaves(given):
+            if isinstance(t, Tensor) and t.dim() > 1 and t.shape[:2] == (1, self.rows):
+                varying(t, 1)
+
+    def _view(self, number: int, mask: Any) -> View:
+        cache, pages, step = self.cache, self.cache.state.pages, self.cache.state.step
+        assert step is not None
+        at, heads, window = cache.numbers[number], pages.sizes.layers[0].q_heads, cache.window_of(number)
+        table = pages.table_of[at]
+        if table not in self.batches:
+            self.batches[table] = _any_sizes(step.batch.of(table))
+        own = tuple(varying(t.detach(), 0) for t in pages.layers[at])
+        # Sliding layers whose pages hold the whole text, or less, share code once their windows are compared.
+        window = 0 if _within(mask, window) else window
+        one_launch = not self.packed and step.one_launch[at]
+        return View(own, window, self.batches[table], fresh=step.fresh, heads=heads, packed=self.packed, one_launch=one_launch)
 
     def module(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """The forward of a module beside the layers."""

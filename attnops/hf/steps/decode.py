@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from attnops.cache.paged import ordinary
-from attnops.core.errors import InvalidInput, NotCapturable, SideEffect, fail, one_line
+from attnops.core.errors import InvalidInput, NotCapturable, SideEffect, fail
 from attnops.core.kernel import deterministic
 from attnops.core.select import active_policy
 from attnops.graphs import Graphed, Report
@@ -30,18 +30,14 @@ from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.names import argument_of, cache_in
 from attnops.hf.cache.paged_cache import PagedModelCache, State
 from attnops.hf.steps.calls import Kind, kind_of, modes_now, more, plain_step, positions, state_of, state_of_step
-from attnops.hf.steps.failed import Failed, Tries, remember
-from attnops.hf.steps.graphed_steps import against_graphs, graphed_steps, passes_of, watched
-from attnops.hf.steps.graphs_by_state import Kept, States
+from attnops.hf.steps.captures import Captures, Failed, Failures, Kept, Over, remember
+from attnops.hf.steps.graphed_steps import against_graphs, graphed_steps, options_of, passes_of
 from attnops.hf.steps.model_state import Glance
 from attnops.hf.steps.options import Decode
-from attnops.hf.steps.prompt import PROMPT, Over, Prompts
+from attnops.hf.steps.prompt import PROMPT, Prompts
 from attnops.hf.steps.reasons import runs_hooks
 from attnops.lowering import Product
 from attnops.lowering.fuse_norm_linear_pass import summary
-
-# States whose steps are counted: those whose graphs are freed for others in turn are compiled, too.
-MOST_COUNTED = 64
 
 
 class Decoder:
@@ -51,27 +47,30 @@ class Decoder:
     make: returns a cache over given pages, which keep their tokens.
     plain_steps: steps of `generate()` that ran without graphs, because they asked for more than logits or graphs could not be made.
     regions: the compiled layers, for graphs over any pages; None before the first piecewise step.
-    prompts: the compiled layers of prompts.
+    prompts: the compiled layers of prompts. captures: all graphs.
     products: the linears of compiled steps and the kernels of their calls, equal ones of all traces once.
-    failed, tries: with mode "auto", why graphs of a kind of step cannot be made, until `Patched.release`, and what is tried again.
+    failures: with mode "auto", why graphs of a kind of step cannot be made, until `Patched.release`.
     look: the model may have changed: the next step looks at it. So it is after a call of the model's own layers, and at every prompt.
     aside: why the model's steps and prompts run without graphs; "" where they may have some.
+    last_mode: of the last step.
+    turn: a thread's turn to capture and replay: there is one buffer set a set of pages, and one tracer.
     anew: what had changed when steps were last captured anew, "" before that.
     """
 
     def __init__(self, model: Any, how: Decode, forward: Callable[..., Any], make: Callable[[Any], PagedModelCache]) -> None:
         self.how, self.plain_steps, self.look = how, 0, True
-        self.failed: dict[Failed, str] = {}
-        self.tries = Tries()
+        self.failures = Failures[Failed]()
         self.regions: Regions | None = None
         self.prompts = Prompts(model, forward, how.inner, how.pack)
         self.products: dict[Product, None] = {}
         self._model, self._forward, self._make = model, forward, make
-        self._states = States(how.budget_bytes, self._drop)
+        self.captures = Captures(how.budget_bytes)
         self._kept = Kept({}, Counter())
-        self._taken: dict[int, Counter[Kind]] = {}  # by the hash of a state, which may hold thousands of addresses
+        # By the hash of a state, which may hold thousands of addresses. States whose graphs are freed for others in turn are compiled, too.
+        self._taken: dict[int, Counter[Kind]] = {}
         self._state: int | None = None  # the hash of the present state
-        self._latest: Over | None = None
+        self._latest: weakref.ref[Over] | None = None
+        self.last_mode = "hf"
         self._looked: weakref.WeakSet[State] = weakref.WeakSet()  # caches that stepped since the weights were looked at
         self._modes: tuple[Any, ...] = ()  # the policy and autocast of the last step
         self._glance: Glance | None = None  # the model when it was looked at
@@ -81,13 +80,7 @@ class Decoder:
         self._effects: dict[int, str] = {}
         self._without: weakref.WeakSet[State] = weakref.WeakSet()  # caches whose last prompt or step had no graphs
         self._at_once, self._rows = False, 0  # rows of the last step
-        # One buffer set a set of pages, and one tracer.
-        self._lock = threading.RLock()
-
-    @property
-    def turn(self) -> AbstractContextManager[Any]:
-        """A thread's turn to capture and replay."""
-        return self._lock
+        self.turn = threading.RLock()
 
     @property
     def compiled(self) -> bool:
@@ -97,48 +90,42 @@ class Decoder:
     @property
     def graphed(self) -> Graphed | None:
         """The graphs of the last step, for reports."""
-        return None if self._latest is None else self._latest.graphed
-
-    @property
-    def last_mode(self) -> str:
-        """The mode of the last step."""
-        return "hf" if self._latest is None else self._latest.mode
+        over = None if self._latest is None else self._latest()
+        return None if over is None else over.graphed
 
     def _mode(self, rows: int) -> str:
         """The mode of the next step; "hf" where graphs cannot be made. The model's state was looked at."""
         if self.how.mode != "auto":
             return self.how.mode
         # Compiled code rounds in other places, and under such a policy bits may not follow from the steps before.
-        counts = not deterministic(active_policy())
-        due = self._kept.taken[kind_of(rows)] >= self.how.compile_after
-        compiled = self._at_once or (counts and due)
-        modes = ("piecewise", "breakable") if compiled else ("breakable",)
-        return next((mode for mode in modes if Failed(self._state, kind_of(rows), mode) not in self.failed), "hf")
+        due = self._kept.taken[kind_of(rows)] >= self.how.compile_after and not deterministic(active_policy())
+        modes = ("piecewise", "breakable") if self._at_once or due else ("breakable",)
+        return next((mode for mode in modes if self._kind(rows, mode) not in self.failures.lasting), "hf")
+
+    def _kind(self, rows: int, mode: str = "breakable") -> Failed:
+        return Failed(self._state, kind_of(rows), mode)
 
     def notes(self) -> tuple[str, ...]:
         """How prompts ran, the linears of compiled steps, and the kinds of steps without graphs, for the report."""
         aside = (f"decode steps and prompts have no graphs: {self.aside}",) if self.aside else ()
         anew = (f"graphs were last captured anew for a change of {self.anew}",) if self.anew else ()
-        failed = dict.fromkeys(f"{kind}: {why}" for kind, why in self.failed.items())
-        return *self.prompts.notes(), *summary(self.products), *aside, *anew, *self._states.notes(), *failed
+        failed = dict.fromkeys(f"{kind}: {why}" for kind, why in self.failures.lasting.items())
+        return *self.prompts.notes(), *summary(self.products), *aside, *anew, *self.captures.notes(), *failed
 
     @property
     def why(self) -> str:
         """Why the kind of the last step has no graphs, or none that are compiled."""
         kinds = [Failed(state, kind_of(self._rows), mode) for state in (None, self._state) for mode in ("piecewise", "breakable")]
-        reasons = dict.fromkeys(self.tries.why(kind) or self.failed.get(kind, "") for kind in kinds)
+        reasons = dict.fromkeys(map(self.failures.why, kinds))
         return self.aside or "; ".join(filter(None, reasons))
 
     def why_not(self, rows: int) -> str:
         """Why steps of so many rows, of the model as it is now, get no graphs; "" where they may be tried."""
-        if not self.failed and not self.aside:
+        if not self.failures.lasting and not self.aside:
             return ""
-        with self._lock:
-            try:
-                self._see(modes_now())
-            except InvalidInput:  # weights on meta
-                return self.failed.get(Failed(None, kind_of(rows), "breakable"), "")
-            return self.aside or self.failed.get(Failed(self._state, kind_of(rows), "breakable"), "")
+        with self.turn, suppress(InvalidInput):  # weights on meta: a model without a state
+            self._see(modes_now())
+        return self.aside or self.failures.lasting.get(self._kind(rows), "")
 
     def step(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None = None) -> Tensor:
         """Logits `[B, 1, V]` of one token more for each row. See `Patched.step`.
@@ -146,7 +133,7 @@ class Decoder:
         cache: of this model, with a first step behind it, of as many rows.
         """
         state = state_of_step(input_ids, cache, position_ids)
-        with self._lock:
+        with self.turn:
             self._look(state)
             if runs_hooks(self._model):  # which see calls of the model; those of its parts set steps aside
                 return plain_step(self._model, input_ids, cache, position_ids, argument_of(self._model))
@@ -169,8 +156,8 @@ class Decoder:
 
     def try_step(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None) -> Tensor | None:
         """As `step`. None where the model's own forward is to run the step, and the cache is as before: the step is set `aside`, or, with
-        mode "auto", graphs cannot be made, and `failed` has the reason."""
-        with self._lock:
+        mode "auto", graphs cannot be made, and `failures` has the reason."""
+        with self.turn:
             if cache.state in self._without:
                 return None
             try:
@@ -184,15 +171,15 @@ class Decoder:
 
     def _tried(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None) -> Tensor | None:
         rows = self._rows = input_ids.shape[0]
-        while Failed(None, kind_of(rows), "breakable") not in self.failed:
+        while Failed(None, kind_of(rows), "breakable") not in self.failures.lasting:
             mode = "breakable"
             try:
                 self._look(cache.state)
                 if self._is_aside(cache.state) or (mode := self._mode(rows)) == "hf":
                     return None
                 logits = self._replayed(input_ids, cache.state, position_ids)
-                if self.tries:
-                    self.tries.done(Failed(self._state, kind_of(rows), mode))
+                if self.failures.passing:
+                    self.failures.done(self._kind(rows, mode))
                 return logits
             except SideEffect:
                 raise
@@ -200,7 +187,7 @@ class Decoder:
                 over = self._kept.over.get((cache.state.pages, mode))
                 if over is not None and over.captured(rows):
                     raise  # of a replay, not of a capture
-                if self._noted(error, Failed(self._state, kind_of(rows), mode), cache.state):
+                if self._noted(error, self._kind(rows, mode), cache.state):
                     return None
         return None
 
@@ -208,10 +195,9 @@ class Decoder:
         """Note that a capture failed. Returns whether that costs the rest of this call its graphs, and no more."""
         self.forget(state.pages)
         loss = not_fast.COMPILED if kind.mode == "piecewise" else not_fast.GRAPHS
-        if again := self.tries.again(kind, error):
+        if again := self.failures.note(kind, error):
             self._without.add(state)
-        why = self.tries.why(kind) if again else remember(self.failed, kind, one_line(error))
-        not_fast.warn(self._model, loss, why, passing=again)
+        not_fast.warn(self._model, loss, self.failures.why(kind), passing=again)
         return again
 
     def _is_aside(self, state: State) -> bool:
@@ -236,43 +222,54 @@ class Decoder:
 
         given: the arguments of a call of the model, with a cache of ours.
         """
-        cache, ids = cache_in(given), given["input_ids"]
-        with self._lock:
-            self._without.discard(cache.state)
-            why = "it asks for more than logits" if more(given) else self.prompts.against(given)
-            broken = any(kind.mode == "piecewise" and kind.state in (None, self._state) for kind in self.failed)
-            if not why and (self.how.mode == "breakable" or broken or not (self.regions or self._at_once)):
-                why = "steps are not compiled"
-            if not why and self.how.mode == "auto" and not self._at_once:
-                why = "mode 'auto' compiles the layers of prompts in capture() alone"
-            # The state of the last look, until its tokens are enough for a compiler.
-            for look in (False, True) if not why else ():
-                if look:
-                    self.look = True  # the model may have changed since the last prompt
-                    self._look(cache.state)
-                    why = self.aside
-                most = 0 if self._at_once else PROMPT * self.how.compile_after
-                if not why and self._kept.taken["prompt"] < most:
-                    why = f"{self._kept.taken['prompt']} tokens of prompts have run, compiled are those after {most}"
-                    self._kept.taken["prompt"] += ids.numel()
-            self.prompts.why = why
-            if why:
+        state = cache_in(given).state
+        with self.turn:
+            self._without.discard(state)
+            self.prompts.why = next(self._why_own_layers(given, state), "")
+            if self.prompts.why:
                 return None
             try:
-                logits = self.prompts.run(given, partial(self._prompt_graphs, cache.state))
-                self._bound(self._kept.over.get((cache.state.pages, "prompt")))
+                logits = self.prompts.run(given, partial(self._prompt_graphs, state))
+                self._bound(self._kept.over.get((state.pages, "prompt")))
                 return logits
             except SideEffect as error:
-                self._set_aside(error, cache.state)
+                self._set_aside(error, state)
                 self.prompts.why = self.aside
                 return None
+
+    def _why_own_layers(self, given: dict[str, Any], state: State) -> Iterator[str]:
+        """Each reason why the model's own layers run this prompt. The model is looked at where the first ones do not hold."""
+        if more(given):
+            yield "it asks for more than logits"
+        yield from self.prompts.why_not(given)
+        lasting = self.failures.lasting
+        broken = any(kind.mode == "piecewise" and kind.state in (None, self._state) for kind in lasting)
+        if self.how.mode == "breakable" or broken or not (self.regions or self._at_once):
+            yield "steps are not compiled"
+        if self.how.mode == "auto" and not self._at_once:
+            yield "mode 'auto' compiles the layers of prompts in capture() alone"
+        tokens = given["input_ids"].numel()
+        # The state of the last look, until its tokens are enough for a compiler.
+        yield from self._why_too_few(tokens)
+        self.look = True  # the model may have changed since the last prompt
+        self._look(state)
+        if self.aside:
+            yield self.aside
+        yield from self._why_too_few(tokens)
+
+    def _why_too_few(self, tokens: int) -> Iterator[str]:
+        """The reason against compiled layers of a prompt where too few tokens came before it. Its own are counted."""
+        most = 0 if self._at_once else PROMPT * self.how.compile_after
+        if (before := self._kept.taken["prompt"]) < most:
+            self._kept.taken["prompt"] += tokens
+            yield f"{before} tokens of prompts have run, compiled are those after {most}"
 
     def _prompt_graphs(self, state: State) -> Over:
         """The graphs of prompts over these pages."""
         made, key = self._kept.over, (state.pages, "prompt")
         if key not in made:
             cache = self._make(state.pages)
-            made[key] = Over(cache, self.prompts.graphed(cache, self.how.graphs, self.how.budget_bytes, partial(watched, self._model)))
+            made[key] = Over(cache, self.prompts.graphed(cache, options_of(self._model, self.how)))
         return made[key]
 
     def capture(self, cache: PagedModelCache, progress: Progress | None = None) -> Report:
@@ -281,7 +278,7 @@ class Decoder:
         The cache's tokens stay. Raises as `Graphed`.
         """
         self._at_once = True
-        with self._lock:
+        with self.turn:
             self._look(state_of(cache))
             if self.aside:
                 fail(NotCapturable, "decode steps", self.aside)
@@ -297,9 +294,10 @@ class Decoder:
     @contextmanager
     def _graphs_of(self, state: State, rows: int) -> Iterator[Over]:
         """The graphs over these pages, for the block alone."""
-        with self._lock:
+        with self.turn:
             state.pages.use()
-            found = self._latest = self._of(state, rows)
+            found = self._of(state, rows)
+            self._latest, self.last_mode = weakref.ref(found), found.mode
             try:
                 yield found
             finally:
@@ -310,34 +308,24 @@ class Decoder:
     def _bound(self, over: Over | None) -> None:
         """Free graphs of other states where a capture has taken more memory than all may have."""
         if over is not None and over.grew():
-            self._states.fit()
-
-    @property
-    def graph_bytes(self) -> int:
-        """Bytes that all graphs and their buffers hold."""
-        return self._states.nbytes
+            self.captures.fit()
 
     def forget(self, pages: ModelPages) -> None:
         """Free the graphs over these pages. The next step over them captures anew."""
-        with self._lock:
-            self._states.forget(pages)
-
-    def _drop(self, over: Over) -> None:
-        over.graphed.free()
-        self._latest = None if self._latest is over else self._latest
+        with self.turn:
+            self.captures.forget(pages)
 
     def free(self) -> None:
         """Free all graphs. Compiled code is kept."""
-        with self._lock:
-            self._states.free()
+        with self.turn:
+            self.captures.free()
             # The next call looks at the model as if for the first time.
             self._glance, self.look, self.aside = None, True, ""
             self._written.clear()
             self._effects.clear()
             self._without.clear()
-            self.failed.clear()
-            self.tries.clear()
-            self.prompts.forgive()
+            self.failures.clear()
+            self.prompts.failures.clear()
             self.prompts.changed()
 
     def _look(self, state: State) -> None:
@@ -356,22 +344,20 @@ class Decoder:
 
     def _look_closely(self, modes: tuple[Any, ...]) -> None:
         """Take the graphs of the model's state."""
-        before, self._state, self._glance = self._glance, None, None
+        before, self._state, self._glance, self.aside = self._glance, None, None, ""
         glance = Glance(self._model, before)
         given = (modes, *glance.state)
         self._state, self._modes = hash(given), modes
         self.aside = against_graphs(self._model, glance.unknown)
         if not self.aside and self._effects:
             self.aside = self._effects.get(glance.without(self._written), "")
-        taken = self._taken[self._state] = self._taken.pop(self._state, Counter())
-        if len(self._taken) > MOST_COUNTED:
-            self._taken.pop(next(iter(self._taken)))
+        taken = remember(self._taken, self._state, self._taken.get(self._state, Counter()))
         if self.aside:
             self._kept = Kept({}, taken)  # graphs of other states stay
         else:
-            if before is not None and given not in self._states:
+            if before is not None and given not in self.captures:
                 self.anew = before.changed(glance) or "the policy or autocast"
-            self._kept = self._states.use(given, taken)
+            self._kept = self.captures.use(given, taken)
         self.prompts.changed()
         if before is not None and before.code != glance.code:
             self.regions = None  # Dynamo does not guard on the code
@@ -385,14 +371,13 @@ class Decoder:
         over, before = made.get((state.pages, mode)), (state.pages, "breakable")
         waits = not self._at_once and any(n < self.how.compile_after for kind, n in self._kept.taken.items() if kind != "prompt")
         if mode == "piecewise" and before in made and not waits:
-            self._drop(made.pop(before))
+            made.pop(before).graphed.free()
         if over is None:
             cache, passes = self._make(state.pages), passes_of(self.how, self.products)
             if mode == "piecewise":
                 self.regions = self.regions or Regions(self.how.inner, passes)
             regions = self.regions if mode == "piecewise" else None
-            watch = partial(watched, self._model)
-            graphed = graphed_steps(self._model, self._forward, cache, self.how, passes, regions, watch)
+            graphed = graphed_steps(self._model, self._forward, cache, self.how, passes, regions)
             with ordinary():
                 live = torch.ones(cache.max_batch, dtype=torch.int64, device=state.pages.seen.device)
             over = made[state.pages, mode] = Over(cache, graphed, mode, live)

@@ -21,7 +21,7 @@ from attnops.hf.generation import running_generation
 from attnops.hf.private import changed
 from attnops.hf.steps.around import flags
 from attnops.hf.steps.decode import Decoder
-from attnops.hf.steps.eligibility import FOLLOWED, Asked, fields, not_plain, not_sampled
+from attnops.hf.steps.eligibility import FOLLOWED, Asked, fields, why_not_plain, why_not_sampled
 from attnops.hf.steps.sampler_graph import Choice, Tail
 
 # Idle tails that are kept, the last used ones: several of one choice, where threads used them at
@@ -61,7 +61,7 @@ class Loop:
         """
         if why := changed(*FOLLOWED):
             not_fast.warn(owner, not_fast.CHOICE, why)
-        if why := why or not_sampled(owner, args, kwargs):
+        if why := why or next(why_not_sampled(owner, args, kwargs), ""):
             _note(why)
             return kwargs
         sample, streamer = self._sample, kwargs.get("streamer")
@@ -76,7 +76,7 @@ class Loop:
         return {**kwargs, "custom_generate": decode}
 
     def _sample(self, asked: Asked, decoder: Decoder) -> Any:
-        if not (why := not_plain(asked, decoder)):
+        if not (why := next(why_not_plain(asked, decoder), "")):
             return self._run(asked, decoder)
         _note(why)
         owner, ids, processors, criteria, config, streamer, given = asked
@@ -89,12 +89,17 @@ class Loop:
         owner, ids, processors, _, config, _, given = asked
         # A copy of the last logits, so that a long prompt's others are freed.
         logits = owner._prefill(ids, config, given, is_first_iteration=True).logits[:, -1:].clone()
-        # Rounded up, so that caches of like lengths share a graph.
-        room = 1 << cache_in(given).max_length.bit_length()
-        ends = sum(tokens.numel() for tokens in asked.eos)
-        sampled = bool(config.do_sample)
-        rows, vocab, known = ids.shape[0], logits.shape[-1], fields(processors, ids.device)
-        choice = Choice(ids.device, rows, room, vocab, ends, sampled, known, flags())
+        choice = Choice(
+            ids.device,
+            rows=ids.shape[0],
+            # Rounded up, so that caches of like lengths share a graph.
+            room=1 << cache_in(given).max_length.bit_length(),
+            vocab=logits.shape[-1],
+            ends=sum(tokens.numel() for tokens in asked.eos),
+            sampled=bool(config.do_sample),
+            processors=fields(processors, ids.device),
+            flags=flags(),
+        )
         with decoder.turn:
             tail = self._taken(choice, asked, decoder)
         try:
@@ -113,12 +118,18 @@ class Loop:
         if choice.device != self._place:
             self.free()
             self._place, self._device = choice.device, None
-        for tail in reversed(self._idle):
-            if tail.choice == choice:
-                self._idle.remove(tail)
-                # What was not the choice's own fault is tried again.
-                return self._captured(tail, asked, decoder) if tail.tries else tail
-        return self._captured(Tail(choice, asked.processors), asked, decoder)
+        tail = next((tail for tail in reversed(self._idle) if tail.choice == choice), None)
+        if tail is not None:
+            self._idle.remove(tail)
+            if not tail.failures.passing:
+                return tail
+        # What was not the choice's own fault is tried again.
+        tail = tail or Tail(choice, asked.processors)
+        self._device = self._device or decoder.how.graphs or CudaGraphs(choice.device)
+        tail.capture(self._device)
+        if tail.reason:
+            not_fast.warn(asked.owner, not_fast.CHOICE, tail.reason, passing=bool(tail.failures.passing))
+        return tail
 
     def _put_back(self, tail: Tail) -> None:
         """Keep a tail for later calls, and free those that were not used for long."""
@@ -128,13 +139,6 @@ class Loop:
         self._idle.append(tail)
         while len(self._idle) > _MOST_SMALL or (len(self._idle) > _MOST and self.nbytes > _MOST_BYTES):
             self._idle.pop(0).reset()
-
-    def _captured(self, tail: Tail, asked: Asked, decoder: Decoder) -> Tail:
-        self._device = self._device or decoder.how.graphs or CudaGraphs(tail.choice.device)
-        tail.capture(self._device)
-        if tail.reason:
-            not_fast.warn(asked.owner, not_fast.CHOICE, tail.reason, passing=bool(tail.tries))
-        return tail
 
 
 def _decoded(asked: Asked, decoder: Decoder, tail: Tail, logits: Tensor) -> Any:

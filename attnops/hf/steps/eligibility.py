@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -77,58 +78,83 @@ class Asked(NamedTuple):
         return [each.eos_token_id for each in self.criteria if type(each) is EosTokenCriteria]
 
 
-def not_sampled(owner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Why this call of `generate()` may not end in transformers' own `_sample`; "" where it does."""
+def why_not_sampled(owner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[str]:
+    """Each reason why this call of `generate()` may not end in transformers' own `_sample`."""
     if len(args) > 5:
-        return "more than five arguments without names"
-    if given := [name for name in _ARGUMENTS if kwargs.get(name) is not None]:
-        return f"{given[0]}="
-    if own := [name for name in ("generate", *FOLLOWED) if not _is_stock(owner, name)]:
-        return f"{type(owner).__name__} has a {own[0]} of its own"
+        yield "more than five arguments without names"
+    yield from (f"{name}=" for name in _ARGUMENTS if kwargs.get(name) is not None)
+    methods = (name for name in ("generate", *FOLLOWED) if not _is_stock(owner, name))
+    yield from (f"{type(owner).__name__} has a {name} of its own" for name in methods)
     if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        return "several processes may have to stop together"
-    configs = kwargs.get("generation_config", args[1] if len(args) > 1 else None), getattr(owner, "generation_config", None)
-
-    def asked(name: str) -> Any:
-        found = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
-        return next((value for value in found if value is not None), None)
-
-    others = [name for name in COUNTS if (asked(name) or 1) > 1] + [name for name in CHOICES if asked(name) not in (None, False)]
-    return f"{others[0]}=" if others else ""
+        yield "several processes may have to stop together"
+    config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+    yield from _why_another(kwargs, (config, getattr(owner, "generation_config", None)))
 
 
-def not_plain(asked: Asked, decoder: Decoder) -> str:
-    """Why the loop of this call cannot be captured; "" where it can."""
+def _why_another(kwargs: Mapping[str, Any], configs: Sequence[Any]) -> Iterator[str]:
+    """The fields by which transformers chooses another method than `_sample`."""
+    for name in (*COUNTS, *CHOICES):
+        given = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
+        asked = next((value for value in given if value is not None), None)
+        if (asked or 1) > 1 if name in COUNTS else asked not in (None, False):
+            yield f"{name}="
+
+
+def why_not_plain(asked: Asked, decoder: Decoder) -> Iterator[str]:
+    """Each reason why the loop of this call cannot be captured."""
     owner, ids, config, given = asked.owner, asked.input_ids, asked.config, asked.given
-    cache, positions, mask = cache_in(given), given.get("position_ids"), given.get("attention_mask")
+    cache = cache_in(given)
     if not isinstance(cache, PagedModelCache):
-        return f"its cache is a {type(cache).__name__}"
-    device, pad, most = cache.state.pages.seen.device, getattr(config, "_pad_token_tensor", None), asked.max_length
-    unknown = [type(each).__name__ for each in (*asked.processors, *asked.criteria) if not _is_known(each)]
-    lists = type(asked.processors) is LogitsProcessorList and type(asked.criteria) is StoppingCriteriaList
-    outputs = [name for name in _OUTPUTS if getattr(config, name, None)]
-    ours = isinstance(owner.__dict__.get("forward"), Method) and not runs_hooks(owner)
-    tokens = ids.dtype == torch.int64 and ids.device == device and ids.dim() == 2 and ids.numel() > 0
-    of_rows = isinstance(positions, Tensor) and positions.dtype == torch.int64 and positions.shape[:-1] == ids.shape[:1]
+        yield f"its cache is a {type(cache).__name__}"
+        return
+    device = cache.state.pages.seen.device
+    yield from _why_unknown(asked)
+    yield from (f"{name}=True" for name in _OUTPUTS if getattr(config, name, None))
+    if any(_leaves_out(each, ids) for each in asked.processors):
+        yield "a repetition penalty leaves the prompt out"
+    if more(given) or not config.use_cache:
+        yield "the model gets arguments that change from step to step"
+    if (ids.dtype, ids.device, ids.dim()) != (torch.int64, device, 2) or not ids.numel():
+        yield "its tokens are not int64 on the device of the pages"
+    yield from _why_misplaced(asked, cache)
+    yield from _why_watched(owner)
+    if decoder.why_not(ids.shape[0]) or (decoder.how.graphs is None and device.type != "cuda"):
+        yield "graphs cannot be made"
+
+
+def _why_watched(owner: Any) -> Iterator[str]:
+    """What is to see each call of the model."""
+    if not isinstance(owner.__dict__.get("forward"), Method) or runs_hooks(owner):
+        yield "the caller's hooks or forward want each call of the model"
+    if function_modes():
+        yield "a function mode sees each operation of the loop"
+    if is_compiled(owner):
+        yield "the caller compiles the model"
+
+
+def _why_unknown(asked: Asked) -> Iterator[str]:
+    """Names code of the call's own: what is of no class of transformers' that is known."""
+    lists, known = (asked.processors, asked.criteria), (LogitsProcessorList, StoppingCriteriaList)
+    unknown = [each for each in chain(*lists) if not _is_known(each)] + [each for each in lists if type(each) not in known]
+    yield from (f"{type(each).__name__} is code of its own" for each in unknown)
+
+
+def _why_misplaced(asked: Asked, cache: PagedModelCache) -> Iterator[str]:
+    """The reasons for which its tokens may have no place."""
+    ids, config, most = asked.input_ids, asked.config, asked.max_length
+    positions, mask = asked.given.get("position_ids"), asked.given.get("attention_mask")
+    if not isinstance(positions, Tensor) or positions.dtype != torch.int64 or positions.shape[:-1] != ids.shape[:1]:
+        yield "it has no positions for each row"
+    pad = getattr(config, "_pad_token_tensor", None)
+    if asked.eos and not (isinstance(pad, Tensor) and pad.dim() == 0):
+        yield "a token ends rows and none pads them"
     # Tokens of earlier turns may be in the mask and not in the text. transformers drops a mask without zeros, and keeps its length.
     columns = max(ids.shape[-1], getattr(config, "_mask_length", 0), *(x.shape[-1] for x in (positions, mask) if isinstance(x, Tensor)))
-    limits = [limit for each in asked.criteria if (limit := getattr(each, "max_position_embeddings", None)) is not None]
-    reasons = {
-        f"{''.join(unknown[:1])} is code of its own": unknown or not lists,
-        f"{''.join(outputs[:1])}=True": outputs,
-        "a repetition penalty leaves the prompt out": any(_leaves_out(x, ids) for x in asked.processors),
-        "the model gets arguments that change from step to step": bool(more(given)) or not config.use_cache,
-        "its tokens are not int64 on the device of the pages": not tokens,
-        "it has no positions for each row": not of_rows,
-        "a token ends rows and none pads them": asked.eos and not (isinstance(pad, Tensor) and pad.dim() == 0),
-        "its text may not fit the cache": columns + most - ids.shape[-1] > cache.max_length + 1,
-        "its text may be longer than the model's positions": any(most > limit + 1 for limit in limits),
-        "the caller's hooks or forward want each call of the model": not ours,
-        "a function mode sees each operation of the loop": bool(function_modes()),
-        "the caller compiles the model": is_compiled(owner),
-        "graphs cannot be made": bool(decoder.why_not(ids.shape[0])) or (decoder.how.graphs is None and device.type != "cuda"),
-    }
-    return next((why for why, holds in reasons.items() if holds), "")
+    if columns + most - ids.shape[-1] > cache.max_length + 1:
+        yield "its text may not fit the cache"
+    limits = (getattr(each, "max_position_embeddings", None) for each in asked.criteria)
+    if any(limit is not None and most > limit + 1 for limit in limits):
+        yield "its text may be longer than the model's positions"
 
 
 def fields(processors: Any, device: torch.device) -> tuple[Any, ...]:

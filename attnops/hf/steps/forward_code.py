@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from attnops.hf.steps.values import Itself, Unknown, Values, alike, content, getter
+from attnops.hf.steps.values import Itself, Unknown, Values, content, getter
 
 MOST_FUNCTIONS = 1000
 """Functions whose code is followed."""
@@ -130,9 +130,10 @@ class Code:
         names: dict[int, tuple[Holder, list[str]]] = {}
         for (holder_id, _), (holder, _, name) in self.places.items():
             names.setdefault(holder_id, (holder, []))[1].append(name)
-        self._getters = [(getter(found), holder) for holder, found in names.values()]
-        self._proxies = [self._held_by[base] for base in self._own]
-        self._sizes, self._seen = list(map(len, self._proxies)), self._held()
+        for holder, found in names.values():
+            self.values.watch(holder, getter(found), sized=False)
+        for base in self._own:
+            self.values.watch(self._held_by[base])
         self.values.keep()
 
     def same(self) -> bool:
@@ -140,8 +141,6 @@ class Code:
 
         Not compared are the addresses of tensors among the contents.
         """
-        if list(map(len, self._proxies)) != self._sizes or not alike(self._held(), self._seen):
-            return False
         return self.values.same()
 
     def holds(self, classes: Sequence[type], given: Sequence[types.FunctionType]) -> bool:
@@ -150,9 +149,6 @@ class Code:
             return not self.values.tensors and _with_code(classes, given) == self._of and self.same()
         except Exception:  # a name is gone, or a value cannot be compared
             return False
-
-    def _held(self) -> list[Any]:
-        return list(chain.from_iterable([get(holder) for get, holder in self._getters]))
 
 
 def _with_code(classes: Iterable[type], given: Iterable[types.FunctionType]) -> tuple[Any, ...]:

@@ -44,7 +44,6 @@ def graphed_steps(
     how: Decode,
     passes: Passes,
     regions: Regions | None,
-    watch: Callable[[], Any],
 ) -> Graphed:
     """The graphs of steps over a cache.
 
@@ -52,7 +51,6 @@ def graphed_steps(
         forward: the model's own.
         passes: of compiled steps.
         regions: the layers that are compiled; None: steps are captured from eager code.
-        watch: see `Graphed`.
     """
     capture = cast(Callable[..., Graphed], breakable)
     step = step_of(forward, argument_of(model))
@@ -64,11 +62,18 @@ def graphed_steps(
         # Positions of one row are broadcast over, those of several are not.
         capture = partial(Regional, inner=how.inner, one_differs=True, passes=passes, regions=regions, layered=in_layers)
     return capture(
-        step, Buckets(decode=decode_sizes(cache.max_batch)), batch=None, tokens=(),
-        requests=("input_ids", "position_ids", "live"), returns="requests", state=cache.state.pages.counters,
-        budget_bytes=how.budget_bytes, over_budget=how.over_budget, check_every=how.check_every, graphs=how.graphs,
-        watch=watch, draws=bool(drawing(model)),
+        step, Buckets(decode=decode_sizes(cache.max_batch)), tokens=(), requests=("input_ids", "position_ids", "live"),
+        state=cache.state.pages.counters, over_budget=how.over_budget, check_every=how.check_every,
+        **options_of(model, how),
     )  # fmt: skip
+
+
+def options_of(model: Any, how: Decode) -> dict[str, Any]:
+    """The arguments of `Graphed` that graphs of steps and of prompts share."""
+    watch, draws = partial(watched, model), bool(drawing(model))
+    return {
+        "batch": None, "returns": "requests", "graphs": how.graphs, "budget_bytes": how.budget_bytes, "watch": watch, "draws": draws,
+    }  # fmt: skip
 
 
 @contextmanager

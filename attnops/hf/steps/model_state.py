@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from attnops.core.errors import InvalidInput, fail
 from attnops.hf.steps.around import flags, global_hooks
 from attnops.hf.steps.forward_code import Code
-from attnops.hf.steps.values import Itself, Unknown, Values, address, alike, getter
+from attnops.hf.steps.values import Getter, Itself, Unknown, Values, address, getter
 from attnops.nn.absorb import HELD, INTERNAL, PLAIN
 
 # What torch's linear holds and its forward does not read.
@@ -19,8 +20,7 @@ _UNREAD = ("in_features", "out_features")
 _NOT_READ = INTERNAL | {HELD, "_is_hf_initialized"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
-Getter = Callable[[Any], tuple[Any, ...]]
-Layout = tuple[list[str], Getter | None]
+Layout = tuple[list[str], tuple[Getter, ...]]
 """Of modules of one class that hold the same names: the attributes that are their own, and what gets those that `same` compares."""
 
 
@@ -50,8 +50,7 @@ class Glance:
         self._places: list[tuple[int, Sequence[str]]] = []
         self._found: list[Any] = []
         self._forwards: list[Any] = []
-        self._getters: list[tuple[Getter, dict[str, Any]]] = []
-        self._layouts: dict[tuple[type, tuple[str, ...]], Layout] = {}
+        self._layout: Callable[[type, tuple[str, ...]], Layout] = functools.cache(_layout)
         for number, module in enumerate(self._modules):
             self._take(number, module)
         self._code = self._walk(before)
@@ -71,13 +70,8 @@ class Glance:
 
     def _take(self, number: int, module: nn.Module) -> None:
         own, kind = vars(module), type(module)
-        key = kind, tuple(own)
-        layout = self._layouts.get(key)
-        if layout is None:
-            layout = self._layouts[key] = _layout(*key)
-        names, read = layout
-        if read is not None:
-            self._getters.append((read, own))
+        names, read = self._layout(kind, tuple(own))
+        self._values.watch(own, *read)
         hooks, before = own["_forward_hooks"], own["_forward_pre_hooks"]
         self._found.append((id(module), kind, own["training"], tuple(hooks), tuple(before)))
         for name in names:
@@ -90,22 +84,20 @@ class Glance:
             if name == "forward":
                 self._forwards.append(found)
         absorbed = (HELD,) if HELD in own else ()
-        if absorbed:
-            # Made from the parameters, and made anew in the same memory at every prompt.
-            self._found.append(id(own[HELD].weight))
+        # Made from the parameters, and made anew in the same memory at every prompt.
+        self._found += [id(own[name].weight) for name in absorbed]
         parameters, buffers = own["_parameters"], own["_buffers"]
-        if parameters or buffers:
-            tensors = (*parameters.values(), *buffers.values())
-            self._found += [None if t is None else address(t) for t in tensors]
+        tensors = (*parameters.values(), *buffers.values())
+        self._found += [None if t is None else address(t) for t in tensors]
         self._places.append((number, ("", *names, *absorbed, *parameters, *buffers)))
 
     def _refuse_meta(self) -> None:
         for module in self._modules:
-            for name, t in (*module._parameters.items(), *module._buffers.items()):
-                if t is not None and t.is_meta:
-                    got = f"graphs over {type(module).__name__}.{name}, which is on meta"
-                    want = "weights that stay on the device; decode='hf' for a model that is offloaded"
-                    fail(InvalidInput, "decode", got, want)
+            tensors = {**module._parameters, **module._buffers}
+            for name in [name for name, t in tensors.items() if t is not None and t.is_meta]:
+                got = f"graphs over {type(module).__name__}.{name}, which is on meta"
+                want = "weights that stay on the device; decode='hf' for a model that is offloaded"
+                fail(InvalidInput, "decode", got, want)
 
     def _names(self) -> list[str]:
         """Of each part of the state the attribute, from the model on, or the name in its code."""
@@ -127,10 +119,10 @@ class Glance:
         return hash(tuple(_kind(value) if name in names else value for name, value in named))
 
     def _prepare(self) -> None:
-        owned = [vars(module) for module in self._modules]
+        owned = list(map(vars, self._modules))
         inside = [own[name] for own in owned for name in ("_modules", *_HOOKS)]
         tensors = [own[name] for own in owned for name in ("_parameters", "_buffers")]
-        self._owned, self._empty = owned, [held for held in inside + tensors if not held]
+        self._empty = [held for held in inside + tensors if not held]
         self._inside, self._tensors = list(filter(None, inside)), list(filter(None, tensors))
         held = [t for t in self._all_tensors() if t is not None]
         if any(t.is_meta for t in held):
@@ -140,22 +132,15 @@ class Glance:
         self._plain = plain and not any(HELD in own for own in owned)
         if self._plain:
             self._values.keep()
-            self._seen, self._attributes = self._look(), self._held()
+            self._seen = self._look()
 
     def same(self) -> bool:
         """Has nothing changed? False may also be the answer where only what does not count has."""
         try:
-            return self._plain and not any(self._empty) and self._is_as_seen()
+            unchanged = self._plain and not any(self._empty) and self._look() == self._seen
+            return unchanged and self._values.same() and self._code.same()
         except Exception:  # attributes that cannot be compared, or are gone
             return False
-
-    def _is_as_seen(self) -> bool:
-        if self._look() != self._seen or not alike(self._held(), self._attributes):
-            return False
-        return self._values.same() and self._code.same()
-
-    def _held(self) -> list[Any]:
-        return list(chain.from_iterable([get(own) for get, own in self._getters]))
 
     def _all_tensors(self) -> list[Any]:
         return _flat(self._tensors) + self._values.tensors + self._code.values.tensors
@@ -164,7 +149,7 @@ class Glance:
         found = [t for t in self._all_tensors() if t is not None]
         return (
             list(map(Tensor.data_ptr, found)), [t.shape for t in found], list(map(Tensor.stride, found)), [t.dtype for t in found],
-            list(map(type, found)), list(map(type, self._modules)), list(map(len, self._owned)), _flat(self._inside), flags(),
+            list(map(type, found)), list(map(type, self._modules)), _flat(self._inside), flags(),
             global_hooks(),
         )  # fmt: skip
 
@@ -191,9 +176,7 @@ def _layout(kind: type, held: tuple[str, ...]) -> Layout:
     """For a class of modules that hold these names. Sorted, for one may be taken away and set again."""
     unread = _NOT_READ.union(_UNREAD) if kind is nn.Linear else _NOT_READ
     names = sorted(name for name in held if name not in unread)
-    if kind is nn.Linear and not names:
-        return names, None
-    return names, getter(["training", *names])
+    return names, () if kind is nn.Linear and not names else (getter(["training", *names]),)
 
 
 def _flat(dicts: Iterable[dict[str, Any]]) -> list[Any]:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +24,6 @@ from attnops.core.errors import InvalidInput, NoKernel, NotCapturable, SideEffec
 from attnops.core.kernel import deterministic
 from attnops.core.select import active_policy
 from attnops.graphs import Buckets, Graphed, breakable
-from attnops.graphs.device import Device
 from attnops.graphs.guard import uncached_casts
 from attnops.graphs.pieces import Inner
 from attnops.graphs.regional import NotRegional, Regions, Twin
@@ -34,9 +31,8 @@ from attnops.hf.attention.mask import padding_of, tracing
 from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.names import argument, cache_in
 from attnops.hf.cache.paged_cache import PagedModelCache, Step
+from attnops.hf.steps.captures import Failures, Over, passing
 from attnops.hf.steps.compiled_layers import Here, modules_of
-from attnops.hf.steps.failed import Tries, passing
-from attnops.hf.steps.reasons import drawing
 from attnops.lowering import merge_linears_pass
 
 CHUNK = 4096
@@ -56,39 +52,6 @@ _TRIAL = 256
 
 # Rotations whose angles follow from the longest position at hand: all tokens of a text must be in one call.
 _OF_LENGTH = ("dynamic", "longrope")
-
-
-@dataclass(eq=False)
-class Over:
-    """Graphs over one set of pages.
-
-    cache: a cache of ours over the pages. mode: of the steps; "prompt": of chunks.
-    live: ones int64 `[rows]`, which mark rows of a step; empty for chunks. seen: chunks that ran, by bucket.
-    counted: buckets that `grew` has seen.
-    """
-
-    cache: PagedModelCache
-    graphed: Graphed
-    mode: str = "prompt"
-    live: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    seen: Counter[Any] = field(default_factory=Counter)
-    counted: int = 0
-
-    def grew(self) -> bool:
-        """Was a bucket captured since it was asked last?"""
-        before, self.counted = self.counted, self.graphed.captured
-        return self.counted != before
-
-    def captured(self, rows: int) -> bool:
-        """Is there a graph for so many rows?"""
-        wanted: Any = self.graphed.buckets.find("decode", rows, rows)
-        return wanted in [row.bucket for row in self.graphed.report().rows]
-
-    def due(self, tokens: int) -> bool:
-        """Are there graphs for a chunk of so many tokens by now?"""
-        bucket = self.graphed.buckets.find("mixed", tokens, 1)
-        self.seen[bucket] += 1
-        return self.seen[bucket] > CAPTURE_AFTER
 
 
 class Part(NamedTuple):
@@ -150,22 +113,22 @@ def is_prompt(given: dict[str, Any]) -> bool:
 class Prompts:
     """The prompts of one model.
 
-    forward: the model's own. regions: the compiled layers. refusal: why there are none, "" where there may be.
+    forward: the model's own. regions: the compiled layers.
+    failures: why there are no "layers", or no "graphs" of them.
     why: why the model's own layers ran the last prompt, "" where compiled ones did. took: how these ran it, "compiled" or "captured".
     """
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any], inner: str | Inner, pack: bool) -> None:
         self._model, self._forward, self._inner = model, forward, inner
         self._passes = (merge_linears_pass,) if pack else ()
-        self.why, self.took, self.refusal, self._ran = "", "", "", False
+        self.why, self.took, self._ran = "", "", False
         self._failed = False  # has a capture of this prompt failed? Its later chunks try none
         self.changed()
         self.regions: Regions | None = None  # which starts the compiler's workers
         config: Any = getattr(model, "config", None)
         rope = str(getattr(config.get_text_config(decoder=True), "rope_parameters", ""))
         self._of_length = any(kind in rope for kind in _OF_LENGTH)
-        self.tries = Tries()
-        self.forgive()
+        self.failures = Failures[str]()
         self._chooses = "logits_to_keep" in inspect.signature(type(model).forward).parameters
 
     def changed(self) -> None:
@@ -173,15 +136,15 @@ class Prompts:
         self._layers: dict[nn.Module, int] = {}
         self._twins: dict[nn.Module, Twin] = {}
 
-    def forgive(self) -> None:
-        """Forget why there were no compiled layers, or no graphs of them."""
-        self.refusal = ""
-        self._uncaptured = "rotations depend on the length of the text" if self._of_length else ""
-        self.tries.clear()
-
     def forget(self) -> None:
         """Forget the compiled layers, and why there were none: the code of the model has changed."""
-        self.regions, self.refusal = None, ""
+        self.regions = None
+        self.failures.lasting.pop("layers", None)
+
+    @property
+    def _uncaptured(self) -> str:
+        """Why no chunk is captured."""
+        return "rotations depend on the length of the text" if self._of_length else self.failures.lasting.get("graphs", "")
 
     def notes(self) -> tuple[str, ...]:
         """How the last prompt ran, for the report; no line before the first."""
@@ -189,22 +152,26 @@ class Prompts:
         apart = f"; short ones are not captured: {self._uncaptured}" if self._uncaptured else ""
         return (f"the last prompt ran through {ran}{apart}",) if ran else ()
 
-    def against(self, given: dict[str, Any]) -> str:
-        """Why the model's own layers run this prompt; "" where compiled ones may."""
+    def why_not(self, given: dict[str, Any]) -> Iterator[str]:
+        """Each reason why the model's own layers run this prompt."""
         cache, ids, positions = cache_in(given), given["input_ids"], given.get("position_ids")
-        pages, state = cache.state.pages, cache.state
-        known = positions is None or positions.shape in (ids.shape, (1, ids.shape[1]))
-        reasons = {
-            f"its layers cannot be compiled: {self.refusal}": self.refusal,
-            "under a deterministic policy bits may not follow from the prompts before": deterministic(active_policy()),
-            "the pages hold latents": cache.latent,
-            "it goes on with a cache of sliding windows": state.filled and any(pages.windows),
-            "the step before it failed": state.filled and not state.whole,
-            "it has no positions for each row": not known,
-            "the model keeps no logits of chosen tokens": not self._chooses,
-            "more than the last logits are asked for": given.get("logits_to_keep") != 1,
-        }
-        return next((why for why, holds in reasons.items() if holds), "")
+        state = cache.state
+        if "layers" in self.failures.lasting:
+            yield f"its layers cannot be compiled: {self.failures.lasting['layers']}"
+        if deterministic(active_policy()):
+            yield "under a deterministic policy bits may not follow from the prompts before"
+        if cache.latent:
+            yield "the pages hold latents"
+        if state.filled and any(state.pages.windows):
+            yield "it goes on with a cache of sliding windows"
+        if state.filled and not state.whole:
+            yield "the step before it failed"
+        if positions is not None and positions.shape not in (ids.shape, (1, ids.shape[1])):
+            yield "it has no positions for each row"
+        if not self._chooses:
+            yield "the model keeps no logits of chosen tokens"
+        if given.get("logits_to_keep") != 1:
+            yield "more than the last logits are asked for"
 
     def run(self, given: dict[str, Any], graphs: Callable[[], Over]) -> Tensor | None:
         """Logits `[B, 1, V]` of the last tokens. None, with the reason in `why`, where the model's own layers must run them; the cache is
@@ -212,62 +179,73 @@ class Prompts:
 
         graphs: returns the graphs over the pages. Raises InvalidInput: a mask that pages cannot follow.
         """
-        cache, ids = cache_in(given), given["input_ids"]
-        pages, (rows, columns) = cache.state.pages, ids.shape
-        start, (seen, *starts) = padding_of(given.get("attention_mask"), pages, rows, columns, fresh=not cache.state.filled)
+        cache, ids, positions = cache_in(given), given["input_ids"], given.get("position_ids")
+        state, (rows, columns) = cache.state, ids.shape
+        start, (seen, *starts) = padding_of(given.get("attention_mask"), state.pages, rows, columns, fresh=not state.filled)
         counts, before = [columns - max(s - seen, 0) for s in starts], [max(seen - s, 0) for s in starts]
-        positions = given.get("position_ids")
-        if min(counts) < 1 or sum(counts) == 1 or (positions is None and any(starts)):
-            self.why = "a row has no token" if min(counts) < 1 else "it is one token" if sum(counts) == 1 else "padding, and no positions"
+        self.why = _why_unpacked(counts, padded=positions is None and any(starts))
+        if self.why:
             return None
         if positions is None:
             positions = torch.arange(seen, seen + columns, device=ids.device)
-        tokens, positions = (x.expand(rows, columns).reshape(-1) for x in (ids, positions))
-        if sum(counts) < rows * columns:
-            kept = [torch.arange((row + 1) * columns - n, (row + 1) * columns) for row, n in enumerate(counts)]
-            tokens, positions = (x[torch.cat(kept).to(x.device)] for x in (tokens, positions))
-        whole = self._of_length or any(pages.windows)
-        parts, took = parts_of(counts, before, sum(counts) if whole else CHUNK), {"compiled"}
-        short = [part.fresh and part.size <= CAPTURED[-1] and not self._uncaptured for part in parts]
-        over = [graphs() if few and graphs().due(part.size) else None for part, few in zip(parts, short, strict=True)]
-        if all(short) and over == [None]:
+        whole = self._of_length or any(state.pages.windows)
+        parts = parts_of(counts, before, sum(counts) if whole else CHUNK)
+        over = [self._due(part, graphs) for part in parts]
+        if over == [None] and self._is_short(parts[0]):
             self.why = f"over these pages, {CAPTURE_AFTER} prompts as short have not run before"
             return None
-        self._failed = False
+        logits = self._tried(parts, over, _unpadded(ids, positions, counts), cache)
+        if logits is None:
+            return None
+        state.pages.advance(start, columns)
+        state.filled, state.unfinished, self._ran = True, 0, True
+        self.failures.done("layers")
+        return torch.cat(logits) if len(logits) > 1 else logits[0]
+
+    def _is_of_compiler(self, error: Exception) -> bool:
+        """Could layers not be compiled? An error of layers that ran before is one of the step."""
+        traced = isinstance(error, (NotRegional, NotCapturable, NoKernel))
+        return traced or not (self._ran or isinstance(error, InvalidInput))
+
+    def _is_short(self, part: Part) -> bool:
+        return part.fresh and part.size <= CAPTURED[-1] and not self._uncaptured
+
+    def _due(self, part: Part, graphs: Callable[[], Over]) -> Over | None:
+        """The graphs that have a chunk, if it is to have one by now."""
+        over = graphs() if self._is_short(part) else None
+        return over if over is not None and over.chunks(part.size) > CAPTURE_AFTER else None
+
+    def _tried(self, *given: Any) -> list[Tensor] | None:
+        """As `_parts`; None, with the reason in `why`, where layers could not be compiled."""
         try:
-            with ordinary(), uncached_casts():
-                # At once and before the first chunk: a copy from the host's own memory waits until the device is idle.
-                numbers = pages.upload([n for part in parts for n in (*part.counts, *part.before, *part.ends, *part.last)])
-                sent = numbers.split([n for part in parts for n in (rows, rows, len(part.ends), len(part.last))])
-                logits = [
-                    self._part(part, graphs, sent[4 * i : 4 * i + 4], tokens, positions, cache, took)
-                    for i, (part, graphs) in enumerate(zip(parts, over, strict=True))
-                ]
+            return self._parts(*given)
         except SideEffect:
             raise
         except Exception as error:
-            traced = isinstance(error, (NotRegional, NotCapturable, NoKernel))
-            if isinstance(error, InvalidInput) or (self._ran and not traced):
+            if not self._is_of_compiler(error):
                 raise
             self.why = one_line(error)
-            if not self.tries.again("layers", error):
-                self.refusal = self.why
+            self.failures.note("layers", error)
             return None
-        pages.advance(start, columns)
-        cache.state.filled, cache.state.unfinished, self._ran, self.took = True, 0, True, min(took)
-        self.tries.done("layers")
-        return torch.cat(logits) if len(logits) > 1 else logits[0]
 
-    def _part(
-        self, part: Part, over: Over | None, sent: Sequence[Tensor], tokens: Tensor, positions: Tensor, cache: PagedModelCache,
-        took: set[str],
-    ) -> Tensor:  # fmt: skip
+    def _parts(self, parts: list[Part], over: list[Over | None], tokens: Tensor, cache: PagedModelCache) -> list[Tensor]:
+        """The logits of each chunk. tokens: see `_unpadded`."""
+        self.took, self._failed, pages = "compiled", False, cache.state.pages
+        with ordinary(), uncached_casts():
+            # At once and before the first chunk: a copy from the host's own memory waits until the device is idle.
+            lists = [each for part in parts for each in part[2:]]
+            sent = pages.upload([n for each in lists for n in each]).split(list(map(len, lists)))
+            return [
+                self._part(part, graphs, sent[4 * i : 4 * i + 4], tokens[:, part.begin : part.end], cache)
+                for i, (part, graphs) in enumerate(zip(parts, over, strict=True))
+            ]
+
+    def _part(self, part: Part, over: Over | None, sent: Sequence[Tensor], chunk: Tensor, cache: PagedModelCache) -> Tensor:
         """Logits `[N, 1, V]` of the requests that end in a chunk. over: the graphs that have it, or None.
 
-        sent: `part.counts`, `before`, `ends` and `last` on the device.
+        sent: `part.counts`, `before`, `ends` and `last` on the device. chunk: of `_unpadded`.
         """
-        counts, before, ends, last = sent
-        tokens, positions = (x[part.begin : part.end] for x in (tokens, positions))
+        (tokens, positions), (counts, before, ends, last) = chunk, sent
         if over is not None and not self._uncaptured and not self._failed:
             try:
                 logits: Tensor = over.graphed(tokens=tokens, positions=positions, counts=counts, cache=over.cache)
@@ -277,11 +255,10 @@ class Prompts:
                 if not (isinstance(error, NotCapturable) or passing(error)):
                     raise
                 self._failed = True
-                if not self.tries.again("graphs", error):
-                    self._uncaptured = one_line(error)
+                self.failures.note("graphs", error)
             else:
-                self.tries.done("graphs")
-                took.add("captured")
+                self.failures.done("graphs")
+                self.took = "captured"
                 return logits[ends]  # a copy: graphs write their memory again
         # Compiled code is guarded on the place of a slice. Without a last token, the logits of some other one are dropped.
         last = last if part.last else before.new_zeros(1)
@@ -314,30 +291,48 @@ class Prompts:
 
     def compile(self, cache: PagedModelCache) -> None:
         """Compile the layers of first chunks now, on padding. The cache stays as it is."""
-        if cache.latent or self.refusal:
+        if cache.latent or "layers" in self.failures.lasting:
             return
         none, padding = (cache.state.pages.seen.new_zeros(n) for n in (cache.max_batch, _TRIAL))
         try:
             with torch.no_grad(), ordinary(), uncached_casts():
                 self.step(padding, padding, none, none, none[:1], True, cache)
         except Exception as error:
-            if not self.tries.again("layers", error):
-                self.refusal = one_line(error)
+            self.failures.note("layers", error)
 
-    def graphed(
-        self, cache: PagedModelCache, device: Device | None, budget_bytes: int | None, watch: Callable[[], AbstractContextManager[Any]]
-    ) -> Graphed:
-        """Graphs of first chunks, over a cache of ours. watch: as `Graphed` takes it."""
+    def graphed(self, cache: PagedModelCache, options: dict[str, Any]) -> Graphed:
+        """Graphs of first chunks, over a cache of ours. options: of `Graphed`."""
 
         def step(tokens: Tensor, positions: Tensor, counts: Tensor, cache: PagedModelCache) -> Tensor:
             last = (counts.cumsum(0) - 1).clamp(min=0)
             return self.step(tokens, positions, counts, torch.zeros_like(counts), last, True, cache)
 
         return breakable(
-            step, Buckets(tokens=CAPTURED, requests=cache.max_batch, over="eager"), batch=None, tokens=("tokens", "positions"),
-            requests=("counts",), returns="requests", graphs=device, budget_bytes=budget_bytes, over_budget="drop",
-            watch=watch, draws=bool(drawing(self._model)),
+            step, Buckets(tokens=CAPTURED, requests=cache.max_batch, over="eager"), tokens=("tokens", "positions"),
+            requests=("counts",), over_budget="drop", **options,
         )  # fmt: skip
+
+
+def _why_unpacked(counts: Sequence[int], padded: bool) -> str:
+    """Why these tokens of each row are not packed; "" where they are. padded: without positions."""
+    if min(counts) < 1:
+        return "a row has no token"
+    if sum(counts) == 1:
+        return "it is one token"
+    return "padding, and no positions" if padded else ""
+
+
+def _unpadded(ids: Tensor, positions: Tensor, counts: Sequence[int]) -> Tensor:
+    """int64 `[2, T]`, the tokens of all rows without padding, one row after the other, and their positions.
+
+    ids: `[B, S]`. positions: as large, or for all rows. counts: the last tokens of each row that are no padding.
+    """
+    rows, columns = ids.shape
+    both = torch.stack([x.expand(rows, columns).reshape(-1) for x in (ids, positions)])
+    if sum(counts) == both.shape[1]:
+        return both
+    kept = [torch.arange((row + 1) * columns - n, (row + 1) * columns) for row, n in enumerate(counts)]
+    return both[:, torch.cat(kept).to(ids.device)]
 
 
 def packed(pages: ModelPages, counts: Tensor, before: Tensor, total: int) -> PagedBatch:

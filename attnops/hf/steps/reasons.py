@@ -35,9 +35,7 @@ def callers_choice(owner: Any, mask: str) -> str:
     if is_replaced(owner):
         return REPLACED
     others = sorted({type(p).__name__ for p in owner.parameters()} - {"Parameter"})
-    if "DTensor" in others:
-        return f"weights are {', '.join(others)}, whose products are not captured"
-    return ""
+    return f"weights are {', '.join(others)}, whose products are not captured" if "DTensor" in others else ""
 
 
 def split_over(owner: Any) -> str:
@@ -62,12 +60,25 @@ class Call(NamedTuple):
     """A call of `generate()`, as the model is asked for its cache.
 
     owner: the model. config, mode, given: transformers' generation_config, generation_mode and model_kwargs.
+    elsewhere: an attention to which a layer was switched. blocks: may tokens of an image see each other both ways?
     """
 
     owner: Any
     config: Any
     mode: Any
     given: dict[str, Any]
+    elsewhere: str | None
+    blocks: bool
+
+    @property
+    def beams(self) -> int:
+        """Of beam search; 1 without."""
+        return int(self.config.num_beams or 1)
+
+    @property
+    def copies(self) -> int:
+        """Rows of the cache for each row of the batch."""
+        return max(self.beams, self.config.num_return_sequences or 1)
 
     @property
     def assisted(self) -> bool:
@@ -79,81 +90,72 @@ class Call(NamedTuple):
         return any(getattr(config, output, None) for config in (self.config, self.owner.config))
 
 
-def against_pages(call: Call, elsewhere: str | None, blocks: bool) -> list[Reason]:
-    """The reasons against pages of any call.
-
-    elsewhere: an attention to which a layer was switched. blocks: may tokens of an image see each other both ways?
-    """
+def why_unpaged(call: Call) -> Iterator[Reason]:
+    """Each reason against pages of any call."""
     config = call.config
-    named = config.cache_implementation
-    beams = (config.num_beams or 1) > 1
-    by_row = hooked_by_row(call.owner)
-    reasons = [
-        (cache_in(call.given) is not None, Reason("the caller passed a cache")),
-        (config.use_cache is False, Reason("use_cache is False")),
-        (named is not None, _of_named_cache(call, named)),
-        (elsewhere is not None, Reason(f"a layer was switched to the attention {elsewhere!r}")),
-        # An assistant is called again and again with one cache, for a few tokens more each time.
-        (getattr(config, "is_assistant", False), Reason("the model is an assistant")),
-        (beams, Reason("beam search reorders its cache", told=True)),
-        (
-            call.asks("output_attentions"),
-            Reason("output_attentions=True wants keys at hand", told=True),
-        ),
-        (
-            blocks and has_blocks(call.given),
-            Reason("tokens of an image see each other both ways", told=True, chosen=False),
-        ),
-        (prepares(call.owner), Reason(PREPARES, told=True)),
-        (by_row, Reason(f"hooks on {by_row} hand each row an argument of its own, as PEFT's adapter_names", told=True)),
-    ]
-    return [reason for holds, reason in reasons if holds]
+    if cache_in(call.given) is not None:
+        yield Reason("the caller passed a cache")
+    if config.use_cache is False:
+        yield Reason("use_cache is False")
+    if config.cache_implementation is not None:
+        yield _of_named_cache(call)
+    if call.elsewhere is not None:
+        yield Reason(f"a layer was switched to the attention {call.elsewhere!r}")
+    # An assistant is called again and again with one cache, for a few tokens more each time.
+    if getattr(config, "is_assistant", False):
+        yield Reason("the model is an assistant")
+    if call.beams > 1:
+        yield Reason("beam search reorders its cache", told=True)
+    if call.asks("output_attentions"):
+        yield Reason("output_attentions=True wants keys at hand", told=True)
+    if call.blocks and has_blocks(call.given):
+        yield Reason("tokens of an image see each other both ways", told=True, chosen=False)
+    if prepares(call.owner):
+        yield Reason(PREPARES, told=True)
+    if by_row := hooked_by_row(call.owner):
+        yield Reason(f"hooks on {by_row} hand each row an argument of its own, as PEFT's adapter_names", told=True)
 
 
-def refuse_given(owner: Any, given: Any, elsewhere: str | None, sizes: tuple[int, int], graphed: bool) -> None:
+def why_unpaged_unasked(call: Call, forward: Method | None) -> Iterator[Reason]:
+    """Further reasons against pages that were not asked for: a call that they would not make faster, or might change.
+
+    forward: the method by which graphs serve the model's steps, or None.
+    """
+    owner, generation = call.owner, running_generation()
+    if generation is not None and generation.custom:
+        yield Reason("a loop of the caller's (custom_generate) may change its cache")
+    if hooked := hooks_of_the_caller(owner):
+        yield Reason(HOOKED.format(hooked))
+    if is_compiled(owner) or (forward is not None and vars(owner).get("forward") is not forward):
+        yield Reason(split_over(owner) or REPLACED)
+    if call.asks("output_hidden_states"):
+        yield Reason("output_hidden_states=True")
+    if owner.training:
+        yield Reason("the model is in training mode")
+    elif dropping := drawing(owner):
+        yield Reason(f"dropout is on in {dropping}, which is in training mode")
+    if call.assisted:
+        yield Reason("assisted generation has steps of several tokens")
+    if not _left_padded(call.given.get("attention_mask")):
+        yield Reason("the attention_mask has zeros between or behind ones, which pages do not hold")
+
+
+def refuse_given(call: Call, given: Any, sizes: tuple[int, int], graphed: bool) -> None:
     """Raise InvalidInput unless `generate()` can go on with a cache of pages that the caller passed.
 
-    Args:
-        elsewhere: see `against_pages`.
-        sizes: the rows and the length that the call asks for.
-        graphed: are graphs asked for?
+    sizes: the rows and the length that the call asks for. graphed: are graphs asked for?
     """
-    kind = type(given).__name__
+    kind, elsewhere = type(given).__name__, call.elsewhere
     want = "another cache: the attention of this model, or of one that holds the same config, was switched in the meantime"
     need(elsewhere is None, cache_names.NAME, f"{kind} with attention {elsewhere!r}", want)
     for field, got, most in (("rows", sizes[0], given.max_batch), ("length", sizes[1], given.max_length)):
         need(got <= most, f"{cache_names.NAME}, {field}", got, f"at most {most}, the size of this cache")
     own = "transformers' own cache, or none"
-    need(not prepares(owner), cache_names.NAME, f"{kind} where {PREPARES}", own)
-    by_row = hooked_by_row(owner)
+    need(not prepares(call.owner), cache_names.NAME, f"{kind} where {PREPARES}", own)
+    by_row = hooked_by_row(call.owner)
     beside = f"{kind} where hooks on {by_row} hand each row an argument of its own, and graphs add rows"
     need(not by_row or not graphed, cache_names.NAME, beside, f"{own}, or a model patched with decode='hf'")
-
-
-def against_pages_unasked(call: Call, forward: Method | None) -> list[Reason]:
-    """Further reasons against pages that were not asked for: a call that they would not make faster, or might change.
-
-    forward: the method by which graphs serve the model's steps, or None.
-    """
-    owner = call.owner
-    generation = running_generation()
-    replaced = is_compiled(owner) or (forward is not None and vars(owner).get("forward") is not forward)
-    why_replaced = (split_over(owner) or REPLACED) if replaced else ""
-    custom = generation is not None and generation.custom
-    hooked = hooks_of_the_caller(owner)
-    dropping = "" if owner.training else drawing(owner)
-    padded = _left_padded(call.given.get("attention_mask"))
-    reasons = {
-        "a loop of the caller's (custom_generate) may change its cache": custom,
-        HOOKED.format(hooked): hooked,
-        why_replaced: replaced,
-        "output_hidden_states=True": call.asks("output_hidden_states"),
-        "the model is in training mode": owner.training,
-        f"dropout is on in {dropping}, which is in training mode": dropping,
-        "assisted generation has steps of several tokens": call.assisted,
-        "the attention_mask has zeros between or behind ones, which pages do not hold": not padded,
-    }
-    return [Reason(why) for why, holds in reasons.items() if holds]
+    need(call.beams <= 1, "num_beams", call.beams, "1 with a paged cache: rows keep their pages")
 
 
 def drafts(call: Call) -> tuple[int, int]:
@@ -169,13 +171,12 @@ def drafts(call: Call) -> tuple[int, int]:
     return past, past if bounded else ALL
 
 
-def _of_named_cache(call: Call, named: Any) -> Reason:
+def _of_named_cache(call: Call) -> Reason:
     """Some checkpoints name a cache in their generation config, unnoticed by their user."""
-    of_model = getattr(getattr(call.owner, "generation_config", None), "cache_implementation", None)
-    own = named is not None and named == of_model
+    named, of_model = call.config.cache_implementation, getattr(call.owner, "generation_config", None)
+    own = named == getattr(of_model, "cache_implementation", None)
     unset = "; set model.generation_config.cache_implementation = None for pages" if own else ""
-    why = f"the generation config asks for the cache {named!r}{unset}"
-    return Reason(why, told=own, chosen=not own)
+    return Reason(f"the generation config asks for the cache {named!r}{unset}", told=own, chosen=not own)
 
 
 def prepares(owner: Any) -> bool:
@@ -196,12 +197,10 @@ def hooked_by_row(owner: Any) -> str:
 
     They fit no batch of another size: the step by which the first cache of a model is measured, or a graph with rows of padding.
     """
-    found = (module for module, hook in _callers_hooks(owner) if any(map(_is_list, getattr(hook, "keywords", {}).values())))
-    return next((type(module).__name__ for module in found), "")
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple))
+    for module, hook in _callers_hooks(owner):
+        if any(isinstance(value, (list, tuple)) for value in getattr(hook, "keywords", {}).values()):
+            return type(module).__name__
+    return ""
 
 
 def hooks_on(module: Any) -> list[Any]:
@@ -228,8 +227,7 @@ def drawing(owner: Any) -> str:
 
     Steps over pages have no dropout, and a capture draws numbers that no token is made of.
     """
-    trained = (module for module in owner.modules() if module.training)
-    return next((type(module).__name__ for module in trained if _draws(module)), "")
+    return next((type(module).__name__ for module in owner.modules() if module.training and _draws(module)), "")
 
 
 def _draws(module: Any) -> bool:
@@ -238,11 +236,8 @@ def _draws(module: Any) -> bool:
         return getattr(module, "p", 1.0) > 0.0
     config = getattr(module, "config", None)
     fields = [*vars(module).items(), *(vars(config).items() if hasattr(config, "__dict__") else ())]
-    return any(_is_above_0(value) for name, value in fields if any(word in name for word in _DRAWN))
-
-
-def _is_above_0(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+    drawn = [value for name, value in fields if any(word in name for word in _DRAWN)]
+    return any(isinstance(value, (int, float)) and value is not True and value > 0 for value in drawn)
 
 
 def _left_padded(mask: Tensor | None) -> bool:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from attnops.cache.paged import ordinary
-from attnops.core.errors import NotCapturable, one_line
+from attnops.core.errors import NotCapturable
 from attnops.graphs.device import CAPTURING, Device, Recorded, frozen
 from attnops.graphs.streams import LastStream
+from attnops.hf.steps.captures import Failures, passing
 from attnops.hf.steps.eligibility import Asked, held
-from attnops.hf.steps.failed import Tries, passing
 from attnops.hf.steps.numbers import Number, field_of
 
 # The error of torch.multinomial, where a step's logits are NaN or infinite.
@@ -62,16 +62,18 @@ class Held:
 def _copied(processor: Any, device: torch.device) -> Any:
     """A copy of a processor whose tensors keep their addresses, with a `Number` where one may be."""
     ours = copy.copy(processor)
-    theirs = vars(processor).items()
-    tensors = {name: x.to(device, copy=True) for name, x in theirs if isinstance(x, Tensor)}
-    vars(ours).update(tensors)
+    vars(ours).update({name: x.to(device, copy=True) for name, x in vars(processor).items() if isinstance(x, Tensor)})
     if (name := field_of(processor, device)) is not None:
         setattr(ours, name, Number(device))
     return ours
 
 
 def _follow(ours: Any, theirs: Any) -> None:
-    """Take the tensors and the number of a processor into a copy of one like it."""
+    """Take the tensors and the number of a processor into a copy of one like it, or the tokens and the length into a `Held`."""
+    if (found := held(theirs)) is not None:
+        ours.ids.copy_(found[0])
+        ours.least.fill_(found[1])
+        return
     for name, value in vars(theirs).items():
         own = getattr(ours, name)
         if isinstance(own, Number):
@@ -87,7 +89,7 @@ class Tail:
 
     tokens: int64 `[B, room]`, the text. The columns behind it repeat a token of the text, so that a penalty on `tokens` counts no other.
     token, position: int64 `[B, 1]`, the input of the next step.
-    reason: why there is no graph, so that operations are launched one by one; "" where there is.
+    failures: why there is no graph, so that operations are launched one by one.
     """
 
     def __init__(self, choice: Choice, processors: Sequence[Callable[..., Any]]) -> None:
@@ -114,21 +116,13 @@ class Tail:
         self._arrived = torch.cuda.Event() if far else None
         self._heard = False
         self._recorded: Recorded | None = None
-        self.reason = ""
-        self.tries = Tries()
+        self.failures = Failures[str]()
 
     def _tensors(self) -> tuple[Tensor, ...]:
         """Its buffers, without those of its processors, which are small or the caller's."""
         noise = () if self._noise is None else (self._noise,)
         text = self.tokens, self.token, self.position, self._length
         return self._scores, *noise, *text, self._unfinished, self._eos, self._pad, self._news
-
-    def _empty(self) -> None:
-        """As if no text had been in it: the last one may have filled it."""
-        self._length.zero_()
-        self._scores.zero_()
-        if self._noise is not None:
-            self._noise.fill_(1)
 
     def capture(self, graphs: Device) -> None:
         """Capture the graph, before `begin`. It draws no random number."""
@@ -137,7 +131,11 @@ class Tail:
         self._stream.use()
         try:
             with CAPTURING, frozen(), graphs.session(), ordinary():
-                self._empty()
+                # As if no text had been in it: the last one may have filled it.
+                self._length.zero_()
+                self._scores.zero_()
+                if self._noise is not None:
+                    self._noise.fill_(1)
                 self._choose()
                 with recorded.whole():
                     recorded.begin()
@@ -145,17 +143,21 @@ class Tail:
         except Exception as error:
             if not (isinstance(error, NotCapturable) or passing(error)):
                 raise
-            again = self.tries.again("", error)
-            self.reason = self.tries.why("") if again else one_line(error)
+            self.failures.note("", error)
             return
-        self._recorded, self.reason = recorded, ""
-        self.tries.done("")
+        self._recorded = recorded
+        self.failures.done("")
+
+    @property
+    def reason(self) -> str:
+        """Why there is no graph; "" where there is."""
+        return self.failures.why("")
 
     @property
     def nbytes(self) -> int:
         """Bytes of its buffers and of its graph."""
-        graph = [] if self._recorded is None else self._recorded.bytes_of
-        return sum(each.nbytes for each in self._tensors()) + sum(graph)
+        graph = 0 if self._recorded is None else sum(self._recorded.bytes_of)
+        return graph + sum(each.nbytes for each in self._tensors())
 
     def reset(self) -> None:
         """Free the graph."""
@@ -178,11 +180,7 @@ class Tail:
             self._eos.copy_(torch.cat([ids.reshape(-1).to(self._eos.device) for ids in eos]))
             self._pad.copy_(asked.config._pad_token_tensor)
         for ours, theirs in zip(self._processors, asked.processors, strict=True):
-            if (found := held(theirs)) is not None:
-                ours.ids.copy_(found[0])
-                ours.least.fill_(found[1])
-            else:
-                _follow(ours, theirs)
+            _follow(ours, theirs)
         self._heard = heard
 
     def choose(self, logits: Tensor) -> None:

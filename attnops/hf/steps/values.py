@@ -11,7 +11,7 @@ import functools
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Sized
 from enum import Enum
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
@@ -55,6 +55,10 @@ _FIXED_FROM = frozenset(
 _OF_PYTHON = 1 << 9
 _SEQUENCES = (list, tuple, set, frozenset, deque)
 _OF_CODE = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_OF_CELL = attrgetter("cell_contents", "cell_contents")
+
+Getter = Callable[[Any], Iterable[Any]]
+"""Gets parts of an object."""
 
 
 class Unknown(Exception):
@@ -90,15 +94,21 @@ class Values:
         self.functions: list[types.FunctionType] = []
         self.classes: dict[type, None] = {}
         self.unguarded: list[Any] = []
-        self._dicts: list[dict[Any, Any]] = []
-        self._sequences: list[Collection[Any]] = []
-        self._cells: list[types.CellType] = []
+        # What `same` looks at again: sizes, what getters return, versions of tensors on the host, bytes of arrays.
+        self._sized: list[Sized] = []
+        self._parts: list[tuple[Getter, Any]] = []
         self._hosts: list[Tensor] = []
         self._arrays: list[Callable[[], bytes]] = []
         # By identity. The values are kept, so that no later one has the identity of an earlier one.
         self._met: dict[int, tuple[int, Any]] = {}
         self._seen: tuple[Any, ...] = ()
         self._identities: list[Any] = []
+
+    def watch(self, holder: Any, *getters: Getter, sized: bool = True) -> None:
+        """Compare by identity what these get of an object. sized: its size, too."""
+        self._parts += [(get, holder) for get in getters]
+        if sized:
+            self._sized.append(holder)
 
     def of(self, x: Any, depth: int = 0) -> Any:
         """A hashable that is equal as long as `x` has not changed. Raises Unknown."""
@@ -118,29 +128,26 @@ class Values:
             return self._tensor(x)
         if isinstance(x, GenerationConfig):
             return kind  # generate() reads it, and no forward
-        of_ours = kind.__module__.startswith("attnops.")
-        if of_ours or id(x) in self._known or isinstance(x, _FIXED) or depth > MOST_DEPTH:
+        if id(x) in self._known or isinstance(x, _FIXED) or depth > MOST_DEPTH or kind.__module__.startswith("attnops."):
             return Itself(x)
         if isinstance(x, dict):
-            self._dicts.append(x)
-            pairs = list(x.items())
-            return kind, *((self.of(k, depth + 1), self.of(v, depth + 1)) for k, v in pairs)
+            self.watch(x, iter, dict.values)
+            return kind, *((self.of(k, depth + 1), self.of(v, depth + 1)) for k, v in list(x.items()))
         if isinstance(x, _SEQUENCES):
-            if not isinstance(x, (tuple, frozenset)):
-                self._sequences.append(x)
-            found = [self.of(value, depth + 1) for value in x]
-            if isinstance(x, tuple) and not all(type(value) in _VALUES for value in x):
-                self.unguarded.append(tuple(found))
-            return kind, frozenset(found) if isinstance(x, (set, frozenset)) else tuple(found)
+            return self._sequence(x, kind, depth)
         if isinstance(x, types.FunctionType):
             return self._function(x, depth)
         if isinstance(x, types.MethodType):
             return self.of(x.__func__, depth), self.of(x.__self__, depth)
-        if isinstance(x, functools.partial):
-            return kind, *(self.of(part, depth) for part in (x.func, x.args, x.keywords))
-        if isinstance(x, (int, float, str, bytes)):
-            return kind, x
         return self._object(x, kind, depth)
+
+    def _sequence(self, x: Collection[Any], kind: type, depth: int) -> Any:
+        if not isinstance(x, (tuple, frozenset)):
+            self.watch(x, iter)
+        found = [self.of(value, depth + 1) for value in x]
+        if isinstance(x, tuple) and not all(type(value) in _VALUES for value in x):
+            self.unguarded.append(tuple(found))
+        return kind, frozenset(found) if isinstance(x, (set, frozenset)) else tuple(found)
 
     def _tensor(self, t: Tensor) -> Any:
         self.tensors.append(t)
@@ -153,40 +160,44 @@ class Values:
 
     def _function(self, x: types.FunctionType, depth: int) -> Any:
         self.functions.append(x)
+        self.watch(x, _OF_CODE, sized=False)
         cells = x.__closure__ or ()
-        self._cells += cells
+        for cell in cells:
+            self.watch(cell, _OF_CELL, sized=False)
         parts = (x.__defaults__, x.__kwdefaults__, *map(content, cells))
         held = tuple(self.of(part, depth + 1) for part in parts)
         return Itself(x), Itself(x.__code__), *held
 
     def _object(self, x: Any, kind: type, depth: int) -> Any:
-        home = kind.__module__.partition(".")[0]
+        if isinstance(x, functools.partial):
+            return kind, *(self.of(part, depth) for part in (x.func, x.args, x.keywords))
+        if isinstance(x, (int, float, str, bytes)):
+            return kind, x
         if isinstance(x, nn.Module):
             return self._attributes(x, kind, depth)
-        if home in _FIXED_FROM:
+        if _home(kind) in _FIXED_FROM:
             return Itself(x)
         if hasattr(kind, "tobytes") or isinstance(x, bytearray):
             return self._array(x, kind)
-        if not all(base.__flags__ & _OF_PYTHON for base in kind.__mro__[:-1]):
-            raise Unknown(f"an object of {kind.__module__}.{kind.__qualname__}")
-        return self._attributes(x, kind, depth)
+        if all(base.__flags__ & _OF_PYTHON for base in kind.__mro__[:-1]):
+            return self._attributes(x, kind, depth)
+        raise Unknown(f"an object of {kind.__module__}.{kind.__qualname__}")
 
     def _attributes(self, x: Any, kind: type, depth: int) -> Any:
-        if kind.__module__.partition(".")[0] not in ("torch", "transformers"):
-            self.classes[kind] = None
         own = getattr(x, "__dict__", None)
         slots = [name for base in kind.__mro__ for name in _slots(base) if hasattr(x, name)]
-        if not isinstance(own, dict) and not slots:
+        if not slots and not isinstance(own, dict):
             raise Unknown(f"an object of {kind.__module__}.{kind.__qualname__}")
+        if _home(kind) not in ("torch", "transformers"):
+            self.classes[kind] = None
         if slots:
             # Slots have no dictionary to look at again.
-            getter = attrgetter(*slots, slots[0])
-            self._sequences.append(_Slots(getter, x))
-        held = [(name, self.of(getattr(x, name), depth + 1)) for name in slots]
+            self.watch(x, attrgetter(*slots, slots[0]), sized=False)
+        held = [(name, getattr(x, name)) for name in slots]
         if isinstance(own, dict):
-            self._dicts.append(own)
-            held += [(name, self.of(value, depth + 1)) for name, value in list(own.items())]
-        return Itself(kind), *held
+            self.watch(own, iter, dict.values)
+            held += own.items()
+        return Itself(kind), *((name, self.of(value, depth + 1)) for name, value in held)
 
     def _array(self, x: Any, kind: type) -> Any:
         read = getattr(x, "tobytes", None) or functools.partial(bytes, x)
@@ -206,32 +217,15 @@ class Values:
 
     def _look(self) -> tuple[Any, ...]:
         versions = [t._version for t in self._hosts]
-        arrays = [read() for read in self._arrays]
-        return list(map(len, self._dicts)), list(map(len, self._sequences)), versions, arrays
+        return list(map(len, self._sized)), versions, [read() for read in self._arrays]
 
     def _held(self) -> list[Any]:
-        found = list(chain.from_iterable(map(dict.values, self._dicts)))
-        found += chain.from_iterable(self._dicts)
-        found += chain.from_iterable(self._sequences)
-        found += chain.from_iterable(map(_OF_CODE, self.functions))
-        found += [cell.cell_contents for cell in self._cells]
-        return found
+        return list(chain.from_iterable([get(holder) for get, holder in self._parts]))
 
 
-class _Slots(Collection[Any]):
-    """The values of an object's slots."""
-
-    def __init__(self, getter: Callable[[Any], Any], owner: Any) -> None:
-        self._getter, self._owner = getter, owner
-
-    def __iter__(self) -> Any:
-        return iter(self._getter(self._owner))
-
-    def __len__(self) -> int:
-        return len(self._getter(self._owner))
-
-    def __contains__(self, value: object) -> bool:
-        return value in self._getter(self._owner)
+def _home(kind: type) -> str:
+    """The package of a class."""
+    return kind.__module__.partition(".")[0]
 
 
 def _slots(base: type) -> Iterable[str]:
@@ -252,12 +246,9 @@ def alike(found: list[Any], seen: list[Any]) -> bool:
     return len(found) == len(seen) and all(map(is_, found, seen))
 
 
-def getter(names: Sequence[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+def getter(names: Sequence[str]) -> Getter:
     """Returns the values of these names in a dictionary."""
-    if len(names) > 1:
-        return itemgetter(*names)
-    [name] = names
-    return lambda held: (held[name],)
+    return itemgetter(*names, names[0])
 
 
 def address(t: Tensor) -> Any:

@@ -1,0 +1,242 @@
+"""`Captures`: the graphs of a model by the state that it was captured in, and `Failures`: why some could not be made."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from attnops.core.errors import NotCapturable, one_line
+from attnops.graphs import Graphed
+from attnops.graphs.capturing import chain_of
+from attnops.hf.cache.idle_pages import gpu_bytes
+from attnops.hf.cache.model_pages import ModelPages
+from attnops.hf.cache.paged_cache import PagedModelCache
+from attnops.hf.steps.calls import Kind
+
+MOST = 64
+"""States whose graphs are kept, however small these are, and reasons: a model whose weights are replaced before every call has a new
+state each time."""
+
+TRIES = 3
+"""How often a capture is tried again after failures that say nothing of the model."""
+
+# Texts of errors of CUDA and of torch, in lower case.
+_PASSING = (
+    "out of memory",
+    "operation failed due to a previous error during capture",  # which another thread may have made
+    "offset increment outside graph capture",
+    "generator not in capture mode",
+)
+_REFUSED = "operation not permitted when stream is capturing"
+
+ModelState = tuple[Any, ...]
+"""What `Glance` sees of a model, the policy and autocast."""
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+
+
+@dataclass(eq=False)
+class Over:
+    """Graphs over one set of pages.
+
+    cache: a cache of ours over the pages. mode: of the steps; "prompt": of chunks.
+    live: ones int64 `[rows]`, which mark rows of a step; empty for chunks. seen: chunks that ran, by bucket.
+    counted: buckets that `grew` has seen.
+    """
+
+    cache: PagedModelCache
+    graphed: Graphed
+    mode: str = "prompt"
+    live: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    seen: Counter[Any] = field(default_factory=Counter)
+    counted: int = 0
+
+    def grew(self) -> bool:
+        """Was a bucket captured since it was asked last?"""
+        before, self.counted = self.counted, self.graphed.captured
+        return self.counted != before
+
+    def captured(self, rows: int) -> bool:
+        """Is there a graph for so many rows?"""
+        wanted: Any = self.graphed.buckets.find("decode", rows, rows)
+        return wanted in [row.bucket for row in self.graphed.report().rows]
+
+    def chunks(self, tokens: int) -> int:
+        """The chunks of this bucket so far, with one of so many tokens that is about to run."""
+        bucket = self.graphed.buckets.find("mixed", tokens, 1)
+        self.seen[bucket] += 1
+        return self.seen[bucket]
+
+
+class Kept(NamedTuple):
+    """Of one state of a model.
+
+    over: the graphs by their pages and mode.
+    taken: the steps so far, by kind, and the tokens of prompts.
+    """
+
+    over: dict[tuple[ModelPages, str], Over]
+    taken: Counter[Kind]
+
+
+def most_graph_bytes(device: torch.device) -> float:
+    """A twentieth of a GPU's memory."""
+    return gpu_bytes(device) / 20
+
+
+class Captures:
+    """The graphs of one model, of adapters and policies that are switched to and fro.
+
+    Those of the state in use stay, and with them, within the budget, those that were used last.
+
+    budget_bytes: of the graphs of all states, their buffers included. None: `most_graph_bytes`.
+    freed: states whose graphs were freed for the budget.
+    """
+
+    def __init__(self, budget_bytes: int | None) -> None:
+        self._budget, self.freed = budget_bytes, 0
+        self._kept: dict[ModelState, Kept] = {}  # the state in use is the last
+
+    def __contains__(self, state: ModelState) -> bool:
+        return state in self._kept
+
+    def __iter__(self) -> Iterator[Over]:
+        """All graphs."""
+        return (over for kept in tuple(self._kept.values()) for over in tuple(kept.over.values()))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all graphs and their buffers hold."""
+        return sum(over.graphed.nbytes for over in self)
+
+    @property
+    def budget(self) -> float:
+        """Bytes."""
+        if self._budget is not None:
+            return self._budget
+        devices = {over.cache.state.pages.sizes.device for over in self}
+        return min(map(most_graph_bytes, devices), default=0)
+
+    def notes(self) -> tuple[str, ...]:
+        """What was freed, for the report."""
+        if not self.freed:
+            return ()
+        freed = f"graphs of {self.freed} states of the model were freed"
+        budget = f"the budget of {self.budget / 2**20:.1f} MiB (Decode.budget_bytes) or "
+        return (f"{freed}, over {budget if isfinite(self.budget) else ''}{MOST} states",)
+
+    def use(self, state: ModelState, taken: Counter[Kind]) -> Kept:
+        """The graphs of a state, which is in use from now on.
+
+        taken: its steps so far, where it has no graphs.
+        """
+        kept = self._kept[state] = self._kept.pop(state, Kept({}, taken))
+        self.fit()
+        return kept
+
+    def fit(self) -> None:
+        """Free the graphs of the states that were not used for longest, down to the budget."""
+        held, budget = self.nbytes, self.budget
+        for state in list(self._kept)[:-1]:
+            kept = self._kept[state]
+            if kept.over and len(self._kept) <= MOST and held <= budget:
+                continue
+            held -= sum(over.graphed.nbytes for over in kept.over.values())
+            self.freed += bool(kept.over)  # without any, its pages are gone
+            del self._kept[state]
+            for over in kept.over.values():
+                over.graphed.free()
+
+    def forget(self, pages: ModelPages) -> None:
+        """Free the graphs over these pages."""
+        for kept in self._kept.values():
+            for key in [key for key in kept.over if key[0] is pages]:
+                kept.over.pop(key).graphed.free()
+
+    def free(self) -> None:
+        """Free all graphs."""
+        for pages in {over.cache.state.pages for over in self}:
+            self.forget(pages)
+        self.freed = 0
+
+
+class Failed(NamedTuple):
+    """A kind of step whose graphs cannot be made.
+
+    state: of the model, as a hash; None where the model itself cannot be looked at. kind: by its rows. mode: of the graphs.
+    """
+
+    state: int | None
+    kind: str
+    mode: str
+
+    def __str__(self) -> str:
+        return f"decode steps of {self.kind} have no {self.mode} graphs until release()"
+
+
+class Failures(Generic[Key]):
+    """Why graphs could not be made, by what they were of.
+
+    lasting: reasons that stay until `clear`.
+    passing: of what the next `generate()` tries again, the number of failures since a success, and the reason.
+    """
+
+    def __init__(self) -> None:
+        self.lasting: dict[Key, str] = {}
+        self.passing: dict[Key, tuple[int, str]] = {}
+
+    def why(self, key: Key) -> str:
+        """Why this failed last; "" after a success."""
+        return self.passing[key][1] if key in self.passing else self.lasting.get(key, "")
+
+    def note(self, key: Key, error: BaseException) -> bool:
+        """Note a failure. Returns whether the next `generate()` tries again."""
+        count, _ = self.passing.pop(key, (0, ""))
+        why, again = one_line(error), passing(error) and count < TRIES
+        if again:
+            remember(self.passing, key, (count + 1, f"{why}; the next generate() tries again"))
+        else:
+            remember(self.lasting, key, why)
+        return again
+
+    def done(self, key: Key) -> None:
+        """Note a success."""
+        self.passing.pop(key, None)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self.lasting.clear()
+        self.passing.clear()
+
+
+def remember(found: dict[Key, Value], key: Key, value: Value) -> Value:
+    """Add a value as the newest, and drop the oldest ones above MOST. attnops tries again what it dropped.
+
+    Returns the value.
+    """
+    found.pop(key, None)
+    found[key] = value
+    while len(found) > MOST:
+        del found[next(iter(found))]
+    return value
+
+
+def passing(error: BaseException) -> bool:
+    """Does this failure of a capture say nothing of the model, so that a later capture may succeed?
+
+    So it is where memory was short, where CUDA had ended the capture before the error (a wait for the whole device in another thread does
+    that), and where a generator of random numbers was in another capture, or was left in one. A call that CUDA refuses because a
+    stream captures is the model's own where our capture was open (`NotCapturable`), and another's where none was.
+    """
+    for each in chain_of(error):
+        text = str(each).lower()
+        if isinstance(each, torch.OutOfMemoryError) or any(words in text for words in _PASSING):
+            return True
+    return not isinstance(error, NotCapturable) and _REFUSED in str(error)
