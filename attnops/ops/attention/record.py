@@ -12,7 +12,7 @@ from attnops.core.eager_cache import key_for
 from attnops.core.errors import InvalidInput, NoGradient, fail
 from attnops.core.op import OPS, Op, applied, below, blank, define, tensors_of
 from attnops.core.problem import surely
-from attnops.core.record import FLOAT32, FLOATS, KW_ONLY, MASK, QUERY, STORED, Result, Sizes, arg, changed, record
+from attnops.core.record import FLOAT32, FLOATS, KW_ONLY, MASK, QUERY, STORED, Fact, Result, Sizes, arg, changed, record
 from attnops.ops import rules, typical
 from attnops.ops.attention import by_sdpa, reference
 from attnops.ops.attention.bias import as_rule
@@ -59,6 +59,10 @@ def differentiable(run: Any, call: Any) -> tuple[Tensor, Tensor]:
     return output, lse if call.return_lse else lse.new_empty(0)
 
 
+QUERIES = arg("B, S, Hq, D", QUERY, unit_stride=True, holds="queries")
+KEYS = arg("B, K, Hkv, D", STORED, unit_stride=True, holds="keys")
+VALUES = arg("B, K, Hkv, Dv", "key", unit_stride=True, holds="keys")
+MASKS = arg("1 | B, 1 | Hq, 1 | S, K", MASK, default=None, facts=rules.MASK_FACTS)
 RESULTS = (Result("output", "B, S, Hq, Dv", rules.result_dtype), Result("lse", "B, S, Hq", when="return_lse"))
 
 
@@ -66,17 +70,17 @@ RESULTS = (Result("output", "B, S, Hq, Dv", rules.result_dtype), Result("lse", "
 class Attention(rules.Visible):
     """Attention over a rectangular batch."""
 
-    query: Tensor = arg("B, S, Hq, D", QUERY, unit_stride=True, holds="queries")
-    key: Tensor = arg("B, K, Hkv, D", STORED, unit_stride=True, holds="keys")
-    value: Tensor = arg("B, K, Hkv, Dv", "key", unit_stride=True, holds="keys")
-    mask: Tensor | None = arg("1 | B, 1 | Hq, 1 | S, K", MASK, default=None, facts=rules.MASK_FACTS)
-    sinks: Tensor | None = arg("Hq", FLOATS, default=None, facts=rules.SINKS)
+    query: Tensor = QUERIES
+    key: Tensor = KEYS
+    value: Tensor = VALUES
+    mask: Tensor | None = MASKS
+    sinks: Tensor | None = rules.SINK_LOGITS
     k_scale: Tensor | None = rules.KEY_SCALE
     v_scale: Tensor | None = rules.KEY_SCALE
     kv_start: Tensor | None = rules.FIRST_KEYS
     kv_end: Tensor | None = rules.ENDS_OF_KEYS
     _: KW_ONLY
-    return_lse: bool = arg(default=False, facts=rules.LSE)
+    return_lse: bool = rules.RETURN_LSE
     q_scale: Tensor | None = rules.QUERY_SCALE
 
 
@@ -104,17 +108,17 @@ class AttentionBackward(rules.Visible):
 
     grad_output: Tensor = arg("B, S, Hq, Dv", FLOATS, facts=rules.GRADIENT)
     grad_lse: Tensor | None = arg("B, S, Hq", FLOAT32, facts=rules.LSE_GRAD)
-    query: Tensor = arg("B, S, Hq, D", QUERY, unit_stride=True, holds="queries")
-    key: Tensor = arg("B, K, Hkv, D", STORED, unit_stride=True, holds="keys")
-    value: Tensor = arg("B, K, Hkv, Dv", "key", unit_stride=True, holds="keys")
+    query: Tensor = QUERIES
+    key: Tensor = KEYS
+    value: Tensor = VALUES
     output: Tensor = arg("B, S, Hq, Dv", FLOATS)
     lse: Tensor = arg("B, S, Hq", FLOAT32)
-    mask: Tensor | None = arg("1 | B, 1 | Hq, 1 | S, K", MASK, default=None, facts=rules.MASK_FACTS)
-    sinks: Tensor | None = arg("Hq", FLOATS, default=None, facts=rules.SINKS)
+    mask: Tensor | None = MASKS
+    sinks: Tensor | None = rules.SINK_LOGITS
     kv_start: Tensor | None = rules.FIRST_KEYS
     kv_end: Tensor | None = rules.ENDS_OF_KEYS
     _: KW_ONLY
-    mask_grad: bool = arg(default=False, facts=rules.MASK_GRAD)
+    mask_grad: bool = arg(default=False, facts=(Fact("mask_grad"),))
 
 
 BACKWARD = define(

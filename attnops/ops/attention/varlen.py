@@ -9,7 +9,7 @@ from torch import Tensor
 from attnops.core import eager_cache
 from attnops.core.eager_cache import key_for
 from attnops.core.op import Op, define
-from attnops.core.record import FLOAT32, FLOATS, INT32, KW_ONLY, MASK, QUERY, STORED, Result, arg, record
+from attnops.core.record import FLOAT32, FLOATS, INT32, KW_ONLY, MASK, STORED, Result, arg, record
 from attnops.ops import rules, typical
 from attnops.ops.attention import reference
 from attnops.ops.attention.record import differentiable
@@ -17,6 +17,11 @@ from attnops.ops.attention.record import differentiable
 SIZES, LEAST = {"batch": "starts - 1"}, {"starts": ">= 1", **rules.HEADS}
 
 
+KEYS = arg("N, Hkv, D", STORED, unit_stride=True, holds="keys")
+VALUES = arg("N, Hkv, Dv", "key", unit_stride=True, holds="keys")
+STARTS_Q = arg("starts", INT32, holds="starts_of_queries")
+STARTS_K = arg("starts", INT32, holds="starts_of_keys")
+MASKS = arg("T, >= max_seqlen_k", MASK, default=None, facts=rules.MASK_FACTS)
 RESULTS = (Result("output", "T, Hq, Dv", rules.result_dtype), Result("lse", "T, Hq", when="return_lse"))
 
 
@@ -24,19 +29,19 @@ RESULTS = (Result("output", "T, Hq, Dv", rules.result_dtype), Result("lse", "T, 
 class VarlenAttention(rules.Visible, rules.Lengths):
     """Attention over requests packed one after the other."""
 
-    query: Tensor = arg("T, Hq, D", QUERY, unit_stride=True, holds="queries")
-    key: Tensor = arg("N, Hkv, D", STORED, unit_stride=True, holds="keys")
-    value: Tensor = arg("N, Hkv, Dv", "key", unit_stride=True, holds="keys")
-    cu_seqlens_q: Tensor = arg("starts", INT32, holds="starts_of_queries")
-    cu_seqlens_k: Tensor = arg("starts", INT32, holds="starts_of_keys")
-    mask: Tensor | None = arg("T, >= max_seqlen_k", MASK, default=None, facts=rules.MASK_FACTS)
-    sinks: Tensor | None = arg("Hq", FLOATS, default=None, facts=rules.SINKS)
+    query: Tensor = rules.PACKED_QUERY
+    key: Tensor = KEYS
+    value: Tensor = VALUES
+    cu_seqlens_q: Tensor = STARTS_Q
+    cu_seqlens_k: Tensor = STARTS_K
+    mask: Tensor | None = MASKS
+    sinks: Tensor | None = rules.SINK_LOGITS
     k_scale: Tensor | None = rules.KEY_SCALE
     v_scale: Tensor | None = rules.KEY_SCALE
     _: KW_ONLY
-    return_lse: bool = arg(default=False, facts=rules.LSE)
+    return_lse: bool = rules.RETURN_LSE
     q_scale: Tensor | None = rules.QUERY_SCALE
-    padded: bool = arg(default=True, hint=True, facts=rules.PADDED)
+    padded: bool = rules.PADDED
 
 
 VARLEN = define(
@@ -62,17 +67,17 @@ class VarlenAttentionBackward(rules.Visible, rules.Lengths):
 
     grad_output: Tensor = arg("T, Hq, Dv", FLOATS, facts=rules.GRADIENT)
     grad_lse: Tensor | None = arg("T, Hq", FLOAT32, facts=rules.LSE_GRAD)
-    query: Tensor = arg("T, Hq, D", QUERY, unit_stride=True, holds="queries")
-    key: Tensor = arg("N, Hkv, D", STORED, unit_stride=True, holds="keys")
-    value: Tensor = arg("N, Hkv, Dv", "key", unit_stride=True, holds="keys")
+    query: Tensor = rules.PACKED_QUERY
+    key: Tensor = KEYS
+    value: Tensor = VALUES
     output: Tensor = arg("T, Hq, Dv", FLOATS)
     lse: Tensor = arg("T, Hq", FLOAT32)
-    cu_seqlens_q: Tensor = arg("starts", INT32, holds="starts_of_queries")
-    cu_seqlens_k: Tensor = arg("starts", INT32, holds="starts_of_keys")
-    mask: Tensor | None = arg("T, >= max_seqlen_k", MASK, default=None, facts=rules.MASK_FACTS)
-    sinks: Tensor | None = arg("Hq", FLOATS, default=None, facts=rules.SINKS)
+    cu_seqlens_q: Tensor = STARTS_Q
+    cu_seqlens_k: Tensor = STARTS_K
+    mask: Tensor | None = MASKS
+    sinks: Tensor | None = rules.SINK_LOGITS
     _: KW_ONLY
-    padded: bool = arg(default=True, hint=True, facts=rules.PADDED)
+    padded: bool = rules.PADDED
 
 
 BACKWARD = define(

@@ -11,7 +11,7 @@ from attnops.core import eager_cache
 from attnops.core.eager_cache import key_for
 from attnops.core.errors import InvalidInput, fail
 from attnops.core.op import Op, define
-from attnops.core.record import FLOATS, INDEX, INT32, KW_ONLY, Call, Sizes, arg, need, place, record
+from attnops.core.record import FLOATS, INDEX, KW_ONLY, Call, Sizes, arg, need, place, record
 from attnops.ops import rules, typical
 from attnops.ops.pages import decode_reference
 
@@ -40,22 +40,22 @@ class DecodeAttention(Call):
     value: Tensor = arg("B, Hkv, D", "query", unit_stride=True, holds="new_keys")
     k_pages: Tensor = arg("P, page, Hkv, D", "query", written=True, unit_stride=True, holds="pages")
     v_pages: Tensor = arg("P, page, Hkv, D", "k_pages", written=True, unit_stride=True, holds="pages")
-    page_table: Tensor = arg("B, max_pages", INT32, holds="page_ids")
-    seq_lens: Tensor = arg("B", INT32, holds="lengths_of_keys")
+    page_table: Tensor = rules.PAGE_IDS
+    seq_lens: Tensor = rules.KEY_LENGTHS
     slots: Tensor = arg("B", INDEX, holds="slots_of_tokens")
     cos: Tensor | None = arg(ANGLES, FLOATS, default=None)
     sin: Tensor | None = arg(ANGLES, "cos", default=None)
     q_norm: Tensor | None = arg("D", FLOATS, default=None)
     k_norm: Tensor | None = arg("D", FLOATS, default=None)
-    sinks: Tensor | None = arg("Hq", FLOATS, default=None, facts=rules.SINKS)
+    sinks: Tensor | None = rules.SINK_LOGITS
     _: KW_ONLY
     scale: float = arg(holds="scale_of_logits")
-    window_left: int = arg(default=-1, least=-1, most=rules.FURTHEST, facts=rules.WINDOW_LEFT)
-    softcap: float = arg(default=0.0, least=0, most=rules.SOFTEST, facts=rules.SOFTCAP)
+    window_left: int = rules.LEFT
+    softcap: float = rules.CAP
     eps: float = arg(default=1e-6, least=0, always=True)
     holes: bool = arg(default=True, off=False, facts=rules.HOLES)
     output: Tensor = arg("B, Hq, D", "query", written=True)
-    workspace: Tensor | None = arg("bytes", (torch.uint8,), default=None, written=True, hint=True, facts=rules.WORKSPACE)
+    workspace: Tensor | None = rules.WORKSPACE
 
 
 DECODE = define(

@@ -11,7 +11,7 @@ from attnops.core import eager_cache
 from attnops.core.eager_cache import key_for
 from attnops.core.errors import InvalidInput, fail
 from attnops.core.op import Op, define
-from attnops.core.record import FLOAT32, FLOATS, INT32, KW_ONLY, Result, Sizes, arg, record
+from attnops.core.record import FLOATS, INT32, KW_ONLY, Result, Sizes, arg, record
 from attnops.ops import rules, typical
 from attnops.ops.sparse import vertical_slash_reference
 from attnops.ops.sparse.vertical_slash_reference import BLOCK
@@ -34,7 +34,7 @@ class VerticalSlashIndexes(rules.Queries):
     """The blocks and columns of keys that each block of queries sees."""
 
     q_lens: Tensor = arg("B", INT32, holds="lengths_of_queries")
-    k_lens: Tensor = arg("B", INT32, holds="lengths_of_keys")
+    k_lens: Tensor = rules.KEY_LENGTHS
     vertical: Tensor = arg("B, H, V", INT32)
     slash: Tensor = arg("B, H, S", INT32)
     vertical_counts: Tensor | None = arg("H", INT32, default=None)
@@ -94,7 +94,7 @@ class VerticalSlashAttention(rules.Lengths):
     query: Tensor = arg("T, Hq, D", FLOATS, unit_stride=True, holds="queries")
     key: Tensor = arg("N, Hkv, D", "query", unit_stride=True, holds="keys")
     value: Tensor = arg("N, Hkv, Dv", "query", unit_stride=True, holds="keys")
-    cu_seqlens_q: Tensor = arg("B + 1", INT32, holds="starts_of_queries")
+    cu_seqlens_q: Tensor = rules.QUERY_STARTS
     cu_seqlens_k: Tensor = arg("B + 1", INT32, holds="starts_of_keys")
     block_count: Tensor = arg(f"B, Hq, {ROWS}", INT32)
     block_offset: Tensor = arg(f"B, Hq, {ROWS}, S", INT32)
@@ -102,9 +102,9 @@ class VerticalSlashAttention(rules.Lengths):
     column_index: Tensor = arg(f"B, Hq, {ROWS}, V", INT32)
     _: KW_ONLY
     scale: float = arg(holds="scale_of_logits")
-    padded: bool = arg(default=True, hint=True, facts=rules.PADDED)
+    padded: bool = rules.PADDED
     output: Tensor = arg("T, Hq, Dv", "query", written=True)
-    lse: Tensor | None = arg("T, Hq", FLOAT32, default=None, written=True, facts=rules.LSE)
+    lse: Tensor | None = rules.WRITTEN_LSE
 
 
 ABOUT = "packed causal attention over an index of blocks and columns"
