@@ -211,6 +211,18 @@ class Grid:
     of: str = ""
 
 
+EDGES: Rows = {
+    "page_1": ((3, 8, 1), 9, 1), "all_skipped": ((-1, -1, -1), 4, 3), "first_slot_skipped": ((-1, 5, -2), 4, 3),
+    "last_slot": ((11,), 4, 3), "no_tokens": ((), 4, 3), "no_pages": ((-1, -1), 0, 3),
+}  # fmt: skip
+"""Slots of new tokens, pages and their size, of writes."""
+
+
+def at(main: tuple[Any, ...], each: Mapping[str, Features | Given]) -> Rows:
+    """The rows of one shape with each of these features, or values by name."""
+    return {name: (*main, more) for name, more in each.items()}
+
+
 def crossed(shapes: Rows, features: Mapping[str, Features]) -> Rows:
     """The rows of every shape with all of these features."""
     return {f"{shape}-{name}": (*row, f) for shape, row in shapes.items() for name, f in features.items()}
