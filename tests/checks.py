@@ -1,9 +1,22 @@
-"""A comparison that the grids of several kernels share."""
+"""Results of a call, and a comparison that the grids of several kernels share."""
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from attnops.core.kernel import Kernel
 from attnops.testing import Call, check_kernel
+from attnops.testing.check import clone, named_results
+
+
+@torch.no_grad()
+def results(run: Callable[[Any], Any], call: Call) -> dict[str, Tensor]:
+    """What `run` returns or writes of copies of the call's tensors, by name."""
+    fresh = call.map(lambda _, x: clone(x))
+    return named_results(fresh, run(fresh.record), call.op)
 
 
 def right_or_skipped(kernel: Kernel, call: Call) -> None:

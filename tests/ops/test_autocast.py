@@ -1,11 +1,10 @@
 """Autocast ends at an op: results, gradients and dtypes are those of the call without it, on every way to a kernel."""
 
+from functools import partial
 from itertools import islice
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
 import attnops
 import attnops.core.op as op_module
@@ -17,6 +16,7 @@ from attnops.ops import OPS
 from attnops.testing import CASES
 from attnops.testing.calls import equip
 from attnops.testing.check import refusals
+from tests.checks import results
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile:UserWarning")
 
@@ -64,17 +64,7 @@ def ways(kernel):
     }
 
 
-@torch.no_grad()
-def results(run, call):
-    """What a call returns and writes, which it writes into copies."""
-    given = call.map(lambda _, t: t.clone())
-    returned = run(given.record)
-    return [t for t in pytree.tree_leaves((returned, [given.arguments[n] for n in given.mutated])) if isinstance(t, Tensor)]
-
-
-def same(got, want):
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+same = partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -8,6 +8,7 @@ from attnops.core.problem import Target
 from attnops.ops import OPS
 from attnops.testing import CASES, Source, gradient_call
 from attnops.testing.calls import Call, equip
+from tests.checks import results
 
 INF = float("inf")
 SUNK = [name for name, op in OPS.items() if any(a.name == "sinks" and a.tensor for a in op.spec.args)]
@@ -20,21 +21,11 @@ def first_call(kernel: Kernel, *wanted: str) -> Call | None:
     return next((call for call in given if not kernel.refusals(call.problem)), None)
 
 
-def results_of(kernel: Kernel, call: Call) -> dict[str, torch.Tensor]:
-    """Results and written tensors of a call by name, from buffers that held 0."""
-    fresh = call.map(lambda name, x: torch.zeros_like(x) if name in call.writes else x.clone())
-    with torch.no_grad():
-        returned = kernel.run(fresh.record)
-    results = returned if isinstance(returned, tuple) else () if returned is None else (returned,)
-    named = dict(zip((r.name for r in call.spec.results), results, strict=True))
-    return named | {n: fresh.arguments[n] for n in fresh.mutated}
-
-
 def check_sinks(kernel: Kernel, call: Call) -> None:
     """The first head's sink is +inf: the head gives 0 and lse +inf, and other heads give what they give without."""
     infinite = call.arguments["sinks"].clone()
     infinite[0] = INF
-    want, got = results_of(kernel, call), results_of(kernel, call.with_(sinks=infinite))
+    want, got = results(kernel.run, call), results(kernel.run, call.with_(sinks=infinite))
     assert torch.equal(got["output"][..., 1:, :], want["output"][..., 1:, :])
     assert (got["output"][..., 0, :] == 0).all()
     if (lse := got.get("lse")) is not None and lse.numel():
@@ -48,8 +39,8 @@ def check_gradients(kernel: Kernel, call: Call) -> None:
     infinite = given["sinks"].clone()
     infinite[0] = INF
     forward = Call(kernel.op.removesuffix("_backward"), given | {"sinks": infinite}, call.free)
-    want = results_of(kernel, call)
-    got = results_of(kernel, gradient_call(Source(0, "cpu"), forward).with_(grad_output=call.arguments["grad_output"]))
+    want = results(kernel.run, call)
+    got = results(kernel.run, gradient_call(Source(0, "cpu"), forward).with_(grad_output=call.arguments["grad_output"]))
     assert all(x.isfinite().all() for x in got.values())
     assert (got["grad_query"][..., 0, :] == 0).all() and got["grad_sinks"][0] == 0
     torch.testing.assert_close(got["grad_query"][..., 1:, :], want["grad_query"][..., 1:, :])
@@ -60,7 +51,9 @@ def check_merge(kernel: Kernel, call: Call) -> None:
     lse, output = ("lse_a", "output_a") if kernel.op == "merge_state" else ("lses", "outputs")
     empty = torch.rand(call.arguments[lse].shape) < 0.5
     outputs = call.arguments[output].masked_fill(empty[..., None], float("nan"))
-    found = [results_of(kernel, call.with_(**{lse: call.arguments[lse].masked_fill(empty, sign), output: outputs})) for sign in (-INF, INF)]
+    found = [
+        results(kernel.run, call.with_(**{lse: call.arguments[lse].masked_fill(empty, sign), output: outputs})) for sign in (-INF, INF)
+    ]
     for name, x in found[0].items():
         assert torch.equal(found[1][name], x), name
         assert not x.isnan().any()
