@@ -19,7 +19,6 @@ from attnops.core.record import (
     KW_ONLY,
     MASK,
     QUANTISED,
-    QUERY,
     Call,
     Fact,
     Result,
@@ -109,12 +108,6 @@ PADDED = arg(default=True, hint=True, facts=(Fact("padded", feature=False),))
 HOLES = (Fact("holes", feature=False),)
 PLAN = arg("words", INDEX, default=None, hint=True, any_device=True, facts=(Fact("plan", _plan, feature=False),))
 WORKSPACE = arg("bytes", (torch.uint8,), default=None, written=True, hint=True, facts=(Fact("workspace", bytes_of, feature=False),))
-PACKED_QUERY = arg("T, Hq, D", QUERY, unit_stride=True, holds="queries")
-LATENT_QUERY = replace(PACKED_QUERY, dims="T, H, Dc")
-ROTATED_QUERY = replace(PACKED_QUERY, dims="T, H, Dr", dtypes="q_nope")
-PAGE_IDS = arg("B, max_pages", INT32, holds="page_ids")
-KEY_LENGTHS = arg("B", INT32, holds="lengths_of_keys")
-QUERY_STARTS = arg("B + 1", INT32, holds="starts_of_queries")
 
 
 @group
@@ -137,9 +130,9 @@ class Lengths(Queries):
 class Paged(Call):
     """The pages of each request, and which tokens are its own."""
 
-    page_table: Tensor = PAGE_IDS
-    seq_lens: Tensor = KEY_LENGTHS
-    cu_seqlens_q: Tensor = QUERY_STARTS
+    page_table: Tensor = arg("B, max_pages", INT32, holds="page_ids")
+    seq_lens: Tensor = arg("B", INT32, holds="lengths_of_keys")
+    cu_seqlens_q: Tensor = arg("B + 1", INT32, holds="starts_of_queries")
 
 
 @group

@@ -11,7 +11,7 @@ from attnops.core import eager_cache
 from attnops.core.eager_cache import key_for
 from attnops.core.errors import InvalidInput, fail
 from attnops.core.op import Op, define
-from attnops.core.record import FLOAT32, FLOATS, INDEX, KW_ONLY, Call, Result, Sizes, arg, name, need, record
+from attnops.core.record import FLOAT32, FLOATS, INDEX, INT32, KW_ONLY, QUERY, Call, Result, Sizes, arg, name, need, record
 from attnops.core.tensors import Rules
 from attnops.ops import rules, typical
 from attnops.ops.latent import reference, rope_reference
@@ -130,12 +130,12 @@ def fresh_output(q_nope: Tensor) -> Tensor:
 class MlaAttention(rules.Queries):
     """Attention of new tokens over pages that hold their latents."""
 
-    q_nope: Tensor = rules.LATENT_QUERY
-    q_pe: Tensor = rules.ROTATED_QUERY
+    q_nope: Tensor = arg("T, H, Dc", QUERY, unit_stride=True, holds="queries")
+    q_pe: Tensor = arg("T, H, Dr", "q_nope", unit_stride=True, holds="queries")
     latent_pages: Tensor = arg("P, page, Dc + Dr", (*FLOATS, *STORED), unit_stride=True, holds="pages")
-    page_table: Tensor = rules.PAGE_IDS
-    seq_lens: Tensor = rules.KEY_LENGTHS
-    cu_seqlens_q: Tensor = rules.QUERY_STARTS
+    page_table: Tensor = arg("B, max_pages", INT32, holds="page_ids")
+    seq_lens: Tensor = arg("B", INT32, holds="lengths_of_keys")
+    cu_seqlens_q: Tensor = arg("B + 1", INT32, holds="starts_of_queries")
     mask: Tensor | None = rules.MASK_OF_PAGES
     sinks: Tensor | None = rules.LATENT_SINK_LOGITS
     q_scale: Tensor | None = rules.LATENT_QUERY_SCALE
@@ -249,7 +249,7 @@ class RopeQuantizeLatent(Call):
     """Rotation, quantisation and joining of queries and latents."""
 
     q_nope: Tensor = arg("T, H, Dc", FLOATS, unit_stride=True, holds="queries")
-    q_pe: Tensor = rules.ROTATED_QUERY
+    q_pe: Tensor = arg("T, H, Dr", "q_nope", unit_stride=True, holds="queries")
     latent: Tensor = arg("T, Dc", "q_nope", unit_stride=True, holds="new_keys")
     k_pe: Tensor = arg("T, Dr", "q_nope", unit_stride=True, holds="new_keys")
     cos_sin: Tensor = arg("N, Dr", FLOAT32)

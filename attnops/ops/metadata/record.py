@@ -110,7 +110,7 @@ class SlotMapping(Call):
 
     positions: Tensor = arg("T", INDEX)
     rows: Tensor = arg("T", INDEX)
-    page_table: Tensor = rules.PAGE_IDS
+    page_table: Tensor = arg("B, max_pages", INT32, holds="page_ids")
     _: KW_ONLY
     page_size: int = arg(least=1)
 
@@ -135,7 +135,7 @@ INDICES = (Result("indptr", "B + 1", INT), Result("indices", "B * max_pages", IN
 class KVIndices(Call):
     """A page table as indptr and indices."""
 
-    page_table: Tensor = rules.PAGE_IDS
+    page_table: Tensor = arg("B, max_pages", INT32, holds="page_ids")
     seq_lens: Tensor = arg("B", INDEX, holds="lengths_of_keys")
     _: KW_ONLY
     page_size: int = arg(least=1)

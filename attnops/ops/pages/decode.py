@@ -11,7 +11,7 @@ from attnops.core import eager_cache
 from attnops.core.eager_cache import key_for
 from attnops.core.errors import InvalidInput, fail
 from attnops.core.op import Op, define
-from attnops.core.record import FLOATS, INDEX, KW_ONLY, Call, Sizes, arg, need, place, record
+from attnops.core.record import FLOATS, INDEX, INT32, KW_ONLY, Call, Sizes, arg, need, place, record
 from attnops.ops import rules, typical
 from attnops.ops.pages import decode_reference
 
@@ -40,8 +40,8 @@ class DecodeAttention(Call):
     value: Tensor = arg("B, Hkv, D", "query", unit_stride=True, holds="new_keys")
     k_pages: Tensor = arg("P, page, Hkv, D", "query", written=True, unit_stride=True, holds="pages")
     v_pages: Tensor = arg("P, page, Hkv, D", "k_pages", written=True, unit_stride=True, holds="pages")
-    page_table: Tensor = rules.PAGE_IDS
-    seq_lens: Tensor = rules.KEY_LENGTHS
+    page_table: Tensor = arg("B, max_pages", INT32, holds="page_ids")
+    seq_lens: Tensor = arg("B", INT32, holds="lengths_of_keys")
     slots: Tensor = arg("B", INDEX, holds="slots_of_tokens")
     cos: Tensor | None = arg(ANGLES, FLOATS, default=None)
     sin: Tensor | None = arg(ANGLES, "cos", default=None)

@@ -12,7 +12,7 @@ from attnops.core.eager_cache import key_for
 from attnops.core.errors import InvalidInput, fail
 from attnops.core.op import Op, define
 from attnops.core.problem import Extent
-from attnops.core.record import FLOATS, INDEX, KW_ONLY, STORED, Call, Sizes, arg, need, record
+from attnops.core.record import FLOATS, INDEX, INT32, KW_ONLY, QUERY, STORED, Call, Sizes, arg, need, record
 from attnops.core.tensors import Rules
 from attnops.ops import rules, typical
 from attnops.ops.metadata.record import whole, with_named_pages
@@ -38,12 +38,12 @@ def _facts(call: Any, sizes: Sizes) -> dict[str, Any]:
 class PagedAttention(rules.Visible, rules.Queries):
     """Attention of new tokens over pages that already hold their keys and values."""
 
-    query: Tensor = rules.PACKED_QUERY
+    query: Tensor = arg("T, Hq, D", QUERY, unit_stride=True, holds="queries")
     k_pages: Tensor = arg("P, page, Hkv, D", STORED, unit_stride=True, holds="pages")
     v_pages: Tensor = arg("P, page, Hkv, Dv", "k_pages", unit_stride=True, holds="pages")
-    page_table: Tensor = rules.PAGE_IDS
-    seq_lens: Tensor = rules.KEY_LENGTHS
-    cu_seqlens_q: Tensor = rules.QUERY_STARTS
+    page_table: Tensor = arg("B, max_pages", INT32, holds="page_ids")
+    seq_lens: Tensor = arg("B", INT32, holds="lengths_of_keys")
+    cu_seqlens_q: Tensor = arg("B + 1", INT32, holds="starts_of_queries")
     mask: Tensor | None = rules.MASK_OF_PAGES
     sinks: Tensor | None = rules.SINK_LOGITS
     k_scale: Tensor | None = rules.KEY_SCALE

@@ -11,7 +11,7 @@ from attnops.core.eager_cache import key_for
 from attnops.core.errors import InvalidInput, fail
 from attnops.core.op import Op, define
 from attnops.core.problem import Extent
-from attnops.core.record import FLOATS, INDEX, INT32, KW_ONLY, Call, Sizes, arg, changed, need, record
+from attnops.core.record import FLOATS, INDEX, INT32, KW_ONLY, QUERY, Call, Sizes, arg, changed, need, record
 from attnops.ops import rules, typical
 from attnops.ops.latent.record import (
     LEAST,
@@ -63,8 +63,8 @@ def _without_holes(call: Any) -> Any:
 class SparseMlaAttention(Call):
     """Attention of each token over latents picked for it."""
 
-    q_nope: Tensor = rules.LATENT_QUERY
-    q_pe: Tensor = rules.ROTATED_QUERY
+    q_nope: Tensor = arg("T, H, Dc", QUERY, unit_stride=True, holds="queries")
+    q_pe: Tensor = arg("T, H, Dr", "q_nope", unit_stride=True, holds="queries")
     latent_pages: Tensor = arg("P, page, numbers", (*FLOATS, *STORED, *PACKED), unit_stride=True, holds="pages")
     indices: Tensor = arg("T, topk", INT32)
     topk_length: Tensor | None = arg("T", INT32, default=None)

@@ -34,7 +34,7 @@ class VerticalSlashIndexes(rules.Queries):
     """The blocks and columns of keys that each block of queries sees."""
 
     q_lens: Tensor = arg("B", INT32, holds="lengths_of_queries")
-    k_lens: Tensor = rules.KEY_LENGTHS
+    k_lens: Tensor = arg("B", INT32, holds="lengths_of_keys")
     vertical: Tensor = arg("B, H, V", INT32)
     slash: Tensor = arg("B, H, S", INT32)
     vertical_counts: Tensor | None = arg("H", INT32, default=None)
@@ -94,7 +94,7 @@ class VerticalSlashAttention(rules.Lengths):
     query: Tensor = arg("T, Hq, D", FLOATS, unit_stride=True, holds="queries")
     key: Tensor = arg("N, Hkv, D", "query", unit_stride=True, holds="keys")
     value: Tensor = arg("N, Hkv, Dv", "query", unit_stride=True, holds="keys")
-    cu_seqlens_q: Tensor = rules.QUERY_STARTS
+    cu_seqlens_q: Tensor = arg("B + 1", INT32, holds="starts_of_queries")
     cu_seqlens_k: Tensor = arg("B + 1", INT32, holds="starts_of_keys")
     block_count: Tensor = arg(f"B, Hq, {ROWS}", INT32)
     block_offset: Tensor = arg(f"B, Hq, {ROWS}, S", INT32)
