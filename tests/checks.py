@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnops.core.kernel import Kernel
-from attnops.testing import Call, check_kernel
+from attnops.testing import CASES, Call, check_kernel
 from attnops.testing.check import clone, named_results
 
 
@@ -17,6 +17,12 @@ def results(run: Callable[[Any], Any], call: Call) -> dict[str, Tensor]:
     """What `run` returns or writes of copies of the call's tensors, by name."""
     fresh = call.map(lambda _, x: clone(x))
     return named_results(fresh, run(fresh.record), call.op)
+
+
+def case_of(op: str, label: str) -> Call:
+    """The call of a case."""
+    [case] = [case for case in CASES[op] if case.label == label]
+    return case.call()
 
 
 def right_or_skipped(kernel: Kernel, call: Call) -> None:

@@ -1,16 +1,19 @@
 """Random calls of every op, for hypothesis: lengths from 0, every feature with every other."""
 
+import random
 from dataclasses import replace
 from functools import partial
 
 import torch
 from hypothesis import strategies as st
 
+from attnops.core.arguments import FLOATS
 from attnops.core.errors import InvalidInput
 from attnops.core.record import check
 from attnops.ops import OPS
 from attnops.ops.pages.decode_cases import Angles
-from attnops.testing import CASES, Features, Pages, Source, gradient_call, make_call
+from attnops.testing import CASES, Features, Pages, Source, make_call
+from tests import fuzz
 
 ONE, FEW, LENGTH = (st.integers(0, most) for most in (1, 2, 5))
 SOURCE, FLAG = st.builds(Source, st.integers(0, 99)), st.booleans()
@@ -68,18 +71,13 @@ def of_lists(f, packed):
 LATENT = features().map(of_latents)
 
 
-def dense(kv=QUANTISED):
+def dense():
     def sizes(batch, queries, keys, ranged):
         limits = {"kv_start": [min(1, keys)] * batch, "kv_end": [max(keys - 1, 0)] * batch} if ranged else {}
         return {"B": batch, "S": queries, "K": keys, **limits}
 
-    ranged = st.sampled_from([False, False, True]) if kv is QUANTISED else st.just(False)
-    return made("attention", st.builds(sizes, LENGTH, LENGTH, LENGTH, ranged), features(kv=kv), index=INDEX)
-
-
-def varlen(kv=QUANTISED):
-    padding, slack = st.sampled_from([(0, 0), (0, 2), (1, 0), (2, 1)]), st.sampled_from([0, 2])
-    return made("varlen_attention", lengths(of=lambda n, m: m), features(kv=kv), padding=padding, slack=slack)
+    ranged = st.sampled_from([False, False, True])
+    return made("attention", st.builds(sizes, LENGTH, LENGTH, LENGTH, ranged), features(), index=INDEX)
 
 
 def paged(op, f):
@@ -134,13 +132,14 @@ def crossed(draw, op):
     return call
 
 
-def backward(forward):
-    def call(source, call, lse_grad, mask_grad):
-        mask = call.arguments.get("mask")
-        additive = call.op == "attention" and mask is not None and mask.dtype != torch.bool
-        return gradient_call(source, call, mask_grad=mask_grad and additive, lse_grad=lse_grad)
+def backward(op):
+    """As of tests/ops/test_random_gradients.py."""
 
-    return st.builds(call, SOURCE, forward(kv=st.none()), FLAG, FLAG)
+    def call(seed):
+        draw = random.Random(seed)
+        return fuzz.drawn(draw, Source(seed), fuzz.features(draw, FLOATS, (1, 4, 8)), fuzz.SHORT, op)
+
+    return st.integers(0, 9999).map(call)
 
 
 MERGED, FEW_KEYS = (st.integers(1, 4), st.integers(1, 3), st.integers(1, 4)), st.sampled_from([0, 1, 70])
@@ -149,9 +148,12 @@ CALLS = {op: st.builds(lambda case, seed: case.call(seed), st.sampled_from(CASES
 """Ops on lengths and tables alone have calls of their grids, with other numbers."""
 CALLS |= {
     "attention": dense(),
-    "attention_backward": backward(dense),
-    "varlen_attention": varlen(),
-    "varlen_attention_backward": backward(varlen),
+    "attention_backward": backward("attention_backward"),
+    "varlen_attention": made(
+        "varlen_attention", lengths(of=lambda n, m: m), features(), padding=st.sampled_from([(0, 0), (0, 2), (1, 0), (2, 1)]),
+        slack=st.sampled_from([0, 2]),
+    ),
+    "varlen_attention_backward": backward("varlen_attention_backward"),
     "paged_attention": paged("paged_attention", features()),
     "decode_attention": made("decode_attention", step(), pages=st.builds(Pages, ONE, ONE)),
     "write_kv": made("write_kv", slots(), features(), index=INDEX),

@@ -7,7 +7,8 @@ from hypothesis import given, settings, strategies as st
 import attnops
 from attnops import ops
 from attnops.core.kernel import kernels_of
-from attnops.testing import CASES, Call, Features, Pages, Source, make_call
+from attnops.testing import Call, Features, Pages, Source, make_call
+from tests.checks import case_of
 from tests.ops.strategies import CALLS
 
 PAGED = ("query", "k_pages", "v_pages", "page_table", "seq_lens", "cu_seqlens_q")
@@ -53,7 +54,7 @@ def test_written_keys_are_read_back(data):
 
 
 def test_paged_attention_writes_into_what_it_is_given():
-    t = next(c for c in CASES["paged_attention"] if c.label == "lse").call().arguments
+    t = case_of("paged_attention", "lse").arguments
     output, lse, given = t["output"], t["lse"].fill_(float("nan")), [t[n] for n in PAGED]
     asked = {"max_seqlen_q": 4, "causal": False, "kernel": "reference"}
     returned = attnops.paged_attention(*given, **asked, output=output, lse=lse)

@@ -46,6 +46,7 @@ DECODE: Rows = {
     **{f"page_{n}": ((1, 1, 1), (70, 3, 130), n, TIGHT, DEEPSEEK) for n in (1, 16, 32, 64, 128)},
     **at(PAIR, {
         "float16": deepseek(dtype=F16), "one_head": deepseek(q_heads=1), "heads_128": deepseek(q_heads=128),
+        "heads_64": deepseek(q_heads=64), "sinks_heads_128": deepseek(sinks=F32, q_heads=128),
         "loud": deepseek(loud=True, lse=True), "all_keys": deepseek(causal=False), "float8": deepseek(kv_dtype=E4M3),
         "float8_both_heads_128": deepseek(q_dtype=E4M3, kv_dtype=E4M3, q_heads=128),
     }),
@@ -61,12 +62,12 @@ DECODE: Rows = {
     **{f"verify_page_{n}": ((2, 4, 1, 3), (70, 9, 130, 64), n, TWO, DEEPSEEK) for n in (1, 16, 128)},
     "verify_heads_128": ((2, 0, 4), (70, 5, 200), 64, ONE, deepseek(q_heads=128, lse=True)),
     "verify_fewer_keys": ((4, 2), (2, 0), 64, TIGHT, LSE), "verify_all_keys": ((4, 2), (9, 70), 64, deepseek(causal=False)),
-    "heads_64": ((1, 1), (70, 130), 64, deepseek(q_heads=64)), "heads_8": ((1, 1), (70, 130), 16, deepseek(q_heads=8)),
+    "heads_8": ((1, 1), (70, 130), 16, deepseek(q_heads=8)),
     "extend": ((70, 5), (130, 5), 64, THREE, LSE), "extend_float16": ((33, 40), (33, 170), 16, deepseek(dtype=F16)),
     "extend_heads_128": ((9, 3), (9, 130), 64, deepseek(q_heads=128)), "long": ((1, 1), (1500, 700), 64, TIGHT, DEEPSEEK),
-    "window": ((1, 3), (70, 130), 64, deepseek(window=(20, -1), lse=True)), "softcap": ((1, 3), (70, 130), 64, deepseek(softcap=5.0)),
-    "sinks": ((1, 3), (70, 2), 64, deepseek(sinks=BF16, lse=True)),
-    "sinks_heads_128": ((1, 1), (70, 2), 64, deepseek(sinks=F32, q_heads=128)),
+    **at(((1, 3), (70, 130), 64), {
+        "window": deepseek(window=(20, -1), lse=True), "softcap": deepseek(softcap=5.0), "sinks": deepseek(sinks=BF16, lse=True),
+    }),
     "float8_both": ((1, 1, 1), (70, 3, 200), 64, ONE, deepseek(q_dtype=E4M3, kv_dtype=E4M3, lse=True)),
 }  # fmt: skip
 ATTENTION: Rows = at(MAIN, FEATURES) | crossed(SHAPES, {n: FEATURES[n] for n in ("plain", "lse", "all", "float8")})

@@ -50,18 +50,19 @@ SPARSE: Rows = {
 # The head dims of DeepSeek, twice: bfloat16 and packed latents.
 lse, POOL = partial(replace, LSE), (128, (4, 64))
 GPU_SPARSE: Rows = {
-    "plain": ((128, 100, 1), *POOL, WHOLE, deepseek(q_heads=64)),
-    "heads_128": ((128, 3), *POOL, WHOLE, lse(q_heads=128)), "heads_16": ((128, 64), *POOL, DEEPSEEK),
-    "heads_80": ((70,), *POOL, lse(q_heads=80)), "heads_1": ((70, 2), *POOL, lse(q_heads=1, sinks=BF16)),
-    "apart": ((128, 64), *POOL, deepseek(q_heads=64)), "topk_1": ((1, 0), 1, (4, 64), LSE), "topk_64": ((64, 5), 64, (4, 64), LSE),
-    "topk_100": ((100, 5), 100, (4, 64), LSE), "topk_512": ((512, 300, 0, 1), 512, (10, 64), lse(sinks=F32)),
-    "empty": ((0, 5, 0), *POOL, LSE), "sinks": ((100, 5), *POOL, deepseek(sinks=F32)),
+    **at(((100, 5), *POOL), {
+        "apart": deepseek(q_heads=64), "heads_16": DEEPSEEK, "heads_80": lse(q_heads=80), "heads_1": lse(q_heads=1, sinks=BF16),
+        "sinks": deepseek(sinks=F32), "sinks_bfloat16": lse(sinks=BF16, q_heads=128), "loud": lse(loud=True),
+        "scale_negative": lse(scale=-0.05),
+    }),
+    "plain": ((128, 100, 1), *POOL, WHOLE, deepseek(q_heads=64)), "heads_128": ((128, 3), *POOL, WHOLE, lse(q_heads=128)),
+    "topk_1": ((1, 0), 1, (4, 64), LSE), "topk_64": ((64, 5), 64, (4, 64), LSE), "topk_100": ((100, 5), 100, (4, 64), LSE),
+    "topk_512": ((512, 300, 0, 1), 512, (10, 64), lse(sinks=F32)),
+    "empty": ((0, 5, 0), *POOL, LSE),
     "sinks_empty": ((0, 5, 0), *POOL, lse(sinks=F32, q_heads=64)),
-    "sinks_bfloat16": ((90, 5), *POOL, lse(sinks=BF16, q_heads=128)),
     "lengths": ((128, 0, 65, 1), *POOL, LENGTHS, LSE),
     "lengths_odd": ((77, 0, 65, 1), 90, (4, 64), LENGTHS, lse(sinks=F32)),
-    "twice": ((100, 64), *POOL, TWICE, LSE), "loud": ((100, 5), *POOL, lse(loud=True)),
-    "scale_negative": ((100, 5), *POOL, lse(scale=-0.05)), "scale_zero": ((100, 0), *POOL, lse(scale=0.0)),
+    "twice": ((100, 64), *POOL, TWICE, LSE), "scale_zero": ((100, 0), *POOL, lse(scale=0.0)),
     "page_1": ((100, 5), 128, (200, 1), LSE), "page_16": ((100, 5), 128, (12, 16), LSE), "page_128": ((100, 5), 128, (2, 128), LSE),
     "no_topk": ((0, 0), 0, (4, 64), lse(sinks=F32)), "no_tokens": ((), *POOL, LSE), "no_pages": ((0, 0), 128, (0, 64), LSE),
     # FlashMLA's own tests have a row between pages.
