@@ -153,10 +153,15 @@ def gradients(*of: str) -> tuple[Result, ...]:
     return tuple(Result(f"grad_{name}", like=name, when="mask_grad" * (name == "mask")) for name in of)
 
 
-def attention(call: Any, sizes: Sizes) -> None:
-    """Heads divide, and the query's and the key's dtypes come with the scales they need, which a gradient has not."""
+def heads_divide(call: Any, sizes: Sizes) -> None:
+    """Each key head serves as many query heads as another."""
     heads, kv_heads = sizes["Hq"], sizes["Hkv"]
     need(heads % kv_heads == 0, place(call.spec, "Hq"), heads, f"a multiple of the key's {kv_heads} heads")
+
+
+def attention(call: Any, sizes: Sizes) -> None:
+    """Heads divide, and the query's and the key's dtypes come with the scales they need, which a gradient has not."""
+    heads_divide(call, sizes)
     q_scale(call.query, getattr(call, "q_scale", None))
     key = "key" if "key" in call.spec.names else "k_pages"
     kv_scales(call.query, key, getattr(call, key), getattr(call, "k_scale", None), getattr(call, "v_scale", None))

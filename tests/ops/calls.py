@@ -23,9 +23,9 @@ SPEC = ops.paged_layers(4, 2, 8, 2, torch.float32)
 LATENTS = ops.latent_layers(4, 2, torch.float32)
 
 
-def i(*values, dtype=torch.int32) -> Tensor:
+def i(*values) -> Tensor:
     """Integers in a row."""
-    return torch.tensor(values, dtype=dtype)
+    return torch.tensor(values, dtype=torch.int32)
 
 
 REQUESTS = {"B": 2, "T": 3, "Hq": 4, "H": 4, "Hkv": 2, "D": 8, "Dv": 6, "Dc": 6, "Dr": 2}

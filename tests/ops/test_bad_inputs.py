@@ -16,10 +16,12 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from attnops.core.arguments import REQUIRED, Arg
+from attnops.core.checks import name as dtype_name
 from attnops.core.errors import AttnopsError, InvalidInput, NoGradient, NoKernel, UnknownKernel, find
 from attnops.core.kernel import kernels_of
 from attnops.core.problem import Target, altered
 from attnops.ops import OPS
+from attnops.ops.case_data import BF16, E4M3, E5M2, F16, F32, F64, I32, I64, INT8, U8
 from tests.ops.calls import (
     FUNCTIONS,
     LATENTS,
@@ -33,15 +35,6 @@ from tests.ops.calls import (
     written,
 )
 
-I32, I64, U8, BF16, F32, F64 = (
-    torch.int32,
-    torch.int64,
-    torch.uint8,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-)
-E4M3, INT8 = torch.float8_e4m3fn, torch.int8
 NAN, INF = float("nan"), float("inf")
 
 
@@ -90,8 +83,8 @@ DTYPES = (
     I32,
     I64,
     E4M3,
-    torch.float8_e5m2,
-    torch.float16,
+    E5M2,
+    F16,
     BF16,
     F32,
     F64,
@@ -106,10 +99,6 @@ WRONG_TYPE: dict[str, Any] = {"int": 1.5, "float": "1", "bool": "yes", "str": 3}
 
 def is_public(op: str, argument: str) -> bool:
     return op in FUNCTIONS and argument in PARAMETERS[op]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def breaks(op: str, a: Arg) -> Iterator[Bad]:
@@ -475,24 +464,24 @@ def broken(op: str, argument: str, field: str = "", error: type[AttnopsError] = 
     return next(b for b in tensors if field in ("", b.field))
 
 
-def first(op: str, floating: bool = False) -> str:
-    """The first tensor of the op, or the first of floats."""
-    tensors = {n: x for n, x in record_call(op).items() if isinstance(x, Tensor)}
-    return next(n for n, x in tensors.items() if x.is_floating_point() or not floating)
+def first(op: str) -> str:
+    """The first tensor of the op."""
+    return next(n for n, x in record_call(op).items() if isinstance(x, Tensor))
+
+
+def floats(op: str) -> list[str]:
+    """The tensors of floats of an op that has no gradient."""
+    found = {n: x for n, x in record_call(op).items() if isinstance(x, Tensor)}
+    return [n for n, x in found.items() if x.is_floating_point() and OPS[op].autograd is None]
 
 
 # A compiler runs the same check on fake tensors, or traces it. The user must still read the text and
 # find the error. One call of each kind. The functions that plan are never compiled.
 TRACED = [op for op in FUNCTIONS if not op.startswith("plan_")]
-NO_GRADIENT = [
-    *("decode_attention", "paged_attention", "mla_attention", "sparse_mla_attention"),
-    *("write_kv", "copy_kv", "rope_quantize_latent", "write_latent_packed", "vertical_slash_attention"),
-    *("experts", "mxfp4_experts", "route", "linear"),
-]
 FIELDS = ("window", "indexes", "q_scale", "softcap", "k_scale, v_scale")
 COMPILED = [
     *[broken(op, first(op)) for op in TRACED],
-    *[broken(op, first(op, True), error=NoGradient) for op in NO_GRADIENT],
+    *[broken(op, name, error=NoGradient) for op in TRACED for name in floats(op)[:1]],
     *[broken(op, "softcap") for op in ("attention", "varlen_attention", "decode_attention")],
     *[broken(f"{kind}_attention", "mask", "mask.shape[1]") for kind in ("varlen", "paged", "mla")],
     broken("attention", "key", "key.shape[3]"),

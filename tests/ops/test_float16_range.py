@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from attnops.core.kernel import kernels_of
+from attnops.ops.case_data import F16
 from attnops.testing import Source, make_call
 from tests.checks import results
 from tests.triton.process import interpreted
 
-F16 = torch.float16
 MOST = 65504.0
 OSS = {"interleaved": True, "bias": True, "alpha": 1.702, "offset": 1.0}
 SHAPES = {"plain": {}, "oss": OSS, "gelu": {"activation": "gelu"}}

@@ -21,13 +21,12 @@ ANGLES = "B, D | D // 2"
 
 
 def _rules(call: Any, sizes: Sizes) -> None:
-    heads, kv_heads, dim = sizes["Hq"], sizes["Hkv"], sizes["D"]
-    need(heads % kv_heads == 0, place(call.spec, "Hq"), heads, f"a multiple of the key's {kv_heads} heads")
+    rules.heads_divide(call, sizes)
     rules.contiguous("workspace", call.workspace)
     if (call.cos is None) != (call.sin is None):
         fail(InvalidInput, "cos, sin", "one of them", "both, or neither for a model without rotation")
     if call.cos is not None:
-        need(dim % 2 == 0, place(call.spec, "D"), dim, "an even number, because cos and sin are given")
+        need(sizes["D"] % 2 == 0, place(call.spec, "D"), sizes["D"], "an even number, because cos and sin are given")
         need(call.sin.shape[1] == call.cos.shape[1], "sin.shape[1]", call.sin.shape[1], f"{call.cos.shape[1]}, as cos.shape[1]")
 
 
