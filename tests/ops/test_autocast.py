@@ -9,14 +9,14 @@ import torch
 import attnops
 import attnops.core.op as op_module
 from attnops.core import eager_cache, private_torch
-from attnops.core.kernel import all_kernels, kernels_of
+from attnops.core.kernel import kernels_of
 from attnops.core.record import changed, split
 from attnops.core.select import key_for
 from attnops.ops import OPS
 from attnops.testing import CASES
 from attnops.testing.calls import equip
 from attnops.testing.check import refusals
-from tests.checks import results
+from tests.checks import results, runs_here, those
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile:UserWarning")
 
@@ -27,14 +27,6 @@ TRIED = 2
 
 def autocast(enabled=True):
     return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
-
-
-def here(kernel):
-    """Can this machine run it?"""
-    return not {r.field for r in kernel.refusals(CASES[kernel.op][0].call().problem)} & {"package", "target", "device"}
-
-
-KERNELS = [pytest.param(k, id=f"{k.op}-{k.name}") for k in all_kernels() if here(k)]
 
 
 def singles(kernel):
@@ -67,7 +59,7 @@ def ways(kernel):
 same = partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", those())
 def test_no_kernel_sees_it(kernel):
     calls = singles(kernel)
     if not calls:
@@ -99,7 +91,7 @@ def attend(op, kernel=None):
 
 def pairs(op):
     """Kernels of `op` with a log-sum-exp, which a gradient wants, and of its gradient."""
-    kernels, gradients = ([k for k in kernels_of(name).values() if here(k)] for name in (op, f"{op}_backward"))
+    kernels, gradients = ([k for k in kernels_of(name).values() if runs_here(k)] for name in (op, f"{op}_backward"))
     return [(op, k.name, g.name) for k in kernels if "return_lse" in k.takes for g in gradients]
 
 
