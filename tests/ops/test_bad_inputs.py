@@ -19,7 +19,7 @@ from attnops.core.arguments import REQUIRED, Arg
 from attnops.core.checks import name as dtype_name
 from attnops.core.errors import AttnopsError, InvalidInput, NoGradient, NoKernel, UnknownKernel, find
 from attnops.core.kernel import kernels_of
-from attnops.core.problem import Target, altered
+from attnops.core.problem import Target
 from attnops.ops import OPS
 from attnops.ops.case_data import BF16, E4M3, E5M2, F16, F32, F64, I32, I64, INT8, U8
 from tests.ops.calls import (
@@ -344,8 +344,6 @@ UNRECORDED: dict[str, list[tuple[Any, ...]]] = {
     ],
     "plan_paged_attention": [
         ({"spec": replace(SPEC, q_heads=3)}, "q_heads: got 3, want a multiple of kv_heads = 2"),
-        ({"spec": altered(SPEC, window=(-4, 1))}, "window_left: got -4, want >= -1"),
-        ({"spec": replace(SPEC, dtype=I32)}, "dtype: got 'int32', want float16 | bfloat16"),
     ],
     "plan_mla_attention": [
         ({"spec": replace(LATENTS, head_dim=512)}, "head_dim: got 512, want > v_head_dim = 512"),
@@ -401,8 +399,6 @@ UNRECORDED: dict[str, list[tuple[Any, ...]]] = {
           "output": f(3, 20)},
          "down.shape[1]: got 20, want a multiple of 16"),
         ({"x": f(3, 32), **FOUR_BITS}, "x.shape[1]: got 32, want a multiple of 64"),
-        ({"top_k_index": torch.tensor([[0, 4]] * 3)},
-         "top_k_index: got 4, want 0 to 3, the experts of"),
     ],
     "route": [
         ({"logits": f(3, 0), "bias": f(0)}, "top_k: got 2, want 1 to 0"),
