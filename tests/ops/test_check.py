@@ -21,6 +21,10 @@ def spoilt(op, run, **more):
     return Kernel("spoilt", op, run, **takes, **more)
 
 
+def numbered(rows):
+    return [pytest.param(*row, id=f"{i}-{row[0]}-{row[1]}") for i, row in enumerate(rows)]
+
+
 # Arguments --------------------------------------------------------------------------------------------------------------
 
 UNSEEN = {
@@ -91,7 +95,7 @@ OTHER_CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("op", "label", "change"), [pytest.param(*row, id=f"{i}-{row[0]}-{row[1]}") for i, row in enumerate(OTHER_CALLS)])
+@pytest.mark.parametrize(("op", "label", "change"), numbered(OTHER_CALLS))
 def test_another_call_is_seen(op, label, change):
     kernel = spoilt(op, lambda call: OPS[op].reference(changed(call, **change(call))))
     with pytest.raises(Mismatch):
@@ -144,7 +148,7 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("op", "label", "run"), [pytest.param(*row, id=f"{i}-{row[0]}-{row[1]}") for i, row in enumerate(MISTAKES)])
+@pytest.mark.parametrize(("op", "label", "run"), numbered(MISTAKES))
 def test_a_wrong_result_is_seen(op, label, run):
     with pytest.raises(Mismatch):
         check_kernel(spoilt(op, run), case_of(op, label))
