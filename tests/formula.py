@@ -1,5 +1,6 @@
 """The plain formula of attention in float64, a request at a time, and its gradients by torch's autograd, without any code of attnops."""
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ def plain(
     s = torch.einsum("nhd,lhd->hnl", q, k) * t["scale"]
     if cap := t.get("softcap", 0.0):
         s = cap * torch.tanh(s / cap)
+    if (factor := t.get("temperature")) is not None:
+        s = s * factor[:, None]
     if mask is not None:
         s = s.masked_fill(~mask, -INF) if mask.dtype == torch.bool else s + mask
     position = torch.arange(n, device=q.device)[:, None] + length - n
@@ -43,10 +46,36 @@ def plain(
     return torch.einsum("hnl,lhd->nhd", p, v), lse.T
 
 
-def formula(call: Call) -> tuple[Tensor, Tensor]:
-    """output and lse of a dense or packed call, float64, differentiable. Rows of no request are 0 and -inf."""
+SCALES = {"query": "q_scale", "q_nope": "q_scale", "q_pe": "q_scale", "key": "k_scale", "value": "v_scale", "k_pages": "k_scale"}
+SCALES |= {"v_pages": "v_scale", "latent_pages": "kv_scale"}
+
+
+def exact(call: Call) -> dict[str, Any]:
+    """The arguments in float64. Stored numbers are multiplied by their scales, of which each serves a group of heads."""
     t: dict[str, Any] = {n: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for n, v in call.arguments.items()}
-    t["causal"] = call.record.causal
+    for name, of in SCALES.items():
+        if name in t and t.get(of) is not None:
+            each = max(t[name].shape[-2] // len(t[of]), 1) if of == "q_scale" else 1
+            t[name] = t[name].double() * t[of].repeat_interleave(each).reshape(-1, 1)
+    return t | {"causal": call.record.causal}
+
+
+def packed(t: dict[str, Any]) -> dict[str, Any]:
+    """Requests over pages as packed ones."""
+    lengths, latents = t["seq_lens"].tolist(), "q_nope" in t
+    pages = [t["latent_pages"][:, :, None]] if latents else [t["k_pages"], t["v_pages"]]
+    size = pages[0].shape[1]
+    slots = [row[j // size] * size + j % size for row, n in zip(t["page_table"].tolist(), lengths, strict=True) for j in range(n)]
+    key, *value = (x.flatten(0, 1)[torch.tensor(slots, dtype=torch.long)] for x in pages)
+    if latents:
+        t, value = t | {"query": torch.cat([t["q_nope"], t["q_pe"]], -1)}, [key[..., : t["q_nope"].shape[2]]]
+    return t | {"key": key, "value": value[0], "cu_seqlens_k": torch.tensor([0, *accumulate(lengths)])}
+
+
+def formula(call: Call) -> tuple[Tensor, Tensor]:
+    """output and lse of a call of attention, float64, differentiable. Rows of no request are 0 and -inf."""
+    t = exact(call)
+    t = packed(t) if "page_table" in t else t
     query, mask, sinks = t["query"], t.get("mask"), t.get("sinks")
     if call.op == "attention":
         batch, queries, heads, _ = query.shape
@@ -68,7 +97,8 @@ def formula(call: Call) -> tuple[Tensor, Tensor]:
     for b in reversed(range(len(cu_q) - 1)):
         q, k = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
         m = None if mask is None else mask[None, q, : k.stop - k.start]
-        output, lse = plain(query[q], t["key"][k], t["value"][k], m, sinks, t)
+        own = t | {"temperature": t["temperature"][q]} if "temperature" in t else t
+        output, lse = plain(query[q], t["key"][k], t["value"][k], m, sinks, own)
         outputs.insert(0, output)
         lses.insert(0, lse)
     return torch.cat(outputs), torch.cat(lses)

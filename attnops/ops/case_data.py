@@ -80,12 +80,27 @@ class Features:
         return mask if self.scale_per_head else [*mask, "Hkv"]
 
 
-class Source:
+class OnDevice:
+    """Integers on a device."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+
+    def ints(self, values: Iterable[Any], dtype: torch.dtype = torch.int32) -> Tensor:
+        """These ints, or lists of ints, as a tensor."""
+        return torch.tensor(list(values), dtype=dtype, device=self.device)
+
+    def cumulative(self, lengths: Sequence[int]) -> Tensor:
+        """int32 `[B + 1]`: 0 and the running sums."""
+        return self.ints(accumulate(lengths, initial=0))
+
+
+class Source(OnDevice):
     """Random inputs from one seed; the same numbers on every device."""
 
     def __init__(self, seed: int = 0, device: torch.device | str = "cpu") -> None:
+        super().__init__(device)
         self.generator = torch.Generator().manual_seed(seed)
-        self.device = torch.device(device)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32, spread: float = 1.0) -> Tensor:
         """Normal numbers, rounded to `dtype`."""
@@ -102,14 +117,6 @@ class Source:
         """float32 `[heads]` scales that bring `stored` to about one."""
         low = 1 / 64 if dtype == torch.int8 else 1 / 8
         return (low * (1 + torch.rand(heads, generator=self.generator))).float().to(self.device)
-
-    def ints(self, values: Iterable[Any], dtype: torch.dtype = torch.int32) -> Tensor:
-        """These ints, or lists of ints, as a tensor."""
-        return torch.tensor(list(values), dtype=dtype, device=self.device)
-
-    def cumulative(self, lengths: Sequence[int]) -> Tensor:
-        """int32 `[B + 1]`: 0 and the running sums."""
-        return self.ints(accumulate(lengths, initial=0))
 
     def permutation(self, n: int) -> list[int]:
         """0 to n - 1 in random order."""
@@ -209,6 +216,18 @@ class Grid:
     rows: Rows
     own: Callable[..., Any] | None = None
     of: str = ""
+
+
+EDGES: Rows = {
+    "page_1": ((3, 8, 1), 9, 1), "all_skipped": ((-1, -1, -1), 4, 3), "first_slot_skipped": ((-1, 5, -2), 4, 3),
+    "last_slot": ((11,), 4, 3), "no_tokens": ((), 4, 3), "no_pages": ((-1, -1), 0, 3),
+}  # fmt: skip
+"""Slots of new tokens, pages and their size, of writes."""
+
+
+def at(main: tuple[Any, ...], each: Mapping[str, Features | Given]) -> Rows:
+    """The rows of one shape with each of these features, or values by name."""
+    return {name: (*main, more) for name, more in each.items()}
 
 
 def crossed(shapes: Rows, features: Mapping[str, Features]) -> Rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,24 @@ from torch import Tensor
 from attnops.core.arguments import FURTHEST as FURTHEST
 from attnops.core.errors import InvalidInput, fail
 from attnops.core.problem import bytes_of
-from attnops.core.record import FLOAT32, FLOATS, INDEX, INT32, KW_ONLY, QUANTISED, Call, Fact, Result, Sizes, arg, group, name, need, place
+from attnops.core.record import (
+    FLOAT32,
+    FLOATS,
+    INDEX,
+    INT32,
+    KW_ONLY,
+    MASK,
+    QUANTISED,
+    Call,
+    Fact,
+    Result,
+    Sizes,
+    arg,
+    group,
+    name,
+    need,
+    place,
+)
 from attnops.core.tensors import refuse_plan_of_holes
 
 UNBOUNDED = (-1, -1)
@@ -22,7 +40,6 @@ SOFTEST = 1e30
 HEADS = {"Hkv": ">= 1 head", "D": ">= 1", "Dv": ">= 1"}
 """The least sizes of attention."""
 
-PLAN = (torch.int32, torch.int64)
 SCALE = "1 | Hkv"
 
 
@@ -58,32 +75,39 @@ def _plan(plan: Tensor | None) -> str:
     return "none" if plan is None else "host" if plan.dtype == torch.int64 else "device"
 
 
-# What a Problem says of the arguments of attention.
+# What a Problem says of the arguments of attention, and the arguments that several records have.
 CAUSAL = (Fact("causal", unless=_one_query),)
 WINDOW_LEFT = (Fact("window", part=0, refused="windowed"),)
 WINDOW_RIGHT = (Fact("window", part=1, refused="windowed", unless=_is_causal),)
 SOFTCAP = (Fact("softcap", _is_on),)
-CHUNK = (Fact("attention_chunk"),)
+LEFT = arg(default=-1, least=-1, most=FURTHEST, facts=WINDOW_LEFT)
+LEFT_OF_ANY_KERNEL = replace(LEFT, always=True)
+CAP = arg(default=0.0, least=0, most=SOFTEST, facts=SOFTCAP)
 MASK_FACTS = (Fact("mask", _mask),)
-MASK_GRAD = (Fact("mask_grad"),)
+MASK_OF_PAGES = arg("T, >= max_pages * page", MASK, default=None, facts=MASK_FACTS)
 SINKS = (Fact("sinks", _is_given), Fact("sinks_dtype", _dtype, feature=False))
+SINK_LOGITS = arg("Hq", FLOATS, default=None, facts=SINKS)
+LATENT_SINK_LOGITS = replace(SINK_LOGITS, dims="H")
 KV_RANGE = (Fact("kv_range", _is_given),)
 KV_SCALE = (Fact("kv_scales", _is_given),)
 KV_SCALES = (*KV_SCALE, Fact("per_head_scales", _by_head, feature=False))
 LSE = (Fact("lse", _is_given),)
+RETURN_LSE = arg(default=False, facts=LSE)
+WRITTEN_LSE = arg("T, Hq", FLOAT32, default=None, written=True, facts=LSE)
+WRITTEN_LATENT_LSE = replace(WRITTEN_LSE, dims="T, H")
 FIRST_KEYS = arg("B", INDEX, default=None, facts=KV_RANGE, holds="first_keys")
-ENDS_OF_KEYS = arg("B", INDEX, default=None, facts=KV_RANGE, holds="ends_of_keys")
+ENDS_OF_KEYS = replace(FIRST_KEYS, holds="ends_of_keys")
 KEY_SCALE = arg(SCALE, FLOAT32, default=None, facts=KV_SCALES, holds="scale_of_keys")
 QUERY_SCALE = arg(SCALE, FLOAT32, default=None, facts=KV_SCALE, holds="scale_of_query")
 LATENT_SCALE = arg("1", FLOAT32, default=None, facts=KV_SCALE, holds="scale_of_keys")
-LATENT_QUERY_SCALE = arg("1", FLOAT32, default=None, facts=KV_SCALE, holds="scale_of_query")
-TEMPERATURE = (Fact("temperature", _is_given),)
+LATENT_QUERY_SCALE = replace(QUERY_SCALE, dims="1")
+TEMPERATURE = arg("T", FLOAT32, default=None, facts=(Fact("temperature", _is_given),), holds="factors")
 GRADIENT = (Fact("grad", _is_given),)
 LSE_GRAD = (Fact("lse_grad", _is_given),)
-PADDED = (Fact("padded", feature=False),)
+PADDED = arg(default=True, hint=True, facts=(Fact("padded", feature=False),))
 HOLES = (Fact("holes", feature=False),)
-PLAN_FACTS = (Fact("plan", _plan, feature=False),)
-WORKSPACE = (Fact("workspace", bytes_of, feature=False),)
+PLAN = arg("words", INDEX, default=None, hint=True, any_device=True, facts=(Fact("plan", _plan, feature=False),))
+WORKSPACE = arg("bytes", (torch.uint8,), default=None, written=True, hint=True, facts=(Fact("workspace", bytes_of, feature=False),))
 
 
 @group
@@ -118,10 +142,10 @@ class Visible(Call):
     _: KW_ONLY
     scale: float = arg(holds="scale_of_logits")
     causal: bool = arg(default=False, facts=CAUSAL)
-    window_left: int = arg(default=-1, least=-1, most=FURTHEST, facts=WINDOW_LEFT)
-    window_right: int = arg(default=-1, least=-1, most=FURTHEST, facts=WINDOW_RIGHT)
-    softcap: float = arg(default=0.0, least=0, most=SOFTEST, facts=SOFTCAP)
-    attention_chunk: int = arg(default=0, least=0, most=FURTHEST, facts=CHUNK)
+    window_left: int = LEFT
+    window_right: int = replace(LEFT, facts=WINDOW_RIGHT)
+    softcap: float = CAP
+    attention_chunk: int = arg(default=0, least=0, most=FURTHEST, facts=(Fact("attention_chunk"),))
 
 
 def gradients(*of: str) -> tuple[Result, ...]:
@@ -129,10 +153,15 @@ def gradients(*of: str) -> tuple[Result, ...]:
     return tuple(Result(f"grad_{name}", like=name, when="mask_grad" * (name == "mask")) for name in of)
 
 
-def attention(call: Any, sizes: Sizes) -> None:
-    """Heads divide, and the query's and the key's dtypes come with the scales they need, which a gradient has not."""
+def heads_divide(call: Any, sizes: Sizes) -> None:
+    """Each key head serves as many query heads as another."""
     heads, kv_heads = sizes["Hq"], sizes["Hkv"]
     need(heads % kv_heads == 0, place(call.spec, "Hq"), heads, f"a multiple of the key's {kv_heads} heads")
+
+
+def attention(call: Any, sizes: Sizes) -> None:
+    """Heads divide, and the query's and the key's dtypes come with the scales they need, which a gradient has not."""
+    heads_divide(call, sizes)
     q_scale(call.query, getattr(call, "q_scale", None))
     key = "key" if "key" in call.spec.names else "k_pages"
     kv_scales(call.query, key, getattr(call, key), getattr(call, "k_scale", None), getattr(call, "v_scale", None))

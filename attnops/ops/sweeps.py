@@ -14,7 +14,7 @@ import torch
 from attnops.core.problem import ONE, Problem, altered
 from attnops.measured import Sizes, work
 from attnops.measured.table import Axes, Axis
-from attnops.ops.typical import BF16, HEADS
+from attnops.ops.typical import BF16, HEADS, Leaves
 
 LARGEST_BYTES = 5e9
 LARGEST_FLOPS = 1e13
@@ -61,19 +61,19 @@ MANY = powers(2, 2048, 4)
 PROMPTS = powers(32, 8192, 4)
 PASTS = (1.0, 2.0, 4.0, 16.0, 64.0, 512.0, 4096.0)
 
-LLAMA: dict[str, Any] = {**HEADS, "causal": True}
-D64: dict[str, Any] = {"q_heads": 64, "kv_heads": 8, "head_dim": 64, "v_head_dim": 64}
-D64_4: dict[str, Any] = D64 | {"q_heads": 32}
-D64_MHA: dict[str, Any] = D64 | {"q_heads": 16, "kv_heads": 16}
-D256: dict[str, Any] = {"q_heads": 16, "kv_heads": 8, "head_dim": 256, "v_head_dim": 256}
-MHA: dict[str, Any] = {"q_heads": 32, "kv_heads": 32}
-SMALL: dict[str, Any] = {"q_heads": 12, "kv_heads": 2}
-ONE_KEY_HEAD: dict[str, Any] = {"q_heads": 8, "kv_heads": 1}
-DEEPSEEK: dict[str, Any] = {"q_heads": 16, "kv_heads": 16, "head_dim": 192, "v_head_dim": 128}
-GPT_OSS: dict[str, Any] = D64 | {"window": (127, -1), "sinks": True}
-F32: dict[str, Any] = dict.fromkeys(BF16, torch.float32)
+LLAMA: Leaves = {**HEADS, "causal": True}
+D64: Leaves = {"q_heads": 64, "kv_heads": 8, "head_dim": 64, "v_head_dim": 64}
+D64_4: Leaves = D64 | {"q_heads": 32}
+D64_MHA: Leaves = D64 | {"q_heads": 16, "kv_heads": 16}
+D256: Leaves = {"q_heads": 16, "kv_heads": 8, "head_dim": 256, "v_head_dim": 256}
+MHA: Leaves = {"q_heads": 32, "kv_heads": 32}
+SMALL: Leaves = {"q_heads": 12, "kv_heads": 2}
+ONE_KEY_HEAD: Leaves = {"q_heads": 8, "kv_heads": 1}
+DEEPSEEK: Leaves = {"q_heads": 16, "kv_heads": 16, "head_dim": 192, "v_head_dim": 128}
+GPT_OSS: Leaves = D64 | {"window": (127, -1), "sinks": True}
+F32: Leaves = dict.fromkeys(BF16, torch.float32)
 
-TOY: dict[str, Any] = {**F32, "q_heads": 4, "kv_heads": 2, "head_dim": 16, "v_head_dim": 16}
+TOY: Leaves = {**F32, "q_heads": 4, "kv_heads": 2, "head_dim": 16, "v_head_dim": 16}
 FEWEST, SHORTEST = (1.0, 2.0), (8.0, 16.0)
 
 

@@ -17,8 +17,6 @@ from attnops.ops import OPS
 
 Make = Callable[[Arg, list[int]], Tensor | None]
 
-QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
-
 
 @dataclass(frozen=True)
 class Call:

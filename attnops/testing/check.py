@@ -77,7 +77,7 @@ def _check_run(kernel: Kernel, call: Call) -> Figures:
     with torch.no_grad():
         returned = kernel.run(given.record)
     where = f"{kernel.op}.{kernel.name}"
-    results = _results(given, returned, where)
+    results = named_results(given, returned, where)
     _check_layout(results, given, where)
     for name, copy in before.items():
         if not torch.equal(*(t.flatten().clone().view(torch.uint8) for t in (given.arguments[name], copy))):
@@ -134,7 +134,7 @@ def oracle(call: Call) -> dict[str, Tensor]:
     kept = [n for n, t in call.tensors().items() if n.startswith("lse") or t.dtype.itemsize == 1 or not t.is_floating_point()]
     wide = call.map(lambda n, t: clone(t) if n in kept else clone(t).double())
     with torch.no_grad():
-        return _results(wide, OPS[call.op].reference(wide.record), call.op)
+        return named_results(wide, OPS[call.op].reference(wide.record), call.op)
 
 
 def compare(what: str, got: Tensor, want: Tensor, allowed: float | Tensor, tolerance: float) -> tuple[float, float]:
@@ -189,7 +189,7 @@ def _poisoned(call: Call, name: str, tensor: Tensor) -> Tensor:
     return fill(clone(tensor), call.free[name], True) if name in call.free else clone(tensor)
 
 
-def _results(call: Call, returned: Any, where: str) -> dict[str, Tensor]:
+def named_results(call: Call, returned: Any, where: str) -> dict[str, Tensor]:
     """The results by name: returned or written tensors."""
     names = [r.name or "result" for r in OPS[call.op].packet.default._schema.returns]
     if not names:

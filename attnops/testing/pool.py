@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from attnops.testing.calls import QUANTISED
+from attnops.core.arguments import QUANTISED
+from attnops.ops.case_data import OnDevice
 
 
-class Pool:
+class Pool(OnDevice):
     """Random numbers on a device, dealt out as tensors that do not overlap until `reset`. One buffer a dtype, which grows."""
 
     def __init__(self, device: torch.device | str, seed: int = 0) -> None:
-        self.device = torch.device(device)
+        super().__init__(device)
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self._buffers: dict[torch.dtype, Tensor] = {}
         self._used: dict[torch.dtype, int] = {}
@@ -44,14 +44,6 @@ class Pool:
         self._used[dtype] = start + -(-size // 256) * 256
         self.reserve(dtype, self._used[dtype])
         return self._buffers[dtype][start : start + size].view(shape)
-
-    def ints(self, values: Sequence[int]) -> Tensor:
-        """int32, on the device."""
-        return torch.tensor(list(values), dtype=torch.int32).to(self.device)
-
-    def cumulative(self, lengths: Sequence[int]) -> Tensor:
-        """int32 `[B + 1]`: 0 and the running sums."""
-        return torch.nn.functional.pad(torch.tensor(list(lengths)).cumsum(0), (1, 0)).to(torch.int32).to(self.device)
 
     def _random(self, numbers: int, dtype: torch.dtype) -> Tensor:
         out = torch.empty(numbers, dtype=dtype, device=self.device)

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.core.arguments import REQUIRED, Arg
+from attnops.core.arguments import QUANTISED, REQUIRED, Arg
 from attnops.core.problem import Extent, Extents, Problem, Target, altered, value_of
+from attnops.core.record import INTS
 from attnops.measured import Sizes
 from attnops.measured.cost import decodes
 from attnops.ops import OPS
-from attnops.testing.calls import QUANTISED, Call, filled
+from attnops.testing.calls import Call, filled
 from attnops.testing.pool import Pool
 
 GRADIENT, SOFTCAP, SCALE = "_backward", 30.0, 0.5
@@ -104,10 +105,9 @@ def _requests(kind: Problem, q_lens: Sequence[int], k_lens: Sequence[int], pool:
         held["scale_of_keys"] = torch.full((1,), SCALE, device=pool.device)
     if kind.dtype in QUANTISED:
         held["scale_of_query"] = held["scale_of_keys"]
-    sizes = {"Hq": kind.q_heads, "H": kind.q_heads, "Hkv": kind.kv_heads, "D": kind.head_dim, "Dv": kind.v_head_dim}
-    sizes |= {"Dc": kind.v_head_dim, "Dr": kind.rope_dim, "T": sum(q_lens), "N": sum(k_lens), "B": len(q_lens)}
-    sizes |= {"S": max(q_lens), "K": max(k_lens), "In": kind.in_features, "Out": kind.out_features}
-    return held, sizes
+    sizes = {letter: getattr(kind, field) for field, letter in INTS.items()}
+    sizes |= {"H": kind.q_heads, "Dc": kind.v_head_dim, "In": kind.in_features, "Out": kind.out_features}
+    return held, sizes | {"T": sum(q_lens), "N": sum(k_lens), "B": len(q_lens), "S": max(q_lens), "K": max(k_lens)}
 
 
 def _pages(kind: Problem, k_lens: Sequence[int], pool: Pool) -> tuple[dict[str, Tensor], dict[str, int]]:

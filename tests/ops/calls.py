@@ -11,11 +11,15 @@ from torch import Tensor
 import attnops
 from attnops import ops
 from attnops.core.arguments import REQUIRED, Arg, evaluate
+from attnops.core.kernel import kernels_of
 from attnops.ops import OPS
 
 FORWARD = [name for name in OPS if not name.endswith("_backward")]
 FUNCTIONS = {name: getattr(attnops, name, None) or getattr(ops, name) for name in FORWARD}
 """The public function of every op that has one."""
+
+OVERLOADS = [(op, name) for op in OPS for name in ("default", *kernels_of(op))]
+"""Of every op, its own and those of its kernels."""
 
 PARAMETERS = {name: signature(function).parameters for name, function in FUNCTIONS.items()}
 
@@ -23,9 +27,9 @@ SPEC = ops.paged_layers(4, 2, 8, 2, torch.float32)
 LATENTS = ops.latent_layers(4, 2, torch.float32)
 
 
-def i(*values, dtype=torch.int32) -> Tensor:
+def i(*values) -> Tensor:
     """Integers in a row."""
-    return torch.tensor(values, dtype=dtype)
+    return torch.tensor(values, dtype=torch.int32)
 
 
 REQUESTS = {"B": 2, "T": 3, "Hq": 4, "H": 4, "Hkv": 2, "D": 8, "Dv": 6, "Dc": 6, "Dr": 2}

@@ -10,6 +10,7 @@ from attnops.core.errors import InvalidInput
 from attnops.ops import OPS
 from attnops.testing import CASES
 from attnops.testing.calls import Call
+from tests.checks import results
 
 
 def arguments(wanted):
@@ -57,18 +58,9 @@ def test_an_argument_with_a_dtype_of_its_own_may_be_wider_than_the_others(op, a)
     tied = [b.name for b in op.spec.args if b.dtypes == a.name]
     wider = call.with_(**{n: call.arguments[n].double() for n in (a.name, *tied)})
     assert call.record[0].dtype == torch.float32
-    with torch.no_grad():
-        want, got = results(op, call), results(op, wider)
-    for exact, found in zip(want, got, strict=True):
-        torch.testing.assert_close(found.to(exact.dtype), exact, equal_nan=True)
-
-
-def results(op, call: Call) -> list[Tensor]:
-    """All that a call writes and returns."""
-    fresh = call.map(lambda name, x: x.clone())
-    returned = op(fresh.record)
-    written = [fresh.arguments[n] for n in fresh.mutated]
-    return written + [x for x in (returned if isinstance(returned, tuple) else (returned,)) if x is not None]
+    got = results(op, wider)
+    for name, exact in results(op, call).items():
+        torch.testing.assert_close(got[name].to(exact.dtype), exact, equal_nan=True)
 
 
 # Numbers ---------------------------------------------------------------------------------------------------------------
@@ -82,8 +74,6 @@ def test_numbers_of_numpy_are_taken_where_those_of_python_are(name):
     numbers = {a.name: call.record[i] for i, a in enumerate(op.spec.args) if a.kind in ("int", "float", "bool")}
     rounded = {n: float(np.float32(x)) if type(x) is float else x for n, x in numbers.items()}
     of_numpy = {n: NUMPY[type(x)](x) for n, x in rounded.items()}
-    with torch.no_grad():
-        want = results(op, call.with_(**rounded))
-        for kind in (of_numpy, {n: np.array(x) for n, x in of_numpy.items()}):
-            got = results(op, call.with_(**kind))
-            assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    want = results(op, call.with_(**rounded))
+    for kind in (of_numpy, {n: np.array(x) for n, x in of_numpy.items()}):
+        torch.testing.assert_close(results(op, call.with_(**kind)), want, rtol=0, atol=0, equal_nan=True)

@@ -1,22 +1,22 @@
 """Autocast ends at an op: results, gradients and dtypes are those of the call without it, on every way to a kernel."""
 
+from functools import partial
 from itertools import islice
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
 import attnops
 import attnops.core.op as op_module
 from attnops.core import eager_cache, private_torch
-from attnops.core.kernel import all_kernels, kernels_of
+from attnops.core.kernel import kernels_of
 from attnops.core.record import changed, split
 from attnops.core.select import key_for
 from attnops.ops import OPS
 from attnops.testing import CASES
 from attnops.testing.calls import equip
 from attnops.testing.check import refusals
+from tests.checks import results, runs_here, those
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile:UserWarning")
 
@@ -27,14 +27,6 @@ TRIED = 2
 
 def autocast(enabled=True):
     return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
-
-
-def here(kernel):
-    """Can this machine run it?"""
-    return not {r.field for r in kernel.refusals(CASES[kernel.op][0].call().problem)} & {"package", "target", "device"}
-
-
-KERNELS = [pytest.param(k, id=f"{k.op}-{k.name}") for k in all_kernels() if here(k)]
 
 
 def singles(kernel):
@@ -64,20 +56,10 @@ def ways(kernel):
     }
 
 
-@torch.no_grad()
-def results(run, call):
-    """What a call returns and writes, which it writes into copies."""
-    given = call.map(lambda _, t: t.clone())
-    returned = run(given.record)
-    return [t for t in pytree.tree_leaves((returned, [given.arguments[n] for n in given.mutated])) if isinstance(t, Tensor)]
+same = partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)
 
 
-def same(got, want):
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", those())
 def test_no_kernel_sees_it(kernel):
     calls = singles(kernel)
     if not calls:
@@ -109,7 +91,7 @@ def attend(op, kernel=None):
 
 def pairs(op):
     """Kernels of `op` with a log-sum-exp, which a gradient wants, and of its gradient."""
-    kernels, gradients = ([k for k in kernels_of(name).values() if here(k)] for name in (op, f"{op}_backward"))
+    kernels, gradients = ([k for k in kernels_of(name).values() if runs_here(k)] for name in (op, f"{op}_backward"))
     return [(op, k.name, g.name) for k in kernels if "return_lse" in k.takes for g in gradients]
 
 

@@ -160,27 +160,22 @@ def exactly_merged(outputs, lses):
     return (outputs * lses.double().softmax(1)[..., None]).sum(1), lses.double().logsumexp(1)
 
 
-def merged_loss(output, lse):
-    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)
-    return (output * weights).sum() + torch.where(lse == -INF, 0.0, lse).double().sin().sum()
-
-
 @pytest.mark.parametrize("op", MERGES)
 def test_gradients_of_a_merge(op):
     """The second ones, too. lses are float32."""
     run, given = MERGES[op], parts(op)
 
     def derivatives(merge):
-        first = grad(merged_loss(*merge(*given)), given, create_graph=True)
+        first = grad(loss(*merge(*given)), given, create_graph=True)
         alone = grad(merge(*given)[1].double().sum(), given, allow_unused=True, materialize_grads=True)
         return *first, *alone, grad(first[0].square().sum(), given[1])[0]
 
     torch.testing.assert_close(derivatives(run), derivatives(exactly_merged), atol=2e-6, rtol=2e-6)
     for one in range(2):
         only = [x.detach().requires_grad_(i == one) for i, x in enumerate(given)]
-        torch.testing.assert_close(grad(merged_loss(*run(*only)), only[one])[0], derivatives(exactly_merged)[one], atol=2e-6, rtol=2e-6)
+        torch.testing.assert_close(grad(loss(*run(*only)), only[one])[0], derivatives(exactly_merged)[one], atol=2e-6, rtol=2e-6)
     plain = tuple(x.detach() for x in given)
-    found = func.grad(lambda *x: merged_loss(*run(*x)), (0, 1))(*plain)
+    found = func.grad(lambda *x: loss(*run(*x)), (0, 1))(*plain)
     torch.testing.assert_close(found, derivatives(run)[:2])
     with pytest.raises(NoGradient, match=rf"^{op}: got a forward-mode tangent"):
         func.jvp(run, plain, plain)
@@ -192,26 +187,8 @@ def test_empty_parts_of_a_merge_have_gradient_zero(op, lse):
     outputs, lses = parts(op, 0.6, lse)
     hidden = lses == lse
     assert hidden.all(1).any() and not hidden.all()
-    for g in grad(merged_loss(*MERGES[op](outputs, lses)), (outputs, lses)):
+    for g in grad(loss(*MERGES[op](outputs, lses)), (outputs, lses)):
         assert (g[hidden] == 0).all() and (g[~hidden] != 0).any() and torch.isfinite(g).all()
-
-
-# Where there is none --------------------------------------------------------------------------------------------------
-
-
-def test_second_derivatives_are_refused_by_name():
-    q, k, v = (torch.randn(1, 3, 2, 4, requires_grad=True) for _ in range(3))
-    cu = torch.tensor([0, 3], dtype=torch.int32)
-    for op, out in (
-        ("attention_backward", attnops.attention(q, k, v)),
-        ("varlen_attention_backward", attnops.varlen_attention(q[0], k[0], v[0], cu, cu, max_seqlen_q=3, max_seqlen_k=3)),
-    ):
-        # A graph of a gradient is no harm until it is differentiated.
-        first = grad(out.square().sum(), (q, k, v), create_graph=True)
-        with pytest.raises(NoGradient, match=rf"^{op}: .*no gradient"):
-            grad(first[0].sum(), q)
-    with pytest.raises(NoGradient, match=r"^attention_backward: .*no gradient"):
-        func.grad(lambda q: func.grad(lambda q: attnops.attention(q, k, v).square().sum())(q).sum())(q.detach())
 
 
 # torch.func, and forward mode -----------------------------------------------------------------------------------------
@@ -227,7 +204,20 @@ def differentiable():
     }
 
 
-@pytest.mark.parametrize("name", ["attention", "varlen_attention"])
+@pytest.mark.parametrize("name", differentiable())
+def test_second_derivatives_are_refused_by_name(name):
+    f, q = differentiable()[name]
+    leaf = q.clone().requires_grad_()
+    # A graph of a gradient is no harm until it is differentiated.
+    [first] = grad(f(leaf).square().sum(), leaf, create_graph=True)
+    refused = pytest.raises(NoGradient, match=rf"^{name}_backward: .*no gradient")
+    with refused:
+        grad(first.sum(), leaf)
+    with refused:
+        func.grad(lambda q: func.grad(lambda q: f(q).square().sum())(q).sum())(q)
+
+
+@pytest.mark.parametrize("name", differentiable())
 def test_torch_func_in_reverse(name):
     f, q = differentiable()[name]
     leaf = q.clone().requires_grad_()
@@ -244,7 +234,7 @@ def test_torch_func_in_reverse(name):
 
 
 @pytest.mark.parametrize("likeness", [False, True])
-@pytest.mark.parametrize("name", ["attention", "varlen_attention"])
+@pytest.mark.parametrize("name", differentiable())
 def test_gradients_of_a_batch(name, likeness, monkeypatch):
     """Also after a gradient of one output, whose kernel is remembered."""
     monkeypatch.setattr(eager_cache, "_TensorGuards", None if likeness else eager_cache._TensorGuards)
@@ -260,7 +250,7 @@ def test_gradients_of_a_batch(name, likeness, monkeypatch):
     torch.testing.assert_close(*both)
 
 
-@pytest.mark.parametrize("name", ["attention", "varlen_attention"])
+@pytest.mark.parametrize("name", differentiable())
 def test_forward_mode_is_refused(name):
     f, q = differentiable()[name]
     refused = pytest.raises(NoGradient, match=r"attention: got a forward-mode tangent on query, want none .*vjp, grad or jacrev")
@@ -290,7 +280,7 @@ def test_an_op_without_gradient_refuses_torch_func(op, mode):
         func.grad(of)(x) if mode == "grad" else func.jvp(of, (x,), (x,))
 
 
-def without_gradient(name):
+def without_gradient():
     """Calls of ops that have a gradient, but none of these: others are in tests/ops/test_bad_inputs.py."""
     x, mask = torch.zeros(2, 2, 4, requires_grad=True), torch.zeros(2, 2, requires_grad=True)
     low, one = torch.zeros(1, 2, 2, 4, dtype=torch.int8), torch.ones(1)
@@ -301,12 +291,12 @@ def without_gradient(name):
         "scales": lambda: attnops.attention(x.detach()[None], low, low, k_scale=one.requires_grad_(), v_scale=torch.ones(1)),
         "packed_quantised": lambda: attnops.varlen_attention(x, low[0], low[0], cu, cu, **packs, k_scale=one, v_scale=one),
         "packed_mask": lambda: attnops.varlen_attention(x, x, x, cu, cu, **packs, mask=mask),
-    }[name]
+    }
 
 
-@pytest.mark.parametrize("name", ["quantised", "scales", "packed_quantised", "packed_mask"])
+@pytest.mark.parametrize("name", without_gradient())
 def test_no_gradient(name):
-    call = without_gradient(name)
+    call = without_gradient()[name]
     with pytest.raises(NoGradient, match="want no gradient"):
         call()
     with pytest.raises(Exception, match="want no gradient"):

@@ -13,6 +13,7 @@ from attnops.core.kernel import _REGISTRY, Capture, Kernel, kernels_of, register
 from attnops.core.problem import Target, altered, pretend
 from attnops.core.select import select
 from attnops.testing import CASES
+from tests.checks import case_of
 
 NEVER = "host_bound"
 RAN: list[str] = []
@@ -58,7 +59,7 @@ def capture(monkeypatch):
 
 
 def call_of(op):
-    call = next(c for c in CASES[op] if c.label == "plain").call()
+    call = case_of(op, "plain")
     return lambda policy: getattr(torch.ops.attnops, op).default(*call.args, **call.kwargs, policy=policy)
 
 
@@ -86,7 +87,7 @@ def test_a_forced_kernel_is_refused_with_the_reason(op, capture):
 
 
 def test_its_own_overload_is_refused(capture):
-    call = next(c for c in CASES["attention"] if c.label == "plain").call()
+    call = case_of("attention", "plain")
     capture(True)
     with pytest.raises(NotCapturable, match=rf"attention\.{NEVER}: cannot be captured"):
         getattr(torch.ops.attnops.attention, NEVER)(*call.args, **call.kwargs)
@@ -120,7 +121,7 @@ def test_the_stream_is_asked_only_for_kernels_that_may_not_be_captured(capture, 
 @pytest.mark.parametrize(("op", "name"), [(op, k.name) for op in OPS for k in kernels_of(op).values() if k.capture is Capture.NEVER])
 def test_every_such_kernel_refuses_by_the_problem(op, name):
     with pretend(Target("cuda", 90)):
-        problem = next(c for c in CASES[op] if c.label == "plain").call().problem
+        problem = case_of(op, "plain").problem
     for within in (False, True):
         refused = select(altered(problem, capturing=within), f"kernel={op}:{name}").refused.get(name, ())
         assert ("capture" in [r.field for r in refused]) == within

@@ -11,6 +11,7 @@ from attnops.core.record import changed
 from attnops.ops import OPS
 from attnops.ops.experts.cases import OSS
 from attnops.testing import CASES, Mismatch, Source, check_kernel, make_call
+from tests.checks import case_of
 
 
 def spoilt(op, run, **more):
@@ -20,8 +21,8 @@ def spoilt(op, run, **more):
     return Kernel("spoilt", op, run, **takes, **more)
 
 
-def case_of(op, label):
-    return next(case for case in CASES[op] if case.label == label)
+def numbered(rows):
+    return [pytest.param(*row, id=f"{i}-{row[0]}-{row[1]}") for i, row in enumerate(rows)]
 
 
 # Arguments --------------------------------------------------------------------------------------------------------------
@@ -94,11 +95,11 @@ OTHER_CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("op", "label", "change"), [pytest.param(*row, id=f"{i}-{row[0]}-{row[1]}") for i, row in enumerate(OTHER_CALLS)])
+@pytest.mark.parametrize(("op", "label", "change"), numbered(OTHER_CALLS))
 def test_another_call_is_seen(op, label, change):
     kernel = spoilt(op, lambda call: OPS[op].reference(changed(call, **change(call))))
     with pytest.raises(Mismatch):
-        check_kernel(kernel, case_of(op, label).call())
+        check_kernel(kernel, case_of(op, label))
 
 
 # Results ----------------------------------------------------------------------------------------------------------------
@@ -147,21 +148,21 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("op", "label", "run"), [pytest.param(*row, id=f"{i}-{row[0]}-{row[1]}") for i, row in enumerate(MISTAKES)])
+@pytest.mark.parametrize(("op", "label", "run"), numbered(MISTAKES))
 def test_a_wrong_result_is_seen(op, label, run):
     with pytest.raises(Mismatch):
-        check_kernel(spoilt(op, run), case_of(op, label).call())
+        check_kernel(spoilt(op, run), case_of(op, label))
 
 
 def test_refusals_are_reported_and_nothing_runs():
     kernel = spoilt("attention", lambda call: pytest.fail("ran"), needs=without("sinks", "softcap"))
-    figures = check_kernel(kernel, case_of("attention", "all").call())
+    figures = check_kernel(kernel, case_of("attention", "all"))
     assert [r.field for r in figures.refused] == ["sinks", "softcap"]
     assert "refused: sinks=True" in str(figures)
 
 
 def test_tolerance_multiplies_the_budget():
-    call = case_of("attention", "plain").call()
+    call = case_of("attention", "plain")
 
     def rounded(call):
         return tuple(x.bfloat16().float() for x in dense(call))

@@ -16,9 +16,8 @@ from attnops.core.record import check, evaluate, sizes_of
 from attnops.ops import OPS
 from attnops.testing import CASES, Call
 from attnops.testing.check import clone
+from tests.ops.calls import OVERLOADS
 from tests.ops.strategies import CALLS
-
-OVERLOADS = [(op, name) for op in OPS for name in ("default", *kernels_of(op))]
 
 BY_DATA = {"request_starts": ["2 <= u0"]}
 """Ops whose data decide the size of a result, and what a graph asserts of it."""

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from attnops.core.kernel import kernels_of
+from attnops.ops.case_data import F16
 from attnops.testing import Source, make_call
+from tests.checks import results
 from tests.triton.process import interpreted
 
-F16 = torch.float16
 MOST = 65504.0
 OSS = {"interleaved": True, "bias": True, "alpha": 1.702, "offset": 1.0}
 SHAPES = {"plain": {}, "oss": OSS, "gelu": {"activation": "gelu"}}
@@ -35,15 +36,12 @@ def of_linear(rows):
     return call.with_(x=x, weight=weight)
 
 
-def results(name, call):
-    found = torch.full_like(call.arguments["output"], float("nan"))
-    with torch.no_grad():
-        kernels_of(call.op)[name].run(call.with_(output=found).record)
-    return found.float()
+def output_of(name, call):
+    return results(kernels_of(call.op)[name].run, call)["output"].float()
 
 
 def check(name, call):
-    found, want = results(name, call), results("reference", call)
+    found, want = output_of(name, call), output_of("reference", call)
     assert torch.isfinite(want).all()
     torch.testing.assert_close(found, want, rtol=2e-2, atol=2e-2 * float(want.abs().max()))
 
@@ -53,7 +51,7 @@ def check(name, call):
 def test_experts(shape, tokens):
     call = of_experts(tokens, SHAPES[shape])
     check("aten", call)
-    assert results("reference", call).abs().max() < 20 * MOST * 0.01 * 0.5 * 2 * 1.01, "the sum of saturated results"
+    assert output_of("reference", call).abs().max() < 20 * MOST * 0.01 * 0.5 * 2 * 1.01, "the sum of saturated results"
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from attnops.core.kernel import Kernel, all_kernels
-from attnops.core.problem import Target
+from attnops.core.kernel import Kernel
 from attnops.ops import OPS
 from attnops.testing import CASES, Source, gradient_call
 from attnops.testing.calls import Call, equip
+from tests.checks import results, runs_here, those
 
 INF = float("inf")
 SUNK = [name for name, op in OPS.items() if any(a.name == "sinks" and a.tensor for a in op.spec.args)]
@@ -20,21 +20,11 @@ def first_call(kernel: Kernel, *wanted: str) -> Call | None:
     return next((call for call in given if not kernel.refusals(call.problem)), None)
 
 
-def results_of(kernel: Kernel, call: Call) -> dict[str, torch.Tensor]:
-    """Results and written tensors of a call by name, from buffers that held 0."""
-    fresh = call.map(lambda name, x: torch.zeros_like(x) if name in call.writes else x.clone())
-    with torch.no_grad():
-        returned = kernel.run(fresh.record)
-    results = returned if isinstance(returned, tuple) else () if returned is None else (returned,)
-    named = dict(zip((r.name for r in call.spec.results), results, strict=True))
-    return named | {n: fresh.arguments[n] for n in fresh.mutated}
-
-
 def check_sinks(kernel: Kernel, call: Call) -> None:
     """The first head's sink is +inf: the head gives 0 and lse +inf, and other heads give what they give without."""
     infinite = call.arguments["sinks"].clone()
     infinite[0] = INF
-    want, got = results_of(kernel, call), results_of(kernel, call.with_(sinks=infinite))
+    want, got = results(kernel.run, call), results(kernel.run, call.with_(sinks=infinite))
     assert torch.equal(got["output"][..., 1:, :], want["output"][..., 1:, :])
     assert (got["output"][..., 0, :] == 0).all()
     if (lse := got.get("lse")) is not None and lse.numel():
@@ -48,8 +38,8 @@ def check_gradients(kernel: Kernel, call: Call) -> None:
     infinite = given["sinks"].clone()
     infinite[0] = INF
     forward = Call(kernel.op.removesuffix("_backward"), given | {"sinks": infinite}, call.free)
-    want = results_of(kernel, call)
-    got = results_of(kernel, gradient_call(Source(0, "cpu"), forward).with_(grad_output=call.arguments["grad_output"]))
+    want = results(kernel.run, call)
+    got = results(kernel.run, gradient_call(Source(0, "cpu"), forward).with_(grad_output=call.arguments["grad_output"]))
     assert all(x.isfinite().all() for x in got.values())
     assert (got["grad_query"][..., 0, :] == 0).all() and got["grad_sinks"][0] == 0
     torch.testing.assert_close(got["grad_query"][..., 1:, :], want["grad_query"][..., 1:, :])
@@ -60,7 +50,9 @@ def check_merge(kernel: Kernel, call: Call) -> None:
     lse, output = ("lse_a", "output_a") if kernel.op == "merge_state" else ("lses", "outputs")
     empty = torch.rand(call.arguments[lse].shape) < 0.5
     outputs = call.arguments[output].masked_fill(empty[..., None], float("nan"))
-    found = [results_of(kernel, call.with_(**{lse: call.arguments[lse].masked_fill(empty, sign), output: outputs})) for sign in (-INF, INF)]
+    found = [
+        results(kernel.run, call.with_(**{lse: call.arguments[lse].masked_fill(empty, sign), output: outputs})) for sign in (-INF, INF)
+    ]
     for name, x in found[0].items():
         assert torch.equal(found[1][name], x), name
         assert not x.isnan().any()
@@ -77,11 +69,11 @@ def cases_of(kernel: Kernel) -> list[Call]:
     return [call for call in calls if call is not None]
 
 
-def runs_here(kernel: Kernel) -> bool:
-    return not kernel.absences(Target("cpu")) and (kernel.op not in SUNK or "sinks" in kernel.takes)
+def has_infinity(kernel: Kernel) -> bool:
+    return kernel.op in CHECKS and runs_here(kernel) and (kernel.op not in SUNK or "sinks" in kernel.takes)
 
 
-@pytest.mark.parametrize("kernel", [pytest.param(k, id=f"{k.op}.{k.name}") for k in all_kernels() if k.op in CHECKS and runs_here(k)])
+@pytest.mark.parametrize("kernel", those(has_infinity))
 def test_infinity_is_no_nan(kernel):
     calls = cases_of(kernel)
     if not calls:

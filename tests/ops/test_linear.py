@@ -1,34 +1,28 @@
 """Linear layers: `aten` is transformers' own layers bit for bit, and what a compiler makes of it; leading dims of any number."""
 
+from importlib import import_module
+
 import pytest
 import torch
 
 from attnops import ops
+from attnops.ops.case_data import BF16, F16, F32
 from attnops.testing import Source
 from tests.lowering.models import compiled_code, kernel_calls
 
 transformers = pytest.importorskip("transformers")
 
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 H, M = 48, 80
+ACTIVATIONS = {"llama": ("silu", {}), "gemma": ("gelu_tanh", {"hidden_activation": "gelu_pytorch_tanh"})}
 
 
 def layers(family, dtype):
     """(norm, what to add to its gain, MLP, activation) of a family, with random weights."""
-    from transformers.models.gemma import modeling_gemma as gemma
-    from transformers.models.llama import modeling_llama as llama
-
+    module, name = import_module(f"transformers.models.{family}.modeling_{family}"), family.title()
+    activation, more = ACTIVATIONS[family]
     sizes = {"hidden_size": H, "intermediate_size": M, "num_attention_heads": 4, "num_key_value_heads": 2}
-    made = {
-        "llama": (llama.LlamaRMSNorm, llama.LlamaMLP, transformers.LlamaConfig(**sizes), "silu"),
-        "gemma": (
-            gemma.GemmaRMSNorm,
-            gemma.GemmaMLP,
-            transformers.GemmaConfig(**sizes, hidden_activation="gelu_pytorch_tanh"),
-            "gelu_tanh",
-        ),
-    }
-    norm, mlp, config, activation = made[family]
+    config = getattr(transformers, f"{name}Config")(**sizes, **more)
+    norm, mlp = (getattr(module, f"{name}{part}") for part in ("RMSNorm", "MLP"))
     norm, mlp, source = norm(H, 1e-5).to(dtype), mlp(config).to(dtype), Source(3)
     for p in (*norm.parameters(), *mlp.parameters()):
         p.data = source.normal(*p.shape, dtype=dtype, spread=0.3)

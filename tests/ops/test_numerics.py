@@ -1,7 +1,5 @@
 """Every kernel on every point of the grid, against the exact result; and the reference against the plain formula."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -11,8 +9,8 @@ from attnops.core.kernel import all_kernels, kernels_of
 from attnops.ops import OPS
 from attnops.ops.attention import reference as formulas
 from attnops.testing import CASES, Features, Pages, Source, check_kernel, gradient_call, make_call, oracle
-from tests.checks import right_or_skipped
-from tests.formula import clean, gradients, plain
+from tests.checks import results, right_or_skipped, runs_here
+from tests.formula import clean, formula, gradients
 from tests.ops.strategies import CALLS
 
 INF = float("inf")
@@ -21,7 +19,7 @@ INF = float("inf")
 def points(kernel):
     """The cases of its op; the first alone, for its text, where the machine is what the kernel refuses, and not the case."""
     cases = CASES[kernel.op]
-    return cases[:1] if {r.field for r in kernel.refusals(cases[0].call().problem)} & {"package", "target"} else cases
+    return cases if runs_here(kernel) else cases[:1]
 
 
 GRID = [pytest.param(k, c, id=f"{c.op}-{k.name}-{c.label}") for k in all_kernels() for c in points(k)]
@@ -61,68 +59,6 @@ def test_every_grid_point_is_answered(op):
 # The reference itself -------------------------------------------------------------------------------------------------
 
 
-def dequantised(t, name, scale):
-    """A tensor in float64, by its scale, of which heads may have one each or several of them one."""
-    x = t[name].double()
-    if t.get(scale) is None:
-        return x
-    scales = t[scale].double()
-    return x * scales.repeat_interleave(max(x.shape[-2] // len(scales), 1) if scale == "q_scale" else 1).reshape(-1, 1)
-
-
-def in_pages(pages, row, length):
-    """The first `length` tokens of the pages that a row of a page table lists."""
-    at, page = torch.arange(length), pages.shape[1]
-    return pages.flatten(0, 1)[row[at // page].long() * page + at % page]
-
-
-def keys_of(call, b):
-    """Keys and values `[L, Hkv, ...]` of a request."""
-    t = call.arguments
-    if call.op == "varlen_attention":
-        rows = slice(*t["cu_seqlens_k"].tolist()[b : b + 2])
-        return dequantised(t, "key", "k_scale")[rows], dequantised(t, "value", "v_scale")[rows]
-    row, length = t["page_table"][b], int(t["seq_lens"][b])
-    if call.op == "mla_attention":
-        key = in_pages(dequantised(t, "latent_pages", "kv_scale"), row, length)[:, None]
-        return key, key[..., : t["q_nope"].shape[2]]
-    return tuple(in_pages(dequantised(t, f"{x}_pages", f"{x}_scale"), row, length) for x in "kv")
-
-
-def requests(call):
-    """(query, key, value, mask `[Hq or 1, n, L]` or None, first key, where in the result) of every request."""
-    t = call.arguments
-    names = ("q_nope", "q_pe") if call.op == "mla_attention" else ("query",)
-    query, mask = torch.cat([dequantised(t, n, "q_scale") for n in names], -1), t.get("mask")
-    if call.op == "attention":
-        batch, queries, heads, _ = query.shape
-        key, value = dequantised(t, "key", "k_scale"), dequantised(t, "value", "v_scale")
-        mask = None if mask is None else mask.expand(batch, heads, queries, -1)
-        for b in range(batch):
-            start, end = (int(t[n][b]) if n in t else other for n, other in (("kv_start", 0), ("kv_end", key.shape[1])))
-            yield query[b], key[b, :end], value[b, :end], None if mask is None else mask[b, ..., :end], start, b
-        return
-    for b, (first, last) in enumerate(pairwise(t["cu_seqlens_q"].tolist())):
-        key, value = keys_of(call, b)
-        yield query[first:last], key, value, None if mask is None else mask[None, first:last, : len(key)], 0, slice(first, last)
-
-
-def by_formula(call):
-    """(output, lse) in float64. A token's temperature is a factor of its logits and of their cap."""
-    t = {**call.arguments, "causal": call.record.causal}
-    wanted = torch.zeros_like(oracle(call)["output"])
-    lse = torch.full(wanted.shape[:-1], -INF, dtype=torch.float64)
-    for query, key, value, mask, start, where in requests(call):
-        given = query, key, value, mask, t.get("sinks")
-        if "temperature" not in t:
-            wanted[where], lse[where] = plain(*given, t, start)
-            continue
-        for i, factor in enumerate(t["temperature"][where].tolist()):
-            output, z = plain(*given, t | {"scale": t["scale"] * factor, "softcap": t.get("softcap", 0.0) * factor}, start)
-            wanted[where][i], lse[where][i] = output[i], z[i]
-    return wanted, lse
-
-
 BY_FORMULA = ("attention", "varlen_attention", "paged_attention", "mla_attention")
 
 
@@ -130,7 +66,7 @@ BY_FORMULA = ("attention", "varlen_attention", "paged_attention", "mla_attention
 @pytest.mark.parametrize("case", [c for op in BY_FORMULA for c in CASES[op]], ids=str)
 def test_reference_equals_the_formula(case):
     call = clean(case.call())
-    got, (wanted, lse) = oracle(call), by_formula(call)
+    got, (wanted, lse) = oracle(call), formula(call)
     torch.testing.assert_close(got["output"], wanted, rtol=1e-11, atol=1e-11)
     if "lse" in call.arguments or "return_lse" in call.arguments:
         torch.testing.assert_close(got["lse"].double(), lse, rtol=1e-6, atol=1e-6)
@@ -172,9 +108,7 @@ def widened(call):
 
 
 def output_of(call):
-    given = call.map(lambda n, t: t.clone())
-    returned = OPS[call.op].reference(given.record)
-    return given.arguments["output"] if returned is None else returned[0]
+    return results(OPS[call.op].reference, call)["output"]
 
 
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
@@ -183,7 +117,7 @@ def output_of(call):
 def test_the_reference_is_exact_at_large_logits(op, sign, sinks, monkeypatch):
     """In float32, too, whose steps at 46,000 are 1 / 256: exp(logit - lse) would be off by as much."""
     call = loud(op, sign, sinks)
-    torch.testing.assert_close(output_of(call), by_formula(call)[0], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(output_of(call), formula(call)[0], rtol=1e-9, atol=1e-9)
     found = formulas.scores
 
     # Of float32's own products and sums nothing is asked here: both are given the same logits.

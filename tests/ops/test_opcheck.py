@@ -10,6 +10,7 @@ from attnops.core.select import choose
 from attnops.ops import OPS
 from attnops.testing import CASES, Call, Features, Source, check_kernel, make_call
 from tests.helpers import ready_process
+from tests.ops.calls import OVERLOADS
 
 # What opcheck says of itself is noise; what our own code is told must be an error.
 pytestmark = [
@@ -30,7 +31,6 @@ CHECKS = {"test_schema", "test_autograd_registration", "test_faketensor", "test_
 BLIND = "not implemented for 'Float8"
 """Where test_schema itself fails: torch.allclose, by which it sees mutation, knows no float8."""
 
-OVERLOADS = [(op, name) for op in OPS for name in ("default", *kernels_of(op))]
 DIFFERENTIABLE = [(op, name) for op, name in OVERLOADS if OPS[op].autograd is not None]
 
 

@@ -7,7 +7,8 @@ from hypothesis import given, settings, strategies as st
 import attnops
 from attnops import ops
 from attnops.core.kernel import kernels_of
-from attnops.testing import CASES, Call, Features, Pages, Source, make_call
+from attnops.testing import Call, Features, Pages, Source, make_call
+from tests.checks import case_of
 from tests.ops.strategies import CALLS
 
 PAGED = ("query", "k_pages", "v_pages", "page_table", "seq_lens", "cu_seqlens_q")
@@ -53,7 +54,7 @@ def test_written_keys_are_read_back(data):
 
 
 def test_paged_attention_writes_into_what_it_is_given():
-    t = next(c for c in CASES["paged_attention"] if c.label == "lse").call().arguments
+    t = case_of("paged_attention", "lse").arguments
     output, lse, given = t["output"], t["lse"].fill_(float("nan")), [t[n] for n in PAGED]
     asked = {"max_seqlen_q": 4, "causal": False, "kernel": "reference"}
     returned = attnops.paged_attention(*given, **asked, output=output, lse=lse)
@@ -109,11 +110,17 @@ def test_cu_seqlens_and_token_rows(lens, dtype, more):
     is_row(ops.token_rows(starts, count), (rows + [-1] * max(more, 0))[:count])
 
 
+def drawn_table(data, batch, width, least):
+    """A page table as lists, and as a tensor."""
+    rows = [[data.draw(st.integers(least, 99)) for _ in range(width)] for _ in range(batch)]
+    return rows, torch.tensor(rows, dtype=torch.int32).reshape(batch, width)
+
+
 @given(st.data(), INDEX, PAGE)
 @settings(max_examples=40)
 def test_slot_mapping(data, dtype, page):
     batch, width, tokens = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 3)), data.draw(st.integers(0, 8))
-    table = [[data.draw(st.integers(-1, 9)) for _ in range(width)] for _ in range(batch)]
+    table, named = drawn_table(data, batch, width, -1)
     positions = [data.draw(st.integers(-2, page * 4)) for _ in range(tokens)]
     rows = [data.draw(st.integers(-1, batch - 1)) for _ in range(tokens)]
 
@@ -122,7 +129,6 @@ def test_slot_mapping(data, dtype, page):
             return -1
         return table[row][position // page] * page + position % page
 
-    named = torch.tensor(table, dtype=torch.int32).reshape(batch, width)
     got = ops.slot_mapping(torch.tensor(positions, dtype=dtype), torch.tensor(rows, dtype=dtype), named, page_size=page)
     is_row(got, list(map(slot, positions, rows)), torch.int64)
 
@@ -131,11 +137,10 @@ def test_slot_mapping(data, dtype, page):
 @settings(max_examples=40)
 def test_kv_indices(data, dtype, page):
     batch, width = data.draw(st.integers(0, 4)), data.draw(st.integers(0, 4))
-    table = [[data.draw(st.integers(0, 99)) for _ in range(width)] for _ in range(batch)]
+    table, named = drawn_table(data, batch, width, 0)
     lens = [data.draw(st.integers(0, width * page)) for _ in range(batch)]
     counts = [-(-n // page) for n in lens]
     used = [p for row, n in zip(table, counts, strict=True) for p in row[:n]]
-    named = torch.tensor(table, dtype=torch.int32).reshape(batch, width)
     indptr, indices, last = ops.kv_indices(named, torch.tensor(lens, dtype=dtype), page_size=page)
     is_row(indptr, [sum(counts[:i]) for i in range(batch + 1)])
     is_row(indices, used + [0] * (batch * width - len(used)))

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from attnops.core.errors import RegistrationError
-from attnops.core.kernel import Kernel, Registry, all_kernels, kernels_of, register
+from attnops.core.kernel import Kernel, Registry, kernels_of, register
 from attnops.core.op import check_binding
 from attnops.core.problem import Problem, Target, problem_of
 from attnops.core.record import FLOATS, KW_ONLY, Call, Result, arg, asked, check, fake, record, schema
 from attnops.ops import OPS
+from tests.checks import those
 from tests.helpers import ROOT
 
 PLAIN = Problem("attention", Target(), q_heads=4, kv_heads=2, head_dim=8, v_head_dim=8)
@@ -81,7 +82,7 @@ def test_an_argument_that_is_new_is_refused_until_it_is_listed(argument):
     assert replace(kernel, kv_dtypes=(torch.int8,)).unmet(stored) == ()
 
 
-@pytest.mark.parametrize("kernel", all_kernels(), ids=lambda k: f"{k.op}.{k.name}")
+@pytest.mark.parametrize("kernel", those(lambda kernel: True))
 def test_every_kernel_refuses_what_it_does_not_list(kernel):
     """An argument that is new, or on by default, and a dtype: of an op as it may be one day."""
     problem = Problem(kernel.op, Target(), dtype=torch.complex64, kv_dtype=torch.complex64, asks=frozenset({"slope"}))

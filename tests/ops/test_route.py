@@ -14,7 +14,7 @@ from attnops.core.problem import Extent, Target, altered
 from attnops.core.select import select
 from attnops.ops.experts.cases import V3
 from attnops.ops.experts.route import Route, is_allowed
-from attnops.testing import CASES
+from tests.checks import case_of
 from tests.mates import POLICY
 from tests.triton.checks import SM90
 
@@ -91,7 +91,7 @@ def test_every_number_is_an_expert(row, more):
 
 @pytest.mark.parametrize("name", ["reference", "aten"])
 def test_a_token_does_not_see_its_mates(name):
-    call = next(c for c in CASES["route"] if c.label == "ties-all").call()
+    call = case_of("route", "ties-all")
     whole = [t.clone() for t in run(call, name)]
     for t in range(9):
         alone = run(call.map(lambda n, x, t=t: x if n == "bias" else x[t : t + 1].clone()), name)
@@ -108,7 +108,7 @@ def run(call, name):
     (Target("cuda", 90, ()), {}, "aten"), (Target(), {}, "aten"),
 ])  # fmt: skip
 def test_which_kernel_is_chosen(target, change, chosen):
-    problem = next(c for c in CASES["route"] if c.label == "deepseek_v3").call().problem
+    problem = case_of("route", "deepseek_v3").problem
     assert select(altered(problem, target=target, **change)).kernel.name == chosen
 
 

@@ -3,6 +3,7 @@
 import math
 import struct
 from dataclasses import replace
+from itertools import accumulate, chain
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from attnops.core.kernel import kernels_of
 from attnops.ops import OPS
 from attnops.ops.latent.cases import SMALL
 from attnops.ops.sparse.packed_format import GROUP, pack, packed_bytes, unpack
-from attnops.testing import CASES, Source, make_call, oracle
-from tests.formula import clean, plain
+from attnops.testing import CASES, Call, Source, make_call, oracle
+from tests.formula import clean, formula
 
 INF = float("inf")
 NARROW = [c for c in CASES["sparse_mla_attention"] if not c.label.startswith("deepseek")]
@@ -37,26 +38,19 @@ def read(row: list[int], latent_dim: int, rope_dim: int) -> list[float]:
 
 
 def by_formula(t):
-    """One token at a time, over the keys that it lists, as often as it lists them."""
-    tokens, heads, latent_dim = t["q_nope"].shape
-    factor = float(t.get("q_scale", 1.0))
-    query = torch.cat([t["q_nope"].double(), t["q_pe"].double()], -1)
-    rows, outputs, lses = t["latent_pages"].flatten(0, 1), [], []
-    for i in range(tokens):
-        length = int(t["topk_length"][i]) if "topk_length" in t else t["indices"].shape[1]
-        listed = rows[[slot for slot in t["indices"][i, :length].tolist() if slot >= 0]]
-        if rows.dtype == torch.uint8:
-            numbers = [read(row, latent_dim, t["q_pe"].shape[2]) for row in listed.tolist()]
-            keys = torch.tensor(numbers, dtype=torch.float64).reshape(len(numbers), query.shape[2])
-        else:
-            keys = listed.double() * t["kv_scale"].double() if "kv_scale" in t else listed.double()
-        keys = keys[:, None]
-        sees_all = {"scale": t["scale"] * factor, "causal": False}
-        output, lse = plain(query[i : i + 1], keys, keys[..., :latent_dim], None, t.get("sinks"), sees_all)
-        outputs.append(output)
-        lses.append(lse)
-    none = query.new_zeros(0, heads)
-    return torch.cat([none[..., None].expand(-1, -1, latent_dim), *outputs]), torch.cat([none, *lses])
+    """As packed attention of one token a request, over the keys that it lists, as often as it lists them."""
+    latent_dim, rope_dim = t["q_nope"].shape[2], t["q_pe"].shape[2]
+    lengths = t["topk_length"].tolist() if "topk_length" in t else [None] * len(t["indices"])
+    listed = [[slot for slot in row[:n] if slot >= 0] for row, n in zip(t["indices"].tolist(), lengths, strict=True)]
+    rows = t["latent_pages"].flatten(0, 1)[torch.tensor([*chain(*listed)], dtype=torch.long)]
+    if rows.dtype == torch.uint8:
+        numbers = [read(row, latent_dim, rope_dim) for row in rows.tolist()]
+        rows = torch.tensor(numbers, dtype=torch.float64).reshape(-1, latent_dim + rope_dim)
+    key = rows[:, None]
+    given = {"query": torch.cat([t["q_nope"].double(), t["q_pe"].double()], -1), "key": key, "value": key[..., :latent_dim]}
+    starts = {"cu_seqlens_q": range(len(listed) + 1), "cu_seqlens_k": accumulate(map(len, listed), initial=0)}
+    given |= {n: torch.tensor([*ends]) for n, ends in starts.items()} | {"k_scale": t.get("kv_scale"), "v_scale": t.get("kv_scale")}
+    return formula(Call("varlen_attention", given | {n: t[n] for n in ("scale", "sinks", "q_scale") if n in t}))
 
 
 @pytest.mark.parametrize("case", NARROW, ids=str)

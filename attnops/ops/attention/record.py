@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -12,10 +12,13 @@ from attnops.core.eager_cache import key_for
 from attnops.core.errors import InvalidInput, NoGradient, fail
 from attnops.core.op import OPS, Op, applied, below, blank, define, tensors_of
 from attnops.core.problem import surely
-from attnops.core.record import FLOAT32, FLOATS, KW_ONLY, MASK, QUERY, STORED, Result, Sizes, arg, changed, record
+from attnops.core.record import FLOAT32, FLOATS, KW_ONLY, MASK, QUERY, STORED, Fact, Result, Sizes, arg, changed, record
 from attnops.ops import rules, typical
 from attnops.ops.attention import by_sdpa, reference
 from attnops.ops.attention.bias import as_rule
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 SIZES = {"tokens": "B * S", "queries": "S", "context": "K"}
 
@@ -59,6 +62,7 @@ def differentiable(run: Any, call: Any) -> tuple[Tensor, Tensor]:
     return output, lse if call.return_lse else lse.new_empty(0)
 
 
+MASKS = arg("1 | B, 1 | Hq, 1 | S, K", MASK, default=None, facts=rules.MASK_FACTS)
 RESULTS = (Result("output", "B, S, Hq, Dv", rules.result_dtype), Result("lse", "B, S, Hq", when="return_lse"))
 
 
@@ -69,14 +73,14 @@ class Attention(rules.Visible):
     query: Tensor = arg("B, S, Hq, D", QUERY, unit_stride=True, holds="queries")
     key: Tensor = arg("B, K, Hkv, D", STORED, unit_stride=True, holds="keys")
     value: Tensor = arg("B, K, Hkv, Dv", "key", unit_stride=True, holds="keys")
-    mask: Tensor | None = arg("1 | B, 1 | Hq, 1 | S, K", MASK, default=None, facts=rules.MASK_FACTS)
-    sinks: Tensor | None = arg("Hq", FLOATS, default=None, facts=rules.SINKS)
+    mask: Tensor | None = MASKS
+    sinks: Tensor | None = rules.SINK_LOGITS
     k_scale: Tensor | None = rules.KEY_SCALE
     v_scale: Tensor | None = rules.KEY_SCALE
     kv_start: Tensor | None = rules.FIRST_KEYS
     kv_end: Tensor | None = rules.ENDS_OF_KEYS
     _: KW_ONLY
-    return_lse: bool = arg(default=False, facts=rules.LSE)
+    return_lse: bool = rules.RETURN_LSE
     q_scale: Tensor | None = rules.QUERY_SCALE
 
 
@@ -109,12 +113,12 @@ class AttentionBackward(rules.Visible):
     value: Tensor = arg("B, K, Hkv, Dv", "key", unit_stride=True, holds="keys")
     output: Tensor = arg("B, S, Hq, Dv", FLOATS)
     lse: Tensor = arg("B, S, Hq", FLOAT32)
-    mask: Tensor | None = arg("1 | B, 1 | Hq, 1 | S, K", MASK, default=None, facts=rules.MASK_FACTS)
-    sinks: Tensor | None = arg("Hq", FLOATS, default=None, facts=rules.SINKS)
+    mask: Tensor | None = MASKS
+    sinks: Tensor | None = rules.SINK_LOGITS
     kv_start: Tensor | None = rules.FIRST_KEYS
     kv_end: Tensor | None = rules.ENDS_OF_KEYS
     _: KW_ONLY
-    mask_grad: bool = arg(default=False, facts=rules.MASK_GRAD)
+    mask_grad: bool = arg(default=False, facts=(Fact("mask_grad"),))
 
 
 BACKWARD = define(
@@ -130,20 +134,33 @@ BACKWARD = define(
 )
 
 
+class Options(TypedDict, total=False):
+    """The options of `attention` and `varlen_attention`, for type checkers."""
+
+    scale: float | None
+    causal: bool
+    window: tuple[int, int]
+    softcap: float
+    mask: Tensor | None
+    sinks: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    q_scale: Tensor | None
+    attention_chunk: int
+    kernel: str | None
+
+
+class _Ranged(Options, total=False):
+    kv_start: Tensor | None
+    kv_end: Tensor | None
+
+
+@overload
+def attention(query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[False] = False, **more: Unpack[_Ranged]) -> Tensor: ...
 @overload
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[False] = False, scale: float | None = None, causal: bool = False,
-    window: tuple[int, int] = (-1, -1), softcap: float = 0.0, mask: Tensor | None = None, sinks: Tensor | None = None,
-    k_scale: Tensor | None = None, v_scale: Tensor | None = None, kv_start: Tensor | None = None, kv_end: Tensor | None = None,
-    q_scale: Tensor | None = None, attention_chunk: int = 0, kernel: str | None = None,
-) -> Tensor: ...  # fmt: skip
-@overload
-def attention(
-    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[True], scale: float | None = None, causal: bool = False,
-    window: tuple[int, int] = (-1, -1), softcap: float = 0.0, mask: Tensor | None = None, sinks: Tensor | None = None,
-    k_scale: Tensor | None = None, v_scale: Tensor | None = None, kv_start: Tensor | None = None, kv_end: Tensor | None = None,
-    q_scale: Tensor | None = None, attention_chunk: int = 0, kernel: str | None = None,
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[True], **more: Unpack[_Ranged]
+) -> tuple[Tensor, Tensor]: ...
 def attention(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None, causal: bool = False,
     window: tuple[int, int] = rules.UNBOUNDED, softcap: float = 0.0, mask: Tensor | None = None, sinks: Tensor | None = None,

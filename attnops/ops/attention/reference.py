@@ -78,13 +78,18 @@ def attend(
     return out.reshape(b, s, hq, value.shape[3]), lse
 
 
+def _finite(top: Tensor) -> Tensor:
+    """The greatest logit, or 0 where all are -inf."""
+    return torch.where(top == float("-inf"), 0.0, top)
+
+
 def softmax(logits: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """(weights like `logits`, largest logit, sum of exp(logit - largest)), the last two `[B, Hq, S]`; the sum of no key is 0."""
     shape = logits.shape[:-1]
     top = logits.amax(-1) if logits.shape[-1] else logits.new_full(shape, float("-inf"))
     if sinks is not None:
         top = torch.maximum(top, sinks.to(top.dtype)[None, :, None].expand(shape))
-    top = torch.where(top == float("-inf"), 0.0, top)
+    top = _finite(top)
     weights = torch.exp(logits - top[..., None])
     total = weights.sum(-1)
     if sinks is not None:
@@ -213,16 +218,19 @@ def empty_as_minus_inf(lse: Tensor) -> Tensor:
     return torch.where(lse == float("inf"), float("-inf"), lse)
 
 
+def _logits(lse: Tensor, output: Tensor) -> Tensor:
+    """An lse in the accumulation dtype of its output."""
+    return empty_as_minus_inf(lse.to(torch.promote_types(output.dtype, torch.float32)))
+
+
 def merge_state(call: MergeState) -> tuple[Tensor, Tensor]:
     """merged = (exp(a - m) O_a + exp(b - m) O_b) / (exp(a - m) + exp(b - m)), lse = m + log(...), m = max(a, b)."""
     output_a, output_b = call.output_a, call.output_b
-    wide = torch.float64 if output_a.dtype == torch.float64 else torch.float32
-    a, b = empty_as_minus_inf(call.lse_a.to(wide)), empty_as_minus_inf(call.lse_b.to(wide))
-    m = torch.maximum(a, b)
-    m = torch.where(m == float("-inf"), torch.zeros_like(m), m)
+    a, b = (_logits(lse, output_a) for lse in (call.lse_a, call.lse_b))
+    m = _finite(torch.maximum(a, b))
     wa, wb = torch.exp(a - m), torch.exp(b - m)
     total = wa + wb
-    safe = torch.where(total > 0, total, torch.ones_like(total))
+    safe = torch.where(total > 0, total, 1.0)
 
     def part(output: Tensor, weight: Tensor) -> Tensor:
         # An empty side has weight 0 and may hold anything.
@@ -235,9 +243,8 @@ def merge_state(call: MergeState) -> tuple[Tensor, Tensor]:
 def merge_states(call: MergeStates) -> tuple[Tensor, Tensor]:
     """As `merge_state`, over the parts in dim 1."""
     outputs = call.outputs
-    z = empty_as_minus_inf(call.lses.double() if outputs.dtype == torch.float64 else call.lses.float())
-    m = z.amax(1, keepdim=True)
-    m = torch.where(m == float("-inf"), 0.0, m)
+    z = _logits(call.lses, outputs)
+    m = _finite(z.amax(1, keepdim=True))
     weights = torch.exp(z - m)
     total = weights.sum(1)
     # An empty part has weight 0 and may hold anything.
@@ -253,10 +260,8 @@ def merge_gradients(
 
     With p the share of a part, exp(lse_i) / sum exp(lse): grad output_i = p g, and grad lse_i = p (g . (output_i - merged) + grad_lse).
     """
-    wide = torch.float64 if outputs.dtype == torch.float64 else torch.float32
-    z = empty_as_minus_inf(lses.to(wide))
-    m = z.amax(1, keepdim=True)
-    weights = torch.exp(z - torch.where(m == float("-inf"), 0.0, m))
+    z = _logits(lses, outputs)
+    wide, weights = z.dtype, torch.exp(z - _finite(z.amax(1, keepdim=True)))
     total = weights.sum(1, keepdim=True)
     shares = weights / torch.where(total > 0, total, 1.0)
     # An empty part has share 0 and may hold anything.

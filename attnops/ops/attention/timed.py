@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from attnops.core.problem import Problem, altered
 from attnops.ops.sweeps import (
@@ -28,6 +27,7 @@ from attnops.ops.sweeps import (
     prefill,
     toy,
 )
+from attnops.ops.typical import Leaves
 
 DENSE = Problem.kind("attention", **LLAMA, sizes_equal=True)
 PADDED = Problem.kind("attention", **LLAMA, kv_range=True)
@@ -38,16 +38,16 @@ PACKED_GRADIENT = altered(PACKED, op="varlen_attention_backward", grad=True)
 # Times are flat within a tile of 64 or 128 queries and jump at the next one: 128 and 136, 256 and 272.
 LONG_PROMPTS = (32.0, 64.0, 128.0, 136.0, 192.0, 256.0, 272.0, 384.0, 512.0, 640.0, *powers(1024, 16384))
 TRAINED, LONG = powers(512, 32768), powers(512, 32768, 4)
-BOTH_SIDES: dict[str, Any] = {"causal": False}
-WINDOW: dict[str, Any] = {"window": (1023, -1)}
-GPT_OSS_WHOLE: dict[str, Any] = GPT_OSS | {"window": (-1, -1)}
-D96: dict[str, Any] = MHA | {"head_dim": 96, "v_head_dim": 96}
+BOTH_SIDES: Leaves = {"causal": False}
+WINDOW: Leaves = {"window": (1023, -1)}
+GPT_OSS_WHOLE: Leaves = GPT_OSS | {"window": (-1, -1)}
+D96: Leaves = MHA | {"head_dim": 96, "v_head_dim": 96}
 TRAINING = 20
 """The turn of the first training steps. Each step has one; its forward is timed with it."""
 
 
-def _gradients(kind: Problem, *last: dict[str, Any]) -> tuple[Sweep, ...]:
-    kinds: tuple[dict[str, Any], ...] = (D64_4, GPT_OSS, WINDOW, DEEPSEEK, {"softcap": True}, D256, D64_MHA, MHA, *last)
+def _gradients(kind: Problem, *last: Leaves) -> tuple[Sweep, ...]:
+    kinds: tuple[Leaves, ...] = (D64_4, GPT_OSS, WINDOW, DEEPSEEK, {"softcap": True}, D256, D64_MHA, MHA, *last)
     longer = (prefill(TRAINING + i, kind, (1.0, 4.0, 16.0), LONG, **more) for i, more in enumerate(kinds, 1))
     return prefill(TRAINING, kind, (1.0, 2.0, 4.0, 16.0), TRAINED), *longer
 

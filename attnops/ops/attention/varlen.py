@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 from torch import Tensor
 
@@ -12,11 +12,15 @@ from attnops.core.op import Op, define
 from attnops.core.record import FLOAT32, FLOATS, INT32, KW_ONLY, MASK, QUERY, STORED, Result, arg, record
 from attnops.ops import rules, typical
 from attnops.ops.attention import reference
-from attnops.ops.attention.record import differentiable
+from attnops.ops.attention.record import Options, differentiable
+
+if TYPE_CHECKING:
+    from typing_extensions import Required, Unpack
 
 SIZES, LEAST = {"batch": "starts - 1"}, {"starts": ">= 1", **rules.HEADS}
 
 
+MASKS = arg("T, >= max_seqlen_k", MASK, default=None, facts=rules.MASK_FACTS)
 RESULTS = (Result("output", "T, Hq, Dv", rules.result_dtype), Result("lse", "T, Hq", when="return_lse"))
 
 
@@ -29,14 +33,14 @@ class VarlenAttention(rules.Visible, rules.Lengths):
     value: Tensor = arg("N, Hkv, Dv", "key", unit_stride=True, holds="keys")
     cu_seqlens_q: Tensor = arg("starts", INT32, holds="starts_of_queries")
     cu_seqlens_k: Tensor = arg("starts", INT32, holds="starts_of_keys")
-    mask: Tensor | None = arg("T, >= max_seqlen_k", MASK, default=None, facts=rules.MASK_FACTS)
-    sinks: Tensor | None = arg("Hq", FLOATS, default=None, facts=rules.SINKS)
+    mask: Tensor | None = MASKS
+    sinks: Tensor | None = rules.SINK_LOGITS
     k_scale: Tensor | None = rules.KEY_SCALE
     v_scale: Tensor | None = rules.KEY_SCALE
     _: KW_ONLY
-    return_lse: bool = arg(default=False, facts=rules.LSE)
+    return_lse: bool = rules.RETURN_LSE
     q_scale: Tensor | None = rules.QUERY_SCALE
-    padded: bool = arg(default=True, hint=True, facts=rules.PADDED)
+    padded: bool = rules.PADDED
 
 
 VARLEN = define(
@@ -69,10 +73,10 @@ class VarlenAttentionBackward(rules.Visible, rules.Lengths):
     lse: Tensor = arg("T, Hq", FLOAT32)
     cu_seqlens_q: Tensor = arg("starts", INT32, holds="starts_of_queries")
     cu_seqlens_k: Tensor = arg("starts", INT32, holds="starts_of_keys")
-    mask: Tensor | None = arg("T, >= max_seqlen_k", MASK, default=None, facts=rules.MASK_FACTS)
-    sinks: Tensor | None = arg("Hq", FLOATS, default=None, facts=rules.SINKS)
+    mask: Tensor | None = MASKS
+    sinks: Tensor | None = rules.SINK_LOGITS
     _: KW_ONLY
-    padded: bool = arg(default=True, hint=True, facts=rules.PADDED)
+    padded: bool = rules.PADDED
 
 
 BACKWARD = define(
@@ -88,21 +92,21 @@ BACKWARD = define(
 )
 
 
+class _Packed(Options, total=False):
+    max_seqlen_q: Required[int]
+    max_seqlen_k: Required[int]
+    padded: bool
+
+
 @overload
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *, max_seqlen_q: int, max_seqlen_k: int,
-    return_lse: Literal[False] = False, scale: float | None = None, causal: bool = False, window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0, mask: Tensor | None = None, sinks: Tensor | None = None, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None, q_scale: Tensor | None = None, attention_chunk: int = 0, padded: bool = True,
-    kernel: str | None = None,
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *, return_lse: Literal[False] = False,
+    **more: Unpack[_Packed],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *, max_seqlen_q: int, max_seqlen_k: int,
-    return_lse: Literal[True], scale: float | None = None, causal: bool = False, window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0, mask: Tensor | None = None, sinks: Tensor | None = None, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None, q_scale: Tensor | None = None, attention_chunk: int = 0, padded: bool = True,
-    kernel: str | None = None,
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *, return_lse: Literal[True],
+    **more: Unpack[_Packed],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *, max_seqlen_q: int, max_seqlen_k: int,

@@ -5,18 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnops.ops.case_data import BF16, F16, F32, F64, I32, Given, Grid, Rows, Scene
+from attnops.ops.case_data import BF16, F16, F32, F64, I32, Given, Grid, Rows, Scene, at
 
 SMALL, WIDE = (24, 20, 28), (144, 72, 136)
 FEW = (*SMALL, 6, 2)
 OSS = {"bias": True, "along": True, "interleaved": True, "alpha": 1.702, "limit": 0.9, "offset": 1.0}
 ODD, BIAS, ALONG = {"odd": True}, {"bias": True}, {"along": True}
 EXPERTS: Rows = {
-    "plain": (3, FEW), "bias": (3, FEW, BIAS), "gelu": (3, FEW, {"activation": "gelu"}),
-    "gelu_tanh": (3, FEW, {"activation": "gelu_tanh"}), "interleaved": (3, FEW, {"interleaved": True}),
-    "limit": (3, FEW, {"limit": 0.5}), "alpha": (3, FEW, {"alpha": 1.702}), "offset": (3, FEW, {"offset": 1.0}),
-    "along": (3, FEW, ALONG), "all": (3, FEW, OSS), "odd": (7, (*SMALL, 6, 3), ODD), "int32": (3, FEW, {"index": I32}),
-    "no_tokens": (0, FEW), "one_number": (1, (1, 1, 1, 1, 1)), "one_expert": (3, (*SMALL, 1, 1)),
+    **at((3, FEW), {
+        "plain": {}, "bias": BIAS, "gelu": {"activation": "gelu"}, "gelu_tanh": {"activation": "gelu_tanh"},
+        "interleaved": {"interleaved": True}, "limit": {"limit": 0.5}, "alpha": {"alpha": 1.702}, "offset": {"offset": 1.0},
+        "along": ALONG, "all": OSS, "int32": {"index": I32},
+    }),
+    "odd": (7, (*SMALL, 6, 3), ODD), "no_tokens": (0, FEW), "one_number": (1, (1, 1, 1, 1, 1)), "one_expert": (3, (*SMALL, 1, 1)),
     "float64": (3, FEW, F64, OSS),
     "float32_one_token": (1, (*WIDE, 6, 3), OSS), "float32_one_token-odd": (2, (*SMALL, 6, 3), {**OSS, **ODD}),
     **{f"{name}-{tokens}_tokens": (tokens, (*WIDE, 8, 3), BF16, {"weights": BF16}, *more) for tokens in (1, 2, 17, 64, 65)
@@ -39,11 +40,12 @@ V3 = {**SIGMOID, **NORMAL, **SHIFTED, "groups": 4, "top_groups": 2, "group_best"
 TIES, EXTREME, APART = {"ties": True}, {"odd": True}, {"along": True}
 FEW_OF_24 = (3, 24, 4)
 ROUTES: Rows = {
-    "plain": FEW_OF_24, "sigmoid": (*FEW_OF_24, SIGMOID), "normalize": (*FEW_OF_24, NORMAL), "scale": (*FEW_OF_24, {"scale": 2.5}),
-    "eps": (*FEW_OF_24, NORMAL | {"eps": 0.1}), "eps_sigmoid": (*FEW_OF_24, NORMAL | SIGMOID | {"eps": 0.1}), "bias": (*FEW_OF_24, SHIFTED),
-    "bias_sigmoid": (*FEW_OF_24, SHIFTED | SIGMOID), "groups": (*FEW_OF_24, V2),
-    "group_best": (*FEW_OF_24, V2 | SIGMOID | {"group_best": 3}),
-    "all": (5, 24, 4, V3), "all_groups": (*FEW_OF_24, V3 | {"top_groups": 4}), "groups_of_one": (3, 6, 2, {"groups": 6, "top_groups": 3}),
+    **at(FEW_OF_24, {
+        "plain": {}, "sigmoid": SIGMOID, "normalize": NORMAL, "scale": {"scale": 2.5}, "eps": NORMAL | {"eps": 0.1},
+        "eps_sigmoid": NORMAL | SIGMOID | {"eps": 0.1}, "bias": SHIFTED, "bias_sigmoid": SHIFTED | SIGMOID, "groups": V2,
+        "group_best": V2 | SIGMOID | {"group_best": 3}, "all_groups": V3 | {"top_groups": 4},
+    }),
+    "all": (5, 24, 4, V3), "groups_of_one": (3, 6, 2, {"groups": 6, "top_groups": 3}),
     "no_tokens": (0, 24, 4, V3), "one_expert": (3, 1, 1), "every_expert": (3, 7, 7, NORMAL), "along": (5, 24, 4, APART | V3),
     "float64": (*FEW_OF_24, F64, V3), "float16": (3, 33, 5, F16, {"weights": F16}), "float16_bias": (*FEW_OF_24, F16, V3 | {"bias": F16}),
     **{f"{name}-{kind}": (9, 24, 6, more | rule) for name, more in (("ties", TIES), ("odd", EXTREME))

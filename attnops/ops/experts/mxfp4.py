@@ -12,7 +12,7 @@ from attnops.core.op import Op, define
 from attnops.core.record import FLOATS, INDEX, KW_ONLY, Call, Sizes, arg, need, record
 from attnops.ops import typical
 from attnops.ops.experts.mxfp4_reference import COLUMNS, ROWS, experts as reference
-from attnops.ops.experts.record import prepared
+from attnops.ops.experts.record import enough_experts, facts_of, prepared
 
 WIDE = (torch.bfloat16, torch.float32, torch.float64)
 """Dtypes that hold every weight. float16 does not: its exponents are too few."""
@@ -21,13 +21,13 @@ LEAST = {"E": ">= 1 expert", "In": ">= 1 column", "Half": ">= 1 column", "Out": 
 
 
 def _rules(call: Any, sizes: Sizes) -> None:
-    need(sizes["K"] <= sizes["E"], "top_k_index.shape[1]", sizes["K"], f"<= {sizes['E']} (E, as gate_up.shape[0])")
+    enough_experts(sizes)
     for field, name, step in (("x.shape[1]", "In", COLUMNS), ("down.shape[2]", "Half", COLUMNS // 2), ("down.shape[1]", "Out", ROWS)):
         need(sizes[name] % step == 0, field, sizes[name], f"a multiple of {step}: weights are stored in tiles")
 
 
 def _facts(call: Any, sizes: Sizes) -> dict[str, Any]:
-    return {"in_features": int(sizes["In"]), "out_features": 2 * int(sizes["Half"]), "experts": int(sizes["E"]), "top_k": int(sizes["K"])}
+    return facts_of(2 * sizes["Half"], sizes)
 
 
 @record("mxfp4_experts", least=LEAST, rules=_rules, facts=_facts)

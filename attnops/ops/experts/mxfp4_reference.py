@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from attnops.core.record import values
 from attnops.ops.experts.reference import experts as plain
 
 if TYPE_CHECKING:
@@ -99,17 +100,14 @@ def restored(words: Tensor, scales: Tensor, interleaved: bool) -> tuple[Tensor, 
     return codes[..., 0] | (codes[..., 1] << 4), back - (MOST_SCALE - 2)
 
 
-_SAME = ("x", "top_k_index", "top_k_weights", "gate_up_bias", "down_bias", "alpha", "limit", "offset", "policy", "output")
-
-
 class Decoded(SimpleNamespace):
     """A call of `attnops.ops.mxfp4_experts` as one of `attnops.ops.experts`, whose arguments these are."""
 
     @classmethod
     def of(cls, call: Mxfp4Experts, gate_up: Tensor, down: Tensor) -> Any:
         """The call with these weights."""
-        same = {name: getattr(call, name) for name in _SAME}
-        return cls(**same, gate_up=gate_up, down=down, activation="silu", interleaved=True)
+        given = dict(zip(call.spec.names, values(call), strict=True))
+        return cls(**given | {"gate_up": gate_up, "down": down, "activation": "silu", "interleaved": True})
 
 
 def decoded_call(call: Mxfp4Experts) -> Any:

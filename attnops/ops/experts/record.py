@@ -21,14 +21,24 @@ from attnops.ops.linear.reference import GATES
 LEAST = {"E": ">= 1 expert", "In": ">= 1 column", "Inner": ">= 1 column", "Out": ">= 1 row", "K": ">= 1 expert"}
 
 
-def _rules(call: Any, sizes: Sizes) -> None:
+def enough_experts(sizes: Sizes) -> None:
+    """A token chooses at most as many experts as there are."""
     need(sizes["K"] <= sizes["E"], "top_k_index.shape[1]", sizes["K"], f"<= {sizes['E']} (E, as gate_up.shape[0])")
+
+
+def facts_of(inner: Any, sizes: Sizes) -> dict[str, Any]:
+    """What a Problem says of a mixture. inner: the width of its experts."""
+    return {"in_features": int(sizes["In"]), "out_features": int(inner), "experts": int(sizes["E"]), "top_k": int(sizes["K"])}
+
+
+def _rules(call: Any, sizes: Sizes) -> None:
+    enough_experts(sizes)
     if call.activation != "silu" and call.alpha != 1:
         fail(InvalidInput, "alpha", call.alpha, "1, because activation is not 'silu'")
 
 
 def _facts(call: Any, sizes: Sizes) -> dict[str, Any]:
-    return {"in_features": int(sizes["In"]), "out_features": int(sizes["Inner"]), "experts": int(sizes["E"]), "top_k": int(sizes["K"])}
+    return facts_of(sizes["Inner"], sizes)
 
 
 @record("experts", least=LEAST, rules=_rules, facts=_facts)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from attnops.core.tensors import wide
 from attnops.ops.linear.reference import GATES, saturated
 
 if TYPE_CHECKING:
@@ -20,14 +21,13 @@ if TYPE_CHECKING:
 
 def experts(call: Experts) -> None:
     """The reference of `attnops.ops.experts`."""
-    wide = torch.float64 if call.x.dtype == torch.float64 else torch.float32
-    total = torch.zeros(call.output.shape, dtype=wide, device=call.x.device)
-    x, index, weights = call.x.to(wide), call.top_k_index, call.top_k_weights.to(wide)
+    x, index = wide(call.x), call.top_k_index
+    total, weights = x.new_zeros(call.output.shape), call.top_k_weights.to(x.dtype)
     for e in range(call.gate_up.shape[0]):
         weight = torch.where(index == e, weights, 0.0).sum(1)
-        bias = None if call.gate_up_bias is None else call.gate_up_bias[e].to(wide)
-        h = gated(call, F.linear(x, call.gate_up[e].to(wide), bias), call.x.dtype)
-        y = F.linear(h, call.down[e].to(wide), None if call.down_bias is None else call.down_bias[e].to(wide))
+        bias = None if call.gate_up_bias is None else call.gate_up_bias[e].to(x.dtype)
+        h = gated(call, F.linear(x, call.gate_up[e].to(x.dtype), bias), call.x.dtype)
+        y = F.linear(h, call.down[e].to(x.dtype), None if call.down_bias is None else call.down_bias[e].to(x.dtype))
         y = saturated(y, call.x.dtype)
         # An expert that was not chosen adds nothing, even if it is not finite.
         total += torch.where((index == e).any(1)[:, None], y * weight[:, None], 0.0)

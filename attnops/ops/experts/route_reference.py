@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from attnops.core.tensors import wide
+
 if TYPE_CHECKING:
     from attnops.ops.experts.route import Route
 
 
 def route(call: Route) -> None:
     """The reference of `attnops.ops.route`."""
-    logits = call.logits.to(torch.float64 if call.logits.dtype == torch.float64 else torch.float32)
+    logits = wide(call.logits)
     index = chosen(call, logits, call.bias, call.index.shape[1])
     call.index.copy_(index)
     call.weights.copy_(weighed(call, logits, index))

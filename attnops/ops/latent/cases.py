@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnops.core.tensors import compact
-from attnops.ops.case_data import BF16, E4M3, F16, F32, F64, I32, INT8, Features, Given, Grid, Pages, Rows, Scene, crossed
+from attnops.ops.case_data import BF16, E4M3, EDGES, F16, F32, F64, I32, INT8, Features, Given, Grid, Pages, Rows, Scene, at, crossed
 
 I32_SLOTS = {"index": I32}
 
@@ -44,45 +44,44 @@ SHAPES: Rows = {
 # The head dims of DeepSeek: one decode step on several page sizes, then one thing at a time.
 DECODE: Rows = {
     **{f"page_{n}": ((1, 1, 1), (70, 3, 130), n, TIGHT, DEEPSEEK) for n in (1, 16, 32, 64, 128)},
-    "lse": ((1, 1, 1), (64, 1, 200), 64, TIGHT, LSE), "float16": (*PAIR, deepseek(dtype=F16)),
+    **at(PAIR, {
+        "float16": deepseek(dtype=F16), "one_head": deepseek(q_heads=1), "heads_128": deepseek(q_heads=128),
+        "heads_64": deepseek(q_heads=64), "sinks_heads_128": deepseek(sinks=F32, q_heads=128),
+        "loud": deepseek(loud=True, lse=True), "all_keys": deepseek(causal=False), "float8": deepseek(kv_dtype=E4M3),
+        "float8_both_heads_128": deepseek(q_dtype=E4M3, kv_dtype=E4M3, q_heads=128),
+    }),
+    "lse": ((1, 1, 1), (64, 1, 200), 64, TIGHT, LSE),
     "padded": ((1, 1), (70, 3), 64, TWO, LSE), "idle": ((1, 0, 1), (70, 9, 3), 64, ONE, DEEPSEEK),
     "empty": ((1, 1), (0, 3), 64, TIGHT, LSE), "no_keys": ((1, 1), (0, 0), 64, TIGHT, DEEPSEEK),
     "no_table": ((1, 1), (0, 0), 64, TIGHT, NO_TABLE, LSE),
     "no_pages": ((1,), (0,), 64, TIGHT, NO_PAGES, DEEPSEEK), "no_requests": ((), (), 64, SLACK, DEEPSEEK),
     "nothing": ((), (), 64, NOTHING, SLACK, DEEPSEEK),
     "wide_table": (*PAIR, {"pages": Pages(wider=4)}, DEEPSEEK),
-    "shared": ((1, 1), (70, 90), 64, TIGHT, SHARED, DEEPSEEK), "one_head": (*PAIR, deepseek(q_heads=1)),
-    "heads_128": (*PAIR, deepseek(q_heads=128)), "heads_128_page_128": ((1, 1), (70, 140), 128, TIGHT, deepseek(q_heads=128)),
-    "loud": (*PAIR, deepseek(loud=True, lse=True)), "all_keys": (*PAIR, deepseek(causal=False)),
+    "shared": ((1, 1), (70, 90), 64, TIGHT, SHARED, DEEPSEEK), "heads_128_page_128": ((1, 1), (70, 140), 128, TIGHT, deepseek(q_heads=128)),
     "verify": ((3, 3), (70, 3), 64, TIGHT, LSE),
     **{f"verify_page_{n}": ((2, 4, 1, 3), (70, 9, 130, 64), n, TWO, DEEPSEEK) for n in (1, 16, 128)},
     "verify_heads_128": ((2, 0, 4), (70, 5, 200), 64, ONE, deepseek(q_heads=128, lse=True)),
     "verify_fewer_keys": ((4, 2), (2, 0), 64, TIGHT, LSE), "verify_all_keys": ((4, 2), (9, 70), 64, deepseek(causal=False)),
-    "heads_64": ((1, 1), (70, 130), 64, deepseek(q_heads=64)), "heads_8": ((1, 1), (70, 130), 16, deepseek(q_heads=8)),
+    "heads_8": ((1, 1), (70, 130), 16, deepseek(q_heads=8)),
     "extend": ((70, 5), (130, 5), 64, THREE, LSE), "extend_float16": ((33, 40), (33, 170), 16, deepseek(dtype=F16)),
     "extend_heads_128": ((9, 3), (9, 130), 64, deepseek(q_heads=128)), "long": ((1, 1), (1500, 700), 64, TIGHT, DEEPSEEK),
-    "window": ((1, 3), (70, 130), 64, deepseek(window=(20, -1), lse=True)), "softcap": ((1, 3), (70, 130), 64, deepseek(softcap=5.0)),
-    "sinks": ((1, 3), (70, 2), 64, deepseek(sinks=BF16, lse=True)),
-    "sinks_heads_128": ((1, 1), (70, 2), 64, deepseek(sinks=F32, q_heads=128)),
+    **at(((1, 3), (70, 130), 64), {
+        "window": deepseek(window=(20, -1), lse=True), "softcap": deepseek(softcap=5.0), "sinks": deepseek(sinks=BF16, lse=True),
+    }),
     "float8_both": ((1, 1, 1), (70, 3, 200), 64, ONE, deepseek(q_dtype=E4M3, kv_dtype=E4M3, lse=True)),
-    "float8_both_heads_128": (*PAIR, deepseek(q_dtype=E4M3, kv_dtype=E4M3, q_heads=128)), "float8": (*PAIR, deepseek(kv_dtype=E4M3)),
 }  # fmt: skip
-ATTENTION: Rows = {n: (*MAIN, f) for n, f in FEATURES.items()} | crossed(
-    SHAPES, {n: FEATURES[n] for n in ("plain", "lse", "all", "float8")}
-)
+ATTENTION: Rows = at(MAIN, FEATURES) | crossed(SHAPES, {n: FEATURES[n] for n in ("plain", "lse", "all", "float8")})
 ATTENTION |= {f"float8_query-{n}": (*FLOAT8_QUERY, replace(FEATURES[n], q_dtype=E4M3)) for n in ("float8", "float8_float32")}
 ATTENTION |= {f"deepseek-{n}": row for n, row in DECODE.items()}
 
 MIXED, QUANTISED = (7, -1, 0, 11, -1, 5), {"quantised": True}
 SLOTS, FAR = (MIXED, 4, 3), ((70, -1, 3), 2, 64)
-WRITES: Rows = {
-    "plain": (*SLOTS, SMALL), "page_1": ((3, 8, 1), 9, 1, SMALL), "deepseek": (*FAR, DEEPSEEK, I32_SLOTS),
-    "float16": (*SLOTS, small(dtype=F16), I32_SLOTS), "float64": (*SLOTS, small(dtype=F64)),
-    "rope_1": (*SLOTS, small(head_dim=17)), "all_skipped": ((-1, -1, -1), 4, 3, SMALL),
-    "first_slot_skipped": ((-1, 5, -2), 4, 3, SMALL), "last_slot": ((11,), 4, 3, SMALL), "no_tokens": ((), 4, 3, SMALL),
-    "no_pages": ((-1, -1), 0, 3, SMALL), "float8": (*SLOTS, small(kv_dtype=E4M3)),
-    "float8_deepseek": (*FAR, deepseek(kv_dtype=E4M3)), "float8_skipped": ((-1, -1), 4, 3, small(kv_dtype=E4M3)),
-    "int8": (*SLOTS, small(dtype=BF16, kv_dtype=INT8)), "int8_float64": (*SLOTS, small(dtype=F64, kv_dtype=INT8)),
+WRITES: Rows = at(SLOTS, {
+    "plain": SMALL, "float64": small(dtype=F64), "rope_1": small(head_dim=17), "float8": small(kv_dtype=E4M3),
+    "int8": small(dtype=BF16, kv_dtype=INT8), "int8_float64": small(dtype=F64, kv_dtype=INT8),
+}) | crossed(EDGES, {"plain": SMALL, "float8": small(kv_dtype=E4M3)}) | {
+    "deepseek": (*FAR, DEEPSEEK, I32_SLOTS), "float16": (*SLOTS, small(dtype=F16), I32_SLOTS),
+    "float8_deepseek": (*FAR, deepseek(kv_dtype=E4M3)),
     "quantised": (*SLOTS, small(kv_dtype=E4M3), QUANTISED),
     "quantised_int8": (*SLOTS, small(kv_dtype=INT8), QUANTISED, I32_SLOTS),
     "quantised_deepseek": (*FAR, deepseek(kv_dtype=E4M3), QUANTISED),
@@ -92,22 +91,24 @@ WRITES: Rows = {
 }  # fmt: skip
 SOME, INTERLEAVED, FUSED = (3, 0, 8, 5, 5), {"interleaved": True}, {"fused": True}
 ROTATIONS: Rows = {
-    "plain": (SOME, SMALL), "interleaved": (SOME, SMALL, INTERLEAVED),
-    "one_head": (SOME, small(q_heads=1), I32_SLOTS), "rope_2": (SOME, small(head_dim=18)),
-    "rope_2_interleaved": (SOME, small(head_dim=18), INTERLEAVED), "rope_wider": (SOME, small(v_head_dim=4)),
-    "latent_1": (SOME, small(head_dim=9, v_head_dim=1), INTERLEAVED),
-    "float16": (SOME, small(dtype=F16), INTERLEAVED), "float64": (SOME, small(dtype=F64)),
-    "saturated": (SOME, SMALL, {"scales": (0.01, 0.02)}),
+    **at((SOME,), {
+        "plain": SMALL, "rope_2": small(head_dim=18), "rope_wider": small(v_head_dim=4), "float64": small(dtype=F64),
+        "rope_32": deepseek(head_dim=288, v_head_dim=256),
+    }),
+    **at((SOME, INTERLEAVED), {
+        "interleaved": SMALL, "rope_2_interleaved": small(head_dim=18), "latent_1": small(head_dim=9, v_head_dim=1),
+        "float16": small(dtype=F16), "deepseek": DEEPSEEK, "tail": deepseek(head_dim=144, v_head_dim=80),
+    }),
+    "one_head": (SOME, small(q_heads=1), I32_SLOTS), "saturated": (SOME, SMALL, {"scales": (0.01, 0.02)}),
     "small": (SOME, SMALL, {"scales": (500.0, 3000.0)}, INTERLEAVED), "fused": (SOME, small(dtype=BF16), FUSED),
     "one_token": ((0,), SMALL, {"rows": 1}), "no_tokens": ((), SMALL),
     # The shape that GPU kernels support.
-    "deepseek": (SOME, DEEPSEEK, INTERLEAVED), "deepseek_half_split": (SOME, DEEPSEEK, I32_SLOTS),
+    "deepseek_half_split": (SOME, DEEPSEEK, I32_SLOTS),
     "deepseek_fused": (SOME, DEEPSEEK, INTERLEAVED, FUSED), "deepseek_float16": ((7,), deepseek(dtype=F16)),
     "deepseek_heads_128": ((8, 1, 4), deepseek(q_heads=128), INTERLEAVED, FUSED),
     "deepseek_saturated": (SOME, DEEPSEEK, {"scales": (0.02, 0.01)}, INTERLEAVED),
     "deepseek_many": (tuple(i * 7 % 400 for i in range(300)), DEEPSEEK, {"rows": 400}, INTERLEAVED),
-    "deepseek_no_tokens": ((), DEEPSEEK), "rope_32": (SOME, deepseek(head_dim=288, v_head_dim=256)),
-    "tail": (SOME, deepseek(head_dim=144, v_head_dim=80), INTERLEAVED),
+    "deepseek_no_tokens": ((), DEEPSEEK),
 }  # fmt: skip
 
 

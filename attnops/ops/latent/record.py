@@ -11,7 +11,7 @@ from attnops.core import eager_cache
 from attnops.core.eager_cache import key_for
 from attnops.core.errors import InvalidInput, fail
 from attnops.core.op import Op, define
-from attnops.core.record import FLOAT32, FLOATS, INDEX, INT32, KW_ONLY, MASK, QUERY, Call, Result, Sizes, arg, name, need, record
+from attnops.core.record import FLOAT32, FLOATS, INDEX, INT32, KW_ONLY, QUERY, Call, Result, Sizes, arg, name, need, record
 from attnops.core.tensors import Rules
 from attnops.ops import rules, typical
 from attnops.ops.latent import reference, rope_reference
@@ -136,20 +136,20 @@ class MlaAttention(rules.Queries):
     page_table: Tensor = arg("B, max_pages", INT32, holds="page_ids")
     seq_lens: Tensor = arg("B", INT32, holds="lengths_of_keys")
     cu_seqlens_q: Tensor = arg("B + 1", INT32, holds="starts_of_queries")
-    mask: Tensor | None = arg("T, >= max_pages * page", MASK, default=None, facts=rules.MASK_FACTS)
-    sinks: Tensor | None = arg("H", FLOATS, default=None, facts=rules.SINKS)
+    mask: Tensor | None = rules.MASK_OF_PAGES
+    sinks: Tensor | None = rules.LATENT_SINK_LOGITS
     q_scale: Tensor | None = rules.LATENT_QUERY_SCALE
     kv_scale: Tensor | None = rules.LATENT_SCALE
-    plan: Tensor | None = arg("words", rules.PLAN, default=None, hint=True, any_device=True, facts=rules.PLAN_FACTS)
+    plan: Tensor | None = rules.PLAN
     _: KW_ONLY
     scale: float = arg(holds="scale_of_logits")
     causal: bool = arg(default=True, facts=rules.CAUSAL)
-    window_left: int = arg(default=-1, least=-1, most=rules.FURTHEST, facts=rules.WINDOW_LEFT)
-    softcap: float = arg(default=0.0, least=0, most=rules.SOFTEST, facts=rules.SOFTCAP)
+    window_left: int = rules.LEFT
+    softcap: float = rules.CAP
     holes: bool = arg(default=True, hint=True, facts=rules.HOLES, without=with_named_pages)
     output: Tensor = arg("T, H, Dc", output_dtypes, written=True)
-    lse: Tensor | None = arg("T, H", FLOAT32, default=None, written=True, facts=rules.LSE)
-    workspace: Tensor | None = arg("bytes", (torch.uint8,), default=None, written=True, hint=True, facts=rules.WORKSPACE)
+    lse: Tensor | None = rules.WRITTEN_LATENT_LSE
+    workspace: Tensor | None = rules.WORKSPACE
 
 
 MLA = define(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attnops.core.tensors import compact, rotate
+from attnops.core.tensors import compact, rotate, wide
 
 if TYPE_CHECKING:
     from attnops.ops.latent.record import RopeQuantizeLatent
@@ -34,12 +34,12 @@ def rope_quantize_latent(call: RopeQuantizeLatent) -> tuple[Tensor, Tensor]:
 
 def scaled(call: RopeQuantizeLatent) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The four parts before they are saturated and rounded, in float32, or float64 for float64."""
-    wide = torch.float64 if call.q_nope.dtype == torch.float64 else torch.float32
+    q_nope, q_pe, latent, k_pe = (wide(x) for x in (call.q_nope, call.q_pe, call.latent, call.k_pe))
     table, positions = call.cos_sin, call.positions
     # index_select raises on a position outside, and a compiler makes of one below 0 a row from the end: NaN is the same in both.
     known = (positions >= 0) & (positions < table.shape[0])
     rows = torch.index_select(table, 0, torch.where(known, positions, 0)) if table.shape[0] else table.new_zeros(1, call.q_pe.shape[2])
-    cos, sin = torch.where(known[:, None], rows, float("nan")).to(wide).chunk(2, -1)
-    q_pe = rotate(call.q_pe.to(wide), cos[:, None], sin[:, None], call.interleaved)
-    k_pe = rotate(call.k_pe.to(wide), cos, sin, call.interleaved)
-    return call.q_nope.to(wide) / call.q_scale, q_pe / call.q_scale, call.latent.to(wide) / call.kv_scale, k_pe / call.kv_scale
+    cos, sin = torch.where(known[:, None], rows, float("nan")).to(q_nope.dtype).chunk(2, -1)
+    q_pe = rotate(q_pe, cos[:, None], sin[:, None], call.interleaved)
+    k_pe = rotate(k_pe, cos, sin, call.interleaved)
+    return q_nope / call.q_scale, q_pe / call.q_scale, latent / call.kv_scale, k_pe / call.kv_scale

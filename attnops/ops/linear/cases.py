@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from attnops.ops.case_data import BF16, F16, F64, Given, Grid, Rows, Scene
+from attnops.ops.case_data import BF16, F16, F64, Given, Grid, Rows, Scene, at
 
 MAIN = (3, 48, 40)
 NORM, GEMMA, BIAS, RES = {"norm": 0.0}, {"norm": 1.0}, {"bias": True}, {"residual": True}
 SILU, GELU, TANH = ({"activation": name} for name in ("silu", "gelu", "gelu_tanh"))
 ALL = NORM | BIAS | RES | SILU
 LINEARS: Rows = {
-    "plain": MAIN, "norm": (*MAIN, NORM), "norm_offset": (*MAIN, GEMMA), "bias": (*MAIN, BIAS),
-    "residual": (*MAIN, RES), "silu": (*MAIN, SILU), "gelu": (*MAIN, GELU), "gelu_tanh": (*MAIN, TANH),
+    **at(MAIN, {
+        "plain": {}, "norm": NORM, "norm_offset": GEMMA, "bias": BIAS, "residual": RES, "silu": SILU, "gelu": GELU, "gelu_tanh": TANH,
+    }),
     "all": (5, 72, 40, ALL), "all_offset": (5, 72, 40, ALL | GEMMA | TANH), "no_rows": (0, 48, 40, ALL), "one_number": (1, 1, 1, ALL),
     "float64": (*MAIN, F64, ALL),
     **{f"{name}-{rows}_rows": (rows, 300, 136, *more) for rows in (1, 2, 17, 64, 65)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from attnops.core.tensors import wide
+
 if TYPE_CHECKING:
     from attnops.ops.linear.record import Linear
 
@@ -27,11 +29,10 @@ def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def linear(call: Linear) -> None:
     """The reference of `attnops.ops.linear`."""
-    wide = torch.float64 if call.x.dtype == torch.float64 else torch.float32
-    x = call.x.to(wide)
+    x = wide(call.x)
     if call.norm_weight is not None:
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + call.norm_eps) * (call.norm_offset + call.norm_weight.to(wide))
-    y = F.linear(x, call.weight.to(wide), None if call.bias is None else call.bias.to(wide))
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + call.norm_eps) * (call.norm_offset + call.norm_weight.to(x.dtype))
+    y = F.linear(x, call.weight.to(x.dtype), None if call.bias is None else call.bias.to(x.dtype))
     if call.activation:
         gate, up = y.chunk(2, -1)
         y = GATES[call.activation](gate) * up

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
 
-from attnops.core.arguments import FURTHEST
 from attnops.core.eager_cache import key_for, side
 from attnops.core.kernel import Core
 from attnops.core.op import UNREAD, Op, define, define_core
@@ -228,7 +227,7 @@ class NamedPages(rules.Paged):
     num_pages: int = arg(least=0, symbolic=True, holds="page_count")
     page_size: int = arg(least=1)
     squeeze: bool = arg(default=True, always=True)
-    window_left: int = arg(default=-1, least=-1, most=FURTHEST, always=True, facts=rules.WINDOW_LEFT)
+    window_left: int = rules.LEFT_OF_ANY_KERNEL
 
 
 NAMED_PAGES = define(Op(NamedPages, reference.named_pages, about="page table without holes"))

@@ -77,7 +77,7 @@ def decode_rows(call: DecodeRows) -> Tensor:
 
 
 PART_WORDS, PART_HEADS, MOST_SMS = 8, 64, 144
-"""References of the metadata ops: where tokens and pages are. All are plain, capturable torch ops."""
+"""FlashMLA's schedule: the words of one part, how many heads a block of a part takes, and the multiprocessors of a whole SM90 die."""
 
 
 def rows_schedule_parts(q_heads: int, float8: bool) -> int:
@@ -113,11 +113,11 @@ def by_token(call: DecodeRows) -> tuple[Tensor, Tensor]:
 
 
 FEW_PAIRS = 1 << 20
-"""References of the metadata ops: where tokens and pages are. All are plain, capturable torch ops."""
+"""Of tokens and requests: up to here, where nothing is fused, comparing them all takes less than a search's launches."""
 
 
 UNKNOWN = 2**31 - 1
-"""References of the metadata ops: where tokens and pages are. All are plain, capturable torch ops."""
+"""Pages of a pool whose size is not given: only negative ids are holes of it."""
 
 
 def named_pages(call: NamedPages) -> tuple[Tensor, Tensor]:

@@ -10,19 +10,32 @@ import torch
 from torch import Tensor
 
 from attnops.ops.attention.cases import FEATURES, on_shapes
-from attnops.ops.case_data import BF16, E4M3, E5M2, F16, F32, F64, INT8, U8, Features as F, Given, Grid, Pages, Rows, Scene
-from attnops.ops.latent.cases import BY_PAGES, DEEPSEEK, I32_SLOTS, MIXED, NO_PAGES, NO_TABLE, NOTHING, SHARED, TIGHT
+from attnops.ops.case_data import (
+    BF16,
+    E4M3,
+    E5M2,
+    EDGES,
+    F16,
+    F64,
+    INT8,
+    U8,
+    Features as F,
+    Given,
+    Grid,
+    Pages,
+    Rows,
+    Scene,
+    at,
+    crossed,
+)
+from attnops.ops.latent.cases import BY_PAGES, DEEPSEEK, I32_SLOTS, NO_TABLE, NOTHING, SHAPES, SLOTS as MAIN
 from attnops.ops.pages.decode_cases import STEPS, step
 
 PAGED = ((1, 4, 0, 2), (6, 4, 0, 21), 16)
-PAGED_SHAPES: Rows = {
-    "page_1": ((1, 3, 2), (5, 3, 9), 1), "page_3": ((1, 3, 0, 2), (5, 3, 0, 7), 3, {"pages": Pages(interleaved=True)}),
-    "page_64": ((2, 1), (3, 70), 64), "decode": ((1, 1, 1, 1), (5, 1, 40, 16), 16, TIGHT),
+PAGED_SHAPES: Rows = SHAPES | {
+    "page_3": ((1, 3, 0, 2), (5, 3, 0, 7), 3, {"pages": Pages(interleaved=True)}),
+    "page_64": ((2, 1), (3, 70), 64),
     "tight": ((1, 0, 3), (5, 2, 70), 64, {"padding": None}), "decode_promised": ((1, 1, 1), (5, 0, 33), 16, {"padding": None}),
-    "decode_padded": ((1, 1, 1), (5, 0, 33), 16, {"padding": 3}), "prefill": ((6, 11), (6, 11), 4, {"slack": 2}),
-    "shared": ((2, 2), (9, 13), 4, SHARED), "no_table": ((1, 1), (0, 0), 4, NO_TABLE),
-    "no_pages": ((1, 2), (0, 0), 4, NO_PAGES), "no_requests": ((), (), 4),
-    "nothing": ((), (), 4, NOTHING),
 }  # fmt: skip
 TEMPERED: Rows = {
     f"{shape}temperature{name}": (*row, replace(f, temperature=True))
@@ -31,32 +44,19 @@ TEMPERED: Rows = {
 }
 
 
-MAIN, RAGGED = (MIXED, 4, 3), (3, 8, 1)
 INTERLEAVED = {"pages": Pages(interleaved=True)}
-WIDE = F(dtype=BF16, head_dim=128)
-WRITES: Rows = {
-    "plain": (*MAIN, F()), "page_1": (RAGGED, 9, 1, F(v_head_dim=8)),
-    "page_16": (RAGGED, 2, 16, F(dtype=BF16, head_dim=64), I32_SLOTS),
-    "float16": (*MAIN, F(dtype=F16), I32_SLOTS), "float64": (*MAIN, F(dtype=F64)),
-    "interleaved": (*MAIN, F(), INTERLEAVED),
-    "all_skipped": ((-1, -1, -1), 4, 3, F()), "first_slot_skipped": ((-1, 5, -2), 4, 3, F()), "last_slot": ((11,), 4, 3, F()),
-    "one_page": ((2, 0), 1, 4, F(q_heads=1, kv_heads=1)), "no_tokens": ((), 4, 3, F()), "no_pages": ((-1, -1), 0, 3, F()),
-    "float8": (*MAIN, F(kv_dtype=E4M3)),
-    "float8_bfloat16": (*MAIN, F(dtype=BF16, kv_dtype=E4M3, scale_per_head=False), INTERLEAVED),
-    "float8_e5m2": (*MAIN, F(dtype=F32, kv_dtype=E5M2)), "float8_skipped": ((-1, -1), 4, 3, F(kv_dtype=E4M3)),
-    "int8": (*MAIN, F(dtype=BF16, kv_dtype=INT8)),
-    "int8_float16": (*MAIN, F(dtype=F16, kv_dtype=INT8, scale_per_head=False), INTERLEAVED),
-    "int8_float64": (*MAIN, F(dtype=F64, kv_dtype=INT8)),
-    # Head dims of GPU kernels.
-    "bfloat16_d128": ((7, -1, 0, 33, -1, 45), 4, 16, F(dtype=BF16, head_dim=128, kv_heads=8, q_heads=8)),
-    "bfloat16_d64_interleaved": (*MAIN, F(dtype=BF16, head_dim=64), INTERLEAVED),
-    "float16_d256": (*MAIN, F(dtype=F16, head_dim=256), I32_SLOTS),
-    "bfloat16_d128_skipped": ((-1, -1), 4, 3, WIDE),
-    "bfloat16_d128_no_tokens": ((), 4, 3, WIDE),
-    "bfloat16_d128_no_pages": ((-1,), 0, 3, WIDE),
-    "bfloat16_d128_page_1": (RAGGED, 9, 1, WIDE),
-    "float8_d128": (*MAIN, F(dtype=BF16, kv_dtype=E4M3, head_dim=128)),
-    "float8_e5m2_d64": (*MAIN, F(dtype=F16, kv_dtype=E5M2, head_dim=64), INTERLEAVED),
+HALF = partial(F, dtype=BF16)
+WRITES: Rows = at(MAIN, {
+    "plain": F(), "float64": F(dtype=F64), "interleaved": INTERLEAVED, "float8": F(kv_dtype=E4M3), "float8_e5m2": F(kv_dtype=E5M2),
+    "int8": HALF(kv_dtype=INT8), "int8_float64": F(dtype=F64, kv_dtype=INT8), "float8_d128": HALF(kv_dtype=E4M3, head_dim=128),
+}) | at((*MAIN, INTERLEAVED), {
+    "float8_bfloat16": HALF(kv_dtype=E4M3, scale_per_head=False), "int8_float16": F(dtype=F16, kv_dtype=INT8, scale_per_head=False),
+    "bfloat16_d64_interleaved": HALF(head_dim=64), "float8_e5m2_d64": F(dtype=F16, kv_dtype=E5M2, head_dim=64),
+}) | at((*MAIN, I32_SLOTS), {"float16": F(dtype=F16), "float16_d256": F(dtype=F16, head_dim=256)}) | crossed(
+    EDGES, {"plain": F(v_head_dim=8), "float8": F(kv_dtype=E4M3), "bfloat16_d128": HALF(head_dim=128)},
+) | {
+    "page_16": ((3, 8, 1), 2, 16, HALF(head_dim=64), I32_SLOTS), "one_page": ((2, 0), 1, 4, F(q_heads=1, kv_heads=1)),
+    "bfloat16_d128": ((7, -1, 0, 33, -1, 45), 4, 16, HALF(head_dim=128, kv_heads=8, q_heads=8)),
 }  # fmt: skip
 # Slots of 4 pages of 3: moved up, turned about, one to many, some of them skipped.
 PAIRS: dict[str, tuple[tuple[int, int], ...]] = {
@@ -81,21 +81,17 @@ COPIES: Rows = {
 
 
 _LLAMA = F(dtype=BF16, head_dim=128, q_heads=8, causal=True)
-llama, SOME = partial(replace, _LLAMA), ((1, 4), (6, 40))
-PLANS: Rows = {
-    "decode": ((1, 1, 1), (5, 40, 16), 16, _LLAMA), "decode_padded": ((1, 0, 1), (5, 3, 33), 16, _LLAMA),
-    "extend": ((1, 4, 0, 2), (6, 4, 0, 21), 16, _LLAMA), "window": (*SOME, 16, llama(window=(7, -1))),
-    "sinks": (*SOME, 16, llama(sinks=BF16)),
-    "softcap": (*SOME, 16, llama(softcap=30.0, dtype=F16, head_dim=64)),
-    "not_causal": (*SOME, 1, llama(causal=False, head_dim=256)),
-    "unlike_dims": ((3, 4), (6, 40), 64, llama(head_dim=192, v_head_dim=128)), "no_requests": ((), (), 4, _LLAMA),
-    "no_table": ((1, 1), (0, 0), 4, _LLAMA, NO_TABLE), "nothing": ((), (), 4, _LLAMA, NOTHING),
+llama, latent, SOME = partial(replace, _LLAMA), partial(replace, DEEPSEEK), ((1, 4), (6, 40))
+STEPS_TO_PLAN: Rows = {
+    "decode": ((1, 1, 1), (5, 40, 16), 16), "decode_padded": ((1, 0, 1), (5, 3, 33), 64), "extend": ((1, 4, 0, 2), (6, 4, 0, 21), 1),
+    "no_requests": ((), (), 4), "no_table": ((1, 1), (0, 0), 4, NO_TABLE), "nothing": ((), (), 4, NOTHING),
 }  # fmt: skip
-LATENT_PLANS: Rows = {
-    "decode": ((1, 1, 1), (5, 40, 16), 16, DEEPSEEK), "decode_padded": ((1, 0, 1), (5, 3, 33), 64, DEEPSEEK),
-    "decode_heads_128": ((1, 1), (5, 300), 64, replace(DEEPSEEK, q_heads=128)), "extend": ((1, 4, 0, 2), (6, 4, 0, 21), 1, DEEPSEEK),
-    "not_causal": (*SOME, 64, replace(DEEPSEEK, causal=False, dtype=F16)), "no_requests": ((), (), 64, DEEPSEEK),
-    "no_table": ((1, 1), (0, 0), 64, DEEPSEEK, NO_TABLE), "nothing": ((), (), 64, DEEPSEEK, NOTHING),
+PLANS: Rows = {n: (*row, _LLAMA) for n, row in STEPS_TO_PLAN.items()} | at((*SOME, 16), {
+    "window": llama(window=(7, -1)), "sinks": llama(sinks=BF16), "softcap": llama(softcap=30.0, dtype=F16, head_dim=64),
+    "not_causal": llama(causal=False, head_dim=256), "unlike_dims": llama(head_dim=192, v_head_dim=128),
+})  # fmt: skip
+LATENT_PLANS: Rows = {n: (*row, DEEPSEEK) for n, row in STEPS_TO_PLAN.items()} | {
+    "decode_heads_128": ((1, 1), (5, 300), 64, latent(q_heads=128)), "not_causal": (*SOME, 64, latent(causal=False, dtype=F16)),
 }  # fmt: skip
 
 

@@ -21,13 +21,12 @@ ANGLES = "B, D | D // 2"
 
 
 def _rules(call: Any, sizes: Sizes) -> None:
-    heads, kv_heads, dim = sizes["Hq"], sizes["Hkv"], sizes["D"]
-    need(heads % kv_heads == 0, place(call.spec, "Hq"), heads, f"a multiple of the key's {kv_heads} heads")
+    rules.heads_divide(call, sizes)
     rules.contiguous("workspace", call.workspace)
     if (call.cos is None) != (call.sin is None):
         fail(InvalidInput, "cos, sin", "one of them", "both, or neither for a model without rotation")
     if call.cos is not None:
-        need(dim % 2 == 0, place(call.spec, "D"), dim, "an even number, because cos and sin are given")
+        need(sizes["D"] % 2 == 0, place(call.spec, "D"), sizes["D"], "an even number, because cos and sin are given")
         need(call.sin.shape[1] == call.cos.shape[1], "sin.shape[1]", call.sin.shape[1], f"{call.cos.shape[1]}, as cos.shape[1]")
 
 
@@ -47,15 +46,15 @@ class DecodeAttention(Call):
     sin: Tensor | None = arg(ANGLES, "cos", default=None)
     q_norm: Tensor | None = arg("D", FLOATS, default=None)
     k_norm: Tensor | None = arg("D", FLOATS, default=None)
-    sinks: Tensor | None = arg("Hq", FLOATS, default=None, facts=rules.SINKS)
+    sinks: Tensor | None = rules.SINK_LOGITS
     _: KW_ONLY
     scale: float = arg(holds="scale_of_logits")
-    window_left: int = arg(default=-1, least=-1, most=rules.FURTHEST, facts=rules.WINDOW_LEFT)
-    softcap: float = arg(default=0.0, least=0, most=rules.SOFTEST, facts=rules.SOFTCAP)
+    window_left: int = rules.LEFT
+    softcap: float = rules.CAP
     eps: float = arg(default=1e-6, least=0, always=True)
     holes: bool = arg(default=True, off=False, facts=rules.HOLES)
     output: Tensor = arg("B, Hq, D", "query", written=True)
-    workspace: Tensor | None = arg("bytes", (torch.uint8,), default=None, written=True, hint=True, facts=rules.WORKSPACE)
+    workspace: Tensor | None = rules.WORKSPACE
 
 
 DECODE = define(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from attnops.ops.case_data import BF16, F16, F32, F64, I32, I64, Features as F, Given, Pages, Rows, Scene
+from attnops.ops.case_data import BF16, F16, F32, F64, I32, I64, Features as F, Given, Pages, Rows, Scene, at
 
 
 class Angles(NamedTuple):
@@ -33,13 +33,18 @@ small, llama = partial(replace, SMALL), partial(replace, LLAMA)
 STEP_MAIN = ((5, 1, 40, 16), 16)
 WHOLE, NORMED, BARE = Angles(), Angles(norms=True), Angles("")
 STEP_FEATURES: Rows = {
-    "plain": (BARE, SMALL), "whole": (WHOLE, SMALL), "half": (Angles("half"), SMALL), "norms": (NORMED, SMALL),
-    "norms_alone": (Angles("", norms=True), SMALL), "window": (WHOLE, small(window=(3, -1))), "window_self": (WHOLE, small(window=(0, -1))),
-    "softcap": (WHOLE, small(softcap=1.5)), "sinks": (WHOLE, small(sinks=F32)), "scale": (WHOLE, small(scale=0.7)),
-    "loud": (WHOLE, small(loud=True)), "mha": (WHOLE, small(kv_heads=4)), "group_3": (NORMED, small(q_heads=6)),
-    "group_16": (WHOLE, small(q_heads=16, kv_heads=1)), "odd_dim": (Angles("", norms=True), small(head_dim=7)),
-    "dim_24": (Angles("half", norms=True), small(head_dim=24)), "float16": (NORMED, small(dtype=F16)),
-    "float64": (NORMED, small(dtype=F64)), "bfloat16": (NORMED, small(dtype=BF16)),
+    "plain": (BARE, SMALL),
+    **at((WHOLE,), {
+        "whole": SMALL, "window": small(window=(3, -1)), "window_self": small(window=(0, -1)), "softcap": small(softcap=1.5),
+        "sinks": small(sinks=F32), "scale": small(scale=0.7), "loud": small(loud=True), "mha": small(kv_heads=4),
+        "group_16": small(q_heads=16, kv_heads=1),
+    }),
+    **at((NORMED,), {
+        "norms": SMALL, "group_3": small(q_heads=6), "float16": small(dtype=F16), "float64": small(dtype=F64),
+        "bfloat16": small(dtype=BF16),
+    }),
+    "half": (Angles("half"), SMALL), "norms_alone": (Angles("", norms=True), SMALL),
+    "odd_dim": (Angles("", norms=True), small(head_dim=7)), "dim_24": (Angles("half", norms=True), small(head_dim=24)),
     "wide_angles": (Angles(norms=True, wide=F32), small(dtype=BF16)),
     "skipped": (Angles(skipped=(0, 2), slots=I32), SMALL), "all_skipped": (Angles(skipped=range(4)), SMALL),
     "all": (Angles("half", True, (1,)), small(window=(9, -1), softcap=2.0, sinks=F32, q_heads=6, dtype=BF16)),

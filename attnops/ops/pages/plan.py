@@ -6,13 +6,13 @@ record; a kind of call holds what the layers' calls of `X` share; the public fun
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnops.core import eager_cache
-from attnops.core.arguments import FURTHEST
 from attnops.core.checks import plain_only
 from attnops.core.errors import InvalidInput, fail
 from attnops.core.kernel import deterministic, kernels_of
@@ -80,8 +80,8 @@ class PlanPagedAttention(HostPlan):
 
     _: KW_ONLY
     kv_heads: int = arg(least=1)
-    window_left: int = arg(default=-1, least=-1, most=FURTHEST, always=True, facts=rules.WINDOW_LEFT)
-    window_right: int = arg(default=-1, least=-1, most=FURTHEST, always=True, facts=rules.WINDOW_RIGHT)
+    window_left: int = rules.LEFT_OF_ANY_KERNEL
+    window_right: int = replace(rules.LEFT_OF_ANY_KERNEL, facts=rules.WINDOW_RIGHT)
     softcap: bool = arg(default=False, always=True, facts=rules.SOFTCAP)
     sinks: bool = arg(default=False, always=True, facts=rules.SINKS)
 

@@ -12,7 +12,7 @@ from attnops.core.eager_cache import key_for
 from attnops.core.errors import InvalidInput, fail
 from attnops.core.op import Op, define
 from attnops.core.problem import Extent
-from attnops.core.record import FLOAT32, FLOATS, INDEX, INT32, KW_ONLY, MASK, QUERY, STORED, Call, Sizes, arg, need, record
+from attnops.core.record import FLOATS, INDEX, INT32, KW_ONLY, QUERY, STORED, Call, Sizes, arg, need, record
 from attnops.core.tensors import Rules
 from attnops.ops import rules, typical
 from attnops.ops.metadata.record import whole, with_named_pages
@@ -44,20 +44,20 @@ class PagedAttention(rules.Visible, rules.Queries):
     page_table: Tensor = arg("B, max_pages", INT32, holds="page_ids")
     seq_lens: Tensor = arg("B", INT32, holds="lengths_of_keys")
     cu_seqlens_q: Tensor = arg("B + 1", INT32, holds="starts_of_queries")
-    mask: Tensor | None = arg("T, >= max_pages * page", MASK, default=None, facts=rules.MASK_FACTS)
-    sinks: Tensor | None = arg("Hq", FLOATS, default=None, facts=rules.SINKS)
+    mask: Tensor | None = rules.MASK_OF_PAGES
+    sinks: Tensor | None = rules.SINK_LOGITS
     k_scale: Tensor | None = rules.KEY_SCALE
     v_scale: Tensor | None = rules.KEY_SCALE
-    plan: Tensor | None = arg("words", rules.PLAN, default=None, hint=True, any_device=True, facts=rules.PLAN_FACTS)
+    plan: Tensor | None = rules.PLAN
     _: KW_ONLY
     causal: bool = arg(default=True, facts=rules.CAUSAL)
     q_scale: Tensor | None = rules.QUERY_SCALE
-    padded: bool = arg(default=True, hint=True, facts=rules.PADDED)
+    padded: bool = rules.PADDED
     holes: bool = arg(default=True, hint=True, facts=rules.HOLES, without=with_named_pages)
     output: Tensor = arg("T, Hq, Dv", rules.result_dtypes, written=True)
-    lse: Tensor | None = arg("T, Hq", FLOAT32, default=None, written=True, facts=rules.LSE)
-    workspace: Tensor | None = arg("bytes", (torch.uint8,), default=None, written=True, hint=True, facts=rules.WORKSPACE)
-    temperature: Tensor | None = arg("T", FLOAT32, default=None, facts=rules.TEMPERATURE, holds="factors")
+    lse: Tensor | None = rules.WRITTEN_LSE
+    workspace: Tensor | None = rules.WORKSPACE
+    temperature: Tensor | None = rules.TEMPERATURE
 
 
 PAGED = define(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from attnops.core.problem import Problem
@@ -29,24 +27,22 @@ from attnops.ops.sweeps import (
     extend,
     powers,
 )
+from attnops.ops.typical import Leaves
 
 PAGED = Problem.kind("paged_attention", **LLAMA, page_size=16)
 STEP = Problem.kind("decode_attention", **LLAMA | {"causal": False}, page_size=16, asks=frozenset({"cos", "sin"}))
 
 EACH_MANY = (2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 512.0, 2048.0)
 STRIDES = powers(4, 2048, 8)
-KEY_HEADS: tuple[dict[str, Any], ...] = (
-    {"q_heads": 64},
+MORE_HEADS: Leaves = {"q_heads": 64}
+KEY_HEADS: tuple[Leaves, ...] = (
+    MORE_HEADS,
     MHA,
     ONE_KEY_HEAD,
     {"q_heads": 4, "kv_heads": 1},
     {"q_heads": 32, "kv_heads": 2},
 )
-FP8: dict[str, Any] = {"kv_dtype": torch.float8_e4m3fn}
-
-LARGER: dict[str, Any] = {"page_size": 64}
-MORE_HEADS: dict[str, Any] = {"q_heads": 64}
-SIZES: tuple[dict[str, Any], ...] = ({"page_size": 1}, {"page_size": 128})
+FP8: Leaves = {"kv_dtype": torch.float8_e4m3fn}
 
 TIMED = {
     "paged_attention": (
@@ -54,7 +50,7 @@ TIMED = {
         extend(1, PAGED, SOME, EACH_MANY),
         decode(5, PAGED, *USUAL, page_size=64),
         extend(5, PAGED, FEW, page_size=64),
-        *(decode(5, PAGED, *USUAL, **more) for more in (*KEY_HEADS, *SIZES)),
+        *(decode(5, PAGED, *USUAL, **more) for more in (*KEY_HEADS, {"page_size": 1}, {"page_size": 128})),
         *(extend(5, PAGED, **heads) for heads in (MORE_HEADS, MHA)),
         extend(5, PAGED, FEW, **SMALL),
         extend(5, PAGED, FEW, STRIDES, **ONE_KEY_HEAD),
@@ -70,7 +66,7 @@ TIMED = {
     ),
     "decode_attention": (
         decode(8, STEP, *FINE),
-        *(decode(8, STEP, *USUAL, **more) for more in (LARGER, MORE_HEADS, MHA, D64, D64_4)),
+        *(decode(8, STEP, *USUAL, **more) for more in ({"page_size": 64}, MORE_HEADS, MHA, D64, D64_4)),
         decode(8, STEP, **GPT_OSS),
     ),
 }

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from attnops.ops.case_data import BF16, E4M3, F16, F32, F64, INT8, Given, Grid, Rows, Scene, Source
+from attnops.ops.case_data import BF16, E4M3, EDGES, F16, F32, F64, INT8, Given, Grid, Rows, Scene, Source, at, crossed
 from attnops.ops.latent.cases import DEEPSEEK, FAR, I32_SLOTS, LSE, SLOTS, SMALL, deepseek, parts, small
 from attnops.ops.sparse.packed_format import GROUP, pack, packed_bytes
 from attnops.ops.sparse.vertical_slash_cases import INDEXES, SLASHES, index, seen
@@ -17,51 +17,52 @@ from attnops.ops.sparse.vertical_slash_cases import INDEXES, SLASHES, index, see
 PACKABLE = replace(SMALL, head_dim=136, v_head_dim=128, dtype=BF16)
 packable = partial(replace, PACKABLE)
 
-PACKED_WRITES: Rows = {
-    "plain": (*SLOTS, PACKABLE), "float32": (*SLOTS, packable(dtype=F32), I32_SLOTS),
-    "float16": (*SLOTS, packable(dtype=F16)),
-    "float64": (*SLOTS, packable(dtype=F64)), "edge": (*SLOTS, packable(loud=True)),
-    "groups": (*SLOTS, packable(head_dim=384 + 6, v_head_dim=384)), "deepseek": (*FAR, DEEPSEEK, I32_SLOTS),
-    "page_1": ((3, 8, 1), 9, 1, DEEPSEEK), "rope_1": (*SLOTS, packable(head_dim=129)), "all_skipped": ((-1, -1, -1), 4, 3, PACKABLE),
-    "first_slot_skipped": ((-1, 5, -2), 4, 3, PACKABLE), "last_slot": ((11,), 4, 3, PACKABLE), "no_tokens": ((), 4, 3, PACKABLE),
-    "no_pages": ((-1, -1), 0, 3, PACKABLE),
+PACKED_WRITES: Rows = at(SLOTS, {
+    "plain": PACKABLE, "float16": packable(dtype=F16), "float64": packable(dtype=F64), "edge": packable(loud=True),
+    "groups": packable(head_dim=384 + 6, v_head_dim=384), "rope_1": packable(head_dim=129),
+}) | crossed(EDGES, {"plain": PACKABLE, "deepseek": DEEPSEEK}) | {
+    "float32": (*SLOTS, packable(dtype=F32), I32_SLOTS), "deepseek": (*FAR, DEEPSEEK, I32_SLOTS),
 }  # fmt: skip
 
 PACKED, LENGTHS, WHOLE, TWICE = ({name: True} for name in ("packed", "lengths", "whole", "twice"))
 LISTS, SMALL_LSE = ((5, 0, 7, 1), 7, (4, 16)), small(lse=True)
 SPARSE: Rows = {
-    "plain": (*LISTS, SMALL), "lse": (*LISTS, SMALL_LSE), "sinks": (*LISTS, small(sinks=F32)),
-    "sinks_lse": (*LISTS, small(sinks=F32, lse=True)), "sinks_bfloat16": (*LISTS, small(sinks=BF16, dtype=BF16, lse=True)),
+    **at(LISTS, {
+        "plain": SMALL, "lse": SMALL_LSE, "sinks": small(sinks=F32), "sinks_lse": small(sinks=F32, lse=True),
+        "sinks_bfloat16": small(sinks=BF16, dtype=BF16, lse=True), "loud": small(loud=True, lse=True), "scale": small(scale=0.7),
+        "scale_negative": small(scale=-0.7, lse=True), "one_head": small(q_heads=1), "rope_1": small(head_dim=17),
+        "float16": small(dtype=F16, lse=True), "float64": small(dtype=F64, lse=True),
+        "float8": small(dtype=BF16, kv_dtype=E4M3, lse=True), "int8": small(kv_dtype=INT8),
+    }),
     "lengths": (*LISTS, LENGTHS, SMALL_LSE), "twice": ((6, 3, 7), 8, (4, 16), TWICE, SMALL_LSE),
-    "whole": ((5, 2), 6, (4, 16), WHOLE, SMALL), "loud": (*LISTS, small(loud=True, lse=True)),
-    "scale": (*LISTS, small(scale=0.7)), "scale_negative": (*LISTS, small(scale=-0.7, lse=True)), "one_head": (*LISTS, small(q_heads=1)),
-    "rope_1": (*LISTS, small(head_dim=17)), "float16": (*LISTS, small(dtype=F16, lse=True)),
-    "float64": (*LISTS, small(dtype=F64, lse=True)), "float8": (*LISTS, small(dtype=BF16, kv_dtype=E4M3, lse=True)),
-    "int8": (*LISTS, small(kv_dtype=INT8)), "float8_query": ((5, 0, 7), 7, (4, 16), small(dtype=BF16, q_dtype=E4M3, kv_dtype=E4M3)),
+    "whole": ((5, 2), 6, (4, 16), WHOLE, SMALL), "float8_query": ((5, 0, 7), 7, (4, 16), small(dtype=BF16, q_dtype=E4M3, kv_dtype=E4M3)),
     "page_1": ((5, 0, 7), 9, (40, 1), SMALL), "page_3": ((5, 0, 7), 9, (9, 3), SMALL_LSE), "one": ((1,), 1, (1, 1), SMALL),
     "no_entries": ((0, 0), 5, (4, 16), small(sinks=F32, lse=True)), "no_topk": ((0, 0), 0, (4, 16), small(sinks=F32, lse=True)),
-    "no_tokens": ((), 5, (4, 16), SMALL_LSE), "no_pages": ((0, 0), 5, (0, 16), SMALL_LSE), "packed": (*LISTS, PACKED, PACKABLE),
+    "no_tokens": ((), 5, (4, 16), SMALL_LSE), "no_pages": ((0, 0), 5, (0, 16), SMALL_LSE),
+    **at((*LISTS, PACKED), {
+        "packed": PACKABLE, "packed_float32": packable(dtype=F32, lse=True), "packed_groups": packable(head_dim=272, v_head_dim=256),
+    }),
     "packed_lse": (*LISTS, PACKED, LENGTHS, packable(lse=True, sinks=F32)),
-    "packed_float32": (*LISTS, PACKED, packable(dtype=F32, lse=True)),
     "packed_float64": ((5, 0, 7, 1), 7, (9, 3), PACKED, packable(dtype=F64, head_dim=129)),
-    "packed_groups": (*LISTS, PACKED, packable(head_dim=272, v_head_dim=256)), "packed_no_pages": ((0, 0), 5, (0, 16), PACKED, PACKABLE),
+    "packed_no_pages": ((0, 0), 5, (0, 16), PACKED, PACKABLE),
 }  # fmt: skip
 
 # The head dims of DeepSeek, twice: bfloat16 and packed latents.
 lse, POOL = partial(replace, LSE), (128, (4, 64))
 GPU_SPARSE: Rows = {
-    "plain": ((128, 100, 1), *POOL, WHOLE, deepseek(q_heads=64)),
-    "heads_128": ((128, 3), *POOL, WHOLE, lse(q_heads=128)), "heads_16": ((128, 64), *POOL, DEEPSEEK),
-    "heads_80": ((70,), *POOL, lse(q_heads=80)), "heads_1": ((70, 2), *POOL, lse(q_heads=1, sinks=BF16)),
-    "apart": ((128, 64), *POOL, deepseek(q_heads=64)), "topk_1": ((1, 0), 1, (4, 64), LSE), "topk_64": ((64, 5), 64, (4, 64), LSE),
-    "topk_100": ((100, 5), 100, (4, 64), LSE), "topk_512": ((512, 300, 0, 1), 512, (10, 64), lse(sinks=F32)),
-    "empty": ((0, 5, 0), *POOL, LSE), "sinks": ((100, 5), *POOL, deepseek(sinks=F32)),
+    **at(((100, 5), *POOL), {
+        "apart": deepseek(q_heads=64), "heads_16": DEEPSEEK, "heads_80": lse(q_heads=80), "heads_1": lse(q_heads=1, sinks=BF16),
+        "sinks": deepseek(sinks=F32), "sinks_bfloat16": lse(sinks=BF16, q_heads=128), "loud": lse(loud=True),
+        "scale_negative": lse(scale=-0.05),
+    }),
+    "plain": ((128, 100, 1), *POOL, WHOLE, deepseek(q_heads=64)), "heads_128": ((128, 3), *POOL, WHOLE, lse(q_heads=128)),
+    "topk_1": ((1, 0), 1, (4, 64), LSE), "topk_64": ((64, 5), 64, (4, 64), LSE), "topk_100": ((100, 5), 100, (4, 64), LSE),
+    "topk_512": ((512, 300, 0, 1), 512, (10, 64), lse(sinks=F32)),
+    "empty": ((0, 5, 0), *POOL, LSE),
     "sinks_empty": ((0, 5, 0), *POOL, lse(sinks=F32, q_heads=64)),
-    "sinks_bfloat16": ((90, 5), *POOL, lse(sinks=BF16, q_heads=128)),
     "lengths": ((128, 0, 65, 1), *POOL, LENGTHS, LSE),
     "lengths_odd": ((77, 0, 65, 1), 90, (4, 64), LENGTHS, lse(sinks=F32)),
-    "twice": ((100, 64), *POOL, TWICE, LSE), "loud": ((100, 5), *POOL, lse(loud=True)),
-    "scale_negative": ((100, 5), *POOL, lse(scale=-0.05)), "scale_zero": ((100, 0), *POOL, lse(scale=0.0)),
+    "twice": ((100, 64), *POOL, TWICE, LSE), "scale_zero": ((100, 0), *POOL, lse(scale=0.0)),
     "page_1": ((100, 5), 128, (200, 1), LSE), "page_16": ((100, 5), 128, (12, 16), LSE), "page_128": ((100, 5), 128, (2, 128), LSE),
     "no_topk": ((0, 0), 0, (4, 64), lse(sinks=F32)), "no_tokens": ((), *POOL, LSE), "no_pages": ((0, 0), 128, (0, 64), LSE),
     # FlashMLA's own tests have a row between pages.

@@ -11,7 +11,7 @@ from attnops.core.eager_cache import key_for
 from attnops.core.errors import InvalidInput, fail
 from attnops.core.op import Op, define
 from attnops.core.problem import Extent
-from attnops.core.record import FLOAT32, FLOATS, INDEX, INT32, KW_ONLY, QUERY, Call, Sizes, arg, changed, need, record
+from attnops.core.record import FLOATS, INDEX, INT32, KW_ONLY, QUERY, Call, Sizes, arg, changed, need, record
 from attnops.ops import rules, typical
 from attnops.ops.latent.record import (
     LEAST,
@@ -68,16 +68,16 @@ class SparseMlaAttention(Call):
     latent_pages: Tensor = arg("P, page, numbers", (*FLOATS, *STORED, *PACKED), unit_stride=True, holds="pages")
     indices: Tensor = arg("T, topk", INT32)
     topk_length: Tensor | None = arg("T", INT32, default=None)
-    sinks: Tensor | None = arg("H", FLOATS, default=None, facts=rules.SINKS)
+    sinks: Tensor | None = rules.LATENT_SINK_LOGITS
     q_scale: Tensor | None = rules.LATENT_QUERY_SCALE
     kv_scale: Tensor | None = rules.LATENT_SCALE
-    plan: Tensor | None = arg("words", rules.PLAN, default=None, hint=True, any_device=True, facts=rules.PLAN_FACTS)
+    plan: Tensor | None = rules.PLAN
     _: KW_ONLY
     scale: float = arg(holds="scale_of_logits")
     holes: bool = arg(default=True, hint=True, facts=rules.HOLES, without=_without_holes)
     output: Tensor = arg("T, H, Dc", output_dtypes, written=True)
-    lse: Tensor | None = arg("T, H", FLOAT32, default=None, written=True, facts=rules.LSE)
-    workspace: Tensor | None = arg("bytes", (torch.uint8,), default=None, written=True, hint=True, facts=rules.WORKSPACE)
+    lse: Tensor | None = rules.WRITTEN_LATENT_LSE
+    workspace: Tensor | None = rules.WORKSPACE
 
 
 ABOUT = "attention of each token over latents picked for it (MLA), decode and prefill"

@@ -11,7 +11,7 @@ from attnops.core import eager_cache
 from attnops.core.eager_cache import key_for
 from attnops.core.errors import InvalidInput, fail
 from attnops.core.op import Op, define
-from attnops.core.record import FLOAT32, FLOATS, INT32, KW_ONLY, Result, Sizes, arg, record
+from attnops.core.record import FLOATS, INT32, KW_ONLY, Result, Sizes, arg, record
 from attnops.ops import rules, typical
 from attnops.ops.sparse import vertical_slash_reference
 from attnops.ops.sparse.vertical_slash_reference import BLOCK
@@ -102,9 +102,9 @@ class VerticalSlashAttention(rules.Lengths):
     column_index: Tensor = arg(f"B, Hq, {ROWS}, V", INT32)
     _: KW_ONLY
     scale: float = arg(holds="scale_of_logits")
-    padded: bool = arg(default=True, hint=True, facts=rules.PADDED)
+    padded: bool = rules.PADDED
     output: Tensor = arg("T, Hq, Dv", "query", written=True)
-    lse: Tensor | None = arg("T, Hq", FLOAT32, default=None, written=True, facts=rules.LSE)
+    lse: Tensor | None = rules.WRITTEN_LSE
 
 
 ABOUT = "packed causal attention over an index of blocks and columns"

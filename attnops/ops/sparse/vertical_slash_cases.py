@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from attnops.ops.case_data import BF16, F16, F64, Features as F, Given, Rows, Scene
+from attnops.ops.case_data import BF16, F16, F64, Features as F, Given, Rows, Scene, at
 from attnops.ops.sparse.vertical_slash import VerticalSlashIndexes
 from attnops.ops.sparse.vertical_slash_reference import vertical_slash_indexes
 
@@ -21,15 +21,15 @@ HALF = F(dtype=BF16, head_dim=128, q_heads=4, kv_heads=2, lse=True)
 slash, half = partial(replace, SLASH), partial(replace, HALF)
 MAIN, NO_PADDING = ((70, 0, 130, 1), (150, 5, 130, 40)), {"padding": (0, 0)}
 SLASHES: Rows = {
-    "plain": (*MAIN, slash(lse=False)), "lse": (*MAIN, SLASH), "scale": (*MAIN, slash(scale=0.7)),
-    "loud": (*MAIN, slash(loud=True)), "value_wider": (*MAIN, slash(v_head_dim=24)),
-    "float64": (*MAIN, slash(dtype=F64)), "many_slashes": ((200,), (333,), SLASH, {"slashes": 30}),
+    **at(MAIN, {
+        "plain": slash(lse=False), "lse": SLASH, "scale": slash(scale=0.7), "loud": slash(loud=True), "value_wider": slash(v_head_dim=24),
+        "float64": slash(dtype=F64), "bfloat16_d128": HALF, "bfloat16_d128_plain": half(lse=False), "float16_d128": half(dtype=F16),
+        "bfloat16_d128_loud": half(loud=True), "bfloat16_d128_one_head": half(q_heads=1, kv_heads=1),
+    }),
+    "many_slashes": ((200,), (333,), SLASH, {"slashes": 30}),
     "one_slash": ((90, 65), (90, 300), SLASH, {"slashes": 1, "verticals": 1}), "slack": ((7, 3), (9, 3), SLASH, {"slack": 100}),
     "decode": ((1, 1), (70, 1), SLASH, NO_PADDING), "no_requests": ((), (), SLASH, {"slack": 1}), "no_queries": ((0, 0), (3, 0), SLASH),
-    "nothing": ((), (), SLASH, NO_PADDING), "bfloat16_d128": (*MAIN, HALF), "bfloat16_d128_plain": (*MAIN, half(lse=False)),
-    "float16_d128": (*MAIN, half(dtype=F16)), "bfloat16_d128_loud": (*MAIN, half(loud=True)),
-    "bfloat16_d128_one_head": (*MAIN, half(q_heads=1, kv_heads=1)),
-    "bfloat16_d128_no_padding": ((128, 64), (128, 256), HALF, {"padding": None}),
+    "nothing": ((), (), SLASH, NO_PADDING), "bfloat16_d128_no_padding": ((128, 64), (128, 256), HALF, {"padding": None}),
     "bfloat16_d128_sparse": ((300,), (1500,), HALF, {"verticals": 150, "slashes": 6}), "bfloat16_d128_decode": ((1, 1), (70, 1), HALF),
     "bfloat16_d128_no_keys": ((0,), (0,), HALF, {"padding": (3, 0)}), "bfloat16_d128_no_requests": ((), (), HALF, {"slack": 1}),
 }  # fmt: skip

@@ -30,10 +30,8 @@ def vertical_slash_indexes(call: VerticalSlashIndexes) -> tuple[Tensor, Tensor, 
     # The key at the position of the first query past a row, `[B, 1, R]`; rows without queries have none.
     past = ((k_lens - q_lens).long()[:, None] + first + BLOCK)[:, None]
     real = (first < q_lens[:, None])[:, None]
-    end = torch.zeros((batch, heads, rows), dtype=torch.int64, device=device)
+    end, last, count = torch.zeros((3, batch, heads, rows), dtype=torch.int64, device=device)
     begun = torch.zeros_like(end, dtype=torch.bool)
-    last = torch.zeros_like(end)
-    count = torch.zeros_like(end)
     offset = torch.zeros((batch, heads, rows, slashes + 1), dtype=torch.int64, device=device)
     column = vertical.long()[:, :, None].expand(batch, heads, rows, verticals)
     covered = torch.zeros_like(column, dtype=torch.bool)
