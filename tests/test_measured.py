@@ -138,7 +138,6 @@ def test_missing_points_follow_their_smaller_neighbours():
         ({"window": (127, -1)}, False),
         ({"queries": Extent.of(4)}, False),
         ({"op": "mla_attention", "rope_dim": 64}, False),
-        ({"dtype": None}, False),
     ],
     ids=str,
 )
