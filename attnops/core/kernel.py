@@ -153,7 +153,7 @@ class Kernel:
             yield Refusal("kv_dtype", problem.kv_dtype, " | ".join(map(name_of, stored)))
 
     def refusals(self, problem: Problem, brief: bool = False) -> tuple[Refusal, ...]:
-        """Every reason this kernel cannot take `problem`; brief: one will do, before the kernel's own code and its cost are asked."""
+        """Every reason this kernel cannot take `problem`, or be compared with others by cost; brief: one will do."""
         absences = self.absences(problem.target)
         if brief and absences:
             return absences
@@ -163,11 +163,7 @@ class Kernel:
         if not unmet and self.workspace_bytes is not None:
             unmet = self._asked("workspace_bytes", (self._enough,), problem)
         out = absences + unmet or self._asked("inline.when", (self._placed,), problem)
-        return out if out or brief else self.unpriced(problem)
-
-    def unpriced(self, problem: Problem) -> tuple[Refusal, ...]:
-        """Why the kernel cannot be compared with others by cost."""
-        return self._asked("cost_us", (self._priced,), problem)
+        return out or self._asked("cost_us", (self._priced,), problem)
 
     def varies(self, problem: Problem) -> tuple[Refusal, ...]:
         """Why a request's result may depend on its batch mates, whatever the policy. Empty: under a deterministic one it does not."""

@@ -12,7 +12,9 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import inf
+from typing import Any
 
 from attnops.core.errors import InvalidInput, NoKernel, UnknownKernel, fail
 from attnops.core.kernel import Failed, Kernel, all_kernels, generation, kernel_names, kernels_of
@@ -169,10 +171,20 @@ def select_by(table: Table | None, problem: Problem, policy: Policy | str = "", 
 
     brief: the chosen kernel and its cost are all that is asked for; of other kernels the Decision holds their first refusal.
     """
-    try:
-        return _select(problem, policy if isinstance(policy, Policy) else parse_policy(policy), generation(), table, brief)
-    except _NotKept as found:
-        return found.decision
+    policy = policy if isinstance(policy, Policy) else parse_policy(policy)
+    key = problem, policy, generation(), table, brief
+    if (kept := _DECISIONS.get(key)) is not None:
+        return kept
+    decision = _decide(problem, policy, table, brief)
+    if any(isinstance(reason, Failed) for reason in chain(*decision.refused.values())):
+        return decision
+    if decision.kernel is None and problem.step.repeatable == "warn":
+        anyhow = select_by(table, altered(problem, repeatable="no"), policy, brief)
+        decision = replace(anyhow, problem=problem)
+    if len(_DECISIONS) >= MOST:
+        _DECISIONS.clear()
+    _DECISIONS[key] = decision
+    return decision
 
 
 def choose(problem: Problem, policy: Policy | str = "") -> Kernel:
@@ -199,46 +211,40 @@ def workspace_bytes(problem: Problem, policy: Policy | str = "") -> int:
     return 0 if kernel is None or kernel.workspace_bytes is None else kernel.workspace_bytes(problem)
 
 
-class _NotKept(Exception):
-    # An exception passes a cache by.
-    def __init__(self, decision: Decision) -> None:
-        super().__init__()
-        self.decision = decision
+_DECISIONS: dict[tuple[Any, ...], Decision] = {}
+MOST = 8192
+"""Decisions that are kept."""
 
 
-@functools.lru_cache(maxsize=8192)
-def _select(problem: Problem, policy: Policy, registered: int, table: Table | None, brief: bool) -> Decision:
+def _decide(problem: Problem, policy: Policy, table: Table | None, brief: bool) -> Decision:
     _check_names(policy)
-    forced = policy.forced(problem.op)
-    fits: list[Kernel] = []
-    refused: dict[str, tuple[Refusal, ...]] = {}
     seen = without_sizes(problem) if policy.deterministic else problem
-    for kernel in kernels_of(problem.op).values():
-        reasons = tuple(_policy_refusals(kernel, seen, policy, forced))
-        if not (brief and reasons):
-            reasons = kernel.refusals(seen, brief) + reasons
-        if reasons:
-            refused[kernel.name] = reasons
-        else:
-            fits.append(kernel)
-    if brief:
-        refused |= {k.name: failed for k in fits if (failed := k.unpriced(seen))}
-        fits = [k for k in fits if k.name not in refused]
-    if policy.deterministic:
-        needed = _invariant_costs(seen, fits)
-    else:
-        needed = {k.name: Cost(k.cost_us(problem), ESTIMATED) for k in fits} if table is None else costs(problem, fits, table)
-        needed = {k.name: _in_turn(k, problem, needed[k.name]) for k in fits}
+    forced, kernels = policy.forced(problem.op), kernels_of(problem.op)
+    against = {name: _against(kernel, seen, policy, forced, brief) for name, kernel in kernels.items()}
+    fits = [kernels[name] for name, reasons in against.items() if not reasons]
+    needed = _invariant_costs(seen, fits) if policy.deterministic else _costs(problem, fits, table)
+    ranked = _ranked(problem, policy, fits, needed)
+    refused = {name: reasons for name, reasons in against.items() if reasons}
+    return Decision(problem, policy, ranked[0] if ranked else None, refused, tuple(k.name for k in ranked[1:]), needed)
+
+
+def _against(kernel: Kernel, problem: Problem, policy: Policy, forced: str | None, brief: bool) -> tuple[Refusal, ...]:
+    """The kernel's own reasons against the problem, then the policy's."""
+    reasons = tuple(_policy_refusals(kernel, problem, policy, forced))
+    return reasons if brief and reasons else kernel.refusals(problem, brief) + reasons
+
+
+def _costs(problem: Problem, fits: list[Kernel], table: Table | None) -> dict[str, Cost]:
+    # Without a table no more of our files than this one is entered.
+    needed = {k.name: Cost(k.cost_us(problem), ESTIMATED) for k in fits} if table is None else costs(problem, fits, table)
+    return {k.name: _in_turn(k, problem, needed[k.name]) for k in fits}
+
+
+def _ranked(problem: Problem, policy: Policy, fits: list[Kernel], needed: Mapping[str, Cost]) -> list[Kernel]:
+    """The kernels that can run, the best first."""
     order = {k.name: (unproven(problem, k.name, needed[k.name]), needed[k.name].us) for k in fits}
     guessed = _guessed(problem, fits, needed, order)
-    fits.sort(key=lambda k: (_rank(k, policy.prefer), k.judge and guessed, *order[k.name]))
-    decision = Decision(problem, policy, fits[0] if fits else None, refused, tuple(k.name for k in fits[1:]), needed)
-    if any(isinstance(r, Failed) for reasons in refused.values() for r in reasons):
-        raise _NotKept(decision)
-    if decision.kernel is None and problem.step.repeatable == "warn":
-        anyhow = altered(problem, repeatable="no")
-        return replace(_select(anyhow, policy, registered, table, brief), problem=problem)
-    return decision
+    return sorted(fits, key=lambda k: (_rank(k, policy.prefer), k.judge and guessed, *order[k.name]))
 
 
 def _in_turn(kernel: Kernel, problem: Problem, cost: Cost) -> Cost:
