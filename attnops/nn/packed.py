@@ -191,6 +191,4 @@ def _moved(rows: list[list[Tensor]]) -> bool:
 
 
 def _contiguous(row: Sequence[Tensor]) -> bool:
-    return all(
-        (_storage(a), a.dtype, a.data_ptr() + a.nbytes) == (_storage(b), b.dtype, b.data_ptr()) for a, b in pairwise(row)
-    )
+    return all((_storage(a), a.dtype, a.data_ptr() + a.nbytes) == (_storage(b), b.dtype, b.data_ptr()) for a, b in pairwise(row))
