@@ -17,31 +17,31 @@ import torch
 from attnops.core.adapt import origin, placed, takes_a_call, without_flag
 from attnops.core.errors import ContractMismatch, RegistrationError, UnknownKernel, fail
 from attnops.core.needs import (
-    Need as Need,
-    Package as Package,
-    all_of as all_of,
-    arch as arch,
-    arch_from as arch_from,
-    at_most as at_most,
-    demand as demand,
-    device as device,
-    dtypes as dtypes,
-    extent_at_least as extent_at_least,
-    extent_at_most as extent_at_most,
+    Need,
+    Package,
+    all_of,
+    arch,
+    arch_from,
+    at_most,
+    demand,
+    device,
+    dtypes,
+    extent_at_least,
+    extent_at_most,
     features,
-    multiple_of as multiple_of,
-    one_of as one_of,
-    without as without,
+    multiple_of,
+    one_of,
+    without,
 )
 from attnops.core.problem import Problem, Refusal, Target, altered
 from attnops.core.record import RECORDS, name as name_of
 from attnops.core.traits import (
-    Capture as Capture,
-    Core as Core,
-    Inline as Inline,
-    Invariant as Invariant,
-    Plan as Plan,
-    Tolerance as Tolerance,
+    Capture,
+    Core,
+    Inline,
+    Invariant,
+    Plan,
+    Tolerance,
     check_fields,
 )
 

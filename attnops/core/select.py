@@ -24,6 +24,10 @@ from attnops.measured.cost import SCALED
 from attnops.measured.store import default_policy_key
 
 
+WORDS = ("kernel", "allow", "deny", "prefer")
+"""The fields of a Policy that list kernels."""
+
+
 @dataclass(frozen=True)
 class Policy:
     """The user's constraints on selection.
@@ -47,7 +51,7 @@ class Policy:
     @property
     def key(self) -> str:
         """The policy as the string that goes into the graph. Empty for the default policy."""
-        parts = [f"{n}={','.join(v)}" for n in ("kernel", "allow", "deny", "prefer") if (v := getattr(self, n))]
+        parts = [f"{word}={','.join(names)}" for word in WORDS if (names := getattr(self, word))]
         return ";".join(parts + ["deterministic"] * self.deterministic)
 
     def forced(self, op: str) -> str | None:
@@ -63,7 +67,7 @@ def parse_policy(key: str) -> Policy:
         name, _, text = part.partition("=")
         if name == "deterministic" and not text:
             values[name] = True
-        elif name in ("kernel", "allow", "deny", "prefer") and text:
+        elif name in WORDS and text:
             values[name] = tuple(text.split(","))
         else:
             fail(InvalidInput, "policy", repr(part), "kernel=, allow=, deny=, prefer= with names, or deterministic")
@@ -73,7 +77,7 @@ def parse_policy(key: str) -> Policy:
 
 
 def _check_names(policy: Policy) -> None:
-    for entry in (*policy.kernel, *policy.allow, *policy.deny, *policy.prefer):
+    for entry in chain.from_iterable(getattr(policy, word) for word in WORDS):
         scope, _, name = entry.rpartition(":")
         known = tuple(kernels_of(scope)) if scope else kernel_names()
         if not known:
@@ -371,18 +375,13 @@ def use(
     """
     forced = (kernel,) if isinstance(kernel, str) else tuple(f"{op}:{name}" for op, name in (kernel or {}).items())
     before = _ACTIVE.key
-    _ACTIVE.key = policy_key(forced, allow, deny, prefer, deterministic)
+    key = Policy(forced, tuple(allow), tuple(deny), tuple(prefer), deterministic).key
+    parse_policy(key)  # checks its names
+    _ACTIVE.key = key
     try:
         yield
     finally:
         _ACTIVE.key = before
-
-
-def policy_key(kernel: tuple[str, ...], allow: tuple[str, ...], deny: tuple[str, ...], prefer: tuple[str, ...], deterministic: bool) -> str:
-    """The checked key of a Policy with these fields."""
-    key = Policy(kernel, tuple(allow), tuple(deny), tuple(prefer), deterministic).key
-    parse_policy(key)
-    return key
 
 
 def key_for(op: str, kernel: str | None) -> str:
