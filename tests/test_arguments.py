@@ -1,7 +1,5 @@
 """Arguments of the modules and the caches that are out of their range: each is refused by its name."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ from attnops.nn import Attention, LatentAttention, MultiheadAttention, RotaryEmb
 from tests.modules import NAN, refused
 
 CACHE = {"num_layers": 1, "max_requests": 2, "dtype": torch.float32, "device": "cpu"}
-GOOD: dict[Any, dict[str, Any]] = {
+GOOD = {
     Attention: {"num_heads": 4, "head_dim": 8},
     SelfAttention: {"hidden_size": 24, "num_heads": 4, "qk_norm": True},
     LatentAttention: {"hidden_size": 24, "num_heads": 4},
@@ -21,7 +19,7 @@ GOOD: dict[Any, dict[str, Any]] = {
     PagedCache: CACHE | {"num_pages": 4, "page_size": 2, "num_kv_heads": 1, "head_dim": 2, "max_pages_per_request": 3},
     LatentCache: CACHE | {"num_tokens": 8, "max_tokens_per_request": 4},
 }  # fmt: skip
-WRONG: dict[Any, dict[str, Any]] = {
+WRONG = {
     Attention: {
         "num_heads": 4.0, "num_kv_heads": 3, "head_dim": 0, "v_head_dim": True, "window": (-2, 0), "softcap": NAN,
         "scale": float("inf"), "dropout": 1.0,

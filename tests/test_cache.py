@@ -82,8 +82,8 @@ class Machine(RuleBasedStateMachine):
     )  # fmt: skip
     def start(self, page_size, pages, rows, width, window):
         self.cache = poisoned(make(pages, page_size, rows, width, windows=(0, window), max_new_tokens=4))
-        self.model: dict[int, list[int]] = {}
-        self.gone: list[int] = []
+        self.model = {}
+        self.gone = []
         self.next = 1
         self.addresses = [t.data_ptr() for t in tensors(self.cache)]
         self.alloc(5)
@@ -96,7 +96,7 @@ class Machine(RuleBasedStateMachine):
     def maybe(self, *errors):
         """The call may raise one of `errors`, and then nothing has changed. Yields a list, filled if it raised."""
         before = snapshot(self.cache)
-        raised: list[Exception] = []
+        raised = []
         try:
             yield raised
         except errors as error:

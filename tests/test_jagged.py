@@ -1,11 +1,10 @@
 """Jagged nested tensors through the modules: each request as it would be alone, gradients and compiled code included."""
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nested import nested_tensor, nested_tensor_from_jagged
 
@@ -15,8 +14,8 @@ from tests.modules import close, refused
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 
 E, LENGTHS = 24, (5, 1, 8)
-DOUBLE: dict[str, Any] = {"dtype": torch.float64}
-SIZES: dict[str, int] = {"kv_lora_rank": 16, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+DOUBLE = {"dtype": torch.float64}
+SIZES = {"kv_lora_rank": 16, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
 LAYERS = {
     "self": lambda: SelfAttention(E, 4, 2, 8, qk_norm=True, rope=RotaryEmbedding(8), window=(4, -1), softcap=5.0, sinks=True, **DOUBLE),
     "latent": lambda: LatentAttention(E, 3, rope=RotaryEmbedding(4, interleaved=True), **SIZES, **DOUBLE),
@@ -91,11 +90,11 @@ def test_nothing(made):
 class Twice(nn.Module):
     """Two layers and residuals, all of them over jagged tensors."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         super().__init__()
         self.layers = nn.ModuleList(LAYERS[name]() for _ in range(2))
 
-    def forward(self, x: Tensor, **more: int) -> Tensor:
+    def forward(self, x, **more):
         for layer in self.layers:
             x = x + called(layer, x, **more)
         return x
@@ -118,7 +117,7 @@ def test_compiled(name, whole):
 
 
 ROWS = [torch.randn(n, E) for n in LENGTHS]
-JAGGED: Any = nested_tensor(ROWS, layout=torch.jagged)
+JAGGED = nested_tensor(ROWS, layout=torch.jagged)
 HOLES = nested_tensor_from_jagged(JAGGED.values(), JAGGED.offsets(), lengths=torch.tensor([2, 1, 3]))
 HEADS = nested_tensor_from_jagged(torch.randn(sum(LENGTHS), 3, 8), offsets())
 

@@ -4,7 +4,6 @@ import copy
 import inspect
 import itertools
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -72,7 +71,7 @@ def agree(theirs, ours, args, grads=True, **kwargs):
 
     def run(module):
         module.zero_grad()
-        seen: dict[int, torch.Tensor] = {}
+        seen = {}
 
         def leaf(x):
             if not isinstance(x, torch.Tensor) or not x.is_floating_point():
@@ -108,7 +107,7 @@ def test_masks(form, pad, attn, need_weights):
     agree(theirs, ours, args, **masks, need_weights=need_weights, average_attn_weights=form == "seq_first")
 
 
-BUILDS: list[dict[str, Any]] = [
+BUILDS = [
     dict(zip(("bias", "add_bias_kv", "add_zero_attn"), flags, strict=True), **dims)
     for flags in itertools.product((True, False), (False, True), (False, True))
     for dims in ({}, {"kdim": 6, "vdim": 10}, {"kdim": 6}, {"vdim": 10})

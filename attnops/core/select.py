@@ -23,7 +23,6 @@ from attnops.measured import ESTIMATED, MEASURED, NOWHERE, Cost, Table, costs, i
 from attnops.measured.cost import SCALED
 from attnops.measured.store import default_policy_key
 
-
 WORDS = ("kernel", "allow", "deny", "prefer")
 """The fields of a Policy that list kernels."""
 
