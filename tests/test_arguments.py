@@ -1,5 +1,7 @@
 """Arguments of the modules and the caches that are out of their range: each is refused by its name."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -19,7 +21,7 @@ GOOD = {
     PagedCache: CACHE | {"num_pages": 4, "page_size": 2, "num_kv_heads": 1, "head_dim": 2, "max_pages_per_request": 3},
     LatentCache: CACHE | {"num_tokens": 8, "max_tokens_per_request": 4},
 }  # fmt: skip
-WRONG = {
+WRONG: dict[Any, dict[str, Any]] = {
     Attention: {
         "num_heads": 4.0, "num_kv_heads": 3, "head_dim": 0, "v_head_dim": True, "window": (-2, 0), "softcap": NAN,
         "scale": float("inf"), "dropout": 1.0,

@@ -1,5 +1,7 @@
 """Dropout of the modules: torch's own call and seeds, a linear map of the values, and what no kernel has with it."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -11,7 +13,7 @@ from tests.modules import pages_of, refused
 
 B, S, HQ, HKV, D, DV, E = 2, 6, 4, 2, 8, 5, 24
 P = 0.3
-DOUBLE = {"dtype": torch.float64}
+DOUBLE: dict[str, Any] = {"dtype": torch.float64}
 SIZES = {"kv_lora_rank": 16, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
 MASKS = {
     "none": None, "bool": torch.rand(B, 1, S, S) < 0.6, "by head": torch.rand(1, HQ, S, S) < 0.6, "additive": torch.randn(S, S, **DOUBLE),

@@ -1,6 +1,7 @@
 """Jagged nested tensors through the modules: each request as it would be alone, gradients and compiled code included."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -117,7 +118,7 @@ def test_compiled(name, whole):
 
 
 ROWS = [torch.randn(n, E) for n in LENGTHS]
-JAGGED = nested_tensor(ROWS, layout=torch.jagged)
+JAGGED: Any = nested_tensor(ROWS, layout=torch.jagged)
 HOLES = nested_tensor_from_jagged(JAGGED.values(), JAGGED.offsets(), lengths=torch.tensor([2, 1, 3]))
 HEADS = nested_tensor_from_jagged(torch.randn(sum(LENGTHS), 3, 8), offsets())
 

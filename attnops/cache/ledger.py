@@ -238,7 +238,9 @@ class Ledger:
                 if old and pool.refs[old] - released[old] == 1:
                     continue
                 released[old] += 1
-                yield at, column, old if index == begin and entry.length % size else 0
+                # A page keeps what the new tokens leave of it: those before them, or, where a window comes round to it, those behind.
+                partly = (index == begin and entry.length % size) or (index == end - 1 and length % size)
+                yield at, column, old if partly else 0
 
     def _release(self, request: int, entry: Request, length: int, gone: bool = False) -> Change:
         keep = -(-length // self.page_size)

@@ -90,7 +90,7 @@ def _storages_of(nodes: Iterable[fx.Node], value_of: Callable[[Any], Any]) -> It
 
 def _is_pure(node: fx.Node) -> bool:
     """Do equal calls give equal results? A call whose data decide a size has a size of its own each time."""
-    pure = {"call_method": _PURE_METHODS, "call_function": _PURE}.get(node.op, ())
+    pure = _PURE_METHODS if node.op == "call_method" else _PURE if node.op == "call_function" else ()
     return not node.meta.get("unbacked_bindings") and (_is_pure_op(node.target) or node.target in pure)
 
 
