@@ -8,7 +8,6 @@ import pickle
 import pkgutil
 import threading
 import weakref
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import wraps
 
@@ -20,7 +19,6 @@ from attnops.core.errors import AttnopsError, BadTable, InvalidInput, NoKernel, 
 from attnops.core.kernel import Kernel, _drop, kernels_of, register
 from attnops.core.problem import Problem, Refusal, Target
 from attnops.core.select import Policy, select
-from tests.helpers import ready
 
 PLAIN = Problem("attention", Target(), torch.bfloat16, torch.bfloat16, q_heads=4, kv_heads=2, head_dim=8, v_head_dim=8)
 
@@ -106,17 +104,6 @@ def test_an_error_is_short_whatever_was_given(kind, given):
     assert len(str(error)) < 1000
     assert ("has no text" if given in ("5000 digits", "no text") else " characters)") in str(error)
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
-
-
-def raises(error):
-    raise error
-
-
-def test_an_error_crosses_processes():
-    with ProcessPoolExecutor(1, mp_context=ready()) as pool:
-        for kind in KINDS:
-            error = pool.submit(raises, make(kind)).exception(timeout=120)
-            assert type(error) is kind and str(error) == str(make(kind))
 
 
 class Stubborn:

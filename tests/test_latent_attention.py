@@ -56,14 +56,6 @@ def feed(module, cache, ids, counts, sequences, **how):
 # The forms ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("more", [{}, {"q_lora_rank": None, "bias": False}, {"rope": None}], ids=["low rank", "full rank", "no rope"])
-def test_packed_is_dense(more):
-    module, lengths = layer(**more), [7, 1, 4]
-    x = torch.randn(12, E, dtype=F64)
-    with torch.no_grad():
-        close(module(x, cu_seqlens=cu(lengths), max_seqlen=7), torch.cat(dense(module, x.split(lengths))))
-
-
 def test_left_padding():
     module = layer()
     x, start = torch.randn(2, 9, E, dtype=F64), torch.tensor([3, 0], dtype=torch.int32)

@@ -193,16 +193,6 @@ def test_autocast(build):
     torch.testing.assert_close(got, want, atol=8e-2, rtol=5e-2)
 
 
-def test_in_torchs_decoder_layer():
-    theirs = nn.TransformerDecoderLayer(E, H, 16, dropout=0.0, batch_first=True)
-    ours = copy.deepcopy(theirs)
-    ours.self_attn, ours.multihead_attn = (MultiheadAttention(E, H, batch_first=True) for _ in range(2))
-    ours.load_state_dict(theirs.state_dict())
-    args = torch.randn(N, L, E), torch.randn(N, S, E), nn.Transformer.generate_square_subsequent_mask(L)
-    for training in (True, False):
-        close(ours.train(training)(*args), theirs.train(training)(*args), 2e-6)
-
-
 def test_compiled_whole_and_once():
     _, ours = pair()
     counter = CompileCounterWithBackend("aot_eager")

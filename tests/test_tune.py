@@ -28,7 +28,6 @@ from attnops.testing.pool import Pool
 from attnops.testing.timed_calls import build, call_of, lengths
 from attnops.tune import GRIDS, Stopwatch, clock_for, measure, run, sweeps_of
 from attnops.tune.clock import GraphClock, Timed, host_clock
-from attnops.tune.rows import rounded
 from tests.measuring import table, tables_in, timed
 
 CPU = torch.device("cpu")
@@ -395,10 +394,6 @@ def test_compiling_ahead_ends():
     """Processes of its own, here with nothing to compile."""
     assert run.compile_ahead("tiny", CPU, ("attention",), ("reference",), workers=1, limit_s=100) > 0
     assert run.compile_ahead("tiny", CPU, (), ("unknown",), workers=1, limit_s=100) == 0
-
-
-def test_times_are_short(lab):
-    assert [rounded(x) for x in (12.3456, 1.23456, 99.96, 123.456, 98765.4)] == [12.3, 1.23, 100.0, 123.0, 98765.0]
 
 
 def test_the_host_clock_is_a_median(now):

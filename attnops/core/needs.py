@@ -345,12 +345,12 @@ def parse(text: str) -> Version | None:
 
 def within(version: str, at_least: str, below: str) -> bool:
     """Does `>=at_least, <below` admit the version? "" leaves a side open; a pre-release of `below` is not below it."""
-    if not at_least and not below:
-        return True
     given, least, bound = parse(version), parse(at_least), parse(below)
-    if given is None or (at_least and least is None) or (below and bound is None) or (least is not None and given < least):
-        return False
-    if bound is None or bound.is_prerelease or bound.is_postrelease or not given.is_prerelease:
-        return bound is None or given < bound
+    if given is None:
+        return not at_least and not below
+    if bound is None or given >= bound:
+        return not below and (least is None or given >= least)
     # A pre-release of 1.0 is not below 1.0, though it came before it; below 1.0.post1 it is.
-    return given < bound and Version(given.base_version) != Version(bound.base_version)
+    final = not bound.is_prerelease and not bound.is_postrelease
+    before = given.is_prerelease and final and Version(given.base_version) == Version(bound.base_version)
+    return not before and (least is None or given >= least)

@@ -85,7 +85,7 @@ def _attend_pages(
     query: Tensor, q_pe: Tensor, latent_pages: Tensor, batch: PagedBatch, dtype: torch.dtype, cascades: bool, **more: Any
 ) -> Tensor:
     """`[T, H, Dc]` in `dtype`: `mla_attention` of the query and the pages, over the tables of the batch."""
-    attend: Callable[..., Any] = partial(mla_attention, query, q_pe, latent_pages, workspace=batch.workspace, holes=batch.holes, **more)
+    attend: Callable[..., Tensor] = partial(mla_attention, query, q_pe, latent_pages, workspace=batch.workspace, holes=batch.holes, **more)
     shared, cu, most, empty = batch.shared, batch.cu_seqlens_q, batch.max_seqlen_q, partial(torch.empty, device=query.device)
     # A deterministic result must not depend on the pages that a batch shares.
     if shared is None or not cascades or deterministic(active_policy()):

@@ -132,20 +132,23 @@ def _against(linear: nn.Linear, taken: _Taken) -> str:
         return f"it is a {type(linear).__name__}"
     if changed(linear):
         return "it has hooks, or a forward of its own"
-    for tensor in _parameters(linear):
-        if type(tensor) not in PLAIN:
-            return f"it holds a {type(tensor).__name__}"
-        if tensor.is_meta or tensor.is_inference():
-            return "it is on meta" if tensor.is_meta else "it was made in inference mode"
-        if not tensor.is_contiguous() or tensor.numel() == 0:
-            return "it is not contiguous, or empty"
-        if taken.times[id(tensor)] > 1:
-            return "it is tied"
-        if tensor.device.type == "cpu" and tensor.is_shared():
-            return "its memory is shared with other processes"
-        if tensor.nbytes % ALIGNED:
-            return f"its bytes are no multiple of {ALIGNED}"
-    return ""
+    return next(filter(None, (_against_moving(tensor, taken) for tensor in _parameters(linear))), "")
+
+
+def _against_moving(tensor: Tensor, taken: _Taken) -> str:
+    if type(tensor) not in PLAIN:
+        return f"it holds a {type(tensor).__name__}"
+    if tensor.is_meta:
+        return "it is on meta"
+    if tensor.is_inference():
+        return "it was made in inference mode"
+    if not tensor.is_contiguous() or tensor.numel() == 0:
+        return "it is not contiguous, or empty"
+    if taken.times[id(tensor)] > 1:
+        return "it is tied"
+    if tensor.device.type == "cpu" and tensor.is_shared():
+        return "its memory is shared with other processes"
+    return f"its bytes are no multiple of {ALIGNED}" if tensor.nbytes % ALIGNED else ""
 
 
 def _pack(members: dict[str, nn.Linear], taken: _Taken, skipped: dict[str, str]) -> PackedGroup | None:
