@@ -10,7 +10,7 @@ from attnops.nn import Attention, LatentAttention, MultiheadAttention, RotaryEmb
 from tests.modules import NAN, refused
 
 CACHE = {"num_layers": 1, "max_requests": 2, "dtype": torch.float32, "device": "cpu"}
-GOOD: dict[Any, dict[str, Any]] = {
+GOOD = {
     Attention: {"num_heads": 4, "head_dim": 8},
     SelfAttention: {"hidden_size": 24, "num_heads": 4, "qk_norm": True},
     LatentAttention: {"hidden_size": 24, "num_heads": 4},

@@ -9,7 +9,6 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -25,7 +24,7 @@ DEVICE = "kernels/triton/device/gradient.py"
 
 
 @pytest.fixture
-def copy(tmp_path) -> Path:
+def copy(tmp_path):
     """The files that digests look at."""
     for folder in ("kernels", "ops", "core"):
         shutil.copytree(code.ROOT / folder, tmp_path / "attnops" / folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -260,7 +259,7 @@ def test_the_kernels_of_a_machine():
 
 
 @pytest.fixture
-def pages(monkeypatch) -> Any:
+def pages(monkeypatch):
     """docs/changed.py and docs/results.py, as modules of their own."""
     monkeypatch.syspath_prepend(ROOT / "docs")
     before = {*sys.modules}

@@ -12,7 +12,7 @@ from attnops.core.problem import Extent, Problem, Target, altered
 from attnops.core.record import changed
 from attnops.core.select import Policy, select, select_by, without_sizes
 from attnops.kernels.torch import aten_flash
-from attnops.measured import Table, in_force
+from attnops.measured import in_force
 from attnops.ops import OPS
 from attnops.ops.latent.cases import DEEPSEEK
 from attnops.testing import CASES, Features, Source, check_kernel, make_call
@@ -39,7 +39,7 @@ CALLS = {
 }
 
 
-def sized(p: Problem, batch: int, queries: int, context: int) -> Problem:
+def sized(p, batch, queries, context):
     tokens, requests, longest, keys = map(Extent.of, (batch * queries, batch, queries, context))
     return altered(p, tokens=tokens, batch=requests, queries=longest, context=keys, padded=bool(batch % 2), sizes_equal=queries == context)
 
@@ -50,7 +50,7 @@ def sized(p: Problem, batch: int, queries: int, context: int) -> Problem:
 def test_no_size_and_no_time_reaches_the_choice(name, target):
     op = name.removesuffix("_windowed")
     problem = replace(CALLS[name], op=op, target=target)
-    tables: list[Table | None] = [None, in_force(H200).table]
+    tables = [None, in_force(H200).table]
     sizes = list(product((1, 2, 8, 33, 500), (1, 3, 8, 9, 4096), (1, 700, 4096, 100_000)))
     chosen = {(d.kernel and d.kernel.name) for size in sizes for t in tables if (d := select_by(t, sized(problem, *size), DETERMINISTIC))}
     assert len(chosen) == 1, chosen

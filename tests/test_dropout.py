@@ -14,7 +14,7 @@ from tests.modules import pages_of, refused
 B, S, HQ, HKV, D, DV, E = 2, 6, 4, 2, 8, 5, 24
 P = 0.3
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
-SIZES: dict[str, int] = {"kv_lora_rank": 16, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+SIZES = {"kv_lora_rank": 16, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
 MASKS = {
     "none": None, "bool": torch.rand(B, 1, S, S) < 0.6, "by head": torch.rand(1, HQ, S, S) < 0.6, "additive": torch.randn(S, S, **DOUBLE),
     "wide": torch.randn(B, HQ, 1, S, **DOUBLE),
@@ -165,7 +165,7 @@ def test_refused_by_name(text):
     assert "dropout is 0.3 in training" in refused(REFUSED[text], text).want
 
 
-BROKEN: dict[str, Any] = {
+BROKEN = {
     "fewer values": (lambda q, k, v: (q, k, v[:, 1:]), None), "key dtype": (lambda q, k, v: (q, k.half(), v), None),
     "mask of heads": (lambda *x: x, torch.zeros(B, HKV, S, S)), "mask that is a list": (lambda *x: x, [True] * S),
 }  # fmt: skip

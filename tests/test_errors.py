@@ -8,10 +8,8 @@ import pickle
 import pkgutil
 import threading
 import weakref
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import wraps
-from typing import Any
 
 import pytest
 import torch
@@ -21,18 +19,17 @@ from attnops.core.errors import AttnopsError, BadTable, InvalidInput, NoKernel, 
 from attnops.core.kernel import Kernel, _drop, kernels_of, register
 from attnops.core.problem import Problem, Refusal, Target
 from attnops.core.select import Policy, select
-from tests.helpers import ready
 
 PLAIN = Problem("attention", Target(), torch.bfloat16, torch.bfloat16, q_heads=4, kv_heads=2, head_dim=8, v_head_dim=8)
 
 
-def classes() -> list[type[AttnopsError]]:
+def classes():
     """Every subclass, wherever it is defined."""
     for package in ("attnops", *(f"attnops.{room}" for room in ("cli", "hf", "bench", "tune", "graphs", "lowering"))):
         for module in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
             if "__main__" not in module.name:
                 importlib.import_module(module.name)
-    found: list[type[AttnopsError]] = [AttnopsError]
+    found = [AttnopsError]
     for kind in found:
         found += kind.__subclasses__()
     return sorted({k for k in found if k.__module__.startswith("attnops")}, key=lambda k: k.__name__)
@@ -55,19 +52,19 @@ PLAIN_VALUES = {
 """By the annotation of an argument."""
 
 
-def arguments(kind: type[AttnopsError]) -> dict[str, str]:
+def arguments(kind):
     """The annotations of those that a class takes, by name."""
     found = inspect.signature(kind.__init__).parameters.values()
     return {p.name: str(p.annotation) for p in found if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"}
 
 
-def make(kind: type[AttnopsError], **instead: Any) -> AttnopsError:
+def make(kind, **instead):
     wanted = arguments(kind)
     given = [instead.get(name, PLAIN_VALUES[annotation]) for name, annotation in wanted.items()]
     return kind(*given) if wanted else kind("the text")
 
 
-def same(a: BaseException, b: BaseException) -> None:
+def same(a, b):
     assert type(a) is type(b) and str(a) == str(b) and a.args == b.args
     assert {n: str(v) for n, v in vars(a).items()} == {n: str(v) for n, v in vars(b).items()}
 
@@ -107,17 +104,6 @@ def test_an_error_is_short_whatever_was_given(kind, given):
     assert len(str(error)) < 1000
     assert ("has no text" if given in ("5000 digits", "no text") else " characters)") in str(error)
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
-
-
-def raises(error: BaseException) -> None:
-    raise error
-
-
-def test_an_error_crosses_processes():
-    with ProcessPoolExecutor(1, mp_context=ready()) as pool:
-        for kind in KINDS:
-            error = pool.submit(raises, make(kind)).exception(timeout=120)
-            assert type(error) is kind and str(error) == str(make(kind))
 
 
 class Stubborn:

@@ -27,7 +27,7 @@ COMPILED = {
 }
 
 
-def problem(d: int, dv: int, dtype: torch.dtype, arch: int, mask: str = "none"):
+def problem(d, dv, dtype, arch, mask="none"):
     call = make_call("attention", Source(), 1, 1, 1, Features(dtype=dtype, head_dim=d, v_head_dim=dv, q_heads=1, kv_heads=1))
     return altered(call.problem, target=Target("cuda", arch), mask=mask)
 

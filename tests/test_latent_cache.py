@@ -44,7 +44,7 @@ def through(cache, table, length):
 def steps(draw):
     """A cache full of NaN but for its requests' tokens, a step of some of them, and what each held before."""
     cache = make(page_size=draw(st.sampled_from((1, 3, 4))), num_layers=draw(st.sampled_from((1, 2))))
-    held: dict[int, list[int]] = {}
+    held = {}
     for _ in range(draw(st.integers(1, 5))):
         if held and draw(st.booleans()):
             parent = draw(st.sampled_from(sorted(held)))
@@ -79,7 +79,7 @@ def _prefix_and_shared_are_what_the_tables_say(step):
         assert batch.prefix is None if total else batch.prefix == ()
     else:
         chunks = batch.prefix
-        found: list[list[float]] = [[] for _ in before]
+        found = [[] for _ in before]
         for chunk in chunks:
             assert chunk.slots.dtype == torch.int64 and chunk.cu_seqlens_k.dtype == torch.int32 and type(chunk.max_seqlen_k) is int
             starts, tokens = chunk.cu_seqlens_k.tolist(), read(cache, chunk.slots)

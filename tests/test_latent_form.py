@@ -9,7 +9,6 @@ import torch
 
 import attnops
 from attnops.cache import LatentCache
-from attnops.core.errors import UnknownKernel
 from attnops.core.problem import Target, pretend
 from attnops.core.select import key_for
 from attnops.lowering.explain import packages_of_kernels
@@ -24,7 +23,6 @@ from attnops.ops.latent.absorb_or_expand import (
     LatentDims,
     LatentForms,
     crossover,
-    kernel_for,
     latent_form,
 )
 
@@ -126,14 +124,6 @@ def test_an_eager_call_takes_the_form_of_the_target_in_force():
     with pretend(Target.parse("sm90", packages_of_kernels())):
         here = crossover(*given)
     assert here == latent_form(call()).absorb_up_to != crossover(*given)
-
-
-def test_kernels_by_name():
-    assert kernel_for("mla_attention", None) is None
-    assert kernel_for("mla_attention", "flashmla") == "flashmla"
-    assert kernel_for("varlen_attention", "flashmla") is None
-    with pytest.raises(UnknownKernel, match="nobody"):
-        kernel_for("varlen_attention", "nobody")
 
 
 # explain ------------------------------------------------------------------------------------------------------------------

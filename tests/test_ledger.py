@@ -87,3 +87,16 @@ def test_the_last_that_outgrows_a_shared_page_keeps_it(sharers):
     book.commit(change)
     assert book.get(family[-1]).pages[0] == [page]
     assert len({book.get(request).pages[0][0] for request in family}) == sharers and not book.pools[0].free
+
+
+def test_a_shared_page_is_copied_where_a_window_comes_round_to_it():
+    """What lies behind the new token is in the window again when that one is taken back."""
+    book = ledger(WINDOW)
+    request = begin(book, 6)  # all that three pages hold
+    book.commit(book.fork(request))
+    old = book.get(request).pages[0][0]
+    change = book.append([(request, 1)])
+    [(source, new)] = copies(book, change)
+    book.commit(change)
+    assert source == old != new and book.slots(request, 1, 2) == [new * PAGE + 1]
+    book.commit(book.truncate(request, 3))

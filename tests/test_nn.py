@@ -1,7 +1,6 @@
 """Attention and SelfAttention: the three forms agree, what nobody owns is never read, bad calls name what is wrong."""
 
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from tests.formula import plain
 from tests.modules import NAN, close, cu, padded, pages_of, poisoned, refused, turned
 
 E, HQ, HKV, D = 24, 4, 2, 8
-VARIANTS: dict[str, dict[str, Any]] = {
+VARIANTS = {
     "plain": {"num_kv_heads": HQ},
     "gqa": {},
     "mqa": {"num_kv_heads": 1},
@@ -135,7 +134,7 @@ def test_paged_is_dense_over_the_whole_sequence(variant, page_size, pad):
     cache = cache_for(module, page_size)
     ids = [cache.alloc() for _ in range(3)]
     sequences = {r: heads(module, n) for r, n in zip(ids, (17, 3, 9), strict=True)}
-    got: dict[int, list[torch.Tensor]] = {r: [] for r in ids}
+    got = {r: [] for r in ids}
     for who, counts in SCHEDULE:
         requests = [ids[i] for i in who]
         ranges = [(r, cache.length(r), cache.length(r) + n) for r, n in zip(requests, counts, strict=True)]
@@ -173,7 +172,7 @@ def test_what_a_paged_call_is_given():
 # SelfAttention ------------------------------------------------------------------------------------------------------------
 
 
-LAYERS: dict[str, dict[str, Any]] = {
+LAYERS = {
     "bare": {},
     "rope": {"rope": (100.0, 1.0)},
     "linear": {"rope": (500.0, 4.0)},

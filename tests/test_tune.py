@@ -396,10 +396,6 @@ def test_compiling_ahead_ends():
     assert run.compile_ahead("tiny", CPU, (), ("unknown",), workers=1, limit_s=100) == 0
 
 
-def test_times_are_short(lab):
-    assert [run._rounded(x) for x in (12.3456, 1.23456, 99.96, 123.456, 98765.4)] == [12.3, 1.23, 100.0, 123.0, 98765.0]
-
-
 def test_the_host_clock_is_a_median(now):
     taken = iter((9e-3, 2e-3, 2e-3, 3e-3, 1e-3, 2e-3, 5e-3))
     call, sdpa = build(KIND, [4], [4], Pool("cpu")), kernels_of("attention")["sdpa"]

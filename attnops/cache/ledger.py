@@ -7,7 +7,8 @@ it fills the unused entries of a page table and has no owner.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -211,31 +212,35 @@ class Ledger:
 
     def _grow(self, more: list[tuple[int, Request, int]]) -> Change:
         """(id, request, tokens to add) of distinct requests."""
-        size, lengths = self.page_size, [entry.length + tokens for _, entry, tokens in more]
+        lengths = [entry.length + tokens for _, entry, tokens in more]
         for (request, _, _), length in zip(more, lengths, strict=True):
             if length > self.room.limit:
                 fail(RequestTooLong, request if request in self.requests else "(new)", length, self.room.limit, self.room.limited_by)
         cells: list[list[Cell]] = [[] for _ in more]
         for i, pool in enumerate(self.pools):
-            wanted: list[tuple[int, int, int]] = []  # (request in `more`, column, the page to copy from, or 0)
-            released: dict[int, int] = {}
-            for at, (_, entry, _) in enumerate(more):
-                pages, begin, end = entry.pages[i], entry.length // size, -(-lengths[at] // size)
-                for index in range(max(begin, end - pool.columns), end):
-                    column = index % pool.columns
-                    old = pages[column] if column < len(pages) else 0
-                    if old:
-                        # Of several requests that outgrow a shared page in one change, the last keeps it.
-                        if pool.refs[old] - released.get(old, 0) == 1:
-                            continue
-                        released[old] = released.get(old, 0) + 1
-                    wanted.append((at, column, old if index == begin and entry.length % size else 0))
+            wanted = [*self._wanted(i, [entry for _, entry, _ in more], lengths)]
             if len(wanted) > len(pool.free):
                 fail(OutOfPages, len(wanted), len(pool.free), pool.num_pages - 1)
             for (at, column, source), page in zip(wanted, reversed(pool.free), strict=False):
                 cells[at].append((i, column, page, source))
         parts = zip(more, lengths, cells, strict=True)
         return [Step(key, entry, length, max(entry.high, length), own) for (key, entry, _), length, own in parts]
+
+    def _wanted(self, i: int, entries: Sequence[Request], lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """(place among the requests, column, the page to copy from, or 0) of each new page of pool i that the requests need to grow."""
+        pool, size, released = self.pools[i], self.page_size, Counter[int]()
+        for at, (entry, length) in enumerate(zip(entries, lengths, strict=True)):
+            pages, begin, end = entry.pages[i], entry.length // size, -(-length // size)
+            for index in range(max(begin, end - pool.columns), end):
+                column = index % pool.columns
+                old = pages[column] if column < len(pages) else 0
+                # Of several requests that outgrow a shared page in one change, the last keeps it.
+                if old and pool.refs[old] - released[old] == 1:
+                    continue
+                released[old] += 1
+                # A page keeps what the new tokens leave of it: those before them, or, where a window comes round to it, those behind.
+                partly = (index == begin and entry.length % size) or (index == end - 1 and length % size)
+                yield at, column, old if partly else 0
 
     def _release(self, request: int, entry: Request, length: int, gone: bool = False) -> Change:
         keep = -(-length // self.page_size)

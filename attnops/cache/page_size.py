@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 
@@ -80,43 +81,74 @@ def negotiate_page_size(
         UnknownKernel, InvalidInput: the op has no kernel of that name; a size, the dtype or `kernels` is invalid.
     """
     asked = _decode_steps(layers, max_requests, max_tokens_per_request, max_new_tokens, torch.device(device), workspace_bytes)
-    op, target, known = asked[0].op, asked[0].target, kernels_of(asked[0].op)
-    names = tuple(known) if kernels is None else () if isinstance(kernels, str) or not isinstance(kernels, Sequence) else tuple(kernels)
-    right = bool(names) and all(isinstance(kernel, str) for kernel in names)
-    need(right, "kernels", repr(kernels), "None, or at least one name of a kernel, e.g. ('flashmla',)")
-    if unknown := [kernel for kernel in names if kernel not in known]:
-        fail(UnknownKernel, unknown[0], op, tuple(known))
+    names = _names(kernels, asked[0].op)
     given = None if page_size is None else count("page_size", page_size, 1, "tokens")
-    sizes = SIZES if given is None else tuple(sorted({*SIZES, given}))
-    problems = {size: [replace(p, page_size=size) for p in asked] for size in sizes}
-    here = {size: [select(p, active_policy()) for p in problems[size]] for size in sizes}
-    us: dict[int, dict[str, float]] = {size: {} for size in sizes}
-    for size, kernel, cost in ((s, k, c.us) for s in sizes for decision in here[s] for k, c in decision.costs.items()):
-        us[size][kernel] = min(cost, us[size].get(kernel, cost))
+    tried = _tried(asked, given)
+    takes, refused = _answers(tried, names, anywhere=kernels is not None)
+    possible = set().union(*takes.values()) if kernels is None else set(tried).intersection(*takes.values())
+    suits = bool(possible) if given is None else kernels is None or given in possible
+    if not suits:
+        fail(PageSizeConflict, given, tuple(tried), takes, refused)
+    chosen = _fastest({size: tried[size] for size in possible}, names) if given is None else given
+    here = tried[chosen]
+    why = ["as given"] * (given is not None) + [f"taken by {', '.join(names)}"] * (kernels is not None)
+    why = why or [f"{min(here.us, key=here.us.__getitem__)} is the fastest kernel of a decode step"]
+    elsewhere = {k: reasons for k in names if (reasons := here.refused(k))}
+    return PageSizeChoice(chosen, asked[0].target, ", ".join(why), {k: v for k, v in takes.items() if v}, elsewhere)
 
-    def refused_here(kernel: str, size: int) -> tuple[Refusal, ...]:
-        return () if kernel in us[size] else _nearest(decision.refused[kernel] for decision in here[size])
 
-    def refused(kernel: str, size: int) -> tuple[Refusal, ...]:
-        if kernels is None:
-            return refused_here(kernel, size)
-        unmet = (known[kernel].unmet(p) for p in problems[size])
-        return _nearest(tuple(r for r in found if r.field not in ("target", "device")) for found in unmet)
+def _names(kernels: Sequence[str] | None, op: str) -> tuple[str, ...]:
+    """The kernels that are asked. Raises InvalidInput, UnknownKernel."""
+    known = tuple(kernels_of(op))
+    if kernels is None:
+        return known
+    listed = isinstance(kernels, Sequence) and not isinstance(kernels, str) and len(kernels) > 0
+    right = listed and all(isinstance(kernel, str) for kernel in kernels)
+    need(right, "kernels", repr(kernels), "None, or at least one name of a kernel, e.g. ('flashmla',)")
+    for kernel in kernels:
+        if kernel not in known:
+            fail(UnknownKernel, kernel, op, known)
+    return tuple(kernels)
 
-    against = {k: {s: refused(k, s) for s in sizes} for k in names}
-    takes = {k: tuple(s for s in sizes if not of[s]) for k, of in against.items()}
-    fits = [s for s in sizes if (any if kernels is None else all)(s in taken for taken in takes.values())]
-    if not fits if given is None else kernels is not None and given not in fits:
-        fail(PageSizeConflict, given, sizes, takes, {k: _once(r for s in sizes for r in of[s]) for k, of in against.items()})
-    chosen = given
-    if chosen is None:
-        costs = {s: min((cost for k, cost in us[s].items() if k in against), default=math.inf) for s in fits}
-        alike = [s for s in fits if costs[s] <= min(costs.values()) * TIE]
-        chosen = min(alike, key=lambda s: (-len(us[s]), max(s, USUAL) / min(s, USUAL), s))
-    reasons = ["as given"] * (given is not None) + [f"taken by {', '.join(against)}"] * (kernels is not None)
-    reasons = reasons or [f"{min(us[chosen], key=us[chosen].__getitem__)} is the fastest kernel of a decode step"]
-    elsewhere = {k: reason for k in against if (reason := refused_here(k, chosen))}
-    return PageSizeChoice(chosen, target, ", ".join(reasons), {k: v for k, v in takes.items() if v}, elsewhere)
+
+class _Tried:
+    """What kernels say of a decode step over pages of one size. us: of each that can run, by the fastest way to call it."""
+
+    def __init__(self, steps: list[Problem]) -> None:
+        self.steps, self.decisions = steps, [select(step, active_policy()) for step in steps]
+        self.us: dict[str, float] = {}
+        for kernel, cost in chain.from_iterable(decision.costs.items() for decision in self.decisions):
+            self.us[kernel] = min(cost.us, self.us.get(kernel, cost.us))
+
+    def refused(self, kernel: str) -> tuple[Refusal, ...]:
+        """Why it cannot run on the target."""
+        return () if kernel in self.us else _nearest(decision.refused[kernel] for decision in self.decisions)
+
+    def unmet(self, kernel: str) -> tuple[Refusal, ...]:
+        """Why it takes no pages of this size on any machine."""
+        found = (kernels_of(step.op)[kernel].unmet(step) for step in self.steps)
+        return _nearest(tuple(r for r in reasons if r.field not in ("target", "device")) for reasons in found)
+
+
+def _tried(steps: list[Problem], given: int | None) -> dict[int, _Tried]:
+    sizes = SIZES if given is None else sorted({*SIZES, given})
+    return {size: _Tried([replace(step, page_size=size) for step in steps]) for size in sizes}
+
+
+def _answers(
+    tried: Mapping[int, _Tried], names: Iterable[str], anywhere: bool
+) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[Refusal, ...]]]:
+    """By kernel the sizes that it takes, on the target or anywhere, and its reasons against the others."""
+    against = {k: {size: at.unmet(k) if anywhere else at.refused(k) for size, at in tried.items()} for k in names}
+    takes = {k: tuple(size for size, reasons in of.items() if not reasons) for k, of in against.items()}
+    return takes, {k: _once(chain.from_iterable(of.values())) for k, of in against.items()}
+
+
+def _fastest(tried: Mapping[int, _Tried], names: Collection[str]) -> int:
+    """The size at which the fastest of these kernels is fastest. Of equals the one most kernels take, then the nearest to USUAL."""
+    costs = {size: min((us for k, us in at.us.items() if k in names), default=math.inf) for size, at in tried.items()}
+    alike = [size for size, cost in costs.items() if cost <= min(costs.values()) * TIE]
+    return min(alike, key=lambda size: (-len(tried[size].us), max(size, USUAL) / min(size, USUAL), size))
 
 
 def _decode_steps(

@@ -31,21 +31,31 @@ def may_write(node: fx.Node) -> bool:
         return True
     if "out" in node.kwargs or node.kwargs.get("inplace"):
         return True
+    if isinstance(target, str):
+        return _writes_by_name(target)
     if isinstance(target, torch._ops.OpOverload):
         return bool(target._schema.is_mutable)
     if isinstance(target, torch._ops.OpOverloadPacket):
-        return any(bool(getattr(target, o)._schema.is_mutable) for o in target.overloads() if not o.endswith("out"))
-    name = target if isinstance(target, str) else getattr(target, "__name__", "_")
-    if target in _IN_PLACE or name == "__setitem__" or (name.startswith("__i") and name.endswith("__")):
-        return True
+        return any(getattr(target, o)._schema.is_mutable for o in target.overloads() if not o.endswith("out"))
+    return _function_may_write(target, node.args)
+
+
+def _function_may_write(function: Any, args: tuple[Any, ...]) -> bool:
     # torch's functions of C name no module.
-    home = "torch" if isinstance(target, str) else getattr(target, "__module__", None) or "torch"
-    if home.partition(".")[0] not in _KNOWN:
-        return True
+    home = getattr(function, "__module__", None) or "torch"
+    if home == "_operator":
+        return function in _IN_PLACE
     # Modules' functions take `inplace` by place as well.
-    functional = home in ("torch.nn.functional", "torch._C._nn")
-    named = name.endswith("_") and not name.endswith("__") and home != "_operator"
-    return named or (functional and any(a is True for a in node.args))
+    if home in ("torch.nn.functional", "torch._C._nn") and any(a is True for a in args):
+        return True
+    return home.partition(".")[0] not in _KNOWN or _writes_by_name(getattr(function, "__name__", "_"))
+
+
+def _writes_by_name(name: str) -> bool:
+    """As `add_`, `__iadd__` and `__setitem__` do."""
+    if name.endswith("__"):
+        return name == "__setitem__" or name.startswith("__i")
+    return name.endswith("_")
 
 
 def equal_calls(graph: fx.Graph, value_of: Callable[[Any], Any]) -> dict[fx.Node, fx.Node]:
@@ -54,8 +64,8 @@ def equal_calls(graph: fx.Graph, value_of: Callable[[Any], Any]) -> dict[fx.Node
     Applies to ops that write nothing, on tensors that no node writes, and to results that the graph does not return, because two results
     of a model are two tensors. value_of: the fake value of a node.
     """
-    written = {s for node in graph.nodes for x in written_by(node) for s in storages(value_of(x))}
-    kept = written.union(s for node in graph.find_nodes(op="output") for x in node.all_input_nodes for s in storages(value_of(x)))
+    written = {s for node in graph.nodes for s in _storages_of(written_by(node), value_of)}
+    returned = {s for node in graph.find_nodes(op="output") for s in _storages_of(node.all_input_nodes, value_of)}
     first: dict[Any, fx.Node] = {}
     same: dict[fx.Node, fx.Node] = {}
 
@@ -64,19 +74,24 @@ def equal_calls(graph: fx.Graph, value_of: Callable[[Any], Any]) -> dict[fx.Node
         # Equal sizes of different tensors have one symbol.
         return same.get(node, node) if value is None or any(storages(value)) else str(value)
 
-    for node in graph.nodes:
-        if node.meta.get("unbacked_bindings"):
-            continue  # each call has a size of its own
-        pure = _PURE_METHODS if node.op == "call_method" else _PURE if node.op == "call_function" else ()
-        if not (_is_pure_op(node.target) or node.target in pure):
-            continue
-        given = (s for x in node.all_input_nodes for s in storages(value_of(x)))
-        if not (kept.isdisjoint(storages(value_of(node))) and written.isdisjoint(given)):
+    for node in filter(_is_pure, graph.nodes):
+        used = {*storages(value_of(node)), *_storages_of(node.all_input_nodes, value_of)}
+        if used & written or not returned.isdisjoint(storages(value_of(node))):
             continue
         earlier = first.setdefault((node.target, comparable((node.args, node.kwargs), argument)), node)
         if earlier is not node:
             same[node] = earlier
     return {node: earlier for node, earlier in same.items() if _is_pure_op(node.target)}
+
+
+def _storages_of(nodes: Iterable[fx.Node], value_of: Callable[[Any], Any]) -> Iterator[Any]:
+    return storages([value_of(node) for node in nodes])
+
+
+def _is_pure(node: fx.Node) -> bool:
+    """Do equal calls give equal results? A call whose data decide a size has a size of its own each time."""
+    pure = _PURE_METHODS if node.op == "call_method" else _PURE if node.op == "call_function" else ()
+    return not node.meta.get("unbacked_bindings") and (_is_pure_op(node.target) or node.target in pure)
 
 
 def comparable(x: Any, node: Callable[[fx.Node], Any], tensor: Callable[[Tensor], Any] = str) -> Any:
@@ -112,9 +127,9 @@ def written_by(node: fx.Node) -> Iterator[Any]:
 
 def writer(first: fx.Node, last: fx.Node, read: Iterable[fx.Node], value_of: Callable[[Any], Any]) -> str:
     """Which node from `first` up to `last` may write a tensor of `read`, as a reason against reading it later; "" for none."""
-    tensors = {s for node in read for s in storages(value_of(node))}
+    tensors = {*_storages_of(read, value_of)}
     while first is not last:
-        if may_write(first) and not tensors.isdisjoint(storages([value_of(x) for x in written_by(first)])):
+        if may_write(first) and not tensors.isdisjoint(_storages_of(written_by(first), value_of)):
             return f"{first.name} writes one of its inputs in between"
         first = first.next
     return ""

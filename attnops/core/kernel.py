@@ -17,31 +17,31 @@ import torch
 from attnops.core.adapt import origin, placed, takes_a_call, without_flag
 from attnops.core.errors import ContractMismatch, RegistrationError, UnknownKernel, fail
 from attnops.core.needs import (
-    Need as Need,
-    Package as Package,
-    all_of as all_of,
-    arch as arch,
-    arch_from as arch_from,
-    at_most as at_most,
-    demand as demand,
-    device as device,
-    dtypes as dtypes,
-    extent_at_least as extent_at_least,
-    extent_at_most as extent_at_most,
+    Need,
+    Package,
+    all_of,
+    arch,
+    arch_from,
+    at_most,
+    demand,
+    device,
+    dtypes,
+    extent_at_least,
+    extent_at_most,
     features,
-    multiple_of as multiple_of,
-    one_of as one_of,
-    without as without,
+    multiple_of,
+    one_of,
+    without,
 )
 from attnops.core.problem import Problem, Refusal, Target, altered
 from attnops.core.record import RECORDS, name as name_of
 from attnops.core.traits import (
-    Capture as Capture,
-    Core as Core,
-    Inline as Inline,
-    Invariant as Invariant,
-    Plan as Plan,
-    Tolerance as Tolerance,
+    Capture,
+    Core,
+    Inline,
+    Invariant,
+    Plan,
+    Tolerance,
     check_fields,
 )
 
@@ -153,7 +153,7 @@ class Kernel:
             yield Refusal("kv_dtype", problem.kv_dtype, " | ".join(map(name_of, stored)))
 
     def refusals(self, problem: Problem, brief: bool = False) -> tuple[Refusal, ...]:
-        """Every reason this kernel cannot take `problem`; brief: one will do, before the kernel's own code and its cost are asked."""
+        """Every reason this kernel cannot take `problem`, or be compared with others by cost; brief: one will do."""
         absences = self.absences(problem.target)
         if brief and absences:
             return absences
@@ -163,11 +163,7 @@ class Kernel:
         if not unmet and self.workspace_bytes is not None:
             unmet = self._asked("workspace_bytes", (self._enough,), problem)
         out = absences + unmet or self._asked("inline.when", (self._placed,), problem)
-        return out if out or brief else self.unpriced(problem)
-
-    def unpriced(self, problem: Problem) -> tuple[Refusal, ...]:
-        """Why the kernel cannot be compared with others by cost."""
-        return self._asked("cost_us", (self._priced,), problem)
+        return out or self._asked("cost_us", (self._priced,), problem)
 
     def varies(self, problem: Problem) -> tuple[Refusal, ...]:
         """Why a request's result may depend on its batch mates, whatever the policy. Empty: under a deterministic one it does not."""

@@ -53,8 +53,17 @@ def one_of(name: str, *values: object) -> Need:
     wanted = _VALUES.get(_TYPES[name], object)
     if wrong := [v for v in values if not isinstance(v, wanted)]:
         raise RegistrationError(f"need: got {wrong[0]!r} for the field {name!r}, want a value of type {_TYPES[name]}")
-    want = " | ".join(str(v).removeprefix("torch.") for v in values)
-    return lambda p: None if leaf(p, name) in values else Refusal(name, leaf(p, name), want)
+    return _of(name, " | ".join(str(v).removeprefix("torch.") for v in values), lambda value: value in values)
+
+
+def _of(name: str, want: str, fits: Callable[[Any], bool]) -> Need:
+    """The field's value fits."""
+
+    def need(p: Problem) -> Refusal | None:
+        value = leaf(p, name)
+        return None if fits(value) else Refusal(name, value, want)
+
+    return need
 
 
 def dtypes(*values: torch.dtype) -> Need:
@@ -72,37 +81,36 @@ def dtypes(*values: torch.dtype) -> Need:
 def at_most(name: str, limit: int) -> Need:
     """The int field is at most `limit`."""
     _known(name, "int")
-    return lambda p: None if leaf(p, name) <= limit else Refusal(name, leaf(p, name), f"<= {limit}")
+    return _of(name, f"<= {limit}", lambda value: value <= limit)
 
 
 def multiple_of(name: str, unit: int) -> Need:
     """The int field is a multiple of `unit`."""
     _known(name, "int")
-    return lambda p: None if leaf(p, name) % unit == 0 else Refusal(name, leaf(p, name), f"a multiple of {unit}")
+    return _of(name, f"a multiple of {unit}", lambda value: value % unit == 0)
 
 
 def extent_at_most(name: str, limit: int) -> Need:
     """The size is known to be at most `limit`."""
     _known(name, "Extent")
-    return demand(name, f"<= {limit}", lambda p: leaf(p, name).hi is not None and leaf(p, name).hi <= limit)
+    return _of(name, f"<= {limit}", lambda size: size.hi is not None and size.hi <= limit)
 
 
 def extent_at_least(name: str, limit: int) -> Need:
     """The size is known to be at least `limit`."""
     _known(name, "Extent")
-    return lambda p: None if leaf(p, name).lo >= limit else Refusal(name, leaf(p, name), f">= {limit}")
+    return _of(name, f">= {limit}", lambda size: size.lo >= limit)
 
 
 def arch(*families: int) -> Need:
     """CUDA, with a compute capability of one of `families` (90 for SM90)."""
     want = " | ".join(f"sm{f}" for f in families)
-    return lambda p: None if p.target.device == "cuda" and p.target.arch in families else Refusal("target", p.target, want)
+    return _of("target", want, lambda target: target.device == "cuda" and target.arch in families)
 
 
 def arch_from(least: int) -> Need:
     """CUDA, with a compute capability of at least `least` (80 for SM80)."""
-    want = f"CUDA, sm{least} or newer"
-    return lambda p: None if p.target.device == "cuda" and p.target.arch >= least else Refusal("target", p.target, want)
+    return _of("target", f"CUDA, sm{least} or newer", lambda target: target.device == "cuda" and target.arch >= least)
 
 
 def device(*kinds: str) -> Need:
@@ -117,12 +125,9 @@ def device(*kinds: str) -> Need:
 
 def without(*names: str) -> tuple[Need, ...]:
     """None of these features is asked for: each named field is False, "none" or unset."""
-
-    def no(name: str) -> Need:
-        want = "none" if _TYPES.get(name) == "str" else "no"
-        return demand(name, want, lambda p: leaf(p, name) in (False, "none", None))
-
-    return tuple(no(n) for n in names)
+    for name in names:
+        _known(name)
+    return tuple(_of(n, "none" if _TYPES[n] == "str" else "no", lambda value: value in (False, "none", None)) for n in names)
 
 
 def demand(field: str, want: str, fits: Callable[[Problem], bool], on: str = "") -> Need:
@@ -340,12 +345,12 @@ def parse(text: str) -> Version | None:
 
 def within(version: str, at_least: str, below: str) -> bool:
     """Does `>=at_least, <below` admit the version? "" leaves a side open; a pre-release of `below` is not below it."""
-    if not at_least and not below:
-        return True
     given, least, bound = parse(version), parse(at_least), parse(below)
-    if given is None or (at_least and least is None) or (below and bound is None) or (least is not None and given < least):
-        return False
-    if bound is None or bound.is_prerelease or bound.is_postrelease or not given.is_prerelease:
-        return bound is None or given < bound
+    if given is None:
+        return not at_least and not below
+    if bound is None or given >= bound:
+        return not below and (least is None or given >= least)
     # A pre-release of 1.0 is not below 1.0, though it came before it; below 1.0.post1 it is.
-    return given < bound and Version(given.base_version) != Version(bound.base_version)
+    final = not bound.is_prerelease and not bound.is_postrelease
+    before = given.is_prerelease and final and Version(given.base_version) == Version(bound.base_version)
+    return not before and (least is None or given >= least)

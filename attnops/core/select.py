@@ -12,7 +12,9 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import inf
+from typing import Any
 
 from attnops.core.errors import InvalidInput, NoKernel, UnknownKernel, fail
 from attnops.core.kernel import Failed, Kernel, all_kernels, generation, kernel_names, kernels_of
@@ -20,6 +22,9 @@ from attnops.core.problem import Extent, Extents, Problem, Refusal, altered
 from attnops.measured import ESTIMATED, MEASURED, NOWHERE, Cost, Table, costs, in_force, never_run, ran_on
 from attnops.measured.cost import SCALED
 from attnops.measured.store import default_policy_key
+
+WORDS = ("kernel", "allow", "deny", "prefer")
+"""The fields of a Policy that list kernels."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class Policy:
     @property
     def key(self) -> str:
         """The policy as the string that goes into the graph. Empty for the default policy."""
-        parts = [f"{n}={','.join(v)}" for n in ("kernel", "allow", "deny", "prefer") if (v := getattr(self, n))]
+        parts = [f"{word}={','.join(names)}" for word in WORDS if (names := getattr(self, word))]
         return ";".join(parts + ["deterministic"] * self.deterministic)
 
     def forced(self, op: str) -> str | None:
@@ -61,7 +66,7 @@ def parse_policy(key: str) -> Policy:
         name, _, text = part.partition("=")
         if name == "deterministic" and not text:
             values[name] = True
-        elif name in ("kernel", "allow", "deny", "prefer") and text:
+        elif name in WORDS and text:
             values[name] = tuple(text.split(","))
         else:
             fail(InvalidInput, "policy", repr(part), "kernel=, allow=, deny=, prefer= with names, or deterministic")
@@ -71,7 +76,7 @@ def parse_policy(key: str) -> Policy:
 
 
 def _check_names(policy: Policy) -> None:
-    for entry in (*policy.kernel, *policy.allow, *policy.deny, *policy.prefer):
+    for entry in chain.from_iterable(getattr(policy, word) for word in WORDS):
         scope, _, name = entry.rpartition(":")
         known = tuple(kernels_of(scope)) if scope else kernel_names()
         if not known:
@@ -169,10 +174,20 @@ def select_by(table: Table | None, problem: Problem, policy: Policy | str = "", 
 
     brief: the chosen kernel and its cost are all that is asked for; of other kernels the Decision holds their first refusal.
     """
-    try:
-        return _select(problem, policy if isinstance(policy, Policy) else parse_policy(policy), generation(), table, brief)
-    except _NotKept as found:
-        return found.decision
+    policy = policy if isinstance(policy, Policy) else parse_policy(policy)
+    key = problem, policy, generation(), table, brief
+    if (kept := _DECISIONS.get(key)) is not None:
+        return kept
+    decision = _decide(problem, policy, table, brief)
+    if any(isinstance(reason, Failed) for reason in chain(*decision.refused.values())):
+        return decision
+    if decision.kernel is None and problem.step.repeatable == "warn":
+        anyhow = select_by(table, altered(problem, repeatable="no"), policy, brief)
+        decision = replace(anyhow, problem=problem)
+    if len(_DECISIONS) >= MOST:
+        _DECISIONS.clear()
+    _DECISIONS[key] = decision
+    return decision
 
 
 def choose(problem: Problem, policy: Policy | str = "") -> Kernel:
@@ -199,46 +214,40 @@ def workspace_bytes(problem: Problem, policy: Policy | str = "") -> int:
     return 0 if kernel is None or kernel.workspace_bytes is None else kernel.workspace_bytes(problem)
 
 
-class _NotKept(Exception):
-    # An exception passes a cache by.
-    def __init__(self, decision: Decision) -> None:
-        super().__init__()
-        self.decision = decision
+_DECISIONS: dict[tuple[Any, ...], Decision] = {}
+MOST = 8192
+"""Decisions that are kept."""
 
 
-@functools.lru_cache(maxsize=8192)
-def _select(problem: Problem, policy: Policy, registered: int, table: Table | None, brief: bool) -> Decision:
+def _decide(problem: Problem, policy: Policy, table: Table | None, brief: bool) -> Decision:
     _check_names(policy)
-    forced = policy.forced(problem.op)
-    fits: list[Kernel] = []
-    refused: dict[str, tuple[Refusal, ...]] = {}
     seen = without_sizes(problem) if policy.deterministic else problem
-    for kernel in kernels_of(problem.op).values():
-        reasons = tuple(_policy_refusals(kernel, seen, policy, forced))
-        if not (brief and reasons):
-            reasons = kernel.refusals(seen, brief) + reasons
-        if reasons:
-            refused[kernel.name] = reasons
-        else:
-            fits.append(kernel)
-    if brief:
-        refused |= {k.name: failed for k in fits if (failed := k.unpriced(seen))}
-        fits = [k for k in fits if k.name not in refused]
-    if policy.deterministic:
-        needed = _invariant_costs(seen, fits)
-    else:
-        needed = {k.name: Cost(k.cost_us(problem), ESTIMATED) for k in fits} if table is None else costs(problem, fits, table)
-        needed = {k.name: _in_turn(k, problem, needed[k.name]) for k in fits}
+    forced, kernels = policy.forced(problem.op), kernels_of(problem.op)
+    against = {name: _against(kernel, seen, policy, forced, brief) for name, kernel in kernels.items()}
+    fits = [kernels[name] for name, reasons in against.items() if not reasons]
+    needed = _invariant_costs(seen, fits) if policy.deterministic else _costs(problem, fits, table)
+    ranked = _ranked(problem, policy, fits, needed)
+    refused = {name: reasons for name, reasons in against.items() if reasons}
+    return Decision(problem, policy, ranked[0] if ranked else None, refused, tuple(k.name for k in ranked[1:]), needed)
+
+
+def _against(kernel: Kernel, problem: Problem, policy: Policy, forced: str | None, brief: bool) -> tuple[Refusal, ...]:
+    """The kernel's own reasons against the problem, then the policy's."""
+    reasons = tuple(_policy_refusals(kernel, problem, policy, forced))
+    return reasons if brief and reasons else kernel.refusals(problem, brief) + reasons
+
+
+def _costs(problem: Problem, fits: list[Kernel], table: Table | None) -> dict[str, Cost]:
+    # Without a table no more of our files than this one is entered.
+    needed = {k.name: Cost(k.cost_us(problem), ESTIMATED) for k in fits} if table is None else costs(problem, fits, table)
+    return {k.name: _in_turn(k, problem, needed[k.name]) for k in fits}
+
+
+def _ranked(problem: Problem, policy: Policy, fits: list[Kernel], needed: Mapping[str, Cost]) -> list[Kernel]:
+    """The kernels that can run, the best first."""
     order = {k.name: (unproven(problem, k.name, needed[k.name]), needed[k.name].us) for k in fits}
     guessed = _guessed(problem, fits, needed, order)
-    fits.sort(key=lambda k: (_rank(k, policy.prefer), k.judge and guessed, *order[k.name]))
-    decision = Decision(problem, policy, fits[0] if fits else None, refused, tuple(k.name for k in fits[1:]), needed)
-    if any(isinstance(r, Failed) for reasons in refused.values() for r in reasons):
-        raise _NotKept(decision)
-    if decision.kernel is None and problem.step.repeatable == "warn":
-        anyhow = altered(problem, repeatable="no")
-        return replace(_select(anyhow, policy, registered, table, brief), problem=problem)
-    return decision
+    return sorted(fits, key=lambda k: (_rank(k, policy.prefer), k.judge and guessed, *order[k.name]))
 
 
 def _in_turn(kernel: Kernel, problem: Problem, cost: Cost) -> Cost:
@@ -365,18 +374,13 @@ def use(
     """
     forced = (kernel,) if isinstance(kernel, str) else tuple(f"{op}:{name}" for op, name in (kernel or {}).items())
     before = _ACTIVE.key
-    _ACTIVE.key = policy_key(forced, allow, deny, prefer, deterministic)
+    key = Policy(forced, tuple(allow), tuple(deny), tuple(prefer), deterministic).key
+    parse_policy(key)  # checks its names
+    _ACTIVE.key = key
     try:
         yield
     finally:
         _ACTIVE.key = before
-
-
-def policy_key(kernel: tuple[str, ...], allow: tuple[str, ...], deny: tuple[str, ...], prefer: tuple[str, ...], deterministic: bool) -> str:
-    """The checked key of a Policy with these fields."""
-    key = Policy(kernel, tuple(allow), tuple(deny), tuple(prefer), deterministic).key
-    parse_policy(key)
-    return key
 
 
 def key_for(op: str, kernel: str | None) -> str:

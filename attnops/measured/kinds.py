@@ -69,25 +69,12 @@ def octaves(a: float, b: float) -> float:
 
 
 def _distance(kind: Problem, p: Problem) -> float:
-    """The weights below count octaves. `sizes_equal` matters where it says whether a mask must be written out."""
+    """The weights below count octaves."""
+    if not _speaks_for(kind, p):
+        return inf
     own, rules, decode = kind.rules, p.rules, decodes(kind)
-    sort = kind.rope_dim, own.kv_range, own.windowed, decode, kind.page_size > 0
-    if sort != (p.rope_dim, rules.kv_range, rules.windowed, decodes(p), p.page_size > 0) or rules.mask != "none":
-        return inf
-    if rules.attention_chunk or p.dtype is None or p.kv_dtype is None or not p.q_heads or not p.kv_heads:
-        return inf
-    # The forward of a training step speaks for such calls only.
-    if kind.results.lse and not p.results.lse:
-        return inf
-    dims = ((kind.head_dim, p.head_dim), (kind.v_head_dim, p.v_head_dim))
-    if (
-        (kind.dtype.itemsize, kind.kv_dtype.itemsize) != (p.dtype.itemsize, p.kv_dtype.itemsize)
-        or (not decode and own.causal and not own.kv_range and kind.step.sizes_equal != p.step.sizes_equal)
-        or any(not b or max(a / b, b / a) > NEAR_HEAD_DIM for a, b in dims)
-    ):
-        return inf
     return (
-        0.75 * sum(octaves(a, b) for a, b in dims)
+        0.75 * sum(octaves(a, b) for a, b in _dims(kind, p))
         + octaves(kind.group_size, p.group_size) * (1.0 if decode else 0.5)
         + 0.25 * (octaves(kind.kv_heads, p.kv_heads) + octaves(kind.page_size, p.page_size))
         + 0.1 * octaves(own.window[0] + 1, rules.window[0] + 1)
@@ -95,6 +82,28 @@ def _distance(kind: Problem, p: Problem) -> float:
         + 0.25 * ((own.sinks != rules.sinks) + (own.softcap != rules.softcap))
         + 2.0 * (kind.results.lse != p.results.lse)
     )
+
+
+def _speaks_for(kind: Problem, p: Problem) -> bool:
+    if not _has_heads(p) or p.rules.mask != "none" or p.rules.attention_chunk or _sort(kind) != _sort(p):
+        return False
+    # The forward of a training step speaks for such calls only.
+    if kind.results.lse > p.results.lse:
+        return False
+    # Where equal sizes say that no mask must be written out.
+    by_sizes = not decodes(kind) and kind.rules.causal and not kind.rules.kv_range
+    if by_sizes and kind.step.sizes_equal != p.step.sizes_equal:
+        return False
+    return all(b and max(a / b, b / a) <= NEAR_HEAD_DIM for a, b in _dims(kind, p))
+
+
+def _dims(kind: Problem, p: Problem) -> tuple[tuple[int, int], ...]:
+    return (kind.head_dim, p.head_dim), (kind.v_head_dim, p.v_head_dim)
+
+
+def _sort(p: Problem) -> tuple[object, ...]:
+    """What no kind speaks for unless it is its own."""
+    return p.rope_dim, p.rules.kv_range, p.rules.windowed, decodes(p), p.page_size > 0, p.dtype.itemsize, p.kv_dtype.itemsize
 
 
 def _place(kind: Problem, p: Problem) -> Sizes:

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf, log, prod
@@ -182,6 +182,17 @@ class Table:
         known = self.versions.get(f"{kernel.op}.{kernel.name}")
         return known is not None and (target.assume is not None or known == version_of(kernel))
 
+    def times(self, kernels: Iterable[Kernel], target: Target, grid: Grid, at: Sizes) -> Iterator[tuple[Kernel, float]]:
+        """Those of `kernels` that were timed in a grid, with their microseconds at some sizes."""
+        for kernel in kernels:
+            if self.speaks_for(kernel, target) and (us := grid.at(kernel.name, at)) is not None:
+                yield kernel, us
+
+    @property
+    def how(self) -> str:
+        """How its costs are known."""
+        return f"{SCALED} {self.source}" if self.source else MEASURED
+
     def floor_us(self, grid: Grid, at: Sizes) -> float:
         """The time of the work at the best rates any kernel reached anywhere, and never less than the shortest time in `grid`."""
         least = min((t for times in grid.us.values() for t in times if t is not None), default=0.0)
@@ -210,19 +221,26 @@ def costs(problem: Problem, kernels: Sequence[Kernel], table: Table | None) -> d
     where no table covers one.
     A kernel that reads a plan of the device was timed with it: a call without a plan takes longer by the kernel's own estimate.
     """
-    out = {k.name: Cost(k.cost_us(problem), ESTIMATED) for k in kernels}
-    timed, floor = dict[str, Cost](), 0.0
-    found_in = ((t, at) for t in (table, table and table.sibling) if t is not None and (at := t.nearest(problem)) is not None)
+    sources = [(t, *near) for t in (table, table and table.sibling) if t is not None and (near := t.nearest(problem)) is not None]
     # Times with lse and without are not compared where one of the tables has those that the call asks for.
-    for speaks, found in sorted(found_in, key=lambda one: one[1][0].kind.results.lse != problem.results.lse):
-        how = f"{SCALED} {speaks.source}" if speaks.source else MEASURED
-        for k in (k for k in kernels if k.name not in timed and speaks.speaks_for(k, problem.target)):
-            if (us := found[0].at(k.name, found[1])) is not None:
-                unplanned = k.plan.device is not None and problem.step.plan == "none"
-                timed[k.name] = Cost(us + (out[k.name].us - k.cost_us(altered(problem, plan="device")) if unplanned else 0.0), how)
-        floor = floor or (speaks.floor_us(*found) if timed else 0.0)
-    others = {name: Cost(HANDICAP * max(cost.us, floor), UNMEASURED) if timed else cost for name, cost in out.items()}
-    return others | timed
+    sources.sort(key=lambda source: source[1].kind.results.lse != problem.results.lse)
+    timed, floor = dict[str, Cost](), 0.0
+    for source, grid, at in sources:
+        own = {k.name: Cost(us + _unplanned_us(k, problem), source.how) for k, us in source.times(kernels, problem.target, grid, at)}
+        if own and not timed:
+            floor = source.floor_us(grid, at)
+        timed = own | timed
+    estimates = {k.name: k.cost_us(problem) for k in kernels}
+    if not timed:
+        return {name: Cost(us, ESTIMATED) for name, us in estimates.items()}
+    return {name: timed.get(name, Cost(HANDICAP * max(us, floor), UNMEASURED)) for name, us in estimates.items()}
+
+
+def _unplanned_us(kernel: Kernel, problem: Problem) -> float:
+    """How much longer the kernel takes without its plan, by its own estimate."""
+    if kernel.plan.device is None or problem.step.plan != "none":
+        return 0.0
+    return kernel.cost_us(problem) - kernel.cost_us(altered(problem, plan="device"))
 
 
 def version_of(kernel: Kernel) -> str:
@@ -268,21 +286,28 @@ def _with_digest(table: Table, text_digest: str) -> Table:
 
 
 def _grid(data: dict[str, Any]) -> Grid:
-    kind = kind_of(data["problem"])
-    batch, queries, ratio = axes = [tuple(map(float, data[name])) for name in AXES]
-    count = prod(map(len, axes))
-    times = {str(k): tuple(None if t is None else float(t) for t in row) for k, row in data["us"].items()}
-    plans = {str(k): float(us) for k, us in data.get("plan_us", {}).items()}
-    short = all(len(row) <= count and all(t is None or 0 < t < inf for t in row) for row in times.values())
-    for text, holds in (
-        ("an axis does not grow from 1 or more", all(a and a[0] >= 1 and list(a) == sorted(set(a)) and a[-1] < inf for a in axes)),
-        (f"want at most {count} positive times a kernel", short),
-        ("want finite times of plans", all(0 <= us < inf for us in plans.values())),
-    ):
-        if not holds:
-            raise ValueError(text)
-    us = {name: row + (None,) * (count - len(row)) for name, row in times.items()}
-    return Grid(kind, batch, queries, ratio, us, plans, {str(k): str(why) for k, why in data.get("skipped", {}).items()})
+    batch, queries, ratio = axes = [_axis(data[name]) for name in AXES]
+    us = {str(k): _times(row, prod(map(len, axes))) for k, row in data["us"].items()}
+    plan_us = {str(k): float(us) for k, us in data.get("plan_us", {}).items()}
+    if not all(0 <= us < inf for us in plan_us.values()):
+        raise ValueError("want finite times of plans")
+    skipped = {str(k): str(why) for k, why in data.get("skipped", {}).items()}
+    return Grid(kind_of(data["problem"]), batch, queries, ratio, us, plan_us, skipped)
+
+
+def _axis(points: Iterable[Any]) -> Axis:
+    axis = tuple(map(float, points))
+    if not (axis and axis[0] >= 1 and list(axis) == sorted({*axis}) and axis[-1] < inf):
+        raise ValueError("an axis does not grow from 1 or more")
+    return axis
+
+
+def _times(row: Sequence[Any], count: int) -> tuple[float | None, ...]:
+    """The times of `count` points, of which the last ones may be left out."""
+    times = tuple(None if t is None else float(t) for t in row)
+    if len(times) > count or not all(t is None or 0 < t < inf for t in times):
+        raise ValueError(f"want at most {count} positive times a kernel")
+    return times + (None,) * (count - len(times))
 
 
 def nearness(gpu: str, other: str) -> tuple[float, int]:

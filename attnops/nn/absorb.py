@@ -51,20 +51,21 @@ def absorbed_weights(kv_b: nn.Module, nope: int, v: int, like: Tensor) -> tuple[
     # A tensor: wrappers keep flags and words of this name.
     biased = any(isinstance(getattr(module, "bias", None), Tensor) for module in ((kv_b,) if linear else kv_b.modules()))
     need(not biased, "kv_b.bias", "a bias", "None, for it cannot be absorbed")
-    weight: Tensor
-    if linear:
-        weight = kv_b.weight  # type: ignore[assignment]
-    elif torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(p.requires_grad for p in kv_b.parameters())):
-        weight = _effective(kv_b, like)
-    else:
-        try:
-            weight = _kept(kv_b, like)
-        except _Unknown:
-            weight = _effective(kv_b, like)
+    weight: Any = kv_b.weight if linear else _weight_of(kv_b, like)
     rows, latent = weight.shape
     need(rows % (nope + v) == 0, "kv_b.weight.shape[0]", rows, f"a multiple of {nope} + {v}, the key and value of one head")
     heads = weight.view(rows // (nope + v), nope + v, latent)
     return heads[:, :nope], heads[:, nope:]
+
+
+def _weight_of(kv_b: nn.Module, like: Tensor) -> Tensor:
+    """`[rows, Dc]` of a module whose weight is no view, kept where that can be."""
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(p.requires_grad for p in kv_b.parameters())):
+        return _effective(kv_b, like)
+    try:
+        return _kept(kv_b, like)
+    except _Unknown:
+        return _effective(kv_b, like)
 
 
 def renew(kv_b: nn.Module, like: Tensor) -> None:
@@ -200,7 +201,7 @@ def _frozen(x: Any, tensors: list[Tensor]) -> Any:
     if isinstance(x, (tuple, list)):
         return [_frozen(item, tensors) for item in x]
     if isinstance(x, dict):
-        return [(_frozen(key, tensors), _frozen(value, tensors)) for key, value in x.items()]
+        return _frozen([*x.items()], tensors)
     if isinstance(x, (set, frozenset)) and all(isinstance(item, SIMPLE) for item in x):
         return frozenset(x)
     if isinstance(x, types.FunctionType) and not x.__closure__:

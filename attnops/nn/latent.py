@@ -66,11 +66,11 @@ def attend_absorbed(
     """
     w_uk, w_uv = _checked(dims, q_nope, q_pe, weights)
     query, window_left = by_head(q_nope, w_uk), eager_cache.side(window_left)
-    attend = partial(
-        mla_attention, query, q_pe, latent_pages, scale=scale, kv_scale=kv_scale, window_left=window_left, softcap=softcap,
-        workspace=batch.workspace, holes=batch.holes, kernel=kernel,
+    out = _attend_pages(
+        query, q_pe, latent_pages, batch, query.dtype, window_left < 0, scale=scale, kv_scale=kv_scale, window_left=window_left,
+        softcap=softcap, kernel=kernel,
     )  # fmt: skip
-    return by_head(_attend_pages(attend, query, batch, query.dtype, window_left < 0), w_uv.transpose(1, 2))
+    return by_head(out, w_uv.transpose(1, 2))
 
 
 def by_head(x: Tensor, weight: Tensor) -> Tensor:
@@ -81,8 +81,11 @@ def by_head(x: Tensor, weight: Tensor) -> Tensor:
     return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
 
 
-def _attend_pages(attend: Callable[..., Tensor], query: Tensor, batch: PagedBatch, dtype: torch.dtype, cascades: bool) -> Tensor:
-    """`[T, H, Dc]` in `dtype`: `attend`, an `mla_attention` of the query and the pages, over the tables of the batch."""
+def _attend_pages(
+    query: Tensor, q_pe: Tensor, latent_pages: Tensor, batch: PagedBatch, dtype: torch.dtype, cascades: bool, **more: Any
+) -> Tensor:
+    """`[T, H, Dc]` in `dtype`: `mla_attention` of the query and the pages, over the tables of the batch."""
+    attend: Callable[..., Tensor] = partial(mla_attention, query, q_pe, latent_pages, workspace=batch.workspace, holes=batch.holes, **more)
     shared, cu, most, empty = batch.shared, batch.cu_seqlens_q, batch.max_seqlen_q, partial(torch.empty, device=query.device)
     # A deterministic result must not depend on the pages that a batch shares.
     if shared is None or not cascades or deterministic(active_policy()):
@@ -213,11 +216,10 @@ def attend_float8(
         kv_scale=scales[1], interleaved=rope.interleaved,
     )  # fmt: skip
     write_latent(row, key, latent_pages, batch.slots)
-    attend = partial(
-        mla_attention, query, q_pe, latent_pages, scale=scale, q_scale=scale_tensor(scales[0], latent),
-        kv_scale=scale_tensor(scales[1], latent), workspace=batch.workspace, holes=batch.holes, kernel=absorbing,
-    )  # fmt: skip
-    return by_head(_attend_pages(attend, query, batch, q_nope.dtype, True), w_uv.transpose(1, 2))
+    q_scale, kv_scale = (scale_tensor(each, latent) for each in scales)
+    dtype = q_nope.dtype
+    out = _attend_pages(query, q_pe, latent_pages, batch, dtype, True, scale=scale, q_scale=q_scale, kv_scale=kv_scale, kernel=absorbing)
+    return by_head(out, w_uv.transpose(1, 2))
 
 
 def check_scales(field: str, scales: Any, want: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import torch
@@ -77,37 +78,51 @@ class MultiheadAttention(nn.MultiheadAttention):
         """
         if check.nested(query):
             unmasked = key_padding_mask is None and attn_mask is None and not is_causal
-            nested, weights = self._nested(query, key, value, unmasked, need_weights)
-            if weights is not None and average_attn_weights:
-                weights = weights.mean(1)
-            return nested, weights
+            out, weights = self._nested(query, key, value, unmasked, need_weights)
+        else:
+            out, weights = self._dense(query, key, value, key_padding_mask, need_weights, attn_mask, is_causal)
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(-3)
+        return out, weights
+
+    def _dense(
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, need_weights: bool,
+        attn_mask: Tensor | None, is_causal: bool,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """As `forward`, of plain tensors. Weights are those of every head."""
         batched = self._check(query, key, value, is_causal, attn_mask)
         alike = query is key and key is value
-        if not batched:
-            query, key, value = query[None], key[None], value[None]
-            if key_padding_mask is not None:
-                key_padding_mask = key_padding_mask[None]
-        elif not self.batch_first:
-            query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+        query, key, value = map(self._with_batch_first, (query, key, value))
+        if key_padding_mask is not None and not batched:
+            key_padding_mask = key_padding_mask[None]
         mask = self._mask(query, key, key_padding_mask, attn_mask)
         # The hint spares the mask where both mean the same: not with keys that only the mask leaves visible.
         extra = key_padding_mask is not None or self.bias_k is not None or self.add_zero_attn
         causal = is_causal and not extra and query.shape[1] == key.shape[1]
-        q, k, v = (x.view(*x.shape[:2], self.num_heads, self.head_dim) for x in self._project(query, key, value, alike))
+        q, k, v = self._project(query, key, value, alike)
         k, v, mask = self._more_keys(k, v, mask)
-        weights = None
+        attended, weights = self._attend(q, k, v, mask, causal, need_weights)
+        out: Tensor = self.out_proj(attended.flatten(-2))
+        if not batched:
+            return out[0], None if weights is None else weights[0]
+        return out if self.batch_first else out.transpose(0, 1), weights
+
+    def _with_batch_first(self, x: Tensor) -> Tensor:
+        """`[L, E]`, `[L, N, E]` or `[N, L, E]` as `[N, L, E]`."""
+        if x.dim() == 2:
+            return x[None]
+        return x if self.batch_first else x.transpose(0, 1)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """(`[N, L, H, D]`, weights `[N, H, L, S]` or None)."""
         if need_weights:
-            attended, weights = self._plain(q, k, v, mask)
-        elif self.dropout > 0 and self.training:
-            attended = dropped(q, k, v, self.dropout, scale=self.head_dim**-0.5, causal=causal, mask=None if causal else mask)
-        else:
-            attended = attention(q, k, v, mask=None if causal else mask, causal=causal, kernel=self.kernel)
-        out: Tensor = self.out_proj(attended.reshape(*query.shape[:2], self.embed_dim))
-        out = out[0] if not batched else out if self.batch_first else out.transpose(0, 1)
-        if weights is None:
-            return out, None
-        weights = weights.mean(1) if average_attn_weights else weights
-        return out, weights if batched else weights[0]
+            return self._plain(q, k, v, mask)
+        mask = None if causal else mask
+        if self.dropout > 0 and self.training:
+            return dropped(q, k, v, self.dropout, scale=self.head_dim**-0.5, causal=causal, mask=mask), None
+        return attention(q, k, v, mask=mask, causal=causal, kernel=self.kernel), None
 
     def _nested(
         self, query: Tensor, key: Tensor, value: Tensor, unmasked: bool, need_weights: bool
@@ -129,8 +144,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             need(token == (width,), field, f"tokens of shape {token}", f"({width},), as the module was built")
         # The lengths first: where compiled code breaks its graph there, it may not hand on views of one product.
         (cu_q, most_q), (cu_k, most_k) = ((x.cu(), x.longest(None)) for x in rows[:2])
-        projected = self._project(rows[0].values, rows[1].values, rows[2].values, alike)
-        q, k, v = (x.view(-1, self.num_heads, self.head_dim) for x in projected)
+        q, k, v = self._project(rows[0].values, rows[1].values, rows[2].values, alike)
         weights = None
         if need_weights:
             q, seen_q = padded(q, cu_q, most_q)
@@ -142,8 +156,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         else:
             sizes: dict[str, Any] = {"max_seqlen_q": most_q, "max_seqlen_k": most_k}
             attended = varlen_attention(q, k, v, cu_q, cu_k, **sizes, kernel=self.kernel)
-        out = self.out_proj(attended.reshape(-1, self.embed_dim))
-        return rows[0].like(out), weights
+        return rows[0].like(self.out_proj(attended.flatten(-2))), weights
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, attn_mask: Tensor | None) -> bool:
         """Is the call batched?"""
@@ -165,27 +178,29 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _mask(self, query: Tensor, key: Tensor, padding: Tensor | None, attn: Tensor | None) -> Tensor | None:
         """Both masks as one, `[N or 1, H or 1, L or 1, S]`, as `attnops.attention` takes it. query `[N, L, E]`, key `[N, S, E]`."""
         batch, queries, keys = query.shape[0], query.shape[1], key.shape[1]
+        masks = []
         if padding is not None:
-            padding = _mask_like("key_padding_mask", padding, (batch, keys))[:, None, None]
+            masks.append(_mask_like("key_padding_mask", padding, (batch, keys))[:, None, None])
         if attn is not None:
-            heads = (batch * self.num_heads,) if isinstance(attn, Tensor) and attn.dim() == 3 else ()
-            attn = _mask_like("attn_mask", attn, (*heads, queries, keys))
-            attn = attn.reshape(batch if heads else 1, self.num_heads if heads else 1, queries, keys)
-        if padding is None or attn is None:
-            one = attn if padding is None else padding
-            return one if one is None or one.dtype != torch.bool else ~one
-        if padding.dtype == attn.dtype == torch.bool:
-            return ~(padding | attn)
-        return _additive(padding, query.dtype) + _additive(attn, query.dtype)
+            by_head = isinstance(attn, Tensor) and attn.dim() == 3
+            attn = _mask_like("attn_mask", attn, (*(batch * self.num_heads,) * by_head, queries, keys))
+            masks.append(attn.unflatten(0, (batch, self.num_heads)) if by_head else attn[None, None])
+        if not masks:
+            return None
+        if all(mask.dtype == torch.bool for mask in masks):
+            return ~reduce(torch.logical_or, masks)
+        return reduce(torch.add, [_additive(mask, query.dtype) for mask in masks])
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor, alike: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Heads `[..., H, D]`."""
         one = self.in_proj_weight
         if one is not None and alike:
-            q, k, v = F.linear(query, one, self.in_proj_bias).chunk(3, -1)
+            projected = F.linear(query, one, self.in_proj_bias).chunk(3, -1)
         else:
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if one is None else one.chunk(3)
             biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-            q, k, v = map(F.linear, (query, key, value), weights, biases)
+            projected = tuple(map(F.linear, (query, key, value), weights, biases))
+        q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)) for x in projected)
         return q, k, v
 
     def _more_keys(self, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -6,10 +6,10 @@ objects, with the same names and values.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, pairwise, product
 from typing import Any
 
 import torch
@@ -132,47 +132,66 @@ def _against(linear: nn.Linear, taken: _Taken) -> str:
         return f"it is a {type(linear).__name__}"
     if changed(linear):
         return "it has hooks, or a forward of its own"
-    for tensor in _parameters(linear):
-        if type(tensor) not in PLAIN:
-            return f"it holds a {type(tensor).__name__}"
-        if tensor.is_meta or tensor.is_inference():
-            return "it is on meta" if tensor.is_meta else "it was made in inference mode"
-        if not tensor.is_contiguous() or tensor.numel() == 0:
-            return "it is not contiguous, or empty"
-        if taken.times[id(tensor)] > 1:
-            return "it is tied"
-        if tensor.device.type == "cpu" and tensor.is_shared():
-            return "its memory is shared with other processes"
-        if tensor.nbytes % ALIGNED:
-            return f"its bytes are no multiple of {ALIGNED}"
-    return ""
+    return next(filter(None, (_against_moving(tensor, taken) for tensor in _parameters(linear))), "")
+
+
+def _against_moving(tensor: Tensor, taken: _Taken) -> str:
+    if type(tensor) not in PLAIN:
+        return f"it holds a {type(tensor).__name__}"
+    if tensor.is_meta:
+        return "it is on meta"
+    if tensor.is_inference():
+        return "it was made in inference mode"
+    if not tensor.is_contiguous() or tensor.numel() == 0:
+        return "it is not contiguous, or empty"
+    if taken.times[id(tensor)] > 1:
+        return "it is tied"
+    if tensor.device.type == "cpu" and tensor.is_shared():
+        return "its memory is shared with other processes"
+    return f"its bytes are no multiple of {ALIGNED}" if tensor.nbytes % ALIGNED else ""
 
 
 def _pack(members: dict[str, nn.Linear], taken: _Taken, skipped: dict[str, str]) -> PackedGroup | None:
-    alone: dict[str, list[Tensor]] = {}
-    every = {id(t) for linear in members.values() for t in _parameters(linear)}
-    for name, linear in members.items():
-        own, before = _parameters(linear), [t for other in alone.values() for t in other]
-        twice = (t.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < t.data_ptr() + t.nbytes for t in own for b in before)
-        if any(taken.by_storage[_storage(t)] - every for t in own) or any(twice):
-            skipped[name] = "its memory holds something else, too"
-        else:
-            alone[name] = own
+    alone = _alone(members, taken, skipped)
     if len(alone) < 2:
         return None
     rows = [list(row) for row in zip(*alone.values(), strict=True)]
     moved = not all(map(_contiguous, rows))
-    try:
-        places = [row[0].new_empty((sum(map(len, row)), *row[0].shape[1:]), requires_grad=False) for row in (rows if moved else ())]
-    except torch.OutOfMemoryError:
+    if moved and not _moved(rows):
         skipped.update(dict.fromkeys(alone, "there is no memory to move it"))
         return None
-    for row, memory in zip(rows, places, strict=False):
-        for tensor, part in zip(row, memory.split([len(t) for t in row]), strict=True):
+    return PackedGroup(tuple(alone), tuple(map(len, rows[0])), sum(t.nbytes for t in chain(*rows)), moved)
+
+
+def _alone(members: dict[str, nn.Linear], taken: _Taken, skipped: dict[str, str]) -> dict[str, list[Tensor]]:
+    """The tensors of those members whose memory holds nothing but members, each at a place of its own."""
+    every = {id(t) for linear in members.values() for t in _parameters(linear)}
+    alone: dict[str, list[Tensor]] = {}
+    for name, linear in members.items():
+        own = _parameters(linear)
+        others = any(taken.by_storage[_storage(t)] - every for t in own)
+        if others or any(_overlap(a, b) for a, b in product(own, chain(*alone.values()))):
+            skipped[name] = "its memory holds something else, too"
+        else:
+            alone[name] = own
+    return alone
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
+
+
+def _moved(rows: list[list[Tensor]]) -> bool:
+    """Move the tensors of each row into one memory. False: there is none."""
+    try:
+        places = [row[0].new_empty((sum(map(len, row)), *row[0].shape[1:]), requires_grad=False) for row in rows]
+    except torch.OutOfMemoryError:
+        return False
+    for row, memory in zip(rows, places, strict=True):
+        for tensor, part in zip(row, memory.split([*map(len, row)]), strict=True):
             tensor.data = part.copy_(tensor.data)
-    return PackedGroup(tuple(alone), tuple(len(t) for t in rows[0]), sum(t.nbytes for row in rows for t in row), moved)
+    return True
 
 
 def _contiguous(row: Sequence[Tensor]) -> bool:
-    pairs = itertools.pairwise(row)
-    return all((_storage(a), a.dtype, a.data_ptr() + a.nbytes) == (_storage(b), b.dtype, b.data_ptr()) for a, b in pairs)
+    return all((_storage(a), a.dtype, a.data_ptr() + a.nbytes) == (_storage(b), b.dtype, b.data_ptr()) for a, b in pairwise(row))

@@ -90,6 +90,11 @@ def sums(x: Tensor) -> Tensor:
     return _in_one_dtype(x, x.new_ones(1, x.shape[-1]))
 
 
+def means(x: Tensor) -> Tensor:
+    """`[..., 1]`: the means of the last dim, likewise."""
+    return sums(x) / x.shape[-1]
+
+
 # torch's functions by them -----------------------------------------------------------------------
 
 Answer = Callable[..., Tensor | None]
@@ -111,17 +116,16 @@ def _is_last(x: Tensor, dim: Any) -> bool:
 
 
 def _sum(input: Tensor, dim: Any = None, keepdim: bool = False, **more: Any) -> Tensor | None:
-    if more or not _is_last(input, dim):
-        return None
-    total = sums(input).to(input.dtype)
-    return total if keepdim else total.squeeze(-1)
+    return None if more or not _is_last(input, dim) else _reduced(sums(input), input, keepdim)
 
 
 def _mean(input: Tensor, dim: Any = None, keepdim: bool = False, **more: Any) -> Tensor | None:
-    if more or not _is_last(input, dim):
-        return None
-    mean = (sums(input) / input.shape[-1]).to(input.dtype)
-    return mean if keepdim else mean.squeeze(-1)
+    return None if more or not _is_last(input, dim) else _reduced(means(input), input, keepdim)
+
+
+def _reduced(found: Tensor, input: Tensor, keepdim: bool) -> Tensor:
+    found = found.to(input.dtype)
+    return found if keepdim else found.squeeze(-1)
 
 
 def _layer_norm(
@@ -134,9 +138,7 @@ def _layer_norm(
     if len(normalized_shape) != 1:
         return None
     x = input.to(torch.promote_types(input.dtype, torch.float32))
-    x = x - sums(x) / x.shape[-1]
-    x = x * torch.rsqrt(sums(x * x) / x.shape[-1] + eps)
-    x = x if weight is None else x * weight
+    x = _scaled(x - means(x), weight, eps)
     return (x if bias is None else x + bias).to(input.dtype)
 
 
@@ -149,9 +151,13 @@ def _rms_norm(
     if len(normalized_shape) != 1:
         return None
     x = input.to(torch.promote_types(input.dtype, torch.float32))
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
-    x = x * torch.rsqrt(sums(x * x) / x.shape[-1] + eps)
-    return (x if weight is None else x * weight).to(input.dtype)
+    return _scaled(x, weight, torch.finfo(x.dtype).eps if eps is None else eps).to(input.dtype)
+
+
+def _scaled(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """`x` over the root of its mean square, times the weight."""
+    x = x * torch.rsqrt(means(x * x) + eps)
+    return x if weight is None else x * weight
 
 
 ANSWERS: dict[Any, Answer] = {

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import statistics
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
-from math import inf
 from multiprocessing import get_context
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,13 +27,13 @@ from attnops.testing.pool import Pool
 from attnops.testing.timed_calls import call_of, with_copies
 from attnops.tune.clock import Clock, Run, host_clock, seconds
 from attnops.tune.grids import sweeps_of
+from attnops.tune.rows import Rows, Timing
 from attnops.version import VERSION
 
 T = TypeVar("T")
 SLOW_FIRST_CALL_S = 0.5  # a first call that takes longer has compiled
 COMPILED = ("triton", "aten")  # kernels with many small variants that the compiler caches on disk
 SMALL_BYTES, SMALL_FLOPS = 4e8, 4e11
-TOO_SLOW = 8.0  # a kernel this many times slower than the best at a smaller size is not timed at a larger one
 LEAST_S, HARD = 5.0, 1.2  # seconds that every kind of call gets, and the limit in budgets of all timing and compilation together
 ENOUGH = 0.5  # the share of a kind's points that must be timed: fewer, the smallest ones, say too little about large calls
 
@@ -93,15 +91,6 @@ def tracing() -> Iterator[None]:
         yield
 
 
-class Timing(NamedTuple):
-    """Device microseconds of one kernel at one size; None with the reason. broken: the kernel raised. given_up: it was not started."""
-
-    us: float | None
-    reason: str = ""
-    broken: bool = False
-    given_up: bool = False
-
-
 @dataclass
 class Stopwatch:
     """Times kernels, and limits the time of first calls.
@@ -130,21 +119,27 @@ class Stopwatch:
             left = kernel.judge if OPS[call.op].spec.weights else kernel.fused
             if left or (self.names and kernel.name not in self.names):
                 continue
-            reasons = {r.field for r in kernel.refusals(call.problem)}
             try:
-                if not reasons:
-                    out.append((kernel, call if kernel.plan.device is None else self.equip(kernel, call), None))
-                elif reasons <= {"plan", "workspace"} and not kernel.refusals((given := self.equip(kernel, call)).problem):
-                    own = call.problem.step.plan == "none" and given.problem.step.plan == "host"
-                    start = time.perf_counter()
-                    if own:  # once more, in the buffers that there are now
-                        planned(kernel, call, buffers=(given.arguments["plan"], given.arguments["workspace"]))
-                    out.append((kernel, given, (time.perf_counter() - start) * 1e6 if own else None))
+                found = self._equipped(kernel, call)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # a plan may raise any error: the kernel is no candidate
                 self.unplanned[kernel.name] = one_line(error)
+            else:
+                out += [] if found is None else [(kernel, *found)]
         return out
+
+    def _equipped(self, kernel: Kernel, call: Call) -> tuple[Call, float | None] | None:
+        reasons = {r.field for r in kernel.refusals(call.problem)}
+        if not reasons:
+            return call if kernel.plan.device is None else self.equip(kernel, call), None
+        if not reasons <= {"plan", "workspace"} or kernel.refusals((given := self.equip(kernel, call)).problem):
+            return None
+        if call.problem.step.plan != "none" or given.problem.step.plan != "host":
+            return given, None
+        start = time.perf_counter()  # once more, in the buffers that there are now
+        planned(kernel, call, buffers=(given.arguments["plan"], given.arguments["workspace"]))
+        return given, (time.perf_counter() - start) * 1e6
 
     def time(self, kernel: Kernel, call: Call, kind: Hashable, copies: Sequence[Call] = ()) -> Timing:
         """Time `kernel` on `call`. An error of the kernel becomes the Timing's reason. copies: run after `call`, and counted with it."""
@@ -231,6 +226,13 @@ class Report:
     late: int = 0
     broken: dict[str, str] = field(default_factory=dict)
 
+    def add(self, kernel: str, at: Sizes, timing: Timing) -> None:
+        """Count a timing of a kernel, named with its op."""
+        self.timings += timing.us is not None
+        if timing.broken:
+            size = f"(batch {int(at.batch)}, queries {int(at.queries)}, ratio {at.ratio:g})"
+            self.broken[kernel] = f"{timing.reason} {size}"
+
 
 def measure(
     sweeps: Sequence[Sweep], stopwatch: Stopwatch, device: torch.device, budget_s: float = 150.0,
@@ -289,14 +291,12 @@ def _measure(
     sweep: Sweep, stopwatch: Stopwatch, pool: Pool, limits: tuple[float, float], report: Report, step: Callable[[int], None]
 ) -> tuple[Grid, int]:
     """The grid of a sweep, and the number of its late points. limits: seconds without first calls, and the end of the whole measurement."""
-    times: dict[str, list[float | None]] = {}
-    plans_us: dict[str, list[float]] = {}
-    skipped: dict[str, str] = {}
-    points, cut, (share_s, end), start = sweep.points(), 0, limits, _timed_s(stopwatch)
-    for done, (index, at) in enumerate(((index, at) for index, at in enumerate(points) if sweep.allows(at)), 1):
+    rows, cut, (share_s, end), start = Rows(sweep), 0, limits, _timed_s(stopwatch)
+    allowed = [(index, at) for index, at in enumerate(sweep.points()) if sweep.allows(at)]
+    for done, (index, at) in enumerate(allowed, 1):
         step(done)
         if _timed_s(stopwatch) - start > share_s or time.monotonic() > end:
-            report.late, cut = report.late + 1, cut + 1
+            cut += 1
             continue
         try:
             call = call_of(sweep.kind, at, pool)
@@ -309,42 +309,12 @@ def _measure(
             continue
         report.points += 1
         for kernel, given, plan_us in candidates:
-            row = times.setdefault(kernel.name, [None] * len(points))
-            if kernel.name in skipped or _hopeless(sweep, times, kernel.name, index):
-                continue
-            found = stopwatch.time(kernel, given, sweep.kind, copies)
-            if found.us is not None:
-                row[index] = _rounded(found.us)
-                report.timings += 1
-                if plan_us is not None:
-                    plans_us.setdefault(kernel.name, []).append(plan_us)
-            elif found.broken or found.given_up or not any(row):
-                skipped[kernel.name] = found.reason
-            if found.broken:
-                size = f"(batch {int(at.batch)}, queries {int(at.queries)}, ratio {at.ratio:g})"
-                report.broken[f"{sweep.kind.op}.{kernel.name}"] = f"{found.reason} {size}"
-    # A kernel that raised at one size is not trusted at others, and a kernel that was given up has no times of large sizes.
-    us = {name: tuple(row) for name, row in times.items() if name not in skipped and any(row)}
-    host = {name: float(f"{statistics.median(all_us):.3g}") for name, all_us in plans_us.items() if name in us}
-    return Grid(sweep.kind, sweep.batch, sweep.queries, sweep.ratio, us, host, skipped), cut
-
-
-def _rounded(us: float) -> float:
-    """Three digits, and no fractions of long times: timings vary by more."""
-    return float(round(us)) if us >= 100 else float(f"{us:.3g}")
-
-
-def _hopeless(sweep: Sweep, times: dict[str, list[float | None]], name: str, index: int) -> bool:
-    """Was the kernel TOO_SLOW one size smaller, or not timed there for that reason?"""
-    stride = 1
-    for count in map(len, (sweep.ratio, sweep.queries, sweep.batch)):
-        if index // stride % count:
-            best = min((t for row in times.values() if (t := row[index - stride]) is not None), default=inf)
-            mine = times[name][index - stride]
-            if best < inf and (mine is None or mine > TOO_SLOW * best):
-                return True
-        stride *= count
-    return False
+            if rows.wants(kernel.name, index):
+                timing = stopwatch.time(kernel, given, sweep.kind, copies)
+                rows.add(kernel.name, index, timing, plan_us)
+                report.add(f"{sweep.kind.op}.{kernel.name}", at, timing)
+    report.late += cut
+    return rows.grid(), cut
 
 
 def gpu_name(device: torch.device) -> str:

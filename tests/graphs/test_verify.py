@@ -6,9 +6,8 @@ import pytest
 
 from attnops.cache import PagedBatch
 from attnops.core.errors import InvalidInput
-from attnops.core.kernel import Capture, extent_at_most, kernels_of, register
+from attnops.core.kernel import Capture, extent_at_most, kernels_of, register, renew
 from attnops.core.problem import Extent, Problem
-from attnops.core.select import _select
 from attnops.graphs import Buckets, piecewise
 from tests.graphs.helpers import Pair, any_mode, graphed
 from tests.graphs.models import VOCAB
@@ -30,7 +29,7 @@ def few():
 def test_the_problem_of_a_capture_is_that_of_eager(mode):
     """8 requests of 4 drafts: not 32 queries of a request, for which such a kernel would refuse."""
     pair = Pair(mode, Buckets(decode=(2, 8), verify=(4,)), kernel=few())
-    _select.cache_clear()
+    renew()
     SEEN.clear()
     pair.step.capture(**pair.example("abcdefgh", 4))
     assert {p.sizes.queries for p in SEEN if p.sizes.queries.hi > 1} == {Extent.of(4)}
