@@ -136,7 +136,7 @@ def test_compiles(arch, name, rows):
     call = make_call("decode_attention", Source(), (1024,) * rows, page, f, angles, missing=None)
     with pretend(Target("cuda", arch, assume=("triton",))):
         [(kernel, given)] = launched(equip(KERNEL, call), arch, "decode")
-    assert given["SPLIT"] == (rows == 1 and not given["LEFT"])
+    assert given["SPLIT"] == (rows == 1 and given["left"] is None)
     binary = built(arch, kernel, given, f.dtype, 64)
     waits_as_told(binary, given, arch)
     assert "cp.async" in binary.asm["ptx"], "keys are not loaded ahead"

@@ -7,6 +7,7 @@ one writes, so programs need not wait for each other. The last one to arrive at 
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from attnops.kernels.triton.device.attend import load_keys, pages_of, slots_of
 from attnops.kernels.triton.device.softmax import LOG2E, await_previous, closed, finite, tanh, with_sink
@@ -15,7 +16,7 @@ from attnops.kernels.triton.device.store import place
 
 @triton.jit
 def turned(
-    rows_ptr, real, dims, norm_ptr, eps, cos_ptr, sin_ptr, D: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr
+    rows_ptr, real, dims, norm_ptr, eps, cos_ptr, sin_ptr, D: constexpr, BLOCK_D: constexpr, WIDTH: constexpr
 ):  # fmt: skip
     """float32 `[rows, BLOCK_D]`: rows of one head each, normed and rotated. WIDTH: of the cosines and sines, D or D // 2."""
     inside = dims < D
@@ -26,7 +27,7 @@ def turned(
         x = x * shrink * tl.load(norm_ptr + dims, mask=inside, other=0.0).to(tl.float32)[None, :]
     if cos_ptr is not None:
         # Each number's other half is read again, rather than moved between threads.
-        HALF: tl.constexpr = D // 2
+        HALF: constexpr = D // 2
         across = tl.where(dims < HALF, dims + HALF, dims - HALF)
         y = tl.load(rows_ptr[:, None] + across[None, :], mask=mask, other=0.0).to(tl.float32)
         if norm_ptr is not None:
@@ -38,16 +39,16 @@ def turned(
 
 
 @triton.jit
-def logits(products, scale, cap, CAP: tl.constexpr):
+def logits(products, scale, cap):
     """Logits in base 2."""
-    if CAP:
+    if cap is not None:
         return tanh(products * scale) * cap
     else:
         return products * scale
 
 
 @triton.jit
-def finish(acc, top, total, head, real, dims, sinks_ptr, out_ptr, out_h, out_d, D: tl.constexpr):
+def finish(acc, top, total, head, real, dims, sinks_ptr, out_ptr, out_h, out_d, D: constexpr):
     """Write the output of `[rows]` heads of one request."""
     factor, z = closed(top, total)
     if sinks_ptr is not None:
@@ -59,7 +60,7 @@ def finish(acc, top, total, head, real, dims, sinks_ptr, out_ptr, out_h, out_d, 
 @triton.jit
 def merge_splits(
     parts_ptr, lses_ptr, first, count, h, dims, sinks_ptr, out_ptr, out_h, out_d,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr,
+    GROUP: constexpr, ROWS: constexpr, D: constexpr, BLOCK_D: constexpr, AT_ONCE: constexpr,
 ):  # fmt: skip
     """Merge the splits `first` to `first + count` of a group, AT_ONCE at a time. What other programs wrote is read past the L1 cache."""
     row = tl.arange(0, ROWS)
@@ -92,9 +93,9 @@ def decode(
     out_ptr, parts_ptr, counters_ptr, scale, cap, eps, left, pages, splits, least, numbers,
     q_b, q_h, key_b, key_h, value_b, value_h, k_p, k_n, k_h, v_p, v_n, v_h, table_b, lengths_b, slots_b, cos_b, sin_b,
     out_b, out_h, out_d,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, AT_ONCE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, COMPUTE: tl.constexpr, LEFT: tl.constexpr,
-    CAP: tl.constexpr, HOLES: tl.constexpr, SPLIT: tl.constexpr, OVERLAP: tl.constexpr,
+    D: constexpr, BLOCK_D: constexpr, WIDTH: constexpr, PAGE: constexpr, KV_HEADS: constexpr, GROUP: constexpr,
+    ROWS: constexpr, AT_ONCE: constexpr, TILE_M: constexpr, TILE_N: constexpr, COMPUTE: constexpr,
+    HOLES: constexpr, SPLIT: constexpr, OVERLAP: constexpr,
 ):  # fmt: skip
     """Grid: (requests * KV_HEADS, splits). Of a request's keys, at least `least` are in a split; programs past the last split leave.
 
@@ -124,7 +125,7 @@ def decode(
     # Keys before the new one, and the first of them that is seen.
     past = length - 1
     low = 0
-    if LEFT:
+    if left is not None:
         low = tl.maximum(past - left, 0)
     first = low // TILE_N * TILE_N
     size = tl.cdiv(tl.maximum(tl.cdiv(past - first, splits), least), TILE_N) * TILE_N
@@ -168,7 +169,7 @@ def decode(
             seen = seen & named
             page = tl.where(named, page, 0)
         k = load_keys(k_ptr, slots_of(page, begin, keys, k_p, k_n, PAGE, TILE_N), dims, seen, D, BLOCK_D, True).to(COMPUTE)
-        s = logits(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, cap, CAP)
+        s = logits(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, cap)
         s = tl.where(seen[None, :], s, float("-inf"))
         higher = tl.maximum(top, tl.max(s, 1))
         base = finite(higher)
@@ -185,7 +186,7 @@ def decode(
     if BLOCK_D <= 32:
         # A thread that holds one product fuses it into the first step of the sum. Those that hold copies of a sum then differ.
         products = products.to(tl.float64)
-    s = logits(tl.sum(products, 1).to(tl.float32), scale, cap, CAP)
+    s = logits(tl.sum(products, 1).to(tl.float32), scale, cap)
     s = tl.where(last, s, float("-inf"))
     higher = tl.maximum(top, s)
     base = finite(higher)

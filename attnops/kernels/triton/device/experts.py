@@ -7,6 +7,7 @@ choices; tokens that did not choose its expert are columns of zeros.
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from attnops.kernels.triton.device.linear import gated
 from attnops.kernels.triton.device.quantise import saturated
@@ -14,7 +15,7 @@ from attnops.kernels.triton.device.softmax import await_previous
 
 
 @triton.jit
-def glu(gate, up, alpha, limit, offset, ACT: tl.constexpr, SHAPED: tl.constexpr):
+def glu(gate, up, alpha, limit, offset, ACT: constexpr, SHAPED: constexpr):
     """`act(gate) * (up + offset)`, in float32. SHAPED: alpha, limit and offset are given; ACT is a name otherwise."""
     if SHAPED:
         if limit > 0.0:
@@ -28,7 +29,7 @@ def glu(gate, up, alpha, limit, offset, ACT: tl.constexpr, SHAPED: tl.constexpr)
 
 
 @triton.jit
-def ranged(x, DTYPE: tl.constexpr):
+def ranged(x, DTYPE: constexpr):
     """float32 `x` within the range of DTYPE, where that is float16: see `attnops.ops.experts.reference`."""
     if DTYPE == tl.float16:
         return saturated(x, 65504.0)
@@ -37,7 +38,7 @@ def ranged(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def halves(y, BLOCK_N: tl.constexpr):
+def halves(y, BLOCK_N: constexpr):
     """(even, odd) rows of `[2 BLOCK_N, ...]`."""
     if len(y.shape) == 1:
         return tl.split(tl.reshape(y, [BLOCK_N, 2]))
@@ -48,8 +49,8 @@ def halves(y, BLOCK_N: tl.constexpr):
 @triton.jit
 def one_token_up(
     x_ptr, w_ptr, bias_ptr, index_ptr, act_ptr, inner, experts, alpha, limit, offset, w_e, w_n, w_k,
-    IN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ACT: tl.constexpr, SHAPED: tl.constexpr,
-    INTERLEAVED: tl.constexpr, OVERLAP: tl.constexpr,
+    IN: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, STAGES: constexpr, ACT: constexpr, SHAPED: constexpr,
+    INTERLEAVED: constexpr, OVERLAP: constexpr,
 ):  # fmt: skip
     """Grid: cdiv(inner, BLOCK_N), K. `act` `[K, inner]`; rows of choices that are no expert keep what they hold.
 
@@ -59,7 +60,7 @@ def one_token_up(
         await_previous()
     e = tl.load(index_ptr + tl.program_id(1)).to(tl.int64)
     if (e >= 0) & (e < experts):
-        ROWS: tl.constexpr = 2 * BLOCK_N if INTERLEAVED else BLOCK_N
+        ROWS: constexpr = 2 * BLOCK_N if INTERLEAVED else BLOCK_N
         n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         real = n < (2 * inner if INTERLEAVED else inner)
         rows = w_ptr + e * w_e + n.to(tl.int64) * w_n
@@ -84,7 +85,7 @@ def one_token_up(
         if INTERLEAVED:
             y, up = halves(y, BLOCK_N)
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        DTYPE: tl.constexpr = act_ptr.dtype.element_ty
+        DTYPE: constexpr = act_ptr.dtype.element_ty
         act = ranged(glu(ranged(y, DTYPE), ranged(up, DTYPE), alpha, limit, offset, ACT, SHAPED), DTYPE)
         tl.store(act_ptr + tl.program_id(1) * inner + n, act.to(DTYPE), mask=n < inner)
 
@@ -92,8 +93,8 @@ def one_token_up(
 @triton.jit
 def one_token_down(
     act_ptr, w_ptr, bias_ptr, index_ptr, weights_ptr, out_ptr, outs, experts, w_e, w_n, w_k, out_n,
-    IN: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    IN: constexpr, K: constexpr, KP: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, STAGES: constexpr,
+    OVERLAP: constexpr,
 ):  # fmt: skip
     """Grid: cdiv(outs, BLOCK_N). Every program reads its rows of all K experts."""
     if OVERLAP:
@@ -123,7 +124,7 @@ def one_token_down(
 
 
 @triton.jit
-def choices(index_ptr, tokens, by_expert, experts, K: tl.constexpr, KP: tl.constexpr, BLOCK_T: tl.constexpr):
+def choices(index_ptr, tokens, by_expert, experts, K: constexpr, KP: constexpr, BLOCK_T: constexpr):
     """The part of the table of choices that a program of an expert and a block of tokens reads.
 
     Returns the tokens `[BLOCK_T]`; of their choices `[BLOCK_T, KP]` the places in the table, which of them there are, and the experts; the
@@ -146,9 +147,9 @@ def choices(index_ptr, tokens, by_expert, experts, K: tl.constexpr, KP: tl.const
 @triton.jit(do_not_specialize=["tokens", "by_expert"])
 def few_tokens(
     x_ptr, w_ptr, bias_ptr, index_ptr, weights_ptr, out_ptr, tokens, by_expert, outs, experts, alpha, limit, offset, x_t, w_e, w_n, w_k,
-    IN: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, UP: tl.constexpr, ACT: tl.constexpr, SHAPED: tl.constexpr, INTERLEAVED: tl.constexpr, COMPUTE: tl.constexpr,
-    DESCRIBED: tl.constexpr, ALONG_N: tl.constexpr, OVERLAP: tl.constexpr,
+    IN: constexpr, K: constexpr, KP: constexpr, BLOCK_T: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
+    STAGES: constexpr, UP: constexpr, ACT: constexpr, SHAPED: constexpr, INTERLEAVED: constexpr, COMPUTE: constexpr,
+    DESCRIBED: constexpr, ALONG_N: constexpr, OVERLAP: constexpr,
 ):  # fmt: skip
     """Grid: cdiv(outs, BLOCK_N), experts or choices of a block of tokens, cdiv(tokens, BLOCK_T).
 
@@ -162,7 +163,7 @@ def few_tokens(
     t, at, given, index, e, chosen, mine = choices(index_ptr, tokens, by_expert, experts, K, KP, BLOCK_T)
     here = chosen < KP
     if mine & (tl.min(chosen, 0) < KP):
-        ROWS: tl.constexpr = 2 * BLOCK_N if INTERLEAVED else BLOCK_N
+        ROWS: constexpr = 2 * BLOCK_N if INTERLEAVED else BLOCK_N
         start = tl.program_id(0) * ROWS
         n = start + tl.arange(0, ROWS)
         real = n < (2 * outs if INTERLEAVED else outs)
@@ -200,7 +201,7 @@ def few_tokens(
             y += tl.load(bias, mask=real, other=0.0).to(tl.float32)[:, None]
             if UP and not INTERLEAVED:
                 up += tl.load(bias + outs, mask=real, other=0.0).to(tl.float32)[:, None]
-        DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+        DTYPE: constexpr = x_ptr.dtype.element_ty
         if UP:
             if INTERLEAVED:
                 y, up = halves(y, BLOCK_N)
@@ -216,7 +217,7 @@ def few_tokens(
 
 @triton.jit
 def combine(
-    y_ptr, index_ptr, out_ptr, outs, experts, out_t, out_n, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    y_ptr, index_ptr, out_ptr, outs, experts, out_t, out_n, K: constexpr, KP: constexpr, BLOCK: constexpr, OVERLAP: constexpr,
 ):  # fmt: skip
     """Grid: tokens, cdiv(outs, BLOCK). The sum of each token's results `[T * K, outs]`; an expert that comes twice has one."""
     if OVERLAP:

@@ -7,20 +7,21 @@ masked. The offset of a tile's first row has 64 bits; those within a tile are OF
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from attnops.kernels.triton.device.attend import find, load_keys
 from attnops.kernels.triton.device.softmax import FAINT, LOG2E, chunk_of, span, tanh
 
 
 @triton.jit
-def store_rows(ptr, at, x, live, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def store_rows(ptr, at, x, live, WIDTH: constexpr, BLOCK: constexpr):
     """Write live rows of `[rows, BLOCK]` numbers at the offsets `at`."""
     dims = tl.arange(0, BLOCK)
     tl.store(ptr + at[:, None] + dims[None, :], x.to(ptr.dtype.element_ty), mask=live[:, None] & (dims < WIDTH)[None, :])
 
 
 @triton.jit
-def request_at(cu_ptr, tile, requests, steps, each, TILE: tl.constexpr):
+def request_at(cu_ptr, tile, requests, steps, each, TILE: constexpr):
     """(request, its tile) of a tile of all requests. A tile of padding rows has the request `requests`."""
     if cu_ptr is not None:
         request = find(cu_ptr, tile, requests, steps, TILE)
@@ -52,31 +53,31 @@ def bounds_of(cu_q_ptr, cu_k_ptr, start_ptr, end_ptr, request, width_q, width_k)
 
 @triton.jit
 def seen_by(
-    first, last, queries, offset, left, right, chunk, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CHUNKED: tl.constexpr
+    first, last, queries, offset, left, right, chunk, CAUSAL: constexpr
 ):  # fmt: skip
     """The range of queries, `offset` the first one's position, that see some key of first..last. seen_by(last, first, ...): all keys."""
     start = 0
     end = queries
     if CAUSAL:
         start = tl.maximum(start, first - offset)
-    if RIGHT:
+    if right is not None:
         start = tl.maximum(start, first - right - offset)
-    if LEFT:
+    if left is not None:
         end = tl.minimum(end, last + left - offset + 1)
-    if CHUNKED:
+    if chunk is not None:
         start = tl.maximum(start, chunk_of(first, chunk) - offset)
         end = tl.minimum(end, chunk_of(last, chunk) + chunk - offset)
     return start, end
 
 
 @triton.jit
-def in_steps(key, high, STEP: tl.constexpr):
+def in_steps(key, high, STEP: constexpr):
     """Is the key, or another one of its STEP neighbours, before `high`? Triton loads STEP numbers of a mask at once by it."""
     return key // STEP * STEP < high
 
 
 @triton.jit
-def load_stats(stats_ptr, rows, TILE: tl.constexpr):
+def load_stats(stats_ptr, rows, TILE: constexpr):
     """(z, delta) of TILE rows, 0 past `rows` of them: see `grad_queries`.
 
     Half of the places are masked off. Without them the tile would have fewer numbers than the program has threads, and Triton would have
@@ -90,11 +91,11 @@ def load_stats(stats_ptr, rows, TILE: tl.constexpr):
 
 @triton.jit
 def weights_of(
-    s, z, bias, visible, scale, cap, CAP: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr, COMPUTE: tl.constexpr
+    s, z, bias, visible, scale, cap, MASK: constexpr, MASKED: constexpr, COMPUTE: constexpr
 ):  # fmt: skip
     """(weights, derivative of the capped logit by the raw logit). s: products. z: log-sum-exps in base 2, which broadcast."""
     slope = 1.0
-    if CAP:
+    if cap is not None:
         if COMPUTE == tl.float32:
             bent = tanh(s * scale)
         else:
@@ -126,10 +127,9 @@ def grad_queries(
     stats_ptr, sink_parts_ptr, out_ptr,
     scale, factor, cap, left, right, chunk, requests, steps, tiles, each, width_q, width_k, tokens,
     g_b, g_t, g_h, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h, mask_b, mask_h, mask_t, mask_q, mask_k,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, REST: tl.constexpr,
-    BLOCK_DV: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr,
-    RIGHT: tl.constexpr, CHUNKED: tl.constexpr, CAP: tl.constexpr, MASK: tl.constexpr, MASK_STEP: tl.constexpr,
-    OFFSETS: tl.constexpr,
+    HEADS: constexpr, GROUP: constexpr, D: constexpr, DV: constexpr, BLOCK_D: constexpr, REST: constexpr,
+    BLOCK_DV: constexpr, TILE_Q: constexpr, TILE_K: constexpr, COMPUTE: constexpr, CAUSAL: constexpr, MASK: constexpr, MASK_STEP: constexpr,
+    OFFSETS: constexpr,
 ):  # fmt: skip
     """Grid: heads * tiles of queries, the last tile first: it sees the most keys.
 
@@ -187,15 +187,15 @@ def grad_queries(
         mask_ptr += request * mask_b + begin * mask_t + head * mask_h + (wide + first) * mask_q
 
     last = offset + tl.minimum(first + TILE_Q, queries) - 1
-    start, end = span(offset + first, last, low, high, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
-    all_low, all_high = span(last, offset + first, low, high, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
+    start, end = span(offset + first, last, low, high, left, right, chunk, CAUSAL)
+    all_low, all_high = span(last, offset + first, low, high, left, right, chunk, CAUSAL)
     # Tiles are counted from the request's first key, wherever the range begins.
     start = low + (start - low) // TILE_K * TILE_K
     end = start + tl.cdiv(tl.maximum(end - start, 0), TILE_K) * TILE_K
     middle = tl.minimum(tl.maximum(low + tl.cdiv(all_low - low, TILE_K) * TILE_K, start), end)
     shared = tl.maximum(low + (tl.minimum(all_high, end) - low) // TILE_K * TILE_K - middle, 0)
     # Each query's range of keys. No key is before `low`.
-    lowest, highest = span(position, position, low, high, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
+    lowest, highest = span(position, position, low, high, left, right, chunk, CAUSAL)
     c = tl.arange(0, TILE_K)
     columns = c.to(OFFSETS)
     acc = tl.zeros([TILE_Q, BLOCK_D], tl.float32)
@@ -204,7 +204,7 @@ def grad_queries(
         first_key = start if part == 0 else middle
         count = end - start - shared if part == 0 else shared
         for step in range(0, count, TILE_K):
-            MASKED: tl.constexpr = part == 0
+            MASKED: constexpr = part == 0
             key = first_key + step
             if MASKED:
                 key = tl.where(key >= middle, key + shared, key)
@@ -218,8 +218,8 @@ def grad_queries(
                 s = tl.dot(q_rest, tl.trans(k_rest), s, input_precision="ieee")
             v = load_keys(v_ptr + (wide + key) * v_t, columns * v_t, dims_v, inside, DV, BLOCK_DV, MASKED).to(COMPUTE)
             grad_p = tl.dot(g, tl.trans(v), input_precision="ieee")
-            visible = j[None, :] < (highest[:, None] if CAUSAL or RIGHT or CHUNKED else high)
-            if LEFT or CHUNKED:
+            visible = j[None, :] < (highest[:, None] if CAUSAL or right is not None or chunk is not None else high)
+            if left is not None or chunk is not None:
                 visible = visible & (j[None, :] >= lowest[:, None])
             bias = s
             if MASK != "none":
@@ -229,7 +229,7 @@ def grad_queries(
                     seen = seen & in_steps(j, high, MASK_STEP)[None, :]
                 at_key = ((wide + key) * mask_k + columns * mask_k)[None, :]
                 bias = tl.load(mask_ptr + (rows * mask_q)[:, None] + at_key, mask=seen, other=0)
-            p, slope = weights_of(s, z[:, None], bias, visible, scale, cap, CAP, MASK, MASKED, COMPUTE)
+            p, slope = weights_of(s, z[:, None], bias, visible, scale, cap, MASK, MASKED, COMPUTE)
             grad_s = (p * (grad_p - delta[:, None]) * slope).to(COMPUTE)
             acc = tl.dot(grad_s, k, acc, input_precision="ieee")
             if REST:
@@ -245,13 +245,12 @@ def grad_keys(
     g_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, cu_q_ptr, cu_k_ptr, start_ptr, end_ptr, stats_ptr, out_k_ptr, out_v_ptr,
     scale, factor, cap, left, right, chunk, requests, steps, tiles, each, width_q, width_k, tokens,
     g_b, g_t, g_h, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, mask_b, mask_h, mask_t, mask_q, mask_k,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, REST: tl.constexpr,
-    BLOCK_DV: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr,
-    RIGHT: tl.constexpr, CHUNKED: tl.constexpr, CAP: tl.constexpr, MASK: tl.constexpr, MASK_STEP: tl.constexpr,
-    OFFSETS: tl.constexpr,
+    HEADS: constexpr, GROUP: constexpr, D: constexpr, DV: constexpr, BLOCK_D: constexpr, REST: constexpr,
+    BLOCK_DV: constexpr, TILE_Q: constexpr, TILE_K: constexpr, COMPUTE: constexpr, CAUSAL: constexpr, MASK: constexpr, MASK_STEP: constexpr,
+    OFFSETS: constexpr,
 ):  # fmt: skip
     """Grid: heads of keys * tiles of keys. A program adds up its key head's query heads one after the other. See `grad_queries`."""
-    KV_HEADS: tl.constexpr = HEADS // GROUP
+    KV_HEADS: constexpr = HEADS // GROUP
     wide = tl.full([], 0, tl.int64)
     at = tl.program_id(0)
     kv_head = wide + at % KV_HEADS
@@ -281,10 +280,10 @@ def grad_keys(
         mask_ptr += request * mask_b + begin * mask_t + (wide + first) * mask_k
 
     last = tl.minimum(first + TILE_K, high) - 1
-    start, end = seen_by(first, last, queries, offset, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
-    all_start, all_end = seen_by(last, first, queries, offset, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
+    start, end = seen_by(first, last, queries, offset, left, right, chunk, CAUSAL)
+    all_start, all_end = seen_by(last, first, queries, offset, left, right, chunk, CAUSAL)
     # Each key's range of queries.
-    lowest, highest = seen_by(j, j, queries, offset, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
+    lowest, highest = seen_by(j, j, queries, offset, left, right, chunk, CAUSAL)
     start = start // TILE_Q * TILE_Q
     end = start + tl.cdiv(tl.maximum(end - start, 0), TILE_Q) * TILE_Q
     middle = tl.minimum(tl.maximum(tl.cdiv(all_start, TILE_Q) * TILE_Q, start), end)
@@ -310,7 +309,7 @@ def grad_keys(
         head = group
         query = first_query
         for _ in range(0, count * GROUP, TILE_Q):
-            MASKED: tl.constexpr = part == 0
+            MASKED: constexpr = part == 0
             i = query + r
             live = i < queries
             far = wide + query
@@ -325,9 +324,9 @@ def grad_keys(
             grad_p = tl.dot(v, tl.trans(g), input_precision="ieee")
             z, delta = load_stats(stats_ptr + (head * tokens + begin + query) * 2, queries - query, TILE_Q)
             visible = live[None, :]
-            if CAUSAL or RIGHT or CHUNKED:
+            if CAUSAL or right is not None or chunk is not None:
                 visible = i[None, :] >= lowest[:, None]
-            if LEFT or CHUNKED:
+            if left is not None or chunk is not None:
                 visible = visible & (i[None, :] < highest[:, None])
             bias = s
             if MASK != "none":
@@ -336,7 +335,7 @@ def grad_keys(
                     seen = seen & live[None, :]
                 row = mask_ptr + head * mask_h + far * mask_q
                 bias = tl.load(row + (rows * mask_q)[None, :] + (columns * mask_k)[:, None], mask=seen, other=0)
-            p, slope = weights_of(s, z[None, :], bias, visible, scale, cap, CAP, MASK, MASKED, COMPUTE)
+            p, slope = weights_of(s, z[None, :], bias, visible, scale, cap, MASK, MASKED, COMPUTE)
             acc_v = tl.dot(p.to(COMPUTE), g, acc_v, input_precision="ieee")
             grad_s = (p * (grad_p - delta[None, :]) * slope).to(COMPUTE)
             acc_k = tl.dot(grad_s, q, acc_k, input_precision="ieee")

@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from attnops.kernels.triton.device.attend import load_keys
 from attnops.kernels.triton.device.gradient import VARYING, bounds_of, in_steps, load_stats, seen_by, weights_of
@@ -13,10 +14,9 @@ def grad_mask(
     g_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, start_ptr, end_ptr, stats_ptr, out_ptr,
     scale, cap, left, right, chunk, requests, each, width_q, width_k, tokens,
     g_b, g_t, g_h, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, mask_b, mask_h, mask_q, mask_k,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    CHUNKED: tl.constexpr, CAP: tl.constexpr, ALL_REQUESTS: tl.constexpr, ALL_HEADS: tl.constexpr, ALL_QUERIES: tl.constexpr,
-    MASK_STEP: tl.constexpr, OFFSETS: tl.constexpr,
+    HEADS: constexpr, GROUP: constexpr, D: constexpr, DV: constexpr, BLOCK_D: constexpr, BLOCK_DV: constexpr,
+    TILE_Q: constexpr, TILE_K: constexpr, COMPUTE: constexpr, CAUSAL: constexpr, ALL_REQUESTS: constexpr, ALL_HEADS: constexpr, ALL_QUERIES: constexpr,
+    MASK_STEP: constexpr, OFFSETS: constexpr,
 ):  # fmt: skip
     """Grid: requests * heads * tiles of queries * tiles of keys, 1 for each of the first three that the mask broadcasts over.
 
@@ -36,7 +36,7 @@ def grad_mask(
     if not ALL_QUERIES:
         own_tile = own % each
         own = own // each
-    OUT_HEADS: tl.constexpr = 1 if ALL_HEADS else HEADS
+    OUT_HEADS: constexpr = 1 if ALL_HEADS else HEADS
     own_head = wide + own % OUT_HEADS
     own_request = wide + own // OUT_HEADS
     dims = tl.arange(0, BLOCK_D)
@@ -49,7 +49,7 @@ def grad_mask(
     if start_ptr is None and end_ptr is None:
         # All requests' queries see the same keys, so that the program may leave out tiles.
         last = tl.minimum(first + TILE_K, width_k) - 1
-        start, end = seen_by(first, last, width_q, width_k - width_q, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
+        start, end = seen_by(first, last, width_q, width_k - width_q, left, right, chunk, CAUSAL)
         past = tl.minimum(low_tile + tiles, tl.cdiv(end, TILE_Q))
         low_tile = tl.maximum(low_tile, start // TILE_Q)
         tiles = tl.maximum(past - low_tile, 0)
@@ -94,9 +94,9 @@ def grad_mask(
         grad_p = tl.dot(g, tl.trans(v), input_precision="ieee")
         position = offset + query + r
         zero = position * 0
-        lowest, highest = span(position, position, low + zero, high + zero, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
+        lowest, highest = span(position, position, low + zero, high + zero, left, right, chunk, CAUSAL)
         visible = live[:, None] & inside[None, :] & (j[None, :] >= lowest[:, None]) & (j[None, :] < highest[:, None])
-        p, _ = weights_of(s, z[:, None], bias, visible, scale, cap, CAP, "additive", True, COMPUTE)
+        p, _ = weights_of(s, z[:, None], bias, visible, scale, cap, "additive", True, COMPUTE)
         acc += p * (grad_p - delta[:, None])
     if ALL_QUERIES:
         out_ptr += (wide + own) * width_k

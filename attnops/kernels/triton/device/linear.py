@@ -5,16 +5,17 @@ The norm is linear in its factor: `(x * gain) @ weight.T * rsqrt(mean(x**2) + ep
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from attnops.kernels.triton.device.softmax import await_previous
 
-ROOT_HALF = tl.constexpr(0.7071067811865476)
+ROOT_HALF = constexpr(0.7071067811865476)
 # Of the tanh approximation, twice the factor, because 1 + tanh(z) = 2 sigmoid(2 z).
-TANH, CUBIC = tl.constexpr(1.5957691216057308), tl.constexpr(0.044715)
+TANH, CUBIC = constexpr(1.5957691216057308), constexpr(0.044715)
 
 
 @triton.jit
-def gated(gate, up, ACT: tl.constexpr):
+def gated(gate, up, ACT: constexpr):
     """`act(gate) * up`, in float32."""
     if ACT == "silu":
         return gate * tl.sigmoid(gate) * up
@@ -25,7 +26,7 @@ def gated(gate, up, ACT: tl.constexpr):
 
 
 @triton.jit
-def tile_of(rows_ptr, k, real, IN: tl.constexpr, BLOCK_K: tl.constexpr):
+def tile_of(rows_ptr, k, real, IN: constexpr, BLOCK_K: constexpr):
     """Columns `k` of a weight's rows, which need not stay in the cache; 0 past the ends."""
     if IN % BLOCK_K == 0:
         inside = real[:, None]
@@ -35,23 +36,23 @@ def tile_of(rows_ptr, k, real, IN: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def add_product(sums, rows, columns, SPLIT: tl.constexpr):
+def add_product(sums, rows, columns, SPLIT: constexpr):
     """`sums` plus `rows @ columns`. SPLIT: parts of the inner dim with sums of their own, `[SPLIT, N, T]`, which warps share.
 
     A sum is a chain of matrix instructions, each of which waits for the one before it. Warps that have all of a step's columns compute one
     chain, or the same chain; warps that have some of them compute as many chains at once.
     """
     if SPLIT > 1:
-        N: tl.constexpr = rows.shape[0]
-        K: tl.constexpr = rows.shape[1] // SPLIT
-        T: tl.constexpr = columns.shape[1]
+        N: constexpr = rows.shape[0]
+        K: constexpr = rows.shape[1] // SPLIT
+        T: constexpr = columns.shape[1]
         rows = tl.permute(tl.reshape(rows, [N, SPLIT, K]), [1, 0, 2])
         columns = tl.reshape(columns, [SPLIT, K, T])
     return tl.dot(rows, columns, sums, input_precision="ieee")
 
 
 @triton.jit
-def finish(y, up, factor, bias_ptr, gain_ptr, residual, out_ptr, n, outs, real, inside, ACT: tl.constexpr):
+def finish(y, up, factor, bias_ptr, gain_ptr, residual, out_ptr, n, outs, real, inside, ACT: constexpr):
     """Write products: with the norm's factor, the bias, the activation and the residual.
 
     n: which results they are, `real` of the `outs`. out_ptr: where they are in the output, whose rows are `inside`, too.
@@ -73,7 +74,7 @@ def finish(y, up, factor, bias_ptr, gain_ptr, residual, out_ptr, n, outs, real, 
 @triton.jit
 def one_row(
     x_ptr, w_ptr, bias_ptr, gain_ptr, res_ptr, out_ptr, outs, eps, offset, w_n, res_n, out_n,
-    IN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ACT: tl.constexpr, OVERLAP: tl.constexpr,
+    IN: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, STAGES: constexpr, ACT: constexpr, OVERLAP: constexpr,
 ):  # fmt: skip
     """Grid: cdiv(outs, BLOCK_N). A product of a weight `[outs or 2 outs, IN]` and one row, as sums of products in float32.
 
@@ -110,8 +111,8 @@ def one_row(
 @triton.jit(do_not_specialize=["rows"])
 def few_rows(
     x_ptr, w_ptr, bias_ptr, gain_ptr, res_ptr, out_ptr, rows, outs, eps, offset, x_t, w_n, res_t, res_n, out_t, out_n,
-    IN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
-    ACT: tl.constexpr, COMPUTE: tl.constexpr, DESCRIBED: tl.constexpr, OVERLAP: tl.constexpr,
+    IN: constexpr, BLOCK_T: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, SPLIT: constexpr, STAGES: constexpr,
+    ACT: constexpr, COMPUTE: constexpr, DESCRIBED: constexpr, OVERLAP: constexpr,
 ):  # fmt: skip
     """Grid: cdiv(rows, BLOCK_T) * cdiv(outs, BLOCK_N). The weight's rows are the left operand of the matrix units.
 

@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from attnops.kernels.triton.device.softmax import LN2, LOG2E, await_previous, closed, finite, occupied, share, with_sink
 
@@ -13,15 +14,15 @@ def combine(
     parts_ptr, lengths_ptr, starts_ptr, sinks_ptr, out_ptr, lse_ptr,
     left, chunk, width, splits, split_keys, rows, fewest, most, tile,
     out_t, out_h, out_d, lse_t, lse_h,
-    HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, AT_ONCE: tl.constexpr,
-    LEFT: tl.constexpr, CHUNKED: tl.constexpr, OVERLAP: tl.constexpr,
+    HEADS: constexpr, DV: constexpr, BLOCK_DV: constexpr, AT_ONCE: constexpr,
+    OVERLAP: constexpr,
 ):  # fmt: skip
     """Grid: requests * width * HEADS * cdiv(DV, BLOCK_DV). parts: float32 `[rows, splits, DV]`, then `[rows, splits]` base-2 lse.
 
     tile: keys of a step of stage one. AT_ONCE: parts that are read at once. OVERLAP: this kernel is launched while stage one runs.
     """
     at = tl.program_id(0)
-    DV_TILES: tl.constexpr = (DV + BLOCK_DV - 1) // BLOCK_DV
+    DV_TILES: constexpr = (DV + BLOCK_DV - 1) // BLOCK_DV
     row = at // DV_TILES
     head = row % HEADS
     slot = row // HEADS
@@ -36,7 +37,7 @@ def combine(
         return
     if (queries < fewest) | (queries > most):
         return
-    first, size = share(length, queries, left, chunk, splits, split_keys, tile, LEFT, CHUNKED)
+    first, size = share(length, queries, left, chunk, splits, split_keys, tile)
     count = tl.minimum(tl.cdiv(length - first, size), splits)
 
     dims = (at % DV_TILES) * BLOCK_DV + tl.arange(0, BLOCK_DV)
@@ -75,7 +76,7 @@ def combine(
 def merge(
     a_ptr, za_ptr, b_ptr, zb_ptr, out_ptr, z_ptr, rows,
     a_t, a_h, a_d, za_t, za_h, b_t, b_h, b_d, zb_t, zb_h,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+    HEADS: constexpr, D: constexpr, BLOCK_D: constexpr, BLOCK_R: constexpr,
 ):  # fmt: skip
     """Grid: cdiv(rows, BLOCK_R). a, b: `[T, HEADS, D]`, za, zb: natural lse `[T, HEADS]`; out and z contiguous."""
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -107,7 +108,7 @@ def merge(
 def merge_all(
     a_ptr, za_ptr, out_ptr, z_ptr, rows, parts,
     a_t, a_n, a_h, a_d, za_t, za_n, za_h,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+    HEADS: constexpr, D: constexpr, BLOCK_D: constexpr, BLOCK_R: constexpr,
 ):  # fmt: skip
     """Grid: cdiv(rows, BLOCK_R). a: `[T, parts, HEADS, D]`, za: natural lse `[T, parts, HEADS]`; out and z contiguous."""
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)

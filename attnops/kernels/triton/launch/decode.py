@@ -44,7 +44,7 @@ def decode_attention(call: DecodeAttention, choice: grids.Choice | None = None) 
     cos, sin = (x if x is None or x.stride(1) == 1 else x.contiguous() for x in (call.cos, call.sin))
     rows, block = power(group), padded(dims)
     launch(decode, (requests * kv_heads, splits), {
-        **{name: given[name] for name in ("scale", "cap", "left", "LEFT", "CAP")},
+        **{name: given[name] for name in ("scale", "cap", "left")},
         "q_ptr": query, "key_ptr": key, "value_ptr": value, "k_ptr": k, "v_ptr": v, "table_ptr": table, "lengths_ptr": call.seq_lens,
         "slots_ptr": call.slots, "cos_ptr": cos, "sin_ptr": sin, "q_norm_ptr": flat(call.q_norm), "k_norm_ptr": flat(call.k_norm),
         "sinks_ptr": flat(call.sinks), "out_ptr": output, "parts_ptr": parts, "counters_ptr": counters, "eps": call.eps, "pages": pages,
