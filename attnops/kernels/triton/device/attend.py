@@ -26,19 +26,18 @@ def find(starts_ptr, tile, requests, steps, BLOCK_Q: constexpr):
 
 
 @triton.jit
-def load_keys(base, at, dims, seen, WIDTH: constexpr, BLOCK: constexpr, MASKED: constexpr):
+def load_keys(base, at, seen, WIDTH: constexpr, BLOCK: constexpr, MASKED: constexpr):
     """`[keys, BLOCK]` rows of pages; 0 for keys that are not seen, because their slots may hold NaN."""
+    dims = tl.arange(0, BLOCK)
     pointers = base + at[:, None] + dims[None, :]
-    if MASKED:
-        if WIDTH == BLOCK:
-            return tl.load(pointers, mask=seen[:, None], other=0.0)
-        else:
-            return tl.load(pointers, mask=seen[:, None] & (dims < WIDTH)[None, :], other=0.0)
+    if MASKED and WIDTH == BLOCK:
+        return tl.load(pointers, mask=seen[:, None], other=0.0)
+    elif MASKED:
+        return tl.load(pointers, mask=seen[:, None] & (dims < WIDTH)[None, :], other=0.0)
+    elif WIDTH == BLOCK:
+        return tl.load(pointers)
     else:
-        if WIDTH == BLOCK:
-            return tl.load(pointers)
-        else:
-            return tl.load(pointers, mask=(dims < WIDTH)[None, :], other=0.0)
+        return tl.load(pointers, mask=(dims < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
@@ -76,12 +75,10 @@ def attend_tile(
     keys = key + tl.arange(0, TILE_N)
     seen = (keys >= low) & (keys < high)
     k_at = slots_of(page, key, keys, k_p, k_n, PAGE, TILE_N)
-    dims = tl.arange(0, BLOCK_D)
-    k = load_keys(k_ptr, k_at, dims, seen, D, BLOCK_D, MASKED).to(COMPUTE)
+    k = load_keys(k_ptr, k_at, seen, D, BLOCK_D, MASKED).to(COMPUTE)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     if DR > 0:
-        dims_r = tl.arange(0, BLOCK_DR)
-        k_rest = load_keys(k_ptr + D, k_at, dims_r, seen, DR, BLOCK_DR, MASKED).to(COMPUTE)
+        k_rest = load_keys(k_ptr + D, k_at, seen, DR, BLOCK_DR, MASKED).to(COMPUTE)
         s = tl.dot(q_rest, tl.trans(k_rest), s, input_precision="ieee")
     if cap is not None:
         s = tanh(s * scale) * cap
@@ -114,7 +111,7 @@ def attend_tile(
         v = k
     else:
         v_at = slots_of(page, key, keys, v_p, v_n, PAGE, TILE_N)
-        v = load_keys(v_ptr, v_at, tl.arange(0, BLOCK_DV), seen, DV, BLOCK_DV, MASKED).to(COMPUTE)
+        v = load_keys(v_ptr, v_at, seen, DV, BLOCK_DV, MASKED).to(COMPUTE)
     acc = tl.dot(weights.to(COMPUTE), v, acc, input_precision="ieee")
     page = pages_of(row_ptr, key + TILE_N, high, PAGE, TILE_N)
     return acc, higher, total, page
@@ -245,14 +242,10 @@ def attend(
             r_ptr += place * r_b
     # Page ids are loaded one step before their keys, and the first ids before the query.
     page = pages_of(row_ptr, start, high, PAGE, TILE_N)
-    dims = tl.arange(0, BLOCK_D)
-    q_at = q_ptr + (token * q_t + head.to(tl.int64) * q_h)[:, None] + dims[None, :]
-    q = tl.load(q_at, mask=live[:, None] & (dims < D)[None, :], other=0.0).to(COMPUTE)
+    q = load_keys(q_ptr, token * q_t + head.to(tl.int64) * q_h, live, D, BLOCK_D, True).to(COMPUTE)
     q_rest = q
     if DR > 0:
-        dims_r = tl.arange(0, BLOCK_DR)
-        r_at = r_ptr + (token * r_t + head.to(tl.int64) * r_h)[:, None] + dims_r[None, :]
-        q_rest = tl.load(r_at, mask=live[:, None] & (dims_r < DR)[None, :], other=0.0).to(COMPUTE)
+        q_rest = load_keys(r_ptr, token * r_t + head.to(tl.int64) * r_h, live, DR, BLOCK_DR, True).to(COMPUTE)
     factor = scale
     if q_scale_ptr is not None:
         factor = factor * tl.load(q_scale_ptr + kv_head * q_scale_h)

@@ -168,7 +168,7 @@ def decode(
             named = (page >= 0) & (page < pages)
             seen = seen & named
             page = tl.where(named, page, 0)
-        k = load_keys(k_ptr, slots_of(page, begin, keys, k_p, k_n, PAGE, TILE_N), dims, seen, D, BLOCK_D, True).to(COMPUTE)
+        k = load_keys(k_ptr, slots_of(page, begin, keys, k_p, k_n, PAGE, TILE_N), seen, D, BLOCK_D, True).to(COMPUTE)
         s = logits(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, cap)
         s = tl.where(seen[None, :], s, float("-inf"))
         higher = tl.maximum(top, tl.max(s, 1))
@@ -176,7 +176,7 @@ def decode(
         weights = tl.exp2(s - base[:, None])
         fade = tl.exp2(top - base)
         sums = sums * fade[:, None] + weights
-        v = load_keys(v_ptr, slots_of(page, begin, keys, v_p, v_n, PAGE, TILE_N), dims, seen, D, BLOCK_D, True).to(COMPUTE)
+        v = load_keys(v_ptr, slots_of(page, begin, keys, v_p, v_n, PAGE, TILE_N), seen, D, BLOCK_D, True).to(COMPUTE)
         acc = tl.dot(weights.to(COMPUTE), v, acc * fade[:, None], input_precision="ieee")
         top = higher
         page = pages_of(row_ptr, begin + TILE_N, high, PAGE, TILE_N)

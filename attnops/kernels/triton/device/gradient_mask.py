@@ -5,7 +5,7 @@ import triton.language as tl
 from triton.language import constexpr
 
 from attnops.kernels.triton.device.attend import load_keys
-from attnops.kernels.triton.device.gradient import VARYING, bounds_of, in_steps, load_stats, seen_by, weights_of
+from attnops.kernels.triton.device.gradient_parts import VARYING, bounds_of, in_steps, load_stats, seen_by, weights_of
 from attnops.kernels.triton.device.softmax import span
 
 
@@ -39,8 +39,6 @@ def grad_mask(
     OUT_HEADS: constexpr = 1 if ALL_HEADS else HEADS
     own_head = wide + own % OUT_HEADS
     own_request = wide + own // OUT_HEADS
-    dims = tl.arange(0, BLOCK_D)
-    dims_v = tl.arange(0, BLOCK_DV)
     low_tile = own_tile
     tiles = 1
     if ALL_QUERIES:
@@ -84,11 +82,11 @@ def grad_mask(
         kv_head = head // GROUP
         far = wide + request
         token = begin + query
-        q = load_keys(q_ptr + token * q_t + far * q_b + head * q_h, rows * q_t, dims, live, D, BLOCK_D, True).to(COMPUTE)
-        g = load_keys(g_ptr + token * g_t + far * g_b + head * g_h, rows * g_t, dims_v, live, DV, BLOCK_DV, True).to(COMPUTE)
+        q = load_keys(q_ptr + token * q_t + far * q_b + head * q_h, rows * q_t, live, D, BLOCK_D, True).to(COMPUTE)
+        g = load_keys(g_ptr + token * g_t + far * g_b + head * g_h, rows * g_t, live, DV, BLOCK_DV, True).to(COMPUTE)
         key = base + first
-        k = load_keys(k_ptr + key * k_t + far * k_b + kv_head * k_h, columns * k_t, dims, inside, D, BLOCK_D, True).to(COMPUTE)
-        v = load_keys(v_ptr + key * v_t + far * v_b + kv_head * v_h, columns * v_t, dims_v, inside, DV, BLOCK_DV, True).to(COMPUTE)
+        k = load_keys(k_ptr + key * k_t + far * k_b + kv_head * k_h, columns * k_t, inside, D, BLOCK_D, True).to(COMPUTE)
+        v = load_keys(v_ptr + key * v_t + far * v_b + kv_head * v_h, columns * v_t, inside, DV, BLOCK_DV, True).to(COMPUTE)
         z, delta = load_stats(stats_ptr + (head * tokens + token) * 2, queries - query, TILE_Q)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         grad_p = tl.dot(g, tl.trans(v), input_precision="ieee")
