@@ -16,7 +16,7 @@ def clear_part(starts_ptr, end_at, ptr, rows, fill, COLUMNS: constexpr, BLOCK_R:
         for start in range(0, COLUMNS, BLOCK):
             column = start + tl.arange(0, BLOCK)[None, :]
             value = tl.full([BLOCK_R, BLOCK], 0.0, tl.float32) + fill
-            tl.store(ptr + (row * COLUMNS)[:, None] + column, value.to(ptr.dtype.element_ty), mask=here & (column < COLUMNS))
+            tl.store(ptr + (row * COLUMNS)[:, None] + column, value, mask=here & (column < COLUMNS))
 
 
 @triton.jit(do_not_specialize=["a_end", "b_end", "c_end", "a_rows", "b_rows", "c_rows"])

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
-from attnops.kernels.triton.device.softmax import LN2, LOG2E, closed, finite, in_base_2, let_next_begin, sees, share, span, tanh, with_sink
+from attnops.kernels.triton.device.memory import floats, let_next_begin
+from attnops.kernels.triton.device.softmax import LN2, LOG2E, closed, finite, in_base_2, sees, share, span, tanh, with_sink
 
 
 @triton.jit
@@ -190,11 +191,10 @@ def attend(
                 i = first + row // HEADS
                 live = (row < BLOCK_Q * HEADS) & (i < tokens - begin) & (group_head < GROUP)
                 token = (begin + i).to(tl.int64)
-                zeros = tl.zeros([TILE_M, BLOCK_DV], out_ptr.dtype.element_ty)
                 out_at = out_ptr + (token * out_t + head.to(tl.int64) * out_h)[:, None] + out_dims[None, :]
-                tl.store(out_at, zeros, mask=live[:, None] & (dims_v < DV)[None, :])
+                tl.store(out_at, 0.0, mask=live[:, None] & (dims_v < DV)[None, :])
                 if lse_ptr is not None:
-                    tl.store(lse_ptr + token * lse_t + head.to(tl.int64) * lse_h, tl.full([TILE_M], float("-inf"), tl.float32), mask=live)
+                    tl.store(lse_ptr + token * lse_t + head.to(tl.int64) * lse_h, float("-inf"), mask=live)
         return
 
     queries = end - begin
@@ -283,7 +283,7 @@ def attend(
         total = tl.sum(total, 1)
     factor_v, z = closed(top, total)
     if not SPLIT and sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * LOG2E
+        sink = floats(sinks_ptr + head, live) * LOG2E
         factor_v, z = with_sink(factor_v, z, sink)
     if v_scale_ptr is not None:
         factor_v = factor_v * tl.load(v_scale_ptr + kv_head * v_scale_h)
@@ -295,6 +295,6 @@ def attend(
         tl.store(parts_ptr + rows.to(tl.int64) * splits * DV + part, z, mask=live)
     else:
         out_at = out_ptr + (token * out_t + head.to(tl.int64) * out_h)[:, None] + out_dims[None, :]
-        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=store)
+        tl.store(out_at, acc, mask=store)
         if lse_ptr is not None:
             tl.store(lse_ptr + token * lse_t + head.to(tl.int64) * lse_h, z * LN2, mask=live)

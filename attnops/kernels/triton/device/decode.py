@@ -10,7 +10,8 @@ import triton.language as tl
 from triton.language import constexpr
 
 from attnops.kernels.triton.device.attend import load_keys, pages_of, slots_of
-from attnops.kernels.triton.device.softmax import LOG2E, await_previous, closed, finite, tanh, with_sink
+from attnops.kernels.triton.device.memory import await_previous, floats
+from attnops.kernels.triton.device.softmax import LOG2E, closed, finite, tanh, with_sink
 from attnops.kernels.triton.device.store import place
 
 
@@ -21,19 +22,19 @@ def turned(
     """float32 `[rows, BLOCK_D]`: rows of one head each, normed and rotated. WIDTH: of the cosines and sines, D or D // 2."""
     inside = dims < D
     mask = real[:, None] & inside[None, :]
-    x = tl.load(rows_ptr[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+    x = floats(rows_ptr[:, None] + dims[None, :], mask)
     if norm_ptr is not None:
         shrink = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-        x = x * shrink * tl.load(norm_ptr + dims, mask=inside, other=0.0).to(tl.float32)[None, :]
+        x = x * shrink * floats(norm_ptr + dims, inside)[None, :]
     if cos_ptr is not None:
         # Each number's other half is read again, rather than moved between threads.
         HALF: constexpr = D // 2
         across = tl.where(dims < HALF, dims + HALF, dims - HALF)
-        y = tl.load(rows_ptr[:, None] + across[None, :], mask=mask, other=0.0).to(tl.float32)
+        y = floats(rows_ptr[:, None] + across[None, :], mask)
         if norm_ptr is not None:
-            y = y * shrink * tl.load(norm_ptr + across, mask=inside, other=0.0).to(tl.float32)[None, :]
-        cos = tl.load(cos_ptr + dims % WIDTH, mask=inside, other=0.0).to(tl.float32)
-        sin = tl.load(sin_ptr + dims % WIDTH, mask=inside, other=0.0).to(tl.float32)
+            y = y * shrink * floats(norm_ptr + across, inside)[None, :]
+        cos = floats(cos_ptr + dims % WIDTH, inside)
+        sin = floats(sin_ptr + dims % WIDTH, inside)
         x = x * cos[None, :] + y * tl.where(dims < HALF, -sin, sin)[None, :]
     return x
 
@@ -52,9 +53,9 @@ def finish(acc, top, total, head, real, dims, sinks_ptr, out_ptr, out_h, out_d, 
     """Write the output of `[rows]` heads of one request."""
     factor, z = closed(top, total)
     if sinks_ptr is not None:
-        factor, z = with_sink(factor, z, tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32) * LOG2E)
+        factor, z = with_sink(factor, z, floats(sinks_ptr + head, real) * LOG2E)
     at = out_ptr + (head.to(tl.int64) * out_h)[:, None] + dims.to(tl.int64)[None, :] * out_d
-    tl.store(at, (acc * factor[:, None]).to(out_ptr.dtype.element_ty), mask=real[:, None] & (dims < D)[None, :])
+    tl.store(at, (acc * factor[:, None]), mask=real[:, None] & (dims < D)[None, :])
 
 
 @triton.jit
@@ -103,8 +104,7 @@ def decode(
     then base-2 lse without the last dim. counters: a zero for each of axis 0, and zero again at the end. HOLES: an id may be of no page.
     OVERLAP: this kernel is launched while the one before it runs.
     """
-    if OVERLAP:
-        await_previous()
+    await_previous(OVERLAP)
     at = tl.program_id(0)
     split = tl.program_id(1)
     request = (at // KV_HEADS).to(tl.int64)
@@ -118,9 +118,8 @@ def decode(
     out_ptr += request * out_b
     if (slot < 0) | (slot >= pages.to(tl.int64) * PAGE) | (length <= 0):
         if split == 0:
-            zeros = tl.zeros([TILE_M, BLOCK_D], out_ptr.dtype.element_ty)
             out_at = out_ptr + (head.to(tl.int64) * out_h)[:, None] + dims.to(tl.int64)[None, :] * out_d
-            tl.store(out_at, zeros, mask=live[:, None] & (dims < D)[None, :])
+            tl.store(out_at, 0.0, mask=live[:, None] & (dims < D)[None, :])
         return
     # Keys before the new one, and the first of them that is seen.
     past = length - 1

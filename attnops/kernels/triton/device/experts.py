@@ -10,8 +10,8 @@ import triton.language as tl
 from triton.language import constexpr
 
 from attnops.kernels.triton.device.linear import gated
+from attnops.kernels.triton.device.memory import await_previous, floats, streamed
 from attnops.kernels.triton.device.quantise import saturated
-from attnops.kernels.triton.device.softmax import await_previous
 
 
 @triton.jit
@@ -56,8 +56,7 @@ def one_token_up(
 
     OVERLAP, here and below: as in `device.linear.one_row`.
     """
-    if OVERLAP:
-        await_previous()
+    await_previous(OVERLAP)
     e = tl.load(index_ptr + tl.program_id(1)).to(tl.int64)
     if (e >= 0) & (e < experts):
         ROWS: constexpr = 2 * BLOCK_N if INTERLEAVED else BLOCK_N
@@ -68,26 +67,26 @@ def one_token_up(
         up_sums = sums
         for begin in tl.range(0, IN, BLOCK_K, num_stages=STAGES):
             k = begin + tl.arange(0, BLOCK_K)
-            x = tl.load(x_ptr + k, mask=k < IN, other=0.0).to(tl.float32)
+            x = floats(x_ptr + k, k < IN)
             at = rows[:, None] + k.to(tl.int64)[None, :] * w_k
             inside = real[:, None] & (k < IN)[None, :]
-            sums += tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32) * x[None, :]
+            sums += streamed(at, inside).to(tl.float32) * x[None, :]
             if not INTERLEAVED:
-                up = tl.load(at + tl.cast(inner, tl.int64) * w_n, mask=inside, other=0.0, eviction_policy="evict_first")
+                up = streamed(at + tl.cast(inner, tl.int64) * w_n, inside)
                 up_sums += up.to(tl.float32) * x[None, :]
         y = tl.sum(sums, 1)
         up = tl.sum(up_sums, 1)
         if bias_ptr is not None:
             bias = bias_ptr + e * inner * 2 + n
-            y += tl.load(bias, mask=real, other=0.0).to(tl.float32)
+            y += floats(bias, real)
             if not INTERLEAVED:
-                up += tl.load(bias + inner, mask=real, other=0.0).to(tl.float32)
+                up += floats(bias + inner, real)
         if INTERLEAVED:
             y, up = halves(y, BLOCK_N)
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         DTYPE: constexpr = act_ptr.dtype.element_ty
         act = ranged(glu(ranged(y, DTYPE), ranged(up, DTYPE), alpha, limit, offset, ACT, SHAPED), DTYPE)
-        tl.store(act_ptr + tl.program_id(1) * inner + n, act.to(DTYPE), mask=n < inner)
+        tl.store(act_ptr + tl.program_id(1) * inner + n, act, mask=n < inner)
 
 
 @triton.jit
@@ -97,8 +96,7 @@ def one_token_down(
     OVERLAP: constexpr,
 ):  # fmt: skip
     """Grid: cdiv(outs, BLOCK_N). Every program reads its rows of all K experts."""
-    if OVERLAP:
-        await_previous()
+    await_previous(OVERLAP)
     place = tl.arange(0, KP)
     e = tl.load(index_ptr + place, mask=place < K, other=-1).to(tl.int64)
     here = (e >= 0) & (e < experts)
@@ -109,18 +107,15 @@ def one_token_down(
     for begin in tl.range(0, IN, BLOCK_K, num_stages=STAGES):
         k = begin + tl.arange(0, BLOCK_K)
         x = tl.load(act_ptr + place[:, None] * IN + k[None, :], mask=here[:, None] & (k < IN)[None, :], other=0.0)
-        w = tl.load(
-            rows[:, :, None] + k.to(tl.int64)[None, None, :] * w_k, mask=real[:, :, None] & (k < IN)[None, None, :], other=0.0,
-            eviction_policy="evict_first",
-        )  # fmt: skip
+        w = streamed(rows[:, :, None] + k.to(tl.int64)[None, None, :] * w_k, real[:, :, None] & (k < IN)[None, None, :])
         sums += w.to(tl.float32) * x.to(tl.float32)[:, None, :]
     y = tl.sum(sums, 2)
     if bias_ptr is not None:
-        y += tl.load(bias_ptr + e[:, None] * outs + n[None, :], mask=real, other=0.0).to(tl.float32)
+        y += floats(bias_ptr + e[:, None] * outs + n[None, :], real)
     y = ranged(y, act_ptr.dtype.element_ty)
-    weight = tl.load(weights_ptr + place, mask=here, other=0.0).to(tl.float32)
+    weight = floats(weights_ptr + place, here)
     total = tl.sum(y * weight[:, None], 0)
-    tl.store(out_ptr + n.to(tl.int64) * out_n, total.to(out_ptr.dtype.element_ty), mask=n < outs)
+    tl.store(out_ptr + n.to(tl.int64) * out_n, total, mask=n < outs)
 
 
 @triton.jit
@@ -158,8 +153,7 @@ def few_tokens(
     by_expert: programs of the grid's second axis are experts, not choices. DESCRIBED: `w_ptr` is a descriptor, by which the tensor memory
     accelerator reads tiles; it reads 0 past the ends. ALONG_N: of the weight's last two dims, rows are next to each other.
     """
-    if OVERLAP:
-        await_previous()
+    await_previous(OVERLAP)
     t, at, given, index, e, chosen, mine = choices(index_ptr, tokens, by_expert, experts, K, KP, BLOCK_T)
     here = chosen < KP
     if mine & (tl.min(chosen, 0) < KP):
@@ -185,7 +179,7 @@ def few_tokens(
                     w = tl.reshape(w_ptr.load([e.to(tl.int32), start, begin]), [ROWS, BLOCK_K])
             else:
                 inside = real[:, None] & (k < IN)[None, :]
-                w = tl.load(rows[:, None] + k.to(tl.int64)[None, :] * w_k, mask=inside, other=0.0, eviction_policy="evict_first")
+                w = streamed(rows[:, None] + k.to(tl.int64)[None, :] * w_k, inside)
             y = tl.dot(w.to(COMPUTE), columns, y, input_precision="ieee")
             if UP and not INTERLEAVED:
                 if DESCRIBED:
@@ -194,13 +188,13 @@ def few_tokens(
                     else:
                         w = tl.reshape(w_ptr.load([e.to(tl.int32), start + outs, begin]), [ROWS, BLOCK_K])
                 else:
-                    w = tl.load(ups[:, None] + k.to(tl.int64)[None, :] * w_k, mask=inside, other=0.0, eviction_policy="evict_first")
+                    w = streamed(ups[:, None] + k.to(tl.int64)[None, :] * w_k, inside)
                 up = tl.dot(w.to(COMPUTE), columns, up, input_precision="ieee")
         if bias_ptr is not None:
             bias = bias_ptr + e.to(tl.int64) * outs * (2 if UP else 1) + n
-            y += tl.load(bias, mask=real, other=0.0).to(tl.float32)[:, None]
+            y += floats(bias, real)[:, None]
             if UP and not INTERLEAVED:
-                up += tl.load(bias + outs, mask=real, other=0.0).to(tl.float32)[:, None]
+                up += floats(bias + outs, real)[:, None]
         DTYPE: constexpr = x_ptr.dtype.element_ty
         if UP:
             if INTERLEAVED:
@@ -208,11 +202,11 @@ def few_tokens(
             y = ranged(glu(ranged(y, DTYPE), ranged(up, DTYPE), alpha, limit, offset, ACT, SHAPED), DTYPE)
         else:
             y = ranged(y, DTYPE)
-            weights = tl.load(weights_ptr + at, mask=given & (index == e), other=0.0).to(tl.float32)
+            weights = floats(weights_ptr + at, given & (index == e))
             y *= tl.sum(weights, 1)[None, :]
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         out = out_ptr + result[None, :] * outs + n[:, None]
-        tl.store(out, y.to(out_ptr.dtype.element_ty), mask=here[None, :] & (n < outs)[:, None])
+        tl.store(out, y, mask=here[None, :] & (n < outs)[:, None])
 
 
 @triton.jit
@@ -220,8 +214,7 @@ def combine(
     y_ptr, index_ptr, out_ptr, outs, experts, out_t, out_n, K: constexpr, KP: constexpr, BLOCK: constexpr, OVERLAP: constexpr,
 ):  # fmt: skip
     """Grid: tokens, cdiv(outs, BLOCK). The sum of each token's results `[T * K, outs]`; an expert that comes twice has one."""
-    if OVERLAP:
-        await_previous()
+    await_previous(OVERLAP)
     t = tl.program_id(0).to(tl.int64)
     place, other = tl.arange(0, KP), tl.arange(0, KP)
     e = tl.load(index_ptr + t * K + place, mask=place < K, other=-1)
@@ -230,4 +223,4 @@ def combine(
     here = (e >= 0) & (e < experts) & (earlier == 0)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     y = tl.load(y_ptr + (t * K + place.to(tl.int64))[:, None] * outs + n[None, :], mask=here[:, None] & (n < outs)[None, :], other=0.0)
-    tl.store(out_ptr + t * out_t + n.to(tl.int64) * out_n, tl.sum(y, 0).to(out_ptr.dtype.element_ty), mask=n < outs)
+    tl.store(out_ptr + t * out_t + n.to(tl.int64) * out_n, tl.sum(y, 0), mask=n < outs)

@@ -98,9 +98,9 @@ def grad_mask(
         acc += p * (grad_p - delta[:, None])
     if ALL_QUERIES:
         out_ptr += (wide + own) * width_k
-        tl.store(out_ptr + j, tl.sum(acc, 0).to(out_ptr.dtype.element_ty), mask=j < width_k)
+        tl.store(out_ptr + j, tl.sum(acc, 0), mask=j < width_k)
     else:
         i = own_tile * TILE_Q + r
         out_ptr += ((wide + own) * width_q + own_tile * TILE_Q) * width_k
         at = r.to(tl.int64)[:, None] * width_k + j[None, :]
-        tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=(i < width_q)[:, None] & (j < width_k)[None, :])
+        tl.store(out_ptr + at, acc, mask=(i < width_q)[:, None] & (j < width_k)[None, :])

@@ -45,7 +45,7 @@ def add_parts(acc, acc_rest, x, rows, rows_rest, REST: constexpr):
 def store_rows(ptr, at, x, live, WIDTH: constexpr, BLOCK: constexpr):
     """Write live rows of `[rows, BLOCK]` numbers at the offsets `at`."""
     dims = tl.arange(0, BLOCK)
-    tl.store(ptr + at[:, None] + dims[None, :], x.to(ptr.dtype.element_ty), mask=live[:, None] & (dims < WIDTH)[None, :])
+    tl.store(ptr + at[:, None] + dims[None, :], x, mask=live[:, None] & (dims < WIDTH)[None, :])
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
-from attnops.kernels.triton.device.softmax import await_previous
+from attnops.kernels.triton.device.memory import await_previous, floats, streamed
 
 ROOT_HALF = constexpr(0.7071067811865476)
 # Of the tanh approximation, twice the factor, because 1 + tanh(z) = 2 sigmoid(2 z).
@@ -32,7 +32,7 @@ def tile_of(rows_ptr, k, real, IN: constexpr, BLOCK_K: constexpr):
         inside = real[:, None]
     else:
         inside = real[:, None] & (k < IN)[None, :]
-    return tl.load(rows_ptr[:, None] + k[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
+    return streamed(rows_ptr[:, None] + k[None, :], inside)
 
 
 @triton.jit
@@ -61,14 +61,14 @@ def finish(y, up, factor, bias_ptr, gain_ptr, residual, out_ptr, n, outs, real, 
         y *= factor
         up *= factor
     if bias_ptr is not None:
-        y += tl.load(bias_ptr + n, mask=real, other=0.0).to(tl.float32)
+        y += floats(bias_ptr + n, real)
         if ACT != "":
-            up += tl.load(bias_ptr + outs + n, mask=real, other=0.0).to(tl.float32)
+            up += floats(bias_ptr + outs + n, real)
     if ACT != "":
         y = gated(y, up, ACT)
     if residual is not None:
         y += residual.to(tl.float32)
-    tl.store(out_ptr, y.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr, y, mask=inside)
 
 
 @triton.jit
@@ -80,8 +80,7 @@ def one_row(
 
     OVERLAP: this kernel is launched while the one before it runs.
     """
-    if OVERLAP:
-        await_previous()
+    await_previous(OVERLAP)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     real = n < outs
     rows = w_ptr + n.to(tl.int64) * w_n
@@ -96,10 +95,10 @@ def one_row(
     squares = tl.zeros([BLOCK_K], tl.float32)
     for begin in tl.range(0, IN, BLOCK_K, num_stages=STAGES):
         k = begin + tl.arange(0, BLOCK_K)
-        x = tl.load(x_ptr + k, mask=k < IN, other=0.0).to(tl.float32)
+        x = floats(x_ptr + k, k < IN)
         if gain_ptr is not None:
             squares += x * x
-            x *= offset + tl.load(gain_ptr + k, mask=k < IN, other=0.0).to(tl.float32)
+            x *= offset + floats(gain_ptr + k, k < IN)
         sums += tile_of(rows, k, real, IN, BLOCK_K).to(tl.float32) * x[None, :]
         if ACT != "":
             up_sums += tile_of(ups, k, real, IN, BLOCK_K).to(tl.float32) * x[None, :]
@@ -119,8 +118,7 @@ def few_rows(
     SPLIT: parts of a step's columns, as in `add_product`. DESCRIBED: `w_ptr` is a descriptor of the weight, by which the tensor memory
     accelerator reads tiles; it reads 0 past the ends. OVERLAP: as in `one_row`.
     """
-    if OVERLAP:
-        await_previous()
+    await_previous(OVERLAP)
     blocks = tl.cdiv(rows, BLOCK_T)
     # Neighbours share a tile of the weight.
     t = (tl.program_id(0) % blocks) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -152,7 +150,7 @@ def few_rows(
         if gain_ptr is not None:
             wide = x.to(tl.float32)
             squares += tl.sum(wide * wide, 1)
-            gain = offset + tl.load(gain_ptr + k, mask=k < IN, other=0.0).to(tl.float32)
+            gain = offset + floats(gain_ptr + k, k < IN)
             x = (wide * gain[None, :]).to(x.dtype)
         columns = tl.trans(x.to(COMPUTE))
         if DESCRIBED:

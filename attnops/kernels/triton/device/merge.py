@@ -4,7 +4,8 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
-from attnops.kernels.triton.device.softmax import LN2, LOG2E, await_previous, closed, finite, occupied, share, with_sink
+from attnops.kernels.triton.device.memory import await_previous, floats
+from attnops.kernels.triton.device.softmax import LN2, LOG2E, closed, finite, occupied, share, with_sink
 
 VARYING = ["left", "chunk", "width", "splits", "split_keys", "rows", "fewest", "most", "tile"]
 
@@ -31,8 +32,7 @@ def combine(
     begin = tl.load(starts_ptr + request)
     queries = tl.load(starts_ptr + request + 1) - begin
     length = tl.load(lengths_ptr + request)
-    if OVERLAP:
-        await_previous()
+    await_previous(OVERLAP)
     if i >= queries:
         return
     if (queries < fewest) | (queries > most):
@@ -66,7 +66,7 @@ def combine(
     token = (begin + i).to(tl.int64)
     head = head.to(tl.int64)
     out_at = out_ptr + token * out_t + head * out_h + dims.to(tl.int64) * out_d
-    tl.store(out_at, (acc * factor).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_at, (acc * factor), mask=inside)
     if lse_ptr is not None:
         if at % DV_TILES == 0:
             tl.store(lse_ptr + token * lse_t + head * lse_h, z * LN2)
@@ -96,11 +96,11 @@ def merge(
     wide = dims.to(tl.int64)[None, :]
     a_at = a_ptr + (token * a_t + head * a_h)[:, None] + wide * a_d
     b_at = b_ptr + (token * b_t + head * b_h)[:, None] + wide * b_d
-    a = tl.load(a_at, mask=(wa > 0)[:, None] & inside, other=0.0).to(tl.float32)
-    b = tl.load(b_at, mask=(wb > 0)[:, None] & inside, other=0.0).to(tl.float32)
+    a = floats(a_at, (wa > 0)[:, None] & inside)
+    b = floats(b_at, (wb > 0)[:, None] & inside)
     merged = a * (wa * inverse)[:, None] + b * (wb * inverse)[:, None]
     out_at = out_ptr + row.to(tl.int64)[:, None] * D + dims[None, :]
-    tl.store(out_at, merged.to(out_ptr.dtype.element_ty), mask=real[:, None] & inside)
+    tl.store(out_at, merged, mask=real[:, None] & inside)
     tl.store(z_ptr + row, top + tl.log2(total) * LN2, mask=real)
 
 
@@ -128,7 +128,7 @@ def merge_all(
         higher = tl.maximum(top, z)
         weight = tl.exp2((z - finite(higher)) * LOG2E)
         fade = tl.exp2((top - finite(higher)) * LOG2E)
-        a = tl.load(a_at, mask=(weight > 0)[:, None] & inside, other=0.0).to(tl.float32)
+        a = floats(a_at, (weight > 0)[:, None] & inside)
         acc = acc * fade[:, None] + a * weight[:, None]
         total = total * fade + weight
         top = higher
@@ -136,5 +136,5 @@ def merge_all(
         za_at += za_n
     factor, _ = closed(top, total)
     out_at = out_ptr + row.to(tl.int64)[:, None] * D + dims[None, :]
-    tl.store(out_at, (acc * factor[:, None]).to(out_ptr.dtype.element_ty), mask=real[:, None] & inside)
+    tl.store(out_at, (acc * factor[:, None]), mask=real[:, None] & inside)
     tl.store(z_ptr + row, finite(top) + tl.log2(total) * LN2, mask=real)

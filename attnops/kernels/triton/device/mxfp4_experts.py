@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.language import constexpr
 
 from attnops.kernels.triton.device.experts import choices, glu
-from attnops.kernels.triton.device.softmax import await_previous
+from attnops.kernels.triton.device.memory import await_previous, floats
 
 # Of two halfwords of four values each. $4: the halfwords; $5, $6: the scales of the lane, four bytes; $7, $8: where theirs is.
 # {15, 8 7 6} of a halfword, the sign and the magnitude, is bfloat16 of 2^-126 times the value, subnormals included. A stored scale is the
@@ -180,8 +180,7 @@ def one_token_up(
 
     OVERLAP, here and below: as in `device.linear.one_row`.
     """
-    if OVERLAP:
-        await_previous()
+    await_previous(OVERLAP)
     e = tl.load(index_ptr + tl.program_id(1))
     if (e >= 0) & (e < experts):
         ALL: constexpr = WARPS // PARTS * TILES
@@ -192,9 +191,9 @@ def one_token_up(
         n = first * 8 + tl.arange(0, ALL * 8)
         if bias_ptr is not None:
             bias = bias_ptr + (e.to(tl.int64) * inner + n) * 2
-            gate += tl.load(bias, mask=n < inner, other=0.0).to(tl.float32)[:, None]
-            up += tl.load(bias + 1, mask=n < inner, other=0.0).to(tl.float32)[:, None]
-        act = glu(gate, up, alpha, limit, offset, ACT, SHAPED).to(act_ptr.dtype.element_ty)
+            gate += floats(bias, n < inner)[:, None]
+            up += floats(bias + 1, n < inner)[:, None]
+        act = glu(gate, up, alpha, limit, offset, ACT, SHAPED)
         # The columns are the token eight times.
         t = tl.arange(0, 8)[None, :]
         tl.store(act_ptr + tl.program_id(1) * inner + n[:, None] + t, act, mask=(n < inner)[:, None] & (t == 0))
@@ -207,8 +206,7 @@ def one_token_down(
     COMPUTE: constexpr, OVERLAP: constexpr,
 ):  # fmt: skip
     """Grid: cdiv(outs, TILES * 16). PARTS warps of each of KP experts; a choice that is no expert reads the first one, and counts 0."""
-    if OVERLAP:
-        await_previous()
+    await_previous(OVERLAP)
     WARPS: constexpr = KP * PARTS
     place = tl.arange(0, TURNS * TILES * WARPS * 32) // 32 % WARPS // PARTS
     e = tl.load(index_ptr + place, mask=place < K, other=0)
@@ -225,10 +223,10 @@ def one_token_down(
     if bias_ptr is not None:
         at = bias_ptr + e.to(tl.int64)[:, None] * outs + n[None, :]
         once = here & (tl.arange(0, WARPS) % PARTS == 0)
-        y += tl.load(at, mask=once[:, None] & (n < outs)[None, :], other=0.0).to(tl.float32)[:, :, None]
-    weight = tl.load(weights_ptr + place, mask=here, other=0.0).to(tl.float32)
+        y += floats(at, once[:, None] & (n < outs)[None, :])[:, :, None]
+    weight = floats(weights_ptr + place, here)
     # Rows that no launch wrote may hold NaN.
-    total = tl.sum(tl.where(here[:, None, None], y * weight[:, None, None], 0.0), 0).to(out_ptr.dtype.element_ty)
+    total = tl.sum(tl.where(here[:, None, None], y * weight[:, None, None], 0.0), 0)
     t = tl.arange(0, 8)[None, :]
     tl.store(out_ptr + (n.to(tl.int64) * out_n)[:, None] + t, total, mask=(n < outs)[:, None] & (t == 0))
 
@@ -246,8 +244,7 @@ def few_tokens(
     """
     ALL: constexpr = WARPS // PARTS * TILES
     ROWS: constexpr = 8 if UP else 16
-    if OVERLAP:
-        await_previous()
+    await_previous(OVERLAP)
     t, at, given, index, e, chosen, own = choices(index_ptr, tokens, by_expert, experts, K, KP, BLOCK_T)
     here = chosen < KP
     number = tl.cumsum(here.to(tl.int32), 0)  # of a token among its mates, from 1 on
@@ -270,16 +267,16 @@ def few_tokens(
                 gate, up = pairs(y, ALL)
                 if bias_ptr is not None:
                     bias = bias_ptr + (e.to(tl.int64) * outs + n) * 2
-                    gate += tl.load(bias, mask=real, other=0.0).to(tl.float32)[:, None]
-                    up += tl.load(bias + 1, mask=real, other=0.0).to(tl.float32)[:, None]
+                    gate += floats(bias, real)[:, None]
+                    up += floats(bias + 1, real)[:, None]
                 y = glu(gate, up, alpha, limit, offset, ACT, SHAPED)
             else:
                 if bias_ptr is not None:
-                    y += tl.load(bias_ptr + e.to(tl.int64) * outs + n, mask=real, other=0.0).to(tl.float32)[:, None]
-                every = tl.load(weights_ptr + at, mask=given & (index == e), other=0.0).to(tl.float32)
+                    y += floats(bias_ptr + e.to(tl.int64) * outs + n, real)[:, None]
+                every = floats(weights_ptr + at, given & (index == e))
                 y *= tl.sum(tl.where(mine, tl.sum(every, 1)[:, None], 0.0), 0)[None, :]
             out = out_ptr + row[None, :] * outs + n[:, None]
-            tl.store(out, y.to(out_ptr.dtype.element_ty), mask=(mate < count)[None, :] & real[:, None])
+            tl.store(out, y, mask=(mate < count)[None, :] & real[:, None])
 
 
 @triton.jit
@@ -300,4 +297,4 @@ def decode(w_ptr, s_ptr, out_ptr, COLUMNS: constexpr, PAIRS: constexpr, BLOCK: c
         w = w.permute(4, 1, 0, 3, 2, 7, 6, 5).reshape(16, BLOCK * 64)
     column = first * 64 + tl.arange(0, BLOCK * 64)
     out = out_ptr + (tile * 16 + tl.arange(0, 16))[:, None] * COLUMNS + column[None, :]
-    tl.store(out, w.to(out_ptr.dtype.element_ty), mask=(column < COLUMNS)[None, :])
+    tl.store(out, w, mask=(column < COLUMNS)[None, :])

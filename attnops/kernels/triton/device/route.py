@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
-from attnops.kernels.triton.device.softmax import await_previous
+from attnops.kernels.triton.device.memory import await_previous, floats
 
 NONE = constexpr(-(2**31))
 """Below the key of every number: experts and groups that there are not, or that are taken."""
@@ -66,8 +66,7 @@ def route(
 
     OVERLAP: this kernel is launched while the one before it runs.
     """
-    if OVERLAP:
-        await_previous()
+    await_previous(OVERLAP)
     t = tl.program_id(0).to(tl.int64)
     logits_ptr += t * logits_t
     group, place = tl.arange(0, GROUPS_P)[:, None], tl.arange(0, GROUP_P)[None, :]
@@ -84,7 +83,7 @@ def route(
         else:
             value = tl.sigmoid(value)
         if bias_ptr is not None:
-            value += tl.load(bias_ptr + expert, mask=real, other=0.0).to(tl.float32)
+            value += floats(bias_ptr + expert, real)
     key = tl.where(real, key_of(value), NONE)
     if GROUPS > 1:
         key = tl.where(kept_groups(key, place, GROUPS, TOP_GROUPS, BEST)[:, None], key, NONE)
@@ -111,5 +110,5 @@ def route(
         weight /= tl.sum(tl.where(here, weight, 0.0), 0) + eps
     weight *= scale
     at = k.to(tl.int64)
-    tl.store(weights_ptr + t * weights_t + at * weights_k, weight.to(weights_ptr.dtype.element_ty), mask=here)
+    tl.store(weights_ptr + t * weights_t + at * weights_k, weight, mask=here)
     tl.store(index_ptr + t * index_t + at * index_k, chosen.to(tl.int64), mask=here)

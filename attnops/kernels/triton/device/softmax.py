@@ -107,15 +107,3 @@ def share(length, queries, left, chunk, splits, split_keys, tile):
     if split_keys == 0:
         size = tl.maximum(tl.cdiv(tl.cdiv(length - first, splits), tile), 1) * tile
     return first, size
-
-
-@triton.jit
-def let_next_begin():
-    """Let programs of the next kernel start once all programs of this one have called it (PTX: griddepcontrol, sm90)."""
-    tl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def await_previous():
-    """Wait for the writes of the previous kernel. Every exit needs it, too: the kernel after this one relies on both."""
-    tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
