@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.language import constexpr
 
 from attnops.kernels.triton.device.memory import floats, let_next_begin
-from attnops.kernels.triton.device.softmax import LN2, LOG2E, closed, finite, in_base_2, sees, share, span, tanh, with_sink
+from attnops.kernels.triton.device.softmax import LN2, LOG2E, closed, in_base_2, raised, sees, share, span, tanh, with_sink
 
 
 @triton.jit
@@ -99,10 +99,8 @@ def attend_tile(
             visible = visible & (keys >= first)[None, :]
         visible = sees(visible, position[:, None], keys[None, :], left, right, chunk, CAUSAL)
         s = tl.where(visible, s, float("-inf"))
-    higher = tl.maximum(top, tl.max(s, 1))
-    base = finite(higher)
+    top, base, fade = raised(top, tl.max(s, 1))
     weights = tl.exp2(s - base[:, None])
-    fade = tl.exp2(top - base)
     if len(total.shape) == 2:
         total = total * fade[:, None] + weights
     else:
@@ -115,7 +113,7 @@ def attend_tile(
         v = load_keys(v_ptr, v_at, seen, DV, BLOCK_DV, MASKED).to(COMPUTE)
     acc = tl.dot(weights.to(COMPUTE), v, acc, input_precision="ieee")
     page = pages_of(row_ptr, key + TILE_N, high, PAGE, TILE_N)
-    return acc, higher, total, page
+    return acc, top, total, page
 
 
 # With so few rows, warps share the keys. A sum over keys waits for all warps, so it is computed once, at the end, if registers allow.

@@ -11,7 +11,7 @@ from triton.language import constexpr
 
 from attnops.kernels.triton.device.attend import load_keys, pages_of, slots_of
 from attnops.kernels.triton.device.memory import await_previous, floats
-from attnops.kernels.triton.device.softmax import LOG2E, closed, finite, tanh, with_sink
+from attnops.kernels.triton.device.softmax import LOG2E, closed, raised, tanh, with_sink
 from attnops.kernels.triton.device.store import place
 
 
@@ -76,12 +76,10 @@ def merge_splits(
         z = tl.load(lses_ptr + part, mask=there, other=float("-inf"), cache_modifier=".cg")
         inside = there[:, :, None] & (dims < D)[None, None, :]
         x = tl.load(parts_ptr + part[:, :, None] * D + dims[None, None, :], mask=inside, other=0.0, cache_modifier=".cg")
-        higher = tl.maximum(top, tl.max(z, 0))
-        weights = tl.exp2(z - finite(higher)[None, :])
-        fade = tl.exp2(top - finite(higher))
+        top, base, fade = raised(top, tl.max(z, 0))
+        weights = tl.exp2(z - base[None, :])
         acc = acc * fade[:, None] + tl.sum(weights[:, :, None] * x, 0)
         total = total * fade + tl.sum(weights, 0)
-        top = higher
     finish(acc, top, total, h * GROUP + row, real, dims, sinks_ptr, out_ptr, out_h, out_d, D)
 
 
@@ -170,14 +168,11 @@ def decode(
         k = load_keys(k_ptr, slots_of(page, begin, keys, k_p, k_n, PAGE, TILE_N), seen, D, BLOCK_D, True).to(COMPUTE)
         s = logits(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, cap)
         s = tl.where(seen[None, :], s, float("-inf"))
-        higher = tl.maximum(top, tl.max(s, 1))
-        base = finite(higher)
+        top, base, fade = raised(top, tl.max(s, 1))
         weights = tl.exp2(s - base[:, None])
-        fade = tl.exp2(top - base)
         sums = sums * fade[:, None] + weights
         v = load_keys(v_ptr, slots_of(page, begin, keys, v_p, v_n, PAGE, TILE_N), seen, D, BLOCK_D, True).to(COMPUTE)
         acc = tl.dot(weights.to(COMPUTE), v, acc * fade[:, None], input_precision="ieee")
-        top = higher
         page = pages_of(row_ptr, begin + TILE_N, high, PAGE, TILE_N)
 
     # The new key, as it is stored. To all but the last split it is -inf.
@@ -187,13 +182,10 @@ def decode(
         products = products.to(tl.float64)
     s = logits(tl.sum(products, 1).to(tl.float32), scale, cap)
     s = tl.where(last, s, float("-inf"))
-    higher = tl.maximum(top, s)
-    base = finite(higher)
+    top, base, fade = raised(top, s)
     weight = tl.exp2(s - base)
-    fade = tl.exp2(top - base)
     total = tl.sum(sums, 1) * fade + weight
     acc = acc * fade[:, None] + weight[:, None] * new_value.to(tl.float32)
-    top = higher
 
     if SPLIT:
         if count > 1:

@@ -139,6 +139,15 @@ def choices(index_ptr, tokens, by_expert, experts, K: constexpr, KP: constexpr, 
     return t, at, given, index, e, chosen, (e >= 0) & (e < experts) & ((earlier == 0) | (by_expert != 0))
 
 
+@triton.jit
+def described_tile(w_ptr, e, row, column, ROWS: constexpr, COLUMNS: constexpr, ALONG_N: constexpr):
+    """`[ROWS, COLUMNS]` of an expert's weight, by its descriptor. ALONG_N: as in `few_tokens`."""
+    if ALONG_N:
+        return tl.trans(tl.reshape(w_ptr.load([e.to(tl.int32), column, row]), [COLUMNS, ROWS]))
+    else:
+        return tl.reshape(w_ptr.load([e.to(tl.int32), row, column]), [ROWS, COLUMNS])
+
+
 @triton.jit(do_not_specialize=["tokens", "by_expert"])
 def few_tokens(
     x_ptr, w_ptr, bias_ptr, index_ptr, weights_ptr, out_ptr, tokens, by_expert, outs, experts, alpha, limit, offset, x_t, w_e, w_n, w_k,
@@ -173,20 +182,14 @@ def few_tokens(
             x = tl.load(x_rows[:, None] + k[None, :], mask=here[:, None] & (k < IN)[None, :], other=0.0)
             columns = tl.trans(x.to(COMPUTE))
             if DESCRIBED:
-                if ALONG_N:
-                    w = tl.trans(tl.reshape(w_ptr.load([e.to(tl.int32), begin, start]), [BLOCK_K, ROWS]))
-                else:
-                    w = tl.reshape(w_ptr.load([e.to(tl.int32), start, begin]), [ROWS, BLOCK_K])
+                w = described_tile(w_ptr, e, start, begin, ROWS, BLOCK_K, ALONG_N)
             else:
                 inside = real[:, None] & (k < IN)[None, :]
                 w = streamed(rows[:, None] + k.to(tl.int64)[None, :] * w_k, inside)
             y = tl.dot(w.to(COMPUTE), columns, y, input_precision="ieee")
             if UP and not INTERLEAVED:
                 if DESCRIBED:
-                    if ALONG_N:
-                        w = tl.trans(tl.reshape(w_ptr.load([e.to(tl.int32), begin, start + outs]), [BLOCK_K, ROWS]))
-                    else:
-                        w = tl.reshape(w_ptr.load([e.to(tl.int32), start + outs, begin]), [ROWS, BLOCK_K])
+                    w = described_tile(w_ptr, e, start + outs, begin, ROWS, BLOCK_K, ALONG_N)
                 else:
                     w = streamed(ups[:, None] + k.to(tl.int64)[None, :] * w_k, inside)
                 up = tl.dot(w.to(COMPUTE), columns, up, input_precision="ieee")

@@ -5,7 +5,7 @@ import triton.language as tl
 from triton.language import constexpr
 
 from attnops.kernels.triton.device.memory import await_previous, floats
-from attnops.kernels.triton.device.softmax import LN2, LOG2E, closed, finite, occupied, share, with_sink
+from attnops.kernels.triton.device.softmax import LN2, LOG2E, closed, finite, occupied, raised, share, with_sink
 
 VARYING = ["left", "chunk", "width", "splits", "split_keys", "rows", "fewest", "most", "tile"]
 
@@ -53,12 +53,10 @@ def combine(
         real = n < count
         z = tl.load(lses_ptr + origin + n, mask=real, other=float("-inf"))
         part = tl.load(parts_ptr + (origin + n)[:, None] * DV + dims[None, :], mask=real[:, None] & inside[None, :], other=0.0)
-        higher = tl.maximum(top, tl.max(z, 0))
-        weights = tl.exp2(z - finite(higher))
-        fade = tl.exp2(top - finite(higher))
+        top, base, fade = raised(top, tl.max(z, 0))
+        weights = tl.exp2(z - base)
         acc = acc * fade + tl.sum(weights[:, None] * part, 0)
         total = total * fade + tl.sum(weights, 0)
-        top = higher
 
     factor, z = closed(top, total)
     if sinks_ptr is not None:

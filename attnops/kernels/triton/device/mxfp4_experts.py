@@ -164,10 +164,15 @@ def merged(sums, TILES: constexpr, WARPS: constexpr, PARTS: constexpr):
 
 
 @triton.jit
-def pairs(y, TILES: constexpr):
-    """(gates, factors), [TILES * 8, T] each, of `y` [TILES * 16, T]; of a tile's rows, the gates come first."""
+def activated(y, bias_ptr, e, n, outs, alpha, limit, offset, TILES: constexpr, ACT: constexpr, SHAPED: constexpr):
+    """Results `n` [TILES * 8, T] of the `outs` of expert e, from products `y` [TILES * 16, T]; of a tile's rows, the gates come first."""
     gate, up = y.reshape(TILES, 2, 8, y.shape[1]).permute(0, 2, 3, 1).split()
-    return gate.reshape(TILES * 8, y.shape[1]), up.reshape(TILES * 8, y.shape[1])
+    gate, up = gate.reshape(TILES * 8, y.shape[1]), up.reshape(TILES * 8, y.shape[1])
+    if bias_ptr is not None:
+        bias = bias_ptr + (e.to(tl.int64) * outs + n) * 2
+        gate += floats(bias, n < outs)[:, None]
+        up += floats(bias + 1, n < outs)[:, None]
+    return glu(gate, up, alpha, limit, offset, ACT, SHAPED)
 
 
 @triton.jit
@@ -187,13 +192,9 @@ def one_token_up(
         first = tl.program_id(0) * ALL
         w, s = weights(w_ptr, s_ptr, e, 2 * inner, first, IN, TILES, WARPS, PARTS, TURNS, True)
         x = inputs(x_ptr + tl.arange(0, 64 * TURNS * WARPS) * 0, WARPS, PARTS, TURNS)
-        gate, up = pairs(merged(product(w, s, x, IN, TILES, WARPS, PARTS, 8, TURNS, COMPUTE), TILES, WARPS, PARTS), ALL)
+        y = merged(product(w, s, x, IN, TILES, WARPS, PARTS, 8, TURNS, COMPUTE), TILES, WARPS, PARTS)
         n = first * 8 + tl.arange(0, ALL * 8)
-        if bias_ptr is not None:
-            bias = bias_ptr + (e.to(tl.int64) * inner + n) * 2
-            gate += floats(bias, n < inner)[:, None]
-            up += floats(bias + 1, n < inner)[:, None]
-        act = glu(gate, up, alpha, limit, offset, ACT, SHAPED)
+        act = activated(y, bias_ptr, e, n, inner, alpha, limit, offset, ALL, ACT, SHAPED)
         # The columns are the token eight times.
         t = tl.arange(0, 8)[None, :]
         tl.store(act_ptr + tl.program_id(1) * inner + n[:, None] + t, act, mask=(n < inner)[:, None] & (t == 0))
@@ -264,12 +265,7 @@ def few_tokens(
             x = inputs(x_ptr + (lane // K * x_t if UP else lane * IN), WARPS, PARTS, TURNS)
             y = merged(product(w, s, x, IN, TILES, WARPS, PARTS, MATES, TURNS, COMPUTE), TILES, WARPS, PARTS)
             if UP:
-                gate, up = pairs(y, ALL)
-                if bias_ptr is not None:
-                    bias = bias_ptr + (e.to(tl.int64) * outs + n) * 2
-                    gate += floats(bias, real)[:, None]
-                    up += floats(bias + 1, real)[:, None]
-                y = glu(gate, up, alpha, limit, offset, ACT, SHAPED)
+                y = activated(y, bias_ptr, e, n, outs, alpha, limit, offset, ALL, ACT, SHAPED)
             else:
                 if bias_ptr is not None:
                     y += floats(bias_ptr + e.to(tl.int64) * outs + n, real)[:, None]

@@ -18,6 +18,14 @@ def finite(top):
 
 
 @triton.jit
+def raised(top, logit):
+    """(the larger of both, `finite` of it, the factor on sums of powers of 2 that `top` was subtracted from)."""
+    higher = tl.maximum(top, logit)
+    base = finite(higher)
+    return higher, base, tl.exp2(top - base)
+
+
+@triton.jit
 def occupied(z):
     """A log-sum-exp with -inf for +inf, which kernels of other packages write where no key is seen."""
     return tl.where(z == float("inf"), float("-inf"), z)
