@@ -88,10 +88,9 @@ VARYING = ["left", "pages", "splits", "least", "numbers", "table_b"]
 
 @triton.jit(do_not_specialize=VARYING)
 def decode(
-    q_ptr, key_ptr, value_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, slots_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, sinks_ptr,
-    out_ptr, parts_ptr, counters_ptr, scale, cap, eps, left, pages, splits, least, numbers,
-    q_b, q_h, key_b, key_h, value_b, value_h, k_p, k_n, k_h, v_p, v_n, v_h, table_b, lengths_b, slots_b, cos_b, sin_b,
-    out_b, out_h, out_d,
+    q_ptr, q_b, q_h, key_ptr, key_b, key_h, value_ptr, value_b, value_h, k_ptr, k_p, k_n, k_h, v_ptr, v_p, v_n, v_h,
+    table_ptr, table_b, lengths_ptr, lengths_b, slots_ptr, slots_b, cos_ptr, cos_b, sin_ptr, sin_b, out_ptr, out_b, out_h, out_d,
+    q_norm_ptr, k_norm_ptr, sinks_ptr, parts_ptr, counters_ptr, scale, cap, left, eps, pages, splits, least, numbers,
     D: constexpr, BLOCK_D: constexpr, WIDTH: constexpr, PAGE: constexpr, KV_HEADS: constexpr, GROUP: constexpr,
     ROWS: constexpr, AT_ONCE: constexpr, TILE_M: constexpr, TILE_N: constexpr, COMPUTE: constexpr,
     HOLES: constexpr, SPLIT: constexpr, OVERLAP: constexpr,
