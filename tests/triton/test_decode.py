@@ -9,6 +9,7 @@ import torch
 
 from attnops.core.kernel import kernels_of
 from attnops.core.problem import Target, pretend
+from attnops.ops.case_data import BF16, F32
 from attnops.ops.pages.decode_cases import Angles
 from attnops.testing import CASES, Features, Source, check_kernel, equip, make_call
 from tests.mates import invariant
@@ -16,7 +17,6 @@ from tests.triton.checks import SM90
 from tests.triton.compiling import built, launched, waits_as_told
 from tests.triton.process import compiled, interpreted
 
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 KERNEL = kernels_of("decode_attention")["triton"]
 LONG = Features(dtype=F32, head_dim=16, q_heads=4, kv_heads=2)
 
