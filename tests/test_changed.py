@@ -20,7 +20,7 @@ from attnops.measured import digests as code
 from tests.helpers import ROOT, importable
 
 GRADIENT = "attention_backward.triton"
-DEVICE = "kernels/triton/device/gradient.py"
+DEVICE = "kernels/triton/device/gradient_parts.py"
 
 
 @pytest.fixture

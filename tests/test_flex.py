@@ -6,7 +6,7 @@ import torch
 from attnops.core.kernel import kernels_of
 from attnops.core.problem import Target, altered
 from attnops.kernels.torch import flex
-from attnops.kernels.torch.flex import Tile, shared_limit
+from attnops.kernels.torch.flex_tiles import Tile, shared_bytes, shared_limit
 from attnops.testing import Features, Source, make_call
 from tests.modules import cu
 
@@ -35,7 +35,7 @@ def problem(d, dv, dtype, arch, mask="none"):
 @pytest.mark.parametrize("compiled", COMPILED, ids=str)
 def test_no_kernel_takes_more_than_the_bound(compiled):
     arch, itemsize, d, dv, masked, tile = compiled
-    bound = flex.shared_bytes(tile, d, dv, itemsize, arch, masked)
+    bound = shared_bytes(tile, d, dv, itemsize, arch, masked)
     assert COMPILED[compiled] <= bound <= 2 * COMPILED[compiled]
 
 
@@ -47,7 +47,7 @@ def test_whatever_is_taken_fits(dtype, mask, keys):
     for arch in ARCHS:
         for d, dv in DIMS:
             tile = flex.tile(d, dv, dtype.itemsize, arch, mask != "none", keys)
-            needed = flex.shared_bytes(tile, d, dv, dtype.itemsize, arch, mask != "none")
+            needed = shared_bytes(tile, d, dv, dtype.itemsize, arch, mask != "none")
             assert not flex.BLOCK % tile.BLOCK_M and not flex.BLOCK % tile.BLOCK_N and max(16, 2 * keys) >= tile.BLOCK_N
             refused = [r for r in kernels_of("attention")["flex"].refusals(problem(d, dv, dtype, arch, mask)) if "head_dim" in r.field]
             if needed > shared_limit(arch):

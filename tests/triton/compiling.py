@@ -11,16 +11,16 @@ from unittest.mock import patch
 import torch
 
 from attnops.core.kernel import kernels_of
+from attnops.ops.case_data import BF16, E4M3, E5M2, F16, F32, INT8, U8
 
-BF16, F16, F32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 TYPES = {
     BF16: "bf16",
     F16: "fp16",
     F32: "fp32",
     E4M3: "fp8e4nv",
-    torch.float8_e5m2: "fp8e5",
-    torch.int8: "i8",
-    torch.uint8: "u8",
+    E5M2: "fp8e5",
+    INT8: "i8",
+    U8: "u8",
     torch.int16: "i16",
     torch.int32: "i32",
     torch.int64: "i64",

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from attnops.core.errors import InvalidInput
 from attnops.kernels.shared.launch import beside
 from attnops.kernels.shared.launch.beside import Beside
+from attnops.ops.case_data import F32
 
 LIMIT = 60
 """Seconds after which a test no longer waits."""
@@ -256,4 +257,4 @@ def test_calls_on_fake_tensors_are_compiled_and_not_launched():
         key, pages = torch.empty(5, 2, 16), torch.empty(3, 4, 2, 16)
         noted.begin(data.write_kv, WriteKV(key, key, pages, pages, torch.empty(5, dtype=torch.int64)))
     assert triton and [launch.grid for launch in launches] and all(launch.given["PAGE"] == 4 for launch in launches)
-    assert {x.dtype for launch in launches for x in launch.args if isinstance(x, beside.Pointer)} == {torch.float32, torch.int64}
+    assert {x.dtype for launch in launches for x in launch.args if isinstance(x, beside.Pointer)} == {F32, torch.int64}

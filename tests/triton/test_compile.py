@@ -5,12 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from attnops.ops.case_data import BF16, E4M3, F16, F32, INT8
 from attnops.ops.latent.cases import DEEPSEEK
 from attnops.testing import Features, Source, gradient_call, make_call
 from tests.triton.compiling import MEMORY, built, compile_for, from_3_9, launched, launches_overlap, release, spilled, told
 from tests.triton.process import compiled
-
-BF16, F16, F32, E4M3, INT8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int8
 
 LLAMA = Features(dtype=BF16, head_dim=128, q_heads=32, kv_heads=8, causal=True)
 V3 = replace(DEEPSEEK, q_heads=128)

@@ -10,6 +10,7 @@ from attnops.core.problem import pretend
 from attnops.kernels.shared.sizes import power
 from attnops.kernels.triton.launch import tiles
 from attnops.ops import OPS
+from attnops.ops.case_data import BF16, E4M3, E5M2, F16, F32, F64, INT8, U8
 from attnops.ops.latent.cases import DEEPSEEK
 from attnops.testing import CASES, Features, Source, make_call
 from attnops.testing.check import clone
@@ -17,8 +18,6 @@ from tests.triton.checks import SM90, check
 from tests.triton.process import interpreted
 from tests.triton.values import every_number
 
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 WRITES = ("write_kv", "write_latent", "write_latent_packed")
 MOVES = ("copy_kv",)
 TABLES = ("kv_indices", "decode_rows", "named_pages")
@@ -36,7 +35,7 @@ def results(run, call):
     with pretend(SM90):
         returned = run(mine.record)
     values = returned if isinstance(returned, tuple) else (returned,) if returned is not None else [mine.arguments[n] for n in mine.mutated]
-    return [v.contiguous().view(torch.uint8) for v in values]
+    return [v.contiguous().view(U8) for v in values]
 
 
 def check_bits(call):
@@ -84,7 +83,7 @@ def test_same_bits_as_the_reference(op):
     for case in CASES[op]:
         for seed in (1, 2):
             call = case.call(seed)
-            if not {t.dtype for t in call.tensors().values()} & {torch.float64} or op in MOVES:
+            if not {t.dtype for t in call.tensors().values()} & {F64} or op in MOVES:
                 check_bits(call)
 
 

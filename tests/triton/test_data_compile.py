@@ -6,13 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from attnops.ops.case_data import BF16, E4M3, E5M2, F32, INT8
 from attnops.ops.latent.cases import DEEPSEEK
 from attnops.testing import Call, Features, Source, make_call
 from tests.triton.compiling import built, launched
 from tests.triton.process import compiled
-
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 
 LLAMA = Features(dtype=BF16, head_dim=128, kv_heads=8, q_heads=32)
 

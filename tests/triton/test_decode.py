@@ -9,6 +9,7 @@ import torch
 
 from attnops.core.kernel import kernels_of
 from attnops.core.problem import Target, pretend
+from attnops.ops.case_data import BF16, F32
 from attnops.ops.pages.decode_cases import Angles
 from attnops.testing import CASES, Features, Source, check_kernel, equip, make_call
 from tests.mates import invariant
@@ -16,7 +17,6 @@ from tests.triton.checks import SM90
 from tests.triton.compiling import built, launched, waits_as_told
 from tests.triton.process import compiled, interpreted
 
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 KERNEL = kernels_of("decode_attention")["triton"]
 LONG = Features(dtype=F32, head_dim=16, q_heads=4, kv_heads=2)
 
@@ -136,7 +136,7 @@ def test_compiles(arch, name, rows):
     call = make_call("decode_attention", Source(), (1024,) * rows, page, f, angles, missing=None)
     with pretend(Target("cuda", arch, assume=("triton",))):
         [(kernel, given)] = launched(equip(KERNEL, call), arch, "decode")
-    assert given["SPLIT"] == (rows == 1 and not given["LEFT"])
+    assert given["SPLIT"] == (rows == 1 and given["left"] is None)
     binary = built(arch, kernel, given, f.dtype, 64)
     waits_as_told(binary, given, arch)
     assert "cp.async" in binary.asm["ptx"], "keys are not loaded ahead"

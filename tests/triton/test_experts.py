@@ -10,13 +10,13 @@ import torch
 
 from attnops.core.kernel import kernels_of
 from attnops.core.record import changed
+from attnops.ops.case_data import BF16, F16
 from attnops.ops.experts.cases import OSS, SHAPED
 from attnops.testing import Source, make_call
 from tests.triton.checks import triton
 from tests.triton.compiling import built, from_3_9, launched, waits_as_told
 from tests.triton.process import compiled, interpreted
 
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 WIDE = (144, 72, 136)
 MIXTURES = {"experts": (24, 20, 28, 3, 2), "mxfp4_experts": (64, 64, 16, 3, 2)}
 

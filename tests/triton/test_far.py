@@ -13,6 +13,7 @@ from attnops.core.errors import InvalidInput
 from attnops.core.kernel import all_kernels, kernels_of
 from attnops.core.problem import pretend
 from attnops.kernels.triton.launch import tiles
+from attnops.ops.case_data import U8
 from attnops.testing import CASES, Call, Source, equip, make_call
 from tests.formula import clean
 from tests.triton.checks import SM90, mode, triton
@@ -53,7 +54,7 @@ def spread(x: Tensor, dim: int) -> Tensor:
     bytes_ = (3 * FAR + x.numel() * apart // FAR + (x.shape[dim] + 1) * 16 + torch.Size(rest).numel()) * x.itemsize
     mapped = mmap.mmap(-1, bytes_, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NOT_RESERVED)
     mapped.madvise(mmap.MADV_NOHUGEPAGE)
-    memory = torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()
+    memory = torch.frombuffer(mapped, dtype=U8).untyped_storage()
     strides = (*near[:dim], apart, *near[dim:])
     return torch.empty(0, dtype=x.dtype).set_(memory, FAR, x.shape, strides).copy_(x)
 

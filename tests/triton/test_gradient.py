@@ -11,6 +11,7 @@ from attnops.core.kernel import kernels_of
 from attnops.core.problem import Target, pretend
 from attnops.core.select import select
 from attnops.ops.attention.varlen import VarlenAttentionBackward
+from attnops.ops.case_data import BF16, F16, F32
 from attnops.testing import Features, Source, gradient_call, make_call
 from tests.formula import agrees
 from tests.fuzz import TILES, drawn, features
@@ -26,14 +27,14 @@ def check(call):
         pytest.skip(str(figures))
 
 
-PLAIN = Features(dtype=torch.float16, head_dim=16, q_heads=4, kv_heads=2, causal=True)
+PLAIN = Features(dtype=F16, head_dim=16, q_heads=4, kv_heads=2, causal=True)
 LONG = {
     "plain": PLAIN,
     "all_keys": replace(PLAIN, causal=False),
     "window": replace(PLAIN, window=(90, -1)),
     "window_both": replace(PLAIN, causal=False, window=(70, 40), softcap=5.0),
     "chunk": replace(PLAIN, chunk=100),
-    "sinks": replace(PLAIN, sinks=torch.float32, dtype=torch.float32),
+    "sinks": replace(PLAIN, sinks=F32, dtype=F32),
     "dims": replace(PLAIN, head_dim=40, v_head_dim=24),  # 40 is read as 32 + 16
     "mask": replace(PLAIN, mask="bool"),
     "bias": replace(PLAIN, mask="additive", window=(90, -1), softcap=5.0),
@@ -55,13 +56,13 @@ def test_several_tiles(name):
 @pytest.mark.parametrize("shape", ["b", "hq", ""])
 @interpreted
 def test_a_mask_gets_the_sum_over_all_that_it_serves(shape):
-    f = replace(PLAIN, dtype=torch.float32, mask="additive", mask_shape=shape, sinks=torch.float32)
+    f = replace(PLAIN, dtype=F32, mask="additive", mask_shape=shape, sinks=F32)
     check(gradient_call(Source(2), make_call("attention", Source(1), 2, 70, 100, f), mask_grad=True))
 
 
 @interpreted
 def test_without_keys_the_sinks_have_the_gradient_of_the_log_sum_exp():
-    f = replace(PLAIN, sinks=torch.float32)
+    f = replace(PLAIN, sinks=F32)
     check(gradient_call(Source(2), make_call("attention", Source(1), 2, 5, 0, f), lse_grad=True))
     check(gradient_call(Source(2), make_call("varlen_attention", Source(1), (5, 2), (0, 0), f, padding=(0, 0)), lse_grad=True))
 
@@ -81,7 +82,7 @@ def test_no_result_is_returned_twice(keys):
 def test_random_calls(seed):
     """Some of several tiles."""
     draw = random.Random(seed)
-    call = drawn(draw, Source(seed), features(draw, (torch.float32, torch.float16, torch.bfloat16), (1, 16, 24, 40, 48)), TILES)
+    call = drawn(draw, Source(seed), features(draw, (F32, F16, BF16), (1, 16, 24, 40, 48)), TILES)
     agrees(call)
     check(call)
 

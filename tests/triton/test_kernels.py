@@ -12,6 +12,7 @@ import attnops
 from attnops.core.problem import Extent, Problem, Target, altered, pretend
 from attnops.core.select import select
 from attnops.ops import OPS
+from attnops.ops.case_data import BF16, E4M3, E5M2, F16, F32
 from attnops.ops.latent.cases import DEEPSEEK
 from attnops.testing import Features, Source, make_call
 from tests.lowering.models import PagedModel, compiled_code, kernel_calls, prefill
@@ -20,7 +21,6 @@ from tests.triton.compiling import OPTIONS, recorded
 from tests.triton.process import compiled, interpreted, needs_triton
 from tests.triton.test_numerics import ran
 
-BF16, F16, F32, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
 # Turns -----------------------------------------------------------------------------------------------------------------
 
 

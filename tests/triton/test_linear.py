@@ -11,13 +11,13 @@ from attnops import ops
 from attnops.core.problem import Extent, Target, altered, pretend
 from attnops.core.select import Policy, select
 from attnops.kernels.triton.launch import linear_tiles as tiles
+from attnops.ops.case_data import BF16, F16, F32
 from attnops.testing import Source, make_call
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.triton.checks import SM90, check, triton
 from tests.triton.compiling import MEMORY, built, compile_for, launched, waits_as_told
 from tests.triton.process import compiled, interpreted
 
-BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 ALL = {"norm": 1.0, "bias": True, "activation": "silu", "residual": True}
 
 

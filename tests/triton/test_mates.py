@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from attnops.ops.case_data import BF16, F16, F32
 from attnops.ops.experts.cases import OSS, SHAPED
 from attnops.ops.latent.cases import DEEPSEEK
 from attnops.ops.pages.decode_cases import Angles
@@ -15,7 +16,6 @@ from tests.triton.checks import mode, triton
 from tests.triton.process import interpreted
 from tests.triton.test_decode import LONG, many_splits
 
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 RULES = {"causal": True, "window": (250, -1), "sinks": F32, "lse": True}
 PAGED = Features(dtype=F16, head_dim=32, q_heads=8, kv_heads=2, **RULES)
 DENSE = Features(dtype=F16, head_dim=24, q_heads=6, kv_heads=2, mask="bool", **RULES)

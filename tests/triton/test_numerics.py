@@ -10,6 +10,7 @@ import torch
 from attnops.core.kernel import kernels_of
 from attnops.core.record import changed
 from attnops.kernels.triton.launch import grids
+from attnops.ops.case_data import BF16, E4M3, E5M2, F16, F32, INT8
 from attnops.ops.latent.cases import DEEPSEEK
 from attnops.testing import CASES, Features, Source, make_call
 from tests.ops import test_fakes as layouts
@@ -18,7 +19,6 @@ from tests.triton.checks import MODES, check as checked, mode
 from tests.triton.process import interpreted
 
 ATTENTION = ("paged_attention", "mla_attention", "attention", "varlen_attention")
-BF16, F16, E4M3, INT8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
 
 
 check = partial(checked, refused=())
@@ -48,14 +48,14 @@ LONG = {
     "window_right": replace(WIDE, causal=False, window=(-1, 9)),
     "chunk": replace(WIDE, chunk=60),
     "chunk_all_keys": replace(WIDE, chunk=100, causal=False, window=(70, 40)),
-    "softcap_sinks": replace(WIDE, softcap=3.0, sinks=torch.float32),
+    "softcap_sinks": replace(WIDE, softcap=3.0, sinks=F32),
     "mask": replace(WIDE, mask="bool"),
     "mha": replace(WIDE, q_heads=2),
     "mqa": replace(WIDE, q_heads=20, kv_heads=1),
     "group_of_70": replace(WIDE, q_heads=70, kv_heads=1),
     "odd_dims": replace(WIDE, head_dim=40, v_head_dim=24),
     "float8": replace(WIDE, kv_dtype=E4M3),
-    "float32": replace(WIDE, dtype=torch.float32),
+    "float32": replace(WIDE, dtype=F32),
     "d256": replace(WIDE, head_dim=256, q_heads=4, kv_heads=1),
 }
 
@@ -139,13 +139,13 @@ def test_more_parts_than_are_read_at_once():
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize("kv", [E4M3, torch.float8_e5m2, INT8], ids=str)
+@pytest.mark.parametrize("kv", [E4M3, E5M2, INT8], ids=str)
 @interpreted
 def test_stored_keys(kv):
     f = replace(WIDE, dtype=BF16, kv_dtype=kv, head_dim=128)
     for per_head in (True, False):
         check(make_call("paged_attention", Source(5), (1, 2), (200, 33), 16, replace(f, scale_per_head=per_head)), "split")
-    if kv != torch.float8_e5m2:
+    if kv != E5M2:
         check(make_call("mla_attention", Source(5), (1, 2), (100, 33), 16, replace(DEEPSEEK, kv_dtype=kv)), "split")
 
 
@@ -154,7 +154,7 @@ def test_stored_keys(kv):
 @interpreted
 def test_temperature_by_position(softcap, queries, name):
     """A logit is multiplied after the cap."""
-    f = replace(WIDE, dtype=torch.float32, scale=4.0, softcap=softcap, temperature=True, sinks=torch.float32)
+    f = replace(WIDE, dtype=F32, scale=4.0, softcap=softcap, temperature=True, sinks=F32)
     check(make_call("paged_attention", Source(6), (queries, 2), (300, 40), 16, f), name)
 
 

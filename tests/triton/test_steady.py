@@ -9,14 +9,15 @@ import torch
 from attnops.core.kernel import kernels_of
 from attnops.core.problem import pretend
 from attnops.core.record import changed
+from attnops.ops.case_data import BF16
 from attnops.testing import Features, Source, equip, gradient_call, make_call
 from tests.mates import POLICY
 from tests.triton.checks import SM90
 from tests.triton.process import compiled
 from tests.triton.test_kernels import kind_of
 
-F = Features(dtype=torch.bfloat16, head_dim=64, q_heads=4, kv_heads=2)
-ODD = Features(dtype=torch.bfloat16, head_dim=40, q_heads=4, kv_heads=2)
+F = Features(dtype=BF16, head_dim=64, q_heads=4, kv_heads=2)
+ODD = Features(dtype=BF16, head_dim=40, q_heads=4, kv_heads=2)
 
 
 def gradient(f):
@@ -25,9 +26,9 @@ def gradient(f):
 
 # The arguments that a program sums over.
 CALLS = {
-    "linear": (("x",), lambda: make_call("linear", Source(1), 3, 48, 40, torch.bfloat16, norm=0.0)),
-    "linear of an odd width": (("x",), lambda: make_call("linear", Source(1), 3, 72, 40, torch.bfloat16, norm=0.0)),
-    "linear of one row": (("x",), lambda: make_call("linear", Source(1), 1, 72, 40, torch.bfloat16, norm=0.0)),
+    "linear": (("x",), lambda: make_call("linear", Source(1), 3, 48, 40, BF16, norm=0.0)),
+    "linear of an odd width": (("x",), lambda: make_call("linear", Source(1), 3, 72, 40, BF16, norm=0.0)),
+    "linear of one row": (("x",), lambda: make_call("linear", Source(1), 1, 72, 40, BF16, norm=0.0)),
     "decode": (("query", "key"), lambda: make_call("decode_attention", Source(1), (9, 12, 5), 16, F)),
     "decode of odd heads": (("query", "key"), lambda: make_call("decode_attention", Source(1), (9, 12, 5), 16, ODD)),
     "gradient": (("grad_output", "output"), lambda: gradient(F)),

@@ -46,7 +46,7 @@ def attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
     """On CUDA a deterministic call goes as packed requests, whose keys are never split; the splits of a dense call follow from its rows."""
     query, key = call.query, call.key
     if query.numel() == 0 or key.numel() == 0:
-        return _zeros(call)
+        return zeros(call)
     if on_cpu(query):
         q, k, v = _heads_first(call)
         top_left, bias = _bias(call)
@@ -64,7 +64,7 @@ def attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
 def attention_backward(call: dense.AttentionBackward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     none = call.query.new_empty(0)
     if call.query.numel() == 0 or call.key.numel() == 0:
-        return *_zero_gradients(call), none, none.clone()
+        return *zero_gradients(call), none, none.clone()
     if not on_cpu(call.query):
         return *backward(call, _lengths(call)), none, none.clone()
     q, k, v = _heads_first(call)
@@ -81,7 +81,7 @@ def attention_backward(call: dense.AttentionBackward) -> tuple[Tensor, Tensor, T
 @packed_in_turns
 def varlen_attention(call: varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
     if not runs(call):
-        return _zeros(call)
+        return zeros(call)
     output, lse = forward(call, _lengths(call))
     if call.padded:
         clear((call.cu_seqlens_q, output, 0.0), *([(call.cu_seqlens_q, lse, -INF)] if call.return_lse else []))
@@ -91,7 +91,7 @@ def varlen_attention(call: varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
 @packed_in_turns
 def varlen_attention_backward(call: varlen.VarlenAttentionBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not runs(call):
-        return *_zero_gradients(call), call.query.new_empty(0)
+        return *zero_gradients(call), call.query.new_empty(0)
     grad_q, grad_k, grad_v = backward(call, _lengths(call))
     if call.padded:
         clear((call.cu_seqlens_q, grad_q, 0.0), (call.cu_seqlens_k, grad_k, 0.0), (call.cu_seqlens_k, grad_v, 0.0))
@@ -103,13 +103,15 @@ def on_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
-def _zeros(call: dense.Attention | varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
+def zeros(call: dense.Attention | varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
+    """The results where no query sees a key."""
     rows = call.query.shape[:-1]
     lse = call.query.new_full(rows if call.return_lse else (0,), -INF, dtype=torch.float32)
     return call.query.new_zeros((*rows, call.value.shape[-1])), lse
 
 
-def _zero_gradients(call: dense.AttentionBackward | varlen.VarlenAttentionBackward) -> tuple[Tensor, Tensor, Tensor]:
+def zero_gradients(call: dense.AttentionBackward | varlen.VarlenAttentionBackward) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value where no query sees a key."""
     return call.query.new_zeros(call.query.shape), call.key.new_zeros(call.key.shape), call.value.new_zeros(call.value.shape)
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnops.core.kernel import deterministic
+from attnops.core.kernel import Invariant, Kernel, deterministic, device, register
+from attnops.core.problem import Problem
 from attnops.core.record import changed, sizes_of
 from attnops.kernels.shared.parts import Rows, Run, joined, rows_named, tensors_of
 from attnops.kernels.shared.tokens import see_nothing
@@ -46,6 +47,25 @@ def by_token(run: Run) -> Run:
             run(_part(call, {"T": slice(t, t + 1)}))
 
     return either
+
+
+def register_by_token(
+    op: str,
+    run: Run,
+    takes: frozenset[str],
+    dtypes: tuple[torch.dtype, ...],
+    cost_us: Callable[[Problem], float],
+) -> None:
+    """Register `reference` of an op whose tokens do not know of each other.
+
+    run: the result of `by_token`. cost_us: of torch's own kernel.
+    """
+    register(
+        Kernel(
+            "reference", op, run, takes, dtypes, cost_us=lambda p: 1000.0 + 10.0 * cost_us(p), judge=True,
+            invariant=Invariant((device("cpu"),)), about="plain torch, float32 accumulation",
+        )
+    )  # fmt: skip
 
 
 def _each(run: Run, call: Any) -> tuple[Tensor, ...] | None:

@@ -10,16 +10,16 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from attnops.core.kernel import Invariant, Kernel, Need, demand, deterministic, device, register
-from attnops.core.problem import Problem, Refusal, Target
+from attnops.core.problem import Problem, Target
 from attnops.core.tensors import LEAST, Rules, compact, in_range, lengths_of, near, no_lse, rows_of
 from attnops.kernels.shared.parts import FEW_HEADS, in_turns
-from attnops.kernels.shared.sizes import padded
+from attnops.kernels.torch.flex_tiles import BLOCK, fitting, tile
 from attnops.measured import Roofline
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from attnops.ops.attention import record as dense, varlen
 
-BLOCK = 128
-WARP_GROUPS = (90, 100, 103, 110)
 Mod = Callable[..., Tensor]
 """Of request, head, query and key, each a tensor; a score's first argument is the score."""
 
@@ -284,66 +282,6 @@ def _options(query: Tensor, value: Tensor, masked: bool, recorded: bool, keys: i
     return {"kernel_options": {"FORCE_USE_FLEX_ATTENTION": True, **options}}
 
 
-class Tile(NamedTuple):
-    """Torch's kernel options: queries and keys of a program's step, loads in flight, warps."""
-
-    BLOCK_M: int
-    BLOCK_N: int
-    num_stages: int
-    num_warps: int
-
-
-# By the widest head dim: up to 64, 128, 256, and above.
-HALF_TILES = (Tile(128, 128, 3, 4), Tile(128, 64, 3, 8), Tile(64, 32, 3, 4), Tile(64, 32, 3, 8))
-MASK_TILES = (Tile(64, 64, 3, 4), Tile(64, 128, 2, 4))  # of half numbers under a mask up to 128, by times of an H200
-SINGLE_TILES = (Tile(128, 32, 3, 4), Tile(64, 32, 3, 4), Tile(32, 32, 3, 4), Tile(32, 16, 3, 4))
-
-
-def shared_bytes(tile: Tile, head_dim: int, v_head_dim: int, itemsize: int, arch: int, masked: bool) -> int:
-    """An upper bound of a program's shared memory: queries, weights, and the keys, values and mask of every load in flight.
-
-    Read off the code that Triton 3.6 and 3.7 make of torch's template. Products of warp groups hold one load more than others.
-    """
-    queries, keys, stages, _ = tile
-    width, v_width = padded(head_dim), padded(v_head_dim)
-    if stages == 1:
-        held, mask = keys * max(width, v_width), 0
-    else:
-        flight = stages if itemsize == 2 and arch in WARP_GROUPS else stages - 1
-        held, mask = flight * keys * (width + v_width), 4 * queries * keys * (stages - 1) * masked
-    return (queries * width + held + queries * keys) * itemsize + mask + 2048
-
-
-def tile(head_dim: int, v_head_dim: int, itemsize: int, arch: int, masked: bool = False, keys: int = BLOCK) -> Tile:
-    """The tile of a call on `arch`, made smaller until its shared memory fits. No tile has more than `keys` keys, rounded up.
-
-    Torch's defaults fit neither every mask nor every head dim. Where no tile fits, the smallest is returned; `_fitting` refuses the call.
-    """
-    widest, limit = max(padded(head_dim), padded(v_head_dim)), shared_limit(arch)
-    tiles = SINGLE_TILES if itemsize != 2 else MASK_TILES + HALF_TILES[2:] if masked else HALF_TILES
-    found = tiles[(widest > 64) + (widest > 128) + (widest > 256)]
-    if found.BLOCK_N == 128 and arch not in WARP_GROUPS:
-        found = found._replace(BLOCK_N=64)
-    found = found._replace(BLOCK_N=min(found.BLOCK_N, padded(keys)))
-    while shared_bytes(found, head_dim, v_head_dim, itemsize, arch, masked) > limit and found[:3] != (16, 16, 1):
-        if found.num_stages > 2:
-            found = found._replace(num_stages=2)
-        elif found.BLOCK_N > 16:
-            found = found._replace(BLOCK_N=found.BLOCK_N // 2)
-        elif found.BLOCK_M > 16:
-            found = found._replace(BLOCK_M=found.BLOCK_M // 2)
-        else:
-            found = found._replace(num_stages=1)
-    return found
-
-
-def shared_limit(arch: int) -> int:
-    """Bytes of shared memory that a program may have on a GPU of compute capability `arch` (CUDA C++ programming guide)."""
-    if arch < 80:
-        return 64 * 1024
-    return (227 if arch in WARP_GROUPS else 163 if arch in (80, 87) else 99) * 1024
-
-
 DENSE = Roofline(62.5, 0.079, 0.19, 0.066, 2800)
 PACKED = Roofline(105.0, 0.079, 0.059, 0.002, 2000)
 
@@ -353,23 +291,12 @@ def _cost_us(p: Problem) -> float:
     return 1e6 if p.target.device == "cpu" else (DENSE if p.op == "attention" else PACKED)(p)
 
 
-def _fitting(p: Problem) -> Refusal | None:
-    """The smallest tile fits the shared memory of a program."""
-    if p.target.device != "cuda":
-        return None
-    sizes = (p.head_dim, p.v_head_dim, p.dtype.itemsize, p.target.arch)
-    masked = p.rules.mask != "none"
-    needed, limit = shared_bytes(tile(*sizes, masked, 1), *sizes, masked), shared_limit(p.target.arch)
-    want = f"a tile within {limit} bytes of shared memory (takes {needed})"
-    return Refusal("head_dim, v_head_dim", (p.head_dim, p.v_head_dim), want) if needed > limit else None
-
-
 TAKES = frozenset({"sinks", "causal", "window_left", "window_right", "softcap", "attention_chunk", "return_lse"})
 NEEDS: tuple[Need, ...] = (
     device("cpu", "cuda"),  # tiles for the shared memory of AMD GPUs are not known here
     demand("group_size", "a power of two (CUDA)", lambda p: p.group_size & (p.group_size - 1) == 0, on="cuda"),
     demand("head_dim, v_head_dim", ">= 16 (CUDA)", lambda p: min(p.head_dim, p.v_head_dim) >= 16, on="cuda"),
-    _fitting,
+    fitting,
     FEW_HEADS,
 )
 # Under a deterministic policy: uncompiled it multiplies the whole batch, and blocks of keys are counted from the first key of all, not

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional as F
 
-from attnops.core.kernel import Inline, Invariant, Kernel, deterministic, device, register
+from attnops.core.kernel import Inline, Kernel, deterministic, register
 from attnops.core.problem import Problem
 from attnops.core.record import changed
 from attnops.kernels.shared.linear import TAKES, product_us
-from attnops.kernels.torch.by_request import by_token
+from attnops.kernels.torch.by_request import by_token, register_by_token
 from attnops.ops.linear import reference as formulas
 
 if TYPE_CHECKING:
@@ -61,9 +61,4 @@ register(
         "aten", "linear", linear, TAKES, FLOATS, cost_us=cost_us, inline=Inline(), about="torch's own product; the compiler fuses the rest",
     )
 )  # fmt: skip
-register(
-    Kernel(
-        "reference", "linear", _reference, TAKES, FLOATS, cost_us=lambda p: 1000.0 + 10.0 * cost_us(p), judge=True,
-        invariant=Invariant((device("cpu"),)), about="plain torch, float32 accumulation",
-    )
-)  # fmt: skip
+register_by_token("linear", _reference, TAKES, FLOATS, cost_us)

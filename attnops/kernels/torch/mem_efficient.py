@@ -20,7 +20,7 @@ from attnops.core.problem import Problem
 from attnops.core.tensors import LEAST, Rules, compact, dense_visible, no_lse, without_faint
 from attnops.kernels.shared.memory import PACK, in_packs
 from attnops.kernels.shared.parts import FEW_HEADS, in_turns
-from attnops.kernels.torch.aten_flash import TORCH_REPEATS, sum_groups
+from attnops.kernels.torch.aten_flash import TORCH_REPEATS, sum_groups, zero_gradients, zeros
 from attnops.measured import Roofline
 from attnops.ops.attention.reference import reduce_to
 
@@ -37,10 +37,9 @@ ROWS = 32
 
 @in_turns
 def attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
-    query, rows, width = call.query, call.query.shape[:3], call.value.shape[3]
+    query = call.query
     if query.numel() == 0 or call.key.numel() == 0:
-        lse = query.new_full(rows, -INF, dtype=torch.float32) if call.return_lse else no_lse(query)
-        return query.new_zeros((*rows, width)), lse
+        return zeros(call)
     bias = _bias(call)
     q, k, v = _given(call, bias)
     output, lse = _ATEN._efficient_attention_forward.default(
@@ -50,7 +49,7 @@ def attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
     output = output.to(query.dtype) if blind is None else output.to(query.dtype).masked_fill(blind[..., None], 0.0)
     if not call.return_lse:
         return compact(output), no_lse(query)
-    lse = lse[..., : rows[1]].transpose(1, 2)
+    lse = lse[..., : query.shape[1]].transpose(1, 2)
     return compact(output), compact(lse if blind is None else lse.masked_fill(blind, -INF))
 
 
@@ -59,8 +58,7 @@ def attention_backward(call: dense.AttentionBackward) -> tuple[Tensor, Tensor, T
     query, graded = call.query, call.mask if call.mask_grad else None
     none = query.new_empty(0)
     if query.numel() == 0 or call.key.numel() == 0:
-        zero_q, zero_k, zero_v = (x.new_zeros(x.shape) for x in (query, call.key, call.value))
-        return zero_q, zero_k, zero_v, none if graded is None else graded.new_zeros(graded.shape), none.clone()
+        return *zero_gradients(call), none if graded is None else graded.new_zeros(graded.shape), none.clone()
     bias = _bias(call)
     q, k, v = _given(call, bias)
     batch, queries, heads, _ = query.shape

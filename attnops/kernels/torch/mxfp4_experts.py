@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnops.core.kernel import Invariant, Kernel, device, register
+from attnops.core.kernel import Kernel, register
 from attnops.kernels.shared import experts as plain
 from attnops.kernels.shared.mxfp4_experts import TAKES, cost_us
-from attnops.kernels.torch.by_request import by_token
+from attnops.kernels.torch.by_request import by_token, register_by_token
 from attnops.ops.experts.mxfp4_reference import decoded_call, experts as reference
 
 if TYPE_CHECKING:
@@ -28,9 +28,4 @@ register(
         "aten", "mxfp4_experts", experts, TAKES, FLOATS, cost_us=cost_us, about="weights decoded for the call, torch's grouped product",
     )
 )  # fmt: skip
-register(
-    Kernel(
-        "reference", "mxfp4_experts", by_token(reference), TAKES, FLOATS, cost_us=lambda p: 1000.0 + 10.0 * cost_us(p),
-        judge=True, invariant=Invariant((device("cpu"),)), about="plain torch, float32 accumulation",
-    )
-)  # fmt: skip
+register_by_token("mxfp4_experts", by_token(reference), TAKES, FLOATS, cost_us)

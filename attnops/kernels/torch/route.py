@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from attnops.core.kernel import Inline, Invariant, Kernel, device, register
+from attnops.core.kernel import Inline, Kernel, register
 from attnops.core.problem import Problem
 from attnops.kernels.shared.route import TAKES
-from attnops.kernels.torch.by_request import by_token
+from attnops.kernels.torch.by_request import by_token, register_by_token
 from attnops.ops.experts.route_reference import route as reference
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -24,9 +24,4 @@ register(
         "aten", "route", reference, TAKES, FLOATS, cost_us=cost_us, inline=Inline(), about="torch's own sorts; the compiler fuses the rest",
     )
 )  # fmt: skip
-register(
-    Kernel(
-        "reference", "route", by_token(reference), TAKES, FLOATS, cost_us=lambda p: 1000.0 + 10.0 * cost_us(p), judge=True,
-        invariant=Invariant((device("cpu"),)), about="plain torch, float32",
-    )
-)  # fmt: skip
+register_by_token("route", by_token(reference), TAKES, FLOATS, cost_us)

@@ -2,10 +2,11 @@
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 
 @triton.jit
-def clear_part(starts_ptr, end_at, ptr, rows, fill, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr):
+def clear_part(starts_ptr, end_at, ptr, rows, fill, COLUMNS: constexpr, BLOCK_R: constexpr, BLOCK: constexpr):
     """Set the padding rows among the program's rows of `[rows, COLUMNS]` to `fill`."""
     end = tl.load(starts_ptr + end_at)
     first = tl.program_id(0) * BLOCK_R
@@ -15,13 +16,13 @@ def clear_part(starts_ptr, end_at, ptr, rows, fill, COLUMNS: tl.constexpr, BLOCK
         for start in range(0, COLUMNS, BLOCK):
             column = start + tl.arange(0, BLOCK)[None, :]
             value = tl.full([BLOCK_R, BLOCK], 0.0, tl.float32) + fill
-            tl.store(ptr + (row * COLUMNS)[:, None] + column, value.to(ptr.dtype.element_ty), mask=here & (column < COLUMNS))
+            tl.store(ptr + (row * COLUMNS)[:, None] + column, value, mask=here & (column < COLUMNS))
 
 
 @triton.jit(do_not_specialize=["a_end", "b_end", "c_end", "a_rows", "b_rows", "c_rows"])
 def clear(
     a_starts_ptr, a_end, a_ptr, a_rows, a_fill, b_starts_ptr, b_end, b_ptr, b_rows, b_fill, c_starts_ptr, c_end, c_ptr, c_rows, c_fill,
-    A_COLUMNS: tl.constexpr, B_COLUMNS: tl.constexpr, C_COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr,
+    A_COLUMNS: constexpr, B_COLUMNS: constexpr, C_COLUMNS: constexpr, BLOCK_R: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     """Grid: (cdiv(most rows, BLOCK_R), 1 to 3 for a, b and c)."""
     if tl.program_id(1) == 0:
@@ -35,7 +36,7 @@ def clear(
 @triton.jit(do_not_specialize=["topk", "width", "slots", "page", "apart"])
 def lists(
     indices_ptr, lengths_ptr, out_ptr, topk, width, slots, page, apart, indices_t, indices_k, lengths_t,
-    LENGTHS: tl.constexpr, APART: tl.constexpr, BLOCK: tl.constexpr,
+    LENGTHS: constexpr, APART: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     """Grid: (tokens, cdiv(width, BLOCK)). out: int32 `[T, width]`, contiguous: the slots of a list, and -1 elsewhere.
 

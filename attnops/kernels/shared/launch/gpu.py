@@ -108,14 +108,12 @@ def computed_in(query: Tensor) -> Any:
 
 
 def ruled(rules: Rules) -> dict[str, Any]:
-    """The rules of visibility, and the scale of the logits, as device functions take them."""
+    """The rules of visibility, and the scale of the logits, as device functions take them: None where a rule is off."""
     _, causal, left, right, softcap, chunk = rules
     # A soft cap works on scale * logit / cap, and gives back logits in base 2.
-    scale, cap = (rules.scale / softcap, softcap * LOG2E) if softcap > 0 else (rules.scale * LOG2E, 0.0)
-    return {
-        "scale": scale, "cap": cap, "left": left, "right": right, "chunk": chunk, "CAUSAL": causal, "LEFT": left >= 0,
-        "RIGHT": right >= 0 and not causal, "CHUNKED": chunk > 0, "CAP": softcap > 0,
-    }  # fmt: skip
+    scale, cap = (rules.scale / softcap, softcap * LOG2E) if softcap > 0 else (rules.scale * LOG2E, None)
+    left, right = (n if n >= 0 else None for n in (left, -1 if causal else right))
+    return {"scale": scale, "cap": cap, "left": left, "right": right, "chunk": chunk or None, "CAUSAL": causal}
 
 
 def strides(**given: Tensor) -> dict[str, int]:

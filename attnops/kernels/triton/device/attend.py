@@ -7,12 +7,14 @@ https://pytorch.org/blog/flash-decoding/.
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
-from attnops.kernels.triton.device.softmax import LN2, LOG2E, closed, finite, in_base_2, let_next_begin, sees, share, span, tanh, with_sink
+from attnops.kernels.triton.device.memory import floats, let_next_begin
+from attnops.kernels.triton.device.softmax import LN2, LOG2E, closed, in_base_2, raised, sees, share, span, tanh, with_sink
 
 
 @triton.jit
-def find(starts_ptr, tile, requests, steps, BLOCK_Q: tl.constexpr):
+def find(starts_ptr, tile, requests, steps, BLOCK_Q: constexpr):
     """The request of a tile, or `requests` for a tile of padding rows. Request b's tiles begin at starts[b] // BLOCK_Q + b."""
     low = 0
     high = requests
@@ -25,23 +27,22 @@ def find(starts_ptr, tile, requests, steps, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
-def load_keys(base, at, dims, seen, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+def load_keys(base, at, seen, WIDTH: constexpr, BLOCK: constexpr, MASKED: constexpr):
     """`[keys, BLOCK]` rows of pages; 0 for keys that are not seen, because their slots may hold NaN."""
+    dims = tl.arange(0, BLOCK)
     pointers = base + at[:, None] + dims[None, :]
-    if MASKED:
-        if WIDTH == BLOCK:
-            return tl.load(pointers, mask=seen[:, None], other=0.0)
-        else:
-            return tl.load(pointers, mask=seen[:, None] & (dims < WIDTH)[None, :], other=0.0)
+    if MASKED and WIDTH == BLOCK:
+        return tl.load(pointers, mask=seen[:, None], other=0.0)
+    elif MASKED:
+        return tl.load(pointers, mask=seen[:, None] & (dims < WIDTH)[None, :], other=0.0)
+    elif WIDTH == BLOCK:
+        return tl.load(pointers)
     else:
-        if WIDTH == BLOCK:
-            return tl.load(pointers)
-        else:
-            return tl.load(pointers, mask=(dims < WIDTH)[None, :], other=0.0)
+        return tl.load(pointers, mask=(dims < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
-def slots_of(page, key, keys, stride_p, stride_n, PAGE: tl.constexpr, TILE_N: tl.constexpr):
+def slots_of(page, key, keys, stride_p, stride_n, PAGE: constexpr, TILE_N: constexpr):
     """Offsets of a tile's keys. One page holds the whole tile, or `page` holds an id for each key. PAGE 0: there are no pages."""
     if PAGE == 0:
         return keys.to(tl.int64) * stride_n
@@ -52,7 +53,7 @@ def slots_of(page, key, keys, stride_p, stride_n, PAGE: tl.constexpr, TILE_N: tl
 
 
 @triton.jit
-def pages_of(row_ptr, key, high, PAGE: tl.constexpr, TILE_N: tl.constexpr):
+def pages_of(row_ptr, key, high, PAGE: constexpr, TILE_N: constexpr):
     """The id of the page that holds a tile, or an id for each of its keys. PAGE 0: a number that is not read."""
     if PAGE == 0:
         return key
@@ -68,27 +69,23 @@ def attend_tile(
     acc, top, total, page, q, q_rest, key, low, high, first, length, position,
     k_ptr, v_ptr, row_ptr, mask_ptr, mask_row, live, scale, cap, temperature, left, right, chunk,
     k_p, k_n, v_p, v_n, mask_n,
-    D: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_DR: tl.constexpr,
-    PAGE: tl.constexpr, TILE_N: tl.constexpr, COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    CHUNKED: tl.constexpr, CAP: tl.constexpr, TEMPERED: tl.constexpr, MASK: tl.constexpr, LATENT: tl.constexpr, MASKED: tl.constexpr,
-    FIRST: tl.constexpr,
+    D: constexpr, DV: constexpr, DR: constexpr, BLOCK_D: constexpr, BLOCK_DV: constexpr, BLOCK_DR: constexpr,
+    PAGE: constexpr, TILE_N: constexpr, COMPUTE: constexpr, CAUSAL: constexpr, MASK: constexpr, LATENT: constexpr, MASKED: constexpr,
 ):  # fmt: skip
     """One step over the TILE_N keys in `page`. Also returns the page of the next step. MASKED: a row may not see every key."""
     keys = key + tl.arange(0, TILE_N)
     seen = (keys >= low) & (keys < high)
     k_at = slots_of(page, key, keys, k_p, k_n, PAGE, TILE_N)
-    dims = tl.arange(0, BLOCK_D)
-    k = load_keys(k_ptr, k_at, dims, seen, D, BLOCK_D, MASKED).to(COMPUTE)
+    k = load_keys(k_ptr, k_at, seen, D, BLOCK_D, MASKED).to(COMPUTE)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     if DR > 0:
-        dims_r = tl.arange(0, BLOCK_DR)
-        k_rest = load_keys(k_ptr + D, k_at, dims_r, seen, DR, BLOCK_DR, MASKED).to(COMPUTE)
+        k_rest = load_keys(k_ptr + D, k_at, seen, DR, BLOCK_DR, MASKED).to(COMPUTE)
         s = tl.dot(q_rest, tl.trans(k_rest), s, input_precision="ieee")
-    if CAP:
+    if cap is not None:
         s = tanh(s * scale) * cap
     else:
         s = s * scale
-    if TEMPERED:
+    if temperature is not None:
         s = s * temperature[:, None]
     if MASK != "none":
         bias = tl.load(mask_ptr + mask_row[:, None] + keys[None, :] * mask_n, mask=live[:, None] & seen[None, :], other=0)
@@ -98,14 +95,12 @@ def attend_tile(
             s = s + in_base_2(bias)
     if MASKED:
         visible = (keys < length)[None, :]
-        if FIRST:
+        if first is not None:
             visible = visible & (keys >= first)[None, :]
-        visible = sees(visible, position[:, None], keys[None, :], left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
+        visible = sees(visible, position[:, None], keys[None, :], left, right, chunk, CAUSAL)
         s = tl.where(visible, s, float("-inf"))
-    higher = tl.maximum(top, tl.max(s, 1))
-    base = finite(higher)
+    top, base, fade = raised(top, tl.max(s, 1))
     weights = tl.exp2(s - base[:, None])
-    fade = tl.exp2(top - base)
     if len(total.shape) == 2:
         total = total * fade[:, None] + weights
     else:
@@ -115,14 +110,14 @@ def attend_tile(
         v = k
     else:
         v_at = slots_of(page, key, keys, v_p, v_n, PAGE, TILE_N)
-        v = load_keys(v_ptr, v_at, tl.arange(0, BLOCK_DV), seen, DV, BLOCK_DV, MASKED).to(COMPUTE)
+        v = load_keys(v_ptr, v_at, seen, DV, BLOCK_DV, MASKED).to(COMPUTE)
     acc = tl.dot(weights.to(COMPUTE), v, acc, input_precision="ieee")
     page = pages_of(row_ptr, key + TILE_N, high, PAGE, TILE_N)
-    return acc, higher, total, page
+    return acc, top, total, page
 
 
 # With so few rows, warps share the keys. A sum over keys waits for all warps, so it is computed once, at the end, if registers allow.
-LATE_ROWS = tl.constexpr(16)
+LATE_ROWS = constexpr(16)
 VARYING = [
     "left", "right", "chunk", "requests", "tokens", "tiles", "pads", "each", "steps", "splits", "split_keys", "width", "rows",
     "fewest", "most", "capacity", "table_b", "mask_b", "mask_h", "mask_t", "q_b", "r_b",
@@ -137,29 +132,29 @@ def attend(
     requests, tokens, tiles, pads, each, steps, splits, split_keys, width, rows, fewest, most, capacity,
     q_b, q_t, q_h, r_b, r_t, r_h, k_p, k_n, k_h, v_p, v_n, v_h, q_scale_h, k_scale_h, v_scale_h, table_b, mask_b, mask_h, mask_t, mask_n,
     out_t, out_h, out_d, lse_t, lse_h,
-    D: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_DR: tl.constexpr,
-    PAGE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CHUNKED: tl.constexpr,
-    CAP: tl.constexpr, TEMPERED: tl.constexpr, MASK: tl.constexpr, LATENT: tl.constexpr,
-    RAGGED: tl.constexpr, SPLIT: tl.constexpr, PEEL: tl.constexpr, OVERLAP: tl.constexpr, FIRST: tl.constexpr,
+    D: constexpr, DV: constexpr, DR: constexpr, BLOCK_D: constexpr, BLOCK_DV: constexpr, BLOCK_DR: constexpr,
+    PAGE: constexpr, KV_HEADS: constexpr, GROUP: constexpr, TILE_M: constexpr, TILE_N: constexpr,
+    COMPUTE: constexpr, CAUSAL: constexpr,
+    MASK: constexpr, LATENT: constexpr, RAGGED: constexpr, SPLIT: constexpr, PEEL: constexpr, OVERLAP: constexpr,
 ):  # fmt: skip
     """Grid: heads of keys * tiles of their group * (splits * tiles of queries + pads), the last tile first: it sees the most keys.
 
     tiles: all tiles of queries. The last `pads` of them, and the tiles after those of the requests where RAGGED, serve padding rows.
     each: tiles of one request, unless RAGGED. width: an upper bound of one request's queries.
     fewest, most: another launch serves requests with fewer or more queries.
-    cap: soft cap in base 2; `scale` then holds scale / cap. TEMPERED: capped logits are multiplied by their token's temperature.
+    cap: soft cap in base 2; `scale` then holds scale / cap. None without. temperature: of each
+    token, a factor on its capped logits. left, right, chunk: None without a bound.
     PEEL: tiles that every row sees are not masked. OVERLAP: stage two is launched while this kernel runs.
     DR: a key's numbers after the first D, which `r_ptr` has of the query. LATENT: `k_ptr` holds the value, too.
     PAGE: 0 for requests whose keys follow one another. Then `table_ptr` tells how many times k_p and v_p a request's first key and value
     lie past the first, and how many times q_b, r_b and mask_b to add to what its tokens say. At most `capacity` of its keys exist.
-    FIRST: `first_ptr` has the first key of each request that may be seen.
+    first: of each request, the first key that may be seen.
     """
-    HEADS: tl.constexpr = GROUP if GROUP < TILE_M else TILE_M
-    BLOCK_Q: tl.constexpr = TILE_M // HEADS
+    HEADS: constexpr = GROUP if GROUP < TILE_M else TILE_M
+    BLOCK_Q: constexpr = TILE_M // HEADS
     if OVERLAP:
         let_next_begin()
-    HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    HEAD_TILES: constexpr = (GROUP + HEADS - 1) // HEADS
     at = tl.program_id(0)
     head_tile = at % (KV_HEADS * HEAD_TILES)
     rest = at // (KV_HEADS * HEAD_TILES)
@@ -194,11 +189,10 @@ def attend(
                 i = first + row // HEADS
                 live = (row < BLOCK_Q * HEADS) & (i < tokens - begin) & (group_head < GROUP)
                 token = (begin + i).to(tl.int64)
-                zeros = tl.zeros([TILE_M, BLOCK_DV], out_ptr.dtype.element_ty)
                 out_at = out_ptr + (token * out_t + head.to(tl.int64) * out_h)[:, None] + out_dims[None, :]
-                tl.store(out_at, zeros, mask=live[:, None] & (dims_v < DV)[None, :])
+                tl.store(out_at, 0.0, mask=live[:, None] & (dims_v < DV)[None, :])
                 if lse_ptr is not None:
-                    tl.store(lse_ptr + token * lse_t + head.to(tl.int64) * lse_h, tl.full([TILE_M], float("-inf"), tl.float32), mask=live)
+                    tl.store(lse_ptr + token * lse_t + head.to(tl.int64) * lse_h, float("-inf"), mask=live)
         return
 
     queries = end - begin
@@ -210,7 +204,7 @@ def attend(
     start = 0
     size = length
     if SPLIT:
-        start, size = share(length, queries, left, chunk, splits, split_keys, TILE_N, LEFT, CHUNKED)
+        start, size = share(length, queries, left, chunk, splits, split_keys, TILE_N)
         start += split * size
         if start >= length:
             return
@@ -222,13 +216,13 @@ def attend(
     lowest = length - queries + first_q
     highest = length - queries + tl.minimum(first_q + BLOCK_Q, queries) - 1
     earliest = 0
-    if FIRST:
+    if first_ptr is not None:
         earliest = tl.maximum(tl.load(first_ptr + request).to(tl.int32), 0)
     last = length
     if PAGE == 0:
         last = tl.minimum(length, capacity)
-    low, high = span(lowest, highest, earliest, last, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
-    all_low, all_high = span(highest, lowest, earliest, last, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
+    low, high = span(lowest, highest, earliest, last, left, right, chunk, CAUSAL)
+    all_low, all_high = span(highest, lowest, earliest, last, left, right, chunk, CAUSAL)
     if SPLIT:
         high = tl.minimum(high, start + size)
     start = tl.maximum(start, low // TILE_N * TILE_N)
@@ -246,26 +240,22 @@ def attend(
             r_ptr += place * r_b
     # Page ids are loaded one step before their keys, and the first ids before the query.
     page = pages_of(row_ptr, start, high, PAGE, TILE_N)
-    dims = tl.arange(0, BLOCK_D)
-    q_at = q_ptr + (token * q_t + head.to(tl.int64) * q_h)[:, None] + dims[None, :]
-    q = tl.load(q_at, mask=live[:, None] & (dims < D)[None, :], other=0.0).to(COMPUTE)
+    q = load_keys(q_ptr, token * q_t + head.to(tl.int64) * q_h, live, D, BLOCK_D, True).to(COMPUTE)
     q_rest = q
     if DR > 0:
-        dims_r = tl.arange(0, BLOCK_DR)
-        r_at = r_ptr + (token * r_t + head.to(tl.int64) * r_h)[:, None] + dims_r[None, :]
-        q_rest = tl.load(r_at, mask=live[:, None] & (dims_r < DR)[None, :], other=0.0).to(COMPUTE)
+        q_rest = load_keys(r_ptr, token * r_t + head.to(tl.int64) * r_h, live, DR, BLOCK_DR, True).to(COMPUTE)
     factor = scale
     if q_scale_ptr is not None:
         factor = factor * tl.load(q_scale_ptr + kv_head * q_scale_h)
     if k_scale_ptr is not None:
         factor = factor * tl.load(k_scale_ptr + kv_head * k_scale_h)
-    temperature = scale
-    if TEMPERED:
+    temperature = None
+    if temperature_ptr is not None:
         temperature = tl.load(temperature_ptr + token, mask=live, other=0.0)
     k_ptr += kv_head.to(tl.int64) * k_h
     v_ptr += kv_head.to(tl.int64) * v_h
     top = tl.full([TILE_M], float("-inf"), tl.float32)
-    LATE: tl.constexpr = TILE_M <= LATE_ROWS and not LATENT and BLOCK_DV <= 256
+    LATE: constexpr = TILE_M <= LATE_ROWS and not LATENT and BLOCK_DV <= 256
     if LATE:
         total = tl.zeros([TILE_M, TILE_N], tl.float32)
     else:
@@ -279,19 +269,19 @@ def attend(
         stop = tl.maximum(tl.minimum(all_high, high) // TILE_N * TILE_N, middle)
     bounds = (start, middle, stop, high)
     for part in tl.static_range(3):
-        if part == 2 or (PEEL and (part == 1 or LEFT or CHUNKED or FIRST)):
+        if part == 2 or (PEEL and (part == 1 or left is not None or chunk is not None or first_ptr is not None)):
             for key in range(bounds[part], bounds[part + 1], TILE_N):
                 acc, top, total, page = attend_tile(
-                    acc, top, total, page, q, q_rest, key, low, high, earliest, last, position, k_ptr, v_ptr, row_ptr, mask_ptr, mask_row,
+                    acc, top, total, page, q, q_rest, key, low, high, earliest if first_ptr is not None else None, last, position, k_ptr, v_ptr, row_ptr, mask_ptr, mask_row,
                     live, factor, cap, temperature, left, right, chunk, k_p, k_n, v_p, v_n, mask_n, D, DV, DR, BLOCK_D, BLOCK_DV, BLOCK_DR,
-                    PAGE, TILE_N, COMPUTE, CAUSAL, LEFT, RIGHT, CHUNKED, CAP, TEMPERED, MASK, LATENT, part != 1, FIRST,
+                    PAGE, TILE_N, COMPUTE, CAUSAL, MASK, LATENT, part != 1,
                 )  # fmt: skip
 
     if LATE:
         total = tl.sum(total, 1)
     factor_v, z = closed(top, total)
     if not SPLIT and sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * LOG2E
+        sink = floats(sinks_ptr + head, live) * LOG2E
         factor_v, z = with_sink(factor_v, z, sink)
     if v_scale_ptr is not None:
         factor_v = factor_v * tl.load(v_scale_ptr + kv_head * v_scale_h)
@@ -303,6 +293,6 @@ def attend(
         tl.store(parts_ptr + rows.to(tl.int64) * splits * DV + part, z, mask=live)
     else:
         out_at = out_ptr + (token * out_t + head.to(tl.int64) * out_h)[:, None] + out_dims[None, :]
-        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=store)
+        tl.store(out_at, acc, mask=store)
         if lse_ptr is not None:
             tl.store(lse_ptr + token * lse_t + head.to(tl.int64) * lse_h, z * LN2, mask=live)

@@ -7,59 +7,61 @@ one writes, so programs need not wait for each other. The last one to arrive at 
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from attnops.kernels.triton.device.attend import load_keys, pages_of, slots_of
-from attnops.kernels.triton.device.softmax import LOG2E, await_previous, closed, finite, tanh, with_sink
+from attnops.kernels.triton.device.memory import await_previous, floats
+from attnops.kernels.triton.device.softmax import LOG2E, closed, raised, tanh, with_sink
 from attnops.kernels.triton.device.store import place
 
 
 @triton.jit
 def turned(
-    rows_ptr, real, dims, norm_ptr, eps, cos_ptr, sin_ptr, D: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr
+    rows_ptr, real, dims, norm_ptr, eps, cos_ptr, sin_ptr, D: constexpr, BLOCK_D: constexpr, WIDTH: constexpr
 ):  # fmt: skip
     """float32 `[rows, BLOCK_D]`: rows of one head each, normed and rotated. WIDTH: of the cosines and sines, D or D // 2."""
     inside = dims < D
     mask = real[:, None] & inside[None, :]
-    x = tl.load(rows_ptr[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+    x = floats(rows_ptr[:, None] + dims[None, :], mask)
     if norm_ptr is not None:
         shrink = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-        x = x * shrink * tl.load(norm_ptr + dims, mask=inside, other=0.0).to(tl.float32)[None, :]
+        x = x * shrink * floats(norm_ptr + dims, inside)[None, :]
     if cos_ptr is not None:
         # Each number's other half is read again, rather than moved between threads.
-        HALF: tl.constexpr = D // 2
+        HALF: constexpr = D // 2
         across = tl.where(dims < HALF, dims + HALF, dims - HALF)
-        y = tl.load(rows_ptr[:, None] + across[None, :], mask=mask, other=0.0).to(tl.float32)
+        y = floats(rows_ptr[:, None] + across[None, :], mask)
         if norm_ptr is not None:
-            y = y * shrink * tl.load(norm_ptr + across, mask=inside, other=0.0).to(tl.float32)[None, :]
-        cos = tl.load(cos_ptr + dims % WIDTH, mask=inside, other=0.0).to(tl.float32)
-        sin = tl.load(sin_ptr + dims % WIDTH, mask=inside, other=0.0).to(tl.float32)
+            y = y * shrink * floats(norm_ptr + across, inside)[None, :]
+        cos = floats(cos_ptr + dims % WIDTH, inside)
+        sin = floats(sin_ptr + dims % WIDTH, inside)
         x = x * cos[None, :] + y * tl.where(dims < HALF, -sin, sin)[None, :]
     return x
 
 
 @triton.jit
-def logits(products, scale, cap, CAP: tl.constexpr):
+def logits(products, scale, cap):
     """Logits in base 2."""
-    if CAP:
+    if cap is not None:
         return tanh(products * scale) * cap
     else:
         return products * scale
 
 
 @triton.jit
-def finish(acc, top, total, head, real, dims, sinks_ptr, out_ptr, out_h, out_d, D: tl.constexpr):
+def finish(acc, top, total, head, real, dims, sinks_ptr, out_ptr, out_h, out_d, D: constexpr):
     """Write the output of `[rows]` heads of one request."""
     factor, z = closed(top, total)
     if sinks_ptr is not None:
-        factor, z = with_sink(factor, z, tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32) * LOG2E)
+        factor, z = with_sink(factor, z, floats(sinks_ptr + head, real) * LOG2E)
     at = out_ptr + (head.to(tl.int64) * out_h)[:, None] + dims.to(tl.int64)[None, :] * out_d
-    tl.store(at, (acc * factor[:, None]).to(out_ptr.dtype.element_ty), mask=real[:, None] & (dims < D)[None, :])
+    tl.store(at, (acc * factor[:, None]), mask=real[:, None] & (dims < D)[None, :])
 
 
 @triton.jit
 def merge_splits(
     parts_ptr, lses_ptr, first, count, h, dims, sinks_ptr, out_ptr, out_h, out_d,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr,
+    GROUP: constexpr, ROWS: constexpr, D: constexpr, BLOCK_D: constexpr, AT_ONCE: constexpr,
 ):  # fmt: skip
     """Merge the splits `first` to `first + count` of a group, AT_ONCE at a time. What other programs wrote is read past the L1 cache."""
     row = tl.arange(0, ROWS)
@@ -74,12 +76,10 @@ def merge_splits(
         z = tl.load(lses_ptr + part, mask=there, other=float("-inf"), cache_modifier=".cg")
         inside = there[:, :, None] & (dims < D)[None, None, :]
         x = tl.load(parts_ptr + part[:, :, None] * D + dims[None, None, :], mask=inside, other=0.0, cache_modifier=".cg")
-        higher = tl.maximum(top, tl.max(z, 0))
-        weights = tl.exp2(z - finite(higher)[None, :])
-        fade = tl.exp2(top - finite(higher))
+        top, base, fade = raised(top, tl.max(z, 0))
+        weights = tl.exp2(z - base[None, :])
         acc = acc * fade[:, None] + tl.sum(weights[:, :, None] * x, 0)
         total = total * fade + tl.sum(weights, 0)
-        top = higher
     finish(acc, top, total, h * GROUP + row, real, dims, sinks_ptr, out_ptr, out_h, out_d, D)
 
 
@@ -88,13 +88,12 @@ VARYING = ["left", "pages", "splits", "least", "numbers", "table_b"]
 
 @triton.jit(do_not_specialize=VARYING)
 def decode(
-    q_ptr, key_ptr, value_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, slots_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, sinks_ptr,
-    out_ptr, parts_ptr, counters_ptr, scale, cap, eps, left, pages, splits, least, numbers,
-    q_b, q_h, key_b, key_h, value_b, value_h, k_p, k_n, k_h, v_p, v_n, v_h, table_b, lengths_b, slots_b, cos_b, sin_b,
-    out_b, out_h, out_d,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, AT_ONCE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, COMPUTE: tl.constexpr, LEFT: tl.constexpr,
-    CAP: tl.constexpr, HOLES: tl.constexpr, SPLIT: tl.constexpr, OVERLAP: tl.constexpr,
+    q_ptr, q_b, q_h, key_ptr, key_b, key_h, value_ptr, value_b, value_h, k_ptr, k_p, k_n, k_h, v_ptr, v_p, v_n, v_h,
+    table_ptr, table_b, lengths_ptr, lengths_b, slots_ptr, slots_b, cos_ptr, cos_b, sin_ptr, sin_b, out_ptr, out_b, out_h, out_d,
+    q_norm_ptr, k_norm_ptr, sinks_ptr, parts_ptr, counters_ptr, scale, cap, left, eps, pages, splits, least, numbers,
+    D: constexpr, BLOCK_D: constexpr, WIDTH: constexpr, PAGE: constexpr, KV_HEADS: constexpr, GROUP: constexpr,
+    ROWS: constexpr, AT_ONCE: constexpr, TILE_M: constexpr, TILE_N: constexpr, COMPUTE: constexpr,
+    HOLES: constexpr, SPLIT: constexpr, OVERLAP: constexpr,
 ):  # fmt: skip
     """Grid: (requests * KV_HEADS, splits). Of a request's keys, at least `least` are in a split; programs past the last split leave.
 
@@ -102,8 +101,7 @@ def decode(
     then base-2 lse without the last dim. counters: a zero for each of axis 0, and zero again at the end. HOLES: an id may be of no page.
     OVERLAP: this kernel is launched while the one before it runs.
     """
-    if OVERLAP:
-        await_previous()
+    await_previous(OVERLAP)
     at = tl.program_id(0)
     split = tl.program_id(1)
     request = (at // KV_HEADS).to(tl.int64)
@@ -117,14 +115,13 @@ def decode(
     out_ptr += request * out_b
     if (slot < 0) | (slot >= pages.to(tl.int64) * PAGE) | (length <= 0):
         if split == 0:
-            zeros = tl.zeros([TILE_M, BLOCK_D], out_ptr.dtype.element_ty)
             out_at = out_ptr + (head.to(tl.int64) * out_h)[:, None] + dims.to(tl.int64)[None, :] * out_d
-            tl.store(out_at, zeros, mask=live[:, None] & (dims < D)[None, :])
+            tl.store(out_at, 0.0, mask=live[:, None] & (dims < D)[None, :])
         return
     # Keys before the new one, and the first of them that is seen.
     past = length - 1
     low = 0
-    if LEFT:
+    if left is not None:
         low = tl.maximum(past - left, 0)
     first = low // TILE_N * TILE_N
     size = tl.cdiv(tl.maximum(tl.cdiv(past - first, splits), least), TILE_N) * TILE_N
@@ -167,17 +164,14 @@ def decode(
             named = (page >= 0) & (page < pages)
             seen = seen & named
             page = tl.where(named, page, 0)
-        k = load_keys(k_ptr, slots_of(page, begin, keys, k_p, k_n, PAGE, TILE_N), dims, seen, D, BLOCK_D, True).to(COMPUTE)
-        s = logits(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, cap, CAP)
+        k = load_keys(k_ptr, slots_of(page, begin, keys, k_p, k_n, PAGE, TILE_N), seen, D, BLOCK_D, True).to(COMPUTE)
+        s = logits(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, cap)
         s = tl.where(seen[None, :], s, float("-inf"))
-        higher = tl.maximum(top, tl.max(s, 1))
-        base = finite(higher)
+        top, base, fade = raised(top, tl.max(s, 1))
         weights = tl.exp2(s - base[:, None])
-        fade = tl.exp2(top - base)
         sums = sums * fade[:, None] + weights
-        v = load_keys(v_ptr, slots_of(page, begin, keys, v_p, v_n, PAGE, TILE_N), dims, seen, D, BLOCK_D, True).to(COMPUTE)
+        v = load_keys(v_ptr, slots_of(page, begin, keys, v_p, v_n, PAGE, TILE_N), seen, D, BLOCK_D, True).to(COMPUTE)
         acc = tl.dot(weights.to(COMPUTE), v, acc * fade[:, None], input_precision="ieee")
-        top = higher
         page = pages_of(row_ptr, begin + TILE_N, high, PAGE, TILE_N)
 
     # The new key, as it is stored. To all but the last split it is -inf.
@@ -185,15 +179,12 @@ def decode(
     if BLOCK_D <= 32:
         # A thread that holds one product fuses it into the first step of the sum. Those that hold copies of a sum then differ.
         products = products.to(tl.float64)
-    s = logits(tl.sum(products, 1).to(tl.float32), scale, cap, CAP)
+    s = logits(tl.sum(products, 1).to(tl.float32), scale, cap)
     s = tl.where(last, s, float("-inf"))
-    higher = tl.maximum(top, s)
-    base = finite(higher)
+    top, base, fade = raised(top, s)
     weight = tl.exp2(s - base)
-    fade = tl.exp2(top - base)
     total = tl.sum(sums, 1) * fade + weight
     acc = acc * fade[:, None] + weight[:, None] * new_value.to(tl.float32)
-    top = higher
 
     if SPLIT:
         if count > 1:

@@ -7,14 +7,15 @@ choices; tokens that did not choose its expert are columns of zeros.
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from attnops.kernels.triton.device.linear import gated
+from attnops.kernels.triton.device.memory import await_previous, floats, streamed
 from attnops.kernels.triton.device.quantise import saturated
-from attnops.kernels.triton.device.softmax import await_previous
 
 
 @triton.jit
-def glu(gate, up, alpha, limit, offset, ACT: tl.constexpr, SHAPED: tl.constexpr):
+def glu(gate, up, alpha, limit, offset, ACT: constexpr, SHAPED: constexpr):
     """`act(gate) * (up + offset)`, in float32. SHAPED: alpha, limit and offset are given; ACT is a name otherwise."""
     if SHAPED:
         if limit > 0.0:
@@ -28,7 +29,7 @@ def glu(gate, up, alpha, limit, offset, ACT: tl.constexpr, SHAPED: tl.constexpr)
 
 
 @triton.jit
-def ranged(x, DTYPE: tl.constexpr):
+def ranged(x, DTYPE: constexpr):
     """float32 `x` within the range of DTYPE, where that is float16: see `attnops.ops.experts.reference`."""
     if DTYPE == tl.float16:
         return saturated(x, 65504.0)
@@ -37,7 +38,7 @@ def ranged(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def halves(y, BLOCK_N: tl.constexpr):
+def halves(y, BLOCK_N: constexpr):
     """(even, odd) rows of `[2 BLOCK_N, ...]`."""
     if len(y.shape) == 1:
         return tl.split(tl.reshape(y, [BLOCK_N, 2]))
@@ -48,18 +49,17 @@ def halves(y, BLOCK_N: tl.constexpr):
 @triton.jit
 def one_token_up(
     x_ptr, w_ptr, bias_ptr, index_ptr, act_ptr, inner, experts, alpha, limit, offset, w_e, w_n, w_k,
-    IN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ACT: tl.constexpr, SHAPED: tl.constexpr,
-    INTERLEAVED: tl.constexpr, OVERLAP: tl.constexpr,
+    IN: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, STAGES: constexpr, ACT: constexpr, SHAPED: constexpr,
+    INTERLEAVED: constexpr, OVERLAP: constexpr,
 ):  # fmt: skip
     """Grid: cdiv(inner, BLOCK_N), K. `act` `[K, inner]`; rows of choices that are no expert keep what they hold.
 
     OVERLAP, here and below: as in `device.linear.one_row`.
     """
-    if OVERLAP:
-        await_previous()
+    await_previous(OVERLAP)
     e = tl.load(index_ptr + tl.program_id(1)).to(tl.int64)
     if (e >= 0) & (e < experts):
-        ROWS: tl.constexpr = 2 * BLOCK_N if INTERLEAVED else BLOCK_N
+        ROWS: constexpr = 2 * BLOCK_N if INTERLEAVED else BLOCK_N
         n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         real = n < (2 * inner if INTERLEAVED else inner)
         rows = w_ptr + e * w_e + n.to(tl.int64) * w_n
@@ -67,37 +67,36 @@ def one_token_up(
         up_sums = sums
         for begin in tl.range(0, IN, BLOCK_K, num_stages=STAGES):
             k = begin + tl.arange(0, BLOCK_K)
-            x = tl.load(x_ptr + k, mask=k < IN, other=0.0).to(tl.float32)
+            x = floats(x_ptr + k, k < IN)
             at = rows[:, None] + k.to(tl.int64)[None, :] * w_k
             inside = real[:, None] & (k < IN)[None, :]
-            sums += tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32) * x[None, :]
+            sums += streamed(at, inside).to(tl.float32) * x[None, :]
             if not INTERLEAVED:
-                up = tl.load(at + tl.cast(inner, tl.int64) * w_n, mask=inside, other=0.0, eviction_policy="evict_first")
+                up = streamed(at + tl.cast(inner, tl.int64) * w_n, inside)
                 up_sums += up.to(tl.float32) * x[None, :]
         y = tl.sum(sums, 1)
         up = tl.sum(up_sums, 1)
         if bias_ptr is not None:
             bias = bias_ptr + e * inner * 2 + n
-            y += tl.load(bias, mask=real, other=0.0).to(tl.float32)
+            y += floats(bias, real)
             if not INTERLEAVED:
-                up += tl.load(bias + inner, mask=real, other=0.0).to(tl.float32)
+                up += floats(bias + inner, real)
         if INTERLEAVED:
             y, up = halves(y, BLOCK_N)
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        DTYPE: tl.constexpr = act_ptr.dtype.element_ty
+        DTYPE: constexpr = act_ptr.dtype.element_ty
         act = ranged(glu(ranged(y, DTYPE), ranged(up, DTYPE), alpha, limit, offset, ACT, SHAPED), DTYPE)
-        tl.store(act_ptr + tl.program_id(1) * inner + n, act.to(DTYPE), mask=n < inner)
+        tl.store(act_ptr + tl.program_id(1) * inner + n, act, mask=n < inner)
 
 
 @triton.jit
 def one_token_down(
     act_ptr, w_ptr, bias_ptr, index_ptr, weights_ptr, out_ptr, outs, experts, w_e, w_n, w_k, out_n,
-    IN: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    IN: constexpr, K: constexpr, KP: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, STAGES: constexpr,
+    OVERLAP: constexpr,
 ):  # fmt: skip
     """Grid: cdiv(outs, BLOCK_N). Every program reads its rows of all K experts."""
-    if OVERLAP:
-        await_previous()
+    await_previous(OVERLAP)
     place = tl.arange(0, KP)
     e = tl.load(index_ptr + place, mask=place < K, other=-1).to(tl.int64)
     here = (e >= 0) & (e < experts)
@@ -108,22 +107,19 @@ def one_token_down(
     for begin in tl.range(0, IN, BLOCK_K, num_stages=STAGES):
         k = begin + tl.arange(0, BLOCK_K)
         x = tl.load(act_ptr + place[:, None] * IN + k[None, :], mask=here[:, None] & (k < IN)[None, :], other=0.0)
-        w = tl.load(
-            rows[:, :, None] + k.to(tl.int64)[None, None, :] * w_k, mask=real[:, :, None] & (k < IN)[None, None, :], other=0.0,
-            eviction_policy="evict_first",
-        )  # fmt: skip
+        w = streamed(rows[:, :, None] + k.to(tl.int64)[None, None, :] * w_k, real[:, :, None] & (k < IN)[None, None, :])
         sums += w.to(tl.float32) * x.to(tl.float32)[:, None, :]
     y = tl.sum(sums, 2)
     if bias_ptr is not None:
-        y += tl.load(bias_ptr + e[:, None] * outs + n[None, :], mask=real, other=0.0).to(tl.float32)
+        y += floats(bias_ptr + e[:, None] * outs + n[None, :], real)
     y = ranged(y, act_ptr.dtype.element_ty)
-    weight = tl.load(weights_ptr + place, mask=here, other=0.0).to(tl.float32)
+    weight = floats(weights_ptr + place, here)
     total = tl.sum(y * weight[:, None], 0)
-    tl.store(out_ptr + n.to(tl.int64) * out_n, total.to(out_ptr.dtype.element_ty), mask=n < outs)
+    tl.store(out_ptr + n.to(tl.int64) * out_n, total, mask=n < outs)
 
 
 @triton.jit
-def choices(index_ptr, tokens, by_expert, experts, K: tl.constexpr, KP: tl.constexpr, BLOCK_T: tl.constexpr):
+def choices(index_ptr, tokens, by_expert, experts, K: constexpr, KP: constexpr, BLOCK_T: constexpr):
     """The part of the table of choices that a program of an expert and a block of tokens reads.
 
     Returns the tokens `[BLOCK_T]`; of their choices `[BLOCK_T, KP]` the places in the table, which of them there are, and the experts; the
@@ -143,12 +139,21 @@ def choices(index_ptr, tokens, by_expert, experts, K: tl.constexpr, KP: tl.const
     return t, at, given, index, e, chosen, (e >= 0) & (e < experts) & ((earlier == 0) | (by_expert != 0))
 
 
+@triton.jit
+def described_tile(w_ptr, e, row, column, ROWS: constexpr, COLUMNS: constexpr, ALONG_N: constexpr):
+    """`[ROWS, COLUMNS]` of an expert's weight, by its descriptor. ALONG_N: as in `few_tokens`."""
+    if ALONG_N:
+        return tl.trans(tl.reshape(w_ptr.load([e.to(tl.int32), column, row]), [COLUMNS, ROWS]))
+    else:
+        return tl.reshape(w_ptr.load([e.to(tl.int32), row, column]), [ROWS, COLUMNS])
+
+
 @triton.jit(do_not_specialize=["tokens", "by_expert"])
 def few_tokens(
     x_ptr, w_ptr, bias_ptr, index_ptr, weights_ptr, out_ptr, tokens, by_expert, outs, experts, alpha, limit, offset, x_t, w_e, w_n, w_k,
-    IN: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, UP: tl.constexpr, ACT: tl.constexpr, SHAPED: tl.constexpr, INTERLEAVED: tl.constexpr, COMPUTE: tl.constexpr,
-    DESCRIBED: tl.constexpr, ALONG_N: tl.constexpr, OVERLAP: tl.constexpr,
+    IN: constexpr, K: constexpr, KP: constexpr, BLOCK_T: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
+    STAGES: constexpr, UP: constexpr, ACT: constexpr, SHAPED: constexpr, INTERLEAVED: constexpr, COMPUTE: constexpr,
+    DESCRIBED: constexpr, ALONG_N: constexpr, OVERLAP: constexpr,
 ):  # fmt: skip
     """Grid: cdiv(outs, BLOCK_N), experts or choices of a block of tokens, cdiv(tokens, BLOCK_T).
 
@@ -157,12 +162,11 @@ def few_tokens(
     by_expert: programs of the grid's second axis are experts, not choices. DESCRIBED: `w_ptr` is a descriptor, by which the tensor memory
     accelerator reads tiles; it reads 0 past the ends. ALONG_N: of the weight's last two dims, rows are next to each other.
     """
-    if OVERLAP:
-        await_previous()
+    await_previous(OVERLAP)
     t, at, given, index, e, chosen, mine = choices(index_ptr, tokens, by_expert, experts, K, KP, BLOCK_T)
     here = chosen < KP
     if mine & (tl.min(chosen, 0) < KP):
-        ROWS: tl.constexpr = 2 * BLOCK_N if INTERLEAVED else BLOCK_N
+        ROWS: constexpr = 2 * BLOCK_N if INTERLEAVED else BLOCK_N
         start = tl.program_id(0) * ROWS
         n = start + tl.arange(0, ROWS)
         real = n < (2 * outs if INTERLEAVED else outs)
@@ -178,49 +182,42 @@ def few_tokens(
             x = tl.load(x_rows[:, None] + k[None, :], mask=here[:, None] & (k < IN)[None, :], other=0.0)
             columns = tl.trans(x.to(COMPUTE))
             if DESCRIBED:
-                if ALONG_N:
-                    w = tl.trans(tl.reshape(w_ptr.load([e.to(tl.int32), begin, start]), [BLOCK_K, ROWS]))
-                else:
-                    w = tl.reshape(w_ptr.load([e.to(tl.int32), start, begin]), [ROWS, BLOCK_K])
+                w = described_tile(w_ptr, e, start, begin, ROWS, BLOCK_K, ALONG_N)
             else:
                 inside = real[:, None] & (k < IN)[None, :]
-                w = tl.load(rows[:, None] + k.to(tl.int64)[None, :] * w_k, mask=inside, other=0.0, eviction_policy="evict_first")
+                w = streamed(rows[:, None] + k.to(tl.int64)[None, :] * w_k, inside)
             y = tl.dot(w.to(COMPUTE), columns, y, input_precision="ieee")
             if UP and not INTERLEAVED:
                 if DESCRIBED:
-                    if ALONG_N:
-                        w = tl.trans(tl.reshape(w_ptr.load([e.to(tl.int32), begin, start + outs]), [BLOCK_K, ROWS]))
-                    else:
-                        w = tl.reshape(w_ptr.load([e.to(tl.int32), start + outs, begin]), [ROWS, BLOCK_K])
+                    w = described_tile(w_ptr, e, start + outs, begin, ROWS, BLOCK_K, ALONG_N)
                 else:
-                    w = tl.load(ups[:, None] + k.to(tl.int64)[None, :] * w_k, mask=inside, other=0.0, eviction_policy="evict_first")
+                    w = streamed(ups[:, None] + k.to(tl.int64)[None, :] * w_k, inside)
                 up = tl.dot(w.to(COMPUTE), columns, up, input_precision="ieee")
         if bias_ptr is not None:
             bias = bias_ptr + e.to(tl.int64) * outs * (2 if UP else 1) + n
-            y += tl.load(bias, mask=real, other=0.0).to(tl.float32)[:, None]
+            y += floats(bias, real)[:, None]
             if UP and not INTERLEAVED:
-                up += tl.load(bias + outs, mask=real, other=0.0).to(tl.float32)[:, None]
-        DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+                up += floats(bias + outs, real)[:, None]
+        DTYPE: constexpr = x_ptr.dtype.element_ty
         if UP:
             if INTERLEAVED:
                 y, up = halves(y, BLOCK_N)
             y = ranged(glu(ranged(y, DTYPE), ranged(up, DTYPE), alpha, limit, offset, ACT, SHAPED), DTYPE)
         else:
             y = ranged(y, DTYPE)
-            weights = tl.load(weights_ptr + at, mask=given & (index == e), other=0.0).to(tl.float32)
+            weights = floats(weights_ptr + at, given & (index == e))
             y *= tl.sum(weights, 1)[None, :]
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         out = out_ptr + result[None, :] * outs + n[:, None]
-        tl.store(out, y.to(out_ptr.dtype.element_ty), mask=here[None, :] & (n < outs)[:, None])
+        tl.store(out, y, mask=here[None, :] & (n < outs)[:, None])
 
 
 @triton.jit
 def combine(
-    y_ptr, index_ptr, out_ptr, outs, experts, out_t, out_n, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    y_ptr, index_ptr, out_ptr, outs, experts, out_t, out_n, K: constexpr, KP: constexpr, BLOCK: constexpr, OVERLAP: constexpr,
 ):  # fmt: skip
     """Grid: tokens, cdiv(outs, BLOCK). The sum of each token's results `[T * K, outs]`; an expert that comes twice has one."""
-    if OVERLAP:
-        await_previous()
+    await_previous(OVERLAP)
     t = tl.program_id(0).to(tl.int64)
     place, other = tl.arange(0, KP), tl.arange(0, KP)
     e = tl.load(index_ptr + t * K + place, mask=place < K, other=-1)
@@ -229,4 +226,4 @@ def combine(
     here = (e >= 0) & (e < experts) & (earlier == 0)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     y = tl.load(y_ptr + (t * K + place.to(tl.int64))[:, None] * outs + n[None, :], mask=here[:, None] & (n < outs)[None, :], other=0.0)
-    tl.store(out_ptr + t * out_t + n.to(tl.int64) * out_n, tl.sum(y, 0).to(out_ptr.dtype.element_ty), mask=n < outs)
+    tl.store(out_ptr + t * out_t + n.to(tl.int64) * out_n, tl.sum(y, 0), mask=n < outs)

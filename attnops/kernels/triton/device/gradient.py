@@ -7,117 +7,24 @@ masked. The offset of a tile's first row has 64 bits; those within a tile are OF
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
-from attnops.kernels.triton.device.attend import find, load_keys
-from attnops.kernels.triton.device.softmax import FAINT, LOG2E, chunk_of, span, tanh
-
-
-@triton.jit
-def store_rows(ptr, at, x, live, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Write live rows of `[rows, BLOCK]` numbers at the offsets `at`."""
-    dims = tl.arange(0, BLOCK)
-    tl.store(ptr + at[:, None] + dims[None, :], x.to(ptr.dtype.element_ty), mask=live[:, None] & (dims < WIDTH)[None, :])
-
-
-@triton.jit
-def request_at(cu_ptr, tile, requests, steps, each, TILE: tl.constexpr):
-    """(request, its tile) of a tile of all requests. A tile of padding rows has the request `requests`."""
-    if cu_ptr is not None:
-        request = find(cu_ptr, tile, requests, steps, TILE)
-        return request, tile - tl.load(cu_ptr + request) // TILE - request
-    else:
-        return tile // each, tile % each
-
-
-@triton.jit
-def bounds_of(cu_q_ptr, cu_k_ptr, start_ptr, end_ptr, request, width_q, width_k):
-    """(first query, queries, row of key 0, first key, end of keys, position of the first query) of a request."""
-    if cu_q_ptr is not None:
-        begin = tl.load(cu_q_ptr + request)
-        base = tl.load(cu_k_ptr + request)
-        queries = tl.load(cu_q_ptr + request + 1) - begin
-        high = tl.load(cu_k_ptr + request + 1) - base
-        return begin.to(tl.int64), queries, base.to(tl.int64), 0, high, high - queries
-    else:
-        low = 0
-        high = width_k
-        if start_ptr is not None:
-            low = tl.maximum(tl.load(start_ptr + request).to(tl.int32), 0)
-        if end_ptr is not None:
-            high = tl.load(end_ptr + request).to(tl.int32)
-        first = high - width_q
-        wide = tl.full([], 0, tl.int64) + request
-        return wide * width_q, width_q, wide * width_k, low, tl.minimum(high, width_k), first
-
-
-@triton.jit
-def seen_by(
-    first, last, queries, offset, left, right, chunk, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CHUNKED: tl.constexpr
-):  # fmt: skip
-    """The range of queries, `offset` the first one's position, that see some key of first..last. seen_by(last, first, ...): all keys."""
-    start = 0
-    end = queries
-    if CAUSAL:
-        start = tl.maximum(start, first - offset)
-    if RIGHT:
-        start = tl.maximum(start, first - right - offset)
-    if LEFT:
-        end = tl.minimum(end, last + left - offset + 1)
-    if CHUNKED:
-        start = tl.maximum(start, chunk_of(first, chunk) - offset)
-        end = tl.minimum(end, chunk_of(last, chunk) + chunk - offset)
-    return start, end
-
-
-@triton.jit
-def in_steps(key, high, STEP: tl.constexpr):
-    """Is the key, or another one of its STEP neighbours, before `high`? Triton loads STEP numbers of a mask at once by it."""
-    return key // STEP * STEP < high
-
-
-@triton.jit
-def load_stats(stats_ptr, rows, TILE: tl.constexpr):
-    """(z, delta) of TILE rows, 0 past `rows` of them: see `grad_queries`.
-
-    Half of the places are masked off. Without them the tile would have fewer numbers than the program has threads, and Triton would have
-    every thread load all of them.
-    """
-    at = tl.arange(0, 4 * TILE)
-    both = tl.load(stats_ptr + at, mask=at < 2 * tl.minimum(rows, TILE), other=0.0)
-    both, _ = tl.split(tl.permute(tl.reshape(both, [2, 2 * TILE]), (1, 0)))
-    return tl.split(tl.reshape(both, [TILE, 2]))
-
-
-@triton.jit
-def weights_of(
-    s, z, bias, visible, scale, cap, CAP: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr, COMPUTE: tl.constexpr
-):  # fmt: skip
-    """(weights, derivative of the capped logit by the raw logit). s: products. z: log-sum-exps in base 2, which broadcast."""
-    slope = 1.0
-    if CAP:
-        if COMPUTE == tl.float32:
-            bent = tanh(s * scale)
-        else:
-            # To float32's absolute precision: a number of 16 bits cannot tell.
-            bent = 1.0 - 2.0 / (tl.exp2(s * (scale * (2.0 * LOG2E))) + 1.0)
-        slope = 1.0 - bent * bent
-        logit = bent * cap
-    else:
-        logit = s * scale
-    if MASK == "additive":
-        logit = logit + bias.to(tl.float32) * LOG2E
-    p = tl.exp2(logit - z)
-    if MASK == "bool":
-        if MASKED:
-            visible = visible & (bias != 0)
-        else:
-            visible = bias != 0
-    if MASKED or MASK == "bool":
-        p = tl.where(visible, p, 0.0)
-    return p, slope
-
-
-VARYING = ["left", "right", "chunk", "requests", "steps", "tiles", "each", "width_q", "width_k", "tokens"]
+from attnops.kernels.triton.device.attend import load_keys
+from attnops.kernels.triton.device.gradient_parts import (
+    VARYING,
+    add_parts,
+    bounds_of,
+    in_steps,
+    load_parts,
+    load_stats,
+    multiply,
+    request_at,
+    seen_by,
+    store_parts,
+    store_rows,
+    weights_of,
+)
+from attnops.kernels.triton.device.softmax import FAINT, LOG2E, span
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -126,10 +33,9 @@ def grad_queries(
     stats_ptr, sink_parts_ptr, out_ptr,
     scale, factor, cap, left, right, chunk, requests, steps, tiles, each, width_q, width_k, tokens,
     g_b, g_t, g_h, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h, mask_b, mask_h, mask_t, mask_q, mask_k,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, REST: tl.constexpr,
-    BLOCK_DV: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr,
-    RIGHT: tl.constexpr, CHUNKED: tl.constexpr, CAP: tl.constexpr, MASK: tl.constexpr, MASK_STEP: tl.constexpr,
-    OFFSETS: tl.constexpr,
+    HEADS: constexpr, GROUP: constexpr, D: constexpr, DV: constexpr, BLOCK_D: constexpr, REST: constexpr,
+    BLOCK_DV: constexpr, TILE_Q: constexpr, TILE_K: constexpr, COMPUTE: constexpr, CAUSAL: constexpr, MASK: constexpr, MASK_STEP: constexpr,
+    OFFSETS: constexpr,
 ):  # fmt: skip
     """Grid: heads * tiles of queries, the last tile first: it sees the most keys.
 
@@ -158,15 +64,9 @@ def grad_queries(
     q_ptr += token * q_t + request * q_b + head * q_h
     k_ptr += base * k_t + request * k_b + kv_head * k_h
     v_ptr += base * v_t + request * v_b + kv_head * v_h
-    dims = tl.arange(0, BLOCK_D)
-    dims_v = tl.arange(0, BLOCK_DV)
-    q = load_keys(q_ptr, rows * q_t, dims, live, D, BLOCK_D, True).to(COMPUTE)
-    if REST:
-        dims_r = tl.arange(0, REST)
-        q_rest = load_keys(q_ptr + BLOCK_D, rows * q_t, dims_r, live, D - BLOCK_D, REST, True).to(COMPUTE)
-        acc_rest = tl.zeros([TILE_Q, REST], tl.float32)
-    g = load_keys(g_ptr + token * g_t + request * g_b + head * g_h, rows * g_t, dims_v, live, DV, BLOCK_DV, True)
-    o = load_keys(o_ptr + token * o_t + request * o_b + head * o_h, rows * o_t, dims_v, live, DV, BLOCK_DV, True)
+    q, q_rest = load_parts(q_ptr, rows * q_t, live, D, BLOCK_D, REST, COMPUTE)
+    g = load_keys(g_ptr + token * g_t + request * g_b + head * g_h, rows * g_t, live, DV, BLOCK_DV, True)
+    o = load_keys(o_ptr + token * o_t + request * o_b + head * o_h, rows * o_t, live, DV, BLOCK_DV, True)
     delta = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
     g = g.to(COMPUTE)
     z = tl.load(lse_ptr + token * HEADS + head + r * HEADS, mask=live, other=0.0)
@@ -187,39 +87,36 @@ def grad_queries(
         mask_ptr += request * mask_b + begin * mask_t + head * mask_h + (wide + first) * mask_q
 
     last = offset + tl.minimum(first + TILE_Q, queries) - 1
-    start, end = span(offset + first, last, low, high, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
-    all_low, all_high = span(last, offset + first, low, high, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
+    start, end = span(offset + first, last, low, high, left, right, chunk, CAUSAL)
+    all_low, all_high = span(last, offset + first, low, high, left, right, chunk, CAUSAL)
     # Tiles are counted from the request's first key, wherever the range begins.
     start = low + (start - low) // TILE_K * TILE_K
     end = start + tl.cdiv(tl.maximum(end - start, 0), TILE_K) * TILE_K
     middle = tl.minimum(tl.maximum(low + tl.cdiv(all_low - low, TILE_K) * TILE_K, start), end)
     shared = tl.maximum(low + (tl.minimum(all_high, end) - low) // TILE_K * TILE_K - middle, 0)
     # Each query's range of keys. No key is before `low`.
-    lowest, highest = span(position, position, low, high, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
+    lowest, highest = span(position, position, low, high, left, right, chunk, CAUSAL)
     c = tl.arange(0, TILE_K)
     columns = c.to(OFFSETS)
     acc = tl.zeros([TILE_Q, BLOCK_D], tl.float32)
+    acc_rest = tl.zeros([TILE_Q, REST or 1], tl.float32)
     # First the masked tiles, then the `shared` keys from `middle` on, which every query sees.
     for part in tl.static_range(2):
         first_key = start if part == 0 else middle
         count = end - start - shared if part == 0 else shared
         for step in range(0, count, TILE_K):
-            MASKED: tl.constexpr = part == 0
+            MASKED: constexpr = part == 0
             key = first_key + step
             if MASKED:
                 key = tl.where(key >= middle, key + shared, key)
             j = key + c
             inside = j < high
             k_at = k_ptr + (wide + key) * k_t
-            k = load_keys(k_at, columns * k_t, dims, inside, D, BLOCK_D, MASKED).to(COMPUTE)
-            s = tl.dot(q, tl.trans(k), input_precision="ieee")
-            if REST:
-                k_rest = load_keys(k_at + BLOCK_D, columns * k_t, dims_r, inside, D - BLOCK_D, REST, MASKED).to(COMPUTE)
-                s = tl.dot(q_rest, tl.trans(k_rest), s, input_precision="ieee")
-            v = load_keys(v_ptr + (wide + key) * v_t, columns * v_t, dims_v, inside, DV, BLOCK_DV, MASKED).to(COMPUTE)
+            s, k, k_rest = multiply(q, q_rest, k_at, columns * k_t, inside, D, BLOCK_D, REST, MASKED, COMPUTE)
+            v = load_keys(v_ptr + (wide + key) * v_t, columns * v_t, inside, DV, BLOCK_DV, MASKED).to(COMPUTE)
             grad_p = tl.dot(g, tl.trans(v), input_precision="ieee")
-            visible = j[None, :] < (highest[:, None] if CAUSAL or RIGHT or CHUNKED else high)
-            if LEFT or CHUNKED:
+            visible = j[None, :] < (highest[:, None] if CAUSAL or right is not None or chunk is not None else high)
+            if left is not None or chunk is not None:
                 visible = visible & (j[None, :] >= lowest[:, None])
             bias = s
             if MASK != "none":
@@ -229,15 +126,10 @@ def grad_queries(
                     seen = seen & in_steps(j, high, MASK_STEP)[None, :]
                 at_key = ((wide + key) * mask_k + columns * mask_k)[None, :]
                 bias = tl.load(mask_ptr + (rows * mask_q)[:, None] + at_key, mask=seen, other=0)
-            p, slope = weights_of(s, z[:, None], bias, visible, scale, cap, CAP, MASK, MASKED, COMPUTE)
+            p, slope = weights_of(s, z[:, None], bias, visible, scale, cap, MASK, MASKED, COMPUTE)
             grad_s = (p * (grad_p - delta[:, None]) * slope).to(COMPUTE)
-            acc = tl.dot(grad_s, k, acc, input_precision="ieee")
-            if REST:
-                acc_rest = tl.dot(grad_s, k_rest, acc_rest, input_precision="ieee")
-    out_ptr += (token * HEADS + head) * D
-    store_rows(out_ptr, r * (HEADS * D), acc * factor, live, D, BLOCK_D)
-    if REST:
-        store_rows(out_ptr + BLOCK_D, r * (HEADS * D), acc_rest * factor, live, D - BLOCK_D, REST)
+            acc, acc_rest = add_parts(acc, acc_rest, grad_s, k, k_rest, REST)
+    store_parts(out_ptr + (token * HEADS + head) * D, r * (HEADS * D), acc * factor, acc_rest * factor, live, D, BLOCK_D, REST)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -245,13 +137,12 @@ def grad_keys(
     g_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, cu_q_ptr, cu_k_ptr, start_ptr, end_ptr, stats_ptr, out_k_ptr, out_v_ptr,
     scale, factor, cap, left, right, chunk, requests, steps, tiles, each, width_q, width_k, tokens,
     g_b, g_t, g_h, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, mask_b, mask_h, mask_t, mask_q, mask_k,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, REST: tl.constexpr,
-    BLOCK_DV: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr,
-    RIGHT: tl.constexpr, CHUNKED: tl.constexpr, CAP: tl.constexpr, MASK: tl.constexpr, MASK_STEP: tl.constexpr,
-    OFFSETS: tl.constexpr,
+    HEADS: constexpr, GROUP: constexpr, D: constexpr, DV: constexpr, BLOCK_D: constexpr, REST: constexpr,
+    BLOCK_DV: constexpr, TILE_Q: constexpr, TILE_K: constexpr, COMPUTE: constexpr, CAUSAL: constexpr, MASK: constexpr, MASK_STEP: constexpr,
+    OFFSETS: constexpr,
 ):  # fmt: skip
     """Grid: heads of keys * tiles of keys. A program adds up its key head's query heads one after the other. See `grad_queries`."""
-    KV_HEADS: tl.constexpr = HEADS // GROUP
+    KV_HEADS: constexpr = HEADS // GROUP
     wide = tl.full([], 0, tl.int64)
     at = tl.program_id(0)
     kv_head = wide + at % KV_HEADS
@@ -269,22 +160,16 @@ def grad_keys(
     request = wide + request
     k_ptr += (base + first) * k_t + request * k_b + kv_head * k_h
     v_ptr += (base + first) * v_t + request * v_b + kv_head * v_h
-    dims = tl.arange(0, BLOCK_D)
-    dims_v = tl.arange(0, BLOCK_DV)
-    k = load_keys(k_ptr, columns * k_t, dims, inside, D, BLOCK_D, True).to(COMPUTE)
-    if REST:
-        dims_r = tl.arange(0, REST)
-        k_rest = load_keys(k_ptr + BLOCK_D, columns * k_t, dims_r, inside, D - BLOCK_D, REST, True).to(COMPUTE)
-        acc_rest = tl.zeros([TILE_K, REST], tl.float32)
-    v = load_keys(v_ptr, columns * v_t, dims_v, inside, DV, BLOCK_DV, True).to(COMPUTE)
+    k, k_rest = load_parts(k_ptr, columns * k_t, inside, D, BLOCK_D, REST, COMPUTE)
+    v = load_keys(v_ptr, columns * v_t, inside, DV, BLOCK_DV, True).to(COMPUTE)
     if MASK != "none":
         mask_ptr += request * mask_b + begin * mask_t + (wide + first) * mask_k
 
     last = tl.minimum(first + TILE_K, high) - 1
-    start, end = seen_by(first, last, queries, offset, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
-    all_start, all_end = seen_by(last, first, queries, offset, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
+    start, end = seen_by(first, last, queries, offset, left, right, chunk, CAUSAL)
+    all_start, all_end = seen_by(last, first, queries, offset, left, right, chunk, CAUSAL)
     # Each key's range of queries.
-    lowest, highest = seen_by(j, j, queries, offset, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
+    lowest, highest = seen_by(j, j, queries, offset, left, right, chunk, CAUSAL)
     start = start // TILE_Q * TILE_Q
     end = start + tl.cdiv(tl.maximum(end - start, 0), TILE_Q) * TILE_Q
     middle = tl.minimum(tl.maximum(tl.cdiv(all_start, TILE_Q) * TILE_Q, start), end)
@@ -292,6 +177,7 @@ def grad_keys(
     r = tl.arange(0, TILE_Q)
     rows = r.to(OFFSETS)
     acc_k = tl.zeros([TILE_K, BLOCK_D], tl.float32)
+    acc_rest = tl.zeros([TILE_K, REST or 1], tl.float32)
     acc_v = tl.zeros([TILE_K, BLOCK_DV], tl.float32)
     group = kv_head * GROUP
     q_ptr += begin * q_t + request * q_b
@@ -310,24 +196,20 @@ def grad_keys(
         head = group
         query = first_query
         for _ in range(0, count * GROUP, TILE_Q):
-            MASKED: tl.constexpr = part == 0
+            MASKED: constexpr = part == 0
             i = query + r
             live = i < queries
             far = wide + query
-            q_at = q_ptr + far * q_t + head * q_h
             # A query that is not live has 0 everywhere, and adds 0 to every sum.
-            q = load_keys(q_at, rows * q_t, dims, live, D, BLOCK_D, MASKED).to(COMPUTE)
-            s = tl.dot(k, tl.trans(q), input_precision="ieee")
-            if REST:
-                q_rest = load_keys(q_at + BLOCK_D, rows * q_t, dims_r, live, D - BLOCK_D, REST, MASKED).to(COMPUTE)
-                s = tl.dot(k_rest, tl.trans(q_rest), s, input_precision="ieee")
-            g = load_keys(g_ptr + far * g_t + head * g_h, rows * g_t, dims_v, live, DV, BLOCK_DV, MASKED).to(COMPUTE)
+            q_at = q_ptr + far * q_t + head * q_h
+            s, q, q_rest = multiply(k, k_rest, q_at, rows * q_t, live, D, BLOCK_D, REST, MASKED, COMPUTE)
+            g = load_keys(g_ptr + far * g_t + head * g_h, rows * g_t, live, DV, BLOCK_DV, MASKED).to(COMPUTE)
             grad_p = tl.dot(v, tl.trans(g), input_precision="ieee")
             z, delta = load_stats(stats_ptr + (head * tokens + begin + query) * 2, queries - query, TILE_Q)
             visible = live[None, :]
-            if CAUSAL or RIGHT or CHUNKED:
+            if CAUSAL or right is not None or chunk is not None:
                 visible = i[None, :] >= lowest[:, None]
-            if LEFT or CHUNKED:
+            if left is not None or chunk is not None:
                 visible = visible & (i[None, :] < highest[:, None])
             bias = s
             if MASK != "none":
@@ -336,19 +218,15 @@ def grad_keys(
                     seen = seen & live[None, :]
                 row = mask_ptr + head * mask_h + far * mask_q
                 bias = tl.load(row + (rows * mask_q)[None, :] + (columns * mask_k)[:, None], mask=seen, other=0)
-            p, slope = weights_of(s, z[None, :], bias, visible, scale, cap, CAP, MASK, MASKED, COMPUTE)
+            p, slope = weights_of(s, z[None, :], bias, visible, scale, cap, MASK, MASKED, COMPUTE)
             acc_v = tl.dot(p.to(COMPUTE), g, acc_v, input_precision="ieee")
             grad_s = (p * (grad_p - delta[None, :]) * slope).to(COMPUTE)
-            acc_k = tl.dot(grad_s, q, acc_k, input_precision="ieee")
-            if REST:
-                acc_rest = tl.dot(grad_s, q_rest, acc_rest, input_precision="ieee")
+            acc_k, acc_rest = add_parts(acc_k, acc_rest, grad_s, q, q_rest, REST)
             query += TILE_Q
             if MASKED:
                 query = tl.where(query == middle, stop, query)
             head = tl.where(query == past, head + 1, head)
             query = tl.where(query == past, first_query, query)
     row = (base + first) * KV_HEADS + kv_head
-    store_rows(out_k_ptr + row * D, c * (KV_HEADS * D), acc_k * factor, inside, D, BLOCK_D)
-    if REST:
-        store_rows(out_k_ptr + row * D + BLOCK_D, c * (KV_HEADS * D), acc_rest * factor, inside, D - BLOCK_D, REST)
+    store_parts(out_k_ptr + row * D, c * (KV_HEADS * D), acc_k * factor, acc_rest * factor, inside, D, BLOCK_D, REST)
     store_rows(out_v_ptr + row * DV, c * (KV_HEADS * DV), acc_v, inside, DV, BLOCK_DV)

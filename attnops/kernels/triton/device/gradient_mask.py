@@ -2,9 +2,10 @@
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from attnops.kernels.triton.device.attend import load_keys
-from attnops.kernels.triton.device.gradient import VARYING, bounds_of, in_steps, load_stats, seen_by, weights_of
+from attnops.kernels.triton.device.gradient_parts import VARYING, bounds_of, in_steps, load_stats, seen_by, weights_of
 from attnops.kernels.triton.device.softmax import span
 
 
@@ -13,10 +14,9 @@ def grad_mask(
     g_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, start_ptr, end_ptr, stats_ptr, out_ptr,
     scale, cap, left, right, chunk, requests, each, width_q, width_k, tokens,
     g_b, g_t, g_h, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, mask_b, mask_h, mask_q, mask_k,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    CHUNKED: tl.constexpr, CAP: tl.constexpr, ALL_REQUESTS: tl.constexpr, ALL_HEADS: tl.constexpr, ALL_QUERIES: tl.constexpr,
-    MASK_STEP: tl.constexpr, OFFSETS: tl.constexpr,
+    HEADS: constexpr, GROUP: constexpr, D: constexpr, DV: constexpr, BLOCK_D: constexpr, BLOCK_DV: constexpr,
+    TILE_Q: constexpr, TILE_K: constexpr, COMPUTE: constexpr, CAUSAL: constexpr, ALL_REQUESTS: constexpr, ALL_HEADS: constexpr, ALL_QUERIES: constexpr,
+    MASK_STEP: constexpr, OFFSETS: constexpr,
 ):  # fmt: skip
     """Grid: requests * heads * tiles of queries * tiles of keys, 1 for each of the first three that the mask broadcasts over.
 
@@ -36,11 +36,9 @@ def grad_mask(
     if not ALL_QUERIES:
         own_tile = own % each
         own = own // each
-    OUT_HEADS: tl.constexpr = 1 if ALL_HEADS else HEADS
+    OUT_HEADS: constexpr = 1 if ALL_HEADS else HEADS
     own_head = wide + own % OUT_HEADS
     own_request = wide + own // OUT_HEADS
-    dims = tl.arange(0, BLOCK_D)
-    dims_v = tl.arange(0, BLOCK_DV)
     low_tile = own_tile
     tiles = 1
     if ALL_QUERIES:
@@ -49,7 +47,7 @@ def grad_mask(
     if start_ptr is None and end_ptr is None:
         # All requests' queries see the same keys, so that the program may leave out tiles.
         last = tl.minimum(first + TILE_K, width_k) - 1
-        start, end = seen_by(first, last, width_q, width_k - width_q, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
+        start, end = seen_by(first, last, width_q, width_k - width_q, left, right, chunk, CAUSAL)
         past = tl.minimum(low_tile + tiles, tl.cdiv(end, TILE_Q))
         low_tile = tl.maximum(low_tile, start // TILE_Q)
         tiles = tl.maximum(past - low_tile, 0)
@@ -84,25 +82,25 @@ def grad_mask(
         kv_head = head // GROUP
         far = wide + request
         token = begin + query
-        q = load_keys(q_ptr + token * q_t + far * q_b + head * q_h, rows * q_t, dims, live, D, BLOCK_D, True).to(COMPUTE)
-        g = load_keys(g_ptr + token * g_t + far * g_b + head * g_h, rows * g_t, dims_v, live, DV, BLOCK_DV, True).to(COMPUTE)
+        q = load_keys(q_ptr + token * q_t + far * q_b + head * q_h, rows * q_t, live, D, BLOCK_D, True).to(COMPUTE)
+        g = load_keys(g_ptr + token * g_t + far * g_b + head * g_h, rows * g_t, live, DV, BLOCK_DV, True).to(COMPUTE)
         key = base + first
-        k = load_keys(k_ptr + key * k_t + far * k_b + kv_head * k_h, columns * k_t, dims, inside, D, BLOCK_D, True).to(COMPUTE)
-        v = load_keys(v_ptr + key * v_t + far * v_b + kv_head * v_h, columns * v_t, dims_v, inside, DV, BLOCK_DV, True).to(COMPUTE)
+        k = load_keys(k_ptr + key * k_t + far * k_b + kv_head * k_h, columns * k_t, inside, D, BLOCK_D, True).to(COMPUTE)
+        v = load_keys(v_ptr + key * v_t + far * v_b + kv_head * v_h, columns * v_t, inside, DV, BLOCK_DV, True).to(COMPUTE)
         z, delta = load_stats(stats_ptr + (head * tokens + token) * 2, queries - query, TILE_Q)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         grad_p = tl.dot(g, tl.trans(v), input_precision="ieee")
         position = offset + query + r
         zero = position * 0
-        lowest, highest = span(position, position, low + zero, high + zero, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
+        lowest, highest = span(position, position, low + zero, high + zero, left, right, chunk, CAUSAL)
         visible = live[:, None] & inside[None, :] & (j[None, :] >= lowest[:, None]) & (j[None, :] < highest[:, None])
-        p, _ = weights_of(s, z[:, None], bias, visible, scale, cap, CAP, "additive", True, COMPUTE)
+        p, _ = weights_of(s, z[:, None], bias, visible, scale, cap, "additive", True, COMPUTE)
         acc += p * (grad_p - delta[:, None])
     if ALL_QUERIES:
         out_ptr += (wide + own) * width_k
-        tl.store(out_ptr + j, tl.sum(acc, 0).to(out_ptr.dtype.element_ty), mask=j < width_k)
+        tl.store(out_ptr + j, tl.sum(acc, 0), mask=j < width_k)
     else:
         i = own_tile * TILE_Q + r
         out_ptr += ((wide + own) * width_q + own_tile * TILE_Q) * width_k
         at = r.to(tl.int64)[:, None] * width_k + j[None, :]
-        tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=(i < width_q)[:, None] & (j < width_k)[None, :])
+        tl.store(out_ptr + at, acc, mask=(i < width_q)[:, None] & (j < width_k)[None, :])

@@ -5,16 +5,17 @@ The norm is linear in its factor: `(x * gain) @ weight.T * rsqrt(mean(x**2) + ep
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
-from attnops.kernels.triton.device.softmax import await_previous
+from attnops.kernels.triton.device.memory import await_previous, floats, streamed
 
-ROOT_HALF = tl.constexpr(0.7071067811865476)
+ROOT_HALF = constexpr(0.7071067811865476)
 # Of the tanh approximation, twice the factor, because 1 + tanh(z) = 2 sigmoid(2 z).
-TANH, CUBIC = tl.constexpr(1.5957691216057308), tl.constexpr(0.044715)
+TANH, CUBIC = constexpr(1.5957691216057308), constexpr(0.044715)
 
 
 @triton.jit
-def gated(gate, up, ACT: tl.constexpr):
+def gated(gate, up, ACT: constexpr):
     """`act(gate) * up`, in float32."""
     if ACT == "silu":
         return gate * tl.sigmoid(gate) * up
@@ -25,33 +26,33 @@ def gated(gate, up, ACT: tl.constexpr):
 
 
 @triton.jit
-def tile_of(rows_ptr, k, real, IN: tl.constexpr, BLOCK_K: tl.constexpr):
+def tile_of(rows_ptr, k, real, IN: constexpr, BLOCK_K: constexpr):
     """Columns `k` of a weight's rows, which need not stay in the cache; 0 past the ends."""
     if IN % BLOCK_K == 0:
         inside = real[:, None]
     else:
         inside = real[:, None] & (k < IN)[None, :]
-    return tl.load(rows_ptr[:, None] + k[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
+    return streamed(rows_ptr[:, None] + k[None, :], inside)
 
 
 @triton.jit
-def add_product(sums, rows, columns, SPLIT: tl.constexpr):
+def add_product(sums, rows, columns, SPLIT: constexpr):
     """`sums` plus `rows @ columns`. SPLIT: parts of the inner dim with sums of their own, `[SPLIT, N, T]`, which warps share.
 
     A sum is a chain of matrix instructions, each of which waits for the one before it. Warps that have all of a step's columns compute one
     chain, or the same chain; warps that have some of them compute as many chains at once.
     """
     if SPLIT > 1:
-        N: tl.constexpr = rows.shape[0]
-        K: tl.constexpr = rows.shape[1] // SPLIT
-        T: tl.constexpr = columns.shape[1]
+        N: constexpr = rows.shape[0]
+        K: constexpr = rows.shape[1] // SPLIT
+        T: constexpr = columns.shape[1]
         rows = tl.permute(tl.reshape(rows, [N, SPLIT, K]), [1, 0, 2])
         columns = tl.reshape(columns, [SPLIT, K, T])
     return tl.dot(rows, columns, sums, input_precision="ieee")
 
 
 @triton.jit
-def finish(y, up, factor, bias_ptr, gain_ptr, residual, out_ptr, n, outs, real, inside, ACT: tl.constexpr):
+def finish(y, up, factor, bias_ptr, gain_ptr, residual, out_ptr, n, outs, real, inside, ACT: constexpr):
     """Write products: with the norm's factor, the bias, the activation and the residual.
 
     n: which results they are, `real` of the `outs`. out_ptr: where they are in the output, whose rows are `inside`, too.
@@ -60,27 +61,26 @@ def finish(y, up, factor, bias_ptr, gain_ptr, residual, out_ptr, n, outs, real, 
         y *= factor
         up *= factor
     if bias_ptr is not None:
-        y += tl.load(bias_ptr + n, mask=real, other=0.0).to(tl.float32)
+        y += floats(bias_ptr + n, real)
         if ACT != "":
-            up += tl.load(bias_ptr + outs + n, mask=real, other=0.0).to(tl.float32)
+            up += floats(bias_ptr + outs + n, real)
     if ACT != "":
         y = gated(y, up, ACT)
     if residual is not None:
         y += residual.to(tl.float32)
-    tl.store(out_ptr, y.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr, y, mask=inside)
 
 
 @triton.jit
 def one_row(
     x_ptr, w_ptr, bias_ptr, gain_ptr, res_ptr, out_ptr, outs, eps, offset, w_n, res_n, out_n,
-    IN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ACT: tl.constexpr, OVERLAP: tl.constexpr,
+    IN: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, STAGES: constexpr, ACT: constexpr, OVERLAP: constexpr,
 ):  # fmt: skip
     """Grid: cdiv(outs, BLOCK_N). A product of a weight `[outs or 2 outs, IN]` and one row, as sums of products in float32.
 
     OVERLAP: this kernel is launched while the one before it runs.
     """
-    if OVERLAP:
-        await_previous()
+    await_previous(OVERLAP)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     real = n < outs
     rows = w_ptr + n.to(tl.int64) * w_n
@@ -95,10 +95,10 @@ def one_row(
     squares = tl.zeros([BLOCK_K], tl.float32)
     for begin in tl.range(0, IN, BLOCK_K, num_stages=STAGES):
         k = begin + tl.arange(0, BLOCK_K)
-        x = tl.load(x_ptr + k, mask=k < IN, other=0.0).to(tl.float32)
+        x = floats(x_ptr + k, k < IN)
         if gain_ptr is not None:
             squares += x * x
-            x *= offset + tl.load(gain_ptr + k, mask=k < IN, other=0.0).to(tl.float32)
+            x *= offset + floats(gain_ptr + k, k < IN)
         sums += tile_of(rows, k, real, IN, BLOCK_K).to(tl.float32) * x[None, :]
         if ACT != "":
             up_sums += tile_of(ups, k, real, IN, BLOCK_K).to(tl.float32) * x[None, :]
@@ -110,16 +110,15 @@ def one_row(
 @triton.jit(do_not_specialize=["rows"])
 def few_rows(
     x_ptr, w_ptr, bias_ptr, gain_ptr, res_ptr, out_ptr, rows, outs, eps, offset, x_t, w_n, res_t, res_n, out_t, out_n,
-    IN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
-    ACT: tl.constexpr, COMPUTE: tl.constexpr, DESCRIBED: tl.constexpr, OVERLAP: tl.constexpr,
+    IN: constexpr, BLOCK_T: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, SPLIT: constexpr, STAGES: constexpr,
+    ACT: constexpr, COMPUTE: constexpr, DESCRIBED: constexpr, OVERLAP: constexpr,
 ):  # fmt: skip
     """Grid: cdiv(rows, BLOCK_T) * cdiv(outs, BLOCK_N). The weight's rows are the left operand of the matrix units.
 
     SPLIT: parts of a step's columns, as in `add_product`. DESCRIBED: `w_ptr` is a descriptor of the weight, by which the tensor memory
     accelerator reads tiles; it reads 0 past the ends. OVERLAP: as in `one_row`.
     """
-    if OVERLAP:
-        await_previous()
+    await_previous(OVERLAP)
     blocks = tl.cdiv(rows, BLOCK_T)
     # Neighbours share a tile of the weight.
     t = (tl.program_id(0) % blocks) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -151,7 +150,7 @@ def few_rows(
         if gain_ptr is not None:
             wide = x.to(tl.float32)
             squares += tl.sum(wide * wide, 1)
-            gain = offset + tl.load(gain_ptr + k, mask=k < IN, other=0.0).to(tl.float32)
+            gain = offset + floats(gain_ptr + k, k < IN)
             x = (wide * gain[None, :]).to(x.dtype)
         columns = tl.trans(x.to(COMPUTE))
         if DESCRIBED:

@@ -2,8 +2,10 @@
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
-from attnops.kernels.triton.device.softmax import LN2, LOG2E, await_previous, closed, finite, occupied, share, with_sink
+from attnops.kernels.triton.device.memory import await_previous, floats
+from attnops.kernels.triton.device.softmax import LN2, LOG2E, closed, finite, occupied, raised, share, with_sink
 
 VARYING = ["left", "chunk", "width", "splits", "split_keys", "rows", "fewest", "most", "tile"]
 
@@ -13,15 +15,15 @@ def combine(
     parts_ptr, lengths_ptr, starts_ptr, sinks_ptr, out_ptr, lse_ptr,
     left, chunk, width, splits, split_keys, rows, fewest, most, tile,
     out_t, out_h, out_d, lse_t, lse_h,
-    HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, AT_ONCE: tl.constexpr,
-    LEFT: tl.constexpr, CHUNKED: tl.constexpr, OVERLAP: tl.constexpr,
+    HEADS: constexpr, DV: constexpr, BLOCK_DV: constexpr, AT_ONCE: constexpr,
+    OVERLAP: constexpr,
 ):  # fmt: skip
     """Grid: requests * width * HEADS * cdiv(DV, BLOCK_DV). parts: float32 `[rows, splits, DV]`, then `[rows, splits]` base-2 lse.
 
     tile: keys of a step of stage one. AT_ONCE: parts that are read at once. OVERLAP: this kernel is launched while stage one runs.
     """
     at = tl.program_id(0)
-    DV_TILES: tl.constexpr = (DV + BLOCK_DV - 1) // BLOCK_DV
+    DV_TILES: constexpr = (DV + BLOCK_DV - 1) // BLOCK_DV
     row = at // DV_TILES
     head = row % HEADS
     slot = row // HEADS
@@ -30,13 +32,12 @@ def combine(
     begin = tl.load(starts_ptr + request)
     queries = tl.load(starts_ptr + request + 1) - begin
     length = tl.load(lengths_ptr + request)
-    if OVERLAP:
-        await_previous()
+    await_previous(OVERLAP)
     if i >= queries:
         return
     if (queries < fewest) | (queries > most):
         return
-    first, size = share(length, queries, left, chunk, splits, split_keys, tile, LEFT, CHUNKED)
+    first, size = share(length, queries, left, chunk, splits, split_keys, tile)
     count = tl.minimum(tl.cdiv(length - first, size), splits)
 
     dims = (at % DV_TILES) * BLOCK_DV + tl.arange(0, BLOCK_DV)
@@ -52,12 +53,10 @@ def combine(
         real = n < count
         z = tl.load(lses_ptr + origin + n, mask=real, other=float("-inf"))
         part = tl.load(parts_ptr + (origin + n)[:, None] * DV + dims[None, :], mask=real[:, None] & inside[None, :], other=0.0)
-        higher = tl.maximum(top, tl.max(z, 0))
-        weights = tl.exp2(z - finite(higher))
-        fade = tl.exp2(top - finite(higher))
+        top, base, fade = raised(top, tl.max(z, 0))
+        weights = tl.exp2(z - base)
         acc = acc * fade + tl.sum(weights[:, None] * part, 0)
         total = total * fade + tl.sum(weights, 0)
-        top = higher
 
     factor, z = closed(top, total)
     if sinks_ptr is not None:
@@ -65,7 +64,7 @@ def combine(
     token = (begin + i).to(tl.int64)
     head = head.to(tl.int64)
     out_at = out_ptr + token * out_t + head * out_h + dims.to(tl.int64) * out_d
-    tl.store(out_at, (acc * factor).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_at, (acc * factor), mask=inside)
     if lse_ptr is not None:
         if at % DV_TILES == 0:
             tl.store(lse_ptr + token * lse_t + head * lse_h, z * LN2)
@@ -75,7 +74,7 @@ def combine(
 def merge(
     a_ptr, za_ptr, b_ptr, zb_ptr, out_ptr, z_ptr, rows,
     a_t, a_h, a_d, za_t, za_h, b_t, b_h, b_d, zb_t, zb_h,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+    HEADS: constexpr, D: constexpr, BLOCK_D: constexpr, BLOCK_R: constexpr,
 ):  # fmt: skip
     """Grid: cdiv(rows, BLOCK_R). a, b: `[T, HEADS, D]`, za, zb: natural lse `[T, HEADS]`; out and z contiguous."""
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -95,11 +94,11 @@ def merge(
     wide = dims.to(tl.int64)[None, :]
     a_at = a_ptr + (token * a_t + head * a_h)[:, None] + wide * a_d
     b_at = b_ptr + (token * b_t + head * b_h)[:, None] + wide * b_d
-    a = tl.load(a_at, mask=(wa > 0)[:, None] & inside, other=0.0).to(tl.float32)
-    b = tl.load(b_at, mask=(wb > 0)[:, None] & inside, other=0.0).to(tl.float32)
+    a = floats(a_at, (wa > 0)[:, None] & inside)
+    b = floats(b_at, (wb > 0)[:, None] & inside)
     merged = a * (wa * inverse)[:, None] + b * (wb * inverse)[:, None]
     out_at = out_ptr + row.to(tl.int64)[:, None] * D + dims[None, :]
-    tl.store(out_at, merged.to(out_ptr.dtype.element_ty), mask=real[:, None] & inside)
+    tl.store(out_at, merged, mask=real[:, None] & inside)
     tl.store(z_ptr + row, top + tl.log2(total) * LN2, mask=real)
 
 
@@ -107,7 +106,7 @@ def merge(
 def merge_all(
     a_ptr, za_ptr, out_ptr, z_ptr, rows, parts,
     a_t, a_n, a_h, a_d, za_t, za_n, za_h,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+    HEADS: constexpr, D: constexpr, BLOCK_D: constexpr, BLOCK_R: constexpr,
 ):  # fmt: skip
     """Grid: cdiv(rows, BLOCK_R). a: `[T, parts, HEADS, D]`, za: natural lse `[T, parts, HEADS]`; out and z contiguous."""
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -127,7 +126,7 @@ def merge_all(
         higher = tl.maximum(top, z)
         weight = tl.exp2((z - finite(higher)) * LOG2E)
         fade = tl.exp2((top - finite(higher)) * LOG2E)
-        a = tl.load(a_at, mask=(weight > 0)[:, None] & inside, other=0.0).to(tl.float32)
+        a = floats(a_at, (weight > 0)[:, None] & inside)
         acc = acc * fade[:, None] + a * weight[:, None]
         total = total * fade + weight
         top = higher
@@ -135,5 +134,5 @@ def merge_all(
         za_at += za_n
     factor, _ = closed(top, total)
     out_at = out_ptr + row.to(tl.int64)[:, None] * D + dims[None, :]
-    tl.store(out_at, (acc * factor[:, None]).to(out_ptr.dtype.element_ty), mask=real[:, None] & inside)
+    tl.store(out_at, (acc * factor[:, None]), mask=real[:, None] & inside)
     tl.store(z_ptr + row, finite(top) + tl.log2(total) * LN2, mask=real)

@@ -2,12 +2,13 @@
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from attnops.kernels.triton.device.store import place, slots_at
 
 
 @triton.jit
-def inner(column, h, d, D: tl.constexpr):
+def inner(column, h, d, D: constexpr):
     """`[1, columns]` int64 offsets of columns of heads of D numbers."""
     return ((column // D).to(tl.int64) * h + (column % D).to(tl.int64) * d)[None, :]
 
@@ -15,7 +16,7 @@ def inner(column, h, d, D: tl.constexpr):
 @triton.jit
 def copy_part(
     source, target, tile, pages_ptr, p, n, h, d,
-    PAGE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE: constexpr, HEADS: constexpr, D: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     """Copy BLOCK columns of every entry. All are read before any is written, and no other program accesses these columns."""
     column = tile * BLOCK + tl.arange(0, BLOCK)
@@ -31,13 +32,13 @@ def copy_part(
 def copy(
     source_ptr, target_ptr, source_t, target_t, entries, total,
     a_ptr, a_l, a_p, a_n, a_h, a_d, b_ptr, b_l, b_p, b_n, b_h, b_d,
-    PAGE: tl.constexpr, HEADS: tl.constexpr, A_D: tl.constexpr, B_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE: constexpr, HEADS: constexpr, A_D: constexpr, B_D: constexpr, BLOCK_N: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     """Grid: (tiles of a row of a + tiles of a row of b, layers). At most BLOCK_N entries, all of them in every program."""
     entry = tl.arange(0, BLOCK_N)
     source = slots_at(source_ptr, entry, source_t, entries, total)
     target = slots_at(target_ptr, entry, target_t, entries, total)
-    A_TILES: tl.constexpr = (HEADS * A_D + BLOCK - 1) // BLOCK
+    A_TILES: constexpr = (HEADS * A_D + BLOCK - 1) // BLOCK
     tile = tl.program_id(0)
     layer = tl.program_id(1).to(tl.int64)
     if tile < A_TILES:
@@ -49,7 +50,7 @@ def copy(
 @triton.jit(do_not_specialize=["entries", "total"])
 def through(
     source_ptr, target_ptr, source_t, target_t, entries, total, pages_ptr, scratch_ptr, layer, p, n, h, d,
-    PAGE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, OUT: tl.constexpr,
+    PAGE: constexpr, HEADS: constexpr, D: constexpr, BLOCK_N: constexpr, BLOCK: constexpr, OUT: constexpr,
 ):  # fmt: skip
     """Grid: (cdiv(entries, BLOCK_N), tiles of a row, layers). OUT: from slots into scratch `[layers, entries, HEADS * D]`, else back."""
     entry = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)

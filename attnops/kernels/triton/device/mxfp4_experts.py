@@ -8,14 +8,15 @@ The warps of a program share the columns of its rows. Weights are loaded a step 
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from attnops.kernels.triton.device.experts import choices, glu
-from attnops.kernels.triton.device.softmax import await_previous
+from attnops.kernels.triton.device.memory import await_previous, floats
 
 # Of two halfwords of four values each. $4: the halfwords; $5, $6: the scales of the lane, four bytes; $7, $8: where theirs is.
 # {15, 8 7 6} of a halfword, the sign and the magnitude, is bfloat16 of 2^-126 times the value, subnormals included. A stored scale is the
 # exponent of a bfloat16, so that the product is exact. fma and not mul, which bfloat16 has from SM90 on.
-VALUES = tl.constexpr("""{
+VALUES = constexpr("""{
 .reg .b32 f, a, b, c, d, e, z;
 mov.b32 z, 0x80008000;
 prmt.b32 f, $5, 0, $7;
@@ -44,7 +45,7 @@ def wide(bits, factor):
 
 
 @triton.jit
-def values(words, scales, LANES: tl.constexpr, COMPUTE: tl.constexpr):
+def values(words, scales, LANES: constexpr, COMPUTE: constexpr):
     """Halfwords [LANES, 8] and the bytes of four scales [LANES] -> four tensors [LANES, 8] of COMPUTE."""
     byte = tl.arange(0, 8)[None, :] // 2
     if COMPUTE == tl.bfloat16:
@@ -63,7 +64,7 @@ def values(words, scales, LANES: tl.constexpr, COMPUTE: tl.constexpr):
 
 @triton.jit
 def step(
-    sums, x, words, scales, TURNS: tl.constexpr, TILES: tl.constexpr, WARPS: tl.constexpr, BLOCK_T: tl.constexpr, COMPUTE: tl.constexpr,
+    sums, x, words, scales, TURNS: constexpr, TILES: constexpr, WARPS: constexpr, BLOCK_T: constexpr, COMPUTE: constexpr,
 ):  # fmt: skip
     """`sums` [WARPS, TILES * 16, BLOCK_T] and the products of TURNS chunks a warp. Columns come in the order that lanes hold them."""
     a, b, c, d = values(words, scales, TURNS * TILES * WARPS * 32, COMPUTE)
@@ -87,16 +88,16 @@ def stored(w, s, begin, inside):
 
 @triton.jit
 def product(
-    w, s, x, COLUMNS: tl.constexpr, TILES: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constexpr, BLOCK_T: tl.constexpr,
-    TURNS: tl.constexpr, COMPUTE: tl.constexpr,
+    w, s, x, COLUMNS: constexpr, TILES: constexpr, WARPS: constexpr, PARTS: constexpr, BLOCK_T: constexpr,
+    TURNS: constexpr, COMPUTE: constexpr,
 ):  # fmt: skip
     """[WARPS, TILES * 16, BLOCK_T]: the products of each warp's columns. A step takes TURNS chunks of each of PARTS warps.
 
     w: pointers [TURNS * TILES * WARPS * 32], s: as many, as `weights` gives them; x: as `inputs` does.
     """
-    CHUNKS: tl.constexpr = COLUMNS // 64
-    STEP: tl.constexpr = PARTS * TURNS
-    WHOLE: tl.constexpr = CHUNKS // STEP * STEP
+    CHUNKS: constexpr = COLUMNS // 64
+    STEP: constexpr = PARTS * TURNS
+    WHOLE: constexpr = CHUNKS // STEP * STEP
     eight = tl.arange(0, 8)[None, :]
     sums = tl.zeros([WARPS, TILES * 16, BLOCK_T], tl.float32)
     # The last step may be a part of one.
@@ -124,14 +125,14 @@ def product(
 
 @triton.jit
 def weights(
-    w_ptr, s_ptr, e, rows, first, COLUMNS: tl.constexpr, TILES: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constexpr, TURNS: tl.constexpr,
-    SPREAD: tl.constexpr,
+    w_ptr, s_ptr, e, rows, first, COLUMNS: constexpr, TILES: constexpr, WARPS: constexpr, PARTS: constexpr, TURNS: constexpr,
+    SPREAD: constexpr,
 ):  # fmt: skip
     """Pointers to the first weights and scales of the tiles from `first` on, as `product` takes them.
 
     e: the expert, a number or one a lane. SPREAD: every PARTS warps have tiles of their own.
     """
-    CHUNKS: tl.constexpr = COLUMNS // 64
+    CHUNKS: constexpr = COLUMNS // 64
     i = tl.arange(0, TURNS * TILES * WARPS * 32)
     tile = first + i // (WARPS * 32) % TILES
     if SPREAD:
@@ -145,7 +146,7 @@ def weights(
 
 
 @triton.jit
-def inputs(rows, WARPS: tl.constexpr, PARTS: tl.constexpr, TURNS: tl.constexpr):
+def inputs(rows, WARPS: constexpr, PARTS: constexpr, TURNS: constexpr):
     """Pointers to the inputs, as `product` takes them. rows: pointers to the row of every lane, [8 BLOCK_T TURNS WARPS]."""
     i = tl.arange(0, rows.shape[0])
     turn = i // (WARPS * 64) % TURNS * PARTS
@@ -154,7 +155,7 @@ def inputs(rows, WARPS: tl.constexpr, PARTS: tl.constexpr, TURNS: tl.constexpr):
 
 
 @triton.jit
-def merged(sums, TILES: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constexpr):
+def merged(sums, TILES: constexpr, WARPS: constexpr, PARTS: constexpr):
     """[WARPS // PARTS * TILES * 16, T]: the parts' sums, and tiles in order."""
     if PARTS == 1:
         return sums.reshape(WARPS * TILES * 16, sums.shape[2])
@@ -163,37 +164,37 @@ def merged(sums, TILES: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def pairs(y, TILES: tl.constexpr):
-    """(gates, factors), [TILES * 8, T] each, of `y` [TILES * 16, T]; of a tile's rows, the gates come first."""
+def activated(y, bias_ptr, e, n, outs, alpha, limit, offset, TILES: constexpr, ACT: constexpr, SHAPED: constexpr):
+    """Results `n` [TILES * 8, T] of the `outs` of expert e, from products `y` [TILES * 16, T]; of a tile's rows, the gates come first."""
     gate, up = y.reshape(TILES, 2, 8, y.shape[1]).permute(0, 2, 3, 1).split()
-    return gate.reshape(TILES * 8, y.shape[1]), up.reshape(TILES * 8, y.shape[1])
+    gate, up = gate.reshape(TILES * 8, y.shape[1]), up.reshape(TILES * 8, y.shape[1])
+    if bias_ptr is not None:
+        bias = bias_ptr + (e.to(tl.int64) * outs + n) * 2
+        gate += floats(bias, n < outs)[:, None]
+        up += floats(bias + 1, n < outs)[:, None]
+    return glu(gate, up, alpha, limit, offset, ACT, SHAPED)
 
 
 @triton.jit
 def one_token_up(
     x_ptr, w_ptr, s_ptr, bias_ptr, index_ptr, act_ptr, inner, experts, alpha, limit, offset,
-    IN: tl.constexpr, TILES: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constexpr, TURNS: tl.constexpr, ACT: tl.constexpr,
-    SHAPED: tl.constexpr, COMPUTE: tl.constexpr, OVERLAP: tl.constexpr,
+    IN: constexpr, TILES: constexpr, WARPS: constexpr, PARTS: constexpr, TURNS: constexpr, ACT: constexpr,
+    SHAPED: constexpr, COMPUTE: constexpr, OVERLAP: constexpr,
 ):  # fmt: skip
     """Grid: cdiv(inner, WARPS // PARTS * TILES * 8), K. `act` `[K, inner]`; rows of choices that are no expert keep what they hold.
 
     OVERLAP, here and below: as in `device.linear.one_row`.
     """
-    if OVERLAP:
-        await_previous()
+    await_previous(OVERLAP)
     e = tl.load(index_ptr + tl.program_id(1))
     if (e >= 0) & (e < experts):
-        ALL: tl.constexpr = WARPS // PARTS * TILES
+        ALL: constexpr = WARPS // PARTS * TILES
         first = tl.program_id(0) * ALL
         w, s = weights(w_ptr, s_ptr, e, 2 * inner, first, IN, TILES, WARPS, PARTS, TURNS, True)
         x = inputs(x_ptr + tl.arange(0, 64 * TURNS * WARPS) * 0, WARPS, PARTS, TURNS)
-        gate, up = pairs(merged(product(w, s, x, IN, TILES, WARPS, PARTS, 8, TURNS, COMPUTE), TILES, WARPS, PARTS), ALL)
+        y = merged(product(w, s, x, IN, TILES, WARPS, PARTS, 8, TURNS, COMPUTE), TILES, WARPS, PARTS)
         n = first * 8 + tl.arange(0, ALL * 8)
-        if bias_ptr is not None:
-            bias = bias_ptr + (e.to(tl.int64) * inner + n) * 2
-            gate += tl.load(bias, mask=n < inner, other=0.0).to(tl.float32)[:, None]
-            up += tl.load(bias + 1, mask=n < inner, other=0.0).to(tl.float32)[:, None]
-        act = glu(gate, up, alpha, limit, offset, ACT, SHAPED).to(act_ptr.dtype.element_ty)
+        act = activated(y, bias_ptr, e, n, inner, alpha, limit, offset, ALL, ACT, SHAPED)
         # The columns are the token eight times.
         t = tl.arange(0, 8)[None, :]
         tl.store(act_ptr + tl.program_id(1) * inner + n[:, None] + t, act, mask=(n < inner)[:, None] & (t == 0))
@@ -202,13 +203,12 @@ def one_token_up(
 @triton.jit
 def one_token_down(
     act_ptr, w_ptr, s_ptr, bias_ptr, index_ptr, weights_ptr, out_ptr, outs, experts, out_n,
-    IN: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, TILES: tl.constexpr, PARTS: tl.constexpr, TURNS: tl.constexpr,
-    COMPUTE: tl.constexpr, OVERLAP: tl.constexpr,
+    IN: constexpr, K: constexpr, KP: constexpr, TILES: constexpr, PARTS: constexpr, TURNS: constexpr,
+    COMPUTE: constexpr, OVERLAP: constexpr,
 ):  # fmt: skip
     """Grid: cdiv(outs, TILES * 16). PARTS warps of each of KP experts; a choice that is no expert reads the first one, and counts 0."""
-    if OVERLAP:
-        await_previous()
-    WARPS: tl.constexpr = KP * PARTS
+    await_previous(OVERLAP)
+    WARPS: constexpr = KP * PARTS
     place = tl.arange(0, TURNS * TILES * WARPS * 32) // 32 % WARPS // PARTS
     e = tl.load(index_ptr + place, mask=place < K, other=0)
     e = tl.where((e >= 0) & (e < experts), e, 0)
@@ -224,10 +224,10 @@ def one_token_down(
     if bias_ptr is not None:
         at = bias_ptr + e.to(tl.int64)[:, None] * outs + n[None, :]
         once = here & (tl.arange(0, WARPS) % PARTS == 0)
-        y += tl.load(at, mask=once[:, None] & (n < outs)[None, :], other=0.0).to(tl.float32)[:, :, None]
-    weight = tl.load(weights_ptr + place, mask=here, other=0.0).to(tl.float32)
+        y += floats(at, once[:, None] & (n < outs)[None, :])[:, :, None]
+    weight = floats(weights_ptr + place, here)
     # Rows that no launch wrote may hold NaN.
-    total = tl.sum(tl.where(here[:, None, None], y * weight[:, None, None], 0.0), 0).to(out_ptr.dtype.element_ty)
+    total = tl.sum(tl.where(here[:, None, None], y * weight[:, None, None], 0.0), 0)
     t = tl.arange(0, 8)[None, :]
     tl.store(out_ptr + (n.to(tl.int64) * out_n)[:, None] + t, total, mask=(n < outs)[:, None] & (t == 0))
 
@@ -235,18 +235,17 @@ def one_token_down(
 @triton.jit(do_not_specialize=["tokens", "by_expert"])
 def few_tokens(
     x_ptr, w_ptr, s_ptr, bias_ptr, index_ptr, weights_ptr, out_ptr, tokens, by_expert, outs, experts, alpha, limit, offset, x_t,
-    IN: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK_T: tl.constexpr, MATES: tl.constexpr, TILES: tl.constexpr,
-    WARPS: tl.constexpr, PARTS: tl.constexpr, TURNS: tl.constexpr, UP: tl.constexpr, ACT: tl.constexpr, SHAPED: tl.constexpr,
-    COMPUTE: tl.constexpr, OVERLAP: tl.constexpr,
+    IN: constexpr, K: constexpr, KP: constexpr, BLOCK_T: constexpr, MATES: constexpr, TILES: constexpr,
+    WARPS: constexpr, PARTS: constexpr, TURNS: constexpr, UP: constexpr, ACT: constexpr, SHAPED: constexpr,
+    COMPUTE: constexpr, OVERLAP: constexpr,
 ):  # fmt: skip
     """Grid: blocks of tiles (WARPS // PARTS * TILES each), experts or choices of a block of tokens, cdiv(tokens, BLOCK_T).
 
     As `device.experts.few_tokens`. Of the block's tokens, those that chose the program's expert are multiplied, MATES at once.
     """
-    ALL: tl.constexpr = WARPS // PARTS * TILES
-    ROWS: tl.constexpr = 8 if UP else 16
-    if OVERLAP:
-        await_previous()
+    ALL: constexpr = WARPS // PARTS * TILES
+    ROWS: constexpr = 8 if UP else 16
+    await_previous(OVERLAP)
     t, at, given, index, e, chosen, own = choices(index_ptr, tokens, by_expert, experts, K, KP, BLOCK_T)
     here = chosen < KP
     number = tl.cumsum(here.to(tl.int32), 0)  # of a token among its mates, from 1 on
@@ -266,25 +265,20 @@ def few_tokens(
             x = inputs(x_ptr + (lane // K * x_t if UP else lane * IN), WARPS, PARTS, TURNS)
             y = merged(product(w, s, x, IN, TILES, WARPS, PARTS, MATES, TURNS, COMPUTE), TILES, WARPS, PARTS)
             if UP:
-                gate, up = pairs(y, ALL)
-                if bias_ptr is not None:
-                    bias = bias_ptr + (e.to(tl.int64) * outs + n) * 2
-                    gate += tl.load(bias, mask=real, other=0.0).to(tl.float32)[:, None]
-                    up += tl.load(bias + 1, mask=real, other=0.0).to(tl.float32)[:, None]
-                y = glu(gate, up, alpha, limit, offset, ACT, SHAPED)
+                y = activated(y, bias_ptr, e, n, outs, alpha, limit, offset, ALL, ACT, SHAPED)
             else:
                 if bias_ptr is not None:
-                    y += tl.load(bias_ptr + e.to(tl.int64) * outs + n, mask=real, other=0.0).to(tl.float32)[:, None]
-                every = tl.load(weights_ptr + at, mask=given & (index == e), other=0.0).to(tl.float32)
+                    y += floats(bias_ptr + e.to(tl.int64) * outs + n, real)[:, None]
+                every = floats(weights_ptr + at, given & (index == e))
                 y *= tl.sum(tl.where(mine, tl.sum(every, 1)[:, None], 0.0), 0)[None, :]
             out = out_ptr + row[None, :] * outs + n[:, None]
-            tl.store(out, y.to(out_ptr.dtype.element_ty), mask=(mate < count)[None, :] & real[:, None])
+            tl.store(out, y, mask=(mate < count)[None, :] & real[:, None])
 
 
 @triton.jit
-def decode(w_ptr, s_ptr, out_ptr, COLUMNS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, COMPUTE: tl.constexpr):
+def decode(w_ptr, s_ptr, out_ptr, COLUMNS: constexpr, PAIRS: constexpr, BLOCK: constexpr, COMPUTE: constexpr):
     """Grid: tiles of all experts, cdiv(COLUMNS, 64 * BLOCK). All weights, rows and columns in order."""
-    CHUNKS: tl.constexpr = COLUMNS // 64
+    CHUNKS: constexpr = COLUMNS // 64
     tile, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     i = tl.arange(0, BLOCK * 32)
     inside = first + i // 32 < CHUNKS
@@ -299,4 +293,4 @@ def decode(w_ptr, s_ptr, out_ptr, COLUMNS: tl.constexpr, PAIRS: tl.constexpr, BL
         w = w.permute(4, 1, 0, 3, 2, 7, 6, 5).reshape(16, BLOCK * 64)
     column = first * 64 + tl.arange(0, BLOCK * 64)
     out = out_ptr + (tile * 16 + tl.arange(0, 16))[:, None] * COLUMNS + column[None, :]
-    tl.store(out, w.to(out_ptr.dtype.element_ty), mask=(column < COLUMNS)[None, :])
+    tl.store(out, w, mask=(column < COLUMNS)[None, :])

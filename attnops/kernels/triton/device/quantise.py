@@ -6,28 +6,29 @@ HARDWARE: the GPU rounds to float8 itself (from SM89 on). Elsewhere, and in the 
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
-INF_BITS = tl.constexpr(0x7F800000)
-EVEN = tl.constexpr(12582912.0)
+INF_BITS = constexpr(0x7F800000)
+EVEN = constexpr(12582912.0)
 """1.5 * 2^23: a float32 within 2^22 of 0 loses its fraction when this is added to it."""
 
 
 @triton.jit
-def saturated(x, TOP: tl.constexpr):
+def saturated(x, TOP: constexpr):
     """Between -TOP and TOP; NaN stays."""
     x = tl.where(x > TOP, TOP, x)
     return tl.where(x < -TOP, -TOP, x)
 
 
 @triton.jit
-def float8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+def float8_bits(x, MANTISSA: constexpr, BIAS: constexpr):
     """uint8 bits of a saturated float32 as a float8 of MANTISSA bits."""
     bits = x.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
-    SHIFT: tl.constexpr = 23 - MANTISSA
+    SHIFT: constexpr = 23 - MANTISSA
     normal = ((size + ((1 << (SHIFT - 1)) - 1) + ((size >> SHIFT) & 1)) >> SHIFT) - ((127 - BIAS) << MANTISSA)
     # Subnormal numbers have one step size, that of a float32 that is large enough.
-    LARGE: tl.constexpr = (127 + 1 - BIAS + 23 - MANTISSA) << 23
+    LARGE: constexpr = (127 + 1 - BIAS + 23 - MANTISSA) << 23
     large = tl.full(x.shape, LARGE, tl.int32).to(tl.float32, bitcast=True)
     small = (size.to(tl.float32, bitcast=True) + large).to(tl.int32, bitcast=True) - LARGE
     code = tl.where(size < ((127 - BIAS + 1) << 23), small, normal)
@@ -44,7 +45,7 @@ def bfloat16_bits(x):
 
 
 @triton.jit
-def stored_bits(x, AS: tl.constexpr, HARDWARE: tl.constexpr):
+def stored_bits(x, AS: constexpr, HARDWARE: constexpr):
     """float32 `x` as the bits of dtype AS: "float8_e4m3fn", "float8_e5m2", "int8", "bfloat16", "float16" or "float32"."""
     if AS == "int8":
         # Saturation comes first, because EVEN wants numbers near 0. It gives whole numbers, so the order makes no difference.

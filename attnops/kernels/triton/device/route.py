@@ -6,12 +6,13 @@ instruction.
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
-from attnops.kernels.triton.device.softmax import await_previous
+from attnops.kernels.triton.device.memory import await_previous, floats
 
-NONE = tl.constexpr(-(2**31))
+NONE = constexpr(-(2**31))
 """Below the key of every number: experts and groups that there are not, or that are taken."""
-MOST = tl.constexpr(2**31 - 1)
+MOST = constexpr(2**31 - 1)
 
 
 @triton.jit
@@ -28,14 +29,14 @@ def number_of(key):
 
 
 @triton.jit
-def largest(key, number, AXIS: tl.constexpr):
+def largest(key, number, AXIS: constexpr):
     """(the largest key, the lowest `number` that has it)."""
     top = tl.max(key, AXIS)
     return top, tl.min(tl.where(key == tl.expand_dims(top, AXIS), number, MOST), AXIS)
 
 
 @triton.jit
-def kept_groups(key, place, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BEST: tl.constexpr):
+def kept_groups(key, place, GROUPS: constexpr, TOP_GROUPS: constexpr, BEST: constexpr):
     """bool `[groups]`: the best groups of `key` `[groups, experts of a group]`."""
     group = tl.arange(0, key.shape[0])
     best = tl.zeros([key.shape[0]], tl.float32)
@@ -56,17 +57,16 @@ def kept_groups(key, place, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BEST
 @triton.jit
 def route(
     logits_ptr, bias_ptr, weights_ptr, index_ptr, eps, scale, logits_t, logits_e, weights_t, weights_k, index_t, index_k,
-    GROUPS: tl.constexpr, GROUP: tl.constexpr, GROUPS_P: tl.constexpr, GROUP_P: tl.constexpr, TOP_GROUPS: tl.constexpr, BEST: tl.constexpr,
-    K: tl.constexpr, KP: tl.constexpr, SOFTMAX: tl.constexpr, BY_LOGITS: tl.constexpr, NORMALIZE: tl.constexpr, WHOLE: tl.constexpr,
-    CANCELS: tl.constexpr, OVERLAP: tl.constexpr,
+    GROUPS: constexpr, GROUP: constexpr, GROUPS_P: constexpr, GROUP_P: constexpr, TOP_GROUPS: constexpr, BEST: constexpr,
+    K: constexpr, KP: constexpr, SOFTMAX: constexpr, BY_LOGITS: constexpr, NORMALIZE: constexpr, WHOLE: constexpr,
+    CANCELS: constexpr, OVERLAP: constexpr,
 ):  # fmt: skip
     """Grid: tokens. BY_LOGITS: experts are compared by their logits. WHOLE: the softmax of all logits is needed.
     CANCELS: weights are the softmax of the chosen logits, whose exponentials may be 0 beside the largest of all.
 
     OVERLAP: this kernel is launched while the one before it runs.
     """
-    if OVERLAP:
-        await_previous()
+    await_previous(OVERLAP)
     t = tl.program_id(0).to(tl.int64)
     logits_ptr += t * logits_t
     group, place = tl.arange(0, GROUPS_P)[:, None], tl.arange(0, GROUP_P)[None, :]
@@ -83,7 +83,7 @@ def route(
         else:
             value = tl.sigmoid(value)
         if bias_ptr is not None:
-            value += tl.load(bias_ptr + expert, mask=real, other=0.0).to(tl.float32)
+            value += floats(bias_ptr + expert, real)
     key = tl.where(real, key_of(value), NONE)
     if GROUPS > 1:
         key = tl.where(kept_groups(key, place, GROUPS, TOP_GROUPS, BEST)[:, None], key, NONE)
@@ -110,5 +110,5 @@ def route(
         weight /= tl.sum(tl.where(here, weight, 0.0), 0) + eps
     weight *= scale
     at = k.to(tl.int64)
-    tl.store(weights_ptr + t * weights_t + at * weights_k, weight.to(weights_ptr.dtype.element_ty), mask=here)
+    tl.store(weights_ptr + t * weights_t + at * weights_k, weight, mask=here)
     tl.store(index_ptr + t * index_t + at * index_k, chosen.to(tl.int64), mask=here)

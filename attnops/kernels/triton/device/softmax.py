@@ -2,11 +2,12 @@
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
-LOWEST = tl.constexpr(-1e38)
-FAINT = tl.constexpr(-1e6 * (1 + 2.0**-13))
+LOG2E = constexpr(1.4426950408889634)
+LN2 = constexpr(0.6931471805599453)
+LOWEST = constexpr(-1e38)
+FAINT = constexpr(-1e6 * (1 + 2.0**-13))
 """See `attnops.core.tensors`: a log-sum-exp below this is a faint row's."""
 
 
@@ -14,6 +15,14 @@ FAINT = tl.constexpr(-1e6 * (1 + 2.0**-13))
 def finite(top):
     """`top`, and 0 where it is -inf, so that it can be subtracted from logits that are all -inf."""
     return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def raised(top, logit):
+    """(the larger of both, `finite` of it, the factor on sums of powers of 2 that `top` was subtracted from)."""
+    higher = tl.maximum(top, logit)
+    base = finite(higher)
+    return higher, base, tl.exp2(top - base)
 
 
 @triton.jit
@@ -58,30 +67,30 @@ def chunk_of(position, chunk):
 
 
 @triton.jit
-def span(first, last, low, high, left, right, chunk, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CHUNKED: tl.constexpr):
+def span(first, last, low, high, left, right, chunk, CAUSAL: constexpr):
     """The range of keys within `[low, high)` that some position of first..last sees. span(last, first, ...): that all positions see."""
     if CAUSAL:
         high = tl.minimum(high, last + 1)
-    if RIGHT:
+    if right is not None:
         high = tl.minimum(high, last + right + 1)
-    if LEFT:
+    if left is not None:
         low = tl.maximum(low, first - left)
-    if CHUNKED:
+    if chunk is not None:
         low = tl.maximum(low, chunk_of(first, chunk))
         high = tl.minimum(high, chunk_of(last, chunk) + chunk)
     return low, high
 
 
 @triton.jit
-def sees(visible, position, key, left, right, chunk, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CHUNKED: tl.constexpr):
+def sees(visible, position, key, left, right, chunk, CAUSAL: constexpr):
     """`visible` and the rules: does a position see a key? position and key broadcast."""
     if CAUSAL:
         visible = visible & (key <= position)
-    if LEFT:
+    if left is not None:
         visible = visible & (key >= position - left)
-    if RIGHT:
+    if right is not None:
         visible = visible & (key <= position + right)
-    if CHUNKED:
+    if chunk is not None:
         begun = chunk_of(position, chunk)
         visible = visible & (key >= begun) & (key < begun + chunk)
     return visible
@@ -94,27 +103,15 @@ def closed(top, total):
 
 
 @triton.jit
-def share(length, queries, left, chunk, splits, split_keys, tile, LEFT: tl.constexpr, CHUNKED: tl.constexpr):
+def share(length, queries, left, chunk, splits, split_keys, tile):
     """(first key, keys a split) of a request, both multiples of `tile`. split_keys 0: `splits` shares as even as possible."""
     first = 0
-    if LEFT:
+    if left is not None:
         first = tl.maximum(length - queries - left, 0)
-    if CHUNKED:
+    if chunk is not None:
         first = tl.maximum(chunk_of(length - queries, chunk), first)
     first = first // tile * tile
     size = split_keys
     if split_keys == 0:
         size = tl.maximum(tl.cdiv(tl.cdiv(length - first, splits), tile), 1) * tile
     return first, size
-
-
-@triton.jit
-def let_next_begin():
-    """Let programs of the next kernel start once all programs of this one have called it (PTX: griddepcontrol, sm90)."""
-    tl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def await_previous():
-    """Wait for the writes of the previous kernel. Every exit needs it, too: the kernel after this one relies on both."""
-    tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)

@@ -2,12 +2,13 @@
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from attnops.kernels.triton.device.quantise import bfloat16_bits, stored_bits
 
 
 @triton.jit
-def place(slot, stride_p, stride_n, PAGE: tl.constexpr):
+def place(slot, stride_p, stride_n, PAGE: constexpr):
     """int64 offsets of slots."""
     return (slot // PAGE) * stride_p + (slot % PAGE) * stride_n
 
@@ -22,7 +23,7 @@ def slots_at(slots_ptr, entry, stride, entries, total):
 @triton.jit
 def store_part(
     token, here, slot, tile, rows_ptr, pages_ptr, scale_ptr, t, h, d, p, n, ph, pd, scale_h,
-    PAGE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, AS: tl.constexpr, HARDWARE: tl.constexpr,
+    PAGE: constexpr, HEADS: constexpr, D: constexpr, BLOCK: constexpr, AS: constexpr, HARDWARE: constexpr,
 ):  # fmt: skip
     """BLOCK columns of HEADS * D of each token."""
     column = tile * BLOCK + tl.arange(0, BLOCK)
@@ -49,8 +50,8 @@ def store(
     slots_ptr, slots_t, tokens, total,
     a_ptr, a_pages_ptr, a_scale_ptr, a_t, a_h, a_d, a_p, a_n, a_ph, a_pd, a_scale_h,
     b_ptr, b_pages_ptr, b_scale_ptr, b_t, b_h, b_d, b_p, b_n, b_ph, b_pd, b_scale_h,
-    PAGE: tl.constexpr, HEADS: tl.constexpr, A_D: tl.constexpr, B_D: tl.constexpr, BLOCK_T: tl.constexpr,
-    A_BLOCK: tl.constexpr, B_BLOCK: tl.constexpr, A_AS: tl.constexpr, B_AS: tl.constexpr, HARDWARE: tl.constexpr,
+    PAGE: constexpr, HEADS: constexpr, A_D: constexpr, B_D: constexpr, BLOCK_T: constexpr,
+    A_BLOCK: constexpr, B_BLOCK: constexpr, A_AS: constexpr, B_AS: constexpr, HARDWARE: constexpr,
 ):  # fmt: skip
     """Grid: (cdiv(tokens, BLOCK_T), tiles of a row of a + tiles of a row of b).
 
@@ -60,7 +61,7 @@ def store(
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     here = token < tokens
     slot = slots_at(slots_ptr, token, slots_t, tokens, total)
-    A_TILES: tl.constexpr = (HEADS * A_D + A_BLOCK - 1) // A_BLOCK
+    A_TILES: constexpr = (HEADS * A_D + A_BLOCK - 1) // A_BLOCK
     tile = tl.program_id(1)
     if tile < A_TILES:
         store_part(
@@ -80,7 +81,7 @@ def store(
 @triton.jit
 def pack_group(
     row_ptr, real, here, latent_ptr, token_at, group, latent_d, d,
-    DC: tl.constexpr, GROUP: tl.constexpr, LEAST: tl.constexpr, HARDWARE: tl.constexpr,
+    DC: constexpr, GROUP: constexpr, LEAST: constexpr, HARDWARE: constexpr,
 ):  # fmt: skip
     """Store the numbers of a group, and its scale."""
     dims = (group * GROUP + tl.arange(0, GROUP)).to(tl.int64)
@@ -99,7 +100,7 @@ def pack_group(
 
 
 @triton.jit
-def pack_rope(row_ptr, real, here, rope_ptr, token_at, rope_d, d, BEGIN: tl.constexpr, DR: tl.constexpr, BLOCK: tl.constexpr):
+def pack_rope(row_ptr, real, here, rope_ptr, token_at, rope_d, d, BEGIN: constexpr, DR: constexpr, BLOCK: constexpr):
     """Store the rotated key byte by byte, because a row may begin at an odd address."""
     at = tl.arange(0, BLOCK)
     inside = (at < 2 * DR)[None, :]
@@ -112,8 +113,8 @@ def pack_rope(row_ptr, real, here, rope_ptr, token_at, rope_d, d, BEGIN: tl.cons
 @triton.jit(do_not_specialize=["tokens", "total"])
 def pack(
     slots_ptr, slots_t, tokens, total, latent_ptr, rope_ptr, pages_ptr, latent_t, latent_d, rope_t, rope_d, p, n, d,
-    PAGE: tl.constexpr, DC: tl.constexpr, DR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
-    LEAST: tl.constexpr, HARDWARE: tl.constexpr,
+    PAGE: constexpr, DC: constexpr, DR: constexpr, BLOCK_T: constexpr, BLOCK_R: constexpr, GROUP: constexpr,
+    LEAST: constexpr, HARDWARE: constexpr,
 ):  # fmt: skip
     """Grid: (cdiv(tokens, BLOCK_T), DC // GROUP + 1): a group of the latent a program, and the rotated key. pages: uint8."""
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -121,7 +122,7 @@ def pack(
     slot = slots_at(slots_ptr, token, slots_t, tokens, total)
     real = (slot >= 0)[:, None]
     row_ptr = pages_ptr + place(slot, p, n, PAGE)[:, None]
-    GROUPS: tl.constexpr = DC // GROUP
+    GROUPS: constexpr = DC // GROUP
     group = tl.program_id(1)
     if group < GROUPS:
         pack_group(row_ptr, real, here, latent_ptr, (token * latent_t)[:, None], group, latent_d, d, DC, GROUP, LEAST, HARDWARE)

@@ -39,7 +39,7 @@ MOST_PARTS_BYTES = 1 << 29
 
 STAGE_TWO = (
     "parts_ptr", "lengths_ptr", "starts_ptr", "sinks_ptr", "out_ptr", "lse_ptr", "left", "chunk", "width", "splits", "split_keys", "rows",
-    "fewest", "most", "out_t", "out_h", "out_d", "lse_t", "lse_h", "DV", "LEFT", "CHUNKED", "OVERLAP",
+    "fewest", "most", "out_t", "out_h", "out_d", "lse_t", "lse_h", "DV", "OVERLAP",
 )  # fmt: skip
 """The arguments of stage one that stage two takes, too."""
 
@@ -276,7 +276,6 @@ def _arguments(call: Any, batch: Batch, given: Operands, rules: Rules) -> dict[s
     """The arguments of `attend` that depend on neither tiles nor splits, but for the mask."""
     query, rest, k, v, output, lse, latent = given
     of_keys = (call.kv_scale, call.kv_scale) if latent else (call.k_scale, call.v_scale)
-    warm = flat(getattr(call, "temperature", None))
     # Packed keys are the rows of one tensor, others have a dim for pages or requests before that.
     row = 0 if batch.page == 0 and k.dim() == 3 else 1
     requests, table = batch.table.shape[0], batch.table
@@ -287,14 +286,14 @@ def _arguments(call: Any, batch: Batch, given: Operands, rules: Rules) -> dict[s
         **(strides(r=rest) if rest is not None else {"r_b": 0, "r_t": 0, "r_h": 0}),
         "q_ptr": query, "r_ptr": rest, "k_ptr": k, "v_ptr": v, "out_ptr": output, "lse_ptr": lse,
         "table_ptr": table, "first_ptr": batch.first, "lengths_ptr": batch.lengths,
-        "starts_ptr": batch.starts, "sinks_ptr": flat(call.sinks), "temperature_ptr": warm, "requests": requests,
+        "starts_ptr": batch.starts, "sinks_ptr": flat(call.sinks), "temperature_ptr": flat(getattr(call, "temperature", None)), "requests": requests,
         "tokens": output.shape[0], "steps": requests.bit_length(), "capacity": batch.capacity,
         "k_p": k.stride(0), "k_n": k.stride(row), "k_h": 0 if latent else k.stride(-2),
         "v_p": v.stride(0), "v_n": v.stride(row), "v_h": 0 if latent else v.stride(-2), "table_b": table.stride(0),
         "out_t": output.stride(0), "out_h": output.stride(1), "out_d": output.stride(2),
         "lse_t": 0 if lse is None else lse.stride(0), "lse_h": 0 if lse is None else lse.stride(1),
         "DR": 0 if rest is None else rest.shape[-1], "COMPUTE": computed_in(_multiplied(given)),
-        "PAGE": batch.page, "LATENT": latent, "FIRST": batch.first is not None, "TEMPERED": warm is not None,
+        "PAGE": batch.page, "LATENT": latent,
     }  # fmt: skip
 
 

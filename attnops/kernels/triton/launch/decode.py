@@ -29,7 +29,7 @@ def decode_attention(call: DecodeAttention, choice: grids.Choice | None = None) 
         return
     (requests, heads, dims), (pages, page, kv_heads, _) = query.shape, k.shape
     refuse_far(("k_pages", k, page), ("v_pages", v, page))
-    given, gpu, fixed = ruled(Rules.of(call)), gpu_of(output), deterministic(call.policy)
+    rules, gpu, fixed = ruled(Rules.of(call)), gpu_of(output), deterministic(call.policy)
     if fixed:
         query, key = steady(query), steady(key)
     group, keys = heads // kv_heads, call.page_table.shape[1] * page
@@ -44,18 +44,14 @@ def decode_attention(call: DecodeAttention, choice: grids.Choice | None = None) 
     cos, sin = (x if x is None or x.stride(1) == 1 else x.contiguous() for x in (call.cos, call.sin))
     rows, block = power(group), padded(dims)
     launch(decode, (requests * kv_heads, splits), {
-        **{name: given[name] for name in ("scale", "cap", "left", "LEFT", "CAP")},
-        "q_ptr": query, "key_ptr": key, "value_ptr": value, "k_ptr": k, "v_ptr": v, "table_ptr": table, "lengths_ptr": call.seq_lens,
-        "slots_ptr": call.slots, "cos_ptr": cos, "sin_ptr": sin, "q_norm_ptr": flat(call.q_norm), "k_norm_ptr": flat(call.k_norm),
-        "sinks_ptr": flat(call.sinks), "out_ptr": output, "parts_ptr": parts, "counters_ptr": counters, "eps": call.eps, "pages": pages,
-        "splits": splits, "least": least, "numbers": numbers,
-        "q_b": query.stride(0), "q_h": query.stride(1), "key_b": key.stride(0), "key_h": key.stride(1), "value_b": value.stride(0),
-        "value_h": value.stride(1), "k_p": k.stride(0), "k_n": k.stride(1), "k_h": k.stride(2), "v_p": v.stride(0), "v_n": v.stride(1),
-        "v_h": v.stride(2), "table_b": table.stride(0), "lengths_b": call.seq_lens.stride(0), "slots_b": call.slots.stride(0),
-        "cos_b": 0 if cos is None else cos.stride(0), "sin_b": 0 if sin is None else sin.stride(0),
-        "out_b": output.stride(0), "out_h": output.stride(1), "out_d": output.stride(2),
         "D": dims, "BLOCK_D": block, "WIDTH": dims if cos is None else cos.shape[1], "PAGE": page, "KV_HEADS": kv_heads, "GROUP": group,
         "ROWS": rows, "AT_ONCE": max(1, min(most, grids.MERGED // (rows * block))), "TILE_M": tile.rows,
         "TILE_N": tile.keys, "COMPUTE": computed_in(query), "HOLES": call.holes, "SPLIT": apart,
         "num_stages": tile.stages, **overlapped(at.overlap and overlaps(output.device)),
-    }, warps=tile.warps)  # fmt: skip
+    }, (
+        query, *query.stride()[:2], key, *key.stride()[:2], value, *value.stride()[:2], k, *k.stride()[:3], v, *v.stride()[:3],
+        table, table.stride(0), call.seq_lens, call.seq_lens.stride(0), call.slots, call.slots.stride(0),
+        cos, 0 if cos is None else cos.stride(0), sin, 0 if sin is None else sin.stride(0), output, *output.stride(),
+        flat(call.q_norm), flat(call.k_norm), flat(call.sinks), parts, counters,
+        rules["scale"], rules["cap"], rules["left"], call.eps, pages, splits, least, numbers,
+    ), tile.warps)  # fmt: skip

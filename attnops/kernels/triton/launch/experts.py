@@ -19,6 +19,7 @@ from attnops.kernels.triton.launch.experts_tiles import Shape, Tile
 from attnops.kernels.triton.launch.linear import ALIGNED, descriptors
 
 if TYPE_CHECKING:
+    from attnops.ops.experts.mxfp4 import Mxfp4Experts
     from attnops.ops.experts.record import Experts
 
 BLOCK = 1024
@@ -60,9 +61,10 @@ def _along(weight: Tensor) -> bool:
     return weight.stride(2) != 1 and weight.stride(1) == 1
 
 
-def _numbers(call: Experts) -> tuple[tuple[float, float, float], dict[str, Any]]:
+def activation(call: Experts | Mxfp4Experts, name: str) -> tuple[tuple[float, float, float], dict[str, Any]]:
+    """The numbers and the constants of an activation, as the device functions take them."""
     shaped = bool(call.alpha != 1 or call.limit or call.offset)
-    return (call.alpha, call.limit, call.offset), {"ACT": call.activation, "SHAPED": shaped, "INTERLEAVED": call.interleaved}
+    return (call.alpha, call.limit, call.offset), {"ACT": name, "SHAPED": shaped}
 
 
 def _one_token(call: Experts, choice: tuple[Tile, Tile] | None) -> None:
@@ -70,10 +72,10 @@ def _one_token(call: Experts, choice: tuple[Tile, Tile] | None) -> None:
     (experts, outs, inner), k = call.down.shape, index.shape[1]
     first, second = choice or tuple(tiles.one_token(shape, power(k)) for shape in shapes(call))
     act, overlap = x.new_empty((k, inner)), overlaps(output.device)
-    numbers, given = _numbers(call)
+    numbers, given = activation(call, call.activation)
     block = first.rows // 2 if call.interleaved else first.rows
     launch(device.one_token_up, (-(-inner // block), k), {
-        "IN": x.shape[1], "BLOCK_N": block, "BLOCK_K": first.columns, "STAGES": first.stages, **given,
+        "IN": x.shape[1], "BLOCK_N": block, "BLOCK_K": first.columns, "STAGES": first.stages, "INTERLEAVED": call.interleaved, **given,
         **overlapped(first.overlap and overlap),
     }, (x, call.gate_up, flat(call.gate_up_bias), index, act, inner, experts, *numbers, *call.gate_up.stride()), first.warps)  # fmt: skip
     launch(device.one_token_down, (-(-outs // second.rows),), {
@@ -92,7 +94,7 @@ def _few_tokens(call: Experts, choice: tuple[Tile, Tile] | None, block: int) -> 
     chosen = choice or tuple(tiles.few_tokens(shape, block, memory) for shape in shapes(call))
     act = x.new_empty((tokens * k, inner))
     y = x.new_empty((tokens * k, outs), dtype=torch.float32)
-    numbers, given = _numbers(call)
+    numbers, given = activation(call, call.activation)
     programs = min(experts, min(tokens, block) * k)
     for up, tile, source, weight, bias, result in (
         (True, chosen[0], x, call.gate_up, call.gate_up_bias, act), (False, chosen[1], act, call.down, call.down_bias, y),

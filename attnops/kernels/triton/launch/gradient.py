@@ -106,7 +106,7 @@ def _gradients(call: Any, batch: Batch, covered: bool) -> tuple[Tensor, ...]:
     gpu = gpu_of(query)
     of_queries, of_keys = tiles_of(query.dtype, dims, v_dims, gpu.memory, mask is not None)
     # Windows and chunks need more registers: with fewer, ptxas has each product wait for the one before it.
-    capped = gpu.warpgroups and not (shared["LEFT"] or shared["RIGHT"] or shared["CHUNKED"])
+    capped = gpu.warpgroups and all(shared[n] is None for n in ("left", "right", "chunk"))
     of_output = strides(o=output)
     count, each = batch.tiles(tokens, batch.width_q, of_queries.rows)
     launch(grad_queries, (heads * count,), {

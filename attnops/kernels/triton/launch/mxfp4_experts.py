@@ -13,7 +13,7 @@ from attnops.kernels.shared.launch.gpu import computed_in, flat, launch, overlap
 from attnops.kernels.shared.parts import GRID, turns_of
 from attnops.kernels.shared.sizes import power
 from attnops.kernels.triton.device import experts as plain, mxfp4_experts as device
-from attnops.kernels.triton.launch.experts import BLOCK
+from attnops.kernels.triton.launch.experts import BLOCK, activation
 from attnops.kernels.triton.launch.experts_tiles import LEAST_TOKENS, MOST_TOKENS, block_of
 from attnops.ops.experts.mxfp4_reference import Decoded
 
@@ -69,11 +69,6 @@ def mxfp4_experts(call: Mxfp4Experts, choice: tuple[Tile, Tile] | None = None) -
             _few_tokens(part, choice or (TILE, TILE), block)
 
 
-def _numbers(call: Mxfp4Experts) -> tuple[tuple[float, float, float], dict[str, Any]]:
-    shaped = bool(call.alpha != 1 or call.limit or call.offset)
-    return (call.alpha, call.limit, call.offset), {"ACT": "silu", "SHAPED": shaped}
-
-
 def _words(weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """As the device functions read them."""
     return _viewed(weight, torch.int16), _viewed(scales, torch.int32)
@@ -102,7 +97,7 @@ def _one_token(call: Mxfp4Experts, first: Tile, second: Tile) -> None:
     x, index, output, computed = call.x, call.top_k_index.contiguous(), call.output, computed_in(call.x)
     (experts, outs, half), k = call.down.shape, index.shape[1]
     inner, act, overlap = 2 * half, x.new_empty((k, 2 * half)), overlaps(output.device)
-    numbers, given = _numbers(call)
+    numbers, given = activation(call, "silu")
     launch(device.one_token_up, (-(-inner // (8 * first.tiles * first.warps // first.parts)), k), {
         "IN": x.shape[1], "WARPS": first.warps, **first.given, **given, "COMPUTE": computed,
         **overlapped(first.overlap and overlap),
@@ -122,7 +117,7 @@ def _few_tokens(call: Mxfp4Experts, choice: tuple[Tile, Tile], block: int) -> No
     x, index, weights, output = call.x, call.top_k_index.contiguous(), call.top_k_weights.contiguous(), call.output
     tokens, (experts, outs, half), k = x.shape[0], call.down.shape, index.shape[1]
     act, y = x.new_empty((tokens * k, 2 * half)), x.new_empty((tokens * k, outs), dtype=torch.float32)
-    numbers, given = _numbers(call)
+    numbers, given = activation(call, "silu")
     overlap = overlaps(output.device)
     programs = min(experts, min(tokens, block) * k)
     for up, tile, source, weight, scales, bias, result in (

@@ -24,10 +24,9 @@ def route(call: Route) -> None:
     group, plain = count // call.groups, by_logits(call, call.bias)
     softmax, cancels = call.scoring == "softmax", call.normalize and not call.eps
     launch(device, (tokens,), {
-        "logits_ptr": logits, "bias_ptr": flat(call.bias), "weights_ptr": weights, "index_ptr": index, "eps": call.eps, "scale": call.scale,
-        "logits_t": logits.stride(0), "logits_e": logits.stride(1), "weights_t": weights.stride(0), "weights_k": weights.stride(1),
-        "index_t": index.stride(0), "index_k": index.stride(1),
         "GROUPS": call.groups, "GROUP": group, "GROUPS_P": power(call.groups), "GROUP_P": power(group), "TOP_GROUPS": call.top_groups,
         "BEST": call.group_best, "K": top_k, "KP": power(top_k), "SOFTMAX": softmax, "BY_LOGITS": plain, "NORMALIZE": call.normalize,
         "WHOLE": softmax and not (plain and cancels), "CANCELS": cancels, **overlapped(overlaps(logits.device)),
-    }, warps=1)  # fmt: skip
+    }, (
+        logits, flat(call.bias), weights, index, call.eps, call.scale, *logits.stride(), *weights.stride(), *index.stride(),
+    ), warps=1)  # fmt: skip
