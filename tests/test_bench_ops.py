@@ -151,9 +151,10 @@ def test_data_is_counted_and_compared_bit_for_bit(monkeypatch):
         "kv_indices 64": 0,
     }
     for name, moved in want.items():
-        task = next(ops.moves_at(TOY, Pool("cpu"), *points[name]))
-        check(task.calls[0].record)
-        assert task.moved == moved, name
+        op, point = points[name]
+        call = ops.moving(point, Pool("cpu"), op)
+        check(call.record)
+        assert point.moved(call.tensors(), call.mutated) == moved, name
 
     right = kernels_of("write_kv")["reference"]
 
@@ -196,7 +197,7 @@ def test_exact_gradients_are_those_of_the_reference(pair, monkeypatch):
 
 
 def measured():
-    return [row for task in ops.product_at(TOY, Pool("cpu"), "a", PRODUCT) for row in ops.LINEAR.rows(TOY, task)]
+    return [row for task in ops.product_at(TOY, Pool("cpu"), "a", PRODUCT) for row in ops.cold_rows(TOY, task)]
 
 
 def test_the_runs_of_a_cpu_are_small(small):
@@ -214,9 +215,9 @@ def test_the_runs_of_a_cpu_are_small(small):
 
 
 def test_a_wrong_result_has_no_time(small, monkeypatch):
-    runner, changed = ops.runner, op_suite.changed
+    runner, changed = ops.runner, ops.changed
     monkeypatch.setattr(ops, "runner", lambda *a, **k: lambda: runner(*a, **k)() * 1.01)
-    monkeypatch.setattr(op_suite, "changed", lambda call, **more: changed(call, x=call.x * 1.01, **more))
+    monkeypatch.setattr(ops, "changed", lambda call, **more: changed(call, x=call.x * 1.01, **more))
     experts, _ = ops.EXPERTS(TOY).values()
     for rows in (measured(), experts()):
         wrong = [str(row.get("wrong")) for row in rows if row["way"] == "aten"]
@@ -257,8 +258,8 @@ def test_a_model_has_its_summary(monkeypatch):
     """Of its calls that two kernels answer."""
     row = {"case": "llama-3-8b qkv x1", "us": {"aten": 4.0, "triton": 5.0}, "chosen": {"automatic": "triton"}}
     monkeypatch.setattr(ops, "product_at", lambda setup, pool, name, shape: [name])
-    suite = replace(ops.LINEAR, rows=lambda setup, name: [row] if name.endswith("qkv") else [{"case": name}])
-    [case] = suite(TOY).values()
+    monkeypatch.setattr(ops, "cold_rows", lambda setup, name: [row] if name.endswith("qkv") else [{"case": name}])
+    [case] = ops.LINEAR(TOY).values()
     *rows, automatic, by_estimates = case()
     assert len(rows) == len(MODELS["llama-3-8b"])
     assert (automatic["calls"], automatic["mean_percent"], by_estimates["unanswered"]) == (1, 25.0, 1)
@@ -286,8 +287,7 @@ def test_the_experts_are_those_of_the_models(model, bytes_of_an_expert, monkeypa
 
 
 def test_shares_are_of_the_ceilings():
-    """A task that moves 3 GB and does 40 GFLOP in a millisecond, where the ceilings are 4 TB/s and 100 TFLOP/s."""
+    """Of a call that moves 3 GB and does 40 GFLOP in a millisecond, where the ceilings are 4 TB/s and 100 TFLOP/s."""
     setup = replace(TOY, ceilings={"bandwidth_tb_s": 4.0, "matmul_tflop_s": 100.0})
-    task = op_suite.Task("", [], moved=3e9, flops=40e9)
-    assert task.shares(setup, 1000.0) == {"of_bandwidth": 0.75, "of_flops": 0.4, "of_ceiling": 0.75}
-    assert replace(task, flops=0.0).shares(setup, 1000.0) == {"of_bandwidth": 0.75}
+    assert setup.shares(1000.0, of_bandwidth=3e9, of_flops=40e9, of_matmul=0) == {"of_bandwidth": 0.75, "of_flops": 0.4}
+    assert replace(setup, ceilings={}).shares(1000.0, of_bandwidth=3e9) == {}

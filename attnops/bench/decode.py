@@ -24,7 +24,7 @@ padding over their time, as a share of the rate measured in the same run.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -81,15 +81,13 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
     makers = ways_of(setup, model, prompt, new)
     with torch.no_grad():
         eager = makers.pop("hf_eager")()
-    more = partial(figures, setup, model, eager, point.batch, {"of_bandwidth": (bytes_of(model, point), "bandwidth_tb_s")})
+    more = partial(figures, setup, model, eager, point.batch, {"of_bandwidth": bytes_of(model, point)})
     return models.compared(f"{name} {point}", model, {"hf_eager": eager, **makers}, prompt, new, more)
 
 
-def figures(setup: Setup, model: Any, eager: Way, tokens: int, shares: Mapping[str, tuple[int, str]], us: float, way: Way) -> Row:
-    """The figures of a way that takes `us` for `tokens`. shares: by figure the work, 0 if it is not known, and the name of its ceiling."""
-    found: Row = {"tokens_s": round(tokens / us * 1e6, 1), "layers": model.config.num_hidden_layers}
-    for figure, (work, name) in shares.items():
-        found |= {figure: round(work / us * 1e-6 / ceiling, 4)} if work and (ceiling := setup.ceilings.get(name)) else {}
+def figures(setup: Setup, model: Any, eager: Way, tokens: int, work: dict[str, int], us: float, way: Way) -> Row:
+    """The figures of a way that takes `us` for `tokens`. work: as of `Setup.shares`."""
+    found = {"tokens_s": round(tokens / us * 1e6, 1), "layers": model.config.num_hidden_layers, **setup.shares(us, **work)}
     if setup.on_gpu and way is not eager:
         found |= profiled(way.timed)
         if way.timed.waiting is not None:
@@ -194,7 +192,7 @@ def prefill(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
     known = ways.here(setup, "prefill")
     asked = {"hf_eager", *({*setup.ways} & {*ways.WAYS["prefill"]} or known)}  # `--ways` may name those of decode alone
     made = {name: way(how) for name, how in known.items() if name in asked}
-    more = partial(figures, setup, model, made["hf_eager"], sum(lengths), {"of_matmul": (flop_of(model, lengths), "matmul_tflop_s")})
+    more = partial(figures, setup, model, made["hf_eager"], sum(lengths), {"of_matmul": flop_of(model, lengths)})
     return models.compared(f"{name} {point}", model, made, prompt, None, more, **given)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnops import testing
 from attnops.bench.rows import Way
-from attnops.ops import OPS
 from attnops.testing.calls import Call
 from attnops.testing.error_bounds import allowance
 from attnops.tune.clock import Run, Timed
@@ -42,11 +42,8 @@ def exact(call: Call) -> tuple[Tensor, float, Part]:
 
 def oracle(call: Call) -> tuple[Tensor, float]:
     """(the result in float64, the error allowed to a kernel)."""
-    wide = call.map(lambda _, t: t.double() if t.is_floating_point() and t.dtype.itemsize > 1 else t)
-    returned = OPS[call.op].reference(wide.record)
-    written = call.spec.output
-    found = wide.arguments[written] if returned is None else returned[0]
-    result = written or call.spec.results[0].name
+    result = call.spec.output or call.spec.results[0].name
+    found = testing.oracle(call)[result]
     return found.flatten(0, -3), float(torch.as_tensor(allowance(call, {result: found})[result]).max())
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from attnops.bench import Point, Setup, models, peers, ways
 from attnops.bench.overhead import in_a_process
-from attnops.bench.rows import Case, Make, Row, Way, time_if_right, with_ratios
+from attnops.bench.rows import Case, Row, Way, Ways, time_if_right, with_ratios
 from attnops.hf import Decode
 from attnops.tune.clock import Timed, seconds, steps_us
 
@@ -114,7 +114,7 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
     def figures(us: float, _: Way) -> Row:
         return {"tokens_s": round(point.batch / us * 1e6, 1), "layers": model.config.num_hidden_layers, "new_tokens": new}
 
-    others: dict[str, Way | Make] = {name: partial(way, name) for name in ways.chosen(setup, "generate") if name != "hf"}
+    others: Ways = {name: partial(way, name) for name in ways.chosen(setup, "generate") if name != "hf"}
     allowed = models.budget(model, models.distance(model, logits)(logits, exact))
     clock = partial(steps_us, rounds=MORE_ROUNDS if setup.ways else ROUNDS, cap_s=40.0)
     return with_ratios(time_if_right(f"{name} {point}", {"hf": hf, **others}, text, allowed, clock, off, figures), "hf", "hf_static")

@@ -47,6 +47,7 @@ class Way:
 
 
 Make = Callable[[], Way | None]  # None if it does not answer the call
+Ways = dict[str, Way | Make]
 
 
 def largest_error(got: Tensor, want: Tensor) -> float:
