@@ -61,7 +61,7 @@ def tokens_of(asked: argparse.Namespace, device: Any) -> tuple[Row, Callable[[st
     import attnops
     import attnops.hf
     from attnops.bench import Point, Setup, models
-    from attnops.hf.cache_names import argument
+    from attnops.hf.cache.names import argument
     from attnops.tune.clock import seconds
 
     setup, point = Setup(device, quick=True, layers=asked.layers), Point(asked.batch, asked.context)

@@ -12,8 +12,8 @@ import json
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
+from attnops.bench.files import Report
 from attnops.bench.run import SUITES
 from attnops.core.kernel import Kernel, all_kernels
 from attnops.core.problem import Target
@@ -26,9 +26,6 @@ MOST = 8
 """Kernels that a sentence names."""
 SAME, CHANGED, UNKNOWN = "", "changed", "unknown"
 GRIDS = ("numerics", "numerics_at_size")
-
-Report = dict[str, Any]
-"""A results file."""
 
 
 @functools.cache

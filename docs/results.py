@@ -10,9 +10,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from changed import CHANGED, GRIDS, SAME, TARGETS, UNKNOWN, Report, listed, sentence, since
+from changed import CHANGED, GRIDS, SAME, TARGETS, UNKNOWN, listed, sentence, since
 
 from attnops.bench.choices import summary
+from attnops.bench.files import Report
 from attnops.core.kernel import kernel_names
 from attnops.ops import OPS
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from attnops.graphs import Graphed, Report as GraphReport
     from attnops.graphs.graphed import Progress
-    from attnops.hf.paged.cache import PagedModelCache
+    from attnops.hf.cache.paged_cache import PagedModelCache
     from attnops.hf.report import Took
 
 MARK = "_attnops"

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from attnops.bench import Setup, exact
-from attnops.bench.rows import Case, Row, time_if_right
+from attnops.bench.rows import Case, Row, Rows, time_if_right
 from attnops.core.kernel import Kernel, kernels_of
 from attnops.core.problem import Problem, Target, altered
 from attnops.core.select import select_by
@@ -187,7 +187,7 @@ def with_regret(row: Row, us: Mapping[str, float]) -> Row:
     return row if percent is None else {**row, "median_us": round(us[mine], 2), "regret_percent": round(percent, 2)}
 
 
-def with_choice(rows: list[Row], call: Call) -> list[Row]:
+def with_choice(rows: Rows, call: Call) -> Rows:
     """The rows of a call, and that of `automatic`; none unless two kernels have a time."""
     times = {row["way"]: row for row in rows if row["way"] in kernels_of(call.op) and "median_us" in row}
     if len(times) < 2:
@@ -273,9 +273,9 @@ class HeldOut:
         return {family: partial(self.measure, setup, family) for family in self.families}
 
     @torch.no_grad()
-    def measure(self, setup: Setup, family: str) -> list[Row]:
+    def measure(self, setup: Setup, family: str) -> Rows:
         """The rows of a family: of its calls, as many as `seconds` allow, and its summary."""
-        pool, rows, checked = Pool(setup.device), list[Row](), Checked()
+        pool, rows, checked = Pool(setup.device), Rows(), Checked()
         if setup.on_gpu:
             pool.reserve(torch.bfloat16, int(LARGEST_BYTES * self.reserved / 2))
         left = self.slow if setup.on_gpu else ("flex", *COMPILED)

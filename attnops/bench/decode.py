@@ -37,11 +37,11 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, StaticCache
 
 from attnops.bench import Point, Setup, models, peers, ways
-from attnops.bench.rows import Case, Row, Way
+from attnops.bench.rows import Case, Row, Rows, Way
 from attnops.bench.ways import How
 from attnops.core.select import use
-from attnops.hf.cache_names import argument
-from attnops.hf.paged.prompt import CAPTURE_AFTER
+from attnops.hf.cache.names import argument
+from attnops.hf.steps.prompt import CAPTURE_AFTER
 from attnops.tune.clock import Timed, seconds, steps_us, synchronize
 
 # Tokens of a run. On a GPU only the first launch waits for the host, so more tokens reduce its share. A cache with windows can be rewound
@@ -73,7 +73,7 @@ def prefill_cases(setup: Setup) -> dict[str, Case]:
     return models.over(setup, "prefill", prefill)
 
 
-def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Row]:
+def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> Rows:
     """One model at one point."""
     model = kept(name)
     count = (NEW_IN_WINDOWS if getattr(model.config, "sliding_window", None) else NEW_ON_GPU) if setup.on_gpu else NEW
@@ -124,7 +124,7 @@ def way_of(setup: Setup, model: Any, prompt: Tensor, new: Tensor, how: How) -> W
     """Steps for the tokens of `new`, one after the other, after `prompt`."""
     one, handle = models.patched(model, how)
     compiled, graphs, policy = how.compiled, (how.patch or {}).get("decode"), how.policy
-    length, more = prompt.shape[1] + new.shape[1] + 1, dict[str, Any]()
+    length, more = prompt.shape[1] + new.shape[1] + 1, Row()
     with use(**policy):
         if (how.patch or {}).get("cache") == "paged":
             cache = handle.new_cache(prompt.shape[0], length)
@@ -170,14 +170,14 @@ def settled(setup: Setup, run: Callable[[], Tensor], more: Row, calls: int = 1) 
         return run()
 
 
-def prefill(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Row]:
+def prefill(setup: Setup, kept: models.Kept, name: str, point: Point) -> Rows:
     """The time to the first token of one model at one point."""
     model, rows = kept(name), max(1, point.batch - 1)
     lengths = [point.context - point.context * 7 * row // (8 * rows) for row in range(point.batch)]  # without padding
     prompt = models.tokens(setup, model, *point)
     before = point.context - torch.tensor(lengths, device=setup.device)[:, None]
     mask = (torch.arange(point.context, device=setup.device) >= before).long()
-    given: dict[str, Any] = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)} if len(lengths) > 1 else {}
+    given: Row = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)} if len(lengths) > 1 else {}
 
     def first_token(forward: Callable[..., Any]) -> Any:
         # The graph makes the cache itself, so prompts of one length share a graph.
@@ -208,10 +208,10 @@ def flop_of(model: Any, lengths: list[int]) -> int:
     return int(2 * weights * sum(lengths) + 2 * config.num_hidden_layers * width * sum(n * n for n in lengths))
 
 
-def _prompt(setup: Setup, model: Any, prompt: Tensor, given: dict[str, Any], how: How) -> Way:
+def _prompt(setup: Setup, model: Any, prompt: Tensor, given: Row, how: How) -> Way:
     """The prompt over pages, whose compiled layers every call finds compiled, and captured where they are."""
     one, handle = models.patched(model, how)
-    cache, more = handle.new_cache(prompt.shape[0], prompt.shape[1] + 1), dict[str, Any]()
+    cache, more = handle.new_cache(prompt.shape[0], prompt.shape[1] + 1), Row()
 
     def first_token() -> Tensor:
         cache.reset()

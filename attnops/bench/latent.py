@@ -19,10 +19,10 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from attnops.bench import Setup
 from attnops.bench.exact import exact, way
-from attnops.bench.rows import Case, Row, Way, Ways, largest_error, time_if_right, with_ratios
+from attnops.bench.rows import Case, Row, Rows, Way, Ways, largest_error, time_if_right, with_ratios
 from attnops.cache import LatentCache, PagedBatch
 from attnops.configs import config_of
-from attnops.hf.cache_names import argument
+from attnops.hf.cache.names import argument
 from attnops.nn import LatentAttention, RotaryEmbedding
 from attnops.ops import mla_attention, write_latent
 from attnops.ops.latent.absorb_or_expand import ALWAYS
@@ -102,7 +102,7 @@ def their_step(layer: Any, hidden: Tensor, latents: Tensor) -> Run:
 def ours(layer: Any, absorb: int | str = "auto") -> LatentAttention:
     """Our layer with the weights of transformers'."""
     config, weight = layer.config, layer.o_proj.weight
-    dims: dict[str, Any] = {name: getattr(config, name) for name in DIMS} | {"device": weight.device, "dtype": weight.dtype}
+    dims: Row = {name: getattr(config, name) for name in DIMS} | {"device": weight.device, "dtype": weight.dtype}
     rope = RotaryEmbedding(config.qk_rope_head_dim, config.rope_parameters["rope_theta"], interleaved=True)
     made = LatentAttention(num_heads=config.num_attention_heads, rope=rope, absorb=absorb, **dims)
     made.load_state_dict(layer.state_dict())
@@ -137,14 +137,14 @@ def near(run: Run, want: Tensor, allowed: float) -> Way:
     return Way(Timed(run), lambda: float((run()[-len(want) :].double() - want.double()).norm() / norm), allowed)
 
 
-def compared(setup: Setup, case: str, ways: Ways) -> list[Row]:
+def compared(setup: Setup, case: str, ways: Ways) -> Rows:
     """The rows of ways whose results are errors."""
     own = ("layer", "kernel", "projections")
     return time_if_right(case, ways, None, 0.0, partial(kernels_us, setup.device), lambda error, _: float(error), own=own)
 
 
 @torch.no_grad()
-def measure(setup: Setup, step: Step) -> list[Row]:
+def measure(setup: Setup, step: Step) -> Rows:
     """The rows of a decode step."""
     hf, hidden, latents = inputs(setup, step)
     layer, (pages, batch), dim, allowed = ours(hf), filled(hf.config, latents), hf.kv_lora_rank, OFF[setup.dtype]
@@ -181,7 +181,7 @@ def measure(setup: Setup, step: Step) -> list[Row]:
 
 
 @torch.no_grad()
-def forms(setup: Setup, step: Step) -> list[Row]:
+def forms(setup: Setup, step: Step) -> Rows:
     """A step of several new tokens in both forms, each judged by the other, and in the one that the layer takes."""
     hf, hidden, latents = inputs(setup, step)
     pages, batch = filled(hf.config, latents, step.new, 1 << 16)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnops.bench import Setup
 from attnops.bench.ops import LESS, Task
-from attnops.hf.experts import Gate, biases_of, gate_of, weights_of
+from attnops.hf.models.experts import Gate, biases_of, gate_of, weights_of
 from attnops.ops import OPS
 from attnops.ops.experts.bench_points import Mixture
 from attnops.testing.calls import Call

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 import attnops.hf
 from attnops.bench import Point, Setup
-from attnops.bench.rows import Case, Row, Way, relative_error, time_if_right, with_ratios
+from attnops.bench.rows import Case, Row, Rows, Way, relative_error, time_if_right, with_ratios
 from attnops.bench.ways import PLACES, How
 from attnops.configs import SHAPES, config_of
 from attnops.core.errors import InvalidInput
-from attnops.hf.cache_names import argument
+from attnops.hf.cache.names import argument
 from attnops.ops.experts import mxfp4_reference
 from attnops.tune.clock import Run, steps_us
 
@@ -184,7 +184,7 @@ def tokens(setup: Setup, model: Any, batch: int, length: int, seed: int = 0) -> 
 @torch.no_grad()
 def compared(
     case: str, model: Any, ways: Mapping[str, Any], prompt: Tensor, new: Tensor | None, more: Callable[[float, Way], Row], **given: Tensor
-) -> list[Row]:
+) -> Rows:
     """The rows of ways to compute a model's logits, `hf_eager` among them, which gives the budget.
 
     more: as in `time_if_right`. given: more arguments of the model by row, for the prompt.

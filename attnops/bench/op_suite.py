@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from attnops.bench import Setup, choices
-from attnops.bench.rows import Case, Row
+from attnops.bench.rows import Case, Row, Rows
 from attnops.ops import OPS
 from attnops.testing.pool import Pool
 
@@ -53,7 +53,7 @@ class OpSuite:
         return {point.name: partial(self.measure, setup, pool, op, point) for op, point in sized}
 
     @torch.no_grad()
-    def measure(self, setup: Setup, pool: Pool, op: str, point: Any) -> list[Row]:
+    def measure(self, setup: Setup, pool: Pool, op: str, point: Any) -> Rows:
         """The rows of a point."""
         rows = [*self.rows(setup, pool, op, point)]
         chosen = [row for row in rows if "us" in row]

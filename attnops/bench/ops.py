@@ -38,7 +38,7 @@ from torch import Tensor
 from attnops.bench import Setup, choices
 from attnops.bench.exact import exact, way
 from attnops.bench.op_suite import OpSuite
-from attnops.bench.rows import Row, Way, Ways, largest_error, time_if_right, with_direct, with_ratios
+from attnops.bench.rows import Row, Rows, Way, Ways, largest_error, time_if_right, with_direct, with_ratios
 from attnops.core.arguments import REQUIRED, Arg
 from attnops.core.kernel import Kernel, kernels_of
 from attnops.core.problem import Problem, altered
@@ -86,7 +86,7 @@ def call_at(point: Requests, pool: Pool) -> Call:
     return build(point.shape, [point.queries] * point.batch, [point.keys] * point.batch, pool).with_(**dict(point.more))
 
 
-def kernel_rows(setup: Setup, pool: Pool, op: str, point: Requests) -> list[Row]:
+def kernel_rows(setup: Setup, pool: Pool, op: str, point: Requests) -> Rows:
     """Our kernels that are fast, the automatic choice, torch's calls and the vendors'."""
     call, brief = call_at(point, pool), setup.size == "toy"
     needs = work(point.shape, Sizes(point.batch, point.queries, point.keys / point.queries))
@@ -159,7 +159,7 @@ def moving(point: Any, pool: Pool, op: str) -> Call:
     return Call(op, filled(op, *point.filled(pool), make))
 
 
-def move_rows(setup: Setup, pool: Pool, op: str, point: Any) -> list[Row]:
+def move_rows(setup: Setup, pool: Pool, op: str, point: Any) -> Rows:
     """The kernels that can answer a call."""
     call = moving(point, pool, op)
     known, own = kernels_of(op), call.map(lambda _, t: t.clone())  # timed calls write their tensors again and again
@@ -282,7 +282,7 @@ def in_turn(runs: Iterable[Run]) -> list[Any]:
     return [run() for run in runs]
 
 
-def cold_rows(setup: Setup, task: Task) -> list[Row]:
+def cold_rows(setup: Setup, task: Task) -> Rows:
     """The rows of calls that read their weights cold, and that of the choice."""
     first, want, allowed, [written] = task.calls[0], task.want, task.allowed, task.calls[0].mutated
     left: dict[str, list[Tensor]] = {}

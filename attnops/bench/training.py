@@ -22,7 +22,7 @@ from torch import Tensor
 import attnops.ops
 from attnops.bench import Setup
 from attnops.bench.op_suite import OpSuite
-from attnops.bench.rows import Row, Way, Ways, time_if_right, with_direct, with_ratios
+from attnops.bench.rows import Row, Rows, Way, Ways, time_if_right, with_direct, with_ratios
 from attnops.core.problem import altered
 from attnops.core.select import active_policy, choose, use
 from attnops.ops import OPS
@@ -55,13 +55,13 @@ def shorter(pair: Trained, size: str) -> Trained:
 def forward_of(pair: Trained, pool: Pool) -> Call:
     """The forward call."""
     call = build(pair.shape, pair.lengths, pair.lengths, pool)
-    more: dict[str, Any] = {"attention_chunk": pair.chunk} if pair.chunk else {}
+    more: Row = {"attention_chunk": pair.chunk} if pair.chunk else {}
     if pair.bias:
         more["mask"] = pool.take(1, pair.shape.q_heads, pair.lengths[0], pair.lengths[0], dtype=pair.shape.dtype)
     return call.with_(**more)
 
 
-def pair_rows(setup: Setup, pool: Pool, op: str, pair: Trained) -> list[Row]:
+def pair_rows(setup: Setup, pool: Pool, op: str, pair: Trained) -> Rows:
     """A forward and its gradient, by every way that can answer them."""
     call = forward_of(pair, pool)
     grad = pool.take(*call.record.query.shape[:-1], pair.shape.v_head_dim, dtype=setup.dtype)
@@ -114,7 +114,7 @@ def exact(call: Call, grad: Tensor) -> tuple[Tensor, ...]:
     """The gradients of a causal call in float32 (in float64 of a float32 call), with the logits of at most ROWS queries in memory."""
     a = call.arguments
     wide = torch.float64 if grad.dtype == torch.float32 else torch.float32
-    given: dict[str, Any] = {n: (a[n] if n in SHARED else a[n].flatten(0, -3)).to(wide, copy=True) for n in TRAINED if n in a}
+    given: Row = {n: (a[n] if n in SHARED else a[n].flatten(0, -3)).to(wide, copy=True) for n in TRAINED if n in a}
     for x in given.values():
         x.requires_grad_()  # and x.grad sums what each part adds
     c, [query] = call.record, call.spec.roles["queries"]

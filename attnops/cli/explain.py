@@ -10,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from attnops import configs
+from attnops.cli.tables import Data
 from attnops.core.errors import AttnopsError, InvalidInput, one_line
 from attnops.core.problem import Target, altered, pretend
 from attnops.core.select import Decision, select
@@ -61,7 +62,7 @@ def explain_model(
         raise InvalidInput("assume", ",".join(assume), "a --target with it: this machine's packages are looked up")
     with configs.quiet_transformers():
         config = configs.config_of(model)
-        options: dict[str, Any] = {"target": target, "assume": assume, "batch": batch, "tokens": tokens, "cache": cache}
+        options: Data = {"target": target, "assume": assume, "batch": batch, "tokens": tokens, "cache": cache}
         found = explain_config(config, dtype=configs.dtype_of(dtype), **options)
     shown = {p: e for p, e in found.items() if phase in (p, "both")}
     return {p: replace(e, sites=tuple(s for s in e.sites if s.decision.problem.op == op)) for p, e in shown.items()} if op else shown
@@ -75,7 +76,7 @@ def explain_config(
     from transformers import StaticCache
 
     from attnops.hf import patch
-    from attnops.hf.cache_names import argument
+    from attnops.hf.cache.names import argument
 
     mode = FakeTensorMode()
     here = torch.device("cuda" if not target and torch.cuda.is_available() else "cpu")
@@ -96,7 +97,7 @@ def explain_config(
             else:
                 kept = StaticCache(config=model.config, max_cache_len=tokens + 1)
             for phase, length in zip(PHASES, (tokens, 1), strict=True):
-                given: dict[str, Any] = {"input_ids": torch.zeros((batch, length), dtype=torch.int64), **argument(model, kept)}
+                given: Data = {"input_ids": torch.zeros((batch, length), dtype=torch.int64), **argument(model, kept)}
                 found[phase] = explain(model, **given, use_cache=True, target=named, quiet=True)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise CannotExplain(type(config).__name__, error) from error

@@ -13,11 +13,15 @@ from attnops.adapters.report import Verification as Verification
 from attnops.announce import NAME as NAME
 from attnops.hf import supported as supported  # first: with an old transformers it raises a clear error  # isort: split
 from attnops.hf.batching import batching_config as batching_config
+from attnops.hf.cache.paged_cache import (
+    PagedKeyCache as PagedKeyCache,
+    PagedLatentCache as PagedLatentCache,
+    PagedModelCache as PagedModelCache,
+)
 from attnops.hf.interface import register as register
-from attnops.hf.mxfp4 import pack_experts as pack_experts, unpack_experts as unpack_experts
-from attnops.hf.paged.cache import PagedKeyCache as PagedKeyCache, PagedLatentCache as PagedLatentCache, PagedModelCache as PagedModelCache
-from attnops.hf.paged.how import Decode as Decode
+from attnops.hf.models.mxfp4 import pack_experts as pack_experts, unpack_experts as unpack_experts
 from attnops.hf.patching import Patched as Patched, patch as patch
 from attnops.hf.report import Report as Report, Took as Took
+from attnops.hf.steps.options import Decode as Decode
 
 register()

@@ -22,7 +22,7 @@ from attnops.core.record import need
 from attnops.graphs.capturing import quiet
 from attnops.hf.attention.batched import ENDING, FILLS, name_for_batches
 from attnops.hf.attention.continuous import PREFIX, refusal
-from attnops.hf.methods import Method
+from attnops.hf.models.methods import Method
 from attnops.hf.report import switch
 
 if TYPE_CHECKING:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnops.adapters.handle import MARK
-from attnops.hf import cache_names, not_fast
+from attnops.hf import not_fast
+from attnops.hf.cache import names as cache_names
 from attnops.hf.generation import growing
-from attnops.hf.methods import Method
-from attnops.hf.paged.mode import give_back
+from attnops.hf.models.methods import Method
+from attnops.hf.page_model import give_back
 
 if TYPE_CHECKING:
     from attnops.hf.patching import Patched

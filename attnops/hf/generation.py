@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
-from attnops.hf.methods import Method
+from attnops.hf.models.methods import Method
 
 
 class Verdict(NamedTuple):
@@ -38,12 +38,12 @@ class Generation:
     verdict: the check of its masks so far; None before the first.
     checked: the padding `[rows]` of the cache of pages which the prompt's mask was found to fit (see attnops.hf.attention.mask).
     prompt: columns of the prompt's mask, None without one.
-    lent: the caches made for it (attnops.hf.paged.mode).
+    lent: the caches made for it (attnops.hf.page_model).
     why: why its cache is transformers' own, "" where it is not, None before the cache is chosen.
     custom: the caller passed a loop of its own.
     graphs: the mode of graphs that its last step ran in, "" without.
     layers: how compiled layers ran its prompt, "compiled" or "captured"; "" where the model's own ran it.
-    loop: why the loop around its steps is transformers' own, "" where it is not (attnops.hf.loop).
+    loop: why the loop around its steps is transformers' own, "" where it is not (attnops.hf.steps.decode_loop).
     last: (the mask that the last step left behind,), or () before the first.
     prepared: (the mask of the next step's forward,) from its preparation to its end, else ().
     around: the generation in whose call this one began, as in a LogitsProcessor.

@@ -19,25 +19,25 @@ from attnops.core.record import need
 from attnops.graphs import Graphed, Report as GraphReport
 from attnops.graphs.graphed import Progress
 from attnops.hf import batching, not_fast
+from attnops.hf.attention.config_weights import let_configs_ask
 from attnops.hf.attention.mask import Mode
 from attnops.hf.attention.positions import note
-from attnops.hf.experts import Experts
+from attnops.hf.cache import support as paged_models
+from attnops.hf.cache.paged_cache import PagedModelCache
 from attnops.hf.generate import NO_CACHE, generate
 from attnops.hf.generation import Generation, is_generating, watch
 from attnops.hf.interface import Kept, Options, implementation
-from attnops.hf.matching.match import Match, match
-from attnops.hf.matching.proof import served
-from attnops.hf.methods import Method
-from attnops.hf.paged import models as paged_models
-from attnops.hf.paged.cache import PagedModelCache
-from attnops.hf.paged.decode import Decoder
-from attnops.hf.paged.how import Decode
-from attnops.hf.paged.mode import PagedMode
-from attnops.hf.paged.reasons import callers_choice
+from attnops.hf.models.attention_modules import Match, match
+from attnops.hf.models.experts import Experts
+from attnops.hf.models.mask_trials import served
+from attnops.hf.models.methods import Method
+from attnops.hf.models.routers import Routers
+from attnops.hf.models.rows import Rows
+from attnops.hf.page_model import PagedMode
 from attnops.hf.report import UNSETTLED, Report, Took, evaluating, notes_of, said, switch
-from attnops.hf.routers import Routers
-from attnops.hf.rows import Rows
-from attnops.hf.weights import let_configs_ask
+from attnops.hf.steps.decode import Decoder
+from attnops.hf.steps.options import Decode
+from attnops.hf.steps.reasons import callers_choice
 from attnops.tried import warn_if_newer
 
 _SETTLING = threading.Lock()

@@ -13,9 +13,9 @@ from attnops.adapters import report
 
 if TYPE_CHECKING:
     from attnops.hf.interface import Options
-    from attnops.hf.matching.match import Match
-    from attnops.hf.paged.how import Decode
-    from attnops.hf.paged.mode import PagedMode
+    from attnops.hf.models.attention_modules import Match
+    from attnops.hf.page_model import PagedMode
+    from attnops.hf.steps.options import Decode
 
 UNSETTLED = "the first generate() chooses its cache"
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import attnops
 from attnops.core.errors import AttnopsError, PatchError
 from attnops.core.tensors import FAINT
-from attnops.hf.cache_names import argument, argument_of
+from attnops.hf.cache.names import argument, argument_of
 from benchmarks.census import inputs as given_inputs
 from benchmarks.census.inputs import PADDINGS, Inputs, padded, padding, parameters, tokens
 
@@ -224,7 +224,7 @@ def ours_in(error: BaseException | None) -> AttnopsError | None:
 
 def generation(model: Any, given: Inputs, cache: str) -> tuple[Tensor, Tensor]:
     """Greedy tokens `[B, NEW]` and their logits `[B, NEW, V]`."""
-    options: dict[str, Any] = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "num_beams": 1}
+    options: Inputs = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "num_beams": 1}
     options |= {"output_logits": True, "return_dict_in_generate": True, "use_cache": cache != "none"}
     if cache == "static":
         options["cache_implementation"] = "static"
@@ -385,7 +385,7 @@ def prompt(subject: Subject) -> Inputs:
     return given
 
 
-def generate(subject: Subject, cache: str, options: dict[str, Any]) -> None:
+def generate(subject: Subject, cache: str, options: Inputs) -> None:
     given = prompt(subject)
     kept = subject.__dict__.setdefault("generated", {})
     if cache not in kept:

@@ -17,12 +17,11 @@ from typing import Any, Protocol
 import torch
 
 from benchmarks.census import inputs, models, testers
+from benchmarks.census.inputs import Inputs
 from benchmarks.census.models import Kind, Recipe
 
 MOST_CLASSES = 3
 """Classes of models to try with one config."""
-
-Inputs = dict[str, Any]
 
 
 class Whole(Protocol):

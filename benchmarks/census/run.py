@@ -83,7 +83,7 @@ def verdict(check: checks.Check) -> tuple[str, str]:
     return "ok", ""
 
 
-Head = dict[str, Any]
+Head = results.Record
 """The row of a type as it was built and patched; without a subject it says why there are no checks."""
 
 STATES = ("reason", "unrun", "refused")
@@ -160,7 +160,7 @@ def survey(kind: models.Kind, out: Path, skip: tuple[str, ...] = (), tests: bool
     writer.row(done=True, seconds=time.monotonic() - begin)
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read(path: Path) -> results.Rows:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
@@ -222,7 +222,7 @@ def census(kinds: list[models.Kind], out: Path, jobs: int, limit_s: float, work:
             tell(f"{count:4} {one.kind.name}: {line(read(path))}", flush=True)
 
 
-def line(rows: list[dict[str, Any]]) -> str:
+def line(rows: results.Rows) -> str:
     """One type in a line."""
     head = next(row for row in rows if "built" in row)
     if not head["built"]:

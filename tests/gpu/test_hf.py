@@ -16,8 +16,8 @@ from attnops.core.kernel import kernels_of
 from attnops.core.problem import Target
 from attnops.hf import Decode, batching_config, tiny
 from attnops.hf.attention.batched import FILLS
-from attnops.hf.cache_names import named
-from attnops.hf.paged import pool
+from attnops.hf.cache import idle_pages as pool
+from attnops.hf.cache.names import named
 from tests.hf.helpers import relative, static
 from tests.hf.test_loop import ENDS, OPTIONS, Streamer
 from tests.lowering.models import compiled_code, kernel_calls

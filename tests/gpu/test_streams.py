@@ -21,9 +21,9 @@ import transformers
 
 import attnops
 from attnops.hf import tiny
-from attnops.hf.cache_names import named
-from attnops.hf.loop.numbers import FIELDS, Number, field_of
-from attnops.hf.loop.tail import _copied, _drawn, _follow
+from attnops.hf.cache.names import named
+from attnops.hf.steps.numbers import FIELDS, Number, field_of
+from attnops.hf.steps.sampler_graph import _copied, _drawn, _follow
 from tests.gpu.helpers import together
 
 DEVICE = torch.device("cuda", 0)

@@ -37,7 +37,7 @@ def _few_objects():
 @pytest.fixture
 def small_pages(monkeypatch):
     """The pages that generate() makes: of 4 tokens, so that windows of 8 are shorter than the text. They hold NaN where none is stored."""
-    from attnops.hf.paged import pool
+    from attnops.hf.cache import idle_pages as pool
 
     made, real = [], pool.ModelPages
 

@@ -12,9 +12,8 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 
 import attnops
 from attnops.hf import tiny
-from attnops.hf.attention import function as attention_module, straight
-from attnops.hf.cache_names import named
-from attnops.hf.paged import attention as paged_attention
+from attnops.hf.attention import function as attention_module, over_pages as paged_attention, straight
+from attnops.hf.cache.names import named
 
 # Newer versions of transformers run GPT-J through the interface.
 _ITSELF = () if "ALL_ATTENTION_FUNCTIONS" in vars(importlib.import_module("transformers.models.gptj.modeling_gptj")) else ("gptj",)

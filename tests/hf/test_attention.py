@@ -15,7 +15,7 @@ from attnops.hf import tiny
 from attnops.hf.attention import descriptor
 from attnops.hf.attention.function import attention_function
 from attnops.hf.interface import Options, implementation
-from attnops.hf.matching.match import HARMLESS
+from attnops.hf.models.attention_modules import HARMLESS
 from tests.hf.helpers import LIMIT, relative, tokens
 
 attend = attention_function(None)

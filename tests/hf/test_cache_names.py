@@ -12,8 +12,9 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import attnops
-from attnops.hf import Decode, cache_names, tiny
-from attnops.hf.cache_names import NAME, argument, cache_in, cache_of, named, renamed
+from attnops.hf import Decode, tiny
+from attnops.hf.cache import names as cache_names
+from attnops.hf.cache.names import NAME, argument, cache_in, cache_of, named, renamed
 from tests.graphs.standin import StandIn
 from tests.helpers import sources
 from tests.hf.helpers import tokens
@@ -40,7 +41,7 @@ class AnyModel:
 
 def test_no_other_module_names_it():
     found = {name for name, path in sources().items() if "past_key_value" in path.read_text()}
-    assert found == {"attnops.hf.cache_names"}
+    assert found == {"attnops.hf.cache.names"}
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "deepseek_v3", "gemma3", "llava"])

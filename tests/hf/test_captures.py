@@ -16,9 +16,9 @@ import attnops
 from attnops.core.errors import InvalidInput, NotCapturable, NotFast, PatchError
 from attnops.graphs.regional import twin, write_back
 from attnops.hf import tiny
-from attnops.hf.cache_names import named
-from attnops.hf.paged import prompt
-from attnops.hf.paged.guarded import Glance
+from attnops.hf.cache.names import named
+from attnops.hf.steps import prompt
+from attnops.hf.steps.model_state import Glance
 from tests.hf import steered
 from tests.hf.decoding import asked, beside, captures, generated, how, logits, replays
 from tests.hf.helpers import DECODERS, LIMIT, relative

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 import attnops
 from attnops.graphs.pieces import inductor
 from attnops.hf import Decode, tiny
-from attnops.hf.cache_names import named
+from attnops.hf.cache.names import named
 from tests.graphs.standin import StandIn
 
 model, device, ids = tiny.model("llama"), StandIn(), torch.arange(5 * {rows}).view({rows}, 5)

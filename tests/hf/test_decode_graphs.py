@@ -14,10 +14,11 @@ from transformers import DynamicCache
 
 import attnops
 from attnops.core.errors import InvalidInput, NotFast, PatchError
-from attnops.hf import Decode, cache_names, tiny
-from attnops.hf.cache_names import named
-from attnops.hf.paged import decode, failed, mode as paged, pool, steps
-from attnops.hf.paged.pages import EMPTY, ModelPages
+from attnops.hf import Decode, page_model as paged, tiny
+from attnops.hf.cache import idle_pages as pool, names as cache_names
+from attnops.hf.cache.model_pages import EMPTY, ModelPages
+from attnops.hf.cache.names import named
+from attnops.hf.steps import decode, failed, graphed_steps as steps
 from tests.graphs.standin import StandIn
 from tests.hf.decoding import CALL, Failing, asked, beside, generated, how, in_threads, replays
 from tests.hf.helpers import LIMIT, relative

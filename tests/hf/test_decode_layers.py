@@ -13,7 +13,7 @@ import attnops
 from attnops.core.kernel import _REGISTRY, Capture
 from attnops.graphs import regional
 from attnops.hf import tiny
-from attnops.hf.cache_names import cache_in, named
+from attnops.hf.cache.names import cache_in, named
 from tests.graphs.models import boundary
 from tests.hf.decoding import CALL, beside, generated, logits, replays
 from tests.hf.helpers import of_a_library

@@ -64,7 +64,7 @@ def test_a_packing_that_fails_leaves_the_model_unpatched(monkeypatch):
     def fails(model):
         raise torch.OutOfMemoryError("attnops: a test's")
 
-    monkeypatch.setattr("attnops.hf.paged.mode.pack_linears", fails)
+    monkeypatch.setattr("attnops.hf.page_model.pack_linears", fails)
     with pytest.raises(torch.OutOfMemoryError):
         attnops.patch(model, cache="paged", decode=how("piecewise"))
     assert (set(vars(model)), model.config._attn_implementation) == before

@@ -8,8 +8,8 @@ import attnops
 from attnops.core.errors import InvalidInput, StaleGraph
 from attnops.graphs.guard import Guard
 from attnops.hf import tiny
-from attnops.hf.cache_names import named
-from attnops.hf.paged import decode
+from attnops.hf.cache.names import named
+from attnops.hf.steps import decode
 from tests.hf.decoding import CALL, asked, beside, generated, how, logits, replays
 from tests.hf.helpers import LIMIT, of_a_library, relative
 

@@ -15,9 +15,10 @@ from transformers import DynamicCache
 import attnops
 from attnops.core.errors import NotFast, PatchError
 from attnops.core.select import active_policy
-from attnops.hf import Decode, Took, tiny
-from attnops.hf.cache_names import NAME, argument, cache_in, cache_of, named
-from attnops.hf.paged import mode as paged, pool, states, steps
+from attnops.hf import Decode, Took, page_model as paged, tiny
+from attnops.hf.cache import idle_pages as pool
+from attnops.hf.cache.names import NAME, argument, cache_in, cache_of, named
+from attnops.hf.steps import graphed_steps as steps, graphs_by_state as states
 from tests.graphs.standin import StandIn
 from tests.hf.decoding import asked, generated
 from tests.hf.helpers import LIMIT, relative

@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed import _functional_collectives as functional
 
 from attnops.hf import tiny
-from attnops.hf.loop import sample
-from attnops.hf.loop.plain import Asked
-from attnops.hf.loop.sample import Loop
-from attnops.hf.paged import pool
-from attnops.hf.paged.pool import Pool
+from attnops.hf.cache import idle_pages as pool
+from attnops.hf.cache.idle_pages import Pool
+from attnops.hf.steps import decode_loop as sample
+from attnops.hf.steps.decode_loop import Loop
+from attnops.hf.steps.eligibility import Asked
 from tests.graphs.standin import StandIn
 from tests.hf.decoding import CALL, beside
 

@@ -14,7 +14,7 @@ from attnops.core.kernel import _drop, kernels_of, one_of, register
 from attnops.core.problem import Extent
 from attnops.hf import tiny
 from attnops.hf.attention.function import attention_function
-from attnops.hf.cache_names import named
+from attnops.hf.cache.names import named
 from attnops.kernels.torch import sdpa
 from attnops.ops.attention.record import ATTENTION
 from tests.hf.helpers import LIMIT, left_padded, logits, relative, tokens

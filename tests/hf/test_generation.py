@@ -11,7 +11,7 @@ from transformers import DynamicCache
 import attnops
 from attnops.hf import tiny
 from attnops.hf.attention import mask as masks
-from attnops.hf.cache_names import named
+from attnops.hf.cache.names import named
 from attnops.hf.generation import current_generation, growing
 from tests.hf.helpers import LIMIT, generated, left_padded, relative, tokens
 

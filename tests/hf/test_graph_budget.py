@@ -6,7 +6,7 @@ from torch import nn
 
 import attnops
 from attnops.hf import tiny
-from attnops.hf.paged import prompt, states
+from attnops.hf.steps import graphs_by_state as states, prompt
 from tests.hf.decoding import CALL, asked, auto, captures, how, logits
 from tests.hf.helpers import LIMIT, relative
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import attnops
 from attnops.core.problem import Target, pretend
 from attnops.hf import tiny
-from attnops.hf.cache_names import named
+from attnops.hf.cache.names import named
 from attnops.lowering import fuse_norm_linear_pass, merge_linears_pass
 from attnops.nn import pack_linears
 from attnops.ops.linear.record import LINEAR

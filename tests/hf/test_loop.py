@@ -14,9 +14,9 @@ from transformers import GenerationConfig, GenerationMixin
 import attnops
 from attnops.core.errors import NotFast
 from attnops.hf import Decode, tiny
-from attnops.hf.cache_names import cache_in, cache_of, named
-from attnops.hf.loop import plain, sample
-from attnops.hf.paged.decode import Decoder
+from attnops.hf.cache.names import cache_in, cache_of, named
+from attnops.hf.steps import decode_loop as sample, eligibility as plain
+from attnops.hf.steps.decode import Decoder
 from tests.graphs.standin import StandIn
 from tests.hf.decoding import CALL, beside, how
 

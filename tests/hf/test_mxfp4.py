@@ -11,8 +11,9 @@ from attnops.bench import models
 from attnops.bench.ways import How
 from attnops.core.errors import PatchError
 from attnops.core.problem import Target, pretend
-from attnops.hf import mxfp4, pack_experts, tiny, unpack_experts
-from attnops.hf.experts import SWITCH
+from attnops.hf import pack_experts, tiny, unpack_experts
+from attnops.hf.models import mxfp4
+from attnops.hf.models.experts import SWITCH
 from attnops.ops.experts.mxfp4 import MXFP4_EXPERTS
 from attnops.ops.experts.mxfp4_reference import MOST_SCALE, VALUES, arranged, decoded, encoded, restored, rounded
 from tests.hf.decoding import generated, how

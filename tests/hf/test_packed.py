@@ -29,7 +29,7 @@ from attnops.core.errors import InvalidInput, NoKernel
 from attnops.hf import tiny
 from attnops.hf.attention import descriptor, mask as masks, packed
 from attnops.hf.attention.function import attention_function
-from attnops.hf.cache_names import named
+from attnops.hf.cache.names import named
 from tests.hf.helpers import watched
 from tests.hf.test_attention import close, plain, qkv
 

@@ -10,9 +10,9 @@ from transformers import DynamicCache
 import attnops
 from attnops.core.errors import InvalidInput, NoGradient
 from attnops.hf import tiny
-from attnops.hf.cache_names import named
-from attnops.hf.paged import attention as paged_attention
-from attnops.hf.paged.pages import DRAFTS
+from attnops.hf.attention import over_pages as paged_attention
+from attnops.hf.cache.model_pages import DRAFTS
+from attnops.hf.cache.names import named
 from tests.hf.helpers import (
     KEYED,
     LATENT,

@@ -11,8 +11,8 @@ import attnops
 from attnops.core.errors import InvalidInput, NoGradient, PatchError
 from attnops.hf import tiny
 from attnops.hf.attention import descriptor, mask as masks
-from attnops.hf.cache_names import named
-from attnops.hf.matching.match import usage_of
+from attnops.hf.cache.names import named
+from attnops.hf.models.attention_modules import usage_of
 from tests.hf.helpers import (
     LIMIT,
     STEPS,

@@ -10,7 +10,7 @@ import attnops
 from attnops.core.errors import InvalidInput, PageSizeConflict, PatchError, UnknownKernel
 from attnops.core.problem import Target, pretend
 from attnops.hf import tiny
-from attnops.hf.cache_names import named
+from attnops.hf.cache.names import named
 from attnops.lowering.explain import packages_of_kernels
 from tests.hf.helpers import eager_tokens, generated, tokens
 

@@ -9,8 +9,8 @@ import torch
 import attnops
 from attnops.core.errors import InvalidInput
 from attnops.hf import PagedKeyCache, PagedLatentCache, tiny
-from attnops.hf.cache_names import cache_in, cache_of, named
-from attnops.hf.paged.pages import DRAFTS
+from attnops.hf.cache.model_pages import DRAFTS
+from attnops.hf.cache.names import cache_in, cache_of, named
 from tests.hf.helpers import (
     LATENT,
     LIMIT,

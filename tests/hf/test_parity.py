@@ -9,7 +9,7 @@ import transformers
 
 import attnops
 from attnops.hf import tiny
-from attnops.hf.cache_names import named
+from attnops.hf.cache.names import named
 from tests.hf.helpers import (
     COMPACT,
     DECODERS,

@@ -14,7 +14,7 @@ import attnops
 from attnops.core.errors import InvalidInput, NoKernel, PatchError, UnknownKernel
 from attnops.core.select import key_for
 from attnops.hf import tiny
-from attnops.hf.matching.match import Usage, match, usage_of
+from attnops.hf.models.attention_modules import Usage, match, usage_of
 from tests.hf.helpers import (
     DECODERS,
     ENCODERS,

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from attnops.hf import tiny
-from attnops.hf.cache_names import named
-from attnops.hf.paged import decode, pool, prompt
-from attnops.hf.paged.decode import Decoder
+from attnops.hf.cache import idle_pages as pool
+from attnops.hf.cache.names import named
 from attnops.hf.report import Took
+from attnops.hf.steps import decode, prompt
+from attnops.hf.steps.decode import Decoder
 from tests.hf.decoding import CALL, Failing, asked, beside, generated
 from tests.hf.helpers import LIMIT, left_padded, of_a_library, positions, relative, tokens
 

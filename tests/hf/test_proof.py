@@ -8,8 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import attnops
 from attnops.core.errors import InvalidInput, PatchError
 from attnops.hf import tiny
-from attnops.hf.matching import proof
-from attnops.hf.matching.match import match
+from attnops.hf.models import mask_trials as proof
+from attnops.hf.models.attention_modules import match
 from tests.hf.helpers import LIMIT, generated, left_padded, relative, tokens
 
 _SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "initializer_range": 0.2}

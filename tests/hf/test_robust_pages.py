@@ -10,8 +10,8 @@ from transformers import DynamicCache
 import attnops
 from attnops.core.errors import InvalidInput
 from attnops.hf import Decode, tiny
-from attnops.hf.cache_names import named
-from attnops.hf.paged.models import where
+from attnops.hf.cache.names import named
+from attnops.hf.cache.support import where
 from tests.graphs.standin import StandIn
 from tests.hf.helpers import LATENT, LIMIT, eager_tokens, generated, left_padded, over_pages, relative, tokens
 from tests.hf.kinds import attending, both

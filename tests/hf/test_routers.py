@@ -10,7 +10,8 @@ import torch
 
 import attnops
 from attnops.core.problem import Target, pretend
-from attnops.hf import experts, routers, tiny
+from attnops.hf import tiny
+from attnops.hf.models import experts, routers
 from attnops.ops.experts.record import EXPERTS
 from attnops.ops.experts.route import ROUTE
 from tests.hf.decoding import generated, how

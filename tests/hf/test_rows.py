@@ -10,8 +10,8 @@ from torch import nn
 
 import attnops
 from attnops.hf import tiny
-from attnops.hf.cache_names import NAME
-from attnops.hf.experts import SWITCH
+from attnops.hf.cache.names import NAME
+from attnops.hf.models.experts import SWITCH
 from attnops.nn.steady import is_steady, product, steady, unsteady
 from tests.hf.decoding import how
 from tests.hf.helpers import LIMIT, relative
@@ -226,7 +226,7 @@ def test_no_other_policy_changes_a_bit():
 @deterministic
 def test_experts_that_no_kernel_serves_run_one_after_the_other(monkeypatch):
     model = model_of("mixtral")
-    monkeypatch.setattr("attnops.hf.experts._serves", lambda *_: False)
+    monkeypatch.setattr("attnops.hf.models.experts._serves", lambda *_: False)
     with attnops.patch(model):
         assert getattr(model.config, SWITCH) == "attnops_grouped_mm"
         same_bits(model, called)

@@ -9,9 +9,9 @@ import torch
 import attnops
 from attnops.graphs import streams
 from attnops.hf import tiny
-from attnops.hf.cache_names import named
-from attnops.hf.paged import prompt
-from attnops.hf.paged.unpaged import unpaged
+from attnops.hf.cache.names import named
+from attnops.hf.cache.to_dynamic_cache import unpaged
+from attnops.hf.steps import prompt
 from tests.graphs.races import Races
 from tests.hf.decoding import how
 from tests.hf.test_loop import asked, generated

@@ -11,9 +11,9 @@ import torch
 import transformers
 from transformers.generation import logits_process
 
-from attnops.hf.cache_names import named
-from attnops.hf.loop import numbers, tail
-from attnops.hf.paged.failed import MOST, TRIES, Tries
+from attnops.hf.cache.names import named
+from attnops.hf.steps import numbers, sampler_graph as tail
+from attnops.hf.steps.failed import MOST, TRIES, Tries
 from tests.hf.decoding import Failing, in_threads
 from tests.hf.test_loop import Streamer, drawn, fresh, generated, loop_of, model
 

@@ -16,7 +16,7 @@ import attnops
 from attnops import adapters
 from attnops.core.errors import InvalidInput, PatchError
 from attnops.hf import patching, tiny
-from attnops.hf.cache_names import named
+from attnops.hf.cache.names import named
 from tests.hf.decoding import generated, how
 from tests.hf.test_defaults import auto
 

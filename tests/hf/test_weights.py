@@ -11,7 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 import attnops
 from attnops.core.errors import InvalidInput
 from attnops.hf import tiny
-from attnops.hf.cache_names import named
+from attnops.hf.cache.names import named
 from tests.hf.helpers import LIMIT, generated, left_padded, relative, static, tokens, watched
 from tests.hf.test_parity import INPUTS
 

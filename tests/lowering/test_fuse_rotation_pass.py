@@ -10,8 +10,9 @@ from torch._inductor.compile_fx import compile_fx
 import attnops
 from attnops.core.problem import Target, pretend
 from attnops.hf import tiny
-from attnops.hf.paged import attention as paged, steps
-from attnops.hf.paged.pages import ModelPages, Sizes
+from attnops.hf.attention import over_pages as paged
+from attnops.hf.cache.model_pages import ModelPages, Sizes
+from attnops.hf.steps import graphed_steps as steps
 from attnops.kernels.shared.memory import COUNTERS
 from attnops.lowering import fuse_rotation_pass
 from attnops.ops import decode_attention, latent_layers, paged_layers

@@ -4,7 +4,7 @@ import re
 from types import SimpleNamespace
 
 from attnops import lowering
-from attnops.hf.paged import steps
+from attnops.hf.steps import graphed_steps as steps
 from tests.helpers import ROOT
 
 

@@ -13,9 +13,9 @@ from attnops.core.op import OPS
 from attnops.core.precompile import ahead, begin, start
 from attnops.core.problem import altered
 from attnops.graphs.split import split
-from attnops.hf.paged import ahead as first_steps
-from attnops.hf.paged.cache import PagedKeyCache
-from attnops.hf.paged.pages import ModelPages, Sizes
+from attnops.hf.cache.model_pages import ModelPages, Sizes
+from attnops.hf.cache.paged_cache import PagedKeyCache
+from attnops.hf.steps import precompile as first_steps
 from attnops.ops import paged_attention, paged_layers, write_kv
 
 OPS_OF_PAGES = ("write_kv", "paged_attention", "decode_attention")

@@ -17,7 +17,7 @@ from attnops.core.errors import InvalidInput, fail
 from attnops.core.kernel import own_kernel
 from attnops.hf.attention.blocks import Asked, blocks_of, pages_of
 from attnops.hf.attention.request import check_others
-from attnops.hf.matching.match import routed, usage_of
+from attnops.hf.models.attention_modules import routed, usage_of
 from attnops.ops import paged_attention, write_kv
 from attnops.ops.attention.varlen import varlen_attention
 

@@ -16,6 +16,7 @@ from attnops.core.kernel import own_kernel
 from attnops.core.private_torch import autocasting
 from attnops.core.select import key_for
 from attnops.core.tracers import is_recorded
+from attnops.hf.attention import over_pages as pages
 from attnops.hf.attention.in_torch import in_torch, in_torchs_ops
 from attnops.hf.attention.request import (
     Lengths,
@@ -29,8 +30,7 @@ from attnops.hf.attention.request import (
 )
 from attnops.hf.attention.straight import Facts, StraightCalls, Tensors, facts_of, is_plain
 from attnops.hf.attention.visibility import Visible, visible_of
-from attnops.hf.paged import attention as pages
-from attnops.hf.paged.cache import PagedKeyCache, View
+from attnops.hf.cache.paged_cache import PagedKeyCache, View
 from attnops.ops.attention.record import ATTENTION as attend, Attention
 from attnops.ops.attention.varlen import varlen_attention
 
@@ -87,8 +87,8 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
             s_aux, sinks: `[Hq]` sink logits. position_bias: float `[B or 1, Hq, S, T]`, added to the logits.
             cu_seq_lens_q, ...: packed requests in one row: `attnops.varlen_attention`. Beside a mask, the requests of a row are kept apart
                 and the mask decides the rest. The documents of a descriptor give way to these.
-            attnops_cache: the layer's paged cache. key and value are then the new ones `[1, B, Hkv, S, D]`, see attnops.hf.paged.attention,
-                or latents `[1, B, 1, S, Dc]` and rotated keys `[1, B, 1, S, Dr]`.
+            attnops_cache: the layer's paged cache. key and value are then the new ones `[1, B, Hkv, S, D]`
+                (attnops.hf.attention.over_pages), or latents `[1, B, 1, S, Dc]` and rotated keys `[1, B, 1, S, Dr]`.
             output_attentions: return the weights, too, as eager attention does: the call is then computed in plain torch.
 
         Returns:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from attnops.core.errors import InvalidInput, fail
-from attnops.hf.matching.match import HANDLED, HARMLESS, cached_routed, routed
+from attnops.hf.models.attention_modules import HANDLED, HARMLESS, cached_routed, routed
 
 # An argument with one of these words in its name changes the result, even if it is no tensor.
 _TELLING = ("window", "softcap", "chunk", "mask", "bias", "sink", "alibi", "indices", "block", "scale", "causal", "page", "cache")

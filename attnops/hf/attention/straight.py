@@ -20,7 +20,7 @@ from attnops.core.private_torch import profiling, tracing
 from attnops.core.problem import _OVERRIDE
 from attnops.core.select import _ACTIVE
 from attnops.hf.attention.request import weights_recorded
-from attnops.hf.matching.match import HARMLESS
+from attnops.hf.models.attention_modules import HARMLESS
 from attnops.kernels.torch import sdpa
 from attnops.ops.attention.record import Attention
 

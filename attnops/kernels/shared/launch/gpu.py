@@ -12,6 +12,7 @@ from torch import Tensor
 from attnops.core.errors import InvalidInput
 from attnops.core.tensors import Rules
 from attnops.kernels.shared.launch.beside import ALIGNED, BESIDE
+from attnops.kernels.shared.launch.compiled import launch_compiled
 from attnops.kernels.shared.memory import address
 from attnops.kernels.shared.parts import GRID
 
@@ -77,7 +78,7 @@ def launch(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], args: tupl
     given = {**given, "num_warps": warps, **OPTIONS}
     if BESIDE.looks and BESIDE.takes(kernel, grid, args, given):
         return
-    kernel[grid](*args, **given)
+    launch_compiled(kernel, grid, args, given)
 
 
 def steady(x: Tensor) -> Tensor:

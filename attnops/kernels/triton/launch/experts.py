@@ -42,6 +42,9 @@ def experts(call: Experts, choice: tuple[Tile, Tile] | None = None) -> None:
         _one_token(call, choice)
     else:
         block = tiles.MOST_TOKENS if fixed else tiles.block_of(tokens)
+        if tokens <= block:
+            _few_tokens(call, choice, block)
+            return
         for _, part in turns_of(call, "T", GRID * block):
             _few_tokens(part, choice, block)
 

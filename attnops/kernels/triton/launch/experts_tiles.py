@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from attnops.kernels.shared.sizes import power
@@ -51,6 +52,7 @@ def one_token(shape: Shape, choices: int) -> Tile:
     return Tile(16, 512 // shape.itemsize, 3, 4) if shape.up else Tile(max(32 // choices, 1), 256 // shape.itemsize, 3, 4)
 
 
+@functools.lru_cache(maxsize=1024)
 def few_tokens(shape: Shape, tokens: int, memory: int) -> Tile:
     """For as many as MOST_TOKENS. memory: bytes of shared memory that a program may have; a tile that does not fit has fewer stages."""
     # By times on an H200.

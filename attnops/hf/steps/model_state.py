@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from attnops.core.errors import InvalidInput, fail
-from attnops.hf.paged.around import flags, global_hooks
-from attnops.hf.paged.code import Code
-from attnops.hf.paged.values import Itself, Unknown, Values, address, alike, getter
+from attnops.hf.steps.around import flags, global_hooks
+from attnops.hf.steps.forward_code import Code
+from attnops.hf.steps.values import Itself, Unknown, Values, address, alike, getter
 from attnops.nn.absorb import HELD, INTERNAL, PLAIN
 
 # What torch's linear holds and its forward does not read.

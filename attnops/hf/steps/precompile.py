@@ -14,9 +14,9 @@ from attnops.core.problem import Problem
 from attnops.core.select import active_policy
 from attnops.graphs.buckets import decode_sizes
 from attnops.hf.attention.descriptor import Range
-from attnops.hf.paged.attention import Asked, attend_keys
-from attnops.hf.paged.cache import PagedModelCache
-from attnops.hf.paged.pages import ModelPages
+from attnops.hf.attention.over_pages import Asked, attend_keys
+from attnops.hf.cache.model_pages import ModelPages
+from attnops.hf.cache.paged_cache import PagedModelCache
 from attnops.ops.pages.plan import over_latents
 
 

@@ -25,9 +25,9 @@ from attnops.core.record import asked, changed, name as name_of
 from attnops.core.select import active_policy
 from attnops.core.tracers import is_recorded
 from attnops.graphs.regional import NUMBER
-from attnops.hf.chosen import is_ours
-from attnops.hf.experts import plain
-from attnops.hf.methods import is_replaced
+from attnops.hf.models.chosen import is_ours
+from attnops.hf.models.experts import plain
+from attnops.hf.models.methods import is_replaced
 from attnops.kernels.triton.attention import FLOATS
 from attnops.nn.steady import apart
 from attnops.ops.experts.route import SCORING, Route, is_allowed, route

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from attnops.core.adapt import on_device_of
 from attnops.core.errors import PatchError, fail
 from attnops.core.record import name as name_of
-from attnops.hf import experts as plain
-from attnops.hf.experts import PREFIX, Gate
+from attnops.hf.models import experts as plain
+from attnops.hf.models.experts import PREFIX, Gate
 from attnops.ops.experts.mxfp4 import WIDE, mxfp4_experts
 from attnops.ops.experts.mxfp4_reference import COLUMNS, MOST_SCALE, ROWS, arranged, decoded, encoded, restored
 

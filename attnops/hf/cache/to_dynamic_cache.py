@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
-from attnops.hf.paged.cache import PagedModelCache
-from attnops.hf.paged.pages import EMPTY
+from attnops.hf.cache.model_pages import EMPTY
+from attnops.hf.cache.paged_cache import PagedModelCache
 from attnops.ops import slot_mapping
 
 

@@ -22,9 +22,9 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 from attnops.core.errors import InvalidInput, PatchError, fail
 from attnops.core.problem import Problem, pretend
 from attnops.core.record import need
-from attnops.hf import cache_names
-from attnops.hf.paged.attention import ABSORB_UP_TO, dims_of
-from attnops.hf.paged.cache import PagedKeyCache
+from attnops.hf.attention.over_pages import ABSORB_UP_TO, dims_of
+from attnops.hf.cache import names as cache_names
+from attnops.hf.cache.paged_cache import PagedKeyCache
 from attnops.hf.private import PREPARE, changed
 from attnops.hf.report import evaluating
 from attnops.nn.absorb import absorbed_weights

@@ -13,11 +13,11 @@ from attnops.cache.paged import ordinary
 from attnops.core.errors import InvalidInput, fail
 from attnops.core.record import name, need
 from attnops.graphs import guard
-from attnops.hf import cache_names
-from attnops.hf.cache_names import cache_in
-from attnops.hf.paged.around import function_modes
-from attnops.hf.paged.cache import PagedModelCache, State
-from attnops.hf.paged.layers import starts
+from attnops.hf.cache import names as cache_names
+from attnops.hf.cache.names import cache_in
+from attnops.hf.cache.paged_cache import PagedModelCache, State
+from attnops.hf.steps.around import function_modes
+from attnops.hf.steps.compiled_layers import starts
 
 Kind = Literal["one row", "more rows", "prompt"]
 

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from attnops.core.record import need
-from attnops.hf import cache_names
-from attnops.hf.cache_names import cache_in
+from attnops.hf.cache import names as cache_names
+from attnops.hf.cache.model_pages import ALL, DRAFTS
+from attnops.hf.cache.names import cache_in
+from attnops.hf.cache.support import has_blocks
 from attnops.hf.generation import running_generation
-from attnops.hf.methods import Method, is_compiled, is_replaced
-from attnops.hf.paged.around import global_hooks
-from attnops.hf.paged.models import has_blocks
-from attnops.hf.paged.pages import ALL, DRAFTS
+from attnops.hf.models.methods import Method, is_compiled, is_replaced
+from attnops.hf.steps.around import global_hooks
 
 # Words in the names of fractions by which modules of transformers draw in training mode: attention_dropout, resid_pdrop, layerdrop,
 # router_jitter_noise.

@@ -16,13 +16,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from attnops.graphs.device import CudaGraphs, Device
 from attnops.hf import not_fast
-from attnops.hf.cache_names import cache_in, named
+from attnops.hf.cache.names import cache_in, named
 from attnops.hf.generation import running_generation
-from attnops.hf.loop.plain import FOLLOWED, Asked, fields, not_plain, not_sampled
-from attnops.hf.loop.tail import Choice, Tail
-from attnops.hf.paged.around import flags
-from attnops.hf.paged.decode import Decoder
 from attnops.hf.private import changed
+from attnops.hf.steps.around import flags
+from attnops.hf.steps.decode import Decoder
+from attnops.hf.steps.eligibility import FOLLOWED, Asked, fields, not_plain, not_sampled
+from attnops.hf.steps.sampler_graph import Choice, Tail
 
 # Idle tails that are kept, the last used ones: several of one choice, where threads used them at
 # once. More, up to _MOST_SMALL, are kept while all of them hold no more than so many bytes.

@@ -10,8 +10,8 @@ from math import inf
 
 import torch
 
-from attnops.hf.paged.cache import PagedModelCache, Returned, State
-from attnops.hf.paged.pages import ModelPages, Sizes
+from attnops.hf.cache.model_pages import ModelPages, Sizes
+from attnops.hf.cache.paged_cache import PagedModelCache, Returned, State
 
 MOST_IDLE = 2
 """Sets of pages that are kept for later caches, if they fit in `most_idle_bytes`."""

@@ -5,7 +5,7 @@ latents, to the cache, which hands them on; the attention function writes them i
 The batch `[B, H, S, D]` becomes B requests of S tokens each, one after the other. In a request of n new tokens and L in all, new token i
 sees the first L - n + i + 1, so padding on the left, which is not stored, sees no token and gives 0.
 
-The first tokens of an empty cache attend to each other directly, without pages; in a packed prompt (attnops.hf.paged.prompt), a row of the
+The first tokens of an empty cache attend to each other directly, without pages; in a packed prompt (attnops.hf.steps.prompt), a row of the
 tokens of all requests, those of each request. So do the tokens of a long step over a sliding window,
 beside copies of the window's tokens, whose pages the step overwrites.
 """
@@ -23,8 +23,8 @@ from attnops.core.errors import InvalidInput, fail
 from attnops.core.record import name
 from attnops.hf.attention import descriptor
 from attnops.hf.attention.descriptor import Range
+from attnops.hf.cache.paged_cache import PagedModelCache, View
 from attnops.hf.generation import running_generation
-from attnops.hf.paged.cache import PagedModelCache, View
 from attnops.nn.absorb import absorbed_weights, renew
 from attnops.nn.latent import LatentDims, attend_absorbed
 from attnops.ops import decode_attention, paged_attention, write_kv, write_latent

@@ -22,7 +22,7 @@ from attnops.core.kernel import deterministic
 from attnops.core.record import name as name_of
 from attnops.core.select import active_policy
 from attnops.core.tracers import is_recorded
-from attnops.hf.chosen import is_ours
+from attnops.hf.models.chosen import is_ours
 from attnops.kernels.triton.attention import FLOATS
 from attnops.kernels.triton.launch.experts_tiles import MOST_TOKENS
 from attnops.nn.steady import apart

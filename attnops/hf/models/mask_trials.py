@@ -22,10 +22,10 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from attnops.adapters.report import TOLERANCES, compare, outputs_of
 from attnops.core.errors import PatchError, fail
 from attnops.core.problem import pretend
-from attnops.hf import cache_names
 from attnops.hf.attention.mask import Mode
+from attnops.hf.cache import names as cache_names
 from attnops.hf.interface import Options, implementation
-from attnops.hf.matching.match import Match, match, routed
+from attnops.hf.models.attention_modules import Match, match, routed
 from attnops.hf.report import evaluating, switch
 
 _TOLERANCE = {**TOLERANCES, torch.float32: 1e-4}

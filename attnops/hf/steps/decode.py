@@ -26,17 +26,17 @@ from attnops.graphs import Graphed, Report
 from attnops.graphs.graphed import Progress
 from attnops.graphs.regional import Regions
 from attnops.hf import not_fast
-from attnops.hf.cache_names import argument_of, cache_in
-from attnops.hf.paged.cache import PagedModelCache, State
-from attnops.hf.paged.calls import Kind, kind_of, modes_now, more, plain_step, positions, state_of, state_of_step
-from attnops.hf.paged.failed import Failed, Tries, remember
-from attnops.hf.paged.guarded import Glance
-from attnops.hf.paged.how import Decode
-from attnops.hf.paged.pages import ModelPages
-from attnops.hf.paged.prompt import PROMPT, Over, Prompts
-from attnops.hf.paged.reasons import runs_hooks
-from attnops.hf.paged.states import Kept, States
-from attnops.hf.paged.steps import against_graphs, graphed_steps, passes_of, watched
+from attnops.hf.cache.model_pages import ModelPages
+from attnops.hf.cache.names import argument_of, cache_in
+from attnops.hf.cache.paged_cache import PagedModelCache, State
+from attnops.hf.steps.calls import Kind, kind_of, modes_now, more, plain_step, positions, state_of, state_of_step
+from attnops.hf.steps.failed import Failed, Tries, remember
+from attnops.hf.steps.graphed_steps import against_graphs, graphed_steps, passes_of, watched
+from attnops.hf.steps.graphs_by_state import Kept, States
+from attnops.hf.steps.model_state import Glance
+from attnops.hf.steps.options import Decode
+from attnops.hf.steps.prompt import PROMPT, Over, Prompts
+from attnops.hf.steps.reasons import runs_hooks
 from attnops.lowering import Product
 from attnops.lowering.fuse_norm_linear_pass import summary
 

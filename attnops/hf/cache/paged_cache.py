@@ -2,7 +2,7 @@
 
 It gives transformers lengths, resets, rollbacks and one layer object a layer, but no keys and values: `update` returns the new ones as
 they came, with one more dimension, so that a consumer which does not know of this cache fails instead of computing nonsense. The attention
-function writes and reads the pages (see `attnops.hf.paged.attention`).
+function writes and reads the pages (see `attnops.hf.attention.over_pages`).
 
 A row is a request, and has the same pages as long as the cache lives. Padding on the left is not stored: the token of row b at position p
 of the padded batch is token `p - pad[b]` of its pages.
@@ -25,8 +25,8 @@ from attnops.cache.step import Tokens
 from attnops.core.errors import InvalidInput, fail
 from attnops.core.record import need
 from attnops.graphs.regional import NotRegional
-from attnops.hf import cache_names
-from attnops.hf.paged.pages import EMPTY, ModelPages, Past
+from attnops.hf.cache import names as cache_names
+from attnops.hf.cache.model_pages import EMPTY, ModelPages, Past
 
 # transformers 5.15 has no layers without a cache.
 _NOTHING: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))

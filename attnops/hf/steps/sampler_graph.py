@@ -14,9 +14,9 @@ from attnops.cache.paged import ordinary
 from attnops.core.errors import NotCapturable, one_line
 from attnops.graphs.device import CAPTURING, Device, Recorded, frozen
 from attnops.graphs.streams import LastStream
-from attnops.hf.loop.numbers import Number, field_of
-from attnops.hf.loop.plain import Asked, held
-from attnops.hf.paged.failed import Tries, passing
+from attnops.hf.steps.eligibility import Asked, held
+from attnops.hf.steps.failed import Tries, passing
+from attnops.hf.steps.numbers import Number, field_of
 
 # The error of torch.multinomial, where a step's logits are NaN or infinite.
 _INVALID = "probability tensor contains either `inf`, `nan` or element < 0"

@@ -1,8 +1,8 @@
 """Modules of a model whose rows are kept apart under a deterministic policy.
 
 Linears, norms and activations become objects of subclasses of their classes, as routers do
-(attnops.hf.routers), and run their own code under any other policy. `attnops.hf.routers` and `attnops.hf.experts` keep the rows
-of routers and experts apart that they have taken over.
+(attnops.hf.models.routers), and run their own code under any other policy. Routers and experts
+that attnops has taken over keep their rows apart in `routers` and `experts` of this folder.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from transformers.activations import ACT2CLS
 from transformers.pytorch_utils import Conv1D
 
-from attnops.hf import experts, routers
-from attnops.hf.experts import plain
-from attnops.hf.methods import is_replaced
+from attnops.hf.models import experts, routers
+from attnops.hf.models.experts import plain
+from attnops.hf.models.methods import is_replaced
 from attnops.nn.steady import class_of, is_steady, steady, unsteady
 
 _ACTIVATIONS = {known[0] if isinstance(known, tuple) else known for known in ACT2CLS.values()}

@@ -28,25 +28,26 @@ from attnops.core.kernel import check_kernel
 from attnops.core.precompile import start
 from attnops.core.problem import Problem
 from attnops.core.record import name, need
-from attnops.hf import cache_names, not_fast
-from attnops.hf.cache_names import cache_in, named
+from attnops.hf import not_fast
+from attnops.hf.attention.over_pages import dims_of, hand_over
+from attnops.hf.cache import names as cache_names, support as paged_models
+from attnops.hf.cache.idle_pages import MOST_IDLE, Pool
+from attnops.hf.cache.model_pages import DRAFTS, ModelPages, Sizes
+from attnops.hf.cache.names import cache_in, named
+from attnops.hf.cache.paged_cache import PagedKeyCache, PagedLatentCache, PagedModelCache, Returned, has_states, layers_without_pages
+from attnops.hf.cache.support import refuse_unless
+from attnops.hf.cache.to_dynamic_cache import unpaged
 from attnops.hf.generation import current_generation, running_generation
-from attnops.hf.loop.sample import Loop
-from attnops.hf.matching.match import Match, Site
-from attnops.hf.methods import Method
-from attnops.hf.paged import calls, models as paged_models
-from attnops.hf.paged.ahead import begin
-from attnops.hf.paged.attention import dims_of, hand_over
-from attnops.hf.paged.cache import PagedKeyCache, PagedLatentCache, PagedModelCache, Returned, has_states, layers_without_pages
-from attnops.hf.paged.decode import Decoder
-from attnops.hf.paged.how import Decode
-from attnops.hf.paged.models import refuse_unless
-from attnops.hf.paged.pages import DRAFTS, ModelPages, Sizes
-from attnops.hf.paged.pool import MOST_IDLE, Pool
-from attnops.hf.paged.prompt import is_prompt
-from attnops.hf.paged.reasons import Call, Reason, against_pages, against_pages_unasked, drafts, refuse_given
-from attnops.hf.paged.unpaged import unpaged
+from attnops.hf.models.attention_modules import Match, Site
+from attnops.hf.models.methods import Method
 from attnops.hf.private import PREPARE
+from attnops.hf.steps import calls
+from attnops.hf.steps.decode import Decoder
+from attnops.hf.steps.decode_loop import Loop
+from attnops.hf.steps.options import Decode
+from attnops.hf.steps.precompile import begin
+from attnops.hf.steps.prompt import is_prompt
+from attnops.hf.steps.reasons import Call, Reason, against_pages, against_pages_unasked, drafts, refuse_given
 from attnops.nn.absorb import HELD, expire
 from attnops.nn.packed import Packed, pack_linears
 from attnops.ops.pages.plan import latent_layers

@@ -17,10 +17,10 @@ from torch.utils import _pytree as pytree
 from attnops.cache.batch import PagedBatch
 from attnops.graphs.regional import NUMBER, NotRegional, Regions, Twin, twin, varying, write_back
 from attnops.hf.attention import descriptor
-from attnops.hf.cache_names import argument
-from attnops.hf.methods import is_replaced
-from attnops.hf.paged.cache import PagedModelCache, Step, View, described
-from attnops.hf.paged.pages import EMPTY, ModelPages
+from attnops.hf.cache.model_pages import EMPTY, ModelPages
+from attnops.hf.cache.names import argument
+from attnops.hf.cache.paged_cache import PagedModelCache, Step, View, described
+from attnops.hf.models.methods import is_replaced
 from attnops.lowering.compile_layers import repeated_blocks
 from attnops.nn.steady import is_linear
 

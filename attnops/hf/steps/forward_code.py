@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from attnops.hf.paged.values import Itself, Unknown, Values, alike, content, getter
+from attnops.hf.steps.values import Itself, Unknown, Values, alike, content, getter
 
 MOST_FUNCTIONS = 1000
 """Functions whose code is followed."""

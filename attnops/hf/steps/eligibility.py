@@ -23,18 +23,18 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from attnops.hf.cache_names import cache_in
-from attnops.hf.loop.numbers import Number, field_of, is_theirs
-from attnops.hf.methods import Method, is_compiled
-from attnops.hf.paged.around import function_modes
-from attnops.hf.paged.cache import PagedModelCache
-from attnops.hf.paged.calls import more
-from attnops.hf.paged.decode import Decoder
-from attnops.hf.paged.reasons import runs_hooks
+from attnops.hf.cache.names import cache_in
+from attnops.hf.cache.paged_cache import PagedModelCache
+from attnops.hf.models.methods import Method, is_compiled
+from attnops.hf.steps.around import function_modes
+from attnops.hf.steps.calls import more
+from attnops.hf.steps.decode import Decoder
+from attnops.hf.steps.numbers import Number, field_of, is_theirs
+from attnops.hf.steps.reasons import runs_hooks
 
 # Their results depend on the logits and the tokens so far, and on no Python number that changes from step to step.
 _PROCESSORS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, RepetitionPenaltyLogitsProcessor)
-# These count tokens too, by a Python number. See attnops.hf.loop.tail.Held.
+# These count tokens too, by a Python number. See attnops.hf.steps.sampler_graph.Held.
 _HELD = (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor)
 _CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
 # Methods that the loop calls, or whose work it does.
@@ -135,7 +135,7 @@ def fields(processors: Any, device: torch.device) -> tuple[Any, ...]:
     """The types, fields and code of plain processors, of tensors the shapes.
 
     Equal ones do the same to equal tensors on this device. Numbers of `held` and of
-    `attnops.hf.loop.numbers` are tensors.
+    `attnops.hf.steps.numbers` are tensors.
     """
 
     def of(processor: Any) -> tuple[Any, ...]:

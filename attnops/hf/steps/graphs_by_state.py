@@ -10,10 +10,10 @@ from weakref import WeakMethod
 
 import torch
 
-from attnops.hf.paged.calls import Kind
-from attnops.hf.paged.pages import ModelPages
-from attnops.hf.paged.pool import gpu_bytes
-from attnops.hf.paged.prompt import Over
+from attnops.hf.cache.idle_pages import gpu_bytes
+from attnops.hf.cache.model_pages import ModelPages
+from attnops.hf.steps.calls import Kind
+from attnops.hf.steps.prompt import Over
 
 MOST_STATES = 64
 """States whose graphs are kept, however small these are."""

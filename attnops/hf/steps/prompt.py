@@ -31,12 +31,12 @@ from attnops.graphs.guard import uncached_casts
 from attnops.graphs.pieces import Inner
 from attnops.graphs.regional import NotRegional, Regions, Twin
 from attnops.hf.attention.mask import padding_of, tracing
-from attnops.hf.cache_names import argument, cache_in
-from attnops.hf.paged.cache import PagedModelCache, Step
-from attnops.hf.paged.failed import Tries, passing
-from attnops.hf.paged.layers import Here, modules_of
-from attnops.hf.paged.pages import ModelPages
-from attnops.hf.paged.reasons import drawing
+from attnops.hf.cache.model_pages import ModelPages
+from attnops.hf.cache.names import argument, cache_in
+from attnops.hf.cache.paged_cache import PagedModelCache, Step
+from attnops.hf.steps.compiled_layers import Here, modules_of
+from attnops.hf.steps.failed import Tries, passing
+from attnops.hf.steps.reasons import drawing
 from attnops.lowering import merge_linears_pass
 
 CHUNK = 4096

@@ -12,15 +12,15 @@ from attnops.graphs import Buckets, Graphed, breakable
 from attnops.graphs.buckets import decode_sizes
 from attnops.graphs.regional import Regional, Regions
 from attnops.hf import not_fast
-from attnops.hf.cache_names import argument_of
-from attnops.hf.paged.around import function_modes
-from attnops.hf.paged.cache import PagedModelCache
-from attnops.hf.paged.calls import step_of
-from attnops.hf.paged.collectives import without_collectives
-from attnops.hf.paged.guarded import Glance
-from attnops.hf.paged.how import Decode
-from attnops.hf.paged.layers import layered
-from attnops.hf.paged.reasons import HOOKED, drawing, hooks_of_the_caller
+from attnops.hf.cache.names import argument_of
+from attnops.hf.cache.paged_cache import PagedModelCache
+from attnops.hf.steps.around import function_modes
+from attnops.hf.steps.calls import step_of
+from attnops.hf.steps.collectives import without_collectives
+from attnops.hf.steps.compiled_layers import layered
+from attnops.hf.steps.model_state import Glance
+from attnops.hf.steps.options import Decode
+from attnops.hf.steps.reasons import HOOKED, drawing, hooks_of_the_caller
 from attnops.lowering import Product, fuse_norm_linear_pass, fuse_rotation_pass, merge_linears_pass
 
 Passes = tuple[Callable[[Any], Any], ...]

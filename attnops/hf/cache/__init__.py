@@ -1,0 +1,1 @@
+"""transformers' caches over pages."""

@@ -1,1 +1,0 @@
-"""Which modules can be switched, and trials that prove it."""

@@ -1,1 +1,0 @@
-"""Models over pages: caches, the attention of their layers, and decode steps."""

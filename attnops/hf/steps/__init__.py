@@ -1,0 +1,1 @@
+"""Prompts, decode steps and the sampler of `generate()`, in CUDA graphs."""
