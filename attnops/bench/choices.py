@@ -195,7 +195,7 @@ def with_choice(rows: Rows, call: Call) -> Rows:
     chosen = choices(call.problem, in_force(call.problem.target).table)
     us = {name: one["median_us"] for name, one in times.items()}
     mine = times.get(chosen.get("automatic", ""), {})
-    more = {name: mine[name] for name in ("spread_us", "of_bandwidth") if name in mine}
+    more: Row = {name: mine[name] for name in ("spread_us", "of_bandwidth") if name in mine}
     return [*rows, with_regret({"case": rows[0]["case"], "way": "automatic", "us": us, "chosen": chosen, **more}, us)]
 
 

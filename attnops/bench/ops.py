@@ -156,7 +156,8 @@ def moving(point: Any, pool: Pool, op: str) -> Call:
             return torch.zeros(dims, dtype=torch.uint8 if a.dtypes == (torch.uint8,) else dtype, device=pool.device)
         return pool.take(*dims, dtype=torch.bfloat16)
 
-    return Call(op, filled(op, *point.filled(pool), make))
+    sizes, given = point.filled(pool)
+    return Call(op, filled(op, sizes, given, make))
 
 
 def move_rows(setup: Setup, pool: Pool, op: str, point: Any) -> Rows:
