@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.census.inputs import Inputs
+from benchmarks.census.inputs import Inputs, parts
 
 PACKAGE = "transformers_tests"
 """The name under which the folder's `tests` are imported, for a project may have a package `tests`."""
@@ -140,13 +140,3 @@ def spread(config: Any) -> Any:
             if isinstance(getattr(part, name, None), float):
                 setattr(part, name, width)
     return config
-
-
-def parts(config: Any) -> Iterator[Any]:
-    """The config, and those below it."""
-    from transformers import PreTrainedConfig
-
-    yield config
-    for below in vars(config).values():
-        if isinstance(below, PreTrainedConfig):
-            yield from parts(below)
