@@ -1,13 +1,14 @@
-"""What tests of measured times share: a folder of tables of their own, Problems, and a table of one size."""
+"""What tests of measured times share: a folder of tables of their own, Problems, a table of one size, and kernels that are off."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from attnops.core.kernel import kernels_of
+from attnops.core.kernel import _REGISTRY, kernels_of
 from attnops.core.problem import Problem, Target, altered
 from attnops.measured import Grid, Table, cpu_name, forget, store
 from attnops.measured.table import version_of
@@ -55,3 +56,24 @@ def timed(gpu: str = "", kind: Problem = SQUARE, **us: float) -> Table:
     grid = Grid(kind, (1.0,), (16.0,), (1.0,), {name: (time,) for name, time in us.items()})
     versions = {f"{kind.op}.{name}": version_of(kernels[name]) for name in us}
     return table(grid, gpu=gpu or cpu_name(), target="sm90" if gpu else "cpu", versions=versions)
+
+
+def by_way(rows):
+    return {row["way"]: row for row in rows}
+
+
+def exchange(monkeypatch, op, name, run, **more):
+    """Until the test ends a kernel of an op has another body."""
+    like = kernels_of(op).get(name) or kernels_of(op)["reference"]
+    kernel = replace(like, name=name, run=run, contract=2, **more)
+    monkeypatch.setitem(_REGISTRY.kernels[op], name, kernel)
+
+
+def scaled(by):
+    """What a run of sdpa gives, and its output so many times."""
+
+    def run(call, right):
+        output, lse = right(call)
+        return output * by, lse
+
+    return run

@@ -5,6 +5,7 @@ import pytest
 pytest.importorskip("transformers", reason="transformers' layer judges ours")
 
 from attnops.bench import Setup, latent
+from tests.measuring import by_way
 from tests.test_bench import TOY
 
 
@@ -14,7 +15,7 @@ def uncompiled(monkeypatch):
 
 
 def step(name="4 heads, 2x24"):
-    return {row["way"]: row for row in latent.cases(TOY)[name]()}
+    return by_way(latent.cases(TOY)[name]())
 
 
 def test_a_layer_is_beside_transformers():

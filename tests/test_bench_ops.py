@@ -12,7 +12,6 @@ pytest.importorskip("transformers", reason="the suite of experts measures module
 from attnops.bench import Setup, choices, mixtures, op_suite, ops, training
 from attnops.bench.files import bad
 from attnops.bench.rows import with_direct
-from attnops.core import kernel as registry
 from attnops.core.kernel import kernels_of
 from attnops.core.problem import altered
 from attnops.core.record import check
@@ -22,6 +21,7 @@ from attnops.ops.experts.bench_points import Mixture
 from attnops.ops.linear import timed as linears
 from attnops.ops.sweeps import F32
 from attnops.testing.pool import Pool
+from tests.measuring import by_way, exchange, scaled
 from tests.test_bench import TOY, entry, ways
 
 CALLS = [(op, ops.shorter(case, "toy")) for op, case in op_suite.listed("kernels")]
@@ -38,17 +38,6 @@ def small(monkeypatch):
     some = (SMALL, MIXTURES["gpt-oss-20b"]._replace(name="oss", sizes=(8, 2, 2880)))
     points = [("experts", mixture) for mixture in some]
     monkeypatch.setattr(ops, "EXPERTS", replace(ops.EXPERTS, points=lambda suite: points))
-
-
-def by_way(rows):
-    return {row["way"]: row for row in rows}
-
-
-def exchange(monkeypatch, op, name, run, **more):
-    """Until the test ends a kernel of an op has another body."""
-    like = kernels_of(op).get(name) or kernels_of(op)["reference"]
-    kernel = replace(like, name=name, run=run, contract=2, **more)
-    monkeypatch.setitem(registry._REGISTRY.kernels[op], name, kernel)
 
 
 def fails(call):
@@ -117,12 +106,7 @@ def test_kernels_are_beside_the_vendors_call_of_their_own_code():
 def test_a_wrong_kernel_has_no_speed(monkeypatch):
     """Half a percent off, which float32 allows no kernel; one that leaves something unwritten; and one that raises."""
     right = kernels_of("attention")["sdpa"].run
-
-    def off(call):
-        output, lse = right(call)
-        return output * 1.005, lse
-
-    exchange(monkeypatch, "attention", "sdpa", off)
+    exchange(monkeypatch, "attention", "sdpa", lambda call: scaled(1.005)(call, right))
     exchange(monkeypatch, "attention", "aten_flash", fails)
     exchange(monkeypatch, "paged_attention", "sdpa", lambda *a, **k: None)
     step, prefill = CALLS[:2]

@@ -26,6 +26,11 @@ def listed(suite: str) -> list[tuple[str, Any]]:
     return sorted(((op, point) for op in OPS for point in points_of(op).get(suite, ())), key=lambda found: found[1].place)
 
 
+def as_it_is(point: Any, size: str) -> Any:
+    """A point of one size; a worker process gets this function by its name."""
+    return point
+
+
 @dataclass(frozen=True)
 class OpSuite:
     """A suite of the calls that families list for it: a function of a Setup.
@@ -37,7 +42,7 @@ class OpSuite:
     name: str
     rows: Callable[[Setup, Pool, str, Any], Iterable[Row]]
     count: Mapping[str, int] = field(default_factory=dict, hash=False)
-    sized: Callable[[Any, str], Any] = lambda point, size: point
+    sized: Callable[[Any, str], Any] = as_it_is
     points: Callable[[str], list[tuple[str, Any]]] = listed
     summary: bool = False
 
