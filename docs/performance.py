@@ -10,7 +10,7 @@ from typing import Any
 from changed import sentence, share
 from linears import shown
 from pictures import COMPILED, EAGER, NAMES, OURS, PICTURES, Report, Reports, Row, layers, ms, named, speed, spoken, tokens_of, whole_models
-from results import ROOT, machines, stamp, table
+from results import ROOT, machines, renewed, stamp, table
 
 from attnops.bench.engines import ENGINES
 from attnops.bench.rows import Rows, further as rest
@@ -45,11 +45,7 @@ def stale_plots(root: Path, check: bool) -> Iterator[str]:
     """The pictures that are not those of the results; drawn or taken away unless `check`."""
     wanted = {root / path: svg for _, path, svg in pictures(root)}
     for path, svg in wanted.items():
-        if not path.exists() or path.read_text() != svg:
-            yield str(path.relative_to(root))
-            if not check:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(svg)
+        yield from renewed(path, svg, root, check)
     for path in sorted(set((root / PLOTS).glob("*.svg")) - wanted.keys()):
         yield str(path.relative_to(root))
         if not check:

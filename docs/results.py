@@ -28,6 +28,15 @@ def table(head: Cells, rows: Iterable[Cells]) -> str:
     return "\n".join([lines[0], "|" + " --- |" * len(head), *lines[1:]])
 
 
+def renewed(path: Path, text: str, root: Path, check: bool) -> Iterator[str]:
+    """The path within the root if the file is not this text; it is written unless `check`."""
+    if not path.exists() or path.read_text() != text:
+        yield str(path.relative_to(root))
+        if not check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+
+
 @cache
 def _read(path: Path, changed: int) -> Any:
     """The file as it was when it last changed, read once: the tables ask for every machine a thousand times. No reader writes to it."""

@@ -203,9 +203,8 @@ def flop_of(model: Any, lengths: list[int]) -> int:
         return 0
     kept = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
     weights = sum(p.numel() for p in model.parameters() if id(p) not in kept)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = config.num_attention_heads * models.kv_width(config) // (2 * heads)
-    return int(2 * weights * sum(lengths) + 2 * config.num_hidden_layers * width * sum(n * n for n in lengths))
+    q_heads, _, head_dim = models.heads(config)
+    return int(2 * weights * sum(lengths) + 2 * config.num_hidden_layers * q_heads * head_dim * sum(n * n for n in lengths))
 
 
 def _prompt(setup: Setup, model: Any, prompt: Tensor, given: Row, how: How) -> Way:

@@ -121,19 +121,17 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> Rows:
 
 
 def first_call(setup: Setup, kept: models.Kept, name: str, point: Point, way: str = "attnops") -> Rows:
-    """Two processes, one after the other, with the same caches of compilers, which are empty at first."""
-    (cold_s, _), (warm_s, second_s) = in_two_processes(setup, name, point, way)
-    case = {"case": f"{name} {point}, first call", "way": way, "median_us": round(1e6 * cold_s, 2), "new_tokens": FIRST_NEW[setup.size]}
-    return [{**case, "first_s": round(cold_s, 3), "warm_s": round(warm_s, 3), "second_s": round(second_s, 3)}]
+    """Two processes, one after the other, with the same caches of compilers, which are empty at first.
 
-
-def in_two_processes(setup: Setup, *given: Any) -> list[tuple[float, float]]:
-    """`calls_s` in fresh processes; at toy size in this one, because imports would take longer than all else."""
+    At toy size this process, because imports would take longer than all else.
+    """
     from torch._inductor.utils import fresh_cache
 
     run: Callable[..., tuple[float, float]] = calls_s if setup.size == "toy" else partial(in_a_process, calls_s)
     with fresh_cache():
-        return [run(setup, *given) for _ in range(2)]
+        (cold_s, _), (warm_s, second_s) = (run(setup, name, point, way) for _ in range(2))
+    case = {"case": f"{name} {point}, first call", "way": way, "median_us": round(1e6 * cold_s, 2), "new_tokens": FIRST_NEW[setup.size]}
+    return [{**case, "first_s": round(cold_s, 3), "warm_s": round(warm_s, 3), "second_s": round(second_s, 3)}]
 
 
 def calls_s(setup: Setup, name: str, point: Point, way: str) -> tuple[float, float]:

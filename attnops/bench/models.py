@@ -65,10 +65,16 @@ def config(setup: Setup, name: str, layers: int = 0) -> Any:
     return made
 
 
+def heads(config: Any) -> tuple[int, int, int]:
+    """(query heads, key heads, the width of a head). Raises AttributeError or TypeError if layers differ."""
+    many = config.num_attention_heads
+    return many, getattr(config, "num_key_value_heads", None) or many, getattr(config, "head_dim", None) or config.hidden_size // many
+
+
 def kv_width(config: Any) -> int:
-    """Numbers of the keys and values of a token in one layer. Raises AttributeError or TypeError if layers differ."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return int(2 * heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads))
+    """Numbers of the keys and values of a token in one layer. Raises as `heads`."""
+    _, kv_heads, head_dim = heads(config)
+    return int(2 * kv_heads * head_dim)
 
 
 LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")  # of a container, in cgroups of version 2 and 1

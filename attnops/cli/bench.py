@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -17,10 +18,11 @@ from attnops.core.errors import InvalidInput
 
 
 def run(
-    console: Console, suites: tuple[str, ...], setup: Setup, *, budget_s: float = 400.0, out: Path | None = None, commit: str = "",
-    gpus: int = 1,
-) -> dict[str, Report]:  # fmt: skip
-    """Measure, with progress and tables on `console`. Options of the command; () is the usual suites. Returns the reports by suite.
+    console: Console, suites: tuple[str, ...], setup: Setup, *, budget_s: float = 400.0, out: Path | None = None, **options: Any
+) -> dict[str, Report]:
+    """Measure, with progress and tables on `console`. Options of the command and of `attnops.bench.run.run`; () is the usual suites.
+
+    Returns the reports by suite.
 
     Raises InvalidInput: a value that is unknown, does not fit the suites or exceeds the machine.
     """
@@ -37,8 +39,7 @@ def run(
     if setup.engines and not {"generate", "decode"} & {*names}:
         raise InvalidInput("suites", ", ".join(names), "generate or decode, for --engine")
     with console.status("measuring") as status, quiet_transformers():
-        options: Data = {"budget_s": budget_s, "out": out, "commit": commit, "gpus": gpus}
-        reports = run_suites(chosen, setup, **options, tell=lambda case: status.update(escape(case)))
+        reports = run_suites(chosen, setup, budget_s=budget_s, out=out, **options, tell=lambda case: status.update(escape(case)))
     for report in reports.values():
         show(report, console)
     if out is not None:

@@ -133,14 +133,12 @@ def linear_sites(config: Any, dtype: torch.dtype, rows: int, target: Target) -> 
     Their sizes are those in the config of the decoder.
     Without those of experts, and without any of a model that caches latents.
     """
-    from attnops.bench.models import experts
+    from attnops.bench.models import experts, heads
 
     if getattr(config, "kv_lora_rank", None):
         return
-    heads, layers = config.num_attention_heads, config.num_hidden_layers
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    inner = 0 if experts(config) else config.intermediate_size
-    for name, kind in products(config.hidden_size, heads, kv_heads, inner, config.vocab_size, head_dim).items():
+    q_heads, kv_heads, head_dim = heads(config)
+    inner, layers = 0 if experts(config) else config.intermediate_size, config.num_hidden_layers
+    for name, kind in products(config.hidden_size, q_heads, kv_heads, inner, config.vocab_size, head_dim).items():
         problem = problem_at(altered(kind, dtype=dtype, kv_dtype=dtype), Sizes(float(rows), 1.0, 1.0), target)
         yield Site(PARTS[name], 1 if name == "head" else layers, select(problem))
