@@ -1,5 +1,6 @@
-"""What tests of measured times share: a folder of tables of their own, Problems, a table of one size, and kernels that are off."""
+"""What tests of measured times share: tables of their own in a folder, Problems, kernels that are off, and results files."""
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -77,3 +78,14 @@ def scaled(by):
         return output * by, lse
 
     return run
+
+
+STAMP = {"device": "Some GPU", "torch": "2.11.0", "date": "2026-01-01", "commit": "0123456789abcdef", "packages": ["far==1.0"]}
+
+
+def results_file(root, machine, name, data):
+    """A results file of a machine below `root`: its path. data: of the file besides STAMP, or its text."""
+    path = root / "benchmarks" / "results" / machine / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(data if isinstance(data, str) else json.dumps({**STAMP, **data}))
+    return path

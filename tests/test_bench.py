@@ -60,6 +60,11 @@ def reports_of(tmp_path_factory) -> Any:
     return reports, console.export_text(), folder
 
 
+@pytest.fixture
+def reports(reports_of) -> Any:
+    return reports_of[0]
+
+
 def entry(case, way, median_us=None, spread_us=None, **more):
     times = {"median_us": median_us, "spread_us": spread_us}
     return {"case": case, "way": way, **{name: us for name, us in times.items() if us is not None}, **more}
@@ -100,8 +105,7 @@ def test_every_suite_measures(reports_of):
             assert row.get("median_us", 1.0) > 0 and row.get("error", 0.0) <= row.get("budget", 0.0)
 
 
-def test_kernels_are_beside_others(reports_of):
-    reports, _, _ = reports_of
+def test_kernels_are_beside_others(reports):
     cases = ways(reports["kernels"])
     assert [name.partition(" ")[0] for name in cases] == ["decode", "prefill", "extend", "latent"]
     for name in ("decode 2x32", "prefill 1x32"):
@@ -171,8 +175,7 @@ def ways(report):
     return found
 
 
-def test_whole_models_are_beside_their_peers(reports_of):
-    reports, _, _ = reports_of
+def test_whole_models_are_beside_their_peers(reports):
     for suite in ("decode", "prefill"):
         [rows] = ways(reports[suite]).values()
         assert set(rows) == set(table.here(TOY, suite)), "what may be asked for is what there is"
@@ -461,8 +464,8 @@ def test_points_and_models():
 # Pages and files ----------------------------------------------------------------------------------------------------------
 
 
-def test_pages_are_made_of_the_files(reports_of, tmp_path, docs):
-    page, report = docs("performance"), reports_of[0]["decode"]
+def test_pages_are_made_of_the_files(reports, tmp_path, docs):
+    page, report = docs("performance"), reports["decode"]
     path = tmp_path / "benchmarks" / "results" / "toy" / "decode.json"
     path.parent.mkdir(parents=True)
 

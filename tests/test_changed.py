@@ -17,6 +17,7 @@ from attnops.core.problem import Target
 from attnops.kernels.shared import parts
 from attnops.measured import digests as code
 from tests.helpers import ROOT, importable
+from tests.measuring import results_file
 
 GRADIENT = "attention_backward.triton"
 DEVICE = "kernels/triton/device/gradient.py"
@@ -268,14 +269,10 @@ def results(docs) -> Any:
 
 
 RAN = {"cases": 3, "refused": 0, "wrong": 0, "worst_share_of_budget": 0.5}
-HEAD = {"device": "NVIDIA H200", "target": "sm90", "torch": "2.11.0", "date": "2026-01-01", "commit": "0" * 40}
 
 
 def commit(root, name, data):
-    path = root / "benchmarks" / "results" / "h200" / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**HEAD, **data}))
-    return path
+    return results_file(root, "h200", name, {"device": "NVIDIA H200", "target": "sm90", **data})
 
 
 def test_a_page_says_which_kernels_have_changed(changed, results, copy, monkeypatch, tmp_path):

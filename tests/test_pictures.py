@@ -1,12 +1,12 @@
 """The pictures of docs and README: each proves its title, from made-up figures and from those that are committed."""
 
-import json
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from tests.helpers import ROOT
+from tests.measuring import results_file
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -24,10 +24,7 @@ def page(docs) -> Any:
 @pytest.fixture
 def write(tmp_path) -> Any:
     """Writes a results file of the machine `toy`."""
-    folder = tmp_path / "benchmarks" / "results" / "toy"
-    folder.mkdir(parents=True)
-    head = {"device": "Toy GPU", "date": "2026-01-01", "commit": "c0ffee"}
-    return lambda suite, rows: (folder / f"{suite}.json").write_text(json.dumps({**head, "suite": suite, "rows": rows}))
+    return lambda suite, rows: results_file(tmp_path, "toy", suite, {"suite": suite, "rows": rows})
 
 
 def words_of(svg):

@@ -11,14 +11,7 @@ import pytest
 from attnops.measured import RATES, Grid, Table
 from attnops.ops.linear.timed import product
 from tests.helpers import ROOT
-
-STAMP = {"device": "Some GPU", "torch": "2.11.0", "date": "2026-01-01", "commit": "0123456789abcdef", "packages": ["far==1.0"]}
-
-
-def write(root, machine, name, data):
-    path = root / "benchmarks" / "results" / machine / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(data if isinstance(data, str) else json.dumps({**STAMP, **data}))
+from tests.measuring import results_file as write
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import attnops.hf
 from attnops.bench import Point, Setup
-from attnops.bench.rows import Case, Row, Rows, Way, relative_error, time_if_right, with_ratios
+from attnops.bench.rows import Case, More, Row, Rows, relative_error, time_if_right, with_ratios
 from attnops.bench.ways import PLACES, How
 from attnops.configs import SHAPES, config_of
 from attnops.core.errors import InvalidInput
@@ -188,9 +188,7 @@ def tokens(setup: Setup, model: Any, batch: int, length: int, seed: int = 0) -> 
 
 
 @torch.no_grad()
-def compared(
-    case: str, model: Any, ways: Mapping[str, Any], prompt: Tensor, new: Tensor | None, more: Callable[[float, Way], Row], **given: Tensor
-) -> Rows:
+def compared(case: str, model: Any, ways: Mapping[str, Any], prompt: Tensor, new: Tensor | None, more: More, **given: Tensor) -> Rows:
     """The rows of ways to compute a model's logits, `hf_eager` among them, which gives the budget.
 
     more: as in `time_if_right`. given: more arguments of the model by row, for the prompt.

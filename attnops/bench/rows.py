@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnops.core.errors import one_line
-from attnops.tune.clock import Timed
+from attnops.tune.clock import Timed, Times
 
 Row = dict[str, Any]
 """`case` and `way`; `median_us` and `spread_us`, or in `wrong` why there is no time; `error` and `budget` of a compared result, in the same
@@ -49,6 +49,7 @@ class Way:
 
 Make = Callable[[], Way | None]  # None if it does not answer the call
 Ways = dict[str, Way | Make]
+More = Callable[[float, Way], Row]  # the further figures of a way that takes so many microseconds
 
 
 def largest_error(got: Tensor, want: Tensor) -> float:
@@ -72,9 +73,9 @@ def time_if_right(
     ways: Mapping[str, Way | Make],
     want: Any,
     budget: float,
-    clock: Callable[[Mapping[str, Timed]], Mapping[str, Mapping[str, float]]],
+    clock: Callable[[Mapping[str, Timed]], Times],
     distance: Callable[[Any, Any], float] = largest_error,
-    more: Callable[[float, Way], Row] = lambda us, way: {},
+    more: More = lambda us, way: {},
     own: Collection[str] = (),
 ) -> Rows:
     """The rows of one case: every way is run and timed, in turn with the others, if its `distance` from `want` is at most its budget.

@@ -341,19 +341,14 @@ def _class_with(kind: Kind) -> Any:
     config = CONFIG_MAPPING[kind.name]
     module = importlib.import_module(config.__module__.replace("configuration_", "modeling_"))
     stem = config.__name__.removesuffix("Config")
-    for name in (f"{stem}Model", stem, f"{stem}TextModel", f"{stem.removesuffix('Text')}TextModel"):
-        if isinstance(cls := getattr(module, name, None), type) and issubclass(cls, transformers.PreTrainedModel):
-            return cls
-    every = [cls for cls in vars(module).values() if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)]
-    # A base class of a family's models has layers of none.
-    whole = [cls for cls in every if not cls.__name__.endswith("PreTrainedModel")]
-    for cls in whole:
-        if vars(cls).get("config_class") is config:
-            return cls
-    for cls in whole:
-        if getattr(cls, "config_class", None) is config:
-            return cls
-    raise ValueError("no model class of transformers takes its config")
+    every = {n: cls for n, cls in vars(module).items() if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)}
+    named = [every.get(name) for name in (f"{stem}Model", stem, f"{stem}TextModel", f"{stem.removesuffix('Text')}TextModel")]
+    # A base class of a family's models has layers of none. Those that have the config by themselves are before those that inherit it.
+    whole = [cls for cls in every.values() if not cls.__name__.endswith("PreTrainedModel") and getattr(cls, "config_class", None) is config]
+    found = next(filter(None, (*named, *sorted(whole, key=lambda cls: "config_class" not in vars(cls)))), None)
+    if found is None:
+        raise ValueError("no model class of transformers takes its config")
+    return found
 
 
 def class_of(kind: Kind) -> Any:

@@ -44,15 +44,10 @@ PRELOADED = ("torch._dynamo", "torch._functorch.aot_autograd", "functorch.compil
 RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "census.json"
 
 
-class Writer:
-    """Appends rows to a file as JSON lines, each at once: a process that is killed leaves those it finished."""
-
-    def __init__(self, path: Path) -> None:
-        self.file = path.open("a")
-
-    def row(self, **values: Any) -> None:
-        self.file.write(json.dumps(values) + "\n")
-        self.file.flush()
+def note(path: Path, **values: Any) -> None:
+    """Append a row to a file as a JSON line, at once: a process that is killed leaves those it finished."""
+    with path.open("a") as file:
+        file.write(json.dumps(values) + "\n")
 
 
 def verdict(check: checks.Check) -> tuple[str, str]:
@@ -127,24 +122,24 @@ def survey(kind: models.Kind, out: Path, skip: tuple[str, ...] = (), tests: bool
 
     tests: where the census's own config does not run, try those of transformers' tests.
     """
-    writer = Writer(out / f"{kind.name}.jsonl")
+    path = out / f"{kind.name}.jsonl"
     begin = time.monotonic()
-    writer.row(torch=torch.__version__, commit=results.commit(ROOT))
+    note(path, torch=torch.__version__, commit=results.commit(ROOT))
     head, subject = first_that_runs(kind, tests)
     if subject is None:
-        writer.row(**head)
+        note(path, **head)
         if "foreign" in head:
-            writer.row(check="patch", status="wrong", reason=head["foreign"], seconds=0)
-        writer.row(done=True, seconds=time.monotonic() - begin)
+            note(path, check="patch", status="wrong", reason=head["foreign"], seconds=0)
+        note(path, done=True, seconds=time.monotonic() - begin)
         return
     plan = [one for one in checks.checks_of(subject, kind.name in INDUCTOR) if not one[0].startswith(skip)]
     inputs = {name: list(value.shape) for name, value in subject.given.items() if isinstance(value, torch.Tensor)}
-    writer.row(plan=[name for name, _ in plan], inputs=inputs, noise=subject.noise, bound=subject.limit, **head)
+    note(path, plan=[name for name, _ in plan], inputs=inputs, noise=subject.noise, bound=subject.limit, **head)
     for name, check in plan:
         start = time.monotonic()
         status, reason = verdict(check)
-        writer.row(check=name, status=status, reason=reason, seconds=round(time.monotonic() - start, 2))
-    writer.row(done=True, seconds=time.monotonic() - begin)
+        note(path, check=name, status=status, reason=reason, seconds=round(time.monotonic() - start, 2))
+    note(path, done=True, seconds=time.monotonic() - begin)
 
 
 def read(path: Path) -> results.Rows:
@@ -160,12 +155,11 @@ def close(path: Path, reason: str) -> None:
     rows = read(path)
     plan = next((row["plan"] for row in rows if "plan" in row), ["build"])
     done = {row["check"] for row in rows if "check" in row}
-    writer = Writer(path)
     if not any("built" in row for row in rows):
-        writer.row(built=True, plan=plan, cls=None, patched=0, modules=0, skipped=[])
+        note(path, built=True, plan=plan, cls=None, patched=0, modules=0, skipped=[])
     for at, name in enumerate(name for name in plan if name not in done):
-        writer.row(check=name, status="wrong", reason=reason if at == 0 else f"not reached: {reason}", seconds=0)
-    writer.row(done=True, seconds=0)
+        note(path, check=name, status="wrong", reason=reason if at == 0 else f"not reached: {reason}", seconds=0)
+    note(path, done=True, seconds=0)
 
 
 def census(kinds: list[models.Kind], out: Path, jobs: int, limit_s: float, work: Any = survey, tell: Any = print) -> None:

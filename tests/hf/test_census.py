@@ -74,9 +74,9 @@ def test_a_foreign_error_is_wrong_and_ours_a_refusal(monkeypatch):
 
 
 def late(kind, out):
-    writer = run.Writer(out / f"{kind.name}.jsonl")
-    writer.row(built=True, plan=["first", "second", "third"], cls="C", patched=1, modules=1, skipped=[])
-    writer.row(check="first", status="ok", reason="", seconds=0)
+    path = out / f"{kind.name}.jsonl"
+    run.note(path, built=True, plan=["first", "second", "third"], cls="C", patched=1, modules=1, skipped=[])
+    run.note(path, check="first", status="ok", reason="", seconds=0)
     if kind.name == "bert":
         os._exit(3)
     time.sleep(60)
