@@ -36,7 +36,7 @@ def census_full() -> str:
         f"{made}. {sentence(data)}. {len(types)} types: {len(states['ran'])} ran, {len(states['refused'])} are refused by `patch`, for "
         f"{len(states['unrun'])} no input is known, {len(states['unbuilt'])} were not built. Checks: {numbers}.{through}{by_tests(data)}",
         "## Types that ran\n\n" + table(["type", "class", "patched", *("ok", "as chosen", "refused", "eager", "wrong"), "remarks"], [
-            [f"`{name}`", found["cls"] or "-", f"{found['patched']} of {found['modules']}", *tallies(found), remarks(found)]
+            [f"`{name}`", found["cls"] or "-", f"{found['patched']} of {found['modules']}", *(str(found["checks"].get(status, "")) for status in WORDS), remarks(found)]
             for name, found in states["ran"].items()
         ]),
         "## Types that `patch` refuses\n\n" + reasons(states["refused"]),
@@ -57,10 +57,6 @@ def by_tests(data: Report) -> str:
     if not kept:
         return text
     return f"{text} This run had no tests, so that {len(kept)} of these rows are of an earlier one: {', '.join(kept)}."
-
-
-def tallies(found: Report) -> list[str]:
-    return [str(found["checks"].get(status, "")) for status in WORDS]
 
 
 def remarks(found: Report) -> str:

@@ -226,14 +226,10 @@ def graph_output() -> str:
     """Runs the first Python block of docs/explain.md that compiles."""
     from attnops.cli.demo import kernel_lines
 
-    exec(next(code for code in python_blocks("docs/explain.md") if "torch.compile(model)" in code), {})
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "explain.md").read_text(), re.M | re.S)
+    exec(next(code for code in blocks if "torch.compile(model)" in code), {})
     lines = [line + (f"  x{count}" if count > 1 else "") for line, count in kernel_lines().items()]
     return "```text\n" + "\n".join(lines) + "\n```"
-
-
-def python_blocks(name: str) -> list[str]:
-    """The ```python blocks of a file, in order."""
-    return re.findall(r"^```python\n(.*?)^```$", (ROOT / name).read_text(), re.M | re.S)
 
 
 def front_picture() -> str:
