@@ -36,7 +36,8 @@ def census_full() -> str:
         f"{made}. {sentence(data)}. {len(types)} types: {len(states['ran'])} ran, {len(states['refused'])} are refused by `patch`, for "
         f"{len(states['unrun'])} no input is known, {len(states['unbuilt'])} were not built. Checks: {numbers}.{through}{by_tests(data)}",
         "## Types that ran\n\n" + table(["type", "class", "patched", *("ok", "as chosen", "refused", "eager", "wrong"), "remarks"], [
-            [f"`{name}`", found["cls"] or "-", f"{found['patched']} of {found['modules']}", *(str(found["checks"].get(status, "")) for status in WORDS), remarks(found)]
+            [f"`{name}`", found["cls"] or "-", f"{found['patched']} of {found['modules']}",
+             *(str(found["checks"].get(status, "")) for status in WORDS), remarks(found)]
             for name, found in states["ran"].items()
         ]),
         "## Types that `patch` refuses\n\n" + reasons(states["refused"]),
