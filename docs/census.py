@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from typing import Any
 
-from changed import sentence
+from changed import Report, sentence
 from results import ROOT, table
 
 FILE = ROOT / "benchmarks" / "results" / "cpu" / "census.json"
@@ -37,7 +36,8 @@ def census_full() -> str:
         f"{made}. {sentence(data)}. {len(types)} types: {len(states['ran'])} ran, {len(states['refused'])} are refused by `patch`, for "
         f"{len(states['unrun'])} no input is known, {len(states['unbuilt'])} were not built. Checks: {numbers}.{through}{by_tests(data)}",
         "## Types that ran\n\n" + table(["type", "class", "patched", *("ok", "as chosen", "refused", "eager", "wrong"), "remarks"], [
-            [f"`{name}`", found["cls"] or "-", f"{found['patched']} of {found['modules']}", *tallies(found), remarks(found)]
+            [f"`{name}`", found["cls"] or "-", f"{found['patched']} of {found['modules']}",
+             *(str(found["checks"].get(status, "")) for status in WORDS), remarks(found)]
             for name, found in states["ran"].items()
         ]),
         "## Types that `patch` refuses\n\n" + reasons(states["refused"]),
@@ -47,7 +47,7 @@ def census_full() -> str:
     return "\n\n".join(parts)
 
 
-def by_tests(data: dict[str, Any]) -> str:
+def by_tests(data: Report) -> str:
     """How many types ran by transformers' own tests, of which version, and which rows are of an earlier run that had them."""
     found = {name: row for name, row in data["types"].items() if row.get("source")}
     if not found:
@@ -60,11 +60,7 @@ def by_tests(data: dict[str, Any]) -> str:
     return f"{text} This run had no tests, so that {len(kept)} of these rows are of an earlier one: {', '.join(kept)}."
 
 
-def tallies(found: dict[str, Any]) -> list[str]:
-    return [str(found["checks"].get(status, "")) for status in WORDS]
-
-
-def remarks(found: dict[str, Any]) -> str:
+def remarks(found: Report) -> str:
     """Every reason once, with the checks that have it; then the modules that are left alone."""
     texts = []
     for status in ("wrong", "refused", "eager"):
@@ -92,7 +88,7 @@ def brief(checks: list[str]) -> list[str]:
     return [f"{head} ({', '.join(lasts)})" if lasts else head for head, lasts in found.items()]
 
 
-def reasons(types: dict[str, dict[str, Any]]) -> str:
+def reasons(types: dict[str, Report]) -> str:
     rows = [[f"`{name}`", found.get("cls") or "-", plain(found["reason"])] for name, found in types.items()]
     return table(["type", "class", "reason"], rows) if rows else "None."
 

@@ -12,8 +12,8 @@ import json
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
+from attnops.bench.files import Report
 from attnops.bench.run import SUITES
 from attnops.core.kernel import Kernel, all_kernels
 from attnops.core.problem import Target
@@ -25,6 +25,7 @@ TARGETS = {"NVIDIA H200": "sm90", "NVIDIA H100 80GB HBM3": "sm90"}
 MOST = 8
 """Kernels that a sentence names."""
 SAME, CHANGED, UNKNOWN = "", "changed", "unknown"
+GRIDS = ("numerics", "numerics_at_size")
 
 
 @functools.cache
@@ -33,7 +34,7 @@ def today() -> dict[str, str]:
     return digests(all_kernels())
 
 
-def since(data: dict[str, Any], name: str, root: Path = ROOT) -> str:
+def since(data: Report, name: str, root: Path = ROOT) -> str:
     """SAME, CHANGED or UNKNOWN: the code of the kernel `op.name` since a results file was measured."""
     kept = code_of(data, root)
     if kept is None:
@@ -41,7 +42,7 @@ def since(data: dict[str, Any], name: str, root: Path = ROOT) -> str:
     return SAME if kept.get(name) and kept[name] == today().get(name) else CHANGED
 
 
-def sentence(data: dict[str, Any], root: Path = ROOT) -> str:
+def sentence(data: Report, root: Path = ROOT) -> str:
     """What has changed of all that a results file may have run."""
     kept = code_of(data, root)
     if kept is None:
@@ -58,7 +59,7 @@ def sentence(data: dict[str, Any], root: Path = ROOT) -> str:
     return f"Changed since: {len(found)} of the {len(kept)} kernels that it may have run{rest}"
 
 
-def share(data: dict[str, Any], root: Path = ROOT) -> str:
+def share(data: Report, root: Path = ROOT) -> str:
     """A cell: `3 of 40` of the kernels that a results file may have run have changed since."""
     kept = code_of(data, root)
     return UNKNOWN if kept is None else f"{sum(map(bool, (since(data, n, root) for n in kept)))} of {len(kept)}"
@@ -71,7 +72,7 @@ def listed(names: Iterable[str]) -> str:
 # Files that were written without digests ------------------------------------------------------------------------------
 
 
-def code_of(data: dict[str, Any], root: Path = ROOT) -> dict[str, str] | None:
+def code_of(data: Report, root: Path = ROOT) -> dict[str, str] | None:
     """The digests of a results file: its own, or those of the commit that it names; None where nobody knows."""
     if "code" in data:
         return dict(data["code"])
@@ -80,9 +81,9 @@ def code_of(data: dict[str, Any], root: Path = ROOT) -> dict[str, str] | None:
     return dict(_told(commit, kernels, root)) if _there(commit, root) else None
 
 
-def run_by(data: dict[str, Any]) -> list[Kernel]:
+def run_by(data: Report) -> list[Kernel]:
     """The kernels that a results file is of, or may have run."""
-    grids = {name for grid in ("numerics", "numerics_at_size") for name, n in data.get(grid, {}).items() if n.get("cases")}
+    grids = {name for grid in GRIDS for name, n in data.get(grid, {}).items() if n.get("cases")}
     if grids:
         return [kernel for kernel in all_kernels() if f"{kernel.op}.{kernel.name}" in grids]
     if "memcheck" in data or "racecheck" in data:

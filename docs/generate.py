@@ -38,7 +38,7 @@ from changed import CHANGED, SAME, UNKNOWN, stamp_all  # noqa: E402
 from choices import choices_full, decided, kinds  # noqa: E402
 from linears import linears_full  # noqa: E402
 from performance import costs, performance_full, performance_short, picture, pictures_full, stale_plots  # noqa: E402, a file of this folder
-from results import compared, devices, hardware, hardware_text, results_full, results_short, table  # noqa: E402
+from results import compared, devices, hardware, hardware_text, renewed, results_full, results_short, table  # noqa: E402
 
 README_EXPLAIN = ("llama-3-8b-shape", "--target", "h200", "--cache", "hf", "--phase", "decode")
 EXPLAIN_LINES = 8
@@ -226,14 +226,10 @@ def graph_output() -> str:
     """Runs the first Python block of docs/explain.md that compiles."""
     from attnops.cli.demo import kernel_lines
 
-    exec(next(code for code in python_blocks("docs/explain.md") if "torch.compile(model)" in code), {})
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "explain.md").read_text(), re.M | re.S)
+    exec(next(code for code in blocks if "torch.compile(model)" in code), {})
     lines = [line + (f"  x{count}" if count > 1 else "") for line, count in kernel_lines().items()]
     return "```text\n" + "\n".join(lines) + "\n```"
-
-
-def python_blocks(name: str) -> list[str]:
-    """The ```python blocks of a file, in order."""
-    return re.findall(r"^```python\n(.*?)^```$", (ROOT / name).read_text(), re.M | re.S)
 
 
 def front_picture() -> str:
@@ -280,16 +276,9 @@ def stale(check: bool) -> Iterator[str]:
                     begin = f"<!-- {part}:begin -->\n"
                     text = (ROOT / name).read_text()
                     (ROOT / name).write_text(text.replace(begin + now, begin + new))
-    text = hardware_text(hardware(f"{kernel.op}.{kernel.name}" for kernel in all_kernels()))
-    if HARDWARE.is_relative_to(ROOT) and (not HARDWARE.exists() or HARDWARE.read_text() != text):
-        yield str(HARDWARE.relative_to(ROOT))
-        if not check:
-            HARDWARE.write_text(text)
-    text = kinds.text(decided())
-    if not kinds.FILE.exists() or kinds.FILE.read_text() != text:
-        yield str(kinds.FILE.relative_to(ROOT))
-        if not check:
-            kinds.FILE.write_text(text)
+    if HARDWARE.is_relative_to(ROOT):
+        yield from renewed(HARDWARE, hardware_text(hardware(f"{kernel.op}.{kernel.name}" for kernel in all_kernels())), ROOT, check)
+    yield from renewed(kinds.FILE, kinds.text(decided()), ROOT, check)
     yield from stale_plots(ROOT, check)
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from changed import sentence
+from changed import Report, sentence
 from results import ROOT, table
 
 from attnops.measured import Grid, Sizes, work
@@ -30,7 +28,7 @@ def linears_full(root: Path = ROOT) -> str:
     return "\n\n".join(parts) or NONE
 
 
-def of_linears(made: Mapping[str, Any]) -> dict[str, Any]:
+def of_linears(made: Report) -> Report:
     """The digests of a table of measured times, of its linears alone."""
     return {"code": {name: code for name, code in made["code"].items() if name.startswith("linear.")}} if "code" in made else {}
 
@@ -58,7 +56,7 @@ def cell(gpu: str, grid: Grid, rows: int) -> str:
     return " / ".join(f"**{t:.4g}**" if t == min(found) else f"{t:.4g}" for t in found) + share
 
 
-def shown(report: dict[str, Any]) -> dict[str, Any]:
+def shown(report: Report) -> Report:
     """A report of the suite with the choices at some numbers of rows, and how good all choices are; the file has the other rows."""
     rows = []
     for row in report["rows"]:

@@ -9,18 +9,18 @@ from typing import Any
 
 from changed import sentence, share
 from linears import shown
-from pictures import COMPILED, EAGER, NAMES, OURS, PICTURES, Row, layers, ms, named, speed, spoken, tokens_of, whole_models
-from results import ROOT, machines, stamp, table
+from pictures import COMPILED, EAGER, NAMES, OURS, PICTURES, Report, Reports, Row, layers, ms, named, speed, spoken, tokens_of, whole_models
+from results import ROOT, machines, renewed, stamp, table
 
 from attnops.bench.engines import ENGINES
-from attnops.bench.rows import further as rest
+from attnops.bench.rows import Rows, further as rest
 from attnops.bench.run import SUITES
 
 NONE = "No results are committed yet: `attnops bench --out benchmarks/results/<machine>` writes them."
 PLOTS = Path("docs") / "plots"
 
 
-def measured(root: Path) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
+def measured(root: Path) -> Iterator[tuple[str, Reports]]:
     """(machine, its reports by suite in the order of the suites), of machines that have any."""
     for name, files in machines(root):
         shown = {s.name: files[s.stem] for s in SUITES if isinstance(files.get(s.stem, {}).get("rows"), list)}
@@ -45,11 +45,7 @@ def stale_plots(root: Path, check: bool) -> Iterator[str]:
     """The pictures that are not those of the results; drawn or taken away unless `check`."""
     wanted = {root / path: svg for _, path, svg in pictures(root)}
     for path, svg in wanted.items():
-        if not path.exists() or path.read_text() != svg:
-            yield str(path.relative_to(root))
-            if not check:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(svg)
+        yield from renewed(path, svg, root, check)
     for path in sorted(set((root / PLOTS).glob("*.svg")) - wanted.keys()):
         yield str(path.relative_to(root))
         if not check:
@@ -66,7 +62,7 @@ def picture(root: Path = ROOT) -> str:
     return NONE
 
 
-def tokens_table(reports: dict[str, dict[str, Any]]) -> str:
+def tokens_table(reports: Reports) -> str:
     """The figures of README's picture, and the first call of a process where it was measured. An engine's has its imports in it."""
     suite, cases = tokens_of(reports)
     calls = (row for row in reports[suite]["rows"] if ", first call" in row["case"] and row["way"] not in ENGINES)
@@ -79,7 +75,7 @@ def tokens_table(reports: dict[str, dict[str, Any]]) -> str:
     return table(["ms a token", *(spoken(case, {}).partition(", ")[2] for case in cases), "first call of a process, s"], rows)
 
 
-def caption(machine: str, reports: dict[str, dict[str, Any]]) -> str:
+def caption(machine: str, reports: Reports) -> str:
     """The run that README's picture shows, its file, and the alternatives that it lacks."""
     suite, cases = tokens_of(reports)
     device, date, commit = (str(reports[suite].get(name, "?")) for name in ("device", "date", "commit"))
@@ -134,32 +130,32 @@ def performance_full(root: Path = ROOT) -> str:
     return "\n\n".join(parts) or NONE
 
 
-def source(report: dict[str, Any]) -> str:
+def source(report: Report) -> str:
     """The machine, the software, the commit and the ceilings of a run, and which kernels have changed since."""
     ceilings = ", ".join(f"{value:g} {name}" for name, value in words(report).items())
     run = stamp(report) + (f". Ceilings of that run: {ceilings}" if ceilings else "")
     return f"{run}. {sentence(report)}"
 
 
-def command(report: dict[str, Any]) -> str:
+def command(report: Report) -> str:
     """The command that measures the figures of a report again."""
     gpus = f" --gpus {report['gpus']}" if report.get("gpus", 1) > 1 else ""
     engines = "".join(f" --engine {way}=PYTHON" for way in dict.fromkeys(row["way"] for row in report["rows"]) if way in ENGINES)
     return f"attnops bench {report['suite']}{' --quick' * (report.get('size') == 'quick')}{gpus}{engines} --out results"
 
 
-def further(root: Path, machine: str, stem: str) -> list[tuple[str, dict[str, Any]]]:
+def further(root: Path, machine: str, stem: str) -> list[tuple[str, Report]]:
     """Other runs of a suite, e.g. decode_tuned.json beside decode.json: compared figures are in one file."""
     files = dict(machines(root))[machine]
     return [(name, data) for name, data in files.items() if name.startswith(f"{stem}_") and isinstance(data.get("rows"), list)]
 
 
-def words(report: dict[str, Any]) -> dict[str, float]:
+def words(report: Report) -> dict[str, float]:
     names = {"bandwidth_tb_s": "TB/s of a pass over memory", "matmul_tflop_s": "TFLOP/s of a matrix product"}
     return {names.get(name, name): value for name, value in report.get("ceilings", {}).items()}
 
 
-def rows(report: dict[str, Any]) -> str:
+def rows(report: Report) -> str:
     """The rows; a wrong result has no time and says why. Rows of counts, which have no time either, are a table of their own."""
     report = shown(report) if report.get("suite") == "linear" else report
     timed = [row for row in report["rows"] if "median_us" in row or "wrong" in row]
@@ -177,7 +173,7 @@ def rows(report: dict[str, Any]) -> str:
     return "\n\n".join(tables)
 
 
-def names(some: list[dict[str, Any]]) -> list[str]:
+def names(some: Rows) -> list[str]:
     """The figures that not all rows of all suites have, in order of appearance."""
     return list(dict.fromkeys(name for row in some for name, value in rest(row).items() if not isinstance(value, dict)))
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from plots import Bar, Dots, Words, bars, dots
 
-Row = dict[str, Any]
-Report = Mapping[str, Any]
+from attnops.bench.files import Report
+from attnops.bench.rows import Row
+
 Reports = Mapping[str, Report]
 """The reports of a machine, by suite."""
 

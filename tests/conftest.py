@@ -7,9 +7,13 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
+
+from tests.helpers import ROOT
 
 # Read by OpenMP and by Inductor when torch is loaded, hence before any test module.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -101,3 +105,10 @@ def _same_start() -> Iterator[None]:
     yield
     if dynamo := sys.modules.get("torch._dynamo"):
         dynamo.reset()
+
+
+@pytest.fixture
+def docs(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that imports a script of docs/ by its name."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    return import_module

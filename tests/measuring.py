@@ -1,13 +1,15 @@
-"""What tests of measured times share: a folder of tables of their own, Problems, and a table of one size."""
+"""What tests of measured times share: tables of their own in a folder, Problems, kernels that are off, and results files."""
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from attnops.core.kernel import kernels_of
+from attnops.core.kernel import _REGISTRY, kernels_of
 from attnops.core.problem import Problem, Target, altered
 from attnops.measured import Grid, Table, cpu_name, forget, store
 from attnops.measured.table import version_of
@@ -55,3 +57,35 @@ def timed(gpu: str = "", kind: Problem = SQUARE, **us: float) -> Table:
     grid = Grid(kind, (1.0,), (16.0,), (1.0,), {name: (time,) for name, time in us.items()})
     versions = {f"{kind.op}.{name}": version_of(kernels[name]) for name in us}
     return table(grid, gpu=gpu or cpu_name(), target="sm90" if gpu else "cpu", versions=versions)
+
+
+def by_way(rows):
+    return {row["way"]: row for row in rows}
+
+
+def exchange(monkeypatch, op, name, run, **more):
+    """Until the test ends a kernel of an op has another body."""
+    like = kernels_of(op).get(name) or kernels_of(op)["reference"]
+    kernel = replace(like, name=name, run=run, contract=2, **more)
+    monkeypatch.setitem(_REGISTRY.kernels[op], name, kernel)
+
+
+def scaled(by):
+    """What a run of sdpa gives, and its output so many times."""
+
+    def run(call, right):
+        output, lse = right(call)
+        return output * by, lse
+
+    return run
+
+
+STAMP = {"device": "Some GPU", "torch": "2.11.0", "date": "2026-01-01", "commit": "0123456789abcdef", "packages": ["far==1.0"]}
+
+
+def results_file(root, machine, name, data):
+    """A results file of a machine below `root`: its path. data: of the file besides STAMP, or its text."""
+    path = root / "benchmarks" / "results" / machine / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(data if isinstance(data, str) else json.dumps({**STAMP, **data}))
+    return path

@@ -5,7 +5,6 @@ import json
 import time
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from itertools import product
 from typing import Any
 
@@ -36,15 +35,14 @@ from attnops.bench.files import bad, compare, read, text_of
 from attnops.bench.rows import Way, largest_error, relative_error, time_if_right, with_ratios
 from attnops.cli import bench as command
 from attnops.cli.app import app
-from attnops.core import kernel as registry
 from attnops.core.errors import InvalidInput
 from attnops.core.kernel import all_kernels, kernels_of
 from attnops.measured.digests import digests
 from attnops.ops import OPS
 from attnops.tune.clock import Timed, spread, steps_us
 from tests.graphs.standin import StandIn
-from tests.helpers import ROOT
 from tests.hf.helpers import Counter
+from tests.measuring import exchange, scaled
 
 CPU = torch.device("cpu")
 TOY = Setup(CPU, quick=True, backend="eager", ceilings={"bandwidth_tb_s": 1.0, "matmul_tflop_s": 1.0})
@@ -62,9 +60,21 @@ def reports_of(tmp_path_factory) -> Any:
     return reports, console.export_text(), folder
 
 
+@pytest.fixture
+def reports(reports_of) -> Any:
+    return reports_of[0]
+
+
 def entry(case, way, median_us=None, spread_us=None, **more):
     times = {"median_us": median_us, "spread_us": spread_us}
     return {"case": case, "way": way, **{name: us for name, us in times.items() if us is not None}, **more}
+
+
+def patch_with(monkeypatch, change):
+    """Until the test ends patched models have in the place of sdpa what `change` makes of a call and of what sdpa runs."""
+    right, patch = kernels_of("attention")["sdpa"].run, attnops.hf.patch
+    exchange(monkeypatch, "attention", "sdpa", lambda call: change(call, right))
+    monkeypatch.setattr(attnops.hf, "patch", lambda model, **more: patch(model, kernel="sdpa", **more))
 
 
 def attnops_bench(*arguments):
@@ -95,8 +105,7 @@ def test_every_suite_measures(reports_of):
             assert row.get("median_us", 1.0) > 0 and row.get("error", 0.0) <= row.get("budget", 0.0)
 
 
-def test_kernels_are_beside_others(reports_of):
-    reports, _, _ = reports_of
+def test_kernels_are_beside_others(reports):
     cases = ways(reports["kernels"])
     assert [name.partition(" ")[0] for name in cases] == ["decode", "prefill", "extend", "latent"]
     for name in ("decode 2x32", "prefill 1x32"):
@@ -166,8 +175,7 @@ def ways(report):
     return found
 
 
-def test_whole_models_are_beside_their_peers(reports_of):
-    reports, _, _ = reports_of
+def test_whole_models_are_beside_their_peers(reports):
     for suite in ("decode", "prefill"):
         [rows] = ways(reports[suite]).values()
         assert set(rows) == set(table.here(TOY, suite)), "what may be asked for is what there is"
@@ -255,14 +263,7 @@ def test_an_overhead_that_hangs_is_ended(monkeypatch):
 
 def test_a_wrong_model_has_no_speed(monkeypatch):
     """A patched model whose attention is a percent off."""
-    sdpa, patch = kernels_of("attention")["sdpa"], attnops.hf.patch
-
-    def off(call):
-        output, lse = sdpa.run(call)
-        return output * 1.01, lse
-
-    monkeypatch.setitem(registry._REGISTRY.kernels["attention"], "sdpa", replace(sdpa, run=off, contract=2))
-    monkeypatch.setattr(attnops.hf, "patch", lambda model, **more: patch(model, kernel="sdpa", **more))
+    patch_with(monkeypatch, scaled(1.01))
     found = decode.prefill(TOY, decode.models.keeper(TOY), "llama", Point(2, 12))
     wrong = {row["way"] for row in found if "wrong" in row and "median_us" not in row}
     assert wrong == {row["way"] for row in found if row["way"].startswith("attnops")} != set()
@@ -463,14 +464,8 @@ def test_points_and_models():
 # Pages and files ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def page(monkeypatch) -> Any:
-    monkeypatch.syspath_prepend(ROOT / "docs")
-    return import_module("performance")
-
-
-def test_pages_are_made_of_the_files(reports_of, tmp_path, page):
-    report = reports_of[0]["decode"]
+def test_pages_are_made_of_the_files(reports, tmp_path, docs):
+    page, report = docs("performance"), reports["decode"]
     path = tmp_path / "benchmarks" / "results" / "toy" / "decode.json"
     path.parent.mkdir(parents=True)
 

@@ -13,23 +13,16 @@ from tests.graphs.standin import StandIn
 from tests.test_bench import TOY
 
 
-def peft_is_too_old():
-    """Why transformers takes no adapter of this peft; "" where it does."""
+@pytest.fixture
+def captures(monkeypatch):
+    """By change, whether the first call captured, and the second."""
     from transformers.integrations.peft import MIN_PEFT_VERSION
     from transformers.utils.peft_utils import check_peft_version
 
     try:
         check_peft_version(MIN_PEFT_VERSION)
     except ValueError as error:
-        return f"transformers' check_peft_version: {error}"
-    return ""
-
-
-@pytest.fixture
-def captures(monkeypatch):
-    """By change, whether the first call captured, and the second."""
-    if why := peft_is_too_old():
-        pytest.skip(why)
+        pytest.skip(f"transformers' check_peft_version: {error}")
     device = StandIn()
     decode = Decode("breakable", inner="eager", graphs=device)
     monkeypatch.setitem(ways.WAYS, "cliffs", {"attnops_breakable": ways.How({"cache": "paged", "decode": decode})})
@@ -57,26 +50,21 @@ def test_changes_are_met_once(captures):
     assert captures["eight times the batch"][0] and captures[cliffs.ADAPTER][0], "the call before the change was warm, and this one is not"
 
 
-def adapter():
-    """The case of an adapter, which is measured when it is called."""
-    return cliffs.cases(TOY)[f"llama 2x12, attnops_paged, {cliffs.ADAPTER}"]
+def refuse(min_version):
+    raise ValueError("The version of PEFT is not compatible")
 
 
-def test_an_older_peft_leaves_adapters_out(monkeypatch):
-    from transformers.utils import peft_utils
-
-    def refuse(min_version):
-        raise ValueError("The version of PEFT is not compatible")
-
-    monkeypatch.setattr(peft_utils, "check_peft_version", refuse)
-    with pytest.raises(LeftOut, match="not compatible"):
-        adapter()()
-
-
-def test_adapters_need_peft(monkeypatch):
-    monkeypatch.setattr(cliffs, "find_spec", lambda name: None)
-    with pytest.raises(LeftOut, match="peft is not installed"):
-        adapter()()
+@pytest.mark.parametrize(
+    ("place", "answer", "why"),
+    [
+        ("transformers.utils.peft_utils.check_peft_version", refuse, "not compatible"),
+        ("attnops.bench.cliffs.find_spec", lambda name: None, "peft is not installed"),
+    ],
+)
+def test_adapters_need_a_peft_that_transformers_takes(place, answer, why, monkeypatch):
+    monkeypatch.setattr(place, answer)
+    with pytest.raises(LeftOut, match=why):
+        cliffs.cases(TOY)[f"llama 2x12, attnops_paged, {cliffs.ADAPTER}"]()
 
 
 def test_cases_share_a_model():

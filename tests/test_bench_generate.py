@@ -10,21 +10,19 @@ import torch
 
 pytest.importorskip("transformers", reason="the suite measures transformers models")
 
-import attnops.hf
 from attnops.bench import Point, Setup, generate, models, ways
-from attnops.core import kernel as registry
 from attnops.core.errors import InvalidInput
-from attnops.core.kernel import kernels_of
 from attnops.core.record import changed
 from attnops.hf import Decode
 from tests.graphs.standin import StandIn
-from tests.test_bench import TOY
+from tests.measuring import by_way
+from tests.test_bench import TOY, patch_with
 
 HERE = Point(2, 12)
 
 
 def rows():
-    return {row["way"]: row for row in generate.measure(TOY, models.keeper(TOY), "llama", HERE)}
+    return by_way(generate.measure(TOY, models.keeper(TOY), "llama", HERE))
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -75,10 +73,7 @@ def dropped(call, right):
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("wrong", [another_head, dropped])
 def test_a_wrong_way_has_no_time(dtype, wrong, monkeypatch):
-    sdpa, patch = kernels_of("attention")["sdpa"], attnops.hf.patch
-    off = replace(sdpa, run=lambda call: wrong(call, sdpa.run), contract=2)
-    monkeypatch.setitem(registry._REGISTRY.kernels["attention"], "sdpa", off)
-    monkeypatch.setattr(attnops.hf, "patch", lambda model, **more: patch(model, kernel="sdpa", **more))
+    patch_with(monkeypatch, wrong)
     found = rows()
     assert all("median_us" in found[way] for way in ("hf", "hf_static"))
     for way in ("attnops", "attnops_hf"):

@@ -1,13 +1,12 @@
 """The suite `latent` at toy size: a layer that is wrong has no time."""
 
 import pytest
-import torch
 
 pytest.importorskip("transformers", reason="transformers' layer judges ours")
 
 from attnops.bench import Setup, latent
-
-UNCOMPILED = Setup(torch.device("cpu"), quick=True, backend="eager")
+from tests.measuring import by_way
+from tests.test_bench import TOY
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +15,7 @@ def uncompiled(monkeypatch):
 
 
 def step(name="4 heads, 2x24"):
-    return {row["way"]: row for row in latent.cases(UNCOMPILED)[name]()}
+    return by_way(latent.cases(TOY)[name]())
 
 
 def test_a_layer_is_beside_transformers():

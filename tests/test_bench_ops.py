@@ -12,7 +12,6 @@ pytest.importorskip("transformers", reason="the suite of experts measures module
 from attnops.bench import Setup, choices, mixtures, op_suite, ops, training
 from attnops.bench.files import bad
 from attnops.bench.rows import with_direct
-from attnops.core import kernel as registry
 from attnops.core.kernel import kernels_of
 from attnops.core.problem import altered
 from attnops.core.record import check
@@ -22,6 +21,7 @@ from attnops.ops.experts.bench_points import Mixture
 from attnops.ops.linear import timed as linears
 from attnops.ops.sweeps import F32
 from attnops.testing.pool import Pool
+from tests.measuring import by_way, exchange, scaled
 from tests.test_bench import TOY, entry, ways
 
 CALLS = [(op, ops.shorter(case, "toy")) for op, case in op_suite.listed("kernels")]
@@ -38,17 +38,6 @@ def small(monkeypatch):
     some = (SMALL, MIXTURES["gpt-oss-20b"]._replace(name="oss", sizes=(8, 2, 2880)))
     points = [("experts", mixture) for mixture in some]
     monkeypatch.setattr(ops, "EXPERTS", replace(ops.EXPERTS, points=lambda suite: points))
-
-
-def by_way(rows):
-    return {row["way"]: row for row in rows}
-
-
-def exchange(monkeypatch, op, name, run, **more):
-    """Until the test ends a kernel of an op has another body."""
-    like = kernels_of(op).get(name) or kernels_of(op)["reference"]
-    kernel = replace(like, name=name, run=run, contract=2, **more)
-    monkeypatch.setitem(registry._REGISTRY.kernels[op], name, kernel)
 
 
 def fails(call):
@@ -117,12 +106,7 @@ def test_kernels_are_beside_the_vendors_call_of_their_own_code():
 def test_a_wrong_kernel_has_no_speed(monkeypatch):
     """Half a percent off, which float32 allows no kernel; one that leaves something unwritten; and one that raises."""
     right = kernels_of("attention")["sdpa"].run
-
-    def off(call):
-        output, lse = right(call)
-        return output * 1.005, lse
-
-    exchange(monkeypatch, "attention", "sdpa", off)
+    exchange(monkeypatch, "attention", "sdpa", lambda call: scaled(1.005)(call, right))
     exchange(monkeypatch, "attention", "aten_flash", fails)
     exchange(monkeypatch, "paged_attention", "sdpa", lambda *a, **k: None)
     step, prefill = CALLS[:2]
@@ -151,9 +135,10 @@ def test_data_is_counted_and_compared_bit_for_bit(monkeypatch):
         "kv_indices 64": 0,
     }
     for name, moved in want.items():
-        task = next(ops.moves_at(TOY, Pool("cpu"), *points[name]))
-        check(task.calls[0].record)
-        assert task.moved == moved, name
+        op, point = points[name]
+        call = ops.moving(point, Pool("cpu"), op)
+        check(call.record)
+        assert point.moved(call.tensors(), call.mutated) == moved, name
 
     right = kernels_of("write_kv")["reference"]
 
@@ -196,7 +181,7 @@ def test_exact_gradients_are_those_of_the_reference(pair, monkeypatch):
 
 
 def measured():
-    return [row for task in ops.product_at(TOY, Pool("cpu"), "a", PRODUCT) for row in ops.LINEAR.rows(TOY, task)]
+    return [row for task in ops.product_at(TOY, Pool("cpu"), "a", PRODUCT) for row in ops.cold_rows(TOY, task)]
 
 
 def test_the_runs_of_a_cpu_are_small(small):
@@ -214,9 +199,9 @@ def test_the_runs_of_a_cpu_are_small(small):
 
 
 def test_a_wrong_result_has_no_time(small, monkeypatch):
-    runner, changed = ops.runner, op_suite.changed
+    runner, changed = ops.runner, ops.changed
     monkeypatch.setattr(ops, "runner", lambda *a, **k: lambda: runner(*a, **k)() * 1.01)
-    monkeypatch.setattr(op_suite, "changed", lambda call, **more: changed(call, x=call.x * 1.01, **more))
+    monkeypatch.setattr(ops, "changed", lambda call, **more: changed(call, x=call.x * 1.01, **more))
     experts, _ = ops.EXPERTS(TOY).values()
     for rows in (measured(), experts()):
         wrong = [str(row.get("wrong")) for row in rows if row["way"] == "aten"]
@@ -257,8 +242,8 @@ def test_a_model_has_its_summary(monkeypatch):
     """Of its calls that two kernels answer."""
     row = {"case": "llama-3-8b qkv x1", "us": {"aten": 4.0, "triton": 5.0}, "chosen": {"automatic": "triton"}}
     monkeypatch.setattr(ops, "product_at", lambda setup, pool, name, shape: [name])
-    suite = replace(ops.LINEAR, rows=lambda setup, name: [row] if name.endswith("qkv") else [{"case": name}])
-    [case] = suite(TOY).values()
+    monkeypatch.setattr(ops, "cold_rows", lambda setup, name: [row] if name.endswith("qkv") else [{"case": name}])
+    [case] = ops.LINEAR(TOY).values()
     *rows, automatic, by_estimates = case()
     assert len(rows) == len(MODELS["llama-3-8b"])
     assert (automatic["calls"], automatic["mean_percent"], by_estimates["unanswered"]) == (1, 25.0, 1)
@@ -286,8 +271,7 @@ def test_the_experts_are_those_of_the_models(model, bytes_of_an_expert, monkeypa
 
 
 def test_shares_are_of_the_ceilings():
-    """A task that moves 3 GB and does 40 GFLOP in a millisecond, where the ceilings are 4 TB/s and 100 TFLOP/s."""
+    """Of a call that moves 3 GB and does 40 GFLOP in a millisecond, where the ceilings are 4 TB/s and 100 TFLOP/s."""
     setup = replace(TOY, ceilings={"bandwidth_tb_s": 4.0, "matmul_tflop_s": 100.0})
-    task = op_suite.Task("", [], moved=3e9, flops=40e9)
-    assert task.shares(setup, 1000.0) == {"of_bandwidth": 0.75, "of_flops": 0.4, "of_ceiling": 0.75}
-    assert replace(task, flops=0.0).shares(setup, 1000.0) == {"of_bandwidth": 0.75}
+    assert setup.shares(1000.0, of_bandwidth=3e9, of_flops=40e9, of_matmul=0) == {"of_bandwidth": 0.75, "of_flops": 0.4}
+    assert replace(setup, ceilings={}).shares(1000.0, of_bandwidth=3e9) == {}

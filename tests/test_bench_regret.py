@@ -17,7 +17,7 @@ from attnops.testing.pool import Pool
 from attnops.testing.timed_calls import build, lengths, problem_of
 from attnops.tune import Stopwatch, sweeps_of
 from tests.helpers import ROOT
-from tests.measuring import SM90, SQUARE as TINY, table as table_of
+from tests.measuring import SM90, SQUARE as TINY, scaled, table as table_of
 
 FULL = sweeps_of("full")
 
@@ -115,11 +115,7 @@ def test_a_kernel_that_is_wrong_is_no_candidate(monkeypatch):
     sdpa, us = kernels["sdpa"], {"off": 1.0, "sdpa": 10.0, "reference": 30.0}
     call = build(held.shape, held.q_lens, held.k_lens, Pool("cpu"))
 
-    def off(call):
-        output, lse = sdpa.run(call)
-        return output * 1.5, lse
-
-    wrong = replace(sdpa, name="off", run=off, contract=2)
+    wrong = replace(sdpa, name="off", run=lambda call: scaled(1.5)(call, sdpa.run), contract=2)
     assert choices.failure(sdpa, call) == "" and choices.failure(wrong, call).startswith("wrong: off by")
     stopwatch, checked = Stopwatch(lambda kernel, call, run: us[kernel.name]), dict[str, list[str]]()
     some = (sdpa, wrong, kernels["reference"])

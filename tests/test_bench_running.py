@@ -40,16 +40,6 @@ def left_out():
     raise LeftOut("not here")
 
 
-@pytest.fixture
-def lost(monkeypatch):
-    """The device is lost after the first case."""
-
-    def reset():
-        raise RuntimeError("an illegal memory access was encountered")
-
-    monkeypatch.setattr(torch._dynamo, "reset", reset)
-
-
 @pytest.mark.parametrize("suite", suites.SUITES, ids=lambda suite: suite.name)
 def test_a_worker_knows_a_suite_again(suite):
     """It gets a copy with each case, and keeps what the cases share while the suite is the same."""
@@ -155,15 +145,17 @@ def test_cases_that_no_process_is_left_for_say_so(tmp_path, monkeypatch):
     assert read(tmp_path / "some.json")["failed"] == found["failed"]
 
 
-def test_nothing_comes_after_a_device_that_is_lost(lost):
-    reports = suites.run((made("some", ("a", lambda: 1 // 0), ("b", rows_of("b"))),), TOY)
-    assert reports["some"]["failed"] == {"a": NO_NUMBER}
+@pytest.mark.parametrize(("case", "why"), [(lambda: 1 // 0, NO_NUMBER), (left_out, "RuntimeError: an illegal memory access")])
+def test_nothing_comes_after_a_device_that_is_lost(case, why, monkeypatch):
+    """Its case failed, though it was left out."""
+
+    def reset():
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(torch._dynamo, "reset", reset)
+    reports = suites.run((made("some", ("a", case), ("b", rows_of("b"))),), TOY)
+    assert reports["some"]["failed"] == {"a": why}
     assert reports["some"]["left_out"] == {"b": LOST} and bad(reports)
-
-
-def test_a_case_that_lost_its_device_failed_though_it_was_left_out(lost):
-    found = suites.outcome_of(made("some", ("a", left_out)), "a", TOY)
-    assert found["failed"].startswith("RuntimeError: an illegal") and found["lost"] and "left_out" not in found
 
 
 def test_an_ended_run_says_so(tmp_path, monkeypatch):

@@ -4,9 +4,7 @@ import ast
 import json
 import shutil
 import subprocess
-import sys
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -18,6 +16,7 @@ from attnops.core.problem import Target
 from attnops.kernels.shared import parts
 from attnops.measured import digests as code
 from tests.helpers import ROOT, importable
+from tests.measuring import results_file
 
 GRADIENT = "attention_backward.triton"
 DEVICE = "kernels/triton/device/gradient_parts.py"
@@ -259,29 +258,23 @@ def test_the_kernels_of_a_machine():
 
 
 @pytest.fixture
-def pages(monkeypatch):
-    """docs/changed.py and docs/results.py, as modules of their own."""
-    monkeypatch.syspath_prepend(ROOT / "docs")
-    before = {*sys.modules}
-    yield import_module("changed"), import_module("results")
-    for name in {*sys.modules} - before:
-        if getattr(sys.modules[name], "__file__", None) and Path(sys.modules[name].__file__).parent == ROOT / "docs":
-            del sys.modules[name]
+def changed(docs):
+    return docs("changed")
+
+
+@pytest.fixture
+def results(docs):
+    return docs("results")
 
 
 RAN = {"cases": 3, "refused": 0, "wrong": 0, "worst_share_of_budget": 0.5}
-HEAD = {"device": "NVIDIA H200", "target": "sm90", "torch": "2.11.0", "date": "2026-01-01", "commit": "0" * 40}
 
 
 def commit(root, name, data):
-    path = root / "benchmarks" / "results" / "h200" / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**HEAD, **data}))
-    return path
+    return results_file(root, "h200", name, {"device": "NVIDIA H200", "target": "sm90", **data})
 
 
-def test_a_page_says_which_kernels_have_changed(pages, copy, monkeypatch, tmp_path):
-    changed, results = pages
+def test_a_page_says_which_kernels_have_changed(changed, results, copy, monkeypatch, tmp_path):
     kept = {name: changed.today()[name] for name in (GRADIENT, "attention.sdpa")}
     commit(tmp_path, "kernels", {"numerics": dict.fromkeys(kept, RAN), "code": kept})
 
@@ -310,9 +303,7 @@ def git(root, *words):
 
 
 @pytest.mark.skipif(not shutil.which("git"), reason="git is not installed")
-def test_git_tells_of_files_without_digests(pages, copy, tmp_path):
-    changed, _ = pages
-
+def test_git_tells_of_files_without_digests(changed, copy, tmp_path):
     def committed():
         git(tmp_path, "add", "-A")
         git(tmp_path, "commit", "-q", "-m", "a state")
@@ -334,8 +325,7 @@ def test_git_tells_of_files_without_digests(pages, copy, tmp_path):
 
 
 @pytest.mark.parametrize("program", ["git", "no-such-program"])
-def test_without_history_it_is_unknown(pages, program, monkeypatch, tmp_path):
-    changed, results = pages
+def test_without_history_it_is_unknown(changed, results, program, monkeypatch, tmp_path):
     inner = changed.subprocess.run
     monkeypatch.setattr(changed.subprocess, "run", lambda words, **more: inner([program, *words[1:]], **more))
     path = commit(tmp_path, "kernels", {"numerics": {GRADIENT: RAN}, "commit": "f" * 40})
@@ -344,9 +334,8 @@ def test_without_history_it_is_unknown(pages, program, monkeypatch, tmp_path):
     assert not changed.stamp(path, tmp_path)
 
 
-def test_every_committed_file_has_digests(pages):
+def test_every_committed_file_has_digests(changed):
     """Or its page would differ where git has no history, as in a shallow clone: `make docs` writes them."""
-    changed, _ = pages
     folder = ROOT / "benchmarks" / "results"
     files = [path for path in folder.glob("*/*.json") if path.parent.name != "local"]
     assert files and not [path for path in files if "code" not in json.loads(path.read_text())]

@@ -1,31 +1,30 @@
 """The pictures of docs and README: each proves its title, from made-up figures and from those that are committed."""
 
-import json
-from importlib import import_module
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from tests.helpers import ROOT
+from tests.measuring import results_file
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture
-def docs(monkeypatch) -> Any:
-    """The modules docs/pictures.py and docs/performance.py."""
-    monkeypatch.syspath_prepend(ROOT / "docs")
-    return import_module("pictures"), import_module("performance")
+def pictures(docs) -> Any:
+    return docs("pictures")
+
+
+@pytest.fixture
+def page(docs) -> Any:
+    return docs("performance")
 
 
 @pytest.fixture
 def write(tmp_path) -> Any:
     """Writes a results file of the machine `toy`."""
-    folder = tmp_path / "benchmarks" / "results" / "toy"
-    folder.mkdir(parents=True)
-    head = {"device": "Toy GPU", "date": "2026-01-01", "commit": "c0ffee"}
-    return lambda suite, rows: (folder / f"{suite}.json").write_text(json.dumps({**head, "suite": suite, "rows": rows}))
+    return lambda suite, rows: results_file(tmp_path, "toy", suite, {"suite": suite, "rows": rows})
 
 
 def words_of(svg):
@@ -38,8 +37,7 @@ def rows_of(case, ways, **more):
     return [{"case": case, "way": way, "median_us": 1000 * ms, "spread_us": 100.0, **more} for way, ms in ways.items()]
 
 
-def test_committed_pictures_are_small_and_say_what_they_prove(docs):
-    pictures, page = docs
+def test_committed_pictures_are_small_and_say_what_they_prove(pictures, page):
     drawn = {path.name: (machine, svg) for machine, path, svg in page.pictures(ROOT)}
     assert "h200-tokens.svg" in drawn and len(drawn) <= len(pictures.PICTURES) * len({machine for machine, _ in drawn.values()})
     for machine, svg in drawn.values():
@@ -48,8 +46,7 @@ def test_committed_pictures_are_small_and_say_what_they_prove(docs):
         assert page.title(svg) in text and " is better" in text, "text is text"
 
 
-def test_titles_are_of_the_figures(docs):
-    pictures, page = docs
+def test_titles_are_of_the_figures(pictures, page):
     nothing = [{"case": "a 1x1", "way": "attnops", "wrong": "wrong"}, *rows_of("b 1x1", {"attnops": 1.0})]
     assert not any(draw({suite: {"rows": nothing} for suite in ("decode", "kernels")}) for draw in pictures.PICTURES.values())
     us = {"us_matmul": 1000.0, "us_attention": 500.0, "us_glue": 400.0, "us_gaps": 100.0}
@@ -68,9 +65,7 @@ def test_titles_are_of_the_figures(docs):
     assert choice.endswith("takes 1.00 to 2.00 times as long as the fastest of all")
 
 
-def test_the_picture_of_readme_follows_generate(docs, write, tmp_path):
-    _, page = docs
-
+def test_the_picture_of_readme_follows_generate(page, write, tmp_path):
     def drawn():
         """What stands above and below the picture, and its words."""
         list(page.stale_plots(tmp_path, False))

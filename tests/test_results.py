@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -13,22 +11,12 @@ import pytest
 from attnops.measured import RATES, Grid, Table
 from attnops.ops.linear.timed import product
 from tests.helpers import ROOT
-
-STAMP = {"device": "Some GPU", "torch": "2.11.0", "date": "2026-01-01", "commit": "0123456789abcdef", "packages": ["far==1.0"]}
-
-
-def write(root, machine, name, data):
-    path = root / "benchmarks" / "results" / machine / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(data if isinstance(data, str) else json.dumps({**STAMP, **data}))
+from tests.measuring import results_file as write
 
 
 @pytest.fixture
-def results(monkeypatch) -> Any:
-    monkeypatch.syspath_prepend(ROOT / "docs")
-    yield import_module("results")
-    for name in ("results", "linears"):
-        sys.modules.pop(name, None)
+def results(docs) -> Any:
+    return docs("results")
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
@@ -50,9 +38,9 @@ def test_no_results_are_no_error(results, tmp_path):
     assert results.results_full(tmp_path) == results.NONE
 
 
-def test_tables_of_linears_are_those_that_ship(results, tmp_path):
+def test_tables_of_linears_are_those_that_ship(docs, tmp_path):
     """The faster time is bold, with the share of the bandwidth that the weight's bytes reach in it."""
-    linears = import_module("linears")
+    linears = docs("linears")
     assert linears.linears_full(tmp_path) == linears.NONE
     us = {"aten": (14.0, 15.0), "triton": (11.0, None)}
     grid = Grid(product(4096, 4096, "residual"), (1.0, 64.0), (1.0,), (1.0,), us)

@@ -32,6 +32,10 @@ class Point(NamedTuple):
         return cls(batch, context)
 
 
+CEILINGS = {"of_bandwidth": "bandwidth_tb_s", "of_flops": "matmul_tflop_s", "of_matmul": "matmul_tflop_s"}
+"""By figure of a row, the ceiling that it is a share of."""
+
+
 @dataclass(frozen=True)
 class Setup:
     """The options of a run.
@@ -64,6 +68,11 @@ class Setup:
     def dtype(self) -> torch.dtype:
         """Of models and inputs: bfloat16 on GPUs, float32 on CPUs."""
         return torch.bfloat16 if self.on_gpu else torch.float32
+
+    def shares(self, us: float, **work: float) -> dict[str, float]:
+        """By figure the bytes or operations that are done in `us`, 0 where unknown, as a share of the ceiling measured in this run."""
+        tera = {figure: done / us / 1e6 for figure, done in work.items() if done and CEILINGS[figure] in self.ceilings}
+        return {figure: round(rate / self.ceilings[CEILINGS[figure]], 4) for figure, rate in tera.items()}
 
     def compiled(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         """`function` through torch.compile with the run's backend. options: of torch.compile; Inductor's go to Inductor alone."""

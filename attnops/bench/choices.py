@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from attnops.bench import Setup, exact
-from attnops.bench.rows import Case, Row, time_if_right
+from attnops.bench.rows import Case, Row, Rows, time_if_right
 from attnops.core.kernel import Kernel, kernels_of
 from attnops.core.problem import Problem, Target, altered
 from attnops.core.select import select_by
@@ -55,6 +55,10 @@ TRAINED = dict(zip(("dense", "packed"), dict.fromkeys(kind.op.removesuffix(GRADI
 MOST = 65536  # tokens of a forward
 # Of the key heads of a kind: the number of query heads a key head stays, which kernels compile for.
 SCALES = (0.25, 0.5, 0.75, 1.0, 1.0, 1.25, 1.5)
+
+
+Checked = dict[str, list[str]]
+"""By kernel its errors on the calls that checked it, "" for none."""
 
 
 class Held(NamedTuple):
@@ -143,11 +147,6 @@ def held_out(
     return found
 
 
-def held_out_pairs(count: int) -> list[Held]:
-    """As `held_out`, of KINDS in turn; the operations are those of the forward."""
-    return held_out(count, draw=_drawn_pair, most_flops=1.5e12)
-
-
 def choices(problem: Problem, table: Table | None) -> dict[str, str]:
     """The chosen kernel by way, of a call with a host plan and workspace enough."""
     full = altered(problem, plan="host", workspace=1 << 62)
@@ -177,23 +176,26 @@ def failure(kernel: Kernel, call: Call) -> str:
     return str(time_if_right("", {kernel.name: make}, want, allowed, lambda steps: {})[0].get("wrong", ""))
 
 
-def with_choice(rows: list[Row], call: Call) -> list[Row]:
+def with_regret(row: Row, us: Mapping[str, float]) -> Row:
+    """The row of `automatic`, with the time and the regret of its choice if that has a time. us: by kernel, or by pair of them."""
+    percent, mine = regret(row | {"us": us}), row["chosen"].get("automatic")
+    return row if percent is None else {**row, "median_us": round(us[mine], 2), "regret_percent": round(percent, 2)}
+
+
+def with_choice(rows: Rows, call: Call) -> Rows:
     """The rows of a call, and that of `automatic`; none unless two kernels have a time."""
     times = {row["way"]: row for row in rows if row["way"] in kernels_of(call.op) and "median_us" in row}
     if len(times) < 2:
         return rows
     chosen = choices(call.problem, in_force(call.problem.target).table)
     us = {name: one["median_us"] for name, one in times.items()}
-    row: Row = {"case": rows[0]["case"], "way": "automatic", "us": us, "chosen": chosen}
-    if (percent := regret(row)) is not None:
-        mine = times[chosen["automatic"]]
-        row |= {name: mine[name] for name in ("median_us", "spread_us", "of_bandwidth") if name in mine}
-        row["regret_percent"] = round(percent, 2)
-    return [*rows, row]
+    mine = times.get(chosen.get("automatic", ""), {})
+    more: Row = {name: mine[name] for name in ("spread_us", "of_bandwidth") if name in mine}
+    return [*rows, with_regret({"case": rows[0]["case"], "way": "automatic", "us": us, "chosen": chosen, **more}, us)]
 
 
-def timed(held: Held, pool: Pool, stopwatch: Stopwatch, checked: dict[str, list[str]], table: Table | None) -> Iterator[Row]:
-    """The row of a call that two kernels answer at least, after those of kernels without a time. checked: errors by kernel, or ""."""
+def timed(held: Held, pool: Pool, stopwatch: Stopwatch, checked: Checked, table: Table | None) -> Iterator[Row]:
+    """The row of a call that two kernels answer at least, after those of kernels without a time."""
     call, us = build(held.shape, held.q_lens, held.k_lens, pool), dict[str, float]()
     small = sum(held.q_lens) * max(held.k_lens) * held.shape.q_heads <= SMALL_PAIRS
     for kernel, given, _ in stopwatch.candidates(call):
@@ -206,13 +208,11 @@ def timed(held: Held, pool: Pool, stopwatch: Stopwatch, checked: dict[str, list[
             yield {"case": held.name, "way": kernel.name, "wrong": reason}
         else:
             us[kernel.name] = round(found, 2)
-    row: Row = {"case": held.name, "way": "automatic", "us": us, "chosen": (chosen := choices(call.problem, table))}
     if len(us) > 1:
-        percent = regret(row)
-        yield row if percent is None else row | {"median_us": us[chosen["automatic"]], "regret_percent": round(percent, 2)}
+        yield with_regret({"case": held.name, "way": "automatic", "us": us, "chosen": choices(call.problem, table)}, us)
 
 
-def timed_pair(held: Held, pool: Pool, stopwatch: Stopwatch, checked: dict[str, list[str]], table: Table | None) -> Iterator[Row]:
+def timed_pair(held: Held, pool: Pool, stopwatch: Stopwatch, checked: Checked, table: Table | None) -> Iterator[Row]:
     """As `timed`, of a call whose forward or gradient two kernels answer at least. Nothing is checked."""
     us: dict[str, dict[str, float]] = {}
     chosen: dict[str, list[str]] = {way: [] for way in WAYS}
@@ -232,9 +232,7 @@ def timed_pair(held: Held, pool: Pool, stopwatch: Stopwatch, checked: dict[str, 
     row: Row = {"case": name, "way": "automatic", **us, "chosen": {way: "+".join(some) for way, some in chosen.items()}}
     both = pairs(row)
     if len(both) > 1:
-        percent = regret(row | {"us": both})
-        more = {} if percent is None else {"median_us": round(both[row["chosen"]["automatic"]], 2), "regret_percent": round(percent, 2)}
-        yield row | more
+        yield with_regret(row, both)
 
 
 def _rules(shape: Problem) -> str:
@@ -256,8 +254,8 @@ class HeldOut:
     """
 
     families: Mapping[str, tuple[str, ...]] = field(hash=False)
-    held_out: Callable[[int], list[Held]]
-    rows: Callable[[Held, Pool, Stopwatch, dict[str, list[str]], Table | None], Iterator[Row]]
+    held_out: Callable[[int], list[Held]] = field(hash=False, compare=False)
+    rows: Callable[[Held, Pool, Stopwatch, Checked, Table | None], Iterator[Row]]
     count: Mapping[str, int] = field(hash=False)
     seconds: float
     first_s: float
@@ -270,9 +268,9 @@ class HeldOut:
         return {family: partial(self.measure, setup, family) for family in self.families}
 
     @torch.no_grad()
-    def measure(self, setup: Setup, family: str) -> list[Row]:
+    def measure(self, setup: Setup, family: str) -> Rows:
         """The rows of a family: of its calls, as many as `seconds` allow, and its summary."""
-        pool, rows, checked = Pool(setup.device), list[Row](), dict[str, list[str]]()
+        pool, rows, checked = Pool(setup.device), Rows(), Checked()
         if setup.on_gpu:
             pool.reserve(torch.bfloat16, int(LARGEST_BYTES * self.reserved / 2))
         left = self.slow if setup.on_gpu else ("flex", *COMPILED)
@@ -292,6 +290,7 @@ REGRET = HeldOut(
     seconds=34.0, first_s=20.0, apart=False, reserved=1.1, slow=("reference",),
 )  # fmt: skip
 TRAINING = HeldOut(
-    {family: (op, op + GRADIENT) for family, op in TRAINED.items()}, held_out_pairs, timed_pair,
+    # The operations are those of the forward.
+    {family: (op, op + GRADIENT) for family, op in TRAINED.items()}, partial(held_out, draw=_drawn_pair, most_flops=1.5e12), timed_pair,
     {"toy": 1, "small": 4, "quick": 12, "full": 60}, seconds=70.0, first_s=60.0, apart=True, reserved=1.5, slow=("reference", "flex"),
 )  # fmt: skip

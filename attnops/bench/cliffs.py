@@ -19,7 +19,7 @@ import torch
 
 import attnops.hf
 from attnops.bench import Point, Setup, generate, models, ways
-from attnops.bench.rows import Case, LeftOut, Row
+from attnops.bench.rows import Case, LeftOut, Row, Rows
 from attnops.core.select import use
 from attnops.hf.cache.names import argument
 from attnops.tune.clock import Run, seconds
@@ -87,7 +87,7 @@ SWITCH = "steps are compiled"
 
 def cases(setup: Setup) -> dict[str, Case]:
     """All changes of a way, and another adapter, at the first prompt of each model of the suite `generate`."""
-    measured: dict[str, Any] = models.over(setup, "cliffs", measure)
+    measured: Row = models.over(setup, "cliffs", measure)
     asked = [(way, adapters) for way in ways.here(setup, "cliffs") for adapters in (False, True)]
     return {
         f"{case}, {way}" + (f", {ADAPTER}" if adapters else ""): partial(one, way=way, adapters=adapters)
@@ -98,7 +98,7 @@ def cases(setup: Setup) -> dict[str, Case]:
 @torch.no_grad()
 def measure(
     setup: Setup, kept: models.Kept, name: str, point: Point, way: str = "attnops", adapters: bool = False
-) -> list[Row]:  # fmt: skip
+) -> Rows:  # fmt: skip
     """The changes of one way, one after the other. adapters: of another adapter alone.
 
     Raises LeftOut without a peft that transformers takes.

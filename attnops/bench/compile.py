@@ -16,7 +16,7 @@ import torch
 from torch._inductor.utils import clear_caches, fresh_cache
 
 from attnops.bench import Setup, decode, models, ways
-from attnops.bench.rows import Case, LeftOut, Row
+from attnops.bench.rows import Case, LeftOut, Rows
 from attnops.bench.ways import How
 from attnops.hf import Decode
 from attnops.hf.cache.names import argument
@@ -34,7 +34,7 @@ def cases(setup: Setup) -> dict[str, Case]:
     return {f"{name}, compiled, {way}": partial(times, setup, kept, name, way) for way in ways.here(setup, "compile")}
 
 
-def times(setup: Setup, kept: models.Kept, name: str, way: str) -> list[Row]:
+def times(setup: Setup, kept: models.Kept, name: str, way: str) -> Rows:
     """The time of first calls of a newly patched model."""
     model, us = kept(name), list[float]()
     prompt = models.tokens(setup, model, 2, 32)
@@ -56,7 +56,7 @@ def graph_cases(setup: Setup, device: Any = None) -> dict[str, Case]:
 
 
 @torch.no_grad()
-def capture(setup: Setup, kept: models.Kept, name: str, mode: Any, device: Any) -> list[Row]:
+def capture(setup: Setup, kept: models.Kept, name: str, mode: Any, device: Any) -> Rows:
     """One mode. Raises LeftOut on a CPU without a `device`."""
     if not setup.on_gpu and device is None:
         raise LeftOut("there are no CUDA graphs on a CPU")

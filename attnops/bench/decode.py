@@ -24,7 +24,7 @@ padding over their time, as a share of the rate measured in the same run.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -37,7 +37,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, StaticCache
 
 from attnops.bench import Point, Setup, models, peers, ways
-from attnops.bench.rows import Case, Row, Way
+from attnops.bench.rows import Case, Row, Rows, Way
 from attnops.bench.ways import How
 from attnops.core.select import use
 from attnops.hf.cache.names import argument
@@ -73,7 +73,7 @@ def prefill_cases(setup: Setup) -> dict[str, Case]:
     return models.over(setup, "prefill", prefill)
 
 
-def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Row]:
+def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> Rows:
     """One model at one point."""
     model = kept(name)
     count = (NEW_IN_WINDOWS if getattr(model.config, "sliding_window", None) else NEW_ON_GPU) if setup.on_gpu else NEW
@@ -81,15 +81,13 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
     makers = ways_of(setup, model, prompt, new)
     with torch.no_grad():
         eager = makers.pop("hf_eager")()
-    more = partial(figures, setup, model, eager, point.batch, {"of_bandwidth": (bytes_of(model, point), "bandwidth_tb_s")})
+    more = partial(figures, setup, model, eager, point.batch, {"of_bandwidth": bytes_of(model, point)})
     return models.compared(f"{name} {point}", model, {"hf_eager": eager, **makers}, prompt, new, more)
 
 
-def figures(setup: Setup, model: Any, eager: Way, tokens: int, shares: Mapping[str, tuple[int, str]], us: float, way: Way) -> Row:
-    """The figures of a way that takes `us` for `tokens`. shares: by figure the work, 0 if it is not known, and the name of its ceiling."""
-    found: Row = {"tokens_s": round(tokens / us * 1e6, 1), "layers": model.config.num_hidden_layers}
-    for figure, (work, name) in shares.items():
-        found |= {figure: round(work / us * 1e-6 / ceiling, 4)} if work and (ceiling := setup.ceilings.get(name)) else {}
+def figures(setup: Setup, model: Any, eager: Way, tokens: int, work: dict[str, int], us: float, way: Way) -> Row:
+    """The figures of a way that takes `us` for `tokens`. work: as of `Setup.shares`."""
+    found = {"tokens_s": round(tokens / us * 1e6, 1), "layers": model.config.num_hidden_layers, **setup.shares(us, **work)}
     if setup.on_gpu and way is not eager:
         found |= profiled(way.timed)
         if way.timed.waiting is not None:
@@ -126,7 +124,7 @@ def way_of(setup: Setup, model: Any, prompt: Tensor, new: Tensor, how: How) -> W
     """Steps for the tokens of `new`, one after the other, after `prompt`."""
     one, handle = models.patched(model, how)
     compiled, graphs, policy = how.compiled, (how.patch or {}).get("decode"), how.policy
-    length, more = prompt.shape[1] + new.shape[1] + 1, dict[str, Any]()
+    length, more = prompt.shape[1] + new.shape[1] + 1, Row()
     with use(**policy):
         if (how.patch or {}).get("cache") == "paged":
             cache = handle.new_cache(prompt.shape[0], length)
@@ -172,14 +170,14 @@ def settled(setup: Setup, run: Callable[[], Tensor], more: Row, calls: int = 1) 
         return run()
 
 
-def prefill(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Row]:
+def prefill(setup: Setup, kept: models.Kept, name: str, point: Point) -> Rows:
     """The time to the first token of one model at one point."""
     model, rows = kept(name), max(1, point.batch - 1)
     lengths = [point.context - point.context * 7 * row // (8 * rows) for row in range(point.batch)]  # without padding
     prompt = models.tokens(setup, model, *point)
     before = point.context - torch.tensor(lengths, device=setup.device)[:, None]
     mask = (torch.arange(point.context, device=setup.device) >= before).long()
-    given: dict[str, Any] = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)} if len(lengths) > 1 else {}
+    given: Row = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)} if len(lengths) > 1 else {}
 
     def first_token(forward: Callable[..., Any]) -> Any:
         # The graph makes the cache itself, so prompts of one length share a graph.
@@ -194,7 +192,7 @@ def prefill(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
     known = ways.here(setup, "prefill")
     asked = {"hf_eager", *({*setup.ways} & {*ways.WAYS["prefill"]} or known)}  # `--ways` may name those of decode alone
     made = {name: way(how) for name, how in known.items() if name in asked}
-    more = partial(figures, setup, model, made["hf_eager"], sum(lengths), {"of_matmul": (flop_of(model, lengths), "matmul_tflop_s")})
+    more = partial(figures, setup, model, made["hf_eager"], sum(lengths), {"of_matmul": flop_of(model, lengths)})
     return models.compared(f"{name} {point}", model, made, prompt, None, more, **given)
 
 
@@ -205,15 +203,14 @@ def flop_of(model: Any, lengths: list[int]) -> int:
         return 0
     kept = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
     weights = sum(p.numel() for p in model.parameters() if id(p) not in kept)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = config.num_attention_heads * models.kv_width(config) // (2 * heads)
-    return int(2 * weights * sum(lengths) + 2 * config.num_hidden_layers * width * sum(n * n for n in lengths))
+    q_heads, _, head_dim = models.heads(config)
+    return int(2 * weights * sum(lengths) + 2 * config.num_hidden_layers * q_heads * head_dim * sum(n * n for n in lengths))
 
 
-def _prompt(setup: Setup, model: Any, prompt: Tensor, given: dict[str, Any], how: How) -> Way:
+def _prompt(setup: Setup, model: Any, prompt: Tensor, given: Row, how: How) -> Way:
     """The prompt over pages, whose compiled layers every call finds compiled, and captured where they are."""
     one, handle = models.patched(model, how)
-    cache, more = handle.new_cache(prompt.shape[0], prompt.shape[1] + 1), dict[str, Any]()
+    cache, more = handle.new_cache(prompt.shape[0], prompt.shape[1] + 1), Row()
 
     def first_token() -> Tensor:
         cache.reset()

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.bench.rows import Way
-from attnops.ops import OPS
+from attnops import testing
+from attnops.bench.rows import Row, Way
 from attnops.testing.calls import Call
 from attnops.testing.error_bounds import allowance
 from attnops.tune.clock import Run, Timed
@@ -42,11 +42,8 @@ def exact(call: Call) -> tuple[Tensor, float, Part]:
 
 def oracle(call: Call) -> tuple[Tensor, float]:
     """(the result in float64, the error allowed to a kernel)."""
-    wide = call.map(lambda _, t: t.double() if t.is_floating_point() and t.dtype.itemsize > 1 else t)
-    returned = OPS[call.op].reference(wide.record)
-    written = call.spec.output
-    found = wide.arguments[written] if returned is None else returned[0]
-    result = written or call.spec.results[0].name
+    result = call.spec.output or call.spec.results[0].name
+    found = testing.oracle(call)[result]
     return found.flatten(0, -3), float(torch.as_tensor(allowance(call, {result: found})[result]).max())
 
 
@@ -63,7 +60,7 @@ def _some_rows(call: Call) -> tuple[Call, Part]:
 
     if dense:
         return call.map(lambda n, t: _of_first(spec[n].layout, t, batch, queries)), part
-    given: dict[str, Any] = {n: part(t) for n, t in call.tensors().items() if spec[n].layout[0].text == "T"}
+    given: Row = {n: part(t) for n, t in call.tensors().items() if spec[n].layout[0].text == "T"}
     for role, value in _first_requests(held, batch, queries).items():
         given |= dict.fromkeys(spec.roles.get(role, ()), value)
     for role, taken in _first_keys(held, batch).items():
@@ -78,7 +75,7 @@ def _of_first(layout: Any, t: Tensor, batch: int, queries: int) -> Tensor:
     return t[:batch, -queries:] if len(layout) > 1 and layout[1].text == "S" else t[:batch]
 
 
-def _first_requests(held: dict[str, Any], batch: int, queries: int) -> dict[str, Any]:
+def _first_requests(held: Row, batch: int, queries: int) -> Row:
     """What arguments hold of the first requests, with as many new tokens each."""
     ends = torch.arange(batch + 1, device=held["starts_of_queries"].device, dtype=torch.int32)
     found = {"starts_of_queries": ends * queries, "most_queries": queries}
@@ -89,7 +86,7 @@ def _first_requests(held: dict[str, Any], batch: int, queries: int) -> dict[str,
     return found | {"page_ids": order.view(table.shape), "lengths_of_keys": held["lengths_of_keys"][:batch]}
 
 
-def _first_keys(held: dict[str, Any], batch: int) -> dict[str, Part]:
+def _first_keys(held: Row, batch: int) -> dict[str, Part]:
     """By role, what takes the keys of the first requests: their pages in order, or their rows."""
     if "page_ids" not in held:
         return {"keys": lambda t: t[: batch * held["most_keys"]]}

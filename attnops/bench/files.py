@@ -14,15 +14,18 @@ from typing import Any
 
 import torch
 
-from attnops.bench.rows import WRONG
+from attnops.bench.rows import WRONG, Row
 from attnops.core.errors import InvalidInput
 from attnops.core.kernel import all_kernels
 from attnops.measured.store import read_text
 from attnops.tried import installed
 from attnops.version import VERSION
 
+Report = dict[str, Any]
+"""A results file: `rows`, the machine and the versions, and what was left out or failed."""
 
-def environment(device: torch.device | str, commit: str = "") -> dict[str, Any]:
+
+def environment(device: torch.device | str, commit: str = "") -> Report:
     """Commit, date, device and versions. commit: "" asks git, if this file belongs to a checkout."""
     cuda = torch.device(device).type == "cuda"
     return {
@@ -54,13 +57,13 @@ def _commit() -> str:
     return "unknown"
 
 
-def bad(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def bad(reports: Mapping[str, Report]) -> list[str]:
     """A line for every wrong result and failed case. A peer that cannot run here is neither."""
     rows = [f"{r['case']}: {r['way']}: {r['wrong']}" for x in reports.values() for r in x["rows"] if r.get("wrong", "").startswith(WRONG)]
     return rows + [f"{name}: {why}" for report in reports.values() for name, why in report.get("failed", {}).items()]
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> Report:
     """A results file. Raises InvalidInput if it cannot be read or has no rows."""
 
     def invalid(reason: str) -> InvalidInput:
@@ -80,7 +83,7 @@ def read(path: Path) -> dict[str, Any]:
     return data
 
 
-def text_of(report: Mapping[str, Any]) -> str:
+def text_of(report: Report) -> str:
     """A report as JSON with one entry of a section a line, so that diffs are local."""
     return re.sub(r"\n {3,}|\n  (?=[]}])", "", json.dumps(report, sort_keys=True, indent=1)) + "\n"
 
@@ -93,7 +96,7 @@ became so; "gone", "new"; "failed" of a case; "unlike" of other layer counts.
 """
 
 
-def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
+def compare(before: Report, after: Report) -> list[Change]:
     """Every row of either report, in the order of `after`. Raises InvalidInput: they are of two suites, or share no case and way."""
     suites = [str(report.get("suite")) for report in (before, after)]
     if suites[0] != suites[1]:
@@ -107,14 +110,14 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
     return out + [_change(key, "gone", row, {}) for key, row in old.items() if key not in new]
 
 
-def _change(key: tuple[str, str], change: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Change:
+def _change(key: tuple[str, str], change: str, old: Row, new: Row) -> Change:
     before, after = old.get("median_us"), new.get("median_us")
     ratio = round(after / before, 4) if before and after is not None else None
     found = {"case": key[0], "way": key[1], "before": before, "after": after, "change": change}
     return found | {"ratio": ratio, "worse": change in ("slower", "wrong", "failed")}
 
 
-def _compared(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+def _compared(before: Row, after: Row) -> str:
     if not before or before.get("layers") != after.get("layers"):
         return "unlike" if before else "new"
     if "wrong" in after or "wrong" in before:

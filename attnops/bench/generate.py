@@ -24,7 +24,7 @@ from torch import Tensor
 
 from attnops.bench import Point, Setup, models, peers, ways
 from attnops.bench.overhead import in_a_process
-from attnops.bench.rows import Case, Make, Row, Way, time_if_right, with_ratios
+from attnops.bench.rows import Case, Row, Rows, Way, Ways, time_if_right, with_ratios
 from attnops.hf import Decode
 from attnops.tune.clock import Timed, seconds, steps_us
 
@@ -44,7 +44,7 @@ def cases(setup: Setup) -> dict[str, Case]:
     others = peers.cases(setup, "generate", NEW[setup.size], ROUNDS)
     if setup.ways:
         return others | steady
-    first: dict[str, Any] = models.over(setup, "cliffs", first_call)  # has the first point of each model
+    first: Row = models.over(setup, "cliffs", first_call)  # has the first point of each model
     known = ways.here(setup, "generate")
     found = {f"{case}, first call, {way}": partial(one, way) for way in FIRST if way in known for case, one in first.items()}
     return others | steady | found
@@ -71,7 +71,7 @@ def warm_calls(setup: Setup) -> int:
 
 
 @torch.no_grad()
-def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Row]:
+def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> Rows:
     """The ways at one prompt, in turns."""
     model, new = kept(name), NEW[setup.size]
 
@@ -114,26 +114,24 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
     def figures(us: float, _: Way) -> Row:
         return {"tokens_s": round(point.batch / us * 1e6, 1), "layers": model.config.num_hidden_layers, "new_tokens": new}
 
-    others: dict[str, Way | Make] = {name: partial(way, name) for name in ways.chosen(setup, "generate") if name != "hf"}
+    others: Ways = {name: partial(way, name) for name in ways.chosen(setup, "generate") if name != "hf"}
     allowed = models.budget(model, models.distance(model, logits)(logits, exact))
     clock = partial(steps_us, rounds=MORE_ROUNDS if setup.ways else ROUNDS, cap_s=40.0)
     return with_ratios(time_if_right(f"{name} {point}", {"hf": hf, **others}, text, allowed, clock, off, figures), "hf", "hf_static")
 
 
-def first_call(setup: Setup, kept: models.Kept, name: str, point: Point, way: str = "attnops") -> list[Row]:
-    """Two processes, one after the other, with the same caches of compilers, which are empty at first."""
-    (cold_s, _), (warm_s, second_s) = in_two_processes(setup, name, point, way)
-    case = {"case": f"{name} {point}, first call", "way": way, "median_us": round(1e6 * cold_s, 2), "new_tokens": FIRST_NEW[setup.size]}
-    return [{**case, "first_s": round(cold_s, 3), "warm_s": round(warm_s, 3), "second_s": round(second_s, 3)}]
+def first_call(setup: Setup, kept: models.Kept, name: str, point: Point, way: str = "attnops") -> Rows:
+    """Two processes, one after the other, with the same caches of compilers, which are empty at first.
 
-
-def in_two_processes(setup: Setup, *given: Any) -> list[tuple[float, float]]:
-    """`calls_s` in fresh processes; at toy size in this one, because imports would take longer than all else."""
+    At toy size this process, because imports would take longer than all else.
+    """
     from torch._inductor.utils import fresh_cache
 
     run: Callable[..., tuple[float, float]] = calls_s if setup.size == "toy" else partial(in_a_process, calls_s)
     with fresh_cache():
-        return [run(setup, *given) for _ in range(2)]
+        (cold_s, _), (warm_s, second_s) = (run(setup, name, point, way) for _ in range(2))
+    case = {"case": f"{name} {point}, first call", "way": way, "median_us": round(1e6 * cold_s, 2), "new_tokens": FIRST_NEW[setup.size]}
+    return [{**case, "first_s": round(cold_s, 3), "warm_s": round(warm_s, 3), "second_s": round(second_s, 3)}]
 
 
 def calls_s(setup: Setup, name: str, point: Point, way: str) -> tuple[float, float]:

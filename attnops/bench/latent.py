@@ -8,7 +8,7 @@ reference in float64 the op. Cases of `new` tokens are steps over a cached prefi
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from attnops.bench import Setup
 from attnops.bench.exact import exact, way
-from attnops.bench.rows import Case, Make, Row, Way, largest_error, time_if_right, with_ratios
+from attnops.bench.rows import Case, Row, Rows, Way, Ways, largest_error, time_if_right, with_ratios
 from attnops.cache import LatentCache, PagedBatch
 from attnops.configs import config_of
 from attnops.hf.cache.names import argument
@@ -102,7 +102,7 @@ def their_step(layer: Any, hidden: Tensor, latents: Tensor) -> Run:
 def ours(layer: Any, absorb: int | str = "auto") -> LatentAttention:
     """Our layer with the weights of transformers'."""
     config, weight = layer.config, layer.o_proj.weight
-    dims: dict[str, Any] = {name: getattr(config, name) for name in DIMS} | {"device": weight.device, "dtype": weight.dtype}
+    dims: Row = {name: getattr(config, name) for name in DIMS} | {"device": weight.device, "dtype": weight.dtype}
     rope = RotaryEmbedding(config.qk_rope_head_dim, config.rope_parameters["rope_theta"], interleaved=True)
     made = LatentAttention(num_heads=config.num_attention_heads, rope=rope, absorb=absorb, **dims)
     made.load_state_dict(layer.state_dict())
@@ -137,14 +137,14 @@ def near(run: Run, want: Tensor, allowed: float) -> Way:
     return Way(Timed(run), lambda: float((run()[-len(want) :].double() - want.double()).norm() / norm), allowed)
 
 
-def compared(setup: Setup, case: str, ways: Mapping[str, Way | Make]) -> list[Row]:
+def compared(setup: Setup, case: str, ways: Ways) -> Rows:
     """The rows of ways whose results are errors."""
     own = ("layer", "kernel", "projections")
     return time_if_right(case, ways, None, 0.0, partial(kernels_us, setup.device), lambda error, _: float(error), own=own)
 
 
 @torch.no_grad()
-def measure(setup: Setup, step: Step) -> list[Row]:
+def measure(setup: Setup, step: Step) -> Rows:
     """The rows of a decode step."""
     hf, hidden, latents = inputs(setup, step)
     layer, (pages, batch), dim, allowed = ours(hf), filled(hf.config, latents), hf.kv_lora_rank, OFF[setup.dtype]
@@ -152,21 +152,12 @@ def measure(setup: Setup, step: Step) -> list[Row]:
     want = their_step(copy.deepcopy(hf).float(), hidden[last:].float(), latents[last:].float())()
     run, their = partial(layer, hidden, batch=batch, latent_pages=pages), their_step(hf, hidden, latents)
     run()  # writes the new tokens, which the op alone reads
-    query = torch.randn(step.batch, step.heads, latents.shape[2], device=setup.device, dtype=setup.dtype)
-    attended = torch.randn(step.batch, step.heads * hf.v_head_dim, device=setup.device, dtype=setup.dtype)
-    written = query.new_empty(step.batch, step.heads, dim)
-    call = Call.of(
-        MLA.name,
-        q_nope=query[..., :dim].contiguous(),
-        q_pe=query[..., dim:].contiguous(),
-        latent_pages=pages,
-        page_table=batch.page_table,
-        seq_lens=batch.seq_lens,
-        cu_seqlens_q=batch.cu_seqlens_q,
-        max_seqlen_q=1,
-        scale=0.1,
-        output=written,
-    )
+    draw = partial(torch.randn, step.batch, device=setup.device, dtype=setup.dtype)
+    q_nope, q_pe = (draw(step.heads, size) for size in (dim, latents.shape[2] - dim))
+    attended, written = draw(step.heads * hf.v_head_dim), torch.empty_like(q_nope)
+    requests = {name: getattr(batch, name) for name in ("page_table", "seq_lens", "cu_seqlens_q")}
+    query = {"q_nope": q_nope, "q_pe": q_pe, "max_seqlen_q": 1, "scale": 0.1}
+    call = Call.of(MLA.name, **query, latent_pages=pages, **requests, output=written)
 
     def kernel() -> Way:
         want, most, part = exact(call)
@@ -190,7 +181,7 @@ def measure(setup: Setup, step: Step) -> list[Row]:
 
 
 @torch.no_grad()
-def forms(setup: Setup, step: Step) -> list[Row]:
+def forms(setup: Setup, step: Step) -> Rows:
     """A step of several new tokens in both forms, each judged by the other, and in the one that the layer takes."""
     hf, hidden, latents = inputs(setup, step)
     pages, batch = filled(hf.config, latents, step.new, 1 << 16)

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from attnops.bench import Setup
-from attnops.bench.op_suite import Task
-from attnops.bench.ops import DETERMINISTIC, LESS
-from attnops.core.select import select
+from attnops.bench.ops import LESS, Task
 from attnops.hf.models.experts import Gate, biases_of, gate_of, weights_of
 from attnops.ops import OPS
 from attnops.ops.experts.bench_points import Mixture
@@ -31,18 +29,10 @@ def tasks(setup: Setup, op: str, mixture: Mixture) -> Iterator[Task]:
     for tokens in TOKENS[setup.size]:
         calls = calls_of(setup, op, module, tokens, mixture.sizes[1])
         want, allowed = zip(*map(_exact, calls), strict=True)
-        chosen = select(calls[0].problem, DETERMINISTIC).kernel
         expert = sum(int(t[0].nbytes) for t in weights_of(module))
         touched = sum(len(call.record.top_k_index.unique()) for call in calls)
-        yield Task(
-            f"{mixture.name} x{tokens}",
-            calls,
-            torch.stack(want),
-            torch.stack(allowed),
-            moved=touched * expert / len(calls),
-            peers=stock(module, expert * calls[0].record.top_k_index.numel()),
-            steady=chosen is not None and not chosen.judge,
-        )
+        peers, name = stock(module, expert * calls[0].record.top_k_index.numel()), f"{mixture.name} x{tokens}"
+        yield Task(name, calls, torch.stack(want), torch.stack(allowed), touched * expert / len(calls), peers)
 
 
 def _exact(call: Call) -> tuple[Tensor, Any]:

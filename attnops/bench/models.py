@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import attnops.hf
 from attnops.bench import Point, Setup
-from attnops.bench.rows import Case, Row, Way, relative_error, time_if_right, with_ratios
+from attnops.bench.rows import Case, More, Row, Rows, relative_error, time_if_right, with_ratios
 from attnops.bench.ways import PLACES, How
 from attnops.configs import SHAPES, config_of
 from attnops.core.errors import InvalidInput
@@ -65,10 +65,16 @@ def config(setup: Setup, name: str, layers: int = 0) -> Any:
     return made
 
 
+def heads(config: Any) -> tuple[int, int, int]:
+    """(query heads, key heads, the width of a head). Raises AttributeError or TypeError if layers differ."""
+    many = config.num_attention_heads
+    return many, getattr(config, "num_key_value_heads", None) or many, getattr(config, "head_dim", None) or config.hidden_size // many
+
+
 def kv_width(config: Any) -> int:
-    """Numbers of the keys and values of a token in one layer. Raises AttributeError or TypeError if layers differ."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return int(2 * heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads))
+    """Numbers of the keys and values of a token in one layer. Raises as `heads`."""
+    _, kv_heads, head_dim = heads(config)
+    return int(2 * kv_heads * head_dim)
 
 
 LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")  # of a container, in cgroups of version 2 and 1
@@ -182,9 +188,7 @@ def tokens(setup: Setup, model: Any, batch: int, length: int, seed: int = 0) -> 
 
 
 @torch.no_grad()
-def compared(
-    case: str, model: Any, ways: Mapping[str, Any], prompt: Tensor, new: Tensor | None, more: Callable[[float, Way], Row], **given: Tensor
-) -> list[Row]:
+def compared(case: str, model: Any, ways: Mapping[str, Any], prompt: Tensor, new: Tensor | None, more: More, **given: Tensor) -> Rows:
     """The rows of ways to compute a model's logits, `hf_eager` among them, which gives the budget.
 
     more: as in `time_if_right`. given: more arguments of the model by row, for the prompt.

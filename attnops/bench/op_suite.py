@@ -1,59 +1,18 @@
-"""`OpSuite`: a suite of calls that the families of ops list, and `Task`: calls that one of its measurements compares and times."""
+"""`OpSuite`: a suite of calls that the families of ops list."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from attnops.bench import Setup, choices
-from attnops.bench.rows import Case, Row
-from attnops.core.kernel import Kernel
-from attnops.core.record import changed
+from attnops.bench.rows import Case, Row, Rows
 from attnops.ops import OPS
-from attnops.testing.calls import Call
 from attnops.testing.pool import Pool
-from attnops.tune.clock import Run
-
-
-def eager(kernel: Kernel, call: Call, policy: str = "") -> Run:
-    """What runs a kernel under a policy, as an eager call does."""
-    return partial(kernel.run, changed(call.record, policy=policy))
-
-
-@dataclass(frozen=True)
-class Task:
-    """Calls that are alike, which a measurement makes one after the other, and what they should give.
-
-    allowed: the error of each number of `want`. moved, flops: the bytes and the operations of a call; 0
-    if unknown. peers: what others have for a call. alone: vendors' calls that give another result,
-    which is not compared. used: the parts of results that are compared. steady: is the deterministic
-    choice timed as well? run_of: what runs a kernel. rounds: of the clock.
-    """
-
-    name: str
-    calls: Sequence[Call]
-    want: Any = None
-    allowed: Any = None
-    moved: float = 0.0
-    flops: float = 0.0
-    peers: Mapping[str, Callable[[Call], Run]] = field(default_factory=dict)
-    alone: Mapping[str, Callable[..., Run]] = field(default_factory=dict)
-    used: Callable[[list[Tensor]], list[Tensor]] = list
-    steady: bool = True
-    run_of: Callable[[Kernel, Call], Run] = eager
-    rounds: int = 5
-
-    def shares(self, setup: Setup, us: float) -> Row:
-        """What is moved and done in `us`, of the ceilings that were measured."""
-        work = {"of_bandwidth": (self.moved, "bandwidth_tb_s"), "of_flops": (self.flops, "matmul_tflop_s")}
-        found = {n: done / us / 1e6 / setup.ceilings[c] for n, (done, c) in work.items() if done and c in setup.ceilings}
-        found |= {"of_ceiling": max(found.values())} if self.flops and found else {}
-        return {name: round(share, 4) for name, share in found.items()}
 
 
 def points_of(op: str) -> Mapping[str, tuple[Any, ...]]:
@@ -68,7 +27,7 @@ def listed(suite: str) -> list[tuple[str, Any]]:
 
 
 def as_it_is(point: Any, size: str) -> Any:
-    """A point of one size."""
+    """A point of one size; a worker process gets this function by its name."""
     return point
 
 
@@ -76,14 +35,12 @@ def as_it_is(point: Any, size: str) -> Any:
 class OpSuite:
     """A suite of the calls that families list for it: a function of a Setup.
 
-    tasks: what is compared at a point of an op, as a rule Tasks. rows: those of a task. count: by size of the run, how many
-    points. sized: a point at that size, None if it is left out. points: those of a suite with their ops. summary: do the rows
-    of a case end with the regret of its choices?
+    rows: those of a point of an op. count: by size of the run, how many points. sized: a point at that size, None if it is left
+    out. points: those of a suite with their ops. summary: do the rows of a case end with the regret of its choices?
     """
 
     name: str
-    tasks: Callable[[Setup, Pool, str, Any], Iterable[Any]]
-    rows: Callable[[Setup, Any], list[Row]]
+    rows: Callable[[Setup, Pool, str, Any], Iterable[Row]]
     count: Mapping[str, int] = field(default_factory=dict, hash=False)
     sized: Callable[[Any, str], Any] = as_it_is
     points: Callable[[str], list[tuple[str, Any]]] = listed
@@ -101,8 +58,8 @@ class OpSuite:
         return {point.name: partial(self.measure, setup, pool, op, point) for op, point in sized}
 
     @torch.no_grad()
-    def measure(self, setup: Setup, pool: Pool, op: str, point: Any) -> list[Row]:
+    def measure(self, setup: Setup, pool: Pool, op: str, point: Any) -> Rows:
         """The rows of a point."""
-        rows = [row for task in self.tasks(setup, pool, op, point) for row in self.rows(setup, task)]
+        rows = [*self.rows(setup, pool, op, point)]
         chosen = [row for row in rows if "us" in row]
         return [*rows, *(choices.summary(point.name, chosen) if self.summary and chosen else ())]

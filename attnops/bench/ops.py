@@ -28,7 +28,7 @@ the same run. `error` is the largest one as a share of the error allowed there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,17 +37,19 @@ from torch import Tensor
 
 from attnops.bench import Setup, choices
 from attnops.bench.exact import exact, way
-from attnops.bench.op_suite import OpSuite, Task, eager
-from attnops.bench.rows import Make, Row, Way, largest_error, time_if_right, with_direct, with_ratios
+from attnops.bench.op_suite import OpSuite
+from attnops.bench.rows import Row, Rows, Way, Ways, largest_error, time_if_right, with_direct, with_ratios
 from attnops.core.arguments import REQUIRED, Arg
 from attnops.core.kernel import Kernel, kernels_of
 from attnops.core.problem import Problem, altered
+from attnops.core.record import changed
 from attnops.core.select import select
 from attnops.measured import Sizes, work
 from attnops.ops import OPS
 from attnops.ops.linear import timed as linears
 from attnops.ops.points import Requests
 from attnops.ops.sweeps import F32, toy
+from attnops.testing import oracle
 from attnops.testing.calls import Call, filled
 from attnops.testing.error_bounds import allowance
 from attnops.testing.pool import Pool
@@ -84,43 +86,52 @@ def call_at(point: Requests, pool: Pool) -> Call:
     return build(point.shape, [point.queries] * point.batch, [point.keys] * point.batch, pool).with_(**dict(point.more))
 
 
-def kernels_at(setup: Setup, pool: Pool, op: str, point: Requests) -> Iterator[Task]:
-    """A call, with its bytes and operations."""
-    needs = work(point.shape, Sizes(point.batch, point.queries, point.keys / point.queries))
-    yield Task(point.name, [call_at(point, pool)], moved=needs.bytes, flops=needs.flops)
-
-
-def kernel_rows(setup: Setup, task: Task) -> list[Row]:
+def kernel_rows(setup: Setup, pool: Pool, op: str, point: Requests) -> Rows:
     """Our kernels that are fast, the automatic choice, torch's calls and the vendors'."""
-    [call], brief = task.calls, setup.size == "toy"
+    call, brief = call_at(point, pool), setup.size == "toy"
+    needs = work(point.shape, Sizes(point.batch, point.queries, point.keys / point.queries))
     want, allowed, part = exact(call)
-    ways: dict[str, Way | Make] = {}
+    output = call.arguments.get(call.spec.output)
     slow = SLOW if setup.on_gpu else (*SLOW[1:], *COMPILED) if brief else ()
-    fast = tuple(n for n in kernels_of(call.op) if n not in slow)
-    for kernel, mine, _ in Stopwatch(names=fast).candidates(call):
-        ways[kernel.name] = way(runner(kernel, mine), part, allowed * kernel.tolerance.factor, mine.arguments.get(mine.spec.output))
+    fast = tuple(n for n in kernels_of(op) if n not in slow)
+    ways: Ways = {
+        kernel.name: way(runner(kernel, mine), part, allowed * kernel.tolerance.factor, mine.arguments.get(mine.spec.output))
+        for kernel, mine, _ in Stopwatch(names=fast).candidates(call)
+    }
     for name, policy in (("automatic", ""), (DETERMINISTIC, DETERMINISTIC)):
         if (chosen := select(call.problem, policy).kernel) is not None:
-            op = partial(OPS[call.op].packet.default, *call.args, **call.kwargs, policy=policy)
-            plain = way(op, part, allowed * chosen.tolerance.factor, call.arguments.get(call.spec.output))
-            ways[name] = replace(plain, more={"kernel": chosen.name})
+            run = partial(OPS[op].packet.default, *call.args, **call.kwargs, policy=policy)
+            ways[name] = replace(way(run, part, allowed * chosen.tolerance.factor, output), more={"kernel": chosen.name})
 
     def other(make: Callable[..., Run | None]) -> Way | None:
         # Other calls may round weights to the dtype; the budget has a factor of two for block-wise rescaling.
         run = make(call.record, setup.compiled)
-        return None if run is None else way(run, part, 2 * allowed, call.arguments.get(call.spec.output))
+        return None if run is None else way(run, part, 2 * allowed, output)
 
-    others = OPS[call.op].of_family("vendors", "VENDORS") or {}
+    def shares(us: float, way: Way) -> Row:
+        found = setup.shares(us, of_bandwidth=needs.bytes, of_flops=needs.flops)
+        return found | ({"of_ceiling": max(found.values())} if found else {})
+
+    others = OPS[op].of_family("vendors", "VENDORS") or {}
     left = () if setup.on_gpu else ("direct",)
     ways |= {n: partial(other, make) for n, make in others.items() if n.partition(".")[0] not in left and not (brief and n in SLOW)}
-    clock = partial(kernels_us, setup.device)
-    found = time_if_right(task.name, ways, want, allowed, clock, more=lambda us, way: task.shares(setup, us))
+    found = time_if_right(point.name, ways, want, allowed, partial(kernels_us, setup.device), more=shares)
     return with_ratios(with_direct(found, own_calls), "automatic")
 
 
 def own_calls(way: str) -> list[str]:
     """The vendors' calls of the device code of a kernel."""
     return [f"direct.{name}" for name in OWN.get(way, (way,))]
+
+
+def running(kernel: Kernel, call: Call, policy: str = "") -> Run:
+    """What runs a kernel under a policy, as an eager call does."""
+    return partial(kernel.run, changed(call.record, policy=policy))
+
+
+def eager(kernel: Kernel, call: Call) -> Any:
+    """The results of a kernel."""
+    return kernel.run(call.record)
 
 
 # What moves data ------------------------------------------------------------------------------------------------------
@@ -133,7 +144,7 @@ def short(point: Any, size: str) -> Any:
     return point if size in ("full", "quick") or point.name.endswith(COMPILE[0]) else None
 
 
-def moves_at(setup: Setup, pool: Pool, op: str, point: Any) -> Iterator[Task]:
+def moving(point: Any, pool: Pool, op: str) -> Call:
     """The call that a point fills."""
     pool.reset()
     dtype = getattr(torch, point.dtype)
@@ -146,53 +157,48 @@ def moves_at(setup: Setup, pool: Pool, op: str, point: Any) -> Iterator[Task]:
         return pool.take(*dims, dtype=torch.bfloat16)
 
     sizes, given = point.filled(pool)
-    call = Call(op, filled(op, sizes, given, make))
-    yield Task(point.name, [call], used=point.used, moved=point.moved(call.tensors(), call.mutated))
+    return Call(op, filled(op, sizes, given, make))
 
 
-def move_rows(setup: Setup, task: Task) -> list[Row]:
+def move_rows(setup: Setup, pool: Pool, op: str, point: Any) -> Rows:
     """The kernels that can answer a call."""
-    [call] = task.calls
-    known, own = kernels_of(call.op), call.map(lambda _, t: t.clone())  # timed calls write their tensors again and again
+    call = moving(point, pool, op)
+    known, own = kernels_of(op), call.map(lambda _, t: t.clone())  # timed calls write their tensors again and again
+    can = {name: k for name, k in known.items() if not k.refusals(call.problem)}
+
+    def results(run: Callable[[Call], Any]) -> list[Tensor]:
+        """The bytes of the results that a call returns or writes; the call itself is not changed."""
+        mine = call.map(lambda _, t: t.clone())
+        returned = run(mine)
+        values = [mine.arguments[n] for n in mine.mutated] if returned is None else list(returned)
+        return [x.contiguous().flatten().view(torch.uint8) for x in point.used(values)]
 
     def way(run: Callable[[Call], Any]) -> Way:
-        return Way(Timed(partial(run, own)), partial(results, task, run))
-
-    def by(kernel: Kernel, call: Call) -> Any:
-        return kernel.run(call.record)
+        return Way(Timed(partial(run, own)), partial(results, run))
 
     def compiled() -> Way:
-        op, inline = OPS[call.op], next((k for k in known.values() if k.inline and not k.refusals(call.problem)), None)
+        inline = next((name for name, k in can.items() if k.inline), None)
 
         def body(args: Any, kwargs: Any) -> Any:
             if inline is None:
-                return op.reference(op.call(*args, **kwargs))
-            return op.packet.default(*args, **kwargs, policy=f"kernel={call.op}:{inline.name}")
+                return OPS[op].reference(OPS[op].call(*args, **kwargs))
+            return OPS[op].packet.default(*args, **kwargs, policy=f"kernel={op}:{inline}")
 
         made = setup.compiled(body, fullgraph=True, dynamic=False)
         return way(lambda c: made(c.args, c.kwargs))
 
-    want = results(task, partial(by, known["reference"]))
-    chosen = [k for k in known.values() if (k.name == "reference" or not k.inline) and not k.refusals(call.problem)]
-    ways: dict[str, Way | Make] = {k.name: way(partial(by, k)) for k in chosen}
-    ways |= {"compiled": compiled} if task.name.endswith(COMPILE) else {}
-    if task.moved:
-        source, target = torch.zeros(2, int(task.moved) // 2, dtype=torch.uint8, device=setup.device)
+    want = results(partial(eager, known["reference"]))
+    ours = [name for name, k in can.items() if name == "reference" or not k.inline]
+    ways: Ways = {name: way(partial(eager, known[name])) for name in ours}
+    ways |= {"compiled": compiled} if point.name.endswith(COMPILE) else {}
+    if moved := point.moved(call.tensors(), call.mutated):
+        source, target = torch.zeros(2, moved // 2, dtype=torch.uint8, device=setup.device)
         ways["copy"] = Way(Timed(lambda: target.copy_(source)), lambda: want)
 
     def differing(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
         return float(sum(int((x != y).sum()) for x, y in zip(got, want, strict=True)))  # bytes
 
-    ours = [k.name for k in chosen]
-    return with_ratios(time_if_right(task.name, ways, want, 0.0, partial(kernels_us, setup.device), differing, own=ours), "copy")
-
-
-def results(task: Task, run: Callable[[Call], Any]) -> list[Tensor]:
-    """The bytes of the results that a call returns or writes; the call itself is not changed."""
-    mine = task.calls[0].map(lambda _, t: t.clone())
-    returned = run(mine)
-    values = [mine.arguments[n] for n in mine.mutated] if returned is None else list(returned)
-    return [x.contiguous().flatten().view(torch.uint8) for x in task.used(values)]
+    return with_ratios(time_if_right(point.name, ways, want, 0.0, partial(kernels_us, setup.device), differing, own=ours), "copy")
 
 
 # Weights that are read cold -------------------------------------------------------------------------------------------
@@ -218,11 +224,33 @@ def models(suite: str) -> list[tuple[str, Model]]:
     return [(products["o"].op, Model(name, products)) for name, products in {**linears.MODELS, **HELD}.items()]
 
 
-def products_at(setup: Setup, pool: Pool, op: str, model: Model) -> Iterator[Task]:
+@dataclass(frozen=True)
+class Task:
+    """Calls that are alike, which a measurement makes one after the other, and what they should give.
+
+    allowed: the error of each number of `want`. moved: the bytes of a call. peers: what others have for a call. alone: vendors' calls
+    that give another result, which is not compared. steady: is the deterministic choice timed as well? run_of: what runs a kernel.
+    rounds: of the clock.
+    """
+
+    name: str
+    calls: Sequence[Call]
+    want: Tensor
+    allowed: Any
+    moved: float
+    peers: Mapping[str, Callable[[Call], Run]] = field(default_factory=dict)
+    alone: Mapping[str, Callable[..., Run]] = field(default_factory=dict)
+    steady: bool = True
+    run_of: Callable[[Kernel, Call], Run] = running
+    rounds: int = 5
+
+
+def product_rows(setup: Setup, pool: Pool, op: str, model: Model) -> Iterator[Row]:
     """Every product of a model with every number of rows."""
     for name, shape in model.products.items():
         sizes = {n: getattr(shape, n) // LESS[setup.size] for n in ("out_features", "in_features")}
-        yield from product_at(setup, pool, f"{model.name} {name}", altered(shape, dtype=setup.dtype, kv_dtype=setup.dtype, **sizes))
+        for task in product_at(setup, pool, f"{model.name} {name}", altered(shape, dtype=setup.dtype, kv_dtype=setup.dtype, **sizes)):
+            yield from cold_rows(setup, task)
 
 
 def product_at(setup: Setup, pool: Pool, name: str, shape: Problem) -> Iterator[Task]:
@@ -233,22 +261,21 @@ def product_at(setup: Setup, pool: Pool, name: str, shape: Problem) -> Iterator[
     for call in calls[1:]:
         for name_of, weight in zip(spec.weights, weights, strict=True):
             call.arguments[name_of].copy_(weight)
-    wide, [written] = calls[0].map(lambda _, t: t.double()), calls[0].mutated
-    OPS[shape.op].reference(wide.record)
-    want = wide.arguments[written]
+    [(written, want)] = oracle(calls[0]).items()
     allowed: Any = allowance(calls[0], {written: want})[written]
     moved, alone = sum(weight.nbytes for weight in weights), OPS[shape.op].of_family("vendors", "VENDORS")
     for count in some:
         fewer = [call.with_(**{n: call.arguments[n][:count] for n in by_row if n in call.arguments}) for call in calls]
         facts: Row = {"run_of": partial(runner, backend=setup.backend), "rounds": 3, "steady": count in AT}
-        yield Task(f"{name} x{count}", fewer, want[:count], allowed[:count], moved=moved, alone=alone, **facts)
+        yield Task(f"{name} x{count}", fewer, want[:count], allowed[:count], moved, alone=alone, **facts)
 
 
-def mixtures_at(setup: Setup, pool: Pool, op: str, mixture: Any) -> Iterator[Task]:
+def mixture_rows(setup: Setup, pool: Pool, op: str, mixture: Any) -> Iterator[Row]:
     """A layer with every number of tokens. Other suites do without transformers."""
     from attnops.bench import mixtures
 
-    return mixtures.tasks(setup, op, mixture)
+    for task in mixtures.tasks(setup, op, mixture):
+        yield from cold_rows(setup, task)
 
 
 def in_turn(runs: Iterable[Run]) -> list[Any]:
@@ -256,7 +283,7 @@ def in_turn(runs: Iterable[Run]) -> list[Any]:
     return [run() for run in runs]
 
 
-def cold_rows(setup: Setup, task: Task) -> list[Row]:
+def cold_rows(setup: Setup, task: Task) -> Rows:
     """The rows of calls that read their weights cold, and that of the choice."""
     first, want, allowed, [written] = task.calls[0], task.want, task.allowed, task.calls[0].mutated
     left: dict[str, list[Tensor]] = {}
@@ -293,18 +320,23 @@ def cold_rows(setup: Setup, task: Task) -> list[Row]:
 
     kernels = [k for k in kernels_of(first.op).values() if not (k.judge or k.refusals(first.problem))]
     ways = {k.name: way(k.name, partial(task.run_of, k)) for k in kernels}
-    if task.steady and (by_policy := select(first.problem, DETERMINISTIC).kernel) is not None:
-        ways[DETERMINISTIC] = way(DETERMINISTIC, partial(eager, by_policy, policy=DETERMINISTIC))
+    steady = select(first.problem, DETERMINISTIC).kernel if task.steady else None
+    if steady is not None and not steady.judge:
+        ways[DETERMINISTIC] = way(DETERMINISTIC, partial(running, steady, policy=DETERMINISTIC))
     checked = tuple(ways)
     ways |= {name: way(name, make) for name, make in task.peers.items()}
     for name, make in task.alone.items():
         ways[name] = Way(Timed(partial(in_turn, [make(call.record, setup.compiled) for call in task.calls])), lambda: want)
+
+    def shares(us: float, way: Way) -> Row:
+        return setup.shares(us, of_bandwidth=task.moved)
+
     with tracing():
-        shares, own = (lambda us, way: task.shares(setup, us)), (*checked, *task.alone)
-        return choices.with_choice(time_if_right(task.name, ways, want, 1.0, clock, share, shares, own), first)
+        rows = time_if_right(task.name, ways, want, 1.0, clock, share, shares, (*checked, *task.alone))
+        return choices.with_choice(rows, first)
 
 
-KERNELS = OpSuite("kernels", kernels_at, kernel_rows, {"toy": 4, "small": 4, "quick": 6}, shorter)
-DATA = OpSuite("data", moves_at, move_rows, sized=short)
-LINEAR = OpSuite("linear", products_at, cold_rows, {"toy": 1, "small": 1, "quick": 1}, points=models, summary=True)
-EXPERTS = OpSuite("experts", mixtures_at, cold_rows, {"toy": 2, "small": 2, "quick": 2})
+KERNELS = OpSuite("kernels", kernel_rows, {"toy": 4, "small": 4, "quick": 6}, shorter)
+DATA = OpSuite("data", move_rows, sized=short)
+LINEAR = OpSuite("linear", product_rows, {"toy": 1, "small": 1, "quick": 1}, points=models, summary=True)
+EXPERTS = OpSuite("experts", mixture_rows, {"toy": 2, "small": 2, "quick": 2})

@@ -16,7 +16,7 @@ import torch
 
 import attnops.ops
 from attnops.bench import Setup
-from attnops.bench.rows import Case, Row
+from attnops.bench.rows import Case, Rows
 from attnops.core.kernel import Kernel, register
 from attnops.core.problem import Problem
 from attnops.core.select import active_policy, use
@@ -51,7 +51,7 @@ def in_a_process(function: Callable[..., T], *given: Any) -> T:
 
 
 @torch.no_grad()
-def measure(setup: Setup, repeats: int, inner: int, ops: tuple[int, int]) -> list[Row]:
+def measure(setup: Setup, repeats: int, inner: int, ops: tuple[int, int]) -> Rows:
     """All rows. repeats: of `inner` calls each. ops: of the two graphs that are compared."""
     register(Kernel(NOOP, PAGED.name, lambda call: None, frozenset({"causal"}), dtypes=(setup.dtype,), cost_us=lambda problem: 1e9))
     torch.manual_seed(0)
@@ -66,7 +66,7 @@ def measure(setup: Setup, repeats: int, inner: int, ops: tuple[int, int]) -> lis
 def _plain(*args: Any, **kwargs: Any) -> None: ...
 
 
-def imports(repeats: int) -> list[Row]:
+def imports(repeats: int) -> Rows:
     """Times of `import torch` and then `import attnops` in fresh processes. The first run, which may write bytecode, is not counted."""
     command = [sys.executable, "-c", TIMED_IMPORTS]
     runs = [subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout for _ in range(repeats + 1)]
@@ -74,13 +74,13 @@ def imports(repeats: int) -> list[Row]:
     return [{"case": "import", "way": name, **spread(us)} for name, us in zip(("torch", "attnops"), times, strict=True)]
 
 
-def _rows(case: str, times: Times, figure: str, over: tuple[str, str], of: tuple[str, ...], ops: int = 1) -> list[Row]:
+def _rows(case: str, times: Times, figure: str, over: tuple[str, str], of: tuple[str, ...], ops: int = 1) -> Rows:
     """The rows of a case; those of the ways `of` have the `figure`: the time of `over[0]` over that of `over[1]`, an op."""
     us = round((times[over[0]]["median_us"] - times[over[1]]["median_us"]) / ops, 2)
     return [{"case": case, "way": way, **found, **({figure: us} if way in of else {})} for way, found in times.items()]
 
 
-def eager(call: Call, repeats: int, inner: int) -> list[Row]:
+def eager(call: Call, repeats: int, inner: int) -> Rows:
     """An eager paged call of a kernel that does nothing: a plain function, its overload, the op that selects, the public function."""
     packet, function, args, kwargs = PAGED.packet, attnops.ops.paged_attention, call.args, call.kwargs
     signature = inspect.signature(function).parameters
@@ -96,7 +96,7 @@ def eager(call: Call, repeats: int, inner: int) -> list[Row]:
     return _rows("eager call of a kernel that does nothing", times, "function_over_plain_us", ("function", "plain"), ("function",))
 
 
-def compiled(setup: Setup, call: Call, repeats: int, inner: int, ops: tuple[int, int]) -> list[Row]:
+def compiled(setup: Setup, call: Call, repeats: int, inner: int, ops: tuple[int, int]) -> Rows:
     """Two compiled graphs of ops that do nothing. `op_us`: the cost of one more op, its output buffer included."""
     query, *rest = call.args
 

@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from attnops.bench import Point, Setup, engines, models
-from attnops.bench.rows import Case, LeftOut, Row
+from attnops.bench.rows import Case, LeftOut, Row, Rows
 from attnops.core.errors import InvalidInput
 from attnops.tune.clock import spread
 
@@ -51,9 +51,7 @@ def cases(setup: Setup, suite: str, new: int, rounds: int, less: int = 0) -> dic
     }
 
 
-def measure(
-    setup: Setup, name: str, points: tuple[Point, ...], engine: str, python: str, new: int, rounds: int, less: int = 0
-) -> list[Row]:
+def measure(setup: Setup, name: str, points: tuple[Point, ...], engine: str, python: str, new: int, rounds: int, less: int = 0) -> Rows:
     """The rows of an engine. Raises LeftOut with the last line of its errors, if it measures no point."""
     made = models.fitted(setup, name, models.largest(points))
     spec = {
@@ -66,7 +64,7 @@ def measure(
         found, why = answers(setup, python, spec, Path(folder))
     if not found:
         raise LeftOut(why)
-    rows, more = list[Row](), {"layers": made.num_hidden_layers, "new_tokens": new - less}
+    rows, more = Rows(), {"layers": made.num_hidden_layers, "new_tokens": new - less}
     for at, point in enumerate(points):
         row: Row = {"case": f"{name} {point}", "way": engine}
         if at < len(found):
@@ -80,7 +78,7 @@ def measure(
     return [*rows, {"case": f"{name} {points[0]}, first call", "way": engine, **first, "how": "from the start of its process"}]
 
 
-def files(setup: Setup, made: Any) -> Mapping[str, Any]:
+def files(setup: Setup, made: Any) -> engines.Spec:
     """The files of a model's folder by name, of its transformers config."""
     import transformers
 
@@ -89,7 +87,7 @@ def files(setup: Setup, made: Any) -> Mapping[str, Any]:
     return {"config.json": config, "generation_config.json": {name: config.get(name) for name in ("bos_token_id", "eos_token_id")}}
 
 
-def answers(setup: Setup, python: str, spec: Mapping[str, Any], folder: Path) -> tuple[list[dict[str, Any]], str]:
+def answers(setup: Setup, python: str, spec: engines.Spec, folder: Path) -> tuple[Rows, str]:
     """(what the engine printed for each point, why it printed no more). Its processes have ended."""
     if (program := shutil.which(os.path.expanduser(python))) is None:
         return [], f"{python} is no executable file"
@@ -110,7 +108,7 @@ def answers(setup: Setup, python: str, spec: Mapping[str, Any], folder: Path) ->
             with suppress(ProcessLookupError):  # the processes that it started
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    found = list[dict[str, Any]]()
+    found = Rows()
     for line in printed.read_text(errors="replace").splitlines():
         with suppress(ValueError):
             if isinstance(one := json.loads(line), dict):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnops.core.errors import one_line
-from attnops.tune.clock import Timed
+from attnops.tune.clock import Timed, Times
 
 Row = dict[str, Any]
 """`case` and `way`; `median_us` and `spread_us`, or in `wrong` why there is no time; `error` and `budget` of a compared result, in the same
@@ -20,6 +20,7 @@ unit; further figures, such as `of_bandwidth` or `tokens_s`."""
 FIELDS = ("case", "way", "median_us", "spread_us", "error", "budget", "wrong")
 WRONG = "wrong: "  # `wrong` starts with this if a result is wrong, or a way that must run does not
 
+Rows = list[Row]
 Case = Callable[[], Iterable[Row]]
 
 
@@ -47,6 +48,8 @@ class Way:
 
 
 Make = Callable[[], Way | None]  # None if it does not answer the call
+Ways = dict[str, Way | Make]
+More = Callable[[float, Way], Row]  # the further figures of a way that takes so many microseconds
 
 
 def largest_error(got: Tensor, want: Tensor) -> float:
@@ -70,11 +73,11 @@ def time_if_right(
     ways: Mapping[str, Way | Make],
     want: Any,
     budget: float,
-    clock: Callable[[Mapping[str, Timed]], Mapping[str, Mapping[str, float]]],
+    clock: Callable[[Mapping[str, Timed]], Times],
     distance: Callable[[Any, Any], float] = largest_error,
-    more: Callable[[float, Way], Row] = lambda us, way: {},
+    more: More = lambda us, way: {},
     own: Collection[str] = (),
-) -> list[Row]:
+) -> Rows:
     """The rows of one case: every way is run and timed, in turn with the others, if its `distance` from `want` is at most its budget.
 
     own: ways that must run: an error of one of these makes it wrong.
@@ -113,7 +116,7 @@ def _digits(x: float) -> float:
     return float(f"{x:.4g}")
 
 
-def with_ratios(rows: list[Row], *peers: str) -> list[Row]:
+def with_ratios(rows: Rows, *peers: str) -> Rows:
     """The rows, each with `of_<peer>`: the peer's time over its own in the same case; above 1 is faster than the peer."""
     for peer in peers:
         base = {row["case"]: row["median_us"] for row in rows if row["way"] == peer and "median_us" in row}
@@ -123,7 +126,7 @@ def with_ratios(rows: list[Row], *peers: str) -> list[Row]:
     return rows
 
 
-def with_direct(rows: list[Row], calls: Callable[[str], Iterable[str]]) -> list[Row]:
+def with_direct(rows: Rows, calls: Callable[[str], Iterable[str]]) -> Rows:
     """The rows, with `of_direct` in those of a way that has `calls`: the time of the fastest of these over its own."""
     us = {row["way"]: row["median_us"] for row in rows if "median_us" in row}
     for row in rows:

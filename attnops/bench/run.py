@@ -28,7 +28,7 @@ from attnops.bench import (
     training,
     training_steps,
 )
-from attnops.bench.files import environment, text_of
+from attnops.bench.files import Report, environment, text_of
 from attnops.bench.rows import Case, LeftOut
 from attnops.configs import quiet_transformers
 from attnops.core.errors import InvalidInput, one_line
@@ -109,7 +109,7 @@ Order = Iterator[tuple[Suite, str]]
 def run(
     suites: Sequence[Suite], setup: Setup, *, budget_s: float = 400.0, out: Path | None = None, commit: str = "", gpus: int = 1,
     tell: Callable[[str], None] = lambda case: None,
-) -> dict[str, dict[str, Any]]:  # fmt: skip
+) -> dict[str, Report]:  # fmt: skip
     """The reports of some suites by name, each also a file in the folder `out`, rewritten after each of its cases. Options of the command.
 
     tell: receives the name of each case that starts. Raises InvalidInput: fewer GPUs, an unknown way or model, an `out` that is no folder.
@@ -140,7 +140,7 @@ def run(
     target, packages = Target.of(setup.device), head["packages"]
     code = {suite.name: digests(candidates(target, suite.ops, packages)) for suite in suites}
 
-    def save(suite: Suite, missing: str = INTERRUPTED) -> dict[str, Any]:
+    def save(suite: Suite, missing: str = INTERRUPTED) -> Report:
         report = {**head, "suite": suite.name, "code": code[suite.name], **joined(done[suite.name], missing)}
         if out is not None:
             write_text(out / f"{suite.stem}.json", text_of(report))
@@ -240,7 +240,7 @@ def outcome_of(suite: Suite, case: str, setup: Setup) -> Outcome:
     return outcome | {"case_seconds": round(time.monotonic() - start, 1)}
 
 
-def joined(done: Mapping[str, Outcome], missing: str = SPENT) -> dict[str, Any]:
+def joined(done: Mapping[str, Outcome], missing: str = SPENT) -> Report:
     """The sections of a report that its cases fill. missing: why cases without an outcome were left out."""
     every = {name: one or {"left_out": missing} for name, one in done.items()}
     sections = {at: {name: one[at] for name, one in every.items() if one.get(at)} for at in ("left_out", "failed", "case_seconds")}

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch import Tensor
 import attnops.ops
 from attnops.bench import Setup
 from attnops.bench.op_suite import OpSuite
-from attnops.bench.rows import Make, Row, Way, time_if_right, with_direct, with_ratios
+from attnops.bench.rows import Row, Rows, Way, Ways, time_if_right, with_direct, with_ratios
 from attnops.core.problem import altered
 from attnops.core.select import active_policy, choose, use
 from attnops.ops import OPS
@@ -55,45 +55,30 @@ def shorter(pair: Trained, size: str) -> Trained:
 def forward_of(pair: Trained, pool: Pool) -> Call:
     """The forward call."""
     call = build(pair.shape, pair.lengths, pair.lengths, pool)
-    more: dict[str, Any] = {"attention_chunk": pair.chunk} if pair.chunk else {}
+    more: Row = {"attention_chunk": pair.chunk} if pair.chunk else {}
     if pair.bias:
         more["mask"] = pool.take(1, pair.shape.q_heads, pair.lengths[0], pair.lengths[0], dtype=pair.shape.dtype)
     return call.with_(**more)
 
 
-class Pair(NamedTuple):
-    """A forward, the gradient of its output, and the op that answers with those of its inputs."""
-
-    name: str
-    call: Call
-    grad: Tensor
-    op: str
-
-
-def pair_at(setup: Setup, pool: Pool, op: str, pair: Trained) -> list[Pair]:
-    """The one of a point."""
+def pair_rows(setup: Setup, pool: Pool, op: str, pair: Trained) -> Rows:
+    """A forward and its gradient, by every way that can answer them."""
     call = forward_of(pair, pool)
-    return [Pair(pair.name, call, pool.take(*call.record.query.shape[:-1], pair.shape.v_head_dim, dtype=setup.dtype), op)]
-
-
-def pair_rows(setup: Setup, pair: Pair) -> list[Row]:
-    """One pair, by every way that can answer it."""
-    call, grad = pair.call, pair.grad
-    ours: dict[str, Make] = {name: partial(own, call, grad, policy) for name, policy in OURS.items()}
+    grad = pool.take(*call.record.query.shape[:-1], pair.shape.v_head_dim, dtype=setup.dtype)
+    ways: Ways = {name: partial(own, call, grad, policy) for name, policy in OURS.items()}
 
     def peer(make: Any) -> Way | None:
         attend = make(call.record, setup.compiled)
         return None if attend is None else step(attend, call, grad)
 
-    vendors = OPS[pair.op].of_family("vendors", "VENDORS")
     left = ("flex",) if setup.size == "toy" else ()  # at toy size, compilers are not measured
-    others: dict[str, Make] = {name: partial(peer, make) for name, make in vendors.items() if name not in left}
+    others = {name: partial(peer, make) for name, make in OPS[op].of_family("vendors", "VENDORS").items() if name not in left}
 
     def host(us: float, way: Way) -> Row:
         return {"host_us": steps_us({"": way.timed}, 5, inner=1, wait=False)[""]["median_us"]}
 
     clock = partial(kernels_us, setup.device, rounds=3, launched=True)
-    rows = time_if_right(pair.name, ours | others, exact(call, grad), MOST_ERROR, clock, relative, host, own=OURS)
+    rows = time_if_right(pair.name, ways | others, exact(call, grad), MOST_ERROR, clock, relative, host, own=OURS)
     return with_ratios(with_direct(rows, lambda way: others if way in OURS else ()), "flex")
 
 
@@ -129,7 +114,7 @@ def exact(call: Call, grad: Tensor) -> tuple[Tensor, ...]:
     """The gradients of a causal call in float32 (in float64 of a float32 call), with the logits of at most ROWS queries in memory."""
     a = call.arguments
     wide = torch.float64 if grad.dtype == torch.float32 else torch.float32
-    given: dict[str, Any] = {n: (a[n] if n in SHARED else a[n].flatten(0, -3)).to(wide, copy=True) for n in TRAINED if n in a}
+    given: Row = {n: (a[n] if n in SHARED else a[n].flatten(0, -3)).to(wide, copy=True) for n in TRAINED if n in a}
     for x in given.values():
         x.requires_grad_()  # and x.grad sums what each part adds
     c, [query] = call.record, call.spec.roles["queries"]
@@ -153,4 +138,4 @@ def relative(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
     return max(off) if all(map(math.isfinite, off)) else float("inf")
 
 
-SUITE = OpSuite("training", pair_at, pair_rows, {"toy": 6, "small": 10, "quick": 4}, shorter)
+SUITE = OpSuite("training", pair_rows, {"toy": 6, "small": 10, "quick": 4}, shorter)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import attnops.hf
 from attnops.bench import Point, Setup, models, ways
-from attnops.bench.rows import Case, LeftOut, Make, Row, Way, time_if_right, with_ratios
+from attnops.bench.rows import Case, LeftOut, Make, Row, Rows, Way, time_if_right, with_ratios
 from attnops.bench.ways import How
 from attnops.ops.points import documents
 from attnops.tune.clock import Timed, steps_us
@@ -36,7 +36,7 @@ def cases(setup: Setup) -> dict[str, Case]:
     return models.over(setup, "training_steps", measure)
 
 
-def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Row]:
+def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> Rows:
     """The ways of one model, in turn."""
     model = kept(name).requires_grad_(True)
     batch, count = packed(setup, model, point)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import typer
 from rich.console import Console
@@ -120,8 +120,8 @@ def explain(
     if idle := set(packages or ()) - set(packages_of_kernels()):
         typer.echo(f"attnops: no kernel needs {', '.join(sorted(idle))}", err=True)
 
-    def explained(console: Console) -> dict[str, Any]:
-        sizes: dict[str, Any] = {"batch": batch, "tokens": tokens, "dtype": dtype, "cache": cache.value}
+    def explained(console: Console) -> tables.Data:
+        sizes: tables.Data = {"batch": batch, "tokens": tokens, "dtype": dtype, "cache": cache.value}
         found = explain_model(model, target=target, assume=packages, phase=phase.value, op=op, **sizes)
         for name, explanation in () if as_json else found.items():
             tables.show_explanation(explanation, console, f"{model}, {name}")
@@ -143,7 +143,7 @@ def tune(
     """Time this machine's kernels. Selection then uses the times. Replaces the previous table."""
     from attnops.cli.tune import run
 
-    options: dict[str, Any] = {"grid": grid, "budget_s": budget_s, "first_calls_s": first_calls_s, "output": output}
+    options: tables.Data = {"grid": grid, "budget_s": budget_s, "first_calls_s": first_calls_s, "output": output}
     _reported(as_json, lambda console: run(console, ops=_names(ops), kernels=_names(kernels), **options))
 
 
@@ -180,13 +180,13 @@ def bench(
     from attnops.bench.peers import parse
     from attnops.cli import bench as command
 
-    def compared(console: Console) -> dict[str, Any]:
+    def compared(console: Console) -> tables.Data:
         files = [Path(name) for name in suites or ()]
         if len(files) != 2:
             raise InvalidInput("compare", f"{len(files)} files", "two results files, the older one first")
         return command.run_compare(console, *files)
 
-    def measured(console: Console) -> dict[str, Any]:
+    def measured(console: Console) -> tables.Data:
         places = tuple(Point.parse(p) for p in points.split(",")) if points else ()
         setup = Setup(device_of(device), quick, model, layers, places, _names([ways]), parse(engine or ()))
         return command.run(console, tuple(suites or ()), setup, budget_s=budget_s, out=out, commit=commit, gpus=gpus)

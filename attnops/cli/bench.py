@@ -9,19 +9,20 @@ from rich.console import Console
 from rich.markup import escape
 
 from attnops.bench import Setup
-from attnops.bench.files import compare, read
+from attnops.bench.files import Report, compare, read
 from attnops.bench.rows import further
 from attnops.bench.run import named, run as run_suites
-from attnops.cli.tables import new_table
+from attnops.cli.tables import Data, new_table
 from attnops.configs import quiet_transformers
 from attnops.core.errors import InvalidInput
 
 
 def run(
-    console: Console, suites: tuple[str, ...], setup: Setup, *, budget_s: float = 400.0, out: Path | None = None, commit: str = "",
-    gpus: int = 1,
-) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """Measure, with progress and tables on `console`. Options of the command; () is the usual suites. Returns the reports by suite.
+    console: Console, suites: tuple[str, ...], setup: Setup, *, budget_s: float = 400.0, out: Path | None = None, **options: Any
+) -> dict[str, Report]:
+    """Measure, with progress and tables on `console`. Options of the command and of `attnops.bench.run.run`; () is the usual suites.
+
+    Returns the reports by suite.
 
     Raises InvalidInput: a value that is unknown, does not fit the suites or exceeds the machine.
     """
@@ -38,8 +39,7 @@ def run(
     if setup.engines and not {"generate", "decode"} & {*names}:
         raise InvalidInput("suites", ", ".join(names), "generate or decode, for --engine")
     with console.status("measuring") as status, quiet_transformers():
-        options: dict[str, Any] = {"budget_s": budget_s, "out": out, "commit": commit, "gpus": gpus}
-        reports = run_suites(chosen, setup, **options, tell=lambda case: status.update(escape(case)))
+        reports = run_suites(chosen, setup, budget_s=budget_s, out=out, **options, tell=lambda case: status.update(escape(case)))
     for report in reports.values():
         show(report, console)
     if out is not None:
@@ -47,7 +47,7 @@ def run(
     return reports
 
 
-def show(report: dict[str, Any], console: Console) -> None:
+def show(report: Report, console: Console) -> None:
     """Print a row for every case and way, then the cases that were left out or failed."""
     ceilings = ", ".join(f"{name} {value:g}" for name, value in report.get("ceilings", {}).items())
     console.print(f"\n[bold]{report['suite']}[/] on {escape(report['device'])}, torch {report['torch']}, {report['seconds']:.0f} s", end="")
@@ -63,7 +63,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         console.print(f"[yellow]{escape(name)}[/]: {escape(why)}", soft_wrap=True)
 
 
-def run_compare(console: Console, before: Path, after: Path) -> dict[str, Any]:
+def run_compare(console: Console, before: Path, after: Path) -> Data:
     """Compare two results files. Returns plain data. Raises InvalidInput: a file is no results file, or they are not of one suite."""
     old, new = read(before), read(after)
     changes = compare(old, new)

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from attnops.cli.explain import explain_config
-from attnops.cli.tables import new_table
+from attnops.cli.tables import Data, new_table
 from attnops.configs import quiet_transformers
 from attnops.core.needs import require
 
@@ -63,7 +63,7 @@ class _Arrivals(list[float]):
         return [(after - before) * 1e3 for before, after in pairwise(self[1:])]
 
 
-def run(console: Console, *, tokens: int = 24, compiled: bool = True) -> dict[str, Any]:
+def run(console: Console, *, tokens: int = 24, compiled: bool = True) -> Data:
     """Run the demo and print it on `console`. tokens: the number that each prompt gets, at least 2.
 
     Returns plain data: equal (all models), models (name, equal, tokens, ms_a_token, kernels by target, graph lines), seconds
@@ -87,7 +87,7 @@ def run(console: Console, *, tokens: int = 24, compiled: bool = True) -> dict[st
     return {"equal": equal, "models": reports, "seconds": dict(clock), "total_s": total}
 
 
-def show(reports: list[dict[str, Any]], console: Console) -> None:
+def show(reports: list[Data], console: Console) -> None:
     """Print a row for every model."""
     times = ("ms a token: transformers", "patched")
     table = new_table("model", "equal tokens", *times, "kernel here", *(f"on {gpu}" for gpu in GPUS), numbers=times)
@@ -100,7 +100,7 @@ def show(reports: list[dict[str, Any]], console: Console) -> None:
     console.print(table)
 
 
-def _one(name: str, console: Console, clock: Clock, tokens: int, compiled: bool) -> dict[str, Any]:
+def _one(name: str, console: Console, clock: Clock, tokens: int, compiled: bool) -> Data:
     from attnops.hf import patch, tiny
 
     console.print(f"[bold]{name}[/]")
@@ -140,7 +140,7 @@ def _chosen(name: str, target: str) -> list[str]:
     from attnops.hf import tiny
 
     config = tiny.config(name, num_hidden_layers=LAYERS)
-    options: dict[str, Any] = {"cache": "paged", "target": target} if target else {}
+    options: Data = {"cache": "paged", "target": target} if target else {}
     found = explain_config(config, dtype=torch.bfloat16 if target else torch.float32, batch=BATCH, tokens=PROMPT, **options)
     ops = (call.rsplit(".", 1) for call in found["decode"].chosen())
     return list(dict.fromkeys(kernel for op, kernel in ops if op.endswith("attention")))
@@ -149,7 +149,7 @@ def _chosen(name: str, target: str) -> list[str]:
 def _generate(model: Any, prompt: torch.Tensor, tokens: int, streamer: _Arrivals, compiled: bool) -> torch.Tensor:
     from transformers import CompileConfig
 
-    options: dict[str, Any] = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+    options: Data = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
     if compiled:
         # generate compiles the decode step if the cache is static; on a CPU only with this option.
         config = CompileConfig(fullgraph=True, mode="default")

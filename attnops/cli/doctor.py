@@ -6,14 +6,13 @@ import platform
 from collections import Counter
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.markup import escape
 
 from attnops.cli.features import ops_of_kernels, why_not
-from attnops.cli.tables import new_table, refusal
+from attnops.cli.tables import Data, new_table, refusal
 from attnops.core.adapt import origin
 from attnops.core.kernel import Kernel, all_kernels, broken_kernels, kernels_of
 from attnops.core.needs import Package
@@ -26,7 +25,7 @@ from attnops.version import VERSION
 LOOKED_FOR = ("triton", "transformers")
 
 
-def examine() -> dict[str, Any]:
+def examine() -> Data:
     """The report as plain data. Asks the driver for its devices; imports no kernel package.
 
     machine: versions and devices, None for absent packages. policy: the policy in force, "" for none. table: see `measured_times`.
@@ -53,7 +52,7 @@ def backend_of(kernel: Kernel) -> str:
     return parts[2] if parts[:2] == ["attnops", "kernels"] else "torch" if parts[0] == "attnops" else parts[0]
 
 
-def best_install(target: Target) -> dict[str, Any] | None:
+def best_install(target: Target) -> Data | None:
     """The one installation after which the most kernels more can run: its command and their names; None if none adds any."""
     adds: dict[str, list[str]] = {}
     for k in all_kernels():
@@ -73,14 +72,14 @@ def _commands(kernel: Kernel, target: Target) -> list[str]:
     return [refused.want for refused in refusals if refused is not None and refused.want.startswith("pip install ")]
 
 
-def measured_times(target: Target) -> dict[str, Any]:
+def measured_times(target: Target) -> Data:
     """The table in force for `target`. path: None without a table. other_versions: kernels whose version has changed since.
 
     unmeasured: usable kernels of its ops without times. ignored: unused files, and why.
     """
     found = in_force(target)
     ignored = [{"path": str(path), "reason": reason} for path, reason in found.ignored]
-    out: dict[str, Any] = {"path": found.path and str(found.path), "shipped": found.shipped, "ignored": ignored}
+    out: Data = {"path": found.path and str(found.path), "shipped": found.shipped, "ignored": ignored}
     if (table := found.table) is None:
         return out
     ops = sorted({g.kind.op for g in table.grids})
@@ -94,7 +93,7 @@ def measured_times(target: Target) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def machine() -> dict[str, Any]:
+def machine() -> Data:
     """Versions, "unknown" without metadata, and every CUDA device with its name, architecture and memory in bytes."""
     found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     devices = [
@@ -107,7 +106,7 @@ def machine() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def summary(report: dict[str, Any], console: Console) -> None:
+def summary(report: Data, console: Console) -> None:
     """Print the report of `examine` in five lines."""
     facts, kernels, install = report["machine"], report["kernels"], report["install"]
     runs = Counter(k["backend"] for k in kernels if k["usable"])
@@ -125,11 +124,11 @@ def summary(report: dict[str, Any], console: Console) -> None:
         console.print(f"[red]{len(report['broken'])} modules of kernels could not be loaded[/]; --all says why")
 
 
-def _devices(devices: list[dict[str, Any]]) -> str:
+def _devices(devices: list[Data]) -> str:
     return "\n".join(f"{d['name']} ({d['arch']}, {d['memory_bytes'] / 2**30:.0f} GiB)" for d in devices) or "no CUDA device"
 
 
-def show(report: dict[str, Any], console: Console) -> None:
+def show(report: Data, console: Console) -> None:
     """Print the report of `examine` as tables."""
     facts = new_table("", "", show_header=False)
     for name, value in report["machine"].items():
@@ -150,7 +149,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         console.print(f"[red]could not be loaded[/]: {escape(source)}: {escape(reason)}", highlight=False)
 
 
-def _times(table: dict[str, Any]) -> str:
+def _times(table: Data) -> str:
     if table["path"] is None:
         return "none: kernels are ranked by estimates; `attnops tune` measures them"
     where = "shipped" if table["shipped"] else table["path"]

@@ -10,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from attnops import configs
+from attnops.cli.tables import Data
 from attnops.core.errors import AttnopsError, InvalidInput, one_line
 from attnops.core.problem import Target, altered, pretend
 from attnops.core.select import Decision, select
@@ -61,7 +62,7 @@ def explain_model(
         raise InvalidInput("assume", ",".join(assume), "a --target with it: this machine's packages are looked up")
     with configs.quiet_transformers():
         config = configs.config_of(model)
-        options: dict[str, Any] = {"target": target, "assume": assume, "batch": batch, "tokens": tokens, "cache": cache}
+        options: Data = {"target": target, "assume": assume, "batch": batch, "tokens": tokens, "cache": cache}
         found = explain_config(config, dtype=configs.dtype_of(dtype), **options)
     shown = {p: e for p, e in found.items() if phase in (p, "both")}
     return {p: replace(e, sites=tuple(s for s in e.sites if s.decision.problem.op == op)) for p, e in shown.items()} if op else shown
@@ -96,7 +97,7 @@ def explain_config(
             else:
                 kept = StaticCache(config=model.config, max_cache_len=tokens + 1)
             for phase, length in zip(PHASES, (tokens, 1), strict=True):
-                given: dict[str, Any] = {"input_ids": torch.zeros((batch, length), dtype=torch.int64), **argument(model, kept)}
+                given: Data = {"input_ids": torch.zeros((batch, length), dtype=torch.int64), **argument(model, kept)}
                 found[phase] = explain(model, **given, use_cache=True, target=named, quiet=True)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise CannotExplain(type(config).__name__, error) from error
@@ -132,14 +133,12 @@ def linear_sites(config: Any, dtype: torch.dtype, rows: int, target: Target) -> 
     Their sizes are those in the config of the decoder.
     Without those of experts, and without any of a model that caches latents.
     """
-    from attnops.bench.models import experts
+    from attnops.bench.models import experts, heads
 
     if getattr(config, "kv_lora_rank", None):
         return
-    heads, layers = config.num_attention_heads, config.num_hidden_layers
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    inner = 0 if experts(config) else config.intermediate_size
-    for name, kind in products(config.hidden_size, heads, kv_heads, inner, config.vocab_size, head_dim).items():
+    q_heads, kv_heads, head_dim = heads(config)
+    inner, layers = 0 if experts(config) else config.intermediate_size, config.num_hidden_layers
+    for name, kind in products(config.hidden_size, q_heads, kv_heads, inner, config.vocab_size, head_dim).items():
         problem = problem_at(altered(kind, dtype=dtype, kv_dtype=dtype), Sizes(float(rows), 1.0, 1.0), target)
         yield Site(PARTS[name], 1 if name == "head" else layers, select(problem))

@@ -15,7 +15,6 @@ TARGETS = ("cpu", "sm80", "sm90", "sm100")
 BF16, F32, E4M3, I32, U8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int32, torch.uint8
 
 Change = dict[str, Any]
-_WIDE_KEYS: Change = {"q_heads": 128, "kv_heads": 128, "head_dim": 192, "v_head_dim": 128}
 
 
 class Feature(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -12,6 +14,9 @@ from attnops.core.select import Decision
 from attnops.lowering.explain import Explanation
 
 PIPE_COLUMNS = 120
+
+Data = dict[str, Any]
+"""What a command found, as --json prints it."""
 
 
 def new_console(stderr: bool = False) -> Console:

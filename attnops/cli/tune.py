@@ -7,14 +7,13 @@ from collections import Counter
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.markup import escape
 
 from attnops.bench import device_of
-from attnops.cli.tables import new_table
+from attnops.cli.tables import Data, new_table
 from attnops.core.errors import BadTable, InvalidInput
 from attnops.core.kernel import kernel_names
 from attnops.core.problem import Target
@@ -29,7 +28,7 @@ from attnops.tune.run import COMPILED, Report, Stopwatch, compile_ahead, gpu_nam
 def run(
     console: Console, *, ops: tuple[str, ...] = (), kernels: tuple[str, ...] = (), grid: str = "", budget_s: float = 150.0,
     first_calls_s: float = 20.0, output: Path | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> Data:  # fmt: skip
     """Measure this machine's GPU, or its CPU without one, and write the table after every kind of call. Options of the command; () is all.
 
     Raises InvalidInput: an unknown name, a budget of 0 or less, an output that is no file, or no call that two kernels can answer.

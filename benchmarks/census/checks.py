@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,13 +35,19 @@ TEETH = 4.0
 class Wrong(AssertionError):
     """The patched model gives something else than eager."""
 
+    status = "wrong"
+
 
 class Eager(Exception):
     """transformers' own eager model cannot do it."""
 
+    status = "eager"
+
 
 class AsChosen(Exception):
     """Eager differs from the attention that transformers itself chooses for this model, mostly sdpa, and the patched model equals that."""
+
+    status = "chosen"
 
 
 Found = dict[str, Tensor]
@@ -91,6 +97,12 @@ def visible(found: Found, given: Inputs) -> Found:
     return kept
 
 
+def within(off: float, limit: float, what: str = "") -> None:
+    """Raise Wrong unless something is off by the limit at most."""
+    if not off <= limit:
+        raise Wrong(f"{what}off by {off:.1e}, bound {limit:.1e}")
+
+
 def distance(ours: Found, eager: Found) -> float:
     """The largest difference of any output over that output's largest eager value. Infinite where ours is not finite and eager is."""
     worst = 0.0
@@ -116,7 +128,7 @@ class Subject:
 
         whole: the model to patch, where `model` is a part of it.
         """
-        self.model, self.chosen, self.patch = model, chosen, functools.partial(attnops.patch, model if whole is None else whole)
+        self.model, self.chosen, self.patch = model, chosen, partial(attnops.patch, model if whole is None else whole)
         self.names, self.implementations = parameters(model), implementations(model)
         self.given = given_inputs.first_that_runs(model, given)
         brought = given or {}
@@ -124,6 +136,7 @@ class Subject:
         self.cases: dict[str, Inputs] = {}
         self.eager: dict[str, Found] = {}
         self.failed: dict[str, str] = {}
+        self.made: dict[str, Any] = {}
         for kind in PADDINGS:
             made = padded(model, self.given, kind)
             if made is None:
@@ -143,20 +156,29 @@ class Subject:
 
     def _noise(self, kind: str) -> float:
         """How far eager's output moves when each weight moves by its last bit."""
-        noise = 0.0
+        case, noise = self.cases[kind], 0.0
         for seed in (5, 6):
             with nudged(self.model, seed):
-                moved = run(self.model, self.cases[kind])
-            noise = max(noise, distance(visible(moved, self.cases[kind]), visible(self.eager[kind], self.cases[kind])))
+                moved = run(self.model, case)
+            noise = max(noise, distance(visible(moved, case), visible(self.eager[kind], case)))
         return noise
+
+    def stock(self, name: str, make: Callable[[], Any]) -> Any:
+        """What eager makes, which it is asked for once by this name. Raises Eager if it cannot make it."""
+        if name not in self.made:
+            try:
+                self.made[name] = make()
+            except Exception as error:
+                self.made[name] = Eager(short(error))
+        if isinstance(found := self.made[name], Eager):
+            raise found
+        return found
 
     def compare(self, kind: str, ours: Found) -> None:
         case = self.cases[kind]
 
         def judge(want: Found) -> None:
-            off = distance(visible(ours, case), visible(want, case))
-            if not off <= self.limit:
-                raise Wrong(f"off by {off:.1e}, bound {self.limit:.1e}")
+            within(distance(visible(ours, case), visible(want, case)), self.limit)
 
         self.settle(judge, self.eager[kind], lambda: run(self.model, case))
 
@@ -188,23 +210,17 @@ def switched(model: Any, names: dict[str, str]) -> Iterator[None]:
             config._attn_implementation_internal = before
 
 
-class nudged:
+@contextlib.contextmanager
+def nudged(model: Any, seed: int) -> Iterator[None]:
     """Within the block each float32 weight is off by a random one of -1, 0, 1 units in the last place."""
-
-    def __init__(self, model: Any, seed: int) -> None:
-        self.model, self.seed = model, seed
-
-    def __enter__(self) -> None:
-        draw = given_inputs.seeded(self.seed)
-        self.kept = [(p, p.detach().clone()) for p in self.model.parameters() if p.dtype == torch.float32]
-        with torch.no_grad():
-            for parameter, _ in self.kept:
-                parameter.mul_(1 + EPS * torch.randint(-1, 2, parameter.shape, generator=draw))
-
-    def __exit__(self, *_: object) -> None:
-        with torch.no_grad():
-            for parameter, was in self.kept:
-                parameter.copy_(was)
+    draw, kept = given_inputs.seeded(seed), [(p.data, p.detach().clone()) for p in model.parameters() if p.dtype == torch.float32]
+    for weight, _ in kept:
+        weight.mul_(1 + EPS * torch.randint(-1, 2, weight.shape, generator=draw))
+    try:
+        yield
+    finally:
+        for weight, was in kept:
+            weight.copy_(was)
 
 
 def short(error: BaseException) -> str:
@@ -214,17 +230,16 @@ def short(error: BaseException) -> str:
 
 def ours_in(error: BaseException | None) -> AttnopsError | None:
     """An error of attnops in the chain of causes."""
-    seen = 0
-    while error is not None and seen < 20:
-        if isinstance(error, AttnopsError):
-            return error
-        error, seen = error.__cause__ or error.__context__, seen + 1
-    return None
+    for _ in range(20):
+        if error is None or isinstance(error, AttnopsError):
+            break
+        error = error.__cause__ or error.__context__
+    return error if isinstance(error, AttnopsError) else None
 
 
 def generation(model: Any, given: Inputs, cache: str) -> tuple[Tensor, Tensor]:
     """Greedy tokens `[B, NEW]` and their logits `[B, NEW, V]`."""
-    options: dict[str, Any] = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "num_beams": 1}
+    options: Inputs = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "num_beams": 1}
     options |= {"output_logits": True, "return_dict_in_generate": True, "use_cache": cache != "none"}
     if cache == "static":
         options["cache_implementation"] = "static"
@@ -248,9 +263,7 @@ def same_generation(ours: tuple[Tensor, Tensor], eager: tuple[Tensor, Tensor], l
         a, b = ours[1][live, step], eager[1][live, step]
         if not len(a):
             break
-        off = distance({"logits": a}, {"logits": b}) if a.numel() else 0.0
-        if not off <= limit:
-            raise Wrong(f"step {step}: logits off by {off:.1e}, bound {limit:.1e}")
+        within(distance({"logits": a}, {"logits": b}) if a.numel() else 0.0, limit, f"step {step}: logits ")
         for row in live.nonzero().flatten().tolist():
             mine, theirs = ours[0][row, step], eager[0][row, step]
             if not torch.equal(mine, theirs):
@@ -304,35 +317,28 @@ def gradient_distance(ours: Found, eager: Found) -> float:
 def checks_of(subject: Subject, inductor: bool = False) -> Iterator[tuple[str, Check]]:
     """Name and function of every check. A function returns, or raises: Wrong, Eager, an AttnopsError that refuses, or anything else."""
     model = subject.model
-    yield "sensitive", lambda: sensitive(subject)
+    yield "sensitive", partial(sensitive, subject)
     for mode in MODES:
-        for kind in PADDINGS:
-            if kind in subject.cases:
-                yield f"forward {kind} {mode}", lambda kind=kind, mode=mode: forward(subject, kind, mode)
-            elif kind in subject.failed:
-                yield f"forward {kind} {mode}", lambda kind=kind: _raise(Eager(subject.failed[kind]))
+        for kind in (kind for kind in PADDINGS if kind in subject.cases or kind in subject.failed):
+            yield f"forward {kind} {mode}", partial(forward, subject, kind, mode)
     if generates(model):
         for mode in MODES:
             for cache in CACHES:
-                yield f"generate {cache} {mode}", lambda cache=cache, mode=mode: generate(subject, cache, {"mask": mode})
-        yield "generate paged", lambda: generate(subject, "dynamic", {"cache": "paged"})
+                yield f"generate {cache} {mode}", partial(generate, subject, cache, {"mask": mode})
+        yield "generate paged", partial(generate, subject, "dynamic", {"cache": "paged"})
         decoder = not getattr(model.config, "is_encoder_decoder", False) and "input_ids" in subject.given
         if decoder and {"attention_mask", argument_of(model)} <= subject.names.keys():
-            yield "steps dynamic compact", lambda: steps(subject, "compact")
+            yield "steps dynamic compact", partial(steps, subject, "compact")
     trained = "left" if "left" in subject.cases else "none"
     for mode in MODES:
-        yield f"gradients {mode}", lambda mode=mode: same_gradients(subject, trained, mode)
+        yield f"gradients {mode}", partial(same_gradients, subject, trained, mode)
     for kind in ("none", "left"):
         if kind in subject.cases:
-            yield f"compile aot_eager {kind}", lambda kind=kind: compiled(subject, kind, "aot_eager")
+            yield f"compile aot_eager {kind}", partial(compiled, subject, kind, "aot_eager")
     if inductor:
-        yield "compile inductor left", lambda: compiled(subject, "left", "inductor")
-    yield "copies", lambda: copies(subject)
-    yield "unpatch", lambda: unpatched(subject)
-
-
-def _raise(error: Exception) -> None:
-    raise error
+        yield "compile inductor left", partial(compiled, subject, "left", "inductor")
+    yield "copies", partial(copies, subject)
+    yield "unpatch", partial(unpatched, subject)
 
 
 def generates(model: Any) -> bool:
@@ -349,10 +355,7 @@ def sensitive(subject: Subject) -> None:
     else:
         name = next(iter(given))
         given[name] = changed(given[name])
-    try:
-        off = distance(run(subject.model, given), subject.eager["none"])
-    except Exception as error:
-        raise Eager(short(error)) from error
+    off = subject.stock("sensitive", lambda: distance(run(subject.model, given), subject.eager["none"]))
     if off < TEETH * subject.limit:
         raise Eager(f"its output changes by {off:.1e} when a token is hidden, and the bound is {subject.limit:.1e}")
 
@@ -369,6 +372,8 @@ def changed(value: Any) -> Any:
 
 
 def forward(subject: Subject, kind: str, mode: str) -> None:
+    if kind in subject.failed:
+        raise Eager(subject.failed[kind])
     with subject.patch(mask=mode):
         ours = run(subject.model, subject.cases[kind])
     subject.compare(kind, ours)
@@ -385,21 +390,12 @@ def prompt(subject: Subject) -> Inputs:
     return given
 
 
-def generate(subject: Subject, cache: str, options: dict[str, Any]) -> None:
-    given = prompt(subject)
-    kept = subject.__dict__.setdefault("generated", {})
-    if cache not in kept:
-        try:
-            kept[cache] = generation(subject.model, given, cache)
-        except Exception as error:
-            kept[cache] = Eager(short(error))
-    if isinstance(kept[cache], Eager):
-        raise kept[cache]
+def generate(subject: Subject, cache: str, options: Inputs) -> None:
+    make = partial(generation, subject.model, prompt(subject), cache)
+    eager = subject.stock(f"generate {cache}", make)
     with subject.patch(**options):
-        ours = generation(subject.model, given, cache)
-    subject.settle(
-        lambda want: same_generation(ours, want, 2 * subject.limit), kept[cache], lambda: generation(subject.model, given, cache)
-    )
+        ours = make()
+    subject.settle(lambda want: same_generation(ours, want, 2 * subject.limit), eager, make)
 
 
 def steps(subject: Subject, mode: str) -> None:
@@ -417,41 +413,26 @@ def steps(subject: Subject, mode: str) -> None:
             found[f"{begin}"] = result.logits[mask[:, begin:end].bool()].clone()
         return found
 
-    try:
-        eager = by_hand()
-    except Exception as error:
-        raise Eager(short(error)) from error
+    eager = subject.stock("steps", by_hand)
     with subject.patch(mask=mode):
         ours = by_hand()
-
-    def judge(want: Found) -> None:
-        if not (off := distance(ours, want)) <= 2 * subject.limit:
-            raise Wrong(f"off by {off:.1e}, bound {2 * subject.limit:.1e}")
-
-    subject.settle(judge, eager, by_hand)
+    subject.settle(lambda want: within(distance(ours, want), 2 * subject.limit), eager, by_hand)
 
 
 def same_gradients(subject: Subject, kind: str, mode: str) -> None:
-    kept = subject.__dict__.setdefault("gradients", {})
-    if not kept:
-        try:
-            kept["eager"] = gradients(subject.model, subject.cases[kind])
-            with nudged(subject.model, 5):
-                kept["noise"] = gradient_distance(gradients(subject.model, subject.cases[kind]), kept["eager"])
-        except Exception as error:
-            kept["error"] = Eager(short(error))
-    if "error" in kept:
-        raise kept["error"]
-    limit = 4 * FLOOR + TIMES_NOISE * max(kept["noise"], subject.noise)
+    make = partial(gradients, subject.model, subject.cases[kind])
+
+    def with_noise() -> tuple[Found, float]:
+        eager = make()
+        with nudged(subject.model, 5):
+            return eager, gradient_distance(make(), eager)
+
+    eager, noise = subject.stock("gradients", with_noise)
+    limit = 4 * FLOOR + TIMES_NOISE * max(noise, subject.noise)
     with subject.patch(mask=mode):
-        ours = gradients(subject.model, subject.cases[kind])
-
-    def judge(want: Found) -> None:
-        if not (off := gradient_distance(ours, want)) <= limit:
-            raise Wrong(f"gradients off by {off:.1e}, bound {limit:.1e}")
-
+        ours = make()
     try:
-        subject.settle(judge, kept["eager"], lambda: gradients(subject.model, subject.cases[kind]))
+        subject.settle(lambda want: within(gradient_distance(ours, want), limit, "gradients "), eager, make)
     except Wrong as wrong:
         largest = largest_logit(subject, kind)
         if largest <= -FAINT:
@@ -478,36 +459,37 @@ def largest_logit(subject: Subject, kind: str) -> float:
 
 
 def compiled(subject: Subject, kind: str, backend: str) -> None:
-    torch._dynamo.reset()
+    make = partial(run_compiled, subject, kind, backend)
     try:
         with subject.patch():
-            ours = run(torch.compile(subject.model, backend=backend, dynamic=False), subject.cases[kind])
+            ours = make()
     except Exception:
-        torch._dynamo.reset()
-        try:
-            run(torch.compile(subject.model, backend=backend, dynamic=False), subject.cases[kind])
-        except Exception as stock:
-            raise Eager(short(stock)) from stock
+        subject.stock(f"compile {backend} {kind}", make)
         raise
-    finally:
-        torch._dynamo.reset()
     try:
         subject.compare(kind, ours)
     except Wrong as wrong:
         as_compiled(subject, kind, backend, ours, wrong)
 
 
+def run_compiled(subject: Subject, kind: str, backend: str) -> Found:
+    """The outputs of the model through torch.compile."""
+    torch._dynamo.reset()
+    try:
+        return run(torch.compile(subject.model, backend=backend, dynamic=False), subject.cases[kind])
+    finally:
+        torch._dynamo.reset()
+
+
 def as_compiled(subject: Subject, kind: str, backend: str, ours: Found, wrong: Wrong) -> None:
     """Raise Eager where the compiler changes transformers' unpatched model, and ours equals that one compiled; else `wrong`."""
     case = subject.cases[kind]
     try:
-        stock = run(torch.compile(subject.model, backend=backend, dynamic=False), case)
+        stock = run_compiled(subject, kind, backend)
         changes = distance(visible(stock, case), visible(subject.eager[kind], case))
         off = distance(visible(ours, case), visible(stock, case))
     except Exception:
         raise wrong from None
-    finally:
-        torch._dynamo.reset()
     if not (changes > subject.limit and off <= subject.limit):
         raise wrong
     raise Eager(f"torch.compile changes the unpatched model by {changes:.1e}, and the bound is {subject.limit:.1e}") from None
@@ -515,11 +497,7 @@ def as_compiled(subject: Subject, kind: str, backend: str, ours: Found, wrong: W
 
 def copies(subject: Subject) -> None:
     """A deep copy and a pickle of a patched model answer as it does."""
-    try:
-        pickle.dumps(subject.model)
-        copy.deepcopy(subject.model)
-    except Exception as error:
-        raise Eager(short(error)) from error
+    subject.stock("copies", lambda: [pickle.dumps(subject.model), copy.deepcopy(subject.model)])
     with subject.patch(mask="compact"):
         want = run(subject.model, subject.given)
         for twin in (copy.deepcopy(subject.model), pickle.loads(pickle.dumps(subject.model))):

@@ -21,6 +21,11 @@ def seeded(seed: int = 1) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def noise(*shape: int) -> torch.Tensor:
+    """The same normal numbers in each call."""
+    return torch.randn(*shape, generator=seeded())
+
+
 def tokens(rows: int = ROWS, length: int = LENGTH, seed: int = 1) -> torch.Tensor:
     """Ordinary tokens: none of the special ones, which are the lowest and the highest."""
     return torch.randint(5, 60, (rows, length), generator=seeded(seed))
@@ -57,19 +62,22 @@ def parameters(model: Any) -> dict[str, inspect.Parameter]:
     return dict(inspect.signature(type(model).forward).parameters)
 
 
-def size_of(config: Any, *names: str, default: int) -> int:
-    """The first of these fields that the config, or one below it, has."""
+def parts(config: Any) -> Iterator[Any]:
+    """The config, and those below it."""
     from transformers import PreTrainedConfig
 
-    for name in names:
-        value = getattr(config, name, None)
-        if isinstance(value, (list, tuple)) and value:
-            value = value[0]
-        if isinstance(value, int):
-            return value
+    yield config
     for below in vars(config).values():
-        if isinstance(below, PreTrainedConfig) and (found := size_of(below, *names, default=-1)) != -1:
-            return found
+        if isinstance(below, PreTrainedConfig):
+            yield from parts(below)
+
+
+def size_of(config: Any, *names: str, default: int) -> int:
+    """The first of these fields that the config, or one below it, has."""
+    for value in (getattr(part, name, None) for part in parts(config) for name in names):
+        first = value[0] if isinstance(value, (list, tuple)) and value else value
+        if isinstance(first, int):
+            return first
     return default
 
 
@@ -78,24 +86,24 @@ def _pixels(config: Any) -> Iterator[torch.Tensor]:
     side = size_of(config, "image_size", "img_size", "input_size", default=32)
     frames = size_of(config, "num_frames", default=2)
     for edge in dict.fromkeys((side, 32, 64, 128, 224)):
-        yield torch.randn(ROWS, channels, edge, edge, generator=seeded())
-        yield torch.randn(ROWS, frames, channels, edge, edge, generator=seeded())
+        yield noise(ROWS, channels, edge, edge)
+        yield noise(ROWS, frames, channels, edge, edge)
 
 
 def _flat_patches(config: Any) -> torch.Tensor:
     """Images as rows of flat patches."""
     patch = size_of(config, "patch_size", default=8)
     count = (size_of(config, "image_size", "img_size", default=32) // patch) ** 2
-    return torch.randn(ROWS, count, size_of(config, "num_channels", default=3) * patch * patch, generator=seeded())
+    return noise(ROWS, count, size_of(config, "num_channels", default=3) * patch * patch)
 
 
 def _features(config: Any) -> Iterator[torch.Tensor]:
     mels = size_of(config, "num_mel_bins", "feature_size", "num_mel_bands", "n_mels", "input_feat_per_channel", "input_size", default=16)
     frames = 2 * size_of(config, "max_source_positions", default=32)
     for length in dict.fromkeys((frames, 64, 128, 200)):
-        yield torch.randn(ROWS, mels, length, generator=seeded())
-        yield torch.randn(ROWS, length, mels, generator=seeded())
-    yield torch.randn(ROWS, 64, size_of(config, "input_size", default=mels), generator=seeded())
+        yield noise(ROWS, mels, length)
+        yield noise(ROWS, length, mels)
+    yield noise(ROWS, 64, size_of(config, "input_size", default=mels))
 
 
 def _patches(model: Any) -> Iterator[Inputs]:
@@ -109,7 +117,7 @@ def _patches(model: Any) -> Iterator[Inputs]:
     names = parameters(model)
     first = "hidden_states" if "hidden_states" in names else "pixel_values"
     for width in (channels * times * patch * patch, channels * patch * patch):
-        flat = torch.randn(count, width, generator=seeded())
+        flat = noise(count, width)
         for name in ("grid_thw", "image_grid_thw", "grid_hws"):
             if name in names:
                 yield {first: flat, name: grid}
@@ -123,7 +131,7 @@ def _padded_patches(config: Any) -> Inputs:
     count = shapes.prod(1)
     mask = (torch.arange(int(count.max())) < count[:, None]).int()
     return {
-        "pixel_values": torch.randn(*mask.shape, 3 * patch * patch, generator=seeded()),
+        "pixel_values": noise(*mask.shape, 3 * patch * patch),
         "pixel_attention_mask": mask,
         "spatial_shapes": shapes,
     }
@@ -132,10 +140,8 @@ def _padded_patches(config: Any) -> Inputs:
 def candidates(model: Any) -> Iterator[Inputs]:
     """Inputs to try, most telling first. Masks come later."""
     config, names = model.config, parameters(model)
-    base: Inputs = {}
     decodes = "decoder_input_ids" in names and getattr(config, "is_encoder_decoder", False)
-    if decodes:
-        base["decoder_input_ids"] = tokens(length=LENGTH - 2, seed=2)
+    base: Inputs = {"decoder_input_ids": tokens(length=LENGTH - 2, seed=2)} if decodes else {}
     main = getattr(model, "main_input_name", "input_ids")
     if "input_ids" in names and main in ("input_ids", "pixel_values"):
         yield {"input_ids": tokens(), **base}
@@ -154,51 +160,47 @@ def candidates(model: Any) -> Iterator[Inputs]:
         yield {"pixel_values": _flat_patches(config)}
     if "pixel_values_videos" in names:
         yield from ({"pixel_values_videos": pixels, **base} for pixels in _pixels(config) if pixels.dim() == 5)
-    for name in ("input_features", "audio_features", "input_values"):
+    for name in (name for name in ("input_features", "audio_features", "input_values") if name in names):
+        if name == "input_values":
+            yield {name: noise(ROWS, 1600), **base}
+            yield {name: noise(ROWS, 1, 1600), **base}
+        yield from ({name: features, **base} for features in _features(config))
+        if f"{name}_mask" in names:
+            yield from ({name: x, f"{name}_mask": torch.ones(x.shape[:2], dtype=torch.int64), **base} for x in _features(config))
+    for name in ("inputs_embeds", "hidden_states"):
         if name in names:
-            if name == "input_values":
-                yield {name: torch.randn(ROWS, 1600, generator=seeded()), **base}
-                yield {name: torch.randn(ROWS, 1, 1600, generator=seeded()), **base}
-            yield from ({name: features, **base} for features in _features(config))
-            if f"{name}_mask" in names:
-                yield from ({name: x, f"{name}_mask": torch.ones(x.shape[:2], dtype=torch.int64), **base} for x in _features(config))
-    if "inputs_embeds" in names:
-        width = size_of(config, "hidden_size", "d_model", "n_embd", default=32)
-        yield {"inputs_embeds": torch.randn(ROWS, LENGTH, width, generator=seeded()), **base}
-    if "hidden_states" in names:
-        width = size_of(config, "hidden_size", "d_model", default=32)
-        yield {"hidden_states": torch.randn(ROWS, LENGTH, width, generator=seeded()), **base}
+            yield {name: noise(ROWS, LENGTH, size_of(config, "hidden_size", "d_model", "n_embd", default=32)), **base}
     if "past_values" in names:
         yield from _series(model)
     if "context_input_ids" in names:
         found = size_of(config, "n_docs", default=5)
-        context, scores = tokens(ROWS * found, seed=4), torch.randn(ROWS, found, generator=seeded())
+        context, scores = tokens(ROWS * found, seed=4), noise(ROWS, found)
         asked = {"context_input_ids": context, "context_attention_mask": torch.ones_like(context)}
         yield {"input_ids": tokens(), **asked, "doc_scores": scores, **base}
 
 
-def _of_parts(config: Any, names: dict[str, Any]) -> Iterator[Inputs]:
+def _of_parts(config: Any, names: Inputs) -> Iterator[Inputs]:
     """What models hand to their parts, or take in few families."""
     width = size_of(config, "hidden_size", "d_model", default=32)
     if "latents" in names:
         width = size_of(config, "latent_dim", "hidden_size", default=32)
-        yield {"latents": torch.randn(ROWS, width, LENGTH, generator=seeded())}
-        yield {"latents": torch.randn(ROWS, LENGTH, width, generator=seeded())}
+        yield {"latents": noise(ROWS, width, LENGTH)}
+        yield {"latents": noise(ROWS, LENGTH, width)}
     if "chunk_sample_lengths" in names:
         lengths = torch.full((ROWS,), 64 * size_of(config, "hop_length", default=160))
         yield from ({"input_features": x, "chunk_sample_lengths": lengths} for x in _features(config))
     if "target_sizes" in names:
         patch = size_of(config, "patch_size", default=8)
         for rows in (ROWS, 1):
-            strips = torch.randn(rows, 3, patch, ROWS // rows * 16 * patch, generator=seeded())
+            strips = noise(rows, 3, patch, ROWS // rows * 16 * patch)
             yield {"pixel_values": strips, "target_sizes": torch.full((ROWS, 2), 4, dtype=torch.int32)}
     if "pooled_patches_idx" in names:
         wide = width * len(getattr(config, "vision_feature_layer", None) or [0])
         pooled = torch.randint(0, 32, (6, 4), generator=seeded())
-        yield {"image_features": torch.randn(2, 16, wide, generator=seeded()), "pooled_patches_idx": pooled}
+        yield {"image_features": noise(2, 16, wide), "pooled_patches_idx": pooled}
     if "box_embeddings" in names:
         boxes = {"box_embeddings": torch.rand(2, 3, 4, generator=seeded()), "box_mask": torch.ones(2, 3, dtype=torch.bool)}
-        features = (torch.randn(2, width, 8, 8, generator=seeded()),)
+        features = (noise(2, width, 8, 8),)
         yield {**boxes, "box_labels": torch.tensor([[0, 1, 1]] * 2), "img_feats": features}
     if "dense_prompt_embeddings" in names:
         yield _prompts(width)
@@ -209,13 +211,13 @@ def _of_parts(config: Any, names: dict[str, Any]) -> Iterator[Inputs]:
         yield from ({"input_ids": tokens(), "pixel_values_videos": x} for x in _pixels(config) if x.dim() == 5)
     if {"hidden_states", "mask"} <= names.keys():
         for size in (width, size_of(config, "input_size", default=width)):
-            yield {"hidden_states": torch.randn(ROWS, 64, size, generator=seeded()), "mask": None}
+            yield {"hidden_states": noise(ROWS, 64, size), "mask": None}
     if {"input_ids", "last_hidden_state"} <= names.keys():
         length = size_of(config, "num_codebooks", default=4)
-        state = torch.randn(ROWS, 1, size_of(config, "input_size", "hidden_size", default=32), generator=seeded())
+        state = noise(ROWS, 1, size_of(config, "input_size", "hidden_size", default=32))
         yield {"input_ids": tokens(length=length), "last_hidden_state": state}
     if {"input_features", "input_values"} <= names.keys():
-        sound = torch.randn(ROWS, 1, 1280, generator=seeded())
+        sound = noise(ROWS, 1, 1280)
         yield from ({"input_values": sound, "input_features": x} for x in _features(config))
 
 
@@ -235,7 +237,7 @@ def _series(model: Any) -> Iterator[Inputs]:
     wide = size_of(config, "num_input_channels", "input_size", default=1)
     shape = (ROWS, length) if wide == 1 else (ROWS, length, wide)
     ahead = size_of(config, "prediction_length", default=4)
-    given: Inputs = {"past_values": torch.randn(shape, generator=seeded())}
+    given: Inputs = {"past_values": noise(*shape)}
     if "past_time_features" in names:
         times = size_of(config, "num_time_features", default=0)
         given |= {"past_time_features": torch.randn(ROWS, length, times), "past_observed_mask": torch.ones(shape)}

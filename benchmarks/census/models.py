@@ -13,6 +13,10 @@ from typing import Any
 import torch
 
 from attnops.hf import tiny
+from benchmarks.census.inputs import Inputs
+
+Fields = dict[str, Any]
+"""Of a config, by name."""
 
 VOCAB = 99
 LARGEST = 45_000_000
@@ -75,7 +79,7 @@ _INTS: tuple[tuple[str, int], ...] = (
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2}
 _TIMES = {"prediction_length": 4, "context_length": 12, "num_parallel_samples": 2, "lags_sequence": [1, 2], "d_model": 32}
 _THREE = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
-_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+_ROPE: Fields = {"rope_type": "default", "rope_theta": 10000.0}
 # Rotary axes of time, height and width: half of the head's dimensions in all.
 _MROPE = {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}}
 _MROPES = ("glm4v_text", "glm_image_text", "glm_ocr_text", "hunyuan_vl_text", "paddleocr_vl_text", "qwen2_vl_text", "qwen2_5_vl_text")
@@ -86,7 +90,7 @@ _FLOW = {"condition_dim": 32, "latent_dim": 32}
 _CODEC = {"num_filters": 2}
 
 # What a type needs besides, or instead. A string in place of a config is the type that stands there, and a pair such a type and its fields.
-_OWN: dict[str, dict[str, Any]] = {
+_OWN: dict[str, Fields] = {
     **dict.fromkeys(_MROPES, _MROPE),
     **dict.fromkeys(("PocketTTSFlowHeadConfig", "GradiumPhononTTSFlowHeadConfig"), _FLOW),
     **{f"vibevoice_{part}": _CODEC for part in ("acoustic_tokenizer", "acoustic_tokenizer_encoder", "acoustic_tokenizer_decoder")},
@@ -247,7 +251,7 @@ def shrunk(cls: Any, **more: Any) -> Any:
     if whole and getattr(cls, "has_no_defaults_at_init", False):
         return cls(**{name: value.to_dict() for name, value in whole.items()}, **more)
     default = cls(**whole)
-    values: dict[str, Any] = {}
+    values: Fields = {}
     fields = {name: value for name, value in vars(default).items() if not name.startswith("_")}
     special = VOCAB
     for name, value in fields.items():
@@ -279,7 +283,7 @@ def shrunk(cls: Any, **more: Any) -> Any:
         return cls(**{name: value.to_dict() if isinstance(value, PreTrainedConfig) else value for name, value in values.items()})
 
 
-def _int(name: str, value: int, fields: dict[str, Any]) -> int:
+def _int(name: str, value: int, fields: Fields) -> int:
     small = next((small for pattern, small in _NAMES if pattern.fullmatch(name)), None)
     if small is None or value <= small:
         return value
@@ -289,9 +293,9 @@ def _int(name: str, value: int, fields: dict[str, Any]) -> int:
     return small
 
 
-def _lists(fields: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+def _lists(fields: Fields, values: Fields) -> Fields:
     """As many layers as it takes to have one of each type, and the lists by layer cut to that length."""
-    found: dict[str, Any] = {}
+    found: Fields = {}
     count = fields.get("num_hidden_layers") or fields.get("num_layers") or 0
     lists = {name: value for name, value in fields.items() if isinstance(value, (list, tuple)) and not name.startswith("conv")}
     by_layer = {name: value for name, value in lists.items() if len(value) == count and count > 4}
@@ -337,19 +341,14 @@ def _class_with(kind: Kind) -> Any:
     config = CONFIG_MAPPING[kind.name]
     module = importlib.import_module(config.__module__.replace("configuration_", "modeling_"))
     stem = config.__name__.removesuffix("Config")
-    for name in (f"{stem}Model", stem, f"{stem}TextModel", f"{stem.removesuffix('Text')}TextModel"):
-        if isinstance(cls := getattr(module, name, None), type) and issubclass(cls, transformers.PreTrainedModel):
-            return cls
-    every = [cls for cls in vars(module).values() if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)]
-    # A base class of a family's models has layers of none.
-    whole = [cls for cls in every if not cls.__name__.endswith("PreTrainedModel")]
-    for cls in whole:
-        if vars(cls).get("config_class") is config:
-            return cls
-    for cls in whole:
-        if getattr(cls, "config_class", None) is config:
-            return cls
-    raise ValueError("no model class of transformers takes its config")
+    every = {n: cls for n, cls in vars(module).items() if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)}
+    named = [every.get(name) for name in (f"{stem}Model", stem, f"{stem}TextModel", f"{stem.removesuffix('Text')}TextModel")]
+    # A base class of a family's models has layers of none. Those that have the config by themselves are before those that inherit it.
+    whole = [cls for cls in every.values() if not cls.__name__.endswith("PreTrainedModel") and getattr(cls, "config_class", None) is config]
+    found = next(filter(None, (*named, *sorted(whole, key=lambda cls: "config_class" not in vars(cls)))), None)
+    if found is None:
+        raise ValueError("no model class of transformers takes its config")
+    return found
 
 
 def class_of(kind: Kind) -> Any:
@@ -371,7 +370,7 @@ class Recipe:
 
     cls: Any
     config: Callable[[], Any]
-    inputs: dict[str, Any] | None = None
+    inputs: Inputs | None = None
     source: str = ""
     part: str = ""
 

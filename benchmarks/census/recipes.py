@@ -17,12 +17,11 @@ from typing import Any, Protocol
 import torch
 
 from benchmarks.census import inputs, models, testers
+from benchmarks.census.inputs import Inputs
 from benchmarks.census.models import Kind, Recipe
 
 MOST_CLASSES = 3
 """Classes of models to try with one config."""
-
-Inputs = dict[str, Any]
 
 
 class Whole(Protocol):
@@ -95,7 +94,7 @@ def _own_wholes(kind: Kind, family: str) -> Iterator[Own]:
 
 def _parts(kind: Kind, config: type, whole: Whole, source: str) -> Iterator[Callable[[], Recipe]]:
     """Recipes of a type that is a part of this model."""
-    found = [part for part in testers.parts(whole.config) if type(part) is config]
+    found = [part for part in inputs.parts(whole.config) if type(part) is config]
     if not found or type(whole.config) is config:
         return
     for cls in whole.classes[:MOST_CLASSES]:

@@ -11,10 +11,11 @@ from typing import Any
 
 import attnops
 
-Rows = list[dict[str, Any]]
+Record = dict[str, Any]
+Rows = list[Record]
 
 
-def summary(by_type: dict[str, Rows], root: Path, before: dict[str, Any] | None = None, tests: str | None = None) -> dict[str, Any]:
+def summary(by_type: dict[str, Rows], root: Path, before: Record | None = None, tests: str | None = None) -> Record:
     """One record of everything: versions, counts, and each type with its checks that are not ok.
 
     commit, torch: those of most types. A type that was run with others carries its own.
@@ -48,7 +49,7 @@ def made(rows: Rows) -> dict[str, str]:
     return {field: head.get(field, "") for field in ("commit", "torch")}
 
 
-def one(rows: Rows) -> dict[str, Any]:
+def one(rows: Rows) -> Record:
     """A type. state: ran, refused (by patch), unrun (no input is known) or unbuilt. compiled: the backends of its `compile` checks."""
     head = next(row for row in rows if "built" in row)
     fields = ("cls", "patched", "modules", "skipped", "bound", "source")
@@ -66,7 +67,7 @@ def one(rows: Rows) -> dict[str, Any]:
     return {"state": "ran", **found, "compiled": compiled, "checks": tally, **rest}
 
 
-def counts(types: dict[str, dict[str, Any]]) -> dict[str, dict[str, int]]:
+def counts(types: dict[str, Record]) -> dict[str, dict[str, int]]:
     """Types by state, checks by status."""
     checks: Counter[str] = Counter()
     for found in types.values():

@@ -22,8 +22,9 @@ import os
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -43,24 +44,10 @@ PRELOADED = ("torch._dynamo", "torch._functorch.aot_autograd", "functorch.compil
 RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "census.json"
 
 
-@dataclass
-class Running:
-    """A process that checks one type. began: by time.monotonic()."""
-
-    kind: models.Kind
-    pid: int
-    began: float
-
-
-class Writer:
-    """Appends rows to a file as JSON lines, each at once: a process that is killed leaves those it finished."""
-
-    def __init__(self, path: Path) -> None:
-        self.file = path.open("a")
-
-    def row(self, **values: Any) -> None:
-        self.file.write(json.dumps(values) + "\n")
-        self.file.flush()
+def note(path: Path, **values: Any) -> None:
+    """Append a row to a file as a JSON line, at once: a process that is killed leaves those it finished."""
+    with path.open("a") as file:
+        file.write(json.dumps(values) + "\n")
 
 
 def verdict(check: checks.Check) -> tuple[str, str]:
@@ -68,22 +55,17 @@ def verdict(check: checks.Check) -> tuple[str, str]:
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             check()
-    except checks.Wrong as error:
-        return "wrong", str(error)
-    except checks.AsChosen as error:
-        return "chosen", str(error)
-    except checks.Eager as error:
-        return "eager", str(error)
+    except (checks.Wrong, checks.AsChosen, checks.Eager) as error:
+        return error.status, str(error)
     except Exception as error:
-        own = checks.ours_in(error)
-        if own is not None:
+        if (own := checks.ours_in(error)) is not None:
             return "refused", checks.short(own)
         at = traceback.extract_tb(error.__traceback__)[-1]
         return "wrong", f"{checks.short(error)} ({Path(at.filename).name}:{at.lineno})"
     return "ok", ""
 
 
-Head = dict[str, Any]
+Head = results.Record
 """The row of a type as it was built and patched; without a subject it says why there are no checks."""
 
 STATES = ("reason", "unrun", "refused")
@@ -140,27 +122,27 @@ def survey(kind: models.Kind, out: Path, skip: tuple[str, ...] = (), tests: bool
 
     tests: where the census's own config does not run, try those of transformers' tests.
     """
-    writer = Writer(out / f"{kind.name}.jsonl")
+    path = out / f"{kind.name}.jsonl"
     begin = time.monotonic()
-    writer.row(torch=torch.__version__, commit=results.commit(ROOT))
+    note(path, torch=torch.__version__, commit=results.commit(ROOT))
     head, subject = first_that_runs(kind, tests)
     if subject is None:
-        writer.row(**head)
+        note(path, **head)
         if "foreign" in head:
-            writer.row(check="patch", status="wrong", reason=head["foreign"], seconds=0)
-        writer.row(done=True, seconds=time.monotonic() - begin)
+            note(path, check="patch", status="wrong", reason=head["foreign"], seconds=0)
+        note(path, done=True, seconds=time.monotonic() - begin)
         return
     plan = [one for one in checks.checks_of(subject, kind.name in INDUCTOR) if not one[0].startswith(skip)]
     inputs = {name: list(value.shape) for name, value in subject.given.items() if isinstance(value, torch.Tensor)}
-    writer.row(plan=[name for name, _ in plan], inputs=inputs, noise=subject.noise, bound=subject.limit, **head)
+    note(path, plan=[name for name, _ in plan], inputs=inputs, noise=subject.noise, bound=subject.limit, **head)
     for name, check in plan:
         start = time.monotonic()
         status, reason = verdict(check)
-        writer.row(check=name, status=status, reason=reason, seconds=round(time.monotonic() - start, 2))
-    writer.row(done=True, seconds=time.monotonic() - begin)
+        note(path, check=name, status=status, reason=reason, seconds=round(time.monotonic() - start, 2))
+    note(path, done=True, seconds=time.monotonic() - begin)
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read(path: Path) -> results.Rows:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
@@ -173,12 +155,11 @@ def close(path: Path, reason: str) -> None:
     rows = read(path)
     plan = next((row["plan"] for row in rows if "plan" in row), ["build"])
     done = {row["check"] for row in rows if "check" in row}
-    writer = Writer(path)
     if not any("built" in row for row in rows):
-        writer.row(built=True, plan=plan, cls=None, patched=0, modules=0, skipped=[])
+        note(path, built=True, plan=plan, cls=None, patched=0, modules=0, skipped=[])
     for at, name in enumerate(name for name in plan if name not in done):
-        writer.row(check=name, status="wrong", reason=reason if at == 0 else f"not reached: {reason}", seconds=0)
-    writer.row(done=True, seconds=0)
+        note(path, check=name, status="wrong", reason=reason if at == 0 else f"not reached: {reason}", seconds=0)
+    note(path, done=True, seconds=0)
 
 
 def census(kinds: list[models.Kind], out: Path, jobs: int, limit_s: float, work: Any = survey, tell: Any = print) -> None:
@@ -186,43 +167,35 @@ def census(kinds: list[models.Kind], out: Path, jobs: int, limit_s: float, work:
     out.mkdir(parents=True, exist_ok=True)
     unfinished = [kind for kind in kinds if not finished(out / f"{kind.name}.jsonl")]
     waiting = sorted(unfinished, key=lambda kind: kind.name not in INDUCTOR)  # Inductor takes longest, so these begin first.
-    running: list[Running] = []
+    running: dict[models.Kind, tuple[Any, float]] = {}
     count = 0
     while waiting or running:
         while waiting and len(running) < jobs:
             kind = waiting.pop(0)
             (out / f"{kind.name}.jsonl").unlink(missing_ok=True)
-            sys.stdout.flush()
-            pid = os.fork()
-            if pid == 0:
-                code = 1
-                try:
-                    work(kind, out)
-                    code = 0
-                except BaseException:
-                    traceback.print_exc()
-                finally:
-                    os._exit(code)
-            running.append(Running(kind, pid, time.monotonic()))
+            process = get_context("fork").Process(target=_leave_after, args=(work, kind, out))
+            process.start()
+            running[kind] = process, time.monotonic() + limit_s
         time.sleep(0.02)
-        for one in list(running):
-            pid, status = os.waitpid(one.pid, os.WNOHANG)
-            late = time.monotonic() - one.began > limit_s
-            if not pid and not late:
+        for kind, (process, end) in list(running.items()):
+            if (late := process.is_alive()) and time.monotonic() <= end:
                 continue
-            if not pid:
-                os.kill(one.pid, 9)
-                os.waitpid(one.pid, 0)
-            running.remove(one)
-            path = out / f"{one.kind.name}.jsonl"
-            if not finished(path):
-                code = os.waitstatus_to_exitcode(status) if pid else 0
-                close(path, f"ran into the limit of {limit_s:.0f} s" if late and not pid else f"its process ended with {code}")
+            process.kill()
+            process.join()
+            del running[kind]
+            if not finished(path := out / f"{kind.name}.jsonl"):
+                close(path, f"ran into the limit of {limit_s:.0f} s" if late else f"its process ended with {process.exitcode}")
             count += 1
-            tell(f"{count:4} {one.kind.name}: {line(read(path))}", flush=True)
+            tell(f"{count:4} {kind.name}: {line(read(path))}", flush=True)
 
 
-def line(rows: list[dict[str, Any]]) -> str:
+def _leave_after(work: Any, kind: models.Kind, out: Path) -> None:
+    """Do the work, and wait for no thread of a compiler."""
+    work(kind, out)
+    os._exit(0)
+
+
+def line(rows: results.Rows) -> str:
     """One type in a line."""
     head = next(row for row in rows if "built" in row)
     if not head["built"]:
@@ -230,10 +203,7 @@ def line(rows: list[dict[str, Any]]) -> str:
     for name in ("refused", "unrun"):
         if name in head:
             return f"{name}: {head[name][:150]}"
-    counts: dict[str, int] = {}
-    for row in rows:
-        if "check" in row:
-            counts[row["status"]] = counts.get(row["status"], 0) + 1
+    counts = Counter(row["status"] for row in rows if "check" in row)
     wrong = [f"{row['check']}: {row['reason'][:100]}" for row in rows if row.get("status") == "wrong"]
     text = ", ".join(f"{n} {status}" for status, n in counts.items())
     return f"{text} in {rows[-1]['seconds']:.0f} s" + "".join(f"\n       wrong {w}" for w in wrong[:6])

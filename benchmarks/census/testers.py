@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.census.inputs import Inputs, parts
+
 PACKAGE = "transformers_tests"
 """The name under which the folder's `tests` are imported, for a project may have a package `tests`."""
 
@@ -40,16 +42,16 @@ class Made:
     config: Any
     classes: tuple[type, ...]
     test: Any
-    inputs: dict[str, Any] | None
+    inputs: Inputs | None
 
-    def inputs_for(self, cls: type) -> dict[str, Any] | None:
+    def inputs_for(self, cls: type) -> Inputs | None:
         """The inputs of a model of this class, without labels."""
         if self.inputs is None:
             return None
         found = self.test._prepare_for_class(self.inputs, cls)
         return {n: x for n, x in found.items() if x is not None and n not in NO_INPUTS}
 
-    def tries(self, model: Any) -> Iterable[dict[str, Any]]:
+    def tries(self, model: Any) -> Iterable[Inputs]:
         """The inputs of this model."""
         return [self.inputs_for(type(model)) or {}]
 
@@ -138,13 +140,3 @@ def spread(config: Any) -> Any:
             if isinstance(getattr(part, name, None), float):
                 setattr(part, name, width)
     return config
-
-
-def parts(config: Any) -> Iterator[Any]:
-    """The config, and those below it."""
-    from transformers import PreTrainedConfig
-
-    yield config
-    for below in vars(config).values():
-        if isinstance(below, PreTrainedConfig):
-            yield from parts(below)

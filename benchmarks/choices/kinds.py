@@ -46,12 +46,8 @@ PACKED = ((300, 40), (300, 400))
 Kinds = Mapping[str, tuple[Case, ...]]
 
 
-def _kinds(op: str, kinds: Mapping[str, Rows]) -> dict[str, tuple[Case, ...]]:
-    return {kind: table(op, rows) for kind, rows in kinds.items()}
-
-
-KINDS: Kinds = {
-    **_kinds("sparse_mla_attention", {
+CALLS: Mapping[str, Mapping[str, Rows]] = {
+    "sparse_mla_attention": {
         "packed latents, rows between pages": {
             "64 heads, pages of 64": (*LISTS, (10, 64), PAIR, {"gap": 1}, SPARSE(q_heads=64, sinks=F32)),
             "128 heads, pages of 2": (*LISTS, (300, 2), PAIR, {"gap": 1}, SPARSE(q_heads=128, sinks=F32)),
@@ -64,23 +60,23 @@ KINDS: Kinds = {
             "128 heads": (*LISTS, (1, 640), SPARSE(q_heads=128)),
             "rows between pages": (*LISTS, (10, 64), {"gap": 1}, SPARSE(q_heads=64, sinks=F32)),
         },
-    }),
-    **_kinds("merge_state", {
+    },
+    "merge_state": {
         "merges of two results, eager": {
             "64 rows": ((64, 8, 128), BF16),
             "613 rows, head dim 48": ((613, 8, 48), F16),
             "8,192 rows": ((8192, 8, 64), BF16),
             "float32": ((256, 8, 32), F32),
         },
-    }),
-    **_kinds("merge_states", {
+    },
+    "merge_states": {
         "merges of many results, eager": {
             "2": ((64, 2, 8, 128), BF16),
             "133": ((64, 133, 8, 64), BF16),
             "133 of one token": ((1, 133, 8, 128), F16),
         },
-    }),
-    **_kinds("paged_attention", {
+    },
+    "paged_attention": {
         "keys of 576, values of 512": {
             "one key head, decode": (*DECODE, replace(WIDE, q_heads=16, kv_heads=1, lse=True)),
             "two key heads, decode": (*DECODE, WIDE),
@@ -106,8 +102,8 @@ KINDS: Kinds = {
             "decode": (*DECODE, replace(LLAMA, head_dim=40)),
             "soft cap, sinks": (*PROMPT, replace(LLAMA, dtype=F16, head_dim=40, softcap=30.0, sinks=F16, lse=True)),
         },
-    }),
-    **_kinds("varlen_attention", {
+    },
+    "varlen_attention": {
         "float8, packed": {
             "query and keys": (*PACKED, FLOAT8),
             "keys alone": (*PACKED, replace(LLAMA, kv_dtype=E4M3)),
@@ -120,8 +116,8 @@ KINDS: Kinds = {
             "soft cap": (*PACKED, ODD),
             "window": (*PACKED, replace(ODD, window=(50, -1), softcap=0.0)),
         },
-    }),
-    **_kinds("attention", {
+    },
+    "attention": {
         "float8 query with windows": {
             "causal": (*DENSE, replace(FLOAT8, window=(50, -1))),
             "to both sides": (*DENSE, replace(FLOAT8, causal=False, window=(50, 20), lse=True)),
@@ -140,8 +136,8 @@ KINDS: Kinds = {
         "float64, trained": {
             "causal": (*DENSE, DOUBLE),
         },
-    }),
-    **_kinds("attention_backward", {
+    },
+    "attention_backward": {
         "gradients of head dims 2 and 3": {
             "2": (2, 30, 30, replace(TRAINED, dtype=F32, head_dim=2, lse=False)),
             "3": (2, 30, 30, replace(TRAINED, head_dim=3, lse=False)),
@@ -149,8 +145,10 @@ KINDS: Kinds = {
         "gradients in float64": {
             "causal": (2, 30, 30, replace(DOUBLE, lse=False)),
         },
-    }),
+    },
 }  # fmt: skip
+"""By op and kind."""
+KINDS: Kinds = {kind: table(op, rows) for op, kinds in CALLS.items() for kind, rows in kinds.items()}
 
 REASONS = {
     "float64, trained": "no vendor has a kernel in float64, and Triton's products of it need a GPU with units for them. PyTorch's own "

@@ -1,11 +1,9 @@
 """The census of model types: what it builds, what it calls wrong, how it ends a type that takes too long, and what it writes."""
 
-import importlib
 import json
 import os
 import sys
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -76,9 +74,9 @@ def test_a_foreign_error_is_wrong_and_ours_a_refusal(monkeypatch):
 
 
 def late(kind, out):
-    writer = run.Writer(out / f"{kind.name}.jsonl")
-    writer.row(built=True, plan=["first", "second", "third"], cls="C", patched=1, modules=1, skipped=[])
-    writer.row(check="first", status="ok", reason="", seconds=0)
+    path = out / f"{kind.name}.jsonl"
+    run.note(path, built=True, plan=["first", "second", "third"], cls="C", patched=1, modules=1, skipped=[])
+    run.note(path, check="first", status="ok", reason="", seconds=0)
     if kind.name == "bert":
         os._exit(3)
     time.sleep(60)
@@ -94,8 +92,7 @@ def test_a_type_that_takes_too_long_or_dies_is_wrong(tmp_path):
     assert len(told) == 2 and run.finished(tmp_path / "bert.jsonl")
 
 
-def test_the_whole_way(tmp_path, capsys, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "docs")
+def test_the_whole_way(tmp_path, capsys, monkeypatch, docs):
     arguments = ["--types", "gpt2,bloom", "--skip", NO_COMPILE, "--out", str(tmp_path)]
     assert run.main(arguments) == 0
     first = capsys.readouterr().out
@@ -104,8 +101,7 @@ def test_the_whole_way(tmp_path, capsys, monkeypatch):
     found = results.summary({name: run.read(tmp_path / f"{name}.jsonl") for name in ("gpt2", "bloom")}, ROOT)
     assert found["types"]["gpt2"]["state"] == "ran" and set(found["types"]["gpt2"]["checks"]) == {"ok"}
     assert "computes attention by itself" in found["types"]["bloom"]["reason"]
-    census: Any = importlib.import_module("census")
-
+    census = docs("census")
     monkeypatch.setattr(census, "FILE", tmp_path / "census.json")
     census.FILE.write_text(json.dumps(found))
     page = census.census_full()
