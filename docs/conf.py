@@ -73,7 +73,6 @@ intersphinx_mapping = {
 # Other names under which annotations and pages speak of what has an entry.
 ALIASES = {
     "attnops.graphs.breakable": "attnops.graphs.Graphed",
-    "attnops.graphs.piecewise": "attnops.graphs.modes.Piecewise",
     "GraphReport": "attnops.graphs.Report",
     "Tensor": "torch.Tensor",
     "F.scaled_dot_product_attention": "torch.nn.functional.scaled_dot_product_attention",

@@ -38,4 +38,4 @@ def test_latents(mode):
             close(got, model(hidden, twin, theirs.latent_pages[0]))
     if mode is piecewise:
         # These layers tell one token from several, so a bucket of one would be traced by itself.
-        assert step.traces == {"mixed": 1, "decode": 1, "verify 3": 1}
+        assert step.runner.traces == {"mixed": 1, "decode": 1, "verify 3": 1}

@@ -8,8 +8,8 @@ import torch
 from attnops.core.errors import BatchTooLarge, NotCapturable, OverBudget, ReplayMismatch, StaleGraph
 from attnops.graphs import Bucket, Buckets, Report, bar, breakable, piecewise
 from attnops.graphs.graph_breaks import Break
-from attnops.graphs.guard import compare
 from attnops.graphs.report import Row
+from attnops.graphs.stale import compare
 from tests.graphs.helpers import Pair, both_modes, whole_and_split
 from tests.graphs.models import BOUNDARY
 from tests.graphs.standin import storage
@@ -93,7 +93,7 @@ def test_free_gives_everything_back_and_a_call_captures_anew(mode):
     pair.step.free()
     pair.step(**{**pair.example(), "k_pages": tuple(p.clone() for p in pair.cache.k_pages)})
     if mode is piecewise:
-        assert pair.step.traces == {"decode": 1}
+        assert pair.step.runner.traces == {"decode": 1}
 
 
 def test_the_report():

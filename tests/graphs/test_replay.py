@@ -12,7 +12,7 @@ import torch
 import attnops
 from attnops.core.errors import BatchTooLarge, InvalidInput, NotCapturable, StaleGraph
 from attnops.graphs import Buckets, breakable, piecewise
-from attnops.graphs.pieces import inductor
+from attnops.graphs.compile_pieces import inductor
 from tests.graphs.helpers import BUCKETS, Pair, any_mode, both_modes, close, graphed, pools, whole_and_split
 from tests.graphs.models import BOUNDARY, HIDDEN, VOCAB, decoder, paged_cache
 
@@ -46,8 +46,8 @@ def test_changing_batches(mode, kernel):
     # A bucket is captured once, and a model traced once a kind.
     assert pair.device.calls.count("begin") == len(report.rows) * (1 if kernel is None else 3) and not report.eager_calls
     if mode is piecewise:
-        assert pair.step.traces == dict.fromkeys(("decode", "mixed", "verify 3", "verify 5"), 1)
-        assert report.compiled.keys() == pair.step.traces.keys()
+        assert pair.step.runner.traces == dict.fromkeys(("decode", "mixed", "verify 3", "verify 5"), 1)
+        assert report.compiled.keys() == pair.step.runner.traces.keys()
 
 
 @pytest.mark.sweep(3)
@@ -200,7 +200,7 @@ def test_all_sizes_are_one_trace():
     pair.agree("abcd")
     pair.agree("ab")
     pair.agree("abc", [2, 7, 4])
-    assert pair.step.traces == {"decode": 1, "mixed": 1}
+    assert pair.step.runner.traces == {"decode": 1, "mixed": 1}
 
 
 @both_modes
@@ -211,7 +211,7 @@ def test_modes_of_the_caller_change_nothing(mode):
         with torch.inference_mode(inside):
             pair.agree(names)
     if mode is piecewise:
-        assert pair.step.traces == {"decode": 1}
+        assert pair.step.runner.traces == {"decode": 1}
 
 
 @pytest.mark.parametrize(("sizes", "traces"), [((1, 2, 4), 2), ((2, 4), 1), ((1,), 1)])
@@ -225,7 +225,7 @@ def test_a_model_that_tells_one_from_several_is_traced_for_each(sizes, traces):
     step = graphed(piecewise, forward, Buckets(tokens=sizes), inner=lambda module, _: compiled.append(module) or module)
     for rows in (2, 1, 2, 1) if len(sizes) > 1 else (1, 1):
         close(step(torch.ones(rows)), torch.full((rows,), 2.0 if rows == 1 == sizes[0] else 3.0))
-    assert step.traces == {"mixed": traces} and len(compiled) == traces
+    assert step.runner.traces == {"mixed": traces} and len(compiled) == traces
 
 
 def test_a_model_of_one_size_is_refused():
@@ -242,7 +242,7 @@ def test_another_model_of_other_sizes_is_traced_once_too():
         pair.step.cache = pair.cache
         pair.agree("ab")
         pair.agree("a")
-        assert pair.step.traces == {"decode": 1}
+        assert pair.step.runner.traces == {"decode": 1}
 
 
 @pytest.mark.full

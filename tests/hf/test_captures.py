@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 import attnops
 from attnops.core.errors import InvalidInput, NotCapturable, NotFast, PatchError
-from attnops.graphs.regional import twin, write_back
+from attnops.graphs.per_layer import twin, write_back
 from attnops.hf import tiny
 from attnops.hf.cache.names import named
 from attnops.hf.steps import prompt

@@ -12,7 +12,7 @@ import torch
 
 from attnops.core.errors import InvalidInput, NotCapturable
 from attnops.graphs import Buckets, CudaGraphs, breakable, capturing
-from attnops.graphs.device import Recorded, drawing_nothing
+from attnops.graphs.cuda_graphs import Recorded, drawing_nothing
 from tests.graphs.standin import StandIn
 
 
@@ -137,7 +137,7 @@ def cuda(monkeypatch):
         monkeypatch.setattr(torch._C, name, value, raising=False)
     # Of the capture that takes a generator out of another.
     monkeypatch.setattr(torch, "zeros", lambda *given, real=torch.zeros, **more: real(*given))
-    monkeypatch.setattr("attnops.graphs.device.capture_stream", lambda index: of_device(Stream())(torch.device("cuda", index)))
+    monkeypatch.setattr("attnops.graphs.cuda_graphs.capture_stream", lambda index: of_device(Stream())(torch.device("cuda", index)))
     return state
 
 

@@ -1,16 +1,13 @@
-"""Checks before every replay, the comparison of a replay with eager, and guards of cached code, which are evaluated as a whole."""
+"""Checks before every replay, and the comparison of a replay with eager."""
 
 from __future__ import annotations
 
-import ast
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
 from ..core.errors import ReplayMismatch, StaleGraph, fail
@@ -156,64 +153,3 @@ def unchanged(state: Sequence[Tensor]) -> Iterator[None]:
         yield
     finally:
         restore(state, copies)
-
-
-# Guards of cached code -----------------------------------------------------------------------------------------------------------
-#
-# Code from torch's compile caches comes with guards as Python source, `min(3, L['t0']) == L['t0']`, which torch (2.11 to 2.13)
-# evaluates on symbolic sizes. Python's `min` and `or` then guard on the comparison of one part, so that a trace of many sizes
-# specialises to one.
-
-
-def shape_env() -> Any:
-    """The shape environment of the current trace, or None."""
-    found = TracingContext.try_get()
-    return None if found is None or found.fake_mode is None else found.fake_mode.shape_env
-
-
-@contextmanager
-def whole_guards() -> Iterator[None]:
-    """Within the block the shape environment of the current trace evaluates every cached guard as a whole."""
-    if (env := shape_env()) is None:
-        yield
-        return
-    own = env.evaluate_guards_expression
-    env.evaluate_guards_expression = lambda code, args: own(whole(code), args)
-    try:
-        yield
-    finally:
-        del env.evaluate_guards_expression
-
-
-def whole(code: str) -> str:
-    """The expression with `|`, `&` and torch functions in place of `or`, a nested `and`, min and max. A top-level `and` or chain of
-    comparisons stays, because each of its parts has to hold anyway."""
-    visit = _Whole()
-    body = ast.parse(code, mode="eval").body
-    parts = body.values if isinstance(body, ast.BoolOp) and isinstance(body.op, ast.And) else [body]
-    taken: list[Any] = [(visit.generic_visit if isinstance(part, ast.Compare) else visit.visit)(part) for part in parts]
-    return ast.unparse(ast.BoolOp(ast.And(), taken) if len(taken) > 1 else taken[0])
-
-
-class _Whole(ast.NodeTransformer):
-    def visit(self, node: ast.AST) -> Any:
-        self.generic_visit(node)
-        match node:
-            case ast.Call(ast.Name("min" | "max" as name)):
-                return functools.reduce(lambda a, b: _call(f"sym_{name}", a, b), node.args)
-            case ast.BoolOp():
-                return _joined(ast.BitOr() if isinstance(node.op, ast.Or) else ast.BitAnd(), node.values)
-            case ast.UnaryOp(ast.Not()):
-                return _call("sym_not", node.operand)
-            case ast.Compare():
-                sides = [node.left, *node.comparators]
-                return _joined(ast.BitAnd(), [ast.Compare(sides[i], [op], [sides[i + 1]]) for i, op in enumerate(node.ops)])
-        return node
-
-
-def _call(name: str, *given: ast.expr) -> ast.expr:
-    return ast.Call(ast.Attribute(ast.Name("torch", ast.Load()), name, ast.Load()), list(given), [])
-
-
-def _joined(op: ast.operator, parts: Sequence[ast.expr]) -> ast.expr:
-    return functools.reduce(lambda a, b: ast.BinOp(a, op, b), parts)

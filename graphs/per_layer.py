@@ -1,4 +1,4 @@
-"""`Regions`: layers that are compiled once a kind. They are kept apart from captures, so that other sizes and caches need no new code."""
+"""`PerLayer`: the runner that compiles a layer once a kind, for all sizes and caches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
@@ -15,15 +15,15 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from ..core.errors import AttnopsError, NotCapturable, SideEffect, find, one_line
+from .as_it_runs import AsItRuns
 from .buckets import Bucket
-from .device import Recorded
-from .eager_capture import capture_mode
-from .graphed import Entry
-from .inputs import Values
-from .modes import Piecewise, tracing
-from .pieces import INNER, Inner, Program, compile_parts, start_workers
+from .compile_pieces import Inner, Program, compile_parts, compiler_of, start_workers
+from .cuda_graphs import Recorded
+from .eager_capture import CaptureMode, capture_mode
+from .options import Options, Values
 from .report import Report
 from .split import split
+from .traced import Traced, tracing
 
 MOST_KINDS = 4
 """Layers that Dynamo may tell apart within a step. Sliding and full attention, each before dense layers and experts, are four."""
@@ -110,13 +110,13 @@ class Regions:
 
     A layer that Dynamo cannot trace alone, or that it tells from each other one, raises NotRegional.
 
-    refusal: why the whole model is traced instead, set by Regional; "" while it is not.
+    refusal: why the whole model is traced instead, set by `PerLayer`; "" while it is not.
     ran: the programs that ran since `begin`, in order.
     seconds: of tracing, choice of kernels and compilation.
     """
 
     def __init__(self, inner: str | Inner = "inductor", passes: Sequence[Callable[[fx.GraphModule], Any]] = ()) -> None:
-        self._inner, self._passes = INNER[inner] if isinstance(inner, str) else inner, passes
+        self._inner, self._passes = compiler_of(inner), passes
         self._programs: list[weakref.ref[Program]] = []
         self.ran: list[Program] = []
         self.refusal, self.seconds = "", 0.0
@@ -126,8 +126,7 @@ class Regions:
         self._into: Recorded | None = None
         # By the word and the identity of a layer's functions, which are kept beside.
         self._compiled: dict[tuple[str | int, ...], tuple[Any, Callable[..., Any]]] = {}
-        if self._inner in (INNER["inductor"], INNER["tuned"]):
-            start_workers()
+        start_workers(self._inner)
 
     @property
     def programs(self) -> list[Program]:
@@ -223,70 +222,70 @@ class Regions:
         return program.run(flat, self._into)
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
-class Regional(Piecewise):
-    """`Piecewise` that compiles layers and not the whole model, where they can be compiled so. Code outside of them runs as it is.
+class PerLayer(AsItRuns):
+    """Runs compiled layers, where they can be compiled so, and the code outside of them as it is.
 
+    regions: compiles the layers.
     layered: the model with its layers called through `regions`.
+    whole: runs the steps where the layers cannot be compiled.
     """
 
-    regions: Regions
-    layered: Callable[..., Any]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __init__(self, regions: Regions, layered: Callable[..., Any], whole: Traced) -> None:
+        self.regions, self.layered, self.whole = regions, layered, whole
         self._latest: list[Program] = []
+        self._seconds = 0.0
 
-    def report(self) -> Report:
-        """As of all modes, with the pieces of layers, or the reason why the whole model was traced."""
-        found, regions = super().report(), self.regions
-        if regions.refusal:
-            return replace(found, whole=regions.refusal)
+    @property
+    def seconds(self) -> float:
+        return self._seconds + self.whole.seconds
+
+    def told(self, report: Report) -> Report:
+        if self.regions.refusal:
+            return replace(self.whole.told(report), whole=self.regions.refusal)
         compiled = sum({id(program): program.compiled for program in self._latest}.values())
         parts = sum(len(program.pieces) for program in self._latest)
-        return replace(found, compiled={"decode": compiled}, parts={"decode": parts}) if parts else found
+        if not parts:
+            return report
+        return replace(report, compiled={"decode": compiled}, parts={"decode": parts})
 
-    def _compile(self, bucket: Bucket, values: Values) -> None:
-        # A bucket of one row compiles in its own warm-up, because one row has a trace of its own.
+    def trace(self, bucket: Bucket) -> str:
         if self.regions.refusal or bucket.requests > 1:
-            super()._compile(bucket, values)
+            return bucket.trace
+        return f"{bucket.trace} of one row"
 
-    def _prepare(self, bucket: Bucket, values: Values) -> None:
-        self._plain(bucket, values)
-
-    def _captured(self, bucket: Bucket, values: Values) -> Entry | None:
-        try:
-            return super()._captured(bucket, values)
-        except (NotRegional, NotCapturable) as e:
-            if self.regions.refusal or isinstance(e, SideEffect):
-                raise
-            self.regions.refusal = str(e)  # code between layers that only a trace can capture
-        return super()._captured(bucket, values)
-
-    def _plain(self, bucket: Bucket, values: Values) -> Any:
+    def run(self, options: Options, bucket: Bucket, values: Values) -> Any:
         if not self.regions.refusal:
             try:
-                return self._layered(bucket, values)
+                return self._in_layers(options, bucket, values)
             except NotRegional as e:
                 self.regions.refusal = str(e)
-        if bucket.trace not in self._compiled:
-            super()._prepare(bucket, values)
-            self._prepared.add(bucket.trace)
-        return super()._plain(bucket, values)
+        if bucket.trace not in self.whole.traces:
+            self.whole.prepare(options, bucket, values)
+        return self.whole.run(options, bucket, values)
 
-    def _layered(self, bucket: Bucket, values: Values) -> Any:
+    def record(self, options: Options, bucket: Bucket, values: Values, into: Recorded) -> Any:
+        if self.regions.refusal:
+            return self.whole.record(options, bucket, values, into)
+        into.begin()
+        with CaptureMode(into, options.kept_out(bucket)):
+            return self._in_layers(options, bucket, values)
+
+    def changes(self, error: Exception) -> bool:
+        traced = isinstance(error, (NotRegional, NotCapturable)) and not isinstance(error, SideEffect)
+        if self.regions.refusal or not traced:
+            return False
+        # Code between layers that only a trace can capture.
+        self.regions.refusal = str(error)
+        return True
+
+    def _in_layers(self, options: Options, bucket: Bucket, values: Values) -> Any:
         regions, before = self.regions, self.regions.seconds
         regions.begin()
         try:
-            return self.layered(**self._planned(bucket, values))
+            return self.layered(**options.planned(bucket, values))
         finally:
             self._latest = regions.ran
-            self._compile_seconds += regions.seconds - before
-
-    def _record(self, bucket: Bucket, values: Values, into: Recorded) -> Any:
-        if self.regions.refusal:
-            return super()._record(bucket, values, into)
-        return self._as_it_runs(bucket, into, lambda: self._layered(bucket, values))
+            self._seconds += regions.seconds - before
 
 
 def varying(tensor: Tensor, *dims: int) -> Tensor:
