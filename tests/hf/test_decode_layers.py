@@ -253,7 +253,7 @@ def test_frames_that_torch_missed_run_again(monkeypatch):
 
 @pytest.mark.full
 def test_code_of_hooks_that_are_gone_is_freed(monkeypatch):
-    monkeypatch.setattr(regional, "MOST_CODE", 4)
+    monkeypatch.setattr(per_layer, "MOST_CODE", 4)
     alive = []
     with compiled(tiny.model("llama")) as pair:
         for factor in (1.0, 2.0, 3.0, 4.0):
