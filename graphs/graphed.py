@@ -48,8 +48,10 @@ class Entry:
     replays: int = 0
 
     @property
-    def bytes(self) -> int:
-        return sum(self.recorded.bytes_of)
+    def row(self) -> Row:
+        made = self.recorded
+        breaks, took = tuple(made.breaks), tuple(made.bytes_of)
+        return Row(self.bucket, len(made.graphs), breaks, took, self.seconds, self.replays)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -175,27 +177,14 @@ class Graphed(Options):
 
     def report(self) -> Report:
         """The captured buckets with their graphs, time and memory."""
-        rows = tuple(
-            Row(
-                e.bucket,
-                len(e.recorded.graphs),
-                tuple(e.recorded.breaks),
-                tuple(e.recorded.bytes_of),
-                e.seconds,
-                e.replays,
-            )
-            for e in self._entries.values()
-        )
         report = Report(
-            rows,
-            compiled={},
-            parts={},
-            compile_seconds=self.runner.seconds,
-            input_bytes=self._inputs.bytes if self._inputs else 0,
-            eager_calls=self._eager_calls,
-            dropped=tuple(sorted(self.buckets.dropped, reverse=True)),
-            budget_bytes=self.budget_bytes,
-            compared=self._compared,
+            tuple(entry.row for entry in self._entries.values()),
+            self.runner.seconds,
+            self._input_bytes,
+            self._eager_calls,
+            tuple(sorted(self.buckets.dropped, reverse=True)),
+            self.budget_bytes,
+            self._compared,
         )
         return self.runner.told(report)
 
@@ -207,11 +196,15 @@ class Graphed(Options):
     @property
     def nbytes(self) -> int:
         """Bytes that the graphs and their buffers hold."""
-        return self._graph_bytes + (0 if self._inputs is None else self._inputs.bytes)
+        return self._graph_bytes + self._input_bytes
 
     @property
     def _graph_bytes(self) -> int:
-        return sum(entry.bytes for entry in tuple(self._entries.values()))
+        return sum(sum(entry.recorded.bytes_of) for entry in tuple(self._entries.values()))
+
+    @property
+    def _input_bytes(self) -> int:
+        return 0 if self._inputs is None else self._inputs.bytes
 
     def free(self) -> None:
         """Free all graphs and buffers, which invalidates earlier results.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
@@ -13,8 +13,11 @@ from ..cache.batch import PagedBatch
 from ..cache.paged import Pages
 from ..core.errors import InvalidInput, fail
 from ..core.record import need
-from .buckets import Bucket, Buckets, Kind
+from .buckets import Bucket, Buckets, Kind, need_word
 from .cuda_graphs import Device
+
+Rows = Literal["tokens", "requests", "whole"]
+OverBudget = Literal["raise", "drop"]
 
 Values = dict[str, Any]
 """The arguments of a call, by name."""
@@ -30,12 +33,12 @@ class Options:
     batch: str | None = "batch"
     tokens: Sequence[str]
     requests: Sequence[str] = ()
-    returns: Literal["tokens", "requests", "whole"] = "tokens"
+    returns: Rows = "tokens"
     cache: Pages | None = None
     prepare: Callable[[PagedBatch], PagedBatch] | None = None
     eager: Mapping[Kind, Sequence[str]] | None = None
     budget_bytes: int | None = None
-    over_budget: Literal["raise", "drop"] = "raise"
+    over_budget: OverBudget = "raise"
     check_every: int = 0
     tolerance: float | None = None
     graphs: Device | None = None
@@ -47,15 +50,10 @@ class Options:
         rows = (*self.tokens, *self.requests)
         right = len(set(rows)) == len(rows) > 0 and self.batch not in rows
         need(right, "tokens, requests", rows, "one or more different names, none equal to batch")
-        for name, words in (
-            ("returns", ("tokens", "requests", "whole")),
-            ("over_budget", ("raise", "drop")),
-        ):
-            got = getattr(self, name)
-            need(got in words, name, repr(got), " | ".join(map(repr, words)))
+        need_word("returns", self.returns, Rows)
+        need_word("over_budget", self.over_budget, OverBudget)
         for kind, names in (self.eager or {}).items():
-            kinds = "'decode', 'verify' and 'mixed' as keys"
-            need(kind in ("decode", "verify", "mixed"), "eager", [kind], kinds)
+            need(kind in get_args(Kind), "eager", [kind], "'decode', 'verify' and 'mixed' as keys")
             listed = "a sequence of names of ops for each kind of batch"
             need(not isinstance(names, str), "eager", repr(names), listed)
         need(self.check_every >= 0, "check_every", self.check_every, "an int >= 0, 0 for never")

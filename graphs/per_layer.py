@@ -59,34 +59,44 @@ Twin = tuple[Any, list[Any]]
 
 
 def twin(module: nn.Module) -> Twin:
-    """(a module with the tensors and attributes of `module`, but for the numbers of layers and hooks; its functions, in order).
+    """A module with the tensors and attributes of `module`, and its functions, in order.
 
-    Numbers tell equal layers apart, and Dynamo may take a function for another one with the same code. To trace a twin does not change the
-    module, which other threads may use. Raises NotRegional for a submodule with a forward of its own.
+    It has no numbers of layers, which tell equal layers apart, and hooks are numbered anew. Dynamo
+    may take a function for another one with the same code. To trace a twin does not change the
+    module, which other threads may use. Raises NotRegional for a submodule with a forward of its
+    own.
     """
-    made: dict[nn.Module, nn.Module] = {}
+    made: dict[nn.Module | None, nn.Module | None] = {None: None}
     functions: list[Any] = []
     for part in module.modules():
         if part is not module and "forward" in vars(part):
             raise NotRegional(f"{type(part).__name__} has a forward of its own instance")
         copy = made[part] = object.__new__(type(part))
-        own = copy.__dict__
+        own = vars(copy)
         own.update(vars(part))
         own.pop("forward", None)
         if type(own.get(NUMBER)) is int:
             own[NUMBER] = ANY
         for name in _HOOKS:
-            order = {key: i for i, key in enumerate(own[name])}
-            kinds = [kind for kind in own if kind.startswith(name)]
-            for key, hook in own[name].items():
-                functions += (name, hook, *(kind for kind in kinds if key in own[kind]))
-            for kind in kinds:
-                own[kind] = OrderedDict((order[key], hook) for key, hook in own[kind].items())
+            functions += _number_hooks(own, name)
         functions += (value for value in own.values() if isinstance(value, FunctionType))
-    for copy in made.values():
-        children = copy.__dict__["_modules"]
-        copy.__dict__["_modules"] = {name: child if child is None else made[child] for name, child in children.items()}
+    for part, copy in made.items():
+        if part is not None:
+            children = {name: made[child] for name, child in part._modules.items()}
+            vars(copy)["_modules"] = children
     return made[module], functions
+
+
+def _number_hooks(own: dict[str, Any], name: str) -> list[Any]:
+    """Number the hooks of a kind among a module's attributes from 0, and list them."""
+    order = {key: i for i, key in enumerate(own[name])}
+    kinds = [kind for kind in own if kind.startswith(name)]
+    listed: list[Any] = []
+    for key, hook in own[name].items():
+        listed += (name, hook, *(kind for kind in kinds if key in own[kind]))
+    for kind in kinds:
+        own[kind] = OrderedDict((order[key], hook) for key, hook in own[kind].items())
+    return listed
 
 
 def write_back(module: nn.Module, same: nn.Module) -> bool:
@@ -164,22 +174,20 @@ class Regions:
             if self._traces != before:
                 self.seconds += time.perf_counter() - began
 
-    def _traced(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], apart: str, found: Twin | None) -> Any:
-        if found is not None or not isinstance(call, nn.Module):
-            return self._traced_twice(found or (call, [call]), args, kwargs, apart)
-        found = twin(call)
-        out = self._traced_twice(found, args, kwargs, apart)
-        write_back(call, found[0])
-        return out
-
-    def _traced_twice(self, found: Twin, args: tuple[Any, ...], kwargs: dict[str, Any], apart: str) -> Any:
+    def _traced(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], apart: str, same: Twin | None) -> Any:
+        own = twin(call) if same is None and isinstance(call, nn.Module) else None
+        given = same or own or (call, [call])
         try:
-            return self._traced_once(found, args, kwargs, apart)
+            out = self._traced_once(given, args, kwargs, apart)
         except RuntimeError as e:
-            # torch 2.13 counts the compiled frames of all threads at once, and may miss those of this call.
+            # torch 2.13 counts the compiled frames of all threads at once, and may miss those of
+            # this call.
             if "found no compiled frames" not in str(e):
                 raise
-        return self._traced_once(found, args, kwargs, apart)
+            out = self._traced_once(given, args, kwargs, apart)
+        if own is not None:
+            write_back(call, own[0])
+        return out
 
     def _traced_once(self, found: Twin, args: tuple[Any, ...], kwargs: dict[str, Any], apart: str) -> Any:
         from torch._dynamo.exc import TorchDynamoException

@@ -18,6 +18,10 @@ from ..core.select import active_policy
 _equal_pointers = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
 
+Leaves = list[tuple[str, Any]]
+"""The values in a structure, each with its path."""
+
+
 class Guard:
     """State that a captured graph depends on: fixed arguments, further tensors that the model reads, the policy and autocast.
 
@@ -26,7 +30,7 @@ class Guard:
 
     def __init__(self, fixed: Mapping[str, Any], watched: Mapping[str, Tensor], others: int) -> None:
         """fixed: arguments that are the same at every call. watched: further tensors. others: the number of arguments that are copied."""
-        self.policy, self.casting, self.repeatable = in_force()
+        self.in_force = in_force()
         self._fixed = {n: (v, _is_frozen(v), _leaves(v)) for n, v in fixed.items()}
         self._count = len(fixed) + others
         named = {f"{n}{path}": leaf for n, (*_, leaves) in self._fixed.items() for path, leaf in leaves if isinstance(leaf, Tensor)}
@@ -38,14 +42,12 @@ class Guard:
 
     def check(self, values: Mapping[str, Any]) -> None:
         """Raise StaleGraph with the name of an argument, policy or dtype that differs."""
-        if active_policy() != self.policy:
-            fail(StaleGraph, "policy", repr(active_policy()), repr(self.policy))
-        if casting() != self.casting:
-            fail(StaleGraph, "autocast", casting() or "off", self.casting or "off")
-        if repeatable() != self.repeatable:
-            fail(StaleGraph, "repeatable (torch.use_deterministic_algorithms)", repeatable(), self.repeatable)
+        policy, casts, repeats = self.in_force
+        if active_policy() != policy or casting() != casts or repeatable() != repeats:
+            self._fail_of_modes()
         if len(values) != self._count or not values.keys() >= self._fixed.keys():
-            fail(StaleGraph, "arguments", sorted(values), f"{self._count}, {', '.join(self._fixed)} among them")
+            want = f"{self._count}, {', '.join(self._fixed)} among them"
+            fail(StaleGraph, "arguments", sorted(values), want)
         for name, (value, frozen, leaves) in self._fixed.items():
             if values[name] is not value or not frozen:
                 _compare_leaves(name, _leaves(values[name]), leaves)
@@ -54,19 +56,35 @@ class Guard:
         else:
             same = [t.data_ptr() for t in self._tensors] == self._pointers
         if not same:
-            for (name, t), pointer in zip(self._watched.items(), self._pointers, strict=True):
-                if t.data_ptr() != pointer:
-                    fail(StaleGraph, name, f"address {t.data_ptr():#x}", f"{pointer:#x}")
+            self._fail_of_addresses()
+
+    def _fail_of_modes(self) -> None:
+        names = "policy", "autocast", "repeatable (torch.use_deterministic_algorithms)"
+        for name, got, want in zip(names, _shown(*in_force()), _shown(*self.in_force), strict=True):
+            if got != want:
+                fail(StaleGraph, name, got, want)
+
+    def _fail_of_addresses(self) -> None:
+        for (name, t), pointer in zip(self._watched.items(), self._pointers, strict=True):
+            if t.data_ptr() != pointer:
+                fail(StaleGraph, name, f"address {t.data_ptr():#x}", f"{pointer:#x}")
 
 
-def _compare_leaves(name: str, given: list[tuple[str, Any]], captured: list[tuple[str, Any]]) -> None:
+def _shown(policy: str, casts: object, repeats: str) -> tuple[object, ...]:
+    return repr(policy), casts or "off", repeats
+
+
+def _compare_leaves(name: str, given: Leaves, captured: Leaves) -> None:
     if [p for p, _ in given] != [p for p, _ in captured]:
         fail(StaleGraph, name, f"{len(given)} values", f"the {len(captured)}")
     for (path, want), (_, got) in zip(captured, given, strict=True):
+        if want is got:
+            continue
         if isinstance(want, Tensor) and isinstance(got, Tensor):
-            if want is not got and _layout(want) != _layout(got):
-                fail(StaleGraph, f"{name}{path}", described(got, address=True), described(want, address=True))
-        elif want is not got and (type(want) is not type(got) or want != got):
+            if _layout(want) != _layout(got):
+                told = described(got, address=True), described(want, address=True)
+                fail(StaleGraph, f"{name}{path}", *told)
+        elif type(want) is not type(got) or want != got:
             fail(StaleGraph, f"{name}{path}", repr(got), repr(want))
 
 
@@ -94,7 +112,7 @@ def uncached_casts() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-def _leaves(value: Any) -> list[tuple[str, Any]]:
+def _leaves(value: Any) -> Leaves:
     if isinstance(value, Tensor):
         return [("", value)]
     return [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(value)[0]]

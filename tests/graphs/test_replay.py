@@ -104,42 +104,39 @@ def stale(field):
 def test_what_a_replay_refuses(mode):
     pair = Pair(mode, Buckets(decode=(2,), tokens=(16,), requests=2))
     pair.agree("ab")
-    mine, _ = pair.batches("ab", 1)
-    tokens, other = torch.zeros(2, dtype=torch.long), paged_cache(1)
+    given, other = pair.example("ab"), paged_cache(1)
+    tokens, mine = given["tokens"], given["batch"]
     replays = pair.device.calls.count("replay")
-
-    with stale(r"k_pages\[0\]"):  # the pages of another cache
-        pair.step(tokens, batch=mine, k_pages=other.k_pages, v_pages=pair.cache.v_pages)
-    with stale("v_pages"):  # or another number of layers
-        pair.step(tokens, batch=mine, k_pages=pair.cache.k_pages, v_pages=(*pair.cache.v_pages, *other.v_pages))
-    with stale("arguments"):
-        pair.step(tokens, batch=mine, k_pages=pair.cache.k_pages)
+    for field, changed in {
+        r"k_pages\[0\]": {"k_pages": other.k_pages},
+        "v_pages": {"v_pages": (*pair.cache.v_pages, *other.v_pages)},  # another number of layers
+        "arguments": {"more": 1},
+        "tokens": {"tokens": tokens.double()},  # would be rounded
+        "batch.workspace": {"batch": replace(mine, workspace=torch.zeros(8, dtype=torch.uint8))},
+    }.items():
+        with stale(field):
+            pair.step(**given | changed)
     with attnops.use("reference"), stale("policy"):
-        pair.give(mine)
-    with stale("tokens"):  # would be rounded
-        pair.give(mine, tokens.double())
-    with stale("batch.workspace"):
-        pair.give(replace(mine, workspace=torch.zeros(8, dtype=torch.uint8)))
-    with pytest.raises(InvalidInput, match=r"tokens.shape\[0\]: got 3, want 2, as in the batch"):
-        pair.give(mine, tokens.new_zeros(3))
-    with pytest.raises(InvalidInput, match="batch: got dict, want a PagedBatch"):
-        pair.give({}, tokens)
-    with pytest.raises(InvalidInput, match="prefix, shared"):
-        pair.give(replace(mine, prefix=(1,)))
-    with pytest.raises(InvalidInput, match="arguments: got 5 without a name"):
-        pair.step(tokens, mine, 1, 2, 3)
-    with pytest.raises(InvalidInput, match=r"arguments: got \['tokens'\], want each once"):
-        pair.step(tokens, mine, tokens=tokens)
+        pair.step(**given)
+    for text, args, changed in (
+        (r"tokens.shape\[0\]: got 3, want 2, as in the batch", (), {"tokens": tokens.new_zeros(3)}),
+        ("batch: got dict, want a PagedBatch", (), {"batch": {}}),
+        ("prefix, shared", (), {"batch": replace(mine, prefix=(1,))}),
+        ("arguments: got 5 without a name", (1, 2, 3, 4, 5), {}),
+        (r"arguments: got \['tokens'\], want each once", (tokens,), {}),
+    ):
+        with pytest.raises(InvalidInput, match=text):
+            pair.step(*args, **given | changed)
     with pytest.raises(BatchTooLarge, match="decode batch: requests got 3, want at most 2"):
         pair.give(pair.batches("abc", 1)[0])
     # The same pages in another tuple are the same pages.
-    pair.step(tokens, batch=mine, k_pages=tuple(pair.cache.k_pages[i] for i in range(1)), v_pages=pair.cache.v_pages)
+    pair.step(**given | {"k_pages": tuple(pair.cache.k_pages[i] for i in range(1))})
     assert pair.device.calls.count("replay") == replays + 1
 
     pages = pair.cache.k_pages[0]
     pages.set_(torch.zeros_like(pages))  # the same object, somewhere else
     with stale(r"k_pages\[0\]"):
-        pair.give(mine)
+        pair.step(**given)
 
 
 @both_modes

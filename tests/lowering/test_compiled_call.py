@@ -1,7 +1,6 @@
 """Compiled code calls a kernel's Python function directly, and the dispatcher where anything else has to see the call."""
 
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -24,13 +23,13 @@ KERNEL = "paged_attention:reference"
 def test_compiled_code_names_its_kernel_and_a_profiler_sees_it(named, monkeypatch):
     """An IR node that has another name keeps the dispatcher."""
 
-    def set_name(self: Any, name: str | None) -> None:
+    def set_name(self, name):
         self.python_kernel_name = f"(torch.ops.{self.op_overload})"
 
     if not named:
         monkeypatch.setattr(FallbackKernel, "set_python_kernel_name", set_name)
     model, given = PagedModel(2).eval(), decode()
-    with torch.no_grad(), attnops.use(kernel=KERNEL), torch._inductor.config.patch(force_disable_caches=True):
+    with attnops.use(kernel=KERNEL), torch._inductor.config.patch(force_disable_caches=True):
         want = model(*given)
         compiled = torch.compile(model, fullgraph=True)
         _, code = compiled_code(lambda: compiled(*given))
@@ -48,7 +47,7 @@ def test_compiled_code_names_its_kernel_and_a_profiler_sees_it(named, monkeypatc
 )
 def test_a_watched_call_takes_the_dispatcher(watcher):
     call = direct(lambda x: "dispatcher", lambda x: "kernel")
-    with torch.no_grad(), watcher():
+    with watcher():
         assert call(1) == ("kernel" if watcher is nullcontext else "dispatcher")
         assert watcher is not nullcontext or torch.vmap(direct(torch.exp, torch.sin))(torch.zeros(1)) == 1
 
