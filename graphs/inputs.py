@@ -41,7 +41,8 @@ class Inputs:
 
     def __init__(self, options: Options, values: Values, watched: Mapping[str, Tensor]) -> None:
         """watched: further tensors that keep their addresses."""
-        self._name, self._batch, self.width = options.batch, None, 0
+        self._name, self.width = options.batch, 0
+        self._batch: PagedBatch | None = None
         self._pads_with_requests = options.buckets.padding == "null"
         self._tables: dict[str, _Rows] = {}
         tokens, requests = options.buckets.most
@@ -68,8 +69,7 @@ class Inputs:
             "positions": _Rows(long, True),
         }
         tables: Values = {n: r.tensor for n, r in self._tables.items()}
-        more = {"holes": given.holes, "workspace": given.workspace}
-        self._batch = PagedBatch(**tables, max_seqlen_q=0, **more)
+        self._batch = PagedBatch(**tables, max_seqlen_q=0, holes=given.holes, workspace=given.workspace)
 
     def _buffers(self) -> Iterator[_Rows]:
         return chain(self._rows.values(), self._tables.values())
@@ -120,16 +120,15 @@ class Inputs:
         Raises InvalidInput.
         """
         batch: PagedBatch | None = None if self._name is None else values[self._name]
-        null = self._null(bucket)
-        if batch is not None and null and (batch.padded or tokens != requests):
-            want = "one token a request and padded=False, which padding='null' requires"
-            fail(InvalidInput, "batch", "tokens of no request", want)
+        if null := self._null(bucket):
+            self._check_null(batch, tokens, requests)
         pairs: list[tuple[Tensor, Tensor]] = []
         rows = [(n, r, values[n]) for n, r in self._rows.items()]
         rows += [(n, r, getattr(batch, n)) for n, r in self._tables.items()]
+        sizes = {True: (tokens, bucket.tokens), False: (requests, bucket.requests)}
         # Every step runs this loop before its replay, so that it calls no Python function.
         for name, (buffer, by_token, pad, more), given in rows:
-            filled, count = (tokens, bucket.tokens) if by_token else (requests, bucket.requests)
+            filled, count = sizes[by_token]
             filled, count = filled + more, count + more
             if given.shape[0] != filled:
                 got, want = given.shape[0], f"{filled}, as in the batch"
@@ -148,6 +147,12 @@ class Inputs:
                 # Only the device knows the number of tokens that belong to requests.
                 pairs.append((ends, batch.cu_seqlens_q[-1:].expand_as(ends)))
         _copy_all(pairs)
+
+    def _check_null(self, batch: PagedBatch | None, tokens: int, requests: int) -> None:
+        """Raise InvalidInput for a batch with tokens of no request."""
+        if batch is not None and (batch.padded or tokens != requests):
+            want = "one token a request and padded=False, which padding='null' requires"
+            fail(InvalidInput, "batch", "tokens of no request", want)
 
     def clear(self, bucket: Bucket) -> None:
         """Make all rows padding rows, for warm-up and capture."""

@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import FunctionType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
@@ -44,14 +44,10 @@ class NotRegional(AttnopsError):
 class AnyNumber:
     """In place of the number of a layer: it can be passed on, and fails where it would be compared or computed with."""
 
-    def __eq__(self, other: object) -> bool:
+    def _refuse(self, *_: object) -> NoReturn:
         raise NotRegional("the layer computes with its own number")
 
-    def __bool__(self) -> bool:
-        raise NotRegional("the layer computes with its own number")
-
-    def __hash__(self) -> int:
-        raise NotRegional("the layer computes with its own number")
+    __eq__ = __bool__ = __hash__ = _refuse
 
 
 ANY = AnyNumber()
@@ -71,8 +67,8 @@ def twin(module: nn.Module) -> Twin:
     for part in module.modules():
         if part is not module and "forward" in vars(part):
             raise NotRegional(f"{type(part).__name__} has a forward of its own instance")
-        copy = made[part] = object.__new__(type(part))
-        own = vars(copy)
+        made[part] = object.__new__(type(part))
+        own = vars(made[part])
         own.update(vars(part))
         own.pop("forward", None)
         if type(own.get(NUMBER)) is int:
@@ -80,10 +76,9 @@ def twin(module: nn.Module) -> Twin:
         for name in _HOOKS:
             functions += _number_hooks(own, name)
         functions += (value for value in own.values() if isinstance(value, FunctionType))
-    for part, copy in made.items():
-        if part is not None:
-            children = {name: made[child] for name, child in part._modules.items()}
-            vars(copy)["_modules"] = children
+    for part in module.modules():
+        children = {name: made[child] for name, child in part._modules.items()}
+        vars(made[part])["_modules"] = children
     return made[module], functions
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import permutations
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -13,6 +13,9 @@ from torch import Tensor, fx
 from .graph_tools import arguments, fake_of
 
 _HALVES = ("first", "second")
+_CALLS = {"first": ("getitem",), "second": ("getitem",), "cat": ("cat", "concat")}
+"""By operation the functions and methods, where these have other names."""
+
 _CASTS = {"to", "float", "half", "bfloat16", "double", "type", "type_as"}
 
 
@@ -157,25 +160,27 @@ def readings(pattern: Pattern, node: Any, before: Reading = _UNREAD) -> Iterator
 
 def _operation(name: str, node: Any) -> tuple[tuple[Any, ...], tuple[fx.Node, ...]]:
     """(operands, nodes) of an operation of this name. No operands: the node is another one."""
-    called, operands = call_of(node)
-    if name in _HALVES:
-        return _half(_HALVES.index(name), node) if called == "getitem" else ((), ())
-    if name == "cat" and called in ("cat", "concat"):
-        tensors, dim = arguments(node, "tensors", "dim")
-        return (tuple(tensors) if dim == -1 else ()), (node,)
     if name == "cast":
         inner = uncast(node)
         return (inner,), (() if inner is node else (node,))
-    if name == "mean" == called:
+    called, operands = call_of(node)
+    if called not in _CALLS.get(name, (name,)):
+        return (), ()
+    if name in _HALVES:
+        return _half(_HALVES.index(name), node)
+    if name == "cat":
+        tensors, dim = arguments(node, "tensors", "dim")
+        return (tuple(tensors) if dim == -1 else ()), (node,)
+    if name == "mean":
         x, dim = arguments(node, "input", "dim")
         stays = dim in (-1, (-1,), [-1]) and fake_of(node).dim() == fake_of(x).dim()
         return ((x,) if stays else ()), (node,)
-    return (operands, (node,)) if called == name and not node.kwargs else ((), ())
+    return (() if node.kwargs else operands), (node,)
 
 
 def _half(which: int, node: fx.Node) -> tuple[tuple[Any, ...], tuple[fx.Node, ...]]:
     """As `_operation`, of the first or second half of a tensor along its last dim."""
-    source, index = node.args
+    source, index = cast(tuple[fx.Node, Any], node.args)
     if call_of(source)[0] == "chunk":
         x, n, dim = arguments(source, "input", "chunks", "dim")
         return ((x,) if (n, dim, index) == (2, -1, which) else ()), (node, source)
