@@ -88,7 +88,7 @@ class Inputs:
 
         found = views(self._rows)
         if self._batch is not None and self._name is not None:
-            changed = {"max_seqlen_q": bucket.queries, "padded": not self._null(bucket)}
+            changed: Values = {"max_seqlen_q": bucket.queries, "padded": not self._null(bucket)}
             found[self._name] = replace(self._batch, **views(self._tables), **changed)
         return found
 

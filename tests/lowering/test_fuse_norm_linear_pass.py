@@ -156,7 +156,7 @@ def test_a_layer_is_two_calls():
 
 
 @torch.library.custom_op("attnops_test::silu", mutates_args=())
-def librarys_silu(x):
+def librarys_silu(x: torch.Tensor) -> torch.Tensor:
     return 2 * F.silu(x)
 
 
