@@ -24,7 +24,7 @@ WORDS := $(wildcard *.md) .github docs examples attnops lowering graphs
 QUICK := tests/test_layers.py tests/test_size.py tests/test_imports.py tests/test_errors.py tests/test_select.py tests/test_plugins.py \
 	tests/ops/test_records.py tests/ops/test_pages.py tests/test_packed.py tests/test_cache.py tests/test_rotary.py tests/test_cli.py \
 	tests/hf/test_tiny.py tests/hf/test_attention.py tests/lowering/test_choose.py \
-	tests/graphs/test_buckets.py tests/graphs/test_device.py tests/triton/test_grids.py tests/test_measured.py tests/test_tune.py \
+	tests/graphs/test_buckets.py tests/graphs/test_cuda_graphs.py tests/triton/test_grids.py tests/test_measured.py tests/test_tune.py \
 	tests/test_bench_memory.py
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -p tests.progress
 BENCH = $(PYTHON) -m attnops bench --device cuda --out "$(OUT)" --commit "$(COMMIT)" \

@@ -47,6 +47,7 @@ nitpick_ignore = {
     ("py:class", "attnops.core.record.Call"),
     ("py:class", "attnops.cache.paged.Pages"),
     ("py:class", "attnops.core.record.Spec"),
+    ("py:class", "attnops.graphs.as_it_runs.AsItRuns"),
     ("py:class", "attnops.graphs.graph_breaks.Break"),
     ("py:class", "attnops.graphs.eager_capture.R"),
     ("py:class", "attnops.measured.cost.Work"),
@@ -73,7 +74,6 @@ intersphinx_mapping = {
 # Other names under which annotations and pages speak of what has an entry.
 ALIASES = {
     "attnops.graphs.breakable": "attnops.graphs.Graphed",
-    "attnops.graphs.piecewise": "attnops.graphs.modes.Piecewise",
     "GraphReport": "attnops.graphs.Report",
     "Tensor": "torch.Tensor",
     "F.scaled_dot_product_attention": "torch.nn.functional.scaled_dot_product_attention",

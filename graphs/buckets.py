@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from ..core.errors import BatchTooLarge, fail
 from ..core.record import need
@@ -12,6 +12,12 @@ from ..core.record import need
 Kind = Literal["decode", "verify", "mixed"]
 """decode: every request brings at most one token. verify: every request brings at most a few, a number that is fixed at capture, e.g. the
 drafts of a speculative step. mixed: any other batch, of prefill or of both."""
+
+
+def need_word(name: str, got: str, words: object) -> None:
+    """Raise InvalidInput unless it is one of the words, a Literal."""
+    known = get_args(words)
+    need(got in known, name, repr(got), " | ".join(map(repr, known)))
 
 
 Over = Literal["raise", "eager"]
@@ -89,8 +95,8 @@ class Buckets:
             sizes = getattr(self, name)
             right = all(type(s) is int and s >= least for s in sizes) and list(sizes) == sorted(set(sizes))
             need(right, name, sizes, f"ascending ints >= {least}")
-        for name, words in (("over", ("raise", "eager")), ("padding", ("absent", "null"))):
-            need(getattr(self, name) in words, name, repr(getattr(self, name)), " | ".join(map(repr, words)))
+        need_word("over", self.over, Over)
+        need_word("padding", self.padding, Padding)
         need(bool(self.decode or self.tokens), "decode, tokens", "no size", "at least one bucket")
         need(bool(self.decode or not self.verify), "verify", self.verify, "() without decode: verify buckets take their requests from it")
         need(type(self.requests) is int and self.requests >= 0, "requests", self.requests, "an int >= 0")

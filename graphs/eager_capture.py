@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from ..core.errors import NotCapturable, fail
-from .device import Recorded
+from .cuda_graphs import Recorded
 from .graph_breaks import MARK, OUTSIDE, Break, break_of, kernel_of
 
 R = TypeVar("R")

@@ -6,7 +6,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,13 +17,14 @@ from ..cache.batch import PagedBatch
 from ..cache.paged import ordinary
 from ..core.errors import InvalidInput, NotCapturable, OverBudget, StaleGraph, fail
 from ..core.record import need
+from .as_it_runs import AsItRuns
 from .buckets import Bucket
 from .capturing import drew
-from .device import CAPTURING, CudaGraphs, Device, Recorded, drawing_nothing
-from .eager_capture import CaptureMode
-from .guard import compare, described, restore, uncached_casts, unchanged
-from .inputs import Inputs, Setup, Values
+from .cuda_graphs import CAPTURING, CudaGraphs, Device, Recorded, drawing_nothing
+from .inputs import Inputs
+from .options import Options, Values
 from .report import Report, Row
+from .stale import compare, described, restore, uncached_casts, unchanged
 
 Progress = Callable[[int, int, str], None]
 """Called with (buckets captured so far, all buckets, the bucket just captured)."""
@@ -31,7 +32,10 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass
 class Entry:
-    """A captured bucket. rows: does an output have the bucket's rows, so that padding rows are cut off?"""
+    """A captured bucket.
+
+    rows: has an output the bucket's rows, so that padding rows are cut off?
+    """
 
     bucket: Bucket
     values: Values
@@ -43,40 +47,87 @@ class Entry:
     planned: PagedBatch | None
     replays: int = 0
 
+    @property
+    def row(self) -> Row:
+        made = self.recorded
+        breaks, took = tuple(made.breaks), tuple(made.bytes_of)
+        return Row(self.bucket, len(made.graphs), breaks, took, self.seconds, self.replays)
 
-class Graphed(Setup):
-    """`breakable`: a model that is called as before and replays graphs, captured as it runs.
 
-    Capture stops at every call that a graph may not contain, and resumes after it. Every bucket chooses its own kernels. Python runs at
-    capture only, so control flow may not depend on data; mark functions where it does with `outside`. The arguments are those of
-    `Piecewise`, but for `inner`, `one_differs` and `passes`.
+@dataclass(eq=False, repr=False, kw_only=True)
+class Graphed(Options):
+    """A model that is called as before and replays graphs.
 
-    The results of a call are views of memory that the next call writes: use or copy them before. Calls from two threads are unsafe.
+    `breakable` is another name of this class. It captures the model as it runs, without a compiler:
+    capture stops at every call that a graph may not contain, and resumes after it. Every bucket
+    chooses its own kernels. Python runs at capture only, so control flow may not depend on data;
+    mark functions where it does with `outside`.
+
+    The results of a call are views of memory that the next call writes: use or copy them before.
+    Calls from two threads are unsafe.
+
+    Args:
+        model: a module or function. Its arguments and results may be structures.
+        buckets: the sizes to capture.
+        batch: the name of the argument that is the PagedBatch. None: padding rows are zeros, which
+            other rows may not depend on, and a call with as many tokens as requests, or without
+            tensors by token, is a decode step if `buckets` has decode sizes.
+        tokens: names of the arguments with a row for every new token, copied at every call.
+        requests: names of the arguments with a row for every request, copied at every call. All
+            other arguments must be the same objects at every call, for instance a cache's pages.
+        returns: the rows of the results, "tokens" or "requests"; padding rows are cut off tensors
+            as long as the bucket. "whole": no rows.
+        cache: the cache of the model's batches. Its pages have static addresses, and captured page
+            tables are as wide as its own.
+        prepare: makes metadata outside of graphs, once a step for the padded batch, for instance a
+            Planner. Without it the plan that `cache` would make is made in the graph, once a step.
+        eager: names of ops, by kind of batch, to run between graphs although their kernel may be
+            captured.
+        budget_bytes: the most memory of all graphs, checked before each capture.
+        over_budget: "raise" OverBudget, or "drop" the bucket.
+        check_every: compare every so many replays of a bucket with the eager model, which writes
+            the same slots again; 0: never.
+        tolerance: of that comparison, relative to the largest number; default by dtype.
+        graphs: the device side; default CUDA's.
+        state: further tensors that a step changes in place, for instance of recurrent layers. Their
+            addresses are static. Captures and comparisons run the model several times and restore
+            them.
+        watch: returns a context for the run that is captured. It may raise SideEffect at its end,
+            for a run that a replay cannot repeat.
+        draws: does the model draw random numbers? Those of captures are then drawn again later, and
+            so are those that other threads draw meanwhile.
+        runner: how a step runs, see `AsItRuns`.
+
+    Raises:
+        InvalidInput: an argument is out of its range, or is not the name of an argument of the
+            model.
     """
+
+    runner: AsItRuns = field(default_factory=AsItRuns)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.state = tuple({id(t): t for t in self.state}.values())
-        parameters = inspect.signature(getattr(self.model, "forward", self.model)).parameters.values()
-        self._names = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
-        unknown = [n for n in (self.batch, *self.tokens, *self.requests) if n is not None and n not in self._names]
+        signature = inspect.signature(getattr(self.model, "forward", self.model))
+        parameters = signature.parameters.values()
+        by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+        self._names = tuple(p.name for p in parameters if p.kind in by_name)
+        given = (self.batch, *self.tokens, *self.requests)
+        unknown = [n for n in given if n is not None and n not in self._names]
         known = not unknown or any(p.kind is p.VAR_KEYWORD for p in parameters)
-        need(known, "batch, tokens, requests", unknown, f"arguments of the model: {', '.join(self._names)}")
-        want = "() where the model takes no batch: only a batch has the tokens of each request"
-        need(self.batch is not None or not self.buckets.verify, "verify", self.buckets.verify, want)
-        follows = self.graphs is None or hasattr(self.graphs, "follow")
-        need(follows, "graphs", type(self.graphs).__name__, "a Device with a method follow(), which orders streams")
+        want = f"arguments of the model: {', '.join(self._names)}"
+        need(known, "batch, tokens, requests", unknown, want)
         self._entries: dict[Bucket, Entry] = {}
         self._prepared: set[str] = set()
         self._inputs: Inputs | None = None
         self._eager_calls = self._compared = 0
-        self._compile_seconds = 0.0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result for this call.
 
-        Raises InvalidInput, BatchTooLarge, StaleGraph, NotCapturable, OverBudget, ReplayMismatch, and errors of the model during compile
-        or capture. All but errors of the model leave the cache as it was.
+        Raises InvalidInput, BatchTooLarge, StaleGraph, NotCapturable, OverBudget, ReplayMismatch,
+        and errors of the model during compile or capture. All but errors of the model leave the
+        cache as it was.
         """
         with torch.no_grad():
             values = self._named(args, kwargs)
@@ -96,7 +147,8 @@ class Graphed(Setup):
         """Capture every bucket now, largest first.
 
         Args:
-            args: arguments of any call; only their dtypes, devices and row shapes matter, and no value is stored.
+            args: arguments of any call; only their dtypes, devices and row shapes matter, and no
+                value is stored.
             progress: called after every bucket; `attnops.graphs.bar()` draws a bar.
             kwargs: arguments by name.
 
@@ -110,11 +162,12 @@ class Graphed(Setup):
             wanted = self.buckets.all()
             missing = [bucket for bucket in wanted if bucket not in self._entries]
             for bucket in missing:
-                if bucket.trace not in self._prepared:
+                if self.runner.trace(bucket) not in self._prepared:
                     with self._capturing(values):
-                        self._compile(bucket, values)
+                        self._prepare_for(bucket, values)
             # One session for all buckets, begun after the compiler, which leaves much garbage.
-            with CAPTURING, self._initialised(values)[0].session() if missing else nullcontext():
+            session = self._initialised(values)[0].session() if missing else nullcontext()
+            with CAPTURING, session:
                 for done, bucket in enumerate(wanted, 1):
                     if bucket not in self._entries and bucket not in self.buckets.dropped:
                         self._captured(bucket, values)
@@ -124,12 +177,16 @@ class Graphed(Setup):
 
     def report(self) -> Report:
         """The captured buckets with their graphs, time and memory."""
-        rows = tuple(
-            Row(e.bucket, len(e.recorded.graphs), tuple(e.recorded.breaks), tuple(e.recorded.bytes_of), e.seconds, e.replays)
-            for e in self._entries.values()
+        report = Report(
+            tuple(entry.row for entry in self._entries.values()),
+            self.runner.seconds,
+            self._input_bytes,
+            self._eager_calls,
+            tuple(sorted(self.buckets.dropped, reverse=True)),
+            self.budget_bytes,
+            self._compared,
         )
-        held, dropped = self._inputs.bytes if self._inputs else 0, tuple(sorted(self.buckets.dropped, reverse=True))
-        return Report(rows, {}, {}, self._compile_seconds, held, self._eager_calls, dropped, self.budget_bytes, self._compared)
+        return self.runner.told(report)
 
     @property
     def captured(self) -> int:
@@ -139,11 +196,21 @@ class Graphed(Setup):
     @property
     def nbytes(self) -> int:
         """Bytes that the graphs and their buffers hold."""
-        held = 0 if self._inputs is None else self._inputs.bytes
-        return held + sum(sum(entry.recorded.bytes_of) for entry in tuple(self._entries.values()))
+        return self._graph_bytes + self._input_bytes
+
+    @property
+    def _graph_bytes(self) -> int:
+        return sum(sum(entry.recorded.bytes_of) for entry in tuple(self._entries.values()))
+
+    @property
+    def _input_bytes(self) -> int:
+        return 0 if self._inputs is None else self._inputs.bytes
 
     def free(self) -> None:
-        """Free all graphs and buffers, which invalidates earlier results. Compiled code is kept, and the next call captures again."""
+        """Free all graphs and buffers, which invalidates earlier results.
+
+        Compiled code is kept, and the next call captures again.
+        """
         if self.graphs is not None and self._entries:
             self.graphs.settle()
             for entry in self._entries.values():
@@ -153,49 +220,26 @@ class Graphed(Setup):
         self._inputs = None
         self.buckets = replace(self.buckets, dropped=frozenset())
 
-    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Values:
+    def _named(self, args: tuple[Any, ...], kwargs: Values) -> Values:
         if not args:
             return kwargs
         if len(args) > len(self._names):
-            fail(InvalidInput, "arguments", f"{len(args)} without a name", f"at most {len(self._names)}: {', '.join(self._names)}")
+            want = f"at most {len(self._names)}: {', '.join(self._names)}"
+            fail(InvalidInput, "arguments", f"{len(args)} without a name", want)
         values = dict(zip(self._names, args, strict=False))
         if twice := values.keys() & kwargs.keys():
             fail(InvalidInput, "arguments", sorted(twice), "each once")
         return {**values, **kwargs}
 
-    def _prepare(self, bucket: Bucket, values: Values) -> None:
-        """Initialise or compile for all buckets of one trace, on the inputs of the largest."""
-        self._plain(bucket, values)
-
-    def _plain(self, bucket: Bucket, values: Values) -> Any:
-        """Run the step on these inputs without graphs, as it will be captured."""
-        return self.model(**self._planned(bucket, values))
-
-    def _planned(self, bucket: Bucket, values: Values) -> Values:
-        """The inputs with the plan that is made in the graph, if any."""
-        name, make = self.batch, self.plan_maker(bucket)
-        return values if name is None or make is None else {**values, name: replace(values[name], plan=make(values[name]))}
-
-    def _record(self, bucket: Bucket, values: Values, into: Recorded) -> Any:
-        """Capture the step into `into`. Returns the outputs that every replay writes."""
-        return self._as_it_runs(bucket, into, lambda: self._plain(bucket, values))
-
-    def _as_it_runs(self, bucket: Bucket, into: Recorded, run: Callable[[], Any]) -> Any:
-        into.begin()
-        with CaptureMode(into, (self.eager or {}).get(bucket.kind, ())):
-            return run()
+    # Replay -------------------------------------------------------------------------------------
 
     def _replay(self, entry: Entry, values: Values, tokens: int, requests: int) -> Any:
         assert self._inputs is not None
         if self.graphs is not None:
             self.graphs.follow()
-        every, name = self.check_every, self.batch
-        due = every > 0 and (entry.replays + 1) % every == 0
-        if due and self.cache is not None and name is not None:
-            # Waits for the device.
-            lengths, most = values[name].seq_lens, self._inputs.width * self.cache.page_size
-            if lengths.numel() and (longest := int(lengths.max())) > most:
-                fail(StaleGraph, f"{name}.seq_lens", f"{longest} tokens", f"at most {most}, the page table's width")
+        due = self.check_every > 0 and (entry.replays + 1) % self.check_every == 0
+        if due:
+            self._check_lengths(values, self._inputs.width)
         self._inputs.load(entry.bucket, values, tokens, requests)
         if entry.planned is not None:
             self._plan_again(entry, entry.planned)
@@ -204,15 +248,27 @@ class Graphed(Setup):
             step()
         entry.replays += 1
         kept_rows = tokens if self.returns == "tokens" else requests
-        out = pytree.tree_unflatten([x[:kept_rows] if cut else x for x, cut in zip(entry.outputs, entry.rows, strict=True)], entry.spec)
-        if due:
-            self._compared += 1
-            # The eager run starts from the same state and may overwrite the outputs, so they are copied first.
-            out = pytree.tree_map_only(Tensor, torch.clone, out)
-            with unchanged(self.state):
-                restore(self.state, before)
-                compare(entry.bucket, out, self.model(**values), self.tolerance)
+        cut = zip(entry.outputs, entry.rows, strict=True)
+        out = pytree.tree_unflatten([x[:kept_rows] if has else x for x, has in cut], entry.spec)
+        if not due:
+            return out
+        self._compared += 1
+        # The eager run starts from the same state and may overwrite the outputs, so they are
+        # copied first.
+        out = pytree.tree_map_only(Tensor, torch.clone, out)
+        with unchanged(self.state):
+            restore(self.state, before)
+            compare(entry.bucket, out, self.model(**values), self.tolerance)
         return out
+
+    def _check_lengths(self, values: Values, width: int) -> None:
+        """Raise StaleGraph for a request that is longer than the page table. Waits for the device."""
+        if self.cache is None or self.batch is None:
+            return
+        lengths, most = values[self.batch].seq_lens, width * self.cache.page_size
+        if lengths.numel() and (longest := int(lengths.max())) > most:
+            want = f"at most {most}, the page table's width"
+            fail(StaleGraph, f"{self.batch}.seq_lens", f"{longest} tokens", want)
 
     def _plan_again(self, entry: Entry, batch: PagedBatch) -> None:
         """Make the metadata of the padded batch outside of graphs, in the captured buffers."""
@@ -222,69 +278,87 @@ class Graphed(Setup):
             field, got, want = f"{self.batch}.{name} of prepare", getattr(new, name), getattr(old, name)
             if (now := described(got)) != (then := described(want)):
                 fail(StaleGraph, field, now, then)
-            if got is not None and got.data_ptr() != want.data_ptr():
-                if name == "workspace" or got.device.type == "cpu" != batch.page_table.device.type:
-                    fail(StaleGraph, field, f"address {got.data_ptr():#x}", f"{want.data_ptr():#x}")
-                want.copy_(got)
+            if got is None or got.data_ptr() == want.data_ptr():
+                continue
+            if name == "workspace" or got.device.type == "cpu" != batch.page_table.device.type:
+                fail(StaleGraph, field, f"address {got.data_ptr():#x}", f"{want.data_ptr():#x}")
+            want.copy_(got)
+
+    # Capture ------------------------------------------------------------------------------------
 
     def _captured(self, bucket: Bucket, values: Values) -> Entry | None:
         """Capture one bucket on padding rows. None where the budget drops it."""
-        try:
-            return self._captured_once(bucket, values)
-        except NotCapturable as error:
-            if self.draws or not drew(error):
-                raise
-        self.draws = True
-        return self._captured_once(bucket, values)
+        while True:
+            try:
+                return self._captured_once(bucket, values)
+            except Exception as error:
+                if not self._changes(error):
+                    raise
+
+    def _changes(self, error: Exception) -> bool:
+        """Will the capture be another one, if it is tried again after this error?"""
+        if isinstance(error, NotCapturable) and not self.draws and drew(error):
+            self.draws = True
+            return True
+        return self.runner.changes(error)
 
     def _captured_once(self, bucket: Bucket, values: Values) -> Entry | None:
         with self._capturing(values) as device:
-            self._compile(bucket, values)
-            began, compiled = time.perf_counter(), self._compile_seconds
+            self._prepare_for(bucket, values)
+            began, compiled = time.perf_counter(), self.runner.seconds
             static, planned = self._static(bucket, values)
             need = self._measured(device, bucket, static)
-            if self._compile_seconds != compiled:
-                # The run compiled a size that specialises. Memory of the compiler is no need of the bucket.
+            if self.runner.seconds != compiled:
+                # The run compiled a size that specialises. Memory of the compiler is no need of
+                # the bucket.
                 need = self._measured(device, bucket, static)
             if not self._fits(bucket, need):
                 return None
             recorded = Recorded(device)
             with recorded.whole(), self.watch():
-                out = self._record(bucket, static, recorded)
+                out = self.runner.record(self, bucket, static, recorded)
             leaves, spec = pytree.tree_flatten(out)
             # The next bucket's graphs may reuse the memory of the outputs.
             outputs = [device.weak(x) if isinstance(x, Tensor) else x for x in leaves]
             del out, leaves
         count = {"tokens": bucket.tokens, "requests": bucket.requests, "whole": -1}[self.returns]
-        rows = tuple((isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == count) for x in outputs)
-        seconds = time.perf_counter() - began - (self._compile_seconds - compiled)
-        entry = self._entries[bucket] = Entry(bucket, static, recorded, outputs, spec, rows, seconds, planned)
+        rows = tuple(isinstance(x, Tensor) and x.shape[:1] == (count,) for x in outputs)
+        seconds = time.perf_counter() - began - (self.runner.seconds - compiled)
+        entry = Entry(bucket, static, recorded, outputs, spec, rows, seconds, planned)
+        self._entries[bucket] = entry
         return entry
 
-    def _compile(self, bucket: Bucket, values: Values) -> None:
-        """Compile once for all buckets of a trace, on the largest."""
-        if bucket.trace not in self._prepared:
-            largest = next(b for b in self.buckets.all() if b.trace == bucket.trace)
-            self._prepare(largest, self._static(largest, values)[0])
-            self._prepared.add(bucket.trace)
+    def _prepare_for(self, bucket: Bucket, values: Values) -> None:
+        """Prepare all buckets of a bucket's trace once, on the largest."""
+        trace = self.runner.trace(bucket)
+        if trace not in self._prepared:
+            largest = next(b for b in self.buckets.all() if self.runner.trace(b) == trace)
+            self.runner.prepare(self, largest, self._static(largest, values)[0])
+            self._prepared.add(trace)
 
     def _initialised(self, values: Values) -> tuple[Device, Inputs]:
-        """The first capture makes the device and the input buffers, like the tensors of this call."""
+        """The first capture makes the device and the input buffers, like this call's tensors."""
         if self.graphs is None:
-            self.graphs = CudaGraphs(values[(*self.tokens, *self.requests)[0]].device)
+            self.graphs = CudaGraphs(self._device_of(values))
         if self._inputs is None:
             pools = () if self.cache is None else self.cache.pools
-            watched = {f"cache.pages[{i}]": t for i, t in enumerate(pools)} | {f"state[{i}]": t for i, t in enumerate(self.state)}
+            watched = {f"cache.pages[{i}]": t for i, t in enumerate(pools)}
+            watched |= {f"state[{i}]": t for i, t in enumerate(self.state)}
             self._inputs = Inputs(self, values, watched)
         return self.graphs, self._inputs
+
+    def _device_of(self, values: Values) -> torch.device:
+        found: torch.device = values[(*self.tokens, *self.requests)[0]].device
+        return found
 
     @contextmanager
     def _capturing(self, values: Values) -> Iterator[Device]:
         device, _ = self._initialised(values)
         device.follow()
-        drawn = drawing_nothing(values[(*self.tokens, *self.requests)[0]].device) if self.draws else nullcontext()
+        drawn = drawing_nothing(self._device_of(values)) if self.draws else nullcontext()
+        kept = unchanged(self.state)
         try:
-            with CAPTURING, drawn, device.session(), ordinary(), uncached_casts(), unchanged(self.state):
+            with CAPTURING, drawn, device.session(), ordinary(), uncached_casts(), kept:
                 yield device
         except BaseException:
             # Without the buffers of a first capture that failed, later calls may differ from it.
@@ -301,22 +375,29 @@ class Graphed(Setup):
         if self.prepare is None or name is None:
             return static, None
         planned = self.prepare(bare := static[name])
-        return static | {name: replace(bare, plan=planned.plan, workspace=planned.workspace)}, bare
+        static[name] = replace(bare, plan=planned.plan, workspace=planned.workspace)
+        return static, bare
 
     def _measured(self, device: Device, bucket: Bucket, values: Values) -> int:
-        """Run the bucket without a graph. Returns the bytes that it needs; without a budget 0, and torch's statistics stay as they are."""
+        """Run the bucket without a graph. Returns the bytes that it needs.
+
+        0 without a budget, where torch's statistics stay as they are.
+        """
         if self.budget_bytes is not None:
-            return device.measured(lambda: self._plain(bucket, values))
-        device.warm(lambda: self._plain(bucket, values))
+            return device.measured(lambda: self.runner.run(self, bucket, values))
+        device.warm(lambda: self.runner.run(self, bucket, values))
         return 0
 
     def _fits(self, bucket: Bucket, need: int) -> bool:
-        budget = self.budget_bytes
-        held = sum(sum(e.recorded.bytes_of) for e in self._entries.values())
-        # Graphs share one pool, so a bucket takes more memory only if it needs more than the pool has.
+        budget, held = self.budget_bytes, self._graph_bytes
+        # Graphs share one pool, so a bucket takes more memory only if it needs more than the pool
+        # has.
         if budget is None or max(need, held) <= budget:
             return True
         if self.over_budget == "raise":
             fail(OverBudget, bucket, need, held, budget)
         self.buckets = replace(self.buckets, dropped=self.buckets.dropped | {bucket})
         return False
+
+
+breakable = Graphed

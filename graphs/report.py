@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .buckets import Bucket
 from .graph_breaks import Break
@@ -56,14 +56,14 @@ class Report:
     """
 
     rows: tuple[Row, ...]
-    compiled: dict[str, int]
-    parts: dict[str, int]
     compile_seconds: float
     input_bytes: int
     eager_calls: int
     dropped: tuple[Bucket, ...]
     budget_bytes: int | None
     compared: int
+    compiled: dict[str, int] = field(default_factory=dict)
+    parts: dict[str, int] = field(default_factory=dict)
     whole: str = ""
 
     @property

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ..core.errors import NotCapturable, fail
 from ..core.fx_effects import comparable, equal_calls, may_write, storages
+from ..core.kernel import Kernel
 from ..core.precompile import begin
 from ..core.select import parse_policy
 from ..ops import OPS
@@ -103,11 +104,7 @@ def split(gm: fx.GraphModule, eager: Collection[str] = ()) -> Split:
     Calls get the policy that forces the chosen kernel, equal metadata calls are merged, and allocations move before breaks. Raises
     NoKernel, and NotCapturable if the size or value of a result depends on data: a replay would return that of the capture.
     """
-    for node in gm.graph.output_node().all_input_nodes:
-        # A returned float leaves the trace as a tensor, from which Dynamo reads it after the graph.
-        read = node.all_input_nodes if node.target is torch.scalar_tensor else []
-        if any(depends_on_data(value_of(n)) for n in (node, *read)):
-            fail(NotCapturable, str(node), "the model returns it, and its size or value depends on data; return tensors of fixed sizes")
+    _check_results(gm.graph)
     begun: set[Any] = set()
     cuts = {node: cut for node in gm.graph.nodes if (cut := _cut(node, eager, begun)) is not None}
     # A compiler of one layer's piece cannot see that other layers compute the same metadata.
@@ -125,18 +122,31 @@ def split(gm: fx.GraphModule, eager: Collection[str] = ()) -> Split:
     for node, cut in cuts.items():
         by_part = listed[f"submod_{where[node]}"]
         # Sizes, and assertions about them, belong to the call that makes them.
-        if isinstance(cut, str) or not by_part or cut.kernel or cut.why != DATA or isinstance(value_of(node), Tensor):
+        makes = isinstance(cut, str) or cut.why != DATA or isinstance(value_of(node), Tensor)
+        if makes or not by_part:
             by_part.append(cut)
-    parts: list[Part] = []
-    for node in whole.graph.find_nodes(op="call_module"):
-        module, found = getattr(whole, node.target), listed[node.target]
-        end = module.graph.output_node()
-        if not isinstance(end.args[0], tuple):
-            end.args = (end.args,)
-            module.recompile()
-        breaks = tuple(cut for cut in found if isinstance(cut, Break))
-        parts.append(Part(node.target, module, breaks, tuple(cut for cut in found if isinstance(cut, str))))
+    calls = whole.graph.find_nodes(op="call_module")
+    parts = (_part(node.target, getattr(whole, node.target), listed[node.target]) for node in calls)
     return Split(whole, tuple(parts))
+
+
+def _check_results(graph: fx.Graph) -> None:
+    """Raise NotCapturable where the graph returns what depends on data."""
+    for node in graph.output_node().all_input_nodes:
+        # A returned float leaves the trace as a tensor, from which Dynamo reads it after the graph.
+        read = node.all_input_nodes if node.target is torch.scalar_tensor else []
+        if any(depends_on_data(value_of(n)) for n in (node, *read)):
+            why = "its size or value depends on data; return tensors of fixed sizes"
+            fail(NotCapturable, str(node), f"the model returns it, and {why}")
+
+
+def _part(name: str, module: fx.GraphModule, cuts: list[Cut]) -> Part:
+    end = module.graph.output_node()
+    if not isinstance(end.args[0], tuple):
+        end.args = (end.args,)
+        module.recompile()
+    breaks = tuple(cut for cut in cuts if isinstance(cut, Break))
+    return Part(name, module, breaks, tuple(cut for cut in cuts if isinstance(cut, str)))
 
 
 def _hoist_allocations(graph: fx.Graph, cuts: Mapping[fx.Node, Cut]) -> None:
@@ -158,32 +168,53 @@ def _allocates(node: fx.Node) -> bool:
 
 
 def _cut(node: fx.Node, eager: Collection[str], begun: set[Any]) -> Cut | None:
-    """The cut at a node, if any. A call of an attnops op gets the policy that forces the chosen kernel, for all sizes of the trace.
+    """The cut at a node, if any.
 
-    The kernel begins to build what it will wait for. begun: calls of which it has.
+    A call of an attnops op gets the policy that forces the chosen kernel, for all sizes of the
+    trace. The kernel begins to build what it will wait for. begun: calls of which it has.
     """
     if node.op in ("placeholder", "output", "get_attr"):
         return None
-    packet = node.target if isinstance(node.target, torch._ops.OpOverloadPacket) else None
-    # All overloads of an attnops op have one schema.
-    if packet is not None and (packet.overloads() == ["default"] or packet._qualified_op_name.startswith("attnops::")):
-        node.target = packet.default
+    _name_overload(node)
     args, kwargs = pytree.tree_map_only(fx.Node, value_of, (node.args, dict(node.kwargs)))
     kernel = kernel_of(node.target, args, kwargs) if node.op == "call_function" else None
-    if kernel is not None and kernel.ahead is not None and (like := (kernel.op, comparable((args, kwargs), str))) not in begun:
-        begun.add(like)
-        begin(kernel, OPS[kernel.op].call(*args, **kwargs))
-    if kernel is not None and getattr(node.target, "_overloadname", "") == "default":
-        policy = replace(parse_policy(kwargs.get("policy", "")), kernel=(f"{kernel.op}:{kernel.name}",))
-        node.kwargs = {**node.kwargs, "policy": policy.key}
+    if kernel is not None:
+        _build(kernel, args, kwargs, begun)
+        if getattr(node.target, "_overloadname", "") == "default":
+            forced = (f"{kernel.op}:{kernel.name}",)
+            policy = replace(parse_policy(kwargs.get("policy", "")), kernel=forced)
+            node.kwargs = {**node.kwargs, "policy": policy.key}
     if (found := break_of(node.target, kernel, eager)) is not None:
         return found
     if any(depends_on_data(value_of(n)) for n in (*node.all_input_nodes, node)):
-        return Break(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target)), "", DATA)
-    # A call whose torch ops are inlined, to be fused, does not end a piece.
-    if kernel is None or not OPS[kernel.op].per_layer or (kernel.inline and kernel.inline.when is None):
-        return None
-    return f"{kernel.op}.{kernel.name}"
+        target = node.target
+        name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+        return Break(name, "", DATA)
+    return None if kernel is None or _fuses(kernel) else f"{kernel.op}.{kernel.name}"
+
+
+def _name_overload(node: fx.Node) -> None:
+    """Have the node call an overload in place of an op, where there is but one to call."""
+    packet = node.target
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return
+    # All overloads of an attnops op have one schema.
+    ours = packet._qualified_op_name.startswith("attnops::")
+    if ours or packet.overloads() == ["default"]:
+        node.target = packet.default
+
+
+def _build(kernel: Kernel, args: Any, kwargs: Any, begun: set[Any]) -> None:
+    """Begin to build what a call of the kernel will wait for, once for equal calls."""
+    if kernel.ahead is not None and (call := (kernel.op, comparable((args, kwargs), str))) not in begun:
+        begun.add(call)
+        begin(kernel, OPS[kernel.op].call(*args, **kwargs))
+
+
+def _fuses(kernel: Kernel) -> bool:
+    """May its call be within a compiled piece? So may one whose torch ops are inlined."""
+    inlined = kernel.inline is not None and kernel.inline.when is None
+    return inlined or not OPS[kernel.op].per_layer
 
 
 def _free(node: fx.Node) -> bool:

@@ -7,7 +7,7 @@ beside each other.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,51 +17,34 @@ from torch import Tensor
 _raw: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
-class Streams(Protocol):
-    """The streams of a kind of device."""
+class Streams:
+    """The streams of torch.cuda. Another kind of device has a class with these methods."""
 
     def number(self, device: torch.device) -> int:
         """The current stream, as an int that no other stream of the device has."""
-        ...
-
-    def current(self, device: torch.device) -> Any:
-        """The current stream."""
-        ...
-
-    def capturing(self, device: torch.device) -> bool:
-        """Is the work of the current stream captured?"""
-        ...
-
-    def wait(self, stream: Any, other: Any) -> None:
-        """Work to come on `stream` waits for the work so far on `other`."""
-
-    def uses(self, stream: Any, tensor: Tensor) -> None:
-        """Should the tensor be deleted, its memory waits for the work so far on `stream`."""
-
-
-class Cuda:
-    """Those of torch.cuda."""
-
-    def number(self, device: torch.device) -> int:
         if _raw is not None and device.index is not None:
             return _raw(device.index)
         return int(torch.cuda.current_stream(device).cuda_stream)
 
     def current(self, device: torch.device) -> Any:
+        """The current stream."""
         return torch.cuda.current_stream(device)
 
     def capturing(self, device: torch.device) -> bool:
+        """Is the work of the current stream captured?"""
         with torch.cuda.device(device):
             return torch.cuda.is_current_stream_capturing()
 
     def wait(self, stream: Any, other: Any) -> None:
+        """Work to come on `stream` waits for the work so far on `other`."""
         stream.wait_stream(other)
 
     def uses(self, stream: Any, tensor: Tensor) -> None:
+        """Should the tensor be deleted, its memory waits for the work so far on `stream`."""
         tensor.record_stream(stream)
 
 
-STREAMS: dict[str, Streams] = {"cuda": Cuda()}
+STREAMS: dict[str, Streams] = {"cuda": Streams()}
 """By the type of the device. Others run their work in the order of the host."""
 
 

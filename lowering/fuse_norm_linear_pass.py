@@ -26,12 +26,11 @@ from .graph_tools import (
     fake_of,
     finish,
     graph_of,
-    linear_arguments,
     log,
     records_gradients,
     source_of,
 )
-from .linear_parts import Match, match_linear
+from .linear_parts import Match, match_linear, name_of
 
 ROWS = 64
 """The most rows of a product that a kernel other than torch's own serves."""
@@ -95,7 +94,7 @@ def fuse_norm_linear_pass(graph: fx.Graph | fx.GraphModule) -> tuple[Product, ..
     against = _against(graph) if linears else ""
     found: list[Product] = []
     for node in linears:
-        found.append(Product(_weight(node), refusal=against) if against else _fuse(node))
+        found.append(Product(name_of(node), refusal=against) if against else _fuse(node))
         log.info("%s", found[-1])
     if any(p.parts for p in found):
         finish(graph)
@@ -116,14 +115,8 @@ def _against(graph: fx.Graph) -> str:
     return "autocast is on" if within or torch._C._is_any_autocast_enabled() else ""
 
 
-def _weight(node: fx.Node) -> str:
-    weight = linear_arguments(node)[1]
-    merged = isinstance(weight, fx.Node) and weight.target is torch.as_strided
-    return str(weight.args[0] if merged else weight)
-
-
 def _fuse(node: fx.Node) -> Product:
-    name, match = _weight(node), match_linear(node)
+    name, match = name_of(node), match_linear(node)
     if isinstance(match, str):
         return Product(name, refusal=match)
     decision = _decide(match)

@@ -9,10 +9,21 @@ from ..core.fx_effects import writer
 from ..core.problem import surely
 from ..core.record import changed, split
 from ..ops import OPS
-from .graph_tools import NewNodes, arguments, fake_of, finish, graph_of, log
-from .patterns import Norm, call_of, norm_of, number, pairs
+from .graph_tools import NewNodes, fake_of, finish, graph_of, log
+from .patterns import Norm, Pattern, norm_of, number, readings
 
 OP = "decode_attention"
+
+_FIRST, _SECOND = ("first", "x"), ("second", "x")
+ROTATIONS: tuple[Pattern, ...] = (
+    ("add", ("mul", "x", "cos"), ("mul", ("cat", ("neg", _SECOND), _FIRST), "sin")),
+    (
+        "cat",
+        ("sub", ("mul", _FIRST, "cos"), ("mul", _SECOND, "sin")),
+        ("add", ("mul", _SECOND, "cos"), ("mul", _FIRST, "sin")),
+    ),
+)
+"""Of x by the angles cos and sin: the two ways in which transformers writes it."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +61,6 @@ class _Side:
 
     def copy(self) -> "_Side":
         return _Side(self.given, self.x, dict(self.inside), list(self.path))
-
-    def take(self, node: Any, *names: str) -> fx.Node | None:
-        """`node`, if it is a call of a torch function or method of one of these names."""
-        if call_of(node)[0] not in names:
-            return None
-        self.inside[node] = None
-        return node  # type: ignore[no-any-return]
 
     def back(self) -> Any:
         """Go back behind nodes that only move vectors along the last dim."""
@@ -147,80 +151,14 @@ def _is_getitem(node: fx.Node, index: int | None) -> bool:
     return called and isinstance(fake_of(node), Tensor)
 
 
-def _half(side: _Side, node: Any) -> tuple[Any, int]:
-    """(x, 0 for its first half along the last dim, 1 for its second), or (None, 0)."""
-    item = side.take(node, "getitem")
-    source, index = item.args if item is not None else (None, None)
-    if (chunks := side.take(source, "chunk")) is not None:
-        x, n, dim = arguments(chunks, "input", "chunks", "dim")
-        return (x, int(index)) if (n, dim) == (2, -1) else (None, 0)  # type: ignore[arg-type]
-    x = number(source)
-    if not isinstance(x, Tensor) or x.shape[-1] % 2:
-        return None, 0
-    half = x.shape[-1] // 2
-    halves = [(Ellipsis, slice(None, half, None)), (Ellipsis, slice(half, None, None))]
-    return (source, halves.index(index)) if index in halves else (None, 0)  # type: ignore[arg-type]
-
-
-def _halves(side: _Side, node: Any) -> tuple[Any, Any]:
-    """The two parts of a concatenation along the last dim, or (None, None)."""
-    joined = side.take(node, "cat", "concat")
-    parts, dim = arguments(joined, "tensors", "dim") if joined is not None else ((), None)
-    return tuple(parts) if dim == -1 and len(parts) == 2 else (None, None)
-
-
-def _operands(side: _Side, node: Any, name: str) -> tuple[Any, ...]:
-    """The two operands of a call, or (None, None)."""
-    call = side.take(node, name)
-    plain = call is not None and len(call.args) == 2 and not call.kwargs
-    return call.args if plain else (None, None)  # type: ignore[union-attr]
-
-
 def _turn(side: _Side) -> Any:
-    """The angles (cos, sin) of a rotation, to whose input the side goes back; None for other code.
-
-    transformers writes it in one of two ways.
-    """
-    side.back()
-    return _turn_of_the_whole(side) or _turn_of_parts(side)
-
-
-def _turn_of_the_whole(side: _Side) -> Any:
-    """`x * cos + cat(-x_2, x_1) * sin`"""
-    for plain, crossed in pairs(side.x, "add"):
-        for x, cos in pairs(plain, "mul"):
-            for other, sin in pairs(crossed, "mul"):
-                trial = side.copy()
-                if isinstance(x, fx.Node) and _crosses(trial, other, x):
-                    side.inside |= trial.inside | dict.fromkeys((side.x, plain, crossed))
-                    side.x = x
-                    return cos, sin
+    """The angles (cos, sin) of a rotation, to whose input the side goes back; None for other code."""
+    node = side.back()
+    for found in (found for pattern in ROTATIONS for found in readings(pattern, node)):
+        side.inside |= dict.fromkeys(found["nodes"])
+        side.x = found["x"]
+        return found["cos"], found["sin"]
     return None
-
-
-def _crosses(side: _Side, node: Any, x: fx.Node) -> bool:
-    """Is it `cat(-x_2, x_1)`?"""
-    second, first = _halves(side, node)
-    minus = side.take(second, "neg")
-    halves = [_half(side, minus.args[0] if minus is not None else None), _half(side, first)]
-    return halves == [(x, 1), (x, 0)]
-
-
-def _turn_of_parts(side: _Side) -> Any:
-    """`cat(x_1 * cos - x_2 * sin, x_2 * cos + x_1 * sin)`"""
-    trial = side.copy()
-    first, second = _halves(trial, side.x)
-    products = *_operands(trial, first, "sub"), *_operands(trial, second, "add")
-    (a, cos), (b, sin), (c, again), (d, also) = (_operands(trial, p, "mul") for p in products)
-    halves = [_half(trial, n) for n in (a, b, c, d)]
-    x = halves[0][0]
-    if x is None or halves != [(x, 0), (x, 1), (x, 1), (x, 0)]:
-        return None
-    if again is not cos or also is not sin:
-        return None
-    side.inside |= trial.inside
-    side.x = x
-    return cos, sin
 
 
 # Whether it may be fused, and how ---------------------------------------------------------------

@@ -93,6 +93,11 @@ def _unmerged(parameter: Any) -> Any:
     return parameter.args[0] if merged else parameter
 
 
+def name_of(node: fx.Node) -> str:
+    """The name of a linear's weight."""
+    return str(_unmerged(linear_arguments(node)[1]))
+
+
 def _unlike(given: Any, weight: Tensor) -> str:
     if type(given) is not FakeTensor:
         return f"a {type(given).__name__}"

@@ -1,17 +1,35 @@
-"""Recognises calls of torch in a traced graph, and RMS norms: torch's and those of models."""
+"""Recognises calls of torch in a traced graph, expressions, and RMS norms."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from itertools import permutations
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
 from .graph_tools import arguments, fake_of
 
+_HALVES = ("first", "second")
+_CALLS = {"first": ("getitem",), "second": ("getitem",), "cat": ("cat", "concat")}
+"""By operation the functions and methods, where these have other names."""
+
 _CASTS = {"to", "float", "half", "bfloat16", "double", "type", "type_as"}
+
+
+Pattern = str | int | float | tuple[Any, ...]
+"""A variable by its name, a number, or an operation, `(name, *patterns of its operands)`.
+
+"cast" is a conversion or none, "mean" one along the last dim, which stays, "cat" joins along it,
+and "first" and "second" are the halves of a tensor along it.
+"""
+
+_SQUARES: tuple[Pattern, ...] = ("pow", "x", 2), ("square", "x"), ("mul", "x", "x")
+_MEANS: tuple[Pattern, ...] = tuple(("add", ("mean", square), "eps") for square in _SQUARES)
+_ROOTS = (root for mean in _MEANS for root in (("rsqrt", mean), ("pow", mean, -0.5)))
+NORMS = [("cast", ("mul", "gain", ("cast", ("mul", "x", root)))) for root in _ROOTS]
 
 
 @dataclass(frozen=True)
@@ -44,37 +62,14 @@ def norm_of(node: Any) -> Norm | None:
         x, shape, gain, eps = arguments(node, "input", "normalized_shape", "weight", "eps")
         known = isinstance(gain, fx.Node) and is_float(eps) and len(shape) == 1
         return Norm(x, gain, float(number(eps)), frozenset({node})) if known else None
-    scaled = uncast(node)
-    for gain, normed in pairs(scaled, "mul"):
+    for found in (found for pattern in NORMS for found in readings(pattern, node)):
+        gain, x, eps = found["gain"], found["x"], found["eps"]
         value = number(gain)
-        if not isinstance(value, Tensor) or value.dim() != 1:
-            continue
-        ratio = uncast(normed)
-        for x, root in pairs(ratio, "mul"):
-            if (square := _mean_square(root, x)) is not None:
-                eps, nodes = square
-                wide = x, *nodes, ratio
-                inner = {node, scaled, normed, *wide} - {uncast(x)}
-                return Norm(uncast(x), gain, eps, frozenset(inner), wide)
-    return None
-
-
-def _mean_square(root: Any, x: Any) -> tuple[float, tuple[fx.Node, ...]] | None:
-    """(eps, the nodes) where root is `rsqrt(mean(x**2, -1, keepdim=True) + eps)`."""
-    name, args = call_of(root)
-    if (name, [*args[1:]]) not in (("rsqrt", []), ("pow", [-0.5])) or not args:
-        return None
-    for mean, eps in pairs(args[0], "add"):
-        if call_of(mean)[0] != "mean":
-            continue
-        squares, dim = arguments(mean, "input", "dim")
-        if (
-            dim in (-1, (-1,), [-1])
-            and call_of(squares) in (("pow", (x, 2)), ("square", (x,)), ("mul", (x, x)))
-            and fake_of(mean).dim() == fake_of(x).dim()
-            and is_float(eps)
-        ):
-            return float(number(eps)), (squares, mean, args[0], root)
+        if isinstance(value, Tensor) and value.dim() == 1 and is_float(eps):
+            # From the squares to their product with x. Before it are casts, and that with the gain.
+            wide = x, *found["nodes"][-5:]
+            inner = {node, *found["nodes"], x} - {uncast(x)}
+            return Norm(uncast(x), gain, float(number(eps)), frozenset(inner), wide)
     return None
 
 
@@ -130,3 +125,68 @@ def uncast(node: Any) -> Any:
         return node
     same = (x.shape, x.device) == (out.shape, out.device)
     return args[0] if same and out.is_floating_point() else node
+
+
+# Patterns ---------------------------------------------------------------------------------------
+
+
+Reading = dict[str, Any]
+"""What a pattern stands for: values by variable, and under "nodes" those of its operations."""
+
+_UNREAD: Reading = {"nodes": ()}
+
+
+def readings(pattern: Pattern, node: Any, before: Reading = _UNREAD) -> Iterator[Reading]:
+    """Each way to read a node as a pattern. Sums and products have their operands in any order.
+
+    before: what is known. A variable has one value throughout.
+    """
+    if isinstance(pattern, str):
+        if before.get(pattern, node) is node:
+            yield before | {pattern: node}
+        return
+    if not isinstance(pattern, tuple):
+        if pattern == node:
+            yield before
+        return
+    name, *parts = pattern
+    operands, nodes = _operation(name, node)
+    for order in permutations(parts) if name in ("add", "mul") else [parts]:
+        found = [before | {"nodes": before["nodes"] + nodes}] if len(parts) == len(operands) else []
+        for part, operand in zip(order, operands, strict=False):
+            found = [after for one in found for after in readings(part, operand, one)]
+        yield from found
+
+
+def _operation(name: str, node: Any) -> tuple[tuple[Any, ...], tuple[fx.Node, ...]]:
+    """(operands, nodes) of an operation of this name. No operands: the node is another one."""
+    if name == "cast":
+        inner = uncast(node)
+        return (inner,), (() if inner is node else (node,))
+    called, operands = call_of(node)
+    if called not in _CALLS.get(name, (name,)):
+        return (), ()
+    if name in _HALVES:
+        return _half(_HALVES.index(name), node)
+    if name == "cat":
+        tensors, dim = arguments(node, "tensors", "dim")
+        return (tuple(tensors) if dim == -1 else ()), (node,)
+    if name == "mean":
+        x, dim = arguments(node, "input", "dim")
+        stays = dim in (-1, (-1,), [-1]) and fake_of(node).dim() == fake_of(x).dim()
+        return ((x,) if stays else ()), (node,)
+    return (() if node.kwargs else operands), (node,)
+
+
+def _half(which: int, node: fx.Node) -> tuple[tuple[Any, ...], tuple[fx.Node, ...]]:
+    """As `_operation`, of the first or second half of a tensor along its last dim."""
+    source, index = cast(tuple[fx.Node, Any], node.args)
+    if call_of(source)[0] == "chunk":
+        x, n, dim = arguments(source, "input", "chunks", "dim")
+        return ((x,) if (n, dim, index) == (2, -1, which) else ()), (node, source)
+    x = number(source)
+    if not isinstance(x, Tensor) or x.shape[-1] % 2:
+        return (), ()
+    half = x.shape[-1] // 2
+    part = (slice(None, half, None), slice(half, None, None))[which]
+    return ((source,) if index == (Ellipsis, part) else ()), (node,)

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from ..core.fx_effects import storages
+from ..core.tensors import surely
+
 
 def remove_output_copies_pass(graph: Graph, outer: Sequence[Any]) -> list[tuple[Any, Node]]:
     """Take each `output.copy_(result)` out of a traced graph whose output is empty memory.
@@ -74,21 +77,14 @@ def _may_be(output: Node, result: Node, placeholders: Sequence[Node]) -> bool:
         return False
     if made.dtype != wanted.dtype or made.device != wanted.device or not _same_layout(made, wanted):
         return False
-    memory = made.untyped_storage()._cdata
-    sharing = [node for node in result.graph.nodes if _lies_in(node, memory)]
+    [memory] = storages(made)
+    sharing = [n for n in result.graph.nodes if memory in storages(n.meta.get("val"))]
     return sharing == [result]
-
-
-def _lies_in(node: Node, memory: int) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.untyped_storage()._cdata == memory
 
 
 def _same_layout(made: Tensor, wanted: Tensor) -> bool:
     """Are sizes and strides the same, whatever the symbols will be? No guard is installed."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
     if made.dim() != wanted.dim():
         return False
     pairs = zip((*made.shape, *made.stride()), (*wanted.shape, *wanted.stride()), strict=True)
-    return all(statically_known_true(one == other) for one, other in pairs)
+    return all(surely(one == other) for one, other in pairs)

@@ -13,7 +13,7 @@ from attnops.core.errors import NoKernel, RegistrationError, StaleGraph
 from attnops.core.kernel import Kernel, _drop, all_kernels, kernels_of, register
 from attnops.core.problem import Target, altered
 from attnops.core.select import select
-from attnops.graphs.guard import Guard
+from attnops.graphs.stale import Guard
 from attnops.lowering.cache_key import choice_inputs
 from attnops.ops import OPS
 from tests.helpers import ROOT, sources

@@ -21,6 +21,11 @@ def close(got, want):
     torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
 
 
+def buckets_of(step):
+    """The captured ones, in order."""
+    return [str(row.bucket) for row in step.report().rows]
+
+
 def graphed(mode, model, buckets, **more):
     """`model` in graphs of the stand-in, in pieces that are not compiled. Without a batch, unless `batch=` names one."""
     inner = {"inner": "eager"} if mode is piecewise else {}

@@ -10,7 +10,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from attnops.graphs.guard import whole, whole_guards
+from attnops.graphs.cached_guards import whole, whole_guards
 
 CASES = (
     "L['t0'] == 3 or L['t0'] == 1",

@@ -7,8 +7,8 @@ import torch
 from torch._inductor import config
 from torch._inductor.graph import GraphLowering
 
-from attnops.graphs import Buckets, breakable, eager_capture, modes, pieces, piecewise
-from tests.graphs.helpers import Pair, both_modes, close, graphed
+from attnops.graphs import Buckets, breakable, piecewise, traced
+from tests.graphs.helpers import Pair, both_modes, buckets_of, close, graphed
 from tests.graphs.standin import StandIn
 
 BUCKETS = Buckets(decode=(1, 2, 4, 8), tokens=(16, 32), requests=8)
@@ -45,17 +45,16 @@ def rows_of(mode, device, forward=lambda x: x * 2, sizes=(1, 2, 4, 8), **more):
 @both_modes
 def test_all_buckets_share_a_session_and_what_was_compiled(mode, monkeypatch):
     device, prepared = Counting(), []
-    method = modes.Piecewise if mode is piecewise else modes.Graphed
-    real = method._prepare
-    monkeypatch.setattr(method, "_prepare", lambda self, bucket, values: prepared.append(bucket.trace) or real(self, bucket, values))
     pair = Pair(mode, BUCKETS, layers=2)
+    runner, real = pair.step.runner, pair.step.runner.prepare
+    monkeypatch.setattr(runner, "prepare", lambda step, bucket, given: prepared.append(bucket.trace) or real(step, bucket, given))
     pair.step.graphs = pair.device = device
     report = pair.step.capture(**(given := pair.example("ab")))
     assert len(report.rows) == SIX and sorted(prepared) == ["decode", "mixed"]
     # One for each kind, which is compiled, and one for all captures.
     assert (device.outer, device.inner, device.warm_runs) == (3, SIX, SIX)
     if mode is piecewise:
-        assert pair.step.traces == {"decode": 1, "mixed": 1}
+        assert pair.step.runner.traces == {"decode": 1, "mixed": 1}
     pair.agree("cd")
     pair.step.capture(**given)
     assert device.outer == 3, "nothing was left to capture"
@@ -73,7 +72,7 @@ def test_a_size_told_apart_is_one_more_trace_and_none_of_its_need():
     device.need = lambda: needs.append(len(compiled)) or 0
     step = rows_of(piecewise, device, lambda x: x * (2 if x.shape[0] > 1 else 3), one_differs=True, inner=inner, budget_bytes=1 << 30)
     step.capture(torch.ones(2, 3))
-    assert step.traces == {"mixed": 2} and len(compiled) == 2
+    assert step.runner.traces == {"mixed": 2} and len(compiled) == 2
     assert needs == [1, 1, 1, 2, 2], "the last bucket is measured once more, after it was compiled"
     close(step(torch.ones(1, 3)), torch.full((1, 3), 3.0))
     close(step(torch.ones(2, 3)), torch.full((2, 3), 2.0))
@@ -112,26 +111,16 @@ def test_a_capture_that_fails_on_its_way_keeps_what_it_has(mode):
     step = rows_of(mode, device)
     with pytest.raises(torch.OutOfMemoryError, match="no more"):
         step.capture(torch.ones(2))
-    assert [str(row.bucket) for row in step.report().rows] == ["mixed 8 tokens x0", "mixed 4 tokens x0"] and device.depth == 0
+    assert buckets_of(step) == ["mixed 8 tokens x0", "mixed 4 tokens x0"] and device.depth == 0
     close(step(torch.ones(3)), torch.full((3,), 2.0))
     assert len(step.capture(torch.ones(2)).rows) == 4
 
 
-def test_an_op_is_asked_once_whether_it_may_be_captured(monkeypatch):
-    asked = []
-    real = eager_capture.break_of
-    monkeypatch.setattr(eager_capture, "break_of", lambda func, *given: asked.append(str(func)) or real(func, *given))
-
-    def forward(x):
-        for _ in range(5):
-            x = torch.sin(x) + 1
-        return torch.index_select(x, 0, torch.arange(2)).exp()
-
-    step = rows_of(breakable, StandIn(), forward, sizes=(2,), eager={"mixed": ("aten::exp",)})
-    close(step(torch.ones(2)), forward(torch.ones(2)))
-    assert asked.count("aten.sin.default") == asked.count("aten.add.Tensor") == 1
-    # What may not be is asked at every call, for its reason.
-    assert asked.count("aten.exp.default") == 2 and len(step.report().rows[0].breaks) == 1
+def test_an_op_of_torch_is_kept_out_where_that_is_asked_for():
+    step = rows_of(breakable, StandIn(), lambda x: x.sin().exp() + 1, sizes=(2,), eager={"mixed": ("aten::exp",)})
+    close(step(torch.ones(2)), torch.ones(2).sin().exp() + 1)
+    [row] = step.report().rows
+    assert [str(each) for each in row.breaks] == ["aten.exp.default"] and row.graphs == 2
 
 
 class Seen(Exception):
@@ -162,29 +151,27 @@ def test_pieces_are_tuned_as_torch_compile_tunes(monkeypatch):
     assert found == [None]
 
 
-@pytest.mark.parametrize(("inner", "starts"), [("inductor", True), ("tuned", True), ("eager", False)])
-def test_workers_start_before_the_model_is_traced(inner, starts, monkeypatch):
-    told = []
-    monkeypatch.setattr(modes, "start_workers", lambda: told.append("workers"))
-    monkeypatch.setattr(modes.Piecewise, "_backend", lambda *_: (told.append("traced"), raising(Seen())()))
+@pytest.mark.parametrize(("inner", "gpu"), [("inductor", True), ("tuned", True), ("eager", True), ("inductor", False)])
+def test_workers_for_gpus_start_before_the_model_is_traced(inner, gpu, monkeypatch):
+    from torch._inductor import async_compile
+
+    told, real = [], traced.start_workers
+
+    def start(inner):
+        with monkeypatch.context() as now:
+            now.setattr(torch.cuda, "is_available", lambda: gpu)
+            real(inner)
+
+    monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: told.append("workers"))
+    monkeypatch.setattr(traced, "start_workers", start)
+    monkeypatch.setattr(traced.Traced, "_backend", lambda *_: (told.append("traced"), raising(Seen())()))
     with pytest.raises(Exception, match="Seen"):
         rows_of(piecewise, StandIn(), inner=inner)(torch.ones(2))
-    assert told == ["workers"] * starts + ["traced"]
+    assert told == ["workers"] * (gpu and inner != "eager") + ["traced"]
 
 
 def test_an_error_of_the_second_trace_is_raised_as_it_is(monkeypatch):
     """The first trace specialises a size, and the second fails for a reason of its own."""
-    monkeypatch.setattr(modes.Piecewise, "_backend", raising([modes._SizeSpecialises(), RuntimeError("out of memory")]))
+    monkeypatch.setattr(traced.Traced, "_backend", raising([traced._SizeSpecialises(), RuntimeError("out of memory")]))
     with pytest.raises(Exception, match="out of memory"):
         rows_of(piecewise, StandIn())(torch.ones(2))
-
-
-@pytest.mark.parametrize("gpu", [True, False])
-def test_workers_compile_for_gpus_alone(gpu, monkeypatch):
-    from torch._inductor import async_compile
-
-    told = []
-    monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: told.append("warm"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    pieces.start_workers()
-    assert told == ["warm"] * gpu

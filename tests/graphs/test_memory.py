@@ -6,17 +6,11 @@ import pytest
 import torch
 
 from attnops.core.errors import BatchTooLarge, NotCapturable, OverBudget, ReplayMismatch, StaleGraph
-from attnops.graphs import Bucket, Buckets, Report, bar, breakable, piecewise
-from attnops.graphs.graph_breaks import Break
-from attnops.graphs.guard import compare
-from attnops.graphs.report import Row
-from tests.graphs.helpers import Pair, both_modes, whole_and_split
+from attnops.graphs import Buckets, bar, breakable, piecewise
+from attnops.graphs.stale import compare
+from tests.graphs.helpers import Pair, both_modes, buckets_of, whole_and_split
 from tests.graphs.models import BOUNDARY
 from tests.graphs.standin import storage
-
-
-def buckets_of(report):
-    return [str(row.bucket) for row in report.rows]
 
 
 def test_capture_of_all_buckets_is_largest_first_and_told():
@@ -54,7 +48,7 @@ def test_over_the_budget_raises_with_the_figures(needs, held):
     with pytest.raises(OverBudget, match=r"decode x2: got a need of .* held by graphs, want at most 8000") as e:
         pair.step.capture(**pair.example())
     assert (e.value.need, e.value.held, e.value.budget) == ((9000, 0, 8000) if held[1] == 0 else (10, 8001, 8000))
-    assert buckets_of(pair.step.report()) == ["decode x4"] and pair.device.calls == ["begin", "end"]
+    assert buckets_of(pair.step) == ["decode x4"] and pair.device.calls == ["begin", "end"]
 
 
 @pytest.mark.parametrize("over", ["raise", "eager"])
@@ -62,7 +56,7 @@ def test_over_the_budget_drops_the_largest(over):
     need = iter((9000, 8000, 2))
     pair = Pair(breakable, Buckets(decode=(1, 2, 4), over=over), budget_bytes=8000, over_budget="drop", need=lambda: next(need))
     report = pair.step.capture(**pair.example())
-    assert [str(b) for b in report.dropped] == ["decode x4"] and buckets_of(report) == ["decode x2", "decode x1"]
+    assert [str(b) for b in report.dropped] == ["decode x4"] and buckets_of(pair.step) == ["decode x2", "decode x1"]
     assert "dropped, over the memory budget: decode x4" in str(report)
     if over == "raise":
         with pytest.raises(BatchTooLarge, match="got 3, want at most 2"):
@@ -78,7 +72,7 @@ def test_dropped_at_its_first_call():
     pair = Pair(breakable, Buckets(decode=(2, 4)), budget_bytes=100, over_budget="drop", need=lambda: next(need))
     pair.device.used = lambda: 0
     pair.agree("a")  # the bucket of 2 is dropped, that of 4 answers
-    assert buckets_of(pair.step.report()) == ["decode x4"]
+    assert buckets_of(pair.step) == ["decode x4"]
 
 
 @both_modes
@@ -93,28 +87,7 @@ def test_free_gives_everything_back_and_a_call_captures_anew(mode):
     pair.step.free()
     pair.step(**{**pair.example(), "k_pages": tuple(p.clone() for p in pair.cache.k_pages)})
     if mode is piecewise:
-        assert pair.step.traces == {"decode": 1}
-
-
-def test_the_report():
-    attention = Break("paged_attention", "fa3", "capture=never")
-    rows = (
-        Row(Bucket(256, 4, "mixed"), 3, (attention, attention), (1 << 20, 2 << 20, 1 << 20), 0.5, 1),
-        Row(Bucket(2, 2, "decode"), 1, (), (3 << 19,), 0.25, 12),
-    )
-    report = Report(rows, {"mixed": 2, "decode": 1}, {"mixed": 3, "decode": 1}, 2.0, 1 << 19, 0, (), 1 << 24, 0)
-    assert (
-        str(report)
-        == """\
-bucket               mode       graphs  between                 MiB  seconds  replays
-mixed 256 tokens x4  piecewise  3       paged_attention.fa3 x2  4.0  0.50     1
-decode x2            whole      1       -                       1.5  0.25     12
-2 of 3 pieces of mixed steps differ and were compiled
-1 of 1 pieces of decode steps differ and were compiled
-compiled in 2.0 s
-graphs hold 5.5 of 16.0 MiB, their inputs 0.5 MiB"""
-    )
-    assert report.modes == {"mixed": "piecewise", "decode": "whole"}
+        assert pair.step.runner.traces == {"decode": 1}
 
 
 @both_modes

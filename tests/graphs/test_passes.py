@@ -12,7 +12,7 @@ from tests.graphs.models import decoder
 
 def linears(pair, kind):
     """How many each piece holds that is compiled."""
-    parts = pair.step.programs[kind].split.parts
+    parts = pair.step.runner.programs[kind].split.parts
     return [n for part in parts if (n := sum(node.target is F.linear for node in part.module.graph.nodes))]
 
 
@@ -33,4 +33,4 @@ def test_fused_steps_agree(kernel):
     weight.data = torch.randn_like(weight)
     pair.step.free()  # what is captured reads the old weights, as of any model
     pair.agree("ab")
-    assert linears(pair, "decode") == [1, 5, 3, 3] and pair.step.traces["decode"] == 2
+    assert linears(pair, "decode") == [1, 5, 3, 3] and pair.step.runner.traces["decode"] == 2

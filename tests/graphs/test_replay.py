@@ -12,7 +12,7 @@ import torch
 import attnops
 from attnops.core.errors import BatchTooLarge, InvalidInput, NotCapturable, StaleGraph
 from attnops.graphs import Buckets, breakable, piecewise
-from attnops.graphs.pieces import inductor
+from attnops.graphs.compile_pieces import inductor
 from tests.graphs.helpers import BUCKETS, Pair, any_mode, both_modes, close, graphed, pools, whole_and_split
 from tests.graphs.models import BOUNDARY, HIDDEN, VOCAB, decoder, paged_cache
 
@@ -46,8 +46,8 @@ def test_changing_batches(mode, kernel):
     # A bucket is captured once, and a model traced once a kind.
     assert pair.device.calls.count("begin") == len(report.rows) * (1 if kernel is None else 3) and not report.eager_calls
     if mode is piecewise:
-        assert pair.step.traces == dict.fromkeys(("decode", "mixed", "verify 3", "verify 5"), 1)
-        assert report.compiled.keys() == pair.step.traces.keys()
+        assert pair.step.runner.traces == dict.fromkeys(("decode", "mixed", "verify 3", "verify 5"), 1)
+        assert report.compiled.keys() == pair.step.runner.traces.keys()
 
 
 @pytest.mark.sweep(3)
@@ -104,42 +104,39 @@ def stale(field):
 def test_what_a_replay_refuses(mode):
     pair = Pair(mode, Buckets(decode=(2,), tokens=(16,), requests=2))
     pair.agree("ab")
-    mine, _ = pair.batches("ab", 1)
-    tokens, other = torch.zeros(2, dtype=torch.long), paged_cache(1)
+    given, other = pair.example("ab"), paged_cache(1)
+    tokens, mine = given["tokens"], given["batch"]
     replays = pair.device.calls.count("replay")
-
-    with stale(r"k_pages\[0\]"):  # the pages of another cache
-        pair.step(tokens, batch=mine, k_pages=other.k_pages, v_pages=pair.cache.v_pages)
-    with stale("v_pages"):  # or another number of layers
-        pair.step(tokens, batch=mine, k_pages=pair.cache.k_pages, v_pages=(*pair.cache.v_pages, *other.v_pages))
-    with stale("arguments"):
-        pair.step(tokens, batch=mine, k_pages=pair.cache.k_pages)
+    for field, changed in {
+        r"k_pages\[0\]": {"k_pages": other.k_pages},
+        "v_pages": {"v_pages": (*pair.cache.v_pages, *other.v_pages)},  # another number of layers
+        "arguments": {"more": 1},
+        "tokens": {"tokens": tokens.double()},  # would be rounded
+        "batch.workspace": {"batch": replace(mine, workspace=torch.zeros(8, dtype=torch.uint8))},
+    }.items():
+        with stale(field):
+            pair.step(**given | changed)
     with attnops.use("reference"), stale("policy"):
-        pair.give(mine)
-    with stale("tokens"):  # would be rounded
-        pair.give(mine, tokens.double())
-    with stale("batch.workspace"):
-        pair.give(replace(mine, workspace=torch.zeros(8, dtype=torch.uint8)))
-    with pytest.raises(InvalidInput, match=r"tokens.shape\[0\]: got 3, want 2, as in the batch"):
-        pair.give(mine, tokens.new_zeros(3))
-    with pytest.raises(InvalidInput, match="batch: got dict, want a PagedBatch"):
-        pair.give({}, tokens)
-    with pytest.raises(InvalidInput, match="prefix, shared"):
-        pair.give(replace(mine, prefix=(1,)))
-    with pytest.raises(InvalidInput, match="arguments: got 5 without a name"):
-        pair.step(tokens, mine, 1, 2, 3)
-    with pytest.raises(InvalidInput, match=r"arguments: got \['tokens'\], want each once"):
-        pair.step(tokens, mine, tokens=tokens)
+        pair.step(**given)
+    for text, args, changed in (
+        (r"tokens.shape\[0\]: got 3, want 2, as in the batch", (), {"tokens": tokens.new_zeros(3)}),
+        ("batch: got dict, want a PagedBatch", (), {"batch": {}}),
+        ("prefix, shared", (), {"batch": replace(mine, prefix=(1,))}),
+        ("arguments: got 5 without a name", (1, 2, 3, 4, 5), {}),
+        (r"arguments: got \['tokens'\], want each once", (tokens,), {}),
+    ):
+        with pytest.raises(InvalidInput, match=text):
+            pair.step(*args, **given | changed)
     with pytest.raises(BatchTooLarge, match="decode batch: requests got 3, want at most 2"):
         pair.give(pair.batches("abc", 1)[0])
     # The same pages in another tuple are the same pages.
-    pair.step(tokens, batch=mine, k_pages=tuple(pair.cache.k_pages[i] for i in range(1)), v_pages=pair.cache.v_pages)
+    pair.step(**given | {"k_pages": tuple(pair.cache.k_pages[i] for i in range(1))})
     assert pair.device.calls.count("replay") == replays + 1
 
     pages = pair.cache.k_pages[0]
     pages.set_(torch.zeros_like(pages))  # the same object, somewhere else
     with stale(r"k_pages\[0\]"):
-        pair.give(mine)
+        pair.step(**given)
 
 
 @both_modes
@@ -200,7 +197,7 @@ def test_all_sizes_are_one_trace():
     pair.agree("abcd")
     pair.agree("ab")
     pair.agree("abc", [2, 7, 4])
-    assert pair.step.traces == {"decode": 1, "mixed": 1}
+    assert pair.step.runner.traces == {"decode": 1, "mixed": 1}
 
 
 @both_modes
@@ -211,7 +208,7 @@ def test_modes_of_the_caller_change_nothing(mode):
         with torch.inference_mode(inside):
             pair.agree(names)
     if mode is piecewise:
-        assert pair.step.traces == {"decode": 1}
+        assert pair.step.runner.traces == {"decode": 1}
 
 
 @pytest.mark.parametrize(("sizes", "traces"), [((1, 2, 4), 2), ((2, 4), 1), ((1,), 1)])
@@ -225,7 +222,7 @@ def test_a_model_that_tells_one_from_several_is_traced_for_each(sizes, traces):
     step = graphed(piecewise, forward, Buckets(tokens=sizes), inner=lambda module, _: compiled.append(module) or module)
     for rows in (2, 1, 2, 1) if len(sizes) > 1 else (1, 1):
         close(step(torch.ones(rows)), torch.full((rows,), 2.0 if rows == 1 == sizes[0] else 3.0))
-    assert step.traces == {"mixed": traces} and len(compiled) == traces
+    assert step.runner.traces == {"mixed": traces} and len(compiled) == traces
 
 
 def test_a_model_of_one_size_is_refused():
@@ -242,7 +239,7 @@ def test_another_model_of_other_sizes_is_traced_once_too():
         pair.step.cache = pair.cache
         pair.agree("ab")
         pair.agree("a")
-        assert pair.step.traces == {"decode": 1}
+        assert pair.step.runner.traces == {"decode": 1}
 
 
 @pytest.mark.full

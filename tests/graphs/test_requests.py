@@ -5,7 +5,7 @@ import torch
 
 from attnops.core.errors import BatchTooLarge, InvalidInput
 from attnops.graphs import Buckets, piecewise
-from tests.graphs.helpers import both_modes, close, graphed
+from tests.graphs.helpers import both_modes, buckets_of, close, graphed
 from tests.graphs.models import VOCAB
 
 WEIGHT = torch.randn(VOCAB, 6)
@@ -26,7 +26,7 @@ def test_a_row_for_every_request_is_a_decode_step(mode):
     for requests in (3, 1, 4, 2, 3, 1):
         args = given(requests)
         close(step(*args), by_request(*args))  # padding rows are zeros
-    assert [str(r.bucket) for r in step.report().rows] == ["decode x4", "decode x1", "decode x2"]
+    assert buckets_of(step) == ["decode x4", "decode x1", "decode x2"]
     assert step.graphs.calls.count("begin") == 3 and step.report().modes == {"decode": "whole"}
     with pytest.raises(BatchTooLarge, match="decode batch: requests got 5, want at most 4"):
         step(*given(5))
@@ -44,11 +44,10 @@ def test_as_many_tokens_as_requests_are_a_decode_step_and_others_are_not(mode):
         owner = torch.tensor(owner)
         args = torch.randint(VOCAB, owner.shape), owner, torch.randn(int(owner.max()) + 1)
         close(step(*args), forward(*args))
-    kinds = [str(r.bucket) for r in step.report().rows]
-    assert kinds == ["decode x4", "mixed 8 tokens x4", "decode x2", "mixed 16 tokens x4"]
+    assert buckets_of(step) == ["decode x4", "mixed 8 tokens x4", "decode x2", "mixed 16 tokens x4"]
 
 
 def test_tokens_alone_stay_mixed():
     step = graphed(piecewise, lambda tokens: tokens * 2, Buckets(decode=(2,), tokens=(4,)))
     step(torch.ones(2))
-    assert [str(r.bucket) for r in step.report().rows] == ["mixed 4 tokens x2"]
+    assert buckets_of(step) == ["mixed 4 tokens x2"]

@@ -8,7 +8,7 @@ from torch import nn
 import attnops
 from attnops.core.errors import NotCapturable
 from attnops.graphs import Buckets, breakable, outside, piecewise
-from attnops.graphs.pieces import compile_parts, eager
+from attnops.graphs.compile_pieces import compile_parts, eager
 from attnops.graphs.split import split
 from attnops.ops import OPS
 from tests.graphs.helpers import Pair, both_modes, close, graphed
@@ -17,7 +17,7 @@ from tests.graphs.models import BOUNDARY, decoder
 
 def splits(pair, names="ab", new=1):
     pair.agree(names, new)
-    return {kind: program.split for kind, program in pair.step.programs.items()}
+    return {kind: program.split for kind, program in pair.step.runner.programs.items()}
 
 
 def test_at_every_call_that_may_not_be_captured():
@@ -124,7 +124,7 @@ submod_6: captured, 2 operations""",
     # The number of rows changes with the batch, and passes from one part outside to the next.
     for names in ("abc", "bc", "abcd", "d", "abd"):
         pair.agree(names)
-    assert pair.step.traces == {"decode": 1}
+    assert pair.step.runner.traces == {"decode": 1}
     pair = Pair(breakable, model=decoder(1, mlp=Rows))
     with pytest.raises(NotCapturable, match=r"aten.nonzero.default: cannot be captured, .*attnops.graphs.outside"):
         pair.go("ab")

@@ -53,7 +53,7 @@ def test_pieces_of_two_traces_are_compiled_each():
             step(torch.ones(4))
         return
     close(step(torch.ones(4)), forward(torch.ones(4)))
-    assert step.traces == {"mixed": 2}
+    assert step.runner.traces == {"mixed": 2}
 
 
 @both_modes

@@ -13,7 +13,7 @@ from torch.nn.modules import module as of_modules
 from torch.overrides import TorchFunctionMode
 
 from attnops.core.errors import InvalidInput, NotCapturable, NotFast, PatchError
-from attnops.graphs.regional import twin, write_back
+from attnops.graphs.per_layer import twin, write_back
 from attnops.hf import tiny
 from attnops.hf.cache.names import named
 from attnops.hf.steps.model_state import Glance

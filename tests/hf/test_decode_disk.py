@@ -11,7 +11,7 @@ import json
 import torch
 from torch._dynamo.utils import counters
 import attnops
-from attnops.graphs.pieces import inductor
+from attnops.graphs.compile_pieces import inductor
 from attnops.hf import Decode, tiny
 from attnops.hf.cache.names import named
 from tests.graphs.standin import StandIn

@@ -11,7 +11,7 @@ import torch
 
 import attnops
 from attnops.core.kernel import _REGISTRY, Capture
-from attnops.graphs import regional
+from attnops.graphs import per_layer
 from attnops.hf import tiny
 from attnops.hf.cache.names import cache_in, named
 from tests.graphs.models import boundary
@@ -211,7 +211,7 @@ def own(model):
     ],
 )
 def test_layers_that_share_no_code_are_traced_with_the_model(change, why, monkeypatch):
-    monkeypatch.setattr("attnops.graphs.regional.MOST_KINDS", 2)
+    monkeypatch.setattr("attnops.graphs.per_layer.MOST_KINDS", 2)
     model, twin = model_of("llama", 3), model_of("llama", 3)
     change(model)
     change(twin)
@@ -253,7 +253,7 @@ def test_frames_that_torch_missed_run_again(monkeypatch):
 
 @pytest.mark.full
 def test_code_of_hooks_that_are_gone_is_freed(monkeypatch):
-    monkeypatch.setattr(regional, "MOST_CODE", 4)
+    monkeypatch.setattr(per_layer, "MOST_CODE", 4)
     alive = []
     with compiled(tiny.model("llama")) as pair:
         for factor in (1.0, 2.0, 3.0, 4.0):

@@ -6,7 +6,7 @@ from torch import nn
 
 import attnops
 from attnops.core.errors import InvalidInput, StaleGraph
-from attnops.graphs.guard import Guard
+from attnops.graphs.stale import Guard
 from attnops.hf import tiny
 from attnops.hf.cache.names import named
 from attnops.hf.steps import decode

@@ -262,7 +262,7 @@ def test_graphs_that_cannot_be_made(monkeypatch):
     """Compiled ones leave breakable ones; without any, the call ends without graphs, and the next one is stock."""
     model, broken = tiny.model("llama"), {"piecewise"}
     want = generated(model, *CALL)
-    for mode, name in (("piecewise", "Regional"), ("breakable", "breakable")):
+    for mode, name in (("piecewise", "PerLayer"), ("breakable", "breakable")):
         real = getattr(steps, name)
 
         def failing(*given, mode=mode, real=real, **more):

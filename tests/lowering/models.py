@@ -1,11 +1,10 @@
 """Two toy models: dense attention, and paged attention with its writes and metadata made in the graph."""
 
 import re
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import attnops
 from attnops.ops import cu_seqlens, slot_mapping, token_rows
@@ -14,91 +13,81 @@ HQ, HKV, D, PAGE = 4, 2, 16, 4
 
 
 class Dense(nn.Module):
-    def __init__(self, softcap: float = 0.0) -> None:
+    def __init__(self, softcap=0.0):
         super().__init__()
         self.qkv, self.softcap = nn.Linear(HQ * D, (HQ + 2 * HKV) * D), softcap
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).split([HQ * D, HKV * D, HKV * D], -1)
-        b, s = x.shape[:2]
-        return x + attnops.attention(
-            q.view(b, s, HQ, D), k.view(b, s, HKV, D), v.view(b, s, HKV, D), causal=True, softcap=self.softcap
-        ).view(b, s, HQ * D)
+    def forward(self, x):
+        q, k, v = heads_of(self.qkv(x))
+        return x + attnops.attention(q, k, v, causal=True, softcap=self.softcap).flatten(2)
+
+
+def heads_of(qkv):
+    return qkv.unflatten(-1, (-1, D)).split([HQ, HKV, HKV], -2)
 
 
 class Paged(nn.Module):
-    def __init__(self, pages: int = 16) -> None:
+    def __init__(self):
         super().__init__()
         self.qkv, self.out = nn.Linear(HQ * D, (HQ + 2 * HKV) * D), nn.Linear(HQ * D, HQ * D)
-        self.register_buffer("k_pages", torch.zeros(pages, PAGE, HKV, D))
-        self.register_buffer("v_pages", torch.zeros(pages, PAGE, HKV, D))
+        for name in ("k_pages", "v_pages"):
+            self.register_buffer(name, torch.zeros(16, PAGE, HKV, D))
 
-    def forward(self, x: Tensor, page_table: Tensor, seq_lens: Tensor, cu: Tensor, slots: Tensor, longest: int) -> Tensor:
-        q, k, v = self.qkv(x).split([HQ * D, HKV * D, HKV * D], -1)
-        attnops.write_kv(k.view(-1, HKV, D), v.view(-1, HKV, D), self.k_pages, self.v_pages, slots)
-        o = attnops.paged_attention(q.view(-1, HQ, D), self.k_pages, self.v_pages, page_table, seq_lens, cu, max_seqlen_q=longest)
-        return x + self.out(o.view(-1, HQ * D))
+    def forward(self, x, page_table, seq_lens, cu, slots, longest):
+        q, k, v = heads_of(self.qkv(x))
+        pages = self.k_pages, self.v_pages
+        attnops.write_kv(k, v, *pages, slots)
+        return x + self.out(attnops.paged_attention(q, *pages, page_table, seq_lens, cu, max_seqlen_q=longest).flatten(1))
 
 
 class PagedModel(nn.Module):
-    def __init__(self, layers: int = 3) -> None:
+    def __init__(self, layers=3):
         super().__init__()
         self.layers = nn.ModuleList(Paged() for _ in range(layers))
 
-    def forward(self, x: Tensor, page_table: Tensor, seq_lens: Tensor, new: Tensor, positions: Tensor, longest: int) -> Tensor:
+    def forward(self, x, page_table, seq_lens, new, positions, longest):
         cu = cu_seqlens(new)
         slots = slot_mapping(positions, token_rows(cu, x.shape[0]), page_table, page_size=PAGE)
         for layer in self.layers:
             x = layer(x, page_table, seq_lens, cu, slots, longest)
         return x
 
-    def clear(self) -> None:
-        for layer in self.layers:
-            layer.k_pages.zero_()
-            layer.v_pages.zero_()
+    def clear(self):
+        for pages in self.buffers():
+            pages.zero_()
 
-    def pages(self) -> list[Tensor]:
-        return [p.clone() for layer in self.layers for p in (layer.k_pages, layer.v_pages)]
-
-
-class Step(NamedTuple):
-    x: Tensor
-    page_table: Tensor
-    seq_lens: Tensor
-    new: Tensor
-    positions: Tensor
-    longest: int
+    def pages(self):
+        return [pages.clone() for pages in self.buffers()]
 
 
-def prefill() -> Step:
+def step(new, lengths):
+    """Arguments of a PagedModel. lengths: of each request, its new tokens included."""
     table = torch.tensor([[1, 2, 3], [4, 5, 0]], dtype=torch.int32)
-    new = torch.tensor([3, 2], dtype=torch.int32)
-    return Step(torch.randn(5, HQ * D), table, new.clone(), new, torch.tensor([0, 1, 2, 0, 1]), 3)
+    positions = torch.cat([torch.arange(length - n, length) for n, length in zip(new, lengths, strict=True)])
+    counts = (torch.tensor(x, dtype=torch.int32) for x in (lengths, new))
+    return torch.randn(sum(new), HQ * D), table, *counts, positions, max(new)
 
 
-def decode() -> Step:
-    table = torch.tensor([[1, 2, 3], [4, 5, 0]], dtype=torch.int32)
-    lengths, new = torch.tensor([4, 3], dtype=torch.int32), torch.ones(2, dtype=torch.int32)
-    return Step(torch.randn(2, HQ * D), table, lengths, new, torch.tensor([3, 2]), 1)
+prefill, decode = partial(step, (3, 2), (3, 2)), partial(step, (1, 1), (4, 3))
 
 
 class Passing:
     """A backend that runs a pass and compiles no further. found: what the pass returned, by graph."""
 
-    def __init__(self, run_pass: Callable[[Any], Any]) -> None:
-        self.run_pass, self.found, self.graphs = run_pass, list[Any](), list[Any]()
+    def __init__(self, run_pass):
+        self.run_pass, self.found, self.graphs = run_pass, [], []
 
-    def __call__(self, gm: torch.fx.GraphModule, inputs: Any) -> Any:
+    def __call__(self, gm, inputs):
         self.found.append(self.run_pass(gm))
         self.graphs.append(gm)
         return gm.forward
 
-    def calls(self, target: Any) -> list[int]:
+    def calls(self, target):
         """How many calls of a function each graph has."""
         return [len(gm.graph.find_nodes(op="call_function", target=target)) for gm in self.graphs]
 
 
-def compiled_code(call: Callable[[], Any]) -> tuple[Any, str]:
+def compiled_code(call):
     """The result of the first call of something compiled, and all code Inductor wrote for it."""
     from torch._inductor.utils import run_and_get_code
 
@@ -106,7 +95,15 @@ def compiled_code(call: Callable[[], Any]) -> tuple[Any, str]:
     return result, "\n".join(code)
 
 
-def kernel_calls(code: str) -> list[str]:
+def code_of(run, *given, **options):
+    """The generated code of a model, which gives what the model gives."""
+    want = run(*given)
+    got, code = compiled_code(lambda: torch.compile(run, fullgraph=True, **options)(*given))
+    torch.testing.assert_close(got, want)
+    return code
+
+
+def kernel_calls(code):
     """`op.kernel` of each call of ours in generated code, in order; of a kernel lowered in place, of its core, or of torch's attention."""
     found, within = [], []
     for line in code.splitlines():

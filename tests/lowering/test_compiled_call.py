@@ -1,7 +1,6 @@
 """Compiled code calls a kernel's Python function directly, and the dispatcher where anything else has to see the call."""
 
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -24,13 +23,13 @@ KERNEL = "paged_attention:reference"
 def test_compiled_code_names_its_kernel_and_a_profiler_sees_it(named, monkeypatch):
     """An IR node that has another name keeps the dispatcher."""
 
-    def set_name(self: Any, name: str | None) -> None:
+    def set_name(self, name):
         self.python_kernel_name = f"(torch.ops.{self.op_overload})"
 
     if not named:
         monkeypatch.setattr(FallbackKernel, "set_python_kernel_name", set_name)
     model, given = PagedModel(2).eval(), decode()
-    with torch.no_grad(), attnops.use(kernel=KERNEL), torch._inductor.config.patch(force_disable_caches=True):
+    with attnops.use(kernel=KERNEL), torch._inductor.config.patch(force_disable_caches=True):
         want = model(*given)
         compiled = torch.compile(model, fullgraph=True)
         _, code = compiled_code(lambda: compiled(*given))
@@ -48,7 +47,7 @@ def test_compiled_code_names_its_kernel_and_a_profiler_sees_it(named, monkeypatc
 )
 def test_a_watched_call_takes_the_dispatcher(watcher):
     call = direct(lambda x: "dispatcher", lambda x: "kernel")
-    with torch.no_grad(), watcher():
+    with watcher():
         assert call(1) == ("kernel" if watcher is nullcontext else "dispatcher")
         assert watcher is not nullcontext or torch.vmap(direct(torch.exp, torch.sin))(torch.zeros(1)) == 1
 
@@ -57,30 +56,27 @@ def test_every_kernel_can_be_called_directly():
     assert all(callable(getattr(OPS[k.op].packet, k.name).run) for k in all_kernels())
 
 
+class Recording(TorchDispatchMode):
+    """given: the arguments of the call that it ends, as the dispatcher hands them on."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.given = args, kwargs
+        raise InterruptedError
+
+
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("given", ["all", "required", "defaults"])
 def test_a_kernel_gets_the_arguments_that_the_dispatcher_would_give(name, given):
-    op, got = OPS[name], []
-
-    def record(*args: Any, **kwargs: Any) -> None:
-        got.append((args, kwargs))
-        raise InterruptedError
-
-    # A namespace of its own: an operator of a library that was destroyed ends the process of torch 2.11 when it is called.
-    with torch.library._scoped_library(namespace := f"attnops_dispatched_{given}", "FRAGMENT") as library:
-        library.define(f"{name}{op.schema}")
-        library.impl(name, record, "CompositeExplicitAutograd")
-        overload = getattr(getattr(torch.ops, namespace), name).default
-        values = {"Tensor": torch.zeros(1), "Optional[Tensor]": torch.zeros(1), "int": 3, "float": 7, "bool": None, "str": "x"}
-        kwargs: dict[str, Any] = {}
-        for a in overload._schema.arguments:
-            if given == "defaults" and a.has_default_value():
-                kwargs[a.name] = a.default_value
-            elif given == "all" or not a.has_default_value():
-                value = values[str(a.type)]
-                kwargs[a.name] = (not a.default_value) if value is None else value
-        with pytest.raises(InterruptedError):
-            overload(**kwargs)
-        args, named = as_dispatched(op, (), kwargs)
-    assert (*args, *named.values()) == (*got[0][0], *got[0][1].values()) and [*named] == [*got[0][1]]
-    assert [*map(type, named.values())] == [*map(type, got[0][1].values())]
+    op, kwargs = OPS[name], {}
+    values = {"Tensor": torch.zeros(1), "Optional[Tensor]": torch.zeros(1), "int": 3, "float": 7, "str": "x"}
+    for a in op.packet.default._schema.arguments:
+        if given == "defaults" and a.has_default_value():
+            kwargs[a.name] = a.default_value
+        elif given == "all" or not a.has_default_value():
+            kwargs[a.name] = not a.default_value if str(a.type) == "bool" else values[str(a.type)]
+    with torch._C._AutoDispatchBelowAutograd(), pytest.raises(InterruptedError), Recording() as recorded:
+        op.packet.default(**kwargs)
+    args, named = as_dispatched(op, (), kwargs)
+    want, want_named = recorded.given
+    assert (*args, *named.values()) == (*want, *want_named.values()) and [*named] == [*want_named]
+    assert [*map(type, named.values())] == [*map(type, want_named.values())]

@@ -1,11 +1,9 @@
 """`explain` tells what would be called where, and why nothing else, on any machine."""
 
 import json
-import re
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -30,29 +28,10 @@ def test_table_of_a_model_for_another_machine(capsys):
     assert data["target"] == "sm90" and data["calls"][0]["kernel"] == "sdpa"
 
 
-def test_text():
-    x = torch.randn(2, 8, HQ * D, dtype=torch.float32)
-    explanation = attnops.explain(Dense(5.0).eval(), x, target="sm100", assume=(), quiet=True)
-    own = re.compile(r"(?!  +not )|  +not (reference|aten_flash|sdpa):")  # kernels of torch; others come and go
-    assert_expected_inline(
-        "\n".join(line for line in str(explanation).splitlines() if own.match(line)),
-        """\
-target sm100, assuming packages: none
-
-Dense  x1
-  attention on sm100 -> flex; never run on sm100
-    problem: q_heads=4 kv_heads=2 head_dim=16 v_head_dim=16 causal=True softcap=True sizes_equal=True tokens=9..16 batch=2 queries=5..8 context=5..8
-    not reference: can run, on a GPU only where nothing else can; never run on sm100
-    not aten_flash: dtype=float32 (wants float16 | bfloat16 (CUDA)); softcap=True (wants no)
-    not sdpa: softcap=True (wants no)""",  # noqa: E501
-    )
-
-
 def test_nothing_is_run_or_written_and_the_target_ends_with_the_call():
     model, given = PagedModel(1).eval(), decode()
     model.layers[0].k_pages.fill_(7.0)
-    with torch.no_grad():
-        assert "paged_attention.sdpa" in attnops.explain(model, *given, quiet=True).chosen()
+    assert "paged_attention.sdpa" in attnops.explain(model, *given, quiet=True).chosen()
     assert (model.layers[0].k_pages == 7.0).all()
     with pytest.raises(ZeroDivisionError):
         attnops.explain(lambda: 1 // 0, target="sm90", quiet=True)

@@ -110,7 +110,7 @@ def test_an_eps_that_the_compiler_keeps_symbolic():
     """Each is a constant of its own graph."""
     backend, layer, x = Using(), Layer(None), torch.randn(3, K)
     run = torch.compile(lambda eps: layer.square(llama(layer, x, eps)), backend=backend, fullgraph=True)
-    with torch.no_grad(), attnops.use(**REFERENCE):
+    with attnops.use(**REFERENCE):
         for eps in (1e-5, 0.25, 2.0):
             torch.testing.assert_close(run(eps), layer.square(llama(layer, x, eps)))
     assert backend.parts == ["norm + linear"] * 3
@@ -272,7 +272,6 @@ BODIES = {
     "residual later": (lambda m, x: m.square(x) + x.sin(), ["linear + residual"], ""),
     "dropout that is off": (dropped(lambda y: F.dropout(y, 0.1, training=False)), ["linear + residual"], ""),
     "dropout by name": (dropped(lambda y: F.dropout(y, 0.5, training=True)), ["linear"], ""),
-    "dropout by place": (dropped(lambda y: F.dropout(y, 0.5, True)), ["linear"], ""),
     "dropout by default": (dropped(F.dropout), ["linear"], ""),
     "dropout of channels": (dropped(lambda y: F.dropout1d(y, 0.5, training=True)), ["linear"], ""),
     "norm": (two_readers, ["linear + residual"], "reads it, too"),
@@ -323,9 +322,9 @@ def test_grad_mode_leaves_all():
 
 
 def test_outside_of_a_compiler():
-    graphs = []
-    torch.compile(Layer(mlp), backend=lambda gm, inputs: graphs.append(gm) or gm.forward)(torch.randn(3, K))
-    assert [product.refusal for product in fuse_norm_linear_pass(graphs[0])] == ["no guard can be added here"] * 2
+    later = Passing(lambda gm: None)
+    torch.compile(Layer(mlp), backend=later)(torch.randn(3, K))
+    assert [product.refusal for product in fuse_norm_linear_pass(*later.graphs)] == ["no guard can be added here"] * 2
 
 
 # When it is compiled anew ----------------------------------------------------------------------------------------------
@@ -340,12 +339,11 @@ def test_another_policy(before, kernel, why):
     """Also of a graph that has no other call of attnops, and where no kernel could run."""
     model, backend, x = Layer(mlp), Using(), torch.randn(3, K)
     compiled = torch.compile(model, backend=backend)
-    with torch.no_grad():
-        for _ in range(2):
-            with attnops.use(**before):
-                compiled(x)
-            with attnops.use(**REFERENCE):
-                compiled(x)
+    for _ in range(2):
+        with attnops.use(**before):
+            compiled(x)
+        with attnops.use(**REFERENCE):
+            compiled(x)
     assert backend.linears == [0, 2] and backend.parts[:2] == backend.parts[2:]
     assert all(p.kernel == kernel and p.refusal.startswith(why) for p in backend.products[:2])
 
@@ -361,11 +359,10 @@ def test_few_rows_and_many_are_compiled_apart(shape, calls):
         return lambda *given: (torch.zeros(()),)
 
     compiled = torch.compile(Layer(mlp), backend=backend)
-    with torch.no_grad():
-        for rows in (250, 8, 32, 20, 2, 500):
-            x = torch.randn(rows, *shape, K)
-            for dim in range(x.dim() - 1):
-                torch._dynamo.mark_dynamic(x, dim)
-            compiled(x)
+    for rows in (250, 8, 32, 20, 2, 500):
+        x = torch.randn(rows, *shape, K)
+        for dim in range(x.dim() - 1):
+            torch._dynamo.mark_dynamic(x, dim)
+        compiled(x)
     assert using.linears == calls
     assert [p.kernel for p in using.products] == (["aten"] * 2 + ["triton"] * 2)[: 2 * len(calls)]

@@ -175,8 +175,7 @@ def test_found(name):
         run = told(gm, given)
         return inductor(gm, given) if "Inductor" in name else run
 
-    with torch.no_grad():
-        got, exact = torch.compile(step, fullgraph=True, backend=backend)(*mine), step(*plain)
+    got, exact = torch.compile(step, fullgraph=True, backend=backend)(*mine), step(*plain)
     close = {"rtol": 0.03, "atol": 0.03} if dtype == torch.bfloat16 else {}
     torch.testing.assert_close((got, mine[5]), (exact, plain[5]), **close)
     [found] = said(told)
@@ -189,13 +188,12 @@ def test_found(name):
 def test_it_is_no_less_exact_than_the_models_own_code(norm):
     """The op rounds once, where the model rounds after a norm, a product or a rotation: errors of the output and of the new keys."""
     told, errors, step = Passing(fuse_rotation_pass), {"own": 0.0, "fused": 0.0}, Step(norm=norm)
-    with torch.no_grad():
-        for seed in range(6):
-            exact = [x.double() if x.is_floating_point() else x for x in inputs(torch.bfloat16, seed)]
-            want = step(*exact)
-            for name, call in {"own": step, "fused": torch.compile(step, fullgraph=True, backend=told)}.items():
-                given = inputs(torch.bfloat16, seed)
-                errors[name] += sum(float((x.double() - y).square().sum()) for x, y in ((call(*given), want), (given[5], exact[5])))
+    for seed in range(6):
+        exact = [x.double() if x.is_floating_point() else x for x in inputs(torch.bfloat16, seed)]
+        want = step(*exact)
+        for name, call in {"own": step, "fused": torch.compile(step, fullgraph=True, backend=told)}.items():
+            given = inputs(torch.bfloat16, seed)
+            errors[name] += sum(float((x.double() - y).square().sum()) for x, y in ((call(*given), want), (given[5], exact[5])))
     assert said(told) == {"norms and rotation"}
     assert errors["fused"] <= errors["own"]
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 from torch._dynamo.utils import counters
 
 import attnops
@@ -13,70 +12,38 @@ from attnops.core.kernel import all_kernels
 from attnops.core.problem import Problem, Target
 from attnops.ops import OPS
 from attnops.testing import CASES
-from tests.lowering.models import compiled_code, kernel_calls
+from tests.lowering.models import code_of, compiled_code
 
-B, PAGE, W, HKV, D = 3, 4, 3, 2, 16
-LENGTHS = (9, 5, 0)
+HKV, D = 2, 16
 FLASH = "_scaled_dot_product_flash_attention_for_cpu.default("
+IN_PLACE = {
+    "attention": (
+        "causal", "window_both", "chunk", "mask_biases", "mask_causal", "v_wider", "range_start-plain",
+        "decode-plain", "decode-mask_additive", "decode-bfloat16_d64", "mask_bool_b", "mask_bool_h", "no_keys-plain",
+    ),
+    "paged_attention": (
+        "decode_promised-plain", "decode_promised-window_both", "decode_promised-mask_additive", "decode_promised-bfloat16_d64",
+    ),
+}  # fmt: skip
 
 
-class Both(nn.Module):
-    """Decode over keys as they lie, with a mask, and over pages."""
-
-    def forward(self, q, k, v, mask, k_pages, v_pages, table, lengths, cu, padded: bool = False):
-        dense = attnops.attention(q[:, None], k, v, mask=mask)[:, 0]
-        return dense, attnops.paged_attention(q, k_pages, v_pages, table, lengths, cu, max_seqlen_q=1, padded=padded)
+def sdpa(call, kernel="sdpa"):
+    return OPS[call.op](OPS[call.op].call(**call.arguments, policy=f"kernel={call.op}:{kernel}"))
 
 
-def given(heads, mask_heads=1, dtype=torch.float32):
-    """Requests of LENGTHS, the same keys in pages and without, NaN where no key is."""
-    make = torch.Generator().manual_seed(heads)
-    q, k, v = (torch.randn(*s, generator=make, dtype=dtype) for s in ((B, heads, D), (B, W * PAGE, HKV, D), (B, W * PAGE, HKV, D)))
-    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
-    see = torch.arange(W * PAGE)[None] < lengths[:, None]
-    mask = see[:, None, None].expand(B, mask_heads, 1, W * PAGE).clone()
-    table = torch.arange(1, B * W + 1, dtype=torch.int32).view(B, W)
-    pages = [torch.full((1 + B * W, PAGE, HKV, D), torch.nan, dtype=dtype) for _ in range(2)]
-    for held, x in zip(pages, (k, v), strict=True):
-        held[1:] = x.masked_fill(~see[..., None, None], torch.nan).view(B * W, PAGE, HKV, D)
-    return [q, k, v, mask, *pages, table, lengths, torch.arange(B + 1, dtype=torch.int32)]
-
-
-@pytest.mark.sweep(3)
-@pytest.mark.parametrize("heads, mask_heads, dtype", [(4, 1, torch.float32), (16, 16, torch.float32), (16, 1, torch.bfloat16)])
-def test_decode_on_a_cpu_is_torchs_own_attention_and_the_glue_is_fused(heads, mask_heads, dtype):
-    arguments = given(heads, mask_heads, dtype)
-    with torch.no_grad():
-        with attnops.use(kernel="reference"):
-            want = Both()(*[x.double() if x.is_floating_point() else x for x in arguments])
-        eager = Both()(*arguments)
-        got, code = compiled_code(lambda: torch.compile(Both(), fullgraph=True)(*arguments))
-    unit = torch.finfo(dtype).eps
-    for kind in (eager, got):
-        for found, exact in zip(kind, want, strict=True):
-            torch.testing.assert_close(found.double(), exact, rtol=4 * unit, atol=4 * unit)
-    assert all((x[-1] == 0).all() for x in (*eager, *got)), "the last request has no key"
-    assert kernel_calls(code) == ["attention.sdpa", "paged_attention.sdpa"]
-    assert code.count(FLASH) == 2 and "torch.ops.attnops." not in code
-
-
-RULES = ("causal", "window_both", "chunk", "mask_biases", "mask_causal", "v_wider", "range_start-plain")
-PROMISED = ("decode_promised-window_both", "decode_promised-mask_additive")
+def calls_of(op, labels):
+    return [case.call() for case in CASES[op] if case.label in labels]
 
 
 def test_every_rule_is_lowered_in_place_and_equals_the_reference():
-    cases = [c for op in ("attention", "paged_attention") for c in CASES[op] if c.label in (RULES if op == "attention" else PROMISED)]
-    given = [case.call() for case in cases]
-
-    def calls(kernel):
-        policies = [f"kernel={call.op}:{kernel}" for call in given]
-        return tuple(OPS[c.op](OPS[c.op].call(**c.arguments, policy=p)) for c, p in zip(given, policies, strict=True))
-
-    with torch.no_grad():
-        want = calls("reference")
-        got, code = compiled_code(lambda: torch.compile(lambda: calls("sdpa"), fullgraph=True)())
-    torch.testing.assert_close(got, want)
-    assert len(want) == len(RULES + PROMISED) and "torch.ops.attnops." not in code
+    """Of decode as well: the glue around torch's own attention is fused."""
+    given = [call for op, labels in IN_PLACE.items() for call in calls_of(op, labels)]
+    want = [sdpa(call, "reference") for call in given]
+    got, code = compiled_code(lambda: torch.compile(lambda: [*map(sdpa, given)], fullgraph=True)())
+    for call, found, exact in zip(given, got, want, strict=True):
+        bound = max(1e-5, 4 * torch.finfo(call.arguments["query"].dtype).eps)
+        torch.testing.assert_close(found, exact, rtol=bound, atol=bound)
+    assert len(want) == sum(map(len, IN_PLACE.values())) and "torch.ops.attnops." not in code and FLASH in code
 
 
 def some(x, pick):
@@ -85,28 +52,26 @@ def some(x, pick):
 
 
 LEFT = {
-    "requests that may be padded": (lambda *given: Both()(*given, padded=True)[1], given(4)),
-    "a size that depends on data": (some, [torch.randn(4, 3, 2, D), torch.tensor([1, 0, 1, 1])]),
+    "requests that may be padded": (sdpa, calls_of("paged_attention", ["decode_padded-plain"])),
+    "a size that depends on data": (some, (torch.randn(4, 3, 2, D), torch.tensor([1, 0, 1, 1]))),
 }
 
 
 @pytest.mark.parametrize("what", LEFT)
 def test_left_to_the_kernel(what):
     run, arguments = LEFT[what]
-    with torch.no_grad(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        got, code = compiled_code(lambda: torch.compile(run, fullgraph=True)(*arguments))
-        torch.testing.assert_close(got, run(*arguments))
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        code = code_of(run, *arguments)
     assert re.search(r"torch.ops.attnops.\w*attention.sdpa", code) and FLASH not in code
 
 
 def test_sizes_that_change_ask_for_no_further_graph():
     """Two lengths of a chunk over a growing context, and one where they are equal."""
     call, compiled = torch.compile(attnops.attention, fullgraph=True, dynamic=True), []
-    with torch.no_grad():
-        for queries, keys in ((3, 7), (5, 9), (6, 6)):
-            q, k = torch.randn(2, queries, 4, D), torch.randn(2, keys, HKV, D)
-            torch.testing.assert_close(call(q, k, k, causal=True), attnops.attention(q, k, k, causal=True))
-            compiled.append(counters["stats"]["unique_graphs"])
+    for queries, keys in ((3, 7), (5, 9), (6, 6)):
+        q, k = torch.randn(2, queries, 4, D), torch.randn(2, keys, HKV, D)
+        torch.testing.assert_close(call(q, k, k, causal=True), attnops.attention(q, k, k, causal=True))
+        compiled.append(counters["stats"]["unique_graphs"])
     assert compiled[0] == compiled[-1]
 
 

@@ -152,6 +152,7 @@ def test_an_input_written_in_between(name):
 
 
 @pytest.mark.parametrize("of", ["weights", "inputs"])
+@torch.enable_grad()
 def test_gradients(of):
     """Those of weights keep them apart."""
     model, x = Three().requires_grad_(of == "weights"), torch.randn(3, K, requires_grad=of == "inputs")
@@ -170,7 +171,7 @@ def test_autocast(inside):
             return use_all(m, x)
 
     model, x, backend = Three(body if inside else use_all), torch.randn(3, K), Passing(merge_linears_pass)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=not inside):
+    with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
         got, want = torch.compile(model, backend=backend)(x), model(x)
     assert {t.dtype for t in (*got, *want)} == {torch.bfloat16}
     torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-7)  # one rounding of another order of sums
@@ -200,7 +201,6 @@ STAY = ("values", "all as a whole")
 
 
 @pytest.mark.parametrize("name", MOVES)
-@torch.no_grad()
 def test_weights_that_change_after_the_compilation(name):
     model, x = Three(), torch.randn(3, 4, K)
     backend, compiled = agree(model)
@@ -214,7 +214,6 @@ def joined(m, x):
     return torch.cat([m.q(x), m.k(x) + m.v(x)], -1)[..., :K]
 
 
-@torch.no_grad()
 def test_layers_share_their_code():
     """Also where a weight of one of them moves later."""
     layers, x, backend = nn.ModuleList(Three(joined) for _ in range(12)), torch.randn(3, K), Passing(merge_linears_pass)
@@ -234,15 +233,13 @@ def test_what_is_no_parameter_of_a_module_is_left():
         return F.linear(x, a) * 2, F.linear(x, b) + 1
 
     backend = Passing(merge_linears_pass)
-    with torch.no_grad():
-        torch.compile(function, backend=backend)(x, memory[:32], memory[32:])
+    torch.compile(function, backend=backend)(x, memory[:32], memory[32:])
     assert backend.found == [()]
 
 
 def test_nothing_is_done_where_nothing_can_be_guarded():
     model, later = Three(bias=False), Passing(lambda gm: gm.code)
-    with torch.no_grad():
-        torch.compile(model, backend=later)(torch.randn(3, K))
+    torch.compile(model, backend=later)(torch.randn(3, K))
     [graph], [before] = later.graphs, later.found
     [found] = merge_linears_pass(graph)
     assert found.refusal == "no guard can be added here" and graph.code == before
@@ -257,7 +254,7 @@ def products():
 def test_inductor_reads_the_weights_in_place():
     model, x = products(), torch.randn(3, K)
     compiled = torch.compile(model, options={"pre_grad_custom_pass": merge_linears_pass})
-    with torch.no_grad(), torch._inductor.config.patch(fx_graph_cache=False):
+    with torch._inductor.config.patch(fx_graph_cache=False):
         got, code = compiled_code(lambda: compiled(x))
         close(got, model(x))
         assert code.count("extern_kernels.addmm(reinterpret_tensor(arg") == 1 and code.count("extern_kernels.mm(") == 1
@@ -298,7 +295,7 @@ def looks(layers):
     merge = sys.modules["attnops.lowering.merge_linears_pass"]
     model = nn.Sequential(*(Three(joined) for _ in range(layers)))
     backend = Passing(merge_linears_pass)
-    with torch.no_grad(), patch.object(merge, "fake_of", wraps=merge.fake_of) as counted:
+    with patch.object(merge, "fake_of", wraps=merge.fake_of) as counted:
         torch.compile(model, backend=backend, fullgraph=True)(torch.ones(2, K))
     assert backend.calls(F.linear) == [layers]
     return counted.call_count

@@ -34,6 +34,11 @@ class Packed(nn.Module):
         return x + out.view(x.shape)
 
 
+@pytest.fixture(autouse=True)
+def inference():
+    """Gradients are recorded here."""
+
+
 def inputs():
     return torch.randn(BATCH, TOKENS, HQ * D, requires_grad=True)
 

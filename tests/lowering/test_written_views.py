@@ -15,7 +15,6 @@ from attnops.core.errors import InvalidInput, find
 from attnops.core.record import check
 from attnops.ops import OPS
 from attnops.testing import CASES
-from attnops.testing.calls import Call
 
 WRITING = sorted(name for name, op in OPS.items() if any(a.written for a in op.spec.args))
 BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -23,12 +22,12 @@ Memory = dict[str, dict[str, Tensor]]
 """By kind of view and written argument, the memory in which the argument is."""
 
 
-def beside(x: Tensor, dim: int) -> Tensor:
+def beside(x, dim):
     """`[..., 2, ...]`: another tensor and `x`."""
     return torch.stack([torch.zeros_like(x), x], dim)
 
 
-def bits(x: Tensor) -> Tensor:
+def bits(x):
     return x.view(BYTES[x.element_size()])
 
 
@@ -52,22 +51,22 @@ KINDS = {
 }
 
 
-def case_of(op: str) -> Call:
+def case_of(op):
     """The first call of the grid that has as many written arguments as any."""
     return max((case.call() for case in CASES[op][:24]), key=lambda call: len(call.mutated))
 
 
-def late(memory: Tensor) -> Tensor:
+def late(memory):
     """The same, as a part of a storage that begins earlier, by a whole number of strides."""
     before = memory.stride(0)
     return torch.cat([memory.new_zeros(before), memory.flatten()])[before:].view(memory.shape)
 
 
-def views_of(kind: str, memory: dict[str, Tensor]) -> dict[str, Tensor]:
+def views_of(kind, memory):
     return {n: KINDS[kind].view(m) for n, m in memory.items()}
 
 
-def memory_of(call: Call) -> Memory:
+def memory_of(call):
     """Without the kinds of views that the contract refuses, such as a plan with gaps."""
     given, found = {n: call.arguments[n] for n in call.mutated}, {}
     for name, kind in KINDS.items():
@@ -80,7 +79,7 @@ def memory_of(call: Call) -> Memory:
     return found
 
 
-def write_in_all(call: Call, memory: Memory, within: bool, policy: str) -> None:
+def write_in_all(call, memory, within, policy):
     """Make the call once for each kind of view. within: are views made here, or is it given them?"""
     op = OPS[call.op]
     for kind, given in memory.items():
@@ -101,8 +100,7 @@ def test_what_eager_leaves_in_memory_is_what_compiled_code_leaves(way, dynamic, 
         if way == WAYS[0]:
             memory = {kind: {n: late(m) for n, m in given.items()} for kind, given in memory.items()}
         given = {kind: views_of(kind, each) for kind, each in memory.items()} if way == WAYS[2] else memory
-        with torch.no_grad():
-            run(call, given, way != WAYS[2], f"kernel={op}:reference")
+        run(call, given, way != WAYS[2], f"kernel={op}:reference")
         left.append(memory)
     want, got = left
     for kind, memory in want.items():
@@ -158,17 +156,16 @@ def test_pages_may_be_views_of_another_dtype(run, dynamic):
     rows = *torch.randn(2, 6, 2, 16).to(BF16), torch.randperm(20)[:6]
     want, got = (torch.zeros(2, 5, 4, 2, 16, dtype=torch.int16) for _ in range(2))
     compiled = torch.compile(run, fullgraph=True, dynamic=dynamic)
-    with torch.no_grad():
-        if run in RIGHT:
-            run(rows, want)
+    if run in RIGHT:
+        run(rows, want)
+        compiled(rows, got)
+    else:
+        with pytest.raises(Exception) as caught:
             compiled(rows, got)
-        else:
-            with pytest.raises(Exception) as caught:
-                compiled(rows, got)
-            error = find(caught.value)
-            # From torch 2.15 on the compiler refuses such a view itself, whatever op it is given to.
-            said = "detached or of another dtype" if error else "realized as its own buffer; clone the base"
-            assert said in str(error or caught.value) and getattr(error, "field", "k_pages") in ("k_pages", "v_pages")
+        error = find(caught.value)
+        # From torch 2.15 on the compiler refuses such a view itself, whatever op it is given to.
+        said = "detached or of another dtype" if error else "realized as its own buffer; clone the base"
+        assert said in str(error or caught.value) and getattr(error, "field", "k_pages") in ("k_pages", "v_pages")
     assert torch.equal(got, want)
 
 
@@ -178,11 +175,11 @@ def test_pages_may_be_views_of_another_dtype(run, dynamic):
 class Writes(torch.nn.Module):
     """Calls of ops that write, on views of the memory that it is given."""
 
-    def __init__(self, calls: list[Call], kind: str) -> None:
+    def __init__(self, calls, kind):
         super().__init__()
         self.calls, self.kind = calls, kind
 
-    def forward(self, memories: list[dict[str, Tensor]]) -> None:
+    def forward(self, memories):
         for call, memory in zip(self.calls, memories, strict=True):
             write_in_all(call, {self.kind: memory}, True, "")
 
@@ -197,7 +194,7 @@ torch.save(memories, found)
 """
 
 
-def memories_of(calls: list[Call], kind: str, times: int) -> list[dict[str, Tensor]]:
+def memories_of(calls, kind, times):
     """By call, the memory that its views are in, so many times as long, in the middle of a storage."""
     return [{n: late(KINDS[kind].place(torch.cat([call.arguments[n]] * times))) for n in call.mutated} for call in calls]
 
@@ -212,10 +209,9 @@ def test_a_package_of_aot_inductor_writes_where_eager_does(tmp_path, kind):
     once, want = (memories_of(calls, kind, times) for times in (1, 3))
     shapes = ([{n: (Dim.AUTO,) * m.dim() for n, m in memory.items()} for memory in once],)
     torch.save(want, given)
-    with torch.no_grad():
-        program = torch.export.export(model, (once,), dynamic_shapes=shapes)
-        torch._inductor.aoti_compile_and_package(program, package_path=package)
-        model(want)
+    program = torch.export.export(model, (once,), dynamic_shapes=shapes)
+    torch._inductor.aoti_compile_and_package(program, package_path=package)
+    model(want)
     subprocess.run([sys.executable, "-c", LOAD, package, given, found], check=True)
     for call, got, exact in zip(calls, torch.load(found), want, strict=True):
         for name in exact:

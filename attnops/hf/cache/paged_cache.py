@@ -24,7 +24,7 @@ from attnops.cache.batch import PagedBatch
 from attnops.cache.step import Tokens
 from attnops.core.errors import InvalidInput, fail
 from attnops.core.record import need
-from attnops.graphs.regional import NotRegional
+from attnops.graphs.per_layer import NotRegional
 from attnops.hf.cache import names as cache_names
 from attnops.hf.cache.model_pages import EMPTY, ModelPages, Past
 

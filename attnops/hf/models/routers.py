@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from attnops.core.record import asked, changed, name as name_of
 from attnops.core.select import active_policy
 from attnops.core.tracers import is_recorded
-from attnops.graphs.regional import NUMBER
+from attnops.graphs.per_layer import NUMBER
 from attnops.hf.models.chosen import is_ours
 from attnops.hf.models.experts import plain
 from attnops.hf.models.methods import is_replaced

@@ -12,7 +12,7 @@ from torch._C import _len_torch_function_stack
 from attnops.cache.paged import ordinary
 from attnops.core.errors import InvalidInput, fail
 from attnops.core.record import name, need
-from attnops.graphs import guard
+from attnops.graphs import stale
 from attnops.hf.cache import names as cache_names
 from attnops.hf.cache.paged_cache import PagedModelCache, State
 from attnops.hf.steps.around import function_modes
@@ -36,7 +36,7 @@ def state_of(cache: Any) -> State:
 
 def modes_now() -> tuple[Any, ...]:
     """What is looked at before every step. No name of a function mode: there is none in nearly every call."""
-    return (*guard.in_force(), function_modes() if _len_torch_function_stack() else ())
+    return (*stale.in_force(), function_modes() if _len_torch_function_stack() else ())
 
 
 def positions(state: State, rows: int) -> Tensor:

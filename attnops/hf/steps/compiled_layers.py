@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from attnops.cache.batch import PagedBatch
-from attnops.graphs.regional import NUMBER, NotRegional, Regions, Twin, twin, varying, write_back
+from attnops.graphs.per_layer import NUMBER, NotRegional, Regions, Twin, twin, varying, write_back
 from attnops.hf.attention import descriptor
 from attnops.hf.cache.model_pages import EMPTY, ModelPages
 from attnops.hf.cache.names import argument_of

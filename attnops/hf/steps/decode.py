@@ -24,7 +24,7 @@ from attnops.core.kernel import deterministic
 from attnops.core.select import active_policy
 from attnops.graphs import Graphed, Report
 from attnops.graphs.graphed import Progress
-from attnops.graphs.regional import Regions
+from attnops.graphs.per_layer import Regions
 from attnops.hf import not_fast
 from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.names import argument_of, cache_in

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from attnops.graphs.device import CudaGraphs, Device
+from attnops.graphs.cuda_graphs import CudaGraphs, Device
 from attnops.hf import not_fast
 from attnops.hf.cache.names import cache_in, named
 from attnops.hf.generation import running_generation

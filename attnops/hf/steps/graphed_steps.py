@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from attnops.core.errors import SideEffect, fail
 from attnops.graphs import Buckets, Graphed, breakable
 from attnops.graphs.buckets import decode_sizes
-from attnops.graphs.regional import Regional, Regions
+from attnops.graphs.per_layer import PerLayer, Regions
+from attnops.graphs.traced import Traced
 from attnops.hf import not_fast
 from attnops.hf.cache.names import argument_of
 from attnops.hf.cache.paged_cache import PagedModelCache
@@ -52,7 +53,7 @@ def graphed_steps(
         passes: of compiled steps.
         regions: the layers that are compiled; None: steps are captured from eager code.
     """
-    capture = cast(Callable[..., Graphed], breakable)
+    capture: Callable[..., Graphed] = breakable
     step = step_of(forward, argument_of(model))
     # Compiled steps follow those of eager code, or are asked for by capture().
     if how.mode == "auto" and regions is None:
@@ -60,7 +61,8 @@ def graphed_steps(
     if regions is not None:
         in_layers = layered(forward, model, regions)
         # Positions of one row are broadcast over, those of several are not.
-        capture = partial(Regional, inner=how.inner, one_differs=True, passes=passes, regions=regions, layered=in_layers)
+        whole = Traced(how.inner, one_differs=True, passes=passes)
+        capture = partial(Graphed, runner=PerLayer(regions, in_layers, whole))
     return capture(
         step, Buckets(decode=decode_sizes(cache.max_batch)), tokens=(), requests=("input_ids", "position_ids", "live"),
         state=cache.state.pages.counters, over_budget=how.over_budget, check_every=how.check_every,

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from attnops.core.record import need
-from attnops.graphs.device import Device
-from attnops.graphs.pieces import INNER, Inner
+from attnops.graphs.compile_pieces import INNER, Inner
+from attnops.graphs.cuda_graphs import Device
 
 Mode = Literal["auto", "hf", "piecewise", "breakable"]
 

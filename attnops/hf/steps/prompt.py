@@ -24,9 +24,9 @@ from attnops.core.errors import InvalidInput, NoKernel, NotCapturable, SideEffec
 from attnops.core.kernel import deterministic
 from attnops.core.select import active_policy
 from attnops.graphs import Buckets, Graphed, breakable
-from attnops.graphs.guard import uncached_casts
-from attnops.graphs.pieces import Inner
-from attnops.graphs.regional import NotRegional, Regions, Twin
+from attnops.graphs.compile_pieces import Inner
+from attnops.graphs.per_layer import NotRegional, Regions, Twin
+from attnops.graphs.stale import uncached_casts
 from attnops.hf.attention.mask import padding_of, tracing
 from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.names import argument, cache_in

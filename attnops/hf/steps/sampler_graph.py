@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnops.cache.paged import ordinary
 from attnops.core.errors import NotCapturable
-from attnops.graphs.device import CAPTURING, Device, Recorded, frozen
+from attnops.graphs.cuda_graphs import CAPTURING, Device, Recorded, frozen
 from attnops.graphs.streams import LastStream
 from attnops.hf.steps.captures import Failures, passing
 from attnops.hf.steps.eligibility import Asked, held

@@ -1,4 +1,4 @@
-"""`Regions`: layers that are compiled once a kind. They are kept apart from captures, so that other sizes and caches need no new code."""
+"""`PerLayer`: the runner that compiles a layer once a kind, for all sizes and caches."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import time
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import FunctionType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from ..core.errors import AttnopsError, NotCapturable, SideEffect, find, one_line
+from .as_it_runs import AsItRuns
 from .buckets import Bucket
-from .device import Recorded
-from .eager_capture import capture_mode
-from .graphed import Entry
-from .inputs import Values
-from .modes import Piecewise, tracing
-from .pieces import INNER, Inner, Program, compile_parts, start_workers
+from .compile_pieces import Inner, Program, compile_parts, compiler_of, start_workers
+from .cuda_graphs import Recorded
+from .eager_capture import CaptureMode, capture_mode
+from .options import Options, Values
 from .report import Report
 from .split import split
+from .traced import Traced, tracing
 
 MOST_KINDS = 4
 """Layers that Dynamo may tell apart within a step. Sliding and full attention, each before dense layers and experts, are four."""
@@ -44,14 +44,10 @@ class NotRegional(AttnopsError):
 class AnyNumber:
     """In place of the number of a layer: it can be passed on, and fails where it would be compared or computed with."""
 
-    def __eq__(self, other: object) -> bool:
+    def _refuse(self, *_: object) -> NoReturn:
         raise NotRegional("the layer computes with its own number")
 
-    def __bool__(self) -> bool:
-        raise NotRegional("the layer computes with its own number")
-
-    def __hash__(self) -> int:
-        raise NotRegional("the layer computes with its own number")
+    __eq__ = __bool__ = __hash__ = _refuse
 
 
 ANY = AnyNumber()
@@ -59,34 +55,43 @@ Twin = tuple[Any, list[Any]]
 
 
 def twin(module: nn.Module) -> Twin:
-    """(a module with the tensors and attributes of `module`, but for the numbers of layers and hooks; its functions, in order).
+    """A module with the tensors and attributes of `module`, and its functions, in order.
 
-    Numbers tell equal layers apart, and Dynamo may take a function for another one with the same code. To trace a twin does not change the
-    module, which other threads may use. Raises NotRegional for a submodule with a forward of its own.
+    It has no numbers of layers, which tell equal layers apart, and hooks are numbered anew. Dynamo
+    may take a function for another one with the same code. To trace a twin does not change the
+    module, which other threads may use. Raises NotRegional for a submodule with a forward of its
+    own.
     """
-    made: dict[nn.Module, nn.Module] = {}
+    made: dict[nn.Module | None, nn.Module | None] = {None: None}
     functions: list[Any] = []
     for part in module.modules():
         if part is not module and "forward" in vars(part):
             raise NotRegional(f"{type(part).__name__} has a forward of its own instance")
-        copy = made[part] = object.__new__(type(part))
-        own = copy.__dict__
+        made[part] = object.__new__(type(part))
+        own = vars(made[part])
         own.update(vars(part))
         own.pop("forward", None)
         if type(own.get(NUMBER)) is int:
             own[NUMBER] = ANY
         for name in _HOOKS:
-            order = {key: i for i, key in enumerate(own[name])}
-            kinds = [kind for kind in own if kind.startswith(name)]
-            for key, hook in own[name].items():
-                functions += (name, hook, *(kind for kind in kinds if key in own[kind]))
-            for kind in kinds:
-                own[kind] = OrderedDict((order[key], hook) for key, hook in own[kind].items())
+            functions += _number_hooks(own, name)
         functions += (value for value in own.values() if isinstance(value, FunctionType))
-    for copy in made.values():
-        children = copy.__dict__["_modules"]
-        copy.__dict__["_modules"] = {name: child if child is None else made[child] for name, child in children.items()}
+    for part in module.modules():
+        children = {name: made[child] for name, child in part._modules.items()}
+        vars(made[part])["_modules"] = children
     return made[module], functions
+
+
+def _number_hooks(own: dict[str, Any], name: str) -> list[Any]:
+    """Number the hooks of a kind among a module's attributes from 0, and list them."""
+    order = {key: i for i, key in enumerate(own[name])}
+    kinds = [kind for kind in own if kind.startswith(name)]
+    listed: list[Any] = []
+    for key, hook in own[name].items():
+        listed += (name, hook, *(kind for kind in kinds if key in own[kind]))
+    for kind in kinds:
+        own[kind] = OrderedDict((order[key], hook) for key, hook in own[kind].items())
+    return listed
 
 
 def write_back(module: nn.Module, same: nn.Module) -> bool:
@@ -110,13 +115,13 @@ class Regions:
 
     A layer that Dynamo cannot trace alone, or that it tells from each other one, raises NotRegional.
 
-    refusal: why the whole model is traced instead, set by Regional; "" while it is not.
+    refusal: why the whole model is traced instead, set by `PerLayer`; "" while it is not.
     ran: the programs that ran since `begin`, in order.
     seconds: of tracing, choice of kernels and compilation.
     """
 
     def __init__(self, inner: str | Inner = "inductor", passes: Sequence[Callable[[fx.GraphModule], Any]] = ()) -> None:
-        self._inner, self._passes = INNER[inner] if isinstance(inner, str) else inner, passes
+        self._inner, self._passes = compiler_of(inner), passes
         self._programs: list[weakref.ref[Program]] = []
         self.ran: list[Program] = []
         self.refusal, self.seconds = "", 0.0
@@ -126,8 +131,7 @@ class Regions:
         self._into: Recorded | None = None
         # By the word and the identity of a layer's functions, which are kept beside.
         self._compiled: dict[tuple[str | int, ...], tuple[Any, Callable[..., Any]]] = {}
-        if self._inner in (INNER["inductor"], INNER["tuned"]):
-            start_workers()
+        start_workers(self._inner)
 
     @property
     def programs(self) -> list[Program]:
@@ -165,22 +169,20 @@ class Regions:
             if self._traces != before:
                 self.seconds += time.perf_counter() - began
 
-    def _traced(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], apart: str, found: Twin | None) -> Any:
-        if found is not None or not isinstance(call, nn.Module):
-            return self._traced_twice(found or (call, [call]), args, kwargs, apart)
-        found = twin(call)
-        out = self._traced_twice(found, args, kwargs, apart)
-        write_back(call, found[0])
-        return out
-
-    def _traced_twice(self, found: Twin, args: tuple[Any, ...], kwargs: dict[str, Any], apart: str) -> Any:
+    def _traced(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], apart: str, same: Twin | None) -> Any:
+        own = twin(call) if same is None and isinstance(call, nn.Module) else None
+        given = same or own or (call, [call])
         try:
-            return self._traced_once(found, args, kwargs, apart)
+            out = self._traced_once(given, args, kwargs, apart)
         except RuntimeError as e:
-            # torch 2.13 counts the compiled frames of all threads at once, and may miss those of this call.
+            # torch 2.13 counts the compiled frames of all threads at once, and may miss those of
+            # this call.
             if "found no compiled frames" not in str(e):
                 raise
-        return self._traced_once(found, args, kwargs, apart)
+            out = self._traced_once(given, args, kwargs, apart)
+        if own is not None:
+            write_back(call, own[0])
+        return out
 
     def _traced_once(self, found: Twin, args: tuple[Any, ...], kwargs: dict[str, Any], apart: str) -> Any:
         from torch._dynamo.exc import TorchDynamoException
@@ -223,70 +225,70 @@ class Regions:
         return program.run(flat, self._into)
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
-class Regional(Piecewise):
-    """`Piecewise` that compiles layers and not the whole model, where they can be compiled so. Code outside of them runs as it is.
+class PerLayer(AsItRuns):
+    """Runs compiled layers, where they can be compiled so, and the code outside of them as it is.
 
+    regions: compiles the layers.
     layered: the model with its layers called through `regions`.
+    whole: runs the steps where the layers cannot be compiled.
     """
 
-    regions: Regions
-    layered: Callable[..., Any]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __init__(self, regions: Regions, layered: Callable[..., Any], whole: Traced) -> None:
+        self.regions, self.layered, self.whole = regions, layered, whole
         self._latest: list[Program] = []
+        self._seconds = 0.0
 
-    def report(self) -> Report:
-        """As of all modes, with the pieces of layers, or the reason why the whole model was traced."""
-        found, regions = super().report(), self.regions
-        if regions.refusal:
-            return replace(found, whole=regions.refusal)
+    @property
+    def seconds(self) -> float:
+        return self._seconds + self.whole.seconds
+
+    def told(self, report: Report) -> Report:
+        if self.regions.refusal:
+            return replace(self.whole.told(report), whole=self.regions.refusal)
         compiled = sum({id(program): program.compiled for program in self._latest}.values())
         parts = sum(len(program.pieces) for program in self._latest)
-        return replace(found, compiled={"decode": compiled}, parts={"decode": parts}) if parts else found
+        if not parts:
+            return report
+        return replace(report, compiled={"decode": compiled}, parts={"decode": parts})
 
-    def _compile(self, bucket: Bucket, values: Values) -> None:
-        # A bucket of one row compiles in its own warm-up, because one row has a trace of its own.
+    def trace(self, bucket: Bucket) -> str:
         if self.regions.refusal or bucket.requests > 1:
-            super()._compile(bucket, values)
+            return bucket.trace
+        return f"{bucket.trace} of one row"
 
-    def _prepare(self, bucket: Bucket, values: Values) -> None:
-        self._plain(bucket, values)
-
-    def _captured(self, bucket: Bucket, values: Values) -> Entry | None:
-        try:
-            return super()._captured(bucket, values)
-        except (NotRegional, NotCapturable) as e:
-            if self.regions.refusal or isinstance(e, SideEffect):
-                raise
-            self.regions.refusal = str(e)  # code between layers that only a trace can capture
-        return super()._captured(bucket, values)
-
-    def _plain(self, bucket: Bucket, values: Values) -> Any:
+    def run(self, options: Options, bucket: Bucket, values: Values) -> Any:
         if not self.regions.refusal:
             try:
-                return self._layered(bucket, values)
+                return self._in_layers(options, bucket, values)
             except NotRegional as e:
                 self.regions.refusal = str(e)
-        if bucket.trace not in self._compiled:
-            super()._prepare(bucket, values)
-            self._prepared.add(bucket.trace)
-        return super()._plain(bucket, values)
+        if bucket.trace not in self.whole.traces:
+            self.whole.prepare(options, bucket, values)
+        return self.whole.run(options, bucket, values)
 
-    def _layered(self, bucket: Bucket, values: Values) -> Any:
+    def record(self, options: Options, bucket: Bucket, values: Values, into: Recorded) -> Any:
+        if self.regions.refusal:
+            return self.whole.record(options, bucket, values, into)
+        into.begin()
+        with CaptureMode(into, options.kept_out(bucket)):
+            return self._in_layers(options, bucket, values)
+
+    def changes(self, error: Exception) -> bool:
+        traced = isinstance(error, (NotRegional, NotCapturable)) and not isinstance(error, SideEffect)
+        if self.regions.refusal or not traced:
+            return False
+        # Code between layers that only a trace can capture.
+        self.regions.refusal = str(error)
+        return True
+
+    def _in_layers(self, options: Options, bucket: Bucket, values: Values) -> Any:
         regions, before = self.regions, self.regions.seconds
         regions.begin()
         try:
-            return self.layered(**self._planned(bucket, values))
+            return self.layered(**options.planned(bucket, values))
         finally:
             self._latest = regions.ran
-            self._compile_seconds += regions.seconds - before
-
-    def _record(self, bucket: Bucket, values: Values, into: Recorded) -> Any:
-        if self.regions.refusal:
-            return super()._record(bucket, values, into)
-        return self._as_it_runs(bucket, into, lambda: self._layered(bucket, values))
+            self._seconds += regions.seconds - before
 
 
 def varying(tensor: Tensor, *dims: int) -> Tensor:

@@ -1,16 +1,13 @@
-"""Checks before every replay, the comparison of a replay with eager, and guards of cached code, which are evaluated as a whole."""
+"""Checks before every replay, and the comparison of a replay with eager."""
 
 from __future__ import annotations
 
-import ast
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
 from ..core.errors import ReplayMismatch, StaleGraph, fail
@@ -21,6 +18,10 @@ from ..core.select import active_policy
 _equal_pointers = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
 
+Leaves = list[tuple[str, Any]]
+"""The values in a structure, each with its path."""
+
+
 class Guard:
     """State that a captured graph depends on: fixed arguments, further tensors that the model reads, the policy and autocast.
 
@@ -29,7 +30,7 @@ class Guard:
 
     def __init__(self, fixed: Mapping[str, Any], watched: Mapping[str, Tensor], others: int) -> None:
         """fixed: arguments that are the same at every call. watched: further tensors. others: the number of arguments that are copied."""
-        self.policy, self.casting, self.repeatable = in_force()
+        self.in_force = in_force()
         self._fixed = {n: (v, _is_frozen(v), _leaves(v)) for n, v in fixed.items()}
         self._count = len(fixed) + others
         named = {f"{n}{path}": leaf for n, (*_, leaves) in self._fixed.items() for path, leaf in leaves if isinstance(leaf, Tensor)}
@@ -41,14 +42,12 @@ class Guard:
 
     def check(self, values: Mapping[str, Any]) -> None:
         """Raise StaleGraph with the name of an argument, policy or dtype that differs."""
-        if active_policy() != self.policy:
-            fail(StaleGraph, "policy", repr(active_policy()), repr(self.policy))
-        if casting() != self.casting:
-            fail(StaleGraph, "autocast", casting() or "off", self.casting or "off")
-        if repeatable() != self.repeatable:
-            fail(StaleGraph, "repeatable (torch.use_deterministic_algorithms)", repeatable(), self.repeatable)
+        policy, casts, repeats = self.in_force
+        if active_policy() != policy or casting() != casts or repeatable() != repeats:
+            self._fail_of_modes()
         if len(values) != self._count or not values.keys() >= self._fixed.keys():
-            fail(StaleGraph, "arguments", sorted(values), f"{self._count}, {', '.join(self._fixed)} among them")
+            want = f"{self._count}, {', '.join(self._fixed)} among them"
+            fail(StaleGraph, "arguments", sorted(values), want)
         for name, (value, frozen, leaves) in self._fixed.items():
             if values[name] is not value or not frozen:
                 _compare_leaves(name, _leaves(values[name]), leaves)
@@ -57,19 +56,35 @@ class Guard:
         else:
             same = [t.data_ptr() for t in self._tensors] == self._pointers
         if not same:
-            for (name, t), pointer in zip(self._watched.items(), self._pointers, strict=True):
-                if t.data_ptr() != pointer:
-                    fail(StaleGraph, name, f"address {t.data_ptr():#x}", f"{pointer:#x}")
+            self._fail_of_addresses()
+
+    def _fail_of_modes(self) -> None:
+        names = "policy", "autocast", "repeatable (torch.use_deterministic_algorithms)"
+        for name, got, want in zip(names, _shown(*in_force()), _shown(*self.in_force), strict=True):
+            if got != want:
+                fail(StaleGraph, name, got, want)
+
+    def _fail_of_addresses(self) -> None:
+        for (name, t), pointer in zip(self._watched.items(), self._pointers, strict=True):
+            if t.data_ptr() != pointer:
+                fail(StaleGraph, name, f"address {t.data_ptr():#x}", f"{pointer:#x}")
 
 
-def _compare_leaves(name: str, given: list[tuple[str, Any]], captured: list[tuple[str, Any]]) -> None:
+def _shown(policy: str, casts: object, repeats: str) -> tuple[object, ...]:
+    return repr(policy), casts or "off", repeats
+
+
+def _compare_leaves(name: str, given: Leaves, captured: Leaves) -> None:
     if [p for p, _ in given] != [p for p, _ in captured]:
         fail(StaleGraph, name, f"{len(given)} values", f"the {len(captured)}")
     for (path, want), (_, got) in zip(captured, given, strict=True):
+        if want is got:
+            continue
         if isinstance(want, Tensor) and isinstance(got, Tensor):
-            if want is not got and _layout(want) != _layout(got):
-                fail(StaleGraph, f"{name}{path}", described(got, address=True), described(want, address=True))
-        elif want is not got and (type(want) is not type(got) or want != got):
+            if _layout(want) != _layout(got):
+                told = described(got, address=True), described(want, address=True)
+                fail(StaleGraph, f"{name}{path}", *told)
+        elif type(want) is not type(got) or want != got:
             fail(StaleGraph, f"{name}{path}", repr(got), repr(want))
 
 
@@ -97,7 +112,7 @@ def uncached_casts() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-def _leaves(value: Any) -> list[tuple[str, Any]]:
+def _leaves(value: Any) -> Leaves:
     if isinstance(value, Tensor):
         return [("", value)]
     return [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(value)[0]]
@@ -156,64 +171,3 @@ def unchanged(state: Sequence[Tensor]) -> Iterator[None]:
         yield
     finally:
         restore(state, copies)
-
-
-# Guards of cached code -----------------------------------------------------------------------------------------------------------
-#
-# Code from torch's compile caches comes with guards as Python source, `min(3, L['t0']) == L['t0']`, which torch (2.11 to 2.13)
-# evaluates on symbolic sizes. Python's `min` and `or` then guard on the comparison of one part, so that a trace of many sizes
-# specialises to one.
-
-
-def shape_env() -> Any:
-    """The shape environment of the current trace, or None."""
-    found = TracingContext.try_get()
-    return None if found is None or found.fake_mode is None else found.fake_mode.shape_env
-
-
-@contextmanager
-def whole_guards() -> Iterator[None]:
-    """Within the block the shape environment of the current trace evaluates every cached guard as a whole."""
-    if (env := shape_env()) is None:
-        yield
-        return
-    own = env.evaluate_guards_expression
-    env.evaluate_guards_expression = lambda code, args: own(whole(code), args)
-    try:
-        yield
-    finally:
-        del env.evaluate_guards_expression
-
-
-def whole(code: str) -> str:
-    """The expression with `|`, `&` and torch functions in place of `or`, a nested `and`, min and max. A top-level `and` or chain of
-    comparisons stays, because each of its parts has to hold anyway."""
-    visit = _Whole()
-    body = ast.parse(code, mode="eval").body
-    parts = body.values if isinstance(body, ast.BoolOp) and isinstance(body.op, ast.And) else [body]
-    taken: list[Any] = [(visit.generic_visit if isinstance(part, ast.Compare) else visit.visit)(part) for part in parts]
-    return ast.unparse(ast.BoolOp(ast.And(), taken) if len(taken) > 1 else taken[0])
-
-
-class _Whole(ast.NodeTransformer):
-    def visit(self, node: ast.AST) -> Any:
-        self.generic_visit(node)
-        match node:
-            case ast.Call(ast.Name("min" | "max" as name)):
-                return functools.reduce(lambda a, b: _call(f"sym_{name}", a, b), node.args)
-            case ast.BoolOp():
-                return _joined(ast.BitOr() if isinstance(node.op, ast.Or) else ast.BitAnd(), node.values)
-            case ast.UnaryOp(ast.Not()):
-                return _call("sym_not", node.operand)
-            case ast.Compare():
-                sides = [node.left, *node.comparators]
-                return _joined(ast.BitAnd(), [ast.Compare(sides[i], [op], [sides[i + 1]]) for i, op in enumerate(node.ops)])
-        return node
-
-
-def _call(name: str, *given: ast.expr) -> ast.expr:
-    return ast.Call(ast.Attribute(ast.Name("torch", ast.Load()), name, ast.Load()), list(given), [])
-
-
-def _joined(op: ast.operator, parts: Sequence[ast.expr]) -> ast.expr:
-    return functools.reduce(lambda a, b: ast.BinOp(a, op, b), parts)

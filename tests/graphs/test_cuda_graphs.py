@@ -12,7 +12,7 @@ import torch
 
 from attnops.core.errors import InvalidInput, NotCapturable
 from attnops.graphs import Buckets, CudaGraphs, breakable, capturing
-from attnops.graphs.device import Recorded, drawing_nothing
+from attnops.graphs.cuda_graphs import Recorded, drawing_nothing
 from tests.graphs.standin import StandIn
 
 
@@ -137,7 +137,7 @@ def cuda(monkeypatch):
         monkeypatch.setattr(torch._C, name, value, raising=False)
     # Of the capture that takes a generator out of another.
     monkeypatch.setattr(torch, "zeros", lambda *given, real=torch.zeros, **more: real(*given))
-    monkeypatch.setattr("attnops.graphs.device.capture_stream", lambda index: of_device(Stream())(torch.device("cuda", index)))
+    monkeypatch.setattr("attnops.graphs.cuda_graphs.capture_stream", lambda index: of_device(Stream())(torch.device("cuda", index)))
     return state
 
 
@@ -155,6 +155,15 @@ def captured(device, run):
         device.abort()
         raise
     return device.end(), out
+
+
+def session(device, run=lambda: None):
+    """A step of one graph, in a session of its own."""
+    with device.session():
+        recorded = Recorded(device)
+        with recorded.whole():
+            recorded.begin()
+            run()
 
 
 def test_a_capture(cuda):
@@ -175,12 +184,13 @@ def test_a_capture_that_fails_leaves_nothing_behind(cuda, release_of_torch, when
     device = CudaGraphs()
     kept, _ = captured(device, lambda: None)
     cuda.broken = broken  # at every try to end it
-    with pytest.raises(NotCapturable), device.session():
-        recorded = Recorded(device)
-        with recorded.whole():
-            recorded.begin()
-            if when == "in the step":
-                raise RuntimeError("operation not permitted when stream is capturing")
+
+    def step():
+        if when == "in the step":
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(NotCapturable):
+        session(device, step)
     assert cuda.log[-1] == "main waits for side" and cuda.log.count("reset") == 1
     assert cuda.log.count("end pool 0 by hand") == (broken > 0 and release_of_torch < (2, 13))
     assert cuda.released == ["pool 0"] and not cuda.recording, "once, for the graph that lives holds the pool for itself"
@@ -207,10 +217,8 @@ def test_a_capture_that_does_not_begin_takes_nothing_from_its_pool(cuda, release
 
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", refused)
     cuda.broken = 1
-    with pytest.raises(NotCapturable), device.session():
-        recorded = Recorded(device)
-        with recorded.whole():
-            recorded.begin()
+    with pytest.raises(NotCapturable):
+        session(device)
     assert "pool 0" not in cuda.released, kept
 
 
@@ -499,10 +507,8 @@ def test_an_interrupt_leaves_the_collector_and_the_device_as_they_were(cuda, tha
 
     with monkeypatch.context() as now:
         now.setattr(owner, where, interrupted)
-        with pytest.raises(Interrupt), device.session():
-            recorded = Recorded(device)
-            with recorded.whole():
-                recorded.begin()
+        with pytest.raises(Interrupt):
+            session(device)
     assert gc.isenabled() and gc.get_freeze_count() == before
     cuda.log.clear()
     with device.session():

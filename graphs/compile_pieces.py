@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..core.fx_effects import comparable
-from .device import Recorded
+from ..core.record import need
+from .cached_guards import whole_guards
+from .cuda_graphs import Recorded
 from .graph_breaks import depends_on_data
-from .guard import whole_guards
 from .split import Part, Split, fusible, value_of
 
 Piece = Callable[..., Any]
@@ -48,18 +49,30 @@ def eager(module: fx.GraphModule, examples: list[Any]) -> Piece:
     return module
 
 
-def start_workers() -> None:
-    """Start Inductor's compile workers while the model is traced. Otherwise the first piece starts them, and the next ones wait."""
-    if not torch.cuda.is_available():
+INNER: dict[str, Inner] = {"inductor": inductor, "tuned": tuned, "eager": eager}
+
+
+def compiler_of(inner: str | Inner) -> Inner:
+    """The compiler of this name. Raises InvalidInput."""
+    if not isinstance(inner, str):
+        return inner
+    want = f"a function, or one of {', '.join(INNER)}"
+    need(inner in INNER, "inner", repr(inner), want)
+    return INNER[inner]
+
+
+def start_workers(inner: Inner) -> None:
+    """Start Inductor's compile workers while the model is traced.
+
+    Otherwise the first piece starts them, and the next ones wait.
+    """
+    if inner not in (inductor, tuned) or not torch.cuda.is_available():
         return
     from torch._inductor import async_compile
 
     # Not public: without it the workers start later.
     if (start := getattr(async_compile, "maybe_warm_pool", None)) is not None:
         start()
-
-
-INNER: dict[str, Inner] = {"inductor": inductor, "tuned": tuned, "eager": eager}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,127 @@
+"""`Options`: what `piecewise` and `breakable` are given, and what follows from it for a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+
+from ..cache.batch import PagedBatch
+from ..cache.paged import Pages
+from ..core.errors import InvalidInput, fail
+from ..core.record import need
+from .buckets import Bucket, Buckets, Kind, need_word
+from .cuda_graphs import Device
+
+Rows = Literal["tokens", "requests", "whole"]
+OverBudget = Literal["raise", "drop"]
+
+Values = dict[str, Any]
+"""The arguments of a call, by name."""
+
+
+@dataclass(eq=False, repr=False)
+class Options:
+    """The arguments that `piecewise` and `breakable` share: see `Graphed`."""
+
+    model: Callable[..., Any]
+    buckets: Buckets
+    _: KW_ONLY
+    batch: str | None = "batch"
+    tokens: Sequence[str]
+    requests: Sequence[str] = ()
+    returns: Rows = "tokens"
+    cache: Pages | None = None
+    prepare: Callable[[PagedBatch], PagedBatch] | None = None
+    eager: Mapping[Kind, Sequence[str]] | None = None
+    budget_bytes: int | None = None
+    over_budget: OverBudget = "raise"
+    check_every: int = 0
+    tolerance: float | None = None
+    graphs: Device | None = None
+    state: Sequence[Tensor] = ()
+    watch: Callable[[], AbstractContextManager[Any]] = nullcontext
+    draws: bool = False
+
+    def __post_init__(self) -> None:
+        rows = (*self.tokens, *self.requests)
+        right = len(set(rows)) == len(rows) > 0 and self.batch not in rows
+        need(right, "tokens, requests", rows, "one or more different names, none equal to batch")
+        need_word("returns", self.returns, Rows)
+        need_word("over_budget", self.over_budget, OverBudget)
+        for kind, names in (self.eager or {}).items():
+            need(kind in get_args(Kind), "eager", [kind], "'decode', 'verify' and 'mixed' as keys")
+            listed = "a sequence of names of ops for each kind of batch"
+            need(not isinstance(names, str), "eager", repr(names), listed)
+        need(self.check_every >= 0, "check_every", self.check_every, "an int >= 0, 0 for never")
+        known = not isinstance(self.state, Tensor) and all(isinstance(t, Tensor) for t in self.state)
+        want = "a sequence of tensors, those that a step changes"
+        need(known, "state", type(self.state).__name__, want)
+        want = "() where the model takes no batch: only a batch has the tokens of each request"
+        drafts = self.buckets.verify
+        need(self.batch is not None or not drafts, "verify", drafts, want)
+        follows = self.graphs is None or hasattr(self.graphs, "follow")
+        want = "a Device with a method follow(), which orders streams"
+        need(follows, "graphs", type(self.graphs).__name__, want)
+
+    def fixed(self, values: Values) -> Values:
+        """The arguments that are the same objects at every call."""
+        copied = (self.batch, *self.tokens, *self.requests)
+        return {n: v for n, v in values.items() if n not in copied}
+
+    def sizes(self, values: Values) -> tuple[Kind, int, int, int]:
+        """(kind, new tokens, requests, the most tokens of a request) of a call.
+
+        Without a batch, the rows of the first tensor by request are the requests, with one token
+        each if no tensor is by token. Raises InvalidInput.
+        """
+        if self.batch is None:
+            requests = rows_of(self.requests[0], values).shape[0] if self.requests else 0
+            tokens = rows_of(self.tokens[0], values).shape[0] if self.tokens else requests
+            decodes = self.buckets.decode and self.requests and tokens == requests
+            return "decode" if decodes else "mixed", tokens, requests, tokens
+        batch = values.get(self.batch)
+        if not isinstance(batch, PagedBatch):
+            want = "a PagedBatch, as PagedCache.batch makes it"
+            fail(InvalidInput, self.batch, type(batch).__name__, want)
+        if batch.prefix or batch.shared is not None:
+            want = "None or (): the sizes of their tensors differ at every step"
+            fail(InvalidInput, f"{self.batch}.prefix, shared", "cached tokens", want)
+        if batch.others:
+            got, want = f"{len(batch.others)} more tables", "(): a cache without windows"
+            fail(InvalidInput, f"{self.batch}.others", got, want)
+        tokens, requests = batch.slots.shape[0], batch.page_table.shape[0]
+        kind = self.buckets.kind(tokens, requests, batch.max_seqlen_q)
+        return kind, tokens, requests, batch.max_seqlen_q
+
+    def plan_maker(self, bucket: Bucket) -> Callable[[PagedBatch], Tensor] | None:
+        """Makes the device plan in the graph of a bucket.
+
+        A plan that came with the batch would be of the lengths at capture.
+        """
+        if self.cache is None or self.prepare is not None or bucket.kind == "mixed":
+            return None
+        return self.cache.plan_maker(bucket.tokens, bucket.requests, bucket.queries)
+
+    def planned(self, bucket: Bucket, values: Values) -> Values:
+        """The inputs with the plan that is made in the graph, if any."""
+        name, make = self.batch, self.plan_maker(bucket)
+        if name is None or make is None:
+            return values
+        return {**values, name: replace(values[name], plan=make(values[name]))}
+
+    def kept_out(self, bucket: Bucket) -> Sequence[str]:
+        """The ops that run between the graphs of a bucket, because the user asked for it."""
+        return (self.eager or {}).get(bucket.kind, ())
+
+
+def rows_of(name: str, values: Values) -> Tensor:
+    """The tensor of this name. Raises InvalidInput."""
+    found = values.get(name)
+    if not isinstance(found, Tensor) or found.dim() == 0:
+        want = "a tensor whose first dim counts tokens or requests"
+        fail(InvalidInput, name, type(found).__name__, want)
+    return found
