@@ -12,6 +12,7 @@ from torch import Tensor
 from attnops.core.arguments import Arg
 from attnops.core.kernel import kernels_of
 from attnops.core.record import changed
+from attnops.core.tensors import compact
 from attnops.ops import OPS
 from attnops.ops.case_data import Features, Grid, Pages, Scene, Source
 from attnops.testing.by_role import dtype_of, number, tensor
@@ -182,5 +183,5 @@ def _is_asked(a: Arg, value: Any) -> bool:
 def _interleaved(pages: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Both kinds of pages as views of one buffer `[P, page, Hkv, D + Dv]`, the layout of several engines."""
     (first, keys), (second, values) = pages.items()
-    both = torch.cat([keys.view(torch.uint8), values.view(torch.uint8)], -1).view(keys.dtype)
+    both = torch.cat([compact(x).view(torch.uint8) for x in (keys, values)], -1).view(keys.dtype)
     return {first: both[..., : keys.shape[-1]], second: both[..., keys.shape[-1] :]}

@@ -155,7 +155,7 @@ CALLS |= {
     ),
     "varlen_attention_backward": backward("varlen_attention_backward"),
     "paged_attention": paged("paged_attention", features()),
-    "decode_attention": made("decode_attention", step(), pages=st.builds(Pages, ONE, ONE)),
+    "decode_attention": made("decode_attention", step(), pages=st.builds(Pages, ONE, ONE, shared=st.just(False))),
     "write_kv": made("write_kv", slots(), features(), index=INDEX),
     "mla_attention": paged("mla_attention", LATENT),
     "write_latent": made("write_latent", slots(), LATENT, index=INDEX, quantised=FLAG),
