@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 from torch import Tensor
 
@@ -21,6 +21,26 @@ OverBudget = Literal["raise", "drop"]
 
 Values = dict[str, Any]
 """The arguments of a call, by name."""
+
+
+class Shared(TypedDict, total=False):
+    """The arguments of `Graphed` that `piecewise` hands on, for type checkers and completion."""
+
+    batch: str | None
+    tokens: Sequence[str]
+    requests: Sequence[str]
+    returns: Rows
+    cache: Pages | None
+    prepare: Callable[[PagedBatch], PagedBatch] | None
+    eager: Mapping[Kind, Sequence[str]] | None
+    budget_bytes: int | None
+    over_budget: OverBudget
+    check_every: int
+    tolerance: float | None
+    graphs: Device | None
+    state: Sequence[Tensor]
+    watch: Callable[[], AbstractContextManager[Any]]
+    draws: bool
 
 
 @dataclass(eq=False, repr=False)

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
@@ -21,9 +21,12 @@ from .cached_guards import shape_env
 from .compile_pieces import Inner, Program, compile_parts, compiler_of, start_workers
 from .cuda_graphs import Recorded
 from .graphed import Graphed
-from .options import Options, Values
+from .options import Options, Shared, Values
 from .report import Report
 from .split import split
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def piecewise(
@@ -33,7 +36,7 @@ def piecewise(
     inner: str | Inner = "inductor",
     one_differs: bool = False,
     passes: Sequence[Callable[[fx.GraphModule], Any]] = (),
-    **options: Any,
+    **options: Unpack[Shared],
 ) -> Graphed:
     """Compile `model` once and capture it once a bucket.
 

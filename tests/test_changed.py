@@ -5,7 +5,6 @@ import json
 import shutil
 import subprocess
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 
 import pytest
