@@ -115,6 +115,21 @@ def ruled(rules: Rules) -> dict[str, Any]:
     return {"scale": scale, "cap": cap, "left": left, "right": right, "chunk": chunk or None, "CAUSAL": causal}
 
 
+def masked(mask: Tensor | None) -> tuple[dict[str, Any], tuple[int, int, int, int]]:
+    """A mask as device functions take it, and its strides by request, head, query and key.
+
+    mask: `[1 | B, 1 | H, 1 | S, K]`, or `[T, K]` of packed tokens. A dim of one number serves all.
+    """
+    if mask is None:
+        return {"mask_ptr": None, "MASK": "none"}, (0, 0, 0, 0)
+    if mask.dim() == 2:
+        b, h, q = 0, 0, mask.stride(0)
+    else:
+        b, h, q = (0 if n == 1 else mask.stride(i) for i, n in enumerate(mask.shape[:3]))
+    ptr, kind = (mask.view(torch.uint8), "bool") if mask.dtype == torch.bool else (mask, "additive")
+    return {"mask_ptr": ptr, "MASK": kind}, (b, h, q, mask.stride(-1))
+
+
 def strides(**given: Tensor) -> dict[str, int]:
     """Strides by token and by head of packed `[T, H, D]` or dense `[B, S, H, D]` tensors, as the device functions take them.
 
