@@ -111,8 +111,10 @@ def ruled(rules: Rules) -> dict[str, Any]:
     _, causal, left, right, softcap, chunk = rules
     # A soft cap works on scale * logit / cap, and gives back logits in base 2.
     scale, cap = (rules.scale / softcap, softcap * LOG2E) if softcap > 0 else (rules.scale * LOG2E, None)
-    left, right = (n if n >= 0 else None for n in (left, -1 if causal else right))
-    return {"scale": scale, "cap": cap, "left": left, "right": right, "chunk": chunk or None, "CAUSAL": causal}
+    return {
+        "scale": scale, "cap": cap, "left": left if left >= 0 else None, "right": right if right >= 0 and not causal else None,
+        "chunk": chunk or None, "CAUSAL": causal,
+    }  # fmt: skip
 
 
 def masked(mask: Tensor | None) -> tuple[dict[str, Any], tuple[int, int, int, int]]:
