@@ -21,7 +21,7 @@ from attnops.core.tensors import no_lse
 from attnops.kernels.flashinfer import modules as fi
 from attnops.kernels.flashinfer.modules import I32, LN2, Layout, Places, Shape, gapless
 from attnops.kernels.shared.plan import HEADER, cut, host_lengths, host_plan, read_header, whole_table, within, write_header
-from attnops.kernels.shared.tokens import blank, past, see_nothing, with_sinks
+from attnops.kernels.shared.tokens import blank, fresh, past, see_nothing, with_sinks
 from attnops.measured import Roofline, phases
 from attnops.ops.metadata import reference as data
 
@@ -56,8 +56,7 @@ def varlen_attention(call: varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
     """The op takes no plan, so every call copies the lengths to the host and plans."""
     query, key, value = call.query, call.key, call.value
     (tokens, q_heads, head_dim), (_, kv_heads, v_head_dim) = query.shape, value.shape
-    output = query.new_empty((tokens, q_heads, v_head_dim))
-    lse = query.new_empty((tokens, q_heads), dtype=torch.float32) if call.return_lse else None
+    output, lse = fresh(call)
     cu_q, cu_k = torch.stack([call.cu_seqlens_q, call.cu_seqlens_k]).cpu()
     for field, cu, most, rows in (("q", cu_q, call.max_seqlen_q, tokens), ("k", cu_k, call.max_seqlen_k, key.shape[0])):
         within(f"lengths of cu_seqlens_{field}", cu.diff(), most)

@@ -29,7 +29,7 @@ from attnops.core.tensors import compact, lengths_of, no_lse, rows_of
 from attnops.kernels.flashinfer.devices import trtllm_missing, xqa_missing, xqa_module
 from attnops.kernels.flashinfer.modules import HALVES, LN2, PACKAGE, gapless
 from attnops.kernels.shared import memory
-from attnops.kernels.shared.tokens import BY_TOKEN, LATENT, ROPE, batch_by_token, blank, past, rows, runs, see_nothing, whole, zeroed
+from attnops.kernels.shared.tokens import BY_TOKEN, LATENT, ROPE, batch_by_token, blank, fresh, past, rows, runs, see_nothing, whole, zeroed
 from attnops.measured import Roofline
 
 if TYPE_CHECKING:
@@ -123,9 +123,8 @@ def paged_attention(call: paged.PagedAttention) -> None:
 def varlen_attention(call: varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
     """The value is copied once, and with lse a workspace of `stats_bytes` is cleared at every call."""
     query, key, value, cu_q, cu_k = call.query, call.key, call.value, call.cu_seqlens_q, call.cu_seqlens_k
-    (tokens, heads, _), batch, queries = query.shape, cu_k.shape[0] - 1, call.max_seqlen_q
-    output = query.new_empty((tokens, heads, value.shape[2]))
-    lse = query.new_empty((tokens, heads), dtype=torch.float32) if call.return_lse else None
+    heads, batch, queries = query.shape[1], cu_k.shape[0] - 1, call.max_seqlen_q
+    output, lse = fresh(call)
     if not runs(call):
         see_nothing(output, lse)
         return output, no_lse(query) if lse is None else lse

@@ -10,6 +10,7 @@ from torch import Tensor
 from attnops.core.errors import InvalidInput
 from attnops.core.kernel import Need, extent_at_most, one_of
 from attnops.core.needs import _installed
+from attnops.core.tensors import result_dtype
 from attnops.ops.metadata.reference import rows_schedule_words
 
 LATENT, ROPE = 512, 64
@@ -107,6 +108,13 @@ def clear(*parts: tuple[Tensor, Tensor, float]) -> None:
         return
     for cu_seqlens, x, fill in parts:
         x.masked_fill_(past(cu_seqlens, x.shape[0]).view(-1, *[1] * (x.dim() - 1)), fill)
+
+
+def fresh(call: Any) -> tuple[Tensor, Tensor | None]:
+    """Memory for the results that a call returns: output `[..., Hq, Dv]`, and lse `[..., Hq]` where it is asked for."""
+    query, rows = call.query, call.query.shape[:-1]
+    output = query.new_empty((*rows, call.value.shape[-1]), dtype=result_dtype(query, call.q_scale))
+    return output, query.new_empty(rows, dtype=torch.float32) if call.return_lse else None
 
 
 def runs(call: Any) -> bool:

@@ -21,8 +21,10 @@ def clear_part(starts_ptr, end_at, ptr, rows, fill, COLUMNS: constexpr, BLOCK_R:
 
 @triton.jit(do_not_specialize=["a_end", "b_end", "c_end", "a_rows", "b_rows", "c_rows"])
 def clear(
-    a_starts_ptr, a_end, a_ptr, a_rows, a_fill, b_starts_ptr, b_end, b_ptr, b_rows, b_fill, c_starts_ptr, c_end, c_ptr, c_rows, c_fill,
-    A_COLUMNS: constexpr, B_COLUMNS: constexpr, C_COLUMNS: constexpr, BLOCK_R: constexpr, BLOCK: constexpr,
+    a_starts_ptr, a_end, a_ptr, a_rows, a_fill, b_starts_ptr, b_end, b_ptr, b_rows, b_fill,
+    c_starts_ptr, c_end, c_ptr, c_rows, c_fill,
+    A_COLUMNS: constexpr, B_COLUMNS: constexpr, C_COLUMNS: constexpr, BLOCK_R: constexpr,
+    BLOCK: constexpr,
 ):  # fmt: skip
     """Grid: (cdiv(most rows, BLOCK_R), 1 to 3 for a, b and c)."""
     if tl.program_id(1) == 0:
@@ -35,7 +37,8 @@ def clear(
 
 @triton.jit(do_not_specialize=["topk", "width", "slots", "page", "apart"])
 def lists(
-    indices_ptr, lengths_ptr, out_ptr, topk, width, slots, page, apart, indices_t, indices_k, lengths_t,
+    indices_ptr, lengths_ptr, out_ptr, topk, width, slots, page, apart, indices_t, indices_k,
+    lengths_t,
     LENGTHS: constexpr, APART: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     """Grid: (tokens, cdiv(width, BLOCK)). out: int32 `[T, width]`, contiguous: the slots of a list, and -1 elsewhere.

@@ -112,8 +112,25 @@ def ruled(rules: Rules) -> dict[str, Any]:
     _, causal, left, right, softcap, chunk = rules
     # A soft cap works on scale * logit / cap, and gives back logits in base 2.
     scale, cap = (rules.scale / softcap, softcap * LOG2E) if softcap > 0 else (rules.scale * LOG2E, None)
-    left, right = (n if n >= 0 else None for n in (left, -1 if causal else right))
-    return {"scale": scale, "cap": cap, "left": left, "right": right, "chunk": chunk or None, "CAUSAL": causal}
+    return {
+        "scale": scale, "cap": cap, "left": left if left >= 0 else None, "right": right if right >= 0 and not causal else None,
+        "chunk": chunk or None, "CAUSAL": causal,
+    }  # fmt: skip
+
+
+def masked(mask: Tensor | None) -> tuple[dict[str, Any], tuple[int, int, int, int]]:
+    """A mask as device functions take it, and its strides by request, head, query and key.
+
+    mask: `[1 | B, 1 | H, 1 | S, K]`, or `[T, K]` of packed tokens. A dim of one number serves all.
+    """
+    if mask is None:
+        return {"mask_ptr": None, "MASK": "none"}, (0, 0, 0, 0)
+    if mask.dim() == 2:
+        b, h, q = 0, 0, mask.stride(0)
+    else:
+        b, h, q = (0 if n == 1 else mask.stride(i) for i, n in enumerate(mask.shape[:3]))
+    ptr, kind = (mask.view(torch.uint8), "bool") if mask.dtype == torch.bool else (mask, "additive")
+    return {"mask_ptr": ptr, "MASK": kind}, (b, h, q, mask.stride(-1))
 
 
 def strides(**given: Tensor) -> dict[str, int]:

@@ -66,11 +66,12 @@ def pages_of(row_ptr, key, high, PAGE: constexpr, TILE_N: constexpr):
 
 @triton.jit
 def attend_tile(
-    acc, top, total, page, q, q_rest, key, low, high, first, length, position,
-    k_ptr, v_ptr, row_ptr, mask_ptr, mask_row, live, scale, cap, temperature, left, right, chunk,
-    k_p, k_n, v_p, v_n, mask_n,
-    D: constexpr, DV: constexpr, DR: constexpr, BLOCK_D: constexpr, BLOCK_DV: constexpr, BLOCK_DR: constexpr,
-    PAGE: constexpr, TILE_N: constexpr, COMPUTE: constexpr, CAUSAL: constexpr, MASK: constexpr, LATENT: constexpr, MASKED: constexpr,
+    acc, top, total, page, q, q_rest, key, low, high, first, length, position, k_ptr, v_ptr,
+    row_ptr, mask_ptr, mask_row, live, scale, cap, temperature, left, right, chunk, k_p, k_n, v_p,
+    v_n, mask_n,
+    D: constexpr, DV: constexpr, DR: constexpr, BLOCK_D: constexpr, BLOCK_DV: constexpr,
+    BLOCK_DR: constexpr, PAGE: constexpr, TILE_N: constexpr, COMPUTE: constexpr, CAUSAL: constexpr,
+    MASK: constexpr, LATENT: constexpr, MASKED: constexpr,
 ):  # fmt: skip
     """One step over the TILE_N keys in `page`. Also returns the page of the next step. MASKED: a row may not see every key."""
     keys = key + tl.arange(0, TILE_N)
@@ -126,16 +127,16 @@ VARYING = [
 
 @triton.jit(do_not_specialize=VARYING)
 def attend(
-    q_ptr, r_ptr, k_ptr, v_ptr, table_ptr, first_ptr, lengths_ptr, starts_ptr, mask_ptr, sinks_ptr, q_scale_ptr, k_scale_ptr,
-    v_scale_ptr, temperature_ptr,
-    out_ptr, lse_ptr, parts_ptr, scale, cap, left, right, chunk,
-    requests, tokens, tiles, pads, each, steps, splits, split_keys, width, rows, fewest, most, capacity,
-    q_b, q_t, q_h, r_b, r_t, r_h, k_p, k_n, k_h, v_p, v_n, v_h, q_scale_h, k_scale_h, v_scale_h, table_b, mask_b, mask_h, mask_t, mask_n,
-    out_t, out_h, out_d, lse_t, lse_h,
-    D: constexpr, DV: constexpr, DR: constexpr, BLOCK_D: constexpr, BLOCK_DV: constexpr, BLOCK_DR: constexpr,
-    PAGE: constexpr, KV_HEADS: constexpr, GROUP: constexpr, TILE_M: constexpr, TILE_N: constexpr,
-    COMPUTE: constexpr, CAUSAL: constexpr,
-    MASK: constexpr, LATENT: constexpr, RAGGED: constexpr, SPLIT: constexpr, PEEL: constexpr, OVERLAP: constexpr,
+    q_ptr, r_ptr, k_ptr, v_ptr, table_ptr, first_ptr, lengths_ptr, starts_ptr, mask_ptr, sinks_ptr,
+    q_scale_ptr, k_scale_ptr, v_scale_ptr, temperature_ptr, out_ptr, lse_ptr, parts_ptr, scale, cap,
+    left, right, chunk, requests, tokens, tiles, pads, each, steps, splits, split_keys, width, rows,
+    fewest, most, capacity, q_b, q_t, q_h, r_b, r_t, r_h, k_p, k_n, k_h, v_p, v_n, v_h, q_scale_h,
+    k_scale_h, v_scale_h, table_b, mask_b, mask_h, mask_t, mask_n, out_t, out_h, out_d, lse_t,
+    lse_h,
+    D: constexpr, DV: constexpr, DR: constexpr, BLOCK_D: constexpr, BLOCK_DV: constexpr,
+    BLOCK_DR: constexpr, PAGE: constexpr, KV_HEADS: constexpr, GROUP: constexpr, TILE_M: constexpr,
+    TILE_N: constexpr, COMPUTE: constexpr, CAUSAL: constexpr, MASK: constexpr, LATENT: constexpr,
+    RAGGED: constexpr, SPLIT: constexpr, PEEL: constexpr, OVERLAP: constexpr,
 ):  # fmt: skip
     """Grid: heads of keys * tiles of their group * (splits * tiles of queries + pads), the last tile first: it sees the most keys.
 
@@ -272,8 +273,10 @@ def attend(
         if part == 2 or (PEEL and (part == 1 or left is not None or chunk is not None or first_ptr is not None)):
             for key in range(bounds[part], bounds[part + 1], TILE_N):
                 acc, top, total, page = attend_tile(
-                    acc, top, total, page, q, q_rest, key, low, high, earliest if first_ptr is not None else None, last, position, k_ptr, v_ptr, row_ptr, mask_ptr, mask_row,
-                    live, factor, cap, temperature, left, right, chunk, k_p, k_n, v_p, v_n, mask_n, D, DV, DR, BLOCK_D, BLOCK_DV, BLOCK_DR,
+                    acc, top, total, page, q, q_rest, key, low, high,
+                    earliest if first_ptr is not None else None, last, position, k_ptr, v_ptr,
+                    row_ptr, mask_ptr, mask_row, live, factor, cap, temperature, left, right, chunk,
+                    k_p, k_n, v_p, v_n, mask_n, D, DV, DR, BLOCK_D, BLOCK_DV, BLOCK_DR,
                     PAGE, TILE_N, COMPUTE, CAUSAL, MASK, LATENT, part != 1,
                 )  # fmt: skip
 

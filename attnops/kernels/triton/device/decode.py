@@ -17,7 +17,8 @@ from attnops.kernels.triton.device.store import place
 
 @triton.jit
 def turned(
-    rows_ptr, real, dims, norm_ptr, eps, cos_ptr, sin_ptr, D: constexpr, BLOCK_D: constexpr, WIDTH: constexpr
+    rows_ptr, real, dims, norm_ptr, eps, cos_ptr, sin_ptr,
+    D: constexpr, BLOCK_D: constexpr, WIDTH: constexpr,
 ):  # fmt: skip
     """float32 `[rows, BLOCK_D]`: rows of one head each, normed and rotated. WIDTH: of the cosines and sines, D or D // 2."""
     inside = dims < D
@@ -88,12 +89,13 @@ VARYING = ["left", "pages", "splits", "least", "numbers", "table_b"]
 
 @triton.jit(do_not_specialize=VARYING)
 def decode(
-    q_ptr, q_b, q_h, key_ptr, key_b, key_h, value_ptr, value_b, value_h, k_ptr, k_p, k_n, k_h, v_ptr, v_p, v_n, v_h,
-    table_ptr, table_b, lengths_ptr, lengths_b, slots_ptr, slots_b, cos_ptr, cos_b, sin_ptr, sin_b, out_ptr, out_b, out_h, out_d,
-    q_norm_ptr, k_norm_ptr, sinks_ptr, parts_ptr, counters_ptr, scale, cap, left, eps, pages, splits, least, numbers,
-    D: constexpr, BLOCK_D: constexpr, WIDTH: constexpr, PAGE: constexpr, KV_HEADS: constexpr, GROUP: constexpr,
-    ROWS: constexpr, AT_ONCE: constexpr, TILE_M: constexpr, TILE_N: constexpr, COMPUTE: constexpr,
-    HOLES: constexpr, SPLIT: constexpr, OVERLAP: constexpr,
+    q_ptr, q_b, q_h, key_ptr, key_b, key_h, value_ptr, value_b, value_h, k_ptr, k_p, k_n, k_h,
+    v_ptr, v_p, v_n, v_h, table_ptr, table_b, lengths_ptr, lengths_b, slots_ptr, slots_b, cos_ptr,
+    cos_b, sin_ptr, sin_b, out_ptr, out_b, out_h, out_d, q_norm_ptr, k_norm_ptr, sinks_ptr,
+    parts_ptr, counters_ptr, scale, cap, left, eps, pages, splits, least, numbers,
+    D: constexpr, BLOCK_D: constexpr, WIDTH: constexpr, PAGE: constexpr, KV_HEADS: constexpr,
+    GROUP: constexpr, ROWS: constexpr, AT_ONCE: constexpr, TILE_M: constexpr, TILE_N: constexpr,
+    COMPUTE: constexpr, HOLES: constexpr, SPLIT: constexpr, OVERLAP: constexpr,
 ):  # fmt: skip
     """Grid: (requests * KV_HEADS, splits). Of a request's keys, at least `least` are in a split; programs past the last split leave.
 

@@ -49,8 +49,8 @@ def halves(y, BLOCK_N: constexpr):
 @triton.jit
 def one_token_up(
     x_ptr, w_ptr, bias_ptr, index_ptr, act_ptr, inner, experts, alpha, limit, offset, w_e, w_n, w_k,
-    IN: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, STAGES: constexpr, ACT: constexpr, SHAPED: constexpr,
-    INTERLEAVED: constexpr, OVERLAP: constexpr,
+    IN: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, STAGES: constexpr, ACT: constexpr,
+    SHAPED: constexpr, INTERLEAVED: constexpr, OVERLAP: constexpr,
 ):  # fmt: skip
     """Grid: cdiv(inner, BLOCK_N), K. `act` `[K, inner]`; rows of choices that are no expert keep what they hold.
 
@@ -92,8 +92,8 @@ def one_token_up(
 @triton.jit
 def one_token_down(
     act_ptr, w_ptr, bias_ptr, index_ptr, weights_ptr, out_ptr, outs, experts, w_e, w_n, w_k, out_n,
-    IN: constexpr, K: constexpr, KP: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, STAGES: constexpr,
-    OVERLAP: constexpr,
+    IN: constexpr, K: constexpr, KP: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
+    STAGES: constexpr, OVERLAP: constexpr,
 ):  # fmt: skip
     """Grid: cdiv(outs, BLOCK_N). Every program reads its rows of all K experts."""
     await_previous(OVERLAP)
@@ -150,10 +150,12 @@ def described_tile(w_ptr, e, row, column, ROWS: constexpr, COLUMNS: constexpr, A
 
 @triton.jit(do_not_specialize=["tokens", "by_expert"])
 def few_tokens(
-    x_ptr, w_ptr, bias_ptr, index_ptr, weights_ptr, out_ptr, tokens, by_expert, outs, experts, alpha, limit, offset, x_t, w_e, w_n, w_k,
-    IN: constexpr, K: constexpr, KP: constexpr, BLOCK_T: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
-    STAGES: constexpr, UP: constexpr, ACT: constexpr, SHAPED: constexpr, INTERLEAVED: constexpr, COMPUTE: constexpr,
-    DESCRIBED: constexpr, ALONG_N: constexpr, OVERLAP: constexpr,
+    x_ptr, w_ptr, bias_ptr, index_ptr, weights_ptr, out_ptr, tokens, by_expert, outs, experts,
+    alpha, limit, offset, x_t, w_e, w_n, w_k,
+    IN: constexpr, K: constexpr, KP: constexpr, BLOCK_T: constexpr, BLOCK_N: constexpr,
+    BLOCK_K: constexpr, STAGES: constexpr, UP: constexpr, ACT: constexpr, SHAPED: constexpr,
+    INTERLEAVED: constexpr, COMPUTE: constexpr, DESCRIBED: constexpr, ALONG_N: constexpr,
+    OVERLAP: constexpr,
 ):  # fmt: skip
     """Grid: cdiv(outs, BLOCK_N), experts or choices of a block of tokens, cdiv(tokens, BLOCK_T).
 
@@ -214,7 +216,8 @@ def few_tokens(
 
 @triton.jit
 def combine(
-    y_ptr, index_ptr, out_ptr, outs, experts, out_t, out_n, K: constexpr, KP: constexpr, BLOCK: constexpr, OVERLAP: constexpr,
+    y_ptr, index_ptr, out_ptr, outs, experts, out_t, out_n,
+    K: constexpr, KP: constexpr, BLOCK: constexpr, OVERLAP: constexpr,
 ):  # fmt: skip
     """Grid: tokens, cdiv(outs, BLOCK). The sum of each token's results `[T * K, outs]`; an expert that comes twice has one."""
     await_previous(OVERLAP)

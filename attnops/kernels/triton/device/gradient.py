@@ -29,13 +29,13 @@ from attnops.kernels.triton.device.softmax import FAINT, LOG2E, span
 
 @triton.jit(do_not_specialize=VARYING)
 def grad_queries(
-    g_ptr, grad_lse_ptr, q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, sinks_ptr, mask_ptr, cu_q_ptr, cu_k_ptr, start_ptr, end_ptr,
-    stats_ptr, sink_parts_ptr, out_ptr,
-    scale, factor, cap, left, right, chunk, requests, steps, tiles, each, width_q, width_k, tokens,
-    g_b, g_t, g_h, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h, mask_b, mask_h, mask_t, mask_q, mask_k,
-    HEADS: constexpr, GROUP: constexpr, D: constexpr, DV: constexpr, BLOCK_D: constexpr, REST: constexpr,
-    BLOCK_DV: constexpr, TILE_Q: constexpr, TILE_K: constexpr, COMPUTE: constexpr, CAUSAL: constexpr, MASK: constexpr, MASK_STEP: constexpr,
-    OFFSETS: constexpr,
+    g_ptr, grad_lse_ptr, q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, sinks_ptr, mask_ptr, cu_q_ptr,
+    cu_k_ptr, start_ptr, end_ptr, stats_ptr, sink_parts_ptr, out_ptr, scale, factor, cap, left,
+    right, chunk, requests, steps, tiles, each, width_q, width_k, tokens, g_b, g_t, g_h, q_b, q_t,
+    q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h, mask_b, mask_h, mask_t, mask_q, mask_k,
+    HEADS: constexpr, GROUP: constexpr, D: constexpr, DV: constexpr, BLOCK_D: constexpr,
+    REST: constexpr, BLOCK_DV: constexpr, TILE_Q: constexpr, TILE_K: constexpr, COMPUTE: constexpr,
+    CAUSAL: constexpr, MASK: constexpr, MASK_STEP: constexpr, OFFSETS: constexpr,
 ):  # fmt: skip
     """Grid: heads * tiles of queries, the last tile first: it sees the most keys.
 
@@ -134,12 +134,13 @@ def grad_queries(
 
 @triton.jit(do_not_specialize=VARYING)
 def grad_keys(
-    g_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, cu_q_ptr, cu_k_ptr, start_ptr, end_ptr, stats_ptr, out_k_ptr, out_v_ptr,
-    scale, factor, cap, left, right, chunk, requests, steps, tiles, each, width_q, width_k, tokens,
-    g_b, g_t, g_h, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, mask_b, mask_h, mask_t, mask_q, mask_k,
-    HEADS: constexpr, GROUP: constexpr, D: constexpr, DV: constexpr, BLOCK_D: constexpr, REST: constexpr,
-    BLOCK_DV: constexpr, TILE_Q: constexpr, TILE_K: constexpr, COMPUTE: constexpr, CAUSAL: constexpr, MASK: constexpr, MASK_STEP: constexpr,
-    OFFSETS: constexpr,
+    g_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, cu_q_ptr, cu_k_ptr, start_ptr, end_ptr, stats_ptr,
+    out_k_ptr, out_v_ptr, scale, factor, cap, left, right, chunk, requests, steps, tiles, each,
+    width_q, width_k, tokens, g_b, g_t, g_h, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, mask_b,
+    mask_h, mask_t, mask_q, mask_k,
+    HEADS: constexpr, GROUP: constexpr, D: constexpr, DV: constexpr, BLOCK_D: constexpr,
+    REST: constexpr, BLOCK_DV: constexpr, TILE_Q: constexpr, TILE_K: constexpr, COMPUTE: constexpr,
+    CAUSAL: constexpr, MASK: constexpr, MASK_STEP: constexpr, OFFSETS: constexpr,
 ):  # fmt: skip
     """Grid: heads of keys * tiles of keys. A program adds up its key head's query heads one after the other. See `grad_queries`."""
     KV_HEADS: constexpr = HEADS // GROUP

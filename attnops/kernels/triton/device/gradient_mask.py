@@ -11,11 +11,12 @@ from attnops.kernels.triton.device.softmax import span
 
 @triton.jit(do_not_specialize=VARYING)
 def grad_mask(
-    g_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, start_ptr, end_ptr, stats_ptr, out_ptr,
-    scale, cap, left, right, chunk, requests, each, width_q, width_k, tokens,
-    g_b, g_t, g_h, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, mask_b, mask_h, mask_q, mask_k,
-    HEADS: constexpr, GROUP: constexpr, D: constexpr, DV: constexpr, BLOCK_D: constexpr, BLOCK_DV: constexpr,
-    TILE_Q: constexpr, TILE_K: constexpr, COMPUTE: constexpr, CAUSAL: constexpr, ALL_REQUESTS: constexpr, ALL_HEADS: constexpr, ALL_QUERIES: constexpr,
+    g_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, start_ptr, end_ptr, stats_ptr, out_ptr, scale, cap, left,
+    right, chunk, requests, each, width_q, width_k, tokens, g_b, g_t, g_h, q_b, q_t, q_h, k_b, k_t,
+    k_h, v_b, v_t, v_h, mask_b, mask_h, mask_q, mask_k,
+    HEADS: constexpr, GROUP: constexpr, D: constexpr, DV: constexpr, BLOCK_D: constexpr,
+    BLOCK_DV: constexpr, TILE_Q: constexpr, TILE_K: constexpr, COMPUTE: constexpr,
+    CAUSAL: constexpr, ALL_REQUESTS: constexpr, ALL_HEADS: constexpr, ALL_QUERIES: constexpr,
     MASK_STEP: constexpr, OFFSETS: constexpr,
 ):  # fmt: skip
     """Grid: requests * heads * tiles of queries * tiles of keys, 1 for each of the first three that the mask broadcasts over.

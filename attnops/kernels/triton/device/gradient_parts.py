@@ -89,7 +89,8 @@ def bounds_of(cu_q_ptr, cu_k_ptr, start_ptr, end_ptr, request, width_q, width_k)
 
 @triton.jit
 def seen_by(
-    first, last, queries, offset, left, right, chunk, CAUSAL: constexpr
+    first, last, queries, offset, left, right, chunk,
+    CAUSAL: constexpr,
 ):  # fmt: skip
     """The range of queries, `offset` the first one's position, that see some key of first..last. seen_by(last, first, ...): all keys."""
     start = 0
@@ -127,7 +128,8 @@ def load_stats(stats_ptr, rows, TILE: constexpr):
 
 @triton.jit
 def weights_of(
-    s, z, bias, visible, scale, cap, MASK: constexpr, MASKED: constexpr, COMPUTE: constexpr
+    s, z, bias, visible, scale, cap,
+    MASK: constexpr, MASKED: constexpr, COMPUTE: constexpr,
 ):  # fmt: skip
     """(weights, derivative of the capped logit by the raw logit). s: products. z: log-sum-exps in base 2, which broadcast."""
     slope = 1.0

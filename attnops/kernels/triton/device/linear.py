@@ -74,7 +74,8 @@ def finish(y, up, factor, bias_ptr, gain_ptr, residual, out_ptr, n, outs, real, 
 @triton.jit
 def one_row(
     x_ptr, w_ptr, bias_ptr, gain_ptr, res_ptr, out_ptr, outs, eps, offset, w_n, res_n, out_n,
-    IN: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, STAGES: constexpr, ACT: constexpr, OVERLAP: constexpr,
+    IN: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, STAGES: constexpr, ACT: constexpr,
+    OVERLAP: constexpr,
 ):  # fmt: skip
     """Grid: cdiv(outs, BLOCK_N). A product of a weight `[outs or 2 outs, IN]` and one row, as sums of products in float32.
 
@@ -109,9 +110,10 @@ def one_row(
 
 @triton.jit(do_not_specialize=["rows"])
 def few_rows(
-    x_ptr, w_ptr, bias_ptr, gain_ptr, res_ptr, out_ptr, rows, outs, eps, offset, x_t, w_n, res_t, res_n, out_t, out_n,
-    IN: constexpr, BLOCK_T: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, SPLIT: constexpr, STAGES: constexpr,
-    ACT: constexpr, COMPUTE: constexpr, DESCRIBED: constexpr, OVERLAP: constexpr,
+    x_ptr, w_ptr, bias_ptr, gain_ptr, res_ptr, out_ptr, rows, outs, eps, offset, x_t, w_n, res_t,
+    res_n, out_t, out_n,
+    IN: constexpr, BLOCK_T: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, SPLIT: constexpr,
+    STAGES: constexpr, ACT: constexpr, COMPUTE: constexpr, DESCRIBED: constexpr, OVERLAP: constexpr,
 ):  # fmt: skip
     """Grid: cdiv(rows, BLOCK_T) * cdiv(outs, BLOCK_N). The weight's rows are the left operand of the matrix units.
 

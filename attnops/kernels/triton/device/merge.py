@@ -12,11 +12,9 @@ VARYING = ["left", "chunk", "width", "splits", "split_keys", "rows", "fewest", "
 
 @triton.jit(do_not_specialize=VARYING)
 def combine(
-    parts_ptr, lengths_ptr, starts_ptr, sinks_ptr, out_ptr, lse_ptr,
-    left, chunk, width, splits, split_keys, rows, fewest, most, tile,
-    out_t, out_h, out_d, lse_t, lse_h,
-    HEADS: constexpr, DV: constexpr, BLOCK_DV: constexpr, AT_ONCE: constexpr,
-    OVERLAP: constexpr,
+    parts_ptr, lengths_ptr, starts_ptr, sinks_ptr, out_ptr, lse_ptr, left, chunk, width, splits,
+    split_keys, rows, fewest, most, tile, out_t, out_h, out_d, lse_t, lse_h,
+    HEADS: constexpr, DV: constexpr, BLOCK_DV: constexpr, AT_ONCE: constexpr, OVERLAP: constexpr,
 ):  # fmt: skip
     """Grid: requests * width * HEADS * cdiv(DV, BLOCK_DV). parts: float32 `[rows, splits, DV]`, then `[rows, splits]` base-2 lse.
 
@@ -72,8 +70,8 @@ def combine(
 
 @triton.jit(do_not_specialize=["rows"])
 def merge(
-    a_ptr, za_ptr, b_ptr, zb_ptr, out_ptr, z_ptr, rows,
-    a_t, a_h, a_d, za_t, za_h, b_t, b_h, b_d, zb_t, zb_h,
+    a_ptr, za_ptr, b_ptr, zb_ptr, out_ptr, z_ptr, rows, a_t, a_h, a_d, za_t, za_h, b_t, b_h, b_d,
+    zb_t, zb_h,
     HEADS: constexpr, D: constexpr, BLOCK_D: constexpr, BLOCK_R: constexpr,
 ):  # fmt: skip
     """Grid: cdiv(rows, BLOCK_R). a, b: `[T, HEADS, D]`, za, zb: natural lse `[T, HEADS]`; out and z contiguous."""
@@ -104,8 +102,7 @@ def merge(
 
 @triton.jit(do_not_specialize=["rows", "parts"])
 def merge_all(
-    a_ptr, za_ptr, out_ptr, z_ptr, rows, parts,
-    a_t, a_n, a_h, a_d, za_t, za_n, za_h,
+    a_ptr, za_ptr, out_ptr, z_ptr, rows, parts, a_t, a_n, a_h, a_d, za_t, za_n, za_h,
     HEADS: constexpr, D: constexpr, BLOCK_D: constexpr, BLOCK_R: constexpr,
 ):  # fmt: skip
     """Grid: cdiv(rows, BLOCK_R). a: `[T, parts, HEADS, D]`, za: natural lse `[T, parts, HEADS]`; out and z contiguous."""

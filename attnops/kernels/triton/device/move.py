@@ -30,9 +30,10 @@ def copy_part(
 
 @triton.jit(do_not_specialize=["entries", "total"])
 def copy(
-    source_ptr, target_ptr, source_t, target_t, entries, total,
-    a_ptr, a_l, a_p, a_n, a_h, a_d, b_ptr, b_l, b_p, b_n, b_h, b_d,
-    PAGE: constexpr, HEADS: constexpr, A_D: constexpr, B_D: constexpr, BLOCK_N: constexpr, BLOCK: constexpr,
+    source_ptr, target_ptr, source_t, target_t, entries, total, a_ptr, a_l, a_p, a_n, a_h, a_d,
+    b_ptr, b_l, b_p, b_n, b_h, b_d,
+    PAGE: constexpr, HEADS: constexpr, A_D: constexpr, B_D: constexpr, BLOCK_N: constexpr,
+    BLOCK: constexpr,
 ):  # fmt: skip
     """Grid: (tiles of a row of a + tiles of a row of b, layers). At most BLOCK_N entries, all of them in every program."""
     entry = tl.arange(0, BLOCK_N)
@@ -49,8 +50,10 @@ def copy(
 
 @triton.jit(do_not_specialize=["entries", "total"])
 def through(
-    source_ptr, target_ptr, source_t, target_t, entries, total, pages_ptr, scratch_ptr, layer, p, n, h, d,
-    PAGE: constexpr, HEADS: constexpr, D: constexpr, BLOCK_N: constexpr, BLOCK: constexpr, OUT: constexpr,
+    source_ptr, target_ptr, source_t, target_t, entries, total, pages_ptr, scratch_ptr, layer, p, n,
+    h, d,
+    PAGE: constexpr, HEADS: constexpr, D: constexpr, BLOCK_N: constexpr, BLOCK: constexpr,
+    OUT: constexpr,
 ):  # fmt: skip
     """Grid: (cdiv(entries, BLOCK_N), tiles of a row, layers). OUT: from slots into scratch `[layers, entries, HEADS * D]`, else back."""
     entry = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -64,7 +64,8 @@ def values(words, scales, LANES: constexpr, COMPUTE: constexpr):
 
 @triton.jit
 def step(
-    sums, x, words, scales, TURNS: constexpr, TILES: constexpr, WARPS: constexpr, BLOCK_T: constexpr, COMPUTE: constexpr,
+    sums, x, words, scales,
+    TURNS: constexpr, TILES: constexpr, WARPS: constexpr, BLOCK_T: constexpr, COMPUTE: constexpr,
 ):  # fmt: skip
     """`sums` [WARPS, TILES * 16, BLOCK_T] and the products of TURNS chunks a warp. Columns come in the order that lanes hold them."""
     a, b, c, d = values(words, scales, TURNS * TILES * WARPS * 32, COMPUTE)
@@ -88,7 +89,8 @@ def stored(w, s, begin, inside):
 
 @triton.jit
 def product(
-    w, s, x, COLUMNS: constexpr, TILES: constexpr, WARPS: constexpr, PARTS: constexpr, BLOCK_T: constexpr,
+    w, s, x,
+    COLUMNS: constexpr, TILES: constexpr, WARPS: constexpr, PARTS: constexpr, BLOCK_T: constexpr,
     TURNS: constexpr, COMPUTE: constexpr,
 ):  # fmt: skip
     """[WARPS, TILES * 16, BLOCK_T]: the products of each warp's columns. A step takes TURNS chunks of each of PARTS warps.
@@ -125,7 +127,8 @@ def product(
 
 @triton.jit
 def weights(
-    w_ptr, s_ptr, e, rows, first, COLUMNS: constexpr, TILES: constexpr, WARPS: constexpr, PARTS: constexpr, TURNS: constexpr,
+    w_ptr, s_ptr, e, rows, first,
+    COLUMNS: constexpr, TILES: constexpr, WARPS: constexpr, PARTS: constexpr, TURNS: constexpr,
     SPREAD: constexpr,
 ):  # fmt: skip
     """Pointers to the first weights and scales of the tiles from `first` on, as `product` takes them.
@@ -178,8 +181,8 @@ def activated(y, bias_ptr, e, n, outs, alpha, limit, offset, TILES: constexpr, A
 @triton.jit
 def one_token_up(
     x_ptr, w_ptr, s_ptr, bias_ptr, index_ptr, act_ptr, inner, experts, alpha, limit, offset,
-    IN: constexpr, TILES: constexpr, WARPS: constexpr, PARTS: constexpr, TURNS: constexpr, ACT: constexpr,
-    SHAPED: constexpr, COMPUTE: constexpr, OVERLAP: constexpr,
+    IN: constexpr, TILES: constexpr, WARPS: constexpr, PARTS: constexpr, TURNS: constexpr,
+    ACT: constexpr, SHAPED: constexpr, COMPUTE: constexpr, OVERLAP: constexpr,
 ):  # fmt: skip
     """Grid: cdiv(inner, WARPS // PARTS * TILES * 8), K. `act` `[K, inner]`; rows of choices that are no expert keep what they hold.
 
@@ -203,8 +206,8 @@ def one_token_up(
 @triton.jit
 def one_token_down(
     act_ptr, w_ptr, s_ptr, bias_ptr, index_ptr, weights_ptr, out_ptr, outs, experts, out_n,
-    IN: constexpr, K: constexpr, KP: constexpr, TILES: constexpr, PARTS: constexpr, TURNS: constexpr,
-    COMPUTE: constexpr, OVERLAP: constexpr,
+    IN: constexpr, K: constexpr, KP: constexpr, TILES: constexpr, PARTS: constexpr,
+    TURNS: constexpr, COMPUTE: constexpr, OVERLAP: constexpr,
 ):  # fmt: skip
     """Grid: cdiv(outs, TILES * 16). PARTS warps of each of KP experts; a choice that is no expert reads the first one, and counts 0."""
     await_previous(OVERLAP)
@@ -234,10 +237,11 @@ def one_token_down(
 
 @triton.jit(do_not_specialize=["tokens", "by_expert"])
 def few_tokens(
-    x_ptr, w_ptr, s_ptr, bias_ptr, index_ptr, weights_ptr, out_ptr, tokens, by_expert, outs, experts, alpha, limit, offset, x_t,
-    IN: constexpr, K: constexpr, KP: constexpr, BLOCK_T: constexpr, MATES: constexpr, TILES: constexpr,
-    WARPS: constexpr, PARTS: constexpr, TURNS: constexpr, UP: constexpr, ACT: constexpr, SHAPED: constexpr,
-    COMPUTE: constexpr, OVERLAP: constexpr,
+    x_ptr, w_ptr, s_ptr, bias_ptr, index_ptr, weights_ptr, out_ptr, tokens, by_expert, outs,
+    experts, alpha, limit, offset, x_t,
+    IN: constexpr, K: constexpr, KP: constexpr, BLOCK_T: constexpr, MATES: constexpr,
+    TILES: constexpr, WARPS: constexpr, PARTS: constexpr, TURNS: constexpr, UP: constexpr,
+    ACT: constexpr, SHAPED: constexpr, COMPUTE: constexpr, OVERLAP: constexpr,
 ):  # fmt: skip
     """Grid: blocks of tiles (WARPS // PARTS * TILES each), experts or choices of a block of tokens, cdiv(tokens, BLOCK_T).
 

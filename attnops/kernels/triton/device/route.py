@@ -56,10 +56,12 @@ def kept_groups(key, place, GROUPS: constexpr, TOP_GROUPS: constexpr, BEST: cons
 
 @triton.jit
 def route(
-    logits_ptr, bias_ptr, weights_ptr, index_ptr, eps, scale, logits_t, logits_e, weights_t, weights_k, index_t, index_k,
-    GROUPS: constexpr, GROUP: constexpr, GROUPS_P: constexpr, GROUP_P: constexpr, TOP_GROUPS: constexpr, BEST: constexpr,
-    K: constexpr, KP: constexpr, SOFTMAX: constexpr, BY_LOGITS: constexpr, NORMALIZE: constexpr, WHOLE: constexpr,
-    CANCELS: constexpr, OVERLAP: constexpr,
+    logits_ptr, bias_ptr, weights_ptr, index_ptr, eps, scale, logits_t, logits_e, weights_t,
+    weights_k, index_t, index_k,
+    GROUPS: constexpr, GROUP: constexpr, GROUPS_P: constexpr, GROUP_P: constexpr,
+    TOP_GROUPS: constexpr, BEST: constexpr, K: constexpr, KP: constexpr, SOFTMAX: constexpr,
+    BY_LOGITS: constexpr, NORMALIZE: constexpr, WHOLE: constexpr, CANCELS: constexpr,
+    OVERLAP: constexpr,
 ):  # fmt: skip
     """Grid: tokens. BY_LOGITS: experts are compared by their logits. WHOLE: the softmax of all logits is needed.
     CANCELS: weights are the softmax of the chosen logits, whose exponentials may be 0 beside the largest of all.

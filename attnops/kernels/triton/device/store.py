@@ -23,7 +23,8 @@ def slots_at(slots_ptr, entry, stride, entries, total):
 @triton.jit
 def store_part(
     token, here, slot, tile, rows_ptr, pages_ptr, scale_ptr, t, h, d, p, n, ph, pd, scale_h,
-    PAGE: constexpr, HEADS: constexpr, D: constexpr, BLOCK: constexpr, AS: constexpr, HARDWARE: constexpr,
+    PAGE: constexpr, HEADS: constexpr, D: constexpr, BLOCK: constexpr, AS: constexpr,
+    HARDWARE: constexpr,
 ):  # fmt: skip
     """BLOCK columns of HEADS * D of each token."""
     column = tile * BLOCK + tl.arange(0, BLOCK)
@@ -47,9 +48,9 @@ def store_part(
 
 @triton.jit(do_not_specialize=["tokens", "total"])
 def store(
-    slots_ptr, slots_t, tokens, total,
-    a_ptr, a_pages_ptr, a_scale_ptr, a_t, a_h, a_d, a_p, a_n, a_ph, a_pd, a_scale_h,
-    b_ptr, b_pages_ptr, b_scale_ptr, b_t, b_h, b_d, b_p, b_n, b_ph, b_pd, b_scale_h,
+    slots_ptr, slots_t, tokens, total, a_ptr, a_pages_ptr, a_scale_ptr, a_t, a_h, a_d, a_p, a_n,
+    a_ph, a_pd, a_scale_h, b_ptr, b_pages_ptr, b_scale_ptr, b_t, b_h, b_d, b_p, b_n, b_ph, b_pd,
+    b_scale_h,
     PAGE: constexpr, HEADS: constexpr, A_D: constexpr, B_D: constexpr, BLOCK_T: constexpr,
     A_BLOCK: constexpr, B_BLOCK: constexpr, A_AS: constexpr, B_AS: constexpr, HARDWARE: constexpr,
 ):  # fmt: skip
@@ -112,9 +113,10 @@ def pack_rope(row_ptr, real, here, rope_ptr, token_at, rope_d, d, BEGIN: constex
 
 @triton.jit(do_not_specialize=["tokens", "total"])
 def pack(
-    slots_ptr, slots_t, tokens, total, latent_ptr, rope_ptr, pages_ptr, latent_t, latent_d, rope_t, rope_d, p, n, d,
-    PAGE: constexpr, DC: constexpr, DR: constexpr, BLOCK_T: constexpr, BLOCK_R: constexpr, GROUP: constexpr,
-    LEAST: constexpr, HARDWARE: constexpr,
+    slots_ptr, slots_t, tokens, total, latent_ptr, rope_ptr, pages_ptr, latent_t, latent_d, rope_t,
+    rope_d, p, n, d,
+    PAGE: constexpr, DC: constexpr, DR: constexpr, BLOCK_T: constexpr, BLOCK_R: constexpr,
+    GROUP: constexpr, LEAST: constexpr, HARDWARE: constexpr,
 ):  # fmt: skip
     """Grid: (cdiv(tokens, BLOCK_T), DC // GROUP + 1): a group of the latent a program, and the rotated key. pages: uint8."""
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)

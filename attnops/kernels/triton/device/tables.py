@@ -7,7 +7,8 @@ from triton.language import constexpr
 
 @triton.jit(do_not_specialize=["batch", "width"])
 def kv_indices(
-    table_ptr, lengths_ptr, indptr_ptr, indices_ptr, last_ptr, batch, width, table_b, table_m, lengths_b,
+    table_ptr, lengths_ptr, indptr_ptr, indices_ptr, last_ptr, batch, width, table_b, table_m,
+    lengths_b,
     PAGE: constexpr, BLOCK_B: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     """Grid: (max(batch, 1), max(cdiv(width, BLOCK), 1)): a program writes a row of the table, and as many of the zeros at the end.
@@ -44,7 +45,8 @@ def kv_indices(
 
 @triton.jit(do_not_specialize=["tokens", "batch", "width"])
 def by_token(
-    table_ptr, lengths_ptr, starts_ptr, out_ptr, tokens, batch, width, table_b, table_m, lengths_b, starts_b,
+    table_ptr, lengths_ptr, starts_ptr, out_ptr, tokens, batch, width, table_b, table_m, lengths_b,
+    starts_b,
     CAUSAL: constexpr, BLOCK_B: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     """Grid: (tokens, max(cdiv(width, BLOCK), 1)). out: int32 `[T]`, the keys that each token sees, then its row of the table.
@@ -82,7 +84,8 @@ def pages_at(row_ptr, at, width, length, pages, table_m, PAGE: constexpr, BLOCK:
 
 @triton.jit(do_not_specialize=["width", "pages", "left"])
 def named_pages(
-    table_ptr, lengths_ptr, starts_ptr, out_ptr, out_lengths_ptr, width, pages, left, table_b, table_m, lengths_b, starts_b,
+    table_ptr, lengths_ptr, starts_ptr, out_ptr, out_lengths_ptr, width, pages, left, table_b,
+    table_m, lengths_b, starts_b,
     PAGE: constexpr, SQUEEZE: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     """Grid: (batch,). out: int32 `[batch, width]`, contiguous. See `attnops.ops.named_pages`."""

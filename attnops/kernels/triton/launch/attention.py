@@ -20,11 +20,13 @@ from attnops.kernels.shared.launch.gpu import (
     flat,
     gpu_of,
     launch,
+    masked,
     overlaps,
     ruled,
     strides,
 )
 from attnops.kernels.shared.sizes import padded
+from attnops.kernels.shared.tokens import fresh
 from attnops.kernels.triton.device.attend import attend
 from attnops.kernels.triton.device.merge import combine, merge, merge_all
 from attnops.kernels.triton.launch import grids
@@ -114,7 +116,7 @@ def attention(
         table.shape[1] * page,
         page,
     )
-    _attend(call, batch, given, _masked(call.mask), choice, most)
+    _attend(call, batch, given, choice, most)
 
 
 def few_queries(call: mla.MlaAttention) -> None:
@@ -125,9 +127,9 @@ def few_queries(call: mla.MlaAttention) -> None:
 def dense_attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
     """Every row of the batch is a request, whose keys follow one another."""
     (requests, queries), keys = call.query.shape[:2], call.key.shape[1]
-    output, lse = _fresh(call)
+    output, lse = fresh(call)
     if output.numel() == 0:
-        return output, lse
+        return output, no_lse(output) if lse is None else lse
     at = torch.arange(requests + 1, dtype=torch.int32, device=output.device)
     if call.kv_end is None:
         lengths = torch.full((requests,), keys, dtype=torch.int32, device=output.device)
@@ -135,17 +137,17 @@ def dense_attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
         lengths = call.kv_end.to(torch.int32).contiguous()
     refuse_far(("mask", call.mask, keys))
     batch = Batch(at * queries, lengths, at[:-1, None], queries, keys, first=flat(call.kv_start))
-    by_token = output.flatten(0, 1), lse.flatten(0, 1) if call.return_lse else None
+    by_token = output.flatten(0, 1), None if lse is None else lse.flatten(0, 1)
     given = _in_parts(call.query, call.key, call.value, *by_token)
-    _attend(call, batch, given, _masked(call.mask, queries))
-    return output, lse
+    _attend(call, batch, given)
+    return output, no_lse(output) if lse is None else lse
 
 
 def varlen_attention(call: varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
     """The keys of a request begin where `cu_seqlens_k` says."""
-    output, lse = _fresh(call)
+    output, lse = fresh(call)
     if output.numel() == 0:
-        return output, lse
+        return output, no_lse(output) if lse is None else lse
     begins, most = call.cu_seqlens_k.contiguous(), call.max_seqlen_k
     refuse_far(("mask", call.mask, most))
     batch = Batch(
@@ -155,17 +157,9 @@ def varlen_attention(call: varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
         min(call.max_seqlen_q, call.query.shape[0]),
         most,
     )
-    given = _in_parts(call.query, call.key, call.value, output, lse if call.return_lse else None)
-    _attend(call, batch, given, _masked(call.mask))
-    return output, lse
-
-
-def _fresh(call: dense.Attention | varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
-    """(output, lse) of a call that returns them; lse is `[0]` where it is not asked for."""
-    query, shape = call.query, call.query.shape[:-1]
-    dtype = query.dtype if call.q_scale is None else torch.bfloat16
-    output = query.new_empty((*shape, call.value.shape[-1]), dtype=dtype)
-    return output, query.new_empty(shape, dtype=torch.float32) if call.return_lse else no_lse(query)
+    given = _in_parts(call.query, call.key, call.value, output, lse)
+    _attend(call, batch, given)
+    return output, no_lse(output) if lse is None else lse
 
 
 def _over_pages(call: Any) -> Operands:
@@ -193,34 +187,14 @@ def _in_parts(
     return Operands(query[..., :dims], query[..., dims:], key, value, output, lse)
 
 
-def _masked(mask: Tensor | None, queries: int = 0) -> dict[str, Any]:
-    """A mask as `attend` takes it: `[T, K]`, or `[1 | B, 1 | Hq, 1 | S, K]` of a dense call.
-
-    queries: S of a dense call.
-    """
-    found: dict[str, Any] = dict.fromkeys(("mask_b", "mask_h", "mask_t", "mask_n"), 0)
-    if mask is None:
-        return found | {"mask_ptr": None, "MASK": "none"}
-    found |= {"mask_ptr": mask, "MASK": "additive", "mask_n": mask.stride(-1)}
-    if mask.dtype == torch.bool:
-        found |= {"mask_ptr": mask.view(torch.uint8), "MASK": "bool"}
-    if mask.dim() == 2:
-        return found | {"mask_t": mask.stride(0)}
-    # A dim of one number serves all.
-    b, h, t = (0 if n == 1 else mask.stride(i) for i, n in enumerate(mask.shape[:3]))
-    # The first token of a request has offset `queries * t` for each request before it.
-    return found | {"mask_b": b - queries * t, "mask_h": h, "mask_t": t}
-
-
 def _attend(
     call: Any,
     batch: Batch,
     given: Operands,
-    mask: dict[str, Any],
     choice: grids.Choice | None = None,
     most: int = 0,
 ) -> None:
-    """Launch all that a call needs. mask: the result of `_masked`."""
+    """Launch all that a call needs."""
     output, rules, gpu = given.output, Rules.of(call), gpu_of(given.output)
     heads, dims = given.query.shape[-2:]
     kv_heads, v_dims = 1 if given.latent else given.key.shape[-2], output.shape[2]
@@ -246,9 +220,15 @@ def _attend(
         wide=not given.latent and max(dims, v_dims) > 256,
         odd=any(x.shape[-1] * x.dtype.itemsize % 16 for x in (given.key, given.value)),
     )
+    mask, (b, h, t, n) = masked(call.mask)
     arguments: dict[str, Any] = {
         **_arguments(call, batch, given, rules),
         **mask,
+        # The first token of a dense request has the offset of as many queries for each request before it.
+        "mask_b": b - batch.queries * t if call.spec.op == "attention" else b,
+        "mask_h": h,
+        "mask_t": t,
+        "mask_n": n,
         "D": dims,
         "DV": v_dims,
         "BLOCK_D": block_d,
@@ -286,7 +266,8 @@ def _arguments(call: Any, batch: Batch, given: Operands, rules: Rules) -> dict[s
         **(strides(r=rest) if rest is not None else {"r_b": 0, "r_t": 0, "r_h": 0}),
         "q_ptr": query, "r_ptr": rest, "k_ptr": k, "v_ptr": v, "out_ptr": output, "lse_ptr": lse,
         "table_ptr": table, "first_ptr": batch.first, "lengths_ptr": batch.lengths,
-        "starts_ptr": batch.starts, "sinks_ptr": flat(call.sinks), "temperature_ptr": flat(getattr(call, "temperature", None)), "requests": requests,
+        "starts_ptr": batch.starts, "sinks_ptr": flat(call.sinks),
+        "temperature_ptr": flat(getattr(call, "temperature", None)), "requests": requests,
         "tokens": output.shape[0], "steps": requests.bit_length(), "capacity": batch.capacity,
         "k_p": k.stride(0), "k_n": k.stride(row), "k_h": 0 if latent else k.stride(-2),
         "v_p": v.stride(0), "v_n": v.stride(row), "v_h": 0 if latent else v.stride(-2), "table_b": table.stride(0),

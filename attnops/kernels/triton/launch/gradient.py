@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnops.core.kernel import deterministic
 from attnops.core.tensors import Rules
-from attnops.kernels.shared.launch.gpu import computed_in, flat, gpu_of, launch, ruled, steady, strides
+from attnops.kernels.shared.launch.gpu import computed_in, flat, gpu_of, launch, masked, ruled, steady, strides
 from attnops.kernels.shared.sizes import padded, power
 from attnops.kernels.triton.device.gradient import grad_keys, grad_queries
 from attnops.kernels.triton.device.gradient_mask import grad_mask
@@ -93,10 +93,15 @@ def _gradients(call: Any, batch: Batch, covered: bool) -> tuple[Tensor, ...]:
     if deterministic(call.policy):
         grad_output, output = steady(grad_output), steady(output)
     block, rest = parted(dims)
+    where, (b, h, q, k) = masked(mask)
     shared = {
         **ruled(rules), "g_ptr": grad_output, "q_ptr": query, "k_ptr": key, "v_ptr": value, "stats_ptr": stats,
         "start_ptr": batch.start, "end_ptr": batch.end, "requests": requests, "width_q": batch.width_q, "width_k": batch.width_k,
-        "tokens": tokens, **strides(g=grad_output, q=query, k=key, v=value), **masked(mask),
+        "tokens": tokens, **strides(g=grad_output, q=query, k=key, v=value),
+        **where, "mask_b": b, "mask_h": h, "mask_q": q, "mask_k": k,
+        "mask_t": q if mask is not None and mask.dim() == 2 else 0,
+        # Eight numbers at once, where a row is whole eights.
+        "MASK_STEP": 8 if mask is not None and mask.shape[-1] % 8 == 0 else 1,
         "HEADS": heads, "GROUP": heads // kv_heads, "D": dims, "DV": v_dims, "BLOCK_DV": padded(v_dims), "COMPUTE": computed_in(query),
     }  # fmt: skip
     both = {
@@ -155,22 +160,6 @@ def offsets_of(tile: Tile, given: dict[str, Any]) -> Any:
     """The dtype of offsets within a tile: of 32 bits, unless its last row or key is further away."""
     steps = (step for name, step in given.items() if name.endswith(("_t", "mask_q", "mask_k")))
     return tl.int32 if max(steps) * max(tile.rows, tile.keys) < 2**31 else tl.int64
-
-
-def masked(mask: Tensor | None) -> dict[str, Any]:
-    """A mask `[1 | B, 1 | H, 1 | S, K]`, or of packed tokens `[T, K]`, as the device functions take it."""
-    if mask is None:
-        return {"mask_ptr": None, "MASK": "none", "mask_b": 0, "mask_h": 0, "mask_t": 0, "mask_q": 0, "mask_k": 0, "MASK_STEP": 1}
-    packed = mask.dim() == 2
-    by_dim = [0 if size == 1 else stride for size, stride in zip(mask.shape[:-1], mask.stride(), strict=False)]
-    b, h, q = (0, 0, mask.stride(0)) if packed else by_dim
-    ptr, kind = (mask.view(torch.uint8), "bool") if mask.dtype == torch.bool else (mask, "additive")
-    # Eight numbers at once, where a row is whole eights.
-    step = 8 if mask.shape[-1] % 8 == 0 else 1
-    return {
-        "mask_ptr": ptr, "MASK": kind, "mask_b": b, "mask_h": h, "mask_t": q * packed, "mask_q": q, "mask_k": mask.stride(-1),
-        "MASK_STEP": step,
-    }  # fmt: skip
 
 
 def options_of(tile: Tile, capped: bool) -> dict[str, int]:
