@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import attnops
 from attnops.core.errors import InvalidInput, PatchError
 from attnops.hf import tiny
-from attnops.hf.models import mask_trials as proof
+from attnops.hf import mask_trials as proof
 from attnops.hf.models.attention_modules import match
 from tests.hf.helpers import LIMIT, generated, left_padded, relative, tokens
 

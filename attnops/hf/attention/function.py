@@ -16,7 +16,7 @@ from attnops.core.kernel import own_kernel
 from attnops.core.private_torch import autocasting
 from attnops.core.select import key_for
 from attnops.core.tracers import is_recorded
-from attnops.hf.attention import over_pages as pages
+from attnops.hf.attention import over_pages
 from attnops.hf.attention.in_torch import in_torch, in_torchs_ops
 from attnops.hf.attention.request import (
     Lengths,
@@ -115,9 +115,12 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
         p = dropout if drops else 0.0
         request = Request(query, key, value, attention_mask, position_bias, lengths, sinks, scale, cap, sliding_window, p, weights)
         if key.dim() == 5 or isinstance(attnops_cache, (PagedKeyCache, View)):
-            output, request = over_pages(module, request, attnops_cache, is_causal, kernels)
+            output = over_pages.attend(over_pages.Asked(module, request, attnops_cache, is_causal), *kernels)
             if output is not None:
                 return output, None
+            # The first latents of an empty cache attend to each other in expanded form.
+            key, value = type(module).expand_kv(module, key[0], value[0])
+            request = request._replace(key=key, value=value)
         visible = visible_of(request, not additive and is_causal_call(module, is_causal), packs)
         if visible.packed is not None:
             return packed(request, visible, visible.packed, kernel), None
@@ -130,26 +133,6 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
         return dense(call, given, straight, facts if visible.keys is None else None, sliding_window), None
 
     return attention
-
-
-def over_pages(
-    module: Any, request: Request, cache: Any, is_causal: bool | None, kernels: tuple[str | None, ...]
-) -> tuple[Tensor | None, Request]:
-    """(`[B, S, Hq, Dv]`, the request) of new keys that go into pages.
-
-    Of the first latents of an empty cache None and the request with their keys and values expanded.
-    """
-    lengths = None if request.lengths is None else request.lengths.starts_q
-    odd = {"position_bias": request.bias, "cu_seq_lens_q": lengths, "output_attentions": request.weights or None}
-    asked = pages.Asked(
-        module, request.query, request.key, request.value, request.mask, cache, request.dropout, is_causal, request.scale, request.softcap,
-        request.sinks, odd,
-    )  # fmt: skip
-    output = pages.attend(asked, *kernels)
-    if output is not None:
-        return output, request
-    key, value = type(module).expand_kv(module, request.key[0], request.value[0])
-    return None, Request(request.query, key, value, *request[3:])
 
 
 def dense(call: Attention, given: Tensors, straight: StraightCalls, facts: Facts | None, window: int | None) -> Tensor:

@@ -29,6 +29,7 @@ from attnops.hf.models.chosen import is_ours
 from attnops.hf.models.experts import plain
 from attnops.hf.models.methods import is_replaced
 from attnops.kernels.triton.attention import FLOATS
+from attnops.nn.class_swap import Swap, subclass
 from attnops.nn.steady import apart
 from attnops.ops.experts.route import SCORING, Route, is_allowed, route
 from attnops.ops.experts.route_reference import chosen, values, weighed
@@ -76,10 +77,9 @@ class Rule:
 
 @dataclass(frozen=True)
 class Site:
-    """A router of a model, its class, and its rule, or the reason why it is left as it is."""
+    """A router of a model, and its rule, or the reason why it is left as it is."""
 
     module: nn.Module
-    cls: type
     found: Rule | str
 
 
@@ -88,16 +88,14 @@ class Routers:
 
     def __init__(self, model: nn.Module) -> None:
         self.sites = tuple(sites(model))
-        for site in self.sites:
-            if isinstance(site.found, Rule):
-                site.module.__class__ = served(site.cls)
-                site.module.__dict__[_RULE] = site.found
+        found = ((site.module, site.found) for site in self.sites)
+        self._swaps = [Swap(module, served, attributes={_RULE: rule}) for module, rule in found if isinstance(rule, Rule)]
 
     def undo(self) -> None:
         """Give the modules back as they were. One whose class has changed since then keeps that, and runs its own code."""
-        for site in self.sites:
-            if isinstance(site.found, Rule) and site.module.__dict__.pop(_RULE, None) and type(site.module) is served(site.cls):
-                site.module.__class__ = site.cls
+        for swap in self._swaps:
+            swap.undo()
+            swap.target.__dict__.pop(_RULE, None)
 
     def notes(self) -> tuple[str, ...]:
         """Lines of a report; none for a model without routers."""
@@ -120,14 +118,7 @@ def served(cls: Any) -> type:
         logits = apart(rule.logits, self, x)
         return (logits, *route(logits, rule.top_k, bias, **rule.given, dtype=torch.float32 if rule.float32 else x.dtype))
 
-    def reduce(self: Any, protocol: int) -> Any:
-        return (_blank, (cls,), *cls.__reduce_ex__(self, protocol)[2:])
-
-    return type(cls.__name__, (cls,), {"__module__": cls.__module__, "forward": forward, "__reduce_ex__": reduce})
-
-
-def _blank(cls: Any) -> Any:
-    return object.__new__(served(cls))
+    return subclass(cls, {"forward": forward}, (served, cls))
 
 
 def _serves(module: Any, args: tuple[Any, ...], rule: Rule) -> bool:
@@ -157,7 +148,7 @@ def sites(model: nn.Module) -> Iterator[Site]:
     known: dict[tuple[Any, ...], Rule | None] = {}
     for module in model.modules():
         if is_router(module):
-            yield Site(module, type(module), _against(module) or _rule(module, known))
+            yield Site(module, _against(module) or _rule(module, known))
 
 
 def is_router(module: nn.Module) -> bool:

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from attnops.adapters.report import TOLERANCES, compare, outputs_of
+from attnops.adapters.report import TOLERANCES, compare, evaluating, outputs_of
 from attnops.core.errors import PatchError, fail
 from attnops.core.problem import pretend
 from attnops.hf.attention.mask import Mode
 from attnops.hf.cache import names as cache_names
 from attnops.hf.interface import Options, implementation
 from attnops.hf.models.attention_modules import Match, match, routed
-from attnops.hf.report import evaluating, switch
+from attnops.hf.report import attending
 
 _TOLERANCE = {**TOLERANCES, torch.float32: 1e-4}
 
@@ -100,14 +100,14 @@ def _subjects(model: Any) -> Iterator[tuple[Subject, str]]:
 
 def _runs_eager(subject: Subject) -> bool:
     # A class may raise anything at inputs that it does not like.
-    with evaluating(subject.model, subject.configs), suppress(Exception):
+    with evaluating(subject.model), suppress(Exception):
         return bool(_outputs(subject, "eager", subject.feed, False))
     return False
 
 
 def _fails(subject: Subject, mode: Mode) -> str | None:
     tried: tuple[Mode, ...] = ("dense", "compact") if mode == "auto" else (mode,)
-    with evaluating(subject.model, subject.configs):
+    with evaluating(subject.model):
         for one in tried:
             name = implementation(Options(mask=one, proven=True))
             for run, inputs, visible in _runs(subject):
@@ -152,11 +152,10 @@ def _parameters(model: Any) -> Any:
 
 def _outputs(subject: Subject, name: str, inputs: dict[str, Tensor], steps: bool) -> dict[str, Tensor]:
     model = subject.model
-    switch(subject.configs, name)
     first = next(model.parameters())
     given = {key: x.to(first.device, first.dtype if x.is_floating_point() else x.dtype) for key, x in inputs.items()}
     # Some models draw at random, in eval mode, too.
-    with torch.random.fork_rng(devices=[first.device] if first.is_cuda else []):
+    with attending(subject.configs, name), torch.random.fork_rng(devices=[first.device] if first.is_cuda else []):
         torch.manual_seed(0)
         if not steps:
             return outputs_of(model(**given))
