@@ -178,7 +178,8 @@ def absorbed(asked: Asked, view: View, window_left: int, kernel: str | None) -> 
         w_uk, w_uv = (w.to(pages.dtype) for w in absorbed_weights(module.kv_b_proj, dims.nope, dims.v, request.key[0]))
         q_nope, q_pe = tokens.split([dims.nope, dims.rope], -1)
         out = attend_absorbed(
-            dims, q_nope, q_pe, (w_uk, w_uv), pages, view.batch, scale=scale, window_left=window_left, softcap=request.softcap, kernel=kernel,
+            dims, q_nope, q_pe, (w_uk, w_uv), pages, view.batch, scale=scale, window_left=window_left, softcap=request.softcap,
+            kernel=kernel,
         )  # fmt: skip
     return out.to(query.dtype).reshape(batch, queries, heads, dims.v)
 
