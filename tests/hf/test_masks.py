@@ -220,7 +220,7 @@ def impatient(monkeypatch):
     real = masks._look
 
     def counting(call, *rest):
-        looks.append(call.queries)
+        looks.append(call.q_length)
         return real(call, *rest)
 
     monkeypatch.setattr(masks, "_look", counting)
