@@ -129,13 +129,11 @@ class Swapped(Handle):
         Raises PatchError when the model is not patched, when a module has another class, forward or attribute than `patch` left, when the
         output is missing, or (strict) when the comparison fails.
         """
-        return self._verified((inputs, named), tolerance, strict, "its own attention")
-
-    def _check_unchanged(self) -> None:
         for swap in self._swaps:
             if not swap.is_whole() or "forward" in vars(swap.target):
                 name = type(swap.target).__name__
                 fail(PatchError, f"verify: {name} has changed since patch, call verify before that")
+        return self._verified((inputs, named), tolerance, strict, "its own attention")
 
     @contextmanager
     def _stock(self) -> Iterator[None]:
@@ -144,6 +142,3 @@ class Swapped(Handle):
             yield
         finally:
             self._switch()
-
-    def _run(self, inputs: Any, named: Any) -> Any:
-        return self.model(*inputs, **named)

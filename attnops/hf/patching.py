@@ -268,18 +268,23 @@ class Patched(Handle):
         self._settle()
 
     @property
+    def _begun(self) -> Decoder | None:
+        """What decodes over pages, once it has begun."""
+        return None if self._paged is None else self._paged._decoder
+
+    @property
     def graphs(self) -> Graphed | None:
         """The graphs of decode steps, whose `report()` lists the captures; None before the first."""
-        return None if self._paged is None or self._paged._decoder is None else self._paged._decoder.graphed
+        return None if self._begun is None else self._begun.graphed
 
     @property
     def plain_steps(self) -> int:
         """Steps of one token of `generate()` that ran without graphs, because these were in use or the step asked for more than logits."""
-        return 0 if self._paged is None or self._paged._decoder is None else self._paged._decoder.plain_steps
+        return 0 if self._begun is None else self._begun.plain_steps
 
     def _taken(self, generation: Generation) -> Took:
         paged = self._paged
-        failed = "" if paged is None or paged._decoder is None else paged._decoder.why
+        failed = "" if self._begun is None else self._begun.why
         if paged is None or generation.why != "":
             no_cache = None if paged is None else NO_CACHE
             return Took("hf", "hf", generation.why or self._why or no_cache or "")
@@ -300,20 +305,15 @@ class Patched(Handle):
 
         Raises PatchError when the model is not patched, when the output is missing, or (strict) when the comparison fails.
         """
+        if others := self._others():
+            fail(PatchError, f"verify: got a model whose attention was set to {others[0][1]!r} after patch(); call unpatch(), then patch()")
         if input_ids is not None:
             inputs["input_ids"] = input_ids
         visible = inputs.get("decoder_attention_mask") if "decoder_input_ids" in inputs else inputs.get("attention_mask")
         return self._verified(((), inputs), tolerance, strict, "eager", visible)
 
-    def _check_unchanged(self) -> None:
-        if others := self._others():
-            fail(PatchError, f"verify: got a model whose attention was set to {others[0][1]!r} after patch(); call unpatch(), then patch()")
-
     def _stock(self) -> AbstractContextManager[None]:
         return attending([config for config, _ in self._switched], "eager")
-
-    def _run(self, inputs: Any, named: Any) -> Any:
-        return self.model(*inputs, **named)
 
 
 def _forced(asked: Options, how: Decode) -> bool:

@@ -13,7 +13,7 @@ from attnops.hf import tiny
 from attnops.hf.attention import mask as masks
 from attnops.hf.cache.names import named
 from attnops.hf.generation import current_generation, growing
-from tests.hf.helpers import LIMIT, generated, left_padded, relative, tokens
+from tests.hf.helpers import generated, left_padded, near, tokens
 
 HOLES = torch.ones(3, 14, dtype=torch.int64)
 HOLES[0, 3:6] = HOLES[1, 9] = HOLES[2, :4] = 0
@@ -67,7 +67,7 @@ def test_a_model_that_is_stepped_inside_generate(impatient, same, prepares):
     beside = Beside(model if same else other, prepares)
     got = generated(model, new=6, attention_mask=ONES, logits_processor=[beside])
     assert torch.equal(got, want)
-    assert relative(torch.stack(beside.logits), torch.stack(wanted)) < LIMIT
+    near(torch.stack(beside.logits), torch.stack(wanted))
 
 
 def test_guidance_by_a_negative_prompt(impatient):

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
-from torch.utils._python_dispatch import _disable_current_modes
 
 from attnops.core.record import asked, changed, name as name_of
 from attnops.core.select import active_policy
@@ -28,6 +27,7 @@ from attnops.graphs.regional import NUMBER
 from attnops.hf.models.chosen import is_ours
 from attnops.hf.models.experts import plain
 from attnops.hf.models.methods import is_replaced
+from attnops.hf.models.trial import alone, answer
 from attnops.kernels.triton.attention import FLOATS
 from attnops.nn.class_swap import Swap, subclass
 from attnops.nn.steady import apart
@@ -194,10 +194,9 @@ def _rule(module: nn.Module, known: dict[tuple[Any, ...], Rule | None]) -> Rule 
     return known[key] or f"the op does not choose as {type(module).__name__} does"
 
 
-@torch.no_grad()
 def rule_of(module: nn.Module) -> Rule | None:
     """The rule of a router, found by trying its own forward on a few tokens, in float32 and in bfloat16; None: the op has no such rule."""
-    with _disable_current_modes(), torch.device("cpu"):  # without fake tensors
+    with alone():
         first = _Trial.of(module, torch.float32)
         if first is None or (found := _found(first)) is None:
             return None
@@ -235,7 +234,7 @@ class _Trial:
         source = torch.Generator("cpu").manual_seed(0)
 
         def random(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=source, device="cpu")
+            return torch.randn(shape, generator=source)
 
         twin: Any = object.__new__(type(module))
         parameters = {n: p if p is None else random(*p.shape).to(dtype) / 4 for n, p in module._parameters.items()}
@@ -248,7 +247,7 @@ class _Trial:
         x = random(TOKENS + len(LOWEST), weight.shape[1]).to(tokens or dtype)
         x[:, 0] = 0.0
         x[TOKENS:] = 0.0
-        x[TOKENS:, 0] = torch.tensor(LOWEST, device="cpu")
+        x[TOKENS:, 0] = torch.tensor(LOWEST)
         if len(_required(type(module))) == 3:
             twin.__dict__[HANDED] = random(weight.shape[0]) / 4
         before = _seen(twin)
@@ -277,10 +276,7 @@ def _required(cls: Any) -> list[str]:
 
 def _answers(module: nn.Module, twin: Any, x: Tensor) -> tuple[Tensor, ...] | None:
     """(logits, weights, index), each `[T, ...]`, or None."""
-    try:
-        out = type(module).forward(twin, x, *([vars(twin)[HANDED]] if HANDED in vars(twin) else []))
-    except Exception:  # of a stranger's module
-        return None
+    out = answer(type(module).forward, twin, x, *([vars(twin)[HANDED]] if HANDED in vars(twin) else []))
     if not (isinstance(out, tuple) and len(out) == 3 and all(isinstance(t, Tensor) and t.dim() == 2 for t in out)):
         return None
     logits, weights, index = out
