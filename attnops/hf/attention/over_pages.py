@@ -26,14 +26,12 @@ from attnops.hf.attention.descriptor import Range
 from attnops.hf.attention.request import Request
 from attnops.hf.cache.paged_cache import PagedModelCache, View
 from attnops.hf.generation import running_generation
+from attnops.hf.models.latents import ABSORB_UP_TO, dims_of
 from attnops.nn.absorb import absorbed_weights, renew
-from attnops.nn.latent import LatentDims, attend_absorbed
+from attnops.nn.latent import attend_absorbed
 from attnops.ops import decode_attention, paged_attention, write_kv, write_latent
 from attnops.ops.attention.record import attention as dense_attention
 from attnops.ops.attention.varlen import varlen_attention
-
-# New tokens of a request, above which the first tokens of an empty cache are attended to in expanded form.
-ABSORB_UP_TO = 1
 
 
 def hand_over(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -160,11 +158,6 @@ def attend_keys(asked: Asked, found: Range, dense: str | None, paged: str | None
         workspace=now.workspace, padded=False, holes=False, kernel=paged, **rules,
     )  # fmt: skip
     return out.view(batch, count, heads, out.shape[2]).to(like)
-
-
-def dims_of(module: Any) -> LatentDims:
-    """The sizes of an MLA module."""
-    return LatentDims(module.qk_nope_head_dim, module.qk_rope_head_dim, module.kv_lora_rank, module.v_head_dim)
 
 
 def absorbed(asked: Asked, view: View, window_left: int, kernel: str | None) -> Tensor:
