@@ -40,7 +40,8 @@ class Swap:
     """
 
     def __init__(self, target: Any, make: Callable[..., Any], *args: Any, attributes: Mapping[str, Any]) -> None:
-        self.target, self.own, self.attributes = target, type(target), attributes
+        self.target, self.attributes = target, attributes
+        self.own: Any = type(target)
         self._make, self._args, here = make, args, vars(target)
         self._before = {name: here[name] for name in attributes if name in here}
         target.__class__ = self.ours
@@ -64,7 +65,8 @@ class Swap:
         ours, as fully_shard and parametrisations do it, is made anew over the object's own. An
         object of a class that cannot be made anew stays as it is.
         """
-        now, here = type(self.target), vars(self.target)
+        now: Any = type(self.target)
+        here = vars(self.target)
         cls = taken_out(now, self.ours, self.own)
         if cls is None:
             return

@@ -92,7 +92,7 @@ class Routers:
         self._swaps = [Swap(module, served, attributes={_RULE: rule}) for module, rule in found if isinstance(rule, Rule)]
 
     def undo(self) -> None:
-        """Give the modules back as they were. One whose class has changed since then keeps that, and runs its own code."""
+        """Give the modules back as they were, see `Swap.undo`. One that keeps a class of its own runs its own code."""
         for swap in self._swaps:
             swap.undo()
             swap.target.__dict__.pop(_RULE, None)
