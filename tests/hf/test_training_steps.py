@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 from typing import Any
 
 import pytest
@@ -42,19 +41,16 @@ def batch(form, texts) -> dict[str, Any]:
     length, which end in a document without labels. "left", "right" and "both" say where padding is.
     """
     if form == "rows":
-        rows = [row_of(texts[:2]), row_of(texts[2:])]
-        width = max(len(row["labels"]) for row in rows) + 1
-        for row in rows:
-            filler = torch.arange(width - len(row["labels"]))
-            for name, more in (("input_ids", filler + 2), ("position_ids", filler), ("labels", torch.full_like(filler, -100))):
-                row[name] = torch.cat([row[name], more])
+        pairs, rows = (texts[:2], texts[2:]), []
+        width = max(sum(map(len, pair)) for pair in pairs) + 1
+        for pair in pairs:
+            filler = torch.arange(width - sum(map(len, pair))) + 2
+            rows.append(row_of([*pair, filler]))
+            rows[-1]["labels"][-len(filler) :] = -100
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     if form in PACKED:
-        made = {name: x[None] for name, x in row_of(texts).items()}
-        if form == "lengths":
-            cu, longest = torch.tensor([0, *itertools.accumulate(map(len, texts))], dtype=torch.int32), max(map(len, texts))
-            made |= {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": longest, "max_length_k": longest}
-        return made
+        collator = DataCollatorWithFlattening(return_flash_attn_kwargs=form == "lengths")
+        return dict(collator([{"input_ids": text.tolist()} for text in texts]))
     width = max(map(len, texts)) + (form == "both")
     ids, mask = torch.zeros(len(texts), width, dtype=torch.int64), torch.zeros(len(texts), width, dtype=torch.int64)
     for row, text in enumerate(texts):
