@@ -109,9 +109,11 @@ def batched_function(
         starts = starts_q.to(torch.int32), seen["cu_seq_lens_k"].to(torch.int32)
         if seen["block_table"] is not None:
             pages = seen["k_cache"], seen["v_cache"], seen["block_table"]
-            return _over_blocks(number, tokens, pages, starts, paged, rules)[None]
-        longest = {"max_seqlen_q": int(longest_q), "max_seqlen_k": int(seen["max_length_k"])}
-        return varlen_attention(*tokens, *starts, **longest, kernel=packed, **rules)[None]
+            output: Tensor = _over_blocks(number, tokens, pages, starts, paged, rules)
+            return output[None]
+        longest: dict[str, Any] = {"max_seqlen_q": int(longest_q), "max_seqlen_k": int(seen["max_length_k"])}
+        output = varlen_attention(*tokens, *starts, **longest, kernel=packed, **rules)
+        return output[None]
 
     def attention(
         module: Any,

@@ -140,6 +140,7 @@ def continuous_function(kernel: str | None, proven: bool = False) -> Continuous:
         _check_cache(cache)
         number, ring = module.layer_idx, window_of(module, cache)
         kind = "sliding_attention" if ring else "full_attention"
+        starts_k: Any
         starts_k, longest_k = (x[kind] if isinstance(x, dict) else x for x in (cu_seq_lens_k, max_seqlen_k))
         tokens, rules = rules_of(query, layer, ring)
         rules["max_seqlen_q"] = longest_q = int(max_seqlen_q)

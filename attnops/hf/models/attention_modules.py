@@ -8,7 +8,7 @@ import gc
 import inspect
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -83,6 +83,9 @@ class Match:
     unrouted: tuple[type, ...]
 
 
+_class: Callable[[nn.Module], Any] = type
+
+
 def match(model: nn.Module) -> Match:
     """Inspect every module of `model`."""
     models = {path: m for path, m in model.named_modules() if isinstance(m, PreTrainedModel)}
@@ -116,7 +119,7 @@ def _takes_bools(cls: Any) -> bool:
 
 def _sites(model: nn.Module, models: dict[str, PreTrainedModel]) -> Iterator[Site]:
     modules = {path: m for path, m in model.named_modules() if path not in models}
-    usages = {path: usage for path, m in modules.items() if (usage := usage_of(type(m)))}
+    usages = {path: usage for path, m in modules.items() if (usage := usage_of(_class(m)))}
     named = {path for path, m in modules.items() if isinstance(m, nn.MultiheadAttention) or "Attention" in type(m).__name__}
     attend = usages.keys() | named
     for path in (path for path in modules if path in attend):
@@ -151,14 +154,14 @@ def _keep_together(sites: list[Site]) -> None:
 def _editing(usable: list[Site], switched: list[PreTrainedModel]) -> Iterator[str]:
     """The classes that compute with their masks."""
     yield from (f"{site.name} edits its mask" for site in usable if site.usage and site.usage.edits_mask)
-    yield from (f"{type(owner).__name__} edits its masks" for owner in switched if _demands_masks(type(owner)))
+    yield from (f"{type(owner).__name__} edits its masks" for owner in switched if _demands_masks(_class(owner)))
 
 
 def _needing(left: Iterator[Site], switched: list[PreTrainedModel], model: nn.Module) -> Iterator[str]:
     """Other classes that need masks which are written out. left: the sites that are left alone."""
     told = {id(owner.config) for owner in switched}
     yield from (f"{site.name} computes attention by itself" for site in left if _is_given(site, model) in told)
-    yield from (f"{type(owner).__name__} pools padding with text" for owner in switched if _pools_padding(type(owner)))
+    yield from (f"{type(owner).__name__} pools padding with text" for owner in switched if _pools_padding(_class(owner)))
 
 
 def _takes_mask(module: nn.Module) -> bool:
@@ -170,7 +173,7 @@ def _is_given(site: Site, model: nn.Module) -> int:
     if site.config is not None:
         return id(site.config)
     if isinstance(site.module, nn.MultiheadAttention):
-        parent = _source(type(model.get_submodule(site.path.rpartition(".")[0])))
+        parent = _source(_class(model.get_submodule(site.path.rpartition(".")[0])))
         given = "attn_mask" in parent or "key_padding_mask" in parent
     else:
         given = _takes_mask(site.module)
