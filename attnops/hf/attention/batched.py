@@ -106,13 +106,13 @@ def batched_function(
             fail(InvalidInput, "cu_seq_lens_k", "a tensor for each type of layer", want)
         queries, rules = rules_of(query, layer, window_of(module))
         tokens = queries, key[0].transpose(0, 1), value[0].transpose(0, 1)
-        starts = starts_q.to(torch.int32), seen["cu_seq_lens_k"].to(torch.int32)
+        starts_q, starts_k = starts_q.to(torch.int32), seen["cu_seq_lens_k"].to(torch.int32)
         if seen["block_table"] is not None:
             pages = seen["k_cache"], seen["v_cache"], seen["block_table"]
-            output: Tensor = _over_blocks(number, tokens, pages, starts, paged, rules)
+            output: Tensor = _over_blocks(number, tokens, pages, (starts_q, starts_k), paged, rules)
             return output[None]
-        longest: dict[str, Any] = {"max_seqlen_q": int(longest_q), "max_seqlen_k": int(seen["max_length_k"])}
-        output = varlen_attention(*tokens, *starts, **longest, kernel=packed, **rules)
+        rules |= {"max_seqlen_q": int(longest_q), "max_seqlen_k": int(seen["max_length_k"])}
+        output = varlen_attention(*tokens, starts_q, starts_k, kernel=packed, **rules)
         return output[None]
 
     def attention(
