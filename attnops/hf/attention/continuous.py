@@ -108,8 +108,8 @@ def continuous_function(kernel: str | None, proven: bool = False) -> Continuous:
         attention_mask: Tensor | None = None,
         *,
         cache: Any = None,
-        cu_seq_lens_q: Tensor | None = None,
-        cu_seq_lens_k: Tensor | dict[str, Tensor] | None = None,
+        cu_seq_lens_q: Any = None,
+        cu_seq_lens_k: Any = None,
         max_seqlen_q: int = 0,
         max_seqlen_k: int | dict[str, int] = 0,
         read_index: Any = None,
@@ -133,7 +133,7 @@ def continuous_function(kernel: str | None, proven: bool = False) -> Continuous:
         Raises:
             InvalidInput: there is no such cache, or an argument that would change the result and is not known here.
         """
-        if cache is None or cu_seq_lens_q is None or cu_seq_lens_k is None:
+        if any(given is None for given in (cache, cu_seq_lens_q, cu_seq_lens_k)):
             want = 'the arguments of generate_batch(). Use "attnops" for an ordinary forward'
             fail(InvalidInput, "cache, cu_seq_lens_q, cu_seq_lens_k", None, want)
         check_step(module, attention_mask, layer, proven)
@@ -146,7 +146,7 @@ def continuous_function(kernel: str | None, proven: bool = False) -> Continuous:
         rules["max_seqlen_q"] = longest_q = int(max_seqlen_q)
         starts_q = cu_seq_lens_q.to(torch.int32)
         asked = Asked(read_index, write_index, cu_seq_lens_q, starts_k, longest_q, int(longest_k), ring, block_table)
-        fits = not ring or rules["window"][0] == ring - 1
+        fits = ring in (0, rules["window"][0] + 1)
         blocks = blocks_of(cache, number, key, value, asked) if fits else None
         if blocks is not None:
             keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)

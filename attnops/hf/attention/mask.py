@@ -44,7 +44,7 @@ from attnops.core.record import need
 from attnops.core.tracers import is_recorded
 from attnops.hf.attention import descriptor, packed, positions
 from attnops.hf.attention.descriptor import Pattern
-from attnops.hf.generation import Verdict, current_generation
+from attnops.hf.generation import Generation, Verdict, current_generation
 
 _JOINED_LAST = hasattr(masking_utils, "remap_positions_for_packed_sequence")
 """Does transformers join documents to a rule last, after blocks whose tokens see both ways? A tracer has to tell such a rule apart."""
@@ -233,6 +233,13 @@ def _compact(request: Request, pattern: Pattern) -> Found:
     verdict = generation.verdict if generation is not None and request.q_length == 1 else None
     if verdict is not None and verdict.full:
         return (_unpadded(request, pattern),)
+    return _looked_at(request, pattern, padding, high, verdict, generation)
+
+
+def _looked_at(
+    request: Request, pattern: Pattern, padding: Tensor, high: Any, verdict: Verdict | None, generation: Generation | None
+) -> Found:
+    """As `_compact`, by the rows of the padding. verdict: on the masks of the generation so far; None: this one gives it."""
     columns = torch.arange(padding.shape[1], device=padding.device)
     seen = padding & (columns >= request.kv_offset) & (columns < high)
     first, past = _first(seen, columns), (seen * (columns + 1)).amax(-1)
@@ -359,10 +366,10 @@ def _read_padding(request: Request, known: Tensor) -> tuple[Tensor, list[int]]:
     high = seen + queries
     unseen = tracing(high)
     generation = None if unseen else current_generation()
-    checked = generation is not None and generation.checked is own
+    checked = getattr(generation, "checked", None) is own
     fits = high <= request.kv_length
     one = queries == 1 and far(known.device)
-    if checked and one and _is_after_prompt(request, generation):
+    if checked and _is_after_prompt(request, generation, one):
         torch.ops.aten._assert_async.msg(fits, _STOP)
         return known, []
     start, run = _run(request, known, high)
@@ -382,10 +389,10 @@ def _read_padding(request: Request, known: Tensor) -> tuple[Tensor, list[int]]:
     return start, [past, *starts]
 
 
-def _is_after_prompt(request: Request, generation: Any) -> bool:
-    """Is it a step after the prompt of this generation? Chunks of a prompt may have one token, too."""
+def _is_after_prompt(request: Request, generation: Any, one: bool) -> bool:
+    """Is it a step after the prompt of this generation? one: it has one token, as chunks of a prompt may have, too."""
     padding, prompt = request.attention_mask, generation.prompt
-    return prompt is not None and padding is not None and padding.shape[1] > prompt
+    return one and prompt is not None and padding is not None and padding.shape[1] > prompt
 
 
 def _run(request: Request, known: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:

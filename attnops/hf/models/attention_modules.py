@@ -92,12 +92,7 @@ def match(model: nn.Module) -> Match:
     sites = list(_sites(model, models))
     _keep_together(sites)
     usable = [site for site in sites if site.reason is None]
-    configs = {id(site.config): site.config for site in usable}
-    for path, above in models.items():
-        # The masks are made by the models above the attention modules, each by its own config object.
-        below = [site for site in sites if _within(site.path, path)]
-        if below and all(site.reason is None for site in below):
-            configs.setdefault(id(above.config), above.config)
+    configs = _configs(sites, models)
     switched = [m for m in models.values() if id(m.config) in configs]
     edits = next(_editing(usable, switched), None)
     left = (site for site in sites if site.reason is not None)
@@ -106,6 +101,17 @@ def match(model: nn.Module) -> Match:
     unrouted = tuple(cls for cls in classes if not _takes_bools(cls))
     found = list(configs.values())
     return Match(sites, found, explicit, edits, _strangers(found, model), unrouted)
+
+
+def _configs(sites: list[Site], models: dict[str, PreTrainedModel]) -> dict[int, Any]:
+    """Those to switch, by their id."""
+    configs = {id(site.config): site.config for site in sites if site.reason is None}
+    for path, above in models.items():
+        # The masks are made by the models above the attention modules, each by its own config object.
+        below = [site for site in sites if _within(site.path, path)]
+        if below and all(site.reason is None for site in below):
+            configs.setdefault(id(above.config), above.config)
+    return configs
 
 
 def _within(path: str, parent: str) -> bool:
@@ -288,8 +294,7 @@ def _chooses(node: Any) -> bool:
 
 def _edits_cached(function: ast.FunctionDef, calls: list[ast.Call]) -> bool:
     """Are the keys and values of the calls others than those from `update(...)`, or from a module applied to them (a norm)?"""
-    assigned = list(_assigned(function))
-    updates = [one for one in assigned if _asks_cache(one.node)]
+    updates = _updates(function)
     if not updates:
         return False
     kept = set[str]().union(*(one.parts for one in updates))
@@ -297,15 +302,19 @@ def _edits_cached(function: ast.FunctionDef, calls: list[ast.Call]) -> bool:
     if not all(_name(one) in kept for one in given):
         return True
     last = max(one.node.lineno for one in updates)
-    later = any(one.node.lineno > last and one.parts & kept and not _is_module_call(one.node.value) for one in assigned)
+    later = any(one.node.lineno > last and one.parts & kept and not _is_module_call(one.node.value) for one in _assigned(function))
     return later or len(calls) > 1
 
 
 def _moves(function: ast.FunctionDef) -> bool:
     """Is the `layer_idx` in a call of `update(key_states, value_states, layer_idx)` anything but an attribute of the module?"""
-    updates = (one.node.value for one in _assigned(function) if _asks_cache(one.node))
-    numbers = (number for call in updates if (number := _argument(call, 2, "layer_idx")) is not None)
+    numbers = (number for one in _updates(function) if (number := _argument(one.node.value, 2, "layer_idx")) is not None)
     return any(not (isinstance(number, ast.Attribute) and _name(number.value) == "self") for number in numbers)
+
+
+def _updates(function: ast.FunctionDef) -> list[_Assigned]:
+    """The assignments of what a cache returns."""
+    return [one for one in _assigned(function) if _asks_cache(one.node)]
 
 
 def _asks_cache(node: Any) -> bool:
