@@ -6,6 +6,7 @@ one under ``if TYPE_CHECKING:`` does not.
 
 import ast
 from graphlib import TopologicalSorter
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,7 @@ STRANGERS = [
     ("attnops.graphs", "attnops.lowering"),
     ("attnops.kernels", "attnops.core.select"),
     ("attnops.core", "attnops.ops"),
+    *((f"attnops.hf.{lower}", f"attnops.hf.{upper}") for lower, upper in combinations(("models", "cache", "attention", "steps"), 2)),
 ]
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from torch import nn
 
 from attnops.adapters.callers import calls_sdpa
-from attnops.adapters.handle import MARK, PATCHING, Handle as Handle, refuse_other_options
+from attnops.adapters.handle import MARK, PATCHING, Handle as Handle, refuse_nothing, refuse_other_options
 from attnops.adapters.report import Report as Report, Verification as Verification
 from attnops.adapters.served import is_served
 from attnops.adapters.swap import Change, Site, Swapped as Swapped
@@ -108,9 +108,7 @@ def _patched(model: nn.Module, options: dict[str, Any]) -> Handle:
     model = uncompiled
     sites = _sites(model, kernel)
     if all(isinstance(site.change, str) for site in sites):
-        head = f"patch: nothing to patch in {type(model).__name__}"
-        reasons = dict.fromkeys(f"{type(site.module).__name__}: {site.change}" for site in sites)
-        fail(PatchError, "\n  ".join([head, *reasons]) if reasons else f"{head}: it has no attention module")
+        refuse_nothing(type(model).__name__, ((site.module, site.change) for site in sites))
     return Swapped(model, options, sites)
 
 

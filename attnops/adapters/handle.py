@@ -5,10 +5,13 @@ from __future__ import annotations
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from attnops.adapters.report import Report, Verification
+import torch
+
+from attnops.adapters.report import Report, Verification, compare, evaluating, output_of
 from attnops.core.errors import PatchError, fail
 
 if TYPE_CHECKING:
@@ -34,6 +37,13 @@ def refuse_other_options(asked: Mapping[str, Any], held: Mapping[str, Any]) -> N
         got, has = (", ".join(f"{field}={_shown(options[field])}" for field in others) for options in (asked, held))
         want = "call unpatch() on its handle first, or patch() with the options that it has"
         fail(PatchError, f"patch: got {got} for a model that is patched with {has}; {want}")
+
+
+def refuse_nothing(name: str, reasons: Iterable[tuple[Any, object]]) -> NoReturn:
+    """Raise PatchError for a model of this class name without a module to patch. reasons: each attention module, and why not."""
+    lines = dict.fromkeys(f"{type(module).__name__}: {why}" for module, why in reasons)
+    head = f"patch: nothing to patch in {name}"
+    fail(PatchError, "\n  ".join([head, *lines]) if lines else f"{head}: it has no attention module")
 
 
 def _shown(value: Any) -> str:
@@ -79,6 +89,29 @@ class Handle(ABC):
 
         Raises PatchError when the comparison cannot be made or fails.
         """
+
+    def _verified(
+        self, given: tuple[Any, Any], tolerance: float | None, strict: bool, against: str, visible: Tensor | None = None
+    ) -> Verification:
+        """`verify` on these inputs, by position and by name. against: what `_stock` gives back. visible: positions that count."""
+        if not self.active:
+            fail(PatchError, "verify: the model is not patched any more")
+        with evaluating(self.model), torch.no_grad():
+            name, ours = output_of(self._run(*given))
+            ours = ours.clone()  # the other run may write into the same memory
+            with self._stock():
+                _, own = output_of(self._run(*given))
+        figures = compare(ours, own, visible, name, tolerance, against)
+        if strict and not figures.passed:
+            fail(PatchError, f"verify {figures}")
+        return figures
+
+    @abstractmethod
+    def _stock(self) -> AbstractContextManager[None]:
+        """Within the block the model attends as without attnops."""
+
+    def _run(self, inputs: Any, named: Any) -> Any:
+        return self.model(*inputs, **named)
 
     @property
     def took(self) -> Took | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnops.core.errors import PatchError, fail
 
@@ -126,6 +128,18 @@ def compare(
         off, top = float((ours - eager).abs().max()), float(eager.abs().max())
         same = float((ours.argmax(-1) == eager.argmax(-1)).double().mean())
     return Verification(name, dtype, eager[..., 0].numel(), off, off / top if top else off, limit, same, finite, against)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within the block the model is in eval mode. The mode of each module is restored."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def outputs_of(result: Any) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -18,9 +18,9 @@ from attnops.adapters import recomputed
 from attnops.adapters.callers import TORCHS, callers
 from attnops.adapters.sdpa import scaled_dot_product_attention
 from attnops.core.tracers import is_recorded
+from attnops.nn.class_swap import subclass
 
 _SERVED = "_attnops_served"
-_OF_EVERY_CLASS = ("__dict__", "__weakref__")
 
 
 class Ours(TorchFunctionMode):
@@ -79,44 +79,18 @@ def served(cls: Any, method: str, kernel: str | None) -> type:
     """
     names = callers(cls) or (method,)
     switched = {name: _calls_ours(getattr(cls, name), kernel) for name in names}
-    return _in_place_of(cls, cls, switched, (_served_again, (cls, method, kernel)))
+    return subclass(cls, {**switched, _SERVED: True}, (served, cls, method, kernel))
 
 
 @functools.cache
-def put_in_place(into: Any, own: Any) -> type:
+def put_in_place(own: Any, into: Any) -> type:
     """A subclass of `into`, a subclass of `own`, that goes by the name of `own`."""
-    return _in_place_of(own, into, {}, (_put_again, (into, own)))
+    return subclass(own, {_SERVED: True}, (put_in_place, own, into), into)
 
 
 def is_served(cls: Any) -> bool:
     """Is it a class that takes the place of another, or a subclass of one?"""
     return hasattr(cls, _SERVED)
-
-
-@functools.cache
-def taken_out(cls: Any, ours: Any, own: Any) -> Any:
-    """`cls` with `own` in the place of `ours`; None where it cannot be made.
-
-    fully_shard and parametrisations make a class over that of a module.
-    """
-    if ours is own or not issubclass(cls, ours):
-        return cls
-    if cls is ours:
-        return own
-    bases = [taken_out(base, ours, own) for base in cls.__bases__]
-    if None in bases or any(map(_knows_its_class, vars(cls).values())):
-        return None
-    body = {name: value for name, value in vars(cls).items() if name not in _OF_EVERY_CLASS}
-    try:
-        return type(cls)(cls.__name__, tuple(bases), body)
-    except Exception:  # of a class that refuses such bases
-        return None
-
-
-def _knows_its_class(value: Any) -> bool:
-    """Does it call `super()`, which holds the class in whose body it stands?"""
-    function = getattr(value, "__func__", value)
-    return isinstance(function, FunctionType) and "__class__" in function.__code__.co_freevars
 
 
 def _calls_ours(own: Callable[..., Any], kernel: str | None) -> Callable[..., Any]:
@@ -131,26 +105,3 @@ def _calls_ours(own: Callable[..., Any], kernel: str | None) -> Callable[..., An
     # torch.jit.script compiles the source of `own`, and looks its names up in the globals of this.
     names = getattr(own, "__globals__", globals())
     return functools.wraps(own)(FunctionType(call.__code__, names, closure=call.__closure__))
-
-
-def _in_place_of(own: Any, base: Any, body: Mapping[str, Any], again: tuple[Any, Any]) -> type:
-    """A subclass of `base` that goes by the name of `own`, so that what is saved names `own`.
-
-    again: a function, and its arguments, that make an empty object of it in another process.
-    """
-
-    def reduce(self: Any, protocol: int) -> Any:
-        as_usual = base.__reduce_ex__(self, protocol)
-        return (*again, *as_usual[2:]) if type(self) is made else as_usual
-
-    named = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    made = type(own.__name__, (base,), {**named, **body, "__reduce_ex__": reduce, _SERVED: True})
-    return made
-
-
-def _served_again(cls: Any, method: str, kernel: str | None) -> Any:
-    return object.__new__(served(cls, method, kernel))
-
-
-def _put_again(into: Any, own: Any) -> Any:
-    return object.__new__(put_in_place(into, own))

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from attnops.adapters.handle import MARK, PATCHING, Handle
 from attnops.adapters.replicas import place, take_back
-from attnops.adapters.report import PATCHED, Report, Row, Verification, compare, output_of
-from attnops.adapters.served import put_in_place, served, taken_out
+from attnops.adapters.report import PATCHED, Report, Row, Verification
+from attnops.adapters.served import put_in_place, served
 from attnops.core.errors import PatchError, fail, one_line
+from attnops.nn.class_swap import Swap
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,16 @@ class Change:
     attributes: Mapping[str, Any] = field(default_factory=lambda: {"_attnops_switched": True})
     note: str = ""
 
-    def cls(self, own: type, kernel: str | None) -> type:
-        """The class of the target in place of `own`."""
-        if self.into is None:
-            return own
+    def swap(self, kernel: str | None) -> Swap:
+        """Put it in force, until the result is undone."""
         if isinstance(self.into, str):
-            return served(own, self.into, kernel)
-        return put_in_place(self.into, own)
+            return Swap(self.target, served, self.into, kernel, attributes=self.attributes)
+        made = (_as_it_is,) if self.into is None else (put_in_place, self.into)
+        return Swap(self.target, *made, attributes=self.attributes)
+
+
+def _as_it_is(own: Any) -> Any:
+    return own
 
 
 @dataclass(frozen=True)
@@ -46,12 +50,6 @@ class Site:
     path: str
     module: nn.Module
     change: Change | str
-
-
-@dataclass(frozen=True)
-class _Before:
-    cls: type
-    attributes: Mapping[str, Any]
 
 
 class Swapped(Handle):
@@ -72,22 +70,16 @@ class Swapped(Handle):
         self._switch()
 
     def _switch(self) -> None:
-        self._done: list[tuple[Change, _Before]] = []
+        self._swaps: list[Swap] = []
         place(self.model, MARK, self)
         self.active = True
-        try:
-            for change in self.changes:
-                own = vars(change.target)
-                attributes = {name: own[name] for name in change.attributes if name in own}
-                before = _Before(type(change.target), attributes)
-                ours = change.cls(before.cls, self.kernel)
-                self._done.append((change, before))
-                change.target.__class__ = ours
-                own.update(change.attributes)
-        except Exception as error:  # of a class that has no subclasses
-            self.unpatch()
-            cls = type(change.target).__name__
-            raise PatchError(f"patch: {cls} takes no other class: {one_line(error)}") from error
+        for change in self.changes:
+            try:
+                self._swaps.append(change.swap(self.kernel))
+            except Exception as error:  # of a class that has no subclasses
+                self.unpatch()
+                cls = type(change.target).__name__
+                raise PatchError(f"patch: {cls} takes no other class: {one_line(error)}") from error
 
     def unpatch(self) -> None:
         """Give the model back as it was. Idempotent.
@@ -103,8 +95,8 @@ class Swapped(Handle):
                 self._let_go()
 
     def _switch_back(self) -> None:
-        for change, before in self._done:
-            self._give_back(change, before)
+        for swap in self._swaps:
+            swap.undo()
         for handle in self.inner:
             handle.unpatch()
         take_back(self.model, MARK, self)
@@ -112,22 +104,8 @@ class Swapped(Handle):
 
     def _let_go(self) -> None:
         super()._let_go()
-        for held in (self.sites, self.inner, self.changes, self._done):
+        for held in (self.sites, self.inner, self.changes, self._swaps):
             held.clear()
-
-    def _give_back(self, change: Change, before: _Before) -> None:
-        target, own = change.target, vars(change.target)
-        now: Any = type(target)
-        cls = taken_out(now, change.cls(before.cls, self.kernel), before.cls)
-        if cls is None:
-            return
-        if cls is not now:
-            target.__class__ = cls
-        for name, value in change.attributes.items():
-            if name in own and own[name] is value:
-                del own[name]
-                if name in before.attributes:
-                    own[name] = before.attributes[name]
 
     def report(self) -> Report:
         """Every attention module with its status. `print` it, give it to rich, or take `Report.to_dict()`.
@@ -151,34 +129,16 @@ class Swapped(Handle):
         Raises PatchError when the model is not patched, when a module has another class, forward or attribute than `patch` left, when the
         output is missing, or (strict) when the comparison fails.
         """
-        if not self.active:
-            fail(PatchError, "verify: the model is not patched any more")
-        for change, before in self._done:
-            target = change.target
-            alike = all(vars(target).get(name) is value for name, value in change.attributes.items())
-            made = type(target) is change.cls(before.cls, self.kernel)
-            if not alike or not made or "forward" in vars(target):
-                fail(
-                    PatchError,
-                    f"verify: {type(target).__name__} has changed since patch, call verify before that",
-                )
-        modes = [(module, module.training) for module in self.model.modules()]
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                name, ours = output_of(self._run(inputs, named))
-                ours = ours.clone()  # the other run may write into the same memory
-                self._switch_back()
-                _, own = output_of(self._run(inputs, named))
-        finally:
-            if not self.active:
-                self._switch()
-            for module, training in modes:
-                module.training = training
-        figures = compare(ours, own, None, name, tolerance, "its own attention")
-        if strict and not figures.passed:
-            fail(PatchError, f"verify {figures}")
-        return figures
+        for swap in self._swaps:
+            if not swap.is_whole() or "forward" in vars(swap.target):
+                name = type(swap.target).__name__
+                fail(PatchError, f"verify: {name} has changed since patch, call verify before that")
+        return self._verified((inputs, named), tolerance, strict, "its own attention")
 
-    def _run(self, inputs: Any, named: Any) -> Any:
-        return self.model(*inputs, **named)
+    @contextmanager
+    def _stock(self) -> Iterator[None]:
+        self._switch_back()
+        try:
+            yield
+        finally:
+            self._switch()

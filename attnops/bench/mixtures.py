@@ -73,7 +73,7 @@ def calls_of(setup: Setup, op: str, module: Any, tokens: int, k: int) -> list[Ca
         gate_up_bias=gate_up_bias,
         down_bias=down_bias,
         top_k_weights=take(tokens, k).abs(),
-        **{n: getattr(gate, n) for n in gate.asks},
+        **gate.given,
     )
     source, found = torch.Generator().manual_seed(0), []
     order = torch.randperm(count, generator=source)

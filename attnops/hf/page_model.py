@@ -30,7 +30,7 @@ from attnops.core.precompile import start
 from attnops.core.problem import Problem
 from attnops.core.record import name, need
 from attnops.hf import not_fast
-from attnops.hf.attention.over_pages import dims_of, hand_over
+from attnops.hf.attention.over_pages import hand_over
 from attnops.hf.cache import support as paged_models
 from attnops.hf.cache.idle_pages import MOST_IDLE, Pool
 from attnops.hf.cache.model_pages import DRAFTS, ModelPages, Sizes
@@ -40,6 +40,7 @@ from attnops.hf.cache.support import refuse_unless
 from attnops.hf.cache.to_dynamic_cache import unpaged
 from attnops.hf.generation import Generation, current_generation, running_generation
 from attnops.hf.models.attention_modules import Match
+from attnops.hf.models.latents import dims_of
 from attnops.hf.models.methods import Method
 from attnops.hf.private import PREPARE
 from attnops.hf.steps import calls

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -11,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from attnops.adapters.handle import MARK, PATCHING, Handle, refuse_other_options
+from attnops.adapters.handle import MARK, PATCHING, Handle, refuse_nothing, refuse_other_options
 from attnops.adapters.replicas import place, take_back
-from attnops.adapters.report import PATCHED, Row, Verification, compare, output_of
+from attnops.adapters.report import PATCHED, Row, Verification
 from attnops.core.errors import PatchError, UnknownKernel, fail, one_line
 from attnops.core.record import need
 from attnops.graphs import Graphed, Report as GraphReport
@@ -27,14 +28,14 @@ from attnops.hf.cache.paged_cache import PagedModelCache
 from attnops.hf.generate import NO_CACHE, generate
 from attnops.hf.generation import Generation, is_generating, watch
 from attnops.hf.interface import Kept, Options, implementation
+from attnops.hf.mask_trials import served
 from attnops.hf.models.attention_modules import Match, match
 from attnops.hf.models.experts import Experts
-from attnops.hf.models.mask_trials import served
 from attnops.hf.models.methods import Method
 from attnops.hf.models.routers import Routers
 from attnops.hf.models.rows import Rows
 from attnops.hf.page_model import PagedMode
-from attnops.hf.report import UNSETTLED, Report, Took, evaluating, notes_of, said, switch
+from attnops.hf.report import UNSETTLED, Report, Took, attending, notes_of, said, switch
 from attnops.hf.steps.decode import Decoder
 from attnops.hf.steps.options import Decode
 from attnops.hf.steps.reasons import callers_choice
@@ -267,18 +268,23 @@ class Patched(Handle):
         self._settle()
 
     @property
+    def _begun(self) -> Decoder | None:
+        """What decodes over pages, once it has begun."""
+        return None if self._paged is None else self._paged._decoder
+
+    @property
     def graphs(self) -> Graphed | None:
         """The graphs of decode steps, whose `report()` lists the captures; None before the first."""
-        return None if self._paged is None or self._paged._decoder is None else self._paged._decoder.graphed
+        return None if self._begun is None else self._begun.graphed
 
     @property
     def plain_steps(self) -> int:
         """Steps of one token of `generate()` that ran without graphs, because these were in use or the step asked for more than logits."""
-        return 0 if self._paged is None or self._paged._decoder is None else self._paged._decoder.plain_steps
+        return 0 if self._begun is None else self._begun.plain_steps
 
     def _taken(self, generation: Generation) -> Took:
         paged = self._paged
-        failed = "" if paged is None or paged._decoder is None else paged._decoder.why
+        failed = "" if self._begun is None else self._begun.why
         if paged is None or generation.why != "":
             no_cache = None if paged is None else NO_CACHE
             return Took("hf", "hf", generation.why or self._why or no_cache or "")
@@ -299,23 +305,15 @@ class Patched(Handle):
 
         Raises PatchError when the model is not patched, when the output is missing, or (strict) when the comparison fails.
         """
-        if not self.active:
-            fail(PatchError, "verify: the model is not patched any more")
         if others := self._others():
             fail(PatchError, f"verify: got a model whose attention was set to {others[0][1]!r} after patch(); call unpatch(), then patch()")
         if input_ids is not None:
             inputs["input_ids"] = input_ids
-        configs = [config for config, _ in self._switched]
-        with evaluating(self.model, configs), torch.no_grad():
-            name, ours = output_of(self.model(**inputs))
-            ours = ours.clone()
-            switch(configs, "eager")
-            _, eager = output_of(self.model(**inputs))
         visible = inputs.get("decoder_attention_mask") if "decoder_input_ids" in inputs else inputs.get("attention_mask")
-        figures = compare(ours, eager, visible, name, tolerance)
-        if strict and not figures.passed:
-            fail(PatchError, f"verify {figures}")
-        return figures
+        return self._verified(((), inputs), tolerance, strict, "eager", visible)
+
+    def _stock(self) -> AbstractContextManager[None]:
+        return attending([config for config, _ in self._switched], "eager")
 
 
 def _forced(asked: Options, how: Decode) -> bool:
@@ -388,7 +386,5 @@ def _patched(model: nn.Module, owner: Any, asked: Options, how: Decode) -> Patch
         return there
     found = match(model)
     if all(site.reason is not None for site in found.sites):
-        head = f"patch: nothing to patch in {type(owner).__name__}"
-        reasons = dict.fromkeys(f"{type(site.module).__name__}: {site.reason}" for site in found.sites)
-        fail(PatchError, "\n  ".join([head, *reasons]) if reasons else f"{head}: it has no attention module")
+        refuse_nothing(type(owner).__name__, ((site.module, site.reason) for site in found.sites))
     return Patched(model, owner, asked, how, found)

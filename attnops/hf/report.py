@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from attnops.adapters import report
 
 if TYPE_CHECKING:
@@ -68,18 +66,15 @@ def switch(configs: Iterable[Any], name: str) -> None:
 
 
 @contextmanager
-def evaluating(model: nn.Module, configs: Iterable[Any] = ()) -> Iterator[None]:
-    """Within the block the model is in eval mode. The mode of each module and the attention of the configs are restored."""
-    modes = [(module, module.training) for module in model.modules()]
+def attending(configs: Iterable[Any], name: str) -> Iterator[None]:
+    """Within the block models of these configs attend by the implementation of this name."""
     before = [(config, config._attn_implementation_internal) for config in configs]
-    model.eval()
+    switch(configs, name)
     try:
         yield
     finally:
-        for module, training in modes:
-            module.training = training
-        for config, name in before:
-            switch((config,), name)
+        for config, own in before:
+            switch((config,), own)
 
 
 def notes_of(options: Options, found: Match, paged: PagedMode | None, proof: str, why: str) -> tuple[str, ...]:

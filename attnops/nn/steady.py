@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from attnops.core.kernel import deterministic
 from attnops.core.select import _ACTIVE, use
 from attnops.core.tracers import is_recorded
+from attnops.nn.class_swap import subclass
 from attnops.ops.linear.record import linear
 
 # Products ----------------------------------------------------------------------------------------
@@ -264,14 +265,6 @@ def _steady(cls: Any, pointwise: bool) -> type:
     def of_numbers(self: Any, input: Tensor) -> Tensor:
         return one_by_one(functools.partial(cls.forward, self), input)
 
-    def reduce(self: Any, protocol: Any) -> Any:
-        return (_blank, (cls, pointwise), *cls.__reduce_ex__(self, protocol)[2:])
-
     linear = cls.forward is nn.Linear.forward
     forward = of_linear if linear else of_numbers if pointwise else of_rows
-    own = {"__module__": cls.__module__, "forward": forward, "__reduce_ex__": reduce, _STEADY: True}
-    return type(cls.__name__, (cls,), own)
-
-
-def _blank(cls: Any, pointwise: bool) -> Any:
-    return object.__new__(_steady(cls, pointwise))
+    return subclass(cls, {"forward": forward, _STEADY: True}, (_steady, cls, pointwise))

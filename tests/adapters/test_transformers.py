@@ -1,10 +1,6 @@
-"""What stands around transformers models works with a patched one as it is: pipelines, and Trainer."""
+"""Pipelines of transformers work with a patched model as it is. (Its Trainer: tests/hf/test_training_steps.py.)"""
 
 import pytest
-import torch
-
-pytest.importorskip("accelerate", reason="accelerate (extra dev) is not installed; Trainer needs it")
-
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -22,12 +18,6 @@ def tokenizer():
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     names = dict(zip(("pad_token", "unk_token", "eos_token", "mask_token"), WORDS, strict=False))
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, padding_side="left", **names)
-
-
-def ops(function):
-    with Calls() as calls:
-        result = function()
-    return result, {name for name in calls.names if name.startswith("attnops::")}
 
 
 MASKED = ["w1 [MASK] w2", "w3 w4 w5 [MASK] w6"]
@@ -48,41 +38,10 @@ def test_pipelines(tokenizer, name):
         return [dict(answer) for found in pipe(texts, **options) for answer in found]
 
     want = answers()
-    with attnops.patch(model):
-        got, called = ops(answers)
-    assert called == {"attnops::attention"}
+    with attnops.patch(model), Calls() as calls:
+        got = answers()
+    assert {name for name in calls.names if name.startswith("attnops::")} == {"attnops::attention"}
     assert got == [{**answer, "score": pytest.approx(answer["score"], rel=1e-4)} if "score" in answer else answer for answer in want]
-
-
-def texts():
-    """Twelve texts of different lengths, padded on the right."""
-    for i in range(12):
-        ids = torch.randint(4, 100, (10,), generator=torch.Generator().manual_seed(i))
-        mask = (torch.arange(10) < 4 + i % 7).long()
-        yield {"input_ids": ids * mask, "attention_mask": mask, "labels": torch.where(mask.bool(), ids, -100)}
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_trainer(tmp_path, checkpointing):
-    """Three steps of two batches each."""
-
-    def train(model):
-        arguments = transformers.TrainingArguments(
-            str(tmp_path), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2, use_cpu=True,
-            logging_steps=1, save_strategy="no", report_to=[], seed=0, disable_tqdm=True, gradient_checkpointing=checkpointing,
-        )  # fmt: skip
-        trainer = transformers.Trainer(model, arguments, train_dataset=[*texts()])
-        trainer.train()
-        return [line["loss"] for line in trainer.state.log_history if "loss" in line]
-
-    theirs, ours = tiny.model("llama", attn_implementation="sdpa"), tiny.model("llama", attn_implementation="sdpa")
-    want = train(theirs)
-    with attnops.patch(ours):
-        got, called = ops(lambda: train(ours))
-    assert len(want) == 3 and got == pytest.approx(want, rel=1e-4)
-    assert called == {"attnops::attention", "attnops::attention_backward"}
-    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
 
 def test_the_page(tokenizer):

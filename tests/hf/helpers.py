@@ -52,6 +52,18 @@ def relative(ours, eager):
     return ((ours - eager).abs().max() / eager.abs().max()).item()
 
 
+def near(ours, eager):
+    """They differ by the order of sums alone."""
+    assert relative(ours, eager) < LIMIT
+
+
+def same_tokens(model, patched=None, **more):
+    """The tokens of `generated` are the same with the model patched. patched: options of `patch`."""
+    want = generated(model, **more)
+    with attnops.patch(model, **(patched or {})):
+        assert torch.equal(generated(model, **more), want)
+
+
 def make_cache(kind, model, size=48):
     if kind is None:
         return None

@@ -17,7 +17,7 @@ from attnops.hf.attention.function import attention_function
 from attnops.hf.cache.names import named
 from attnops.kernels.torch import sdpa
 from attnops.ops.attention.record import ATTENTION
-from tests.hf.helpers import LIMIT, left_padded, logits, relative, tokens
+from tests.hf.helpers import LIMIT, left_padded, logits, near, relative, tokens
 
 if eager_cache._TensorGuards is None:
     pytest.skip("this torch has no TensorGuards", allow_module_level=True)
@@ -63,7 +63,7 @@ def test_layers_and_tokens_share_a_look(name, begin, runs, looked):
             cache = DynamicCache(config=model.config)
             out = [model(ids[:, :begin], **named(cache)).logits[:, -1:]]
             out += [model(ids[:, at : at + 1], **named(cache)).logits for at in range(begin, 80)]
-            assert relative(torch.cat(out, 1), want) < LIMIT
+            near(torch.cat(out, 1), want)
     if name == "llama":
         # Once for all layers and all numbers of keys that no kernel tells apart; 64 is the end of such a range.
         keys = [k[2] for _, k in looked]
@@ -119,7 +119,7 @@ def test_sdpa_takes_the_tensors_of_plain_calls_as_they_are(monkeypatch):
                 plain = padded is None and not profiled
                 assert len(turned) == layers * (not plain)
                 if padded is None:
-                    assert relative(got, want) < LIMIT
+                    near(got, want)
                 assert not profiled or "attnops::attention" in {event.name for event in profile.events()}
 
 

@@ -24,7 +24,7 @@ from tests.hf.helpers import (
     SPARSE,
     generated,
     left_padded,
-    relative,
+    near,
     tokens,
     watched,
 )
@@ -188,17 +188,6 @@ def test_verify_in_half_precision(dtype):
     assert attnops.patch(tiny.model("llama").to(dtype)).verify(tokens(), attention_mask=left_padded()).passed
 
 
-def test_verify_fails_with_figures():
-    handle = attnops.patch(tiny.model("llama"))
-    with pytest.raises(PatchError, match=r"FAILED.*relative"):
-        handle.verify(tokens(), tolerance=0.0)
-    assert not handle.verify(tokens(), tolerance=0.0, strict=False).passed
-    assert handle.active
-    handle.unpatch()
-    with pytest.raises(PatchError, match="not patched"):
-        handle.verify(tokens())
-
-
 def test_verify_of_other_outputs():
     bare = transformers.LlamaModel(tiny.config("llama", attn_implementation="eager"))
     assert attnops.patch(bare).verify(tokens()).output == "last_hidden_state"
@@ -216,7 +205,7 @@ def test_a_forced_kernel():
         want = model(ids).logits
         for kernel in ("reference", "sdpa"):
             with attnops.patch(model, kernel=kernel), watched() as calls:
-                assert relative(model(ids).logits, want) < LIMIT
+                near(model(ids).logits, want)
             assert {call["policy"] for call in calls} == {key_for("attention", kernel)}
 
 

@@ -7,45 +7,29 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnops
 from attnops.core.errors import InvalidInput, PatchError
-from attnops.hf import tiny
-from attnops.hf.models import mask_trials as proof
+from attnops.hf import mask_trials as proof, tiny
 from attnops.hf.models.attention_modules import match
-from tests.hf.helpers import LIMIT, generated, left_padded, relative, tokens
+from benchmarks.census import models
+from tests.hf.helpers import generated, left_padded, near, tokens
 
-_SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "initializer_range": 0.2}
-_BOTH = {
-    "vocab_size": 128, "d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64, "init_std": 0.2, "pad_token_id": 0,
-}  # fmt: skip
-_SPARSE = {
-    "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 16, "qk_rope_head_dim": 8,
-    "q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 16, "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2,
-    "index_n_heads": 2, "index_head_dim": 16, "index_topk": 4, "sliding_window": 8, "initializer_range": 0.2,
-    "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
-}  # fmt: skip
-MODELS = {
-    "bigbird_pegasus": ("BigBirdPegasusConfig", "BigBirdPegasusForConditionalGeneration", _BOTH),
-    "pegasus_x": ("PegasusXConfig", "PegasusXForConditionalGeneration", _BOTH),
-    "nllb_moe": ("NllbMoeConfig", "NllbMoeForConditionalGeneration", {**_BOTH, "num_experts": 4}),
-    "splinter": ("SplinterConfig", "SplinterModel", {"vocab_size": 128, **_SIZES}),
-    "deepseek_v4": ("DeepseekV4Config", "DeepseekV4ForCausalLM", _SPARSE),
-}
+KINDS = models.kinds()
+MODELS = ("bigbird_pegasus", "pegasus_x", "nllb-moe", "splinter", "deepseek_v4")
 
 
-def build(name, implementation="eager"):
-    config, cls, values = MODELS[name]
-    if not hasattr(transformers, config):
-        pytest.skip(f"transformers {transformers.__version__} has no {config}")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        made = getattr(transformers, cls)._from_config(getattr(transformers, config)(**values), attn_implementation=implementation)
-    return made.eval()
+def build(name):
+    if name not in KINDS:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    return models.build(models.own(KINDS[name]))
+
+
+def ids(*sizes, **more):
+    return tokens(*sizes, **more).clamp(max=models.VOCAB - 1)
 
 
 @torch.no_grad()
 def outputs(model, **masks):
-    more = {"decoder_input_ids": tokens(3, 9, seed=2)} if model.config.is_encoder_decoder else {}
-    return next(iter(proof.outputs_of(model(input_ids=tokens(3, 12), **more, **masks)).values()))
+    more = {"decoder_input_ids": ids(3, 9, seed=2)} if model.config.is_encoder_decoder else {}
+    return next(iter(proof.outputs_of(model(input_ids=ids(3, 12), **more, **masks)).values()))
 
 
 @pytest.mark.sweep(3)
@@ -59,14 +43,14 @@ def test_a_model_that_needs_eagers_masks(name):
     with attnops.patch(model) as handle:
         report = handle.report()
         assert report.patched and report.mask == "additive" and any("a small twin" in note for note in report.notes)
-        assert relative(outputs(model), want) < LIMIT
-        assert relative(outputs(model, **masks)[seen], padded[seen]) < LIMIT
+        near(outputs(model), want)
+        near(outputs(model, **masks)[seen], padded[seen])
         with pytest.raises(PatchError, match="additive"):
             handle.unpatch() or attnops.patch(model, cache="paged", mask="auto")
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("name", [*MODELS])
+@pytest.mark.parametrize("name", MODELS)
 def test_other_masks_are_found_out(name):
     """The trial is worth something only if masks that are wrong fail it."""
     model = build(name)
@@ -78,8 +62,10 @@ def test_other_masks_are_found_out(name):
 
 @pytest.mark.parametrize("name", ["splinter", "pegasus_x"])
 def test_the_name_alone_does_not_serve_them(name):
+    model = build(name)
+    model.set_attn_implementation("attnops")
     with pytest.raises(InvalidInput, match=r"attnops\.patch\(model\)"):
-        outputs(build(name, "attnops"))
+        outputs(model)
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "mimo_v2_flash"])
@@ -98,7 +84,7 @@ def test_additive_masks_can_be_asked_for():
     model, mask = tiny.model("gemma3"), left_padded()
     want = model(tokens(), attention_mask=mask).logits
     with attnops.patch(model, mask="additive"):
-        assert relative(model(tokens(), attention_mask=mask).logits, want) < LIMIT
+        near(model(tokens(), attention_mask=mask).logits, want)
     with pytest.raises(InvalidInput, match="additive"):
         attnops.patch(model, mask="additive", cache="paged")
 

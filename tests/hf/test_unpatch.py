@@ -129,9 +129,9 @@ def test_threads_unpatch_and_patch_in_turn(kind, monkeypatch):
     model = MODELS[kind][0]()
     handle = attnops.patch(model)
     patched = [(type(each), set(vars(each))) for each in model.modules()]
-    where, name = (handle, "_give_back") if kind == "another" else (handle._parts[-1], "undo")
-    late = Late(getattr(where, name))
-    monkeypatch.setattr(where, name, late)
+    part = handle._swaps[-1] if kind == "another" else handle._parts[-1]
+    late = Late(part.undo)
+    monkeypatch.setattr(part, "undo", late)
 
     def patch_again():
         again = attnops.patch(model)

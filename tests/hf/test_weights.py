@@ -12,7 +12,7 @@ import attnops
 from attnops.core.errors import InvalidInput
 from attnops.hf import tiny
 from attnops.hf.cache.names import named
-from tests.hf.helpers import LIMIT, generated, left_padded, relative, static, tokens, watched
+from tests.hf.helpers import LIMIT, generated, left_padded, near, relative, static, tokens, watched
 from tests.hf.test_parity import INPUTS
 
 pytestmark = pytest.mark.filterwarnings("ignore:attnops")
@@ -25,7 +25,7 @@ def same(ours, eager, seen=...):
         assert (got is None) == (want is None), kind
         for one, other in zip(got or (), want or (), strict=True):
             assert one.shape == other.shape
-            assert relative(one.transpose(1, 2)[seen], other.transpose(1, 2)[seen]) < LIMIT
+            near(one.transpose(1, 2)[seen], other.transpose(1, 2)[seen])
     return sum(len(getattr(eager, kind, None) or ()) for kind in KINDS)
 
 
@@ -46,7 +46,7 @@ def test_weights(name, mode):
             with pytest.warns(UserWarning, match="output_attentions"):
                 ours = model(**inputs, output_attentions=True)
             assert same(ours, eager, seen) and (not calls or name == "llava"), "whose images return none"
-            assert relative(ours.logits[seen], eager.logits[seen]) < LIMIT
+            near(ours.logits[seen], eager.logits[seen])
             assert not any(getattr(model(**inputs), kind, None) for kind in KINDS) and calls
 
 

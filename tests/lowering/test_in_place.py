@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from torch.utils import _pytree as pytree
 
 import attnops
 from attnops.core.kernel import all_kernels
 from attnops.core.problem import Problem, Target
 from attnops.ops import OPS
 from attnops.testing import CASES
-from attnops.testing.check import oracle
+from attnops.testing.check import compare, named_results, oracle
+from attnops.testing.error_bounds import allowance
 from tests.lowering.models import code_of, compiled_code
 
 HKV, D = 2, 16
@@ -42,9 +42,10 @@ def test_every_rule_is_lowered_in_place_and_equals_the_reference():
     given = [call for op, labels in IN_PLACE.items() for call in calls_of(op, labels)]
     got, code = compiled_code(lambda: torch.compile(lambda: [*map(sdpa, given)], fullgraph=True)())
     for call, results in zip(given, got, strict=True):
-        for found, exact in zip(pytree.tree_leaves(results), oracle(call).values(), strict=True):
-            bound = 4 * torch.finfo(found.dtype).eps
-            torch.testing.assert_close(found.double(), exact.double(), rtol=bound, atol=bound)
+        want = oracle(call)
+        allowed = allowance(call, want)
+        for name, found in named_results(call, results, call.op).items():
+            compare(f"{call.op} {name}", found, want[name], allowed[name], 1.0)
     assert len(given) == sum(map(len, IN_PLACE.values())) and "torch.ops.attnops." not in code and FLASH in code
 
 

@@ -430,7 +430,8 @@ UNRECORDED: dict[str, list[tuple[Any, ...]]] = {
 
 def said(function: str, change: Mapping[str, Any], text: str, error: type[AttnopsError] = InvalidInput) -> Bad:
     field, rest = text.split(": got ", 1)
-    return Bad(function, change, field, *rest.split(", want ", 1), error)
+    got, want = rest.split(", want ", 1)
+    return Bad(function, change, field, got, want, error)
 
 
 BAD = [said(function, *row) for function, rows in UNRECORDED.items() for row in rows]

@@ -46,6 +46,12 @@ MASKED = hasattr(masking_utils, "PagedAttentionCache")
 batching, which take no masks, by their cache."""
 
 _KEPT = "_attnops_step"
+_FILLED = {
+    "cu_seq_lens_k": None,
+    "max_length_k": 0,
+    **dict.fromkeys(("read_index", "write_index", "block_table", "k_cache", "v_cache")),
+}
+"""What the cache fills in, and what stands there before."""
 
 
 def name_for_batches(name: str) -> str:
@@ -83,68 +89,31 @@ def batched_function(
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None = None,
-        scaling: float | Tensor | None = None,
-        dropout: float = 0.0,
-        is_causal: bool | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        s_aux: Tensor | None = None,
-        sinks: Tensor | None = None,
-        cu_seq_lens_q: Any = None,
-        max_length_q: int = 0,
-        cache: Any = None,
-        cu_seq_lens_k: Any = None,
-        max_length_k: Any = 0,
-        read_index: Any = None,
-        write_index: Any = None,
-        block_table: Tensor | None = None,
-        k_cache: Tensor | None = None,
-        v_cache: Tensor | None = None,
-        **others: Any,
-    ) -> tuple[Tensor, None]:
-        check_step(module, attention_mask, is_causal, dropout, others, proven)
-        seen: dict[str, Any] = {
-            "cu_seq_lens_k": cu_seq_lens_k,
-            "max_length_k": max_length_k,
-            "read_index": read_index,
-            "write_index": write_index,
-            "block_table": block_table,
-            "k_cache": k_cache,
-            "v_cache": v_cache,
-        }
+        attention_mask: Tensor | None,
+        layer: dict[str, Any],
+    ) -> Tensor:
+        """`[1, T, Hq, Dv]`. layer: all other arguments."""
+        seen = {name: layer.pop(name, default) for name, default in _FILLED.items()}
+        cache = layer.pop("cache", None)
+        starts_q, longest_q = layer.pop("cu_seq_lens_q", None), layer.pop("max_length_q", 0)
+        check_step(module, attention_mask, layer, proven)
+        number = module.layer_idx
         if cache is not None:
-            key, value = cache.update(
-                key_states=key,
-                value_states=value,
-                layer_idx=module.layer_idx,
-                kwargs=seen,
-            )
+            given = {"key_states": key, "value_states": value, "layer_idx": number, "kwargs": seen}
+            key, value = cache.update(**given)
         if isinstance(seen["cu_seq_lens_k"], dict):
             want = f"{type(module).__name__} to pass its arguments on to the cache's update()"
             fail(InvalidInput, "cu_seq_lens_k", "a tensor for each type of layer", want)
-        if isinstance(scaling, Tensor):
-            query, scaling = query * scaling, 1.0
-        sinks = s_aux if sinks is None else sinks
-        rules = rules_of(scaling, sliding_window or window_of(module), softcap, sinks)
-        tokens = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-        starts_q = cu_seq_lens_q.to(torch.int32)
-        starts_k = seen["cu_seq_lens_k"].to(torch.int32)
-        if seen["block_table"] is None:
-            output = varlen_attention(
-                *tokens,
-                starts_q,
-                starts_k,
-                max_seqlen_q=int(max_length_q),
-                max_seqlen_k=int(seen["max_length_k"]),
-                kernel=packed,
-                **rules,
-            )
-        else:
+        queries, rules = rules_of(query, layer, window_of(module))
+        tokens = queries, key[0].transpose(0, 1), value[0].transpose(0, 1)
+        starts_q, starts_k = starts_q.to(torch.int32), seen["cu_seq_lens_k"].to(torch.int32)
+        if seen["block_table"] is not None:
             pages = seen["k_cache"], seen["v_cache"], seen["block_table"]
-            starts = starts_q, starts_k
-            output = _over_blocks(module.layer_idx, tokens, pages, starts, paged, rules)
-        return output[None], None
+            output: Tensor = _over_blocks(number, tokens, pages, (starts_q, starts_k), paged, rules)
+            return output[None]
+        rules |= {"max_seqlen_q": int(longest_q), "max_seqlen_k": int(seen["max_length_k"])}
+        output = varlen_attention(*tokens, starts_q, starts_k, kernel=packed, **rules)
+        return output[None]
 
     def attention(
         module: Any,
@@ -178,7 +147,7 @@ def batched_function(
                 forward.
         """
         if given.get("write_index") is not None:
-            return step(module, query, key, value, attention_mask, **given)
+            return step(module, query, key, value, attention_mask, given), None
         if not MASKED:
             want = "a step of generate_batch(), or manager.stop() before other calls"
             got = f"a name that ends in {ENDING}, in another forward"

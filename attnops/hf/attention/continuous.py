@@ -16,15 +16,18 @@ from torch import Tensor
 from attnops.core.errors import InvalidInput, fail
 from attnops.core.kernel import own_kernel
 from attnops.hf.attention.blocks import Asked, blocks_of, pages_of
-from attnops.hf.attention.request import check_others
+from attnops.hf.attention.request import check_others, flat_sinks, scaled
 from attnops.hf.models.attention_modules import routed, usage_of
 from attnops.ops import paged_attention, write_kv
 from attnops.ops.attention.varlen import varlen_attention
 
 # transformers' prefix of an implementation for continuous batching.
 PREFIX = "paged|"
-# Of the step as a whole, or of which tokens' logits are wanted.
-_OF_THE_STEP = ("logits_indices", "logits_processor_args")
+_ASKS = ("scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux", "sinks")
+"""What layers ask for, by the names of their arguments."""
+
+# Of the step as a whole, or of which tokens' logits are wanted, are the last two.
+_KNOWN = (*_ASKS, "logits_indices", "logits_processor_args")
 
 Continuous = Callable[..., tuple[Tensor, None]]
 
@@ -35,28 +38,22 @@ def _keeps_what_it_is_given(cls: Any) -> bool:
     return usage is None or not usage.edits_cached
 
 
-def check_step(
-    module: Any,
-    attention_mask: Tensor | None,
-    is_causal: bool | None,
-    dropout: float,
-    others: dict[str, Any],
-    proven: bool,
-) -> None:
+def check_step(module: Any, attention_mask: Tensor | None, layer: dict[str, Any], proven: bool) -> None:
     """Raise InvalidInput where a layer asks for what a step of continuous batching does not give.
 
-    Arguments: as `attention` below has them, and `proven` as `attention_function`.
+    layer: the arguments of its call that are not the step's. proven: as of `attention_function`.
     """
     if attention_mask is not None:
         want = "None: continuous batching passes lengths"
         fail(InvalidInput, "attention_mask", list(attention_mask.shape), want)
+    is_causal, dropout = layer.get("is_causal"), layer.get("dropout", 0.0)
     if is_causal is False or (dropout > 0.0 and module.training):
         want = "causal, and no dropout, in continuous batching"
         fail(InvalidInput, "is_causal, dropout", (is_causal, dropout), want)
     if (why := refusal(type(module), proven)) is not None:
         got = f"attnops in continuous batching, for {type(module).__name__}"
         fail(InvalidInput, "attn_implementation", got, why)
-    check_others({name: given for name, given in others.items() if name not in _OF_THE_STEP})
+    check_others({name: given for name, given in layer.items() if name not in _KNOWN})
 
 
 def refusal(cls: Any, proven: bool) -> str | None:
@@ -83,22 +80,19 @@ def window_of(module: Any, cache: Any = None) -> int:
     return int(window)
 
 
-def rules_of(
-    scaling: float | None,
-    window: int,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> dict[str, Any]:
-    """The rules of a step as the ops take them.
+def rules_of(query: Tensor, layer: dict[str, Any], ring: int) -> tuple[Tensor, dict[str, Any]]:
+    """(queries `[T, Hq, D]`, the rules of a step as the ops take them).
 
-    window: tokens that a query sees, its own included; 0: all before it.
+    layer: as of `check_step`. ring: tokens that a query sees, its own included, where the layer does not say so; 0: all before it.
     """
-    return {
-        "scale": scaling,
+    query, scale = scaled(query, layer.get("scaling"))
+    window = layer.get("sliding_window") or ring
+    return query[0].transpose(0, 1), {
+        "scale": scale,
         "causal": True,
         "window": (window - 1 if window else -1, -1),
-        "softcap": float(softcap or 0.0),
-        "sinks": None if sinks is None else sinks.reshape(-1),
+        "softcap": float(layer.get("softcap") or 0.0),
+        "sinks": flat_sinks(layer.get("s_aux"), layer.get("sinks")),
     }
 
 
@@ -112,24 +106,18 @@ def continuous_function(kernel: str | None, proven: bool = False) -> Continuous:
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None = None,
-        scaling: float | Tensor | None = None,
-        dropout: float = 0.0,
-        is_causal: bool | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        s_aux: Tensor | None = None,
-        sinks: Tensor | None = None,
+        *,
         cache: Any = None,
-        cu_seq_lens_q: Tensor | None = None,
-        cu_seq_lens_k: Tensor | dict[str, Tensor] | None = None,
+        cu_seq_lens_q: Any = None,
+        cu_seq_lens_k: Any = None,
         max_seqlen_q: int = 0,
         max_seqlen_k: int | dict[str, int] = 0,
         read_index: Any = None,
         write_index: Any = None,
         block_table: Tensor | None = None,
-        **others: Any,
+        **layer: Any,
     ) -> tuple[Tensor, None]:
-        """Attention of a step of continuous batching. Arguments that are not listed are those of `attnops.hf.attention.function`.
+        """Attention of a step of continuous batching.
 
         Args:
             query, key, value: `[1, Hq, T, D]`, `[1, Hkv, T, D]`, `[1, Hkv, T, Dv]`, the new tokens of all requests.
@@ -137,6 +125,7 @@ def continuous_function(kernel: str | None, proven: bool = False) -> Continuous:
             block_table: int32 `[groups, B, M]`, in place of both in a step of one token a request; negative past a request's end.
             cu_seq_lens_q, cu_seq_lens_k: int32 `[B + 1]`; those of the keys by layer type where there are several.
             max_seqlen_q, max_seqlen_k: tokens of the longest request, as above.
+            layer: arguments of `attnops.hf.attention.function`.
 
         Returns:
             output `[1, T, Hq, Dv]`; None in place of attention weights.
@@ -144,46 +133,46 @@ def continuous_function(kernel: str | None, proven: bool = False) -> Continuous:
         Raises:
             InvalidInput: there is no such cache, or an argument that would change the result and is not known here.
         """
-        if cache is None or cu_seq_lens_q is None or cu_seq_lens_k is None:
+        if any(given is None for given in (cache, cu_seq_lens_q, cu_seq_lens_k)):
             want = 'the arguments of generate_batch(). Use "attnops" for an ordinary forward'
             fail(InvalidInput, "cache, cu_seq_lens_q, cu_seq_lens_k", None, want)
-        check_step(module, attention_mask, is_causal, dropout, others, proven)
-        if not (hasattr(cache, "sliding_windows") or hasattr(cache, "layer_to_allocator")):
-            known = "`sliding_windows` (up to 5.17) or `layer_to_allocator` (5.18)"
-            want = f"transformers' PagedAttentionCache, with {known}"
-            fail(InvalidInput, "cache", type(cache).__name__, want)
-        layer = module.layer_idx
-        ring = window_of(module, cache)
+        check_step(module, attention_mask, layer, proven)
+        _check_cache(cache)
+        number, ring = module.layer_idx, window_of(module, cache)
         kind = "sliding_attention" if ring else "full_attention"
-        window = sliding_window or ring
-        starts_k: Any = cu_seq_lens_k[kind] if isinstance(cu_seq_lens_k, dict) else cu_seq_lens_k
-        longest_k: Any = max_seqlen_k[kind] if isinstance(max_seqlen_k, dict) else max_seqlen_k
-        if isinstance(scaling, Tensor):
-            query, scaling = query * scaling, 1.0
-        tokens, starts_q, longest_q = query[0].transpose(0, 1), cu_seq_lens_q.to(torch.int32), int(max_seqlen_q)
-        sinks = s_aux if sinks is None else sinks
-        rules = {"max_seqlen_q": longest_q, **rules_of(scaling, window, softcap, sinks)}
+        starts_k: Any
+        starts_k, longest_k = (x[kind] if isinstance(x, dict) else x for x in (cu_seq_lens_k, max_seqlen_k))
+        tokens, rules = rules_of(query, layer, ring)
+        rules["max_seqlen_q"] = longest_q = int(max_seqlen_q)
+        starts_q = cu_seq_lens_q.to(torch.int32)
         asked = Asked(read_index, write_index, cu_seq_lens_q, starts_k, longest_q, int(longest_k), ring, block_table)
-        blocks = None if ring and window != ring else blocks_of(cache, layer, key, value, asked)
-        if blocks is None and block_table is not None:
-            want = "None in a compiled step, or for a cache of another layout: pass max_blocks_per_request=0 to batching_config"
-            fail(InvalidInput, "block_table", list(block_table.shape), want)
-        if blocks is None:
-            keys, values = cache.update(key_states=key, value_states=value, layer_idx=layer, read_index=read_index, write_index=write_index)
-        else:
+        fits = ring in (0, rules["window"][0] + 1)
+        blocks = blocks_of(cache, number, key, value, asked) if fits else None
+        if blocks is not None:
             keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
-            k_pages, v_pages = pages_of(cache, layer)
-            write_kv(keys, values, k_pages, v_pages, blocks.slots)
+            pages = pages_of(cache, number)
+            write_kv(keys, values, *pages, blocks.slots)
             if blocks.page_table is not None and blocks.seq_lens is not None:
                 if ring:
                     rules["window"] = (-1, -1)
-                output = paged_attention(
-                    tokens, k_pages, v_pages, blocks.page_table, blocks.seq_lens, starts_q, holes=False, kernel=paged, **rules
-                )
-                return output[None], None
-        output = varlen_attention(
-            tokens, keys, values, starts_q, starts_k.to(torch.int32), max_seqlen_k=int(longest_k), kernel=packed, **rules
-        )
+                table, lengths = blocks.page_table, blocks.seq_lens
+                return paged_attention(tokens, *pages, table, lengths, starts_q, holes=False, kernel=paged, **rules)[None], None
+        elif block_table is not None:
+            want = "None in a compiled step, or for a cache of another layout: pass max_blocks_per_request=0 to batching_config"
+            fail(InvalidInput, "block_table", list(block_table.shape), want)
+        else:
+            keys, values = cache.update(
+                key_states=key, value_states=value, layer_idx=number, read_index=read_index, write_index=write_index
+            )
+        starts_k = starts_k.to(torch.int32)
+        output = varlen_attention(tokens, keys, values, starts_q, starts_k, max_seqlen_k=int(longest_k), kernel=packed, **rules)
         return output[None], None
 
     return attention
+
+
+def _check_cache(cache: Any) -> None:
+    if not (hasattr(cache, "sliding_windows") or hasattr(cache, "layer_to_allocator")):
+        known = "`sliding_windows` (up to 5.17) or `layer_to_allocator` (5.18)"
+        want = f"transformers' PagedAttentionCache, with {known}"
+        fail(InvalidInput, "cache", type(cache).__name__, want)

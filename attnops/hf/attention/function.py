@@ -16,7 +16,7 @@ from attnops.core.kernel import own_kernel
 from attnops.core.private_torch import autocasting
 from attnops.core.select import key_for
 from attnops.core.tracers import is_recorded
-from attnops.hf.attention import over_pages as pages
+from attnops.hf.attention import over_pages
 from attnops.hf.attention.in_torch import in_torch, in_torchs_ops
 from attnops.hf.attention.request import (
     Lengths,
@@ -50,6 +50,26 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
     kernels = tuple(own_kernel(op, kernel) for op in ("attention", "paged_attention", "mla_attention", "varlen_attention"))
     packs = kernel == kernels[3]
     straight = StraightCalls()
+
+    def answered(module: Any, request: Request, cache: Any, is_causal: bool | None, facts: Facts | None) -> tuple[Tensor, Tensor | None]:
+        """(output, weights or None) of a call that is not remembered. facts: to remember it by, from now on."""
+        if request.key.dim() == 5 or isinstance(cache, (PagedKeyCache, View)):
+            output = over_pages.attend(over_pages.Asked(module, request, cache, is_causal), *kernels)
+            if output is not None:
+                return output, None
+            # The first latents of an empty cache attend to each other in expanded form.
+            key, value = type(module).expand_kv(module, request.key[0], request.value[0])
+            request = request._replace(key=key, value=value)
+        visible = visible_of(request, not additive and is_causal_call(module, is_causal), packs)
+        if visible.packed is not None:
+            return packed(request, visible, visible.packed, kernel), None
+        call, given = dense_call(request, visible, kernels[0])
+        if request.dropout > 0.0 or request.weights:
+            return with_weights(request, call)
+        if is_recorded():
+            return in_torchs_ops(call), None
+        # Only a call whose keys are not cut off is remembered.
+        return dense(call, given, straight, facts if visible.keys is None else None, request.window), None
 
     def attention(
         module: Any,
@@ -114,42 +134,9 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
         weights = bool(output_attentions) or weights_recorded(module, compiling)
         p = dropout if drops else 0.0
         request = Request(query, key, value, attention_mask, position_bias, lengths, sinks, scale, cap, sliding_window, p, weights)
-        if key.dim() == 5 or isinstance(attnops_cache, (PagedKeyCache, View)):
-            output, request = over_pages(module, request, attnops_cache, is_causal, kernels)
-            if output is not None:
-                return output, None
-        visible = visible_of(request, not additive and is_causal_call(module, is_causal), packs)
-        if visible.packed is not None:
-            return packed(request, visible, visible.packed, kernel), None
-        call, given = dense_call(request, visible, kernels[0])
-        if drops or weights:
-            return with_weights(request, call, compiling)
-        if is_recorded():
-            return in_torchs_ops(call), None
-        # Only a call whose keys are not cut off is remembered.
-        return dense(call, given, straight, facts if visible.keys is None else None, sliding_window), None
+        return answered(module, request, attnops_cache, is_causal, facts)
 
     return attention
-
-
-def over_pages(
-    module: Any, request: Request, cache: Any, is_causal: bool | None, kernels: tuple[str | None, ...]
-) -> tuple[Tensor | None, Request]:
-    """(`[B, S, Hq, Dv]`, the request) of new keys that go into pages.
-
-    Of the first latents of an empty cache None and the request with their keys and values expanded.
-    """
-    lengths = None if request.lengths is None else request.lengths.starts_q
-    odd = {"position_bias": request.bias, "cu_seq_lens_q": lengths, "output_attentions": request.weights or None}
-    asked = pages.Asked(
-        module, request.query, request.key, request.value, request.mask, cache, request.dropout, is_causal, request.scale, request.softcap,
-        request.sinks, odd,
-    )  # fmt: skip
-    output = pages.attend(asked, *kernels)
-    if output is not None:
-        return output, request
-    key, value = type(module).expand_kv(module, request.key[0], request.value[0])
-    return None, Request(request.query, key, value, *request[3:])
 
 
 def dense(call: Attention, given: Tensors, straight: StraightCalls, facts: Facts | None, window: int | None) -> Tensor:
@@ -190,39 +177,44 @@ def cast(request: Request, keys: int | None = None) -> Tensors:
     return query, key, value
 
 
-def with_weights(request: Request, call: Attention, compiling: bool) -> tuple[Tensor, Tensor | None]:
+def with_weights(request: Request, call: Attention) -> tuple[Tensor, Tensor | None]:
     """A call with dropout, or whose weights are asked for, in plain torch."""
     output, weights = in_torch(call, request.dropout, request.key.shape[2])
     if not request.weights:
         return output, None
-    if not compiling:
-        warnings.warn(_WEIGHTS, stacklevel=3)
+    if not is_dynamo_compiling():
+        warnings.warn(_WEIGHTS, stacklevel=4)
     return output, weights
+
+
+def _check_packed(request: Request, visible: Visible, lengths: Lengths) -> None:
+    """Raise InvalidInput where no kernel of packed requests does what is asked for."""
+    if request.dropout > 0.0 or request.weights:
+        field, got, want = ("dropout", request.dropout, "0") if request.dropout else ("output_attentions", True, "False")
+        fail(InvalidInput, field, got, f"{want} for packed requests without a mask: no kernel does that")
+    beside_it = {"cu_seq_lens_k": lengths.starts_k, "max_length_q": lengths.longest_q, "max_length_k": lengths.longest_k}
+    missing = ", ".join(name for name, too in beside_it.items() if too is None)
+    rows, biased = request.query.shape[0], visible.mask is not None
+    if missing or (lengths.padded and (biased or rows != 1)):
+        fault = f"no {missing}" if missing else f"a batch of {rows}" + " with position_bias" * biased
+        want = "one row, with cu_seq_lens_k, max_length_q and max_length_k, and no position_bias"
+        fail(InvalidInput, "cu_seq_lens_q", fault, want)
 
 
 def packed(request: Request, visible: Visible, lengths: Lengths, kernel: str | None) -> Tensor:
     """`[B, S, Hq, Dv]` of packed requests. Raises InvalidInput where no kernel of packed requests does what is asked for."""
-    if request.dropout > 0.0 or request.weights:
-        field, got, want = ("dropout", request.dropout, "0") if request.dropout else ("output_attentions", True, "False")
-        fail(InvalidInput, field, got, f"{want} for packed requests without a mask: no kernel does that")
+    _check_packed(request, visible, lengths)
+    starts_k: Any = lengths.starts_k
     query, key, value = cast(request)
-    starts_q, starts_k, longest_q, longest_k = lengths[:4]
-    one_row = query.shape[0] == 1 and visible.mask is None
-    if starts_k is None or longest_q is None or longest_k is None or not (one_row or not lengths.padded):
-        beside_it = {"cu_seq_lens_k": starts_k, "max_length_q": longest_q, "max_length_k": longest_k}
-        missing = ", ".join(name for name, too in beside_it.items() if too is None)
-        fault = f"no {missing}" if missing else f"a batch of {query.shape[0]}" + " with position_bias" * (visible.mask is not None)
-        want = "one row, with cu_seq_lens_k, max_length_q and max_length_k, and no position_bias"
-        fail(InvalidInput, "cu_seq_lens_q", fault, want)
     tokens = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
     output = varlen_attention(
         tokens[0],
         tokens[1],
         tokens[2],
-        starts_q,
+        lengths.starts_q,
         starts_k,
-        max_seqlen_q=_int(longest_q),
-        max_seqlen_k=_int(longest_k),
+        max_seqlen_q=_int(lengths.longest_q),
+        max_seqlen_k=_int(lengths.longest_k),
         scale=query.shape[3] ** -0.5 if request.scale is None else request.scale,
         causal=visible.causal,
         window=(visible.left, -1 if visible.causal else visible.left),

@@ -44,7 +44,7 @@ from attnops.core.record import need
 from attnops.core.tracers import is_recorded
 from attnops.hf.attention import descriptor, packed, positions
 from attnops.hf.attention.descriptor import Pattern
-from attnops.hf.generation import Verdict, current_generation
+from attnops.hf.generation import Generation, Verdict, current_generation
 
 _JOINED_LAST = hasattr(masking_utils, "remap_positions_for_packed_sequence")
 """Does transformers join documents to a rule last, after blocks whose tokens see both ways? A tracer has to tell such a rule apart."""
@@ -61,123 +61,133 @@ _STOP = "attnops: a mask that pages cannot follow, or a cache that is full"
 
 
 class Request(NamedTuple):
-    """One request for a mask, as transformers makes it. Query i is at position i + q_offset, key j at j + kv_offset.
+    """One request for a mask, in transformers' own names. Query i is at position i + q_offset, key j at j + kv_offset.
 
     q_offset: an int, or a tensor `[]` for a static cache. kv_offset: an int, or a tensor for pages, see PagedLayer.get_mask_sizes.
-    padding: bool `[B, positions]`, or None.
-    rule, window: transformers' mask_function and local_size.
-    causal_skip, bidirectional_skip: may None stand for a plain causal or bidirectional mask? transformers gives the second one for
-        bidirectional masks only.
+    attention_mask: bool `[B, positions]`, False for padding; or None. local_size: the window.
+    allow_is_causal_skip, allow_is_bidirectional_skip: may None stand for a plain causal or bidirectional mask? transformers gives the
+        second one for bidirectional masks only.
     """
 
-    batch: int
-    queries: int
-    keys: int
-    q_offset: Any
-    kv_offset: Any
-    padding: Tensor | None
-    device: torch.device
     mode: Mode
-    rule: Callable[..., Any]
-    window: int | None
-    causal_skip: bool
-    bidirectional_skip: bool | None
-    use_vmap: bool
-    config: Any
+    batch_size: int
+    q_length: int
+    kv_length: int
+    q_offset: Any = 0
+    kv_offset: Any = 0
+    mask_function: Callable[..., Any] = causal_mask_function
+    attention_mask: Tensor | None = None
+    local_size: int | None = None
+    allow_is_causal_skip: bool = True
+    allow_is_bidirectional_skip: bool | None = None
+    use_vmap: bool = False
+    config: Any = None
+    device: torch.device = torch.device("cpu")
+
+
+Found = tuple[Tensor | None] | None
+"""A mask, which may be None, in a tuple; None: it must be written out."""
 
 
 def mask_function(mode: Mode) -> Callable[..., Tensor | None]:
     """A function for `AttentionMaskInterface.register`."""
 
-    def attnops_mask(
-        batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0,
-        mask_function: Callable[..., Any] = causal_mask_function, attention_mask: Tensor | None = None, local_size: int | None = None,
-        allow_is_causal_skip: bool = True, allow_is_bidirectional_skip: bool | None = None, use_vmap: bool = False, config: Any = None,
-        device: torch.device | str = "cpu", **others: Any,
-    ) -> Tensor | None:  # fmt: skip
-        request = Request(
-            batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, torch.device(device), mode, mask_function, local_size,
-            allow_is_causal_skip, allow_is_bidirectional_skip, use_vmap, config,
-        )  # fmt: skip
+    def attnops_mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0, **more: Any) -> Tensor | None:
+        """The mask of a forward and a kind of layer. more: as the fields of Request, and others that transformers' functions take."""
+        given = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
+        given |= more | {"device": torch.device(more.get("device", "cpu"))}
+        request = Request(mode, **{name: value for name, value in given.items() if name in Request._fields})
         if isinstance(kv_offset, Tensor) and kv_offset.dim() > 0:
             return _of_pages(request)
-        if mask_function is not bidirectional_mask_function and not torch.compiler.is_compiling():
-            positions.look(mask_function, q_length)
-        short = mode in ("auto", "compact") and not is_recorded()
-        if short and (documents := _documents(request)) is not None:
-            return documents
-        compact = mode == "compact" or far(request.device) or (attention_mask is None and _trains(request))
-        if short and compact and (pattern := pattern_of(request)) is not None:
-            exact, mask = _compact(request, pattern)
-            if exact:
-                return mask
-        low: Any = kv_offset
-        skips = mode not in ("explicit", "additive") and allow_is_causal_skip
-        if skips and torch.compiler.is_compiling():
-            if _plainly_causal(request):
-                return None
-            skips = False  # transformers 5.24 also skips one query of more keys than it sees
-        skip = not _must_not_wait(request)
-        return (eager_mask if mode == "additive" else sdpa_mask)(
-            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=low,
-            mask_function=mask_function, attention_mask=attention_mask, local_size=local_size, allow_is_causal_skip=skips and skip,
-            allow_is_bidirectional_skip=bool(allow_is_bidirectional_skip) and skip, use_vmap=use_vmap, config=config, device=device,
-            **others,
-        )  # fmt: skip
+        if request.mask_function is not bidirectional_mask_function and not torch.compiler.is_compiling():
+            positions.look(request.mask_function, q_length)
+        found = _short(request) if mode in ("auto", "compact") and not is_recorded() else None
+        return _written_out(request, given) if found is None else found[0]
 
     return attnops_mask
 
 
+def _written_out(request: Request, given: dict[str, Any]) -> Tensor | None:
+    """A bool or additive mask; None where the pattern is plain. given: arguments of transformers' own functions."""
+    skips = request.mode not in ("explicit", "additive") and request.allow_is_causal_skip
+    if skips and torch.compiler.is_compiling():
+        if _plainly_causal(request):
+            return None
+        skips = False  # transformers 5.24 also skips one query of more keys than it sees
+    waits = not _must_not_wait(request)
+    given["allow_is_causal_skip"] = skips and waits
+    given["allow_is_bidirectional_skip"] = bool(request.allow_is_bidirectional_skip) and waits
+    return (eager_mask if request.mode == "additive" else sdpa_mask)(**given)
+
+
 def _plainly_causal(request: Request) -> bool:
     """Do the sizes alone show a plain causal mask? transformers writes every mask out while a compiler traces."""
-    if request.padding is not None or isinstance(request.q_offset, Tensor):
+    if request.attention_mask is not None or isinstance(request.q_offset, Tensor):
         return False
-    known, queries, keys = statically_known_true, request.queries, request.keys
-    inside = request.window is None or known(keys < request.window)
+    known, queries, keys = statically_known_true, request.q_length, request.kv_length
+    inside = request.local_size is None or known(keys < request.local_size)
     return inside and known(request.q_offset + queries == request.kv_offset + keys) and (known(queries == keys) or known(queries == 1))
+
+
+def _short(request: Request) -> Found:
+    """A descriptor, or no mask at all, where that is exact."""
+    documents = _documents(request)
+    if documents is not None:
+        return (documents,)
+    compact = request.mode == "compact" or far(request.device) or (request.attention_mask is None and _trains(request))
+    pattern = pattern_of(request) if compact else None
+    return None if pattern is None else _compact(request, pattern)
 
 
 def pattern_of(request: Request) -> Pattern | None:
     """The pattern of transformers' rule; None: a descriptor cannot describe it."""
-    rule, window = request.rule, request.window
+    rule = request.mask_function
     if request.use_vmap:
         return None
     if rule is bidirectional_mask_function:
-        return Pattern(False, 0) if request.bidirectional_skip else None
+        return Pattern(False, 0) if request.allow_is_bidirectional_skip else None
     # transformers forbids the skip when it edits the mask, and also in one-token steps of a static cache, where it does not edit it.
-    if not request.causal_skip and request.queries != 1:
+    if not request.allow_is_causal_skip and request.q_length != 1:
         return None
     if rule is causal_mask_function:
-        return Pattern(True, 0) if request.causal_skip or isinstance(request.q_offset, Tensor) else None
+        return Pattern(True, 0) if request.allow_is_causal_skip or isinstance(request.q_offset, Tensor) else None
     if torch.compiler.is_compiling():
         # A tracer hides closures. The skip is allowed for unedited patterns only: sliding, or chunked.
-        plain = request.causal_skip and window is not None and getattr(request.config, "attention_chunk_size", None) is None
-        return Pattern(True, window or 0) if plain else None
-    # transformers' sliding_window_causal_mask_function(window) joins two functions in a closure.
+        return _hidden(request, request.allow_is_causal_skip and request.local_size is not None)
+    window = _window_of(rule)
+    return None if window is None else Pattern(True, window)
+
+
+def _hidden(request: Request, plain: bool) -> Pattern | None:
+    """The pattern of a rule that a tracer does not show. plain: it may be chunked, but nothing else."""
+    plain = plain and getattr(request.config, "attention_chunk_size", None) is None
+    return Pattern(True, request.local_size or 0) if plain else None
+
+
+def _window_of(rule: Callable[..., Any]) -> int | None:
+    """That of transformers' sliding_window_causal_mask_function(window), which joins two functions in a closure; None: another rule."""
     parts = packed.cells(rule).get("mask_functions", ())
     if len(parts) != 2 or parts[1] is not causal_mask_function or not parts[0].__qualname__.startswith("sliding_window_overlay."):
         return None
     window = packed.cells(parts[0]).get("sliding_window")
-    return Pattern(True, window) if isinstance(window, int) and window > 0 else None
+    return window if isinstance(window, int) and window > 0 else None
 
 
 def _documents(request: Request) -> Tensor | None:
     """The descriptor of a causal rule that transformers restricts to packed documents; None: another rule."""
-    rule = request.rule
-    if request.causal_skip or request.padding is not None or request.use_vmap or not _alone(request):
+    rule = request.mask_function
+    if request.allow_is_causal_skip or request.attention_mask is not None or request.use_vmap or not _alone(request):
         return None
     if getattr(rule, "__name__", "") != "and_mask":
         return None
     if torch.compiler.is_compiling():
-        # A tracer hides closures. Without the skip, transformers itself joins causal rules by "and" with documents or chunks alone.
-        plain = request.bidirectional_skip is None and getattr(request.config, "attention_chunk_size", None) is None
-        plain = plain and not _may_see_ahead(rule)
-        pattern = Pattern(True, request.window or 0) if plain else None
+        # Without the skip, transformers itself joins causal rules by "and" with documents or chunks alone.
+        pattern = _hidden(request, request.allow_is_bidirectional_skip is None and not _may_see_ahead(rule))
     else:
-        pattern = pattern_of(request._replace(rule=packed.of_rule(rule), causal_skip=True))
+        pattern = pattern_of(request._replace(mask_function=packed.of_rule(rule), allow_is_causal_skip=True))
     if pattern is None or not pattern.causal:
         return None
-    begins = packed.documents(rule, request.batch, request.queries, request.device)
+    begins = packed.documents(rule, request.batch_size, request.q_length, request.device)
     return packed.build(begins, pattern.window, tracing(begins), counted=_counted(begins))
 
 
@@ -203,47 +213,65 @@ def _alone(request: Request) -> bool:
     if isinstance(request.q_offset, Tensor) or isinstance(request.kv_offset, Tensor):
         return False
     known = statically_known_true
-    return known(request.queries == request.keys) and known(request.q_offset == 0) and known(request.kv_offset == 0)
+    return known(request.q_length == request.kv_length) and known(request.q_offset == 0) and known(request.kv_offset == 0)
 
 
 def _trains(request: Request) -> bool:
     """May the descriptor of a causal mask be packed requests, for kernels with a gradient?"""
-    return torch.is_grad_enabled() and request.causal_skip and request.queries > 1 and _alone(request)
+    return torch.is_grad_enabled() and request.allow_is_causal_skip and request.q_length > 1 and _alone(request)
 
 
-def _compact(request: Request, pattern: Pattern) -> tuple[bool, Tensor | None]:
-    """(is a descriptor exact, the mask). (False, None): the mask must be dense."""
-    padding = request.padding
+def _compact(request: Request, pattern: Pattern) -> Found:
+    """The descriptor of a pattern, where it is exact."""
+    padding = request.attention_mask
     if padding is None:
-        return True, _unpadded(request, pattern)
-    low, length = request.kv_offset, padding.shape[1]
-    high = request.q_offset + request.queries if pattern.causal else low + request.keys
-    if tracing(padding) or length == 0 or (pattern.causal and not isinstance(high, Tensor) and length < high):
-        return False, None
+        return (_unpadded(request, pattern),)
+    high = request.q_offset + request.q_length if pattern.causal else request.kv_offset + request.kv_length
     generation = current_generation() if pattern.causal else None
-    verdict = generation.verdict if generation is not None and request.queries == 1 else None
-    if generation is None and _must_not_wait(request):
-        return False, None
+    if _is_unknown(padding, high, pattern) or (generation is None and _must_not_wait(request)):
+        return None
+    verdict = generation.verdict if generation is not None and request.q_length == 1 else None
     if verdict is not None and verdict.full:
-        return True, _unpadded(request, pattern)
-    columns = torch.arange(length, device=padding.device)
-    seen = padding & (columns >= low) & (columns < high)
+        return (_unpadded(request, pattern),)
+    return _looked_at(request, pattern, padding, high, verdict, generation)
+
+
+def _looked_at(
+    request: Request, pattern: Pattern, padding: Tensor, high: Any, verdict: Verdict | None, generation: Generation | None
+) -> Found:
+    """As `_compact`, by the rows of the padding. verdict: on the masks of the generation so far; None: this one gives it."""
+    columns = torch.arange(padding.shape[1], device=padding.device)
+    seen = padding & (columns >= request.kv_offset) & (columns < high)
     first, past = _first(seen, columns), (seen * (columns + 1)).amax(-1)
     if verdict is None:
         verdict = _look(request, pattern, seen.sum(-1), first, past, high)
         if generation is not None:
             generation.note(verdict)
     if not verdict.run:
-        return False, None
-    if verdict.full:
-        return True, _unpadded(request, pattern)
+        return None
+    return (_unpadded(request, pattern) if verdict.full else _padded(request, pattern, first, past, high),)
+
+
+def _is_unknown(padding: Tensor, high: int | Tensor, pattern: Pattern) -> bool:
+    """Does the padding not say what is a token? high: one past the last position that is seen."""
+    length = padding.shape[1]
+    return tracing(padding) or length == 0 or (pattern.causal and not isinstance(high, Tensor) and length < high)
+
+
+def _padded(request: Request, pattern: Pattern, first: Tensor, past: Tensor, high: Any) -> Tensor:
+    """The descriptor of rows `[B]` that show the positions from `first` up to `past`."""
+    low, padding = request.kv_offset, request.attention_mask
+    if padding is not None and pattern.causal and _trains(request) and padding.shape[1] == request.kv_length:
+        return packed.build(packed.runs(padding), pattern.window, traced=False, padded=True)
     end = high - low if pattern.causal else (past - low).clamp(min=0)
     start = (first - low).clamp(min=0)
-    if pattern.causal and _trains(request) and length == request.keys:
-        return True, packed.build(packed.runs(padding), pattern.window, traced=False, padded=True)
     # In a row without any key `start` is past the end, which would give kernels a negative length.
     start = torch.minimum(start, end) if isinstance(end, Tensor) else start.clamp(max=end)
-    return True, descriptor.build(pattern, request.batch, start, end, request.q_offset, low, request.device)
+    return _range(request, pattern, start, end, low)
+
+
+def _range(request: Request, pattern: Pattern, start: Any, end: Any, low: Any) -> Tensor:
+    return descriptor.build(pattern, request.batch_size, start, end, request.q_offset, low, request.device)
 
 
 def _first(seen: Tensor, columns: Tensor) -> Tensor:
@@ -252,28 +280,33 @@ def _first(seen: Tensor, columns: Tensor) -> Tensor:
 
 
 def _unpadded(request: Request, pattern: Pattern) -> Tensor | None:
-    if not pattern.causal:
+    if not pattern.causal or _is_plain(request, pattern):
         return None
-    keys, queries, low = request.keys, request.queries, request.kv_offset
-    end = request.q_offset + queries - low
-    unbounded = pattern.window == 0 or (isinstance(keys, int) and keys <= pattern.window)
-    if request.causal_skip and unbounded and not isinstance(request.q_offset, Tensor):
-        first = queries != 1 and request.q_offset == 0 and low == 0  # of an empty static cache: the attention function cuts the keys
-        if first or (end == keys and (queries == keys or queries == 1)):
-            return None
     if _trains(request):
-        return packed.whole(request.batch, queries, pattern.window, request.device)
-    return descriptor.build(pattern, request.batch, 0, end, request.q_offset, low, request.device)
+        return packed.whole(request.batch_size, request.q_length, pattern.window, request.device)
+    low = request.kv_offset
+    return _range(request, pattern, 0, request.q_offset + request.q_length - low, low)
+
+
+def _is_plain(request: Request, pattern: Pattern) -> bool:
+    """Does the attention function see the same without a mask?"""
+    keys, queries, low = request.kv_length, request.q_length, request.kv_offset
+    unbounded = pattern.window == 0 or (isinstance(keys, int) and keys <= pattern.window)
+    if not (request.allow_is_causal_skip and unbounded) or isinstance(request.q_offset, Tensor):
+        return False
+    if queries != 1 and request.q_offset == 0 and low == 0:
+        return True  # of an empty static cache: the attention function cuts the keys
+    return request.q_offset + queries - low == keys and queries in (keys, 1)
 
 
 def _look(request: Request, pattern: Pattern, count: Tensor, first: Tensor, past: Tensor, high: int | Tensor) -> Verdict:
     """The verdict on the rows' runs (`[B]` each: ones, first one, one past the last one). The host waits for the device here."""
-    assert request.padding is not None
+    assert request.attention_mask is not None
     empty = count == 0
     run = (count == past - first) | empty
-    if pattern.causal and (request.queries == 1 or isinstance(high, Tensor)):
+    if pattern.causal and (request.q_length == 1 or isinstance(high, Tensor)):
         run = run & ((past == high) | empty)
-    grows = run & ((past == request.padding.shape[1]) | empty)
+    grows = run & ((past == request.attention_mask.shape[1]) | empty)
     return Verdict(*torch.stack([run.all(), (count == high - request.kv_offset).all(), grows.all()]).tolist())
 
 
@@ -285,7 +318,7 @@ def far(device: torch.device) -> bool:
 
 
 def _must_not_wait(request: Request) -> bool:
-    return request.mode != "compact" and request.queries == 1 and request.padding is not None and far(request.device)
+    return request.mode != "compact" and request.q_length == 1 and request.attention_mask is not None and far(request.device)
 
 
 def tracing(padding: Tensor) -> bool:
@@ -296,14 +329,13 @@ def tracing(padding: Tensor) -> bool:
 def _of_pages(request: Request) -> Tensor:
     # transformers forbids the skip in one-token steps of every cache that can be compiled, but edits no sliding pattern there: packed
     # texts have no cache, and blocks of an image come with the prompt.
-    skip = request.causal_skip or (request.queries == 1 and request.window is not None)
-    pattern = pattern_of(request._replace(causal_skip=skip))
+    skip = request.allow_is_causal_skip or (request.q_length == 1 and request.local_size is not None)
+    pattern = pattern_of(request._replace(allow_is_causal_skip=skip))
     if pattern is None or not pattern.causal:
         fail(InvalidInput, "mask_function", "another pattern", "causal, or a causal window, for a cache of pages")
     known = request.kv_offset
-    start = _left_padding(request, known) if known.dim() == 1 else known[:, 0]
-    end = request.q_offset + request.queries
-    return descriptor.build(pattern, request.batch, start, end, request.q_offset, 0, request.device)
+    start = _read_padding(request, known)[0] if known.dim() == 1 else known[:, 0]
+    return _range(request, pattern, start, request.q_offset + request.q_length, 0)
 
 
 def padding_of(mask: Tensor | None, pages: Any, rows: int, columns: int, fresh: bool) -> tuple[Tensor, list[int]]:
@@ -318,21 +350,15 @@ def padding_of(mask: Tensor | None, pages: Any, rows: int, columns: int, fresh: 
         if (generation := current_generation()) is not None:
             generation.checked = pages.pad
         return pages.pad.new_zeros(rows), [0] * (1 + rows)
-    request = Request(
-        rows, columns, pages.sizes.length, pages.seen, pages.pad, padding, pages.pad.device, "auto", causal_mask_function, None, True,
-        False, False, None,
-    )  # fmt: skip
-    return _read_padding(request, pages.pad)
-
-
-def _left_padding(request: Request, known: Tensor) -> Tensor:
-    """int64 `[B]`: the padding of each row. known: `[rows]`, the padding so far, EMPTY for a row that the last step did not have."""
-    return _read_padding(request, known)[0]
+    return _read_padding(Request("auto", rows, columns, pages.sizes.length, pages.seen, attention_mask=padding), pages.pad)
 
 
 def _read_padding(request: Request, known: Tensor) -> tuple[Tensor, list[int]]:
-    """As `_left_padding`, and the positions so far and that padding as numbers, where the host reads them, else []."""
-    batch, queries, padding = request.batch, request.queries, request.padding
+    """(int64 `[B]`, the padding of each row; the positions so far and that padding as numbers, where the host reads them, else []).
+
+    known: `[rows]`, the padding so far, EMPTY for a row that the last step did not have.
+    """
+    batch, queries = request.batch_size, request.q_length
     if batch > known.shape[0]:
         fail(InvalidInput, "batch size", batch, f"at most {known.shape[0]}, the rows of this cache")
     own, known = known, known[:batch]
@@ -340,27 +366,20 @@ def _read_padding(request: Request, known: Tensor) -> tuple[Tensor, list[int]]:
     high = seen + queries
     unseen = tracing(high)
     generation = None if unseen else current_generation()
-    checked = generation is not None and generation.checked is own
-    fits = high <= request.keys
-    # Chunks of a prompt may have one token, too.
-    prompt = None if generation is None or padding is None else generation.prompt
-    if checked and queries == 1 and far(request.device) and prompt is not None and padding is not None and padding.shape[1] > prompt:
+    checked = getattr(generation, "checked", None) is own
+    fits = high <= request.kv_length
+    one = queries == 1 and far(known.device)
+    if checked and _is_after_prompt(request, generation, one):
         torch.ops.aten._assert_async.msg(fits, _STOP)
         return known, []
-    if padding is None:
-        start, run = torch.zeros_like(known), torch.ones_like(known, dtype=torch.bool)
-    else:
-        columns = torch.arange(padding.shape[1], device=known.device)
-        shown = padding & (columns < high)
-        start = torch.minimum(_first(shown, columns), high)
-        run = (shown.sum(-1) == high - start) & (high <= padding.shape[1])
+    start, run = _run(request, known, high)
     same = torch.where(known >= seen, start >= seen, start == known)
     # The host checks a prompt of one token as well: all later steps rely on that.
-    if unseen or (queries == 1 and request.mode != "compact" and far(request.device) and (generation is None or checked)):
+    if unseen or (one and request.mode != "compact" and (generation is None or checked)):
         torch.ops.aten._assert_async.msg((run & same).all() & fits, _STOP)
         return start, []
     run_all, same_all, fits_all, past, *starts = torch.cat([torch.stack([run.all(), same.all(), fits, seen]), start]).tolist()
-    need(bool(fits_all), "length", past + queries, f"at most {request.keys} positions, the room of this cache")
+    need(bool(fits_all), "length", past + queries, f"at most {request.kv_length} positions, the room of this cache")
     want = 'zeros on the left and ones up to the newest token: pages hold no other pattern. Use cache="hf" for such masks'
     need(bool(run_all), "attention_mask", "holes, padding on the right, or too few columns", want)
     want = "the padding of the first step, in every step: pages hold the tokens that were not padding then"
@@ -368,3 +387,21 @@ def _read_padding(request: Request, known: Tensor) -> tuple[Tensor, list[int]]:
     if generation is not None:
         generation.checked = own
     return start, [past, *starts]
+
+
+def _is_after_prompt(request: Request, generation: Any, one: bool) -> bool:
+    """Is it a step after the prompt of this generation? one: it has one token, as chunks of a prompt may have, too."""
+    padding, prompt = request.attention_mask, generation.prompt
+    return one and prompt is not None and padding is not None and padding.shape[1] > prompt
+
+
+def _run(request: Request, known: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row: (the first position that is no padding, are those from it up to `high` tokens?)."""
+    padding = request.attention_mask
+    if padding is None:
+        return torch.zeros_like(known), torch.ones_like(known, dtype=torch.bool)
+    columns = torch.arange(padding.shape[1], device=known.device)
+    shown = padding & (columns < high)
+    start = torch.minimum(_first(shown, columns), high)
+    run = (shown.sum(-1) == high - start) & (high <= padding.shape[1])
+    return start, run

@@ -23,16 +23,15 @@ from attnops.core.errors import InvalidInput, fail
 from attnops.core.record import name
 from attnops.hf.attention import descriptor
 from attnops.hf.attention.descriptor import Range
+from attnops.hf.attention.request import Request
 from attnops.hf.cache.paged_cache import PagedModelCache, View
 from attnops.hf.generation import running_generation
+from attnops.hf.models.latents import ABSORB_UP_TO, dims_of
 from attnops.nn.absorb import absorbed_weights, renew
-from attnops.nn.latent import LatentDims, attend_absorbed
+from attnops.nn.latent import attend_absorbed
 from attnops.ops import decode_attention, paged_attention, write_kv, write_latent
 from attnops.ops.attention.record import attention as dense_attention
 from attnops.ops.attention.varlen import varlen_attention
-
-# New tokens of a request, above which the first tokens of an empty cache are attended to in expanded form.
-ABSORB_UP_TO = 1
 
 
 def hand_over(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -45,27 +44,17 @@ def hand_over(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 class Asked(NamedTuple):
-    """The call of one layer whose new keys or latents go into pages, as transformers makes it.
+    """The call of one layer whose new keys or latents go into pages.
 
-    query: `[B, Hq, S, D]`.
-    key, value: the new ones `[1, B, Hkv, S, D]`, `[1, B, Hkv, S, Dv]`, or latents `[1, B, 1, S, Dc]` and rotated keys `[1, B, 1, S, Dr]`.
-    mask: a descriptor (see `attnops.hf.attention.mask`).
+    request: its key and value are the new ones `[1, B, Hkv, S, D]`, `[1, B, Hkv, S, Dv]`, or latents `[1, B, 1, S, Dc]` and rotated keys
+        `[1, B, 1, S, Dr]`; its mask is a descriptor (see `attnops.hf.attention.mask`).
     cache: the module's cache or its view of a step, from `hand_over`.
-    unknown: arguments that attention over pages does not take, by name; they must be None.
     """
 
     module: Any
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None
+    request: Request
     cache: Any
-    dropout: float
-    is_causal: bool | None
-    scale: float | None
-    softcap: float
-    sinks: Tensor | None
-    unknown: dict[str, Any]
+    is_causal: bool | None = None
 
 
 def attend(asked: Asked, dense: str | None, paged: str | None, latent: str | None, varlen: str | None) -> Tensor | None:
@@ -75,44 +64,49 @@ def attend(asked: Asked, dense: str | None, paged: str | None, latent: str | Non
     Returns None for the first latents of an empty cache, which are only written: the caller expands them.
     Raises InvalidInput: a mask that pages cannot follow, dropout, a window larger than that of the pages, or one of `unknown`.
     """
-    if asked.key.dim() != 5:
-        fail(InvalidInput, "key.dim()", asked.key.dim(), "5, new keys from a cache of pages: this layer did not ask its cache for them")
-    if not isinstance(asked.cache, (PagedModelCache, View)):
-        fail(InvalidInput, "attnops_cache", type(asked.cache).__name__, "a PagedModelCache, which the hook of a patched module passes on")
-    if not asked.cache.latent:
-        return attend_keys(asked, _checked(asked), dense, paged, varlen)
-    asked.unknown["sinks"] = asked.sinks
-    found, cache, layer = _checked(asked), asked.cache, asked.module.layer_idx
-    view = cache.view(layer, found.start, asked.query.shape[2], asked.query.shape[1])
+    request, cache = asked.request, asked.cache
+    query, key = request.query, request.key
+    if key.dim() != 5:
+        fail(InvalidInput, "key.dim()", key.dim(), "5, new keys from a cache of pages: this layer did not ask its cache for them")
+    if not isinstance(cache, (PagedModelCache, View)):
+        fail(InvalidInput, "attnops_cache", type(cache).__name__, "a PagedModelCache, which the hook of a patched module passes on")
+    found = _checked(asked)
+    if not cache.latent:
+        return attend_keys(asked, found, dense, paged, varlen)
+    layer = asked.module.layer_idx
+    view = cache.view(layer, found.start, query.shape[2], query.shape[1])
     [pages] = view.pages
-    latents, rotated = (x.flatten(0, 3).to(pages.dtype) for x in (asked.key, asked.value))
+    latents, rotated = (x.flatten(0, 3).to(pages.dtype) for x in (key, request.value))
     write_latent(latents, rotated, pages, view.batch.slots)
     cache.wrote(layer)
-    if view.fresh or (asked.query.shape[2] > 1 and running_generation() is None):  # a prompt: see `PagedMode.prepare` for others
-        with _exactly(asked.query.device.type):
-            renew(asked.module.kv_b_proj, asked.key[0])
+    if view.fresh or (query.shape[2] > 1 and running_generation() is None):  # a prompt: see `PagedMode.prepare` for others
+        with _exactly(query.device.type):
+            renew(asked.module.kv_b_proj, key[0])
     # In expanded form where the cache has no tokens but the step's own, which need no gather.
     return None if view.fresh and view.batch.max_seqlen_q > ABSORB_UP_TO else absorbed(asked, view, found.window_left, latent)
 
 
 def _checked(asked: Asked) -> Range:
     """The range that the mask describes. Raises InvalidInput for a call that pages cannot serve."""
-    if asked.unknown["output_attentions"]:
+    request, mask = asked.request, asked.request.mask
+    if request.weights:
         want = "False with a cache of pages, or transformers' own cache: kernels return no attention weights"
         fail(InvalidInput, "output_attentions", True, want)
-    if asked.dropout > 0.0 and asked.module.training:
-        fail(InvalidInput, "dropout", asked.dropout, "0 with a paged cache: no kernel has dropout. Train without a cache, or call .eval()")
+    if request.dropout > 0.0:
+        want = "0 with a paged cache: no kernel has dropout. Train without a cache, or call .eval()"
+        fail(InvalidInput, "dropout", request.dropout, want)
     if asked.is_causal is False:
         fail(InvalidInput, "is_causal", False, "True with a paged cache")
-    for field, value in asked.unknown.items():
+    lengths = None if request.lengths is None else request.lengths.starts_q
+    sinks = request.sinks if asked.cache.latent else None
+    for field, value in (("position_bias", request.bias), ("cu_seq_lens_q", lengths), ("sinks", sinks)):
         if value is not None:
             fail(InvalidInput, field, type(value).__name__, "None with a paged cache")
-    mask = asked.mask
     if mask is None or mask.dtype != descriptor.DTYPE:
         got = "None" if mask is None else f"{name(mask.dtype)} {list(mask.shape)}"
         want = 'a 2-D mask [B, tokens so far] of ones, with zeros on the left only: pages hold no other pattern. Use cache="hf" for it'
         fail(InvalidInput, "attention_mask", got, want)
-    found = descriptor.read(mask, asked.query.shape[0])
+    found = descriptor.read(mask, request.query.shape[0])
     if not found.causal:
         fail(InvalidInput, "attention_mask", "bidirectional", "causal, with a paged cache")
     return found
@@ -120,8 +114,8 @@ def _checked(asked: Asked) -> Range:
 
 def attend_keys(asked: Asked, found: Range, dense: str | None, paged: str | None, varlen: str | None = None) -> Tensor:
     """As `attend`, of keys and values, by the range that a mask describes."""
-    cache, layer = asked.cache, asked.module.layer_idx
-    batch, heads, count, _ = asked.query.shape
+    request, cache, layer = asked.request, asked.cache, asked.module.layer_idx
+    batch, heads, count, _ = request.query.shape
     window = cache.window_of(layer)
     if window and not 0 <= found.window_left < window:
         got = "unbounded" if found.window_left < 0 else found.window_left + 1
@@ -129,12 +123,12 @@ def attend_keys(asked: Asked, found: Range, dense: str | None, paged: str | None
     view = cache.view(layer, found.start, count, heads)
     now, past, (k_pages, v_pages) = view.batch, view.past, view.pages
     # Under autocast the query has another dtype than the pages.
-    like = asked.query.dtype
-    query, key, value = (x.transpose(1, 2).to(k_pages.dtype) for x in (asked.query, asked.key[0], asked.value[0]))
+    like = request.query.dtype
+    query, key, value = (x.transpose(1, 2).to(k_pages.dtype) for x in (request.query, request.key[0], request.value[0]))
     if view.one_launch and count == 1:
         out = decode_attention(
             query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), k_pages, v_pages, now.page_table, now.seq_lens, now.slots,
-            scale=asked.scale, window_left=found.window_left, softcap=asked.softcap, sinks=asked.sinks, holes=False,
+            scale=request.scale, window_left=found.window_left, softcap=request.softcap, sinks=request.sinks, holes=False,
             workspace=now.workspace,
         )  # fmt: skip
         cache.wrote(layer)
@@ -148,7 +142,7 @@ def attend_keys(asked: Asked, found: Range, dense: str | None, paged: str | None
         end = torch.full_like(start, keys.shape[1])
     write_kv(key.flatten(0, 1), value.flatten(0, 1), k_pages, v_pages, now.slots)
     cache.wrote(layer)
-    rules: dict[str, Any] = {"scale": asked.scale, "window": (found.window_left, -1), "softcap": asked.softcap, "sinks": asked.sinks}
+    rules: dict[str, Any] = {"scale": request.scale, "window": (found.window_left, -1), "softcap": request.softcap, "sinks": request.sinks}
     if view.packed and view.fresh:
         starts = now.cu_seqlens_q
         packed: Tensor = varlen_attention(
@@ -166,23 +160,19 @@ def attend_keys(asked: Asked, found: Range, dense: str | None, paged: str | None
     return out.view(batch, count, heads, out.shape[2]).to(like)
 
 
-def dims_of(module: Any) -> LatentDims:
-    """The sizes of an MLA module."""
-    return LatentDims(module.qk_nope_head_dim, module.qk_rope_head_dim, module.kv_lora_rank, module.v_head_dim)
-
-
 def absorbed(asked: Asked, view: View, window_left: int, kernel: str | None) -> Tensor:
     """`[B, S, H, v]`: attention of the step's tokens to the pages, without unfolding them."""
-    module, query = asked.module, asked.query
+    module, request, query = asked.module, asked.request, asked.request.query
     batch, heads, queries, _ = query.shape
     dims, [pages] = dims_of(module), view.pages
     tokens = query.transpose(1, 2).reshape(batch * queries, heads, -1).to(pages.dtype)
-    scale = query.shape[3] ** -0.5 if asked.scale is None else asked.scale
+    scale = query.shape[3] ** -0.5 if request.scale is None else request.scale
     with _exactly(query.device.type):
-        w_uk, w_uv = (w.to(pages.dtype) for w in absorbed_weights(module.kv_b_proj, dims.nope, dims.v, asked.key[0]))
+        w_uk, w_uv = (w.to(pages.dtype) for w in absorbed_weights(module.kv_b_proj, dims.nope, dims.v, request.key[0]))
         q_nope, q_pe = tokens.split([dims.nope, dims.rope], -1)
         out = attend_absorbed(
-            dims, q_nope, q_pe, (w_uk, w_uv), pages, view.batch, scale=scale, window_left=window_left, softcap=asked.softcap, kernel=kernel,
+            dims, q_nope, q_pe, (w_uk, w_uv), pages, view.batch, scale=scale, window_left=window_left, softcap=request.softcap,
+            kernel=kernel,
         )  # fmt: skip
     return out.to(query.dtype).reshape(batch, queries, heads, dims.v)
 

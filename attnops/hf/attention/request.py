@@ -50,15 +50,15 @@ class Request(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    mask: Tensor | None
-    bias: Tensor | None
-    lengths: Lengths | None
-    sinks: Tensor | None
-    scale: float | None
-    softcap: float
-    window: int | None
-    dropout: float
-    weights: bool
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+    lengths: Lengths | None = None
+    sinks: Tensor | None = None
+    scale: float | None = None
+    softcap: float = 0.0
+    window: int | None = None
+    dropout: float = 0.0
+    weights: bool = False
 
 
 def lengths_of(starts_q: Tensor | None, starts_k: Tensor | None, longest_q: int | None, longest_k: int | None) -> Lengths | None:

@@ -19,15 +19,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
+from attnops.adapters.report import evaluating
 from attnops.core.errors import InvalidInput, PatchError, fail
 from attnops.core.problem import Problem, pretend
 from attnops.core.record import need
-from attnops.hf.attention.over_pages import ABSORB_UP_TO, dims_of
 from attnops.hf.cache import names as cache_names
 from attnops.hf.cache.paged_cache import PagedKeyCache
 from attnops.hf.models.attention_modules import Match, Site
+from attnops.hf.models.latents import ABSORB_UP_TO, dims_of
 from attnops.hf.private import PREPARE, changed
-from attnops.hf.report import evaluating
 from attnops.nn.absorb import absorbed_weights
 from attnops.ops.pages.plan import paged_layers
 

@@ -10,7 +10,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -50,13 +50,19 @@ class Usage:
 
 @dataclass
 class Site:
-    """An attention module of a model, and the reason it is left alone, if it is."""
+    """An attention module of a model, and the reason it is left alone, if it is. owner: the nearest model around it."""
 
     path: str
     module: nn.Module
+    owner: PreTrainedModel | None
     config: Any = None
     reason: str | None = None
     usage: Usage | None = None
+
+    @property
+    def name(self) -> str:
+        """That of its class."""
+        return type(self.module).__name__
 
 
 @dataclass(frozen=True)
@@ -82,63 +88,93 @@ _class: Callable[[nn.Module], Any] = type
 
 def match(model: nn.Module) -> Match:
     """Inspect every module of `model`."""
-    sites = list(_sites(model))
     models = {path: m for path, m in model.named_modules() if isinstance(m, PreTrainedModel)}
-    around = {site.path: [path for path in models if _within(site.path, path)] for site in sites}
-    owners = {path: models[max(above, key=len)] if above else None for path, above in around.items()}
-    # A model that transformers routes through sdpa computes with bool masks, too.
-    odd = {path for path, owner in owners.items() if not getattr(owner, "_supports_sdpa", False)}
-    # Modules that share a config object are switched together or not at all.
-    kept = [site for site in sites if site.reason is not None]
-    blockers = {id(site.config): site for site in kept if site.usage or (site.path in odd and _takes_mask(site.module))}
-    for site in sites:
-        if site.reason is None and (blocker := blockers.get(id(site.config))):
-            site.reason = f"shares its config object with {blocker.path} ({type(blocker.module).__name__}), which must keep its masks"
+    sites = list(_sites(model, models))
+    _keep_together(sites)
     usable = [site for site in sites if site.reason is None]
-    configs = {id(site.config): site.config for site in usable}
+    configs = _configs(sites, models)
+    switched = [m for m in models.values() if id(m.config) in configs]
+    edits = next(_editing(usable, switched), None)
+    left = (site for site in sites if site.reason is not None)
+    explicit = edits or next(_needing(left, switched, model), None)
+    classes = dict.fromkeys(type(site.owner) for site in usable if site.owner is not None)
+    unrouted = tuple(cls for cls in classes if not _takes_bools(cls))
+    found = list(configs.values())
+    return Match(sites, found, explicit, edits, _strangers(found, model), unrouted)
+
+
+def _configs(sites: list[Site], models: dict[str, PreTrainedModel]) -> dict[int, Any]:
+    """Those to switch, by their id."""
+    configs = {id(site.config): site.config for site in sites if site.reason is None}
     for path, above in models.items():
         # The masks are made by the models above the attention modules, each by its own config object.
         below = [site for site in sites if _within(site.path, path)]
         if below and all(site.reason is None for site in below):
             configs.setdefault(id(above.config), above.config)
-    switched = [m for m in models.values() if id(m.config) in configs]
-    editors = [f"{type(site.module).__name__} edits its mask" for site in usable if site.usage and site.usage.edits_mask]
-    editors += [f"{type(owner).__name__} edits its masks" for owner in switched if _demands_masks(_class(owner))]
-    edits = next(iter(editors), None)
-    told = {id(m.config) for m in switched}
-    by_itself = (site for site in sites if site.reason is not None and _is_given(site, model, owners[site.path]) in told)
-    others = [f"{type(site.module).__name__} computes attention by itself" for site in by_itself]
-    others += [f"{type(owner).__name__} pools padding with text" for owner in switched if _pools_padding(_class(owner))]
-    explicit = edits or next(iter(others), None)
-    classes = dict.fromkeys(type(owner) for site in usable if (owner := owners[site.path]) is not None)
-    unrouted = tuple(cls for cls in classes if not getattr(cls, "_supports_sdpa", False))
-    return Match(sites, list(configs.values()), explicit, edits, _strangers(list(configs.values()), model), unrouted)
+    return configs
 
 
 def _within(path: str, parent: str) -> bool:
     return not parent or path == parent or path.startswith(parent + ".")
 
 
-def _sites(model: nn.Module) -> Iterator[Site]:
-    modules = {path: m for path, m in model.named_modules() if not isinstance(m, PreTrainedModel)}
+def _takes_bools(cls: Any) -> bool:
+    """A model that transformers routes through sdpa computes with bool masks, too."""
+    return getattr(cls, "_supports_sdpa", False)
+
+
+def _sites(model: nn.Module, models: dict[str, PreTrainedModel]) -> Iterator[Site]:
+    modules = {path: m for path, m in model.named_modules() if path not in models}
     usages = {path: usage for path, m in modules.items() if (usage := usage_of(_class(m)))}
     named = {path for path, m in modules.items() if isinstance(m, nn.MultiheadAttention) or "Attention" in type(m).__name__}
-    for path, module in modules.items():
-        config, usage = getattr(module, "config", None), usages.get(path)
+    attend = usages.keys() | named
+    for path in (path for path in modules if path in attend):
+        module, usage = modules[path], usages.get(path)
+        config = getattr(module, "config", None)
+        above = (parent for parent in models if _within(path, parent))
+        site = Site(path, module, models.get(max(above, key=len, default="")), config, None, usage)
         if usage is not None:
-            reason = f"passes {', '.join(usage.foreign)} to the attention interface, which no kernel here takes" if usage.foreign else None
-            reason = reason if hasattr(config, _SWITCH) else "holds no config that names an attention implementation"
-            yield Site(path, module, config, reason, usage)
-        elif path in named and not any(other != path and _within(other, path) for other in usages.keys() | named):
-            why = "computes attention by itself, not through transformers' attention interface"
-            yield Site(path, module, config, f"{type(module).__name__} {why}")
+            site.reason = _against(usage, config)
+            yield site
+        elif not any(other != path and _within(other, path) for other in attend):
+            site.reason = f"{site.name} computes attention by itself, not through transformers' attention interface"
+            yield site
+
+
+def _against(usage: Usage, config: Any) -> str | None:
+    """Why a module that calls the interface is left alone, but for its neighbours; None if it is not."""
+    if not hasattr(config, _SWITCH):
+        return "holds no config that names an attention implementation"
+    return f"passes {', '.join(usage.foreign)} to the attention interface, which no kernel here takes" if usage.foreign else None
+
+
+def _keep_together(sites: list[Site]) -> None:
+    """Modules that share a config object are switched together or not at all."""
+    kept = [site for site in sites if site.reason is not None]
+    blockers = {id(site.config): site for site in kept if site.usage or (not _takes_bools(site.owner) and _takes_mask(site.module))}
+    for site in sites:
+        if site.reason is None and (blocker := blockers.get(id(site.config))):
+            site.reason = f"shares its config object with {blocker.path} ({blocker.name}), which must keep its masks"
+
+
+def _editing(usable: list[Site], switched: list[PreTrainedModel]) -> Iterator[str]:
+    """The classes that compute with their masks."""
+    yield from (f"{site.name} edits its mask" for site in usable if site.usage and site.usage.edits_mask)
+    yield from (f"{type(owner).__name__} edits its masks" for owner in switched if _demands_masks(_class(owner)))
+
+
+def _needing(left: Iterator[Site], switched: list[PreTrainedModel], model: nn.Module) -> Iterator[str]:
+    """Other classes that need masks which are written out. left: the sites that are left alone."""
+    told = {id(owner.config) for owner in switched}
+    yield from (f"{site.name} computes attention by itself" for site in left if _is_given(site, model) in told)
+    yield from (f"{type(owner).__name__} pools padding with text" for owner in switched if _pools_padding(_class(owner)))
 
 
 def _takes_mask(module: nn.Module) -> bool:
     return any("mask" in name for name in inspect.signature(type(module).forward).parameters)
 
 
-def _is_given(site: Site, model: nn.Module, owner: PreTrainedModel | None) -> int:
+def _is_given(site: Site, model: nn.Module) -> int:
     """The id of the config by which the masks of a module outside of the interface are made."""
     if site.config is not None:
         return id(site.config)
@@ -148,7 +184,7 @@ def _is_given(site: Site, model: nn.Module, owner: PreTrainedModel | None) -> in
     else:
         given = _takes_mask(site.module)
     # A module without a config is given the masks of the model around it.
-    return id(getattr(owner, "config", None)) if given else 0
+    return id(getattr(site.owner, "config", None)) if given else 0
 
 
 def _strangers(configs: list[Any], model: nn.Module) -> int:
@@ -169,19 +205,24 @@ def _strangers(configs: list[Any], model: nn.Module) -> int:
 @functools.cache
 def usage_of(cls: Any) -> Usage | None:
     """How `cls` calls the attention interface, or None when it does not."""
+    for function in _methods(cls):
+        if calls := _interface_calls(function):
+            foreign = {keyword.arg for call in calls for keyword in call.keywords if keyword.arg} - _KNOWN
+            edits = any(_edits_mask(function, call) for call in calls)
+            return Usage(tuple(sorted(foreign)), edits, _edits_cached(function, calls), _moves(function))
+    return None
+
+
+def _methods(cls: Any) -> Iterator[ast.FunctionDef]:
+    """Those of a class and its bases, where their code may ask for the interface."""
     for base in cls.__mro__:
         if base in (nn.Module, PreTrainedModel, object):
             continue
         text = _source(base)
-        asks = "get_interface" in text or "ALL_ATTENTION_FUNCTIONS" in text
-        for function in ast.walk(ast.parse(text)) if asks else ():
-            if isinstance(function, ast.FunctionDef) and (calls := _interface_calls(function)):
-                foreign = {keyword.arg for call in calls for keyword in call.keywords if keyword.arg} - _KNOWN
-                edits = any(_edits_mask(function, call) for call in calls)
-                return Usage(tuple(sorted(foreign)), edits, _edits_cached(function, calls), _moves(function))
+        if "get_interface" in text or "ALL_ATTENTION_FUNCTIONS" in text:
+            yield from (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef))
         if "forward" in vars(base) and "super().forward(" not in text:
-            break  # a method that this class replaces does not count
-    return None
+            return  # a method that this class replaces does not count
 
 
 @functools.cache
@@ -192,17 +233,38 @@ def _source(cls: Any) -> str:
         return ""
 
 
-def _assigned(function: ast.FunctionDef) -> list[tuple[Any, list[ast.expr]]]:
-    """The assignments of a function with their targets."""
-    nodes = [node for node in ast.walk(function) if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign))]
-    return [(node, node.targets if isinstance(node, ast.Assign) else [node.target]) for node in nodes]
+class _Assigned(NamedTuple):
+    """An assignment. names: its targets that are variables. parts: the variables within its targets, too."""
+
+    node: Any
+    names: set[str]
+    parts: set[str]
+
+
+def _assigned(function: ast.FunctionDef) -> Iterator[_Assigned]:
+    """The assignments of a function."""
+    for node in ast.walk(function):
+        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            parts = {part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}
+            yield _Assigned(node, {target.id for target in targets if isinstance(target, ast.Name)}, parts)
+
+
+def _name(value: Any) -> str | None:
+    """That of a variable; None: another expression, or none."""
+    return value.id if isinstance(value, ast.Name) else None
+
+
+def _argument(call: ast.Call, at: int, name: str) -> ast.expr | None:
+    """The argument of a call by its place or its name."""
+    named = (keyword.value for keyword in call.keywords if keyword.arg == name)
+    return call.args[at] if len(call.args) > at else next(named, None)
 
 
 def _interface_calls(function: ast.FunctionDef) -> list[ast.Call]:
     """The calls of the function from `get_interface(...)` or `ALL_ATTENTION_FUNCTIONS[...]`."""
-    assigned = [(node, targets) for node, targets in _assigned(function) if _asks_interface(node)]
-    names = {target.id for _, targets in assigned for target in targets if isinstance(target, ast.Name)}
-    return [node for node in ast.walk(function) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names]
+    names = {name for one in _assigned(function) if _asks_interface(one.node) for name in one.names}
+    return [node for node in ast.walk(function) if isinstance(node, ast.Call) and _name(node.func) in names]
 
 
 def _asks_interface(node: Any) -> bool:
@@ -214,56 +276,51 @@ def _asks_interface(node: Any) -> bool:
 
 def _edits_mask(function: ast.FunctionDef, call: ast.Call) -> bool:
     """Is the mask of the call anything but a parameter of the function, handed on as it came?"""
-    given = [keyword.value for keyword in call.keywords if keyword.arg == "attention_mask"] or call.args[4:5]
-    if not given or isinstance(given[0], ast.Constant):
+    mask = _argument(call, 4, "attention_mask")
+    if mask is None or isinstance(mask, ast.Constant):
         return False
-    parameters = {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)}
-    if not isinstance(given[0], ast.Name) or given[0].id not in parameters:
+    name = _name(mask)
+    if name not in {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)}:
         return True
-    for node, targets in _assigned(function):
-        if any(isinstance(target, ast.Name) and target.id == given[0].id for target in targets):
-            chosen = [node.value.body, node.value.orelse] if isinstance(node.value, ast.IfExp) else [node.value]
-            if isinstance(node, ast.AugAssign) or not all(isinstance(one, ast.Name) for one in chosen):
-                return True
-    return False
+    return any(name in one.names and not _chooses(one.node) for one in _assigned(function))
+
+
+def _chooses(node: Any) -> bool:
+    """Does it assign a variable, or one of two?"""
+    value = node.value
+    chosen = (value.body, value.orelse) if isinstance(value, ast.IfExp) else (value,)
+    return not isinstance(node, ast.AugAssign) and None not in map(_name, chosen)
 
 
 def _edits_cached(function: ast.FunctionDef, calls: list[ast.Call]) -> bool:
     """Are the keys and values of the calls others than those from `update(...)`, or from a module applied to them (a norm)?"""
-    assigned = [
-        (node, {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)})
-        for node, targets in _assigned(function)
-    ]
-    updates = [(node, names) for node, names in assigned if isinstance(node, ast.Assign) and _asks_cache(node)]
+    updates = _updates(function)
     if not updates:
         return False
-    kept = {name for _, names in updates for name in names}
-    for call in calls:
-        named = {keyword.arg: keyword.value for keyword in call.keywords}
-        given = [call.args[at] if len(call.args) > at else named.get(name) for at, name in ((2, "key"), (3, "value"))]
-        if not all(isinstance(one, ast.Name) and one.id in kept for one in given):
-            return True
-    last = max(node.lineno for node, _ in updates)
-    later = any(node.lineno > last and names & kept and not _is_module_call(node.value) for node, names in assigned)
+    kept = set[str]().union(*(one.parts for one in updates))
+    given = [_argument(call, at, name) for call in calls for at, name in ((2, "key"), (3, "value"))]
+    if not all(_name(one) in kept for one in given):
+        return True
+    last = max(one.node.lineno for one in updates)
+    later = any(one.node.lineno > last and one.parts & kept and not _is_module_call(one.node.value) for one in _assigned(function))
     return later or len(calls) > 1
 
 
 def _moves(function: ast.FunctionDef) -> bool:
-    """Is a layer's number in a call of `update(...)` anything but an attribute of the module?"""
-    updates: list[Any] = [node.value for node, _ in _assigned(function) if isinstance(node, ast.Assign) and _asks_cache(node)]
-    numbers = [number for call in updates if (number := _layer_number(call)) is not None]
-    return any(not (isinstance(number, ast.Attribute) and ast.unparse(number.value) == "self") for number in numbers)
+    """Is the `layer_idx` in a call of `update(key_states, value_states, layer_idx)` anything but an attribute of the module?"""
+    numbers = (number for one in _updates(function) if (number := _argument(one.node.value, 2, "layer_idx")) is not None)
+    return any(not (isinstance(number, ast.Attribute) and _name(number.value) == "self") for number in numbers)
 
 
-def _layer_number(call: ast.Call) -> ast.expr | None:
-    """The argument `layer_idx` of `update(key_states, value_states, layer_idx)`."""
-    named = {keyword.arg: keyword.value for keyword in call.keywords}
-    return call.args[2] if len(call.args) > 2 else named.get("layer_idx")
+def _updates(function: ast.FunctionDef) -> list[_Assigned]:
+    """The assignments of what a cache returns."""
+    return [one for one in _assigned(function) if _asks_cache(one.node)]
 
 
-def _asks_cache(node: ast.Assign) -> bool:
-    function = getattr(node.value, "func", None)
-    return isinstance(node.targets[0], ast.Tuple) and isinstance(function, ast.Attribute) and function.attr == "update"
+def _asks_cache(node: Any) -> bool:
+    called = getattr(node.value, "func", None)
+    unpacked = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple)
+    return unpacked and isinstance(called, ast.Attribute) and called.attr == "update"
 
 
 def _is_module_call(value: Any) -> bool:

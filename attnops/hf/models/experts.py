@@ -16,17 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.parametrize import is_parametrized
-from torch.utils._python_dispatch import _disable_current_modes
 
 from attnops.core.kernel import deterministic
-from attnops.core.record import name as name_of
+from attnops.core.record import asked, changed, name as name_of
 from attnops.core.select import active_policy
 from attnops.core.tracers import is_recorded
 from attnops.hf.models.chosen import is_ours
+from attnops.hf.models.trial import alone, answer
 from attnops.kernels.triton.attention import FLOATS
 from attnops.kernels.triton.launch.experts_tiles import MOST_TOKENS
 from attnops.nn.steady import apart
-from attnops.ops.experts.record import experts
+from attnops.ops.experts.record import Experts as Call, experts
 from attnops.ops.experts.reference import gated
 from attnops.ops.linear.reference import GATES
 
@@ -46,24 +46,19 @@ STOCK = ("eager", "grouped_mm", "batched_mm")
 SWITCH = "_experts_implementation_internal"
 """Of a config, the name of the implementation."""
 _GATE = "_attnops_experts"
+_PLAIN: Call = cast(Any, Call)()
+"""A call without tensors, and with its numbers at their defaults."""
 
 
 @dataclass(frozen=True)
 class Gate:
-    """The gated activation of an experts module, as arguments of the op. stock: the implementation before."""
+    """The gated activation of an experts module.
+
+    stock: the implementation before. given: the arguments of the op that are not at their defaults.
+    """
 
     stock: str
-    activation: str
-    interleaved: bool
-    alpha: float
-    limit: float
-    offset: float
-
-    @property
-    def asks(self) -> tuple[str, ...]:
-        """The arguments that are not at their defaults."""
-        given = ("activation", "silu"), ("interleaved", False), ("alpha", 1.0), ("limit", 0.0), ("offset", 0.0)
-        return tuple(n for n, default in given if getattr(self, n) != default)
+    given: dict[str, Any]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A module keeps the name in its config, so a process that loads a copy of it needs the function behind the name.
@@ -129,10 +124,7 @@ def _served(module: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor | 
     gate: Gate | None = getattr(module, _GATE, None)
     if gate is None or is_recorded() or not _serves(module, x, index, gate):
         return None
-    return experts(
-        x, *weights_of(module), index, weights, *biases_of(module), activation=gate.activation, interleaved=gate.interleaved,
-        alpha=gate.alpha, limit=gate.limit, offset=gate.offset,
-    )  # fmt: skip
+    return experts(x, *weights_of(module), index, weights, *biases_of(module), **gate.given)
 
 
 def implementation(stock: str, prefix: str = PREFIX, serve: Serve = _served) -> str:
@@ -182,7 +174,7 @@ def _serves(module: Any, x: Tensor, index: Tensor, gate: Gate) -> bool:
         return False
     if x.shape[0] > MOST_TOKENS and not deterministic(policy):
         return False
-    asks = (*gate.asks, "gate_up_bias", "down_bias") if module.has_bias else gate.asks
+    asks = (*gate.given, *(("gate_up_bias", "down_bias") if module.has_bias else ()))
     inner = weight.shape[2 if module.is_transposed else 1] // 2
     sizes = ("in_features", x.shape[1]), ("out_features", inner), ("experts", weight.shape[0]), ("top_k", index.shape[1])
     return bool(is_ours("experts", policy, x.device, x.dtype, MOST_TOKENS, sizes, asks))
@@ -241,25 +233,21 @@ def _floats(module: Any) -> tuple[float, ...]:
     return tuple(sorted({value for value in vars(module).values() if type(value) is float and value > 0}))
 
 
-@torch.no_grad()
 def gate_of(module: Any) -> Gate | None:
     """The gate of an experts module, found by trying the module's own function on a few numbers; None: the op has no such activation."""
-    stock, floats = getattr(module.config, SWITCH), _floats(module)
-    with _disable_current_modes():  # of fake tensors
-        return _tried(module, stock, floats)
+    with alone():
+        return _tried(module, getattr(module.config, SWITCH), _floats(module))
 
 
 def _tried(module: Any, stock: str, floats: tuple[float, ...]) -> Gate | None:
-    y = (PROBE * torch.sin(torch.arange(96, dtype=torch.float32, device="cpu").square())).view(4, 24)
-    try:
-        want = module._apply_gate(y)
-    except Exception:  # of a stranger's module
-        return None
+    y = (PROBE * torch.sin(torch.arange(96, dtype=torch.float32).square())).view(4, 24)
+    want = answer(module._apply_gate, y)
     if not isinstance(want, Tensor) or want.shape != (4, 12):
         return None
-    for act, pairs, limit, offset in itertools.product(GATES, (False, True), (0.0, *floats), (0.0, 1.0)):
-        for alpha in (1.0, 1.702, *floats) if act == "silu" else (1.0,):
-            gate = Gate(stock, act, pairs, alpha, limit, offset)
-            if torch.allclose(gated(gate, y, y.dtype), want, rtol=1e-5, atol=1e-5):
-                return gate
+    for activation, interleaved, limit, offset in itertools.product(GATES, (False, True), (0.0, *floats), (0.0, 1.0)):
+        like = changed(_PLAIN, activation=activation, interleaved=interleaved, limit=limit, offset=offset)
+        for alpha in (1.0, 1.702, *floats) if activation == "silu" else (1.0,):
+            call = changed(like, alpha=alpha)
+            if torch.allclose(gated(call, y, y.dtype), want, rtol=1e-5, atol=1e-5):
+                return Gate(stock, {n: getattr(call, n) for n in sorted(asked(call))})
     return None

@@ -63,7 +63,7 @@ def pack_experts(model: nn.Module) -> int:
     if any(plain.is_taken(site.module) for site in sites):
         fail(PatchError, f"pack_experts: {type(model).__name__} got patched before, want pack_experts() before attnops.patch()")
     try:
-        found = [(s.module, s.found) for s in sites if isinstance(s.found, Gate) and s.found.interleaved and s.found.activation == "silu"]
+        found = [(s.module, s.found) for s in sites if isinstance(s.found, Gate) and _is_of_gpt_oss(s.found)]
         for module, gate in found:
             if any(owners[id(getattr(module, name))] > 1 for name in NAMES):
                 fail(PatchError, f"pack_experts: {type(module).__name__} got a weight of another module, too, want weights of its own")
@@ -93,6 +93,10 @@ def unpack_experts(model: nn.Module) -> None:
         config: Any = module.config
         if getattr(config, plain.SWITCH) == _name(kept.gate.stock):
             setattr(config, plain.SWITCH, kept.gate.stock)
+
+
+def _is_of_gpt_oss(gate: Gate) -> bool:
+    return "interleaved" in gate.given and "activation" not in gate.given
 
 
 def _pack(module: Any, gate: Gate) -> None:
@@ -160,5 +164,5 @@ def _served(module: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor | 
         return None
     return mxfp4_experts(
         x, module._gate_up_proj_blocks, module._gate_up_proj_scales, module._down_proj_blocks, module._down_proj_scales, index, weights,
-        *plain.biases_of(module), alpha=kept.gate.alpha, limit=kept.gate.limit, offset=kept.gate.offset,
+        *plain.biases_of(module), **{n: given for n, given in kept.gate.given.items() if n != "interleaved"},
     )  # fmt: skip

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
-from torch.utils._python_dispatch import _disable_current_modes
 
 from attnops.core.record import asked, changed, name as name_of
 from attnops.core.select import active_policy
@@ -28,7 +27,9 @@ from attnops.graphs.per_layer import NUMBER
 from attnops.hf.models.chosen import is_ours
 from attnops.hf.models.experts import plain
 from attnops.hf.models.methods import is_replaced
+from attnops.hf.models.trial import alone, answer
 from attnops.kernels.triton.attention import FLOATS
+from attnops.nn.class_swap import Swap, subclass
 from attnops.nn.steady import apart
 from attnops.ops.experts.route import SCORING, Route, is_allowed, route
 from attnops.ops.experts.route_reference import chosen, values, weighed
@@ -76,10 +77,9 @@ class Rule:
 
 @dataclass(frozen=True)
 class Site:
-    """A router of a model, its class, and its rule, or the reason why it is left as it is."""
+    """A router of a model, and its rule, or the reason why it is left as it is."""
 
     module: nn.Module
-    cls: type
     found: Rule | str
 
 
@@ -88,16 +88,14 @@ class Routers:
 
     def __init__(self, model: nn.Module) -> None:
         self.sites = tuple(sites(model))
-        for site in self.sites:
-            if isinstance(site.found, Rule):
-                site.module.__class__ = served(site.cls)
-                site.module.__dict__[_RULE] = site.found
+        found = ((site.module, site.found) for site in self.sites)
+        self._swaps = [Swap(module, served, attributes={_RULE: rule}) for module, rule in found if isinstance(rule, Rule)]
 
     def undo(self) -> None:
-        """Give the modules back as they were. One whose class has changed since then keeps that, and runs its own code."""
-        for site in self.sites:
-            if isinstance(site.found, Rule) and site.module.__dict__.pop(_RULE, None) and type(site.module) is served(site.cls):
-                site.module.__class__ = site.cls
+        """Give the modules back as they were, see `Swap.undo`. One that keeps a class of its own runs its own code."""
+        for swap in self._swaps:
+            swap.undo()
+            swap.target.__dict__.pop(_RULE, None)
 
     def notes(self) -> tuple[str, ...]:
         """Lines of a report; none for a model without routers."""
@@ -120,14 +118,7 @@ def served(cls: Any) -> type:
         logits = apart(rule.logits, self, x)
         return (logits, *route(logits, rule.top_k, bias, **rule.given, dtype=torch.float32 if rule.float32 else x.dtype))
 
-    def reduce(self: Any, protocol: int) -> Any:
-        return (_blank, (cls,), *cls.__reduce_ex__(self, protocol)[2:])
-
-    return type(cls.__name__, (cls,), {"__module__": cls.__module__, "forward": forward, "__reduce_ex__": reduce})
-
-
-def _blank(cls: Any) -> Any:
-    return object.__new__(served(cls))
+    return subclass(cls, {"forward": forward}, (served, cls))
 
 
 def _serves(module: Any, args: tuple[Any, ...], rule: Rule) -> bool:
@@ -157,7 +148,7 @@ def sites(model: nn.Module) -> Iterator[Site]:
     known: dict[tuple[Any, ...], Rule | None] = {}
     for module in model.modules():
         if is_router(module):
-            yield Site(module, type(module), _against(module) or _rule(module, known))
+            yield Site(module, _against(module) or _rule(module, known))
 
 
 def is_router(module: nn.Module) -> bool:
@@ -203,10 +194,9 @@ def _rule(module: nn.Module, known: dict[tuple[Any, ...], Rule | None]) -> Rule 
     return known[key] or f"the op does not choose as {type(module).__name__} does"
 
 
-@torch.no_grad()
 def rule_of(module: nn.Module) -> Rule | None:
     """The rule of a router, found by trying its own forward on a few tokens, in float32 and in bfloat16; None: the op has no such rule."""
-    with _disable_current_modes(), torch.device("cpu"):  # without fake tensors
+    with alone():
         first = _Trial.of(module, torch.float32)
         if first is None or (found := _found(first)) is None:
             return None
@@ -244,7 +234,7 @@ class _Trial:
         source = torch.Generator("cpu").manual_seed(0)
 
         def random(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=source, device="cpu")
+            return torch.randn(shape, generator=source)
 
         twin: Any = object.__new__(type(module))
         parameters = {n: p if p is None else random(*p.shape).to(dtype) / 4 for n, p in module._parameters.items()}
@@ -257,7 +247,7 @@ class _Trial:
         x = random(TOKENS + len(LOWEST), weight.shape[1]).to(tokens or dtype)
         x[:, 0] = 0.0
         x[TOKENS:] = 0.0
-        x[TOKENS:, 0] = torch.tensor(LOWEST, device="cpu")
+        x[TOKENS:, 0] = torch.tensor(LOWEST)
         if len(_required(type(module))) == 3:
             twin.__dict__[HANDED] = random(weight.shape[0]) / 4
         before = _seen(twin)
@@ -286,10 +276,7 @@ def _required(cls: Any) -> list[str]:
 
 def _answers(module: nn.Module, twin: Any, x: Tensor) -> tuple[Tensor, ...] | None:
     """(logits, weights, index), each `[T, ...]`, or None."""
-    try:
-        out = type(module).forward(twin, x, *([vars(twin)[HANDED]] if HANDED in vars(twin) else []))
-    except Exception:  # of a stranger's module
-        return None
+    out = answer(type(module).forward, twin, x, *([vars(twin)[HANDED]] if HANDED in vars(twin) else []))
     if not (isinstance(out, tuple) and len(out) == 3 and all(isinstance(t, Tensor) and t.dim() == 2 for t in out)):
         return None
     logits, weights, index = out

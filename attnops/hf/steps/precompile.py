@@ -15,6 +15,7 @@ from attnops.core.select import active_policy
 from attnops.graphs.buckets import decode_sizes
 from attnops.hf.attention.descriptor import Range
 from attnops.hf.attention.over_pages import Asked, attend_keys
+from attnops.hf.attention.request import Request
 from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.paged_cache import PagedModelCache
 from attnops.ops.pages.plan import over_latents
@@ -53,5 +54,5 @@ def step(cache: PagedModelCache, rows: int, count: int) -> None:
             dims, rules = ((kind.q_heads, kind.head_dim), (kind.kv_heads, kind.head_dim), (kind.kv_heads, kind.v_head_dim)), kind.rules
             q, k, v = (start.new_empty((rows, count, *dim), dtype=kind.dtype).transpose(1, 2) for dim in dims)
             sinks = start.new_empty(kind.q_heads, dtype=rules.sinks_dtype) if rules.sinks else None
-            asked = Asked(_Layer(layer), q, k[None], v[None], None, cache, 0.0, True, None, float(rules.softcap), sinks, {})
+            asked = Asked(_Layer(layer), Request(q, k[None], v[None], sinks=sinks, softcap=float(rules.softcap)), cache)
             attend_keys(asked, Range(True, rules.window[0], start, start + count), dense, paged)

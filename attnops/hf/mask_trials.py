@@ -11,7 +11,6 @@ import copy
 import inspect
 import math
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,14 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from attnops.adapters.report import TOLERANCES, compare, outputs_of
+from attnops.adapters.report import TOLERANCES, compare, evaluating, outputs_of
 from attnops.core.errors import PatchError, fail
 from attnops.core.problem import pretend
 from attnops.hf.attention.mask import Mode
 from attnops.hf.cache import names as cache_names
 from attnops.hf.interface import Options, implementation
 from attnops.hf.models.attention_modules import Match, match, routed
-from attnops.hf.report import evaluating, switch
+from attnops.hf.models.trial import answer
+from attnops.hf.report import attending
 
 _TOLERANCE = {**TOLERANCES, torch.float32: 1e-4}
 
@@ -94,26 +94,20 @@ def _subjects(model: Any) -> Iterator[tuple[Subject, str]]:
         configs = match(one).configs
         for feed in _feeds(one):
             subject = Subject(one, configs, feed)
-            if _runs_eager(subject):
+            with evaluating(one):
+                runs = answer(_outputs, subject, "eager", feed, False)
+            if runs:
                 yield subject, name
-
-
-def _runs_eager(subject: Subject) -> bool:
-    # A class may raise anything at inputs that it does not like.
-    with evaluating(subject.model, subject.configs), suppress(Exception):
-        return bool(_outputs(subject, "eager", subject.feed, False))
-    return False
 
 
 def _fails(subject: Subject, mode: Mode) -> str | None:
     tried: tuple[Mode, ...] = ("dense", "compact") if mode == "auto" else (mode,)
-    with evaluating(subject.model, subject.configs):
+    with evaluating(subject.model):
         for one in tried:
             name = implementation(Options(mask=one, proven=True))
             for run, inputs, visible in _runs(subject):
-                try:
-                    eager = _outputs(subject, "eager", inputs, run == "steps")
-                except Exception:  # nor does it run without attnops
+                eager = answer(_outputs, subject, "eager", inputs, run == "steps")
+                if eager is None:
                     continue
                 try:
                     ours = _outputs(subject, name, inputs, run == "steps")
@@ -152,11 +146,10 @@ def _parameters(model: Any) -> Any:
 
 def _outputs(subject: Subject, name: str, inputs: dict[str, Tensor], steps: bool) -> dict[str, Tensor]:
     model = subject.model
-    switch(subject.configs, name)
     first = next(model.parameters())
     given = {key: x.to(first.device, first.dtype if x.is_floating_point() else x.dtype) for key, x in inputs.items()}
     # Some models draw at random, in eval mode, too.
-    with torch.random.fork_rng(devices=[first.device] if first.is_cuda else []):
+    with attending(subject.configs, name), torch.random.fork_rng(devices=[first.device] if first.is_cuda else []):
         torch.manual_seed(0)
         if not steps:
             return outputs_of(model(**given))
@@ -171,19 +164,21 @@ def _outputs(subject: Subject, name: str, inputs: dict[str, Tensor], steps: bool
 def twins(model: Any) -> Iterator[Any]:
     """float32 CPU models in eval mode, of `model`'s class, with eager attention: the smallest first, and none that the class refuses."""
     for narrow, shallow in ((True, True), (False, True), (False, False)):
-        config = _smaller(model.config, narrow, shallow)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            try:
-                with torch.device("meta"):
-                    weights = sum(p.numel() for p in type(model)(copy.deepcopy(config)).parameters())
-                if weights > MOST_WEIGHTS:
-                    continue
-                with torch.device("cpu"):
-                    built = type(model)._from_config(config, attn_implementation="eager", dtype=torch.float32)
-            except Exception:  # a class may raise anything at a config that it does not like
-                continue
-        yield built.eval()
+            built = answer(_built, type(model), _smaller(model.config, narrow, shallow))
+        if built is not None:
+            yield built.eval()
+
+
+def _built(cls: Any, config: Any) -> Any:
+    """None: it would have too many weights."""
+    with torch.device("meta"):
+        weights = sum(p.numel() for p in cls(copy.deepcopy(config)).parameters())
+    if weights > MOST_WEIGHTS:
+        return None
+    with torch.device("cpu"):
+        return cls._from_config(config, attn_implementation="eager", dtype=torch.float32)
 
 
 def _smaller(config: Any, narrow: bool, shallow: bool) -> Any:
