@@ -50,7 +50,8 @@ TIMED = {
         extend(1, PAGED, SOME, EACH_MANY),
         decode(5, PAGED, *USUAL, page_size=64),
         extend(5, PAGED, FEW, page_size=64),
-        *(decode(5, PAGED, *USUAL, **more) for more in (*KEY_HEADS, {"page_size": 1}, {"page_size": 128})),
+        *(decode(5, PAGED, *USUAL, **heads) for heads in KEY_HEADS),
+        *(decode(5, PAGED, *USUAL, page_size=size) for size in (1, 128)),
         *(extend(5, PAGED, **heads) for heads in (MORE_HEADS, MHA)),
         extend(5, PAGED, FEW, **SMALL),
         extend(5, PAGED, FEW, STRIDES, **ONE_KEY_HEAD),
@@ -66,7 +67,8 @@ TIMED = {
     ),
     "decode_attention": (
         decode(8, STEP, *FINE),
-        *(decode(8, STEP, *USUAL, **more) for more in ({"page_size": 64}, MORE_HEADS, MHA, D64, D64_4)),
+        decode(8, STEP, *USUAL, page_size=64),
+        *(decode(8, STEP, *USUAL, **heads) for heads in (MORE_HEADS, MHA, D64, D64_4)),
         decode(8, STEP, **GPT_OSS),
     ),
 }
